@@ -1,0 +1,1 @@
+"""Array operations: one set of functions, three implementations (reference, cpu, gpu)."""

@@ -1,0 +1,222 @@
+"""The specification of every array operation: NumPy, float64 and integers, slow and plain.
+
+ops.cpu and ops.gpu have the same functions and must give the same bits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..formats import LANES, SHIFT_BIAS, SHIFT_NONFINITE, TILE, Cast, FloatFormat, tiles
+from ..randomness import Key
+
+NONFINITE_BITS = 0x7F800000  # float32 bits of |x| from here on: infinity or NaN
+SATURATED, UNDERFLOWED, NONFINITE = range(3)  # columns of counts
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+def random31(key: Key, index: Array) -> Array:
+    """Return the 31 random bits of each element: a hash of the stream's key and the index.
+
+    index: uint64[n]; returns uint32[n] below 2**31
+    Source: C. Wellons' lowbias32 finaliser ("Prospecting for hash functions", 2018), twice.
+    """
+
+    def mix(h: Array) -> Array:
+        h = (h ^ (h >> np.uint32(16))) * np.uint32(0x7FEB352D)
+        h = (h ^ (h >> np.uint32(15))) * np.uint32(0x846CA68B)
+        return h ^ (h >> np.uint32(16))
+
+    low = (index & np.uint64(0xFFFFFFFF)).astype(np.uint32)
+    high = (index >> np.uint64(32)).astype(np.uint32)
+    h = mix(low ^ np.uint32(key[0]))
+    return mix(h + np.uint32(key[1]) + high * np.uint32(0x9E3779B9)) >> np.uint32(1)
+
+
+def _encode(
+    x: Array, cast: Cast, shift: Array, key: Key, index: Array
+) -> tuple[Array, tuple[Array, Array, Array]]:
+    """Encode x * 2**shift; also return which values saturated, underflowed, are not finite."""
+    fmt = cast.fmt
+    finite = np.isfinite(x)
+    scaled = np.ldexp(np.where(finite, np.abs(x.astype(np.float64)), 0.0), shift)  # exact
+    exponent = np.maximum(np.frexp(scaled)[1] - 1, fmt.emin)
+    multiple = np.ldexp(scaled, fmt.man - exponent)  # of the spacing of numbers there; exact
+    whole = np.floor(multiple)
+    rest = multiple - whole
+    if cast.rounding == "nearest":
+        up = (rest > 0.5) | ((rest == 0.5) & (whole % 2 == 1))
+    elif cast.rounding == "stochastic":
+        up = np.floor(np.ldexp(rest, 31)) + random31(key, index) >= 2.0**31
+    else:
+        up = np.zeros(x.shape, bool)
+    # A carry out of the mantissa moves into the exponent by itself.
+    code = (whole + up).astype(np.int64) + ((exponent - fmt.emin).astype(np.int64) << fmt.man)
+    over = finite & (code > fmt.max_code)
+    code = np.where(over, cast.overflow_code, code)
+    code = np.where(finite, code, np.where(np.isnan(x), fmt.nan_code, fmt.inf_code))
+    under = (code == 0) & (x != 0)
+    code = code | (np.signbit(x).astype(np.int64) << (fmt.bits - 1))
+    return code.astype(np.uint32), (over, under, ~finite)
+
+
+def encode(x: Array, cast: Cast, shift: int = 0, key: Key = (0, 0), offset: int = 0) -> Array:
+    """Return the code of each x * 2**shift.
+
+    x: float32[n]; returns uint32[n]
+    key, offset: stochastic rounding draws random31(key, offset + i) for element i
+    """
+    index = np.uint64(offset) + np.arange(x.size, dtype=np.uint64)
+    return _encode(x, cast, np.full(x.shape, shift), key, index)[0]
+
+
+def decode(codes: Array, fmt: FloatFormat, shift: int = 0) -> Array:
+    """Return the number of each code times 2**-shift.
+
+    codes: uint32[n]; returns float32[n]
+    """
+    return _decode(codes, fmt, np.full(codes.shape, shift))
+
+
+def _decode(codes: Array, fmt: FloatFormat, shift: Array) -> Array:
+    magnitude = (codes & np.uint32((1 << (fmt.bits - 1)) - 1)).astype(np.int64)
+    field = magnitude >> fmt.man
+    whole = (magnitude & ((1 << fmt.man) - 1)) + np.where(field > 0, 1 << fmt.man, 0)
+    value = np.ldexp(whole.astype(np.float64), np.maximum(field, 1) - fmt.bias - fmt.man - shift)
+    if fmt.special == "ieee":
+        value = np.where(magnitude > fmt.max_code, np.nan, value)
+        value = np.where(magnitude == fmt.inf_code, np.inf, value)
+    elif fmt.special == "nan":
+        value = np.where(magnitude > fmt.max_code, np.nan, value)
+    sign = (codes >> np.uint32(fmt.bits - 1)) & np.uint32(1)
+    return np.where(sign == 1, -value, value).astype(np.float32)
+
+
+def pack(codes: Array, bits: int) -> Array:
+    """Return codes packed in tiles: lane l's 32 codes, lowest bits first, are words [w][l].
+
+    codes: uint32[n], each below 2**bits; returns uint8[ceil(n / 1024) * 128 * bits]
+    Source: the layout of FastLanes (Afroozeh, Boncz; VLDB 2023), 32 lanes of 32-bit words.
+    """
+    count = tiles(codes.size)
+    padded = np.zeros(count * TILE, np.uint32)
+    padded[: codes.size] = codes
+    rows = padded.reshape(count, TILE // LANES, LANES)
+    each_bit = (rows[..., None] >> np.arange(bits, dtype=np.uint32)) & np.uint32(1)
+    stream = each_bit.transpose(0, 2, 1, 3).reshape(count, LANES, bits, 32)
+    words = (stream.astype(np.uint32) << np.arange(32, dtype=np.uint32)).sum(-1, dtype=np.uint32)
+    return np.ascontiguousarray(words.transpose(0, 2, 1)).astype("<u4").view(np.uint8).reshape(-1)
+
+
+def unpack(packed: Array, bits: int, n: int) -> Array:
+    """Return the first n codes of tiles that pack made.
+
+    packed: uint8[ceil(n / 1024) * 128 * bits]; returns uint32[n]
+    """
+    count = tiles(n)
+    words = packed.view("<u4").reshape(count, bits, LANES).transpose(0, 2, 1)
+    each_bit = (words[..., None] >> np.arange(32, dtype=np.uint32)) & np.uint32(1)
+    rows = each_bit.reshape(count, LANES, TILE // LANES, bits).transpose(0, 2, 1, 3)
+    codes = (rows.astype(np.uint32) << np.arange(bits, dtype=np.uint32)).sum(-1, dtype=np.uint32)
+    return np.ascontiguousarray(codes.reshape(-1)[:n])
+
+
+def amax_tiles(x: Array) -> Array:
+    """Return per tile the float32 bits of max|x|; NONFINITE_BITS or more says NaN or infinity.
+
+    x: float32[n]; returns uint32[ceil(n / 1024)]
+    """
+    padded = np.zeros(tiles(x.size) * TILE, np.uint32)
+    padded[: x.size] = x.view(np.uint32) & np.uint32(0x7FFFFFFF)
+    return padded.reshape(-1, TILE).max(1)
+
+
+def fitting_shift(amax_bits: Array, fmt: FloatFormat) -> Array:
+    """Return per tile the stored byte of the largest k with amax * 2**k <= fmt.max.
+
+    amax_bits: uint32[tiles] as from amax_tiles; returns uint8[tiles]
+    k stays within fmt.shift_min .. fmt.shift_max; all zeros: k = 0, not finite: SHIFT_NONFINITE.
+    """
+    bits = amax_bits.astype(np.int64)
+    exponent = (bits >> 23) - 127
+    k = fmt.emax - exponent - ((bits & 0x7FFFFF) > fmt.max_significand)
+    k = np.where(bits == 0, 0, np.clip(k, fmt.shift_min, fmt.shift_max))
+    return np.where(bits >= NONFINITE_BITS, SHIFT_NONFINITE, k + SHIFT_BIAS).astype(np.uint8)
+
+
+def encode_tiles(
+    x: Array,
+    cast: Cast,
+    words: Array,
+    shifts: Array,
+    *,
+    fit: bool = False,
+    key: Key = (0, 0),
+    offset: int = 0,
+    counts: Array | None = None,
+) -> None:
+    """Encode and pack x into words, each tile scaled by 2**k with k + 127 in shifts.
+
+    x: float32[n]; words: uint8[packed_bytes(n, bits)], written; shifts: uint8[tiles(n)]
+    fit: choose the shifts by fitting_shift and write them, rather than read them. A tile with
+        NaN or infinity is then encoded with k = 0 and marked SHIFT_NONFINITE.
+    counts: uint32[tiles(n), 3] or None: how many values of each tile saturated, underflowed
+        (became zero) or were not finite, written
+    """
+    count = tiles(x.size)
+    padded = np.zeros(count * TILE, np.float32)
+    padded[: x.size] = x
+    if fit:
+        shifts[:] = fitting_shift(amax_tiles(x), cast.fmt)
+    k = np.where(shifts == SHIFT_NONFINITE, 0, shifts.astype(np.int64) - SHIFT_BIAS)
+    index = np.uint64(offset) + np.arange(padded.size, dtype=np.uint64)
+    codes, events = _encode(padded, cast, np.repeat(k, TILE), key, index)
+    words[:] = pack(codes, cast.fmt.bits)
+    if counts is not None:
+        for column, event in enumerate(events):
+            counts[:, column] = event.reshape(count, TILE).sum(1)
+
+
+def decode_tiles(words: Array, shifts: Array, fmt: FloatFormat, out: Array) -> int:
+    """Unpack and decode into out, and return how many values are not finite.
+
+    words, shifts: as encode_tiles made them; out: float32[n], written
+    A tile marked SHIFT_NONFINITE is NaN throughout.
+    """
+    codes = unpack(words, fmt.bits, out.size)
+    k = np.repeat(shifts.astype(np.int64) - SHIFT_BIAS, TILE)[: out.size]
+    marked = k == SHIFT_NONFINITE - SHIFT_BIAS
+    out[:] = np.where(marked, np.float32(np.nan), _decode(codes, fmt, np.where(marked, 0, k)))
+    return int(out.size - np.isfinite(out).sum())
+
+
+def decode_add_tiles(words: Array, shifts: Array, fmt: FloatFormat, x: Array, out: Array) -> None:
+    """Write x + decoded, summed in float32, into out; out may be x.
+
+    x, out: float32[n]
+    """
+    decoded = np.empty_like(x)
+    decode_tiles(words, shifts, fmt, decoded)
+    np.add(x, decoded, out=out)
+
+
+def decode_add_encode_tiles(
+    words_in: Array,
+    shifts_in: Array,
+    cast: Cast,
+    x: Array,
+    words: Array,
+    shifts: Array,
+    *,
+    fit: bool = False,
+    key: Key = (0, 0),
+    offset: int = 0,
+    counts: Array | None = None,
+) -> None:
+    """One hop of a reduction: encode_tiles of x + what words_in and shifts_in decode to."""
+    total = np.empty_like(x)
+    decode_add_tiles(words_in, shifts_in, cast.fmt, x, total)
+    encode_tiles(total, cast, words, shifts, fit=fit, key=key, offset=offset, counts=counts)
