@@ -1,1 +1,24 @@
 """Array operations: one set of functions, three implementations (reference, cpu, gpu)."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+
+def backend_of(x: Any) -> ModuleType:
+    """Return the module whose operations work on x: cpu for NumPy arrays, gpu for CuPy arrays.
+
+    Raises TypeError for anything else.
+    """
+    if isinstance(x, np.ndarray):
+        from . import cpu
+
+        return cpu
+    if type(x).__module__.partition(".")[0] == "cupy":
+        from . import gpu
+
+        return gpu
+    raise TypeError(f"ops: {type(x).__name__}: known are numpy.ndarray and cupy.ndarray")
