@@ -5,20 +5,6 @@
 
 #include "cpd.h"
 
-enum { CPD_NEAREST = 0, CPD_ZERO = 1, CPD_STOCHASTIC = 2 };
-
-// A Cast of formats.py, as numbers.
-struct Cast {
-    int exp, man, rounding;
-    u32 max_code;       // of the largest finite number
-    u32 inf_code;       // what infinity becomes
-    u32 nan_code;       // what NaN becomes
-    u32 overflow_code;  // what a finite number too large becomes
-    u32 first_nan;      // codes from here on decode to NaN, those between max_code and it to infinity
-    int shift_min, shift_max, emax;
-    u32 max_significand;  // fraction bits of the largest number as float32
-};
-
 CPD_FN int width(const Cast& cast) { return 1 + cast.exp + cast.man; }
 
 // Exponent of the smallest normal number of the format, seen from before the scaling by 2^k.
@@ -102,9 +88,9 @@ CPD_FN U finish_code(const Cast& cast, U x_bits, U code, Events& events) {
 // The constants of decoding with one shift.
 struct Decoder {
     int drop, to_sign;
-    u32 magnitude;       // mask of a code without its sign
-    u32 rebias;          // added to the bits of a normal number
-    u32 normal_from;     // the smallest code of a normal number
+    u32 magnitude;    // mask of a code without its sign
+    u32 rebias;       // added to the bits of a normal number
+    u32 normal_from;  // the smallest code of a normal number
     F smallest_normal;
 };
 

@@ -4,10 +4,6 @@
 
 #include "cpd.h"
 
-struct Key {
-    u32 low, high;
-};
-
 // C. Wellons' lowbias32 finaliser ("Prospecting for hash functions", 2018).
 CPD_FN U mix(U h) {
     h = (h ^ (h >> 16)) * 0x7feb352du;
