@@ -1,0 +1,73 @@
+"""Where a result comes from: versions, machine, job, commit."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import subprocess
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import cpdhpc
+
+if TYPE_CHECKING:
+    from .comm import World
+
+PACKAGES = ("numpy", "torch", "mpi4py", "h5py", "scikit-learn", "pydantic", "cupy-cuda12x")
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of cpdhpc, Python and the packages that are installed."""
+    found = {"cpdhpc": cpdhpc.__version__, "python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def cpu_clone() -> str:
+    """Return the name of the processor clone that the compiled kernels run."""
+    from . import _cpu
+
+    return str(_cpu.clone())
+
+
+def git_commit() -> str:
+    """Return the commit of the source tree that the package lies in, "" where it lies in none."""
+    source = Path(__file__).resolve().parent.parent
+    command = ["git", "-C", str(source), "rev-parse", "--show-toplevel", "HEAD"]
+    try:
+        lines = subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.split()
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    inside = len(lines) == 2 and Path(lines[0]) == source
+    return lines[1] if inside else ""
+
+
+def hosts(world: World) -> list[str]:
+    """Return the host name of every process. Collective."""
+    return list(world.gather(socket.gethostname()))
+
+
+def attributes(world: World) -> dict[str, str | int]:
+    """Return what to store beside a result. Collective."""
+    from .comm.world import library_version
+
+    names = hosts(world)
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "versions": ", ".join(f"{name} {number}" for name, number in versions().items()),
+        "mpi_library": library_version(),
+        "cpu_clone": cpu_clone(),
+        "hosts": " ".join(names),
+        "processes": world.size,
+        "virtual_ranks": world.virtual_ranks,
+        "ranks": world.ranks,
+        "git_commit": git_commit(),
+        "slurm_job_id": os.environ.get("SLURM_JOB_ID", ""),
+    }

@@ -1,0 +1,2 @@
+def report(files, png, html):
+    print(files)
