@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import cpdhpc
 
 if TYPE_CHECKING:
-    from .comm import World
+    from .comm import Ranks
 
 PACKAGES = ("numpy", "torch", "mpi4py", "h5py", "scikit-learn", "pydantic", "cupy-cuda12x")
 
@@ -49,12 +49,12 @@ def git_commit() -> str:
     return lines[1] if inside else ""
 
 
-def hosts(world: World) -> list[str]:
+def hosts(world: Ranks) -> list[str]:
     """Return the host name of every process. Collective."""
     return list(world.gather(socket.gethostname()))
 
 
-def attributes(world: World) -> dict[str, str | int]:
+def attributes(world: Ranks) -> dict[str, str | int]:
     """Return what to store beside a result. Collective."""
     from .comm.world import library_version
 

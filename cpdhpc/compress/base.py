@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
+import numpy.typing as npt
 
-from ..comm import World
-from ..comm.bucket import Bucket
+from ..comm import Bucket, Ranks
 
-Array = np.ndarray[Any, np.dtype[Any]]
+Array = npt.NDArray[Any]
 State = dict[str, Array]
 
 
@@ -20,8 +20,8 @@ class Mean:
     """The mean gradient, and what it took to get it.
 
     flat: float32[bucket.size], the same bits on every rank
-    shifts: int64[layers], the power of two each layer was scaled by, or None where tiles (or
-        nothing) decide
+    shifts: int64[layers], the k of the scale 2**k that each layer was sent with, or None where
+        layers have none
     """
 
     flat: Array
@@ -38,7 +38,7 @@ class Aggregator(ABC):
     @abstractmethod
     def aggregate(
         self,
-        world: World,
+        world: Ranks,
         flats: list[Array],
         bucket: Bucket,
         state: State,
@@ -56,11 +56,13 @@ class Aggregator(ABC):
 
     @abstractmethod
     def events(self, flat: Array, bucket: Bucket, shifts: Array | None) -> Array:
-        """Return int64[layers, 2]: values of flat that saturate, and that become zero, when encoded.
+        """Return int64[layers, 2]: how many values saturate, and how many become zero, encoded.
 
+        flat: float32[bucket.size], one rank's gradient
         shifts: as aggregate returned them in Mean
         """
 
-    def options(self) -> dict[str, Any]:
-        """Return the configuration as plain values."""
-        return asdict(self)
+
+def nonfinite_layers(flat: Array, bucket: Bucket) -> list[int]:
+    """Return the indices of the layers in which a buffer holds NaN or infinity."""
+    return [i for i, view in enumerate(bucket.views(flat)) if not np.isfinite(view).all()]

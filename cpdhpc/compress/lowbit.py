@@ -7,12 +7,10 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from ..comm.allreduce import Allreduce
+from ..comm import Allreduce, Bucket, Ranks
 from ..formats import SHIFT_BIAS, TILE, Cast, Overflow, Rounding, packed_bytes, parse_format, tiles
 from ..ops import backend_of
-from .base import Aggregator, Array, Bucket, Mean, State, World
-
-EVENTS = 2  # of the columns of counts: saturated, underflowed
+from .base import Aggregator, Array, Mean, State
 
 
 @dataclass(frozen=True)
@@ -36,9 +34,11 @@ class LowBit(Aggregator):
     headroom: str = "n"
 
     def __post_init__(self) -> None:
-        self._allreduce()
+        if self.wire == "raw":
+            raise ValueError("LowBit: wire='raw': is the aggregator 'none'")
+        self._allreduce(seed=0)
 
-    def _allreduce(self) -> Allreduce:
+    def _allreduce(self, seed: int) -> Allreduce:
         return Allreduce(
             wire=self.wire,
             algorithm=self.algorithm,
@@ -48,11 +48,12 @@ class LowBit(Aggregator):
             rounding=self.rounding,
             overflow=self.overflow,
             headroom=self.headroom,
+            seed=seed,
         )
 
     def aggregate(
         self,
-        world: World,
+        world: Ranks,
         flats: list[Array],
         bucket: Bucket,
         state: State,
@@ -61,10 +62,11 @@ class LowBit(Aggregator):
         iteration: int,
     ) -> Mean:
         """Return the mean over all ranks. See Aggregator.aggregate."""
-        result = self._allreduce().run(
-            world, flats, segments=bucket.segments, seed=seed, iteration=iteration
+        reduced = self._allreduce(seed).run(
+            world, flats, iteration=iteration, segments=bucket.segments
         )
-        return Mean(result.array, result.shifts)
+        shifts = np.array(reduced.sent_shifts, np.int64) if reduced.sent_shifts else None
+        return Mean(reduced.arrays[0], shifts)
 
     def events(self, flat: Array, bucket: Bucket, shifts: Array | None) -> Array:
         """Count what encoding a rank's own gradient loses. See Aggregator.events.
@@ -73,14 +75,12 @@ class LowBit(Aggregator):
         """
         cast = Cast(parse_format(self.wire))
         first = np.array([start // TILE for _, start, _ in bucket.segments])
-        stored = np.full(tiles(flat.size), SHIFT_BIAS, np.uint8)
-        if self.scaling.startswith("static:"):
-            stored[:] = SHIFT_BIAS + int(self.scaling.partition(":")[2])
+        stored = np.empty(tiles(flat.size), np.uint8)
         if shifts is not None:
             lengths = np.diff(first, append=tiles(flat.size))
             stored[:] = np.repeat(shifts + SHIFT_BIAS, lengths)
-        counts = np.zeros((tiles(flat.size), 3), np.uint32)
+        counts = np.zeros((tiles(flat.size), 3), np.uint32)  # saturated, underflowed, not finite
         words = np.empty(packed_bytes(flat.size, cast.fmt.bits), np.uint8)
-        fit = self.scaling == "tile"
+        fit = shifts is None
         backend_of(flat).encode_tiles(flat, cast, words, stored, fit=fit, counts=counts)
-        return np.add.reduceat(counts[:, :EVENTS].astype(np.int64), first, axis=0)
+        return np.add.reduceat(counts[:, :2].astype(np.int64), first, axis=0)

@@ -7,8 +7,8 @@ from typing import Literal
 
 import numpy as np
 
-from ..comm.allreduce import Allreduce
-from .base import Aggregator, Array, Bucket, Mean, State, World
+from ..comm import Allreduce, Bucket, NonFiniteGradient, Ranks
+from .base import Aggregator, Array, Mean, State, nonfinite_layers
 
 
 @dataclass(frozen=True)
@@ -25,11 +25,11 @@ class NoCompression(Aggregator):
         self._allreduce()
 
     def _allreduce(self) -> Allreduce:
-        return Allreduce(wire="raw", algorithm=self.algorithm, scaling="none", op="mean")
+        return Allreduce(wire="raw", algorithm=self.algorithm, op="mean")
 
     def aggregate(
         self,
-        world: World,
+        world: Ranks,
         flats: list[Array],
         bucket: Bucket,
         state: State,
@@ -38,9 +38,29 @@ class NoCompression(Aggregator):
         iteration: int,
     ) -> Mean:
         """Return the mean over all ranks. See Aggregator.aggregate."""
-        result = self._allreduce().run(world, flats, segments=bucket.segments)
-        return Mean(result.array)
+        reduced = self._allreduce().run(world, flats, iteration=iteration)
+        mean = reduced.arrays[0]
+        bad = nonfinite_layers(mean, bucket)  # the same bits, so the same answer, on all ranks
+        if bad:
+            raise _error(world, flats, bucket, bad)
+        return Mean(mean)
 
     def events(self, flat: Array, bucket: Bucket, shifts: Array | None) -> Array:
         """Return zeros: nothing is encoded. See Aggregator.events."""
         return np.zeros((len(bucket.names), 2), np.int64)
+
+
+def _error(
+    world: Ranks, flats: list[Array], bucket: Bucket, in_mean: list[int]
+) -> NonFiniteGradient:
+    """Return the error that names where non-finite values came from. Collective."""
+    own = [
+        (layer, rank)
+        for rank, flat in zip(world.hosted, flats, strict=True)
+        for layer in nonfinite_layers(flat, bucket)
+    ]
+    found = [each for process in world.gather(own) for each in process]
+    layers = sorted({layer for layer, _ in found}) or in_mean  # else the sum overflowed
+    return NonFiniteGradient(
+        [bucket.names[layer] for layer in layers], sorted({rank for _, rank in found})
+    )

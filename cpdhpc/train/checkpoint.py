@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import numpy.typing as npt
 import torch
 
 from .. import store
-from ..config import UserError
-from .job import difference
+from ..config import UserError, difference, value_of
+from .job import DO_NOT_CHANGE_BITS
 
-Array = np.ndarray[Any, np.dtype[Any]]
+Array = npt.NDArray[Any]
 Groups = dict[str, dict[str, Array]]
 
 
@@ -70,7 +70,8 @@ def load(path: Path, *, ranks: int, toml: str) -> tuple[Groups, int]:
         raise CheckpointError(f"{path}: is no checkpoint")
     if attributes["ranks"] != ranks:
         raise CheckpointError(f"{path}: ranks is {attributes['ranks']} there and {ranks} here")
-    other = difference(toml, attributes["toml"])
-    if other is not None:
-        raise CheckpointError(f"{path}: {other}")
+    key = difference(toml, attributes["toml"], DO_NOT_CHANGE_BITS)
+    if key is not None:
+        here, there = value_of(toml, key), value_of(attributes["toml"], key)
+        raise CheckpointError(f"{path}: {key} is {there!r} there and {here!r} here")
     return groups, attributes["iteration"]

@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ..config import UserError
 from ..ops.reference import random31
 from ..partition import split
 from ..randomness import random_key
 
-Array = np.ndarray[Any, np.dtype[Any]]
+Array = npt.NDArray[Any]
 
 _SPLIT, _EPOCH = 1, 2  # streams of random numbers
 

@@ -6,14 +6,14 @@ from math import fsum
 
 import torch
 
-from ..comm import World
+from ..comm import Ranks
 from ..partition import split
 
 CHUNK = 1000  # samples that go through the model at once
 
 
 def evaluate(
-    model: torch.nn.Module, world: World, x: torch.Tensor, y: torch.Tensor
+    model: torch.nn.Module, world: Ranks, x: torch.Tensor, y: torch.Tensor
 ) -> tuple[float, float]:
     """Return (accuracy, loss), the loss a mean over all samples. Collective.
 

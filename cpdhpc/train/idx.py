@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 from pydantic import Field
 
 from ..config import Section
 from .data import DataError, Dataset
 
-Array = np.ndarray[Any, np.dtype[Any]]
+Array = npt.NDArray[Any]
 
 UINT8 = 0x08  # the type byte of the magic number
 

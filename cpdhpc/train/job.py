@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,7 +22,7 @@ Positive = Annotated[int, Field(ge=1)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$")]  # part of a file name
 
-DO_NOT_CHANGE_BITS = ("checkpoint_every", "telemetry_every", "timeout_s")  # of [train]
+DO_NOT_CHANGE_BITS = ("train.checkpoint_every", "train.telemetry_every", "train.timeout_s")
 
 
 class Optimizer(Section):
@@ -138,22 +137,3 @@ def _row(raw: Raw, row: Raw, index: int, path: Path) -> Job:
     merged = merge({"name": path.stem} | raw, row)
     where = f"{path}: compare row {row.get('name', index)}" if row else str(path)
     return validate(Job, merged, where)
-
-
-def difference(here: str, there: str) -> str | None:
-    """Return the first key in which two jobs, as TOML text, differ so that results would."""
-    flat_here, flat_there = _flat(tomllib.loads(here)), _flat(tomllib.loads(there))
-    ignored = {f"train.{key}" for key in DO_NOT_CHANGE_BITS}
-    for key in sorted((flat_here.keys() | flat_there.keys()) - ignored):
-        if flat_here.get(key) != flat_there.get(key):
-            return f"{key} is {flat_there.get(key)!r} there and {flat_here.get(key)!r} here"
-    return None
-
-
-def _flat(raw: Raw, prefix: str = "") -> Raw:
-    result: Raw = {}
-    for key, value in raw.items():
-        result |= (
-            _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-        )
-    return result

@@ -8,7 +8,7 @@ import numpy as np
 
 from ..comm import NonFiniteGradient
 from ..config import UserError
-from .data import epoch_order
+from .data import Array, epoch_order
 from .evaluate import evaluate
 from .progress import Display
 from .pulse import exchange
@@ -57,7 +57,7 @@ def _epoch(training: Training, caught: Caught, display: Display) -> None:
         training.save("running")
 
 
-def _iteration(training: Training, batch: np.ndarray, caught: Caught) -> int:  # type: ignore[type-arg]
+def _iteration(training: Training, batch: Array, caught: Caught) -> int:
     """Do one iteration, and return the signal that any process has caught, or 0."""
     job, world, iteration = training.job, training.world, training.iteration
     rate = job.train.learning_rate * job.schedule.factor(
@@ -65,13 +65,13 @@ def _iteration(training: Training, batch: np.ndarray, caught: Caught) -> int:  #
     )
     for group in training.optimizer.param_groups:
         group["lr"] = rate
-    sent = world.bytes_sent.copy()
+    before = world.bytes_sent + world.collective_bytes  # of each hosted rank
     try:
         done = step(training.model, training.optimizer, training.reducer, *training.train, batch)
     except NonFiniteGradient as error:
         training.save_record("failed")
         raise Diverged(f"{job.id}: iteration {iteration}: {error}") from None
-    sent = world.bytes_sent - sent
+    sent = world.bytes_sent + world.collective_bytes - before
     pulse = exchange(world, done.losses, done.time_ns, sent, caught.number)
     training.record.step(iteration, pulse.loss, rate, pulse.time_ns, pulse.wire_bytes)
     if iteration % job.train.telemetry_every == 0:

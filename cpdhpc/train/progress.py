@@ -59,7 +59,7 @@ class Display:
 
 
 def _launcher_on_terminal() -> bool:
-    """Whether the parent writes to a terminal: mpirun gives ranks one even if it writes to a file."""
+    """Whether the parent writes to a terminal; mpirun gives ranks one even where it has none."""
     try:
         with Path(f"/proc/{os.getppid()}/fd/1").open("wb") as stdout:
             return stdout.isatty()

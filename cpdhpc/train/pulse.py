@@ -7,10 +7,11 @@ from math import fsum
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from ..comm import World
+from ..comm import Ranks
 
-Array = np.ndarray[Any, np.dtype[Any]]
+Array = npt.NDArray[Any]
 
 _NOTHING = np.iinfo(np.int64).min  # below everything that a process says of its own ranks
 
@@ -27,7 +28,7 @@ class Pulse:
 
 
 def exchange(
-    world: World, losses: list[float], time_ns: list[int], sent: Array, signal: int
+    world: Ranks, losses: list[float], time_ns: list[int], sent: Array, signal: int
 ) -> Pulse:
     """Return what all processes say. Collective: one MAX all-reduce of 2 ranks + phases + 1 words.
 

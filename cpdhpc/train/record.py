@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ..store import Variable
 from .step import PHASES
 from .telemetry import Layers
 
-Array = np.ndarray[Any, np.dtype[Any]]
+Array = npt.NDArray[Any]
 
 SCHEMA = 1
 GROUPS = {  # group: its columns; the first one labels the rows
     "steps": ("iteration", "loss", "learning_rate", "time_s", "wire_bytes"),
     "epochs": ("epoch", "test_accuracy", "test_loss", "time_s"),
-    "layers": ("iteration", "aps_shift", "underflow_share", "saturated_share"),
+    "layers": ("iteration", "nonzero", "aps_shift", "underflow_share", "saturated_share"),
 }
+WHOLE = dict.fromkeys(("iteration", "epoch", "wire_bytes", "nonzero"), np.int64)
 
 
 class Record:
@@ -27,8 +29,8 @@ class Record:
     ranks: of the run; layers: names of the parameters, in the order of the bucket
     """
 
-    def __init__(self, ranks: int, layers: list[str]) -> None:
-        self.ranks, self.layers = ranks, layers
+    def __init__(self, ranks: int, layers: Sequence[str]) -> None:
+        self.ranks, self.layers = ranks, list(layers)
         self.rows: dict[str, list[tuple[Any, ...]]] = {name: [] for name in GROUPS}
 
     def step(
@@ -43,28 +45,21 @@ class Record:
 
     def telemetry(self, iteration: int, layers: Layers) -> None:
         """Add what was observed of the layers in a step."""
-        row = (iteration, layers.aps_shift, layers.underflow_share, layers.saturated_share)
-        self.rows["layers"].append(row)
+        columns = (getattr(layers, name) for name in GROUPS["layers"][1:])
+        self.rows["layers"].append((iteration, *columns))
 
     def arrays(self) -> dict[str, dict[str, Array]]:
         """Return each group's columns as plain arrays, from which restore makes the rows again."""
         return {name: self._columns(name) for name in GROUPS}
 
     def _columns(self, group: str) -> dict[str, Array]:
-        rows, empty = self.rows[group], {"time_s": (0, len(PHASES)), "wire_bytes": (0, self.ranks)}
-        if rows:
-            return {
-                name: np.array([row[i] for row in rows]) for i, name in enumerate(GROUPS[group])
-            }
-        shapes: Mapping[str, tuple[int, ...]] = {
-            "steps": empty,
-            "epochs": {},
-            "layers": dict.fromkeys(GROUPS["layers"][1:], (0, len(self.layers))),
-        }[group]
-        whole = ("iteration", "epoch", "wire_bytes")
+        names, rows = GROUPS[group], self.rows[group]
+        width = {"time_s": len(PHASES), "wire_bytes": self.ranks} if group == "steps" else {}
+        width |= dict.fromkeys(names[1:], len(self.layers)) if group == "layers" else {}
+        shapes = [(len(rows), width[name]) if name in width else (len(rows),) for name in names]
         return {
-            name: np.zeros(shapes.get(name, (0,)), np.int64 if name in whole else np.float64)
-            for name in GROUPS[group]
+            name: np.array([row[i] for row in rows], WHOLE.get(name, np.float64)).reshape(shape)
+            for i, (name, shape) in enumerate(zip(names, shapes, strict=True))
         }
 
     def restore(self, groups: Mapping[str, Mapping[str, Array]]) -> None:
@@ -93,7 +88,10 @@ class Record:
                 (*by, "phase"), of["time_s"], "time of a phase, the largest over processes", "s"
             ),
             "wire_bytes": Variable(
-                (*by, "rank"), of["wire_bytes"], "payload that a rank sends in a step", "byte"
+                (*by, "rank"),
+                of["wire_bytes"],
+                "payload that a rank sends in a step, to ranks and to MPI's collectives",
+                "byte",
             ),
         }
 
@@ -103,7 +101,9 @@ class Record:
         return {
             "iteration": Variable(("iteration",), of["iteration"], "iteration, from 0"),
             "layer": Variable(("layer",), np.array(self.layers), "parameter tensor"),
-            "aps_shift": Variable(by, of["aps_shift"], "k of the scale 2**k; NaN: none per layer"),
+            "aps_shift": Variable(
+                by, of["aps_shift"], "k of the scale 2**k; NaN: layers have none"
+            ),
             "underflow_share": Variable(by, of["underflow_share"], share + "become zero"),
             "saturated_share": Variable(by, of["saturated_share"], share + "saturate"),
         }

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from ..comm import World
-from ..comm.bucket import Bucket
+from ..comm import Bucket, Ranks, as_world
 from ..compress import COMPRESSORS, Aggregator, Mean
 from ..config import suggest
 
-Array = np.ndarray[Any, np.dtype[Any]]
+Array = npt.NDArray[Any]
 
 
 class GradientReducer:
@@ -20,6 +20,7 @@ class GradientReducer:
 
     Collective: constructing it gives all processes the parameters and buffers of process 0.
 
+    world: World, Loopback or an mpi4py communicator
     model: its parameters that require a gradient must be float32 on the CPU
     aggregator: a name in COMPRESSORS with its options, or an Aggregator without any
     Raises ValueError or TypeError for an unknown name, unknown options, other parameters.
@@ -35,24 +36,27 @@ class GradientReducer:
     def __init__(
         self,
         model: torch.nn.Module,
-        world: World,
+        world: Any,
         aggregator: str | Aggregator = "none",
         *,
         seed: int = 0,
         **options: Any,
     ) -> None:
-        self.world, self.seed, self.iteration = world, seed, 0
+        self.world: Ranks = as_world(world)
+        self.seed, self.iteration = seed, 0
         self.aggregator = _aggregator(aggregator, options)
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         _check(named)
         self.parameters = [parameter for _, parameter in named]
         self.bucket = Bucket(
-            [name for name, _ in named], [tuple(p.shape) for _, p in named], self.aggregator.align
+            tuple(name for name, _ in named),
+            tuple(tuple(p.shape) for _, p in named),
+            self.aggregator.align,
         )
-        self.flats = [np.zeros(self.bucket.size, np.float32) for _ in world.hosted]
+        self.flats = [np.zeros(self.bucket.size, np.float32) for _ in self.world.hosted]
         self.state: dict[str, Array] = {}
         for tensor in (*model.parameters(), *model.buffers()):
-            _broadcast(world, tensor.detach())
+            _broadcast(self.world, tensor.detach())
 
     def stash(self, hosted: int = 0) -> None:
         """Keep p.grad as the gradient of a hosted rank; a missing one counts as zero.
@@ -113,7 +117,7 @@ def _array(parameter: torch.nn.Parameter) -> Array:
     return parameter.grad.detach().numpy()
 
 
-def _broadcast(world: World, tensor: torch.Tensor) -> None:
+def _broadcast(world: Ranks, tensor: torch.Tensor) -> None:
     """Give all processes the tensor of process 0, in place."""
     values = np.ascontiguousarray(tensor.numpy())
     world.broadcast(values)

@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 
 from .. import provenance, store
-from ..comm import World
+from ..comm import Ranks
 from ..config import ConfigError, UserError
 from . import checkpoint
 from .data import Dataset
@@ -22,7 +22,7 @@ from .threads import threads_of_rank
 T = TypeVar("T")
 
 
-def agreed(world: World, make: Callable[[], T]) -> T:
+def agreed(world: Ranks, make: Callable[[], T]) -> T:
     """Return make(), which has no collective in it, unless some process fails. Collective.
 
     Raises the first failing process's UserError on all of them; a ValueError becomes one.
@@ -57,7 +57,7 @@ class Training:
     """A run and where it stands; iteration: the next one."""
 
     job: Job
-    world: World
+    world: Ranks
     model: torch.nn.Module
     optimizer: torch.optim.SGD
     reducer: GradientReducer
@@ -151,7 +151,7 @@ def _attempt(training: Training, path: Path) -> tuple[checkpoint.Groups, int] | 
         return error
 
 
-def prepare(job: Job, world: World, data: Dataset, files: Files) -> Training:
+def prepare(job: Job, world: Ranks, data: Dataset, files: Files) -> Training:
     """Return a run that is about to begin. Collective.
 
     Raises UserError on all processes alike where the job does not go with the data.

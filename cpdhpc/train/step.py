@@ -6,14 +6,14 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
+import numpy.typing as npt
 import torch
 
 from ..compress import Mean
 from .data import shard
 from .reducer import GradientReducer
 
-Array = np.ndarray[Any, np.dtype[Any]]
+Array = npt.NDArray[Any]
 
 PHASES = ("data", "forward_backward", "reduce", "optimizer")
 

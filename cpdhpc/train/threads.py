@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import socket
 
-from ..comm import World
+from ..comm import Ranks
 
 
-def threads_of_rank(world: World) -> int:
+def threads_of_rank(world: Ranks) -> int:
     """Return the cores of this process's affinity mask per process that shares them. Collective."""
     mask = frozenset(os.sched_getaffinity(0))
     mine = (socket.gethostname(), mask)
-    sharing = sum(host == mine[0] and bool(cores & mask) for host, cores in world.gather(mine))
-    return max(1, len(mask) // sharing)
+    sharing = [host == mine[0] and bool(cores & mask) for host, cores in world.gather(mine)]
+    return max(1, len(mask) // sum(sharing))

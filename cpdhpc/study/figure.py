@@ -1,0 +1,90 @@
+"""The figure of a report: accuracy against wire bytes, and loss curves."""
+
+from __future__ import annotations
+
+from io import BytesIO
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .runs import Group
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+MARKERS = "os^Dv<>pPX*h"
+LINES = ("-", "--", "-.", ":")
+
+
+def draw(groups: list[Group]) -> Figure:
+    """Return the figure; line styles and markers tell runs apart without colour."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.5 + 0.12 * len(groups)), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for index, group in enumerate(groups):
+        look = {"color": f"C{index % 10}", "label": group.name}
+        _accuracy(left, group, look | {"marker": MARKERS[index % len(MARKERS)]})
+        _loss(right, group, look | {"linestyle": LINES[index % len(LINES)]}, index)
+    left.set(xlabel="payload per step and rank / byte", ylabel="test accuracy / %")
+    if all(group.wire_bytes > 0 for group in groups):
+        left.set_xscale("log", base=2)
+    right.set(xlabel="epoch", ylabel="test loss / nat", yscale="log")
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+    handles, labels = right.get_legend_handles_labels()
+    points, _ = left.get_legend_handles_labels()
+    figure.legend(
+        list(zip(points, handles, strict=True)),
+        labels,
+        loc="outside lower center",
+        ncols=min(len(groups), 5),
+        handlelength=4,
+        handler_map={tuple: _side_by_side()},
+    )
+    return figure
+
+
+def _side_by_side() -> Any:
+    from matplotlib.legend_handler import HandlerTuple
+
+    return HandlerTuple(ndivide=None)
+
+
+def _accuracy(axes: Any, group: Group, look: dict[str, Any]) -> None:
+    """Draw the mean over seeds, and a bar from the lowest to the highest."""
+    values = group.accuracies
+    low, high = group.accuracy - values.min(), values.max() - group.accuracy
+    axes.errorbar(
+        group.wire_bytes,
+        group.accuracy,
+        yerr=[[low], [high]],
+        linestyle="none",
+        markersize=8,
+        markeredgecolor="black",
+        capsize=3,
+        **look,
+    )
+
+
+def _loss(axes: Any, group: Group, look: dict[str, Any], index: int) -> None:
+    """Draw the mean over seeds of the test loss after each epoch, with markers now and then."""
+    losses = np.mean([run.epochs["test_loss"] for run in group.runs], axis=0)
+    epochs = group.runs[0].epochs["epoch"]
+    every = max(1, len(epochs) // 5)
+    axes.plot(
+        epochs,
+        losses,
+        marker=MARKERS[index % len(MARKERS)],
+        markevery=(index % every, every),
+        markeredgecolor="black",
+        markersize=5,
+        **look,
+    )
+
+
+def image(groups: list[Group], kind: str) -> bytes:
+    """Return the figure as a file's content. kind: what matplotlib calls it, as "png" or "svg"."""
+    buffer = BytesIO()
+    draw(groups).savefig(buffer, format=kind, dpi=150)
+    return buffer.getvalue()
