@@ -220,3 +220,9 @@ def as_world(world_or_comm: Any) -> Ranks:
         world_or_comm.Set_attr(_keyval[0], world)
     assert isinstance(world, World)
     return world
+
+
+def library_version() -> str:
+    """Return the name and version of the MPI library, its first line."""
+    text = str(_mpi().Get_library_version())
+    return text.partition("\n")[0].partition(",")[0].rstrip("\0 ")

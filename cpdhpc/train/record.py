@@ -101,6 +101,7 @@ class Record:
         return {
             "iteration": Variable(("iteration",), of["iteration"], "iteration, from 0"),
             "layer": Variable(("layer",), np.array(self.layers), "parameter tensor"),
+            "nonzero": Variable(by, of["nonzero"], "non-zero gradient values of all ranks"),
             "aps_shift": Variable(
                 by, of["aps_shift"], "k of the scale 2**k; NaN: layers have none"
             ),
