@@ -15,8 +15,14 @@ setup(
                 "kernels/cpu_v4.cpp",
             ],
             depends=[str(path) for path in Path("kernels").glob("*.h")],
-            # Without -ffp-contract=off the loops compiled for different processors would round differently.
-            extra_compile_args=["-O3", "-std=c++17", "-ffp-contract=off", "-fno-math-errno", "-Wno-psabi"],
+            # Without -ffp-contract=off the loops for different processors would round differently.
+            extra_compile_args=[
+                "-O3",
+                "-std=c++17",
+                "-ffp-contract=off",
+                "-fno-math-errno",
+                "-Wno-psabi",
+            ],
             define_macros=[("Py_LIMITED_API", "0x030B0000")],
             py_limited_api=True,
         )

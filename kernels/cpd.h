@@ -38,6 +38,7 @@ CPD_FN F load(const float* x, i64 i, i64 n) { return i < n ? x[i] : 0.0f; }
 CPD_FN void store(float* x, i64 i, i64 n, F value) {
     if (i < n) x[i] = value;
 }
+CPD_FN I inside(i64 i, i64 n) { return i < n ? -1 : 0; }
 CPD_FN U load(const u32* x, i64 i, i64 n) { return i < n ? x[i] : 0u; }
 CPD_FN void store(u32* x, i64 i, i64 n, U value) {
     if (i < n) x[i] = value;
@@ -62,6 +63,7 @@ CPD_FN I less(U a, U b) { return (I)a < (I)b; }
 CPD_FN I equal(U a, U b) { return (I)a == (I)b; }
 CPD_FN U lane_numbers() { return U{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
 // The loops pad incomplete tiles themselves, so n needs no look.
+CPD_FN I inside(i64, i64) { return ~I{}; }
 CPD_FN F load(const float* x, i64 i, i64) {
     F value;
     memcpy(&value, x + i, sizeof value);
@@ -77,7 +79,7 @@ CPD_FN void store(u32* x, i64 i, i64, U value) { memcpy(x + i, &value, sizeof va
 
 #endif
 
-CPD_FN U all(u32 value) { return U{} + value; }
+CPD_FN U lanes(u32 value) { return U{} + value; }
 CPD_FN U larger(U a, U b) { return less(a, b) ? b : a; }
 CPD_FN U smaller(U a, U b) { return less(a, b) ? a : b; }
 

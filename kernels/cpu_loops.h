@@ -73,10 +73,10 @@ CPD_FN void hop_loop(const Cast& cast, bool fit, Key key, u64 offset, const u32*
     for (i64 t = 0; t * CPD_TILE < n; ++t) {
         const float* tile = pad.read(x + t * CPD_TILE, n - t * CPD_TILE);
         i64 first = t * CPD_LANES * width(cast);
-        U most = all(0);
+        U most = lanes(0);
         for (int lane = 0; lane < CPD_LANES; lane += CPD_GROUP)
-            most = larger(
-                most, sum_column(cast, shifts_in[t], words_in + first, lane, tile, sum, CPD_TILE));
+            most = larger(most, sum_column(cast, shifts_in[t], words_in + first, lane, tile,
+                                           CPD_TILE, sum, CPD_TILE));
         i64 left = n - t * CPD_TILE;
         if (left < CPD_TILE) memset(sum + left, 0, (size_t)(CPD_TILE - left) * sizeof(float));
         if (fit) shifts[t] = fitting_shift(cast, largest_lane(most));
@@ -194,8 +194,8 @@ void decode_add_tiles(const Cast& given, const u32* words, const u8* shifts, con
         const float* tile = pad.read(x + t * CPD_TILE, left);
         float* target = pad_out.target(out + t * CPD_TILE, left);
         for (int lane = 0; lane < CPD_LANES; lane += CPD_GROUP)
-            sum_column(cast, shifts[t], words + t * CPD_LANES * width(cast), lane, tile, target,
-                       CPD_TILE);
+            sum_column(cast, shifts[t], words + t * CPD_LANES * width(cast), lane, tile, CPD_TILE,
+                       target, CPD_TILE);
         pad_out.write(out + t * CPD_TILE, left);
     }
 }
