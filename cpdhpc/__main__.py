@@ -10,8 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .config import UserError
-
 if TYPE_CHECKING:
     from .comm import World
 
@@ -30,8 +28,9 @@ def train(arguments: argparse.Namespace, world: World) -> int:
         return 128 + stop.number  # as a shell reports a death by that signal
     if world.rank == 0:
         from .study.command import report
+        from .train.progress import on_terminal
 
-        report(files, png=None, html=None)
+        report(files, terminal=on_terminal())
     return 0
 
 
@@ -49,6 +48,28 @@ def info(arguments: argparse.Namespace, world: World) -> int:
 
     print_info(world)
     return 0
+
+
+def bench(arguments: argparse.Namespace) -> int:
+    """Run a benchmark."""
+    from importlib import import_module
+
+    from .bench import BENCHES
+
+    import_module(BENCHES[arguments.bench]).run(arguments)
+    return 0
+
+
+def add_bench(parser: argparse.ArgumentParser) -> None:
+    """Add the benchmarks, each with its own arguments."""
+    from importlib import import_module
+
+    from .bench import BENCHES
+
+    benches = parser.add_subparsers(dest="bench", required=True, metavar="BENCHMARK")
+    for name, path in BENCHES.items():
+        module = import_module(path)
+        module.add_arguments(benches.add_parser(name, help=module.SUMMARY))
 
 
 def add_train(parser: argparse.ArgumentParser) -> None:
@@ -86,6 +107,7 @@ def add_info(parser: argparse.ArgumentParser) -> None:
 
 Add = Callable[[argparse.ArgumentParser], None]
 ALONE: dict[str, tuple[Callable[[argparse.Namespace], int], Add, str]] = {
+    "bench": (bench, add_bench, "measure this machine"),
     "report": (report, add_report, "show runs as a table, a figure, a page; needs no MPI"),
 }
 TOGETHER: dict[str, tuple[Callable[[argparse.Namespace, World], int], Add, str]] = {
@@ -108,39 +130,31 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Run a command and return the exit status.
 
-    What the user can mend is one line from process 0 and status 2 everywhere. Any other error
-    of one process ends the job.
+    What the user can mend is one line from process 0 and status 2 everywhere; commands see to it
+    that all processes raise it alike. Any other error of one process ends the job.
     """
-    arguments = parser().parse_args(argv)
-    if arguments.command in ALONE:
-        return _alone(arguments)
-    from .comm import World
+    from .comm.world import abort_job
+    from .config import UserError
 
-    world = World()
+    arguments = parser().parse_args(argv)
+    world = None
     try:
+        if arguments.command in ALONE:
+            return ALONE[arguments.command][0](arguments)
+        from .comm import World
+
+        world = World()
         return TOGETHER[arguments.command][0](arguments, world)
     except UserError as error:
-        if world.rank == 0:
-            _tell(error)
-        return USER_ERROR
-    except BaseException:
-        world.abort(traceback.format_exc())
-
-
-def _alone(arguments: argparse.Namespace) -> int:
-    try:
-        return ALONE[arguments.command][0](arguments)
-    except UserError as error:
-        _tell(error)
+        if world is None or world.rank == 0:
+            print(f"cpdhpc: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         return USER_ERROR
     except BrokenPipeError:  # the reader, as head, wants no more
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-
-
-def _tell(error: UserError) -> None:
-    line = " ".join(str(error).split())
-    print(f"cpdhpc: error: {line}", file=sys.stderr, flush=True)
+    except Exception:
+        who = "" if world is None else f"rank {world.hosted.start} | "
+        abort_job(who + traceback.format_exc())
 
 
 if __name__ == "__main__":

@@ -8,12 +8,16 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 from . import provenance
 from .comm import Ranks
-from .comm.world import exchange_on_device, library_version
+from .comm.ranks import Wait
+from .comm.world import library_version
+
+SIZE = 1 << 20  # bytes; more than MPI libraries send along with the envelope
 
 
 class Answer(NamedTuple):
@@ -56,7 +60,9 @@ def torch_threads(world: Ranks) -> str:
 
 
 def gpu() -> str:
-    """Return the name of the first GPU that CuPy sees, "" where it sees none."""
+    """Return the name of the GPU that CuPy sees, "" where it sees none."""
+    if find_spec("cupy") is None:
+        return ""
     from .ops import gpu as operations
 
     return operations.device_name()
@@ -77,7 +83,22 @@ def gpu_aware(world: Ranks) -> Answer:
             return answer
     if world.size < 2:
         return Answer(True, f"{asked[0].why}; not tried, that takes 2 processes")
-    return Answer(exchange_on_device(world), "processes 0 and 1 exchanged GPU memory")
+    return Answer(exchange_on_device(world), "processes 0 and 1 sent GPU memory to each other")
+
+
+def exchange_on_device(world: Ranks) -> bool:
+    """Send GPU memory between processes 0 and 1 and return whether it arrived. Collective."""
+    from .ops import gpu as operations
+
+    right = True
+    if world.rank < 2:
+        other = 1 - world.rank
+        mine = operations.to_device(np.full(SIZE, world.rank, np.uint8))
+        theirs = operations.to_device(np.full(SIZE, 255, np.uint8))
+        requests = world.irecv(other, world.rank, theirs) + world.isend(world.rank, other, mine)
+        world.wait_any([Wait(requests, world.rank, "GPU memory: waited {:.1f} s")])
+        right = bool((operations.to_host(theirs) == other).all())
+    return all(world.gather(right))
 
 
 def query() -> Answer:

@@ -30,6 +30,14 @@ def versions() -> dict[str, str]:
     return found
 
 
+def processor() -> str:
+    """Return the model name of the processor."""
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()  # as on Arm, where the kernel gives no name
+
+
 def cpu_clone() -> str:
     """Return the name of the processor clone that the compiled kernels run."""
     from . import _cpu
@@ -60,9 +68,10 @@ def attributes(world: Ranks) -> dict[str, str | int]:
 
     names = hosts(world)
     return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "date": datetime.now(UTC).isoformat(timespec="milliseconds"),
         "versions": ", ".join(f"{name} {number}" for name, number in versions().items()),
         "mpi_library": library_version(),
+        "processor": processor(),
         "cpu_clone": cpu_clone(),
         "hosts": " ".join(names),
         "processes": world.size,

@@ -32,23 +32,15 @@ def draw(groups: list[Group]) -> Figure:
     right.set(xlabel="epoch", ylabel="test loss / nat", yscale="log")
     for axes in (left, right):
         axes.grid(alpha=0.3)
-    handles, labels = right.get_legend_handles_labels()
-    points, _ = left.get_legend_handles_labels()
+    handles, labels = right.get_legend_handles_labels()  # the same colours and markers as left
     figure.legend(
-        list(zip(points, handles, strict=True)),
+        handles,
         labels,
         loc="outside lower center",
         ncols=min(len(groups), 5),
         handlelength=4,
-        handler_map={tuple: _side_by_side()},
     )
     return figure
-
-
-def _side_by_side() -> Any:
-    from matplotlib.legend_handler import HandlerTuple
-
-    return HandlerTuple(ndivide=None)
 
 
 def _accuracy(axes: Any, group: Group, look: dict[str, Any]) -> None:

@@ -156,7 +156,9 @@ def _check_alike(runs: list[Run]) -> None:
         texts = first.attributes["toml"], run.attributes["toml"]
         key = difference(*texts, ignored=["train.seeds"])
         if key is not None:
-            raise ReportError(f"{run.path} and {first.path} are both {run.name}, but differ in {key}")
+            raise ReportError(
+                f"{run.path} and {first.path} are both {run.name}, but differ in {key}"
+            )
 
 
 def baseline(groups: Iterable[Group]) -> Group | None:

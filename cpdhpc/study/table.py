@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import isnan
+from typing import Literal
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from .runs import Group, baseline
@@ -23,12 +25,12 @@ class Column:
 COLUMNS = (
     Column("run", numbers=False),
     Column("seeds"),
-    Column("test accuracy\n%"),
+    Column("accuracy\n%"),
     Column("to float32\npoints"),
-    Column("wire bytes\nper step and rank"),
+    Column("bytes per\nstep, rank"),
     Column("of\nfloat32"),
     Column("step\nms"),
-    Column("underflow\n%"),
+    Column("under-\nflow %"),
 )
 
 
@@ -57,15 +59,16 @@ def _row(group: Group, base: Group | None) -> list[str]:
 
 def table(groups: list[Group]) -> Table:
     """Return the groups as a table for the terminal."""
-    result = Table(caption=CAPTION, caption_justify="left")
+    result = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), caption=CAPTION, caption_justify="left")
     for column in COLUMNS:
-        result.add_column(column.heading, justify="right" if column.numbers else "left")
+        justify: Literal["right", "left"] = "right" if column.numbers else "left"
+        result.add_column(column.heading, justify=justify, no_wrap=True)
     for row in rows(groups):
         result.add_row(*row)
     return result
 
 
 CAPTION = (
-    "Accuracy: mean ± sample standard deviation over seeds. Step: median. Underflow: share of "
+    "Accuracy: of test samples, mean ± sample standard deviation over seeds. Step: median. Underflow: share of "
     "non-zero gradient values that become zero when a rank encodes its gradient."
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 from rich.console import Console
@@ -14,7 +15,7 @@ class Display:
 
     def __init__(self, shown: bool, runs: int) -> None:
         self.shown, self.runs, self.run = shown, runs, 0
-        self.console = Console(highlight=False, soft_wrap=True)
+        self.console = Console(force_terminal=on_terminal(), highlight=False, soft_wrap=True)
         self.bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -23,7 +24,7 @@ class Display:
             TextColumn("{task.fields[note]}"),
             console=self.console,
             transient=True,
-            disable=not (shown and self.console.is_terminal and _launcher_on_terminal()),
+            disable=not (shown and self.console.is_terminal),
         )
         self.task = self.bar.add_task("", note="")
 
@@ -58,10 +59,10 @@ class Display:
         return f"[{self.run}/{self.runs}] " if self.runs > 1 else ""
 
 
-def _launcher_on_terminal() -> bool:
-    """Whether the parent writes to a terminal; mpirun gives ranks one even where it has none."""
+def on_terminal() -> bool:
+    """Whether a person sees stdout; mpirun gives ranks a terminal even where it has none itself."""
     try:
-        with Path(f"/proc/{os.getppid()}/fd/1").open("wb") as stdout:
-            return stdout.isatty()
+        with Path(f"/proc/{os.getppid()}/fd/1").open("wb") as of_parent:
+            return sys.stdout.isatty() and of_parent.isatty()
     except OSError:
         return False
