@@ -22,13 +22,18 @@ def draw(groups: list[Group]) -> Figure:
 
     figure = Figure(figsize=(11, 4.5 + 0.12 * len(groups)), layout="constrained")
     left, right = figure.subplots(1, 2)
-    for index, group in enumerate(groups):
+    places = side_by_side([group.wire_bytes for group in groups])
+    for index, (group, place) in enumerate(zip(groups, places, strict=True)):
         look = {"color": f"C{index % 10}", "label": group.name}
-        _accuracy(left, group, look | {"marker": MARKERS[index % len(MARKERS)]})
+        _accuracy(left, group, place, look | {"marker": MARKERS[index % len(MARKERS)]})
         _loss(right, group, look | {"linestyle": LINES[index % len(LINES)]}, index)
-    left.set(xlabel="payload per step and rank / byte", ylabel="test accuracy / %")
+    left.set(
+        xlabel="payload per step and rank / byte (alike ones side by side)",
+        ylabel="test accuracy / %",
+    )
     if all(group.wire_bytes > 0 for group in groups):
         left.set_xscale("log", base=2)
+    right.xaxis.get_major_locator().set_params(integer=True)
     right.set(xlabel="epoch", ylabel="test loss / nat", yscale="log")
     for axes in (left, right):
         axes.grid(alpha=0.3)
@@ -43,12 +48,22 @@ def draw(groups: list[Group]) -> Figure:
     return figure
 
 
-def _accuracy(axes: Any, group: Group, look: dict[str, Any]) -> None:
+def side_by_side(sizes: list[float]) -> list[float]:
+    """Return where to draw sizes: those within 5% of one another spread, so that none is hidden."""
+    places = list(sizes)
+    for size in sizes:
+        alike = [i for i, other in enumerate(sizes) if abs(other - size) <= 0.05 * size]
+        for order, i in enumerate(alike):
+            places[i] = size * 2 ** (0.1 * (order - (len(alike) - 1) / 2))
+    return places
+
+
+def _accuracy(axes: Any, group: Group, place: float, look: dict[str, Any]) -> None:
     """Draw the mean over seeds, and a bar from the lowest to the highest."""
     values = group.accuracies
     low, high = group.accuracy - values.min(), values.max() - group.accuracy
     axes.errorbar(
-        group.wire_bytes,
+        place,
         group.accuracy,
         yerr=[[low], [high]],
         linestyle="none",

@@ -49,7 +49,7 @@ def _row(group: Group, base: Group | None) -> list[str]:
         group.name,
         f"{len(group.runs)}{unfinished}",
         f"{group.accuracy:.2f}{spread}",
-        f"{group.accuracy - base.accuracy:+.2f}" if base and other else NONE,
+        f"{round(group.accuracy - base.accuracy, 2) + 0.0:+.2f}" if base and other else NONE,
         f"{group.wire_bytes:,.0f}",
         NONE if share is None else f"{share:.3f}",
         f"{group.step_time_ms:.2f}",
@@ -69,6 +69,6 @@ def table(groups: list[Group]) -> Table:
 
 
 CAPTION = (
-    "Accuracy: of test samples, mean ± sample standard deviation over seeds. Step: median. Underflow: share of "
-    "non-zero gradient values that become zero when a rank encodes its gradient."
+    "Accuracy: of test samples, mean ± sample standard deviation over seeds. Step: median. "
+    "Underflow: share of non-zero gradient values that become zero when a rank encodes its own."
 )
