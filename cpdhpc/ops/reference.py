@@ -42,8 +42,10 @@ def _encode(
     """Encode x * 2**shift; also return which values saturated, underflowed, are not finite."""
     fmt = cast.fmt
     finite = np.isfinite(x)
-    scaled = np.ldexp(np.where(finite, np.abs(x.astype(np.float64)), 0.0), shift)  # exact
-    exponent = np.maximum(np.frexp(scaled)[1] - 1, fmt.emin)
+    magnitude = np.where(finite, np.abs(x), np.float32(0)).astype(np.float64)
+    scaled = np.ldexp(magnitude, shift)  # exact
+    # frexp gives zero the exponent 0, which is not below every format's emin.
+    exponent = np.where(scaled > 0, np.maximum(np.frexp(scaled)[1] - 1, fmt.emin), fmt.emin)
     multiple = np.ldexp(scaled, fmt.man - exponent)  # of the spacing of numbers there; exact
     whole = np.floor(multiple)
     rest = multiple - whole
