@@ -138,6 +138,11 @@ def low_halves() -> np.ndarray:
 
 
 LOW_HALVES = low_halves()
+SIXTEEN_LOWS = np.array(
+    [0, 1, 0x8000, 0xFFFF, 0x7FFF, 0x8001, 0x0FFF, 0x1000, 0x1001, 0x3000, 0x4000, 0xC000, 0x0080]
+    + [0x5555, 0xAAAA, 0xF000],
+    np.uint32,
+)
 
 
 def structured(start: int, stop: int, lows: np.ndarray = LOW_HALVES) -> np.ndarray:
