@@ -12,7 +12,7 @@ import pytest
 
 
 class OnGpu:
-    """ops.gpu for callers with NumPy arrays: moves the arguments over, and what was written back."""
+    """ops.gpu for NumPy arrays: moves the arguments over, and what was written back."""
 
     def __init__(self, ops: ModuleType, cupy: ModuleType) -> None:
         self._ops, self._cupy = ops, cupy

@@ -159,5 +159,3 @@ def assert_same_values(got: np.ndarray, expected: np.ndarray, x: np.ndarray) -> 
     wrong &= ~(np.isnan(got) & np.isnan(expected))
     first = np.flatnonzero(wrong)[:4]
     assert not first.size, (wrong.sum(), x[first], got[first], expected[first])
-
-

@@ -73,7 +73,7 @@ def test_names_are_read_back() -> None:
         for man in range(24):
             for suffix in ("", "fn"):
                 name = f"e{exp}m{man}{suffix}"
-                if name == "e1m0" or name.startswith("e8") and suffix:
+                if name == "e1m0" or (name.startswith("e8") and suffix):
                     with pytest.raises(ValueError, match=r"^FloatFormat: "):
                         parse_format(name)
                     continue
@@ -84,7 +84,9 @@ def test_names_are_read_back() -> None:
     assert parse_format("fp32") == FloatFormat(8, 23)
 
 
-@pytest.mark.parametrize("name", ["", "e4", "m3", "e4m3x", "E4M3", "fp8", "e4m3fnuz", "e4m3 ", "e-1m3"])
+@pytest.mark.parametrize(
+    "name", ["", "e4", "m3", "e4m3x", "E4M3", "fp8", "e4m3fnuz", "e4m3 ", "e-1m3"]
+)
 def test_unknown_names_are_errors(name: str) -> None:
     with pytest.raises(ValueError, match="known are"):
         parse_format(name)

@@ -145,9 +145,10 @@ def test_overflow_codes() -> None:
             assert cast.overflow_code == expected, (name, rounding, overflow)
 
 
-def encoded(ops: Any, values: list[float], name: str, **words: Any) -> list[float]:
-    x, fmt = np.array(values, np.float32), parse_format(name)
-    back: list[float] = ops.decode(ops.encode(x, Cast(fmt, "nearest", "inf"), **words), fmt).tolist()
+def encoded(ops: Any, values: list[float], name: str) -> list[float]:
+    """What the values are after encoding and decoding, by rounding to nearest."""
+    x, cast = np.array(values, np.float32), Cast(parse_format(name), "nearest", "inf")
+    back: list[float] = ops.decode(ops.encode(x, cast), cast.fmt).tolist()
     return back
 
 
