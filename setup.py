@@ -11,7 +11,7 @@ setup(
             ["kernels/cpu_loops.cpp", "kernels/cpu_module.cpp"],
             depends=[str(path) for path in Path("kernels").glob("*.h")],
             # Without -ffp-contract=off the clones for different processors would round differently.
-            extra_compile_args=["-O3", "-std=c++17", "-ffp-contract=off", "-fno-math-errno"],
+            extra_compile_args=["-O3", "-std=c++17", "-ffp-contract=off", "-fno-math-errno", "-Wno-psabi"],
             define_macros=[("Py_LIMITED_API", "0x030B0000")],
             py_limited_api=True,
         )
