@@ -37,6 +37,21 @@ def test_equals_gfloat_given_the_same_bits(ops: Any, name: str, overflow: str) -
     oracles.assert_same_values(ops.decode(codes, fmt), expected, x)
 
 
+@pytest.mark.parametrize("name", ["e5m2", "e4m3", "e3m0", "e6m9"])
+def test_the_threshold_is_exact(ops: Any, name: str) -> None:
+    """Cut-off part plus bits is 2**31 exactly: up. One step of float32 below: not."""
+    fmt, key = parse_format(name), random_key(4, 4)
+    bits = reference.random31(key, np.arange(1 << 12, dtype=np.uint64)).astype(np.int64)
+    exact = (bits % 128 == 0) & (bits > 0)  # 24 bits of 31: 2**31 - bits is a float32
+    assert exact.sum() > 10
+    parts = np.ldexp((2.0**31 - bits), -31) * fmt.smallest
+    x = np.where(exact, parts, 0).astype(np.float32)
+    assert np.array_equal(x[exact], parts[exact])
+    cast = Cast(fmt, "stochastic")
+    assert np.all(ops.encode(x, cast, key=key)[exact] == 1)
+    assert np.all(ops.encode(np.nextafter(x, np.float32(0)), cast, key=key) == 0)
+
+
 @pytest.mark.parametrize("name", ["e5m2", "e4m3", "e2m1fn", "e3m0", "e6m9"])
 def test_mean_of_many_draws(ops: Any, name: str) -> None:
     """A draw is low or low + spacing, the latter with probability p, the part cut off.
