@@ -130,8 +130,11 @@ class FloatFormat:
 
     @property
     def shift_max(self) -> int:
-        """The largest k of use: float32's smallest normal number becomes the format's own."""
-        return self.emin + 126
+        """The largest k of use: float32's smallest normal number becomes the format's own.
+
+        The IEEE formats with exp = 1 have no normal numbers: there the largest is just above.
+        """
+        return min(self.emin, self.emax) + 126
 
 
 def _float32_bits(value: float) -> int:

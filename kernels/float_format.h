@@ -39,8 +39,9 @@ CPD_FN Encoder make_encoder(const Cast& cast, int k) {
     e.half = cast.man == 23 ? 0 : (1u << (e.drop - 1)) - (cast.man > 0);
     e.odd = cast.man > 0 && cast.man < 23;
     e.rebias = (u32)(emin + 126) << cast.man;
-    // At float32's own smallest exponent cutting bits is right for subnormal numbers too.
-    e.normal_from = emin == -126 ? 0 : (u32)(emin + 127) << 23;
+    // At float32's own smallest exponent cutting bits is right for subnormal numbers too,
+    // but with no mantissa bit the tie below the smallest number must go down, to zero.
+    e.normal_from = emin == -126 && cast.man > 0 ? 0 : (u32)(emin + 127) << 23;
     e.spacing = from_bits(lanes((u32)(emin - cast.man + 23 + 127) << 23));
     e.emin_field = emin + 127;
     return e;
