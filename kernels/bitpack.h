@@ -12,7 +12,7 @@ struct Packer {
     int filled;  // bits in it
 };
 
-CPD_FN Packer make_packer(u32* words, int lane) { return Packer{words + lane, all(0), 0}; }
+CPD_FN Packer make_packer(u32* words, int lane) { return Packer{words + lane, lanes(0), 0}; }
 
 CPD_FN void put(Packer& p, U code, int bits) {
     p.open |= code << p.filled;
@@ -21,7 +21,7 @@ CPD_FN void put(Packer& p, U code, int bits) {
         store(p.words, 0, 1, p.open);
         p.words += CPD_LANES;
         p.filled -= 32;
-        p.open = p.filled ? code >> (bits - p.filled) : all(0);
+        p.open = p.filled ? code >> (bits - p.filled) : lanes(0);
     }
 }
 
@@ -32,7 +32,7 @@ struct Unpacker {
 };
 
 CPD_FN Unpacker make_unpacker(const u32* words, int lane) {
-    return Unpacker{words + lane, all(0), 32};
+    return Unpacker{words + lane, lanes(0), 32};
 }
 
 // The bits above the code are those of the next one: mask them off.

@@ -2,10 +2,13 @@
 // ops/cpu.py checks dtypes and shapes; here a wrong length is an error, never a crash.
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <string.h>
 
-#include "cpu_loops.h"
+#include "cpu_table.h"
 
 namespace {
+
+const Loops* loops = &cpd_loops_portable;  // the fastest that this processor runs
 
 // A buffer argument, released at the end of the scope.
 struct Buffer {
@@ -66,7 +69,7 @@ PyObject* encode(PyObject*, PyObject* args) {
         return nullptr;
     {
         Unlocked unlocked;
-        cpd_encode(cast, k, key, offset, x.as<float>(), floats_in(x), codes.as<u32>());
+        loops->encode(cast, k, key, offset, x.as<float>(), floats_in(x), codes.as<u32>());
     }
     Py_RETURN_NONE;
 }
@@ -80,7 +83,7 @@ PyObject* decode(PyObject*, PyObject* args) {
         return nullptr;
     {
         Unlocked unlocked;
-        cpd_decode(cast, k, codes.as<u32>(), floats_in(out), out.as<float>());
+        loops->decode(cast, k, codes.as<u32>(), floats_in(out), out.as<float>());
     }
     Py_RETURN_NONE;
 }
@@ -99,7 +102,7 @@ PyObject* pack(PyObject*, PyObject* args) {
         return nullptr;
     {
         Unlocked unlocked;
-        cpd_pack(bits, codes.as<u32>(), floats_in(codes), words.as<u32>());
+        loops->pack(bits, codes.as<u32>(), floats_in(codes), words.as<u32>());
     }
     Py_RETURN_NONE;
 }
@@ -112,7 +115,7 @@ PyObject* unpack(PyObject*, PyObject* args) {
         return nullptr;
     {
         Unlocked unlocked;
-        cpd_unpack(bits, words.as<u32>(), floats_in(codes), codes.as<u32>());
+        loops->unpack(bits, words.as<u32>(), floats_in(codes), codes.as<u32>());
     }
     Py_RETURN_NONE;
 }
@@ -124,7 +127,7 @@ PyObject* amax_tiles(PyObject*, PyObject* args) {
         return nullptr;
     {
         Unlocked unlocked;
-        cpd_amax_tiles(x.as<float>(), floats_in(x), amax.as<u32>());
+        loops->amax_tiles(x.as<float>(), floats_in(x), amax.as<u32>());
     }
     Py_RETURN_NONE;
 }
@@ -146,8 +149,8 @@ PyObject* encode_tiles(PyObject*, PyObject* args) {
         return nullptr;
     {
         Unlocked unlocked;
-        cpd_encode_tiles(cast, fit, key, offset, x.as<float>(), floats_in(x), words.as<u32>(),
-                         shifts.as<u8>(), counts.as<u32>());
+        loops->encode_tiles(cast, fit, key, offset, x.as<float>(), floats_in(x), words.as<u32>(),
+                            shifts.as<u8>(), counts.as<u32>());
     }
     Py_RETURN_NONE;
 }
@@ -161,8 +164,8 @@ PyObject* decode_tiles(PyObject*, PyObject* args) {
     i64 nonfinite;
     {
         Unlocked unlocked;
-        nonfinite = cpd_decode_tiles(cast, words.as<u32>(), shifts.as<u8>(), out.as<float>(),
-                                     floats_in(out));
+        nonfinite = loops->decode_tiles(cast, words.as<u32>(), shifts.as<u8>(), out.as<float>(),
+                                        floats_in(out));
     }
     return PyLong_FromLongLong(nonfinite);
 }
@@ -177,8 +180,8 @@ PyObject* decode_add_tiles(PyObject*, PyObject* args) {
         return nullptr;
     {
         Unlocked unlocked;
-        cpd_decode_add_tiles(cast, words.as<u32>(), shifts.as<u8>(), x.as<float>(), out.as<float>(),
-                             floats_in(x));
+        loops->decode_add_tiles(cast, words.as<u32>(), shifts.as<u8>(), x.as<float>(),
+                                out.as<float>(), floats_in(x));
     }
     Py_RETURN_NONE;
 }
@@ -200,30 +203,82 @@ PyObject* decode_add_encode_tiles(PyObject*, PyObject* args) {
         return nullptr;
     {
         Unlocked unlocked;
-        cpd_decode_add_encode_tiles(cast, fit, key, offset, words_in.as<u32>(), shifts_in.as<u8>(),
-                                    x.as<float>(), n, words.as<u32>(), shifts.as<u8>(),
-                                    counts.as<u32>());
+        loops->decode_add_encode_tiles(cast, fit, key, offset, words_in.as<u32>(),
+                                       shifts_in.as<u8>(), x.as<float>(), n, words.as<u32>(),
+                                       shifts.as<u8>(), counts.as<u32>());
     }
     Py_RETURN_NONE;
 }
 
-PyObject* clone(PyObject*, PyObject*) { return PyUnicode_FromString(cpd_clone()); }
+// The tables that this processor runs, slowest first.
+int runnable(const Loops** found) {
+    int count = 0;
+    found[count++] = &cpd_loops_portable;
+#ifdef CPD_HAS_X86_CLONES
+    if (__builtin_cpu_supports("x86-64-v3")) found[count++] = &cpd_loops_v3;
+    if (__builtin_cpu_supports("x86-64-v4")) found[count++] = &cpd_loops_v4;
+#endif
+    return count;
+}
 
-PyMethodDef methods[] = {{"encode", encode, METH_VARARGS, nullptr},
-                         {"decode", decode, METH_VARARGS, nullptr},
-                         {"pack", pack, METH_VARARGS, nullptr},
-                         {"unpack", unpack, METH_VARARGS, nullptr},
-                         {"amax_tiles", amax_tiles, METH_VARARGS, nullptr},
-                         {"encode_tiles", encode_tiles, METH_VARARGS, nullptr},
-                         {"decode_tiles", decode_tiles, METH_VARARGS, nullptr},
-                         {"decode_add_tiles", decode_add_tiles, METH_VARARGS, nullptr},
-                         {"decode_add_encode_tiles", decode_add_encode_tiles, METH_VARARGS, nullptr},
-                         {"clone", clone, METH_NOARGS, nullptr},
-                         {nullptr, nullptr, 0, nullptr}};
+PyObject* clone(PyObject*, PyObject*) { return PyUnicode_FromString(loops->name); }
 
-PyModuleDef module = {PyModuleDef_HEAD_INIT, "_cpu", "The CPU kernels.", -1, methods,
-                      nullptr, nullptr, nullptr, nullptr};
+PyObject* clones(PyObject*, PyObject*) {
+    const Loops* found[3];
+    int count = runnable(found);
+    PyObject* names = PyList_New(0);
+    for (int i = 0; names && i < count; ++i) {
+        PyObject* name = PyUnicode_FromString(found[i]->name);
+        if (!name || PyList_Append(names, name)) Py_CLEAR(names);
+        Py_XDECREF(name);
+    }
+    return names;
+}
+
+// For tests and benchmarks: all clones must give the same bits.
+PyObject* use_clone(PyObject*, PyObject* args) {
+    const char* wanted;
+    if (!PyArg_ParseTuple(args, "s", &wanted)) return nullptr;
+    const Loops* found[3];
+    int count = runnable(found);
+    for (int i = 0; i < count; ++i) {
+        if (strcmp(wanted, found[i]->name)) continue;
+        loops = found[i];
+        Py_RETURN_NONE;
+    }
+    PyErr_Format(PyExc_ValueError, "use_clone: %s: not among clones()", wanted);
+    return nullptr;
+}
+
+PyMethodDef methods[] = {
+    {"encode", encode, METH_VARARGS, nullptr},
+    {"decode", decode, METH_VARARGS, nullptr},
+    {"pack", pack, METH_VARARGS, nullptr},
+    {"unpack", unpack, METH_VARARGS, nullptr},
+    {"amax_tiles", amax_tiles, METH_VARARGS, nullptr},
+    {"encode_tiles", encode_tiles, METH_VARARGS, nullptr},
+    {"decode_tiles", decode_tiles, METH_VARARGS, nullptr},
+    {"decode_add_tiles", decode_add_tiles, METH_VARARGS, nullptr},
+    {"decode_add_encode_tiles", decode_add_encode_tiles, METH_VARARGS, nullptr},
+    {"clone", clone, METH_NOARGS, nullptr},
+    {"clones", clones, METH_NOARGS, nullptr},
+    {"use_clone", use_clone, METH_VARARGS, nullptr},
+    {nullptr, nullptr, 0, nullptr}};
+
+PyModuleDef module = {PyModuleDef_HEAD_INIT,
+                      "_cpu",
+                      "The CPU kernels.",
+                      -1,
+                      methods,
+                      nullptr,
+                      nullptr,
+                      nullptr,
+                      nullptr};
 
 }  // namespace
 
-PyMODINIT_FUNC PyInit__cpu() { return PyModule_Create(&module); }
+PyMODINIT_FUNC PyInit__cpu() {
+    const Loops* found[3];
+    loops = found[runnable(found) - 1];
+    return PyModule_Create(&module);
+}

@@ -5,20 +5,6 @@
 
 #include "cpd.h"
 
-enum { CPD_NEAREST = 0, CPD_ZERO = 1, CPD_STOCHASTIC = 2 };
-
-// A Cast of formats.py, as numbers.
-struct Cast {
-    int exp, man, rounding;
-    u32 max_code;       // of the largest finite number
-    u32 inf_code;       // what infinity becomes
-    u32 nan_code;       // what NaN becomes
-    u32 overflow_code;  // what a finite number too large becomes
-    u32 first_nan;      // codes from here on decode to NaN, those between max_code and it to infinity
-    int shift_min, shift_max, emax;
-    u32 max_significand;  // fraction bits of the largest number as float32
-};
-
 CPD_FN int width(const Cast& cast) { return 1 + cast.exp + cast.man; }
 
 // Exponent of the smallest normal number of the format, seen from before the scaling by 2^k.
@@ -56,7 +42,7 @@ CPD_FN Encoder make_encoder(const Cast& cast, int k) {
     // At float32's own smallest exponent cutting bits is right for subnormal numbers too,
     // but with no mantissa bit the tie below the smallest number must go down, to zero.
     e.normal_from = emin == -126 && cast.man > 0 ? 0 : (u32)(emin + 127) << 23;
-    e.spacing = from_bits(all((u32)(emin - cast.man + 23 + 127) << 23));
+    e.spacing = from_bits(lanes((u32)(emin - cast.man + 23 + 127) << 23));
     e.emin_field = emin + 127;
     return e;
 }
@@ -65,18 +51,18 @@ CPD_FN Encoder make_encoder(const Cast& cast, int k) {
 CPD_FN U round_nearest(const Cast& cast, const Encoder& e, U a) {
     U normal = ((a + e.half + ((a >> e.drop) & e.odd)) >> e.drop) - e.rebias;
     U small = bits_of(add(from_bits(a), e.spacing)) - bits_of(e.spacing);
-    return less(a, all(e.normal_from)) ? small : normal;
+    return less(a, lanes(e.normal_from)) ? small : normal;
 }
 
 // Magnitude bits a to a code, up where the part cut off plus random (31 bits) reaches one unit.
 CPD_FN U round_random(const Cast& cast, const Encoder& e, U a, U random) {
     U exponent = a >> 23;
-    U zero = all(0), emin = all((u32)e.emin_field);
-    U field = larger(exponent, all(1));
-    U significand = (a & 0x7fffffu) | (less(zero, exponent) ? all(0x800000u) : zero);
+    U zero = lanes(0), emin = lanes((u32)e.emin_field);
+    U field = larger(exponent, lanes(1));
+    U significand = (a & 0x7fffffu) | (less(zero, exponent) ? lanes(0x800000u) : zero);
     U cut = larger(emin - field, zero) + (u32)e.drop;
-    U last = smaller(cut, all(31));  // bits beyond 31 are cut first: too small to tell
-    U kept = significand >> smaller(cut - last, all(31));
+    U last = smaller(cut, lanes(31));  // bits beyond 31 are cut first: too small to tell
+    U kept = significand >> smaller(cut - last, lanes(31));
     U rounded = (kept + (random >> (31u - last))) >> last;
     return rounded + ((larger(field, emin) - emin) << cast.man);
 }
@@ -89,23 +75,23 @@ struct Events {
 // The code with its sign, special values and overflow settled.
 CPD_FN U finish_code(const Cast& cast, U x_bits, U code, Events& events) {
     U a = x_bits & 0x7fffffffu;
-    I over = less(all(cast.max_code), code);
-    I finite = less(a, all(CPD_INF));
+    I over = less(lanes(cast.max_code), code);
+    I finite = less(a, lanes(CPD_INF));
     U sign = (x_bits & 0x80000000u) >> (32 - width(cast));
-    U special = (finite ? all(cast.overflow_code) : all(cast.inf_code)) | sign;
-    special = less(all(CPD_INF), a) ? all(cast.nan_code) : special;  // NaN has no sign
+    U special = (finite ? lanes(cast.overflow_code) : lanes(cast.inf_code)) | sign;
+    special = less(lanes(CPD_INF), a) ? lanes(cast.nan_code) : special;  // NaN has no sign
     events.saturated = over & finite;
     events.nonfinite = ~finite;
-    events.underflowed = equal(code, all(0)) & less(all(0), a);
+    events.underflowed = equal(code, lanes(0)) & less(lanes(0), a);
     return over ? special : code | sign;
 }
 
 // The constants of decoding with one shift.
 struct Decoder {
     int drop, to_sign;
-    u32 magnitude;       // mask of a code without its sign
-    u32 rebias;          // added to the bits of a normal number
-    u32 normal_from;     // the smallest code of a normal number
+    u32 magnitude;    // mask of a code without its sign
+    u32 rebias;       // added to the bits of a normal number
+    u32 normal_from;  // the smallest code of a normal number
     F smallest_normal;
 };
 
@@ -117,7 +103,7 @@ CPD_FN Decoder make_decoder(const Cast& cast, int k) {
     d.magnitude = (1u << (width(cast) - 1)) - 1;
     d.rebias = (u32)(emin + 126) << 23;
     d.normal_from = emin == -126 ? 0 : 1u << cast.man;
-    d.smallest_normal = from_bits(all((u32)(emin + 127) << 23));
+    d.smallest_normal = from_bits(lanes((u32)(emin + 127) << 23));
     return d;
 }
 
@@ -127,9 +113,9 @@ CPD_FN F decode_code(const Cast& cast, const Decoder& d, U code) {
     U bits = (m << d.drop) + d.rebias;
     // Read as a number with a leading 1; taking that 1 off leaves the subnormal.
     F small = subtract(from_bits(bits + 0x800000u), d.smallest_normal);
-    bits = less(m, all(d.normal_from)) ? bits_of(small) : bits;
-    U special = less(m, all(cast.first_nan)) ? all(CPD_INF) : all(CPD_NAN);
-    bits = less(all(cast.max_code), m) ? special : bits;
+    bits = less(m, lanes(d.normal_from)) ? bits_of(small) : bits;
+    U special = less(m, lanes(cast.first_nan)) ? lanes(CPD_INF) : lanes(CPD_NAN);
+    bits = less(lanes(cast.max_code), m) ? special : bits;
     return from_bits(bits | ((code << d.to_sign) & 0x80000000u));
 }
 

@@ -20,7 +20,7 @@ CPD_FN U encode_value(const Cast& cast, const Encoder& e, F x, Key key, u64 inde
     if (NEAREST) {
         code = round_nearest(cast, e, a);
     } else {
-        U random = cast.rounding == CPD_STOCHASTIC ? random31(key, index) : all(0);
+        U random = cast.rounding == CPD_STOCHASTIC ? random31(key, index) : lanes(0);
         code = round_random(cast, e, a, random);
     }
     Events events;
@@ -62,7 +62,7 @@ CPD_FN Reader make_reader(const Cast& cast, u8 shift, const u32* words, int lane
 
 CPD_FN F read(const Cast& cast, Reader& r) {
     F value = decode_code(cast, r.decoder, take(r.unpacker, r.bits));
-    return r.marked ? from_bits(all(CPD_NAN)) : value;
+    return r.marked ? from_bits(lanes(CPD_NAN)) : value;
 }
 
 // out = the decoded column; nonfinite counts its values that are not finite.
@@ -71,27 +71,30 @@ CPD_FN void decode_column(const Cast& cast, u8 shift, const u32* words, int lane
     Reader reader = make_reader(cast, shift, words, lane);
     for (int i = lane; i < CPD_TILE; i += CPD_LANES) {
         F value = read(cast, reader);
-        nonfinite += ~less(bits_of(value) & 0x7fffffffu, all(CPD_INF)) & 1;
+        I finite = less(bits_of(value) & 0x7fffffffu, lanes(CPD_INF));
+        nonfinite -= ~finite & inside(i, n);
         store(out, i, n, value);
     }
 }
 
-// out = x + the decoded column; returns max|out| as float32 bits.
-CPD_FN U sum_column(const Cast& cast, u8 shift, const u32* words, int lane, const float* x,
-                    float* out, i64 n) {
+// out = x + the decoded column, zero from value n on; returns max|out| as float32 bits.
+// room: how many values out holds, n or a whole tile.
+CPD_FN U sum_column(const Cast& cast, u8 shift, const u32* words, int lane, const float* x, i64 n,
+                    float* out, i64 room) {
     Reader reader = make_reader(cast, shift, words, lane);
-    U most = all(0);
+    U most = lanes(0);
     for (int i = lane; i < CPD_TILE; i += CPD_LANES) {
         F sum = add(load(x, i, n), read(cast, reader));
+        sum = inside(i, n) ? sum : F{};
         most = larger(most, bits_of(sum) & 0x7fffffffu);
-        store(out, i, n, sum);
+        store(out, i, room, sum);
     }
     return most;
 }
 
 // max|x| of the column as float32 bits.
 CPD_FN U amax_column(const float* x, i64 n, int lane) {
-    U most = all(0);
+    U most = lanes(0);
     for (int i = lane; i < CPD_TILE; i += CPD_LANES)
         most = larger(most, bits_of(load(x, i, n)) & 0x7fffffffu);
     return most;

@@ -4,10 +4,6 @@
 
 #include "cpd.h"
 
-struct Key {
-    u32 low, high;
-};
-
 // C. Wellons' lowbias32 finaliser ("Prospecting for hash functions", 2018).
 CPD_FN U mix(U h) {
     h = (h ^ (h >> 16)) * 0x7feb352du;
@@ -20,9 +16,9 @@ CPD_FN U random31(Key key, u64 index) {
     U low = lane_numbers() + (u32)index;
     // A lane whose low word has wrapped round belongs to the next high word. The comparison is
     // unsigned: flipping the top bits makes the signed one do it.
-    U flip = all(0x80000000u);
-    I wrapped = less(low ^ flip, all((u32)index) ^ flip);
-    U high = all((u32)(index >> 32)) - (U)wrapped;
+    U flip = lanes(0x80000000u);
+    I wrapped = less(low ^ flip, lanes((u32)index) ^ flip);
+    U high = lanes((u32)(index >> 32)) - (U)wrapped;
     U h = mix(low ^ key.low);
     return mix(h + key.high + high * 0x9e3779b9u) >> 1;
 }
