@@ -173,7 +173,7 @@ class Cast:
 
     rounding: "nearest" (ties to even; where man = 0 and both neighbours are odd, to the larger
         magnitude, IEEE 754-2019 4.3.1), "zero", or "stochastic" (up with the probability of the
-        part cut off, 31 random bits).
+        part cut off, to 31 - man bits).
     overflow: what a finite number too large becomes, tested after rounding: "saturate" (the
         largest finite number) or "inf" (infinity, else NaN, else the largest number). With
         rounding "zero" it is always the largest number. Infinity itself stays infinity.

@@ -4,23 +4,22 @@
 
 #include "cpd.h"
 
-// C. Wellons' lowbias32 finaliser ("Prospecting for hash functions", 2018).
-CPD_FN U mix(U h) {
-    h = (h ^ (h >> 16)) * 0x7feb352du;
-    h = (h ^ (h >> 15)) * 0x846ca68bu;
-    return h ^ (h >> 16);
-}
-
 // 31 random bits for elements index, index + 1, ... of the lanes.
 CPD_FN U random31(Key key, u64 index) {
-    U low = lane_numbers() + (u32)index;
-    // A lane whose low word has wrapped round belongs to the next high word. The comparison is
-    // unsigned: flipping the top bits makes the signed one do it.
-    U flip = lanes(0x80000000u);
-    I wrapped = less(low ^ flip, lanes((u32)index) ^ flip);
-    U high = lanes((u32)(index >> 32)) - (U)wrapped;
-    U h = mix(low ^ key.low);
-    return mix(h + key.high + high * 0x9e3779b9u) >> 1;
+    u32 first = (u32)index, high = (u32)(index >> 32);
+    U low = lane_numbers() + first;
+    U join = lanes(key.high ^ high * 0x9e3779b9u);
+    // Lanes whose low word has wrapped round, and is small, belong to the next high word.
+    if (first > 0u - CPD_GROUP)
+        join = less(low, lanes(CPD_GROUP)) & ~less(low, lanes(0))
+                   ? lanes(key.high ^ (high + 1) * 0x9e3779b9u)
+                   : join;
+    // C. Wellons' lowbias32 ("Prospecting for hash functions", 2018), the rest of the stream's key
+    // and of the index joining half-way.
+    U h = low ^ key.low;
+    h = (h ^ (h >> 16)) * 0x7feb352du;
+    h = (h ^ (h >> 15) ^ join) * 0x846ca68bu;
+    return (h ^ (h >> 16)) >> 1;
 }
 
 #endif
