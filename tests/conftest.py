@@ -19,8 +19,6 @@ class OnGpu:
 
     def __getattr__(self, name: str) -> Any:
         function, cupy = getattr(self._ops, name), self._cupy
-        if not callable(function):
-            return function
 
         def call(*args: Any, **kwargs: Any) -> Any:
             moved: dict[int, Any] = {}
@@ -39,7 +37,7 @@ class OnGpu:
         return call
 
 
-def _gpu() -> Any:
+def _cupy() -> ModuleType:
     if importlib.util.find_spec("cupy") is None:
         pytest.skip("CuPy is not installed")
     cupy = importlib.import_module("cupy")
@@ -49,11 +47,14 @@ def _gpu() -> Any:
         pytest.skip(f"no GPU: {error}")
     if not count:
         pytest.skip("no GPU: CuPy sees none")
-    return OnGpu(importlib.import_module("cpdhpc.ops.gpu"), cupy)
+    return cupy
 
 
 def _backend(name: str) -> Any:
-    return _gpu() if name == "gpu" else importlib.import_module(f"cpdhpc.ops.{name}")
+    if name == "gpu":
+        cupy = _cupy()  # first: it skips where there is none
+        return OnGpu(importlib.import_module("cpdhpc.ops.gpu"), cupy)
+    return importlib.import_module(f"cpdhpc.ops.{name}")
 
 
 GPU = pytest.param("gpu", marks=pytest.mark.gpu)
@@ -69,3 +70,9 @@ def ops(request: pytest.FixtureRequest) -> Any:
 def fast_ops(request: pytest.FixtureRequest) -> Any:
     """As ops without the reference: for millions of values, and for comparing with it."""
     return _backend(request.param)
+
+
+@pytest.fixture(scope="session")
+def cupy() -> ModuleType:
+    """CuPy, where it and a GPU are there."""
+    return _cupy()

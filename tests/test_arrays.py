@@ -22,9 +22,8 @@ WIDTHS = {"e2m1fn": "uint8", "e4m3": "uint8", "e4m4": "uint16", "fp16": "uint16"
 class Kind:
     """Makes arrays of one kind and turns them back into NumPy's."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.module = np if name == "numpy" else pytest.importorskip(name)
+    def __init__(self, name: str, module: Any) -> None:
+        self.name, self.module = name, module
 
     def make(self, array: np.ndarray) -> Any:
         return self.module.from_numpy(array) if self.name == "torch" else self.module.array(array)
@@ -36,7 +35,9 @@ class Kind:
 
 @pytest.fixture(params=KINDS)
 def kind(request: pytest.FixtureRequest) -> Kind:
-    return Kind(request.param)
+    if request.param == "cupy":
+        return Kind("cupy", request.getfixturevalue("cupy"))
+    return Kind(request.param, pytest.importorskip(request.param))
 
 
 def values(*shape: int) -> np.ndarray:

@@ -84,6 +84,13 @@ def test_names_are_read_back() -> None:
     assert parse_format("fp32") == FloatFormat(8, 23)
 
 
+def test_formats_without_a_name_are_not_taken_for_others() -> None:
+    for fmt in (FloatFormat(5, 2, "none"), FloatFormat(2, 1, "nan")):
+        assert fmt.name == f"e{fmt.exp}m{fmt.man}-{fmt.special}"
+        with pytest.raises(ValueError, match="known are"):
+            parse_format(fmt.name)
+
+
 @pytest.mark.parametrize(
     "name", ["", "e4", "m3", "e4m3x", "E4M3", "fp8", "e4m3fnuz", "e4m3 ", "e-1m3"]
 )

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,7 @@ ONLY_HERE = {  # outside package -> where it may be imported
 NEVER_LOADED = ("mpi4py.MPI", "cupy", "matplotlib")
 
 
+@cache
 def sources() -> dict[str, ast.Module]:
     """Path inside the package -> syntax tree, of every module."""
     return {

@@ -34,7 +34,7 @@ def check_nearest(ops: Any, name: str, x: np.ndarray) -> None:
     fmt = parse_format(name)
     codes = ops.encode(x, Cast(fmt, "nearest", "inf"))
     nan = np.isnan(x)
-    assert np.all((codes[nan] & (2 ** (fmt.bits - 1) - 1)) == fmt.nan_code)
+    assert np.all(codes[nan] == fmt.nan_code)  # no sign: that of inf - inf differs by processor
     wrong = np.flatnonzero((codes != ml_dtypes_codes(x, name)) & ~nan)[:4]
     assert not wrong.size, (name, x[wrong], codes[wrong])
     number = ~nan if fmt.special == "none" else slice(None)
@@ -194,5 +194,5 @@ def test_fp32_is_the_identity(ops: Any) -> None:
     for rounding, overflow in [*CASTS, ("stochastic", "inf")]:
         codes = ops.encode(x, Cast(fmt, rounding, overflow))  # type: ignore[arg-type]
         assert np.array_equal(codes[~nan], x.view(np.uint32)[~nan])
-        assert np.all((codes[nan] & 0x7FFFFFFF) == fmt.nan_code)
+        assert np.all(codes[nan] == fmt.nan_code)
         oracles.assert_same_values(ops.decode(codes, fmt), x, x)
