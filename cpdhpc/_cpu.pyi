@@ -1,0 +1,39 @@
+from typing import Any
+
+_Cast = tuple[int, ...]
+_Key = tuple[int, int]
+
+def encode(cast: _Cast, k: int, key: _Key, offset: int, x: Any, codes: Any, /) -> None: ...
+def decode(cast: _Cast, k: int, codes: Any, out: Any, /) -> None: ...
+def pack(bits: int, codes: Any, words: Any, /) -> None: ...
+def unpack(bits: int, words: Any, codes: Any, /) -> None: ...
+def amax_tiles(x: Any, amax: Any, /) -> None: ...
+def encode_tiles(
+    cast: _Cast,
+    fit: bool,
+    key: _Key,
+    offset: int,
+    x: Any,
+    words: Any,
+    shifts: Any,
+    counts: Any = ...,
+    /,
+) -> None: ...
+def decode_tiles(cast: _Cast, words: Any, shifts: Any, out: Any, /) -> int: ...
+def decode_add_tiles(cast: _Cast, words: Any, shifts: Any, x: Any, out: Any, /) -> None: ...
+def decode_add_encode_tiles(
+    cast: _Cast,
+    fit: bool,
+    key: _Key,
+    offset: int,
+    words_in: Any,
+    shifts_in: Any,
+    x: Any,
+    words: Any,
+    shifts: Any,
+    counts: Any = ...,
+    /,
+) -> None: ...
+def clone() -> str: ...
+def clones() -> list[str]: ...
+def use_clone(name: str, /) -> None: ...

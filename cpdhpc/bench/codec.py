@@ -1,0 +1,86 @@
+"""Benchmark of the codec on one core: float32 to packed codes and back, beside memcpy.
+
+Rates are in GB/s (1e9 byte/s) of float32: 4 n bytes over the median time, whatever the width,
+so that the columns compare with memcpy's of the same run (4 n bytes copied).
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..formats import Cast, packed_bytes, parse_format, tiles
+from ..ops import cpu, reference
+from ..provenance import processor
+from .harness import interleave
+
+SUMMARY = "codec rates on one core, in GB/s of float32, beside memcpy"
+DEFAULT_FORMATS = "e1m1,e3m0,e3m2,e4m3,e5m2,fp16"
+COLUMNS = ("encode", "encode tile", "stochastic", "decode", "decode_add", "hop", "hop tile")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the benchmark's options to its command-line parser."""
+    parser.add_argument("--mib", type=float, default=64, help="MiB of float32 (default 64)")
+    parser.add_argument("--formats", default=DEFAULT_FORMATS, help="comma-separated names")
+    parser.add_argument("--repeats", type=int, default=9, help="timed calls of each case")
+
+
+def _check_against_reference(x: NDArray[np.float32], cast: Cast) -> None:
+    """Raise ArithmeticError unless the first tiles come out as the specification says."""
+    head = x[:5000]
+    results = []
+    for ops in (cpu, reference):
+        words = np.zeros(packed_bytes(head.size, cast.fmt.bits), np.uint8)
+        shifts = np.zeros(tiles(head.size), np.uint8)
+        hop, hop_shifts = np.zeros_like(words), np.zeros_like(shifts)
+        ops.encode_tiles(head, cast, words, shifts, fit=True)
+        ops.decode_add_encode_tiles(words, shifts, cast, head, hop, hop_shifts, fit=True)
+        results.append(np.concatenate([words, shifts, hop, hop_shifts]))
+    if not np.array_equal(*results):
+        raise ArithmeticError(f"bench codec: {cast.fmt.name}: differs from ops.reference")
+
+
+def _cases(x: NDArray[np.float32], cast: Cast) -> dict[str, Callable[[], object]]:
+    """The operations on x, as the all-reduce uses them: decode_add into its accumulator."""
+    fmt = cast.fmt
+    words = np.zeros(packed_bytes(x.size, fmt.bits), np.uint8)
+    shifts = np.full(tiles(x.size), 127, np.uint8)
+    tile_words, tile_shifts = np.zeros_like(words), np.zeros_like(shifts)
+    hop_words, hop_shifts = np.zeros_like(words), np.zeros_like(shifts)
+    fixed = shifts.copy()
+    out, total = np.zeros_like(x), np.zeros_like(x)
+    stochastic = Cast(fmt, "stochastic")
+    cpu.encode_tiles(x, cast, tile_words, tile_shifts, fit=True)
+    cpu.encode_tiles(x, cast, words, shifts)
+    runs = (
+        lambda: cpu.encode_tiles(x, cast, words, fixed),
+        lambda: cpu.encode_tiles(x, cast, tile_words, tile_shifts, fit=True),
+        lambda: cpu.encode_tiles(x, stochastic, hop_words, fixed),
+        lambda: cpu.decode_tiles(words, shifts, fmt, out),
+        lambda: cpu.decode_add_tiles(words, shifts, fmt, total, total),
+        lambda: cpu.decode_add_encode_tiles(words, shifts, cast, x, hop_words, fixed),
+        lambda: cpu.decode_add_encode_tiles(
+            tile_words, tile_shifts, cast, x, hop_words, hop_shifts, fit=True
+        ),
+    )
+    return {"memcpy": lambda: np.copyto(out, x), **dict(zip(COLUMNS, runs, strict=True))}
+
+
+def run(args: argparse.Namespace) -> None:
+    """Check and time the operations for each format, and print a table."""
+    n = max(1, int(args.mib * 2**20 / 4))
+    x = np.random.default_rng(0).standard_normal(n).astype(np.float32)
+    print(f"codec on one core of {processor()}, clone {cpu.clone()}")
+    print(f"{args.mib:g} MiB of float32, median of {args.repeats}, GB/s of float32")
+    print(f"{'format':>8} {'bits':>4} {'memcpy':>11} " + " ".join(f"{c:>11}" for c in COLUMNS))
+    for name in args.formats.split(","):
+        cast = Cast(parse_format(name))
+        _check_against_reference(x, cast)
+        samples = interleave(_cases(x, cast), args.repeats)
+        rates = {case: 4 * n / float(np.median(times)) / 1e9 for case, times in samples.items()}
+        cells = " ".join(f"{rates[c]:>6.1f} {rates[c] / rates['memcpy']:.1f}x" for c in COLUMNS)
+        print(f"{name:>8} {cast.fmt.bits:>4} {rates['memcpy']:>11.1f} {cells}")

@@ -1,0 +1,157 @@
+"""The operations of ops.reference, compiled: NumPy arrays in, the same bits out."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from .. import _cpu
+from ..formats import Cast, FloatFormat, tiles
+from ..randomness import Key
+from .reference import fitting_shift
+
+__all__ = [
+    "amax_tiles",
+    "clone",
+    "decode",
+    "decode_add_encode_tiles",
+    "decode_add_tiles",
+    "decode_tiles",
+    "encode",
+    "encode_tiles",
+    "fitting_shift",
+    "pack",
+    "unpack",
+]
+
+Array = np.ndarray[Any, np.dtype[Any]]
+ROUNDINGS = {"nearest": 0, "zero": 1, "stochastic": 2}  # as float_format.h numbers them
+
+
+@lru_cache(maxsize=256)
+def cast_numbers(cast: Cast) -> tuple[int, ...]:
+    """Return the numbers of the kernels' struct Cast."""
+    fmt = cast.fmt
+    first_nan = {"ieee": fmt.inf_code + 1, "nan": fmt.nan_code, "none": fmt.max_code + 1}
+    return (
+        fmt.exp,
+        fmt.man,
+        ROUNDINGS[cast.rounding],
+        fmt.max_code,
+        fmt.inf_code,
+        fmt.nan_code,
+        cast.overflow_code,
+        first_nan[fmt.special],
+        fmt.shift_min,
+        fmt.shift_max,
+        fmt.emax,
+        fmt.max_significand,
+    )
+
+
+@lru_cache(maxsize=256)
+def _format_numbers(fmt: FloatFormat) -> tuple[int, ...]:
+    return cast_numbers(Cast(fmt))
+
+
+def _check(name: str, array: Array, dtype: type[np.generic]) -> None:
+    if array.dtype != dtype:
+        raise TypeError(f"{name}: {array.dtype} given, {np.dtype(dtype)} needed")
+
+
+def clone() -> str:
+    """Return for which generation of processors the loops in use were compiled."""
+    return str(_cpu.clone())
+
+
+def encode(x: Array, cast: Cast, shift: int = 0, key: Key = (0, 0), offset: int = 0) -> Array:
+    """Return the code of each x * 2**shift: float32[n] to uint32[n]."""
+    _check("x", x, np.float32)
+    codes = np.empty(x.shape, np.uint32)
+    _cpu.encode(cast_numbers(cast), shift, key, offset, x, codes)
+    return codes
+
+
+def decode(codes: Array, fmt: FloatFormat, shift: int = 0) -> Array:
+    """Return the number of each code times 2**-shift: uint32[n] to float32[n]."""
+    _check("codes", codes, np.uint32)
+    out = np.empty(codes.shape, np.float32)
+    _cpu.decode(_format_numbers(fmt), shift, codes, out)
+    return out
+
+
+def pack(codes: Array, bits: int) -> Array:
+    """Return codes packed in tiles: uint32[n] to uint8[tiles(n) * 128 * bits]."""
+    _check("codes", codes, np.uint32)
+    words = np.empty(tiles(codes.size) * 128 * bits, np.uint8)
+    _cpu.pack(bits, codes, words)
+    return words
+
+
+def unpack(packed: Array, bits: int, n: int) -> Array:
+    """Return the first n codes of packed tiles: uint8[tiles(n) * 128 * bits] to uint32[n]."""
+    _check("packed", packed, np.uint8)
+    codes = np.empty(n, np.uint32)
+    _cpu.unpack(bits, packed, codes)
+    return codes
+
+
+def amax_tiles(x: Array) -> Array:
+    """Return per tile the float32 bits of max|x|: float32[n] to uint32[tiles(n)]."""
+    _check("x", x, np.float32)
+    amax = np.empty(tiles(x.size), np.uint32)
+    _cpu.amax_tiles(x, amax)
+    return amax
+
+
+def encode_tiles(
+    x: Array,
+    cast: Cast,
+    words: Array,
+    shifts: Array,
+    *,
+    fit: bool = False,
+    key: Key = (0, 0),
+    offset: int = 0,
+    counts: Array | None = None,
+) -> None:
+    """Encode and pack x into words, each tile scaled by its shift; see ops.reference."""
+    _check("x", x, np.float32)
+    extra = () if counts is None else (counts,)
+    _cpu.encode_tiles(cast_numbers(cast), fit, key, offset, x, words, shifts, *extra)
+
+
+def decode_tiles(words: Array, shifts: Array, fmt: FloatFormat, out: Array) -> int:
+    """Unpack and decode into out, and return how many values are not finite."""
+    _check("out", out, np.float32)
+    return int(_cpu.decode_tiles(_format_numbers(fmt), words, shifts, out))
+
+
+def decode_add_tiles(words: Array, shifts: Array, fmt: FloatFormat, x: Array, out: Array) -> None:
+    """Write x + decoded, summed in float32, into out; out may be x."""
+    _check("x", x, np.float32)
+    _check("out", out, np.float32)
+    _cpu.decode_add_tiles(_format_numbers(fmt), words, shifts, x, out)
+
+
+def decode_add_encode_tiles(
+    words_in: Array,
+    shifts_in: Array,
+    cast: Cast,
+    x: Array,
+    words: Array,
+    shifts: Array,
+    *,
+    fit: bool = False,
+    key: Key = (0, 0),
+    offset: int = 0,
+    counts: Array | None = None,
+) -> None:
+    """One hop of a reduction: encode_tiles of x + decoded, in one pass over memory."""
+    _check("x", x, np.float32)
+    extra = () if counts is None else (counts,)
+    _cpu.decode_add_encode_tiles(
+        cast_numbers(cast), fit, key, offset, words_in, shifts_in, x, words, shifts, *extra
+    )

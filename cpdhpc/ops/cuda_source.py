@@ -1,0 +1,46 @@
+"""The CUDA kernels as one string, the same for CuPy and for tests without a GPU."""
+
+from __future__ import annotations
+
+import re
+from importlib.resources import files
+
+# -fmad=false: a fused multiply-add would round differently from the CPU.
+OPTIONS = ("-std=c++17", "-fmad=false")
+
+KERNELS = (
+    "encode",
+    "decode",
+    "pack",
+    "unpack",
+    "amax_tiles",
+    "encode_tiles",
+    "decode_tiles",
+    "decode_add_tiles",
+    "decode_add_encode_tiles",
+)
+
+
+def cuda_source() -> str:
+    """Return kernels/cuda_loops.cu with our own headers put in place of their #include lines.
+
+    CuPy's cache of compiled kernels looks at the source alone: a header that is changed but
+    only included would go unnoticed. #line keeps the compiler's messages right.
+    """
+    folder = files("cpdhpc.kernels")
+    seen: set[str] = set()
+
+    def expand(name: str) -> str:
+        if name in seen:
+            return ""
+        seen.add(name)
+        lines = [f'#line 1 "kernels/{name}"']
+        for number, line in enumerate((folder / name).read_text().splitlines(), 1):
+            include = re.match(r'#include "(.+)"', line)
+            if include:
+                lines += [expand(include[1]), f'#line {number + 1} "kernels/{name}"']
+            else:
+                lines.append(line)
+        return "\n".join(lines)
+
+    return expand("cuda_loops.cu") + "\n"

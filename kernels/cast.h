@@ -1,0 +1,42 @@
+// A format and its rounding as the kernels see them.
+#ifndef CPD_CAST_H
+#define CPD_CAST_H
+
+#ifdef __CUDACC__  // NVRTC has no <stdint.h>
+typedef unsigned char u8;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+#else
+#include <stdint.h>
+typedef uint8_t u8;
+typedef uint32_t u32;
+typedef uint64_t u64;
+typedef int64_t i64;
+#endif
+
+#define CPD_TILE 1024            // values in a tile
+#define CPD_LANES 32             // lanes of a tile; value row * CPD_LANES + lane belongs to lane
+#define CPD_SHIFT_BIAS 127       // a shift k is stored as k + 127
+#define CPD_SHIFT_NONFINITE 255  // stored instead: the tile holds NaN or infinity
+
+enum { CPD_NEAREST = 0, CPD_ZERO = 1, CPD_STOCHASTIC = 2 };
+
+// A Cast of formats.py, as numbers.
+struct Cast {
+    int exp, man, rounding;
+    u32 max_code;       // of the largest finite number
+    u32 inf_code;       // what infinity becomes
+    u32 nan_code;       // what NaN becomes
+    u32 overflow_code;  // what a finite number too large becomes
+    u32 first_nan;  // codes from here on decode to NaN, those between max_code and it to infinity
+    int shift_min, shift_max, emax;
+    u32 max_significand;  // fraction bits of the largest number as float32
+};
+
+// A stream of random bits.
+struct Key {
+    u32 low, high;
+};
+
+#endif

@@ -1,0 +1,86 @@
+// The vocabulary of the kernels: one lane on the GPU, sixteen on the CPU, under the same names.
+// The only file, with cast.h, that asks which of the two it is compiled for.
+#ifndef CPD_H
+#define CPD_H
+
+#include "cast.h"
+
+#define CPD_INF 0x7f800000u  // float32 bits of infinity; above it NaN
+#define CPD_NAN 0x7fc00000u
+
+#ifdef __CUDACC__
+
+// One lane a thread. CuPy compiles with -ftz=true, which would flush subnormal numbers in + and -:
+// the PTX instructions without .ftz keep them.
+#define CPD_FN static __device__ __forceinline__
+#define CPD_GROUP 1
+typedef float F;
+typedef u32 U;
+typedef int I;
+
+CPD_FN U bits_of(F x) { return __float_as_uint(x); }
+CPD_FN F from_bits(U u) { return __uint_as_float(u); }
+CPD_FN F add(F a, F b) {
+    F sum;
+    asm("add.rn.f32 %0, %1, %2;" : "=f"(sum) : "f"(a), "f"(b));
+    return sum;
+}
+CPD_FN F subtract(F a, F b) {
+    F difference;
+    asm("sub.rn.f32 %0, %1, %2;" : "=f"(difference) : "f"(a), "f"(b));
+    return difference;
+}
+CPD_FN I less(U a, U b) { return (int)a < (int)b ? -1 : 0; }
+CPD_FN I equal(U a, U b) { return a == b ? -1 : 0; }
+CPD_FN U lane_numbers() { return 0; }
+// Values from n on are padding: they read as zero and are not written.
+CPD_FN F load(const float* x, i64 i, i64 n) { return i < n ? x[i] : 0.0f; }
+CPD_FN void store(float* x, i64 i, i64 n, F value) {
+    if (i < n) x[i] = value;
+}
+CPD_FN I inside(i64 i, i64 n) { return i < n ? -1 : 0; }
+CPD_FN U load(const u32* x, i64 i, i64 n) { return i < n ? x[i] : 0u; }
+CPD_FN void store(u32* x, i64 i, i64 n, U value) {
+    if (i < n) x[i] = value;
+}
+
+#else
+
+#include <string.h>
+
+// Inlined by force: a call would pass these vectors through memory.
+#define CPD_FN static inline __attribute__((always_inline))
+#define CPD_GROUP 16
+typedef float F __attribute__((vector_size(64)));
+typedef u32 U __attribute__((vector_size(64)));
+typedef int32_t I __attribute__((vector_size(64)));
+
+CPD_FN U bits_of(F x) { return (U)x; }
+CPD_FN F from_bits(U u) { return (F)u; }
+CPD_FN F add(F a, F b) { return a + b; }
+CPD_FN F subtract(F a, F b) { return a - b; }
+CPD_FN I less(U a, U b) { return (I)a < (I)b; }
+CPD_FN I equal(U a, U b) { return (I)a == (I)b; }
+CPD_FN U lane_numbers() { return U{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
+// The loops pad incomplete tiles themselves, so n needs no look.
+CPD_FN I inside(i64, i64) { return ~I{}; }
+CPD_FN F load(const float* x, i64 i, i64) {
+    F value;
+    memcpy(&value, x + i, sizeof value);
+    return value;
+}
+CPD_FN void store(float* x, i64 i, i64, F value) { memcpy(x + i, &value, sizeof value); }
+CPD_FN U load(const u32* x, i64 i, i64) {
+    U value;
+    memcpy(&value, x + i, sizeof value);
+    return value;
+}
+CPD_FN void store(u32* x, i64 i, i64, U value) { memcpy(x + i, &value, sizeof value); }
+
+#endif
+
+CPD_FN U lanes(u32 value) { return U{} + value; }
+CPD_FN U larger(U a, U b) { return less(a, b) ? b : a; }
+CPD_FN U smaller(U a, U b) { return less(a, b) ? a : b; }
+
+#endif

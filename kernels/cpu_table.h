@@ -1,0 +1,34 @@
+// The loops over tiles that the Python module calls, compiled once for each generation of
+// processors. x and out: n floats; words: 32-bit words of whole tiles; shifts: one byte a tile.
+// ops/reference.py specifies each.
+#ifndef CPD_CPU_TABLE_H
+#define CPD_CPU_TABLE_H
+
+#include "cast.h"
+
+struct Loops {
+    const char* name;
+    void (*encode)(const Cast& cast, int k, Key key, u64 offset, const float* x, i64 n, u32* codes);
+    void (*decode)(const Cast& cast, int k, const u32* codes, i64 n, float* out);
+    void (*pack)(int bits, const u32* codes, i64 n, u32* words);
+    void (*unpack)(int bits, const u32* words, i64 n, u32* codes);
+    void (*amax_tiles)(const float* x, i64 n, u32* amax);
+    // fit: choose and write the shifts, else read them. counts: three a tile, or null.
+    void (*encode_tiles)(const Cast& cast, bool fit, Key key, u64 offset, const float* x, i64 n,
+                         u32* words, u8* shifts, u32* counts);
+    i64 (*decode_tiles)(const Cast& cast, const u32* words, const u8* shifts, float* out, i64 n);
+    void (*decode_add_tiles)(const Cast& cast, const u32* words, const u8* shifts, const float* x,
+                             float* out, i64 n);
+    void (*decode_add_encode_tiles)(const Cast& cast, bool fit, Key key, u64 offset,
+                                    const u32* words_in, const u8* shifts_in, const float* x, i64 n,
+                                    u32* words, u8* shifts, u32* counts);
+};
+
+// Compilers other than gcc, and other processors, get the portable loops alone.
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define CPD_HAS_X86_CLONES
+extern const Loops cpd_loops_v3, cpd_loops_v4;
+#endif
+extern const Loops cpd_loops_portable;
+
+#endif

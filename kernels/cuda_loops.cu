@@ -1,0 +1,158 @@
+// Thin loops over tiles for the GPU, a warp a tile and a thread a lane; the work is in items.h.
+// Same names and meaning as in cpu_table.h; ops/gpu.py launches them.
+#include "items.h"
+
+#define CPD_WARPS 4  // of a block
+
+namespace {
+
+__device__ Cast load_cast(const int* numbers) {
+    return Cast{numbers[0],      numbers[1],      numbers[2],      (u32)numbers[3],
+                (u32)numbers[4], (u32)numbers[5], (u32)numbers[6], (u32)numbers[7],
+                numbers[8],      numbers[9],      numbers[10],     (u32)numbers[11]};
+}
+
+__device__ int lane_of_thread() { return threadIdx.x % CPD_LANES; }
+
+// The first tile of this warp, and how far to the next.
+__device__ i64 first_tile() { return (i64)blockIdx.x * CPD_WARPS + threadIdx.x / CPD_LANES; }
+__device__ i64 tile_stride() { return (i64)gridDim.x * CPD_WARPS; }
+
+__device__ u32 warp_largest(u32 value) {
+    for (int step = CPD_LANES / 2; step; step /= 2)
+        value = max(value, __shfl_xor_sync(0xffffffffu, value, step));
+    return value;
+}
+
+__device__ u32 warp_sum(u32 value) {
+    for (int step = CPD_LANES / 2; step; step /= 2)
+        value += __shfl_xor_sync(0xffffffffu, value, step);
+    return value;
+}
+
+// Encodes a tile of n values with its shift and writes its counts, if wanted.
+__device__ void encode_tile(const Cast& cast, u8 shift, Key key, u64 index, const float* x, i64 n,
+                            u32* words, u32* counts) {
+    Counts c = {};
+    int lane = lane_of_thread();
+    int k = shift == CPD_SHIFT_NONFINITE ? 0 : shift - CPD_SHIFT_BIAS;
+    if (cast.rounding == CPD_NEAREST)
+        encode_column<true, true>(cast, k, x, n, words, lane, key, index, c);
+    else
+        encode_column<false, true>(cast, k, x, n, words, lane, key, index, c);
+    if (!counts) return;
+    u32 saturated = warp_sum(c.saturated);
+    u32 underflowed = warp_sum(c.underflowed);
+    u32 nonfinite = warp_sum(c.nonfinite);
+    if (lane == 0) {
+        counts[0] = saturated;
+        counts[1] = underflowed;
+        counts[2] = nonfinite;
+    }
+}
+
+__device__ u8 settle_shift(const Cast& cast, bool fit, u32 most, u8* shift) {
+    u8 chosen = fit ? fitting_shift(cast, warp_largest(most)) : *shift;
+    if (fit && lane_of_thread() == 0) *shift = chosen;
+    return chosen;
+}
+
+}  // namespace
+
+extern "C" {
+
+__global__ void encode(const int* cast_numbers, int k, u32 key_low, u32 key_high, u64 offset,
+                       const float* x, i64 n, u32* codes) {
+    Cast cast = load_cast(cast_numbers);
+    Encoder e = make_encoder(cast, k);
+    Key key{key_low, key_high};
+    Counts counts;
+    i64 stride = (i64)gridDim.x * blockDim.x;
+    for (i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += stride)
+        codes[i] = cast.rounding == CPD_NEAREST
+                       ? encode_value<true, false>(cast, e, x[i], key, offset + i, counts)
+                       : encode_value<false, false>(cast, e, x[i], key, offset + i, counts);
+}
+
+__global__ void decode(const int* cast_numbers, int k, const u32* codes, i64 n, float* out) {
+    Cast cast = load_cast(cast_numbers);
+    Decoder d = make_decoder(cast, k);
+    i64 stride = (i64)gridDim.x * blockDim.x;
+    for (i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += stride)
+        out[i] = decode_code(cast, d, codes[i]);
+}
+
+__global__ void pack(int bits, const u32* codes, i64 n, u32* words) {
+    for (i64 t = first_tile(); t * CPD_TILE < n; t += tile_stride())
+        pack_column(codes + t * CPD_TILE, n - t * CPD_TILE, bits, words + t * CPD_LANES * bits,
+                    lane_of_thread());
+}
+
+__global__ void unpack(int bits, const u32* words, i64 n, u32* codes) {
+    for (i64 t = first_tile(); t * CPD_TILE < n; t += tile_stride())
+        unpack_column(words + t * CPD_LANES * bits, bits, codes + t * CPD_TILE, n - t * CPD_TILE,
+                      lane_of_thread());
+}
+
+__global__ void amax_tiles(const float* x, i64 n, u32* amax) {
+    for (i64 t = first_tile(); t * CPD_TILE < n; t += tile_stride()) {
+        u32 most = amax_column(x + t * CPD_TILE, n - t * CPD_TILE, lane_of_thread());
+        most = warp_largest(most);
+        if (lane_of_thread() == 0) amax[t] = most;
+    }
+}
+
+__global__ void encode_tiles(const int* cast_numbers, int fit, u32 key_low, u32 key_high,
+                             u64 offset, const float* x, i64 n, u32* words, u8* shifts,
+                             u32* counts) {
+    Cast cast = load_cast(cast_numbers);
+    Key key{key_low, key_high};
+    for (i64 t = first_tile(); t * CPD_TILE < n; t += tile_stride()) {
+        const float* tile = x + t * CPD_TILE;
+        i64 left = n - t * CPD_TILE;
+        u32 most = fit ? amax_column(tile, left, lane_of_thread()) : 0;
+        u8 shift = settle_shift(cast, fit, most, shifts + t);
+        encode_tile(cast, shift, key, offset + t * CPD_TILE, tile, left,
+                    words + t * CPD_LANES * width(cast), counts ? counts + 3 * t : nullptr);
+    }
+}
+
+__global__ void decode_tiles(const int* cast_numbers, const u32* words, const u8* shifts,
+                             float* out, i64 n, u64* nonfinite) {
+    Cast cast = load_cast(cast_numbers);
+    I count = 0;
+    for (i64 t = first_tile(); t * CPD_TILE < n; t += tile_stride())
+        decode_column(cast, shifts[t], words + t * CPD_LANES * width(cast), lane_of_thread(),
+                      out + t * CPD_TILE, n - t * CPD_TILE, count);
+    if (count) atomicAdd(nonfinite, (u64)count);
+}
+
+__global__ void decode_add_tiles(const int* cast_numbers, const u32* words, const u8* shifts,
+                                 const float* x, float* out, i64 n) {
+    Cast cast = load_cast(cast_numbers);
+    for (i64 t = first_tile(); t * CPD_TILE < n; t += tile_stride()) {
+        i64 left = n - t * CPD_TILE;
+        sum_column(cast, shifts[t], words + t * CPD_LANES * width(cast), lane_of_thread(),
+                   x + t * CPD_TILE, left, out + t * CPD_TILE, left);
+    }
+}
+
+__global__ void decode_add_encode_tiles(const int* cast_numbers, int fit, u32 key_low, u32 key_high,
+                                        u64 offset, const u32* words_in, const u8* shifts_in,
+                                        const float* x, i64 n, u32* words, u8* shifts,
+                                        u32* counts) {
+    __shared__ float sums[CPD_WARPS][CPD_TILE];
+    float* sum = sums[threadIdx.x / CPD_LANES];  // a thread reads only what it wrote itself
+    Cast cast = load_cast(cast_numbers);
+    Key key{key_low, key_high};
+    for (i64 t = first_tile(); t * CPD_TILE < n; t += tile_stride()) {
+        i64 first = t * CPD_LANES * width(cast);
+        u32 most = sum_column(cast, shifts_in[t], words_in + first, lane_of_thread(),
+                              x + t * CPD_TILE, n - t * CPD_TILE, sum, CPD_TILE);
+        u8 shift = settle_shift(cast, fit, most, shifts + t);
+        encode_tile(cast, shift, key, offset + t * CPD_TILE, sum, CPD_TILE, words + first,
+                    counts ? counts + 3 * t : nullptr);
+    }
+}
+
+}  // extern "C"

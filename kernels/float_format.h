@@ -1,0 +1,121 @@
+// float32 to codes of a small format and back, for values scaled by 2^k, without multiplying:
+// the shift k moves the constants. All code is exact for shifts in FloatFormat.shift_min..max.
+#ifndef CPD_FLOAT_FORMAT_H
+#define CPD_FLOAT_FORMAT_H
+
+#include "cpd.h"
+
+CPD_FN int width(const Cast& cast) { return 1 + cast.exp + cast.man; }
+
+// Exponent of the smallest normal number of the format, seen from before the scaling by 2^k.
+CPD_FN int scaled_emin(const Cast& cast, int k) { return 2 - (1 << (cast.exp - 1)) - k; }
+
+// The largest k with amax * 2^k <= max, as stored; amax as float32 bits.
+CPD_FN u8 fitting_shift(const Cast& cast, u32 amax) {
+    if (amax >= CPD_INF) return CPD_SHIFT_NONFINITE;
+    if (amax == 0) return CPD_SHIFT_BIAS;
+    int exponent = (int)(amax >> 23) - 127;
+    int k = cast.emax - exponent - ((amax & 0x7fffff) > cast.max_significand ? 1 : 0);
+    k = k < cast.shift_min ? cast.shift_min : k > cast.shift_max ? cast.shift_max : k;
+    return (u8)(k + CPD_SHIFT_BIAS);
+}
+
+// The constants of encoding with one shift.
+struct Encoder {
+    int drop;         // mantissa bits that are cut off a normal number
+    u32 half;         // added before cutting: half a unit less one bit, and ...
+    u32 odd;          // ... the lowest bit kept, so that ties go to even
+    u32 rebias;       // what the code has too much after cutting
+    u32 normal_from;  // float32 bits of the smallest value that becomes a normal number
+    F spacing;        // plus it, a smaller value is rounded to a multiple of the smallest number
+    int emin_field;   // exponent field of float32 at the format's smallest normal number
+};
+
+CPD_FN Encoder make_encoder(const Cast& cast, int k) {
+    int emin = scaled_emin(cast, k);
+    Encoder e;
+    e.drop = 23 - cast.man;
+    // With no mantissa bit every significand is odd (1), so ties go up; with all 23 none is cut.
+    e.half = cast.man == 23 ? 0 : (1u << (e.drop - 1)) - (cast.man > 0);
+    e.odd = cast.man > 0 && cast.man < 23;
+    e.rebias = (u32)(emin + 126) << cast.man;
+    // At float32's own smallest exponent cutting bits is right for subnormal numbers too.
+    e.normal_from = emin == -126 ? 0 : (u32)(emin + 127) << 23;
+    e.spacing = from_bits(lanes((u32)(emin - cast.man + 23 + 127) << 23));
+    e.emin_field = emin + 127;
+    return e;
+}
+
+// Magnitude bits a to the code of the nearest number, not yet limited to max_code.
+CPD_FN U round_nearest(const Cast& cast, const Encoder& e, U a) {
+    U normal = ((a + e.half + ((a >> e.drop) & e.odd)) >> e.drop) - e.rebias;
+    U small = bits_of(add(from_bits(a), e.spacing)) - bits_of(e.spacing);
+    return less(a, lanes(e.normal_from)) ? small : normal;
+}
+
+// Magnitude bits a to a code, up where the part cut off plus random (31 bits) reaches one unit.
+CPD_FN U round_random(const Cast& cast, const Encoder& e, U a, U random) {
+    U exponent = a >> 23;
+    U zero = lanes(0), emin = lanes((u32)e.emin_field);
+    U field = larger(exponent, lanes(1));
+    U significand = (a & 0x7fffffu) | (less(zero, exponent) ? lanes(0x800000u) : zero);
+    U cut = larger(emin - field, zero) + (u32)e.drop;
+    U last = smaller(cut, lanes(31));  // bits beyond 31 are cut first: too small to tell
+    U kept = significand >> smaller(cut - last, lanes(31));
+    U rounded = (kept + (random >> (31u - last))) >> last;
+    return rounded + ((larger(field, emin) - emin) << cast.man);
+}
+
+// Which lanes saturated, became zero, or were not finite: -1 for each.
+struct Events {
+    I saturated, underflowed, nonfinite;
+};
+
+// The code with its sign, special values and overflow settled.
+CPD_FN U finish_code(const Cast& cast, U x_bits, U code, Events& events) {
+    U a = x_bits & 0x7fffffffu;
+    I over = less(lanes(cast.max_code), code);
+    I finite = less(a, lanes(CPD_INF));
+    U sign = (x_bits & 0x80000000u) >> (32 - width(cast));
+    U special = (finite ? lanes(cast.overflow_code) : lanes(cast.inf_code)) | sign;
+    special = less(lanes(CPD_INF), a) ? lanes(cast.nan_code) : special;  // NaN has no sign
+    events.saturated = over & finite;
+    events.nonfinite = ~finite;
+    events.underflowed = equal(code, lanes(0)) & less(lanes(0), a);
+    return over ? special : code | sign;
+}
+
+// The constants of decoding with one shift.
+struct Decoder {
+    int drop, to_sign;
+    u32 magnitude;    // mask of a code without its sign
+    u32 rebias;       // added to the bits of a normal number
+    u32 normal_from;  // the smallest code of a normal number
+    F smallest_normal;
+};
+
+CPD_FN Decoder make_decoder(const Cast& cast, int k) {
+    int emin = scaled_emin(cast, k);
+    Decoder d;
+    d.drop = 23 - cast.man;
+    d.to_sign = 32 - width(cast);
+    d.magnitude = (1u << (width(cast) - 1)) - 1;
+    d.rebias = (u32)(emin + 126) << 23;
+    d.normal_from = emin == -126 ? 0 : 1u << cast.man;
+    d.smallest_normal = from_bits(lanes((u32)(emin + 127) << 23));
+    return d;
+}
+
+// The number of a code.
+CPD_FN F decode_code(const Cast& cast, const Decoder& d, U code) {
+    U m = code & d.magnitude;
+    U bits = (m << d.drop) + d.rebias;
+    // Read as a number with a leading 1; taking that 1 off leaves the subnormal.
+    F small = subtract(from_bits(bits + 0x800000u), d.smallest_normal);
+    bits = less(m, lanes(d.normal_from)) ? bits_of(small) : bits;
+    U special = less(m, lanes(cast.first_nan)) ? lanes(CPD_INF) : lanes(CPD_NAN);
+    bits = less(lanes(cast.max_code), m) ? special : bits;
+    return from_bits(bits | ((code << d.to_sign) & 0x80000000u));
+}
+
+#endif
