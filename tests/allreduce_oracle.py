@@ -5,7 +5,7 @@ as quantising chunks. Nothing here is shared with cpdhpc.comm.
 """
 
 from fractions import Fraction
-from itertools import count
+from itertools import count, pairwise
 
 import numpy as np
 
@@ -88,7 +88,7 @@ class Oracle:
         for i in range(self.p):
             order = [(i + 1 + j) % self.p for j in range(self.p)]  # the owner, rank i, comes last
             total = self.xs[order[0]]
-            for before, rank in zip(order, order[1:]):  # noqa: B905
+            for before, rank in pairwise(order):
                 total = self.xs[rank] + self.q(total, self.sent, before, 0)
             start, stop = chunk(self.n, self.p, i)
             out[start:stop] = self.q(total, self.result, i, 1)[start:stop]
@@ -132,7 +132,7 @@ class Oracle:
                     t = q(total)
                     rest = q(t - s)
                     s, c = t, q(rest - y)  # noqa: F821
-                y = q(g - c)  # noqa: F841
+                y = q(g - c)
                 total = s + y
         return total
 
