@@ -58,6 +58,7 @@ class Allreduce(Method):
             if error is None:
                 check_arrays(world, xs, segments, self.fmt is not None)
                 check_out(xs, outs, len(xs) if every else 1)
+                self._check_world(world)
         except (TypeError, ValueError) as found:
             error = found
         flat = [] if error else [x.reshape(-1) for x in xs]
@@ -80,6 +81,12 @@ class Allreduce(Method):
             for out, total in zip(outs, totals, strict=True):
                 out[...] = total
         return Reduced(tuple(outs or totals), *map(tuple, shifts))
+
+    def _check_world(self, world: Ranks) -> None:
+        if self.algorithm == MPI_ALLREDUCE and not world.has_mpi:
+            raise ValueError(
+                "allreduce: algorithm='mpi' has no schedule to simulate: it is MPI_Allreduce"
+            )
 
     def _sum(
         self,
