@@ -145,13 +145,16 @@ def _keys(model: type[BaseModel], loc: tuple[Any, ...]) -> list[str]:
     return list(here.get("properties", {}))
 
 
-def dump_toml(raw: Raw) -> str:
-    """Return tables as TOML text; keys that are None are left out."""
+def dump_toml(raw: Raw, path: str = "") -> str:
+    """Return tables as TOML text; keys that are None are left out.
+
+    path: of the table that raw is, with a dot at its end
+    """
     plain = {k: v for k, v in raw.items() if v is not None and not isinstance(v, dict)}
     lines = [f"{key} = {_literal(value)}" for key, value in plain.items()]
     for name, table in raw.items():
         if isinstance(table, dict):
-            lines += ["", f"[{name}]", dump_toml(table).rstrip("\n")]
+            lines += ["", f"[{path}{name}]", dump_toml(table, f"{path}{name}.").rstrip("\n")]
     return "\n".join(lines).lstrip("\n") + "\n"
 
 
@@ -160,7 +163,7 @@ def _literal(value: Any) -> str:
         return f"[{', '.join(_literal(item) for item in value)}]"
     if isinstance(value, float):
         return repr(value)  # TOML writes inf and nan as Python does
-    return json.dumps(value)  # strings, integers and truth values look alike in JSON and TOML
+    return json.dumps(value, ensure_ascii=False)  # strings, integers and truth values look alike in JSON and TOML
 
 
 def difference(one: str, other: str, ignored: Iterable[str] = ()) -> str | None:

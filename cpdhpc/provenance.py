@@ -64,13 +64,14 @@ def hosts(world: Ranks) -> list[str]:
 
 def attributes(world: Ranks) -> dict[str, str | int]:
     """Return what to store beside a result. Collective."""
+    from .comm import Loopback
     from .comm.world import library_version
 
     names = hosts(world)
     return {
         "date": datetime.now(UTC).isoformat(timespec="milliseconds"),
         "versions": ", ".join(f"{name} {number}" for name, number in versions().items()),
-        "mpi_library": library_version(),
+        "mpi_library": "" if isinstance(world, Loopback) else library_version(),
         "processor": processor(),
         "cpu_clone": cpu_clone(),
         "hosts": " ".join(names),
