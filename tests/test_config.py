@@ -47,9 +47,15 @@ def write(tmp_path: Path, text: str) -> Path:
         ("[schedule]\ndecay = 'cosin'", "schedule.decay='cosin': did you mean cosine?"),
         ("[schedule]\nwarmup_epochs = 10", "schedule.warmup_epochs=10.0: should be below"),
         ("[optimizer]\nmomentum=0.0\nnesterov=true", "nesterov=true needs momentum above 0"),
-        ("[gradient]\naggregator = 'lowbits'", "gradient.aggregator='lowbits': did you mean lowbit?"),
+        (
+            "[gradient]\naggregator = 'lowbits'",
+            "gradient.aggregator='lowbits': did you mean lowbit?",
+        ),
         ("[gradient]\naggregator = 'none'\nwire='e4m3'", "unknown key gradient.wire: known are"),
-        ("[gradient]\naggregator='lowbit'\nwire='e9m9'", "gradient: FloatFormat: exp=9, man=9: exp is 1..8"),
+        (
+            "[gradient]\naggregator='lowbit'\nwire='e9m9'",
+            "gradient: FloatFormat: exp=9, man=9: exp is 1..8",
+        ),
         ("[gradient]\naggregator='lowbit'\nwire='raw'", "wire='raw': is the aggregator 'none'"),
         ("[gradient]\naggregator='lowbit'\nscaling='ap'", "scaling='ap': known are none, static:K"),
         ("[gradient]\naggregator='none'\nalgorithm='rin'", "algorithm='rin': known are"),
@@ -117,7 +123,10 @@ def test_resolved_text_reads_back_as_the_same_job(tmp_path: Path) -> None:
 
 
 def test_dumped_text_is_what_tomllib_reads() -> None:
-    raw = {"a": 1, "t": {"s": 'q"\\\n\u00e9\U0001f600', "f": 1e-7, "l": [1, 2.5, "x"], "u": {"b": False}}}
+    raw = {
+        "a": 1,
+        "t": {"s": 'q"\\\n\u00e9\U0001f600', "f": 1e-7, "l": [1, 2.5, "x"], "u": {"b": False}},
+    }
     assert tomllib.loads(dump_toml(raw | {"left_out": None})) == raw
 
 

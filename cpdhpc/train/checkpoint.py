@@ -59,6 +59,14 @@ def save(path: Path, groups: Groups, *, iteration: int, ranks: int, toml: str) -
     store.write(path, groups, attributes)
 
 
+def check_job(path: Path, there: str, here: str) -> None:
+    """Raise CheckpointError where a file's job is another than this one; both as TOML text."""
+    key = difference(here, there, DO_NOT_CHANGE_BITS)
+    if key is not None:
+        values = value_of(there, key), value_of(here, key)
+        raise CheckpointError(f"{path}: {key} is {values[0]!r} there and {values[1]!r} here")
+
+
 def load(path: Path, *, ranks: int, toml: str) -> tuple[Groups, int]:
     """Return a checkpoint's groups and its iteration.
 
@@ -70,8 +78,5 @@ def load(path: Path, *, ranks: int, toml: str) -> tuple[Groups, int]:
         raise CheckpointError(f"{path}: is no checkpoint")
     if attributes["ranks"] != ranks:
         raise CheckpointError(f"{path}: ranks is {attributes['ranks']} there and {ranks} here")
-    key = difference(toml, attributes["toml"], DO_NOT_CHANGE_BITS)
-    if key is not None:
-        here, there = value_of(toml, key), value_of(attributes["toml"], key)
-        raise CheckpointError(f"{path}: {key} is {there!r} there and {here!r} here")
+    check_job(path, attributes["toml"], toml)
     return groups, attributes["iteration"]

@@ -8,6 +8,7 @@ from pathlib import Path
 from .. import store
 from ..comm import World
 from ..config import ConfigError
+from .checkpoint import check_job
 from .data import Dataset
 from .job import Job, load
 from .loop import run
@@ -28,7 +29,8 @@ def train(
     jobs = agreed(world, lambda: load(path, settings))
     files = {job.id: Files.of(directory, job) for job in jobs}
     agreed(world, lambda: _directory(directory, files.values(), world.rank == 0, resume))
-    todo = world.gather([job for job in jobs if not (resume and _complete(files[job.id]))])[0]
+    todo = agreed(world, lambda: _todo(jobs, files, resume) if world.rank == 0 else [])
+    todo = world.gather(todo)[0]
     display = Display(world.rank == 0, len(todo))
     display.line(_announcement(world, jobs, todo, directory))
     worlds: dict[tuple[int, float], World] = {}
@@ -63,9 +65,17 @@ def _directory(directory: Path, files: Iterable[Files], writes: bool, resume: bo
     return True
 
 
-def _complete(files: Files) -> bool:
-    exists = files.record.exists()
-    return exists and store.read_attributes(files.record).get("status") == "complete"
+def _todo(jobs: list[Job], files: dict[str, Files], resume: bool) -> list[Job]:
+    """Return the jobs that are not complete. Raises CheckpointError where a file is another's."""
+    return [job for job in jobs if not (resume and _complete(job, files[job.id].record))]
+
+
+def _complete(job: Job, record: Path) -> bool:
+    if not record.exists():
+        return False
+    attributes = store.read_attributes(record)
+    check_job(record, str(attributes.get("toml", "")), job.toml())
+    return bool(attributes.get("status") == "complete")
 
 
 def _announcement(world: World, jobs: list[Job], todo: list[Job], directory: Path) -> str:
