@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from training import ROOT, ROWS, environment, model_bytes, run_job, small_data, small_job
+from training import ROOT, ROWS, environment, model_bytes, run_job, small_data, small_job, write_idx
 
 from cpdhpc import store
 from cpdhpc.__main__ import main
@@ -119,10 +119,12 @@ def test_signals_are_noted_and_handlers_put_back(number: signal.Signals) -> None
 
 def test_a_killed_run_leaves_files_and_resumes_to_the_same_bits(tmp_path: Path) -> None:
     """SIGKILL in the middle, at whatever moment it comes."""
-    epochs, per_epoch = 40, 10
+    epochs, per_epoch = 60, 10
+    write_idx(tmp_path)
     job: dict[str, Any] = {
         "name": "k",
-        "train": {"epochs": epochs, "batch": 128, "threads": 1, "virtual_ranks": 2},
+        "data": {"name": "idx", "dir": str(tmp_path)},
+        "train": {"epochs": epochs, "batch": 2, "threads": 1, "virtual_ranks": 2},
     }
     file, out, whole = tmp_path / "k.toml", tmp_path / "out", tmp_path / "whole"
     file.write_text(dump_toml(job))

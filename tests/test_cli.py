@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from training import environment, mpirun
+from training import environment, mpirun, write_idx
 
 from cpdhpc.__main__ import ALONE, TOGETHER, main
 
@@ -71,16 +71,22 @@ def test_help_and_report_need_neither_torch_nor_mpi(tmp_path: Path) -> None:
     assert done.stderr.count("\n") == 1
 
 
-def job_file(directory: Path, name: str, text: str = "") -> str:
+def job_file(directory: Path, name: str, data: Path) -> str:
     path = directory / f"{name}.toml"
-    path.write_text(text + "\n[train]\nepochs = 1\nbatch = 256\nthreads = 1\n")
+    path.write_text(
+        f"[data]\nname = 'idx'\ndir = '{data}'\n[train]\nepochs = 1\nbatch = 4\nthreads = 1\n"
+    )
     return str(path)
 
 
 def test_what_the_user_can_mend_is_one_line_and_a_status_on_all_ranks(tmp_path: Path) -> None:
     """One mpirun for all: what the line says and the command, the last with a NaN on rank 1."""
-    good, out = job_file(tmp_path, "good"), str(tmp_path / "out")
-    (tmp_path / "train-images-idx3-ubyte").write_bytes(b"\0\0\x08\x03 cut off")
+    images, cut, out = tmp_path / "images", tmp_path / "cut", str(tmp_path / "out")
+    images.mkdir()
+    cut.mkdir()
+    write_idx(images)
+    (cut / "train-images-idx3-ubyte").write_bytes(b"\0\0\x08\x03 cut off")
+    good = job_file(tmp_path, "good", images)
     (tmp_path / "wall").write_bytes(b"")
     cases = {
         "gone.toml: cannot be read": ["train", str(tmp_path / "gone.toml")],
@@ -91,11 +97,10 @@ def test_what_the_user_can_mend_is_one_line_and_a_status_on_all_ranks(tmp_path: 
             *("train", good, "--set", "gradient.aggregator=lowbit", "--set", "gradient.wire=e4"),
         ],
         "train-images-idx3-ubyte: 12 bytes, the header alone has 16": [
-            *("train", job_file(tmp_path, "idx", f"[data]\nname='idx'\ndir='{tmp_path}'")),
-            *("--out", out),
+            *("train", job_file(tmp_path, "cut", cut), "--out", out),
         ],
         "nothing/train-images-idx3-ubyte: there is no such file": [
-            *("train", str(tmp_path / "idx.toml"), "--set", "data.dir=nothing", "--out", out),
+            *("train", good, "--set", "data.dir=nothing", "--out", out),
         ],
         "wall: cannot be made": ["train", good, "--out", str(tmp_path / "wall")],
         "": ["train", good, "--out", out],

@@ -7,12 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from training import IDX, idx_bytes, write_idx
 
 from cpdhpc.train.data import DataError, epoch_order, shard
 from cpdhpc.train.digits import Digits
 from cpdhpc.train.idx import Idx, read_idx
-
-NAMES = Idx(dir="")
 
 
 def test_digits_are_split_without_overlap_and_lie_in_0_to_1() -> None:
@@ -45,26 +44,6 @@ def test_the_shards_of_any_number_of_ranks_are_the_batch(batch: int, ranks: int)
     samples = epoch_order(100, 0, 0)[:batch]
     shards = [shard(samples, ranks, rank) for rank in range(ranks)]
     assert np.array_equal(np.concatenate(shards), samples)
-
-
-def idx_bytes(array: np.ndarray) -> bytes:  # type: ignore[type-arg]
-    """An IDX file of a uint8 array."""
-    dims = np.array(array.shape, ">u4").tobytes()
-    return bytes([0, 0, 8, array.ndim]) + dims + array.tobytes()
-
-
-def write_idx(directory: Path, suffix: str = "") -> None:
-    """Twenty training and ten test images of 5 x 4 pixels."""
-    rng = np.random.default_rng(0)
-    for images, labels, n in (
-        (NAMES.train_images, NAMES.train_labels, 20),
-        (NAMES.test_images, NAMES.test_labels, 10),
-    ):
-        contents = rng.integers(0, 256, (n, 5, 4)), np.arange(n) % 3
-        for name, content in zip((images, labels), contents, strict=True):
-            data = idx_bytes(content.astype(np.uint8))
-            data = gzip.compress(data) if suffix else data
-            (directory / (name + suffix)).write_bytes(data)
 
 
 @pytest.mark.parametrize("suffix", ["", ".gz"])
@@ -106,9 +85,9 @@ def test_damaged_idx_files_are_named(tmp_path: Path, content: bytes, says: str) 
 
 def test_missing_and_unequal_files_are_named(tmp_path: Path) -> None:
     write_idx(tmp_path)
-    (tmp_path / NAMES.test_labels).unlink()
-    with pytest.raises(DataError, match=f"{NAMES.test_labels}: there is no such file"):
+    (tmp_path / IDX.test_labels).unlink()
+    with pytest.raises(DataError, match=f"{IDX.test_labels}: there is no such file"):
         Idx(dir=str(tmp_path)).load()
-    (tmp_path / NAMES.test_labels).write_bytes(idx_bytes(np.zeros(9, np.uint8)))
+    (tmp_path / IDX.test_labels).write_bytes(idx_bytes(np.zeros(9, np.uint8)))
     with pytest.raises(DataError, match="10 images, but 9 labels"):
         Idx(dir=str(tmp_path)).load()

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from test_data import write_idx
-from training import ROOT
+from training import ROOT, write_idx
 
 from cpdhpc.__main__ import main
 from cpdhpc.train.job import load

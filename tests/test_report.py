@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,7 @@ def test_sizes_that_are_alike_are_drawn_side_by_side() -> None:
     places = side_by_side([1000.0, 1001.0, 4000.0, 999.0])
     assert places[2] == 4000.0
     near = sorted([places[0], places[1], places[3]])
-    assert min(b / a for a, b in zip(near, near[1:], strict=False)) > 1.05
+    assert min(b / a for a, b in pairwise(near)) > 1.05
 
 
 def test_png_and_page(directory: Path, tmp_path: Path, capsys: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from cpdhpc import store
 from cpdhpc.comm import Ranks
 from cpdhpc.config import merge, validate
 from cpdhpc.train.data import Dataset
+from cpdhpc.train.idx import Idx
 from cpdhpc.train.job import Job
 from cpdhpc.train.loop import run
 from cpdhpc.train.progress import Display
@@ -21,6 +23,7 @@ from cpdhpc.train.setup import Files, Training, prepare
 from cpdhpc.train.signals import Caught
 
 ROOT = Path(__file__).parent.parent
+IDX = Idx(dir="")
 SMALL = {
     "name": "small",
     "model": {"name": "mlp", "hidden": [8]},
@@ -61,6 +64,26 @@ def model_bytes(checkpoint: Path) -> bytes:
     return b"".join(
         array.tobytes() for group in ("model", "optimizer") for array in groups[group].values()
     )
+
+
+def idx_bytes(array: np.ndarray) -> bytes:  # type: ignore[type-arg]
+    """An IDX file of a uint8 array."""
+    dims = np.array(array.shape, ">u4").tobytes()
+    return bytes([0, 0, 8, array.ndim]) + dims + array.tobytes()
+
+
+def write_idx(directory: Path, suffix: str = "") -> None:
+    """Twenty training and ten test images of 5 x 4 pixels."""
+    rng = np.random.default_rng(0)
+    for images, labels, n in (
+        (IDX.train_images, IDX.train_labels, 20),
+        (IDX.test_images, IDX.test_labels, 10),
+    ):
+        contents = rng.integers(0, 256, (n, 5, 4)), np.arange(n) % 3
+        for name, content in zip((images, labels), contents, strict=True):
+            data = idx_bytes(content.astype(np.uint8))
+            data = gzip.compress(data) if suffix else data
+            (directory / (name + suffix)).write_bytes(data)
 
 
 def environment() -> dict[str, str]:
