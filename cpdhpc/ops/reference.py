@@ -23,12 +23,12 @@ def random31(key: Key, index: Array) -> Array:
 
     index: uint64[n]; returns uint32[n] below 2**31
     Source: C. Wellons' lowbias32 ("Prospecting for hash functions", 2018); the second word of the
-    key and the high word of the index join half-way.
+    key joins half-way, and multiples of the index's high word with both.
     """
 
     low = (index & np.uint64(0xFFFFFFFF)).astype(np.uint32)
     high = (index >> np.uint64(32)).astype(np.uint32)
-    h = low ^ np.uint32(key[0])
+    h = low ^ np.uint32(key[0]) ^ (high * np.uint32(0x85EBCA6B))
     h = (h ^ (h >> np.uint32(16))) * np.uint32(0x7FEB352D)
     h = h ^ (h >> np.uint32(15)) ^ np.uint32(key[1]) ^ (high * np.uint32(0x9E3779B9))
     h = h * np.uint32(0x846CA68B)

@@ -1,0 +1,29 @@
+"""All-reduce over MPI with packed small floats, and its simulation in one process."""
+
+from .allreduce import Allreduce, Reduced, allreduce
+from .bucket import Bucket
+from .engine import ScheduleError
+from .nonfinite import NonFiniteGradient
+from .ranks import Loopback, Ranks
+from .scaling import Segment
+from .schedule import SCHEDULES, Schedule, Step
+from .simulate import simulate
+from .world import World, as_world
+
+__all__ = [
+    "SCHEDULES",
+    "Allreduce",
+    "Bucket",
+    "Loopback",
+    "NonFiniteGradient",
+    "Ranks",
+    "Reduced",
+    "Schedule",
+    "ScheduleError",
+    "Segment",
+    "Step",
+    "World",
+    "allreduce",
+    "as_world",
+    "simulate",
+]

@@ -1,0 +1,195 @@
+"""All-reduce of float32 arrays with any algorithm, wire, scaling and way to accumulate."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..formats import FloatFormat, Overflow, Rounding
+from .arguments import check_alike, check_arrays, check_out
+from .engine import run
+from .executor import program
+from .method import MPI_ALLREDUCE, Method, Op
+from .nonfinite import is_finite, raise_nonfinite, shared_amax
+from .ranks import Array, Ranks
+from .scaling import Segment, aps_shift
+from .world import as_world
+
+
+class Reduced(NamedTuple):
+    """What an all-reduce returns.
+
+    arrays: the result, float32, one array, or with every one for each hosted rank: the same bits
+    sent_shifts, result_shifts: the k of each segment by which contributions (and partial sums)
+        and the result were scaled; empty for scaling "tile" and wire "raw"
+    """
+
+    arrays: tuple[Array, ...]
+    sent_shifts: tuple[int, ...]
+    result_shifts: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Allreduce(Method):
+    """An all-reduce with its choices made and checked."""
+
+    def run(
+        self,
+        world: Ranks,
+        xs: Sequence[Array],
+        outs: Sequence[Array] | None = None,
+        *,
+        iteration: int = 0,
+        segments: Sequence[Segment] | None = None,
+        every: bool = False,
+        error: Exception | None = None,
+    ) -> Reduced:
+        """All-reduce the arrays of the hosted ranks. Collective.
+
+        xs, outs: one for each hosted rank, and one out, or with every one for each
+        every: let each hosted rank form the result by itself
+        error: of this process, known before the call: raised on all
+        Other arguments, and errors: as allreduce.
+        """
+        try:
+            if error is None:
+                check_arrays(world, xs, segments, self.fmt is not None)
+                check_out(xs, outs, len(xs) if every else 1)
+                self._check_world(world)
+        except (TypeError, ValueError) as found:
+            error = found
+        flat = [] if error else [x.reshape(-1) for x in xs]
+        parts = () if error else tuple(segments or [Segment("x", 0, flat[0].size)])
+        arguments = (repr(self), iteration, parts, [np.shape(x) for x in xs[:1]])
+        suspect = self.hides_nonfinite and not all(map(is_finite, flat))
+        what = f"allreduce {self.algorithm}: arguments"
+        if check_alike(world, error, arguments, suspect, what):
+            raise_nonfinite(world, flat, parts, None)
+        shifts = self._shifts(world, flat, parts)
+        given = outs if outs and self.fmt is None and not _overlap(outs, xs) else None
+        totals = list(given or [np.empty_like(x) for x in (xs if every else xs[:1])])
+        with np.errstate(over="ignore", invalid="ignore"):
+            self._sum(
+                world, flat, [total.reshape(-1) for total in totals], parts, shifts, iteration
+            )
+            for total in totals if self.op == "mean" else ():
+                np.divide(total, np.float32(world.ranks), out=total)
+        if outs is not None and given is None:
+            for out, total in zip(outs, totals, strict=True):
+                out[...] = total
+        return Reduced(tuple(outs or totals), *map(tuple, shifts))
+
+    def _check_world(self, world: Ranks) -> None:
+        if self.algorithm == MPI_ALLREDUCE and not world.has_mpi:
+            raise ValueError(
+                "allreduce: algorithm='mpi' has no schedule to simulate: it is MPI_Allreduce"
+            )
+
+    def _sum(
+        self,
+        world: Ranks,
+        flat: Sequence[Array],
+        totals: Sequence[Array],
+        parts: Sequence[Segment],
+        shifts: tuple[Sequence[int], Sequence[int]],
+        iteration: int,
+    ) -> None:
+        """Write the sum into totals, of the first hosted ranks or of all."""
+        if self.algorithm == MPI_ALLREDUCE:
+            return _sum_by_mpi(world, flat, totals)
+        plan = self.plan(world.ranks, flat[0], parts, shifts, iteration)
+        places = [*totals, *[None] * (len(flat) - len(totals))]
+        programs = [
+            program(plan, rank, x, place)
+            for rank, x, place in zip(world.hosted, flat, places, strict=True)
+        ]
+        if any(run(world, programs, flat[0], f"allreduce {self.algorithm}")):
+            raise_nonfinite(world, flat, parts, totals[0])
+
+    def _shifts(
+        self, world: Ranks, flat: Sequence[Array], parts: Sequence[Segment]
+    ) -> tuple[Sequence[int], Sequence[int]]:
+        """Return the shift of each segment, for contributions and for the result."""
+        kind, shift = self.parsed_scaling
+        if self.fmt is None or kind == "tile":
+            return (), ()
+        if kind != "aps":
+            return [shift] * len(parts), [shift] * len(parts)
+        fmt, sent = self.fmt, "none" if self.accumulating == "float32" else self.headroom
+        amax = shared_amax(world, flat, parts, f"allreduce {self.algorithm}: exponents")
+        return (
+            [aps_shift(bits, fmt, world.ranks, sent) for bits in amax],
+            [aps_shift(bits, fmt, world.ranks, self.headroom) for bits in amax],
+        )
+
+
+def _sum_by_mpi(world: Ranks, flat: Sequence[Array], totals: Sequence[Array]) -> None:
+    """Sum the hosted ranks here, and the processes by MPI_Allreduce."""
+    totals[0][:] = flat[0]
+    for x in flat[1:]:
+        np.add(totals[0], x, out=totals[0])
+    world.sum_by_mpi(totals[0])
+    for total in totals[1:]:
+        total[:] = totals[0]
+
+
+def _overlap(outs: Sequence[Array], xs: Sequence[Array]) -> bool:
+    return any(np.may_share_memory(out, x) for out in outs for x in xs)
+
+
+def allreduce(
+    world: Any,
+    x: Array | Sequence[Array],
+    wire: str | FloatFormat = "raw",
+    algorithm: str = "ring",
+    scaling: str = "tile",
+    accumulate: str | None = None,
+    op: Op = "sum",
+    out: Array | None = None,
+    *,
+    rounding: Rounding = "nearest",
+    overflow: Overflow = "saturate",
+    headroom: str = "n",
+    seed: int = 0,
+    iteration: int = 0,
+    segments: Sequence[Segment] | None = None,
+) -> Array:
+    """Return the sum, or mean, of all ranks' arrays: the same bits on every rank. Collective.
+
+    world: World, Loopback or an mpi4py communicator
+    x: float32, C-contiguous, of one shape everywhere; where the world has virtual ranks, a
+        sequence of one array for each; never written, unless out shares its memory
+    wire: "raw" (float32 bytes), a format's name or a FloatFormat
+    algorithm: "ring", "tree", "direct", "gather", or "mpi" (MPI_Allreduce, wire "raw")
+    scaling: "none", "static:K" (by 2**K), "aps" (a shift for each segment from the largest value
+        of all ranks), "tile" (a shift for each 1,024 values, sent with them). Wire "raw" is not
+        scaled and ignores it.
+    accumulate: "requantise" (round to the wire after each addition), "float32" or "kahan"; None
+        for the algorithm's own: float32 for direct, requantise for the others. ring and tree
+        know requantise only; for wire "raw" requantise and float32 are the same.
+    op: "mean" divides the sum by the number of ranks, in float32
+    out: float32, like x, for the result; untouched on error. Default: a new array
+    rounding, overflow: as formats.Cast
+    headroom: what aps leaves room for in the sum of p ranks: "n" p times the largest value,
+        "sqrt" sqrt(p) times, "none"; with accumulate "float32" only the result needs it
+    seed, iteration: of the random bits of rounding "stochastic"
+    segments: the named parts of x, in order, starting on tiles: aps scales each by itself
+    Raises, on all ranks alike and before data moves, TypeError and ValueError for arguments that
+    are wrong or differ between ranks; NonFiniteGradient where a packed wire met NaN or infinity,
+    before out is written. Wire "raw" follows IEEE 754 instead.
+    """
+    ranks = as_world(world)
+    config, error = Allreduce(), None  # with an error the default only serves to raise it
+    try:
+        config = Allreduce(
+            wire, algorithm, scaling, accumulate, op, rounding, overflow, headroom, seed
+        )
+    except (TypeError, ValueError) as found:
+        error = found
+    xs: Sequence[Any] = x if ranks.virtual_ranks > 1 and isinstance(x, Sequence) else [x]
+    outs = None if out is None else [out]
+    reduced = config.run(ranks, xs, outs, iteration=iteration, segments=segments, error=error)
+    return reduced.arrays[0]

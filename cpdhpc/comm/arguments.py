@@ -1,0 +1,84 @@
+"""Checks before the first message: an error on one rank, or a difference, fails on all alike."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..ops import backend_of
+from .ranks import Ranks
+from .scaling import Segment, check_segments
+
+Array = npt.NDArray[Any]
+
+
+def _check_array(name: str, x: Any) -> None:
+    try:
+        backend_of(x)
+    except TypeError:
+        raise TypeError(
+            f"allreduce: {name} is {type(x).__name__}: must be a NumPy or CuPy array"
+        ) from None
+    if x.dtype != np.float32:
+        raise TypeError(f"allreduce: {name} has dtype {x.dtype}: must be float32")
+    if not x.flags.c_contiguous:
+        raise ValueError(f"allreduce: {name} has strides {x.strides}: must be C-contiguous")
+
+
+def check_arrays(
+    world: Ranks, xs: Sequence[Array], segments: Sequence[Segment] | None, on_tiles: bool
+) -> None:
+    """Raise TypeError or ValueError unless xs are what this process is to give."""
+    if len(xs) != world.virtual_ranks:
+        raise ValueError(f"allreduce: {len(xs)} arrays for {world.virtual_ranks} hosted ranks")
+    for rank, x in zip(world.hosted, xs, strict=True):
+        _check_array(f"x of rank {rank}", x)
+        if x.shape != xs[0].shape:
+            raise ValueError(
+                f"allreduce: x of rank {rank} has shape {x.shape}, of rank {world.hosted[0]} "
+                f"{xs[0].shape}: must be the same"
+            )
+    if segments:
+        check_segments(segments, xs[0].size, on_tiles)
+
+
+def check_out(xs: Sequence[Array], outs: Sequence[Array] | None, count: int) -> None:
+    """Raise TypeError or ValueError unless outs, if given, are count arrays like the xs."""
+    if outs is None:
+        return
+    if len(outs) != count:
+        raise ValueError(f"allreduce: {len(outs)} arrays for out: must be {count}")
+    for out in outs:
+        _check_array("out", out)
+        if out.shape != xs[0].shape:
+            raise ValueError(f"allreduce: out has shape {out.shape}: must be {xs[0].shape}")
+        if not getattr(out.flags, "writeable", True):
+            raise ValueError("allreduce: out is read-only")
+
+
+def check_alike(
+    world: Ranks, error: Exception | None, arguments: Any, suspect: bool, what: str
+) -> bool:
+    """Raise error on all processes, or ValueError if arguments differ. Collective.
+
+    arguments: whatever must be the same everywhere, with a repr that tells
+    Returns whether any process is suspect.
+    """
+    text = repr(arguments)
+    digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
+    mine = np.array([error is not None, suspect, digest, -digest], np.int64)
+    failed, suspected, largest, smallest = world.max(mine, what).tolist()
+    if failed:
+        world.agree(error, what)
+    if largest != -smallest:
+        texts = world.gather(text, what)
+        other = next(i for i, each in enumerate(texts) if each != texts[0])
+        raise ValueError(
+            f"allreduce: arguments differ: process 0 has {texts[0]}, process {other} has "
+            f"{texts[other]}"
+        )
+    return bool(suspected)

@@ -1,0 +1,119 @@
+"""How to all-reduce: the choices, checked once, and what follows from them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, get_args
+
+from ..formats import Cast, FloatFormat, Overflow, Rounding
+from .accumulate import ACCUMULATES
+from .executor import Plan, coders
+from .scaling import HEADROOMS, Scaling, Segment, parse_scaling, shift_bytes
+from .schedule import SCHEDULES
+from .wire import Array, Packed, Raw, Wire, parse_wire
+
+Op = Literal["sum", "mean"]
+MPI_ALLREDUCE = "mpi"  # the one algorithm that is no schedule
+
+
+@dataclass(frozen=True)
+class Method:
+    """The choices of an all-reduce; the arguments are those of allreduce.
+
+    Raises ValueError for unknown names and what does not go together, TypeError for other types.
+    """
+
+    wire: str | FloatFormat = "raw"
+    algorithm: str = "ring"
+    scaling: str = "tile"
+    accumulate: str | None = None
+    op: Op = "sum"
+    rounding: Rounding = "nearest"
+    overflow: Overflow = "saturate"
+    headroom: str = "n"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.fmt is not None:
+            Cast(self.fmt, self.rounding, self.overflow)
+        parse_scaling(self.scaling, self.fmt)
+        known: dict[str, Sequence[str]] = {
+            "algorithm": (*SCHEDULES, MPI_ALLREDUCE),
+            "op": get_args(Op),
+            "headroom": tuple(HEADROOMS),
+            "accumulate": self._accumulates(),
+        }
+        for name, allowed in known.items():
+            value = getattr(self, name)
+            if value not in allowed and not (name == "accumulate" and value is None):
+                raise ValueError(f"allreduce: {name}={value!r}: known are {', '.join(allowed)}")
+        if self.fmt is not None and self.algorithm == MPI_ALLREDUCE:
+            raise ValueError(f"allreduce: algorithm='mpi': wire={self.wire!r}: must be 'raw'")
+
+    def _accumulates(self) -> tuple[str, ...]:
+        """Return what accumulate may be; for raw, float32 and requantise are the same."""
+        schedule = SCHEDULES.get(self.algorithm)
+        allowed = schedule.accumulates if schedule else ()
+        return allowed if self.fmt else tuple(dict.fromkeys((*allowed, "requantise", "float32")))
+
+    @cached_property
+    def fmt(self) -> FloatFormat | None:
+        """The format of a packed wire, None for raw."""
+        return parse_wire(self.wire)
+
+    @cached_property
+    def parsed_scaling(self) -> Scaling:
+        """The scaling; for a raw wire it has no meaning."""
+        return parse_scaling(self.scaling, self.fmt)
+
+    @property
+    def accumulating(self) -> str:
+        """The name of the way in which the schedule's partial sums are kept."""
+        schedule = SCHEDULES[self.algorithm]
+        return self.accumulate if self.accumulate in schedule.accumulates else schedule.default
+
+    @property
+    def hides_nonfinite(self) -> bool:
+        """Whether neither the codes nor the scaling would show NaN or infinity."""
+        scaled = self.parsed_scaling.kind in ("aps", "tile")
+        return self.fmt is not None and not self.fmt.carries_nonfinite and not scaled
+
+    def plan(
+        self,
+        ranks: int,
+        x: Array,
+        segments: Sequence[Segment],
+        shifts: tuple[Sequence[int], Sequence[int]],
+        iteration: int,
+    ) -> Plan:
+        """Return what the programs of all ranks share.
+
+        x: an array of the call; shifts: of the segments, for contributions and for the result
+        """
+        schedule, wire = SCHEDULES[self.algorithm], self._wire()
+        outside = isinstance(wire, Packed) and not wire.fit
+        sent, result = (
+            coders(
+                wire,
+                x.size,
+                schedule.chunks(ranks),
+                shift_bytes(each, segments, x.size, x) if outside else None,
+            )
+            for each in shifts
+        )
+        return Plan(
+            schedule=schedule,
+            accumulate=ACCUMULATES[self.accumulating],
+            sent=sent,
+            result=result,
+            result_rounded=schedule.result_travels or self.accumulating != "float32",
+            ranks=ranks,
+            stream=(self.seed, iteration),
+        )
+
+    def _wire(self) -> Wire:
+        if self.fmt is None:
+            return Raw()
+        return Packed(Cast(self.fmt, self.rounding, self.overflow), fit=self.scaling == "tile")

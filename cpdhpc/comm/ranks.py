@@ -1,0 +1,161 @@
+"""What every world of ranks offers, and the world of one process, without MPI."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+
+
+class Wait(NamedTuple):
+    """Requests that a rank waits for; reason has {} where the seconds go."""
+
+    requests: list[Any]
+    rank: int
+    reason: str
+
+
+class Ranks(ABC):
+    """Ranks dealt to processes in blocks of virtual_ranks.
+
+    rank, size: of processes; ranks: number of ranks; hosted: the ranks of this process
+    bytes_sent, messages_sent: int64[virtual_ranks], what each hosted rank sent to other ranks,
+        those of the same process included
+    collective_bytes: bytes that this process handed to MPI's own collectives
+    has_mpi: whether sum_by_mpi is MPI_Allreduce
+    """
+
+    has_mpi = True
+
+    def __init__(self, rank: int, size: int, virtual_ranks: int) -> None:
+        if virtual_ranks < 1:
+            raise ValueError(f"World: virtual_ranks={virtual_ranks}: must be 1 or more")
+        self.rank, self.size, self.virtual_ranks = rank, size, virtual_ranks
+        self.ranks = size * virtual_ranks
+        self.hosted = range(rank * virtual_ranks, (rank + 1) * virtual_ranks)
+        self.bytes_sent = np.zeros(virtual_ranks, np.int64)
+        self.messages_sent = np.zeros(virtual_ranks, np.int64)
+        self.collective_bytes = 0
+
+    def hosts(self, rank: int) -> bool:
+        """Whether a rank lives in this process."""
+        return rank in self.hosted
+
+    def count(self, rank: int, size_bytes: int) -> None:
+        """Count a message that a hosted rank sends."""
+        self.bytes_sent[rank - self.hosted.start] += size_bytes
+        self.messages_sent[rank - self.hosted.start] += 1
+
+    def agree(self, error: Exception | None, what: str = "agree") -> None:
+        """Raise the error of the lowest process that has one on all processes. Collective.
+
+        What cannot be pickled becomes a RuntimeError with the same words.
+        """
+        if not self.max(np.array([error is not None], np.int64), what)[0]:
+            return
+        errors = [each for each in self.gather(_portable(error), what) if each is not None]
+        raise pickle.loads(errors[0])
+
+    @abstractmethod
+    def barrier(self, what: str = "barrier") -> None:
+        """Wait for all processes. Collective."""
+
+    @abstractmethod
+    def broadcast(self, array: Array, what: str = "broadcast") -> None:
+        """Overwrite array, C-contiguous and of one size everywhere, by process 0's. Collective."""
+
+    @abstractmethod
+    def gather(self, value: Any, what: str = "gather") -> list[Any]:
+        """Return the small Python values of all processes in order. Collective."""
+
+    @abstractmethod
+    def max(self, values: Array, what: str = "max") -> Array:
+        """Return the element-wise maximum over processes; int64[n], n alike. Collective."""
+
+    @abstractmethod
+    def sum_by_mpi(self, array: Array) -> None:
+        """Sum float32[n] over processes in place by MPI_Allreduce. Collective."""
+
+    @abstractmethod
+    def isend(self, rank: int, to: int, payload: Array) -> list[Any]:
+        """Start to send from a hosted rank to one of another process; return the requests."""
+
+    @abstractmethod
+    def irecv(self, source: int, rank: int, buffer: Array) -> list[Any]:
+        """Start to receive for a hosted rank from one of another process; return the requests."""
+
+    @abstractmethod
+    def done(self, wait: Wait) -> bool:
+        """Whether all requests are complete."""
+
+    @abstractmethod
+    def wait_any(self, waits: Sequence[Wait]) -> None:
+        """Return once a wait is done; after the time-out end the job with all the reasons."""
+
+    @abstractmethod
+    def abort(self, message: str) -> NoReturn:
+        """Print "rank R | message" to stderr and end the job, all processes of it."""
+
+
+def _portable(error: Exception | None) -> bytes | None:
+    if error is None:
+        return None
+    try:
+        data = pickle.dumps(error)
+        pickle.loads(data)
+    except Exception:
+        return pickle.dumps(RuntimeError(f"{type(error).__name__}: {error}"))
+    return data
+
+
+class Loopback(Ranks):
+    """A world of virtual_ranks ranks in this one process; needs no MPI."""
+
+    has_mpi = False
+
+    def __init__(self, virtual_ranks: int = 1) -> None:
+        super().__init__(0, 1, virtual_ranks)
+
+    def barrier(self, what: str = "barrier") -> None:
+        """Return at once."""
+
+    def broadcast(self, array: Array, what: str = "broadcast") -> None:
+        """Leave the array as it is."""
+
+    def gather(self, value: Any, what: str = "gather") -> list[Any]:
+        """Return [value]."""
+        return [value]
+
+    def max(self, values: Array, what: str = "max") -> Array:
+        """Return a copy."""
+        return values.copy()
+
+    def sum_by_mpi(self, array: Array) -> None:
+        """Leave the array as it is."""
+
+    def isend(self, rank: int, to: int, payload: Array) -> list[Any]:
+        """Raise ValueError: there is no other process."""
+        raise ValueError(f"Loopback: rank {rank} sends to rank {to} of 0..{self.ranks - 1}")
+
+    def irecv(self, source: int, rank: int, buffer: Array) -> list[Any]:
+        """Raise ValueError: there is no other process."""
+        raise ValueError(f"Loopback: rank {rank} receives from {source} of 0..{self.ranks - 1}")
+
+    def done(self, wait: Wait) -> bool:
+        """Return True."""
+        return True
+
+    def wait_any(self, waits: Sequence[Wait]) -> None:
+        """Return at once."""
+
+    def abort(self, message: str) -> NoReturn:
+        """Print "rank 0 | message" to stderr and raise SystemExit(1)."""
+        print(f"rank 0 | {message}", file=sys.stderr, flush=True)
+        raise SystemExit(1)

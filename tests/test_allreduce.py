@@ -1,0 +1,210 @@
+"""simulate gives, bit for bit, what the algorithms written out straight give."""
+
+import subprocess
+import sys
+from itertools import cycle, product
+
+import numpy as np
+import pytest
+from allreduce_oracle import expected, shift_by_fractions
+
+from cpdhpc.comm import SCHEDULES, Allreduce, Loopback, Segment, allreduce, simulate
+from cpdhpc.comm.scaling import aps_shift
+from cpdhpc.formats import parse_format
+
+WIRES = ["raw", "e4m3", "e5m2", "e3m0", "e2m1fn", "bf16"]
+SCALINGS = ["none", "static", "aps", "tile"]
+STATIC = {"bf16": "static:0"}  # e8m7 leaves no other shift
+WAYS = [(name, way) for name, row in SCHEDULES.items() for way in row.accumulates]
+SIZES = [0, 1, 31, 1023, 1024, 1025, 5000]
+
+
+def gradients(ranks, n, seed=0):
+    """Values over many binades, zeros among them, some tiles all zero."""
+    rng = np.random.default_rng((seed, ranks, n))
+    xs = rng.standard_normal((ranks, n)) * np.exp2(rng.integers(-12, 3, (ranks, n)))
+    xs[rng.random((ranks, n)) < 0.05] = 0
+    xs[:, 2048:3072] = 0
+    return list(xs.astype(np.float32))
+
+
+def assert_same_bits(a, b):
+    assert a.dtype == b.dtype == np.float32 and a.shape == b.shape
+    np.testing.assert_array_equal(a.view(np.uint32), b.view(np.uint32))
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("algorithm, accumulate", WAYS)
+def test_every_combination(algorithm, accumulate, wire, scaling):
+    scaling = STATIC.get(wire, "static:3") if scaling == "static" else scaling
+    for ranks, n in ((3, 2100), (4, 1025)):
+        xs = gradients(ranks, n)
+        got = simulate(xs, wire, algorithm, scaling, accumulate)
+        assert_same_bits(got, expected(xs, wire, algorithm, scaling, accumulate))
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("ranks", range(1, 10))
+def test_every_size_and_number_of_ranks(ranks, n):
+    """With every wire and scaling in turn; among them fewer tiles than ranks."""
+    turn = cycle(product(SCALINGS, WIRES))
+    for _ in range((ranks * len(SIZES) + SIZES.index(n)) * len(WAYS) % 24):
+        next(turn)
+    for (algorithm, accumulate), (scaling, wire) in zip(WAYS, turn, strict=False):
+        scaling = STATIC.get(wire, "static:3") if scaling == "static" else scaling
+        xs = gradients(ranks, n)
+        got = simulate(xs, wire, algorithm, scaling, accumulate)
+        assert_same_bits(got, expected(xs, wire, algorithm, scaling, accumulate))
+
+
+@pytest.mark.parametrize("rounding, overflow", [("stochastic", "saturate"), ("zero", "inf")])
+@pytest.mark.parametrize("scaling", ["static:-2", "aps", "tile"])
+@pytest.mark.parametrize("algorithm, accumulate", WAYS)
+def test_rounding_and_random_streams(algorithm, accumulate, scaling, rounding, overflow):
+    xs = gradients(6, 3500)
+    options = {"rounding": rounding, "overflow": overflow, "seed": 7, "iteration": 3}
+    got = simulate(xs, "e4m3", algorithm, scaling, accumulate, **options)
+    assert_same_bits(got, expected(xs, "e4m3", algorithm, scaling, accumulate, **options))
+    if rounding == "stochastic":
+        options["iteration"] = 4
+        other = simulate(xs, "e4m3", algorithm, scaling, accumulate, **options)
+        assert (other != got).any()
+
+
+@pytest.mark.parametrize("algorithm", SCHEDULES)
+def test_default_accumulation(algorithm):
+    xs = gradients(4, 1500)
+    default = {"direct": "float32"}.get(algorithm, "requantise")
+    assert_same_bits(
+        simulate(xs, "e5m2", algorithm), simulate(xs, "e5m2", algorithm, accumulate=default)
+    )
+
+
+@pytest.mark.parametrize("algorithm", SCHEDULES)
+def test_raw_takes_float32_and_requantise_for_the_same(algorithm):
+    xs = gradients(5, 2000)
+    a, b = (simulate(xs, algorithm=algorithm, accumulate=a) for a in ("float32", "requantise"))
+    assert_same_bits(a, b)
+    assert_same_bits(a, simulate(xs, algorithm=algorithm, scaling="none"))
+
+
+@pytest.mark.parametrize("wire, top", [("raw", 1 << 19), ("bf16", 28), ("fp16", 200), ("e4m3", 1)])
+@pytest.mark.parametrize("scaling", ["none", "aps", "tile"])
+@pytest.mark.parametrize("algorithm, accumulate", WAYS)
+def test_integers_are_summed_exactly(algorithm, accumulate, wire, top, scaling):
+    """All partial sums of 9 values are integers that the wire holds: no order can matter.
+
+    9 * top stays within 2**24, 2**8, 2**11 and 2**4. With aps the spacing at the smallest value
+    is 2**-shift of that without, and the values keep above the subnormals.
+    """
+    rng = np.random.default_rng(1)
+    xs = rng.integers(-top, top + 1, (9, 1500)).astype(np.float32)
+    got = simulate(list(xs), wire, algorithm, scaling, accumulate)
+    np.testing.assert_array_equal(got, xs.astype(np.int64).sum(0))
+
+
+@pytest.mark.parametrize("wire", ["raw", "e4m3"])
+@pytest.mark.parametrize("algorithm, accumulate", WAYS)
+def test_all_ranks_end_with_the_same_bits(algorithm, accumulate, wire):
+    xs = gradients(7, 5000)
+    method = Allreduce(wire, algorithm, "tile", accumulate, rounding="stochastic")
+    reduced = method.run(Loopback(7), xs, every=True)
+    assert len(reduced.arrays) == 7
+    for array in reduced.arrays[1:]:
+        assert_same_bits(array, reduced.arrays[0])
+    (alone,) = method.run(Loopback(7), xs).arrays
+    assert_same_bits(alone, reduced.arrays[0])
+
+
+@pytest.mark.parametrize("headroom", ["n", "sqrt", "none"])
+@pytest.mark.parametrize("algorithm, accumulate", WAYS)
+def test_aps_by_segments(algorithm, accumulate, headroom):
+    segments = [
+        Segment("a", 0, 700), Segment("empty", 1024, 1024), Segment("b", 1024, 3500),
+        Segment("zero", 4096, 4100), Segment("c", 5120, 6000),
+    ]  # fmt: skip
+    xs = gradients(5, 6000)
+    for x in xs:
+        x[700:1024] = x[3500:5120] = 0
+        x[5120:] *= 2**-20
+    options = {"headroom": headroom, "segments": segments}
+    method = Allreduce("e4m3", algorithm, "aps", accumulate, headroom=headroom)
+    reduced = method.run(Loopback(5), xs, segments=segments)
+    assert_same_bits(
+        reduced.arrays[0], expected(xs, "e4m3", algorithm, "aps", accumulate, **options)
+    )
+    fmt = parse_format("e4m3")
+    amax = [max(np.abs(x[s.start : s.stop]).max(initial=0) for x in xs) for s in segments]
+    assert reduced.result_shifts == tuple(
+        shift_by_fractions(each, fmt, 5, headroom) for each in amax
+    )
+    sent = "none" if accumulate == "float32" else headroom
+    assert reduced.sent_shifts == tuple(shift_by_fractions(each, fmt, 5, sent) for each in amax)
+
+
+@pytest.mark.parametrize("headroom", ["n", "sqrt", "none"])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7, 8, 9, 256, 257, 1000])
+def test_aps_shift_is_exact_next_to_powers_of_two(ranks, headroom):
+    powers = np.exp2([-149, -127, -126, -17, -1, 0, 1, 10, 100, 127]).astype(np.float32)
+    values = [*powers, *np.nextafter(powers, np.float32(0)), *(powers + np.spacing(powers))]
+    values += [np.float32(2**k / ranks) for k in range(-5, 5)] + [np.finfo(np.float32).max]
+    for fmt in map(parse_format, WIRES[1:]):
+        for value in values:
+            k = aps_shift(int(np.float32(value).view(np.uint32)), fmt, ranks, headroom)
+            assert k == shift_by_fractions(value, fmt, ranks, headroom), (value, fmt.name)
+
+
+@pytest.mark.parametrize("k", [-15, 1, 20])
+@pytest.mark.parametrize("algorithm, accumulate", WAYS)
+def test_aps_commutes_with_powers_of_two(algorithm, accumulate, k):
+    xs = gradients(5, 3000)
+    scale = np.float32(2.0**k)
+    plain, scaled = (
+        simulate(each, "e3m0", algorithm, "aps", accumulate)
+        for each in (xs, [x * scale for x in xs])
+    )
+    assert_same_bits(scaled, plain * scale)
+    assert plain.any()
+
+
+@pytest.mark.parametrize("wire", ["raw", "e4m3"])
+@pytest.mark.parametrize("algorithm", SCHEDULES)
+def test_out_and_in_place(algorithm, wire):
+    xs = gradients(3, 2500)
+    kept = [x.copy() for x in xs]
+    fresh = simulate(xs, wire, algorithm)
+    out = np.full(2500, 7, np.float32)
+    assert simulate(xs, wire, algorithm, out=out) is out
+    assert_same_bits(out, fresh)
+    for x, before in zip(xs, kept, strict=True):
+        assert_same_bits(x, before)
+    simulate(xs, wire, algorithm, out=xs[1])
+    assert_same_bits(xs[1], fresh)
+    both = np.concatenate([kept[0], kept[1]])  # an out that shares memory with two inputs
+    simulate([both[:2500], both[2500:], kept[2]], wire, algorithm, out=both[1000:3500])
+    assert_same_bits(both[1000:3500], fresh)
+
+
+@pytest.mark.parametrize("wire", ["raw", "e5m2"])
+def test_mean_shapes_and_order_of_ranks(wire):
+    xs = [x.reshape(5, 2, 50) for x in gradients(3, 500)]
+    total, mean = (simulate(xs, wire, op=op) for op in ("sum", "mean"))
+    assert total.shape == (5, 2, 50)
+    assert_same_bits(mean, total / np.float32(3))
+    scalars = [np.array(v, np.float32) for v in (1, 2, 4)]
+    assert simulate(scalars, wire).shape == () and simulate(scalars, wire) == 7
+
+
+def test_one_rank_of_a_world_without_mpi():
+    x = np.arange(5, dtype=np.float32)
+    assert_same_bits(allreduce(Loopback(), x), x)
+
+
+def test_comm_does_not_import_mpi():
+    code = (
+        "import sys, numpy; from cpdhpc.comm import simulate;"
+        "simulate([numpy.ones(9, numpy.float32)] * 3, 'e4m3', 'direct', 'aps');"
+        "assert 'mpi4py' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

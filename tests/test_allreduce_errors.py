@@ -1,0 +1,200 @@
+"""What an all-reduce refuses, and that nothing of the caller is written when it does."""
+
+import pickle
+
+import numpy as np
+import pytest
+
+from cpdhpc.comm import (
+    SCHEDULES,
+    Allreduce,
+    Loopback,
+    NonFiniteGradient,
+    Segment,
+    allreduce,
+    as_world,
+    simulate,
+)
+
+SEGMENTS = [Segment("a", 0, 2000), Segment("b", 2048, 3000)]
+SCALINGS = ["none", "static:0", "aps", "tile"]
+
+
+def ones(ranks=3, n=3000):
+    return [np.ones(n, np.float32) for _ in range(ranks)]
+
+
+def assert_refused(xs, wire, algorithm, scaling, overflow="saturate", world=None):
+    """Run into NonFiniteGradient; check that inputs and out are as before; return the error."""
+    out = np.full_like(xs[0], 7)
+    kept = [x.copy() for x in xs]
+    method = Allreduce(wire, algorithm, scaling, overflow=overflow)
+    world = world or Loopback(len(xs))
+    with pytest.raises(NonFiniteGradient) as caught:
+        method.run(world, xs, [out], segments=SEGMENTS)
+    assert (out == 7).all()
+    for x, before in zip(xs, kept, strict=True):
+        np.testing.assert_array_equal(x.view(np.uint32), before.view(np.uint32))
+    with pytest.raises(NonFiniteGradient):  # in place
+        method.run(Loopback(len(xs)), xs, [xs[0]], segments=SEGMENTS)
+    np.testing.assert_array_equal(xs[0].view(np.uint32), kept[0].view(np.uint32))
+    return caught.value
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("wire", ["e4m3", "e5m2", "e3m0", "e4m3fn", "e2m1fn", "bf16"])
+@pytest.mark.parametrize("algorithm", SCHEDULES)
+def test_a_packed_wire_names_tensor_and_rank(algorithm, wire, scaling, value):
+    xs = ones()
+    xs[1][2500] = value
+    world = Loopback(3)
+    error = assert_refused(xs, wire, algorithm, scaling, world=world)
+    assert error.segments == ("b",) and error.ranks == (1,)
+    assert "'b'" in str(error) and "rank 1" in str(error)
+    if scaling == "aps" or wire == "e2m1fn" and scaling != "tile":
+        assert world.messages_sent.sum() == 0  # seen before data moves
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_infinities_that_cancel_are_seen(scaling):
+    xs = ones()
+    xs[0][0], xs[2][0], xs[2][2100] = np.inf, -np.inf, np.nan
+    for wire in ("e3m0", "e2m1fn", "e4m3"):
+        for algorithm in SCHEDULES:
+            error = assert_refused(xs, wire, algorithm, scaling)
+            assert error.segments == ("a", "b") and error.ranks == (0, 2)
+
+
+@pytest.mark.parametrize("algorithm", SCHEDULES)
+def test_a_sum_that_overflows_has_no_rank(algorithm):
+    xs = ones()
+    for x in xs:
+        x[2100] = 2.5e38
+    for wire, scaling, overflow in [("e5m2", "tile", "saturate"), ("bf16", "none", "inf")]:
+        error = assert_refused(xs, wire, algorithm, scaling, overflow)
+        assert error.segments == ("b",) and error.ranks == ()
+        assert "sum" in str(error)
+
+
+@pytest.mark.parametrize("algorithm", SCHEDULES)
+def test_raw_follows_ieee(algorithm):
+    xs = ones()
+    xs[1][5], xs[0][6], xs[0][7], xs[2][7] = np.nan, np.inf, np.inf, -np.inf
+    got = simulate(xs, algorithm=algorithm)
+    assert np.isnan(got[5]) and got[6] == np.inf and np.isnan(got[7]) and got[8] == 3
+
+
+def test_the_error_can_be_pickled_and_shortens_long_lists():
+    error = pickle.loads(pickle.dumps(NonFiniteGradient(["w"], range(100))))
+    assert error.segments == ("w",) and error.ranks == tuple(range(100))
+    assert "and 92 more" in str(error)
+
+
+@pytest.mark.parametrize(
+    "bad, kind, words",
+    [
+        (np.ones(9), TypeError, "float64"),
+        (np.ones(9, np.int32), TypeError, "int32"),
+        (np.ones(9, ">f4"), TypeError, "f4"),
+        ([1.0] * 9, TypeError, "list"),
+        (np.ones(18, np.float32)[::2], ValueError, "strides"),
+        (np.ones((3, 3), np.float32).T[:, :2], ValueError, "strides"),
+        (np.ones(8, np.float32), ValueError, "shape"),
+    ],
+)
+def test_bad_arrays(bad, kind, words):
+    world = Loopback(2)
+    with pytest.raises(kind, match=words) as caught:
+        allreduce(world, [np.ones(9, np.float32), bad])
+    assert "allreduce" in str(caught.value) and world.messages_sent.sum() == 0
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"wire": "e9m9"}, "exp=9"),
+        ({"wire": "int8"}, "known are"),
+        ({"wire": 8}, "wire=8"),
+        ({"algorithm": "rings"}, "ring, tree, direct, gather, mpi"),
+        ({"scaling": "layer"}, "none, static:K, aps, tile"),
+        ({"scaling": "static:x"}, "integer"),
+        ({"scaling": "static"}, "known"),
+        ({"scaling": "tile:3"}, "known"),
+        ({"wire": "e4m3", "scaling": "static:121"}, r"-113\.\.120"),
+        ({"accumulate": "kahan"}, "requantise"),
+        ({"accumulate": "kahan", "wire": "e4m3", "algorithm": "tree"}, "requantise"),
+        ({"accumulate": "float32", "wire": "e4m3"}, "requantise"),
+        ({"accumulate": "exact", "algorithm": "direct"}, "float32, kahan"),
+        ({"op": "max"}, "sum, mean"),
+        ({"headroom": "2"}, "n, sqrt, none"),
+        ({"wire": "e4m3", "rounding": "up"}, "stochastic"),
+        ({"wire": "e4m3", "overflow": "wrap"}, "saturate"),
+        ({"algorithm": "mpi"}, "no schedule to simulate"),
+        ({"algorithm": "mpi", "wire": "e4m3"}, "must be 'raw'"),
+        ({"out": np.zeros(3000)}, "float64"),
+        ({"out": np.zeros(2999, np.float32)}, "2999"),
+        ({"out": np.broadcast_to(np.float32(1), 3000)}, "strides"),
+        ({"out": np.frombuffer(bytes(12000), np.float32)}, "read-only"),
+    ],
+)
+def test_bad_arguments(options, words):
+    with pytest.raises((ValueError, TypeError), match=words):
+        simulate(ones(), **options)
+
+
+@pytest.mark.parametrize(
+    "segments, words",
+    [
+        ([Segment("a", 0, 100), Segment("b", 100, 3000)], "'b' is 100..3000.*1024"),
+        ([Segment("a", 0, 3001)], "'a'"),
+        ([Segment("a", 0, 1000)], "cover all"),
+        ([Segment("a", 1024, 3000)], "'a'"),
+        ([Segment("a", 0, 2000), Segment("b", 1024, 3000)], "'b'"),
+        ([Segment("a", 0, 3000), Segment("b", 0, 0)], "'b'"),
+        ([Segment("a", 0, -1)], "'a'"),
+    ],
+)
+def test_bad_segments(segments, words):
+    with pytest.raises(ValueError, match=words):
+        simulate(ones(), "e4m3", segments=segments)
+
+
+def test_raw_takes_segments_anywhere_in_order():
+    segments = [Segment("a", 0, 100), Segment("b", 100, 3000)]
+    assert (simulate(ones(), segments=segments) == 3).all()
+    with pytest.raises(ValueError, match="'b'"):
+        simulate(ones(), segments=[Segment("a", 0, 100), Segment("b", 99, 3000)])
+
+
+def test_number_of_arrays_and_ranks():
+    with pytest.raises(ValueError, match="1 arrays for 2 hosted ranks"):
+        allreduce(Loopback(2), ones(1))
+    with pytest.raises(ValueError, match="virtual_ranks=0"):
+        simulate([])
+
+
+def test_as_world_takes_worlds_and_refuses_the_rest():
+    world = Loopback(2)
+    assert as_world(world) is world
+    with pytest.raises(TypeError, match="int"):
+        as_world(3)
+
+
+def test_agree_raises_what_it_is_given():
+    world = Loopback()
+    world.agree(None)
+    with pytest.raises(KeyError, match="here"):
+        world.agree(KeyError("here"))
+
+    class Local(Exception):
+        """Cannot be pickled, as it has no name in a module."""
+
+    with pytest.raises(RuntimeError, match="Local: here"):
+        world.agree(Local("here"))
+
+
+def test_abort_without_mpi_ends_the_process(capsys):
+    with pytest.raises(SystemExit):
+        Loopback().abort("why")
+    assert capsys.readouterr().err == "rank 0 | why\n"
