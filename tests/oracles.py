@@ -61,12 +61,14 @@ def gfloat_round(
 ) -> np.ndarray:
     """x rounded by gfloat, in x's dtype, with this package's rule that infinity never saturates.
 
-    bits: int64[n], 31 random bits each, for stochastic rounding
+    bits: int64[n], 31 random bits each, for stochastic rounding, of which the first 31 - man count
     """
     saturate = overflow == "saturate" or fmt.special == "none"
     info, finite = gfloat_info(fmt), np.isfinite(x)
     safe = np.where(finite, x, x.dtype.type(0))
-    y = round_ndarray(info, safe, MODES[rounding], saturate, bits, 31 if bits is not None else 0)
+    count = 0 if bits is None else 31 - fmt.man
+    used = None if bits is None else bits >> fmt.man
+    y = round_ndarray(info, safe, MODES[rounding], saturate, used, count)
     infinity = {"ieee": np.inf, "nan": np.nan, "none": info.max}[fmt.special]
     y = np.where(finite, y, np.copysign(x.dtype.type(infinity), x))
     return np.where(np.isnan(x), x.dtype.type(np.nan), y)
@@ -149,6 +151,13 @@ def structured(start: int, stop: int, lows: np.ndarray = LOW_HALVES) -> np.ndarr
     """float32 values: the upper half-words start..stop-1, each with all the lower half-words."""
     high = np.arange(start, stop, dtype=np.uint32) << np.uint32(16)
     return (high[:, None] | lows).reshape(-1).view(np.float32)
+
+
+def awkward(n: int, seed: int = 0) -> np.ndarray:
+    """Finite float32 values over all exponents: random bits with the infinite exponents moved."""
+    bits = np.random.default_rng(seed).integers(0, 2**32, n, np.uint32)
+    top = (bits & 0x7F800000) == 0x7F800000
+    return np.where(top, bits & np.uint32(0xBFFFFFFF), bits).view(np.float32)
 
 
 def assert_same_values(got: np.ndarray, expected: np.ndarray, x: np.ndarray) -> None:

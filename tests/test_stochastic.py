@@ -26,7 +26,7 @@ def random_bits(n: int, *path: int, offset: int = 0) -> np.ndarray:
 @pytest.mark.parametrize("overflow", ["inf", "saturate"])
 @pytest.mark.parametrize("name", NAMES)
 def test_equals_gfloat_given_the_same_bits(ops: Any, name: str, overflow: str) -> None:
-    """gfloat's StochasticFastest: up where the part cut off plus bits / 2**31 reaches one."""
+    """gfloat's StochasticFastest: up where the part cut off plus a random one reaches one."""
     fmt, offset = parse_format(name), 2**33 - 1000  # the high half of the index changes on the way
     x = oracles.structured(0, 65536, oracles.SIXTEEN_LOWS[1:5])
     x = x[~np.isnan(x)]
@@ -39,12 +39,13 @@ def test_equals_gfloat_given_the_same_bits(ops: Any, name: str, overflow: str) -
 
 @pytest.mark.parametrize("name", ["e5m2", "e4m3", "e3m0", "e6m9"])
 def test_the_threshold_is_exact(ops: Any, name: str) -> None:
-    """Cut-off part plus bits is 2**31 exactly: up. One step of float32 below: not."""
+    """Cut-off part plus bits is exactly one unit: up. One step of float32 below: not."""
     fmt, key = parse_format(name), random_key(4, 4)
-    bits = reference.random31(key, np.arange(1 << 12, dtype=np.uint64)).astype(np.int64)
-    exact = (bits % 128 == 0) & (bits > 0)  # 24 bits of 31: 2**31 - bits is a float32
+    count = 31 - fmt.man
+    bits = reference.random31(key, np.arange(1 << 12, dtype=np.uint64)).astype(np.int64) >> fmt.man
+    exact = (bits % 128 == 0) & (bits > 0)  # at most 24 bits: 2**count - bits is a float32
     assert exact.sum() > 10
-    parts = np.ldexp((2.0**31 - bits), -31) * fmt.smallest
+    parts = np.ldexp((2.0**count - bits), -count) * fmt.smallest
     x = np.where(exact, parts, 0).astype(np.float32)
     assert np.array_equal(x[exact], parts[exact])
     cast = Cast(fmt, "stochastic")
@@ -57,7 +58,8 @@ def test_mean_of_many_draws(ops: Any, name: str) -> None:
     """A draw is low or low + spacing, the latter with probability p, the part cut off.
 
     So its variance is p (1 - p) spacing**2, and of DRAWS independent ones the mean lies within 4
-    standard errors, 4 sqrt(p (1 - p) / DRAWS) spacing. p is cut to 31 bits: 2**-31 spacing more.
+    standard errors, 4 sqrt(p (1 - p) / DRAWS) spacing. p is cut to 31 - man bits: 2**(man - 31)
+    spacing more.
     """
     fmt, cast = parse_format(name), Cast(parse_format(name), "stochastic")
     grid = oracles.number_grid(fmt)
@@ -70,7 +72,7 @@ def test_mean_of_many_draws(ops: Any, name: str) -> None:
             assert float(x[0]) == grid[low] + p * spacing
             codes = ops.encode(x, cast, key=random_key(11, number, int(64 * p)))
             assert set(codes.tolist()) == {low, low + 1}
-            bound = (4 * np.sqrt(p * (1 - p) / DRAWS) + 2.0**-31) * spacing
+            bound = (4 * np.sqrt(p * (1 - p) / DRAWS) + 2.0 ** (fmt.man - 31)) * spacing
             mean = ops.decode(codes, fmt).astype(np.float64).mean()
             assert abs(mean - float(x[0])) <= bound, (low, p)
 
@@ -127,7 +129,7 @@ def neighbouring_streams() -> list[np.ndarray]:
     paths += [(0, 0, 3, 0), (0, 2, 0, 0), (0, 0, 0, 2), (0, 0, 1, 1), (2, 0, 0, 0), (7, 100, 12, 3)]
     streams = [random_bits(n, *path) for path in paths]
     streams += [random_bits(n, *paths[0], offset=1), random_bits(n, *paths[0], offset=1024)]
-    return streams + [random_bits(n, *paths[0], offset=2**32)]
+    return streams + [random_bits(n, *paths[0], offset=k * 2**32) for k in (1, 2, 3)]
 
 
 def test_neighbouring_streams_are_uncorrelated() -> None:
