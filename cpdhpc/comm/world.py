@@ -55,7 +55,7 @@ class World(Ranks):
         if not timeout_s > 0:
             raise ValueError(f"World: timeout_s={timeout_s}: must be more than 0")
         self._alarm_tag = virtual_ranks**2  # the tags below tell pairs of ranks apart
-        if self._alarm_tag > comm.Get_attr(self._mpi.TAG_UB):
+        if self._alarm_tag > self._mpi.COMM_WORLD.Get_attr(self._mpi.TAG_UB):
             raise ValueError(f"World: virtual_ranks={virtual_ranks}: too many for MPI's tags")
         self.timeout_s = timeout_s
         self._comm = comm.Dup()
@@ -199,6 +199,13 @@ class World(Ranks):
 _keyval: list[int] = []  # of the attribute that holds a communicator's world
 
 
+def _forget(comm: Any, keyval: int, world: World) -> None:
+    """Free a world together with its communicator, but not when MPI itself ends."""
+    mpi = _mpi()
+    if comm not in (mpi.COMM_WORLD, mpi.COMM_SELF):
+        world.free()
+
+
 def as_world(world_or_comm: Any) -> Ranks:
     """Return a world as it is, or the one world of an mpi4py communicator.
 
@@ -213,7 +220,7 @@ def as_world(world_or_comm: Any) -> Ranks:
             "intra-communicator"
         )
     if not _keyval:
-        _keyval.append(mpi.Comm.Create_keyval())
+        _keyval.append(mpi.Comm.Create_keyval(delete_fn=_forget))
     world = world_or_comm.Get_attr(_keyval[0])
     if world is None:
         world = World(world_or_comm)
