@@ -69,7 +69,7 @@ class Allreduce(Method):
         if check_alike(world, error, arguments, suspect, what):
             raise_nonfinite(world, flat, parts, None)
         shifts = self._shifts(world, flat, parts)
-        given = outs if outs and self.fmt is None and not _overlap(outs, xs) else None
+        given = outs if outs and self._may_write(world, outs, xs) else None
         totals = list(given or [np.empty_like(x) for x in (xs if every else xs[:1])])
         with np.errstate(over="ignore", invalid="ignore"):
             self._sum(
@@ -87,6 +87,16 @@ class Allreduce(Method):
             raise ValueError(
                 "allreduce: algorithm='mpi' has no schedule to simulate: it is MPI_Allreduce"
             )
+
+    def _may_write(self, world: Ranks, outs: Sequence[Array], xs: Sequence[Array]) -> bool:
+        """Whether outs can be written while the all-reduce goes on, rather than at its end.
+
+        Not where NaN may be found later, nor where a rank still reads its x: of a packed wire,
+        another rank of this process; of a raw one, whose messages are x itself, any.
+        """
+        if self.fmt is None:
+            return not _overlap(outs, xs)
+        return self.marks_nonfinite and (world.virtual_ranks == 1 or not _overlap(outs, xs))
 
     def _sum(
         self,
@@ -106,8 +116,9 @@ class Allreduce(Method):
             program(plan, rank, x, place)
             for rank, x, place in zip(world.hosted, flat, places, strict=True)
         ]
-        if any(run(world, programs, flat[0], f"allreduce {self.algorithm}")):
-            raise_nonfinite(world, flat, parts, totals[0])
+        bad = run(world, programs, flat[0], f"allreduce {self.algorithm}")
+        if bad[0] is not None:
+            raise_nonfinite(world, flat, parts, bad[0])
 
     def _shifts(
         self, world: Ranks, flat: Sequence[Array], parts: Sequence[Segment]

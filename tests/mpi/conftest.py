@@ -43,3 +43,4 @@ def pytest_runtest_makereport(item, call):
         report.outcome, report.longrepr = "failed", f"ranks run different tests: {verdicts}"
     elif failed and not report.failed:
         report.outcome, report.longrepr = "failed", f"failed on ranks {failed}"
+        print(f"\n{item.nodeid} failed on ranks {failed}", file=sys.stderr, flush=True)
