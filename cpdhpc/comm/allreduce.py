@@ -54,6 +54,33 @@ class Allreduce(Method):
         error: of this process, known before the call: raised on all
         Other arguments, and errors: as allreduce.
         """
+        parts = self._check(world, xs, outs, iteration, segments, every, error)
+        flat = [x.reshape(-1) for x in xs]
+        shifts = self._shifts(world, flat, parts)
+        given = outs if outs and self._may_write(world, outs, xs) else None
+        totals = list(given or [np.empty_like(x) for x in (xs if every else xs[:1])])
+        with np.errstate(over="ignore", invalid="ignore"):
+            self._sum(
+                world, flat, [total.reshape(-1) for total in totals], parts, shifts, iteration
+            )
+            for total in totals if self.op == "mean" else ():
+                np.divide(total, np.float32(world.ranks), out=total)
+        if outs is not None and given is None:
+            for out, total in zip(outs, totals, strict=True):
+                out[...] = total
+        return Reduced(tuple(outs or totals), *map(tuple, shifts))
+
+    def _check(
+        self,
+        world: Ranks,
+        xs: Sequence[Array],
+        outs: Sequence[Array] | None,
+        iteration: int,
+        segments: Sequence[Segment] | None,
+        every: bool,
+        error: Exception | None,
+    ) -> tuple[Segment, ...]:
+        """Return the segments; raise on all ranks alike what is wrong on any. Collective."""
         try:
             if error is None:
                 check_arrays(world, xs, segments, self.fmt is not None)
@@ -68,19 +95,7 @@ class Allreduce(Method):
         what = f"allreduce {self.algorithm}: arguments"
         if check_alike(world, error, arguments, suspect, what):
             raise_nonfinite(world, flat, parts, None)
-        shifts = self._shifts(world, flat, parts)
-        given = outs if outs and self._may_write(world, outs, xs) else None
-        totals = list(given or [np.empty_like(x) for x in (xs if every else xs[:1])])
-        with np.errstate(over="ignore", invalid="ignore"):
-            self._sum(
-                world, flat, [total.reshape(-1) for total in totals], parts, shifts, iteration
-            )
-            for total in totals if self.op == "mean" else ():
-                np.divide(total, np.float32(world.ranks), out=total)
-        if outs is not None and given is None:
-            for out, total in zip(outs, totals, strict=True):
-                out[...] = total
-        return Reduced(tuple(outs or totals), *map(tuple, shifts))
+        return parts
 
     def _check_world(self, world: Ranks) -> None:
         if self.algorithm == MPI_ALLREDUCE and not world.has_mpi:

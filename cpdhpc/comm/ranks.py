@@ -157,5 +157,5 @@ class Loopback(Ranks):
 
     def abort(self, message: str) -> NoReturn:
         """Print "rank 0 | message" to stderr and raise SystemExit(1)."""
-        print(f"rank 0 | {message}", file=sys.stderr, flush=True)
+        sys.stderr.write(f"rank 0 | {message}\n")
         raise SystemExit(1)

@@ -180,15 +180,19 @@ class World(Ranks):
                 self._comm.Recv(nothing, status.Get_source(), self._alarm_tag)
                 absent.discard(status.Get_source())
             os.sched_yield()
-        print("\n".join(lines(waited_s, sorted(absent))), file=sys.stderr, flush=True)
+        self._say(lines(waited_s, sorted(absent)))
         time.sleep(GRACE_S)  # for the lines of the others
         del alarms
         self._end()
 
     def abort(self, message: str) -> NoReturn:
         """Print "rank R | message" to stderr and end the job, all processes of it."""
-        print(f"rank {self.hosted.start} | {message}", file=sys.stderr, flush=True)
+        self._say([f"rank {self.hosted.start} | {message}"])
         self._end()
+
+    def _say(self, lines: list[str]) -> None:
+        sys.stderr.write("".join(line + "\n" for line in lines))  # at once: others write too
+        sys.stderr.flush()
 
     def _end(self) -> NoReturn:
         sys.stdout.flush()
