@@ -81,15 +81,15 @@ class Allreduce(Method):
         error: Exception | None,
     ) -> tuple[Segment, ...]:
         """Return the segments; raise on all ranks alike what is wrong on any. Collective."""
+        parts: tuple[Segment, ...] = ()
         try:
             if error is None:
-                check_arrays(world, xs, segments, self.fmt is not None)
+                parts = check_arrays(world, xs, segments, self.fmt is not None)
                 check_out(xs, outs, len(xs) if every else 1)
                 self._check_world(world)
         except (TypeError, ValueError) as found:
             error = found
         flat = [] if error else [x.reshape(-1) for x in xs]
-        parts = () if error else tuple(segments or [Segment("x", 0, flat[0].size)])
         arguments = (repr(self), iteration, parts, [np.shape(x) for x in xs[:1]])
         suspect = self.hides_nonfinite and not all(map(is_finite, flat))
         what = f"allreduce {self.algorithm}: arguments"

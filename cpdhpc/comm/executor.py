@@ -170,5 +170,11 @@ def _exchange(plan: Plan, chunks: Sequence[_Chunk], step: Step, number: int) -> 
     coder = (plan.result if step.kind == "copy" else plan.sent)[step.recv_chunk]
     payload = None if step.send_to is None else OUT[step.kind](chunks[step.send_chunk])
     return Exchange(
-        step.send_to, payload, step.recv_from, coder.size_bytes, number, step.recv_chunk
+        send_to=step.send_to,
+        payload=payload,
+        recv_from=step.recv_from,
+        nbytes=coder.size_bytes,
+        round=number,
+        recv_chunk=step.recv_chunk,
+        send_chunk=step.send_chunk,
     )

@@ -61,7 +61,7 @@ class Ranks(ABC):
         if not self.max(np.array([error is not None], np.int64), what)[0]:
             return
         errors = [each for each in self.gather(_portable(error), what) if each is not None]
-        raise pickle.loads(errors[0])
+        raise pickle.loads(errors[0]) from error
 
     @abstractmethod
     def barrier(self, what: str = "barrier") -> None:
