@@ -50,8 +50,9 @@ class FloatFormat:
 
     @property
     def name(self) -> str:
-        """The name that parse_format reads back."""
-        return f"e{self.exp}m{self.man}" + ("" if self.special == "ieee" else "fn")
+        """The name that parse_format reads back; formats without one show their special."""
+        fn = "fn" if self.special == _fn_special(self.bits) else f"-{self.special}"
+        return f"e{self.exp}m{self.man}" + ("" if self.special == "ieee" else fn)
 
     @property
     def bits(self) -> int:
@@ -130,17 +131,20 @@ class FloatFormat:
 
     @property
     def shift_max(self) -> int:
-        """The largest k of use: float32's smallest normal number becomes the format's own."""
-        return self.emin + 126
+        """The largest k of use: float32's smallest normal number becomes the format's own.
+
+        The IEEE formats with exp = 1 have no normal numbers: there the largest is just above.
+        """
+        return min(self.emin, self.emax) + 126
 
 
 def _float32_bits(value: float) -> int:
     return int(struct.unpack("<I", struct.pack("<f", value))[0])
 
 
-def _fn(exp: int, man: int) -> FloatFormat:
+def _fn_special(bits: int) -> Special:
     """The "fn" formats: as in OCP, all ones is NaN from 8 bits on; narrower ones have none."""
-    return FloatFormat(exp, man, "nan" if 1 + exp + man >= 8 else "none")
+    return "nan" if bits >= 8 else "none"
 
 
 NAMED = {"bf16": FloatFormat(8, 7), "fp16": FloatFormat(5, 10), "fp32": FloatFormat(8, 23)}
@@ -160,7 +164,7 @@ def parse_format(name: str) -> FloatFormat:
             f"with X 1..8 and Y 0..23, and {', '.join(NAMED)}"
         )
     exp, man = int(match[1]), int(match[2])
-    return _fn(exp, man) if match[3] else FloatFormat(exp, man)
+    return FloatFormat(exp, man, _fn_special(1 + exp + man) if match[3] else "ieee")
 
 
 @dataclass(frozen=True)
@@ -169,7 +173,7 @@ class Cast:
 
     rounding: "nearest" (ties to even; where man = 0 and both neighbours are odd, to the larger
         magnitude, IEEE 754-2019 4.3.1), "zero", or "stochastic" (up with the probability of the
-        part cut off, 31 random bits).
+        part cut off, to 31 - man bits).
     overflow: what a finite number too large becomes, tested after rounding: "saturate" (the
         largest finite number) or "inf" (infinity, else NaN, else the largest number). With
         rounding "zero" it is always the largest number. Infinity itself stays infinity.

@@ -30,6 +30,7 @@ CPD_FN F subtract(F a, F b) {
     asm("sub.rn.f32 %0, %1, %2;" : "=f"(difference) : "f"(a), "f"(b));
     return difference;
 }
+CPD_FN U truncate(F x) { return (U)(int)x; }
 CPD_FN I less(U a, U b) { return (int)a < (int)b ? -1 : 0; }
 CPD_FN I equal(U a, U b) { return a == b ? -1 : 0; }
 CPD_FN U lane_numbers() { return 0; }
@@ -59,6 +60,7 @@ CPD_FN U bits_of(F x) { return (U)x; }
 CPD_FN F from_bits(U u) { return (F)u; }
 CPD_FN F add(F a, F b) { return a + b; }
 CPD_FN F subtract(F a, F b) { return a - b; }
+CPD_FN U truncate(F x) { return (U) __builtin_convertvector(x, I); }
 CPD_FN I less(U a, U b) { return (I)a < (I)b; }
 CPD_FN I equal(U a, U b) { return (I)a == (I)b; }
 CPD_FN U lane_numbers() { return U{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }

@@ -29,7 +29,11 @@ struct Encoder {
     u32 normal_from;  // float32 bits of the smallest value that becomes a normal number
     F spacing;        // plus it, a smaller value is rounded to a multiple of the smallest number
     int emin_field;   // exponent field of float32 at the format's smallest normal number
+    u32 to_fixed;     // added to float32 bits: times 2^(31 - emin)
+    u32 least_fixed;  // float32 bits that this makes 1/2
 };
+
+#define CPD_FIXED_FROM 33  // emin_field from which to_fixed and least_fixed are right
 
 CPD_FN Encoder make_encoder(const Cast& cast, int k) {
     int emin = scaled_emin(cast, k);
@@ -39,10 +43,13 @@ CPD_FN Encoder make_encoder(const Cast& cast, int k) {
     e.half = cast.man == 23 ? 0 : (1u << (e.drop - 1)) - (cast.man > 0);
     e.odd = cast.man > 0 && cast.man < 23;
     e.rebias = (u32)(emin + 126) << cast.man;
-    // At float32's own smallest exponent cutting bits is right for subnormal numbers too.
-    e.normal_from = emin == -126 ? 0 : (u32)(emin + 127) << 23;
+    // At float32's own smallest exponent cutting bits is right for subnormal numbers too,
+    // but with no mantissa bit the tie below the smallest number must go down, to zero.
+    e.normal_from = emin == -126 && cast.man > 0 ? 0 : (u32)(emin + 127) << 23;
     e.spacing = from_bits(lanes((u32)(emin - cast.man + 23 + 127) << 23));
     e.emin_field = emin + 127;
+    e.to_fixed = (u32)(31 - emin) << 23;
+    e.least_fixed = (u32)(emin + 95) << 23;
     return e;
 }
 
@@ -53,17 +60,29 @@ CPD_FN U round_nearest(const Cast& cast, const Encoder& e, U a) {
     return less(a, lanes(e.normal_from)) ? small : normal;
 }
 
-// Magnitude bits a to a code, up where the part cut off plus random (31 bits) reaches one unit.
-CPD_FN U round_random(const Cast& cast, const Encoder& e, U a, U random) {
+// round_random where the fixed point below would leave float32: shifts each lane by its own count.
+CPD_FN U round_random_tiny(const Cast& cast, const Encoder& e, U a, U random) {
     U exponent = a >> 23;
-    U zero = lanes(0), emin = lanes((u32)e.emin_field);
+    U zero = lanes(0), emin = lanes((u32)e.emin_field), bits = lanes(31u - (u32)cast.man);
     U field = larger(exponent, lanes(1));
     U significand = (a & 0x7fffffu) | (less(zero, exponent) ? lanes(0x800000u) : zero);
     U cut = larger(emin - field, zero) + (u32)e.drop;
-    U last = smaller(cut, lanes(31));  // bits beyond 31 are cut first: too small to tell
+    U last = smaller(cut, bits);  // bits beyond are cut first
     U kept = significand >> smaller(cut - last, lanes(31));
-    U rounded = (kept + (random >> (31u - last))) >> last;
+    U rounded = (kept + (random >> (bits - last))) >> last;
     return rounded + ((larger(field, emin) - emin) << cast.man);
+}
+
+// Magnitude bits a to a code, up where the part cut off plus random reaches one unit; random has
+// 31 - man bits, and so many of the part cut off count.
+CPD_FN U round_random(const Cast& cast, const Encoder& e, U a, U random) {
+    if (e.emin_field < CPD_FIXED_FROM) return round_random_tiny(cast, e, a, random);
+    int bits = 31 - cast.man;
+    U normal = ((a + (random >> (bits - e.drop))) >> e.drop) - e.rebias;
+    // A small number times 2^(31 - emin) is an integer of 31 bits, man of them before the point.
+    U fixed = truncate(from_bits(larger(a, lanes(e.least_fixed)) + e.to_fixed));
+    U small = (fixed + random) >> bits;
+    return less(a, lanes(e.normal_from)) ? small : normal;
 }
 
 // Which lanes saturated, became zero, or were not finite: -1 for each.

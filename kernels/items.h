@@ -21,7 +21,7 @@ CPD_FN U encode_value(const Cast& cast, const Encoder& e, F x, Key key, u64 inde
         code = round_nearest(cast, e, a);
     } else {
         U random = cast.rounding == CPD_STOCHASTIC ? random31(key, index) : lanes(0);
-        code = round_random(cast, e, a, random);
+        code = round_random(cast, e, a, random >> cast.man);
     }
     Events events;
     code = finish_code(cast, u, code, events);

@@ -4,23 +4,25 @@
 
 #include "cpd.h"
 
-// C. Wellons' lowbias32 finaliser ("Prospecting for hash functions", 2018).
-CPD_FN U mix(U h) {
-    h = (h ^ (h >> 16)) * 0x7feb352du;
-    h = (h ^ (h >> 15)) * 0x846ca68bu;
-    return h ^ (h >> 16);
-}
+// The part of the key and of the index's high word that enters first, and half-way.
+CPD_FN u32 first_key(Key key, u32 high) { return key.low ^ high * 0x85ebca6bu; }
+CPD_FN u32 second_key(Key key, u32 high) { return key.high ^ high * 0x9e3779b9u; }
 
 // 31 random bits for elements index, index + 1, ... of the lanes.
 CPD_FN U random31(Key key, u64 index) {
-    U low = lane_numbers() + (u32)index;
-    // A lane whose low word has wrapped round belongs to the next high word. The comparison is
-    // unsigned: flipping the top bits makes the signed one do it.
-    U flip = lanes(0x80000000u);
-    I wrapped = less(low ^ flip, lanes((u32)index) ^ flip);
-    U high = lanes((u32)(index >> 32)) - (U)wrapped;
-    U h = mix(low ^ key.low);
-    return mix(h + key.high + high * 0x9e3779b9u) >> 1;
+    u32 low_index = (u32)index, high = (u32)(index >> 32);
+    U low = lane_numbers() + low_index;
+    U first = lanes(first_key(key, high)), second = lanes(second_key(key, high));
+    if (low_index > 0u - CPD_GROUP) {  // lanes whose low word has wrapped round, and is small
+        I next = less(low, lanes(CPD_GROUP)) & ~less(low, lanes(0));
+        first = next ? lanes(first_key(key, high + 1)) : first;
+        second = next ? lanes(second_key(key, high + 1)) : second;
+    }
+    // C. Wellons' lowbias32 ("Prospecting for hash functions", 2018), the second key half-way.
+    U h = low ^ first;
+    h = (h ^ (h >> 16)) * 0x7feb352du;
+    h = (h ^ (h >> 15) ^ second) * 0x846ca68bu;
+    return (h ^ (h >> 16)) >> 1;
 }
 
 #endif

@@ -22,18 +22,17 @@ def random31(key: Key, index: Array) -> Array:
     """Return the 31 random bits of each element: a hash of the stream's key and the index.
 
     index: uint64[n]; returns uint32[n] below 2**31
-    Source: C. Wellons' lowbias32 finaliser ("Prospecting for hash functions", 2018), twice.
+    Source: C. Wellons' lowbias32 ("Prospecting for hash functions", 2018); the second word of the
+    key joins half-way, and multiples of the index's high word with both.
     """
-
-    def mix(h: Array) -> Array:
-        h = (h ^ (h >> np.uint32(16))) * np.uint32(0x7FEB352D)
-        h = (h ^ (h >> np.uint32(15))) * np.uint32(0x846CA68B)
-        return h ^ (h >> np.uint32(16))
 
     low = (index & np.uint64(0xFFFFFFFF)).astype(np.uint32)
     high = (index >> np.uint64(32)).astype(np.uint32)
-    h = mix(low ^ np.uint32(key[0]))
-    return mix(h + np.uint32(key[1]) + high * np.uint32(0x9E3779B9)) >> np.uint32(1)
+    h = low ^ np.uint32(key[0]) ^ (high * np.uint32(0x85EBCA6B))
+    h = (h ^ (h >> np.uint32(16))) * np.uint32(0x7FEB352D)
+    h = h ^ (h >> np.uint32(15)) ^ np.uint32(key[1]) ^ (high * np.uint32(0x9E3779B9))
+    h = h * np.uint32(0x846CA68B)
+    return (h ^ (h >> np.uint32(16))) >> np.uint32(1)
 
 
 def _encode(
@@ -50,7 +49,9 @@ def _encode(
     if cast.rounding == "nearest":
         up = (rest > 0.5) | ((rest == 0.5) & (whole % 2 == 1))
     elif cast.rounding == "stochastic":
-        up = np.floor(np.ldexp(rest, 31)) + random31(key, index) >= 2.0**31
+        bits = 31 - fmt.man  # of the rest that count, and of the random number
+        random = random31(key, index) >> np.uint32(fmt.man)
+        up = np.floor(np.ldexp(rest, bits)) + random >= 2.0**bits
     else:
         up = np.zeros(x.shape, bool)
     # A carry out of the mantissa moves into the exponent by itself.

@@ -1,0 +1,187 @@
+"""Arrays in small formats: quantize, encode, decode, pack and unpack for NumPy, CuPy and torch."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from .formats import Cast, FloatFormat, Overflow, Rounding, packed_bytes, parse_format
+from .ops import backend_of
+from .randomness import random_key
+
+CODE_DTYPES = ("uint8", "uint16", "uint32")
+
+
+def quantize(
+    x: Any,
+    fmt: str | FloatFormat,
+    rounding: Rounding = "nearest",
+    overflow: Overflow = "inf",
+    *,
+    shift: int = 0,
+    seed: int = 0,
+) -> Any:
+    """Return the numbers of a format that x rounds to, as a new array (CPD's float_quantize).
+
+    x: float32, any shape; NumPy array, CuPy array or torch tensor on the CPU; not changed
+    fmt: a FloatFormat or its name, as "e5m2", "e4m3fn", "bf16"
+    rounding, overflow: as in Cast
+    shift: round x * 2**shift and divide again: moves the range of the format, exactly
+    seed: picks the random bits of rounding "stochastic"; the same seed gives the same result
+    Returns float32 of x's kind and shape. NaN stays NaN and infinity stays infinity, or becomes
+    NaN in formats without it (e4m3fn).
+    Raises TypeError where x is something else; ValueError for an unknown format or word, a shift
+    outside the format's shift_min..shift_max, and where x holds NaN or infinity and the format
+    can hold neither (e2m1fn), or NaN and the format has only infinity (man = 0).
+    """
+    cast = _cast("quantize", fmt, rounding, overflow, shift)
+    flat, restore = _flat("quantize", "x", x, ("float32",))
+    codes = _encode("quantize", flat, cast, shift, seed)
+    return restore(backend_of(flat).decode(codes, cast.fmt, shift))
+
+
+def encode(
+    x: Any,
+    fmt: str | FloatFormat,
+    rounding: Rounding = "nearest",
+    overflow: Overflow = "inf",
+    *,
+    shift: int = 0,
+    seed: int = 0,
+) -> Any:
+    """Return the code of each x * 2**shift, one integer each.
+
+    x: float32, any shape, and the other arguments and errors as for quantize
+    Returns x's kind and shape: uint8 for formats up to 8 bits, uint16 up to 16, else uint32.
+    """
+    cast = _cast("encode", fmt, rounding, overflow, shift)
+    flat, restore = _flat("encode", "x", x, ("float32",))
+    codes = _encode("encode", flat, cast, shift, seed)
+    return restore(codes.astype(_code_dtype(cast.fmt.bits)))
+
+
+def decode(codes: Any, fmt: str | FloatFormat, shift: int = 0) -> Any:
+    """Return the number of each code times 2**-shift.
+
+    codes: uint8, uint16 or uint32, any shape; NumPy array, CuPy array or torch tensor on the CPU
+    fmt, shift: as they were for encode
+    Returns float32 of the kind and shape of codes.
+    Raises TypeError where codes is something else; ValueError for an unknown format, a shift out
+    of range, and codes that do not fit into the format's bits.
+    """
+    cast = _cast("decode", fmt, "nearest", "inf", shift)
+    flat, restore = _flat("decode", "codes", codes, CODE_DTYPES)
+    wide = _checked_codes("decode", flat, cast.fmt.bits)
+    return restore(backend_of(flat).decode(wide, cast.fmt, shift))
+
+
+def pack(codes: Any, bits: int) -> Any:
+    """Return codes packed at a width, in whole tiles of 1024 values: the bytes that travel.
+
+    codes: uint8, uint16 or uint32, any shape, taken flat; bits: 1..32
+    Returns uint8[ceil(n / 1024) * 128 * bits] of the kind of codes.
+    Raises TypeError where codes is something else; ValueError for bits out of range and codes
+    of 2**bits or more.
+    """
+    _check_bits("pack", bits)
+    flat, restore = _flat("pack", "codes", codes, CODE_DTYPES)
+    packed = backend_of(flat).pack(_checked_codes("pack", flat, bits), bits)
+    return restore(packed, packed.shape)
+
+
+def unpack(packed: Any, bits: int, n: int) -> Any:
+    """Return the n codes that pack packed at a width.
+
+    packed: uint8[ceil(n / 1024) * 128 * bits]; bits: 1..32; n: how many codes there were
+    Returns uint8[n] for bits up to 8, uint16[n] up to 16, else uint32[n], of the kind of packed.
+    Raises TypeError where packed is something else; ValueError where bits or n is out of range
+    or the size of packed does not belong to them.
+    """
+    _check_bits("unpack", bits)
+    flat, restore = _flat("unpack", "packed", packed, ("uint8",))
+    if n < 0:
+        raise ValueError(f"unpack: n={n}: a number of codes, 0 or more, is allowed")
+    if flat.size != packed_bytes(n, bits):
+        raise ValueError(
+            f"unpack: packed has {flat.size} bytes: "
+            f"n={n} codes of {bits} bits take {packed_bytes(n, bits)}"
+        )
+    codes = backend_of(flat).unpack(flat, bits, n)
+    return restore(codes.astype(_code_dtype(bits)), (n,))
+
+
+def _cast(
+    function: str, fmt: str | FloatFormat, rounding: Rounding, overflow: Overflow, shift: int
+) -> Cast:
+    """The checked Cast; a shift is exact only within the limits of the format."""
+    cast = Cast(parse_format(fmt) if isinstance(fmt, str) else fmt, rounding, overflow)
+    low, high = cast.fmt.shift_min, cast.fmt.shift_max
+    if not low <= shift <= high:
+        raise ValueError(
+            f"{function}: shift={shift}: {cast.fmt.name} allows {low}..{high}, where it is exact"
+        )
+    return cast
+
+
+def _encode(function: str, x: Any, cast: Cast, shift: int, seed: int) -> Any:
+    """Encode a flat array, unless it holds what the format would turn into another number."""
+    fmt = cast.fmt
+    if not fmt.has_nan and bool((x != x).any()):
+        raise ValueError(f"{function}: x holds NaN, and {fmt.name} has no code for it")
+    if not fmt.carries_nonfinite and bool((abs(x) == np.inf).any()):
+        raise ValueError(f"{function}: x holds infinity, and {fmt.name} has no code for it")
+    return backend_of(x).encode(x, cast, shift, random_key(seed))
+
+
+def _code_dtype(bits: int) -> type[np.unsignedinteger[Any]]:
+    return np.uint8 if bits <= 8 else np.uint16 if bits <= 16 else np.uint32
+
+
+def _check_bits(function: str, bits: int) -> None:
+    if not 1 <= bits <= 32:
+        raise ValueError(f"{function}: bits={bits}: 1..32 is allowed")
+
+
+def _checked_codes(function: str, codes: Any, bits: int) -> Any:
+    """codes as uint32, all of them below 2**bits."""
+    wide = codes.astype(np.uint32)
+    if wide.size and int(wide.max()) >> bits:
+        raise ValueError(
+            f"{function}: codes: {int(wide.max())} is too large: "
+            f"{bits} bits allow 0..{(1 << bits) - 1}"
+        )
+    return wide
+
+
+def _flat(
+    function: str, argument: str, array: Any, dtypes: tuple[str, ...]
+) -> tuple[Any, Callable[..., Any]]:
+    """Return array as a flat NumPy or CuPy array, and what brings a result to its kind and shape.
+
+    A torch tensor shows that torch is loaded, so it is not imported here.
+    """
+    kind = type(array).__module__.partition(".")[0]
+    is_array = kind in ("torch", "cupy") or isinstance(array, np.ndarray)
+    came = str(getattr(array, "dtype", "")).removeprefix("torch.") if is_array else ""
+    place = array.device.type if kind == "torch" and came else "cpu"
+    if came not in dtypes or place != "cpu":
+        name = type(array).__name__
+        raise TypeError(
+            f"{function}: {argument} is {name}{f' of {came}' if came else ''}"
+            f"{f' on {place}' if place != 'cpu' else ''}: allowed are {', '.join(dtypes)} "
+            "in a NumPy array, a CuPy array or a torch tensor on the CPU"
+        )
+    shape = tuple(array.shape)
+    if kind == "torch":
+        plain = array.detach().numpy()
+    else:
+        plain = np.asarray(array) if isinstance(array, np.ndarray) else array  # no subclasses
+
+    def restore(result: Any, new_shape: tuple[int, ...] = shape) -> Any:
+        shaped = result.reshape(new_shape)
+        return sys.modules["torch"].from_numpy(shaped) if kind == "torch" else shaped
+
+    return plain.ravel(), restore

@@ -1,0 +1,78 @@
+"""Fixtures that several files share: the implementations of the array operations."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+
+class OnGpu:
+    """ops.gpu for NumPy arrays: moves the arguments over, and what was written back."""
+
+    def __init__(self, ops: ModuleType, cupy: ModuleType) -> None:
+        self._ops, self._cupy = ops, cupy
+
+    def __getattr__(self, name: str) -> Any:
+        function, cupy = getattr(self._ops, name), self._cupy
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            moved: dict[int, Any] = {}
+
+            def move(value: Any) -> Any:
+                if not isinstance(value, np.ndarray):
+                    return value
+                return moved.setdefault(id(value), cupy.asarray(value))
+
+            result = function(*map(move, args), **{k: move(v) for k, v in kwargs.items()})
+            for value in (*args, *kwargs.values()):
+                if isinstance(value, np.ndarray) and value.flags.writeable:
+                    value[...] = cupy.asnumpy(moved[id(value)])
+            return cupy.asnumpy(result) if isinstance(result, cupy.ndarray) else result
+
+        return call
+
+
+def _cupy() -> ModuleType:
+    if importlib.util.find_spec("cupy") is None:
+        pytest.skip("CuPy is not installed")
+    cupy = importlib.import_module("cupy")
+    try:
+        count = cupy.cuda.runtime.getDeviceCount()
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        pytest.skip(f"no GPU: {error}")
+    if not count:
+        pytest.skip("no GPU: CuPy sees none")
+    return cupy
+
+
+def _backend(name: str) -> Any:
+    if name == "gpu":
+        cupy = _cupy()  # first: it skips where there is none
+        return OnGpu(importlib.import_module("cpdhpc.ops.gpu"), cupy)
+    return importlib.import_module(f"cpdhpc.ops.{name}")
+
+
+GPU = pytest.param("gpu", marks=pytest.mark.gpu)
+
+
+@pytest.fixture(scope="session", params=["reference", "cpu", GPU])
+def ops(request: pytest.FixtureRequest) -> Any:
+    """The array operations, once per implementation; all take and give NumPy arrays."""
+    return _backend(request.param)
+
+
+@pytest.fixture(scope="session", params=["cpu", GPU])
+def fast_ops(request: pytest.FixtureRequest) -> Any:
+    """As ops without the reference: for millions of values, and for comparing with it."""
+    return _backend(request.param)
+
+
+@pytest.fixture(scope="session")
+def cupy() -> ModuleType:
+    """CuPy, where it and a GPU are there."""
+    return _cupy()

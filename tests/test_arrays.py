@@ -1,0 +1,210 @@
+"""The public array functions over NumPy and torch: results, kinds, shapes and errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import oracles
+import pytest
+
+import cpdhpc
+from cpdhpc.formats import Cast, FloatFormat, parse_format
+from cpdhpc.ops import reference
+from cpdhpc.randomness import random_key
+
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in ldexp")  # in gfloat
+
+KINDS = ["numpy", "torch", pytest.param("cupy", marks=pytest.mark.gpu)]
+WIDTHS = {"e2m1fn": "uint8", "e4m3": "uint8", "e4m4": "uint16", "fp16": "uint16", "e6m10": "uint32"}
+
+
+class Kind:
+    """Makes arrays of one kind and turns them back into NumPy's."""
+
+    def __init__(self, name: str, module: Any) -> None:
+        self.name, self.module = name, module
+
+    def make(self, array: np.ndarray) -> Any:
+        return self.module.from_numpy(array) if self.name == "torch" else self.module.array(array)
+
+    def back(self, array: Any) -> np.ndarray:
+        assert type(array).__module__.partition(".")[0] == self.name
+        return array.get() if self.name == "cupy" else np.asarray(array)
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> Kind:
+    if request.param == "cupy":
+        return Kind("cupy", request.getfixturevalue("cupy"))
+    return Kind(request.param, pytest.importorskip(request.param))
+
+
+def values(*shape: int) -> np.ndarray:
+    return np.random.default_rng(1).standard_normal(shape).astype(np.float32) * 3
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (7,), (3, 5), (2, 0, 4), (2, 3, 700)])
+def test_quantize_keeps_kind_shape_and_input(kind: Kind, shape: tuple[int, ...]) -> None:
+    x = np.asarray(values(*shape), np.float32)
+    given = kind.make(x.copy())
+    got = kind.back(cpdhpc.quantize(given, "e4m3"))
+    assert got.dtype == np.float32 and got.shape == shape
+    expected = oracles.gfloat_round(x.reshape(-1), parse_format("e4m3")).reshape(shape)
+    assert np.array_equal(got, expected)
+    assert np.array_equal(kind.back(given), x)
+
+
+@pytest.mark.parametrize("name", [*oracles.ML_DTYPES, "e3m4", "e6m9"])
+def test_quantize_rounds_to_the_nearest_number(kind: Kind, name: str) -> None:
+    x, fmt = oracles.structured(0, 65536, oracles.SIXTEEN_LOWS[2:3]), parse_format(name)
+    x = x[np.isfinite(x)] if fmt.special == "none" else x
+    got = kind.back(cpdhpc.quantize(kind.make(x), fmt))
+    assert np.array_equal(got, oracles.gfloat_round(x, fmt), equal_nan=True)
+
+
+def test_rounding_overflow_shift_and_seed(kind: Kind) -> None:
+    x, fmt = values(3000), parse_format("e3m2")
+    for rounding, overflow, shift, seed in (
+        ("zero", "inf", 0, 0),
+        ("nearest", "saturate", 5, 0),
+        ("stochastic", "inf", -2, 7),
+    ):
+        cast = Cast(fmt, rounding, overflow)  # type: ignore[arg-type]
+        codes = reference.encode(x, cast, shift, random_key(seed))
+        words = {"rounding": rounding, "overflow": overflow, "shift": shift, "seed": seed}
+        given = kind.make(x)
+        assert np.array_equal(kind.back(cpdhpc.encode(given, "e3m2", **words)), codes)
+        quantized = kind.back(cpdhpc.quantize(given, "e3m2", **words))
+        assert np.array_equal(quantized, reference.decode(codes, fmt, shift))
+    draws = [kind.back(cpdhpc.encode(kind.make(x), fmt, "stochastic", seed=s)) for s in (1, 1, 2)]
+    assert np.array_equal(draws[0], draws[1]) and not np.array_equal(draws[0], draws[2])
+
+
+@pytest.mark.parametrize(("name", "dtype"), WIDTHS.items())
+def test_codes_go_round_through_packing(kind: Kind, name: str, dtype: str) -> None:
+    fmt, x = parse_format(name), values(5, 411)
+    codes = cpdhpc.encode(kind.make(x), name)
+    plain = kind.back(codes)
+    assert plain.dtype == dtype and plain.shape == x.shape
+    packed = cpdhpc.pack(codes, fmt.bits)
+    assert kind.back(packed).tobytes() == oracles.pack_integers(plain.reshape(-1), fmt.bits)
+    unpacked = cpdhpc.unpack(packed, fmt.bits, x.size)
+    assert kind.back(unpacked).dtype == dtype
+    assert np.array_equal(kind.back(unpacked), plain.reshape(-1))
+    assert np.array_equal(
+        kind.back(cpdhpc.decode(codes, name)), kind.back(cpdhpc.quantize(kind.make(x), name))
+    )
+
+
+def test_arrays_that_are_not_contiguous(kind: Kind) -> None:
+    x = values(40, 60)
+    given = kind.make(x)
+    for view, plain in ((given.T, x.T), (given[::3, 1::7], x[::3, 1::7]), (given[5], x[5])):
+        got = kind.back(cpdhpc.quantize(view, "e5m2"))
+        assert np.array_equal(got, oracles.gfloat_round(plain.copy(), parse_format("e5m2")))
+        codes = kind.back(cpdhpc.encode(view, "e5m2"))
+        assert np.array_equal(
+            codes.view(np.uint8), kind.back(cpdhpc.encode(kind.make(plain.copy()), "e5m2"))
+        )
+
+
+def test_torch_tensors_that_need_gradients() -> None:
+    torch = pytest.importorskip("torch")
+    parameter = torch.nn.Parameter(torch.tensor([1.1, 2.6]))
+    got = cpdhpc.quantize(parameter, "e5m2")
+    assert type(got) is torch.Tensor and got.tolist() == [1.0, 2.5] and not got.requires_grad
+
+
+@pytest.mark.parametrize("function", [cpdhpc.quantize, cpdhpc.encode])
+def test_what_a_format_cannot_hold_is_an_error(kind: Kind, function: Any) -> None:
+    for name, special in (
+        ("e2m1fn", np.nan),
+        ("e2m3fn", -np.inf),
+        ("e3m2fn", np.inf),
+        ("e3m0", np.nan),
+    ):
+        x = values(2000)
+        x[1999] = special
+        what = "NaN" if np.isnan(special) else "infinity"
+        message = f"^{function.__name__}: x holds {what}, and {name} has no code for it"
+        with pytest.raises(ValueError, match=message):
+            function(kind.make(x), name)
+
+
+def test_nonfinite_values_that_a_format_holds(kind: Kind) -> None:
+    x = kind.make(np.array([np.inf, -np.inf, np.nan], np.float32))
+    assert kind.back(cpdhpc.quantize(x, "e5m2", "nearest", "saturate"))[:2].tolist() == [
+        np.inf,
+        -np.inf,
+    ]
+    assert np.isnan(kind.back(cpdhpc.quantize(x, "e5m2"))[2])
+    assert np.isnan(kind.back(cpdhpc.quantize(x, "e4m3fn"))).all()  # has NaN, but no infinity
+    assert np.isinf(kind.back(cpdhpc.quantize(x[:2], "e3m0"))).all()
+
+
+@pytest.mark.parametrize(
+    ("given", "came"),
+    [
+        ([1.0], "list"),
+        (1.0, "float"),
+        (np.ones(2), "ndarray of float64"),
+        (np.ones(2, ">f4"), "ndarray of >f4"),
+        (np.ones(2, np.float16), "ndarray of float16"),
+        (np.float32(1), "float32"),
+        (np.ones(2, np.int32), "ndarray of int32"),
+    ],
+)
+def test_other_values_are_type_errors(given: Any, came: str) -> None:
+    for function in (cpdhpc.quantize, cpdhpc.encode):
+        message = f"^{function.__name__}: x is {came}: allowed are float32 in"
+        with pytest.raises(TypeError, match=message):
+            function(given, "e5m2")
+
+
+def test_other_tensors_are_type_errors() -> None:
+    torch = pytest.importorskip("torch")
+    with pytest.raises(TypeError, match=r"^quantize: x is Tensor of bfloat16: allowed are float32"):
+        cpdhpc.quantize(torch.ones(2, dtype=torch.bfloat16), "e5m2")
+    with pytest.raises(TypeError, match=r"^encode: x is Tensor of float32 on meta: allowed"):
+        cpdhpc.encode(torch.ones(2, device="meta"), "e5m2")
+
+
+def test_codes_of_another_type_are_errors() -> None:
+    for function, words in ((cpdhpc.decode, ("e5m2",)), (cpdhpc.pack, (8,))):
+        with pytest.raises(TypeError, match="codes is ndarray of int64: allowed are uint8, uint16"):
+            function(np.ones(2, np.int64), *words)
+    with pytest.raises(TypeError, match="packed is ndarray of uint16: allowed are uint8 in"):
+        cpdhpc.unpack(np.ones(2, np.uint16), 8, 2)
+
+
+def test_codes_out_of_range_are_errors(kind: Kind) -> None:
+    codes = kind.make(np.array([0, 15, 16], np.uint8))
+    with pytest.raises(ValueError, match=r"^decode: codes: 16 is too large: 4 bits allow 0..15"):
+        cpdhpc.decode(codes, "e2m1fn")
+    with pytest.raises(ValueError, match=r"^pack: codes: 16 is too large: 4 bits allow 0..15"):
+        cpdhpc.pack(codes, 4)
+    assert cpdhpc.pack(codes[:2], 4).shape == (512,)
+    top = kind.make(np.array([2**32 - 1], np.uint32))
+    assert kind.back(cpdhpc.unpack(cpdhpc.pack(top, 32), 32, 1)).tolist() == [2**32 - 1]
+
+
+def test_arguments_out_of_range_are_errors() -> None:
+    x, codes = values(4), np.zeros(4, np.uint8)
+    with pytest.raises(ValueError, match=r"^quantize: shift=1: e8m7 allows 0..0"):
+        cpdhpc.quantize(x, "bf16", shift=1)
+    with pytest.raises(ValueError, match=r"^decode: shift=-200: e5m2 allows -112..112"):
+        cpdhpc.decode(codes, "e5m2", shift=-200)
+    for bits in (0, 33, -1):
+        with pytest.raises(ValueError, match=f"^pack: bits={bits}: 1..32"):
+            cpdhpc.pack(codes, bits)
+        with pytest.raises(ValueError, match=f"^unpack: bits={bits}: 1..32"):
+            cpdhpc.unpack(codes, bits, 4)
+    with pytest.raises(ValueError, match="packed has 4 bytes: n=4 codes of 8 bits take 1024"):
+        cpdhpc.unpack(codes, 8, 4)
+    with pytest.raises(ValueError, match="n=-1"):
+        cpdhpc.unpack(codes, 8, -1)
+    with pytest.raises(ValueError, match="parse_format: 'fp8'"):
+        cpdhpc.quantize(x, "fp8")
+    with pytest.raises(ValueError, match="rounding='up'"):
+        cpdhpc.quantize(x, FloatFormat(5, 2), "up")

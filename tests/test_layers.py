@@ -1,0 +1,167 @@
+"""The import rules of docs/design.md, read from the source, and that importing has no effects."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import cpdhpc
+
+PACKAGE = Path(cpdhpc.__file__).parent
+BASE = {"formats", "randomness", "partition", "config", "store"}
+MAY_IMPORT = {  # part of the package -> the parts it may import, besides itself
+    **{name: BASE for name in BASE},
+    "_cpu": set(),
+    "ops": BASE | {"_cpu", "kernels"},
+    "arrays": BASE | {"ops"},
+    "kernels": set(),
+    "comm": BASE | {"ops"},
+    "compress": BASE | {"ops", "comm"},
+    "provenance": BASE | {"_cpu", "comm"},
+    "train": BASE | {"ops", "comm", "compress", "provenance"},
+    "info": BASE | {"ops", "comm", "train", "provenance"},
+    "bench": BASE | {"ops", "arrays", "comm", "compress", "train", "provenance"},
+    "study": {"formats", "config", "store"},
+    "__init__": set(),
+}
+ONLY_HERE = {  # outside package -> where it may be imported
+    "mpi4py": ("comm/world.py",),
+    "cupy": ("ops/gpu.py",),
+    "torch": ("train/",),
+    "h5py": ("store.py",),
+}
+NEVER_LOADED = ("mpi4py.MPI", "cupy", "matplotlib")
+
+
+@cache
+def sources() -> dict[str, ast.Module]:
+    """Path inside the package -> syntax tree, of every module."""
+    return {
+        path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text())
+        for path in sorted(PACKAGE.rglob("*.py"))
+    }
+
+
+def imports(tree: ast.AST, path: str) -> Iterator[str]:
+    """Full dotted names that a module imports, anywhere in it but for type checkers."""
+    package = ["cpdhpc", *path.split("/")[:-1]]
+    for node in running(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) + 1 - node.level] if node.level else []
+            base = base + ([node.module] if node.module else [])
+            yield from (".".join([*base, alias.name]) for alias in node.names)
+
+
+def running(tree: ast.AST, functions: bool = True) -> Iterator[ast.AST]:
+    """The nodes that ever run, so none for type checkers alone; or those that run on import."""
+    waiting = [tree]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        if functions or not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            waiting += [n for n in ast.iter_child_nodes(node) if not _for_type_checkers(n)]
+
+
+def _for_type_checkers(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+
+
+def part(path: str) -> str:
+    """The part of the package that a path belongs to."""
+    return path.split("/")[0].removesuffix(".py")
+
+
+def wrong_direction(tree: ast.Module, path: str) -> list[str]:
+    """Imports of this package that the layers forbid."""
+    assert part(path) in MAY_IMPORT, f"{path}: say in MAY_IMPORT what it may import"
+    allowed = MAY_IMPORT[part(path)] | {part(path)}
+    found = (name.split(".")[1] for name in imports(tree, path) if name.startswith("cpdhpc."))
+    return [name for name in found if name not in allowed and name != "__version__"]
+
+
+def out_of_place(tree: ast.Module, path: str) -> list[str]:
+    """Imports of outside packages that belong elsewhere."""
+    found = (name.split(".")[0] for name in imports(tree, path))
+    return [n for n in found if n in ONLY_HERE and not path.startswith(ONLY_HERE[n])]
+
+
+@pytest.mark.parametrize("path", sources())
+def test_imports_point_one_way(path: str) -> None:
+    if path == "__main__.py":
+        lazy = [n for n in imports_at_import(path) if n.startswith("cpdhpc.")]
+        assert not lazy, "commands are imported when they are called"
+        return
+    assert wrong_direction(sources()[path], path) == []
+
+
+def imports_at_import(path: str) -> list[str]:
+    """What a module imports outside functions, and where."""
+    statements = [
+        node
+        for node in running(sources()[path], functions=False)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+    ]
+    return [name for node in statements for name in imports(node, path)]
+
+
+@pytest.mark.parametrize("path", sources())
+def test_outside_packages_stay_in_their_place(path: str) -> None:
+    assert out_of_place(sources()[path], path) == []
+    assert not [n for n in imports_at_import(path) if n.startswith(("mpi4py.MPI", "matplotlib"))]
+
+
+def test_the_rules_can_fail() -> None:
+    tree = ast.parse("def f():\n    from ..comm import world\n    import torch, h5py.h5f\n")
+    assert wrong_direction(tree, "ops/x.py") == ["comm"]
+    assert wrong_direction(tree, "train/models/x.py") == []
+    assert out_of_place(tree, "ops/x.py") == ["torch", "h5py"]
+    assert out_of_place(tree, "train/x.py") == ["h5py"]
+    assert wrong_direction(ast.parse("from cpdhpc.train import run"), "study/x.py") == ["train"]
+    assert wrong_direction(ast.parse("from . import comm"), "arrays.py") == ["comm"]
+
+
+def module_names() -> list[str]:
+    """Every module of the package, as imported; those outside it (kernels) are not searched."""
+    names = (path.removesuffix(".py").replace("/", ".") for path in sources())
+    dotted = [f"cpdhpc.{name}".removesuffix(".__init__") for name in names]
+    return [name for name in dotted if name not in ("cpdhpc.__main__", "cpdhpc.ops.gpu")]
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_importing_starts_nothing(training: bool) -> None:
+    """All modules in a fresh interpreter: nothing may start MPI or load what is heavy."""
+    names = [n for n in module_names() if training == n.startswith("cpdhpc.train")]
+    program = (
+        "import importlib, json, sys, threading\n"
+        f"for name in {names!r}: importlib.import_module(name)\n"
+        "print(json.dumps([sorted(sys.modules), threading.active_count()]))"
+    )
+    command = [sys.executable, "-c", program]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert shown.returncode == 0, shown.stderr
+    loaded, threads = json.loads(shown.stdout)
+    assert threads == 1
+    forbidden = [*NEVER_LOADED, *([] if training else ["torch"])]
+    assert [name for name in forbidden if name in loaded] == []
+
+
+def test_public_names_are_listed_and_lazy() -> None:
+    program = (
+        "import sys, cpdhpc; before = set(sys.modules)\n"
+        "assert not [m for m in before if m.startswith('cpdhpc.')], before\n"
+        "assert {'quantize', 'allreduce', '__version__'} <= set(dir(cpdhpc))\n"
+        "for name in cpdhpc._EXPORTS: assert callable(getattr(cpdhpc, name)), name\n"
+        "assert 'mpi4py.MPI' not in sys.modules and 'torch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    with pytest.raises(AttributeError, match="no attribute 'quantise'"):
+        _ = cpdhpc.quantise  # type: ignore[attr-defined]

@@ -1,0 +1,242 @@
+"""Tiles, counts, the fused hop and properties, the same on every implementation."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import oracles
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cpdhpc.formats import (
+    SHIFT_BIAS,
+    SHIFT_NONFINITE,
+    TILE,
+    Cast,
+    FloatFormat,
+    packed_bytes,
+    parse_format,
+    tiles,
+)
+from cpdhpc.ops import reference
+
+LENGTHS = (0, 1, 31, 32, 33, 1023, 1024, 1025, 2500)
+
+
+def gradients(n: int, seed: int = 0) -> np.ndarray:
+    """Normal values whose size differs from tile to tile. float32[n]"""
+    scale = np.ldexp(np.float32(1), (np.arange(n) // TILE * 7) % 40 - 20)
+    return (np.random.default_rng(seed).standard_normal(n) * scale).astype(np.float32)
+
+
+def buffers(n: int, fmt: FloatFormat, shift: int = 0) -> SimpleNamespace:
+    """What encode_tiles writes, filled with rubbish where it must write."""
+    return SimpleNamespace(
+        words=np.full(packed_bytes(n, fmt.bits), 0xA5, np.uint8),
+        shifts=np.full(tiles(n), shift + SHIFT_BIAS, np.uint8),
+        counts=np.full((tiles(n), 3), 0xABCDEF, np.uint32),
+    )
+
+
+@pytest.mark.parametrize("n", LENGTHS)
+def test_amax_tiles(ops: Any, n: int) -> None:
+    x = oracles.awkward(n)
+    got = ops.amax_tiles(x)
+    expected = [np.abs(x[i : i + TILE]).max() for i in range(0, n, TILE)]
+    assert got.dtype == np.uint32 and got.view(np.float32).tolist() == expected
+    for special in (np.nan, -np.inf):
+        for position in (0, n - 1):
+            if n:
+                y = x.copy()
+                y[position] = special
+                assert (ops.amax_tiles(y) >= reference.NONFINITE_BITS).tolist() == [
+                    i == position // TILE for i in range(tiles(n))
+                ]
+
+
+@pytest.mark.parametrize("fit", [False, True])
+@pytest.mark.parametrize("name", ["e4m3", "e2m1fn", "e3m0", "e6m9", "fp32"])
+@pytest.mark.parametrize("n", LENGTHS)
+def test_tiles_equal_their_parts(ops: Any, name: str, n: int, fit: bool) -> None:
+    """encode_tiles is a shift, an encode and a pack per tile; decode_tiles undoes them."""
+    cast = Cast(parse_format(name), "stochastic" if n % 2 else "nearest")
+    x, b, key, offset = gradients(n), buffers(n, cast.fmt), (7, 9), 2**32 - 512
+    ops.encode_tiles(x, cast, b.words, b.shifts, fit=fit, key=key, offset=offset)
+    out = np.full(n, np.float32(77))
+    assert ops.decode_tiles(b.words, b.shifts, cast.fmt, out) == 0
+    for t, start in enumerate(range(0, n, TILE)):
+        part = x[start : start + TILE]
+        stored = ops.fitting_shift(ops.amax_tiles(part), cast.fmt)[0] if fit else SHIFT_BIAS
+        assert b.shifts[t] == stored
+        k = int(stored) - SHIFT_BIAS
+        codes = ops.encode(part, cast, shift=k, key=key, offset=offset + start)
+        size = packed_bytes(TILE, cast.fmt.bits)
+        assert b.words[t * size : (t + 1) * size].tobytes() == oracles.pack_integers(
+            codes, cast.fmt.bits
+        )
+        decoded = ops.decode(codes, cast.fmt, shift=k)
+        oracles.assert_same_values(out[start : start + TILE], decoded, part)
+
+
+@pytest.mark.parametrize("name", ["e5m2", "e4m3fn", "e2m1fn", "e3m0"])
+def test_a_tile_with_nonfinite_values_is_nan_throughout(ops: Any, name: str) -> None:
+    fmt, n = parse_format(name), 3 * TILE + 5
+    for special in (np.nan, np.inf, -np.inf):
+        x, b = gradients(n), buffers(n, fmt)
+        x[TILE + 3] = special
+        ops.encode_tiles(x, Cast(fmt), b.words, b.shifts, fit=True, counts=b.counts)
+        assert (b.shifts == SHIFT_NONFINITE).tolist() == [False, True, False, False]
+        assert b.counts[:, 2].tolist() == [0, 1, 0, 0]
+        out = np.zeros(n, np.float32)
+        assert ops.decode_tiles(b.words, b.shifts, fmt, out) == TILE
+        assert np.isnan(out[TILE : 2 * TILE]).all()
+        assert np.isfinite(out[:TILE]).all() and np.isfinite(out[2 * TILE :]).all()
+
+
+@pytest.mark.parametrize("k", [0, -6, 5])
+def test_counts_are_exact(ops: Any, k: int) -> None:
+    """e4m3, known values: largest 240, smallest 2**-9, halfway points 248 and 2**-10."""
+    fmt, unit = parse_format("e4m3"), 2.0**-k
+    saturating = [248, -248, 300, 1e6, -1e6]
+    vanishing = [2.0**-10, -(2.0**-10), 2.0**-11, -(2.0**-30)]
+    harmless = [0.0, -0.0, 1, 247.9, -240, 2.0**-9, 1.0001 * 2.0**-10]
+    first = np.array(saturating + vanishing + harmless) * unit
+    second = [np.nan, -np.inf, np.inf, 500 * unit]
+    x = np.zeros(TILE + 10, np.float32)
+    x[100 : 100 + len(first)] = first
+    x[TILE : TILE + 4] = second
+    for overflow in ("saturate", "inf"):
+        b = buffers(x.size, fmt, k)
+        cast = Cast(fmt, "nearest", overflow)  # type: ignore[arg-type]
+        ops.encode_tiles(x, cast, b.words, b.shifts, counts=b.counts)
+        assert b.counts.tolist() == [[5, 4, 0], [1, 0, 3]]
+        out = np.empty_like(x)
+        lost = 3 + (6 if overflow == "inf" else 0)
+        assert ops.decode_tiles(b.words, b.shifts, fmt, out) == lost
+
+
+@pytest.mark.parametrize("n", LENGTHS)
+def test_decode_add_and_the_hop_are_compositions(ops: Any, n: int) -> None:
+    for name, fit, rounding in (
+        ("e5m2", True, "stochastic"),
+        ("e4m3", False, "nearest"),
+        ("e2m1fn", True, "nearest"),
+        ("e6m9", True, "zero"),
+        ("fp32", False, "nearest"),
+    ):
+        cast = Cast(parse_format(name), rounding)  # type: ignore[arg-type]
+        x, came = gradients(n, 1), buffers(n, cast.fmt)
+        ops.encode_tiles(gradients(n, 2), cast, came.words, came.shifts, fit=True)
+        decoded = np.empty(n, np.float32)
+        ops.decode_tiles(came.words, came.shifts, cast.fmt, decoded)
+        total = np.empty(n, np.float32)
+        ops.decode_add_tiles(came.words, came.shifts, cast.fmt, x, total)
+        assert np.array_equal(total.view(np.uint32), (x + decoded).view(np.uint32))
+        in_place = x.copy()
+        ops.decode_add_tiles(came.words, came.shifts, cast.fmt, in_place, in_place)
+        assert np.array_equal(in_place.view(np.uint32), total.view(np.uint32))
+        fused, parts = buffers(n, cast.fmt), buffers(n, cast.fmt)
+        words: dict[str, Any] = {"fit": fit, "key": (1, 2), "offset": 4096}
+        ops.decode_add_encode_tiles(
+            came.words,
+            came.shifts,
+            cast,
+            x,
+            fused.words,
+            fused.shifts,
+            counts=fused.counts,
+            **words,
+        )
+        ops.encode_tiles(total, cast, parts.words, parts.shifts, counts=parts.counts, **words)
+        for field in ("words", "shifts", "counts"):
+            assert np.array_equal(getattr(fused, field), getattr(parts, field)), (name, field)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in add")
+def test_the_hop_carries_nonfinite_values_on(ops: Any) -> None:
+    """A marked tile that comes in, and infinity met on the way, mark the tile that goes out."""
+    n, cast = 4 * TILE, Cast(parse_format("e5m2"))
+    sent, x = gradients(n, 3), gradients(n, 4)
+    sent[5], x[TILE + 5] = np.inf, np.nan
+    sent[2 * TILE], x[2 * TILE] = 3e38, 3e38  # the sum overflows float32
+    came, gone = buffers(n, cast.fmt), buffers(n, cast.fmt)
+    ops.encode_tiles(sent, cast, came.words, came.shifts, fit=True)
+    ops.decode_add_encode_tiles(
+        came.words, came.shifts, cast, x, gone.words, gone.shifts, fit=True, counts=gone.counts
+    )
+    assert (gone.shifts == SHIFT_NONFINITE).tolist() == [True, True, True, False]
+    assert gone.counts[:, 2].tolist() == [TILE, 1, 1, 0]
+
+
+@pytest.mark.parametrize("name", ["e5m2", "e4m3fn", "e2m1fn", "e3m0", "e6m9", "bf16"])
+@pytest.mark.parametrize("n", LENGTHS)
+def test_tiles_equal_the_reference(fast_ops: Any, name: str, n: int) -> None:
+    fmt = parse_format(name)
+    for fit, rounding, overflow in (
+        (True, "nearest", "saturate"),
+        (True, "stochastic", "inf"),
+        (False, "nearest", "inf"),
+        (False, "zero", "saturate"),
+    ):
+        cast = Cast(fmt, rounding, overflow)  # type: ignore[arg-type]
+        for x in (gradients(n), oracles.awkward(n)):
+            results = []
+            for backend in (fast_ops, reference):
+                b, out = buffers(n, fmt), np.empty(n, np.float32)
+                words: dict[str, Any] = {"fit": fit, "key": (5, 6), "counts": b.counts}
+                backend.encode_tiles(x, cast, b.words, b.shifts, **words)
+                lost = backend.decode_tiles(b.words, b.shifts, fmt, out)
+                results.append((b.words, b.shifts, b.counts, out.view(np.uint32), lost))
+            for got, expected in zip(*results, strict=True):
+                assert np.array_equal(got, expected)
+
+
+FORMAT = st.builds(
+    lambda exp, man, special: FloatFormat(exp, man, "ieee" if exp == 8 else special),
+    st.integers(2, 8),
+    st.integers(1, 23),
+    st.sampled_from(["ieee", "nan", "none"]),
+)
+FLOAT32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
+BOUNDED = settings(max_examples=60, deadline=None, derandomize=True, database=None)
+
+
+@BOUNDED
+@given(fmt=FORMAT, values=st.lists(FLOAT32, min_size=1, max_size=40))
+def test_rounding_properties(ops: Any, fmt: FloatFormat, values: list[float]) -> None:
+    """Idempotent, odd, monotonic, and at most half a spacing away where nothing saturates."""
+    x, cast = np.sort(np.array(values, np.float32)), Cast(fmt)
+    y = ops.decode(ops.encode(x, cast), fmt)
+    assert np.array_equal(ops.decode(ops.encode(y, cast), fmt), y)
+    assert np.array_equal(ops.decode(ops.encode(-x, cast), fmt), -y)
+    assert np.all(np.diff(y) >= 0)
+    for a, b in zip(x.tolist(), y.tolist(), strict=True):
+        if abs(a) <= fmt.max:
+            exponent = max(int(np.frexp(abs(a))[1]) - 1 if a else -(10**6), 2 - 2 ** (fmt.exp - 1))
+            assert abs(Fraction(a) - Fraction(b)) <= Fraction(2) ** (exponent - fmt.man) / 2
+        else:
+            assert abs(b) == fmt.max
+
+
+@BOUNDED
+@given(
+    fmt=FORMAT,
+    values=st.lists(FLOAT32, min_size=1, max_size=40),
+    rounding=st.sampled_from(["nearest", "zero", "stochastic"]),
+)
+def test_fitted_tiles_never_saturate(
+    ops: Any, fmt: FloatFormat, values: list[float], rounding: Any
+) -> None:
+    """The largest value fits, so nothing saturates unless the range of shifts ends first."""
+    x, cast = np.array(values, np.float32), Cast(fmt, rounding)
+    b = buffers(x.size, fmt)
+    ops.encode_tiles(x, cast, b.words, b.shifts, fit=True, counts=b.counts)
+    if b.shifts[0] > fmt.shift_min + SHIFT_BIAS:
+        assert b.counts[0, 0] == 0
+    out = np.empty_like(x)
+    assert ops.decode_tiles(b.words, b.shifts, fmt, out) == 0
+    assert np.array_equal(np.signbit(out), np.signbit(x))

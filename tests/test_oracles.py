@@ -1,0 +1,198 @@
+"""Encoding against independent answers: ml_dtypes, gfloat, and a table of all numbers."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import oracles
+import pytest
+
+from cpdhpc.formats import Cast, FloatFormat, parse_format
+from cpdhpc.ops import reference
+
+CHUNK = 2048  # upper half-words at a time: what is in flight stays in the cache
+FORMATS = (*oracles.ML_DTYPES, *oracles.ODD)
+CASTS = [("nearest", "inf"), ("nearest", "saturate"), ("zero", "inf"), ("zero", "saturate")]
+SPECIALS = ("ieee", "nan", "none")
+SWEEP = [(e, s) for e in range(1, 9) for s in SPECIALS if e < 8 or s == "ieee"]
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in cast", "ignore:overflow")
+
+
+def ml_dtypes_codes(x: np.ndarray, name: str) -> np.ndarray:
+    """x as ml_dtypes (or NumPy, for fp16) converts it, as codes. uint32[n]"""
+    target = oracles.ML_DTYPES[name]
+    converted = x.astype(np.float16 if target == "float16" else getattr(ml_dtypes, target))
+    return converted.view({1: np.uint8, 2: np.uint16}[converted.itemsize]).astype(np.uint32)
+
+
+def check_nearest(ops: Any, name: str, x: np.ndarray) -> None:
+    """Encode x with rounding to nearest and compare with ml_dtypes and gfloat."""
+    fmt = parse_format(name)
+    codes = ops.encode(x, Cast(fmt, "nearest", "inf"))
+    nan = np.isnan(x)
+    assert np.all(codes[nan] == fmt.nan_code)  # no sign: that of inf - inf differs by processor
+    wrong = np.flatnonzero((codes != ml_dtypes_codes(x, name)) & ~nan)[:4]
+    assert not wrong.size, (name, x[wrong], codes[wrong])
+    number = ~nan if fmt.special == "none" else slice(None)
+    expected = oracles.gfloat_round(x[number], fmt)  # float32 is exact here: only exponents move
+    oracles.assert_same_values(ops.decode(codes, fmt)[number], expected, x[number])
+
+
+@pytest.mark.parametrize("name", oracles.ML_DTYPES)
+def test_2_to_24_values_equal_ml_dtypes_and_gfloat(fast_ops: Any, name: str) -> None:
+    def check(start: int) -> None:
+        check_nearest(fast_ops, name, oracles.structured(start, start + CHUNK))
+
+    with ThreadPoolExecutor(2) as threads:
+        assert len(list(threads.map(check, range(0, 65536, CHUNK)))) * CHUNK * 256 == 2**24
+
+
+@pytest.mark.parametrize("name", oracles.ML_DTYPES)
+def test_reference_on_2_to_20_values(name: str) -> None:
+    check_nearest(reference, name, oracles.structured(0, 65536, oracles.SIXTEEN_LOWS))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_backends_equal_the_reference(fast_ops: Any, name: str) -> None:
+    x = oracles.structured(0, 65536, oracles.SIXTEEN_LOWS)
+    for rounding, overflow in [*CASTS, ("stochastic", "inf"), ("stochastic", "saturate")]:
+        cast = Cast(parse_format(name), rounding, overflow)  # type: ignore[arg-type]
+        got = fast_ops.encode(x, cast, key=(3, 5), offset=2**32 - 2**19)
+        expected = reference.encode(x, cast, key=(3, 5), offset=2**32 - 2**19)
+        assert np.array_equal(got, expected), cast
+    codes = np.arange(1 << parse_format(name).bits, dtype=np.uint32)
+    decoded = [b.decode(codes, parse_format(name)).view(np.uint32) for b in (fast_ops, reference)]
+    assert np.array_equal(*decoded)
+
+
+def ties_to_an_even_significand(x: np.ndarray, fmt: FloatFormat) -> np.ndarray:
+    """Where man = 0 and x lies between two powers of two, which gfloat may round down.
+
+    All significands are odd there: gfloat looks at the code, this package goes up.
+    """
+    a = np.abs(x.astype(np.float64))
+    fraction, exponent = np.frexp(a)
+    smallest_normal = 2.0 ** (2 - 2 ** (fmt.exp - 1))
+    return (fraction == 0.75) & (a > smallest_normal) & (fmt.man == 0) & (exponent < 200)
+
+
+@pytest.mark.parametrize(("rounding", "overflow"), CASTS)
+@pytest.mark.parametrize("name", FORMATS)
+def test_roundings_equal_gfloat(ops: Any, name: str, rounding: str, overflow: str) -> None:
+    fmt = parse_format(name)
+    x = oracles.structured(0, 65536, oracles.SIXTEEN_LOWS[:4])
+    x = x[~np.isnan(x)].astype(np.float64)
+    if fmt.exp == 1:  # gfloat takes the largest number of such a format for a normal one
+        overflow_free = fmt.max if overflow == "saturate" or rounding == "zero" else np.inf
+        x = x[(np.abs(x) <= overflow_free) | np.isinf(x)]
+    expected = oracles.gfloat_round(x, fmt, rounding, overflow)
+    if rounding == "nearest":
+        tie = ties_to_an_even_significand(x, fmt)
+        away = x[tie] * (4 / 3)  # 1.5 * 2**e becomes 2 * 2**e
+        top = fmt.max if overflow == "saturate" else np.inf
+        expected[tie] = np.where(np.abs(away) > fmt.max, np.copysign(top, away), away)
+    cast = Cast(fmt, rounding, overflow)  # type: ignore[arg-type]
+    codes = ops.encode(x.astype(np.float32), cast)
+    oracles.assert_same_values(ops.decode(codes, fmt), expected, x)
+
+
+def around(points: np.ndarray) -> np.ndarray:
+    """Each point, its two neighbours in float32, and all these with a minus sign. float32[6 n]"""
+    middle = points.astype(np.float32)
+    assert np.array_equal(middle, points)  # float32 holds them, or the test would miss them
+    down, up = np.nextafter(middle, np.float32(-1)), np.nextafter(middle, np.float32(np.inf))
+    positive = np.concatenate([np.abs(down), middle, up])
+    return np.concatenate([positive, -positive])
+
+
+@pytest.mark.parametrize(("exp", "special"), SWEEP)
+def test_every_step_of_every_format(ops: Any, exp: int, special: str) -> None:
+    """Rounding is a staircase: right at both ends of each step, and rising, it is right between."""
+    for fmt in oracles.formats_up_to(16, exp, special):
+        grid = oracles.number_grid(fmt)
+        middles = (grid[1:] + grid[:-1]) / 2
+        x = around(np.concatenate([grid[grid < 2.0**128], middles[middles < 2.0**128]]))
+        x = x[np.isfinite(x)]
+        for rounding, overflow in CASTS:
+            cast = Cast(fmt, rounding, overflow)  # type: ignore[arg-type]
+            code = oracles.grid_code(x, fmt, grid, rounding)
+            code = np.where(code == len(grid) - 1, cast.overflow_code, code)
+            sign = np.signbit(x).astype(np.int64) << (fmt.exp + fmt.man)
+            assert np.array_equal(ops.encode(x, cast), code | sign), cast
+
+
+def test_overflow_codes() -> None:
+    """What Cast says of numbers too large and of infinity, written out."""
+    rows = {  # format: (largest, infinity, NaN)
+        "e5m2": (0x7B, 0x7C, 0x7E),
+        "e4m3": (0x77, 0x78, 0x7C),
+        "e4m3fn": (0x7E, 0x7F, 0x7F),
+        "e2m1fn": (7, 7, 7),
+        "e3m0": (6, 7, 7),
+        "bf16": (0x7F7F, 0x7F80, 0x7FC0),
+    }
+    for name, (largest, infinity, nan) in rows.items():
+        fmt = parse_format(name)
+        assert (fmt.max_code, fmt.inf_code, fmt.nan_code) == (largest, infinity, nan), name
+        for rounding, overflow in CASTS:
+            finite_goes_up = rounding == "nearest" and overflow == "inf"
+            expected = infinity if finite_goes_up else largest
+            cast = Cast(fmt, rounding, overflow)  # type: ignore[arg-type]
+            assert cast.overflow_code == expected, (name, rounding, overflow)
+
+
+def encoded(ops: Any, values: list[float], name: str) -> list[float]:
+    """What the values are after encoding and decoding, by rounding to nearest."""
+    x, cast = np.array(values, np.float32), Cast(parse_format(name), "nearest", "inf")
+    back: list[float] = ops.decode(ops.encode(x, cast), cast.fmt).tolist()
+    return back
+
+
+def test_overflow_is_tested_after_rounding(ops: Any) -> None:
+    """CPD (float_kernel.cu) gives 65536 for [61440, 65536) in e5m2."""
+    below = float(np.nextafter(np.float32(61440), np.float32(0)))
+    last = float(np.nextafter(np.float32(65536), np.float32(0)))
+    assert encoded(ops, [below, 61440, -61440, last], "e5m2") == [57344, np.inf, -np.inf, np.inf]
+    assert encoded(ops, [247.9, 248, 255.9], "e4m3") == [240, np.inf, np.inf]
+    assert encoded(ops, [15.74, 15.75, -15.99], "e3m4") == [15.5, np.inf, -np.inf]
+
+
+def test_sticky_bits_of_subnormals_count(ops: Any) -> None:
+    """CPD shifts the bits below a tie away and gives 0 for 0x1.000002p-17 in e5m2."""
+    just_above = float.fromhex("0x1.000002p-17")
+    assert encoded(ops, [just_above, 2.0**-17, -just_above], "e5m2") == [2.0**-16, 0, -(2.0**-16)]
+
+
+def test_minus_zero_and_tiny_numbers_keep_their_sign(ops: Any) -> None:
+    x = [-0.0, 0.0, -(2.0**-149), 2.0**-149, -(2.0**-127)]
+    for name in ("e5m2", "e4m3fn", "e2m1fn", "e3m0", "e1m3"):
+        back = encoded(ops, x, name)
+        assert back == [0.0] * 5
+        assert np.signbit(back).tolist() == [True, False, True, False, True]
+
+
+def test_float32_subnormals_survive(ops: Any) -> None:
+    """CPD makes +0 of them, also with eight exponent bits."""
+    x = [2.0**-133, -(2.0**-130), 2.0**-127, 2.0**-134, 3 * 2.0**-134]
+    assert encoded(ops, x, "bf16") == [2.0**-133, -(2.0**-130), 2.0**-127, 0.0, 2.0**-132]
+
+
+def test_ties_without_mantissa_go_up(ops: Any) -> None:
+    """All significands are 1, so odd; to zero only below the smallest number (0.25 in e3m0)."""
+    x = [0.125, 0.126, 0.375, 0.75, -1.5, 3, 6, 11.9, 12]
+    expected = [0, 0.25, 0.5, 1, -2, 4, 8, 8, np.inf]
+    assert encoded(ops, x, "e3m0") == expected
+
+
+def test_fp32_is_the_identity(ops: Any) -> None:
+    fmt, x = parse_format("fp32"), oracles.structured(0, 65536, oracles.LOW_HALVES[::32])
+    nan = np.isnan(x)
+    for rounding, overflow in [*CASTS, ("stochastic", "inf")]:
+        codes = ops.encode(x, Cast(fmt, rounding, overflow))  # type: ignore[arg-type]
+        assert np.array_equal(codes[~nan], x.view(np.uint32)[~nan])
+        assert np.all(codes[nan] == fmt.nan_code)
+        oracles.assert_same_values(ops.decode(codes, fmt), x, x)
