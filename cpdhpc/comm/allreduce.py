@@ -57,7 +57,7 @@ class Allreduce(Method):
         parts = self._check(world, xs, outs, iteration, segments, every, error)
         flat = [x.reshape(-1) for x in xs]
         shifts = self._shifts(world, flat, parts)
-        given = outs if outs and self._may_write(world, outs, xs) else None
+        given = outs if outs and self._may_write(outs, xs) else None
         totals = list(given or [np.empty_like(x) for x in (xs if every else xs[:1])])
         with np.errstate(over="ignore", invalid="ignore"):
             self._sum(
@@ -103,15 +103,13 @@ class Allreduce(Method):
                 "allreduce: algorithm='mpi' has no schedule to simulate: it is MPI_Allreduce"
             )
 
-    def _may_write(self, world: Ranks, outs: Sequence[Array], xs: Sequence[Array]) -> bool:
-        """Whether outs can be written while the all-reduce goes on, rather than at its end.
+    def _may_write(self, outs: Sequence[Array], xs: Sequence[Array]) -> bool:
+        """Whether outs can be written as soon as a rank has the result, not only at the end.
 
-        Not where NaN may be found later, nor where a rank still reads its x: of a packed wire,
-        another rank of this process; of a raw one, whose messages are x itself, any.
+        A packed result, once whole, has seen all contributions: nobody reads an x any more; but
+        what is found not finite must leave outs alone. Messages of a raw wire are x itself.
         """
-        if self.fmt is None:
-            return not _overlap(outs, xs)
-        return self.marks_nonfinite and (world.virtual_ranks == 1 or not _overlap(outs, xs))
+        return not _overlap(outs, xs) if self.fmt is None else self.marks_nonfinite
 
     def _sum(
         self,
