@@ -186,6 +186,18 @@ def test_out_and_in_place(algorithm, wire):
     assert_same_bits(both[1000:3500], fresh)
 
 
+@pytest.mark.parametrize("scaling", ["none", "tile"])
+@pytest.mark.parametrize("wire", ["raw", "e4m3"])
+@pytest.mark.parametrize("algorithm, accumulate", WAYS)
+def test_every_rank_in_place(algorithm, accumulate, wire, scaling):
+    for ranks in (1, 4):
+        xs = gradients(ranks, 2500)
+        fresh = simulate(xs, wire, algorithm, scaling, accumulate)
+        Allreduce(wire, algorithm, scaling, accumulate).run(Loopback(ranks), xs, xs, every=True)
+        for x in xs:
+            assert_same_bits(x, fresh)
+
+
 @pytest.mark.parametrize("wire", ["raw", "e5m2"])
 def test_mean_shapes_and_order_of_ranks(wire):
     xs = [x.reshape(5, 2, 50) for x in gradients(3, 500)]

@@ -52,7 +52,7 @@ def test_a_packed_wire_names_tensor_and_rank(algorithm, wire, scaling, value):
     error = assert_refused(xs, wire, algorithm, scaling, world=world)
     assert error.segments == ("b",) and error.ranks == (1,)
     assert "'b'" in str(error) and "rank 1" in str(error)
-    if scaling == "aps" or wire == "e2m1fn" and scaling != "tile":
+    if scaling == "aps" or (wire == "e2m1fn" and scaling != "tile"):
         assert world.messages_sent.sum() == 0  # seen before data moves
 
 

@@ -44,7 +44,13 @@ def masks_program(schedule, rank, ranks):
         if step.send_to is not None:
             payload = packed(outgoing[step.kind](step.send_chunk))
         received = yield Exchange(
-            step.send_to, payload, step.recv_from, MASK_BYTES, number, step.recv_chunk
+            step.send_to,
+            payload,
+            step.recv_from,
+            MASK_BYTES,
+            number,
+            step.recv_chunk,
+            step.send_chunk,
         )
         if step.recv_from is None:
             continue
@@ -108,7 +114,7 @@ def test_a_message_left_over_names_its_ranks():
         if rank == 2:
             yield Step("copy", 1, 0, None, 0)
 
-    with pytest.raises(ScheduleError, match="left over: rank 2 to rank 1"):
+    with pytest.raises(ScheduleError, match="left over: rank 2 to rank 1, round 0, chunk 0"):
         run_masks(one_chunk(nobody_listens), 3)
 
 

@@ -1,61 +1,87 @@
 """How a rank that holds all contributions to a chunk sums them, in the order of ranks.
 
-All start with the first contribution and return the sum before its last rounding, which is the
-owner's: the same numbers as starting at zero, where 0 + g and Q(0 + g) are g already.
+All start with the first contribution, which is the same as starting at zero: 0 + g and Q(0 + g)
+are g. The last addition is left open: whoever rounds the result does it in the same pass.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from ..randomness import Key
 from .wire import Array, Coder
 
-Accumulate = Callable[[Sequence[Array], Coder, Coder, Iterator[Key], Array], Array]
+
+class Sum(NamedTuple):
+    """total, float32, plus what last holds, if anything; coder: how last is encoded."""
+
+    total: Array
+    last: Array | None
+    coder: Coder
+
+    def value(self) -> Array:
+        """Return the sum, not rounded."""
+        if self.last is not None:
+            self.coder.add(self.last, self.total)
+        return self.total
+
+    def encode(self, result: Coder, key: Key) -> Array:
+        """Return the payload of the sum."""
+        if self.last is None:
+            return result.encode(self.total, key)
+        return result.add_encode(self.last, self.coder, self.total, key)
+
+
+# (payloads in the order of ranks, how they and how partial sums are encoded, random streams of
+# the roundings, an array of the kind wanted) -> sum
+Accumulate = Callable[[Sequence[Array], Coder, Coder, Iterator[Key], Array], Sum]
 
 
 def _float32(
     payloads: Sequence[Array], sent: Coder, partial: Coder, keys: Iterator[Key], like: Array
-) -> Array:
+) -> Sum:
     """Sum in float32."""
     total = sent.values(payloads[0], like)
-    for payload in payloads[1:]:
+    for payload in payloads[1:-1]:
         sent.add(payload, total)
-    return total
+    return Sum(total, payloads[-1] if len(payloads) > 1 else None, sent)
 
 
 def _requantise(
     payloads: Sequence[Array], sent: Coder, partial: Coder, keys: Iterator[Key], like: Array
-) -> Array:
+) -> Sum:
     """Round to the wire after every addition: s = Q(s + g)."""
-    total = sent.values(payloads[0], like)
-    for i, payload in enumerate(payloads[1:]):
-        if i > 0:
-            total = partial.rounded(total, next(keys))
-        sent.add(payload, total)
-    return total
+    sum_ = Sum(sent.values(payloads[0], like), None, sent)
+    for payload in payloads[1:]:
+        if sum_.last is not None:
+            rounded = sum_.encode(partial, next(keys))
+            partial.decode(rounded, sum_.total)
+        sum_ = Sum(sum_.total, payload, sent)
+    return sum_
 
 
 def _kahan(
     payloads: Sequence[Array], sent: Coder, partial: Coder, keys: Iterator[Key], like: Array
-) -> Array:
+) -> Sum:
     """Compensate: y = Q(g - c); t = Q(s + y); c = Q(Q(t - s) - y); s = t.
 
     Source: CPD, kahan_sum_gradients; Kahan: Further remarks on reducing truncation errors,
     CACM 8(1), 1965.
     """
-    s = total = sent.values(payloads[0], like)
-    y = c = np.zeros_like(s)
-    for i, payload in enumerate(payloads[1:]):
-        if i > 0:
-            t = partial.rounded(total, next(keys))
-            c = partial.rounded(partial.rounded(t - s, next(keys)) - y, next(keys))
-            s = t
-        y = partial.rounded(sent.values(payload, like) - c, next(keys))
-        total = s + y
-    return total
+    sum_ = Sum(sent.values(payloads[0], like), None, partial)
+    c = np.zeros_like(sum_.total)
+    for payload in payloads[1:]:
+        if sum_.last is not None:
+            t = partial.values(sum_.encode(partial, next(keys)), like)
+            change = partial.rounded(t - sum_.total, next(keys))
+            c = partial.rounded(change - partial.values(sum_.last, like), next(keys))
+            sum_ = Sum(t, None, partial)
+        y = partial.encode(sent.values(payload, like) - c, next(keys))
+        sum_ = Sum(sum_.total, y, partial)
+    return sum_
 
 
 ACCUMULATES: dict[str, Accumulate] = {

@@ -54,22 +54,10 @@ class Allreduce(Method):
         error: of this process, known before the call: raised on all
         Other arguments, and errors: as allreduce.
         """
-        try:
-            if error is None:
-                check_arrays(world, xs, segments, self.fmt is not None)
-                check_out(xs, outs, len(xs) if every else 1)
-                self._check_world(world)
-        except (TypeError, ValueError) as found:
-            error = found
-        flat = [] if error else [x.reshape(-1) for x in xs]
-        parts = () if error else tuple(segments or [Segment("x", 0, flat[0].size)])
-        arguments = (repr(self), iteration, parts, [np.shape(x) for x in xs[:1]])
-        suspect = self.hides_nonfinite and not all(map(is_finite, flat))
-        what = f"allreduce {self.algorithm}: arguments"
-        if check_alike(world, error, arguments, suspect, what):
-            raise_nonfinite(world, flat, parts, None)
+        parts = self._check(world, xs, outs, iteration, segments, every, error)
+        flat = [x.reshape(-1) for x in xs]
         shifts = self._shifts(world, flat, parts)
-        given = outs if outs and self.fmt is None and not _overlap(outs, xs) else None
+        given = outs if outs and self._may_write(outs, xs) else None
         totals = list(given or [np.empty_like(x) for x in (xs if every else xs[:1])])
         with np.errstate(over="ignore", invalid="ignore"):
             self._sum(
@@ -82,11 +70,46 @@ class Allreduce(Method):
                 out[...] = total
         return Reduced(tuple(outs or totals), *map(tuple, shifts))
 
+    def _check(
+        self,
+        world: Ranks,
+        xs: Sequence[Array],
+        outs: Sequence[Array] | None,
+        iteration: int,
+        segments: Sequence[Segment] | None,
+        every: bool,
+        error: Exception | None,
+    ) -> tuple[Segment, ...]:
+        """Return the segments; raise on all ranks alike what is wrong on any. Collective."""
+        parts: tuple[Segment, ...] = ()
+        try:
+            if error is None:
+                parts = check_arrays(world, xs, segments, self.fmt is not None)
+                check_out(xs, outs, len(xs) if every else 1)
+                self._check_world(world)
+        except (TypeError, ValueError) as found:
+            error = found
+        flat = [] if error else [x.reshape(-1) for x in xs]
+        arguments = (repr(self), iteration, parts, [np.shape(x) for x in xs[:1]])
+        suspect = self.hides_nonfinite and not all(map(is_finite, flat))
+        what = f"allreduce {self.algorithm}: arguments"
+        if check_alike(world, error, arguments, suspect, what):
+            raise_nonfinite(world, flat, parts, None)
+        return parts
+
     def _check_world(self, world: Ranks) -> None:
         if self.algorithm == MPI_ALLREDUCE and not world.has_mpi:
             raise ValueError(
                 "allreduce: algorithm='mpi' has no schedule to simulate: it is MPI_Allreduce"
             )
+
+    def _may_write(self, outs: Sequence[Array], xs: Sequence[Array]) -> bool:
+        """Whether outs can be written as soon as a rank has the result, not only at the end.
+
+        A packed result, once whole, has seen all contributions: nobody reads an x any more; but
+        what is found not finite must leave outs alone. Messages of a raw wire are x itself.
+        """
+        return not _overlap(outs, xs) if self.fmt is None else self.marks_nonfinite
 
     def _sum(
         self,
@@ -106,8 +129,9 @@ class Allreduce(Method):
             program(plan, rank, x, place)
             for rank, x, place in zip(world.hosted, flat, places, strict=True)
         ]
-        if any(run(world, programs, flat[0], f"allreduce {self.algorithm}")):
-            raise_nonfinite(world, flat, parts, totals[0])
+        bad = run(world, programs, flat[0], f"allreduce {self.algorithm}")
+        if bad[0] is not None:
+            raise_nonfinite(world, flat, parts, bad[0])
 
     def _shifts(
         self, world: Ranks, flat: Sequence[Array], parts: Sequence[Segment]

@@ -31,8 +31,11 @@ def _check_array(name: str, x: Any) -> None:
 
 def check_arrays(
     world: Ranks, xs: Sequence[Array], segments: Sequence[Segment] | None, on_tiles: bool
-) -> None:
-    """Raise TypeError or ValueError unless xs are what this process is to give."""
+) -> tuple[Segment, ...]:
+    """Return the segments, one for all where none are given.
+
+    Raises TypeError or ValueError unless xs are what this process is to give.
+    """
     if len(xs) != world.virtual_ranks:
         raise ValueError(f"allreduce: {len(xs)} arrays for {world.virtual_ranks} hosted ranks")
     for rank, x in zip(world.hosted, xs, strict=True):
@@ -42,8 +45,11 @@ def check_arrays(
                 f"allreduce: x of rank {rank} has shape {x.shape}, of rank {world.hosted[0]} "
                 f"{xs[0].shape}: must be the same"
             )
-    if segments:
-        check_segments(segments, xs[0].size, on_tiles)
+    if not segments:
+        return (Segment("x", 0, xs[0].size),)
+    parts = tuple(Segment(*each) for each in segments)
+    check_segments(parts, xs[0].size, on_tiles)
+    return parts
 
 
 def check_out(xs: Sequence[Array], outs: Sequence[Array] | None, count: int) -> None:

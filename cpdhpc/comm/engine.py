@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections import deque
 from collections.abc import Generator, Sequence
 from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
@@ -24,7 +25,7 @@ class Exchange(NamedTuple):
 
     send_to, recv_from: rank or None; payload: uint8[any], not changed by anyone afterwards
     nbytes: bytes of the message in; no bytes mean no message
-    round, chunk: for error messages: the round, and the chunk of the message in
+    round, recv_chunk, send_chunk: for error messages
     """
 
     send_to: int | None
@@ -32,7 +33,8 @@ class Exchange(NamedTuple):
     recv_from: int | None
     nbytes: int
     round: int
-    chunk: int
+    recv_chunk: int
+    send_chunk: int
 
 
 Program = Generator[Exchange, Array, Result]
@@ -52,7 +54,7 @@ def run(world: Ranks, programs: Sequence[Program[Result]], like: Array, what: st
     except Exception as error:
         if world.size == 1:
             raise
-        world.abort(f"{what}: {type(error).__name__}: {error}")
+        world.abort(f"{what}: {type(error).__name__}: {error}\n{traceback.format_exc()}")
 
 
 class _Run(Generic[Result]):
@@ -64,7 +66,7 @@ class _Run(Generic[Result]):
         self.world, self.like, self.what = world, like, what
         self.programs = dict(zip(world.hosted, programs, strict=True))
         self.runnable: deque[tuple[int, Array | None]] = deque((r, None) for r in self.programs)
-        self.mail: dict[tuple[int, int], deque[Array]] = {}  # (from, to): not yet received
+        self.mail: dict[tuple[int, int], deque[Exchange]] = {}  # (from, to): not yet received
         self.local: dict[int, Exchange] = {}  # ranks that wait for a rank of this process
         self.remote: dict[int, tuple[Wait, Array]] = {}  # and of another process
         self.sends: list[Wait] = []
@@ -81,9 +83,7 @@ class _Run(Generic[Result]):
         while self.sends:
             self.world.wait_any(self.sends)
             self.sends = [wait for wait in self.sends if not self.world.done(wait)]
-        left = [f"rank {a} to rank {b}" for (a, b), messages in self.mail.items() if messages]
-        if left:
-            raise ScheduleError(f"{self.what}: messages left over: {', '.join(left)}")
+        self._check_mail()
         return [self.results[rank] for rank in self.world.hosted]
 
     def _advance(self, rank: int, received: Array | None) -> None:
@@ -95,13 +95,13 @@ class _Run(Generic[Result]):
             self.results[rank] = stop.value
             return
         if exchange.send_to is not None and exchange.payload is not None:
-            self._send(rank, exchange.send_to, exchange.payload, exchange.round)
+            self._send(rank, exchange.send_to, exchange.payload, exchange)
         if exchange.recv_from is None or exchange.nbytes == 0:
             self.runnable.append((rank, self._buffer(0)))
         elif self.world.hosts(exchange.recv_from):
             messages = self.mail.get((exchange.recv_from, rank))
             if messages:
-                self.runnable.append((rank, messages.popleft()))
+                self.runnable.append((rank, messages.popleft().payload))
             else:
                 self.local[rank] = exchange
         else:
@@ -109,20 +109,23 @@ class _Run(Generic[Result]):
             requests = self.world.irecv(exchange.recv_from, rank, buffer)
             self.remote[rank] = Wait(requests, rank, self._reason(exchange)), buffer
 
-    def _send(self, rank: int, to: int, payload: Array, number: int) -> None:
+    def _send(self, rank: int, to: int, payload: Array, exchange: Exchange) -> None:
         if payload.size == 0:
             return
         self.world.count(rank, payload.size)
         waiting = self.local.get(to)
         if not self.world.hosts(to):
             self.sends = [wait for wait in self.sends if not self.world.done(wait)]
-            reason = f"{self.what}: waited {{:.1f}} s for rank {to} to receive, round {number}"
+            reason = (
+                f"{self.what}: waited {{:.1f}} s for rank {to} to receive, "
+                f"round {exchange.round}, chunk {exchange.send_chunk}"
+            )
             self.sends.append(Wait(self.world.isend(rank, to, payload), rank, reason))
         elif waiting is not None and waiting.recv_from == rank:
             del self.local[to]
             self.runnable.append((to, payload))
         else:
-            self.mail.setdefault((rank, to), deque()).append(payload)
+            self.mail.setdefault((rank, to), deque()).append(exchange)
 
     def _receive(self) -> None:
         """Wait until a message from another process is complete; resume all who have theirs."""
@@ -138,12 +141,21 @@ class _Run(Generic[Result]):
     def _reason(self, exchange: Exchange) -> str:
         return (
             f"{self.what}: waited {{:.1f}} s for rank {exchange.recv_from}, "
-            f"round {exchange.round}, chunk {exchange.chunk}"
+            f"round {exchange.round}, chunk {exchange.recv_chunk}"
         )
+
+    def _check_mail(self) -> None:
+        left = [
+            f"rank {rank} to rank {to}, round {e.round}, chunk {e.send_chunk}"
+            for (rank, to), messages in self.mail.items()
+            for e in messages
+        ]
+        if left:
+            raise ScheduleError(f"{self.what}: messages left over: {'; '.join(left)}")
 
     def _deadlock(self) -> NoReturn:
         lines = (
-            f"rank {rank} waits for rank {e.recv_from}, round {e.round}, chunk {e.chunk}"
+            f"rank {rank} waits for rank {e.recv_from}, round {e.round}, chunk {e.recv_chunk}"
             for rank, e in self.local.items()
         )
         raise ScheduleError(f"{self.what}: deadlock: {'; '.join(lines)}")

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..partition import chunk
 from ..randomness import Key, random_key
-from .accumulate import Accumulate
+from .accumulate import Accumulate, Sum
 from .engine import Exchange, Program, ScheduleError
 from .schedule import Schedule, Step
 from .wire import Array, Coder, Wire
@@ -24,6 +24,7 @@ class Plan:
 
     sent, result: for each chunk, how contributions and partial sums travel, and how the result
     result_rounded: whether the result is rounded to the wire
+    marks_nonfinite: whether marks in the result's payloads tell all about NaN and infinity
     stream: (seed, iteration) of the random numbers
     """
 
@@ -32,6 +33,7 @@ class Plan:
     sent: tuple[Coder, ...]
     result: tuple[Coder, ...]
     result_rounded: bool
+    marks_nonfinite: bool
     ranks: int
     stream: tuple[int, int]
 
@@ -84,7 +86,8 @@ class _Chunk:
     def _encoded(self, coder: Coder, key: Key) -> Array:
         if self.pending is None:
             return coder.encode(self.partial, key)
-        payload, self.pending = coder.add_encode(self.pending, self.partial, key), None
+        payload = coder.add_encode(self.pending, self.sent, self.partial, key)
+        self.pending = None
         return payload
 
     def reduce(self, source: int, payload: Array) -> None:
@@ -98,7 +101,7 @@ class _Chunk:
         if self.final is None:
             key = self.plan.key(self.index, FINAL)
             if self.held:
-                self.final = self.result.encode(self._held_sum(), key)
+                self.final = self._held_sum().encode(self.result, key)
             else:
                 self.final = self._encoded(self.result, key)
         return self.final
@@ -108,7 +111,7 @@ class _Chunk:
         self.final = payload
         self.held.clear()
 
-    def _held_sum(self) -> Array:
+    def _held_sum(self) -> Sum:
         """Sum the contributions in the order of ranks; free them."""
         self.contribution()
         if len(self.held) != self.plan.ranks:
@@ -125,7 +128,7 @@ class _Chunk:
         """Write the result, float32, into the array of all chunks; count what is not finite."""
         part = out[self.result.start : self.result.stop]
         if self.final is None and not self.plan.result_rounded:
-            part[:] = self._held_sum()
+            part[:] = self._held_sum().value()
             return int(part.size - np.isfinite(part).sum())
         return self.result.decode(self.finished(), part)
 
@@ -142,23 +145,36 @@ IN: dict[str, Callable[[_Chunk, int, Array], None]] = {
 }
 
 
-def program(plan: Plan, rank: int, x: Array, out: Array | None) -> Program[int]:
+def program(plan: Plan, rank: int, x: Array, out: Array | None) -> Program[Array | None]:
     """Carry out a rank's part: yield its exchanges, add what comes in, write the result.
 
     x: float32[n], not written; out: float32[n] for the result, or None where another rank of
-    this process writes it; returns how many values of out are not finite (0 for wire raw)
+    this process writes it
+    Returns None, or the result if it is not finite and the wire is packed; with
+    plan.marks_nonfinite that is another array than out, which is then not written.
     """
     chunks = [_Chunk(plan, rank, i, x) for i in range(len(plan.sent))]
     for number, step in enumerate(plan.schedule.steps(rank, plan.ranks)):
         received = yield _exchange(plan, chunks, step, number)
         if step.recv_from is not None:
             IN[step.kind](chunks[step.recv_chunk], step.recv_from, received)
-    return 0 if out is None else sum(each.write(out) for each in chunks)
+    if out is None:
+        return None
+    # The list forms all payloads: a rank has read its x before it writes out, maybe the same.
+    if plan.marks_nonfinite and any([each.result.marked(each.finished()) for each in chunks]):
+        out = np.empty_like(out)
+    return out if sum(each.write(out) for each in chunks) else None
 
 
 def _exchange(plan: Plan, chunks: Sequence[_Chunk], step: Step, number: int) -> Exchange:
     coder = (plan.result if step.kind == "copy" else plan.sent)[step.recv_chunk]
     payload = None if step.send_to is None else OUT[step.kind](chunks[step.send_chunk])
     return Exchange(
-        step.send_to, payload, step.recv_from, coder.size_bytes, number, step.recv_chunk
+        send_to=step.send_to,
+        payload=payload,
+        recv_from=step.recv_from,
+        nbytes=coder.size_bytes,
+        round=number,
+        recv_chunk=step.recv_chunk,
+        send_chunk=step.send_chunk,
     )

@@ -80,6 +80,15 @@ class Method:
         scaled = self.parsed_scaling.kind in ("aps", "tile")
         return self.fmt is not None and not self.fmt.carries_nonfinite and not scaled
 
+    @property
+    def _result_rounded(self) -> bool:
+        return SCHEDULES[self.algorithm].result_travels or self.accumulating != "float32"
+
+    @property
+    def marks_nonfinite(self) -> bool:
+        """Whether marks in the result's payloads tell all about NaN and infinity."""
+        return self._result_rounded and self._wire().marks_nonfinite
+
     def plan(
         self,
         ranks: int,
@@ -108,7 +117,8 @@ class Method:
             accumulate=ACCUMULATES[self.accumulating],
             sent=sent,
             result=result,
-            result_rounded=schedule.result_travels or self.accumulating != "float32",
+            result_rounded=self._result_rounded,
+            marks_nonfinite=self.marks_nonfinite,
             ranks=ranks,
             stream=(self.seed, iteration),
         )

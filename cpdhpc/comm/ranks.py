@@ -61,7 +61,7 @@ class Ranks(ABC):
         if not self.max(np.array([error is not None], np.int64), what)[0]:
             return
         errors = [each for each in self.gather(_portable(error), what) if each is not None]
-        raise pickle.loads(errors[0])
+        raise pickle.loads(errors[0]) from error
 
     @abstractmethod
     def barrier(self, what: str = "barrier") -> None:
@@ -157,5 +157,5 @@ class Loopback(Ranks):
 
     def abort(self, message: str) -> NoReturn:
         """Print "rank 0 | message" to stderr and raise SystemExit(1)."""
-        print(f"rank 0 | {message}", file=sys.stderr, flush=True)
+        sys.stderr.write(f"rank 0 | {message}\n")
         raise SystemExit(1)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..formats import TILE, Cast, FloatFormat, packed_bytes, parse_format, tiles
+from ..formats import SHIFT_NONFINITE, TILE, Cast, FloatFormat, packed_bytes, parse_format, tiles
 from ..ops import backend_of
 from ..randomness import Key
 
@@ -22,6 +22,12 @@ class Raw:
     def size_bytes(self, n: int) -> int:
         """Bytes of n values."""
         return 4 * n
+
+    marks_nonfinite = False
+
+    def marked(self, payload: Array, n: int) -> bool:
+        """Return False: NaN and infinity are values like others."""
+        return False
 
     def encode(self, x: Array, shifts: Array | None, key: Key, offset: int) -> Array:
         """Return the bytes of x: a view."""
@@ -37,7 +43,13 @@ class Raw:
         np.add(x, payload.view(np.float32), out=out)
 
     def add_encode(
-        self, payload: Array, shifts: Array | None, x: Array, key: Key, offset: int
+        self,
+        payload: Array,
+        came: Array | None,
+        x: Array,
+        shifts: Array | None,
+        key: Key,
+        offset: int,
     ) -> Array:
         """Return the bytes of x plus the values."""
         return np.add(x, payload.view(np.float32)).view(np.uint8)
@@ -57,6 +69,16 @@ class Packed:
     def size_bytes(self, n: int) -> int:
         """Bytes of n values: whole tiles."""
         return packed_bytes(n, self.cast.fmt.bits) + (tiles(n) if self.fit else 0)
+
+    @property
+    def marks_nonfinite(self) -> bool:
+        """Whether all that is not finite is in tiles that are marked."""
+        return self.fit and self.cast.overflow_code <= self.cast.fmt.max_code
+
+    def marked(self, payload: Array, n: int) -> bool:
+        """Whether a tile is marked as not finite; only where the shifts travel."""
+        shifts = payload[packed_bytes(n, self.cast.fmt.bits) :]
+        return bool((shifts == SHIFT_NONFINITE).any())
 
     def _split(self, payload: Array, shifts: Array | None, n: int) -> tuple[Array, Array]:
         """Return the words and the shifts of a payload."""
@@ -87,11 +109,20 @@ class Packed:
         backend_of(x).decode_add_tiles(words, used, self.cast.fmt, x, out)
 
     def add_encode(
-        self, payload: Array, shifts: Array | None, x: Array, key: Key, offset: int
+        self,
+        payload: Array,
+        came: Array | None,
+        x: Array,
+        shifts: Array | None,
+        key: Key,
+        offset: int,
     ) -> Array:
-        """Return the payload of x plus the values: one pass over the data."""
+        """Return the payload of x plus the values: one pass over the data.
+
+        came, shifts: of the payload, and of what is returned
+        """
         total = np.empty_like(payload)
-        words_in, used_in = self._split(payload, shifts, x.size)
+        words_in, used_in = self._split(payload, came, x.size)
         words, used = self._split(total, shifts, x.size)
         backend_of(x).decode_add_encode_tiles(
             words_in, used_in, self.cast, x, words, used, fit=self.fit, key=key, offset=offset
@@ -149,9 +180,13 @@ class Coder:
         """Add the values to x in place."""
         self.wire.add(payload, self.shifts, x, x)
 
-    def add_encode(self, payload: Array, x: Array, key: Key) -> Array:
-        """Return the payload of x plus the values."""
-        return self.wire.add_encode(payload, self.shifts, x, key, self.start)
+    def add_encode(self, payload: Array, came: Coder, x: Array, key: Key) -> Array:
+        """Return the payload of x plus the values of a payload of the coder came."""
+        return self.wire.add_encode(payload, came.shifts, x, self.shifts, key, self.start)
+
+    def marked(self, payload: Array) -> bool:
+        """Whether a tile is marked as not finite; only where the shifts travel."""
+        return self.wire.marked(payload, self.stop - self.start)
 
     def values(self, payload: Array, like: Array) -> Array:
         """Return the values in a new array, float32, of the kind of like."""

@@ -55,7 +55,7 @@ class World(Ranks):
         if not timeout_s > 0:
             raise ValueError(f"World: timeout_s={timeout_s}: must be more than 0")
         self._alarm_tag = virtual_ranks**2  # the tags below tell pairs of ranks apart
-        if self._alarm_tag > comm.Get_attr(self._mpi.TAG_UB):
+        if self._alarm_tag > self._mpi.COMM_WORLD.Get_attr(self._mpi.TAG_UB):
             raise ValueError(f"World: virtual_ranks={virtual_ranks}: too many for MPI's tags")
         self.timeout_s = timeout_s
         self._comm = comm.Dup()
@@ -180,15 +180,19 @@ class World(Ranks):
                 self._comm.Recv(nothing, status.Get_source(), self._alarm_tag)
                 absent.discard(status.Get_source())
             os.sched_yield()
-        print("\n".join(lines(waited_s, sorted(absent))), file=sys.stderr, flush=True)
+        self._say(lines(waited_s, sorted(absent)))
         time.sleep(GRACE_S)  # for the lines of the others
         del alarms
         self._end()
 
     def abort(self, message: str) -> NoReturn:
         """Print "rank R | message" to stderr and end the job, all processes of it."""
-        print(f"rank {self.hosted.start} | {message}", file=sys.stderr, flush=True)
+        self._say([f"rank {self.hosted.start} | {message}"])
         self._end()
+
+    def _say(self, lines: list[str]) -> None:
+        sys.stderr.write("".join(line + "\n" for line in lines))  # at once: others write too
+        sys.stderr.flush()
 
     def _end(self) -> NoReturn:
         sys.stdout.flush()
@@ -197,6 +201,13 @@ class World(Ranks):
 
 
 _keyval: list[int] = []  # of the attribute that holds a communicator's world
+
+
+def _forget(comm: Any, keyval: int, world: World) -> None:
+    """Free a world together with its communicator, but not when MPI itself ends."""
+    mpi = _mpi()
+    if comm not in (mpi.COMM_WORLD, mpi.COMM_SELF):
+        world.free()
 
 
 def as_world(world_or_comm: Any) -> Ranks:
@@ -213,7 +224,7 @@ def as_world(world_or_comm: Any) -> Ranks:
             "intra-communicator"
         )
     if not _keyval:
-        _keyval.append(mpi.Comm.Create_keyval())
+        _keyval.append(mpi.Comm.Create_keyval(delete_fn=_forget))
     world = world_or_comm.Get_attr(_keyval[0])
     if world is None:
         world = World(world_or_comm)

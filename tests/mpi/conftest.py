@@ -1,0 +1,46 @@
+"""Under mpirun: one verdict for each test over all ranks, and worlds whose waits are short."""
+
+import sys
+from functools import cache
+
+import pytest
+
+TIMEOUT_S = 20.0
+
+
+@cache
+def verdict_world():
+    """A world of its own, so that messages of tests cannot meet verdicts."""
+    from cpdhpc.comm import World
+
+    return World(timeout_s=3 * TIMEOUT_S)
+
+
+@pytest.fixture(scope="session")
+def world():
+    """All ranks, with a time-out that suits tests."""
+    from cpdhpc.comm import World
+
+    return World(timeout_s=TIMEOUT_S)
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item, call):
+    """A phase of a test that fails on one rank fails on all, so that all go on together.
+
+    A rank that waits in vain for one that has failed is ended by its world's time-out.
+    """
+    outcome = yield
+    report = outcome.get_result()
+    if not item.config.getoption("--with-mpi"):
+        return
+    if report.failed:  # at once: if the others wait for this rank, the job will be ended
+        print(f"\n{item.nodeid} failed:\n{report.longreprtext}", file=sys.stderr, flush=True)
+    mine = (item.nodeid, report.when, report.outcome)
+    verdicts = verdict_world().gather(mine, "verdict")
+    failed = [rank for rank, verdict in enumerate(verdicts) if verdict[2] == "failed"]
+    if any(verdict[:2] != mine[:2] for verdict in verdicts):
+        report.outcome, report.longrepr = "failed", f"ranks run different tests: {verdicts}"
+    elif failed and not report.failed:
+        report.outcome, report.longrepr = "failed", f"failed on ranks {failed}"
+        print(f"\n{item.nodeid} failed on ranks {failed}", file=sys.stderr, flush=True)

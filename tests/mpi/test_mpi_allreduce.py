@@ -1,0 +1,149 @@
+"""Real runs give the bits of the simulation, however ranks are dealt to processes."""
+
+import hashlib
+
+import numpy as np
+import pytest
+
+from cpdhpc.comm import SCHEDULES, Allreduce, NonFiniteGradient, Segment, World, allreduce, simulate
+
+pytestmark = pytest.mark.mpi
+
+WIRES = ["raw", "e4m3", "e5m2", "e3m0", "e2m1fn", "bf16"]
+SCALINGS = ["none", "static:0", "aps", "tile"]
+WAYS = [(name, way) for name, row in SCHEDULES.items() for way in row.accumulates]
+N = 2500
+
+
+def gradients(ranks, n=N):
+    """The same arrays on every process."""
+    rng = np.random.default_rng((ranks, n))
+    return list((rng.standard_normal((ranks, n)) * 2.0 ** rng.integers(-9, 3)).astype(np.float32))
+
+
+def assert_same_bits(world, got, expected):
+    np.testing.assert_array_equal(got.view(np.uint32), expected.view(np.uint32))
+    assert len(set(world.gather(hashlib.sha256(got.tobytes()).digest()))) == 1
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("algorithm, accumulate", WAYS)
+def test_real_is_simulated(world, algorithm, accumulate, scaling):
+    xs = gradients(world.ranks)
+    for wire in WIRES:
+        arguments = (wire, algorithm, scaling, accumulate)
+        got = allreduce(world, xs[world.rank], *arguments)
+        assert_same_bits(world, got, simulate(xs, *arguments))
+
+
+@pytest.mark.parametrize("algorithm, accumulate", WAYS)
+def test_stochastic_rounding_by_segments_in_place(world, algorithm, accumulate):
+    xs = gradients(world.ranks)
+    options = {
+        "rounding": "stochastic", "seed": 5, "iteration": 2, "headroom": "sqrt", "op": "mean",
+        "segments": [Segment("a", 0, 1000), Segment("b", 1024, N)],
+    }  # fmt: skip
+    expected = simulate(xs, "e4m3", algorithm, "aps", accumulate, **options)
+    x = xs[world.rank]
+    assert allreduce(world, x, "e4m3", algorithm, "aps", accumulate, out=x, **options) is x
+    assert_same_bits(world, x, expected)
+
+
+@pytest.mark.parametrize("algorithm", SCHEDULES)
+def test_sizes(world, algorithm):
+    for n in (0, 1, 1025, 1024 * world.ranks):
+        xs = gradients(world.ranks, n)
+        for wire in ("raw", "e2m1fn"):
+            got = allreduce(world, xs[world.rank], wire, algorithm)
+            assert_same_bits(world, got, simulate(xs, wire, algorithm))
+
+
+@pytest.mark.parametrize("algorithm, accumulate", WAYS)
+@pytest.mark.parametrize("virtual", [2, 3])
+def test_virtual_ranks(world, virtual, algorithm, accumulate):
+    many = World(virtual_ranks=virtual, timeout_s=world.timeout_s)
+    xs = gradients(many.ranks)
+    mine = [xs[rank] for rank in many.hosted]
+    for wire, scaling in (("raw", "none"), ("e4m3", "aps"), ("e5m2", "tile")):
+        got = allreduce(many, mine, wire, algorithm, scaling, accumulate)
+        assert_same_bits(world, got, simulate(xs, wire, algorithm, scaling, accumulate))
+    method = Allreduce("e4m3", algorithm, "tile", accumulate)
+    each = method.run(many, mine, every=True).arrays
+    assert len(each) == virtual
+    for array in each:
+        assert_same_bits(world, array, simulate(xs, "e4m3", algorithm, "tile", accumulate))
+    many.free()
+
+
+@pytest.mark.parametrize("algorithm", SCHEDULES)
+def test_bytes_are_those_of_the_simulation(world, algorithm):
+    from cpdhpc.comm import Loopback
+
+    xs = gradients(world.ranks)
+    simulated = Loopback(world.ranks)
+    Allreduce("e4m3", algorithm).run(simulated, xs)
+    bytes_before, messages_before = world.bytes_sent.copy(), world.messages_sent.copy()
+    allreduce(world, xs[world.rank], "e4m3", algorithm)
+    assert (world.bytes_sent - bytes_before)[0] == simulated.bytes_sent[world.rank]
+    assert (world.messages_sent - messages_before)[0] == simulated.messages_sent[world.rank]
+
+
+@pytest.mark.parametrize("virtual", [1, 3])
+def test_mpi_sums_integers_exactly(world, virtual):
+    many = World(virtual_ranks=virtual, timeout_s=world.timeout_s)
+    xs = np.arange(many.ranks * 100, dtype=np.float32).reshape(many.ranks, 10, 10)
+    mine = [xs[rank] for rank in many.hosted]
+    before = many.collective_bytes
+    got = allreduce(many, mine if virtual > 1 else mine[0], algorithm="mpi")
+    np.testing.assert_array_equal(got, xs.sum(0))
+    assert many.collective_bytes - before >= got.nbytes and many.bytes_sent.sum() == 0
+    np.testing.assert_array_equal(mine[0], xs[many.hosted.start])
+    many.free()
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("wire", ["e4m3", "e2m1fn"])
+def test_a_nan_on_one_rank_is_named_on_all(world, wire, scaling):
+    for algorithm in SCHEDULES:
+        x, out = np.ones(N, np.float32), np.full(N, 7, np.float32)
+        if world.rank == world.size - 1:
+            x[2000] = np.nan
+        segments = [Segment("a", 0, 1024), Segment("b", 1024, N)]
+        with pytest.raises(NonFiniteGradient) as caught:
+            allreduce(world, x, wire, algorithm, scaling, out=out, segments=segments)
+        assert caught.value.segments == ("b",) and caught.value.ranks == (world.size - 1,)
+        assert (out == 7).all()
+
+
+@pytest.mark.parametrize(
+    "bad, kind, words",
+    [
+        (np.ones(N), TypeError, "float64"),
+        (np.ones(2 * N, np.float32)[::2], ValueError, "C-contiguous"),
+        (None, TypeError, "NoneType"),
+    ],
+)
+def test_a_bad_array_on_one_rank_fails_on_all_alike(world, bad, kind, words):
+    x = bad if world.rank == 0 else np.ones(N, np.float32)
+    before = world.messages_sent.sum()
+    with pytest.raises(kind, match=f"rank 0 .*{words}") as caught:
+        allreduce(world, x)
+    assert len(set(world.gather(str(caught.value)))) == 1
+    assert world.messages_sent.sum() == before
+
+
+@pytest.mark.mpi(min_size=2)
+def test_arguments_that_differ_fail_on_all(world):
+    first = world.rank == 0
+    x = np.ones(N, np.float32)
+    cases = [
+        ({"wire": "e4m3" if first else "e5m2"}, "e5m2"),
+        ({"iteration": 0 if first else 1}, "differ"),
+        ({"algorithm": "ring" if first else "no such"}, "no such"),
+        ({"segments": [Segment("a" if first else "b", 0, N)]}, "'b'"),
+    ]
+    for options, words in cases:
+        with pytest.raises(ValueError, match=words):
+            allreduce(world, x, **options)
+    with pytest.raises(ValueError, match="arguments differ"):
+        allreduce(world, x if first else x.reshape(-1, 2))

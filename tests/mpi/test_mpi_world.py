@@ -1,0 +1,109 @@
+"""Worlds of MPI processes: collectives, communicators, long messages, shared errors."""
+
+import importlib
+
+import numpy as np
+import pytest
+
+from cpdhpc.comm import Loopback, World, allreduce, as_world, simulate
+
+pytestmark = pytest.mark.mpi
+
+
+def test_ranks_and_processes(world):
+    from mpi4py import MPI
+
+    assert (world.rank, world.size) == (MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size)
+    assert world.ranks == world.size and list(world.hosted) == [world.rank]
+    many = World(virtual_ranks=3, timeout_s=world.timeout_s)
+    assert many.ranks == 3 * world.size
+    assert world.gather(list(many.hosted)) == [
+        [3 * r, 3 * r + 1, 3 * r + 2] for r in range(world.size)
+    ]
+    many.free()
+
+
+def test_collectives(world):
+    world.barrier()
+    values = [{"rank": rank, "text": "x" * rank} for rank in range(world.size)]
+    assert world.gather(values[world.rank]) == values
+    mine = np.array([world.rank, -world.rank, 1 << 62], np.int64)
+    assert world.max(mine).tolist() == [world.size - 1, 0, 1 << 62]
+    assert mine[0] == world.rank
+    array = np.full((3, 5), world.rank, np.float64)
+    world.broadcast(array)
+    assert (array == 0).all()
+    world.broadcast(np.empty(0))
+    with pytest.raises(ValueError, match="C-contiguous"):
+        world.broadcast(np.zeros((2, 2)).T)
+
+
+def test_an_error_on_one_rank_is_raised_on_all(world):
+    world.agree(None)
+    last = world.size - 1
+    with pytest.raises(KeyError, match="only here"):
+        world.agree(KeyError("only here") if world.rank == last else None)
+    with pytest.raises(ValueError, match="of rank 0"):
+        world.agree(ValueError(f"of rank {world.rank}"))
+
+
+def test_collective_bytes_are_counted(world):
+    before = world.collective_bytes
+    world.max(np.zeros(7, np.int64))
+    world.broadcast(np.zeros(10, np.float32))
+    assert world.collective_bytes - before == 56 + 40
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "tree", "direct", "gather"])
+def test_long_messages_go_in_pieces(world, monkeypatch, algorithm):
+    monkeypatch.setattr(importlib.import_module("cpdhpc.comm.world"), "MESSAGE_BYTES", 1000)
+    xs = list(np.random.default_rng(3).random((world.size, 3000), np.float32))
+    before = world.messages_sent.sum()
+    got = allreduce(world, xs[world.rank], "e5m2", algorithm)
+    np.testing.assert_array_equal(got, simulate(xs, "e5m2", algorithm))
+    simulated = Loopback(world.size)
+    allreduce(simulated, xs if world.size > 1 else xs[0], "e5m2", algorithm)
+    assert world.messages_sent.sum() - before == simulated.messages_sent[world.rank]
+    array = np.arange(700.0) + world.rank
+    world.broadcast(array)
+    np.testing.assert_array_equal(array, np.arange(700.0))
+    whole = allreduce(world, np.ones(3001, np.float32), algorithm="mpi")
+    assert (whole == world.size).all()
+
+
+def test_a_communicator_has_one_world():
+    from mpi4py import MPI
+
+    x = np.ones(5, np.float32)
+    assert (allreduce(MPI.COMM_WORLD, x) == MPI.COMM_WORLD.size).all()
+    assert as_world(MPI.COMM_WORLD) is as_world(MPI.COMM_WORLD)
+    assert as_world(MPI.COMM_WORLD) is not as_world(MPI.COMM_SELF)
+    assert (allreduce(MPI.COMM_SELF, x, "e4m3") == 1).all()
+
+
+def test_sub_communicators_at_the_same_time(world):
+    from mpi4py import MPI
+
+    xs = list(np.random.default_rng(4).random((world.size, 2000), np.float32))
+    for _ in range(3):
+        half = MPI.COMM_WORLD.Split(world.rank % 2)
+        members = [x for rank, x in enumerate(xs) if rank % 2 == world.rank % 2]
+        got = allreduce(half, xs[world.rank], "e4m3", "direct")
+        np.testing.assert_array_equal(got, simulate(members, "e4m3", "direct"))
+        half.Free()
+
+
+def test_other_things_are_no_communicators():
+    from mpi4py import MPI
+
+    for wrong in (3, "world", MPI.COMM_NULL):
+        with pytest.raises(TypeError, match="intra-communicator"):
+            World(wrong)
+    with pytest.raises(TypeError, match="int"):
+        as_world(3)
+    with pytest.raises(ValueError, match="virtual_ranks=0"):
+        World(virtual_ranks=0)
+    with pytest.raises(ValueError, match="timeout_s=0"):
+        World(timeout_s=0)
+    with pytest.raises(ValueError, match="too many"):
+        World(virtual_ranks=1 << 20)

@@ -1,0 +1,138 @@
+"""Jobs that go wrong end, within the time-out, with a message that names who waited for whom."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+MPIRUN = shutil.which("mpirun", path=Path(sys.executable).parent) or shutil.which("mpirun")
+
+pytestmark = [
+    pytest.mark.mpi_skip,
+    pytest.mark.skipif(MPIRUN is None, reason="needs mpirun, beside python or in PATH"),
+]
+
+PREPARE = """
+import time
+import numpy as np
+from cpdhpc.comm import World, allreduce
+from cpdhpc.comm.engine import Exchange, run
+world = World(timeout_s=1.5)
+x = np.ones(5000, np.float32)
+allreduce(world, x)
+def one_exchange(to, source):
+    yield Exchange(to, np.zeros(8, np.uint8), source, 8, 3, 5, 6)
+def run_one(to, source):
+    run(world, [one_exchange(to, source)], x, "test")
+"""
+
+
+def launch(code, *arguments, ranks=2, limit_s=45):
+    """Run python -m mpi4py on some ranks; return exit status, all output, seconds."""
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "OMPI_MCA_rmaps_base_oversubscribe": "1",  # Open MPI 4
+        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",  # Open MPI 5
+        "OMPI_MCA_mpi_yield_when_idle": "1",
+    }
+    command = [MPIRUN, "-n", str(ranks), sys.executable, "-m", "mpi4py", *arguments]
+    if code:
+        command += ["-c", PREPARE + code]
+    start_s = time.monotonic()
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=limit_s, env=environment, check=False
+    )
+    return done.returncode, done.stdout + done.stderr, time.monotonic() - start_s
+
+
+def test_a_good_job_ends_well():
+    status, output, _ = launch("print('sum', allreduce(world, x)[0])")
+    assert status == 0 and output.count("sum 2.0") == 2, output
+
+
+def test_a_rank_that_never_calls_is_named():
+    status, output, taken_s = launch(
+        "time.sleep(40) if world.rank == 1 else allreduce(world, x, 'e4m3', 'tree')"
+    )
+    assert status != 0 and taken_s < 30
+    assert re.search(
+        r"rank 0 \| allreduce tree: arguments: waited [\d.]+ s for rank 1\n", output
+    ), output
+
+
+def test_all_who_wait_report_before_the_job_ends():
+    status, output, taken_s = launch(
+        "time.sleep(40) if world.rank == 1 else world.barrier()", ranks=4
+    )
+    assert status != 0 and taken_s < 30
+    for rank in (0, 2, 3):
+        assert re.search(rf"rank {rank} \| barrier: waited [\d.]+ s for rank 1\n", output), output
+
+
+def test_a_message_that_never_comes_is_named_with_its_round_and_chunk():
+    status, output, taken_s = launch("time.sleep(40) if world.rank == 1 else run_one(None, 1)")
+    assert status != 0 and taken_s < 30
+    assert re.search(r"rank 0 \| test: waited [\d.]+ s for rank 1, round 3, chunk 5\n", output), (
+        output
+    )
+
+
+def test_an_error_in_the_middle_ends_the_job_and_names_the_rank():
+    status, output, taken_s = launch(
+        """
+def broken():
+    yield from one_exchange(None, None)
+    raise MemoryError("no room")
+if world.rank == 1:
+    run(world, [broken()], x, "test")
+time.sleep(40)
+"""
+    )
+    assert status != 0 and taken_s < 30
+    assert "rank 1 | test: MemoryError: no room" in output, output
+
+
+def test_a_rank_that_raises_ends_the_job():
+    status, output, taken_s = launch(
+        """
+if world.rank == 1:
+    raise ZeroDivisionError("on purpose")
+allreduce(World(timeout_s=60), x)
+"""
+    )
+    assert status != 0 and taken_s < 30
+    assert "ZeroDivisionError: on purpose" in output, output
+
+
+def test_a_test_that_fails_on_one_rank_fails_on_all(tmp_path):
+    shutil.copy(ROOT / "tests/mpi/conftest.py", tmp_path)
+    (tmp_path / "test_it.py").write_text(
+        "import pytest\n"
+        "pytestmark = pytest.mark.mpi\n"
+        "def test_bad(world):\n"
+        "    assert world.rank == 0, 'rank 1 is bad'\n"
+        "def test_good(world):\n"
+        "    world.barrier()\n"
+        f"    open(r'{tmp_path}/good%d' % world.rank, 'w').close()\n"
+    )
+    pytest_arguments = (
+        "-m",
+        "pytest",
+        "--with-mpi",
+        "-p",
+        "no:cacheprovider",
+        "--color=no",
+        str(tmp_path),
+    )
+    status, output, taken_s = launch("", *pytest_arguments)
+    assert status != 0 and taken_s < 30
+    assert "rank 1 is bad" in output and "test_bad failed on ranks [1]" in output, output
+    assert {path.name for path in tmp_path.glob("good*")} == {"good0", "good1"}, output
