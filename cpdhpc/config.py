@@ -163,7 +163,8 @@ def _literal(value: Any) -> str:
         return f"[{', '.join(_literal(item) for item in value)}]"
     if isinstance(value, float):
         return repr(value)  # TOML writes inf and nan as Python does
-    return json.dumps(value, ensure_ascii=False)  # strings, integers and truth values look alike in JSON and TOML
+    # Strings, integers and truth values look alike in JSON and TOML.
+    return json.dumps(value, ensure_ascii=False)
 
 
 def difference(one: str, other: str, ignored: Iterable[str] = ()) -> str | None:
