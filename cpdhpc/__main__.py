@@ -152,7 +152,7 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # the reader, as head, wants no more
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except Exception:
+    except (Exception, KeyboardInterrupt):
         who = "" if world is None else f"rank {world.hosted.start} | "
         abort_job(who + traceback.format_exc())
 

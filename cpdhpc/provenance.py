@@ -7,6 +7,7 @@ import platform
 import socket
 import subprocess
 from datetime import UTC, datetime
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 PACKAGES = ("numpy", "torch", "mpi4py", "h5py", "scikit-learn", "pydantic", "cupy-cuda12x")
 
 
+@cache
 def versions() -> dict[str, str]:
     """Return the versions of cpdhpc, Python and the packages that are installed."""
     found = {"cpdhpc": cpdhpc.__version__, "python": platform.python_version()}
@@ -30,6 +32,7 @@ def versions() -> dict[str, str]:
     return found
 
 
+@cache
 def processor() -> str:
     """Return the model name of the processor."""
     for line in Path("/proc/cpuinfo").read_text().splitlines():
@@ -45,6 +48,7 @@ def cpu_clone() -> str:
     return str(_cpu.clone())
 
 
+@cache
 def git_commit() -> str:
     """Return the commit of the source tree that the package lies in, "" where it lies in none."""
     source = Path(__file__).resolve().parent.parent

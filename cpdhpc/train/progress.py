@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+QUIET_S = 10  # among many runs, one this long tells of its epochs
 
 
 class Display:
@@ -15,6 +18,7 @@ class Display:
 
     def __init__(self, shown: bool, runs: int) -> None:
         self.shown, self.runs, self.run = shown, runs, 0
+        self.last_s = time.monotonic()  # when the last line was printed
         self.console = Console(force_terminal=on_terminal(), highlight=False, soft_wrap=True)
         self.bar = Progress(
             TextColumn("{task.description}"),
@@ -41,7 +45,7 @@ class Display:
     def epoch(self, run_id: str, epoch: int, epochs: int, accuracy: float, loss: float) -> None:
         """Tell how an epoch ended."""
         note = f"accuracy {accuracy:.2%}, loss {loss:.4f}"
-        if self.bar.disable and self.runs == 1:
+        if self.bar.disable and (self.runs == 1 or time.monotonic() - self.last_s > QUIET_S):
             self.line(f"{self._which()}{run_id}: epoch {epoch} of {epochs}: {note}")
         self.bar.update(self.task, note=note)
 
@@ -52,6 +56,7 @@ class Display:
 
     def line(self, text: str) -> None:
         """Print a line."""
+        self.last_s = time.monotonic()
         if self.shown:
             self.console.print(text, markup=False)
 
@@ -62,7 +67,7 @@ class Display:
 def on_terminal() -> bool:
     """Whether a person sees stdout; mpirun gives ranks a terminal even where it has none itself."""
     try:
-        with Path(f"/proc/{os.getppid()}/fd/1").open("wb") as of_parent:
-            return sys.stdout.isatty() and of_parent.isatty()
-    except OSError:
+        of_parent = Path(f"/proc/{os.getppid()}/fd/1").readlink()
+    except OSError:  # another user's process, or no Linux
         return False
+    return sys.stdout.isatty() and str(of_parent).startswith(("/dev/pts/", "/dev/tty"))

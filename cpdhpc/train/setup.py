@@ -84,25 +84,20 @@ class Training:
         return self.iterations_per_epoch * self.job.train.epochs
 
     def save(self, status: str) -> None:
-        """Write checkpoint and record; process 0 writes. Collective, so that no failure is lost.
+        """Write checkpoint and record from process 0, while the others wait. Collective.
 
         status: "running", "interrupted" or "complete"
         """
-
-        def write() -> bool:
-            if self.world.rank == 0:
-                groups = checkpoint.tensors(self.model, self.optimizer) | self.record.arrays()
-                checkpoint.save(
-                    self.files.checkpoint,
-                    groups,
-                    iteration=self.iteration,
-                    ranks=self.world.ranks,
-                    toml=self.job.toml(),
-                )
-                self._write_record(status)
-            return True
-
-        agreed(self.world, write)
+        if self.world.rank == 0:
+            checkpoint.save(
+                self.files.checkpoint,
+                checkpoint.tensors(self.model, self.optimizer) | self.record.arrays(),
+                iteration=self.iteration,
+                ranks=self.world.ranks,
+                toml=self.job.toml(),
+            )
+            self._write_record(status)
+        self.world.barrier("checkpoint")
 
     def save_record(self, status: str) -> None:
         """Write only the record; process 0 writes, after a failure that all processes share."""
