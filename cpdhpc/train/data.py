@@ -9,9 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..config import UserError
-from ..ops.reference import random31
 from ..partition import split
-from ..randomness import random_key
 
 Array = npt.NDArray[Any]
 
@@ -42,8 +40,11 @@ class Dataset:
 
 
 def permutation(n: int, seed: int, *path: int) -> Array:
-    """Return int64[n], the order of 0..n-1 that (seed, *path) chooses, the same everywhere."""
-    draws = random31(random_key(seed, *path), np.arange(n, dtype=np.uint64))
+    """Return int64[n], the order of 0..n-1 that (seed, *path) chooses, the same everywhere.
+
+    It is made of the raw stream of a bit generator, which NumPy promises not to change.
+    """
+    draws = np.random.Philox(np.random.SeedSequence([seed, *path])).random_raw(n)
     return np.argsort(draws, kind="stable")
 
 
