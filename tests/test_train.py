@@ -22,7 +22,7 @@ from cpdhpc.train.schedules import DECAYS, Schedule
 from cpdhpc.train.setup import Files, prepare
 from cpdhpc.train.step import backward, step
 
-HIDDEN: dict[str, Any] = {"mlp": [8], "lenet": 8}
+HIDDEN: dict[str, Any] = {"mlp": [8], "lenet": 16}
 U = 2.0**-24  # unit roundoff of float32
 
 
@@ -46,11 +46,15 @@ def test_models_take_any_image_and_start_from_the_seed(name: str, shape: tuple[i
 def test_training_learns_and_repeats_itself_bit_for_bit(
     tmp_path: Path, name: str, row: str
 ) -> None:
-    job = small_job(model={"name": name, "hidden": HIDDEN[name]}, gradient=ROWS[row])
+    job = small_job(
+        model={"name": name, "hidden": HIDDEN[name]},
+        gradient=ROWS[row],
+        train={"epochs": 8, "learning_rate": 0.05},
+    )
     first = run_job(job, Loopback(virtual_ranks=2), tmp_path / "a")
     again = run_job(job, Loopback(virtual_ranks=2), tmp_path / "b")
     losses = first.record.arrays()["steps"]["loss"]
-    assert losses[-1] < losses[0]
+    assert losses[-5:].mean() < 0.9 * losses[:5].mean()  # of the last and the first epoch
     assert model_bytes(first.files.checkpoint) == model_bytes(again.files.checkpoint)
     assert np.array_equal(losses, again.record.arrays()["steps"]["loss"])
 
