@@ -21,7 +21,7 @@ SOURCES = setup.cfg setup.py pyproject.toml constraints.txt $(wildcard kernels/*
 .PHONY: quickstart test test-serial test-mpi test-gpu lint bench-codec install clean
 
 quickstart: install
-	$(MPIRUN) $(RANKS) python -m cpdhpc train inputs/train_digits.toml --out $(OUT)
+	$(MPIRUN) $(RANKS) python -m cpdhpc train inputs/train_digits.toml --out $(OUT) --resume
 	$(ACTIVATE) python -m cpdhpc report $(OUT) --png $(OUT)/report.png --html $(OUT)/report.html
 
 test: test-serial test-mpi

@@ -231,3 +231,19 @@ def as_world(world_or_comm: Any) -> Ranks:
         world_or_comm.Set_attr(_keyval[0], world)
     assert isinstance(world, World)
     return world
+
+
+def library_version() -> str:
+    """Return the name and version of the MPI library, its first line."""
+    text = str(_mpi().Get_library_version())
+    return text.partition("\n")[0].partition(",")[0].rstrip("\0 ")
+
+
+def abort_job(message: str) -> NoReturn:
+    """Print message to stderr and end the job: all processes of it where MPI is running."""
+    print(message, file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    running = sys.modules.get("mpi4py.MPI")  # importing it here would start MPI
+    if running is not None and running.Is_initialized() and not running.Is_finalized():
+        running.COMM_WORLD.Abort(1)
+    raise SystemExit(1)

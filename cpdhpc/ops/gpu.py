@@ -182,3 +182,23 @@ def decode_add_encode_tiles(
     numbers = (_cast(cast), np.int32(fit), *_key_numbers(key, offset))
     arrays = (words_in, shifts_in, x, np.int64(x.size), words, shifts, _counts(counts, x.size))
     _launch("decode_add_encode_tiles", _tile_blocks(x.size), *numbers, *arrays)
+
+
+def device_name() -> str:
+    """Return the name of CuPy's current GPU, "" where it finds none."""
+    try:
+        return cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)["name"].decode()
+    except cupy.cuda.runtime.CUDARuntimeError:
+        return ""
+
+
+def to_device(x: Any) -> Array:
+    """Return a NumPy array's copy on the GPU, ready for any stream."""
+    copy = cupy.asarray(x)
+    cupy.cuda.Device().synchronize()
+    return copy
+
+
+def to_host(x: Array) -> Any:
+    """Return a CuPy array's copy as a NumPy array."""
+    return cupy.asnumpy(x)

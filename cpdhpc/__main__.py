@@ -1,0 +1,161 @@
+"""The command line: python -m cpdhpc COMMAND ..., under mpirun or without it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .comm import World
+
+USER_ERROR = 2  # exit status, as argparse has it
+
+
+def train(arguments: argparse.Namespace, world: World) -> int:
+    """Run a job file and print the table of its runs. Collective."""
+    from .train.command import train as run
+    from .train.signals import Interrupted
+
+    directory = arguments.out or Path("results") / arguments.file.stem
+    try:
+        files = run(world, arguments.file, arguments.set, directory, arguments.resume)
+    except Interrupted as stop:
+        return 128 + stop.number  # as a shell reports a death by that signal
+    if world.rank == 0:
+        from .study.command import report
+        from .train.progress import on_terminal
+
+        report(files, terminal=on_terminal())
+    return 0
+
+
+def report(arguments: argparse.Namespace) -> int:
+    """Print the table of runs that are files already, and draw them."""
+    from .study.command import report as run
+
+    run(arguments.files, png=arguments.png, html=arguments.html)
+    return 0
+
+
+def info(arguments: argparse.Namespace, world: World) -> int:
+    """Print what this machine has. Collective."""
+    from .info import print_info
+
+    print_info(world)
+    return 0
+
+
+def bench(arguments: argparse.Namespace) -> int:
+    """Run a benchmark."""
+    from importlib import import_module
+
+    from .bench import BENCHES
+
+    import_module(BENCHES[arguments.bench]).run(arguments)
+    return 0
+
+
+def add_bench(parser: argparse.ArgumentParser) -> None:
+    """Add the benchmarks, each with its own arguments."""
+    from importlib import import_module
+
+    from .bench import BENCHES
+
+    benches = parser.add_subparsers(dest="bench", required=True, metavar="BENCHMARK")
+    for name, path in BENCHES.items():
+        module = import_module(path)
+        module.add_arguments(benches.add_parser(name, help=module.SUMMARY))
+
+
+def add_train(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of train."""
+    parser.add_argument("file", type=Path, metavar="FILE.toml", help="the job")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="lay a value over the file's, as train.epochs=3 or data.dir=DIR; may be repeated",
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="where files go (default: results/ + FILE's name)"
+    )
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on from the checkpoints in DIR and skip the runs that are complete",
+    )
+
+
+def add_report(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of report."""
+    parser.add_argument(
+        "files", type=Path, nargs="+", metavar="FILE.h5", help="files of runs, or directories"
+    )
+    parser.add_argument("--png", type=Path, metavar="FILE", help="draw the runs into an image")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write one self-contained page")
+
+
+def add_info(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of info: none."""
+
+
+Add = Callable[[argparse.ArgumentParser], None]
+ALONE: dict[str, tuple[Callable[[argparse.Namespace], int], Add, str]] = {
+    "bench": (bench, add_bench, "measure this machine"),
+    "report": (report, add_report, "show runs as a table, a figure, a page; needs no MPI"),
+}
+TOGETHER: dict[str, tuple[Callable[[argparse.Namespace, World], int], Add, str]] = {
+    "train": (train, add_train, "train a job file's rows with all seeds, on all MPI ranks"),
+    "info": (info, add_info, "show versions, the MPI library, hosts, kernels, the GPU"),
+}
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    top = argparse.ArgumentParser(
+        prog="cpdhpc", description="Distributed deep learning over MPI with gradients of few bits."
+    )
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, (_, add, text) in (TOGETHER | ALONE).items():
+        add(commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + "."))
+    return top
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a command and return the exit status.
+
+    What the user can mend is one line from process 0 and status 2 everywhere; commands see to it
+    that all processes raise it alike. Any other error of one process ends the job.
+    """
+    from .comm.world import abort_job
+    from .config import UserError
+
+    arguments = parser().parse_args(argv)
+    world = None
+    try:
+        if arguments.command in ALONE:
+            return ALONE[arguments.command][0](arguments)
+        from .comm import World
+
+        world = World()
+        return TOGETHER[arguments.command][0](arguments, world)
+    except UserError as error:
+        if world is None or world.rank == 0:
+            print(f"cpdhpc: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        return USER_ERROR
+    except BrokenPipeError:  # the reader, as head, wants no more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (Exception, KeyboardInterrupt):
+        who = "" if world is None else f"rank {world.hosted.start} | "
+        abort_job(who + traceback.format_exc())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,11 @@
+"""Gradient aggregation: one file per method, one row each in COMPRESSORS."""
+
+from __future__ import annotations
+
+from .base import Aggregator, Mean
+from .lowbit import LowBit
+from .none import NoCompression
+
+COMPRESSORS: dict[str, type[Aggregator]] = {"none": NoCompression, "lowbit": LowBit}
+
+__all__ = ["COMPRESSORS", "Aggregator", "LowBit", "Mean", "NoCompression"]

@@ -1,0 +1,86 @@
+"""Gradients travel in a small floating-point format."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import numpy as np
+
+from ..comm import Allreduce, Bucket, Ranks
+from ..formats import SHIFT_BIAS, TILE, Cast, Overflow, Rounding, packed_bytes, parse_format, tiles
+from ..ops import backend_of
+from .base import Aggregator, Array, Mean, State
+
+
+@dataclass(frozen=True)
+class LowBit(Aggregator):
+    """The mean of gradients that are rounded to a format before they travel.
+
+    The options are those of comm.allreduce. Raises ValueError where one is unknown or does not
+    go with another.
+    Source: Han, Demmel, You: Auto-precision scaling, arXiv 1911.08907 (scaling "aps").
+    """
+
+    align: ClassVar[int] = TILE  # no tile holds values of two layers
+
+    aggregator: Literal["lowbit"] = "lowbit"
+    wire: str = "e4m3"
+    algorithm: str = "ring"
+    scaling: str = "tile"
+    accumulate: str | None = None
+    rounding: Rounding = "nearest"
+    overflow: Overflow = "saturate"
+    headroom: str = "n"
+
+    def __post_init__(self) -> None:
+        if self.wire == "raw":
+            raise ValueError("LowBit: wire='raw': is the aggregator 'none'")
+        self._allreduce(seed=0)
+
+    def _allreduce(self, seed: int) -> Allreduce:
+        return Allreduce(
+            wire=self.wire,
+            algorithm=self.algorithm,
+            scaling=self.scaling,
+            accumulate=self.accumulate,
+            op="mean",
+            rounding=self.rounding,
+            overflow=self.overflow,
+            headroom=self.headroom,
+            seed=seed,
+        )
+
+    def aggregate(
+        self,
+        world: Ranks,
+        flats: list[Array],
+        bucket: Bucket,
+        state: State,
+        *,
+        seed: int,
+        iteration: int,
+    ) -> Mean:
+        """Return the mean over all ranks. See Aggregator.aggregate."""
+        reduced = self._allreduce(seed).run(
+            world, flats, iteration=iteration, segments=bucket.segments
+        )
+        shifts = np.array(reduced.sent_shifts, np.int64) if reduced.sent_shifts else None
+        return Mean(reduced.arrays[0], shifts)
+
+    def events(self, flat: Array, bucket: Bucket, shifts: Array | None) -> Array:
+        """Count what encoding a rank's own gradient loses. See Aggregator.events.
+
+        Rounding is to nearest here whatever the wire's, so that the count has no chance in it.
+        """
+        cast = Cast(parse_format(self.wire))
+        first = np.array([start // TILE for _, start, _ in bucket.segments])
+        stored = np.empty(tiles(flat.size), np.uint8)
+        if shifts is not None:
+            lengths = np.diff(first, append=tiles(flat.size))
+            stored[:] = np.repeat(shifts + SHIFT_BIAS, lengths)
+        counts = np.zeros((tiles(flat.size), 3), np.uint32)  # saturated, underflowed, not finite
+        words = np.empty(packed_bytes(flat.size, cast.fmt.bits), np.uint8)
+        fit = shifts is None
+        backend_of(flat).encode_tiles(flat, cast, words, stored, fit=fit, counts=counts)
+        return np.add.reduceat(counts[:, :2].astype(np.int64), first, axis=0)

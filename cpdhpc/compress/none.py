@@ -1,0 +1,66 @@
+"""No compression: float32 gradients as they are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from ..comm import Allreduce, Bucket, NonFiniteGradient, Ranks
+from .base import Aggregator, Array, Mean, State, nonfinite_layers
+
+
+@dataclass(frozen=True)
+class NoCompression(Aggregator):
+    """The mean in float32. algorithm: that of the all-reduce; "mpi" is the library's own.
+
+    Raises ValueError for an unknown algorithm.
+    """
+
+    aggregator: Literal["none"] = "none"
+    algorithm: str = "ring"
+
+    def __post_init__(self) -> None:
+        self._allreduce()
+
+    def _allreduce(self) -> Allreduce:
+        return Allreduce(wire="raw", algorithm=self.algorithm, op="mean")
+
+    def aggregate(
+        self,
+        world: Ranks,
+        flats: list[Array],
+        bucket: Bucket,
+        state: State,
+        *,
+        seed: int,
+        iteration: int,
+    ) -> Mean:
+        """Return the mean over all ranks. See Aggregator.aggregate."""
+        reduced = self._allreduce().run(world, flats, iteration=iteration)
+        mean = reduced.arrays[0]
+        bad = nonfinite_layers(mean, bucket)  # the same bits, so the same answer, on all ranks
+        if bad:
+            raise _error(world, flats, bucket, bad)
+        return Mean(mean)
+
+    def events(self, flat: Array, bucket: Bucket, shifts: Array | None) -> Array:
+        """Return zeros: nothing is encoded. See Aggregator.events."""
+        return np.zeros((len(bucket.names), 2), np.int64)
+
+
+def _error(
+    world: Ranks, flats: list[Array], bucket: Bucket, in_mean: list[int]
+) -> NonFiniteGradient:
+    """Return the error that names where non-finite values came from. Collective."""
+    own = [
+        (layer, rank)
+        for rank, flat in zip(world.hosted, flats, strict=True)
+        for layer in nonfinite_layers(flat, bucket)
+    ]
+    found = [each for process in world.gather(own) for each in process]
+    layers = sorted({layer for layer, _ in found}) or in_mean  # else the sum overflowed
+    return NonFiniteGradient(
+        [bucket.names[layer] for layer in layers], sorted({rank for _, rank in found})
+    )

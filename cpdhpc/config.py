@@ -1,0 +1,187 @@
+"""Configuration: TOML in, overrides from the command line, errors of one line, TOML out."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tomllib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+Raw = dict[str, Any]
+M = TypeVar("M", bound=BaseModel)
+
+
+class UserError(ValueError):
+    """Something that the user can mend; the message is one line, and no traceback is shown."""
+
+
+class ConfigError(UserError):
+    """A configuration that cannot be used."""
+
+
+class Section(BaseModel):
+    """A table of a configuration file: frozen, strict about types, unknown keys are errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+def read_toml(path: Path) -> Raw:
+    """Return the tables of a TOML file.
+
+    Raises ConfigError where the file is missing, unreadable or not TOML.
+    """
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: is not TOML: {error}") from None
+
+
+def override(raw: Raw, settings: Iterable[str]) -> Raw:
+    """Return raw with "a.b=value" settings applied; values are TOML, a bare word is a string.
+
+    Raises ConfigError for a setting of another form, or one that goes through a plain value.
+    """
+    result = raw
+    for setting in settings:
+        key, equals, text = setting.partition("=")
+        parts = key.strip().split(".")
+        if not equals or not all(parts):
+            raise ConfigError(f"--set {setting}: the form is key=value or table.key=value")
+        change: Any = _value(text.strip())
+        for part in reversed(parts):
+            change = {part: change}
+        _check_path(result, parts, setting)
+        result = merge(result, change)
+    return result
+
+
+def _value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        if text[:1] in ("[", "{", '"', "'"):
+            raise ConfigError(f"--set ...={text}: is not a TOML value") from None
+        return text
+
+
+def _check_path(raw: Raw, parts: list[str], setting: str) -> None:
+    here: Any = raw
+    for depth, part in enumerate(parts[:-1], 1):
+        here = here.get(part, {})
+        if not isinstance(here, dict):
+            raise ConfigError(f"--set {setting}: {'.'.join(parts[:depth])} is not a table")
+
+
+def merge(base: Raw, change: Raw) -> Raw:
+    """Return base with change laid over it, table by table."""
+    result = dict(base)
+    for key, value in change.items():
+        if isinstance(value, dict) and isinstance(result.get(key), dict):
+            result[key] = merge(result[key], value)
+        else:
+            result[key] = value
+    return result
+
+
+def validate(model: type[M], raw: Raw, source: str) -> M:
+    """Return raw as a model.
+
+    Raises ConfigError, one line, for the first thing that is wrong: source, key, what came,
+    what is allowed.
+    """
+    try:
+        return model.model_validate(raw)
+    except ValidationError as error:
+        raise ConfigError(f"{source}: {_explain(model, raw, error.errors()[0])}") from None
+
+
+def _explain(model: type[BaseModel], raw: Raw, problem: Any) -> str:
+    path, here = [], raw
+    for part in problem["loc"]:
+        if isinstance(here, dict) and part not in here and part in here.values():
+            continue  # pydantic names the chosen member of a union, which is no key of the file
+        path.append(str(part))
+        here = here.get(part, {}) if isinstance(here, dict) else here
+    key, given = ".".join(path), problem["input"]
+    if problem["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+        return f"unknown key {key}: {suggest(path[-1], _keys(model, problem['loc'][:-1]))}"
+    if problem["type"] == "union_tag_not_found":
+        return f"{key}.{problem['ctx']['discriminator'].strip(chr(39))}: is missing"
+    if problem["type"] in ("missing", "missing_argument"):
+        return f"{key}: is missing"
+    if problem["type"] == "union_tag_invalid":
+        tag = problem["ctx"]["discriminator"].strip("'")
+        known = [name.strip("'") for name in problem["ctx"]["expected_tags"].split(", ")]
+        word = problem["ctx"]["tag"]
+        return f"{key}.{tag}={word!r}: {suggest(word, known)}"
+    said = problem["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+    kind = "" if problem["type"] == "value_error" else "should be "
+    shown = "" if isinstance(given, dict) else f"={given!r}"
+    return f"{key}{shown}: {kind}{said}"
+
+
+def suggest(word: str, known: Iterable[str]) -> str:
+    """Return what to say of an unknown name: the known ones near it, else all of them."""
+    names = sorted(known)
+    close = difflib.get_close_matches(word, names)
+    return f"did you mean {' or '.join(close)}?" if close else f"known are {', '.join(names)}"
+
+
+def _keys(model: type[BaseModel], loc: tuple[Any, ...]) -> list[str]:
+    """Return the keys a table of the model may have, by the JSON schema that pydantic derives."""
+    schema = model.model_json_schema()
+    definitions, here = schema.get("$defs", {}), schema
+    for part in loc:
+        mapping = here.get("discriminator", {}).get("mapping", {})
+        step = {"$ref": mapping[part]} if part in mapping else here.get("properties", {}).get(part)
+        here = step or {}
+        here = definitions[here["$ref"].rpartition("/")[2]] if "$ref" in here else here
+    return list(here.get("properties", {}))
+
+
+def dump_toml(raw: Raw, path: str = "") -> str:
+    """Return tables as TOML text; keys that are None are left out.
+
+    path: of the table that raw is, with a dot at its end
+    """
+    plain = {k: v for k, v in raw.items() if v is not None and not isinstance(v, dict)}
+    lines = [f"{key} = {_literal(value)}" for key, value in plain.items()]
+    for name, table in raw.items():
+        if isinstance(table, dict):
+            lines += ["", f"[{path}{name}]", dump_toml(table, f"{path}{name}.").rstrip("\n")]
+    return "\n".join(lines).lstrip("\n") + "\n"
+
+
+def _literal(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(_literal(item) for item in value)}]"
+    if isinstance(value, float):
+        return repr(value)  # TOML writes inf and nan as Python does
+    # Strings, integers and truth values look alike in JSON and TOML.
+    return json.dumps(value, ensure_ascii=False)
+
+
+def difference(one: str, other: str, ignored: Iterable[str] = ()) -> str | None:
+    """Return the first key, as table.key, in which two TOML texts differ; None where none does."""
+    left, right = _flat(tomllib.loads(one)), _flat(tomllib.loads(other))
+    keys = sorted((left.keys() | right.keys()) - set(ignored))
+    return next((key for key in keys if left.get(key) != right.get(key)), None)
+
+
+def value_of(text: str, key: str) -> Any:
+    """Return what a TOML text has under table.key; None where it has nothing."""
+    return _flat(tomllib.loads(text)).get(key)
+
+
+def _flat(raw: Raw, prefix: str = "") -> Raw:
+    result: Raw = {}
+    for key, value in raw.items():
+        inner = _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {}
+        result |= inner or {prefix + key: value}
+    return result

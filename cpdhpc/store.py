@@ -1,0 +1,152 @@
+"""HDF5 files that appear whole or not at all; the only importer of h5py."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .config import UserError
+
+Array = npt.NDArray[Any]
+Attributes = Mapping[str, Any]
+
+
+class StoreError(UserError):
+    """A file that is missing or not what it should be."""
+
+
+@dataclass(frozen=True)
+class Variable:
+    """An array with named dimensions, as netCDF and xarray see it.
+
+    A variable whose only dimension has its own name labels that dimension.
+    Raises ValueError for float16 and bool, which netCDF4 readers cannot take.
+    """
+
+    dims: tuple[str, ...]
+    data: Array
+    long_name: str
+    units: str = "1"
+
+    def __post_init__(self) -> None:
+        if self.data.dtype in (np.float16, np.bool_):
+            raise ValueError(
+                f"Variable: {self.long_name}: dtype={self.data.dtype}: netCDF4 has none"
+            )
+        if self.data.ndim != len(self.dims):
+            raise ValueError(
+                f"Variable: {self.long_name}: {self.data.ndim} dimensions, names {self.dims}"
+            )
+
+
+Group = Mapping[str, Variable | Array]
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield a temporary path whose file takes path's place at the end, unless an error comes.
+
+    At any moment, be it of a kill or a crash, path holds the old content or the new one.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        yield temporary
+        _sync(temporary)
+        temporary.replace(path)
+        _sync(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write(path: Path, groups: Mapping[str, Group], attributes: Attributes) -> None:
+    """Write arrays, group by group, to a new file that takes path's place when complete.
+
+    groups: of labelled Variables, or of plain arrays, which get no dimensions
+    xarray.open_dataset(path, group=name, engine="h5netcdf") reads labelled groups back.
+    """
+    import h5py
+
+    with replacing(path) as temporary, h5py.File(temporary, "w") as file:
+        file.attrs.update(attributes)
+        for name, group in groups.items():
+            _write_group(file.create_group(name), group)
+
+
+def _write_group(target: Any, group: Group) -> None:
+    labelled = {name: item for name, item in group.items() if isinstance(item, Variable)}
+    labels = {name for name, variable in labelled.items() if variable.dims == (name,)}
+    for name in group.keys() - labelled.keys():
+        target.create_dataset(name, data=group[name])
+    for name in sorted(labelled, key=lambda name: name not in labels):  # labels first
+        variable = labelled[name]
+        dataset = target.create_dataset(name, data=_storable(variable.data))
+        dataset.attrs["long_name"], dataset.attrs["units"] = variable.long_name, variable.units
+        if name in labels:
+            dataset.make_scale(name)
+            continue
+        for axis, dim in enumerate(variable.dims):
+            dataset.dims[axis].attach_scale(target[dim])
+
+
+def _storable(data: Array) -> Any:
+    return data.astype(object) if data.dtype.kind == "U" else data
+
+
+def read(path: Path) -> tuple[dict[str, dict[str, Array]], dict[str, Any]]:
+    """Return the arrays of each group, and the attributes, of a file that write made.
+
+    Raises StoreError where the file is missing or is not HDF5.
+    """
+    import h5py
+
+    try:
+        with h5py.File(path, "r") as file:
+            groups = {
+                name: {key: _readable(dataset) for key, dataset in group.items()}
+                for name, group in file.items()
+            }
+            return groups, {key: _plain(value) for key, value in file.attrs.items()}
+    except FileNotFoundError:
+        raise StoreError(f"{path}: there is no such file") from None
+    except (OSError, AttributeError) as error:
+        raise StoreError(f"{path}: is not an HDF5 file of cpdhpc: {error}") from None
+
+
+def read_attributes(path: Path) -> dict[str, Any]:
+    """Return only the attributes of a file. Raises StoreError as read does."""
+    import h5py
+
+    try:
+        with h5py.File(path, "r") as file:
+            return {key: _plain(value) for key, value in file.attrs.items()}
+    except FileNotFoundError:
+        raise StoreError(f"{path}: there is no such file") from None
+    except OSError as error:
+        raise StoreError(f"{path}: is not an HDF5 file: {error}") from None
+
+
+def _readable(dataset: Any) -> Array:
+    import h5py
+
+    if h5py.check_string_dtype(dataset.dtype) is not None:
+        return np.asarray(dataset.asstr()[...], dtype=str)
+    return np.asarray(dataset[...])
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, np.generic) else value

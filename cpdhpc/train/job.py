@@ -1,0 +1,139 @@
+"""A training job as its TOML file says it: every key, its type and its default."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field, model_validator
+
+from ..compress import LowBit, NoCompression
+from ..config import ConfigError, Raw, Section, dump_toml, merge, override, read_toml, validate
+from .digits import Digits
+from .idx import Idx
+from .models import LeNet, Mlp
+from .schedules import Schedule
+
+Data = Annotated[Digits | Idx, Field(discriminator="name")]
+Model = Annotated[Mlp | LeNet, Field(discriminator="name")]
+Gradient = Annotated[NoCompression | LowBit, Field(discriminator="aggregator")]
+Positive = Annotated[int, Field(ge=1)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$")]  # part of a file name
+
+DO_NOT_CHANGE_BITS = ("train.checkpoint_every", "train.telemetry_every", "train.timeout_s")
+
+
+class Optimizer(Section):
+    """[optimizer]: stochastic gradient descent, as torch.optim.SGD."""
+
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    nesterov: bool = False
+
+    @model_validator(mode="after")
+    def _nesterov_has_momentum(self) -> Optimizer:
+        if self.nesterov and self.momentum == 0:
+            raise ValueError("nesterov=true needs momentum above 0")
+        return self
+
+
+class Train(Section):
+    """[train]: the run itself.
+
+    batch: samples of all ranks together; threads: of torch, 0 for the cores the rank owns
+    telemetry_every: iterations; checkpoint_every: epochs; timeout_s: the longest wait for others
+    """
+
+    epochs: Positive = 10
+    batch: Positive = 64
+    learning_rate: Annotated[float, Field(gt=0)] = 0.1
+    seeds: Annotated[tuple[Seed, ...], Field(strict=False, min_length=1)] = (0,)
+    virtual_ranks: Positive = 1
+    threads: Annotated[int, Field(ge=0)] = 0
+    telemetry_every: Positive = 10
+    checkpoint_every: Positive = 1
+    timeout_s: Annotated[float, Field(gt=0)] = 600.0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_seed(cls, raw: Any) -> Any:
+        if not isinstance(raw, dict) or "seed" not in raw:
+            return raw
+        if "seeds" in raw:
+            raise ValueError("seed and seeds: give one of them")
+        return {key: value for key, value in raw.items() if key != "seed"} | {
+            "seeds": [raw["seed"]]
+        }
+
+
+class Job(Section):
+    """One row of a job file: a configuration that is run once per seed."""
+
+    name: Name
+    data: Data = Digits()
+    model: Model = Mlp()
+    optimizer: Optimizer = Optimizer()
+    schedule: Schedule = Schedule()
+    gradient: Gradient = NoCompression()
+    train: Train = Train()
+
+    @model_validator(mode="after")
+    def _warmup_ends(self) -> Job:
+        if self.schedule.warmup_epochs >= self.train.epochs:
+            raise ValueError(
+                f"schedule.warmup_epochs={self.schedule.warmup_epochs}: "
+                f"should be below train.epochs={self.train.epochs}"
+            )
+        return self
+
+    def plain(self) -> Raw:
+        """Return the job as tables of plain values, every default filled in."""
+        return self.model_dump(mode="python")
+
+    def seeds(self) -> list[Job]:
+        """Return the job once per seed."""
+        return [
+            self.model_copy(update={"train": self.train.model_copy(update={"seeds": (seed,)})})
+            for seed in self.train.seeds
+        ]
+
+    @property
+    def seed(self) -> int:
+        """The seed of a job that has one."""
+        (seed,) = self.train.seeds
+        return seed
+
+    @property
+    def id(self) -> str:
+        """What the files of a run are called."""
+        return f"{self.name}-s{self.seed}"
+
+    def toml(self) -> str:
+        """Return the job as TOML text, every default filled in."""
+        return dump_toml(self.plain())
+
+
+def load(path: Path, settings: Iterable[str] = ()) -> list[Job]:
+    """Return the runs of a job file: every row of [[compare]], or the file itself, per seed.
+
+    settings: "table.key=value", laid over the file before the rows are laid over that
+    Raises ConfigError for whatever is wrong in the file.
+    """
+    raw = override(read_toml(path), settings)
+    rows = raw.pop("compare", [{}])
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows) or not rows:
+        raise ConfigError(f"{path}: compare: should be one or more [[compare]] tables")
+    jobs = [_row(raw, row, index, path) for index, row in enumerate(rows)]
+    names = [job.name for job in jobs]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"{path}: compare: {names.count(name)} rows are called {name!r}")
+    return [run for job in jobs for run in job.seeds()]
+
+
+def _row(raw: Raw, row: Raw, index: int, path: Path) -> Job:
+    merged = merge({"name": path.stem} | raw, row)
+    where = f"{path}: compare row {row.get('name', index)}" if row else str(path)
+    return validate(Job, merged, where)

@@ -1,0 +1,80 @@
+"""A run from where it stands to its end."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from ..comm import NonFiniteGradient
+from ..config import UserError
+from .data import Array, epoch_order
+from .evaluate import evaluate
+from .progress import Display
+from .pulse import exchange
+from .setup import Training
+from .signals import Caught, Interrupted
+from .step import step
+from .telemetry import observe
+
+
+class Diverged(UserError):
+    """A gradient is not finite any more."""
+
+
+def run(training: Training, caught: Caught, display: Display) -> None:
+    """Train until the end and write the files. Collective.
+
+    Raises Interrupted on all processes alike after a signal to any of them, with the checkpoint
+    written; Diverged where a gradient holds NaN or infinity, with the checkpoint as it was.
+    """
+    job = training.job
+    display.start(job.id, training.iterations, training.iteration)
+    while training.iteration < training.iterations:
+        _epoch(training, caught, display)
+    training.save("complete")
+    (_, accuracy, loss, _) = training.record.rows["epochs"][-1]
+    display.end(f"{job.id}: complete: accuracy {accuracy:.2%}, loss {loss:.4f}")
+
+
+def _epoch(training: Training, caught: Caught, display: Display) -> None:
+    """Finish the epoch that training.iteration lies in."""
+    job, began = training.job, time.perf_counter()
+    epoch, first = divmod(training.iteration, training.iterations_per_epoch)
+    order = epoch_order(training.samples, job.seed, epoch)
+    for start in range(first * job.train.batch, len(order), job.train.batch):
+        signal = _iteration(training, order[start : start + job.train.batch], caught)
+        display.step()
+        if signal:
+            training.save("interrupted")
+            display.end(f"{job.id}: interrupted after iteration {training.iteration}")
+            raise Interrupted(signal)
+    accuracy, loss = evaluate(training.model, training.world, *training.test)
+    elapsed_ns = training.world.max(np.array([int((time.perf_counter() - began) * 1e9)]))
+    training.record.epoch(epoch + 1, accuracy, loss, elapsed_ns[0] / 1e9)
+    display.epoch(job.id, epoch + 1, job.train.epochs, accuracy, loss)
+    if (epoch + 1) % job.train.checkpoint_every == 0 and epoch + 1 < job.train.epochs:
+        training.save("running")
+
+
+def _iteration(training: Training, batch: Array, caught: Caught) -> int:
+    """Do one iteration, and return the signal that any process has caught, or 0."""
+    job, world, iteration = training.job, training.world, training.iteration
+    rate = job.train.learning_rate * job.schedule.factor(
+        iteration / training.iterations_per_epoch, job.train.epochs
+    )
+    for group in training.optimizer.param_groups:
+        group["lr"] = rate
+    before = world.bytes_sent + world.collective_bytes  # of each hosted rank
+    try:
+        done = step(training.model, training.optimizer, training.reducer, *training.train, batch)
+    except NonFiniteGradient as error:
+        training.save_record("failed")
+        raise Diverged(f"{job.id}: iteration {iteration}: {error}") from None
+    sent = world.bytes_sent + world.collective_bytes - before
+    pulse = exchange(world, done.losses, done.time_ns, sent, caught.number)
+    training.record.step(iteration, pulse.loss, rate, pulse.time_ns, pulse.wire_bytes)
+    if iteration % job.train.telemetry_every == 0:
+        training.record.telemetry(iteration, observe(training.reducer, done.mean))
+    training.iteration += 1
+    return pulse.signal

@@ -1,0 +1,73 @@
+"""What process 0 shows of a run: a bar on a terminal, a line per epoch elsewhere."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+QUIET_S = 10  # among many runs, one this long tells of its epochs
+
+
+class Display:
+    """Shows the progress of one run after another; silent unless shown is true."""
+
+    def __init__(self, shown: bool, runs: int) -> None:
+        self.shown, self.runs, self.run = shown, runs, 0
+        self.last_s = time.monotonic()  # when the last line was printed
+        self.console = Console(force_terminal=on_terminal(), highlight=False, soft_wrap=True)
+        self.bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[note]}"),
+            console=self.console,
+            transient=True,
+            disable=not (shown and self.console.is_terminal),
+        )
+        self.task = self.bar.add_task("", note="")
+
+    def start(self, run_id: str, iterations: int, done: int) -> None:
+        """Begin a run of so many iterations, some of which may be done already."""
+        self.run += 1
+        self.bar.start()
+        self.bar.reset(self.task, total=iterations, completed=done, note="", description=run_id)
+
+    def step(self) -> None:
+        """Count an iteration."""
+        self.bar.advance(self.task)
+
+    def epoch(self, run_id: str, epoch: int, epochs: int, accuracy: float, loss: float) -> None:
+        """Tell how an epoch ended."""
+        note = f"accuracy {accuracy:.2%}, loss {loss:.4f}"
+        if self.bar.disable and (self.runs == 1 or time.monotonic() - self.last_s > QUIET_S):
+            self.line(f"{self._which()}{run_id}: epoch {epoch} of {epochs}: {note}")
+        self.bar.update(self.task, note=note)
+
+    def end(self, text: str) -> None:
+        """Take the bar away and leave a line."""
+        self.bar.stop()
+        self.line(f"{self._which()}{text}")
+
+    def line(self, text: str) -> None:
+        """Print a line."""
+        self.last_s = time.monotonic()
+        if self.shown:
+            self.console.print(text, markup=False)
+
+    def _which(self) -> str:
+        return f"[{self.run}/{self.runs}] " if self.runs > 1 else ""
+
+
+def on_terminal() -> bool:
+    """Whether a person sees stdout; mpirun gives ranks a terminal even where it has none itself."""
+    try:
+        of_parent = Path(f"/proc/{os.getppid()}/fd/1").readlink()
+    except OSError:  # another user's process, or no Linux
+        return False
+    return sys.stdout.isatty() and str(of_parent).startswith(("/dev/pts/", "/dev/tty"))

@@ -1,0 +1,190 @@
+"""Training on real ranks: right for any number of processes that divides 12."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from training import write_idx
+
+from cpdhpc import store
+from cpdhpc.__main__ import main
+from cpdhpc.comm import Loopback, NonFiniteGradient, World
+from cpdhpc.config import dump_toml, merge, validate
+from cpdhpc.train import GradientReducer
+from cpdhpc.train.data import Dataset
+from cpdhpc.train.job import Job
+from cpdhpc.train.loop import Diverged, run
+from cpdhpc.train.progress import Display
+from cpdhpc.train.setup import Files, prepare
+from cpdhpc.train.signals import Caught, Interrupted, catching
+from cpdhpc.train.threads import threads_of_rank
+
+pytestmark = pytest.mark.mpi
+
+RANKS = 12
+ROWS: dict[str, dict[str, Any]] = {
+    "float32": {"aggregator": "none"},
+    "stochastic": {"aggregator": "lowbit", "wire": "e4m3", "rounding": "stochastic"},
+    "aps": {"aggregator": "lowbit", "wire": "e5m2", "scaling": "aps", "algorithm": "tree"},
+}
+
+
+@pytest.fixture(scope="module")
+def world() -> World:
+    return World(timeout_s=60)
+
+
+@pytest.fixture
+def directory(world: World, tmp_path: Path) -> Path:
+    """Process 0's temporary directory, on all processes."""
+    return Path(world.gather(str(tmp_path))[0])
+
+
+def together(world: World, *verdicts: bool) -> None:
+    """Fail on all processes alike where a verdict is false on one of them."""
+    assert world.gather(all(verdicts)) == [True] * world.size
+
+
+def job_of(**changes: Any) -> Job:
+    train = {"epochs": 2, "batch": 20, "threads": 1, "telemetry_every": 2}
+    model = {"name": "mlp", "hidden": [8]}
+    return validate(Job, merge({"name": "m", "model": model, "train": train}, changes), "test")
+
+
+def data() -> Dataset:
+    rng = np.random.default_rng(0)
+    x, y = rng.random((90, 8, 8), np.float32), rng.integers(0, 4, 90)
+    return Dataset(x[:60], y[:60], x[60:], y[60:], classes=4)
+
+
+def quiet() -> Display:
+    return Display(False, 1)
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_real_and_virtual_ranks_give_the_same_bits(world: World, directory: Path, row: str) -> None:
+    """12 ranks on so many processes, and the 12 emulated by process 0 alone."""
+    if RANKS % world.size:
+        pytest.skip(f"{world.size} processes do not divide {RANKS} ranks")
+    job = job_of(gradient=ROWS[row])
+    real = World(virtual_ranks=RANKS // world.size)
+    files = Files(directory / "real.h5", directory / "real.checkpoint.h5")
+    run(prepare(job, real, data(), files), Caught(), quiet())
+    same = True
+    if world.rank == 0:
+        alone = Files(directory / "alone.h5", directory / "alone.checkpoint.h5")
+        run(prepare(job, Loopback(RANKS), data(), alone), Caught(), quiet())
+        same = contents(files) == contents(alone)
+    together(world, same)
+    real.free()
+
+
+def contents(files: Files) -> list[tuple[str, str, bytes]]:
+    """Weights, momentum and records, but for the times, and the bytes: a process alone has none
+
+    for MPI's own collectives, which check the arguments and find APS's largest exponents.
+    """
+    return [
+        (group, name, array.tobytes())
+        for group, arrays in store.read(files.checkpoint)[0].items()
+        for name, array in sorted(arrays.items())
+        if name not in ("time_s", "wire_bytes")
+    ]
+
+
+def test_all_processes_hold_the_same_model(world: World, directory: Path) -> None:
+    job = job_of(gradient=ROWS["aps"])
+    training = prepare(job, world, data(), Files.of(directory, job))
+    run(training, Caught(), quiet())
+    weights = b"".join(p.detach().numpy().tobytes() for p in training.model.parameters())
+    together(world, len(set(world.gather(weights))) == 1)
+
+
+def test_a_signal_to_one_process_stops_all_with_a_checkpoint(world: World, directory: Path) -> None:
+    job = job_of(train={"epochs": 100000})
+    files = Files.of(directory, job)
+    training = prepare(job, world, data(), files)
+    if world.rank == world.size - 1:
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+    stopped = None
+    with catching() as caught:
+        try:
+            run(training, caught, quiet())
+        except Interrupted as stop:
+            stopped = stop.number
+    status = store.read_attributes(files.record)["status"]
+    at = store.read_attributes(files.checkpoint)["iteration"]
+    together(world, stopped == signal.SIGUSR1, status == "interrupted", at == training.iteration)
+    again = prepare(job, world, data(), files)
+    again.resume()
+    together(world, again.iteration == at)
+
+
+def test_the_command_ends_with_the_status_of_a_death_by_the_signal(
+    world: World, directory: Path
+) -> None:
+    if world.rank == 0:
+        write_idx(directory)
+        train = {"epochs": 100000, "batch": 4, "threads": 1}
+        job = {"data": {"name": "idx", "dir": str(directory)}, "train": train}
+        (directory / "job.toml").write_text(dump_toml(job))
+    world.barrier()
+    if world.rank == 0:
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    status = main(["train", str(directory / "job.toml"), "--out", str(directory / "out")])
+    closed = store.read_attributes(directory / "out" / "job-s0.h5")["status"]
+    usable = store.read(directory / "out" / "job-s0.checkpoint.h5")[1]["iteration"]
+    together(world, status == 128 + signal.SIGTERM, closed == "interrupted", usable > 0)
+
+
+def test_nan_on_one_process_stops_all_with_the_checkpoint_as_it_was(
+    world: World, directory: Path
+) -> None:
+    job = job_of(gradient=ROWS["stochastic"])
+    files = Files.of(directory, job)
+    run(prepare(job, world, data(), files), Caught(), quiet())
+    before = files.checkpoint.read_bytes()
+    world.barrier()
+    training = prepare(job, world, data(), files)
+    if world.rank == world.size - 1:
+        training.train[0][:] = torch.nan
+    said = ""
+    try:
+        run(training, Caught(), quiet())
+    except Diverged as error:
+        said = str(error)
+    where = f"on rank {world.size - 1}"
+    together(world, "'1.weight'" in said, where in said, files.checkpoint.read_bytes() == before)
+
+
+def test_the_reducer_in_a_plain_loop(world: World) -> None:
+    """Rank r's gradient is r + 1 throughout: the mean is (ranks + 1) / 2, exact in few bits."""
+    torch.manual_seed(world.rank)
+    model = torch.nn.Linear(4, 3)
+    reducer = GradientReducer(model, world, "lowbit", wire="e5m10", algorithm="direct")
+    weights = world.gather(model.weight.detach().numpy().tobytes())
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, world.rank + 1)
+    reducer.reduce()
+    means = [p.grad for p in model.parameters() if p.grad is not None]
+    expected = torch.tensor((world.size + 1) / 2)
+    together(world, len(set(weights)) == 1, all(bool((m == expected).all()) for m in means))
+    model.weight.grad = torch.full((3, 4), torch.inf if world.rank == 0 else 1.0)
+    raised = False
+    try:
+        reducer.reduce()
+    except NonFiniteGradient as error:
+        raised = error.segments == ("weight",) and error.ranks == (0,)
+    together(world, raised, float(model.weight.grad[0, 0]) in (torch.inf, 1.0))
+
+
+def test_threads_share_the_cores(world: World) -> None:
+    cores = len(os.sched_getaffinity(0))
+    together(world, threads_of_rank(world) == max(1, cores // world.size))

@@ -1,0 +1,120 @@
+"""Every aggregator: the mean on all ranks, nothing swallowed, counts that add up."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import pytest
+from pydantic import TypeAdapter, ValidationError
+
+from cpdhpc.comm import Bucket, Loopback, NonFiniteGradient
+from cpdhpc.compress import COMPRESSORS, LowBit, NoCompression
+from cpdhpc.formats import Cast, parse_format
+from cpdhpc.ops import reference
+
+RANKS = 4
+EVERY = pytest.mark.parametrize("name", COMPRESSORS)
+
+
+def bucket_of(aggregator: Any) -> Bucket:
+    return Bucket(("weight", "bias"), ((40, 50), (7,)), aggregator.align)
+
+
+def integers(bucket: Bucket, seed: int = 0) -> list[np.ndarray]:  # type: ignore[type-arg]
+    """Integers below 3 in size: sums of four, and their quarters, are exact in e4m3."""
+    rng = np.random.default_rng(seed)
+    shapes = bucket.shapes
+    return [
+        bucket.flatten([rng.integers(-2, 3, shape).astype(np.float32) for shape in shapes])
+        for _ in range(RANKS)
+    ]
+
+
+@EVERY
+def test_the_mean_of_small_integers_is_exact(name: str) -> None:
+    aggregator = COMPRESSORS[name]()
+    bucket, world = bucket_of(aggregator), Loopback(virtual_ranks=RANKS)
+    flats = integers(bucket)
+    before = [flat.copy() for flat in flats]
+    mean = aggregator.aggregate(world, flats, bucket, {}, seed=0, iteration=0)
+    assert np.array_equal(mean.flat, np.mean(flats, axis=0))
+    assert all(np.array_equal(*pair) for pair in zip(flats, before, strict=True))
+    assert world.bytes_sent.sum() > 0
+
+
+@EVERY
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_what_is_not_finite_is_named(name: str, value: float) -> None:
+    aggregator = COMPRESSORS[name]()
+    bucket = bucket_of(aggregator)
+    flats = integers(bucket)
+    bucket.views(flats[2])[1][3] = value
+    with pytest.raises(NonFiniteGradient) as caught:
+        aggregator.aggregate(Loopback(RANKS), flats, bucket, {}, seed=0, iteration=0)
+    assert caught.value.segments == ("bias",)
+    assert caught.value.ranks == (2,)
+
+
+def test_a_float32_sum_that_overflows_is_named_without_ranks() -> None:
+    aggregator = NoCompression()
+    bucket = bucket_of(aggregator)
+    flats = integers(bucket)
+    for flat in flats:
+        bucket.views(flat)[0][1, 1] = 3e38
+    with pytest.raises(NonFiniteGradient, match="sum of finite values") as caught:
+        aggregator.aggregate(Loopback(RANKS), flats, bucket, {}, seed=0, iteration=0)
+    assert caught.value.segments == ("weight",)
+    assert caught.value.ranks == ()
+
+
+@EVERY
+def test_the_configuration_is_frozen_and_reads_back(name: str) -> None:
+    aggregator = COMPRESSORS[name]()
+    assert asdict(aggregator)["aggregator"] == name
+    adapter: Any = TypeAdapter(COMPRESSORS[name])
+    assert adapter.validate_python(asdict(aggregator)) == aggregator
+    with pytest.raises(ValidationError):
+        adapter.validate_python({"no_such_option": 1})
+    with pytest.raises(AttributeError):
+        aggregator.algorithm = "tree"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("scaling", ["none", "static:6", "aps", "tile"])
+@pytest.mark.parametrize("wire", ["e4m3", "e3m0", "e2m1fn"])
+def test_events_are_those_of_the_first_encoding(wire: str, scaling: str) -> None:
+    """Counted against the specification, value by value, with the shifts that were in use."""
+    aggregator = LowBit(wire=wire, scaling=scaling, headroom="none")
+    bucket = bucket_of(aggregator)
+    rng = np.random.default_rng(1)
+    scale = np.exp2(rng.integers(-14, 6, bucket.size)).astype(np.float32)
+    flats = [flat * scale for flat in integers(bucket)]
+    mean = aggregator.aggregate(Loopback(RANKS), flats, bucket, {}, seed=0, iteration=0)
+    assert (mean.shifts is None) == (scaling == "tile")
+    cast = Cast(parse_format(wire))
+    for flat in flats:
+        found = aggregator.events(flat, bucket, mean.shifts)
+        for layer, segment in enumerate(bucket.segments):
+            part = flat[segment.start : segment.stop]
+            assert found[layer].tolist() == expected_events(part, cast, mean.shifts, layer)
+
+
+def expected_events(part: Any, cast: Cast, shifts: Any, layer: int) -> list[int]:
+    saturated = underflowed = 0
+    for start in range(0, part.size, 1024):
+        tile = part[start : start + 1024]
+        own = int(reference.fitting_shift(reference.amax_tiles(tile), cast.fmt)[0]) - 127
+        shift = own if shifts is None else int(shifts[layer])
+        codes = reference.encode(tile, cast, shift) & np.uint32((1 << (cast.fmt.bits - 1)) - 1)
+        underflowed += int(((codes == 0) & (tile != 0)).sum())
+        largest = np.ldexp(np.abs(tile).astype(np.float64), shift)
+        # Saturation is what rounds above the largest number: half a spacing above it, or more.
+        half = 2.0 ** (cast.fmt.emax - cast.fmt.man - 1)
+        saturated += int((largest >= cast.fmt.max + half).sum())
+    return [saturated, underflowed]
+
+
+def test_no_compression_loses_nothing() -> None:
+    bucket = bucket_of(NoCompression())
+    assert NoCompression().events(integers(bucket)[0], bucket, None).tolist() == [[0, 0], [0, 0]]

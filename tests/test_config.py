@@ -1,0 +1,137 @@
+"""Job files: what is refused, in one line that says what is allowed, and what comes out."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from cpdhpc.config import ConfigError, difference, dump_toml, merge, override, read_toml
+from cpdhpc.train.job import load
+
+BASE = """
+[model]
+name = "mlp"
+hidden = [16]
+[train]
+epochs = 3
+"""
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "job.toml"
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[train]\nepoch = 3", "unknown key train.epoch: did you mean epochs?"),
+        ("[trian]\nepochs = 3", "unknown key trian: did you mean train?"),
+        ("[train]\nxyz = 3", "unknown key train.xyz: known are batch, checkpoint_every, epochs"),
+        ("[train]\nepochs = '3'", "train.epochs='3': should be a valid integer"),
+        ("[train]\nepochs = 0", "train.epochs=0: should be greater than or equal to 1"),
+        ("[train]\nepochs = true", "train.epochs=True: should be a valid integer"),
+        ("[train]\nlearning_rate = 'x'", "train.learning_rate='x': should be a valid number"),
+        ("[train]\nseed = 1\nseeds = [1]", "train: seed and seeds: give one of them"),
+        ("[train]\nseeds = []", "train.seeds"),
+        ("[train]\nseeds = [0, -1]", "train.seeds.1=-1: should be greater than or equal to 0"),
+        ("[model]\nname = 'lenett'", "model.name='lenett': did you mean lenet?"),
+        ("[model]\nhidden = [3]", "model.name: is missing"),
+        ("[model]\nname='mlp'\nhiden = [3]", "unknown key model.hiden: did you mean hidden?"),
+        ("[model]\nname='mlp'\nhidden = [3, 'a']", "model.hidden.1='a': should be a valid integer"),
+        ("[data]\nname = 'cifar'", "data.name='cifar': known are digits, idx"),
+        ("[data]\nname = 'idx'", "data.dir: is missing"),
+        ("[schedule]\ndecay = 'cosin'", "schedule.decay='cosin': did you mean cosine?"),
+        ("[schedule]\nwarmup_epochs = 10", "schedule.warmup_epochs=10.0: should be below"),
+        ("[optimizer]\nmomentum=0.0\nnesterov=true", "nesterov=true needs momentum above 0"),
+        (
+            "[gradient]\naggregator = 'lowbits'",
+            "gradient.aggregator='lowbits': did you mean lowbit?",
+        ),
+        ("[gradient]\naggregator = 'none'\nwire='e4m3'", "unknown key gradient.wire: known are"),
+        (
+            "[gradient]\naggregator='lowbit'\nwire='e9m9'",
+            "gradient: FloatFormat: exp=9, man=9: exp is 1..8",
+        ),
+        ("[gradient]\naggregator='lowbit'\nwire='raw'", "wire='raw': is the aggregator 'none'"),
+        ("[gradient]\naggregator='lowbit'\nscaling='ap'", "scaling='ap': known are none, static:K"),
+        ("[gradient]\naggregator='none'\nalgorithm='rin'", "algorithm='rin': known are"),
+        ("[gradient]\naggregator='lowbit'\nalgorithm='mpi'", "algorithm='mpi'"),
+        ("[gradient]\naggregator='lowbit'\nrounding='up'", "gradient.rounding='up'"),
+        ("name = 'a/b'", "name='a/b'"),
+        ("[[compare]]\nname='a'\ntrain.epoch=3", "compare row a: unknown key train.epoch"),
+        ("[[compare]]\nname='a'\n[[compare]]\nname='a'", "compare: 2 rows are called 'a'"),
+        ("compare = 3", "compare: should be one or more"),
+        ("x = = 3", "is not TOML"),
+    ],
+)
+def test_one_line_says_what_is_wrong(tmp_path: Path, text: str, says: str) -> None:
+    path = write(tmp_path, text)
+    with pytest.raises(ConfigError) as caught:
+        load(path)
+    message = str(caught.value)
+    assert says in message
+    assert str(path) in message
+    assert "\n" not in message
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.toml: cannot be read: No such file"):
+        read_toml(tmp_path / "none.toml")
+
+
+def test_overrides_are_toml_and_bare_words_are_strings() -> None:
+    settings = ["a.b=3", "a.c=word", "a.d=[1, 2]", "e='x=y'", "a.f=1e-3", "g=true", "h=/some/dir"]
+    assert override({"a": {"b": 1, "z": 0}}, settings) == {
+        "a": {"b": 3, "c": "word", "d": [1, 2], "z": 0, "f": 1e-3},
+        "e": "x=y",
+        "g": True,
+        "h": "/some/dir",
+    }
+
+
+@pytest.mark.parametrize("setting", ["a", "=3", "a..b=3", "a.b=[1", "x.y=3"])
+def test_overrides_of_another_form_are_refused(setting: str) -> None:
+    with pytest.raises(ConfigError, match="--set"):
+        override({"x": 1}, [setting])
+
+
+def test_overrides_leave_what_they_got() -> None:
+    raw = {"a": {"b": 1}}
+    override(raw, ["a.b=2"])
+    assert raw == {"a": {"b": 1}}
+    assert merge(raw, {"a": {"c": 3}}) == {"a": {"b": 1, "c": 3}}
+
+
+def test_rows_times_seeds(tmp_path: Path) -> None:
+    text = BASE + "seeds = [4, 5]\n[[compare]]\nname='x'\n[[compare]]\nname='y'\ntrain.epochs=7\n"
+    jobs = load(write(tmp_path, text), ["train.epochs=5"])
+    assert [job.id for job in jobs] == ["x-s4", "x-s5", "y-s4", "y-s5"]
+    assert [job.train.epochs for job in jobs] == [5, 5, 7, 7]
+    assert [job.id for job in load(write(tmp_path, BASE))] == ["job-s0"]
+
+
+def test_resolved_text_reads_back_as_the_same_job(tmp_path: Path) -> None:
+    text = BASE + "seed = 9\n[gradient]\naggregator='lowbit'\nscaling='static:3'\n"
+    (job,) = load(write(tmp_path, text))
+    (again,) = load(write(tmp_path, job.toml()))
+    assert again == job
+    assert again.toml() == job.toml()
+
+
+def test_dumped_text_is_what_tomllib_reads() -> None:
+    raw = {
+        "a": 1,
+        "t": {"s": 'q"\\\n\u00e9\U0001f600', "f": 1e-7, "l": [1, 2.5, "x"], "u": {"b": False}},
+    }
+    assert tomllib.loads(dump_toml(raw | {"left_out": None})) == raw
+
+
+def test_difference_names_the_key() -> None:
+    one, other = "a = 1\n[t]\nb = 2\nc = 3\n", "a = 1\n[t]\nb = 4\nc = 3\n"
+    assert difference(one, other) == "t.b"
+    assert difference(one, other, ["t.b"]) is None
+    assert difference(one, one + "d = 4\n") == "t.d"

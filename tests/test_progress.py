@@ -1,0 +1,50 @@
+"""The bar is for people: mpirun gives ranks a terminal even where its own output is a file."""
+
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from training import environment
+
+CHILD = """
+import sys
+from cpdhpc.train.progress import Display, on_terminal
+print(on_terminal(), file=sys.stderr, flush=True)
+display = Display(True, 1)
+display.start("run", 2, 0)
+display.epoch("run", 1, 2, 0.5, 1.25)
+display.end("run: complete")
+"""
+PARENT = """
+import os, pty, subprocess, sys
+print("first", flush=True)
+outer, inner = pty.openpty()
+done = subprocess.run([sys.executable, "-c", sys.argv[1]], stdout=inner, stderr=subprocess.PIPE)
+print(done.stderr.decode(), os.read(outer, 100000).decode(), flush=True)
+"""
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_bar_only_where_the_launcher_writes_to_a_terminal(tmp_path: Path, terminal: bool) -> None:
+    log = tmp_path / "log"
+    outer, inner = pty.openpty()
+    with log.open("wb") as file:
+        subprocess.run(
+            [sys.executable, "-c", PARENT, CHILD],
+            stdout=inner if terminal else file,
+            env=environment() | {"TERM": "xterm"},
+            check=True,
+            timeout=60,
+        )
+    os.close(inner)
+    shown = os.read(outer, 100000).decode() if terminal else log.read_text()
+    assert shown.startswith("first"), "the log is as it was"
+    assert str(terminal) in shown
+    assert ("epoch 1 of 2: accuracy 50.00%, loss 1.2500" in shown) == (not terminal)
+    assert ("\x1b[" in shown) == terminal
+    assert "run: complete" in shown

@@ -1,0 +1,124 @@
+"""Reports: what the table says, a figure in which all is visible, one page by itself."""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from training import ROWS, run_job, small_job
+
+from cpdhpc import store
+from cpdhpc.comm import Loopback
+from cpdhpc.config import UserError
+from cpdhpc.study.command import report
+from cpdhpc.study.figure import draw, side_by_side
+from cpdhpc.study.runs import baseline, group, load
+from cpdhpc.study.table import rows
+from cpdhpc.train.setup import Files
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three rows with two seeds each, and a run that was interrupted."""
+    path = tmp_path_factory.mktemp("runs")
+    for row in ("float32", "tile", "aps"):
+        for seed in (0, 1):
+            job = small_job(name=row, gradient=ROWS[row], train={"seeds": [seed]})
+            run_job(job, Loopback(2), path)
+    job = small_job(name="tile", gradient=ROWS["tile"], train={"seeds": [2]})
+    training = run_job(job, Loopback(2), path)
+    training.save_record("interrupted")
+    return path
+
+
+def test_groups_over_seeds(directory: Path) -> None:
+    groups = group(load([directory]))
+    assert [(each.name, len(each.runs), each.found) for each in groups] == [
+        ("float32", 2, 2),
+        ("tile", 2, 3),
+        ("aps", 2, 2),
+    ]
+    base = baseline(groups)
+    assert base is groups[0]
+    accuracies = [
+        store.read(directory / f"float32-s{seed}.h5")[0]["epochs"]["test_accuracy"][-1]
+        for seed in (0, 1)
+    ]
+    assert base.accuracy == pytest.approx(100 * np.mean(accuracies), rel=1e-12)
+    assert base.spread == pytest.approx(100 * abs(np.diff(accuracies)[0]) / 2**0.5, rel=1e-12)
+
+
+def test_the_table_counts_bytes_beside_float32(directory: Path) -> None:
+    """Two ranks send each half of the buffer twice: n values of 4 bytes; whole tiles of e4m3."""
+    cells = {row[0]: row for row in rows(group(load([directory])))}
+    values = 64 * 8 + 8 + 8 * 8 + 8
+    assert cells["float32"][4] == f"{4 * values:,}"
+    assert cells["tile"][4] == f"{4 * (1024 + 1):,}"  # 4 tensors, each a tile and its shift
+    assert cells["tile"][5] == f"{4 * 1025 / (4 * values):.3f}"
+    assert cells["tile"][1] == "2 of 3"
+    assert cells["float32"][3] == cells["float32"][7] == "-"
+    assert re.fullmatch(r"[+-]\d+\.\d\d", cells["aps"][3])
+    assert re.fullmatch(r"\d+\.\d\d ± \d+\.\d\d", cells["aps"][2])
+
+
+def test_the_figure_hides_nothing(directory: Path) -> None:
+    groups = group(load([directory]))
+    figure = draw(groups)
+    left, right = figure.axes
+    assert left.get_xlabel().startswith("payload per step and rank / byte")
+    assert left.get_ylabel() == "test accuracy / %"
+    assert (right.get_xlabel(), right.get_ylabel()) == ("epoch", "test loss / nat")
+    looks = {(line.get_linestyle(), line.get_marker()) for line in right.lines}
+    assert len(looks) == len(groups), "told apart without colour"
+    figure.draw_without_rendering()
+    (legend,) = figure.legends
+    box = legend.get_window_extent()
+    assert not any(box.overlaps(axes.get_tightbbox()) for axes in figure.axes)
+
+
+def test_sizes_that_are_alike_are_drawn_side_by_side() -> None:
+    places = side_by_side([1000.0, 1001.0, 4000.0, 999.0])
+    assert places[2] == 4000.0
+    near = sorted([places[0], places[1], places[3]])
+    assert min(b / a for a, b in pairwise(near)) > 1.05
+
+
+def test_png_and_page(directory: Path, tmp_path: Path, capsys: Any) -> None:
+    png, html = tmp_path / "a.png", tmp_path / "a.html"
+    report([directory], png=png, html=html, terminal=False)
+    assert png.read_bytes().startswith(b"\x89PNG")
+    text = html.read_text()
+    assert "data:image/png;base64," in text
+    assert not re.findall(r'(?:src|href)="(?!data:)', text), "needs no other file"
+    shown = capsys.readouterr().out
+    for name in ("float32", "tile", "aps", "left out: tile-s2.h5: interrupted"):
+        assert name in shown
+    assert "2 of 3" in text
+
+
+def test_one_file_one_seed(directory: Path, capsys: Any) -> None:
+    report([directory / "aps-s1.h5"], terminal=False)
+    assert "±" not in capsys.readouterr().out.splitlines()[-4]
+
+
+def refused(path: Path, says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        report([path], terminal=False)
+
+
+def test_what_is_no_run_is_refused(directory: Path, tmp_path: Path) -> None:
+    refused(tmp_path, "there is no file of a run in this directory")
+    refused(tmp_path / "x.h5", "there is no such file")
+    refused(directory / "aps-s0.checkpoint.h5", "is not the file of a run")
+    refused(directory / "tile-s2.h5", "none of 1 runs is complete")
+
+
+def test_other_jobs_of_the_same_name_are_refused(directory: Path, tmp_path: Path) -> None:
+    job = small_job(name="aps", gradient=ROWS["aps"], train={"batch": 25})
+    run_job(job, Loopback(2), tmp_path)
+    with pytest.raises(UserError, match=r"are both aps, but differ in train\.batch"):
+        report([directory, Files.of(tmp_path, job).record], terminal=False)

@@ -1,0 +1,218 @@
+"""Models, schedules, steps, the reducer, the loop."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from training import ROWS, model_bytes, run_job, small_data, small_job
+
+from cpdhpc.comm import Loopback, NonFiniteGradient
+from cpdhpc.compress import COMPRESSORS, LowBit
+from cpdhpc.train import GradientReducer
+from cpdhpc.train.evaluate import evaluate
+from cpdhpc.train.loop import Diverged
+from cpdhpc.train.models import MODELS
+from cpdhpc.train.pulse import exchange
+from cpdhpc.train.schedules import DECAYS, Schedule
+from cpdhpc.train.setup import Files, prepare
+from cpdhpc.train.step import backward, step
+
+HIDDEN: dict[str, Any] = {"mlp": [8], "lenet": 8}
+U = 2.0**-24  # unit roundoff of float32
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("shape", [(8, 8), (28, 28), (9, 5)])
+def test_models_take_any_image_and_start_from_the_seed(name: str, shape: tuple[int, int]) -> None:
+    def build(seed: int) -> torch.nn.Module:
+        torch.manual_seed(seed)
+        return MODELS[name]().build(shape, 10)
+
+    model = build(0)
+    assert model(torch.zeros(3, *shape)).shape == (3, 10)
+    pairs = list(zip(model.parameters(), build(0).parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in pairs)
+    assert all(a.dtype == torch.float32 for a, _ in pairs)
+    assert not torch.equal(next(build(1).parameters()), next(model.parameters()))
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("row", ROWS)
+def test_training_learns_and_repeats_itself_bit_for_bit(
+    tmp_path: Path, name: str, row: str
+) -> None:
+    job = small_job(model={"name": name, "hidden": HIDDEN[name]}, gradient=ROWS[row])
+    first = run_job(job, Loopback(virtual_ranks=2), tmp_path / "a")
+    again = run_job(job, Loopback(virtual_ranks=2), tmp_path / "b")
+    losses = first.record.arrays()["steps"]["loss"]
+    assert losses[-1] < losses[0]
+    assert model_bytes(first.files.checkpoint) == model_bytes(again.files.checkpoint)
+    assert np.array_equal(losses, again.record.arrays()["steps"]["loss"])
+
+
+@pytest.fixture(autouse=True)
+def directories(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / name).mkdir()
+
+
+@pytest.mark.parametrize(("batch", "ranks"), [(8, 1), (8, 4), (7, 3), (5, 8)])
+def test_the_mean_over_ranks_is_the_gradient_of_the_batch(batch: int, ranks: int) -> None:
+    """For softmax regression, beside the float64 gradient, within what float32 can do.
+
+    The gradient of W is the mean over the batch of d x^T, d = softmax(W x + b) - target.
+    A logit sums n + 1 terms whose sizes add up to at most M, so it is off by (n + 2) u M; the
+    softmax's relative error is at most twice that and a dozen roundings of its own. The sum over
+    the batch, the weights of shards and the mean over ranks add batch + ranks + 4 roundings.
+    """
+    torch.manual_seed(0)
+    model, data = MODELS["mlp"](hidden=()).build((8, 8), 8), small_data()
+    x, y = torch.from_numpy(data.train_x), torch.from_numpy(data.train_y)
+    reducer = GradientReducer(model, Loopback(virtual_ranks=ranks))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    done = step(model, optimizer, reducer, x, y, np.arange(batch))
+    weight, bias = (p.detach().numpy().astype(np.float64) for p in model.parameters())
+    inputs = data.train_x[:batch].reshape(batch, -1).astype(np.float64)
+    logits = inputs @ weight.T + bias
+    softmax = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+    d = softmax - np.eye(8)[data.train_y[:batch]]
+    largest = (np.abs(inputs) @ np.abs(weight.T) + np.abs(bias)).max()
+    of_d = 2 * (inputs.shape[1] + 2) * U * largest + 12 * U
+    bound = of_d * np.abs(inputs).mean(0) + (batch + ranks + 4) * U * (
+        np.abs(d).T @ np.abs(inputs) / batch
+    )
+    gradient = next(model.parameters()).grad
+    assert gradient is not None
+    assert (np.abs(gradient.numpy() - d.T @ inputs / batch) <= bound).all()
+    loss = -np.log(softmax[np.arange(batch), data.train_y[:batch]]).mean()
+    assert math.fsum(done.losses) / ranks == pytest.approx(
+        loss, rel=1e-5
+    )  # far off if weighted ill
+
+
+def test_even_shards_are_not_scaled_and_empty_ones_are_zero() -> None:
+    torch.manual_seed(0)
+    model, data = MODELS["mlp"](hidden=(4,)).build((8, 8), 8), small_data()
+    x, y = torch.from_numpy(data.train_x[:4]), torch.from_numpy(data.train_y[:4])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    loss = backward(model, optimizer, x, y, batch=12, ranks=3)
+    assert loss == float(torch.nn.functional.cross_entropy(model(x), y).detach())
+    assert backward(model, optimizer, x[:0], y[:0], batch=12, ranks=3) == 0.0
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_evaluation_counts_every_sample_once_at_any_number_of_ranks() -> None:
+    torch.manual_seed(0)
+    model, data = MODELS["mlp"]().build((8, 8), 8), small_data()
+    x, y = torch.from_numpy(data.test_x), torch.from_numpy(data.test_y)
+    right = int((model(x).argmax(1) == y).sum())
+    losses = []
+    for ranks in (1, 3, 64):
+        accuracy, loss = evaluate(model, Loopback(virtual_ranks=ranks), x, y)
+        assert accuracy == right / len(y)
+        losses.append(loss)
+    # logits of different batch shapes differ by a few roundings; a sample too many by 1/40
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-5)
+
+
+def test_a_pulse_carries_losses_times_and_signals() -> None:
+    pulse = exchange(Loopback(3), [0.5, -1.0, 2.0], [7, 8], np.array([1, 2, 3]), 15)
+    assert pulse.loss == 0.5
+    assert pulse.time_ns.tolist() == [7, 8]
+    assert pulse.wire_bytes.tolist() == [1, 2, 3]
+    assert pulse.signal == 15
+    assert math.isnan(exchange(Loopback(1), [math.nan], [0], np.array([0]), 0).loss)
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+def test_schedules_warm_up_then_fall(decay: str) -> None:
+    schedule = Schedule(warmup_epochs=2.0, decay=decay, milestones=(4.0, 6.0), gamma=0.5)
+    factors = [schedule.factor(epoch / 4, 8) for epoch in range(33)]
+    assert factors[:9] == [0, 0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1]
+    assert factors[8:] == sorted(factors[8:], reverse=True)
+    end = {"constant": 1.0, "step": 0.25, "cosine": 0.0}[decay]
+    assert factors[-1] == pytest.approx(end, abs=1e-15)  # cos(pi) is off by less than a rounding
+    assert schedule.factor(5, 8) == pytest.approx(
+        {"constant": 1, "step": 0.5, "cosine": 0.5}[decay]
+    )
+
+
+@pytest.mark.parametrize("name", COMPRESSORS)
+def test_a_plain_loop_adopts_the_reducer(name: str) -> None:
+    """With small integers all sums are exact, so that every aggregator gives the very mean."""
+    model = torch.nn.Linear(3, 2, bias=False)
+    frozen = torch.nn.Linear(2, 2)
+    frozen.requires_grad_(False)
+    both = torch.nn.ModuleDict({"a": model, "b": frozen, "unused": torch.nn.Linear(1, 1)})
+    reducer = GradientReducer(both, Loopback(virtual_ranks=2), name)
+    for hosted, value in enumerate((1.0, 3.0)):
+        model.weight.grad = torch.full((2, 3), value)
+        reducer.stash(hosted)
+    mean = reducer.reduce()
+    assert torch.equal(model.weight.grad, torch.full((2, 3), 2.0))
+    assert torch.equal(both["unused"].weight.grad, torch.zeros(1, 1))  # no gradient counts as zero
+    assert frozen.weight.grad is None
+    assert mean.flat.dtype == np.float32
+    assert reducer.bucket.names == ("a.weight", "unused.weight", "unused.bias")
+
+
+def test_the_reducer_leaves_gradients_alone_where_one_is_not_finite() -> None:
+    model = torch.nn.Linear(3, 2)
+    reducer = GradientReducer(model, Loopback(), "lowbit", wire="e2m1fn", scaling="none")
+    model.weight.grad = torch.ones(2, 3)
+    model.bias.grad = torch.tensor([1.0, math.nan])
+    with pytest.raises(NonFiniteGradient, match="'bias' on rank 0"):
+        reducer.reduce()
+    assert torch.equal(model.weight.grad, torch.ones(2, 3))
+    assert float(model.bias.grad[0]) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("aggregator", "options", "says"),
+    [
+        ("lowbits", {}, "did you mean lowbit"),
+        ("lowbit", {"wire": "e9m1"}, "exp is 1..8"),
+        ("lowbit", {"wires": "e4m3"}, "wires"),
+        (LowBit(), {"wire": "e4m3"}, "the aggregator has its own"),
+    ],
+)
+def test_the_reducer_refuses(aggregator: Any, options: Any, says: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=says):
+        GradientReducer(torch.nn.Linear(1, 1), Loopback(), aggregator, **options)
+
+
+def test_the_reducer_refuses_models_it_cannot_reduce() -> None:
+    with pytest.raises(ValueError, match=r"weight is torch\.float64 on cpu"):
+        GradientReducer(torch.nn.Linear(1, 1).double(), Loopback())
+    with pytest.raises(ValueError, match="no parameter requires a gradient"):
+        GradientReducer(torch.nn.Linear(1, 1).requires_grad_(False), Loopback())
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_divergence_names_layer_and_rank_and_keeps_the_checkpoint(tmp_path: Path, row: str) -> None:
+    from cpdhpc import store
+    from cpdhpc.train.loop import run
+    from cpdhpc.train.progress import Display
+    from cpdhpc.train.signals import Caught
+
+    job = small_job(gradient=ROWS[row], train={"epochs": 1})
+    files = Files.of(tmp_path, job)
+    run_job(job, Loopback(2), tmp_path)
+    before = files.checkpoint.read_bytes()
+    data = small_data()
+    data.train_x[:] = np.nan
+    training = prepare(job, Loopback(2), data, files)
+    with pytest.raises(Diverged, match=r"small-s0: iteration 0: .*'1\.weight'.* on rank 0, 1"):
+        run(training, Caught(), Display(False, 1))
+    assert files.checkpoint.read_bytes() == before
+    assert store.read_attributes(files.record)["status"] == "failed"
+
+
+def test_the_pictures_of_a_lenet_must_not_vanish() -> None:
+    with pytest.raises(ValueError, match="images of 3 x 8 pixels: at least 4 x 4"):
+        MODELS["lenet"]().build((3, 8), 10)

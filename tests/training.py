@@ -1,0 +1,100 @@
+"""Small training jobs for the tests, and how to run them."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cpdhpc import store
+from cpdhpc.comm import Ranks
+from cpdhpc.config import merge, validate
+from cpdhpc.train.data import Dataset
+from cpdhpc.train.idx import Idx
+from cpdhpc.train.job import Job
+from cpdhpc.train.loop import run
+from cpdhpc.train.progress import Display
+from cpdhpc.train.setup import Files, Training, prepare
+from cpdhpc.train.signals import Caught
+
+ROOT = Path(__file__).parent.parent
+IDX = Idx(dir="")
+SMALL = {
+    "name": "small",
+    "model": {"name": "mlp", "hidden": [8]},
+    "train": {"epochs": 2, "batch": 24, "threads": 1, "telemetry_every": 2},
+}
+ROWS: dict[str, dict[str, Any]] = {
+    "float32": {"aggregator": "none", "algorithm": "tree"},
+    "tile": {"aggregator": "lowbit", "wire": "e4m3", "scaling": "tile"},
+    "aps": {"aggregator": "lowbit", "wire": "e5m2", "scaling": "aps", "algorithm": "direct"},
+    "stochastic": {"aggregator": "lowbit", "wire": "e3m0", "rounding": "stochastic"},
+}
+
+
+def small_job(**changes: Any) -> Job:
+    """The small job with changes laid over its tables."""
+    return validate(Job, merge(SMALL, changes), "test")
+
+
+def small_data(seed: int = 0) -> Dataset:
+    """100 training and 40 test images of 8 x 8 pixels: stripes, so that there is much to learn."""
+    rng = np.random.default_rng(seed)
+    labels = rng.integers(0, 8, 140)
+    images = rng.random((140, 8, 8), np.float32) / 2
+    images[np.arange(140), labels] += 0.5
+    return Dataset(images[:100], labels[:100], images[100:], labels[100:], classes=8)
+
+
+def run_job(job: Job, world: Ranks, directory: Path) -> Training:
+    """Run a job on the small data."""
+    training = prepare(job, world, small_data(), Files.of(directory, job))
+    run(training, Caught(), Display(False, 1))
+    return training
+
+
+def model_bytes(checkpoint: Path) -> bytes:
+    """The weights and the momentum in a checkpoint."""
+    groups, _ = store.read(checkpoint)
+    return b"".join(
+        array.tobytes() for group in ("model", "optimizer") for array in groups[group].values()
+    )
+
+
+def idx_bytes(array: np.ndarray) -> bytes:  # type: ignore[type-arg]
+    """An IDX file of a uint8 array."""
+    dims = np.array(array.shape, ">u4").tobytes()
+    return bytes([0, 0, 8, array.ndim]) + dims + array.tobytes()
+
+
+def write_idx(directory: Path, suffix: str = "") -> None:
+    """Twenty training and ten test images of 5 x 4 pixels."""
+    rng = np.random.default_rng(0)
+    for images, labels, n in (
+        (IDX.train_images, IDX.train_labels, 20),
+        (IDX.test_images, IDX.test_labels, 10),
+    ):
+        contents = rng.integers(0, 256, (n, 5, 4)), np.arange(n) % 3
+        for name, content in zip((images, labels), contents, strict=True):
+            data = idx_bytes(content.astype(np.uint8))
+            data = gzip.compress(data) if suffix else data
+            (directory / (name + suffix)).write_bytes(data)
+
+
+def environment() -> dict[str, str]:
+    """For subprocesses: this package and the launcher beside this Python are found first."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    return os.environ | {"PATH": path, "PYTHONPATH": str(ROOT)}
+
+
+def mpirun(ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run Python with arguments on so many processes."""
+    command = [str(ROOT / "slurm" / "mpirun-local"), str(ranks), sys.executable, *arguments]
+    return subprocess.run(
+        command, env=environment(), capture_output=True, text=True, timeout=120, check=False
+    )
