@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from .arrays import unpack as unpack
     from .comm import NonFiniteGradient as NonFiniteGradient
     from .comm import World as World
-    from .comm import allreduce as allreduce
-    from .comm import simulate as simulate
+    from .comm.allreduce import allreduce as allreduce
+    from .comm.simulate import simulate as simulate
     from .formats import Cast as Cast
     from .formats import FloatFormat as FloatFormat
     from .formats import parse_format as parse_format

@@ -7,6 +7,7 @@ so that the columns compare with memcpy's of the same run (4 n bytes copied).
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable
 
 import numpy as np
@@ -40,7 +41,7 @@ def _check_against_reference(x: NDArray[np.float32], cast: Cast) -> None:
         ops.encode_tiles(head, cast, words, shifts, fit=True)
         ops.decode_add_encode_tiles(words, shifts, cast, head, hop, hop_shifts, fit=True)
         results.append(np.concatenate([words, shifts, hop, hop_shifts]))
-    if not np.array_equal(*results):
+    if not np.array_equal(results[0], results[1]):
         raise ArithmeticError(f"bench codec: {cast.fmt.name}: differs from ops.reference")
 
 
@@ -74,7 +75,7 @@ def run(args: argparse.Namespace) -> None:
     """Check and time the operations for each format, and print a table."""
     n = max(1, int(args.mib * 2**20 / 4))
     x = np.random.default_rng(0).standard_normal(n).astype(np.float32)
-    print(f"codec on one core of {processor()}, clone {cpu.clone()}")
+    print(f"codec on one core of {processor()}, {os.cpu_count()} cores, clone {cpu.clone()}")
     print(f"{args.mib:g} MiB of float32, median of {args.repeats}, GB/s of float32")
     print(f"{'format':>8} {'bits':>4} {'memcpy':>11} " + " ".join(f"{c:>11}" for c in COLUMNS))
     for name in args.formats.split(","):
