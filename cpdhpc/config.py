@@ -123,7 +123,7 @@ def _explain(model: type[BaseModel], raw: Raw, problem: Any) -> str:
     said = problem["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
     kind = "" if problem["type"] == "value_error" else "should be "
     shown = "" if isinstance(given, dict) else f"={given!r}"
-    return f"{key}{shown}: {kind}{said}"
+    return f"{key}{shown}: {kind}{said}" if key else f"{kind}{said}"  # no key: of the whole
 
 
 def suggest(word: str, known: Iterable[str]) -> str:

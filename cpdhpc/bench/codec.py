@@ -83,5 +83,5 @@ def run(args: argparse.Namespace) -> None:
         _check_against_reference(x, cast)
         samples = interleave(_cases(x, cast), args.repeats)
         rates = {case: 4 * n / float(np.median(times)) / 1e9 for case, times in samples.items()}
-        cells = " ".join(f"{rates[c]:>6.1f} {rates[c] / rates['memcpy']:.1f}x" for c in COLUMNS)
+        cells = " ".join(f"{rates[c]:>5.1f} {rates[c] / rates['memcpy']:.2f}x" for c in COLUMNS)
         print(f"{name:>8} {cast.fmt.bits:>4} {rates['memcpy']:>11.1f} {cells}")

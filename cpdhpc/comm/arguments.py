@@ -26,7 +26,7 @@ def _check_array(name: str, x: Any) -> None:
     if x.dtype != np.float32:
         raise TypeError(f"allreduce: {name} has dtype {x.dtype}: must be float32")
     if not x.flags.c_contiguous:
-        raise ValueError(f"allreduce: {name} has strides {x.strides}: must be C-contiguous")
+        raise TypeError(f"allreduce: {name} has strides {x.strides}: must be C-contiguous")
 
 
 def check_arrays(
