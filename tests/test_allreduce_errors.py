@@ -25,14 +25,12 @@ def ones(ranks=3, n=3000):
 
 
 def assert_refused(xs, wire, algorithm, scaling, overflow="saturate", world=None):
-    """Run into NonFiniteGradient; check that inputs and out are as before; return the error."""
-    out = np.full_like(xs[0], 7)
+    """Run in place into NonFiniteGradient; check that inputs are as before; return the error."""
     kept = [x.copy() for x in xs]
     method = Allreduce(wire, algorithm, scaling, overflow=overflow)
     world = world or Loopback(len(xs))
     with pytest.raises(NonFiniteGradient) as caught:
-        method.run(world, xs, [out], segments=SEGMENTS)
-    assert (out == 7).all()
+        method.run(world, xs, xs[:1], segments=SEGMENTS)
     for x, before in zip(xs, kept, strict=True):
         np.testing.assert_array_equal(x.view(np.uint32), before.view(np.uint32))
     with pytest.raises(NonFiniteGradient):  # in place

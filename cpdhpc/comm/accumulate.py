@@ -28,33 +28,29 @@ class Sum(NamedTuple):
             self.coder.add(self.last, self.total)
         return self.total
 
-    def encode(self, result: Coder, key: Key) -> Array:
-        """Return the payload of the sum."""
+    def encode(self, result: Coder, key: Key, place: Array | None = None) -> Array:
+        """Return the payload of the sum, in place if given."""
         if self.last is None:
-            return result.encode(self.total, key)
-        return result.add_encode(self.last, self.coder, self.total, key)
+            return result.encode(self.total, key, place)
+        return result.add_encode(self.last, self.coder, self.total, key, place)
 
 
 # (payloads in the order of ranks, how they and how partial sums are encoded, random streams of
-# the roundings, an array of the kind wanted) -> sum
-Accumulate = Callable[[Sequence[Array], Coder, Coder, Iterator[Key], Array], Sum]
+# the roundings) -> sum
+Accumulate = Callable[[Sequence[Array], Coder, Coder, Iterator[Key]], Sum]
 
 
-def _float32(
-    payloads: Sequence[Array], sent: Coder, partial: Coder, keys: Iterator[Key], like: Array
-) -> Sum:
+def _float32(payloads: Sequence[Array], sent: Coder, partial: Coder, keys: Iterator[Key]) -> Sum:
     """Sum in float32."""
-    total = sent.values(payloads[0], like)
+    total = sent.values(payloads[0])
     for payload in payloads[1:-1]:
         sent.add(payload, total)
     return Sum(total, payloads[-1] if len(payloads) > 1 else None, sent)
 
 
-def _requantise(
-    payloads: Sequence[Array], sent: Coder, partial: Coder, keys: Iterator[Key], like: Array
-) -> Sum:
+def _requantise(payloads: Sequence[Array], sent: Coder, partial: Coder, keys: Iterator[Key]) -> Sum:
     """Round to the wire after every addition: s = Q(s + g)."""
-    sum_ = Sum(sent.values(payloads[0], like), None, sent)
+    sum_ = Sum(sent.values(payloads[0]), None, sent)
     for payload in payloads[1:]:
         if sum_.last is not None:
             rounded = sum_.encode(partial, next(keys))
@@ -63,23 +59,21 @@ def _requantise(
     return sum_
 
 
-def _kahan(
-    payloads: Sequence[Array], sent: Coder, partial: Coder, keys: Iterator[Key], like: Array
-) -> Sum:
+def _kahan(payloads: Sequence[Array], sent: Coder, partial: Coder, keys: Iterator[Key]) -> Sum:
     """Compensate: y = Q(g - c); t = Q(s + y); c = Q(Q(t - s) - y); s = t.
 
     Source: CPD, kahan_sum_gradients; Kahan: Further remarks on reducing truncation errors,
     CACM 8(1), 1965.
     """
-    sum_ = Sum(sent.values(payloads[0], like), None, partial)
+    sum_ = Sum(sent.values(payloads[0]), None, partial)
     c = np.zeros_like(sum_.total)
     for payload in payloads[1:]:
         if sum_.last is not None:
-            t = partial.values(sum_.encode(partial, next(keys)), like)
+            t = partial.values(sum_.encode(partial, next(keys)))
             change = partial.rounded(t - sum_.total, next(keys))
-            c = partial.rounded(change - partial.values(sum_.last, like), next(keys))
+            c = partial.rounded(change - partial.values(sum_.last), next(keys))
             sum_ = Sum(t, None, partial)
-        y = partial.encode(sent.values(payload, like) - c, next(keys))
+        y = partial.encode(sent.values(payload) - c, next(keys))
         sum_ = Sum(sum_.total, y, partial)
     return sum_
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..formats import FloatFormat, Overflow, Rounding
 from .arguments import check_alike, check_arrays, check_out
-from .engine import run
+from .engine import Program, Take, run
 from .executor import program
 from .method import MPI_ALLREDUCE, Method, Op
 from .nonfinite import is_finite, raise_nonfinite, shared_amax
@@ -57,7 +57,8 @@ class Allreduce(Method):
         parts = self._check(world, xs, outs, iteration, segments, every, error)
         flat = [x.reshape(-1) for x in xs]
         shifts = self._shifts(world, flat, parts)
-        given = outs if outs and self._may_write(outs, xs) else None
+        # What is found not finite must leave the xs alone.
+        given = None if outs is None or _overlap(outs, xs) else outs
         totals = list(given or [np.empty_like(x) for x in (xs if every else xs[:1])])
         with np.errstate(over="ignore", invalid="ignore"):
             self._sum(
@@ -103,14 +104,6 @@ class Allreduce(Method):
                 "allreduce: algorithm='mpi' has no schedule to simulate: it is MPI_Allreduce"
             )
 
-    def _may_write(self, outs: Sequence[Array], xs: Sequence[Array]) -> bool:
-        """Whether outs can be written as soon as a rank has the result, not only at the end.
-
-        A packed result, once whole, has seen all contributions: nobody reads an x any more; but
-        what is found not finite must leave outs alone. Messages of a raw wire are x itself.
-        """
-        return not _overlap(outs, xs) if self.fmt is None else self.marks_nonfinite
-
     def _sum(
         self,
         world: Ranks,
@@ -125,13 +118,17 @@ class Allreduce(Method):
             return _sum_by_mpi(world, flat, totals)
         plan = self.plan(world.ranks, flat[0], parts, shifts, iteration)
         places = [*totals, *[None] * (len(flat) - len(totals))]
-        programs = [
-            program(plan, rank, x, place)
-            for rank, x, place in zip(world.hosted, flat, places, strict=True)
-        ]
-        bad = run(world, programs, flat[0], f"allreduce {self.algorithm}")
-        if bad[0] is not None:
-            raise_nonfinite(world, flat, parts, bad[0])
+        pieces = plan.pieces(flat[0].size)
+
+        def start(piece: int, take: Take) -> list[Program[int]]:
+            return [
+                program(plan, pieces[piece], rank, x, place, take)
+                for rank, x, place in zip(world.hosted, flat, places, strict=True)
+            ]
+
+        found = run(world, start, len(pieces), flat[0], f"allreduce {self.algorithm}")
+        if any(piece[0] for piece in found):
+            raise_nonfinite(world, flat, parts, totals[0])
 
     def _shifts(
         self, world: Ranks, flat: Sequence[Array], parts: Sequence[Segment]
@@ -195,15 +192,16 @@ def allreduce(
         for the algorithm's own: float32 for direct, requantise for the others. ring and tree
         know requantise only; for wire "raw" requantise and float32 are the same.
     op: "mean" divides the sum by the number of ranks, in float32
-    out: float32, like x, for the result; untouched on error. Default: a new array
+    out: float32, like x, for the result. Default: a new array. Where it shares memory with x, x is
+        untouched on error, at the price of one more copy; else it then holds anything
     rounding, overflow: as formats.Cast
     headroom: what aps leaves room for in the sum of p ranks: "n" p times the largest value,
         "sqrt" sqrt(p) times, "none"; with accumulate "float32" only the result needs it
     seed, iteration: of the random bits of rounding "stochastic"
     segments: the named parts of x, in order, starting on tiles: aps scales each by itself
     Raises, on all ranks alike and before data moves, TypeError and ValueError for arguments that
-    are wrong or differ between ranks; NonFiniteGradient where a packed wire met NaN or infinity,
-    before out is written. Wire "raw" follows IEEE 754 instead.
+    are wrong or differ between ranks; NonFiniteGradient on all ranks where a packed wire met NaN
+    or infinity. Wire "raw" follows IEEE 754 instead.
     """
     ranks = as_world(world)
     config, error = Allreduce(), None  # with an error the default only serves to raise it

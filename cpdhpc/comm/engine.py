@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import traceback
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
+from functools import partial
 from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
@@ -26,6 +27,7 @@ class Exchange(NamedTuple):
     send_to, recv_from: rank or None; payload: uint8[any], not changed by anyone afterwards
     nbytes: bytes of the message in; no bytes mean no message
     round, recv_chunk, send_chunk: for error messages
+    place: uint8[nbytes], where the message in should be put, if that matters
     """
 
     send_to: int | None
@@ -35,108 +37,182 @@ class Exchange(NamedTuple):
     round: int
     recv_chunk: int
     send_chunk: int
+    place: Array | None = None
 
 
 Program = Generator[Exchange, Array, Result]
+Take = Callable[[int], Array]  # size_bytes -> uint8[size_bytes] for a program's payloads
+Start = Callable[[int, Take], Sequence[Program[Result]]]  # piece -> programs of the hosted ranks
+
+WINDOW = 3  # pieces under way at a time: while one travels the others are encoded and decoded
 
 
-def run(world: Ranks, programs: Sequence[Program[Result]], like: Array, what: str) -> list[Result]:
-    """Run the programs of the hosted ranks to their ends and return what they return.
+class Arena:
+    """Arrays that are taken in the same order time after time, and made only once."""
 
-    Collective: all processes of world run the programs of their ranks.
-    programs: one for each rank in world.hosted; like: where received bytes are to be stored (an
-    array of the same kind); what: named in messages, as "allreduce ring"
+    def __init__(self, like: Array) -> None:
+        self._like = like[:0]
+        self._arrays: list[Array] = []
+        self._taken = 0
+
+    def take(self, size_bytes: int) -> Array:
+        """Return uint8[size_bytes], which is the caller's until the next rewind."""
+        if self._taken == len(self._arrays):
+            self._arrays.append(_fresh(self._like, size_bytes))
+        elif self._arrays[self._taken].size < size_bytes:
+            self._arrays[self._taken] = _fresh(self._like, size_bytes)
+        self._taken += 1
+        return self._arrays[self._taken - 1][:size_bytes]
+
+    def rewind(self) -> None:
+        """Begin again with the first array."""
+        self._taken = 0
+
+
+def _fresh(like: Array, size_bytes: int) -> Array:
+    return np.empty_like(like, shape=(size_bytes,), dtype=np.uint8)
+
+
+def run(
+    world: Ranks, start: Start[Result], pieces: int, like: Array, what: str
+) -> list[list[Result]]:
+    """Run the programs of all pieces to their ends; return what they return, by piece and rank.
+
+    Collective: all processes of world run the programs of their ranks, of the same pieces.
+    start: called for each piece in order, WINDOW of them ahead; like: an array of the kind that
+    received bytes are to be stored in; what: named in messages, as "allreduce ring"
     Raises ScheduleError in a world of one process. Where others take part they cannot be told
     any more, so this and every other error then ends the job with a message.
     """
     try:
-        return _Run(world, programs, like, what).run()
+        return _Run(world, start, pieces, like, what).run()
     except Exception as error:
         if world.size == 1:
             raise
         world.abort(f"{what}: {type(error).__name__}: {error}\n{traceback.format_exc()}")
 
 
+class _Piece(Generic[Result]):
+    """A piece under way: its programs by rank, how many still run, and what they send."""
+
+    def __init__(self, number: int, slot: int, take: Take) -> None:
+        self.number, self.slot, self.take = number, slot, take
+        self.programs: dict[int, Program[Result]] = {}
+        self.results: dict[int, Result] = {}
+        self.sends: list[Wait] = []
+
+
 class _Run(Generic[Result]):
-    """The state of one run: which ranks can go on, and which wait for what."""
+    """The state of one run: which programs can go on, and which wait for what."""
 
     def __init__(
-        self, world: Ranks, programs: Sequence[Program[Result]], like: Array, what: str
+        self, world: Ranks, start: Start[Result], pieces: int, like: Array, what: str
     ) -> None:
-        self.world, self.like, self.what = world, like, what
-        self.programs = dict(zip(world.hosted, programs, strict=True))
-        self.runnable: deque[tuple[int, Array | None]] = deque((r, None) for r in self.programs)
-        self.mail: dict[tuple[int, int], deque[Exchange]] = {}  # (from, to): not yet received
-        self.local: dict[int, Exchange] = {}  # ranks that wait for a rank of this process
-        self.remote: dict[int, tuple[Wait, Array]] = {}  # and of another process
-        self.sends: list[Wait] = []
-        self.results: dict[int, Result] = {}
+        self.world, self.start, self.pieces, self.like, self.what = world, start, pieces, like, what
+        self.results: list[list[Result]] = [[] for _ in range(pieces)]
+        self.opened = 0
+        self.free = list(range(WINDOW - 1, -1, -1))  # slots
+        self.under_way: list[_Piece[Result]] = []
+        self.runnable: deque[tuple[_Piece[Result], int, Array | None]] = deque()
+        self.mail: dict[tuple[int, int, int], deque[Exchange]] = {}  # (piece, from, to): waiting
+        self.local: dict[tuple[int, int], tuple[_Piece[Result], Exchange]] = {}  # (piece, rank)
+        self.remote: list[tuple[_Piece[Result], int, Wait, Array]] = []
 
-    def run(self) -> list[Result]:
-        while self.runnable or self.remote:
+    def run(self) -> list[list[Result]]:
+        while True:
             while self.runnable:
                 self._advance(*self.runnable.popleft())
-            if self.remote:
-                self._receive()
+            self._close()
+            if self.opened < self.pieces and self.free:
+                self._open()
+                continue
+            waits = [wait for _, _, wait, _ in self.remote]
+            waits += [wait for piece in self.under_way if _ended(piece) for wait in piece.sends]
+            if not waits:
+                break
+            self.world.wait_any(waits)
+            self._receive()
         if self.local:
             self._deadlock()
-        while self.sends:
-            self.world.wait_any(self.sends)
-            self.sends = [wait for wait in self.sends if not self.world.done(wait)]
         self._check_mail()
-        return [self.results[rank] for rank in self.world.hosted]
+        return self.results
 
-    def _advance(self, rank: int, received: Array | None) -> None:
+    def _open(self) -> None:
+        """Start the next piece in a free slot, whose arrays it takes."""
+        slot, number = self.free.pop(), self.opened
+        take = partial(_fresh, self.like)
+        if self.world.virtual_ranks == 1:  # else ranks hand payloads to one another as they are
+            arena = self.world.arenas.setdefault((type(self.like), slot), Arena(self.like))
+            arena.rewind()
+            take = arena.take
+        piece: _Piece[Result] = _Piece(number, slot, take)
+        programs = self.start(number, take)
+        piece.programs = dict(zip(self.world.hosted, programs, strict=True))
+        self.runnable.extend((piece, rank, None) for rank in piece.programs)
+        self.under_way.append(piece)
+        self.opened += 1
+
+    def _close(self) -> None:
+        """Free the slots of pieces that have ended and whose messages have left."""
+        for piece in [each for each in self.under_way if _ended(each)]:
+            piece.sends = [wait for wait in piece.sends if not self.world.done(wait)]
+            if not piece.sends:
+                self.results[piece.number] = [piece.results[rank] for rank in self.world.hosted]
+                self.under_way.remove(piece)
+                self.free.append(piece.slot)
+
+    def _advance(self, piece: _Piece[Result], rank: int, received: Array | None) -> None:
         """Resume a program up to its next exchange, send its message, look for the other."""
-        program = self.programs[rank]
+        program = piece.programs[rank]
         try:
             exchange = next(program) if received is None else program.send(received)
         except StopIteration as stop:
-            self.results[rank] = stop.value
+            piece.results[rank] = stop.value
             return
         if exchange.send_to is not None and exchange.payload is not None:
-            self._send(rank, exchange.send_to, exchange.payload, exchange)
+            self._send(piece, rank, exchange.send_to, exchange.payload, exchange)
         if exchange.recv_from is None or exchange.nbytes == 0:
-            self.runnable.append((rank, self._buffer(0)))
+            self.runnable.append((piece, rank, self.like[:0].view(np.uint8)))
         elif self.world.hosts(exchange.recv_from):
-            messages = self.mail.get((exchange.recv_from, rank))
+            messages = self.mail.get((piece.number, exchange.recv_from, rank))
             if messages:
-                self.runnable.append((rank, messages.popleft().payload))
+                self.runnable.append((piece, rank, _payload(messages.popleft())))
             else:
-                self.local[rank] = exchange
+                self.local[piece.number, rank] = piece, exchange
         else:
-            buffer = self._buffer(exchange.nbytes)
-            requests = self.world.irecv(exchange.recv_from, rank, buffer)
-            self.remote[rank] = Wait(requests, rank, self._reason(exchange)), buffer
+            place = exchange.place
+            buffer = piece.take(exchange.nbytes) if place is None else place
+            requests = self.world.irecv(exchange.recv_from, rank, buffer, piece.number)
+            self.remote.append((piece, rank, Wait(requests, rank, self._reason(exchange)), buffer))
 
-    def _send(self, rank: int, to: int, payload: Array, exchange: Exchange) -> None:
+    def _send(
+        self, piece: _Piece[Result], rank: int, to: int, payload: Array, exchange: Exchange
+    ) -> None:
         if payload.size == 0:
             return
         self.world.count(rank, payload.size)
-        waiting = self.local.get(to)
+        waiting = self.local.get((piece.number, to))
         if not self.world.hosts(to):
-            self.sends = [wait for wait in self.sends if not self.world.done(wait)]
             reason = (
                 f"{self.what}: waited {{:.1f}} s for rank {to} to receive, "
                 f"round {exchange.round}, chunk {exchange.send_chunk}"
             )
-            self.sends.append(Wait(self.world.isend(rank, to, payload), rank, reason))
-        elif waiting is not None and waiting.recv_from == rank:
-            del self.local[to]
-            self.runnable.append((to, payload))
+            requests = self.world.isend(rank, to, payload, piece.number)
+            piece.sends.append(Wait(requests, rank, reason))
+        elif waiting is not None and waiting[1].recv_from == rank:
+            del self.local[piece.number, to]
+            self.runnable.append((piece, to, payload))
         else:
-            self.mail.setdefault((rank, to), deque()).append(exchange)
+            self.mail.setdefault((piece.number, rank, to), deque()).append(exchange)
 
     def _receive(self) -> None:
-        """Wait until a message from another process is complete; resume all who have theirs."""
-        self.world.wait_any([wait for wait, _ in self.remote.values()])
-        for rank, (wait, buffer) in list(self.remote.items()):
+        """Resume all programs whose message from another process is complete."""
+        waiting, self.remote = self.remote, []
+        for piece, rank, wait, buffer in waiting:
             if self.world.done(wait):
-                del self.remote[rank]
-                self.runnable.append((rank, buffer))
-
-    def _buffer(self, nbytes: int) -> Array:
-        return np.empty_like(self.like, shape=(nbytes,), dtype=np.uint8)
+                self.runnable.append((piece, rank, buffer))
+            else:
+                self.remote.append((piece, rank, wait, buffer))
 
     def _reason(self, exchange: Exchange) -> str:
         return (
@@ -147,7 +223,7 @@ class _Run(Generic[Result]):
     def _check_mail(self) -> None:
         left = [
             f"rank {rank} to rank {to}, round {e.round}, chunk {e.send_chunk}"
-            for (rank, to), messages in self.mail.items()
+            for (_, rank, to), messages in self.mail.items()
             for e in messages
         ]
         if left:
@@ -156,6 +232,15 @@ class _Run(Generic[Result]):
     def _deadlock(self) -> NoReturn:
         lines = (
             f"rank {rank} waits for rank {e.recv_from}, round {e.round}, chunk {e.recv_chunk}"
-            for rank, e in self.local.items()
+            for (_, rank), (_, e) in self.local.items()
         )
         raise ScheduleError(f"{self.what}: deadlock: {'; '.join(lines)}")
+
+
+def _ended(piece: _Piece[Result]) -> bool:
+    return len(piece.results) == len(piece.programs)
+
+
+def _payload(exchange: Exchange) -> Array:
+    assert exchange.payload is not None, "only exchanges with a payload are put into the mail"
+    return exchange.payload

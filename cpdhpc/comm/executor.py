@@ -11,10 +11,11 @@ import numpy as np
 from ..partition import chunk
 from ..randomness import Key, random_key
 from .accumulate import Accumulate, Sum
-from .engine import Exchange, Program, ScheduleError
+from .engine import Exchange, Program, ScheduleError, Take
 from .schedule import Schedule, Step
-from .wire import Array, Coder, Wire
+from .wire import Array, Coder, Wire, coders
 
+PIECE = 1 << 18  # values of a chunk that travel at a time: 1 MiB of float32
 CONTRIBUTION, FINAL, BETWEEN = range(3)  # phases of random streams; BETWEEN and up: others
 
 
@@ -22,20 +23,29 @@ CONTRIBUTION, FINAL, BETWEEN = range(3)  # phases of random streams; BETWEEN and
 class Plan:
     """What all ranks of one all-reduce share.
 
-    sent, result: for each chunk, how contributions and partial sums travel, and how the result
+    sent_shifts, result_shifts: uint8[tiles] for contributions and partial sums, and for the
+        result, or None where none are needed or they travel
     result_rounded: whether the result is rounded to the wire
-    marks_nonfinite: whether marks in the result's payloads tell all about NaN and infinity
     stream: (seed, iteration) of the random numbers
     """
 
     schedule: Schedule
     accumulate: Accumulate
-    sent: tuple[Coder, ...]
-    result: tuple[Coder, ...]
+    wire: Wire
+    sent_shifts: Array | None
+    result_shifts: Array | None
     result_rounded: bool
-    marks_nonfinite: bool
     ranks: int
     stream: tuple[int, int]
+
+    def pieces(self, n: int) -> list[tuple[int, int]]:
+        """Return the pieces of n values that are reduced by themselves, as (start, stop).
+
+        PIECE values of every chunk, so that encoding, travel and decoding overlap. With
+        "requantise" the result depends on PIECE, as on all that decides which rank adds first.
+        """
+        count = max(1, -(-n // (self.schedule.chunks(self.ranks) * PIECE)))
+        return [chunk(n, count, i) for i in range(count)]
 
     def key(self, rank: int, phase: int) -> Key:
         """Return the random stream of a rank and a phase.
@@ -51,18 +61,24 @@ class Plan:
         return (self.key(rank, phase) for phase in count(BETWEEN))
 
 
-def coders(wire: Wire, n: int, chunks: int, shifts: Array | None) -> tuple[Coder, ...]:
-    """Return the coder of each chunk of n values."""
-    return tuple(Coder.of(wire, chunk(n, chunks, i), shifts) for i in range(chunks))
-
-
 class _Chunk:
     """A rank's state of one chunk."""
 
-    def __init__(self, plan: Plan, rank: int, index: int, x: Array) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        index: int,
+        sent: Coder,
+        result: Coder,
+        x: Array,
+        out: Array | None,
+    ) -> None:
         self.plan, self.rank, self.index = plan, rank, index
-        self.sent, self.result = plan.sent[index], plan.result[index]
-        self.partial = x[self.sent.start : self.sent.stop]  # the rank's own, until it adds
+        self.sent, self.result = sent, result
+        self.partial = x[sent.start : sent.stop]  # the rank's own, until it adds
+        self.out = None if out is None else out[sent.start : sent.stop]
+        self.place = None if self.out is None else result.place(self.out)
         self.pending: Array | None = None  # came in, not yet added: added while it is encoded
         self.held: dict[int, Array] = {}  # contributions by rank
         self.final: Array | None = None  # payload of the result
@@ -83,17 +99,17 @@ class _Chunk:
         """Return the payload of the partial sum."""
         return self._encoded(self.sent, self.plan.key(self.rank, CONTRIBUTION))
 
-    def _encoded(self, coder: Coder, key: Key) -> Array:
+    def _encoded(self, coder: Coder, key: Key, place: Array | None = None) -> Array:
         if self.pending is None:
-            return coder.encode(self.partial, key)
-        payload = coder.add_encode(self.pending, self.sent, self.partial, key)
+            return coder.encode(self.partial, key, place)
+        payload = coder.add_encode(self.pending, self.sent, self.partial, key, place)
         self.pending = None
         return payload
 
     def reduce(self, source: int, payload: Array) -> None:
         """Add a partial sum to the rank's own, rounding between two additions."""
         if self.pending is not None:
-            self.partial = self.sent.values(self._encoded(self.sent, next(self.keys)), self.partial)
+            self.partial = self.sent.values(self._encoded(self.sent, next(self.keys)))
         self.pending = payload
 
     def finished(self) -> Array:
@@ -101,9 +117,9 @@ class _Chunk:
         if self.final is None:
             key = self.plan.key(self.index, FINAL)
             if self.held:
-                self.final = self._held_sum().encode(self.result, key)
+                self.final = self._held_sum().encode(self.result, key, self.place)
             else:
-                self.final = self._encoded(self.result, key)
+                self.final = self._encoded(self.result, key, self.place)
         return self.final
 
     def copy(self, source: int, payload: Array) -> None:
@@ -122,15 +138,17 @@ class _Chunk:
         payloads = [self.held[rank] for rank in sorted(self.held)]
         self.held.clear()
         keys = self.plan.keys_between(self.index)
-        return self.plan.accumulate(payloads, self.sent, self.result, keys, self.partial)
+        return self.plan.accumulate(payloads, self.sent, self.result, keys)
 
-    def write(self, out: Array) -> int:
-        """Write the result, float32, into the array of all chunks; count what is not finite."""
-        part = out[self.result.start : self.result.stop]
+    def write(self) -> int:
+        """Write the result, float32, into out, if there is one; count what is not finite."""
+        if self.out is None:
+            return 0
         if self.final is None and not self.plan.result_rounded:
-            part[:] = self._held_sum().value()
-            return int(part.size - np.isfinite(part).sum())
-        return self.result.decode(self.finished(), part)
+            self.out[:] = self._held_sum().value()
+            return int(self.out.size - np.isfinite(self.out).sum())
+        final = self.finished()
+        return 0 if final is self.place else self.result.decode(final, self.out)
 
 
 OUT: dict[str, Callable[[_Chunk], Array]] = {
@@ -145,36 +163,40 @@ IN: dict[str, Callable[[_Chunk, int, Array], None]] = {
 }
 
 
-def program(plan: Plan, rank: int, x: Array, out: Array | None) -> Program[Array | None]:
-    """Carry out a rank's part: yield its exchanges, add what comes in, write the result.
+def program(
+    plan: Plan, span: tuple[int, int], rank: int, x: Array, out: Array | None, take: Take
+) -> Program[int]:
+    """Carry out a rank's part in a piece: yield exchanges, add what comes in, write the result.
 
-    x: float32[n], not written; out: float32[n] for the result, or None where another rank of
-    this process writes it
-    Returns None, or the result if it is not finite and the wire is packed; with
-    plan.marks_nonfinite that is another array than out, which is then not written.
+    span: the piece; x: float32[n], not written; out: float32[n] for the result, or None where
+    another rank of this process writes it; take: for payloads
+    Returns how many values of the result are not finite; 0 for a raw wire.
     """
-    chunks = [_Chunk(plan, rank, i, x) for i in range(len(plan.sent))]
+    count = plan.schedule.chunks(plan.ranks)
+    sent = coders(plan.wire, span, count, plan.sent_shifts, take)
+    result = coders(plan.wire, span, count, plan.result_shifts, take)
+    chunks = [
+        _Chunk(plan, rank, i, *each, x, out)
+        for i, each in enumerate(zip(sent, result, strict=True))
+    ]
     for number, step in enumerate(plan.schedule.steps(rank, plan.ranks)):
-        received = yield _exchange(plan, chunks, step, number)
+        received = yield _exchange(chunks, step, number)
         if step.recv_from is not None:
             IN[step.kind](chunks[step.recv_chunk], step.recv_from, received)
-    if out is None:
-        return None
-    # The list forms all payloads: a rank has read its x before it writes out, maybe the same.
-    if plan.marks_nonfinite and any([each.result.marked(each.finished()) for each in chunks]):
-        out = np.empty_like(out)
-    return out if sum(each.write(out) for each in chunks) else None
+    return sum(each.write() for each in chunks)
 
 
-def _exchange(plan: Plan, chunks: Sequence[_Chunk], step: Step, number: int) -> Exchange:
-    coder = (plan.result if step.kind == "copy" else plan.sent)[step.recv_chunk]
+def _exchange(chunks: Sequence[_Chunk], step: Step, number: int) -> Exchange:
     payload = None if step.send_to is None else OUT[step.kind](chunks[step.send_chunk])
+    chunk = chunks[step.recv_chunk]
+    copied = step.kind == "copy"
     return Exchange(
         send_to=step.send_to,
         payload=payload,
         recv_from=step.recv_from,
-        nbytes=coder.size_bytes,
+        nbytes=(chunk.result if copied else chunk.sent).size_bytes,
         round=number,
         recv_chunk=step.recv_chunk,
         send_chunk=step.send_chunk,
+        place=chunk.place if copied else None,
     )

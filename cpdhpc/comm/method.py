@@ -9,7 +9,7 @@ from typing import Literal, get_args
 
 from ..formats import Cast, FloatFormat, Overflow, Rounding
 from .accumulate import ACCUMULATES
-from .executor import Plan, coders
+from .executor import Plan
 from .scaling import HEADROOMS, Scaling, Segment, parse_scaling, shift_bytes
 from .schedule import SCHEDULES
 from .wire import Array, Packed, Raw, Wire, parse_wire
@@ -80,15 +80,6 @@ class Method:
         scaled = self.parsed_scaling.kind in ("aps", "tile")
         return self.fmt is not None and not self.fmt.carries_nonfinite and not scaled
 
-    @property
-    def _result_rounded(self) -> bool:
-        return SCHEDULES[self.algorithm].result_travels or self.accumulating != "float32"
-
-    @property
-    def marks_nonfinite(self) -> bool:
-        """Whether marks in the result's payloads tell all about NaN and infinity."""
-        return self._result_rounded and self._wire().marks_nonfinite
-
     def plan(
         self,
         ranks: int,
@@ -104,21 +95,15 @@ class Method:
         schedule, wire = SCHEDULES[self.algorithm], self._wire()
         outside = isinstance(wire, Packed) and not wire.fit
         sent, result = (
-            coders(
-                wire,
-                x.size,
-                schedule.chunks(ranks),
-                shift_bytes(each, segments, x.size, x) if outside else None,
-            )
-            for each in shifts
+            shift_bytes(each, segments, x.size, x) if outside else None for each in shifts
         )
         return Plan(
             schedule=schedule,
             accumulate=ACCUMULATES[self.accumulating],
-            sent=sent,
-            result=result,
-            result_rounded=self._result_rounded,
-            marks_nonfinite=self.marks_nonfinite,
+            wire=wire,
+            sent_shifts=sent,
+            result_shifts=result,
+            result_rounded=schedule.result_travels or self.accumulating != "float32",
             ranks=ranks,
             stream=(self.seed, iteration),
         )

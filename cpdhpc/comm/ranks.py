@@ -29,6 +29,7 @@ class Ranks(ABC):
     bytes_sent, messages_sent: int64[virtual_ranks], what each hosted rank sent to other ranks,
         those of the same process included
     collective_bytes: bytes that this process handed to MPI's own collectives
+    arenas: buffers that the engine keeps from one call to the next
     has_mpi: whether sum_by_mpi is MPI_Allreduce
     """
 
@@ -43,6 +44,7 @@ class Ranks(ABC):
         self.bytes_sent = np.zeros(virtual_ranks, np.int64)
         self.messages_sent = np.zeros(virtual_ranks, np.int64)
         self.collective_bytes = 0
+        self.arenas: dict[tuple[type, int], Any] = {}
 
     def hosts(self, rank: int) -> bool:
         """Whether a rank lives in this process."""
@@ -84,11 +86,14 @@ class Ranks(ABC):
         """Sum float32[n] over processes in place by MPI_Allreduce. Collective."""
 
     @abstractmethod
-    def isend(self, rank: int, to: int, payload: Array) -> list[Any]:
-        """Start to send from a hosted rank to one of another process; return the requests."""
+    def isend(self, rank: int, to: int, payload: Array, stream: int = 0) -> list[Any]:
+        """Start to send from a hosted rank to one of another process; return the requests.
+
+        stream: tells messages apart between the same two ranks; in a stream they keep the order
+        """
 
     @abstractmethod
-    def irecv(self, source: int, rank: int, buffer: Array) -> list[Any]:
+    def irecv(self, source: int, rank: int, buffer: Array, stream: int = 0) -> list[Any]:
         """Start to receive for a hosted rank from one of another process; return the requests."""
 
     @abstractmethod
@@ -140,11 +145,11 @@ class Loopback(Ranks):
     def sum_by_mpi(self, array: Array) -> None:
         """Leave the array as it is."""
 
-    def isend(self, rank: int, to: int, payload: Array) -> list[Any]:
+    def isend(self, rank: int, to: int, payload: Array, stream: int = 0) -> list[Any]:
         """Raise ValueError: there is no other process."""
         raise ValueError(f"Loopback: rank {rank} sends to rank {to} of 0..{self.ranks - 1}")
 
-    def irecv(self, source: int, rank: int, buffer: Array) -> list[Any]:
+    def irecv(self, source: int, rank: int, buffer: Array, stream: int = 0) -> list[Any]:
         """Raise ValueError: there is no other process."""
         raise ValueError(f"Loopback: rank {rank} receives from {source} of 0..{self.ranks - 1}")
 

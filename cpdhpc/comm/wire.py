@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ..formats import SHIFT_NONFINITE, TILE, Cast, FloatFormat, packed_bytes, parse_format, tiles
+from ..formats import TILE, Cast, FloatFormat, packed_bytes, parse_format, tiles
 from ..ops import backend_of
+from ..partition import chunk
 from ..randomness import Key
 
 Array = npt.NDArray[Any]
@@ -23,15 +25,9 @@ class Raw:
         """Bytes of n values."""
         return 4 * n
 
-    marks_nonfinite = False
-
-    def marked(self, payload: Array, n: int) -> bool:
-        """Return False: NaN and infinity are values like others."""
-        return False
-
-    def encode(self, x: Array, shifts: Array | None, key: Key, offset: int) -> Array:
-        """Return the bytes of x: a view."""
-        return x.view(np.uint8)
+    def encode(self, x: Array, shifts: Array | None, key: Key, offset: int, payload: Array) -> None:
+        """Write the bytes of x into payload."""
+        payload.view(np.float32)[:] = x
 
     def decode(self, payload: Array, shifts: Array | None, out: Array) -> int:
         """Write the values into out; return 0, as nothing is checked."""
@@ -44,15 +40,16 @@ class Raw:
 
     def add_encode(
         self,
-        payload: Array,
-        came: Array | None,
+        came: Array,
+        came_shifts: Array | None,
         x: Array,
         shifts: Array | None,
         key: Key,
         offset: int,
-    ) -> Array:
-        """Return the bytes of x plus the values."""
-        return np.add(x, payload.view(np.float32)).view(np.uint8)
+        payload: Array,
+    ) -> None:
+        """Write the bytes of x plus the values into payload."""
+        np.add(x, came.view(np.float32), out=payload.view(np.float32))
 
 
 @dataclass(frozen=True)
@@ -70,16 +67,6 @@ class Packed:
         """Bytes of n values: whole tiles."""
         return packed_bytes(n, self.cast.fmt.bits) + (tiles(n) if self.fit else 0)
 
-    @property
-    def marks_nonfinite(self) -> bool:
-        """Whether all that is not finite is in tiles that are marked."""
-        return self.fit and self.cast.overflow_code <= self.cast.fmt.max_code
-
-    def marked(self, payload: Array, n: int) -> bool:
-        """Whether a tile is marked as not finite; only where the shifts travel."""
-        shifts = payload[packed_bytes(n, self.cast.fmt.bits) :]
-        return bool((shifts == SHIFT_NONFINITE).any())
-
     def _split(self, payload: Array, shifts: Array | None, n: int) -> tuple[Array, Array]:
         """Return the words and the shifts of a payload."""
         border = packed_bytes(n, self.cast.fmt.bits)
@@ -87,16 +74,14 @@ class Packed:
             return payload[:border], payload[border:]
         return payload, shifts
 
-    def encode(self, x: Array, shifts: Array | None, key: Key, offset: int) -> Array:
-        """Return the payload, uint8[size_bytes(n)], of x, float32[n].
+    def encode(self, x: Array, shifts: Array | None, key: Key, offset: int, payload: Array) -> None:
+        """Write x, float32[n], into payload, uint8[size_bytes(n)].
 
         key, offset: the random stream, and the place of x in it
         """
-        payload = np.empty_like(x, shape=(self.size_bytes(x.size),), dtype=np.uint8)
         words, used = self._split(payload, shifts, x.size)
         ops = backend_of(x)
         ops.encode_tiles(x, self.cast, words, used, fit=self.fit, key=key, offset=offset)
-        return payload
 
     def decode(self, payload: Array, shifts: Array | None, out: Array) -> int:
         """Write the values into out, float32[n]; return how many are not finite."""
@@ -110,24 +95,23 @@ class Packed:
 
     def add_encode(
         self,
-        payload: Array,
-        came: Array | None,
+        came: Array,
+        came_shifts: Array | None,
         x: Array,
         shifts: Array | None,
         key: Key,
         offset: int,
-    ) -> Array:
-        """Return the payload of x plus the values: one pass over the data.
+        payload: Array,
+    ) -> None:
+        """Write x plus the values of the payload came into payload: one pass over the data.
 
-        came, shifts: of the payload, and of what is returned
+        came_shifts, shifts: of the payload that came, and of the one that is written
         """
-        total = np.empty_like(payload)
-        words_in, used_in = self._split(payload, came, x.size)
-        words, used = self._split(total, shifts, x.size)
+        words_in, used_in = self._split(came, came_shifts, x.size)
+        words, used = self._split(payload, shifts, x.size)
         backend_of(x).decode_add_encode_tiles(
             words_in, used_in, self.cast, x, words, used, fit=self.fit, key=key, offset=offset
         )
-        return total
 
 
 Wire = Raw | Packed
@@ -147,30 +131,33 @@ def parse_wire(wire: str | FloatFormat) -> FloatFormat | None:
 
 @dataclass(frozen=True)
 class Coder:
-    """A wire for one chunk, values start..stop of the array, with the shifts of its tiles."""
+    """A wire for one chunk, values start..stop of the array, with the shifts of its tiles.
+
+    take: size_bytes -> array for a payload
+    """
 
     wire: Wire
     start: int
     stop: int
     shifts: Array | None
-
-    @classmethod
-    def of(cls, wire: Wire, span: tuple[int, int], shifts: Array | None) -> Coder:
-        """Return the coder of a span, given the shifts of the whole array's tiles."""
-        start, stop = span
-        own = (
-            None if shifts is None else shifts[start // TILE : start // TILE + tiles(stop - start)]
-        )
-        return cls(wire, start, stop, own)
+    take: Callable[[int], Array]
 
     @property
     def size_bytes(self) -> int:
         """Bytes of the chunk on the wire."""
         return self.wire.size_bytes(self.stop - self.start)
 
-    def encode(self, x: Array, key: Key) -> Array:
-        """Return the payload of x."""
-        return self.wire.encode(x, self.shifts, key, self.start)
+    def place(self, out: Array) -> Array | None:
+        """Return the bytes of out, the chunk's values, where they are a payload themselves."""
+        return out.view(np.uint8) if isinstance(self.wire, Raw) else None
+
+    def encode(self, x: Array, key: Key, place: Array | None = None) -> Array:
+        """Return the payload of x, in place if given; a raw one may be x itself."""
+        if place is None and isinstance(self.wire, Raw):
+            return x.view(np.uint8)
+        payload = self.take(self.size_bytes) if place is None else place
+        self.wire.encode(x, self.shifts, key, self.start, payload)
+        return payload
 
     def decode(self, payload: Array, out: Array) -> int:
         """Write the values into out; return how many are not finite."""
@@ -180,20 +167,42 @@ class Coder:
         """Add the values to x in place."""
         self.wire.add(payload, self.shifts, x, x)
 
-    def add_encode(self, payload: Array, came: Coder, x: Array, key: Key) -> Array:
-        """Return the payload of x plus the values of a payload of the coder came."""
-        return self.wire.add_encode(payload, came.shifts, x, self.shifts, key, self.start)
+    def add_encode(
+        self, came: Array, coder: Coder, x: Array, key: Key, place: Array | None = None
+    ) -> Array:
+        """Return the payload, in place if given, of x plus the values of came, made by coder."""
+        payload = self.take(self.size_bytes) if place is None else place
+        self.wire.add_encode(came, coder.shifts, x, self.shifts, key, self.start, payload)
+        return payload
 
-    def marked(self, payload: Array) -> bool:
-        """Whether a tile is marked as not finite; only where the shifts travel."""
-        return self.wire.marked(payload, self.stop - self.start)
-
-    def values(self, payload: Array, like: Array) -> Array:
-        """Return the values in a new array, float32, of the kind of like."""
-        out = np.empty_like(like, shape=(self.stop - self.start,), dtype=np.float32)
+    def values(self, payload: Array) -> Array:
+        """Return the values in an array of their own, float32."""
+        out = self.take(4 * (self.stop - self.start)).view(np.float32)
         self.decode(payload, out)
         return out
 
     def rounded(self, x: Array, key: Key) -> Array:
-        """Return Q(x): encoded and decoded, in a new array."""
-        return self.values(self.encode(x, key), x)
+        """Return Q(x): encoded and decoded, in an array of its own."""
+        return self.values(self.encode(x, key))
+
+
+def coders(
+    wire: Wire,
+    span: tuple[int, int],
+    chunks: int,
+    shifts: Array | None,
+    take: Callable[[int], Array],
+) -> tuple[Coder, ...]:
+    """Return the coder of each chunk of the values start..stop, start on a tile.
+
+    shifts: uint8 of each tile of the whole array, or None where they travel
+    """
+
+    def one(start: int, stop: int) -> Coder:
+        first = start // TILE
+        own = None if shifts is None else shifts[first : first + tiles(stop - start)]
+        return Coder(wire, start, stop, own, take)
+
+    start, stop = span
+    parts = (chunk(stop - start, chunks, i) for i in range(chunks))
+    return tuple(one(start + a, start + b) for a, b in parts)

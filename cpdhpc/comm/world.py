@@ -14,6 +14,7 @@ import numpy as np
 from .ranks import Array, Ranks, Wait
 
 MESSAGE_BYTES = 1 << 30  # longer ones go in pieces: Open MPI 5 counts with 31 bits
+STREAMS = 64  # that have tags of their own; more than are under way at a time
 GRACE_S = 1.0  # after a time-out: for the others to tell that they wait too
 ALARM_PERIOD_S = 0.1  # how often those who wait look for the time-out of another
 
@@ -54,7 +55,7 @@ class World(Ranks):
         super().__init__(comm.Get_rank(), comm.Get_size(), virtual_ranks)
         if not timeout_s > 0:
             raise ValueError(f"World: timeout_s={timeout_s}: must be more than 0")
-        self._alarm_tag = virtual_ranks**2  # the tags below tell pairs of ranks apart
+        self._alarm_tag = STREAMS * virtual_ranks**2  # those below are messages'
         if self._alarm_tag > self._mpi.COMM_WORLD.Get_attr(self._mpi.TAG_UB):
             raise ValueError(f"World: virtual_ranks={virtual_ranks}: too many for MPI's tags")
         self.timeout_s = timeout_s
@@ -110,25 +111,26 @@ class World(Ranks):
             self._comm.Allreduce(self._mpi.IN_PLACE, piece, self._mpi.SUM)
         self.collective_bytes += array.nbytes
 
-    def isend(self, rank: int, to: int, payload: Array) -> list[Any]:
+    def isend(self, rank: int, to: int, payload: Array, stream: int = 0) -> list[Any]:
         """Start to send from a hosted rank to one of another process; return the requests."""
-        process, tag = to // self.virtual_ranks, self._tag(rank, to)
+        process, tag = to // self.virtual_ranks, self._tag(rank, to, stream)
         return [
             self._comm.Isend([piece, self._mpi.BYTE], process, tag)
             for piece in _pieces(payload, MESSAGE_BYTES)
         ]
 
-    def irecv(self, source: int, rank: int, buffer: Array) -> list[Any]:
+    def irecv(self, source: int, rank: int, buffer: Array, stream: int = 0) -> list[Any]:
         """Start to receive for a hosted rank from one of another process; return the requests."""
-        process, tag = source // self.virtual_ranks, self._tag(source, rank)
+        process, tag = source // self.virtual_ranks, self._tag(source, rank, stream)
         return [
             self._comm.Irecv([piece, self._mpi.BYTE], process, tag)
             for piece in _pieces(buffer, MESSAGE_BYTES)
         ]
 
-    def _tag(self, source: int, to: int) -> int:
-        """Tell the ranks of two processes apart; MPI keeps the order within a tag."""
-        return source % self.virtual_ranks * self.virtual_ranks + to % self.virtual_ranks
+    def _tag(self, source: int, to: int, stream: int) -> int:
+        """Tell the ranks of two processes apart, and streams; MPI keeps the order within a tag."""
+        pair = source % self.virtual_ranks * self.virtual_ranks + to % self.virtual_ranks
+        return stream % STREAMS * self.virtual_ranks**2 + pair
 
     def done(self, wait: Wait) -> bool:
         """Whether all requests are complete."""
