@@ -33,9 +33,8 @@ def assert_refused(xs, wire, algorithm, scaling, overflow="saturate", world=None
         method.run(world, xs, xs[:1], segments=SEGMENTS)
     for x, before in zip(xs, kept, strict=True):
         np.testing.assert_array_equal(x.view(np.uint32), before.view(np.uint32))
-    with pytest.raises(NonFiniteGradient):  # in place
-        method.run(Loopback(len(xs)), xs, [xs[0]], segments=SEGMENTS)
-    np.testing.assert_array_equal(xs[0].view(np.uint32), kept[0].view(np.uint32))
+    with pytest.raises(NonFiniteGradient):
+        method.run(Loopback(len(xs)), xs, segments=SEGMENTS)
     return caught.value
 
 

@@ -29,7 +29,7 @@ allreduce(world, x)
 def one_exchange(to, source):
     yield Exchange(to, np.zeros(8, np.uint8), source, 8, 3, 5, 6)
 def run_one(to, source):
-    run(world, [one_exchange(to, source)], x, "test")
+    run(world, lambda piece, take: [one_exchange(to, source)], 1, x, "test")
 """
 
 
@@ -92,7 +92,7 @@ def broken():
     yield from one_exchange(None, None)
     raise MemoryError("no room")
 if world.rank == 1:
-    run(world, [broken()], x, "test")
+    run(world, lambda piece, take: [broken()], 1, x, "test")
 time.sleep(40)
 """
     )

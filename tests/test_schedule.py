@@ -68,7 +68,8 @@ def masks_program(schedule, rank, ranks):
 
 def run_masks(schedule, ranks):
     world = Loopback(ranks)
-    return run(world, [masks_program(schedule, r, ranks) for r in world.hosted], LIKE, "masks")
+    programs = [masks_program(schedule, r, ranks) for r in world.hosted]
+    return run(world, lambda piece, take: programs, 1, LIKE, "masks")[0]
 
 
 @pytest.mark.parametrize("ranks", [*range(1, 34), 64, 128])
