@@ -122,7 +122,7 @@ def test_a_nan_on_one_rank_is_named_on_all(world, wire, scaling):
     "bad, kind, words",
     [
         (np.ones(N), TypeError, "float64"),
-        (np.ones(2 * N, np.float32)[::2], ValueError, "C-contiguous"),
+        (np.ones(2 * N, np.float32)[::2], TypeError, "C-contiguous"),
         (None, TypeError, "NoneType"),
     ],
 )
