@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from .arrays import quantize as quantize
     from .arrays import unpack as unpack
     from .comm import NonFiniteGradient as NonFiniteGradient
+    from .comm import RankFailure as RankFailure
     from .comm import World as World
     from .comm.allreduce import allreduce as allreduce
     from .comm.simulate import simulate as simulate
@@ -24,6 +25,7 @@ _EXPORTS = {  # public name -> the module that has it, imported when first asked
     "Cast": "cpdhpc.formats",
     "FloatFormat": "cpdhpc.formats",
     "NonFiniteGradient": "cpdhpc.comm",
+    "RankFailure": "cpdhpc.comm",
     "World": "cpdhpc.comm",
     "allreduce": "cpdhpc.comm",
     "decode": "cpdhpc.arrays",

@@ -33,7 +33,7 @@ def run_one(to, source):
 """
 
 
-def launch(code, *arguments, ranks=2, limit_s=45):
+def launch(code, *arguments, ranks=2, limit_s=45, options=()):
     """Run python -m mpi4py on some ranks; return exit status, all output, seconds."""
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
@@ -43,7 +43,7 @@ def launch(code, *arguments, ranks=2, limit_s=45):
         "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",  # Open MPI 5
         "OMPI_MCA_mpi_yield_when_idle": "1",
     }
-    command = [MPIRUN, "-n", str(ranks), sys.executable, "-m", "mpi4py", *arguments]
+    command = [MPIRUN, *options, "-n", str(ranks), sys.executable, "-m", "mpi4py", *arguments]
     if code:
         command += ["-c", PREPARE + code]
     start_s = time.monotonic()
@@ -136,3 +136,55 @@ def test_a_test_that_fails_on_one_rank_fails_on_all(tmp_path):
     assert status != 0 and taken_s < 30
     assert "rank 1 is bad" in output and "test_bad failed on ranks [1]" in output, output
     assert {path.name for path in tmp_path.glob("good*")} == {"good0", "good1"}, output
+
+
+DYING = """
+import os, signal, threading
+from cpdhpc import RankFailure
+world, me, step, lost = World(timeout_s=20), World().rank, 0, 0
+x = np.full(1 << 19, float(1 << me), np.float32)  # sums are whole numbers below 2**11: exact
+kept = x.copy()
+while step < 24:
+    if me == 2 and step == 5:
+        threading.Timer(DELAY_S, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+    wire, algorithm = ("raw", "fp16")[step % 2], ("ring", "tree", "direct", "gather")[step % 4]
+    try:
+        total = allreduce(world, x, wire, algorithm)
+    except RankFailure as failure:
+        assert "died" in str(failure) and "allreduce" in str(failure)
+        assert (x == kept).all()
+        world = world.shrink()
+        step, lost = -int(world.max(np.array([-step]))[0]), lost + 1
+        continue
+    assert (total == sum(1 << r for r in range(4) if not (lost and r == 2))).all()
+    step += 1
+print("survived", me, world.size, lost)
+"""
+
+
+def has_fault_tolerance():
+    shown = subprocess.run([MPIRUN, "--version"], capture_output=True, text=True, check=False)
+    return "Open MPI" in shown.stdout
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.004])
+def test_survivors_go_on_after_a_death(delay_s):
+    if not has_fault_tolerance():
+        pytest.skip("needs Open MPI: its mpirun --with-ft ulfm")
+    code = DYING.replace("DELAY_S", str(delay_s))
+    status, output, _ = launch(code, ranks=4, options=["--with-ft", "ulfm"])
+    for rank in (0, 1, 3):
+        assert f"survived {rank} 3 1" in output, output
+    assert status == 0, output
+
+
+def test_a_death_ends_the_job_where_mpi_has_no_fault_tolerance():
+    status, output, taken_s = launch(
+        """
+import os, signal
+if world.rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+allreduce(World(timeout_s=60), x)
+"""
+    )
+    assert status != 0 and taken_s < 30, output

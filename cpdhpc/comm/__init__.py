@@ -3,6 +3,7 @@
 from .allreduce import Allreduce, Reduced, allreduce
 from .bucket import Bucket
 from .engine import ScheduleError
+from .failure import RankFailure
 from .nonfinite import NonFiniteGradient
 from .ranks import Loopback, Ranks
 from .scaling import Segment
@@ -16,6 +17,7 @@ __all__ = [
     "Bucket",
     "Loopback",
     "NonFiniteGradient",
+    "RankFailure",
     "Ranks",
     "Reduced",
     "Schedule",

@@ -82,11 +82,15 @@ def run(
     start: called for each piece in order, WINDOW of them ahead; like: an array of the kind that
     received bytes are to be stored in; what: named in messages, as "allreduce ring"
     Raises ScheduleError in a world of one process. Where others take part they cannot be told
-    any more, so this and every other error then ends the job with a message.
+    any more, so this and every other error then ends the job with a message; but for RankFailure,
+    after the death of a process, which all that are left raise.
     """
     try:
         return _Run(world, start, pieces, like, what).run()
     except Exception as error:
+        failure = world.failure(error, what)
+        if failure is not None:
+            raise failure from None
         if world.size == 1:
             raise
         world.abort(f"{what}: {type(error).__name__}: {error}\n{traceback.format_exc()}")

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 import numpy.typing as npt
 
+from .failure import RankFailure
+
 Array = npt.NDArray[Any]
 
 
@@ -64,6 +66,10 @@ class Ranks(ABC):
             return
         errors = [each for each in self.gather(_portable(error), what) if each is not None]
         raise pickle.loads(errors[0]) from error
+
+    def failure(self, error: Exception, what: str) -> RankFailure | None:
+        """Return the failure of a process behind an error, or None if it is of another kind."""
+        return None
 
     @abstractmethod
     def barrier(self, what: str = "barrier") -> None:

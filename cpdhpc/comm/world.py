@@ -7,10 +7,12 @@ import pickle
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import numpy as np
 
+from .failure import RankFailure
 from .ranks import Array, Ranks, Wait
 
 MESSAGE_BYTES = 1 << 30  # longer ones go in pieces: Open MPI 5 counts with 31 bits
@@ -67,26 +69,24 @@ class World(Ranks):
 
     def barrier(self, what: str = "barrier") -> None:
         """Wait for all processes. Collective."""
-        self._complete(self._comm.Ibarrier(), what)
+        self._complete(self._comm.Ibarrier, what)
 
     def broadcast(self, array: Array, what: str = "broadcast") -> None:
         """Overwrite array, C-contiguous and of one size everywhere, by process 0's. Collective."""
         if not array.flags.c_contiguous:
             raise ValueError(f"broadcast: array has strides {array.strides}: must be C-contiguous")
         for piece in _pieces(array.reshape(-1).view(np.uint8), MESSAGE_BYTES):
-            self._complete(self._comm.Ibcast([piece, self._mpi.BYTE], 0), what)
+            self._complete(partial(self._comm.Ibcast, [piece, self._mpi.BYTE], 0), what)
             self.collective_bytes += piece.size
 
     def gather(self, value: Any, what: str = "gather") -> list[Any]:
         """Return the small Python values of all processes in order. Collective."""
         data = np.frombuffer(pickle.dumps(value), np.uint8)
         size, sizes = np.array([data.size], np.int64), np.empty(self.size, np.int64)
-        self._complete(self._comm.Iallgather(size, sizes), what)
+        self._complete(partial(self._comm.Iallgather, size, sizes), what)
         everything = np.empty(int(sizes.sum()), np.uint8)
-        request = self._comm.Iallgatherv(
-            [data, self._mpi.BYTE], [everything, sizes.tolist(), self._mpi.BYTE]
-        )
-        self._complete(request, what)
+        target = [everything, sizes.tolist(), self._mpi.BYTE]
+        self._complete(partial(self._comm.Iallgatherv, [data, self._mpi.BYTE], target), what)
         self.collective_bytes += data.size + size.nbytes
         ends = np.cumsum(sizes)
         return [
@@ -97,7 +97,7 @@ class World(Ranks):
     def max(self, values: Array, what: str = "max") -> Array:
         """Return the element-wise maximum over processes; int64[n], n alike. Collective."""
         result = np.empty_like(values)
-        self._complete(self._comm.Iallreduce(values, result, self._mpi.MAX), what)
+        self._complete(partial(self._comm.Iallreduce, values, result, self._mpi.MAX), what)
         self.collective_bytes += values.nbytes
         return result
 
@@ -134,7 +134,8 @@ class World(Ranks):
 
     def done(self, wait: Wait) -> bool:
         """Whether all requests are complete."""
-        return bool(self._mpi.Request.Testall(wait.requests))
+        # Not Testall: after the death of a process its error says only that some request has one.
+        return all([request.Test() for request in wait.requests])
 
     def wait_any(self, waits: Sequence[Wait]) -> None:
         """Return once a wait is done; after the time-out end the job with all the reasons."""
@@ -145,16 +146,49 @@ class World(Ranks):
             ],
         )
 
-    def _complete(self, request: Any, what: str) -> None:
-        """Wait for a collective operation of MPI."""
+    def _complete(self, start: Callable[[], Any], what: str) -> None:
+        """Start a collective operation of MPI and wait for it."""
         name = "rank" if self.virtual_ranks == 1 else "process"
-        self._poll(
-            request.Test,
-            lambda waited_s, absent: [
-                f"{name} {self.rank} | {what}: waited {waited_s:.1f} s for {name} "
-                + (", ".join(map(str, absent)) or "unknown (all wait, in different calls)")
-            ],
-        )
+        try:
+            self._poll(
+                start().Test,
+                lambda waited_s, absent: [
+                    f"{name} {self.rank} | {what}: waited {waited_s:.1f} s for {name} "
+                    + (", ".join(map(str, absent)) or "unknown (all wait, in different calls)")
+                ],
+            )
+        except self._mpi.Exception as error:
+            raise self.failure(error, what) or error from None
+
+    def failure(self, error: Exception, what: str) -> RankFailure | None:
+        """Return the failure behind an error of MPI, or None if it is of another kind.
+
+        The communicator is revoked, so that all others leave their waits with a failure too.
+        """
+        mpi = self._mpi
+        classes = (mpi.ERR_PROC_FAILED, mpi.ERR_PROC_FAILED_PENDING, mpi.ERR_REVOKED)
+        if not isinstance(error, mpi.Exception) or error.Get_error_class() not in classes:
+            return None
+        dead, everyone = self._comm.Get_failed(), self._comm.Get_group()
+        processes = dead.Translate_ranks(list(range(dead.Get_size())), everyone)
+        if not self._comm.Is_revoked():
+            self._comm.Revoke()
+        return RankFailure(processes, what)
+
+    def shrink(self) -> World:
+        """Return a world of the processes that are alive, after a RankFailure. Collective.
+
+        All of them must call; their order stays. Arrays of unfinished calls may be in use until
+        then. Where calls are repeated, agree on which one first: some may have finished it.
+        Needs Open MPI, started by mpirun --with-ft ulfm; elsewhere a death ends the job.
+        Source: Bland et al.: Post-failure recovery of MPI communication capability, IJHPCA 2013.
+        """
+        if not self._comm.Is_revoked():
+            self._comm.Revoke()
+        alive = self._comm.Shrink()
+        world = World(alive, virtual_ranks=self.virtual_ranks, timeout_s=self.timeout_s)
+        alive.Free()
+        return world
 
     def _poll(self, done: Callable[[], bool], lines: Lines) -> None:
         """Wait until done; give up when the time is over, here or at another process."""
