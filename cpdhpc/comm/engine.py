@@ -44,7 +44,7 @@ Program = Generator[Exchange, Array, Result]
 Take = Callable[[int], Array]  # size_bytes -> uint8[size_bytes] for a program's payloads
 Start = Callable[[int, Take], Sequence[Program[Result]]]  # piece -> programs of the hosted ranks
 
-WINDOW = 3  # pieces under way at a time: while one travels the others are encoded and decoded
+WINDOW = 4  # pieces under way at a time: while one travels the others are encoded and decoded
 
 
 class Arena:

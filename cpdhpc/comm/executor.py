@@ -15,7 +15,8 @@ from .engine import Exchange, Program, ScheduleError, Take
 from .schedule import Schedule, Step
 from .wire import Array, Coder, Wire, coders
 
-PIECE = 1 << 18  # values of a chunk that travel at a time: 1 MiB of float32
+PIECES = 8
+PIECE_VALUES = 1 << 16, 1 << 20  # of a chunk that travel at a time: 256 KiB to 4 MiB of float32
 CONTRIBUTION, FINAL, BETWEEN = range(3)  # phases of random streams; BETWEEN and up: others
 
 
@@ -41,11 +42,13 @@ class Plan:
     def pieces(self, n: int) -> list[tuple[int, int]]:
         """Return the pieces of n values that are reduced by themselves, as (start, stop).
 
-        PIECE values of every chunk, so that encoding, travel and decoding overlap. With
-        "requantise" the result depends on PIECE, as on all that decides which rank adds first.
+        PIECES of them, so that encoding, travel and decoding overlap, unless a chunk's part of
+        one would leave PIECE_VALUES. With "requantise" the result depends on the pieces, as on
+        all that decides which rank adds first.
         """
-        count = max(1, -(-n // (self.schedule.chunks(self.ranks) * PIECE)))
-        return [chunk(n, count, i) for i in range(count)]
+        chunks, (least, most) = self.schedule.chunks(self.ranks), PIECE_VALUES
+        count = min(-(-n // (chunks * least)), max(PIECES, -(-n // (chunks * most))))
+        return [chunk(n, max(1, count), i) for i in range(max(1, count))]
 
     def key(self, rank: int, phase: int) -> Key:
         """Return the random stream of a rank and a phase.
