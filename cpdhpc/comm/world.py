@@ -17,6 +17,7 @@ from .ranks import Array, Ranks, Wait
 
 MESSAGE_BYTES = 1 << 30  # longer ones go in pieces: Open MPI 5 counts with 31 bits
 STREAMS = 64  # that have tags of their own; more than are under way at a time
+SPINS = 50  # looks before a wait gives up the core for the first time
 GRACE_S = 1.0  # after a time-out: for the others to tell that they wait too
 ALARM_PERIOD_S = 0.1  # how often those who wait look for the time-out of another
 
@@ -192,6 +193,9 @@ class World(Ranks):
 
     def _poll(self, done: Callable[[], bool], lines: Lines) -> None:
         """Wait until done; give up when the time is over, here or at another process."""
+        for _ in range(SPINS):
+            if done():
+                return
         start_s = time.monotonic()
         look_s = start_s + min(ALARM_PERIOD_S, self.timeout_s)
         while not done():
