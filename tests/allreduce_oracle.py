@@ -46,10 +46,9 @@ class Oracle:
     ):
         self.xs, self.p, self.n = xs, len(xs), xs[0].size
         names = nodes or [0] * self.p
-        self.nodes = [
-            [r for r, other in enumerate(names) if other == v] for v in dict.fromkeys(names)
-        ]
-        self.number, self.start, self.stop = 0, 0, self.n  # of a piece
+        self.nodes = [[r for r in range(self.p) if names[r] == v] for v in dict.fromkeys(names)]
+        self.number, self.piece = 0, (0, self.n)
+        self.needed = self.piece  # what is quantised: the rest of an array may hold anything
         self.accumulate = accumulate
         self.cast = None if wire == "raw" else Cast(parse_format(wire), **cast)
         self.stream = (seed, iteration)
@@ -78,8 +77,8 @@ class Oracle:
             return x
         fmt, out = self.cast.fmt, np.empty_like(x)
         key = random_key(*self.stream, rank, phase)
-        for tile, start in enumerate(range(0, self.n, 1024)):
-            part = x[start : start + 1024]
+        for start in range(*self.needed, 1024):
+            tile, part = start // 1024, x[start : min(start + 1024, self.needed[1])]
             if shifts is None:
                 stored = reference.fitting_shift(reference.amax_tiles(part), fmt)[0]
                 k = int(stored) - SHIFT_BIAS
@@ -96,7 +95,8 @@ class Oracle:
         """The rounded totals, total(i), of all chunks of the piece."""
         out = np.empty_like(self.xs[0])
         for i in range(count):
-            start, stop = (self.start + end for end in chunk(self.stop - self.start, count, i))
+            first, last = self.piece
+            start, stop = self.needed = [first + end for end in chunk(last - first, count, i)]
             if start < stop:
                 out[start:stop] = self.q(total(i), self.result, i, 1)[start:stop]
         return out
@@ -226,6 +226,6 @@ def expected(xs, wire, algorithm, scaling, accumulate, piece=PIECE, **options):
     with np.errstate(all="ignore"):
         for number in range(pieces):
             start, stop = chunk(out.size, pieces, number)
-            oracle.number, oracle.start, oracle.stop = number, start, stop
+            oracle.number, oracle.piece, oracle.needed = number, (start, stop), (start, stop)
             out[start:stop] = getattr(oracle, algorithm)()[start:stop]
     return out
