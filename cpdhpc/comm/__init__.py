@@ -7,14 +7,16 @@ from .failure import RankFailure
 from .nonfinite import NonFiniteGradient
 from .ranks import Loopback, Ranks
 from .scaling import Segment
-from .schedule import SCHEDULES, Schedule, Step
+from .schedule import SCHEDULES, Schedule
 from .simulate import simulate
+from .step import Layout, Step
 from .world import World, as_world
 
 __all__ = [
     "SCHEDULES",
     "Allreduce",
     "Bucket",
+    "Layout",
     "Loopback",
     "NonFiniteGradient",
     "RankFailure",

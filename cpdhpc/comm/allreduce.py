@@ -23,8 +23,8 @@ class Reduced(NamedTuple):
     """What an all-reduce returns.
 
     arrays: the result, float32, one array, or with every one for each hosted rank: the same bits
-    sent_shifts, result_shifts: the k of each segment by which contributions (and partial sums)
-        and the result were scaled; empty for scaling "tile" and wire "raw"
+    sent_shifts, result_shifts: the k of each segment by which contributions, and partial sums
+        and the result, were scaled; empty for scaling "tile" and wire "raw"
     """
 
     arrays: tuple[Array, ...]
@@ -116,7 +116,7 @@ class Allreduce(Method):
         """Write the sum into totals, of the first hosted ranks or of all."""
         if self.algorithm == MPI_ALLREDUCE:
             return _sum_by_mpi(world, flat, totals)
-        plan = self.plan(world.ranks, flat[0], parts, shifts, iteration)
+        plan = self.plan(world.nodes, flat[0], parts, shifts, iteration)
         places = [*totals, *[None] * (len(flat) - len(totals))]
         pieces = plan.pieces(flat[0].size)
 
@@ -126,14 +126,15 @@ class Allreduce(Method):
                 for rank, x, place in zip(world.hosted, flat, places, strict=True)
             ]
 
-        found = run(world, start, len(pieces), flat[0], f"allreduce {self.algorithm}")
+        what, window = f"allreduce {self.algorithm}", plan.schedule.window(world.ranks)
+        found = run(world, start, len(pieces), flat[0], what, window)
         if any(piece[0] for piece in found):
             raise_nonfinite(world, flat, parts, totals[0])
 
     def _shifts(
         self, world: Ranks, flat: Sequence[Array], parts: Sequence[Segment]
     ) -> tuple[Sequence[int], Sequence[int]]:
-        """Return the shift of each segment, for contributions and for the result."""
+        """Return the shift of each segment, for contributions, and for sums and the result."""
         kind, shift = self.parsed_scaling
         if self.fmt is None or kind == "tile":
             return (), ()
@@ -184,19 +185,21 @@ def allreduce(
     x: float32, C-contiguous, of one shape everywhere; where the world has virtual ranks, a
         sequence of one array for each; never written, unless out shares its memory
     wire: "raw" (float32 bytes), a format's name or a FloatFormat
-    algorithm: "ring", "tree", "direct", "gather", or "mpi" (MPI_Allreduce, wire "raw")
+    algorithm: a name from SCHEDULES ("ring", "rhd", "tree", "dbtree", "direct", "hier", "gather"),
+        or "mpi" (MPI_Allreduce, wire "raw"). hier sums inside nodes first: world.nodes.
     scaling: "none", "static:K" (by 2**K), "aps" (a shift for each segment from the largest value
         of all ranks), "tile" (a shift for each 1,024 values, sent with them). Wire "raw" is not
         scaled and ignores it.
     accumulate: "requantise" (round to the wire after each addition), "float32" or "kahan"; None
-        for the algorithm's own: float32 for direct, requantise for the others. ring and tree
-        know requantise only; for wire "raw" requantise and float32 are the same.
+        for the algorithm's own: float32 for direct and hier, requantise for the others. ring,
+        rhd, tree and dbtree know requantise only, and hier rounds between nodes whatever happens
+        inside them; for wire "raw" requantise and float32 are the same.
     op: "mean" divides the sum by the number of ranks, in float32
     out: float32, like x, for the result. Default: a new array. Where it shares memory with x, x is
         untouched on error, at the price of one more copy; else it then holds anything
     rounding, overflow: as formats.Cast
     headroom: what aps leaves room for in the sum of p ranks: "n" p times the largest value,
-        "sqrt" sqrt(p) times, "none"; with accumulate "float32" only the result needs it
+        "sqrt" sqrt(p) times, "none"; with accumulate "float32" contributions need none
     seed, iteration: of the random bits of rounding "stochastic"
     segments: the named parts of x, in order, starting on tiles: aps scales each by itself
     Raises, on all ranks alike and before data moves, TypeError and ValueError for arguments that
