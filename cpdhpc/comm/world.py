@@ -16,6 +16,7 @@ from .ranks import Array, Ranks, Wait
 MESSAGE_BYTES = 1 << 30  # longer ones go in pieces: Open MPI 5 counts with 31 bits
 STREAMS = 64  # that have tags of their own; more than are under way at a time
 GRACE_S = 1.0  # after a time-out: for the others to tell that they wait too
+PAUSE_S = 50e-6  # between two looks at a message beside a thread that computes
 ALARM_PERIOD_S = 0.1  # how often those who wait look for the time-out of another
 
 Lines = Callable[[float, list[int]], list[str]]  # (seconds waited, absent processes) -> message
@@ -29,6 +30,12 @@ def _mpi() -> Any:
         state = "finalized already" if MPI.Is_finalized() else "not initialized"
         raise RuntimeError(f"World: MPI is {state}")
     return MPI
+
+
+def _thread_level(mpi: Any) -> str:
+    """Return the thread level that MPI gives, by its name."""
+    names = ("single", "funneled", "serialized", "multiple")
+    return {getattr(mpi, f"THREAD_{name.upper()}"): name for name in names}[mpi.Query_thread()]
 
 
 def _pieces(array: Array, limit: int) -> list[Array]:
@@ -59,7 +66,14 @@ class World(Ranks):
         if self._alarm_tag > self._mpi.COMM_WORLD.Get_attr(self._mpi.TAG_UB):
             raise ValueError(f"World: virtual_ranks={virtual_ranks}: too many for MPI's tags")
         self.timeout_s = timeout_s
-        self._comm = comm.Dup()
+        self.thread_level = _thread_level(self._mpi)
+        self._duplicate = comm.Dup()
+
+    @property
+    def _comm(self) -> Any:
+        """The communicator, for the one thread that may use it now."""
+        self.check_thread()
+        return self._duplicate
 
     def free(self) -> None:
         """Free the duplicated communicator; the world cannot be used any more. Collective."""
@@ -161,7 +175,7 @@ class World(Ranks):
         start_s = time.monotonic()
         look_s = start_s + min(ALARM_PERIOD_S, self.timeout_s)
         while not done():
-            os.sched_yield()
+            self._pause()
             now_s = time.monotonic()
             if now_s < look_s:
                 continue
@@ -169,6 +183,13 @@ class World(Ranks):
             alarm = self._comm.Iprobe(self._mpi.ANY_SOURCE, self._alarm_tag)
             if alarm or now_s - start_s > self.timeout_s:
                 self._give_up(now_s - start_s, lines)
+
+    def _pause(self) -> None:
+        """Give up the core; where another thread computes, also long enough to be of use to it."""
+        if self.lent_by is None:
+            os.sched_yield()
+        else:
+            time.sleep(PAUSE_S)
 
     def _give_up(self, waited_s: float, lines: Lines) -> NoReturn:
         """Tell the others, who then give up too; print who waits for whom; end the job."""
@@ -198,7 +219,7 @@ class World(Ranks):
 
     def _end(self) -> NoReturn:
         sys.stdout.flush()
-        self._comm.Abort(1)
+        self._duplicate.Abort(1)
         raise SystemExit(1)  # in case MPI_Abort returns
 
 
