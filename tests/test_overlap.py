@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,14 +12,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from training import ROWS, model_bytes, run_job, small_job
+from test_checkpoint import Stop
+from training import ROWS, model_bytes, mpirun, run_job, small_data, small_job
 
 from cpdhpc.comm import Bucket, Loopback, NonFiniteGradient, World
 from cpdhpc.compress import LowBit, Mean, NoCompression
 from cpdhpc.config import ConfigError, UserError
 from cpdhpc.train import GradientReducer
+from cpdhpc.train.job import Job
+from cpdhpc.train.loop import run
 from cpdhpc.train.parts import split_bucket
+from cpdhpc.train.progress import Display
 from cpdhpc.train.reducer import part_seed
+from cpdhpc.train.setup import Files, Training, prepare
+from cpdhpc.train.signals import Caught, Interrupted
 
 SIZES_MIB = (25.0, 0.005, 1e-6)  # all layers in one bucket, some, and one in each
 AGGREGATORS = {
@@ -324,6 +331,53 @@ def test_jobs_train_to_the_same_bits(tmp_path: Path, row: str) -> None:
     assert done.record.layers == [name for name, _ in done.model.named_parameters()]
     assert found[0] == found[1]
     assert active() == 0
+
+
+def test_interrupted_and_resumed_is_undisturbed_with_and_without_overlap(tmp_path: Path) -> None:
+    """Stopped in the middle of an epoch with overlap, and ended without it, which is allowed."""
+    found = []
+    for after in (None, 3):
+        directory = tmp_path / str(after)
+        directory.mkdir()
+        job = small_job(gradient=ROWS["stochastic"], train={"bucket_mib": 0.001, "overlap": True})
+        if after:
+            training, caught = prepared(job, directory), Caught()
+            with pytest.raises(Interrupted):
+                run(training, caught, Stop(caught, after))
+            job = small_job(gradient=ROWS["stochastic"], train={"bucket_mib": 0.001})
+        training = prepared(job, directory)
+        training.resume()
+        assert training.iteration == (4 if after else 0)
+        run(training, Caught(), Display(False, 1))
+        found.append(model_bytes(training.files.checkpoint))
+    assert found[0] == found[1]
+
+
+def prepared(job: Job, directory: Path) -> Training:
+    return prepare(job, Loopback(), small_data(), Files.of(directory, job))
+
+
+LOOP = """
+import time, torch, cpdhpc
+world = cpdhpc.World(timeout_s=0.8)
+model = torch.nn.Linear(64, 10)
+reducer = cpdhpc.train.GradientReducer(model, world, "lowbit", bucket_mib=0.001, overlap=True)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(3):
+    time.sleep(40 if step == 2 and world.rank == 1 else 0)
+    optimizer.zero_grad()
+    model(torch.ones(2, 64)).sum().backward()
+    reducer.reduce()
+    optimizer.step()
+    print("step", step, flush=True)
+"""
+
+
+def test_a_plain_loop_goes_on_until_a_rank_does_not_come() -> None:
+    done = mpirun(2, "-m", "mpi4py", "-c", LOOP)
+    assert done.returncode != 0
+    assert [done.stdout.count(f"step {step}") for step in range(3)] == [2, 2, 0], done.stderr
+    assert re.search(r"rank 0 \| allreduce ring: arguments: waited .* s for rank 1\n", done.stderr)
 
 
 def test_a_job_says_that_overlap_needs_one_rank() -> None:

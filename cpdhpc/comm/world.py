@@ -16,7 +16,6 @@ from .ranks import Array, Ranks, Wait
 MESSAGE_BYTES = 1 << 30  # longer ones go in pieces: Open MPI 5 counts with 31 bits
 STREAMS = 64  # that have tags of their own; more than are under way at a time
 GRACE_S = 1.0  # after a time-out: for the others to tell that they wait too
-PAUSE_S = 50e-6  # between two looks at a message beside a thread that computes
 ALARM_PERIOD_S = 0.1  # how often those who wait look for the time-out of another
 
 Lines = Callable[[float, list[int]], list[str]]  # (seconds waited, absent processes) -> message
@@ -175,7 +174,7 @@ class World(Ranks):
         start_s = time.monotonic()
         look_s = start_s + min(ALARM_PERIOD_S, self.timeout_s)
         while not done():
-            self._pause()
+            os.sched_yield()
             now_s = time.monotonic()
             if now_s < look_s:
                 continue
@@ -183,13 +182,6 @@ class World(Ranks):
             alarm = self._comm.Iprobe(self._mpi.ANY_SOURCE, self._alarm_tag)
             if alarm or now_s - start_s > self.timeout_s:
                 self._give_up(now_s - start_s, lines)
-
-    def _pause(self) -> None:
-        """Give up the core; where another thread computes, also long enough to be of use to it."""
-        if self.lent_by is None:
-            os.sched_yield()
-        else:
-            time.sleep(PAUSE_S)
 
     def _give_up(self, waited_s: float, lines: Lines) -> NoReturn:
         """Tell the others, who then give up too; print who waits for whom; end the job."""

@@ -29,7 +29,7 @@ class GradientReducer:
     bucket_mib: layers are reduced in buckets of at most so many MiB, or of one larger layer, the
         last layers first; with other buckets the mean may have other bits
     overlap: reduce a bucket in a thread while backward goes on, with the same bits. One backward
-        a step then, p.grad left alone and no other use of the world until reduce(); not with
+        a step then, p.grad left alone and no other call of MPI until reduce(); not with
         virtual ranks; MPI must give the thread level "serialized". close() ends the thread.
     Raises ValueError or TypeError for an unknown name, unknown options, other parameters, a world
     that does not go with overlap.
