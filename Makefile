@@ -24,7 +24,7 @@ SOURCES = setup.cfg setup.py pyproject.toml constraints.txt $(wildcard kernels/*
 
 quickstart: install
 	$(MPIRUN) $(RANKS) python -m cpdhpc train inputs/train_digits.toml --out $(OUT) --resume
-	$(ACTIVATE) python -m cpdhpc report $(OUT) --png $(OUT)/report.png --html $(OUT)/report.html
+	$(ACTIVATE) python -m cpdhpc report $(OUT) --quiet --png $(OUT)/report.png --html $(OUT)/report.html
 
 test: test-serial test-mpi
 
