@@ -30,7 +30,10 @@ def write(tmp_path: Path, text: str) -> Path:
     [
         ("[train]\nepoch = 3", "unknown key train.epoch: did you mean epochs?"),
         ("[trian]\nepochs = 3", "unknown key trian: did you mean train?"),
-        ("[train]\nxyz = 3", "unknown key train.xyz: known are batch, checkpoint_every, epochs"),
+        (
+            "[train]\nxyz = 3",
+            "unknown key train.xyz: known are batch, bucket_mib, checkpoint_every",
+        ),
         ("[train]\nepochs = '3'", "train.epochs='3': should be a valid integer"),
         ("[train]\nepochs = 0", "train.epochs=0: should be greater than or equal to 1"),
         ("[train]\nepochs = true", "train.epochs=True: should be a valid integer"),

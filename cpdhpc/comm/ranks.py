@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import sys
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple, NoReturn
@@ -35,9 +36,13 @@ class Ranks(ABC):
     collective_bytes: bytes that this process handed to MPI's own collectives
     arenas: buffers that the engine keeps from one call to the next
     has_mpi: whether sum_by_mpi is MPI_Allreduce
+    thread_level: what MPI allows: "single", "funneled", "serialized" or "multiple"
+    lent_by: the thread that must not communicate at the moment, as another does it; or None
     """
 
     has_mpi = True
+    thread_level = "multiple"
+    lent_by: int | None = None
 
     def __init__(self, rank: int, size: int, virtual_ranks: int) -> None:
         if virtual_ranks < 1:
@@ -59,6 +64,13 @@ class Ranks(ABC):
         """Count a message that a hosted rank sends."""
         self.bytes_sent[rank - self.hosted.start] += size_bytes
         self.messages_sent[rank - self.hosted.start] += 1
+
+    def check_thread(self) -> None:
+        """Raise RuntimeError in the thread that has lent the world to another one."""
+        if self.lent_by == threading.get_ident():
+            raise RuntimeError(
+                "World: a gradient is being reduced in another thread: call reduce() first"
+            )
 
     def agree(self, error: Exception | None, what: str = "agree") -> None:
         """Raise the error of the lowest process that has one on all processes. Collective.

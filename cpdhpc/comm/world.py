@@ -34,6 +34,12 @@ def _mpi() -> Any:
     return MPI
 
 
+def _thread_level(mpi: Any) -> str:
+    """Return the thread level that MPI gives, by its name."""
+    names = ("single", "funneled", "serialized", "multiple")
+    return {getattr(mpi, f"THREAD_{name.upper()}"): name for name in names}[mpi.Query_thread()]
+
+
 def _pieces(array: Array, limit: int) -> list[Array]:
     """Cut an array's bytes, uint8[n], into pieces that one message can hold."""
     return [array[i : i + limit] for i in range(0, array.size, limit)]
@@ -62,11 +68,18 @@ class World(Ranks):
         if self._alarm_tag > self._mpi.COMM_WORLD.Get_attr(self._mpi.TAG_UB):
             raise ValueError(f"World: virtual_ranks={virtual_ranks}: too many for MPI's tags")
         self.timeout_s = timeout_s
-        self._comm = comm.Dup()
+        self.thread_level = _thread_level(self._mpi)
+        self._duplicate = comm.Dup()
         here = comm.Split_type(self._mpi.COMM_TYPE_SHARED)
         firsts = comm.allgather(here.allreduce(self.rank, self._mpi.MIN))  # a node's first process
         self.nodes = numbered([first for first in firsts for _ in range(virtual_ranks)])
         here.Free()
+
+    @property
+    def _comm(self) -> Any:
+        """The communicator, for the one thread that may use it now."""
+        self.check_thread()
+        return self._duplicate
 
     def free(self) -> None:
         """Free the duplicated communicator; the world cannot be used any more. Collective."""
@@ -240,7 +253,7 @@ class World(Ranks):
 
     def _end(self) -> NoReturn:
         sys.stdout.flush()
-        self._comm.Abort(1)
+        self._duplicate.Abort(1)
         raise SystemExit(1)  # in case MPI_Abort returns
 
 

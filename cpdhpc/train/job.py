@@ -22,7 +22,12 @@ Positive = Annotated[int, Field(ge=1)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$")]  # part of a file name
 
-DO_NOT_CHANGE_BITS = ("train.checkpoint_every", "train.telemetry_every", "train.timeout_s")
+DO_NOT_CHANGE_BITS = (
+    "train.checkpoint_every",
+    "train.telemetry_every",
+    "train.timeout_s",
+    "train.overlap",
+)
 
 
 class Optimizer(Section):
@@ -43,6 +48,8 @@ class Train(Section):
     """[train]: the run itself.
 
     batch: samples of all ranks together; threads: of torch, 0 for the cores the rank owns
+    bucket_mib, overlap: gradients are reduced in buckets of at most so many MiB, the last layers
+        first, and with overlap while backward goes on; overlap changes no bit, bucket_mib may
     telemetry_every: iterations; checkpoint_every: epochs; timeout_s: the longest wait for others
     """
 
@@ -52,9 +59,17 @@ class Train(Section):
     seeds: Annotated[tuple[Seed, ...], Field(strict=False, min_length=1)] = (0,)
     virtual_ranks: Positive = 1
     threads: Annotated[int, Field(ge=0)] = 0
+    bucket_mib: Annotated[float, Field(gt=0)] = 25.0
+    overlap: bool = False
     telemetry_every: Positive = 10
     checkpoint_every: Positive = 1
     timeout_s: Annotated[float, Field(gt=0)] = 600.0
+
+    @model_validator(mode="after")
+    def _overlap_has_one_rank(self) -> Train:
+        if self.overlap and self.virtual_ranks > 1:
+            raise ValueError("overlap=true needs virtual_ranks=1")
+        return self
 
     @model_validator(mode="before")
     @classmethod

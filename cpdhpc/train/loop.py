@@ -30,8 +30,9 @@ def run(training: Training, caught: Caught, display: Display) -> None:
     """
     job = training.job
     display.start(job.id, training.iterations, training.iteration)
-    while training.iteration < training.iterations:
-        _epoch(training, caught, display)
+    with training.reducer:
+        while training.iteration < training.iterations:
+            _epoch(training, caught, display)
     training.save("complete")
     (_, accuracy, loss, _) = training.record.rows["epochs"][-1]
     display.end(f"{job.id}: complete: accuracy {accuracy:.2%}, loss {loss:.4f}")

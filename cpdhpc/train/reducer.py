@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +11,9 @@ import torch
 from ..comm import Bucket, Ranks, as_world
 from ..compress import COMPRESSORS, Aggregator, Mean
 from ..config import suggest
+from ..randomness import random_key
+from .overlap import Overlap, check_overlap, copy_gradient, join
+from .parts import split_bucket
 
 Array = npt.NDArray[Any]
 
@@ -23,7 +26,13 @@ class GradientReducer:
     world: World, Loopback or an mpi4py communicator
     model: its parameters that require a gradient must be float32 on the CPU
     aggregator: a name in COMPRESSORS with its options, or an Aggregator without any
-    Raises ValueError or TypeError for an unknown name, unknown options, other parameters.
+    bucket_mib: layers are reduced in buckets of at most so many MiB, or of one larger layer, the
+        last layers first; with other buckets the mean may have other bits
+    overlap: reduce a bucket in a thread while backward goes on, with the same bits. One backward
+        a step then, p.grad left alone and no other call of MPI until reduce(); not with
+        virtual ranks; MPI must give the thread level "serialized". close() ends the thread.
+    Raises ValueError or TypeError for an unknown name, unknown options, other parameters, a world
+    that does not go with overlap.
 
         reducer = GradientReducer(model, World(), "lowbit", wire="e4m3")
         for inputs, targets in batches:
@@ -40,6 +49,8 @@ class GradientReducer:
         aggregator: str | Aggregator = "none",
         *,
         seed: int = 0,
+        bucket_mib: float = 25.0,
+        overlap: bool = False,
         **options: Any,
     ) -> None:
         self.world: Ranks = as_world(world)
@@ -53,39 +64,87 @@ class GradientReducer:
             tuple(tuple(p.shape) for _, p in named),
             self.aggregator.align,
         )
+        self.parts = split_bucket(self.bucket, bucket_mib)
         self.flats = [np.zeros(self.bucket.size, np.float32) for _ in self.world.hosted]
         self.state: dict[str, Array] = {}
+        if overlap:
+            check_overlap(self.world)
         for tensor in (*model.parameters(), *model.buffers()):
             _broadcast(self.world, tensor.detach())
+        views = self.bucket.views(self.flats[0])
+        self._overlap = (
+            Overlap(self.world, self.parameters, views, self.parts, self._aggregate)
+            if overlap
+            else None
+        )
+        self._closed = False
 
     def stash(self, hosted: int = 0) -> None:
         """Keep p.grad as the gradient of a hosted rank; a missing one counts as zero.
 
         hosted: 0..virtual_ranks - 1; every one is stashed before reduce where there are several
         """
-        arrays = [_array(parameter) for parameter in self.parameters]
-        self.bucket.flatten(arrays, self.flats[hosted])
+        views = self.bucket.views(self.flats[hosted])
+        for parameter, view in zip(self.parameters, views, strict=True):
+            copy_gradient(parameter, view)
 
     def reduce(self) -> Mean:
         """Set p.grad of every parameter to the mean over all ranks. Collective.
 
         Raises NonFiniteGradient on all ranks alike, with p.grad untouched, where a gradient
-        holds NaN or infinity.
+        holds NaN or infinity; RuntimeError after close.
         """
-        if len(self.flats) == 1:
-            self.stash()
-        mean = self.aggregator.aggregate(
-            self.world,
-            self.flats,
-            self.bucket,
-            self.state,
-            seed=self.seed,
-            iteration=self.iteration,
-        )
+        if self._closed:
+            raise RuntimeError("GradientReducer.reduce: the reducer is closed")
+        mean = join(self.bucket.size, self.parts, self._means())
         self.iteration += 1
         for parameter, view in zip(self.parameters, self.bucket.views(mean.flat), strict=True):
             parameter.grad = torch.from_numpy(view.copy())
         return mean
+
+    def _means(self) -> list[Mean]:
+        """Return the mean of every part."""
+        if self._overlap is not None:
+            return self._overlap.wait()
+        if len(self.flats) == 1:
+            self.stash()
+        return [self._aggregate(index) for index in range(len(self.parts))]
+
+    def _aggregate(self, index: int) -> Mean:
+        """Return the mean of a part. Collective. A random stream has one part: see part_seed."""
+        part = self.parts[index]
+        return self.aggregator.aggregate(
+            self.world,
+            [flat[part.start : part.stop] for flat in self.flats],
+            part.bucket,
+            self.state,
+            seed=part_seed(self.seed, index),
+            iteration=self.iteration,
+        )
+
+    def close(self) -> None:
+        """Let go of the model and end the thread of overlap; call it between two steps."""
+        self._end(finish=True)
+
+    def _end(self, *, finish: bool) -> None:
+        if self._overlap is not None and not self._closed:
+            self._overlap.close(finish=finish)
+        self._closed = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Close; an error is let through at once, without a wait for other ranks."""
+        self._end(finish=kind is None)
+
+
+def part_seed(seed: int, index: int) -> int:
+    """Return the seed of a part: seed itself for the first one, others for the others."""
+    if index == 0:
+        return seed
+    low, high = random_key(seed, index)
+    return low | high << 32
 
 
 def _aggregator(aggregator: str | Aggregator, options: dict[str, Any]) -> Aggregator:
@@ -109,12 +168,6 @@ def _check(named: list[tuple[str, torch.nn.Parameter]]) -> None:
                 f"GradientReducer: model: {name} is {parameter.dtype} on {parameter.device}: "
                 "should be torch.float32 on cpu"
             )
-
-
-def _array(parameter: torch.nn.Parameter) -> Array:
-    if parameter.grad is None:
-        return np.zeros(tuple(parameter.shape), np.float32)
-    return parameter.grad.detach().numpy()
 
 
 def _broadcast(world: Ranks, tensor: torch.Tensor) -> None:

@@ -153,7 +153,14 @@ def prepare(job: Job, world: Ranks, data: Dataset, files: Files) -> Training:
     """
     torch.set_num_threads(job.train.threads or threads_of_rank(world))
     model = agreed(world, lambda: _model(job, data))
-    reducer = GradientReducer(model, world, job.gradient, seed=job.seed)
+    reducer = GradientReducer(
+        model,
+        world,
+        job.gradient,
+        seed=job.seed,
+        bucket_mib=job.train.bucket_mib,
+        overlap=job.train.overlap,
+    )
     optimizer = torch.optim.SGD(
         model.parameters(),
         lr=job.train.learning_rate,

@@ -1,0 +1,139 @@
+"""Overlap on real ranks: the same bits, the same errors on all, one order of collectives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cpdhpc.comm import NonFiniteGradient, World
+from cpdhpc.compress import Aggregator, LowBit, Mean, NoCompression
+from cpdhpc.config import UserError
+from cpdhpc.train import GradientReducer
+
+pytestmark = pytest.mark.mpi
+
+AGGREGATORS: dict[str, Aggregator] = {
+    "float32": NoCompression(),
+    "mpi": NoCompression(algorithm="mpi"),
+    "tile": LowBit(wire="e4m3"),
+    "aps": LowBit(wire="e5m2", scaling="aps", algorithm="direct"),
+    "stochastic": LowBit(wire="e3m0", rounding="stochastic", algorithm="tree"),
+}
+
+
+class Fails(NoCompression):
+    """Fails on all ranks at the layer "1.bias"."""
+
+    def aggregate(self, world: Any, flats: Any, bucket: Any, state: Any, **how: Any) -> Mean:
+        mean = super().aggregate(world, flats, bucket, state, **how)
+        if "1.bias" in bucket.names:
+            raise OSError("at 1.bias")
+        return mean
+
+
+def together(world: World, *verdicts: bool) -> None:
+    """Fail on all processes alike where a verdict is false on one of them."""
+    assert world.gather(verdicts) == [(True,) * len(verdicts)] * world.size
+
+
+def model_of() -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    sizes = (8, 64, 48, 4)
+    return torch.nn.Sequential(*map(torch.nn.Linear, sizes, sizes[1:]))
+
+
+def backward(model: torch.nn.Module, seed: int, skip: bool = False) -> None:
+    """skip: go around the middle layer, which then gets no gradient."""
+    model.zero_grad()
+    x = torch.randn(5, 8, generator=torch.Generator().manual_seed(seed))
+    y = model[2](model[0](x)[:, :48]) if skip else model(x)
+    y.square().sum().backward()
+
+
+def gradients(model: torch.nn.Module) -> list[bytes]:
+    return [b"" if p.grad is None else p.grad.numpy().tobytes() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("name", AGGREGATORS)
+@pytest.mark.parametrize("bucket_mib", [25.0, 0.014, 1e-6])
+def test_overlap_changes_no_bit(world: World, name: str, bucket_mib: float) -> None:
+    """In the second step, the last rank has no gradient of the middle layer."""
+    found = []
+    last = world.rank == world.size - 1
+    for overlap in (False, True):
+        model, steps = model_of(), []
+        how: dict[str, Any] = {"bucket_mib": bucket_mib, "overlap": overlap}
+        with GradientReducer(model, world, AGGREGATORS[name], seed=1, **how) as reducer:
+            for step in range(3):
+                backward(model, 10 * step + world.rank, skip=last and step == 1)
+                reducer.reduce()
+                steps.append(gradients(model))
+        found.append(steps)
+    parts = {25.0: 1, 0.014: 2, 1e-6: 6}[bucket_mib]
+    alike = world.gather(found[0]) == [found[0]] * world.size
+    together(world, found[0] == found[1], alike, len(reducer.parts) == parts)
+
+
+@pytest.mark.parametrize("name", AGGREGATORS)
+def test_nan_on_one_rank_in_the_second_bucket(world: World, name: str) -> None:
+    model, last = model_of(), world.size - 1
+    raised = []
+    with GradientReducer(model, world, AGGREGATORS[name], bucket_mib=1e-6, overlap=True) as reducer:
+        for step in range(3):
+            backward_with_nan(model, step, nan=world.rank == last and step < 2)
+            before = gradients(model)
+            try:
+                reducer.reduce()
+            except NonFiniteGradient as error:
+                raised.append((error.segments, error.ranks, gradients(model) == before))
+    finite = all(bool(torch.isfinite(p.grad).all()) for p in model.parameters())
+    together(world, raised == 2 * [(("2.weight",), (last,), True)], finite)
+
+
+def backward_with_nan(model: torch.nn.Module, seed: int, nan: bool) -> None:
+    """As backward, with a NaN in the gradient of the second tensor from the end."""
+    hook = model[2].weight.register_hook(lambda g: g * torch.nan if nan else g)
+    backward(model, seed)
+    hook.remove()
+
+
+def test_an_aggregator_that_raises_does_so_on_all(world: World) -> None:
+    model, said = model_of(), []
+    with GradientReducer(model, world, Fails(), bucket_mib=1e-6, overlap=True) as reducer:
+        for step in range(3):
+            reducer.aggregator = Fails() if step < 2 else NoCompression()
+            backward(model, step)
+            try:
+                reducer.reduce()
+            except OSError as error:
+                said.append(str(error))
+        alike = world.gather(gradients(model))
+    together(world, said == 2 * ["at 1.bias"], alike == [alike[0]] * world.size)
+
+
+def test_a_thread_level_too_low_on_one_rank_is_an_error_on_all(world: World) -> None:
+    level, last = world.thread_level, world.rank == world.size - 1
+    try:
+        world.thread_level = "funneled" if last else level
+        said = ""
+        GradientReducer(model_of(), world, overlap=True)
+    except UserError as error:
+        said = str(error)
+    finally:
+        world.thread_level = level
+    together(world, "thread level 'funneled'" in said)
+
+
+def test_the_world_belongs_to_the_thread_until_reduce(world: World) -> None:
+    model, said = model_of(), ""
+    with GradientReducer(model, world, overlap=True) as reducer:
+        backward(model, 0)
+        try:
+            world.max(np.zeros(1, np.int64))
+        except RuntimeError as error:
+            said = str(error)
+        reducer.reduce()
+    together(world, "call reduce() first" in said)

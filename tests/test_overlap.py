@@ -1,0 +1,130 @@
+"""Gradients are reduced in a thread while backward goes on, to the same bits."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from reducing import AGGREGATORS, SIZES_MIB, Noted, active, backward, gradients, model_of
+from test_checkpoint import Stop
+from training import ROWS, model_bytes, run_job, small_data, small_job
+
+from cpdhpc.comm import Loopback
+from cpdhpc.compress import Mean
+from cpdhpc.train import GradientReducer
+from cpdhpc.train.job import Job
+from cpdhpc.train.loop import run
+from cpdhpc.train.progress import Display
+from cpdhpc.train.setup import Files, Training, prepare
+from cpdhpc.train.signals import Caught, Interrupted
+
+
+@pytest.mark.parametrize("row", AGGREGATORS)
+@pytest.mark.parametrize("bucket_mib", SIZES_MIB)
+def test_overlap_changes_no_bit(row: str, bucket_mib: float) -> None:
+    found = []
+    for overlap in (False, True):
+        model = model_of()
+        reducer = GradientReducer(
+            model,
+            Loopback(),
+            ROWS[row]["aggregator"],
+            seed=3,
+            bucket_mib=bucket_mib,
+            overlap=overlap,
+            **AGGREGATORS[row],
+        )
+        with reducer:
+            means = []
+            for step in range(2):
+                backward(model, step)
+                means.append(reducer.reduce())
+        shifts = [None if mean.shifts is None else mean.shifts.tolist() for mean in means]
+        found.append((gradients(model), [mean.flat.tobytes() for mean in means], shifts))
+    assert len(reducer.parts) == {25.0: 1, 0.005: 2, 1e-6: 8}[bucket_mib]
+    assert found[0] == found[1]
+
+
+def test_buckets_are_reduced_in_order_in_one_thread_whatever_comes_first() -> None:
+    model = model_of()
+    reducer = GradientReducer(model, Loopback(), Noted(), bucket_mib=1e-6, overlap=True)
+    names = [name for name, _ in model.named_parameters()]
+    backward(model)
+    reducer.reduce()
+    assert reducer.state["calls"] == [(name,) for name in reversed(names)]
+    assert reducer.state["threads"] == {"cpdhpc-reduce"}
+    for layer in (model[3], model[0], model[2]):  # model[1] gets no gradient
+        layer.zero_grad()
+        layer(torch.ones(1, layer.in_features)).sum().backward()
+    model[1].zero_grad()
+    reducer.reduce()
+    assert reducer.state["calls"] == 2 * [(name,) for name in reversed(names)]
+    assert not torch.any(model[1].weight.grad)  # counts as zero
+    assert torch.equal(model[2].weight.grad, torch.ones(4, 64))
+    assert active() == 1
+    reducer.close()
+    assert active() == 0
+
+
+def test_the_first_bucket_is_reduced_while_backward_goes_on() -> None:
+    model, begun = model_of(), threading.Event()
+
+    @dataclass(frozen=True)
+    class Begins(Noted):
+        def aggregate(self, *args: Any, **how: Any) -> Mean:
+            begun.set()
+            return super().aggregate(*args, **how)
+
+    seen = []
+    # This hook is called first: it waits, within backward, for the thread to have begun.
+    model[0].weight.register_post_accumulate_grad_hook(lambda _: seen.append(begun.wait(10)))
+    with GradientReducer(model, Loopback(), Begins(), bucket_mib=0.001, overlap=True) as reducer:
+        backward(model)
+        reducer.reduce()
+    assert seen == [True]
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_jobs_train_to_the_same_bits(tmp_path: Path, row: str) -> None:
+    found = []
+    for overlap in (False, True):
+        directory = tmp_path / str(overlap)
+        directory.mkdir()
+        train = {"bucket_mib": 0.001, "overlap": overlap}
+        done = run_job(small_job(gradient=ROWS[row], train=train), Loopback(), directory)
+        layers = done.record.arrays()["layers"]
+        found.append(
+            (model_bytes(done.files.checkpoint), [array.tobytes() for array in layers.values()])
+        )
+    assert len(done.reducer.parts) > 1
+    assert done.record.layers == [name for name, _ in done.model.named_parameters()]
+    assert found[0] == found[1]
+    assert active() == 0
+
+
+def test_interrupted_and_resumed_is_undisturbed_with_and_without_overlap(tmp_path: Path) -> None:
+    """Stopped in the middle of an epoch with overlap, and ended without it, which is allowed."""
+    found = []
+    for after in (None, 3):
+        directory = tmp_path / str(after)
+        directory.mkdir()
+        job = small_job(gradient=ROWS["stochastic"], train={"bucket_mib": 0.001, "overlap": True})
+        if after:
+            training, caught = prepared(job, directory), Caught()
+            with pytest.raises(Interrupted):
+                run(training, caught, Stop(caught, after))
+            job = small_job(gradient=ROWS["stochastic"], train={"bucket_mib": 0.001})
+        training = prepared(job, directory)
+        training.resume()
+        assert training.iteration == (4 if after else 0)
+        run(training, Caught(), Display(False, 1))
+        found.append(model_bytes(training.files.checkpoint))
+    assert found[0] == found[1]
+
+
+def prepared(job: Job, directory: Path) -> Training:
+    return prepare(job, Loopback(), small_data(), Files.of(directory, job))

@@ -1,0 +1,172 @@
+"""What goes wrong while gradients are reduced in a thread is told, and nothing hangs."""
+
+from __future__ import annotations
+
+import math
+import re
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from reducing import Noted, active, backward, gradients, model_of
+from training import mpirun, small_job
+
+from cpdhpc.comm import Loopback, NonFiniteGradient, World
+from cpdhpc.compress import Mean, NoCompression
+from cpdhpc.config import ConfigError, UserError
+from cpdhpc.train import GradientReducer
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("layer", ["3.weight", "1.bias", "0.weight"])
+def test_an_error_in_a_bucket_is_raised_and_the_next_step_goes_well(
+    layer: str, overlap: bool
+) -> None:
+    model = model_of()
+    reducer = GradientReducer(
+        model, Loopback(), Noted(fails_at=layer), bucket_mib=1e-6, overlap=overlap
+    )
+    with reducer:
+        for _ in range(2):
+            reducer.state.clear()
+            backward(model)
+            before = gradients(model)
+            with pytest.raises(OSError, match=f"at {layer}"):
+                reducer.reduce()
+            assert gradients(model) == before
+            assert reducer.state["calls"][-1] == (layer,)  # none after it, on any rank
+        reducer.aggregator = Noted()
+        reducer.reduce()
+        assert gradients(model) == before  # the mean over one rank
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_nan_in_the_second_bucket(overlap: bool) -> None:
+    model = model_of()
+    reducer = GradientReducer(model, Loopback(), bucket_mib=1e-6, overlap=overlap)
+    model[3].weight.register_hook(lambda gradient: gradient * math.nan)
+    with reducer:
+        backward(model)
+        before = gradients(model)
+        with pytest.raises(NonFiniteGradient, match=r"'3\.weight' on rank 0"):
+            reducer.reduce()
+    assert gradients(model) == before
+
+
+def test_the_end_of_the_job_within_the_thread_is_not_lost() -> None:
+    """World ends the job by SystemExit where MPI_Abort returns."""
+
+    @dataclass(frozen=True)
+    class Aborts(NoCompression):
+        def aggregate(self, world: Any, *args: Any, **how: Any) -> Mean:
+            world.abort("too late")
+
+    model = model_of()
+    with GradientReducer(model, Loopback(), Aborts(), overlap=True) as reducer:
+        backward(model)
+        with pytest.raises(SystemExit):
+            reducer.reduce()
+
+
+def test_a_second_backward_before_reduce_is_refused() -> None:
+    model = model_of()
+    with GradientReducer(model, Loopback(), overlap=True) as reducer:
+        backward(model)
+        with pytest.raises(RuntimeError, match=r"'3\.(weight|bias)' has a second gradient"):
+            backward(model)
+        reducer.reduce()
+        backward(model)
+
+
+def test_gradients_that_were_set_by_hand_are_reduced_too() -> None:
+    model = model_of()
+    with GradientReducer(model, Loopback(), overlap=True) as reducer:
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        reducer.reduce()
+        assert all(bool((p.grad == 1).all()) for p in model.parameters() if p.grad is not None)
+
+
+def test_a_closed_reducer_lets_go_of_the_model() -> None:
+    model = model_of()
+    reducer = GradientReducer(model, Loopback(), overlap=True)
+    reducer.close()
+    reducer.close()
+    backward(model)
+    backward(model)
+    assert active() == 0
+    with pytest.raises(RuntimeError, match="reducer is closed"):
+        reducer.reduce()
+
+
+def test_an_error_leaves_the_block_at_once_while_a_bucket_is_under_way() -> None:
+    model, go_on = model_of(), threading.Event()
+
+    @dataclass(frozen=True)
+    class Waits(NoCompression):
+        def aggregate(self, *args: Any, **how: Any) -> Mean:
+            assert go_on.wait(10)
+            return super().aggregate(*args, **how)
+
+    reducer = GradientReducer(model, Loopback(), Waits(), bucket_mib=1e-6, overlap=True)
+    with pytest.raises(KeyError, match="of the user"), reducer:
+        backward(model)
+        raise KeyError("of the user")
+    go_on.set()
+
+
+def test_overlap_needs_one_rank_a_process_and_a_thread_level() -> None:
+    with pytest.raises(UserError, match="virtual_ranks=2: should be 1"):
+        GradientReducer(model_of(), Loopback(2), overlap=True)
+    world = World()
+    assert world.thread_level in ("serialized", "multiple")
+    GradientReducer(model_of(), world, overlap=True).close()
+    for level in ("single", "funneled"):
+        world.thread_level = level
+        GradientReducer(model_of(), world).close()
+        with pytest.raises(UserError, match=f"level '{level}'.*mpi4py.rc.thread_level"):
+            GradientReducer(model_of(), world, overlap=True)
+    world.free()
+
+
+def test_the_world_belongs_to_the_thread_until_reduce() -> None:
+    model, world = model_of(), World()
+    with GradientReducer(model, world, overlap=True) as reducer:
+        backward(model)
+        for call in (world.barrier, lambda: world.gather(0), lambda: world.max(np.zeros(1))):
+            with pytest.raises(RuntimeError, match=r"another thread: call reduce\(\) first"):
+                call()
+        reducer.reduce()
+        assert world.gather(5) == [5]
+    world.free()
+
+
+LOOP = """
+import time, torch, cpdhpc
+world = cpdhpc.World(timeout_s=0.8)
+model = torch.nn.Linear(64, 10)
+reducer = cpdhpc.train.GradientReducer(model, world, "lowbit", bucket_mib=0.001, overlap=True)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(3):
+    time.sleep(40 if step == 2 and world.rank == 1 else 0)
+    optimizer.zero_grad()
+    model(torch.ones(2, 64)).sum().backward()
+    reducer.reduce()
+    optimizer.step()
+    print("step", step, flush=True)
+"""
+
+
+def test_a_plain_loop_goes_on_until_a_rank_does_not_come() -> None:
+    done = mpirun(2, "-m", "mpi4py", "-c", LOOP)
+    assert done.returncode != 0
+    assert [done.stdout.count(f"step {step}") for step in range(3)] == [2, 2, 0], done.stderr
+    assert re.search(r"rank 0 \| allreduce ring: arguments: waited .* s for rank 1\n", done.stderr)
+
+
+def test_a_job_says_that_overlap_needs_one_rank() -> None:
+    with pytest.raises(ConfigError, match="train: overlap=true needs virtual_ranks=1"):
+        small_job(train={"overlap": True, "virtual_ranks": 2})
