@@ -1,0 +1,185 @@
+"""Predicted time of an all-reduce, the algorithm that is predicted to be fastest, and the fit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ..formats import TILE, tiles
+from .engine import WINDOW
+from .machine import Machine, as_machine
+from .method import AUTO, Method
+from .scaling import Segment
+from .schedule import SCHEDULES, Schedule
+from .walk import Spent, TimedPacked, TimedRaw, Walk
+from .wire import Packed
+
+PIECES = 4 * WINDOW  # that are walked; the others take as long as the last half of these
+ALL_RANKS = 8  # up to here all ranks are walked even where one can stand for all
+
+
+class Prediction(NamedTuple):
+    """time_s of a call; the bytes and messages that leave the rank that sends most.
+
+    walked: the number of ranks whose steps were walked: all, or one that stands for all
+    """
+
+    time_s: float
+    wire_bytes: int
+    messages: int
+    walked: int
+
+
+class Sample(NamedTuple):
+    """A measured call: time_s of an all-reduce of n values on so many ranks."""
+
+    method: Method
+    ranks: int
+    n: int
+    time_s: float
+
+
+def predict(machine: Machine, method: Method, ranks: int, n: int) -> Prediction:
+    """Return the predicted time of method's all-reduce of n values per rank.
+
+    Source: alpha-beta-gamma model of Thakur, Rabenseifner, Gropp: IJHPCA 19(1), 2005, walked step
+    by step. Not in it: contention of links, ranks that share a processor, kahan's subtractions.
+    Raises ValueError for algorithm "mpi", whose steps are the library's, and for "auto".
+    """
+    if method.algorithm not in SCHEDULES:
+        known = ", ".join(SCHEDULES)
+        raise ValueError(f"predict: algorithm={method.algorithm!r}: known are {known}")
+    schedule = SCHEDULES[method.algorithm]
+    one = ranks > ALL_RANKS and _all_alike(schedule, ranks)
+    chunks = schedule.chunks(ranks)
+    if one and chunks > 1:  # rank 0 then has the largest chunks only: a tile too much at most
+        n = chunks * TILE * -(-tiles(n) // chunks)
+    walk, pieces = _walk(machine, method, ranks, n, one)
+    ends_s = walk.run()
+    time_s = max(ends_s)
+    if pieces > len(ends_s):
+        half = len(ends_s) // 2
+        period_s = (ends_s[-1] - ends_s[half - 1]) / (len(ends_s) - half)
+        time_s += (pieces - len(ends_s)) * period_s
+    most = max(walk.ranks, key=lambda rank: rank.bytes_sent)
+    share = pieces / len(ends_s)
+    return Prediction(
+        time_s=_before_s(machine, method, ranks, n) + time_s,
+        wire_bytes=round(most.bytes_sent * share),
+        messages=round(most.messages_sent * share),
+        walked=len(walk.ranks),
+    )
+
+
+def _before_s(machine: Machine, method: Method, ranks: int, n: int) -> float:
+    """Return the time of the call itself: comparing the arguments, for aps the largest values."""
+    aps = method.fmt is not None and method.parsed_scaling.kind == "aps"
+    agreement_s = (ranks - 1).bit_length() * machine.alpha_s
+    return machine.call_s + (1 + aps) * agreement_s + aps * machine.copy_s * 4 * n
+
+
+def _walk(machine: Machine, method: Method, ranks: int, n: int, one: bool) -> tuple[Walk, int]:
+    """Return the walk of the first pieces, and how many there are."""
+    memory = np.zeros(n, np.float32)  # never touched, so never more than a promise of memory
+    shifts = [] if method.fmt is None or method.parsed_scaling.kind == "tile" else [0]
+    plan = method.plan(ranks, memory, [Segment("x", 0, n)][: len(shifts)], (shifts, shifts), 0)
+    spent, wire = Spent(), plan.wire
+    timed = (
+        TimedPacked(wire.cast, wire.fit, machine, spent)
+        if isinstance(wire, Packed)
+        else TimedRaw(machine, spent)
+    )
+    spans = plan.pieces(n)
+    walk = Walk(machine, replace(plan, wire=timed), spent, spans[:PIECES], memory, one)
+    return walk, len(spans)
+
+
+@lru_cache(maxsize=64)
+def _all_alike(schedule: Schedule, ranks: int) -> bool:
+    """Whether every rank sends and receives in every step, of the same kinds and numbers.
+
+    Then all clocks are equal, and one rank stands for all. A few ranks are looked at.
+    """
+    looked_at = sorted({0, 1, 2, ranks // 3, ranks // 2, ranks - 2, ranks - 1} & {*range(ranks)})
+    first = None
+    for rank in looked_at:
+        steps = list(schedule.steps(rank, ranks))
+        if any(step.send_to is None or step.recv_from is None for step in steps):
+            return False
+        kinds = [step.kind for step in steps]
+        first = kinds if first is None else first
+        if kinds != first:
+            return False
+    return True
+
+
+@lru_cache(maxsize=1024)
+def choose(method: Method, ranks: int, n: int) -> Method:
+    """Return a method of algorithm "auto" with the algorithm that is predicted to be fastest.
+
+    A function of its arguments alone, so the same on all ranks; ties go to the first in SCHEDULES.
+    """
+    machine = as_machine(method.machine)
+    found: dict[str, Method] = {}
+    for name, schedule in SCHEDULES.items():
+        if method.accumulate is None or method.accumulate in schedule.accumulates:
+            found[name] = replace(method, algorithm=name)
+    if method.algorithm != AUTO or not found:
+        raise ValueError(f"choose: {method}: nothing to choose from")
+    return min(found.values(), key=lambda each: predict(machine, each, ranks, n).time_s)
+
+
+def solve(a: npt.NDArray[np.float64], b: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Return x >= 0 for which a @ x is near to b: least squares, negative unknowns set to zero."""
+    x = np.zeros(a.shape[1])
+    free = np.ones(a.shape[1], bool)
+    while free.any():
+        x[:] = 0
+        x[free] = np.linalg.lstsq(a[:, free], b, rcond=None)[0]
+        if (x >= 0).all():
+            break
+        free &= x > 0
+    return x
+
+
+def line(sizes: Sequence[int], times_s: Sequence[float]) -> tuple[float, float]:
+    """Return (a, b), not negative, of times_s = a + b * sizes, the least squares of the ratios."""
+    weight = 1 / np.array(times_s)
+    a = np.stack([weight, weight * np.array(sizes, np.float64)], axis=1)
+    scale = a.max(axis=0)  # columns of one size: lstsq takes much smaller ones for zero
+    first, second = (solve(a / scale, np.ones(len(weight))) / scale).tolist()
+    return first, second
+
+
+def fit(
+    machine: Machine, samples: Sequence[Sample], fields: Sequence[str], rounds: int = 6
+) -> Machine:
+    """Return machine with such values of fields that the predictions come near to the samples.
+
+    Least squares of the relative errors, by Gauss and Newton: a prediction is piecewise linear in
+    every field, so a few rounds suffice.
+    """
+    measured = np.array([sample.time_s for sample in samples])
+    for _ in range(rounds):
+        base = _predictions(machine, samples)
+        values = np.array([getattr(machine, name) for name in fields])
+        steps = np.maximum(values * 1e-3, 1e-12)
+        slopes = [
+            (_predictions(replace(machine, **{name: float(value + step)}), samples) - base) / step
+            for name, value, step in zip(fields, values, steps, strict=True)
+        ]
+        a = np.stack(slopes, axis=1) / measured[:, None]
+        scale = np.maximum(np.abs(a).max(axis=0), np.finfo(float).tiny)
+        rest = 1 - (base / measured - a @ values)
+        solution = solve(a / scale, rest) / scale
+        machine = replace(machine, **dict(zip(fields, solution.tolist(), strict=True)))
+    return machine
+
+
+def _predictions(machine: Machine, samples: Sequence[Sample]) -> npt.NDArray[np.float64]:
+    return np.array([predict(machine, s.method, s.ranks, s.n).time_s for s in samples])

@@ -1,0 +1,249 @@
+"""Runs the programs of an all-reduce on clocks: wires that take time instead of doing anything.
+
+A rank has one processor, one port out and one port in. A message leaves when it is encoded and
+both ports are free, and occupies them until it arrives.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from .engine import WINDOW, Exchange, Program, ScheduleError
+from .executor import Plan, program
+from .machine import Machine
+from .wire import Array, Packed, Raw
+
+Key = tuple[int, int]
+
+
+@dataclass
+class Spent:
+    """Seconds of a processor since somebody last looked."""
+
+    seconds: float = 0.0
+
+    def add(self, rate_s: float, n: int) -> None:
+        """Add rate_s per byte of n float32 values."""
+        self.seconds += rate_s * 4 * n
+
+
+@dataclass(frozen=True)
+class TimedRaw(Raw):
+    """A raw wire that only takes time."""
+
+    machine: Machine
+    spent: Spent
+
+    def encode(self, x: Array, shifts: Array | None, key: Key, offset: int, payload: Array) -> None:
+        """Take the time of a copy."""
+        self.spent.add(self.machine.copy_s, x.size)
+
+    def decode(self, payload: Array, shifts: Array | None, out: Array) -> int:
+        """Take the time of a copy."""
+        self.spent.add(self.machine.copy_s, out.size)
+        return 0
+
+    def add(self, payload: Array, shifts: Array | None, x: Array, out: Array) -> None:
+        """Take the time of an addition."""
+        self.spent.add(self.machine.gamma_s, x.size)
+
+    def add_encode(
+        self,
+        came: Array,
+        came_shifts: Array | None,
+        x: Array,
+        shifts: Array | None,
+        key: Key,
+        offset: int,
+        payload: Array,
+    ) -> None:
+        """Take the time of an addition."""
+        self.spent.add(self.machine.gamma_s, x.size)
+
+
+@dataclass(frozen=True)
+class TimedPacked(Packed):
+    """A packed wire that only takes time."""
+
+    machine: Machine
+    spent: Spent
+
+    def encode(self, x: Array, shifts: Array | None, key: Key, offset: int, payload: Array) -> None:
+        """Take the time of encoding."""
+        self.spent.add(self.machine.encode_s, x.size)
+
+    def decode(self, payload: Array, shifts: Array | None, out: Array) -> int:
+        """Take the time of decoding."""
+        self.spent.add(self.machine.decode_s, out.size)
+        return 0
+
+    def add(self, payload: Array, shifts: Array | None, x: Array, out: Array) -> None:
+        """Take the time of decoding into a sum."""
+        self.spent.add(self.machine.decode_add_s, x.size)
+
+    def add_encode(
+        self,
+        came: Array,
+        came_shifts: Array | None,
+        x: Array,
+        shifts: Array | None,
+        key: Key,
+        offset: int,
+        payload: Array,
+    ) -> None:
+        """Take the time of a hop."""
+        self.spent.add(self.machine.hop_s, x.size)
+
+
+@dataclass
+class _Rank:
+    """A rank's clocks and what it can do next.
+
+    ready: (time, piece) at which a program can go on; slots: times at which a piece can be opened
+    """
+
+    clock_s: float = 0.0
+    out_free_s: float = 0.0
+    in_free_s: float = 0.0
+    opened: int = 0
+    version: int = 0
+    bytes_sent: int = 0
+    messages_sent: int = 0
+    ready: list[tuple[float, int]] = field(default_factory=list)
+    slots: list[float] = field(default_factory=lambda: [0.0] * WINDOW)
+    programs: dict[int, Program[int]] = field(default_factory=dict)
+    leaving_s: dict[int, float] = field(default_factory=dict)  # piece -> its last message is gone
+    expected: dict[int, int] = field(default_factory=dict)  # piece -> bytes of the message in
+
+    def next_s(self, pieces: int) -> float | None:
+        """Return when the rank can next do something."""
+        times = [self.ready[0][0]] if self.ready else []
+        if self.opened < pieces and self.slots:
+            times.append(self.slots[0])
+        return max(self.clock_s, min(times)) if times else None
+
+
+class Walk:
+    """The clocks of all ranks, or of rank 0 that stands for all, while they run a plan.
+
+    spans: of the pieces; alone: whether every rank does the same at the same time, so that what
+    rank 0 receives was sent when rank 0 sends; memory: float32[n], read and written by nobody
+    """
+
+    def __init__(
+        self,
+        machine: Machine,
+        plan: Plan,
+        spent: Spent,
+        spans: Sequence[tuple[int, int]],
+        memory: Array,
+        alone: bool,
+    ) -> None:
+        self.machine, self.plan, self.spent, self.spans = machine, plan, spent, spans
+        self.memory, self.alone = memory, alone
+        self.bytes = np.zeros(max(4, memory.nbytes), np.uint8)
+        self.ranks = [_Rank() for _ in range(1 if alone else plan.ranks)]
+        self.ends_s = [0.0] * len(spans)
+        self.ended = 0
+        self.mail: dict[tuple[int, int, int], deque[float]] = {}  # (piece, from, to): arrivals
+        self.waiting: dict[tuple[int, int], int] = {}  # (piece, rank): from
+        self.agenda: list[tuple[float, int, int]] = []  # (time, rank, version)
+
+    def run(self) -> list[float]:
+        """Return when each piece is complete on all ranks. Raises ScheduleError for a deadlock."""
+        for rank in range(len(self.ranks)):
+            self._plan_next(rank)
+        while self.agenda:
+            time_s, rank, version = heapq.heappop(self.agenda)
+            if version == self.ranks[rank].version:
+                self._act(rank, time_s)
+        if self.ended < len(self.ranks) * len(self.spans):
+            raise ScheduleError(f"predict: deadlock: (piece, rank): from {self.waiting}")
+        return self.ends_s
+
+    def _plan_next(self, rank: int) -> None:
+        state = self.ranks[rank]
+        state.version += 1
+        time_s = state.next_s(len(self.spans))
+        if time_s is not None:
+            heapq.heappush(self.agenda, (time_s, rank, state.version))
+
+    def _act(self, rank: int, time_s: float) -> None:
+        """Resume what can go on, else open a piece, as the engine does."""
+        state = self.ranks[rank]
+        state.clock_s = time_s
+        if state.ready and state.ready[0][0] <= time_s:
+            piece = heapq.heappop(state.ready)[1]
+            self._advance(rank, piece, self._take(state.expected[piece]))
+        else:
+            heapq.heappop(state.slots)
+            piece, state.opened = state.opened, state.opened + 1
+            state.leaving_s[piece] = time_s
+            state.programs[piece] = program(
+                self.plan, self.spans[piece], rank, self.memory, self.memory, self._take
+            )
+            self._advance(rank, piece, None)
+        self._plan_next(rank)
+
+    def _take(self, size_bytes: int) -> Array:
+        return self.bytes[:size_bytes]
+
+    def _advance(self, rank: int, piece: int, received: Array | None) -> None:
+        """Resume a program up to its next exchange, as the engine does."""
+        state = self.ranks[rank]
+        program = state.programs[piece]
+        self.spent.seconds = 0.0
+        try:
+            exchange = next(program) if received is None else program.send(received)
+        except StopIteration:
+            state.clock_s += self.spent.seconds
+            self._end(rank, piece)
+            return
+        state.clock_s += self.spent.seconds + self.machine.step_s
+        size = 0 if exchange.payload is None else exchange.payload.size
+        if exchange.send_to is not None and size:
+            state.bytes_sent += size
+            state.messages_sent += 1
+            if not self.alone:
+                self._send(rank, exchange.send_to, piece, size)
+        self._receive(rank, piece, exchange)
+
+    def _end(self, rank: int, piece: int) -> None:
+        state = self.ranks[rank]
+        del state.programs[piece]
+        self.ended += 1
+        self.ends_s[piece] = max(self.ends_s[piece], state.clock_s)
+        heapq.heappush(state.slots, max(state.clock_s, state.leaving_s.pop(piece)))
+
+    def _send(self, rank: int, to: int, piece: int, size: int) -> None:
+        sender, receiver = self.ranks[rank], self.ranks[to]
+        start_s = max(sender.clock_s, sender.out_free_s, receiver.in_free_s)
+        arrival_s = start_s + self.machine.alpha_s + size * self.machine.beta_s
+        sender.out_free_s = receiver.in_free_s = sender.leaving_s[piece] = arrival_s
+        if self.waiting.get((piece, to)) == rank:
+            del self.waiting[piece, to]
+            heapq.heappush(receiver.ready, (arrival_s, piece))
+            self._plan_next(to)
+        else:
+            self.mail.setdefault((piece, rank, to), deque()).append(arrival_s)
+
+    def _receive(self, rank: int, piece: int, exchange: Exchange) -> None:
+        state, source = self.ranks[rank], exchange.recv_from
+        state.expected[piece] = 0 if source is None else exchange.nbytes
+        if source is None or exchange.nbytes == 0:
+            arrival_s = state.clock_s
+        elif self.alone:
+            start_s = max(state.clock_s, state.in_free_s)
+            arrival_s = start_s + self.machine.alpha_s + exchange.nbytes * self.machine.beta_s
+            state.in_free_s = state.leaving_s[piece] = arrival_s
+        elif messages := self.mail.get((piece, source, rank)):
+            arrival_s = messages.popleft()
+        else:
+            self.waiting[piece, rank] = source
+            return
+        heapq.heappush(state.ready, (arrival_s, piece))
