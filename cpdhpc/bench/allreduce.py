@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
@@ -25,10 +26,12 @@ from ..comm.scaling import parse_scaling
 from ..comm.wire import parse_wire
 from ..config import UserError
 from .cases import BASELINES, Case, cases_of_size
+from .cores import own_cores
 from .harness import Times, interleave_ranks
 from .options import (
     check_out,
     check_positive,
+    check_whole,
     machine_line,
     parse_names,
     parse_sizes,
@@ -128,6 +131,7 @@ def parse_baselines(world: Ranks, text: str | None) -> list[str]:
 def run(arguments: argparse.Namespace, world: Ranks) -> None:
     """Check and time every case at every size, and print a table. Collective."""
     check_positive(arguments, "repeats")
+    check_whole(arguments, "warmup")
     sizes = parse_sizes(arguments.sizes)
     machine = None
     if arguments.predict is not None:
@@ -135,24 +139,22 @@ def run(arguments: argparse.Namespace, world: Ranks) -> None:
     methods, skipped = parse_methods(arguments, machine)
     baselines = parse_baselines(world, arguments.baselines)
     together(world, lambda: check_out(arguments.out))
-    header = heading(world, arguments, skipped, machine)
-    if world.rank == 0:
-        print("\n".join(header), flush=True)
-    if any(name.startswith("gloo") for name in baselines):
-        from ..train.gloo import gloo
-
-        with gloo(world):
-            rows = measure(world, arguments, sizes, methods, baselines, machine)
-    else:
+    with own_cores(world) as cores, group_of(world, baselines):
+        header = heading(machine_line(world), cores, arguments, skipped, machine)
+        if world.rank == 0:
+            print("\n".join(header), flush=True)
         rows = measure(world, arguments, sizes, methods, baselines, machine)
-    write_samples(
-        arguments.out,
-        world,
-        "allreduce",
-        columns(rows),
-        [row.times_s for row in rows],
-        arguments.warmup,
-    )
+    times = [row.times_s for row in rows]
+    write_samples(arguments.out, world, "allreduce", columns(rows), times, arguments.warmup)
+
+
+def group_of(world: Ranks, baselines: Sequence[str]) -> AbstractContextManager[None]:
+    """Return torch's process group where a baseline needs it. Collective."""
+    if not any(name.startswith("gloo") for name in baselines):
+        return nullcontext()
+    from ..train.gloo import gloo
+
+    return gloo(world)
 
 
 def measure(
@@ -194,11 +196,16 @@ def predicted_s(machine: Machine | None, case: Case, ranks: int) -> float:
 
 
 def heading(
-    world: Ranks, arguments: argparse.Namespace, skipped: Sequence[str], machine: Machine | None
+    where: str,
+    cores: str,
+    arguments: argparse.Namespace,
+    skipped: Sequence[str],
+    machine: Machine | None,
 ) -> list[str]:
-    """Return the lines above the table. Collective."""
+    """Return the lines above the table."""
     lines = [
-        f"all-reduce of float32, sum, out of place: {machine_line(world)}",
+        f"all-reduce of float32, sum, out of place: {where}",
+        cores,
         f"time: the slowest rank from a barrier; {arguments.repeats} calls after "
         f"{arguments.warmup} warm-ups, cases in turns; GB/s: 1e9 byte/s",
         "busbw: 2 (p - 1) / p of size / time; wirebw: bytes that left a rank / time; "

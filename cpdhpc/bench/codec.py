@@ -20,7 +20,7 @@ from ..ops import cpu, reference
 from ..provenance import processor
 from .harness import Times, interleave
 from .options import check_out, check_positive, parse_names
-from .samples import write_samples
+from .samples import Column, write_samples
 
 SUMMARY = "codec rates on one core, in GB/s of float32, beside memcpy"
 DEFAULT_FORMATS = "e1m1,e3m0,e3m2,e4m3,e5m2,fp16"
@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> None:
         cells = " ".join(f"{rates[c]:>5.1f} {rates[c] / rates['memcpy']:.2f}x" for c in COLUMNS)
         print(f"{name:>8} {cast.fmt.bits:>4} {rates['memcpy']:>11.1f} {cells}")
         found |= {(name, case): times for case, times in samples.items()}
-    columns = {
+    columns: dict[str, Column] = {
         "format": [name for name, _ in found],
         "operation": [case for _, case in found],
         "size_bytes": [4 * n] * len(found),

@@ -12,7 +12,6 @@ import numpy as np
 
 from ..comm import Allreduce, Ranks
 from ..comm.cost import Sample, fit, line, predict
-from ..comm.executor import PIECE
 from ..comm.machine import UNITS, Machine, MachineFile
 from ..comm.ranks import Wait
 from ..config import UserError, dump_toml
@@ -21,14 +20,17 @@ from ..ops import cpu
 from ..provenance import attributes
 from ..store import replacing
 from .cases import cases_of_size
+from .cores import own_cores
 from .harness import interleave_ranks
-from .options import check_out, check_positive, machine_line, together
+from .options import check_out, check_positive, check_whole, machine_line, together
 
 SUMMARY = "measure links, additions and the codec, and fit the model of predictions; under mpirun"
 MESSAGES = [8 << i for i in range(0, 20, 2)]  # bytes: 8 to 2 MiB
 ALLREDUCES = ("gather", "tree", "ring", "direct")
-FITTED_BYTES = (8, 4096, 65536)  # of the all-reduces that the fit sees
-CHECKED_BYTES = (1 << 20, 1 << 24)  # of those it does not see
+FITTED = ["call_s", "step_s", "host_s"]
+FITTED_BYTES = (8, 1 << 16, 1 << 20, 1 << 22)  # of the all-reduces that the fit sees
+CHECKED_BYTES = (1 << 12, 1 << 18, 1 << 24)  # of those it does not see
+STREAM = 1 << 22  # values: more than caches hold, as of a gradient
 WIRES = ("raw", "e4m3")
 
 
@@ -44,22 +46,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, world: Ranks) -> None:
     """Measure, fit, write the file, and print how near the predictions are. Collective."""
     check_positive(arguments, "repeats")
+    check_whole(arguments, "warmup")
     together(world, lambda: check_out(arguments.out))
     if world.size < 2:
         raise UserError("bench fit: a link takes 2 processes: run it under mpirun")
-    alpha_s, beta_s = ping_pong(world, arguments)
-    rates = operations(world, arguments)
-    start = Machine(alpha_s=alpha_s, beta_s=beta_s, **rates, step_s=0.0, call_s=0.0)
-    samples = allreduces(world, arguments, FITTED_BYTES[: 2 if arguments.quick else None])
-    machine = fit(start, samples, ["call_s", "step_s"])
-    checked = [] if arguments.quick else allreduces(world, arguments, CHECKED_BYTES)
-    notes = attributes(world)
-    text = machine_line(world)
+    with own_cores(world) as cores:
+        alpha_s, beta_s = ping_pong(world, arguments)
+        rates = operations(world, arguments)
+        samples = allreduces(world, arguments, FITTED_BYTES[: 2 if arguments.quick else None])
+        checked = [] if arguments.quick else allreduces(world, arguments, CHECKED_BYTES)
+    start = Machine(alpha_s=alpha_s, beta_s=beta_s, **rates, host_s=0.0, step_s=0.0, call_s=0.0)
+    machine = fit(start, samples, FITTED)
+    notes = attributes(world) | {"format": arguments.format, "cores": cores}
+    where = machine_line(world)
+    together(world, lambda: write(arguments.out, machine, notes) if world.rank == 0 else None)
     if world.rank == 0:
-        write(arguments.out, machine, notes | {"format": arguments.format})
-        print(f"# {text}")
+        print(f"# {where}\n# {cores}")
         show(machine, samples, checked)
-    world.barrier()
 
 
 def ping_pong(world: Ranks, arguments: argparse.Namespace) -> tuple[float, float]:
@@ -100,10 +103,9 @@ def ping_pong(world: Ranks, arguments: argparse.Namespace) -> tuple[float, float
 def operations(world: Ranks, arguments: argparse.Namespace) -> dict[str, float]:
     """Return the seconds per byte of float32 of the operations of an all-reduce. Collective.
 
-    On a piece of the size that the all-reduce works on, all ranks at once, as they share memory;
-    the slowest rank counts.
+    From memory, not from caches; all ranks at once, as they share memory; the slowest rank counts.
     """
-    n = 1 << 14 if arguments.quick else PIECE
+    n = 1 << 14 if arguments.quick else STREAM
     cast = Cast(together(world, lambda: _format(arguments.format)))
     x, total, out = (np.ones(n, np.float32) for _ in range(3))
     words, hop_words = (np.zeros(packed_bytes(n, cast.fmt.bits), np.uint8) for _ in range(2))
@@ -159,7 +161,7 @@ def write(path: Path, machine: Machine, notes: dict[str, Any]) -> None:
 
 def show(machine: Machine, fitted: Sequence[Sample], checked: Sequence[Sample]) -> None:
     """Print the times, and predictions beside what was measured."""
-    print("# times of the model; alpha_s, beta_s and the rates measured, call_s and step_s fitted")
+    print(f"# times of the model; {', '.join(FITTED)} fitted, the others measured by themselves")
     for name, value in asdict(machine).items():
         print(f"  {name:>12} {value:>12.4g}  {UNITS[name]}")
     print("# median of measured calls; fitted: no: the fit has not seen it")

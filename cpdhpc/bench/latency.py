@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +11,9 @@ import numpy as np
 from ..comm import Allreduce, Ranks
 from .allreduce import Row, columns
 from .cases import cases_of_size
+from .cores import own_cores
 from .harness import Times, interleave_ranks
-from .options import check_out, check_positive, machine_line, parse_sizes, together
+from .options import check_out, check_positive, check_whole, machine_line, parse_sizes, together
 from .samples import write_samples
 
 SUMMARY = "latency of small all-reduces, tree beside MPI_Allreduce; under mpirun"
@@ -30,42 +32,49 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, world: Ranks) -> None:
     """Check and time both at every size, and print a table. Collective."""
     check_positive(arguments, "repeats")
+    check_whole(arguments, "warmup")
     sizes = parse_sizes(arguments.sizes)
     together(world, lambda: check_out(arguments.out))
-    machine = machine_line(world)
-    if world.rank == 0:
-        print("\n".join(heading(machine, arguments)), flush=True)
-    rows = []
-    for size_bytes in sizes:
-        mpi, tree = cases_of_size(world, size_bytes, [Allreduce("raw", "tree")], ["mpi"])
-        cases = {"mpi": mpi.run, "tree": tree.run}
-        times = interleave_ranks(world, cases, arguments.repeats, arguments.warmup)
-        rows += [Row(size_bytes, case, times[case.algorithm], np.nan) for case in (mpi, tree)]
+    rows: list[Row] = []
+    with own_cores(world) as cores:
+        where = machine_line(world)
         if world.rank == 0:
-            timed = {name: each[arguments.warmup :] for name, each in times.items()}
-            print(line(size_bytes, timed, arguments.repeats), flush=True)
-    write_samples(
-        arguments.out, world, "latency", columns(rows), [r.times_s for r in rows], arguments.warmup
-    )
+            print("\n".join(heading(where, cores)), flush=True)
+        for size_bytes in sizes:
+            rows += measure(world, size_bytes, arguments)
+    times = [row.times_s for row in rows]
+    write_samples(arguments.out, world, "latency", columns(rows), times, arguments.warmup)
 
 
-def heading(machine: str, arguments: argparse.Namespace) -> list[str]:
+def measure(world: Ranks, size_bytes: int, arguments: argparse.Namespace) -> list[Row]:
+    """Return the rows of a size, and print them as one. Collective."""
+    cases = cases_of_size(world, size_bytes, [Allreduce("raw", "tree")], ["mpi"])
+    runs = {case.algorithm: case.run for case in cases}
+    times = interleave_ranks(world, runs, arguments.repeats, arguments.warmup)
+    if world.rank == 0:
+        timed = [each[arguments.warmup :] for each in times.values()]
+        print(line(size_bytes, timed), flush=True)
+    return [Row(size_bytes, case, times[case.algorithm], np.nan) for case in cases]
+
+
+def heading(where: str, cores: str) -> list[str]:
     """Return the lines above the table."""
     latency = ("Avg Latency(us)", "Min Latency(us)", "Max Latency(us)")
+    names = " ".join(f"{each:>15}" for each in latency * 2)
     return [
-        f"# all-reduce of float32, sum: {machine}",
-        "# Avg: mean over ranks of the mean over calls; Min, Max: over ranks; a barrier before each",
+        f"# all-reduce of float32, sum: {where}",
+        f"# {cores}",
+        "# Avg: mean over ranks of the mean over calls; Min, Max: over ranks; a barrier before",
         f"#{'':<9} {'MPI_Allreduce':>47} {'tree, raw':>47}",
-        f"{'# Size(B)':<10} "
-        + " ".join(f"{each:>15}" for each in latency * 2)
-        + f"{'Iterations':>12}",
+        f"{'# Size(B)':<10} {names}{'Iterations':>12}",
     ]
 
 
-def line(size_bytes: int, times: dict[str, Times], repeats: int) -> str:
+def line(size_bytes: int, times: Sequence[Times]) -> str:
     """Return a row of the table. times: float64[repeats, processes] of mpi and tree."""
     cells = []
-    for each in times.values():
+    for each in times:
         by_rank = 1e6 * each.mean(axis=0)
         cells += [by_rank.mean(), by_rank.min(), by_rank.max()]
-    return f"{size_bytes:<10} " + " ".join(f"{cell:>15.2f}" for cell in cells) + f"{repeats:>12}"
+    figures = " ".join(f"{cell:>15.2f}" for cell in cells)
+    return f"{size_bytes:<10} {figures}{len(times[0]):>12}"

@@ -67,6 +67,13 @@ def check_positive(arguments: argparse.Namespace, *options: str) -> None:
             raise UserError(f"--{option} {getattr(arguments, option)}: must be 1 or more")
 
 
+def check_whole(arguments: argparse.Namespace, *options: str) -> None:
+    """Raise UserError unless these options are 0 or more."""
+    for option in options:
+        if getattr(arguments, option) < 0:
+            raise UserError(f"--{option} {getattr(arguments, option)}: must be 0 or more")
+
+
 def check_out(path: Path | None) -> None:
     """Raise UserError where a file cannot be written there, before anything is measured."""
     if path is not None and not os.access(path.absolute().parent, os.W_OK):
@@ -75,14 +82,13 @@ def check_out(path: Path | None) -> None:
 
 def together(world: Ranks, make: Callable[[], Value]) -> Value:
     """Return what make returns on this process; raise its UserError on all. Collective."""
-    value, error = None, None
+    error: UserError | None = None
     try:
         value = make()
     except UserError as found:
         error = found
     world.agree(error)
-    assert value is not None or error is None
-    return value  # type: ignore[return-value]
+    return value  # bound: agree has raised otherwise
 
 
 def machine_line(world: Ranks) -> str:

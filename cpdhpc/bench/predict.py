@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> None:
         print(f"# left out: {text}")
     print(
         f"# {'size(B)':>11} {'algorithm':>9} {'wire':>6} {'scaling':>9} {'accumulate':>10} "
-        f"{'time(us)':>12} {'algbw(GB/s)':>11} {'wire bytes':>13} {'messages':>9}  fastest"
+        f"{'time(us)':>12} {'algbw(GB/s)':>11} {'wire bytes':>13}  fastest"
     )
     for (size, method), prediction in found.items():
         packed = method.fmt is not None
@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> None:
             f"{method.scaling if packed else '-':>9} "
             f"{method.accumulating if packed else 'float32':>10} {1e6 * prediction.time_s:>12.1f} "
             f"{size / prediction.time_s / 1e9:>11.3f} {prediction.wire_bytes:>13} "
-            f"{prediction.messages:>9}  {'*' if prediction.time_s == best else ''}".rstrip()
+            f" {'*' if prediction.time_s == best else ''}".rstrip()
         )
 
 

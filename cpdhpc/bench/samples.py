@@ -9,6 +9,7 @@ import numpy as np
 
 from .. import store
 from ..comm import Ranks
+from ..config import UserError
 from ..provenance import attributes
 from ..store import Variable
 from .harness import Times
@@ -49,12 +50,24 @@ def write_samples(
         return
     notes = {"schema": SCHEMA, "benchmark": name, **attributes(world)}
 
-    def write() -> bool:
+    def write() -> None:
         if world.rank == 0:
-            store.write(path, {"samples": _group(columns, times, warmup)}, notes)
-        return True
+            _write(path, columns, times, warmup, notes)
 
     together(world, write)
+
+
+def _write(
+    path: Path,
+    columns: Mapping[str, Column],
+    times: Sequence[Times],
+    warmup: int,
+    notes: store.Attributes,
+) -> None:
+    try:
+        store.write(path, {"samples": _group(columns, times, warmup)}, notes)
+    except OSError as error:
+        raise UserError(f"--out {path}: cannot be written: {error}") from None
 
 
 def _group(

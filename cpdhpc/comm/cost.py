@@ -24,14 +24,13 @@ ALL_RANKS = 8  # up to here all ranks are walked even where one can stand for al
 
 
 class Prediction(NamedTuple):
-    """time_s of a call; the bytes and messages that leave the rank that sends most.
+    """time_s of a call; wire_bytes: that leave a rank, the mean over ranks.
 
     walked: the number of ranks whose steps were walked: all, or one that stands for all
     """
 
     time_s: float
     wire_bytes: int
-    messages: int
     walked: int
 
 
@@ -56,22 +55,17 @@ def predict(machine: Machine, method: Method, ranks: int, n: int) -> Prediction:
         raise ValueError(f"predict: algorithm={method.algorithm!r}: known are {known}")
     schedule = SCHEDULES[method.algorithm]
     one = ranks > ALL_RANKS and _all_alike(schedule, ranks)
-    chunks = schedule.chunks(ranks)
-    if one and chunks > 1:  # rank 0 then has the largest chunks only: a tile too much at most
-        n = chunks * TILE * -(-tiles(n) // chunks)
-    walk, pieces = _walk(machine, method, ranks, n, one)
+    walk, pieces, share = _walk(machine, method, ranks, n, one)
     ends_s = walk.run()
     time_s = max(ends_s)
     if pieces > len(ends_s):
         half = len(ends_s) // 2
         period_s = (ends_s[-1] - ends_s[half - 1]) / (len(ends_s) - half)
         time_s += (pieces - len(ends_s)) * period_s
-    most = max(walk.ranks, key=lambda rank: rank.bytes_sent)
-    share = pieces / len(ends_s)
+    sent = sum(rank.bytes_sent for rank in walk.ranks) / len(walk.ranks)
     return Prediction(
         time_s=_before_s(machine, method, ranks, n) + time_s,
-        wire_bytes=round(most.bytes_sent * share),
-        messages=round(most.messages_sent * share),
+        wire_bytes=round(sent * share * pieces / len(ends_s)),
         walked=len(walk.ranks),
     )
 
@@ -83,20 +77,33 @@ def _before_s(machine: Machine, method: Method, ranks: int, n: int) -> float:
     return machine.call_s + (1 + aps) * agreement_s + aps * machine.copy_s * 4 * n
 
 
-def _walk(machine: Machine, method: Method, ranks: int, n: int, one: bool) -> tuple[Walk, int]:
-    """Return the walk of the first pieces, and how many there are."""
-    memory = np.zeros(n, np.float32)  # never touched, so never more than a promise of memory
+def _walk(
+    machine: Machine, method: Method, ranks: int, n: int, one: bool
+) -> tuple[Walk, int, float]:
+    """Return the walk of the first pieces, how many there are, and the share that is data.
+
+    Where one rank stands for all, every chunk is as large as the largest: in whole tiles.
+    """
+    chunks = SCHEDULES[method.algorithm].chunks(ranks)
+    padded = chunks * TILE * -(-tiles(n) // chunks) if one and chunks > 1 else n
+    memory = np.zeros(padded, np.float32)  # never touched: a promise of memory, no more
     shifts = [] if method.fmt is None or method.parsed_scaling.kind == "tile" else [0]
-    plan = method.plan(ranks, memory, [Segment("x", 0, n)][: len(shifts)], (shifts, shifts), 0)
+    segments = [Segment("x", 0, padded)][: len(shifts)]
+    plan = method.plan(ranks, memory, segments, (shifts, shifts), 0)
     spent, wire = Spent(), plan.wire
+    share = wire.size_bytes(n) / max(1, wire.size_bytes(padded))
+    if padded > n and n < TILE:  # then a message is no tile either
+        machine = replace(
+            machine, beta_s=machine.beta_s * wire.size_bytes(n) / wire.size_bytes(TILE)
+        )
     timed = (
         TimedPacked(wire.cast, wire.fit, machine, spent)
         if isinstance(wire, Packed)
         else TimedRaw(machine, spent)
     )
-    spans = plan.pieces(n)
+    spans = plan.pieces(padded)
     walk = Walk(machine, replace(plan, wire=timed), spent, spans[:PIECES], memory, one)
-    return walk, len(spans)
+    return walk, len(spans), share
 
 
 @lru_cache(maxsize=64)

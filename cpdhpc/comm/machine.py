@@ -1,4 +1,4 @@
-"""What a prediction knows of a machine: ten numbers, and the TOML file that holds them."""
+"""What a prediction knows of a machine: eleven times, and the TOML file that holds them."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from ..config import Section, read_toml, validate
 UNITS = {
     "alpha_s": "s per message",
     "beta_s": "s per byte on the wire",
+    "host_s": "s of a rank's processor per byte that it sends or receives",
     "gamma_s": "s per byte of float32 added",
     "copy_s": "s per byte of float32 copied",
     "encode_s": "s per byte of float32 encoded and packed",
@@ -31,6 +32,7 @@ class Machine:
 
     The time on a link is alpha_s + bytes * beta_s, after Hockney: The communication challenge for
     MPP, Parallel Computing 20(3), 1994; a rank sends one message and receives one at a time.
+    host_s is nothing where the network card moves the bytes, and much where ranks share a node.
     The codec's times are of one format: they hardly depend on its width.
     Raises ValueError for a time that is negative or not finite.
     """
@@ -39,6 +41,7 @@ class Machine:
 
     alpha_s: float
     beta_s: float
+    host_s: float
     gamma_s: float
     copy_s: float
     encode_s: float
@@ -58,6 +61,7 @@ class Machine:
 DEFAULT = Machine(  # round figures for a cluster with links of 10 GB/s; measured nowhere
     alpha_s=2e-6,
     beta_s=1e-10,
+    host_s=0.0,
     gamma_s=1e-10,
     copy_s=5e-11,
     encode_s=6e-11,

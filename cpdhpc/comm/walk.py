@@ -1,7 +1,8 @@
 """Runs the programs of an all-reduce on clocks: wires that take time instead of doing anything.
 
 A rank has one processor, one port out and one port in. A message leaves when it is encoded and
-both ports are free, and occupies them until it arrives.
+both ports are free, and occupies them until it arrives. The processor spends time on its bytes
+when they are sent, and when they are received.
 """
 
 from __future__ import annotations
@@ -113,7 +114,6 @@ class _Rank:
     opened: int = 0
     version: int = 0
     bytes_sent: int = 0
-    messages_sent: int = 0
     ready: list[tuple[float, int]] = field(default_factory=list)
     slots: list[float] = field(default_factory=lambda: [0.0] * WINDOW)
     programs: dict[int, Program[int]] = field(default_factory=dict)
@@ -179,7 +179,9 @@ class Walk:
         state.clock_s = time_s
         if state.ready and state.ready[0][0] <= time_s:
             piece = heapq.heappop(state.ready)[1]
-            self._advance(rank, piece, self._take(state.expected[piece]))
+            size = state.expected[piece]
+            state.clock_s += size * self.machine.host_s
+            self._advance(rank, piece, self._take(size))
         else:
             heapq.heappop(state.slots)
             piece, state.opened = state.opened, state.opened + 1
@@ -208,7 +210,7 @@ class Walk:
         size = 0 if exchange.payload is None else exchange.payload.size
         if exchange.send_to is not None and size:
             state.bytes_sent += size
-            state.messages_sent += 1
+            state.clock_s += size * self.machine.host_s
             if not self.alone:
                 self._send(rank, exchange.send_to, piece, size)
         self._receive(rank, piece, exchange)
