@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from ..formats import TILE, tiles
 from .engine import WINDOW, Exchange, Program, ScheduleError
 from .executor import Plan, program
 from .machine import Machine
@@ -146,7 +147,7 @@ class Walk:
     ) -> None:
         self.machine, self.plan, self.spent, self.spans = machine, plan, spent, spans
         self.memory, self.alone = memory, alone
-        self.bytes = np.zeros(max(4, memory.nbytes), np.uint8)
+        self.bytes = np.zeros(tiles(memory.size + 1) * (4 * TILE + 1), np.uint8)  # any payload
         self.ranks = [_Rank() for _ in range(1 if alone else plan.ranks)]
         self.ends_s = [0.0] * len(spans)
         self.ended = 0
