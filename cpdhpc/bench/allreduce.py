@@ -177,7 +177,7 @@ def measure(
             lambda i: cases[i].prepare(),  # noqa: B023
         )
         found = [
-            Row(size_bytes, case, times[i], predicted_s(machine, case, world.ranks))
+            Row(size_bytes, case, times[i], predicted_s(machine, case, world))
             for i, case in enumerate(cases)
         ]
         if world.rank == 0:
@@ -187,12 +187,12 @@ def measure(
     return rows
 
 
-def predicted_s(machine: Machine | None, case: Case, ranks: int) -> float:
+def predicted_s(machine: Machine | None, case: Case, world: Ranks) -> float:
     """Return the predicted time of a case, nan where there is no machine, or not our algorithm."""
     if machine is None or case.method is None:
         return np.nan
     method = Allreduce(case.method.wire, case.chosen, case.method.scaling, case.method.accumulate)
-    return predict(machine, method, ranks, case.out.size).time_s
+    return predict(machine, method, world.nodes, case.out.size).time_s
 
 
 def heading(

@@ -26,7 +26,7 @@ from .options import check_out, check_positive, check_whole, machine_line, toget
 
 SUMMARY = "measure links, additions and the codec, and fit the model of predictions; under mpirun"
 MESSAGES = [8 << i for i in range(0, 20, 2)]  # bytes: 8 to 2 MiB
-ALLREDUCES = ("gather", "tree", "ring", "direct")
+ALLREDUCES = ("gather", "tree", "ring", "rhd", "direct")
 FITTED = ["call_s", "step_s", "host_s"]
 FITTED_BYTES = (8, 1 << 16, 1 << 20, 1 << 22)  # of the all-reduces that the fit sees
 CHECKED_BYTES = (1 << 12, 1 << 18, 1 << 24)  # of those it does not see
@@ -145,7 +145,7 @@ def allreduces(world: Ranks, arguments: argparse.Namespace, sizes: Sequence[int]
         times = interleave_ranks(world, runs, arguments.repeats, arguments.warmup)
         for i, method in enumerate(methods):
             time_s = float(np.median(times[i][arguments.warmup :].max(axis=1)))
-            samples.append(Sample(method, world.ranks, size // 4, time_s))
+            samples.append(Sample(method, world.nodes, size // 4, time_s))
     return samples
 
 
@@ -170,7 +170,7 @@ def show(machine: Machine, fitted: Sequence[Sample], checked: Sequence[Sample]) 
         f"{'ratio':>6} {'fitted':>6}"
     )
     for sample in [*fitted, *checked]:
-        predicted_s = predict(machine, sample.method, sample.ranks, sample.n).time_s
+        predicted_s = predict(machine, sample.method, sample.nodes, sample.n).time_s
         print(
             f"  {4 * sample.n:>11} {sample.method.algorithm:>9} {sample.method.wire!s:>6} "
             f"{1e6 * sample.time_s:>12.1f} {1e6 * predicted_s:>13.1f} "

@@ -19,20 +19,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the benchmark's options to its command-line parser."""
     parser.add_argument("machine", type=Path, metavar="MACHINE.toml", help="written by bench fit")
     parser.add_argument("--ranks", type=int, required=True, help="number of ranks")
+    parser.add_argument(
+        "--ranks-per-node", type=int, default=1, help="for the steps of hier (default 1)"
+    )
     add_choices(parser)
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Print a table of predictions, and in words what they rest on."""
-    check_positive(arguments, "ranks")
+    check_positive(arguments, "ranks", "ranks_per_node")
     file = read_machine(arguments.machine)
     sizes = parse_sizes(arguments.sizes)
     methods, skipped = parse_methods(arguments, None)
     methods = [method for method in methods if method.algorithm != AUTO]
     if not methods:
         raise UserError("--algorithms auto: is the best of the others: name those")
+    nodes = tuple(rank // arguments.ranks_per_node for rank in range(arguments.ranks))
     found = {
-        (size, method): predict(file.machine, method, arguments.ranks, size // 4)
+        (size, method): predict(file.machine, method, nodes, size // 4)
         for size in sizes
         for method in methods
     }
@@ -68,7 +72,8 @@ def rests_on(
     one = any(each.walked == 1 for each in predictions) and arguments.ranks > 1
     return [
         f"predicted for {arguments.ranks} ranks, not measured; times {where}",
-        "assumed: all links and ranks alike, one rank per processor core, no contention, no noise",
+        "assumed: links alike, inside nodes and between; ranks alike, on cores of their own; no "
+        "contention, no noise",
         "all ranks' steps are walked"
         + ("; where all ranks do the same, those of one that stands for all" if one else ""),
     ]

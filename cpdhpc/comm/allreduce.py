@@ -26,8 +26,8 @@ class Reduced(NamedTuple):
     """What an all-reduce returns.
 
     arrays: the result, float32, one array, or with every one for each hosted rank: the same bits
-    sent_shifts, result_shifts: the k of each segment by which contributions (and partial sums)
-        and the result were scaled; empty for scaling "tile" and wire "raw"
+    sent_shifts, result_shifts: the k of each segment by which contributions, and partial sums
+        and the result, were scaled; empty for scaling "tile" and wire "raw"
     algorithm: the one that was used: what "auto" has chosen
     """
 
@@ -91,7 +91,7 @@ class Allreduce(Method):
     def chosen(self, world: Ranks, xs: Sequence[Array]) -> Allreduce:
         """Return this with the algorithm that is predicted to be fastest for arrays like xs."""
         size = getattr(xs[0], "size", 0) if len(xs) else 0  # what is no array is refused later
-        found = choose(self, world.ranks, size)
+        found = choose(self, world.nodes, size)
         assert isinstance(found, Allreduce)  # as self is
         return found
 
@@ -140,7 +140,7 @@ class Allreduce(Method):
         """Write the sum into totals, of the first hosted ranks or of all."""
         if self.algorithm == MPI_ALLREDUCE:
             return _sum_by_mpi(world, flat, totals)
-        plan = self.plan(world.ranks, flat[0], parts, shifts, iteration)
+        plan = self.plan(world.nodes, flat[0], parts, shifts, iteration)
         places = [*totals, *[None] * (len(flat) - len(totals))]
         pieces = plan.pieces(flat[0].size)
 
@@ -150,14 +150,15 @@ class Allreduce(Method):
                 for rank, x, place in zip(world.hosted, flat, places, strict=True)
             ]
 
-        found = run(world, start, len(pieces), flat[0], f"allreduce {self.algorithm}")
+        what, window = f"allreduce {self.algorithm}", plan.schedule.window(world.ranks)
+        found = run(world, start, len(pieces), flat[0], what, window)
         if any(piece[0] for piece in found):
             raise_nonfinite(world, flat, parts, totals[0])
 
     def _shifts(
         self, world: Ranks, flat: Sequence[Array], parts: Sequence[Segment]
     ) -> tuple[Sequence[int], Sequence[int]]:
-        """Return the shift of each segment, for contributions and for the result."""
+        """Return the shift of each segment, for contributions, and for sums and the result."""
         kind, shift = self.parsed_scaling
         if self.fmt is None or kind == "tile":
             return (), ()
@@ -211,15 +212,17 @@ def allreduce(
     x: float32, C-contiguous, of one shape everywhere; where the world has virtual ranks, a
         sequence of one array for each; never written, unless out shares its memory
     wire: "raw" (float32 bytes), a format's name or a FloatFormat
-    algorithm: "ring", "tree", "direct", "gather", "mpi" (MPI_Allreduce, wire "raw"), or "auto": the
-        schedule that is predicted to be fastest for x on machine. Another algorithm adds in another
-        order, so the bits of "auto" depend on size, ranks and machine
+    algorithm: a name from SCHEDULES ("ring", "rhd", "tree", "dbtree", "direct", "hier", "gather"),
+        or "mpi" (MPI_Allreduce, wire "raw"). hier sums inside nodes first: world.nodes. "auto" is
+        the one from SCHEDULES that is predicted to be fastest for x on machine: another algorithm
+        adds in another order, so its bits depend on size, ranks, nodes and machine
     scaling: "none", "static:K" (by 2**K), "aps" (a shift for each segment from the largest value
         of all ranks), "tile" (a shift for each 1,024 values, sent with them). Wire "raw" is not
         scaled and ignores it.
     accumulate: "requantise" (round to the wire after each addition), "float32" or "kahan"; None
-        for the algorithm's own: float32 for direct, requantise for the others. ring and tree
-        know requantise only; for wire "raw" requantise and float32 are the same.
+        for the algorithm's own: float32 for direct and hier, requantise for the others. ring,
+        rhd, tree and dbtree know requantise only, and hier rounds between nodes whatever happens
+        inside them; for wire "raw" requantise and float32 are the same.
     op: "mean" divides the sum by the number of ranks, in float32
     out: float32, like x, for the result. Default: a new array. Where it shares memory with x, x is
         untouched on error, at the price of one more copy; else it then holds anything

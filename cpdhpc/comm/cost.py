@@ -11,15 +11,17 @@ import numpy as np
 import numpy.typing as npt
 
 from ..formats import TILE, tiles
-from .engine import WINDOW
 from .machine import Machine, as_machine
 from .method import AUTO, Method
 from .scaling import Segment
 from .schedule import SCHEDULES, Schedule
+from .step import Layout
 from .walk import Spent, TimedPacked, TimedRaw, Walk
 from .wire import Packed
 
-PIECES = 4 * WINDOW  # that are walked; the others take as long as the last half of these
+PIECES = 4  # that are walked at least
+PROGRAMS = 1 << 13  # up to so many, pieces times ranks, more are walked: up to WINDOWS windows
+WINDOWS = 4
 ALL_RANKS = 8  # up to here all ranks are walked even where one can stand for all
 
 
@@ -35,17 +37,18 @@ class Prediction(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """A measured call: time_s of an all-reduce of n values on so many ranks."""
+    """A measured call: time_s of an all-reduce of n values on ranks of these nodes."""
 
     method: Method
-    ranks: int
+    nodes: tuple[int, ...]
     n: int
     time_s: float
 
 
-def predict(machine: Machine, method: Method, ranks: int, n: int) -> Prediction:
+def predict(machine: Machine, method: Method, nodes: tuple[int, ...], n: int) -> Prediction:
     """Return the predicted time of method's all-reduce of n values per rank.
 
+    nodes: the node of each rank, numbered in the order of first ranks: hier's steps depend on it
     Source: alpha-beta-gamma model of Thakur, Rabenseifner, Gropp: IJHPCA 19(1), 2005, walked step
     by step. Not in it: contention of links, ranks that share a processor, kahan's subtractions.
     Raises ValueError for algorithm "mpi", whose steps are the library's, and for "auto".
@@ -54,20 +57,29 @@ def predict(machine: Machine, method: Method, ranks: int, n: int) -> Prediction:
         known = ", ".join(SCHEDULES)
         raise ValueError(f"predict: algorithm={method.algorithm!r}: known are {known}")
     schedule = SCHEDULES[method.algorithm]
-    one = ranks > ALL_RANKS and _all_alike(schedule, ranks)
-    walk, pieces, share = _walk(machine, method, ranks, n, one)
+    one = len(nodes) > ALL_RANKS and _all_alike(schedule, nodes)
+    walk, pieces, share = _walk(machine, method, nodes, n, one)
     ends_s = walk.run()
     time_s = max(ends_s)
     if pieces > len(ends_s):
-        half = len(ends_s) // 2
-        period_s = (ends_s[-1] - ends_s[half - 1]) / (len(ends_s) - half)
-        time_s += (pieces - len(ends_s)) * period_s
+        time_s += (pieces - len(ends_s)) * _period_s(walk, ends_s)
     sent = sum(rank.bytes_sent for rank in walk.ranks) / len(walk.ranks)
     return Prediction(
-        time_s=_before_s(machine, method, ranks, n) + time_s,
+        time_s=_before_s(machine, method, len(nodes), n) + time_s,
         wire_bytes=round(sent * share * pieces / len(ends_s)),
         walked=len(walk.ranks),
     )
+
+
+def _period_s(walk: Walk, ends_s: Sequence[float]) -> float:
+    """Return how long each further piece takes: what the busiest processor or port needs for one.
+
+    Or the time between the ends of the last ones, where that is longer: as a window that is full.
+    """
+    half = len(ends_s) // 2
+    between_s = (ends_s[-1] - ends_s[half - 1]) / (len(ends_s) - half)
+    busy_s = max(max(rank.busy_s) for rank in walk.ranks) / len(ends_s)
+    return max(between_s, busy_s)
 
 
 def _before_s(machine: Machine, method: Method, ranks: int, n: int) -> float:
@@ -78,18 +90,18 @@ def _before_s(machine: Machine, method: Method, ranks: int, n: int) -> float:
 
 
 def _walk(
-    machine: Machine, method: Method, ranks: int, n: int, one: bool
+    machine: Machine, method: Method, nodes: tuple[int, ...], n: int, one: bool
 ) -> tuple[Walk, int, float]:
     """Return the walk of the first pieces, how many there are, and the share that is data.
 
     Where one rank stands for all, every chunk is as large as the largest: in whole tiles.
     """
-    chunks = SCHEDULES[method.algorithm].chunks(ranks)
+    chunks = SCHEDULES[method.algorithm].chunks(Layout(nodes))
     padded = chunks * TILE * -(-tiles(n) // chunks) if one and chunks > 1 else n
     memory = np.zeros(padded, np.float32)  # never touched: a promise of memory, no more
     shifts = [] if method.fmt is None or method.parsed_scaling.kind == "tile" else [0]
     segments = [Segment("x", 0, padded)][: len(shifts)]
-    plan = method.plan(ranks, memory, segments, (shifts, shifts), 0)
+    plan = method.plan(nodes, memory, segments, (shifts, shifts), 0)
     spent, wire = Spent(), plan.wire
     share = wire.size_bytes(n) / max(1, wire.size_bytes(padded))
     if padded > n and n < TILE:  # then a message is no tile either
@@ -101,24 +113,27 @@ def _walk(
         if isinstance(wire, Packed)
         else TimedRaw(machine, spent)
     )
-    spans = plan.pieces(padded)
-    walk = Walk(machine, replace(plan, wire=timed), spent, spans[:PIECES], memory, one)
-    return walk, len(spans), share
+    pieces = plan.pieces(padded)
+    most = min(WINDOWS * plan.schedule.window(len(nodes)), PROGRAMS // (1 if one else len(nodes)))
+    walked = pieces[: max(PIECES, most)]
+    walk = Walk(machine, replace(plan, wire=timed), spent, walked, memory, one)
+    return walk, len(pieces), share
 
 
 @lru_cache(maxsize=64)
-def _all_alike(schedule: Schedule, ranks: int) -> bool:
+def _all_alike(schedule: Schedule, nodes: tuple[int, ...]) -> bool:
     """Whether every rank sends and receives in every step, of the same kinds and numbers.
 
     Then all clocks are equal, and one rank stands for all. A few ranks are looked at.
     """
+    ranks = len(nodes)
     looked_at = sorted({0, 1, 2, ranks // 3, ranks // 2, ranks - 2, ranks - 1} & {*range(ranks)})
     first = None
     for rank in looked_at:
-        steps = list(schedule.steps(rank, ranks))
+        steps = list(schedule.steps(rank, Layout(nodes)))
         if any(step.send_to is None or step.recv_from is None for step in steps):
             return False
-        kinds = [step.kind for step in steps]
+        kinds = [(step.kind, len(step.send_chunks), len(step.recv_chunks)) for step in steps]
         first = kinds if first is None else first
         if kinds != first:
             return False
@@ -126,7 +141,7 @@ def _all_alike(schedule: Schedule, ranks: int) -> bool:
 
 
 @lru_cache(maxsize=1024)
-def choose(method: Method, ranks: int, n: int) -> Method:
+def choose(method: Method, nodes: tuple[int, ...], n: int) -> Method:
     """Return a method of algorithm "auto" with the algorithm that is predicted to be fastest.
 
     A function of its arguments alone, so the same on all ranks; ties go to the first in SCHEDULES.
@@ -138,7 +153,7 @@ def choose(method: Method, ranks: int, n: int) -> Method:
             found[name] = replace(method, algorithm=name)
     if method.algorithm != AUTO or not found:
         raise ValueError(f"choose: {method}: nothing to choose from")
-    return min(found.values(), key=lambda each: predict(machine, each, ranks, n).time_s)
+    return min(found.values(), key=lambda each: predict(machine, each, nodes, n).time_s)
 
 
 def solve(a: npt.NDArray[np.float64], b: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
@@ -189,4 +204,4 @@ def fit(
 
 
 def _predictions(machine: Machine, samples: Sequence[Sample]) -> npt.NDArray[np.float64]:
-    return np.array([predict(machine, s.method, s.ranks, s.n).time_s for s in samples])
+    return np.array([predict(machine, s.method, s.nodes, s.n).time_s for s in samples])

@@ -4,28 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import accumulate, count
+from typing import NamedTuple
 
 import numpy as np
 
 from ..partition import chunk
 from ..randomness import Key, random_key
 from .accumulate import Accumulate, Sum
-from .engine import Exchange, Program, ScheduleError, Take
-from .schedule import Schedule, Step
+from .engine import Exchange, Program, Take
+from .schedule import Schedule
+from .step import Layout, Step
 from .wire import Array, Coder, Wire, coders
 
 PIECE = 1 << 18  # values of a chunk that travel at a time: 1 MiB of float32
 CONTRIBUTION, FINAL, BETWEEN = range(3)  # phases of random streams; BETWEEN and up: others
+ALIGNED_BYTES = 16  # kernels read payloads word by word
+
+
+class Piece(NamedTuple):
+    """Values start..stop of the data, which are reduced by themselves."""
+
+    number: int
+    start: int
+    stop: int
 
 
 @dataclass(frozen=True)
 class Plan:
     """What all ranks of one all-reduce share.
 
-    sent_shifts, result_shifts: uint8[tiles] for contributions and partial sums, and for the
+    sent_shifts, result_shifts: uint8[tiles] for contributions, and for partial sums and the
         result, or None where none are needed or they travel
     result_rounded: whether the result is rounded to the wire
+    nodes: the node of each rank
     stream: (seed, iteration) of the random numbers
     """
 
@@ -35,30 +47,31 @@ class Plan:
     sent_shifts: Array | None
     result_shifts: Array | None
     result_rounded: bool
-    ranks: int
+    nodes: tuple[int, ...]
     stream: tuple[int, int]
 
-    def pieces(self, n: int) -> list[tuple[int, int]]:
-        """Return the pieces of n values that are reduced by themselves, as (start, stop).
+    def pieces(self, n: int) -> list[Piece]:
+        """Return the pieces of n values.
 
         PIECE values of every chunk, so that encoding, travel and decoding overlap. With
         "requantise" the result depends on PIECE, as on all that decides which rank adds first.
         """
-        count = max(1, -(-n // (self.schedule.chunks(self.ranks) * PIECE)))
-        return [chunk(n, count, i) for i in range(count)]
+        count = max(1, -(-n // (self.schedule.chunks(Layout(self.nodes)) * PIECE)))
+        return [Piece(i, *chunk(n, count, i)) for i in range(count)]
 
     def key(self, rank: int, phase: int) -> Key:
         """Return the random stream of a rank and a phase.
 
-        Phase 0 is what a rank sends of its own or as a partial sum, 1 the result, 2 and up the
-        roundings in between, in the order in which they happen. Sums of held contributions, and
-        results, take the number of the chunk for the rank: whoever forms them gets the same.
+        Phase 0 is what a rank sends first, 1 the result, 2 and up the roundings in between, in
+        the order in which they happen. Results, and the sums of all contributions that every rank
+        forms by itself, take the number of the chunk for the rank: all get the same.
         """
         return random_key(*self.stream, rank, phase)
 
-    def keys_between(self, rank: int) -> Iterator[Key]:
-        """Yield the random streams of the roundings in between."""
-        return (self.key(rank, phase) for phase in count(BETWEEN))
+    def keys_between(self, rank: int, index: int) -> Iterator[Key]:
+        """Yield the random streams of a rank's roundings in between, in chunk index."""
+        who = rank if self.schedule.result_travels else index
+        return (self.key(who, phase) for phase in count(BETWEEN))
 
 
 class _Chunk:
@@ -80,15 +93,16 @@ class _Chunk:
         self.out = None if out is None else out[sent.start : sent.stop]
         self.place = None if self.out is None else result.place(self.out)
         self.pending: Array | None = None  # came in, not yet added: added while it is encoded
-        self.held: dict[int, Array] = {}  # contributions by rank
+        self.held: dict[int, Array] = {}  # contributions by rank, not yet summed
         self.final: Array | None = None  # payload of the result
-        self.keys = plan.keys_between(rank)
+        self.summed = False  # whether what was held is in the partial sum
+        self.first = plan.key(rank, CONTRIBUTION)
+        self.keys = plan.keys_between(rank, index)
 
     def contribution(self) -> Array:
         """Return the payload of the rank's own contribution."""
         if self.rank not in self.held:
-            key = self.plan.key(self.rank, CONTRIBUTION)
-            self.held[self.rank] = self.sent.encode(self.partial, key)
+            self.held[self.rank] = self.sent.encode(self.partial, self.first)
         return self.held[self.rank]
 
     def hold(self, source: int, payload: Array) -> None:
@@ -96,30 +110,32 @@ class _Chunk:
         self.held[source] = payload
 
     def partial_sum(self) -> Array:
-        """Return the payload of the partial sum."""
-        return self._encoded(self.sent, self.plan.key(self.rank, CONTRIBUTION))
+        """Return the payload of the partial sum; its random numbers are used for nothing else."""
+        if self.held:
+            return self._held_sum().encode(self.result, next(self.keys))
+        return self._encoded(next(self.keys) if self.summed else self.first)
 
-    def _encoded(self, coder: Coder, key: Key, place: Array | None = None) -> Array:
+    def _encoded(self, key: Key, place: Array | None = None) -> Array:
+        if self.held:
+            return self._held_sum().encode(self.result, key, place)
         if self.pending is None:
-            return coder.encode(self.partial, key, place)
-        payload = coder.add_encode(self.pending, self.sent, self.partial, key, place)
+            return self.result.encode(self.partial, key, place)
+        payload = self.result.add_encode(self.pending, self.result, self.partial, key, place)
         self.pending = None
         return payload
 
     def reduce(self, source: int, payload: Array) -> None:
         """Add a partial sum to the rank's own, rounding between two additions."""
-        if self.pending is not None:
-            self.partial = self.sent.values(self._encoded(self.sent, next(self.keys)))
+        if self.held:
+            self.partial = self._held_sum().value()
+        elif self.pending is not None:
+            self.partial = self.result.values(self._encoded(next(self.keys)))
         self.pending = payload
 
     def finished(self) -> Array:
         """Return the payload of the result, which this rank forms or has received."""
         if self.final is None:
-            key = self.plan.key(self.index, FINAL)
-            if self.held:
-                self.final = self._held_sum().encode(self.result, key, self.place)
-            else:
-                self.final = self._encoded(self.result, key, self.place)
+            self.final = self._encoded(self.plan.key(self.index, FINAL), self.place)
         return self.final
 
     def copy(self, source: int, payload: Array) -> None:
@@ -128,17 +144,12 @@ class _Chunk:
         self.held.clear()
 
     def _held_sum(self) -> Sum:
-        """Sum the contributions in the order of ranks; free them."""
+        """Sum the held contributions and the own one in the order of ranks; free them."""
         self.contribution()
-        if len(self.held) != self.plan.ranks:
-            raise ScheduleError(
-                f"rank {self.rank} has contributions of ranks {sorted(self.held)} to chunk "
-                f"{self.index}: needs all {self.plan.ranks}"
-            )
         payloads = [self.held[rank] for rank in sorted(self.held)]
         self.held.clear()
-        keys = self.plan.keys_between(self.index)
-        return self.plan.accumulate(payloads, self.sent, self.result, keys)
+        self.summed = True
+        return self.plan.accumulate(payloads, self.sent, self.result, self.keys)
 
     def write(self) -> int:
         """Write the result, float32, into out, if there is one; count what is not finite."""
@@ -164,39 +175,64 @@ IN: dict[str, Callable[[_Chunk, int, Array], None]] = {
 
 
 def program(
-    plan: Plan, span: tuple[int, int], rank: int, x: Array, out: Array | None, take: Take
+    plan: Plan, piece: Piece, rank: int, x: Array, out: Array | None, take: Take
 ) -> Program[int]:
     """Carry out a rank's part in a piece: yield exchanges, add what comes in, write the result.
 
-    span: the piece; x: float32[n], not written; out: float32[n] for the result, or None where
-    another rank of this process writes it; take: for payloads
+    x: float32[n], not written; out: float32[n] for the result, or None where another rank of this
+    process writes it; take: for payloads
     Returns how many values of the result are not finite; 0 for a raw wire.
     """
-    count = plan.schedule.chunks(plan.ranks)
+    layout, span = Layout(plan.nodes, piece.number), (piece.start, piece.stop)
+    count = plan.schedule.chunks(layout)
     sent = coders(plan.wire, span, count, plan.sent_shifts, take)
     result = coders(plan.wire, span, count, plan.result_shifts, take)
     chunks = [
         _Chunk(plan, rank, i, *each, x, out)
         for i, each in enumerate(zip(sent, result, strict=True))
     ]
-    for number, step in enumerate(plan.schedule.steps(rank, plan.ranks)):
-        received = yield _exchange(chunks, step, number)
+    for number, step in enumerate(plan.schedule.steps(rank, layout)):
+        received = yield _exchange(chunks, step, number, take)
         if step.recv_from is not None:
-            IN[step.kind](chunks[step.recv_chunk], step.recv_from, received)
+            into = [chunks[i] for i in step.recv_chunks]
+            parts = _parts(received, [each.sent.size_bytes for each in into], take)
+            for each, part in zip(into, parts, strict=True):
+                IN[step.kind](each, step.recv_from, part)
     return sum(each.write() for each in chunks)
 
 
-def _exchange(chunks: Sequence[_Chunk], step: Step, number: int) -> Exchange:
-    payload = None if step.send_to is None else OUT[step.kind](chunks[step.send_chunk])
-    chunk = chunks[step.recv_chunk]
-    copied = step.kind == "copy"
+def _exchange(chunks: Sequence[_Chunk], step: Step, number: int, take: Take) -> Exchange:
+    into = [chunks[i] for i in step.recv_chunks]
+    out = [OUT[step.kind](chunks[i]) for i in step.send_chunks]
     return Exchange(
         send_to=step.send_to,
-        payload=payload,
+        payload=None if step.send_to is None else _message(out, take),
         recv_from=step.recv_from,
-        nbytes=(chunk.result if copied else chunk.sent).size_bytes,
+        nbytes=sum(each.sent.size_bytes for each in into),
         round=number,
-        recv_chunk=step.recv_chunk,
-        send_chunk=step.send_chunk,
-        place=chunk.place if copied else None,
+        recv_chunks=step.recv_chunks,
+        send_chunks=step.send_chunks,
+        place=into[0].place if step.kind == "copy" and len(into) == 1 else None,
     )
+
+
+def _message(payloads: Sequence[Array], take: Take) -> Array:
+    """Return payloads one after another."""
+    if len(payloads) == 1:
+        return payloads[0]
+    ends = list(accumulate(payload.size for payload in payloads))
+    message = take(ends[-1])
+    for payload, end in zip(payloads, ends, strict=True):
+        message[end - payload.size : end] = payload
+    return message
+
+
+def _parts(message: Array, sizes: Sequence[int], take: Take) -> Iterator[Array]:
+    """Yield the payloads of these sizes that a message holds, each where kernels can read it."""
+    for size, end in zip(sizes, accumulate(sizes), strict=True):
+        part = message[end - size : end]
+        if (end - size) % ALIGNED_BYTES:
+            aligned = take(size)
+            aligned[:] = part
+            part = aligned
+        yield part

@@ -90,7 +90,7 @@ class Method:
 
     def plan(
         self,
-        ranks: int,
+        nodes: tuple[int, ...],
         x: Array,
         segments: Sequence[Segment],
         shifts: tuple[Sequence[int], Sequence[int]],
@@ -98,7 +98,8 @@ class Method:
     ) -> Plan:
         """Return what the programs of all ranks share.
 
-        x: an array of the call; shifts: of the segments, for contributions and for the result
+        nodes: of all ranks; x: an array of the call; shifts: of the segments, for contributions,
+        and for partial sums and the result
         """
         schedule, wire = SCHEDULES[self.algorithm], self._wire()
         outside = isinstance(wire, Packed) and not wire.fit
@@ -112,7 +113,7 @@ class Method:
             sent_shifts=sent,
             result_shifts=result,
             result_rounded=schedule.result_travels or self.accumulating != "float32",
-            ranks=ranks,
+            nodes=nodes,
             stream=(self.seed, iteration),
         )
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ..formats import TILE, tiles
-from .engine import WINDOW, Exchange, Program, ScheduleError
-from .executor import Plan, program
+from .engine import Exchange, Program, ScheduleError
+from .executor import Piece, Plan, program
 from .machine import Machine
 from .wire import Array, Packed, Raw
 
@@ -106,33 +106,52 @@ class TimedPacked(Packed):
 class _Rank:
     """A rank's clocks and what it can do next.
 
-    ready: (time, piece) at which a program can go on; slots: times at which a piece can be opened
+    busy_s: of the processor, the port out and the port in
+    ready: (time, piece) at which a program can go on; closed_s: of each piece, when it has ended
+    and its messages have left; expected: bytes of the message in, by piece
     """
 
     clock_s: float = 0.0
     out_free_s: float = 0.0
     in_free_s: float = 0.0
+    busy_s: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
     opened: int = 0
     version: int = 0
     bytes_sent: int = 0
     ready: list[tuple[float, int]] = field(default_factory=list)
-    slots: list[float] = field(default_factory=lambda: [0.0] * WINDOW)
     programs: dict[int, Program[int]] = field(default_factory=dict)
-    leaving_s: dict[int, float] = field(default_factory=dict)  # piece -> its last message is gone
-    expected: dict[int, int] = field(default_factory=dict)  # piece -> bytes of the message in
+    leaving_s: dict[int, float] = field(default_factory=dict)
+    closed_s: dict[int, float] = field(default_factory=dict)
+    expected: dict[int, int] = field(default_factory=dict)
+    first_open: int = 0  # all pieces before it are closed
+    free_s: float = 0.0  # since when they are
 
-    def next_s(self, pieces: int) -> float | None:
+    def work(self, time_s: float) -> None:
+        """Spend time of the processor."""
+        self.clock_s += time_s
+        self.busy_s[0] += time_s
+
+    def close(self, piece: int) -> None:
+        """Note that a piece has ended."""
+        self.closed_s[piece] = max(self.clock_s, self.leaving_s.pop(piece))
+        while self.first_open in self.closed_s:
+            self.free_s = max(self.free_s, self.closed_s.pop(self.first_open))
+            self.first_open += 1
+
+    def next_s(self, pieces: int, window: int) -> float | None:
         """Return when the rank can next do something."""
         times = [self.ready[0][0]] if self.ready else []
-        if self.opened < pieces and self.slots:
-            times.append(self.slots[0])
+        if self.opened < pieces and self.opened < window:
+            times.append(0.0)
+        elif self.opened < pieces and self.opened - self.first_open < window:
+            times.append(self.free_s)
         return max(self.clock_s, min(times)) if times else None
 
 
 class Walk:
     """The clocks of all ranks, or of rank 0 that stands for all, while they run a plan.
 
-    spans: of the pieces; alone: whether every rank does the same at the same time, so that what
+    pieces: those to walk; alone: whether every rank does the same at the same time, so that what
     rank 0 receives was sent when rank 0 sends; memory: float32[n], read and written by nobody
     """
 
@@ -141,16 +160,17 @@ class Walk:
         machine: Machine,
         plan: Plan,
         spent: Spent,
-        spans: Sequence[tuple[int, int]],
+        pieces: Sequence[Piece],
         memory: Array,
         alone: bool,
     ) -> None:
-        self.machine, self.plan, self.spent, self.spans = machine, plan, spent, spans
+        self.machine, self.plan, self.spent, self.pieces = machine, plan, spent, pieces
         self.memory, self.alone = memory, alone
         self.bytes = np.zeros(tiles(memory.size + 1) * (4 * TILE + 1), np.uint8)  # any payload
-        self.ranks = [_Rank() for _ in range(1 if alone else plan.ranks)]
-        self.ends_s = [0.0] * len(spans)
+        self.ranks = [_Rank() for _ in range(1 if alone else len(plan.nodes))]
+        self.ends_s = [0.0] * len(pieces)
         self.ended = 0
+        self.window = plan.schedule.window(len(plan.nodes))
         self.mail: dict[tuple[int, int, int], deque[float]] = {}  # (piece, from, to): arrivals
         self.waiting: dict[tuple[int, int], int] = {}  # (piece, rank): from
         self.agenda: list[tuple[float, int, int]] = []  # (time, rank, version)
@@ -163,14 +183,14 @@ class Walk:
             time_s, rank, version = heapq.heappop(self.agenda)
             if version == self.ranks[rank].version:
                 self._act(rank, time_s)
-        if self.ended < len(self.ranks) * len(self.spans):
+        if self.ended < len(self.ranks) * len(self.pieces):
             raise ScheduleError(f"predict: deadlock: (piece, rank): from {self.waiting}")
         return self.ends_s
 
     def _plan_next(self, rank: int) -> None:
         state = self.ranks[rank]
         state.version += 1
-        time_s = state.next_s(len(self.spans))
+        time_s = state.next_s(len(self.pieces), self.window)
         if time_s is not None:
             heapq.heappush(self.agenda, (time_s, rank, state.version))
 
@@ -181,14 +201,13 @@ class Walk:
         if state.ready and state.ready[0][0] <= time_s:
             piece = heapq.heappop(state.ready)[1]
             size = state.expected[piece]
-            state.clock_s += size * self.machine.host_s
+            state.work(size * self.machine.host_s)
             self._advance(rank, piece, self._take(size))
         else:
-            heapq.heappop(state.slots)
             piece, state.opened = state.opened, state.opened + 1
             state.leaving_s[piece] = time_s
             state.programs[piece] = program(
-                self.plan, self.spans[piece], rank, self.memory, self.memory, self._take
+                self.plan, self.pieces[piece], rank, self.memory, self.memory, self._take
             )
             self._advance(rank, piece, None)
         self._plan_next(rank)
@@ -204,14 +223,16 @@ class Walk:
         try:
             exchange = next(program) if received is None else program.send(received)
         except StopIteration:
-            state.clock_s += self.spent.seconds
+            state.work(self.spent.seconds)
             self._end(rank, piece)
             return
-        state.clock_s += self.spent.seconds + self.machine.step_s
+        state.work(self.spent.seconds + self.machine.step_s)
         size = 0 if exchange.payload is None else exchange.payload.size
         if exchange.send_to is not None and size:
             state.bytes_sent += size
-            state.clock_s += size * self.machine.host_s
+            state.work(size * self.machine.host_s)
+            if len(exchange.send_chunks) > 1:  # laid one after another first
+                state.work(size * self.machine.copy_s)
             if not self.alone:
                 self._send(rank, exchange.send_to, piece, size)
         self._receive(rank, piece, exchange)
@@ -221,12 +242,15 @@ class Walk:
         del state.programs[piece]
         self.ended += 1
         self.ends_s[piece] = max(self.ends_s[piece], state.clock_s)
-        heapq.heappush(state.slots, max(state.clock_s, state.leaving_s.pop(piece)))
+        state.close(piece)
 
     def _send(self, rank: int, to: int, piece: int, size: int) -> None:
         sender, receiver = self.ranks[rank], self.ranks[to]
         start_s = max(sender.clock_s, sender.out_free_s, receiver.in_free_s)
-        arrival_s = start_s + self.machine.alpha_s + size * self.machine.beta_s
+        travel_s = self.machine.alpha_s + size * self.machine.beta_s
+        arrival_s = start_s + travel_s
+        sender.busy_s[1] += travel_s
+        receiver.busy_s[2] += travel_s
         sender.out_free_s = receiver.in_free_s = sender.leaving_s[piece] = arrival_s
         if self.waiting.get((piece, to)) == rank:
             del self.waiting[piece, to]
@@ -241,8 +265,9 @@ class Walk:
         if source is None or exchange.nbytes == 0:
             arrival_s = state.clock_s
         elif self.alone:
-            start_s = max(state.clock_s, state.in_free_s)
-            arrival_s = start_s + self.machine.alpha_s + exchange.nbytes * self.machine.beta_s
+            travel_s = self.machine.alpha_s + exchange.nbytes * self.machine.beta_s
+            arrival_s = max(state.clock_s, state.in_free_s) + travel_s
+            state.busy_s[2] += travel_s
             state.in_free_s = state.leaving_s[piece] = arrival_s
         elif messages := self.mail.get((piece, source, rank)):
             arrival_s = messages.popleft()
