@@ -19,7 +19,7 @@ from .wire import Array, Coder, Wire, coders
 
 PIECE = 1 << 18  # values of a chunk that travel at a time: 1 MiB of float32
 CONTRIBUTION, FINAL, BETWEEN = range(3)  # phases of random streams; BETWEEN and up: others
-ALIGNED_BYTES = 16  # kernels read payloads word by word
+ALIGNED_BYTES = 16  # kernels read and write payloads word by word
 
 
 class Piece(NamedTuple):
@@ -99,8 +99,8 @@ class _Chunk:
         self.first = plan.key(rank, CONTRIBUTION)
         self.keys = plan.keys_between(rank, index)
 
-    def contribution(self) -> Array:
-        """Return the payload of the rank's own contribution."""
+    def contribution(self, place: Array | None) -> Array:
+        """Return the payload of the rank's own contribution, which is kept."""
         if self.rank not in self.held:
             self.held[self.rank] = self.sent.encode(self.partial, self.first)
         return self.held[self.rank]
@@ -109,11 +109,11 @@ class _Chunk:
         """Keep the contribution of another rank."""
         self.held[source] = payload
 
-    def partial_sum(self) -> Array:
+    def partial_sum(self, place: Array | None) -> Array:
         """Return the payload of the partial sum; its random numbers are used for nothing else."""
         if self.held:
-            return self._held_sum().encode(self.result, next(self.keys))
-        return self._encoded(next(self.keys) if self.summed else self.first)
+            return self._held_sum().encode(self.result, next(self.keys), place)
+        return self._encoded(next(self.keys) if self.summed else self.first, place)
 
     def _encoded(self, key: Key, place: Array | None = None) -> Array:
         if self.held:
@@ -132,10 +132,11 @@ class _Chunk:
             self.partial = self.result.values(self._encoded(next(self.keys)))
         self.pending = payload
 
-    def finished(self) -> Array:
+    def finished(self, place: Array | None = None) -> Array:
         """Return the payload of the result, which this rank forms or has received."""
         if self.final is None:
-            self.final = self._encoded(self.plan.key(self.index, FINAL), self.place)
+            key = self.plan.key(self.index, FINAL)
+            self.final = self._encoded(key, place if self.place is None else self.place)
         return self.final
 
     def copy(self, source: int, payload: Array) -> None:
@@ -145,7 +146,7 @@ class _Chunk:
 
     def _held_sum(self) -> Sum:
         """Sum the held contributions and the own one in the order of ranks; free them."""
-        self.contribution()
+        self.contribution(None)
         payloads = [self.held[rank] for rank in sorted(self.held)]
         self.held.clear()
         self.summed = True
@@ -162,7 +163,8 @@ class _Chunk:
         return 0 if final is self.place else self.result.decode(final, self.out)
 
 
-OUT: dict[str, Callable[[_Chunk], Array]] = {
+# What goes out, written in place if that is given and it suits; what comes in, from a rank.
+OUT: dict[str, Callable[[_Chunk, Array | None], Array]] = {
     "reduce": _Chunk.partial_sum,
     "hold": _Chunk.contribution,
     "copy": _Chunk.finished,
@@ -203,10 +205,10 @@ def program(
 
 def _exchange(chunks: Sequence[_Chunk], step: Step, number: int, take: Take) -> Exchange:
     into = [chunks[i] for i in step.recv_chunks]
-    out = [OUT[step.kind](chunks[i]) for i in step.send_chunks]
+    out = [chunks[i] for i in step.send_chunks]
     return Exchange(
         send_to=step.send_to,
-        payload=None if step.send_to is None else _message(out, take),
+        payload=None if step.send_to is None else _message(out, OUT[step.kind], take),
         recv_from=step.recv_from,
         nbytes=sum(each.sent.size_bytes for each in into),
         round=number,
@@ -216,14 +218,19 @@ def _exchange(chunks: Sequence[_Chunk], step: Step, number: int, take: Take) -> 
     )
 
 
-def _message(payloads: Sequence[Array], take: Take) -> Array:
-    """Return payloads one after another."""
-    if len(payloads) == 1:
-        return payloads[0]
-    ends = list(accumulate(payload.size for payload in payloads))
-    message = take(ends[-1])
-    for payload, end in zip(payloads, ends, strict=True):
-        message[end - payload.size : end] = payload
+def _message(
+    chunks: Sequence[_Chunk], payload_of: Callable[[_Chunk, Array | None], Array], take: Take
+) -> Array:
+    """Return the payloads of chunks one after another."""
+    if len(chunks) == 1:
+        return payload_of(chunks[0], None)
+    sizes = [each.sent.size_bytes for each in chunks]
+    message = take(sum(sizes))
+    for each, size, end in zip(chunks, sizes, accumulate(sizes), strict=True):
+        place = message[end - size : end]
+        payload = payload_of(each, None if (end - size) % ALIGNED_BYTES else place)
+        if payload is not place:
+            place[:] = payload
     return message
 
 
