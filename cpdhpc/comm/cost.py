@@ -116,7 +116,7 @@ def _walk(
     pieces = plan.pieces(padded)
     most = min(WINDOWS * plan.schedule.window(len(nodes)), PROGRAMS // (1 if one else len(nodes)))
     walked = pieces[: max(PIECES, most)]
-    walk = Walk(machine, replace(plan, wire=timed), spent, walked, memory, one)
+    walk = Walk(machine, replace(plan, wire=timed), spent, walked, memory, one, share)
     return walk, len(pieces), share
 
 

@@ -18,6 +18,7 @@ from ..formats import TILE, tiles
 from .engine import Exchange, Program, ScheduleError
 from .executor import Piece, Plan, program
 from .machine import Machine
+from .step import Layout
 from .wire import Array, Packed, Raw
 
 Key = tuple[int, int]
@@ -123,6 +124,7 @@ class _Rank:
     leaving_s: dict[int, float] = field(default_factory=dict)
     closed_s: dict[int, float] = field(default_factory=dict)
     expected: dict[int, int] = field(default_factory=dict)
+    expected_share: dict[int, float] = field(default_factory=dict)
     first_open: int = 0  # all pieces before it are closed
     free_s: float = 0.0  # since when they are
 
@@ -151,6 +153,8 @@ class _Rank:
 class Walk:
     """The clocks of all ranks, or of rank 0 that stands for all, while they run a plan.
 
+    share: of the chunks that hold data, where rank 0 is alone; a message, and what is done for it,
+    counts for that share, but at least for a chunk
     pieces: those to walk; alone: whether every rank does the same at the same time, so that what
     rank 0 receives was sent when rank 0 sends; memory: float32[n], read and written by nobody
     """
@@ -163,13 +167,15 @@ class Walk:
         pieces: Sequence[Piece],
         memory: Array,
         alone: bool,
+        share: float = 1.0,
     ) -> None:
         self.machine, self.plan, self.spent, self.pieces = machine, plan, spent, pieces
-        self.memory, self.alone = memory, alone
+        self.memory, self.alone, self.share = memory, alone, share
         self.bytes = np.zeros(tiles(memory.size + 1) * (4 * TILE + 1), np.uint8)  # any payload
         self.ranks = [_Rank() for _ in range(1 if alone else len(plan.nodes))]
         self.ends_s = [0.0] * len(pieces)
         self.ended = 0
+        self.layout = Layout(plan.nodes)
         self.window = plan.schedule.window(len(plan.nodes))
         self.mail: dict[tuple[int, int, int], deque[float]] = {}  # (piece, from, to): arrivals
         self.waiting: dict[tuple[int, int], int] = {}  # (piece, rank): from
@@ -201,7 +207,7 @@ class Walk:
         if state.ready and state.ready[0][0] <= time_s:
             piece = heapq.heappop(state.ready)[1]
             size = state.expected[piece]
-            state.work(size * self.machine.host_s)
+            state.work(state.expected_share[piece] * size * self.machine.host_s)
             self._advance(rank, piece, self._take(size))
         else:
             piece, state.opened = state.opened, state.opened + 1
@@ -223,19 +229,24 @@ class Walk:
         try:
             exchange = next(program) if received is None else program.send(received)
         except StopIteration:
-            state.work(self.spent.seconds)
+            state.work(self.spent.seconds * self._share(self.plan.schedule.chunks(self.layout)))
             self._end(rank, piece)
             return
-        state.work(self.spent.seconds + self.machine.step_s)
+        share = self._share(len(exchange.send_chunks))
+        state.work(self.spent.seconds * share + self.machine.step_s)
         size = 0 if exchange.payload is None else exchange.payload.size
         if exchange.send_to is not None and size:
             state.bytes_sent += size
-            state.work(size * self.machine.host_s)
-            if len(exchange.send_chunks) > 1:  # laid one after another first
-                state.work(size * self.machine.copy_s)
+            laid_together = len(exchange.send_chunks) > 1
+            copy_s = self.machine.copy_s if laid_together else 0.0
+            state.work(size * share * (self.machine.host_s + copy_s))
             if not self.alone:
                 self._send(rank, exchange.send_to, piece, size)
         self._receive(rank, piece, exchange)
+
+    def _share(self, chunks: int) -> float:
+        """Return which part of so many chunks is data: one of them at least."""
+        return max(self.share, 1 / max(1, chunks))
 
     def _end(self, rank: int, piece: int) -> None:
         state = self.ranks[rank]
@@ -261,11 +272,13 @@ class Walk:
 
     def _receive(self, rank: int, piece: int, exchange: Exchange) -> None:
         state, source = self.ranks[rank], exchange.recv_from
+        share = self._share(len(exchange.recv_chunks))
         state.expected[piece] = 0 if source is None else exchange.nbytes
+        state.expected_share[piece] = share
         if source is None or exchange.nbytes == 0:
             arrival_s = state.clock_s
         elif self.alone:
-            travel_s = self.machine.alpha_s + exchange.nbytes * self.machine.beta_s
+            travel_s = self.machine.alpha_s + share * exchange.nbytes * self.machine.beta_s
             arrival_s = max(state.clock_s, state.in_free_s) + travel_s
             state.busy_s[2] += travel_s
             state.in_free_s = state.leaving_s[piece] = arrival_s
