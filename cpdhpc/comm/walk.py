@@ -237,9 +237,7 @@ class Walk:
         size = 0 if exchange.payload is None else exchange.payload.size
         if exchange.send_to is not None and size:
             state.bytes_sent += size
-            laid_together = len(exchange.send_chunks) > 1
-            copy_s = self.machine.copy_s if laid_together else 0.0
-            state.work(size * share * (self.machine.host_s + copy_s))
+            state.work(size * share * self.machine.host_s)
             if not self.alone:
                 self._send(rank, exchange.send_to, piece, size)
         self._receive(rank, piece, exchange)
