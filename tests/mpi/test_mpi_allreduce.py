@@ -46,8 +46,10 @@ def assert_simulated(world, got, xs, *arguments, **options):
 @pytest.mark.parametrize("scaling", SCALINGS)
 @pytest.mark.parametrize("algorithm, accumulate", WAYS)
 def test_real_is_simulated(world, algorithm, accumulate, scaling):
+    """With every other wire, by turns: the simulation itself is tested with all."""
     xs = gradients(world.ranks)
-    for wire in WIRES:
+    turn = WAYS.index((algorithm, accumulate)) + SCALINGS.index(scaling)
+    for wire in WIRES[turn % 2 :: 2]:
         arguments = (wire, algorithm, scaling, accumulate)
         got = allreduce(world, xs[world.rank], *arguments)
         assert_simulated(world, got, xs, *arguments)
