@@ -1,4 +1,4 @@
-"""Benchmarks: options, checks of results, a small run of each, and what their files hold."""
+"""Benchmarks: checks of results, a small run of each, and what their files hold."""
 
 from __future__ import annotations
 
@@ -17,10 +17,8 @@ from cpdhpc.__main__ import main
 from cpdhpc.bench.cases import Case, Data, cases_of_size, integer_data, normal_data
 from cpdhpc.bench.cores import own_cores
 from cpdhpc.bench.harness import interleave, interleave_ranks
-from cpdhpc.bench.options import parse_sizes
 from cpdhpc.comm import Allreduce, Loopback
 from cpdhpc.comm.machine import read_machine
-from cpdhpc.config import UserError
 
 DRIVER = """
 import json, sys
@@ -30,52 +28,6 @@ for case in json.loads(sys.argv[1]):
     status = main(["bench", *case])
     print(f"status {status}", flush=True)
 """
-
-
-@pytest.mark.parametrize(
-    "text, sizes",
-    [
-        ("8", [8]),
-        ("1MiB, 16KiB", [1 << 20, 16 << 10]),
-        ("8:64:x2", [8, 16, 32, 64]),
-        ("4B:1KiB:x100,1GiB", [4, 400, 1 << 30]),
-    ],
-)
-def test_sizes(text: str, sizes: list[int]) -> None:
-    assert parse_sizes(text) == sizes
-
-
-@pytest.mark.parametrize(
-    "arguments, words",
-    [
-        (["--sizes", "6"], "--sizes 6: must be a positive multiple of 4"),
-        (["--sizes", "0"], "--sizes 0: must be"),
-        (["--sizes", "1MB"], "--sizes 1MB: must be a number, with one of B, KiB"),
-        (["--sizes", "8:16"], "--sizes 8:16: a range is first:last:xFACTOR"),
-        (["--sizes", "8:64:x1"], "FACTOR 2 or more"),
-        (["--algorithms", "rings"], "--algorithms rings"),
-        (["--wires", "e4"], "--wires e4"),
-        (["--scalings", "layer"], "--scalings layer"),
-        (["--accumulate", "kahn"], "--accumulate kahn"),
-        (["--algorithms", "ring", "--wires", "e4m3", "--accumulate", "kahan"], "nothing to do"),
-        (["--wires", ","], "nothing to do: no names are given"),
-        (["--baselines", "nccl"], "--baselines nccl"),
-        (["--repeats", "0"], "--repeats 0: must be 1 or more"),
-        (["--warmup", "-1"], "--warmup -1: must be 0 or more"),
-        (["--out", "nowhere/x.h5"], "--out nowhere/x.h5: nowhere is no directory"),
-        (["--predict", "none.toml"], "none.toml: cannot be read"),
-    ],
-)
-def test_what_the_user_can_mend(
-    arguments: list[str], words: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    from cpdhpc.__main__ import parser
-    from cpdhpc.bench.allreduce import run
-
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError) as caught:
-        run(parser().parse_args(["bench", "allreduce", "--baselines", "mpi", *arguments]), ONE)
-    assert words in str(caught.value)
 
 
 ONE = Loopback(1)

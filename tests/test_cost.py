@@ -165,7 +165,8 @@ def test_a_line_and_least_squares_are_recovered() -> None:
     assert line([8, 16, 32], [1e-6, 1e-6, 0.9e-6])[1] == 0.0
     a = np.array([[1.0, 0.0], [1.0, 1.0], [1.0, 2.0]])
     assert solve(a, a @ [2.0, 0.5]).tolist() == pytest.approx([2.0, 0.5])
-    assert solve(a, np.array([2.0, 1.0, 0.0]))[1] == 0.0
+    assert solve(a, np.array([2.0, 1.0, 0.0])).tolist() == pytest.approx([1.0, 0.0])
+    assert solve(a, -np.ones(3)).tolist() == [0.0, 0.0]
 
 
 def test_the_fit_recovers_a_machine() -> None:
@@ -180,6 +181,13 @@ def test_the_fit_recovers_a_machine() -> None:
     start = replace(truth, host_s=0.0, step_s=0.0, call_s=0.0)
     found = fit(start, samples, ["call_s", "step_s", "host_s"])
     assert asdict(found) == pytest.approx(asdict(truth), rel=1e-6)
+
+
+def test_the_fit_of_times_too_short_stays_at_zero() -> None:
+    method = Allreduce("raw", "ring")
+    samples = [Sample(method, nodes(2), n, 1e-9) for n in (2, 4096)]
+    found = fit(MACHINE, samples, ["call_s", "step_s", "host_s"])
+    assert (found.call_s, found.step_s, found.host_s) == (0.0, 0.0, 0.0)
 
 
 def test_auto_chooses_by_size_and_shows_it() -> None:

@@ -62,14 +62,9 @@ class Allreduce(Method):
         if self.algorithm == AUTO:  # what is chosen is compared over ranks like all arguments
             chosen = self.chosen(world, xs)
             return chosen.run(
-                world,
-                xs,
-                outs,
-                iteration=iteration,
-                segments=segments,
-                every=every,
-                error=error,
-            )
+                world, xs, outs,
+                iteration=iteration, segments=segments, every=every, error=error,
+            )  # fmt: skip
         parts = self._check(world, xs, outs, iteration, segments, every, error)
         flat = [x.reshape(-1) for x in xs]
         shifts = self._shifts(world, flat, parts)

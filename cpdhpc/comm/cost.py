@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
+from itertools import combinations
 from typing import NamedTuple
 
 import numpy as np
@@ -16,8 +17,8 @@ from .method import AUTO, Method
 from .scaling import Segment
 from .schedule import SCHEDULES, Schedule
 from .step import Layout
-from .walk import Spent, TimedPacked, TimedRaw, Walk
-from .wire import Packed
+from .timed import Spent, timed
+from .walk import Walk
 
 PIECES = 4  # that are walked at least
 PROGRAMS = 1 << 13  # up to so many, pieces times ranks, more are walked: up to WINDOWS windows
@@ -108,15 +109,12 @@ def _walk(
         machine = replace(
             machine, beta_s=machine.beta_s * wire.size_bytes(n) / wire.size_bytes(TILE)
         )
-    timed = (
-        TimedPacked(wire.cast, wire.fit, machine, spent)
-        if isinstance(wire, Packed)
-        else TimedRaw(machine, spent)
-    )
     pieces = plan.pieces(padded)
     most = min(WINDOWS * plan.schedule.window(len(nodes)), PROGRAMS // (1 if one else len(nodes)))
     walked = pieces[: max(PIECES, most)]
-    walk = Walk(machine, replace(plan, wire=timed), spent, walked, memory, one, share)
+    walk = Walk(
+        machine, replace(plan, wire=timed(wire, machine, spent)), spent, walked, memory, one, share
+    )
     return walk, len(pieces), share
 
 
@@ -157,16 +155,21 @@ def choose(method: Method, nodes: tuple[int, ...], n: int) -> Method:
 
 
 def solve(a: npt.NDArray[np.float64], b: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Return x >= 0 for which a @ x is near to b: least squares, negative unknowns set to zero."""
-    x = np.zeros(a.shape[1])
-    free = np.ones(a.shape[1], bool)
-    while free.any():
-        x[:] = 0
-        x[free] = np.linalg.lstsq(a[:, free], b, rcond=None)[0]
-        if (x >= 0).all():
-            break
-        free &= x > 0
-    return x
+    """Return the x >= 0 with which a @ x is nearest to b, in least squares.
+
+    Some of the unknowns are zero and the others solve the problem without bounds: all subsets are
+    tried, as there are few unknowns.
+    """
+    columns = range(a.shape[1])
+    best, least = np.zeros(a.shape[1]), float(b @ b)
+    for size in range(1, a.shape[1] + 1):
+        for free in map(list, combinations(columns, size)):
+            x = np.zeros(a.shape[1])
+            x[free] = np.linalg.lstsq(a[:, free], b, rcond=None)[0]
+            rest = a @ x - b
+            if (x >= 0).all() and float(rest @ rest) < least:
+                best, least = x, float(rest @ rest)
+    return best
 
 
 def line(sizes: Sequence[int], times_s: Sequence[float]) -> tuple[float, float]:
@@ -183,8 +186,8 @@ def fit(
 ) -> Machine:
     """Return machine with such values of fields that the predictions come near to the samples.
 
-    Least squares of the relative errors, by Gauss and Newton: a prediction is piecewise linear in
-    every field, so a few rounds suffice.
+    Least squares of the relative errors, none negative, by Gauss and Newton: a prediction is
+    piecewise linear in every field, so a few rounds suffice.
     """
     measured = np.array([sample.time_s for sample in samples])
     for _ in range(rounds):

@@ -1,4 +1,4 @@
-"""Runs the programs of an all-reduce on clocks: wires that take time instead of doing anything.
+"""Runs the programs of an all-reduce on clocks, with wires that only take time.
 
 A rank has one processor, one port out and one port in. A message leaves when it is encoded and
 both ports are free, and occupies them until it arrives. The processor spends time on its bytes
@@ -19,88 +19,8 @@ from .engine import Exchange, Program, ScheduleError
 from .executor import Piece, Plan, program
 from .machine import Machine
 from .step import Layout
-from .wire import Array, Packed, Raw
-
-Key = tuple[int, int]
-
-
-@dataclass
-class Spent:
-    """Seconds of a processor since somebody last looked."""
-
-    seconds: float = 0.0
-
-    def add(self, rate_s: float, n: int) -> None:
-        """Add rate_s per byte of n float32 values."""
-        self.seconds += rate_s * 4 * n
-
-
-@dataclass(frozen=True)
-class TimedRaw(Raw):
-    """A raw wire that only takes time."""
-
-    machine: Machine
-    spent: Spent
-
-    def encode(self, x: Array, shifts: Array | None, key: Key, offset: int, payload: Array) -> None:
-        """Take the time of a copy."""
-        self.spent.add(self.machine.copy_s, x.size)
-
-    def decode(self, payload: Array, shifts: Array | None, out: Array) -> int:
-        """Take the time of a copy."""
-        self.spent.add(self.machine.copy_s, out.size)
-        return 0
-
-    def add(self, payload: Array, shifts: Array | None, x: Array, out: Array) -> None:
-        """Take the time of an addition."""
-        self.spent.add(self.machine.gamma_s, x.size)
-
-    def add_encode(
-        self,
-        came: Array,
-        came_shifts: Array | None,
-        x: Array,
-        shifts: Array | None,
-        key: Key,
-        offset: int,
-        payload: Array,
-    ) -> None:
-        """Take the time of an addition."""
-        self.spent.add(self.machine.gamma_s, x.size)
-
-
-@dataclass(frozen=True)
-class TimedPacked(Packed):
-    """A packed wire that only takes time."""
-
-    machine: Machine
-    spent: Spent
-
-    def encode(self, x: Array, shifts: Array | None, key: Key, offset: int, payload: Array) -> None:
-        """Take the time of encoding."""
-        self.spent.add(self.machine.encode_s, x.size)
-
-    def decode(self, payload: Array, shifts: Array | None, out: Array) -> int:
-        """Take the time of decoding."""
-        self.spent.add(self.machine.decode_s, out.size)
-        return 0
-
-    def add(self, payload: Array, shifts: Array | None, x: Array, out: Array) -> None:
-        """Take the time of decoding into a sum."""
-        self.spent.add(self.machine.decode_add_s, x.size)
-
-    def add_encode(
-        self,
-        came: Array,
-        came_shifts: Array | None,
-        x: Array,
-        shifts: Array | None,
-        key: Key,
-        offset: int,
-        payload: Array,
-    ) -> None:
-        """Take the time of a hop."""
-        self.spent.add(self.machine.hop_s, x.size)
+from .timed import Spent
+from .wire import Array
 
 
 @dataclass
