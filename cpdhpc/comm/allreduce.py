@@ -60,8 +60,7 @@ class Allreduce(Method):
         Other arguments, and errors: as allreduce.
         """
         if self.algorithm == AUTO:  # what is chosen is compared over ranks like all arguments
-            chosen = self.chosen(world, xs)
-            return chosen.run(
+            return self.chosen(world, xs).run(
                 world, xs, outs,
                 iteration=iteration, segments=segments, every=every, error=error,
             )  # fmt: skip
