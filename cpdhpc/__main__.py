@@ -51,13 +51,23 @@ def info(arguments: argparse.Namespace, world: World) -> int:
     return 0
 
 
-def bench(arguments: argparse.Namespace) -> int:
-    """Run a benchmark."""
+def bench_alone(arguments: argparse.Namespace) -> int:
+    """Run a benchmark of this process."""
     from importlib import import_module
 
-    from .bench import BENCHES
+    from .bench import ALONE
 
-    import_module(BENCHES[arguments.bench]).run(arguments)
+    import_module(ALONE[arguments.bench]).run(arguments)
+    return 0
+
+
+def bench(arguments: argparse.Namespace, world: World) -> int:
+    """Run a benchmark of all processes. Collective."""
+    from importlib import import_module
+
+    from .bench import TOGETHER
+
+    import_module(TOGETHER[arguments.bench]).run(arguments, world)
     return 0
 
 
@@ -65,12 +75,15 @@ def add_bench(parser: argparse.ArgumentParser) -> None:
     """Add the benchmarks, each with its own arguments."""
     from importlib import import_module
 
-    from .bench import BENCHES
+    from .bench import ALONE, TOGETHER
 
     benches = parser.add_subparsers(dest="bench", required=True, metavar="BENCHMARK")
-    for name, path in BENCHES.items():
+    for name, path in (ALONE | TOGETHER).items():
         module = import_module(path)
-        module.add_arguments(benches.add_parser(name, help=module.SUMMARY))
+        added = benches.add_parser(name, help=module.SUMMARY, description=module.__doc__)
+        module.add_arguments(added)
+        if name in ALONE:
+            added.set_defaults(alone=bench_alone)
 
 
 def add_train(parser: argparse.ArgumentParser) -> None:
@@ -109,11 +122,11 @@ def add_info(parser: argparse.ArgumentParser) -> None:
 
 Add = Callable[[argparse.ArgumentParser], None]
 ALONE: dict[str, tuple[Callable[[argparse.Namespace], int], Add, str]] = {
-    "bench": (bench, add_bench, "measure this machine"),
     "report": (report, add_report, "show runs as a table, a figure, a page; needs no MPI"),
 }
 TOGETHER: dict[str, tuple[Callable[[argparse.Namespace, World], int], Add, str]] = {
     "train": (train, add_train, "train a job file's rows with all seeds, on all MPI ranks"),
+    "bench": (bench, add_bench, "measure this machine, predict others; codec needs no MPI"),
     "info": (info, add_info, "show versions, the MPI library, hosts, kernels, the GPU"),
 }
 
@@ -125,7 +138,10 @@ def parser() -> argparse.ArgumentParser:
     )
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (_, add, text) in (TOGETHER | ALONE).items():
-        add(commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + "."))
+        added = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+        if name in ALONE:
+            added.set_defaults(alone=ALONE[name][0])
+        add(added)
     return top
 
 
@@ -141,8 +157,8 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     world = None
     try:
-        if arguments.command in ALONE:
-            return ALONE[arguments.command][0](arguments)
+        if "alone" in arguments:
+            return int(arguments.alone(arguments))
         from .comm import World
 
         world = World()

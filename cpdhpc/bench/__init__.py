@@ -1,5 +1,11 @@
-"""Benchmarks: each module has SUMMARY, add_arguments and run; BENCHES is their table."""
+"""Benchmarks: each module has SUMMARY, add_arguments and run; the tables name them."""
 
-BENCHES = {
+ALONE = {  # run(arguments), without MPI
     "codec": "cpdhpc.bench.codec",
+    "predict": "cpdhpc.bench.predict",
+}
+TOGETHER = {  # run(arguments, world), on all processes
+    "allreduce": "cpdhpc.bench.allreduce",
+    "latency": "cpdhpc.bench.latency",
+    "fit": "cpdhpc.bench.fit",
 }

@@ -9,17 +9,22 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..comm import Loopback
 from ..formats import Cast, packed_bytes, parse_format, tiles
 from ..ops import cpu, reference
 from ..provenance import processor
-from .harness import interleave
+from .harness import Times, interleave
+from .options import check_out, check_positive, parse_names
+from .samples import Column, write_samples
 
 SUMMARY = "codec rates on one core, in GB/s of float32, beside memcpy"
 DEFAULT_FORMATS = "e1m1,e3m0,e3m2,e4m3,e5m2,fp16"
+WARMUP = 1
 COLUMNS = ("encode", "encode tile", "stochastic", "decode", "decode_add", "hop", "hop tile")
 
 
@@ -28,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mib", type=float, default=64, help="MiB of float32 (default 64)")
     parser.add_argument("--formats", default=DEFAULT_FORMATS, help="comma-separated names")
     parser.add_argument("--repeats", type=int, default=9, help="timed calls of each case")
+    parser.add_argument("--out", type=Path, metavar="FILE.h5", help="write every sample")
 
 
 def _check_against_reference(x: NDArray[np.float32], cast: Cast) -> None:
@@ -73,15 +79,29 @@ def _cases(x: NDArray[np.float32], cast: Cast) -> dict[str, Callable[[], object]
 
 def run(args: argparse.Namespace) -> None:
     """Check and time the operations for each format, and print a table."""
+    check_positive(args, "repeats")
+    check_out(args.out)
+    names = parse_names("--formats", args.formats, parse_format)
     n = max(1, int(args.mib * 2**20 / 4))
     x = np.random.default_rng(0).standard_normal(n).astype(np.float32)
     print(f"codec on one core of {processor()}, {os.cpu_count()} cores, clone {cpu.clone()}")
     print(f"{args.mib:g} MiB of float32, median of {args.repeats}, GB/s of float32")
     print(f"{'format':>8} {'bits':>4} {'memcpy':>11} " + " ".join(f"{c:>11}" for c in COLUMNS))
-    for name in args.formats.split(","):
+    found: dict[tuple[str, str], Times] = {}
+    for name in names:
         cast = Cast(parse_format(name))
         _check_against_reference(x, cast)
-        samples = interleave(_cases(x, cast), args.repeats)
-        rates = {case: 4 * n / float(np.median(times)) / 1e9 for case, times in samples.items()}
+        samples = interleave(_cases(x, cast), args.repeats, WARMUP)
+        rates = {
+            case: 4 * n / float(np.median(times[WARMUP:])) / 1e9 for case, times in samples.items()
+        }
         cells = " ".join(f"{rates[c]:>5.1f} {rates[c] / rates['memcpy']:.2f}x" for c in COLUMNS)
         print(f"{name:>8} {cast.fmt.bits:>4} {rates['memcpy']:>11.1f} {cells}")
+        found |= {(name, case): times for case, times in samples.items()}
+    columns: dict[str, Column] = {
+        "format": [name for name, _ in found],
+        "operation": [case for _, case in found],
+        "size_bytes": [4 * n] * len(found),
+    }
+    times = [each[:, None] for each in found.values()]
+    write_samples(args.out, Loopback(), "codec", columns, times, WARMUP)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..formats import FloatFormat, Overflow, Rounding
 from .arguments import check_alike, check_arrays, check_out
+from .cost import choose
 from .engine import Program, Take, run
 from .executor import program
-from .method import MPI_ALLREDUCE, Method, Op
+from .machine import Machine
+from .method import AUTO, MPI_ALLREDUCE, Method, Op
 from .nonfinite import is_finite, raise_nonfinite, shared_amax
 from .ranks import Array, Ranks
 from .scaling import Segment, aps_shift
@@ -25,11 +28,13 @@ class Reduced(NamedTuple):
     arrays: the result, float32, one array, or with every one for each hosted rank: the same bits
     sent_shifts, result_shifts: the k of each segment by which contributions, and partial sums
         and the result, were scaled; empty for scaling "tile" and wire "raw"
+    algorithm: the one that was used: what "auto" has chosen
     """
 
     arrays: tuple[Array, ...]
     sent_shifts: tuple[int, ...]
     result_shifts: tuple[int, ...]
+    algorithm: str
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,11 @@ class Allreduce(Method):
         error: of this process, known before the call: raised on all
         Other arguments, and errors: as allreduce.
         """
+        if self.algorithm == AUTO:  # what is chosen is compared over ranks like all arguments
+            return self.chosen(world, xs).run(
+                world, xs, outs,
+                iteration=iteration, segments=segments, every=every, error=error,
+            )  # fmt: skip
         parts = self._check(world, xs, outs, iteration, segments, every, error)
         flat = [x.reshape(-1) for x in xs]
         shifts = self._shifts(world, flat, parts)
@@ -69,7 +79,15 @@ class Allreduce(Method):
         if outs is not None and given is None:
             for out, total in zip(outs, totals, strict=True):
                 out[...] = total
-        return Reduced(tuple(outs or totals), *map(tuple, shifts))
+        sent, result = map(tuple, shifts)
+        return Reduced(tuple(outs or totals), sent, result, self.algorithm)
+
+    def chosen(self, world: Ranks, xs: Sequence[Array]) -> Allreduce:
+        """Return this with the algorithm that is predicted to be fastest for arrays like xs."""
+        size = getattr(xs[0], "size", 0) if len(xs) else 0  # what is no array is refused later
+        found = choose(self, world.nodes, size)
+        assert isinstance(found, Allreduce)  # as self is
+        return found
 
     def _check(
         self,
@@ -150,8 +168,10 @@ class Allreduce(Method):
 
 def _sum_by_mpi(world: Ranks, flat: Sequence[Array], totals: Sequence[Array]) -> None:
     """Sum the hosted ranks here, and the processes by MPI_Allreduce."""
-    totals[0][:] = flat[0]
-    for x in flat[1:]:
+    if len(flat) == 1:
+        return world.sum_by_mpi(totals[0], flat[0])
+    np.add(flat[0], flat[1], out=totals[0])
+    for x in flat[2:]:
         np.add(totals[0], x, out=totals[0])
     world.sum_by_mpi(totals[0])
     for total in totals[1:]:
@@ -178,6 +198,7 @@ def allreduce(
     seed: int = 0,
     iteration: int = 0,
     segments: Sequence[Segment] | None = None,
+    machine: Machine | str | Path | None = None,
 ) -> Array:
     """Return the sum, or mean, of all ranks' arrays: the same bits on every rank. Collective.
 
@@ -186,7 +207,9 @@ def allreduce(
         sequence of one array for each; never written, unless out shares its memory
     wire: "raw" (float32 bytes), a format's name or a FloatFormat
     algorithm: a name from SCHEDULES ("ring", "rhd", "tree", "dbtree", "direct", "hier", "gather"),
-        or "mpi" (MPI_Allreduce, wire "raw"). hier sums inside nodes first: world.nodes.
+        or "mpi" (MPI_Allreduce, wire "raw"). hier sums inside nodes first: world.nodes. "auto" is
+        the one from SCHEDULES that is predicted to be fastest for x on machine: another algorithm
+        adds in another order, so its bits depend on size, ranks, nodes and machine
     scaling: "none", "static:K" (by 2**K), "aps" (a shift for each segment from the largest value
         of all ranks), "tile" (a shift for each 1,024 values, sent with them). Wire "raw" is not
         scaled and ignores it.
@@ -202,6 +225,8 @@ def allreduce(
         "sqrt" sqrt(p) times, "none"; with accumulate "float32" contributions need none
     seed, iteration: of the random bits of rounding "stochastic"
     segments: the named parts of x, in order, starting on tiles: aps scales each by itself
+    machine: for "auto": a Machine, the TOML file of bench fit, or None for DEFAULT of machine.py,
+        round figures that were measured nowhere
     Raises, on all ranks alike and before data moves, TypeError and ValueError for arguments that
     are wrong or differ between ranks; NonFiniteGradient on all ranks where a packed wire met NaN
     or infinity. Wire "raw" follows IEEE 754 instead.
@@ -210,7 +235,7 @@ def allreduce(
     config, error = Allreduce(), None  # with an error the default only serves to raise it
     try:
         config = Allreduce(
-            wire, algorithm, scaling, accumulate, op, rounding, overflow, headroom, seed
+            wire, algorithm, scaling, accumulate, op, rounding, overflow, headroom, seed, machine
         )
     except (TypeError, ValueError) as found:
         error = found

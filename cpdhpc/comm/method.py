@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Literal, get_args
 
 from ..formats import Cast, FloatFormat, Overflow, Rounding
 from .accumulate import ACCUMULATES
 from .executor import Plan
+from .machine import Machine, as_machine
 from .scaling import HEADROOMS, Scaling, Segment, parse_scaling, shift_bytes
 from .schedule import SCHEDULES
 from .wire import Array, Packed, Raw, Wire, parse_wire
 
 Op = Literal["sum", "mean"]
 MPI_ALLREDUCE = "mpi"  # the one algorithm that is no schedule
+AUTO = "auto"  # the schedule that is predicted to be fastest
 
 
 @dataclass(frozen=True)
@@ -34,13 +37,16 @@ class Method:
     overflow: Overflow = "saturate"
     headroom: str = "n"
     seed: int = 0
+    machine: Machine | str | Path | None = None
 
     def __post_init__(self) -> None:
+        if self.machine is not None:  # its numbers, so that ranks whose files differ are noticed
+            object.__setattr__(self, "machine", as_machine(self.machine))
         if self.fmt is not None:
             Cast(self.fmt, self.rounding, self.overflow)
         parse_scaling(self.scaling, self.fmt)
         known: dict[str, Sequence[str]] = {
-            "algorithm": (*SCHEDULES, MPI_ALLREDUCE),
+            "algorithm": (*SCHEDULES, MPI_ALLREDUCE, AUTO),
             "op": get_args(Op),
             "headroom": tuple(HEADROOMS),
             "accumulate": self._accumulates(),
@@ -56,6 +62,8 @@ class Method:
         """Return what accumulate may be; for raw, float32 and requantise are the same."""
         schedule = SCHEDULES.get(self.algorithm)
         allowed = schedule.accumulates if schedule else ()
+        if self.algorithm == AUTO:
+            allowed = tuple(ACCUMULATES)
         return allowed if self.fmt else tuple(dict.fromkeys((*allowed, "requantise", "float32")))
 
     @cached_property

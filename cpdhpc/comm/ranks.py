@@ -103,8 +103,11 @@ class Ranks(ABC):
         """Return the element-wise maximum over processes; int64[n], n alike. Collective."""
 
     @abstractmethod
-    def sum_by_mpi(self, array: Array) -> None:
-        """Sum float32[n] over processes in place by MPI_Allreduce. Collective."""
+    def sum_by_mpi(self, array: Array, source: Array | None = None) -> None:
+        """Sum float32[n] over processes by MPI_Allreduce. Collective.
+
+        Source, or array itself, into array, which must not share memory with source.
+        """
 
     @abstractmethod
     def isend(self, rank: int, to: int, payload: Array, stream: int = 0) -> list[Any]:
@@ -177,8 +180,10 @@ class Loopback(Ranks):
         """Return a copy."""
         return values.copy()
 
-    def sum_by_mpi(self, array: Array) -> None:
-        """Leave the array as it is."""
+    def sum_by_mpi(self, array: Array, source: Array | None = None) -> None:
+        """Copy the source, if there is one, into the array."""
+        if source is not None:
+            array[:] = source
 
     def isend(self, rank: int, to: int, payload: Array, stream: int = 0) -> list[Any]:
         """Raise ValueError: there is no other process."""

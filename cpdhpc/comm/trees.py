@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 
 from .step import Layout, Step
 
@@ -51,8 +52,7 @@ def dbtree(rank: int, layout: Layout) -> Iterator[Step]:
     scan, Parallel Computing 35(12), 2009.
     """
     ranks = layout.ranks
-    places = _places(ranks, layout.piece % 2)
-    at = {place: other for other, place in enumerate(places)}
+    places, at = _places(ranks, layout.piece % 2)
     place = places[rank]
     children, parent = tree_children(place, ranks), tree_parent(place, ranks)
     for child in children:
@@ -64,13 +64,15 @@ def dbtree(rank: int, layout: Layout) -> Iterator[Step]:
         yield Step("copy", at[child], ALL, (ranks,))
 
 
-def _places(ranks: int, number: int) -> Sequence[int]:
-    """Return the place of each rank in a tree."""
-    if number == 0:
-        return range(1, ranks + 1)
-    if ranks % 2 == 0:
-        return range(ranks, 0, -1)
-    return [(rank + 1) % ranks + 1 for rank in range(ranks)]
+@lru_cache(maxsize=8)
+def _places(ranks: int, number: int) -> tuple[Sequence[int], Mapping[int, int]]:
+    """Return the place of each rank in a tree, and the rank at each place."""
+    places: Sequence[int] = range(1, ranks + 1)
+    if number == 1 and ranks % 2 == 0:
+        places = range(ranks, 0, -1)
+    elif number == 1:
+        places = [(rank + 1) % ranks + 1 for rank in range(ranks)]
+    return places, {place: rank for rank, place in enumerate(places)}
 
 
 def tree_parent(place: int, ranks: int) -> int | None:

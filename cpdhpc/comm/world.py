@@ -119,14 +119,18 @@ class World(Ranks):
         self.collective_bytes += values.nbytes
         return result
 
-    def sum_by_mpi(self, array: Array) -> None:
-        """Sum float32[n] over processes in place by MPI_Allreduce. Collective.
+    def sum_by_mpi(self, array: Array, source: Array | None = None) -> None:
+        """Sum source, or array itself, over processes into array by MPI_Allreduce. Collective.
 
         It blocks and has no time-out: it is the baseline, and MPI's non-blocking variant may be
         another algorithm.
         """
-        for piece in _pieces(array, MESSAGE_BYTES):
-            self._comm.Allreduce(self._mpi.IN_PLACE, piece, self._mpi.SUM)
+        totals = _pieces(array, MESSAGE_BYTES)
+        givens = [self._mpi.IN_PLACE] * len(totals)
+        if source is not None:
+            givens = _pieces(source, MESSAGE_BYTES)
+        for given, total in zip(givens, totals, strict=True):
+            self._comm.Allreduce(given, total, self._mpi.SUM)
         self.collective_bytes += array.nbytes
 
     def isend(self, rank: int, to: int, payload: Array, stream: int = 0) -> list[Any]:

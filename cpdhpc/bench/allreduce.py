@@ -1,0 +1,259 @@
+"""Benchmark of all-reduces beside MPI_Allreduce and gloo, in the columns of nccl-tests.
+
+algbw is size / time; busbw is algbw times 2 (p - 1) / p, which for the least traffic possible is
+the rate of a rank's link; wirebw is the bytes that left the rank that sent most / time.
+GB/s are 1e9 byte/s.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from importlib.util import find_spec
+from itertools import product
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from ..comm import SCHEDULES, Allreduce, Ranks
+from ..comm.accumulate import ACCUMULATES
+from ..comm.cost import predict
+from ..comm.machine import Machine, read_machine
+from ..comm.method import AUTO
+from ..comm.scaling import parse_scaling
+from ..comm.wire import parse_wire
+from ..config import UserError
+from .cases import BASELINES, Case, cases_of_size
+from .cores import own_cores
+from .harness import Times, interleave_ranks
+from .options import (
+    check_out,
+    check_positive,
+    check_whole,
+    machine_line,
+    parse_names,
+    parse_sizes,
+    together,
+)
+from .samples import write_samples
+
+SUMMARY = "all-reduces by size, beside MPI_Allreduce and gloo; under mpirun"
+GIGA = 1e9
+
+
+class Row(NamedTuple):
+    """A case at a size: times_s float64[repeats, processes], predicted_s or nan."""
+
+    size_bytes: int
+    case: Case
+    times_s: Times
+    predicted_s: float
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the benchmark's options to its command-line parser."""
+    add_choices(parser)
+    parser.add_argument(
+        "--baselines", help=f"of {','.join(BASELINES)} (default: mpi, and gloo where torch is)"
+    )
+    parser.add_argument("--repeats", type=int, default=9, help="timed calls (default 9)")
+    parser.add_argument("--warmup", type=int, default=2, help="calls before (default 2)")
+    parser.add_argument("--out", type=Path, metavar="FILE.h5", help="write every sample")
+    parser.add_argument(
+        "--predict", type=Path, metavar="MACHINE.toml", help="show predictions; used by auto"
+    )
+
+
+def add_choices(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say which all-reduces."""
+    parser.add_argument(
+        "--sizes",
+        default="64KiB:16MiB:x16",
+        help="bytes of float32: 1MiB,16MiB or first:last:xFACTOR (default 64KiB:16MiB:x16)",
+    )
+    parser.add_argument(
+        "--algorithms",
+        default="ring,tree,direct",
+        help=f"of {','.join(SCHEDULES)},{AUTO} (default ring,tree,direct)",
+    )
+    parser.add_argument("--wires", default="raw,e4m3", help="raw or formats (default raw,e4m3)")
+    parser.add_argument(
+        "--scalings", default="tile", help="of none,static:K,aps,tile (default tile)"
+    )
+    parser.add_argument(
+        "--accumulate",
+        default="default",
+        help=f"of {','.join(ACCUMULATES)},default: the algorithm's own",
+    )
+
+
+def parse_methods(
+    arguments: argparse.Namespace, machine: Machine | None
+) -> tuple[list[Allreduce], list[str]]:
+    """Return the methods that the options name, and what does not go together.
+
+    Raises UserError for unknown names, or where nothing goes together.
+    """
+    known = dict.fromkeys((*SCHEDULES, AUTO))
+    algorithms = parse_names("--algorithms", arguments.algorithms, known.__getitem__)
+    wires = parse_names("--wires", arguments.wires, parse_wire)
+    scalings = parse_names("--scalings", arguments.scalings, lambda s: parse_scaling(s, None))
+    known = dict.fromkeys((*ACCUMULATES, "default"))
+    ways = parse_names("--accumulate", arguments.accumulate, known.__getitem__)
+    methods, skipped = dict[Allreduce, None](), []
+    for algorithm, wire, scaling, way in product(algorithms, wires, scalings, ways):
+        raw = wire == "raw"  # which neither scaling nor rounding touches
+        options = ("tile", None) if raw else (scaling, None if way == "default" else way)
+        try:
+            methods[Allreduce(wire, algorithm, *options, machine=machine)] = None
+        except ValueError as error:
+            skipped.append(str(error).removeprefix("allreduce: "))
+    if not methods:
+        raise UserError(f"bench: nothing to do: {'; '.join(skipped) or 'no names are given'}")
+    return list(methods), skipped
+
+
+def parse_baselines(world: Ranks, text: str | None) -> list[str]:
+    """Return the baselines to run, mpi first. Collective. Raises UserError."""
+    has_torch = all(world.gather(find_spec("torch") is not None))
+    available = [name for name in BASELINES if has_torch or not name.startswith("gloo")]
+    if text is None:
+        return available
+    names = parse_names("--baselines", text, BASELINES.__getitem__)
+    missing = [name for name in names if name not in available]
+    if missing:
+        raise UserError(f"--baselines {missing[0]}: torch is not installed on every process")
+    return [name for name in BASELINES if name in {"mpi", *names}]
+
+
+def run(arguments: argparse.Namespace, world: Ranks) -> None:
+    """Check and time every case at every size, and print a table. Collective."""
+    check_positive(arguments, "repeats")
+    check_whole(arguments, "warmup")
+    sizes = parse_sizes(arguments.sizes)
+    machine = None
+    if arguments.predict is not None:
+        machine = together(world, lambda: read_machine(arguments.predict)).machine
+    methods, skipped = parse_methods(arguments, machine)
+    baselines = parse_baselines(world, arguments.baselines)
+    together(world, lambda: check_out(arguments.out))
+    with own_cores(world) as cores, group_of(world, baselines):
+        header = heading(machine_line(world), cores, arguments, skipped, machine)
+        if world.rank == 0:
+            print("\n".join(header), flush=True)
+        rows = measure(world, arguments, sizes, methods, baselines, machine)
+    times = [row.times_s for row in rows]
+    write_samples(arguments.out, world, "allreduce", columns(rows), times, arguments.warmup)
+
+
+def group_of(world: Ranks, baselines: Sequence[str]) -> AbstractContextManager[None]:
+    """Return torch's process group where a baseline needs it. Collective."""
+    if not any(name.startswith("gloo") for name in baselines):
+        return nullcontext()
+    from ..train.gloo import gloo
+
+    return gloo(world)
+
+
+def measure(
+    world: Ranks,
+    arguments: argparse.Namespace,
+    sizes: Sequence[int],
+    methods: Sequence[Allreduce],
+    baselines: Sequence[str],
+    machine: Machine | None,
+) -> list[Row]:
+    """Return the rows of all sizes; print each size's when they are there. Collective."""
+    rows: list[Row] = []
+    for size_bytes in sizes:
+        cases = cases_of_size(world, size_bytes, methods, baselines)
+        times = interleave_ranks(
+            world,
+            {i: case.run for i, case in enumerate(cases)},
+            arguments.repeats,
+            arguments.warmup,
+            lambda i: cases[i].prepare(),  # noqa: B023
+        )
+        found = [
+            Row(size_bytes, case, times[i], predicted_s(machine, case, world))
+            for i, case in enumerate(cases)
+        ]
+        if world.rank == 0:
+            for row in found:
+                print(line(row, found[0], world.ranks, arguments.warmup, machine), flush=True)
+        rows += found
+    return rows
+
+
+def predicted_s(machine: Machine | None, case: Case, world: Ranks) -> float:
+    """Return the predicted time of a case, nan where there is no machine, or not our algorithm."""
+    if machine is None or case.method is None:
+        return np.nan
+    method = Allreduce(case.method.wire, case.chosen, case.method.scaling, case.method.accumulate)
+    return predict(machine, method, world.nodes, case.out.size).time_s
+
+
+def heading(
+    where: str,
+    cores: str,
+    arguments: argparse.Namespace,
+    skipped: Sequence[str],
+    machine: Machine | None,
+) -> list[str]:
+    """Return the lines above the table."""
+    lines = [
+        f"all-reduce of float32, sum, out of place: {where}",
+        cores,
+        f"time: the slowest rank from a barrier; {arguments.repeats} calls after "
+        f"{arguments.warmup} warm-ups, cases in turns; GB/s: 1e9 byte/s",
+        "busbw: 2 (p - 1) / p of size / time; wirebw: bytes that left a rank / time; "
+        "error: relative, Euclidean norm",
+        "x mpi: how many times as fast as MPI_Allreduce (mpi), median over calls",
+        *(f"left out: {text}" for text in skipped),
+        f"{'size':>11} {'':>11} {'':>13} {'':>6} {'':>9} {'':>10} {'time':>10} {'min':>10} "
+        f"{'max':>10} {'algbw':>7} {'busbw':>7} {'wirebw':>7} {'':>8} {'':>6}"
+        + (f" {'predicted':>10} {'predicted':>9}" if machine else ""),
+        f"{'(B)':>11} {'count':>11} {'algorithm':>13} {'wire':>6} {'scaling':>9} "
+        f"{'accumulate':>10} {'(us)':>10} {'(us)':>10} {'(us)':>10} {'(GB/s)':>7} {'(GB/s)':>7} "
+        f"{'(GB/s)':>7} {'error':>8} {'x mpi':>6}"
+        + (f" {'(us)':>10} {'/ time':>9}" if machine else ""),
+    ]
+    return [f"# {text}" for text in lines]
+
+
+def line(row: Row, mpi: Row, ranks: int, warmup: int, machine: Machine | None) -> str:
+    """Return a row of the table; time is the median."""
+    case, size = row.case, row.size_bytes
+    times_s, mpi_s = (each.times_s[warmup:].max(axis=1) for each in (row, mpi))
+    time_s = float(np.median(times_s))
+    bus_bytes = size * 2 * (ranks - 1) / ranks
+    wire = f"{case.wire_bytes / time_s / GIGA:>7.2f}" if case.method else f"{'-':>7}"
+    text = (
+        f"  {size:>11} {size // 4:>11} {case.name:>13} {case.wire:>6} {case.scaling:>9} "
+        f"{case.accumulate:>10} {1e6 * time_s:>10.1f} {1e6 * times_s.min():>10.1f} "
+        f"{1e6 * times_s.max():>10.1f} {size / time_s / GIGA:>7.2f} "
+        f"{bus_bytes / time_s / GIGA:>7.2f} {wire} {case.error:>8.1e} "
+        f"{np.median(mpi_s / times_s):>6.2f}"
+    )
+    if machine is None:
+        return text
+    if np.isnan(row.predicted_s):
+        return text + f" {'-':>10} {'-':>9}"
+    return text + f" {1e6 * row.predicted_s:>10.1f} {row.predicted_s / time_s:>9.2f}"
+
+
+def columns(rows: Sequence[Row]) -> dict[str, list[str] | list[int] | list[float]]:
+    """Return the factors of the rows for a file."""
+    return {
+        "algorithm": [row.case.algorithm for row in rows],
+        "chosen": [row.case.chosen or row.case.algorithm for row in rows],
+        "wire": [row.case.wire for row in rows],
+        "scaling": [row.case.scaling for row in rows],
+        "accumulate": [row.case.accumulate for row in rows],
+        "size_bytes": [row.size_bytes for row in rows],
+        "wire_bytes": [row.case.wire_bytes for row in rows],
+        "error": [row.case.error for row in rows],
+        "predicted_s": [row.predicted_s for row in rows],
+    }

@@ -1,0 +1,80 @@
+"""Benchmark of small all-reduces beside MPI_Allreduce, in the columns of the OSU benchmarks."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from ..comm import Allreduce, Ranks
+from .allreduce import Row, columns
+from .cases import cases_of_size
+from .cores import own_cores
+from .harness import Times, interleave_ranks
+from .options import check_out, check_positive, check_whole, machine_line, parse_sizes, together
+from .samples import write_samples
+
+SUMMARY = "latency of small all-reduces, tree beside MPI_Allreduce; under mpirun"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the benchmark's options to its command-line parser."""
+    parser.add_argument(
+        "--sizes", default="8:16KiB:x2", help="bytes of float32 (default 8:16KiB:x2)"
+    )
+    parser.add_argument("--repeats", type=int, default=200, help="timed calls (default 200)")
+    parser.add_argument("--warmup", type=int, default=20, help="calls before (default 20)")
+    parser.add_argument("--out", type=Path, metavar="FILE.h5", help="write every sample")
+
+
+def run(arguments: argparse.Namespace, world: Ranks) -> None:
+    """Check and time both at every size, and print a table. Collective."""
+    check_positive(arguments, "repeats")
+    check_whole(arguments, "warmup")
+    sizes = parse_sizes(arguments.sizes)
+    together(world, lambda: check_out(arguments.out))
+    rows: list[Row] = []
+    with own_cores(world) as cores:
+        where = machine_line(world)
+        if world.rank == 0:
+            print("\n".join(heading(where, cores)), flush=True)
+        for size_bytes in sizes:
+            rows += measure(world, size_bytes, arguments)
+    times = [row.times_s for row in rows]
+    write_samples(arguments.out, world, "latency", columns(rows), times, arguments.warmup)
+
+
+def measure(world: Ranks, size_bytes: int, arguments: argparse.Namespace) -> list[Row]:
+    """Return the rows of a size, and print them as one. Collective."""
+    cases = cases_of_size(world, size_bytes, [Allreduce("raw", "tree")], ["mpi"])
+    runs = {case.algorithm: case.run for case in cases}
+    times = interleave_ranks(world, runs, arguments.repeats, arguments.warmup)
+    if world.rank == 0:
+        timed = [each[arguments.warmup :] for each in times.values()]
+        print(line(size_bytes, timed), flush=True)
+    return [Row(size_bytes, case, times[case.algorithm], np.nan) for case in cases]
+
+
+def heading(where: str, cores: str) -> list[str]:
+    """Return the lines above the table."""
+    latency = ("Avg Latency(us)", "Min Latency(us)", "Max Latency(us)")
+    names = " ".join(f"{each:>15}" for each in latency * 2)
+    return [
+        f"# all-reduce of float32, sum: {where}",
+        f"# {cores}",
+        "# Avg: mean over ranks of the mean over calls; Min, Max: over ranks; a barrier before",
+        f"#{'':<9} {'MPI_Allreduce':>47} {'tree, raw':>47}",
+        f"{'# Size(B)':<10} {names}{'Iterations':>12}",
+    ]
+
+
+def line(size_bytes: int, times: Sequence[Times]) -> str:
+    """Return a row of the table. times: float64[repeats, processes] of mpi and tree."""
+    cells = []
+    for each in times:
+        by_rank = 1e6 * each.mean(axis=0)
+        cells += [by_rank.mean(), by_rank.min(), by_rank.max()]
+    figures = " ".join(f"{cell:>15.2f}" for cell in cells)
+    return f"{size_bytes:<10} {figures}{len(times[0]):>12}"

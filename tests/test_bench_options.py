@@ -1,0 +1,59 @@
+"""The options of benchmarks: what they mean, and what is wrong with them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cpdhpc.__main__ import parser
+from cpdhpc.bench.allreduce import run
+from cpdhpc.bench.options import parse_sizes
+from cpdhpc.comm import Loopback
+from cpdhpc.config import UserError
+
+
+@pytest.mark.parametrize(
+    "text, sizes",
+    [
+        ("8", [8]),
+        ("1MiB, 16KiB", [1 << 20, 16 << 10]),
+        ("8:64:x2", [8, 16, 32, 64]),
+        ("4B:1KiB:x100,1GiB", [4, 400, 1 << 30]),
+    ],
+)
+def test_sizes(text: str, sizes: list[int]) -> None:
+    assert parse_sizes(text) == sizes
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--sizes", "6"], "--sizes 6: must be a positive multiple of 4"),
+        (["--sizes", "0"], "--sizes 0: must be"),
+        (["--sizes", "1MB"], "--sizes 1MB: must be a number, with one of B, KiB"),
+        (["--sizes", "8:16"], "--sizes 8:16: a range is first:last:xFACTOR"),
+        (["--sizes", "8:64:x1"], "FACTOR 2 or more"),
+        (["--algorithms", "rings"], "--algorithms rings"),
+        (["--wires", "e4"], "--wires e4"),
+        (["--scalings", "layer"], "--scalings layer"),
+        (["--accumulate", "kahn"], "--accumulate kahn"),
+        (["--algorithms", "ring", "--wires", "e4m3", "--accumulate", "kahan"], "nothing to do"),
+        (["--wires", ","], "nothing to do: no names are given"),
+        (["--baselines", "nccl"], "--baselines nccl"),
+        (["--repeats", "0"], "--repeats 0: must be 1 or more"),
+        (["--warmup", "-1"], "--warmup -1: must be 0 or more"),
+        (["--out", "nowhere/x.h5"], "--out nowhere/x.h5: nowhere is no directory"),
+        (["--predict", "none.toml"], "none.toml: cannot be read"),
+    ],
+)
+def test_what_the_user_can_mend(
+    arguments: list[str], words: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError) as caught:
+        run(
+            parser().parse_args(["bench", "allreduce", "--baselines", "mpi", *arguments]),
+            Loopback(1),
+        )
+    assert words in str(caught.value)

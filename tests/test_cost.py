@@ -1,0 +1,243 @@
+"""Predicted times against formulas worked out by hand, the fit, and what "auto" chooses."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cpdhpc.comm import SCHEDULES, Allreduce, Loopback, allreduce, cost, simulate
+from cpdhpc.comm.cost import Sample, choose, fit, line, predict, solve
+from cpdhpc.comm.machine import DEFAULT, UNITS, Machine, as_machine, read_machine
+from cpdhpc.config import ConfigError, dump_toml
+from cpdhpc.formats import TILE
+
+MACHINE = Machine(
+    alpha_s=3e-6,
+    beta_s=2e-10,
+    host_s=0.0,
+    gamma_s=7e-11,
+    copy_s=0.0,
+    encode_s=5e-11,
+    decode_s=3e-11,
+    decode_add_s=4e-11,
+    hop_s=9e-11,
+    step_s=1e-5,
+    call_s=2e-4,
+)
+# A prediction is a sum of fewer than 10,000 terms, each rounded to 2**-53 of the total.
+ROUNDING = 10_000 * 2.0**-53
+
+
+def nodes(ranks: int) -> tuple[int, ...]:
+    return (0,) * ranks
+
+
+def predicted_s(name: str, wire: str, ranks: int, n: int, machine: Machine = MACHINE) -> float:
+    return predict(machine, Allreduce(wire, name), nodes(ranks), n).time_s
+
+
+def before_s(ranks: int) -> float:
+    """Of the call, and of comparing its arguments."""
+    return MACHINE.call_s + MACHINE.alpha_s * int(np.ceil(np.log2(ranks)))
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5, 8, 16, 33])
+@pytest.mark.parametrize("tiles", [1, 6])
+def test_schedules_of_equal_chunks_take_what_their_formulas_say(ranks: int, tiles: int) -> None:
+    """In each round a message of n / p values, what is done to it, and the step itself."""
+    m, n = MACHINE, ranks * tiles * TILE
+    raw_bytes, packed_bytes = 4 * tiles * TILE, tiles * (TILE + 1)
+    rounds = 2 * (ranks - 1)
+    steps_s, add_s = rounds * (m.step_s + m.alpha_s), (ranks - 1) * m.gamma_s * raw_bytes
+    raw_s = before_s(ranks) + steps_s + rounds * m.beta_s * raw_bytes + add_s
+    for name in ("ring", "direct"):
+        assert predicted_s(name, "raw", ranks, n) == pytest.approx(raw_s, rel=ROUNDING)
+    packed_s = before_s(ranks) + steps_s + rounds * m.beta_s * packed_bytes
+    hops_s = (m.encode_s + (ranks - 1) * m.hop_s + ranks * m.decode_s) * raw_bytes
+    assert predicted_s("ring", "e4m3", ranks, n) == pytest.approx(packed_s + hops_s, rel=ROUNDING)
+
+
+@pytest.mark.parametrize("levels", [1, 2, 3, 5])
+def test_the_tree_takes_what_its_formula_says(levels: int) -> None:
+    """Up and down once a level, two additions on each but the lowest; n is one piece.
+
+    Two, as the program adds what came when the next has come or the sum is needed. With no time
+    for steps: theirs overlap with messages, and depend on the rank.
+    """
+    m, n = replace(MACHINE, step_s=0.0), 5 * TILE
+    level_s = 2 * (m.alpha_s + m.beta_s * 4 * n)
+    expected_s = before_s(2**levels) + levels * level_s + (2 * levels - 1) * m.gamma_s * 4 * n
+    assert predicted_s("tree", "raw", 2**levels, n, m) == pytest.approx(expected_s, rel=ROUNDING)
+
+
+@pytest.mark.parametrize("ranks", [2, 5, 16])
+def test_gather_takes_what_its_formula_says(ranks: int) -> None:
+    m, n = MACHINE, 7 * TILE
+    round_s = m.step_s + m.alpha_s + (m.beta_s + m.gamma_s) * 4 * n
+    expected_s = before_s(ranks) + (ranks - 1) * round_s
+    assert predicted_s("gather", "raw", ranks, n) == pytest.approx(expected_s, rel=ROUNDING)
+
+
+@pytest.mark.parametrize("wire", ["raw", "e4m3"])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_bytes_are_those_that_leave_the_ranks(name: str, wire: str) -> None:
+    world = Loopback(6)
+    Allreduce(wire, name).run(world, [np.zeros(5000, np.float32)] * 6)
+    found = predict(MACHINE, Allreduce(wire, name), world.nodes, 5000)
+    assert found.wire_bytes == round(world.bytes_sent.mean())
+    assert found.walked == 6
+
+
+@pytest.mark.parametrize("wire", ["raw", "e4m3"])
+@pytest.mark.parametrize("name", ["ring", "rhd", "direct", "hier", "gather"])
+def test_one_rank_stands_for_all(monkeypatch: pytest.MonkeyPatch, name: str, wire: str) -> None:
+    machine, method = replace(MACHINE, host_s=4e-11, copy_s=3e-11), Allreduce(wire, name)
+    where = (0, 0, 0, 0, 1, 1, 1, 1)
+    for n in (8 * TILE, 6 << 20):  # one piece and several; the same chunks on all ranks
+        monkeypatch.setattr(cost, "ALL_RANKS", 8)
+        everyone = predict(machine, method, where, n)
+        monkeypatch.setattr(cost, "ALL_RANKS", 1)
+        one = predict(machine, method, where, n)
+        assert (everyone.walked, one.walked) == (8, 1)
+        assert one.time_s == pytest.approx(everyone.time_s, rel=ROUNDING)
+        assert one.wire_bytes == everyone.wire_bytes
+
+
+def test_trees_are_walked_by_all_ranks() -> None:
+    for name in ("tree", "dbtree"):
+        assert predict(MACHINE, Allreduce("raw", name), nodes(20), TILE).walked == 20
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_pieces_that_are_not_walked_are_estimated(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """No bound: the estimate is for many pieces, and within a quarter here."""
+    monkeypatch.setattr(cost, "WINDOWS", 1000)
+    whole_s = predicted_s(name, "e4m3", 4, 40 << 20)
+    monkeypatch.setattr(cost, "WINDOWS", 4)
+    assert predicted_s(name, "e4m3", 4, 40 << 20) == pytest.approx(whole_s, rel=0.25)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_more_of_anything_takes_no_less_time(name: str) -> None:
+    machine = replace(MACHINE, host_s=4e-11, copy_s=3e-11)
+    for wire in ("raw", "e4m3"):
+        by_size = [predicted_s(name, wire, 5, n, machine) for n in (1, TILE, 50 * TILE, 1 << 22)]
+        assert by_size == sorted(by_size) and by_size[0] < by_size[-1]
+        by_ranks = [predicted_s(name, wire, p, 1 << 16, machine) for p in (1, 2, 4, 8, 64)]
+        assert by_ranks == sorted(by_ranks) and by_ranks[0] < by_ranks[-1]
+        for field in fields(Machine):
+            slower = replace(machine, **{field.name: 3 * getattr(machine, field.name)})
+            assert predicted_s(name, wire, 6, 1 << 16, slower) >= predicted_s(
+                name, wire, 6, 1 << 16, machine
+            )
+
+
+def test_thousands_of_ranks() -> None:
+    """Trees have logarithmic, the ring has linear depth."""
+    found = {name: predicted_s(name, "e4m3", 4096, 1 << 12) for name in ("ring", "tree", "rhd")}
+    assert found["ring"] > 8190 * (MACHINE.alpha_s + MACHINE.step_s)
+    assert found["tree"] < found["ring"] / 50 and found["rhd"] < found["ring"] / 50
+
+
+def test_aps_costs_another_agreement_and_a_pass() -> None:
+    tile, aps = (
+        predict(replace(MACHINE, copy_s=1e-11, beta_s=0.0), Allreduce("e4m3", "ring", s), (0, 0), n)
+        for s, n in (("tile", 4096), ("aps", 4096))
+    )
+    assert aps.time_s - tile.time_s == pytest.approx(MACHINE.alpha_s + 1e-11 * 4 * 4096, rel=1e-6)
+
+
+def test_mpi_and_auto_cannot_be_predicted() -> None:
+    for name in ("mpi", "auto"):
+        with pytest.raises(ValueError, match="known are ring"):
+            predicted_s(name, "raw", 2, 8)
+
+
+def test_a_line_and_least_squares_are_recovered() -> None:
+    sizes = [8 << i for i in range(18)]
+    found = line(sizes, [3e-6 + 2e-10 * size for size in sizes])
+    assert found == pytest.approx((3e-6, 2e-10), rel=1e-9)
+    assert line([8, 16, 32], [1e-6, 1e-6, 0.9e-6])[1] == 0.0
+    a = np.array([[1.0, 0.0], [1.0, 1.0], [1.0, 2.0]])
+    assert solve(a, a @ [2.0, 0.5]).tolist() == pytest.approx([2.0, 0.5])
+    assert solve(a, np.array([2.0, 1.0, 0.0])).tolist() == pytest.approx([1.0, 0.0])
+    assert solve(a, -np.ones(3)).tolist() == [0.0, 0.0]
+
+
+def test_the_fit_recovers_a_machine() -> None:
+    truth = replace(MACHINE, host_s=1.5e-10, step_s=2.5e-5, call_s=8e-5)
+    methods = [Allreduce(w, a) for w in ("raw", "e4m3") for a in ("gather", "tree", "ring")]
+    samples = [
+        Sample(method, nodes(p), n, predict(truth, method, nodes(p), n).time_s)
+        for method in methods
+        for p in (2, 4)
+        for n in (2, 4096, 1 << 18)
+    ]
+    start = replace(truth, host_s=0.0, step_s=0.0, call_s=0.0)
+    found = fit(start, samples, ["call_s", "step_s", "host_s"])
+    assert asdict(found) == pytest.approx(asdict(truth), rel=1e-6)
+
+
+def test_the_fit_of_times_too_short_stays_at_zero() -> None:
+    method = Allreduce("raw", "ring")
+    samples = [Sample(method, nodes(2), n, 1e-9) for n in (2, 4096)]
+    found = fit(MACHINE, samples, ["call_s", "step_s", "host_s"])
+    assert (found.call_s, found.step_s, found.host_s) == (0.0, 0.0, 0.0)
+
+
+def test_auto_chooses_by_size_and_shows_it() -> None:
+    for machine in (None, MACHINE):
+        auto = Allreduce("e4m3", "auto", machine=machine)
+        assert choose(auto, nodes(16), 2).algorithm == "tree"
+        assert choose(auto, nodes(16), 1 << 23).algorithm in ("ring", "rhd", "dbtree")
+    tree = replace(MACHINE, step_s=1.0, beta_s=0.0)  # the fewest steps on the longest path
+    assert choose(Allreduce("raw", "auto", machine=tree), nodes(2), 2).algorithm == "gather"
+    world = Loopback(4)
+    xs = list(np.random.default_rng(0).standard_normal((4, 3000)).astype(np.float32))
+    reduced = Allreduce("e4m3", "auto", machine=MACHINE).run(world, xs)
+    assert reduced.algorithm in SCHEDULES
+    same = simulate(xs, "e4m3", reduced.algorithm)
+    np.testing.assert_array_equal(reduced.arrays[0], same)
+    np.testing.assert_array_equal(simulate(xs, "e4m3", "auto", machine=MACHINE), same)
+    assert Allreduce("raw", "ring").run(world, xs).algorithm == "ring"
+
+
+def test_auto_keeps_to_the_way_of_accumulating() -> None:
+    for way in ("float32", "kahan"):
+        chosen = choose(Allreduce("e4m3", "auto", accumulate=way), nodes(3), 5000)
+        assert way in SCHEDULES[chosen.algorithm].accumulates and chosen.accumulate == way
+    with pytest.raises(ValueError, match="accumulate='kahn'"):
+        Allreduce("e4m3", "auto", accumulate="kahn")
+
+
+def test_auto_refuses_what_others_refuse() -> None:
+    for xs in ([np.zeros(3)], [[1.0]], []):
+        with pytest.raises((TypeError, ValueError), match="allreduce"):
+            Allreduce("raw", "auto").run(Loopback(1), xs)
+    with pytest.raises(TypeError, match="machine=3"):
+        allreduce(Loopback(1), np.zeros(3, np.float32), algorithm="auto", machine=3)  # type: ignore[arg-type]
+
+
+def test_a_machine_is_read_from_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "machine.toml"
+    path.write_text(dump_toml({"machine": asdict(MACHINE), "units": UNITS, "fit": {"ranks": 2}}))
+    assert as_machine(path) == as_machine(str(path)) == MACHINE
+    assert read_machine(path).fit == {"ranks": 2}
+    assert as_machine(None) is DEFAULT and set(UNITS) == {field.name for field in fields(Machine)}
+    assert Allreduce("raw", "auto", machine=path) == Allreduce("raw", "auto", machine=MACHINE)
+    bad = asdict(MACHINE) | {"alpha_s": -1.0}
+    for raw, words in [
+        ({"machine": bad}, "alpha_s=-1.0: must be 0 or more"),
+        ({"machine": {**bad, "gama_s": 1.0}}, "gama_s"),
+        ({}, "machine: is missing"),
+    ]:
+        path.write_text(dump_toml(raw))
+        with pytest.raises(ConfigError, match=words):
+            as_machine(path)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        as_machine(tmp_path / "none.toml")
