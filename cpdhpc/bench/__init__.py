@@ -1,6 +1,7 @@
 """Benchmarks: each module has SUMMARY, add_arguments and run; the tables name them."""
 
 ALONE = {  # run(arguments), without MPI
+    "accuracy": "cpdhpc.bench.accuracy",
     "codec": "cpdhpc.bench.codec",
     "predict": "cpdhpc.bench.predict",
 }

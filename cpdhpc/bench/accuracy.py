@@ -1,0 +1,158 @@
+"""Error of the sum: every algorithm, accumulation and scaling, simulated on one process.
+
+Contributions are g_i = s (m + n_i) with m ~ N(0, 0.3) shared, n_i ~ N(0, 1) and s log-normal
+(sigma 1.5) times 1e-3, so that magnitudes spread over many binades as gradients' do. The error
+is ||result - sum|| / ||sum||, the norms and the sum in float64.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ..comm import SCHEDULES, Allreduce, Loopback
+from ..config import ConfigError
+from ..formats import parse_format
+
+SUMMARY = "error of the simulated sum by algorithm, accumulation and scaling"
+SCALINGS = {  # label: (scaling, headroom)
+    "none": ("none", "n"),
+    "aps": ("aps", "n"),
+    "aps, no headroom": ("aps", "none"),
+    "tile": ("tile", "n"),
+}
+MARKERS = "os^Dv<>pPX*hd"
+
+
+class Case(NamedTuple):
+    """How a sum was formed, and its relative error, the median over seeds."""
+
+    ranks: int
+    wire: str
+    algorithm: str
+    accumulate: str
+    scaling: str
+    error: float
+
+    @property
+    def method(self) -> str:
+        """Algorithm and accumulation."""
+        return f"{self.algorithm}, {self.accumulate}"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the benchmark's options to its command-line parser."""
+    parser.add_argument("--ranks", default="8,32,256", help="comma-separated numbers of ranks")
+    parser.add_argument("--formats", default="e5m2,e4m3,e2m1fn", help="comma-separated names")
+    parser.add_argument("--values", type=int, default=8192, help="of each rank (default 8192)")
+    parser.add_argument("--seeds", type=int, default=3, help="errors are medians over so many")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="draw the errors")
+
+
+def contributions(ranks: int, n: int, seed: int) -> list[npt.NDArray[np.float32]]:
+    """Return what each rank adds, float32[n]."""
+    rng = np.random.default_rng(seed)
+    scale = 1e-3 * rng.lognormal(sigma=1.5, size=n)
+    shared = rng.normal(0, 0.3, n)
+    return [(scale * (shared + rng.normal(size=n))).astype(np.float32) for _ in range(ranks)]
+
+
+def error(xs: list[npt.NDArray[np.float32]], method: Allreduce) -> float:
+    """Return the relative error of one simulated sum."""
+    exact = np.sum(xs, axis=0, dtype=np.float64)
+    result = method.run(Loopback(len(xs)), xs).arrays[0]
+    return float(np.linalg.norm(result - exact) / np.linalg.norm(exact))
+
+
+def cases(ranks: int, wire: str, n: int, seeds: int) -> Iterator[Case]:
+    """Yield every way of summing that fits the format, with its error."""
+    inputs = [contributions(ranks, n, seed) for seed in range(seeds)]
+    for algorithm, schedule in SCHEDULES.items():
+        for accumulate in schedule.accumulates:
+            for label, (scaling, headroom) in SCALINGS.items():
+                try:
+                    method = Allreduce(wire, algorithm, scaling, accumulate, headroom=headroom)
+                except ValueError:  # as exact sums with tile scaling
+                    continue
+                errors = [error(xs, method) for xs in inputs]
+                yield Case(ranks, wire, algorithm, accumulate, label, float(np.median(errors)))
+
+
+def table(found: list[Case]) -> str:
+    """Return a Markdown table for one number of ranks and one format: methods by scaling."""
+    errors = {(case.method, case.scaling): case.error for case in found}
+    lines = [
+        f"| {found[0].wire}, {found[0].ranks} ranks | " + " | ".join(SCALINGS) + " |",
+        "|---" * (1 + len(SCALINGS)) + "|",
+    ]
+    for method in dict.fromkeys(case.method for case in found):
+        cells = [errors.get((method, label)) for label in SCALINGS]
+        shown = ["" if cell is None else f"{cell:.2g}" for cell in cells]
+        lines.append(f"| {method} | " + " | ".join(shown) + " |")
+    return "\n".join(lines)
+
+
+def draw(found: list[Case], path: Path) -> None:
+    """Draw error against ranks, a panel for each format and each of two scalings."""
+    from matplotlib.figure import Figure
+
+    wires = list(dict.fromkeys(case.wire for case in found))
+    scalings = ("aps", "tile")
+    figure = Figure(figsize=(4.2 * len(wires), 8.5), layout="constrained")
+    grid = figure.subplots(2, len(wires), sharex=True, sharey=True, squeeze=False)
+    methods = list(dict.fromkeys(case.method for case in found))
+    for row, scaling in enumerate(scalings):
+        for column, wire in enumerate(wires):
+            axes = grid[row][column]
+            for index, method in enumerate(methods):
+                points = [
+                    (case.ranks, case.error)
+                    for case in found
+                    if (case.wire, case.scaling, case.method) == (wire, scaling, method)
+                ]
+                if points:
+                    axes.plot(
+                        *zip(*points, strict=True),
+                        marker=MARKERS[index % len(MARKERS)],
+                        linestyle=("-", "--", "-.", ":")[index % 4],
+                        color=f"C{index % 10}",
+                        label=method,
+                    )
+            axes.set(title=f"{wire}, scaling {scaling}", xscale="log", yscale="log")
+            axes.grid(alpha=0.3)
+            axes.set_xticks(ranks := sorted({case.ranks for case in found}), map(str, ranks))
+            axes.minorticks_off()
+        grid[row][0].set_ylabel("relative error of the sum")
+    for axes in grid[1]:
+        axes.set_xlabel("ranks")
+    handles = {h.get_label(): h for axes in grid.flat for h in axes.get_lines()}
+    figure.legend(
+        handles=list(handles.values()), loc="outside lower center", ncols=4, handlelength=4
+    )
+    figure.savefig(path, dpi=120)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Simulate all cases, print a table for each number of ranks and format, and draw them."""
+    if args.values < 1 or args.seeds < 1:
+        raise ConfigError(f"--values={args.values}, --seeds={args.seeds}: must be 1 or more")
+    try:
+        ranks = [int(each) for each in args.ranks.split(",")]
+        wires = [parse_format(name).name and name for name in args.formats.split(",")]
+    except ValueError as problem:
+        raise ConfigError(f"bench accuracy: {problem}") from None
+    found: list[Case] = []
+    for wire in wires:
+        for count in ranks:
+            one = list(cases(count, wire, args.values, args.seeds))
+            print(table(one), flush=True)
+            print()
+            found += one
+    if args.png is not None:
+        draw(found, args.png)
+        print(f"wrote {args.png}")
