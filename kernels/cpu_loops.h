@@ -220,8 +220,20 @@ void decode_add_encode_tiles(const Cast& given, bool fit, Key key, u64 offset, c
 
 }  // namespace
 
-extern const Loops CPD_TABLE = {CPD_TABLE_NAME,   encode,
-                                decode,           pack,
-                                unpack,           amax_tiles,
-                                encode_tiles,     decode_tiles,
-                                decode_add_tiles, decode_add_encode_tiles};
+#include "cpu_integers.h"
+
+extern const Loops CPD_TABLE = {CPD_TABLE_NAME,
+                                encode,
+                                decode,
+                                pack,
+                                unpack,
+                                amax_tiles,
+                                encode_tiles,
+                                decode_tiles,
+                                decode_add_tiles,
+                                decode_add_encode_tiles,
+                                add_integers_tiles,
+                                add_encode_integers_tiles,
+                                decode_integers_tiles,
+                                pack_trits,
+                                unpack_trits};

@@ -8,7 +8,7 @@ from typing import Any
 import cupy
 import numpy as np
 
-from ..formats import Cast, FloatFormat, tiles
+from ..formats import TILE, TRIT_BYTES, Cast, FloatFormat, packed_bytes, tiles
 from ..randomness import Key
 from . import reference
 from .cpu import cast_numbers
@@ -182,6 +182,70 @@ def decode_add_encode_tiles(
     numbers = (_cast(cast), np.int32(fit), *_key_numbers(key, offset))
     arrays = (words_in, shifts_in, x, np.int64(x.size), words, shifts, _counts(counts, x.size))
     _launch("decode_add_encode_tiles", _tile_blocks(x.size), *numbers, *arrays)
+
+
+def add_integers_tiles(
+    a: Array, bits_a: int, b: Array, bits_b: int, fmt: FloatFormat, words: Array, bits: int
+) -> None:
+    """Write the sums of the integers of a and b into words; see ops.reference_integers."""
+    n = words.size // (TILE // 8 * bits) * TILE
+    for name, array, width in (("words", words, bits), ("a", a, bits_a), ("b", b, bits_b)):
+        _check(name, array, np.uint8, packed_bytes(n, width or fmt.bits))
+    numbers = (a, np.int32(bits_a), b, np.int32(bits_b), np.int64(tiles(n)), words, np.int32(bits))
+    _launch("add_integers_tiles", _tile_blocks(n), _cast(Cast(fmt)), *numbers)
+
+
+def add_encode_integers_tiles(
+    words_in: Array,
+    bits_in: int,
+    cast: Cast,
+    x: Array,
+    shifts: Array,
+    words: Array,
+    bits: int,
+    *,
+    key: Key = (0, 0),
+    offset: int = 0,
+    counts: Array | None = None,
+) -> None:
+    """Write the sums of the integers of words_in and of x, rounded by cast, into words."""
+    _check("x", x, np.float32)
+    _check("words_in", words_in, np.uint8, packed_bytes(x.size, bits_in or cast.fmt.bits))
+    _check("shifts", shifts, np.uint8, tiles(x.size))
+    _check("words", words, np.uint8, packed_bytes(x.size, bits))
+    came = (words_in, np.int32(bits_in), shifts, x, np.int64(x.size))
+    gone = (words, np.int32(bits), _counts(counts, x.size))
+    numbers = (_cast(cast), *_key_numbers(key, offset))
+    _launch("add_encode_integers_tiles", _tile_blocks(x.size), *numbers, *came, *gone)
+
+
+def decode_integers_tiles(
+    words: Array, bits: int, shifts: Array, fmt: FloatFormat, out: Array
+) -> int:
+    """Write the integers as float32 into out; return how many are not finite (synchronises)."""
+    _check("out", out, np.float32)
+    _check("words", words, np.uint8, packed_bytes(out.size, bits or fmt.bits))
+    _check("shifts", shifts, np.uint8, tiles(out.size))
+    nonfinite = cupy.zeros(1, np.uint64)
+    arrays = (words, np.int32(bits), shifts, out, np.int64(out.size), nonfinite)
+    _launch("decode_integers_tiles", _tile_blocks(out.size), _cast(Cast(fmt)), *arrays)
+    return int(nonfinite[0])
+
+
+def pack_trits(words: Array, trits: Array) -> None:
+    """Write ternary codes, five in a byte, into trits."""
+    n = trits.size // TRIT_BYTES * TILE
+    _check("trits", trits, np.uint8, tiles(n) * TRIT_BYTES)
+    _check("words", words, np.uint8, packed_bytes(n, 2))
+    _launch("pack_trits", _tile_blocks(n), words, np.int64(tiles(n)), trits)
+
+
+def unpack_trits(trits: Array, words: Array) -> None:
+    """Write the codes that pack_trits packed into words."""
+    n = trits.size // TRIT_BYTES * TILE
+    _check("trits", trits, np.uint8, tiles(n) * TRIT_BYTES)
+    _check("words", words, np.uint8, packed_bytes(n, 2))
+    _launch("unpack_trits", _tile_blocks(n), trits, np.int64(tiles(n)), words)
 
 
 def device_name() -> str:

@@ -1,0 +1,75 @@
+"""What a rank keeps of a chunk when sums are exact: one integer a value, in any order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .chunk import CONTRIBUTION, Chunk
+from .engine import ScheduleError
+from .exact import Exact
+from .wire import Array
+
+
+class ExactChunk(Chunk):
+    """A rank's state of one chunk: the sum of what came in, and how many terms it has.
+
+    Integers are summed as they come, for no order matters. The rank's own contribution joins when
+    the sum is sent or finished: in the pass in which it is encoded, unless it had to be sent by
+    itself. Its random numbers are the same either way.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        assert isinstance(self.sent.wire, Exact)
+        self.wire = self.sent.wire
+        self.came: Array | None = None
+        self.terms = 0
+        self.own: Array | None = None
+        self.key = self.plan.key(self.rank, CONTRIBUTION)
+
+    def contribution(self) -> Array:
+        """Return the payload of the rank's own contribution."""
+        if self.own is None:
+            self.own = self.sent.encode(self.partial, self.key)
+        return self.own
+
+    def hold(self, source: int, payload: Array, terms: int) -> None:
+        """Add the contribution of another rank."""
+        self.reduce(source, payload, terms)
+
+    def reduce(self, source: int, payload: Array, terms: int) -> None:
+        """Add the sum of so many contributions."""
+        self.came = payload if self.came is None else self._added(self.came, payload, terms)
+        self.terms += terms
+
+    def _added(self, came: Array, payload: Array, terms: int) -> Array:
+        wire = self.wire.of(self.terms + terms)
+        total = self._fresh(wire)
+        wire.add(came, self.terms, payload, total)
+        return total
+
+    def _fresh(self, wire: Exact) -> Array:
+        return self.sent.take(wire.size_bytes(self.partial.size))
+
+    def partial_sum(self) -> Array:
+        """Return the payload of the sum of what came in and of the rank's own contribution."""
+        if self.came is None:
+            return self.contribution()
+        if self.own is not None:
+            return self._added(self.came, self.own, 1)
+        wire = self.wire.of(self.terms + 1)
+        total = self._fresh(wire)
+        place = (self.sent.shifts, self.key, self.sent.start)
+        wire.add_encode(self.came, self.partial, *place, total)
+        return total
+
+    def finished(self) -> Array:
+        """Return the payload of the result, which this rank forms or has received."""
+        if self.final is None:
+            if self.terms + 1 != self.plan.ranks:
+                raise ScheduleError(
+                    f"rank {self.rank} has {self.terms + 1} contributions to chunk {self.index}: "
+                    f"needs all {self.plan.ranks}"
+                )
+            self.final = self.partial_sum()
+        return self.final
