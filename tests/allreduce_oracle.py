@@ -14,6 +14,8 @@ from cpdhpc.ops import reference
 from cpdhpc.partition import chunk
 from cpdhpc.randomness import random_key
 
+PIECE = 1 << 18  # values of a chunk in a piece of the data
+
 
 def shift_by_fractions(amax, fmt, ranks, headroom):
     """emax - e with the least e for which H * amax <= 2**e."""
@@ -39,9 +41,15 @@ class Oracle:
         segments=None,
         seed=0,
         iteration=0,
+        nodes=None,
         **cast,
     ):
         self.xs, self.p, self.n = xs, len(xs), xs[0].size
+        names = nodes or [0] * self.p
+        self.nodes = [[r for r in range(self.p) if names[r] == v] for v in dict.fromkeys(names)]
+        self.number, self.piece = 0, (0, self.n)
+        self.needed = self.piece  # what is quantised: the rest of an array may hold anything
+        self.accumulate = accumulate
         self.cast = None if wire == "raw" else Cast(parse_format(wire), **cast)
         self.stream = (seed, iteration)
         segments = segments or [("x", 0, self.n)]
@@ -69,8 +77,8 @@ class Oracle:
             return x
         fmt, out = self.cast.fmt, np.empty_like(x)
         key = random_key(*self.stream, rank, phase)
-        for tile, start in enumerate(range(0, self.n, 1024)):
-            part = x[start : start + 1024]
+        for start in range(*self.needed, 1024):
+            tile, part = start // 1024, x[start : min(start + 1024, self.needed[1])]
             if shifts is None:
                 stored = reference.fitting_shift(reference.amax_tiles(part), fmt)[0]
                 k = int(stored) - SHIFT_BIAS
@@ -83,16 +91,61 @@ class Oracle:
                 out[start : start + 1024] = reference.decode(codes, fmt, k)
         return out
 
-    def ring(self):
+    def each_chunk(self, count, total):
+        """The rounded totals, total(i), of all chunks of the piece."""
         out = np.empty_like(self.xs[0])
-        for i in range(self.p):
+        for i in range(count):
+            first, last = self.piece
+            start, stop = self.needed = [first + end for end in chunk(last - first, count, i)]
+            if start < stop:
+                out[start:stop] = self.q(total(i), self.result, i, 1)[start:stop]
+        return out
+
+    def ring(self):
+        def total(i):
             order = [(i + 1 + j) % self.p for j in range(self.p)]  # the owner, rank i, comes last
             total = self.xs[order[0]]
             for before, rank in pairwise(order):
                 total = self.xs[rank] + self.q(total, self.sent, before, 0)
-            start, stop = chunk(self.n, self.p, i)
-            out[start:stop] = self.q(total, self.result, i, 1)[start:stop]
-        return out
+            return total
+
+        return self.each_chunk(self.p, total)
+
+    def rhd(self):
+        """Of those less than `before` away from the owner the farther half sends to the nearer."""
+
+        def total(i):
+            sums = [self.xs[(i - away) % self.p] for away in range(self.p)]
+            phases = [count(2) for _ in sums]
+            added, before = [False] * self.p, self.p
+            while before > 1:
+                skip = (before + 1) // 2
+                for away in range(before - skip):
+                    rank, other = (i - away) % self.p, (i - away - skip) % self.p
+                    if added[away]:
+                        sums[away] = self.q(sums[away], self.sent, rank, next(phases[away]))
+                    sums[away] = sums[away] + self.q(sums[away + skip], self.sent, other, 0)
+                    added[away] = True
+                before = skip
+            return sums[0]
+
+        return self.each_chunk(self.p, total)
+
+    def dbtree(self):
+        return self.each_chunk(1, lambda i: self.binary_sum(1, self.p)[1])
+
+    def binary_sum(self, first, last):
+        """The root's rank, and the sum, not yet rounded, of the in-order tree of some places."""
+        place = first - 1 + 2 ** int(np.log2(last - first + 1))
+        rank = place - 1
+        if self.number % 2:
+            rank = self.p - place if self.p % 2 == 0 else (place - 2) % self.p
+        total, ranges = self.xs[rank], [(first, place - 1), (place + 1, last)]
+        for i, (a, b) in enumerate(r for r in ranges if r[0] <= r[1]):
+            child, other = self.binary_sum(a, b)
+            own = self.q(total, self.sent, rank, 2) if i else total
+            total = own + self.q(other, self.sent, child, 0)
+        return rank, total
 
     def tree(self):
         return self.q(self.tree_sum(0, self.p), self.result, 0, 1)
@@ -108,12 +161,10 @@ class Oracle:
             distance *= 2
         return total
 
-    def contributions(self):
-        return [self.q(x, self.sent, rank, 0) for rank, x in enumerate(self.xs)]
-
-    def held_sum(self, accumulate, owner):
+    def held_sum(self, owner, members, phase):
         """CPD's loops, from zero; returns the sum before the last rounding."""
-        contributions, phase = self.contributions(), count(2)
+        contributions = [self.q(self.xs[rank], self.sent, rank, 0) for rank in members]
+        accumulate = self.accumulate
 
         def q(values):
             return self.q(values, self.result, owner, next(phase))
@@ -136,24 +187,45 @@ class Oracle:
                 total = s + y
         return total
 
-    def direct(self, accumulate):
-        out = np.empty_like(self.xs[0])
-        for i in range(self.p):
-            start, stop = chunk(self.n, self.p, i)
-            if start < stop:
-                total = self.held_sum(accumulate, i)
-                out[start:stop] = self.q(total, self.result, i, 1)[start:stop]
-        return out
+    def direct(self):
+        return self.each_chunk(self.p, lambda i: self.held_sum(i, range(self.p), count(2)))
 
-    def gather(self, accumulate):
-        total = self.held_sum(accumulate, 0)
-        return total if accumulate == "float32" else self.q(total, self.result, 0, 1)
+    def gather(self):
+        total = self.held_sum(0, range(self.p), count(2))
+        return total if self.accumulate == "float32" else self.q(total, self.result, 0, 1)
+
+    def hier(self):
+        """Chunk i is summed over nodes last + 1, last + 2, ..., last, by one rank of each."""
+
+        def total(i):
+            lane, last = divmod(i, len(self.nodes))
+            total, sender = None, None
+            for members in self.nodes[last + 1 :] + self.nodes[: last + 1]:
+                owner, phase = members[lane % len(members)], count(2)
+                own = self.xs[owner]
+                if len(members) > 1:
+                    own = self.held_sum(owner, members, phase)
+                if sender is not None:
+                    own = own + self.q(total, self.result, *sender)
+                total, sender = own, (owner, next(phase) if len(members) > 1 else 0)
+            return total
+
+        return self.each_chunk(self.chunks("hier"), total)
+
+    def chunks(self, algorithm):
+        lanes = max(map(len, self.nodes))
+        many = {"ring": self.p, "rhd": self.p, "direct": self.p, "hier": lanes * len(self.nodes)}
+        return many.get(algorithm, 1)
 
 
-def expected(xs, wire, algorithm, scaling, accumulate, **options):
-    """The result of an all-reduce; accumulate is never None."""
+def expected(xs, wire, algorithm, scaling, accumulate, piece=PIECE, **options):
+    """The result of an all-reduce; accumulate is never None; piece: values of a chunk in one."""
     oracle = Oracle(xs, wire, scaling, accumulate, **options)
+    out = np.empty_like(xs[0])
+    pieces = max(1, -(-out.size // (oracle.chunks(algorithm) * piece)))
     with np.errstate(all="ignore"):
-        if algorithm in ("ring", "tree"):
-            return getattr(oracle, algorithm)()
-        return getattr(oracle, algorithm)(accumulate)
+        for number in range(pieces):
+            start, stop = chunk(out.size, pieces, number)
+            oracle.number, oracle.piece, oracle.needed = number, (start, stop), (start, stop)
+            out[start:stop] = getattr(oracle, algorithm)()[start:stop]
+    return out

@@ -8,7 +8,16 @@ import numpy as np
 import pytest
 from allreduce_oracle import expected, shift_by_fractions
 
-from cpdhpc.comm import SCHEDULES, Allreduce, Loopback, Segment, allreduce, simulate
+from cpdhpc.comm import (
+    SCHEDULES,
+    Allreduce,
+    Layout,
+    Loopback,
+    Segment,
+    allreduce,
+    chunk,
+    simulate,
+)
 from cpdhpc.comm.scaling import aps_shift
 from cpdhpc.formats import parse_format
 
@@ -16,6 +25,7 @@ WIRES = ["raw", "e4m3", "e5m2", "e3m0", "e2m1fn", "bf16"]
 SCALINGS = ["none", "static", "aps", "tile"]
 STATIC = {"bf16": "static:0"}  # e8m7 leaves no other shift
 WAYS = [(name, way) for name, row in SCHEDULES.items() for way in row.accumulates]
+NODES = [(0, 0, 1, 1), (0, 1, 0, 1), (0, 0, 0, 1), (0, 1, 1, 1), (0, 1, 1, 2, 2, 2, 1)]
 SIZES = [0, 1, 31, 1023, 1024, 1025, 5000]
 
 
@@ -72,10 +82,47 @@ def test_rounding_and_random_streams(algorithm, accumulate, scaling, rounding, o
         assert (other != got).any()
 
 
+@pytest.mark.parametrize("nodes", NODES, ids=str)
+@pytest.mark.parametrize("accumulate", SCHEDULES["hier"].accumulates)
+def test_nodes(accumulate, nodes):
+    turn = product(["nearest", "stochastic"], SCALINGS, WIRES)
+    own = [each for i, each in enumerate(turn) if i % len(NODES) == NODES.index(nodes)]
+    xs = gradients(len(nodes), 7000)
+    for rounding, scaling, wire in own:
+        scaling = STATIC.get(wire, "static:3") if scaling == "static" else scaling
+        options = {"nodes": nodes, "rounding": rounding, "seed": 3}
+        got = simulate(xs, wire, "hier", scaling, accumulate, **options)
+        assert_same_bits(got, expected(xs, wire, "hier", scaling, accumulate, **options))
+
+
+@pytest.mark.parametrize("wire, scaling", [("raw", "none"), ("e4m3", "aps"), ("e3m0", "tile")])
+def test_hier_is_direct_in_one_node_and_ring_with_nodes_of_one_rank(wire, scaling):
+    xs = gradients(5, 7000)
+    options = {"rounding": "stochastic", "seed": 3}
+    for way in SCHEDULES["hier"].accumulates:
+        inside = simulate(xs, wire, "hier", scaling, way, **options)
+        assert_same_bits(inside, simulate(xs, wire, "direct", scaling, way, **options))
+    between = simulate(xs, wire, "hier", scaling, nodes=range(5), **options)
+    assert_same_bits(between, simulate(xs, wire, "ring", scaling, **options))
+
+
+@pytest.mark.parametrize("algorithm, accumulate", WAYS)
+def test_pieces(algorithm, accumulate, monkeypatch):
+    """More pieces than are under way at a time; each is cut into chunks by itself."""
+    monkeypatch.setattr(chunk, "PIECE", 1024)
+    nodes = [0, 1, 1, 0, 2] if algorithm == "hier" else None
+    for wire, rounding in (("raw", "nearest"), ("e4m3", "stochastic")):
+        chunks = SCHEDULES[algorithm].chunks(Layout((0,) * 5))
+        xs = gradients(5, 9 * 1024 * chunks + 5)
+        got = simulate(xs, wire, algorithm, "tile", accumulate, rounding=rounding, nodes=nodes)
+        options = {"rounding": rounding, "nodes": nodes, "piece": 1024}
+        assert_same_bits(got, expected(xs, wire, algorithm, "tile", accumulate, **options))
+
+
 @pytest.mark.parametrize("algorithm", SCHEDULES)
 def test_default_accumulation(algorithm):
     xs = gradients(4, 1500)
-    default = {"direct": "float32"}.get(algorithm, "requantise")
+    default = {"direct": "float32", "hier": "float32"}.get(algorithm, "requantise")
     assert_same_bits(
         simulate(xs, "e5m2", algorithm), simulate(xs, "e5m2", algorithm, accumulate=default)
     )

@@ -113,7 +113,7 @@ def test_bad_arrays(bad, kind, words):
         ({"wire": "e9m9"}, "exp=9"),
         ({"wire": "int17"}, "known are"),
         ({"wire": 8}, "wire=8"),
-        ({"algorithm": "rings"}, "ring, tree, direct, gather, mpi"),
+        ({"algorithm": "rings"}, "ring, rhd, tree, dbtree, direct, hier, gather, mpi"),
         ({"scaling": "layer"}, "none, static:K, aps, tile"),
         ({"scaling": "static:x"}, "integer"),
         ({"scaling": "static"}, "known"),

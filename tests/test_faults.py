@@ -27,7 +27,7 @@ world = World(timeout_s=1.5)
 x = np.ones(5000, np.float32)
 allreduce(world, x)
 def one_exchange(to, source):
-    yield Exchange(to, np.zeros(8, np.uint8), source, 8, 3, 5, 6)
+    yield Exchange(to, np.zeros(8, np.uint8), source, 8, 3, (5,), (6,))
 def run_one(to, source):
     run(world, lambda piece, take: [one_exchange(to, source)], 1, x, "test")
 """

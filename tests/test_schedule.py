@@ -1,22 +1,47 @@
 """Every schedule is proven by payloads that are sets of ranks, and by the bytes it sends."""
 
+from itertools import product
+
 import numpy as np
 import pytest
 
-from cpdhpc.comm import SCHEDULES, Allreduce, Loopback, Schedule, ScheduleError, Step
+from cpdhpc.comm import (
+    SCHEDULES,
+    Allreduce,
+    Layout,
+    Loopback,
+    Schedule,
+    ScheduleError,
+    Step,
+    simulate,
+)
 from cpdhpc.comm.engine import Exchange, run
+from cpdhpc.comm.ranks import numbered
+from cpdhpc.comm.trees import tree_children, tree_parent
 from cpdhpc.partition import chunk
 
 LIKE = np.empty(0, np.float32)
-MASK_BYTES = 17  # a bit for each of up to 128 ranks, and one more byte
+SIZES = [*range(1, 34), 64, 128]
+FEW_MESSAGES = ["rhd", "tree", "dbtree"]
+NODES = {
+    "one node": [0] * 6,
+    "nodes of 1": range(7),
+    "2 x 2": [0, 0, 1, 1],
+    "2 x 2 dealt in turn": [0, 1, 0, 1],
+    "3 + 1": [0, 0, 0, 1],
+    "1 + 3": [0, 1, 1, 1],
+    "1 + 2 + 1": [0, 1, 1, 2],
+    "3 + 2": [0, 0, 0, 1, 1],
+    "uneven": [0] * 4 + [1] + [2] * 3 + [3] * 5 + [4] * 2,
+    "uneven, mixed": [int(i**1.7) % 5 for i in range(23)],
+    "7 x 8": [i // 8 for i in range(56)],
+    "12 x 11 dealt in turn": [i % 12 for i in range(132)],
+}
+LAYOUTS = {name: Layout(numbered(list(nodes))) for name, nodes in NODES.items()}
 
 
-def packed(mask):
-    return np.frombuffer(mask.to_bytes(MASK_BYTES, "little"), np.uint8)
-
-
-def unpacked(payload):
-    return int.from_bytes(payload.tobytes(), "little")
+def one_node(ranks, piece=0):
+    return Layout((0,) * ranks, piece)
 
 
 def disjoint_union(a, b):
@@ -24,107 +49,256 @@ def disjoint_union(a, b):
     return a | b
 
 
-def masks_program(schedule, rank, ranks):
+class Masks:
+    """The state of one rank, with a set of ranks, an integer, for each sum of a chunk."""
+
+    def __init__(self, rank, chunks):
+        self.rank = rank
+        self.partial = [1 << rank] * chunks
+        self.held = [set() for _ in range(chunks)]
+        self.final = [None] * chunks
+
+    def partial_sum(self, i):
+        assert self.final[i] is None, "the partial sum of a finished chunk"
+        for other in self.held[i]:
+            self.partial[i] = disjoint_union(self.partial[i], 1 << other)
+        self.held[i].clear()
+        return self.partial[i]
+
+    def contribution(self, i):
+        return 1 << self.rank
+
+    def finished(self, i):
+        if self.final[i] is None:
+            self.final[i] = self.partial_sum(i)
+        return self.final[i]
+
+    def reduce(self, i, source, mask):
+        self.partial[i] = disjoint_union(self.partial_sum(i), mask)
+
+    def hold(self, i, source, mask):
+        assert mask == 1 << source and source not in self.held[i]
+        assert self.partial[i] == 1 << self.rank, "held after the sum was formed"
+        self.held[i].add(source)
+
+    def copy(self, i, source, mask):
+        assert self.final[i] is None, "received into a finished chunk"
+        self.final[i] = mask
+
+
+OUT = {"reduce": Masks.partial_sum, "hold": Masks.contribution, "copy": Masks.finished}
+IN = {"reduce": Masks.reduce, "hold": Masks.hold, "copy": Masks.copy}
+
+
+def masks_program(schedule, rank, layout):
     """Follow the steps with sets of ranks for sums; return the set of each finished chunk."""
-    chunks = schedule.chunks(ranks)
-    partial = [1 << rank] * chunks
-    held = [{rank: 1 << rank} for _ in range(chunks)]
-    final = [None] * chunks
-
-    def finished(i):
-        if final[i] is None:
-            final[i] = partial[i]
-            for other, mask in held[i].items():
-                final[i] = final[i] if other == rank else disjoint_union(final[i], mask)
-        return final[i]
-
-    outgoing = {"reduce": partial.__getitem__, "hold": lambda i: 1 << rank, "copy": finished}
-    for number, step in enumerate(schedule.steps(rank, ranks)):
-        payload = None
-        if step.send_to is not None:
-            payload = packed(outgoing[step.kind](step.send_chunk))
+    chunks = schedule.chunks(layout)
+    state = Masks(rank, chunks)
+    for number, step in enumerate(schedule.steps(rank, layout)):
+        out = [OUT[step.kind](state, i) for i in step.send_chunks]
+        assert [mask.bit_count() for mask in out] == list(step.send_terms)
         received = yield Exchange(
             step.send_to,
-            payload,
+            None if step.send_to is None else np.array(out, object),
             step.recv_from,
-            MASK_BYTES,
+            len(step.recv_chunks),
             number,
-            step.recv_chunk,
-            step.send_chunk,
+            step.recv_chunks,
+            step.send_chunks,
         )
         if step.recv_from is None:
             continue
-        i, mask = step.recv_chunk, unpacked(received)
-        assert final[i] is None, "received into a finished chunk"
-        if step.kind == "reduce":
-            partial[i] = disjoint_union(partial[i], mask)
-        elif step.kind == "hold":
-            assert mask == 1 << step.recv_from and step.recv_from not in held[i]
-            held[i][step.recv_from] = mask
-        else:
-            final[i] = mask
-    return [finished(i) for i in range(chunks)]
+        assert [mask.bit_count() for mask in received] == list(step.recv_terms)
+        for i, mask in zip(step.recv_chunks, received, strict=True):
+            IN[step.kind](state, i, step.recv_from, mask)
+    return [state.finished(i) for i in range(chunks)]
 
 
-def run_masks(schedule, ranks):
-    world = Loopback(ranks)
-    programs = [masks_program(schedule, r, ranks) for r in world.hosted]
+def run_masks(schedule, layout):
+    world = Loopback(layout.ranks)
+    programs = [masks_program(schedule, r, layout) for r in world.hosted]
     return run(world, lambda piece, take: programs, 1, LIKE, "masks")[0]
 
 
-@pytest.mark.parametrize("ranks", [*range(1, 34), 64, 128])
+def assert_proven(schedule, layout):
+    """Each contribution counts once, no deadlock, no message left over, the terms are right."""
+    everyone = (1 << layout.ranks) - 1
+    for masks in run_masks(schedule, layout):
+        assert masks == [everyone] * schedule.chunks(layout)
+
+
+@pytest.mark.parametrize("ranks", SIZES)
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_each_contribution_counts_once_in_every_final_chunk(name, ranks):
-    everyone = (1 << ranks) - 1
-    for masks in run_masks(SCHEDULES[name], ranks):
-        assert masks == [everyone] * SCHEDULES[name].chunks(ranks)
+    for piece in (0, 1) if name == "dbtree" else (0,):
+        assert_proven(SCHEDULES[name], one_node(ranks, piece))
+
+
+@pytest.mark.parametrize("ranks", [256, 1024])
+@pytest.mark.parametrize("name", FEW_MESSAGES)
+def test_the_same_for_many_ranks(name, ranks):
+    for piece in (0, 1) if name == "dbtree" else (0,):
+        assert_proven(SCHEDULES[name], one_node(ranks, piece))
+
+
+def test_ring_and_nodes_for_many_ranks():
+    assert_proven(SCHEDULES["ring"], one_node(256))
+    assert_proven(SCHEDULES["hier"], Layout(tuple(i // 16 for i in range(256))))
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts_of_nodes(name):
+    assert_proven(SCHEDULES["hier"], LAYOUTS[name])
+
+
+@pytest.mark.parametrize("ranks", range(1, 34))
+def test_any_dealing_of_ranks_to_nodes(ranks):
+    dealt = np.random.default_rng(ranks).integers(0, 1 + ranks // 3, ranks)
+    for nodes in (range(ranks), dealt.tolist()):
+        assert_proven(SCHEDULES["hier"], Layout(numbered(nodes)))
 
 
 @pytest.mark.parametrize("ranks", range(1, 34))
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_no_rank_sends_to_itself(name, ranks):
-    for rank in range(ranks):
-        for step in SCHEDULES[name].steps(rank, ranks):
+    for rank, piece in product(range(ranks), (0, 1)):
+        for step in SCHEDULES[name].steps(rank, one_node(ranks, piece)):
             assert rank not in (step.send_to, step.recv_from)
             assert step.send_to is not None or step.recv_from is not None
+            assert (step.send_to is None) == (len(step.send_chunks) == 0)
+            assert (step.recv_from is None) == (len(step.recv_chunks) == 0)
+
+
+def sent_chunks(name, rank, layout):
+    """The number of chunks that a rank sends: on the way to sums, and of results."""
+    counts = {"reduce": 0, "hold": 0, "copy": 0}
+    for step in SCHEDULES[name].steps(rank, layout):
+        counts[step.kind] += len(step.send_chunks)
+    return counts["reduce"] + counts["hold"], counts["copy"]
+
+
+@pytest.mark.parametrize("ranks", [*SIZES, 256])
+def test_rhd_ring_and_direct_send_the_least_possible_number_of_chunks(ranks):
+    for name in ("rhd", "ring", "direct"):
+        assert SCHEDULES[name].chunks(one_node(ranks)) == ranks
+        for rank in {0, ranks // 2, ranks - 1}:
+            assert sent_chunks(name, rank, one_node(ranks)) == (ranks - 1, ranks - 1)
+
+
+@pytest.mark.parametrize("ranks", [*SIZES, 256, 1024])
+def test_rhd_takes_the_least_number_of_rounds(ranks):
+    steps = list(SCHEDULES["rhd"].steps(ranks // 3, one_node(ranks)))
+    assert len(steps) == 2 * (ranks - 1).bit_length()
+
+
+@pytest.mark.parametrize("ranks", [*SIZES, 256, 1024])
+def test_no_rank_is_interior_in_both_trees(ranks):
+    """So that over two pieces no rank sends more than all the data twice: three halves and one."""
+    interior = [set(), set()]
+    for rank, piece in product(range(ranks), (0, 1)):
+        steps = list(SCHEDULES["dbtree"].steps(rank, one_node(ranks, piece)))
+        children = {step.recv_from for step in steps if step.kind == "reduce"} - {None}
+        assert children == {step.send_to for step in steps if step.kind == "copy"} - {None}
+        assert len(children) <= 2
+        if children:
+            interior[piece].add(rank)
+    assert not interior[0] & interior[1]
+    if ranks > 2:
+        assert interior[0] and interior[1]
+
+
+@pytest.mark.parametrize("ranks", [*SIZES, 256, 1024])
+def test_the_binary_tree_is_one_in_order_and_not_deep(ranks):
+    for place in range(1, ranks + 1):
+        children = tree_children(place, ranks)
+        assert all(tree_parent(child, ranks) == place for child in children)
+        assert [child > place for child in children] == [False, True][: len(children)]
+        depth, at = 0, place
+        while (above := tree_parent(at, ranks)) is not None:
+            depth, at = depth + 1, above
+        assert depth < ranks.bit_length()
+
+
+def expected_hier_chunks(rank, layout):
+    """From the sizes of nodes alone: lanes, each a ring over nodes, are dealt to ranks in turn."""
+    members = [r for r, node in enumerate(layout.nodes) if node == layout.nodes[rank]]
+    count, lanes = max(layout.nodes) + 1, np.bincount(layout.nodes).max()
+    own = len(range(members.index(rank), lanes, len(members)))
+    between = (count - 1) * own
+    return (lanes - own) * count + between, (len(members) - 1) * own * count + between
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_hier_sends_what_its_formula_says(name):
+    layout = LAYOUTS[name]
+    sizes = np.bincount(layout.nodes)
+    for rank in range(layout.ranks):
+        sent = sent_chunks("hier", rank, layout)
+        assert sent == expected_hier_chunks(rank, layout)
+        if (sizes == sizes[0]).all():
+            assert SCHEDULES["hier"].chunks(layout) == layout.ranks
+            assert sent == (layout.ranks - 1, layout.ranks - 1)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_node_sends_no_more_than_a_ring_of_nodes(name):
+    layout = LAYOUTS[name]
+    count, lanes = max(layout.nodes) + 1, np.bincount(layout.nodes).max()
+    left = [0] * count
+    for rank, node in enumerate(layout.nodes):
+        for step in SCHEDULES["hier"].steps(rank, layout):
+            if step.send_to is not None and layout.nodes[step.send_to] != node:
+                left[node] += len(step.send_chunks)
+    assert left == [2 * (count - 1) * lanes] * count
 
 
 def one_chunk(steps):
-    return Schedule(steps, lambda ranks: 1, ("requantise",), "requantise")
+    return Schedule(steps, lambda layout: 1, ("requantise",), "requantise")
 
 
 def test_a_contribution_counted_twice_is_noticed():
-    def twice(rank, ranks):
-        for _ in range(2):
-            yield Step("reduce", 1 - rank, 0, 1 - rank, 0)
+    def twice(rank, layout):
+        for terms in (1, 2):
+            yield Step("reduce", 1 - rank, (0,), (terms,), 1 - rank, (0,), (terms,))
 
     with pytest.raises(AssertionError, match="counted twice"):
-        run_masks(one_chunk(twice), 2)
+        run_masks(one_chunk(twice), one_node(2))
 
 
 def test_a_deadlock_names_ranks_rounds_and_chunks():
-    def wait_for_each_other(rank, ranks):
-        yield Step("reduce", None, 0, (rank + 1) % ranks, 0)
+    def wait_for_each_other(rank, layout):
+        source = (rank + 1) % layout.ranks
+        yield Step("reduce", recv_from=source, recv_chunks=(0,), recv_terms=(1,))
 
     with pytest.raises(ScheduleError, match=r"deadlock: rank 0 waits for rank 1, round 0, chunk 0"):
-        run_masks(one_chunk(wait_for_each_other), 3)
+        run_masks(one_chunk(wait_for_each_other), one_node(3))
 
 
 def test_a_message_left_over_names_its_ranks():
-    def nobody_listens(rank, ranks):
+    def nobody_listens(rank, layout):
         if rank == 2:
-            yield Step("copy", 1, 0, None, 0)
+            yield Step("copy", 1, (0, 1), (1, 1))
 
-    with pytest.raises(ScheduleError, match="left over: rank 2 to rank 1, round 0, chunk 0"):
-        run_masks(one_chunk(nobody_listens), 3)
+    with pytest.raises(
+        ScheduleError, match="left over: rank 2 to rank 1, round 0, chunk 0 and 1 more"
+    ):
+        run_masks(Schedule(nobody_listens, lambda layout: 2, ("requantise",), ""), one_node(3))
+
+
+def test_wrong_terms_are_noticed():
+    def wrong_terms(rank, layout):
+        yield Step("reduce", 1 - rank, (0,), (2,), 1 - rank, (0,), (1,))
+
+    with pytest.raises(AssertionError):
+        run_masks(one_chunk(wrong_terms), one_node(2))
 
 
 def test_a_rank_that_does_not_exist_is_noticed():
-    def off_the_end(rank, ranks):
-        yield Step("copy", rank + 1, 0, None, 0)
+    def off_the_end(rank, layout):
+        yield Step("copy", rank + 1, (0,), (1,))
 
     with pytest.raises(ValueError, match=r"sends to rank 2 of 0\.\.1"):
-        run_masks(one_chunk(off_the_end), 2)
+        run_masks(one_chunk(off_the_end), one_node(2))
 
 
 def sent_bytes(name, wire, ranks, n, scaling="tile"):
@@ -136,13 +310,22 @@ def sent_bytes(name, wire, ranks, n, scaling="tile"):
 
 @pytest.mark.parametrize("wire, tile_bytes", [("raw", 4096), ("e4m3", 1024 + 1), ("e2m1fn", 513)])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7, 8])
-@pytest.mark.parametrize("name", ["ring", "direct"])
-def test_ring_and_direct_send_the_least_possible(name, ranks, wire, tile_bytes):
+@pytest.mark.parametrize("name", ["ring", "rhd", "direct", "hier"])
+def test_the_least_possible_bytes_are_sent(name, ranks, wire, tile_bytes):
     """2 (p - 1) / p of the data from each rank, headers included, where p divides the tiles."""
     each_bytes = 3 * tile_bytes
     sent, messages = sent_bytes(name, wire, ranks, ranks * 3 * 1024)
     assert (sent == 2 * (ranks - 1) * each_bytes).all()
-    assert (messages == 2 * (ranks - 1)).all()
+    assert (messages == 2 * ((ranks - 1).bit_length() if name == "rhd" else ranks - 1)).all()
+
+
+@pytest.mark.parametrize("nodes", [[0, 0, 1, 1], [0, 0, 0, 1], [0, 1, 1, 2, 2, 2]])
+def test_bytes_of_nodes(nodes):
+    layout, world = Layout(tuple(nodes)), Loopback(len(nodes), nodes=nodes)
+    each = SCHEDULES["hier"].chunks(layout)
+    Allreduce("e4m3", "hier").run(world, [np.zeros(each * 1024, np.float32)] * len(nodes))
+    expected = [1025 * sum(sent_chunks("hier", rank, layout)) for rank in range(len(nodes))]
+    assert world.bytes_sent.tolist() == expected
 
 
 @pytest.mark.parametrize("n", [1, 1025, 5000])
@@ -161,12 +344,24 @@ def test_uneven_chunks_cost_at_most_a_tile_more_in_each_round(name, n):
         assert messages[rank] == sum(t > 0 for t in expected)
 
 
+def test_nodes_are_numbered_in_the_order_of_first_ranks():
+    assert Loopback(5, nodes=["b", "a", "b", "c", "a"]).nodes == (0, 1, 0, 2, 1)
+    assert Loopback(3).nodes == (0, 0, 0)
+    with pytest.raises(ValueError, match=r"nodes=\[0, 1\]: must be 3"):
+        Loopback(3, nodes=[0, 1])
+    with pytest.raises(ValueError, match="must be 2"):
+        simulate([LIKE, LIKE], algorithm="hier", nodes=[0])
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8, 9])
 def test_tree_and_gather_send_what_their_formulas_say(ranks):
     whole_bytes = 5 * 1025
     sent, messages = sent_bytes("tree", "e4m3", ranks, 5000)
     assert sent.sum() == 2 * (ranks - 1) * whole_bytes
     assert messages[0] == (ranks - 1).bit_length()
+    sent, _ = sent_bytes("dbtree", "e4m3", ranks, 5000)
+    assert sent.sum() == 2 * (ranks - 1) * whole_bytes
+    assert sent.max() <= 3 * whole_bytes
     sent, _ = sent_bytes("gather", "e4m3", ranks, 5000)
     assert (sent == (ranks - 1) * whole_bytes).all()
 

@@ -6,14 +6,16 @@ from .engine import ScheduleError
 from .nonfinite import NonFiniteGradient
 from .ranks import Loopback, Ranks
 from .scaling import Segment
-from .schedule import SCHEDULES, Schedule, Step
+from .schedule import SCHEDULES, Schedule
 from .simulate import simulate
+from .step import Layout, Step
 from .world import World, as_world
 
 __all__ = [
     "SCHEDULES",
     "Allreduce",
     "Bucket",
+    "Layout",
     "Loopback",
     "NonFiniteGradient",
     "Ranks",

@@ -24,8 +24,8 @@ class Reduced(NamedTuple):
     """What an all-reduce returns.
 
     arrays: the result, float32, one array, or with every one for each hosted rank: the same bits
-    sent_shifts, result_shifts: the k of each segment by which contributions (and partial sums)
-        and the result were scaled; empty for scaling "tile" and wire "raw"
+    sent_shifts, result_shifts: the k of each segment by which contributions, and partial sums
+        and the result, were scaled; empty for scaling "tile" and wire "raw"
     """
 
     arrays: tuple[Array, ...]
@@ -123,7 +123,7 @@ class Allreduce(Method):
         """Write the sum into totals, of the first hosted ranks or of all."""
         if self.algorithm == MPI_ALLREDUCE:
             return _sum_by_mpi(world, flat, totals)
-        plan = self.plan(world.ranks, flat[0], parts, shifts, iteration)
+        plan = self.plan(world.nodes, flat[0], parts, shifts, iteration)
         places = [*totals, *[None] * (len(flat) - len(totals))]
         pieces = plan.pieces(flat[0].size)
 
@@ -133,14 +133,15 @@ class Allreduce(Method):
                 for rank, x, place in zip(world.hosted, flat, places, strict=True)
             ]
 
-        found = run(world, start, len(pieces), flat[0], f"allreduce {self.algorithm}")
+        what, window = f"allreduce {self.algorithm}", plan.schedule.window(world.ranks)
+        found = run(world, start, len(pieces), flat[0], what, window)
         if any(piece[0] for piece in found):
             raise_nonfinite(world, flat, parts, totals[0])
 
     def _shifts(
         self, world: Ranks, flat: Sequence[Array], parts: Sequence[Segment]
     ) -> tuple[Sequence[int], Sequence[int]]:
-        """Return the shift of each segment, for contributions and for the result."""
+        """Return the shift of each segment, for contributions, and for sums and the result."""
         kind, shift = self.parsed_scaling
         if self.fmt is None or kind == "tile":
             return (), ()
@@ -198,13 +199,15 @@ def allreduce(
         sequence of one array for each; never written, unless out shares its memory
     wire: "raw" (float32 bytes), a format's name or a FloatFormat, "int2" .. "int16" (integers
         times a power of two) or "ternary" (-1, 0, 1 times a power of two, 1.6 bits a value)
-    algorithm: "ring", "tree", "direct", "gather", or "mpi" (MPI_Allreduce, wire "raw")
+    algorithm: a name from SCHEDULES ("ring", "rhd", "tree", "dbtree", "direct", "hier", "gather"),
+        or "mpi" (MPI_Allreduce, wire "raw"). hier sums inside nodes first: world.nodes.
     scaling: "none", "static:K" (by 2**K), "aps" (a shift for each segment from the largest value
         of all ranks), "tile" (a shift for each 1,024 values, sent with them). Wire "raw" is not
         scaled and ignores it. Default: "tile", for exact sums "aps"; integers know only "aps".
     accumulate: "requantise" (round to the wire after each addition), "float32" or "kahan"; None
-        for the algorithm's own: float32 for direct, requantise for the others. ring and tree
-        know requantise only; for wire "raw" requantise and float32 are the same.
+        for the algorithm's own: float32 for direct and hier, requantise for the others. ring,
+        rhd, tree and dbtree know requantise only, and hier rounds between nodes whatever happens
+        inside them; for wire "raw" requantise and float32 are the same.
         "exact", in every algorithm: contributions are rounded to one grid for all ranks, and their
         integer sums travel unrounded, as wide as they need, and become float32 at the end. No
         order changes a bit of the result. Integers know only this, float formats where scaling

@@ -5,28 +5,38 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
+from typing import NamedTuple
 
 import numpy as np
 
 from ..partition import chunk
 from ..randomness import Key, random_key
 from .accumulate import Accumulate, Sum
-from .engine import ScheduleError
-from .schedule import Kind, Schedule
+from .schedule import Schedule
+from .step import Kind, Layout
 from .wire import Array, Coder, Wire
 
 PIECE = 1 << 18  # values of a chunk that travel at a time: 1 MiB of float32
 CONTRIBUTION, FINAL, BETWEEN = range(3)  # phases of random streams; BETWEEN and up: others
 
 
+class Piece(NamedTuple):
+    """Values start..stop of the data, which are reduced by themselves."""
+
+    number: int
+    start: int
+    stop: int
+
+
 @dataclass(frozen=True)
 class Plan:
     """What all ranks of one all-reduce share.
 
-    sent_shifts, result_shifts: uint8[tiles] for contributions and partial sums, and for the
+    sent_shifts, result_shifts: uint8[tiles] for contributions, and for partial sums and the
         result, or None where none are needed or they travel
     accumulate: None where sums are exact
     result_rounded: whether the result is rounded to the wire
+    nodes: the node of each rank
     stream: (seed, iteration) of the random numbers
     """
 
@@ -36,30 +46,31 @@ class Plan:
     sent_shifts: Array | None
     result_shifts: Array | None
     result_rounded: bool
-    ranks: int
+    nodes: tuple[int, ...]
     stream: tuple[int, int]
 
-    def pieces(self, n: int) -> list[tuple[int, int]]:
-        """Return the pieces of n values that are reduced by themselves, as (start, stop).
+    def pieces(self, n: int) -> list[Piece]:
+        """Return the pieces of n values.
 
         PIECE values of every chunk, so that encoding, travel and decoding overlap. With
         "requantise" the result depends on PIECE, as on all that decides which rank adds first.
         """
-        count = max(1, -(-n // (self.schedule.chunks(self.ranks) * PIECE)))
-        return [chunk(n, count, i) for i in range(count)]
+        count = max(1, -(-n // (self.schedule.chunks(Layout(self.nodes)) * PIECE)))
+        return [Piece(i, *chunk(n, count, i)) for i in range(count)]
 
     def key(self, rank: int, phase: int) -> Key:
         """Return the random stream of a rank and a phase.
 
-        Phase 0 is what a rank sends of its own or as a partial sum, 1 the result, 2 and up the
-        roundings in between, in the order in which they happen. Sums of held contributions, and
-        results, take the number of the chunk for the rank: whoever forms them gets the same.
+        Phase 0 is what a rank sends first, 1 the result, 2 and up the roundings in between, in
+        the order in which they happen. Results, and the sums of all contributions that every rank
+        forms by itself, take the number of the chunk for the rank: all get the same.
         """
         return random_key(*self.stream, rank, phase)
 
-    def keys_between(self, rank: int) -> Iterator[Key]:
-        """Yield the random streams of the roundings in between."""
-        return (self.key(rank, phase) for phase in count(BETWEEN))
+    def keys_between(self, rank: int, index: int) -> Iterator[Key]:
+        """Yield the random streams of a rank's roundings in between, in chunk index."""
+        who = rank if self.schedule.result_travels else index
+        return (self.key(who, phase) for phase in count(BETWEEN))
 
 
 class Chunk:
@@ -81,18 +92,16 @@ class Chunk:
         self.out = None if out is None else out[sent.start : sent.stop]
         self.place = None if self.out is None else result.place(self.out)
         self.pending: Array | None = None  # came in, not yet added: added while it is encoded
-        self.held: dict[int, Array] = {}  # contributions by rank
+        self.held: dict[int, Array] = {}  # contributions by rank, not yet summed
         self.final: Array | None = None  # payload of the result
-        self.keys = plan.keys_between(rank)
+        self.summed = False  # whether what was held is in the partial sum
+        self.first = plan.key(rank, CONTRIBUTION)
+        self.keys = plan.keys_between(rank, index)
 
     def outgoing(self, kind: Kind) -> Array:
         """Return the payload that a step of a kind sends."""
         send = {"reduce": self.partial_sum, "hold": self.contribution, "copy": self.finished}
         return send[kind]()
-
-    def incoming_bytes(self, kind: Kind, terms: int) -> int:
-        """Return the size of a payload that a step of a kind brings."""
-        return (self.result if kind == "copy" else self.sent.of(terms)).size_bytes
 
     def incoming(self, kind: Kind, source: int, payload: Array, terms: int) -> None:
         """Take in what a step of a kind has brought: the sum of so many contributions."""
@@ -102,8 +111,7 @@ class Chunk:
     def contribution(self) -> Array:
         """Return the payload of the rank's own contribution."""
         if self.rank not in self.held:
-            key = self.plan.key(self.rank, CONTRIBUTION)
-            self.held[self.rank] = self.sent.encode(self.partial, key)
+            self.held[self.rank] = self.sent.encode(self.partial, self.first)
         return self.held[self.rank]
 
     def hold(self, source: int, payload: Array, terms: int) -> None:
@@ -111,30 +119,32 @@ class Chunk:
         self.held[source] = payload
 
     def partial_sum(self) -> Array:
-        """Return the payload of the partial sum."""
-        return self._encoded(self.sent, self.plan.key(self.rank, CONTRIBUTION))
+        """Return the payload of the partial sum; its random numbers are used for nothing else."""
+        if self.held:
+            return self._held_sum().encode(self.result, next(self.keys))
+        return self._encoded(next(self.keys) if self.summed else self.first)
 
-    def _encoded(self, coder: Coder, key: Key, place: Array | None = None) -> Array:
+    def _encoded(self, key: Key, place: Array | None = None) -> Array:
+        if self.held:
+            return self._held_sum().encode(self.result, key, place)
         if self.pending is None:
-            return coder.encode(self.partial, key, place)
-        payload = coder.add_encode(self.pending, self.sent, self.partial, key, place)
+            return self.result.encode(self.partial, key, place)
+        payload = self.result.add_encode(self.pending, self.result, self.partial, key, place)
         self.pending = None
         return payload
 
     def reduce(self, source: int, payload: Array, terms: int) -> None:
         """Add a partial sum of so many terms to the rank's own, rounding between two additions."""
-        if self.pending is not None:
-            self.partial = self.sent.values(self._encoded(self.sent, next(self.keys)))
+        if self.held:
+            self.partial = self._held_sum().value()
+        elif self.pending is not None:
+            self.partial = self.result.values(self._encoded(next(self.keys)))
         self.pending = payload
 
     def finished(self) -> Array:
         """Return the payload of the result, which this rank forms or has received."""
         if self.final is None:
-            key = self.plan.key(self.index, FINAL)
-            if self.held:
-                self.final = self._held_sum().encode(self.result, key, self.place)
-            else:
-                self.final = self._encoded(self.result, key, self.place)
+            self.final = self._encoded(self.plan.key(self.index, FINAL), self.place)
         return self.final
 
     def copy(self, source: int, payload: Array, terms: int) -> None:
@@ -143,18 +153,13 @@ class Chunk:
         self.held.clear()
 
     def _held_sum(self) -> Sum:
-        """Sum the contributions in the order of ranks; free them."""
+        """Sum the held contributions and the own one in the order of ranks; free them."""
         self.contribution()
-        if len(self.held) != self.plan.ranks:
-            raise ScheduleError(
-                f"rank {self.rank} has contributions of ranks {sorted(self.held)} to chunk "
-                f"{self.index}: needs all {self.plan.ranks}"
-            )
         assert self.plan.accumulate is not None, "exact sums are those of ExactChunk"
         payloads = [self.held[rank] for rank in sorted(self.held)]
         self.held.clear()
-        keys = self.plan.keys_between(self.index)
-        return self.plan.accumulate(payloads, self.sent, self.result, keys)
+        self.summed = True
+        return self.plan.accumulate(payloads, self.sent, self.result, self.keys)
 
     def write(self) -> int:
         """Write the result, float32, into out, if there is one; count what is not finite."""

@@ -11,6 +11,7 @@ from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from .arena import Arena, fresh
 from .ranks import Ranks, Wait
 
 Array = npt.NDArray[Any]
@@ -26,7 +27,7 @@ class Exchange(NamedTuple):
 
     send_to, recv_from: rank or None; payload: uint8[any], not changed by anyone afterwards
     nbytes: bytes of the message in; no bytes mean no message
-    round, recv_chunk, send_chunk: for error messages
+    round, recv_chunks, send_chunks: for error messages
     place: uint8[nbytes], where the message in should be put, if that matters
     """
 
@@ -35,8 +36,8 @@ class Exchange(NamedTuple):
     recv_from: int | None
     nbytes: int
     round: int
-    recv_chunk: int
-    send_chunk: int
+    recv_chunks: Sequence[int]
+    send_chunks: Sequence[int]
     place: Array | None = None
 
 
@@ -44,48 +45,21 @@ Program = Generator[Exchange, Array, Result]
 Take = Callable[[int], Array]  # size_bytes -> uint8[size_bytes] for a program's payloads
 Start = Callable[[int, Take], Sequence[Program[Result]]]  # piece -> programs of the hosted ranks
 
-WINDOW = 3  # pieces under way at a time: while one travels the others are encoded and decoded
-
-
-class Arena:
-    """Arrays that are taken in the same order time after time, and made only once."""
-
-    def __init__(self, like: Array) -> None:
-        self._like = like[:0]
-        self._arrays: list[Array] = []
-        self._taken = 0
-
-    def take(self, size_bytes: int) -> Array:
-        """Return uint8[size_bytes], which is the caller's until the next rewind."""
-        if self._taken == len(self._arrays):
-            self._arrays.append(_fresh(self._like, size_bytes))
-        elif self._arrays[self._taken].size < size_bytes:
-            self._arrays[self._taken] = _fresh(self._like, size_bytes)
-        self._taken += 1
-        return self._arrays[self._taken - 1][:size_bytes]
-
-    def rewind(self) -> None:
-        """Begin again with the first array."""
-        self._taken = 0
-
-
-def _fresh(like: Array, size_bytes: int) -> Array:
-    return np.empty_like(like, shape=(size_bytes,), dtype=np.uint8)
-
 
 def run(
-    world: Ranks, start: Start[Result], pieces: int, like: Array, what: str
+    world: Ranks, start: Start[Result], pieces: int, like: Array, what: str, window: int = 1
 ) -> list[list[Result]]:
     """Run the programs of all pieces to their ends; return what they return, by piece and rank.
 
     Collective: all processes of world run the programs of their ranks, of the same pieces.
-    start: called for each piece in order, WINDOW of them ahead; like: an array of the kind that
-    received bytes are to be stored in; what: named in messages, as "allreduce ring"
+    start: called for each piece in order; like: an array of the kind that received bytes are to
+    be stored in; what: named in messages, as "allreduce ring"; window: how many pieces after the
+    first one that has not ended, itself included, may be under way
     Raises ScheduleError in a world of one process. Where others take part they cannot be told
     any more, so this and every other error then ends the job with a message.
     """
     try:
-        return _Run(world, start, pieces, like, what).run()
+        return _Run(world, start, pieces, like, what, window).run()
     except Exception as error:
         if world.size == 1:
             raise
@@ -95,8 +69,8 @@ def run(
 class _Piece(Generic[Result]):
     """A piece under way: its programs by rank, how many still run, and what they send."""
 
-    def __init__(self, number: int, slot: int, take: Take) -> None:
-        self.number, self.slot, self.take = number, slot, take
+    def __init__(self, number: int, take: Take) -> None:
+        self.number, self.take = number, take
         self.programs: dict[int, Program[Result]] = {}
         self.results: dict[int, Result] = {}
         self.sends: list[Wait] = []
@@ -106,12 +80,18 @@ class _Run(Generic[Result]):
     """The state of one run: which programs can go on, and which wait for what."""
 
     def __init__(
-        self, world: Ranks, start: Start[Result], pieces: int, like: Array, what: str
+        self,
+        world: Ranks,
+        start: Start[Result],
+        pieces: int,
+        like: Array,
+        what: str,
+        window: int,
     ) -> None:
         self.world, self.start, self.pieces, self.like, self.what = world, start, pieces, like, what
+        self.window = window
         self.results: list[list[Result]] = [[] for _ in range(pieces)]
         self.opened = 0
-        self.free = list(range(WINDOW - 1, -1, -1))  # slots
         self.under_way: list[_Piece[Result]] = []
         self.runnable: deque[tuple[_Piece[Result], int, Array | None]] = deque()
         self.mail: dict[tuple[int, int, int], deque[Exchange]] = {}  # (piece, from, to): waiting
@@ -123,7 +103,7 @@ class _Run(Generic[Result]):
             while self.runnable:
                 self._advance(*self.runnable.popleft())
             self._close()
-            if self.opened < self.pieces and self.free:
+            if self.opened < self.pieces and self.opened - self._oldest() < self.window:
                 self._open()
                 continue
             waits = [wait for _, _, wait, _ in self.remote]
@@ -138,28 +118,31 @@ class _Run(Generic[Result]):
         return self.results
 
     def _open(self) -> None:
-        """Start the next piece in a free slot, whose arrays it takes."""
-        slot, number = self.free.pop(), self.opened
-        take = partial(_fresh, self.like)
+        """Start the next piece; it takes the arrays of the one before the window."""
+        number, slot = self.opened, self.opened % self.window
+        take = partial(fresh, self.like)
         if self.world.virtual_ranks == 1:  # else ranks hand payloads to one another as they are
             arena = self.world.arenas.setdefault((type(self.like), slot), Arena(self.like))
             arena.rewind()
             take = arena.take
-        piece: _Piece[Result] = _Piece(number, slot, take)
+        piece: _Piece[Result] = _Piece(number, take)
         programs = self.start(number, take)
         piece.programs = dict(zip(self.world.hosted, programs, strict=True))
         self.runnable.extend((piece, rank, None) for rank in piece.programs)
         self.under_way.append(piece)
         self.opened += 1
 
+    def _oldest(self) -> int:
+        """Return the number of the first piece that has not ended, else of the next one."""
+        return self.under_way[0].number if self.under_way else self.opened
+
     def _close(self) -> None:
-        """Free the slots of pieces that have ended and whose messages have left."""
+        """Leave pieces that have ended and whose messages have left."""
         for piece in [each for each in self.under_way if _ended(each)]:
             piece.sends = [wait for wait in piece.sends if not self.world.done(wait)]
             if not piece.sends:
                 self.results[piece.number] = [piece.results[rank] for rank in self.world.hosted]
                 self.under_way.remove(piece)
-                self.free.append(piece.slot)
 
     def _advance(self, piece: _Piece[Result], rank: int, received: Array | None) -> None:
         """Resume a program up to its next exchange, send its message, look for the other."""
@@ -195,7 +178,7 @@ class _Run(Generic[Result]):
         if not self.world.hosts(to):
             reason = (
                 f"{self.what}: waited {{:.1f}} s for rank {to} to receive, "
-                f"round {exchange.round}, chunk {exchange.send_chunk}"
+                f"round {exchange.round}, {_chunks(exchange.send_chunks)}"
             )
             requests = self.world.isend(rank, to, payload, piece.number)
             piece.sends.append(Wait(requests, rank, reason))
@@ -217,12 +200,12 @@ class _Run(Generic[Result]):
     def _reason(self, exchange: Exchange) -> str:
         return (
             f"{self.what}: waited {{:.1f}} s for rank {exchange.recv_from}, "
-            f"round {exchange.round}, chunk {exchange.recv_chunk}"
+            f"round {exchange.round}, {_chunks(exchange.recv_chunks)}"
         )
 
     def _check_mail(self) -> None:
         left = [
-            f"rank {rank} to rank {to}, round {e.round}, chunk {e.send_chunk}"
+            f"rank {rank} to rank {to}, round {e.round}, {_chunks(e.send_chunks)}"
             for (_, rank, to), messages in self.mail.items()
             for e in messages
         ]
@@ -231,10 +214,15 @@ class _Run(Generic[Result]):
 
     def _deadlock(self) -> NoReturn:
         lines = (
-            f"rank {rank} waits for rank {e.recv_from}, round {e.round}, chunk {e.recv_chunk}"
+            f"rank {rank} waits for rank {e.recv_from}, round {e.round}, {_chunks(e.recv_chunks)}"
             for (_, rank), (_, e) in self.local.items()
         )
         raise ScheduleError(f"{self.what}: deadlock: {'; '.join(lines)}")
+
+
+def _chunks(chunks: Sequence[int]) -> str:
+    more = f" and {len(chunks) - 1} more" if len(chunks) > 1 else ""
+    return f"chunk {chunks[0]}{more}"
 
 
 def _ended(piece: _Piece[Result]) -> bool:

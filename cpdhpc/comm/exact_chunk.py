@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .chunk import CONTRIBUTION, Chunk
+from .chunk import Chunk
 from .engine import ScheduleError
 from .exact import Exact
 from .wire import Array
@@ -25,12 +25,11 @@ class ExactChunk(Chunk):
         self.came: Array | None = None
         self.terms = 0
         self.own: Array | None = None
-        self.key = self.plan.key(self.rank, CONTRIBUTION)
 
     def contribution(self) -> Array:
         """Return the payload of the rank's own contribution."""
         if self.own is None:
-            self.own = self.sent.encode(self.partial, self.key)
+            self.own = self.sent.encode(self.partial, self.first)
         return self.own
 
     def hold(self, source: int, payload: Array, terms: int) -> None:
@@ -59,17 +58,17 @@ class ExactChunk(Chunk):
             return self._added(self.came, self.own, 1)
         wire = self.wire.of(self.terms + 1)
         total = self._fresh(wire)
-        place = (self.sent.shifts, self.key, self.sent.start)
+        place = (self.sent.shifts, self.first, self.sent.start)
         wire.add_encode(self.came, self.partial, *place, total)
         return total
 
     def finished(self) -> Array:
         """Return the payload of the result, which this rank forms or has received."""
         if self.final is None:
-            if self.terms + 1 != self.plan.ranks:
+            if self.terms + 1 != len(self.plan.nodes):
                 raise ScheduleError(
                     f"rank {self.rank} has {self.terms + 1} contributions to chunk {self.index}: "
-                    f"needs all {self.plan.ranks}"
+                    f"needs all {len(self.plan.nodes)}"
                 )
             self.final = self.partial_sum()
         return self.final

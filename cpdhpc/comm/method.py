@@ -122,7 +122,7 @@ class Method:
 
     def plan(
         self,
-        ranks: int,
+        nodes: tuple[int, ...],
         x: Array,
         segments: Sequence[Segment],
         shifts: tuple[Sequence[int], Sequence[int]],
@@ -130,7 +130,8 @@ class Method:
     ) -> Plan:
         """Return what the programs of all ranks share.
 
-        x: an array of the call; shifts: of the segments, for contributions and for the result
+        nodes: of all ranks; x: an array of the call; shifts: of the segments, for contributions,
+        and for partial sums and the result
         """
         schedule, wire = SCHEDULES[self.algorithm], self._wire()
         outside = isinstance(wire, Exact) or (isinstance(wire, Packed) and not wire.fit)
@@ -144,7 +145,7 @@ class Method:
             sent_shifts=sent,
             result_shifts=result,
             result_rounded=schedule.result_travels or self.accumulating != "float32",
-            ranks=ranks,
+            nodes=nodes,
             stream=(self.seed, iteration),
         )
 

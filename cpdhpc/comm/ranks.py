@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -26,6 +26,8 @@ class Ranks(ABC):
     """Ranks dealt to processes in blocks of virtual_ranks.
 
     rank, size: of processes; ranks: number of ranks; hosted: the ranks of this process
+    nodes: the node of each rank, numbered in the order of first ranks; where nothing is known of
+        nodes it is one
     bytes_sent, messages_sent: int64[virtual_ranks], what each hosted rank sent to other ranks,
         those of the same process included
     collective_bytes: bytes that this process handed to MPI's own collectives
@@ -40,6 +42,7 @@ class Ranks(ABC):
             raise ValueError(f"World: virtual_ranks={virtual_ranks}: must be 1 or more")
         self.rank, self.size, self.virtual_ranks = rank, size, virtual_ranks
         self.ranks = size * virtual_ranks
+        self.nodes: tuple[int, ...] = (0,) * self.ranks
         self.hosted = range(rank * virtual_ranks, (rank + 1) * virtual_ranks)
         self.bytes_sent = np.zeros(virtual_ranks, np.int64)
         self.messages_sent = np.zeros(virtual_ranks, np.int64)
@@ -120,13 +123,27 @@ def _portable(error: Exception | None) -> bytes | None:
     return data
 
 
+def numbered(nodes: Sequence[Hashable]) -> tuple[int, ...]:
+    """Return the number of each rank's node, in the order of first ranks, given any names."""
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(nodes))}
+    return tuple(numbers[name] for name in nodes)
+
+
 class Loopback(Ranks):
-    """A world of virtual_ranks ranks in this one process; needs no MPI."""
+    """A world of virtual_ranks ranks in this one process; needs no MPI.
+
+    nodes: the number or name of the node of each rank, all on one by default
+    Raises ValueError where there is not one for each rank.
+    """
 
     has_mpi = False
 
-    def __init__(self, virtual_ranks: int = 1) -> None:
+    def __init__(self, virtual_ranks: int = 1, *, nodes: Sequence[Hashable] | None = None) -> None:
         super().__init__(0, 1, virtual_ranks)
+        if nodes is not None:
+            if len(nodes) != self.ranks:
+                raise ValueError(f"Loopback: nodes={nodes!r}: must be {self.ranks}, one a rank")
+            self.nodes = numbered(nodes)
 
     def barrier(self, what: str = "barrier") -> None:
         """Return at once."""

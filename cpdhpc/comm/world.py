@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from .ranks import Array, Ranks, Wait
+from .ranks import Array, Ranks, Wait, numbered
 
 MESSAGE_BYTES = 1 << 30  # longer ones go in pieces: Open MPI 5 counts with 31 bits
 STREAMS = 64  # that have tags of their own; more than are under way at a time
@@ -60,6 +60,10 @@ class World(Ranks):
             raise ValueError(f"World: virtual_ranks={virtual_ranks}: too many for MPI's tags")
         self.timeout_s = timeout_s
         self._comm = comm.Dup()
+        here = comm.Split_type(self._mpi.COMM_TYPE_SHARED)
+        firsts = comm.allgather(here.allreduce(self.rank, self._mpi.MIN))  # a node's first process
+        self.nodes = numbered([first for first in firsts for _ in range(virtual_ranks)])
+        here.Free()
 
     def free(self) -> None:
         """Free the duplicated communicator; the world cannot be used any more. Collective."""
