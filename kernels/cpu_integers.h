@@ -71,7 +71,8 @@ i64 decode_integers_tiles(const Cast& given, const u32* words, int bits, const u
             decode_integers_column(cast, shifts[t] - CPD_SHIFT_BIAS,
                                    words + t * words_of_tile(cast, bits), bits, lane, target,
                                    CPD_TILE, count);
-        nonfinite += sum_lanes(count);
+        u32 found = sum_lanes(count);
+        nonfinite += found && left < CPD_TILE ? nonfinite_in(target, left) : found;
         pad.write(out + t * CPD_TILE, left);
     }
     return nonfinite;
