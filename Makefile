@@ -24,18 +24,18 @@ SOURCES = setup.cfg setup.py pyproject.toml constraints.txt $(wildcard kernels/*
 
 quickstart: install
 	$(MPIRUN) $(RANKS) python -m cpdhpc train inputs/train_digits.toml --out $(OUT) --resume
-	$(ACTIVATE) python -m cpdhpc report $(OUT) --png $(OUT)/report.png --html $(OUT)/report.html
+	$(ACTIVATE) python -m cpdhpc report $(OUT) --quiet --png $(OUT)/report.png --html $(OUT)/report.html
 
 test: test-serial test-mpi
 
 # -p no:cacheprovider: the tests leave nothing in the source tree.
 test-serial: $(VENV)/.installed-test
 	$(ACTIVATE) timeout 600 python -m pytest -q tests --ignore=tests/mpi -m "not gpu" \
-	    -p no:cacheprovider -o faulthandler_timeout=200
+	    -n auto --maxprocesses 4 --dist loadfile -p no:cacheprovider -o faulthandler_timeout=200
 
 test-mpi: $(VENV)/.installed-test
 	for ranks in 2 3 4; do \
-	    $(MPIRUN) $$ranks timeout 300 python -m mpi4py -m pytest -q --with-mpi tests/mpi \
+	    $(MPIRUN) $$ranks timeout 300 python -m mpi4py -m pytest -q --color=no --with-mpi tests/mpi \
 	        -p no:cacheprovider -o faulthandler_timeout=100 -o faulthandler_exit_on_timeout=true \
 	        || exit 1; \
 	done

@@ -31,6 +31,7 @@ def train(arguments: argparse.Namespace, world: World) -> int:
         from .train.progress import on_terminal
 
         report(files, terminal=on_terminal())
+        print(f"records: {directory}/*.h5")
     return 0
 
 
@@ -38,7 +39,7 @@ def report(arguments: argparse.Namespace) -> int:
     """Print the table of runs that are files already, and draw them."""
     from .study.command import report as run
 
-    run(arguments.files, png=arguments.png, html=arguments.html)
+    run(arguments.files, png=arguments.png, html=arguments.html, quiet=arguments.quiet)
     return 0
 
 
@@ -99,6 +100,7 @@ def add_report(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw the runs into an image")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write one self-contained page")
+    parser.add_argument("--quiet", action="store_true", help="print no table")
 
 
 def add_info(parser: argparse.ArgumentParser) -> None:

@@ -1,5 +1,6 @@
 """Every schedule is proven by payloads that are sets of ranks, and by the bytes it sends."""
 
+from collections import defaultdict
 from itertools import product
 
 import numpy as np
@@ -55,14 +56,13 @@ class Masks:
     def __init__(self, rank, chunks):
         self.rank = rank
         self.partial = [1 << rank] * chunks
-        self.held = [set() for _ in range(chunks)]
+        self.held = defaultdict(set)
         self.final = [None] * chunks
 
     def partial_sum(self, i):
         assert self.final[i] is None, "the partial sum of a finished chunk"
-        for other in self.held[i]:
+        for other in self.held.pop(i, ()):
             self.partial[i] = disjoint_union(self.partial[i], 1 << other)
-        self.held[i].clear()
         return self.partial[i]
 
     def contribution(self, i):
@@ -144,6 +144,7 @@ def test_the_same_for_many_ranks(name, ranks):
 def test_ring_and_nodes_for_many_ranks():
     assert_proven(SCHEDULES["ring"], one_node(256))
     assert_proven(SCHEDULES["hier"], Layout(tuple(i // 16 for i in range(256))))
+    assert_proven(SCHEDULES["hier"], Layout(tuple(i // 32 for i in range(1024))))
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -283,6 +284,19 @@ def test_a_message_left_over_names_its_ranks():
         ScheduleError, match="left over: rank 2 to rank 1, round 0, chunk 0 and 1 more"
     ):
         run_masks(Schedule(nobody_listens, lambda layout: 2, ("requantise",), ""), one_node(3))
+
+
+def test_a_contribution_that_is_missing_is_noticed():
+    def not_from_rank_1(rank, layout):
+        for step in SCHEDULES["gather"].steps(rank, layout):
+            if step.recv_from == 1:
+                step = step._replace(recv_from=None, recv_chunks=(), recv_terms=())
+            if rank == 1:
+                step = step._replace(send_to=None, send_chunks=(), send_terms=())
+            yield step
+
+    with pytest.raises(AssertionError):
+        assert_proven(one_chunk(not_from_rank_1), one_node(3))
 
 
 def test_wrong_terms_are_noticed():

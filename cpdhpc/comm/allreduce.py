@@ -217,8 +217,8 @@ def allreduce(
         untouched on error, at the price of one more copy; else it then holds anything
     rounding, overflow: as formats.Cast
     headroom: what aps leaves room for in the sum of p ranks: "n" p times the largest value,
-        "sqrt" sqrt(p) times, "none"; with accumulate "float32" only the result needs it, with
-        "exact" nothing
+        "sqrt" sqrt(p) times, "none"; with accumulate "float32" contributions need none, and with
+        "exact" nothing does
     seed, iteration: of the random bits of rounding "stochastic"
     segments: the named parts of x, in order, starting on tiles: aps scales each by itself
     Raises, on all ranks alike and before data moves, TypeError and ValueError for arguments that

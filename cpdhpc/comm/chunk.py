@@ -98,18 +98,18 @@ class Chunk:
         self.first = plan.key(rank, CONTRIBUTION)
         self.keys = plan.keys_between(rank, index)
 
-    def outgoing(self, kind: Kind) -> Array:
-        """Return the payload that a step of a kind sends."""
+    def outgoing(self, kind: Kind, place: Array | None = None) -> Array:
+        """Return the payload that a step of a kind sends, in place if that is given and suits."""
         send = {"reduce": self.partial_sum, "hold": self.contribution, "copy": self.finished}
-        return send[kind]()
+        return send[kind](place)
 
     def incoming(self, kind: Kind, source: int, payload: Array, terms: int) -> None:
         """Take in what a step of a kind has brought: the sum of so many contributions."""
         take = {"reduce": self.reduce, "hold": self.hold, "copy": self.copy}
         take[kind](source, payload, terms)
 
-    def contribution(self) -> Array:
-        """Return the payload of the rank's own contribution."""
+    def contribution(self, place: Array | None = None) -> Array:
+        """Return the payload of the rank's own contribution, which is kept."""
         if self.rank not in self.held:
             self.held[self.rank] = self.sent.encode(self.partial, self.first)
         return self.held[self.rank]
@@ -118,11 +118,11 @@ class Chunk:
         """Keep the contribution of another rank."""
         self.held[source] = payload
 
-    def partial_sum(self) -> Array:
+    def partial_sum(self, place: Array | None = None) -> Array:
         """Return the payload of the partial sum; its random numbers are used for nothing else."""
         if self.held:
-            return self._held_sum().encode(self.result, next(self.keys))
-        return self._encoded(next(self.keys) if self.summed else self.first)
+            return self._held_sum().encode(self.result, next(self.keys), place)
+        return self._encoded(next(self.keys) if self.summed else self.first, place)
 
     def _encoded(self, key: Key, place: Array | None = None) -> Array:
         if self.held:
@@ -141,10 +141,11 @@ class Chunk:
             self.partial = self.result.values(self._encoded(next(self.keys)))
         self.pending = payload
 
-    def finished(self) -> Array:
+    def finished(self, place: Array | None = None) -> Array:
         """Return the payload of the result, which this rank forms or has received."""
         if self.final is None:
-            self.final = self._encoded(self.plan.key(self.index, FINAL), self.place)
+            key = self.plan.key(self.index, FINAL)
+            self.final = self._encoded(key, place if self.place is None else self.place)
         return self.final
 
     def copy(self, source: int, payload: Array, terms: int) -> None:

@@ -26,8 +26,8 @@ class ExactChunk(Chunk):
         self.terms = 0
         self.own: Array | None = None
 
-    def contribution(self) -> Array:
-        """Return the payload of the rank's own contribution."""
+    def contribution(self, place: Array | None = None) -> Array:
+        """Return the payload of the rank's own contribution, which is kept."""
         if self.own is None:
             self.own = self.sent.encode(self.partial, self.first)
         return self.own
@@ -38,37 +38,41 @@ class ExactChunk(Chunk):
 
     def reduce(self, source: int, payload: Array, terms: int) -> None:
         """Add the sum of so many contributions."""
-        self.came = payload if self.came is None else self._added(self.came, payload, terms)
+        self.came = payload if self.came is None else self._added(payload, terms, None)
         self.terms += terms
 
-    def _added(self, came: Array, payload: Array, terms: int) -> Array:
-        wire = self.wire.of(self.terms + terms)
-        total = self._fresh(wire)
-        wire.add(came, self.terms, payload, total)
+    def _added(self, payload: Array, terms: int, place: Array | None) -> Array:
+        """Return the payload of what came in and of so many terms more, in place if given."""
+        wire, total = self._room(terms, place)
+        assert self.came is not None, "the first payload is kept as it is"
+        wire.add(self.came, self.terms, payload, total)
         return total
 
-    def _fresh(self, wire: Exact) -> Array:
-        return self.sent.take(wire.size_bytes(self.partial.size))
+    def _room(self, terms: int, place: Array | None) -> tuple[Exact, Array]:
+        """Return the wire, and bytes, for so many terms more than have come in."""
+        wire = self.wire.of(self.terms + terms)
+        size_bytes = wire.size_bytes(self.partial.size)
+        return wire, self.sent.take(size_bytes) if place is None else place
 
-    def partial_sum(self) -> Array:
+    def partial_sum(self, place: Array | None = None) -> Array:
         """Return the payload of the sum of what came in and of the rank's own contribution."""
         if self.came is None:
             return self.contribution()
         if self.own is not None:
-            return self._added(self.came, self.own, 1)
-        wire = self.wire.of(self.terms + 1)
-        total = self._fresh(wire)
-        place = (self.sent.shifts, self.first, self.sent.start)
-        wire.add_encode(self.came, self.partial, *place, total)
+            return self._added(self.own, 1, place)
+        wire, total = self._room(1, place)
+        where = (self.sent.shifts, self.first, self.sent.start)
+        wire.add_encode(self.came, self.partial, *where, total)
         return total
 
-    def finished(self) -> Array:
+    def finished(self, place: Array | None = None) -> Array:
         """Return the payload of the result, which this rank forms or has received."""
         if self.final is None:
-            if self.terms + 1 != len(self.plan.nodes):
+            ranks = len(self.plan.nodes)
+            if self.terms + 1 != ranks:
                 raise ScheduleError(
                     f"rank {self.rank} has {self.terms + 1} contributions to chunk {self.index}: "
-                    f"needs all {len(self.plan.nodes)}"
+                    f"needs all {ranks}"
                 )
-            self.final = self.partial_sum()
+            self.final = self.partial_sum(place)
         return self.final

@@ -12,7 +12,7 @@ from .exact_chunk import ExactChunk
 from .step import Layout, Step
 from .wire import Array, coders
 
-ALIGNED_BYTES = 16  # kernels read payloads word by word
+ALIGNED_BYTES = 16  # kernels read and write payloads word by word
 
 
 def program(
@@ -36,7 +36,7 @@ def program(
         received = yield _exchange(chunks, step, number, take)
         if step.recv_from is not None:
             into = [chunks[i] for i in step.recv_chunks]
-            parts = _parts(received, _sizes(into, step), take)
+            parts = _parts(received, _sizes(into, step.recv_terms), take)
             for each, part, terms in zip(into, parts, step.recv_terms, strict=True):
                 each.incoming(step.kind, step.recv_from, part, terms)
     return sum(each.write() for each in chunks)
@@ -44,12 +44,12 @@ def program(
 
 def _exchange(chunks: Sequence[Chunk], step: Step, number: int, take: Take) -> Exchange:
     into = [chunks[i] for i in step.recv_chunks]
-    out = [chunks[i].outgoing(step.kind) for i in step.send_chunks]
+    out = [chunks[i] for i in step.send_chunks]
     return Exchange(
         send_to=step.send_to,
-        payload=None if step.send_to is None else _message(out, take),
+        payload=None if step.send_to is None else _message(out, step, take),
         recv_from=step.recv_from,
-        nbytes=sum(_sizes(into, step)),
+        nbytes=sum(_sizes(into, step.recv_terms)),
         round=number,
         recv_chunks=step.recv_chunks,
         send_chunks=step.send_chunks,
@@ -57,21 +57,22 @@ def _exchange(chunks: Sequence[Chunk], step: Step, number: int, take: Take) -> E
     )
 
 
-def _sizes(into: Sequence[Chunk], step: Step) -> list[int]:
-    """Return the bytes of each payload in the message that comes in."""
-    return [
-        each.sent.of(terms).size_bytes for each, terms in zip(into, step.recv_terms, strict=True)
-    ]
+def _sizes(chunks: Sequence[Chunk], terms: Sequence[int]) -> list[int]:
+    """Return the bytes of each payload in a message."""
+    return [each.sent.of(m).size_bytes for each, m in zip(chunks, terms, strict=True)]
 
 
-def _message(payloads: Sequence[Array], take: Take) -> Array:
-    """Return payloads one after another."""
-    if len(payloads) == 1:
-        return payloads[0]
-    ends = list(accumulate(payload.size for payload in payloads))
-    message = take(ends[-1])
-    for payload, end in zip(payloads, ends, strict=True):
-        message[end - payload.size : end] = payload
+def _message(chunks: Sequence[Chunk], step: Step, take: Take) -> Array:
+    """Return the payloads of chunks one after another."""
+    if len(chunks) == 1:
+        return chunks[0].outgoing(step.kind)
+    sizes = _sizes(chunks, step.send_terms)
+    message = take(sum(sizes))
+    for each, size, end in zip(chunks, sizes, accumulate(sizes), strict=True):
+        place = message[end - size : end]
+        payload = each.outgoing(step.kind, None if (end - size) % ALIGNED_BYTES else place)
+        if payload is not place:
+            place[:] = payload
     return message
 
 

@@ -52,9 +52,10 @@ def hier(rank: int, layout: Layout) -> Iterator[Step]:
     """Yield reduce-scatter in the node, a ring between nodes for what is owned, all-gather.
 
     Inside nodes everyone sends to everyone, as in direct. With one node it is direct, with nodes
-    of one rank it is ring.
-    Source: the two levels are those of Horovod's and BytePS's hierarchical all-reduce; the parts
-    are those of ring and direct.
+    of one rank it is ring. The own contribution of a rank that is alone on its node is not
+    rounded before it is sent, as in ring.
+    Source: the two levels are those of Horovod's hierarchical all-reduce (Sergeev, Del Balso,
+    arXiv 1802.05799, and its repository); the parts are those of ring and direct.
     """
     nodes = _Nodes(layout)
     node = layout.nodes[rank]

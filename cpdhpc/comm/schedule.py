@@ -33,7 +33,7 @@ def rhd(rank: int, layout: Layout) -> Iterator[Step]:
     ceil(log2 p) rounds each way, in each of which the skip, at first p, is halved and rounded up;
     each rank sends p - 1 chunks each way.
     Source: Träff: Optimal, non-pipelined reduce-scatter and allreduce algorithms,
-    arXiv 2410.14234, Algorithms 1 and 2.
+    arXiv 2410.14234.
     """
     ranks = layout.ranks
     skips = [ranks]

@@ -21,8 +21,9 @@ def report(
     png: Path | None = None,
     html: Path | None = None,
     terminal: bool | None = None,
+    quiet: bool = False,
 ) -> None:
-    """Print the table of runs; write the figure and the page where paths are given.
+    """Print the table of runs, unless quiet; write the figure and the page to paths given.
 
     terminal: whether stdout is one, None to find out
     Raises UserError where no run is complete, or a file cannot be read or written.
@@ -33,7 +34,8 @@ def report(
         raise ReportError(f"none of {len(runs)} runs is complete")
     console = Console(force_terminal=terminal)
     console = console if console.is_terminal else Console(force_terminal=False, width=WIDTH)
-    console.print(table(groups))
+    if not quiet:
+        console.print(table(groups))
     for run in runs:
         if not run.complete:
             status = run.attributes["status"]
@@ -48,5 +50,6 @@ def _write(path: Path, content: bytes) -> None:
     try:
         with store.replacing(path) as temporary:
             temporary.write_bytes(content)
+        print(f"wrote {path}")
     except OSError as error:
         raise ReportError(f"{path}: cannot be written: {error.strerror}") from None

@@ -5,7 +5,18 @@ import hashlib
 import numpy as np
 import pytest
 
-from cpdhpc.comm import SCHEDULES, Allreduce, NonFiniteGradient, Segment, World, allreduce, simulate
+from cpdhpc.comm import (
+    SCHEDULES,
+    Allreduce,
+    Layout,
+    NonFiniteGradient,
+    Segment,
+    World,
+    allreduce,
+    executor,
+    simulate,
+)
+from cpdhpc.comm.ranks import numbered
 
 pytestmark = pytest.mark.mpi
 
@@ -35,8 +46,10 @@ def assert_simulated(world, got, xs, *arguments, **options):
 @pytest.mark.parametrize("scaling", SCALINGS)
 @pytest.mark.parametrize("algorithm, accumulate", WAYS)
 def test_real_is_simulated(world, algorithm, accumulate, scaling):
+    """With every other wire, by turns: the simulation itself is tested with all."""
     xs = gradients(world.ranks)
-    for wire in WIRES:
+    turn = WAYS.index((algorithm, accumulate)) + SCALINGS.index(scaling)
+    for wire in WIRES[turn % 2 :: 2]:
         arguments = (wire, algorithm, scaling, accumulate)
         got = allreduce(world, xs[world.rank], *arguments)
         assert_simulated(world, got, xs, *arguments)
@@ -76,6 +89,34 @@ def test_virtual_ranks(world, algorithm, accumulate):
     assert len({digest(array) for array in each}) == 1 and len(each) == 3
     assert_simulated(world, each[0], xs, "e4m3", algorithm, "tile", accumulate)
     many.free()
+
+
+@pytest.mark.parametrize("accumulate", SCHEDULES["hier"].accumulates)
+def test_nodes(world, accumulate):
+    """Nodes of even and uneven sizes, of neighbours or not, with ranks of several processes."""
+    for virtual in (1, 3):
+        many = World(virtual_ranks=virtual, timeout_s=world.timeout_s)
+        xs = gradients(many.ranks, 7000)
+        mine = [xs[rank] for rank in many.hosted]
+        for nodes in ([r // 2 for r in range(many.ranks)], [r * r % 3 for r in range(many.ranks)]):
+            many.nodes = numbered(nodes)
+            for wire, scaling in (("raw", "none"), ("e4m3", "aps"), ("e3m0", "tile")):
+                arguments = (wire, "hier", scaling, accumulate)
+                got = allreduce(many, mine if virtual > 1 else mine[0], *arguments)
+                assert_simulated(world, got, xs, *arguments, nodes=nodes)
+        many.free()
+
+
+@pytest.mark.parametrize("algorithm, accumulate", WAYS)
+def test_pieces(world, algorithm, accumulate, monkeypatch):
+    """Pieces of one tile in each chunk, more than are under way at a time."""
+    monkeypatch.setattr(executor, "PIECE", 1024)
+    chunks = SCHEDULES[algorithm].chunks(Layout(world.nodes))
+    xs = gradients(world.ranks, 6 * 1024 * chunks + 5)
+    for wire in ("raw", "e3m0"):
+        arguments = (wire, algorithm, "tile", accumulate)
+        got = allreduce(world, xs[world.rank], *arguments, rounding="stochastic")
+        assert_simulated(world, got, xs, *arguments, rounding="stochastic", nodes=world.nodes)
 
 
 @pytest.mark.parametrize("algorithm", SCHEDULES)

@@ -5,7 +5,8 @@ import importlib
 import numpy as np
 import pytest
 
-from cpdhpc.comm import Loopback, World, allreduce, as_world, simulate
+from cpdhpc.comm import SCHEDULES, Loopback, World, allreduce, as_world, simulate
+from cpdhpc.comm.ranks import numbered
 
 pytestmark = pytest.mark.mpi
 
@@ -20,6 +21,15 @@ def test_ranks_and_processes(world):
     assert world.gather(list(many.hosted)) == [
         [3 * r, 3 * r + 1, 3 * r + 2] for r in range(world.size)
     ]
+    many.free()
+
+
+def test_nodes_are_the_machines(world):
+    from mpi4py import MPI
+
+    assert world.nodes == numbered(world.gather(MPI.Get_processor_name()))
+    many = World(virtual_ranks=3, timeout_s=world.timeout_s)
+    assert many.nodes == tuple(node for node in world.nodes for _ in range(3))
     many.free()
 
 
@@ -54,7 +64,7 @@ def test_collective_bytes_are_counted(world):
     assert world.collective_bytes - before == 56 + 40
 
 
-@pytest.mark.parametrize("algorithm", ["ring", "tree", "direct", "gather"])
+@pytest.mark.parametrize("algorithm", SCHEDULES)
 def test_long_messages_go_in_pieces(world, monkeypatch, algorithm):
     monkeypatch.setattr(importlib.import_module("cpdhpc.comm.world"), "MESSAGE_BYTES", 1000)
     xs = list(np.random.default_rng(3).random((world.size, 3000), np.float32))
