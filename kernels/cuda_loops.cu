@@ -1,4 +1,5 @@
-// Thin loops over tiles for the GPU, a warp a tile and a thread a lane; the work is in items.h.
+// Thin loops over tiles for the GPU, a warp a tile and a thread a lane; the work is in items.h,
+// integers.h and trits.h.
 // Same names and meaning as in cpu_table.h; ops/gpu.py launches them.
 #include "integers.h"
 #include "trits.h"
