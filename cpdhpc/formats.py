@@ -16,6 +16,7 @@ TILE = 1024  # values in a tile; chunks and layers start on tiles
 LANES = 32  # value row * 32 + lane of a tile belongs to a lane
 SHIFT_BIAS = 127  # a shift k is stored as the byte k + 127
 SHIFT_NONFINITE = 255  # stored instead of a shift: the tile holds NaN or infinity
+TRIT_BYTES = 205  # of a tile of ternary values, five in a byte
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,11 @@ class FloatFormat:
         return float(2.0 ** (self.emin - self.man))
 
     @cached_property
+    def max_integer(self) -> int:
+        """The largest finite number as a multiple of the smallest positive one."""
+        return int(self.max / self.smallest)
+
+    @cached_property
     def emax(self) -> int:
         """Exponent of the largest finite number."""
         return (_float32_bits(self.max) >> 23) - 127
@@ -148,6 +154,14 @@ def _fn_special(bits: int) -> Special:
 
 
 NAMED = {"bf16": FloatFormat(8, 7), "fp16": FloatFormat(5, 10), "fp32": FloatFormat(8, 23)}
+
+
+# Uniform grids: with one exponent bit and no special codes all numbers are equally far apart, so
+# intK is a sign and K - 1 bits of an integer, times a power of two. Ternary is -1, 0 and 1.
+INTEGERS = {
+    **{f"int{bits}": FloatFormat(1, bits - 2, "none") for bits in range(2, 17)},
+    "ternary": FloatFormat(1, 0, "none"),
+}
 
 
 def parse_format(name: str) -> FloatFormat:
@@ -209,3 +223,11 @@ def tiles(n: int) -> int:
 def packed_bytes(n: int, bits: int) -> int:
     """Bytes of n values packed at a width, without tile shifts: whole tiles."""
     return tiles(n) * (TILE // 8) * bits
+
+
+def sum_bits(fmt: FloatFormat, terms: int) -> int:
+    """Bits of a two's-complement integer that holds any sum of so many numbers of a format.
+
+    ceil(log2(2 m + 1)), where m = terms * fmt.max_integer and the unit is the smallest number.
+    """
+    return (terms * fmt.max_integer).bit_length() + 1

@@ -19,6 +19,7 @@ typedef int64_t i64;
 #define CPD_LANES 32             // lanes of a tile; value row * CPD_LANES + lane belongs to lane
 #define CPD_SHIFT_BIAS 127       // a shift k is stored as k + 127
 #define CPD_SHIFT_NONFINITE 255  // stored instead: the tile holds NaN or infinity
+#define CPD_TRIT_BYTES 205       // of a tile of ternary values, five in a byte
 
 enum { CPD_NEAREST = 0, CPD_ZERO = 1, CPD_STOCHASTIC = 2 };
 

@@ -30,7 +30,13 @@ CPD_FN F subtract(F a, F b) {
     asm("sub.rn.f32 %0, %1, %2;" : "=f"(difference) : "f"(a), "f"(b));
     return difference;
 }
+CPD_FN F multiply(F a, F b) {
+    F product;
+    asm("mul.rn.f32 %0, %1, %2;" : "=f"(product) : "f"(a), "f"(b));
+    return product;
+}
 CPD_FN U truncate(F x) { return (U)(int)x; }
+CPD_FN F to_float(U integer) { return __int2float_rn((int)integer); }
 CPD_FN I less(U a, U b) { return (int)a < (int)b ? -1 : 0; }
 CPD_FN I equal(U a, U b) { return a == b ? -1 : 0; }
 CPD_FN U lane_numbers() { return 0; }
@@ -44,6 +50,8 @@ CPD_FN U load(const u32* x, i64 i, i64 n) { return i < n ? x[i] : 0u; }
 CPD_FN void store(u32* x, i64 i, i64 n, U value) {
     if (i < n) x[i] = value;
 }
+CPD_FN U load_bytes(const u8* x) { return *x; }
+CPD_FN void store_bytes(u8* x, U value) { *x = (u8)value; }
 
 #else
 
@@ -60,7 +68,9 @@ CPD_FN U bits_of(F x) { return (U)x; }
 CPD_FN F from_bits(U u) { return (F)u; }
 CPD_FN F add(F a, F b) { return a + b; }
 CPD_FN F subtract(F a, F b) { return a - b; }
+CPD_FN F multiply(F a, F b) { return a * b; }
 CPD_FN U truncate(F x) { return (U) __builtin_convertvector(x, I); }
+CPD_FN F to_float(U integer) { return __builtin_convertvector((I)integer, F); }
 CPD_FN I less(U a, U b) { return (I)a < (I)b; }
 CPD_FN I equal(U a, U b) { return (I)a == (I)b; }
 CPD_FN U lane_numbers() { return U{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
@@ -78,6 +88,16 @@ CPD_FN U load(const u32* x, i64 i, i64) {
     return value;
 }
 CPD_FN void store(u32* x, i64 i, i64, U value) { memcpy(x + i, &value, sizeof value); }
+typedef u8 Bytes __attribute__((vector_size(16)));
+CPD_FN U load_bytes(const u8* x) {
+    Bytes value;
+    memcpy(&value, x, sizeof value);
+    return __builtin_convertvector(value, U);
+}
+CPD_FN void store_bytes(u8* x, U value) {
+    Bytes low = __builtin_convertvector(value, Bytes);
+    memcpy(x, &low, sizeof low);
+}
 
 #endif
 

@@ -34,6 +34,17 @@ CPD_FN u32 sum_lanes(I v) {
     return sum;
 }
 
+// How many of n values are not finite: where a tile is padded, the padding does not count.
+inline u32 nonfinite_in(const float* x, i64 n) {
+    u32 found = 0;
+    for (i64 i = 0; i < n; ++i) {
+        u32 bits;
+        memcpy(&bits, x + i, sizeof bits);
+        found += (bits & 0x7fffffff) >= CPD_INF;
+    }
+    return found;
+}
+
 CPD_FN u32 amax_tile(const float* x) {
     return largest_lane(larger(amax_column(x, CPD_TILE, 0), amax_column(x, CPD_TILE, CPD_GROUP)));
 }
@@ -171,15 +182,7 @@ i64 decode_tiles(const Cast& given, const u32* words, const u8* shifts, float* o
             decode_column(cast, shifts[t], words + t * CPD_LANES * width(cast), lane, target,
                           CPD_TILE, count);
         u32 found = sum_lanes(count);
-        if (found && left < CPD_TILE) {  // the padding of a marked tile does not count
-            found = 0;
-            for (i64 i = 0; i < left; ++i) {
-                u32 bits;
-                memcpy(&bits, target + i, sizeof bits);
-                found += (bits & 0x7fffffff) >= CPD_INF;
-            }
-        }
-        nonfinite += found;
+        nonfinite += found && left < CPD_TILE ? nonfinite_in(target, left) : found;
         pad.write(out + t * CPD_TILE, left);
     }
     return nonfinite;
@@ -220,8 +223,20 @@ void decode_add_encode_tiles(const Cast& given, bool fit, Key key, u64 offset, c
 
 }  // namespace
 
-extern const Loops CPD_TABLE = {CPD_TABLE_NAME,   encode,
-                                decode,           pack,
-                                unpack,           amax_tiles,
-                                encode_tiles,     decode_tiles,
-                                decode_add_tiles, decode_add_encode_tiles};
+#include "cpu_integers.h"
+
+extern const Loops CPD_TABLE = {CPD_TABLE_NAME,
+                                encode,
+                                decode,
+                                pack,
+                                unpack,
+                                amax_tiles,
+                                encode_tiles,
+                                decode_tiles,
+                                decode_add_tiles,
+                                decode_add_encode_tiles,
+                                add_integers_tiles,
+                                add_encode_integers_tiles,
+                                decode_integers_tiles,
+                                pack_trits,
+                                unpack_trits};

@@ -1,61 +1,18 @@
 // The Python module cpdhpc._cpu: checks lengths, releases the GIL, calls the loops.
 // ops/cpu.py checks dtypes and shapes; here a wrong length is an error, never a crash.
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
 #include <string.h>
 
-#include "cpu_table.h"
+#include "cpu_arguments.h"
 
 namespace {
 
 const Loops* loops = &cpd_loops_portable;  // the fastest that this processor runs
 
-// A buffer argument, released at the end of the scope.
-struct Buffer {
-    Py_buffer view = {};
-    ~Buffer() {
-        if (view.buf) PyBuffer_Release(&view);
-    }
-    template <class T>
-    T* as() const {
-        return static_cast<T*>(view.buf);
-    }
-};
+}  // namespace
 
-struct Unlocked {  // the GIL is free within the scope
-    PyThreadState* state = PyEval_SaveThread();
-    ~Unlocked() { PyEval_RestoreThread(state); }
-};
+#include "cpu_integers_calls.h"
 
-i64 tiles_of(i64 n) { return (n + CPD_TILE - 1) / CPD_TILE; }
-
-bool has_length(const Buffer& buffer, const char* name, i64 bytes) {
-    if (buffer.view.len == bytes) return true;
-    PyErr_Format(PyExc_ValueError, "%s: %zd bytes given, %lld needed", name, buffer.view.len,
-                 (long long)bytes);
-    return false;
-}
-
-// A Cast travels as a tuple of its 11 numbers, in the order of the struct.
-int to_cast(PyObject* object, void* target) {
-    Cast* c = static_cast<Cast*>(target);
-    return PyArg_ParseTuple(object, "iiiIIIIIiiiI;cast: 12 numbers", &c->exp, &c->man, &c->rounding,
-                            &c->max_code, &c->inf_code, &c->nan_code, &c->overflow_code,
-                            &c->first_nan, &c->shift_min, &c->shift_max, &c->emax,
-                            &c->max_significand);
-}
-
-int to_key(PyObject* object, void* target) {
-    Key* k = static_cast<Key*>(target);
-    return PyArg_ParseTuple(object, "II;key: 2 numbers", &k->low, &k->high);
-}
-
-bool has_tiles(const Buffer& words, const Buffer& shifts, i64 n, int bits) {
-    return has_length(words, "words", tiles_of(n) * (CPD_TILE / 8) * bits) &&
-           has_length(shifts, "shifts", tiles_of(n));
-}
-
-i64 floats_in(const Buffer& x) { return x.view.len / (i64)sizeof(float); }
+namespace {
 
 PyObject* encode(PyObject*, PyObject* args) {
     Cast cast;
@@ -86,12 +43,6 @@ PyObject* decode(PyObject*, PyObject* args) {
         loops->decode(cast, k, codes.as<u32>(), floats_in(out), out.as<float>());
     }
     Py_RETURN_NONE;
-}
-
-bool is_width(int bits) {
-    if (1 <= bits && bits <= 32) return true;
-    PyErr_Format(PyExc_ValueError, "bits: %d given, 1..32 allowed", bits);
-    return false;
 }
 
 PyObject* pack(PyObject*, PyObject* args) {
@@ -130,10 +81,6 @@ PyObject* amax_tiles(PyObject*, PyObject* args) {
         loops->amax_tiles(x.as<float>(), floats_in(x), amax.as<u32>());
     }
     Py_RETURN_NONE;
-}
-
-bool has_counts(const Buffer& counts, i64 n) {
-    return !counts.view.buf || has_length(counts, "counts", tiles_of(n) * 3 * (i64)sizeof(u32));
 }
 
 PyObject* encode_tiles(PyObject*, PyObject* args) {
@@ -260,6 +207,11 @@ PyMethodDef methods[] = {
     {"decode_tiles", decode_tiles, METH_VARARGS, nullptr},
     {"decode_add_tiles", decode_add_tiles, METH_VARARGS, nullptr},
     {"decode_add_encode_tiles", decode_add_encode_tiles, METH_VARARGS, nullptr},
+    {"add_integers_tiles", add_integers_tiles, METH_VARARGS, nullptr},
+    {"add_encode_integers_tiles", add_encode_integers_tiles, METH_VARARGS, nullptr},
+    {"decode_integers_tiles", decode_integers_tiles, METH_VARARGS, nullptr},
+    {"pack_trits", pack_trits, METH_VARARGS, nullptr},
+    {"unpack_trits", unpack_trits, METH_VARARGS, nullptr},
     {"clone", clone, METH_NOARGS, nullptr},
     {"clones", clones, METH_NOARGS, nullptr},
     {"use_clone", use_clone, METH_VARARGS, nullptr},

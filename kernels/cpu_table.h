@@ -22,6 +22,16 @@ struct Loops {
     void (*decode_add_encode_tiles)(const Cast& cast, bool fit, Key key, u64 offset,
                                     const u32* words_in, const u8* shifts_in, const float* x, i64 n,
                                     u32* words, u8* shifts, u32* counts);
+    // Exact sums: integers of bits bits, or codes of the cast where bits is 0; whole tiles.
+    void (*add_integers_tiles)(const Cast& cast, const u32* a, int bits_a, const u32* b, int bits_b,
+                               i64 tiles, u32* words, int bits);
+    void (*add_encode_integers_tiles)(const Cast& cast, Key key, u64 offset, const u32* words_in,
+                                      int bits_in, const u8* shifts, const float* x, i64 n,
+                                      u32* words, int bits, u32* counts);
+    i64 (*decode_integers_tiles)(const Cast& cast, const u32* words, int bits, const u8* shifts,
+                                 float* out, i64 n);
+    void (*pack_trits)(const u32* words, i64 tiles, u8* trits);
+    void (*unpack_trits)(const u8* trits, i64 tiles, u32* words);
 };
 
 // Compilers other than gcc, and other processors, get the portable loops alone.

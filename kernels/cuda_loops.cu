@@ -1,6 +1,8 @@
-// Thin loops over tiles for the GPU, a warp a tile and a thread a lane; the work is in items.h.
+// Thin loops over tiles for the GPU, a warp a tile and a thread a lane; the work is in items.h,
+// integers.h and trits.h.
 // Same names and meaning as in cpu_table.h; ops/gpu.py launches them.
-#include "items.h"
+#include "integers.h"
+#include "trits.h"
 
 #define CPD_WARPS 4  // of a block
 
@@ -30,6 +32,18 @@ __device__ u32 warp_sum(u32 value) {
     return value;
 }
 
+__device__ void write_counts(const Counts& c, u32* counts) {
+    if (!counts) return;
+    u32 saturated = warp_sum(c.saturated);
+    u32 underflowed = warp_sum(c.underflowed);
+    u32 nonfinite = warp_sum(c.nonfinite);
+    if (lane_of_thread() == 0) {
+        counts[0] = saturated;
+        counts[1] = underflowed;
+        counts[2] = nonfinite;
+    }
+}
+
 // Encodes a tile of n values with its shift and writes its counts, if wanted.
 __device__ void encode_tile(const Cast& cast, u8 shift, Key key, u64 index, const float* x, i64 n,
                             u32* words, u32* counts) {
@@ -40,21 +54,18 @@ __device__ void encode_tile(const Cast& cast, u8 shift, Key key, u64 index, cons
         encode_column<true, true>(cast, k, x, n, words, lane, key, index, c);
     else
         encode_column<false, true>(cast, k, x, n, words, lane, key, index, c);
-    if (!counts) return;
-    u32 saturated = warp_sum(c.saturated);
-    u32 underflowed = warp_sum(c.underflowed);
-    u32 nonfinite = warp_sum(c.nonfinite);
-    if (lane == 0) {
-        counts[0] = saturated;
-        counts[1] = underflowed;
-        counts[2] = nonfinite;
-    }
+    write_counts(c, counts);
 }
 
 __device__ u8 settle_shift(const Cast& cast, bool fit, u32 most, u8* shift) {
     u8 chosen = fit ? fitting_shift(cast, warp_largest(most)) : *shift;
     if (fit && lane_of_thread() == 0) *shift = chosen;
     return chosen;
+}
+
+// Words of a tile of integers of bits bits, or of codes where bits is 0.
+__device__ i64 words_of_tile(const Cast& cast, int bits) {
+    return CPD_LANES * (bits ? bits : width(cast));
 }
 
 }  // namespace
@@ -153,6 +164,59 @@ __global__ void decode_add_encode_tiles(const int* cast_numbers, int fit, u32 ke
         encode_tile(cast, shift, key, offset + t * CPD_TILE, sum, CPD_TILE, words + first,
                     counts ? counts + 3 * t : nullptr);
     }
+}
+
+__global__ void add_integers_tiles(const int* cast_numbers, const u32* a, int bits_a, const u32* b,
+                                   int bits_b, i64 tiles, u32* words, int bits) {
+    Cast cast = load_cast(cast_numbers);
+    for (i64 t = first_tile(); t < tiles; t += tile_stride())
+        add_integers_column(cast, a + t * words_of_tile(cast, bits_a), bits_a,
+                            b + t * words_of_tile(cast, bits_b), bits_b,
+                            words + t * CPD_LANES * bits, bits, lane_of_thread());
+}
+
+__global__ void add_encode_integers_tiles(const int* cast_numbers, u32 key_low, u32 key_high,
+                                          u64 offset, const u32* words_in, int bits_in,
+                                          const u8* shifts, const float* x, i64 n, u32* words,
+                                          int bits, u32* counts) {
+    Cast cast = load_cast(cast_numbers);
+    Key key{key_low, key_high};
+    for (i64 t = first_tile(); t * CPD_TILE < n; t += tile_stride()) {
+        Counts c = {};
+        const u32* in = words_in + t * words_of_tile(cast, bits_in);
+        u32* out = words + t * CPD_LANES * bits;
+        i64 first = t * CPD_TILE;
+        int k = shifts[t] - CPD_SHIFT_BIAS, lane = lane_of_thread();
+        if (cast.rounding == CPD_NEAREST)
+            add_encode_integers_column<true, true>(cast, k, in, bits_in, x + first, n - first, out,
+                                                   bits, lane, key, offset + first, c);
+        else
+            add_encode_integers_column<false, true>(cast, k, in, bits_in, x + first, n - first, out,
+                                                    bits, lane, key, offset + first, c);
+        write_counts(c, counts ? counts + 3 * t : nullptr);
+    }
+}
+
+__global__ void decode_integers_tiles(const int* cast_numbers, const u32* words, int bits,
+                                      const u8* shifts, float* out, i64 n, u64* nonfinite) {
+    Cast cast = load_cast(cast_numbers);
+    I count = 0;
+    for (i64 t = first_tile(); t * CPD_TILE < n; t += tile_stride())
+        decode_integers_column(cast, shifts[t] - CPD_SHIFT_BIAS,
+                               words + t * words_of_tile(cast, bits), bits, lane_of_thread(),
+                               out + t * CPD_TILE, n - t * CPD_TILE, count);
+    if (count) atomicAdd(nonfinite, (u64)count);
+}
+
+__global__ void pack_trits(const u32* words, i64 tiles, u8* trits) {
+    for (i64 t = first_tile(); t < tiles; t += tile_stride())
+        pack_trits_column(words + t * 2 * CPD_LANES, trits + t * CPD_TRIT_BYTES, lane_of_thread());
+}
+
+__global__ void unpack_trits(const u8* trits, i64 tiles, u32* words) {
+    for (i64 t = first_tile(); t < tiles; t += tile_stride())
+        unpack_trits_column(trits + t * CPD_TRIT_BYTES, words + t * 2 * CPD_LANES,
+                            lane_of_thread());
 }
 
 }  // extern "C"

@@ -15,7 +15,7 @@ from cpdhpc.comm import (
     Loopback,
     Segment,
     allreduce,
-    executor,
+    chunk,
     simulate,
 )
 from cpdhpc.comm.scaling import aps_shift
@@ -109,7 +109,7 @@ def test_hier_is_direct_in_one_node_and_ring_with_nodes_of_one_rank(wire, scalin
 @pytest.mark.parametrize("algorithm, accumulate", WAYS)
 def test_pieces(algorithm, accumulate, monkeypatch):
     """More pieces than are under way at a time; each is cut into chunks by itself."""
-    monkeypatch.setattr(executor, "PIECE_VALUES", (1024, 1024))
+    monkeypatch.setattr(chunk, "PIECE_VALUES", (1024, 1024))
     nodes = [0, 1, 1, 0, 2] if algorithm == "hier" else None
     for wire, rounding in (("raw", "nearest"), ("e4m3", "stochastic")):
         chunks = SCHEDULES[algorithm].chunks(Layout((0,) * 5))

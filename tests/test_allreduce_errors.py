@@ -111,7 +111,7 @@ def test_bad_arrays(bad, kind, words):
     "options, words",
     [
         ({"wire": "e9m9"}, "exp=9"),
-        ({"wire": "int8"}, "known are"),
+        ({"wire": "int17"}, "known are"),
         ({"wire": 8}, "wire=8"),
         ({"algorithm": "rings"}, "ring, rhd, tree, dbtree, direct, hier, gather, mpi"),
         ({"scaling": "layer"}, "none, static:K, aps, tile"),

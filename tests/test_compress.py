@@ -115,6 +115,20 @@ def expected_events(part: Any, cast: Cast, shifts: Any, layer: int) -> list[int]
     return [saturated, underflowed]
 
 
+@pytest.mark.parametrize("wire", ["int8", "ternary"])
+def test_integers_are_scaled_so_that_nothing_saturates(wire: str) -> None:
+    aggregator = LowBit(wire=wire)
+    bucket = bucket_of(aggregator)
+    flats = integers(bucket)
+    mean = aggregator.aggregate(Loopback(RANKS), flats, bucket, {}, seed=0, iteration=0)
+    assert mean.shifts is not None
+    lost = {"int8": 0, "ternary": 1}[wire]  # of -2..2: half a step of 2 becomes zero
+    for flat in flats:
+        ones = [int((np.abs(part) == 1).sum()) * lost for part in bucket.views(flat)]
+        found = aggregator.events(flat, bucket, mean.shifts)
+        assert found.tolist() == [[0, each] for each in ones]
+
+
 def test_no_compression_loses_nothing() -> None:
     bucket = bucket_of(NoCompression())
     assert NoCompression().events(integers(bucket)[0], bucket, None).tolist() == [[0, 0], [0, 0]]

@@ -33,7 +33,7 @@ MAY_IMPORT = {  # part of the package -> the parts it may import, besides itself
 }
 ONLY_HERE = {  # outside package -> where it may be imported
     "mpi4py": ("comm/world.py",),
-    "cupy": ("ops/gpu.py",),
+    "cupy": ("ops/gpu.py", "ops/gpu_launch.py"),
     "torch": ("train/",),
     "h5py": ("store.py",),
 }
@@ -133,7 +133,8 @@ def module_names() -> list[str]:
     """Every module of the package, as imported; those outside it (kernels) are not searched."""
     names = (path.removesuffix(".py").replace("/", ".") for path in sources())
     dotted = [f"cpdhpc.{name}".removesuffix(".__init__") for name in names]
-    return [name for name in dotted if name not in ("cpdhpc.__main__", "cpdhpc.ops.gpu")]
+    alone = ("cpdhpc.__main__", "cpdhpc.ops.gpu", "cpdhpc.ops.gpu_launch")
+    return [name for name in dotted if name not in alone]
 
 
 @pytest.mark.parametrize("training", [False, True])

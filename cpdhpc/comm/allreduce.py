@@ -9,16 +9,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..formats import FloatFormat, Overflow, Rounding
+from ..formats import FloatFormat, Overflow, Rounding, sum_bits
 from .arguments import check_alike, check_arrays, check_out
 from .cost import choose
 from .engine import Program, Take, run
+from .exact import MAX_BITS
 from .executor import program
 from .machine import Machine
 from .method import AUTO, MPI_ALLREDUCE, Method, Op
 from .nonfinite import is_finite, raise_nonfinite, shared_amax
 from .ranks import Array, Ranks
-from .scaling import Segment, aps_shift
+from .scaling import Segment, aps_shift, integer_shift
 from .world import as_world
 
 
@@ -121,6 +122,12 @@ class Allreduce(Method):
             raise ValueError(
                 "allreduce: algorithm='mpi' has no schedule to simulate: it is MPI_Allreduce"
             )
+        bits = sum_bits(self.fmt, world.ranks) if self.fmt and self.exact else 0
+        if bits > MAX_BITS:
+            raise ValueError(
+                f"allreduce: accumulate='exact', wire={self.wire!r}: sums of {world.ranks} ranks "
+                f"take {bits} bits: must be {MAX_BITS} or fewer"
+            )
 
     def _sum(
         self,
@@ -160,6 +167,12 @@ class Allreduce(Method):
             return [shift] * len(parts), [shift] * len(parts)
         fmt, sent = self.fmt, "none" if self.accumulating == "float32" else self.headroom
         amax = shared_amax(world, flat, parts, f"allreduce {self.algorithm}: exponents")
+        if self.exact:  # sums become wider: they need no headroom
+            grid = [
+                integer_shift(bits, fmt) if self.integers else aps_shift(bits, fmt, 1, "none")
+                for bits in amax
+            ]
+            return grid, grid
         return (
             [aps_shift(bits, fmt, world.ranks, sent) for bits in amax],
             [aps_shift(bits, fmt, world.ranks, self.headroom) for bits in amax],
@@ -187,7 +200,7 @@ def allreduce(
     x: Array | Sequence[Array],
     wire: str | FloatFormat = "raw",
     algorithm: str = "ring",
-    scaling: str = "tile",
+    scaling: str | None = None,
     accumulate: str | None = None,
     op: Op = "sum",
     out: Array | None = None,
@@ -205,24 +218,30 @@ def allreduce(
     world: World, Loopback or an mpi4py communicator
     x: float32, C-contiguous, of one shape everywhere; where the world has virtual ranks, a
         sequence of one array for each; never written, unless out shares its memory
-    wire: "raw" (float32 bytes), a format's name or a FloatFormat
+    wire: "raw" (float32 bytes), a format's name or a FloatFormat, "int2" .. "int16" (integers
+        times a power of two) or "ternary" (-1, 0, 1 times a power of two, 1.6 bits a value)
     algorithm: a name from SCHEDULES ("ring", "rhd", "tree", "dbtree", "direct", "hier", "gather"),
         or "mpi" (MPI_Allreduce, wire "raw"). hier sums inside nodes first: world.nodes. "auto" is
         the one from SCHEDULES that is predicted to be fastest for x on machine: another algorithm
         adds in another order, so its bits depend on size, ranks, nodes and machine
     scaling: "none", "static:K" (by 2**K), "aps" (a shift for each segment from the largest value
         of all ranks), "tile" (a shift for each 1,024 values, sent with them). Wire "raw" is not
-        scaled and ignores it.
+        scaled and ignores it. Default: "tile", for exact sums "aps"; integers know only "aps".
     accumulate: "requantise" (round to the wire after each addition), "float32" or "kahan"; None
         for the algorithm's own: float32 for direct and hier, requantise for the others. ring,
         rhd, tree and dbtree know requantise only, and hier rounds between nodes whatever happens
         inside them; for wire "raw" requantise and float32 are the same.
+        "exact", in every algorithm: contributions are rounded to one grid for all ranks, and their
+        integer sums travel unrounded, as wide as they need, and become float32 at the end. No
+        order changes a bit of the result. Integers know only this, float formats where scaling
+        is not "tile" and the sums take at most 32 bits.
     op: "mean" divides the sum by the number of ranks, in float32
     out: float32, like x, for the result. Default: a new array. Where it shares memory with x, x is
         untouched on error, at the price of one more copy; else it then holds anything
     rounding, overflow: as formats.Cast
     headroom: what aps leaves room for in the sum of p ranks: "n" p times the largest value,
-        "sqrt" sqrt(p) times, "none"; with accumulate "float32" contributions need none
+        "sqrt" sqrt(p) times, "none"; with accumulate "float32" contributions need none, and with
+        "exact" nothing does
     seed, iteration: of the random bits of rounding "stochastic"
     segments: the named parts of x, in order, starting on tiles: aps scales each by itself
     machine: for "auto": a Machine, the TOML file of bench fit, or None for DEFAULT of machine.py,

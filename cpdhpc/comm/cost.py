@@ -52,11 +52,14 @@ def predict(machine: Machine, method: Method, nodes: tuple[int, ...], n: int) ->
     nodes: the node of each rank, numbered in the order of first ranks: hier's steps depend on it
     Source: alpha-beta-gamma model of Thakur, Rabenseifner, Gropp: IJHPCA 19(1), 2005, walked step
     by step. Not in it: contention of links, ranks that share a processor, kahan's subtractions.
-    Raises ValueError for algorithm "mpi", whose steps are the library's, and for "auto".
+    Raises ValueError for algorithm "mpi", whose steps are the library's, for "auto",
+    and for exact sums.
     """
     if method.algorithm not in SCHEDULES:
         known = ", ".join(SCHEDULES)
         raise ValueError(f"predict: algorithm={method.algorithm!r}: known are {known}")
+    if method.exact:
+        raise ValueError("predict: accumulate='exact': messages that widen are not modelled")
     schedule = SCHEDULES[method.algorithm]
     one = len(nodes) > ALL_RANKS and _all_alike(schedule, nodes)
     walk, pieces, share = _walk(machine, method, nodes, n, one)

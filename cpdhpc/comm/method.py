@@ -8,17 +8,19 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal, get_args
 
-from ..formats import Cast, FloatFormat, Overflow, Rounding
+from ..formats import INTEGERS, Cast, FloatFormat, Overflow, Rounding
 from .accumulate import ACCUMULATES
-from .executor import Plan
+from .chunk import Plan
+from .exact import Exact
 from .machine import Machine, as_machine
-from .scaling import HEADROOMS, Scaling, Segment, parse_scaling, shift_bytes
+from .scaling import HEADROOMS, SCALINGS, Scaling, Segment, parse_scaling, shift_bytes
 from .schedule import SCHEDULES
 from .wire import Array, Packed, Raw, Wire, parse_wire
 
 Op = Literal["sum", "mean"]
 MPI_ALLREDUCE = "mpi"  # the one algorithm that is no schedule
 AUTO = "auto"  # the schedule that is predicted to be fastest
+EXACT = "exact"  # the way to accumulate that every schedule knows
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class Method:
 
     wire: str | FloatFormat = "raw"
     algorithm: str = "ring"
-    scaling: str = "tile"
+    scaling: str | None = None
     accumulate: str | None = None
     op: Op = "sum"
     rounding: Rounding = "nearest"
@@ -44,7 +46,7 @@ class Method:
             object.__setattr__(self, "machine", as_machine(self.machine))
         if self.fmt is not None:
             Cast(self.fmt, self.rounding, self.overflow)
-        parse_scaling(self.scaling, self.fmt)
+        assert self.parsed_scaling  # raises for an unknown name
         known: dict[str, Sequence[str]] = {
             "algorithm": (*SCHEDULES, MPI_ALLREDUCE, AUTO),
             "op": get_args(Op),
@@ -57,36 +59,77 @@ class Method:
                 raise ValueError(f"allreduce: {name}={value!r}: known are {', '.join(allowed)}")
         if self.fmt is not None and self.algorithm == MPI_ALLREDUCE:
             raise ValueError(f"allreduce: algorithm='mpi': wire={self.wire!r}: must be 'raw'")
+        if self.exact:
+            self._check_exact()
+
+    def _check_exact(self) -> None:
+        """Raise ValueError for what has no exact sum."""
+        if self.algorithm == AUTO:
+            raise ValueError(
+                "allreduce: algorithm='auto': the time of exact sums is not predicted: name one of "
+                f"{', '.join(SCHEDULES)}"
+            )
+        kinds = ("aps",) if self.integers else ("aps", "static", "none")
+        what = f"wire={self.wire!r}" if self.integers else "accumulate='exact'"
+        if self.parsed_scaling.kind not in kinds:
+            names = ", ".join(name for name in SCALINGS if name.partition(":")[0] in kinds)
+            raise ValueError(
+                f"allreduce: scaling={self.scaling!r}: {what} needs shifts that all ranks share: "
+                f"known are {names}"
+            )
+        if self.overflow != "saturate":
+            raise ValueError(
+                f"allreduce: overflow={self.overflow!r}: {what} knows saturate only: no integer "
+                "is infinite"
+            )
 
     def _accumulates(self) -> tuple[str, ...]:
         """Return what accumulate may be; for raw, float32 and requantise are the same."""
+        if self.integers:
+            return (EXACT,)
         schedule = SCHEDULES.get(self.algorithm)
         allowed = schedule.accumulates if schedule else ()
         if self.algorithm == AUTO:
             allowed = tuple(ACCUMULATES)
-        return allowed if self.fmt else tuple(dict.fromkeys((*allowed, "requantise", "float32")))
+        if self.fmt:
+            return (*allowed, EXACT)
+        return tuple(dict.fromkeys((*allowed, "requantise", "float32")))
 
     @cached_property
     def fmt(self) -> FloatFormat | None:
         """The format of a packed wire, None for raw."""
         return parse_wire(self.wire)
 
+    @property
+    def integers(self) -> bool:
+        """Whether the wire is one of integers, which have exact sums only."""
+        return isinstance(self.wire, str) and self.wire in INTEGERS
+
+    @property
+    def exact(self) -> bool:
+        """Whether sums are exact."""
+        return self.integers or self.accumulate == EXACT
+
     @cached_property
     def parsed_scaling(self) -> Scaling:
-        """The scaling; for a raw wire it has no meaning."""
-        return parse_scaling(self.scaling, self.fmt)
+        """The scaling; for a raw wire it has no meaning. Default: aps for exact sums, else tile."""
+        default = "aps" if self.exact else "tile"
+        return parse_scaling(default if self.scaling is None else self.scaling, self.fmt)
 
     @property
     def accumulating(self) -> str:
         """The name of the way in which the schedule's partial sums are kept."""
+        if self.exact:
+            return EXACT
         schedule = SCHEDULES[self.algorithm]
         return self.accumulate if self.accumulate in schedule.accumulates else schedule.default
 
     @property
     def hides_nonfinite(self) -> bool:
         """Whether neither the codes nor the scaling would show NaN or infinity."""
-        scaled = self.parsed_scaling.kind in ("aps", "tile")
-        return self.fmt is not None and not self.fmt.carries_nonfinite and not scaled
+        if self.fmt is None or self.parsed_scaling.kind in ("aps", "tile"):
+            return False
+        return self.exact or not self.fmt.carries_nonfinite
 
     def plan(
         self,
@@ -102,13 +145,13 @@ class Method:
         and for partial sums and the result
         """
         schedule, wire = SCHEDULES[self.algorithm], self._wire()
-        outside = isinstance(wire, Packed) and not wire.fit
+        outside = isinstance(wire, Exact) or (isinstance(wire, Packed) and not wire.fit)
         sent, result = (
             shift_bytes(each, segments, x.size, x) if outside else None for each in shifts
         )
         return Plan(
             schedule=schedule,
-            accumulate=ACCUMULATES[self.accumulating],
+            accumulate=None if self.exact else ACCUMULATES[self.accumulating],
             wire=wire,
             sent_shifts=sent,
             result_shifts=result,
@@ -120,4 +163,7 @@ class Method:
     def _wire(self) -> Wire:
         if self.fmt is None:
             return Raw()
-        return Packed(Cast(self.fmt, self.rounding, self.overflow), fit=self.scaling == "tile")
+        cast = Cast(self.fmt, self.rounding, self.overflow)
+        if self.exact:
+            return Exact(cast, trits=self.wire == "ternary")
+        return Packed(cast, fit=self.parsed_scaling.kind == "tile")

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..formats import SHIFT_BIAS, TILE, FloatFormat, tiles
+from ..ops.reference import fitting_shift
 
 Array = npt.NDArray[Any]
 
@@ -95,6 +96,14 @@ def aps_shift(amax_bits: int, fmt: FloatFormat, ranks: int, headroom: str) -> in
     twice = (square - 1).bit_length() + 2 * (exponent - 24)
     k = fmt.emax - -(-twice // 2)
     return max(fmt.shift_min, min(k, fmt.shift_max))
+
+
+def integer_shift(amax_bits: int, fmt: FloatFormat) -> int:
+    """Return the largest k with amax * 2**k <= fmt.max, so that no integer saturates.
+
+    amax_bits: as for aps_shift; k stays within fmt.shift_min .. fmt.shift_max
+    """
+    return int(fitting_shift(np.array([amax_bits]), fmt)[0]) - SHIFT_BIAS
 
 
 def shift_bytes(shifts: Sequence[int], segments: Sequence[Segment], n: int, like: Array) -> Array:

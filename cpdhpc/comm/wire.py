@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ..formats import TILE, Cast, FloatFormat, packed_bytes, parse_format, tiles
+from ..formats import INTEGERS, TILE, Cast, FloatFormat, packed_bytes, parse_format, tiles
 from ..ops import backend_of
 from ..partition import chunk
 from ..randomness import Key
+from .exact import Exact
 
 Array = npt.NDArray[Any]
 
@@ -20,6 +21,10 @@ Array = npt.NDArray[Any]
 @dataclass(frozen=True)
 class Raw:
     """float32 as it is: nothing is rounded, and shifts and keys have no meaning."""
+
+    def of(self, terms: int) -> Raw:
+        """Return itself: sums are no wider."""
+        return self
 
     def size_bytes(self, n: int) -> int:
         """Bytes of n values."""
@@ -62,6 +67,10 @@ class Packed:
 
     cast: Cast
     fit: bool
+
+    def of(self, terms: int) -> Packed:
+        """Return itself: sums are no wider."""
+        return self
 
     def size_bytes(self, n: int) -> int:
         """Bytes of n values: whole tiles."""
@@ -114,7 +123,7 @@ class Packed:
         )
 
 
-Wire = Raw | Packed
+Wire = Raw | Packed | Exact
 
 
 def parse_wire(wire: str | FloatFormat) -> FloatFormat | None:
@@ -126,7 +135,12 @@ def parse_wire(wire: str | FloatFormat) -> FloatFormat | None:
         return wire
     if not isinstance(wire, str):
         raise TypeError(f"allreduce: wire={wire!r}: must be 'raw', a format's name or FloatFormat")
-    return None if wire == "raw" else parse_format(wire)
+    if wire in INTEGERS:
+        return INTEGERS[wire]
+    try:
+        return None if wire == "raw" else parse_format(wire)
+    except ValueError as error:
+        raise ValueError(f"{error}; wires are also raw, {', '.join(INTEGERS)}") from None
 
 
 @dataclass(frozen=True)
@@ -141,6 +155,16 @@ class Coder:
     stop: int
     shifts: Array | None
     take: Callable[[int], Array]
+
+    def of(self, terms: int) -> Coder:
+        """Return the coder of sums of so many contributions."""
+        return replace(self, wire=self.wire.of(terms))
+
+    @property
+    def floats(self) -> Raw | Packed:
+        """The wire, which is not one of exact sums."""
+        assert not isinstance(self.wire, Exact), "exact sums are added by ExactChunk"
+        return self.wire
 
     @property
     def size_bytes(self) -> int:
@@ -165,14 +189,14 @@ class Coder:
 
     def add(self, payload: Array, x: Array) -> None:
         """Add the values to x in place."""
-        self.wire.add(payload, self.shifts, x, x)
+        self.floats.add(payload, self.shifts, x, x)
 
     def add_encode(
         self, came: Array, coder: Coder, x: Array, key: Key, place: Array | None = None
     ) -> Array:
         """Return the payload, in place if given, of x plus the values of came, made by coder."""
         payload = self.take(self.size_bytes) if place is None else place
-        self.wire.add_encode(came, coder.shifts, x, self.shifts, key, self.start, payload)
+        self.floats.add_encode(came, coder.shifts, x, self.shifts, key, self.start, payload)
         return payload
 
     def values(self, payload: Array) -> Array:

@@ -8,7 +8,8 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from ..comm import Allreduce, Bucket, Ranks
-from ..formats import SHIFT_BIAS, TILE, Cast, Overflow, Rounding, packed_bytes, parse_format, tiles
+from ..comm.wire import parse_wire
+from ..formats import SHIFT_BIAS, TILE, Cast, Overflow, Rounding, packed_bytes, tiles
 from ..ops import backend_of
 from .base import Aggregator, Array, Mean, State
 
@@ -27,7 +28,7 @@ class LowBit(Aggregator):
     aggregator: Literal["lowbit"] = "lowbit"
     wire: str = "e4m3"
     algorithm: str = "ring"
-    scaling: str = "tile"
+    scaling: str | None = None
     accumulate: str | None = None
     rounding: Rounding = "nearest"
     overflow: Overflow = "saturate"
@@ -73,7 +74,9 @@ class LowBit(Aggregator):
 
         Rounding is to nearest here whatever the wire's, so that the count has no chance in it.
         """
-        cast = Cast(parse_format(self.wire))
+        fmt = parse_wire(self.wire)
+        assert fmt is not None, "wire 'raw' is refused"
+        cast = Cast(fmt)
         first = np.array([start // TILE for _, start, _ in bucket.segments])
         stored = np.empty(tiles(flat.size), np.uint8)
         if shifts is not None:

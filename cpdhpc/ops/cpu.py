@@ -13,17 +13,22 @@ from ..randomness import Key
 from .reference import fitting_shift
 
 __all__ = [
+    "add_encode_integers_tiles",
+    "add_integers_tiles",
     "amax_tiles",
     "clone",
     "decode",
     "decode_add_encode_tiles",
     "decode_add_tiles",
+    "decode_integers_tiles",
     "decode_tiles",
     "encode",
     "encode_tiles",
     "fitting_shift",
     "pack",
+    "pack_trits",
     "unpack",
+    "unpack_trits",
 ]
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -155,3 +160,49 @@ def decode_add_encode_tiles(
     _cpu.decode_add_encode_tiles(
         cast_numbers(cast), fit, key, offset, words_in, shifts_in, x, words, shifts, *extra
     )
+
+
+def add_integers_tiles(
+    a: Array, bits_a: int, b: Array, bits_b: int, fmt: FloatFormat, words: Array, bits: int
+) -> None:
+    """Write the sums of the integers of a and b into words; see ops.reference_integers."""
+    _cpu.add_integers_tiles(_format_numbers(fmt), a, bits_a, b, bits_b, words, bits)
+
+
+def add_encode_integers_tiles(
+    words_in: Array,
+    bits_in: int,
+    cast: Cast,
+    x: Array,
+    shifts: Array,
+    words: Array,
+    bits: int,
+    *,
+    key: Key = (0, 0),
+    offset: int = 0,
+    counts: Array | None = None,
+) -> None:
+    """Write the sums of the integers of words_in and of x, rounded by cast, into words."""
+    _check("x", x, np.float32)
+    extra = () if counts is None else (counts,)
+    _cpu.add_encode_integers_tiles(
+        cast_numbers(cast), key, offset, words_in, bits_in, shifts, x, words, bits, *extra
+    )
+
+
+def decode_integers_tiles(
+    words: Array, bits: int, shifts: Array, fmt: FloatFormat, out: Array
+) -> int:
+    """Write the integers as float32 into out, and return how many are not finite."""
+    _check("out", out, np.float32)
+    return int(_cpu.decode_integers_tiles(_format_numbers(fmt), words, bits, shifts, out))
+
+
+def pack_trits(words: Array, trits: Array) -> None:
+    """Write ternary codes, five in a byte, into trits."""
+    _cpu.pack_trits(words, trits)
+
+
+def unpack_trits(trits: Array, words: Array) -> None:
+    """Write the codes that pack_trits packed into words."""
+    _cpu.unpack_trits(trits, words)

@@ -18,6 +18,11 @@ KERNELS = (
     "decode_tiles",
     "decode_add_tiles",
     "decode_add_encode_tiles",
+    "add_integers_tiles",
+    "add_encode_integers_tiles",
+    "decode_integers_tiles",
+    "pack_trits",
+    "unpack_trits",
 )
 
 

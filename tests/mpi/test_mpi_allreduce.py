@@ -13,7 +13,7 @@ from cpdhpc.comm import (
     Segment,
     World,
     allreduce,
-    executor,
+    chunk,
     simulate,
 )
 from cpdhpc.comm.ranks import numbered
@@ -110,7 +110,7 @@ def test_nodes(world, accumulate):
 @pytest.mark.parametrize("algorithm, accumulate", WAYS)
 def test_pieces(world, algorithm, accumulate, monkeypatch):
     """Pieces of one tile in each chunk, more than are under way at a time."""
-    monkeypatch.setattr(executor, "PIECE_VALUES", (1024, 1024))
+    monkeypatch.setattr(chunk, "PIECE_VALUES", (1024, 1024))
     chunks = SCHEDULES[algorithm].chunks(Layout(world.nodes))
     xs = gradients(world.ranks, 6 * 1024 * chunks + 5)
     for wire in ("raw", "e3m0"):

@@ -1,0 +1,71 @@
+// Arguments of the module's functions: buffers, casts and keys, and what is checked of them.
+#ifndef CPD_CPU_ARGUMENTS_H
+#define CPD_CPU_ARGUMENTS_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include "cpu_table.h"
+
+namespace {
+
+// A buffer argument, released at the end of the scope.
+struct Buffer {
+    Py_buffer view = {};
+    ~Buffer() {
+        if (view.buf) PyBuffer_Release(&view);
+    }
+    template <class T>
+    T* as() const {
+        return static_cast<T*>(view.buf);
+    }
+};
+
+struct Unlocked {  // the GIL is free within the scope
+    PyThreadState* state = PyEval_SaveThread();
+    ~Unlocked() { PyEval_RestoreThread(state); }
+};
+
+i64 tiles_of(i64 n) { return (n + CPD_TILE - 1) / CPD_TILE; }
+
+bool has_length(const Buffer& buffer, const char* name, i64 bytes) {
+    if (buffer.view.len == bytes) return true;
+    PyErr_Format(PyExc_ValueError, "%s: %zd bytes given, %lld needed", name, buffer.view.len,
+                 (long long)bytes);
+    return false;
+}
+
+// A Cast travels as a tuple of its 12 numbers, in the order of the struct.
+int to_cast(PyObject* object, void* target) {
+    Cast* c = static_cast<Cast*>(target);
+    return PyArg_ParseTuple(object, "iiiIIIIIiiiI;cast: 12 numbers", &c->exp, &c->man, &c->rounding,
+                            &c->max_code, &c->inf_code, &c->nan_code, &c->overflow_code,
+                            &c->first_nan, &c->shift_min, &c->shift_max, &c->emax,
+                            &c->max_significand);
+}
+
+int to_key(PyObject* object, void* target) {
+    Key* k = static_cast<Key*>(target);
+    return PyArg_ParseTuple(object, "II;key: 2 numbers", &k->low, &k->high);
+}
+
+bool has_tiles(const Buffer& words, const Buffer& shifts, i64 n, int bits) {
+    return has_length(words, "words", tiles_of(n) * (CPD_TILE / 8) * bits) &&
+           has_length(shifts, "shifts", tiles_of(n));
+}
+
+i64 floats_in(const Buffer& x) { return x.view.len / (i64)sizeof(float); }
+
+bool has_counts(const Buffer& counts, i64 n) {
+    return !counts.view.buf || has_length(counts, "counts", tiles_of(n) * 3 * (i64)sizeof(u32));
+}
+
+bool is_width(int bits) {
+    if (1 <= bits && bits <= 32) return true;
+    PyErr_Format(PyExc_ValueError, "bits: %d given, 1..32 allowed", bits);
+    return false;
+}
+
+}  // namespace
+
+#endif

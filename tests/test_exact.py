@@ -1,0 +1,223 @@
+"""Exact sums: the bits of the oracle, whatever the algorithm, order, pieces and ranks."""
+
+import numpy as np
+import pytest
+from exact_oracle import exact_sum, format_of, integers_of, shared_shift, sum_by_fractions
+
+from cpdhpc.comm import (
+    SCHEDULES,
+    Allreduce,
+    Loopback,
+    Segment,
+    allreduce,
+    chunk,
+    simulate,
+)
+from cpdhpc.formats import INTEGERS, packed_bytes, tiles
+
+INTEGER_WIRES = ["int2", "int3", "int5", "int8", "int16", "ternary"]
+FLOAT_WIRES = ["e4m3", "e2m1fn", "e3m0", "e4m3fn", "e3m2"]
+WIRES = INTEGER_WIRES + FLOAT_WIRES
+SEGMENTS = [Segment("a", 0, 900), Segment("zero", 1024, 1030), Segment("b", 2048, 2300)]
+NODES = [0, 1, 1, 0, 2]
+ROUNDINGS = ["nearest", "zero", "stochastic"]
+
+
+def gradients(ranks, n, seed=0):
+    """Values over some binades, zeros and ties among them."""
+    rng = np.random.default_rng((seed, ranks, n))
+    xs = rng.standard_normal((ranks, n)) * np.exp2(rng.integers(-6, 3, (ranks, n)))
+    xs[:, ::3] = rng.integers(-16, 17, xs[:, ::3].shape) / 8
+    return list(xs.astype(np.float32))
+
+
+def run(xs, wire, algorithm="ring", scaling=None, **options):
+    options.setdefault("nodes", NODES if algorithm == "hier" and len(xs) == 5 else None)
+    return simulate(xs, wire, algorithm, scaling, "exact", **options)
+
+
+def assert_same_bits(a, b):
+    assert a.dtype == b.dtype == np.float32 and a.shape == b.shape
+    np.testing.assert_array_equal(a.view(np.uint32), b.view(np.uint32))
+
+
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+@pytest.mark.parametrize("wire", WIRES)
+def test_every_algorithm_gives_the_exact_sum(wire, rounding):
+    xs = gradients(5, 2300)
+    for x in xs:
+        x[900:2048] = 0
+        x[2048:] *= np.float32(2.0**-30)
+    options = {"segments": SEGMENTS, "rounding": rounding, "seed": 3, "iteration": 4}
+    expected = exact_sum(xs, wire, **options)
+    assert rounding == "zero" or (expected[:900].any() and expected[2048:].any())
+    for algorithm in SCHEDULES:
+        assert_same_bits(run(xs, wire, algorithm, **options), expected)
+
+
+@pytest.mark.parametrize("wire", INTEGER_WIRES)
+def test_fractions_give_the_same(wire):
+    xs = gradients(7, 80)
+    expected = sum_by_fractions(xs, wire)
+    assert_same_bits(exact_sum(xs, wire), expected)
+    for algorithm in SCHEDULES:
+        assert_same_bits(run(xs, wire, algorithm), expected)
+
+
+@pytest.mark.parametrize("scaling", ["none", "static:3", "static:-2"])
+@pytest.mark.parametrize("wire", FLOAT_WIRES)
+def test_shifts_from_outside(wire, scaling):
+    """Here values saturate."""
+    xs = gradients(4, 1100)
+    shift = int(scaling[7:] or 0)
+    expected = exact_sum(xs, wire, shift=shift)
+    for algorithm in SCHEDULES:
+        assert_same_bits(run(xs, wire, algorithm, scaling), expected)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 9])
+def test_every_number_of_ranks(ranks):
+    for n, wire in ((0, "int4"), (1, "ternary"), (1025, "int7"), (3000, "ternary"), (3000, "e4m3")):
+        xs = gradients(ranks, n)
+        expected = exact_sum(xs, wire)
+        for algorithm in SCHEDULES:
+            assert_same_bits(run(xs, wire, algorithm), expected)
+
+
+@pytest.mark.parametrize("wire", ["int6", "ternary", "e4m3"])
+@pytest.mark.parametrize("algorithm", SCHEDULES)
+def test_no_order_of_ranks_matters(algorithm, wire):
+    xs = gradients(5, 1500)
+    expected = run(xs, wire, algorithm)
+    for seed in range(3):
+        order = np.random.default_rng(seed).permutation(5)
+        assert_same_bits(run([xs[i] for i in order], wire, algorithm), expected)
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("wire", ["int6", "ternary", "e4m3"])
+def test_no_size_of_pieces_matters(wire, rounding, monkeypatch):
+    xs = gradients(3, 30000)
+    whole = run(xs, wire, rounding=rounding)
+    for piece in (1024, 5 * 1024):
+        monkeypatch.setattr(chunk, "PIECE", piece)
+        for algorithm in SCHEDULES:
+            assert_same_bits(run(xs, wire, algorithm, rounding=rounding), whole)
+
+
+@pytest.mark.parametrize("wire", ["int6", "ternary", "e4m3"])
+@pytest.mark.parametrize("algorithm", SCHEDULES)
+def test_ranks_with_zeros_change_nothing(algorithm, wire):
+    """The sum is that of the contributions, however many ranks there are to carry them."""
+    xs, zero = gradients(3, 1500), np.zeros(1500, np.float32)
+    expected = run(xs, wire, algorithm)
+    for more in ([*xs, zero], [zero, xs[2], zero, xs[0], zero, xs[1], zero], [*xs, *[zero] * 10]):
+        assert_same_bits(run(more, wire, algorithm), expected)
+
+
+def test_ternary_is_int2_in_fewer_bytes():
+    xs = gradients(6, 2500)
+    worlds = Loopback(6), Loopback(6)
+    a, b = (
+        allreduce(world, xs, wire, "gather")
+        for world, wire in zip(worlds, ("ternary", "int2"), strict=True)
+    )
+    assert_same_bits(a, b)
+    assert worlds[0].bytes_sent.sum() * 256 == worlds[1].bytes_sent.sum() * 205
+
+
+@pytest.mark.parametrize("wire", ["int2", "ternary", "int8", "int16", "e4m3", "e4m3fn"])
+@pytest.mark.parametrize("algorithm", SCHEDULES)
+def test_the_largest_sums_fit(algorithm, wire):
+    """All ranks have the largest number, or its negative, so each sum is as wide as can be."""
+    fmt = format_of(wire)
+    for ranks in (2, 3, 8, 15, 16, 17):
+        x = np.array([fmt.max, -fmt.max, 0, fmt.smallest], np.float32)
+        scaling = "aps" if wire in INTEGERS else "none"
+        got = run([x] * ranks, wire, algorithm, scaling)
+        np.testing.assert_array_equal(got.astype(float), x.astype(float) * ranks)
+
+
+@pytest.mark.parametrize("wire, ranks", [("int16", 800), ("e4m3fn", 260)])
+def test_sums_wider_than_float32_round_once(wire, ranks):
+    """One rounding at the end: as the oracle, in any algorithm."""
+    xs = np.random.default_rng(1).uniform(1, 2, (ranks, 40)).astype(np.float32)
+    xs[:20] /= 2**14  # and so sums have low bits too
+    shift = shared_shift(xs, wire)
+    sums = sum(integers_of(x, wire, shift) for x in xs)
+    assert (sums.astype(np.float32).astype(np.int64) != sums).mean() > 0.25
+    expected = exact_sum(xs, wire)
+    for algorithm in ("tree", "dbtree"):
+        assert_same_bits(run(list(xs), wire, algorithm), expected)
+
+
+@pytest.mark.parametrize("k", [-40, 1, 60])
+@pytest.mark.parametrize("wire", WIRES)
+def test_aps_commutes_with_powers_of_two(wire, k):
+    xs, scale = gradients(5, 1500), np.float32(2.0**k)
+    plain, scaled = run(xs, wire), run([x * scale for x in xs], wire)
+    assert_same_bits(scaled, plain * scale)
+    assert plain.any()
+
+
+def wire_bytes(n, wire, terms):
+    """Bytes of n values: sums as wide as they need, contributions 5 in a byte if ternary."""
+    if wire == "ternary" and terms == 1:
+        return tiles(n) * 205
+    fmt = format_of(wire)
+    levels = 2 * terms * fmt.max_integer + 1
+    bits = fmt.bits if terms == 1 else (levels - 1).bit_length()  # ceil(log2(levels))
+    return packed_bytes(n, bits)
+
+
+@pytest.mark.parametrize("wire", ["int4", "ternary", "e4m3"])
+def test_bytes_widen_hop_by_hop(wire):
+    """p = 4 ranks, 8 tiles: chunks of 2 tiles in ring and direct, one of 8 in the others."""
+    n, p = 8 * 1024, 4
+    xs = gradients(p, n)
+    part = [wire_bytes(n // p, wire, m) for m in range(p + 1)]
+    whole = [wire_bytes(n, wire, m) for m in range(p + 1)]
+    expected = {
+        "ring": [part[1] + part[2] + part[3] + 3 * part[4]] * p,
+        "direct": [3 * part[1] + 3 * part[4]] * p,
+        "gather": [3 * whole[1]] * p,
+        "tree": [2 * whole[4], whole[1], whole[2] + whole[4], whole[1]],
+    }
+    for algorithm, sent in expected.items():
+        world = Loopback(p)
+        allreduce(world, xs, wire, algorithm, accumulate="exact")
+        assert world.bytes_sent.tolist() == sent, algorithm
+    if wire == "ternary":  # 2 m + 1 levels: 3, 3 and 4 bits
+        assert part == [part[0], 410, 2 * 128 * 3, 2 * 128 * 3, 2 * 128 * 4]
+
+
+@pytest.mark.parametrize("algorithm", SCHEDULES)
+def test_every_rank_in_place_and_mean(algorithm):
+    for wire in ("int8", "ternary"):
+        xs = gradients(4, 2500)
+        total = run(xs, wire, algorithm)
+        mean = run(xs, wire, algorithm, op="mean")
+        assert_same_bits(mean, total / np.float32(4))
+        Allreduce(wire, algorithm).run(Loopback(4), xs, xs, every=True)
+        for x in xs:
+            assert_same_bits(x, total)
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_shifts_are_those_of_the_grid(wire):
+    """No integer saturates: the largest value fits, and twice as large it would not."""
+    xs = [np.array([v], np.float32) for v in (0.7, -1.3, 0.1)]
+    reduced = Allreduce(wire, accumulate="exact").run(Loopback(3), xs)
+    assert reduced.sent_shifts == reduced.result_shifts
+    fmt, scaled = format_of(wire), 1.3 * 2.0 ** reduced.sent_shifts[0]
+    assert fmt.max / 2 < scaled <= fmt.max or (wire not in INTEGERS and scaled <= fmt.max)
+    if wire == "ternary":
+        assert fmt.smallest * 2.0 ** -reduced.sent_shifts[0] == 2  # 1.3 rounded up
+
+
+@pytest.mark.parametrize("wire, largest", [("ternary", 1), ("int8", 127), ("int16", 32767)])
+def test_values_beyond_the_largest_step_saturate(wire, largest):
+    """The step is 2**104 at most, and the largest integer times it the end."""
+    xs = [np.array([3e38, -3e38, 1], np.float32)] * 2
+    top = 2 * largest * 2.0**104
+    np.testing.assert_array_equal(run(xs, wire).astype(float), [top, -top, 0])
