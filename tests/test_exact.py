@@ -100,7 +100,7 @@ def test_no_size_of_pieces_matters(wire, rounding, monkeypatch):
     xs = gradients(3, 30000)
     whole = run(xs, wire, rounding=rounding)
     for piece in (1024, 5 * 1024):
-        monkeypatch.setattr(chunk, "PIECE", piece)
+        monkeypatch.setattr(chunk, "PIECE_VALUES", (piece, piece))
         for algorithm in SCHEDULES:
             assert_same_bits(run(xs, wire, algorithm, rounding=rounding), whole)
 

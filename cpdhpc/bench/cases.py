@@ -109,7 +109,7 @@ def schedule_case(world: Ranks, method: Allreduce, data: Data, out: Array) -> Ca
     return Case(
         algorithm=method.algorithm,
         wire=str(method.wire),
-        scaling=method.scaling if packed else "-",
+        scaling=(method.scaling or method.parsed_scaling.kind) if packed else "-",
         accumulate=(method.accumulating if known else method.accumulate or "default")
         if packed
         else "float32",

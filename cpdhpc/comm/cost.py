@@ -23,6 +23,7 @@ from .walk import Walk
 PIECES = 4  # that are walked at least
 PROGRAMS = 1 << 13  # up to so many, pieces times ranks, more are walked: up to WINDOWS windows
 WINDOWS = 4
+SHORTENED = 5  # lengths of a step that the fit tries
 ALL_RANKS = 8  # up to here all ranks are walked even where one can stand for all
 
 
@@ -185,28 +186,34 @@ def line(sizes: Sequence[int], times_s: Sequence[float]) -> tuple[float, float]:
 
 
 def fit(
-    machine: Machine, samples: Sequence[Sample], fields: Sequence[str], rounds: int = 6
+    machine: Machine, samples: Sequence[Sample], fields: Sequence[str], rounds: int = 12
 ) -> Machine:
     """Return machine with such values of fields that the predictions come near to the samples.
 
-    Least squares of the relative errors, none negative, by Gauss and Newton: a prediction is
-    piecewise linear in every field, so a few rounds suffice.
+    Least squares of the relative errors, none negative, by Gauss and Newton; a prediction is
+    piecewise linear in every field, so a step that makes the errors larger is shortened.
     """
     measured = np.array([sample.time_s for sample in samples])
+
+    def at(values: npt.NDArray[np.float64]) -> Machine:
+        return replace(machine, **dict(zip(fields, values.tolist(), strict=True)))
+
+    def relative(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        return _predictions(at(values), samples) / measured
+
+    def misfit(values: npt.NDArray[np.float64]) -> float:
+        return float(((relative(values) - 1) ** 2).sum())
+
+    values = np.array([getattr(machine, name) for name in fields])
     for _ in range(rounds):
-        base = _predictions(machine, samples)
-        values = np.array([getattr(machine, name) for name in fields])
-        steps = np.maximum(values * 1e-3, 1e-12)
-        slopes = [
-            (_predictions(replace(machine, **{name: float(value + step)}), samples) - base) / step
-            for name, value, step in zip(fields, values, steps, strict=True)
-        ]
-        a = np.stack(slopes, axis=1) / measured[:, None]
+        base, steps = relative(values), np.diag(np.maximum(values * 1e-3, 1e-12))
+        slopes = [(relative(values + step) - base) / step.max() for step in steps]
+        a = np.stack(slopes, axis=1)
         scale = np.maximum(np.abs(a).max(axis=0), np.finfo(float).tiny)
-        rest = 1 - (base / measured - a @ values)
-        solution = solve(a / scale, rest) / scale
-        machine = replace(machine, **dict(zip(fields, solution.tolist(), strict=True)))
-    return machine
+        target = solve(a / scale, 1 - (base - a @ values)) / scale
+        tries = [values + (target - values) / 2**halvings for halvings in range(SHORTENED)]
+        values = min([values, *tries], key=misfit)
+    return at(values)
 
 
 def _predictions(machine: Machine, samples: Sequence[Sample]) -> npt.NDArray[np.float64]:

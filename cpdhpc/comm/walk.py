@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ..formats import TILE, tiles
+from .chunk import Piece, Plan
 from .engine import Exchange, Program, ScheduleError
-from .executor import Piece, Plan, program
+from .executor import program
 from .machine import Machine
 from .step import Layout
 from .timed import Spent
