@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import sys
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NoReturn
@@ -13,15 +11,11 @@ from typing import Any, NoReturn
 import numpy as np
 
 from .failure import RankFailure
+from .patience import Patience, say
 from .ranks import Array, Ranks, Wait, numbered
 
 MESSAGE_BYTES = 1 << 30  # longer ones go in pieces: Open MPI 5 counts with 31 bits
 STREAMS = 64  # that have tags of their own; more than are under way at a time
-SPINS = 50  # looks before a wait gives up the core for the first time
-GRACE_S = 1.0  # after a time-out: for the others to tell that they wait too
-ALARM_PERIOD_S = 0.1  # how often those who wait look for the time-out of another
-
-Lines = Callable[[float, list[int]], list[str]]  # (seconds waited, absent processes) -> message
 
 
 def _mpi() -> Any:
@@ -64,12 +58,13 @@ class World(Ranks):
         super().__init__(comm.Get_rank(), comm.Get_size(), virtual_ranks)
         if not timeout_s > 0:
             raise ValueError(f"World: timeout_s={timeout_s}: must be more than 0")
-        self._alarm_tag = STREAMS * virtual_ranks**2  # those below are messages'
-        if self._alarm_tag > self._mpi.COMM_WORLD.Get_attr(self._mpi.TAG_UB):
+        alarm_tag = STREAMS * virtual_ranks**2  # those below are messages'
+        if alarm_tag > self._mpi.COMM_WORLD.Get_attr(self._mpi.TAG_UB):
             raise ValueError(f"World: virtual_ranks={virtual_ranks}: too many for MPI's tags")
         self.timeout_s = timeout_s
         self.thread_level = _thread_level(self._mpi)
         self._duplicate = comm.Dup()
+        self._patience = Patience(self._mpi, self._duplicate, alarm_tag, timeout_s, self._end)
         here = comm.Split_type(self._mpi.COMM_TYPE_SHARED)
         firsts = comm.allgather(here.allreduce(self.rank, self._mpi.MIN))  # a node's first process
         self.nodes = numbered([first for first in firsts for _ in range(virtual_ranks)])
@@ -161,7 +156,7 @@ class World(Ranks):
 
     def wait_any(self, waits: Sequence[Wait]) -> None:
         """Return once a wait is done; after the time-out end the job with all the reasons."""
-        self._poll(
+        self._patience.wait(
             lambda: any(map(self.done, waits)),
             lambda waited_s, absent: [
                 f"rank {wait.rank} | {wait.reason.format(waited_s)}" for wait in waits
@@ -172,7 +167,7 @@ class World(Ranks):
         """Start a collective operation of MPI and wait for it."""
         name = "rank" if self.virtual_ranks == 1 else "process"
         try:
-            self._poll(
+            self._patience.wait(
                 start().Test,
                 lambda waited_s, absent: [
                     f"{name} {self.rank} | {what}: waited {waited_s:.1f} s for {name} "
@@ -212,48 +207,10 @@ class World(Ranks):
         alive.Free()
         return world
 
-    def _poll(self, done: Callable[[], bool], lines: Lines) -> None:
-        """Wait until done; give up when the time is over, here or at another process."""
-        for _ in range(SPINS):
-            if done():
-                return
-        start_s = time.monotonic()
-        look_s = start_s + min(ALARM_PERIOD_S, self.timeout_s)
-        while not done():
-            os.sched_yield()
-            now_s = time.monotonic()
-            if now_s < look_s:
-                continue
-            look_s = now_s + ALARM_PERIOD_S
-            alarm = self._comm.Iprobe(self._mpi.ANY_SOURCE, self._alarm_tag)
-            if alarm or now_s - start_s > self.timeout_s:
-                self._give_up(now_s - start_s, lines)
-
-    def _give_up(self, waited_s: float, lines: Lines) -> NoReturn:
-        """Tell the others, who then give up too; print who waits for whom; end the job."""
-        others = [process for process in range(self.size) if process != self.rank]
-        nothing = [np.empty(0, np.uint8), self._mpi.BYTE]
-        alarms = [self._comm.Isend(nothing, process, self._alarm_tag) for process in others]
-        absent, end_s = set(others), time.monotonic() + GRACE_S
-        status = self._mpi.Status()
-        while time.monotonic() < end_s:
-            while self._comm.Iprobe(self._mpi.ANY_SOURCE, self._alarm_tag, status):
-                self._comm.Recv(nothing, status.Get_source(), self._alarm_tag)
-                absent.discard(status.Get_source())
-            os.sched_yield()
-        self._say(lines(waited_s, sorted(absent)))
-        time.sleep(GRACE_S)  # for the lines of the others
-        del alarms
-        self._end()
-
     def abort(self, message: str) -> NoReturn:
         """Print "rank R | message" to stderr and end the job, all processes of it."""
-        self._say([f"rank {self.hosted.start} | {message}"])
+        say([f"rank {self.hosted.start} | {message}"])
         self._end()
-
-    def _say(self, lines: list[str]) -> None:
-        sys.stderr.write("".join(line + "\n" for line in lines))  # at once: others write too
-        sys.stderr.flush()
 
     def _end(self) -> NoReturn:
         sys.stdout.flush()

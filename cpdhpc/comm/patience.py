@@ -1,0 +1,71 @@
+"""Waits that have an end: whoever waits too long tells the others, and the job ends."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import numpy as np
+
+SPINS = 50  # looks before a wait gives up the core for the first time
+GRACE_S = 1.0  # after a time-out: for the others to tell that they wait too
+ALARM_PERIOD_S = 0.1  # how often those who wait look for the time-out of another
+
+Lines = Callable[[float, list[int]], list[str]]  # (seconds waited, absent processes) -> message
+
+
+def say(lines: Sequence[str]) -> None:
+    """Write lines to stderr at once: other processes write there too."""
+    sys.stderr.write("".join(line + "\n" for line in lines))
+    sys.stderr.flush()
+
+
+class Patience:
+    """How long the processes of a communicator wait, and what then happens.
+
+    mpi: the module mpi4py.MPI; alarm_tag: of messages that no one else uses; end: ends the job
+    """
+
+    def __init__(
+        self, mpi: Any, comm: Any, alarm_tag: int, timeout_s: float, end: Callable[[], NoReturn]
+    ) -> None:
+        self._mpi, self._comm, self._tag = mpi, comm, alarm_tag
+        self._timeout_s, self._end = timeout_s, end
+
+    def wait(self, done: Callable[[], bool], lines: Lines) -> None:
+        """Wait until done; give up when the time is over, here or at another process."""
+        for _ in range(SPINS):
+            if done():
+                return
+        start_s = time.monotonic()
+        look_s = start_s + min(ALARM_PERIOD_S, self._timeout_s)
+        while not done():
+            os.sched_yield()
+            now_s = time.monotonic()
+            if now_s < look_s:
+                continue
+            look_s = now_s + ALARM_PERIOD_S
+            alarm = self._comm.Iprobe(self._mpi.ANY_SOURCE, self._tag)
+            if alarm or now_s - start_s > self._timeout_s:
+                self._give_up(now_s - start_s, lines)
+
+    def _give_up(self, waited_s: float, lines: Lines) -> NoReturn:
+        """Tell the others, who then give up too; say who waits for whom; end the job."""
+        rank, size = self._comm.Get_rank(), self._comm.Get_size()
+        others = [process for process in range(size) if process != rank]
+        nothing = [np.empty(0, np.uint8), self._mpi.BYTE]
+        alarms = [self._comm.Isend(nothing, process, self._tag) for process in others]
+        absent, end_s = set(others), time.monotonic() + GRACE_S
+        status = self._mpi.Status()
+        while time.monotonic() < end_s:
+            while self._comm.Iprobe(self._mpi.ANY_SOURCE, self._tag, status):
+                self._comm.Recv(nothing, status.Get_source(), self._tag)
+                absent.discard(status.Get_source())
+            os.sched_yield()
+        say(lines(waited_s, sorted(absent)))
+        time.sleep(GRACE_S)  # for the lines of the others
+        del alarms
+        self._end()
