@@ -226,3 +226,25 @@ def test_codec_writes_its_samples_without_mpi(
         assert set(samples["format"].values) == {"e4m3", "e3m0"}
         assert "memcpy" in samples["operation"].values
     assert main(["bench", "codec", "--formats", "e9"]) == 2
+
+
+def test_errors_of_the_sum(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--ranks", "2,3", "--formats", "e4m3,e5m2", "--values", "1024", "--seeds", "1"]
+    assert main(["bench", "accuracy", *arguments, "--png", str(tmp_path / "a.png")]) == 0
+    shown = capsys.readouterr().out
+    assert (tmp_path / "a.png").stat().st_size > 10000
+    errors: dict[str, float] = {}
+    for line in shown.split("| e5m2")[0].splitlines():  # the last column but one of e4m3's rows
+        cells = [cell.strip() for cell in line.strip("| ").split("|")]
+        if "," in cells[0] and "ranks" not in cells[0]:
+            errors[cells[0]] = float(cells[3])
+    # One rounding a contribution in both; float32 adds its own, which are much smaller.
+    assert errors["any, exact"] == pytest.approx(errors["gather, float32"], rel=0.05)
+    assert errors["any, exact"] < errors["ring, requantise"]
+    assert "any, exact" not in shown.split("| e5m2")[1]  # 33 bits for the sum of one rank already
+
+
+@pytest.mark.parametrize("wrong", [["--ranks", "x"], ["--formats", "e9m9"], ["--seeds", "0"]])
+def test_accuracy_refuses(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "accuracy", *wrong]) == 2
+    assert "cpdhpc: error: " in capsys.readouterr().err
