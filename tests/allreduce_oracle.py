@@ -14,7 +14,7 @@ from cpdhpc.ops import reference
 from cpdhpc.partition import chunk
 from cpdhpc.randomness import random_key
 
-LEAST, MOST = 1 << 16, 1 << 20  # values of a chunk in a piece of the data
+LEAST, MOST = 1 << 18, 1 << 20  # values of a chunk in a piece of the data
 
 
 def shift_by_fractions(amax, fmt, ranks, headroom):

@@ -17,7 +17,7 @@ from .step import Kind, Layout
 from .wire import Array, Coder, Wire
 
 PIECES = 8
-PIECE_VALUES = 1 << 16, 1 << 20  # of a chunk that travel at a time: 256 KiB to 4 MiB of float32
+PIECE_VALUES = 1 << 18, 1 << 20  # of a chunk that travel at a time: 1 MiB to 4 MiB of float32
 CONTRIBUTION, FINAL, BETWEEN = range(3)  # phases of random streams; BETWEEN and up: others
 
 
