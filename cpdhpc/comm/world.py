@@ -184,13 +184,22 @@ class World(Ranks):
         """
         mpi = self._mpi
         classes = (mpi.ERR_PROC_FAILED, mpi.ERR_PROC_FAILED_PENDING, mpi.ERR_REVOKED)
-        if not isinstance(error, mpi.Exception) or error.Get_error_class() not in classes:
+        if not isinstance(error, mpi.Exception):
+            return None
+        if error.Get_error_class() not in classes and not self._damaged():
             return None
         dead, everyone = self._comm.Get_failed(), self._comm.Get_group()
         processes = dead.Translate_ranks(list(range(dead.Get_size())), everyone)
         if not self._comm.Is_revoked():
             self._comm.Revoke()
         return RankFailure(processes, what)
+
+    def _damaged(self) -> bool:
+        """Whether processes are known to have died, whatever error Open MPI gives."""
+        try:
+            return bool(self._comm.Is_revoked() or self._comm.Get_failed().Get_size())
+        except (self._mpi.Exception, NotImplementedError):  # no fault tolerance: nobody is missing
+            return False
 
     def shrink(self) -> World:
         """Return a world of the processes that are alive, after a RankFailure. Collective.
