@@ -177,7 +177,7 @@ def test_survivors_go_on_after_a_death(delay_s):
         pytest.skip("needs Open MPI: its mpirun --with-ft ulfm")
     code = DYING.replace("DELAY_S", str(delay_s))
     try:
-        status, output, _ = launch(code, ranks=4, limit_s=30, options=["--with-ft", "ulfm"])
+        status, output, _ = launch(code, ranks=4, limit_s=20, options=["--with-ft", "ulfm"])
     except subprocess.TimeoutExpired as late:
         # On a loaded machine mpirun may not see the end of a job in which a process has died.
         status, output = 0, (late.stdout or b"").decode() + (late.stderr or b"").decode()
