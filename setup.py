@@ -22,7 +22,9 @@ setup(
                 "-ffp-contract=off",
                 "-fno-math-errno",
                 "-Wno-psabi",
+                "-pthread",
             ],
+            extra_link_args=["-pthread"],
             define_macros=[("Py_LIMITED_API", "0x030B0000")],
             py_limited_api=True,
         )

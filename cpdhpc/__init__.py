@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from .formats import Cast as Cast
     from .formats import FloatFormat as FloatFormat
     from .formats import parse_format as parse_format
+    from .ops.threads import kernel_threads as kernel_threads
+    from .ops.threads import set_kernel_threads as set_kernel_threads
 
 __version__ = "0.1.0"
 
@@ -30,9 +32,11 @@ _EXPORTS = {  # public name -> the module that has it, imported when first asked
     "allreduce": "cpdhpc.comm",
     "decode": "cpdhpc.arrays",
     "encode": "cpdhpc.arrays",
+    "kernel_threads": "cpdhpc.ops.threads",
     "pack": "cpdhpc.arrays",
     "parse_format": "cpdhpc.formats",
     "quantize": "cpdhpc.arrays",
+    "set_kernel_threads": "cpdhpc.ops.threads",
     "simulate": "cpdhpc.comm",
     "unpack": "cpdhpc.arrays",
 }

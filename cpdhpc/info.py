@@ -15,6 +15,7 @@ from rich.table import Table
 from . import provenance
 from .comm import Ranks
 from .comm.ranks import Wait
+from .comm.threads import threads_of_rank
 from .comm.world import library_version
 
 SIZE = 1 << 20  # bytes; more than MPI libraries send along with the envelope
@@ -33,12 +34,14 @@ class Answer(NamedTuple):
 def print_info(world: Ranks) -> None:
     """Print a table from process 0. Collective."""
     hosts = provenance.hosts(world)
+    threads = str(threads_of_rank(world))  # of torch in train, of kernels in train and bench
     rows = [
         *provenance.versions().items(),
         ("MPI library", library_version()),
         ("processes", f"{world.size} on {', '.join(sorted(set(hosts)))}"),
         ("cores of this process", str(len(os.sched_getaffinity(0)))),
-        ("torch threads", torch_threads(world)),
+        ("torch threads", threads if find_spec("torch") else "torch is not installed"),
+        ("kernel threads", threads),
         ("CPU kernels", provenance.cpu_clone()),
         ("GPU", gpu() or "none"),
         ("GPU-aware MPI", str(gpu_aware(world))),
@@ -48,15 +51,6 @@ def print_info(world: Ranks) -> None:
         for name, value in rows:
             table.add_row(name, value)
         Console(soft_wrap=True).print(table)
-
-
-def torch_threads(world: Ranks) -> str:
-    """Return how many threads a process would train with. Collective."""
-    if find_spec("torch") is None:
-        return "torch is not installed"
-    from .train.threads import threads_of_rank
-
-    return str(threads_of_rank(world))
 
 
 def gpu() -> str:

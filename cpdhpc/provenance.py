@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 
 import cpdhpc
 
+from .ops.threads import kernel_threads
+
 if TYPE_CHECKING:
     from .comm import Ranks
 
@@ -78,6 +80,7 @@ def attributes(world: Ranks) -> dict[str, str | int]:
         "mpi_library": "" if isinstance(world, Loopback) else library_version(),
         "processor": processor(),
         "cpu_clone": cpu_clone(),
+        "kernel_threads": kernel_threads(),
         "hosts": " ".join(names),
         "processes": world.size,
         "virtual_ranks": world.virtual_ranks,

@@ -15,9 +15,10 @@ struct Buffer {
     ~Buffer() {
         if (view.buf) PyBuffer_Release(&view);
     }
+    // Where element index lies; null where the argument was left out.
     template <class T>
-    T* as() const {
-        return static_cast<T*>(view.buf);
+    T* at(i64 index) const {
+        return view.buf ? static_cast<T*>(view.buf) + index : nullptr;
     }
 };
 
@@ -49,8 +50,14 @@ int to_key(PyObject* object, void* target) {
     return PyArg_ParseTuple(object, "II;key: 2 numbers", &k->low, &k->high);
 }
 
-bool has_tiles(const Buffer& words, const Buffer& shifts, i64 n, int bits) {
-    return has_length(words, "words", tiles_of(n) * (CPD_TILE / 8) * bits) &&
+int width_of(const Cast& cast) { return 1 + cast.exp + cast.man; }
+
+bool has_words(const Buffer& words, const char* name, i64 tiles, i64 bits) {
+    return has_length(words, name, tiles * (CPD_TILE / 8) * bits);
+}
+
+bool has_tiles(const Buffer& words, const Buffer& shifts, i64 n, i64 bits) {
+    return has_words(words, "words", tiles_of(n), bits) &&
            has_length(shifts, "shifts", tiles_of(n));
 }
 

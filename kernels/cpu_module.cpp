@@ -1,8 +1,9 @@
-// The Python module cpdhpc._cpu: checks lengths, releases the GIL, calls the loops.
+// The Python module cpdhpc._cpu: checks lengths, releases the GIL, calls the loops, on as many
+// threads as the first argument says.
 // ops/cpu.py checks dtypes and shapes; here a wrong length is an error, never a crash.
 #include <string.h>
 
-#include "cpu_arguments.h"
+#include "cpu_threads.h"
 
 namespace {
 
@@ -17,144 +18,134 @@ namespace {
 PyObject* encode(PyObject*, PyObject* args) {
     Cast cast;
     Key key;
-    int k;
+    int threads, k;
     unsigned long long offset;
     Buffer x, codes;
-    if (!PyArg_ParseTuple(args, "O&iO&Ky*w*", to_cast, &cast, &k, to_key, &key, &offset, &x.view,
-                          &codes.view) ||
+    if (!PyArg_ParseTuple(args, "iO&iO&Ky*w*", &threads, to_cast, &cast, &k, to_key, &key, &offset,
+                          &x.view, &codes.view) ||
         !has_length(codes, "codes", x.view.len))
         return nullptr;
-    {
-        Unlocked unlocked;
-        loops->encode(cast, k, key, offset, x.as<float>(), floats_in(x), codes.as<u32>());
-    }
-    Py_RETURN_NONE;
+    return in_blocks(threads, floats_in(x), [&](const Block& b) {
+        loops->encode(cast, k, key, offset + b.first, x.at<float>(b.first), b.n,
+                      codes.at<u32>(b.first));
+    });
 }
 
 PyObject* decode(PyObject*, PyObject* args) {
     Cast cast;
-    int k;
+    int threads, k;
     Buffer codes, out;
-    if (!PyArg_ParseTuple(args, "O&iy*w*", to_cast, &cast, &k, &codes.view, &out.view) ||
+    if (!PyArg_ParseTuple(args, "iO&iy*w*", &threads, to_cast, &cast, &k, &codes.view, &out.view) ||
         !has_length(codes, "codes", out.view.len))
         return nullptr;
-    {
-        Unlocked unlocked;
-        loops->decode(cast, k, codes.as<u32>(), floats_in(out), out.as<float>());
-    }
-    Py_RETURN_NONE;
+    return in_blocks(threads, floats_in(out), [&](const Block& b) {
+        loops->decode(cast, k, codes.at<u32>(b.first), b.n, out.at<float>(b.first));
+    });
 }
 
 PyObject* pack(PyObject*, PyObject* args) {
-    int bits;
+    int threads, bits;
     Buffer codes, words;
-    if (!PyArg_ParseTuple(args, "iy*w*", &bits, &codes.view, &words.view) || !is_width(bits) ||
-        !has_length(words, "words", tiles_of(floats_in(codes)) * (CPD_TILE / 8) * bits))
+    if (!PyArg_ParseTuple(args, "iiy*w*", &threads, &bits, &codes.view, &words.view) ||
+        !is_width(bits) || !has_words(words, "words", tiles_of(floats_in(codes)), bits))
         return nullptr;
-    {
-        Unlocked unlocked;
-        loops->pack(bits, codes.as<u32>(), floats_in(codes), words.as<u32>());
-    }
-    Py_RETURN_NONE;
+    return in_blocks(threads, floats_in(codes), [&](const Block& b) {
+        loops->pack(bits, codes.at<u32>(b.first), b.n, words.at<u32>(b.tile * CPD_LANES * bits));
+    });
 }
 
 PyObject* unpack(PyObject*, PyObject* args) {
-    int bits;
+    int threads, bits;
     Buffer words, codes;
-    if (!PyArg_ParseTuple(args, "iy*w*", &bits, &words.view, &codes.view) || !is_width(bits) ||
-        !has_length(words, "words", tiles_of(floats_in(codes)) * (CPD_TILE / 8) * bits))
+    if (!PyArg_ParseTuple(args, "iiy*w*", &threads, &bits, &words.view, &codes.view) ||
+        !is_width(bits) || !has_words(words, "words", tiles_of(floats_in(codes)), bits))
         return nullptr;
-    {
-        Unlocked unlocked;
-        loops->unpack(bits, words.as<u32>(), floats_in(codes), codes.as<u32>());
-    }
-    Py_RETURN_NONE;
+    return in_blocks(threads, floats_in(codes), [&](const Block& b) {
+        loops->unpack(bits, words.at<u32>(b.tile * CPD_LANES * bits), b.n, codes.at<u32>(b.first));
+    });
 }
 
 PyObject* amax_tiles(PyObject*, PyObject* args) {
+    int threads;
     Buffer x, amax;
-    if (!PyArg_ParseTuple(args, "y*w*", &x.view, &amax.view) ||
+    if (!PyArg_ParseTuple(args, "iy*w*", &threads, &x.view, &amax.view) ||
         !has_length(amax, "amax", tiles_of(floats_in(x)) * (i64)sizeof(u32)))
         return nullptr;
-    {
-        Unlocked unlocked;
-        loops->amax_tiles(x.as<float>(), floats_in(x), amax.as<u32>());
-    }
-    Py_RETURN_NONE;
+    return in_blocks(threads, floats_in(x), [&](const Block& b) {
+        loops->amax_tiles(x.at<float>(b.first), b.n, amax.at<u32>(b.tile));
+    });
 }
 
 PyObject* encode_tiles(PyObject*, PyObject* args) {
     Cast cast;
     Key key;
-    int fit;
+    int threads, fit;
     unsigned long long offset;
     Buffer x, words, shifts, counts;
-    if (!PyArg_ParseTuple(args, "O&pO&Ky*w*w*|w*", to_cast, &cast, &fit, to_key, &key, &offset,
-                          &x.view, &words.view, &shifts.view, &counts.view) ||
-        !has_tiles(words, shifts, floats_in(x), 1 + cast.exp + cast.man) ||
-        !has_counts(counts, floats_in(x)))
+    if (!PyArg_ParseTuple(args, "iO&pO&Ky*w*w*|w*", &threads, to_cast, &cast, &fit, to_key, &key,
+                          &offset, &x.view, &words.view, &shifts.view, &counts.view))
         return nullptr;
-    {
-        Unlocked unlocked;
-        loops->encode_tiles(cast, fit, key, offset, x.as<float>(), floats_in(x), words.as<u32>(),
-                            shifts.as<u8>(), counts.as<u32>());
-    }
-    Py_RETURN_NONE;
+    i64 n = floats_in(x), bits = width_of(cast);
+    if (!has_tiles(words, shifts, n, bits) || !has_counts(counts, n)) return nullptr;
+    return in_blocks(threads, n, [&](const Block& b) {
+        loops->encode_tiles(cast, fit, key, offset + b.first, x.at<float>(b.first), b.n,
+                            words.at<u32>(b.tile * CPD_LANES * bits), shifts.at<u8>(b.tile),
+                            counts.at<u32>(3 * b.tile));
+    });
 }
 
 PyObject* decode_tiles(PyObject*, PyObject* args) {
     Cast cast;
+    int threads;
     Buffer words, shifts, out;
-    if (!PyArg_ParseTuple(args, "O&y*y*w*", to_cast, &cast, &words.view, &shifts.view, &out.view) ||
-        !has_tiles(words, shifts, floats_in(out), 1 + cast.exp + cast.man))
+    if (!PyArg_ParseTuple(args, "iO&y*y*w*", &threads, to_cast, &cast, &words.view, &shifts.view,
+                          &out.view))
         return nullptr;
-    i64 nonfinite;
-    {
-        Unlocked unlocked;
-        nonfinite = loops->decode_tiles(cast, words.as<u32>(), shifts.as<u8>(), out.as<float>(),
-                                        floats_in(out));
-    }
-    return PyLong_FromLongLong(nonfinite);
+    i64 n = floats_in(out), bits = width_of(cast);
+    if (!has_tiles(words, shifts, n, bits)) return nullptr;
+    return count_in_blocks(threads, n, [&](const Block& b) {
+        return loops->decode_tiles(cast, words.at<u32>(b.tile * CPD_LANES * bits),
+                                   shifts.at<u8>(b.tile), out.at<float>(b.first), b.n);
+    });
 }
 
 PyObject* decode_add_tiles(PyObject*, PyObject* args) {
     Cast cast;
+    int threads;
     Buffer words, shifts, x, out;
-    if (!PyArg_ParseTuple(args, "O&y*y*y*w*", to_cast, &cast, &words.view, &shifts.view, &x.view,
-                          &out.view) ||
-        !has_tiles(words, shifts, floats_in(x), 1 + cast.exp + cast.man) ||
-        !has_length(out, "out", x.view.len))
+    if (!PyArg_ParseTuple(args, "iO&y*y*y*w*", &threads, to_cast, &cast, &words.view, &shifts.view,
+                          &x.view, &out.view))
         return nullptr;
-    {
-        Unlocked unlocked;
-        loops->decode_add_tiles(cast, words.as<u32>(), shifts.as<u8>(), x.as<float>(),
-                                out.as<float>(), floats_in(x));
-    }
-    Py_RETURN_NONE;
+    i64 n = floats_in(x), bits = width_of(cast);
+    if (!has_tiles(words, shifts, n, bits) || !has_length(out, "out", x.view.len)) return nullptr;
+    return in_blocks(threads, n, [&](const Block& b) {
+        loops->decode_add_tiles(cast, words.at<u32>(b.tile * CPD_LANES * bits),
+                                shifts.at<u8>(b.tile), x.at<float>(b.first), out.at<float>(b.first),
+                                b.n);
+    });
 }
 
 PyObject* decode_add_encode_tiles(PyObject*, PyObject* args) {
     Cast cast;
     Key key;
-    int fit;
+    int threads, fit;
     unsigned long long offset;
     Buffer words_in, shifts_in, x, words, shifts, counts;
-    if (!PyArg_ParseTuple(args, "O&pO&Ky*y*y*w*w*|w*", to_cast, &cast, &fit, to_key, &key, &offset,
-                          &words_in.view, &shifts_in.view, &x.view, &words.view, &shifts.view,
-                          &counts.view))
+    if (!PyArg_ParseTuple(args, "iO&pO&Ky*y*y*w*w*|w*", &threads, to_cast, &cast, &fit, to_key,
+                          &key, &offset, &words_in.view, &shifts_in.view, &x.view, &words.view,
+                          &shifts.view, &counts.view))
         return nullptr;
-    i64 n = floats_in(x);
-    int bits = 1 + cast.exp + cast.man;
+    i64 n = floats_in(x), bits = width_of(cast);
     if (!has_tiles(words_in, shifts_in, n, bits) || !has_tiles(words, shifts, n, bits) ||
         !has_counts(counts, n))
         return nullptr;
-    {
-        Unlocked unlocked;
-        loops->decode_add_encode_tiles(cast, fit, key, offset, words_in.as<u32>(),
-                                       shifts_in.as<u8>(), x.as<float>(), n, words.as<u32>(),
-                                       shifts.as<u8>(), counts.as<u32>());
-    }
-    Py_RETURN_NONE;
+    return in_blocks(threads, n, [&](const Block& b) {
+        i64 word = b.tile * CPD_LANES * bits;
+        loops->decode_add_encode_tiles(cast, fit, key, offset + b.first, words_in.at<u32>(word),
+                                       shifts_in.at<u8>(b.tile), x.at<float>(b.first), b.n,
+                                       words.at<u32>(word), shifts.at<u8>(b.tile),
+                                       counts.at<u32>(3 * b.tile));
+    });
 }
 
 // The tables that this processor runs, slowest first.

@@ -8,7 +8,7 @@ import pytest
 
 from cpdhpc.__main__ import parser
 from cpdhpc.bench.allreduce import run
-from cpdhpc.bench.options import parse_sizes
+from cpdhpc.bench.options import parse_counts, parse_sizes
 from cpdhpc.comm import Loopback
 from cpdhpc.config import UserError
 
@@ -24,6 +24,13 @@ from cpdhpc.config import UserError
 )
 def test_sizes(text: str, sizes: list[int]) -> None:
     assert parse_sizes(text) == sizes
+
+
+def test_counts() -> None:
+    assert parse_counts("--threads", "2,1, 16,2") == [2, 1, 16]
+    for wrong in ("", "0", "1,x", "1,,2", "-1"):
+        with pytest.raises(UserError, match=f"--threads {wrong}: must be numbers, 1 or more"):
+            parse_counts("--threads", wrong)
 
 
 @pytest.mark.parametrize(

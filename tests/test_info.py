@@ -15,7 +15,15 @@ from cpdhpc.comm import Loopback
 def test_info_prints_what_is_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["info"]) == 0
     shown = capsys.readouterr().out
-    for name in ("cpdhpc", "MPI library", "processes", "torch threads", "CPU kernels", "GPU"):
+    for name in (
+        "cpdhpc",
+        "MPI library",
+        "processes",
+        "torch threads",
+        "kernel threads",
+        "CPU kernels",
+        "GPU",
+    ):
         assert name in shown
     assert "GPU-aware MPI" in shown
     assert info.loaded_library() is not None, "info has started MPI"

@@ -24,7 +24,7 @@ MAY_IMPORT = {  # part of the package -> the parts it may import, besides itself
     "kernels": set(),
     "comm": BASE | {"ops"},
     "compress": BASE | {"ops", "comm"},
-    "provenance": BASE | {"_cpu", "comm"},
+    "provenance": BASE | {"_cpu", "ops", "comm"},
     "train": BASE | {"ops", "comm", "compress", "provenance"},
     "info": BASE | {"ops", "comm", "train", "provenance"},
     "bench": BASE | {"ops", "arrays", "comm", "compress", "train", "provenance"},

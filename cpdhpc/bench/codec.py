@@ -1,4 +1,4 @@
-"""Benchmark of the codec on one core: float32 to packed codes and back, beside memcpy.
+"""Benchmark of the codec: float32 to packed codes and back, beside memcpy on one core.
 
 Rates are in GB/s (1e9 byte/s) of float32: 4 n bytes over the median time, whatever the width,
 so that the columns compare with memcpy's of the same run (4 n bytes copied).
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,14 +17,16 @@ from numpy.typing import NDArray
 from ..comm import Loopback
 from ..formats import Cast, packed_bytes, parse_format, tiles
 from ..ops import cpu, reference
+from ..ops.threads import set_kernel_threads
 from ..provenance import processor
 from .harness import Times, interleave
-from .options import check_out, check_positive, parse_names
+from .options import check_out, check_positive, parse_counts, parse_names
 from .samples import Column, write_samples
 
-SUMMARY = "codec rates on one core, in GB/s of float32, beside memcpy"
+SUMMARY = "codec rates on one core or more, in GB/s of float32, beside memcpy"
 DEFAULT_FORMATS = "e1m1,e3m0,e3m2,e4m3,e5m2,fp16"
 WARMUP = 1
+MEMCPY = "memcpy"
 COLUMNS = ("encode", "encode tile", "stochastic", "decode", "decode_add", "hop", "hop tile")
 
 
@@ -33,6 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mib", type=float, default=64, help="MiB of float32 (default 64)")
     parser.add_argument("--formats", default=DEFAULT_FORMATS, help="comma-separated names")
     parser.add_argument("--repeats", type=int, default=9, help="timed calls of each case")
+    parser.add_argument(
+        "--threads", default="1", help="numbers of threads, comma-separated (default 1)"
+    )
     parser.add_argument("--out", type=Path, metavar="FILE.h5", help="write every sample")
 
 
@@ -74,7 +79,7 @@ def _cases(x: NDArray[np.float32], cast: Cast) -> dict[str, Callable[[], object]
             tile_words, tile_shifts, cast, x, hop_words, hop_shifts, fit=True
         ),
     )
-    return {"memcpy": lambda: np.copyto(out, x), **dict(zip(COLUMNS, runs, strict=True))}
+    return {MEMCPY: lambda: np.copyto(out, x), **dict(zip(COLUMNS, runs, strict=True))}
 
 
 def run(args: argparse.Namespace) -> None:
@@ -82,26 +87,51 @@ def run(args: argparse.Namespace) -> None:
     check_positive(args, "repeats")
     check_out(args.out)
     names = parse_names("--formats", args.formats, parse_format)
+    counts = parse_counts("--threads", args.threads)
     n = max(1, int(args.mib * 2**20 / 4))
     x = np.random.default_rng(0).standard_normal(n).astype(np.float32)
-    print(f"codec on one core of {processor()}, {os.cpu_count()} cores, clone {cpu.clone()}")
+    print(f"codec on {processor()}, {os.cpu_count()} cores, clone {cpu.clone()}")
     print(f"{args.mib:g} MiB of float32, median of {args.repeats}, GB/s of float32")
-    print(f"{'format':>8} {'bits':>4} {'memcpy':>11} " + " ".join(f"{c:>11}" for c in COLUMNS))
-    found: dict[tuple[str, str], Times] = {}
+    heads = f"{'format':>8} {'bits':>4} {'threads':>7} {'memcpy':>11} "
+    print(heads + " ".join(f"{c:>11}" for c in COLUMNS))
+    found: dict[tuple[str, str, int], Times] = {}
     for name in names:
         cast = Cast(parse_format(name))
         _check_against_reference(x, cast)
-        samples = interleave(_cases(x, cast), args.repeats, WARMUP)
-        rates = {
-            case: 4 * n / float(np.median(times[WARMUP:])) / 1e9 for case, times in samples.items()
-        }
-        cells = " ".join(f"{rates[c]:>5.1f} {rates[c] / rates['memcpy']:.2f}x" for c in COLUMNS)
-        print(f"{name:>8} {cast.fmt.bits:>4} {rates['memcpy']:>11.1f} {cells}")
-        found |= {(name, case): times for case, times in samples.items()}
+        samples = _samples(_cases(x, cast), counts, args.repeats)
+        for count in counts:
+            print(_line(name, count, samples, 4 * n))
+        found |= {(name, *case): times for case, times in samples.items()}
     columns: dict[str, Column] = {
-        "format": [name for name, _ in found],
-        "operation": [case for _, case in found],
+        "format": [name for name, _, _ in found],
+        "operation": [case for _, case, _ in found],
+        "threads": [count for _, _, count in found],
         "size_bytes": [4 * n] * len(found),
     }
     times = [each[:, None] for each in found.values()]
     write_samples(args.out, Loopback(), "codec", columns, times, WARMUP)
+
+
+def _samples(
+    cases: dict[str, Callable[[], object]], counts: Sequence[int], repeats: int
+) -> dict[tuple[str, int], Times]:
+    """The times of each case on each number of threads, all taking turns; memcpy on one alone."""
+    runs = {
+        (name, count): run
+        for count in counts
+        for name, run in cases.items()
+        if name != MEMCPY or count == counts[0]
+    }
+    return interleave(runs, repeats, WARMUP, lambda case: set_kernel_threads(case[1]))
+
+
+def _line(name: str, count: int, samples: dict[tuple[str, int], Times], size_bytes: int) -> str:
+    """A row of the table."""
+    rates = {
+        case: size_bytes / float(np.median(times[WARMUP:])) / 1e9
+        for (case, threads), times in samples.items()
+        if threads == count or case == MEMCPY
+    }
+    memcpy = rates[MEMCPY]
+    cells = " ".join(f"{rates[c]:>5.1f} {rates[c] / memcpy:.2f}x" for c in COLUMNS)
+    return f"{name:>8} {parse_format(name).bits:>4} {count:>7} {memcpy:>11.1f} {cells}"

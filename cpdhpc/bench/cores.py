@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ..comm import Ranks
+from ..comm.threads import threads_of_rank
+from ..ops.threads import set_kernel_threads
 from ..partition import split
 
 
@@ -17,6 +19,7 @@ def own_cores(world: Ranks) -> Iterator[str]:
 
     Libraries that sleep, as gloo, let the scheduler put two ranks on a core, where the next
     library, if it spins, waits for time slices: MPI_Allreduce then takes 20 ms instead of 8 us.
+    Kernels run on a thread for each core from then on, or on OMP_NUM_THREADS.
     Yields what became of it, in words.
     """
     before = os.sched_getaffinity(0)
@@ -27,11 +30,19 @@ def own_cores(world: Ranks) -> Iterator[str]:
         host == mine[0] and cores != mine[1] and before & set(cores) for host, cores in found
     )
     if overlap or len(sharing) > len(before):
-        yield "ranks share cores: times are of waiting for one another too"
+        yield f"ranks share cores: times are of waiting for one another too; {_threads(world)}"
         return
     start, stop = split(len(before), len(sharing), sharing.index(world.rank))
     os.sched_setaffinity(0, mine[1][start:stop])
     try:
-        yield f"every rank on cores of its own, {stop - start} on process {world.rank}"
+        own = f"every rank on cores of its own, {stop - start} on process {world.rank}"
+        yield f"{own}; {_threads(world)}"
     finally:
         os.sched_setaffinity(0, before)
+
+
+def _threads(world: Ranks) -> str:
+    """Set the number of threads of kernels, and return it in words. Collective."""
+    count = threads_of_rank(world)
+    set_kernel_threads(count)
+    return f"kernels on {count} thread{'s' * (count > 1)}"

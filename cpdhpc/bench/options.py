@@ -60,6 +60,14 @@ def parse_names(option: str, text: str, check: Callable[[str], object]) -> list[
     return names
 
 
+def parse_counts(option: str, text: str) -> list[int]:
+    """Return the numbers in a comma-separated list, each 1 or more. Raises UserError."""
+    counts = [count.strip() for count in text.split(",")]
+    if not all(count.isdecimal() and int(count) for count in counts):
+        raise UserError(f"{option} {text}: must be numbers, 1 or more")
+    return list(dict.fromkeys(map(int, counts)))
+
+
 def check_positive(arguments: argparse.Namespace, *options: str) -> None:
     """Raise UserError unless these options are 1 or more."""
     for option in options:

@@ -24,6 +24,7 @@ FACTORS = {  # name of a column -> (long name, unit)
     "accumulate": ("how partial sums are kept", "1"),
     "operation": ("operation of the codec", "1"),
     "format": ("format of the codec", "1"),
+    "threads": ("threads that share an operation; memcpy takes one", "1"),
     "size_bytes": ("float32 data of a rank", "byte"),
     "wire_bytes": ("left the rank that sent most in a call; nan: unknown to us", "byte"),
     "error": ("relative error of the sum in the Euclidean norm", "1"),

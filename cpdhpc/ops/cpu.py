@@ -11,6 +11,7 @@ from .. import _cpu
 from ..formats import Cast, FloatFormat, tiles
 from ..randomness import Key
 from .reference import fitting_shift
+from .threads import kernel_threads
 
 __all__ = [
     "add_encode_integers_tiles",
@@ -75,7 +76,7 @@ def encode(x: Array, cast: Cast, shift: int = 0, key: Key = (0, 0), offset: int 
     """Return the code of each x * 2**shift: float32[n] to uint32[n]."""
     _check("x", x, np.float32)
     codes = np.empty(x.shape, np.uint32)
-    _cpu.encode(cast_numbers(cast), shift, key, offset, x, codes)
+    _cpu.encode(kernel_threads(), cast_numbers(cast), shift, key, offset, x, codes)
     return codes
 
 
@@ -83,7 +84,7 @@ def decode(codes: Array, fmt: FloatFormat, shift: int = 0) -> Array:
     """Return the number of each code times 2**-shift: uint32[n] to float32[n]."""
     _check("codes", codes, np.uint32)
     out = np.empty(codes.shape, np.float32)
-    _cpu.decode(_format_numbers(fmt), shift, codes, out)
+    _cpu.decode(kernel_threads(), _format_numbers(fmt), shift, codes, out)
     return out
 
 
@@ -91,7 +92,7 @@ def pack(codes: Array, bits: int) -> Array:
     """Return codes packed in tiles: uint32[n] to uint8[tiles(n) * 128 * bits]."""
     _check("codes", codes, np.uint32)
     words = np.empty(tiles(codes.size) * 128 * bits, np.uint8)
-    _cpu.pack(bits, codes, words)
+    _cpu.pack(kernel_threads(), bits, codes, words)
     return words
 
 
@@ -99,7 +100,7 @@ def unpack(packed: Array, bits: int, n: int) -> Array:
     """Return the first n codes of packed tiles: uint8[tiles(n) * 128 * bits] to uint32[n]."""
     _check("packed", packed, np.uint8)
     codes = np.empty(n, np.uint32)
-    _cpu.unpack(bits, packed, codes)
+    _cpu.unpack(kernel_threads(), bits, packed, codes)
     return codes
 
 
@@ -107,7 +108,7 @@ def amax_tiles(x: Array) -> Array:
     """Return per tile the float32 bits of max|x|: float32[n] to uint32[tiles(n)]."""
     _check("x", x, np.float32)
     amax = np.empty(tiles(x.size), np.uint32)
-    _cpu.amax_tiles(x, amax)
+    _cpu.amax_tiles(kernel_threads(), x, amax)
     return amax
 
 
@@ -125,20 +126,22 @@ def encode_tiles(
     """Encode and pack x into words, each tile scaled by its shift; see ops.reference."""
     _check("x", x, np.float32)
     extra = () if counts is None else (counts,)
-    _cpu.encode_tiles(cast_numbers(cast), fit, key, offset, x, words, shifts, *extra)
+    _cpu.encode_tiles(
+        kernel_threads(), cast_numbers(cast), fit, key, offset, x, words, shifts, *extra
+    )
 
 
 def decode_tiles(words: Array, shifts: Array, fmt: FloatFormat, out: Array) -> int:
     """Unpack and decode into out, and return how many values are not finite."""
     _check("out", out, np.float32)
-    return int(_cpu.decode_tiles(_format_numbers(fmt), words, shifts, out))
+    return int(_cpu.decode_tiles(kernel_threads(), _format_numbers(fmt), words, shifts, out))
 
 
 def decode_add_tiles(words: Array, shifts: Array, fmt: FloatFormat, x: Array, out: Array) -> None:
     """Write x + decoded, summed in float32, into out; out may be x."""
     _check("x", x, np.float32)
     _check("out", out, np.float32)
-    _cpu.decode_add_tiles(_format_numbers(fmt), words, shifts, x, out)
+    _cpu.decode_add_tiles(kernel_threads(), _format_numbers(fmt), words, shifts, x, out)
 
 
 def decode_add_encode_tiles(
@@ -158,7 +161,17 @@ def decode_add_encode_tiles(
     _check("x", x, np.float32)
     extra = () if counts is None else (counts,)
     _cpu.decode_add_encode_tiles(
-        cast_numbers(cast), fit, key, offset, words_in, shifts_in, x, words, shifts, *extra
+        kernel_threads(),
+        cast_numbers(cast),
+        fit,
+        key,
+        offset,
+        words_in,
+        shifts_in,
+        x,
+        words,
+        shifts,
+        *extra,
     )
 
 
@@ -166,7 +179,9 @@ def add_integers_tiles(
     a: Array, bits_a: int, b: Array, bits_b: int, fmt: FloatFormat, words: Array, bits: int
 ) -> None:
     """Write the sums of the integers of a and b into words; see ops.reference_integers."""
-    _cpu.add_integers_tiles(_format_numbers(fmt), a, bits_a, b, bits_b, words, bits)
+    _cpu.add_integers_tiles(
+        kernel_threads(), _format_numbers(fmt), a, bits_a, b, bits_b, words, bits
+    )
 
 
 def add_encode_integers_tiles(
@@ -186,7 +201,17 @@ def add_encode_integers_tiles(
     _check("x", x, np.float32)
     extra = () if counts is None else (counts,)
     _cpu.add_encode_integers_tiles(
-        cast_numbers(cast), key, offset, words_in, bits_in, shifts, x, words, bits, *extra
+        kernel_threads(),
+        cast_numbers(cast),
+        key,
+        offset,
+        words_in,
+        bits_in,
+        shifts,
+        x,
+        words,
+        bits,
+        *extra,
     )
 
 
@@ -195,14 +220,16 @@ def decode_integers_tiles(
 ) -> int:
     """Write the integers as float32 into out, and return how many are not finite."""
     _check("out", out, np.float32)
-    return int(_cpu.decode_integers_tiles(_format_numbers(fmt), words, bits, shifts, out))
+    return int(
+        _cpu.decode_integers_tiles(kernel_threads(), _format_numbers(fmt), words, bits, shifts, out)
+    )
 
 
 def pack_trits(words: Array, trits: Array) -> None:
     """Write ternary codes, five in a byte, into trits."""
-    _cpu.pack_trits(words, trits)
+    _cpu.pack_trits(kernel_threads(), words, trits)
 
 
 def unpack_trits(trits: Array, words: Array) -> None:
     """Write the codes that pack_trits packed into words."""
-    _cpu.unpack_trits(trits, words)
+    _cpu.unpack_trits(kernel_threads(), trits, words)

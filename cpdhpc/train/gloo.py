@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ..comm import Ranks
-from .threads import threads_of_rank
+from ..comm.threads import threads_of_rank
 
 Array = npt.NDArray[Any]
 TIMEOUT_S = 600.0

@@ -47,7 +47,8 @@ class Optimizer(Section):
 class Train(Section):
     """[train]: the run itself.
 
-    batch: samples of all ranks together; threads: of torch, 0 for the cores the rank owns
+    batch: samples of all ranks together; threads: of torch, and of kernels where overlap is off;
+        0 for OMP_NUM_THREADS where it is set, else the cores the rank owns
     bucket_mib, overlap: gradients are reduced in buckets of at most so many MiB, the last layers
         first, and with overlap while backward goes on; overlap changes no bit, bucket_mib may
     telemetry_every: iterations; checkpoint_every: epochs; timeout_s: the longest wait for others

@@ -11,13 +11,14 @@ import torch
 
 from .. import provenance, store
 from ..comm import Ranks
+from ..comm.threads import threads_of_rank
 from ..config import ConfigError, UserError
+from ..ops.threads import set_kernel_threads
 from . import checkpoint
 from .data import Dataset
 from .job import Job
 from .record import SCHEMA, Record
 from .reducer import GradientReducer
-from .threads import threads_of_rank
 
 T = TypeVar("T")
 
@@ -151,7 +152,9 @@ def prepare(job: Job, world: Ranks, data: Dataset, files: Files) -> Training:
 
     Raises UserError on all processes alike where the job does not go with the data.
     """
-    torch.set_num_threads(job.train.threads or threads_of_rank(world))
+    threads = job.train.threads or threads_of_rank(world)
+    torch.set_num_threads(threads)
+    set_kernel_threads(1 if job.train.overlap else threads)  # else they would slow backward down
     model = agreed(world, lambda: _model(job, data))
     reducer = GradientReducer(
         model,

@@ -16,6 +16,7 @@ from training import write_idx
 from cpdhpc import store
 from cpdhpc.__main__ import main
 from cpdhpc.comm import Loopback, NonFiniteGradient, World
+from cpdhpc.comm.threads import threads_of_rank
 from cpdhpc.config import dump_toml, merge, validate
 from cpdhpc.train import GradientReducer
 from cpdhpc.train.data import Dataset
@@ -24,7 +25,6 @@ from cpdhpc.train.loop import Diverged, run
 from cpdhpc.train.progress import Display
 from cpdhpc.train.setup import Files, prepare
 from cpdhpc.train.signals import Caught, Interrupted, catching
-from cpdhpc.train.threads import threads_of_rank
 
 pytestmark = pytest.mark.mpi
 
