@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .comm import World
 
+TIMEOUT_S = 600.0  # of every wait for other processes
 USER_ERROR = 2  # exit status, as argparse has it
 
 
@@ -22,8 +23,11 @@ def train(arguments: argparse.Namespace, world: World) -> int:
     from .train.signals import Interrupted
 
     directory = arguments.out or Path("results") / arguments.file.stem
+    settings = arguments.set
+    if arguments.timeout is not None:
+        settings = [*settings, f"train.timeout_s={arguments.timeout!r}"]
     try:
-        files = run(world, arguments.file, arguments.set, directory, arguments.resume)
+        files = run(world, arguments.file, settings, directory, arguments.resume)
     except Interrupted as stop:
         return 128 + stop.number  # as a shell reports a death by that signal
     if world.rank == 0:
@@ -84,6 +88,26 @@ def add_bench(parser: argparse.ArgumentParser) -> None:
         module.add_arguments(added)
         if name in ALONE:
             added.set_defaults(alone=bench_alone)
+        else:
+            add_timeout(added)
+
+
+def seconds(text: str) -> float:
+    """Return a time, above zero; ValueError, which argparse shows, for anything else."""
+    value = float(text)
+    if not value > 0:
+        raise ValueError(text)
+    return value
+
+
+def add_timeout(parser: argparse.ArgumentParser) -> None:
+    """Add the time after which a wait for other processes ends the job."""
+    parser.add_argument(
+        "--timeout",
+        type=seconds,
+        metavar="SECONDS",
+        help="end the job, and say who waits for whom, where a wait takes longer (default 600)",
+    )
 
 
 def add_train(parser: argparse.ArgumentParser) -> None:
@@ -104,6 +128,7 @@ def add_train(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="go on from the checkpoints in DIR and skip the runs that are complete",
     )
+    add_timeout(parser)
 
 
 def add_report(parser: argparse.ArgumentParser) -> None:
@@ -161,7 +186,7 @@ def main(argv: list[str] | None = None) -> int:
             return int(arguments.alone(arguments))
         from .comm import World
 
-        world = World()
+        world = World(timeout_s=getattr(arguments, "timeout", None) or TIMEOUT_S)
         return TOGETHER[arguments.command][0](arguments, world)
     except UserError as error:
         if world is None or world.rank == 0:

@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 from training import environment, mpirun, write_idx
 
+from cpdhpc import store
 from cpdhpc.__main__ import ALONE, TOGETHER, main
+from cpdhpc.comm import World
+from cpdhpc.config import UserError
 
 DRIVER = """
 import json, sys
@@ -127,6 +130,35 @@ def test_what_the_user_can_mend_is_one_line_and_a_status_on_all_ranks(tmp_path: 
     for line, says in zip(errors, filter(None, cases), strict=True):
         assert line.startswith("cpdhpc: error: ")
         assert says in line
+
+
+@pytest.mark.parametrize(
+    "command", ["train x.toml", "bench allreduce", "bench latency", "bench fit --out m"]
+)
+def test_the_timeout_is_that_of_the_world(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The world is replaced by one that only shows how long it would wait."""
+
+    def world(timeout_s: float) -> World:
+        raise UserError(f"waits {timeout_s} s")
+
+    monkeypatch.setattr("cpdhpc.comm.World", world)
+    for options, shown in (("--timeout 2.5", "waits 2.5 s"), ("", "waits 600.0 s")):
+        assert main([*command.split(), *options.split()]) == 2
+        assert shown in capsys.readouterr().err
+    for wrong in ("0", "-1", "nan", "x"):
+        with pytest.raises(SystemExit):
+            main([*command.split(), "--timeout", wrong])
+        assert f"argument --timeout: invalid seconds value: '{wrong}'" in capsys.readouterr().err
+
+
+def test_the_timeout_of_train_is_the_jobs(tmp_path: Path) -> None:
+    write_idx(tmp_path)
+    out = tmp_path / "out"
+    job = job_file(tmp_path, "job", tmp_path)
+    assert main(["train", job, "--timeout", "7", "--out", str(out)]) == 0
+    assert "timeout_s = 7.0" in store.read_attributes(out / "job-s0.h5")["toml"]
 
 
 def test_any_other_error_ends_the_job_with_a_traceback_of_its_rank() -> None:

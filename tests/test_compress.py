@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,9 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from cpdhpc.comm import Bucket, Loopback, NonFiniteGradient
+from cpdhpc.comm.machine import DEFAULT
 from cpdhpc.compress import COMPRESSORS, LowBit, NoCompression
+from cpdhpc.config import dump_toml
 from cpdhpc.formats import Cast, parse_format
 from cpdhpc.ops import reference
 
@@ -55,6 +58,29 @@ def test_what_is_not_finite_is_named(name: str, value: float) -> None:
         aggregator.aggregate(Loopback(RANKS), flats, bucket, {}, seed=0, iteration=0)
     assert caught.value.segments == ("bias",)
     assert caught.value.ranks == (2,)
+
+
+@EVERY
+def test_auto_follows_the_machine_it_is_given(name: str, tmp_path: Path) -> None:
+    """With steps that cost a second and bytes that cost nothing, gather: the fewest steps."""
+    slow_steps = replace(DEFAULT, step_s=1.0, beta_s=0.0)
+    path = tmp_path / "machine.toml"
+    path.write_text(dump_toml({"machine": asdict(slow_steps)}))
+    aggregators = [
+        COMPRESSORS[name](algorithm="auto", machine=machine)  # type: ignore[call-arg]
+        for machine in (slow_steps, path, None)
+    ]
+    path.unlink()  # it has been read
+    bucket = bucket_of(aggregators[0])
+    flats = integers(bucket)[:2]
+    sent = []
+    for aggregator in aggregators:
+        world = Loopback(virtual_ranks=2)
+        mean = aggregator.aggregate(world, flats, bucket, {}, seed=0, iteration=0)
+        assert np.array_equal(mean.flat, np.mean(flats, axis=0))
+        sent.append(world.messages_sent.tolist())
+    assert sent[0] == sent[1] == [1, 1]
+    assert aggregators[0] == aggregators[1] != aggregators[2]
 
 
 def test_a_float32_sum_that_overflows_is_named_without_ranks() -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import tomllib
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
+from cpdhpc.comm.machine import DEFAULT
 from cpdhpc.config import ConfigError, difference, dump_toml, merge, override, read_toml
 from cpdhpc.train.job import load
 
@@ -64,6 +66,27 @@ def write(tmp_path: Path, text: str) -> Path:
         ("[gradient]\naggregator='none'\nalgorithm='rin'", "algorithm='rin': known are"),
         ("[gradient]\naggregator='lowbit'\nalgorithm='mpi'", "algorithm='mpi'"),
         ("[gradient]\naggregator='lowbit'\nrounding='up'", "gradient.rounding='up'"),
+        (
+            "[gradient]\naggregator='lowbit'\nalgorithm='auto'\nmachine='gone.toml'",
+            "gone.toml: cannot be read: No such file",
+        ),
+        (
+            "[gradient]\naggregator='lowbit'\nmachine='machine.toml'",
+            "LowBit: machine: only algorithm='auto' chooses by it: algorithm='ring'",
+        ),
+        (
+            "[gradient]\naggregator='none'\nalgorithm='mpi'\nmachine='machine.toml'",
+            "NoCompression: machine: only algorithm='auto'",
+        ),
+        ("[gradient]\naggregator='none'\nalgorithm='auto'\nmachine=3", "gradient.machine=3: "),
+        (
+            "[gradient]\naggregator='none'\nalgorithm='auto'\nmachine={ alpha_s = 1.0 }",
+            "gradient.machine.beta_s: is missing",
+        ),
+        (
+            "[[compare]]\nname='a'\ngradient={aggregator='none', algorithm='auto', machine='x'}",
+            "compare row a: gradient.machine: ",
+        ),
         ("name = 'a/b'", "name='a/b'"),
         ("[[compare]]\nname='a'\ntrain.epoch=3", "compare row a: unknown key train.epoch"),
         ("[[compare]]\nname='a'\n[[compare]]\nname='a'", "compare: 2 rows are called 'a'"),
@@ -73,6 +96,7 @@ def write(tmp_path: Path, text: str) -> Path:
 )
 def test_one_line_says_what_is_wrong(tmp_path: Path, text: str, says: str) -> None:
     path = write(tmp_path, text)
+    (tmp_path / "machine.toml").write_text(dump_toml({"machine": asdict(DEFAULT)}))
     with pytest.raises(ConfigError) as caught:
         load(path)
     message = str(caught.value)
@@ -123,6 +147,22 @@ def test_resolved_text_reads_back_as_the_same_job(tmp_path: Path) -> None:
     (again,) = load(write(tmp_path, job.toml()))
     assert again == job
     assert again.toml() == job.toml()
+
+
+@pytest.mark.parametrize("aggregator", ["none", "lowbit"])
+def test_the_machine_of_auto_is_read_beside_the_job_file(tmp_path: Path, aggregator: str) -> None:
+    """And its times are part of the resolved text, which needs no other file."""
+    machine = replace(DEFAULT, alpha_s=3e-6)
+    (tmp_path / "machines").mkdir()
+    (tmp_path / "machines" / "a.toml").write_text(dump_toml({"machine": asdict(machine)}))
+    gradient = f"aggregator='{aggregator}'\nalgorithm='auto'\nmachine='machines/a.toml'\n"
+    (job,) = load(write(tmp_path, f"{BASE}[gradient]\n{gradient}"))
+    assert job.gradient.machine == machine
+    (tmp_path / "elsewhere").mkdir()
+    (again,) = load(write(tmp_path / "elsewhere", job.toml()))
+    assert again == job
+    other = job.toml().replace("alpha_s = 3e-06", "alpha_s = 4e-06")
+    assert difference(job.toml(), other) == "gradient.machine.alpha_s"
 
 
 def test_dumped_text_is_what_tomllib_reads() -> None:

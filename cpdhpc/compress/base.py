@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from ..comm import Bucket, Ranks
+from ..comm.machine import Machine, as_machine
+from ..comm.method import AUTO
 
 Array = npt.NDArray[Any]
 State = dict[str, Array]
@@ -61,6 +64,23 @@ class Aggregator(ABC):
         flat: float32[bucket.size], one rank's gradient
         shifts: as aggregate returned them in Mean
         """
+
+
+def machine_of_auto(
+    name: str, algorithm: str, machine: Machine | str | Path | None
+) -> Machine | None:
+    """Return the machine of algorithm "auto", its file read once; None for the default.
+
+    name: of the class, for errors. Raises ValueError where there is a machine and another
+    algorithm; else as comm.machine.as_machine.
+    """
+    if machine is None:
+        return None
+    if algorithm != AUTO:
+        raise ValueError(
+            f"{name}: machine: only algorithm='auto' chooses by it: algorithm={algorithm!r}"
+        )
+    return as_machine(machine)
 
 
 def nonfinite_layers(flat: Array, bucket: Bucket) -> list[int]:

@@ -8,18 +8,19 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from ..comm import Allreduce, Bucket, Ranks
+from ..comm.machine import Machine
 from ..comm.wire import parse_wire
 from ..formats import SHIFT_BIAS, TILE, Cast, Overflow, Rounding, packed_bytes, tiles
 from ..ops import backend_of
-from .base import Aggregator, Array, Mean, State
+from .base import Aggregator, Array, Mean, State, machine_of_auto
 
 
 @dataclass(frozen=True)
 class LowBit(Aggregator):
     """The mean of gradients that are rounded to a format before they travel.
 
-    The options are those of comm.allreduce. Raises ValueError where one is unknown or does not
-    go with another.
+    The options are those of comm.allreduce; the file of a machine is read once. Raises ValueError
+    where one is unknown or does not go with another.
     Source: Han, Demmel, You: Auto-precision scaling, arXiv 1911.08907 (scaling "aps").
     """
 
@@ -33,8 +34,11 @@ class LowBit(Aggregator):
     rounding: Rounding = "nearest"
     overflow: Overflow = "saturate"
     headroom: str = "n"
+    machine: Machine | None = None
 
     def __post_init__(self) -> None:
+        machine = machine_of_auto("LowBit", self.algorithm, self.machine)
+        object.__setattr__(self, "machine", machine)
         if self.wire == "raw":
             raise ValueError("LowBit: wire='raw': is the aggregator 'none'")
         self._allreduce(seed=0)
@@ -50,6 +54,7 @@ class LowBit(Aggregator):
             overflow=self.overflow,
             headroom=self.headroom,
             seed=seed,
+            machine=self.machine,
         )
 
     def aggregate(

@@ -8,24 +8,29 @@ from typing import Literal
 import numpy as np
 
 from ..comm import Allreduce, Bucket, NonFiniteGradient, Ranks
-from .base import Aggregator, Array, Mean, State, nonfinite_layers
+from ..comm.machine import Machine
+from .base import Aggregator, Array, Mean, State, machine_of_auto, nonfinite_layers
 
 
 @dataclass(frozen=True)
 class NoCompression(Aggregator):
     """The mean in float32. algorithm: that of the all-reduce; "mpi" is the library's own.
 
-    Raises ValueError for an unknown algorithm.
+    machine: for "auto", as for comm.allreduce; a file is read once
+    Raises ValueError for an unknown algorithm, or a machine for another one than "auto".
     """
 
     aggregator: Literal["none"] = "none"
     algorithm: str = "ring"
+    machine: Machine | None = None
 
     def __post_init__(self) -> None:
+        machine = machine_of_auto("NoCompression", self.algorithm, self.machine)
+        object.__setattr__(self, "machine", machine)
         self._allreduce()
 
     def _allreduce(self) -> Allreduce:
-        return Allreduce(wire="raw", algorithm=self.algorithm, op="mean")
+        return Allreduce(wire="raw", algorithm=self.algorithm, op="mean", machine=self.machine)
 
     def aggregate(
         self,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
+from ..comm.machine import read_machine
 from ..compress import LowBit, NoCompression
 from ..config import ConfigError, Raw, Section, dump_toml, merge, override, read_toml, validate
 from .digits import Digits
@@ -135,6 +137,7 @@ def load(path: Path, settings: Iterable[str] = ()) -> list[Job]:
     """Return the runs of a job file: every row of [[compare]], or the file itself, per seed.
 
     settings: "table.key=value", laid over the file before the rows are laid over that
+    gradient.machine, a file of bench fit for algorithm "auto", is relative to the job file.
     Raises ConfigError for whatever is wrong in the file.
     """
     raw = override(read_toml(path), settings)
@@ -152,4 +155,19 @@ def load(path: Path, settings: Iterable[str] = ()) -> list[Job]:
 def _row(raw: Raw, row: Raw, index: int, path: Path) -> Job:
     merged = merge({"name": path.stem} | raw, row)
     where = f"{path}: compare row {row.get('name', index)}" if row else str(path)
-    return validate(Job, merged, where)
+    return validate(Job, _with_machine(merged, path.parent, where), where)
+
+
+def _with_machine(raw: Raw, directory: Path, where: str) -> Raw:
+    """Return raw with the times of a machine in place of the name of its file.
+
+    The run's record then holds what "auto" has chosen by, and resuming notices other times.
+    """
+    gradient = raw.get("gradient")
+    if not isinstance(gradient, dict) or not isinstance(gradient.get("machine"), str):
+        return raw
+    try:
+        machine = read_machine(directory / gradient["machine"]).machine
+    except ConfigError as error:
+        raise ConfigError(f"{where}: gradient.machine: {error}") from None
+    return merge(raw, {"gradient": {"machine": asdict(machine)}})
