@@ -1,5 +1,6 @@
 # make quickstart   install into .venv, train on 2 ranks, print the table of formats
 # make test         install what tests need, run the serial tests, then the MPI tests
+# make test-slow    what takes minutes or more than 2 GiB, on 2 ranks
 # make test-gpu     the operations bit for bit against the specification, on this machine's GPU
 # make lint         formatting, style, types
 # make bench-codec  rates of the codec beside memcpy
@@ -22,7 +23,7 @@ LOAD_MPI = $(VENV)/bin/python -c "import mpi4py; mpi4py.rc.initialize = False; i
     2>/dev/null
 SOURCES = setup.cfg setup.py pyproject.toml constraints.txt $(wildcard kernels/*)
 
-.PHONY: quickstart test test-serial test-mpi test-gpu lint bench-codec soak install clean
+.PHONY: quickstart test test-serial test-mpi test-slow test-gpu lint bench-codec soak install clean
 
 quickstart: install
 	$(MPIRUN) $(RANKS) python -m cpdhpc train inputs/train_digits.toml --out $(OUT) --resume
@@ -32,7 +33,7 @@ test: test-serial test-mpi
 
 # -p no:cacheprovider: the tests leave nothing in the source tree.
 test-serial: $(VENV)/.installed-test
-	$(ACTIVATE) timeout 600 python -m pytest -q tests --ignore=tests/mpi -m "not gpu" \
+	$(ACTIVATE) timeout 600 python -m pytest -q tests --ignore=tests/mpi -m "not gpu and not slow" \
 	    -n auto --maxprocesses 4 --dist loadfile -p no:cacheprovider -o faulthandler_timeout=200
 
 test-mpi: $(VENV)/.installed-test
@@ -41,6 +42,11 @@ test-mpi: $(VENV)/.installed-test
 	        -p no:cacheprovider -o faulthandler_timeout=100 -o faulthandler_exit_on_timeout=true \
 	        || exit 1; \
 	done
+
+test-slow: $(VENV)/.installed-test
+	$(ACTIVATE) timeout 1200 python -m pytest -q tests --ignore=tests/mpi -m slow -p no:cacheprovider
+	$(MPIRUN) 2 timeout 600 python -m mpi4py -m pytest -q --color=no --with-mpi tests/mpi -m slow \
+	    -p no:cacheprovider
 
 test-gpu: $(VENV)/.installed-test
 	$(PIP) install --constraint constraints.txt -e ".[gpu]"
