@@ -146,6 +146,13 @@ def test_ring_and_nodes_for_many_ranks():
     assert_proven(SCHEDULES["hier"], Layout(tuple(i // 32 for i in range(1024))))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted({*SCHEDULES} - {*FEW_MESSAGES}))
+def test_quadratic_numbers_of_messages_for_many_ranks(name):
+    """One to two million messages: 10 to 48 s each, 1 GiB at most, on one core of an EPYC."""
+    assert_proven(SCHEDULES[name], one_node(1024))
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layouts_of_nodes(name):
     assert_proven(SCHEDULES["hier"], LAYOUTS[name])
