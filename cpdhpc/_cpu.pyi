@@ -31,9 +31,10 @@ def decode_add_encode_tiles(
     x: Any,
     words: Any,
     shifts: Any,
-    counts: Any = ...,
+    out: Any,
+    counts: Any,
     /,
-) -> None: ...
+) -> int: ...
 def add_integers_tiles(
     cast: _Cast, a: Any, bits_a: int, b: Any, bits_b: int, words: Any, bits: int, /
 ) -> None: ...

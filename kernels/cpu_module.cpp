@@ -138,23 +138,24 @@ PyObject* decode_add_encode_tiles(PyObject*, PyObject* args) {
     Key key;
     int fit;
     unsigned long long offset;
-    Buffer words_in, shifts_in, x, words, shifts, counts;
-    if (!PyArg_ParseTuple(args, "O&pO&Ky*y*y*w*w*|w*", to_cast, &cast, &fit, to_key, &key, &offset,
+    Buffer words_in, shifts_in, x, words, shifts, out, counts;
+    if (!PyArg_ParseTuple(args, "O&pO&Ky*y*y*w*w*O&O&", to_cast, &cast, &fit, to_key, &key, &offset,
                           &words_in.view, &shifts_in.view, &x.view, &words.view, &shifts.view,
-                          &counts.view))
+                          to_optional, &out, to_optional, &counts))
         return nullptr;
     i64 n = floats_in(x);
     int bits = 1 + cast.exp + cast.man;
     if (!has_tiles(words_in, shifts_in, n, bits) || !has_tiles(words, shifts, n, bits) ||
-        !has_counts(counts, n))
+        !has_counts(counts, n) || (out.view.buf && !has_length(out, "out", x.view.len)))
         return nullptr;
+    i64 nonfinite;
     {
         Unlocked unlocked;
-        loops->decode_add_encode_tiles(cast, fit, key, offset, words_in.as<u32>(),
-                                       shifts_in.as<u8>(), x.as<float>(), n, words.as<u32>(),
-                                       shifts.as<u8>(), counts.as<u32>());
+        nonfinite = loops->decode_add_encode_tiles(
+            cast, fit, key, offset, words_in.as<u32>(), shifts_in.as<u8>(), x.as<float>(), n,
+            words.as<u32>(), shifts.as<u8>(), out.as<float>(), counts.as<u32>());
     }
-    Py_RETURN_NONE;
+    return PyLong_FromLongLong(nonfinite);
 }
 
 // The tables that this processor runs, slowest first.

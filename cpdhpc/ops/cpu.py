@@ -153,13 +153,19 @@ def decode_add_encode_tiles(
     key: Key = (0, 0),
     offset: int = 0,
     counts: Array | None = None,
-) -> None:
-    """One hop of a reduction: encode_tiles of x + decoded, in one pass over memory."""
+    out: Array | None = None,
+) -> int:
+    """One hop of a reduction: encode_tiles of x + decoded, in one pass over memory.
+
+    out: float32[n] or None: what words decode to, written in the same pass
+    Returns how many values of out are not finite; 0 without it.
+    """
     _check("x", x, np.float32)
-    extra = () if counts is None else (counts,)
-    _cpu.decode_add_encode_tiles(
-        cast_numbers(cast), fit, key, offset, words_in, shifts_in, x, words, shifts, *extra
-    )
+    if out is not None:
+        _check("out", out, np.float32)
+    numbers = cast_numbers(cast), fit, key, offset
+    arrays = words_in, shifts_in, x, words, shifts, out, counts
+    return int(_cpu.decode_add_encode_tiles(*numbers, *arrays))
 
 
 def add_integers_tiles(
