@@ -126,12 +126,10 @@ CPD_FN i64 decode_tile(const Cast& cast, u8 shift, const u32* words, float* out,
 }
 
 template <bool NEAREST, bool COUNT>
-i64 hop_loop(const Cast& cast, bool fit, Key key, u64 offset, const u32* words_in,
-             const u8* shifts_in, const float* x, i64 n, u32* words, u8* shifts, float* out,
-             u32* counts) {
+void hop_loop(const Cast& cast, bool fit, Key key, u64 offset, const u32* words_in,
+              const u8* shifts_in, const float* x, i64 n, u32* words, u8* shifts, u32* counts) {
     alignas(64) float sums[2][CPD_TILE];
     const i64 stride = CPD_LANES * width(cast);
-    i64 nonfinite = 0;
     u32 next_amax = n > 0 ? sum_tile(cast, shifts_in[0], words_in, x, n, sums[0]) : 0;
     for (i64 t = 0; t * CPD_TILE < n; ++t) {
         u32 amax = next_amax;
@@ -142,10 +140,7 @@ i64 hop_loop(const Cast& cast, bool fit, Key key, u64 offset, const u32* words_i
         encode_fitting<NEAREST, COUNT>(cast, fit, amax, key, offset + done, sums[t % 2],
                                        words + t * stride, shifts[t], counts + 3 * t,
                                        x + done + CPD_AHEAD * CPD_TILE);
-        if (out)
-            nonfinite += decode_tile(cast, shifts[t], words + t * stride, out + done, n - done);
     }
-    return nonfinite;
 }
 
 void encode(const Cast& given, int k, Key key, u64 offset, const float* x, i64 n, u32* codes) {
@@ -244,6 +239,8 @@ void decode_add_tiles(const Cast& given, const u32* words, const u8* shifts, con
     }
 }
 
+// Decodes while the words are in the cache, but not tile by tile: stores that wait for memory would
+// hold up those of the words.
 i64 decode_add_encode_tiles(const Cast& given, bool fit, Key key, u64 offset, const u32* words_in,
                             const u8* shifts_in, const float* x, i64 n, u32* words, u8* shifts,
                             float* out, u32* counts) {
@@ -251,7 +248,15 @@ i64 decode_add_encode_tiles(const Cast& given, bool fit, Key key, u64 offset, co
     const bool nearest = cast.rounding == CPD_NEAREST;
     auto loop = nearest ? (counts ? hop_loop<true, true> : hop_loop<true, false>)
                         : (counts ? hop_loop<false, true> : hop_loop<false, false>);
-    return loop(cast, fit, key, offset, words_in, shifts_in, x, n, words, shifts, out, counts);
+    const i64 most = out ? 64 * CPD_TILE : n;
+    i64 nonfinite = 0;
+    for (i64 i = 0; i < n; i += most) {
+        i64 m = n - i < most ? n - i : most, t = i / CPD_TILE, w = t * CPD_LANES * width(cast);
+        loop(cast, fit, key, offset + i, words_in + w, shifts_in + t, x + i, m, words + w,
+             shifts + t, counts ? counts + 3 * t : counts);
+        if (out) nonfinite += decode_tiles(cast, words + w, shifts + t, out + i, m);
+    }
+    return nonfinite;
 }
 
 }  // namespace
