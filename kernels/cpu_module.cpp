@@ -158,6 +158,23 @@ PyObject* decode_add_encode_tiles(PyObject*, PyObject* args) {
     return PyLong_FromLongLong(nonfinite);
 }
 
+// An int64 that other processes see: what was written before is visible to who reads it.
+PyObject* store_release(PyObject*, PyObject* args) {
+    Buffer target;
+    long long value;
+    if (!PyArg_ParseTuple(args, "w*L", &target.view, &value) || !has_length(target, "target", 8))
+        return nullptr;
+    __atomic_store_n(target.as<long long>(), value, __ATOMIC_RELEASE);
+    Py_RETURN_NONE;
+}
+
+PyObject* load_acquire(PyObject*, PyObject* args) {
+    Buffer source;
+    if (!PyArg_ParseTuple(args, "y*", &source.view) || !has_length(source, "source", 8))
+        return nullptr;
+    return PyLong_FromLongLong(__atomic_load_n(source.as<long long>(), __ATOMIC_ACQUIRE));
+}
+
 // The tables that this processor runs, slowest first.
 int runnable(const Loops** found) {
     int count = 0;
@@ -213,6 +230,8 @@ PyMethodDef methods[] = {
     {"decode_integers_tiles", decode_integers_tiles, METH_VARARGS, nullptr},
     {"pack_trits", pack_trits, METH_VARARGS, nullptr},
     {"unpack_trits", unpack_trits, METH_VARARGS, nullptr},
+    {"store_release", store_release, METH_VARARGS, nullptr},
+    {"load_acquire", load_acquire, METH_VARARGS, nullptr},
     {"clone", clone, METH_NOARGS, nullptr},
     {"clones", clones, METH_NOARGS, nullptr},
     {"use_clone", use_clone, METH_VARARGS, nullptr},

@@ -163,7 +163,8 @@ class Coder:
 
     def of(self, terms: int) -> Coder:
         """Return the coder of sums of so many contributions."""
-        return replace(self, wire=self.wire.of(terms))
+        wire = self.wire.of(terms)
+        return self if wire is self.wire else replace(self, wire=wire)
 
     @property
     def floats(self) -> Raw | Packed:

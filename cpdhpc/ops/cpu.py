@@ -25,8 +25,10 @@ __all__ = [
     "encode",
     "encode_tiles",
     "fitting_shift",
+    "load_acquire",
     "pack",
     "pack_trits",
+    "store_release",
     "unpack",
     "unpack_trits",
 ]
@@ -212,3 +214,16 @@ def pack_trits(words: Array, trits: Array) -> None:
 def unpack_trits(trits: Array, words: Array) -> None:
     """Write the codes that pack_trits packed into words."""
     _cpu.unpack_trits(trits, words)
+
+
+def store_release(target: Array, value: int) -> None:
+    """Write an int64 into target, uint8[8], for other processes.
+
+    Who reads it by load_acquire sees all that was written before.
+    """
+    _cpu.store_release(target, value)
+
+
+def load_acquire(source: Array) -> int:
+    """Return the int64 in source, uint8[8], that another process writes by store_release."""
+    return _cpu.load_acquire(source)

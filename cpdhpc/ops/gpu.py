@@ -137,7 +137,7 @@ def decode_add_encode_tiles(
     if out is not None:
         check("out", out, np.float32, x.size)
     numbers = (cast_on_device(cast), np.int32(fit), *key_numbers(key, offset))
-    nonfinite = NULL if out is None else cupy.zeros(1, np.uint64)
+    nonfinite: Any = NULL if out is None else cupy.zeros(1, np.uint64)
     arrays = (
         words_in,
         shifts_in,
