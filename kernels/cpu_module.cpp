@@ -130,22 +130,39 @@ PyObject* decode_add_encode_tiles(PyObject*, PyObject* args) {
     Key key;
     int threads, fit;
     unsigned long long offset;
-    Buffer words_in, shifts_in, x, words, shifts, counts;
-    if (!PyArg_ParseTuple(args, "iO&pO&Ky*y*y*w*w*|w*", &threads, to_cast, &cast, &fit, to_key,
+    Buffer words_in, shifts_in, x, words, shifts, out, counts;
+    if (!PyArg_ParseTuple(args, "iO&pO&Ky*y*y*w*w*O&O&", &threads, to_cast, &cast, &fit, to_key,
                           &key, &offset, &words_in.view, &shifts_in.view, &x.view, &words.view,
-                          &shifts.view, &counts.view))
+                          &shifts.view, to_optional, &out, to_optional, &counts))
         return nullptr;
     i64 n = floats_in(x), bits = width_of(cast);
     if (!has_tiles(words_in, shifts_in, n, bits) || !has_tiles(words, shifts, n, bits) ||
-        !has_counts(counts, n))
+        !has_counts(counts, n) || (out.view.buf && !has_length(out, "out", x.view.len)))
         return nullptr;
-    return in_blocks(threads, n, [&](const Block& b) {
+    return count_in_blocks(threads, n, [&](const Block& b) {
         i64 word = b.tile * CPD_LANES * bits;
-        loops->decode_add_encode_tiles(cast, fit, key, offset + b.first, words_in.at<u32>(word),
-                                       shifts_in.at<u8>(b.tile), x.at<float>(b.first), b.n,
-                                       words.at<u32>(word), shifts.at<u8>(b.tile),
-                                       counts.at<u32>(3 * b.tile));
+        return loops->decode_add_encode_tiles(
+            cast, fit, key, offset + b.first, words_in.at<u32>(word), shifts_in.at<u8>(b.tile),
+            x.at<float>(b.first), b.n, words.at<u32>(word), shifts.at<u8>(b.tile),
+            out.at<float>(b.first), counts.at<u32>(3 * b.tile));
     });
+}
+
+// An int64 that other processes see: what was written before is visible to who reads it.
+PyObject* store_release(PyObject*, PyObject* args) {
+    Buffer target;
+    long long value;
+    if (!PyArg_ParseTuple(args, "w*L", &target.view, &value) || !has_length(target, "target", 8))
+        return nullptr;
+    __atomic_store_n(target.at<long long>(0), value, __ATOMIC_RELEASE);
+    Py_RETURN_NONE;
+}
+
+PyObject* load_acquire(PyObject*, PyObject* args) {
+    Buffer source;
+    if (!PyArg_ParseTuple(args, "y*", &source.view) || !has_length(source, "source", 8))
+        return nullptr;
+    return PyLong_FromLongLong(__atomic_load_n(source.at<long long>(0), __ATOMIC_ACQUIRE));
 }
 
 // The tables that this processor runs, slowest first.
@@ -203,6 +220,8 @@ PyMethodDef methods[] = {
     {"decode_integers_tiles", decode_integers_tiles, METH_VARARGS, nullptr},
     {"pack_trits", pack_trits, METH_VARARGS, nullptr},
     {"unpack_trits", unpack_trits, METH_VARARGS, nullptr},
+    {"store_release", store_release, METH_VARARGS, nullptr},
+    {"load_acquire", load_acquire, METH_VARARGS, nullptr},
     {"clone", clone, METH_NOARGS, nullptr},
     {"clones", clones, METH_NOARGS, nullptr},
     {"use_clone", use_clone, METH_VARARGS, nullptr},

@@ -53,10 +53,22 @@ def floats(x: np.ndarray, fmt: FloatFormat, rounding: Any, fit: bool) -> list[An
     cpu.decode_add_encode_tiles(
         words, shifts, cast, x, hop, hop_shifts, fit=fit, counts=hop_counts, **how
     )
+    same, same_shifts, written = np.zeros_like(hop), shifts.copy(), np.zeros_like(x)
+    lost += cpu.decode_add_encode_tiles(
+        words, shifts, cast, x, same, same_shifts, fit=fit, out=written, **how
+    )
     codes = cpu.encode(x, cast, shift=2, **how)
     packed = cpu.pack(codes, fmt.bits)
     found = [words, shifts, counts, out, lost, total, in_place, hop, hop_shifts, hop_counts, codes]
-    found += [packed, cpu.unpack(packed, fmt.bits, n), cpu.decode(codes, fmt, 2), cpu.amax_tiles(x)]
+    found += [
+        same,
+        same_shifts,
+        written,
+        packed,
+        cpu.unpack(packed, fmt.bits, n),
+        cpu.decode(codes, fmt, 2),
+        cpu.amax_tiles(x),
+    ]
     return found
 
 
