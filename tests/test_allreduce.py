@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import weakref
 from itertools import cycle, product
 
 import numpy as np
@@ -258,6 +259,16 @@ def test_mean_shapes_and_order_of_ranks(wire):
 def test_one_rank_of_a_world_without_mpi():
     x = np.arange(5, dtype=np.float32)
     assert_same_bits(allreduce(Loopback(), x), x)
+
+
+@pytest.mark.parametrize("wire", ["raw", "e4m3"])
+def test_a_world_keeps_buffers_but_not_what_it_is_given(wire):
+    world, x = Loopback(1), np.ones(5000, np.float32)
+    given = weakref.ref(x)
+    allreduce(world, x, wire)
+    assert world.arenas
+    del x
+    assert given() is None
 
 
 def test_comm_does_not_import_mpi():

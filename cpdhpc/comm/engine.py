@@ -140,7 +140,7 @@ class _Run(Generic[Result]):
         take = partial(fresh, self.like)
         if self.world.virtual_ranks == 1:  # else ranks hand payloads to one another as they are
             key = type(self.like) if self.shared is None else Shared, slot
-            make = partial(fresh, self.like[:0]) if self.shared is None else self.shared.take
+            make = partial(fresh, fresh(self.like, 0)) if self.shared is None else self.shared.take
             arena = self.world.arenas.setdefault(key, Arena(make))
             arena.rewind()
             take = arena.take
