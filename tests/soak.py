@@ -1,92 +1,171 @@
 """Random all-reduces against the simulator for a set time: make soak MINUTES=30.
 
-Every process draws the same sizes (0 to 2**26), formats, algorithms, scalings, accumulations and
-sub-communicators, compares the result with the simulation bit for bit, and watches its memory.
+All processes draw the same: how many of them take part, sizes from 0 to 2**26 values, wires, floats
+and integers, with everything that goes with them, in how many calls, with or without NaN. One of
+them simulates each call on one thread and compares bit for bit, errors too; the others compare
+checksums. Every minute the memory is looked at; it must not have grown at the end.
 """
 
 from __future__ import annotations
 
 import argparse
-import resource
+import sys
 import time
 import zlib
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
+from soak_draws import MOST, Array, Draw, contribution, draw
+from soak_memory import Look, grown, look
 
-from cpdhpc.comm import SCHEDULES, Allreduce, Loopback, World
+from cpdhpc.comm import SCHEDULES, Allreduce, Loopback, NonFiniteGradient, World
+from cpdhpc.ops.threads import set_kernel_threads
 
-WIRES = ("raw", "e4m3", "e5m2", "e3m0", "e2m1fn", "e4m3fn", "e5m6", "fp16", "bf16")
-SCALINGS = ("none", "static:3", "aps", "tile")
+PERIOD_S = 60.0  # between two looks at the memory, and a tenth of the whole time at most
+TIMEOUT_S = 300.0
 
-
-def values(rng: np.random.Generator, n: int) -> np.ndarray:  # type: ignore[type-arg]
-    """float32[n] over many binades, some zeros, some repeated."""
-    block = min(n, 1 << 20)
-    x = rng.standard_normal(block, np.float32) * np.exp2(rng.integers(-30, 5, block))
-    x[rng.random(block) < 0.05] = 0
-    return np.resize(x.astype(np.float32), n)
+Call = Callable[[Array, int], Array]  # (x of this rank, iteration) -> result
 
 
-def draw(rng: np.random.Generator, size: int) -> tuple[int, int, Allreduce]:
-    """Return how many ranks, how many values, and how to sum them."""
-    ranks = int(rng.integers(1, size + 1))
-    n = int(rng.choice([0, 1, 1023, 1024, 1025])) if rng.random() < 0.1 else 0
-    n = n or int(2 ** rng.uniform(0, 26 if rng.random() < 0.1 else 20))
+def returned(d: Draw, world: World) -> Call:
+    """Let the call make the array."""
+    return lambda x, iteration: d.method.run(
+        world, [x], iteration=iteration, segments=d.segments
+    ).arrays[0]
+
+
+def into_another(d: Draw, world: World) -> Call:
+    """Give the array, the same one every time."""
+    out = np.full(d.n, np.nan, np.float32)
+    return lambda x, iteration: d.method.run(
+        world, [x], [out], iteration=iteration, segments=d.segments
+    ).arrays[0]
+
+
+def in_place(d: Draw, world: World) -> Call:
+    """Overwrite what is summed."""
+    return lambda x, iteration: d.method.run(
+        world, [x], [x], iteration=iteration, segments=d.segments
+    ).arrays[0]
+
+
+WAYS: dict[str, Callable[[Draw, World], Call]] = {
+    "returned": returned,
+    "into another": into_another,
+    "in place": in_place,
+}
+
+
+def outcome(run: Callable[[], Array]) -> Array | str:
+    """Return the result, or the error that all ranks raise."""
+    try:
+        return run()
+    except (NonFiniteGradient, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def same(a: Array | str, b: Array | str) -> bool:
+    """Whether all bits are equal, or both are the same error."""
+    if isinstance(a, str) or isinstance(b, str):
+        return isinstance(a, str) and isinstance(b, str) and a == b
+    return np.array_equal(a.view(np.uint32), b.view(np.uint32))
+
+
+def check(world: World, d: Draw, call: Call, number: int, iteration: int) -> None:
+    """All-reduce over world and compare; the job ends where anything differs. Collective."""
+    own = contribution(d, number, world.rank)
+    x = own.copy()
+    got = outcome(lambda: call(x, iteration))
+    where = f"soak: iteration {iteration}, call {number} of {d}"
+    if world.rank == iteration % d.ranks:
+        xs = [contribution(d, number, rank) for rank in range(d.ranks)]
+        simulated = Loopback(d.ranks, nodes=world.nodes)
+        how: dict[str, Any] = {"iteration": iteration, "segments": d.segments}
+        set_kernel_threads(1)
+        wanted = outcome(lambda: d.method.run(simulated, xs, **how).arrays[0])
+        set_kernel_threads(d.threads)
+        if not same(got, wanted):
+            world.abort(f"{where}: {got} is not {wanted}")
+    overwritten = d.way == "in place" and not isinstance(got, str)
+    if not overwritten and not same(x, own):
+        world.abort(f"{where}: what was summed is another array now")
+    digest = got if isinstance(got, str) else zlib.crc32(got.data)
+    if len(set(world.gather(digest))) > 1:
+        world.abort(f"{where}: ranks differ")
+
+
+def largest() -> Iterator[Allreduce]:
+    """Yield what takes most buffers, which worlds keep."""
+    for algorithm, schedule in SCHEDULES.items():
+        yield Allreduce("raw", algorithm)
+        yield Allreduce("int16", algorithm)
+        for accumulate in schedule.accumulates:
+            yield Allreduce("bf16", algorithm, "tile", accumulate)
+
+
+def soak(world: World, worlds: dict[int, World], minutes: float, seed: int) -> list[Look]:
+    """All-reduce until the time is over; return what memory was in use when. Collective."""
+    rng, looks = np.random.default_rng(seed), list[Look]()
+    period_s = min(PERIOD_S, 6 * minutes)
+    start_s = look_s = time.monotonic()
+    members = {ranks: each for ranks, each in worlds.items() if world.rank < ranks}
+    for each in members.values():
+        for method in largest():
+            method.run(each, [np.ones(MOST // 2, np.float32)])
+    draws = calls = size_bytes = 0
     while True:
-        algorithm = str(rng.choice(list(SCHEDULES)))
-        try:
-            return (
-                ranks,
-                n,
-                Allreduce(
-                    str(rng.choice(WIRES)),
-                    algorithm,
-                    str(rng.choice(SCALINGS)),
-                    str(rng.choice(SCHEDULES[algorithm].accumulates)),
-                    op=str(rng.choice(["sum", "mean"])),  # type: ignore[arg-type]
-                    rounding=str(rng.choice(["nearest", "stochastic"])),  # type: ignore[arg-type]
-                    seed=int(rng.integers(1 << 30)),
-                ),
+        late = [time.monotonic() > at for at in (start_s + 60 * minutes, look_s + period_s)]
+        over, due = world.max(np.array(late, np.int64))
+        if over or due:
+            look_s = time.monotonic()
+            looks.append(look(members.values()))
+            show(
+                world,
+                f"{(look_s - start_s) / 60:.1f} min: {draws} all-reduces, {calls} calls, "
+                f"{size_bytes / 2**30:.1f} GiB of float32",
+                looks[-1],
             )
-        except ValueError:
-            continue
+        if over:
+            return looks
+        d = draw(rng, world.size, list(WAYS))
+        set_kernel_threads(d.threads)
+        if d.ranks in members:
+            call = WAYS[d.way](d, members[d.ranks])
+            for number in range(d.calls):
+                check(members[d.ranks], d, call, number, calls + number)
+            del call  # and its arrays
+        draws, calls = draws + 1, calls + d.calls
+        size_bytes += 4 * d.n * d.ranks * d.calls
+
+
+def show(world: World, done: str, last: Look) -> None:
+    """Print what is done and what all ranks have in use. Collective."""
+    everyone = world.gather(last)
+    if world.rank == 0:
+        used = "; ".join(f"{each.kept_mib:.0f} + {each.other_mib:.0f}" for each in everyone)
+        print(f"{done}; MiB kept + other: {used}; objects {last.objects}", flush=True)
 
 
 def main() -> None:
-    """Run until the time is over; end the job at the first difference."""
+    """Soak, and end with status 1 where memory has grown."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    world = World(timeout_s=300)
+    world = World(timeout_s=TIMEOUT_S)
     from mpi4py import MPI
 
-    worlds = {p: World(MPI.COMM_WORLD.Split(world.rank < p, world.rank)) for p in range(1, 5)}
-    rng = np.random.default_rng(arguments.seed)
-    end_s, calls, total_bytes = time.monotonic() + 60 * arguments.minutes, 0, 0
-    memory_mib = []
-    while world.max(np.array([time.monotonic() < end_s], np.int64))[0]:
-        ranks, n, method = draw(rng, world.size)
-        seed = int(rng.integers(1 << 30))
-        if world.rank < ranks:
-            xs = [values(np.random.default_rng((seed, rank)), n) for rank in range(ranks)]
-            got = method.run(worlds[ranks], [xs[world.rank]], iteration=calls).arrays[0]
-            wanted = method.run(Loopback(ranks), xs, iteration=calls).arrays[0]
-            if not np.array_equal(got.view(np.uint32), wanted.view(np.uint32)):
-                world.abort(f"soak: call {calls}, {ranks} ranks, {n} values, {method}: differs")
-            digest = zlib.crc32(got.tobytes())
-            if len(set(worlds[ranks].gather(digest))) > 1:
-                world.abort(f"soak: call {calls}: ranks differ")
-        calls, total_bytes = calls + 1, total_bytes + 4 * n * ranks
-        if calls % 200 == 0:
-            memory_mib.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
-            if world.rank == 0:
-                print(
-                    f"{calls} calls, {total_bytes / 2**30:.1f} GiB, peak {memory_mib[-1]} MiB",
-                    flush=True,
-                )
+    worlds = {
+        p: World(MPI.COMM_WORLD.Split(world.rank < p, world.rank), timeout_s=TIMEOUT_S)
+        for p in range(1, world.size + 1)
+    }
+    looks = soak(world, worlds, arguments.minutes, arguments.seed)
+    found = [f"soak: rank {world.rank}: grown: {what}" for what in grown(looks)]
+    found = [line for lines in world.gather(found) for line in lines]
     if world.rank == 0:
-        print(f"soak: {calls} calls, {total_bytes / 2**30:.1f} GiB of float32, no difference")
+        print("\n".join(["soak: no difference", *found]))
+    sys.exit(1 if found else 0)
 
 
 if __name__ == "__main__":

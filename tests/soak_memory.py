@@ -1,0 +1,66 @@
+"""What memory soak.py finds in use, and whether there is more of it at the end."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from cpdhpc.comm import World
+from cpdhpc.comm.shared import Shared
+
+SHARE, GROWTH = 0.02, {"kept_mib": 64, "other_mib": 8, "objects": 1000}  # that are no leaks
+
+
+class Look(NamedTuple):
+    """What a process has in use between two calls.
+
+    kept_mib: buffers that worlds keep, in memory of their own and in memory that the node shares
+    other_mib: all other memory of its own, as if all that is kept had been touched, so perhaps
+        below zero; objects: of Python
+    """
+
+    kept_mib: float
+    other_mib: float
+    objects: int
+
+
+def look(worlds: Iterable[World]) -> Look:
+    """Look at the memory of this process.
+
+    What is free but held by glibc's malloc goes back first: it depends on the last calls.
+    """
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    lines = Path("/proc/self/status").read_text().splitlines()
+    own_bytes = 1024 * int(dict(line.split(":", 1) for line in lines)["RssAnon"].split()[0])
+    kept_bytes = shared_bytes = 0
+    for world in worlds:
+        arenas = world.arenas.items()
+        kept_bytes += sum(
+            a.nbytes for (kind, _), each in arenas if kind != Shared for a in each._arrays
+        )
+        shared = world.shared()
+        shared_bytes += 0 if shared is None else sum(b.memory.nbytes for b in shared._blocks)
+    mib = 1 << 20
+    objects = sys.getallocatedblocks()
+    return Look((kept_bytes + shared_bytes) / mib, (own_bytes - kept_bytes) / mib, objects)
+
+
+def grown(looks: Sequence[Look]) -> list[str]:
+    """Return what there is more of in the last third of the looks than in the middle third."""
+    third = len(looks) // 3
+    if not third:
+        return []
+    middle = np.median(looks[-2 * third : -third], axis=0)
+    last = np.median(looks[-third:], axis=0)
+    return [
+        f"{name}: {before:.0f}, then {after:.0f}"
+        for name, before, after in zip(Look._fields, middle, last, strict=True)
+        if after > before * (1 + SHARE) + GROWTH[name]
+    ]
