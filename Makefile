@@ -15,6 +15,8 @@ MPI ?= auto
 RANKS ?= 2
 OUT ?= results/quickstart
 MINUTES ?= 30
+# Of serial tests: one more than there are cores, as those of time-outs only wait; 4 at most.
+WORKERS ?= $(shell n=$$(($$(getconf _NPROCESSORS_ONLN) + 1)); echo $$((n < 4 ? n : 4)))
 VENV = $(if $(filter auto,$(MPI)),.venv,.venv-$(MPI))
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check --quiet
 ACTIVATE = PATH="$(CURDIR)/$(VENV)/bin:$$PATH"
@@ -34,7 +36,7 @@ test: test-serial test-mpi
 # -p no:cacheprovider: the tests leave nothing in the source tree.
 test-serial: $(VENV)/.installed-test
 	$(ACTIVATE) timeout 600 python -m pytest -q tests --ignore=tests/mpi -m "not gpu and not slow" \
-	    -n auto --maxprocesses 4 --dist loadfile -p no:cacheprovider -o faulthandler_timeout=200
+	    -n $(WORKERS) --dist loadfile -p no:cacheprovider -o faulthandler_timeout=200
 
 test-mpi: $(VENV)/.installed-test
 	for ranks in 2 3 4; do \

@@ -143,6 +143,11 @@ def test_the_same_for_many_ranks(name, ranks):
 
 def test_ring_and_nodes_for_many_ranks():
     assert_proven(SCHEDULES["ring"], one_node(256))
+    assert_proven(SCHEDULES["hier"], Layout(tuple(i // 16 for i in range(256))))
+
+
+@pytest.mark.slow
+def test_nodes_of_many_ranks():
     assert_proven(SCHEDULES["hier"], Layout(tuple(i // 32 for i in range(1024))))
 
 

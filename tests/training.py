@@ -87,9 +87,12 @@ def write_idx(directory: Path, suffix: str = "") -> None:
 
 
 def environment() -> dict[str, str]:
-    """For subprocesses: this package and the launcher beside this Python are found first."""
+    """For subprocesses: this package and the launcher beside this Python are found first.
+
+    A thread each: with two ranks on two cores, beside other tests, more only wait for one another.
+    """
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    return os.environ | {"PATH": path, "PYTHONPATH": str(ROOT)}
+    return os.environ | {"PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
 def mpirun(ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
