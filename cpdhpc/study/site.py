@@ -5,7 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import AfterValidator, BeforeValidator, Field, PositiveInt, field_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
 
 from ..config import Section, read_toml, suggest, validate
 from .launch import LAUNCHERS
@@ -37,6 +44,8 @@ def _list(value: object) -> object:
 
 Word = Annotated[str, AfterValidator(_word)]
 Line = Annotated[str, AfterValidator(_line)]
+Whole = Annotated[int, Field(ge=0)]
+Grace = Annotated[int, Field(ge=60)]  # Slurm looks at its clock about every 30 s
 Option = Annotated[str, AfterValidator(_option)]
 Lines = Annotated[tuple[Line, ...], BeforeValidator(_list), Field(strict=False)]
 Options = Annotated[tuple[Option, ...], BeforeValidator(_list), Field(strict=False)]
@@ -70,12 +79,12 @@ class Site(Section):
     mpi_flags: Lines = ()
     nodes: PositiveInt | None = None
     cores_per_node: PositiveInt | None = None
-    gpus_per_node: int = Field(0, ge=0)
+    gpus_per_node: Whole = 0
     cpus_per_rank: PositiveInt = 1
     max_time_min: PositiveInt | None = None
-    grace_s: int = Field(120, ge=60)  # Slurm looks at its clock about every 30 s
+    grace_s: Grace = 120
     max_array: PositiveInt = 1001
-    max_requeues: int = Field(100, ge=0)
+    max_requeues: Whole = 100
 
     @field_validator("launcher")
     @classmethod
@@ -83,6 +92,15 @@ class Site(Section):
         if launcher not in LAUNCHERS:
             raise ValueError(suggest(launcher, LAUNCHERS))
         return launcher
+
+    @model_validator(mode="after")
+    def _time_before_the_signal(self) -> Site:
+        if self.max_time_min is not None and 60 * self.max_time_min <= self.grace_s + 60:
+            raise ValueError(
+                f"max_time_min={self.max_time_min}: leaves no minute before the last "
+                f"grace_s={self.grace_s} seconds"
+            )
+        return self
 
     def refusal(self, nodes: int, ppn: int) -> str | None:
         """Return why a job of this shape cannot run here; None where nothing speaks against it.

@@ -12,11 +12,26 @@ from pathlib import Path
 from ..config import UserError
 
 TIMEOUT_S = 60.0
-LIVE = frozenset(  # states after which a job goes on
-    "PENDING CONFIGURING RUNNING COMPLETING SUSPENDED STOPPED REQUEUED REQUEUE_HOLD REQUEUE_FED "
-    "RESIZING SIGNALING STAGE_OUT SPECIAL_EXIT RESV_DEL_HOLD".split()
+ENDED = (
+    "BOOT_FAIL",
+    "CANCELLED",
+    "COMPLETED",
+    "DEADLINE",
+    "FAILED",
+    "NODE_FAIL",
+    "OUT_OF_MEMORY",
+    "PREEMPTED",
+    "REVOKED",
+    "TIMEOUT",
 )
-FIELDS = {"ArrayJobID": 20, "ArrayTaskID": 20, "State": 20, "exit_code": 12, "Reason": 80}
+FIELDS = {  # of squeue, with the width of each column
+    "ArrayJobID": 20,
+    "ArrayTaskID": 20,
+    "Name": 200,
+    "State": 20,
+    "exit_code": 12,
+    "Reason": 80,
+}
 
 
 class SlurmError(UserError):
@@ -27,10 +42,12 @@ class SlurmError(UserError):
 class JobState:
     """What Slurm says of a job or of an element of an array.
 
+    name: of the job, by which it is known that a number is still that job's
     exit_code: of the script; None where it has not ended or was killed
     reason: why it waits or what it ended of; "" for nothing
     """
 
+    name: str
     state: str
     exit_code: int | None
     reason: str
@@ -38,7 +55,7 @@ class JobState:
     @property
     def live(self) -> bool:
         """Whether it waits or runs."""
-        return self.state in LIVE
+        return self.state not in ENDED
 
 
 States = dict[tuple[int, int | None], JobState]  # (job, index in its array) -> state
@@ -95,32 +112,40 @@ def _row(line: str) -> tuple[tuple[int, int | None], JobState]:
     for width in FIELDS.values():
         cells.append(line[start : start + width].strip())
         start += width
-    job, index, state, status, reason = cells
+    job, index, name, state, status, reason = cells
     waited = int(status)  # as waitpid has it
-    ended = state not in LIVE and not waited & 0x7F
-    return (int(job), int(index) if index.isdigit() else None), JobState(
-        state, waited >> 8 if ended else None, "" if reason == "None" else reason
-    )
+    ended = state in ENDED and not waited & 0x7F
+    exit_code = waited >> 8 if ended else None
+    reason = "" if reason == "None" else reason
+    place = int(job), int(index) if index.isdigit() else None
+    return place, JobState(name, state, exit_code, reason)
 
 
 def _accounted(jobs: set[int]) -> States:
-    numbers = ",".join(map(str, sorted(jobs)))
-    form = "--format=JobID%40,State%40,ExitCode"
+    options = [
+        f"--jobs={','.join(map(str, sorted(jobs)))}",
+        "--format=JobID,JobName,State,ExitCode",
+    ]
+    flags = ["--allocations", "--noheader", "--array", "--parsable2"]
     try:
-        done = _call(["sacct", "--allocations", "--noheader", "--array", f"--jobs={numbers}", form])
+        done = _call(["sacct", *flags, *options])
     except SlurmError:
-        return {}  # it is one of two sources
+        return {}  # squeue has answered; this is a second source
     if done.returncode:  # 1 where accounting is switched off
         return {}
-    found: States = {}
-    for line in done.stdout.splitlines():
-        cells = re.match(r"\s*(\d+)(?:_(\d+))?\s+(\w+).*?(\d+):(\d+)\s*$", line)
-        if cells is None:
-            continue
-        index = None if cells[2] is None else int(cells[2])
-        exit_code = int(cells[4]) if cells[3] not in LIVE and cells[5] == "0" else None
-        found[int(cells[1]), index] = JobState(cells[3], exit_code, "")
-    return found
+    return dict(filter(None, map(_accounted_row, done.stdout.splitlines())))
+
+
+def _accounted_row(line: str) -> tuple[tuple[int, int | None], JobState] | None:
+    job, name, said, status = line.split("|")
+    place = re.fullmatch(r"(\d+)(?:_(\d+))?", job)
+    if place is None:  # elements that wait, as one line; squeue has them
+        return None
+    state = said.split()[0]  # "CANCELLED by 1000"
+    code, _, number = status.partition(":")
+    exit_code = int(code) if state in ENDED and number == "0" else None
+    index = None if place[2] is None else int(place[2])
+    return (int(place[1]), index), JobState(name, state, exit_code, "")
 
 
 def _call(command: list[str]) -> subprocess.CompletedProcess[str]:
