@@ -67,15 +67,15 @@ def array_script(array: Array, site: Site, study: str, folder: Path, throttle: i
     number = '"$SLURM_ARRAY_TASK_ID"'
     if array.offset:
         number = f"$(({array.offset} + SLURM_ARRAY_TASK_ID))"
-    return _parallel(
+    return parallel_script(
         "batch",
         site,
         (array.nodes, array.ppn),
+        (str(array.nodes * array.ppn), str(array.ppn)),
         name=f"{study}-{array.name}",
         time_min=minutes(longest_s, site),
         log=folder / "logs" / "%x-%A_%a.log",
         job_id="${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID",  # SLURM_JOB_ID may be all elements
-        launch=launch_line(site, str(array.nodes * array.ppn), str(array.ppn)),
         study=study,
         folder=folder,
         number=number,
@@ -109,12 +109,15 @@ def minutes(time_s: float, site: Site) -> int:
     return wanted if site.max_time_min is None else min(wanted, site.max_time_min)
 
 
-def launch_line(site: Site, ranks: str, ppn: str) -> str:
-    """Return what starts the ranks on a site."""
-    return launch(site.launcher, ranks, ppn, site.cpus_per_rank, site.mpi_flags)
+def parallel_script(
+    template: str, site: Site, shape: tuple[int, int], counts: tuple[str, str], **values: Any
+) -> str:
+    """Return a script that starts ranks and forwards signals to them.
 
-
-def _parallel(template: str, site: Site, shape: tuple[int, int], **values: Any) -> str:
+    shape: nodes and ranks per node that sbatch is asked for
+    counts: the ranks and the ranks per node that start, as words of the shell
+    values: what else the template needs
+    """
     nodes, ppn = shape
     return _render(
         template,
@@ -123,6 +126,7 @@ def _parallel(template: str, site: Site, shape: tuple[int, int], **values: Any) 
         ppn=ppn,
         cpus=site.cpus_per_rank,
         gpus=min(ppn, site.gpus_per_node),
+        launch=launch(site.launcher, *counts, site.cpus_per_rank, site.mpi_flags),
         signal=LAUNCHERS[site.launcher].signal,
         more_to_do=MORE_TO_DO,
         **values,

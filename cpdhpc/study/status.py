@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..config import UserError
 from . import slurm
 from .batch import Batch, batches
 from .case import Case
@@ -75,7 +74,7 @@ def status(study: Study, folder: Folder) -> list[Progress]:
 
 
 def lines(study: str, found: list[Progress]) -> list[str]:
-    """Return a status as text: counts, then what is not finished, failures with their logs' ends."""
+    """Return a status as text: counts, what is not finished, the ends of failures' logs."""
     counts = Counter(each.state for each in found)
     told = ", ".join(f"{counts[state]} {state}" for state in STATES if counts[state])
     shown = [f"study {study}: {len(found)} cases: {told}"]
