@@ -124,6 +124,11 @@ def _row(study: Study, row: Mapping[str, Any], where: str) -> Point:
     }
 
 
+def base_factors(study: Study) -> Point:
+    """Return the factors by which a study picks what speed-ups are relative to."""
+    return _row(study, study.base, "base")
+
+
 def expand(study: Study, fits: Fits = anywhere) -> Expansion:
     """Return the cases in the order of the sweep, the last list fastest, each case once.
 
