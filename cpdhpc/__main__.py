@@ -25,7 +25,7 @@ def train(arguments: argparse.Namespace, world: World) -> int:
     try:
         files = run(world, arguments.file, arguments.set, directory, arguments.resume)
     except Interrupted as stop:
-        return 128 + stop.number  # as a shell reports a death by that signal
+        return stop.status
     if world.rank == 0:
         from .study.command import report
         from .train.progress import on_terminal

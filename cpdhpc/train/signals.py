@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+MORE_TO_DO = 85  # exit status after USR1, which schedulers send before time is over: start it again
 
 
 class Interrupted(Exception):
@@ -16,6 +17,11 @@ class Interrupted(Exception):
     def __init__(self, number: int) -> None:
         super().__init__(f"stopped by {signal.Signals(number).name}")
         self.number = number
+
+    @property
+    def status(self) -> int:
+        """The exit status: MORE_TO_DO, or for other signals as a shell reports a death by them."""
+        return MORE_TO_DO if self.number == signal.SIGUSR1 else 128 + self.number
 
 
 class Caught:
