@@ -6,8 +6,8 @@ from pathlib import Path
 
 from cpdhpc.config import validate
 from cpdhpc.study.batch import Batch, batches
-from cpdhpc.study.launch import LAUNCHERS
-from cpdhpc.study.render import array_script, arrays, collect_script
+from cpdhpc.study.launchers import LAUNCHERS
+from cpdhpc.study.script import array_script, arrays, collect_script
 from cpdhpc.study.site import Site, load_site
 from cpdhpc.study.spec import Study
 from cpdhpc.study.standalone import scripts

@@ -10,8 +10,8 @@ from rendering import GOLDEN, ROOT, STUDY, array_of, golden, some_batches
 
 from cpdhpc.study import standalone
 from cpdhpc.study.batch import Batch
-from cpdhpc.study.launch import LAUNCHERS, launch
-from cpdhpc.study.render import array_script, arrays, collect_script, minutes, ranges
+from cpdhpc.study.launchers import LAUNCHERS, launch
+from cpdhpc.study.script import array_script, arrays, collect_script, minutes, ranges
 from cpdhpc.study.site import Site, load_site
 
 TEXTS = golden()
@@ -78,7 +78,7 @@ def test_names_that_need_quotes() -> None:
     assert "--output='results/a b/logs/%x-%A_%a.log'" in text
     assert "cpdhpc batch 'results/a b' " in text
     assert "%8" not in text
-    assert "--out 'results/a b'" in collect_script(Site(), "demo", Path("results/a b"))
+    assert "study collect 'results/a b'" in collect_script(Site(), "demo", Path("results/a b"))
 
 
 def test_ranges() -> None:

@@ -15,7 +15,7 @@ from pydantic import (
 )
 
 from ..config import Section, read_toml, suggest, validate
-from .launch import LAUNCHERS
+from .launchers import LAUNCHERS
 
 
 def _line(text: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from .render import parallel_script
+from .script import parallel_script
 from .site import Site
 
 

@@ -12,7 +12,7 @@ from . import slurm
 from .batch import Batch, batches
 from .folder import Folder, FolderError
 from .jobs import Job, record, recorded
-from .render import Array, array_script, arrays, collect_script
+from .script import Array, array_script, arrays, collect_script
 from .site import Site
 from .spec import Study
 from .sweep import expand

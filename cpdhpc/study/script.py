@@ -11,7 +11,7 @@ from shlex import quote
 from typing import Any
 
 from .batch import Batch
-from .launch import LAUNCHERS, launch
+from .launchers import LAUNCHERS, launch
 from .site import Site
 
 MORE_TO_DO = 85  # exit status of ranks that USR1 stopped and that wrote a checkpoint
