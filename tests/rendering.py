@@ -33,10 +33,10 @@ def some_batches() -> list[Batch]:
     return batches(STUDY, expand(STUDY).cases)
 
 
-def array_of(site: Site, nodes: int = 2) -> str:
+def array_of(site: Site, nodes: int = 2, study: Study = STUDY) -> str:
     """The script of the array on so many nodes."""
     array = next(each for each in arrays(some_batches(), site) if each.nodes == nodes)
-    return array_script(array, site, STUDY.name, FOLDER, STUDY.run.throttle)
+    return array_script(array, site, study, FOLDER)
 
 
 def golden() -> dict[Path, str]:

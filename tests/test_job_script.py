@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from rendering import array_of
+from rendering import STUDY, array_of
 
 from cpdhpc.study import standalone
 from cpdhpc.study.site import Site
@@ -101,7 +101,7 @@ def test_the_status_of_the_ranks_is_the_jobs(tmp_path: Path, status: int) -> Non
 @pytest.mark.parametrize(
     ("given", "record", "words"),
     [
-        ({"SLURM_RESTART_COUNT": "3"}, [], "requeued 3 times, which is the most"),
+        ({"SLURM_RESTART_COUNT": "3"}, [], "is not requeued: submit it again to go on"),
         ({"SLURM_RESTART_COUNT": "2"}, ["scontrol requeue 7_3"], ""),
         ({"REFUSES": "1"}, ["scontrol requeue 7_3"], "submit it again to go on"),
     ],
@@ -112,6 +112,14 @@ def test_where_requeuing_ends(
     status, found, shown = Job(tmp_path, array_of(Site(max_requeues=3)), ENDS="85", **given).end()
     assert (status, found) == (85, record)
     assert words in shown and bool(words) == bool(shown)
+
+
+@pytest.mark.parametrize(("restarts", "again"), [("0", True), ("1", True), ("2", False)])
+def test_a_failure_is_tried_again(tmp_path: Path, restarts: str, again: bool) -> None:
+    run = STUDY.run.model_copy(update={"retries": 2})
+    text = array_of(Site(), study=STUDY.model_copy(update={"run": run}))
+    status, found, _ = Job(tmp_path, text, ENDS="1", SLURM_RESTART_COUNT=restarts).end()
+    assert (status, found) == (1, ["scontrol requeue 7_3"] if again else [])
 
 
 def test_a_setup_line_that_fails_ends_the_job(tmp_path: Path) -> None:

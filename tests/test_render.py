@@ -74,11 +74,16 @@ def test_many_cores_a_rank_and_flags() -> None:
 
 def test_names_that_need_quotes() -> None:
     [array, *_] = arrays(some_batches(), Site())
-    text = array_script(array, Site(), "demo", Path("results/a b"), None)
+    text = array_script(array, Site(), STUDY, Path("results/a b"))
     assert "--output='results/a b/logs/%x-%A_%a.log'" in text
     assert "cpdhpc batch 'results/a b' " in text
-    assert "%8" not in text
     assert "study collect 'results/a b'" in collect_script(Site(), "demo", Path("results/a b"))
+
+
+def test_all_elements_at_a_time_without_a_throttle() -> None:
+    run = STUDY.run.model_copy(update={"throttle": 0})
+    text = array_of(Site(), study=STUDY.model_copy(update={"run": run}))
+    assert "--array=2-3" in directives(text)
 
 
 def test_ranges() -> None:
@@ -101,7 +106,7 @@ def test_arrays_by_shape_and_length() -> None:
         ("2x2", "1,3,5,7", [1, 3, 5, 7]),
         ("2x2-from8", "1,3", [9, 11]),
     ]
-    text = array_script(found[1], Site(), "demo", Path("f"), None)
+    text = array_script(found[1], Site(), STUDY, Path("f"))
     assert "batch f $((8 + SLURM_ARRAY_TASK_ID)) --nodes 1" in text
 
 
@@ -114,7 +119,7 @@ def test_minutes() -> None:
 
 def test_an_array_lasts_as_long_as_its_longest_batch() -> None:
     [array] = arrays([batch(0, 1, 10.0), batch(1, 1, 1200.0)], Site())
-    assert "--time=33" in directives(array_script(array, Site(), "demo", Path("f"), None))
+    assert "--time=33" in directives(array_script(array, Site(), STUDY, Path("f")))
 
 
 def test_standalone_scripts_of_a_site(tmp_path: Path) -> None:

@@ -15,9 +15,9 @@ from cpdhpc.study import slurm
 from cpdhpc.study.case import Case
 from cpdhpc.study.folder import Folder, FolderError
 from cpdhpc.study.jobs import Job, record, recorded
+from cpdhpc.study.queued import lines, status, tail
 from cpdhpc.study.site import Site
 from cpdhpc.study.slurm import FIELDS, JobState
-from cpdhpc.study.queued import lines, status, tail
 from cpdhpc.study.submit import submit
 
 pytestmark = pytest.mark.mpi_skip

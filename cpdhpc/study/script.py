@@ -13,6 +13,7 @@ from typing import Any
 from .batch import Batch
 from .launchers import LAUNCHERS, launch
 from .site import Site
+from .spec import Study
 
 MORE_TO_DO = 85  # exit status of ranks that USR1 stopped and that wrote a checkpoint
 SPARE = 1.5  # times the estimate of a batch is what its job may take
@@ -57,11 +58,10 @@ def arrays(batches: Iterable[Batch], site: Site) -> list[Array]:
     return [Array(*shape, tuple(members)) for shape, members in grouped]
 
 
-def array_script(array: Array, site: Site, study: str, folder: Path, throttle: int | None) -> str:
-    """Return the script of an array of batches.
+def array_script(array: Array, site: Site, study: Study, folder: Path) -> str:
+    """Return the script of an array of batches of a study.
 
     folder: of the study, as the job sees it
-    throttle: how many elements may run at a time; None: all
     """
     longest_s = max(batch.time_s for batch in array.batches)
     number = '"$SLURM_ARRAY_TASK_ID"'
@@ -72,15 +72,16 @@ def array_script(array: Array, site: Site, study: str, folder: Path, throttle: i
         site,
         (array.nodes, array.ppn),
         (str(array.nodes * array.ppn), str(array.ppn)),
-        name=f"{study}-{array.name}",
+        name=f"{study.name}-{array.name}",
         time_min=minutes(longest_s, site),
         log=folder / "logs" / "%x-%A_%a.log",
         job_id="${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID",  # SLURM_JOB_ID may be all elements
-        study=study,
+        study=study.name,
         folder=folder,
         number=number,
         indices=array.indices,
-        throttle=throttle,
+        throttle=study.run.throttle,
+        retries=study.run.retries,
         jobs=len(array.batches),
         cases=sum(len(batch.cases) for batch in array.batches),
     )

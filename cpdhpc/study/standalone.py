@@ -58,6 +58,7 @@ def _script(file: str, name: str, site: Site, title: str) -> str:
         time_min=program.time_min,
         log=Path("%x-%j.log"),
         job_id="$SLURM_JOB_ID",
+        retries=0,
     )
 
 

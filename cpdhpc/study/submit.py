@@ -60,11 +60,8 @@ def queued(jobs: list[Job], states: slurm.States) -> dict[int, int]:
 
 def scripts(study: Study, folder: Folder, site: Site, todo: list[Array]) -> dict[Path, str]:
     """Return the scripts of arrays and then the collecting one, by the paths that they get."""
-    throttle = study.run.throttle or None
     found = {
-        folder.scripts / f"{array.name}.sbatch": array_script(
-            array, site, study.name, folder.path, throttle
-        )
+        folder.scripts / f"{array.name}.sbatch": array_script(array, site, study, folder.path)
         for array in todo
     }
     return found | {
