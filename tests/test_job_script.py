@@ -90,7 +90,7 @@ def test_the_script_waits_on_after_a_signal(tmp_path: Path) -> None:
 def test_a_cancelled_job_is_not_requeued(tmp_path: Path) -> None:
     job = Job(tmp_path, array_of(Site()))
     job.tell(signal.SIGTERM)
-    assert job.end() == (85, ["term"], "")
+    assert job.end() == (85, ["term"], "demo: is not requeued: submit it again to go on\n")
 
 
 @pytest.mark.parametrize("status", [0, 1, 137])
