@@ -60,6 +60,13 @@ def study(arguments: argparse.Namespace) -> int:
     return int(import_module(ACTIONS[arguments.action]).run(arguments))
 
 
+def scripts(arguments: argparse.Namespace) -> int:
+    """Write job scripts for a site."""
+    from .study.standalone import run
+
+    return run(arguments)
+
+
 def info(arguments: argparse.Namespace, world: World) -> int:
     """Print what this machine has. Collective."""
     from .info import print_info
@@ -147,6 +154,13 @@ def add_study(parser: argparse.ArgumentParser) -> None:
         module.add_arguments(added)
 
 
+def add_scripts(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of scripts."""
+    from .study.standalone import add_arguments
+
+    add_arguments(parser)
+
+
 def add_batch(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of batch."""
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="of the study")
@@ -162,6 +176,7 @@ def add_info(parser: argparse.ArgumentParser) -> None:
 Add = Callable[[argparse.ArgumentParser], None]
 ALONE: dict[str, tuple[Callable[[argparse.Namespace], int], Add, str]] = {
     "study": (study, add_study, "plan and run a sweep here or by Slurm, collect it; needs no MPI"),
+    "scripts": (scripts, add_scripts, "write sbatch scripts for a site; needs no MPI"),
     "report": (report, add_report, "show runs as a table, a figure, a page; needs no MPI"),
 }
 TOGETHER: dict[str, tuple[Callable[[argparse.Namespace, World], int], Add, str]] = {

@@ -15,9 +15,10 @@ from cpdhpc.study import slurm
 from cpdhpc.study.case import Case
 from cpdhpc.study.folder import Folder, FolderError
 from cpdhpc.study.jobs import Job, record, recorded
-from cpdhpc.study.queued import lines, status, tail
+from cpdhpc.study.queued import endings, tail, with_slurm
 from cpdhpc.study.site import Site
 from cpdhpc.study.slurm import FIELDS, JobState
+from cpdhpc.study.status import State, states
 from cpdhpc.study.submit import submit
 
 pytestmark = pytest.mark.mpi_skip
@@ -138,7 +139,7 @@ def test_a_second_submit_takes_what_is_neither_finished_nor_queued(fake: Slurm) 
     assert [job.batches for job in new] == [{1: 1}, {2: 2}, {}]  # second and third have no file
     assert "#SBATCH --array=1%8" in Path(f"{SCRIPTS}/1x2.sbatch").read_text()
     assert fake.calls()[-1] == f"--parsable --dependency=afterany:11:13:14 {SCRIPTS}/collect.sbatch"
-    assert "in the queue already: 1 batches" in said
+    assert "in the queue already: 1 batch(es)" in said
     assert {second.id, third.id} == {
         some_batches()[number].cases[0].id for job in new for number in job.batches
     }
@@ -164,7 +165,7 @@ def test_shapes_that_the_site_lacks_are_left_out(fake: Slurm) -> None:
     said: list[str] = []
     new = submit(STUDY, FOLDER, Site(name="s", nodes=1), said.append)
     assert [job.batches for job in new] == [{0: 0, 1: 1}, {}]  # the numbers are those of all
-    assert "left out: batch 2, 1 cases: 2 nodes: site s gives a job 1 at most" in said
+    assert "left out: batch 2, 1 case(s): 2 nodes: site s gives a job 1 at most" in said
     with pytest.raises(UserError, match="nothing can be submitted: 2 ranks per node"):
         submit(STUDY, FOLDER, Site(cores_per_node=1), said.append)
 
@@ -176,21 +177,47 @@ def test_another_study_in_the_folder(fake: Slurm) -> None:
         submit(other, FOLDER, Site(), print)
 
 
+def status() -> list[State]:
+    """Where the cases stand, in the order of their batches."""
+    jobs = recorded(FOLDER)
+    said = slurm.states(job.number for job in jobs)
+    return with_slurm(states(STUDY, FOLDER), FOLDER, jobs, said)
+
+
+def told() -> list[tuple[str, str]]:
+    return [(each.state, each.detail) for each in status()]
+
+
 def test_status_without_accounting(fake: Slurm) -> None:
     submitted()
-    cases = [batch.cases[0].id for batch in some_batches()]
     finish(some_batches()[0].cases[0])
     fake.knows(10, "demo-1x2", {0: ENDED, 1: ("FAILED", 3 << 8, "NonZeroExitCode")})
     fake.knows(11, "demo-2x2", {2: ("RUNNING", 0, "None"), 3: WAITS})
     log = FOLDER.logs / "demo-1x2-10_1.log"
     log.write_text("".join(f"line {number}\n" for number in range(9)))
-    assert lines("demo", status(STUDY, FOLDER)) == [
-        "study demo: 4 cases: 1 finished, 1 running, 1 pending, 1 failed",
-        f"running  {cases[2]} job 11_2 RUNNING",
-        f"pending  {cases[3]} job 11_3 (JobArrayTaskLimit)",
-        f"failed   {cases[1]} job 10_1 FAILED, exit code 3 (NonZeroExitCode)",
-        f"    {log}:",
+    assert told() == [
+        ("finished", ""),
+        ("failed", "job 10_1 FAILED, exit code 3 (NonZeroExitCode)"),
+        ("running", "job 11_2 RUNNING"),
+        ("pending", "job 11_3 (JobArrayTaskLimit)"),
+    ]
+    assert endings(status(), FOLDER, recorded(FOLDER)) == [
+        f"{log}:",
         *(f"    | line {number}" for number in range(4, 9)),
+    ]
+
+
+def test_status_of_cases_that_told_why_they_failed(fake: Slurm) -> None:
+    submitted()
+    for batch in some_batches():
+        FOLDER.failure_file(batch.cases[0]).write_text("no room\n")
+    fake.knows(10, "demo-1x2", {0: ("RUNNING", 0, "None"), 1: ("FAILED", 256, "NonZeroExitCode")})
+    fake.knows(11, "demo-2x2", {2: ("PENDING", 0, "BeginTime"), 3: ENDED})
+    assert told() == [
+        ("failed", "job 10_0 RUNNING: no room"),
+        ("failed", "job 10_1 FAILED, exit code 1 (NonZeroExitCode): no room"),
+        ("pending", "job 11_2 (BeginTime)"),
+        ("failed", "job 11_3 COMPLETED, exit code 0: no room"),
     ]
 
 
@@ -202,8 +229,7 @@ def test_status_by_accounting_where_squeue_has_forgotten(fake: Slurm) -> None:
         "10_1|demo-1x2|FAILED|7:0\n"
         "10_[3-5]|demo-1x2|PENDING|0:0\n"
     )
-    found = [(each.state, each.detail) for each in status(STUDY, FOLDER)]
-    assert found == [
+    assert told() == [
         ("failed", "job 10_0 CANCELLED"),
         ("failed", "job 10_1 FAILED, exit code 7"),
         ("failed", "job 11_2 COMPLETED, exit code 0"),  # but it has left no file
@@ -212,11 +238,12 @@ def test_status_by_accounting_where_squeue_has_forgotten(fake: Slurm) -> None:
 
 
 def test_status_of_jobs_that_nobody_knows(fake: Slurm) -> None:
-    assert {each.state for each in status(STUDY, FOLDER)} == {"missing"}
+    assert {state for state, _ in told()} == {"missing"}
     submitted()
-    shown = lines("demo", status(STUDY, FOLDER))
-    assert "job 10_0: Slurm has forgotten it" in shown[1]
-    assert shown[3] == "    | cannot be read: No such file or directory"
+    assert told()[0] == ("failed", "job 10_0: Slurm has forgotten it")
+    assert endings(status(), FOLDER, recorded(FOLDER))[1] == (
+        "    | cannot be read: No such file or directory"
+    )
 
 
 def test_tail_of_a_long_log(tmp_path: Path) -> None:

@@ -10,10 +10,13 @@ from .spec import Study, load_study
 
 ACTIONS = {  # each module has SUMMARY, add_arguments and run(arguments) -> exit status
     "plan": "cpdhpc.study.plan",
+    "render": "cpdhpc.study.render",
+    "submit": "cpdhpc.study.submit",
     "run": "cpdhpc.study.run",
     "status": "cpdhpc.study.status",
     "resume": "cpdhpc.study.resume",
     "collect": "cpdhpc.study.collect",
+    "freeze": "cpdhpc.study.freeze",
 }
 RESULTS = Path("results")
 

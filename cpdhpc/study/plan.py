@@ -14,25 +14,36 @@ from .actions import study_of
 from .batch import Batch, batches, case_time_s
 from .case import Case, shown
 from .kind import SHAPE
+from .site import add_site, load_site
 from .spec import Study
-from .sweep import Expansion, expand
+from .sweep import expand
 
 SUMMARY = "show cases, ids, shapes, core hours, and what is impossible and why"
 WIDTH = 140  # columns of a table that goes to no terminal
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of plan: none."""
+    """Add the arguments of plan."""
+    add_site(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the plan."""
     study, folder = study_of(arguments)
     expansion = expand(study)
-    jobs = batches(study, expansion.cases)
+    site = load_site(arguments.site)
+    every = [(job, site.refusal(job.nodes, job.ppn)) for job in batches(study, expansion.cases)]
+    jobs = [job for job, why in every if why is None]  # numbered as they are on any site
+    refused = [(case, why) for job, why in every if why is not None for case in job.cases]
     console = console_of_width()
-    console.print(table(study, jobs))
-    for line in [*totals(study, jobs), *refusals(expansion), f"folder: {folder.path}"]:
+    if jobs:
+        console.print(table(study, jobs))
+    lines = [
+        *totals(study, jobs),
+        *refusals([*expansion.impossible, *refused]),
+        f"folder: {folder.path}",
+    ]
+    for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     return 0
 
@@ -78,7 +89,7 @@ def totals(study: Study, jobs: Sequence[Batch]) -> list[str]:
     """Return what the study takes in all."""
     cases = [case for job in jobs for case in job.cases]
     hours = sum(job.core_hours for job in jobs)
-    longest_s = max(job.time_s for job in jobs)
+    longest_s = max((job.time_s for job in jobs), default=0.0)
     ranks = {case.ranks for case in cases}
     lines = [
         f"{study.name}: {study.scaling} scaling of {study.kind}: {len(cases)} cases in {len(jobs)} "
@@ -86,13 +97,13 @@ def totals(study: Study, jobs: Sequence[Batch]) -> list[str]:
     ]
     if study.scaling != "throughput" and len(ranks) == 1:
         lines.append(f"{study.scaling} scaling, but all cases have {ranks.pop()} rank(s)")
-    if not any(study.of_kind.time_s(case.factors, case.ranks, 1) for case in cases):
+    if cases and not any(study.of_kind.time_s(case.factors, case.ranks, 1) for case in cases):
         assumed = "run.case_time_s" if study.run.case_time_s else "a guess: set run.case_time_s"
         lines.append(f"time of a case: {assumed}")
     return lines
 
 
-def refusals(expansion: Expansion) -> list[str]:
+def refusals(impossible: Sequence[tuple[Case, str]]) -> list[str]:
     """Return how many cases are impossible, by reason."""
-    reasons = Counter(reason for _, reason in expansion.impossible)
+    reasons = Counter(reason for _, reason in impossible)
     return [f"impossible, {count} case(s): {reason}" for reason, count in reasons.items()]

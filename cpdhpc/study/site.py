@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 from typing import Annotated
 
@@ -14,7 +15,7 @@ from pydantic import (
     model_validator,
 )
 
-from ..config import Section, read_toml, suggest, validate
+from ..config import Section, dump_toml, read_toml, suggest, validate
 from .launchers import LAUNCHERS
 
 
@@ -102,6 +103,10 @@ class Site(Section):
             )
         return self
 
+    def toml(self) -> str:
+        """Return the profile as TOML text."""
+        return dump_toml(self.model_dump())
+
     def refusal(self, nodes: int, ppn: int) -> str | None:
         """Return why a job of this shape cannot run here; None where nothing speaks against it.
 
@@ -129,3 +134,10 @@ def load_site(path: Path | None) -> Site:
     if path is None:
         return Site()
     return validate(Site, {"name": path.stem} | read_toml(path), str(path))
+
+
+def add_site(parser: argparse.ArgumentParser) -> None:
+    """Add the argument that names a profile."""
+    parser.add_argument(
+        "--site", type=Path, metavar="FILE.toml", help="profile of the cluster (docs/sites.md)"
+    )

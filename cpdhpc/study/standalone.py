@@ -1,12 +1,14 @@
-"""The scripts in slurm/, which are submitted as they are: no study, no site, one job."""
+"""python -m cpdhpc scripts: job scripts that are submitted as they are, as those in slurm/."""
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..config import UserError
 from .script import parallel_script
-from .site import Site
+from .site import Site, add_site, load_site
 
 
 @dataclass(frozen=True)
@@ -62,11 +64,24 @@ def _script(file: str, name: str, site: Site, title: str) -> str:
     )
 
 
-def write(directory: Path, site: Site | None = None) -> list[Path]:
-    """Write the scripts and return their paths. Raises OSError."""
-    paths = []
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of scripts."""
+    add_site(parser)
+    parser.add_argument("--out", type=Path, metavar="DIR", required=True, help="where they go")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write the scripts and print their paths.
+
+    Raises UserError where the profile cannot be used, or a file not be written.
+    """
+    site = None if arguments.site is None else load_site(arguments.site)
     for name, text in scripts(site).items():
-        path = directory / name
-        path.write_text(text, encoding="utf-8")
-        paths.append(path)
-    return paths
+        path = arguments.out / name
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"{path}: cannot be written: {error.strerror}") from None
+        print(path)
+    return 0

@@ -1,4 +1,4 @@
-"""Show how far a study is: every case is finished, running, failed or missing."""
+"""Show how far a study is: every case is finished, running, pending, failed or missing."""
 
 from __future__ import annotations
 
@@ -9,17 +9,20 @@ from dataclasses import dataclass
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from . import slurm
 from .actions import folder_of
 from .batch import batches
 from .case import Case
 from .folder import Folder
+from .jobs import recorded
 from .mark import JobAlive, Mark, read_mark, unknown
 from .plan import console_of_width
+from .queued import endings, with_slurm
 from .spec import Study
 from .sweep import expand
 
-SUMMARY = "show which cases are finished, running, failed or missing"
-STATES = ("finished", "running", "failed", "missing")
+SUMMARY = "show which cases are finished, running, pending, failed or missing, and why"
+STATES = ("finished", "running", "pending", "failed", "missing")
 
 
 @dataclass(frozen=True)
@@ -39,11 +42,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the states of all cases."""
     study, folder = folder_of(arguments)
+    jobs = recorded(folder)
     found = states(study, folder)
+    if jobs:
+        said = slurm.states(job.number for job in jobs)
+        found = with_slurm(found, folder, jobs, said)
     console = console_of_width()
     console.print(table(found))
     counts = Counter(each.state for each in found)
     told = ", ".join(f"{counts[state]} {state}" for state in STATES if counts[state])
+    for line in endings(found, folder, jobs):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
     console.print(f"{study.name}: {len(found)} cases: {told}", markup=False, highlight=False)
     return 0
 

@@ -1,51 +1,58 @@
-"""Submit what a study lacks: one array per shape, then a job that collects."""
+"""Submit to Slurm what a study lacks: one array per shape, then a job that collects."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import argparse
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 from .. import store
 from ..config import UserError
 from . import slurm
+from .actions import study_of
 from .batch import Batch, batches
 from .folder import Folder, FolderError
 from .jobs import Job, record, recorded
 from .script import Array, array_script, arrays, collect_script
-from .site import Site
+from .site import Site, add_site, load_site
 from .spec import Study
 from .sweep import expand
 
+SUMMARY = "submit to Slurm what is neither finished nor queued, and a job that collects"
+SITE = "site.toml"  # in the folder: the profile of the last submit
 Say = Callable[[str], None]
 
 
-@dataclass(frozen=True)
-class Work:
-    """What is to be submitted, and what is not.
-
-    arrays: of batches with cases that have no finished file and no job
-    queued: numbers of batches that wait or run
-    refused: batches too large for the site, each with the reason
-    """
-
-    arrays: list[Array]
-    queued: frozenset[int]
-    refused: list[tuple[Batch, str]]
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of submit."""
+    add_site(parser)
 
 
-def work(study: Study, folder: Folder, site: Site, queued: frozenset[int]) -> Work:
-    """Return what there is to do for a study whose batches of these numbers are in the queue."""
+def run(arguments: argparse.Namespace) -> int:
+    """Submit, keep the site's profile for resume, and return 0."""
+    study, folder = study_of(arguments)
+    submit(study, folder, load_site(arguments.site))
+    return 0
+
+
+Refused = list[tuple[Batch, str]]
+
+
+def fitting(every: Iterable[Batch], site: Site) -> tuple[list[Array], Refused]:
+    """Return batches as arrays, and those too large for the site, each with the reason."""
+    reasons = [(batch, site.refusal(batch.nodes, batch.ppn)) for batch in every]
+    fit = arrays((batch for batch, why in reasons if why is None), site)
+    return fit, [(batch, why) for batch, why in reasons if why is not None]
+
+
+def unfinished(study: Study, folder: Folder) -> list[Batch]:
+    """Return the batches with cases that have no finished file."""
     # All batches are made, whatever the site has: a job finds its own by the number.
-    lacking = [
+    return [
         batch
         for batch in batches(study, expand(study).cases)
         if not all(folder.finished(case) for case in batch.cases)
     ]
-    refused = [(b, why) for b in lacking if (why := site.refusal(b.nodes, b.ppn)) is not None]
-    without = queued | {batch.number for batch, _ in refused}
-    todo = [batch for batch in lacking if batch.number not in without]
-    return Work(arrays(todo, site), queued, refused)
 
 
 def queued(jobs: list[Job], states: slurm.States) -> dict[int, int]:
@@ -77,22 +84,22 @@ def submit(study: Study, folder: Folder, site: Site, say: Say = print) -> list[J
     """
     jobs = recorded(folder)
     busy = queued(jobs, slurm.states(job.number for job in jobs))
-    todo = work(study, folder, site, frozenset(busy))
-    _announce(todo, say)
-    if not todo.arrays:
+    lacking = unfinished(study, folder)
+    todo, refused = fitting((each for each in lacking if each.number not in busy), site)
+    _announce(lacking, busy, refused, say)
+    if not todo:
         return []
     folder.freeze(study)
-    texts = scripts(study, folder, site, todo.arrays)
-    _write(texts)
+    texts = scripts(study, folder, site, todo)
+    _write(texts | {folder.path / SITE: site.toml()})
     for path in texts:
         say(f"{path}: {slurm.test_only(path)}")
     *of_arrays, collecting = texts
-    new = [
-        _submit(folder, path, array, study.name)
-        for path, array in zip(of_arrays, todo.arrays, strict=True)
-    ]
-    for job, array in zip(new, todo.arrays, strict=True):
-        say(f"job {job.number}: {array.nodes} x {array.ppn} ranks, {len(array.batches)} elements")
+    new = []
+    for path, array in zip(of_arrays, todo, strict=True):
+        new.append(_submit(folder, path, array, study.name))
+        shape = f"{array.nodes} x {array.ppn} ranks"
+        say(f"job {new[-1].number}: {shape}, elements {array.indices}")
     after = sorted({*busy.values(), *(job.number for job in new)})
     options = [f"--dependency=afterany:{':'.join(map(str, after))}"]
     last = Job(slurm.submit(collecting, options), f"{study.name}-collect", {})
@@ -109,17 +116,16 @@ def _submit(folder: Folder, script: Path, array: Array, study: str) -> Job:
     return job
 
 
-def _announce(todo: Work, say: Say) -> None:
-    for batch, why in todo.refused:
-        say(f"left out: batch {batch.number}, {len(batch.cases)} cases: {why}")
-    if todo.queued:
-        say(f"in the queue already: {len(todo.queued)} batches")
-    if todo.arrays:
-        return
-    if todo.refused and not todo.queued:
-        raise UserError("nothing can be submitted: " + todo.refused[0][1])
-    if not todo.queued:
+def _announce(lacking: list[Batch], busy: Collection[int], refused: Refused, say: Say) -> None:
+    for batch, why in refused:
+        say(f"left out: batch {batch.number}, {len(batch.cases)} case(s): {why}")
+    if not lacking:
         say("all cases are finished: study collect gathers them")
+    elif len(refused) == len(lacking):
+        raise UserError(f"submit: nothing can be submitted: {refused[0][1]}")
+    waiting = sum(batch.number in busy for batch in lacking)
+    if waiting:
+        say(f"in the queue already: {waiting} batch(es)")
 
 
 def _write(texts: dict[Path, str]) -> None:
