@@ -194,7 +194,7 @@ def test_status_without_accounting(fake: Slurm) -> None:
     fake.knows(10, "demo-1x2", {0: ENDED, 1: ("FAILED", 3 << 8, "NonZeroExitCode")})
     fake.knows(11, "demo-2x2", {2: ("RUNNING", 0, "None"), 3: WAITS})
     log = FOLDER.logs / "demo-1x2-10_1.log"
-    log.write_text("".join(f"line {number}\n" for number in range(9)))
+    log.write_text("".join(f"line {number}\n" for number in range(20)))
     assert told() == [
         ("finished", ""),
         ("failed", "job 10_1 FAILED, exit code 3 (NonZeroExitCode)"),
@@ -203,7 +203,7 @@ def test_status_without_accounting(fake: Slurm) -> None:
     ]
     assert endings(status(), FOLDER, recorded(FOLDER)) == [
         f"{log}:",
-        *(f"    | line {number}" for number in range(4, 9)),
+        *(f"    | line {number}" for number in range(8, 20)),
     ]
 
 

@@ -14,7 +14,7 @@ from .jobs import Job
 if TYPE_CHECKING:
     from .status import State
 
-TAIL = 5  # lines of a log
+TAIL = 12  # lines of a log
 TAIL_BYTES = 4096
 
 
