@@ -23,7 +23,13 @@ class Launcher:
     signal: str
 
 
-SRUN = "srun --mpi={} --ntasks={{ranks}} --ntasks-per-node={{ppn}} --cpus-per-task={{cpus}}"
+# srun does not take over sbatch's cpus-per-task. A rank that dies alone ends the others after
+# --wait seconds. Not at once, by --kill-on-bad-exit: when all ranks end with status 85, those that
+# are a little later would be killed, and theirs would be srun's status.
+SRUN = (
+    "srun --mpi={} --ntasks={{ranks}} --ntasks-per-node={{ppn}} --cpus-per-task={{cpus}} "
+    "--kill-on-bad-exit=0 --wait=60"
+)
 LAUNCHERS = {
     "mpirun": Launcher(  # Open MPI
         "mpirun -n {ranks} --map-by ppr:{ppn}:node{bind}", ":PE={cpus}", "B:USR1"
@@ -31,10 +37,9 @@ LAUNCHERS = {
     "mpiexec": Launcher(  # MPICH's hydra and what descends from it
         "mpiexec -n {ranks} -ppn {ppn}{bind}", " -bind-to core:{cpus}", "B:USR1"
     ),
-    # srun does not take over sbatch's cpus-per-task, and ends no job for a failed rank unasked.
-    "srun-pmix": Launcher(SRUN.format("pmix") + " --kill-on-bad-exit=1", "", "USR1"),
-    "srun-pmi2": Launcher(SRUN.format("pmi2") + " --kill-on-bad-exit=1", "", "USR1"),
-    "srun-cray": Launcher(SRUN.format("cray_shasta") + " --kill-on-bad-exit=1", "", "USR1"),
+    "srun-pmix": Launcher(SRUN.format("pmix"), "", "USR1"),
+    "srun-pmi2": Launcher(SRUN.format("pmi2"), "", "USR1"),
+    "srun-cray": Launcher(SRUN.format("cray_shasta"), "", "USR1"),
 }
 
 
