@@ -79,6 +79,7 @@ class Run(Section):
 class Study(Section):
     """The file. sweep, zip, exclude, weak and base have factors of the kind as keys.
 
+    base: what the base point of a speed-up has; ranks = "same": as many ranks as the point
     job: the tables of the job file, which load_study puts here
     """
 
