@@ -122,6 +122,28 @@ def test_the_wrong_launcher_is_an_error_with_its_cure(
     assert "    | cpdhpc: error: batch: MPI has 1 process" in shown
 
 
+def test_the_script_of_all_reduces(lab: Lab, openmpi: Mpi | str) -> None:
+    if isinstance(openmpi, str):
+        pytest.skip(openmpi)
+    study = str(ROOT / "inputs" / "study_allreduce_strong.toml")
+    small = ["--set", "sweep.size_bytes=4KiB", "--set", "measure.max_repeats=10"]
+    script = str(ROOT / "slurm" / "allreduce_scaling.sbatch")
+    options = ["--nodes=2", "--ntasks-per-node=2", "--output=all.log"]
+    job = int(lab.call("sbatch", "--parsable", *options, script, study, *small))
+    states = lab.wait([job])
+    said = (lab.directory / "all.log").read_text()
+    assert {state.exit_code for state in states.values()} == {0}, said
+    folder = Folder(lab.directory / "results" / "allreduce_scaling-2x2")
+    with h5py.File(folder.study_file) as file:
+        assert file.attrs["status"] == "complete"
+        shapes = zip(
+            *(file[f"samples/{name}"][:].tolist() for name in ("nodes", "ppn")), strict=True
+        )
+        assert sorted(set(shapes)) == [(1, 1), (1, 2), (2, 2)]
+        assert len(set(file["samples/job_id"].asstr()[:])) == 1  # all in one job
+    assert (folder.path / "report.html").exists(), said
+
+
 def test_three_ranks_and_one_are_an_error(lab: Lab, openmpi: Mpi | str) -> None:
     if isinstance(openmpi, str):
         pytest.skip(openmpi)
