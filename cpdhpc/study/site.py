@@ -85,7 +85,7 @@ class Site(Section):
     max_time_min: PositiveInt | None = None
     grace_s: Grace = 120
     max_array: PositiveInt = 1001
-    max_requeues: Whole = 100
+    max_requeues: Whole = 20
 
     @field_validator("launcher")
     @classmethod
