@@ -61,6 +61,7 @@ def test_a_failing_batch_does_not_stop_the_others(tmp_path: Path) -> None:
     assert done.returncode == 1, done.stdout + done.stderr
     assert "batch 0: status 2, " in done.stdout and "batch 1: " not in done.stdout
     assert f"batch 0: {case.id}: not measured" in done.stdout
+    assert f"\ncpdhpc: error: {folder.case_file(case)}: cannot be written" in done.stdout
     assert f"{case.id}.h5: cannot be written" in folder.log_file(0).read_text()
     assert [each.ranks for each in expand(folder.study()).cases if folder.finished(each)][-2:] == [
         2,
