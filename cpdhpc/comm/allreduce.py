@@ -15,9 +15,11 @@ from .cost import choose
 from .engine import Program, Take, run
 from .exact import MAX_BITS
 from .executor import program
+from .kept import kept_tape
 from .machine import Machine
 from .method import AUTO, MPI_ALLREDUCE, Method, Op
 from .nonfinite import is_finite, raise_nonfinite, shared_amax
+from .prepared import Prepared
 from .ranks import Array, Ranks
 from .scaling import Segment, aps_shift, integer_shift
 from .world import as_world
@@ -65,11 +67,38 @@ class Allreduce(Method):
                 world, xs, outs,
                 iteration=iteration, segments=segments, every=every, error=error,
             )  # fmt: skip
-        parts = self._check(world, xs, outs, iteration, segments, every, error)
+        parts = self.check(world, xs, outs, iteration, segments, every, error)
+        return self.reduce(world, xs, outs, parts, iteration, every)
+
+    def prepare(
+        self,
+        world: Ranks,
+        xs: Sequence[Array],
+        outs: Sequence[Array] | None = None,
+        *,
+        segments: Sequence[Segment] | None = None,
+    ) -> Prepared:
+        """Return what all-reduces these very arrays, any number of times. Collective.
+
+        The arguments, compared over the ranks here and not again, and errors: as run.
+        """
+        method = self.chosen(world, xs) if self.algorithm == AUTO else self
+        return Prepared(method, world, xs, outs, segments)
+
+    def reduce(
+        self,
+        world: Ranks,
+        xs: Sequence[Array],
+        outs: Sequence[Array] | None,
+        parts: tuple[Segment, ...],
+        iteration: int,
+        every: bool = False,
+    ) -> Reduced:
+        """Do what run does with arguments that check has seen, whose segments are parts."""
         flat = [x.reshape(-1) for x in xs]
-        shifts = self._shifts(world, flat, parts)
+        shifts = self.shifts(world, flat, parts)
         # What is found not finite must leave the xs alone.
-        given = None if outs is None or _overlap(outs, xs) else outs
+        given = None if outs is None or overlap(outs, xs) else outs
         totals = list(given or [np.empty_like(x) for x in (xs if every else xs[:1])])
         with np.errstate(over="ignore", invalid="ignore"):
             self._sum(
@@ -80,8 +109,14 @@ class Allreduce(Method):
         if outs is not None and given is None:
             for out, total in zip(outs, totals, strict=True):
                 out[...] = total
-        sent, result = map(tuple, shifts)
-        return Reduced(tuple(outs or totals), sent, result, self.algorithm)
+        return self.reduced(outs or totals, shifts)
+
+    def reduced(
+        self, arrays: Sequence[Array], shifts: tuple[Sequence[int], Sequence[int]]
+    ) -> Reduced:
+        """Return what run returns for a result and its shifts."""
+        sent, result = shifts
+        return Reduced(tuple(arrays), tuple(sent), tuple(result), self.algorithm)
 
     def chosen(self, world: Ranks, xs: Sequence[Array]) -> Allreduce:
         """Return this with the algorithm that is predicted to be fastest for arrays like xs."""
@@ -90,17 +125,20 @@ class Allreduce(Method):
         assert isinstance(found, Allreduce)  # as self is
         return found
 
-    def _check(
+    def check(
         self,
         world: Ranks,
         xs: Sequence[Array],
         outs: Sequence[Array] | None,
-        iteration: int,
+        iteration: int | None,
         segments: Sequence[Segment] | None,
-        every: bool,
-        error: Exception | None,
+        every: bool = False,
+        error: Exception | None = None,
     ) -> tuple[Segment, ...]:
-        """Return the segments; raise on all ranks alike what is wrong on any. Collective."""
+        """Return the segments; raise on all ranks alike what is wrong on any. Collective.
+
+        iteration: None where the values do not count yet
+        """
         parts: tuple[Segment, ...] = ()
         try:
             if error is None:
@@ -111,11 +149,15 @@ class Allreduce(Method):
             error = found
         flat = [] if error else [x.reshape(-1) for x in xs]
         arguments = (repr(self), iteration, parts, [np.shape(x) for x in xs[:1]])
-        suspect = self.hides_nonfinite and not all(map(is_finite, flat))
+        suspect = iteration is not None and self.suspects(flat)
         what = f"allreduce {self.algorithm}: arguments"
         if check_alike(world, error, arguments, suspect, what):
             raise_nonfinite(world, flat, parts, None)
         return parts
+
+    def suspects(self, flat: Sequence[Array]) -> bool:
+        """Whether values are not finite that neither codes nor scaling would show."""
+        return self.hides_nonfinite and not all(map(is_finite, flat))
 
     def _check_world(self, world: Ranks) -> None:
         if self.algorithm == MPI_ALLREDUCE and not world.has_mpi:
@@ -141,6 +183,26 @@ class Allreduce(Method):
         """Write the sum into totals, of the first hosted ranks or of all."""
         if self.algorithm == MPI_ALLREDUCE:
             return _sum_by_mpi(world, flat, totals)
+        tape = kept_tape(world, self, flat[0], parts, shifts)
+        if tape is None:
+            bad = self._run(world, flat, totals, parts, shifts, iteration)
+        else:
+            np.copyto(tape.x, flat[0])
+            bad = tape.run()
+            np.copyto(totals[0], tape.out)
+        if bad:
+            raise_nonfinite(world, flat, parts, totals[0])
+
+    def _run(
+        self,
+        world: Ranks,
+        flat: Sequence[Array],
+        totals: Sequence[Array],
+        parts: Sequence[Segment],
+        shifts: tuple[Sequence[int], Sequence[int]],
+        iteration: int,
+    ) -> int:
+        """Run the programs of the hosted ranks; return how many values are not finite."""
         plan = self.plan(world.nodes, flat[0], parts, shifts, iteration)
         places = [*totals, *[None] * (len(flat) - len(totals))]
         pieces = plan.pieces(flat[0].size)
@@ -153,10 +215,9 @@ class Allreduce(Method):
 
         what, window = f"allreduce {self.algorithm}", plan.schedule.window(world.ranks)
         found = run(world, start, len(pieces), flat[0], what, window)
-        if any(piece[0] for piece in found):
-            raise_nonfinite(world, flat, parts, totals[0])
+        return sum(piece[0] for piece in found)
 
-    def _shifts(
+    def shifts(
         self, world: Ranks, flat: Sequence[Array], parts: Sequence[Segment]
     ) -> tuple[Sequence[int], Sequence[int]]:
         """Return the shift of each segment, for contributions, and for sums and the result."""
@@ -191,7 +252,8 @@ def _sum_by_mpi(world: Ranks, flat: Sequence[Array], totals: Sequence[Array]) ->
         total[:] = totals[0]
 
 
-def _overlap(outs: Sequence[Array], xs: Sequence[Array]) -> bool:
+def overlap(outs: Sequence[Array], xs: Sequence[Array]) -> bool:
+    """Whether an array of outs may share memory with one of xs."""
     return any(np.may_share_memory(out, x) for out in outs for x in xs)
 
 

@@ -131,6 +131,20 @@ class Method:
             return False
         return self.exact or not self.fmt.carries_nonfinite
 
+    @cached_property
+    def repeats(self) -> bool:
+        """Whether a call is the same operations of the wire every time, shifts aside."""
+        if self.algorithm not in SCHEDULES or self.accumulating == "kahan":
+            return False
+        if self.fmt is not None and self.rounding == "stochastic":
+            return False
+        return SCHEDULES[self.algorithm].result_travels or self.accumulating != "float32"
+
+    @cached_property
+    def shares_shifts(self) -> bool:
+        """Whether the shifts of a call come from the data of all ranks."""
+        return self.fmt is not None and self.parsed_scaling.kind == "aps"
+
     def plan(
         self,
         nodes: tuple[int, ...],
