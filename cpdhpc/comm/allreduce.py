@@ -148,7 +148,7 @@ class Allreduce(Method):
         except (TypeError, ValueError) as found:
             error = found
         flat = [] if error else [x.reshape(-1) for x in xs]
-        arguments = (repr(self), iteration, parts, [np.shape(x) for x in xs[:1]])
+        arguments = (self.description, iteration, parts, [np.shape(x) for x in xs[:1]])
         suspect = iteration is not None and self.suspects(flat)
         what = f"allreduce {self.algorithm}: arguments"
         if check_alike(world, error, arguments, suspect, what):

@@ -96,6 +96,11 @@ class Method:
         return tuple(dict.fromkeys((*allowed, "requantise", "float32")))
 
     @cached_property
+    def description(self) -> str:
+        """All choices in words."""
+        return repr(self)
+
+    @cached_property
     def fmt(self) -> FloatFormat | None:
         """The format of a packed wire, None for raw."""
         return parse_wire(self.wire)

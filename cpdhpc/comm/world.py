@@ -122,13 +122,16 @@ class World(Ranks):
         It blocks and has no time-out: it is the baseline, and MPI's non-blocking variant may be
         another algorithm.
         """
+        self.collective_bytes += array.nbytes
+        if array.nbytes <= MESSAGE_BYTES:
+            given = self._mpi.IN_PLACE if source is None else source
+            return self._comm.Allreduce(given, array, self._mpi.SUM)
         totals = _pieces(array, MESSAGE_BYTES)
         givens = [self._mpi.IN_PLACE] * len(totals)
         if source is not None:
             givens = _pieces(source, MESSAGE_BYTES)
         for given, total in zip(givens, totals, strict=True):
             self._comm.Allreduce(given, total, self._mpi.SUM)
-        self.collective_bytes += array.nbytes
 
     def isend(self, rank: int, to: int, payload: Array, stream: int = 0) -> list[Any]:
         """Start to send from a hosted rank to one of another process; return the requests."""
