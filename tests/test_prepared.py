@@ -97,7 +97,7 @@ except RankFailure as failure:
 try:
     prepared.run()
 except RuntimeError as error:
-    assert "ended by a failure" in str(error)
+    assert "was ended by a failure" in str(error)
 prepared.free()
 left = world.shrink()
 with method.prepare(left, [x]) as prepared:

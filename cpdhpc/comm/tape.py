@@ -36,9 +36,9 @@ class Tape:
     Its program, that of executor.py, runs once, on wires that write down what they are asked for
     instead of doing it. So every schedule can be written down, and what is done later are the
     calls of the program in its order, on arrays that are made here, with persistent requests.
-    plan: has no random numbers, and keeps no sum but by its wire; its shifts may be overwritten
+    plan: of a method that repeats; its shifts may be overwritten from run to run
     x, out: float32[n], that do not overlap: where the values and the result will be
-    what: named in messages; size_bytes: of the arrays made; messages: number sent and received
+    what: named in messages; size_bytes: of the arrays made; freed: whether run is an error
     """
 
     def __init__(self, world: Ranks, plan: Plan, x: Array, out: Array, what: str) -> None:
@@ -89,11 +89,10 @@ class Tape:
 
     def decode(self, out: Array, function: Callable[..., int], *arguments: Any) -> None:
         """Write down a call that decodes into out; what is not finite counts in the result only."""
-        calls, self._calls = self._calls, self._calls
         if np.may_share_memory(out, self.out):
-            self._calls = self._results
-        self.call(out.size, function, *arguments)
-        self._calls = calls
+            self._results.append(partial(function, *arguments))
+        else:
+            self.call(out.size, function, *arguments)
 
     def _send(self, exchange: Exchange) -> None:
         to, payload = exchange.send_to, exchange.payload
@@ -121,19 +120,22 @@ class Tape:
     def run(self) -> int:
         """Do it: from x as it is now to out; return how many values are not finite. Collective.
 
-        Raises RankFailure, or ends the job, as engine.run does; RuntimeError where it is freed.
+        Raises RankFailure, or ends the job, as engine.run does; RuntimeError where it is freed or
+        did not get to its end before.
         """
         if self.freed:
-            raise RuntimeError(f"{self._what}: is freed, or ended by a failure")
+            raise RuntimeError(f"{self._what}: is freed, or was ended by a failure")
         try:
             for call in self._first:
                 call()
             self._go_through(self._rounds)
             bad = sum([call() for call in self._results])
             self._go_through(self._sends)
-        except Exception as error:
-            self.freed = True
-            give_up(self._world, error, self._what)
+        except BaseException as error:
+            self.freed = self.messages > 0  # requests may be under way
+            if isinstance(error, Exception):
+                give_up(self._world, error, self._what)
+            raise
         self._world.bytes_sent[0] += self.sent_bytes
         self._world.messages_sent[0] += self.sent
         return bad

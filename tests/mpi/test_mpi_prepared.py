@@ -1,6 +1,7 @@
 """Prepared all-reduces, and plain ones that come again, have the bits of the simulation."""
 
 import gc
+import importlib
 import tracemalloc
 
 import numpy as np
@@ -14,6 +15,7 @@ from cpdhpc.comm import (
     Segment,
     World,
     chunk,
+    kept,
     simulate,
 )
 from cpdhpc.comm.kept import KEPT
@@ -180,17 +182,17 @@ def test_a_nan_on_one_rank_is_named_on_all(world, wire, scaling):
                 x[:] = 1
                 if bad and world.rank == last:
                     x[2000] = np.nan
-                kept = x.copy()
+                before = x.copy()
                 if not bad:
                     np.testing.assert_array_equal(
                         prepared.run().arrays[0],
-                        simulate([kept] * world.size, wire, algorithm, scaling),
+                        simulate([before] * world.size, wire, algorithm, scaling),
                     )
                     continue
                 with pytest.raises(NonFiniteGradient) as caught:
                     prepared.run()
                 assert caught.value.segments == ("b",) and caught.value.ranks == (last,)
-                assert bits(x) == bits(kept)
+                assert bits(x) == bits(before)
 
 
 def test_raw_follows_ieee_without_warnings(world, recwarn):
@@ -276,12 +278,26 @@ def test_nothing_grows_with_the_number_of_calls(world):
     own.free()
 
 
-def test_kept_tapes_are_few(world):
-    own = World(timeout_s=world.timeout_s)
+def test_kept_tapes_are_few_and_small(world, monkeypatch):
+    own, method = World(timeout_s=world.timeout_s), Allreduce("raw", "tree")
     x = np.ones(2 * KEPT, np.float32)
-    for n in range(1, 2 * KEPT):
-        for _ in range(2):
-            assert (Allreduce("raw", "tree").run(own, [x[:n]]).arrays[0] == own.size).all()
+
+    def call(n):
+        for _ in range(3):
+            assert (method.run(own, [x[:n]]).arrays[0] == own.size).all()
+        return own.kept[method, n].tape
+
+    assert all([call(n) is not None for n in range(1, 2 * KEPT)])
     assert len(own.kept) == KEPT and len(own.tapes) == (KEPT if own.size > 1 else 0)
+    monkeypatch.setattr(kept, "MOST_BYTES", -1)
+    assert call(2 * KEPT) is None and len(own.kept) == KEPT
     own.free()
     assert not own.tapes
+
+
+def test_long_messages_go_in_pieces(world, monkeypatch):
+    monkeypatch.setattr(importlib.import_module("cpdhpc.comm.world"), "MESSAGE_BYTES", 1000)
+    xs = gradients(world.ranks)
+    for algorithm in SCHEDULES:
+        with Allreduce("e5m2", algorithm).prepare(world, [xs[world.rank]]) as prepared:
+            assert bits(prepared.run().arrays[0]) == bits(simulate(xs, "e5m2", algorithm))
