@@ -35,7 +35,7 @@ ROUNDING = 10_000 * 2.0**-53
 def programs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Formulas are of programs, whatever the size, but where a test is about small sizes."""
     if "small" not in request.node.name:
-        monkeypatch.setattr(cost, "SMALL_BYTES", -1)
+        monkeypatch.setattr(cost, "is_small", lambda method, ranks, n: False)
 
 
 def nodes(ranks: int) -> tuple[int, ...]:

@@ -14,8 +14,9 @@ from .tape import Tape
 from .wire import Array
 
 SMALL_BYTES = 1 << 16  # of float32: copies to and from the tape cost little up to here
+MOST_RANKS = 64  # a tape has a request for each message, up to four for each other rank
+MOST_BYTES = 1 << 20  # over all ranks, whose contributions it may hold
 KEPT = 64  # methods and sizes, those that were used last
-MOST_BYTES, MOST_MESSAGES = 1 << 18, 256  # of a tape that is kept
 
 
 @dataclass
@@ -27,6 +28,12 @@ class _Entry:
     tape: Tape | None = None
 
 
+def is_small(method: Method, ranks: int, n: int) -> bool:
+    """Whether repeated all-reduces of n values are tapes, where each process has one rank."""
+    fits = 4 * n <= SMALL_BYTES and 4 * n * ranks <= MOST_BYTES and ranks <= MOST_RANKS
+    return fits and method.repeats
+
+
 def kept_tape(
     world: Ranks,
     method: Method,
@@ -36,17 +43,18 @@ def kept_tape(
 ) -> Tape | None:
     """Return the tape for arrays like x with these shifts, from the second call on, if it is small.
 
-    Processes need not agree: the messages of a tape are those of the program. The arguments are
-    those of Method.plan.
+    A function of the calls, so the same on all processes, as it must be: programs may exchange
+    notes of where payloads lie instead. The arguments are those of Method.plan.
     """
-    if x.nbytes > SMALL_BYTES or world.virtual_ranks > 1 or not method.repeats:
-        return None
-    if type(x) is not np.ndarray:
+    alone, on_cpu = world.virtual_ranks == 1, isinstance(x, np.ndarray)
+    if not (alone and on_cpu and is_small(method, world.ranks, x.size)):
         return None
     entry = _entry(world, (method, x.size))
     entry.calls += 1
     if entry.calls == 2:
-        entry.tape = _new(world, method, x, segments, shifts)
+        plan = method.plan(world.nodes, x, segments, shifts, 0)
+        arrays = np.empty(x.size, np.float32), np.empty(x.size, np.float32)
+        entry.tape = Tape(world, plan, *arrays, f"allreduce {method.algorithm}")
     elif entry.tape is not None and method.shares_shifts:
         plan = entry.tape.plan
         for place, each in zip((plan.sent_shifts, plan.result_shifts), shifts, strict=True):
@@ -65,22 +73,6 @@ def _entry(world: Ranks, key: tuple[Method, int]) -> _Entry:
     if len(world.kept) > KEPT:
         _free(world.kept.pop(next(iter(world.kept))))
     return entry
-
-
-def _new(
-    world: Ranks,
-    method: Method,
-    x: Array,
-    segments: Sequence[Segment],
-    shifts: tuple[Sequence[int], Sequence[int]],
-) -> Tape | None:
-    plan = method.plan(world.nodes, x, segments, shifts, 0)
-    what = f"allreduce {method.algorithm}"
-    tape = Tape(world, plan, np.empty_like(x), np.empty_like(x), what)
-    if tape.size_bytes <= MOST_BYTES and tape.messages <= MOST_MESSAGES:
-        return tape
-    tape.free()
-    return None
 
 
 def _free(entry: _Entry | None) -> None:

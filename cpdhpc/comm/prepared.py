@@ -46,7 +46,7 @@ class Prepared:
         self._freed = False
         self._random = method.fmt is not None and method.rounding == "stochastic"
         alone = method.repeats and not (method.shares_shifts or method.hides_nonfinite)
-        if alone and world.virtual_ranks == 1 and type(xs[0]) is np.ndarray:
+        if alone and world.virtual_ranks == 1 and isinstance(xs[0], np.ndarray):
             self._write_tape()
 
     @property

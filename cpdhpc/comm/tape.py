@@ -38,34 +38,29 @@ class Tape:
     calls of the program in its order, on arrays that are made here, with persistent requests.
     plan: of a method that repeats; its shifts may be overwritten from run to run
     x, out: float32[n], that do not overlap: where the values and the result will be
-    what: named in messages; size_bytes: of the arrays made; freed: whether run is an error
+    what: named in messages; freed: whether run is an error
     """
 
     def __init__(self, world: Ranks, plan: Plan, x: Array, out: Array, what: str) -> None:
         self.plan, self.x, self.out = plan, x, out
-        self.size_bytes, self.sent_bytes, self.sent = 0, 0, 0
-        self.freed = False
+        self.sent_bytes, self.sent, self.freed = 0, 0, False
         self._world, self._rank, self._what = world, world.hosted.start, what
         self._first: list[Call] = []
         self._calls = self._first  # to which a call is added
         self._rounds: list[_Round] = []
         self._sends: list[_Round] = []
-        self._results: list[Call] = []  # write the result, and return how much is not finite
+        self._bad = 0  # values of the result that are not finite, in this run
         self._record()
         self._first[:0] = [each.wait.requests[0].Start for each in self._rounds]
-        if self.messages:
+        if self._rounds or self._sends:
             world.tapes.add(self)
-
-    @property
-    def messages(self) -> int:
-        """Number of messages, sent and received."""
-        return len(self._rounds) + len(self._sends)
 
     def _record(self) -> None:
         """Run the program up to its end, and write it down."""
         (piece,) = self.plan.pieces(self.x.size)
         plan = replace(self.plan, wire=_taped(self.plan.wire, self), copy=self._copy)
-        steps = program(plan, piece, self._rank, self.x, self.out, self._take)
+        take = partial(fresh, self.x)
+        steps = program(plan, piece, self._rank, self.x, self.out, take)
         received = None
         while True:
             try:
@@ -75,10 +70,6 @@ class Tape:
             self._send(exchange)
             received = self._receive(exchange)
 
-    def _take(self, size_bytes: int) -> Array:
-        self.size_bytes += size_bytes
-        return fresh(self.x, size_bytes)
-
     def _copy(self, place: Array, payload: Array) -> None:
         self.call(place.size, np.copyto, place, payload)
 
@@ -87,12 +78,15 @@ class Tape:
         if n:
             self._calls.append(partial(function, *arguments))
 
-    def decode(self, out: Array, function: Callable[..., int], *arguments: Any) -> None:
+    def count(self, out: Array, function: Callable[..., int], *arguments: Any) -> None:
         """Write down a call that decodes into out; what is not finite counts in the result only."""
         if np.may_share_memory(out, self.out):
-            self._results.append(partial(function, *arguments))
+            self.call(out.size, self._add_up, function, *arguments)
         else:
             self.call(out.size, function, *arguments)
+
+    def _add_up(self, function: Callable[..., int], *arguments: Any) -> None:
+        self._bad += function(*arguments)
 
     def _send(self, exchange: Exchange) -> None:
         to, payload = exchange.send_to, exchange.payload
@@ -110,7 +104,7 @@ class Tape:
         if source is None or exchange.nbytes == 0:
             return fresh(self.x, 0)
         place = exchange.place
-        buffer = self._take(exchange.nbytes) if place is None else place
+        buffer = fresh(self.x, exchange.nbytes) if place is None else place
         for request in self._world.recv_init(source, self._rank, buffer):
             self._calls = []
             wait = Wait([request], self._rank, why_receive(self._what, exchange))
@@ -125,20 +119,20 @@ class Tape:
         """
         if self.freed:
             raise RuntimeError(f"{self._what}: is freed, or was ended by a failure")
+        self._bad = 0
         try:
             for call in self._first:
                 call()
             self._go_through(self._rounds)
-            bad = sum([call() for call in self._results])
             self._go_through(self._sends)
         except BaseException as error:
-            self.freed = self.messages > 0  # requests may be under way
+            self.freed = bool(self._rounds or self._sends)  # which may be under way
             if isinstance(error, Exception):
                 give_up(self._world, error, self._what)
             raise
         self._world.bytes_sent[0] += self.sent_bytes
         self._world.messages_sent[0] += self.sent
-        return bad
+        return self._bad
 
     def _go_through(self, rounds: list[_Round]) -> None:
         for done, wait, calls in rounds:
@@ -176,9 +170,18 @@ class _TapedRaw(Raw):
         self.tape.call(x.size, np.add, x, payload.view(np.float32), out)
 
     def add_encode(
-        self, came: Array, _: Any, x: Array, shifts: Any, key: Any, offset: int, payload: Array
-    ) -> None:
+        self,
+        came: Array,
+        came_shifts: Any,
+        x: Array,
+        shifts: Any,
+        key: Any,
+        offset: int,
+        payload: Array,
+        out: Array | None,
+    ) -> int:
         self.tape.call(x.size, np.add, x, came.view(np.float32), payload.view(np.float32))
+        return 0 if out is None else self.decode(payload, shifts, out)
 
 
 @dataclass(frozen=True)
@@ -191,14 +194,19 @@ class _TapedPacked(Packed):
         self.tape.call(arguments[0].size, super().encode, *arguments)
 
     def decode(self, *arguments: Any, **_: Any) -> int:
-        self.tape.decode(arguments[2], super().decode, *arguments)
+        self.tape.count(arguments[2], super().decode, *arguments)
         return 0
 
     def add(self, *arguments: Any, **_: Any) -> None:
         self.tape.call(arguments[2].size, super().add, *arguments)
 
-    def add_encode(self, *arguments: Any, **_: Any) -> None:
-        self.tape.call(arguments[2].size, super().add_encode, *arguments)
+    def add_encode(self, *arguments: Any, **_: Any) -> int:
+        out = arguments[7]
+        if out is None:
+            self.tape.call(arguments[2].size, super().add_encode, *arguments)
+        else:
+            self.tape.count(out, super().add_encode, *arguments)
+        return 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,7 +219,7 @@ class _TapedExact(Exact):
         self.tape.call(arguments[0].size, super().encode, *arguments)
 
     def decode(self, *arguments: Any, **_: Any) -> int:
-        self.tape.decode(arguments[2], super().decode, *arguments)
+        self.tape.count(arguments[2], super().decode, *arguments)
         return 0
 
     def add(self, *arguments: Any, **_: Any) -> None:

@@ -289,8 +289,9 @@ def test_kept_tapes_are_few_and_small(world, monkeypatch):
 
     assert all([call(n) is not None for n in range(1, 2 * KEPT)])
     assert len(own.kept) == KEPT and len(own.tapes) == (KEPT if own.size > 1 else 0)
-    monkeypatch.setattr(kept, "MOST_BYTES", -1)
-    assert call(2 * KEPT) is None and len(own.kept) == KEPT
+    monkeypatch.setattr(kept, "MOST_BYTES", 8 * KEPT * own.ranks - 1)
+    with pytest.raises(KeyError):
+        call(2 * KEPT)
     own.free()
     assert not own.tapes
 
