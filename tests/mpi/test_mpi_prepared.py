@@ -228,7 +228,7 @@ def requests():
     from mpi4py import MPI
 
     gc.collect()
-    return sum(isinstance(each, MPI.Prequest) for each in gc.get_objects())
+    return sum(type(each) is MPI.Prequest for each in gc.get_objects())
 
 
 def test_free(world):
