@@ -58,8 +58,7 @@ def allreduce_columns(
     weak: bool = False,
 ) -> tuple[Columns, Array]:
     """Factors, and the model's time: latency, bytes, codec. MPI's own beside ours."""
-    methods = [("mpi", "raw", "", "")]
-    methods += [(a, w, s, "") for a in algorithms for w, s in WIRES]
+    methods = methods_of(algorithms)
     rows, times, bounds = [], [], []
     for p in ranks:
         for given in sizes:
@@ -80,10 +79,21 @@ def allreduce_columns(
     errors = {"raw": 3e-8, "e4m3": 2.4e-2, "e3m0": 0.17}
     columns["error"] = [errors[wire] for wire in columns["wire"]]
     columns["bound_s"] = bounds
+    columns["payload_bytes"] = [float(size) for size in columns["size_bytes"]]
     return columns, np.array(times)
 
 
 WIRES = (("raw", ""), ("e4m3", "tile"), ("e3m0", "tile"))
+OWN_WAY = {"direct": "float32"}
+METHOD = ("algorithm", "wire", "value_scaling", "accumulate")
+GRADIENT = ("gradient.aggregator", "gradient.wire", "gradient.scaling")
+
+
+def methods_of(algorithms: Sequence[str]) -> list[tuple[str, str, str, str]]:
+    """MPI's own, and each algorithm with each wire."""
+    sums = {a: OWN_WAY.get(a, "requantise") for a in algorithms}
+    own = [(a, w, s, sums[a] if s else "") for a in algorithms for w, s in WIRES]
+    return [("mpi", "raw", "", ""), *own]
 
 
 def train_columns(
@@ -92,7 +102,7 @@ def train_columns(
     """Factors and outcomes of nine formats, and the time of a step."""
     random = np.random.default_rng(5)
     names = ("nodes", "ppn", "ranks", "gradient.aggregator", "gradient.wire", "gradient.scaling")
-    names += ("seed", "train.batch", "accuracy", "loss", "payload_bytes")
+    names += ("seed", "train.batch", "accuracy", "loss", "payload_bytes", "wire_bytes")
     rows, times = [], []
     for p in ranks:
         for aggregator, wire, scaling, accuracy, _ in GRADIENTS:
@@ -100,11 +110,11 @@ def train_columns(
             for seed in seeds:
                 spread = 25 if accuracy < 80 else 0.3
                 right = min(accuracy + spread * random.standard_normal(), 96.0)
-                payload = int(2 * (p - 1) / p * 75_000 * bits / 8) + 16 * (scaling == "aps")
+                sent = int(2 * (p - 1) / p * 75_000 * bits / 8) + 16 * (scaling == "aps")
                 row = (1, p, p, aggregator, wire, scaling, seed, 32 * (p if weak else 1))
-                rows.append((*row, right, (100 - right) / 20, payload))
+                rows.append((*row, right, (100 - right) / 20, 300_000.0, float(sent)))
                 work = 2e-3 * (1 if weak else 1 / p)
-                times.append(work + payload / 1e9 + 1e-4 * (p > 1) + 2e-4 * (scaling == "aps"))
+                times.append(work + sent / 1e9 + 1e-4 * (p > 1) + 2e-4 * (scaling == "aps"))
     columns = {name: list(column) for name, column in zip(names, zip(*rows, strict=True), strict=True)}
     return columns, np.array(times)
 
@@ -222,6 +232,32 @@ def training(columns: Columns, times_s: Array, epochs: int = 12) -> dict[str, An
     }
 
 
+WORK = {"allreduce": "size_bytes", "train": "train.batch"}
+
+
+def asked(name: str, kind: str, scaling: str, options: Mapping[str, Any]) -> str:
+    """The TOML of a study with these points."""
+    ranks = list(options.get("ranks", {"allreduce": (2, 4, 8), "train": (1, 2, 4)}[kind]))
+    lines = [f'name = "{name}"', f'kind = "{kind}"', f'scaling = "{scaling}"', "[sweep]"]
+    lines += [f"ranks = {ranks}", "ppn = 4"]
+    if kind == "train":
+        lines += [f"seed = {list(options.get('seeds', (0, 1, 2)))}"]
+        rows = {name: [g[i] for g in GRADIENTS] for i, name in enumerate(GRADIENT)}
+    else:
+        sizes = list(options.get("sizes", (2**12, 2**15, 2**18, 2**21, 2**24)))
+        lines += [f"size_bytes = {sizes}"] if scaling == "strong" else []
+        methods = methods_of(options.get("algorithms", ("ring", "rhd", "direct")))
+        rows = {name: [m[i] for m in methods] for i, name in enumerate(METHOD)}
+    lines += ["[[zip]]", *(f"{json.dumps(k)} = {json.dumps(v)}" for k, v in rows.items())]
+    if scaling == "weak":
+        value = 32 if kind == "train" else options["sizes"][0]
+        lines += ["[weak]", f"{json.dumps(WORK[kind])} = {value}"]
+    elif kind == "train":
+        lines.insert(6, '"train.batch" = [32]')
+    lines += ["[job.data]", 'name = "digits"'] if kind == "train" else []
+    return "\n".join(lines)
+
+
 ENVIRONMENT = {
     "hosts": "node[01-02]",
     "processor": "AMD EPYC 9654",
@@ -269,13 +305,17 @@ def write_study(
     attributes = {
         "Conventions": "CF-1.11",
         "cpdhpc_schema": 1,
-        "title": path.stem,
+        "title": f"{path.stem}: {scaling} scaling, {kind}",
+        "name": path.stem,
+        "work": WORK[kind],
+        "sample": "one call, the slowest rank",
+        "missing": drop,
         "software": "cpdhpc",
         "software_version": "0.1",
         "date": "2026-05-04T12:00:00.000+00:00",
         "kind": kind,
         "scaling": scaling,
-        "study": toml or f'name = "{path.stem}"\nkind = "{kind}"\nscaling = "{scaling}"\n',
+        "study": toml or asked(path.stem, kind, scaling, options),
         "study_hash": "0" * 64,
         "status": "partial" if drop else "complete",
     }
@@ -284,7 +324,7 @@ def write_study(
         for name, variables in groups.items():
             _write_group(file.create_group(name), variables)
         file["summary"].attrs["ci_level"] = LEVEL
-        file["summary"].attrs["base_rule"] = "fewest ranks of the same other factors"
+        file["summary"].attrs["base"] = f"fewest ranks, then least {WORK[kind]}, of the points alike"
     return path
 
 

@@ -68,7 +68,7 @@ def _log(axis: Any, set_scale: Any, ticks: list[float]) -> None:
     set_scale("log")
     low, high = axis.get_view_interval()
     axis.set_major_locator(LogLocator(10, (1, 2, 5) if high < 200 * low else (1,), numticks=15))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
     axis.set_minor_formatter(NullFormatter())
 
 

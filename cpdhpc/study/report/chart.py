@@ -71,7 +71,7 @@ def draw(chart: Chart) -> Figure:
 def _wrapped(note: str, width: float) -> list[str]:
     from textwrap import wrap
 
-    return wrap(note, int(width * 14.5))
+    return wrap(note, int(width * 15.5))
 
 
 def _fill(figure: Figure, chart: Chart, places: list[Any], columns: int) -> None:

@@ -1,16 +1,19 @@
-"""Series dealt to the panels of figures, with looks that are the same in all of them."""
+"""Pools dealt to the panels of figures, with names and looks that are the same in all of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from .look import Look, looks
+from .look import LIBRARIES, Look, looks
+from .naming import Factors, heading, label, varying
+from .pool import Estimate, Pool
 from .series import Join, Series
-from .pool import Estimate, Pool, label
+from .study_file import PLACES, StudyFile
 
-MOST = 12  # panels in a figure
-APART = 0.06  # of a doubling: series beside one another at the same ranks
+ROWS, WIDEST = 5, 4  # of panels in a figure
+APART, REACH = 0.06, 0.28  # of a doubling: series beside one another, and all at a place
+FOREIGN = ("mpi", "gloo")  # algorithms that are not ours
 
 
 @dataclass(frozen=True)
@@ -24,33 +27,75 @@ class Line:
 
 @dataclass(frozen=True)
 class Dealt:
-    """The series of each panel, by the panel's title."""
+    """The lines of each panel, by the panel's title; columns: of their grid."""
 
     panels: dict[str, list[Line]]
+    columns: int
 
-    def parts(self) -> list[Dealt]:
-        """Return them in figures of at most MOST panels."""
-        items = list(self.panels.items())
-        return [Dealt(dict(items[i : i + MOST])) for i in range(0, len(items), MOST)]
-
-
-def deal(
-    groups: Iterable[Sequence[Pool]], panels: Sequence[str], lines: Sequence[str]
-) -> Dealt:
-    """Return groups of pools by panel; panels, lines: the factors that name them."""
-    groups = [list(group) for group in groups]
-    names = [label(group[0].factors, lines) for group in groups]
-    drawn = looks(names)
-    found: dict[str, list[Line]] = {}
-    for name, group in zip(names, groups, strict=True):
-        title = label(group[0].factors, panels)
-        found.setdefault(title, []).append(Line(name, drawn[name], group))
-    return Dealt(found)
+    def figures(self, name: str) -> list[tuple[str, Dealt]]:
+        """Return what goes into each figure, with its name: numbered where there are several."""
+        items, most = list(self.panels.items()), ROWS * self.columns
+        parts = [dict(items[i : i + most]) for i in range(0, len(items), most)]
+        return [
+            (f"{name}_{number}" if len(parts) > 1 else name, Dealt(part, self.columns))
+            for number, part in enumerate(parts, 1)
+        ]
 
 
-def numbered(name: str, index: int, count: int) -> str:
-    """Return a figure's name, with its number where there are several."""
-    return name if count == 1 else f"{name}{index + 1}"
+@dataclass(frozen=True)
+class Layout:
+    """panels, lines: factors that name panels and lines; looks: of each line's name."""
+
+    panels: Sequence[str]
+    lines: Sequence[str]
+    looks: dict[str, Look]
+
+    @classmethod
+    def of(cls, file: StudyFile, pools: Sequence[Pool], apart: Sequence[str]) -> Layout:
+        """Return the layout of a study's figures.
+
+        apart: words that have panels of their own; numbers always have
+        """
+        factors = [pool.factors for pool in pools]
+        names = varying(factors, {*PLACES, *file.weak})
+        panels = [n for n in names if n in apart or _is_number(n, factors)]
+        lines = [n for n in names if n not in panels]
+        own = looks(label(each, lines) for each in factors if not is_foreign(each))
+        foreign = dict.fromkeys(label(each, lines) for each in factors if is_foreign(each))
+        return cls(panels, lines, own | dict(zip(foreign, LIBRARIES, strict=False)))
+
+    @property
+    def heading(self) -> str:
+        """What lines are called at the head of a column."""
+        if len(self.lines) == 1:
+            return heading(self.lines[0])
+        return "gradients" if any(n.startswith("gradient.") for n in self.lines) else "method"
+
+    def line(self, pools: Sequence[Pool]) -> Line:
+        """Return pools that differ only in what is on the x axis."""
+        name = label(pools[0].factors, self.lines)
+        return Line(name, self.looks[name], pools)
+
+    def deal(self, groups: Iterable[Sequence[Pool]], without: Iterable[str] = ()) -> Dealt:
+        """Return groups of pools by panel. without: factors that name no panel here."""
+        names = [name for name in self.panels if name not in without]
+        found: dict[str, list[Line]] = {}
+        inner = set()
+        for group in groups:
+            title = label(group[0].factors, names)
+            found.setdefault(title, []).append(self.line(group))
+            inner.add(label(group[0].factors, names[1:]))
+        by_rows = names[:1] == ["size_bytes"] and 1 < len(inner) <= WIDEST
+        return Dealt(found, len(inner) if by_rows else 3)
+
+
+def _is_number(name: str, of: Iterable[Factors]) -> bool:
+    return not any(isinstance(factors.get(name), str) for factors in of)
+
+
+def is_foreign(factors: Factors) -> bool:
+    """Return whether an all-reduce is another library's."""
+    return factors.get("algorithm") in FOREIGN
 
 
 def drawn(
@@ -73,6 +118,7 @@ def drawn(
     )
 
 
-def side_by_side(index: int, count: int, step: float = APART) -> float:
+def side_by_side(index: int, count: int) -> float:
     """Return the factor by which a series is moved aside on a logarithmic axis."""
+    step = min(APART, REACH / count)
     return float(2 ** (step * (index - (count - 1) / 2)))

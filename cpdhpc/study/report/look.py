@@ -35,7 +35,7 @@ class Look:
 
 BOUND = Look(BLACK, "", (0, (1, 1.2)))
 IDEAL = Look(GREY, "", (0, (7, 3)))
-BASELINE = Look(GREY, "x", "-")
+LIBRARIES = (Look(GREY, "x"), Look(GREY, "+", (0, (6, 2))), Look(GREY, "1", (0, (2, 2))))
 
 
 def looks(names: Iterable[str]) -> dict[str, Look]:

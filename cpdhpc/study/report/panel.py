@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +48,14 @@ class Panel:
         axes.set_title(self.title, fontsize="medium")
         axes.set(xlabel=self.x.label, ylabel=self.y.label)
         axes.grid(alpha=0.3, linewidth=0.6)
+
+
+def panels_with(
+    series: Mapping[str, Sequence[Series]], x: Axis, y: Callable[[list[float]], Axis]
+) -> list[Panel]:
+    """Return a panel for each title, with axes that all share; y: from all values."""
+    axis = y([value for each in series.values() for one in each for value in one.y])
+    return [Panel(title, x, axis, each) for title, each in series.items()]
 
 
 def _name_rows(axes: Any, rows: Sequence[str]) -> None:

@@ -11,16 +11,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..statistics import median_interval
-from . import text
-from .study_file import PLACES, Point, StudyFile, Value
+from ..statistics import median_interval, ratio_intervals
+from .naming import in_order
+from .study_file import Point, StudyFile, Value
 
 Array = npt.NDArray[Any]
-SEEDS = ("seed", "train.seed", "train.seeds")
-SAID = {  # factor -> value -> what a label says of it
-    "gradient.aggregator": {"none": "float32", "lowbit": ""},
-    "aggregator": {"none": "float32", "lowbit": ""},
-}
+SEEDS = ("seed",)
 
 
 class Estimate(NamedTuple):
@@ -42,14 +38,16 @@ class Estimate(NamedTuple):
 UNKNOWN = Estimate(nan, nan, nan)
 
 
-def ratio(one: Estimate, other: Estimate) -> Estimate:
-    """Return one / other; the interval holds the quotients of all values in both intervals."""
-    return Estimate(one.value / other.value, one.low / other.high, one.high / other.low)
+def ratio(one: Array, other: Array, level: float) -> Estimate:
+    """Return median of one / median of other; the interval holds with the level or more.
 
-
-def apart(one: Estimate, other: Estimate) -> bool:
-    """Return whether both have intervals and these do not overlap."""
-    return one.high < other.low or other.high < one.low
+    one, other: float64[samples], s
+    """
+    longest = max(len(one), len(other))
+    times = np.full((2, longest), np.nan)
+    times[0, : len(one)], times[1, : len(other)] = one, other
+    found = ratio_intervals(times, np.array([-1, 0]), level)
+    return Estimate(*(float(column[1]) for column in found))
 
 
 @dataclass(frozen=True)
@@ -70,19 +68,23 @@ class Pool:
         return self.points[0].ranks
 
     @cached_property
-    def time_s(self) -> Estimate:
-        """Median time and its interval: as stored, or of all samples of the seeds together."""
-        return _time(self.points, self.level)
+    def samples_s(self) -> Array:
+        """float64[repeats], times of all points, without warm-ups."""
+        return np.concatenate([point.times_s for point in self.points])
 
-    @property
-    def repeats(self) -> int:
-        """Number of samples, without warm-ups."""
-        return sum(int(point.summary["n"]) for point in self.points)
+    @cached_property
+    def time_s(self) -> Estimate:
+        """Median time and its interval."""
+        return _median(self.samples_s, self.level)
 
     @cached_property
     def base_s(self) -> Estimate:
         """Time of the base."""
-        return _time(self.base_points, self.level) if self.base_points else UNKNOWN
+        return _median(self._base_samples_s, self.level) if self.base_points else UNKNOWN
+
+    @property
+    def _base_samples_s(self) -> Array:
+        return np.concatenate([point.times_s for point in self.base_points])
 
     @property
     def is_base(self) -> bool:
@@ -91,20 +93,18 @@ class Pool:
 
     @cached_property
     def speedup(self) -> Estimate:
-        """Speed-up, of seeds together by the rule that each of them has in the file."""
+        """Ratio of times, by the ratio of work that the file has."""
         if not self.base_points:
             return UNKNOWN
-        first, base = self.points[0], self.base_points[0]
-        stored = first.summary
-        if len(self.points) == 1:
-            ends = (stored.get(f"speedup_{end}", nan) for end in ("low", "high"))
-            return Estimate(stored["speedup"], *ends)
-        rule = stored["speedup"] * stored["median_s"] / base.summary["median_s"]
-        return ratio(self.base_s, self.time_s).scaled(rule)
+        if self.is_base:
+            return Estimate(1.0, 1.0, 1.0)
+        first = self.points[0].summary
+        work = first["speedup"] * first["median_s"] / self.base_points[0].summary["median_s"]
+        return ratio(self._base_samples_s, self.samples_s, self.level).scaled(work)
 
     @property
     def efficiency(self) -> Estimate:
-        """Efficiency: the speed-up by that of the ideal."""
+        """Speed-up by that of the ideal."""
         if not self.base_points:
             return UNKNOWN
         first = self.points[0].summary
@@ -119,11 +119,9 @@ class Pool:
         return float(self.outcome(name).mean())
 
 
-def _time(points: Sequence[Point], level: float) -> Estimate:
-    if len(points) == 1:
-        found = points[0].summary
-        return Estimate(found["median_s"], found["ci_low_s"], found["ci_high_s"])
-    samples = np.concatenate([point.times_s for point in points])
+def _median(samples: Array, level: float) -> Estimate:
+    if not len(samples):
+        return UNKNOWN
     return Estimate(float(np.median(samples)), *median_interval(samples, level))
 
 
@@ -133,7 +131,7 @@ def pools(file: StudyFile) -> list[Pool]:
     for point in file.points:
         by_key.setdefault(_key(point.factors, SEEDS), []).append(point)
     found = [_pool(file, members) for members in by_key.values()]
-    names = list(dict.fromkeys(name for pool in found for name in pool.factors))
+    names = in_order(name for pool in found for name in pool.factors)
     first = {  # order of appearance for names, of size for numbers
         name: list(dict.fromkeys(pool.factors.get(name, "") for pool in found)) for name in names
     }
@@ -161,33 +159,6 @@ def series(of: Iterable[Pool]) -> list[list[Pool]]:
         key = tuple(point.index for point in pool.base_points) or ("alone", id(pool))
         found.setdefault(key, []).append(pool)
     return [sorted(members, key=lambda pool: pool.ranks) for members in found.values()]
-
-
-def varying(of: Sequence[Pool], without: Iterable[str] = PLACES) -> list[str]:
-    """Return the factors that are not the same in all pools."""
-    names = dict.fromkeys(name for pool in of for name in pool.factors)
-    return [
-        name
-        for name in names
-        if name not in without and len({pool.factors.get(name) for pool in of}) > 1
-    ]
-
-
-def label(factors: Mapping[str, Value], names: Iterable[str]) -> str:
-    """Return the values of factors as a name for people, without those that are not used."""
-    words = [said(name, factors[name]) for name in names if name in factors]
-    return " ".join(word for word in words if word)
-
-
-def said(name: str, value: Value) -> str:
-    """Return a factor's value for people."""
-    if name in SAID and value in SAID[name]:
-        return SAID[name][str(value)]
-    if isinstance(value, str):
-        return value
-    if name.endswith("bytes"):
-        return text.size(value)
-    return f"{name.rpartition('.')[2]} {text.digits(value) if isinstance(value, float) else value}"
 
 
 def finite(values: Iterable[float]) -> list[float]:

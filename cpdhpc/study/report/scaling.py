@@ -1,43 +1,47 @@
-"""Speed-up and efficiency over ranks."""
+"""Speed-up and efficiency over ranks, or over the work where throughput is what scales."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import isnan, nan
 from statistics import median
 
 from . import text
+from .axis import Axis, Scale, spread
 from .chart import Chart
-from .deal import Dealt, Line, deal, drawn, numbered, side_by_side
+from .deal import Dealt, Layout, Line, drawn, side_by_side
 from .look import BOUND, IDEAL, Look
-from .axis import Axis, spread
-from .panel import Panel
+from .naming import cell, heading, said
+from .panel import panels_with
+from .pool import Estimate, Pool, series
 from .series import Series
-from .pool import Estimate, Pool, label, series, varying
-from .study_file import PLACES, StudyFile
+from .study_file import StudyFile
 from .table import Column, Section, Table
 
 
-def scaling(file: StudyFile, pools: Sequence[Pool], apart: Sequence[str]) -> list[Section]:
-    """Return the section, none where no series has two numbers of ranks.
-
-    apart: the factors that have panels of their own
-    """
-    found = [each for each in series(pools) if len({pool.ranks for pool in each}) > 1]
+def scaling(file: StudyFile, pools: Sequence[Pool], layout: Layout) -> list[Section]:
+    """Return the section, none where no series has points at two places."""
+    over = file.over
+    found = [each for each in series(pools) if len({pool.factors[over] for pool in each}) > 1]
     if not found:
         return []
-    names = varying(pools, {*PLACES, *file.weak})
-    dealt = deal(found, [n for n in names if n in apart], [n for n in names if n not in apart])
-    title = f"{file.scaling.capitalize()} scaling"
-    return [Section(title, tables=[_table(file, pools, names)], charts=_charts(file, dealt))]
+    return [
+        Section(
+            f"{file.scaling.capitalize()} scaling",
+            tables=[_table(file, pools, layout)],
+            charts=_charts(file, layout.deal(found, without=[over])),
+        )
+    ]
 
 
-def _table(file: StudyFile, pools: Sequence[Pool], names: Sequence[str]) -> Table:
+def _table(file: StudyFile, pools: Sequence[Pool], layout: Layout) -> Table:
     percent = f"{100 * file.level:g} %"
+    names = [*layout.panels, *file.weak]
     columns = [
-        *(Column(name.rpartition(".")[2].replace("_", "\n"), numbers=False) for name in names),
-        *(Column(name.replace("_", "\n")) for name in file.weak),
+        *(Column(heading(name), isinstance(_first(pools, name), int | float)) for name in names),
+        Column(layout.heading, numbers=False),
         Column("ranks"),
         Column("median"),
         Column(f"{percent} CI"),
@@ -46,15 +50,19 @@ def _table(file: StudyFile, pools: Sequence[Pool], names: Sequence[str]) -> Tabl
         Column("effi-\nciency %"),
         Column("base", numbers=False),
     ]
-    rows = [_row(file, pool, names) for each in series(pools) for pool in each]
+    rows = [_row(pool, names, layout) for each in series(pools) for pool in each]
     return Table("Scaling", columns, rows, _caption(file))
 
 
-def _row(file: StudyFile, pool: Pool, names: Sequence[str]) -> list[str]:
+def _first(pools: Sequence[Pool], name: str) -> object:
+    return next(pool.factors[name] for pool in pools if name in pool.factors)
+
+
+def _row(pool: Pool, names: Sequence[str], layout: Layout) -> list[str]:
     time = pool.time_s
     return [
-        *(label(pool.factors, [name]) or text.NONE for name in names),
-        *(label(pool.factors, [name]) or text.NONE for name in file.weak),
+        *(cell(name, pool.factors[name]) if name in pool.factors else text.NONE for name in names),
+        layout.line([pool]).name or text.NONE,
         str(pool.ranks),
         text.time(time.value),
         text.time_interval(time.low, time.high, time.value),
@@ -72,38 +80,28 @@ def _base(pool: Pool) -> str:
     return f"{text.count(ranks, 'rank')}, {text.time(pool.base_s.value)}"
 
 
-def base_rule(file: StudyFile) -> str:
-    """Return what speed-up is relative to, in words."""
-    return str(file.rules.get("base_rule", file.rules.get("base", "the base of each series")))
+GAIN = {
+    "strong": "Speed-up: time of the base / time; efficiency: speed-up / ratio of ranks.",
+    "weak": "Speed-up: work per time / that of the base; efficiency: speed-up / ratio of ranks.",
+    "throughput": "Speed-up and efficiency: work per time / that of the base.",
+}
 
 
 def _caption(file: StudyFile) -> str:
-    weak = ", ".join(f"{name} = {value} a rank" for name, value in file.weak.items())
     return (
-        "Median of the times of the slowest rank, without warm-ups. "
-        f"Base of the speed-up: {base_rule(file)}; its absolute time is in the last column. "
-        + (f"Weak scaling: {weak}. " if weak else "")
-        + "Intervals of a speed-up hold the quotients of all values in both intervals."
+        f"{GAIN[file.scaling]} Base: {file.base_rule}; its absolute time is in the last column. "
+        + _weak(file)
+        + "Times: median of the slowest rank's. The interval of a speed-up takes in both medians'."
     )
 
 
-def _charts(file: StudyFile, dealt: Dealt) -> list[Chart]:
-    kinds = [
-        Kind("speedup", "speed-up", lambda pool: pool.speedup, _ideal_speedup, _doublings),
-        Kind("efficiency", "efficiency / %", _efficiency, _ideal_efficiency, _from_zero),
-    ]
-    if file.scaling == "weak":
-        kinds.append(_time_kind(dealt))
-    return [
-        _chart(file, part, kind, numbered(kind.name, index, len(dealt.parts())))
-        for kind in kinds
-        for index, part in enumerate(dealt.parts())
-    ]
+def _weak(file: StudyFile) -> str:
+    return "".join(f"Per rank: {said(k, v)}. " for k, v in file.weak.items())
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A quantity that is drawn over ranks; reference: what it is compared with, by ranks."""
+    """A quantity that is drawn; reference: what it is compared with, called as said."""
 
     name: str
     axis: str
@@ -112,6 +110,18 @@ class Kind:
     scale: Callable[[str, Sequence[float]], Axis]
     look: Look = IDEAL
     said: str = "ideal"
+
+
+def _charts(file: StudyFile, dealt: Dealt) -> list[Chart]:
+    kinds = [Kind("speedup", "speed-up", lambda pool: pool.speedup, _ideal_speedup, _doublings)]
+    if file.scaling != "throughput":  # there it is the same
+        ideal = Kind("efficiency", "efficiency / %", _efficiency, _ideal_efficiency, _from_zero)
+        kinds.append(ideal)
+    if file.scaling == "weak":
+        kinds.append(_time_kind(dealt))
+    return [
+        _chart(file, part, kind, name) for kind in kinds for name, part in dealt.figures(kind.name)
+    ]
 
 
 def _efficiency(pool: Pool) -> Estimate:
@@ -140,42 +150,67 @@ def _time_kind(dealt: Dealt) -> Kind:
     )
 
 
-def _chart(file: StudyFile, dealt: Dealt, kind: Kind, name: str) -> Chart:
-    what = kind.axis.partition(" /")[0]
-    firsts = [line.pools[0] for lines in dealt.panels.values() for line in lines]
-    bases = sorted({_base(pool) for pool in firsts})
-    base = bases[0] if len(bases) == 1 else f"{base_rule(file)}; its times are in the table"
-    return Chart(
-        name,
-        f"{file.name}: {what}, {file.scaling} scaling",
-        [f"Median of the slowest rank's times; bars: {100 * file.level:g} % CI. Base: {base}."],
-        f"{what.capitalize()} over ranks. Dotted lines lead the eye only: nothing was measured "
-        "between the points, and points at the same number of ranks are drawn side by side.",
-        [_panel(title, lines, kind) for title, lines in dealt.panels.items()],
-    )
-
-
-def _panel(title: str, lines: Sequence[Line], kind: Kind) -> Panel:
-    count = len(lines)
-    shown = [
-        drawn(line, lambda pool: pool.ranks, kind.quantity, "guide", side_by_side(i, count))
-        for i, line in enumerate(lines)
-    ]
-    references = {
-        tuple((pool.ranks, kind.reference(pool)) for pool in line.pools) for line in lines
-    }
-    for points in sorted(references):
-        x, y = zip(*points, strict=True)
-        if not any(map(isnan, y)):
-            shown.append(Series(kind.said, kind.look, x, y))
-    ticks = sorted({pool.ranks for line in lines for pool in line.pools})
-    values = [value for each in shown for value in each.y]
-    return Panel(title, Axis("ranks", "log2", ticks=ticks), kind.scale(kind.axis, values), shown)
-
-
 def _doublings(name: str, values: Sequence[float]) -> Axis:
     return spread(name, values, "log2", 1.9)
 
 
 def _from_zero(name: str, values: Sequence[float]) -> Axis:
     return spread(name, values, "log", 30)
+
+
+def _chart(file: StudyFile, dealt: Dealt, kind: Kind, name: str) -> Chart:
+    what = kind.axis.partition(" /")[0]
+    firsts = [line.pools[0] for lines in dealt.panels.values() for line in lines]
+    base = f" Base: {_bases(file, firsts)}." if kind.look is IDEAL else ""
+    return Chart(
+        name,
+        f"{file.name}: {what}, {file.scaling} scaling",
+        [f"{_weak(file)}Medians of the slowest rank's times, bars: {100 * file.level:g} % CI.{base}"],
+        f"{what.capitalize()} over {heading(file.over)}. " + (GUIDE if file.over == "ranks" else ""),
+        panels_with(
+            {title: _series(lines, kind, file.over) for title, lines in dealt.panels.items()},
+            _places(dealt, file.over),
+            partial(kind.scale, kind.axis),
+        ),
+        dealt.columns,
+    )
+
+
+def _places(dealt: Dealt, over: str) -> Axis:
+    pools = [pool for lines in dealt.panels.values() for line in lines for pool in line.pools]
+    scale: Scale = "size" if over.endswith("bytes") else "log2"
+    return Axis(heading(over), scale, ticks=sorted({float(pool.factors[over]) for pool in pools}))
+
+
+def _bases(file: StudyFile, firsts: Sequence[Pool]) -> str:
+    """Return the base, or what the bases of all series have in common."""
+    bases = {_base(pool) for pool in firsts}
+    ranks = {base.partition(",")[0] for base in bases}
+    if len(bases) == 1:
+        return bases.pop()
+    return f"{ranks.pop() if len(ranks) == 1 else file.base_rule}; times: in the table"
+
+
+GUIDE = (
+    "Dotted lines lead the eye only: nothing was measured between the points, and points at the "
+    "same number of ranks are drawn side by side."
+)
+
+
+def _series(lines: Sequence[Line], kind: Kind, over: str) -> list[Series]:
+    def place(pool: Pool) -> float:
+        return float(pool.factors[over])
+
+    if over != "ranks":
+        return [drawn(line, place, kind.quantity, "line") for line in lines]
+    count = len(lines)
+    shown = [
+        drawn(line, place, kind.quantity, "guide", side_by_side(i, count))
+        for i, line in enumerate(lines)
+    ]
+    references = {tuple((place(p), kind.reference(p)) for p in line.pools) for line in lines}
+    for points in sorted(references):
+        x, y = zip(*points, strict=True)
+        if not any(map(isnan, y)):
+            shown.append(Series(kind.said, kind.look, x, y))
+    return shown

@@ -29,7 +29,7 @@ class Series:
     join: "line" where values between are meant too, "guide" only leads the eye, "steps" holds a
         value up to the next place
     low, high, x_low, x_high: ends of intervals of y and of x
-    every: of so many points one has a marker
+    every: the first point that has a marker, and how far apart these are
     """
 
     label: str
@@ -41,7 +41,7 @@ class Series:
     join: Join = "line"
     x_low: Sequence[float] | None = None
     x_high: Sequence[float] | None = None
-    every: int = 1
+    every: tuple[int, int] = (0, 1)
 
     def draw(self, axes: Any) -> None:
         """Draw into matplotlib's axes."""
@@ -55,6 +55,7 @@ class Series:
             color=self.look.color,
             capsize=2.5,
             elinewidth=1.1,
+            capthick=1.1,
             marker=self.look.marker or "none",
             markersize=6,
             markeredgecolor=self.look.color if plain else "black",

@@ -21,6 +21,7 @@ Value = str | int | float
 Groups = Mapping[str, Mapping[str, Array]]
 
 SCHEMA = 1
+LEVEL = 0.95
 PLACES = ("nodes", "ppn", "ranks")
 OUTCOMES = (
     "error",
@@ -32,7 +33,7 @@ OUTCOMES = (
     "restarts",
     "environment",
 )
-NO_FACTORS = ("point", "case_id", "job_id", *OUTCOMES)
+NO_FACTORS = ("point", "case_id", "job_id", "date", *OUTCOMES)
 NEEDED = {
     "samples": ("case_id", "ranks", "time_s", "is_warmup"),
     "summary": ("n", "median_s", "ci_low_s", "ci_high_s", "speedup", "efficiency", "base_point"),
@@ -81,7 +82,7 @@ class StudyFile:
     @property
     def name(self) -> str:
         """The study's name."""
-        return str(self.attributes.get("title") or self.path.stem)
+        return str(self.attributes["name"])
 
     @property
     def kind(self) -> str:
@@ -96,7 +97,17 @@ class StudyFile:
     @property
     def level(self) -> float:
         """Confidence level of the intervals."""
-        return float(self.rules.get("ci_level", 0.95))
+        return float(self.rules["ci_level"])
+
+    @property
+    def base_rule(self) -> str:
+        """What speed-up is relative to, in words."""
+        return str(self.rules["base"])
+
+    @property
+    def over(self) -> str:
+        """The factor along which a series goes."""
+        return str(self.attributes["work"]) if self.scaling == "throughput" else "ranks"
 
     @cached_property
     def toml(self) -> Mapping[str, Any]:
@@ -116,10 +127,11 @@ def load_study_file(path: Path) -> StudyFile:
     if schema != SCHEMA:
         raise ReportError(f"{path}: has schema {schema}; this version reads {SCHEMA}")
     _check(path, groups, attributes)
+    rules = store.read_attributes(path, "summary")
     return StudyFile(
         path,
         attributes,
-        store.read_attributes(path, "summary"),
+        {"ci_level": LEVEL, "base": "not stated"} | rules,
         tuple(_points(groups)),
         tuple(_environments(groups.get("environment", {}))),
         groups.get("training", {}),
@@ -128,7 +140,7 @@ def load_study_file(path: Path) -> StudyFile:
 
 
 def _check(path: Path, groups: Groups, attributes: Mapping[str, Any]) -> None:
-    missing = [name for name in ("kind", "scaling", "status", "study") if name not in attributes]
+    missing = [name for name in ("name", "kind", "scaling", "status", "study", "work") if name not in attributes]
     if missing:
         raise ReportError(f"{path}: has no attribute {missing[0]}: is not the file of a study")
     for group, names in NEEDED.items():

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from . import allreduce, text
-from .pool import Pool, label, pools, varying
+from . import allreduce, codec, text, train
+from .deal import Layout
+from .pool import Pool, pools
 from .scaling import scaling
 from .study_file import PLACES, StudyFile
 from .table import Column, Report, Section, Table
 
-Sections = Callable[[StudyFile, Sequence[Pool]], list[Section]]
+Sections = Callable[[StudyFile, Sequence[Pool], Layout], list[Section]]
 KINDS: dict[str, tuple[Sections, Sequence[str]]] = {  # kind: its sections, factors with panels
     "allreduce": (allreduce.sections, allreduce.PANELS),
+    "codec": (codec.sections, codec.PANELS),
+    "train": (train.sections, train.PANELS),
 }
 
 
@@ -20,5 +23,6 @@ def study_report(file: StudyFile) -> Report:
     """Return the report of a study."""
     found = pools(file)
     own, apart = KINDS[file.kind]
-    sections = [*scaling(file, found, apart), *own(file, found)]
+    layout = Layout.of(file, found, apart)
+    sections = [*scaling(file, found, layout), *own(file, found, layout)]
     return Report(file.name, [], sections)

@@ -43,6 +43,12 @@ def interval(low: float, high: float, scale: float = 1.0) -> str:
     return f"{digits(low / scale)} – {digits(high / scale)}"
 
 
+def with_interval(value: float, low: float, high: float) -> str:
+    """Return a number, with its interval in brackets where it has one."""
+    known = isfinite(low) and isfinite(high)
+    return digits(value) + (f" ({interval(low, high)})" if known else "")
+
+
 def time_interval(low_s: float, high_s: float, median_s: float) -> str:
     """Return the ends of an interval in the unit in which its median is shown."""
     return interval(low_s, high_s, time_unit(median_s)[0])
@@ -61,3 +67,8 @@ def size(value: float) -> str:
 def count(number: int, what: str) -> str:
     """Return a number of things, with an s for the plural."""
     return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def signed(difference: float) -> str:
+    """Return a difference with its sign, to two places; one that rounds to zero is positive."""
+    return f"{round(difference, 2) + 0.0:+.2f}"
