@@ -18,8 +18,8 @@ USER_ERROR = 2  # exit status, as argparse has it
 
 def train(arguments: argparse.Namespace, world: World) -> int:
     """Run a job file and print the table of its runs. Collective."""
+    from .signals import Interrupted
     from .train.command import train as run
-    from .train.signals import Interrupted
 
     directory = arguments.out or Path("results") / arguments.file.stem
     try:
@@ -41,6 +41,23 @@ def report(arguments: argparse.Namespace) -> int:
 
     run(arguments.files, png=arguments.png, html=arguments.html, quiet=arguments.quiet)
     return 0
+
+
+def batch(arguments: argparse.Namespace, world: World) -> int:
+    """Measure the unfinished cases of a study's batch. Collective."""
+    from .point.batch import run_batch
+
+    shape = arguments.nodes, arguments.ppn
+    return run_batch(world, arguments.folder, arguments.number, *shape)
+
+
+def study(arguments: argparse.Namespace) -> int:
+    """Do one of the actions of a study."""
+    from importlib import import_module
+
+    from .study.actions import ACTIONS
+
+    return int(import_module(ACTIONS[arguments.action]).run(arguments))
 
 
 def info(arguments: argparse.Namespace, world: World) -> int:
@@ -116,17 +133,41 @@ def add_report(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quiet", action="store_true", help="print no table")
 
 
+def add_study(parser: argparse.ArgumentParser) -> None:
+    """Add the actions of study, each with its own arguments."""
+    from importlib import import_module
+
+    from .study.actions import ACTIONS, add_common
+
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    for name, path in ACTIONS.items():
+        module = import_module(path)
+        added = actions.add_parser(name, help=module.SUMMARY, description=module.__doc__)
+        add_common(added)
+        module.add_arguments(added)
+
+
+def add_batch(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of batch."""
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="of the study")
+    parser.add_argument("number", type=int, metavar="NUMBER", help="of the batch, from 0")
+    parser.add_argument("--nodes", type=int, help="nodes of the job (default: the batch's)")
+    parser.add_argument("--ppn", type=int, help="ranks per node (default: the batch's)")
+
+
 def add_info(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of info: none."""
 
 
 Add = Callable[[argparse.ArgumentParser], None]
 ALONE: dict[str, tuple[Callable[[argparse.Namespace], int], Add, str]] = {
+    "study": (study, add_study, "plan and run a sweep here or by Slurm, collect it; needs no MPI"),
     "report": (report, add_report, "show runs as a table, a figure, a page; needs no MPI"),
 }
 TOGETHER: dict[str, tuple[Callable[[argparse.Namespace, World], int], Add, str]] = {
     "train": (train, add_train, "train a job file's rows with all seeds, on all MPI ranks"),
     "bench": (bench, add_bench, "measure this machine, predict others; codec needs no MPI"),
+    "batch": (batch, add_batch, "measure cases of a study: what its jobs run, on all MPI ranks"),
     "info": (info, add_info, "show versions, the MPI library, hosts, kernels, the GPU"),
 }
 

@@ -19,7 +19,7 @@ from cpdhpc.config import UserError, dump_toml
 from cpdhpc.train.loop import run
 from cpdhpc.train.progress import Display
 from cpdhpc.train.setup import Files, prepare
-from cpdhpc.train.signals import STOPPING, Caught, Interrupted, catching
+from cpdhpc.signals import STOPPING, Caught, Interrupted, catching
 
 TELEMETRY_OFTEN = {"train": {"telemetry_every": 3, "checkpoint_every": 1, "epochs": 3}}
 

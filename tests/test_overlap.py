@@ -20,7 +20,7 @@ from cpdhpc.train.job import Job
 from cpdhpc.train.loop import run
 from cpdhpc.train.progress import Display
 from cpdhpc.train.setup import Files, Training, prepare
-from cpdhpc.train.signals import Caught, Interrupted
+from cpdhpc.signals import Caught, Interrupted
 
 
 @pytest.mark.parametrize("row", AGGREGATORS)

@@ -202,7 +202,7 @@ def test_divergence_names_layer_and_rank_and_keeps_the_checkpoint(tmp_path: Path
     from cpdhpc import store
     from cpdhpc.train.loop import run
     from cpdhpc.train.progress import Display
-    from cpdhpc.train.signals import Caught
+    from cpdhpc.signals import Caught
 
     job = small_job(gradient=ROWS[row], train={"epochs": 1})
     files = Files.of(tmp_path, job)

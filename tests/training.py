@@ -20,7 +20,7 @@ from cpdhpc.train.job import Job
 from cpdhpc.train.loop import run
 from cpdhpc.train.progress import Display
 from cpdhpc.train.setup import Files, Training, prepare
-from cpdhpc.train.signals import Caught
+from cpdhpc.signals import Caught
 
 ROOT = Path(__file__).parent.parent
 IDX = Idx(dir="")

@@ -56,6 +56,13 @@ class Folder:
         """Return where it is told why a case failed."""
         return self.cases / f"{case.id}.failed.txt"
 
+    def failure(self, case: Case) -> str:
+        """Return why a case failed; "" where nothing is told."""
+        try:
+            return self.failure_file(case).read_text(encoding="utf-8").strip()
+        except OSError:
+            return ""
+
     def work(self, case: Case) -> Path:
         """Return the directory for what a case leaves on its way, as checkpoints."""
         return self.path / "work" / case.id
@@ -67,6 +74,12 @@ class Folder:
     def log_file(self, number: int) -> Path:
         """Return where a batch that runs on this machine prints to."""
         return self.logs / f"batch-{number}.log"
+
+    def check(self, study: Study) -> None:
+        """Raise FolderError unless this is the folder of the study."""
+        if not self.study_toml.exists():
+            raise FolderError(f"{self.path}: is no folder of a study: nothing was run there yet")
+        self._check_same(study)
 
     def freeze(self, study: Study) -> None:
         """Make the directories and write the study, unless it is there already.
@@ -98,8 +111,11 @@ class Folder:
 
     def finished(self, case: Case) -> bool:
         """Return whether the case's file is whole and its own; nothing else is trusted."""
+        path = self.case_file(case)
+        if not path.exists():
+            return False
         try:
-            attributes = store.read_attributes(self.case_file(case))
+            attributes = store.read_attributes(path)
         except store.StoreError:
             return False
         return attributes.get("status") == "complete" and attributes.get("case_id") == case.id

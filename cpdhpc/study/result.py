@@ -80,16 +80,14 @@ def write_result(path: Path, case: Case, result: Result) -> None:
         "is_warmup": Variable(("repeat",), result.is_warmup, "1: a warm-up"),
     }
     record = {
-        "case_id": case.id,
+        "cpdhpc_schema": SCHEMA,
+        "software": f"cpdhpc {__version__}",
         "factors": case.all_factors,
         "outcomes": dict(result.outcomes),
         "environment": dict(result.environment),
     }
-    attributes = {
+    attributes = {  # few: each costs time to read where there are thousands of cases
         "kind": "case",
-        "cpdhpc_schema": SCHEMA,
-        "software": "cpdhpc",
-        "software_version": __version__,
         "case_id": case.id,
         "record": json.dumps(record),
         "status": "complete",
@@ -110,17 +108,21 @@ def read_result(path: Path, case: Case) -> Result:
     wanted = {"time_s", "is_warmup", "epoch", "iteration", "layer"}
     wanted |= {name for columns in SERIES.values() for name in columns}
     groups, attributes = store.read(path, wanted)
-    if attributes.get("kind") != "case" or attributes.get("cpdhpc_schema") != SCHEMA:
-        raise StoreError(f"{path}: is no file of a case, or one of another schema")
+    if attributes.get("kind") != "case":
+        raise StoreError(f"{path}: is no file of a case")
     if attributes.get("status") != "complete":
         raise StoreError(f"{path}: is not complete")
     if attributes.get("case_id") != case.id:
         raise StoreError(f"{path}: is of case {attributes.get('case_id')}")
     try:
         record = json.loads(attributes["record"])
+        if record["cpdhpc_schema"] != SCHEMA:
+            raise StoreError(f"{path}: has schema {record['cpdhpc_schema']}, known is {SCHEMA}")
         samples = groups.pop("samples")
         outcomes, environment = record["outcomes"], record["environment"]
         times_s, is_warmup = samples["time_s"], samples["is_warmup"]
-    except (KeyError, ValueError) as error:
+    except StoreError:
+        raise
+    except (KeyError, TypeError, ValueError) as error:
         raise StoreError(f"{path}: is damaged: {error}") from None
     return Result(times_s, is_warmup, outcomes, environment, groups)

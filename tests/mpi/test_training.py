@@ -23,7 +23,7 @@ from cpdhpc.train.job import Job
 from cpdhpc.train.loop import Diverged, run
 from cpdhpc.train.progress import Display
 from cpdhpc.train.setup import Files, prepare
-from cpdhpc.train.signals import Caught, Interrupted, catching
+from cpdhpc.signals import Caught, Interrupted, catching
 from cpdhpc.train.threads import threads_of_rank
 
 pytestmark = pytest.mark.mpi
