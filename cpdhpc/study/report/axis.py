@@ -73,7 +73,11 @@ def _log(axis: Any, set_scale: Any, ticks: list[float]) -> None:
 
 
 def _log2(axis: Any, set_scale: Any, ticks: list[float]) -> None:
-    _base_two(axis, set_scale, ticks, lambda value: f"{value:g}")
+    _base_two(axis, set_scale, ticks, _power)
+
+
+def _power(value: float) -> str:
+    return f"{value:g}" if value >= 1 else f"1/{1 / value:g}"
 
 
 def _size(axis: Any, set_scale: Any, ticks: list[float]) -> None:

@@ -90,8 +90,10 @@ def _fill(figure: Figure, chart: Chart, places: list[Any], columns: int) -> None
 
 
 def _labels(chart: Chart) -> list[str]:
-    """Return what the legend names, each once."""
-    return list(dict.fromkeys(label for panel in chart.panels for label in panel.labels))
+    """Return what the legend names, each once, references without markers last."""
+    named = [each for panel in chart.panels for each in panel.series if each.label]
+    named.sort(key=lambda each: not each.look.marker)
+    return list(dict.fromkeys(each.label for each in named))
 
 
 def _legend_columns(labels: list[str], width: float) -> int:

@@ -1,41 +1,36 @@
-"""A report as one HTML page that needs no other file."""
+"""Reports as one HTML page that needs no other file."""
 
 from __future__ import annotations
 
 from base64 import b64encode
+from collections.abc import Sequence
 
-from .figure import image
-from .runs import Group, Run
-from .table import CAPTION, COLUMNS, rows
+from .chart import Chart, image
+from .table import Report
 
 
-def page(runs: list[Run], groups: list[Group]) -> str:
+def page(reports: Sequence[Report]) -> str:
     """Return the page."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
-        loader=PackageLoader("cpdhpc.study", "."),
+        loader=PackageLoader("cpdhpc.study.report", "."),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    return environment.get_template("report.html").render(
-        columns=COLUMNS,
-        rows=rows(groups),
-        caption=CAPTION,
-        figure=b64encode(image(groups, "png")).decode(),
-        runs=runs,
-        provenance=provenance(runs[0]),
-        jobs=[(group.name, group.runs[0].attributes["toml"]) for group in groups],
+    title = ", ".join(report.title for report in reports)
+    return environment.get_template("page.html").render(
+        title=title, reports=reports, svg=svg, unique=unique
     )
 
 
-def provenance(run: Run) -> dict[str, str]:
-    """Return what a run's file says of where it was made, without what the page shows elsewhere."""
-    shown = ("kind", "schema", "name", "seed", "toml", "status", "parameters")
-    return {
-        key.replace("_", " "): str(value)
-        for key, value in run.attributes.items()
-        if key not in shown and value != ""
-    }
+def svg(chart: Chart) -> str:
+    """Return a figure as the address of an image."""
+    return f"data:image/svg+xml;base64,{b64encode(image(chart, 'svg')).decode()}"
+
+
+def unique(number: int, title: str) -> str:
+    """Return a name that links of the page can go to."""
+    return f"r{number}-" + "".join(c if c.isalnum() else "-" for c in title.lower())

@@ -30,11 +30,6 @@ class Panel:
     rows: Sequence[str] = ()
     top: tuple[str, float, Sequence[float]] | None = None
 
-    @property
-    def labels(self) -> list[str]:
-        """What the legend names."""
-        return [series.label for series in self.series if series.label]
-
     def draw(self, axes: Any) -> None:
         """Draw into matplotlib's axes."""
         for series in self.series:
@@ -86,7 +81,7 @@ class Map:
     places: Sequence[float]
     rows: Sequence[str]
     values: Array
-    labels: Sequence[str] = ()
+    series: Sequence[Series] = ()  # it has none
 
     def draw(self, axes: Any) -> Any:
         """Draw into matplotlib's axes, and return what a colour bar explains."""

@@ -45,24 +45,31 @@ class Series:
 
     def draw(self, axes: Any) -> None:
         """Draw into matplotlib's axes."""
-        plain = self.look.marker in ("", "x", "+")
-        axes.errorbar(
+        plain = self.look.marker in ("", "x", "+", "1")
+        above = 3 if self.look.marker else 2
+        axes.plot(
             self.x,
             self.y,
-            xerr=_reach(self.x, self.x_low, self.x_high),
-            yerr=_reach(self.y, self.low, self.high),
             label=self.label or None,
             color=self.look.color,
-            capsize=2.5,
-            elinewidth=1.1,
-            capthick=1.1,
             marker=self.look.marker or "none",
             markersize=6,
             markeredgecolor=self.look.color if plain else "black",
             markeredgewidth=1.6 if plain else 0.6,
             markevery=self.every,
-            zorder=3 if self.look.marker else 2,
+            zorder=above,
             **{"linestyle": self.look.dash} | JOINS[self.join],
+        )
+        axes.errorbar(
+            self.x,
+            self.y,
+            xerr=_reach(self.x, self.x_low, self.x_high),
+            yerr=_reach(self.y, self.low, self.high),
+            fmt="none",
+            ecolor=self.look.color,
+            capsize=2.5,
+            elinewidth=1.1,
+            zorder=above - 0.5,
         )
 
 

@@ -61,17 +61,24 @@ class Section:
 
 
 @dataclass(frozen=True)
+class Listed:
+    """Points or runs that are not as they were asked for: what of them, and which."""
+
+    what: str
+    items: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
 class Report:
     """What is shown of one study, or of the records of training.
 
-    listed: points or runs that are not in the tables, and why, one line each
     texts: files that belong to it: name and content
     """
 
     title: str
     facts: Sequence[tuple[str, str]]
     sections: Sequence[Section]
-    listed: Sequence[str] = ()
+    listed: Sequence[Listed] = ()
     rules: Sequence[str] = ()
     provenance: Sequence[Table] = ()
     texts: Sequence[tuple[str, str]] = ()

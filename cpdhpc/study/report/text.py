@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from math import isfinite
 
+import numpy as np
+import numpy.typing as npt
+
 NONE = "-"  # where there is nothing to say
 TIMES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 SIZES = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
@@ -62,6 +65,12 @@ def size(value: float) -> str:
         if value >= scale and (value * 100 / scale).is_integer():
             return f"{value / scale:g} {name}"
     return f"{value:,.0f} B"
+
+
+def with_deviation(values: npt.NDArray[np.float64]) -> str:
+    """Return the mean, and the sample standard deviation where there are several values."""
+    deviation = f" ± {values.std(ddof=1):.2f}" if len(values) > 1 else ""
+    return f"{values.mean():.2f}{deviation}"
 
 
 def count(number: int, what: str) -> str:

@@ -10,11 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from . import text
-from .chart import Chart
 from .deal import Layout
+from .layers import KEPT, Observed, layer_charts
 from .naming import cell, heading, label
-from .panel import Map
-from .axis import Axis
 from .pool import Pool, finite
 from .study_file import StudyFile, Value
 from .table import Column, Section, Table
@@ -22,11 +20,7 @@ from .trained import Trained, accuracy_charts, learning_charts
 
 Array = npt.NDArray[Any]
 PANELS = ("data.name", "model.name")
-KEPT = {  # of /telemetry: what is drawn, and how it is called
-    "underflow": "non-zero gradient values that become zero on the wire",
-    "saturated": "non-zero gradient values that saturate on the wire",
-}
-LEAST = 0.05  # %: maps without any more are not drawn
+
 
 
 def sections(file: StudyFile, pools: Sequence[Pool], layout: Layout) -> list[Section]:
@@ -34,7 +28,14 @@ def sections(file: StudyFile, pools: Sequence[Pool], layout: Layout) -> list[Sec
     trained = [_trained(file, pool, layout) for pool in pools]
     charts = [*accuracy_charts(file.name, trained), *learning_charts(file.name, trained)]
     found = [Section("Training", tables=[_table(file, pools, layout)], charts=charts)]
-    maps = [chart for name in KEPT for chart in _maps(file, pools, layout, name)]
+    maps = [
+        chart
+        for name in KEPT
+        if name in file.telemetry
+        for chart in layer_charts(
+            file.name, name, [_observations(file, pool, layout, name) for pool in pools]
+        )
+    ]
     return found + ([Section("Rounding by layer", charts=maps)] if maps else [])
 
 
@@ -131,7 +132,7 @@ def _row(
         *(cell(name, pool.factors[name]) if name in pool.factors else text.NONE for name in names),
         layout.line([pool]).name,
         str(len(pool.points)),
-        with_spread(accuracies),
+        text.with_deviation(accuracies),
         text.signed(pool.mean("accuracy") - base.mean("accuracy")) if base and base is not pool else text.NONE,
         text.time(time.value),
         text.time_interval(time.low, time.high, time.value),
@@ -140,12 +141,6 @@ def _row(
         text.digits(32 * sent / share) if share else text.NONE,
         _underflow(file, pool),
     ]
-
-
-def with_spread(values: Array) -> str:
-    """Return the mean of values, and their sample standard deviation where there are several."""
-    spread = f" ± {values.std(ddof=1):.2f}" if len(values) > 1 else ""
-    return f"{values.mean():.2f}{spread}"
 
 
 def _observed(file: StudyFile, pool: Pool, name: str) -> Array:
@@ -162,31 +157,9 @@ def _underflow(file: StudyFile, pool: Pool) -> str:
     return f"{np.mean(values):.2f}" if values else text.NONE
 
 
-def _maps(file: StudyFile, pools: Sequence[Pool], layout: Layout, name: str) -> list[Chart]:
-    """Return a figure for each set of pools that share their panels' factors."""
-    drawn: dict[str, list[Map]] = {}
-    for pool in pools:
-        values = _observed(file, pool, name).T
-        if not values.size or np.nan_to_num(values).max() < LEAST:
-            continue
-        at = file.telemetry["iteration"][pool.points[0].index]
-        panel = Map(
-            layout.line([pool]).name,
-            Axis("iteration"),
-            Axis(""),
-            at[at >= 0][: values.shape[1]],
-            [str(layer) for layer in file.telemetry["layer"]],
-            values,
-        )
-        drawn.setdefault(label(pool.factors, _apart(layout)), []).append(panel)
-    return [
-        Chart(
-            f"{name}_{shape.replace(' ', '_')}",
-            f"{file.name}: {name} by layer, {shape}",
-            [f"{KEPT[name].capitalize()}; mean over seeds. Maps without any are left out."],
-            f"{name.capitalize()} of each layer over the training, on {shape}.",
-            panels,
-            colours=f"{name} / %",
-        )
-        for shape, panels in drawn.items()
-    ]
+def _observations(file: StudyFile, pool: Pool, layout: Layout, name: str) -> Observed:
+    at = file.telemetry["iteration"][pool.points[0].index]
+    values = _observed(file, pool, name).T
+    layers = [str(layer) for layer in file.telemetry["layer"]]
+    panel = label(pool.factors, _apart(layout))
+    return Observed(panel, layout.line([pool]).name, at[at >= 0][: values.shape[1]], layers, values)
