@@ -75,7 +75,9 @@ def allreduce_columns(
                 bounds.append(share / 2.5e9)
     names = ("nodes", "ppn", "ranks", "size_bytes", "algorithm", "wire", "value_scaling")
     names += ("accumulate", "wire_bytes")
-    columns = {name: list(column) for name, column in zip(names, zip(*rows, strict=True), strict=True)}
+    columns = {
+        name: list(column) for name, column in zip(names, zip(*rows, strict=True), strict=True)
+    }
     errors = {"raw": 3e-8, "e4m3": 2.4e-2, "e3m0": 0.17}
     columns["error"] = [errors[wire] for wire in columns["wire"]]
     columns["bound_s"] = bounds
@@ -115,7 +117,9 @@ def train_columns(
                 rows.append((*row, right, (100 - right) / 20, 300_000.0, float(sent)))
                 work = 2e-3 * (1 if weak else 1 / p)
                 times.append(work + sent / 1e9 + 1e-4 * (p > 1) + 2e-4 * (scaling == "aps"))
-    columns = {name: list(column) for name, column in zip(names, zip(*rows, strict=True), strict=True)}
+    columns = {
+        name: list(column) for name, column in zip(names, zip(*rows, strict=True), strict=True)
+    }
     return columns, np.array(times)
 
 
@@ -131,9 +135,7 @@ def samples(
     warm = np.zeros((n, repeats), np.uint8)
     warm[:, :WARMUPS] = 1
     by, both = ("point",), ("point", "repeat")
-    named = [
-        "_".join(str(columns[k][i]) for k in columns if k in FACTORS) for i in range(n)
-    ]
+    named = ["_".join(str(columns[k][i]) for k in columns if k in FACTORS) for i in range(n)]
     return {
         "point": (by, np.arange(n)),
         "repeat": (("repeat",), np.arange(repeats)),
@@ -149,7 +151,16 @@ def samples(
     }
 
 
-FACTORS = ("nodes", "ppn", "ranks", "size_bytes", "algorithm", "wire", "value_scaling", "accumulate")
+FACTORS = (
+    "nodes",
+    "ppn",
+    "ranks",
+    "size_bytes",
+    "algorithm",
+    "wire",
+    "value_scaling",
+    "accumulate",
+)
 FACTORS += ("gradient.aggregator", "gradient.wire", "gradient.scaling", "seed", "train.batch")
 PLACES = {"nodes", "ppn", "ranks"}
 
@@ -324,7 +335,9 @@ def write_study(
         for name, variables in groups.items():
             _write_group(file.create_group(name), variables)
         file["summary"].attrs["ci_level"] = LEVEL
-        file["summary"].attrs["base"] = f"fewest ranks, then least {WORK[kind]}, of the points alike"
+        file["summary"].attrs["base"] = (
+            f"fewest ranks, then least {WORK[kind]}, of the points alike"
+        )
     return path
 
 

@@ -44,7 +44,7 @@ def _size(pool: Pool) -> float:
 
 
 def _share(pool: Pool) -> float:
-    """Return 2 (p - 1) / p: the least part of the data that leaves a rank of p, as in nccl-tests."""
+    """Return 2 (p - 1) / p, the least share of the data that leaves a rank; as in nccl-tests."""
     return 2 * (pool.ranks - 1) / pool.ranks
 
 
@@ -60,7 +60,6 @@ def bound(pool: Pool) -> Estimate:
 
 
 def _table(file: StudyFile, pools: Sequence[Pool]) -> Table:
-    percent = f"{100 * file.level:g} %"
     differing = varying([pool.factors for pool in pools])
     names = [name for name in METHOD if name in differing or name == "algorithm"]
     columns = [
@@ -69,7 +68,7 @@ def _table(file: StudyFile, pools: Sequence[Pool]) -> Table:
         *(Column(heading(name), numbers=False) for name in names),
         Column("n"),
         Column("median"),
-        Column(f"{percent} CI"),
+        Column(f"{file.percent} CI"),
         Column("busbw\nGB/s"),
         Column("times as\nfast as mpi"),
         Column("bound"),
@@ -156,9 +155,7 @@ def _methods(pools: Sequence[Pool]) -> list[list[Pool]]:
     return [sorted(group, key=_size) for group in found.values()]
 
 
-def _chart(
-    file: StudyFile, kind: Kind, dealt: Dealt, foreign: Sequence[Line], name: str
-) -> Chart:
+def _chart(file: StudyFile, kind: Kind, dealt: Dealt, foreign: Sequence[Line], name: str) -> Chart:
     what = kind.axis.partition(" /")[0]
     pools = [pool for lines in dealt.panels.values() for line in lines for pool in line.pools]
     known = bool(finite(pool.mean("bound_s") for pool in pools))
@@ -169,7 +166,7 @@ def _chart(
     return Chart(
         name,
         f"{file.name}: {what} of all-reduces by size, {where}",
-        [f"Medians of the slowest rank's times, bars: {100 * file.level:g} % CI.{beside} {bounds}"],
+        [f"Medians of the slowest rank's times, bars: {file.percent} CI.{beside} {bounds}"],
         f"{what.capitalize()} by size on {where}.",
         panels_with(
             {

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 WIDTH, HEIGHT = 3.7, 2.9  # of a panel, inches
 LINE = 0.2  # height of a line of text, inches
-STYLE: dict[str, Any] = {
+STYLE: Any = {
     "font.size": 9,
     "axes.axisbelow": True,
     "axes.spines.top": False,
@@ -48,6 +48,7 @@ class Chart:
 def draw(chart: Chart) -> Figure:
     """Return the figure."""
     from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     columns = min(chart.columns, len(chart.panels))
     rows = ceil(len(chart.panels) / columns)
@@ -56,9 +57,9 @@ def draw(chart: Chart) -> Figure:
     notes = [line for note in chart.notes for line in _wrapped(note, wide)]
     legend = _legend_rows(chart, wide)
     head, foot = LINE * (1.6 + len(notes)), LINE * (legend + 0.5 if legend else 0)
-    figure = Figure(figsize=(wide, high + head + foot), layout="constrained")
     total = high + head + foot
-    figure.get_layout_engine().set(rect=(0, foot / total, 1, high / total))
+    layout = ConstrainedLayoutEngine(rect=(0, foot / total, 1, high / total))
+    figure = Figure(figsize=(wide, total), layout=layout)
     figure.text(0.1 / wide, 1 - 0.07 / total, chart.title, va="top", weight="bold", size=11)
     under = 1 - (0.07 + 1.35 * LINE) / total
     figure.text(0.1 / wide, under, "\n".join(notes), va="top", size=8.5, color="#444444")
@@ -77,6 +78,8 @@ def _wrapped(note: str, width: float) -> list[str]:
 def _fill(figure: Figure, chart: Chart, places: list[Any], columns: int) -> None:
     used = places[: len(chart.panels)]
     maps = [panel.draw(axes) for axes, panel in zip(used, chart.panels, strict=True)]
+    for axes, panel in zip(used, chart.panels, strict=True):
+        panel.finish(axes)
     if chart.shared:
         for axes in used:
             axes.label_outer()
@@ -109,7 +112,7 @@ def _add_legend(figure: Figure, chart: Chart, width: float) -> None:
     labels = _labels(chart)
     if not labels:
         return
-    known = {}
+    known: dict[Any, Any] = {}
     for axes in figure.axes:
         handles, names = axes.get_legend_handles_labels()
         known |= dict(zip(names, handles, strict=True))

@@ -19,6 +19,7 @@ from .table import Column, Section, Table
 GIGA = 1e9
 BASELINE = "memcpy"
 PANELS = ("operation",)
+APART = 0.1  # of a row: operations below one another
 
 
 def sections(file: StudyFile, pools: Sequence[Pool], layout: Layout) -> list[Section]:
@@ -31,16 +32,12 @@ def sections(file: StudyFile, pools: Sequence[Pool], layout: Layout) -> list[Sec
     chart = Chart(
         "rate_by_format",
         f"{file.name}: rate of the codec",
-        [f"float32 data of all ranks / median time of the slowest; bars: {_percent(file)} CI."],
+        [f"float32 data of all ranks / median time of the slowest; bars: {file.percent} CI."],
         "Rate by format, with memcpy of the same data on as many ranks.",
         [panel for panel in panels if panel.rows],
         columns=2,
     )
     return [Section("Codec", tables=[_table(file, pools)], charts=[chart] if chart.panels else [])]
-
-
-def _percent(file: StudyFile) -> str:
-    return f"{100 * file.level:g} %"
 
 
 def _place(pool: Pool) -> str:
@@ -60,10 +57,11 @@ def _panel(place: str, pools: Sequence[Pool], drawn: dict[str, Look]) -> Panel:
     own = [pool for pool in pools if not _is_base(pool)]
     rows = list(dict.fromkeys(str(pool.factors["format"]) for pool in own))
     series = []
-    for name, look in drawn.items():
+    for index, (name, look) in enumerate(drawn.items()):
+        aside = APART * (index - (len(drawn) - 1) / 2)
         group = [pool for pool in own if pool.factors["operation"] == name]
         rates = [_rate(pool) for pool in group]
-        at = [float(rows.index(str(pool.factors["format"]))) for pool in group]
+        at = [aside + rows.index(str(pool.factors["format"])) for pool in group]
         x, low, high = (list(column) for column in zip(*rates, strict=True)) if rates else ([],) * 3
         series.append(Series(name, look, x, at, join="none", x_low=low, x_high=high))
     for pool in pools:
@@ -81,7 +79,7 @@ def _table(file: StudyFile, pools: Sequence[Pool]) -> Table:
         Column("format", numbers=False),
         Column("n"),
         Column("median"),
-        Column(f"{_percent(file)} CI"),
+        Column(f"{file.percent} CI"),
         Column("rate\nGB/s"),
         Column("of memcpy's"),
     ]
@@ -90,8 +88,8 @@ def _table(file: StudyFile, pools: Sequence[Pool]) -> Table:
 
 
 CAPTION = (
-    "Rate: float32 data of all ranks / median time of the slowest. Of memcpy's: of the same data on "
-    "as many ranks in this study; in brackets the interval, which takes in both medians'."
+    "Rate: float32 data of all ranks / median time of the slowest. Of memcpy's: of the same data "
+    "on as many ranks in this study; in brackets the interval, which takes in both medians'."
 )
 
 

@@ -42,7 +42,9 @@ def report(
     of_runs = runs_report(runs, group(runs)) if runs else None
     reports += [of_runs] if of_runs else []
     if png is not None and of_runs is None:
-        raise ReportError(f"--png {png}: is of training runs; --figures DIR writes those of studies")
+        raise ReportError(
+            f"--png {png}: is of training runs; --figures DIR writes those of studies"
+        )
     show(reports, terminal, quiet)
     if png is not None and of_runs is not None:
         _write(png, image(overview(of_runs.charts), "png"))

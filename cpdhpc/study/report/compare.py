@@ -123,8 +123,8 @@ def _flat(environment: Mapping[str, str]) -> dict[str, str]:
 
 def asked(comparison: Comparison) -> list[str]:
     """Return the keys in which the studies' texts differ, besides the name."""
-    texts = [str(file.attributes["study"]) for file in (comparison.before, comparison.after)]
+    one, other = (str(f.attributes["study"]) for f in (comparison.before, comparison.after))
     keys = ["name"]
-    while (key := difference(*texts, ignored=keys)) is not None:
+    while (key := difference(one, other, keys)) is not None:
         keys.append(key)
     return keys[1:]

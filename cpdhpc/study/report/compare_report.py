@@ -18,7 +18,7 @@ MOST = 50  # rows of the figure
 ROW = 0.2  # height of one, inches
 LOOKS: dict[Verdict, Look] = {
     "slower": Look("#b3204d", ">"),
-    "faster": Look("#4aa3df", "<"),
+    "faster": Look("#63b8ee", "<"),
     "unknown": Look("#000000", "x"),
     "alike": Look("#b9bec5", "o"),
 }
@@ -37,10 +37,10 @@ def compare_report(comparison: Comparison) -> Report:
     points = len(comparison.changes)
     chance = f"{points * (1 - before.level):.2g}"
     notes = [
-        f"A point changed if the {100 * before.level:g} % interval of the ratio of its medians does "
-        "not hold 1: the intervals of both medians, each wide enough for both to hold, do not "
-        f"overlap. Were nothing different, {chance} of {text.count(points, 'point')} or fewer would "
-        "be called changed by chance on average."
+        f"A point changed if the {before.percent} interval of the ratio of its medians does not "
+        "hold 1: the intervals of both medians, each wide enough for both to hold, do not overlap. "
+        f"Were nothing different, {chance} of {text.count(points, 'point')} or fewer would be "
+        "called changed by chance on average."
     ]
     return Report(
         f"{before.name} and {after.name}" if before.name != after.name else before.name,
@@ -68,13 +68,12 @@ def _names(comparison: Comparison) -> list[str]:
 
 def _table(comparison: Comparison) -> Table:
     names = _names(comparison)
-    percent = f"{100 * comparison.before.level:g} %"
     columns = [
         Column("point", numbers=False),
         Column("A: median"),
         Column("B: median"),
         Column("B / A"),
-        Column(f"{percent} CI"),
+        Column(f"{comparison.before.percent} CI"),
         Column("", numbers=False),
     ]
     rows = [
@@ -99,7 +98,7 @@ def _chart(comparison: Comparison) -> Chart:
     series = [_series(ordered, verdict) for verdict in VERDICTS]
     series.append(Series("", IDEAL, [1, 1], [-0.6, len(ordered) - 0.4]))
     left = len(comparison.changes) - len(ordered)
-    note = f"Ratio of medians; bars: {100 * comparison.before.level:g} % CI."
+    note = f"Ratio of medians; bars: {comparison.before.percent} CI."
     note += f" The {MOST} that changed most; {left} more are in the table." if left else ""
     ends = [end for c in ordered for end in c.times if end > 0]
     x = spread("time of B / time of A", ends, "log", 4, start=None)
@@ -135,7 +134,9 @@ def _listed(comparison: Comparison) -> list[Listed]:
         *((f"{name} differs (A, B)", items) for name, items in computed(comparison).items()),
     ]
     listed = [
-        Listed(f"{what}, {text.count(len(items), 'point')}", items) for what, items in found if items
+        Listed(f"{what}, {text.count(len(items), 'point')}", items)
+        for what, items in found
+        if items
     ]
     keys = asked(comparison)
     return listed + ([Listed("the studies differ in", keys)] if keys else [])

@@ -78,7 +78,10 @@ class Layout:
 
     def deal(self, groups: Iterable[Sequence[Pool]], without: Iterable[str] = ()) -> Dealt:
         """Return groups of pools by panel. without: factors that name no panel here."""
-        names = [name for name in self.panels if name not in without]
+        groups = list(groups)
+        alone = any(len({pool.ranks for pool in group}) == 1 for group in groups)
+        ranks = ["ranks"] if alone and len({group[0].ranks for group in groups}) > 1 else []
+        names = [*ranks, *(name for name in self.panels if name not in without)]
         found: dict[str, list[Line]] = {}
         inner = set()
         for group in groups:
@@ -86,7 +89,8 @@ class Layout:
             found.setdefault(title, []).append(self.line(group))
             inner.add(label(group[0].factors, names[1:]))
         by_rows = names[:1] == ["size_bytes"] and 1 < len(inner) <= WIDEST
-        return Dealt(found, len(inner) if by_rows else 3)
+        even = 2 if len(found) == 4 else 3
+        return Dealt(found, len(inner) if by_rows else even)
 
 
 def _is_number(name: str, of: Iterable[Factors]) -> bool:

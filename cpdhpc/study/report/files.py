@@ -1,4 +1,4 @@
-"""Files given to a report: studies and records of training runs, by themselves or in directories."""
+"""Files given to a report: studies and records of training runs, or directories of them."""
 
 from __future__ import annotations
 

@@ -6,16 +6,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import cycle
 
-# Neighbours differ in lightness; each is at least 2.3:1 in contrast with white.
+# Neighbours differ in lightness; each is at least 2.1:1 in contrast with white.
 COLOURS = (
     "#0b3c6f",  # dark blue
-    "#e07b00",  # orange
+    "#ef9a1a",  # orange
     "#1f8a70",  # green
     "#b3204d",  # crimson
-    "#4aa3df",  # sky
+    "#63b8ee",  # sky
     "#5b2a86",  # violet
     "#8c6d1f",  # ochre
-    "#d66ba0",  # pink
+    "#e08fbd",  # pink
     "#2f2f2f",  # near black
     "#7f7f7f",  # grey
 )

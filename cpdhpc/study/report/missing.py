@@ -51,7 +51,8 @@ def _why(file: StudyFile, case: Case) -> str:
 def _reserves(file: StudyFile) -> list[Listed]:
     relative = file.toml.get("measure", {}).get("relative", float("inf"))
     few = [point for point in file.points if isnan(point.summary["ci_low_s"])]
-    wide = [point for point in file.points if _half_width(point) > relative]
+    stops = file.kind != "train"  # which goes to its end, however wide the interval is
+    wide = [point for point in file.points if stops and _half_width(point) > relative]
     restarted = [point for point in file.points if point.outcomes.get("restarts", 0) > 0]
     asked = f"interval wider than the ±{100 * relative:g} % asked for"
     found = [
@@ -60,7 +61,9 @@ def _reserves(file: StudyFile) -> list[Listed]:
         ("measured after a restart of the batch", [point.case_id for point in restarted]),
     ]
     return [
-        Listed(f"{what}, {text.count(len(items), 'point')}", items) for what, items in found if items
+        Listed(f"{what}, {text.count(len(items), 'point')}", items)
+        for what, items in found
+        if items
     ]
 
 

@@ -66,8 +66,10 @@ def constant(of: Sequence[Factors], without: Iterable[str] = ()) -> dict[str, Va
 
 def label(factors: Factors, names: Iterable[str]) -> str:
     """Return the values of factors as a name for people, without those that are not used."""
-    words = [said(name, factors[name]) for name in names if name in factors]
-    return " ".join(word for word in words if word)
+    used = [name for name in names if name in factors]
+    words = [said(name, factors[name]) for name in used if isinstance(factors[name], str)]
+    numbers = [said(name, factors[name]) for name in used if not isinstance(factors[name], str)]
+    return ", ".join([*numbers, " ".join(filter(None, words))]).removesuffix(", ")
 
 
 def said(name: str, value: Value) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .axis import Axis
-from .series import Series
+from .series import Series, Values
 
 Array = npt.NDArray[Any]
 
@@ -34,6 +34,9 @@ class Panel:
         """Draw into matplotlib's axes."""
         for series in self.series:
             series.draw(axes)
+
+    def finish(self, axes: Any) -> None:
+        """Set up the axes, once all panels that share them are drawn."""
         self.x.apply(axes.xaxis, axes.set_xscale, axes.set_xlim)
         self.y.apply(axes.yaxis, axes.set_yscale, axes.set_ylim)
         if self.rows:
@@ -78,14 +81,14 @@ class Map:
     title: str
     x: Axis
     y: Axis
-    places: Sequence[float]
+    places: Values
     rows: Sequence[str]
     values: Array
     series: Sequence[Series] = ()  # it has none
 
     def draw(self, axes: Any) -> Any:
         """Draw into matplotlib's axes, and return what a colour bar explains."""
-        mesh = axes.pcolormesh(
+        return axes.pcolormesh(
             _edges(self.places),
             np.arange(len(self.rows) + 1) - 0.5,
             self.values,
@@ -94,14 +97,16 @@ class Map:
             vmax=100,
             rasterized=True,
         )
+
+    def finish(self, axes: Any) -> None:
+        """Set up the axes."""
         axes.set_yticks(range(len(self.rows)), self.rows, fontsize="x-small")
         axes.set_ylim(len(self.rows) - 0.5, -0.5)
         axes.set_title(self.title, fontsize="medium")
         axes.set(xlabel=self.x.label, ylabel=self.y.label)
-        return mesh
 
 
-def _edges(places: Sequence[float]) -> Array:
+def _edges(places: Values) -> Array:
     """Return where the cells of places end: half-way between them."""
     at = np.asarray(places, float)
     half = (at[1] - at[0]) / 2 if len(at) > 1 else 0.5

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import isfinite, nan
@@ -135,7 +135,9 @@ def pools(file: StudyFile) -> list[Pool]:
     first = {  # order of appearance for names, of size for numbers
         name: list(dict.fromkeys(pool.factors.get(name, "") for pool in found)) for name in names
     }
-    return sorted(found, key=lambda pool: [_order(pool.factors.get(n, ""), first[n]) for n in names])
+    return sorted(
+        found, key=lambda pool: [_order(pool.factors.get(n, ""), first[n]) for n in names]
+    )
 
 
 def _pool(file: StudyFile, members: list[Point]) -> Pool:

@@ -37,16 +37,15 @@ def scaling(file: StudyFile, pools: Sequence[Pool], layout: Layout) -> list[Sect
 
 
 def _table(file: StudyFile, pools: Sequence[Pool], layout: Layout) -> Table:
-    percent = f"{100 * file.level:g} %"
     names = [*layout.panels, *file.weak]
     columns = [
         *(Column(heading(name), isinstance(_first(pools, name), int | float)) for name in names),
         Column(layout.heading, numbers=False),
         Column("ranks"),
         Column("median"),
-        Column(f"{percent} CI"),
+        Column(f"{file.percent} CI"),
         Column("speed-up"),
-        Column(f"{percent} CI"),
+        Column(f"{file.percent} CI"),
         Column("effi-\nciency %"),
         Column("base", numbers=False),
     ]
@@ -165,8 +164,9 @@ def _chart(file: StudyFile, dealt: Dealt, kind: Kind, name: str) -> Chart:
     return Chart(
         name,
         f"{file.name}: {what}, {file.scaling} scaling",
-        [f"{_weak(file)}Medians of the slowest rank's times, bars: {100 * file.level:g} % CI.{base}"],
-        f"{what.capitalize()} over {heading(file.over)}. " + (GUIDE if file.over == "ranks" else ""),
+        [f"{_weak(file)}Medians of the slowest rank's times, bars: {file.percent} CI.{base}"],
+        f"{what.capitalize()} over {heading(file.over)}. "
+        + (GUIDE if file.over == "ranks" else ""),
         panels_with(
             {title: _series(lines, kind, file.over) for title, lines in dealt.panels.items()},
             _places(dealt, file.over),

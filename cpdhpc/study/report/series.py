@@ -12,6 +12,7 @@ import numpy.typing as npt
 from .look import Look
 
 Array = npt.NDArray[Any]
+Values = Sequence[float] | Array
 Join = Literal["line", "guide", "steps", "none"]
 JOINS: dict[Join, dict[str, Any]] = {
     "line": {"linewidth": 1.5},
@@ -34,13 +35,13 @@ class Series:
 
     label: str
     look: Look
-    x: Sequence[float]
-    y: Sequence[float]
-    low: Sequence[float] | None = None
-    high: Sequence[float] | None = None
+    x: Values
+    y: Values
+    low: Values | None = None
+    high: Values | None = None
     join: Join = "line"
-    x_low: Sequence[float] | None = None
-    x_high: Sequence[float] | None = None
+    x_low: Values | None = None
+    x_high: Values | None = None
     every: tuple[int, int] = (0, 1)
 
     def draw(self, axes: Any) -> None:
@@ -73,7 +74,7 @@ class Series:
         )
 
 
-def _reach(values: Sequence[float], low: Any, high: Any) -> Array | None:
+def _reach(values: Values, low: Any, high: Any) -> Array | None:
     """Return how far the ends of intervals are from values, as errorbar wants it."""
     if low is None or high is None:
         return None

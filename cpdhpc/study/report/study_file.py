@@ -100,6 +100,11 @@ class StudyFile:
         return float(self.rules["ci_level"])
 
     @property
+    def percent(self) -> str:
+        """Confidence level in words."""
+        return f"{100 * self.level:g} %"
+
+    @property
     def base_rule(self) -> str:
         """What speed-up is relative to, in words."""
         return str(self.rules["base"])
@@ -140,7 +145,11 @@ def load_study_file(path: Path) -> StudyFile:
 
 
 def _check(path: Path, groups: Groups, attributes: Mapping[str, Any]) -> None:
-    missing = [name for name in ("name", "kind", "scaling", "status", "study", "work") if name not in attributes]
+    missing = [
+        name
+        for name in ("name", "kind", "scaling", "status", "study", "work")
+        if name not in attributes
+    ]
     if missing:
         raise ReportError(f"{path}: has no attribute {missing[0]}: is not the file of a study")
     for group, names in NEEDED.items():

@@ -57,12 +57,17 @@ def _facts(file: StudyFile, found: Sequence[Pool]) -> list[tuple[str, str]]:
         ("what", f"{file.scaling} scaling of {file.kind}"),
         ("points", f"{len(file.points)}" + (f", {missing} missing" if missing else "")),
         ("ranks", ", ".join(map(str, ranks))),
-        ("repeats", f"{min(repeats)} to {max(repeats)} a point, without warm-ups"),
+        ("repeats", f"{_range(repeats)} a point, without warm-ups"),
         ("base", file.base_rule),
         *([("the same in all", ", ".join(same))] if same else []),
         ("hosts", "; ".join(hosts)),
         ("written", str(file.attributes.get("date", ""))),
     ]
+
+
+def _range(numbers: Sequence[int]) -> str:
+    low, high = min(numbers), max(numbers)
+    return f"{low}" if low == high else f"{low} to {high}"
 
 
 def _spread(found: Sequence[Pool]) -> Table:

@@ -7,6 +7,7 @@ from math import isfinite
 import numpy as np
 import numpy.typing as npt
 
+DASH = "\N{EN DASH}"  # between the ends of an interval
 NONE = "-"  # where there is nothing to say
 TIMES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 SIZES = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
@@ -43,7 +44,7 @@ def interval(low: float, high: float, scale: float = 1.0) -> str:
     """Return both ends of an interval, without a unit; scale: the unit's."""
     if not (isfinite(low) and isfinite(high)):
         return NONE
-    return f"{digits(low / scale)} – {digits(high / scale)}"
+    return f"{digits(low / scale)} {DASH} {digits(high / scale)}"
 
 
 def with_interval(value: float, low: float, high: float) -> str:

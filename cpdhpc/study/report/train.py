@@ -22,7 +22,6 @@ Array = npt.NDArray[Any]
 PANELS = ("data.name", "model.name")
 
 
-
 def sections(file: StudyFile, pools: Sequence[Pool], layout: Layout) -> list[Section]:
     """Return what is shown of a study of trainings, besides its scaling."""
     trained = [_trained(file, pool, layout) for pool in pools]
@@ -88,7 +87,7 @@ def _table(file: StudyFile, pools: Sequence[Pool], layout: Layout) -> Table:
         Column("accuracy\n%"),
         Column("to float32\npoints"),
         Column("step"),
-        Column(f"{100 * file.level:g} % CI"),
+        Column(f"{file.percent} CI"),
         Column("training\ns"),
         Column("sent per\nstep, rank"),
         Column("bits per\nvalue"),
@@ -133,7 +132,9 @@ def _row(
         layout.line([pool]).name,
         str(len(pool.points)),
         text.with_deviation(accuracies),
-        text.signed(pool.mean("accuracy") - base.mean("accuracy")) if base and base is not pool else text.NONE,
+        text.signed(pool.mean("accuracy") - base.mean("accuracy"))
+        if base and base is not pool
+        else text.NONE,
         text.time(time.value),
         text.time_interval(time.low, time.high, time.value),
         text.digits(float(times_s.mean())),
@@ -153,6 +154,8 @@ def _observed(file: StudyFile, pool: Pool, name: str) -> Array:
 
 
 def _underflow(file: StudyFile, pool: Pool) -> str:
+    if pool.factors.get(AGGREGATOR) == "none":
+        return text.NONE
     values = finite(_observed(file, pool, "underflow").ravel())
     return f"{np.mean(values):.2f}" if values else text.NONE
 

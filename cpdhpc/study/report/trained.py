@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
 from .axis import Axis, spread
@@ -190,14 +189,14 @@ def learning_charts(title: str, trained: Sequence[Trained]) -> list[Chart]:
     accuracy = Axis("test accuracy / %")
     loss = spread("test loss / nat", [x for each in kept for x in each.loss], "log", 3)
     return [
-        _learning("accuracy_by_epoch", f"{title}: accuracy over epochs", kept, "accuracy", accuracy),
+        _learning(
+            "accuracy_by_epoch", f"{title}: accuracy over epochs", kept, "accuracy", accuracy
+        ),
         _learning("loss_by_epoch", f"{title}: loss over epochs", kept, "loss", loss),
     ]
 
 
-def _learning(
-    name: str, title: str, trained: Sequence[Trained], what: str, y: Axis
-) -> Chart:
+def _learning(name: str, title: str, trained: Sequence[Trained], what: str, y: Axis) -> Chart:
     groups: dict[str, list[Series]] = {}
     for each in trained:
         lines = groups.setdefault(each.panel, [])
