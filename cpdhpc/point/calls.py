@@ -56,20 +56,20 @@ class Calls(Measuring):
     def visit(self, place: Place, caught: Caught) -> None:
         """Make the call ready and time it a few times. Collective."""
         world, measure = place.world, self.measure
-        began_s, left = time.perf_counter(), measure.max_repeats - len(self.counted)
+        left = measure.max_repeats - len(self.counted)
         with own_cores(world) as cores:
             place.cores = cores
             with self.call(place, check=not len(self.times_s)) as call:
-                repeats = min(measure.block, left)
+                repeats, began_s = min(measure.block, left), time.perf_counter()
                 times_s = interleave_ranks(
                     world, {0: call.run}, repeats, measure.warmup, lambda _: call.prepare()
                 )[0]
+                spent_ns = np.array([int((time.perf_counter() - began_s) * 1e9)])
         self.outcomes |= call.outcomes
         over_ranks = (times_s.max(axis=1), times_s.min(axis=1), times_s.mean(axis=1))
         self.times_s = np.concatenate([self.times_s, np.stack(over_ranks, axis=1)])
         flags = (np.arange(len(times_s)) < measure.warmup).astype(np.uint8)
         self.is_warmup = np.concatenate([self.is_warmup, flags])
-        spent_ns = np.array([int((time.perf_counter() - began_s) * 1e9)])
         self.spent_s += float(world.max(spent_ns)[0]) / 1e9
         self.done = self._is_done()  # the same on all ranks, as all it looks at is
 

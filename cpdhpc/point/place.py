@@ -41,18 +41,17 @@ def prove(world: World, nodes: int, ppn: int) -> None:
 
     MPI is asked, not the scheduler: SLURM_PROCID and its like are wrong under mpirun.
     """
-    asked = f"asked for were {nodes * ppn} ({nodes} node(s) with {ppn})"
+    asked = f"asked for were {nodes * ppn} (nodes x ranks per node: {nodes} x {ppn})"
     if world.size != nodes * ppn:
-        reason = "each process is alone: " if world.size == 1 else ""
-        raise PlacementError(
-            f"batch: MPI has {world.size} process(es), {asked}: {reason}"
-            + CURE.format(library=library_version())
-        )
+        found = "1 process" if world.size == 1 else f"{world.size} processes"
+        alone = "every process is alone: " if world.size == 1 else ""
+        cure = CURE.format(library=library_version())
+        raise PlacementError(f"batch: MPI has {found}, {asked}: {alone}{cure}")
     counts = Counter(world.nodes)
     if len(counts) != nodes or set(counts.values()) != {ppn}:
-        found = " + ".join(str(count) for count in counts.values())
+        found = " + ".join(map(str, counts.values()))
         raise PlacementError(
-            f"batch: MPI has {found} processes on {len(counts)} node(s), {asked}: ask Slurm for "
+            f"batch: MPI has {found} processes, by nodes; {asked}: ask Slurm for "
             f"--nodes={nodes} --ntasks-per-node={ppn}, not for --ntasks alone"
         )
 

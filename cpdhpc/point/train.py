@@ -83,7 +83,7 @@ def _job(study: Study, case: Case) -> Job:
         for part in reversed(("train.seed" if name == "seed" else name).split(".")):
             change = {part: change}
         raw = merge(raw, change)
-    return validate(Job, raw | {"name": "case"}, f"case {case.id}")
+    return validate(Job, raw | {"name": case.id}, f"case {case.id}")
 
 
 def _series(record: Record, iterations_per_epoch: int) -> Series:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from .case import Case
 from .kind import Value
 from .spec import Study
-from .sweep import base_factors
+from .sweep import SAME, base_factors
 
 SHAPE = ("nodes", "ppn", "ranks")
 
@@ -31,10 +31,13 @@ class Base:
     @classmethod
     def of(cls, study: Study) -> Base:
         """Return the rule of a study."""
-        named, work = base_factors(study), study.of_kind.work
+        work = study.of_kind.work
+        same = study.base.get("ranks") == SAME
+        named = base_factors(study)
         free = {"throughput": {work}, "weak": {*SHAPE, *study.weak}, "strong": {*SHAPE}}
+        varies = set() if same else free[study.scaling]
         shape = SHAPE if set(named) & set(SHAPE) else ()
-        return cls(named, frozenset({*free[study.scaling], *named, *shape}), work)
+        return cls(named, frozenset({*varies, *named, *shape}), work)
 
     def points(self, cases: Sequence[Case]) -> npt.NDArray[np.int64]:
         """Return the index of each case's base among cases, -1 where there is none.
@@ -79,6 +82,7 @@ class Base:
 
     def __str__(self) -> str:
         free = ", ".join(sorted(self.free - set(self.named)))
-        named = ", ".join(f"{name} = {value}" for name, value in self.named.items())
-        where = f" among those with {named}" if named else ""
-        return f"fewest ranks, then least {self.work},{where} of the points alike but in {free}"
+        named = " and ".join(f"{name} = {value}" for name, value in self.named.items())
+        alike = f"alike but in {free}" if free else "alike in all else"
+        where = f" that have {named} and are {alike}" if named else f" that are {alike}"
+        return f"of the points{where}, that of fewest ranks, then of least {self.work}"

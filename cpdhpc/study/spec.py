@@ -31,7 +31,7 @@ class Measure(Section):
 
     A case is visited again and again, with others in between: warmup calls and then block repeats
     a visit. It ends after min_repeats once the confidence interval of the median is within
-    relative of it on both sides, after max_repeats, or after max_time_s of visits. So many cases
+    relative of it on both sides, after max_repeats, or after max_time_s of calls. So many cases
     take turns as interleave says; seed: of their order.
     """
 
@@ -79,6 +79,7 @@ class Run(Section):
 class Study(Section):
     """The file. sweep, zip, exclude, weak and base have factors of the kind as keys.
 
+    base: what the base point of a speed-up has; ranks = "same": as many ranks as the point
     job: the tables of the job file, which load_study puts here
     """
 

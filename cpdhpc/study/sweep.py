@@ -15,6 +15,7 @@ from .kind import ABSENT, SHAPE, Factor, Value
 from .spec import Study
 
 Point = dict[str, Value]
+SAME = "same"  # base.ranks: speed-ups are at the same number of ranks
 Fits = Callable[[int, int], str | None]  # (nodes, ppn) -> why a machine has no such shape, or None
 
 
@@ -51,7 +52,7 @@ def _check_factors(study: Study) -> None:
         _value(factor, value, f"weak.{name}")
     for index, row in enumerate(study.exclude):
         _row(study, row, f"exclude {index + 1}")
-    _row(study, study.base, "base")
+    base_factors(study)
     for name, factor in study.of_kind.factors.items():
         if factor.default is None and name not in given and name not in study.weak:
             raise ConfigError(f"sweep.{name}: is missing ({factor.long_name})")
@@ -125,8 +126,12 @@ def _row(study: Study, row: Mapping[str, Any], where: str) -> Point:
 
 
 def base_factors(study: Study) -> Point:
-    """Return the factors by which a study picks what speed-ups are relative to."""
-    return _row(study, study.base, "base")
+    """Return the factors by which a study picks what speed-ups are relative to.
+
+    ranks = "same" is none of them: it says that the base has as many ranks.
+    """
+    named = {key: value for key, value in study.base.items() if (key, value) != ("ranks", SAME)}
+    return _row(study, named, "base")
 
 
 def expand(study: Study, fits: Fits = anywhere) -> Expansion:
