@@ -37,6 +37,7 @@ def report(
     terminal: whether stdout is one, None to find out
     Raises UserError where a file cannot be read or written, or no run is complete.
     """
+    check_places(html, png)
     studies, runs = load(paths)
     reports = [study_report(file) for file in studies]
     of_runs = runs_report(runs, group(runs)) if runs else None
@@ -61,6 +62,7 @@ def compare_files(
 
     Raises UserError for anything but two studies of one kind.
     """
+    check_places(html)
     studies, runs = load(paths)
     if len(studies) != 2 or runs:
         came = f"{len(studies)} and {len(runs)} records of training"
@@ -70,6 +72,13 @@ def compare_files(
     show(reports, None, quiet)
     write(reports, html, figures)
     return len(comparison.having("slower"))
+
+
+def check_places(*paths: Path | None) -> None:
+    """Raise ReportError for a file whose directory is not there, before anything is drawn."""
+    for path in paths:
+        if path is not None and not path.parent.is_dir():
+            raise ReportError(f"{path}: cannot be written: there is no such directory")
 
 
 def show(reports: Sequence[Report], terminal: bool | None, quiet: bool) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from .look import LIBRARIES, Look, looks
-from .naming import Factors, heading, label, varying
+from .naming import Factors, heading, is_number, label, varying
 from .pool import Estimate, Pool
 from .series import Join, Series
 from .study_file import PLACES, StudyFile
@@ -44,11 +45,15 @@ class Dealt:
 
 @dataclass(frozen=True)
 class Layout:
-    """panels, lines: factors that name panels and lines; looks: of each line's name."""
+    """panels, lines: factors that name panels and lines; looks: of each line's name.
+
+    free: factors that are not the same in a series
+    """
 
     panels: Sequence[str]
     lines: Sequence[str]
     looks: dict[str, Look]
+    free: Collection[str]
 
     @classmethod
     def of(cls, file: StudyFile, pools: Sequence[Pool], apart: Sequence[str]) -> Layout:
@@ -57,12 +62,17 @@ class Layout:
         apart: words that have panels of their own; numbers always have
         """
         factors = [pool.factors for pool in pools]
-        names = varying(factors, {*PLACES, *file.weak})
-        panels = [n for n in names if n in apart or _is_number(n, factors)]
+        free = _free(file, pools)
+        names = varying(factors, {"nodes", "ranks", *file.weak, *free})
+        panels = [n for n in names if n in apart or is_number(n, factors)]
         lines = [n for n in names if n not in panels]
         own = looks(label(each, lines) for each in factors if not is_foreign(each))
         foreign = dict.fromkeys(label(each, lines) for each in factors if is_foreign(each))
-        return cls(panels, lines, own | dict(zip(foreign, LIBRARIES, strict=False)))
+        return cls(panels, lines, own | dict(zip(foreign, LIBRARIES, strict=False)), free)
+
+    def series(self, pools: Iterable[Pool]) -> list[list[Pool]]:
+        """Return pools that differ only in what is free, from few ranks and little work to much."""
+        return _grouped(pools, self.free)
 
     @property
     def heading(self) -> str:
@@ -93,8 +103,22 @@ class Layout:
         return Dealt(found, len(inner) if by_rows else even)
 
 
-def _is_number(name: str, of: Iterable[Factors]) -> bool:
-    return not any(isinstance(factors.get(name), str) for factors in of)
+def _free(file: StudyFile, pools: Sequence[Pool]) -> set[str]:
+    """Return what is not the same in a series: ppn is, where it takes that to tell points apart."""
+    if file.over != "ranks":
+        return {file.over}
+    free = {*PLACES, *file.weak}
+    alike = _grouped(pools, free)
+    twice = any(len({pool.ranks for pool in group}) < len(group) for group in alike)
+    return free - {"ppn"} if twice else free
+
+
+def _grouped(pools: Iterable[Pool], free: Collection[str]) -> list[list[Pool]]:
+    found: dict[Any, list[Pool]] = {}
+    for pool in pools:
+        key = frozenset((k, v) for k, v in pool.factors.items() if k not in free)
+        found.setdefault(key, []).append(pool)
+    return [sorted(group, key=lambda pool: pool.ranks) for group in found.values()]
 
 
 def is_foreign(factors: Factors) -> bool:

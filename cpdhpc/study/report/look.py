@@ -11,7 +11,7 @@ COLOURS = (
     "#0b3c6f",  # dark blue
     "#ef9a1a",  # orange
     "#1f8a70",  # green
-    "#b3204d",  # crimson
+    "#8f1239",  # crimson
     "#63b8ee",  # sky
     "#5b2a86",  # violet
     "#8c6d1f",  # ochre

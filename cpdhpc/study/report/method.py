@@ -23,7 +23,7 @@ def rules(file: StudyFile) -> list[str]:
         "is assumed, only that repeats are independent.",
         "The interval of a ratio takes in those of both medians, each wide enough for both to hold "
         f"with {file.percent} (Bonferroni).",
-        f"Speed-up is relative to the {file.base_rule}.",
+        f"Base of speed-ups: {file.base_rule}.",
         "Rates are bytes over the median time. Ratios are never averaged.",
         "Bytes, errors and bounds are counted or computed, not sampled: they have no interval.",
         "Lines join points only where values between them are meant; dotted ones lead the eye.",

@@ -64,6 +64,11 @@ def constant(of: Sequence[Factors], without: Iterable[str] = ()) -> dict[str, Va
     }
 
 
+def is_number(name: str, of: Iterable[Factors]) -> bool:
+    """Return whether no value of a factor is a word."""
+    return not any(isinstance(factors.get(name), str) for factors in of)
+
+
 def label(factors: Factors, names: Iterable[str]) -> str:
     """Return the values of factors as a name for people, without those that are not used."""
     used = [name for name in names if name in factors]

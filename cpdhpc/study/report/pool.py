@@ -154,15 +154,6 @@ def _order(value: Value, seen: list[Value]) -> float:
     return seen.index(value) if isinstance(value, str) else float(value)
 
 
-def series(of: Iterable[Pool]) -> list[list[Pool]]:
-    """Return pools that have one base, from few ranks to many; those without one by themselves."""
-    found: dict[Any, list[Pool]] = {}
-    for pool in of:
-        key = tuple(point.index for point in pool.base_points) or ("alone", id(pool))
-        found.setdefault(key, []).append(pool)
-    return [sorted(members, key=lambda pool: pool.ranks) for members in found.values()]
-
-
 def finite(values: Iterable[float]) -> list[float]:
     """Return those that are numbers."""
     return [value for value in values if isfinite(value)]

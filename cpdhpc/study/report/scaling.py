@@ -13,9 +13,9 @@ from .axis import Axis, Scale, spread
 from .chart import Chart
 from .deal import Dealt, Layout, Line, drawn, side_by_side
 from .look import BOUND, IDEAL, Look
-from .naming import cell, heading, said
+from .naming import cell, heading, is_number, said
 from .panel import panels_with
-from .pool import Estimate, Pool, series
+from .pool import Estimate, Pool
 from .series import Series
 from .study_file import StudyFile
 from .table import Column, Section, Table
@@ -24,7 +24,9 @@ from .table import Column, Section, Table
 def scaling(file: StudyFile, pools: Sequence[Pool], layout: Layout) -> list[Section]:
     """Return the section, none where no series has points at two places."""
     over = file.over
-    found = [each for each in series(pools) if len({pool.factors[over] for pool in each}) > 1]
+    found = [
+        each for each in layout.series(pools) if len({pool.factors[over] for pool in each}) > 1
+    ]
     if not found:
         return []
     return [
@@ -38,8 +40,9 @@ def scaling(file: StudyFile, pools: Sequence[Pool], layout: Layout) -> list[Sect
 
 def _table(file: StudyFile, pools: Sequence[Pool], layout: Layout) -> Table:
     names = [*layout.panels, *file.weak]
+    factors = [pool.factors for pool in pools]
     columns = [
-        *(Column(heading(name), isinstance(_first(pools, name), int | float)) for name in names),
+        *(Column(heading(name), is_number(name, factors)) for name in names),
         Column(layout.heading, numbers=False),
         Column("ranks"),
         Column("median"),
@@ -49,12 +52,8 @@ def _table(file: StudyFile, pools: Sequence[Pool], layout: Layout) -> Table:
         Column("effi-\nciency %"),
         Column("base", numbers=False),
     ]
-    rows = [_row(pool, names, layout) for each in series(pools) for pool in each]
+    rows = [_row(pool, names, layout) for each in layout.series(pools) for pool in each]
     return Table("Scaling", columns, rows, _caption(file))
-
-
-def _first(pools: Sequence[Pool], name: str) -> object:
-    return next(pool.factors[name] for pool in pools if name in pool.factors)
 
 
 def _row(pool: Pool, names: Sequence[str], layout: Layout) -> list[str]:
@@ -112,15 +111,23 @@ class Kind:
 
 
 def _charts(file: StudyFile, dealt: Dealt) -> list[Chart]:
-    kinds = [Kind("speedup", "speed-up", lambda pool: pool.speedup, _ideal_speedup, _doublings)]
-    if file.scaling != "throughput":  # there it is the same
-        ideal = Kind("efficiency", "efficiency / %", _efficiency, _ideal_efficiency, _from_zero)
-        kinds.append(ideal)
+    pools = [pool for lines in dealt.panels.values() for line in lines for pool in line.pools]
+    grows = any(pool.base_points and pool.base_points[0].ranks < pool.ranks for pool in pools)
+    ideal = "ideal" if grows else "base"
+    kinds = [Kind("speedup", "speed-up", _speedup, _ideal_speedup, _doublings, said=ideal)]
+    if grows:  # otherwise it is the same
+        kinds.append(
+            Kind("efficiency", "efficiency / %", _efficiency, _ideal_efficiency, _from_zero)
+        )
     if file.scaling == "weak":
         kinds.append(_time_kind(dealt))
     return [
         _chart(file, part, kind, name) for kind in kinds for name, part in dealt.figures(kind.name)
     ]
+
+
+def _speedup(pool: Pool) -> Estimate:
+    return pool.speedup
 
 
 def _efficiency(pool: Pool) -> Estimate:
@@ -159,8 +166,8 @@ def _from_zero(name: str, values: Sequence[float]) -> Axis:
 
 def _chart(file: StudyFile, dealt: Dealt, kind: Kind, name: str) -> Chart:
     what = kind.axis.partition(" /")[0]
-    firsts = [line.pools[0] for lines in dealt.panels.values() for line in lines]
-    base = f" Base: {_bases(file, firsts)}." if kind.look is IDEAL else ""
+    pools = [pool for lines in dealt.panels.values() for line in lines for pool in line.pools]
+    base = f" Base: {_bases(file, pools)}." if kind.look is IDEAL else ""
     return Chart(
         name,
         f"{file.name}: {what}, {file.scaling} scaling",
@@ -182,9 +189,9 @@ def _places(dealt: Dealt, over: str) -> Axis:
     return Axis(heading(over), scale, ticks=sorted({float(pool.factors[over]) for pool in pools}))
 
 
-def _bases(file: StudyFile, firsts: Sequence[Pool]) -> str:
-    """Return the base, or what the bases of all series have in common."""
-    bases = {_base(pool) for pool in firsts}
+def _bases(file: StudyFile, pools: Sequence[Pool]) -> str:
+    """Return the base, or what the bases of all pools have in common."""
+    bases = {_base(pool) for pool in pools}
     ranks = {base.partition(",")[0] for base in bases}
     if len(bases) == 1:
         return bases.pop()

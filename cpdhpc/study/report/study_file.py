@@ -116,8 +116,11 @@ class StudyFile:
 
     @cached_property
     def toml(self) -> Mapping[str, Any]:
-        """The study as it was asked for."""
-        return tomllib.loads(str(self.attributes["study"]))
+        """The study as it was asked for. Raises ReportError where it is no TOML."""
+        try:
+            return tomllib.loads(str(self.attributes["study"]))
+        except tomllib.TOMLDecodeError as error:
+            raise ReportError(f"{self.path}: the attribute study is not TOML: {error}") from None
 
     @property
     def weak(self) -> Mapping[str, Any]:

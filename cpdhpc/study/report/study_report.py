@@ -11,7 +11,7 @@ from . import allreduce, codec, text, train
 from .deal import Layout
 from .method import provenance, rules
 from .missing import listed
-from .naming import cell, constant, heading, said, varying
+from .naming import cell, constant, heading, is_number, said, varying
 from .pool import Pool, pools
 from .scaling import scaling
 from .study_file import PLACES, ReportError, StudyFile
@@ -71,9 +71,10 @@ def _range(numbers: Sequence[int]) -> str:
 
 
 def _spread(found: Sequence[Pool]) -> Table:
-    names = varying([pool.factors for pool in found], ())
+    factors = [pool.factors for pool in found]
+    names = varying(factors, ())
     columns = [
-        *(Column(heading(name), numbers=False) for name in names),
+        *(Column(heading(name), is_number(name, factors)) for name in names),
         Column("n"),
         *(Column(name) for name in QUANTILES),
         Column("mean"),

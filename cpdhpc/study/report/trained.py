@@ -99,7 +99,7 @@ def _by_panel(
     closer = any(0 < len(best[name]) < len(group) for name, group in groups.items())
     panels = []
     for name, group in groups.items():
-        panel = draw(name, group)
+        panel = draw(name or ("all" if closer else ""), group)
         panels.append(panel)
         if closer:
             near = best[name] or group
