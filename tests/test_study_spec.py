@@ -100,7 +100,7 @@ def test_factors_of_a_job_are_its_keys(tmp_path: Path) -> None:
     path = tmp_path / "t.toml"
     path.write_text(
         "kind = 'train'\nconstraints = [\"gradient.wire != 'e5m2'\"]\n[train]\njob = 'job.toml'\n"
-        "[sweep]\nseed = [1, 2]\n[[zip]]\n'gradient.aggregator' = ['none', 'lowbit', 'lowbit']\n"
+        "[sweep]\nseed = [1, 2]\n[[zip]]\ngradient.aggregator = ['none', 'lowbit', 'lowbit']\n"
         "'gradient.wire' = ['', 'e4m3', 'e5m2']\n"
     )
     study = load_study(path)

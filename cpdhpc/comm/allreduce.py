@@ -152,7 +152,10 @@ class Allreduce(Method):
             ]
 
         what, window = f"allreduce {self.algorithm}", plan.schedule.window(world.ranks)
-        found = run(world, start, len(pieces), flat[0], what, window)
+        # A raw payload is the caller's array itself.
+        packed = self.fmt is not None and isinstance(flat[0], np.ndarray)
+        shared = world.shared() if packed else None
+        found = run(world, start, len(pieces), flat[0], what, window, shared)
         if any(piece[0] for piece in found):
             raise_nonfinite(world, flat, parts, totals[0])
 

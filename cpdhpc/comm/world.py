@@ -13,6 +13,7 @@ import numpy as np
 from .failure import RankFailure
 from .patience import Patience, say
 from .ranks import Array, Ranks, Wait, numbered
+from .shared import Shared, share
 
 MESSAGE_BYTES = 1 << 30  # longer ones go in pieces: Open MPI 5 counts with 31 bits
 STREAMS = 64  # that have tags of their own; more than are under way at a time
@@ -44,12 +45,19 @@ class World(Ranks):
 
     comm: an mpi4py intra-communicator, None for COMM_WORLD; a duplicate of it is used
     timeout_s: a wait that takes longer ends the job, and says who waited for whom
+    share_memory: whether packed payloads stay in memory that the processes of a node share, where
+        that is possible; else they all travel as messages
     Raises TypeError for other communicators, ValueError for numbers out of range, RuntimeError
     where MPI is not running.
     """
 
     def __init__(
-        self, comm: Any = None, *, virtual_ranks: int = 1, timeout_s: float = 600.0
+        self,
+        comm: Any = None,
+        *,
+        virtual_ranks: int = 1,
+        timeout_s: float = 600.0,
+        share_memory: bool = True,
     ) -> None:
         self._mpi = _mpi()
         comm = self._mpi.COMM_WORLD if comm is None else comm
@@ -69,6 +77,8 @@ class World(Ranks):
         firsts = comm.allgather(here.allreduce(self.rank, self._mpi.MIN))  # a node's first process
         self.nodes = numbered([first for first in firsts for _ in range(virtual_ranks)])
         here.Free()
+        self._share = share_memory
+        self._shared: tuple[Shared | None, str] | None = None
 
     @property
     def _comm(self) -> Any:
@@ -78,7 +88,15 @@ class World(Ranks):
 
     def free(self) -> None:
         """Free the duplicated communicator; the world cannot be used any more. Collective."""
+        if self._shared is not None and self._shared[0] is not None:
+            self._shared[0].free()
         self._comm.Free()
+
+    def shared(self) -> Shared | None:
+        """Return the memory that the processes of a node share, if they do. Collective."""
+        if self._shared is None:
+            self._shared = share(self, self._share and self.virtual_ranks == 1)
+        return self._shared[0]
 
     def part(
         self, processes: Sequence[int], *, virtual_ranks: int = 1, timeout_s: float = 600.0
@@ -88,7 +106,9 @@ class World(Ranks):
         comm = self._comm.Split(0 if inside else mpi.UNDEFINED, self.rank)
         if not inside:
             return None
-        world = World(comm, virtual_ranks=virtual_ranks, timeout_s=timeout_s)
+        world = World(
+            comm, virtual_ranks=virtual_ranks, timeout_s=timeout_s, share_memory=self._share
+        )
         comm.Free()
         return world
 
@@ -225,7 +245,12 @@ class World(Ranks):
         if not self._comm.Is_revoked():
             self._comm.Revoke()
         alive = self._comm.Shrink()
-        world = World(alive, virtual_ranks=self.virtual_ranks, timeout_s=self.timeout_s)
+        world = World(
+            alive,
+            virtual_ranks=self.virtual_ranks,
+            timeout_s=self.timeout_s,
+            share_memory=self._share,
+        )
         alive.Free()
         return world
 

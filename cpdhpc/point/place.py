@@ -87,7 +87,12 @@ class Place:
         return ping_pong(self.world, PING_BYTES, PINGS, PING_WARMUP)[1]
 
     def environment(self) -> dict[str, str]:
-        """Return where this is, the same for all cases of a job that use these ranks."""
+        """Return where this is, the same for all cases of a job that use these ranks.
+
+        On process 0, which writes; the others would only ask the file system the same.
+        """
+        if self.world.rank > 0:
+            return {}
         slurm = {name: os.environ[name] for name in SLURM if name in os.environ}
         return {
             "hosts": " ".join(dict.fromkeys(self._hosts)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..config import UNITS
 from .kind import SHAPE, Factors, Value
@@ -20,7 +20,7 @@ class Case:
     """A point. factors: those of its kind that it uses; the shape is beside them."""
 
     id: str
-    factors: Factors
+    factors: Factors = field(hash=False)
     nodes: int
     ppn: int
 

@@ -71,7 +71,7 @@ def find(folder: Folder, cases: list[Case]) -> Found:
         try:
             results.append((case, read_result(path, case)))
         except StoreError as error:
-            unfit[path.name] = str(error)
+            unfit[path.name] = f"{error}; without this file it is measured again"
             missing.append(case)
     foreign = dict.fromkeys(sorted(files), "is of no case of this study")
     return Found(results, missing, unfit | foreign)

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 
 from .actions import study_of
@@ -116,6 +117,12 @@ def _batch(study: Study, folder: Folder, job: Batch, display: Display) -> None:
             display.line(
                 f"batch {job.number}: status {status}, {len(todo)} case(s) left: see {log}"
             )
+
+
+def _errors(log: Path) -> list[str]:
+    """Return what a batch says, last, that the user can mend."""
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    return [line for line in lines if line.startswith("cpdhpc: error:")][-1:]
 
 
 def _launch(folder: Folder, job: Batch, todo: list[Case], display: Display) -> int:

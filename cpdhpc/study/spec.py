@@ -9,7 +9,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from ..config import ConfigError, Raw, Section, dump_toml, override, read_toml, suggest, validate
+from ..config import (
+    ConfigError,
+    Raw,
+    Section,
+    dump_toml,
+    flatten,
+    override,
+    read_toml,
+    suggest,
+    validate,
+)
 from .kind import Kind
 from .kinds import KINDS
 
@@ -132,10 +142,20 @@ def load_study(path: Path, settings: Iterable[str] = ()) -> Study:
     from .sweep import check_factors
 
     raw = {"name": path.stem} | override(read_toml(path), settings)
-    raw["job"] = _job(path, raw)
+    raw |= _flat_factors(raw) | {"job": _job(path, raw)}
     study = validate(Study, raw, str(path))
     check_factors(study, str(path))
     return study
+
+
+def _flat_factors(raw: Raw) -> Raw:
+    """Return the tables of factors with keys as "train.batch", which TOML nests unless quoted."""
+    tables = {key: raw[key] for key in ("sweep", "weak", "base") if isinstance(raw.get(key), dict)}
+    rows = {key: raw[key] for key in ("zip", "exclude") if isinstance(raw.get(key), list)}
+    return {key: flatten(table) for key, table in tables.items()} | {
+        key: [flatten(row) if isinstance(row, dict) else row for row in table]
+        for key, table in rows.items()
+    }
 
 
 def _job(path: Path, raw: Raw) -> Any:
