@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .comm import World
 
+SLOWER = 1  # exit status of report --compare --fail-on-slower
 USER_ERROR = 2  # exit status, as argparse has it
 
 
@@ -27,7 +28,7 @@ def train(arguments: argparse.Namespace, world: World) -> int:
     except Interrupted as stop:
         return stop.status
     if world.rank == 0:
-        from .study.command import report
+        from .study.report.command import report
         from .train.progress import on_terminal
 
         report(files, terminal=on_terminal())
@@ -36,10 +37,20 @@ def train(arguments: argparse.Namespace, world: World) -> int:
 
 
 def report(arguments: argparse.Namespace) -> int:
-    """Print the table of runs that are files already, and draw them."""
-    from .study.command import report as run
+    """Show studies and training runs that are files already, or what changed between two."""
+    from .study.report import command
 
-    run(arguments.files, png=arguments.png, html=arguments.html, quiet=arguments.quiet)
+    if arguments.compare:
+        options = arguments.html, arguments.figures, arguments.quiet
+        slower = command.compare_files(arguments.files, *options)
+        return SLOWER if slower and arguments.fail_on_slower else 0
+    command.report(
+        arguments.files,
+        png=arguments.png,
+        html=arguments.html,
+        figures=arguments.figures,
+        quiet=arguments.quiet,
+    )
     return 0
 
 
@@ -133,11 +144,24 @@ def add_train(parser: argparse.ArgumentParser) -> None:
 def add_report(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of report."""
     parser.add_argument(
-        "files", type=Path, nargs="+", metavar="FILE.h5", help="files of runs, or directories"
+        "files",
+        type=Path,
+        nargs="+",
+        metavar="FILE.h5",
+        help="studies and records of training runs, or directories of them",
     )
-    parser.add_argument("--png", type=Path, metavar="FILE", help="draw the runs into an image")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write one self-contained page")
+    parser.add_argument("--figures", type=Path, metavar="DIR", help="write every figure: PNG, SVG")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="draw training runs into an image")
     parser.add_argument("--quiet", action="store_true", help="print no table")
+    parser.add_argument(
+        "--compare", action="store_true", help="of two studies A B: which points changed"
+    )
+    parser.add_argument(
+        "--fail-on-slower",
+        action="store_true",
+        help=f"with --compare: exit status {SLOWER} where a point of B is slower",
+    )
 
 
 def add_study(parser: argparse.ArgumentParser) -> None:
@@ -177,7 +201,7 @@ Add = Callable[[argparse.ArgumentParser], None]
 ALONE: dict[str, tuple[Callable[[argparse.Namespace], int], Add, str]] = {
     "study": (study, add_study, "plan and run a sweep here or by Slurm, collect it; needs no MPI"),
     "scripts": (scripts, add_scripts, "write sbatch scripts for a site; needs no MPI"),
-    "report": (report, add_report, "show runs as a table, a figure, a page; needs no MPI"),
+    "report": (report, add_report, "show studies and runs: tables, figures, a page; needs no MPI"),
 }
 TOGETHER: dict[str, tuple[Callable[[argparse.Namespace, World], int], Add, str]] = {
     "train": (train, add_train, "train a job file's rows with all seeds, on all MPI ranks"),

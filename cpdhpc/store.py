@@ -141,13 +141,13 @@ def read(
         raise StoreError(f"{path}: is not an HDF5 file of cpdhpc: {error}") from None
 
 
-def read_attributes(path: Path) -> dict[str, Any]:
-    """Return only the attributes of a file. Raises StoreError as read does."""
+def read_attributes(path: Path, group: str = "/") -> dict[str, Any]:
+    """Return only the attributes of a file, or of a group in it. Raises StoreError as read does."""
     import h5py
 
     try:
         with h5py.File(path, "r") as file:
-            return {key: _plain(value) for key, value in file.attrs.items()}
+            return {key: _plain(value) for key, value in file[group].attrs.items()}
     except FileNotFoundError:
         raise StoreError(f"{path}: there is no such file") from None
     except OSError as error:

@@ -10,14 +10,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .. import store
-from ..config import UserError, difference, value_of
+from ... import store
+from ...config import difference, value_of
+from .study_file import ReportError
 
 Array = npt.NDArray[Any]
-
-
-class ReportError(UserError):
-    """Files that no report can be made of."""
 
 
 @dataclass(frozen=True)
@@ -87,11 +84,6 @@ class Group:
         return float(self.accuracies.mean())
 
     @property
-    def spread(self) -> float:
-        """Sample standard deviation over seeds, in points; NaN for one seed."""
-        return float(self.accuracies.std(ddof=1)) if len(self.runs) > 1 else float("nan")
-
-    @property
     def wire_bytes(self) -> float:
         """Mean payload that a rank sends in a step."""
         return float(np.mean([run.wire_bytes for run in self.runs]))
@@ -107,25 +99,8 @@ class Group:
         return float(np.mean([run.underflow_share for run in self.runs]))
 
 
-def load(paths: Iterable[Path]) -> list[Run]:
-    """Return the runs of files, and of all files of runs in directories, oldest first.
-
-    Raises ReportError where a file is no run's or a directory has none; StoreError for what
-    cannot be read.
-    """
-    runs = [run for path in paths for run in (_directory(path) if path.is_dir() else [_file(path)])]
-    return sorted(runs, key=lambda run: str(run.attributes["date"]))
-
-
-def _directory(path: Path) -> list[Run]:
-    files = [file for file in sorted(path.glob("*.h5")) if not file.name.startswith(".")]
-    runs = [_file(file) for file in files if store.read_attributes(file).get("kind") == "run"]
-    if not runs:
-        raise ReportError(f"{path}: there is no file of a run in this directory")
-    return runs
-
-
-def _file(path: Path) -> Run:
+def load_run(path: Path) -> Run:
+    """Return a run. Raises StoreError for what cannot be read, ReportError for what is no run."""
     groups, attributes = store.read(path)
     if attributes.get("kind") != "run":
         raise ReportError(f"{path}: is not the file of a run")
