@@ -72,7 +72,7 @@ class Lab:
             env=environment,
             capture_output=True,
             text=True,
-            timeout=100,
+            timeout=120,
             check=False,
         )
         assert done.returncode == status, f"{command}: {done.stdout}{done.stderr}"
@@ -87,7 +87,7 @@ class Lab:
         self.study("submit", str(study), "--site", str(site), "--set", f"name={name}")
         return Folder(self.directory / "results" / name)
 
-    def wait(self, jobs: Iterable[int], limit_s: float = 80.0) -> slurm.States:
+    def wait(self, jobs: Iterable[int], limit_s: float = 120.0) -> slurm.States:
         """Wait until jobs have ended, and return their states."""
         jobs, end_s = list(jobs), time.monotonic() + limit_s
         while True:
@@ -103,7 +103,7 @@ class Lab:
         self.wait(job.number for job in jobs)
         return jobs
 
-    def until(self, path: Path, text: str, limit_s: float = 60.0) -> None:
+    def until(self, path: Path, text: str, limit_s: float = 120.0) -> None:
         """Wait for a text in a log."""
         end_s = time.monotonic() + limit_s
         while not (path.exists() and text in path.read_text()):
