@@ -17,7 +17,7 @@ def rules(file: StudyFile) -> list[str]:
     """Return the rules, after Hoefler and Belli (SC15)."""
     return [
         f"A repeat is {file.attributes.get('sample', 'one call')}. Its time is that of the slowest "
-        "rank; the file has the fastest rank's and the mean over ranks too.",
+        "rank.",
         *(_trainings if file.kind == "train" else _calls)(file.toml.get("measure", {})),
         f"Figures are medians with {file.percent} intervals from order statistics: no distribution "
         "is assumed, only that repeats are independent.",
@@ -25,13 +25,15 @@ def rules(file: StudyFile) -> list[str]:
         f"with {file.percent} (Bonferroni).",
         f"Base of speed-ups: {file.base_rule}.",
         "Rates are bytes over the median time. Ratios are never averaged.",
-        "Bytes, errors and bounds are counted or computed, not sampled: they have no interval.",
+        "Bytes and errors are counted or computed, not sampled: they have no interval. A bound is "
+        "from one measurement of the ping-pong's rate.",
         "Lines join points only where values between them are meant; dotted ones lead the eye.",
     ]
 
 
 def _calls(asked: Mapping[str, Any]) -> list[str]:
     return [
+        "Besides the slowest rank's times the file has those of the fastest, and means over ranks.",
         f"Warm-up calls before each block of repeats: {asked.get('warmup', '?')}. They are kept in "
         "the file with a flag, and in no figure here.",
         f"Repeats: {asked.get('min_repeats', '?')} to {asked.get('max_repeats', '?')}, until the "
