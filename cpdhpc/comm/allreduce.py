@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..formats import FloatFormat, Overflow, Rounding, sum_bits
-from .arguments import check_alike, check_arrays, check_out
+from ..ops import backend_of
+from .arguments import check_alike, check_arrays, check_out, place
 from .cost import choose
 from .engine import Program, Take, run
 from .exact import MAX_BITS
@@ -20,6 +21,7 @@ from .method import AUTO, MPI_ALLREDUCE, Method, Op
 from .nonfinite import is_finite, raise_nonfinite, shared_amax
 from .ranks import Array, Ranks
 from .scaling import Segment, aps_shift, integer_shift
+from .staging import carrier_of
 from .world import as_world
 
 
@@ -76,7 +78,7 @@ class Allreduce(Method):
                 world, flat, [total.reshape(-1) for total in totals], parts, shifts, iteration
             )
             for total in totals if self.op == "mean" else ():
-                np.divide(total, np.float32(world.ranks), out=total)
+                backend_of(total).divide(total, np.float32(world.ranks), total)
         if outs is not None and given is None:
             for out, total in zip(outs, totals, strict=True):
                 out[...] = total
@@ -110,7 +112,7 @@ class Allreduce(Method):
         except (TypeError, ValueError) as found:
             error = found
         flat = [] if error else [x.reshape(-1) for x in xs]
-        arguments = (repr(self), iteration, parts, [np.shape(x) for x in xs[:1]])
+        arguments = (repr(self), iteration, parts, [(np.shape(x), place(x)) for x in xs[:1]])
         suspect = self.hides_nonfinite and not all(map(is_finite, flat))
         what = f"allreduce {self.algorithm}: arguments"
         if check_alike(world, error, arguments, suspect, what):
@@ -153,7 +155,7 @@ class Allreduce(Method):
 
         what, window = f"allreduce {self.algorithm}", plan.schedule.window(world.ranks)
         found = run(world, start, len(pieces), flat[0], what, window)
-        if any(piece[0] for piece in found):
+        if sum(piece[0] for piece in found):  # on a GPU the one look at its counts
             raise_nonfinite(world, flat, parts, totals[0])
 
     def _shifts(
@@ -181,12 +183,13 @@ class Allreduce(Method):
 
 def _sum_by_mpi(world: Ranks, flat: Sequence[Array], totals: Sequence[Array]) -> None:
     """Sum the hosted ranks here, and the processes by MPI_Allreduce."""
+    carrier, add = carrier_of(world, flat[0]), backend_of(flat[0]).add
     if len(flat) == 1:
-        return world.sum_by_mpi(totals[0], flat[0])
-    np.add(flat[0], flat[1], out=totals[0])
+        return carrier.sum_by_mpi(totals[0], flat[0])
+    add(flat[0], flat[1], totals[0])
     for x in flat[2:]:
-        np.add(totals[0], x, out=totals[0])
-    world.sum_by_mpi(totals[0])
+        add(totals[0], x, totals[0])
+    carrier.sum_by_mpi(totals[0])
     for total in totals[1:]:
         total[:] = totals[0]
 

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from .arena import Arena, fresh
 from .ranks import Ranks, Wait
+from .staging import carrier_of
 
 Array = npt.NDArray[Any]
 Result = TypeVar("Result")
@@ -93,7 +94,7 @@ class _Run(Generic[Result]):
         window: int,
     ) -> None:
         self.world, self.start, self.pieces, self.like, self.what = world, start, pieces, like, what
-        self.window = window
+        self.window, self.carrier = window, carrier_of(world, like)
         self.results: list[list[Result]] = [[] for _ in range(pieces)]
         self.opened = 0
         self.under_way: list[_Piece[Result]] = []
@@ -126,7 +127,7 @@ class _Run(Generic[Result]):
         number, slot = self.opened, self.opened % self.window
         take = partial(fresh, self.like)
         if self.world.virtual_ranks == 1:  # else ranks hand payloads to one another as they are
-            arena = self.world.arenas.setdefault((type(self.like), slot), Arena(self.like))
+            arena = self.carrier.arenas.setdefault((type(self.like), slot), Arena(self.like))
             arena.rewind()
             take = arena.take
         piece: _Piece[Result] = _Piece(number, take)
@@ -169,7 +170,7 @@ class _Run(Generic[Result]):
         else:
             place = exchange.place
             buffer = piece.take(exchange.nbytes) if place is None else place
-            requests = self.world.irecv(exchange.recv_from, rank, buffer, piece.number)
+            requests = self.carrier.irecv(exchange.recv_from, rank, buffer, piece.number)
             self.remote.append((piece, rank, Wait(requests, rank, self._reason(exchange)), buffer))
 
     def _send(
@@ -184,7 +185,7 @@ class _Run(Generic[Result]):
                 f"{self.what}: waited {{:.1f}} s for rank {to} to receive, "
                 f"round {exchange.round}, {_chunks(exchange.send_chunks)}"
             )
-            requests = self.world.isend(rank, to, payload, piece.number)
+            requests = self.carrier.isend(rank, to, payload, piece.number)
             piece.sends.append(Wait(requests, rank, reason))
         elif waiting is not None and waiting[1].recv_from == rank:
             del self.local[piece.number, to]

@@ -35,6 +35,9 @@ class Ranks(ABC):
         those of the same process included
     collective_bytes: bytes that this process handed to MPI's own collectives
     arenas: buffers that the engine keeps from one call to the next
+    gpu_direct: whether GPU arrays may be given to MPI as they are
+    gpu_aware: whether MPI takes them, and how that was found out; None before it is asked for
+    carriers: what carries the arrays of each GPU
     has_mpi: whether sum_by_mpi is MPI_Allreduce
     thread_level: what MPI allows: "single", "funneled", "serialized" or "multiple"
     lent_by: the thread that must not communicate at the moment, as another does it; or None
@@ -42,6 +45,8 @@ class Ranks(ABC):
 
     has_mpi = True
     thread_level = "multiple"
+    gpu_direct = True
+    gpu_aware: tuple[bool, str] | None = None
     lent_by: int | None = None
 
     def __init__(self, rank: int, size: int, virtual_ranks: int) -> None:
@@ -55,6 +60,7 @@ class Ranks(ABC):
         self.messages_sent = np.zeros(virtual_ranks, np.int64)
         self.collective_bytes = 0
         self.arenas: dict[tuple[type, int], Any] = {}
+        self.carriers: dict[int, Any] = {}
 
     def hosts(self, rank: int) -> bool:
         """Whether a rank lives in this process."""

@@ -95,7 +95,7 @@ class Packed:
     def decode(self, payload: Array, shifts: Array | None, out: Array) -> int:
         """Write the values into out, float32[n]; return how many are not finite."""
         words, used = self._split(payload, shifts, out.size)
-        return int(backend_of(out).decode_tiles(words, used, self.cast.fmt, out))
+        return backend_of(out).decode_tiles(words, used, self.cast.fmt, out)
 
     def add(self, payload: Array, shifts: Array | None, x: Array, out: Array) -> None:
         """Write x plus the values, summed in float32, into out, which may be x."""

@@ -44,12 +44,18 @@ class World(Ranks):
 
     comm: an mpi4py intra-communicator, None for COMM_WORLD; a duplicate of it is used
     timeout_s: a wait that takes longer ends the job, and says who waited for whom
+    gpu_direct: give GPU arrays to MPI as they are where it takes them; False: nowhere
     Raises TypeError for other communicators, ValueError for numbers out of range, RuntimeError
     where MPI is not running.
     """
 
     def __init__(
-        self, comm: Any = None, *, virtual_ranks: int = 1, timeout_s: float = 600.0
+        self,
+        comm: Any = None,
+        *,
+        virtual_ranks: int = 1,
+        timeout_s: float = 600.0,
+        gpu_direct: bool = True,
     ) -> None:
         self._mpi = _mpi()
         comm = self._mpi.COMM_WORLD if comm is None else comm
@@ -61,7 +67,7 @@ class World(Ranks):
         alarm_tag = STREAMS * virtual_ranks**2  # those below are messages'
         if alarm_tag > self._mpi.COMM_WORLD.Get_attr(self._mpi.TAG_UB):
             raise ValueError(f"World: virtual_ranks={virtual_ranks}: too many for MPI's tags")
-        self.timeout_s = timeout_s
+        self.timeout_s, self.gpu_direct = timeout_s, gpu_direct
         self.thread_level = _thread_level(self._mpi)
         self._duplicate = comm.Dup()
         self._patience = Patience(self._mpi, self._duplicate, alarm_tag, timeout_s, self._end)
@@ -212,7 +218,12 @@ class World(Ranks):
         if not self._comm.Is_revoked():
             self._comm.Revoke()
         alive = self._comm.Shrink()
-        world = World(alive, virtual_ranks=self.virtual_ranks, timeout_s=self.timeout_s)
+        world = World(
+            alive,
+            virtual_ranks=self.virtual_ranks,
+            timeout_s=self.timeout_s,
+            gpu_direct=self.gpu_direct,
+        )
         alive.Free()
         return world
 
