@@ -92,7 +92,7 @@ class Arrays:
         return out
 
 
-class ndarray:  # noqa: N801
+class ndarray:
     """An array in the GPU's memory: what it holds is known when its stream has come so far."""
 
     __array_priority__ = 100
@@ -118,7 +118,9 @@ class ndarray:  # noqa: N801
         return self.like(self.memory_view.view(dtype))
 
     def __getitem__(self, key: Any) -> ndarray:
-        return self.like(self.memory_view[key, ...] if isinstance(key, int) else self.memory_view[key])
+        return self.like(
+            self.memory_view[key, ...] if isinstance(key, int) else self.memory_view[key]
+        )
 
     def __setitem__(self, key: Any, value: Any) -> None:
         if isinstance(value, np.ndarray) and value.ndim:

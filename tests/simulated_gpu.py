@@ -8,7 +8,6 @@ whoever reads too early, writes too early or lets go too early gets wrong number
 
 from __future__ import annotations
 
-import ctypes
 import random
 import weakref
 from collections import deque

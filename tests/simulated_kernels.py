@@ -1,4 +1,4 @@
-"""The CUDA kernels' stand-ins: arguments are checked against cuda_loops.cu, the CPU does the work."""
+"""Stand-ins of the CUDA kernels: they check arguments against cuda_loops.cu and use the CPU's."""
 
 from __future__ import annotations
 
@@ -67,15 +67,11 @@ def _decode_tiles(a: SimpleNamespace) -> None:
 
 
 def _decode_integers_tiles(a: SimpleNamespace) -> None:
-    a.nonfinite += np.uint64(
-        _cpu.decode_integers_tiles(a.cast, a.words, a.bits, a.shifts, a.out)
-    )
+    a.nonfinite += np.uint64(_cpu.decode_integers_tiles(a.cast, a.words, a.bits, a.shifts, a.out))
 
 
 def _encode_tiles(a: SimpleNamespace) -> None:
-    _cpu.encode_tiles(
-        a.cast, bool(a.fit), a.key, a.offset, a.x[: a.n], a.words, a.shifts, *a.extra
-    )
+    _cpu.encode_tiles(a.cast, bool(a.fit), a.key, a.offset, a.x[: a.n], a.words, a.shifts, *a.extra)
 
 
 def _hop(a: SimpleNamespace) -> None:

@@ -24,6 +24,12 @@ class Wait(NamedTuple):
     rank: int
     reason: str
 
+    def line(self, waited_s: float) -> str:
+        """Return what is said of a wait that took too long."""
+        on_gpu = any(getattr(request, "waits_for_gpu", False) for request in self.requests)
+        where = "; its own GPU is not done yet" if on_gpu else ""
+        return f"rank {self.rank} | {self.reason.format(waited_s)}{where}"
+
 
 class Ranks(ABC):
     """Ranks dealt to processes in blocks of virtual_ranks.

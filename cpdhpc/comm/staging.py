@@ -28,6 +28,11 @@ class Delayed:
         self.event: Event | None = event
         self.requests: list[Any] = []
 
+    @property
+    def waits_for_gpu(self) -> bool:
+        """Whether it is the GPU that is waited for, not another rank."""
+        return self.event is not None
+
     def start(self) -> bool:
         """Give the message to MPI if the event has come; return whether it has."""
         if self.event is not None and self.event.Test():
@@ -46,6 +51,11 @@ class Landing:
     def __init__(self, carrier: Carrier, requests: list[Any], copy: Callable[[], Event]) -> None:
         self._carrier, self._requests, self._copy = carrier, requests, copy
         self._event: Event | None = None
+
+    @property
+    def waits_for_gpu(self) -> bool:
+        """Whether it is the GPU that is waited for, not another rank."""
+        return self._event is not None
 
     def Test(self) -> bool:
         """Whether the message is in GPU memory; starts whatever can be started."""

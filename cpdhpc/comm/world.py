@@ -164,9 +164,7 @@ class World(Ranks):
         """Return once a wait is done; after the time-out end the job with all the reasons."""
         self._patience.wait(
             lambda: any(map(self.done, waits)),
-            lambda waited_s, absent: [
-                f"rank {wait.rank} | {wait.reason.format(waited_s)}" for wait in waits
-            ],
+            lambda waited_s, absent: [wait.line(waited_s) for wait in waits],
         )
 
     def _complete(self, start: Callable[[], Any], what: str) -> None:
