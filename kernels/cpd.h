@@ -40,6 +40,7 @@ CPD_FN F to_float(U integer) { return __int2float_rn((int)integer); }
 CPD_FN I less(U a, U b) { return (int)a < (int)b ? -1 : 0; }
 CPD_FN I equal(U a, U b) { return a == b ? -1 : 0; }
 CPD_FN U lane_numbers() { return 0; }
+CPD_FN void expect(const float*) {}
 // Values from n on are padding: they read as zero and are not written.
 CPD_FN F load(const float* x, i64 i, i64 n) { return i < n ? x[i] : 0.0f; }
 CPD_FN void store(float* x, i64 i, i64 n, F value) {
@@ -74,6 +75,8 @@ CPD_FN F to_float(U integer) { return __builtin_convertvector((I)integer, F); }
 CPD_FN I less(U a, U b) { return (I)a < (I)b; }
 CPD_FN I equal(U a, U b) { return (I)a == (I)b; }
 CPD_FN U lane_numbers() { return U{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
+// Fetches the line of x into the cache while other work goes on; x may lie beyond the array.
+CPD_FN void expect(const float* x) { __builtin_prefetch(x); }
 // The loops pad incomplete tiles themselves, so n needs no look.
 CPD_FN I inside(i64, i64) { return ~I{}; }
 CPD_FN F load(const float* x, i64 i, i64) {

@@ -21,6 +21,13 @@ struct Buffer {
     }
 };
 
+// A writable buffer, or none where None is given.
+int to_optional(PyObject* object, void* target) {
+    if (object == Py_None) return 1;
+    Py_buffer* view = &static_cast<Buffer*>(target)->view;
+    return PyObject_GetBuffer(object, view, PyBUF_WRITABLE) == 0;
+}
+
 struct Unlocked {  // the GIL is free within the scope
     PyThreadState* state = PyEval_SaveThread();
     ~Unlocked() { PyEval_RestoreThread(state); }

@@ -3,6 +3,8 @@
 #include "cpu_table.h"
 #include "items.h"
 
+#define CPD_AHEAD 4  // tiles from the one that is encoded to what is fetched: 16 KiB, half of L1
+
 namespace {
 
 // A tile's worth of values: the caller's where the tile is whole, else a zero-padded copy.
@@ -22,10 +24,13 @@ struct Padded {
     }
 };
 
+// The largest lane, by halves: its latency is on the way to every tile's shift.
 CPD_FN u32 largest_lane(U v) {
-    u32 most = 0;
-    for (int lane = 0; lane < CPD_GROUP; ++lane) most = v[lane] > most ? v[lane] : most;
-    return most;
+    v = larger(v, __builtin_shuffle(v, lane_numbers() ^ 8));
+    v = larger(v, __builtin_shuffle(v, lane_numbers() ^ 4));
+    v = larger(v, __builtin_shuffle(v, lane_numbers() ^ 2));
+    v = larger(v, __builtin_shuffle(v, lane_numbers() ^ 1));
+    return v[0];
 }
 
 CPD_FN u32 sum_lanes(I v) {
@@ -49,13 +54,14 @@ CPD_FN u32 amax_tile(const float* x) {
     return largest_lane(larger(amax_column(x, CPD_TILE, 0), amax_column(x, CPD_TILE, CPD_GROUP)));
 }
 
-template <bool NEAREST, bool COUNT>
-CPD_FN void encode_tile(const Cast& cast, u8 shift, Key key, u64 index, const float* x, i64 n,
-                        u32* words, u32* counts) {
+template <bool NEAREST, bool COUNT, bool INSIDE>
+CPD_FN void encode_tile(const Cast& cast, u8 shift, Key key, u64 index, const float* x, u32* words,
+                        u32* counts, const float* ahead) {
     Counts c = {};
     int k = shift == CPD_SHIFT_NONFINITE ? 0 : shift - CPD_SHIFT_BIAS;
     for (int lane = 0; lane < CPD_LANES; lane += CPD_GROUP)
-        encode_column<NEAREST, COUNT>(cast, k, x, n, words, lane, key, index, c);
+        encode_column<NEAREST, COUNT, INSIDE>(cast, k, x, CPD_TILE, words, lane, key, index, c,
+                                              ahead);
     if (COUNT) {
         counts[0] = sum_lanes(c.saturated);
         counts[1] = sum_lanes(c.underflowed);
@@ -63,36 +69,77 @@ CPD_FN void encode_tile(const Cast& cast, u8 shift, Key key, u64 index, const fl
     }
 }
 
+// Chooses the shift of a tile with this largest magnitude if it is to fit, and encodes the tile.
 template <bool NEAREST, bool COUNT>
-CPD_FN void encode_loop(const Cast& cast, bool fit, Key key, u64 offset, const float* x, i64 n,
-                        u32* words, u8* shifts, u32* counts) {
+CPD_FN void encode_fitting(const Cast& cast, bool fit, u32 amax, Key key, u64 index, const float* x,
+                           u32* words, u8& shift, u32* counts, const float* ahead) {
+    if (fit) shift = fitting_shift(cast, amax);
+    if (fit && stays_inside(cast, amax, shift))
+        encode_tile<NEAREST, COUNT, true>(cast, shift, key, index, x, words, counts, ahead);
+    else
+        encode_tile<NEAREST, COUNT, false>(cast, shift, key, index, x, words, counts, ahead);
+}
+
+// The largest magnitude is found one tile ahead: its latency, and that of memory, passes while
+// another tile is encoded.
+template <bool NEAREST, bool COUNT>
+void encode_loop(const Cast& cast, bool fit, Key key, u64 offset, const float* x, i64 n, u32* words,
+                 u8* shifts, u32* counts) {
     Padded<float> pad;
+    const float* next = pad.read(x, n);
+    u32 next_amax = fit && n > 0 ? amax_tile(next) : 0;
     for (i64 t = 0; t * CPD_TILE < n; ++t) {
-        const float* tile = pad.read(x + t * CPD_TILE, n - t * CPD_TILE);
-        if (fit) shifts[t] = fitting_shift(cast, amax_tile(tile));
-        encode_tile<NEAREST, COUNT>(cast, shifts[t], key, offset + t * CPD_TILE, tile, CPD_TILE,
-                                    words + t * CPD_LANES * width(cast), counts + 3 * t);
+        const float* tile = next;
+        u32 amax = next_amax;
+        i64 left = n - (t + 1) * CPD_TILE;
+        if (left > 0) next = pad.read(x + (t + 1) * CPD_TILE, left);
+        if (left > 0 && fit) next_amax = amax_tile(next);
+        encode_fitting<NEAREST, COUNT>(cast, fit, amax, key, offset + t * CPD_TILE, tile,
+                                       words + t * CPD_LANES * width(cast), shifts[t],
+                                       counts + 3 * t, x + (t + CPD_AHEAD) * CPD_TILE);
     }
 }
 
-template <bool NEAREST, bool COUNT>
-CPD_FN void hop_loop(const Cast& cast, bool fit, Key key, u64 offset, const u32* words_in,
-                     const u8* shifts_in, const float* x, i64 n, u32* words, u8* shifts,
-                     u32* counts) {
+// sum = x + the decoded tile, n values and zeros; returns max|sum| as float32 bits.
+CPD_FN u32 sum_tile(const Cast& cast, u8 shift, const u32* words, const float* x, i64 n,
+                    float* sum) {
     Padded<float> pad;
-    alignas(64) float sum[CPD_TILE];
+    const float* tile = pad.read(x, n);
+    U most = lanes(0);
+    for (int lane = 0; lane < CPD_LANES; lane += CPD_GROUP)
+        most = larger(most, sum_column(cast, shift, words, lane, tile, CPD_TILE, sum, CPD_TILE));
+    if (n >= CPD_TILE) return largest_lane(most);
+    memset(sum + n, 0, (size_t)(CPD_TILE - n) * sizeof(float));
+    return amax_tile(sum);  // what the padding of the words decodes to does not count
+}
+
+// out = the decoded tile, n values; returns how many are not finite.
+CPD_FN i64 decode_tile(const Cast& cast, u8 shift, const u32* words, float* out, i64 n) {
+    Padded<float> pad;
+    float* target = pad.target(out, n);
+    I count = {};
+    for (int lane = 0; lane < CPD_LANES; lane += CPD_GROUP)
+        decode_column(cast, shift, words, lane, target, CPD_TILE, count);
+    u32 found = sum_lanes(count);
+    pad.write(out, n);
+    return found && n < CPD_TILE ? nonfinite_in(out, n) : found;
+}
+
+template <bool NEAREST, bool COUNT>
+void hop_loop(const Cast& cast, bool fit, Key key, u64 offset, const u32* words_in,
+              const u8* shifts_in, const float* x, i64 n, u32* words, u8* shifts, u32* counts) {
+    alignas(64) float sums[2][CPD_TILE];
+    const i64 stride = CPD_LANES * width(cast);
+    u32 next_amax = n > 0 ? sum_tile(cast, shifts_in[0], words_in, x, n, sums[0]) : 0;
     for (i64 t = 0; t * CPD_TILE < n; ++t) {
-        const float* tile = pad.read(x + t * CPD_TILE, n - t * CPD_TILE);
-        i64 first = t * CPD_LANES * width(cast);
-        U most = lanes(0);
-        for (int lane = 0; lane < CPD_LANES; lane += CPD_GROUP)
-            most = larger(most, sum_column(cast, shifts_in[t], words_in + first, lane, tile,
-                                           CPD_TILE, sum, CPD_TILE));
-        i64 left = n - t * CPD_TILE;
-        if (left < CPD_TILE) memset(sum + left, 0, (size_t)(CPD_TILE - left) * sizeof(float));
-        if (fit) shifts[t] = fitting_shift(cast, largest_lane(most));
-        encode_tile<NEAREST, COUNT>(cast, shifts[t], key, offset + t * CPD_TILE, sum, CPD_TILE,
-                                    words + first, counts + 3 * t);
+        u32 amax = next_amax;
+        i64 done = t * CPD_TILE, next = done + CPD_TILE;
+        if (next < n)
+            next_amax = sum_tile(cast, shifts_in[t + 1], words_in + (t + 1) * stride, x + next,
+                                 n - next, sums[(t + 1) % 2]);
+        encode_fitting<NEAREST, COUNT>(cast, fit, amax, key, offset + done, sums[t % 2],
+                                       words + t * stride, shifts[t], counts + 3 * t,
+                                       x + done + CPD_AHEAD * CPD_TILE);
     }
 }
 
@@ -107,9 +154,11 @@ void encode(const Cast& given, int k, Key key, u64 offset, const float* x, i64 n
         u32* out = pad_codes.target(codes + t, n - t);
         for (int i = 0; i < CPD_TILE; i += CPD_GROUP) {
             F value = load(tile, i, CPD_TILE);
-            U code = cast.rounding == CPD_NEAREST
-                         ? encode_value<true, false>(cast, e, value, key, offset + t + i, counts)
-                         : encode_value<false, false>(cast, e, value, key, offset + t + i, counts);
+            U code =
+                cast.rounding == CPD_NEAREST
+                    ? encode_value<true, false, false>(cast, e, value, key, offset + t + i, counts)
+                    : encode_value<false, false, false>(cast, e, value, key, offset + t + i,
+                                                        counts);
             store(out, i, CPD_TILE, code);
         }
         pad_codes.write(codes + t, n - t);
@@ -160,31 +209,18 @@ void amax_tiles(const float* x, i64 n, u32* amax) {
 void encode_tiles(const Cast& given, bool fit, Key key, u64 offset, const float* x, i64 n,
                   u32* words, u8* shifts, u32* counts) {
     const Cast cast = given;  // a copy, which no store can change
-    if (cast.rounding == CPD_NEAREST && counts)
-        encode_loop<true, true>(cast, fit, key, offset, x, n, words, shifts, counts);
-    else if (cast.rounding == CPD_NEAREST)
-        encode_loop<true, false>(cast, fit, key, offset, x, n, words, shifts, counts);
-    else if (counts)
-        encode_loop<false, true>(cast, fit, key, offset, x, n, words, shifts, counts);
-    else
-        encode_loop<false, false>(cast, fit, key, offset, x, n, words, shifts, counts);
+    const bool nearest = cast.rounding == CPD_NEAREST;
+    auto loop = nearest ? (counts ? encode_loop<true, true> : encode_loop<true, false>)
+                        : (counts ? encode_loop<false, true> : encode_loop<false, false>);
+    loop(cast, fit, key, offset, x, n, words, shifts, counts);
 }
 
 i64 decode_tiles(const Cast& given, const u32* words, const u8* shifts, float* out, i64 n) {
     const Cast cast = given;  // a copy, which no store can change
-    Padded<float> pad;
     i64 nonfinite = 0;
-    for (i64 t = 0; t * CPD_TILE < n; ++t) {
-        i64 left = n - t * CPD_TILE;
-        float* target = pad.target(out + t * CPD_TILE, left);
-        I count = {};
-        for (int lane = 0; lane < CPD_LANES; lane += CPD_GROUP)
-            decode_column(cast, shifts[t], words + t * CPD_LANES * width(cast), lane, target,
-                          CPD_TILE, count);
-        u32 found = sum_lanes(count);
-        nonfinite += found && left < CPD_TILE ? nonfinite_in(target, left) : found;
-        pad.write(out + t * CPD_TILE, left);
-    }
+    for (i64 t = 0; t * CPD_TILE < n; ++t)
+        nonfinite += decode_tile(cast, shifts[t], words + t * CPD_LANES * width(cast),
+                                 out + t * CPD_TILE, n - t * CPD_TILE);
     return nonfinite;
 }
 
@@ -203,22 +239,24 @@ void decode_add_tiles(const Cast& given, const u32* words, const u8* shifts, con
     }
 }
 
-void decode_add_encode_tiles(const Cast& given, bool fit, Key key, u64 offset, const u32* words_in,
-                             const u8* shifts_in, const float* x, i64 n, u32* words, u8* shifts,
-                             u32* counts) {
+// Decodes while the words are in the cache, but not tile by tile: stores that wait for memory would
+// hold up those of the words.
+i64 decode_add_encode_tiles(const Cast& given, bool fit, Key key, u64 offset, const u32* words_in,
+                            const u8* shifts_in, const float* x, i64 n, u32* words, u8* shifts,
+                            float* out, u32* counts) {
     const Cast cast = given;  // a copy, which no store can change
-    if (cast.rounding == CPD_NEAREST && counts)
-        hop_loop<true, true>(cast, fit, key, offset, words_in, shifts_in, x, n, words, shifts,
-                             counts);
-    else if (cast.rounding == CPD_NEAREST)
-        hop_loop<true, false>(cast, fit, key, offset, words_in, shifts_in, x, n, words, shifts,
-                              counts);
-    else if (counts)
-        hop_loop<false, true>(cast, fit, key, offset, words_in, shifts_in, x, n, words, shifts,
-                              counts);
-    else
-        hop_loop<false, false>(cast, fit, key, offset, words_in, shifts_in, x, n, words, shifts,
-                               counts);
+    const bool nearest = cast.rounding == CPD_NEAREST;
+    auto loop = nearest ? (counts ? hop_loop<true, true> : hop_loop<true, false>)
+                        : (counts ? hop_loop<false, true> : hop_loop<false, false>);
+    const i64 most = out ? 64 * CPD_TILE : n;
+    i64 nonfinite = 0;
+    for (i64 i = 0; i < n; i += most) {
+        i64 m = n - i < most ? n - i : most, t = i / CPD_TILE, w = t * CPD_LANES * width(cast);
+        loop(cast, fit, key, offset + i, words_in + w, shifts_in + t, x + i, m, words + w,
+             shifts + t, counts ? counts + 3 * t : counts);
+        if (out) nonfinite += decode_tiles(cast, words + w, shifts + t, out + i, m);
+    }
+    return nonfinite;
 }
 
 }  // namespace

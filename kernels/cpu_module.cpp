@@ -138,23 +138,41 @@ PyObject* decode_add_encode_tiles(PyObject*, PyObject* args) {
     Key key;
     int fit;
     unsigned long long offset;
-    Buffer words_in, shifts_in, x, words, shifts, counts;
-    if (!PyArg_ParseTuple(args, "O&pO&Ky*y*y*w*w*|w*", to_cast, &cast, &fit, to_key, &key, &offset,
+    Buffer words_in, shifts_in, x, words, shifts, out, counts;
+    if (!PyArg_ParseTuple(args, "O&pO&Ky*y*y*w*w*O&O&", to_cast, &cast, &fit, to_key, &key, &offset,
                           &words_in.view, &shifts_in.view, &x.view, &words.view, &shifts.view,
-                          &counts.view))
+                          to_optional, &out, to_optional, &counts))
         return nullptr;
     i64 n = floats_in(x);
     int bits = 1 + cast.exp + cast.man;
     if (!has_tiles(words_in, shifts_in, n, bits) || !has_tiles(words, shifts, n, bits) ||
-        !has_counts(counts, n))
+        !has_counts(counts, n) || (out.view.buf && !has_length(out, "out", x.view.len)))
         return nullptr;
+    i64 nonfinite;
     {
         Unlocked unlocked;
-        loops->decode_add_encode_tiles(cast, fit, key, offset, words_in.as<u32>(),
-                                       shifts_in.as<u8>(), x.as<float>(), n, words.as<u32>(),
-                                       shifts.as<u8>(), counts.as<u32>());
+        nonfinite = loops->decode_add_encode_tiles(
+            cast, fit, key, offset, words_in.as<u32>(), shifts_in.as<u8>(), x.as<float>(), n,
+            words.as<u32>(), shifts.as<u8>(), out.as<float>(), counts.as<u32>());
     }
+    return PyLong_FromLongLong(nonfinite);
+}
+
+// An int64 that other processes see: what was written before is visible to who reads it.
+PyObject* store_release(PyObject*, PyObject* args) {
+    Buffer target;
+    long long value;
+    if (!PyArg_ParseTuple(args, "w*L", &target.view, &value) || !has_length(target, "target", 8))
+        return nullptr;
+    __atomic_store_n(target.as<long long>(), value, __ATOMIC_RELEASE);
     Py_RETURN_NONE;
+}
+
+PyObject* load_acquire(PyObject*, PyObject* args) {
+    Buffer source;
+    if (!PyArg_ParseTuple(args, "y*", &source.view) || !has_length(source, "source", 8))
+        return nullptr;
+    return PyLong_FromLongLong(__atomic_load_n(source.as<long long>(), __ATOMIC_ACQUIRE));
 }
 
 // The tables that this processor runs, slowest first.
@@ -212,6 +230,8 @@ PyMethodDef methods[] = {
     {"decode_integers_tiles", decode_integers_tiles, METH_VARARGS, nullptr},
     {"pack_trits", pack_trits, METH_VARARGS, nullptr},
     {"unpack_trits", unpack_trits, METH_VARARGS, nullptr},
+    {"store_release", store_release, METH_VARARGS, nullptr},
+    {"load_acquire", load_acquire, METH_VARARGS, nullptr},
     {"clone", clone, METH_NOARGS, nullptr},
     {"clones", clones, METH_NOARGS, nullptr},
     {"use_clone", use_clone, METH_VARARGS, nullptr},

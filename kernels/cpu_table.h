@@ -19,9 +19,10 @@ struct Loops {
     i64 (*decode_tiles)(const Cast& cast, const u32* words, const u8* shifts, float* out, i64 n);
     void (*decode_add_tiles)(const Cast& cast, const u32* words, const u8* shifts, const float* x,
                              float* out, i64 n);
-    void (*decode_add_encode_tiles)(const Cast& cast, bool fit, Key key, u64 offset,
-                                    const u32* words_in, const u8* shifts_in, const float* x, i64 n,
-                                    u32* words, u8* shifts, u32* counts);
+    // out: n floats for what words decode to, or null; returns how many of it are not finite.
+    i64 (*decode_add_encode_tiles)(const Cast& cast, bool fit, Key key, u64 offset,
+                                   const u32* words_in, const u8* shifts_in, const float* x, i64 n,
+                                   u32* words, u8* shifts, float* out, u32* counts);
     // Exact sums: integers of bits bits, or codes of the cast where bits is 0; whole tiles.
     void (*add_integers_tiles)(const Cast& cast, const u32* a, int bits_a, const u32* b, int bits_b,
                                i64 tiles, u32* words, int bits);

@@ -51,9 +51,9 @@ __device__ void encode_tile(const Cast& cast, u8 shift, Key key, u64 index, cons
     int lane = lane_of_thread();
     int k = shift == CPD_SHIFT_NONFINITE ? 0 : shift - CPD_SHIFT_BIAS;
     if (cast.rounding == CPD_NEAREST)
-        encode_column<true, true>(cast, k, x, n, words, lane, key, index, c);
+        encode_column<true, true, false>(cast, k, x, n, words, lane, key, index, c, x);
     else
-        encode_column<false, true>(cast, k, x, n, words, lane, key, index, c);
+        encode_column<false, true, false>(cast, k, x, n, words, lane, key, index, c, x);
     write_counts(c, counts);
 }
 
@@ -81,8 +81,8 @@ __global__ void encode(const int* cast_numbers, int k, u32 key_low, u32 key_high
     i64 stride = (i64)gridDim.x * blockDim.x;
     for (i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += stride)
         codes[i] = cast.rounding == CPD_NEAREST
-                       ? encode_value<true, false>(cast, e, x[i], key, offset + i, counts)
-                       : encode_value<false, false>(cast, e, x[i], key, offset + i, counts);
+                       ? encode_value<true, false, false>(cast, e, x[i], key, offset + i, counts)
+                       : encode_value<false, false, false>(cast, e, x[i], key, offset + i, counts);
 }
 
 __global__ void decode(const int* cast_numbers, int k, const u32* codes, i64 n, float* out) {
@@ -150,12 +150,13 @@ __global__ void decode_add_tiles(const int* cast_numbers, const u32* words, cons
 
 __global__ void decode_add_encode_tiles(const int* cast_numbers, int fit, u32 key_low, u32 key_high,
                                         u64 offset, const u32* words_in, const u8* shifts_in,
-                                        const float* x, i64 n, u32* words, u8* shifts,
-                                        u32* counts) {
+                                        const float* x, i64 n, u32* words, u8* shifts, float* out,
+                                        u64* nonfinite, u32* counts) {
     __shared__ float sums[CPD_WARPS][CPD_TILE];
     float* sum = sums[threadIdx.x / CPD_LANES];  // a thread reads only what it wrote itself
     Cast cast = load_cast(cast_numbers);
     Key key{key_low, key_high};
+    I count = 0;
     for (i64 t = first_tile(); t * CPD_TILE < n; t += tile_stride()) {
         i64 first = t * CPD_LANES * width(cast);
         u32 most = sum_column(cast, shifts_in[t], words_in + first, lane_of_thread(),
@@ -163,7 +164,11 @@ __global__ void decode_add_encode_tiles(const int* cast_numbers, int fit, u32 ke
         u8 shift = settle_shift(cast, fit, most, shifts + t);
         encode_tile(cast, shift, key, offset + t * CPD_TILE, sum, CPD_TILE, words + first,
                     counts ? counts + 3 * t : nullptr);
+        if (out)  // a thread reads the words that it wrote itself
+            decode_column(cast, shift, words + first, lane_of_thread(), out + t * CPD_TILE,
+                          n - t * CPD_TILE, count);
     }
+    if (count) atomicAdd(nonfinite, (u64)count);
 }
 
 __global__ void add_integers_tiles(const int* cast_numbers, const u32* a, int bits_a, const u32* b,

@@ -20,6 +20,14 @@ CPD_FN u8 fitting_shift(const Cast& cast, u32 amax) {
     return (u8)(k + CPD_SHIFT_BIAS);
 }
 
+// Whether no number up to amax, once scaled by a shift that was fitted to it, is above the largest
+// of the format: so only where the smallest shift allowed was too large, or amax is not finite.
+CPD_FN bool stays_inside(const Cast& cast, u32 amax, u8 shift) {
+    int exponent = (int)(amax >> 23) - 127;
+    int k = cast.emax - exponent - ((amax & 0x7fffff) > cast.max_significand ? 1 : 0);
+    return amax < CPD_INF && (amax == 0 || shift - CPD_SHIFT_BIAS <= k);
+}
+
 // The constants of encoding with one shift.
 struct Encoder {
     int drop;         // mantissa bits that are cut off a normal number
@@ -91,8 +99,15 @@ struct Events {
 };
 
 // The code with its sign, special values and overflow settled.
+// INSIDE: x is known to be finite and not to overflow.
+template <bool INSIDE>
 CPD_FN U finish_code(const Cast& cast, U x_bits, U code, Events& events) {
     U a = x_bits & 0x7fffffffu;
+    if (INSIDE) {
+        events.saturated = events.nonfinite = I{};
+        events.underflowed = equal(code, lanes(0)) & less(lanes(0), a);
+        return code | ((x_bits & 0x80000000u) >> (32 - width(cast)));
+    }
     I over = less(lanes(cast.max_code), code);
     I finite = less(a, lanes(CPD_INF));
     U sign = (x_bits & 0x80000000u) >> (32 - width(cast));

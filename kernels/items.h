@@ -12,7 +12,8 @@ struct Counts {
 };
 
 // NEAREST: rounding to nearest, else towards zero or stochastic. COUNT: whether counts are kept.
-template <bool NEAREST, bool COUNT>
+// INSIDE: all values are finite and none overflows.
+template <bool NEAREST, bool COUNT, bool INSIDE>
 CPD_FN U encode_value(const Cast& cast, const Encoder& e, F x, Key key, u64 index, Counts& counts) {
     U u = bits_of(x);
     U a = u & 0x7fffffffu;
@@ -24,7 +25,7 @@ CPD_FN U encode_value(const Cast& cast, const Encoder& e, F x, Key key, u64 inde
         code = round_random(cast, e, a, random >> cast.man);
     }
     Events events;
-    code = finish_code(cast, u, code, events);
+    code = finish_code<INSIDE>(cast, u, code, events);
     if (COUNT) {
         counts.saturated -= events.saturated;
         counts.underflowed -= events.underflowed;
@@ -34,15 +35,18 @@ CPD_FN U encode_value(const Cast& cast, const Encoder& e, F x, Key key, u64 inde
 }
 
 // x: the tile's values, the first n of them real; index: of the tile's first value.
-template <bool NEAREST, bool COUNT>
+// ahead: values that will be read soon.
+template <bool NEAREST, bool COUNT, bool INSIDE>
 CPD_FN void encode_column(const Cast& cast, int k, const float* x, i64 n, u32* words, int lane,
-                          Key key, u64 index, Counts& counts) {
+                          Key key, u64 index, Counts& counts, const float* ahead) {
     Encoder e = make_encoder(cast, k);
     Packer packer = make_packer(words, lane);
     int bits = width(cast);
     for (int i = lane; i < CPD_TILE; i += CPD_LANES) {
-        U code = encode_value<NEAREST, COUNT>(cast, e, load(x, i, n), key, index + i, counts);
+        U code =
+            encode_value<NEAREST, COUNT, INSIDE>(cast, e, load(x, i, n), key, index + i, counts);
         put(packer, code, bits);
+        expect(ahead + i);
     }
 }
 

@@ -21,6 +21,7 @@ POINTERS = {  # C type -> the dtypes that an argument may have, and its alignmen
 SCALARS = {
     "int": np.int32, "u32": np.uint32, "u64": np.uint64, "i64": np.int64, "float": np.float32,
 }  # fmt: skip
+NULL = ("counts", "out", "nonfinite")  # pointers that may be missing
 UNSIGNED = (3, 4, 5, 6, 7, 11)  # of the numbers of a cast, as load_cast has them
 
 
@@ -36,14 +37,15 @@ def arguments(source: str, name: str, args: tuple[Any, ...]) -> SimpleNamespace:
     """Return the arguments by the names of the kernel's parameters, arrays as NumPy's."""
     parameters = signature(source, name)
     assert len(parameters) == len(args), f"{name}: {len(args)} arguments"
-    found = SimpleNamespace(counts=None)
+    found = SimpleNamespace()
     for (kind, pointer, word), value in zip(parameters, args, strict=True):
         where = f"{name}: {word}"
         if not pointer:
             assert type(value) is SCALARS[kind], f"{where} is {type(value)}"
             setattr(found, word, value.item())
         elif isinstance(value, np.uint64):
-            assert value == 0 and word == "counts", where
+            assert value == 0 and word in NULL, where
+            setattr(found, word, None)
         else:
             dtypes, alignment = POINTERS[kind]
             assert value.dtype.name in dtypes and value.data.ptr % alignment == 0, where
@@ -58,7 +60,7 @@ def run(name: str, a: SimpleNamespace) -> None:
         a.cast = tuple(v & 0xFFFFFFFF if i in UNSIGNED else v for i, v in numbers)
     if hasattr(a, "key_low"):
         a.key = (a.key_low, a.key_high)
-    a.extra = () if a.counts is None else (a.counts,)
+    a.extra = () if getattr(a, "counts", None) is None else (a.counts,)
     BODIES[name](a)
 
 
@@ -75,10 +77,12 @@ def _encode_tiles(a: SimpleNamespace) -> None:
 
 
 def _hop(a: SimpleNamespace) -> None:
-    _cpu.decode_add_encode_tiles(
+    lost = _cpu.decode_add_encode_tiles(
         a.cast, bool(a.fit), a.key, a.offset, a.words_in, a.shifts_in, a.x, a.words, a.shifts,
-        *a.extra,
+        a.out, a.counts,
     )  # fmt: skip
+    if a.out is not None:
+        a.nonfinite += np.uint64(lost)
 
 
 def _add_encode_integers(a: SimpleNamespace) -> None:

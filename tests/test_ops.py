@@ -141,19 +141,25 @@ def test_decode_add_and_the_hop_are_compositions(ops: Any, n: int) -> None:
         assert np.array_equal(in_place.view(np.uint32), total.view(np.uint32))
         fused, parts = buffers(n, cast.fmt), buffers(n, cast.fmt)
         words: dict[str, Any] = {"fit": fit, "key": (1, 2), "offset": 4096}
-        ops.decode_add_encode_tiles(
-            came.words,
-            came.shifts,
-            cast,
-            x,
-            fused.words,
-            fused.shifts,
-            counts=fused.counts,
-            **words,
-        )
+        result, expected = np.full(n, 7, np.float32), np.empty(n, np.float32)
+        for out in (None, result):
+            lost = ops.decode_add_encode_tiles(
+                came.words,
+                came.shifts,
+                cast,
+                x,
+                fused.words,
+                fused.shifts,
+                counts=fused.counts,
+                out=out,
+                **words,
+            )
+            assert lost == 0
         ops.encode_tiles(total, cast, parts.words, parts.shifts, counts=parts.counts, **words)
         for field in ("words", "shifts", "counts"):
             assert np.array_equal(getattr(fused, field), getattr(parts, field)), (name, field)
+        ops.decode_tiles(parts.words, parts.shifts, cast.fmt, expected)
+        assert np.array_equal(result.view(np.uint32), expected.view(np.uint32)), name
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in add")
@@ -165,9 +171,10 @@ def test_the_hop_carries_nonfinite_values_on(ops: Any) -> None:
     sent[2 * TILE], x[2 * TILE] = 3e38, 3e38  # the sum overflows float32
     came, gone = buffers(n, cast.fmt), buffers(n, cast.fmt)
     ops.encode_tiles(sent, cast, came.words, came.shifts, fit=True)
-    ops.decode_add_encode_tiles(
-        came.words, came.shifts, cast, x, gone.words, gone.shifts, fit=True, counts=gone.counts
-    )
+    options, out = {"fit": True, "counts": gone.counts}, np.empty(n, np.float32)
+    arrays = came.words, came.shifts, cast, x, gone.words, gone.shifts
+    assert ops.decode_add_encode_tiles(*arrays, out=out, **options) == 3 * TILE
+    assert np.isnan(out[: 3 * TILE]).all() and np.isfinite(out[3 * TILE :]).all()
     assert (gone.shifts == SHIFT_NONFINITE).tolist() == [True, True, True, False]
     assert gone.counts[:, 2].tolist() == [TILE, 1, 1, 0]
 

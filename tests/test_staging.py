@@ -56,7 +56,7 @@ def calls(name: str) -> dict[str, tuple[list[Any], dict[str, Any]]]:
         "decode_add_tiles": ([words, shifts, cast.fmt, x, np.zeros(N, np.float32)], {}),
         "decode_add_encode_tiles": (
             [words, shifts, cast, x, np.zeros_like(words), shifts.copy()],
-            how | {"fit": True, "counts": counts},
+            how | {"fit": True, "counts": counts, "out": np.zeros(N, np.float32)},
         ),
         "encode": ([x, cast, 2], how),
         "decode": ([np.arange(1 << min(cast.fmt.bits, 8), dtype=np.uint32), cast.fmt, -1], {}),

@@ -33,7 +33,7 @@ class Sum(NamedTuple):
         """Return the payload of the sum, in place if given."""
         if self.last is None:
             return result.encode(self.total, key, place)
-        return result.add_encode(self.last, self.coder, self.total, key, place)
+        return result.add_encode(self.last, self.coder, self.total, key, place)[0]
 
 
 # (payloads in the order of ranks, how they and how partial sums are encoded, random streams of

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..formats import FloatFormat, Overflow, Rounding, sum_bits
-from ..ops import backend_of
+from ..ops import backend_of, on_gpu
 from .arguments import check_alike, check_arrays, check_out, place
 from .cost import choose
 from .engine import Program, Take, run
@@ -154,7 +154,10 @@ class Allreduce(Method):
             ]
 
         what, window = f"allreduce {self.algorithm}", plan.schedule.window(world.ranks)
-        found = run(world, start, len(pieces), flat[0], what, window)
+        # A raw payload is the caller's array itself.
+        packed = self.fmt is not None and not on_gpu(flat[0])
+        shared = world.shared() if packed else None
+        found = run(world, start, len(pieces), flat[0], what, window, shared)
         if sum(piece[0] for piece in found):  # on a GPU the one look at its counts
             raise_nonfinite(world, flat, parts, totals[0])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,19 +17,24 @@ def fresh(like: Array, size_bytes: int) -> Array:
 
 
 class Arena:
-    """Arrays that are taken in the same order time after time, and made only once."""
+    """Arrays that are taken in the same order time after time, and made only once.
 
-    def __init__(self, like: Array) -> None:
-        self._like = like[:0]
+    make: size_bytes -> uint8[size_bytes]
+    """
+
+    def __init__(self, make: Callable[[int], Array]) -> None:
+        self._make = make
         self._arrays: list[Array] = []
         self._taken = 0
 
     def take(self, size_bytes: int) -> Array:
         """Return uint8[size_bytes], which is the caller's until the next rewind."""
         if self._taken == len(self._arrays):
-            self._arrays.append(fresh(self._like, size_bytes))
-        elif self._arrays[self._taken].size < size_bytes:
-            self._arrays[self._taken] = fresh(self._like, size_bytes)
+            self._arrays.append(self._make(size_bytes))
+        elif self._arrays[self._taken].size < size_bytes:  # twice as large: memory may be kept
+            self._arrays[self._taken] = self._make(
+                max(size_bytes, 2 * self._arrays[self._taken].size)
+            )
         self._taken += 1
         return self._arrays[self._taken - 1][:size_bytes]
 

@@ -97,6 +97,7 @@ class Chunk:
         self.pending: Array | None = None  # came in, not yet added: added while it is encoded
         self.held: dict[int, Array] = {}  # contributions by rank, not yet summed
         self.final: Array | None = None  # payload of the result
+        self.nonfinite: int | None = None  # values of out, once the result is in it
         self.summed = False  # whether what was held is in the partial sum
         self.first = plan.key(rank, CONTRIBUTION)
         self.keys = plan.keys_between(rank, index)
@@ -132,9 +133,8 @@ class Chunk:
             return self._held_sum().encode(self.result, key, place)
         if self.pending is None:
             return self.result.encode(self.partial, key, place)
-        payload = self.result.add_encode(self.pending, self.result, self.partial, key, place)
-        self.pending = None
-        return payload
+        came, self.pending = self.pending, None
+        return self.result.add_encode(came, self.result, self.partial, key, place)[0]
 
     def reduce(self, source: int, payload: Array, terms: int) -> None:
         """Add a partial sum of so many terms to the rank's own, rounding between two additions."""
@@ -148,8 +148,23 @@ class Chunk:
         """Return the payload of the result, which this rank forms or has received."""
         if self.final is None:
             key = self.plan.key(self.index, FINAL)
-            self.final = self._encoded(key, place if self.place is None else self.place)
+            if self.place is None and self.pending is not None and self.out is not None:
+                self.final = self._written(key, place)
+            else:
+                self.final = self._encoded(key, place if self.place is None else self.place)
         return self.final
+
+    def _written(self, key: Key, place: Array | None) -> Array:
+        """Return the payload of the result that the last addition gives; write it to out as well.
+
+        One pass over memory less than to decode the payload afterwards.
+        """
+        assert self.pending is not None, "what is held is summed by Sum"
+        came, self.pending = self.pending, None
+        final, self.nonfinite = self.result.add_encode(
+            came, self.result, self.partial, key, place, self.out
+        )
+        return final
 
     def copy(self, source: int, payload: Array, terms: int) -> None:
         """Keep the result as it came; contributions are not needed any more."""
@@ -173,4 +188,6 @@ class Chunk:
             self.out[:] = self._held_sum().value()
             return self.out.size - np.isfinite(self.out).sum()
         final = self.finished()
-        return 0 if final is self.place else self.result.decode(final, self.out)
+        if self.nonfinite is None:
+            self.nonfinite = 0 if final is self.place else self.result.decode(final, self.out)
+        return self.nonfinite

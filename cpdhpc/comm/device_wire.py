@@ -28,6 +28,8 @@ class DeviceRaw(Raw):
         key: Key,
         offset: int,
         payload: Array,
-    ) -> None:
-        """Write the bytes of x plus the values into payload."""
+        out: Array | None,
+    ) -> int:
+        """Write the bytes of x plus the values into payload, and into out if given; return 0."""
         backend_of(x).add(x, came.view(np.float32), payload.view(np.float32))
+        return 0 if out is None else self.decode(payload, shifts, out)

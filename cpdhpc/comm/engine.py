@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from .arena import Arena, fresh
 from .ranks import Ranks, Wait
+from .shared import NOTE_BYTES, Shared
 from .staging import carrier_of
 
 Array = npt.NDArray[Any]
@@ -48,20 +49,27 @@ Start = Callable[[int, Take], Sequence[Program[Result]]]  # piece -> programs of
 
 
 def run(
-    world: Ranks, start: Start[Result], pieces: int, like: Array, what: str, window: int = 1
+    world: Ranks,
+    start: Start[Result],
+    pieces: int,
+    like: Array,
+    what: str,
+    window: int = 1,
+    shared: Shared | None = None,
 ) -> list[list[Result]]:
     """Run the programs of all pieces to their ends; return what they return, by piece and rank.
 
     Collective: all processes of world run the programs of their ranks, of the same pieces.
     start: called for each piece in order; like: an array of the kind that received bytes are to
     be stored in; what: named in messages, as "allreduce ring"; window: how many pieces after the
-    first one that has not ended, itself included, may be under way
+    first one that has not ended, itself included, may be under way; shared: how payloads reach
+    the processes of this node, None for messages; the same on all processes
     Raises ScheduleError in a world of one process. Where others take part they cannot be told
     any more, so this and every other error then ends the job with a message; but for RankFailure,
     after the death of a process, which all that are left raise.
     """
     try:
-        return _Run(world, start, pieces, like, what, window).run()
+        return _Run(world, start, pieces, like, what, window, shared).run()
     except Exception as error:
         failure = world.failure(error, what)
         if failure is not None:
@@ -76,6 +84,7 @@ class _Piece(Generic[Result]):
 
     def __init__(self, number: int, take: Take) -> None:
         self.number, self.take = number, take
+        self.serial = 0  # among all pieces that share memory
         self.programs: dict[int, Program[Result]] = {}
         self.results: dict[int, Result] = {}
         self.sends: list[Wait] = []
@@ -92,26 +101,30 @@ class _Run(Generic[Result]):
         like: Array,
         what: str,
         window: int,
+        shared: Shared | None,
     ) -> None:
         self.world, self.start, self.pieces, self.like, self.what = world, start, pieces, like, what
-        self.window, self.carrier = window, carrier_of(world, like)
+        self.window, self.shared, self.carrier = window, shared, carrier_of(world, like)
         self.results: list[list[Result]] = [[] for _ in range(pieces)]
         self.opened = 0
         self.under_way: list[_Piece[Result]] = []
         self.runnable: deque[tuple[_Piece[Result], int, Array | None]] = deque()
         self.mail: dict[tuple[int, int, int], deque[Exchange]] = {}  # (piece, from, to): waiting
         self.local: dict[tuple[int, int], tuple[_Piece[Result], Exchange]] = {}  # (piece, rank)
-        self.remote: list[tuple[_Piece[Result], int, Wait, Array]] = []
+        self.remote: list[tuple[_Piece[Result], int, int, Wait, Array]] = []
 
     def run(self) -> list[list[Result]]:
         while True:
             while self.runnable:
                 self._advance(*self.runnable.popleft())
             self._close()
-            if self.opened < self.pieces and self.opened - self._oldest() < self.window:
+            may_open = self.opened < self.pieces and self.opened - self._oldest() < self.window
+            readers = self._readers() if may_open else None
+            if may_open and (readers is None or self.world.done(readers)):
                 self._open()
                 continue
-            waits = [wait for _, _, wait, _ in self.remote]
+            waits = [wait for _, _, _, wait, _ in self.remote]
+            waits += [] if readers is None else [readers]
             waits += [wait for piece in self.under_way if _ended(piece) for wait in piece.sends]
             if not waits:
                 break
@@ -127,15 +140,34 @@ class _Run(Generic[Result]):
         number, slot = self.opened, self.opened % self.window
         take = partial(fresh, self.like)
         if self.world.virtual_ranks == 1:  # else ranks hand payloads to one another as they are
-            arena = self.carrier.arenas.setdefault((type(self.like), slot), Arena(self.like))
+            key = type(self.like) if self.shared is None else Shared, slot
+            if key not in self.carrier.arenas:
+                self.carrier.arenas[key] = Arena(self._maker())
+            arena = self.carrier.arenas[key]
             arena.rewind()
             take = arena.take
         piece: _Piece[Result] = _Piece(number, take)
+        if self.shared is not None:
+            piece.serial = self.shared.open(slot)
         programs = self.start(number, take)
         piece.programs = dict(zip(self.world.hosted, programs, strict=True))
         self.runnable.extend((piece, rank, None) for rank in piece.programs)
         self.under_way.append(piece)
         self.opened += 1
+
+    def _maker(self) -> Take:
+        """Return what makes arrays that are kept: like the caller's, but without a hold on it."""
+        if self.shared is not None:
+            return self.shared.take
+        return partial(fresh, np.empty_like(self.like, shape=(0,)))
+
+    def _readers(self) -> Wait | None:
+        """Return the wait for those who still read what the next piece will overwrite."""
+        if self.shared is None:
+            return None
+        rank, slot = self.world.hosted.start, self.opened % self.window
+        reason = f"{self.what}: waited {{:.1f}} s for the ranks of this node to end a piece"
+        return Wait([self.shared.readers(slot)], rank, reason)
 
     def _oldest(self) -> int:
         """Return the number of the first piece that has not ended, else of the next one."""
@@ -148,6 +180,8 @@ class _Run(Generic[Result]):
             if not piece.sends:
                 self.results[piece.number] = [piece.results[rank] for rank in self.world.hosted]
                 self.under_way.remove(piece)
+                if self.shared is not None:
+                    self.shared.end(piece.serial)
 
     def _advance(self, piece: _Piece[Result], rank: int, received: Array | None) -> None:
         """Resume a program up to its next exchange, send its message, look for the other."""
@@ -168,10 +202,14 @@ class _Run(Generic[Result]):
             else:
                 self.local[piece.number, rank] = piece, exchange
         else:
-            place = exchange.place
-            buffer = piece.take(exchange.nbytes) if place is None else place
-            requests = self.carrier.irecv(exchange.recv_from, rank, buffer, piece.number)
-            self.remote.append((piece, rank, Wait(requests, rank, self._reason(exchange)), buffer))
+            source, buffer = exchange.recv_from, exchange.place
+            if self._shares(source):
+                buffer = np.empty(NOTE_BYTES, np.uint8)
+            elif buffer is None:
+                buffer = piece.take(exchange.nbytes)
+            requests = self.carrier.irecv(source, rank, buffer, piece.number)
+            wait = Wait(requests, rank, self._reason(exchange))
+            self.remote.append((piece, rank, source, wait, buffer))
 
     def _send(
         self, piece: _Piece[Result], rank: int, to: int, payload: Array, exchange: Exchange
@@ -185,7 +223,8 @@ class _Run(Generic[Result]):
                 f"{self.what}: waited {{:.1f}} s for rank {to} to receive, "
                 f"round {exchange.round}, {_chunks(exchange.send_chunks)}"
             )
-            requests = self.carrier.isend(rank, to, payload, piece.number)
+            message = self._note(piece, payload) if self._shares(to) else payload
+            requests = self.carrier.isend(rank, to, message, piece.number)
             piece.sends.append(Wait(requests, rank, reason))
         elif waiting is not None and waiting[1].recv_from == rank:
             del self.local[piece.number, to]
@@ -193,14 +232,31 @@ class _Run(Generic[Result]):
         else:
             self.mail.setdefault((piece.number, rank, to), deque()).append(exchange)
 
+    def _shares(self, rank: int) -> bool:
+        """Whether payloads from and to a rank of another process stay where they are."""
+        return self.shared is not None and self.shared.reaches(rank // self.world.virtual_ranks)
+
+    def _note(self, piece: _Piece[Result], payload: Array) -> Array:
+        """Return where a payload lies, in memory that is shared; copied there if it must."""
+        assert self.shared is not None, "asked for where _shares has said so"
+        note = self.shared.note(payload)
+        if note is None:
+            copy = piece.take(payload.size)
+            copy[:] = payload
+            note = self.shared.note(copy)
+        assert note is not None, "what a piece takes is shared"
+        return note
+
     def _receive(self) -> None:
         """Resume all programs whose message from another process is complete."""
         waiting, self.remote = self.remote, []
-        for piece, rank, wait, buffer in waiting:
-            if self.world.done(wait):
-                self.runnable.append((piece, rank, buffer))
+        for piece, rank, source, wait, buffer in waiting:
+            if not self.world.done(wait):
+                self.remote.append((piece, rank, source, wait, buffer))
+            elif self.shared is not None and self._shares(source):
+                self.runnable.append((piece, rank, self.shared.payload(buffer)))
             else:
-                self.remote.append((piece, rank, wait, buffer))
+                self.runnable.append((piece, rank, buffer))
 
     def _reason(self, exchange: Exchange) -> str:
         return (

@@ -98,6 +98,10 @@ class Ranks(ABC):
         """Return the failure of a process behind an error, or None if it is of another kind."""
         return None
 
+    def shared(self) -> Any:
+        """Return how payloads reach other processes of the node, comm.shared; None. Collective."""
+        return None
+
     @abstractmethod
     def barrier(self, what: str = "barrier") -> None:
         """Wait for all processes. Collective."""

@@ -49,9 +49,11 @@ class TimedRaw(Raw):
         key: Key,
         offset: int,
         payload: Array,
-    ) -> None:
-        """Take the time of an addition."""
+        out: Array | None,
+    ) -> int:
+        """Take the time of an addition, and of a copy to out."""
         self.spent.add(self.machine.gamma_s, x.size)
+        return 0 if out is None else self.decode(payload, shifts, out)
 
 
 @dataclass(frozen=True)
@@ -83,9 +85,11 @@ class TimedPacked(Packed):
         key: Key,
         offset: int,
         payload: Array,
-    ) -> None:
-        """Take the time of a hop."""
+        out: Array | None,
+    ) -> int:
+        """Take the time of a hop, and of decoding to out."""
         self.spent.add(self.machine.hop_s, x.size)
+        return 0 if out is None else self.decode(payload, shifts, out)
 
 
 def timed(wire: Wire, machine: Machine, spent: Spent) -> Wire:

@@ -52,9 +52,11 @@ class Raw:
         key: Key,
         offset: int,
         payload: Array,
-    ) -> None:
-        """Write the bytes of x plus the values into payload."""
+        out: Array | None,
+    ) -> int:
+        """Write the bytes of x plus the values into payload, and into out if given; return 0."""
         np.add(x, came.view(np.float32), out=payload.view(np.float32))
+        return 0 if out is None else self.decode(payload, shifts, out)
 
 
 @dataclass(frozen=True)
@@ -111,16 +113,19 @@ class Packed:
         key: Key,
         offset: int,
         payload: Array,
-    ) -> None:
+        out: Array | None,
+    ) -> int:
         """Write x plus the values of the payload came into payload: one pass over the data.
 
         came_shifts, shifts: of the payload that came, and of the one that is written
+        out: float32[n] for what payload decodes to, or None
+        Returns how many values of out are not finite, 0 without it.
         """
         words_in, used_in = self._split(came, came_shifts, x.size)
         words, used = self._split(payload, shifts, x.size)
-        backend_of(x).decode_add_encode_tiles(
-            words_in, used_in, self.cast, x, words, used, fit=self.fit, key=key, offset=offset
-        )
+        options = {"fit": self.fit, "key": key, "offset": offset, "out": out}
+        hop = backend_of(x).decode_add_encode_tiles
+        return hop(words_in, used_in, self.cast, x, words, used, **options)
 
 
 Wire = Raw | Packed | Exact
@@ -158,7 +163,8 @@ class Coder:
 
     def of(self, terms: int) -> Coder:
         """Return the coder of sums of so many contributions."""
-        return replace(self, wire=self.wire.of(terms))
+        wire = self.wire.of(terms)
+        return self if wire is self.wire else replace(self, wire=wire)
 
     @property
     def floats(self) -> Raw | Packed:
@@ -192,12 +198,22 @@ class Coder:
         self.floats.add(payload, self.shifts, x, x)
 
     def add_encode(
-        self, came: Array, coder: Coder, x: Array, key: Key, place: Array | None = None
-    ) -> Array:
-        """Return the payload, in place if given, of x plus the values of came, made by coder."""
+        self,
+        came: Array,
+        coder: Coder,
+        x: Array,
+        key: Key,
+        place: Array | None = None,
+        out: Array | None = None,
+    ) -> tuple[Array, int]:
+        """Return the payload, in place if given, of x plus the values of came, made by coder.
+
+        out: for what the payload decodes to, if that is wanted: written in the same pass
+        The second result is how many values of out are not finite, 0 without it.
+        """
         payload = self.take(self.size_bytes) if place is None else place
-        self.floats.add_encode(came, coder.shifts, x, self.shifts, key, self.start, payload)
-        return payload
+        where = key, self.start, payload, out
+        return payload, self.floats.add_encode(came, coder.shifts, x, self.shifts, *where)
 
     def values(self, payload: Array) -> Array:
         """Return the values in an array of their own, float32."""

@@ -13,6 +13,7 @@ import numpy as np
 from .failure import RankFailure
 from .patience import Patience, say
 from .ranks import Array, Ranks, Wait, numbered
+from .shared import Shared, share
 
 MESSAGE_BYTES = 1 << 30  # longer ones go in pieces: Open MPI 5 counts with 31 bits
 STREAMS = 64  # that have tags of their own; more than are under way at a time
@@ -45,6 +46,8 @@ class World(Ranks):
     comm: an mpi4py intra-communicator, None for COMM_WORLD; a duplicate of it is used
     timeout_s: a wait that takes longer ends the job, and says who waited for whom
     gpu_direct: give GPU arrays to MPI as they are where it takes them; False: nowhere
+    share_memory: whether packed payloads stay in memory that the processes of a node share, where
+        that is possible; else they all travel as messages
     Raises TypeError for other communicators, ValueError for numbers out of range, RuntimeError
     where MPI is not running.
     """
@@ -56,6 +59,7 @@ class World(Ranks):
         virtual_ranks: int = 1,
         timeout_s: float = 600.0,
         gpu_direct: bool = True,
+        share_memory: bool = True,
     ) -> None:
         self._mpi = _mpi()
         comm = self._mpi.COMM_WORLD if comm is None else comm
@@ -75,6 +79,8 @@ class World(Ranks):
         firsts = comm.allgather(here.allreduce(self.rank, self._mpi.MIN))  # a node's first process
         self.nodes = numbered([first for first in firsts for _ in range(virtual_ranks)])
         here.Free()
+        self._share = share_memory
+        self._shared: tuple[Shared | None, str] | None = None
 
     @property
     def _comm(self) -> Any:
@@ -84,7 +90,15 @@ class World(Ranks):
 
     def free(self) -> None:
         """Free the duplicated communicator; the world cannot be used any more. Collective."""
+        if self._shared is not None and self._shared[0] is not None:
+            self._shared[0].free()
         self._comm.Free()
+
+    def shared(self) -> Shared | None:
+        """Return the memory that the processes of a node share, if they do. Collective."""
+        if self._shared is None:
+            self._shared = share(self, self._share and self.virtual_ranks == 1)
+        return self._shared[0]
 
     def barrier(self, what: str = "barrier") -> None:
         """Wait for all processes. Collective."""
@@ -221,6 +235,7 @@ class World(Ranks):
             virtual_ranks=self.virtual_ranks,
             timeout_s=self.timeout_s,
             gpu_direct=self.gpu_direct,
+            share_memory=self._share,
         )
         alive.Free()
         return world

@@ -27,8 +27,10 @@ __all__ = [
     "encode",
     "encode_tiles",
     "fitting_shift",
+    "load_acquire",
     "pack",
     "pack_trits",
+    "store_release",
     "subtract",
     "unpack",
     "unpack_trits",
@@ -157,13 +159,19 @@ def decode_add_encode_tiles(
     key: Key = (0, 0),
     offset: int = 0,
     counts: Array | None = None,
-) -> None:
-    """One hop of a reduction: encode_tiles of x + decoded, in one pass over memory."""
+    out: Array | None = None,
+) -> int:
+    """One hop of a reduction: encode_tiles of x + decoded, in one pass over memory.
+
+    out: float32[n] or None: what words decode to, written in the same pass
+    Returns how many values of out are not finite; 0 without it.
+    """
     _check("x", x, np.float32)
-    extra = () if counts is None else (counts,)
-    _cpu.decode_add_encode_tiles(
-        cast_numbers(cast), fit, key, offset, words_in, shifts_in, x, words, shifts, *extra
-    )
+    if out is not None:
+        _check("out", out, np.float32)
+    numbers = cast_numbers(cast), fit, key, offset
+    arrays = words_in, shifts_in, x, words, shifts, out, counts
+    return int(_cpu.decode_add_encode_tiles(*numbers, *arrays))
 
 
 def add_integers_tiles(
@@ -210,3 +218,16 @@ def pack_trits(words: Array, trits: Array) -> None:
 def unpack_trits(trits: Array, words: Array) -> None:
     """Write the codes that pack_trits packed into words."""
     _cpu.unpack_trits(trits, words)
+
+
+def store_release(target: Array, value: int) -> None:
+    """Write an int64 into target, uint8[8], for other processes.
+
+    Who reads it by load_acquire sees all that was written before.
+    """
+    _cpu.store_release(target, value)
+
+
+def load_acquire(source: Array) -> int:
+    """Return the int64 in source, uint8[8], that another process writes by store_release."""
+    return _cpu.load_acquire(source)

@@ -11,6 +11,7 @@ from ..formats import TILE, TRIT_BYTES, Cast, FloatFormat, packed_bytes, tiles
 from ..randomness import Key
 from . import reference
 from .gpu_launch import (
+    NULL,
     cast_on_device,
     check,
     check_tiles,
@@ -123,12 +124,20 @@ def decode_add_encode_tiles(
     key: Key = (0, 0),
     offset: int = 0,
     counts: Array | None = None,
-) -> None:
-    """One hop of a reduction: encode_tiles of x + decoded, in one pass over memory."""
+    out: Array | None = None,
+) -> Any:
+    """One hop of a reduction: encode_tiles of x + decoded, in one pass over memory.
+
+    out: float32[n] or None: what words decode to, written in the same pass
+    Returns how many values of out are not finite, uint64[] on the GPU; 0 without it.
+    """
     check("x", x, np.float32)
     check_tiles(words_in, shifts_in, x.size, cast.fmt)
     check_tiles(words, shifts, x.size, cast.fmt)
+    if out is not None:
+        check("out", out, np.float32, x.size)
     numbers = (cast_on_device(cast), np.int32(fit), *key_numbers(key, offset))
+    nonfinite: Any = NULL if out is None else cupy.zeros((), np.uint64)
     arrays = (
         words_in,
         shifts_in,
@@ -136,9 +145,12 @@ def decode_add_encode_tiles(
         np.int64(x.size),
         words,
         shifts,
+        NULL if out is None else out,
+        nonfinite,
         counts_or_null(counts, x.size),
     )
     launch("decode_add_encode_tiles", tile_blocks(x.size), *numbers, *arrays)
+    return 0 if out is None else nonfinite
 
 
 def add_integers_tiles(

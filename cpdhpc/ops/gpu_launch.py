@@ -18,6 +18,7 @@ Array = Any  # cupy.ndarray
 _BLOCK = 128  # threads: CPD_WARPS warps of 32
 _TILES_PER_BLOCK = 4
 _MAX_BLOCKS = 65535
+NULL = np.uint64(0)  # a pointer to nothing
 
 
 def current_device() -> int:
@@ -90,6 +91,6 @@ def key_numbers(key: Key, offset: int) -> tuple[Any, ...]:
 def counts_or_null(counts: Array | None, n: int) -> Any:
     """Return counts, uint32[tiles(n), 3], or a null pointer for None."""
     if counts is None:
-        return np.uint64(0)
+        return NULL
     check("counts", counts, np.uint32, 3 * tiles(n))
     return counts

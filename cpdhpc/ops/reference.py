@@ -147,8 +147,14 @@ def decode_add_encode_tiles(
     key: Key = (0, 0),
     offset: int = 0,
     counts: Array | None = None,
-) -> None:
-    """One hop of a reduction: encode_tiles of x + what words_in and shifts_in decode to."""
+    out: Array | None = None,
+) -> int:
+    """One hop of a reduction: encode_tiles of x + what words_in and shifts_in decode to.
+
+    out: float32[n] or None: what words decode to, written
+    Returns how many values of out are not finite; 0 without it.
+    """
     total = np.empty_like(x)
     decode_add_tiles(words_in, shifts_in, cast.fmt, x, total)
     encode_tiles(total, cast, words, shifts, fit=fit, key=key, offset=offset, counts=counts)
+    return 0 if out is None else decode_tiles(words, shifts, cast.fmt, out)

@@ -1,0 +1,185 @@
+"""Payloads in memory that the processes of a node share: read where they were written.
+
+A message within a node then is a note of where its payload lies. MPI's own ways between two
+processes of a node copy it: once with the help of the kernel, page by page, else twice.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from ..ops.cpu import load_acquire, store_release
+from .ranks import Array, Ranks
+
+BLOCK_BYTES = 8 << 20  # the least that is asked of the system
+ALIGNED_BYTES = 64  # a line of the cache, so that no two processes write into one
+NOTE_BYTES = 32  # of a message: process, descriptor, offset, size, int64 each
+COUNTER_BYTES, SECRET_BYTES = 8, 16  # at the beginning of a process's first block
+
+
+class Block(NamedTuple):
+    """Memory of one file descriptor of one process, as it is mapped here."""
+
+    pid: int
+    descriptor: int
+    memory: Array
+    address: int
+
+
+class Readers:
+    """Requests, as MPI's: done when all processes of the node have ended all pieces up to one."""
+
+    def __init__(self, counters: Sequence[Array], serial: int) -> None:
+        self._counters, self._serial = counters, serial
+
+    def Test(self) -> bool:
+        """Whether the last of them has."""
+        return all(load_acquire(each) > self._serial for each in self._counters)
+
+
+class Shared:
+    """The blocks of this process, and those of others of its node that it has met.
+
+    A payload stays until every process of the node has ended the piece in which it was written:
+    pieces are numbered alike in all processes, and each tells in its counter up to where it is.
+    """
+
+    def __init__(self, size_bytes: int = BLOCK_BYTES) -> None:
+        self._blocks: list[Block] = []
+        self._met: dict[tuple[int, int], Block] = {}
+        self._free = self._new_block(size_bytes).memory
+        self.counter = self._free[:COUNTER_BYTES]
+        self.secret = self._free[COUNTER_BYTES : COUNTER_BYTES + SECRET_BYTES]
+        self.secret[:] = np.frombuffer(secrets.token_bytes(SECRET_BYTES), np.uint8)
+        self._free = self._free[ALIGNED_BYTES:]
+        self._opened = 0
+        self._ended: set[int] = set()
+        self._used: dict[int, int] = {}  # slot -> the last piece that took its arrays
+        self._near: dict[int, Array] = {}  # process of this node -> its counter
+
+    @property
+    def name(self) -> tuple[int, int, bytes]:
+        """What another process needs in order to find the first block, and to know it."""
+        first = self._blocks[0]
+        return first.pid, first.descriptor, self.secret.tobytes()
+
+    def meet(self, process: int, name: tuple[int, int, bytes]) -> bool:
+        """Map the first block of another process; return whether it is that."""
+        pid, descriptor, secret = name
+        try:
+            memory = self._block(pid, descriptor).memory
+        except OSError:
+            return False
+        self._near[process] = memory[:COUNTER_BYTES]
+        return memory[COUNTER_BYTES : COUNTER_BYTES + SECRET_BYTES].tobytes() == secret
+
+    def reaches(self, process: int) -> bool:
+        """Whether payloads go to a process this way."""
+        return process in self._near
+
+    def take(self, size_bytes: int) -> Array:
+        """Return uint8[size_bytes] that the others can read, for as long as this object lives."""
+        room = -(-size_bytes // ALIGNED_BYTES) * ALIGNED_BYTES
+        if room > self._free.size:
+            self._free = self._new_block(max(room, BLOCK_BYTES)).memory
+        taken, self._free = self._free[:size_bytes], self._free[room:]
+        return taken
+
+    def note(self, payload: Array) -> Array | None:
+        """Return where a payload lies, uint8[NOTE_BYTES]; None if not in memory that is shared."""
+        address = payload.__array_interface__["data"][0]
+        for block in (*self._blocks, *self._met.values()):
+            offset = address - block.address
+            if 0 <= offset <= block.memory.size - payload.size:
+                numbers = block.pid, block.descriptor, offset, payload.size
+                return np.array(numbers, np.int64).view(np.uint8)
+        return None
+
+    def payload(self, note: Array) -> Array:
+        """Return the payload of a note that came: memory of another process, to be read only."""
+        pid, descriptor, offset, size = note.view(np.int64).tolist()
+        return self._block(pid, descriptor).memory[offset : offset + size]
+
+    def readers(self, slot: int) -> Readers:
+        """Return what is done when the arrays of a slot can be written again."""
+        return Readers(tuple(self._near.values()), self._used.get(slot, -1))
+
+    def open(self, slot: int) -> int:
+        """Return the number of the next piece, which takes the arrays of a slot."""
+        serial = self._used[slot] = self._opened
+        self._opened += 1
+        return serial
+
+    def end(self, serial: int) -> None:
+        """Tell the others that this process reads nothing of a piece any more."""
+        self._ended.add(serial)
+        upto = load_acquire(self.counter)
+        while upto in self._ended:
+            self._ended.remove(upto)
+            upto += 1
+        store_release(self.counter, upto)
+
+    def free(self) -> None:
+        """Let go of the memory; whoever has mapped it keeps it."""
+        for block in self._blocks:
+            os.close(block.descriptor)
+        self._blocks.clear()
+
+    def _new_block(self, size_bytes: int) -> Block:
+        """Return new memory. It has no name in any file system, so nothing is left of it."""
+        descriptor = os.memfd_create("cpdhpc")
+        os.ftruncate(descriptor, size_bytes)
+        block = _mapped(os.getpid(), descriptor, descriptor)
+        self._blocks.append(block)
+        return block
+
+    def _block(self, pid: int, descriptor: int) -> Block:
+        """Return a block of another process, mapped when it is first met."""
+        if (pid, descriptor) not in self._met:
+            path = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR)
+            try:
+                self._met[pid, descriptor] = _mapped(pid, descriptor, path)
+            finally:
+                os.close(path)
+        return self._met[pid, descriptor]
+
+
+def _mapped(pid: int, descriptor: int, here: int) -> Block:
+    memory = mmap.mmap(here, os.fstat(here).st_size)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    array = np.frombuffer(memory, np.uint8)
+    return Block(pid, descriptor, array, array.__array_interface__["data"][0])
+
+
+def share(world: Ranks, wanted: bool) -> tuple[Shared | None, str]:
+    """Return what the processes of a node share, or None, and why. Collective.
+
+    wanted: by this process; all must want it, and reach all others of their node
+    """
+    firsts = world.nodes[:: world.virtual_ranks]
+    if len(set(firsts)) == len(firsts):
+        return None, "one process a node"
+    shared, problem = None, "" if wanted else "not wanted"
+    try:
+        shared = Shared() if wanted else None
+    except (OSError, AttributeError) as error:  # memfd_create is Linux's
+        problem = f"process {world.rank}: {error}"
+    names = world.gather((shared and shared.name, problem), "shared memory")
+    near = [i for i in range(world.size) if firsts[i] == firsts[world.rank] and i != world.rank]
+    if shared is not None and all(name for name, _ in names):
+        missed = [i for i in near if not shared.meet(i, names[i][0])]
+        if missed:
+            problem = f"process {world.rank} cannot map the memory of process {missed[0]}"
+    problems = [each for each in world.gather(problem, "shared memory") if each]
+    if problems:
+        if shared is not None:
+            shared.free()
+        return None, problems[0]
+    return shared, "memory that the processes of a node share"

@@ -1,0 +1,52 @@
+"""Payloads in memory that the processes of a node share give the bits that messages give."""
+
+import numpy as np
+import pytest
+from test_mpi_allreduce import assert_simulated, gradients
+
+from cpdhpc.comm import SCHEDULES, World, allreduce
+from cpdhpc.comm.chunk import PIECES
+
+pytestmark = pytest.mark.mpi
+
+WAYS = [(name, way) for name, row in SCHEDULES.items() for way in (*row.accumulates, "exact")]
+SIZES = (20_000, 1, 70_001, 0, 3_000, 20_000)  # arenas grow, and are written again
+
+
+@pytest.fixture(scope="module")
+def message_world(world):
+    """All ranks, every payload a message."""
+    return World(timeout_s=world.timeout_s, share_memory=False)
+
+
+@pytest.mark.parametrize("algorithm, accumulate", WAYS)
+def test_memory_and_messages_agree(world, message_world, algorithm, accumulate, monkeypatch):
+    """In many small pieces, and calls after one another without a barrier."""
+    monkeypatch.setattr("cpdhpc.comm.chunk.PIECE_VALUES", (1024, 2048))
+    assert PIECES > 4, "more pieces than are under way at a time: their arrays are written again"
+    for n in SIZES:
+        xs = gradients(world.ranks, n)
+        arguments = ("e4m3", algorithm, "aps", accumulate)
+        results = [allreduce(each, xs[world.rank], *arguments) for each in (world, message_world)]
+        assert np.array_equal(*(result.view(np.uint32) for result in results))
+        assert_simulated(world, results[0], xs, *arguments)
+
+
+def test_memory_is_shared_where_there_is_somebody(world, message_world):
+    assert message_world.shared() is None
+    shared = world.shared()
+    assert (shared is not None) == (world.size > 1)
+    if shared is not None:
+        assert [shared.reaches(i) for i in range(world.size)] == [
+            i != world.rank for i in range(world.size)
+        ]
+
+
+def test_all_share_or_none(world):
+    last = world.rank == world.size - 1
+    other = World(timeout_s=world.timeout_s, share_memory=not last)
+    assert other.shared() is None
+    xs = gradients(world.ranks, 3000)
+    got = allreduce(other, xs[world.rank], "e4m3", "ring")
+    assert_simulated(other, got, xs, "e4m3", "ring")
+    other.free()

@@ -1,0 +1,79 @@
+"""Memory that processes share, here with two of them played by one process."""
+
+import os
+
+import numpy as np
+import pytest
+
+from cpdhpc.comm.shared import ALIGNED_BYTES, BLOCK_BYTES, Shared
+
+
+@pytest.fixture
+def two():
+    """Two that have met."""
+    pair = Shared(), Shared()
+    for mine, other in (pair, pair[::-1]):
+        assert mine.meet(1, other.name)
+    yield pair
+    for each in pair:
+        each.free()
+
+
+def test_a_payload_is_read_where_it_was_written(two):
+    writer, reader = two
+    for size in (1, ALIGNED_BYTES, 1000, BLOCK_BYTES + 1):
+        payload = writer.take(size)
+        payload[:] = np.arange(size, dtype=np.int64).view(np.uint8)[:size]
+        came = reader.payload(writer.note(payload))
+        assert np.array_equal(came, payload)
+        payload[-1] += 1
+        assert came[-1] == payload[-1], "the same memory, no copy"
+
+
+def test_a_payload_can_be_handed_on(two):
+    writer, reader = two
+    payload = writer.take(3000)
+    came = reader.payload(writer.note(payload))
+    again = writer.payload(reader.note(came[1000:2000]))
+    payload[1500] = 77
+    assert again.size == 1000 and again[500] == 77
+
+
+def test_arrays_do_not_touch(two):
+    arrays = [two[0].take(size) for size in (1, 63, 64, 65, 5)]
+    places = [array.__array_interface__["data"][0] for array in arrays]
+    assert all(place % ALIGNED_BYTES == 0 for place in places)
+    for number, array in enumerate(arrays):
+        array[:] = number
+    assert all((array == number).all() for number, array in enumerate(arrays))
+
+
+def test_what_is_not_shared_has_no_note(two):
+    assert two[0].note(np.zeros(100, np.uint8)) is None
+    assert two[0].note(two[1].take(100)) is None, "it knows the memory by its own address"
+
+
+def test_arrays_are_free_when_all_others_have_ended_their_piece(two):
+    writer, reader = two
+    assert writer.readers(0).Test(), "nobody has read anything"
+    first, second = writer.open(0), writer.open(1)
+    assert not writer.readers(0).Test() and not writer.readers(1).Test()
+    reader.end(second)
+    assert not writer.readers(0).Test(), "the piece before is not ended"
+    assert not writer.readers(1).Test(), "nor told, as pieces count in order"
+    reader.end(first)
+    assert writer.readers(0).Test() and writer.readers(1).Test()
+
+
+def test_a_stranger_is_not_met(two):
+    pid, descriptor, secret = two[1].name
+    assert not two[0].meet(2, (pid, descriptor, bytes(len(secret))))
+    assert not two[0].meet(2, (pid, 10_000, secret)), "no such descriptor"
+
+
+def test_free_closes_the_descriptors():
+    shared = Shared()
+    _, descriptor, _ = shared.name
+    shared.free()
+    with pytest.raises(OSError):
+        os.fstat(descriptor)
