@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 from simulated_cupy import simulated
 from simulated_gpu import Gpu
+from simulated_kernels import BODIES
 
 from cpdhpc.comm import SCHEDULES, Loopback, allreduce, simulate, staging
 from cpdhpc.formats import INTEGERS, Cast, packed_bytes, parse_format, sum_bits, tiles
 from cpdhpc.ops import cpu
+from cpdhpc.ops.cuda_source import ARITHMETIC, KERNELS
 
 N = 2500
 
@@ -88,6 +90,10 @@ def sums() -> dict[str, tuple[list[Any], dict[str, Any]]]:
         "subtract": ([x, x[::-1].copy()], {}),
         "divide": ([x, np.float32(3)], {}),
     }
+
+
+def test_every_kernel_has_a_stand_in() -> None:
+    assert set(BODIES) == {*KERNELS, *ARITHMETIC}
 
 
 @pytest.mark.parametrize("name", ["e4m3", "e2m1fn", "fp32"])

@@ -36,7 +36,7 @@ class Delayed:
     def start(self) -> bool:
         """Give the message to MPI if the event has come; return whether it has."""
         if self.event is not None and self.event.Test():
-            self.event, self.requests = None, self._start()
+            self.requests, self.event, self._keep = self._start(), None, None
         return self.event is None
 
     def Test(self) -> bool:
