@@ -125,6 +125,11 @@ CPD_FN i64 decode_tile(const Cast& cast, u8 shift, const u32* words, float* out,
     return found && n < CPD_TILE ? nonfinite_in(out, n) : found;
 }
 
+// Fetches a tile's words into the cache; they may lie beyond the array.
+CPD_FN void expect_words(const u32* words, i64 count) {
+    for (i64 i = 0; i < count; i += 16) expect((const float*)(words + i));
+}
+
 template <bool NEAREST, bool COUNT>
 void hop_loop(const Cast& cast, bool fit, Key key, u64 offset, const u32* words_in,
               const u8* shifts_in, const float* x, i64 n, u32* words, u8* shifts, u32* counts) {
@@ -134,6 +139,7 @@ void hop_loop(const Cast& cast, bool fit, Key key, u64 offset, const u32* words_
     for (i64 t = 0; t * CPD_TILE < n; ++t) {
         u32 amax = next_amax;
         i64 done = t * CPD_TILE, next = done + CPD_TILE;
+        expect_words(words_in + (t + CPD_AHEAD) * stride, stride);
         if (next < n)
             next_amax = sum_tile(cast, shifts_in[t + 1], words_in + (t + 1) * stride, x + next,
                                  n - next, sums[(t + 1) % 2]);
