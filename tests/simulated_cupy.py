@@ -70,6 +70,9 @@ class Arrays:
     def may_share_memory(self, a: ndarray, b: ndarray) -> bool:
         return np.may_share_memory(a.memory_view, b.memory_view)
 
+    def copyto(self, to: ndarray, source: ndarray) -> None:
+        to[...] = source
+
     def shape(self, a: ndarray) -> tuple[int, ...]:
         return a.shape
 
@@ -200,7 +203,16 @@ class RawModule:
 def modules(gpu: Gpu) -> tuple[ModuleType, ModuleType]:
     """Return modules cupy and cupyx of a GPU."""
     cupy, cupyx, arrays = ModuleType("cupy"), ModuleType("cupyx"), Arrays(gpu)
-    names = ("empty", "zeros", "empty_like", "zeros_like", "asarray", "may_share_memory", "shape")
+    names = (
+        "empty",
+        "zeros",
+        "empty_like",
+        "zeros_like",
+        "asarray",
+        "may_share_memory",
+        "shape",
+        "copyto",
+    )
     vars(cupy).update({name: getattr(arrays, name) for name in names})
     device = SimpleNamespace(id=0)
     runtime = SimpleNamespace(

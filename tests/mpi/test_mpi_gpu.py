@@ -112,6 +112,19 @@ def test_virtual_ranks(gpu, algorithm):
         assert all(same(each, expected) for each in got) and len(got) == 3
 
 
+def test_prepared(gpu):
+    """There are no tapes of GPU arrays: each run is a whole call, on what the array holds then."""
+    world, xs = gpu.world, gradients(gpu.world.ranks)
+    for wire in ("raw", "e4m3"):
+        x = gpu.cupy.zeros(N, np.float32)
+        with Allreduce(wire, op="mean").prepare(world, [x]) as prepared:
+            assert not prepared.is_fast
+            for factor in (1, -2):
+                x[...] = late(gpu, factor * xs[world.rank])
+                expected = simulate([factor * each for each in xs], wire, op="mean")
+                assert same(prepared.run().arrays[0], expected)
+
+
 @pytest.mark.parametrize("virtual", [1, 3])
 def test_mpi_sums_integers_exactly(gpu, virtual):
     world = gpu.world_of(virtual)
