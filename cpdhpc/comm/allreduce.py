@@ -10,7 +10,7 @@ import numpy as np
 
 from ..formats import sum_bits
 from ..ops import backend_of, on_gpu
-from .arguments import check_alike, check_arrays, check_out, place
+from .arguments import check_alike, check_arrays, check_out
 from .cost import choose
 from .engine import Program, Take, run
 from .exact import MAX_BITS
@@ -147,7 +147,10 @@ class Allreduce(Method):
         except (TypeError, ValueError) as found:
             error = found
         flat = [] if error else [x.reshape(-1) for x in xs]
-        arguments = (self.description, iteration, parts, [(np.shape(x), place(x)) for x in xs[:1]])
+        shapes: list[object] = [np.shape(x) for x in xs[:1]]
+        if flat and on_gpu(flat[0]):
+            shapes.append("on GPU")
+        arguments = (self.description, iteration, parts, shapes)
         suspect = iteration is not None and self.suspects(flat)
         what = f"allreduce {self.algorithm}: arguments"
         if check_alike(world, error, arguments, suspect, what):

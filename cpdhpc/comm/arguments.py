@@ -41,9 +41,10 @@ def _check_device(name: str, x: Any) -> None:
         )
 
 
-def place(x: Any) -> str:
-    """Return where x lies: "CPU" or "GPU"."""
-    return "GPU" if on_gpu(x) else "CPU"
+def _check_place(name: str, x: Array, other: Array) -> None:
+    if on_gpu(x) != on_gpu(other):
+        here, there = ("GPU" if on_gpu(each) else "CPU" for each in (x, other))
+        raise TypeError(f"allreduce: {name} is on the {here}: must be on the {there}, as the first")
 
 
 def check_arrays(
@@ -62,11 +63,8 @@ def check_arrays(
                 f"allreduce: x of rank {rank} has shape {x.shape}, of rank {world.hosted[0]} "
                 f"{xs[0].shape}: must be the same"
             )
-        if on_gpu(x) != on_gpu(xs[0]):
-            raise TypeError(
-                f"allreduce: x of rank {rank} is on the {place(x)}, of rank {world.hosted[0]} on "
-                f"the {place(xs[0])}: must be the same"
-            )
+        if x is not xs[0]:
+            _check_place(f"x of rank {rank}", x, xs[0])
     if not segments:
         return (Segment("x", 0, xs[0].size),)
     parts = tuple(Segment(*each) for each in segments)
@@ -84,8 +82,7 @@ def check_out(xs: Sequence[Array], outs: Sequence[Array] | None, count: int) -> 
         _check_array("out", out)
         if out.shape != xs[0].shape:
             raise ValueError(f"allreduce: out has shape {out.shape}: must be {xs[0].shape}")
-        if on_gpu(out) != on_gpu(xs[0]):
-            raise TypeError(f"allreduce: out is on the {place(out)}: must be on the {place(xs[0])}")
+        _check_place("out", out, xs[0])
         if not getattr(out.flags, "writeable", True):
             raise ValueError("allreduce: out is read-only")
 
