@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from cpdhpc.config import ConfigError, dump_toml, merge
 from cpdhpc.study.batch import START_S, batches, case_time_s
 from cpdhpc.study.constraint import Constraint
 from cpdhpc.study.folder import Folder
-from cpdhpc.study.spec import load_study
+from cpdhpc.study.kinds import KINDS
+from cpdhpc.study.spec import Measure, Run, Study, load_study
 from cpdhpc.study.sweep import expand
 
 INPUTS = sorted((ROOT / "inputs").glob("study_*.toml"))
@@ -280,3 +282,19 @@ def test_examples_freeze_to_themselves(path: Path, tmp_path: Path) -> None:
     assert {case.id for case in expand(folder.study()).cases} == {c.id for c in expansion.cases}
     assert max(case.ranks for case in expansion.cases) <= 4
     assert merge({}, study.sweep)
+
+
+def test_the_page_names_every_key_and_default() -> None:
+    page = (ROOT / "docs" / "studies.md").read_text()
+    for name in Study.model_fields:
+        assert f"`{name}`" in page or f"`[{name}]`" in page or f"`[[{name}]]`" in page, name
+    for section in (Measure, Run):
+        for name, field in section.model_fields.items():
+            (row,) = [
+                line for line in page.splitlines() if re.match(rf"\| [^|]*`{name}`[^|]* \|", line)
+            ]
+            whole = isinstance(field.default, float) and field.default.is_integer()
+            default = int(field.default) if whole else field.default
+            assert default is None or str(default) in row, name
+    for kind in ("allreduce", "codec"):
+        assert all(f"`{name}`" in page for name in KINDS[kind].factors)

@@ -110,18 +110,21 @@ def _batch(study: Study, folder: Folder, job: Batch, display: Display) -> None:
     for _ in range(1 + study.run.retries):
         if not todo:
             return
+        log = folder.log_file(job.number)
+        before = log.stat().st_size if log.exists() else 0
         status = _launch(folder, job, todo, display)
         todo = _unfinished(folder, job.cases)
         if todo:
-            log = folder.log_file(job.number)
             display.line(
                 f"batch {job.number}: status {status}, {len(todo)} case(s) left: see {log}"
             )
+            for line in _errors(log, before):
+                display.line(line)
 
 
-def _errors(log: Path) -> list[str]:
-    """Return what a batch says, last, that the user can mend."""
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+def _errors(log: Path, start: int) -> list[str]:
+    """Return what a batch says that the user can mend, the last of it, from a place in its log."""
+    lines = log.read_bytes()[start:].decode(errors="replace").splitlines()
     return [line for line in lines if line.startswith("cpdhpc: error:")][-1:]
 
 

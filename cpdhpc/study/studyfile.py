@@ -63,7 +63,16 @@ def write_study(path: Path, study: Study, points: Points, missing: int = 0) -> N
     for name in study.of_kind.groups:
         if any(name in result.series for _, result in points):
             groups[name] = SERIES_OF[name](points)
-    attributes = {
+    of_summary = {
+        "ci_level": study.measure.confidence,
+        "base": str(Base.of(study)),
+        "title": "medians over repeats, with intervals",
+    }
+    store.write(path, groups, _attributes(study, missing), {"summary": of_summary})
+
+
+def _attributes(study: Study, missing: int) -> dict[str, str | int]:
+    return {
         "Conventions": "CF-1.11",
         "cpdhpc_schema": SCHEMA,
         "title": f"{study.name}: {study.scaling} scaling, {study.kind}",
@@ -80,12 +89,6 @@ def write_study(path: Path, study: Study, points: Points, missing: int = 0) -> N
         "missing": missing,
         "status": "partial" if missing else "complete",
     }
-    of_summary = {
-        "ci_level": study.measure.confidence,
-        "base": str(Base.of(study)),
-        "title": "medians over repeats, with intervals",
-    }
-    store.write(path, groups, attributes, {"summary": of_summary})
 
 
 def _text(environment: Any) -> str:

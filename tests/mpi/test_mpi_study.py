@@ -2,14 +2,11 @@
 
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from studies import small_study
 from training import write_idx
 
