@@ -38,8 +38,13 @@ def train(arguments: argparse.Namespace, world: World) -> int:
 
 def report(arguments: argparse.Namespace) -> int:
     """Show studies and training runs that are files already, or what changed between two."""
+    from .config import UserError
     from .study.report import command
 
+    if arguments.fail_on_slower and not arguments.compare:
+        raise UserError("--fail-on-slower: goes with --compare")
+    if arguments.png and arguments.compare:
+        raise UserError(f"--png {arguments.png}: goes not with --compare; --figures DIR does")
     if arguments.compare:
         options = arguments.html, arguments.figures, arguments.quiet
         slower = command.compare_files(arguments.files, *options)

@@ -12,8 +12,9 @@ from synthetic_study import write_study
 from cpdhpc.study.report import text
 from cpdhpc.study.report.axis import Axis, spread
 from cpdhpc.study.report.chart import STYLE, Chart, draw
-from cpdhpc.study.report.look import COLOURS, MARKERS, looks
+from cpdhpc.study.report.look import BOUND, COLOURS, MARKERS, looks
 from cpdhpc.study.report.panel import Map, Panel
+from cpdhpc.study.report.series import Series
 from cpdhpc.study.report.study_file import load_study_file
 from cpdhpc.study.report.study_report import study_report
 
@@ -131,20 +132,26 @@ LUMA = ((0.299, 1), (0.587, 3), (0.114, 5))
 
 
 def test_a_shared_axis_holds_the_values_of_all_panels() -> None:
-    from matplotlib.figure import Figure
-
-    from cpdhpc.study.report.look import BOUND
-    from cpdhpc.study.report.series import Series
-
     panels = [
         Panel("", Axis("x"), spread("y", [1, 3]), [Series("", BOUND, [0, 1], [1, y])])
         for y in (1, 3)
     ]
     figure = draw(Chart("a", "a", [], "", panels))
-    assert isinstance(figure, Figure)
     for axes in figure.axes:
         low, high = axes.get_ylim()
         assert low == 0 and high >= 3
+
+
+def test_ticks_of_many_sizes_have_room() -> None:
+    sizes = [float(2**i) for i in range(6, 31)]
+    axis = Axis("size", "size", ticks=sizes)
+    panel = Panel("", axis, Axis("y"), [Series("", BOUND, sizes, sizes)])
+    figure = draw(Chart("a", "a", [], "", [panel] * 3))
+    figure.draw_without_rendering()
+    labels = figure.axes[0].get_xticklabels()
+    assert 5 <= len(labels) <= 8 and labels[0].get_text() == "64\nB"
+    boxes = [label.get_window_extent() for label in labels]
+    assert all(left.x1 < right.x0 for left, right in pairwise(boxes))
 
 
 def test_quantities_as_text() -> None:

@@ -130,7 +130,9 @@ def test_command_line(allreduce: Path, tmp_path: Path, capsys: Any) -> None:
     assert main(["report", str(allreduce), "--quiet"]) == 0
     assert main(["report", str(allreduce), "--png", str(tmp_path / "a.png")]) == 2
     assert "--figures DIR writes those of studies" in capsys.readouterr().err
-    assert (
-        main(["report", str(allreduce), "--quiet", "--html", str(tmp_path / "no" / "a.html")]) == 2
-    )
+    for words in (["--fail-on-slower"], ["--compare", "--png", "a.png"]):
+        assert main(["report", str(allreduce), *words]) == 2
+        assert words[0] in capsys.readouterr().err
+    nowhere = str(tmp_path / "no" / "a.html")
+    assert main(["report", str(allreduce), "--quiet", "--html", nowhere]) == 2
     assert "a.html: cannot be written: there is no such directory" in capsys.readouterr().err
