@@ -128,6 +128,27 @@ def summary(
     return points | {name: (("point",), values) for name, values in columns.items()}
 
 
+def attributes(name: str, kind: str, scaling: str, missing: int, toml: str) -> dict[str, Any]:
+    """What the file says of itself."""
+    return {
+        "Conventions": "CF-1.11",
+        "cpdhpc_schema": 1,
+        "title": f"{name}: {scaling} scaling, {kind}",
+        "name": name,
+        "work": WORK[kind],
+        "sample": "one call, the slowest rank",
+        "missing": missing,
+        "software": "cpdhpc",
+        "software_version": "0.1",
+        "date": "2026-05-04T12:00:00.000+00:00",
+        "kind": kind,
+        "scaling": scaling,
+        "study": toml,
+        "study_hash": "0" * 64,
+        "status": "partial" if missing else "complete",
+    }
+
+
 def write_study(
     path: Path,
     kind: str = "allreduce",
@@ -160,25 +181,12 @@ def write_study(
         },
     }
     groups |= training(columns, times_s) if kind == "train" else {}
-    attributes = {
-        "Conventions": "CF-1.11",
-        "cpdhpc_schema": 1,
-        "title": f"{path.stem}: {scaling} scaling, {kind}",
-        "name": path.stem,
-        "work": WORK[kind],
-        "sample": "one call, the slowest rank",
-        "missing": drop,
-        "software": "cpdhpc",
-        "software_version": "0.1",
-        "date": "2026-05-04T12:00:00.000+00:00",
-        "kind": kind,
-        "scaling": scaling,
-        "study": toml or asked(path.stem, kind, scaling, options),
-        "study_hash": "0" * 64,
-        "status": "partial" if drop else "complete",
-    }
     with h5py.File(path, "w") as file:
-        file.attrs.update(attributes)
+        file.attrs.update(
+            attributes(
+                path.stem, kind, scaling, drop, toml or asked(path.stem, kind, scaling, options)
+            )
+        )
         for name, variables in groups.items():
             _write_group(file.create_group(name), variables)
         file["summary"].attrs["ci_level"] = LEVEL

@@ -18,6 +18,7 @@ from cpdhpc.study.report.command import report
 from cpdhpc.study.report.study_file import load_study_file
 from cpdhpc.study.report.study_report import study_report
 from cpdhpc.study.report.table import Report, Table
+from cpdhpc.study.spec import load_study
 
 SMALL: dict[str, Any] = {"ranks": (2, 4), "sizes": (2**12, 2**20), "algorithms": ("ring",)}
 
@@ -159,6 +160,70 @@ def test_what_collect_writes_is_read(tmp_path: Path) -> None:
     assert "measured after a restart of the batch, 5 points" in listed
     assert dict(found.facts)["points"] == "5, 1 missing"
     assert len(cells(folder.path / "study.h5", "Scaling")) == 5
+
+
+CODEC = """
+kind = "codec"
+scaling = "throughput"
+[sweep]
+ranks = [1, 2]
+ppn = 2
+size_bytes = ["64KiB", "1MiB"]
+operation = ["memcpy", "encode tile", "decode"]
+format = ["e4m3", "e3m0"]
+"""
+
+
+def test_codec(tmp_path: Path) -> None:
+    (tmp_path / "codec.toml").write_text(CODEC)
+    study, folder = load_study(tmp_path / "codec.toml"), Folder(tmp_path / "results")
+    fill(folder, study)
+    collect(study, folder)
+    path = folder.study_file
+    rows = cells(path, "Codec")
+    assert len(rows) == 2 * 2 * (1 + 2 * 2)
+    row = next(r for r in rows if r["ranks"] == "2" and r["size"] == "1 MiB" and r["format"] != "-")
+    found = {"ranks": 2, "size_bytes": 2**20}
+    index = one(path, operation=row["operation"], format=row["format"], **found)
+    base = one(path, operation="memcpy", **found)
+    median = raw(path, "summary/median_s")
+    assert float(row["rate GB/s"]) == pytest.approx(2**20 / median[index] / 1e9, **DIGITS)
+    assert float(row["of memcpy's"].split()[0]) == pytest.approx(
+        median[base] / median[index], **DIGITS
+    )
+    charts = {chart.name: chart for chart in of(path).charts}
+    assert set(charts) == {"speedup", "rate_by_format"}, "efficiency says the same as speed-up"
+    titles = {panel.title for panel in charts["speedup"].panels}
+    assert {"1 rank, decode", "2 ranks, memcpy"} <= titles and len(titles) == 6, titles
+    assert {s.join for panel in charts["speedup"].panels for s in panel.series} == {"line"}
+    assert [list(panel.rows) for panel in charts["rate_by_format"].panels] == [["e4m3", "e3m0"]] * 4
+
+
+def test_speedups_over_another_algorithm(tmp_path: Path) -> None:
+    base = {"algorithm": "mpi", "wire": "raw", "ranks": "same"}
+    sweep = {"ranks": [1, 2], "algorithm": ["ring", "mpi"], "wire": ["raw"]}
+    study, folder = small_study(tmp_path, base=base, sweep=sweep), Folder(tmp_path / "results")
+    fill(folder, study)
+    collect(study, folder)
+    rows = cells(folder.study_file, "Scaling")
+    assert [row["base"].split(",")[0] for row in rows] == ["1 rank", "2 ranks"] * 2
+    assert {row["speed-up"] for row in rows if row["algorithm"] == "mpi"} == {"1.00"}
+    (chart,) = of(folder.study_file).charts
+    (panel,) = chart.panels
+    (reference,) = [series for series in panel.series if series.label == "base"]
+    assert list(reference.y) == [1, 1] and "algorithm = mpi" in chart.notes[0]
+
+
+def test_places_of_equal_ranks_are_told_apart(tmp_path: Path) -> None:
+    text = 'kind = "allreduce"\n[sweep]\nnodes = [1, 2]\nppn = [1, 2]\nsize_bytes = [4096]\n'
+    (tmp_path / "places.toml").write_text(text)
+    study, folder = load_study(tmp_path / "places.toml"), Folder(tmp_path / "results")
+    fill(folder, study)
+    collect(study, folder)
+    rows = cells(folder.study_file, "Scaling")
+    assert [row["ppn"] + row["ranks"] for row in rows] == ["11", "12", "22", "24"]
+    panels = {panel.title for panel in of(folder.study_file).charts[0].panels}
+    assert panels == {"ppn 1", "ppn 2"}
 
 
 def test_partial_study_lists_what_is_missing(tmp_path: Path, capsys: Any) -> None:

@@ -62,8 +62,9 @@ class Layout:
         apart: words that have panels of their own; numbers always have
         """
         factors = [pool.factors for pool in pools]
-        free = _free(file, pools)
-        names = varying(factors, {"nodes", "ranks", *file.weak, *free})
+        hidden = {*PLACES, *file.weak} - ({"ppn"} if _tells_apart(pools) else set())
+        free = hidden if file.over == "ranks" else {file.over}
+        names = varying(factors, hidden | free)
         panels = [n for n in names if n in apart or is_number(n, factors)]
         lines = [n for n in names if n not in panels]
         own = looks(label(each, lines) for each in factors if not is_foreign(each))
@@ -103,14 +104,9 @@ class Layout:
         return Dealt(found, len(inner) if by_rows else even)
 
 
-def _free(file: StudyFile, pools: Sequence[Pool]) -> set[str]:
-    """Return what is not the same in a series: ppn is, where it takes that to tell points apart."""
-    if file.over != "ranks":
-        return {file.over}
-    free = {*PLACES, *file.weak}
-    alike = _grouped(pools, free)
-    twice = any(len({pool.ranks for pool in group}) < len(group) for group in alike)
-    return free - {"ppn"} if twice else free
+def _tells_apart(pools: Sequence[Pool]) -> bool:
+    """Return whether it takes the ranks per node to tell points of equal ranks apart."""
+    return any(len(group) > 1 for group in _grouped(pools, ("nodes", "ppn")))
 
 
 def _grouped(pools: Iterable[Pool], free: Collection[str]) -> list[list[Pool]]:
