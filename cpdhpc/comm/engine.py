@@ -14,6 +14,7 @@ import numpy.typing as npt
 from .arena import Arena, fresh
 from .ranks import Ranks, Wait
 from .shared import NOTE_BYTES, Shared
+from .staging import carrier_of
 
 Array = npt.NDArray[Any]
 Result = TypeVar("Result")
@@ -70,12 +71,17 @@ def run(
     try:
         return _Run(world, start, pieces, like, what, window, shared).run()
     except Exception as error:
-        failure = world.failure(error, what)
-        if failure is not None:
-            raise failure from None
-        if world.size == 1:
-            raise
-        world.abort(f"{what}: {type(error).__name__}: {error}\n{traceback.format_exc()}")
+        give_up(world, error, what)
+
+
+def give_up(world: Ranks, error: Exception, what: str) -> NoReturn:
+    """Raise what follows from an error in the middle of a run, or end the job: see run."""
+    failure = world.failure(error, what)
+    if failure is not None:
+        raise failure from None
+    if world.size == 1:
+        raise error
+    world.abort(f"{what}: {type(error).__name__}: {error}\n{traceback.format_exc()}")
 
 
 class _Piece(Generic[Result]):
@@ -103,7 +109,7 @@ class _Run(Generic[Result]):
         shared: Shared | None,
     ) -> None:
         self.world, self.start, self.pieces, self.like, self.what = world, start, pieces, like, what
-        self.window, self.shared = window, shared
+        self.window, self.shared, self.carrier = window, shared, carrier_of(world, like)
         self.results: list[list[Result]] = [[] for _ in range(pieces)]
         self.opened = 0
         self.under_way: list[_Piece[Result]] = []
@@ -140,8 +146,9 @@ class _Run(Generic[Result]):
         take = partial(fresh, self.like)
         if self.world.virtual_ranks == 1:  # else ranks hand payloads to one another as they are
             key = type(self.like) if self.shared is None else Shared, slot
-            make = partial(fresh, fresh(self.like, 0)) if self.shared is None else self.shared.take
-            arena = self.world.arenas.setdefault(key, Arena(make))
+            if key not in self.carrier.arenas:
+                self.carrier.arenas[key] = Arena(self._maker())
+            arena = self.carrier.arenas[key]
             arena.rewind()
             take = arena.take
         piece: _Piece[Result] = _Piece(number, take)
@@ -152,6 +159,12 @@ class _Run(Generic[Result]):
         self.runnable.extend((piece, rank, None) for rank in piece.programs)
         self.under_way.append(piece)
         self.opened += 1
+
+    def _maker(self) -> Take:
+        """Return what makes arrays that are kept: like the caller's, but without a hold on it."""
+        if self.shared is not None:
+            return self.shared.take
+        return partial(fresh, np.empty_like(self.like, shape=(0,)))
 
     def _readers(self) -> Wait | None:
         """Return the wait for those who still read what the next piece will overwrite."""
@@ -199,8 +212,8 @@ class _Run(Generic[Result]):
                 buffer = np.empty(NOTE_BYTES, np.uint8)
             elif buffer is None:
                 buffer = piece.take(exchange.nbytes)
-            requests = self.world.irecv(source, rank, buffer, piece.number)
-            wait = Wait(requests, rank, self._reason(exchange))
+            requests = self.carrier.irecv(source, rank, buffer, piece.number)
+            wait = Wait(requests, rank, why_receive(self.what, exchange))
             self.remote.append((piece, rank, source, wait, buffer))
 
     def _send(
@@ -211,13 +224,9 @@ class _Run(Generic[Result]):
         self.world.count(rank, payload.size)
         waiting = self.local.get((piece.number, to))
         if not self.world.hosts(to):
-            reason = (
-                f"{self.what}: waited {{:.1f}} s for rank {to} to receive, "
-                f"round {exchange.round}, {_chunks(exchange.send_chunks)}"
-            )
             message = self._note(piece, payload) if self._shares(to) else payload
-            requests = self.world.isend(rank, to, message, piece.number)
-            piece.sends.append(Wait(requests, rank, reason))
+            requests = self.carrier.isend(rank, to, message, piece.number)
+            piece.sends.append(Wait(requests, rank, why_send(self.what, exchange)))
         elif waiting is not None and waiting[1].recv_from == rank:
             del self.local[piece.number, to]
             self.runnable.append((piece, to, payload))
@@ -250,12 +259,6 @@ class _Run(Generic[Result]):
             else:
                 self.runnable.append((piece, rank, buffer))
 
-    def _reason(self, exchange: Exchange) -> str:
-        return (
-            f"{self.what}: waited {{:.1f}} s for rank {exchange.recv_from}, "
-            f"round {exchange.round}, {_chunks(exchange.recv_chunks)}"
-        )
-
     def _check_mail(self) -> None:
         left = [
             f"rank {rank} to rank {to}, round {e.round}, {_chunks(e.send_chunks)}"
@@ -271,6 +274,22 @@ class _Run(Generic[Result]):
             for (_, rank), (_, e) in self.local.items()
         )
         raise ScheduleError(f"{self.what}: deadlock: {'; '.join(lines)}")
+
+
+def why_receive(what: str, exchange: Exchange) -> str:
+    """Return the reason of a Wait for the message in."""
+    return (
+        f"{what}: waited {{:.1f}} s for rank {exchange.recv_from}, "
+        f"round {exchange.round}, {_chunks(exchange.recv_chunks)}"
+    )
+
+
+def why_send(what: str, exchange: Exchange) -> str:
+    """Return the reason of a Wait for the message out."""
+    return (
+        f"{what}: waited {{:.1f}} s for rank {exchange.send_to} to receive, "
+        f"round {exchange.round}, {_chunks(exchange.send_chunks)}"
+    )
 
 
 def _chunks(chunks: Sequence[int]) -> str:

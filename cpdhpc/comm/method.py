@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from ..formats import INTEGERS, Cast, FloatFormat, Overflow, Rounding
+from ..ops import on_gpu
 from .accumulate import ACCUMULATES
 from .chunk import Plan
+from .device_wire import DeviceRaw
 from .exact import Exact
 from .machine import Machine, as_machine
 from .scaling import HEADROOMS, SCALINGS, Scaling, Segment, parse_scaling, shift_bytes
@@ -96,6 +98,11 @@ class Method:
         return tuple(dict.fromkeys((*allowed, "requantise", "float32")))
 
     @cached_property
+    def description(self) -> str:
+        """All choices in words."""
+        return repr(self)
+
+    @cached_property
     def fmt(self) -> FloatFormat | None:
         """The format of a packed wire, None for raw."""
         return parse_wire(self.wire)
@@ -131,6 +138,20 @@ class Method:
             return False
         return self.exact or not self.fmt.carries_nonfinite
 
+    @cached_property
+    def repeats(self) -> bool:
+        """Whether a call is the same operations of the wire every time, shifts aside."""
+        if self.algorithm not in SCHEDULES or self.accumulating == "kahan":
+            return False
+        if self.fmt is not None and self.rounding == "stochastic":
+            return False
+        return SCHEDULES[self.algorithm].result_travels or self.accumulating != "float32"
+
+    @cached_property
+    def shares_shifts(self) -> bool:
+        """Whether the shifts of a call come from the data of all ranks."""
+        return self.fmt is not None and self.parsed_scaling.kind == "aps"
+
     def plan(
         self,
         nodes: tuple[int, ...],
@@ -144,7 +165,7 @@ class Method:
         nodes: of all ranks; x: an array of the call; shifts: of the segments, for contributions,
         and for partial sums and the result
         """
-        schedule, wire = SCHEDULES[self.algorithm], self._wire()
+        schedule, wire = SCHEDULES[self.algorithm], self._wire(x)
         outside = isinstance(wire, Exact) or (isinstance(wire, Packed) and not wire.fit)
         sent, result = (
             shift_bytes(each, segments, x.size, x) if outside else None for each in shifts
@@ -160,9 +181,9 @@ class Method:
             stream=(self.seed, iteration),
         )
 
-    def _wire(self) -> Wire:
+    def _wire(self, x: Array) -> Wire:
         if self.fmt is None:
-            return Raw()
+            return DeviceRaw() if on_gpu(x) else Raw()
         cast = Cast(self.fmt, self.rounding, self.overflow)
         if self.exact:
             return Exact(cast, trits=self.wire == "ternary")

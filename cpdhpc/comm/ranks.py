@@ -24,6 +24,12 @@ class Wait(NamedTuple):
     rank: int
     reason: str
 
+    def line(self, waited_s: float) -> str:
+        """Return what is said of a wait that took too long."""
+        on_gpu = any(getattr(request, "waits_for_gpu", False) for request in self.requests)
+        where = "; its own GPU is not done yet" if on_gpu else ""
+        return f"rank {self.rank} | {self.reason.format(waited_s)}{where}"
+
 
 class Ranks(ABC):
     """Ranks dealt to processes in blocks of virtual_ranks.
@@ -35,6 +41,10 @@ class Ranks(ABC):
         those of the same process included
     collective_bytes: bytes that this process handed to MPI's own collectives
     arenas: buffers that the engine keeps from one call to the next
+    gpu_direct: whether GPU arrays may be given to MPI as they are
+    gpu_aware: whether MPI takes them, and how that was found out; None before it is asked for
+    carriers: what carries the arrays of each GPU
+    tapes: those with persistent requests that are not freed; kept: the plain calls' tapes
     has_mpi: whether sum_by_mpi is MPI_Allreduce
     thread_level: what MPI allows: "single", "funneled", "serialized" or "multiple"
     lent_by: the thread that must not communicate at the moment, as another does it; or None
@@ -42,6 +52,8 @@ class Ranks(ABC):
 
     has_mpi = True
     thread_level = "multiple"
+    gpu_direct = True
+    gpu_aware: tuple[bool, str] | None = None
     lent_by: int | None = None
 
     def __init__(self, rank: int, size: int, virtual_ranks: int) -> None:
@@ -55,6 +67,9 @@ class Ranks(ABC):
         self.messages_sent = np.zeros(virtual_ranks, np.int64)
         self.collective_bytes = 0
         self.arenas: dict[tuple[type, int], Any] = {}
+        self.carriers: dict[int, Any] = {}
+        self.tapes: set[Any] = set()
+        self.kept: dict[Any, Any] = {}
 
     def hosts(self, rank: int) -> bool:
         """Whether a rank lives in this process."""
@@ -91,8 +106,8 @@ class Ranks(ABC):
         return None
 
     @abstractmethod
-    def barrier(self, what: str = "barrier") -> None:
-        """Wait for all processes. Collective."""
+    def barrier(self, what: str = "barrier", pause_s: float = 0.0) -> None:
+        """Wait for all processes. Collective. pause_s: sleep between looks, for long waits."""
 
     @abstractmethod
     def broadcast(self, array: Array, what: str = "broadcast") -> None:
@@ -123,6 +138,17 @@ class Ranks(ABC):
     @abstractmethod
     def irecv(self, source: int, rank: int, buffer: Array, stream: int = 0) -> list[Any]:
         """Start to receive for a hosted rank from one of another process; return the requests."""
+
+    @abstractmethod
+    def send_init(self, rank: int, to: int, payload: Array) -> list[Any]:
+        """Return persistent requests to send from a hosted rank to one of another process.
+
+        They have Start, Test and Free; a start of all, in order, sends the bytes of then.
+        """
+
+    @abstractmethod
+    def recv_init(self, source: int, rank: int, buffer: Array) -> list[Any]:
+        """Return persistent requests to receive for a hosted rank from another process's."""
 
     @abstractmethod
     def done(self, wait: Wait) -> bool:
@@ -170,7 +196,7 @@ class Loopback(Ranks):
                 raise ValueError(f"Loopback: nodes={nodes!r}: must be {self.ranks}, one a rank")
             self.nodes = numbered(nodes)
 
-    def barrier(self, what: str = "barrier") -> None:
+    def barrier(self, what: str = "barrier", pause_s: float = 0.0) -> None:
         """Return at once."""
 
     def broadcast(self, array: Array, what: str = "broadcast") -> None:
@@ -196,6 +222,14 @@ class Loopback(Ranks):
     def irecv(self, source: int, rank: int, buffer: Array, stream: int = 0) -> list[Any]:
         """Raise ValueError: there is no other process."""
         raise ValueError(f"Loopback: rank {rank} receives from {source} of 0..{self.ranks - 1}")
+
+    def send_init(self, rank: int, to: int, payload: Array) -> list[Any]:
+        """Raise ValueError: there is no other process."""
+        return self.isend(rank, to, payload)
+
+    def recv_init(self, source: int, rank: int, buffer: Array) -> list[Any]:
+        """Raise ValueError: there is no other process."""
+        return self.irecv(source, rank, buffer)
 
     def done(self, wait: Wait) -> bool:
         """Return True."""

@@ -45,6 +45,7 @@ class World(Ranks):
 
     comm: an mpi4py intra-communicator, None for COMM_WORLD; a duplicate of it is used
     timeout_s: a wait that takes longer ends the job, and says who waited for whom
+    gpu_direct: give GPU arrays to MPI as they are where it takes them; False: nowhere
     share_memory: whether packed payloads stay in memory that the processes of a node share, where
         that is possible; else they all travel as messages
     Raises TypeError for other communicators, ValueError for numbers out of range, RuntimeError
@@ -57,6 +58,7 @@ class World(Ranks):
         *,
         virtual_ranks: int = 1,
         timeout_s: float = 600.0,
+        gpu_direct: bool = True,
         share_memory: bool = True,
     ) -> None:
         self._mpi = _mpi()
@@ -69,7 +71,7 @@ class World(Ranks):
         alarm_tag = STREAMS * virtual_ranks**2  # those below are messages'
         if alarm_tag > self._mpi.COMM_WORLD.Get_attr(self._mpi.TAG_UB):
             raise ValueError(f"World: virtual_ranks={virtual_ranks}: too many for MPI's tags")
-        self.timeout_s = timeout_s
+        self.timeout_s, self.gpu_direct = timeout_s, gpu_direct
         self.thread_level = _thread_level(self._mpi)
         self._duplicate = comm.Dup()
         self._patience = Patience(self._mpi, self._duplicate, alarm_tag, timeout_s, self._end)
@@ -88,6 +90,8 @@ class World(Ranks):
 
     def free(self) -> None:
         """Free the duplicated communicator; the world cannot be used any more. Collective."""
+        for tape in list(self.tapes):
+            tape.free()
         if self._shared is not None and self._shared[0] is not None:
             self._shared[0].free()
         self._comm.Free()
@@ -98,9 +102,23 @@ class World(Ranks):
             self._shared = share(self, self._share and self.virtual_ranks == 1)
         return self._shared[0]
 
-    def barrier(self, what: str = "barrier") -> None:
-        """Wait for all processes. Collective."""
-        self._complete(self._comm.Ibarrier, what)
+    def part(
+        self, processes: Sequence[int], *, virtual_ranks: int = 1, timeout_s: float = 600.0
+    ) -> World | None:
+        """Return the world of some processes, in their order; None on the others. Collective."""
+        mpi, inside = self._mpi, self.rank in processes
+        comm = self._comm.Split(0 if inside else mpi.UNDEFINED, self.rank)
+        if not inside:
+            return None
+        world = World(
+            comm, virtual_ranks=virtual_ranks, timeout_s=timeout_s, share_memory=self._share
+        )
+        comm.Free()
+        return world
+
+    def barrier(self, what: str = "barrier", pause_s: float = 0.0) -> None:
+        """Wait for all processes. Collective. pause_s: sleep between looks, for long waits."""
+        self._complete(self._comm.Ibarrier, what, pause_s)
 
     def broadcast(self, array: Array, what: str = "broadcast") -> None:
         """Overwrite array, C-contiguous and of one size everywhere, by process 0's. Collective."""
@@ -138,29 +156,38 @@ class World(Ranks):
         It blocks and has no time-out: it is the baseline, and MPI's non-blocking variant may be
         another algorithm.
         """
+        self.collective_bytes += array.nbytes
+        if array.nbytes <= MESSAGE_BYTES:
+            given = self._mpi.IN_PLACE if source is None else source
+            return self._comm.Allreduce(given, array, self._mpi.SUM)
         totals = _pieces(array, MESSAGE_BYTES)
         givens = [self._mpi.IN_PLACE] * len(totals)
         if source is not None:
             givens = _pieces(source, MESSAGE_BYTES)
         for given, total in zip(givens, totals, strict=True):
             self._comm.Allreduce(given, total, self._mpi.SUM)
-        self.collective_bytes += array.nbytes
 
     def isend(self, rank: int, to: int, payload: Array, stream: int = 0) -> list[Any]:
         """Start to send from a hosted rank to one of another process; return the requests."""
-        process, tag = to // self.virtual_ranks, self._tag(rank, to, stream)
-        return [
-            self._comm.Isend([piece, self._mpi.BYTE], process, tag)
-            for piece in _pieces(payload, MESSAGE_BYTES)
-        ]
+        return self._messages(self._comm.Isend, payload, to, self._tag(rank, to, stream))
 
     def irecv(self, source: int, rank: int, buffer: Array, stream: int = 0) -> list[Any]:
         """Start to receive for a hosted rank from one of another process; return the requests."""
-        process, tag = source // self.virtual_ranks, self._tag(source, rank, stream)
-        return [
-            self._comm.Irecv([piece, self._mpi.BYTE], process, tag)
-            for piece in _pieces(buffer, MESSAGE_BYTES)
-        ]
+        return self._messages(self._comm.Irecv, buffer, source, self._tag(source, rank, stream))
+
+    def send_init(self, rank: int, to: int, payload: Array) -> list[Any]:
+        """Return persistent requests to send from a hosted rank to one of another process."""
+        return self._messages(self._comm.Send_init, payload, to, self._tag(rank, to, 0))
+
+    def recv_init(self, source: int, rank: int, buffer: Array) -> list[Any]:
+        """Return persistent requests to receive for a hosted rank from another process's."""
+        return self._messages(self._comm.Recv_init, buffer, source, self._tag(source, rank, 0))
+
+    def _messages(self, start: Callable[..., Any], array: Array, rank: int, tag: int) -> list[Any]:
+        """Return the requests for an array of bytes to or from a rank of another process."""
+        process = rank // self.virtual_ranks
+        pieces = _pieces(array, MESSAGE_BYTES)
+        return [start([piece, self._mpi.BYTE], process, tag) for piece in pieces]
 
     def _tag(self, source: int, to: int, stream: int) -> int:
         """Tell the ranks of two processes apart, and streams; MPI keeps the order within a tag."""
@@ -176,12 +203,10 @@ class World(Ranks):
         """Return once a wait is done; after the time-out end the job with all the reasons."""
         self._patience.wait(
             lambda: any(map(self.done, waits)),
-            lambda waited_s, absent: [
-                f"rank {wait.rank} | {wait.reason.format(waited_s)}" for wait in waits
-            ],
+            lambda waited_s, absent: [wait.line(waited_s) for wait in waits],
         )
 
-    def _complete(self, start: Callable[[], Any], what: str) -> None:
+    def _complete(self, start: Callable[[], Any], what: str, pause_s: float = 0.0) -> None:
         """Start a collective operation of MPI and wait for it."""
         name = "rank" if self.virtual_ranks == 1 else "process"
         try:
@@ -191,6 +216,7 @@ class World(Ranks):
                     f"{name} {self.rank} | {what}: waited {waited_s:.1f} s for {name} "
                     + (", ".join(map(str, absent)) or "unknown (all wait, in different calls)")
                 ],
+                pause_s,
             )
         except self._mpi.Exception as error:
             raise self.failure(error, what) or error from None
@@ -234,6 +260,7 @@ class World(Ranks):
             alive,
             virtual_ranks=self.virtual_ranks,
             timeout_s=self.timeout_s,
+            gpu_direct=self.gpu_direct,
             share_memory=self._share,
         )
         alive.Free()

@@ -14,6 +14,7 @@ from .reference import fitting_shift
 from .threads import kernel_threads
 
 __all__ = [
+    "add",
     "add_encode_integers_tiles",
     "add_integers_tiles",
     "amax_tiles",
@@ -23,6 +24,7 @@ __all__ = [
     "decode_add_tiles",
     "decode_integers_tiles",
     "decode_tiles",
+    "divide",
     "encode",
     "encode_tiles",
     "fitting_shift",
@@ -30,11 +32,13 @@ __all__ = [
     "pack",
     "pack_trits",
     "store_release",
+    "subtract",
     "unpack",
     "unpack_trits",
 ]
 
 Array = np.ndarray[Any, np.dtype[Any]]
+add, subtract, divide = np.add, np.subtract, np.divide  # what the GPU needs kernels for
 ROUNDINGS = {"nearest": 0, "zero": 1, "stochastic": 2}  # as float_format.h numbers them
 
 
