@@ -13,6 +13,7 @@ import sys
 import time
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from soak_draws import MOST, Array, Draw, contribution, draw
 from soak_memory import Look, grown, look
 
 from cpdhpc.comm import SCHEDULES, Allreduce, Loopback, NonFiniteGradient, World
+from cpdhpc.comm.prepared import Prepared
 from cpdhpc.ops.threads import set_kernel_threads
 
 PERIOD_S = 60.0  # between two looks at the memory, and a tenth of the whole time at most
@@ -28,32 +30,52 @@ TIMEOUT_S = 300.0
 Call = Callable[[Array, int], Array]  # (x of this rank, iteration) -> result
 
 
-def returned(d: Draw, world: World) -> Call:
+@contextmanager
+def returned(d: Draw, world: World) -> Iterator[Call]:
     """Let the call make the array."""
-    return lambda x, iteration: d.method.run(
+    yield lambda x, iteration: d.method.run(
         world, [x], iteration=iteration, segments=d.segments
     ).arrays[0]
 
 
-def into_another(d: Draw, world: World) -> Call:
+@contextmanager
+def into_another(d: Draw, world: World) -> Iterator[Call]:
     """Give the array, the same one every time."""
     out = np.full(d.n, np.nan, np.float32)
-    return lambda x, iteration: d.method.run(
+    yield lambda x, iteration: d.method.run(
         world, [x], [out], iteration=iteration, segments=d.segments
     ).arrays[0]
 
 
-def in_place(d: Draw, world: World) -> Call:
+@contextmanager
+def in_place(d: Draw, world: World) -> Iterator[Call]:
     """Overwrite what is summed."""
-    return lambda x, iteration: d.method.run(
+    yield lambda x, iteration: d.method.run(
         world, [x], [x], iteration=iteration, segments=d.segments
     ).arrays[0]
 
 
-WAYS: dict[str, Callable[[Draw, World], Call]] = {
+@contextmanager
+def prepared(d: Draw, world: World) -> Iterator[Call]:
+    """Prepare in the first call, so that its errors are that call's."""
+    given, made = np.empty(d.n, np.float32), list[Prepared]()
+
+    def call(x: Array, iteration: int) -> Array:
+        if not made:
+            made.append(d.method.prepare(world, [given], segments=d.segments))
+        np.copyto(given, x)
+        return made[0].run(iteration=iteration).arrays[0]
+
+    yield call
+    for each in made:
+        each.free()
+
+
+WAYS: dict[str, Callable[[Draw, World], AbstractContextManager[Call]]] = {
     "returned": returned,
     "into another": into_another,
     "in place": in_place,
+    "prepared": prepared,
 }
 
 
@@ -131,9 +153,9 @@ def soak(world: World, worlds: dict[int, World], minutes: float, seed: int) -> l
         d = draw(rng, world.size, list(WAYS))
         set_kernel_threads(d.threads)
         if d.ranks in members:
-            call = WAYS[d.way](d, members[d.ranks])
-            for number in range(d.calls):
-                check(members[d.ranks], d, call, number, calls + number)
+            with WAYS[d.way](d, members[d.ranks]) as call:
+                for number in range(d.calls):
+                    check(members[d.ranks], d, call, number, calls + number)
             del call  # and its arrays
         draws, calls = draws + 1, calls + d.calls
         size_bytes += 4 * d.n * d.ranks * d.calls
