@@ -3,7 +3,10 @@
 #include "cpu_table.h"
 #include "items.h"
 
-#define CPD_AHEAD 4  // tiles from the one that is encoded to what is fetched: 16 KiB, half of L1
+// Tiles from the one that is encoded to what is fetched: with all else that is in use, less than
+// L1.
+#define CPD_AHEAD 4
+#define CPD_HOP_AHEAD 2
 
 namespace {
 
@@ -83,8 +86,9 @@ CPD_FN void encode_fitting(const Cast& cast, bool fit, u32 amax, Key key, u64 in
 // The largest magnitude is found one tile ahead: its latency, and that of memory, passes while
 // another tile is encoded.
 template <bool NEAREST, bool COUNT>
-void encode_loop(const Cast& cast, bool fit, Key key, u64 offset, const float* x, i64 n, u32* words,
-                 u8* shifts, u32* counts) {
+void encode_loop(const Cast& given, bool fit, Key key, u64 offset, const float* x, i64 n,
+                 u32* words, u8* shifts, u32* counts) {
+    const Cast cast = given;  // a copy, which no store can change
     Padded<float> pad;
     const float* next = pad.read(x, n);
     u32 next_amax = fit && n > 0 ? amax_tile(next) : 0;
@@ -131,21 +135,22 @@ CPD_FN void expect_words(const u32* words, i64 count) {
 }
 
 template <bool NEAREST, bool COUNT>
-void hop_loop(const Cast& cast, bool fit, Key key, u64 offset, const u32* words_in,
+void hop_loop(const Cast& given, bool fit, Key key, u64 offset, const u32* words_in,
               const u8* shifts_in, const float* x, i64 n, u32* words, u8* shifts, u32* counts) {
+    const Cast cast = given;  // a copy, which no store can change
     alignas(64) float sums[2][CPD_TILE];
     const i64 stride = CPD_LANES * width(cast);
     u32 next_amax = n > 0 ? sum_tile(cast, shifts_in[0], words_in, x, n, sums[0]) : 0;
     for (i64 t = 0; t * CPD_TILE < n; ++t) {
         u32 amax = next_amax;
         i64 done = t * CPD_TILE, next = done + CPD_TILE;
-        expect_words(words_in + (t + CPD_AHEAD) * stride, stride);
+        expect_words(words_in + (t + CPD_HOP_AHEAD) * stride, stride);
         if (next < n)
             next_amax = sum_tile(cast, shifts_in[t + 1], words_in + (t + 1) * stride, x + next,
                                  n - next, sums[(t + 1) % 2]);
         encode_fitting<NEAREST, COUNT>(cast, fit, amax, key, offset + done, sums[t % 2],
                                        words + t * stride, shifts[t], counts + 3 * t,
-                                       x + done + CPD_AHEAD * CPD_TILE);
+                                       x + done + CPD_HOP_AHEAD * CPD_TILE);
     }
 }
 
@@ -212,9 +217,8 @@ void amax_tiles(const float* x, i64 n, u32* amax) {
         amax[t] = amax_tile(pad.read(x + t * CPD_TILE, n - t * CPD_TILE));
 }
 
-void encode_tiles(const Cast& given, bool fit, Key key, u64 offset, const float* x, i64 n,
+void encode_tiles(const Cast& cast, bool fit, Key key, u64 offset, const float* x, i64 n,
                   u32* words, u8* shifts, u32* counts) {
-    const Cast cast = given;  // a copy, which no store can change
     const bool nearest = cast.rounding == CPD_NEAREST;
     auto loop = nearest ? (counts ? encode_loop<true, true> : encode_loop<true, false>)
                         : (counts ? encode_loop<false, true> : encode_loop<false, false>);
@@ -247,10 +251,9 @@ void decode_add_tiles(const Cast& given, const u32* words, const u8* shifts, con
 
 // Decodes while the words are in the cache, but not tile by tile: stores that wait for memory would
 // hold up those of the words.
-i64 decode_add_encode_tiles(const Cast& given, bool fit, Key key, u64 offset, const u32* words_in,
+i64 decode_add_encode_tiles(const Cast& cast, bool fit, Key key, u64 offset, const u32* words_in,
                             const u8* shifts_in, const float* x, i64 n, u32* words, u8* shifts,
                             float* out, u32* counts) {
-    const Cast cast = given;  // a copy, which no store can change
     const bool nearest = cast.rounding == CPD_NEAREST;
     auto loop = nearest ? (counts ? hop_loop<true, true> : hop_loop<true, false>)
                         : (counts ? hop_loop<false, true> : hop_loop<false, false>);
