@@ -36,13 +36,17 @@ QUICK = (
     *("sweep.ranks=[1]", "measure.warmup=0", "measure.block=1"),
     *("measure.min_repeats=1", "measure.max_repeats=1"),
 )
-ONE_EPOCH = ("sweep.train.epochs=1", "sweep.train.batch=700", "sweep.schedule.warmup_epochs=0")
+ONE_EPOCH = ("sweep.train.epochs=1", "sweep.schedule.warmup_epochs=0")
+SHORT = {  # further settings, by study
+    "study_train_strong": (*ONE_EPOCH, "sweep.train.batch=700"),
+    "study_train_weak": (*ONE_EPOCH, "weak.train.batch=700"),
+}
 
 
 @pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
 def test_studies_run(path: Path, tmp_path: Path) -> None:
     """The cases of one rank, a repeat or an epoch each, as a job measures them."""
-    study = load_study(path, [*QUICK, *(ONE_EPOCH if "train" in path.stem else ())])
+    study = load_study(path, [*QUICK, *SHORT.get(path.stem, ())])
     folder, cases = Folder(tmp_path / "x"), expand(study).cases
     folder.freeze(study)
     assert main(["batch", str(folder.path), "0"]) == 0
