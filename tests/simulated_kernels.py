@@ -65,20 +65,24 @@ def run(name: str, a: SimpleNamespace) -> None:
 
 
 def _decode_tiles(a: SimpleNamespace) -> None:
-    a.nonfinite += np.uint64(_cpu.decode_tiles(a.cast, a.words, a.shifts, a.out))
+    a.nonfinite += np.uint64(_cpu.decode_tiles(1, a.cast, a.words, a.shifts, a.out))
 
 
 def _decode_integers_tiles(a: SimpleNamespace) -> None:
-    a.nonfinite += np.uint64(_cpu.decode_integers_tiles(a.cast, a.words, a.bits, a.shifts, a.out))
+    a.nonfinite += np.uint64(
+        _cpu.decode_integers_tiles(1, a.cast, a.words, a.bits, a.shifts, a.out)
+    )
 
 
 def _encode_tiles(a: SimpleNamespace) -> None:
-    _cpu.encode_tiles(a.cast, bool(a.fit), a.key, a.offset, a.x[: a.n], a.words, a.shifts, *a.extra)
+    _cpu.encode_tiles(
+        1, a.cast, bool(a.fit), a.key, a.offset, a.x[: a.n], a.words, a.shifts, *a.extra
+    )
 
 
 def _hop(a: SimpleNamespace) -> None:
     lost = _cpu.decode_add_encode_tiles(
-        a.cast, bool(a.fit), a.key, a.offset, a.words_in, a.shifts_in, a.x, a.words, a.shifts,
+        1, a.cast, bool(a.fit), a.key, a.offset, a.words_in, a.shifts_in, a.x, a.words, a.shifts,
         a.out, a.counts,
     )  # fmt: skip
     if a.out is not None:
@@ -87,27 +91,27 @@ def _hop(a: SimpleNamespace) -> None:
 
 def _add_encode_integers(a: SimpleNamespace) -> None:
     _cpu.add_encode_integers_tiles(
-        a.cast, a.key, a.offset, a.words_in, a.bits_in, a.shifts, a.x, a.words, a.bits, *a.extra
+        1, a.cast, a.key, a.offset, a.words_in, a.bits_in, a.shifts, a.x, a.words, a.bits, *a.extra
     )
 
 
 BODIES: dict[str, Callable[[SimpleNamespace], object]] = {
-    "encode": lambda a: _cpu.encode(a.cast, a.k, a.key, a.offset, a.x, a.codes),
-    "decode": lambda a: _cpu.decode(a.cast, a.k, a.codes, a.out),
-    "pack": lambda a: _cpu.pack(a.bits, a.codes, a.words),
-    "unpack": lambda a: _cpu.unpack(a.bits, a.words, a.codes),
-    "amax_tiles": lambda a: _cpu.amax_tiles(a.x, a.amax),
+    "encode": lambda a: _cpu.encode(1, a.cast, a.k, a.key, a.offset, a.x, a.codes),
+    "decode": lambda a: _cpu.decode(1, a.cast, a.k, a.codes, a.out),
+    "pack": lambda a: _cpu.pack(1, a.bits, a.codes, a.words),
+    "unpack": lambda a: _cpu.unpack(1, a.bits, a.words, a.codes),
+    "amax_tiles": lambda a: _cpu.amax_tiles(1, a.x, a.amax),
     "encode_tiles": _encode_tiles,
     "decode_tiles": _decode_tiles,
-    "decode_add_tiles": lambda a: _cpu.decode_add_tiles(a.cast, a.words, a.shifts, a.x, a.out),
+    "decode_add_tiles": lambda a: _cpu.decode_add_tiles(1, a.cast, a.words, a.shifts, a.x, a.out),
     "decode_add_encode_tiles": _hop,
     "add_integers_tiles": lambda a: _cpu.add_integers_tiles(
-        a.cast, a.a, a.bits_a, a.b, a.bits_b, a.words, a.bits
+        1, a.cast, a.a, a.bits_a, a.b, a.bits_b, a.words, a.bits
     ),
     "add_encode_integers_tiles": _add_encode_integers,
     "decode_integers_tiles": _decode_integers_tiles,
-    "pack_trits": lambda a: _cpu.pack_trits(a.words, a.trits),
-    "unpack_trits": lambda a: _cpu.unpack_trits(a.trits, a.words),
+    "pack_trits": lambda a: _cpu.pack_trits(1, a.words, a.trits),
+    "unpack_trits": lambda a: _cpu.unpack_trits(1, a.trits, a.words),
     "add_floats": lambda a: np.add(a.a, a.b, out=a.out),
     "subtract_floats": lambda a: np.subtract(a.a, a.b, out=a.out),
     "divide_floats": lambda a: np.divide(a.a, np.float32(a.b), out=a.out),

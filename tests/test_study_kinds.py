@@ -12,6 +12,7 @@ from cpdhpc.bench.codec import operations
 from cpdhpc.comm import SCHEDULES, Allreduce, Loopback
 from cpdhpc.comm.accumulate import ACCUMULATES as REAL_ACCUMULATES
 from cpdhpc.comm.exact import MAX_BITS as REAL_MAX_BITS
+from cpdhpc.comm.machine import UNITS
 from cpdhpc.comm.method import EXACT
 from cpdhpc.comm.scaling import SCALINGS as REAL_SCALINGS
 from cpdhpc.formats import INTEGERS, NAMED, Cast, parse_format
@@ -131,6 +132,7 @@ def test_factors_of_training_are_keys_of_a_job() -> None:
         "train.telemetry_every",
         "train.checkpoint_every",
         "train.timeout_s",
+        *(f"gradient.machine.{name}" for name in UNITS),
     }
 
 
