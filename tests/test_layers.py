@@ -24,17 +24,18 @@ MAY_IMPORT = {  # part of the package -> the parts it may import, besides itself
     "kernels": set(),
     "comm": BASE | {"ops"},
     "compress": BASE | {"ops", "comm"},
+    "darray": BASE | {"ops", "comm"},
     "provenance": BASE | {"_cpu", "comm"},
-    "train": BASE | {"ops", "comm", "compress", "provenance"},
+    "train": BASE | {"ops", "comm", "compress", "darray", "provenance"},
     "info": BASE | {"ops", "comm", "train", "provenance"},
-    "bench": BASE | {"ops", "arrays", "comm", "compress", "train", "provenance"},
+    "bench": BASE | {"ops", "arrays", "comm", "compress", "darray", "train", "provenance"},
     "study": {"formats", "config", "store"},
     "__init__": set(),
 }
 ONLY_HERE = {  # outside package -> where it may be imported
     "mpi4py": ("comm/world.py",),
     "cupy": ("ops/gpu.py", "ops/gpu_launch.py"),
-    "torch": ("train/",),
+    "torch": ("train/", "darray/autograd.py"),
     "h5py": ("store.py",),
 }
 NEVER_LOADED = ("mpi4py.MPI", "cupy", "matplotlib")
