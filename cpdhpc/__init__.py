@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from .comm import NonFiniteGradient as NonFiniteGradient
     from .comm import RankFailure as RankFailure
     from .comm import World as World
-    from .comm.allreduce import allreduce as allreduce
+    from .comm.call import allreduce as allreduce
     from .comm.simulate import simulate as simulate
     from .formats import Cast as Cast
     from .formats import FloatFormat as FloatFormat

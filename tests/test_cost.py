@@ -31,6 +31,13 @@ MACHINE = Machine(
 ROUNDING = 10_000 * 2.0**-53
 
 
+@pytest.fixture(autouse=True)
+def programs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Formulas are of programs, whatever the size, but where a test is about small sizes."""
+    if "small" not in request.node.name:
+        monkeypatch.setattr(cost, "is_small", lambda method, ranks, n: False)
+
+
 def nodes(ranks: int) -> tuple[int, ...]:
     return (0,) * ranks
 
@@ -150,6 +157,19 @@ def test_aps_costs_another_agreement_and_a_pass() -> None:
         for s, n in (("tile", 4096), ("aps", 4096))
     )
     assert aps.time_s - tile.time_s == pytest.approx(MACHINE.alpha_s + 1e-11 * 4 * 4096, rel=1e-6)
+
+
+def test_steps_of_small_ones_cost_nothing() -> None:
+    """Up to 64 KiB of what is the same in every call: not where random numbers are drawn."""
+
+    def steps(n: int, method: Allreduce) -> float:
+        machines = MACHINE, replace(MACHINE, step_s=0.0)
+        slow, fast = (predict(machine, method, nodes(2), n).time_s for machine in machines)
+        return (slow - fast) / MACHINE.step_s
+
+    assert steps(1 << 14, Allreduce("e4m3", "ring")) == steps(2, Allreduce("raw", "tree")) == 0
+    assert steps((1 << 14) + 1, Allreduce("e4m3", "ring")) == pytest.approx(2)
+    assert steps(2, Allreduce("e4m3", "ring", rounding="stochastic")) == pytest.approx(2)
 
 
 def test_mpi_and_auto_cannot_be_predicted() -> None:

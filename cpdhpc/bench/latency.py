@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,8 @@ from .options import check_out, check_positive, check_whole, machine_line, parse
 from .samples import write_samples
 
 SUMMARY = "latency of small all-reduces, tree beside MPI_Allreduce; under mpirun"
+METHOD = Allreduce("raw", "tree")
+COLUMNS = ("MPI_Allreduce", "tree, raw", "tree, raw, prepared")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, world: Ranks) -> None:
-    """Check and time both at every size, and print a table. Collective."""
+    """Check and time all three at every size, and print a table. Collective."""
     check_positive(arguments, "repeats")
     check_whole(arguments, "warmup")
     sizes = parse_sizes(arguments.sizes)
@@ -48,9 +51,13 @@ def run(arguments: argparse.Namespace, world: Ranks) -> None:
 
 def measure(world: Ranks, size_bytes: int, arguments: argparse.Namespace) -> list[Row]:
     """Return the rows of a size, and print them as one. Collective."""
-    cases = cases_of_size(world, size_bytes, [Allreduce("raw", "tree")], ["mpi"])
-    runs = {case.algorithm: case.run for case in cases}
-    times = interleave_ranks(world, runs, arguments.repeats, arguments.warmup)
+    cases = cases_of_size(world, size_bytes, [METHOD], ["mpi"])
+    called = cases[-1]
+    with METHOD.prepare(world, [called.data.x], [called.out]) as prepared:
+        cases.append(replace(called, algorithm="tree prepared", run=prepared.run))
+        cases[-1].check(world)
+        runs = {case.algorithm: case.run for case in cases}
+        times = interleave_ranks(world, runs, arguments.repeats, arguments.warmup)
     if world.rank == 0:
         timed = [each[arguments.warmup :] for each in times.values()]
         print(line(size_bytes, timed), flush=True)
@@ -60,18 +67,18 @@ def measure(world: Ranks, size_bytes: int, arguments: argparse.Namespace) -> lis
 def heading(where: str, cores: str) -> list[str]:
     """Return the lines above the table."""
     latency = ("Avg Latency(us)", "Min Latency(us)", "Max Latency(us)")
-    names = " ".join(f"{each:>15}" for each in latency * 2)
+    names = " ".join(f"{each:>15}" for each in latency * len(COLUMNS))
     return [
         f"# all-reduce of float32, sum: {where}",
         f"# {cores}",
         "# Avg: mean over ranks of the mean over calls; Min, Max: over ranks; a barrier before",
-        f"#{'':<9} {'MPI_Allreduce':>47} {'tree, raw':>47}",
+        f"#{'':<9} " + " ".join(f"{each:>47}" for each in COLUMNS),
         f"{'# Size(B)':<10} {names}{'Iterations':>12}",
     ]
 
 
 def line(size_bytes: int, times: Sequence[Times]) -> str:
-    """Return a row of the table. times: float64[repeats, processes] of mpi and tree."""
+    """Return a row of the table. times: float64[repeats, processes] of each of COLUMNS."""
     cells = []
     for each in times:
         by_rank = 1e6 * each.mean(axis=0)

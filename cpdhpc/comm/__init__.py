@@ -1,10 +1,12 @@
 """All-reduce over MPI with packed small floats, and its simulation in one process."""
 
-from .allreduce import Allreduce, Reduced, allreduce
+from .allreduce import Allreduce, Reduced
 from .bucket import Bucket
+from .call import allreduce
 from .engine import ScheduleError
 from .failure import RankFailure
 from .nonfinite import NonFiniteGradient
+from .prepared import Prepared
 from .ranks import Loopback, Ranks
 from .scaling import Segment
 from .schedule import SCHEDULES, Schedule
@@ -19,6 +21,7 @@ __all__ = [
     "Layout",
     "Loopback",
     "NonFiniteGradient",
+    "Prepared",
     "RankFailure",
     "Ranks",
     "Reduced",

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from ..formats import FloatFormat, Overflow, Rounding, sum_bits
+from ..formats import sum_bits
 from .arguments import check_alike, check_arrays, check_out
 from .cost import choose
 from .engine import Program, Take, run
 from .exact import MAX_BITS
 from .executor import program
-from .machine import Machine
-from .method import AUTO, MPI_ALLREDUCE, Method, Op
+from .kept import kept_tape
+from .method import AUTO, MPI_ALLREDUCE, Method
 from .nonfinite import is_finite, raise_nonfinite, shared_amax
+from .prepared import Prepared
 from .ranks import Array, Ranks
 from .scaling import Segment, aps_shift, integer_shift
-from .world import as_world
 
 
 class Reduced(NamedTuple):
@@ -65,9 +64,36 @@ class Allreduce(Method):
                 world, xs, outs,
                 iteration=iteration, segments=segments, every=every, error=error,
             )  # fmt: skip
-        parts = self._check(world, xs, outs, iteration, segments, every, error)
+        parts = self.check(world, xs, outs, iteration, segments, every, error)
+        return self.reduce(world, xs, outs, parts, iteration, every)
+
+    def prepare(
+        self,
+        world: Ranks,
+        xs: Sequence[Array],
+        outs: Sequence[Array] | None = None,
+        *,
+        segments: Sequence[Segment] | None = None,
+    ) -> Prepared:
+        """Return what all-reduces these very arrays, any number of times. Collective.
+
+        The arguments, compared over the ranks here and not again, and errors: as run.
+        """
+        method = self.chosen(world, xs) if self.algorithm == AUTO else self
+        return Prepared(method, world, xs, outs, segments)
+
+    def reduce(
+        self,
+        world: Ranks,
+        xs: Sequence[Array],
+        outs: Sequence[Array] | None,
+        parts: tuple[Segment, ...],
+        iteration: int,
+        every: bool = False,
+    ) -> Reduced:
+        """Do what run does with arguments that check has seen, whose segments are parts."""
         flat = [x.reshape(-1) for x in xs]
-        shifts = self._shifts(world, flat, parts)
+        shifts = self.shifts(world, flat, parts)
         # What is found not finite must leave the xs alone.
         given = None if outs is None or _overlap(outs, xs) else outs
         totals = list(given or [np.empty_like(x) for x in (xs if every else xs[:1])])
@@ -80,8 +106,14 @@ class Allreduce(Method):
         if outs is not None and given is None:
             for out, total in zip(outs, totals, strict=True):
                 out[...] = total
-        sent, result = map(tuple, shifts)
-        return Reduced(tuple(outs or totals), sent, result, self.algorithm)
+        return self.reduced(outs or totals, shifts)
+
+    def reduced(
+        self, arrays: Sequence[Array], shifts: tuple[Sequence[int], Sequence[int]]
+    ) -> Reduced:
+        """Return what run returns for a result and its shifts."""
+        sent, result = shifts
+        return Reduced(tuple(arrays), tuple(sent), tuple(result), self.algorithm)
 
     def chosen(self, world: Ranks, xs: Sequence[Array]) -> Allreduce:
         """Return this with the algorithm that is predicted to be fastest for arrays like xs."""
@@ -90,17 +122,20 @@ class Allreduce(Method):
         assert isinstance(found, Allreduce)  # as self is
         return found
 
-    def _check(
+    def check(
         self,
         world: Ranks,
         xs: Sequence[Array],
         outs: Sequence[Array] | None,
-        iteration: int,
+        iteration: int | None,
         segments: Sequence[Segment] | None,
-        every: bool,
-        error: Exception | None,
+        every: bool = False,
+        error: Exception | None = None,
     ) -> tuple[Segment, ...]:
-        """Return the segments; raise on all ranks alike what is wrong on any. Collective."""
+        """Return the segments; raise on all ranks alike what is wrong on any. Collective.
+
+        iteration: None where the values do not count yet
+        """
         parts: tuple[Segment, ...] = ()
         try:
             if error is None:
@@ -110,12 +145,16 @@ class Allreduce(Method):
         except (TypeError, ValueError) as found:
             error = found
         flat = [] if error else [x.reshape(-1) for x in xs]
-        arguments = (repr(self), iteration, parts, [np.shape(x) for x in xs[:1]])
-        suspect = self.hides_nonfinite and not all(map(is_finite, flat))
+        arguments = (self.description, iteration, parts, [np.shape(x) for x in xs[:1]])
+        suspect = iteration is not None and self.suspects(flat)
         what = f"allreduce {self.algorithm}: arguments"
         if check_alike(world, error, arguments, suspect, what):
             raise_nonfinite(world, flat, parts, None)
         return parts
+
+    def suspects(self, flat: Sequence[Array]) -> bool:
+        """Whether values are not finite that neither codes nor scaling would show."""
+        return self.hides_nonfinite and not all(map(is_finite, flat))
 
     def _check_world(self, world: Ranks) -> None:
         if self.algorithm == MPI_ALLREDUCE and not world.has_mpi:
@@ -141,6 +180,26 @@ class Allreduce(Method):
         """Write the sum into totals, of the first hosted ranks or of all."""
         if self.algorithm == MPI_ALLREDUCE:
             return _sum_by_mpi(world, flat, totals)
+        tape = kept_tape(world, self, flat[0], parts, shifts)
+        if tape is None:
+            bad = self._run_programs(world, flat, totals, parts, shifts, iteration)
+        else:
+            np.copyto(tape.x, flat[0])
+            bad = tape.run()
+            np.copyto(totals[0], tape.out)
+        if bad:
+            raise_nonfinite(world, flat, parts, totals[0])
+
+    def _run_programs(
+        self,
+        world: Ranks,
+        flat: Sequence[Array],
+        totals: Sequence[Array],
+        parts: Sequence[Segment],
+        shifts: tuple[Sequence[int], Sequence[int]],
+        iteration: int,
+    ) -> int:
+        """Run the programs of the hosted ranks; return how many values are not finite."""
         plan = self.plan(world.nodes, flat[0], parts, shifts, iteration)
         places = [*totals, *[None] * (len(flat) - len(totals))]
         pieces = plan.pieces(flat[0].size)
@@ -156,10 +215,9 @@ class Allreduce(Method):
         packed = self.fmt is not None and isinstance(flat[0], np.ndarray)
         shared = world.shared() if packed else None
         found = run(world, start, len(pieces), flat[0], what, window, shared)
-        if any(piece[0] for piece in found):
-            raise_nonfinite(world, flat, parts, totals[0])
+        return sum(piece[0] for piece in found)
 
-    def _shifts(
+    def shifts(
         self, world: Ranks, flat: Sequence[Array], parts: Sequence[Segment]
     ) -> tuple[Sequence[int], Sequence[int]]:
         """Return the shift of each segment, for contributions, and for sums and the result."""
@@ -196,72 +254,3 @@ def _sum_by_mpi(world: Ranks, flat: Sequence[Array], totals: Sequence[Array]) ->
 
 def _overlap(outs: Sequence[Array], xs: Sequence[Array]) -> bool:
     return any(np.may_share_memory(out, x) for out in outs for x in xs)
-
-
-def allreduce(
-    world: Any,
-    x: Array | Sequence[Array],
-    wire: str | FloatFormat = "raw",
-    algorithm: str = "ring",
-    scaling: str | None = None,
-    accumulate: str | None = None,
-    op: Op = "sum",
-    out: Array | None = None,
-    *,
-    rounding: Rounding = "nearest",
-    overflow: Overflow = "saturate",
-    headroom: str = "n",
-    seed: int = 0,
-    iteration: int = 0,
-    segments: Sequence[Segment] | None = None,
-    machine: Machine | str | Path | None = None,
-) -> Array:
-    """Return the sum, or mean, of all ranks' arrays: the same bits on every rank. Collective.
-
-    world: World, Loopback or an mpi4py communicator
-    x: float32, C-contiguous, of one shape everywhere; where the world has virtual ranks, a
-        sequence of one array for each; never written, unless out shares its memory
-    wire: "raw" (float32 bytes), a format's name or a FloatFormat, "int2" .. "int16" (integers
-        times a power of two) or "ternary" (-1, 0, 1 times a power of two, 1.6 bits a value)
-    algorithm: a name from SCHEDULES ("ring", "rhd", "tree", "dbtree", "direct", "hier", "gather"),
-        or "mpi" (MPI_Allreduce, wire "raw"). hier sums inside nodes first: world.nodes. "auto" is
-        the one from SCHEDULES that is predicted to be fastest for x on machine: another algorithm
-        adds in another order, so its bits depend on size, ranks, nodes and machine
-    scaling: "none", "static:K" (by 2**K), "aps" (a shift for each segment from the largest value
-        of all ranks), "tile" (a shift for each 1,024 values, sent with them). Wire "raw" is not
-        scaled and ignores it. Default: "tile", for exact sums "aps"; integers know only "aps".
-    accumulate: "requantise" (round to the wire after each addition), "float32" or "kahan"; None
-        for the algorithm's own: float32 for direct and hier, requantise for the others. ring,
-        rhd, tree and dbtree know requantise only, and hier rounds between nodes whatever happens
-        inside them; for wire "raw" requantise and float32 are the same.
-        "exact", in every algorithm: contributions are rounded to one grid for all ranks, and their
-        integer sums travel unrounded, as wide as they need, and become float32 at the end. No
-        order changes a bit of the result. Integers know only this, float formats where scaling
-        is not "tile" and the sums take at most 32 bits.
-    op: "mean" divides the sum by the number of ranks, in float32
-    out: float32, like x, for the result. Default: a new array. Where it shares memory with x, x is
-        untouched on error, at the price of one more copy; else it then holds anything
-    rounding, overflow: as formats.Cast
-    headroom: what aps leaves room for in the sum of p ranks: "n" p times the largest value,
-        "sqrt" sqrt(p) times, "none"; with accumulate "float32" contributions need none, and with
-        "exact" nothing does
-    seed, iteration: of the random bits of rounding "stochastic"
-    segments: the named parts of x, in order, starting on tiles: aps scales each by itself
-    machine: for "auto": a Machine, the TOML file of bench fit, or None for DEFAULT of machine.py,
-        round figures that were measured nowhere
-    Raises, on all ranks alike and before data moves, TypeError and ValueError for arguments that
-    are wrong or differ between ranks; NonFiniteGradient on all ranks where a packed wire met NaN
-    or infinity. Wire "raw" follows IEEE 754 instead.
-    """
-    ranks = as_world(world)
-    config, error = Allreduce(), None  # with an error the default only serves to raise it
-    try:
-        config = Allreduce(
-            wire, algorithm, scaling, accumulate, op, rounding, overflow, headroom, seed, machine
-        )
-    except (TypeError, ValueError) as found:
-        error = found
-    xs: Sequence[Any] = x if ranks.virtual_ranks > 1 and isinstance(x, Sequence) else [x]
-    outs = None if out is None else [out]
-    reduced = config.run(ranks, xs, outs, iteration=iteration, segments=segments, error=error)
-    return reduced.arrays[0]

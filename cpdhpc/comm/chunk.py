@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count
 from typing import NamedTuple
@@ -39,6 +39,7 @@ class Plan:
     result_rounded: whether the result is rounded to the wire
     nodes: the node of each rank
     stream: (seed, iteration) of the random numbers
+    copy: (place, payload) copies a payload that must lie elsewhere
     """
 
     schedule: Schedule
@@ -49,6 +50,7 @@ class Plan:
     result_rounded: bool
     nodes: tuple[int, ...]
     stream: tuple[int, int]
+    copy: Callable[[Array, Array], None] = np.copyto
 
     def pieces(self, n: int) -> list[Piece]:
         """Return the pieces of n values.

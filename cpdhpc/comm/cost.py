@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..formats import TILE, tiles
+from .kept import is_small
 from .machine import DEFAULT, Machine, as_machine
 from .method import AUTO, Method
 from .scaling import Segment
@@ -61,6 +62,8 @@ def predict(machine: Machine, method: Method, nodes: tuple[int, ...], n: int) ->
         raise ValueError(f"predict: algorithm={method.algorithm!r}: known are {known}")
     if method.exact:
         raise ValueError("predict: accumulate='exact': messages that widen are not modelled")
+    if is_small(method, len(nodes), n):  # a kept tape: its steps are messages and kernels alone
+        machine = replace(machine, step_s=0.0)
     schedule = SCHEDULES[method.algorithm]
     one = len(nodes) > ALL_RANKS and _all_alike(schedule, nodes)
     walk, pieces, share = _walk(machine, method, nodes, n, one)

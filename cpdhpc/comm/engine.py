@@ -70,12 +70,17 @@ def run(
     try:
         return _Run(world, start, pieces, like, what, window, shared).run()
     except Exception as error:
-        failure = world.failure(error, what)
-        if failure is not None:
-            raise failure from None
-        if world.size == 1:
-            raise
-        world.abort(f"{what}: {type(error).__name__}: {error}\n{traceback.format_exc()}")
+        give_up(world, error, what)
+
+
+def give_up(world: Ranks, error: Exception, what: str) -> NoReturn:
+    """Raise what follows from an error in the middle of a run, or end the job: see run."""
+    failure = world.failure(error, what)
+    if failure is not None:
+        raise failure from None
+    if world.size == 1:
+        raise error
+    world.abort(f"{what}: {type(error).__name__}: {error}\n{traceback.format_exc()}")
 
 
 class _Piece(Generic[Result]):
@@ -200,7 +205,7 @@ class _Run(Generic[Result]):
             elif buffer is None:
                 buffer = piece.take(exchange.nbytes)
             requests = self.world.irecv(source, rank, buffer, piece.number)
-            wait = Wait(requests, rank, self._reason(exchange))
+            wait = Wait(requests, rank, why_receive(self.what, exchange))
             self.remote.append((piece, rank, source, wait, buffer))
 
     def _send(
@@ -211,13 +216,9 @@ class _Run(Generic[Result]):
         self.world.count(rank, payload.size)
         waiting = self.local.get((piece.number, to))
         if not self.world.hosts(to):
-            reason = (
-                f"{self.what}: waited {{:.1f}} s for rank {to} to receive, "
-                f"round {exchange.round}, {_chunks(exchange.send_chunks)}"
-            )
             message = self._note(piece, payload) if self._shares(to) else payload
             requests = self.world.isend(rank, to, message, piece.number)
-            piece.sends.append(Wait(requests, rank, reason))
+            piece.sends.append(Wait(requests, rank, why_send(self.what, exchange)))
         elif waiting is not None and waiting[1].recv_from == rank:
             del self.local[piece.number, to]
             self.runnable.append((piece, to, payload))
@@ -250,12 +251,6 @@ class _Run(Generic[Result]):
             else:
                 self.runnable.append((piece, rank, buffer))
 
-    def _reason(self, exchange: Exchange) -> str:
-        return (
-            f"{self.what}: waited {{:.1f}} s for rank {exchange.recv_from}, "
-            f"round {exchange.round}, {_chunks(exchange.recv_chunks)}"
-        )
-
     def _check_mail(self) -> None:
         left = [
             f"rank {rank} to rank {to}, round {e.round}, {_chunks(e.send_chunks)}"
@@ -271,6 +266,22 @@ class _Run(Generic[Result]):
             for (_, rank), (_, e) in self.local.items()
         )
         raise ScheduleError(f"{self.what}: deadlock: {'; '.join(lines)}")
+
+
+def why_receive(what: str, exchange: Exchange) -> str:
+    """Return the reason of a Wait for the message in."""
+    return (
+        f"{what}: waited {{:.1f}} s for rank {exchange.recv_from}, "
+        f"round {exchange.round}, {_chunks(exchange.recv_chunks)}"
+    )
+
+
+def why_send(what: str, exchange: Exchange) -> str:
+    """Return the reason of a Wait for the message out."""
+    return (
+        f"{what}: waited {{:.1f}} s for rank {exchange.send_to} to receive, "
+        f"round {exchange.round}, {_chunks(exchange.send_chunks)}"
+    )
 
 
 def _chunks(chunks: Sequence[int]) -> str:

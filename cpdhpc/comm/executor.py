@@ -36,7 +36,7 @@ def program(
         received = yield _exchange(chunks, step, number, take)
         if step.recv_from is not None:
             into = [chunks[i] for i in step.recv_chunks]
-            parts = _parts(received, _sizes(into, step.recv_terms), take)
+            parts = _parts(plan, received, _sizes(into, step.recv_terms), take)
             for each, part, terms in zip(into, parts, step.recv_terms, strict=True):
                 each.incoming(step.kind, step.recv_from, part, terms)
     return sum(each.write() for each in chunks)
@@ -72,16 +72,16 @@ def _message(chunks: Sequence[Chunk], step: Step, take: Take) -> Array:
         place = message[end - size : end]
         payload = each.outgoing(step.kind, None if (end - size) % ALIGNED_BYTES else place)
         if payload is not place:
-            place[:] = payload
+            each.plan.copy(place, payload)
     return message
 
 
-def _parts(message: Array, sizes: Sequence[int], take: Take) -> Iterator[Array]:
+def _parts(plan: Plan, message: Array, sizes: Sequence[int], take: Take) -> Iterator[Array]:
     """Yield the payloads of these sizes that a message holds, each where kernels can read it."""
     for size, end in zip(sizes, accumulate(sizes), strict=True):
         part = message[end - size : end]
         if (end - size) % ALIGNED_BYTES:
             aligned = take(size)
-            aligned[:] = part
+            plan.copy(aligned, part)
             part = aligned
         yield part

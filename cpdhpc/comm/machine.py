@@ -21,7 +21,7 @@ UNITS = {
     "decode_s": "s per byte of float32 unpacked and decoded",
     "decode_add_s": "s per byte of float32 decoded and added",
     "hop_s": "s per byte of float32 decoded, added and encoded in one pass",
-    "step_s": "s of a rank's processor per step of the schedule and piece of the data",
+    "step_s": "s of a rank's processor per step and piece of an all-reduce that is not small",
     "call_s": "s per all-reduce",
 }
 

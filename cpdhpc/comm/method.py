@@ -96,6 +96,11 @@ class Method:
         return tuple(dict.fromkeys((*allowed, "requantise", "float32")))
 
     @cached_property
+    def description(self) -> str:
+        """All choices in words."""
+        return repr(self)
+
+    @cached_property
     def fmt(self) -> FloatFormat | None:
         """The format of a packed wire, None for raw."""
         return parse_wire(self.wire)
@@ -130,6 +135,20 @@ class Method:
         if self.fmt is None or self.parsed_scaling.kind in ("aps", "tile"):
             return False
         return self.exact or not self.fmt.carries_nonfinite
+
+    @cached_property
+    def repeats(self) -> bool:
+        """Whether a call is the same operations of the wire every time, shifts aside."""
+        if self.algorithm not in SCHEDULES or self.accumulating == "kahan":
+            return False
+        if self.fmt is not None and self.rounding == "stochastic":
+            return False
+        return SCHEDULES[self.algorithm].result_travels or self.accumulating != "float32"
+
+    @cached_property
+    def shares_shifts(self) -> bool:
+        """Whether the shifts of a call come from the data of all ranks."""
+        return self.fmt is not None and self.parsed_scaling.kind == "aps"
 
     def plan(
         self,

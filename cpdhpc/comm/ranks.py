@@ -35,6 +35,7 @@ class Ranks(ABC):
         those of the same process included
     collective_bytes: bytes that this process handed to MPI's own collectives
     arenas: buffers that the engine keeps from one call to the next
+    tapes: those with persistent requests that are not freed; kept: the plain calls' tapes
     has_mpi: whether sum_by_mpi is MPI_Allreduce
     thread_level: what MPI allows: "single", "funneled", "serialized" or "multiple"
     lent_by: the thread that must not communicate at the moment, as another does it; or None
@@ -55,6 +56,8 @@ class Ranks(ABC):
         self.messages_sent = np.zeros(virtual_ranks, np.int64)
         self.collective_bytes = 0
         self.arenas: dict[tuple[type, int], Any] = {}
+        self.tapes: set[Any] = set()
+        self.kept: dict[Any, Any] = {}
 
     def hosts(self, rank: int) -> bool:
         """Whether a rank lives in this process."""
@@ -123,6 +126,17 @@ class Ranks(ABC):
     @abstractmethod
     def irecv(self, source: int, rank: int, buffer: Array, stream: int = 0) -> list[Any]:
         """Start to receive for a hosted rank from one of another process; return the requests."""
+
+    @abstractmethod
+    def send_init(self, rank: int, to: int, payload: Array) -> list[Any]:
+        """Return persistent requests to send from a hosted rank to one of another process.
+
+        They have Start, Test and Free; a start of all, in order, sends the bytes of then.
+        """
+
+    @abstractmethod
+    def recv_init(self, source: int, rank: int, buffer: Array) -> list[Any]:
+        """Return persistent requests to receive for a hosted rank from another process's."""
 
     @abstractmethod
     def done(self, wait: Wait) -> bool:
@@ -196,6 +210,14 @@ class Loopback(Ranks):
     def irecv(self, source: int, rank: int, buffer: Array, stream: int = 0) -> list[Any]:
         """Raise ValueError: there is no other process."""
         raise ValueError(f"Loopback: rank {rank} receives from {source} of 0..{self.ranks - 1}")
+
+    def send_init(self, rank: int, to: int, payload: Array) -> list[Any]:
+        """Raise ValueError: there is no other process."""
+        return self.isend(rank, to, payload)
+
+    def recv_init(self, source: int, rank: int, buffer: Array) -> list[Any]:
+        """Raise ValueError: there is no other process."""
+        return self.irecv(source, rank, buffer)
 
     def done(self, wait: Wait) -> bool:
         """Return True."""

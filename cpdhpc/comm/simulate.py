@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy.typing as npt
 
-from .allreduce import allreduce
+from .call import allreduce
 from .ranks import Loopback
 
 Array = npt.NDArray[Any]

@@ -88,6 +88,8 @@ class World(Ranks):
 
     def free(self) -> None:
         """Free the duplicated communicator; the world cannot be used any more. Collective."""
+        for tape in list(self.tapes):
+            tape.free()
         if self._shared is not None and self._shared[0] is not None:
             self._shared[0].free()
         self._comm.Free()
@@ -138,29 +140,38 @@ class World(Ranks):
         It blocks and has no time-out: it is the baseline, and MPI's non-blocking variant may be
         another algorithm.
         """
+        self.collective_bytes += array.nbytes
+        if array.nbytes <= MESSAGE_BYTES:
+            given = self._mpi.IN_PLACE if source is None else source
+            return self._comm.Allreduce(given, array, self._mpi.SUM)
         totals = _pieces(array, MESSAGE_BYTES)
         givens = [self._mpi.IN_PLACE] * len(totals)
         if source is not None:
             givens = _pieces(source, MESSAGE_BYTES)
         for given, total in zip(givens, totals, strict=True):
             self._comm.Allreduce(given, total, self._mpi.SUM)
-        self.collective_bytes += array.nbytes
 
     def isend(self, rank: int, to: int, payload: Array, stream: int = 0) -> list[Any]:
         """Start to send from a hosted rank to one of another process; return the requests."""
-        process, tag = to // self.virtual_ranks, self._tag(rank, to, stream)
-        return [
-            self._comm.Isend([piece, self._mpi.BYTE], process, tag)
-            for piece in _pieces(payload, MESSAGE_BYTES)
-        ]
+        return self._messages(self._comm.Isend, payload, to, self._tag(rank, to, stream))
 
     def irecv(self, source: int, rank: int, buffer: Array, stream: int = 0) -> list[Any]:
         """Start to receive for a hosted rank from one of another process; return the requests."""
-        process, tag = source // self.virtual_ranks, self._tag(source, rank, stream)
-        return [
-            self._comm.Irecv([piece, self._mpi.BYTE], process, tag)
-            for piece in _pieces(buffer, MESSAGE_BYTES)
-        ]
+        return self._messages(self._comm.Irecv, buffer, source, self._tag(source, rank, stream))
+
+    def send_init(self, rank: int, to: int, payload: Array) -> list[Any]:
+        """Return persistent requests to send from a hosted rank to one of another process."""
+        return self._messages(self._comm.Send_init, payload, to, self._tag(rank, to, 0))
+
+    def recv_init(self, source: int, rank: int, buffer: Array) -> list[Any]:
+        """Return persistent requests to receive for a hosted rank from another process's."""
+        return self._messages(self._comm.Recv_init, buffer, source, self._tag(source, rank, 0))
+
+    def _messages(self, start: Callable[..., Any], array: Array, rank: int, tag: int) -> list[Any]:
+        """Return the requests for an array of bytes to or from a rank of another process."""
+        process = rank // self.virtual_ranks
+        pieces = _pieces(array, MESSAGE_BYTES)
+        return [start([piece, self._mpi.BYTE], process, tag) for piece in pieces]
 
     def _tag(self, source: int, to: int, stream: int) -> int:
         """Tell the ranks of two processes apart, and streams; MPI keeps the order within a tag."""

@@ -1,0 +1,304 @@
+"""Prepared all-reduces, and plain ones that come again, have the bits of the simulation."""
+
+import gc
+import importlib
+import tracemalloc
+
+import numpy as np
+import pytest
+
+from cpdhpc.comm import (
+    SCHEDULES,
+    Allreduce,
+    Loopback,
+    NonFiniteGradient,
+    Segment,
+    World,
+    chunk,
+    kept,
+    simulate,
+)
+from cpdhpc.comm.kept import KEPT
+from cpdhpc.comm.ranks import numbered
+from cpdhpc.formats import sum_bits
+
+pytestmark = pytest.mark.mpi
+
+WIRES = ["raw", "e4m3", "e5m2", "e2m1fn", "bf16", "int8"]
+SCALINGS = ["none", "static:0", "aps", "tile"]
+N = 2500
+
+
+def gradients(ranks, n=N, call=0):
+    """The same arrays on every process, others in every call."""
+    rng = np.random.default_rng((ranks, n, call))
+    return list((rng.standard_normal((ranks, n)) * 2.0 ** rng.integers(-9, 3)).astype(np.float32))
+
+
+def bits(array):
+    return array.view(np.uint32).tolist()
+
+
+def methods(algorithm, ranks):
+    """Every wire, scaling and way to accumulate that go together, and with so many ranks."""
+    for wire in WIRES:
+        for scaling in SCALINGS if wire != "raw" else ["none"]:
+            for way in ("requantise", "float32", "kahan", "exact"):
+                try:
+                    method = Allreduce(wire, algorithm, scaling, way)
+                except ValueError:
+                    continue
+                if not (method.exact and sum_bits(method.fmt, ranks) > 32):
+                    yield method
+
+
+@pytest.mark.parametrize("algorithm", SCHEDULES)
+def test_every_run_has_the_bits_of_the_simulation(world, algorithm):
+    """Of a prepared one, and of plain ones: the first by the engine, then by a kept tape."""
+    fast = 0
+    for method in methods(algorithm, world.ranks):
+        x, out = np.empty(N, np.float32), np.empty(N, np.float32)
+        with method.prepare(world, [x], [out]) as prepared:
+            fast += prepared.is_fast
+            for call in range(2):
+                xs = gradients(world.ranks, call=call)
+                x[:] = xs[world.rank]
+                wanted = simulate(
+                    xs, method.wire, algorithm, method.scaling, method.accumulate, nodes=world.nodes
+                )
+                got = prepared.run()
+                assert got.arrays[0] is out and bits(out) == bits(wanted), method
+                for _ in range(2):
+                    plain = method.run(world, [x])
+                    assert bits(plain.arrays[0]) == bits(wanted), method
+                    assert plain[1:] == got[1:]
+                np.testing.assert_array_equal(x, xs[world.rank])
+    assert fast >= 8
+    assert len(world.kept) <= KEPT
+
+
+@pytest.mark.parametrize("algorithm", SCHEDULES)
+def test_sizes_and_messages(world, algorithm):
+    """The tape sends what the engine sends, to the byte; chunks without values send nothing."""
+    for n in (0, 1, 1025, 1024 * world.ranks + 3):
+        xs = gradients(world.ranks, n)
+        for wire in ("raw", "e2m1fn"):
+            method = Allreduce(wire, algorithm)
+            with method.prepare(world, [xs[world.rank]]) as prepared:
+                assert prepared.is_fast
+                before = world.bytes_sent[0], world.messages_sent[0]
+                assert bits(prepared.run().arrays[0]) == bits(simulate(xs, wire, algorithm))
+                after = world.bytes_sent[0], world.messages_sent[0]
+            simulated = Loopback(world.ranks)
+            method.run(simulated, xs)
+            assert after[0] - before[0] == simulated.bytes_sent[world.rank]
+            assert after[1] - before[1] == simulated.messages_sent[world.rank]
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "direct"])
+def test_stochastic_rounding_has_the_bits_of_its_iteration(world, algorithm):
+    xs = gradients(world.ranks)
+    method = Allreduce("e3m0", algorithm, rounding="stochastic", seed=3)
+    with method.prepare(world, [xs[world.rank]]) as prepared:
+        assert not prepared.is_fast
+        for iteration in (0, 1, 7, 0):
+            got = prepared.run(iteration=iteration).arrays[0]
+            options = {"rounding": "stochastic", "seed": 3, "iteration": iteration}
+            assert bits(got) == bits(simulate(xs, "e3m0", algorithm, **options))
+        if world.size > 1:
+            with pytest.raises(ValueError, match="arguments differ"):
+                prepared.run(iteration=world.rank)
+
+
+@pytest.mark.parametrize("wire, scaling", [("raw", "none"), ("e4m3", "tile"), ("e4m3", "aps")])
+def test_mean_in_place_of_segments(world, wire, scaling):
+    segments = [Segment("a", 0, 1000), Segment("b", 1024, N)]
+    method = Allreduce(wire, "rhd", scaling, op="mean")
+    x = np.empty(N, np.float32)
+    with method.prepare(world, [x], [x], segments=segments) as prepared:
+        for call in range(3):
+            xs = gradients(world.ranks, call=call)
+            x[:] = xs[world.rank]
+            reduced = prepared.run()
+            wanted = simulate(xs, wire, "rhd", scaling, op="mean", segments=segments)
+            assert reduced.arrays[0] is x and bits(x) == bits(wanted)
+            assert len(reduced.sent_shifts) == (2 if scaling == "aps" else 0)
+
+
+def test_nodes_virtual_ranks_pieces_and_mpi(world, monkeypatch):
+    """What is no list of calls, or not one rank a process, goes the engine's way."""
+    many = World(virtual_ranks=3, timeout_s=world.timeout_s)
+    many.nodes = numbered([r * r % 3 for r in range(many.ranks)])
+    xs = gradients(many.ranks)
+    mine = [xs[rank] for rank in many.hosted]
+    with Allreduce("e4m3", "hier").prepare(many, mine) as prepared:
+        assert not prepared.is_fast
+        wanted = simulate(xs, "e4m3", "hier", nodes=many.nodes)
+        assert bits(prepared.run().arrays[0]) == bits(wanted)
+    many.free()
+    xs = gradients(world.ranks)
+    with Allreduce(algorithm="mpi").prepare(world, [xs[world.rank]]) as prepared:
+        got = prepared.run().arrays[0]
+        assert not prepared.is_fast
+        np.testing.assert_array_equal(
+            got, Allreduce(algorithm="mpi").run(world, [xs[world.rank]])[0][0]
+        )
+    with Allreduce("e4m3", "auto").prepare(world, [xs[world.rank]]) as prepared:
+        assert prepared.run().algorithm in SCHEDULES
+    monkeypatch.setattr(chunk, "PIECE_VALUES", (1024, 1024))
+    xs = gradients(world.ranks, 6 * 1024 * world.ranks + 5)
+    with Allreduce("raw", "tree").prepare(world, [xs[world.rank]]) as prepared:
+        assert not prepared.is_fast
+        assert bits(prepared.run().arrays[0]) == bits(simulate(xs, "raw", "tree"))
+
+
+@pytest.mark.parametrize("uneven", [False, True])
+def test_hier_between_nodes(world, uneven):
+    own = World(timeout_s=world.timeout_s)
+    own.nodes = numbered([r * r % 3 if uneven else r // 2 for r in range(own.ranks)])
+    for wire in ("raw", "e3m0"):
+        xs = gradients(own.ranks, 7000)
+        wanted = simulate(xs, wire, "hier", nodes=own.nodes)
+        with Allreduce(wire, "hier").prepare(own, [xs[own.rank]]) as prepared:
+            assert prepared.is_fast and bits(prepared.run().arrays[0]) == bits(wanted)
+        for _ in range(3):
+            assert bits(Allreduce(wire, "hier").run(own, [xs[own.rank]]).arrays[0]) == bits(wanted)
+    own.nodes = (0,) * own.ranks  # other nodes are other steps: the kept tape must not be used
+    got = Allreduce("raw", "hier").run(own, [xs[own.rank]]).arrays[0]
+    assert bits(got) == bits(simulate(xs, "raw", "hier"))
+    own.free()
+
+
+@pytest.mark.parametrize("scaling", ["none", "tile", "aps"])
+@pytest.mark.parametrize("wire", ["e4m3", "e2m1fn"])
+def test_a_nan_on_one_rank_is_named_on_all(world, wire, scaling):
+    segments = [Segment("a", 0, 1024), Segment("b", 1024, N)]
+    last = world.size - 1
+    for algorithm in SCHEDULES:
+        x = np.empty(N, np.float32)
+        method = Allreduce(wire, algorithm, scaling)
+        with method.prepare(world, [x], [x], segments=segments) as prepared:
+            for bad in (False, True, False):
+                x[:] = 1
+                if bad and world.rank == last:
+                    x[2000] = np.nan
+                before = x.copy()
+                if not bad:
+                    np.testing.assert_array_equal(
+                        prepared.run().arrays[0],
+                        simulate([before] * world.size, wire, algorithm, scaling),
+                    )
+                    continue
+                with pytest.raises(NonFiniteGradient) as caught:
+                    prepared.run()
+                assert caught.value.segments == ("b",) and caught.value.ranks == (last,)
+                assert bits(x) == bits(before)
+
+
+def test_raw_follows_ieee_without_warnings(world, recwarn):
+    sign = 1 if world.rank == 0 else -1
+    x = np.array([3e38, 3e38, np.inf, np.nan], np.float32) * np.array(
+        [1, sign, sign, 1], np.float32
+    )
+    with Allreduce("raw", "tree").prepare(world, [x]) as prepared:
+        got = prepared.run().arrays[0]
+    xs = world.gather(x)
+    assert bits(got) == bits(simulate(xs, "raw", "tree"))
+    assert not recwarn.list and np.isnan(got[3])
+
+
+def test_bad_arguments_on_one_rank_fail_on_all(world):
+    good, first = np.ones(N, np.float32), world.rank == 0
+    with pytest.raises(TypeError, match=r"rank 0 .*float64"):
+        Allreduce().prepare(world, [np.ones(N) if first else good])
+    with pytest.raises(ValueError, match="out has shape"):
+        Allreduce().prepare(world, [good], [np.ones(3, np.float32) if first else good])
+    if world.size > 1:
+        with pytest.raises(ValueError, match="arguments differ"):
+            Allreduce("raw", "ring" if first else "tree").prepare(world, [good])
+        with pytest.raises(ValueError, match="arguments differ"):
+            if first:
+                Allreduce().prepare(world, [good])
+            else:
+                Allreduce().run(world, [good])
+
+
+def requests():
+    """Number of persistent requests in this process."""
+    from mpi4py import MPI
+
+    gc.collect()
+    return sum(type(each) is MPI.Prequest for each in gc.get_objects())
+
+
+def test_free(world):
+    """By itself or with the world; afterwards run is an error, and no request is left."""
+    own = World(timeout_s=world.timeout_s)
+    before, x = requests(), np.ones(N, np.float32)
+    prepared, left = (Allreduce(wire).prepare(own, [x]) for wire in ("raw", "e4m3"))
+    prepared.run()
+    assert (requests() > before) == (own.size > 1)
+    for _ in range(2):
+        prepared.free()
+        with pytest.raises(RuntimeError, match=r"Prepared\.run: is freed"):
+            prepared.run()
+    own.free()
+    assert not own.tapes
+    if own.size > 1:
+        with pytest.raises(RuntimeError, match="allreduce ring: is freed"):
+            left.run()
+    left.free()
+    del prepared, left
+    assert requests() == before
+
+
+def test_nothing_grows_with_the_number_of_calls(world):
+    """Memory of Python and NumPy, and MPI's requests, in 10,000 prepared and 1,000 plain calls."""
+    own, method = World(timeout_s=world.timeout_s), Allreduce("raw", "tree")
+    x, out = np.ones(64, np.float32), np.empty(64, np.float32)
+    prepared = method.prepare(own, [x], [out])
+
+    def calls(times):
+        for _ in range(10 * times):
+            prepared.run()
+        for _ in range(times):
+            method.run(own, [x], [out])
+
+    calls(50)
+    before = requests()
+    tracemalloc.start()
+    calls(50)
+    first = tracemalloc.get_traced_memory()[0]
+    calls(1000)
+    grown = tracemalloc.get_traced_memory()[0] - first
+    tracemalloc.stop()
+    assert requests() == before
+    assert grown < 8000  # an object has 16 bytes or more: one a plain call would be 16,000
+    np.testing.assert_array_equal(out, np.full(64, own.size, np.float32))
+    own.free()
+
+
+def test_kept_tapes_are_few_and_small(world, monkeypatch):
+    own, method = World(timeout_s=world.timeout_s), Allreduce("raw", "tree")
+    x = np.ones(2 * KEPT, np.float32)
+
+    def call(n):
+        for _ in range(3):
+            assert (method.run(own, [x[:n]]).arrays[0] == own.size).all()
+        return own.kept[method, n].tape
+
+    assert all([call(n) is not None for n in range(1, 2 * KEPT)])
+    assert len(own.kept) == KEPT and len(own.tapes) == (KEPT if own.size > 1 else 0)
+    monkeypatch.setattr(kept, "MOST_BYTES", 8 * KEPT * own.ranks - 1)
+    with pytest.raises(KeyError):
+        call(2 * KEPT)
+    own.free()
+    assert not own.tapes
+
+
+def test_long_messages_go_in_pieces(world, monkeypatch):
+    monkeypatch.setattr(importlib.import_module("cpdhpc.comm.world"), "MESSAGE_BYTES", 1000)
+    xs = gradients(world.ranks)
+    for algorithm in SCHEDULES:
+        with Allreduce("e5m2", algorithm).prepare(world, [xs[world.rank]]) as prepared:
+            assert bits(prepared.run().arrays[0]) == bits(simulate(xs, "e5m2", algorithm))

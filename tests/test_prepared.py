@@ -1,0 +1,116 @@
+"""Prepared all-reduces in one process, and what becomes of them when other ranks do not answer."""
+
+import re
+
+import numpy as np
+import pytest
+from test_faults import MPIRUN, launch, launch_with_a_death
+
+from cpdhpc.comm import SCHEDULES, Allreduce, Loopback
+
+needs_mpirun = pytest.mark.skipif(MPIRUN is None, reason="needs mpirun, beside python or in PATH")
+
+
+def gradients(ranks, call):
+    rng = np.random.default_rng((ranks, call))
+    return list(rng.standard_normal((ranks, 1500), np.float32))
+
+
+@pytest.mark.parametrize("ranks", [1, 5])
+@pytest.mark.parametrize("algorithm", SCHEDULES)
+def test_prepared_and_repeated_calls_have_the_same_bits(algorithm, ranks):
+    """One rank in a process is a list of calls, from the second call on also where it is plain."""
+    for wire, scaling in (("raw", "none"), ("e4m3", "tile"), ("e3m0", "aps"), ("int4", "aps")):
+        world, method = Loopback(ranks), Allreduce(wire, algorithm, scaling, op="mean")
+        xs = [np.empty(1500, np.float32) for _ in range(ranks)]
+        with method.prepare(world, xs) as prepared:
+            assert prepared.is_fast == (ranks == 1 and scaling != "aps")
+            for call in range(3):
+                for x, values in zip(xs, gradients(ranks, call), strict=True):
+                    x[:] = values
+                wanted = method.run(Loopback(ranks), xs)  # a world's first call is the engine's
+                for got in (prepared.run(), method.run(world, xs)):
+                    assert got.arrays[0].tobytes() == wanted.arrays[0].tobytes()
+                    assert got[1:] == wanted[1:]
+    assert not world.tapes  # where there are no requests
+
+
+def test_what_is_fast():
+    world, x = Loopback(), np.ones(1500, np.float32)
+    slow = {
+        "aps": Allreduce("e4m3", "ring", "aps"),
+        "random": Allreduce("e4m3", "ring", rounding="stochastic"),
+        "kahan": Allreduce("e4m3", "direct", accumulate="kahan"),
+        "unrounded": Allreduce("e4m3", "gather", accumulate="float32"),
+        "hides NaN": Allreduce("e2m1fn", "ring", "none"),
+        "integers": Allreduce("int8", "ring"),
+    }
+    for method in slow.values():
+        assert not method.prepare(world, [x]).is_fast
+    for wire, scaling in (
+        ("raw", "aps"),
+        ("e4m3", "none"),
+        ("e4m3", "static:3"),
+        ("e2m1fn", "tile"),
+    ):
+        assert Allreduce(wire, "ring", scaling).prepare(world, [x]).is_fast
+    assert Allreduce("raw", rounding="stochastic").prepare(world, [x]).is_fast
+    assert not Allreduce().prepare(world, [np.ones(1 << 19, np.float32)]).is_fast  # two pieces
+
+
+@needs_mpirun
+def test_a_rank_that_does_not_run_is_named_with_round_and_chunk():
+    status, output, taken_s = launch(
+        """
+from cpdhpc.comm import Allreduce
+prepared = Allreduce("raw", "tree").prepare(world, [x])
+for _ in range(3):
+    prepared.run()
+time.sleep(40) if world.rank == 1 else prepared.run()
+"""
+    )
+    assert status != 0 and taken_s < 30
+    expected = r"rank 0 \| allreduce tree: waited [\d.]+ s for rank 1, round 0, chunk 0\n"
+    assert re.search(expected, output), output
+
+
+DYING = """
+import os, signal, threading
+from cpdhpc import RankFailure
+from cpdhpc.comm import Allreduce
+world, me, method = World(timeout_s=20), World().rank, Allreduce("raw", "tree")
+x = np.full(1500, float(1 << me), np.float32)
+kept = x.copy()
+prepared = method.prepare(world, [x], [x])
+for _ in range(5):
+    x[:] = kept
+    assert (prepared.run().arrays[0] == 15).all()
+x[:] = kept
+if me == 2:
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    while True:
+        prepared.run()
+        x[:] = kept
+except RankFailure as failure:
+    assert "allreduce tree" in str(failure) and (x == kept).all()
+try:
+    prepared.run()
+except RuntimeError as error:
+    assert "was ended by a failure" in str(error)
+prepared.free()
+left = world.shrink()
+with method.prepare(left, [x]) as prepared:
+    for _ in range(5):
+        assert (prepared.run().arrays[0] == 11).all()
+left.barrier()
+print("survived", me, left.size, len(world.tapes), flush=True)
+"""
+
+
+@needs_mpirun
+def test_a_death_is_a_failure_and_leaves_the_input_alone():
+    status, output = launch_with_a_death(DYING)
+    for rank in (0, 1, 3):
+        assert f"survived {rank} 3 0" in output, output
+    assert status == 0, output
