@@ -10,12 +10,13 @@ from ..comm.engine import give_up
 from ..comm.failure import RankFailure
 from .channel import Call, Channel
 from .kinds import Array, Kind, kind_of
-from .lane import SLOTS
 from .operation import ACCUMULATE, Operation
 from .program import Program
 
 if TYPE_CHECKING:
     from .plan import WindowPlan
+
+MOST_NUMBER = 0xFFFFFFFF  # of calls
 
 
 class Handle:
@@ -52,11 +53,11 @@ class Handle:
 
     def remember(self) -> None:
         """Let the next call like this one go straight to its program."""
-        call, plan = self._call, self._plan
+        call = self._call
         program = self._channel.program(call)
         if program is not None and call.plain is not None and call.plain[0] is call.x:
             last = Last(self._channel, program, call.x.dtype, call.out.shape)
-            plan.last[self._operation.name] = last
+            self._plan.last[self._operation.name] = last
 
 
 class Last(NamedTuple):
@@ -75,14 +76,10 @@ def run(plan: WindowPlan, operation: Operation, x: Array, out: Array | None, num
     """Do an operation of a plan. Collective. Raises as WindowPlan.exchange."""
     last = plan.last.get(operation.name)
     if last is not None and type(x) is np.ndarray and x.dtype is last.dtype:
-        if out is None:
-            out = np.empty(last.shape, last.dtype)
-        if (
-            type(out) is np.ndarray
-            and out.dtype is last.dtype
-            and _again(plan, last, x, out, number)
-        ):
-            return out
+        to = np.empty(last.shape, last.dtype) if out is None else out
+        alike = type(to) is np.ndarray and to.dtype is last.dtype
+        if alike and not last.channel.open and _again(plan, last, x, to, number):
+            return to
     handle = begin(plan, operation, x, out, number)
     result = handle.finish()
     handle.remember()
@@ -90,25 +87,24 @@ def run(plan: WindowPlan, operation: Operation, x: Array, out: Array | None, num
 
 
 def _again(plan: WindowPlan, last: Last, x: Array, out: Array, number: int) -> bool:
-    """Do the last call again, on other arrays; return False where they lie otherwise."""
-    channel, program = last.channel, last.program
-    if channel.open or (channel.requesting and not program.fits(x, out)):
+    """Do the last call again, on other arrays; return False where they lie otherwise.
+
+    Raises ValueError, having done nothing, where they overlap.
+    """
+    channel, program, serial = last.channel, last.program, last.channel.serial + 1
+    if plan.world.lent_by is not None:
+        plan.world.check_thread()
+    number = channel.mark | number & MOST_NUMBER
+    row, end = program.first(serial, number, x, out)
+    if row is None:
         return False
-    plan.world.check_thread()
-    serial = channel.serial + 1
-    spans = program.slots[serial % SLOTS].whole
-    marked = channel.mark | number & 0xFFFFFFFF
-    try:
-        for lane in channel.requesting:
-            lane.start(serial % SLOTS)
-        if not program.run(spans, serial, marked, x, out):
-            return False
-    except ValueError:  # before anything was done
-        raise
-    except Exception as error:
-        _give_up(plan, channel.operation, error)
     channel.serial = serial
     channel.count()
+    if row != end:
+        try:
+            program.rest(row, serial, number, x, out)
+        except Exception as error:
+            _give_up(plan, channel.operation, error)
     return True
 
 
@@ -121,7 +117,7 @@ def begin(
     plan.world.check_thread()
     call = check(plan, operation, x, out)
     channel = _channel(plan, operation, call)
-    call.number = channel.mark | number & 0xFFFFFFFF
+    call.number = channel.mark | number & MOST_NUMBER
     channel.prepare(call)
     try:
         channel.begin(call)

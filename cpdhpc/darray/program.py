@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..ops import moves
-from ..ops.moves import MEMORY, Row
+from ..ops.moves import MEMORY, Row, run_moves
 from . import moving
 from .lane import HEAD_BYTES, SLOTS, Incoming, Lane, Outgoing
 from .moving import Frame, Plain
@@ -52,6 +52,9 @@ class Program:
         self.slots = [self._halves(slot) for slot in range(SLOTS)]
         lanes = [lane for lane, _ in (*channel.sending, *channel.receiving)]
         memory = (room, *(lane.room for lane in lanes))
+        whole = self.slots[0].whole
+        self._needs_mpi = len(whole) > 1 or whole[0].before is not None
+        self._ends = [_ends(halves.whole, self._needs_mpi) for halves in self.slots]  # of first
         rows = moves.table(self._rows)
         self._compiled = moves.make_moves(rows, memory, x, out, moving.inside(frame))
 
@@ -94,29 +97,39 @@ class Program:
             rows.append(moves.post(base, lane.word_at(slot)))
         return self._span(rows, lane if lane.requests else None)
 
-    def run(self, spans: Sequence[Span], serial: int, number: int, x: Plain, out: Plain) -> bool:
-        """Do spans; return False where x or out has other strides, and so nothing is done.
-
-        Raises ValueError, having done nothing, where the arrays overlap.
-        """
-        slot, run = serial % SLOTS, moves.run_moves
+    def run(self, spans: Sequence[Span], serial: int, number: int, x: Plain, out: Plain) -> None:
+        """Do spans. The arrays have the strides that the program was made for."""
+        slot = serial % SLOTS
         for span in spans:
             if span.before is not None:
                 span.before.arrive(slot)
-            row = run(self._compiled, span.first, span.last, serial, number, LOOKS, x, out)
-            if row is None:
-                return False
+            row = span.first
             while row != span.last:
-                row = self._wait(row, serial, number)
-                row = run(self._compiled, row, span.last, serial, number, LOOKS, x, out)
-                assert row is not None, "the arrays are the same"
+                found = run_moves(self._compiled, row, span.last, serial, number, LOOKS, x, out)
+                assert found is not None, "the arrays have been looked at"
+                row = found if found == span.last else self._wait(found, serial, number)
             if span.after is not None:
                 span.after.start(slot)
-        return True
 
-    def fits(self, x: Plain, out: Plain) -> bool:
-        """Whether run does something. Raises as run."""
-        return moves.run_moves(self._compiled, 0, 0, 0, 0, 0, x, out) is not None
+    def first(self, serial: int, number: int, x: Plain, out: Plain) -> tuple[int | None, int]:
+        """Do all rows up to the first that must wait; return that, and the row behind the last.
+
+        The first is None where x or out has other strides, and nothing was done.
+        Raises ValueError, having done nothing, where the arrays overlap.
+        """
+        first, stop, last = self._ends[serial % SLOTS]
+        return run_moves(self._compiled, first, stop, serial, number, LOOKS, x, out), last
+
+    def rest(self, found: int, serial: int, number: int, x: Plain, out: Plain) -> None:
+        """Go on where first has stopped."""
+        halves = self.slots[serial % SLOTS]
+        if self._needs_mpi:
+            for lane in self._channel.requesting:
+                lane.start(serial % SLOTS)
+            self.run(halves.whole, serial, number, x, out)
+        else:
+            row = self._wait(found, serial, number)
+            self.run([Span(row, halves.whole[0].last)], serial, number, x, out)
 
     def _wait(self, found: int, serial: int, number: int) -> int:
         """Wait for what a row waits for, and return the row; see run_moves."""
@@ -127,6 +140,11 @@ class Program:
         elif isinstance(lane, Incoming):
             lane.receive(slot, serial, number)
         return row
+
+
+def _ends(whole: Sequence[Span], needs_mpi: bool) -> tuple[int, int, int]:
+    """Return the first row, the one up to which MPI is not needed, and the one behind the last."""
+    return whole[0].first, whole[0].first if needs_mpi else whole[-1].last, whole[-1].last
 
 
 def _joined(spans: Sequence[Span]) -> list[Span]:
