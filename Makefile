@@ -1,6 +1,6 @@
 # make quickstart   install into .venv, train on 2 ranks, print the table of formats
 # make test         install what tests need, run the serial tests, then the MPI tests
-# make test-gpu     the operations bit for bit against the specification, on this machine's GPU
+# make test-gpu     operations and all-reduces bit for bit against the CPU, on this machine's GPU
 # make lint         formatting, style, types
 # make bench-codec  rates of the codec beside memcpy
 # make soak         random all-reduces against the simulator for MINUTES=30
@@ -38,13 +38,18 @@ test-serial: $(VENV)/.installed-test
 test-mpi: $(VENV)/.installed-test
 	for ranks in 2 3 4; do \
 	    $(MPIRUN) $$ranks timeout 300 python -m mpi4py -m pytest -q --color=no --with-mpi tests/mpi \
-	        -p no:cacheprovider -o faulthandler_timeout=100 -o faulthandler_exit_on_timeout=true \
+	        -m "not gpu" -p no:cacheprovider -o faulthandler_timeout=100 -o faulthandler_exit_on_timeout=true \
 	        || exit 1; \
 	done
 
 test-gpu: $(VENV)/.installed-test
 	$(PIP) install --constraint constraints.txt -e ".[gpu]"
-	$(ACTIVATE) timeout 900 python -m pytest -q tests -m gpu -p no:cacheprovider
+	$(ACTIVATE) timeout 900 python -m pytest -q tests --ignore=tests/mpi -m gpu -p no:cacheprovider
+	for ranks in 2 4; do \
+	    $(MPIRUN) $$ranks timeout 900 python -m mpi4py -m pytest -q --color=no --with-mpi tests/mpi \
+	        -m gpu -p no:cacheprovider -o faulthandler_timeout=200 \
+	        -o faulthandler_exit_on_timeout=true || exit 1; \
+	done
 
 lint: $(VENV)/.installed-lint
 	$(VENV)/bin/ruff check .

@@ -224,4 +224,24 @@ __global__ void unpack_trits(const u8* trits, i64 tiles, u32* words) {
                             lane_of_thread());
 }
 
+// Float arithmetic that rounds as NumPy's and keeps subnormal numbers: CuPy's own is compiled with
+// -ftz=true.
+__global__ void add_floats(const float* a, const float* b, float* out, i64 n) {
+    i64 stride = (i64)gridDim.x * blockDim.x;
+    for (i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += stride)
+        out[i] = add(a[i], b[i]);
+}
+
+__global__ void subtract_floats(const float* a, const float* b, float* out, i64 n) {
+    i64 stride = (i64)gridDim.x * blockDim.x;
+    for (i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += stride)
+        out[i] = subtract(a[i], b[i]);
+}
+
+__global__ void divide_floats(const float* a, float b, float* out, i64 n) {
+    i64 stride = (i64)gridDim.x * blockDim.x;
+    for (i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += stride)
+        asm("div.rn.f32 %0, %1, %2;" : "=f"(out[i]) : "f"(a[i]), "f"(b));
+}
+
 }  // extern "C"

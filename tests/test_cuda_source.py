@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cpdhpc.ops.cuda_source import KERNELS, OPTIONS, cuda_source
+from cpdhpc.ops.cuda_source import ARITHMETIC, KERNELS, OPTIONS, cuda_source
 
 
 def _nvrtc() -> ctypes.CDLL:
@@ -51,14 +51,14 @@ def test_every_kernel_compiles(architecture: str) -> None:
     # CuPy appends -ftz=true, whatever is asked for.
     log, ptx = _compile(cuda_source(), f"-arch={architecture}", *OPTIONS, "-ftz=true")
     assert "warning" not in log
-    assert sorted(re.findall(r"\.entry (\w+)\(", ptx)) == sorted(KERNELS)
+    assert sorted(re.findall(r"\.entry (\w+)\(", ptx)) == sorted((*KERNELS, *ARITHMETIC))
 
 
 def test_no_instruction_flushes_or_fuses() -> None:
     """Subnormal numbers survive -ftz=true, and no product is fused into a sum."""
     _, ptx = _compile(cuda_source(), "-arch=compute_80", *OPTIONS, "-ftz=true")
     arithmetic = re.findall(r"\b((?:add|sub|mul|fma|mad|div)\.[\w.]*f32)\b", ptx)
-    assert set(arithmetic) == {"add.rn.f32", "sub.rn.f32", "mul.rn.f32"}
+    assert set(arithmetic) == {"add.rn.f32", "sub.rn.f32", "mul.rn.f32", "div.rn.f32"}
 
 
 def test_messages_name_our_files() -> None:

@@ -85,6 +85,24 @@ def test_a_message_that_never_comes_is_named_with_its_round_and_chunk():
     )
 
 
+def test_a_gpu_that_is_never_done_is_named():
+    status, output, taken_s = launch(
+        f"""
+import sys
+sys.path.insert(0, {str(ROOT / "tests")!r})
+from simulated_cupy import simulated
+with simulated() as (gpu, cupy):
+    gpu.stalled = gpu.null if world.rank == 1 else None
+    allreduce(world, cupy.asarray(x))
+"""
+    )
+    assert status != 0 and taken_s < 30
+    lines = [line for line in output.splitlines() if "its own GPU is not done yet" in line]
+    assert lines and all(line.startswith("rank 1 | allreduce ring: waited") for line in lines), (
+        output
+    )
+
+
 def test_an_error_in_the_middle_ends_the_job_and_names_the_rank():
     status, output, taken_s = launch(
         """

@@ -34,7 +34,8 @@ MAY_IMPORT = {  # part of the package -> the parts it may import, besides itself
 }
 ONLY_HERE = {  # outside package -> where it may be imported
     "mpi4py": ("comm/world.py",),
-    "cupy": ("ops/gpu.py", "ops/gpu_launch.py"),
+    "cupy": ("ops/gpu.py", "ops/gpu_launch.py", "ops/gpu_streams.py"),
+    "cupyx": ("ops/gpu_streams.py",),
     "torch": ("train/", "darray/autograd.py"),
     "h5py": ("store.py",),
 }
@@ -134,8 +135,7 @@ def module_names() -> list[str]:
     """Every module of the package, as imported; those outside it (kernels) are not searched."""
     names = (path.removesuffix(".py").replace("/", ".") for path in sources())
     dotted = [f"cpdhpc.{name}".removesuffix(".__init__") for name in names]
-    alone = ("cpdhpc.__main__", "cpdhpc.ops.gpu", "cpdhpc.ops.gpu_launch")
-    return [name for name in dotted if name not in alone]
+    return [n for n in dotted if n != "cpdhpc.__main__" and not n.startswith("cpdhpc.ops.gpu")]
 
 
 @pytest.mark.parametrize("training", [False, True])

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..ops import backend_of
 from ..randomness import Key
 from .wire import Array, Coder
 
@@ -66,14 +67,15 @@ def _kahan(payloads: Sequence[Array], sent: Coder, partial: Coder, keys: Iterato
     CACM 8(1), 1965.
     """
     sum_ = Sum(sent.values(payloads[0]), None, partial)
+    subtract = backend_of(sum_.total).subtract
     c = np.zeros_like(sum_.total)
     for payload in payloads[1:]:
         if sum_.last is not None:
             t = partial.values(sum_.encode(partial, next(keys)))
-            change = partial.rounded(t - sum_.total, next(keys))
-            c = partial.rounded(change - partial.values(sum_.last), next(keys))
+            change = partial.rounded(subtract(t, sum_.total), next(keys))
+            c = partial.rounded(subtract(change, partial.values(sum_.last)), next(keys))
             sum_ = Sum(t, None, partial)
-        y = partial.encode(sent.values(payload) - c, next(keys))
+        y = partial.encode(subtract(sent.values(payload), c), next(keys))
         sum_ = Sum(sum_.total, y, partial)
     return sum_
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..formats import sum_bits
+from ..ops import backend_of, on_gpu
 from .arguments import check_alike, check_arrays, check_out
 from .cost import choose
 from .engine import Program, Take, run
@@ -20,6 +21,7 @@ from .nonfinite import is_finite, raise_nonfinite, shared_amax
 from .prepared import Prepared
 from .ranks import Array, Ranks
 from .scaling import Segment, aps_shift, integer_shift
+from .staging import carrier_of
 
 
 class Reduced(NamedTuple):
@@ -102,7 +104,7 @@ class Allreduce(Method):
                 world, flat, [total.reshape(-1) for total in totals], parts, shifts, iteration
             )
             for total in totals if self.op == "mean" else ():
-                np.divide(total, np.float32(world.ranks), out=total)
+                backend_of(total).divide(total, np.float32(world.ranks), total)
         if outs is not None and given is None:
             for out, total in zip(outs, totals, strict=True):
                 out[...] = total
@@ -145,7 +147,10 @@ class Allreduce(Method):
         except (TypeError, ValueError) as found:
             error = found
         flat = [] if error else [x.reshape(-1) for x in xs]
-        arguments = (self.description, iteration, parts, [np.shape(x) for x in xs[:1]])
+        shapes: list[object] = [np.shape(x) for x in xs[:1]]
+        if flat and on_gpu(flat[0]):
+            shapes.append("on GPU")
+        arguments = (self.description, iteration, parts, shapes)
         suspect = iteration is not None and self.suspects(flat)
         what = f"allreduce {self.algorithm}: arguments"
         if check_alike(world, error, arguments, suspect, what):
@@ -212,7 +217,7 @@ class Allreduce(Method):
 
         what, window = f"allreduce {self.algorithm}", plan.schedule.window(world.ranks)
         # A raw payload is the caller's array itself.
-        packed = self.fmt is not None and isinstance(flat[0], np.ndarray)
+        packed = self.fmt is not None and not on_gpu(flat[0])
         shared = world.shared() if packed else None
         found = run(world, start, len(pieces), flat[0], what, window, shared)
         return sum(piece[0] for piece in found)
@@ -242,12 +247,13 @@ class Allreduce(Method):
 
 def _sum_by_mpi(world: Ranks, flat: Sequence[Array], totals: Sequence[Array]) -> None:
     """Sum the hosted ranks here, and the processes by MPI_Allreduce."""
+    carrier, add = carrier_of(world, flat[0]), backend_of(flat[0]).add
     if len(flat) == 1:
-        return world.sum_by_mpi(totals[0], flat[0])
-    np.add(flat[0], flat[1], out=totals[0])
+        return carrier.sum_by_mpi(totals[0], flat[0])
+    add(flat[0], flat[1], totals[0])
     for x in flat[2:]:
-        np.add(totals[0], x, out=totals[0])
-    world.sum_by_mpi(totals[0])
+        add(totals[0], x, totals[0])
+    carrier.sum_by_mpi(totals[0])
     for total in totals[1:]:
         total[:] = totals[0]
 

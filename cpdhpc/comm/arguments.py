@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..ops import backend_of
+from ..ops import backend_of, on_gpu
 from .ranks import Ranks
 from .scaling import Segment, check_segments
 
@@ -27,6 +27,24 @@ def _check_array(name: str, x: Any) -> None:
         raise TypeError(f"allreduce: {name} has dtype {x.dtype}: must be float32")
     if not x.flags.c_contiguous:
         raise TypeError(f"allreduce: {name} has strides {x.strides}: must be C-contiguous")
+    if on_gpu(x):
+        _check_device(name, x)
+
+
+def _check_device(name: str, x: Any) -> None:
+    from ..ops import gpu_streams
+
+    current = gpu_streams.current_device()
+    if x.device.id != current:
+        raise ValueError(
+            f"allreduce: {name} is on GPU {x.device.id}: must be on CuPy's current one, {current}"
+        )
+
+
+def _check_place(name: str, x: Array, other: Array) -> None:
+    if on_gpu(x) != on_gpu(other):
+        here, there = ("GPU" if on_gpu(each) else "CPU" for each in (x, other))
+        raise TypeError(f"allreduce: {name} is on the {here}: must be on the {there}, as the first")
 
 
 def check_arrays(
@@ -45,6 +63,8 @@ def check_arrays(
                 f"allreduce: x of rank {rank} has shape {x.shape}, of rank {world.hosted[0]} "
                 f"{xs[0].shape}: must be the same"
             )
+        if x is not xs[0]:
+            _check_place(f"x of rank {rank}", x, xs[0])
     if not segments:
         return (Segment("x", 0, xs[0].size),)
     parts = tuple(Segment(*each) for each in segments)
@@ -62,6 +82,7 @@ def check_out(xs: Sequence[Array], outs: Sequence[Array] | None, count: int) -> 
         _check_array("out", out)
         if out.shape != xs[0].shape:
             raise ValueError(f"allreduce: out has shape {out.shape}: must be {xs[0].shape}")
+        _check_place("out", out, xs[0])
         if not getattr(out.flags, "writeable", True):
             raise ValueError("allreduce: out is read-only")
 

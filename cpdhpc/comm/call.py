@@ -36,8 +36,9 @@ def allreduce(
     """Return the sum, or mean, of all ranks' arrays: the same bits on every rank. Collective.
 
     world: World, Loopback or an mpi4py communicator
-    x: float32, C-contiguous, of one shape everywhere; where the world has virtual ranks, a
-        sequence of one array for each; never written, unless out shares its memory
+    x: float32, C-contiguous, of one shape everywhere, all NumPy or all CuPy arrays; where the
+        world has virtual ranks, a sequence of one array for each; never written, unless out shares
+        its memory
     wire: "raw" (float32 bytes), a format's name or a FloatFormat, "int2" .. "int16" (integers
         times a power of two) or "ternary" (-1, 0, 1 times a power of two, 1.6 bits a value)
     algorithm: a name from SCHEDULES ("ring", "rhd", "tree", "dbtree", "direct", "hier", "gather"),
@@ -69,6 +70,11 @@ def allreduce(
     Raises, on all ranks alike and before data moves, TypeError and ValueError for arguments that
     are wrong or differ between ranks; NonFiniteGradient on all ranks where a packed wire met NaN
     or infinity. Wire "raw" follows IEEE 754 instead.
+    CuPy arrays are worked on in the stream that is CuPy's current one during the call, on its
+    current GPU: what the stream was given before may still be producing x, and what it is given
+    afterwards may use the result and overwrite x. For raw wires the call returns before the stream
+    is done: the host and other streams must wait for it. A torch tensor on a GPU comes in through
+    cupy.from_dlpack and out through torch.from_dlpack, which let one stream wait for the other.
     """
     ranks = as_world(world)
     config, error = Allreduce(), None  # with an error the default only serves to raise it

@@ -188,7 +188,7 @@ class Chunk:
             return 0
         if self.final is None and not self.plan.result_rounded:
             self.out[:] = self._held_sum().value()
-            return int(self.out.size - np.isfinite(self.out).sum())
+            return self.out.size - np.isfinite(self.out).sum()
         final = self.finished()
         if self.nonfinite is None:
             self.nonfinite = 0 if final is self.place else self.result.decode(final, self.out)

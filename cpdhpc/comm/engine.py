@@ -14,6 +14,7 @@ import numpy.typing as npt
 from .arena import Arena, fresh
 from .ranks import Ranks, Wait
 from .shared import NOTE_BYTES, Shared
+from .staging import carrier_of
 
 Array = npt.NDArray[Any]
 Result = TypeVar("Result")
@@ -108,7 +109,7 @@ class _Run(Generic[Result]):
         shared: Shared | None,
     ) -> None:
         self.world, self.start, self.pieces, self.like, self.what = world, start, pieces, like, what
-        self.window, self.shared = window, shared
+        self.window, self.shared, self.carrier = window, shared, carrier_of(world, like)
         self.results: list[list[Result]] = [[] for _ in range(pieces)]
         self.opened = 0
         self.under_way: list[_Piece[Result]] = []
@@ -145,8 +146,9 @@ class _Run(Generic[Result]):
         take = partial(fresh, self.like)
         if self.world.virtual_ranks == 1:  # else ranks hand payloads to one another as they are
             key = type(self.like) if self.shared is None else Shared, slot
-            make = partial(fresh, self.like[:0]) if self.shared is None else self.shared.take
-            arena = self.world.arenas.setdefault(key, Arena(make))
+            if key not in self.carrier.arenas:
+                self.carrier.arenas[key] = Arena(self._maker())
+            arena = self.carrier.arenas[key]
             arena.rewind()
             take = arena.take
         piece: _Piece[Result] = _Piece(number, take)
@@ -157,6 +159,12 @@ class _Run(Generic[Result]):
         self.runnable.extend((piece, rank, None) for rank in piece.programs)
         self.under_way.append(piece)
         self.opened += 1
+
+    def _maker(self) -> Take:
+        """Return what makes arrays that are kept: like the caller's, but without a hold on it."""
+        if self.shared is not None:
+            return self.shared.take
+        return partial(fresh, np.empty_like(self.like, shape=(0,)))
 
     def _readers(self) -> Wait | None:
         """Return the wait for those who still read what the next piece will overwrite."""
@@ -204,7 +212,7 @@ class _Run(Generic[Result]):
                 buffer = np.empty(NOTE_BYTES, np.uint8)
             elif buffer is None:
                 buffer = piece.take(exchange.nbytes)
-            requests = self.world.irecv(source, rank, buffer, piece.number)
+            requests = self.carrier.irecv(source, rank, buffer, piece.number)
             wait = Wait(requests, rank, why_receive(self.what, exchange))
             self.remote.append((piece, rank, source, wait, buffer))
 
@@ -217,7 +225,7 @@ class _Run(Generic[Result]):
         waiting = self.local.get((piece.number, to))
         if not self.world.hosts(to):
             message = self._note(piece, payload) if self._shares(to) else payload
-            requests = self.world.isend(rank, to, message, piece.number)
+            requests = self.carrier.isend(rank, to, message, piece.number)
             piece.sends.append(Wait(requests, rank, why_send(self.what, exchange)))
         elif waiting is not None and waiting[1].recv_from == rank:
             del self.local[piece.number, to]

@@ -73,7 +73,7 @@ class Exact:
         """Write the sums into out, float32[n], rounded once; return how many are not finite."""
         ops = backend_of(out)
         words = self._words(payload)
-        return int(ops.decode_integers_tiles(words, self.bits, shifts, self.cast.fmt, out))
+        return ops.decode_integers_tiles(words, self.bits, shifts, self.cast.fmt, out)
 
     def add(self, a: Array, terms: int, b: Array, payload: Array) -> None:
         """Write the sums of payloads a, of so many terms, and b, of the others, into payload."""

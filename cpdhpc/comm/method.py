@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from ..formats import INTEGERS, Cast, FloatFormat, Overflow, Rounding
+from ..ops import on_gpu
 from .accumulate import ACCUMULATES
 from .chunk import Plan
+from .device_wire import DeviceRaw
 from .exact import Exact
 from .machine import Machine, as_machine
 from .scaling import HEADROOMS, SCALINGS, Scaling, Segment, parse_scaling, shift_bytes
@@ -163,7 +165,7 @@ class Method:
         nodes: of all ranks; x: an array of the call; shifts: of the segments, for contributions,
         and for partial sums and the result
         """
-        schedule, wire = SCHEDULES[self.algorithm], self._wire()
+        schedule, wire = SCHEDULES[self.algorithm], self._wire(x)
         outside = isinstance(wire, Exact) or (isinstance(wire, Packed) and not wire.fit)
         sent, result = (
             shift_bytes(each, segments, x.size, x) if outside else None for each in shifts
@@ -179,9 +181,9 @@ class Method:
             stream=(self.seed, iteration),
         )
 
-    def _wire(self) -> Wire:
+    def _wire(self, x: Array) -> Wire:
         if self.fmt is None:
-            return Raw()
+            return DeviceRaw() if on_gpu(x) else Raw()
         cast = Cast(self.fmt, self.rounding, self.overflow)
         if self.exact:
             return Exact(cast, trits=self.wire == "ternary")

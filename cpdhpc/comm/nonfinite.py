@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from ..ops import backend_of
+from ..ops import backend_of, to_host
 from .ranks import Ranks
 from .scaling import Segment, tile_span
 
@@ -45,7 +45,7 @@ def _names(ranks: Sequence[int]) -> str:
 
 def amax_of_segments(x: Array, segments: Sequence[Segment]) -> Array:
     """Return the float32 bits of max|x| of each segment's tiles, int64[segments]."""
-    amax = backend_of(x).amax_tiles(x)
+    amax = to_host(backend_of(x).amax_tiles(x))
     spans = [tile_span(segment) for segment in segments]
     return np.array(
         [int(amax[span].max()) if span.start < span.stop else 0 for span in spans], np.int64

@@ -24,6 +24,12 @@ class Wait(NamedTuple):
     rank: int
     reason: str
 
+    def line(self, waited_s: float) -> str:
+        """Return what is said of a wait that took too long."""
+        on_gpu = any(getattr(request, "waits_for_gpu", False) for request in self.requests)
+        where = "; its own GPU is not done yet" if on_gpu else ""
+        return f"rank {self.rank} | {self.reason.format(waited_s)}{where}"
+
 
 class Ranks(ABC):
     """Ranks dealt to processes in blocks of virtual_ranks.
@@ -35,6 +41,9 @@ class Ranks(ABC):
         those of the same process included
     collective_bytes: bytes that this process handed to MPI's own collectives
     arenas: buffers that the engine keeps from one call to the next
+    gpu_direct: whether GPU arrays may be given to MPI as they are
+    gpu_aware: whether MPI takes them, and how that was found out; None before it is asked for
+    carriers: what carries the arrays of each GPU
     tapes: those with persistent requests that are not freed; kept: the plain calls' tapes
     has_mpi: whether sum_by_mpi is MPI_Allreduce
     thread_level: what MPI allows: "single", "funneled", "serialized" or "multiple"
@@ -43,6 +52,8 @@ class Ranks(ABC):
 
     has_mpi = True
     thread_level = "multiple"
+    gpu_direct = True
+    gpu_aware: tuple[bool, str] | None = None
     lent_by: int | None = None
 
     def __init__(self, rank: int, size: int, virtual_ranks: int) -> None:
@@ -56,6 +67,7 @@ class Ranks(ABC):
         self.messages_sent = np.zeros(virtual_ranks, np.int64)
         self.collective_bytes = 0
         self.arenas: dict[tuple[type, int], Any] = {}
+        self.carriers: dict[int, Any] = {}
         self.tapes: set[Any] = set()
         self.kept: dict[Any, Any] = {}
 

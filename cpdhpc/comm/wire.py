@@ -97,7 +97,7 @@ class Packed:
     def decode(self, payload: Array, shifts: Array | None, out: Array) -> int:
         """Write the values into out, float32[n]; return how many are not finite."""
         words, used = self._split(payload, shifts, out.size)
-        return int(backend_of(out).decode_tiles(words, used, self.cast.fmt, out))
+        return backend_of(out).decode_tiles(words, used, self.cast.fmt, out)
 
     def add(self, payload: Array, shifts: Array | None, x: Array, out: Array) -> None:
         """Write x plus the values, summed in float32, into out, which may be x."""
@@ -125,7 +125,7 @@ class Packed:
         words, used = self._split(payload, shifts, x.size)
         options = {"fit": self.fit, "key": key, "offset": offset, "out": out}
         hop = backend_of(x).decode_add_encode_tiles
-        return int(hop(words_in, used_in, self.cast, x, words, used, **options))
+        return hop(words_in, used_in, self.cast, x, words, used, **options)
 
 
 Wire = Raw | Packed | Exact

@@ -45,6 +45,7 @@ class World(Ranks):
 
     comm: an mpi4py intra-communicator, None for COMM_WORLD; a duplicate of it is used
     timeout_s: a wait that takes longer ends the job, and says who waited for whom
+    gpu_direct: give GPU arrays to MPI as they are where it takes them; False: nowhere
     share_memory: whether packed payloads stay in memory that the processes of a node share, where
         that is possible; else they all travel as messages
     Raises TypeError for other communicators, ValueError for numbers out of range, RuntimeError
@@ -57,6 +58,7 @@ class World(Ranks):
         *,
         virtual_ranks: int = 1,
         timeout_s: float = 600.0,
+        gpu_direct: bool = True,
         share_memory: bool = True,
     ) -> None:
         self._mpi = _mpi()
@@ -69,7 +71,7 @@ class World(Ranks):
         alarm_tag = STREAMS * virtual_ranks**2  # those below are messages'
         if alarm_tag > self._mpi.COMM_WORLD.Get_attr(self._mpi.TAG_UB):
             raise ValueError(f"World: virtual_ranks={virtual_ranks}: too many for MPI's tags")
-        self.timeout_s = timeout_s
+        self.timeout_s, self.gpu_direct = timeout_s, gpu_direct
         self.thread_level = _thread_level(self._mpi)
         self._duplicate = comm.Dup()
         self._patience = Patience(self._mpi, self._duplicate, alarm_tag, timeout_s, self._end)
@@ -187,9 +189,7 @@ class World(Ranks):
         """Return once a wait is done; after the time-out end the job with all the reasons."""
         self._patience.wait(
             lambda: any(map(self.done, waits)),
-            lambda waited_s, absent: [
-                f"rank {wait.rank} | {wait.reason.format(waited_s)}" for wait in waits
-            ],
+            lambda waited_s, absent: [wait.line(waited_s) for wait in waits],
         )
 
     def _complete(self, start: Callable[[], Any], what: str) -> None:
@@ -245,6 +245,7 @@ class World(Ranks):
             alive,
             virtual_ranks=self.virtual_ranks,
             timeout_s=self.timeout_s,
+            gpu_direct=self.gpu_direct,
             share_memory=self._share,
         )
         alive.Free()

@@ -8,6 +8,16 @@ from typing import Any
 import numpy as np
 
 
+def on_gpu(x: Any) -> bool:
+    """Whether x, an array that backend_of knows, lies in GPU memory."""
+    return not isinstance(x, np.ndarray)
+
+
+def to_host(x: Any) -> Any:
+    """Return x as a NumPy array: x itself, or a copy of what the current stream makes of it."""
+    return x.get() if on_gpu(x) else x
+
+
 def backend_of(x: Any) -> ModuleType:
     """Return the module whose operations work on x: cpu for NumPy arrays, gpu for CuPy arrays.
 

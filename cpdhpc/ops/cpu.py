@@ -13,6 +13,7 @@ from ..randomness import Key
 from .reference import fitting_shift
 
 __all__ = [
+    "add",
     "add_encode_integers_tiles",
     "add_integers_tiles",
     "amax_tiles",
@@ -22,6 +23,7 @@ __all__ = [
     "decode_add_tiles",
     "decode_integers_tiles",
     "decode_tiles",
+    "divide",
     "encode",
     "encode_tiles",
     "fitting_shift",
@@ -29,11 +31,13 @@ __all__ = [
     "pack",
     "pack_trits",
     "store_release",
+    "subtract",
     "unpack",
     "unpack_trits",
 ]
 
 Array = np.ndarray[Any, np.dtype[Any]]
+add, subtract, divide = np.add, np.subtract, np.divide  # what the GPU needs kernels for
 ROUNDINGS = {"nearest": 0, "zero": 1, "stochastic": 2}  # as float_format.h numbers them
 
 

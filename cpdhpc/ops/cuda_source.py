@@ -25,6 +25,9 @@ KERNELS = (
     "unpack_trits",
 )
 
+# What NumPy has already; CuPy has it too, but flushes subnormal numbers.
+ARITHMETIC = ("add_floats", "subtract_floats", "divide_floats")
+
 
 def cuda_source() -> str:
     """Return kernels/cuda_loops.cu with our own headers put in place of their #include lines.

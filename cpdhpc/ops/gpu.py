@@ -93,14 +93,14 @@ def encode_tiles(
     launch("encode_tiles", tile_blocks(x.size), *numbers, *arrays)
 
 
-def decode_tiles(words: Array, shifts: Array, fmt: FloatFormat, out: Array) -> int:
-    """Unpack and decode into out, and return how many values are not finite (synchronises)."""
+def decode_tiles(words: Array, shifts: Array, fmt: FloatFormat, out: Array) -> Array:
+    """Unpack and decode into out; return how many values are not finite, uint64[], on the GPU."""
     check("out", out, np.float32)
     check_tiles(words, shifts, out.size, fmt)
-    nonfinite = cupy.zeros(1, np.uint64)
+    nonfinite = cupy.zeros((), np.uint64)
     arrays = (words, shifts, out, np.int64(out.size), nonfinite)
     launch("decode_tiles", tile_blocks(out.size), cast_on_device(Cast(fmt)), *arrays)
-    return int(nonfinite[0])
+    return nonfinite
 
 
 def decode_add_tiles(words: Array, shifts: Array, fmt: FloatFormat, x: Array, out: Array) -> None:
@@ -125,11 +125,11 @@ def decode_add_encode_tiles(
     offset: int = 0,
     counts: Array | None = None,
     out: Array | None = None,
-) -> int:
+) -> Any:
     """One hop of a reduction: encode_tiles of x + decoded, in one pass over memory.
 
     out: float32[n] or None: what words decode to, written in the same pass
-    Returns how many values of out are not finite (which synchronises); 0 without it.
+    Returns how many values of out are not finite, uint64[] on the GPU; 0 without it.
     """
     check("x", x, np.float32)
     check_tiles(words_in, shifts_in, x.size, cast.fmt)
@@ -137,7 +137,7 @@ def decode_add_encode_tiles(
     if out is not None:
         check("out", out, np.float32, x.size)
     numbers = (cast_on_device(cast), np.int32(fit), *key_numbers(key, offset))
-    nonfinite: Any = NULL if out is None else cupy.zeros(1, np.uint64)
+    nonfinite: Any = NULL if out is None else cupy.zeros((), np.uint64)
     arrays = (
         words_in,
         shifts_in,
@@ -150,7 +150,7 @@ def decode_add_encode_tiles(
         counts_or_null(counts, x.size),
     )
     launch("decode_add_encode_tiles", tile_blocks(x.size), *numbers, *arrays)
-    return 0 if out is None else int(nonfinite[0])
+    return 0 if out is None else nonfinite
 
 
 def add_integers_tiles(
@@ -190,15 +190,15 @@ def add_encode_integers_tiles(
 
 def decode_integers_tiles(
     words: Array, bits: int, shifts: Array, fmt: FloatFormat, out: Array
-) -> int:
-    """Write the integers as float32 into out; return how many are not finite (synchronises)."""
+) -> Array:
+    """Write the integers as float32 into out; return how many are not finite, uint64[]."""
     check("out", out, np.float32)
     check("words", words, np.uint8, packed_bytes(out.size, bits or fmt.bits))
     check("shifts", shifts, np.uint8, tiles(out.size))
-    nonfinite = cupy.zeros(1, np.uint64)
+    nonfinite = cupy.zeros((), np.uint64)
     arrays = (words, np.int32(bits), shifts, out, np.int64(out.size), nonfinite)
     launch("decode_integers_tiles", tile_blocks(out.size), cast_on_device(Cast(fmt)), *arrays)
-    return int(nonfinite[0])
+    return nonfinite
 
 
 def pack_trits(words: Array, trits: Array) -> None:
@@ -217,21 +217,26 @@ def unpack_trits(trits: Array, words: Array) -> None:
     launch("unpack_trits", tile_blocks(n), trits, np.int64(tiles(n)), words)
 
 
-def device_name() -> str:
-    """Return the name of CuPy's current GPU, "" where it finds none."""
-    try:
-        return cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)["name"].decode()
-    except cupy.cuda.runtime.CUDARuntimeError:
-        return ""
+def add(a: Array, b: Array, out: Array | None = None) -> Array:
+    """Return a + b, float32, in out if given; rounded as by NumPy, subnormal numbers too."""
+    return _floats("add_floats", a, b, out)
 
 
-def to_device(x: Any) -> Array:
-    """Return a NumPy array's copy on the GPU, ready for any stream."""
-    copy = cupy.asarray(x)
-    cupy.cuda.Device().synchronize()
-    return copy
+def subtract(a: Array, b: Array, out: Array | None = None) -> Array:
+    """Return a - b, float32, in out if given; rounded as by NumPy, subnormal numbers too."""
+    return _floats("subtract_floats", a, b, out)
 
 
-def to_host(x: Array) -> Any:
-    """Return a CuPy array's copy as a NumPy array."""
-    return cupy.asnumpy(x)
+def divide(a: Array, b: np.float32, out: Array | None = None) -> Array:
+    """Return a / b, float32, in out if given; rounded as by NumPy, subnormal numbers too."""
+    return _floats("divide_floats", a, np.float32(b), out)
+
+
+def _floats(name: str, a: Array, b: Any, out: Array | None) -> Array:
+    check("a", a, np.float32)
+    if not isinstance(b, np.float32):
+        check("b", b, np.float32, a.size)
+    out = cupy.empty(a.shape, np.float32) if out is None else out
+    check("out", out, np.float32, a.size)
+    launch(name, element_blocks(a.size), a, b, out, np.int64(a.size))
+    return out

@@ -21,25 +21,39 @@ _MAX_BLOCKS = 65535
 NULL = np.uint64(0)  # a pointer to nothing
 
 
+def current_device() -> int:
+    """Return the number of CuPy's current GPU."""
+    return int(cupy.cuda.Device().id)
+
+
 @cache
 def _module(device: int) -> Any:
     return cupy.RawModule(code=cuda_source(), options=OPTIONS)
 
 
 @cache
+def _kernel(name: str, device: int) -> Any:
+    return _module(device).get_function(name)
+
+
+@cache
 def _cast_of(cast: Cast, device: int) -> Array:
-    return cupy.asarray(np.array(cast_numbers(cast), np.int64).astype(np.int32))
+    """Copy the numbers in a stream of their own and wait: later calls may be in any stream."""
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        numbers = cupy.asarray(np.array(cast_numbers(cast), np.int64).astype(np.int32))
+        stream.synchronize()
+    return numbers
 
 
 def cast_on_device(cast: Cast) -> Array:
     """Return the numbers of a cast, int32[12], on CuPy's current GPU."""
-    return _cast_of(cast, cupy.cuda.Device().id)
+    return _cast_of(cast, current_device())
 
 
 def launch(name: str, blocks: int, *args: Any) -> None:
     """Launch a kernel on CuPy's current stream; nothing for no work."""
     if blocks:
-        kernel = _module(cupy.cuda.Device().id).get_function(name)
+        kernel = _kernel(name, current_device())
         kernel((min(blocks, _MAX_BLOCKS),), (_BLOCK,), args)
 
 

@@ -24,6 +24,21 @@ def world():
     return World(timeout_s=TIMEOUT_S)
 
 
+GPUS = [
+    pytest.param((kind, direct), id=f"{kind}-{'direct' if direct else 'staged'}", marks=marks)
+    for kind, marks in (("simulated", ()), ("gpu", pytest.mark.gpu))
+    for direct in (False, True)
+]
+
+
+@pytest.fixture(scope="module", params=GPUS)
+def gpu(request):
+    """A GPU, or what stands in for it, whose memory goes to MPI directly or is staged."""
+    from gpus import opened
+
+    yield from opened(*request.param, request)
+
+
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item, call):
     """A phase of a test that fails on one rank fails on all, so that all go on together.

@@ -1,0 +1,259 @@
+"""CuPy's names over the simulated GPU: as much of them as cpdhpc uses, and as strict as CuPy."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import simulated_kernels
+from simulated_gpu import Event, Gpu, Owner, Stream
+
+OURS = ("gpu", "gpu_launch", "gpu_streams")  # modules of cpdhpc.ops that import cupy
+
+
+class Error(RuntimeError):
+    """CUDARuntimeError."""
+
+    def __init__(self, status: int) -> None:
+        self.status = status
+        super().__init__(f"CUDA error {status}")
+
+
+def without_subnormals(array: Any) -> Any:
+    """Return what CuPy's own arithmetic makes of float32, as it is compiled with -ftz=true."""
+    if getattr(array, "dtype", None) != np.float32:
+        return array
+    tiny = np.abs(array) < np.finfo(np.float32).tiny
+    return np.where(tiny, np.float32(0), array)
+
+
+class Arrays:
+    """The array functions of one GPU."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self.gpu = gpu
+
+    def give(self, work: Callable[[], Any]) -> None:
+        self.gpu.current[-1].work.append(work)
+
+    def empty(self, shape: Any, dtype: Any = float) -> ndarray:
+        shape, kind = np.empty(shape, []).shape if shape == () else shape, np.dtype(dtype)
+        size = int(np.prod(shape, dtype=int))
+        owner = self.gpu.device(size * kind.itemsize)
+        return ndarray(self, owner, owner.raw.view(kind).reshape(shape))
+
+    def zeros(self, shape: Any, dtype: Any = float) -> ndarray:
+        out = self.empty(shape, dtype)
+        out[...] = 0
+        return out
+
+    def empty_like(self, a: ndarray, dtype: Any = None, *, shape: Any = None) -> ndarray:
+        return self.empty(a.shape if shape is None else shape, dtype or a.dtype)
+
+    def zeros_like(self, a: ndarray) -> ndarray:
+        return self.zeros(a.shape, a.dtype)
+
+    def asarray(self, a: Any) -> ndarray:
+        if isinstance(a, ndarray):
+            return a
+        copy = np.array(a)  # CuPy copies to pinned memory at once
+        out = self.empty(copy.shape, copy.dtype)
+        view = out.memory_view
+        self.give(lambda: np.copyto(view, copy))
+        return out
+
+    def may_share_memory(self, a: ndarray, b: ndarray) -> bool:
+        return np.may_share_memory(a.memory_view, b.memory_view)
+
+    def copyto(self, to: ndarray, source: ndarray) -> None:
+        to[...] = source
+
+    def shape(self, a: ndarray) -> tuple[int, ...]:
+        return a.shape
+
+    def compute(self, function: Callable[..., Any], *inputs: Any, out: Any = None) -> ndarray:
+        """Give the stream an operation of NumPy's on arrays and numbers."""
+        for each in inputs:
+            if isinstance(each, np.ndarray) and each.ndim:
+                raise TypeError("CuPy does not mix its arrays with NumPy's")
+        given = [each.memory_view if isinstance(each, ndarray) else each for each in inputs]
+        if out is None:
+            like = function(*(np.ones_like(each) for each in given))
+            out = self.empty(np.shape(like), np.asarray(like).dtype)
+        target = out.memory_view
+
+        def work() -> None:
+            with np.errstate(all="ignore"):
+                target[...] = without_subnormals(function(*map(without_subnormals, given)))
+
+        self.give(work)
+        return out
+
+
+class ndarray:
+    """An array in the GPU's memory: what it holds is known when its stream has come so far."""
+
+    __array_priority__ = 100
+
+    def __init__(self, arrays: Arrays, owner: Owner, memory_view: np.ndarray) -> None:
+        self.arrays, self.owner, self.memory_view = arrays, owner, memory_view
+        self.shape, self.dtype, self.size = memory_view.shape, memory_view.dtype, memory_view.size
+        self.nbytes, self.strides, self.ndim = (
+            memory_view.nbytes, memory_view.strides, memory_view.ndim,
+        )  # fmt: skip
+        self.flags = SimpleNamespace(c_contiguous=memory_view.flags.c_contiguous)
+        self.data = SimpleNamespace(ptr=memory_view.__array_interface__["data"][0])
+        self.device = SimpleNamespace(id=0)
+
+    def like(self, memory_view: np.ndarray) -> ndarray:
+        assert np.may_share_memory(memory_view, self.memory_view) or not memory_view.size
+        return ndarray(self.arrays, self.owner, memory_view)
+
+    def reshape(self, *shape: Any) -> ndarray:
+        return self.like(self.memory_view.reshape(*shape))
+
+    def view(self, dtype: Any) -> ndarray:
+        return self.like(self.memory_view.view(dtype))
+
+    def __getitem__(self, key: Any) -> ndarray:
+        return self.like(
+            self.memory_view[key, ...] if isinstance(key, int) else self.memory_view[key]
+        )
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if isinstance(value, np.ndarray) and value.ndim:
+            raise TypeError("non-scalar numpy.ndarray cannot be used for fill")
+        target = self.memory_view[key]
+        source = value.memory_view if isinstance(value, ndarray) else value
+        self.arrays.give(lambda: np.copyto(target, source))
+
+    def get(self) -> np.ndarray:
+        self.arrays.gpu.finish(self.arrays.gpu.current[-1])
+        return self.memory_view.copy()
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        raise TypeError("Implicit conversion to a NumPy array is not allowed")
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        if not self.arrays.gpu.aware:
+            raise AssertionError("MPI that knows no GPU reads its memory: segmentation fault")
+        return self.memory_view.__array_interface__ | {"version": 3, "strides": None}
+
+    def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        ours = getattr(self.arrays, function.__name__, None)
+        if ours is None or not all(issubclass(each, ndarray) for each in types):
+            return NotImplemented
+        return ours(*args, **kwargs)
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        out = kwargs.pop("out", (None,))
+        if method != "__call__" or kwargs:
+            return NotImplemented
+        return self.arrays.compute(ufunc, *inputs, out=out[0])
+
+    def __add__(self, other: Any) -> ndarray:
+        return self.arrays.compute(np.add, self, other)
+
+    def __sub__(self, other: Any) -> ndarray:
+        return self.arrays.compute(np.subtract, self, other)
+
+    def __radd__(self, other: Any) -> ndarray:
+        return self.arrays.compute(np.add, other, self)
+
+    def __rsub__(self, other: Any) -> ndarray:
+        return self.arrays.compute(np.subtract, other, self)
+
+    def sum(self) -> ndarray:
+        return self.arrays.compute(np.sum, self)
+
+    def max(self) -> ndarray:
+        return self.arrays.compute(np.max, self)
+
+    def __int__(self) -> int:
+        return int(self.get())
+
+    def __bool__(self) -> bool:
+        return bool(self.get())
+
+
+ndarray.__module__ = "cupy"  # as backend_of looks at it
+
+
+class RawModule:
+    """cupy.RawModule: kernels by name, as late as all work."""
+
+    def __init__(self, arrays: Arrays, code: str, options: tuple[str, ...]) -> None:
+        self.arrays, self.code = arrays, code
+
+    def get_function(self, name: str) -> Callable[..., None]:
+        def kernel(grid: tuple[int], block: tuple[int], args: tuple[Any, ...]) -> None:
+            assert 0 < grid[0] <= 65535 and block == (128,)
+            given = simulated_kernels.arguments(self.code, name, args)
+            self.arrays.give(lambda: simulated_kernels.run(name, given))
+
+        return kernel
+
+
+def modules(gpu: Gpu) -> tuple[ModuleType, ModuleType]:
+    """Return modules cupy and cupyx of a GPU."""
+    cupy, cupyx, arrays = ModuleType("cupy"), ModuleType("cupyx"), Arrays(gpu)
+    names = (
+        "empty",
+        "zeros",
+        "empty_like",
+        "zeros_like",
+        "asarray",
+        "may_share_memory",
+        "shape",
+        "copyto",
+    )
+    vars(cupy).update({name: getattr(arrays, name) for name in names})
+    device = SimpleNamespace(id=0)
+    runtime = SimpleNamespace(
+        CUDARuntimeError=Error, memcpyHostToDevice=1, memcpyDeviceToHost=2,
+        eventQuery=gpu.query, memcpyAsync=gpu.copy,
+        getDeviceProperties=lambda number: {"name": b"simulated"},
+    )  # fmt: skip
+    vars(cupy).update(
+        ndarray=ndarray,
+        asnumpy=lambda a: a.get(),
+        RawModule=lambda code, options: RawModule(arrays, code, options),
+        cuda=SimpleNamespace(
+            Stream=lambda non_blocking: Stream(gpu),
+            Event=lambda disable_timing: Event(gpu),
+            Device=lambda: device,
+            get_current_stream=lambda: gpu.current[-1],
+            runtime=runtime,
+        ),
+    )
+    vars(cupyx).update(empty_pinned=gpu.pinned)
+    return cupy, cupyx
+
+
+@contextmanager
+def simulated(seed: int = 0) -> Iterator[tuple[Gpu, ModuleType]]:
+    """Let cpdhpc find a simulated GPU; yield it and its cupy."""
+    ops = importlib.import_module("cpdhpc.ops")
+    gpu = Gpu(seed)
+    cupy, cupyx = modules(gpu)
+    ours = {f"cpdhpc.ops.{name}": sys.modules.pop(f"cpdhpc.ops.{name}", None) for name in OURS}
+    before = {name: sys.modules.get(name) for name in ("cupy", "cupyx")} | ours
+    attributes = {name: vars(ops).pop(name, None) for name in OURS}
+    sys.modules.update(cupy=cupy, cupyx=cupyx)
+    try:
+        yield gpu, cupy
+    finally:
+        for name, module in before.items():
+            sys.modules.pop(name, None)
+            if module is not None:
+                sys.modules[name] = module
+        for name, module in attributes.items():
+            vars(ops).pop(name, None)
+            if module is not None:
+                setattr(ops, name, module)

@@ -1,0 +1,167 @@
+"""A GPU without a GPU: CuPy's streams, events and memory, as late and as careless as allowed.
+
+Work given to a stream is done only while somebody looks at an event or waits, one piece at a time,
+in an order drawn by chance within what streams and events promise. Memory that is freed is
+overwritten, on the GPU in the order of the stream that it was taken in, pinned memory at once. So
+whoever reads too early, writes too early or lets go too early gets wrong numbers.
+"""
+
+from __future__ import annotations
+
+import random
+import weakref
+from collections import deque
+from collections.abc import Callable
+from itertools import count
+from typing import Any
+
+import numpy as np
+
+GARBAGE = 0xA5
+
+
+class Ticket:
+    """Whether the work before a record of an event is done."""
+
+    done = False
+
+    def set(self) -> None:
+        self.done = True
+
+
+class Gpu:
+    """All streams, and who does their work.
+
+    aware: whether MPI may be given this GPU's memory, which is the host's
+    copies_last: do the work of other streams only when the null stream cannot go on
+    stalled: a stream whose work is not done but when somebody waits for all of it
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        self.aware = self.copies_last = False
+        self.stalled: Stream | None = None
+        self.random = random.Random(seed)
+        self.streams: dict[int, Stream] = {}
+        self.events: weakref.WeakValueDictionary[int, Event] = weakref.WeakValueDictionary()
+        self.numbers = count(1)
+        self.null = Stream(self, 0)
+        self.current = [self.null]
+        self.memory: dict[str, dict[int, np.ndarray]] = {"device": {}, "pinned": {}}
+
+    def step(self) -> bool:
+        """Do one piece of work of any stream that can go on; return whether there was one."""
+        able = [stream for stream in self.streams.values() if stream is not self.stalled]
+        ready = [stream for stream in able if stream.ready()]
+        if ready:
+            (ready[0] if self.copies_last else self.random.choice(ready)).work.popleft()()
+        return bool(ready)
+
+    def finish(self, stream: Stream) -> None:
+        """Wait for a stream; others may go on or not."""
+        self.stalled = None
+        while stream.work:
+            assert self.step() or not stream.work, "streams wait for one another for ever"
+
+    def delay(self) -> None:
+        """Keep the current stream busy for longer than any copy takes."""
+        self.current[-1].work.extend([int] * 200)
+
+    def query(self, event: int) -> int:
+        """cudaEventQuery: 0 or cudaErrorNotReady; the work goes on a little."""
+        ticket = self.events[event].ticket
+        if ticket is None or ticket.done:
+            return 0
+        self.step()
+        return 600
+
+    def copy(self, to: int, source: int, size_bytes: int, kind: int, stream: int) -> None:
+        """cudaMemcpyAsync: between memory of the GPU and pinned memory."""
+        down = {2: True, 1: False}[kind]
+        target = self.find("pinned" if down else "device", to, size_bytes)
+        origin = self.find("device" if down else "pinned", source, size_bytes)
+        self.streams[stream].work.append(lambda: np.copyto(target, origin))
+
+    def find(self, kind: str, address: int, size_bytes: int) -> np.ndarray:
+        """Return the bytes at an address, which must lie in one piece of memory of this kind."""
+        for start, raw in self.memory[kind].items():
+            if start <= address and address + size_bytes <= start + raw.size:
+                return raw[address - start : address - start + size_bytes]
+        raise AssertionError(f"{size_bytes} bytes at {address:x} are not {kind} memory")
+
+    def take(self, kind: str, size_bytes: int, free: Callable[[np.ndarray], None]) -> Owner:
+        """Return new memory; free is called with it once nobody refers to it any more."""
+        raw = np.full(max(1, size_bytes), GARBAGE, np.uint8)
+        owner, pool, address = Owner(raw[:size_bytes]), self.memory[kind], raw.ctypes.data
+        pool[address] = raw
+
+        def finalize() -> None:
+            free(pool.pop(address))
+
+        weakref.finalize(owner, finalize).atexit = False
+        return owner
+
+    def pinned(self, shape: int, dtype: Any) -> np.ndarray:
+        """cupyx.empty_pinned."""
+        owner = self.take("pinned", shape * np.dtype(dtype).itemsize, spoil)
+        return np.asarray(owner).view(dtype)
+
+    def device(self, size_bytes: int) -> Owner:
+        """Return memory of the GPU; what is freed may be used at once by the stream's next work."""
+        stream = self.current[-1]
+        return self.take("device", size_bytes, lambda raw: stream.work.append(lambda: spoil(raw)))
+
+
+def spoil(raw: np.ndarray) -> None:
+    raw[:] = GARBAGE
+
+
+class Owner:
+    """What keeps memory from being freed; work that was given to a stream does not."""
+
+    def __init__(self, raw: np.ndarray) -> None:
+        self.raw = raw
+        self.__array_interface__ = raw.__array_interface__
+
+
+class Stream:
+    """cupy.cuda.Stream: work in order, and waits for events in it."""
+
+    device_id = 0
+
+    def __init__(self, gpu: Gpu, ptr: int | None = None) -> None:
+        self.gpu, self.ptr = gpu, next(gpu.numbers) if ptr is None else ptr
+        self.work: deque[Any] = deque()
+        gpu.streams[self.ptr] = self
+
+    def ready(self) -> bool:
+        """Whether there is work that need not wait for another stream."""
+        while self.work and isinstance(self.work[0], Ticket) and self.work[0].done:
+            self.work.popleft()
+        return bool(self.work) and not isinstance(self.work[0], Ticket)
+
+    def wait_event(self, event: Event) -> None:
+        if event.ticket is not None:
+            self.work.append(event.ticket)
+
+    def synchronize(self) -> None:
+        self.gpu.finish(self)
+
+    def __enter__(self) -> Stream:
+        self.gpu.current.append(self)
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        self.gpu.current.pop()
+
+
+class Event:
+    """cupy.cuda.Event."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self.gpu, self.ptr = gpu, next(gpu.numbers)
+        self.ticket: Ticket | None = None
+        gpu.events[self.ptr] = self
+
+    def record(self, stream: Stream) -> None:
+        self.ticket = Ticket()
+        stream.work.append(self.ticket.set)

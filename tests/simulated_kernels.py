@@ -1,0 +1,114 @@
+"""Stand-ins of the CUDA kernels: they check arguments against cuda_loops.cu and use the CPU's."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from cpdhpc import _cpu
+
+POINTERS = {  # C type -> the dtypes that an argument may have, and its alignment
+    "float": (("float32",), 4),
+    "u8": (("uint8",), 1),
+    "u32": (("uint8", "uint32"), 4),
+    "u64": (("uint64",), 8),
+    "int": (("int32",), 4),
+}
+SCALARS = {
+    "int": np.int32, "u32": np.uint32, "u64": np.uint64, "i64": np.int64, "float": np.float32,
+}  # fmt: skip
+NULL = ("counts", "out", "nonfinite")  # pointers that may be missing
+UNSIGNED = (3, 4, 5, 6, 7, 11)  # of the numbers of a cast, as load_cast has them
+
+
+def signature(source: str, name: str) -> list[tuple[str, bool, str]]:
+    """Return (C type, whether a pointer, name) of a kernel's parameters."""
+    found = re.search(rf"__global__ void {name}\(([^)]*)\)", source)
+    assert found, f"cuda_loops.cu has no kernel {name}"
+    parameters = [re.sub(r"\bconst\b", "", each).split() for each in found[1].split(",")]
+    return [(kind.strip("*"), "*" in kind, word) for kind, word in parameters]
+
+
+def arguments(source: str, name: str, args: tuple[Any, ...]) -> SimpleNamespace:
+    """Return the arguments by the names of the kernel's parameters, arrays as NumPy's."""
+    parameters = signature(source, name)
+    assert len(parameters) == len(args), f"{name}: {len(args)} arguments"
+    found = SimpleNamespace()
+    for (kind, pointer, word), value in zip(parameters, args, strict=True):
+        where = f"{name}: {word}"
+        if not pointer:
+            assert type(value) is SCALARS[kind], f"{where} is {type(value)}"
+            setattr(found, word, value.item())
+        elif isinstance(value, np.uint64):
+            assert value == 0 and word in NULL, where
+            setattr(found, word, None)
+        else:
+            dtypes, alignment = POINTERS[kind]
+            assert value.dtype.name in dtypes and value.data.ptr % alignment == 0, where
+            setattr(found, word, value.memory_view)
+    return found
+
+
+def run(name: str, a: SimpleNamespace) -> None:
+    """Do what a kernel does."""
+    if hasattr(a, "cast_numbers"):
+        numbers = enumerate(a.cast_numbers.tolist())
+        a.cast = tuple(v & 0xFFFFFFFF if i in UNSIGNED else v for i, v in numbers)
+    if hasattr(a, "key_low"):
+        a.key = (a.key_low, a.key_high)
+    a.extra = () if getattr(a, "counts", None) is None else (a.counts,)
+    BODIES[name](a)
+
+
+def _decode_tiles(a: SimpleNamespace) -> None:
+    a.nonfinite += np.uint64(_cpu.decode_tiles(a.cast, a.words, a.shifts, a.out))
+
+
+def _decode_integers_tiles(a: SimpleNamespace) -> None:
+    a.nonfinite += np.uint64(_cpu.decode_integers_tiles(a.cast, a.words, a.bits, a.shifts, a.out))
+
+
+def _encode_tiles(a: SimpleNamespace) -> None:
+    _cpu.encode_tiles(a.cast, bool(a.fit), a.key, a.offset, a.x[: a.n], a.words, a.shifts, *a.extra)
+
+
+def _hop(a: SimpleNamespace) -> None:
+    lost = _cpu.decode_add_encode_tiles(
+        a.cast, bool(a.fit), a.key, a.offset, a.words_in, a.shifts_in, a.x, a.words, a.shifts,
+        a.out, a.counts,
+    )  # fmt: skip
+    if a.out is not None:
+        a.nonfinite += np.uint64(lost)
+
+
+def _add_encode_integers(a: SimpleNamespace) -> None:
+    _cpu.add_encode_integers_tiles(
+        a.cast, a.key, a.offset, a.words_in, a.bits_in, a.shifts, a.x, a.words, a.bits, *a.extra
+    )
+
+
+BODIES: dict[str, Callable[[SimpleNamespace], object]] = {
+    "encode": lambda a: _cpu.encode(a.cast, a.k, a.key, a.offset, a.x, a.codes),
+    "decode": lambda a: _cpu.decode(a.cast, a.k, a.codes, a.out),
+    "pack": lambda a: _cpu.pack(a.bits, a.codes, a.words),
+    "unpack": lambda a: _cpu.unpack(a.bits, a.words, a.codes),
+    "amax_tiles": lambda a: _cpu.amax_tiles(a.x, a.amax),
+    "encode_tiles": _encode_tiles,
+    "decode_tiles": _decode_tiles,
+    "decode_add_tiles": lambda a: _cpu.decode_add_tiles(a.cast, a.words, a.shifts, a.x, a.out),
+    "decode_add_encode_tiles": _hop,
+    "add_integers_tiles": lambda a: _cpu.add_integers_tiles(
+        a.cast, a.a, a.bits_a, a.b, a.bits_b, a.words, a.bits
+    ),
+    "add_encode_integers_tiles": _add_encode_integers,
+    "decode_integers_tiles": _decode_integers_tiles,
+    "pack_trits": lambda a: _cpu.pack_trits(a.words, a.trits),
+    "unpack_trits": lambda a: _cpu.unpack_trits(a.trits, a.words),
+    "add_floats": lambda a: np.add(a.a, a.b, out=a.out),
+    "subtract_floats": lambda a: np.subtract(a.a, a.b, out=a.out),
+    "divide_floats": lambda a: np.divide(a.a, np.float32(a.b), out=a.out),
+}

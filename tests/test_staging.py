@@ -1,0 +1,209 @@
+"""How GPU arrays travel, shown without a GPU: what kernels get, and what waits for what."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from simulated_cupy import simulated
+from simulated_gpu import Gpu
+from simulated_kernels import BODIES
+
+from cpdhpc.comm import SCHEDULES, Loopback, allreduce, simulate, staging
+from cpdhpc.formats import INTEGERS, Cast, packed_bytes, parse_format, sum_bits, tiles
+from cpdhpc.ops import cpu
+from cpdhpc.ops.cuda_source import ARITHMETIC, KERNELS
+
+N = 2500
+
+
+@pytest.fixture
+def gpu() -> Iterator[tuple[Gpu, ModuleType]]:
+    """A simulated GPU and its cupy."""
+    with simulated() as found:
+        yield found
+
+
+def gradients(ranks: int) -> list[np.ndarray]:
+    return list(np.random.default_rng(ranks).standard_normal((ranks, N)).astype(np.float32))
+
+
+@pytest.mark.parametrize("algorithm", SCHEDULES)
+def test_the_simulator_takes_gpu_arrays(gpu: Any, algorithm: str) -> None:
+    xs = gradients(5)
+    for accumulate in SCHEDULES[algorithm].accumulates:
+        for wire in ("raw", "e4m3"):
+            got = simulate([gpu[1].asarray(x) for x in xs], wire, algorithm, None, accumulate)
+            assert got.get().tobytes() == simulate(xs, wire, algorithm, None, accumulate).tobytes()
+    for wire in ("int4", "ternary"):
+        got = simulate([gpu[1].asarray(x) for x in xs], wire, algorithm)
+        assert got.get().tobytes() == simulate(xs, wire, algorithm).tobytes()
+
+
+def calls(name: str) -> dict[str, tuple[list[Any], dict[str, Any]]]:
+    """Arguments of operations that write into the last of them, for one format."""
+    cast, x = Cast(parse_format(name), "stochastic"), gradients(1)[0]
+    words = np.zeros(packed_bytes(N, cast.fmt.bits), np.uint8)
+    shifts, counts = np.full(tiles(N), 127, np.uint8), np.zeros((tiles(N), 3), np.uint32)
+    how = {"key": (3, 2**32 - 1), "offset": 2**40 + 1024}
+    cpu.encode_tiles(x, cast, words, shifts, fit=True, **how)
+    return {
+        "encode_tiles": ([x, cast, words, shifts], how | {"fit": True, "counts": counts}),
+        "decode_tiles": ([words, shifts, cast.fmt, np.zeros(N, np.float32)], {}),
+        "decode_add_tiles": ([words, shifts, cast.fmt, x, np.zeros(N, np.float32)], {}),
+        "decode_add_encode_tiles": (
+            [words, shifts, cast, x, np.zeros_like(words), shifts.copy()],
+            how | {"fit": True, "counts": counts, "out": np.zeros(N, np.float32)},
+        ),
+        "encode": ([x, cast, 2], how),
+        "decode": ([np.arange(1 << min(cast.fmt.bits, 8), dtype=np.uint32), cast.fmt, -1], {}),
+        "pack": ([np.arange(N, dtype=np.uint32) % 5, 3], {}),
+        "unpack": ([words[: packed_bytes(N, 2)], 2, N], {}),
+        "amax_tiles": ([x], {}),
+    }
+
+
+def sums() -> dict[str, tuple[list[Any], dict[str, Any]]]:
+    """As calls, of exact sums."""
+    fmt, x = INTEGERS["int2"], gradients(1)[0]
+    words, shifts = np.zeros(packed_bytes(N, fmt.bits), np.uint8), np.full(tiles(N), 126, np.uint8)
+    cpu.encode_tiles(x, Cast(fmt), words, shifts)
+    bits = sum_bits(fmt, 2)
+    two, trits = np.zeros(packed_bytes(N, bits), np.uint8), np.zeros(tiles(N) * 205, np.uint8)
+    cpu.add_integers_tiles(words, 0, words, 0, fmt, two, bits)
+    cpu.pack_trits(words, trits)
+    return {
+        "add_integers_tiles": ([words, 0, words, 0, fmt, np.zeros_like(two), bits], {}),
+        "add_encode_integers_tiles": (
+            [words, 0, Cast(fmt, "stochastic"), x, shifts, np.zeros_like(two), bits],
+            {"key": (1, 2), "offset": 2**33},
+        ),
+        "decode_integers_tiles": ([two, bits, shifts, fmt, np.zeros(N, np.float32)], {}),
+        "pack_trits": ([words, np.zeros_like(trits)], {}),
+        "unpack_trits": ([trits, np.zeros_like(words)], {}),
+        "add": ([x, x], {}),
+        "subtract": ([x, x[::-1].copy()], {}),
+        "divide": ([x, np.float32(3)], {}),
+    }
+
+
+def test_every_kernel_has_a_stand_in() -> None:
+    assert set(BODIES) == {*KERNELS, *ARITHMETIC}
+
+
+@pytest.mark.parametrize("name", ["e4m3", "e2m1fn", "fp32"])
+def test_kernels_get_their_arguments(gpu: Any, name: str) -> None:
+    """Every operation of ops.gpu calls its kernel with what the kernel's signature asks for."""
+    operations = importlib.import_module("cpdhpc.ops.gpu")
+    for function, (args, options) in (calls(name) | sums()).items():
+        expected = outcome(cpu, function, args, options, np.copy, np.asarray)
+        got = outcome(operations, function, args, options, gpu[1].asarray, gpu[1].asnumpy)
+        for ours, theirs in zip(got, expected, strict=True):
+            assert ours.tobytes() == theirs.tobytes(), function
+
+
+def outcome(ops: Any, name: str, args: list[Any], options: Any, up: Any, down: Any) -> list[Any]:
+    """What an operation returns, if anything, and all arrays it was given, afterwards."""
+
+    def move(value: Any) -> Any:
+        return up(value) if isinstance(value, np.ndarray) else value
+
+    moved = [move(value) for value in args]
+    moved_options = {key: move(value) for key, value in options.items()}
+    result = getattr(ops, name)(*moved, **moved_options)
+    after = [each for each in (*moved, *moved_options.values()) if type(each).__name__ == "ndarray"]
+    arrays = [down(each) for each in after]
+    if isinstance(result, int):
+        result = np.uint64(result)
+    return arrays if result is None else [*arrays, down(result)]
+
+
+class Moment:
+    """An event that comes when it is told to."""
+
+    come = False
+
+    def Test(self) -> bool:
+        return self.come
+
+
+class Notes:
+    """A world, or streams, that notes what is started."""
+
+    def __init__(self) -> None:
+        self.started: list[str] = []
+        self.events: list[Moment] = []
+
+    def isend(self, rank: int, to: int, payload: Any, stream: int) -> list[Moment]:
+        self.started.append(f"to {to}")
+        return [self.mark()]
+
+    def irecv(self, source: int, rank: int, buffer: Any, stream: int) -> list[Moment]:
+        self.started.append(f"from {source}")
+        return [self.mark()]
+
+    def mark(self) -> Moment:
+        self.events.append(Moment())
+        return self.events[-1]
+
+
+def test_messages_wait_for_the_stream_and_keep_their_order() -> None:
+    notes: Any = Notes()
+    carrier = staging.Direct(notes, notes)
+    nothing = np.zeros(4, np.uint8)
+    first = carrier.isend(0, 1, nothing)[0]
+    then = carrier.irecv(2, 0, nothing)[0]
+    assert not first.Test() and not then.Test() and notes.started == []
+    notes.events[1].come = True
+    assert not then.Test() and notes.started == [], "the second may not overtake the first"
+    notes.events[0].come = True
+    assert not then.Test() and notes.started == ["to 1", "from 2"]
+    notes.events[3].come = True
+    assert then.Test() and not first.Test()
+    notes.events[2].come = True
+    assert first.Test() and first.Test()
+
+
+def test_an_error_on_the_gpu_is_raised_and_not_waited_for(gpu: Any) -> None:
+    streams = importlib.import_module("cpdhpc.ops.gpu_streams")
+    event = streams.Event(gpu[1].cuda.get_current_stream())
+    assert not event.Test() and event.Test()
+    gpu[1].cuda.runtime.eventQuery = lambda ptr: 700  # cudaErrorIllegalAddress
+    with pytest.raises(gpu[1].cuda.runtime.CUDARuntimeError, match="700"):
+        event.Test()
+
+
+def test_arrays_must_be_on_the_current_gpu(gpu: Any) -> None:
+    x = gpu[1].asarray(np.ones(3, np.float32))
+    x.device = SimpleNamespace(id=1)
+    with pytest.raises(
+        ValueError, match="x of rank 0 is on GPU 1: must be on CuPy's current one, 0"
+    ):
+        allreduce(Loopback(), x)
+    with pytest.raises(TypeError, match="x of rank 1 is on the GPU: must be on the CPU"):
+        allreduce(Loopback(2), [np.ones(3, np.float32), gpu[1].asarray(np.ones(3, np.float32))])
+
+
+@pytest.mark.gpu
+def test_the_simulation_has_only_what_cupy_has(gpu: Any) -> None:
+    """Names and what they are in; run where CuPy is installed, a GPU is not needed."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("cupy", "cupyx"):
+            patch.delitem(sys.modules, name)
+        cupy = pytest.importorskip("cupy")
+        for name in vars(gpu[1]):
+            assert name.startswith("__") or hasattr(cupy, name), name
+        for part in ("cuda", "cuda.runtime"):
+            theirs = (
+                importlib.import_module(f"cupy.{part}") if "." not in part else cupy.cuda.runtime
+            )
+            ours = gpu[1].cuda if part == "cuda" else gpu[1].cuda.runtime
+            assert all(hasattr(theirs, name) for name in vars(ours)), part
+        assert hasattr(importlib.import_module("cupyx"), "empty_pinned")
+        for method in ("reshape", "view", "get", "sum", "max", "__array_function__"):
+            assert hasattr(cupy.ndarray, method)
