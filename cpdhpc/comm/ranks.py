@@ -106,8 +106,8 @@ class Ranks(ABC):
         return None
 
     @abstractmethod
-    def barrier(self, what: str = "barrier") -> None:
-        """Wait for all processes. Collective."""
+    def barrier(self, what: str = "barrier", pause_s: float = 0.0) -> None:
+        """Wait for all processes. Collective. pause_s: sleep between looks, for long waits."""
 
     @abstractmethod
     def broadcast(self, array: Array, what: str = "broadcast") -> None:
@@ -196,7 +196,7 @@ class Loopback(Ranks):
                 raise ValueError(f"Loopback: nodes={nodes!r}: must be {self.ranks}, one a rank")
             self.nodes = numbered(nodes)
 
-    def barrier(self, what: str = "barrier") -> None:
+    def barrier(self, what: str = "barrier", pause_s: float = 0.0) -> None:
         """Return at once."""
 
     def broadcast(self, array: Array, what: str = "broadcast") -> None:

@@ -102,9 +102,23 @@ class World(Ranks):
             self._shared = share(self, self._share and self.virtual_ranks == 1)
         return self._shared[0]
 
-    def barrier(self, what: str = "barrier") -> None:
-        """Wait for all processes. Collective."""
-        self._complete(self._comm.Ibarrier, what)
+    def part(
+        self, processes: Sequence[int], *, virtual_ranks: int = 1, timeout_s: float = 600.0
+    ) -> World | None:
+        """Return the world of some processes, in their order; None on the others. Collective."""
+        mpi, inside = self._mpi, self.rank in processes
+        comm = self._comm.Split(0 if inside else mpi.UNDEFINED, self.rank)
+        if not inside:
+            return None
+        world = World(
+            comm, virtual_ranks=virtual_ranks, timeout_s=timeout_s, share_memory=self._share
+        )
+        comm.Free()
+        return world
+
+    def barrier(self, what: str = "barrier", pause_s: float = 0.0) -> None:
+        """Wait for all processes. Collective. pause_s: sleep between looks, for long waits."""
+        self._complete(self._comm.Ibarrier, what, pause_s)
 
     def broadcast(self, array: Array, what: str = "broadcast") -> None:
         """Overwrite array, C-contiguous and of one size everywhere, by process 0's. Collective."""
@@ -192,7 +206,7 @@ class World(Ranks):
             lambda waited_s, absent: [wait.line(waited_s) for wait in waits],
         )
 
-    def _complete(self, start: Callable[[], Any], what: str) -> None:
+    def _complete(self, start: Callable[[], Any], what: str, pause_s: float = 0.0) -> None:
         """Start a collective operation of MPI and wait for it."""
         name = "rank" if self.virtual_ranks == 1 else "process"
         try:
@@ -202,6 +216,7 @@ class World(Ranks):
                     f"{name} {self.rank} | {what}: waited {waited_s:.1f} s for {name} "
                     + (", ".join(map(str, absent)) or "unknown (all wait, in different calls)")
                 ],
+                pause_s,
             )
         except self._mpi.Exception as error:
             raise self.failure(error, what) or error from None
