@@ -109,7 +109,11 @@ def _whitened(square: Array) -> Array:
     return _standard(np.fft.ifft2(spectrum, axes=(0, 1)).real)
 
 
-PREPARE: dict[str, Callable[[Array], Array]] = {"none": np.asarray, "contrast": _standard, "whiten": _whitened}
+PREPARE: dict[str, Callable[[Array], Array]] = {
+    "none": np.asarray,
+    "contrast": _standard,
+    "whiten": _whitened,
+}
 
 
 def _digits(source: Source) -> list[Array]:
