@@ -69,7 +69,9 @@ class Stack:
             )
             cells = self.layers[-1].pools
         self.optimizers = [
-            torch.optim.SGD(each.parameters(), lr=train.learning_rate, momentum=train.momentum)
+            torch.optim.SGD(
+                each.parameters(), lr=train.learning_rate, momentum=train.momentum, fused=True
+            )
             for each in self.layers
         ]
         self.layer = self.iteration = 0
