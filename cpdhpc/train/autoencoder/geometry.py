@@ -56,7 +56,7 @@ class Geometry:
         needed = {"field": (self.layer.field, self.image), "pool": (self.layer.pool, self.blocks)}
         for name, (size, extent) in needed.items():
             if size > min(extent):
-                raise ValueError(f"layer: {name}={size}: more than the {extent} cells there are")
+                raise ValueError(f"{name}={size}: more than the {min(extent)} cells there are")
 
     @property
     def blocks(self) -> tuple[int, int]:
