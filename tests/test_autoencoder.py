@@ -1,0 +1,186 @@
+"""The autoencoder without MPI: images, files, pictures, errors, and what bench layer counts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from autoencoders import GEOMETRY
+from training import ROOT, write_idx
+
+from cpdhpc import store
+from cpdhpc.__main__ import main
+from cpdhpc.bench.layer import layer_costs
+from cpdhpc.config import ConfigError
+from cpdhpc.train.autoencoder.geometry import Geometry, Layer, stack
+from cpdhpc.train.autoencoder.images import Source
+from cpdhpc.train.autoencoder.job import load
+from cpdhpc.train.autoencoder.patches import gather, scatter
+from cpdhpc.train.autoencoder.picture import mosaic
+from cpdhpc.train.data import DataError
+
+INPUTS = sorted((ROOT / "inputs").glob("cots_*.toml"))
+
+
+def run(path: Path, out: Path, *settings: str, options: tuple[str, ...] = ()) -> int:
+    words = [word for setting in settings for word in ("--set", setting)]
+    return main(["autoencoder", str(path), "--out", str(out), *options, *words])
+
+
+@pytest.mark.parametrize("path", INPUTS, ids=lambda path: path.stem)
+def test_inputs_run(path: Path, tmp_path: Path) -> None:
+    write_idx(tmp_path)
+    settings = ["train.iterations=2", "train.threads=1", "train.batch=2"]
+    if path.stem == "cots_mnist":
+        (images,) = tmp_path.glob("train-images*")
+        settings += [f"data.path={images}", "data.tile=7", "data.size=28"]  # of 5 x 4 pixels each
+    if path.stem == "cots_throughput":
+        settings += ["data.size=34"]
+    png = tmp_path / "filters.png"
+    assert run(path, tmp_path / "out", *settings, options=("--png", str(png))) == 0
+    assert png.stat().st_size > 1000
+    groups, attributes = store.read(tmp_path / "out" / f"{path.stem}.h5")
+    layers = len(load(path).layer)
+    assert attributes["status"] == "complete" and len(groups["steps"]["loss"]) == 2 * layers
+
+
+def test_error_falls_and_resuming_gives_the_same_bits(tmp_path: Path) -> None:
+    small = ("data.size=12", "data.tile=2", "train.threads=1", "train.batch=8")
+    whole = ("train.iterations=30", "train.checkpoint_every=7")
+    path = ROOT / "inputs" / "cots_digits.toml"
+    one = tmp_path / "one.toml"
+    one.write_text(path.read_text().partition("[[layer]]                 # on")[0] + FINISH)
+    assert run(one, tmp_path / "a", *small, *whole) == 0
+    steps = store.read(tmp_path / "a" / "one.h5")[0]["steps"]
+    relative = steps["error"] / steps["energy"]
+    assert relative[-5:].mean() < 0.8 * relative[:2].mean()
+    weights = store.read(tmp_path / "a" / "one.checkpoint.h5")[0]["layer0"]["weight"]
+    lengths = np.linalg.norm(weights, axis=-1)
+    np.testing.assert_allclose(lengths, 1, rtol=64 * 2.0**-24)  # sums of 64 squares in float32
+    checkpoint_after(tmp_path / "b", one, small + whole)
+    assert run(one, tmp_path / "b", *small, *whole, options=("--resume",)) == 0
+    again = store.read(tmp_path / "b" / "one.checkpoint.h5")[0]["layer0"]
+    np.testing.assert_array_equal(again["weight"], weights)
+    losses = store.read(tmp_path / "b" / "one.h5")[0]["steps"]["loss"]
+    np.testing.assert_array_equal(losses, steps["loss"])
+    assert run(one, tmp_path / "b", *small, *whole) == 2  # there already, and no --resume
+
+
+FINISH = "\n[train]\nlearning_rate = 0.01\n"
+
+
+def checkpoint_after(out: Path, path: Path, settings: tuple[str, ...]) -> None:
+    """Train until the first checkpoint, then stop as SIGTERM does."""
+    import signal
+
+    from cpdhpc.train.autoencoder.training import Stack
+
+    real, count = Stack.step, 0
+
+    def step(self: Stack, x: torch.Tensor) -> object:
+        nonlocal count
+        count += 1
+        if count == 11:
+            signal.raise_signal(signal.SIGTERM)
+        return real(self, x)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Stack, "step", step)
+        assert run(path, out, *settings) == 128 + signal.SIGTERM
+
+
+def test_scatter_is_the_transpose_of_gather() -> None:
+    draw = torch.Generator().manual_seed(1)
+    window = torch.randint(-9, 9, (9, 7, 2, 3), generator=draw).double().requires_grad_()
+    fields = gather(window, (4, 3), 3, 2)
+    assert fields.shape == (12, 18, 3)
+    np.testing.assert_array_equal(
+        fields[5].detach().numpy(), window[2:5, 4:7].detach().numpy().reshape(18, 3)
+    )
+    probe = torch.randint(-9, 9, fields.shape, generator=draw).double().requires_grad_()
+    back = scatter(probe, (4, 3), 3, 2, window.shape)
+    assert (fields * probe).sum() == (window * back).sum()  # integers: exact
+    torch.autograd.gradcheck(lambda w: gather(w, (4, 3), 3, 2), window)
+    torch.autograd.gradcheck(lambda f: scatter(f, (4, 3), 3, 2, window.shape), probe)
+    empty = gather(window[:0, :0], (0, 3), 3, 2)
+    assert empty.shape == (0, 18, 3)
+    assert scatter(empty, (0, 3), 3, 2, (0, 0, 2, 3)).shape == (0, 0, 2, 3)
+
+
+def test_what_an_eleven_billion_layer_costs_by_hand() -> None:
+    """8 x 8 ranks: 191 blocks in 8 parts are 24 at most, and so on; see the sizes in the text."""
+    geometry = Geometry(Layer(field=10, maps=1024, pool=3), (200, 200), 3)
+    assert geometry.blocks == (191, 191) and geometry.pools == (189, 189)
+    assert geometry.parameters == 191 * 191 * 1024 * 300 == 11_206_963_200
+    costs = layer_costs(geometry, (8, 8), batch=96)
+    assert sum(cost.parameters for cost in costs) == geometry.parameters
+    assert costs[0].parameters == 24 * 24 * 1024 * 300
+    assert costs[0].weight_bytes == 3 * 4 * costs[0].parameters
+    # Rank 0 owns pixels 0..25 along an axis; its fields reach to 33, those of the next rank begin at
+    # 24: 25 pixels go to the rank beside, 25 to that below, 1 to that across. Pools 0..24 reach to
+    # block 26; ranks behind need none of its blocks.
+    assert costs[0].exchanges["cells to fields"] == (3, (25 + 25 + 1) * 3 * 96 * 4)
+    assert costs[0].exchanges["reconstruction back"] == (3, (33**2 - 25**2) * 3 * 96 * 4)
+    assert costs[0].exchanges["their gradient"] == (3, (26**2 - 24**2) * 1024 * 96 * 4)
+    assert main(["bench", "layer"]) == 0
+
+
+def test_pictures_have_each_filter_once() -> None:
+    layer = Layer(field=4, step=2, maps=3)
+    geometry = Geometry(layer, (8, 6), 1)
+    weight = np.random.default_rng(0).standard_normal((*geometry.blocks, 3, 16))
+    shown = mosaic(weight, geometry)
+    side = 2 * (4 + 1) + 1
+    assert shown.shape == (3 * side, 2 * side)
+    part = shown[side : side + 4, side + 5 : side + 9]  # block (1, 1), filter 1
+    values = weight[1, 1, 1].reshape(4, 4)
+    np.testing.assert_allclose(part, 0.5 + values / (2 * np.abs(values).max()), rtol=1e-12)
+
+
+@pytest.mark.parametrize("prepare", ["contrast", "whiten"])
+def test_prepared_squares_have_mean_zero_and_variance_one(prepare: str) -> None:
+    source = Source(name="digits", tile=3, size=16, prepare=prepare)
+    batch = source.load().batch(4, seed=1, number=7)
+    assert batch.shape == (16, 16, 1, 4) and batch.dtype == np.float32
+    # float32 keeps 2**-24 of each of 256 values below 8
+    np.testing.assert_allclose(batch.mean(axis=(0, 1, 2)), 0, atol=8 * 2.0**-24)
+    np.testing.assert_allclose(batch.var(axis=(0, 1, 2)), 1, rtol=8 * 2.0**-22)
+    np.testing.assert_array_equal(batch, source.load().batch(4, seed=1, number=7))
+    assert (batch != source.load().batch(4, seed=1, number=8)).any()
+
+
+def test_images_come_from_arrays_and_folders(tmp_path: Path) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (2, 6, 6, 3), np.uint8)
+    np.save(tmp_path / "x.npy", pixels)
+    from PIL import Image
+
+    (tmp_path / "deep").mkdir()
+    for i, image in enumerate(pixels):
+        Image.fromarray(image).save(tmp_path / "deep" / f"{i}.png")
+    of_array = Source(name="array", path=str(tmp_path / "x.npy"), prepare="none").load()
+    folder = {"path": str(tmp_path), "size": 6, "channels": 3, "prepare": "none"}
+    of_folder = Source(name="folder", **folder).load()
+    np.testing.assert_array_equal(of_array.batch(3, 0, 0), of_folder.batch(3, 0, 0))
+    assert of_array.batch(1, 0, 0).max() <= 1
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"name": "array", "path": "missing.npy"}, "missing.npy: cannot be read"),
+        ({"name": "folder", "path": ".git-none", "size": 8}, "holds no image files"),
+        ({"name": "digits", "size": 9}, "data.size=9: an image has 8"),
+    ],
+)
+def test_data_that_cannot_be_used_is_named(change: dict[str, object], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        Source.model_validate(change).load()
+
+
+def test_layers_that_do_not_fit_are_named() -> None:
+    with pytest.raises(ValueError, match="layer 1: field=9: more than the 3 cells"):
+        stack((GEOMETRY.layer, Layer(field=9, maps=2)), GEOMETRY.image, 2)
+    with pytest.raises(ConfigError, match=r"layer\.0\.contrast|contrast=2: should be odd"):
+        load(ROOT / "inputs" / "cots_digits.toml", ["layer=[{field=2,maps=2,contrast=2}]"])
