@@ -25,7 +25,11 @@ class Gather(torch.nn.Module):
 
     @staticmethod
     def shape_after(layer: torch.nn.Module, shape: Shape) -> None:
-        """Return None: the output is not split any more."""
+        """Return None: the output is not split any more. Raises ValueError for odd flattening."""
+        if isinstance(layer, torch.nn.Flatten):
+            axes = layer.start_dim, layer.end_dim
+            if axes != (1, -1) and axes != (1, 3):
+                raise ValueError("must flatten channels, rows and columns: Flatten(1, -1)")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the layer's output for the whole maps of this rank's images. Collective."""

@@ -54,7 +54,8 @@ class ImageGrid:
     def cut(self, images: torch.Tensor) -> torch.Tensor:
         """Return a view of this rank's part of whole images [..., height, width]."""
         height, width = images.shape[-2:]
-        return images[(..., *self.owned((height, width)).slices((0, 0)))]
+        rows, columns = self.owned((height, width)).slices((0, 0))
+        return images[..., rows, columns]
 
     def free(self) -> None:
         """Free the world of the group; the grid cannot be used any more. Collective."""

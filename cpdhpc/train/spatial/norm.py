@@ -20,6 +20,10 @@ class BatchNorm2d(torch.nn.Module):
     are no messages.
     """
 
+    running_mean: torch.Tensor | None
+    running_var: torch.Tensor | None
+    num_batches_tracked: torch.Tensor | None
+
     def __init__(
         self, layer: torch.nn.BatchNorm2d, grid: ImageGrid, shape: Shape, name: str
     ) -> None:
@@ -42,7 +46,7 @@ class BatchNorm2d(torch.nn.Module):
 
         Raises ValueError on all ranks alike where a channel has one value in all.
         """
-        if self.training or self.running_mean is None:
+        if self.training or self.running_mean is None or self.running_var is None:
             mean, variance = self._statistics(x)
         else:
             mean, variance = self.running_mean, self.running_var
@@ -71,15 +75,18 @@ class BatchNorm2d(torch.nn.Module):
             raise ValueError(f"layer {self.plan.name}: needs more than one value a channel")
         mean = (counts * means).sum(0) / count
         variance = (spreads + counts * (means - mean).square()).sum(0) / count
-        if self.training and self.running_mean is not None:
+        if self.training:
             self._track(mean.detach(), (variance * count / (count - 1)).detach())
         return mean.to(x.dtype), variance.to(x.dtype)
 
     @torch.no_grad()
     def _track(self, mean: torch.Tensor, variance: torch.Tensor) -> None:
+        if self.num_batches_tracked is None:
+            return
         self.num_batches_tracked += 1
         share = self.momentum
         if share is None:  # the mean of all batches so far
             share = 1 / float(self.num_batches_tracked)
         for running, new in ((self.running_mean, mean), (self.running_var, variance)):
-            running.mul_(1 - share).add_(new.to(running.dtype), alpha=share)
+            if running is not None:
+                running.mul_(1 - share).add_(new.to(running.dtype), alpha=share)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 
 from .channel import Unflatten
@@ -14,6 +13,7 @@ from .gather import Gather
 from .grid import ImageGrid, Shape
 from .norm import BatchNorm2d
 from .pool import AvgPool2d, MaxPool2d
+from .windowed import Windowed
 
 SPLIT: dict[type[nn.Module], Any] = {  # layer -> what does it on parts of images
     nn.Conv2d: Conv2d,
@@ -45,6 +45,9 @@ WHY = {
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
+Named = tuple[tuple[str, "Part"], ...]
+
+
 class Part(NamedTuple):
     """A layer of the serial network: its path, and the size of its input, None after the gather.
 
@@ -55,7 +58,7 @@ class Part(NamedTuple):
     layer: nn.Module
     shape: Shape | None
     split: Any = None
-    parts: tuple[tuple[str, Part], ...] | None = None
+    parts: Named | None = None
 
 
 class Partitioned(nn.Sequential):
@@ -72,36 +75,34 @@ class Partitioned(nn.Sequential):
         self.grid, self.shape = grid, shape
 
 
-def partition(model: nn.Sequential, shape: Shape, grid: ImageGrid) -> Partitioned:
+def partition(model: nn.Module, shape: Shape, grid: ImageGrid) -> Partitioned:
     """Return a network that computes what model does, on the grid's parts of images. Collective.
 
-    model: the same on all ranks; its parameters and buffers are shared, not copied
+    model: an nn.Sequential, the same on all ranks; parameters and buffers are shared
     shape: height and width of whole images; the input is float[batch, (channels,) rows, columns],
         what grid.cut(images) returns, the same images on all ranks of a group
     Gradients: with the group's loss on each of its ranks, the mean of p.grad over all ranks of the
     world is the gradient of the mean loss over the groups; GradientReducer computes that mean.
     Raises TypeError or ValueError on all ranks alike, naming the layer that cannot be split.
     """
-    error, parts, after = None, (), None
+    error: Exception | None = None
+    parts, after = Named(), None
     try:
         parts, after = _parts(model, shape, "")
-        if not any(part.split for part in _flat(parts)):
-            raise ValueError("partition: model: no layer of it works on images")
+        if not any(part.split and issubclass(part.split, Windowed) for part in _flat(parts)):
+            raise ValueError("partition: model: has no convolution or pooling to split")
     except (TypeError, ValueError) as problem:
         error = problem
     grid.world.agree(error, "partition")
     _compare(grid, parts)
-    network = Partitioned(_build(parts, grid), grid, after)
-    return network.train(model.training)
+    return Partitioned(_build(parts, grid), grid, after)
 
 
-def _parts(
-    model: nn.Module, shape: Shape | None, prefix: str
-) -> tuple[tuple[tuple[str, Part], ...], Shape | None]:
+def _parts(model: nn.Module, shape: Shape | None, prefix: str) -> tuple[Named, Shape | None]:
     """Return the named layers and the size of the output; checks everything, sends nothing."""
     if type(model) is not nn.Sequential:
         raise TypeError(f"partition: {prefix or 'model'} is {type(model).__name__}: {KNOWN}")
-    parts = []
+    parts: list[tuple[str, Part]] = []
     for name, layer in model._modules.items():  # a layer may come twice
         path = prefix + name
         if type(layer) is nn.Sequential:
@@ -114,13 +115,12 @@ def _parts(
     return tuple(parts), shape
 
 
-KNOWN = "known are " + ", ".join(
-    sorted(each.__name__ for each in (nn.Sequential, nn.Linear, *SPLIT, *EACH_VALUE))
-)
+_TYPES: tuple[type[nn.Module], ...] = (nn.Sequential, nn.Linear, *SPLIT, *EACH_VALUE)
+KNOWN = "known are " + ", ".join(sorted(each.__name__ for each in _TYPES))
 
 
 def _part(path: str, layer: nn.Module, shape: Shape | None) -> tuple[Part, Shape | None]:
-    kind = type(layer)
+    kind: type[nn.Module] = type(layer)
     where = f"partition: layer {path}, {layer}"
     if any(getattr(layer, hooks) for hooks in HOOKS):
         raise ValueError(f"{where}: has hooks, which would not see whole images")
@@ -129,8 +129,6 @@ def _part(path: str, layer: nn.Module, shape: Shape | None) -> tuple[Part, Shape
     if shape is None or kind not in SPLIT:
         why = "it comes after the gather" if kind in SPLIT else WHY.get(kind, KNOWN)
         raise TypeError(f"{where}: cannot be split: {why}")
-    if kind is nn.Flatten and (layer.start_dim, layer.end_dim) not in ((1, -1), (1, 3)):
-        raise ValueError(f"{where}: must flatten channels, rows and columns: Flatten(1, -1)")
     split = SPLIT[kind]
     try:
         return Part(path, layer, shape, split), split.shape_after(layer, shape)
@@ -138,14 +136,14 @@ def _part(path: str, layer: nn.Module, shape: Shape | None) -> tuple[Part, Shape
         raise ValueError(f"{where}: {error}") from None
 
 
-def _flat(parts: tuple[tuple[str, Part], ...]) -> list[Part]:
+def _flat(parts: Named) -> list[Part]:
     found = []
     for _, part in parts:
         found += [part] if part.parts is None else _flat(part.parts)
     return found
 
 
-def _compare(grid: ImageGrid, parts: tuple[tuple[str, Part], ...]) -> None:
+def _compare(grid: ImageGrid, parts: Named) -> None:
     """Raise ValueError on all ranks alike where their models differ. Collective."""
     mine = [f"{part.path}: {part.layer} on {part.shape}" for part in _flat(parts)]
     everywhere = grid.world.gather(mine, "partition")
@@ -156,7 +154,7 @@ def _compare(grid: ImageGrid, parts: tuple[tuple[str, Part], ...]) -> None:
             raise ValueError(f"partition: models differ: rank 0 has {first}, rank {rank} {other}")
 
 
-def _build(parts: tuple[tuple[str, Part], ...], grid: ImageGrid) -> OrderedDict[str, nn.Module]:
+def _build(parts: Named, grid: ImageGrid) -> OrderedDict[str, nn.Module]:
     """Return the layers of the network. Collective."""
     layers: OrderedDict[str, nn.Module] = OrderedDict()
     for name, part in parts:
@@ -167,4 +165,5 @@ def _build(parts: tuple[tuple[str, Part], ...], grid: ImageGrid) -> OrderedDict[
         else:
             label = f"{part.path} ({type(part.layer).__name__})"
             layers[name] = part.split(part.layer, grid, part.shape, label)
+            layers[name].train(part.layer.training)
     return layers

@@ -41,6 +41,8 @@ class MaxPool2d(Windowed):
 class AvgPool2d(Windowed):
     """torch.nn.AvgPool2d on the owned part of images. Collective."""
 
+    divisor: torch.Tensor
+
     def __init__(self, layer: torch.nn.AvgPool2d, grid: ImageGrid, shape: Shape, name: str) -> None:
         sliding = _of_average(layer)
         super().__init__(grid, shape, sliding, "zero", name)

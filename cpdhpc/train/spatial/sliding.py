@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ...darray import Box, receptive
 from .grid import Shape
@@ -43,9 +43,7 @@ class Sliding(NamedTuple):
         return receptive(box, self.size, self.step, self.before, self.dilation)
 
 
-def pair(value: object) -> Shape:
+def pair(value: Any) -> Shape:
     """Return a size as torch's layers hold it, one number or two, as two."""
-    if isinstance(value, int):
-        return value, value
-    rows, columns = value  # type: ignore[misc, attr-defined]
+    rows, columns = (value, value) if isinstance(value, int) else value
     return int(rows), int(columns)
