@@ -151,7 +151,9 @@ def _compare(grid: ImageGrid, parts: Named) -> None:
         if lines != everywhere[0]:
             pairs = zip([*everywhere[0], "nothing"], [*lines, "nothing"], strict=False)
             first, other = next(pair for pair in pairs if pair[0] != pair[1])
-            raise ValueError(f"partition: models differ: rank 0 has {first}, rank {rank} {other}")
+            raise ValueError(
+                f"partition: models differ: rank 0 has {first}, rank {rank} has {other}"
+            )
 
 
 def _build(parts: Named, grid: ImageGrid) -> OrderedDict[str, nn.Module]:
