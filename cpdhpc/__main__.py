@@ -13,21 +13,22 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .comm import World
 
+SLOWER = 1  # exit status of report --compare --fail-on-slower
 USER_ERROR = 2  # exit status, as argparse has it
 
 
 def train(arguments: argparse.Namespace, world: World) -> int:
     """Run a job file and print the table of its runs. Collective."""
+    from .signals import Interrupted
     from .train.command import train as run
-    from .train.signals import Interrupted
 
     directory = arguments.out or Path("results") / arguments.file.stem
     try:
         files = run(world, arguments.file, arguments.set, directory, arguments.resume)
     except Interrupted as stop:
-        return 128 + stop.number  # as a shell reports a death by that signal
+        return stop.status
     if world.rank == 0:
-        from .study.command import report
+        from .study.report.command import report
         from .train.progress import on_terminal
 
         report(files, terminal=on_terminal())
@@ -36,11 +37,50 @@ def train(arguments: argparse.Namespace, world: World) -> int:
 
 
 def report(arguments: argparse.Namespace) -> int:
-    """Print the table of runs that are files already, and draw them."""
-    from .study.command import report as run
+    """Show studies and training runs that are files already, or what changed between two."""
+    from .config import UserError
+    from .study.report import command
 
-    run(arguments.files, png=arguments.png, html=arguments.html, quiet=arguments.quiet)
+    if arguments.fail_on_slower and not arguments.compare:
+        raise UserError("--fail-on-slower: goes with --compare")
+    if arguments.png and arguments.compare:
+        raise UserError(f"--png {arguments.png}: goes not with --compare; --figures DIR does")
+    if arguments.compare:
+        options = arguments.html, arguments.figures, arguments.quiet
+        slower = command.compare_files(arguments.files, *options)
+        return SLOWER if slower and arguments.fail_on_slower else 0
+    command.report(
+        arguments.files,
+        png=arguments.png,
+        html=arguments.html,
+        figures=arguments.figures,
+        quiet=arguments.quiet,
+    )
     return 0
+
+
+def batch(arguments: argparse.Namespace, world: World) -> int:
+    """Measure the unfinished cases of a study's batch. Collective."""
+    from .point.batch import run_batch
+
+    shape = arguments.nodes, arguments.ppn
+    return run_batch(world, arguments.folder, arguments.number, *shape)
+
+
+def study(arguments: argparse.Namespace) -> int:
+    """Do one of the actions of a study."""
+    from importlib import import_module
+
+    from .study.actions import ACTIONS
+
+    return int(import_module(ACTIONS[arguments.action]).run(arguments))
+
+
+def scripts(arguments: argparse.Namespace) -> int:
+    """Write job scripts for a site."""
+    from .study.standalone import run
+
+    return run(arguments)
 
 
 def info(arguments: argparse.Namespace, world: World) -> int:
@@ -109,11 +149,53 @@ def add_train(parser: argparse.ArgumentParser) -> None:
 def add_report(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of report."""
     parser.add_argument(
-        "files", type=Path, nargs="+", metavar="FILE.h5", help="files of runs, or directories"
+        "files",
+        type=Path,
+        nargs="+",
+        metavar="FILE.h5",
+        help="studies and records of training runs, or directories of them",
     )
-    parser.add_argument("--png", type=Path, metavar="FILE", help="draw the runs into an image")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write one self-contained page")
+    parser.add_argument("--figures", type=Path, metavar="DIR", help="write every figure: PNG, SVG")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="draw training runs into an image")
     parser.add_argument("--quiet", action="store_true", help="print no table")
+    parser.add_argument(
+        "--compare", action="store_true", help="of two studies A B: which points changed"
+    )
+    parser.add_argument(
+        "--fail-on-slower",
+        action="store_true",
+        help=f"with --compare: exit status {SLOWER} where a point of B is slower",
+    )
+
+
+def add_study(parser: argparse.ArgumentParser) -> None:
+    """Add the actions of study, each with its own arguments."""
+    from importlib import import_module
+
+    from .study.actions import ACTIONS, add_common
+
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    for name, path in ACTIONS.items():
+        module = import_module(path)
+        added = actions.add_parser(name, help=module.SUMMARY, description=module.__doc__)
+        add_common(added)
+        module.add_arguments(added)
+
+
+def add_scripts(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of scripts."""
+    from .study.standalone import add_arguments
+
+    add_arguments(parser)
+
+
+def add_batch(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of batch."""
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="of the study")
+    parser.add_argument("number", type=int, metavar="NUMBER", help="of the batch, from 0")
+    parser.add_argument("--nodes", type=int, help="nodes of the job (default: the batch's)")
+    parser.add_argument("--ppn", type=int, help="ranks per node (default: the batch's)")
 
 
 def add_info(parser: argparse.ArgumentParser) -> None:
@@ -122,11 +204,14 @@ def add_info(parser: argparse.ArgumentParser) -> None:
 
 Add = Callable[[argparse.ArgumentParser], None]
 ALONE: dict[str, tuple[Callable[[argparse.Namespace], int], Add, str]] = {
-    "report": (report, add_report, "show runs as a table, a figure, a page; needs no MPI"),
+    "study": (study, add_study, "plan and run a sweep here or by Slurm, collect it; needs no MPI"),
+    "scripts": (scripts, add_scripts, "write sbatch scripts for a site; needs no MPI"),
+    "report": (report, add_report, "show studies and runs: tables, figures, a page; needs no MPI"),
 }
 TOGETHER: dict[str, tuple[Callable[[argparse.Namespace, World], int], Add, str]] = {
     "train": (train, add_train, "train a job file's rows with all seeds, on all MPI ranks"),
     "bench": (bench, add_bench, "measure this machine, predict others; codec needs no MPI"),
+    "batch": (batch, add_batch, "measure cases of a study: what its jobs run, on all MPI ranks"),
     "info": (info, add_info, "show versions, the MPI library, hosts, kernels, the GPU"),
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 import tomllib
 from collections.abc import Iterable
 from pathlib import Path
@@ -76,6 +77,18 @@ def _check_path(raw: Raw, parts: list[str], setting: str) -> None:
         here = here.get(part, {})
         if not isinstance(here, dict):
             raise ConfigError(f"--set {setting}: {'.'.join(parts[:depth])} is not a table")
+
+
+UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+
+
+def parse_bytes(text: str) -> int:
+    """Return the bytes of a size as "8", "16KiB" or "1MiB". Raises ConfigError."""
+    found = re.fullmatch(r"(\d+) *(\w*)", text.strip())
+    if found is None or found[2] not in UNITS:
+        units = ", ".join(filter(None, UNITS))
+        raise ConfigError(f"{text}: must be a number, with one of {units} or nothing")
+    return int(found[1]) * UNITS[found[2]]
 
 
 def merge(base: Raw, change: Raw) -> Raw:
@@ -151,14 +164,22 @@ def dump_toml(raw: Raw, path: str = "") -> str:
     path: of the table that raw is, with a dot at its end
     """
     plain = {k: v for k, v in raw.items() if v is not None and not isinstance(v, dict)}
-    lines = [f"{key} = {_literal(value)}" for key, value in plain.items()]
+    lines = [f"{_key(key)} = {_literal(value)}" for key, value in plain.items()]
     for name, table in raw.items():
         if isinstance(table, dict):
-            lines += ["", f"[{path}{name}]", dump_toml(table, f"{path}{name}.").rstrip("\n")]
+            here = path + _key(name)
+            lines += ["", f"[{here}]", dump_toml(table, f"{here}.").rstrip("\n")]
     return "\n".join(lines).lstrip("\n") + "\n"
 
 
+def _key(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else json.dumps(key, ensure_ascii=False)
+
+
 def _literal(value: Any) -> str:
+    if isinstance(value, dict):
+        pairs = (f"{_key(key)} = {_literal(item)}" for key, item in value.items())
+        return f"{{ {', '.join(pairs)} }}"
     if isinstance(value, list | tuple):
         return f"[{', '.join(_literal(item) for item in value)}]"
     if isinstance(value, float):
@@ -169,19 +190,20 @@ def _literal(value: Any) -> str:
 
 def difference(one: str, other: str, ignored: Iterable[str] = ()) -> str | None:
     """Return the first key, as table.key, in which two TOML texts differ; None where none does."""
-    left, right = _flat(tomllib.loads(one)), _flat(tomllib.loads(other))
+    left, right = flatten(tomllib.loads(one)), flatten(tomllib.loads(other))
     keys = sorted((left.keys() | right.keys()) - set(ignored))
     return next((key for key in keys if left.get(key) != right.get(key)), None)
 
 
 def value_of(text: str, key: str) -> Any:
     """Return what a TOML text has under table.key; None where it has nothing."""
-    return _flat(tomllib.loads(text)).get(key)
+    return flatten(tomllib.loads(text)).get(key)
 
 
-def _flat(raw: Raw, prefix: str = "") -> Raw:
+def flatten(raw: Raw, prefix: str = "") -> Raw:
+    """Return tables within tables as one table with keys as "table.key"."""
     result: Raw = {}
     for key, value in raw.items():
-        inner = _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {}
+        inner = flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {}
         result |= inner or {prefix + key: value}
     return result

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ class Variable:
     """An array with named dimensions, as netCDF and xarray see it.
 
     A variable whose only dimension has its own name labels that dimension.
+    notes: further attributes of it, as CF's flag_values
     Raises ValueError for float16 and bool, which netCDF4 readers cannot take.
     """
 
@@ -34,6 +35,7 @@ class Variable:
     data: Array
     long_name: str
     units: str = "1"
+    notes: Attributes = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.data.dtype in (np.float16, np.bool_):
@@ -73,10 +75,16 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def write(path: Path, groups: Mapping[str, Group], attributes: Attributes) -> None:
+def write(
+    path: Path,
+    groups: Mapping[str, Group],
+    attributes: Attributes,
+    of_groups: Mapping[str, Attributes] | None = None,
+) -> None:
     """Write arrays, group by group, to a new file that takes path's place when complete.
 
     groups: of labelled Variables, or of plain arrays, which get no dimensions
+    attributes: of the file; of_groups: of some groups
     xarray.open_dataset(path, group=name, engine="h5netcdf") reads labelled groups back.
     """
     import h5py
@@ -85,6 +93,8 @@ def write(path: Path, groups: Mapping[str, Group], attributes: Attributes) -> No
         file.attrs.update(attributes)
         for name, group in groups.items():
             _write_group(file.create_group(name), group)
+        for name, notes in (of_groups or {}).items():
+            file[name].attrs.update(notes)
 
 
 def _write_group(target: Any, group: Group) -> None:
@@ -96,6 +106,7 @@ def _write_group(target: Any, group: Group) -> None:
         variable = labelled[name]
         dataset = target.create_dataset(name, data=_storable(variable.data))
         dataset.attrs["long_name"], dataset.attrs["units"] = variable.long_name, variable.units
+        dataset.attrs.update(variable.notes)
         if name in labels:
             dataset.make_scale(name)
             continue
@@ -107,9 +118,12 @@ def _storable(data: Array) -> Any:
     return data.astype(object) if data.dtype.kind == "U" else data
 
 
-def read(path: Path) -> tuple[dict[str, dict[str, Array]], dict[str, Any]]:
+def read(
+    path: Path, only: Collection[str] | None = None
+) -> tuple[dict[str, dict[str, Array]], dict[str, Any]]:
     """Return the arrays of each group, and the attributes, of a file that write made.
 
+    only: the names of the arrays that are wanted, None for all
     Raises StoreError where the file is missing or is not HDF5.
     """
     import h5py
@@ -117,7 +131,7 @@ def read(path: Path) -> tuple[dict[str, dict[str, Array]], dict[str, Any]]:
     try:
         with h5py.File(path, "r") as file:
             groups = {
-                name: {key: _readable(dataset) for key, dataset in group.items()}
+                name: {key: _readable(group[key]) for key in group if only is None or key in only}
                 for name, group in file.items()
             }
             return groups, {key: _plain(value) for key, value in file.attrs.items()}
@@ -127,13 +141,13 @@ def read(path: Path) -> tuple[dict[str, dict[str, Array]], dict[str, Any]]:
         raise StoreError(f"{path}: is not an HDF5 file of cpdhpc: {error}") from None
 
 
-def read_attributes(path: Path) -> dict[str, Any]:
-    """Return only the attributes of a file. Raises StoreError as read does."""
+def read_attributes(path: Path, group: str = "/") -> dict[str, Any]:
+    """Return only the attributes of a file, or of a group in it. Raises StoreError as read does."""
     import h5py
 
     try:
         with h5py.File(path, "r") as file:
-            return {key: _plain(value) for key, value in file.attrs.items()}
+            return {key: _plain(value) for key, value in file[group].attrs.items()}
     except FileNotFoundError:
         raise StoreError(f"{path}: there is no such file") from None
     except OSError as error:

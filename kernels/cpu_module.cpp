@@ -11,6 +11,7 @@ const Loops* loops = &cpd_loops_portable;  // the fastest that this processor ru
 }  // namespace
 
 #include "cpu_integers_calls.h"
+#include "cpu_moves_calls.h"
 
 namespace {
 
@@ -230,6 +231,8 @@ PyMethodDef methods[] = {
     {"decode_integers_tiles", decode_integers_tiles, METH_VARARGS, nullptr},
     {"pack_trits", pack_trits, METH_VARARGS, nullptr},
     {"unpack_trits", unpack_trits, METH_VARARGS, nullptr},
+    {"make_moves", make_moves, METH_VARARGS, nullptr},
+    {"run_moves", run_moves, METH_VARARGS, nullptr},
     {"store_release", store_release, METH_VARARGS, nullptr},
     {"load_acquire", load_acquire, METH_VARARGS, nullptr},
     {"clone", clone, METH_NOARGS, nullptr},

@@ -1,14 +1,17 @@
-"""Fixtures that several files share: the implementations of the array operations."""
+"""Fixtures that several files share: implementations of the array operations, a Slurm."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
+from stand_ins import Slurm
 
 
 class OnGpu:
@@ -76,3 +79,11 @@ def fast_ops(request: pytest.FixtureRequest) -> Any:
 def cupy() -> ModuleType:
     """CuPy, where it and a GPU are there."""
     return _cupy()
+
+
+@pytest.fixture
+def fake_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
+    """Stand-ins for Slurm's commands on PATH, in a current directory of their own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    return Slurm(tmp_path)

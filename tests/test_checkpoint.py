@@ -16,10 +16,10 @@ from cpdhpc import store
 from cpdhpc.__main__ import main
 from cpdhpc.comm import Loopback
 from cpdhpc.config import UserError, dump_toml
+from cpdhpc.signals import STOPPING, Caught, Interrupted, catching
 from cpdhpc.train.loop import run
 from cpdhpc.train.progress import Display
 from cpdhpc.train.setup import Files, prepare
-from cpdhpc.train.signals import STOPPING, Caught, Interrupted, catching
 
 TELEMETRY_OFTEN = {"train": {"telemetry_every": 3, "checkpoint_every": 1, "epochs": 3}}
 

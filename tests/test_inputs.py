@@ -8,6 +8,10 @@ import pytest
 from training import ROOT, write_idx
 
 from cpdhpc.__main__ import main
+from cpdhpc.study.collect import collect
+from cpdhpc.study.folder import Folder
+from cpdhpc.study.spec import load_study
+from cpdhpc.study.sweep import expand
 from cpdhpc.train.job import load
 
 INPUTS = sorted((ROOT / "inputs").glob("train_*.toml"))
@@ -25,6 +29,24 @@ def test_inputs_run(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     shown = capsys.readouterr().out
     rows = {job.name for job in load(path)}
     assert {line.split()[0] for line in shown.splitlines() if line.split()} >= rows
+
+
+STUDIES = sorted((ROOT / "inputs").glob("study_*.toml"))
+QUICK = (
+    *("sweep.ranks=[1]", "measure.warmup=0", "measure.block=1"),
+    *("measure.min_repeats=1", "measure.max_repeats=1"),
+)
+ONE_EPOCH = ("sweep.train.epochs=1", "sweep.train.batch=700", "sweep.schedule.warmup_epochs=0")
+
+
+@pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
+def test_studies_run(path: Path, tmp_path: Path) -> None:
+    """The cases of one rank, a repeat or an epoch each, as a job measures them."""
+    study = load_study(path, [*QUICK, *(ONE_EPOCH if "train" in path.stem else ())])
+    folder, cases = Folder(tmp_path / "x"), expand(study).cases
+    folder.freeze(study)
+    assert main(["batch", str(folder.path), "0"]) == 0
+    assert len(collect(study, folder).results) == len(cases) >= 3
 
 
 def test_the_quickstart_compares_what_the_readme_promises() -> None:

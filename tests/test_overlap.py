@@ -15,12 +15,12 @@ from training import ROWS, model_bytes, run_job, small_data, small_job
 
 from cpdhpc.comm import Loopback
 from cpdhpc.compress import Mean
+from cpdhpc.signals import Caught, Interrupted
 from cpdhpc.train import GradientReducer
 from cpdhpc.train.job import Job
 from cpdhpc.train.loop import run
 from cpdhpc.train.progress import Display
 from cpdhpc.train.setup import Files, Training, prepare
-from cpdhpc.train.signals import Caught, Interrupted
 
 
 @pytest.mark.parametrize("row", AGGREGATORS)

@@ -1,4 +1,4 @@
-"""Reports: what the table says, a figure in which all is visible, one page by itself."""
+"""Reports on training runs: what the table says, the figures, one page by itself."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from training import ROWS, run_job, small_job
 from cpdhpc import store
 from cpdhpc.comm import Loopback
 from cpdhpc.config import UserError
-from cpdhpc.study.command import report
-from cpdhpc.study.figure import draw, side_by_side
-from cpdhpc.study.runs import baseline, group, load
-from cpdhpc.study.table import rows
+from cpdhpc.study.report.chart import draw
+from cpdhpc.study.report.command import report
+from cpdhpc.study.report.files import load
+from cpdhpc.study.report.runs import Group, baseline, group
+from cpdhpc.study.report.runs_report import overview, rows, runs_report
+from cpdhpc.study.report.trained import pareto, spread_out
 from cpdhpc.train.setup import Files
 
 
@@ -35,8 +37,14 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def groups_in(path: Path) -> list[Group]:
+    studies, runs = load([path])
+    assert not studies
+    return group(runs)
+
+
 def test_groups_over_seeds(directory: Path) -> None:
-    groups = group(load([directory]))
+    groups = groups_in(directory)
     assert [(each.name, len(each.runs), each.found) for each in groups] == [
         ("float32", 2, 2),
         ("tile", 2, 3),
@@ -49,12 +57,13 @@ def test_groups_over_seeds(directory: Path) -> None:
         for seed in (0, 1)
     ]
     assert base.accuracy == pytest.approx(100 * np.mean(accuracies), rel=1e-12)
-    assert base.spread == pytest.approx(100 * abs(np.diff(accuracies)[0]) / 2**0.5, rel=1e-12)
+    deviation = 100 * abs(np.diff(accuracies)[0]) / 2**0.5
+    assert rows(groups)[0][2] == f"{base.accuracy:.2f} ± {deviation:.2f}"
 
 
 def test_the_table_counts_bytes_beside_float32(directory: Path) -> None:
     """Two ranks send each half of the buffer twice: n values of 4 bytes; whole tiles of e4m3."""
-    cells = {row[0]: row for row in rows(group(load([directory])))}
+    cells = {row[0]: row for row in rows(groups_in(directory))}
     values = 64 * 8 + 8 + 8 * 8 + 8
     assert cells["float32"][4] == f"{4 * values:,}"
     assert cells["tile"][4] == f"{4 * (1024 + 1):,}"  # 4 tensors, each a tile and its shift
@@ -65,26 +74,30 @@ def test_the_table_counts_bytes_beside_float32(directory: Path) -> None:
     assert re.fullmatch(r"\d+\.\d\d ± \d+\.\d\d", cells["aps"][2])
 
 
-def test_the_figure_hides_nothing(directory: Path) -> None:
-    groups = group(load([directory]))
-    figure = draw(groups)
-    left, right = figure.axes
-    assert left.get_xlabel().startswith("payload per step and rank / byte")
-    assert left.get_ylabel() == "test accuracy / %"
-    assert (right.get_xlabel(), right.get_ylabel()) == ("epoch", "test loss / nat")
-    looks = {(line.get_linestyle(), line.get_marker()) for line in right.lines}
-    assert len(looks) == len(groups), "told apart without colour"
-    figure.draw_without_rendering()
+def test_the_figure_shows_accuracy_and_loss(directory: Path) -> None:
+    _, runs = load([directory])
+    chart = overview(runs_report(runs, group(runs)).charts)
+    figure = draw(chart)
+    first, last = figure.axes[0], figure.axes[-1]
+    assert first.get_xlabel() == "sent per step and rank / kB"
+    assert first.get_ylabel() == "test accuracy / %"
+    assert (last.get_xlabel(), last.get_ylabel()) == ("epoch", "test loss / nat")
     (legend,) = figure.legends
-    box = legend.get_window_extent()
-    assert not any(box.overlaps(axes.get_tightbbox()) for axes in figure.axes)
+    named = {text.get_text() for text in legend.get_texts()}
+    assert named == {"float32", "tile", "aps", "Pareto front"}
 
 
 def test_sizes_that_are_alike_are_drawn_side_by_side() -> None:
-    places = side_by_side([1000.0, 1001.0, 4000.0, 999.0])
+    places = spread_out([1000.0, 1001.0, 4000.0, 999.0])
     assert places[2] == 4000.0
-    near = sorted([places[0], places[1], places[3]])
-    assert min(b / a for a, b in pairwise(near)) > 1.05
+    near = [places[3], places[0], places[1]]
+    assert min(b / a for a, b in pairwise(near)) > 1.05, "apart, in the order of their sizes"
+    assert np.prod(near) == pytest.approx(1000.0 * 1001 * 999), "the middle stays"
+
+
+def test_pareto_front() -> None:
+    assert pareto([3.0, 1.0, 2.0, 2.0, 4.0], [5.0, 1.0, 3.0, 2.0, 5.0]) == [1, 2, 0]
+    assert pareto([1.0, 1.0], [2.0, 3.0]) == [1]
 
 
 def test_png_and_page(directory: Path, tmp_path: Path, capsys: Any) -> None:
@@ -92,17 +105,18 @@ def test_png_and_page(directory: Path, tmp_path: Path, capsys: Any) -> None:
     report([directory], png=png, html=html, terminal=False)
     assert png.read_bytes().startswith(b"\x89PNG")
     text = html.read_text()
-    assert "data:image/png;base64," in text
-    assert not re.findall(r'(?:src|href)="(?!data:)', text), "needs no other file"
+    assert "data:image/svg+xml;base64," in text
+    assert not re.findall(r'(?:src|href)="(?!data:|#)', text), "needs no other file"
     shown = capsys.readouterr().out
-    for name in ("float32", "tile", "aps", "left out: tile-s2.h5: interrupted"):
+    for name in ("float32", "tile", "aps", "left out:", "tile-s2.h5: interrupted"):
         assert name in shown
     assert "2 of 3" in text
 
 
 def test_one_file_one_seed(directory: Path, capsys: Any) -> None:
     report([directory / "aps-s1.h5"], terminal=False)
-    assert "±" not in capsys.readouterr().out.splitlines()[-4]
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith(" aps ")]
+    assert "±" not in row
 
 
 def refused(path: Path, says: str) -> None:
@@ -111,7 +125,7 @@ def refused(path: Path, says: str) -> None:
 
 
 def test_what_is_no_run_is_refused(directory: Path, tmp_path: Path) -> None:
-    refused(tmp_path, "there is no file of a run in this directory")
+    refused(tmp_path, "there is no file of a study or of a run in this directory")
     refused(tmp_path / "x.h5", "there is no such file")
     refused(directory / "aps-s0.checkpoint.h5", "is not the file of a run")
     refused(directory / "tile-s2.h5", "none of 1 runs is complete")

@@ -200,9 +200,9 @@ def test_the_reducer_refuses_models_it_cannot_reduce() -> None:
 @pytest.mark.parametrize("row", ROWS)
 def test_divergence_names_layer_and_rank_and_keeps_the_checkpoint(tmp_path: Path, row: str) -> None:
     from cpdhpc import store
+    from cpdhpc.signals import Caught
     from cpdhpc.train.loop import run
     from cpdhpc.train.progress import Display
-    from cpdhpc.train.signals import Caught
 
     job = small_job(gradient=ROWS[row], train={"epochs": 1})
     files = Files.of(tmp_path, job)

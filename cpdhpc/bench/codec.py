@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, metavar="FILE.h5", help="write every sample")
 
 
-def _check_against_reference(x: NDArray[np.float32], cast: Cast) -> None:
+def check_against_reference(x: NDArray[np.float32], cast: Cast) -> None:
     """Raise ArithmeticError unless the first tiles come out as the specification says."""
     head = x[:5000]
     results = []
@@ -51,8 +51,11 @@ def _check_against_reference(x: NDArray[np.float32], cast: Cast) -> None:
         raise ArithmeticError(f"bench codec: {cast.fmt.name}: differs from ops.reference")
 
 
-def _cases(x: NDArray[np.float32], cast: Cast) -> dict[str, Callable[[], object]]:
-    """The operations on x, as the all-reduce uses them: decode_add into its accumulator."""
+def operations(x: NDArray[np.float32], cast: Cast) -> dict[str, Callable[[], object]]:
+    """Return the operations on x, as the all-reduce uses them, by name; memcpy beside them.
+
+    decode_add goes into its accumulator.
+    """
     fmt = cast.fmt
     words = np.zeros(packed_bytes(x.size, fmt.bits), np.uint8)
     shifts = np.full(tiles(x.size), 127, np.uint8)
@@ -90,8 +93,8 @@ def run(args: argparse.Namespace) -> None:
     found: dict[tuple[str, str], Times] = {}
     for name in names:
         cast = Cast(parse_format(name))
-        _check_against_reference(x, cast)
-        samples = interleave(_cases(x, cast), args.repeats, WARMUP)
+        check_against_reference(x, cast)
+        samples = interleave(operations(x, cast), args.repeats, WARMUP)
         rates = {
             case: 4 * n / float(np.median(times[WARMUP:])) / 1e9 for case, times in samples.items()
         }

@@ -51,7 +51,8 @@ def run(arguments: argparse.Namespace, world: Ranks) -> None:
     if world.size < 2:
         raise UserError("bench fit: a link takes 2 processes: run it under mpirun")
     with own_cores(world) as cores:
-        alpha_s, beta_s = ping_pong(world, arguments)
+        sizes = MESSAGES[: 4 if arguments.quick else None]
+        alpha_s, beta_s = ping_pong(world, sizes, arguments.repeats, arguments.warmup)
         rates = operations(world, arguments)
         samples = allreduces(world, arguments, FITTED_BYTES[: 2 if arguments.quick else None])
         checked = [] if arguments.quick else allreduces(world, arguments, CHECKED_BYTES)
@@ -65,9 +66,10 @@ def run(arguments: argparse.Namespace, world: Ranks) -> None:
         show(machine, samples, checked)
 
 
-def ping_pong(world: Ranks, arguments: argparse.Namespace) -> tuple[float, float]:
+def ping_pong(world: Ranks, sizes: Sequence[int], repeats: int, warmup: int) -> tuple[float, float]:
     """Return seconds per message and per byte between the first and the last process. Collective.
 
+    sizes: of the messages, in bytes
     Half of a message's way there and back, polled as the all-reduce does.
     """
     first, last = 0, world.size - 1
@@ -92,11 +94,8 @@ def ping_pong(world: Ranks, arguments: argparse.Namespace) -> tuple[float, float
 
         return both
 
-    sizes = MESSAGES[:4] if arguments.quick else MESSAGES
-    times = interleave_ranks(
-        world, {size: bounce(size) for size in sizes}, arguments.repeats, arguments.warmup
-    )
-    halves = [float(np.median(times[size][arguments.warmup :, first])) / 2 for size in sizes]
+    times = interleave_ranks(world, {size: bounce(size) for size in sizes}, repeats, warmup)
+    halves = [float(np.median(times[size][warmup:, first])) / 2 for size in sizes]
     return line(sizes, halves)
 
 

@@ -11,10 +11,9 @@ from typing import TypeVar
 
 from ..comm import Ranks
 from ..comm.world import library_version
-from ..config import UserError
+from ..config import ConfigError, UserError, parse_bytes
 from ..provenance import cpu_clone, hosts, processor
 
-UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 Value = TypeVar("Value")
 
 
@@ -23,11 +22,10 @@ def parse_size(text: str) -> int:
 
     Raises UserError.
     """
-    found = re.fullmatch(r"(\d+)(\w*)", text.strip())
-    if found is None or found[2] not in UNITS:
-        units = ", ".join(filter(None, UNITS))
-        raise UserError(f"--sizes {text}: must be a number, with one of {units} or nothing")
-    size_bytes = int(found[1]) * UNITS[found[2]]
+    try:
+        size_bytes = parse_bytes(text)
+    except ConfigError as error:
+        raise UserError(f"--sizes {error}") from None
     if size_bytes < 4 or size_bytes % 4:
         raise UserError(f"--sizes {text}: must be a positive multiple of 4 bytes, one float32")
     return size_bytes

@@ -35,15 +35,18 @@ class Patience:
         self._mpi, self._comm, self._tag = mpi, comm, alarm_tag
         self._timeout_s, self._end = timeout_s, end
 
-    def wait(self, done: Callable[[], bool], lines: Lines) -> None:
-        """Wait until done; give up when the time is over, here or at another process."""
+    def wait(self, done: Callable[[], bool], lines: Lines, pause_s: float = 0.0) -> None:
+        """Wait until done; give up when the time is over, here or at another process.
+
+        pause_s: sleep between looks; 0: only give up the core
+        """
         for _ in range(SPINS):
             if done():
                 return
         start_s = time.monotonic()
         look_s = start_s + min(ALARM_PERIOD_S, self._timeout_s)
         while not done():
-            os.sched_yield()
+            time.sleep(pause_s) if pause_s else os.sched_yield()
             now_s = time.monotonic()
             if now_s < look_s:
                 continue

@@ -44,7 +44,7 @@ class Ranks(ABC):
     gpu_direct: whether GPU arrays may be given to MPI as they are
     gpu_aware: whether MPI takes them, and how that was found out; None before it is asked for
     carriers: what carries the arrays of each GPU
-    tapes: those with persistent requests that are not freed; kept: the plain calls' tapes
+    tapes: tapes and plans with persistent requests that are not freed; kept: the plain calls'
     has_mpi: whether sum_by_mpi is MPI_Allreduce
     thread_level: what MPI allows: "single", "funneled", "serialized" or "multiple"
     lent_by: the thread that must not communicate at the moment, as another does it; or None
@@ -70,10 +70,16 @@ class Ranks(ABC):
         self.carriers: dict[int, Any] = {}
         self.tapes: set[Any] = set()
         self.kept: dict[Any, Any] = {}
+        self._streams = 0
 
     def hosts(self, rank: int) -> bool:
         """Whether a rank lives in this process."""
         return rank in self.hosted
+
+    def open_stream(self) -> int:
+        """Return a stream that nothing else uses. Collective, without a message."""
+        self._streams += 1
+        return -self._streams
 
     def count(self, rank: int, size_bytes: int) -> None:
         """Count a message that a hosted rank sends."""
@@ -117,8 +123,8 @@ class Ranks(ABC):
         """Free what the world holds; it cannot be used any more. Collective."""
 
     @abstractmethod
-    def barrier(self, what: str = "barrier") -> None:
-        """Wait for all processes. Collective."""
+    def barrier(self, what: str = "barrier", pause_s: float = 0.0) -> None:
+        """Wait for all processes. Collective. pause_s: sleep between looks, for long waits."""
 
     @abstractmethod
     def broadcast(self, array: Array, what: str = "broadcast") -> None:
@@ -143,7 +149,8 @@ class Ranks(ABC):
     def isend(self, rank: int, to: int, payload: Array, stream: int = 0) -> list[Any]:
         """Start to send from a hosted rank to one of another process; return the requests.
 
-        stream: tells messages apart between the same two ranks; in a stream they keep the order
+        stream: tells messages apart between the same two ranks; in a stream they keep the order.
+        Those of pieces are 0 or more, those of open_stream less
         """
 
     @abstractmethod
@@ -151,14 +158,14 @@ class Ranks(ABC):
         """Start to receive for a hosted rank from one of another process; return the requests."""
 
     @abstractmethod
-    def send_init(self, rank: int, to: int, payload: Array) -> list[Any]:
+    def send_init(self, rank: int, to: int, payload: Array, stream: int = 0) -> list[Any]:
         """Return persistent requests to send from a hosted rank to one of another process.
 
         They have Start, Test and Free; a start of all, in order, sends the bytes of then.
         """
 
     @abstractmethod
-    def recv_init(self, source: int, rank: int, buffer: Array) -> list[Any]:
+    def recv_init(self, source: int, rank: int, buffer: Array, stream: int = 0) -> list[Any]:
         """Return persistent requests to receive for a hosted rank from another process's."""
 
     @abstractmethod
@@ -216,7 +223,7 @@ class Loopback(Ranks):
     def free(self) -> None:
         """Do nothing: there is nothing to free."""
 
-    def barrier(self, what: str = "barrier") -> None:
+    def barrier(self, what: str = "barrier", pause_s: float = 0.0) -> None:
         """Return at once."""
 
     def broadcast(self, array: Array, what: str = "broadcast") -> None:
@@ -243,11 +250,11 @@ class Loopback(Ranks):
         """Raise ValueError: there is no other process."""
         raise ValueError(f"Loopback: rank {rank} receives from {source} of 0..{self.ranks - 1}")
 
-    def send_init(self, rank: int, to: int, payload: Array) -> list[Any]:
+    def send_init(self, rank: int, to: int, payload: Array, stream: int = 0) -> list[Any]:
         """Raise ValueError: there is no other process."""
         return self.isend(rank, to, payload)
 
-    def recv_init(self, source: int, rank: int, buffer: Array) -> list[Any]:
+    def recv_init(self, source: int, rank: int, buffer: Array, stream: int = 0) -> list[Any]:
         """Raise ValueError: there is no other process."""
         return self.irecv(source, rank, buffer)
 

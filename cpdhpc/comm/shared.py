@@ -62,6 +62,7 @@ class Shared:
         self._ended: set[int] = set()
         self._used: dict[int, int] = {}  # slot -> the last piece that took its arrays
         self._near: dict[int, Array] = {}  # process of this node -> its counter
+        self._back: dict[int, list[Array]] = {}  # size -> arrays that were given back
 
     @property
     def name(self) -> tuple[int, int, bytes]:
@@ -86,10 +87,16 @@ class Shared:
     def take(self, size_bytes: int) -> Array:
         """Return uint8[size_bytes] that the others can read, for as long as this object lives."""
         room = -(-size_bytes // ALIGNED_BYTES) * ALIGNED_BYTES
+        if self._back.get(size_bytes):
+            return self._back[size_bytes].pop()
         if room > self._free.size:
             self._free = self._new_block(max(room, BLOCK_BYTES)).memory
         taken, self._free = self._free[:size_bytes], self._free[room:]
         return taken
+
+    def give_back(self, taken: Array) -> None:
+        """Let an array be taken again, which no other process reads any more."""
+        self._back.setdefault(taken.size, []).append(taken)
 
     def note(self, payload: Array) -> Array | None:
         """Return where a payload lies, uint8[NOTE_BYTES]; None if not in memory that is shared."""

@@ -69,7 +69,8 @@ class World(Ranks):
         if not timeout_s > 0:
             raise ValueError(f"World: timeout_s={timeout_s}: must be more than 0")
         alarm_tag = STREAMS * virtual_ranks**2  # those below are messages'
-        if alarm_tag > self._mpi.COMM_WORLD.Get_attr(self._mpi.TAG_UB):
+        self._most_tag: int = self._mpi.COMM_WORLD.Get_attr(self._mpi.TAG_UB)
+        if alarm_tag + virtual_ranks**2 >= self._most_tag:
             raise ValueError(f"World: virtual_ranks={virtual_ranks}: too many for MPI's tags")
         self.timeout_s, self.gpu_direct = timeout_s, gpu_direct
         self.thread_level = _thread_level(self._mpi)
@@ -102,9 +103,23 @@ class World(Ranks):
             self._shared = share(self, self._share and self.virtual_ranks == 1)
         return self._shared[0]
 
-    def barrier(self, what: str = "barrier") -> None:
-        """Wait for all processes. Collective."""
-        self._complete(self._comm.Ibarrier, what)
+    def part(
+        self, processes: Sequence[int], *, virtual_ranks: int = 1, timeout_s: float = 600.0
+    ) -> World | None:
+        """Return the world of some processes, in their order; None on the others. Collective."""
+        mpi, inside = self._mpi, self.rank in processes
+        comm = self._comm.Split(0 if inside else mpi.UNDEFINED, self.rank)
+        if not inside:
+            return None
+        world = World(
+            comm, virtual_ranks=virtual_ranks, timeout_s=timeout_s, share_memory=self._share
+        )
+        comm.Free()
+        return world
+
+    def barrier(self, what: str = "barrier", pause_s: float = 0.0) -> None:
+        """Wait for all processes. Collective. pause_s: sleep between looks, for long waits."""
+        self._complete(self._comm.Ibarrier, what, pause_s)
 
     def broadcast(self, array: Array, what: str = "broadcast") -> None:
         """Overwrite array, C-contiguous and of one size everywhere, by process 0's. Collective."""
@@ -161,13 +176,14 @@ class World(Ranks):
         """Start to receive for a hosted rank from one of another process; return the requests."""
         return self._messages(self._comm.Irecv, buffer, source, self._tag(source, rank, stream))
 
-    def send_init(self, rank: int, to: int, payload: Array) -> list[Any]:
+    def send_init(self, rank: int, to: int, payload: Array, stream: int = 0) -> list[Any]:
         """Return persistent requests to send from a hosted rank to one of another process."""
-        return self._messages(self._comm.Send_init, payload, to, self._tag(rank, to, 0))
+        return self._messages(self._comm.Send_init, payload, to, self._tag(rank, to, stream))
 
-    def recv_init(self, source: int, rank: int, buffer: Array) -> list[Any]:
+    def recv_init(self, source: int, rank: int, buffer: Array, stream: int = 0) -> list[Any]:
         """Return persistent requests to receive for a hosted rank from another process's."""
-        return self._messages(self._comm.Recv_init, buffer, source, self._tag(source, rank, 0))
+        tag = self._tag(source, rank, stream)
+        return self._messages(self._comm.Recv_init, buffer, source, tag)
 
     def _messages(self, start: Callable[..., Any], array: Array, rank: int, tag: int) -> list[Any]:
         """Return the requests for an array of bytes to or from a rank of another process."""
@@ -176,9 +192,16 @@ class World(Ranks):
         return [start([piece, self._mpi.BYTE], process, tag) for piece in pieces]
 
     def _tag(self, source: int, to: int, stream: int) -> int:
-        """Tell the ranks of two processes apart, and streams; MPI keeps the order within a tag."""
+        """Tell the ranks of two processes apart, and streams; MPI keeps the order within a tag.
+
+        The tags below the alarm's are those of pieces, by turns; above are those of open_stream.
+        """
+        pairs = self.virtual_ranks**2
         pair = source % self.virtual_ranks * self.virtual_ranks + to % self.virtual_ranks
-        return stream % STREAMS * self.virtual_ranks**2 + pair
+        if stream >= 0:
+            return stream % STREAMS * pairs + pair
+        first = STREAMS * pairs + 1
+        return first + (-1 - stream) % ((self._most_tag - first) // pairs) * pairs + pair
 
     def done(self, wait: Wait) -> bool:
         """Whether all requests are complete."""
@@ -192,7 +215,7 @@ class World(Ranks):
             lambda waited_s, absent: [wait.line(waited_s) for wait in waits],
         )
 
-    def _complete(self, start: Callable[[], Any], what: str) -> None:
+    def _complete(self, start: Callable[[], Any], what: str, pause_s: float = 0.0) -> None:
         """Start a collective operation of MPI and wait for it."""
         name = "rank" if self.virtual_ranks == 1 else "process"
         try:
@@ -202,6 +225,7 @@ class World(Ranks):
                     f"{name} {self.rank} | {what}: waited {waited_s:.1f} s for {name} "
                     + (", ".join(map(str, absent)) or "unknown (all wait, in different calls)")
                 ],
+                pause_s,
             )
         except self._mpi.Exception as error:
             raise self.failure(error, what) or error from None

@@ -1,129 +1,126 @@
-"""Exchanges over a plan: pack, send, receive, unpack; and the transpose."""
+"""Exchanges over a plan and their transpose: arguments checked, channels found, errors told."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 
-from ..comm.ranks import Wait
-from .windows import Piece
+from ..comm.engine import give_up
+from ..comm.failure import RankFailure
+from .channel import Call, Channel
+from .kinds import Array, Kind, kind_of
+from .operation import ACCUMULATE, Operation
 
 if TYPE_CHECKING:
-    from .plan import Message, WindowPlan
-
-Array = Any
+    from .plan import WindowPlan
 
 
 class Handle:
-    """An exchange under way; finish, once on each rank, gives the array on the window."""
+    """An exchange or accumulation under way, from begin to finish.
 
-    def __init__(self, plan: WindowPlan, x: Array, out: Array) -> None:
-        self._plan, self.out = plan, out
-        trail, world = x.shape[plan.owned.ndim :], plan.world
-        self._recvs = [_Buffer(plan, m, trail, x.dtype) for m in plan.recvs]
-        self._sends = [_Buffer(plan, m, trail, x.dtype) for m in plan.sends]
-        for each in self._recvs:
-            each.wait = world.irecv(each.rank, plan.rank, each.bytes)
-        for each in self._sends:
-            for piece, values in each.pieces():
-                values[...] = x[piece.source.slices(plan.owned.start)]
-            each.wait = world.isend(plan.rank, each.rank, each.bytes)
-        for fill in plan.fills:
-            out[fill.target.slices(plan.window.start)] = fill.value
-        for piece in plan.local:
-            _show(plan, piece, x[piece.source.slices(plan.owned.start)], out)
-
-    def finish(self) -> Array:
-        """Wait for the messages and return the array on the window. Collective."""
-        plan = self._plan
-        for each in self._recvs:
-            _wait(plan, each, "exchange")
-            for piece, values in each.pieces():
-                _show(plan, piece, values, self.out)
-        for each in self._sends:
-            _wait(plan, each, "exchange")
-        return self.out
-
-
-class _Buffer:
-    """A message of cells: what is packed, in the order of the pieces."""
+    out: the array that finish returns. Until then only plan.interior of it may be read (of an
+    accumulation nothing); what was given may be changed again.
+    """
 
     def __init__(
-        self, plan: WindowPlan, message: Message, trail: tuple[int, ...], dtype: Any
+        self, plan: WindowPlan, operation: Operation, call: Call, channel: Channel
     ) -> None:
-        self.rank, self.message, self.trail = message.rank, message, trail
-        self.values = np.empty((message.cells, *trail), dtype)
-        self.bytes = self.values.reshape(-1).view(np.uint8)
-        self.wait: list[Any] = []
+        self._plan, self._operation, self._call, self._channel = plan, operation, call, channel
+        self._done = False
 
-    def pieces(self) -> Any:
-        start = 0
-        for piece in self.message.pieces:
-            cells = self.values[start : start + piece.source.size]
-            yield piece, cells.reshape(piece.source.shape + self.trail)
-            start += piece.source.size
+    @property
+    def out(self) -> Array:
+        """The array that finish returns."""
+        return self._call.out
 
+    def finish(self) -> Array:
+        """Wait for the messages and return the array. Collective: once, where begin was.
 
-def _wait(plan: WindowPlan, buffer: _Buffer, what: str) -> None:
-    reason = f"{what} of plan {plan.name!r}: waited {{:.1f}} s for rank {buffer.rank}"
-    plan.world.wait_any([Wait(buffer.wait, plan.rank, reason)])
-
-
-def _flips(piece: Piece) -> tuple[slice, ...]:
-    return tuple(slice(None, None, -1) if step < 0 else slice(None) for step in piece.steps)
-
-
-def _show(plan: WindowPlan, piece: Piece, values: Array, out: Array) -> None:
-    out[piece.target.slices(plan.window.start)] = values[_flips(piece)]
+        Raises RuntimeError where it was called before; RankFailure as an all-reduce does.
+        """
+        if self._done:
+            raise RuntimeError(f"{self._operation.name} of plan {self._plan.name!r}: is finished")
+        self._done = True
+        try:
+            self._channel.finish(self._call)
+        except Exception as error:
+            _give_up(self._plan, self._operation, error)
+        return self._call.out
 
 
-def begin(plan: WindowPlan, x: Array, out: Array) -> Handle:
-    """Start an exchange."""
-    if x.shape[: plan.owned.ndim] != plan.owned.shape:
-        raise ValueError(f"exchange: x has shape {x.shape}: must begin with {plan.owned.shape}")
-    shape = plan.window.shape + x.shape[plan.owned.ndim :]
-    if out is None:
-        out = np.empty(shape, x.dtype)
-    if out.shape != shape or out.dtype != x.dtype:
-        raise ValueError(f"exchange: out is {out.dtype}{out.shape}: must be {x.dtype}{shape}")
-    return Handle(plan, x, out)
+def begin(
+    plan: WindowPlan, operation: Operation, x: Array, out: Array | None, number: int
+) -> Handle:
+    """Start an operation of a plan. Collective. Raises as WindowPlan.exchange."""
+    if plan.freed:
+        raise RuntimeError(f"{operation.name}: plan {plan.name!r} is freed")
+    plan.world.check_thread()
+    call = check(plan, operation, x, out)
+    channel = _channel(plan, operation, call)
+    call.number = channel.mark | number & 0xFFFFFFFF
+    channel.prepare(call)
+    try:
+        channel.begin(call)
+    except Exception as error:
+        _give_up(plan, operation, error)
+    return Handle(plan, operation, call, channel)
 
 
-def accumulate(plan: WindowPlan, y: Array, out: Array) -> Array:
-    """Return the sums of cells of windows at the owned cells."""
-    if y.shape[: plan.owned.ndim] != plan.window.shape:
-        raise ValueError(f"accumulate: y has shape {y.shape}: must begin with {plan.window.shape}")
-    trail, world = y.shape[plan.owned.ndim :], plan.world
-    shape = plan.owned.shape + trail
-    if out is None:
-        out = np.empty(shape, y.dtype)
-    if out.shape != shape or out.dtype != y.dtype:
-        raise ValueError(f"accumulate: out is {out.dtype}{out.shape}: must be {y.dtype}{shape}")
-    came = [_Buffer(plan, m, trail, y.dtype) for m in plan.sends]
-    gone = [_Buffer(plan, m, trail, y.dtype) for m in plan.recvs]
-    for each in came:
-        each.wait = world.irecv(each.rank, plan.rank, each.bytes)
-    for each in gone:
-        for piece, values in each.pieces():
-            values[...] = _gathered(plan, piece, y)
-        each.wait = world.isend(plan.rank, each.rank, each.bytes)
-    out[...] = 0
-    for piece in plan.local:
-        out[piece.source.slices(plan.owned.start)] += _gathered(plan, piece, y)
-    for each in came:
-        _wait(plan, each, "accumulate")
-        for piece, values in each.pieces():
-            out[piece.source.slices(plan.owned.start)] += values
-    for each in gone:
-        _wait(plan, each, "accumulate")
+def _give_up(plan: WindowPlan, operation: Operation, error: Exception) -> NoReturn:
+    plan.broken = plan.freed = True
+    if isinstance(error, RankFailure):
+        raise error
+    give_up(plan.world, error, f"{operation.name} of plan {plan.name!r}")
+
+
+def check(plan: WindowPlan, operation: Operation, x: Array, out: Array | None) -> Call:
+    """Return the call with these arrays; raise TypeError or ValueError where they do not fit."""
+    what = f"{operation.name}: {'y' if operation is ACCUMULATE else 'x'}"
+    kind = kind_of(what, x)
+    kind.check(what, x)
+    boxes = (plan.owned, plan.window)
+    given, wanted = boxes[::-1] if operation is ACCUMULATE else boxes
+    ndim = given.ndim
+    if tuple(x.shape[:ndim]) != given.shape:
+        raise ValueError(
+            f"{what} has shape {tuple(x.shape)}: must begin with {given.shape}, the shape of the "
+            f"{'window' if operation is ACCUMULATE else 'owned box'} {given} of rank {plan.rank}"
+        )
+    if operation is ACCUMULATE and kind.dtype(x) == "bool":
+        raise TypeError(f"{what} is of bool: there are no sums of truth values")
+    if plan.packed is not None and kind.dtype(x) != "float32":
+        raise TypeError(f"{what} is of {kind.dtype(x)}: wire {plan.wire} takes float32")
+    shape = wanted.shape + tuple(x.shape[ndim:])
+    out = kind.empty(x, shape) if out is None else _checked_out(operation, kind, x, out, shape)
+    given_plain, out_plain = kind.plain(x), kind.plain(out)
+    if given_plain is None or out_plain is None:
+        return Call(kind, x, out, None)
+    return Call(kind, x, out, (given_plain, out_plain))
+
+
+def _checked_out(
+    operation: Operation, kind: Kind, x: Array, out: Array, shape: tuple[int, ...]
+) -> Array:
+    """Return out if it is of x's kind and dtype and of a shape."""
+    what = f"{operation.name}: out"
+    if kind_of(what, out) is not kind or out.dtype != x.dtype:
+        raise TypeError(
+            f"{what} is {type(out).__name__} of {getattr(out, 'dtype', '?')}: must be "
+            f"{type(x).__name__} of {x.dtype}, as what is given"
+        )
+    kind.check(what, out)
+    if tuple(out.shape) != shape:
+        raise ValueError(f"{what} has shape {tuple(out.shape)}: must be {shape}")
+    if isinstance(out, np.ndarray) and not out.flags.writeable:
+        raise ValueError(f"{what} is read-only")
     return out
 
 
-def _gathered(plan: WindowPlan, piece: Piece, y: Array) -> Array:
-    """Return the cells of a window that show a piece, in the source's shape: sums along steps 0."""
-    values = y[piece.target.slices(plan.window.start)][_flips(piece)]
-    for axis, step in enumerate(piece.steps):
-        if step == 0:
-            values = values.sum(axis=axis, keepdims=True, dtype=y.dtype)
-    return values
+def _channel(plan: WindowPlan, operation: Operation, call: Call) -> Channel:
+    """Return the channel for arrays like these, made when they are first met."""
+    trail = tuple(call.x.shape[plan.owned.ndim :])
+    key = operation.name, call.kind.dtype(call.x), trail
+    if key not in plan.channels:
+        plan.channels[key] = Channel(plan, operation, call.kind, call.x, trail, plan.packed)
+    return plan.channels[key]

@@ -26,6 +26,18 @@ class Piece(NamedTuple):
     target: Box
     steps: tuple[int, ...]
 
+    @property
+    def is_itself(self) -> bool:
+        """Whether the cells show where they are."""
+        return self.source == self.target and min(self.steps) == 1
+
+    def repeats(self) -> Iterator[tuple[slice, ...]]:
+        """Yield the parts of the target that each show all of the source, the last axis fastest."""
+        axes = zip(self.target.shape, self.steps, strict=True)
+        yield from product(
+            *((slice(None),) if step else [slice(i, i + 1) for i in range(n)] for n, step in axes)
+        )
+
 
 class Fill(NamedTuple):
     """Cells of a window that no one owns, and their value."""
@@ -87,7 +99,7 @@ class Windows:
             value = fill_value(mode)
             if value is None or window.empty:
                 continue
-            inside = _replaced(window, axis, 0, extent)
+            inside = replaced(window, axis, 0, extent)
             found += [Fill(box, value) for box in window.without(inside.intersect(window))]
         return found
 
@@ -124,7 +136,7 @@ def _hull(found: Sequence[Segment]) -> tuple[int, int]:
     return min(s.source for s in found), max(s.source + s.sources for s in found)
 
 
-def _replaced(box: Box, axis: int, low: int, high: int) -> Box:
+def replaced(box: Box, axis: int, low: int, high: int) -> Box:
     """Return the box with another range on one axis."""
     start, stop = list(box.start), list(box.stop)
     start[axis], stop[axis] = low, high

@@ -1,1 +1,1 @@
-"""What happens to results: needs neither torch nor MPI, so it runs on login nodes."""
+"""Studies and what happens to results: needs neither torch nor MPI, so it runs on login nodes."""

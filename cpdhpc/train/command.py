@@ -8,13 +8,13 @@ from pathlib import Path
 from .. import store
 from ..comm import World
 from ..config import ConfigError
+from ..signals import catching
 from .checkpoint import check_job
 from .data import Dataset
 from .job import Job, load
 from .loop import run
 from .progress import Display
 from .setup import Files, agreed, prepare
-from .signals import catching
 
 
 def train(

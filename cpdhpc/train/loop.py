@@ -8,12 +8,12 @@ import numpy as np
 
 from ..comm import NonFiniteGradient
 from ..config import UserError
+from ..signals import Caught, Interrupted
 from .data import Array, epoch_order
 from .evaluate import evaluate
 from .progress import Display
 from .pulse import exchange
 from .setup import Training
-from .signals import Caught, Interrupted
 from .step import step
 from .telemetry import observe
 

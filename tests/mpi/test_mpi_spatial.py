@@ -13,11 +13,11 @@ from torch import nn
 from training import small_data, small_job
 
 from cpdhpc.comm import World
+from cpdhpc.signals import Caught
 from cpdhpc.train import GradientReducer
 from cpdhpc.train.loop import run
 from cpdhpc.train.progress import Display
 from cpdhpc.train.setup import Files, prepare
-from cpdhpc.train.signals import Caught
 from cpdhpc.train.spatial import ImageGrid, partition
 
 pytestmark = pytest.mark.mpi
@@ -138,7 +138,10 @@ def test_random_layers_are_the_serial_ones_bit_for_bit(world: World, kind: str) 
                 world,
                 torch.equal(out, grid.cut(y)),
                 torch.equal(part.grad, grid.cut(x.grad)),
-                all(torch.equal(g, e * grid.groups) for g, e in zip(gradients, expected)),
+                all(
+                    torch.equal(g, e * grid.groups)
+                    for g, e in zip(gradients, expected, strict=True)
+                ),
             )
             done, empty = done + 1, empty + (out.numel() == 0)
         grid.free()

@@ -1,0 +1,225 @@
+"""Channels: the lanes of a plan for one operation, dtype and shape of cells, and their use."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import TYPE_CHECKING, Any
+from zlib import crc32
+
+import numpy as np
+import numpy.typing as npt
+
+from ..comm.wire import Packed
+from ..ops.moves import ADDED
+from . import moving
+from .kinds import Array, Kind
+from .lane import SLOTS, Incoming, Outgoing, Purpose
+from .moving import Plain
+from .operation import ACCUMULATE, EXCHANGE, Operation
+from .program import Program, begin_program, finish_program
+from .slicing import Source
+from .windows import Piece
+
+if TYPE_CHECKING:
+    from .plan import Message, WindowPlan
+
+Bytes = npt.NDArray[np.uint8]
+NO_KEY = (0, 0)  # of random bits: wires round to the nearest
+
+
+@dataclass
+class Call:
+    """One exchange under way: x and out as they came, and as NumPy arrays where they are that."""
+
+    kind: Kind
+    x: Array
+    out: Array
+    plain: tuple[Plain, Plain] | None
+    number: int = 0
+    serial: int = 0
+
+    @property
+    def slot(self) -> int:
+        """The slot that its messages take."""
+        return self.serial % SLOTS
+
+
+@dataclass
+class Channel:
+    """Lanes, and programs by the strides of arrays.
+
+    wire: None for the cells' own bytes; like: an array of the kind and dtype
+    serial: of the last call that was begun; open: serials of calls that are not finished
+    """
+
+    plan: WindowPlan
+    operation: Operation
+    kind: Kind
+    like: Array
+    trail: tuple[int, ...]
+    wire: Packed | None
+    serial: int = 0
+    open: set[int] = field(default_factory=set)
+    programs: dict[Any, Program] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        plan, name = self.plan, self.operation.name
+        self.dtype, self.itemsize = self.kind.dtype(self.like), self.kind.itemsize(self.like)
+        self.compiled = self.wire is None and (self.operation is EXCHANGE or self.dtype in ADDED)
+        key = f"{name} of {self.dtype}, further axes {self.trail}, wire {plan.wire}"
+        self.mark = (crc32(key.encode()) >> 1) << 32  # in front of the numbers of calls
+        purpose = Purpose(plan.stream, f"{name} of plan {plan.name!r}", key)
+        sent, received = self.operation.sent(plan), self.operation.received(plan)
+
+        def lane(make: Any, message: Message) -> Any:
+            size = self.payload_bytes(message)
+            return make(plan.world, message.rank, size, purpose, plan.world.shared())
+
+        self.receiving = [(lane(Incoming, each), each.pieces) for each in received]
+        self.sending = [(lane(Outgoing, each), each.pieces) for each in sent]
+        self.sent_bytes = sum(lane.size_bytes for lane, _ in self.sending)
+        self.temporary = np.empty(
+            max((self.raw_bytes(each) for each in (*sent, *received)), default=0), np.uint8
+        )
+
+    def raw_bytes(self, message: Message) -> int:
+        """Return the bytes of a message's cells."""
+        return message.cells * prod(self.trail) * self.itemsize
+
+    def payload_bytes(self, message: Message) -> int:
+        """Return the bytes of a message on the wire."""
+        n = self.raw_bytes(message)
+        return n if self.wire is None else self.wire.size_bytes(n // self.itemsize)
+
+    def element(self, value: complex) -> Bytes:
+        """Return the bytes of a value as an element."""
+        return self.kind.element(self.like, value)
+
+    def cut(self, kind: Kind) -> Source:
+        """Return what slices need to know."""
+        return Source(self.plan.owned, self.plan.window, kind)
+
+    def prepare(self, call: Call) -> None:
+        """Give a call its number, before anything is sent.
+
+        Raises RuntimeError where the slots are taken, ValueError where the arrays overlap.
+        """
+        call.serial = self.serial + 1
+        if call.serial - SLOTS in self.open:
+            raise RuntimeError(
+                f"{self.operation.name} of plan {self.plan.name!r}: {SLOTS} are under way already: "
+                "finish one first"
+            )
+        if call.plain and not self.apart(*call.plain):
+            raise ValueError(
+                f"{self.operation.name}: out overlaps what is given: it may only have that, or be "
+                "that, as the part of the window that this rank owns"
+            )
+        self.serial = call.serial
+        self.open.add(call.serial)
+
+    def apart(self, x: Plain, out: Plain) -> bool:
+        """Whether two arrays share nothing, or one is the owned part of the other."""
+        if not np.may_share_memory(x, out):
+            return True
+        own, all_ = (out, x) if self.operation is ACCUMULATE else (x, out)
+        part = self.plan.inside(all_) if self.plan.window.contains(self.plan.owned) else None
+        return part is not None and _same(part, own)
+
+    def begin(self, call: Call) -> None:
+        """Pack and send; do what needs no message."""
+        for incoming, _ in self.receiving:
+            incoming.start(call.slot)
+        if call.plain and self.compiled:
+            program = self.program(call, "begin")
+            for span in program.spans[call.slot]:
+                if span.lane is not None:
+                    span.lane.arrive(call.slot, " to receive")
+                program.run(span, call.slot, call.serial, call.number, *call.plain)
+                if span.lane is not None:
+                    span.lane.start(call.slot)
+        else:
+            self._begin_by_slices(call)
+        self.plan.world.bytes_sent[0] += self.sent_bytes
+        self.plan.world.messages_sent[0] += len(self.sending)
+
+    def _begin_by_slices(self, call: Call) -> None:
+        cut, kind = self.cut(call.kind), call.kind
+        for lane, pieces in self.sending:
+            lane.reserve(call.slot, call.serial)
+            payload = lane.payload(call.slot)
+            memory = self._values(pieces, payload)
+            values = kind.stage(call.x, memory)
+            self.operation.pack(cut, pieces, call.x, values)
+            kind.pull(values, memory)
+            if self.wire is not None:
+                self.wire.encode(memory.view(np.float32), None, NO_KEY, 0, payload)
+            lane.send(call.slot, call.serial, call.number)
+        self.operation.own(cut, self.plan, call.x, call.out)
+
+    def finish(self, call: Call) -> None:
+        """Take in the messages, in the order of the ranks."""
+        for lane, _ in self.receiving:
+            lane.connect()
+        if call.plain and self.compiled:
+            program, out = self.program(call, "finish"), call.plain[1]
+            for span in program.spans[call.slot]:
+                if span.lane is not None:
+                    span.lane.arrive(call.slot)
+                program.run(span, call.slot, call.serial, call.number, out, out)
+        else:
+            self._finish_by_slices(call)
+        self.open.remove(call.serial)
+
+    def _finish_by_slices(self, call: Call) -> None:
+        cut, kind = self.cut(call.kind), call.kind
+        for lane, pieces in self.receiving:
+            lane.receive(call.slot, call.serial, call.number)
+            payload = lane.payload(call.slot)
+            memory = self._values(pieces, payload)
+            if self.wire is not None:
+                self.wire.decode(payload, None, memory.view(np.float32))
+            values = kind.stage(call.out, memory)
+            kind.push(values, memory)
+            self.operation.unpack(cut, pieces, values, call.out)
+            lane.release(call.slot, call.serial)
+
+    def _values(self, pieces: Sequence[Piece], payload: Bytes) -> Bytes:
+        """Return memory for the cells of a message: its payload, unless the wire changes them."""
+        if self.wire is None:
+            return payload
+        cells = sum(piece.source.size for piece in pieces)
+        return self.temporary[: cells * prod(self.trail) * self.itemsize]
+
+    def program(self, call: Call, half: str) -> Program:
+        """Return the program for arrays of such strides, made when they are first met."""
+        assert call.plain is not None, "only NumPy arrays have programs"
+        x, out = call.plain
+        key = half, x.strides if half == "begin" else (), out.strides
+        if key not in self.programs:
+            reverse = self.operation is ACCUMULATE
+            owned, window = self.plan.owned, self.plan.window
+            frame = moving.frame_of(owned, window, x, out, self.dtype, reverse)
+            self.programs[key] = (
+                begin_program(self, frame, x, out)
+                if half == "begin"
+                else finish_program(self, frame, out)
+            )
+        return self.programs[key]
+
+    def free(self) -> None:
+        """Wait until the others have read everything, and free requests and memory."""
+        self.programs.clear()
+        for outgoing, _ in self.sending:
+            outgoing.close(self.serial)
+        for incoming, _ in self.receiving:
+            incoming.connect()
+            incoming.free()
+
+
+def _same(one: Plain, other: Plain) -> bool:
+    """Whether two arrays are the same elements."""
+    alike = one.shape == other.shape and one.strides == other.strides
+    return alike and one.ctypes.data == other.ctypes.data

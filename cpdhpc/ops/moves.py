@@ -1,0 +1,132 @@
+"""Programs of moves: copies and sums of strided boxes, and words between two processes.
+
+A program is a table of rows, made once for arrays of one shape and run in one call without the
+interpreter. Source and target of a row are X, OUT or memory of the program's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from .._cpu import make_moves, run_moves
+
+__all__ = ["ADDED", "MEMORY", "NOWHERE", "OUT", "Side", "X", "make_moves", "run_moves", "table"]
+
+X, OUT, MEMORY = 0, 1, 2  # bases: the two arrays of a run, and the first of the program's memory
+COPY, ADD, FILL, POST, AWAIT = range(5)  # as moves.h numbers them
+NOWHERE = -(1 << 62)  # instead of the bytes behind out where x may lie
+LOOPS = 4  # of a row, around its runs
+ADDED = {  # dtype -> how its elements are added
+    **{
+        f"{sign}int{8 * size}": kind for kind, size in enumerate((1, 2, 4, 8)) for sign in ("", "u")
+    },
+    **{"float32": 4, "float64": 5, "complex64": 4, "complex128": 5},
+}
+NUMBERS = ("op", "kind", "source", "target", "source_offset", "target_offset", "run", "value")
+ROW = np.dtype(
+    [(name, "i8") for name in NUMBERS]
+    + [(name, "i8", LOOPS) for name in ("counts", "source_strides", "target_strides")]
+)
+Row = tuple[Any, ...]
+
+
+class Side(NamedTuple):
+    """Where a box lies: its base, the offset of its first cell and the strides, in bytes."""
+
+    base: int
+    offset: int
+    strides: Sequence[int]
+
+
+def table(rows: Sequence[Row]) -> npt.NDArray[Any]:
+    """Return rows as make_moves takes them."""
+    return np.array(rows, ROW).view(np.uint8)
+
+
+def copy(shape: Sequence[int], itemsize: int, source: Side, target: Side) -> list[Row]:
+    """Return the rows that copy a box of elements."""
+    return _box(COPY, 0, 0, shape, itemsize, source, target)
+
+
+def add(shape: Sequence[int], itemsize: int, source: Side, target: Side, dtype: str) -> list[Row]:
+    """Return the rows that add a box of elements to the target, in the order of the cells.
+
+    dtype: one of ADDED. Cells that share a target (stride 0) are added one after another.
+    """
+    return _box(ADD, ADDED[dtype], 0, shape, itemsize, source, target)
+
+
+def fill(shape: Sequence[int], itemsize: int, source: Side, target: Side) -> list[Row]:
+    """Return the rows that write one element, at the source, all over the target."""
+    return _box(FILL, 0, itemsize, shape, itemsize, Side(*source[:2], target.strides), target)
+
+
+def post(base: int, offset: int, value: int = 0) -> Row:
+    """Return the row that writes the number of the run, then its serial + value, as two words."""
+    return POST, 0, base, base, offset, offset, 1, value, (1,) * LOOPS, (0,) * LOOPS, (0,) * LOOPS
+
+
+def await_(base: int, offset: int, value: int, is_message: bool) -> Row:
+    """Return the row that waits until a word is serial + value or more.
+
+    is_message: whether the word behind it must be the number of the run
+    """
+    row = post(base, offset, value)
+    return AWAIT, int(is_message), *row[2:]
+
+
+def _box(
+    op: int,
+    kind: int,
+    value: int,
+    shape: Sequence[int],
+    itemsize: int,
+    source: Side,
+    target: Side,
+) -> list[Row]:
+    """Return rows of at most LOOPS loops; axes beyond are unrolled."""
+    if 0 in shape:
+        return []
+    run, loops = _collapse(shape, itemsize, source.strides, target.strides)
+    outer, inner = loops[: -LOOPS or None], loops[-LOOPS:]
+    if len(loops) <= LOOPS:
+        outer, inner = [], loops
+    inner = [(1, 0, 0)] * (LOOPS - len(inner)) + inner
+    columns = tuple(zip(*inner, strict=True))
+    return [
+        (op, kind, source.base, target.base, source.offset + ahead, target.offset + there, run,
+         value, *columns)
+        for ahead, there in _offsets(outer)
+    ]  # fmt: skip
+
+
+def _collapse(
+    shape: Sequence[int], itemsize: int, source: Sequence[int], target: Sequence[int]
+) -> tuple[int, list[tuple[int, int, int]]]:
+    """Return the bytes of a contiguous run and the loops around it: (count, stride, stride)."""
+    run, loops = itemsize, list[tuple[int, int, int]]()
+    for n, s, t in reversed(list(zip(shape, source, target, strict=True))):
+        if n == 1:
+            continue
+        if not loops and s == t == run:
+            run *= n
+        elif loops and s == loops[0][0] * loops[0][1] and t == loops[0][0] * loops[0][2]:
+            loops[0] = n * loops[0][0], *loops[0][1:]
+        else:
+            loops.insert(0, (n, s, t))
+    return run, loops
+
+
+def _offsets(loops: Sequence[tuple[int, int, int]]) -> Iterator[tuple[int, int]]:
+    """Yield the byte offsets in source and target of all steps of some loops."""
+    if not loops:
+        yield 0, 0
+        return
+    n, s, t = loops[0]
+    for i in range(n):
+        for ahead, there in _offsets(loops[1:]):
+            yield i * s + ahead, i * t + there

@@ -1,0 +1,1 @@
+"""What a job of a study does: proves its world, measures its cases, writes a file for each."""

@@ -1,0 +1,46 @@
+"""Signals that ask a run to stop are noted, and obeyed between two steps."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+MORE_TO_DO = 85  # exit status after USR1, which schedulers send before time is over: start it again
+
+
+class Interrupted(Exception):
+    """A run stopped at a signal, its checkpoint written; number is that of the signal."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(number).name}")
+        self.number = number
+
+    @property
+    def status(self) -> int:
+        """The exit status: MORE_TO_DO, or for other signals as a shell reports a death by them."""
+        return MORE_TO_DO if self.number == signal.SIGUSR1 else 128 + self.number
+
+
+class Caught:
+    """The last stopping signal that this process got; 0 where there was none."""
+
+    number = 0
+
+    def note(self, number: int, frame: FrameType | None) -> None:
+        """Remember a signal; a signal handler."""
+        self.number = number
+
+
+@contextmanager
+def catching() -> Iterator[Caught]:
+    """Note stopping signals rather than die of them, until the end of the block."""
+    caught = Caught()
+    previous = {number: signal.signal(number, caught.note) for number in STOPPING}
+    try:
+        yield caught
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

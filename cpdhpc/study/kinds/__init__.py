@@ -1,0 +1,12 @@
+"""The kinds of measurement: a file here, one of that name in point, and a row."""
+
+from ..kind import Kind
+from .allreduce import ALLREDUCE
+from .codec import CODEC
+from .train import TRAIN
+
+KINDS: dict[str, Kind] = {
+    "allreduce": ALLREDUCE,
+    "codec": CODEC,
+    "train": TRAIN,
+}

@@ -1,0 +1,1 @@
+"""From files of results to tables, figures and one page."""

@@ -1,0 +1,175 @@
+"""A study as its TOML file says it: what is varied, how it is measured, how jobs are made of it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, model_validator
+
+from ..config import (
+    ConfigError,
+    Raw,
+    Section,
+    dump_toml,
+    flatten,
+    override,
+    read_toml,
+    suggest,
+    validate,
+)
+from .kind import Kind
+from .kinds import KINDS
+
+Positive = Annotated[int, Field(ge=1)]
+Whole = Annotated[int, Field(ge=0)]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$")]  # part of file names
+Seconds = Annotated[float, Field(gt=0)]
+NOT_OF_A_JOB = ("compare", "name")  # of a job file: factors take the place of its rows
+
+
+def _known(kind: str) -> str:
+    if kind not in KINDS:
+        raise ValueError(suggest(kind, KINDS))
+    return kind
+
+
+class Measure(Section):
+    """[measure]: how often, and when it is enough.
+
+    A case is visited again and again, with others in between: warmup calls and then block repeats
+    a visit. It ends after min_repeats once the confidence interval of the median is within
+    relative of it on both sides, after max_repeats, or after max_time_s of calls. So many cases
+    take turns as interleave says; seed: of their order.
+    """
+
+    warmup: Whole = 2
+    block: Positive = 5
+    min_repeats: Positive = 10
+    max_repeats: Positive = 50
+    confidence: Annotated[float, Field(gt=0, lt=1)] = 0.95
+    relative: Annotated[float, Field(gt=0)] = 0.05
+    max_time_s: Seconds = 20.0
+    interleave: Positive = 16
+    seed: Whole = 0
+
+    @model_validator(mode="after")
+    def _repeats_in_order(self) -> Measure:
+        if self.min_repeats > self.max_repeats:
+            raise ValueError(
+                f"min_repeats={self.min_repeats} is more than max_repeats={self.max_repeats}"
+            )
+        return self
+
+
+class TrainedJob(Section):
+    """[train]: the job file of a study of trainings, as the study file's directory sees it."""
+
+    job: str
+
+
+class Run(Section):
+    """[run]: how cases become jobs.
+
+    bundle: "case" a job each; "shape" cases of one shape together, up to batch_time_s a job;
+        "nested" one job of the largest shape, smaller cases on some of its ranks
+    case_time_s: estimate for a case, where the kind has none or a better one is known
+    throttle: jobs of an array at a time, 0 for any number; retries: of a job that fails
+    """
+
+    bundle: Literal["case", "shape", "nested"] = "shape"
+    batch_time_s: Seconds = 3600.0
+    case_time_s: Seconds | None = None
+    throttle: Whole = 0
+    retries: Whole = 0
+
+
+class Study(Section):
+    """The file. sweep, zip, exclude, weak and base have factors of the kind as keys.
+
+    base: what the base point of a speed-up has; ranks = "same": as many ranks as the point
+    job: the tables of the job file, which load_study puts here
+    """
+
+    name: Name
+    kind: Annotated[str, AfterValidator(_known)]
+    scaling: Literal["strong", "weak", "throughput"] = "strong"
+    constraints: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    zip: Annotated[tuple[Raw, ...], Field(strict=False)] = ()
+    exclude: Annotated[tuple[Raw, ...], Field(strict=False)] = ()
+    sweep: Raw = Field(default_factory=dict)
+    weak: Raw = Field(default_factory=dict)
+    base: Raw = Field(default_factory=dict)
+    measure: Measure = Measure()
+    run: Run = Run()
+    train: TrainedJob | None = None
+    job: Raw = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _sections_go_together(self) -> Study:
+        if (self.scaling == "weak") != bool(self.weak):
+            raise ValueError(
+                f"scaling={self.scaling!r}: [weak] is needed with scaling='weak', and only there"
+            )
+        if self.of_kind.needs_job and not (self.train or self.job):
+            raise ValueError(f"kind={self.kind!r}: needs [train] job = 'FILE.toml', or [job]")
+        if not self.of_kind.needs_job and (self.train or self.job):
+            raise ValueError(f"kind={self.kind!r}: has no job: [train] and [job] are of trainings")
+        return self
+
+    @property
+    def of_kind(self) -> Kind:
+        """What is known of the study's kind."""
+        return KINDS[self.kind]
+
+    def toml(self) -> str:
+        """Return the study as TOML text with every default filled in."""
+        return dump_toml(self.model_dump(mode="python"))
+
+    @property
+    def hash(self) -> str:
+        """SHA-256 of the text, in hexadecimal."""
+        return hashlib.sha256(self.toml().encode()).hexdigest()
+
+
+def load_study(path: Path, settings: Iterable[str] = ()) -> Study:
+    """Return the study of a file, with settings "table.key=value" laid over it.
+
+    Raises ConfigError for whatever is wrong in it, with a suggestion for what is unknown.
+    """
+    from .sweep import check_factors
+
+    raw = {"name": path.stem} | override(read_toml(path), settings)
+    raw |= _flat_factors(raw) | {"job": _job(path, raw)}
+    study = validate(Study, raw, str(path))
+    check_factors(study, str(path))
+    return study
+
+
+def _flat_factors(raw: Raw) -> Raw:
+    """Return the tables of factors with keys as "train.batch", which TOML nests unless quoted."""
+    tables = {key: raw[key] for key in ("sweep", "weak", "base") if isinstance(raw.get(key), dict)}
+    rows = {key: raw[key] for key in ("zip", "exclude") if isinstance(raw.get(key), list)}
+    return {key: flatten(table) for key, table in tables.items()} | {
+        key: [flatten(row) if isinstance(row, dict) else row for row in table]
+        for key, table in rows.items()
+    }
+
+
+def _job(path: Path, raw: Raw) -> Any:
+    """Return the tables of the job that a study names, or those that it holds itself."""
+    train = raw.get("train")
+    if raw.get("job") or not isinstance(train, dict) or not isinstance(train.get("job"), str):
+        return raw.get("job", {})
+    if raw.get("kind") in KINDS and not KINDS[raw["kind"]].needs_job:
+        return {}
+    job = read_toml(path.parent / train["job"])
+    tables = {key: value for key, value in job.items() if key not in NOT_OF_A_JOB}
+    if "train" in tables and isinstance(tables["train"], dict):
+        seeds = ("seed", "seeds")
+        tables["train"] = {k: v for k, v in tables["train"].items() if k not in seeds}
+    if not tables:
+        raise ConfigError(f"{path.parent / train['job']}: has no table of a job")
+    return tables

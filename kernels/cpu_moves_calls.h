@@ -1,0 +1,166 @@
+// The module's functions for moves; a part of cpu_module.cpp, which includes it.
+// A program is checked once, against its memory and against arrays like those it is run on.
+#include <vector>
+
+#include "moves.h"
+
+namespace {
+
+// How an array lies in memory: run compares it, so that rows never reach out of an array.
+struct Shape {
+    i64 itemsize = 0, low = 0, high = 0;  // bytes from the first element: low <= 0 < high
+    std::vector<i64> extents;             // counts, then strides
+
+    bool read(const Py_buffer& view) {
+        itemsize = view.itemsize;
+        extents.assign(view.shape, view.shape + view.ndim);
+        extents.insert(extents.end(), view.strides, view.strides + view.ndim);
+        low = 0, high = view.itemsize;
+        for (int i = 0; i < view.ndim; ++i) {
+            i64 reach = (view.shape[i] - 1) * view.strides[i];
+            if (view.shape[i] == 0) return low = high = 0, true;
+            (reach < 0 ? low : high) += reach;
+        }
+        return true;
+    }
+    bool fits(const Py_buffer& view) const {
+        if ((size_t)view.ndim * 2 != extents.size() || view.itemsize != itemsize) return false;
+        size_t bytes = (size_t)view.ndim * sizeof(i64);
+        return !memcmp(view.shape, extents.data(), bytes) &&
+               !memcmp(view.strides, extents.data() + view.ndim, bytes);
+    }
+};
+
+const i64 X = 0, OUT = 1, MEMORY = 2;  // numbers of bases: x, out, and what the program owns
+
+const i64 NOWHERE = -((i64)1 << 62);
+
+struct Program {
+    std::vector<Row> rows;
+    std::vector<Py_buffer> memory;
+    std::vector<u8*> bases;  // of x and out only while it runs
+    Shape x, out;
+    i64 inside;  // x may lie so many bytes behind out; NOWHERE: it must lie apart
+
+    ~Program() {
+        for (Py_buffer& each : memory) PyBuffer_Release(&each);
+    }
+    bool reaches(i64 base, i64 offset, const Row& row, const i64* strides, i64 run) const {
+        i64 low = offset, high = offset + run;
+        for (int i = 0; i < 4; ++i) {
+            if (row.counts[i] < 1) return false;
+            i64 reach = (row.counts[i] - 1) * strides[i];
+            (reach < 0 ? low : high) += reach;
+        }
+        if (base == X) return low >= x.low && high <= x.high;
+        if (base == OUT) return low >= out.low && high <= out.high;
+        return base >= MEMORY && base < (i64)bases.size() && low >= 0 &&
+               high <= memory[base - MEMORY].len;
+    }
+    bool is_sound(const Row& row) const {
+        static const i64 none[4] = {};
+        if (row.op == POST || row.op == AWAIT)
+            return row.target >= MEMORY && row.target_offset % 8 == 0 &&
+                   reaches(row.target, row.target_offset, row, none, 16);
+        bool fill = row.op == FILL;
+        if (row.op < COPY || row.op > FILL || row.kind < INT8 || row.kind > FLOAT64 || row.run < 1)
+            return false;
+        if (fill && (row.value < 1 || row.run % row.value)) return false;
+        return row.target != X &&
+               reaches(row.target, row.target_offset, row, row.target_strides, row.run) &&
+               reaches(row.source, row.source_offset, row, fill ? none : row.source_strides,
+                       fill ? row.value : row.run);
+    }
+};
+
+const char* const PROGRAM = "cpdhpc.moves";
+
+void drop_program(PyObject* capsule) {
+    delete static_cast<Program*>(PyCapsule_GetPointer(capsule, PROGRAM));
+}
+
+struct Strided {  // an array argument of any strides, released at the end of the scope
+    Py_buffer view = {};
+    ~Strided() {
+        if (view.obj) PyBuffer_Release(&view);
+    }
+    bool read(PyObject* object, bool writable) {
+        return !PyObject_GetBuffer(object, &view, PyBUF_STRIDED_RO | (writable ? PyBUF_WRITABLE : 0));
+    }
+};
+
+bool take_memory(Program& program, PyObject* memory) {
+    for (Py_ssize_t i = 0; i < PyTuple_Size(memory); ++i) {
+        Py_buffer view;
+        if (PyObject_GetBuffer(PyTuple_GetItem(memory, i), &view, PyBUF_WRITABLE)) return false;
+        program.memory.push_back(view);
+        program.bases.push_back(static_cast<u8*>(view.buf));
+    }
+    return true;
+}
+
+// make_moves(rows, memory, x, out, inside): a program for arrays like x and out.
+PyObject* make_moves(PyObject*, PyObject* args) {
+    Buffer rows;
+    PyObject *memory, *x, *out;
+    long long inside;
+    if (!PyArg_ParseTuple(args, "y*O!OOL", &rows.view, &PyTuple_Type, &memory, &x, &out, &inside))
+        return nullptr;
+    Program* program = new Program();
+    PyObject* capsule = PyCapsule_New(program, PROGRAM, drop_program);
+    if (!capsule) return delete program, nullptr;
+    Strided in, to;
+    program->bases = {nullptr, nullptr};
+    program->inside = inside;
+    if (!take_memory(*program, memory) || !in.read(x, false) || !to.read(out, true))
+        return Py_DecRef(capsule), nullptr;
+    program->x.read(in.view), program->out.read(to.view);
+    program->rows.assign(rows.as<Row>(), rows.as<Row>() + rows.view.len / (i64)sizeof(Row));
+    for (const Row& row : program->rows)
+        if (!program->is_sound(row)) {
+            PyErr_Format(PyExc_ValueError, "make_moves: row %zd reaches out of its memory",
+                         &row - program->rows.data());
+            return Py_DecRef(capsule), nullptr;
+        }
+    return capsule;
+}
+
+bool apart(const Program& program, const u8* x, const u8* out) {
+    if (program.inside != NOWHERE && x == out + program.inside) return true;
+    return x + program.x.high <= out + program.out.low ||
+           out + program.out.high <= x + program.x.low;
+}
+
+// run_moves(program, first, last, serial, number, looks, x, out): does rows first..last and
+// returns last; or the row that waits; or -1 - row where the number differs there; or None where
+// x or out lies otherwise than those that the program was made for.
+PyObject* run_moves(PyObject*, PyObject* args) {
+    PyObject *capsule, *x, *out;
+    long long first, last, serial, number, looks;
+    if (!PyArg_ParseTuple(args, "OLLLLLOO", &capsule, &first, &last, &serial, &number, &looks, &x,
+                          &out))
+        return nullptr;
+    Program* program = static_cast<Program*>(PyCapsule_GetPointer(capsule, PROGRAM));
+    Strided in, to;
+    if (!program || !in.read(x, false) || !to.read(out, true)) return nullptr;
+    if (!program->x.fits(in.view) || !program->out.fits(to.view)) Py_RETURN_NONE;
+    std::vector<u8*> bases = program->bases;
+    bases[X] = static_cast<u8*>(in.view.buf), bases[OUT] = static_cast<u8*>(to.view.buf);
+    if (first < 0 || last > (long long)program->rows.size()) {
+        PyErr_SetString(PyExc_ValueError, "run_moves: no such rows");
+        return nullptr;
+    }
+    if (!apart(*program, bases[X], bases[OUT])) {
+        PyErr_SetString(PyExc_ValueError, "the arrays overlap");
+        return nullptr;
+    }
+    i64 row = first;
+    Outcome outcome;
+    {
+        Unlocked unlocked;
+        outcome = do_rows(program->rows.data(), row, last, bases.data(), serial, number, looks);
+    }
+    return PyLong_FromLongLong(outcome == DIFFERS ? -1 - row : row);
+}
+
+}  // namespace

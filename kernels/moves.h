@@ -1,0 +1,130 @@
+// Moves: copies and sums of strided boxes of bytes, and words through which two processes tell
+// each other that a message lies in memory that both can see. darray/moves.py makes the rows.
+#ifndef CPD_MOVES_H
+#define CPD_MOVES_H
+
+#include <string.h>
+
+#include "cpd.h"
+
+enum Op { COPY, ADD, FILL, POST, AWAIT };
+enum Kind { INT8, INT16, INT32, INT64, FLOAT32, FLOAT64 };
+
+// A box of counts[0] x .. x counts[3] runs. Offsets and strides are in bytes, run too; source and
+// target are numbers of bases. POST and AWAIT: a word in target, and value that is added to the
+// serial number. A message's number lies 8 bytes behind the word.
+struct Row {
+    i64 op, kind, source, target, source_offset, target_offset, run, value;
+    i64 counts[4], source_strides[4], target_strides[4];
+};
+
+template <int SIZE>
+void copy_fixed(u8* out, const u8* in, i64 n, i64 out_stride, i64 in_stride) {
+    for (i64 i = 0; i < n; ++i) memcpy(out + i * out_stride, in + i * in_stride, SIZE);
+}
+
+// Runs of HALF..2 HALF bytes, in two moves that may overlap: a call of memcpy costs more.
+template <int HALF>
+void copy_halves(u8* out, const u8* in, i64 run, i64 n, i64 out_stride, i64 in_stride) {
+    for (i64 i = 0; i < n; ++i) {
+        u8 first[HALF], last[HALF];
+        memcpy(first, in + i * in_stride, HALF);
+        memcpy(last, in + i * in_stride + run - HALF, HALF);
+        memcpy(out + i * out_stride, first, HALF);
+        memcpy(out + i * out_stride + run - HALF, last, HALF);
+    }
+}
+
+inline void copy_runs(u8* out, const u8* in, i64 run, i64 n, i64 out_stride, i64 in_stride) {
+    switch (run) {
+        case 1: return copy_fixed<1>(out, in, n, out_stride, in_stride);
+        case 2: return copy_fixed<2>(out, in, n, out_stride, in_stride);
+        case 4: return copy_fixed<4>(out, in, n, out_stride, in_stride);
+        case 8: return copy_fixed<8>(out, in, n, out_stride, in_stride);
+        case 16: return copy_fixed<16>(out, in, n, out_stride, in_stride);
+    }
+    if (run > 8 && run < 16) return copy_halves<8>(out, in, run, n, out_stride, in_stride);
+    if (run > 16 && run <= 32) return copy_halves<16>(out, in, run, n, out_stride, in_stride);
+    if (run > 32 && run <= 64) return copy_halves<32>(out, in, run, n, out_stride, in_stride);
+    for (i64 i = 0; i < n; ++i) memcpy(out + i * out_stride, in + i * in_stride, run);
+}
+
+template <class T>
+void add_runs(u8* out, const u8* in, i64 run, i64 n, i64 out_stride, i64 in_stride) {
+    typedef T Anywhere __attribute__((aligned(1), may_alias));
+    for (i64 i = 0; i < n; ++i) {
+        Anywhere* to = (Anywhere*)(out + i * out_stride);
+        const Anywhere* from = (const Anywhere*)(in + i * in_stride);
+        for (i64 j = 0; j < run / (i64)sizeof(T); ++j) to[j] = (T)(to[j] + from[j]);
+    }
+}
+
+typedef void (*Runs)(u8* out, const u8* in, i64 run, i64 n, i64 out_stride, i64 in_stride);
+
+// Integers are added without a sign, so that sums that are too large wrap around, as NumPy's do.
+const Runs add_by_kind[] = {add_runs<u8>,  add_runs<unsigned short>, add_runs<u32>,
+                            add_runs<u64>, add_runs<float>,          add_runs<double>};
+
+// Every run becomes repeats of the element at in, which has as many bytes as value says.
+inline void fill_runs(u8* out, const u8* in, i64 run, i64 n, i64 out_stride, i64 size) {
+    for (i64 i = 0; i < n; ++i)
+        for (i64 j = 0; j < run; j += size) memcpy(out + i * out_stride + j, in, size);
+}
+
+inline void move_box(const Row& row, const u8* in, u8* out) {
+    const i64 *n = row.counts, *si = row.source_strides, *so = row.target_strides;
+    Runs runs = row.op == ADD ? add_by_kind[row.kind] : copy_runs;
+    for (i64 a = 0; a < n[0]; ++a)
+        for (i64 b = 0; b < n[1]; ++b)
+            for (i64 c = 0; c < n[2]; ++c) {
+                const u8* from = in + a * si[0] + b * si[1] + c * si[2];
+                u8* to = out + a * so[0] + b * so[1] + c * so[2];
+                if (row.op == FILL)
+                    fill_runs(to, in, row.run, n[3], so[3], row.value);
+                else
+                    runs(to, from, row.run, n[3], so[3], si[3]);
+            }
+}
+
+inline void pause_core() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#endif
+}
+
+enum Outcome { DONE, WAITS, DIFFERS };
+
+inline Outcome await_word(u8* word, i64 wanted, i64 number, i64 looks, bool is_message) {
+    for (i64 i = 0; __atomic_load_n((i64*)word, __ATOMIC_ACQUIRE) < wanted; ++i) {
+        if (i == looks) return WAITS;
+        pause_core();
+    }
+    return is_message && ((i64*)word)[1] != number ? DIFFERS : DONE;
+}
+
+inline void post_word(u8* word, i64 value, i64 number) {
+    ((i64*)word)[1] = number;
+    __atomic_store_n((i64*)word, value, __ATOMIC_RELEASE);
+}
+
+// Does the rows first..last; stops at an AWAIT whose word does not come, or belongs to another
+// number. kind of an AWAIT: whether it is for a message.
+inline Outcome do_rows(const Row* rows, i64& first, i64 last, u8* const* bases, i64 serial,
+                       i64 number, i64 looks) {
+    for (; first < last; ++first) {
+        const Row& row = rows[first];
+        u8* out = bases[row.target] + row.target_offset;
+        const u8* in = bases[row.source] + row.source_offset;
+        if (row.op == POST) {
+            post_word(out, serial + row.value, number);
+        } else if (row.op == AWAIT) {
+            Outcome found = await_word(out, serial + row.value, number, looks, row.kind);
+            if (found != DONE) return found;
+        } else if (row.op != COPY || in != out) {  // else: x is where it belongs in out already
+            move_box(row, in, out);
+        }
+    }
+    return DONE;
+}
+
+#endif

@@ -1,0 +1,60 @@
+"""Slurm scripts as golden files hold them; `python tests/rendering.py` writes them anew."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from cpdhpc.config import validate
+from cpdhpc.study.batch import Batch, batches
+from cpdhpc.study.launchers import LAUNCHERS
+from cpdhpc.study.script import array_script, arrays, collect_script
+from cpdhpc.study.site import Site, load_site
+from cpdhpc.study.spec import Study
+from cpdhpc.study.standalone import scripts
+from cpdhpc.study.sweep import expand
+
+ROOT = Path(__file__).parent.parent
+GOLDEN = ROOT / "tests" / "golden" / "slurm"
+FOLDER = Path("results/demo")
+STUDY = validate(
+    Study,
+    {
+        "name": "demo",
+        "kind": "allreduce",
+        "sweep": {"nodes": [1, 2], "ppn": [2], "size_bytes": [65536], "wire": ["raw", "e4m3"]},
+        "run": {"bundle": "case", "throttle": 8, "case_time_s": 100.0},
+    },
+    "demo.toml",
+)
+
+
+def some_batches() -> list[Batch]:
+    """The batches of the study: two on 1 x 2 ranks, two on 2 x 2."""
+    return batches(STUDY, expand(STUDY).cases)
+
+
+def array_of(site: Site, nodes: int = 2, study: Study = STUDY) -> str:
+    """The script of the array on so many nodes."""
+    array = next(each for each in arrays(some_batches(), site) if each.nodes == nodes)
+    return array_script(array, site, study, FOLDER)
+
+
+def golden() -> dict[Path, str]:
+    """Text by path: an array for each launcher with CPUs and GPUs, the sites' and slurm/'s own."""
+    found: dict[Path, str] = {}
+    for launcher in LAUNCHERS:
+        for kind, gpus in (("cpu", 0), ("gpu", 4)):
+            site = Site(launcher=launcher, gpus_per_node=gpus, cpus_per_rank=4 if gpus else 1)
+            found[GOLDEN / f"array-{launcher}-{kind}.sbatch"] = array_of(site)
+    for path in sorted((ROOT / "slurm" / "sites").glob("*.toml")):
+        site = load_site(path)
+        found[GOLDEN / f"array-site-{site.name}.sbatch"] = array_of(site)
+        found[GOLDEN / f"collect-site-{site.name}.sbatch"] = collect_script(site, "demo", FOLDER)
+    return found | {ROOT / "slurm" / name: text for name, text in scripts().items()}
+
+
+if __name__ == "__main__":
+    for path, text in golden().items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        print(path.relative_to(ROOT))

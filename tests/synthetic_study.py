@@ -1,0 +1,211 @@
+"""Study files made of invented measurements, written by h5py alone, as docs/hdf5.md says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from math import comb
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+from synthetic_points import WORK, Array, Columns, allreduce_columns, asked, train_columns, training
+
+WARMUPS = 2
+LEVEL = 0.95
+UNITS = {
+    "size_bytes": "byte",
+    "wire_bytes": "byte",
+    "payload_bytes": "byte",
+    "accuracy": "%",
+    "loss": "nat",
+    "test_accuracy": "%",
+    "underflow": "%",
+    "saturated": "%",
+}
+FACTORS = (
+    "nodes",
+    "ppn",
+    "ranks",
+    "size_bytes",
+    "algorithm",
+    "wire",
+    "value_scaling",
+    "accumulate",
+)
+FACTORS += ("gradient.aggregator", "gradient.wire", "gradient.scaling", "seed", "train.batch")
+PLACES = {"nodes", "ppn", "ranks"}
+ENVIRONMENT = {
+    "hosts": "node[01-02]",
+    "processor": "AMD EPYC 9654",
+    "cores": 96,
+    "mpi_library": "Open MPI v5.0.11",
+    "versions": json.dumps({"cpdhpc": "0.1", "numpy": "2.1.0"}),
+    "kernels": "v4",
+    "git_commit": "0123abcd",
+    "slurm": json.dumps({"SLURM_JOB_ID": "1234", "SLURM_JOB_PARTITION": "batch"}),
+}
+
+
+def binomial_interval(sorted_s: Array) -> tuple[float, float]:
+    """The median's interval by order statistics, with the sum of binomials written out."""
+    n = len(sorted_s)
+    for low in range(n // 2, 0, -1):  # 1-based ranks low and n + 1 - low
+        if sum(comb(n, k) for k in range(low, n - low + 1)) / 2**n >= LEVEL:
+            return float(sorted_s[low - 1]), float(sorted_s[n - low])
+    return np.nan, np.nan
+
+
+def samples(
+    columns: Columns, times_s: Array, repeats: int, noise: float, seed: int
+) -> dict[str, tuple[tuple[str, ...], Any]]:
+    """The group /samples: dimensions and data of each variable."""
+    random = np.random.default_rng(seed)
+    n = len(times_s)
+    raw = times_s[:, None] * random.lognormal(0, noise, (n, repeats)) * 1.02
+    raw[:, :WARMUPS] *= 1.5
+    raw[::3, repeats - 2 :] = np.nan  # stopped early
+    warm = np.zeros((n, repeats), np.uint8)
+    warm[:, :WARMUPS] = 1
+    by, both = ("point",), ("point", "repeat")
+    named = ["_".join(str(columns[k][i]) for k in columns if k in FACTORS) for i in range(n)]
+    return {
+        "point": (by, np.arange(n)),
+        "repeat": (("repeat",), np.arange(repeats)),
+        "case_id": (by, named),
+        **{name: (by, values) for name, values in columns.items()},
+        "time_s": (both, raw),
+        "min_rank_time_s": (both, raw * 0.9),
+        "mean_rank_time_s": (both, raw * 0.95),
+        "is_warmup": (both, warm),
+        "job_id": (by, ["1234"] * n),
+        "restarts": (by, [0] * n),
+        "environment": (by, [0] * n),
+    }
+
+
+def bases(columns: Columns, varying: set[str]) -> list[int]:
+    """For each point the one of fewest ranks whose other factors are the same."""
+    same = [k for k in FACTORS if k in columns and k not in PLACES | varying]
+    keys = [tuple(columns[k][i] for k in same) for i in range(len(columns["ranks"]))]
+    order = sorted(range(len(keys)), key=lambda i: columns["ranks"][i])
+    first: dict[Any, int] = {}
+    for i in order:
+        first.setdefault(keys[i], i)
+    return [first[key] for key in keys]
+
+
+def summary(
+    group: Mapping[str, Any], base: list[int], scaling: str
+) -> dict[str, tuple[tuple[str, ...], Any]]:
+    """The group /summary, by the definitions."""
+    raw, warm = np.array(group["time_s"][1]), np.array(group["is_warmup"][1])
+    kept = [np.sort(t[(w == 0) & np.isfinite(t)]) for t, w in zip(raw, warm, strict=True)]
+    ends = np.array([binomial_interval(t) for t in kept])
+    median = np.array([np.median(t) for t in kept])
+    ranks = np.array(group["ranks"][1])
+    gain = ranks / ranks[base] if scaling == "weak" else np.ones(len(ranks))
+    speed = gain * median[base] / median
+    columns = {
+        "n": [len(t) for t in kept],
+        "median_s": median,
+        "ci_low_s": ends[:, 0],
+        "ci_high_s": ends[:, 1],
+        "mean_s": [t.mean() for t in kept],
+        "std_s": [t.std(ddof=1) if len(t) > 1 else np.nan for t in kept],
+        "min_s": [t.min() for t in kept],
+        "max_s": [t.max() for t in kept],
+        "p95_s": [np.quantile(t, 0.95) for t in kept],
+        "p99_s": [np.quantile(t, 0.99) for t in kept],
+        "speedup": speed,
+        "speedup_low": gain * ends[base, 0] / ends[:, 1],
+        "speedup_high": gain * ends[base, 1] / ends[:, 0],
+        "efficiency": speed / (ranks / ranks[base]),
+        "base_point": base,
+    }
+    points = {"point": (("point",), np.arange(len(kept)))}
+    return points | {name: (("point",), values) for name, values in columns.items()}
+
+
+def attributes(name: str, kind: str, scaling: str, missing: int, toml: str) -> dict[str, Any]:
+    """What the file says of itself."""
+    return {
+        "Conventions": "CF-1.11",
+        "cpdhpc_schema": 1,
+        "title": f"{name}: {scaling} scaling, {kind}",
+        "name": name,
+        "work": WORK[kind],
+        "sample": "one call, the slowest rank",
+        "missing": missing,
+        "software": "cpdhpc",
+        "software_version": "0.1",
+        "date": "2026-05-04T12:00:00.000+00:00",
+        "kind": kind,
+        "scaling": scaling,
+        "study": toml,
+        "study_hash": "0" * 64,
+        "status": "partial" if missing else "complete",
+    }
+
+
+def write_study(
+    path: Path,
+    kind: str = "allreduce",
+    scaling: str = "strong",
+    factor: Mapping[int, float] | None = None,
+    drop: int = 0,
+    repeats: int = 18,
+    noise: float = 0.03,
+    seed: int = 0,
+    toml: str | None = None,
+    environment: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Path:
+    """Write a study; factor: point -> by what its times are multiplied; drop: points left out."""
+    make = {"allreduce": allreduce_columns, "train": train_columns}[kind]
+    columns, times_s = make(weak=scaling == "weak", **options)
+    if drop:
+        columns = {name: values[:-drop] for name, values in columns.items()}
+        times_s = times_s[:-drop]
+    group = samples(columns, times_s, repeats, noise, seed)
+    for index, slower in (factor or {}).items():
+        group["time_s"][1][index] *= slower
+    varying = {"size_bytes", "train.batch"} if scaling == "weak" else set()
+    groups = {
+        "samples": group,
+        "summary": summary(group, bases(columns, varying), scaling),
+        "environment": {
+            "environment": (("environment",), [0]),
+            **{k: (("environment",), [v]) for k, v in (environment or ENVIRONMENT).items()},
+        },
+    }
+    groups |= training(columns, times_s) if kind == "train" else {}
+    with h5py.File(path, "w") as file:
+        file.attrs.update(
+            attributes(
+                path.stem, kind, scaling, drop, toml or asked(path.stem, kind, scaling, options)
+            )
+        )
+        for name, variables in groups.items():
+            _write_group(file.create_group(name), variables)
+        file["summary"].attrs["ci_level"] = LEVEL
+        file["summary"].attrs["base"] = (
+            f"fewest ranks, then least {WORK[kind]}, of the points alike"
+        )
+    return path
+
+
+def _write_group(target: Any, variables: Mapping[str, tuple[tuple[str, ...], Any]]) -> None:
+    for name, (dims, values) in sorted(variables.items(), key=lambda v: v[1][0] != (v[0],)):
+        data = np.asarray(values)
+        data = data.astype(object) if data.dtype.kind == "U" else data
+        kind = h5py.string_dtype() if data.dtype == object else None
+        dataset = target.create_dataset(name, data=data, dtype=kind)
+        dataset.attrs["long_name"] = name.replace("_", " ")
+        dataset.attrs["units"] = "s" if name.endswith("_s") else UNITS.get(name, "1")
+        if dims == (name,):
+            dataset.make_scale(name)
+            continue
+        for axis, dim in enumerate(dims):
+            dataset.dims[axis].attach_scale(target[dim])

@@ -1,0 +1,173 @@
+"""Figures of large studies: nothing overlaps, axes say what they are, all is told apart in grey."""
+
+from __future__ import annotations
+
+from itertools import combinations, pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from synthetic_study import write_study
+
+from cpdhpc.study.report import text
+from cpdhpc.study.report.axis import Axis, spread
+from cpdhpc.study.report.chart import STYLE, Chart, draw
+from cpdhpc.study.report.look import BOUND, COLOURS, MARKERS, looks
+from cpdhpc.study.report.panel import Map, Panel
+from cpdhpc.study.report.series import Series
+from cpdhpc.study.report.study_file import load_study_file
+from cpdhpc.study.report.study_report import study_report
+
+STUDIES: dict[str, dict[str, Any]] = {
+    "strong": {"sizes": (2**12, 2**18, 2**24)},
+    "weak": {"scaling": "weak", "sizes": (2**20,)},
+    "training": {"kind": "train"},
+}
+CHARTS = {
+    "strong": ["speedup", "efficiency", "time_by_size_2x4", "bandwidth_by_size_2x4"],
+    "weak": ["time"],
+    "training": ["speedup", "accuracy_by_bits", "accuracy_by_time", "loss_by_epoch"],
+}
+CHARTS["training"] += ["underflow_4_ranks"]
+
+
+@pytest.fixture(scope="module")
+def charts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Chart]]:
+    """All figures of three studies by name: 90 and 40 all-reduces, 81 trainings."""
+    found = {}
+    for name, options in STUDIES.items():
+        path = write_study(tmp_path_factory.mktemp(name) / f"{name}.h5", **options)
+        report = study_report(load_study_file(path))
+        found[name] = {chart.name: chart for chart in report.charts}
+    return found
+
+
+@pytest.mark.parametrize(("study", "name"), [(s, n) for s, names in CHARTS.items() for n in names])
+def test_nothing_overlaps(charts: dict[str, dict[str, Chart]], study: str, name: str) -> None:
+    from matplotlib import rc_context
+
+    chart = charts[study][name]
+    with rc_context(STYLE):
+        figure = draw(chart)
+        figure.draw_without_rendering()
+    axes = figure.axes
+    boxes = [each.get_tightbbox() for each in axes]
+    boxes += [legend.get_window_extent() for legend in figure.legends]
+    boxes += [each.get_window_extent() for each in figure.texts]
+    for one, other in combinations(boxes, 2):
+        assert overlap(one, other) < 2, "points, as rounding may give"
+    width, height = figure.get_size_inches() * figure.dpi
+    assert all(b.x0 > -1 and b.y0 > -1 and b.x1 < width + 1 and b.y1 < height + 1 for b in boxes)
+    for each in axes:
+        labels = [t for t in each.get_xticklabels() if t.get_text() and t.get_visible()]
+        ends = sorted((t.get_window_extent().x0, t.get_window_extent().x1) for t in labels)
+        assert all(before[1] < after[0] for before, after in pairwise(ends))
+
+
+def overlap(one: Any, other: Any) -> float:
+    """The smaller side of what two boxes have in common."""
+    wide = min(one.x1, other.x1) - max(one.x0, other.x0)
+    high = min(one.y1, other.y1) - max(one.y0, other.y0)
+    return float(min(wide, high))
+
+
+def test_axes_have_units_and_series_are_told_apart(charts: dict[str, dict[str, Chart]]) -> None:
+    units = ("/ %", "/ µs", "/ ms", "/ s", "/ (GB/s)", "/ kB", "/ nat")
+    without = ("speed-up", "ranks", "epoch", "iteration", "", "float32 data of a rank")
+    for chart in (chart for found in charts.values() for chart in found.values()):
+        assert chart.title and chart.caption
+        for panel in chart.panels:
+            for axis in (panel.x, panel.y):
+                assert axis.label.endswith(units) or axis.label in without, axis.label
+            if isinstance(panel, Map):
+                assert chart.colours.endswith("/ %")
+                continue
+            named = {(s.look.marker, str(s.look.dash)) for s in panel.series if s.label}
+            assert len(named) == len({s.label for s in panel.series if s.label})
+
+
+def test_bounds_bars_and_ideals_are_drawn(charts: dict[str, dict[str, Chart]]) -> None:
+    for chart in (charts["strong"]["time_by_size_2x4"], charts["weak"]["time"]):
+        for panel in chart.panels:
+            assert isinstance(panel, Panel)
+            (bound,) = [series for series in panel.series if series.label == "bound"]
+            measured = [s for s in panel.series if s.look.marker]
+            assert measured and all(np.isfinite(s.low).all() for s in measured if s.low)
+            own = [s for s in measured if "mpi" not in s.label]
+            assert all(min(s.y) > min(bound.y) for s in own)
+    for panel in charts["training"]["speedup"].panels:
+        (ideal,) = [series for series in panel.series if series.label == "ideal"]
+        assert list(ideal.x) == [1, 2, 4] and list(ideal.y) == pytest.approx([1, 2, 4])
+
+
+def test_lines_only_where_values_between_are_meant(charts: dict[str, dict[str, Chart]]) -> None:
+    """Sizes have values between, numbers of ranks have none, trainings even less."""
+    joins = {"speedup": {"guide"}, "time_by_size_2x4": {"line"}, "accuracy_by_time": {"none"}}
+    for name, expected in joins.items():
+        chart = charts["strong"].get(name) or charts["training"][name]
+        series = [s for panel in chart.panels for s in panel.series if s.look.marker]
+        assert {s.join for s in series} == expected
+
+
+def test_a_look_is_the_same_in_all_figures_of_a_study(charts: dict[str, dict[str, Chart]]) -> None:
+    for found in charts.values():
+        seen: dict[str, set[Any]] = {}
+        for chart in found.values():
+            for panel in chart.panels:
+                for s in panel.series:
+                    seen.setdefault(s.label, set()).add((s.look.color, s.look.marker))
+        assert all(len(each) == 1 for each in seen.values())
+
+
+def test_neighbouring_colours_differ_in_grey() -> None:
+    grey = [sum(w * int(c[i : i + 2], 16) for w, i in LUMA) for c in COLOURS]
+    assert min(abs(a - b) for a, b in pairwise(grey)) > 30
+    assert (
+        len({(look.marker, str(look.dash)) for look in looks(map(str, range(33))).values()}) == 33
+    )
+    assert len(set(MARKERS)) == len(MARKERS)
+
+
+LUMA = ((0.299, 1), (0.587, 3), (0.114, 5))
+
+
+def test_a_shared_axis_holds_the_values_of_all_panels() -> None:
+    panels = [
+        Panel("", Axis("x"), spread("y", [1, 3]), [Series("", BOUND, [0, 1], [1, y])])
+        for y in (1, 3)
+    ]
+    figure = draw(Chart("a", "a", [], "", panels))
+    for axes in figure.axes:
+        low, high = axes.get_ylim()
+        assert low == 0 and high >= 3
+
+
+def test_ticks_of_many_sizes_have_room() -> None:
+    sizes = [float(2**i) for i in range(6, 31)]
+    axis = Axis("size", "size", ticks=sizes)
+    panel = Panel("", axis, Axis("y"), [Series("", BOUND, sizes, sizes)])
+    figure = draw(Chart("a", "a", [], "", [panel] * 3))
+    figure.draw_without_rendering()
+    labels = figure.axes[0].get_xticklabels()
+    assert 5 <= len(labels) <= 8 and labels[0].get_text() == "64\nB"
+    boxes = [label.get_window_extent() for label in labels]
+    assert all(left.x1 < right.x0 for left, right in pairwise(boxes))
+
+
+def test_quantities_as_text() -> None:
+    shown = [text.digits(v) for v in (0.0, 9.999, 1234.0, 0.01234, 1e-5, -0.5, float("nan"))]
+    assert shown == ["0", "10.0", "1,230", "0.0123", "1.00e-05", "-0.500", "-"]
+    assert [text.time(v) for v in (1.2, 0.9999, 999.6e-6, 3e-9)] == [
+        "1.20 s",
+        "1.00 s",
+        "1.00 ms",
+        "3.00 ns",
+    ]
+    assert [text.size(v) for v in (100, 1024, 1536, 1000, 3 << 20)] == [
+        "100 B",
+        "1 KiB",
+        "1.5 KiB",
+        "1,000 B",
+        "3 MiB",
+    ]
+    assert text.signed(-0.001) == "+0.00"

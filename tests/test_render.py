@@ -1,0 +1,136 @@
+"""Slurm scripts: as the golden files have them, sound as bash, with the options they need."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+from rendering import GOLDEN, ROOT, STUDY, array_of, golden, some_batches
+
+from cpdhpc.study import standalone
+from cpdhpc.study.batch import Batch
+from cpdhpc.study.launchers import LAUNCHERS, launch
+from cpdhpc.study.script import array_script, arrays, collect_script, minutes, ranges
+from cpdhpc.study.site import Site, load_site
+
+TEXTS = golden()
+NAMES = [str(path.relative_to(ROOT)) for path in TEXTS]
+pytestmark = pytest.mark.mpi_skip
+
+
+def directives(text: str) -> list[str]:
+    return [line.removeprefix("#SBATCH ") for line in text.splitlines() if "#SBATCH" in line]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_scripts_are_the_golden_ones(name: str) -> None:
+    assert (ROOT / name).read_text() == TEXTS[ROOT / name], "python tests/rendering.py, and look"
+
+
+def test_no_golden_file_is_left_over() -> None:
+    there = {*GOLDEN.iterdir(), *(ROOT / "slurm").glob("*.sbatch")}
+    assert there == set(TEXTS)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_scripts_are_sound(name: str) -> None:
+    text = TEXTS[ROOT / name]
+    checked = subprocess.run(
+        ["bash", "-n"], input=text, text=True, capture_output=True, check=False
+    )
+    assert checked.returncode == 0 and not checked.stderr
+    head, _, body = text.partition("\n\n")
+    assert all(line.startswith("#") for line in head.splitlines()), "sbatch stops at a command"
+    assert "#SBATCH" not in body
+    given = directives(text)
+    assert len({line.partition("=")[0] for line in given}) == len(given), "an option twice"
+    assert any(line.startswith("--ntasks-per-node=") for line in given)
+    assert not [line for line in given if line.startswith("--ntasks=")]
+    assert body.startswith("unset SLURM_EXPORT_ENV")
+    assert "PROCID" not in text and "{{" not in text and "None" not in text
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("gpus", [0, 2])
+def test_options_of_a_launcher(launcher: str, gpus: int) -> None:
+    text = array_of(Site(launcher=launcher, gpus_per_node=gpus))
+    given = directives(text)
+    to_the_script = not launcher.startswith("srun")
+    assert ("--signal=B:USR1@120" in given) == to_the_script
+    assert ("--signal=USR1@120" in given) == (not to_the_script)
+    assert ("--gpus-per-node=2" in given) == bool(gpus)
+    assert {"--requeue", "--open-mode=append", "--array=2-3%8", "--nodes=2"} <= set(given)
+    assert f"{launch(launcher, '4', '2', 1)} python -m cpdhpc batch" in text
+
+
+def test_many_cores_a_rank_and_flags() -> None:
+    assert launch("mpirun", "8", "4", 2, ["--mca", "a b"]) == (
+        "mpirun -n 8 --map-by ppr:4:node:PE=2 --mca 'a b'"
+    )
+    assert launch("mpiexec", "8", "4", 2) == "mpiexec -n 8 -ppn 4 -bind-to core:2"
+    assert "--cpus-per-task=2" in launch("srun-pmix", "8", "4", 2)
+
+
+def test_names_that_need_quotes() -> None:
+    [array, *_] = arrays(some_batches(), Site())
+    text = array_script(array, Site(), STUDY, Path("results/a b"))
+    assert "--output='results/a b/logs/%x-%A_%a.log'" in text
+    assert "cpdhpc batch 'results/a b' " in text
+    assert "study collect 'results/a b'" in collect_script(Site(), "demo", Path("results/a b"))
+
+
+def test_all_elements_at_a_time_without_a_throttle() -> None:
+    run = STUDY.run.model_copy(update={"throttle": 0})
+    text = array_of(Site(), study=STUDY.model_copy(update={"run": run}))
+    assert "--array=2-3" in directives(text)
+
+
+def test_ranges() -> None:
+    assert ranges([]) == ""
+    assert ranges([5]) == "5"
+    assert ranges([3, 1, 2, 7, 9, 10]) == "1-3,7,9-10"
+
+
+def batch(number: int, nodes: int, time_s: float = 10.0) -> Batch:
+    return Batch(number, nodes, 2, (), time_s)
+
+
+def test_arrays_by_shape_and_length() -> None:
+    made = [batch(number, 1 + number % 2) for number in range(12)]
+    found = arrays(made, Site(max_array=8))
+    told = [(each.name, each.indices, [b.number for b in each.batches]) for each in found]
+    assert told == [
+        ("1x2", "0,2,4,6", [0, 2, 4, 6]),
+        ("1x2-from8", "0,2", [8, 10]),
+        ("2x2", "1,3,5,7", [1, 3, 5, 7]),
+        ("2x2-from8", "1,3", [9, 11]),
+    ]
+    text = array_script(found[1], Site(), STUDY, Path("f"))
+    assert "batch f $((8 + SLURM_ARRAY_TASK_ID)) --nodes 1" in text
+
+
+def test_minutes() -> None:
+    # 1.5 times the estimate, a minute to start, the two minutes before the signal.
+    assert minutes(600.0, Site()) == 15 + 1 + 2
+    assert minutes(1.0, Site()) == 4
+    assert minutes(6000.0, Site(max_time_min=60)) == 60
+
+
+def test_an_array_lasts_as_long_as_its_longest_batch() -> None:
+    [array] = arrays([batch(0, 1, 10.0), batch(1, 1, 1200.0)], Site())
+    assert "--time=33" in directives(array_script(array, Site(), STUDY, Path("f")))
+
+
+def test_standalone_scripts_of_a_site() -> None:
+    site = load_site(ROOT / "slurm" / "sites" / "openmpi_gpu.toml")
+    texts = standalone.scripts(site)
+    assert list(texts) == ["train.sbatch", "allreduce_scaling.sbatch"]
+    for text in texts.values():
+        assert "module load openmpi/5.0" in text
+        assert "--gpus-per-node=2" in directives(text)
+
+
+def test_the_study_of_the_golden_files() -> None:
+    assert [each.name for each in arrays(some_batches(), Site())] == ["1x2", "2x2"]
+    assert STUDY.run.throttle == 8

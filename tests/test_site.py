@@ -1,0 +1,72 @@
+"""Site profiles: what they may say, and the shapes that they refuse."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from training import ROOT
+
+from cpdhpc.config import ConfigError
+from cpdhpc.study.site import Site, load_site
+
+pytestmark = pytest.mark.mpi_skip
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("partion = 'x'", "unknown key partion: did you mean partition"),
+        ("launcher = 'srun'", "launcher='srun': did you mean srun-pm"),
+        ("launcher = 'sbatch'", "known are mpiexec, mpirun, srun-cray, srun-pmi2, srun-pmix"),
+        ("modules = 'gcc'", "modules='gcc': should be a list"),
+        ('setup = ["a\\nb"]', "should be one line"),
+        ("setup = ['']", "should be one line"),
+        ("partition = 'a b'", "should be one word"),
+        ("directives = ['exclusive']", "should be an option of sbatch"),
+        ("gpus_per_node = -1", "greater than or equal to 0"),
+        ("grace_s = 30", "greater than or equal to 60"),
+        ("max_time_min = 3", "leaves no minute before the last grace_s=120 seconds"),
+        ("nodes = 'many'", "nodes='many': should be a valid integer"),
+        ("modules = [", "is not TOML"),
+    ],
+)
+def test_profiles_that_cannot_be(tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_site(path)
+    assert str(caught.value).startswith(f"{path}: ") and words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_profiles_that_can_be(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text("modules = ['gcc']")
+    assert load_site(path) == Site(name="mine", modules=("gcc",))
+    local = load_site(ROOT / "slurm" / "sites" / "local.toml")
+    assert local == load_site(None), "local.toml spells out the defaults"
+    with pytest.raises(ConfigError, match=r"no\.toml: cannot be read"):
+        load_site(tmp_path / "no.toml")
+
+
+@pytest.mark.parametrize(
+    ("shape", "given", "words"),
+    [
+        ((2, 4), {}, None),
+        ((2, 4), {"nodes": 2, "cores_per_node": 8, "cpus_per_rank": 2}, None),
+        ((3, 4), {"nodes": 2}, "3 nodes: site s gives a job 2 at most"),
+        ((1, 9), {"cores_per_node": 8}, "9 ranks per node: a node of site s has 8 cores"),
+        (
+            (1, 5),
+            {"cores_per_node": 8, "cpus_per_rank": 2},
+            "5 ranks per node with 2 cores each: a node of site s has 8 cores",
+        ),
+        ((1, 3), {"gpus_per_node": 2}, "3 ranks per node: a node of site s has 2 GPUs"),
+    ],
+)
+def test_shapes_that_a_site_refuses(
+    shape: tuple[int, int], given: dict[str, Any], words: str | None
+) -> None:
+    assert Site(name="s", **given).refusal(*shape) == words

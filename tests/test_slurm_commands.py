@@ -1,0 +1,142 @@
+"""study render, submit, status, resume, freeze and scripts, as the command line has them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rendering import STUDY, golden, some_batches
+from stand_ins import Slurm
+from training import ROOT, environment
+
+from cpdhpc import store
+from cpdhpc.__main__ import main
+from cpdhpc.study.folder import Folder
+from cpdhpc.study.jobs import recorded
+
+pytestmark = pytest.mark.mpi_skip
+SITE = str(ROOT / "slurm" / "sites" / "openmpi_gpu.toml")
+
+
+@pytest.fixture
+def study(tmp_path: Path) -> str:
+    """The file of the study of the golden scripts."""
+    path = tmp_path / "demo.toml"
+    path.write_text(STUDY.toml())
+    return str(path)
+
+
+def call(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    status = main(list(words))
+    shown = capsys.readouterr()
+    return status, shown.out, shown.err
+
+
+def test_render_prints_what_submit_hands_over(
+    fake_slurm: Slurm, study: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, text, _ = call(capsys, "study", "render", study, "--site", SITE)
+    assert status == 0 and not Path("results").exists(), "render writes nothing"
+    assert call(capsys, "study", "submit", study, "--site", SITE)[0] == 0
+    names = ("1x2", "2x2", "collect")
+    parts = [Path(f"results/demo/scripts/{name}.sbatch").read_text() for name in names]
+    headed = [f"==> {name} <==\n{part}" for name, part in zip(names, parts, strict=True)]
+    assert text == "\n".join(headed)
+    for name, part in zip(names, parts, strict=True):
+        one = call(capsys, "study", "render", study, "--site", SITE, "--script", name)
+        assert one == (0, part, "")
+    assert parts[1] in golden().values()
+
+
+def test_render_says_what_it_cannot(study: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status, _, error = call(capsys, "study", "render", study, "--script", "2x3")
+    assert status == 2 and "--script 2x3: did you mean 2x2" in error
+    small = Path(study).with_name("small.toml")
+    small.write_text("cores_per_node = 1")
+    status, _, error = call(capsys, "study", "render", study, "--site", str(small))
+    assert status == 2 and "nothing can be submitted: 2 ranks per node" in error
+
+
+def test_plan_says_what_a_site_lacks(study: str, capsys: pytest.CaptureFixture[str]) -> None:
+    small = Path(study).with_name("small.toml")
+    small.write_text("nodes = 1")
+    status, text, _ = call(capsys, "study", "plan", study, "--site", str(small))
+    assert status == 0 and "2 cases in 2 batch(es)" in text
+    assert "impossible, 2 case(s): 2 nodes: site small gives a job 1 at most" in text
+
+
+def test_resume_submits_with_the_site_of_the_last_time(
+    fake_slurm: Slurm, study: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    call(capsys, "study", "submit", study, "--site", SITE)
+    folder = Folder(Path("results/demo"))
+    first = some_batches()[0].cases[0]
+    store.write(folder.case_file(first), {}, {"status": "complete", "case_id": first.id})
+    fake_slurm.calls()
+    status, text, _ = call(capsys, "study", "resume", "results/demo")
+    assert status == 0 and "job 13: 1 x 2 ranks, elements 1" in text
+    assert fake_slurm.calls()[-1].startswith("--parsable --dependency=afterany:13:14 ")
+    assert "module load openmpi/5.0" in Path("results/demo/scripts/1x2.sbatch").read_text()
+    assert len(recorded(folder)) == 6
+
+
+def test_status_lists_what_slurm_says(
+    fake_slurm: Slurm, study: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    call(capsys, "study", "submit", study)
+    fake_slurm.knows(10, "demo-1x2", {0: ("FAILED", 512, "NonZeroExitCode"), 1: ("RUNNING", 0, "")})
+    fake_slurm.knows(11, "demo-2x2", {2: ("PENDING", 0, "Priority"), 3: ("PENDING", 0, "Priority")})
+    Path("results/demo/logs/demo-1x2-10_0.log").write_text("what went wrong\n")
+    status, text, _ = call(capsys, "study", "status", study)
+    assert status == 0
+    assert "job 10_0 FAILED, exit code 2" in text and "    | what went wrong" in text
+    assert text.endswith("demo: 4 cases: 1 running, 2 pending, 1 failed\n")
+
+
+def test_freeze_makes_a_folder_for_ones_own_script(
+    study: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = str(tmp_path / "mine")
+    assert call(capsys, "study", "freeze", study, "--out", out) == (0, f"{out}\n", "")
+    assert Folder(tmp_path / "mine").study() == STUDY
+    status, _, error = call(
+        capsys, "study", "freeze", study, "--out", out, "--set", "scaling=throughput"
+    )
+    assert status == 2 and "holds another study: scaling differs" in error
+
+
+def test_scripts_are_written_for_a_site(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "deep" / "er"
+    status, text, _ = call(capsys, "scripts", "--out", str(out), "--site", SITE)
+    assert status == 0 and text.split() == [
+        str(out / "train.sbatch"),
+        str(out / "allreduce_scaling.sbatch"),
+    ]
+    assert call(capsys, "scripts", "--out", str(out))[0] == 0
+    for path in out.iterdir():
+        assert path.read_text() == (ROOT / "slurm" / path.name).read_text()
+    (tmp_path / "file").touch()
+    status, _, error = call(capsys, "scripts", "--out", str(tmp_path / "file"))
+    assert status == 2 and "train.sbatch: cannot be written" in error
+
+
+def test_without_slurm_nothing_heavy_is_loaded(study: str, tmp_path: Path) -> None:
+    program = (
+        "import sys; from cpdhpc.__main__ import main\n"
+        f"status = main(['study', 'submit', {study!r}, '--out', {str(tmp_path / 'o')!r}])\n"
+        "assert not {'torch', 'mpi4py.MPI', 'cupy', 'matplotlib'} & set(sys.modules), 'heavy'\n"
+        "sys.exit(status)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=environment() | {"PATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("cpdhpc: error: sbatch is not on PATH: is this a login node")
+    assert done.stderr.count("\n") == 1

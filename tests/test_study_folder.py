@@ -1,0 +1,241 @@
+"""Folders: one study each, nothing lost to damage or strangers, and what the commands say."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import h5py
+import pytest
+from studies import fill, small_study, some_result, study_file
+
+from cpdhpc import store
+from cpdhpc.__main__ import main
+from cpdhpc.config import ConfigError
+from cpdhpc.study.actions import ACTIONS
+from cpdhpc.study.collect import collect, find
+from cpdhpc.study.folder import Folder, FolderError
+from cpdhpc.study.mark import Mark, read_mark
+from cpdhpc.study.result import read_result, write_result
+from cpdhpc.study.run import measure
+from cpdhpc.study.status import states
+from cpdhpc.study.sweep import expand
+
+
+def contents(folder: Folder) -> dict[str, bytes]:
+    """Every file of a folder."""
+    paths = (path for path in folder.path.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder.path)): path.read_bytes() for path in paths}
+
+
+def test_a_folder_holds_one_study(tmp_path: Path) -> None:
+    folder, study = Folder(tmp_path / "x"), small_study(tmp_path)
+    fill(folder, study)
+    before = contents(folder)
+    folder.freeze(study)
+    folder.check(study)
+    assert contents(folder) == before
+    for changes, key in (
+        ({"measure": {"max_repeats": 9}}, "measure.max_repeats"),
+        ({"sweep": {"ranks": [1]}}, "sweep.ranks"),
+        ({"constraints": ["ranks < 2"]}, "constraints"),
+    ):
+        other = small_study(tmp_path, **changes)
+        with pytest.raises(FolderError, match=rf"x: holds another study: {key} differs"):
+            folder.freeze(other)
+    assert contents(folder) == before
+    folder.freeze(small_study(tmp_path, run={"throttle": 3}))  # changes no case and no number
+    assert folder.study().run.throttle == 3
+
+
+def test_where_nothing_can_be_written(tmp_path: Path) -> None:
+    (tmp_path / "wall").write_bytes(b"")
+    study = small_study(tmp_path)
+    for path in (tmp_path / "wall", tmp_path / "wall" / "x"):
+        with pytest.raises(FolderError, match=r"cannot be written: (Not a directory|File exists)"):
+            Folder(path).freeze(study)
+    folder = Folder(tmp_path / "x")
+    fill(folder, study)
+    folder.study_file.mkdir()
+    with pytest.raises(FolderError, match=r"study.h5: cannot be written"):
+        collect(study, folder)
+
+
+def test_only_a_whole_file_of_its_own_is_finished(tmp_path: Path) -> None:
+    folder, study = Folder(tmp_path / "x"), small_study(tmp_path)
+    cases = fill(folder, study, expand(study).cases[:1])
+    (case,) = cases
+    path = folder.case_file(case)
+    whole = path.read_bytes()
+    assert folder.finished(case)
+    for damage in (b"", whole[: len(whole) // 2], b"x" * 500):
+        path.write_bytes(damage)
+        assert not folder.finished(case)
+        with pytest.raises(store.StoreError, match=path.name):
+            read_result(path, case)
+    other = expand(study).cases[1]
+    write_result(path, other, some_result())
+    assert not folder.finished(case)
+    for attributes, says in (
+        ({"case_id": case.id, "status": "running"}, "is not complete"),
+        ({"status": "complete", "record": "{"}, "is damaged"),
+        ({"record": '{"cpdhpc_schema": 2}'}, "has schema 2, known is 1"),
+        ({"kind": "run"}, "is no file of a case"),
+    ):
+        with h5py.File(path, "r+") as file:
+            file.attrs.update(attributes)
+        assert folder.finished(case) == (attributes.get("status") != "running")
+        with pytest.raises(store.StoreError, match=says):
+            read_result(path, case)
+
+
+def test_collect_leaves_out_what_is_damaged_or_foreign_and_keeps_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, study = Folder(tmp_path / "x"), small_study(tmp_path)
+    cases = fill(folder, study)
+    folder.case_file(cases[1]).write_bytes(b"damaged")
+    stranger = folder.cases / "stranger.h5"
+    stranger.write_bytes(folder.case_file(cases[0]).read_bytes())
+    (folder.cases / f".{cases[2].id}.h5.tmp").write_bytes(b"on its way")
+    before = contents(folder)
+    found = collect(study, folder)
+    assert [case for case, _ in found.results] == [cases[0], cases[2], cases[3]]
+    assert found.missing == [cases[1]]
+    assert set(found.unfit) == {folder.case_file(cases[1]).name, stranger.name}
+    shown = capsys.readouterr().out
+    assert f"left out: {cases[1].id}.h5: {folder.case_file(cases[1])}: is not an HDF5 file" in shown
+    assert "left out: stranger.h5: is of no case of this study" in shown
+    assert shown.endswith("study.h5: 3 of 4 cases\n")
+    after = contents(folder)
+    del after["study.h5"]
+    assert after == before
+    for path in folder.cases.iterdir():
+        path.unlink()
+    with pytest.raises(FolderError, match="no case of study small is finished"):
+        collect(study, folder)
+    assert folder.study_file.exists(), "what was collected before is not lost"
+
+
+def test_status_by_files_and_marks(tmp_path: Path) -> None:
+    folder, study = Folder(tmp_path / "x"), small_study(tmp_path)
+    cases = expand(study).cases
+    fill(folder, study, cases[:1])
+    folder.failure_file(cases[1]).write_text("ArithmeticError: too much\n")
+
+    def found(**alive: Any) -> list[tuple[str, str]]:
+        return [(each.state, each.detail) for each in states(study, folder, **alive)]
+
+    by_case = dict(zip(sorted(cases, key=lambda c: (c.ranks, c.id)), found(), strict=True))
+    assert by_case[cases[0]] == ("finished", "")
+    assert by_case[cases[1]] == ("failed", "ArithmeticError: too much")
+    assert by_case[cases[2]] == by_case[cases[3]] == ("missing", "")
+    mark = Mark("elsewhere", 1, "77", "today", 0, "running")
+    mark._write(folder.mark_file(1))
+    assert found()[2] == ("running", "since today on elsewhere, or dead: not known here")
+    assert found(job_alive=lambda job: job == "77")[2] == ("running", "since today on elsewhere")
+    died = ("failed", "its batch, started today on elsewhere, died")
+    assert found(job_alive=lambda job: False)[2] == died
+    mark.end(folder.mark_file(1), "stopped")
+    assert found()[2] == ("missing", "its batch stopped")
+    folder.case_file(cases[2]).write_bytes(b"")
+    assert "is damaged or another case's" in str(found())
+
+
+def test_marks_count_starts_and_see_their_process(tmp_path: Path) -> None:
+    path = tmp_path / "logs" / "batch-0.json"
+    assert read_mark(path) is None
+    first = Mark.begin(path)
+    assert first.restarts == 0 and read_mark(path) == first
+    assert first.alive() is False, "its own process may begin again"
+    assert Mark.begin(path).restarts == 1
+    init = Mark(socket.gethostname(), 1, "", "", 0, "running")
+    assert init.alive() is False, "process 1 is not of this package"
+    assert Mark("elsewhere", 1, "", "", 0, "running").alive() is None
+    path.write_text("{")
+    assert read_mark(path) is None
+    assert os.getpid() == first.pid
+
+
+def lines(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str]:
+    status = main(["study", *map(str, words)])
+    captured = capsys.readouterr()
+    return status, captured.out + captured.err
+
+
+def test_commands_that_need_no_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, out = study_file(tmp_path), tmp_path / "out"
+    status, shown = lines(capsys, "plan", path, "--out", out, "--set", 'sweep.wire=["raw", "e4m3"]')
+    assert status == 0 and not out.exists()
+    assert "6 cases in 2 batch(es), at most 0.0" in shown
+    assert "impossible, 2 case(s): mpi has no wire e4m3, only raw" in shown
+    status, shown = lines(capsys, "plan", path, "--set", "sweep.ranks=2")
+    assert "strong scaling, but all cases have 2 rank(s)" in shown
+    for action in ("status", "collect", "resume"):
+        status, shown = lines(capsys, action, path, "--out", out)
+        assert status == 2
+        assert (
+            shown == f"cpdhpc: error: {out}: is no folder of a study: nothing was run there yet\n"
+        )
+    folder = Folder(out)
+    fill(folder, small_study(tmp_path))
+    status, shown = lines(capsys, "status", out)
+    assert status == 0 and "small: 4 cases: 4 finished" in shown
+    status, shown = lines(capsys, "collect", path, "--out", out)
+    assert (status, shown) == (0, f"{out}/study.h5: 4 of 4 cases\n")
+    status, shown = lines(capsys, "run", path, "--out", out)  # finished: nothing is started
+    assert status == 0 and "1 rank(s), 2 case(s) finished already" in shown
+    status, shown = lines(capsys, "run", path, "--out", out, "--set", "measure.seed=5")
+    assert status == 2 and "holds another study: measure.seed differs" in shown
+    status, shown = lines(capsys, "plan", path, "--set", "sweep.wires=raw")
+    assert status == 2 and "sweep.wires: unknown factor of kind allreduce: did you mean" in shown
+
+
+def test_shapes_of_several_nodes_are_left_out_here(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "nodes.toml"
+    path.write_text("kind = 'allreduce'\n[sweep]\nnodes = [2]\nppn = [2]\nsize_bytes = 4\n")
+    status, shown = lines(capsys, "run", path, "--out", tmp_path / "out")
+    assert status == 1
+    assert shown == "batch 0: 1 case(s) left out: it needs 2 nodes, and this machine is one\n"
+
+
+def test_a_folder_that_is_being_measured_is_left_alone(tmp_path: Path) -> None:
+    folder, study = Folder(tmp_path / "x"), small_study(tmp_path)
+    folder.freeze(study)
+    sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", "cpdhpc"])
+    try:
+        Mark(socket.gethostname(), sleeper.pid, "", "", 0, "running")._write(folder.mark_file(1))
+        with pytest.raises(
+            FolderError, match=f"batch 1 is being measured by process {sleeper.pid}"
+        ):
+            measure(study, folder)
+    finally:
+        sleeper.kill()
+        sleeper.wait()
+
+
+def test_a_frozen_study_that_was_changed_is_an_error(tmp_path: Path) -> None:
+    folder = Folder(tmp_path / "x")
+    folder.freeze(small_study(tmp_path))
+    folder.study_toml.write_text("kind = 'allreduce'\nunknown = 1\n")
+    with pytest.raises(ConfigError, match="unknown key unknown"):
+        folder.study()
+
+
+def test_find_takes_the_order_of_the_sweep(tmp_path: Path) -> None:
+    folder, study = Folder(tmp_path / "x"), small_study(tmp_path)
+    cases = fill(folder, study)
+    assert [case for case, _ in find(folder, cases).results] == cases
+
+
+@pytest.mark.parametrize("action", ACTIONS)
+def test_actions_have_help(action: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["study", action, "--help"])
+    assert caught.value.code == 0 and "STUDY.toml" in capsys.readouterr().out

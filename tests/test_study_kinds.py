@@ -1,0 +1,143 @@
+"""What login nodes know of kinds is what the real tables say."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+
+from cpdhpc.bench.cases import BASELINES as REAL_BASELINES
+from cpdhpc.bench.codec import operations
+from cpdhpc.comm import SCHEDULES, Allreduce, Loopback
+from cpdhpc.comm.accumulate import ACCUMULATES as REAL_ACCUMULATES
+from cpdhpc.comm.exact import MAX_BITS as REAL_MAX_BITS
+from cpdhpc.comm.method import EXACT
+from cpdhpc.comm.scaling import SCALINGS as REAL_SCALINGS
+from cpdhpc.formats import INTEGERS, NAMED, Cast, parse_format
+from cpdhpc.study.kind import ABSENT
+from cpdhpc.study.kinds import KINDS, allreduce, codec
+from cpdhpc.train.job import Job
+
+WIRES = ("raw", "e4m3", "e2m1fn", "e5m2", "int4", "ternary")
+
+
+def test_names_are_those_of_the_tables() -> None:
+    assert {name: (row.default, set(row.accumulates)) for name, row in SCHEDULES.items()} == {
+        name: (ways[0], set(ways)) for name, ways in allreduce.ALGORITHMS.items()
+    }
+    assert set(allreduce.ACCUMULATES) == {*REAL_ACCUMULATES, EXACT}
+    assert tuple(allreduce.SCALINGS) == REAL_SCALINGS
+    assert allreduce.MAX_BITS == REAL_MAX_BITS
+    assert {"mpi", "gloo", "gloo-bf16"} == set(REAL_BASELINES)
+    assert set(codec.OPERATIONS) == set(
+        operations(np.ones(8, np.float32), Cast(parse_format("e4m3")))
+    )
+
+
+@pytest.mark.parametrize("wire", ["raw", *INTEGERS, *NAMED, "e4m3", "e2m1fn", "e1m1"])
+def test_wires_that_exist_are_known(wire: str) -> None:
+    Allreduce(wire)
+    assert KINDS["allreduce"].factors["wire"].parse(wire) == wire
+
+
+@pytest.mark.parametrize("wire", ["e9m9", "int1", "float", "", "e4"])
+def test_wires_that_do_not_exist_are_refused(wire: str) -> None:
+    with pytest.raises(ValueError):
+        Allreduce(wire)
+    with pytest.raises(ValueError):
+        KINDS["allreduce"].factors["wire"].parse(wire)
+
+
+@pytest.mark.parametrize("algorithm", allreduce.ALGORITHMS)
+def test_what_goes_together_is_what_the_method_accepts(algorithm: str) -> None:
+    scalings = (ABSENT, "none", "static:0", "static:4000", "aps", "tile")
+    for wire, scaling, way in product(WIRES, scalings, (ABSENT, *allreduce.ACCUMULATES)):
+        given = {
+            "size_bytes": 64,
+            "algorithm": algorithm,
+            "wire": wire,
+            "value_scaling": scaling,
+            "accumulate": way,
+        }
+        try:
+            used = KINDS["allreduce"].used(given)
+        except ValueError:
+            used = None
+        ignored = wire == "raw"  # which neither scaling nor rounding touches
+        try:
+            method = Allreduce(
+                wire,
+                algorithm,
+                None if ignored else scaling or None,
+                None if ignored else way or None,
+            )
+        except ValueError:
+            method = None
+        assert (used is None) == (method is None), given
+        if used is not None and method is not None and not ignored:
+            assert used["accumulate"] == method.accumulating
+            assert str(used["value_scaling"]).partition(":")[0] == method.parsed_scaling.kind
+
+
+@pytest.mark.parametrize("ranks", [2, 17_476, 17_477])
+def test_exact_sums_that_are_too_wide_are_impossible(ranks: int) -> None:
+    used = {"size_bytes": 4, "algorithm": "tree", "wire": "e4m3", "accumulate": "exact"}
+    reason = KINDS["allreduce"].fits(used, ranks)
+    xs = [np.ones(1, np.float32)] * ranks
+    method = Allreduce("e4m3", "tree", accumulate="exact")
+    if reason is None:
+        method._check_world(Loopback(ranks))
+        return
+    assert reason == f"exact sums of {ranks} ranks in e4m3 take 33 bits, more than 32"
+    with pytest.raises(ValueError, match="take 33 bits"):
+        method.run(Loopback(ranks), xs)
+
+
+def keys(schema: dict, definitions: dict, prefix: str = "") -> dict[str, set[str]]:
+    """Every dotted key of a model with the JSON types it may have, over all members of unions."""
+    found: dict[str, set[str]] = {}
+    for name, each in schema.get("properties", {}).items():
+        members = [each, *each.get("oneOf", []), *each.get("anyOf", [])]
+        for member in members:
+            if "$ref" in member:
+                inner = definitions[member["$ref"].rpartition("/")[2]]
+                for key, types in keys(inner, definitions, f"{prefix}{name}.").items():
+                    found.setdefault(key, set()).update(types)
+            elif "type" in member or "const" in member:
+                found.setdefault(prefix + name, set()).add(member.get("type", "string"))
+    return found
+
+
+def test_factors_of_training_are_keys_of_a_job() -> None:
+    words = {int: "integer", float: "number", str: "string", bool: "boolean"}
+    schema = Job.model_json_schema()
+    real = keys(schema, schema["$defs"])
+    factors = dict(KINDS["train"].factors)
+    assert factors.pop("seed").type is int and "train.seeds" in real
+    for name, factor in factors.items():
+        assert words[factor.type] in real[name], name
+    no_scalars = {"array"}
+    plain = {name for name, types in real.items() if types - no_scalars - {"null"}}
+    left_out = plain - set(factors)
+    assert left_out == {
+        "name",
+        "data.train_images",
+        "data.train_labels",
+        "data.test_images",
+        "data.test_labels",
+        "data.train_samples",
+        "data.test_samples",
+        "train.telemetry_every",
+        "train.checkpoint_every",
+        "train.timeout_s",
+    }
+
+
+def test_every_kind_has_its_module_in_point() -> None:
+    from importlib import import_module
+
+    for name, kind in KINDS.items():
+        module = import_module(kind.measuring)
+        assert callable(module.start), name
+        assert kind.work in kind.factors

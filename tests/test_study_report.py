@@ -1,0 +1,247 @@
+"""Reports on studies: tables that agree with other arithmetic, and what is missing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+from studies import fill, small_study
+from synthetic_points import GRADIENTS
+from synthetic_study import write_study
+
+from cpdhpc.study.collect import collect
+from cpdhpc.study.folder import Folder
+from cpdhpc.study.report.command import report
+from cpdhpc.study.report.study_file import load_study_file
+from cpdhpc.study.report.study_report import study_report
+from cpdhpc.study.report.table import Report, Table
+from cpdhpc.study.spec import load_study
+
+SMALL: dict[str, Any] = {"ranks": (2, 4), "sizes": (2**12, 2**20), "algorithms": ("ring",)}
+
+
+@pytest.fixture(scope="module")
+def allreduce(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_study(tmp_path_factory.mktemp("allreduce") / "small.h5", **SMALL)
+
+
+@pytest.fixture(scope="module")
+def train(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_study(tmp_path_factory.mktemp("train") / "digits.h5", "train", ranks=(1, 2))
+
+
+def of(path: Path) -> Report:
+    return study_report(load_study_file(path))
+
+
+def table(path: Path, title: str) -> Table:
+    (found,) = [t for s in of(path).sections for t in s.tables if t.title == title]
+    return found
+
+
+def cells(path: Path, title: str) -> list[dict[str, str]]:
+    """Rows of a table by heading, those of several lines joined."""
+    found = table(path, title)
+    names = [column.heading.replace("-\n", "").replace("\n", " ") for column in found.columns]
+    for i in range(len(names)):  # the second CI is the speed-up's
+        names[i] += "'" if names[i] in names[:i] else ""
+    return [dict(zip(names, row, strict=True)) for row in found.rows]
+
+
+def seconds(text: str) -> float:
+    number, unit = text.split()
+    scale = {"s": 1, "ms": 1e-3, "µs": 1e-6, "ns": 1e-9}[unit]
+    return float(number.replace(",", "")) * scale
+
+
+def raw(path: Path, name: str) -> Any:
+    with h5py.File(path) as file:
+        dataset = file[name]
+        return dataset.asstr()[:] if dataset.dtype == object else dataset[:]
+
+
+def one(path: Path, **factors: object) -> int:
+    """The index of the one point with these factors."""
+    hits = [raw(path, f"samples/{name}") == value for name, value in factors.items()]
+    (index,) = np.flatnonzero(np.logical_and.reduce(hits))
+    return int(index)
+
+
+DIGITS = {"rel": 0.006}  # three digits are shown
+
+
+def test_scaling_table_agrees_with_the_summary(allreduce: Path) -> None:
+    rows = cells(allreduce, "Scaling")
+    assert len(rows) == len(raw(allreduce, "samples/ranks")) == 16
+    row = next(
+        r for r in rows if r["size"] == "1 MiB" and r["wire"] == "e4m3" and r["ranks"] == "4"
+    )
+    index = one(allreduce, size_bytes=2**20, wire="e4m3", ranks=4)
+    base = one(allreduce, size_bytes=2**20, wire="e4m3", ranks=2)
+    stored = {k: raw(allreduce, f"summary/{k}") for k in ("median_s", "ci_low_s", "ci_high_s")}
+    assert seconds(row["median"]) == pytest.approx(stored["median_s"][index], **DIGITS)
+    low, high = (float(end) for end in row["95 % CI"].split(" \N{EN DASH} "))
+    unit = row["median"].split()[1]
+    assert seconds(f"{low} {unit}") == pytest.approx(stored["ci_low_s"][index], **DIGITS)
+    assert seconds(f"{high} {unit}") == pytest.approx(stored["ci_high_s"][index], **DIGITS)
+    speedup = stored["median_s"][base] / stored["median_s"][index]
+    assert float(row["speed-up"]) == pytest.approx(speedup, **DIGITS)
+    assert float(row["efficiency %"]) == pytest.approx(100 * speedup / 2, **DIGITS)
+    ranks, time = row["base"].split(", ")
+    assert ranks == "2 ranks" and seconds(time) == pytest.approx(stored["median_s"][base], **DIGITS)
+
+
+def test_allreduce_table_counts_bandwidth_and_ratios(allreduce: Path) -> None:
+    rows = cells(allreduce, "All-reduce")
+    row = next(
+        r for r in rows if r["size"] == "1 MiB" and r["wire"] == "e3m0" and r["ranks"] == "4"
+    )
+    index = one(allreduce, size_bytes=2**20, wire="e3m0", ranks=4)
+    mpi = one(allreduce, size_bytes=2**20, algorithm="mpi", ranks=4)
+    median = raw(allreduce, "summary/median_s")
+    assert float(row["busbw GB/s"]) == pytest.approx(1.5 * 2**20 / median[index] / 1e9, **DIGITS)
+    times = row["times as fast as mpi"].split()[0]
+    assert float(times) == pytest.approx(median[mpi] / median[index], **DIGITS)
+    bound = raw(allreduce, "samples/bound_s")[index]
+    assert seconds(row["bound"]) == pytest.approx(bound, **DIGITS)
+    assert float(row["time by bound"]) == pytest.approx(median[index] / bound, **DIGITS)
+    assert float(row["relative error"]) == raw(allreduce, "samples/error")[index]
+    assert {r["times as fast as mpi"] for r in rows if r["algorithm"] == "mpi"} == {"-"}
+
+
+def test_training_table_takes_seeds_together(train: Path) -> None:
+    rows = cells(train, "Training")
+    assert len(rows) == 2 * len(GRADIENTS)
+    row = next(r for r in rows if r["gradients"] == "e4m3 none" and r["ranks"] == "2")
+    factors = {"ranks": 2, "gradient.wire": "e4m3", "gradient.scaling": "none"}
+    members = [one(train, seed=seed, **factors) for seed in range(3)]
+    base = [one(train, seed=s, ranks=2, **{"gradient.aggregator": "none"}) for s in range(3)]
+    accuracy = raw(train, "samples/accuracy")
+    mean, deviation = accuracy[members].mean(), accuracy[members].std(ddof=1)
+    assert row["accuracy %"] == f"{mean:.2f} ± {deviation:.2f}" and row["seeds"] == "3"
+    assert float(row["to float32 points"]) == pytest.approx(mean - accuracy[base].mean(), abs=0.01)
+    times = raw(train, "samples/time_s")[members]
+    counts = raw(train, "samples/is_warmup")[members] == 0
+    median = np.nanmedian(times[counts])
+    assert seconds(row["step"]) == pytest.approx(median, **DIGITS)
+    total = raw(train, "training/epoch_time_s")[members].sum(axis=1).mean()
+    assert float(row["training s"]) == pytest.approx(total, **DIGITS)
+    assert row["sent per step, rank"] == "75,000 B" and float(row["bits per value"]) == 8
+    underflow = raw(train, "telemetry/underflow")[members].mean()
+    assert float(row["underflow %"]) == pytest.approx(underflow, abs=0.006)
+
+
+def test_weak_scaling_counts_work(tmp_path: Path) -> None:
+    path = write_study(tmp_path / "w.h5", "train", "weak", ranks=(1, 2), seeds=(0,))
+    row = next(r for r in cells(path, "Scaling") if r["ranks"] == "2")
+    assert row["batch"] == "64" and 1.5 < float(row["speed-up"]) < 2
+    assert float(row["efficiency %"]) == pytest.approx(50 * float(row["speed-up"]), **DIGITS)
+    assert "Per rank: batch 32." in table(path, "Scaling").caption
+    assert [chart.name for chart in of(path).charts][:3] == ["speedup", "efficiency", "time"]
+
+
+def test_what_collect_writes_is_read(tmp_path: Path) -> None:
+    """The writer of studies, not this test's: a case is missing, another cannot be."""
+    sweep = {"ranks": [1, 2], "algorithm": ["ring", "mpi"], "wire": ["raw", "e4m3"]}
+    study = small_study(tmp_path, sweep=sweep)
+    folder = Folder(tmp_path / "results")
+    lost = fill(folder, study)[-1]
+    folder.case_file(lost).unlink()
+    folder.failure_file(lost).write_text("Traceback\nRankFailure: rank 1 died\n")
+    collect(study, folder)
+    found = of(folder.path / "study.h5")
+    listed = {each.what: list(each.items) for each in found.listed}
+    assert listed["missing, 1 case"] == [f"{lost.id}: RankFailure: rank 1 died"]
+    (impossible,) = [what for what in listed if what.startswith("impossible, 2 cases: ")]
+    assert "mpi has no wire e4m3" in impossible
+    assert "measured after a restart of the batch, 5 points" in listed
+    assert dict(found.facts)["points"] == "5, 1 missing"
+    assert len(cells(folder.path / "study.h5", "Scaling")) == 5
+
+
+CODEC = """
+kind = "codec"
+scaling = "throughput"
+[sweep]
+ranks = [1, 2]
+ppn = 2
+size_bytes = ["64KiB", "1MiB"]
+operation = ["memcpy", "encode tile", "decode"]
+format = ["e4m3", "e3m0"]
+"""
+
+
+def test_codec(tmp_path: Path) -> None:
+    (tmp_path / "codec.toml").write_text(CODEC)
+    study, folder = load_study(tmp_path / "codec.toml"), Folder(tmp_path / "results")
+    fill(folder, study)
+    collect(study, folder)
+    path = folder.study_file
+    rows = cells(path, "Codec")
+    assert len(rows) == 2 * 2 * (1 + 2 * 2)
+    row = next(r for r in rows if r["ranks"] == "2" and r["size"] == "1 MiB" and r["format"] != "-")
+    found = {"ranks": 2, "size_bytes": 2**20}
+    index = one(path, operation=row["operation"], format=row["format"], **found)
+    base = one(path, operation="memcpy", **found)
+    median = raw(path, "summary/median_s")
+    assert float(row["rate GB/s"]) == pytest.approx(2**20 / median[index] / 1e9, **DIGITS)
+    assert float(row["of memcpy's"].split()[0]) == pytest.approx(
+        median[base] / median[index], **DIGITS
+    )
+    charts = {chart.name: chart for chart in of(path).charts}
+    assert set(charts) == {"speedup", "rate_by_format"}, "efficiency says the same as speed-up"
+    titles = {panel.title for panel in charts["speedup"].panels}
+    assert {"1 rank, decode", "2 ranks, memcpy"} <= titles and len(titles) == 6, titles
+    assert {s.join for panel in charts["speedup"].panels for s in panel.series} == {"line"}
+    assert [list(panel.rows) for panel in charts["rate_by_format"].panels] == [["e4m3", "e3m0"]] * 4
+
+
+def test_speedups_over_another_algorithm(tmp_path: Path) -> None:
+    base = {"algorithm": "mpi", "wire": "raw", "ranks": "same"}
+    sweep = {"ranks": [1, 2], "algorithm": ["ring", "mpi"], "wire": ["raw"]}
+    study, folder = small_study(tmp_path, base=base, sweep=sweep), Folder(tmp_path / "results")
+    fill(folder, study)
+    collect(study, folder)
+    rows = cells(folder.study_file, "Scaling")
+    assert [row["base"].split(",")[0] for row in rows] == ["1 rank", "2 ranks"] * 2
+    assert {row["speed-up"] for row in rows if row["algorithm"] == "mpi"} == {"1.00"}
+    (chart,) = of(folder.study_file).charts
+    (panel,) = chart.panels
+    (reference,) = [series for series in panel.series if series.label == "base"]
+    assert list(reference.y) == [1, 1] and "algorithm = mpi" in chart.notes[0]
+
+
+def test_places_of_equal_ranks_are_told_apart(tmp_path: Path) -> None:
+    text = 'kind = "allreduce"\n[sweep]\nnodes = [1, 2]\nppn = [1, 2]\nsize_bytes = [4096]\n'
+    (tmp_path / "places.toml").write_text(text)
+    study, folder = load_study(tmp_path / "places.toml"), Folder(tmp_path / "results")
+    fill(folder, study)
+    collect(study, folder)
+    rows = cells(folder.study_file, "Scaling")
+    assert [row["ppn"] + row["ranks"] for row in rows] == ["11", "12", "22", "24"]
+    panels = {panel.title for panel in of(folder.study_file).charts[0].panels}
+    assert panels == {"ppn 1", "ppn 2"}
+
+
+def test_partial_study_lists_what_is_missing(tmp_path: Path, capsys: Any) -> None:
+    report([write_study(tmp_path / "p.h5", drop=7, **SMALL)], terminal=False)
+    shown = capsys.readouterr().out
+    assert "points: 9, 7 missing" in shown
+    assert "missing, 7 cases:" in shown and "and 2 more: --html lists all" in shown
+    assert "impossible" not in shown
+
+
+def test_single_point(tmp_path: Path) -> None:
+    path = write_study(tmp_path / "1.h5", ranks=(2,), sizes=(4096,), algorithms=(), repeats=5)
+    html = tmp_path / "1.html"
+    report([path], html=html, quiet=True)
+    assert not of(path).charts, "nothing to draw over"
+    assert [len(t.rows) for t in (table(path, "All-reduce"), table(path, "Spread of times"))] == [
+        1,
+        1,
+    ]
+    assert "no interval, too few repeats, 1 point" in {each.what for each in of(path).listed}
+    assert cells(path, "All-reduce")[0]["95 % CI"] == "-"

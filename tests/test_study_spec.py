@@ -1,0 +1,300 @@
+"""From TOML to cases and batches; what is wrong is said in one line, with a suggestion."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from studies import SMALL, small_study, study_file
+from training import ROOT
+
+from cpdhpc.config import ConfigError, dump_toml, merge
+from cpdhpc.study.batch import START_S, batches, case_time_s
+from cpdhpc.study.constraint import Constraint
+from cpdhpc.study.folder import Folder
+from cpdhpc.study.kinds import KINDS
+from cpdhpc.study.spec import Measure, Run, Study, load_study
+from cpdhpc.study.sweep import expand
+
+INPUTS = sorted((ROOT / "inputs").glob("study_*.toml"))
+
+
+def points(directory: Path, *names: str, **changes: Any) -> list[tuple[Any, ...]]:
+    """The factors of all cases."""
+    cases = expand(small_study(directory, **changes)).cases
+    return [tuple(case.all_factors.get(name) for name in names) for case in cases]
+
+
+def test_a_product_is_in_the_order_of_the_file(tmp_path: Path) -> None:
+    assert points(tmp_path, "nodes", "ppn", "ranks", "size_bytes", "algorithm") == [
+        (1, 1, 1, 4096, "ring"),
+        (1, 1, 1, 4096, "mpi"),
+        (1, 2, 2, 4096, "ring"),
+        (1, 2, 2, 4096, "mpi"),
+    ]
+
+
+def test_ranks_are_nodes_times_ppn_or_the_reverse(tmp_path: Path) -> None:
+    sweep = {"ranks": [1, 6, 7, 8], "ppn": 4, "algorithm": "ring"}
+    assert points(tmp_path, "nodes", "ppn", sweep=sweep) == [(1, 1), (2, 3), (2, 4)]
+    study = small_study(tmp_path, sweep=sweep)
+    reasons = [reason for _, reason in expand(study).impossible]
+    assert reasons == ["7 ranks on 2 nodes of 4 are not equally many on each"]
+    text = (
+        dump_toml(SMALL)
+        .replace("ranks = [1, 2]", "nodes = [1, 3]")
+        .replace("ppn = 2", "ppn = [1, 2]")
+    )
+    path = tmp_path / "nodes.toml"
+    path.write_text(text)
+    shapes = {(case.nodes, case.ppn, case.ranks) for case in expand(load_study(path)).cases}
+    assert shapes == {(1, 1, 1), (1, 2, 2), (3, 1, 3), (3, 2, 6)}
+
+
+def test_zipped_lists_are_one_axis_and_quotes_keep_a_factor_out(tmp_path: Path) -> None:
+    changes = {
+        "sweep": {"ranks": [2], "algorithm": "direct"},
+        "zip": [{"wire": ["raw", "e4m3"], "value_scaling": ["", "aps"]}],
+    }
+    names = "wire", "value_scaling", "accumulate"
+    assert points(tmp_path, *names, **changes) == [("raw", None, None), ("e4m3", "aps", "float32")]
+
+
+def test_exclusions_and_constraints_leave_cases_out(tmp_path: Path) -> None:
+    sweep = {"size_bytes": [4, "1KiB", "1MiB"], "ranks": [1, 2]}
+    excluded = {"algorithm": "mpi", "size_bytes": "1MiB"}
+    rules = ["not (algorithm == 'ring' and size_bytes >= 2**20)", "ranks == nodes * ppn"]
+    rules += ["ranks in [2, 3] or size_bytes > 1000"]
+    found = points(
+        tmp_path,
+        "ranks",
+        "size_bytes",
+        "algorithm",
+        sweep=sweep,
+        exclude=[excluded],
+        constraints=rules,
+    )
+    assert found == [
+        (1, 1024, "ring"),
+        (1, 1024, "mpi"),
+        (2, 4, "ring"),
+        (2, 4, "mpi"),
+        (2, 1024, "ring"),
+        (2, 1024, "mpi"),
+    ]
+
+
+def test_the_weak_rule_gives_each_rank_its_share(tmp_path: Path) -> None:
+    sweep = {name: value for name, value in SMALL["sweep"].items() if name != "size_bytes"}  # type: ignore[attr-defined]
+    path = tmp_path / "weak.toml"
+    rule = {"scaling": "weak", "weak": {"size_bytes": "1KiB"}, "sweep": sweep}
+    path.write_text(dump_toml(SMALL | rule))
+    found = [(case.ranks, case.factors["size_bytes"]) for case in expand(load_study(path)).cases]
+    assert found == [(1, 1024), (1, 1024), (2, 2048), (2, 2048)]
+
+
+def test_factors_of_a_job_are_its_keys(tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_text(
+        "[train]\nbatch = 8\nseeds = [4, 5]\n[model]\nname = 'mlp'\n[[compare]]\nname = 'a'\n"
+    )
+    path = tmp_path / "t.toml"
+    path.write_text(
+        "kind = 'train'\nconstraints = [\"gradient.wire != 'e5m2'\"]\n[train]\njob = 'job.toml'\n"
+        "[sweep]\nseed = [1, 2]\n[[zip]]\ngradient.aggregator = ['none', 'lowbit', 'lowbit']\n"
+        "'gradient.wire' = ['', 'e4m3', 'e5m2']\n"
+    )
+    study = load_study(path)
+    assert study.job == {"train": {"batch": 8}, "model": {"name": "mlp"}}
+    assert [dict(case.factors) for case in expand(study).cases] == [
+        {"gradient.aggregator": "none", "seed": 1},
+        {"gradient.aggregator": "lowbit", "gradient.wire": "e4m3", "seed": 1},
+        {"gradient.aggregator": "none", "seed": 2},
+        {"gradient.aggregator": "lowbit", "gradient.wire": "e4m3", "seed": 2},
+    ]
+
+
+def test_ids_say_what_decides_and_nothing_else(tmp_path: Path) -> None:
+    def ids(**changes: Any) -> list[str]:
+        return [case.id for case in expand(small_study(tmp_path, **changes)).cases]
+
+    first = ids()
+    assert len(set(first)) == 4 and first[0].startswith("1x1-4KiB-ring-raw-")
+    turned = dict(reversed(SMALL["sweep"].items()))  # type: ignore[attr-defined]
+    path = tmp_path / "turned.toml"
+    path.write_text(dump_toml({"sweep": turned} | {k: v for k, v in SMALL.items() if k != "sweep"}))
+    again = load_study(path)
+    assert {case.id for case in expand(again).cases} == set(first)
+    numbers = [[case.id for case in batch.cases] for batch in batches(again, expand(again).cases)]
+    study = small_study(tmp_path)
+    assert numbers == [[c.id for c in b.cases] for b in batches(study, expand(study).cases)]
+    same = ({"name": "other"}, {"run": {"bundle": "nested"}}, {"measure": {"seed": 3}})
+    assert all(ids(**change) == first for change in same)
+    others = ids(measure={"max_repeats": 7}), ids(sweep={"size_bytes": ["8KiB"]})
+    assert not {each for other in others for each in other} & set(first)
+
+
+def test_two_ways_to_say_the_same_are_one_case(tmp_path: Path) -> None:
+    sweep = {
+        "algorithm": ["ring"],
+        "wire": ["raw", "e4m3"],
+        "accumulate": ["", "requantise"],
+        "value_scaling": ["", "tile"],
+    }
+    assert len(expand(small_study(tmp_path, sweep=sweep)).cases) == 4
+
+
+def test_batches_by_bundle(tmp_path: Path) -> None:
+    def shapes(**run: Any) -> list[tuple[int, int, int]]:
+        study = small_study(tmp_path, run=run)
+        found = batches(study, expand(study).cases)
+        assert [batch.number for batch in found] == list(range(len(found)))
+        each_s = sum(case_time_s(study, case) for batch in found for case in batch.cases)
+        assert sum(batch.time_s for batch in found) == pytest.approx(len(found) * START_S + each_s)
+        return [(batch.nodes, batch.ppn, len(batch.cases)) for batch in found]
+
+    assert shapes(bundle="case") == [(1, 1, 1), (1, 1, 1), (1, 2, 1), (1, 2, 1)]
+    assert shapes(bundle="shape") == [(1, 1, 2), (1, 2, 2)]
+    assert shapes(bundle="nested") == [(1, 2, 4)]
+    assert shapes(bundle="shape", batch_time_s=START_S + 0.1) == shapes(bundle="case")
+
+
+def test_what_cannot_work_is_impossible_with_a_reason(tmp_path: Path) -> None:
+    sweep = {
+        "algorithm": ["ring", "mpi"],
+        "wire": ["raw", "e4m3", "int8"],
+        "accumulate": ["", "kahan"],
+        "ranks": [2],
+    }
+    expansion = expand(small_study(tmp_path, sweep=sweep))
+    assert len(expansion.cases) == 4
+    assert sorted({reason for _, reason in expansion.impossible}) == [
+        "mpi has no wire e4m3, only raw",
+        "mpi has no wire int8, only raw",
+        "ring does not accumulate by kahan, only by requantise, exact",
+        "wire int8 does not accumulate by kahan, only by exact",
+    ]
+
+
+def test_a_machine_may_be_too_small(tmp_path: Path) -> None:
+    study = small_study(tmp_path)
+    found = expand(study, lambda nodes, ppn: "a node has 1 core" if ppn > 1 else None)
+    assert [case.ranks for case in found.cases] == [1, 1]
+    assert {reason for _, reason in found.impossible} == {"a node has 1 core"}
+    with pytest.raises(ConfigError, match="study small: nothing to measure: no such machine"):
+        expand(study, lambda nodes, ppn: "no such machine")
+
+
+ERRORS = {
+    "kind='alreduce': did you mean allreduce?": {"kind": "alreduce"},
+    "unknown key measure.repeats: did you mean min_repeats or max_repeats?": {
+        "measure": {"repeats": 3}
+    },
+    "measure: min_repeats=6 is more than max_repeats=5": {"measure": {"max_repeats": 5}},
+    "sweep.algoritm: unknown factor of kind allreduce: did you mean algorithm?": {
+        "sweep": {"algoritm": ["ring"]}
+    },
+    "sweep.algorithm='rign': did you mean ring?": {"sweep": {"algorithm": ["rign"]}},
+    "sweep.wire='e9m9': FloatFormat: exp=9": {"sweep": {"wire": ["e9m9"]}},
+    "sweep.value_scaling='static:x': known are none, static:K": {
+        "sweep": {"value_scaling": ["static:x"]}
+    },
+    "sweep.algorithm: is empty: a factor needs a value": {"sweep": {"algorithm": []}},
+    "sweep.ranks=0: should be 1 or more": {"sweep": {"ranks": [0]}},
+    "sweep.ranks='two': should be an integer": {"sweep": {"ranks": ["two"]}},
+    "sweep.size_bytes='4kB': 4kB: must be a number, with one of B": {
+        "sweep": {"size_bytes": ["4kB"]}
+    },
+    "sweep.size_bytes=6: should be a positive multiple of 4 bytes": {"sweep": {"size_bytes": [6]}},
+    "sweep: nodes and ranks: give one of them": {"sweep": {"nodes": [1]}},
+    "zip 1: lists should be of one length: wire has 1, accumulate has 2": {
+        "zip": [{"wire": ["raw"], "accumulate": ["", "float32"]}]
+    },
+    "sweep: algorithm is given twice": {"zip": [{"algorithm": ["ring"]}]},
+    "exclude 1.wires: unknown factor of kind allreduce: did you mean wire?": {
+        "exclude": [{"wires": "raw"}]
+    },
+    "base.algorithm='openmpi': did you mean mpi?": {"base": {"algorithm": "openmpi"}},
+    "constraints: rank < 3: unknown factor rank: did you mean ranks?": {
+        "constraints": ["rank < 3"]
+    },
+    "constraints: ranks = 3: compare with ==": {"constraints": ["ranks = 3"]},
+    "constraints: ranks <: invalid syntax": {"constraints": ["ranks <"]},
+    "constraints: ranks + 1: is 2: should be true or false": {"constraints": ["ranks + 1"]},
+    "constraints: ranks < 'a': ": {"constraints": ["ranks < 'a'"]},
+    "constraints: open('x'): ": {"constraints": ["open('x')"]},
+    "scaling='weak': [weak] is needed": {"scaling": "weak"},
+    "scaling='strong': [weak] is needed with scaling='weak', and only there": {
+        "weak": {"size_bytes": 4}
+    },
+    "weak.size_bytes: is in the sweep too": {"scaling": "weak", "weak": {"size_bytes": 4}},
+    "weak.wire: should be a factor that grows with the ranks": {
+        "scaling": "weak",
+        "weak": {"wire": "raw"},
+    },
+    "kind='allreduce': has no job": {"train": {"job": "x.toml"}},
+    "kind='train': needs [train] job": {"kind": "train"},
+    "exclude and constraints leave no case": {"constraints": ["ranks > 2"]},
+    "nothing to measure: 5 ranks on 2 nodes of 4": {"sweep": {"ranks": [5], "ppn": 4}},
+}
+
+
+@pytest.mark.parametrize("says", ERRORS)
+def test_what_is_wrong_is_said(says: str, tmp_path: Path) -> None:
+    path = study_file(tmp_path, **ERRORS[says])
+    with pytest.raises(ConfigError) as caught:
+        expand(load_study(path))
+    assert says in str(caught.value)
+
+
+def test_an_empty_sweep_and_what_is_missing(tmp_path: Path) -> None:
+    path = tmp_path / "x.toml"
+    for text, says in {
+        "": r"x.toml: sweep: is empty: it needs a list for each factor that varies",
+        "[sweep]\nranks = 2": r"x.toml: sweep.size_bytes: is missing \(float32 data of a rank\)",
+    }.items():
+        path.write_text(f"kind = 'allreduce'\n{text}\n")
+        with pytest.raises(ConfigError, match=says):
+            load_study(path)
+    with pytest.raises(ConfigError, match=r"gone.toml: cannot be read: No such file"):
+        load_study(tmp_path / "gone.toml")
+    path.write_text("kind = 'train'\n[train]\njob = 'gone.toml'\n[sweep]\nseed = 1\n")
+    with pytest.raises(ConfigError, match=r"gone.toml: cannot be read: No such file"):
+        load_study(path)
+
+
+def test_constraints_know_no_more_than_factors() -> None:
+    assert Constraint("gradient.wire == 'e4m3'").holds({"gradient.wire": "e4m3", "ranks": 1})
+    for text in ("().__class__", "ranks.__class__", "(lambda: 1)()", "9**9**9 > 1"):
+        with pytest.raises(ConfigError, match="constraints: "):
+            Constraint(text).holds({"ranks": 1})
+
+
+@pytest.mark.parametrize("path", INPUTS, ids=lambda path: path.stem)
+def test_examples_freeze_to_themselves(path: Path, tmp_path: Path) -> None:
+    study = load_study(path)
+    expansion = expand(study)
+    assert not expansion.impossible
+    folder = Folder(tmp_path / "x")
+    folder.freeze(study)
+    assert folder.study() == study and folder.study().hash == study.hash
+    assert {case.id for case in expand(folder.study()).cases} == {c.id for c in expansion.cases}
+    assert max(case.ranks for case in expansion.cases) <= 4
+    assert merge({}, study.sweep)
+
+
+def test_the_page_names_every_key_and_default() -> None:
+    page = (ROOT / "docs" / "studies.md").read_text()
+    for name in Study.model_fields:
+        assert f"`{name}`" in page or f"`[{name}]`" in page or f"`[[{name}]]`" in page, name
+    for section in (Measure, Run):
+        for name, field in section.model_fields.items():
+            (row,) = [
+                line for line in page.splitlines() if re.match(rf"\| [^|]*`{name}`[^|]* \|", line)
+            ]
+            whole = isinstance(field.default, float) and field.default.is_integer()
+            default = int(field.default) if whole else field.default
+            assert default is None or str(default) in row, name
+    for kind in ("allreduce", "codec"):
+        assert all(f"`{name}`" in page for name in KINDS[kind].factors)

@@ -1,0 +1,242 @@
+"""Submitting, its record, and the status, with stand-ins for Slurm's commands on PATH."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from rendering import STUDY, some_batches
+from stand_ins import Slurm
+
+from cpdhpc import store
+from cpdhpc.config import UserError
+from cpdhpc.study import slurm
+from cpdhpc.study.case import Case
+from cpdhpc.study.folder import Folder, FolderError
+from cpdhpc.study.jobs import Job, record, recorded
+from cpdhpc.study.queued import endings, tail, with_slurm
+from cpdhpc.study.site import Site
+from cpdhpc.study.slurm import JobState
+from cpdhpc.study.status import State, states
+from cpdhpc.study.submit import submit
+
+pytestmark = pytest.mark.mpi_skip
+
+FOLDER = Folder(Path("results/demo"))
+SCRIPTS = "results/demo/scripts"
+WAITS = ("PENDING", 0, "JobArrayTaskLimit")
+ENDED = ("COMPLETED", 0, "None")
+
+
+def finish(case: Case) -> None:
+    store.write(FOLDER.case_file(case), {}, {"status": "complete", "case_id": case.id})
+
+
+def submitted(said: list[str] | None = None) -> list[Job]:
+    said = [] if said is None else said
+    return submit(STUDY, FOLDER, Site(), said.append)
+
+
+def test_slurm_is_asked_first_then_all_goes_in(fake_slurm: Slurm) -> None:
+    said: list[str] = []
+    assert submitted(said) == recorded(FOLDER)
+    assert fake_slurm.calls() == [
+        f"--test-only {SCRIPTS}/1x2.sbatch",
+        f"--test-only {SCRIPTS}/2x2.sbatch",
+        f"--test-only {SCRIPTS}/collect.sbatch",
+        f"--parsable {SCRIPTS}/1x2.sbatch",
+        f"--parsable {SCRIPTS}/2x2.sbatch",
+        f"--parsable --dependency=afterany:10:11 {SCRIPTS}/collect.sbatch",
+    ]
+    assert recorded(FOLDER) == [
+        Job(10, "demo-1x2", {0: 0, 1: 1}),
+        Job(11, "demo-2x2", {2: 2, 3: 3}),
+        Job(12, "demo-collect", {}),
+    ]
+    assert f"{SCRIPTS}/2x2.sbatch: sbatch: Job 1 to start at noon" in said
+    assert FOLDER.study() == STUDY
+
+
+def test_what_slurm_refuses_is_told_and_nothing_goes_in(fake_slurm: Slurm) -> None:
+    Path("refuse").write_text("2x2")
+    with pytest.raises(UserError, match=r"2x2\.sbatch: sbatch --test-only refuses it: .*error: no"):
+        submitted()
+    assert all("--test-only" in call for call in fake_slurm.calls())
+    assert recorded(FOLDER) == []
+
+
+def test_a_second_submit_takes_what_is_neither_finished_nor_queued(fake_slurm: Slurm) -> None:
+    submitted()
+    fake_slurm.calls()
+    first, second, third, _ = (batch.cases[0] for batch in some_batches())
+    finish(first)
+    fake_slurm.knows(10, "demo-1x2", {0: ENDED, 1: ("FAILED", 256, "NonZeroExitCode")})
+    fake_slurm.knows(11, "demo-2x2", {2: ENDED, 3: WAITS})
+    said: list[str] = []
+    new = submitted(said)
+    assert [job.batches for job in new] == [{1: 1}, {2: 2}, {}]  # second and third have no file
+    assert "#SBATCH --array=1%8" in Path(f"{SCRIPTS}/1x2.sbatch").read_text()
+    assert (
+        fake_slurm.calls()[-1]
+        == f"--parsable --dependency=afterany:11:13:14 {SCRIPTS}/collect.sbatch"
+    )
+    assert "in the queue already: 1 batch(es)" in said
+    assert {second.id, third.id} == {
+        some_batches()[number].cases[0].id for job in new for number in job.batches
+    }
+
+
+def test_a_job_of_that_number_but_another_name_is_another_job(fake_slurm: Slurm) -> None:
+    submitted()
+    fake_slurm.knows(10, "someone-elses", {0: WAITS, 1: WAITS})
+    fake_slurm.knows(11, "demo-2x2", {2: WAITS, 3: WAITS})
+    assert [job.batches for job in submitted()] == [{0: 0, 1: 1}, {}]
+
+
+def test_when_nothing_is_left(fake_slurm: Slurm) -> None:
+    submitted()
+    for each in some_batches():
+        finish(each.cases[0])
+    said: list[str] = []
+    assert submitted(said) == []
+    assert said == ["all cases are finished: study collect gathers them"]
+
+
+def test_shapes_that_the_site_lacks_are_left_out(fake_slurm: Slurm) -> None:
+    said: list[str] = []
+    new = submit(STUDY, FOLDER, Site(name="s", nodes=1), said.append)
+    assert [job.batches for job in new] == [{0: 0, 1: 1}, {}]  # the numbers are those of all
+    assert "left out: batch 2, 1 case(s): 2 nodes: site s gives a job 1 at most" in said
+    with pytest.raises(UserError, match="nothing can be submitted: 2 ranks per node"):
+        submit(STUDY, FOLDER, Site(cores_per_node=1), said.append)
+
+
+def test_another_study_in_the_folder(fake_slurm: Slurm) -> None:
+    submitted()
+    other = STUDY.model_copy(update={"scaling": "throughput"})
+    with pytest.raises(FolderError, match="holds another study: scaling differs"):
+        submit(other, FOLDER, Site(), print)
+
+
+def status() -> list[State]:
+    """Where the cases stand, in the order of their batches."""
+    jobs = recorded(FOLDER)
+    said = slurm.states(job.number for job in jobs)
+    return with_slurm(states(STUDY, FOLDER), FOLDER, jobs, said)
+
+
+def told() -> list[tuple[str, str]]:
+    return [(each.state, each.detail) for each in status()]
+
+
+def test_status_without_accounting(fake_slurm: Slurm) -> None:
+    submitted()
+    finish(some_batches()[0].cases[0])
+    fake_slurm.knows(10, "demo-1x2", {0: ENDED, 1: ("FAILED", 3 << 8, "NonZeroExitCode")})
+    fake_slurm.knows(11, "demo-2x2", {2: ("RUNNING", 0, "None"), 3: WAITS})
+    log = FOLDER.logs / "demo-1x2-10_1.log"
+    log.write_text("".join(f"line {number}\n" for number in range(20)))
+    assert told() == [
+        ("finished", ""),
+        ("failed", "job 10_1 FAILED, exit code 3 (NonZeroExitCode)"),
+        ("running", "job 11_2 RUNNING"),
+        ("pending", "job 11_3 (JobArrayTaskLimit)"),
+    ]
+    assert endings(status(), FOLDER, recorded(FOLDER)) == [
+        f"{log}:",
+        *(f"    | line {number}" for number in range(8, 20)),
+    ]
+
+
+def test_status_of_cases_that_told_why_they_failed(fake_slurm: Slurm) -> None:
+    submitted()
+    for batch in some_batches():
+        FOLDER.failure_file(batch.cases[0]).write_text("no room\n")
+    fake_slurm.knows(
+        10, "demo-1x2", {0: ("RUNNING", 0, "None"), 1: ("FAILED", 256, "NonZeroExitCode")}
+    )
+    fake_slurm.knows(11, "demo-2x2", {2: ("PENDING", 0, "BeginTime"), 3: ENDED})
+    assert told() == [
+        ("failed", "job 10_0 RUNNING: no room"),
+        ("failed", "job 10_1 FAILED, exit code 1 (NonZeroExitCode): no room"),
+        ("pending", "job 11_2 (BeginTime)"),
+        ("failed", "job 11_3 COMPLETED, exit code 0: no room"),
+    ]
+
+
+def test_status_by_accounting_where_squeue_has_forgotten(fake_slurm: Slurm) -> None:
+    submitted()
+    fake_slurm.knows(11, "demo-2x2", {2: ENDED, 3: ("TIMEOUT", 9, "TimeLimit")})
+    Path("accounts").write_text(
+        "10_0|demo-1x2|CANCELLED by 1000|0:15\n"
+        "10_1|demo-1x2|FAILED|7:0\n"
+        "10_[3-5]|demo-1x2|PENDING|0:0\n"
+    )
+    assert told() == [
+        ("failed", "job 10_0 CANCELLED"),
+        ("failed", "job 10_1 FAILED, exit code 7"),
+        ("failed", "job 11_2 COMPLETED, exit code 0"),  # but it has left no file
+        ("failed", "job 11_3 TIMEOUT (TimeLimit)"),
+    ]
+
+
+def test_status_of_jobs_that_nobody_knows(fake_slurm: Slurm) -> None:
+    assert {state for state, _ in told()} == {"missing"}
+    submitted()
+    assert told()[0] == ("failed", "job 10_0: Slurm has forgotten it")
+    assert endings(status(), FOLDER, recorded(FOLDER))[1] == (
+        "    | cannot be read: No such file or directory"
+    )
+
+
+def test_tail_of_a_long_log(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_bytes(b"\xff" * 9000 + b"\nlast\n\n")
+    assert tail(path)[-1] == "last" and len(tail(path)) == 2
+
+
+def test_slurm_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(slurm.SlurmError, match=r"squeue is not on PATH: .*study run needs none"):
+        slurm.states([1])
+    assert slurm.states([]) == {}
+
+
+def test_slurm_that_does_not_answer(fake_slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("squeue", "sbatch"):
+        (fake_slurm.directory / "bin" / name).write_text("#!/bin/bash\nexec sleep 60\n")
+    monkeypatch.setattr(slurm, "TIMEOUT_S", 0.2)
+    with pytest.raises(slurm.SlurmError, match=r"squeue has not answered in 0\.2 s"):
+        slurm.states([1])
+    (fake_slurm.directory / "bin" / "squeue").write_text("#!/bin/bash\necho down >&2\nexit 1\n")
+    with pytest.raises(slurm.SlurmError, match="squeue does not answer: down"):
+        slurm.states([1])
+    with pytest.raises(slurm.SlurmError, match="sbatch has not answered"):
+        slurm.submit(Path("x"))
+    (fake_slurm.directory / "bin" / "sbatch").write_text("#!/bin/bash\nexit 3\n")
+    with pytest.raises(slurm.SlurmError, match="x: sbatch refuses it: it ends with status 3"):
+        slurm.submit(Path("x"))
+
+
+def test_what_ends_a_job() -> None:
+    assert JobState("n", "REQUEUED", None, "").live
+    assert JobState("n", "COMPLETING", None, "").live
+    assert not JobState("n", "NODE_FAIL", None, "").live
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"jobs": [1]}', '{"jobs": [{"number": 1}]}'])
+def test_a_record_that_is_none(fake_slurm: Slurm, text: str) -> None:
+    FOLDER.freeze(STUDY)
+    (FOLDER.path / "jobs.json").write_text(text)
+    with pytest.raises(FolderError, match=r"jobs\.json: is no record of jobs"):
+        recorded(FOLDER)
+
+
+def test_the_record_is_kept_whole(fake_slurm: Slurm) -> None:
+    FOLDER.freeze(STUDY)
+    jobs = [Job(1, "a", {5: 0, 6: 1}), Job(2, "b", {})]
+    for job in jobs:
+        record(FOLDER, job)
+    assert recorded(FOLDER) == jobs
+    assert json.loads((FOLDER.path / "jobs.json").read_text())["schema"] == 1
