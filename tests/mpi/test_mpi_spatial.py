@@ -22,7 +22,7 @@ from cpdhpc.train.spatial import ImageGrid, partition
 
 pytestmark = pytest.mark.mpi
 
-CASES = 16  # random layers a grid
+CASES = 10  # random layers a grid
 DIVISORS = 144  # a multiple of every number of cells that an average of 4 x 4 at most can have
 CLOSE = 1e-12
 # Nets are compared relative to the largest gradient of all. Sums over ranks add up the same terms
