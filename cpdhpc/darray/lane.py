@@ -55,6 +55,8 @@ class Lane:
     memory: words and slots, when they are known
     """
 
+    doing = ""  # what the other must do before the requests of a slot are complete
+
     def __init__(
         self, world: Ranks, other: int, size_bytes: int, purpose: Purpose, shared: Shared | None
     ) -> None:
@@ -110,10 +112,10 @@ class Lane:
         for request in self.requests[slot] if self.requests else ():
             request.Start()
 
-    def arrive(self, slot: int, doing: str = "") -> None:
+    def arrive(self, slot: int) -> None:
         """Wait for the requests of a slot, if there are any."""
         if self.requests and not all([request.Test() for request in self.requests[slot]]):
-            self.wait(self.requests[slot], doing)
+            self.wait(self.requests[slot], self.doing)
 
     def free(self) -> None:
         """Free the persistent requests."""
@@ -124,6 +126,8 @@ class Lane:
 
 class Outgoing(Lane):
     """A lane on which this rank sends."""
+
+    doing = " to receive"
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -148,7 +152,7 @@ class Outgoing(Lane):
     def reserve(self, slot: int, serial: int) -> None:
         """Wait until a slot may be written for a serial."""
         if self.shared is None:
-            self.arrive(slot, " to receive")
+            self.arrive(slot)
             return
         word = Word(self._word(self.word_at(slot)), serial - SLOTS)
         if not word.Test():
