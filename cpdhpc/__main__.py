@@ -36,6 +36,23 @@ def train(arguments: argparse.Namespace, world: World) -> int:
     return 0
 
 
+def autoencoder(arguments: argparse.Namespace, world: World) -> int:
+    """Train the layers of an autoencoder. Collective."""
+    from .signals import Interrupted
+    from .train.autoencoder.command import Options
+    from .train.autoencoder.command import train as run
+
+    directory = arguments.out or Path("results") / arguments.file.stem
+    options = Options(arguments.file, arguments.set, directory, arguments.resume, arguments.png)
+    try:
+        record = run(world, options)
+    except Interrupted as stop:
+        return stop.status
+    if world.rank == 0:
+        print(f"record: {record}")
+    return 0
+
+
 def report(arguments: argparse.Namespace) -> int:
     """Show studies and training runs that are files already, or what changed between two."""
     from .config import UserError
@@ -146,6 +163,14 @@ def add_train(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_autoencoder(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of autoencoder: those of train, and a picture."""
+    add_train(parser)
+    parser.add_argument(
+        "--png", type=Path, metavar="FILE", help="draw the first layer's filters into an image"
+    )
+
+
 def add_report(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of report."""
     parser.add_argument(
@@ -210,6 +235,7 @@ ALONE: dict[str, tuple[Callable[[argparse.Namespace], int], Add, str]] = {
 }
 TOGETHER: dict[str, tuple[Callable[[argparse.Namespace, World], int], Add, str]] = {
     "train": (train, add_train, "train a job file's rows with all seeds, on all MPI ranks"),
+    "autoencoder": (autoencoder, add_autoencoder, "train filters whose cells are split over ranks"),
     "bench": (bench, add_bench, "measure this machine, predict others; codec needs no MPI"),
     "batch": (batch, add_batch, "measure cases of a study: what its jobs run, on all MPI ranks"),
     "info": (info, add_info, "show versions, the MPI library, hosts, kernels, the GPU"),

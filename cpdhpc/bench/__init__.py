@@ -3,6 +3,7 @@
 ALONE = {  # run(arguments), without MPI
     "accuracy": "cpdhpc.bench.accuracy",
     "codec": "cpdhpc.bench.codec",
+    "layer": "cpdhpc.bench.layer",
     "predict": "cpdhpc.bench.predict",
 }
 TOGETHER = {  # run(arguments, world), on all processes

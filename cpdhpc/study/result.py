@@ -34,6 +34,12 @@ OUTCOMES: dict[str, tuple[type, str, str]] = {  # name: type, long name, units
         "wire, at the rate of a ping-pong in the same job; NaN: not known",
         "s",
     ),
+    "exchange_s": (
+        float,
+        "median time in exchanges of cells, waits included, on the rank with most; NaN: none",
+        "s",
+    ),
+    "flop": (float, "floating-point operations of a repeat in matrix products; NaN: none", "1"),
     "accuracy": (float, "test samples that are right at the end; NaN: no training", "%"),
     "loss": (float, "test loss at the end; NaN: no training", "nat"),
     "job_id": (str, "job of Slurm; empty: none", "1"),

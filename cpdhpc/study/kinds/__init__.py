@@ -2,11 +2,13 @@
 
 from ..kind import Kind
 from .allreduce import ALLREDUCE
+from .autoencoder import AUTOENCODER
 from .codec import CODEC
 from .train import TRAIN
 
 KINDS: dict[str, Kind] = {
     "allreduce": ALLREDUCE,
+    "autoencoder": AUTOENCODER,
     "codec": CODEC,
     "train": TRAIN,
 }

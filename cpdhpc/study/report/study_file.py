@@ -30,6 +30,8 @@ OUTCOMES = (
     "accuracy",
     "loss",
     "payload_bytes",
+    "exchange_s",
+    "flop",
     "restarts",
     "environment",
 )

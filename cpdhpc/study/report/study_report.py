@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from ...config import suggest
-from . import allreduce, codec, text, train
+from . import allreduce, autoencoder, codec, text, train
 from .deal import Layout
 from .method import provenance, rules
 from .missing import listed
@@ -20,6 +20,7 @@ from .table import Column, Report, Section, Table
 Sections = Callable[[StudyFile, Sequence[Pool], Layout], list[Section]]
 KINDS: dict[str, tuple[Sections, Sequence[str]]] = {  # kind: its sections, words with panels
     "allreduce": (allreduce.sections, allreduce.PANELS),
+    "autoencoder": (autoencoder.sections, autoencoder.PANELS),
     "codec": (codec.sections, codec.PANELS),
     "train": (train.sections, train.PANELS),
 }

@@ -1,0 +1,1 @@
+"""The sparse autoencoder of locally connected filters, its pixels and filters split over ranks."""
