@@ -22,7 +22,7 @@ from cpdhpc.train.spatial import ImageGrid, partition
 
 pytestmark = pytest.mark.mpi
 
-CASES = 10  # random layers a grid
+CASES = 8  # random layers a grid
 DIVISORS = 144  # a multiple of every number of cells that an average of 4 x 4 at most can have
 CLOSE = 1e-12
 # Nets are compared relative to the largest gradient of all. Sums over ranks add up the same terms
@@ -329,7 +329,7 @@ def test_jobs_with_split_images_learn_as_those_with_whole_ones(
     directory = Path(world.gather(str(tmp_path))[0])
     gradient = {"aggregator": aggregator, "algorithm": "direct"}
     curves = []
-    for number, procs in enumerate([(1, 1), *few_grids(world)]):
+    for number, procs in enumerate([(1, 1), *few_grids(world)[:2]]):
         model = {"name": "lenet", "channels": [2, 3], "hidden": 8}
         train = {"image_grid": list(procs), "learning_rate": 0.05}
         job = small_job(model=model, train=train, gradient=gradient, name=f"j{number}")
