@@ -22,6 +22,10 @@ SMALL = ("train.epochs=1", "train.seeds=[0]", "train.threads=1", "schedule.warmu
 def test_inputs_run(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_idx(tmp_path)
     settings = [*SMALL, "train.batch=700"]
+    if path.stem == "train_digits_spatial":  # one process cannot share images
+        rows = path.read_text().replace("[2, 1]", "[1, 1]").replace("[2, 2]", "[1, 1]")
+        path = tmp_path / path.name
+        path.write_text(rows)
     if path.stem == "train_mnist":
         settings.append(f"data.dir={tmp_path}")
     arguments = [word for setting in settings for word in ("--set", setting)]

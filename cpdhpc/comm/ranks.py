@@ -112,6 +112,17 @@ class Ranks(ABC):
         return None
 
     @abstractmethod
+    def split(self, group: int) -> Ranks:
+        """Return the world of the processes that give the same group, in their order. Collective.
+
+        Raises ValueError, on all processes alike, for a negative group.
+        """
+
+    @abstractmethod
+    def free(self) -> None:
+        """Free what the world holds; it cannot be used any more. Collective."""
+
+    @abstractmethod
     def barrier(self, what: str = "barrier", pause_s: float = 0.0) -> None:
         """Wait for all processes. Collective. pause_s: sleep between looks, for long waits."""
 
@@ -202,6 +213,15 @@ class Loopback(Ranks):
             if len(nodes) != self.ranks:
                 raise ValueError(f"Loopback: nodes={nodes!r}: must be {self.ranks}, one a rank")
             self.nodes = numbered(nodes)
+
+    def split(self, group: int) -> Loopback:
+        """Return a world of as many ranks in this process."""
+        if group < 0:
+            raise ValueError(f"World.split: group={group}: must be 0 or more")
+        return Loopback(self.virtual_ranks, nodes=self.nodes)
+
+    def free(self) -> None:
+        """Do nothing: there is nothing to free."""
 
     def barrier(self, what: str = "barrier", pause_s: float = 0.0) -> None:
         """Return at once."""

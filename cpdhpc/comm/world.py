@@ -265,15 +265,31 @@ class World(Ranks):
         if not self._comm.Is_revoked():
             self._comm.Revoke()
         alive = self._comm.Shrink()
-        world = World(
-            alive,
+        world = self._like(alive)
+        alive.Free()
+        return world
+
+    def split(self, group: int) -> World:
+        """Return the world of the processes that give the same group, in their order. Collective.
+
+        Raises ValueError, on all processes alike, for a negative group.
+        """
+        wrong = ValueError(f"World.split: group={group}: must be 0 or more") if group < 0 else None
+        self.agree(wrong, "split")
+        part = self._comm.Split(group, self.rank)
+        world = self._like(part)
+        part.Free()
+        return world
+
+    def _like(self, comm: Any) -> World:
+        """Return the world of a communicator with this world's settings. Collective there."""
+        return World(
+            comm,
             virtual_ranks=self.virtual_ranks,
             timeout_s=self.timeout_s,
             gpu_direct=self.gpu_direct,
             share_memory=self._share,
         )
-        alive.Free()
-        return world
 
     def abort(self, message: str) -> NoReturn:
         """Print "rank R | message" to stderr and end the job, all processes of it."""

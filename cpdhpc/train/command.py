@@ -27,6 +27,7 @@ def train(
     Raises UserError or Interrupted on all processes alike.
     """
     jobs = agreed(world, lambda: load(path, settings))
+    agreed(world, lambda: _check_grids(jobs, world))
     files = {job.id: Files.of(directory, job) for job in jobs}
     agreed(world, lambda: _directory(directory, files.values(), world.rank == 0, resume))
     todo = agreed(world, lambda: _todo(jobs, files, resume) if world.rank == 0 else [])
@@ -46,7 +47,19 @@ def train(
             if resume:
                 training.resume()
             run(training, caught, display)
+            training.close()
     return [each.record for each in files.values()]
+
+
+def _check_grids(jobs: list[Job], world: World) -> bool:
+    for job in jobs:
+        rows, columns = job.train.image_grid
+        if world.size % (rows * columns):
+            raise ConfigError(
+                f"{job.id}: train.image_grid=[{rows}, {columns}] on {world.size} processes: "
+                f"their number must be a multiple of {rows * columns}"
+            )
+    return True
 
 
 def _directory(directory: Path, files: Iterable[Files], writes: bool, resume: bool) -> bool:

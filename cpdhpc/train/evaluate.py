@@ -13,16 +13,18 @@ CHUNK = 1000  # samples that go through the model at once
 
 
 def evaluate(
-    model: torch.nn.Module, world: Ranks, x: torch.Tensor, y: torch.Tensor
+    model: torch.nn.Module, world: Ranks, x: torch.Tensor, y: torch.Tensor, sharing: int = 1
 ) -> tuple[float, float]:
     """Return (accuracy, loss), the loss a mean over all samples. Collective.
 
     Each rank, virtual or not, goes through its own part, so that hosting changes no bit.
+    sharing: consecutive ranks that go through a part together, as their images are split
     """
     model.eval()
-    parts = [_part(model, x, y, *split(len(y), world.ranks, rank)) for rank in world.hosted]
+    shares = [split(len(y), world.ranks // sharing, rank // sharing) for rank in world.hosted]
+    parts = [_part(model, x, y, *share) for share in shares]
     model.train()
-    everywhere = [part for process in world.gather(parts) for part in process]
+    everywhere = [part for process in world.gather(parts)[::sharing] for part in process]
     correct = sum(count for count, _ in everywhere)
     return correct / len(y), fsum(loss for _, loss in everywhere) / len(y)
 

@@ -53,6 +53,7 @@ class Train(Section):
         0 for OMP_NUM_THREADS where it is set, else the cores the rank owns
     bucket_mib, overlap: gradients are reduced in buckets of at most so many MiB, the last layers
         first, and with overlap while backward goes on; overlap changes no bit, bucket_mib may
+    image_grid: rows and columns of ranks that share each image; [1, 1]: images are not split
     telemetry_every: iterations; checkpoint_every: epochs; timeout_s: the longest wait for others
     """
 
@@ -61,6 +62,7 @@ class Train(Section):
     learning_rate: Annotated[float, Field(gt=0)] = 0.1
     seeds: Annotated[tuple[Seed, ...], Field(strict=False, min_length=1)] = (0,)
     virtual_ranks: Positive = 1
+    image_grid: Annotated[tuple[Positive, Positive], Field(strict=False)] = (1, 1)
     threads: Annotated[int, Field(ge=0)] = 0
     bucket_mib: Annotated[float, Field(gt=0)] = 25.0
     overlap: bool = False
@@ -72,6 +74,12 @@ class Train(Section):
     def _overlap_has_one_rank(self) -> Train:
         if self.overlap and self.virtual_ranks > 1:
             raise ValueError("overlap=true needs virtual_ranks=1")
+        return self
+
+    @model_validator(mode="after")
+    def _split_images_have_one_rank(self) -> Train:
+        if self.image_grid != (1, 1) and (self.overlap or self.virtual_ranks > 1):
+            raise ValueError("image_grid other than [1, 1] needs virtual_ranks=1, overlap=false")
         return self
 
     @model_validator(mode="before")

@@ -50,7 +50,7 @@ def _epoch(training: Training, caught: Caught, display: Display) -> None:
             training.save("interrupted")
             display.end(f"{job.id}: interrupted after iteration {training.iteration}")
             raise Interrupted(signal)
-    accuracy, loss = evaluate(training.model, training.world, *training.test)
+    accuracy, loss = evaluate(training.model, training.world, *training.test, training.sharing)
     elapsed_ns = training.world.max(np.array([int((time.perf_counter() - began) * 1e9)]))
     training.record.epoch(epoch + 1, accuracy, loss, elapsed_ns[0] / 1e9)
     display.epoch(job.id, epoch + 1, job.train.epochs, accuracy, loss)
@@ -66,13 +66,20 @@ def _iteration(training: Training, batch: Array, caught: Caught) -> int:
     )
     for group in training.optimizer.param_groups:
         group["lr"] = rate
-    before = world.bytes_sent + world.collective_bytes  # of each hosted rank
+    before = training.sent_bytes
     try:
-        done = step(training.model, training.optimizer, training.reducer, *training.train, batch)
+        done = step(
+            training.model,
+            training.optimizer,
+            training.reducer,
+            *training.train,
+            batch,
+            training.sharing,
+        )
     except NonFiniteGradient as error:
         training.save_record("failed")
         raise Diverged(f"{job.id}: iteration {iteration}: {error}") from None
-    sent = world.bytes_sent + world.collective_bytes - before
+    sent = training.sent_bytes - before
     pulse = exchange(world, done.losses, done.time_ns, sent, caught.number)
     training.record.step(iteration, pulse.loss, rate, pulse.time_ns, pulse.wire_bytes)
     if iteration % job.train.telemetry_every == 0:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from .. import provenance, store
@@ -19,8 +21,10 @@ from .data import Dataset
 from .job import Job
 from .record import SCHEMA, Record
 from .reducer import GradientReducer
+from .spatial import ImageGrid, partition
 
 T = TypeVar("T")
+Array = npt.NDArray[Any]
 
 
 def agreed(world: Ranks, make: Callable[[], T]) -> T:
@@ -55,7 +59,11 @@ class Files:
 
 @dataclass
 class Training:
-    """A run and where it stands; iteration: the next one."""
+    """A run and where it stands.
+
+    train, test: images and labels; of split images this rank's parts
+    iteration: the next one; grid: how images are split, None where they are not
+    """
 
     job: Job
     world: Ranks
@@ -68,6 +76,26 @@ class Training:
     files: Files
     provenance: dict[str, str | int]
     iteration: int = 0
+    grid: ImageGrid | None = None
+
+    @property
+    def sharing(self) -> int:
+        """The number of ranks that share an image."""
+        return 1 if self.grid is None else self.grid.sharing
+
+    @property
+    def sent_bytes(self) -> Array:
+        """int64[hosted], the bytes that each hosted rank has sent so far."""
+        worlds = {self.world} if self.grid is None else {self.world, self.grid.group}
+        return sum(
+            (each.bytes_sent + each.collective_bytes for each in worlds),
+            np.zeros(self.world.virtual_ranks, np.int64),
+        )
+
+    def close(self) -> None:
+        """Free what the run alone used. Collective."""
+        if self.grid is not None:
+            self.grid.free()
 
     @property
     def samples(self) -> int:
@@ -156,6 +184,11 @@ def prepare(job: Job, world: Ranks, data: Dataset, files: Files) -> Training:
     torch.set_num_threads(threads)
     set_kernel_threads(1 if job.train.overlap else threads)  # else they would slow backward down
     model = agreed(world, lambda: _model(job, data))
+    grid = None
+    if job.train.image_grid != (1, 1):
+        grid, model = _split(job, world, data, model)
+    images = [torch.from_numpy(x) for x in (data.train_x, data.test_x)]
+    train_x, test_x = images if grid is None else map(grid.cut, images)
     reducer = GradientReducer(
         model,
         world,
@@ -178,11 +211,23 @@ def prepare(job: Job, world: Ranks, data: Dataset, files: Files) -> Training:
         optimizer,
         reducer,
         Record(world.ranks, reducer.bucket.names),
-        train=(torch.from_numpy(data.train_x), torch.from_numpy(data.train_y)),
-        test=(torch.from_numpy(data.test_x), torch.from_numpy(data.test_y)),
+        train=(train_x, torch.from_numpy(data.train_y)),
+        test=(test_x, torch.from_numpy(data.test_y)),
         files=files,
         provenance=provenance.attributes(world) | {"torch_threads": torch.get_num_threads()},
+        grid=grid,
     )
+
+
+def _split(
+    job: Job, world: Ranks, data: Dataset, model: torch.nn.Module
+) -> tuple[ImageGrid, torch.nn.Module]:
+    """Return how images are split, and the network that takes their parts. Collective."""
+    try:
+        grid = ImageGrid(world, job.train.image_grid)
+        return grid, partition(model, data.image_shape, grid)
+    except (TypeError, ValueError) as error:  # alike on all ranks
+        raise ConfigError(f"{job.id}: train.image_grid={job.train.image_grid}: {error}") from None
 
 
 def _model(job: Job, data: Dataset) -> torch.nn.Module:

@@ -53,18 +53,21 @@ def step(
     x: torch.Tensor,
     y: torch.Tensor,
     batch: Array,
+    sharing: int = 1,
 ) -> Step:
     """Train on one global batch. Collective.
 
     x, y: all training samples; batch: int64[b], the same on all ranks
+    sharing: consecutive ranks that take the same samples, whose images are split over them
     Raises NonFiniteGradient on all ranks alike, with the model untouched.
     """
     world, watch, losses = reducer.world, Stopwatch.start(), []
+    shares = world.ranks // sharing
     for hosted, rank in enumerate(world.hosted):
-        index = torch.from_numpy(shard(batch, world.ranks, rank))
+        index = torch.from_numpy(shard(batch, shares, rank // sharing))
         inputs, targets = x[index], y[index]
         watch.lap("data")
-        losses.append(backward(model, optimizer, inputs, targets, batch.size, world.ranks))
+        losses.append(backward(model, optimizer, inputs, targets, batch.size, shares))
         watch.lap("forward_backward")
         if world.virtual_ranks > 1:  # else reduce takes p.grad itself
             reducer.stash(hosted)
@@ -82,17 +85,18 @@ def backward(
     inputs: torch.Tensor,
     targets: torch.Tensor,
     batch: int,
-    ranks: int,
+    shares: int,
 ) -> float:
     """Leave in p.grad the gradient of this rank's share, and return its loss.
 
-    The mean over a rank's b samples is weighted by b * ranks / batch, so that the mean over ranks
-    is the mean over the batch; the weight is exactly 1 where the batch divides evenly.
+    The mean over a share's b samples is weighted by b * shares / batch, so that the mean over
+    shares, and over ranks, is the mean over the batch; it is exactly 1 where the batch divides
+    evenly.
     """
     optimizer.zero_grad(set_to_none=True)
     if not len(inputs):
         return 0.0
     loss = torch.nn.functional.cross_entropy(model(inputs), targets)
-    loss = loss * (len(inputs) * ranks / batch)
+    loss = loss * (len(inputs) * shares / batch)
     loss.backward()  # type: ignore[no-untyped-call]
     return float(loss.detach())
