@@ -104,9 +104,9 @@ def test_even_shards_are_not_scaled_and_empty_ones_are_zero() -> None:
     model, data = MODELS["mlp"](hidden=(4,)).build((8, 8), 8), small_data()
     x, y = torch.from_numpy(data.train_x[:4]), torch.from_numpy(data.train_y[:4])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    loss = backward(model, optimizer, x, y, batch=12, ranks=3)
+    loss = backward(model, optimizer, x, y, batch=12, shares=3)
     assert loss == float(torch.nn.functional.cross_entropy(model(x), y).detach())
-    assert backward(model, optimizer, x[:0], y[:0], batch=12, ranks=3) == 0.0
+    assert backward(model, optimizer, x[:0], y[:0], batch=12, shares=3) == 0.0
     assert all(p.grad is None for p in model.parameters())
 
 
