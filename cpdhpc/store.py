@@ -164,3 +164,74 @@ def _readable(dataset: Any) -> Array:
 
 def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else value
+
+
+def create(
+    path: Path,
+    name: str,
+    shape: tuple[int, ...],
+    dtype: npt.DTypeLike,
+    attributes: Attributes,
+    chunks: tuple[int, ...] | None = None,
+    compression: str | None = None,
+) -> int | None:
+    """Make a file with one dataset without data; return the offset of its first byte in the file.
+
+    With chunks or compression data has no fixed place: None. A dataset without any byte: None.
+    Source of the layout: HDF5 File Format Specification, data layout message, contiguous storage.
+    Raises StoreError where HDF5 has no such type, chunks or compression.
+    """
+    import h5py
+
+    with h5py.File(path, "w") as file:
+        try:
+            if chunks is not None or compression is not None:
+                chunked = True if chunks is None else chunks
+                dataset = file.create_dataset(
+                    name, shape, dtype, chunks=chunked, compression=compression
+                )
+            else:
+                plan = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+                plan.set_layout(h5py.h5d.CONTIGUOUS)
+                plan.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+                plan.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+                dataset = file.create_dataset(name, shape, dtype, dcpl=plan)
+        except (TypeError, ValueError) as error:
+            raise StoreError(f"{path}: dataset {name!r} of {dtype}: {error}") from None
+        dataset.attrs.update(attributes)
+        offset = dataset.id.get_offset()
+    return None if offset is None else int(offset)
+
+
+def write_box(path: Path, name: str, box: tuple[slice, ...], data: Array) -> None:
+    """Write a box of a dataset that is there."""
+    import h5py
+
+    with h5py.File(path, "r+") as file:
+        file[name][box] = data
+
+
+def dataset_shape(path: Path, name: str) -> tuple[int, ...]:
+    """Return the shape of a dataset. Raises StoreError where file or dataset is missing."""
+    import h5py
+
+    try:
+        with h5py.File(path, "r") as file:
+            if not isinstance(file.get(name), h5py.Dataset):
+                known = ", ".join(
+                    key for key, each in file.items() if isinstance(each, h5py.Dataset)
+                )
+                raise StoreError(f"{path}: has no dataset {name!r}, only {known or 'none at all'}")
+            return tuple(file[name].shape)
+    except FileNotFoundError:
+        raise StoreError(f"{path}: there is no such file") from None
+    except OSError as error:
+        raise StoreError(f"{path}: is not an HDF5 file: {error}") from None
+
+
+def read_box(path: Path, name: str, box: tuple[slice, ...]) -> Array:
+    """Return a box of a dataset that is there."""
+    import h5py
+
+    with h5py.File(path, "r") as file:
+        return np.asarray(file[name][box])

@@ -18,9 +18,18 @@ struct Row {
     i64 counts[4], source_strides[4], target_strides[4];
 };
 
+// Elements far apart, as at the border of the innermost axis, miss the caches: to fetch them 64
+// ahead, and 512 bytes ahead in the message, took 230 KB of float32 at a stride of 404 bytes from
+// 109 to 82 us there and back.
 template <int SIZE>
 void copy_fixed(u8* out, const u8* in, i64 n, i64 out_stride, i64 in_stride) {
-    for (i64 i = 0; i < n; ++i) memcpy(out + i * out_stride, in + i * in_stride, SIZE);
+    const i64 far_in = in_stride == SIZE ? 512 : 64 * in_stride;
+    const i64 far_out = out_stride == SIZE ? 512 : 64 * out_stride;
+    for (i64 i = 0; i < n; ++i, in += in_stride, out += out_stride) {
+        __builtin_prefetch(in + far_in);
+        __builtin_prefetch(out + far_out, 1);
+        memcpy(out, in, SIZE);
+    }
 }
 
 // Runs of HALF..2 HALF bytes, in two moves that may overlap: a call of memcpy costs more.

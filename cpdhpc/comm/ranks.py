@@ -7,6 +7,7 @@ import sys
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -169,6 +170,17 @@ class Ranks(ABC):
         """Return persistent requests to receive for a hosted rank from another process's."""
 
     @abstractmethod
+    def write_box(
+        self, path: Path, offset: int, shape: Sequence[int], start: Sequence[int], box: Array
+    ) -> None:
+        """Write this process's box of an array that lies in a file, all processes' boxes at once.
+
+        offset: of the array's first byte; shape: of the array; start: of the box in it
+        box: any dtype, C-contiguous; the boxes are disjoint, some may be empty
+        Collective. Raises OSError on all processes where one cannot write.
+        """
+
+    @abstractmethod
     def done(self, wait: Wait) -> bool:
         """Whether all requests are complete."""
 
@@ -257,6 +269,15 @@ class Loopback(Ranks):
     def recv_init(self, source: int, rank: int, buffer: Array, stream: int = 0) -> list[Any]:
         """Raise ValueError: there is no other process."""
         return self.irecv(source, rank, buffer)
+
+    def write_box(
+        self, path: Path, offset: int, shape: Sequence[int], start: Sequence[int], box: Array
+    ) -> None:
+        """Write the box."""
+        target = np.memmap(path, box.dtype, "r+", offset, tuple(shape)) if box.size else None
+        if target is not None:
+            target[tuple(slice(a, a + n) for a, n in zip(start, box.shape, strict=True))] = box
+            target.flush()
 
     def done(self, wait: Wait) -> bool:
         """Return True."""

@@ -6,11 +6,13 @@ import pickle
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
 
 from .failure import RankFailure
+from .parallel_io import write_box
 from .patience import Patience, say
 from .ranks import Array, Ranks, Wait, numbered
 from .shared import Shared, share
@@ -202,6 +204,17 @@ class World(Ranks):
             return stream % STREAMS * pairs + pair
         first = STREAMS * pairs + 1
         return first + (-1 - stream) % ((self._most_tag - first) // pairs) * pairs + pair
+
+    def write_box(
+        self, path: Path, offset: int, shape: Sequence[int], start: Sequence[int], box: Array
+    ) -> None:
+        """Write this process's box of an array that lies in a file, by MPI-IO. Collective.
+
+        MPI's calls have no time-out: all processes are there, and what takes time is the file.
+        """
+        self.barrier("writing a file")
+        where = path, offset, shape, start
+        self.agree(write_box(self._mpi, self._comm, *where, box), "writing a file")
 
     def done(self, wait: Wait) -> bool:
         """Whether all requests are complete."""

@@ -34,6 +34,9 @@ class Kind(Protocol):
     def plain(self, x: Array) -> npt.NDArray[Any] | None:
         """Return the same memory as a NumPy array, maybe of integers; None if it is on a GPU."""
 
+    def host(self, x: Array) -> npt.NDArray[Any]:
+        """Return the values as a NumPy array. Raises TypeError where NumPy has no such dtype."""
+
     def element(self, like: Array, value: complex) -> Bytes:
         """Return the bytes of a value as an element."""
 
@@ -71,6 +74,9 @@ class _Numpy:
             return np.asarray(x)
         return np.asarray(x).view(f"V{x.dtype.itemsize}")
 
+    def host(self, x: Array) -> npt.NDArray[Any]:
+        return np.asarray(x)
+
     def element(self, like: Array, value: complex) -> Bytes:
         return np.full(1, value, like.dtype).view(np.uint8)
 
@@ -93,6 +99,9 @@ class _Cupy(_Numpy):
 
     def plain(self, x: Array) -> None:
         return None
+
+    def host(self, x: Array) -> npt.NDArray[Any]:
+        return np.asarray(x.get())
 
     def stage(self, like: Array, memory: Bytes) -> Array:
         return self.empty(like, (memory.size // like.dtype.itemsize,))
@@ -129,6 +138,9 @@ class _Torch:
         torch = sys.modules["torch"]
         same = x.detach()
         return np.asarray((same.view(torch.int16) if x.dtype == torch.bfloat16 else same).numpy())
+
+    def host(self, x: Array) -> npt.NDArray[Any]:
+        return np.asarray(x.detach().cpu().numpy())
 
     def element(self, like: Array, value: complex) -> Bytes:
         one = sys.modules["torch"].full((1,), value, dtype=like.dtype)

@@ -13,11 +13,13 @@ from ..formats import INTEGERS, Cast, FloatFormat
 from .boundary import Boundary, parse_boundary
 from .box import Box, as_box
 from .channel import Channel
+from .describe import Description, describe, interior_of
 from .exchange import Handle, Last, begin, run
 from .kinds import Array
 from .layout import Layout
 from .operation import ACCUMULATE, EXCHANGE
-from .windows import Fill, Piece, Windows, replaced
+from .verify import Verification, verify
+from .windows import Fill, Piece, Windows
 
 
 class Message(NamedTuple):
@@ -134,12 +136,26 @@ class WindowPlan:
     @cached_property
     def interior(self) -> Box:
         """A box of the window, as large as can be cut, that no message changes."""
-        return _interior(self.window, [p.target for m in self.recvs for p in m.pieces])
+        return interior_of(self.window, [p.target for m in self.recvs for p in m.pieces])
 
     @cached_property
     def boundary_parts(self) -> list[Box]:
         """The rest of the window, in disjoint boxes."""
         return list(self.window.without(self.interior))
+
+    def describe(self, dtype: str = "float32", trail: Sequence[int] = ()) -> Description:
+        """Return what an exchange of such cells costs every rank, as a table. Not collective.
+
+        dtype: a NumPy dtype's name; trail: the further axes
+        """
+        return describe(self.windows, dtype, trail, self.packed, self.name)
+
+    def verify(self) -> Verification:
+        """Check exchange and accumulate in integers, exactly, on these ranks. Collective.
+
+        Returns the figures; raises ArithmeticError alike on all ranks where one is wrong.
+        """
+        return verify(self)
 
     def free(self) -> None:
         """Free requests and memory once the other ranks have read what was sent.
@@ -170,21 +186,6 @@ def _without(box: Box, holes: Sequence[Box]) -> list[Box]:
     return [each for each in left if not each.empty]
 
 
-def _interior(window: Box, remote: Sequence[Box]) -> Box:
-    """Return a box of the window without cells of remote boxes: cut where least is lost."""
-    inner = window
-    for box in remote:
-        hole = inner.intersect(box)
-        if hole.empty:
-            continue
-        cuts = []
-        for axis in range(box.ndim):
-            cuts.append(replaced(inner, axis, inner.start[axis], hole.start[axis]))
-            cuts.append(replaced(inner, axis, hole.stop[axis], inner.stop[axis]))
-        inner = max(cuts, key=lambda cut: cut.size)
-    return inner
-
-
 def _agree(
     world: Ranks,
     layout: Layout,
@@ -197,7 +198,7 @@ def _agree(
     entry: Any
     try:
         box, modes, packed = _checked(world, layout, window, boundary, wire)
-        entry = box, (layout.digest, layout.shape, modes, wire, name)
+        entry = box, repr((layout.digest, layout.shape, modes, wire, name))  # NaN is not NaN
     except (TypeError, ValueError) as error:
         entry = type(error)(f"rank {world.rank} | {error}")
     entries = world.gather(entry, "WindowPlan")

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from ..ops import moves
 from ..ops.moves import MEMORY, Row, run_moves
 from . import moving
-from .lane import HEAD_BYTES, SLOTS, Incoming, Lane, Outgoing
+from .lane import HEAD_BYTES, SLOTS, Lane
 from .moving import Frame, Plain
 
 if TYPE_CHECKING:
@@ -30,8 +30,8 @@ class Span(NamedTuple):
     after: Lane | None = None
 
 
-class Halves(NamedTuple):
-    """The spans up to the end of begin, those of finish, and all of them one after the other."""
+class Order(NamedTuple):
+    """The spans up to the end of begin, those of finish, and those of both in one go."""
 
     begin: list[Span]
     finish: list[Span]
@@ -39,46 +39,42 @@ class Halves(NamedTuple):
 
 
 class Program:
-    """An operation on arrays of given strides, on channels whose lanes are connected.
+    """An operation on arrays of given strides, on a channel whose lanes are connected.
 
     slots: the spans for each slot
     """
 
     def __init__(self, channel: Channel, frame: Frame, x: Plain, out: Plain) -> None:
-        self._rows: list[Row] = []
-        self._waits: dict[int, Lane] = {}  # row -> the lane that it waits for
         self._channel, self._frame = channel, frame
+        self._lanes: list[Lane] = [lane for lane, _ in (*channel.sending, *channel.receiving)]
         room, self._own = channel.operation.own_rows(channel, frame)
-        self.slots = [self._halves(slot) for slot in range(SLOTS)]
-        lanes = [lane for lane, _ in (*channel.sending, *channel.receiving)]
-        memory = (room, *(lane.room for lane in lanes))
-        whole = self.slots[0].whole
-        self._needs_mpi = len(whole) > 1 or whole[0].before is not None
-        self._ends = [_ends(halves.whole, self._needs_mpi) for halves in self.slots]  # of first
-        rows = moves.table(self._rows)
-        self._compiled = moves.make_moves(rows, memory, x, out, moving.inside(frame))
+        self._list: list[Row] = []
+        self.slots = [self._order(slot) for slot in range(SLOTS)]
+        self._rows = moves.rows(self._list)
+        self._needs_mpi = any(lane.requests for lane in self._lanes)
+        self._ends = [_ends(order.whole, self._needs_mpi) for order in self.slots]  # of first
+        memory = (room, *(lane.room for lane in self._lanes))
+        self._compiled = moves.make_moves(self._rows, memory, x, out, moving.inside(frame))
 
-    def _halves(self, slot: int) -> Halves:
+    def _order(self, slot: int) -> Order:
         """Add the rows of a slot; return their spans."""
-        channel = self._channel
-        begin = [self._packing(slot, i) for i in range(len(channel.sending))]
+        begin = [self._packing(slot, i) for i in range(len(self._channel.sending))]
         begin.append(self._span(self._own))
-        finish = [self._unpacking(slot, i) for i in range(len(channel.receiving))]
-        return Halves(_joined(begin), _joined(finish), _joined(begin + finish))
+        finish = [self._unpacking(slot, i) for i in range(len(self._channel.receiving))]
+        return Order(_joined(begin), _joined(finish), _joined(begin + finish))
 
     def _span(
         self, rows: Iterable[Row], before: Lane | None = None, after: Lane | None = None
     ) -> Span:
-        first = len(self._rows)
-        self._rows += rows
-        return Span(first, len(self._rows), before, after)
+        first = len(self._list)
+        self._list += rows
+        return Span(first, len(self._list), before, after)
 
     def _packing(self, slot: int, i: int) -> Span:
         """Add the rows that pack a message and post it."""
         lane, pieces = self._channel.sending[i]
         base, head, rows = MEMORY + 1 + i, lane.head_at(slot), list[Row]()
         if not lane.requests:
-            self._waits[len(self._rows)] = lane
             rows.append(moves.await_(base, lane.word_at(slot), -SLOTS, is_message=False))
         pack = self._channel.operation.pack_rows
         rows += moving.in_message(self._frame, pieces, pack, base, head + HEAD_BYTES)
@@ -89,7 +85,6 @@ class Program:
         """Add the rows that wait for a message and unpack it."""
         lane, pieces = self._channel.receiving[i]
         base, head = MEMORY + 1 + len(self._channel.sending) + i, lane.head_at(slot)
-        self._waits[len(self._rows)] = lane
         rows = [moves.await_(base, head, 0, is_message=True)]
         unpack = self._channel.operation.unpack_rows
         rows += moving.in_message(self._frame, pieces, unpack, base, head + HEAD_BYTES)
@@ -122,24 +117,24 @@ class Program:
 
     def rest(self, found: int, serial: int, number: int, x: Plain, out: Plain) -> None:
         """Go on where first has stopped."""
-        halves = self.slots[serial % SLOTS]
+        order = self.slots[serial % SLOTS]
         if self._needs_mpi:
             for lane in self._channel.requesting:
                 lane.start(serial % SLOTS)
-            self.run(halves.whole, serial, number, x, out)
+            self.run(order.whole, serial, number, x, out)
         else:
             row = self._wait(found, serial, number)
-            self.run([Span(row, halves.whole[0].last)], serial, number, x, out)
+            self.run([Span(row, order.whole[0].last)], serial, number, x, out)
 
     def _wait(self, found: int, serial: int, number: int) -> int:
         """Wait for what a row waits for, and return the row; see run_moves."""
-        row = found if found >= 0 else -1 - found
-        lane, slot = self._waits[row], serial % SLOTS
-        if isinstance(lane, Outgoing):
-            lane.reserve(slot, serial)
-        elif isinstance(lane, Incoming):
-            lane.receive(slot, serial, number)
-        return row
+        index = found if found >= 0 else -1 - found
+        row = self._rows[index]
+        lane, offset = self._lanes[int(row["target"]) - MEMORY - 1], int(row["target_offset"])
+        if found < 0:
+            lane.differs(offset, number)
+        lane.wait_word(offset, serial + int(row["value"]))
+        return index
 
 
 def _ends(whole: Sequence[Span], needs_mpi: bool) -> tuple[int, int, int]:
