@@ -31,14 +31,12 @@ struct Shape {
     }
 };
 
-const i64 X = 0, OUT = 1, MEMORY = 2;  // numbers of bases: x, out, and what the program owns
-
 const i64 NOWHERE = -((i64)1 << 62);
 
 struct Program {
     std::vector<Row> rows;
     std::vector<Py_buffer> memory;
-    std::vector<u8*> bases;  // of x and out only while it runs
+    std::vector<u8*> bases;  // null for x and out
     Shape x, out;
     i64 inside;  // x may lie so many bytes behind out; NOWHERE: it must lie apart
 
@@ -134,31 +132,38 @@ bool apart(const Program& program, const u8* x, const u8* out) {
 // run_moves(program, first, last, serial, number, looks, x, out): does rows first..last and
 // returns last; or the row that waits; or -1 - row where the number differs there; or None where
 // x or out lies otherwise than those that the program was made for.
-PyObject* run_moves(PyObject*, PyObject* args) {
-    PyObject *capsule, *x, *out;
-    long long first, last, serial, number, looks;
-    if (!PyArg_ParseTuple(args, "OLLLLLOO", &capsule, &first, &last, &serial, &number, &looks, &x,
-                          &out))
+PyObject* run_moves(PyObject*, PyObject* const* args, Py_ssize_t count) {
+    i64 numbers[5];
+    if (count != 8) {
+        PyErr_SetString(PyExc_TypeError, "run_moves: 8 arguments are needed");
         return nullptr;
-    Program* program = static_cast<Program*>(PyCapsule_GetPointer(capsule, PROGRAM));
-    Strided in, to;
-    if (!program || !in.read(x, false) || !to.read(out, true)) return nullptr;
-    if (!program->x.fits(in.view) || !program->out.fits(to.view)) Py_RETURN_NONE;
-    std::vector<u8*> bases = program->bases;
-    bases[X] = static_cast<u8*>(in.view.buf), bases[OUT] = static_cast<u8*>(to.view.buf);
-    if (first < 0 || last > (long long)program->rows.size()) {
+    }
+    for (int i = 0; i < 5; ++i) {
+        numbers[i] = PyLong_AsLongLong(args[1 + i]);
+        if (numbers[i] == -1 && PyErr_Occurred()) return nullptr;
+    }
+    const i64 last = numbers[1];
+    Program* program = static_cast<Program*>(PyCapsule_GetPointer(args[0], PROGRAM));
+    Strided x, out;
+    if (!program || !x.read(args[6], false) || !out.read(args[7], true)) return nullptr;
+    if (!program->x.fits(x.view) || !program->out.fits(out.view)) Py_RETURN_NONE;
+    u8* arrays[] = {static_cast<u8*>(x.view.buf), static_cast<u8*>(out.view.buf)};
+    i64 row = numbers[0];
+    if (row < 0 || last > (i64)program->rows.size()) {
         PyErr_SetString(PyExc_ValueError, "run_moves: no such rows");
         return nullptr;
     }
-    if (!apart(*program, bases[X], bases[OUT])) {
-        PyErr_SetString(PyExc_ValueError, "the arrays overlap");
+    if (!apart(*program, arrays[X], arrays[OUT])) {
+        PyErr_SetString(PyExc_ValueError,
+                        "out overlaps what is given: it may only have that, or be that, as the "
+                        "part of the window that this rank owns");
         return nullptr;
     }
-    i64 row = first;
     Outcome outcome;
     {
         Unlocked unlocked;
-        outcome = do_rows(program->rows.data(), row, last, bases.data(), serial, number, looks);
+        outcome = do_rows(program->rows.data(), row, last, program->bases.data(), arrays,
+                          numbers[2], numbers[3], numbers[4]);
     }
     return PyLong_FromLongLong(outcome == DIFFERS ? -1 - row : row);
 }

@@ -18,9 +18,18 @@ struct Row {
     i64 counts[4], source_strides[4], target_strides[4];
 };
 
+// Elements far apart, as at the border of the innermost axis, miss the caches: to fetch them 64
+// ahead, and 512 bytes ahead in the message, took 230 KB of float32 at a stride of 404 bytes from
+// 109 to 82 us there and back.
 template <int SIZE>
 void copy_fixed(u8* out, const u8* in, i64 n, i64 out_stride, i64 in_stride) {
-    for (i64 i = 0; i < n; ++i) memcpy(out + i * out_stride, in + i * in_stride, SIZE);
+    const i64 far_in = in_stride == SIZE ? 512 : 64 * in_stride;
+    const i64 far_out = out_stride == SIZE ? 512 : 64 * out_stride;
+    for (i64 i = 0; i < n; ++i, in += in_stride, out += out_stride) {
+        __builtin_prefetch(in + far_in);
+        __builtin_prefetch(out + far_out, 1);
+        memcpy(out, in, SIZE);
+    }
 }
 
 // Runs of HALF..2 HALF bytes, in two moves that may overlap: a call of memcpy costs more.
@@ -65,10 +74,14 @@ typedef void (*Runs)(u8* out, const u8* in, i64 run, i64 n, i64 out_stride, i64 
 const Runs add_by_kind[] = {add_runs<u8>,  add_runs<unsigned short>, add_runs<u32>,
                             add_runs<u64>, add_runs<float>,          add_runs<double>};
 
-// Every run becomes repeats of the element at in, which has as many bytes as value says.
+// Every run becomes repeats of the element at in, which has size bytes.
 inline void fill_runs(u8* out, const u8* in, i64 run, i64 n, i64 out_stride, i64 size) {
-    for (i64 i = 0; i < n; ++i)
-        for (i64 j = 0; j < run; j += size) memcpy(out + i * out_stride + j, in, size);
+    for (i64 i = 0; i < n; ++i) {
+        u8* start = out + i * out_stride;
+        memcpy(start, in, size);
+        for (i64 done = size; done < run; done *= 2)
+            memcpy(start + done, start, done < run - done ? done : run - done);
+    }
 }
 
 inline void move_box(const Row& row, const u8* in, u8* out) {
@@ -107,14 +120,16 @@ inline void post_word(u8* word, i64 value, i64 number) {
     __atomic_store_n((i64*)word, value, __ATOMIC_RELEASE);
 }
 
+const i64 X = 0, OUT = 1, MEMORY = 2;  // numbers of bases: two arrays, then memory
+
 // Does the rows first..last; stops at an AWAIT whose word does not come, or belongs to another
 // number. kind of an AWAIT: whether it is for a message.
-inline Outcome do_rows(const Row* rows, i64& first, i64 last, u8* const* bases, i64 serial,
-                       i64 number, i64 looks) {
+inline Outcome do_rows(const Row* rows, i64& first, i64 last, u8* const* memory, u8* const* arrays,
+                       i64 serial, i64 number, i64 looks) {
     for (; first < last; ++first) {
         const Row& row = rows[first];
-        u8* out = bases[row.target] + row.target_offset;
-        const u8* in = bases[row.source] + row.source_offset;
+        u8* out = (row.target < MEMORY ? arrays : memory)[row.target] + row.target_offset;
+        const u8* in = (row.source < MEMORY ? arrays : memory)[row.source] + row.source_offset;
         if (row.op == POST) {
             post_word(out, serial + row.value, number);
         } else if (row.op == AWAIT) {

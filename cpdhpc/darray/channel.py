@@ -18,7 +18,7 @@ from .kinds import Array, Kind
 from .lane import SLOTS, Incoming, Outgoing, Purpose
 from .moving import Plain
 from .operation import ACCUMULATE, EXCHANGE, Operation
-from .program import Program, begin_program, finish_program
+from .program import Program
 from .slicing import Source
 from .windows import Piece
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .plan import Message, WindowPlan
 
 Bytes = npt.NDArray[np.uint8]
+PROGRAMS = 16  # of a channel: for so many strides
 NO_KEY = (0, 0)  # of random bits: wires round to the nearest
 
 
@@ -44,6 +45,12 @@ class Call:
     def slot(self) -> int:
         """The slot that its messages take."""
         return self.serial % SLOTS
+
+    @property
+    def run(self) -> tuple[int, int, Plain, Plain]:
+        """What a program is run with."""
+        assert self.plain is not None, "programs are of NumPy arrays"
+        return self.serial, self.number, *self.plain
 
 
 @dataclass
@@ -79,7 +86,11 @@ class Channel:
 
         self.receiving = [(lane(Incoming, each), each.pieces) for each in received]
         self.sending = [(lane(Outgoing, each), each.pieces) for each in sent]
+        self.requesting = [lane for lane, _ in self.receiving if lane.requests]
         self.sent_bytes = sum(lane.size_bytes for lane, _ in self.sending)
+        self.sent = len(self.sending)
+        self.bytes_counter = plan.world.bytes_sent.data  # faster than the arrays
+        self.messages_counter = plan.world.messages_sent.data
         self.temporary = np.empty(
             max((self.raw_bytes(each) for each in (*sent, *received)), default=0), np.uint8
         )
@@ -130,20 +141,19 @@ class Channel:
 
     def begin(self, call: Call) -> None:
         """Pack and send; do what needs no message."""
+        program = self.program(call)
         for incoming, _ in self.receiving:
             incoming.start(call.slot)
-        if call.plain and self.compiled:
-            program = self.program(call, "begin")
-            for span in program.spans[call.slot]:
-                if span.lane is not None:
-                    span.lane.arrive(call.slot, " to receive")
-                program.run(span, call.slot, call.serial, call.number, *call.plain)
-                if span.lane is not None:
-                    span.lane.start(call.slot)
-        else:
+        if program is None:
             self._begin_by_slices(call)
-        self.plan.world.bytes_sent[0] += self.sent_bytes
-        self.plan.world.messages_sent[0] += len(self.sending)
+        else:
+            program.run(program.slots[call.slot].begin, *call.run)
+        self.count()
+
+    def count(self) -> None:
+        """Count the messages of a call."""
+        self.bytes_counter[0] += self.sent_bytes
+        self.messages_counter[0] += self.sent
 
     def _begin_by_slices(self, call: Call) -> None:
         cut, kind = self.cut(call.kind), call.kind
@@ -161,16 +171,13 @@ class Channel:
 
     def finish(self, call: Call) -> None:
         """Take in the messages, in the order of the ranks."""
-        for lane, _ in self.receiving:
-            lane.connect()
-        if call.plain and self.compiled:
-            program, out = self.program(call, "finish"), call.plain[1]
-            for span in program.spans[call.slot]:
-                if span.lane is not None:
-                    span.lane.arrive(call.slot)
-                program.run(span, call.slot, call.serial, call.number, out, out)
-        else:
+        program = self.program(call)
+        if program is None:
+            for lane, _ in self.receiving:
+                lane.connect()
             self._finish_by_slices(call)
+        else:
+            program.run(program.slots[call.slot].finish, *call.run)
         self.open.remove(call.serial)
 
     def _finish_by_slices(self, call: Call) -> None:
@@ -193,20 +200,23 @@ class Channel:
         cells = sum(piece.source.size for piece in pieces)
         return self.temporary[: cells * prod(self.trail) * self.itemsize]
 
-    def program(self, call: Call, half: str) -> Program:
-        """Return the program for arrays of such strides, made when they are first met."""
-        assert call.plain is not None, "only NumPy arrays have programs"
+    def program(self, call: Call) -> Program | None:
+        """Return the program for arrays of such strides, if the channel has programs.
+
+        It has when its lanes are connected, which the first call does.
+        """
+        if not (call.plain and self.compiled and all(lane.memory is not None for lane, _ in
+                                                     self.receiving)):  # fmt: skip
+            return None
         x, out = call.plain
-        key = half, x.strides if half == "begin" else (), out.strides
+        key = x.strides, out.strides
         if key not in self.programs:
             reverse = self.operation is ACCUMULATE
             owned, window = self.plan.owned, self.plan.window
             frame = moving.frame_of(owned, window, x, out, self.dtype, reverse)
-            self.programs[key] = (
-                begin_program(self, frame, x, out)
-                if half == "begin"
-                else finish_program(self, frame, out)
-            )
+            if len(self.programs) == PROGRAMS:
+                del self.programs[next(iter(self.programs))]
+            self.programs[key] = Program(self, frame, x, out)
         return self.programs[key]
 
     def free(self) -> None:

@@ -55,6 +55,8 @@ class Lane:
     memory: words and slots, when they are known
     """
 
+    doing = ""  # what the other must do before the requests of a slot are complete
+
     def __init__(
         self, world: Ranks, other: int, size_bytes: int, purpose: Purpose, shared: Shared | None
     ) -> None:
@@ -87,8 +89,24 @@ class Lane:
         assert self.memory is not None, "lanes are used when they are connected"
         return self.memory
 
-    def _word(self, offset: int) -> Bytes:
+    def word(self, offset: int) -> Bytes:
+        """Return the word at an offset."""
         return self.room[offset : offset + 8]
+
+    def wait_word(self, offset: int, value: int) -> None:
+        """Wait until a word has reached a value."""
+        word = Word(self.word(offset), value)
+        if not word.Test():
+            self.wait([word], "" if offset >= self.head_at(0) else " to read what came before")
+
+    def differs(self, head: int, number: int) -> NoReturn:
+        """End the job: the message that came belongs to another call than this."""
+        found = load_acquire(self.word(head + 8))
+        same = "" if found >> 32 == number >> 32 else ", of another shape or dtype"
+        self.stop(
+            f"rank {self.other} is at number {found & 0xFFFFFFFF}{same}, "
+            f"this rank at number {number & 0xFFFFFFFF} ({self.purpose.key})"
+        )
 
     def message(self, slot: int) -> Bytes:
         """Return the head and the payload of a slot: what travels."""
@@ -110,10 +128,10 @@ class Lane:
         for request in self.requests[slot] if self.requests else ():
             request.Start()
 
-    def arrive(self, slot: int, doing: str = "") -> None:
+    def arrive(self, slot: int) -> None:
         """Wait for the requests of a slot, if there are any."""
         if self.requests and not all([request.Test() for request in self.requests[slot]]):
-            self.wait(self.requests[slot], doing)
+            self.wait(self.requests[slot], self.doing)
 
     def free(self) -> None:
         """Free the persistent requests."""
@@ -124,6 +142,8 @@ class Lane:
 
 class Outgoing(Lane):
     """A lane on which this rank sends."""
+
+    doing = " to receive"
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -148,17 +168,15 @@ class Outgoing(Lane):
     def reserve(self, slot: int, serial: int) -> None:
         """Wait until a slot may be written for a serial."""
         if self.shared is None:
-            self.arrive(slot, " to receive")
-            return
-        word = Word(self._word(self.word_at(slot)), serial - SLOTS)
-        if not word.Test():
-            self.wait([word], " to read what came before")
+            self.arrive(slot)
+        else:
+            self.wait_word(self.word_at(slot), (serial - SLOTS))
 
     def send(self, slot: int, serial: int, number: int) -> None:
         """Send what the payload of a slot holds."""
         head = self.head_at(slot)
-        store_release(self._word(head + 8), number)
-        store_release(self._word(head), serial)
+        store_release(self.word(head + 8), number)
+        store_release(self.word(head), serial)
         self.start(slot)
 
     def close(self, serial: int) -> None:
@@ -199,27 +217,13 @@ class Incoming(Lane):
 
     def receive(self, slot: int, serial: int, number: int) -> None:
         """Wait for the message of a serial; end the job where it has another number."""
-        self.await_message(slot, serial)
-        found = load_acquire(self._word(self.head_at(slot) + 8))
-        if found != number:
-            self.differs(found, number)
-
-    def await_message(self, slot: int, serial: int) -> None:
-        """Wait for the message of a serial."""
+        head = self.head_at(slot)
         self.arrive(slot)
-        word = Word(self._word(self.head_at(slot)), serial)
-        if not word.Test():
-            self.wait([word])
-
-    def differs(self, found: int, number: int) -> NoReturn:
-        """End the job: the message that came belongs to another call than this."""
-        same = "" if found >> 32 == number >> 32 else ", of another shape or dtype"
-        self.stop(
-            f"rank {self.other} is at number {found & 0xFFFFFFFF}{same}, "
-            f"this rank at number {number & 0xFFFFFFFF} ({self.purpose.key})"
-        )
+        self.wait_word(head, serial)
+        if load_acquire(self.word(head + 8)) != number:
+            self.differs(head, number)
 
     def release(self, slot: int, serial: int) -> None:
         """Tell the other that a slot has been read."""
         if self.shared is not None:
-            store_release(self._word(self.word_at(slot)), serial)
+            store_release(self.word(self.word_at(slot)), serial)

@@ -13,7 +13,7 @@ from ..formats import INTEGERS, Cast, FloatFormat
 from .boundary import Boundary, parse_boundary
 from .box import Box, as_box
 from .channel import Channel
-from .exchange import Handle, begin
+from .exchange import Handle, Last, begin, run
 from .kinds import Array
 from .layout import Layout
 from .operation import ACCUMULATE, EXCHANGE
@@ -81,6 +81,7 @@ class WindowPlan:
         self.uncovered = _without(self.owned, [p.source for p in self.local if p.is_itself])
         self.stream, self.freed, self.broken = self.world.open_stream(), False, False
         self.channels: dict[tuple[str, str, tuple[int, ...]], Channel] = {}
+        self.last: dict[str, Last] = {}
         self.world.shared()  # collective when it is first asked for
         if self.sends or self.recvs:
             self.world.tapes.add(self)
@@ -96,7 +97,7 @@ class WindowPlan:
             another number, the job ends and names both. 0..2**32 - 1
         Raises TypeError or ValueError where x or out does not fit, on this rank alone.
         """
-        return begin(self, EXCHANGE, x, out, number).finish()
+        return run(self, EXCHANGE, x, out, number)
 
     def accumulate(self, y: Array, out: Array = None, *, number: int = 0) -> Array:
         """Return, for each owned cell, the sum of all cells of windows that show it. Collective.
@@ -108,7 +109,7 @@ class WindowPlan:
         out: owned.shape + the further axes, overwritten; may be the owned part of y (inside)
         The other arguments and errors are those of exchange.
         """
-        return begin(self, ACCUMULATE, y, out, number).finish()
+        return run(self, ACCUMULATE, y, out, number)
 
     def begin(self, x: Array, out: Array = None, *, number: int = 0) -> Handle:
         """Start an exchange; its result is what finish of the handle returns. Collective.
@@ -151,6 +152,7 @@ class WindowPlan:
             for channel in self.channels.values():
                 channel.free()
         self.channels.clear()
+        self.last.clear()
 
     def __enter__(self) -> Self:
         return self

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from .._cpu import make_moves, run_moves
 
-__all__ = ["ADDED", "MEMORY", "NOWHERE", "OUT", "Side", "X", "make_moves", "run_moves", "table"]
+__all__ = ["ADDED", "MEMORY", "NOWHERE", "OUT", "Side", "X", "make_moves", "rows", "run_moves"]
 
 X, OUT, MEMORY = 0, 1, 2  # bases: the two arrays of a run, and the first of the program's memory
 COPY, ADD, FILL, POST, AWAIT = range(5)  # as moves.h numbers them
@@ -42,9 +42,9 @@ class Side(NamedTuple):
     strides: Sequence[int]
 
 
-def table(rows: Sequence[Row]) -> npt.NDArray[Any]:
+def rows(listed: Sequence[Row]) -> npt.NDArray[Any]:
     """Return rows as make_moves takes them."""
-    return np.array(rows, ROW).view(np.uint8)
+    return np.array(listed, ROW)
 
 
 def copy(shape: Sequence[int], itemsize: int, source: Side, target: Side) -> list[Row]:
