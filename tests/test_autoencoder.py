@@ -47,7 +47,7 @@ def test_inputs_run(path: Path, tmp_path: Path) -> None:
 
 
 def test_error_falls_and_resuming_gives_the_same_bits(tmp_path: Path) -> None:
-    small = ("data.size=12", "data.tile=2", "train.threads=1", "train.batch=8")
+    small = ("data.size=16", "data.tile=2", "train.threads=1", "train.batch=8")
     whole = ("train.iterations=30", "train.checkpoint_every=7")
     path = ROOT / "inputs" / "cots_digits.toml"
     one = tmp_path / "one.toml"
@@ -118,7 +118,7 @@ def test_what_an_eleven_billion_layer_costs_by_hand() -> None:
     assert sum(cost.parameters for cost in costs) == geometry.parameters
     assert costs[0].parameters == 24 * 24 * 1024 * 300
     assert costs[0].weight_bytes == 3 * 4 * costs[0].parameters
-    # Rank 0 owns pixels 0..25 along an axis; its fields reach to 33, those of the next rank begin at
+    # Rank 0 owns pixels 0..25 along an axis; its fields reach to 33, the next rank's begin at
     # 24: 25 pixels go to the rank beside, 25 to that below, 1 to that across. Pools 0..24 reach to
     # block 26; ranks behind need none of its blocks.
     assert costs[0].exchanges["cells to fields"] == (3, (25 + 25 + 1) * 3 * 96 * 4)
