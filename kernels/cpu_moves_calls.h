@@ -113,7 +113,7 @@ PyObject* make_moves(PyObject*, PyObject* args) {
     if (!take_memory(*program, memory) || !in.read(x, false) || !to.read(out, true))
         return Py_DecRef(capsule), nullptr;
     program->x.read(in.view), program->out.read(to.view);
-    program->rows.assign(rows.as<Row>(), rows.as<Row>() + rows.view.len / (i64)sizeof(Row));
+    program->rows.assign(rows.at<Row>(0), rows.at<Row>(rows.view.len / (i64)sizeof(Row)));
     for (const Row& row : program->rows)
         if (!program->is_sound(row)) {
             PyErr_Format(PyExc_ValueError, "make_moves: row %zd reaches out of its memory",
