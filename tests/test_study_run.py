@@ -13,6 +13,7 @@ from studies import command, small_study, start, study_file
 from training import environment
 
 from cpdhpc import store
+from cpdhpc.study.batch import batches
 from cpdhpc.study.folder import Folder
 from cpdhpc.study.mark import read_mark
 from cpdhpc.study.sweep import expand
@@ -33,6 +34,13 @@ def test_a_study_survives_kills_and_is_resumed_and_collected(tmp_path: Path) -> 
     while not storm.known:  # where it died too early
         storm.kill()
     assert len(storm.known) < len(storm.cases) == 18 and storm.studies == 1
+    begun = {  # cases that are not finished, of batches that had begun: starts of their batch
+        case.id: mark.restarts + 1
+        for batch in batches(storm.folder.study(), storm.cases)
+        if (mark := read_mark(storm.folder.mark_file(batch.number))) is not None
+        for case in batch.cases
+        if case not in storm.known
+    }
     done = run("study", "resume", storm.path, "--out", storm.folder.path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.endswith("study.h5: 18 of 18 cases\n")
@@ -42,7 +50,8 @@ def test_a_study_survives_kills_and_is_resumed_and_collected(tmp_path: Path) -> 
     assert attributes["status"] == "complete"
     samples = groups["samples"]
     assert samples["case_id"].tolist() == [case.id for case in storm.cases]
-    assert samples["restarts"].max() >= 1, "batches were started again"
+    restarts = dict(zip(samples["case_id"].tolist(), samples["restarts"].tolist(), strict=True))
+    assert {case: restarts[case] for case in begun} == begun
     assert (groups["summary"]["n"] == 60).all()
     assert (samples["error"] == 0).all(), "sums of integers are exact"
     two = samples["ranks"] == 2
