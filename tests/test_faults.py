@@ -24,7 +24,7 @@ import numpy as np
 from cpdhpc.comm import World, allreduce, patience
 from cpdhpc.comm.engine import Exchange, run
 patience.GRACE_S = 0.4  # for all lines to appear; who waits looks every 0.1 s
-world = World(timeout_s=1.0)
+world = World(timeout_s=3.0)
 x = np.ones(5000, np.float32)
 allreduce(world, x)
 def one_exchange(to, source):

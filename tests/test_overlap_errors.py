@@ -148,7 +148,7 @@ LOOP = """
 import time, torch, cpdhpc
 from cpdhpc.comm import patience
 patience.GRACE_S = 0.4
-world = cpdhpc.World(timeout_s=0.8)
+world = cpdhpc.World(timeout_s=4)  # long enough for a busy machine
 model = torch.nn.Linear(64, 10)
 reducer = cpdhpc.train.GradientReducer(model, world, "lowbit", bucket_mib=0.001, overlap=True)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
