@@ -83,7 +83,8 @@ struct Strided {  // an array argument of any strides, released at the end of th
         if (view.obj) PyBuffer_Release(&view);
     }
     bool read(PyObject* object, bool writable) {
-        return !PyObject_GetBuffer(object, &view, PyBUF_STRIDED_RO | (writable ? PyBUF_WRITABLE : 0));
+        return !PyObject_GetBuffer(object, &view,
+                                   PyBUF_STRIDED_RO | (writable ? PyBUF_WRITABLE : 0));
     }
 };
 

@@ -46,11 +46,16 @@ void copy_halves(u8* out, const u8* in, i64 run, i64 n, i64 out_stride, i64 in_s
 
 inline void copy_runs(u8* out, const u8* in, i64 run, i64 n, i64 out_stride, i64 in_stride) {
     switch (run) {
-        case 1: return copy_fixed<1>(out, in, n, out_stride, in_stride);
-        case 2: return copy_fixed<2>(out, in, n, out_stride, in_stride);
-        case 4: return copy_fixed<4>(out, in, n, out_stride, in_stride);
-        case 8: return copy_fixed<8>(out, in, n, out_stride, in_stride);
-        case 16: return copy_fixed<16>(out, in, n, out_stride, in_stride);
+        case 1:
+            return copy_fixed<1>(out, in, n, out_stride, in_stride);
+        case 2:
+            return copy_fixed<2>(out, in, n, out_stride, in_stride);
+        case 4:
+            return copy_fixed<4>(out, in, n, out_stride, in_stride);
+        case 8:
+            return copy_fixed<8>(out, in, n, out_stride, in_stride);
+        case 16:
+            return copy_fixed<16>(out, in, n, out_stride, in_stride);
     }
     if (run > 8 && run < 16) return copy_halves<8>(out, in, run, n, out_stride, in_stride);
     if (run > 16 && run <= 32) return copy_halves<16>(out, in, run, n, out_stride, in_stride);

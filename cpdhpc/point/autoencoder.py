@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from ..comm import World
+from ..comm.threads import threads_of_rank
 from ..config import validate
 from ..darray import WindowPlan
 from ..study.case import Case
@@ -18,7 +19,6 @@ from ..study.spec import Study
 from ..train.autoencoder.job import Autoencoder
 from ..train.autoencoder.training import Stack, Step
 from ..train.setup import agreed
-from ..train.threads import threads_of_rank
 from .calls import Call, Calls
 from .place import Place
 

@@ -9,11 +9,11 @@ from typing import NamedTuple
 import torch
 
 from ...comm import World
+from ...comm.threads import threads_of_rank
 from ...config import ConfigError
 from ...signals import Caught, Interrupted, catching
 from ..progress import Display
 from ..setup import agreed
-from ..threads import threads_of_rank
 from . import files
 from .job import load
 from .picture import draw
