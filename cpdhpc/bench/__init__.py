@@ -10,4 +10,5 @@ TOGETHER = {  # run(arguments, world), on all processes
     "allreduce": "cpdhpc.bench.allreduce",
     "latency": "cpdhpc.bench.latency",
     "fit": "cpdhpc.bench.fit",
+    "halo": "cpdhpc.bench.halo",
 }

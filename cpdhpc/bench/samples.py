@@ -28,6 +28,17 @@ FACTORS = {  # name of a column -> (long name, unit)
     "size_bytes": ("float32 data of a rank", "byte"),
     "wire_bytes": ("left the rank that sent most in a call; nan: unknown to us", "byte"),
     "error": ("relative error of the sum in the Euclidean norm", "1"),
+    "setting": ("name of a plan", "1"),
+    "shape": ("cells of the domain along each axis", "1"),
+    "procs": ("ranks along each axis", "1"),
+    "halo": ("cells around the box of a rank, below:above where they differ", "1"),
+    "boundary": ("what lies beyond the domain", "1"),
+    "dtype": ("dtype of the cells", "1"),
+    "trail": ("further axes, not split", "1"),
+    "transfer": ("exchange, or accumulation of halos", "1"),
+    "way": ("by which code cells travel", "1"),
+    "sent_bytes": ("cells that leave the rank that sends most in a call", "byte"),
+    "calls": ("calls of a sample, whose mean is its time", "1"),
     "predicted_s": ("predicted time of a call; nan: none", "s"),
 }
 Column = Sequence[str] | Sequence[int] | Sequence[float]

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from .failure import RankFailure
+from .halo_baselines import WAYS, Baseline, Halo
 from .parallel_io import write_box
 from .patience import Patience, say
 from .ranks import Array, Ranks, Wait, numbered
@@ -169,6 +170,10 @@ class World(Ranks):
             givens = _pieces(source, MESSAGE_BYTES)
         for given, total in zip(givens, totals, strict=True):
             self._comm.Allreduce(given, total, self._mpi.SUM)
+
+    def halo_by_mpi(self, way: str, halo: Halo) -> Baseline:
+        """Return an exchange by MPI alone, one of halo_baselines.WAYS: a baseline. Collective."""
+        return WAYS[way](self._mpi, self._comm, halo)
 
     def isend(self, rank: int, to: int, payload: Array, stream: int = 0) -> list[Any]:
         """Start to send from a hosted rank to one of another process; return the requests."""

@@ -68,6 +68,20 @@ class Box(NamedTuple):
                     yield Box(tuple(first), tuple(last))
             start[axis], stop[axis] = hole.start[axis], hole.stop[axis]
 
+    def parts(self, cells: int) -> Iterator[Box]:
+        """Yield boxes of at most so many cells, or of one, that together are this one, in order."""
+        if self.size <= max(1, cells):
+            if not self.empty:
+                yield self
+            return
+        axis = next(i for i, n in enumerate(self.shape) if n > 1)
+        n = self.shape[axis]
+        thick = max(1, n * cells // self.size)  # as many layers as fit; one may be cut further
+        for low in range(self.start[axis], self.stop[axis], thick):
+            start, stop = list(self.start), list(self.stop)
+            start[axis], stop[axis] = low, min(low + thick, self.stop[axis])
+            yield from Box(tuple(start), tuple(stop)).parts(cells)
+
     def __str__(self) -> str:
         """Return the ranges as [0:4, -1:7]."""
         return f"[{', '.join(f'{a}:{b}' for a, b in zip(self.start, self.stop, strict=True))}]"

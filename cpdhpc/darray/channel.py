@@ -169,6 +169,12 @@ class Channel:
             lane.send(call.slot, call.serial, call.number)
         self.operation.own(cut, self.plan, call.x, call.out)
 
+    def progress(self, call: Call) -> bool:
+        """Whether all messages of a call have come; MPI is asked for each, so that it goes on."""
+        for outgoing, _ in self.sending:
+            outgoing.moved(call.slot)
+        return all([incoming.has_come(call.slot, call.serial) for incoming, _ in self.receiving])
+
     def finish(self, call: Call) -> None:
         """Take in the messages, in the order of the ranks."""
         program = self.program(call)

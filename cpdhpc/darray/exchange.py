@@ -37,6 +37,20 @@ class Handle:
         """The array that finish returns."""
         return self._call.out
 
+    def progress(self) -> bool:
+        """Return whether all messages have come; until then give MPI the time to move them.
+
+        MPI moves long messages only while it is called: between parts of a computation that hides
+        an exchange call this, best every millisecond or more often (a few microseconds each).
+        Raises as finish.
+        """
+        if self._done:
+            return True
+        try:
+            return self._channel.progress(self._call)
+        except Exception as error:
+            _give_up(self._plan, self._operation, error)
+
     def finish(self) -> Array:
         """Wait for the messages and return the array. Collective: once, where begin was.
 

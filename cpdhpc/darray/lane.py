@@ -133,6 +133,11 @@ class Lane:
         if self.requests and not all([request.Test() for request in self.requests[slot]]):
             self.wait(self.requests[slot], self.doing)
 
+    def moved(self, slot: int) -> bool:
+        """Whether the requests of a slot are complete, and the first message of the lane."""
+        requests = [*self.greeting, *(self.requests[slot] if self.requests else ())]
+        return all([request.Test() for request in requests])
+
     def free(self) -> None:
         """Free the persistent requests."""
         for request in (request for each in self.requests for request in each):
@@ -214,6 +219,13 @@ class Incoming(Lane):
         if self.shared is not None:
             self.memory = self.shared.payload(self.hello[:NOTE_BYTES])
         self.connected = True
+
+    def has_come(self, slot: int, serial: int) -> bool:
+        """Whether the message of a serial is there, without waiting."""
+        if not self.moved(slot):
+            return False
+        self.connect()
+        return load_acquire(self.word(self.head_at(slot))) >= serial
 
     def receive(self, slot: int, serial: int, number: int) -> None:
         """Wait for the message of a serial; end the job where it has another number."""
