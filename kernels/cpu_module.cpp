@@ -222,6 +222,8 @@ PyMethodDef methods[] = {
     {"pack_trits", pack_trits, METH_VARARGS, nullptr},
     {"unpack_trits", unpack_trits, METH_VARARGS, nullptr},
     {"make_moves", make_moves, METH_VARARGS, nullptr},
+    {"read_loan", read_loan, METH_VARARGS, nullptr},
+    {"read_memory", read_memory, METH_VARARGS, nullptr},
     {"run_moves", (PyCFunction)(void (*)(void))run_moves, METH_FASTCALL, nullptr},
     {"store_release", store_release, METH_VARARGS, nullptr},
     {"load_acquire", load_acquire, METH_VARARGS, nullptr},

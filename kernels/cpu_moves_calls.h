@@ -55,11 +55,19 @@ struct Program {
         return base >= MEMORY && base < (i64)bases.size() && low >= 0 &&
                high <= memory[base - MEMORY].len;
     }
+    bool is_word(i64 base, i64 offset) const {  // three of them
+        return base >= MEMORY && base < (i64)bases.size() && offset >= 0 && offset % 8 == 0 &&
+               offset + 24 <= memory[base - MEMORY].len;
+    }
     bool is_sound(const Row& row) const {
         static const i64 none[4] = {};
-        if (row.op == POST || row.op == AWAIT)
-            return row.target >= MEMORY && row.target_offset % 8 == 0 &&
-                   reaches(row.target, row.target_offset, row, none, 16);
+        if (row.op == TAKE)
+            return row.run > 0 && is_word(row.source, row.source_offset) && row.target != X &&
+                   reaches(row.target, row.target_offset, row, row.target_strides, row.run);
+        if (row.op >= POST && row.op <= RECALL)
+            return is_word(row.target, row.target_offset) &&
+                   (row.op != SETTLE || is_word(row.source, row.source_offset)) &&
+                   (row.op != LEND || reaches(row.source, row.source_offset, row, none, row.run));
         bool fill = row.op == FILL;
         if (row.op < COPY || row.op > FILL || row.kind < INT8 || row.kind > FLOAT64 || row.run < 1)
             return false;
@@ -128,6 +136,33 @@ bool apart(const Program& program, const u8* x, const u8* out) {
     if (program.inside != NOWHERE && x == out + program.inside) return true;
     return x + program.x.high <= out + program.out.low ||
            out + program.out.high <= x + program.x.low;
+}
+
+// read_loan(pid, message, out): reads a message that was lent, the words at message, into out;
+// whether there was one. read_memory(pid, address, out): reads memory of another process. Both
+// raise OSError where that is not allowed.
+PyObject* read_failed() { return PyErr_SetFromErrno(PyExc_OSError); }
+
+PyObject* read_loan(PyObject*, PyObject* args) {
+    long long pid;
+    Buffer message, out;
+    if (!PyArg_ParseTuple(args, "Lw*w*", &pid, &message.view, &out.view)) return nullptr;
+    if (message.view.len < 24) {
+        PyErr_SetString(PyExc_ValueError, "read_loan: message: needs three words");
+        return nullptr;
+    }
+    const i64 once[4] = {1, 1, 1, 1}, none[4] = {};
+    Outcome found = take_loan(pid, message.at<i64>(0), out.at<u8>(0), out.view.len, once, none);
+    return found == DIFFERS ? read_failed() : PyBool_FromLong(found == SKIPS);
+}
+
+PyObject* read_memory(PyObject*, PyObject* args) {
+    long long pid, address;
+    Buffer out;
+    if (!PyArg_ParseTuple(args, "LLw*", &pid, &address, &out.view)) return nullptr;
+    const i64 once[4] = {1, 1, 1, 1}, none[4] = {};
+    if (!read_process(pid, address, out.at<u8>(0), out.view.len, once, none)) return read_failed();
+    Py_RETURN_NONE;
 }
 
 // run_moves(program, first, last, serial, number, looks, x, out): does rows first..last and

@@ -6,13 +6,17 @@
 #include <string.h>
 
 #include "cpd.h"
+#include "loans.h"
 
-enum Op { COPY, ADD, FILL, POST, AWAIT };
+enum Op { COPY, ADD, FILL, POST, AWAIT, LEND, TAKE, SETTLE, RECALL };
 enum Kind { INT8, INT16, INT32, INT64, FLOAT32, FLOAT64 };
 
 // A box of counts[0] x .. x counts[3] runs. Offsets and strides are in bytes, run too; source and
 // target are numbers of bases. POST and AWAIT: a word in target, and value that is added to the
-// serial number. A message's number lies 8 bytes behind the word.
+// serial number. A message's number lies 8 bytes behind the word, and then the address that it is
+// lent from. LEND: POST with source as that address. TAKE: a message in target, value rows of which
+// are done if it was lent; kind is the process. SETTLE, RECALL: see settle_loan and recall_loan;
+// target is the message, source the word that tells that it has been read, value the rows to skip.
 struct Row {
     i64 op, kind, source, target, source_offset, target_offset, run, value;
     i64 counts[4], source_strides[4], target_strides[4];
@@ -104,14 +108,6 @@ inline void move_box(const Row& row, const u8* in, u8* out) {
             }
 }
 
-inline void pause_core() {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#endif
-}
-
-enum Outcome { DONE, WAITS, DIFFERS };
-
 inline Outcome await_word(u8* word, i64 wanted, i64 number, i64 looks, bool is_message) {
     for (i64 i = 0; __atomic_load_n((i64*)word, __ATOMIC_ACQUIRE) < wanted; ++i) {
         if (i == looks) return WAITS;
@@ -120,8 +116,9 @@ inline Outcome await_word(u8* word, i64 wanted, i64 number, i64 looks, bool is_m
     return is_message && ((i64*)word)[1] != number ? DIFFERS : DONE;
 }
 
-inline void post_word(u8* word, i64 value, i64 number) {
+inline void post_word(u8* word, i64 value, i64 number, i64 address) {
     ((i64*)word)[1] = number;
+    ((i64*)word)[2] = address;
     __atomic_store_n((i64*)word, value, __ATOMIC_RELEASE);
 }
 
@@ -134,15 +131,35 @@ inline Outcome do_rows(const Row* rows, i64& first, i64 last, u8* const* memory,
     for (; first < last; ++first) {
         const Row& row = rows[first];
         u8* out = (row.target < MEMORY ? arrays : memory)[row.target] + row.target_offset;
-        const u8* in = (row.source < MEMORY ? arrays : memory)[row.source] + row.source_offset;
-        if (row.op == POST) {
-            post_word(out, serial + row.value, number);
-        } else if (row.op == AWAIT) {
-            Outcome found = await_word(out, serial + row.value, number, looks, row.kind);
-            if (found != DONE) return found;
-        } else if (row.op != COPY || in != out) {  // else: x is where it belongs in out already
-            move_box(row, in, out);
+        u8* in = (row.source < MEMORY ? arrays : memory)[row.source] + row.source_offset;
+        Outcome found = DONE;
+        switch (row.op) {
+            case POST:
+                post_word(out, serial + row.value, number, 0);
+                break;
+            case LEND:
+                post_word(out, serial, number, (i64)in);
+                break;
+            case AWAIT:
+                found = await_word(out, serial + row.value, number, looks, row.kind);
+                break;
+            case TAKE:
+                found = take_loan(row.kind, (i64*)in, out, row.run, row.counts, row.target_strides);
+                break;
+            case SETTLE:
+                found = settle_loan((i64*)in, (i64*)out, serial);
+                break;
+            case RECALL:
+                found = recall_loan((i64*)out);
+                break;
+            default:
+                if (row.op != COPY || in != out) move_box(row, in, out);
+                // else: x is where it belongs in out already
         }
+        if (found == SKIPS)
+            first += row.value;
+        else if (found != DONE)
+            return found;
     }
     return DONE;
 }

@@ -14,13 +14,22 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..ops.cpu import load_acquire, store_release
+from ..ops.cpu import load_acquire, read_memory, store_release
 from .ranks import Array, Ranks
 
 BLOCK_BYTES = 8 << 20  # the least that is asked of the system
 ALIGNED_BYTES = 64  # a line of the cache, so that no two processes write into one
 NOTE_BYTES = 32  # of a message: process, descriptor, offset, size, int64 each
 COUNTER_BYTES, SECRET_BYTES = 8, 16  # at the beginning of a process's first block
+
+
+class Name(NamedTuple):
+    """Where a process's first block is, and the secret, in it and at an address of the process."""
+
+    pid: int
+    descriptor: int
+    address: int
+    secret: bytes
 
 
 class Block(NamedTuple):
@@ -48,7 +57,10 @@ class Shared:
 
     A payload stays until every process of the node has ended the piece in which it was written:
     pieces are numbered alike in all processes, and each tells in its counter up to where it is.
+    lends: whether all processes of the node can read one another's own memory, too
     """
+
+    lends = False
 
     def __init__(self, size_bytes: int = BLOCK_BYTES) -> None:
         self._blocks: list[Block] = []
@@ -63,22 +75,36 @@ class Shared:
         self._used: dict[int, int] = {}  # slot -> the last piece that took its arrays
         self._near: dict[int, Array] = {}  # process of this node -> its counter
         self._back: dict[int, list[Array]] = {}  # size -> arrays that were given back
+        self._unread: set[int] = set()  # processes whose own memory cannot be read
 
     @property
-    def name(self) -> tuple[int, int, bytes]:
+    def name(self) -> Name:
         """What another process needs in order to find the first block, and to know it."""
         first = self._blocks[0]
-        return first.pid, first.descriptor, self.secret.tobytes()
+        address = first.address + COUNTER_BYTES
+        return Name(first.pid, first.descriptor, address, self.secret.tobytes())
 
-    def meet(self, process: int, name: tuple[int, int, bytes]) -> bool:
+    def meet(self, process: int, name: Name) -> bool:
         """Map the first block of another process; return whether it is that."""
-        pid, descriptor, secret = name
+        pid, descriptor, address, secret = name
         try:
             memory = self._block(pid, descriptor).memory
         except OSError:
             return False
         self._near[process] = memory[:COUNTER_BYTES]
+        found = np.zeros(SECRET_BYTES, np.uint8)
+        try:
+            read_memory(pid, address, found)
+        except OSError:
+            self._unread.add(process)
+        if found.tobytes() != secret:
+            self._unread.add(process)
         return memory[COUNTER_BYTES : COUNTER_BYTES + SECRET_BYTES].tobytes() == secret
+
+    @property
+    def reads(self) -> bool:
+        """Whether this process can read the memory of all others that it has met."""
+        return not self._unread
 
     def reaches(self, process: int) -> bool:
         """Whether payloads go to a process this way."""
@@ -112,6 +138,10 @@ class Shared:
         """Return the payload of a note that came: memory of another process, to be read only."""
         pid, descriptor, offset, size = note.view(np.int64).tolist()
         return self._block(pid, descriptor).memory[offset : offset + size]
+
+    def process(self, note: Array) -> int:
+        """Return the operating system's number of the process that wrote a note."""
+        return int(note.view(np.int64)[0])
 
     def readers(self, slot: int) -> Readers:
         """Return what is done when the arrays of a slot can be written again."""
@@ -184,9 +214,12 @@ def share(world: Ranks, wanted: bool) -> tuple[Shared | None, str]:
         missed = [i for i in near if not shared.meet(i, names[i][0])]
         if missed:
             problem = f"process {world.rank} cannot map the memory of process {missed[0]}"
-    problems = [each for each in world.gather(problem, "shared memory") if each]
+    found = world.gather((problem, shared is not None and shared.reads), "shared memory")
+    problems = [each for each, _ in found if each]
     if problems:
         if shared is not None:
             shared.free()
         return None, problems[0]
+    assert shared is not None, "else there is a problem"
+    shared.lends = all(reads for _, reads in found)
     return shared, "memory that the processes of a node share"

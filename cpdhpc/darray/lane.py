@@ -1,10 +1,12 @@
 """Lanes: the way that cells of one rank take to another, time after time.
 
 A lane has two slots, used by turns, so that a message can be packed while the one before is still
-read. A slot is a head (serial number, number of the call) and a payload. Where the two processes
-share memory the slots lie there: they are written by one and read by the other, and two words in
-front of them tell up to which serial they have been read. Else they are private on both sides and
-travel by persistent requests. The first message of a lane says what it is for and where it lies.
+read. A slot is a head (serial number, number of the call, where the message is lent) and a payload.
+Where the two processes share memory the slots lie there: they are written by one and read by the
+other, and two words in front of them tell up to which serial they have been read. A long message
+that lies together may be lent: it is read where its sender has it. Else slots are private on both
+sides and travel by persistent requests. The first message of a lane says what it is for and where
+it lies.
 """
 
 from __future__ import annotations
@@ -18,11 +20,14 @@ import numpy.typing as npt
 from ..comm.ranks import Ranks, Wait
 from ..comm.shared import ALIGNED_BYTES, NOTE_BYTES, Shared
 from ..ops.cpu import load_acquire, store_release
+from ..ops.moves import read_loan
 
 Bytes = npt.NDArray[np.uint8]
 
 SLOTS = 2
-HEAD_BYTES = ALIGNED_BYTES  # in front of a payload: serial, number, int64 each
+HEAD_BYTES = ALIGNED_BYTES  # in front of a payload: serial, number, loan, int64 each
+LOAN = 16  # of its bytes: where the loan is
+LENT_BYTES = 1 << 16  # of a message that is worth the kernel's help
 HELLO_BYTES = 512  # of the first message: a note of shared memory, then words
 
 
@@ -82,6 +87,12 @@ class Lane:
         """Return the payload of a slot."""
         start = self.head_at(slot) + HEAD_BYTES
         return self.room[start : start + self.size_bytes]
+
+    @property
+    def lends(self) -> bool:
+        """Whether a message may be lent: read by the receiver where the sender has it."""
+        long = self.size_bytes >= LENT_BYTES
+        return long and self.shared is not None and self.shared.lends
 
     @property
     def room(self) -> Bytes:
@@ -181,6 +192,7 @@ class Outgoing(Lane):
         """Send what the payload of a slot holds."""
         head = self.head_at(slot)
         store_release(self.word(head + 8), number)
+        store_release(self.word(head + LOAN), 0)
         store_release(self.word(head), serial)
         self.start(slot)
 
@@ -202,7 +214,7 @@ class Incoming(Lane):
         self.greeting = self.world.irecv(
             self.other, self.world.rank, self.hello, self.purpose.stream
         )
-        self.connected = False
+        self.connected, self.process = False, 0  # of the operating system
         if self.shared is None:
             self.memory = np.zeros(self.total_bytes, np.uint8)
             init = partial(self.world.recv_init, self.other, self.world.rank)
@@ -218,6 +230,7 @@ class Incoming(Lane):
             self.stop(f"rank {self.other} has {theirs}, this rank {self.purpose.key}")
         if self.shared is not None:
             self.memory = self.shared.payload(self.hello[:NOTE_BYTES])
+            self.process = self.shared.process(self.hello[:NOTE_BYTES])
         self.connected = True
 
     def has_come(self, slot: int, serial: int) -> bool:
@@ -234,6 +247,8 @@ class Incoming(Lane):
         self.wait_word(head, serial)
         if load_acquire(self.word(head + 8)) != number:
             self.differs(head, number)
+        if load_acquire(self.word(head + LOAN)):  # a sender that recalls it packs the same bytes
+            read_loan(self.process, self.room[head : head + HEAD_BYTES], self.payload(slot))
 
     def release(self, slot: int, serial: int) -> None:
         """Tell the other that a slot has been read."""

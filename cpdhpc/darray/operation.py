@@ -28,6 +28,7 @@ class Operation:
     """An exchange or its transpose, by slices and by rows of moves.
 
     sent, received: the messages of a plan; own: what needs no message
+    is_copy: whether cells travel and arrive as they are
     """
 
     name: str
@@ -39,6 +40,7 @@ class Operation:
     pack_rows: Pack
     unpack_rows: Pack
     own_rows: Callable[[Channel, Frame], tuple[Bytes, Iterable[Row]]]
+    is_copy: bool
 
 
 def _show_own(channel: Channel, frame: Frame) -> tuple[Bytes, list[Row]]:
@@ -64,6 +66,7 @@ EXCHANGE = Operation(
     moving.pack_cells,
     moving.unpack_cells,
     _show_own,
+    is_copy=True,
 )
 ACCUMULATE = Operation(
     "accumulate",
@@ -75,4 +78,5 @@ ACCUMULATE = Operation(
     moving.pack_sums,
     moving.add_sums,
     _sum_own,
+    is_copy=False,
 )

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from ..ops import moves
-from ..ops.moves import MEMORY, Row, run_moves
+from ..ops.moves import MEMORY, Row, Side, run_moves
 from . import moving
 from .lane import HEAD_BYTES, SLOTS, Lane
 from .moving import Frame, Plain
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .channel import Channel
 
 LOOKS = 200  # at a word, before the world waits for it
+LENT_RUN = 1024  # bytes that lie together: shorter runs are not the kernel's to deal out
 Bytes = npt.NDArray[np.uint8]
 
 
@@ -58,10 +59,49 @@ class Program:
 
     def _order(self, slot: int) -> Order:
         """Add the rows of a slot; return their spans."""
-        begin = [self._packing(slot, i) for i in range(len(self._channel.sending))]
+        sending, receiving = self._channel.sending, self._channel.receiving
+        begin = [self._packing(slot, i) for i in range(len(sending))]
         begin.append(self._span(self._own))
-        finish = [self._unpacking(slot, i) for i in range(len(self._channel.receiving))]
-        return Order(_joined(begin), _joined(finish), _joined(begin + finish))
+        finish = [self._unpacking(slot, i) for i in range(len(receiving))]
+        lent = [i for i in range(len(sending)) if self._is_lent(i)]
+        if not lent:
+            return Order(_joined(begin), _joined(finish), _joined(begin + finish))
+        whole = [
+            self._lending(slot, i) if i in lent else self._packing(slot, i)
+            for i in range(len(sending))
+        ]
+        whole.append(self._span(self._own))
+        whole += [self._unpacking(slot, i) for i in range(len(receiving))]
+        whole += [self._settling(slot, i) for i in lent]
+        return Order(_joined(begin), _joined(finish), _joined(whole))
+
+    def _packed(self, slot: int, i: int) -> list[Row]:
+        """Return the rows that pack a message."""
+        lane, pieces = self._channel.sending[i]
+        base, start = MEMORY + 1 + i, lane.head_at(slot) + HEAD_BYTES
+        pack = self._channel.operation.pack_rows
+        return list(moving.in_message(self._frame, pieces, pack, base, start))
+
+    def _is_lent(self, i: int) -> bool:
+        """Whether a message is lent when begin and finish are one call: it lies together in x."""
+        lane, _ = self._channel.sending[i]
+        return lane.lends and self._channel.operation.is_copy and moves.is_run(self._packed(0, i))
+
+    def _lending(self, slot: int, i: int) -> Span:
+        """Add the rows that post a message where it is."""
+        lane, _ = self._channel.sending[i]
+        base, head = MEMORY + 1 + i, lane.head_at(slot)
+        free = moves.await_(base, lane.word_at(slot), -SLOTS, is_message=False)
+        return self._span([free, moves.lend(base, head, self._packed(slot, i)[0])])
+
+    def _settling(self, slot: int, i: int) -> Span:
+        """Add the rows that wait until a loan was read, or pack the message after all."""
+        lane, _ = self._channel.sending[i]
+        base, head, read = MEMORY + 1 + i, lane.head_at(slot), lane.word_at(slot)
+        packed = self._packed(slot, i)
+        done = moves.await_(base, read, 0, is_message=False)
+        late = [*packed, moves.recall(base, head), done]
+        return self._span([moves.settle(base, head, read, len(late)), *late])
 
     def _span(
         self, rows: Iterable[Row], before: Lane | None = None, after: Lane | None = None
@@ -72,12 +112,11 @@ class Program:
 
     def _packing(self, slot: int, i: int) -> Span:
         """Add the rows that pack a message and post it."""
-        lane, pieces = self._channel.sending[i]
+        lane, _ = self._channel.sending[i]
         base, head, rows = MEMORY + 1 + i, lane.head_at(slot), list[Row]()
         if not lane.requests:
             rows.append(moves.await_(base, lane.word_at(slot), -SLOTS, is_message=False))
-        pack = self._channel.operation.pack_rows
-        rows += moving.in_message(self._frame, pieces, pack, base, head + HEAD_BYTES)
+        rows += self._packed(slot, i)
         rows.append(moves.post(base, head))
         return self._span(rows, *((lane, lane) if lane.requests else ()))
 
@@ -86,11 +125,22 @@ class Program:
         lane, pieces = self._channel.receiving[i]
         base, head = MEMORY + 1 + len(self._channel.sending) + i, lane.head_at(slot)
         rows = [moves.await_(base, head, 0, is_message=True)]
-        unpack = self._channel.operation.unpack_rows
-        rows += moving.in_message(self._frame, pieces, unpack, base, head + HEAD_BYTES)
+        unpack, payload = self._channel.operation.unpack_rows, head + HEAD_BYTES
+        unpacked = list(moving.in_message(self._frame, pieces, unpack, base, payload))
+        if lane.lends:
+            rows.append(self._taking(lane, base, head, unpacked))
+        rows += unpacked
         if not lane.requests:
             rows.append(moves.post(base, lane.word_at(slot)))
         return self._span(rows, lane if lane.requests else None)
+
+    def _taking(self, lane: Any, base: int, head: int, unpacked: Sequence[Row]) -> Row:
+        """Return the row that reads a message that was lent: to where it belongs, or to here."""
+        if self._channel.operation.is_copy and len(unpacked) == 1 and unpacked[0][6] >= LENT_RUN:
+            return moves.take(lane.process, base, head, unpacked[0], 1)
+        payload = Side(base, head + HEAD_BYTES, (1,))
+        here = moves.copy((lane.size_bytes,), 1, payload, payload)[0]
+        return moves.take(lane.process, base, head, here, 0)
 
     def run(self, spans: Sequence[Span], serial: int, number: int, x: Plain, out: Plain) -> None:
         """Do spans. The arrays have the strides that the program was made for."""
@@ -130,6 +180,9 @@ class Program:
         """Wait for what a row waits for, and return the row; see run_moves."""
         index = found if found >= 0 else -1 - found
         row = self._rows[index]
+        if row["op"] == moves.TAKE:
+            lane = self._lanes[int(row["source"]) - MEMORY - 1]
+            lane.stop(f"cannot read what rank {lane.other} lends")
         lane, offset = self._lanes[int(row["target"]) - MEMORY - 1], int(row["target_offset"])
         if found < 0:
             lane.differs(offset, number)

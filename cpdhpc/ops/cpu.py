@@ -31,6 +31,7 @@ __all__ = [
     "load_acquire",
     "pack",
     "pack_trits",
+    "read_memory",
     "store_release",
     "subtract",
     "unpack",
@@ -243,6 +244,14 @@ def store_release(target: Array, value: int) -> None:
     Who reads it by load_acquire sees all that was written before.
     """
     _cpu.store_release(target, value)
+
+
+def read_memory(process: int, address: int, out: Array) -> None:
+    """Overwrite out, uint8[n], by what another process has at an address of its memory.
+
+    Raises OSError where the system does not allow it, or there is nothing.
+    """
+    _cpu.read_memory(process, address, out)
 
 
 def load_acquire(source: Array) -> int:

@@ -12,12 +12,23 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from .._cpu import make_moves, run_moves
+from .._cpu import make_moves, read_loan, run_moves
 
-__all__ = ["ADDED", "MEMORY", "NOWHERE", "OUT", "Side", "X", "make_moves", "rows", "run_moves"]
+__all__ = [
+    "ADDED",
+    "MEMORY",
+    "NOWHERE",
+    "OUT",
+    "Side",
+    "X",
+    "make_moves",
+    "read_loan",
+    "rows",
+    "run_moves",
+]
 
 X, OUT, MEMORY = 0, 1, 2  # bases: the two arrays of a run, and the first of the program's memory
-COPY, ADD, FILL, POST, AWAIT = range(5)  # as moves.h numbers them
+COPY, ADD, FILL, POST, AWAIT, LEND, TAKE, SETTLE, RECALL = range(9)  # as moves.h numbers them
 NOWHERE = -(1 << 62)  # instead of the bytes behind out where x may lie
 LOOPS = 4  # of a row, around its runs
 ADDED = {  # dtype -> how its elements are added
@@ -77,6 +88,38 @@ def await_(base: int, offset: int, value: int, is_message: bool) -> Row:
     """
     row = post(base, offset, value)
     return AWAIT, int(is_message), *row[2:]
+
+
+def is_run(packed: Sequence[Row]) -> bool:
+    """Whether rows that copy are one, of one run."""
+    return len(packed) == 1 and packed[0][8] == (1,) * LOOPS
+
+
+def lend(base: int, offset: int, run: Row) -> Row:
+    """Return the row that posts a message which lies where a run is copied from; see loans.h."""
+    source, source_offset, size_bytes = run[2], run[4], run[6]
+    return (LEND, 0, source, base, source_offset, offset, size_bytes, *post(0, 0)[7:])
+
+
+def take(process: int, base: int, offset: int, to: Row, skipped: int) -> Row:
+    """Return the row that reads a message, if it was lent, to where a row copies it.
+
+    skipped: rows behind it that are not done then
+    """
+    return (TAKE, process, base, to[3], offset, to[5], to[6], skipped, *to[8:])
+
+
+def settle(base: int, offset: int, read: int, skipped: int) -> Row:
+    """Return the row that waits a while for a loan to be read, and skips rows if it was.
+
+    offset: of the message; read: of the word that tells up to which serial it was read
+    """
+    return (SETTLE, 0, base, base, read, offset, 1, skipped, *post(0, 0)[8:])
+
+
+def recall(base: int, offset: int) -> Row:
+    """Return the row that makes a loan a packed message, and skips the next if it could."""
+    return (RECALL, 0, base, base, offset, offset, 1, 1, *post(0, 0)[8:])
 
 
 def _box(
