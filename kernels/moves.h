@@ -22,18 +22,28 @@ struct Row {
     i64 counts[4], source_strides[4], target_strides[4];
 };
 
-// Elements far apart, as at the border of the innermost axis, miss the caches: to fetch them 64
-// ahead, and 512 bytes ahead in the message, took 230 KB of float32 at a stride of 404 bytes from
-// 109 to 82 us there and back.
+// Four elements at a time. Where they are far apart, as at the border of the innermost axis, and
+// more than a core's second cache has lines for, they are fetched 64 ahead: 230 KB of float32 at a
+// stride of 404 bytes then take 36 us instead of 38 each way. Fewer come from the cache, and
+// fetching costs more than it saves: 16 KB at a stride of 260 bytes took 2.3 us instead of 2.0.
+const i64 FETCHED = 8192;  // elements
+
 template <int SIZE>
 void copy_fixed(u8* out, const u8* in, i64 n, i64 out_stride, i64 in_stride) {
-    const i64 far_in = in_stride == SIZE ? 512 : 64 * in_stride;
-    const i64 far_out = out_stride == SIZE ? 512 : 64 * out_stride;
-    for (i64 i = 0; i < n; ++i, in += in_stride, out += out_stride) {
-        __builtin_prefetch(in + far_in);
-        __builtin_prefetch(out + far_out, 1);
-        memcpy(out, in, SIZE);
+    const bool fetches = n >= FETCHED;
+    const i64 far_in = 64 * in_stride, far_out = 64 * out_stride;
+    i64 i = 0;
+    for (; i + 4 <= n; i += 4, in += 4 * in_stride, out += 4 * out_stride) {
+        u8 four[4][SIZE];
+        for (int k = 0; k < 4; ++k) memcpy(four[k], in + k * in_stride, SIZE);
+        for (int k = 0; k < 4; ++k) memcpy(out + k * out_stride, four[k], SIZE);
+        if (!fetches) continue;
+        for (int k = 0; k < 4 && in_stride != SIZE; ++k)
+            __builtin_prefetch(in + far_in + k * in_stride);
+        for (int k = 0; k < 4 && out_stride != SIZE; ++k)
+            __builtin_prefetch(out + far_out + k * out_stride, 1);
     }
+    for (; i < n; ++i, in += in_stride, out += out_stride) memcpy(out, in, SIZE);
 }
 
 // Runs of HALF..2 HALF bytes, in two moves that may overlap: a call of memcpy costs more.

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 
 from ..comm.engine import give_up
 from ..comm.failure import RankFailure
+from ..ops.moves import run_moves
 from .channel import Call, Channel
 from .kinds import Array, Kind, kind_of
+from .lane import SLOTS
 from .operation import ACCUMULATE, Operation
-from .program import Program
+from .program import LOOKS, Program
 
 if TYPE_CHECKING:
     from .plan import WindowPlan
@@ -70,56 +72,69 @@ class Handle:
         call = self._call
         program = self._channel.program(call)
         if program is not None and call.plain is not None and call.plain[0] is call.x:
-            last = Last(self._channel, program, call.x.dtype, call.out.shape)
+            last = Last(self._plan, self._channel, program, call.out)
             self._plan.last[self._operation.name] = last
 
 
-class Last(NamedTuple):
+class Last:
     """The last call of an operation on NumPy arrays, for a next one like it.
 
-    shape: of out
+    What it needs lies near, as calls of a few cells take a microsecond.
     """
 
-    channel: Channel
-    program: Program
-    dtype: np.dtype[Any]
-    shape: tuple[int, ...]
+    __slots__ = ("_counts", "_program", "_shape", "_world", "channel", "dtype")
+
+    def __init__(self, plan: WindowPlan, channel: Channel, program: Program, out: Array) -> None:
+        self.channel, self._program, self._world = channel, program, plan.world
+        self.dtype, self._shape = out.dtype, out.shape
+        world = plan.world
+        self._counts = world.bytes_sent.data, world.messages_sent.data  # faster than the arrays
+
+    def again(self, x: Array, out: Array | None, number: int) -> Array | None:
+        """Do the call again, on other arrays, and return out; None where they lie otherwise.
+
+        Raises ValueError, having done nothing, where they overlap.
+        """
+        dtype, channel, program = self.dtype, self.channel, self._program
+        if out is None:
+            out = np.empty(self._shape, dtype)
+        elif type(out) is not np.ndarray or out.dtype is not dtype:
+            return None
+        if channel.open:
+            return None
+        if self._world.lent_by is not None:
+            self._world.check_thread()
+        serial, number = channel.serial + 1, channel.mark | number & MOST_NUMBER
+        first, stop, last = program.ends[serial % SLOTS]
+        row = run_moves(program.compiled, first, stop, serial, number, LOOKS, x, out)
+        if row is None:
+            return None
+        channel.serial = serial
+        bytes_sent, messages_sent = self._counts
+        bytes_sent[0] += channel.sent_bytes
+        messages_sent[0] += channel.sent
+        if row != last:
+            program.rest(row, serial, number, x, out)
+        return out
 
 
 def run(plan: WindowPlan, operation: Operation, x: Array, out: Array | None, number: int) -> Array:
     """Do an operation of a plan. Collective. Raises as WindowPlan.exchange."""
     last = plan.last.get(operation.name)
     if last is not None and type(x) is np.ndarray and x.dtype is last.dtype:
-        to = np.empty(last.shape, last.dtype) if out is None else out
-        alike = type(to) is np.ndarray and to.dtype is last.dtype
-        if alike and not last.channel.open and _again(plan, last, x, to, number):
-            return to
+        serial = last.channel.serial
+        try:
+            result = last.again(x, out, number)
+        except Exception as error:
+            if last.channel.serial == serial:  # nothing was done
+                raise
+            _give_up(plan, operation, error)
+        if result is not None:
+            return result
     handle = begin(plan, operation, x, out, number)
     result = handle.finish()
     handle.remember()
     return result
-
-
-def _again(plan: WindowPlan, last: Last, x: Array, out: Array, number: int) -> bool:
-    """Do the last call again, on other arrays; return False where they lie otherwise.
-
-    Raises ValueError, having done nothing, where they overlap.
-    """
-    channel, program, serial = last.channel, last.program, last.channel.serial + 1
-    if plan.world.lent_by is not None:
-        plan.world.check_thread()
-    number = channel.mark | number & MOST_NUMBER
-    row, end = program.first(serial, number, x, out)
-    if row is None:
-        return False
-    channel.serial = serial
-    channel.count()
-    if row != end:
-        try:
-            program.rest(row, serial, number, x, out)
-        except Exception as error:
-            _give_up(plan, channel.operation, error)
-    return True
 
 
 def begin(

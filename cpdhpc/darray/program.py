@@ -42,7 +42,9 @@ class Order(NamedTuple):
 class Program:
     """An operation on arrays of given strides, on a channel whose lanes are connected.
 
-    slots: the spans for each slot
+    slots: the spans for each slot; compiled: what run_moves takes
+    ends: for each slot the first row of a call, the one up to which MPI is not needed, and the
+        one behind the last
     """
 
     def __init__(self, channel: Channel, frame: Frame, x: Plain, out: Plain) -> None:
@@ -53,9 +55,9 @@ class Program:
         self.slots = [self._order(slot) for slot in range(SLOTS)]
         self._rows = moves.rows(self._list)
         self._needs_mpi = any(lane.requests for lane in self._lanes)
-        self._ends = [_ends(order.whole, self._needs_mpi) for order in self.slots]  # of first
+        self.ends = [_ends(order.whole, self._needs_mpi) for order in self.slots]
         memory = (room, *(lane.room for lane in self._lanes))
-        self._compiled = moves.make_moves(self._rows, memory, x, out, moving.inside(frame))
+        self.compiled = moves.make_moves(self._rows, memory, x, out, moving.inside(frame))
 
     def _order(self, slot: int) -> Order:
         """Add the rows of a slot; return their spans."""
@@ -150,23 +152,14 @@ class Program:
                 span.before.arrive(slot)
             row = span.first
             while row != span.last:
-                found = run_moves(self._compiled, row, span.last, serial, number, LOOKS, x, out)
+                found = run_moves(self.compiled, row, span.last, serial, number, LOOKS, x, out)
                 assert found is not None, "the arrays have been looked at"
                 row = found if found == span.last else self._wait(found, serial, number)
             if span.after is not None:
                 span.after.start(slot)
 
-    def first(self, serial: int, number: int, x: Plain, out: Plain) -> tuple[int | None, int]:
-        """Do all rows up to the first that must wait; return that, and the row behind the last.
-
-        The first is None where x or out has other strides, and nothing was done.
-        Raises ValueError, having done nothing, where the arrays overlap.
-        """
-        first, stop, last = self._ends[serial % SLOTS]
-        return run_moves(self._compiled, first, stop, serial, number, LOOKS, x, out), last
-
     def rest(self, found: int, serial: int, number: int, x: Plain, out: Plain) -> None:
-        """Go on where first has stopped."""
+        """Go on at a row that waits, or where MPI is needed."""
         order = self.slots[serial % SLOTS]
         if self._needs_mpi:
             for lane in self._channel.requesting:
@@ -191,7 +184,7 @@ class Program:
 
 
 def _ends(whole: Sequence[Span], needs_mpi: bool) -> tuple[int, int, int]:
-    """Return the first row, the one up to which MPI is not needed, and the one behind the last."""
+    """Return what Program.ends holds of a slot."""
     return whole[0].first, whole[0].first if needs_mpi else whole[-1].last, whole[-1].last
 
 
