@@ -97,6 +97,14 @@ def study(arguments: argparse.Namespace) -> int:
     return int(import_module(ACTIONS[arguments.action]).run(arguments))
 
 
+def darray(arguments: argparse.Namespace) -> int:
+    """Show a plan of windows."""
+    from importlib import import_module
+
+    import_module(DARRAY[arguments.action]).run(arguments)
+    return 0
+
+
 def scripts(arguments: argparse.Namespace) -> int:
     """Write job scripts for a site."""
     from .study.standalone import run
@@ -233,6 +241,21 @@ def add_study(parser: argparse.ArgumentParser) -> None:
         module.add_arguments(added)
 
 
+DARRAY = {"show": "cpdhpc.darray.show"}  # action -> module with SUMMARY, add_arguments and run
+
+
+def add_darray(parser: argparse.ArgumentParser) -> None:
+    """Add the actions of darray, each with its own arguments."""
+    from importlib import import_module
+
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    for name, path in DARRAY.items():
+        module = import_module(path)
+        module.add_arguments(
+            actions.add_parser(name, help=module.SUMMARY, description=module.__doc__)
+        )
+
+
 def add_scripts(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of scripts."""
     from .study.standalone import add_arguments
@@ -256,6 +279,7 @@ Add = Callable[[argparse.ArgumentParser], None]
 ALONE: dict[str, tuple[Callable[[argparse.Namespace], int], Add, str]] = {
     "study": (study, add_study, "plan and run a sweep here or by Slurm, collect it; needs no MPI"),
     "scripts": (scripts, add_scripts, "write sbatch scripts for a site; needs no MPI"),
+    "darray": (darray, add_darray, "show plans of distributed arrays; needs no MPI"),
     "report": (report, add_report, "show studies and runs: tables, figures, a page; needs no MPI"),
 }
 TOGETHER: dict[str, tuple[Callable[[argparse.Namespace, World], int], Add, str]] = {

@@ -65,3 +65,12 @@ def _integers(option: str, text: str) -> Any:
         numbers = [int(number) for number in word.split(":")]
         found.append(numbers[0] if len(numbers) == 1 else numbers)
     return found[0] if len(found) == 1 and isinstance(found[0], int) else found
+
+
+def ranges(option: str, text: str) -> list[list[int]]:
+    """Return [start, stop] of a box written as "-1:7,0:9". Raises ConfigError."""
+    pairs = [re.fullmatch(r"(-?\d+):(-?\d+)", word.strip()) for word in text.split(",")]
+    found = [(int(pair[1]), int(pair[2])) for pair in pairs if pair is not None]
+    if len(found) != len(pairs):
+        raise ConfigError(f"{option} {text}: must be start:stop of each axis, as -1:7,0:9")
+    return [[start for start, _ in found], [stop for _, stop in found]]

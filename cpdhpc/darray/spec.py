@@ -123,7 +123,7 @@ class Spec(Section):
         found = []
         for axis, n in enumerate(self.shape):
             step = next_.start[axis] - one.start[axis]
-            found.append((n - 2 * one.start[axis] - one.stop[axis]) // step + 1)
+            found.append((n - one.start[axis] - one.stop[axis]) // step + 1)
         return found
 
     @property
