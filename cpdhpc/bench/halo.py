@@ -149,9 +149,11 @@ def measure(
         lines = about(setting, plan, size_bytes)
         if world.rank == 0:
             print("\n".join(lines), flush=True)
-        with open_cases(world, setting, plan, operations, ways) as cases:
-            calls, times = time_cases(world, cases, arguments)
-            rows = [
+        rows: list[Row] = []
+        for operation in operations:  # each by itself: sums grow, and exchanges copy them
+            with open_cases(world, setting, plan, [operation], ways) as cases:
+                calls, times = time_cases(world, cases, arguments) if cases else (0, [])
+            rows += [
                 Row(setting, case, size_bytes, calls, times_s)
                 for case, times_s in zip(cases, times, strict=True)
             ]

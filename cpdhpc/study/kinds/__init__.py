@@ -4,11 +4,13 @@ from ..kind import Kind
 from .allreduce import ALLREDUCE
 from .autoencoder import AUTOENCODER
 from .codec import CODEC
+from .halo import HALO
 from .train import TRAIN
 
 KINDS: dict[str, Kind] = {
     "allreduce": ALLREDUCE,
     "autoencoder": AUTOENCODER,
     "codec": CODEC,
+    "halo": HALO,
     "train": TRAIN,
 }

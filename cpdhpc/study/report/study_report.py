@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from ...config import suggest
-from . import allreduce, autoencoder, codec, text, train
+from . import allreduce, autoencoder, codec, halo, text, train
 from .deal import Layout
 from .method import provenance, rules
 from .missing import listed
@@ -22,6 +22,7 @@ KINDS: dict[str, tuple[Sections, Sequence[str]]] = {  # kind: its sections, word
     "allreduce": (allreduce.sections, allreduce.PANELS),
     "autoencoder": (autoencoder.sections, autoencoder.PANELS),
     "codec": (codec.sections, codec.PANELS),
+    "halo": (halo.sections, halo.PANELS),
     "train": (train.sections, train.PANELS),
 }
 QUANTILES = {"min": 0.0, "median": 0.5, "p95": 0.95, "p99": 0.99, "max": 1.0}

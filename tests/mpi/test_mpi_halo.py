@@ -1,0 +1,158 @@
+"""The halo benchmark on real ranks: results checked, faults found; messages that are lent."""
+
+import time
+from argparse import ArgumentParser
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from cpdhpc.bench import halo
+from cpdhpc.bench.halo import ALL_WAYS, OPERATIONS
+from cpdhpc.bench.halo_cases import OURS, Setting, open_cases
+from cpdhpc.bench.halo_overlap import OVERLAPPED, Stencil, check
+from cpdhpc.comm.halo_baselines import WAYS
+from cpdhpc.darray import Box, Layout, WindowPlan
+from cpdhpc.darray.spec import spec_of
+from cpdhpc.ops import moves
+
+pytestmark = pytest.mark.mpi
+
+SPECS = {
+    "rows": {"shape": [13, 6], "halo": [2, 0], "boundary": "none", "trail": [3]},
+    "wrap": {"shape": [13, 6], "halo": 2, "boundary": "wrap", "dtype": "float16"},
+    "filled": {"shape": [9, 4], "halo": [[1, 0], 2], "boundary": "constant:3", "dtype": "int8"},
+    "mirrored": {"shape": [9, 4], "halo": [3, 0], "boundary": "reflect", "dtype": "complex64"},
+    "packed": {"shape": [40, 60], "halo": [2, 0], "boundary": "zero", "wire": "e3m0"},
+}
+
+
+def setting(name, ranks):
+    return Setting(name, spec_of({"procs": [ranks, 1], **SPECS[name]}, name))
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_all_ways_give_what_is_wanted(world, name):
+    case = setting(name, world.size)
+    with case.plan(world) as plan, open_cases(world, case, plan, OPERATIONS, ALL_WAYS) as cases:
+        ways = {each.way for each in cases}
+        for each in cases:  # again, over what programs and persistent requests left
+            each.check(world)
+    mirrored = name == "mirrored"
+    assert ways == set(ALL_WAYS) - (set(WAYS) if mirrored else set())
+    assert len(cases) == 2 * len(ways)
+
+
+def test_a_wrong_cell_on_one_rank_is_an_error_on_all(world):
+    case = setting("rows", world.size)
+    with case.plan(world) as plan, open_cases(world, case, plan, ["exchange"], [OURS]) as cases:
+
+        def run():
+            cases[0].run()
+            if world.rank == world.size - 1:
+                cases[0].out[0, 0, 0] += 1
+
+        last = world.size - 1
+        with pytest.raises(ArithmeticError, match=f"1 values are wrong, the first on rank {last}"):
+            replace(cases[0], run=run).check(world)
+
+
+def test_the_benchmark_runs(world, capsys):
+    parser = ArgumentParser()
+    halo.add_arguments(parser)
+    words = "--operations exchange,accumulate --repeats 2 --warmup 1 --calls 2"
+    shape = f"--shape {4 * world.size},5 --halo 1,0"
+    halo.run(parser.parse_args([*words.split(), *shape.split()]), world)
+    halo.run(parser.parse_args([*words.split(), *shape.split(), "--overlap", "--link", "1"]), world)
+    out = world.gather(capsys.readouterr().out)[0]
+    lines = [line for line in out.splitlines() if line and not line.startswith("#")]
+    assert len(lines) == 2 * len(ALL_WAYS) + 6
+    assert "results equal in every bit" in out and OVERLAPPED in out
+
+
+def test_overlap_that_reads_the_halo_too_early_is_noticed(world):
+    case = setting("rows", world.size)
+    with case.plan(world) as plan:
+        window = np.empty((*plan.window.shape, 3), np.float32)
+        stencil = Stencil(plan, case.spec, window, 1)
+        own = plan.inside(window)
+
+        def right():
+            plan.exchange(own, window)
+            stencil.all(stencil.whole)
+
+        def early():
+            handle = plan.begin(own, window)
+            stencil.all(stencil.whole)
+            handle.finish()
+
+        names = ("blocking", "overlapped", OVERLAPPED)
+        cases = dict.fromkeys(names, right)
+        check(world, plan, window, stencil, cases)
+        with pytest.raises(ArithmeticError, match="differ, or hold NaN"):
+            check(world, plan, window, stencil, cases | {"overlapped": early})
+
+
+def lent_plan(world, halo_cells=90):
+    """A plan with messages of more than 64 KiB that lie together: of 300 float64 a row."""
+    layout = Layout.grid((100 * world.size, 300), (world.size, 1))
+    start, stop = layout.owner(world.rank).start[0], layout.owner(world.rank).stop[0]
+    window = Box((start - halo_cells, 0), (stop + halo_cells, 300))
+    return WindowPlan(world, layout, window, "wrap", name="lent")
+
+
+def numbers(plan, rows, call):
+    """What the cells of some rows hold in a call."""
+    extent = plan.layout.shape[0]
+    return (np.arange(rows.start, rows.stop) % extent)[:, None] * 1000.0 + np.arange(300) + call
+
+
+@pytest.mark.parametrize("form", ["blocking", "strided", "begun", "by slices"])
+def test_messages_that_are_lent_arrive_whatever_the_receiver_does(world, form):
+    with lent_plan(world) as plan:
+        odd = world.rank % 2 == 1
+        for call in range(5):
+            x = numbers(plan, range(plan.owned.start[0], plan.owned.stop[0]), call)
+            wanted = numbers(plan, range(plan.window.start[0], plan.window.stop[0]), call)
+            if form == "strided" and odd:  # shown in a part of a larger array
+                y = plan.exchange(x, np.zeros((wanted.shape[0], 600))[:, ::2])
+            elif form == "begun" and odd:
+                handle = plan.begin(x)
+                while not handle.progress():
+                    pass
+                y = handle.finish()
+                assert handle.progress()
+            else:
+                if form == "by slices" and odd:  # as arrays on a GPU are received
+                    plan.last.clear()
+                    for channel in plan.channels.values():
+                        channel.compiled = False
+                y = plan.exchange(x)
+            same = np.array_equal(y, wanted)
+            x[:] = -1  # may be changed at once
+            assert all(world.gather(same)), (form, call)
+        if world.shared() is not None and world.shared().lends and form != "by slices":
+            (channel,) = plan.channels.values()
+            programs = channel.programs.values()
+            lent = any((program._rows["op"] == moves.LEND).any() for program in programs)
+            assert all(world.gather(lent))
+
+
+def test_a_sender_does_not_wait_for_a_late_reader(world):
+    layout = Layout.grid((100 * world.size, 300), (world.size, 1))
+    mine, last = layout.owner(world.rank), world.size - 1
+    window = layout.domain if world.rank == last else mine
+    with WindowPlan(world, layout, window) as plan:
+        for call in range(3):
+            x = numbers(plan, range(mine.start[0], mine.stop[0]), call)
+            world.barrier()
+            began_s = time.monotonic()
+            if world.rank == last:
+                time.sleep(0.8)
+            y = plan.exchange(x)
+            spent_s = time.monotonic() - began_s
+            x[:] = -1
+            right = np.array_equal(y, numbers(plan, range(window.start[0], window.stop[0]), call))
+            found = world.gather((right, spent_s))
+            assert all(right for right, _ in found)
+            assert all(spent_s < 0.7 for _, spent_s in found[:-1])

@@ -1,0 +1,199 @@
+"""Halo benchmark, pictures of plans and the kind "halo", as far as one process can see."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cpdhpc.__main__ import main
+from cpdhpc.bench import halo_numbers
+from cpdhpc.bench.halo import ALL_WAYS, settings_of, ways_of
+from cpdhpc.bench.halo_cases import MPI_TYPES, Case
+from cpdhpc.bench.halo_settings import USUAL, factors, usual
+from cpdhpc.comm import Loopback
+from cpdhpc.comm.halo_baselines import WAYS
+from cpdhpc.config import ConfigError, UserError
+from cpdhpc.darray import Box, WindowPlan
+from cpdhpc.darray.picture import colours_of, frame_of, parts_of
+from cpdhpc.darray.spec import spec_of
+from cpdhpc.study.kinds import KINDS, halo
+from cpdhpc.study.report.halo import BY_DATATYPES
+
+PADS = {"zero": "constant", "wrap": "wrap", "reflect": "reflect", "edge": "edge"}
+
+
+@pytest.mark.parametrize(("mode", "dtype"), list(product(PADS, ("float32", "int8"))))
+def test_what_is_wanted_is_what_numpy_pads(mode: str, dtype: str) -> None:
+    spec = spec_of({"shape": [5, 4], "halo": [7, [0, 2]], "boundary": [mode, "wrap"]}, "x")
+    windows = spec.geometry()
+    plan = WindowPlan(Loopback(), windows.layout, windows.boxes[0], spec.modes)
+    x = halo_numbers.owned_numbers(plan, (3,), dtype)
+    padded = np.pad(x, ((7, 7), (0, 0), (0, 0)), PADS[mode])  # type: ignore[call-overload]
+    wanted = np.pad(padded, ((0, 0), (0, 2), (0, 0)), "wrap")
+    np.testing.assert_array_equal(halo_numbers.exchanged(plan, (3,), dtype), wanted)
+    y = halo_numbers.window_numbers(plan, 0, (3,), dtype).astype(np.int64)
+    # <E x, y> = <x, E^T y>, E x without what is filled
+    total = halo_numbers.accumulated(plan, (3,), "int64")
+    inner = (wanted.astype(np.int64) * y).sum()
+    assert inner == (x.astype(np.int64) * total).sum()
+    np.testing.assert_array_equal(plan.exchange(x), wanted)
+
+
+def test_a_wrong_result_is_noticed() -> None:
+    out, wanted = np.zeros(5), np.arange(5.0)
+
+    def case(wrong: float) -> Case:
+        def run() -> None:
+            out[:] = wanted
+            out[3] += wrong
+
+        return Case("exchange", "alltoallw", run, lambda: None, out, wanted)
+
+    case(0).check(Loopback())
+    with pytest.raises(ArithmeticError, match="exchange by alltoallw: 1 values are wrong"):
+        case(1).check(Loopback())
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 6])
+@pytest.mark.parametrize("name", USUAL)
+def test_usual_settings_fit_any_number_of_ranks(name: str, ranks: int) -> None:
+    windows = usual(name, ranks, {}).spec.geometry()
+    assert windows.layout.ranks == ranks
+    assert {box.shape for box in windows.layout.owners} == {USUAL[name].block}
+
+
+def test_factors_are_near_one_another() -> None:
+    assert [factors(n, 2) for n in (1, 2, 6, 12, 7)] == [[1, 1], [1, 2], [2, 3], [3, 4], [1, 7]]
+    assert factors(24, 3) == [2, 3, 4]
+
+
+def test_options_that_do_not_fit_are_named() -> None:
+    from argparse import ArgumentParser
+
+    from cpdhpc.bench import halo as bench
+
+    parser = ArgumentParser()
+    bench.add_arguments(parser)
+    wrong = {
+        "--shape 8,8 --procs 3,1": "--procs: is for 3 ranks, here are 2",
+        "--usual rows,lines": "--usual lines",
+        "--shape 8,x": "--shape 8,x: must be integers",
+        "--shape 8,8 --boundary mirror": "boundary='mirror': known are none, zero",
+        "--shape 8,8 --wire e4m3 --dtype float64": "takes dtype float32, not float64",
+    }
+    for words, message in wrong.items():
+        with pytest.raises(UserError, match=message):
+            settings_of(parser.parse_args(words.split()), 2)
+    (given,) = settings_of(parser.parse_args(["--shape", "8,6", "--halo", "1:2,0"]), 2)
+    assert [str(box) for box in given.spec.geometry().boxes] == ["[0:6, 0:6]", "[3:8, 0:6]"]
+    with pytest.raises(UserError, match="--ways pigeon: known are cpdhpc; cpdhpc, copied"):
+        ways_of("cpdhpc;pigeon")
+
+
+@pytest.mark.parametrize("cells", [1, 3, 10, 1000])
+def test_parts_of_a_box_are_small_and_together_the_box(cells: int) -> None:
+    box = Box((-1, 2, 0), (3, 7, 6))
+    count = np.zeros(box.shape, int)
+    for part in box.parts(cells):
+        assert 0 < part.size <= cells
+        count[part.slices(box.start)] += 1
+    assert (count == 1).all()
+    assert not list(Box((0, 3), (4, 3)).parts(5))
+
+
+def shown(words: str, capsys: pytest.CaptureFixture[str]) -> str:
+    assert main(["darray", "show", *words.split()]) == 0
+    return capsys.readouterr().out
+
+
+def test_show_prints_the_table_of_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    out = shown("--shape 12,16 --procs 2,3 --halo 1", capsys)
+    assert "22 messages of 352 bytes in all; at most 5 neighbours and 76 bytes a rank" in out
+    assert "rank 1: owns [0:6, 6:11], window [-1:7, 5:12]" in out
+    out = shown("--shape 12,16 --procs 3,4 --size 5 --pad 2 --rank 3 --trail 3,96", capsys)
+    assert "window [-2:6, 10:18]" in out and "float32 x 288" in out
+    out = shown("--shape 28,28 --procs 2,2 --size 5 --step 2 --rank 3", capsys)
+    assert "owns [14:28, 14:28], window [12:27, 12:27]" in out  # outputs 6..11 of 12
+    out = shown("--shape 9,9 --procs 3,3 --rank 4 --window=-4:11,2:20 --boundary wrap", capsys)
+    assert "window [-4:11, 2:20]" in out
+
+
+def test_show_reads_a_file_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    file, png = tmp_path / "plan.toml", tmp_path / "plan.png"
+    file.write_text(
+        "shape = [4, 6]\nowners = [[[0, 0], [4, 1]], [[0, 1], [2, 6]], [[2, 1], [4, 6]]]\n"
+        "windows = [[[-1, 0], [4, 3]], [[0, 0], [0, 0]], [[1, 1], [4, 9]]]\n"
+        'boundary = ["constant:2", "reflect"]\n'
+    )
+    assert "picture: " in shown(f"{file} --png {png}", capsys)
+    head = png.read_bytes()[:24]
+    assert head[:8] == b"\x89PNG\r\n\x1a\n"
+    assert min(int.from_bytes(head[16:20]), int.from_bytes(head[20:24])) > 300
+    from matplotlib.image import imread
+
+    assert len(np.unique(imread(png).reshape(-1, 4), axis=0)) > 20  # something is drawn
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--halo 1", "needs FILE.toml or --shape"),
+        ("--shape 4,4,4 --png x.png", "draws plans of 2 axes, this one has 3"),
+        ("--shape 4,4 --rank 1", "--rank 1: must be 0..0"),
+        ("--shape 4,4 --window 1:2,0:1", "needs --rank, of 0..0"),
+        ("--shape 4,4 --size 3 --halo 1", "windows are given by one of them"),
+        ("--shape 4,4 --png nowhere/x.png", "nowhere is no directory"),
+    ],
+)
+def test_show_says_what_does_not_go(
+    words: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["darray", "show", *words.split()]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_pictures_show_each_cell_of_a_window_once_and_neighbours_apart() -> None:
+    spec = spec_of({"shape": [9, 9], "procs": [3, 3], "halo": [4, 11], "boundary": "reflect"}, "x")
+    windows = spec.geometry()
+    for rank, window in enumerate(windows.boxes):
+        count = np.zeros(window.shape, int)
+        for part in parts_of(windows, rank):
+            count[part.box.slices(window.start)] += 1
+            assert part.beyond != windows.layout.domain.contains(part.box)
+        assert (count == 1).all()
+        assert frame_of(windows, rank).contains(window)
+    colours = np.array(colours_of(windows.layout.owners)).reshape(3, 3)
+    assert len(np.unique(colours)) == 4
+    for step in (slice(None, -1), slice(1, None)), (slice(1, None), slice(None, -1)):
+        assert (colours[step[0]] != colours[step[1]]).all()
+        assert (colours[:, step[0]] != colours[:, step[1]]).all()
+
+
+def test_names_of_the_kind_are_those_of_the_benchmark() -> None:
+    assert (*halo.OURS, *halo.BY_MPI) == ALL_WAYS
+    assert tuple(WAYS) == halo.BY_MPI
+    assert BY_DATATYPES == MPI_TYPES
+    assert all(np.dtype(name).itemsize == size for name, size in halo.BYTES.items())
+
+
+def test_what_cannot_be_measured_is_refused() -> None:
+    kind = KINDS["halo"]
+    given = {name: factor.default for name, factor in kind.factors.items()} | {"rows": 4}
+    assert kind.used(given) == given
+    wrong = {
+        "alltoallw has no wire e4m3": {"way": "alltoallw", "wire": "e4m3"},
+        "packed cannot show cells as edge": {"way": "packed", "boundary": "edge"},
+        "takes float32, not int8": {"wire": "e4m3", "dtype": "int8"},
+        "cannot be checked": {"wire": "e4m3", "boundary": "edge", "transfer": "accumulate"},
+        "reflect needs 2": {"rows": 1, "boundary": "reflect"},
+    }
+    for message, changes in wrong.items():
+        with pytest.raises(ValueError, match=message):
+            kind.used(given | changes)
+    assert kind.fits(kind.used(given), 5) == "4 rows are fewer than 5 ranks"
+    with pytest.raises(ConfigError):
+        kind.factors["wire"].parse("int8")
