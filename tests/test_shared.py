@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from cpdhpc.comm.shared import ALIGNED_BYTES, BLOCK_BYTES, Shared
+from cpdhpc.ops.cpu import read_memory
 
 
 @pytest.fixture
@@ -66,14 +67,26 @@ def test_arrays_are_free_when_all_others_have_ended_their_piece(two):
 
 
 def test_a_stranger_is_not_met(two):
-    pid, descriptor, secret = two[1].name
-    assert not two[0].meet(2, (pid, descriptor, bytes(len(secret))))
-    assert not two[0].meet(2, (pid, 10_000, secret)), "no such descriptor"
+    name = two[1].name
+    assert not two[0].meet(2, name._replace(secret=bytes(len(name.secret))))
+    assert not two[0].meet(2, name._replace(descriptor=10_000)), "no such descriptor"
+
+
+def test_memory_that_cannot_be_read_is_known(two):
+    assert two[0].reads
+    assert two[0].meet(2, two[1].name._replace(address=8)), "blocks are mapped all the same"
+    assert not two[0].reads
+    with pytest.raises(OSError, match="Bad address"):
+        read_memory(os.getpid(), 8, np.zeros(3, np.uint8))
+    found = np.zeros(3, np.uint8)
+    there = np.array([7, 8, 9], np.uint8)
+    read_memory(os.getpid(), there.ctypes.data, found)
+    assert found.tolist() == [7, 8, 9]
 
 
 def test_free_closes_the_descriptors():
     shared = Shared()
-    _, descriptor, _ = shared.name
+    descriptor = shared.name.descriptor
     shared.free()
     with pytest.raises(OSError):
         os.fstat(descriptor)
