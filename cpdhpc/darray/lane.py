@@ -1,12 +1,11 @@
 """Lanes: the way that cells of one rank take to another, time after time.
 
 A lane has two slots, used by turns, so that a message can be packed while the one before is still
-read. A slot is a head (serial number, number of the call, where the message is lent) and a payload.
-Where the two processes share memory the slots lie there: they are written by one and read by the
-other, and two words in front of them tell up to which serial they have been read. A long message
-that lies together may be lent: it is read where its sender has it. Else slots are private on both
-sides and travel by persistent requests. The first message of a lane says what it is for and where
-it lies.
+read. A slot is a head (serial number, number of the call, loan) and a payload. Where the processes
+share memory the slots lie there, written by one and read by the other, and two words in front tell
+up to which serial they have been read; a long message that lies together may be lent: read where
+its sender has it (loans.h). Else slots are private and travel by persistent requests. The first
+message of a lane says what it is for and where it lies.
 """
 
 from __future__ import annotations
