@@ -147,13 +147,13 @@ def _dots(plan: WindowPlan, call: int) -> tuple[int, int]:
 def _wrong_counts(plan: WindowPlan) -> int:
     """Compare accumulated ones with counts of readers, a product of counts along the axes."""
     wanted = np.zeros(plan.owned.shape, np.int64)
-    for rank in range(plan.layout.ranks):
+    for rank in () if plan.owned.empty else range(plan.layout.ranks):
         window, product = plan.windows.boxes[rank], np.ones((), np.int64)
         for axis, extent in enumerate(plan.layout.shape):
             start, stop = window.start[axis], max(window.start[axis], window.stop[axis])
             shown = sources(start, stop, extent, plan.windows.modes[axis])
             counts = np.bincount(shown[shown >= 0], minlength=extent)
-            own = slice(plan.owned.start[axis], max(plan.owned.start[axis], plan.owned.stop[axis]))
+            own = slice(plan.owned.start[axis], plan.owned.stop[axis])
             product = product[..., None] * counts[own]
         wanted += product
     found = plan.accumulate(np.ones(plan.window.shape, np.int64))
