@@ -18,7 +18,7 @@ INTEGERS = [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)
 FLOATS = ["float16", "float32", "float64", "complex64", "complex128"]
 DTYPES = {
     "numpy": ["bool", *INTEGERS, *FLOATS, "bfloat16"],
-    "torch": ["bool", *INTEGERS[:5], *FLOATS, "bfloat16", "bfloat16"],
+    "torch": ["bool", *INTEGERS, *FLOATS, "bfloat16", "bfloat16"],
 }
 EXTENTS = {1: 24, 2: 9, 3: 6, 4: 4}  # axes -> the largest extent
 WINDOWS = {"halo": 0.4, "near": 0.3, "own": 0.05, "wide": 0.1, "far": 0.05, "empty": 0.1}

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import product
-from math import prod
 
 import numpy as np
 
@@ -27,8 +26,11 @@ class Layout:
     owners: tuple[Box, ...]
 
     def __post_init__(self) -> None:
+        if not all(hasattr(n, "__index__") for n in self.shape):
+            raise TypeError(f"Layout: shape={self.shape}: must hold integers")
         if not self.shape or min(self.shape) < 1:
             raise ValueError(f"Layout: shape={self.shape}: needs axes, of 1 cell or more each")
+        object.__setattr__(self, "shape", tuple(int(n) for n in self.shape))
         named = enumerate(self.owners)
         boxes = [as_box(f"Layout: box of rank {i}", box, len(self.shape)) for i, box in named]
         object.__setattr__(self, "owners", tuple(boxes))
@@ -96,6 +98,8 @@ def _check_tiling(domain: Box, boxes: Sequence[Box]) -> None:
 
 def _check_disjoint(boxes: Sequence[Box]) -> None:
     """Raise ValueError, naming two ranks, where boxes overlap."""
+    if not boxes:
+        return
     starts = np.array([box.start for box in boxes])
     stops = np.array([box.stop for box in boxes])
     filled = np.asarray((stops > starts).all(axis=1))
@@ -134,7 +138,7 @@ def receptive(
 
 
 def _each_axis(name: str, value: PerAxis, ndim: int) -> tuple[int, ...]:
-    numbers = (value,) * ndim if isinstance(value, int) else tuple(value)
-    if len(numbers) != ndim or prod(np.shape(numbers)) != ndim:
+    numbers = [int(n) for n in np.ravel(value)] * (ndim if np.ndim(value) == 0 else 1)
+    if len(numbers) != ndim or np.ndim(value) > 1:
         raise ValueError(f"receptive: {name}={value}: needs one number, or {ndim}, one an axis")
-    return numbers
+    return tuple(numbers)

@@ -155,7 +155,8 @@ class WindowPlan:
     def verify(self) -> Verification:
         """Check exchange and accumulate in integers, exactly, on these ranks. Collective.
 
-        Returns the figures; raises ArithmeticError alike on all ranks where one is wrong.
+        Returns the figures; raises ArithmeticError alike on all ranks where one is wrong, and
+        ValueError where the wire rounds.
         """
         return verify(self)
 

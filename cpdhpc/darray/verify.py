@@ -73,6 +73,11 @@ def check(plan: WindowPlan, calls: int = 3) -> Verification:
 
 def verify(plan: WindowPlan) -> Verification:
     """Return what check finds; raise ArithmeticError alike on all ranks where it is wrong."""
+    if plan.packed is not None:
+        raise ValueError(
+            f"verify: plan {plan.name!r} rounds what travels to {plan.wire}: verify one with "
+            'wire="raw"'
+        )
     found = check(plan)
     if not found.passed:
         raise ArithmeticError(f"verify: plan {plan.name!r}: {found}")
@@ -87,7 +92,9 @@ def _dtype(plan: WindowPlan) -> type[np.generic]:
     values = [fill_value(mode) for mode in plan.windows.modes]
     if any(isinstance(value, complex) for value in values):
         return np.complex128
-    whole = all(value is None or float(value.real).is_integer() for value in values)
+    whole = all(
+        value is None or (float(value.real).is_integer() and abs(value) < 2**53) for value in values
+    )
     return np.int64 if whole else np.float64
 
 
