@@ -56,10 +56,8 @@ def save(
                 world.write_box(temporary, offset, shape, start, np.ascontiguousarray(local))
             elif local.size or 0 not in shape:
                 _in_turns(world, temporary, name, place, local)
-    except OSError as found:
+    except (OSError, UserError) as found:
         error = UserError(f"save: {path}: {found}")
-    except UserError as found:
-        error = found
     world.agree(error, "save")
 
 
@@ -99,7 +97,7 @@ def _in_turns(world: Ranks, path: Path, name: str, place: tuple[slice, ...], loc
         if rank == world.rank and local.size:
             try:
                 store.write_box(path, name, place, local)
-            except OSError as found:
+            except (OSError, UserError) as found:
                 error = found
         world.agree(error, f"save: rank {rank} writes")
 

@@ -17,7 +17,8 @@ from .box import Box, as_box, whole
 class Layout:
     """The boxes that ranks own: disjoint, together the domain; some may be empty.
 
-    shape: cells of the domain along each axis, 1 or more; owners: the box of each rank
+    shape: cells of the domain along each axis, 1 or more; owners: the box of each rank, empty ones
+        moved into the domain, so that they cut arrays of it as all others do
     Made by grid or boxes. Raises ValueError for boxes that overlap, leave cells out or reach out
     of the domain, and names them; TypeError for what is no box.
     """
@@ -33,6 +34,7 @@ class Layout:
         object.__setattr__(self, "shape", tuple(int(n) for n in self.shape))
         named = enumerate(self.owners)
         boxes = [as_box(f"Layout: box of rank {i}", box, len(self.shape)) for i, box in named]
+        boxes = [_clipped(box, self.shape) if box.empty else box for box in boxes]
         object.__setattr__(self, "owners", tuple(boxes))
         _check_tiling(whole(self.shape), boxes)
 
@@ -79,6 +81,13 @@ class Layout:
     def digest(self) -> str:
         """A hash of shape and boxes, the same for equal layouts."""
         return sha256(repr((self.shape, self.owners)).encode()).hexdigest()
+
+
+def _clipped(box: Box, shape: Sequence[int]) -> Box:
+    """Return an empty box as one of the domain."""
+    start = tuple(min(max(a, 0), n) for a, n in zip(box.start, shape, strict=True))
+    stop = tuple(min(max(a, b), n) for a, b, n in zip(start, box.stop, shape, strict=True))
+    return Box(start, stop)
 
 
 def _check_tiling(domain: Box, boxes: Sequence[Box]) -> None:
