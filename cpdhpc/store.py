@@ -216,7 +216,9 @@ def write_box(path: Path, name: str, box: tuple[slice, ...], data: Array) -> Non
     """Write a box of a dataset that is there. Raises OSError or StoreError where it cannot."""
     import h5py
 
-    with _closing(path), h5py.File(path, "r+", rdcc_nbytes=0) as file:  # errors come here, not from close
+    # Without a cache of chunks a full disk is an error of the assignment: where it is one of close,
+    # HDF5 crashes.
+    with _closing(path), h5py.File(path, "r+", rdcc_nbytes=0) as file:
         file[name][box] = data
 
 
