@@ -166,6 +166,15 @@ def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else value
 
 
+@contextmanager
+def _closing(path: Path) -> Iterator[None]:
+    """Turn what h5py raises where a file cannot be closed, as on a full disk, into StoreError."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise StoreError(f"{path}: {error}") from None
+
+
 def create(
     path: Path,
     name: str,
@@ -183,7 +192,7 @@ def create(
     """
     import h5py
 
-    with h5py.File(path, "w") as file:
+    with _closing(path), h5py.File(path, "w") as file:
         try:
             if chunks is not None or compression is not None:
                 chunked = True if chunks is None else chunks
@@ -204,10 +213,12 @@ def create(
 
 
 def write_box(path: Path, name: str, box: tuple[slice, ...], data: Array) -> None:
-    """Write a box of a dataset that is there."""
+    """Write a box of a dataset that is there. Raises OSError or StoreError where it cannot."""
     import h5py
 
-    with h5py.File(path, "r+") as file:
+    # Without a cache of chunks a full disk is an error of the assignment: where it is one of close,
+    # HDF5 crashes.
+    with _closing(path), h5py.File(path, "r+", rdcc_nbytes=0) as file:
         file[name][box] = data
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +16,7 @@ from ..config import UserError
 from .layout import Layout
 
 Array = npt.NDArray[np.generic]
+MOST_NOTE_BYTES = 60_000  # HDF5 has room for 64 KiB of attributes
 
 
 def save(
@@ -35,12 +37,14 @@ def save(
     The file can be read by anyone, and by load on any number of ranks in any layout. Until the
     end path holds what it held before, whatever happens.
     Raises UserError alike on all ranks where the file cannot be written; ValueError where local
-    does not fit.
+    does not fit, or arguments differ between ranks.
     """
-    trail = _check(world, layout, local)
+    trail = _check(world, layout, local, (name, chunks, compression))
     shape, box = layout.shape + trail, layout.owner(world.rank)
     place = box.slices((0,) * box.ndim)
-    note = {"layout": np.array(layout.owners, np.int64), "ranks": layout.ranks}
+    note: dict[str, Any] = {"layout": np.array(layout.owners, np.int64), "ranks": layout.ranks}
+    if note["layout"].nbytes > MOST_NOTE_BYTES:
+        del note["layout"]
     error: Exception | None = None
     try:
         with store.replacing(path) if world.rank == 0 else nullcontext(path) as temporary:
@@ -52,26 +56,25 @@ def save(
                 world.write_box(temporary, offset, shape, start, np.ascontiguousarray(local))
             elif local.size or 0 not in shape:
                 _in_turns(world, temporary, name, place, local)
-    except OSError as found:
+    except (OSError, UserError) as found:
         error = UserError(f"save: {path}: {found}")
-    except UserError as found:
-        error = found
     world.agree(error, "save")
 
 
-def _check(world: Ranks, layout: Layout, local: Array) -> tuple[int, ...]:
+def _check(world: Ranks, layout: Layout, local: Array, how: tuple[object, ...]) -> tuple[int, ...]:
     """Return the further axes, alike on all ranks; raise the first rank's error on all."""
     owned, trail = layout.owner(world.rank).shape, local.shape[len(layout.shape) :]
     fits = layout.ranks == world.size and local.shape[: len(layout.shape)] == owned
-    mine = (fits, trail, local.dtype.str, layout.digest)
+    mine = (fits, trail, str(local.dtype), layout.digest, how)
     everyone = world.gather(mine, "save")
     for rank, each in enumerate(everyone):
         if not each[0]:
             raise ValueError(f"save: the array of rank {rank} does not have the shape of its box")
         if each != everyone[0]:
             raise ValueError(
-                f"save: rank 0 has further axes {everyone[0][1]} of {everyone[0][2]}, "
-                f"rank {rank} has {each[1]} of {each[2]}, or another layout"
+                f"save: rank 0 has further axes {everyone[0][1]} of {everyone[0][2]} and name, "
+                f"chunks, compression {everyone[0][4]}; rank {rank} has {each[1]} of {each[2]} and "
+                f"{each[4]}, or another layout"
             )
     return trail
 
@@ -94,7 +97,7 @@ def _in_turns(world: Ranks, path: Path, name: str, place: tuple[slice, ...], loc
         if rank == world.rank and local.size:
             try:
                 store.write_box(path, name, place, local)
-            except OSError as found:
+            except (OSError, UserError) as found:
                 error = found
         world.agree(error, f"save: rank {rank} writes")
 
