@@ -14,7 +14,13 @@ from .geometry import Count, Layer
 from .images import Source
 
 Pair = Annotated[tuple[Count, Count], Field(strict=False)]
-DO_NOT_CHANGE_BITS = ("train.timeout_s", "train.checkpoint_every")
+MAY_DIFFER = (  # from the job of a checkpoint: the model is the same but for rounding
+    "train.timeout_s",
+    "train.checkpoint_every",
+    "train.cell_procs",
+    "train.block_procs",
+    "train.threads",
+)
 
 
 class Train(Section):
