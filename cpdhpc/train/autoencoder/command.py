@@ -147,11 +147,12 @@ def _run(
 
 def _show(step: Step, last: bool, stack: Stack, display: Display) -> None:
     every = max(1, stack.job.train.iterations // SHOWN)
-    share = f"error {step.error / step.energy:.4f} of the input's energy"
-    display.step(f"loss {step.loss:.6g}, {share}")
+    error = f"error {step.error / step.energy:.4f}"
+    display.step(error)
     if not display.has_bar and (step.iteration % every == 0 or last):
         display.line(
-            f"layer {step.layer}, iteration {step.iteration}: loss {step.loss:.6g}, {share}, "
+            f"layer {step.layer}, iteration {step.iteration}: loss {step.loss:.6g}, "
+            f"{error} of the input's energy, "
             f"{1e3 * step.time_s:.1f} ms, {1e3 * step.exchange_s:.1f} ms in exchanges"
         )
 
