@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import platform
+import subprocess
+import sys
 from pathlib import Path
 
 import h5py
@@ -9,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from autoencoders import GEOMETRY
-from training import ROOT, write_idx
+from training import ROOT, environment, write_idx
 
 from cpdhpc import store
 from cpdhpc.__main__ import main
@@ -232,3 +235,29 @@ def test_layers_that_do_not_fit_are_named() -> None:
         stack((GEOMETRY.layer, Layer(field=9, maps=2)), GEOMETRY.image, 2)
     with pytest.raises(ConfigError, match=r"layer\.0\.contrast|contrast=2: should be odd"):
         load(ROOT / "inputs" / "cots_digits.toml", ["layer=[{field=2,maps=2,contrast=2}]"])
+
+
+FAULTS = """
+import resource, sys
+import torch
+from cpdhpc.train.memory import keep_freed_memory
+kept = sys.argv[1] == "1" and keep_freed_memory()
+faults = []
+for _ in range(3):
+    tensors = [torch.zeros(2**24) for _ in range(2)]  # 64 MiB each
+    del tensors
+    faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+print(int(kept), faults[2] - faults[1])
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="malloc is not glibc's")
+def test_kept_memory_is_not_cleared_again() -> None:
+    """128 MiB are 32,768 pages of 4 KiB, or 64 of 2 MiB; kept they are none."""
+    found = []
+    for kept in "01":
+        command = [sys.executable, "-c", FAULTS, kept]
+        out = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True)
+        found.append([int(word) for word in out.stdout.split()])
+    assert found[0][0] == 0 and found[0][1] >= 64
+    assert found[1][0] == 1 and found[1][1] < 32

@@ -8,10 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-
 from ..comm import World
-from ..comm.threads import threads_of_rank
 from ..config import validate
 from ..darray import WindowPlan
 from ..study.case import Case
@@ -35,7 +32,7 @@ class _Autoencoder(Calls):
         """Make an iteration ready; see Calls.call."""
         world = place.world
         job = _job(self.case)
-        torch.set_num_threads(job.train.threads or threads_of_rank(world))
+        job.set_process(world)
         stack = agreed(world, lambda: (job.data.load(),))
         trained = Stack(job, world, stack[0])
         layer = trained.layers[0]

@@ -7,10 +7,7 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-import torch
-
 from ...comm import World
-from ...comm.threads import threads_of_rank
 from ...config import ConfigError, UserError
 from ...signals import Caught, Interrupted, catching
 from ..progress import Display
@@ -46,7 +43,7 @@ def train(world: World, options: Options) -> Path:
     agreed(world, lambda: _directory(record, checkpoint, world.rank == 0, options.resume))
     png = options.png
     agreed(world, lambda: png is None or world.rank > 0 or check_place(png))
-    torch.set_num_threads(job.train.threads or threads_of_rank(own))
+    job.set_process(own)
     images = agreed(world, job.data.load)
     try:
         stack = Stack(job, own, images)
