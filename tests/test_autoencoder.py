@@ -1,4 +1,4 @@
-"""The autoencoder without MPI: images, files, pictures, errors, and what bench layer counts."""
+"""The autoencoder without MPI: images, files, pictures and errors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from training import ROOT, environment, write_idx
 
 from cpdhpc import store
 from cpdhpc.__main__ import main
-from cpdhpc.bench.layer import layer_costs
 from cpdhpc.config import ConfigError
 from cpdhpc.train.autoencoder.geometry import Geometry, Layer, stack
 from cpdhpc.train.autoencoder.images import Source
@@ -124,24 +123,6 @@ def test_scatter_is_the_transpose_of_gather() -> None:
     assert scatter(empty, (0, 3), 3, 2, (0, 0, 2, 3)).shape == (0, 0, 2, 3)
 
 
-def test_what_an_eleven_billion_layer_costs_by_hand() -> None:
-    """8 x 8 ranks: 191 blocks in 8 parts are 24 at most, and so on; see the sizes in the text."""
-    geometry = Geometry(Layer(field=10, maps=1024, pool=3), (200, 200), 3)
-    assert geometry.blocks == (191, 191) and geometry.pools == (189, 189)
-    assert geometry.parameters == 191 * 191 * 1024 * 300 == 11_206_963_200
-    costs = layer_costs(geometry, (8, 8), batch=96)
-    assert sum(cost.parameters for cost in costs) == geometry.parameters
-    assert costs[0].parameters == 24 * 24 * 1024 * 300
-    assert costs[0].weight_bytes == 3 * 4 * costs[0].parameters
-    # Rank 0 owns pixels 0..25 along an axis; its fields reach to 33, the next rank's begin at
-    # 24: 25 pixels go to the rank beside, 25 to that below, 1 to that across. Pools 0..24 reach to
-    # block 26; ranks behind need none of its blocks.
-    assert costs[0].exchanges["cells to fields"] == (3, (25 + 25 + 1) * 3 * 96 * 4)
-    assert costs[0].exchanges["reconstruction back"] == (3, (33**2 - 25**2) * 3 * 96 * 4)
-    assert costs[0].exchanges["their gradient"] == (3, (26**2 - 24**2) * 1024 * 96 * 4)
-    assert main(["bench", "layer"]) == 0
-
-
 def test_pictures_have_each_filter_once() -> None:
     geometry = Geometry(Layer(field=4, step=2, maps=3), (8, 6), 1)
     weight = np.random.default_rng(0).standard_normal((*geometry.blocks, 3, 16))
@@ -243,11 +224,11 @@ import torch
 from cpdhpc.train.memory import keep_freed_memory
 kept = sys.argv[1] == "1" and keep_freed_memory()
 faults = []
-for _ in range(3):
+for _ in range(8):
     tensors = [torch.zeros(2**24) for _ in range(2)]  # 64 MiB each
     del tensors
     faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
-print(int(kept), faults[2] - faults[1])
+print(int(kept), faults[-1] - faults[-2])
 """
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
 from ..comm import World
 from ..config import validate
 from ..darray import WindowPlan

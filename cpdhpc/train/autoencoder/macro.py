@@ -162,7 +162,7 @@ class _Unit(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         rows, lengths = ctx.saved_tensors
         along = torch.linalg.vecdot(rows, gradients[0])[..., None]
-        return torch.addcmul(gradients[0], rows, along, value=-1) / lengths
+        return torch.addcmul(gradients[0], rows, along, value=-1).div_(lengths)
 
 
 _unit: Callable[..., Any] = _Unit.apply  # torch declares apply without types
