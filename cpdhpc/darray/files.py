@@ -55,9 +55,9 @@ def save_all(
     The file can be read by anyone, and by load on any number of ranks in any layout. Until the
     end path holds what it held before, whatever happens.
     Raises UserError alike on all ranks where the file cannot be written; ValueError where an array
-    does not fit.
+    does not fit, or arguments differ between ranks.
     """
-    rooms = _check(world, arrays)
+    rooms = _check(world, arrays, (chunks, compression))
     error: Exception | None = None
     try:
         with store.replacing(path) if world.rank == 0 else nullcontext(path) as temporary:
@@ -66,14 +66,12 @@ def save_all(
             temporary = world.gather(temporary, "save")[0]
             for name, (layout, local) in arrays.items():
                 _fill(world, temporary, name, offsets[name], layout, local)
-    except OSError as found:
+    except (OSError, UserError) as found:
         error = UserError(f"save: {path}: {found}")
-    except UserError as found:
-        error = found
     world.agree(error, "save")
 
 
-def _check(world: Ranks, arrays: Parts) -> dict[str, store.Room]:
+def _check(world: Ranks, arrays: Parts, how: tuple[object, ...]) -> dict[str, store.Room]:
     """Return the datasets, alike on all ranks; raise the first rank's error on all."""
     mine = [
         (
@@ -81,7 +79,8 @@ def _check(world: Ranks, arrays: Parts) -> dict[str, store.Room]:
             layout.ranks == world.size
             and local.shape[: len(layout.shape)] == layout.owner(world.rank).shape,
             local.shape[len(layout.shape) :],
-            local.dtype.str,
+            str(local.dtype),
+            how,
             layout.digest,
         )
         for name, (layout, local) in arrays.items()
@@ -97,8 +96,9 @@ def _check(world: Ranks, arrays: Parts) -> dict[str, store.Room]:
                 )
             if each != first:
                 raise ValueError(
-                    f"save: {each[0]}: rank 0 has further axes {first[2]} of {first[3]}, "
-                    f"rank {rank} has {each[2]} of {each[3]}, or another layout"
+                    f"save: {each[0]}: rank 0 has further axes {first[2]} of {first[3]} and "
+                    f"chunks, compression {first[4]}; rank {rank} has {each[2]} of {each[3]} and "
+                    f"{each[4]}, or another layout"
                 )
     return {name: _room(layout, local) for name, (layout, local) in arrays.items()}
 
@@ -141,7 +141,7 @@ def _in_turns(world: Ranks, path: Path, name: str, place: tuple[slice, ...], loc
         if rank == world.rank and local.size:
             try:
                 store.write_box(path, name, place, local)
-            except OSError as found:
+            except (OSError, UserError) as found:
                 error = found
         world.agree(error, f"save: rank {rank} writes")
 
