@@ -200,24 +200,21 @@ def create(
             except (TypeError, ValueError) as error:
                 raise StoreError(f"{path}: dataset {name!r} of {room.dtype}: {error}") from None
             dataset.attrs.update(room.attributes)
-            offset = dataset.id.get_offset()
-            offsets[name] = None if offset is None else int(offset)
+            offsets[name] = dataset.id.get_offset()
     return offsets
 
 
-def _make(
-    file: Any, name: str, room: Room, chunks: tuple[int, ...] | None, compression: str | None
-) -> Any:
+def _make(file: Any, name: str, room: Room, chunks: Any, compression: str | None) -> Any:
     import h5py
 
     if chunks is not None or compression is not None:
         options = {"chunks": True if chunks is None else chunks, "compression": compression}
         return file.create_dataset(name, room.shape, room.dtype, **options)
-    plan = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-    plan.set_layout(h5py.h5d.CONTIGUOUS)
-    plan.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
-    plan.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
-    return file.create_dataset(name, room.shape, room.dtype, dcpl=plan)
+    early = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    early.set_layout(h5py.h5d.CONTIGUOUS)
+    early.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+    early.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+    return file.create_dataset(name, room.shape, room.dtype, dcpl=early)
 
 
 def write_box(path: Path, name: str, box: tuple[slice, ...], data: Array) -> None:
