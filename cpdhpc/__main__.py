@@ -24,11 +24,8 @@ def train(arguments: argparse.Namespace, world: World) -> int:
     from .train.command import train as run
 
     directory = arguments.out or Path("results") / arguments.file.stem
-    settings = arguments.set
-    if arguments.timeout is not None:
-        settings = [*settings, f"train.timeout_s={arguments.timeout!r}"]
     try:
-        files = run(world, arguments.file, settings, directory, arguments.resume)
+        files = run(world, arguments.file, _settings(arguments), directory, arguments.resume)
     except Interrupted as stop:
         return stop.status
     if world.rank == 0:
@@ -47,7 +44,9 @@ def autoencoder(arguments: argparse.Namespace, world: World) -> int:
     from .train.autoencoder.command import train as run
 
     directory = arguments.out or Path("results") / arguments.file.stem
-    options = Options(arguments.file, arguments.set, directory, arguments.resume, arguments.png)
+    options = Options(
+        arguments.file, _settings(arguments), directory, arguments.resume, arguments.png
+    )
     try:
         record = run(world, options)
     except Interrupted as stop:
@@ -55,6 +54,13 @@ def autoencoder(arguments: argparse.Namespace, world: World) -> int:
     if world.rank == 0:
         print(f"record: {record}")
     return 0
+
+
+def _settings(arguments: argparse.Namespace) -> list[str]:
+    """Return what --set gives, and --timeout."""
+    if arguments.timeout is None:
+        return list(arguments.set)
+    return [*arguments.set, f"train.timeout_s={arguments.timeout!r}"]
 
 
 def report(arguments: argparse.Namespace) -> int:

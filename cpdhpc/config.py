@@ -133,8 +133,8 @@ def _explain(model: type[BaseModel], raw: Raw, problem: Any) -> str:
         known = [name.strip("'") for name in problem["ctx"]["expected_tags"].split(", ")]
         word = problem["ctx"]["tag"]
         return f"{key}.{tag}={word!r}: {suggest(word, known)}"
-    said = problem["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
-    kind = "" if problem["type"] == "value_error" else "should be "
+    said = re.sub(r"^(Value error, |\w+ should )", "", problem["msg"])
+    kind = "" if problem["type"] == "value_error" else "should "
     shown = "" if isinstance(given, dict) else f"={given!r}"
     return f"{key}{shown}: {kind}{said}" if key else f"{kind}{said}"  # no key: of the whole
 

@@ -166,16 +166,32 @@ def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else value
 
 
+@contextmanager
+def _closing(path: Path) -> Iterator[None]:
+    """Turn what h5py raises where a file cannot be closed, as on a full disk, into StoreError."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise StoreError(f"{path}: {error}") from None
+
+
+@dataclass(frozen=True)
+class Room:
+    """A dataset that is to be made: its shape and dtype, and what is written beside it."""
+
+    shape: tuple[int, ...]
+    dtype: npt.DTypeLike
+    attributes: Attributes = field(default_factory=dict)
+
+
 def create(
     path: Path,
-    name: str,
-    shape: tuple[int, ...],
-    dtype: npt.DTypeLike,
+    rooms: Mapping[str, Room],
     attributes: Attributes,
     chunks: tuple[int, ...] | None = None,
     compression: str | None = None,
-) -> int | None:
-    """Make a file with one dataset without data; return the offset of its first byte in the file.
+) -> dict[str, int | None]:
+    """Make a file with datasets without data; return the offset of each one's first byte in it.
 
     With chunks or compression data has no fixed place: None. A dataset without any byte: None.
     Source of the layout: HDF5 File Format Specification, data layout message, contiguous storage.
@@ -183,31 +199,40 @@ def create(
     """
     import h5py
 
-    with h5py.File(path, "w") as file:
-        try:
-            if chunks is not None or compression is not None:
-                chunked = True if chunks is None else chunks
-                dataset = file.create_dataset(
-                    name, shape, dtype, chunks=chunked, compression=compression
-                )
-            else:
-                plan = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-                plan.set_layout(h5py.h5d.CONTIGUOUS)
-                plan.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
-                plan.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
-                dataset = file.create_dataset(name, shape, dtype, dcpl=plan)
-        except (TypeError, ValueError) as error:
-            raise StoreError(f"{path}: dataset {name!r} of {dtype}: {error}") from None
-        dataset.attrs.update(attributes)
-        offset = dataset.id.get_offset()
-    return None if offset is None else int(offset)
+    offsets = {}
+    # Attributes above 64 KiB, as the boxes of many ranks, came with the format of HDF5 1.8.
+    with _closing(path), h5py.File(path, "w", libver=("v108", "v108")) as file:
+        file.attrs.update(attributes)
+        for name, room in rooms.items():
+            try:
+                dataset = _make(file, name, room, chunks, compression)
+            except (TypeError, ValueError) as error:
+                raise StoreError(f"{path}: dataset {name!r} of {room.dtype}: {error}") from None
+            dataset.attrs.update(room.attributes)
+            offsets[name] = dataset.id.get_offset()
+    return offsets
+
+
+def _make(file: Any, name: str, room: Room, chunks: Any, compression: str | None) -> Any:
+    import h5py
+
+    if chunks is not None or compression is not None:
+        options = {"chunks": True if chunks is None else chunks, "compression": compression}
+        return file.create_dataset(name, room.shape, room.dtype, **options)
+    early = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    early.set_layout(h5py.h5d.CONTIGUOUS)
+    early.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+    early.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+    return file.create_dataset(name, room.shape, room.dtype, dcpl=early)
 
 
 def write_box(path: Path, name: str, box: tuple[slice, ...], data: Array) -> None:
-    """Write a box of a dataset that is there."""
+    """Write a box of a dataset that is there. Raises OSError or StoreError where it cannot."""
     import h5py
 
-    with h5py.File(path, "r+") as file:
+    # Without a cache of chunks a full disk is an error of the assignment: where it is one of close,
+    # HDF5 crashes.
+    with _closing(path), h5py.File(path, "r+", rdcc_nbytes=0) as file:
         file[name][box] = data
 
 

@@ -134,6 +134,7 @@ PyObject* make_moves(PyObject*, PyObject* args) {
 
 bool apart(const Program& program, const u8* x, const u8* out) {
     if (program.inside != NOWHERE && x == out + program.inside) return true;
+    if (program.x.low == program.x.high || program.out.low == program.out.high) return true;
     return x + program.x.high <= out + program.out.low ||
            out + program.out.high <= x + program.x.low;
 }

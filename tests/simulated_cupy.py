@@ -132,9 +132,20 @@ class ndarray:
         source = value.memory_view if isinstance(value, ndarray) else value
         self.arrays.give(lambda: np.copyto(target, source))
 
-    def get(self) -> np.ndarray:
+    def get(self, out: np.ndarray | None = None) -> np.ndarray:
         self.arrays.gpu.finish(self.arrays.gpu.current[-1])
-        return self.memory_view.copy()
+        if out is None:
+            return self.memory_view.copy()
+        if not out.flags.c_contiguous or (out.shape, out.dtype) != (self.shape, self.dtype):
+            raise ValueError("get: out must be C-contiguous, and of this shape and dtype")
+        out[...] = self.memory_view
+        return out
+
+    def set(self, array: np.ndarray) -> None:
+        if not self.flags.c_contiguous or (array.shape, array.dtype) != (self.shape, self.dtype):
+            raise ValueError("set: array must be contiguous, and of this shape and dtype")
+        copy, target = array.copy(), self.memory_view  # memory that is not pinned is staged at once
+        self.arrays.give(lambda: np.copyto(target, copy))
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         raise TypeError("Implicit conversion to a NumPy array is not allowed")
@@ -162,6 +173,12 @@ class ndarray:
 
     def __sub__(self, other: Any) -> ndarray:
         return self.arrays.compute(np.subtract, self, other)
+
+    def __iadd__(self, other: Any) -> ndarray:
+        return self.arrays.compute(np.add, self, other, out=self)
+
+    def __rmul__(self, other: Any) -> ndarray:
+        return self.arrays.compute(np.multiply, other, self)
 
     def __radd__(self, other: Any) -> ndarray:
         return self.arrays.compute(np.add, other, self)

@@ -1,18 +1,21 @@
-"""The autoencoder without MPI: images, files, pictures, errors, and what bench layer counts."""
+"""The autoencoder without MPI: images, files, pictures and errors."""
 
 from __future__ import annotations
 
+import platform
+import subprocess
+import sys
 from pathlib import Path
 
+import h5py
 import numpy as np
 import pytest
 import torch
 from autoencoders import GEOMETRY
-from training import ROOT, write_idx
+from training import ROOT, environment, write_idx
 
 from cpdhpc import store
 from cpdhpc.__main__ import main
-from cpdhpc.bench.layer import layer_costs
 from cpdhpc.config import ConfigError
 from cpdhpc.train.autoencoder.geometry import Geometry, Layer, stack
 from cpdhpc.train.autoencoder.images import Source
@@ -46,7 +49,9 @@ def test_inputs_run(path: Path, tmp_path: Path) -> None:
     assert attributes["status"] == "complete" and len(groups["steps"]["loss"]) == 2 * layers
 
 
-def test_error_falls_and_resuming_gives_the_same_bits(tmp_path: Path) -> None:
+def test_error_falls_and_resuming_gives_the_same_bits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     small = ("data.size=16", "data.tile=2", "train.threads=1", "train.batch=8")
     whole = ("train.iterations=30", "train.checkpoint_every=7")
     path = ROOT / "inputs" / "cots_digits.toml"
@@ -60,12 +65,21 @@ def test_error_falls_and_resuming_gives_the_same_bits(tmp_path: Path) -> None:
     lengths = np.linalg.norm(weights, axis=-1)
     np.testing.assert_allclose(lengths, 1, rtol=64 * 2.0**-24)  # sums of 64 squares in float32
     checkpoint_after(tmp_path / "b", one, small + whole)
+    early = (tmp_path / "b" / "one.h5").read_bytes()
+    (tmp_path / "early.h5").write_bytes(early)
+    said = capsys.readouterr().out
+    assert "layer 0 on 1 ranks: error" in said and "stopped at layer 0, iteration 11: --r" in said
     assert run(one, tmp_path / "b", *small, *whole, options=("--resume",)) == 0
     again = store.read(tmp_path / "b" / "one.checkpoint.h5")[0]["layer0"]
     np.testing.assert_array_equal(again["weight"], weights)
     losses = store.read(tmp_path / "b" / "one.h5")[0]["steps"]["loss"]
     np.testing.assert_array_equal(losses, steps["loss"])
     assert run(one, tmp_path / "b", *small, *whole) == 2  # there already, and no --resume
+    with h5py.File(tmp_path / "b" / "one.checkpoint.h5") as file:
+        np.testing.assert_array_equal(file["layer0/weight"], weights)  # an ordinary file
+    (tmp_path / "b" / "one.h5").write_bytes((tmp_path / "early.h5").read_bytes())
+    assert run(one, tmp_path / "b", *small, *whole, options=("--resume",)) == 2
+    assert "has 11 iterations before the end" in capsys.readouterr().err
 
 
 FINISH = "\n[train]\nlearning_rate = 0.01\n"
@@ -109,27 +123,8 @@ def test_scatter_is_the_transpose_of_gather() -> None:
     assert scatter(empty, (0, 3), 3, 2, (0, 0, 2, 3)).shape == (0, 0, 2, 3)
 
 
-def test_what_an_eleven_billion_layer_costs_by_hand() -> None:
-    """8 x 8 ranks: 191 blocks in 8 parts are 24 at most, and so on; see the sizes in the text."""
-    geometry = Geometry(Layer(field=10, maps=1024, pool=3), (200, 200), 3)
-    assert geometry.blocks == (191, 191) and geometry.pools == (189, 189)
-    assert geometry.parameters == 191 * 191 * 1024 * 300 == 11_206_963_200
-    costs = layer_costs(geometry, (8, 8), batch=96)
-    assert sum(cost.parameters for cost in costs) == geometry.parameters
-    assert costs[0].parameters == 24 * 24 * 1024 * 300
-    assert costs[0].weight_bytes == 3 * 4 * costs[0].parameters
-    # Rank 0 owns pixels 0..25 along an axis; its fields reach to 33, the next rank's begin at
-    # 24: 25 pixels go to the rank beside, 25 to that below, 1 to that across. Pools 0..24 reach to
-    # block 26; ranks behind need none of its blocks.
-    assert costs[0].exchanges["cells to fields"] == (3, (25 + 25 + 1) * 3 * 96 * 4)
-    assert costs[0].exchanges["reconstruction back"] == (3, (33**2 - 25**2) * 3 * 96 * 4)
-    assert costs[0].exchanges["their gradient"] == (3, (26**2 - 24**2) * 1024 * 96 * 4)
-    assert main(["bench", "layer"]) == 0
-
-
 def test_pictures_have_each_filter_once() -> None:
-    layer = Layer(field=4, step=2, maps=3)
-    geometry = Geometry(layer, (8, 6), 1)
+    geometry = Geometry(Layer(field=4, step=2, maps=3), (8, 6), 1)
     weight = np.random.default_rng(0).standard_normal((*geometry.blocks, 3, 16))
     shown = mosaic(weight, geometry)
     side = 2 * (4 + 1) + 1
@@ -137,6 +132,16 @@ def test_pictures_have_each_filter_once() -> None:
     part = shown[side : side + 4, side + 5 : side + 9]  # block (1, 1), filter 1
     values = weight[1, 1, 1].reshape(4, 4)
     np.testing.assert_allclose(part, 0.5 + values / (2 * np.abs(values).max()), rtol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["none/x.png", "x.nosuch"])
+def test_pictures_that_cannot_be_are_refused_before_training(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = ROOT / "inputs" / "cots_digits.toml"
+    assert run(path, tmp_path / "out", options=("--png", str(tmp_path / name))) == 2
+    assert f"--png {tmp_path / name}: " in capsys.readouterr().err
+    assert not list((tmp_path / "out").glob("*.h5"))
 
 
 @pytest.mark.parametrize("prepare", ["contrast", "whiten"])
@@ -172,11 +177,38 @@ def test_images_come_from_arrays_and_folders(tmp_path: Path) -> None:
         ({"name": "array", "path": "missing.npy"}, "missing.npy: cannot be read"),
         ({"name": "folder", "path": ".git-none", "size": 8}, "holds no image files"),
         ({"name": "digits", "size": 9}, "data.size=9: an image has 8"),
+        ({"name": "array", "path": "words.npy"}, "words.npy: is of <U1: must be uint8, or floats"),
+        ({"name": "array", "path": "flat.npy"}, r"flat.npy: shape \(3,\): must be images"),
+        ({"name": "array", "path": "nan.npy"}, "nan.npy: an image holds NaN or infinity"),
+        ({"name": "folder", "path": "sizes", "size": 4, "tile": 2}, "sizes: images differ in size"),
+        ({"name": "folder", "path": "torn", "size": 4}, "0.png: cannot be read"),
     ],
 )
-def test_data_that_cannot_be_used_is_named(change: dict[str, object], message: str) -> None:
+def test_data_that_cannot_be_used_is_named(
+    change: dict[str, object], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from PIL import Image
+
+    monkeypatch.chdir(tmp_path)
+    np.save("words.npy", np.full((2, 4, 4), "x"))
+    np.save("flat.npy", np.zeros(3))
+    np.save("nan.npy", np.full((2, 4, 4), np.nan))
+    for name in ("sizes", "torn"):
+        (tmp_path / name).mkdir()
+    for side in (4, 5):
+        Image.new("L", (side, side)).save(tmp_path / "sizes" / f"{side}.png")
+    (tmp_path / "torn" / "0.png").write_bytes(b"no image")
     with pytest.raises(DataError, match=message):
-        Source.model_validate(change).load()
+        Source.model_validate(change).load().batch(2, 0, 0)
+
+
+def test_arrays_are_read_as_they_are_needed(tmp_path: Path) -> None:
+    pixels = np.random.default_rng(0).random((3, 6, 6)).astype(np.float32)
+    np.save(tmp_path / "x.npy", pixels)
+    images = Source(name="array", path=str(tmp_path / "x.npy"), prepare="none").load()
+    assert isinstance(images.whole, np.memmap)
+    batch = images.batch(5, 0, 0)
+    assert all((batch[..., 0, i] == pixels).all(axis=(1, 2)).any() for i in range(5))
 
 
 def test_layers_that_do_not_fit_are_named() -> None:
@@ -184,3 +216,29 @@ def test_layers_that_do_not_fit_are_named() -> None:
         stack((GEOMETRY.layer, Layer(field=9, maps=2)), GEOMETRY.image, 2)
     with pytest.raises(ConfigError, match=r"layer\.0\.contrast|contrast=2: should be odd"):
         load(ROOT / "inputs" / "cots_digits.toml", ["layer=[{field=2,maps=2,contrast=2}]"])
+
+
+FAULTS = """
+import resource, sys
+import torch
+from cpdhpc.train.memory import keep_freed_memory
+kept = sys.argv[1] == "1" and keep_freed_memory()
+faults = []
+for _ in range(8):
+    tensors = [torch.zeros(2**24) for _ in range(2)]  # 64 MiB each
+    del tensors
+    faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+print(int(kept), faults[-1] - faults[-2])
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="malloc is not glibc's")
+def test_kept_memory_is_not_cleared_again() -> None:
+    """128 MiB are 32,768 pages of 4 KiB, or 64 of 2 MiB; kept they are none."""
+    found = []
+    for kept in "01":
+        command = [sys.executable, "-c", FAULTS, kept]
+        out = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True)
+        found.append([int(word) for word in out.stdout.split()])
+    assert found[0][0] == 0 and found[0][1] >= 64
+    assert found[1][0] == 1 and found[1][1] < 32

@@ -37,9 +37,9 @@ class Stop(Display):
 
 
 @pytest.mark.parametrize("row", ROWS)
-@pytest.mark.parametrize("after", [1, 5, 7])
+@pytest.mark.parametrize("after", [1, 4, 6, 14])
 def test_interrupted_and_resumed_is_undisturbed(tmp_path: Path, row: str, after: int) -> None:
-    """At the start, at the end of an epoch (5 iterations) and in the middle of one."""
+    """At the start, at an epoch's end (5 iterations), in the middle of one, and at the very end."""
     job = small_job(gradient=ROWS[row], **TELEMETRY_OFTEN)
     (tmp_path / "a").mkdir()
     whole = run_job(job, Loopback(2), tmp_path / "a")

@@ -38,7 +38,7 @@ ONLY_HERE = {  # outside package -> where it may be imported
     "mpi4py": ("comm/world.py",),
     "cupy": ("ops/gpu.py", "ops/gpu_launch.py", "ops/gpu_streams.py"),
     "cupyx": ("ops/gpu_streams.py",),
-    "torch": ("train/", "darray/autograd.py", "point/autoencoder.py"),
+    "torch": ("train/", "darray/autograd.py"),
     "h5py": ("store.py",),
     "simpleeval": ("study/constraint.py",),
 }

@@ -16,7 +16,8 @@ from cpdhpc.comm import (
     Step,
     simulate,
 )
-from cpdhpc.comm.engine import Exchange, run
+from cpdhpc.comm.engine import run
+from cpdhpc.comm.program import Exchange
 from cpdhpc.comm.ranks import numbered
 from cpdhpc.comm.trees import tree_children, tree_parent
 from cpdhpc.partition import chunk

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 from pathlib import Path
 
@@ -217,6 +219,30 @@ def test_slurm_that_does_not_answer(fake_slurm: Slurm, monkeypatch: pytest.Monke
     (fake_slurm.directory / "bin" / "sbatch").write_text("#!/bin/bash\nexit 3\n")
     with pytest.raises(slurm.SlurmError, match="x: sbatch refuses it: it ends with status 3"):
         slurm.submit(Path("x"))
+
+
+def test_two_that_submit_at_the_same_moment(fake_slurm: Slurm) -> None:
+    said: list[str] = []
+
+    def meanwhile(line: str) -> None:
+        said.append(line)
+        if line.startswith("job 10"):  # the first array is in the queue
+            with pytest.raises(FolderError, match=r"submit\.lock: another study submit is at work"):
+                submitted()
+
+    submit(STUDY, FOLDER, Site(), meanwhile)
+    assert [job.number for job in recorded(FOLDER)] == [10, 11, 12]
+    assert any(line.startswith("job 10") for line in said)
+
+
+def test_a_file_system_without_locks(fake_slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "no")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    said: list[str] = []
+    assert len(submitted(said)) == 3
+    assert "submit.lock: this file system has no locks" in said[0]
 
 
 def test_what_ends_a_job() -> None:

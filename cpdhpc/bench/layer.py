@@ -9,7 +9,7 @@ import argparse
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..config import ConfigError, validate
-from ..darray import Layout, receptive
+from ..darray import Box, Layout, receptive
 from ..darray.windows import Windows
 
 if TYPE_CHECKING:
@@ -17,15 +17,18 @@ if TYPE_CHECKING:
 
 SUMMARY = "what a layer of the autoencoder costs each of many ranks, counted; needs no MPI"
 FLOAT_BYTES = 4
-COPIES = 3  # of the weights: themselves, their gradient, the momentum
+KEPT = 2  # copies of the weights between iterations: themselves and the momentum
 
 
 class Cost(NamedTuple):
-    """Of one rank in one iteration. exchanges: name -> (messages, bytes) that leave it."""
+    """Of one rank in one iteration. exchanges: name -> (messages, bytes) that leave it.
+
+    kept_bytes: weights and momentum; peak_bytes: the most that all tensors take at a time
+    """
 
     parameters: int
-    weight_bytes: int
-    activation_bytes: int
+    kept_bytes: int
+    peak_bytes: int
     flop: int
     exchanges: dict[str, tuple[int, int]]
 
@@ -91,11 +94,7 @@ def layer_costs(geometry: Geometry, procs: tuple[int, int], batch: int) -> list[
         out, back = _both_ways(of_cells, rank, cell_bytes)
         there, here = _both_ways(of_blocks, rank, block_bytes)
         parameters = block.size * layer.maps * geometry.inputs
-        # cut fields and their reconstruction, responses, pool windows and pooled, each with a
-        # gradient; cells, window and reconstruction
-        values = block.size * batch * (2 * geometry.inputs + 2 * layer.maps)
-        values += (wells[rank].size + pools.owner(rank).size) * layer.maps * batch
-        values += 2 * (cells.owner(rank).size + fields[rank].size) * geometry.channels * batch
+        image = 3 * (cells.owner(rank).size + fields[rank].size) * geometry.channels * batch
         exchanges = {
             "cells to fields": out,
             "reconstruction back": back,
@@ -106,13 +105,34 @@ def layer_costs(geometry: Geometry, procs: tuple[int, int], batch: int) -> list[
         found.append(
             Cost(
                 parameters,
-                COPIES * FLOAT_BYTES * parameters,
-                2 * FLOAT_BYTES * values,
+                KEPT * FLOAT_BYTES * parameters,
+                FLOAT_BYTES * _peak(geometry, batch, block, wells[rank], pools.owner(rank), image),
                 10 * parameters * batch,
                 exchanges,
             )
         )
     return found
+
+
+def _peak(geometry: Geometry, batch: int, block: Box, well: Box, pool: Box, image: int) -> int:
+    """Return the most values that tensors hold at a time: of four moments of backward.
+
+    block, well, pool: of the rank; image: values of tensors that are as large as cells or windows
+    """
+    maps = geometry.layer.maps
+    weights = block.size * maps * geometry.inputs
+    fields, responses = (block.size * batch * n for n in (geometry.inputs, maps))
+    wells, pooled = (box.size * maps * batch for box in (well, pool))
+    moments = (
+        # Weights, momentum and rows are always there; wells and pools each with two gradients.
+        3 * weights + fields + 2 * responses + 3 * wells + 3 * pooled,
+        # Through the reconstruction: a gradient of the rows; fields, and their gradient.
+        4 * weights + 2 * fields + 3 * responses,
+        # Through the responses: a second gradient of the rows; then their sum is made.
+        5 * weights + fields + responses,
+        6 * weights,
+    )
+    return max(moments) + image
 
 
 def _both_ways(windows: Windows, rank: int, cell_bytes: int) -> tuple[tuple[int, int], ...]:
@@ -131,9 +151,9 @@ def _lines(geometry: Geometry, procs: tuple[int, int], batch: int, costs: list[C
     layer, (high, wide), (rows, columns) = geometry.layer, geometry.image, geometry.blocks
     mebi, giga = 2**20, 1e9
     quantities = {
-        "parameters": (max(c.parameters for c in costs), ""),
-        "weights, gradient, momentum": (max(c.weight_bytes for c in costs) / mebi, "MiB"),
-        "activations, their gradients": (max(c.activation_bytes for c in costs) / mebi, "MiB"),
+        "million parameters": (max(c.parameters for c in costs) / 1e6, ""),
+        "weights and momentum": (max(c.kept_bytes for c in costs) / mebi, "MiB"),
+        "all tensors at the peak": (max(c.peak_bytes for c in costs) / mebi, "MiB"),
         "arithmetic of an iteration": (max(c.flop for c in costs) / giga, "GFLOP"),
         "the same, mean over ranks": (sum(c.flop for c in costs) / len(costs) / giga, "GFLOP"),
     }
@@ -142,17 +162,16 @@ def _lines(geometry: Geometry, procs: tuple[int, int], batch: int, costs: list[C
         messages = max(c.exchanges[name][0] for c in costs)
         quantities[f"sends {name}"] = most / mebi, f"MiB in {messages} messages"
     quantities["sends in all"] = max(c.sent_bytes for c in costs) / mebi, "MiB"
+    lines = (f"{name:<28} {value:>13,.1f} {unit}" for name, (value, unit) in quantities.items())
     return [
         f"# {high} x {wide} x {geometry.channels}, fields of {layer.field} x {layer.field} every "
         f"{layer.step}, {rows} x {columns} blocks of {layer.maps} filters, pools of {layer.pool}",
         f"# {geometry.parameters:,} parameters, batch {batch}, float32, {procs[0]} x {procs[1]} "
         "ranks; of the rank with most:",
-        *(
-            f"{name:<30} {value:>15,.1f} {unit}".rstrip()
-            for name, (value, unit) in quantities.items()
-        ),
+        *(line.rstrip() for line in lines),
         "# This rests on: sizes of boxes and windows (exact, the geometry that plans are made",
-        "# of); 10 FLOP a parameter and image; one copy each of weights, gradient and momentum;",
-        "# activations counted from the code of the layer, not measured, without a library's",
-        "# work space. It says nothing of time: that needs the rates of a machine.",
+        "# of); 10 FLOP a parameter and image in matrix products; the peak is counted from the",
+        "# code of the layer, in backward, without buffers of messages and a library's work space;",
+        "# a test holds it to 10 % of what is allocated. It says nothing of time: that needs the",
+        "# rates of a machine.",
     ]

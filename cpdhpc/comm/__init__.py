@@ -3,10 +3,10 @@
 from .allreduce import Allreduce, Reduced
 from .bucket import Bucket
 from .call import allreduce
-from .engine import ScheduleError
 from .failure import RankFailure
 from .nonfinite import NonFiniteGradient
 from .prepared import Prepared
+from .program import ScheduleError
 from .ranks import Loopback, Ranks
 from .scaling import Segment
 from .schedule import SCHEDULES, Schedule

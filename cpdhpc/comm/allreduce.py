@@ -12,13 +12,14 @@ from ..formats import sum_bits
 from ..ops import backend_of, on_gpu
 from .arguments import check_alike, check_arrays, check_out
 from .cost import choose
-from .engine import Program, Take, run
+from .engine import run
 from .exact import MAX_BITS
 from .executor import program
 from .kept import kept_tape
 from .method import AUTO, MPI_ALLREDUCE, Method
 from .nonfinite import is_finite, raise_nonfinite, shared_amax
 from .prepared import Prepared
+from .program import Program, Take
 from .ranks import Array, Ranks
 from .scaling import Segment, aps_shift, integer_shift
 from .staging import carrier_of

@@ -4,47 +4,21 @@ from __future__ import annotations
 
 import traceback
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from .arena import Arena, fresh
+from .program import Exchange, Program, ScheduleError, Take, named, why_receive, why_send
 from .ranks import Ranks, Wait
 from .shared import NOTE_BYTES, Shared
 from .staging import carrier_of
 
 Array = npt.NDArray[Any]
 Result = TypeVar("Result")
-
-
-class ScheduleError(RuntimeError):
-    """A schedule that cannot be carried out: a deadlock, or a message that nobody receives."""
-
-
-class Exchange(NamedTuple):
-    """What a program asks for: one message out, one in, or both at once.
-
-    send_to, recv_from: rank or None; payload: uint8[any], not changed by anyone afterwards
-    nbytes: bytes of the message in; no bytes mean no message
-    round, recv_chunks, send_chunks: for error messages
-    place: uint8[nbytes], where the message in should be put, if that matters
-    """
-
-    send_to: int | None
-    payload: Array | None
-    recv_from: int | None
-    nbytes: int
-    round: int
-    recv_chunks: Sequence[int]
-    send_chunks: Sequence[int]
-    place: Array | None = None
-
-
-Program = Generator[Exchange, Array, Result]
-Take = Callable[[int], Array]  # size_bytes -> uint8[size_bytes] for a program's payloads
 Start = Callable[[int, Take], Sequence[Program[Result]]]  # piece -> programs of the hosted ranks
 
 
@@ -261,7 +235,7 @@ class _Run(Generic[Result]):
 
     def _check_mail(self) -> None:
         left = [
-            f"rank {rank} to rank {to}, round {e.round}, {_chunks(e.send_chunks)}"
+            f"rank {rank} to rank {to}, round {e.round}, {named(e.send_chunks)}"
             for (_, rank, to), messages in self.mail.items()
             for e in messages
         ]
@@ -270,31 +244,10 @@ class _Run(Generic[Result]):
 
     def _deadlock(self) -> NoReturn:
         lines = (
-            f"rank {rank} waits for rank {e.recv_from}, round {e.round}, {_chunks(e.recv_chunks)}"
+            f"rank {rank} waits for rank {e.recv_from}, round {e.round}, {named(e.recv_chunks)}"
             for (_, rank), (_, e) in self.local.items()
         )
         raise ScheduleError(f"{self.what}: deadlock: {'; '.join(lines)}")
-
-
-def why_receive(what: str, exchange: Exchange) -> str:
-    """Return the reason of a Wait for the message in."""
-    return (
-        f"{what}: waited {{:.1f}} s for rank {exchange.recv_from}, "
-        f"round {exchange.round}, {_chunks(exchange.recv_chunks)}"
-    )
-
-
-def why_send(what: str, exchange: Exchange) -> str:
-    """Return the reason of a Wait for the message out."""
-    return (
-        f"{what}: waited {{:.1f}} s for rank {exchange.send_to} to receive, "
-        f"round {exchange.round}, {_chunks(exchange.send_chunks)}"
-    )
-
-
-def _chunks(chunks: Sequence[int]) -> str:
-    more = f" and {len(chunks) - 1} more" if len(chunks) > 1 else ""
-    return f"chunk {chunks[0]}{more}"
 
 
 def _ended(piece: _Piece[Result]) -> bool:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from .chunk import Chunk
-from .engine import ScheduleError
 from .exact import Exact
+from .program import ScheduleError
 from .wire import Array
 
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 from .chunk import Chunk, Piece, Plan
-from .engine import Exchange, Program, Take
 from .exact import Exact
 from .exact_chunk import ExactChunk
+from .program import Exchange, Program, Take
 from .step import Layout, Step
 from .wire import Array, coders
 

@@ -31,14 +31,17 @@ def write_box(
     types = [element]
     if box.size:  # MPI has no subarrays of nothing
         types.append(element.Create_subarray(list(shape), list(box.shape), list(start)).Commit())
-    problem: OSError | None = None
-    try:
-        file.Set_view(offset, element, types[-1])
-        file.Write_all([box, box.size, element])
-        file.Sync()
-    except mpi.Exception as error:
-        problem = OSError(f"{path}: {error}")
-    file.Close()
+    problems = []
+    for call, *arguments in (  # all are collective: who has a problem goes on with the others
+        (file.Set_view, offset, element, types[-1]),
+        (file.Write_all, [box, box.size, element]),
+        (file.Sync,),
+        (file.Close,),
+    ):
+        try:
+            call(*arguments)
+        except mpi.Exception as error:
+            problems.append(OSError(f"{path}: {error}"))
     for each in types:
         each.Free()
-    return problem
+    return problems[0] if problems else None

@@ -11,10 +11,11 @@ import numpy as np
 
 from .arena import fresh
 from .chunk import Plan
-from .engine import Exchange, give_up, why_receive, why_send
+from .engine import give_up
 from .exact import Exact
 from .executor import program
 from .patience import SPINS
+from .program import Exchange, why_receive, why_send
 from .ranks import Ranks, Wait
 from .wire import Array, Packed, Raw, Wire
 

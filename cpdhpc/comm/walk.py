@@ -16,9 +16,9 @@ import numpy as np
 
 from ..formats import TILE, tiles
 from .chunk import Piece, Plan
-from .engine import Exchange, Program, ScheduleError
 from .executor import program
 from .machine import Machine
+from .program import Exchange, Program, ScheduleError
 from .step import Layout
 from .timed import Spent
 from .wire import Array

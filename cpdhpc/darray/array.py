@@ -31,6 +31,10 @@ class DistArray:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "world", as_world(self.world))
+        if self.layout.ranks != self.world.size:
+            raise ValueError(
+                f"DistArray: layout has {self.layout.ranks} boxes for {self.world.size} ranks"
+            )
         owned = self.layout.owner(self.world.rank).shape
         if tuple(self.local.shape[: len(owned)]) != owned:
             raise ValueError(
@@ -63,7 +67,12 @@ class DistArray:
         return cls(ranks, layout, redistribute(ranks, array, everything, layout))
 
     def gather(self, root: int | None = None) -> Array | None:
-        """Return the whole array on all ranks, or on rank root and None elsewhere. Collective."""
+        """Return the whole array on all ranks, or on rank root and None elsewhere. Collective.
+
+        Raises ValueError where there is no rank root.
+        """
+        if root is not None and not 0 <= root < self.world.size:
+            raise ValueError(f"DistArray.gather: root={root}: ranks are 0..{self.world.size - 1}")
         here = root is None or root == self.world.rank
         none = (0,) * len(self.layout.shape)
         window = self.layout.domain if here else Box(none, none)

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from ..comm.wire import Packed
 from ..ops.moves import ADDED
 from . import moving
-from .kinds import Array, Kind
+from .kinds import NUMPY, Array, Kind
 from .lane import SLOTS, Incoming, Outgoing, Purpose
 from .moving import Plain
 from .operation import ACCUMULATE, EXCHANGE, Operation
@@ -45,6 +45,13 @@ class Call:
     def slot(self) -> int:
         """The slot that its messages take."""
         return self.serial % SLOTS
+
+    @property
+    def sliced(self) -> tuple[Kind, Array, Array]:
+        """The kind, x and out for slices: NumPy's for torch where it can: torch adds fewer."""
+        if self.plain is None or self.kind is NUMPY or self.kind.dtype(self.x) == "bfloat16":
+            return self.kind, self.x, self.out
+        return NUMPY, *self.plain
 
     @property
     def run(self) -> tuple[int, int, Plain, Plain]:
@@ -156,18 +163,19 @@ class Channel:
         self.messages_counter[0] += self.sent
 
     def _begin_by_slices(self, call: Call) -> None:
-        cut, kind = self.cut(call.kind), call.kind
+        kind, x, out = call.sliced
+        cut = self.cut(kind)
         for lane, pieces in self.sending:
             lane.reserve(call.slot, call.serial)
             payload = lane.payload(call.slot)
             memory = self._values(pieces, payload)
-            values = kind.stage(call.x, memory)
-            self.operation.pack(cut, pieces, call.x, values)
+            values = kind.stage(x, memory)
+            self.operation.pack(cut, pieces, x, values)
             kind.pull(values, memory)
             if self.wire is not None:
                 self.wire.encode(memory.view(np.float32), None, NO_KEY, 0, payload)
             lane.send(call.slot, call.serial, call.number)
-        self.operation.own(cut, self.plan, call.x, call.out)
+        self.operation.own(cut, self.plan, x, out)
 
     def progress(self, call: Call) -> bool:
         """Whether all messages of a call have come; MPI is asked for each, so that it goes on."""
@@ -178,25 +186,26 @@ class Channel:
     def finish(self, call: Call) -> None:
         """Take in the messages, in the order of the ranks."""
         program = self.program(call)
+        for lane, _ in self.receiving:
+            lane.connect()
         if program is None:
-            for lane, _ in self.receiving:
-                lane.connect()
             self._finish_by_slices(call)
         else:
             program.run(program.slots[call.slot].finish, *call.run)
         self.open.remove(call.serial)
 
     def _finish_by_slices(self, call: Call) -> None:
-        cut, kind = self.cut(call.kind), call.kind
+        kind, _, out = call.sliced
+        cut = self.cut(kind)
         for lane, pieces in self.receiving:
             lane.receive(call.slot, call.serial, call.number)
             payload = lane.payload(call.slot)
             memory = self._values(pieces, payload)
             if self.wire is not None:
                 self.wire.decode(payload, None, memory.view(np.float32))
-            values = kind.stage(call.out, memory)
+            values = kind.stage(out, memory)
             kind.push(values, memory)
-            self.operation.unpack(cut, pieces, values, call.out)
+            self.operation.unpack(cut, pieces, values, out)
             lane.release(call.slot, call.serial)
 
     def _values(self, pieces: Sequence[Piece], payload: Bytes) -> Bytes:

@@ -9,6 +9,7 @@ import numpy as np
 from ..comm.engine import give_up
 from ..comm.failure import RankFailure
 from ..ops.moves import run_moves
+from .boundary import fill_value
 from .channel import Call, Channel
 from .kinds import Array, Kind, kind_of
 from .lane import SLOTS
@@ -157,6 +158,7 @@ def begin(
 
 def _give_up(plan: WindowPlan, operation: Operation, error: Exception) -> NoReturn:
     plan.broken = plan.freed = True
+    plan.last.clear()
     if isinstance(error, RankFailure):
         raise error
     give_up(plan.world, error, f"{operation.name} of plan {plan.name!r}")
@@ -202,6 +204,9 @@ def _checked_out(
         raise ValueError(f"{what} has shape {tuple(out.shape)}: must be {shape}")
     if isinstance(out, np.ndarray) and not out.flags.writeable:
         raise ValueError(f"{what} is read-only")
+    strides = out.stride() if hasattr(out, "stride") else out.strides
+    if any(n > 1 and step == 0 for n, step in zip(shape, strides, strict=True)):
+        raise ValueError(f"{what} has strides {tuple(strides)}: its cells share memory")
     return out
 
 
@@ -210,5 +215,30 @@ def _channel(plan: WindowPlan, operation: Operation, call: Call) -> Channel:
     trail = tuple(call.x.shape[plan.owned.ndim :])
     key = operation.name, call.kind.dtype(call.x), trail
     if key not in plan.channels:
+        _check_values(plan, operation, call)
         plan.channels[key] = Channel(plan, operation, call.kind, call.x, trail, plan.packed)
     return plan.channels[key]
+
+
+def _check_values(plan: WindowPlan, operation: Operation, call: Call) -> None:
+    """Raise TypeError or ValueError, on all ranks, where a dtype is not what the operation needs.
+
+    An exchange fills with values that the dtype must take, an accumulation adds.
+    """
+    dtype = call.kind.dtype(call.x)
+    if operation is ACCUMULATE:
+        plain = call.x.dtype if isinstance(call.x, np.ndarray) else np.dtype(np.float64)
+        try:
+            adds = np.add.resolve_dtypes((plain, plain, None))[-1] == plain
+        except TypeError:
+            adds = False
+        if not adds:
+            raise TypeError(f"accumulate: y is of {dtype}: has no sums of its own dtype")
+        return
+    for value in filter(None, map(fill_value, plan.windows.modes)):
+        try:
+            call.kind.element(call.x, value)
+        except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+            raise ValueError(
+                f"exchange: plan {plan.name!r} fills with {value}, x is of {dtype}: {error}"
+            ) from None

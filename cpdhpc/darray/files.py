@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -15,6 +15,8 @@ from ..config import UserError
 from .layout import Layout
 
 Array = npt.NDArray[np.generic]
+Parts = Mapping[str, tuple[Layout, Array]]
+Offsets = dict[str, int | None]
 
 
 def save(
@@ -29,62 +31,107 @@ def save(
     """Write a distributed array as one dataset of a file that takes path's place. Collective.
 
     local: the array on this rank's box, any further axes behind
+    name, chunks, compression and errors: as save_all
+    """
+    save_all(world, path, {name: (layout, local)}, {}, chunks, compression)
+
+
+def save_all(
+    world: Ranks,
+    path: Path,
+    arrays: Parts,
+    attributes: store.Attributes,
+    chunks: tuple[int, ...] | None = None,
+    compression: str | None = None,
+) -> None:
+    """Write distributed arrays as datasets of a file that takes path's place. Collective.
+
+    arrays: name, as "group/data", -> layout, and the array on this rank's box, any further axes
+        behind; on all ranks the same names in the same order
+    attributes: of the file; those of process 0 are written
     chunks, compression: as h5py.Group.create_dataset. With either the ranks write one after the
-        other, else all at once: process 0 makes a dataset with room for everything, and each
-        writes its box where the bytes belong, by MPI-IO
+        other, else all at once: process 0 makes datasets with room for everything, and each
+        writes its boxes where the bytes belong, by MPI-IO; all must see the directory
     The file can be read by anyone, and by load on any number of ranks in any layout. Until the
     end path holds what it held before, whatever happens.
-    Raises UserError alike on all ranks where the file cannot be written; ValueError where local
-    does not fit.
+    Raises UserError alike on all ranks where the file cannot be written; ValueError where an array
+    does not fit, or arguments differ between ranks.
     """
-    trail = _check(world, layout, local)
-    shape, box = layout.shape + trail, layout.owner(world.rank)
-    place = box.slices((0,) * box.ndim)
-    note = {"layout": np.array(layout.owners, np.int64), "ranks": layout.ranks}
+    rooms = _check(world, arrays, (chunks, compression))
     error: Exception | None = None
     try:
         with store.replacing(path) if world.rank == 0 else nullcontext(path) as temporary:
-            arguments = temporary, name, shape, local.dtype, note, chunks, compression
-            offset = _on_first(world, lambda: store.create(*arguments))
+            arguments = temporary, rooms, attributes, chunks, compression
+            offsets = _on_first(world, lambda: store.create(*arguments))
             temporary = world.gather(temporary, "save")[0]
-            if offset is not None:
-                start = box.start + (0,) * len(trail)
-                world.write_box(temporary, offset, shape, start, np.ascontiguousarray(local))
-            elif local.size or 0 not in shape:
-                _in_turns(world, temporary, name, place, local)
-    except OSError as found:
+            for name, (layout, local) in arrays.items():
+                _fill(world, temporary, name, offsets[name], layout, local)
+    except (OSError, UserError) as found:
         error = UserError(f"save: {path}: {found}")
-    except UserError as found:
-        error = found
     world.agree(error, "save")
 
 
-def _check(world: Ranks, layout: Layout, local: Array) -> tuple[int, ...]:
-    """Return the further axes, alike on all ranks; raise the first rank's error on all."""
-    owned, trail = layout.owner(world.rank).shape, local.shape[len(layout.shape) :]
-    fits = layout.ranks == world.size and local.shape[: len(layout.shape)] == owned
-    mine = (fits, trail, local.dtype.str, layout.digest)
+def _check(world: Ranks, arrays: Parts, how: tuple[object, ...]) -> dict[str, store.Room]:
+    """Return the datasets, alike on all ranks; raise the first rank's error on all."""
+    mine = [
+        (
+            name,
+            layout.ranks == world.size
+            and local.shape[: len(layout.shape)] == layout.owner(world.rank).shape,
+            local.shape[len(layout.shape) :],
+            str(local.dtype),
+            how,
+            layout.digest,
+        )
+        for name, (layout, local) in arrays.items()
+    ]
     everyone = world.gather(mine, "save")
-    for rank, each in enumerate(everyone):
-        if not each[0]:
-            raise ValueError(f"save: the array of rank {rank} does not have the shape of its box")
-        if each != everyone[0]:
-            raise ValueError(
-                f"save: rank 0 has further axes {everyone[0][1]} of {everyone[0][2]}, "
-                f"rank {rank} has {each[1]} of {each[2]}, or another layout"
-            )
-    return trail
+    for rank, theirs in enumerate(everyone):
+        if [each[0] for each in theirs] != [each[0] for each in everyone[0]]:
+            raise ValueError(f"save: ranks 0 and {rank} do not give arrays of the same names")
+        for each, first in zip(theirs, everyone[0], strict=True):
+            if not each[1]:
+                raise ValueError(
+                    f"save: {each[0]}: the array of rank {rank} does not have the shape of its box"
+                )
+            if each != first:
+                raise ValueError(
+                    f"save: {each[0]}: rank 0 has further axes {first[2]} of {first[3]} and "
+                    f"chunks, compression {first[4]}; rank {rank} has {each[2]} of {each[3]} and "
+                    f"{each[4]}, or another layout"
+                )
+    return {name: _room(layout, local) for name, (layout, local) in arrays.items()}
 
 
-def _on_first(world: Ranks, make: Callable[[], int | None]) -> int | None:
+def _room(layout: Layout, local: Array) -> store.Room:
+    note = {"layout": np.array(layout.owners, np.int64), "ranks": layout.ranks}
+    return store.Room(layout.shape + local.shape[len(layout.shape) :], local.dtype, note)
+
+
+def _on_first(world: Ranks, make: Callable[[], Offsets]) -> Offsets:
     """Return what make returns on process 0; raise its error on all. Collective."""
-    value, error = None, None
+    value: Offsets = {}
+    error = None
     try:
-        value = make() if world.rank == 0 else None
+        value = make() if world.rank == 0 else {}
     except (OSError, UserError) as found:
         error = found
     world.agree(error, "save")
-    return world.gather(value, "save")[0]
+    found_first: Offsets = world.gather(value, "save")[0]
+    return found_first
+
+
+def _fill(
+    world: Ranks, path: Path, name: str, offset: int | None, layout: Layout, local: Array
+) -> None:
+    """Write all ranks' boxes of a dataset. Collective."""
+    box, trail = layout.owner(world.rank), local.shape[len(layout.shape) :]
+    if offset is not None:
+        start = box.start + (0,) * len(trail)
+        local = np.ascontiguousarray(local)
+        world.write_box(path, offset, layout.shape + trail, start, local)
+    elif 0 not in trail:
+        _in_turns(world, path, name, box.slices((0,) * box.ndim), local)
 
 
 def _in_turns(world: Ranks, path: Path, name: str, place: tuple[slice, ...], local: Array) -> None:
@@ -94,7 +141,7 @@ def _in_turns(world: Ranks, path: Path, name: str, place: tuple[slice, ...], loc
         if rank == world.rank and local.size:
             try:
                 store.write_box(path, name, place, local)
-            except OSError as found:
+            except (OSError, UserError) as found:
                 error = found
         world.agree(error, f"save: rank {rank} writes")
 

@@ -38,7 +38,7 @@ class Kind(Protocol):
         """Return the values as a NumPy array. Raises TypeError where NumPy has no such dtype."""
 
     def element(self, like: Array, value: complex) -> Bytes:
-        """Return the bytes of a value as an element."""
+        """Return the bytes of a value as an element. Raises where the dtype does not take it."""
 
     def flip(self, x: Array, axes: Sequence[int]) -> Array:
         """Return x backwards along some axes."""
@@ -78,7 +78,9 @@ class _Numpy:
         return np.asarray(x)
 
     def element(self, like: Array, value: complex) -> Bytes:
-        return np.full(1, value, like.dtype).view(np.uint8)
+        one = np.empty(1, like.dtype)
+        one[...] = value
+        return one.view(np.uint8)
 
     def flip(self, x: Array, axes: Sequence[int]) -> Array:
         return x[tuple(slice(None, None, -1 if i in axes else 1) for i in range(x.ndim))]
@@ -143,8 +145,10 @@ class _Torch:
         return np.asarray(x.detach().cpu().numpy())
 
     def element(self, like: Array, value: complex) -> Bytes:
-        one = sys.modules["torch"].full((1,), value, dtype=like.dtype)
-        return np.asarray(one.view(sys.modules["torch"].uint8).numpy())
+        torch = sys.modules["torch"]
+        if like.dtype != torch.bfloat16:
+            return NUMPY.element(np.empty(0, self.dtype(like)), value)
+        return np.asarray(torch.full((1,), value, dtype=like.dtype).view(torch.uint8).numpy())
 
     def flip(self, x: Array, axes: Sequence[int]) -> Array:
         return x.flip(tuple(axes)) if axes else x

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import product
-from math import prod
 
 import numpy as np
 
@@ -18,7 +17,8 @@ from .box import Box, as_box, whole
 class Layout:
     """The boxes that ranks own: disjoint, together the domain; some may be empty.
 
-    shape: cells of the domain along each axis, 1 or more; owners: the box of each rank
+    shape: cells of the domain along each axis, 1 or more; owners: the box of each rank, empty ones
+        moved into the domain, so that they cut arrays of it as all others do
     Made by grid or boxes. Raises ValueError for boxes that overlap, leave cells out or reach out
     of the domain, and names them; TypeError for what is no box.
     """
@@ -27,10 +27,14 @@ class Layout:
     owners: tuple[Box, ...]
 
     def __post_init__(self) -> None:
+        if not all(hasattr(n, "__index__") for n in self.shape):
+            raise TypeError(f"Layout: shape={self.shape}: must hold integers")
         if not self.shape or min(self.shape) < 1:
             raise ValueError(f"Layout: shape={self.shape}: needs axes, of 1 cell or more each")
+        object.__setattr__(self, "shape", tuple(int(n) for n in self.shape))
         named = enumerate(self.owners)
         boxes = [as_box(f"Layout: box of rank {i}", box, len(self.shape)) for i, box in named]
+        boxes = [_clipped(box, self.shape) if box.empty else box for box in boxes]
         object.__setattr__(self, "owners", tuple(boxes))
         _check_tiling(whole(self.shape), boxes)
 
@@ -79,6 +83,13 @@ class Layout:
         return sha256(repr((self.shape, self.owners)).encode()).hexdigest()
 
 
+def _clipped(box: Box, shape: Sequence[int]) -> Box:
+    """Return an empty box as one of the domain."""
+    start = tuple(min(max(a, 0), n) for a, n in zip(box.start, shape, strict=True))
+    stop = tuple(min(max(a, b), n) for a, b, n in zip(start, box.stop, shape, strict=True))
+    return Box(start, stop)
+
+
 def _check_tiling(domain: Box, boxes: Sequence[Box]) -> None:
     """Raise ValueError unless the boxes are disjoint, inside the domain and together all of it."""
     for rank, box in enumerate(boxes):
@@ -96,6 +107,8 @@ def _check_tiling(domain: Box, boxes: Sequence[Box]) -> None:
 
 def _check_disjoint(boxes: Sequence[Box]) -> None:
     """Raise ValueError, naming two ranks, where boxes overlap."""
+    if not boxes:
+        return
     starts = np.array([box.start for box in boxes])
     stops = np.array([box.stop for box in boxes])
     filled = np.asarray((stops > starts).all(axis=1))
@@ -134,7 +147,7 @@ def receptive(
 
 
 def _each_axis(name: str, value: PerAxis, ndim: int) -> tuple[int, ...]:
-    numbers = (value,) * ndim if isinstance(value, int) else tuple(value)
-    if len(numbers) != ndim or prod(np.shape(numbers)) != ndim:
+    numbers = [int(n) for n in np.ravel(value)] * (ndim if np.ndim(value) == 0 else 1)
+    if len(numbers) != ndim or np.ndim(value) > 1:
         raise ValueError(f"receptive: {name}={value}: needs one number, or {ndim}, one an axis")
-    return numbers
+    return tuple(numbers)

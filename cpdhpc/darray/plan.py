@@ -131,6 +131,8 @@ class WindowPlan:
         """
         if not self.window.contains(self.owned):
             raise ValueError(f"inside: window {self.window} does not contain {self.owned}")
+        if self.owned.empty:  # it may lie outside the window
+            return y.reshape(-1)[:0].reshape(self.owned.shape + tuple(y.shape[self.owned.ndim :]))
         return y[self.owned.slices(self.window.start)]
 
     @cached_property
@@ -153,7 +155,8 @@ class WindowPlan:
     def verify(self) -> Verification:
         """Check exchange and accumulate in integers, exactly, on these ranks. Collective.
 
-        Returns the figures; raises ArithmeticError alike on all ranks where one is wrong.
+        Returns the figures; raises ArithmeticError alike on all ranks where one is wrong, and
+        ValueError where the wire rounds.
         """
         return verify(self)
 

@@ -23,5 +23,9 @@ def redistribute(world: Any, x: Array, layout_from: Layout, layout_to: Layout) -
             f"redistribute: layout_to is of {layout_to.shape} over {layout_to.ranks} ranks: must "
             f"be of {layout_from.shape} over {ranks.size}"
         )
+    digests = ranks.gather(layout_to.digest, "redistribute")
+    other = next((rank for rank, each in enumerate(digests) if each != digests[0]), None)
+    if other is not None:
+        raise ValueError(f"redistribute: layout_to of rank {other} is not that of rank 0")
     with WindowPlan(ranks, layout_from, layout_to.owner(ranks.rank), name="redistribute") as plan:
         return plan.exchange(x)

@@ -140,9 +140,10 @@ def _box(
         outer, inner = [], loops
     inner = [(1, 0, 0)] * (LOOPS - len(inner)) + inner
     columns = tuple(zip(*inner, strict=True))
+    still = op == FILL  # its source is one element
     return [
-        (op, kind, source.base, target.base, source.offset + ahead, target.offset + there, run,
-         value, *columns)
+        (op, kind, source.base, target.base, source.offset + (0 if still else ahead),
+         target.offset + there, run, value, *columns)
         for ahead, there in _offsets(outer)
     ]  # fmt: skip
 

@@ -8,15 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from ..comm import World
-from ..comm.threads import threads_of_rank
 from ..config import validate
 from ..darray import WindowPlan
 from ..study.case import Case
 from ..study.spec import Study
 from ..train.autoencoder.job import Autoencoder
+from ..train.autoencoder.macro import MacroLayer
 from ..train.autoencoder.training import Stack, Step
 from ..train.setup import agreed
 from .calls import Call, Calls
@@ -33,8 +32,8 @@ class _Autoencoder(Calls):
     def call(self, place: Place, check: bool) -> Iterator[Call]:
         """Make an iteration ready; see Calls.call."""
         world = place.world
-        torch.set_num_threads(threads_of_rank(world))
         job = _job(self.case)
+        job.set_process(world)
         stack = agreed(world, lambda: (job.data.load(),))
         trained = Stack(job, world, stack[0])
         layer = trained.layers[0]
@@ -48,6 +47,7 @@ class _Autoencoder(Calls):
         call.outcomes |= {
             "payload_bytes": 4 * layer.geometry.parameters,
             "wire_bytes": float(np.mean([step.sent_bytes for step in counted])),
+            "plan_bytes": float(plan_bytes(layer, job.train.batch)),
             "exchange_s": float(np.median([step.exchange_s for step in counted])),
             "flop": float(layer.geometry.flop(job.train.batch)),
         }
@@ -77,9 +77,26 @@ def _job(case: Case) -> Autoencoder:
             "learning_rate": RATE,
             "batch": of["batch"],
             "dtype": of["dtype"],
+            "threads": of["threads"],
         },
     }
     return validate(Autoencoder, raw, f"case {case.id}")
+
+
+def plan_bytes(layer: MacroLayer, batch: int) -> int:
+    """Return what leaves the rank that sends most in an iteration, as the plans say beforehand.
+
+    Cells go to the fields twice, forward and with the gradient of the reconstruction, which comes
+    back once; responses go to the pools and their gradient comes back.
+    """
+    dtype = str(layer.weight.dtype).removeprefix("torch.")
+    channels, maps = layer.geometry.channels, layer.geometry.layer.maps
+    of_cells = layer.plans["fields"].plan.describe(dtype, (channels, batch)).ranks
+    of_blocks = layer.plans["pools"].plan.describe(dtype, (maps, batch)).ranks
+    return max(
+        2 * cells.sent_bytes + cells.received_bytes + blocks.sent_bytes + blocks.received_bytes
+        for cells, blocks in zip(of_cells, of_blocks, strict=True)
+    )
 
 
 def check_transposes(world: World, plan: WindowPlan) -> None:

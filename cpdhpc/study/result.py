@@ -34,6 +34,11 @@ OUTCOMES: dict[str, tuple[type, str, str]] = {  # name: type, long name, units
         "wire, at the rate of a ping-pong in the same job; NaN: not known",
         "s",
     ),
+    "plan_bytes": (
+        float,
+        "leave the rank that sends most in a repeat, as the plans of its exchanges say; NaN: none",
+        "byte",
+    ),
     "exchange_s": (
         float,
         "median time in exchanges of cells, waits included, on the rank with most; NaN: none",

@@ -13,6 +13,7 @@ from .actions import study_of
 from .batch import Batch, batches
 from .folder import Folder, FolderError
 from .jobs import Job, record, recorded
+from .lock import alone
 from .script import Array, array_script, arrays, collect_script
 from .site import Site, add_site, load_site
 from .spec import Study
@@ -20,6 +21,7 @@ from .sweep import expand
 
 SUMMARY = "submit to Slurm what is neither finished nor queued, and a job that collects"
 SITE = "site.toml"  # in the folder: the profile of the last submit
+LOCK = "submit.lock"  # in the folder: held while a process submits
 Say = Callable[[str], None]
 
 
@@ -80,8 +82,15 @@ def submit(study: Study, folder: Folder, site: Site, say: Say = print) -> list[J
     """Submit all that is neither finished nor queued and return the new jobs.
 
     Slurm is asked first, for every shape, whether it would take the job.
-    Raises UserError where it would not, or does not answer: then nothing is submitted.
+    Raises UserError where it would not, or does not answer, or where another process submits the
+    same study at this moment: then nothing is submitted.
     """
+    folder.freeze(study)
+    with alone(folder.path / LOCK, "study submit", say):
+        return _submit_all(study, folder, site, say)
+
+
+def _submit_all(study: Study, folder: Folder, site: Site, say: Say) -> list[Job]:
     jobs = recorded(folder)
     busy = queued(jobs, slurm.states(job.number for job in jobs))
     lacking = unfinished(study, folder)
@@ -89,7 +98,6 @@ def submit(study: Study, folder: Folder, site: Site, say: Say = print) -> list[J
     _announce(lacking, busy, refused, say)
     if not todo:
         return []
-    folder.freeze(study)
     texts = scripts(study, folder, site, todo)
     _write(texts | {folder.path / SITE: site.toml()})
     for path in texts:

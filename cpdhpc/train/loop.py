@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import NoReturn
 
 import numpy as np
 
@@ -46,16 +47,22 @@ def _epoch(training: Training, caught: Caught, display: Display) -> None:
     for start in range(first * job.train.batch, len(order), job.train.batch):
         signal = _iteration(training, order[start : start + job.train.batch], caught)
         display.step()
-        if signal:
-            training.save("interrupted")
-            display.end(f"{job.id}: interrupted after iteration {training.iteration}")
-            raise Interrupted(signal)
+        if signal and training.iteration % training.iterations_per_epoch:
+            _stop(training, signal, display)
     accuracy, loss = evaluate(training.model, training.world, *training.test, training.sharing)
     elapsed_ns = training.world.max(np.array([int((time.perf_counter() - began) * 1e9)]))
     training.record.epoch(epoch + 1, accuracy, loss, elapsed_ns[0] / 1e9)
     display.epoch(job.id, epoch + 1, job.train.epochs, accuracy, loss)
+    if signal:  # in the last iteration: the resumed run does not come back to this evaluation
+        _stop(training, signal, display)
     if (epoch + 1) % job.train.checkpoint_every == 0 and epoch + 1 < job.train.epochs:
         training.save("running")
+
+
+def _stop(training: Training, signal: int, display: Display) -> NoReturn:
+    training.save("interrupted")
+    display.end(f"{training.job.id}: interrupted after iteration {training.iteration}")
+    raise Interrupted(signal)
 
 
 def _iteration(training: Training, batch: Array, caught: Caught) -> int:

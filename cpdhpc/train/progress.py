@@ -38,14 +38,21 @@ class Display:
         self.bar.start()
         self.bar.reset(self.task, total=iterations, completed=done, note="", description=run_id)
 
-    def step(self) -> None:
-        """Count an iteration."""
+    @property
+    def has_bar(self) -> bool:
+        """Whether a bar is shown, as on a terminal."""
+        return not self.bar.disable
+
+    def step(self, note: str | None = None) -> None:
+        """Count an iteration; note: what stands behind the bar, None: what stood there."""
         self.bar.advance(self.task)
+        if note is not None:
+            self.bar.update(self.task, note=note)
 
     def epoch(self, run_id: str, epoch: int, epochs: int, accuracy: float, loss: float) -> None:
         """Tell how an epoch ended."""
         note = f"accuracy {accuracy:.2%}, loss {loss:.4f}"
-        if self.bar.disable and (self.runs == 1 or time.monotonic() - self.last_s > QUIET_S):
+        if not self.has_bar and (self.runs == 1 or time.monotonic() - self.last_s > QUIET_S):
             self.line(f"{self._which()}{run_id}: epoch {epoch} of {epochs}: {note}")
         self.bar.update(self.task, note=note)
 

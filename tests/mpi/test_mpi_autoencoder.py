@@ -12,12 +12,13 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import autoencoders as serial  # noqa: E402
 
 from cpdhpc.bench.layer import layer_costs  # noqa: E402
-from cpdhpc.comm import Loopback  # noqa: E402
+from cpdhpc.comm import Loopback, parallel_io  # noqa: E402
+from cpdhpc.config import UserError  # noqa: E402
 from cpdhpc.darray import Layout  # noqa: E402
+from cpdhpc.train.autoencoder import geometry, picture  # noqa: E402
 from cpdhpc.train.autoencoder.files import resume, save  # noqa: E402
 from cpdhpc.train.autoencoder.job import Autoencoder, procs_of  # noqa: E402
 from cpdhpc.train.autoencoder.training import Stack  # noqa: E402
-from cpdhpc.train.autoencoder.whole import collect  # noqa: E402
 
 pytestmark = pytest.mark.mpi
 torch.set_num_threads(1)  # ranks share cores here
@@ -93,7 +94,7 @@ def curve(world, of):
     stack, steps = Stack(of, world, of.data.load()), []
     while not stack.done:
         steps.append(stack.step(stack.batch()))
-    weights = [collect(world, layer, layer.weight) for layer in stack.layers]
+    weights = [layer.over_blocks(layer.weight).gather(0) for layer in stack.layers]
     return steps, weights
 
 
@@ -120,23 +121,78 @@ def test_bytes_are_those_that_bench_layer_counts(world):
     assert layer.weight.numel() == counted[world.rank].parameters
 
 
-def test_checkpoints_are_taken_over_by_other_ranks(world, tmp_path_factory):
-    path = world.gather(str(tmp_path_factory.mktemp("run")))[0]
-    of, path = job(), Path(path) / "x.checkpoint.h5"
+def trained(of, world, iterations):
     stack = Stack(of, world, of.data.load())
-    for _ in range(8):
-        stack.step(stack.batch())
+    return stack, [stack.step(stack.batch()) for _ in range(iterations)]
+
+
+def shared_path(world, tmp_path):
+    return Path(world.gather(str(tmp_path))[0]) / "x.checkpoint.h5"
+
+
+def test_checkpoints_are_taken_over_by_other_ranks(world, tmp_path):
+    """By one rank from all, and by all in another grid, with momentum, to the last bit."""
+    of, path = job(cell_procs=[world.size, 1]), shared_path(world, tmp_path)
+    stack, _ = trained(of, world, 8)
     save(path, stack)
-    alone = Stack(job(cell_procs=None), Loopback(), of.data.load())
-    world.barrier()
+    alone = Stack(job(), Loopback(), of.data.load())
     assert resume(path, alone) and (alone.layer, alone.iteration) == (1, 2)
-    again = Stack(of, world, of.data.load())
+    other = job(cell_procs=[1, world.size], block_procs=[1, world.size])
+    again = Stack(other, world, of.data.load())
     assert resume(path, again)
-    assert torch.equal(again.layers[1].weight, stack.layers[1].weight)
-    whole = collect(world, stack.layers[0], stack.layers[0].weight)
-    if world.rank == 0:
-        mine = alone.layers[0].weight.detach().numpy().reshape(whole.shape)
-        np.testing.assert_array_equal(mine, whole)
-    one, other = stack.step(stack.batch()), again.step(again.batch())
-    assert one[:6] == other[:6]
+    same = [
+        np.array_equal(one, array[layout.owner(world.rank).slices((0, 0))])
+        for (one, layout), array in zip(state(again), whole_state(alone), strict=True)
+    ]
+    assert world.gather(same) == [[True] * 4] * world.size
+    one, two = stack.step(stack.batch()), again.step(again.batch())
+    assert one[:2] == two[:2] and one[2:6] == pytest.approx(two[2:6], rel=1e-12)
     world.barrier()  # before files go
+
+
+def state(stack):
+    """Weights and momentum of both layers, on this rank, each with its layout."""
+    found = []
+    for layer, optimizer in zip(stack.layers, stack.optimizers, strict=True):
+        for values in (layer.weight, optimizer.state[layer.weight]["momentum_buffer"]):
+            array = layer.over_blocks(values)
+            found.append((array.local, array.layout))
+    return found
+
+
+def whole_state(alone):
+    return [local for local, _ in state(alone)]
+
+
+def test_interrupted_checkpoints_leave_the_old_one(world, tmp_path, monkeypatch):
+    """One rank cannot write: an error on all of them, and the file is that of before."""
+    of, path = job(), shared_path(world, tmp_path)
+    stack, _ = trained(of, world, 2)
+    save(path, stack)
+    world.barrier()
+    before, real = path.read_bytes(), parallel_io.write_box
+
+    def full(*arguments):
+        problem = real(*arguments)
+        return OSError("no space left") if world.rank == world.size - 1 else problem
+
+    stack.step(stack.batch())
+    monkeypatch.setattr("cpdhpc.comm.world.write_box", full)
+    with pytest.raises(UserError, match="no space left"):
+        save(path, stack)
+    monkeypatch.undo()
+    unchanged = path.read_bytes() == before, list(path.parent.iterdir()) == [path]
+    assert world.gather(unchanged) == [(True, True)] * world.size
+    save(path, stack)
+    assert world.gather(path.read_bytes() != before) == [True] * world.size
+    world.barrier()
+
+
+def test_pictures_show_few_blocks_of_many(world):
+    of = geometry.Geometry(geometry.Layer(field=2, maps=70), (24, 13), 1)
+    layer = serial.make(world, grids(world.size)[-1], of=of)
+    weight = layer.over_blocks(layer.weight).gather()
+    rows, columns = np.linspace(0, 22, 10).round().astype(int), [0, 1, 2, 4, 5, 6, 7, 9, 10, 11]
+    found = picture.shown(layer)
+    same = np.array_equal(found, weight[rows][:, columns, :64])
+    assert world.gather(same) == [True] * world.size

@@ -110,6 +110,16 @@ class Lab:
             assert time.monotonic() < end_s, path.read_text() if path.exists() else path
             time.sleep(LOOK_S)
 
+    def interrupt(self, log: Path, *target: str) -> None:
+        """Send USR1 until a job has stopped: a step that just begins may not get the first."""
+        for _ in range(6):
+            self.call("scancel", "--signal=USR1", *target)
+            try:
+                return self.until(log, "interrupted after iteration", limit_s=5)
+            except AssertionError:
+                continue
+        self.until(log, "interrupted after iteration", limit_s=0)
+
 
 def logs(folder: Folder) -> str:
     """Return all that a study's jobs printed."""

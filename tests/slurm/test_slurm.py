@@ -50,7 +50,7 @@ hidden = [16]
 aggregator = "lowbit"
 wire = "e4m3"
 [train]
-epochs = 30
+epochs = 60
 batch = 64
 learning_rate = 0.1
 threads = 1
@@ -225,8 +225,7 @@ def test_training_goes_on_after_usr1_with_the_same_bits(lab: Lab, openmpi: Mpi |
     alone = int(lab.call("sbatch", "--parsable", *shape, script, str(job_file)))
     log = lab.directory / f"train-{alone}.log"
     lab.until(log, "epoch 2 of")
-    lab.call("scancel", "--batch", "--signal=USR1", str(alone))
-    lab.until(log, "interrupted after iteration")
+    lab.interrupt(log, "--batch", str(alone))
 
     # By the study: two ranks of a node as a step of srun, which gets the signal itself.
     way, to = ("srun-pmix", []) if lab.apart else ("mpirun", ["--batch"])
@@ -234,8 +233,7 @@ def test_training_goes_on_after_usr1_with_the_same_bits(lab: Lab, openmpi: Mpi |
     folder = lab.submit(study, lab.site(openmpi, way), "training")
     [in_study, _] = recorded(folder)
     lab.until(in_study.log(folder, 0), "epoch 2 of")
-    lab.call("scancel", *to, "--signal=USR1", in_study.shown(0))
-    lab.until(in_study.log(folder, 0), "interrupted after iteration")
+    lab.interrupt(in_study.log(folder, 0), *to, in_study.shown(0))
 
     # While they wait in the queue, the same without a signal.
     ranks = [str(ROOT / "slurm" / "mpirun-local"), "2"]

@@ -44,6 +44,9 @@ AUTOENCODER = Kind(
         "maps": _positive("filters of a block", None),
         "pool": _positive("side of a pool, blocks", 3),
         "batch": _positive("images of an iteration", 96),
+        "threads": Factor(
+            "threads of torch of a rank; 0: the cores it owns", int, default=0, check=at_least(0)
+        ),
         "dtype": Factor("numbers", str, default="float32", check=one_of(("float32", "float64"))),
     },
     work="maps",

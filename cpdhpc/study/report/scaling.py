@@ -23,19 +23,25 @@ from .table import Column, Section, Table
 
 def scaling(file: StudyFile, pools: Sequence[Pool], layout: Layout) -> list[Section]:
     """Return the section, none where no series has points at two places."""
-    over = file.over
-    found = [
-        each for each in layout.series(pools) if len({pool.factors[over] for pool in each}) > 1
-    ]
-    if not found:
+    dealt = dealt_over(file, pools, layout)
+    if dealt is None:
         return []
     return [
         Section(
             f"{file.scaling.capitalize()} scaling",
             tables=[_table(file, pools, layout)],
-            charts=_charts(file, layout.deal(found, without=[over])),
+            charts=charts(file, dealt, _kinds(file, dealt)),
         )
     ]
+
+
+def dealt_over(file: StudyFile, pools: Sequence[Pool], layout: Layout) -> Dealt | None:
+    """Return the panels of the series that have points at several places; None without any."""
+    over = file.over
+    found = [
+        each for each in layout.series(pools) if len({pool.factors[over] for pool in each}) > 1
+    ]
+    return layout.deal(found, without=[over]) if found else None
 
 
 def _table(file: StudyFile, pools: Sequence[Pool], layout: Layout) -> Table:
@@ -99,7 +105,7 @@ def _weak(file: StudyFile) -> str:
 
 @dataclass(frozen=True)
 class Kind:
-    """A quantity that is drawn; reference: what it is compared with, called as said."""
+    """A quantity that is drawn; reference: what it is compared with, called as said, "" if not."""
 
     name: str
     axis: str
@@ -110,20 +116,25 @@ class Kind:
     said: str = "ideal"
 
 
-def _charts(file: StudyFile, dealt: Dealt) -> list[Chart]:
-    pools = [pool for lines in dealt.panels.values() for line in lines for pool in line.pools]
-    grows = any(pool.base_points and pool.base_points[0].ranks < pool.ranks for pool in pools)
-    ideal = "ideal" if grows else "base"
-    kinds = [Kind("speedup", "speed-up", _speedup, _ideal_speedup, _doublings, said=ideal)]
-    if grows:  # otherwise it is the same
-        kinds.append(
-            Kind("efficiency", "efficiency / %", _efficiency, _ideal_efficiency, _from_zero)
-        )
-    if file.scaling == "weak":
-        kinds.append(_time_kind(dealt))
+def charts(file: StudyFile, dealt: Dealt, kinds: Sequence[Kind]) -> list[Chart]:
+    """Return the figures of some quantities over ranks, or what else the study has there."""
     return [
         _chart(file, part, kind, name) for kind in kinds for name, part in dealt.figures(kind.name)
     ]
+
+
+def _kinds(file: StudyFile, dealt: Dealt) -> list[Kind]:
+    pools = [pool for lines in dealt.panels.values() for line in lines for pool in line.pools]
+    grows = any(pool.base_points and pool.base_points[0].ranks < pool.ranks for pool in pools)
+    ideal = "ideal" if grows else "base"
+    kinds = [Kind("speedup", "speed-up", _speedup, _ideal_speedup, doublings, said=ideal)]
+    if grows:  # otherwise it is the same
+        kinds.append(
+            Kind("efficiency", "efficiency / %", _efficiency, _ideal_efficiency, from_zero)
+        )
+    if file.scaling == "weak":
+        kinds.append(_time_kind(dealt))
+    return kinds
 
 
 def _speedup(pool: Pool) -> Estimate:
@@ -150,24 +161,26 @@ def _time_kind(dealt: Dealt) -> Kind:
         f"time / {unit}",
         lambda pool: pool.time_s.scaled(1 / scale),
         lambda pool: pool.mean("bound_s") / scale,
-        _from_zero,
+        from_zero,
         BOUND,
         "bound",
     )
 
 
-def _doublings(name: str, values: Sequence[float]) -> Axis:
+def doublings(name: str, values: Sequence[float]) -> Axis:
+    """Return a logarithmic axis to base 2, where values are far enough apart."""
     return spread(name, values, "log2", 1.9)
 
 
-def _from_zero(name: str, values: Sequence[float]) -> Axis:
+def from_zero(name: str, values: Sequence[float]) -> Axis:
+    """Return an axis that begins at 0, unless values are very far apart."""
     return spread(name, values, "log", 30)
 
 
 def _chart(file: StudyFile, dealt: Dealt, kind: Kind, name: str) -> Chart:
     what = kind.axis.partition(" /")[0]
     pools = [pool for lines in dealt.panels.values() for line in lines for pool in line.pools]
-    base = f" Base: {_bases(file, pools)}." if kind.look is IDEAL else ""
+    base = f" Base: {_bases(file, pools)}." if kind.look is IDEAL and kind.said else ""
     return Chart(
         name,
         f"{file.name}: {what}, {file.scaling} scaling",
@@ -215,7 +228,9 @@ def _series(lines: Sequence[Line], kind: Kind, over: str) -> list[Series]:
         drawn(line, place, kind.quantity, "guide", side_by_side(i, count))
         for i, line in enumerate(lines)
     ]
-    references = {tuple((place(p), kind.reference(p)) for p in line.pools) for line in lines}
+    references = {
+        tuple((place(p), kind.reference(p)) for p in line.pools) for line in lines if kind.said
+    }
     for points in sorted(references):
         x, y = zip(*points, strict=True)
         if not any(map(isnan, y)):

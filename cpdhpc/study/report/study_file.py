@@ -30,6 +30,7 @@ OUTCOMES = (
     "accuracy",
     "loss",
     "payload_bytes",
+    "plan_bytes",
     "exchange_s",
     "flop",
     "restarts",

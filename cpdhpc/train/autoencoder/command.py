@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from statistics import median
 from typing import NamedTuple
 
-import torch
-
 from ...comm import World
-from ...comm.threads import threads_of_rank
-from ...config import ConfigError
+from ...config import ConfigError, UserError
 from ...signals import Caught, Interrupted, catching
 from ..progress import Display
 from ..setup import agreed
 from . import files
 from .job import load
-from .picture import draw
+from .picture import check_place, draw, shown
 from .training import Diverged, Stack, Step
-from .whole import collect
 
 SHOWN = 20  # lines of progress of a layer
 
@@ -44,19 +41,23 @@ def train(world: World, options: Options) -> Path:
     record = options.directory / f"{job.name}.h5"
     checkpoint = options.directory / f"{job.name}.checkpoint.h5"
     agreed(world, lambda: _directory(record, checkpoint, world.rank == 0, options.resume))
-    torch.set_num_threads(job.train.threads or threads_of_rank(own))
+    png = options.png
+    agreed(world, lambda: png is None or world.rank > 0 or check_place(png))
+    job.set_process(own)
     images = agreed(world, job.data.load)
     try:
         stack = Stack(job, own, images)
     except ValueError as error:  # the same on all ranks
         raise ConfigError(f"{options.path}: {error}") from None
     display = Display(world.rank == 0, 1)
-    steps = _resumed(stack, options.resume, record, checkpoint)
     _announce(stack, display)
+    steps = _resumed(stack, options.resume, record, checkpoint)
+    if steps:
+        display.line(f"resumed after {len(steps)} iterations, at {_place(stack)}")
     with catching() as caught:
         _run(stack, steps, caught, display, record, checkpoint)
-    if options.png is not None:
-        _picture(options.png, stack, steps)
+    if png is not None:
+        _picture(png, stack, steps)
     return record
 
 
@@ -82,7 +83,17 @@ def _resumed(stack: Stack, wanted: bool, record: Path, checkpoint: Path) -> list
         return []
     found = agreed(stack.world, lambda: files.read_steps(record) if stack.world.rank == 0 else [])
     done = stack.layer, stack.iteration
-    return [step for step in found if (step.layer, step.iteration) < done]
+    steps = [step for step in stack.world.gather(found)[0] if (step.layer, step.iteration) < done]
+    if len(steps) != stack.layer * stack.job.train.iterations + stack.iteration:
+        raise ConfigError(
+            f"{record}: has {len(steps)} iterations before {_place(stack)}, "
+            f"where {checkpoint.name} stands: it is not of the same run"
+        )
+    return steps
+
+
+def _place(stack: Stack) -> str:
+    return "the end" if stack.done else f"layer {stack.layer}, iteration {stack.iteration}"
 
 
 def _announce(stack: Stack, display: Display) -> None:
@@ -105,7 +116,8 @@ def _run(
 ) -> None:
     """Train to the end, or to a signal, and write the files. Collective."""
     train = stack.job.train
-    every = max(1, train.iterations // SHOWN)
+    if not stack.done:
+        display.start(f"layer {stack.layer}", train.iterations, stack.iteration)
     while not stack.done:
         try:
             step = stack.step(stack.batch())
@@ -114,28 +126,56 @@ def _run(
             raise
         steps.append(step)
         last = step.iteration + 1 == train.iterations
-        if step.iteration % every == 0 or last:
-            display.line(_line(step))
+        _show(step, last, stack, display)
         signal = max(stack.world.gather(caught.number, "signal"))
         if signal or last or stack.iteration % train.checkpoint_every == 0:
-            files.save(checkpoint, stack)
             status = "complete" if stack.done else "interrupted" if signal else "running"
+            # The record first: after a kill in between it has more than is needed, not less.
             files.save_record(record, stack, steps, status)
+            files.save(checkpoint, stack)
         if signal and not stack.done:
+            display.end(f"stopped at {_place(stack)}: --resume goes on from {checkpoint}")
             raise Interrupted(signal)
+        if last:
+            display.end(summary(stack, [each for each in steps if each.layer == step.layer]))
+            if not stack.done:
+                display.start(f"layer {stack.layer}", train.iterations, 0)
 
 
-def _line(step: Step) -> str:
+def _show(step: Step, last: bool, stack: Stack, display: Display) -> None:
+    every = max(1, stack.job.train.iterations // SHOWN)
+    error = f"error {step.error / step.energy:.4f}"
+    display.step(error)
+    if not display.has_bar and (step.iteration % every == 0 or last):
+        display.line(
+            f"layer {step.layer}, iteration {step.iteration}: loss {step.loss:.6g}, "
+            f"{error} of the input's energy, "
+            f"{1e3 * step.time_s:.1f} ms, {1e3 * step.exchange_s:.1f} ms in exchanges"
+        )
+
+
+def summary(stack: Stack, steps: list[Step]) -> str:
+    """Return in a line how the training of a layer went and what its iterations took."""
+    number, first, last = steps[-1].layer, steps[0], steps[-1]
+    time_s, exchange_s = (
+        median(getattr(step, name) for step in steps) for name in ("time_s", "exchange_s")
+    )
+    flop = stack.layers[number].geometry.flop(stack.job.train.batch)
     return (
-        f"layer {step.layer}, iteration {step.iteration}: loss {step.loss:.6g}, error "
-        f"{step.error / step.energy:.4f} of the input's energy, "
-        f"{1e3 * step.time_s:.1f} ms, {1e3 * step.exchange_s:.1f} ms in exchanges"
+        f"layer {number} on {stack.world.ranks} ranks: error {first.error / first.energy:.4f} -> "
+        f"{last.error / last.energy:.4f}; median iteration {1e3 * time_s:.1f} ms, "
+        f"{exchange_s / time_s:.0%} of it in exchanges, {flop / time_s / 1e9:.3g} GFLOP/s, "
+        f"{last.sent_bytes / 1024:,.1f} KiB sent by the rank that sends most"
     )
 
 
 def _picture(path: Path, stack: Stack, steps: list[Step]) -> None:
     """Draw the first layer's filters. Collective."""
-    layer = stack.layers[0]
-    weight = collect(stack.world, layer, layer.weight)
-    if weight is not None:
-        draw(path, weight, layer.geometry, [step for step in steps if step.layer == 0])
+    layer, error = stack.layers[0], None
+    weight = shown(layer)
+    try:
+        if stack.world.rank == 0:
+            draw(path, weight, layer.geometry, [step for step in steps if step.layer == 0])
+    except UserError as problem:
+        error = problem
+    stack.world.agree(error, "picture")

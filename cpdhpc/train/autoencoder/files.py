@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
 from ... import provenance, store
 from ...config import UserError, difference, value_of
+from ...darray.files import load, save_all
 from ...store import Variable
 from ..checkpoint import CheckpointError
-from .job import DO_NOT_CHANGE_BITS
+from .job import MAY_DIFFER
 from .training import Stack, Step
-from .whole import collect, deal
 
 SCHEMA = 1
 COLUMNS = {  # of a Step: what it is, its units
@@ -31,31 +30,34 @@ COLUMNS = {  # of a Step: what it is, its units
 
 
 def save(path: Path, stack: Stack) -> None:
-    """Write a checkpoint. Collective; rank 0 gathers and writes, layer by layer in memory."""
-    groups: dict[str, dict[str, Any]] = {}
-    for number, (layer, optimizer) in enumerate(zip(stack.layers, stack.optimizers, strict=True)):
-        momentum = optimizer.state[layer.weight].get("momentum_buffer")
-        parts = {"weight": layer.weight, "momentum": momentum}
-        found = {
-            name: collect(stack.world, layer, values)
-            for name, values in parts.items()
-            if values is not None
-        }
-        groups[f"layer{number}"] = found
-    error: UserError | None = None
-    if stack.world.rank == 0:
-        attributes = {
-            "kind": "autoencoder checkpoint",
-            "schema": SCHEMA,
-            "layer": stack.layer,
-            "iteration": stack.iteration,
-            "toml": stack.job.toml(),
-        }
-        try:
-            store.write(path, groups, attributes)
-        except OSError as problem:
-            error = UserError(f"{path}: cannot be written: {problem.strerror or problem}")
-    stack.world.agree(error, "checkpoint")
+    """Write a checkpoint; every rank writes its own blocks of filters. Collective.
+
+    Raises UserError on all ranks alike where it cannot be written.
+    """
+    arrays = {
+        f"layer{number}/{name}": layer.over_blocks(values)
+        for number, layer in enumerate(stack.layers)
+        for name, values in _state(stack, number).items()
+    }
+    attributes = {
+        "kind": "autoencoder checkpoint",
+        "schema": SCHEMA,
+        "layer": stack.layer,
+        "iteration": stack.iteration,
+        "toml": stack.job.toml(),
+    }
+    parts = {name: (each.layout, each.local) for name, each in arrays.items()}
+    save_all(stack.world, path, parts, attributes)
+
+
+def _state(stack: Stack, number: int) -> dict[str, torch.Tensor]:
+    """Return what a layer's training goes on from; momentum once it has begun."""
+    weight = stack.layers[number].weight
+    if not (stack.begun(number) and stack.job.train.momentum):
+        return {"weight": weight}
+    of_weight = stack.optimizers[number].state[weight]
+    momentum = of_weight.setdefault("momentum_buffer", torch.zeros_like(weight))
+    return {"weight": weight, "momentum": momentum}
 
 
 def resume(path: Path, stack: Stack) -> bool:
@@ -63,51 +65,55 @@ def resume(path: Path, stack: Stack) -> bool:
 
     Raises CheckpointError or StoreError on all ranks alike.
     """
-    groups: dict[str, Any] = {}
-    here: Any = None
-    if stack.world.rank == 0:
-        groups, here = _read(path, stack.job.toml())
+    here = _position(path, stack.job.toml()) if stack.world.rank == 0 else None
     here = stack.world.gather(here, "resume")[0]
     if here is None:
         return False
     if isinstance(here, UserError):
         raise here
-    stack.layer, stack.iteration, names = here
-    for number, (layer, optimizer) in enumerate(zip(stack.layers, stack.optimizers, strict=True)):
-        key = f"layer{number}"
-        of = groups.get(key, {})
-        with torch.no_grad():
-            layer.weight.copy_(deal(stack.world, layer, of.get("weight")))
-        if "momentum" in names[key]:
-            found = deal(stack.world, layer, of.get("momentum"))
-            optimizer.state[layer.weight]["momentum_buffer"] = found
+    stack.layer, stack.iteration = here
+    for number, layer in enumerate(stack.layers):
+        for name, values in _state(stack, number).items():
+            found = load(stack.world, path, layer.blocks, f"layer{number}/{name}")
+            with torch.no_grad():
+                values.copy_(torch.from_numpy(found).flatten(0, 1))
     return True
 
 
-def _read(path: Path, toml: str) -> tuple[dict[str, Any], Any]:
-    """Return the groups, and (layer, iteration, names of arrays), None or an error."""
+def _position(path: Path, toml: str) -> tuple[int, int] | UserError | None:
+    """Return layer and iteration, None where there is no file, or an error."""
     if not path.exists():
-        return {}, None
+        return None
     try:
-        groups, attributes = store.read(path)
+        attributes = store.read_attributes(path)
         if attributes.get("kind") != "autoencoder checkpoint":
             raise CheckpointError(f"{path}: is no checkpoint of an autoencoder")
         there = str(attributes["toml"])
-        key = difference(toml, there, DO_NOT_CHANGE_BITS)
+        key = difference(toml, there, MAY_DIFFER)
         if key is not None:
             values = value_of(there, key), value_of(toml, key)
             raise CheckpointError(f"{path}: {key} is {values[0]!r} there and {values[1]!r} here")
     except UserError as error:
-        return {}, error
-    names = {name: list(group) for name, group in groups.items()}
-    return groups, (attributes["layer"], attributes["iteration"], names)
+        return error
+    return attributes["layer"], attributes["iteration"]
 
 
 def save_record(path: Path, stack: Stack, steps: list[Step], status: str) -> None:
-    """Write the record from rank 0; provenance is collective."""
+    """Write the record from rank 0. Collective.
+
+    Raises UserError on all ranks alike where it cannot be written.
+    """
     about = provenance.attributes(stack.world)
-    if stack.world.rank:
-        return
+    error: UserError | None = None
+    try:
+        if stack.world.rank == 0:
+            _write_record(path, stack, steps, {**about, "status": status})
+    except OSError as problem:
+        error = UserError(f"{path}: cannot be written: {problem.strerror or problem}")
+    stack.world.agree(error, "record")
+
+
+def _write_record(path: Path, stack: Stack, steps: list[Step], about: store.Attributes) -> None:
     order = {"step": Variable(("step",), np.arange(len(steps)), "iteration, from 0")}
     columns = {
         name: Variable(("step",), np.array([getattr(step, name) for step in steps]), *text)
@@ -121,7 +127,6 @@ def save_record(path: Path, stack: Stack, steps: list[Step], status: str) -> Non
         "parameters": sum(layer.geometry.parameters for layer in stack.layers),
         "ranks": stack.world.ranks,
         **about,
-        "status": status,
     }
     store.write(path, {"steps": order | columns}, attributes)
 

@@ -5,7 +5,7 @@ Every rank reads all images and takes the same random crops, of which it keeps i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -27,8 +27,8 @@ class Source(Section):
     """[data]: images, float32[n, height, width, channels] in 0..1.
 
     name: digits: of scikit-learn, 8 x 8; idx: the file path, as MNIST's; array: a .npy file,
-        path, [n, height, width] or with channels last, uint8 or in 0..1; folder: image files in
-        path, of one size or larger than size; synthetic: noise, for measuring
+        path, [n, height, width] or with channels last, uint8 or floats in 0..1, read as needed;
+        folder: image files in path, of one size or larger than size; synthetic: noise
     tile: images are laid side by side, so many in a row and a column, each time in another order
     size: side of the random squares that are cut out; 0: nothing is cut
     channels: of synthetic images; 1 or 3 of files: grey or colours
@@ -55,29 +55,38 @@ class Source(Section):
 
     def load(self) -> Images:
         """Return the images. Raises DataError, naming the file, where one is unfit."""
-        return Images(self, LOADERS[self.name](self))
+        return Images(self, *LOADERS[self.name](self))
 
 
 class Images:
     """Images to take batches from. Raises DataError where they are smaller than the squares.
 
+    whole: [height, width, channels] each; white: their value for 1
     shape: height and width of a square; channels: of its cells
     """
 
-    def __init__(self, source: Source, whole: list[Array]) -> None:
-        self.source, self.whole = source, whole
-        sides = [min(each.shape[:2]) * source.tile for each in whole]
-        if source.size > min(sides):
-            raise DataError(f"data.size={source.size}: an image has {min(sides)} cells on a side")
-        if not source.size and len({each.shape for each in whole}) > 1:
-            raise DataError(f"{source.path}: images differ in size: data.size cuts squares")
-        first = whole[0].shape
-        size = source.size
+    def __init__(self, source: Source, whole: Sequence[Array], white: int) -> None:
+        self.source, self.whole, self.white = source, whole, white
+        alike = isinstance(whole, np.ndarray)
+        shapes = {each.shape for each in (whole[:1] if alike else whole)}
+        if not shapes:
+            raise DataError(f"{source.path}: holds no images")
+        if len(shapes) > 1 and (source.tile > 1 or not source.size):
+            raise DataError(
+                f"{source.path}: images differ in size: data.size must cut squares, without tile"
+            )
+        side = min(min(shape[:2]) for shape in shapes) * source.tile
+        if source.size > side:
+            raise DataError(f"data.size={source.size}: an image has {side} cells on a side")
+        first, size = next(iter(shapes)), source.size
         self.shape = (size, size) if size else (first[0] * source.tile, first[1] * source.tile)
         self.channels = int(first[2])
 
     def batch(self, n: int, seed: int, number: int) -> Array:
-        """Return float32[height, width, channels, n], the number-th batch; alike on all ranks."""
+        """Return float32[height, width, channels, n], the number-th batch; alike on all ranks.
+
+        Raises DataError where a value is not finite.
+        """
         words = np.random.SeedSequence([seed, _CROP, number])
         draws = np.random.Philox(words).random_raw(n * (self.source.tile**2 + 2)).reshape(n, -1)
         squares = [self._square(draw) for draw in draws]
@@ -91,7 +100,9 @@ class Images:
         room = [a - b + 1 for a, b in zip(canvas.shape, self.shape, strict=False)]
         top, left = (int(word % extent) for word, extent in zip(draw[-2:], room, strict=True))
         square = canvas[top : top + self.shape[0], left : left + self.shape[1]]
-        return PREPARE[self.source.prepare](square)
+        if not np.isfinite(square).all():
+            raise DataError(f"{self.source.path}: an image holds NaN or infinity")
+        return PREPARE[self.source.prepare](np.asarray(square, np.float64) / self.white)
 
 
 def _standard(square: Array) -> Array:
@@ -116,29 +127,34 @@ PREPARE: dict[str, Callable[[Array], Array]] = {
 }
 
 
-def _digits(source: Source) -> list[Array]:
+Loaded = tuple[Sequence[Array], int]
+
+
+def _digits(source: Source) -> Loaded:
     from sklearn.datasets import load_digits
 
-    return list(load_digits().images[..., None] / 16)  # pixels are 0..16
+    return list(load_digits().images[..., None]), 16
 
 
-def _idx(source: Source) -> list[Array]:
+def _idx(source: Source) -> Loaded:
     path = Path(source.path)
-    return list(read_idx(find(path.parent, path.name), dims=3)[..., None] / 255)
+    return list(read_idx(find(path.parent, path.name), dims=3)[..., None]), 255
 
 
-def _array(source: Source) -> list[Array]:
+def _array(source: Source) -> Loaded:
     try:
-        values = np.load(source.path, allow_pickle=False)
+        values = np.load(source.path, allow_pickle=False, mmap_mode="r")
     except (OSError, ValueError) as error:
         raise DataError(f"{source.path}: cannot be read as .npy: {error}") from None
-    if values.ndim not in (3, 4) or not len(values):
+    if values.ndim not in (3, 4) or not values.size:
         raise DataError(f"{source.path}: shape {values.shape}: must be images, maybe with channels")
+    if values.dtype != np.uint8 and values.dtype.kind != "f":
+        raise DataError(f"{source.path}: is of {values.dtype}: must be uint8, or floats in 0..1")
     values = values[..., None] if values.ndim == 3 else values
-    return list(values / 255 if values.dtype == np.uint8 else values)
+    return values, 255 if values.dtype == np.uint8 else 1
 
 
-def _folder(source: Source) -> list[Array]:
+def _folder(source: Source) -> Loaded:
     from PIL import Image, UnidentifiedImageError
 
     found = []
@@ -150,15 +166,15 @@ def _folder(source: Source) -> list[Array]:
                 pixels = np.asarray(image.convert("L" if source.channels == 1 else "RGB"))
         except (OSError, UnidentifiedImageError) as error:
             raise DataError(f"{path}: cannot be read: {error}") from None
-        found.append(pixels.reshape(*pixels.shape[:2], source.channels) / 255)
+        found.append(pixels.reshape(*pixels.shape[:2], source.channels))
     if not found:
         raise DataError(f"{source.path}: holds no image files ({', '.join(SUFFIXES)})")
-    return found
+    return found, 255
 
 
-def _synthetic(source: Source) -> list[Array]:
+def _synthetic(source: Source) -> Loaded:
     shape = 4, source.size, source.size, source.channels
-    return list(np.random.Generator(np.random.Philox(_NOISE)).random(shape))
+    return list(np.random.Generator(np.random.Philox(_NOISE)).random(shape)), 1
 
 
 LOADERS = {

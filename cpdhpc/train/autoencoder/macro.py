@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from ...comm import Ranks
-from ...darray import Box, Layout, WindowPlan, receptive
+from ...darray import Box, DistArray, Layout, WindowPlan, receptive
 from ...darray.autograd import accumulate, exchange
 from .clock import Clock, Timed
 from .geometry import Geometry
@@ -60,7 +60,7 @@ class MacroLayer(torch.nn.Module):
     ) -> None:
         super().__init__()
         layer, self.geometry, self.clock = geometry.layer, geometry, Clock()
-        self.cells = cells
+        self.world, self.cells = world, cells
         self.blocks = Layout.grid(geometry.blocks, procs)
         self.pools = Layout.grid(geometry.pools, procs)
         block, pool = self.blocks.owner(world.rank), self.pools.owner(world.rank)
@@ -84,6 +84,11 @@ class MacroLayer(torch.nn.Module):
         """Return the filters at length 1, as the objective uses them."""
         rows: Tensor = _unit(self.weight)
         return rows
+
+    def over_blocks(self, values: Tensor) -> DistArray:
+        """Return [blocks, blocks, maps, inputs] over ranks, sharing memory; values: as weight."""
+        local = values.detach().reshape(*self.own_blocks, *self.weight.shape[1:])
+        return DistArray(self.world, self.blocks, local.numpy())
 
     @torch.no_grad()
     def normalise_rows(self) -> None:
@@ -157,7 +162,7 @@ class _Unit(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         rows, lengths = ctx.saved_tensors
         along = torch.linalg.vecdot(rows, gradients[0])[..., None]
-        return torch.addcmul(gradients[0], rows, along, value=-1) / lengths
+        return torch.addcmul(gradients[0], rows, along, value=-1).div_(lengths)
 
 
 _unit: Callable[..., Any] = _Unit.apply  # torch declares apply without types

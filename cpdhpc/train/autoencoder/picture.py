@@ -8,17 +8,52 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ...config import ConfigError, UserError
 from .geometry import Geometry
+from .macro import MacroLayer
 from .training import Step
 
 Array = npt.NDArray[Any]
 MOST = 10  # blocks along an axis that are shown; of more, evenly spaced ones
+MOST_MAPS = 64  # filters of a block that are shown: the first
+
+
+def check_place(path: Path) -> bool:
+    """Return True; raise ConfigError where a picture cannot be written, before hours of work."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    if not path.parent.is_dir():
+        raise ConfigError(f"--png {path}: there is no such directory")
+    known = FigureCanvasAgg.get_supported_filetypes()
+    if path.suffix[1:].lower() not in known:
+        raise ConfigError(f"--png {path}: must end in one of .{', .'.join(sorted(known))}")
+    return True
+
+
+def shown(layer: MacroLayer) -> Array:
+    """Return the filters that a picture shows, on all ranks. Collective.
+
+    [rows of blocks, columns, maps, inputs]; few, whatever the size of the layer
+    """
+    array = layer.over_blocks(layer.weight)
+    (top, left), (bottom, right) = array.layout.owner(layer.world.rank)
+    rows, columns = map(_some, layer.geometry.blocks)
+    mine = {
+        (i, j): array.local[i - top, j - left, :MOST_MAPS].copy()
+        for i in rows
+        for j in columns
+        if top <= i < bottom and left <= j < right
+    }
+    everyone = layer.world.gather(mine, "filters of the picture")
+    found = {place: block for part in everyone for place, block in part.items()}
+    return np.stack([[found[i, j] for j in columns] for i in rows])
 
 
 def draw(path: Path, weight: Array, geometry: Geometry, steps: list[Step]) -> None:
     """Write a picture of a layer's filters, block beside block, and its curves.
 
-    weight: [blocks, blocks, maps, inputs]
+    weight: what shown returns
+    Raises UserError where it cannot be written.
     """
     import matplotlib
 
@@ -27,22 +62,29 @@ def draw(path: Path, weight: Array, geometry: Geometry, steps: list[Step]) -> No
 
     figure = Figure(figsize=(12, 6.4), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(1.5, 1))
-    shown = mosaic(weight, geometry)
-    left.imshow(shown, cmap="gray", vmin=0, vmax=1, interpolation="nearest")
+    picture = mosaic(weight, geometry)
+    left.imshow(picture, cmap="gray", vmin=0, vmax=1, interpolation="nearest")
     left.set_axis_off()
-    layer = geometry.layer
-    left.set_title(
-        f"{layer.maps} filters of {layer.field} x {layer.field} in each block; "
-        f"{min(MOST, weight.shape[0])} x {min(MOST, weight.shape[1])} "
-        f"of {weight.shape[0]} x {weight.shape[1]} blocks"
-    )
+    left.set_title(_title(weight, geometry))
     number = [step.iteration for step in steps]
     right.plot(number, [step.error / step.energy for step in steps], label="error / energy")
     ends = max(steps[0].sparsity, 1e-300) if steps else 1.0
     right.plot(number, [step.sparsity / ends for step in steps], label="sparsity term / its first")
     right.set(xlabel="iteration", ylim=(0, None), title="reconstruction and sparsity")
     right.legend()
-    figure.savefig(path, dpi=110)
+    try:
+        figure.savefig(path, dpi=110)
+    except OSError as error:
+        raise UserError(f"--png {path}: cannot be written: {error.strerror or error}") from None
+
+
+def _title(weight: Array, geometry: Geometry) -> str:
+    layer, (rows, columns, maps, _) = geometry.layer, weight.shape
+    some = f"{maps} of {layer.maps}" if maps < layer.maps else str(maps)
+    return (
+        f"{some} filters of {layer.field} x {layer.field} in each block; "
+        f"{rows} x {columns} of {geometry.blocks[0]} x {geometry.blocks[1]} blocks"
+    )
 
 
 def mosaic(weight: Array, geometry: Geometry) -> Array:
@@ -52,24 +94,25 @@ def mosaic(weight: Array, geometry: Geometry) -> Array:
     channels the root of the squares is shown
     """
     size, channels = geometry.layer.field, geometry.channels
-    rows, columns = (_some(n) for n in weight.shape[:2])
-    side = int(np.ceil(np.sqrt(geometry.layer.maps)))
-    colours = channels == 3
-    cell = side * (size + 1) + 1
-    shape = len(rows) * cell, len(columns) * cell
-    picture = np.ones((*shape, 3) if colours else shape)
-    for i, row in enumerate(rows):
-        for j, column in enumerate(columns):
-            for k, values in enumerate(weight[row, column]):
-                field = values.reshape(size, size, channels)
-                field = field if channels in (1, 3) else np.linalg.norm(field, axis=2)[..., None]
-                top = i * cell + k // side * (size + 1)
-                left = j * cell + k % side * (size + 1)
-                peak = max(float(np.abs(field).max()), 1e-30)
-                grey = 0.5 + field / (2 * peak)
-                part = grey if colours else grey[..., 0]
-                picture[top : top + size, left : left + size] = part
+    rows, columns, maps, _ = weight.shape
+    side = int(np.ceil(np.sqrt(maps)))
+    high, wide = -(-maps // side) * (size + 1) + 1, side * (size + 1) + 1
+    shape = rows * high, columns * wide
+    picture = np.ones((*shape, 3) if channels == 3 else shape)
+    for i, j, k in np.ndindex(rows, columns, maps):
+        top = i * high + k // side * (size + 1)
+        left = j * wide + k % side * (size + 1)
+        grey = _grey(weight[i, j, k].reshape(size, size, channels))
+        picture[top : top + size, left : left + size] = grey
     return picture
+
+
+def _grey(field: Array) -> Array:
+    """Return a filter with zero at 0.5 and its peak at 0 or 1."""
+    if field.shape[2] != 3:
+        field = field[..., 0] if field.shape[2] == 1 else np.linalg.norm(field, axis=2)
+    peak = max(float(np.abs(field).max()), 1e-30)
+    return np.asarray(0.5 + field / (2 * peak))
 
 
 def _some(n: int) -> list[int]:

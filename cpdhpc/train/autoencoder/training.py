@@ -81,6 +81,10 @@ class Stack:
         """Whether all layers are trained."""
         return self.layer == len(self.layers)
 
+    def begun(self, layer: int) -> bool:
+        """Whether a layer has had an iteration."""
+        return (self.layer, self.iteration) > (layer, 0)
+
     def batch(self) -> Tensor:
         """Return the next iteration's images, the part that this rank owns."""
         number = self.layer * self.job.train.iterations + self.iteration

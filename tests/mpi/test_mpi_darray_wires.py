@@ -1,0 +1,153 @@
+"""Packed wires on windows: what arrives is the reference codec's, own cells stay exact."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from darray_cases import Case, cells_shown, draw_layout, draw_window, own, shown
+
+from cpdhpc.comm import World
+from cpdhpc.darray import WindowPlan
+from cpdhpc.formats import TILE, Cast, parse_format, tiles
+from cpdhpc.ops import reference
+
+pytestmark = pytest.mark.mpi
+WIRES = ["e4m3", "e5m2", "e4m3fn", "e2m1fn", "e3m2fn", "fp16", "bf16", "e8m23"]
+MODES = [("wrap", "reflect"), ("edge", "symmetric"), ("zero", "wrap")]
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["memory", "messages"])
+def world(request: pytest.FixtureRequest) -> Any:
+    """All ranks; what they send goes through memory that they share, or through MPI."""
+    world = World(timeout_s=60, share_memory=request.param)
+    yield world
+    world.free()
+
+
+def rounded(values: np.ndarray, wire: str) -> np.ndarray:
+    """What a message of float32 decodes to, tile by tile, by the reference."""
+    fmt = parse_format(wire)
+    words = np.zeros(tiles(values.size) * 128 * fmt.bits, np.uint8)
+    shifts, out = np.zeros(tiles(values.size), np.uint8), np.empty_like(values)
+    reference.encode_tiles(
+        values, Cast(fmt), words, shifts, fit=True, key=(0, 0), offset=0
+    )  # by nearest: no random bits
+    reference.decode_tiles(words, shifts, fmt, out)
+    return out
+
+
+def draw_case(world: World, number: int) -> Case:
+    """Windows of up to some tiles, cells with 40 further values."""
+    rng = np.random.default_rng((5, number, world.size))
+    shape = tuple(rng.integers(3, 9, 2).tolist())
+    layout = draw_layout(rng, shape, world.size)
+    windows = tuple(draw_window(rng, shape, owned) for owned in layout.owners)
+    return Case((number,), layout, windows, MODES[number % 3], "numpy", "float32", (40,))
+
+
+def from_others(case: Case, rank: int) -> np.ndarray:
+    """Which cells of a rank's window show a cell that another rank owns, and whose: -1 if none."""
+    owner = np.full(case.layout.shape, -1)
+    for other, box in enumerate(case.layout.owners):
+        if not box.empty:
+            owner[box.slices((0,) * box.ndim)] = other
+    cells = cells_shown(case, rank)
+    found = np.where(cells >= 0, owner.ravel()[cells], -1)
+    return np.where(found == rank, -1, found)
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_what_arrives_is_what_the_reference_codec_gives(world: World, wire: str) -> None:
+    """Message by message: the values that travel are told by a raw exchange of their numbers."""
+    problems = []
+    for number in range(6):
+        case = draw_case(world, number)
+        window, rank = case.windows[world.rank], world.rank
+        data = case.rng(1).standard_normal((*case.layout.shape, 40))
+        data = (data * 2.0 ** case.rng(2).integers(-20, 20, data.shape)).astype(np.float32)
+        x = own(case, rank, data)
+        packed = WindowPlan(world, case.layout, window, case.modes, wire=wire, name="packed")
+        want = shown(data, window, case.modes)
+        theirs = from_others(case, rank)
+        for message in packed.recvs:  # pieces in their order are the message
+            whole = [data[p.source.slices((0, 0))] for p in message.pieces]
+            flat = rounded(np.concatenate([each.ravel() for each in whole]), wire)
+            start = 0
+            for piece, values in zip(message.pieces, whole, strict=True):
+                part = flat[start : start + values.size].reshape(values.shape)
+                start += values.size
+                turned = part[tuple(slice(None, None, -1 if s < 0 else 1) for s in piece.steps)]
+                want[piece.target.slices(window.start)] = turned
+        given = shown(data, window, case.modes)
+        for call in range(3):
+            got = packed.exchange(x)
+            if got.tobytes() != want.tobytes() or (got != given)[theirs < 0].any():
+                problems.append(f"{wire} {number} call {call}")
+        if wire == "e8m23" and got.tobytes() != given.tobytes():
+            problems.append(f"{wire} {number}: float32 itself is not exact")
+        packed.free()
+    gathered = world.gather(problems)
+    assert gathered == [[]] * world.size
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_sums_are_those_of_what_the_reference_codec_gives(world: World, wire: str) -> None:
+    """Own cells first, then message by message in the order of the ranks, in float32."""
+    problems, compared = [], 0
+    for number in range(4):
+        case = draw_case(world, number)
+        ys = [case.rng(3, r).standard_normal((*box.shape, 40)).astype(np.float32)
+              for r, box in enumerate(case.windows)]  # fmt: skip
+        plans = {
+            wire: WindowPlan(world, case.layout, case.windows[world.rank], case.modes, wire=w)
+            for wire, w in (("packed", wire), ("raw", "raw"))
+        }
+        total = np.zeros((*plans["raw"].owned.shape, 40), np.float32)
+        alone = [np.zeros_like(y) for y in ys]
+        # What each rank alone adds, rank by rank, by the raw plan that other tests prove.
+        parts = {}
+        for rank in range(world.size):
+            y = ys[rank] if rank == world.rank else alone[world.rank]
+            parts[rank] = plans["raw"].accumulate(y)
+        total += parts[world.rank]
+        for message in plans["packed"].sends:
+            values = [parts[message.rank][p.source.slices(plans["raw"].owned.start)]
+                      for p in message.pieces]  # fmt: skip
+            if len(message.pieces) > 1 and _overlap(message.pieces):
+                values = []  # the parts of one message cannot be told apart
+                break
+            flat = rounded(np.concatenate([v.ravel() for v in values]), wire)
+            start = 0
+            for piece, v in zip(message.pieces, values, strict=True):
+                place = piece.source.slices(plans["raw"].owned.start)
+                total[place] += flat[start : start + v.size].reshape(v.shape)
+                start += v.size
+        else:
+            sums = [plans["packed"].accumulate(ys[world.rank]) for _ in range(2)]
+            compared += bool(plans["packed"].sends)
+            if any(s.tobytes() != total.tobytes() for s in sums):
+                problems.append(f"{wire} {number}")
+            continue
+        plans["packed"].accumulate(ys[world.rank])
+        plans["packed"].accumulate(ys[world.rank])
+    assert world.gather(problems) == [[]] * world.size and sum(world.gather(compared)) > 0
+
+
+def _overlap(pieces: Any) -> bool:
+    return any(
+        not a.source.intersect(b.source).empty for i, a in enumerate(pieces) for b in pieces[:i]
+    )
+
+
+def test_payloads_are_as_small_as_the_format(world: World) -> None:
+    """Whole tiles, and a byte for each: what describe says and what the world counts."""
+    case = draw_case(world, 0)
+    with WindowPlan(world, case.layout, case.windows[world.rank], case.modes, wire="e4m3") as plan:
+        before = int(world.bytes_sent[0])
+        plan.exchange(np.zeros((*plan.owned.shape, 40), np.float32))
+        sent = int(world.bytes_sent[0]) - before
+        told = plan.describe(trail=(40,)).ranks[world.rank].sent_bytes
+        tiles_sent = [-(-message.cells * 40 // TILE) for message in plan.sends]
+    assert world.gather((sent, told, told)) == world.gather((told, sum(tiles_sent) * 1025, sent))
