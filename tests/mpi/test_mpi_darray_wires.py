@@ -14,7 +14,7 @@ from cpdhpc.formats import TILE, Cast, parse_format, tiles
 from cpdhpc.ops import reference
 
 pytestmark = pytest.mark.mpi
-WIRES = ["e4m3", "e5m2", "e4m3fn", "e2m1fn", "e3m2fn", "fp16", "bf16", "e8m23"]
+WIRES = ["e4m3", "e5m2", "e4m3fn", "e2m1fn", "bf16", "e8m23"]
 MODES = [("wrap", "reflect"), ("edge", "symmetric"), ("zero", "wrap")]
 
 
@@ -62,7 +62,7 @@ def from_others(case: Case, rank: int) -> np.ndarray:
 def test_what_arrives_is_what_the_reference_codec_gives(world: World, wire: str) -> None:
     """Message by message: the values that travel are told by a raw exchange of their numbers."""
     problems = []
-    for number in range(6):
+    for number in range(4):
         case = draw_case(world, number)
         window, rank = case.windows[world.rank], world.rank
         data = case.rng(1).standard_normal((*case.layout.shape, 40))
@@ -111,7 +111,7 @@ def gathered(y: np.ndarray, window: Box, piece: Any) -> np.ndarray:
 def test_sums_are_those_of_what_the_reference_codec_gives(world: World, wire: str) -> None:
     """Own cells first, then message by message in the order of the ranks, in float32."""
     problems, compared = [], 0
-    for number in range(6):
+    for number in range(4):
         case = draw_case(world, number)
         ys = [case.rng(3, r).standard_normal((*box.shape, 40)).astype(np.float32)
               for r, box in enumerate(case.windows)]  # fmt: skip
