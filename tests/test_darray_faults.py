@@ -62,7 +62,7 @@ def rows(table):
         yield pytest.param(*row, id=name, marks=() if name in QUICK else pytest.mark.slow)
 
 
-@pytest.mark.parametrize("code, said", rows(ENDS))
+@pytest.mark.parametrize("code, said", [*rows(ENDS)])
 def test_the_job_ends_and_says_why(code, said):
     status, output, taken_s = launch(PLAN + code + "\nworld.barrier()")
     assert status != 0 and taken_s < 30
@@ -88,7 +88,7 @@ MOMENTS = {  # where a rank is killed -> rank, how it saves, patched
 }
 
 
-@pytest.mark.parametrize("rank, how, place", rows(MOMENTS))
+@pytest.mark.parametrize("rank, how, place", [*rows(MOMENTS)])
 def test_a_killed_save_leaves_the_old_file(tmp_path, rank, how, place):
     """And the next save leaves nothing else in the folder."""
     code = SAVE.replace("STOP", place).replace("HOW", how)
