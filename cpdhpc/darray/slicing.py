@@ -44,9 +44,9 @@ class Source(NamedTuple):
         places = list(piece.repeats())
         if len(places) == 1:
             return values
-        total = 1 * values[places[0]]  # a new array
+        total = values[places[0]]
         for place in places[1:]:
-            total += values[place]
+            total = self.kind.sum(total, values[place])
         return total
 
 
@@ -86,7 +86,13 @@ def add_sums(cut: Source, pieces: Sequence[Piece], values: Array, out: Array) ->
     """Add a message to the owned cells that its pieces show."""
     trail = tuple(out.shape[cut.owned.ndim :])
     for piece, part in zip(pieces, flat_pieces(pieces, values, trail), strict=True):
-        out[piece.source.slices(cut.owned.start)] += part
+        _add(cut, piece, part, out)
+
+
+def _add(cut: Source, piece: Piece, values: Array, out: Array) -> None:
+    """Add values to the owned cells that a piece shows."""
+    place = piece.source.slices(cut.owned.start)
+    out[place] = cut.kind.sum(out[place], values)
 
 
 def show_own(cut: Source, plan: WindowPlan, x: Array, out: Array) -> None:
@@ -106,4 +112,4 @@ def sum_own(cut: Source, plan: WindowPlan, y: Array, out: Array) -> None:
             out[piece.source.slices(cut.owned.start)] = y[cut.target(piece)]
     for piece in plan.local:
         if not piece.is_itself:
-            out[piece.source.slices(cut.owned.start)] += cut.gathered(y, piece)
+            _add(cut, piece, cut.gathered(y, piece), out)

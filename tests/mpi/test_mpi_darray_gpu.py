@@ -72,6 +72,19 @@ def test_sums_have_the_bits_of_numpy(gpu: Any) -> None:
     assert gpu.world.gather(problems) == [[]] * gpu.world.size
 
 
+def test_sums_of_subnormal_numbers_survive(gpu: Any) -> None:
+    """Where CuPy's own additions give zeros."""
+    layout = Layout.grid((4 * gpu.world.size,), (gpu.world.size,))
+    (start,), (stop,) = layout.owner(gpu.world.rank)
+    y = np.full((stop - start + 4, 3), 3e-40, np.float32)
+    verdict = []
+    for mode in ("wrap", "edge"):
+        with WindowPlan(gpu.world, layout, Box((start - 2,), (stop + 2,)), mode) as plan:
+            want, got = plan.accumulate(y), plan.accumulate(late(gpu, y))
+        verdict.append(got.get().tobytes() == want.tobytes() and want.min() > 0)
+    assert gpu.world.gather(verdict) == [[True, True]] * gpu.world.size
+
+
 @pytest.mark.parametrize("wire", ["e4m3", "e2m1fn"])
 def test_packed_wires_have_the_bits_of_the_cpu(gpu: Any, wire: str) -> None:
     layout = Layout.grid((6 * gpu.world.size, 50), (gpu.world.size, 1))

@@ -9,12 +9,12 @@ import pytest
 from darray_cases import Case, cells_shown, draw_layout, draw_window, own, shown
 
 from cpdhpc.comm import World
-from cpdhpc.darray import WindowPlan
+from cpdhpc.darray import Box, WindowPlan
 from cpdhpc.formats import TILE, Cast, parse_format, tiles
 from cpdhpc.ops import reference
 
 pytestmark = pytest.mark.mpi
-WIRES = ["e4m3", "e5m2", "e4m3fn", "e2m1fn", "e3m2fn", "fp16", "bf16", "e8m23"]
+WIRES = ["e4m3", "e5m2", "e4m3fn", "e2m1fn", "bf16", "e8m23"]
 MODES = [("wrap", "reflect"), ("edge", "symmetric"), ("zero", "wrap")]
 
 
@@ -62,7 +62,7 @@ def from_others(case: Case, rank: int) -> np.ndarray:
 def test_what_arrives_is_what_the_reference_codec_gives(world: World, wire: str) -> None:
     """Message by message: the values that travel are told by a raw exchange of their numbers."""
     problems = []
-    for number in range(6):
+    for number in range(4):
         case = draw_case(world, number)
         window, rank = case.windows[world.rank], world.rank
         data = case.rng(1).standard_normal((*case.layout.shape, 40))
@@ -92,6 +92,21 @@ def test_what_arrives_is_what_the_reference_codec_gives(world: World, wire: str)
     assert gathered == [[]] * world.size
 
 
+def gathered(y: np.ndarray, window: Box, piece: Any) -> np.ndarray:
+    """A piece of a window in the shape of its source; what shows one cell is added in order."""
+    v = y[piece.target.slices(window.start)]
+    v = v[tuple(slice(None, None, -1 if step < 0 else 1) for step in piece.steps)]
+    repeats = [
+        n if step == 0 else 1 for n, step in zip(piece.target.shape, piece.steps, strict=True)
+    ]
+    total = None
+    for place in np.ndindex(*repeats):
+        ends = zip(place, piece.steps, strict=True)
+        part = v[tuple(slice(i, i + 1) if step == 0 else slice(None) for i, step in ends)]
+        total = part if total is None else total + part
+    return total
+
+
 @pytest.mark.parametrize("wire", WIRES)
 def test_sums_are_those_of_what_the_reference_codec_gives(world: World, wire: str) -> None:
     """Own cells first, then message by message in the order of the ranks, in float32."""
@@ -100,45 +115,25 @@ def test_sums_are_those_of_what_the_reference_codec_gives(world: World, wire: st
         case = draw_case(world, number)
         ys = [case.rng(3, r).standard_normal((*box.shape, 40)).astype(np.float32)
               for r, box in enumerate(case.windows)]  # fmt: skip
-        plans = {
-            wire: WindowPlan(world, case.layout, case.windows[world.rank], case.modes, wire=w)
-            for wire, w in (("packed", wire), ("raw", "raw"))
-        }
-        total = np.zeros((*plans["raw"].owned.shape, 40), np.float32)
-        alone = [np.zeros_like(y) for y in ys]
-        # What each rank alone adds, rank by rank, by the raw plan that other tests prove.
-        parts = {}
-        for rank in range(world.size):
-            y = ys[rank] if rank == world.rank else alone[world.rank]
-            parts[rank] = plans["raw"].accumulate(y)
-        total += parts[world.rank]
-        for message in plans["packed"].sends:
-            values = [parts[message.rank][p.source.slices(plans["raw"].owned.start)]
-                      for p in message.pieces]  # fmt: skip
-            if len(message.pieces) > 1 and _overlap(message.pieces):
-                values = []  # the parts of one message cannot be told apart
-                break
-            flat = rounded(np.concatenate([v.ravel() for v in values]), wire)
-            start = 0
-            for piece, v in zip(message.pieces, values, strict=True):
-                place = piece.source.slices(plans["raw"].owned.start)
-                total[place] += flat[start : start + v.size].reshape(v.shape)
-                start += v.size
-        else:
-            sums = [plans["packed"].accumulate(ys[world.rank]) for _ in range(2)]
-            compared += bool(plans["packed"].sends)
-            if any(s.tobytes() != total.tobytes() for s in sums):
-                problems.append(f"{wire} {number}")
-            continue
-        plans["packed"].accumulate(ys[world.rank])
-        plans["packed"].accumulate(ys[world.rank])
-    assert world.gather(problems) == [[]] * world.size and sum(world.gather(compared)) > 0
-
-
-def _overlap(pieces: Any) -> bool:
-    return any(
-        not a.source.intersect(b.source).empty for i, a in enumerate(pieces) for b in pieces[:i]
-    )
+        window = case.windows[world.rank]
+        with WindowPlan(world, case.layout, window, case.modes) as raw:
+            mine = [ys[world.rank] if r == world.rank else 0 * ys[world.rank]
+                    for r in range(world.size)]  # fmt: skip
+            total = [raw.accumulate(y) for y in mine][world.rank]  # what no message brings
+            start = raw.owned.start
+        with WindowPlan(world, case.layout, window, case.modes, wire=wire) as packed:
+            for message in packed.sends:
+                box = case.windows[message.rank]
+                values = [gathered(ys[message.rank], box, p) for p in message.pieces]
+                flat, at = rounded(np.concatenate([v.ravel() for v in values]), wire), 0
+                for piece, v in zip(message.pieces, values, strict=True):
+                    total[piece.source.slices(start)] += flat[at : at + v.size].reshape(v.shape)
+                    at += v.size
+            sums = [packed.accumulate(ys[world.rank]) for _ in range(2)]
+            compared += len(packed.sends)
+        if any(each.tobytes() != total.tobytes() for each in sums):
+            problems.append(f"{wire} {number}")
+    assert world.gather(problems) == [[]] * world.size and sum(world.gather(compared)) > 3
 
 
 def test_payloads_are_as_small_as_the_format(world: World) -> None:
