@@ -11,8 +11,8 @@ from rich.table import Table
 from . import provenance
 from .comm import Ranks
 from .comm.device import Answer, find_out
+from .comm.library import library_version
 from .comm.threads import threads_of_rank
-from .comm.world import library_version
 
 
 def print_info(world: Ranks) -> None:

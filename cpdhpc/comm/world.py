@@ -1,4 +1,4 @@
-"""Worlds of MPI processes; the only file that imports mpi4py, and only when it is used."""
+"""Worlds of MPI processes."""
 
 from __future__ import annotations
 
@@ -11,36 +11,15 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from . import messages
 from .failure import RankFailure
 from .halo_baselines import WAYS, Baseline, Halo
+from .library import running_mpi, thread_level
+from .messages import Messages, pieces
 from .parallel_io import write_box
 from .patience import Patience, say
 from .ranks import Array, Ranks, Wait, numbered
 from .shared import Shared, share
-
-MESSAGE_BYTES = 1 << 30  # longer ones go in pieces: Open MPI 5 counts with 31 bits
-STREAMS = 64  # that have tags of their own; more than are under way at a time
-
-
-def _mpi() -> Any:
-    """Import MPI, which starts it unless mpi4py.rc says otherwise."""
-    from mpi4py import MPI
-
-    if not MPI.Is_initialized() or MPI.Is_finalized():
-        state = "finalized already" if MPI.Is_finalized() else "not initialized"
-        raise RuntimeError(f"World: MPI is {state}")
-    return MPI
-
-
-def _thread_level(mpi: Any) -> str:
-    """Return the thread level that MPI gives, by its name."""
-    names = ("single", "funneled", "serialized", "multiple")
-    return {getattr(mpi, f"THREAD_{name.upper()}"): name for name in names}[mpi.Query_thread()]
-
-
-def _pieces(array: Array, limit: int) -> list[Array]:
-    """Cut an array's bytes, uint8[n], into pieces that one message can hold."""
-    return [array[i : i + limit] for i in range(0, array.size, limit)]
 
 
 class World(Ranks):
@@ -64,21 +43,20 @@ class World(Ranks):
         gpu_direct: bool = True,
         share_memory: bool = True,
     ) -> None:
-        self._mpi = _mpi()
+        self._mpi = running_mpi()
         comm = self._mpi.COMM_WORLD if comm is None else comm
         if not isinstance(comm, self._mpi.Intracomm) or comm == self._mpi.COMM_NULL:
             raise TypeError(f"World: comm is {comm!r}: must be an mpi4py intra-communicator")
         super().__init__(comm.Get_rank(), comm.Get_size(), virtual_ranks)
         if not timeout_s > 0:
             raise ValueError(f"World: timeout_s={timeout_s}: must be more than 0")
-        alarm_tag = STREAMS * virtual_ranks**2  # those below are messages'
-        self._most_tag: int = self._mpi.COMM_WORLD.Get_attr(self._mpi.TAG_UB)
-        if alarm_tag + virtual_ranks**2 >= self._most_tag:
-            raise ValueError(f"World: virtual_ranks={virtual_ranks}: too many for MPI's tags")
+        self._messages = Messages(self._mpi, virtual_ranks)
         self.timeout_s, self.gpu_direct = timeout_s, gpu_direct
-        self.thread_level = _thread_level(self._mpi)
+        self.thread_level = thread_level(self._mpi)
         self._duplicate = comm.Dup()
-        self._patience = Patience(self._mpi, self._duplicate, alarm_tag, timeout_s, self._end)
+        self._patience = Patience(
+            self._mpi, self._duplicate, self._messages.alarm_tag, timeout_s, self._end
+        )
         here = comm.Split_type(self._mpi.COMM_TYPE_SHARED)
         firsts = comm.allgather(here.allreduce(self.rank, self._mpi.MIN))  # a node's first process
         self.nodes = numbered([first for first in firsts for _ in range(virtual_ranks)])
@@ -128,7 +106,7 @@ class World(Ranks):
         """Overwrite array, C-contiguous and of one size everywhere, by process 0's. Collective."""
         if not array.flags.c_contiguous:
             raise ValueError(f"broadcast: array has strides {array.strides}: must be C-contiguous")
-        for piece in _pieces(array.reshape(-1).view(np.uint8), MESSAGE_BYTES):
+        for piece in pieces(array.reshape(-1).view(np.uint8)):
             self._complete(partial(self._comm.Ibcast, [piece, self._mpi.BYTE], 0), what)
             self.collective_bytes += piece.size
 
@@ -161,13 +139,13 @@ class World(Ranks):
         another algorithm.
         """
         self.collective_bytes += array.nbytes
-        if array.nbytes <= MESSAGE_BYTES:
+        if array.nbytes <= messages.MESSAGE_BYTES:
             given = self._mpi.IN_PLACE if source is None else source
             return self._comm.Allreduce(given, array, self._mpi.SUM)
-        totals = _pieces(array, MESSAGE_BYTES)
+        totals = pieces(array)
         givens = [self._mpi.IN_PLACE] * len(totals)
         if source is not None:
-            givens = _pieces(source, MESSAGE_BYTES)
+            givens = pieces(source)
         for given, total in zip(givens, totals, strict=True):
             self._comm.Allreduce(given, total, self._mpi.SUM)
 
@@ -177,38 +155,19 @@ class World(Ranks):
 
     def isend(self, rank: int, to: int, payload: Array, stream: int = 0) -> list[Any]:
         """Start to send from a hosted rank to one of another process; return the requests."""
-        return self._messages(self._comm.Isend, payload, to, self._tag(rank, to, stream))
+        return self._messages.of(self._comm.Isend, payload, to, (rank, to, stream))
 
     def irecv(self, source: int, rank: int, buffer: Array, stream: int = 0) -> list[Any]:
         """Start to receive for a hosted rank from one of another process; return the requests."""
-        return self._messages(self._comm.Irecv, buffer, source, self._tag(source, rank, stream))
+        return self._messages.of(self._comm.Irecv, buffer, source, (source, rank, stream))
 
     def send_init(self, rank: int, to: int, payload: Array, stream: int = 0) -> list[Any]:
         """Return persistent requests to send from a hosted rank to one of another process."""
-        return self._messages(self._comm.Send_init, payload, to, self._tag(rank, to, stream))
+        return self._messages.of(self._comm.Send_init, payload, to, (rank, to, stream))
 
     def recv_init(self, source: int, rank: int, buffer: Array, stream: int = 0) -> list[Any]:
         """Return persistent requests to receive for a hosted rank from another process's."""
-        tag = self._tag(source, rank, stream)
-        return self._messages(self._comm.Recv_init, buffer, source, tag)
-
-    def _messages(self, start: Callable[..., Any], array: Array, rank: int, tag: int) -> list[Any]:
-        """Return the requests for an array of bytes to or from a rank of another process."""
-        process = rank // self.virtual_ranks
-        pieces = _pieces(array, MESSAGE_BYTES)
-        return [start([piece, self._mpi.BYTE], process, tag) for piece in pieces]
-
-    def _tag(self, source: int, to: int, stream: int) -> int:
-        """Tell the ranks of two processes apart, and streams; MPI keeps the order within a tag.
-
-        The tags below the alarm's are those of pieces, by turns; above are those of open_stream.
-        """
-        pairs = self.virtual_ranks**2
-        pair = source % self.virtual_ranks * self.virtual_ranks + to % self.virtual_ranks
-        if stream >= 0:
-            return stream % STREAMS * pairs + pair
-        first = STREAMS * pairs + 1
-        return first + (-1 - stream) % ((self._most_tag - first) // pairs) * pairs + pair
+        return self._messages.of(self._comm.Recv_init, buffer, source, (source, rank, stream))
 
     def write_box(
         self, path: Path, offset: int, shape: Sequence[int], start: Sequence[int], box: Array
@@ -327,7 +286,7 @@ _keyval: list[int] = []  # of the attribute that holds a communicator's world
 
 def _forget(comm: Any, keyval: int, world: World) -> None:
     """Free a world together with its communicator, but not when MPI itself ends."""
-    mpi = _mpi()
+    mpi = running_mpi()
     if comm not in (mpi.COMM_WORLD, mpi.COMM_SELF):
         world.free()
 
@@ -339,7 +298,7 @@ def as_world(world_or_comm: Any) -> Ranks:
     """
     if isinstance(world_or_comm, Ranks):
         return world_or_comm
-    mpi = _mpi()
+    mpi = running_mpi()
     if not isinstance(world_or_comm, mpi.Intracomm):
         raise TypeError(
             f"as_world: {type(world_or_comm).__name__}: known are World, Loopback and an mpi4py "
@@ -353,19 +312,3 @@ def as_world(world_or_comm: Any) -> Ranks:
         world_or_comm.Set_attr(_keyval[0], world)
     assert isinstance(world, World)
     return world
-
-
-def library_version() -> str:
-    """Return the name and version of the MPI library, its first line."""
-    text = str(_mpi().Get_library_version())
-    return text.partition("\n")[0].partition(",")[0].rstrip("\0 ")
-
-
-def abort_job(message: str) -> NoReturn:
-    """Print message to stderr and end the job: all processes of it where MPI is running."""
-    print(message, file=sys.stderr, flush=True)
-    sys.stdout.flush()
-    running = sys.modules.get("mpi4py.MPI")  # importing it here would start MPI
-    if running is not None and running.Is_initialized() and not running.Is_finalized():
-        running.COMM_WORLD.Abort(1)
-    raise SystemExit(1)
