@@ -104,8 +104,8 @@ def drop_summary(file: Any) -> None:
 BAD = {
     "has no /summary/n": drop_summary,
     "has schema 99; this version reads 1": lambda file: file.attrs.modify("cpdhpc_schema", 99),
-    "kind='halo': known are allreduce, autoencoder, codec, train": lambda f: f.attrs.modify(
-        "kind", "halo"
+    "kind='fft': known are allreduce, autoencoder, codec, halo, train": lambda f: f.attrs.modify(
+        "kind", "fft"
     ),
     "has no attribute work": lambda file: file.attrs.__delitem__("work"),
     "the attribute study is not TOML": lambda file: file.attrs.modify("study", "= ["),
