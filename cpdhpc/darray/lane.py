@@ -27,6 +27,7 @@ SLOTS = 2
 HEAD_BYTES = ALIGNED_BYTES  # in front of a payload: serial, number, loan, int64 each
 LOAN = 16  # of its bytes: where the loan is
 LENT_BYTES = 1 << 16  # of a message that is worth the kernel's help
+MOST_LENT_BYTES = 1 << 30  # the kernel reads less than 2 GiB in one call
 HELLO_BYTES = 512  # of the first message: a note of shared memory, then words
 
 
@@ -90,8 +91,8 @@ class Lane:
     @property
     def lends(self) -> bool:
         """Whether a message may be lent: read by the receiver where the sender has it."""
-        long = self.size_bytes >= LENT_BYTES
-        return long and self.shared is not None and self.shared.lends
+        fits = LENT_BYTES <= self.size_bytes <= MOST_LENT_BYTES
+        return fits and self.shared is not None and self.shared.lends
 
     @property
     def room(self) -> Bytes:
