@@ -133,7 +133,7 @@ def test_sums_are_those_of_what_the_reference_codec_gives(world: World, wire: st
             compared += len(packed.sends)
         if any(each.tobytes() != total.tobytes() for each in sums):
             problems.append(f"{wire} {number}")
-    assert world.gather(problems) == [[]] * world.size and sum(world.gather(compared)) > 3
+    assert world.gather(problems) == [[]] * world.size and sum(world.gather(compared)) >= 2
 
 
 def test_payloads_are_as_small_as_the_format(world: World) -> None:

@@ -297,7 +297,7 @@ def test_kept_tapes_are_few_and_small(world, monkeypatch):
 
 
 def test_long_messages_go_in_pieces(world, monkeypatch):
-    monkeypatch.setattr(importlib.import_module("cpdhpc.comm.world"), "MESSAGE_BYTES", 1000)
+    monkeypatch.setattr(importlib.import_module("cpdhpc.comm.messages"), "MESSAGE_BYTES", 1000)
     xs = gradients(world.ranks)
     for algorithm in SCHEDULES:
         with Allreduce("e5m2", algorithm).prepare(world, [xs[world.rank]]) as prepared:
