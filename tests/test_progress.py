@@ -24,18 +24,22 @@ PARENT = """
 import os, pty, subprocess, sys
 print("first", flush=True)
 outer, inner = pty.openpty()
-done = subprocess.run([sys.executable, "-c", sys.argv[1]], stdout=inner, stderr=subprocess.PIPE)
+command = [*sys.argv[2:], sys.executable, "-c", sys.argv[1]]
+done = subprocess.run(command, stdout=inner, stderr=subprocess.PIPE)
 print(done.stderr.decode(), os.read(outer, 100000).decode(), flush=True)
 """
 
 
+@pytest.mark.parametrize("between", [[], ["timeout", "60"]], ids=["directly", "by timeout"])
 @pytest.mark.parametrize("terminal", [False, True])
-def test_a_bar_only_where_the_launcher_writes_to_a_terminal(tmp_path: Path, terminal: bool) -> None:
+def test_a_bar_only_where_the_launcher_writes_to_a_terminal(
+    tmp_path: Path, terminal: bool, between: list[str]
+) -> None:
     log = tmp_path / "log"
     outer, inner = pty.openpty()
     with log.open("wb") as file:
         subprocess.run(
-            [sys.executable, "-c", PARENT, CHILD],
+            [sys.executable, "-c", PARENT, CHILD, *between],
             stdout=inner if terminal else file,
             env=environment() | {"TERM": "xterm"},
             check=True,

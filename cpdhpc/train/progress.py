@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+PARENT, TERMINAL = 1, 4  # of proc_pid_stat(5), behind the name
 QUIET_S = 10  # among many runs, one this long tells of its epochs
 
 
@@ -72,9 +73,26 @@ class Display:
 
 
 def on_terminal() -> bool:
-    """Whether a person sees stdout; mpirun gives ranks a terminal even where it has none itself."""
+    """Whether a person sees stdout; mpirun gives ranks a terminal even where it has none itself.
+
+    So stdout that is no controlling terminal is judged by that of the next process above which
+    has another one: of mpirun, whatever was started in between.
+    """
+    if not sys.stdout.isatty():
+        return False
     try:
-        of_parent = Path(f"/proc/{os.getppid()}/fd/1").readlink()
+        ours, pid = Path("/proc/self/fd/1").readlink(), os.getpid()
+        if int(_status(pid)[TERMINAL]) == os.fstat(1).st_rdev:
+            return True
+        while True:
+            pid = int(_status(pid)[PARENT])
+            other = Path(f"/proc/{pid}/fd/1").readlink()
+            if other != ours:
+                return str(other).startswith(("/dev/pts/", "/dev/tty"))
     except OSError:  # another user's process, or no Linux
         return False
-    return sys.stdout.isatty() and str(of_parent).startswith(("/dev/pts/", "/dev/tty"))
+
+
+def _status(pid: int) -> list[str]:
+    """Return what the system says of a process, behind its name."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
