@@ -21,10 +21,9 @@ pytestmark = [
 PREPARE = """
 import time
 import numpy as np
-from cpdhpc.comm import World, allreduce, patience
+from cpdhpc.comm import World, allreduce
 from cpdhpc.comm.engine import run
 from cpdhpc.comm.program import Exchange
-patience.GRACE_S = 0.4  # for all lines to appear; who waits looks every 0.1 s
 world = World(timeout_s=3.0)
 x = np.ones(5000, np.float32)
 allreduce(world, x)

@@ -146,8 +146,6 @@ def test_the_world_belongs_to_the_thread_until_reduce() -> None:
 
 LOOP = """
 import time, torch, cpdhpc
-from cpdhpc.comm import patience
-patience.GRACE_S = 0.4
 world = cpdhpc.World(timeout_s=4)  # long enough for a busy machine
 model = torch.nn.Linear(64, 10)
 reducer = cpdhpc.train.GradientReducer(model, world, "lowbit", bucket_mib=0.001, overlap=True)

@@ -143,16 +143,16 @@ def test_a_sender_does_not_wait_for_a_late_reader(world):
     mine, last = layout.owner(world.rank), world.size - 1
     window = layout.domain if world.rank == last else mine
     with WindowPlan(world, layout, window) as plan:
-        for call in range(3):
+        for call in range(2):
             x = numbers(plan, range(mine.start[0], mine.stop[0]), call)
             world.barrier()
             began_s = time.monotonic()
             if world.rank == last:
-                time.sleep(0.8)
+                time.sleep(2)
             y = plan.exchange(x)
             spent_s = time.monotonic() - began_s
             x[:] = -1
             right = np.array_equal(y, numbers(plan, range(window.start[0], window.stop[0]), call))
             found = world.gather((right, spent_s))
             assert all(right for right, _ in found)
-            assert all(spent_s < 0.7 for _, spent_s in found[:-1])
+            assert all(spent_s < 1.8 for _, spent_s in found[:-1])
