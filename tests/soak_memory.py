@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,6 +16,7 @@ from cpdhpc.comm.shared import Shared
 
 # What is no leak. Buffers that are kept grow until the largest of each kind has been drawn, which
 # took 25 minutes of 30; objects until all caches of formats, methods and tapes are full, as long.
+PAGE_BYTES = 4096
 SHARE, GROWTH = 0.02, {"kept_mib": 256, "other_mib": 8, "objects": 5000}
 
 
@@ -23,8 +24,7 @@ class Look(NamedTuple):
     """What a process has in use between two calls.
 
     kept_mib: buffers that worlds keep, in memory of their own and in memory that the node shares
-    other_mib: all other memory of its own, as if all that is kept had been touched, so perhaps
-        below zero; objects: of Python
+    other_mib: all other memory of its own; objects: of Python
     """
 
     kept_mib: float
@@ -32,21 +32,27 @@ class Look(NamedTuple):
     objects: int
 
 
-def look(worlds: Iterable[World]) -> Look:
+def look(worlds: Collection[World]) -> Look:
     """Look at the memory of this process.
 
-    What is free but held by glibc's malloc goes back first: it depends on the last calls.
+    What is free but held by glibc's malloc goes back first: it depends on the last calls. All pages
+    that are kept are touched: else they would count as other memory when a call first needs them.
     """
+    kept = [
+        array.reshape(-1).view(np.uint8)
+        for world in worlds
+        for (kind, _), each in world.arenas.items()
+        if kind != Shared
+        for array in each._arrays
+    ]
+    for array in kept:
+        array[::PAGE_BYTES] = array[::PAGE_BYTES]
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     lines = Path("/proc/self/status").read_text().splitlines()
     own_bytes = 1024 * int(dict(line.split(":", 1) for line in lines)["RssAnon"].split()[0])
-    kept_bytes = shared_bytes = 0
+    kept_bytes, shared_bytes = sum(array.nbytes for array in kept), 0
     for world in worlds:
-        arenas = world.arenas.items()
-        kept_bytes += sum(
-            a.nbytes for (kind, _), each in arenas if kind != Shared for a in each._arrays
-        )
         shared = world.shared()
         shared_bytes += 0 if shared is None else sum(b.memory.nbytes for b in shared._blocks)
     mib = 1 << 20
