@@ -244,7 +244,7 @@ def main(argv: list[str] | None = None) -> int:
     What the user can mend is one line from process 0 and status 2 everywhere; commands see to it
     that all processes raise it alike. Any other error of one process ends the job.
     """
-    from .comm.library import abort_job
+    from .comm.mpi_library import abort_job
     from .config import UserError
 
     arguments = parser().parse_args(argv)

@@ -11,7 +11,7 @@ from rich.table import Table
 from . import provenance
 from .comm import Ranks
 from .comm.device import Answer, find_out
-from .comm.library import library_version
+from .comm.mpi_library import library_version
 from .comm.threads import threads_of_rank
 
 

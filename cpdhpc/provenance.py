@@ -71,7 +71,7 @@ def hosts(world: Ranks) -> list[str]:
 def attributes(world: Ranks) -> dict[str, str | int]:
     """Return what to store beside a result. Collective."""
     from .comm import Loopback
-    from .comm.library import library_version
+    from .comm.mpi_library import library_version
 
     names = hosts(world)
     return {

@@ -36,7 +36,7 @@ MAY_IMPORT = {  # part of the package -> the parts it may import, besides itself
     "__init__": set(),
 }
 ONLY_HERE = {  # outside package -> where it may be imported
-    "mpi4py": ("comm/library.py",),
+    "mpi4py": ("comm/mpi_library.py",),
     "cupy": ("ops/gpu.py", "ops/gpu_launch.py", "ops/gpu_streams.py"),
     "cupyx": ("ops/gpu_streams.py",),
     "torch": ("train/", "darray/autograd.py"),

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from ..comm import Ranks
-from ..comm.library import library_version
+from ..comm.mpi_library import library_version
 from ..config import ConfigError, UserError, parse_bytes
 from ..provenance import cpu_clone, hosts, processor
 

@@ -14,8 +14,8 @@ import numpy as np
 from . import messages
 from .failure import RankFailure
 from .halo_baselines import WAYS, Baseline, Halo
-from .library import running_mpi, thread_level
 from .messages import Messages, pieces
+from .mpi_library import running_mpi, thread_level
 from .parallel_io import write_box
 from .patience import Patience, say
 from .ranks import Array, Ranks, Wait, numbered

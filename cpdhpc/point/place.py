@@ -10,7 +10,7 @@ from functools import cached_property
 
 from ..bench.fit import ping_pong
 from ..comm import World
-from ..comm.library import library_version
+from ..comm.mpi_library import library_version
 from ..config import UserError
 from ..provenance import cpu_clone, git_commit, hosts, processor, versions
 from ..study.case import Case

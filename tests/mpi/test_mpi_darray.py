@@ -16,7 +16,7 @@ from darray_cases import PADS, Case, draw, draw_layout, draw_window, shown
 from darray_checks import check_case
 
 from cpdhpc.comm import World
-from cpdhpc.comm.library import library_version
+from cpdhpc.comm.mpi_library import library_version
 from cpdhpc.darray import Constant, WindowPlan
 
 pytestmark = pytest.mark.mpi
