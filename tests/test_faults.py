@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from training import launched
 
 ROOT = Path(__file__).parents[1]
 MPIRUN = shutil.which("mpirun", path=Path(sys.executable).parent) or shutil.which("mpirun")
@@ -48,9 +49,7 @@ def launch(code, *arguments, ranks=2, limit_s=45, options=()):
     if code:
         command += ["-c", PREPARE + code]
     start_s = time.monotonic()
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=limit_s, env=environment, check=False
-    )
+    done = launched(command, timeout=limit_s, env=environment)
     return done.returncode, done.stdout + done.stderr, time.monotonic() - start_s
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from training import ROOT, environment
+from training import ROOT, environment, launched
 
 README = (ROOT / "README.md").read_text()
 PREFACE = """
@@ -32,15 +32,7 @@ def block(language: str) -> str:
 
 
 def run(command: list[str], directory: Path) -> str:
-    done = subprocess.run(
-        command,
-        cwd=directory,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = launched(command, cwd=directory, env=environment(), timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -95,9 +95,19 @@ def environment() -> dict[str, str]:
     return os.environ | {"PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
+NOT_STARTED = "The PMIx server's listener thread failed to start"
+
+
+def launched(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run a command, up to thrice where Open MPI's mpirun cannot start, as happens now and then."""
+    for _ in range(3):
+        done = subprocess.run(command, capture_output=True, text=True, check=False, **options)
+        if NOT_STARTED not in done.stdout + done.stderr:
+            break
+    return done
+
+
 def mpirun(ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run Python with arguments on so many processes."""
     command = [str(ROOT / "slurm" / "mpirun-local"), str(ranks), sys.executable, *arguments]
-    return subprocess.run(
-        command, env=environment(), capture_output=True, text=True, timeout=120, check=False
-    )
+    return launched(command, env=environment(), timeout=120)
