@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..darray import WindowPlan
-from ..darray.boundary import fill_value, sources
-from ..darray.box import Box
+from ..darray.boundary import fill_value
+from ..darray.verify import cells_shown, flat_index
 
 Array = NDArray[Any]
 LARGEST = {True: 30, False: 2}  # by whether cells travel as they are: every format has 0, 1 and 2
@@ -23,7 +23,7 @@ FACTORS = 7, 13, 5  # of a cell's number, a window's rank and a further place
 def owned_numbers(plan: WindowPlan, trail: Sequence[int], dtype: str) -> Array:
     """Return the integers at the cells that this rank owns."""
     axes = [np.arange(a, max(a, b)) for a, b in zip(*plan.owned, strict=True)]
-    return _numbers(_index(axes, plan.layout.shape), 0, trail, plan).astype(dtype)
+    return _numbers(flat_index(axes, plan.layout.shape), 0, trail, plan).astype(dtype)
 
 
 def window_numbers(plan: WindowPlan, rank: int, trail: Sequence[int], dtype: str) -> Array:
@@ -33,8 +33,8 @@ def window_numbers(plan: WindowPlan, rank: int, trail: Sequence[int], dtype: str
 
 def exchanged(plan: WindowPlan, trail: Sequence[int], dtype: str) -> Array:
     """Return what this rank's window must show."""
-    axes = [_shown(plan, plan.window, axis) for axis in range(plan.window.ndim)]
-    wanted = _numbers(_index(axes, plan.layout.shape), 0, trail, plan).astype(dtype)
+    axes = [cells_shown(plan, plan.window, axis) for axis in range(plan.window.ndim)]
+    wanted = _numbers(flat_index(axes, plan.layout.shape), 0, trail, plan).astype(dtype)
     for axis, mode in enumerate(plan.windows.modes):  # the last axis counts
         value = fill_value(mode)
         if value is not None:
@@ -48,7 +48,7 @@ def accumulated(plan: WindowPlan, trail: Sequence[int], dtype: str) -> Array:
     for rank in plan.windows.readers(plan.rank):
         window, values = plan.windows.boxes[rank], _on_window(plan, rank, trail)
         for axis in range(window.ndim):
-            shown = _shown(plan, window, axis) - plan.owned.start[axis]
+            shown = cells_shown(plan, window, axis) - plan.owned.start[axis]
             values = _summed(values, axis, shown, plan.owned.shape[axis])
         total += values
     return total.astype(dtype)
@@ -59,7 +59,7 @@ def _numbers(index: Array, rank: int, trail: Sequence[int], plan: WindowPlan) ->
     of_cell, of_rank, of_place = FACTORS
     index = of_cell * index + of_rank * rank
     if trail:
-        place = _index([np.arange(n) for n in trail], trail)
+        place = flat_index([np.arange(n) for n in trail], trail)
         index = index.reshape(index.shape + (1,) * len(trail)) + of_place * place
     values: Array = index % (2 * largest + 1) - largest
     return values
@@ -67,21 +67,7 @@ def _numbers(index: Array, rank: int, trail: Sequence[int], plan: WindowPlan) ->
 
 def _on_window(plan: WindowPlan, rank: int, trail: Sequence[int]) -> Array:
     shape = plan.windows.boxes[rank].shape
-    return _numbers(_index([np.arange(n) for n in shape], shape), 1 + rank, trail, plan)
-
-
-def _index(axes: Sequence[Array], shape: Sequence[int]) -> Array:
-    """Return the flat index of all combinations of indices along each axis."""
-    index: Array = np.zeros((), np.int64)
-    for axis, extent in zip(axes, shape, strict=True):
-        index = index[..., None] * extent + axis
-    return index
-
-
-def _shown(plan: WindowPlan, window: Box, axis: int) -> Array:
-    """Return the index of the cell that each cell of a window shows along an axis, or -1."""
-    start, stop = window.start[axis], window.stop[axis]
-    return sources(start, max(start, stop), plan.layout.shape[axis], plan.windows.modes[axis])
+    return _numbers(flat_index([np.arange(n) for n in shape], shape), 1 + rank, trail, plan)
 
 
 def _summed(values: Array, axis: int, shown: Array, extent: int) -> Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -101,10 +102,10 @@ def _dtype(plan: WindowPlan) -> type[np.generic]:
 def _numbered(box: Box, plan: WindowPlan) -> Integers:
     """Return the number of each cell of a box of the domain, from 1 on."""
     axes = [np.arange(a, max(a, b)) for a, b in zip(box.start, box.stop, strict=True)]
-    return 1 + _index(axes, plan.layout.shape)
+    return 1 + flat_index(axes, plan.layout.shape)
 
 
-def _index(axes: list[Integers], shape: tuple[int, ...]) -> Integers:
+def flat_index(axes: Sequence[Integers], shape: Sequence[int]) -> Integers:
     """Return the flat index of all combinations of indices along each axis."""
     index = np.zeros((), np.int64)
     for axis, extent in zip(axes, shape, strict=True):
@@ -112,15 +113,15 @@ def _index(axes: list[Integers], shape: tuple[int, ...]) -> Integers:
     return index
 
 
-def _shown(plan: WindowPlan, axis: int) -> Integers:
-    """Return the index of the cell that each cell of the window shows along an axis, or -1."""
-    start, stop = plan.window.start[axis], plan.window.stop[axis]
+def cells_shown(plan: WindowPlan, window: Box, axis: int) -> Integers:
+    """Return the index of the cell that each cell of a window shows along an axis, or -1."""
+    start, stop = window.start[axis], window.stop[axis]
     return sources(start, max(start, stop), plan.layout.shape[axis], plan.windows.modes[axis])
 
 
 def _outside(plan: WindowPlan, axis: int) -> tuple[Any, ...]:
     """Return what selects the cells of the window that are filled because of an axis."""
-    return (slice(None),) * axis + (_shown(plan, axis) < 0,)
+    return (slice(None),) * axis + (cells_shown(plan, plan.window, axis) < 0,)
 
 
 def _linear(plan: WindowPlan, x: npt.NDArray[Any]) -> Any:
@@ -132,8 +133,8 @@ def _linear(plan: WindowPlan, x: npt.NDArray[Any]) -> Any:
 
 
 def _wrong_cells(plan: WindowPlan) -> int:
-    axes = [_shown(plan, axis) for axis in range(len(plan.layout.shape))]
-    wanted = (1 + _index(axes, plan.layout.shape)).astype(_dtype(plan))
+    axes = [cells_shown(plan, plan.window, axis) for axis in range(len(plan.layout.shape))]
+    wanted = (1 + flat_index(axes, plan.layout.shape)).astype(_dtype(plan))
     for axis, mode in enumerate(plan.windows.modes):  # the last axis counts
         value = fill_value(mode)
         if value is not None:
@@ -157,8 +158,7 @@ def _wrong_counts(plan: WindowPlan) -> int:
     for rank in () if plan.owned.empty else range(plan.layout.ranks):
         window, product = plan.windows.boxes[rank], np.ones((), np.int64)
         for axis, extent in enumerate(plan.layout.shape):
-            start, stop = window.start[axis], max(window.start[axis], window.stop[axis])
-            shown = sources(start, stop, extent, plan.windows.modes[axis])
+            shown = cells_shown(plan, window, axis)
             counts = np.bincount(shown[shown >= 0], minlength=extent)
             own = slice(plan.owned.start[axis], plan.owned.stop[axis])
             product = product[..., None] * counts[own]
