@@ -10,34 +10,34 @@ if TYPE_CHECKING:
     from .arrays import pack as pack
     from .arrays import quantize as quantize
     from .arrays import unpack as unpack
-    from .comm import NonFiniteGradient as NonFiniteGradient
-    from .comm import RankFailure as RankFailure
-    from .comm import World as World
-    from .comm.call import allreduce as allreduce
-    from .comm.simulate import simulate as simulate
+    from .collectives.allreduce import allreduce as allreduce
+    from .collectives.allreduce import simulate as simulate
+    from .collectives.checks import NonFiniteGradient as NonFiniteGradient
     from .formats import Cast as Cast
     from .formats import FloatFormat as FloatFormat
     from .formats import parse_format as parse_format
-    from .ops.threads import kernel_threads as kernel_threads
-    from .ops.threads import set_kernel_threads as set_kernel_threads
+    from .ops import kernel_threads as kernel_threads
+    from .ops import set_kernel_threads as set_kernel_threads
+    from .world.mpi import World as World
+    from .world.ranks import RankFailure as RankFailure
 
 __version__ = "0.1.0"
 
 _EXPORTS = {  # public name -> the module that has it, imported when first asked for
     "Cast": "cpdhpc.formats",
     "FloatFormat": "cpdhpc.formats",
-    "NonFiniteGradient": "cpdhpc.comm",
-    "RankFailure": "cpdhpc.comm",
-    "World": "cpdhpc.comm",
-    "allreduce": "cpdhpc.comm",
+    "NonFiniteGradient": "cpdhpc.collectives.checks",
+    "RankFailure": "cpdhpc.world.ranks",
+    "World": "cpdhpc.world.mpi",
+    "allreduce": "cpdhpc.collectives.allreduce",
     "decode": "cpdhpc.arrays",
     "encode": "cpdhpc.arrays",
-    "kernel_threads": "cpdhpc.ops.threads",
+    "kernel_threads": "cpdhpc.ops",
     "pack": "cpdhpc.arrays",
     "parse_format": "cpdhpc.formats",
     "quantize": "cpdhpc.arrays",
-    "set_kernel_threads": "cpdhpc.ops.threads",
-    "simulate": "cpdhpc.comm",
+    "set_kernel_threads": "cpdhpc.ops",
+    "simulate": "cpdhpc.collectives.allreduce",
     "unpack": "cpdhpc.arrays",
 }
 

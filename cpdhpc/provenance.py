@@ -1,4 +1,4 @@
-"""Where a result comes from: versions, machine, job, commit."""
+"""Where a result comes from (versions, machine, job, commit): in files, and as cpdhpc info."""
 
 from __future__ import annotations
 
@@ -9,15 +9,19 @@ import subprocess
 from datetime import UTC, datetime
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
 
 import cpdhpc
 
-from .ops.threads import kernel_threads
-
-if TYPE_CHECKING:
-    from .comm import Ranks
+from .ops import kernel_threads
+from .world.cores import threads_of_rank
+from .world.gpu_messages import Answer, find_out
+from .world.mpi import library_version
+from .world.ranks import Ranks
 
 PACKAGES = ("numpy", "torch", "mpi4py", "h5py", "scikit-learn", "pydantic", "cupy-cuda12x")
 
@@ -70,8 +74,8 @@ def hosts(world: Ranks) -> list[str]:
 
 def attributes(world: Ranks) -> dict[str, str | int]:
     """Return what to store beside a result. Collective."""
-    from .comm import Loopback
-    from .comm.mpi_library import library_version
+    from .world.mpi import library_version
+    from .world.ranks import Loopback
 
     names = hosts(world)
     return {
@@ -88,3 +92,44 @@ def attributes(world: Ranks) -> dict[str, str | int]:
         "git_commit": git_commit(),
         "slurm_job_id": os.environ.get("SLURM_JOB_ID", ""),
     }
+
+
+def print_info(world: Ranks) -> None:
+    """Print a table from process 0. Collective."""
+    names = hosts(world)
+    threads = str(threads_of_rank(world))  # of torch in train, of kernels in train and bench
+    rows = [
+        *versions().items(),
+        ("MPI library", library_version()),
+        ("processes", f"{world.size} on {', '.join(sorted(set(names)))}"),
+        ("cores of this process", str(len(os.sched_getaffinity(0)))),
+        ("torch threads", threads if find_spec("torch") else "torch is not installed"),
+        ("kernel threads", threads),
+        ("CPU kernels", cpu_clone()),
+        ("GPU", gpu() or "none"),
+        *gpu_rows(world),
+    ]
+    if world.rank == 0:
+        table = Table(show_header=False)
+        for name, value in rows:
+            table.add_row(name, value)
+        Console(soft_wrap=True).print(table)
+
+
+def gpu() -> str:
+    """Return the name of the GPU that CuPy sees, "" where it sees none."""
+    if find_spec("cupy") is None:
+        return ""
+    from .ops import gpu_runtime
+
+    return gpu_runtime.device_name()
+
+
+def gpu_rows(world: Ranks) -> list[tuple[str, str]]:
+    """Return whether MPI takes GPU memory, why, and how GPU arrays travel then. Collective."""
+    if not all(world.gather(bool(gpu()), "GPU")):
+        missing = Answer(False, "CuPy and a GPU are not there on every process")
+        return [("GPU-aware MPI", str(missing))]
+    answer = find_out(world)
+    travel = "go to MPI as they are" if answer.yes else "are staged through pinned host memory"
+    return [("GPU-aware MPI", str(answer)), ("GPU arrays", travel)]

@@ -1,7 +1,7 @@
 """All-reduce written out straight, over whole arrays, from ops.reference: what tests compare to.
 
 A chunk is whole tiles and a tile is quantised by itself, so quantising whole arrays is the same
-as quantising chunks. Nothing here is shared with cpdhpc.comm.
+as quantising chunks. Nothing here is shared with cpdhpc.collectives.
 """
 
 from fractions import Fraction

@@ -2,10 +2,10 @@
 
 import torch
 
-from cpdhpc.comm import Ranks
-from cpdhpc.darray import Box, Layout
-from cpdhpc.train.autoencoder.geometry import Geometry, Layer
-from cpdhpc.train.autoencoder.macro import MacroLayer
+from cpdhpc.autoencoder.job import Geometry, Layer
+from cpdhpc.autoencoder.layer import MacroLayer
+from cpdhpc.darray.layout import Box, Layout
+from cpdhpc.world.ranks import Ranks
 
 LAYER = Layer(field=4, step=2, maps=3, pool=2, pool_step=1, contrast=3, sparsity=0.3)
 GEOMETRY = Geometry(LAYER, (12, 10), channels=2)
@@ -95,7 +95,7 @@ def part(values, box: Box):
 
 
 def whole_weight(of=GEOMETRY):
-    from cpdhpc.comm import Loopback
+    from cpdhpc.world.ranks import Loopback
 
     alone = make(Loopback(), (1, 1), of=of)
     return alone.weight.detach().reshape(*of.blocks, of.layer.maps, of.inputs).clone()

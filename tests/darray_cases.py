@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cpdhpc.darray import Box, Constant, Layout
+from cpdhpc.darray.layout import Box, Layout
+from cpdhpc.darray.windows import Constant
 
 PADS = {"zero": "constant", "wrap": "wrap", "reflect": "reflect", "symmetric": "symmetric",
         "edge": "edge"}  # fmt: skip

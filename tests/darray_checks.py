@@ -8,7 +8,7 @@ import numpy as np
 from darray_arrays import Laid, any_bits, dtype_of, laid_out, numbers, same
 from darray_cases import WHOLE_UP_TO, Case, own, shown, summed
 
-from cpdhpc.darray import WindowPlan
+from cpdhpc.darray.plan import WindowPlan
 
 CALLS = (0, 1, 1)  # which of two arrays: by slices, by a program for its strides, by that again
 

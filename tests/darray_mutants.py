@@ -12,8 +12,9 @@ from unittest.mock import patch
 
 from darray_cases import draw
 
-from cpdhpc.darray import WindowPlan, kinds, moving, slicing
-from cpdhpc.darray.operation import ACCUMULATE
+from cpdhpc.darray import array_kinds, by_slices, compiled
+from cpdhpc.darray.compiled import ACCUMULATE
+from cpdhpc.darray.plan import WindowPlan
 from cpdhpc.ops import moves
 
 PLANS = 200
@@ -42,7 +43,7 @@ def assigned() -> Any:
 
     def unpack(cut: Any, pieces: Any, values: Any, out: Any) -> None:
         trail = tuple(out.shape[cut.owned.ndim :])
-        parts = slicing.flat_pieces(pieces, values, trail)
+        parts = by_slices.flat_pieces(pieces, values, trail)
         for piece, part in zip(pieces, parts, strict=True):
             out[piece.source.slices(cut.owned.start)] = part
 
@@ -57,29 +58,29 @@ def assigned() -> Any:
 @contextmanager
 def ignored_flip() -> Iterator[None]:
     """Mirrored cells are shown, and summed, in the order of their sources."""
-    target = moving.Frame.target
+    target = compiled.Frame.target
 
     def straight(self: Any, piece: Any) -> Any:
         return target(self, piece._replace(steps=tuple(map(abs, piece.steps))))
 
     with ExitStack() as stack:
-        stack.enter_context(patch.object(moving.Frame, "target", straight))
-        stack.enter_context(patch.object(kinds._Numpy, "flip", lambda self, x, axes: x))
+        stack.enter_context(patch.object(compiled.Frame, "target", straight))
+        stack.enter_context(patch.object(array_kinds._Numpy, "flip", lambda self, x, axes: x))
         yield
 
 
 @contextmanager
 def one_of_many() -> Iterator[None]:
     """Of the cells that show the same cell at an edge only the first is summed."""
-    repeats = slicing.Piece.repeats
+    repeats = by_slices.Piece.repeats
 
     def gathered(self: Any, y: Any, piece: Any) -> Any:
         return self.turned(y[self.target(piece)], piece)[next(repeats(piece))]
 
     with ExitStack() as stack:
-        stack.enter_context(patch.object(slicing.Source, "gathered", gathered))
+        stack.enter_context(patch.object(by_slices.Source, "gathered", gathered))
         stack.enter_context(
-            patch.object(slicing.Piece, "repeats", lambda self: [next(repeats(self))])
+            patch.object(by_slices.Piece, "repeats", lambda self: [next(repeats(self))])
         )
         yield
 
@@ -101,7 +102,7 @@ def own_overwritten() -> Iterator[None]:
         )  # fmt: skip
 
     def own_rows(channel: Any, frame: Any) -> Any:
-        with patch.object(moving, "add_sums", rows):
+        with patch.object(compiled, "add_sums", rows):
             room, listed = before(channel, frame)
             return room, list(listed)
 
@@ -133,7 +134,7 @@ def refused(world: Any, number: int) -> bool:
 
 
 if __name__ == "__main__":
-    from cpdhpc.comm import World
+    from cpdhpc.world.mpi import World
 
     everyone = World(timeout_s=60)
     found = {"nothing": sum(refused(everyone, i) for i in range(PLANS))}

@@ -1,6 +1,6 @@
 """Exact sums by integers: what tests of accumulate="exact" compare to.
 
-Nothing here is shared with cpdhpc.comm, and of the kernels only the random bits. float64 holds
+Nothing here is shared with cpdhpc.collectives, and of the kernels only random bits. float64 holds
 every number on the way: 24 bits of a value, at most 32 of a sum, times powers of two that stay far
 from the ends of its range. sum_by_fractions needs no such argument.
 """

@@ -15,11 +15,10 @@ from subprocess import Popen
 
 from studies import kill_all, start, study_file
 
-from cpdhpc.study.case import Case
+from cpdhpc.study.case_file import read_result
+from cpdhpc.study.cases import Case, expand
 from cpdhpc.study.folder import Folder
-from cpdhpc.study.result import read_result
 from cpdhpc.study.spec import load_study
-from cpdhpc.study.sweep import expand
 
 CHANGES = {
     "sweep": {

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from training import ROWS
 
-from cpdhpc.comm import Bucket
-from cpdhpc.compress import Mean, NoCompression
+from cpdhpc.compress.base import Mean
+from cpdhpc.compress.bucket import Bucket
+from cpdhpc.compress.none import NoCompression
 
 SIZES_MIB = (25.0, 0.005, 1e-6)  # all layers in one bucket, some, and one in each
 

@@ -5,13 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from cpdhpc.config import validate
-from cpdhpc.study.batch import Batch, batches
-from cpdhpc.study.launchers import LAUNCHERS
-from cpdhpc.study.script import array_script, arrays, collect_script
-from cpdhpc.study.site import Site, load_site
+from cpdhpc.study.cases import Batch, batches, expand
+from cpdhpc.study.slurm.script import array_script, arrays, collect_script, scripts
+from cpdhpc.study.slurm.site import LAUNCHERS, Site, load_site
 from cpdhpc.study.spec import Study
-from cpdhpc.study.standalone import scripts
-from cpdhpc.study.sweep import expand
 
 ROOT = Path(__file__).parent.parent
 GOLDEN = ROOT / "tests" / "golden" / "slurm"

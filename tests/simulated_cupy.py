@@ -13,7 +13,7 @@ import numpy as np
 import simulated_kernels
 from simulated_gpu import Event, Gpu, Owner, Stream
 
-OURS = ("gpu", "gpu_launch", "gpu_streams")  # modules of cpdhpc.ops that import cupy
+OURS = ("gpu", "gpu_runtime")  # modules of cpdhpc.ops that import cupy
 
 
 class Error(RuntimeError):

@@ -20,9 +20,12 @@ import numpy as np
 from soak_draws import MOST, Array, Draw, contribution, draw
 from soak_memory import Look, grown, look
 
-from cpdhpc.comm import SCHEDULES, Allreduce, Loopback, NonFiniteGradient, World
-from cpdhpc.comm.prepared import Prepared
-from cpdhpc.ops.threads import set_kernel_threads
+from cpdhpc.collectives.allreduce import Allreduce, Prepared
+from cpdhpc.collectives.checks import NonFiniteGradient
+from cpdhpc.collectives.schedules import SCHEDULES
+from cpdhpc.ops import set_kernel_threads
+from cpdhpc.world.mpi import World
+from cpdhpc.world.ranks import Loopback
 
 PERIOD_S = 60.0  # between two looks at the memory, and a tenth of the whole time at most
 TIMEOUT_S = 300.0

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cpdhpc.comm import SCHEDULES, Allreduce, Segment
-from cpdhpc.comm.method import EXACT
+from cpdhpc.collectives.allreduce import Allreduce
+from cpdhpc.collectives.method import EXACT, Segment
+from cpdhpc.collectives.schedules import SCHEDULES
 from cpdhpc.formats import INTEGERS, TILE, tiles
 
 Array = np.ndarray[Any, np.dtype[np.float32]]

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cpdhpc.comm import World
-from cpdhpc.comm.shared import Shared
+from cpdhpc.world.mpi import World
+from cpdhpc.world.node_memory import Shared
 
 # What is no leak. Buffers that are kept grow until the largest of each kind has been drawn, which
 # took 25 minutes of 30; objects until all caches of formats, methods and tapes are full, as long.

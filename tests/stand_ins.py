@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cpdhpc.study.slurm import FIELDS
+from cpdhpc.study.slurm.queue import FIELDS
 
 SBATCH = """#!/bin/bash
 echo "$*" >> calls

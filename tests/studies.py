@@ -12,11 +12,10 @@ import numpy as np
 from training import environment
 
 from cpdhpc.config import dump_toml, merge
-from cpdhpc.study.case import Case
+from cpdhpc.study.case_file import Result, write_result
+from cpdhpc.study.cases import Case, expand
 from cpdhpc.study.folder import Folder
-from cpdhpc.study.result import Result, write_result
 from cpdhpc.study.spec import Study, load_study
-from cpdhpc.study.sweep import expand
 
 SMALL = {
     "name": "small",

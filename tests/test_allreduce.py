@@ -9,18 +9,12 @@ import numpy as np
 import pytest
 from allreduce_oracle import expected, shift_by_fractions
 
-from cpdhpc.comm import (
-    SCHEDULES,
-    Allreduce,
-    Layout,
-    Loopback,
-    Segment,
-    allreduce,
-    chunk,
-    simulate,
-)
-from cpdhpc.comm.scaling import aps_shift
+from cpdhpc.collectives import rank_program
+from cpdhpc.collectives.allreduce import Allreduce, allreduce, simulate
+from cpdhpc.collectives.method import Segment, aps_shift
+from cpdhpc.collectives.schedules import SCHEDULES, Layout
 from cpdhpc.formats import parse_format
+from cpdhpc.world.ranks import Loopback
 
 WIRES = ["raw", "e4m3", "e5m2", "e3m0", "e2m1fn", "bf16"]
 SCALINGS = ["none", "static", "aps", "tile"]
@@ -110,7 +104,7 @@ def test_hier_is_direct_in_one_node_and_ring_with_nodes_of_one_rank(wire, scalin
 @pytest.mark.parametrize("algorithm, accumulate", WAYS)
 def test_pieces(algorithm, accumulate, monkeypatch):
     """More pieces than are under way at a time; each is cut into chunks by itself."""
-    monkeypatch.setattr(chunk, "PIECE_VALUES", (1024, 1024))
+    monkeypatch.setattr(rank_program, "PIECE_VALUES", (1024, 1024))
     nodes = [0, 1, 1, 0, 2] if algorithm == "hier" else None
     for wire, rounding in (("raw", "nearest"), ("e4m3", "stochastic")):
         chunks = SCHEDULES[algorithm].chunks(Layout((0,) * 5))
@@ -273,7 +267,7 @@ def test_a_world_keeps_buffers_but_not_what_it_is_given(wire):
 
 def test_comm_does_not_import_mpi():
     code = (
-        "import sys, numpy; from cpdhpc.comm import simulate;"
+        "import sys, numpy; from cpdhpc import simulate;"
         "simulate([numpy.ones(9, numpy.float32)] * 3, 'e4m3', 'direct', 'aps');"
         "assert 'mpi4py' not in sys.modules"
     )

@@ -5,16 +5,12 @@ import pickle
 import numpy as np
 import pytest
 
-from cpdhpc.comm import (
-    SCHEDULES,
-    Allreduce,
-    Loopback,
-    NonFiniteGradient,
-    Segment,
-    allreduce,
-    as_world,
-    simulate,
-)
+from cpdhpc.collectives.allreduce import Allreduce, allreduce, simulate
+from cpdhpc.collectives.checks import NonFiniteGradient
+from cpdhpc.collectives.method import Segment
+from cpdhpc.collectives.schedules import SCHEDULES
+from cpdhpc.world.mpi import as_world
+from cpdhpc.world.ranks import Loopback
 
 SEGMENTS = [Segment("a", 0, 2000), Segment("b", 2048, 3000)]
 SCALINGS = ["none", "static:0", "aps", "tile"]

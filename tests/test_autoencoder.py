@@ -15,13 +15,12 @@ from autoencoders import GEOMETRY
 from training import ROOT, environment, write_idx
 
 from cpdhpc import store
-from cpdhpc.__main__ import main
+from cpdhpc.autoencoder.files import mosaic
+from cpdhpc.autoencoder.images import Source
+from cpdhpc.autoencoder.job import Geometry, Layer, load, stack
+from cpdhpc.autoencoder.layer import gather, scatter
+from cpdhpc.cli import main
 from cpdhpc.config import ConfigError
-from cpdhpc.train.autoencoder.geometry import Geometry, Layer, stack
-from cpdhpc.train.autoencoder.images import Source
-from cpdhpc.train.autoencoder.job import load
-from cpdhpc.train.autoencoder.patches import gather, scatter
-from cpdhpc.train.autoencoder.picture import mosaic
 from cpdhpc.train.data import DataError
 
 INPUTS = sorted((ROOT / "inputs").glob("cots_*.toml"))
@@ -89,7 +88,7 @@ def checkpoint_after(out: Path, path: Path, settings: tuple[str, ...]) -> None:
     """Train until the first checkpoint, then stop as SIGTERM does."""
     import signal
 
-    from cpdhpc.train.autoencoder.training import Stack
+    from cpdhpc.autoencoder.training import Stack
 
     real, count = Stack.step, 0
 
@@ -221,7 +220,7 @@ def test_layers_that_do_not_fit_are_named() -> None:
 FAULTS = """
 import resource, sys
 import torch
-from cpdhpc.train.memory import keep_freed_memory
+from cpdhpc.autoencoder.job import keep_freed_memory
 kept = sys.argv[1] == "1" and keep_freed_memory()
 faults = []
 for _ in range(8):

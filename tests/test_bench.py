@@ -13,16 +13,17 @@ import xarray
 from training import mpirun
 
 from cpdhpc import store
-from cpdhpc.__main__ import main
-from cpdhpc.bench.cases import Case, Data, cases_of_size, integer_data, normal_data
-from cpdhpc.bench.cores import own_cores
+from cpdhpc.bench.allreduce import Case, Data, cases_of_size, integer_data, normal_data
 from cpdhpc.bench.harness import interleave, interleave_ranks
-from cpdhpc.comm import Allreduce, Loopback
-from cpdhpc.comm.machine import read_machine
+from cpdhpc.cli import main
+from cpdhpc.collectives.allreduce import Allreduce
+from cpdhpc.collectives.method import read_machine
+from cpdhpc.world.cores import own_cores
+from cpdhpc.world.ranks import Loopback
 
 DRIVER = """
 import json, sys
-from cpdhpc.__main__ import main
+from cpdhpc.cli import main
 
 for case in json.loads(sys.argv[1]):
     status = main(["bench", *case])

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from cpdhpc.__main__ import parser
 from cpdhpc.bench.allreduce import run
-from cpdhpc.bench.options import parse_counts, parse_sizes
-from cpdhpc.comm import Loopback
+from cpdhpc.bench.harness import parse_counts, parse_sizes
+from cpdhpc.cli import parser
 from cpdhpc.config import UserError
+from cpdhpc.world.ranks import Loopback
 
 
 @pytest.mark.parametrize(
@@ -59,8 +59,6 @@ def test_what_the_user_can_mend(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError) as caught:
-        run(
-            parser().parse_args(["bench", "allreduce", "--baselines", "mpi", *arguments]),
-            Loopback(1),
-        )
+        argv = ["bench", "allreduce", "--baselines", "mpi", *arguments]
+        run(parser(argv).parse_args(argv), Loopback(1))
     assert words in str(caught.value)

@@ -9,14 +9,23 @@ import numpy as np
 import pytest
 from synthetic_study import write_study
 
-from cpdhpc.study.report import text
-from cpdhpc.study.report.axis import Axis, spread
-from cpdhpc.study.report.chart import STYLE, Chart, draw
-from cpdhpc.study.report.look import BOUND, COLOURS, MARKERS, looks
-from cpdhpc.study.report.panel import Map, Panel
-from cpdhpc.study.report.series import Series
-from cpdhpc.study.report.study_file import load_study_file
-from cpdhpc.study.report.study_report import study_report
+from cpdhpc.report import units as text
+from cpdhpc.report.figures import (
+    BOUND,
+    COLOURS,
+    MARKERS,
+    STYLE,
+    Axis,
+    Chart,
+    Map,
+    Panel,
+    Series,
+    draw,
+    looks,
+    spread,
+)
+from cpdhpc.report.study import study_report
+from cpdhpc.study.study_file import load_study_file
 
 STUDIES: dict[str, dict[str, Any]] = {
     "strong": {"sizes": (2**12, 2**18, 2**24)},

@@ -13,13 +13,13 @@ import pytest
 from training import ROOT, ROWS, environment, model_bytes, run_job, small_data, small_job, write_idx
 
 from cpdhpc import store
-from cpdhpc.__main__ import main
-from cpdhpc.comm import Loopback
+from cpdhpc.cli import main
 from cpdhpc.config import UserError, dump_toml
 from cpdhpc.signals import STOPPING, Caught, Interrupted, catching
 from cpdhpc.train.loop import run
 from cpdhpc.train.progress import Display
 from cpdhpc.train.setup import Files, prepare
+from cpdhpc.world.ranks import Loopback
 
 TELEMETRY_OFTEN = {"train": {"telemetry_every": 3, "checkpoint_every": 1, "epochs": 3}}
 

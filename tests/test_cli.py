@@ -11,16 +11,16 @@ import pytest
 from training import environment, mpirun, write_idx
 
 from cpdhpc import store
-from cpdhpc.__main__ import ALONE, TOGETHER, main
-from cpdhpc.comm import World
+from cpdhpc.cli import COMMANDS, main
 from cpdhpc.config import UserError
+from cpdhpc.world.mpi import World
 
 DRIVER = """
 import json, sys
 import numpy as np
 import cpdhpc.train.step as steps
-from cpdhpc.__main__ import main
-from cpdhpc.comm import World
+from cpdhpc.cli import main
+from cpdhpc.world.mpi import World
 
 world, backward, calls = World(), steps.backward, []
 
@@ -38,17 +38,17 @@ for case in json.loads(sys.argv[1]):
 """
 BUG = """
 import sys
-import cpdhpc.info
-from cpdhpc.__main__ import main
-from cpdhpc.comm import World
+import cpdhpc.provenance
+from cpdhpc.cli import main
+from cpdhpc.world.mpi import World
 
 if World().rank == 1:
-    cpdhpc.info.gpu = None
+    cpdhpc.provenance.gpu = None
 sys.exit(main(["info"]))
 """
 
 
-@pytest.mark.parametrize("command", [[], *([name] for name in ALONE | TOGETHER)])
+@pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS)])
 def test_help_tells_what_there_is(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main([*command, "--help"])
@@ -60,7 +60,7 @@ def test_help_tells_what_there_is(command: list[str], capsys: pytest.CaptureFixt
 
 def test_help_and_report_need_neither_torch_nor_mpi(tmp_path: Path) -> None:
     program = (
-        "import sys; from cpdhpc.__main__ import main\n"
+        "import sys; from cpdhpc.cli import main\n"
         f"status = main(['report', {str(tmp_path)!r}])\n"
         "assert not {'torch', 'mpi4py.MPI', 'cupy'} & set(sys.modules), 'heavy'\n"
         "sys.exit(status)"
@@ -143,7 +143,7 @@ def test_the_timeout_is_that_of_the_world(
     def world(timeout_s: float) -> World:
         raise UserError(f"waits {timeout_s} s")
 
-    monkeypatch.setattr("cpdhpc.comm.World", world)
+    monkeypatch.setattr("cpdhpc.world.mpi.World", world)
     for options, shown in (("--timeout 2.5", "waits 2.5 s"), ("", "waits 600.0 s")):
         assert main([*command.split(), *options.split()]) == 2
         assert shown in capsys.readouterr().err

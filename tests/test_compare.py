@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 from synthetic_study import ENVIRONMENT, write_study
 
-from cpdhpc.__main__ import main
+from cpdhpc.cli import main
 from cpdhpc.config import UserError
-from cpdhpc.study.report.command import compare_files
-from cpdhpc.study.report.compare import Comparison, compare
-from cpdhpc.study.report.compare_report import compare_report
-from cpdhpc.study.report.study_file import load_study_file
+from cpdhpc.report.command import compare_files
+from cpdhpc.report.compare import Comparison, compare, compare_report
+from cpdhpc.study.study_file import load_study_file
 
 OPTIONS: dict[str, Any] = {"ranks": (2, 4), "sizes": (2**12, 2**18, 2**24)}
 SLOWER, FASTER = {3: 1.2, 17: 1.2, 41: 1.2}, {20: 0.8}

@@ -10,12 +10,16 @@ import numpy as np
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from cpdhpc.comm import Bucket, Loopback, NonFiniteGradient
-from cpdhpc.comm.machine import DEFAULT
-from cpdhpc.compress import COMPRESSORS, LowBit, NoCompression
+from cpdhpc.collectives.checks import NonFiniteGradient
+from cpdhpc.collectives.method import DEFAULT
+from cpdhpc.compress import COMPRESSORS
+from cpdhpc.compress.bucket import Bucket
+from cpdhpc.compress.lowbit import LowBit
+from cpdhpc.compress.none import NoCompression
 from cpdhpc.config import dump_toml
 from cpdhpc.formats import Cast, parse_format
 from cpdhpc.ops import reference
+from cpdhpc.world.ranks import Loopback
 
 RANKS = 4
 EVERY = pytest.mark.parametrize("name", COMPRESSORS)

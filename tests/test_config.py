@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cpdhpc.comm.machine import DEFAULT
+from cpdhpc.collectives.method import DEFAULT
 from cpdhpc.config import ConfigError, difference, dump_toml, merge, override, read_toml
 from cpdhpc.train.job import load
 

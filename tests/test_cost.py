@@ -8,11 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cpdhpc.comm import SCHEDULES, Allreduce, Loopback, allreduce, cost, simulate
-from cpdhpc.comm.cost import Sample, choose, fit, line, predict, solve
-from cpdhpc.comm.machine import DEFAULT, UNITS, Machine, as_machine, read_machine
+from cpdhpc.collectives import predict as model
+from cpdhpc.collectives.allreduce import Allreduce, allreduce, simulate
+from cpdhpc.collectives.method import DEFAULT, UNITS, Machine, as_machine, read_machine
+from cpdhpc.collectives.predict import Sample, choose, fit, line, predict, solve
+from cpdhpc.collectives.schedules import SCHEDULES
 from cpdhpc.config import ConfigError, dump_toml
 from cpdhpc.formats import TILE
+from cpdhpc.world.ranks import Loopback
 
 MACHINE = Machine(
     alpha_s=3e-6,
@@ -35,7 +38,7 @@ ROUNDING = 10_000 * 2.0**-53
 def programs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Formulas are of programs, whatever the size, but where a test is about small sizes."""
     if "small" not in request.node.name:
-        monkeypatch.setattr(cost, "is_small", lambda method, ranks, n: False)
+        monkeypatch.setattr(model, "is_small", lambda method, ranks, n: False)
 
 
 def nodes(ranks: int) -> tuple[int, ...]:
@@ -104,9 +107,9 @@ def test_one_rank_stands_for_all(monkeypatch: pytest.MonkeyPatch, name: str, wir
     machine, method = replace(MACHINE, host_s=4e-11, copy_s=3e-11), Allreduce(wire, name)
     where = (0, 0, 0, 0, 1, 1, 1, 1)
     for n in (8 * TILE, 6 << 20):  # one piece and several; the same chunks on all ranks
-        monkeypatch.setattr(cost, "ALL_RANKS", 8)
+        monkeypatch.setattr(model, "ALL_RANKS", 8)
         everyone = predict(machine, method, where, n)
-        monkeypatch.setattr(cost, "ALL_RANKS", 1)
+        monkeypatch.setattr(model, "ALL_RANKS", 1)
         one = predict(machine, method, where, n)
         assert (everyone.walked, one.walked) == (8, 1)
         assert one.time_s == pytest.approx(everyone.time_s, rel=ROUNDING)
@@ -123,9 +126,9 @@ def test_pieces_that_are_not_walked_are_estimated(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """No bound: the estimate is for many pieces, and within a quarter here."""
-    monkeypatch.setattr(cost, "WINDOWS", 1000)
+    monkeypatch.setattr(model, "WINDOWS", 1000)
     whole_s = predicted_s(name, "e4m3", 4, 40 << 20)
-    monkeypatch.setattr(cost, "WINDOWS", 4)
+    monkeypatch.setattr(model, "WINDOWS", 4)
     assert predicted_s(name, "e4m3", 4, 40 << 20) == pytest.approx(whole_s, rel=0.25)
 
 

@@ -11,19 +11,12 @@ import torch
 from darray_cases import draw, draw_layout
 from darray_checks import check_case
 
-from cpdhpc.comm import Loopback
-from cpdhpc.darray import (
-    Box,
-    Constant,
-    DistArray,
-    Layout,
-    WindowPlan,
-    Windows,
-    describe,
-    receptive,
-    redistribute,
-)
-from cpdhpc.darray.boundary import MODES, parse_boundary, segments, sources
+from cpdhpc.darray import describe
+from cpdhpc.darray.array import DistArray, redistribute
+from cpdhpc.darray.layout import Box, Layout, receptive
+from cpdhpc.darray.plan import WindowPlan
+from cpdhpc.darray.windows import MODES, Constant, Windows, parse_boundary, segments, sources
+from cpdhpc.world.ranks import Loopback
 
 ONE = Layout.grid((4,), (1,))
 

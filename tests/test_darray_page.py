@@ -10,7 +10,7 @@ import pytest
 from test_readme import ON_TWO_RANKS, run
 from training import ROOT
 
-from cpdhpc.__main__ import main
+from cpdhpc.cli import main
 
 PAGE = (ROOT / "docs" / "darray.md").read_text()
 pytestmark = pytest.mark.mpi_skip

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from cpdhpc.comm import Loopback, device
+from cpdhpc.world import gpu_messages
+from cpdhpc.world.ranks import Loopback
 
 
 class Library:
@@ -33,32 +34,36 @@ def test_both_queries_are_understood(
     monkeypatch: pytest.MonkeyPatch, name: str, value: int
 ) -> None:
     libraries = {"libmpi_cxx.so.40": Library("", 0), "libmpi.so.40": Library(name, value)}
-    monkeypatch.setattr(device, "loaded", lambda start: list(libraries) if "mpi" in start else [])
+    monkeypatch.setattr(
+        gpu_messages, "loaded", lambda start: list(libraries) if "mpi" in start else []
+    )
     monkeypatch.setattr(ctypes, "CDLL", libraries.__getitem__)
-    assert device.query() == (bool(value), name)
+    assert gpu_messages.query() == (bool(value), name)
 
 
 def test_open_mpi_4_may_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "loaded", lambda start: [f"{start}.so.40"])
+    monkeypatch.setattr(gpu_messages, "loaded", lambda start: [f"{start}.so.40"])
     library, flag = Library("MPIX_Query_cuda_support", 1), ctypes.c_bool()
     known = SimpleNamespace(in_dll=lambda library, name: flag)
     stand_in = SimpleNamespace(CDLL=lambda path: library, c_bool=known)
-    monkeypatch.setattr(device, "ctypes", stand_in)
+    monkeypatch.setattr(gpu_messages, "ctypes", stand_in)
     for flag.value in (False, True):
-        assert device.query().yes == flag.value
+        assert gpu_messages.query().yes == flag.value
 
 
 def test_no_query_is_no() -> None:
-    assert str(device.Answer(False, "why")) == "no (why)"
-    assert device.loaded("libno-such") == [] and len(device.loaded("libpython")) <= 1
+    assert str(gpu_messages.Answer(False, "why")) == "no (why)"
+    assert gpu_messages.loaded("libno-such") == [] and len(gpu_messages.loaded("libpython")) <= 1
 
 
 def test_a_no_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "exchange", pytest.fail)  # one process cannot try
+    monkeypatch.setattr(gpu_messages, "exchange", pytest.fail)  # one process cannot try
     for yes in (False, True):
-        monkeypatch.setattr(device, "query", lambda yes=yes: device.Answer(yes, "the query"))
-        answer = device.find_out(Loopback())
+        monkeypatch.setattr(
+            gpu_messages, "query", lambda yes=yes: gpu_messages.Answer(yes, "the query")
+        )
+        answer = gpu_messages.find_out(Loopback())
         assert answer.yes == yes and ("not tried" in answer.why) == yes
     world = Loopback()
     world.gpu_direct = False
-    assert "gpu_direct=False" in device.find_out(world).why
+    assert "gpu_direct=False" in gpu_messages.find_out(world).why

@@ -4,16 +4,12 @@ import numpy as np
 import pytest
 from exact_oracle import exact_sum, format_of, integers_of, shared_shift, sum_by_fractions
 
-from cpdhpc.comm import (
-    SCHEDULES,
-    Allreduce,
-    Loopback,
-    Segment,
-    allreduce,
-    chunk,
-    simulate,
-)
+from cpdhpc.collectives import rank_program
+from cpdhpc.collectives.allreduce import Allreduce, allreduce, simulate
+from cpdhpc.collectives.method import Segment
+from cpdhpc.collectives.schedules import SCHEDULES
 from cpdhpc.formats import INTEGERS, packed_bytes, tiles
+from cpdhpc.world.ranks import Loopback
 
 INTEGER_WIRES = ["int2", "int3", "int5", "int8", "int16", "ternary"]
 FLOAT_WIRES = ["e4m3", "e2m1fn", "e3m0", "e4m3fn", "e3m2"]
@@ -100,7 +96,7 @@ def test_no_size_of_pieces_matters(wire, rounding, monkeypatch):
     xs = gradients(3, 30000)
     whole = run(xs, wire, rounding=rounding)
     for piece in (1024, 5 * 1024):
-        monkeypatch.setattr(chunk, "PIECE_VALUES", (piece, piece))
+        monkeypatch.setattr(rank_program, "PIECE_VALUES", (piece, piece))
         for algorithm in SCHEDULES:
             assert_same_bits(run(xs, wire, algorithm, rounding=rounding), whole)
 

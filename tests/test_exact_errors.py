@@ -4,8 +4,12 @@ import numpy as np
 import pytest
 from exact_oracle import format_of
 
-from cpdhpc.comm import SCHEDULES, Loopback, NonFiniteGradient, Segment, allreduce, simulate
+from cpdhpc.collectives.allreduce import allreduce, simulate
+from cpdhpc.collectives.checks import NonFiniteGradient
+from cpdhpc.collectives.method import Segment
+from cpdhpc.collectives.schedules import SCHEDULES
 from cpdhpc.formats import sum_bits
+from cpdhpc.world.ranks import Loopback
 
 SEGMENTS = [Segment("a", 0, 900), Segment("zero", 1024, 1030), Segment("b", 2048, 2300)]
 

@@ -22,9 +22,9 @@ pytestmark = [
 PREPARE = """
 import time
 import numpy as np
-from cpdhpc.comm import World, allreduce
-from cpdhpc.comm.engine import run
-from cpdhpc.comm.program import Exchange
+from cpdhpc import World, allreduce
+from cpdhpc.collectives.engine import run
+from cpdhpc.collectives.engine import Exchange
 world = World(timeout_s=3.0)
 x = np.ones(5000, np.float32)
 allreduce(world, x)

@@ -8,19 +8,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cpdhpc.__main__ import main
-from cpdhpc.bench import halo_numbers
+from cpdhpc.bench import halo_cases
+from cpdhpc.bench.baselines import WAYS
 from cpdhpc.bench.halo import ALL_WAYS, settings_of, ways_of
-from cpdhpc.bench.halo_cases import MPI_TYPES, Case
-from cpdhpc.bench.halo_settings import USUAL, factors, usual
-from cpdhpc.comm import Loopback
-from cpdhpc.comm.halo_baselines import WAYS
+from cpdhpc.bench.halo_cases import MPI_TYPES, USUAL, Case, factors, usual
+from cpdhpc.cli import main
 from cpdhpc.config import ConfigError, UserError
-from cpdhpc.darray import Box, WindowPlan
-from cpdhpc.darray.picture import colours_of, frame_of, parts_of
-from cpdhpc.darray.spec import spec_of
-from cpdhpc.study.kinds import KINDS, halo
-from cpdhpc.study.report.halo import BY_DATATYPES
+from cpdhpc.darray.layout import Box
+from cpdhpc.darray.plan import WindowPlan
+from cpdhpc.darray.show import colours_of, frame_of, parts_of, spec_of
+from cpdhpc.report.halo import BY_DATATYPES
+from cpdhpc.study.kinds import KINDS
+from cpdhpc.study.kinds import halo as halo_kind
+from cpdhpc.world.ranks import Loopback
 
 PADS = {"zero": "constant", "wrap": "wrap", "reflect": "reflect", "edge": "edge"}
 
@@ -30,13 +30,13 @@ def test_what_is_wanted_is_what_numpy_pads(mode: str, dtype: str) -> None:
     spec = spec_of({"shape": [5, 4], "halo": [7, [0, 2]], "boundary": [mode, "wrap"]}, "x")
     windows = spec.geometry()
     plan = WindowPlan(Loopback(), windows.layout, windows.boxes[0], spec.modes)
-    x = halo_numbers.owned_numbers(plan, (3,), dtype)
+    x = halo_cases.owned_numbers(plan, (3,), dtype)
     padded = np.pad(x, ((7, 7), (0, 0), (0, 0)), PADS[mode])  # type: ignore[call-overload]
     wanted = np.pad(padded, ((0, 0), (0, 2), (0, 0)), "wrap")
-    np.testing.assert_array_equal(halo_numbers.exchanged(plan, (3,), dtype), wanted)
-    y = halo_numbers.window_numbers(plan, 0, (3,), dtype).astype(np.int64)
+    np.testing.assert_array_equal(halo_cases.exchanged(plan, (3,), dtype), wanted)
+    y = halo_cases.window_numbers(plan, 0, (3,), dtype).astype(np.int64)
     # <E x, y> = <x, E^T y>, E x without what is filled
-    total = halo_numbers.accumulated(plan, (3,), "int64")
+    total = halo_cases.accumulated(plan, (3,), "int64")
     inner = (wanted.astype(np.int64) * y).sum()
     assert inner == (x.astype(np.int64) * total).sum()
     np.testing.assert_array_equal(plan.exchange(x), wanted)
@@ -174,10 +174,10 @@ def test_pictures_show_each_cell_of_a_window_once_and_neighbours_apart() -> None
 
 
 def test_names_of_the_kind_are_those_of_the_benchmark() -> None:
-    assert (*halo.OURS, *halo.BY_MPI) == ALL_WAYS
-    assert tuple(WAYS) == halo.BY_MPI
+    assert (*halo_kind.OURS, *halo_kind.BY_MPI) == ALL_WAYS
+    assert tuple(WAYS) == halo_kind.BY_MPI
     assert BY_DATATYPES == MPI_TYPES
-    assert all(np.dtype(name).itemsize == size for name, size in halo.BYTES.items())
+    assert all(np.dtype(name).itemsize == size for name, size in halo_kind.BYTES.items())
 
 
 def test_what_cannot_be_measured_is_refused() -> None:

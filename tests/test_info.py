@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from cpdhpc import info
-from cpdhpc.__main__ import main
-from cpdhpc.comm import Loopback, device
+from cpdhpc import provenance
+from cpdhpc.cli import main
+from cpdhpc.world import gpu_messages
+from cpdhpc.world.ranks import Loopback
 
 
 def test_info_prints_what_is_there(capsys: pytest.CaptureFixture[str]) -> None:
@@ -23,13 +24,13 @@ def test_info_prints_what_is_there(capsys: pytest.CaptureFixture[str]) -> None:
     ):
         assert name in shown
     assert "GPU-aware MPI" in shown
-    assert device.loaded("libmpi"), "info has started MPI"
+    assert gpu_messages.loaded("libmpi"), "info has started MPI"
 
 
 def test_without_a_gpu_mpi_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(info, "gpu", lambda: "")
-    monkeypatch.setattr(info, "find_out", pytest.fail)
-    ((_, text),) = info.gpu_rows(Loopback())
+    monkeypatch.setattr(provenance, "gpu", lambda: "")
+    monkeypatch.setattr(provenance, "find_out", pytest.fail)
+    ((_, text),) = provenance.gpu_rows(Loopback())
     assert text.startswith("no (CuPy and a GPU are not there")
 
 
@@ -37,7 +38,7 @@ def test_without_a_gpu_mpi_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None
 def test_how_gpu_arrays_travel_is_shown(
     monkeypatch: pytest.MonkeyPatch, yes: bool, words: str
 ) -> None:
-    monkeypatch.setattr(info, "gpu", lambda: "a GPU")
-    monkeypatch.setattr(info, "find_out", lambda world: device.Answer(yes, "the query"))
-    rows = dict(info.gpu_rows(Loopback()))
+    monkeypatch.setattr(provenance, "gpu", lambda: "a GPU")
+    monkeypatch.setattr(provenance, "find_out", lambda world: gpu_messages.Answer(yes, "the query"))
+    rows = dict(provenance.gpu_rows(Loopback()))
     assert rows["GPU-aware MPI"].endswith("(the query)") and words in rows["GPU arrays"]

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from training import ROOT, write_idx
 
-from cpdhpc.__main__ import main
-from cpdhpc.study.collect import collect
+from cpdhpc.cli import main
+from cpdhpc.study.cases import expand
 from cpdhpc.study.folder import Folder
 from cpdhpc.study.spec import load_study
-from cpdhpc.study.sweep import expand
+from cpdhpc.study.study_file import collect
 from cpdhpc.train.job import load
 
 INPUTS = sorted((ROOT / "inputs").glob("train_*.toml"))

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from rendering import STUDY, array_of
 
-from cpdhpc.study import standalone
-from cpdhpc.study.site import Site
+from cpdhpc.study.slurm import script as standalone
+from cpdhpc.study.slurm.site import Site
 
 pytestmark = pytest.mark.mpi_skip
 

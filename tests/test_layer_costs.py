@@ -5,12 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cpdhpc.__main__ import main
+from cpdhpc.autoencoder.job import Autoencoder, Geometry, Layer
+from cpdhpc.autoencoder.training import Stack
 from cpdhpc.bench.layer import layer_costs
-from cpdhpc.comm import Loopback
-from cpdhpc.train.autoencoder.geometry import Geometry, Layer
-from cpdhpc.train.autoencoder.job import Autoencoder
-from cpdhpc.train.autoencoder.training import Stack
+from cpdhpc.cli import main
+from cpdhpc.world.ranks import Loopback
 
 
 def test_what_an_eleven_billion_layer_costs_by_hand() -> None:

@@ -13,14 +13,14 @@ from reducing import AGGREGATORS, SIZES_MIB, Noted, active, backward, gradients,
 from test_checkpoint import Stop
 from training import ROWS, model_bytes, run_job, small_data, small_job
 
-from cpdhpc.comm import Loopback
-from cpdhpc.compress import Mean
+from cpdhpc.compress.base import Mean
 from cpdhpc.signals import Caught, Interrupted
-from cpdhpc.train import GradientReducer
 from cpdhpc.train.job import Job
 from cpdhpc.train.loop import run
 from cpdhpc.train.progress import Display
+from cpdhpc.train.reducer import GradientReducer
 from cpdhpc.train.setup import Files, Training, prepare
+from cpdhpc.world.ranks import Loopback
 
 
 @pytest.mark.parametrize("row", AGGREGATORS)

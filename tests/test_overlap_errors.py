@@ -14,10 +14,13 @@ import torch
 from reducing import Noted, active, backward, gradients, model_of
 from training import mpirun, small_job
 
-from cpdhpc.comm import Loopback, NonFiniteGradient, World
-from cpdhpc.compress import Mean, NoCompression
+from cpdhpc.collectives.checks import NonFiniteGradient
+from cpdhpc.compress.base import Mean
+from cpdhpc.compress.none import NoCompression
 from cpdhpc.config import ConfigError, UserError
-from cpdhpc.train import GradientReducer
+from cpdhpc.train.reducer import GradientReducer
+from cpdhpc.world.mpi import World
+from cpdhpc.world.ranks import Loopback
 
 
 @pytest.mark.parametrize("overlap", [False, True])

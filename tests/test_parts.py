@@ -9,11 +9,10 @@ import pytest
 import torch
 from reducing import SIZES_MIB, backward, gradients, model_of
 
-from cpdhpc.comm import Bucket, Loopback
-from cpdhpc.compress import LowBit
-from cpdhpc.train import GradientReducer
-from cpdhpc.train.parts import split_bucket
-from cpdhpc.train.reducer import part_seed
+from cpdhpc.compress.bucket import Bucket
+from cpdhpc.compress.lowbit import LowBit
+from cpdhpc.train.reducer import GradientReducer, part_seed, split_bucket
+from cpdhpc.world.ranks import Loopback
 
 
 def layout(bucket_mib: float, align: int = 1) -> list[tuple[str, ...]]:

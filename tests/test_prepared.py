@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 from test_faults import MPIRUN, launch, launch_with_a_death
 
-from cpdhpc.comm import SCHEDULES, Allreduce, Loopback
+from cpdhpc.collectives.allreduce import Allreduce
+from cpdhpc.collectives.schedules import SCHEDULES
+from cpdhpc.world.ranks import Loopback
 
 needs_mpirun = pytest.mark.skipif(MPIRUN is None, reason="needs mpirun, beside python or in PATH")
 
@@ -62,7 +64,7 @@ def test_what_is_fast():
 def test_a_rank_that_does_not_run_is_named_with_round_and_chunk():
     status, output, taken_s = launch(
         """
-from cpdhpc.comm import Allreduce
+from cpdhpc.collectives.allreduce import Allreduce
 prepared = Allreduce("raw", "tree").prepare(world, [x])
 for _ in range(3):
     prepared.run()
@@ -77,7 +79,7 @@ time.sleep(40) if world.rank == 1 else prepared.run()
 DYING = """
 import os, signal, threading
 from cpdhpc import RankFailure
-from cpdhpc.comm import Allreduce
+from cpdhpc.collectives.allreduce import Allreduce
 world, me, method = World(timeout_s=20), World().rank, Allreduce("raw", "tree")
 x = np.full(1500, float(1 << me), np.float32)
 kept = x.copy()

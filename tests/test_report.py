@@ -12,15 +12,21 @@ import pytest
 from training import ROWS, run_job, small_job
 
 from cpdhpc import store
-from cpdhpc.comm import Loopback
 from cpdhpc.config import UserError
-from cpdhpc.study.report.chart import draw
-from cpdhpc.study.report.command import report
-from cpdhpc.study.report.files import load
-from cpdhpc.study.report.runs import Group, baseline, group
-from cpdhpc.study.report.runs_report import overview, rows, runs_report
-from cpdhpc.study.report.trained import pareto, spread_out
+from cpdhpc.report.command import load, report
+from cpdhpc.report.figures import draw
+from cpdhpc.report.trainings import (
+    Group,
+    baseline,
+    group,
+    overview,
+    pareto,
+    rows,
+    runs_report,
+    spread_out,
+)
 from cpdhpc.train.setup import Files
+from cpdhpc.world.ranks import Loopback
 
 
 @pytest.fixture(scope="module")

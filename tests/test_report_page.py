@@ -14,12 +14,12 @@ import pytest
 from synthetic_study import write_study
 from training import ROWS, run_job, small_job
 
-from cpdhpc.__main__ import main
-from cpdhpc.comm import Loopback
+from cpdhpc.cli import main
 from cpdhpc.config import UserError
-from cpdhpc.study.report.command import report
-from cpdhpc.study.report.study_file import load_study_file
-from cpdhpc.study.report.study_report import study_report
+from cpdhpc.report.command import report
+from cpdhpc.report.study import study_report
+from cpdhpc.study.study_file import load_study_file
+from cpdhpc.world.ranks import Loopback
 
 SMALL: dict[str, Any] = {"ranks": (2,), "sizes": (2**12, 2**20), "algorithms": ("ring",)}
 

@@ -6,21 +6,18 @@ from itertools import product
 import numpy as np
 import pytest
 
-from cpdhpc.comm import (
+from cpdhpc.collectives.allreduce import Allreduce, simulate
+from cpdhpc.collectives.engine import Exchange, ScheduleError, run
+from cpdhpc.collectives.schedules import (
     SCHEDULES,
-    Allreduce,
     Layout,
-    Loopback,
     Schedule,
-    ScheduleError,
     Step,
-    simulate,
+    tree_children,
+    tree_parent,
 )
-from cpdhpc.comm.engine import run
-from cpdhpc.comm.program import Exchange
-from cpdhpc.comm.ranks import numbered
-from cpdhpc.comm.trees import tree_children, tree_parent
 from cpdhpc.partition import chunk
+from cpdhpc.world.ranks import Loopback, numbered
 
 LIKE = np.empty(0, np.float32)
 SIZES = [*range(1, 34), 64, 128]

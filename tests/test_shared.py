@@ -5,8 +5,8 @@ import os
 import numpy as np
 import pytest
 
-from cpdhpc.comm.shared import ALIGNED_BYTES, BLOCK_BYTES, Shared
 from cpdhpc.ops.cpu import read_memory
+from cpdhpc.world.node_memory import ALIGNED_BYTES, BLOCK_BYTES, Shared
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 from training import ROOT
 
 from cpdhpc.config import ConfigError
-from cpdhpc.study.site import Site, load_site
+from cpdhpc.study.slurm.site import Site, load_site
 
 pytestmark = pytest.mark.mpi_skip
 

@@ -12,9 +12,8 @@ from stand_ins import Slurm
 from training import ROOT, environment
 
 from cpdhpc import store
-from cpdhpc.__main__ import main
-from cpdhpc.study.folder import Folder
-from cpdhpc.study.jobs import recorded
+from cpdhpc.cli import main
+from cpdhpc.study.folder import Folder, recorded
 
 pytestmark = pytest.mark.mpi_skip
 SITE = str(ROOT / "slurm" / "sites" / "openmpi_gpu.toml")
@@ -124,7 +123,7 @@ def test_scripts_are_written_for_a_site(tmp_path: Path, capsys: pytest.CaptureFi
 
 def test_without_slurm_nothing_heavy_is_loaded(study: str, tmp_path: Path) -> None:
     program = (
-        "import sys; from cpdhpc.__main__ import main\n"
+        "import sys; from cpdhpc.cli import main\n"
         f"status = main(['study', 'submit', {study!r}, '--out', {str(tmp_path / 'o')!r}])\n"
         "assert not {'torch', 'mpi4py.MPI', 'cupy', 'matplotlib'} & set(sys.modules), 'heavy'\n"
         "sys.exit(status)"

@@ -10,11 +10,12 @@ import torch
 from torch import nn
 from training import small_data, small_job
 
-from cpdhpc.comm import Loopback
 from cpdhpc.config import ConfigError
+from cpdhpc.split_images import partition
+from cpdhpc.split_images.grid import ImageGrid
+from cpdhpc.split_images.layers import Sliding
 from cpdhpc.train.setup import Files, prepare
-from cpdhpc.train.spatial import ImageGrid, partition
-from cpdhpc.train.spatial.sliding import Sliding
+from cpdhpc.world.ranks import Loopback
 
 
 def alone() -> ImageGrid:

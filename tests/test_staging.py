@@ -14,10 +14,13 @@ from simulated_cupy import simulated
 from simulated_gpu import Gpu
 from simulated_kernels import BODIES
 
-from cpdhpc.comm import SCHEDULES, Loopback, allreduce, simulate, staging
+from cpdhpc.collectives.allreduce import allreduce, simulate
+from cpdhpc.collectives.schedules import SCHEDULES
 from cpdhpc.formats import INTEGERS, Cast, packed_bytes, parse_format, sum_bits, tiles
 from cpdhpc.ops import cpu
 from cpdhpc.ops.cuda_source import ARITHMETIC, KERNELS
+from cpdhpc.world import gpu_messages
+from cpdhpc.world.ranks import Loopback
 
 N = 2500
 
@@ -154,7 +157,7 @@ class Notes:
 
 def test_messages_wait_for_the_stream_and_keep_their_order() -> None:
     notes: Any = Notes()
-    carrier = staging.Direct(notes, notes)
+    carrier = gpu_messages.Direct(notes, notes)
     nothing = np.zeros(4, np.uint8)
     first = carrier.isend(0, 1, nothing)[0]
     then = carrier.irecv(2, 0, nothing)[0]
@@ -170,7 +173,7 @@ def test_messages_wait_for_the_stream_and_keep_their_order() -> None:
 
 
 def test_an_error_on_the_gpu_is_raised_and_not_waited_for(gpu: Any) -> None:
-    streams = importlib.import_module("cpdhpc.ops.gpu_streams")
+    streams = importlib.import_module("cpdhpc.ops.gpu_runtime")
     event = streams.Event(gpu[1].cuda.get_current_stream())
     assert not event.Test() and event.Test()
     gpu[1].cuda.runtime.eventQuery = lambda ptr: 700  # cudaErrorIllegalAddress

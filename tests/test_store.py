@@ -10,8 +10,8 @@ import xarray
 from training import ROWS, run_job, small_job
 
 from cpdhpc import store
-from cpdhpc.comm import Loopback
 from cpdhpc.store import StoreError, Variable
+from cpdhpc.world.ranks import Loopback
 
 
 def groups() -> dict[str, dict[str, Variable]]:

@@ -14,16 +14,14 @@ import pytest
 from studies import fill, small_study, some_result, study_file
 
 from cpdhpc import store
-from cpdhpc.__main__ import main
+from cpdhpc.cli import COMMANDS, main
 from cpdhpc.config import ConfigError
-from cpdhpc.study.actions import ACTIONS
-from cpdhpc.study.collect import collect, find
-from cpdhpc.study.folder import Folder, FolderError
-from cpdhpc.study.mark import Mark, read_mark
-from cpdhpc.study.result import read_result, write_result
-from cpdhpc.study.run import measure
-from cpdhpc.study.status import states
-from cpdhpc.study.sweep import expand
+from cpdhpc.study.case_file import read_result, write_result
+from cpdhpc.study.cases import expand
+from cpdhpc.study.commands import states
+from cpdhpc.study.folder import Folder, FolderError, Mark, read_mark
+from cpdhpc.study.run_here import measure
+from cpdhpc.study.study_file import collect, find
 
 
 def contents(folder: Folder) -> dict[str, bytes]:
@@ -234,7 +232,7 @@ def test_find_takes_the_order_of_the_sweep(tmp_path: Path) -> None:
     assert [case for case, _ in find(folder, cases).results] == cases
 
 
-@pytest.mark.parametrize("action", ACTIONS)
+@pytest.mark.parametrize("action", COMMANDS["study"].actions)
 def test_actions_have_help(action: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["study", action, "--help"])

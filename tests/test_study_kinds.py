@@ -7,18 +7,19 @@ from itertools import product
 import numpy as np
 import pytest
 
-from cpdhpc.bench.cases import BASELINES as REAL_BASELINES
+from cpdhpc.bench.allreduce import BASELINES as REAL_BASELINES
 from cpdhpc.bench.codec import operations
-from cpdhpc.comm import SCHEDULES, Allreduce, Loopback
-from cpdhpc.comm.accumulate import ACCUMULATES as REAL_ACCUMULATES
-from cpdhpc.comm.exact import MAX_BITS as REAL_MAX_BITS
-from cpdhpc.comm.machine import UNITS
-from cpdhpc.comm.method import EXACT
-from cpdhpc.comm.scaling import SCALINGS as REAL_SCALINGS
+from cpdhpc.collectives.allreduce import Allreduce
+from cpdhpc.collectives.method import EXACT, UNITS
+from cpdhpc.collectives.method import SCALINGS as REAL_SCALINGS
+from cpdhpc.collectives.rank_program import ACCUMULATES as REAL_ACCUMULATES
+from cpdhpc.collectives.schedules import SCHEDULES
 from cpdhpc.formats import INTEGERS, NAMED, Cast, parse_format
-from cpdhpc.study.kind import ABSENT
+from cpdhpc.ops.payloads import MAX_BITS as REAL_MAX_BITS
+from cpdhpc.study.factors import ABSENT
 from cpdhpc.study.kinds import KINDS, allreduce, codec
 from cpdhpc.train.job import Job
+from cpdhpc.world.ranks import Loopback
 
 WIRES = ("raw", "e4m3", "e2m1fn", "e5m2", "int4", "ternary")
 

@@ -13,10 +13,8 @@ from studies import command, small_study, start, study_file
 from training import environment
 
 from cpdhpc import store
-from cpdhpc.study.batch import batches
-from cpdhpc.study.folder import Folder
-from cpdhpc.study.mark import read_mark
-from cpdhpc.study.sweep import expand
+from cpdhpc.study.cases import batches, expand
+from cpdhpc.study.folder import Folder, read_mark
 
 pytestmark = pytest.mark.mpi_skip
 

@@ -11,12 +11,10 @@ from studies import SMALL, small_study, study_file
 from training import ROOT
 
 from cpdhpc.config import ConfigError, dump_toml, merge
-from cpdhpc.study.batch import START_S, batches, case_time_s
-from cpdhpc.study.constraint import Constraint
+from cpdhpc.study.cases import START_S, batches, case_time_s, expand
 from cpdhpc.study.folder import Folder
 from cpdhpc.study.kinds import KINDS
-from cpdhpc.study.spec import Measure, Run, Study, load_study
-from cpdhpc.study.sweep import expand
+from cpdhpc.study.spec import Constraint, Measure, Run, Study, load_study
 
 INPUTS = sorted((ROOT / "inputs").glob("study_*.toml"))
 

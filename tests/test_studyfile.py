@@ -16,13 +16,11 @@ from studies import SMALL, fill, small_study, some_result
 from training import ROOT, environment
 
 from cpdhpc import store
-from cpdhpc.study.base import Base
-from cpdhpc.study.collect import collect, find
+from cpdhpc.study.case_file import OUTCOMES, Result, read_result, write_result
+from cpdhpc.study.cases import expand
 from cpdhpc.study.folder import Folder
-from cpdhpc.study.result import OUTCOMES, Result, read_result, write_result
 from cpdhpc.study.spec import Study, load_study
-from cpdhpc.study.studyfile import SUMMARY, write_study
-from cpdhpc.study.sweep import expand
+from cpdhpc.study.study_file import SUMMARY, Base, collect, find, write_study
 
 PAGE = (ROOT / "docs" / "hdf5.md").read_text()
 READERS = ("h5netcdf", "netcdf4")

@@ -13,15 +13,13 @@ from stand_ins import Slurm
 
 from cpdhpc import store
 from cpdhpc.config import UserError
-from cpdhpc.study import slurm
-from cpdhpc.study.case import Case
-from cpdhpc.study.folder import Folder, FolderError
-from cpdhpc.study.jobs import Job, record, recorded
-from cpdhpc.study.queued import endings, tail, with_slurm
-from cpdhpc.study.site import Site
-from cpdhpc.study.slurm import JobState
-from cpdhpc.study.status import State, states
-from cpdhpc.study.submit import submit
+from cpdhpc.study.cases import Case
+from cpdhpc.study.commands import State, endings, states, tail, with_slurm
+from cpdhpc.study.folder import Folder, FolderError, Job, record, recorded
+from cpdhpc.study.slurm import queue
+from cpdhpc.study.slurm.queue import JobState
+from cpdhpc.study.slurm.site import Site
+from cpdhpc.study.slurm.submit import submit
 
 pytestmark = pytest.mark.mpi_skip
 
@@ -124,7 +122,7 @@ def test_another_study_in_the_folder(fake_slurm: Slurm) -> None:
 def status() -> list[State]:
     """Where the cases stand, in the order of their batches."""
     jobs = recorded(FOLDER)
-    said = slurm.states(job.number for job in jobs)
+    said = queue.states(job.number for job in jobs)
     return with_slurm(states(STUDY, FOLDER), FOLDER, jobs, said)
 
 
@@ -200,25 +198,25 @@ def test_tail_of_a_long_log(tmp_path: Path) -> None:
 
 def test_slurm_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(slurm.SlurmError, match=r"squeue is not on PATH: .*study run needs none"):
-        slurm.states([1])
-    assert slurm.states([]) == {}
+    with pytest.raises(queue.SlurmError, match=r"squeue is not on PATH: .*study run needs none"):
+        queue.states([1])
+    assert queue.states([]) == {}
 
 
 def test_slurm_that_does_not_answer(fake_slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("squeue", "sbatch"):
         (fake_slurm.directory / "bin" / name).write_text("#!/bin/bash\nexec sleep 60\n")
-    monkeypatch.setattr(slurm, "TIMEOUT_S", 0.2)
-    with pytest.raises(slurm.SlurmError, match=r"squeue has not answered in 0\.2 s"):
-        slurm.states([1])
+    monkeypatch.setattr(queue, "TIMEOUT_S", 0.2)
+    with pytest.raises(queue.SlurmError, match=r"squeue has not answered in 0\.2 s"):
+        queue.states([1])
     (fake_slurm.directory / "bin" / "squeue").write_text("#!/bin/bash\necho down >&2\nexit 1\n")
-    with pytest.raises(slurm.SlurmError, match="squeue does not answer: down"):
-        slurm.states([1])
-    with pytest.raises(slurm.SlurmError, match="sbatch has not answered"):
-        slurm.submit(Path("x"))
+    with pytest.raises(queue.SlurmError, match="squeue does not answer: down"):
+        queue.states([1])
+    with pytest.raises(queue.SlurmError, match="sbatch has not answered"):
+        queue.submit(Path("x"))
     (fake_slurm.directory / "bin" / "sbatch").write_text("#!/bin/bash\nexit 3\n")
-    with pytest.raises(slurm.SlurmError, match="x: sbatch refuses it: it ends with status 3"):
-        slurm.submit(Path("x"))
+    with pytest.raises(queue.SlurmError, match="x: sbatch refuses it: it ends with status 3"):
+        queue.submit(Path("x"))
 
 
 def test_two_that_submit_at_the_same_moment(fake_slurm: Slurm) -> None:

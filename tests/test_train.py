@@ -11,16 +11,16 @@ import pytest
 import torch
 from training import ROWS, model_bytes, run_job, small_data, small_job
 
-from cpdhpc.comm import Loopback, NonFiniteGradient
-from cpdhpc.compress import COMPRESSORS, LowBit
-from cpdhpc.train import GradientReducer
-from cpdhpc.train.evaluate import evaluate
+from cpdhpc.collectives.checks import NonFiniteGradient
+from cpdhpc.compress import COMPRESSORS
+from cpdhpc.compress.lowbit import LowBit
+from cpdhpc.train.learning_rates import DECAYS, Schedule
 from cpdhpc.train.loop import Diverged
 from cpdhpc.train.models import MODELS
-from cpdhpc.train.pulse import exchange
-from cpdhpc.train.schedules import DECAYS, Schedule
+from cpdhpc.train.reducer import GradientReducer
 from cpdhpc.train.setup import Files, prepare
-from cpdhpc.train.step import backward, step
+from cpdhpc.train.step import backward, evaluate, exchange, step
+from cpdhpc.world.ranks import Loopback
 
 HIDDEN: dict[str, Any] = {"mlp": [8], "lenet": 16}
 U = 2.0**-24  # unit roundoff of float32

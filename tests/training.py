@@ -12,15 +12,14 @@ from typing import Any
 import numpy as np
 
 from cpdhpc import store
-from cpdhpc.comm import Ranks
 from cpdhpc.config import merge, validate
 from cpdhpc.signals import Caught
-from cpdhpc.train.data import Dataset
-from cpdhpc.train.idx import Idx
+from cpdhpc.train.data import Dataset, Idx
 from cpdhpc.train.job import Job
 from cpdhpc.train.loop import run
 from cpdhpc.train.progress import Display
 from cpdhpc.train.setup import Files, Training, prepare
+from cpdhpc.world.ranks import Ranks
 
 ROOT = Path(__file__).parent.parent
 IDX = Idx(dir="")

@@ -15,11 +15,12 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..comm import SCHEDULES, Allreduce, Loopback
+from ..collectives.allreduce import Allreduce
+from ..collectives.schedules import SCHEDULES
 from ..config import ConfigError
 from ..formats import parse_format
+from ..world.ranks import Loopback
 
-SUMMARY = "error of the simulated sum by algorithm, accumulation and scaling"
 SCALINGS = {  # label: (scaling, headroom)
     "none": ("none", "n"),
     "aps": ("aps", "n"),

@@ -14,16 +14,21 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from ..comm import Loopback
 from ..formats import Cast, packed_bytes, parse_format, tiles
-from ..ops import cpu, reference
-from ..ops.threads import set_kernel_threads
+from ..ops import cpu, reference, set_kernel_threads
 from ..provenance import processor
-from .harness import Times, interleave
-from .options import check_out, check_positive, parse_counts, parse_names
-from .samples import Column, write_samples
+from ..world.ranks import Loopback
+from .harness import (
+    Column,
+    Times,
+    check_out,
+    check_positive,
+    interleave,
+    parse_counts,
+    parse_names,
+    write_samples,
+)
 
-SUMMARY = "codec rates on one core or more, in GB/s of float32, beside memcpy"
 DEFAULT_FORMATS = "e1m1,e3m0,e3m2,e4m3,e5m2,fp16"
 WARMUP = 1
 MEMCPY = "memcpy"

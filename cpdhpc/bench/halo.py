@@ -16,32 +16,39 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..comm import Ranks
-from ..comm.halo_baselines import WAYS
-from ..comm.world import World
 from ..config import UserError
-from ..darray import WindowPlan
-from ..darray.options import add_options, given
-from ..darray.spec import spec_of
+from ..darray.plan import WindowPlan
+from ..darray.show import add_options, given, spec_of
+from ..world.cores import own_cores
+from ..world.mpi import World
+from ..world.ranks import Ranks
 from . import halo_overlap
-from .cores import own_cores
+from .baselines import WAYS
 from .halo_cases import (
     ACCUMULATE,
     COPIED,
     EXCHANGE,
     OURS,
+    USUAL,
     Case,
     Setting,
     open_cases,
     run_bytes,
     sent_bytes,
+    usual,
 )
-from .halo_settings import USUAL, usual
-from .harness import Times, interleave_ranks
-from .options import check_out, check_positive, check_whole, machine_line, parse_names, together
-from .samples import write_samples
+from .harness import (
+    Times,
+    check_out,
+    check_positive,
+    check_whole,
+    interleave_ranks,
+    machine_line,
+    parse_names,
+    together,
+    write_samples,
+)
 
-SUMMARY = "halo exchanges beside MPI's datatypes and neighbour collectives; under mpirun"
 GIGA = 1e9
 OPERATIONS = EXCHANGE, ACCUMULATE
 ALL_WAYS = OURS, COPIED, *WAYS

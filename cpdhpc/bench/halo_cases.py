@@ -1,4 +1,8 @@
-"""The cases of the halo benchmark: ours and MPI's ways over the same arrays, and their checks."""
+"""The cases of the halo benchmark: usual ones, ours and MPI's ways, and what must come out.
+
+The right numbers are found by remainders, cell by cell, and not by the segments and pieces that
+plans are made of.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +15,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..comm import Ranks
-from ..comm.halo_baselines import WAYS, Halo, Place
-from ..comm.world import World
-from ..darray import WindowPlan
-from ..darray.spec import Spec
-from ..darray.windows import Piece
-from . import halo_numbers
+from ..darray.describe import cells_shown, flat_index
+from ..darray.plan import WindowPlan
+from ..darray.show import Spec, spec_of
+from ..darray.windows import Piece, fill_value
+from ..world.mpi import World
+from ..world.ranks import Ranks
+from .baselines import WAYS, Halo, Place
 
 Array = NDArray[Any]
 OURS = "cpdhpc"
@@ -117,7 +121,7 @@ def open_cases(
     for operation in operations:
         if operation == ACCUMULATE and not has_sums(spec):
             continue
-        numbers = _numbers(operation, plan, trail, spec.dtype)
+        numbers = _settings(operation, plan, trail, spec.dtype)
         cases += [_case(world, way, operation, plan, arrays, numbers) for way in ways]
     try:
         for case in cases if check else ():
@@ -139,15 +143,15 @@ def by_datatypes(plan: WindowPlan) -> bool:
     return all(min(piece.steps) == 1 for piece in pieces)
 
 
-def _numbers(
+def _settings(
     operation: str, plan: WindowPlan, trail: tuple[int, ...], dtype: str
 ) -> tuple[Array, Array]:
     """Return what is given and what it must become."""
     if operation == EXCHANGE:
-        given = halo_numbers.owned_numbers(plan, trail, dtype)
-        return given, halo_numbers.exchanged(plan, trail, dtype)
-    given = halo_numbers.window_numbers(plan, plan.rank, trail, dtype)
-    return given, halo_numbers.accumulated(plan, trail, dtype)
+        given = owned_numbers(plan, trail, dtype)
+        return given, exchanged(plan, trail, dtype)
+    given = window_numbers(plan, plan.rank, trail, dtype)
+    return given, accumulated(plan, trail, dtype)
 
 
 def _case(
@@ -172,7 +176,7 @@ def _case(
 
     if way in WAYS:
         halo = halo_of(plan, arrays.window, adds)
-        baseline = world.halo_by_mpi(way, halo)
+        baseline = WAYS[way](*world.plain_mpi(), halo)
         return Case(operation, way, baseline.run, prepare, out, wanted, baseline.free)
     call = plan.accumulate if adds else plan.exchange
     return Case(operation, way, lambda: call(source, out), prepare, out, wanted)
@@ -210,3 +214,118 @@ def sent_bytes(plan: WindowPlan, spec: Spec) -> int:
     """Return the bytes of cells that this rank sends in an exchange."""
     cell_bytes = np.dtype(spec.dtype).itemsize * prod(spec.trail)
     return sum(message.cells for message in plan.sends) * cell_bytes
+
+
+class Usual(NamedTuple):
+    """A setting for any number of ranks.
+
+    block: cells of a rank; axes: that are split, evenly where there are several
+    """
+
+    block: tuple[int, ...]
+    axes: tuple[int, ...]
+    halo: list[int]
+    trail: tuple[int, ...] = ()
+    boundary: str = "none"
+    text: str = ""
+
+
+USUAL = {
+    "rows": Usual((100, 200), (0,), [10, 0], (96,), text="images, batch innermost, by rows"),
+    "columns": Usual((200, 100), (1,), [0, 10], (96,), text="the same by columns"),
+    "nchw": Usual((96, 2, 200, 100), (3,), [0, 0, 0, 5], text="batch first, by columns"),
+    "cube": Usual((64, 64, 64), (2,), [0, 0, 1], text="a block of 64^3, by its last axis"),
+    "small": Usual((16, 16, 16), (1,), [0, 1, 0], text="a block of 16^3, by its middle axis"),
+    "torus": Usual((256, 256), (0, 1), [1, 1], boundary="wrap", text="a periodic grid, corners"),
+}  # fmt: skip
+
+
+def usual(name: str, ranks: int, laid_over: dict[str, Any]) -> Setting:
+    """Return a usual setting for so many ranks, some of its keys replaced.
+
+    Raises ConfigError where they do not fit.
+    """
+    of = USUAL[name]
+    procs = [1] * len(of.block)
+    for axis, n in zip(of.axes, factors(ranks, len(of.axes)), strict=True):
+        procs[axis] = n
+    raw = {
+        "shape": [n * p for n, p in zip(of.block, procs, strict=True)],
+        "procs": procs,
+        "halo": of.halo,
+        "boundary": of.boundary,
+        "trail": list(of.trail),
+    }
+    return Setting(name, spec_of(raw | laid_over, f"bench halo: {name}"))
+
+
+def factors(ranks: int, count: int) -> list[int]:
+    """Return so many factors of a number, as near to one another as can be, rising."""
+    if count == 1:
+        return [ranks]
+    first = next(n for n in range(int(ranks ** (1 / count) + 1e-9), 0, -1) if ranks % n == 0)
+    return [first, *factors(ranks // first, count - 1)]
+
+
+LARGEST = {True: 30, False: 2}  # by whether cells travel as they are: every format has 0, 1 and 2
+FACTORS = 7, 13, 5  # of a cell's number, a window's rank and a further place
+
+
+def owned_numbers(plan: WindowPlan, trail: Sequence[int], dtype: str) -> Array:
+    """Return the integers at the cells that this rank owns."""
+    axes = [np.arange(a, max(a, b)) for a, b in zip(*plan.owned, strict=True)]
+    return _numbers(flat_index(axes, plan.layout.shape), 0, trail, plan).astype(dtype)
+
+
+def window_numbers(plan: WindowPlan, rank: int, trail: Sequence[int], dtype: str) -> Array:
+    """Return other integers, on the window of a rank."""
+    return _on_window(plan, rank, trail).astype(dtype)
+
+
+def exchanged(plan: WindowPlan, trail: Sequence[int], dtype: str) -> Array:
+    """Return what this rank's window must show."""
+    axes = [cells_shown(plan, plan.window, axis) for axis in range(plan.window.ndim)]
+    wanted = _numbers(flat_index(axes, plan.layout.shape), 0, trail, plan).astype(dtype)
+    for axis, mode in enumerate(plan.windows.modes):  # the last axis counts
+        value = fill_value(mode)
+        if value is not None:
+            wanted[(slice(None),) * axis + (axes[axis] < 0,)] = value
+    return wanted
+
+
+def accumulated(plan: WindowPlan, trail: Sequence[int], dtype: str) -> Array:
+    """Return the sums that this rank must find at its cells."""
+    total = np.zeros((*plan.owned.shape, *trail), np.int64)
+    for rank in plan.windows.readers(plan.rank):
+        window, values = plan.windows.boxes[rank], _on_window(plan, rank, trail)
+        for axis in range(window.ndim):
+            shown = cells_shown(plan, window, axis) - plan.owned.start[axis]
+            values = _summed(values, axis, shown, plan.owned.shape[axis])
+        total += values
+    return total.astype(dtype)
+
+
+def _numbers(index: Array, rank: int, trail: Sequence[int], plan: WindowPlan) -> Array:
+    largest = LARGEST[plan.packed is None]
+    of_cell, of_rank, of_place = FACTORS
+    index = of_cell * index + of_rank * rank
+    if trail:
+        place = flat_index([np.arange(n) for n in trail], trail)
+        index = index.reshape(index.shape + (1,) * len(trail)) + of_place * place
+    values: Array = index % (2 * largest + 1) - largest
+    return values
+
+
+def _on_window(plan: WindowPlan, rank: int, trail: Sequence[int]) -> Array:
+    shape = plan.windows.boxes[rank].shape
+    return _numbers(flat_index([np.arange(n) for n in shape], shape), 1 + rank, trail, plan)
+
+
+def _summed(values: Array, axis: int, shown: Array, extent: int) -> Array:
+    """Return the sums of the values that show each of extent cells along an axis."""
+    moved = np.moveaxis(values, axis, 0)
+    total = np.zeros((extent, *moved.shape[1:]), np.int64)
+    for place, cell in enumerate(shown):
+        if 0 <= cell < extent:
+            total[cell] += moved[place]
+    return np.moveaxis(total, 0, axis)

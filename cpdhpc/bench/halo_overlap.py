@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..comm import Ranks
-from ..comm.world import World
 from ..config import UserError
-from ..darray import Box, WindowPlan
-from ..darray.spec import Spec
+from ..darray.layout import Box
+from ..darray.plan import WindowPlan
+from ..darray.show import Spec
+from ..world.mpi import World
+from ..world.ranks import Ranks
 from .halo_cases import Setting, sent_bytes
 from .harness import Times, interleave_ranks
 

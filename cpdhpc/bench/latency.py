@@ -9,15 +9,22 @@ from pathlib import Path
 
 import numpy as np
 
-from ..comm import Allreduce, Ranks
-from .allreduce import Row, columns
-from .cases import cases_of_size
-from .cores import own_cores
-from .harness import Times, interleave_ranks
-from .options import check_out, check_positive, check_whole, machine_line, parse_sizes, together
-from .samples import write_samples
+from ..collectives.allreduce import Allreduce
+from ..world.cores import own_cores
+from ..world.ranks import Ranks
+from .allreduce import Row, cases_of_size, columns
+from .harness import (
+    Times,
+    check_out,
+    check_positive,
+    check_whole,
+    interleave_ranks,
+    machine_line,
+    parse_sizes,
+    together,
+    write_samples,
+)
 
-SUMMARY = "latency of small all-reduces, tree beside MPI_Allreduce; under mpirun"
 METHOD = Allreduce("raw", "tree")
 COLUMNS = ("MPI_Allreduce", "tree, raw", "tree, raw, prepared")
 

@@ -9,13 +9,12 @@ import argparse
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..config import ConfigError, validate
-from ..darray import Box, Layout, receptive
+from ..darray.layout import Box, Layout, receptive
 from ..darray.windows import Windows
 
 if TYPE_CHECKING:
-    from ..train.autoencoder.geometry import Geometry
+    from ..autoencoder.job import Geometry
 
-SUMMARY = "what a layer of the autoencoder costs each of many ranks, counted; needs no MPI"
 FLOAT_BYTES = 4
 KEPT = 2  # copies of the weights between iterations: themselves and the momentum
 
@@ -56,8 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Print the costs of the rank that has most of each, and in words what they rest on."""
-    from ..train.autoencoder.geometry import Geometry, Layer
-    from ..train.autoencoder.job import procs_of
+    from ..autoencoder.job import Geometry, Layer, procs_of
 
     for name in ("ranks", "batch", "image", "channels"):
         if getattr(arguments, name) < 1:

@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from ..comm import Bucket, Ranks
-from ..comm.machine import Machine, as_machine
-from ..comm.method import AUTO
+from ..collectives.method import AUTO, Machine, as_machine
+from ..world.ranks import Ranks
+from .bucket import Bucket
 
 Array = npt.NDArray[Any]
 State = dict[str, Array]

@@ -7,12 +7,14 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from ..comm import Allreduce, Bucket, Ranks
-from ..comm.machine import Machine
-from ..comm.wire import parse_wire
+from ..collectives.allreduce import Allreduce
+from ..collectives.method import Machine
 from ..formats import SHIFT_BIAS, TILE, Cast, Overflow, Rounding, packed_bytes, tiles
 from ..ops import backend_of
+from ..ops.payloads import parse_wire
+from ..world.ranks import Ranks
 from .base import Aggregator, Array, Mean, State, machine_of_auto
+from .bucket import Bucket
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,12 @@ from typing import Literal
 
 import numpy as np
 
-from ..comm import Allreduce, Bucket, NonFiniteGradient, Ranks
-from ..comm.machine import Machine
+from ..collectives.allreduce import Allreduce
+from ..collectives.checks import NonFiniteGradient
+from ..collectives.method import Machine
+from ..world.ranks import Ranks
 from .base import Aggregator, Array, Mean, State, machine_of_auto, nonfinite_layers
+from .bucket import Bucket
 
 
 @dataclass(frozen=True)

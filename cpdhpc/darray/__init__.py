@@ -1,14 +1,12 @@
 """Distributed arrays: what ranks own, the windows that they need, and the exchange between."""
 
-from .array import DistArray
-from .boundary import Constant
-from .box import Box
-from .describe import Description, describe
-from .layout import Layout, receptive
+from __future__ import annotations
+
+from .array import DistArray, redistribute
+from .describe import Description, Verification, describe
+from .layout import Box, Layout, receptive
 from .plan import WindowPlan
-from .redistribute import redistribute
-from .verify import Verification
-from .windows import Windows
+from .windows import Constant, Windows
 
 __all__ = [
     "Box",

@@ -6,14 +6,33 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from ..comm.ranks import Ranks
-from ..comm.world import as_world
+from ..world.mpi import as_world
+from ..world.ranks import Ranks
 from . import files
-from .box import Box
-from .kinds import Array, kind_of
-from .layout import Layout
+from .array_kinds import Array, kind_of
+from .layout import Box, Layout
 from .plan import WindowPlan
-from .redistribute import redistribute
+
+
+def redistribute(world: Any, x: Array, layout_from: Layout, layout_to: Layout) -> Array:
+    """Return this rank's box in another layout of the same domain. Collective.
+
+    world: as for WindowPlan; x: the array on this rank's box of layout_from
+    For many arrays make WindowPlan(world, layout_from, layout_to.owner(rank)) once instead.
+    Raises ValueError alike on all ranks where the layouts' domains differ, and as WindowPlan.
+    """
+    ranks = as_world(world)
+    if layout_from.shape != layout_to.shape or layout_to.ranks != ranks.size:
+        raise ValueError(
+            f"redistribute: layout_to is of {layout_to.shape} over {layout_to.ranks} ranks: must "
+            f"be of {layout_from.shape} over {ranks.size}"
+        )
+    digests = ranks.gather(layout_to.digest, "redistribute")
+    other = next((rank for rank, each in enumerate(digests) if each != digests[0]), None)
+    if other is not None:
+        raise ValueError(f"redistribute: layout_to of rank {other} is not that of rank 0")
+    with WindowPlan(ranks, layout_from, layout_to.owner(ranks.rank), name="redistribute") as plan:
+        return plan.exchange(x)
 
 
 @dataclass(frozen=True)

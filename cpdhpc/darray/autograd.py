@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from .box import Box
+from .layout import Box
 from .windows import Fill
 
 BACKWARD = 1_000_000  # is added to a call's number for its backward, and taken off for the next

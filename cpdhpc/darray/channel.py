@@ -11,15 +11,13 @@ from zlib import crc32
 import numpy as np
 import numpy.typing as npt
 
-from ..comm.wire import Packed
 from ..ops.moves import ADDED
-from . import moving
-from .kinds import NUMPY, Array, Kind
-from .lane import SLOTS, Incoming, Outgoing, Purpose
-from .moving import Plain
-from .operation import ACCUMULATE, EXCHANGE, Operation
-from .program import Program
-from .slicing import Source
+from ..ops.payloads import Packed
+from . import compiled
+from .array_kinds import NUMPY, Array, Kind
+from .by_slices import Source
+from .compiled import ACCUMULATE, EXCHANGE, Operation, Plain, Program
+from .mailbox import SLOTS, Incoming, Outgoing, Purpose
 from .windows import Piece
 
 if TYPE_CHECKING:
@@ -228,7 +226,7 @@ class Channel:
         if key not in self.programs:
             reverse = self.operation is ACCUMULATE
             owned, window = self.plan.owned, self.plan.window
-            frame = moving.frame_of(owned, window, x, out, self.dtype, reverse)
+            frame = compiled.frame_of(owned, window, x, out, self.dtype, reverse)
             if len(self.programs) == PROGRAMS:
                 del self.programs[next(iter(self.programs))]
             self.programs[key] = Program(self, frame, x, out)

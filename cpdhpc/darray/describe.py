@@ -1,16 +1,21 @@
-"""What an exchange over windows costs, before it is done: bytes, messages, balance, overlap."""
+"""What an exchange over windows costs, before it is done, and checks of a plan on the ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
-from ..comm.wire import Packed
-from .box import Box
-from .windows import Windows, replaced
+from ..ops.payloads import Packed
+from .layout import Box
+from .windows import Windows, fill_value, replaced, sources
+
+if TYPE_CHECKING:
+    from .plan import WindowPlan
 
 
 @dataclass(frozen=True)
@@ -168,3 +173,155 @@ def interior_of(window: Box, remote: Sequence[Box]) -> Box:
             cuts.append(replaced(inner, axis, hole.stop[axis], inner.stop[axis]))
         inner = max(cuts, key=lambda cut: cut.size)
     return inner
+
+
+Integers = npt.NDArray[np.int64]
+LARGEST = 1000  # of the integers of the dot test: its sums stay below 2**63 for 2**43 cells
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What was found, over all ranks.
+
+    cells: of all windows; wrong_cells: that do not show what their boundary mode says
+    dot: <E x, y>; dot_transposed: <x, E^T y>; must be equal
+    owned_cells: of the domain; wrong_counts: whose accumulated ones are not the number of cells
+        that show them
+    calls: how often each was done: first by slices, then by programs, which are compared too
+    """
+
+    cells: int
+    wrong_cells: int
+    dot: int
+    dot_transposed: int
+    owned_cells: int
+    wrong_counts: int
+    calls: int
+
+    @property
+    def passed(self) -> bool:
+        """Whether all is as it must be."""
+        return not self.wrong_cells and self.dot == self.dot_transposed and not self.wrong_counts
+
+    def __str__(self) -> str:
+        """Return the figures in a line."""
+        return (
+            f"{self.wrong_cells} of {self.cells} cells of windows wrong, <Ex, y> - <x, E'y> = "
+            f"{self.dot - self.dot_transposed}, {self.wrong_counts} of {self.owned_cells} counts "
+            f"wrong, {self.calls} calls each"
+        )
+
+
+def check(plan: WindowPlan, calls: int = 3) -> Verification:
+    """Return what three checks of a plan find. Collective.
+
+    Every cell of a window is compared with the cell that its coordinates say, by remainders; the
+    dot test proves that accumulate is the transpose of exchange for these numbers; and the sums of
+    ones must be the numbers of readers. calls: each is done so often; the first takes another way
+    through the code than the others.
+    """
+    wrong = sum(_wrong_cells(plan) for _ in range(calls))
+    dots = [_dots(plan, call) for call in range(calls)]
+    counts = sum(_wrong_counts(plan) for _ in range(calls))
+    mine = (plan.window.size, wrong, sum(d for d, _ in dots), sum(d for _, d in dots),
+            plan.owned.size, counts)  # fmt: skip
+    everyone = plan.world.gather(mine, "verify")
+    cells, wrong, dot, transposed, owned, counts = (
+        sum(each) for each in zip(*everyone, strict=True)
+    )
+    return Verification(cells, wrong, dot, transposed, owned, counts, calls)
+
+
+def verify(plan: WindowPlan) -> Verification:
+    """Return what check finds; raise ArithmeticError alike on all ranks where it is wrong."""
+    if plan.packed is not None:
+        raise ValueError(
+            f"verify: plan {plan.name!r} rounds what travels to {plan.wire}: verify one with "
+            'wire="raw"'
+        )
+    found = check(plan)
+    if not found.passed:
+        raise ArithmeticError(f"verify: plan {plan.name!r}: {found}")
+    return found
+
+
+def _dtype(plan: WindowPlan) -> type[np.generic]:
+    """Return a dtype for integers, which also holds the values that the plan fills with.
+
+    Others than int64 are as exact: sums stay below 2**53 for 2**33 cells.
+    """
+    values = [fill_value(mode) for mode in plan.windows.modes]
+    if any(isinstance(value, complex) for value in values):
+        return np.complex128
+    whole = all(
+        value is None or (float(value.real).is_integer() and abs(value) < 2**53) for value in values
+    )
+    return np.int64 if whole else np.float64
+
+
+def _numbered(box: Box, plan: WindowPlan) -> Integers:
+    """Return the number of each cell of a box of the domain, from 1 on."""
+    axes = [np.arange(a, max(a, b)) for a, b in zip(box.start, box.stop, strict=True)]
+    return 1 + flat_index(axes, plan.layout.shape)
+
+
+def flat_index(axes: Sequence[Integers], shape: Sequence[int]) -> Integers:
+    """Return the flat index of all combinations of indices along each axis."""
+    index = np.zeros((), np.int64)
+    for axis, extent in zip(axes, shape, strict=True):
+        index = index[..., None] * extent + axis
+    return index
+
+
+def cells_shown(plan: WindowPlan, window: Box, axis: int) -> Integers:
+    """Return the index of the cell that each cell of a window shows along an axis, or -1."""
+    start, stop = window.start[axis], window.stop[axis]
+    return sources(start, max(start, stop), plan.layout.shape[axis], plan.windows.modes[axis])
+
+
+def _outside(plan: WindowPlan, axis: int) -> tuple[Any, ...]:
+    """Return what selects the cells of the window that are filled because of an axis."""
+    return (slice(None),) * axis + (cells_shown(plan, plan.window, axis) < 0,)
+
+
+def _linear(plan: WindowPlan, x: npt.NDArray[Any]) -> Any:
+    """Return E x: an exchange whose filled cells are zero instead of the constants."""
+    y = plan.exchange(x)
+    for axis in range(len(plan.layout.shape)):
+        y[_outside(plan, axis)] = 0
+    return y
+
+
+def _wrong_cells(plan: WindowPlan) -> int:
+    axes = [cells_shown(plan, plan.window, axis) for axis in range(len(plan.layout.shape))]
+    wanted = (1 + flat_index(axes, plan.layout.shape)).astype(_dtype(plan))
+    for axis, mode in enumerate(plan.windows.modes):  # the last axis counts
+        value = fill_value(mode)
+        if value is not None:
+            wanted[_outside(plan, axis)] = value
+    found = plan.exchange(_numbered(plan.owned, plan).astype(wanted.dtype))
+    same = (found == wanted) | ((found != found) & (wanted != wanted))  # NaN may be a filling
+    return int((~same).sum())
+
+
+def _dots(plan: WindowPlan, call: int) -> tuple[int, int]:
+    rng = np.random.default_rng((plan.rank, call))
+    x = rng.integers(-LARGEST, LARGEST + 1, plan.owned.shape).astype(_dtype(plan))
+    y = rng.integers(-LARGEST, LARGEST + 1, plan.window.shape).astype(_dtype(plan))
+    dots = (_linear(plan, x) * y).sum(), (x * plan.accumulate(y)).sum()
+    return int(dots[0].real), int(dots[1].real)
+
+
+def _wrong_counts(plan: WindowPlan) -> int:
+    """Compare accumulated ones with counts of readers, a product of counts along the axes."""
+    wanted = np.zeros(plan.owned.shape, np.int64)
+    for rank in () if plan.owned.empty else range(plan.layout.ranks):
+        window, product = plan.windows.boxes[rank], np.ones((), np.int64)
+        for axis, extent in enumerate(plan.layout.shape):
+            shown = cells_shown(plan, window, axis)
+            counts = np.bincount(shown[shown >= 0], minlength=extent)
+            own = slice(plan.owned.start[axis], plan.owned.stop[axis])
+            product = product[..., None] * counts[own]
+        wanted += product
+    found = plan.accumulate(np.ones(plan.window.shape, np.int64))
+    return int((found != wanted).sum())

@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import store
-from ..comm.ranks import Ranks
 from ..config import UserError
+from ..world.ranks import Ranks
 from .layout import Layout
 
 Array = npt.NDArray[np.generic]

@@ -10,7 +10,7 @@ import numpy as np
 from ..formats import TILE, TRIT_BYTES, Cast, FloatFormat, packed_bytes, tiles
 from ..randomness import Key
 from . import reference
-from .gpu_launch import (
+from .gpu_runtime import (
     NULL,
     cast_on_device,
     check,

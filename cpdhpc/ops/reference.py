@@ -1,31 +1,234 @@
 """The specification of every array operation: NumPy, float64 and integers, slow and plain.
 
-ops.cpu and ops.gpu have the same functions and must give the same bits.
+Codes (a number to its code, codes to packed bits and back), the operations on tiles, and exact
+sums of integers. ops.cpu and ops.gpu have the same functions and must give the same bits.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
-from ..formats import SHIFT_BIAS, SHIFT_NONFINITE, TILE, Cast, FloatFormat, tiles
+from ..formats import LANES, SHIFT_BIAS, SHIFT_NONFINITE, TILE, TRIT_BYTES, Cast, FloatFormat, tiles
 from ..randomness import Key
-from .reference_codes import (
-    Array,
-    decode,
-    decode_shifted,
-    encode,
-    encode_with_events,
-    pack,
-    random31,
-    unpack,
-)
-from .reference_integers import (
-    add_encode_integers_tiles,
-    add_integers_tiles,
-    decode_integers_tiles,
-    pack_trits,
-    unpack_trits,
-)
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+def random31(key: Key, index: Array) -> Array:
+    """Return the 31 random bits of each element: a hash of the stream's key and the index.
+
+    index: uint64[n]; returns uint32[n] below 2**31
+    Source: C. Wellons' lowbias32 ("Prospecting for hash functions", 2018); the second word of the
+    key joins half-way, and multiples of the index's high word with both.
+    """
+
+    low = (index & np.uint64(0xFFFFFFFF)).astype(np.uint32)
+    high = (index >> np.uint64(32)).astype(np.uint32)
+    h = low ^ np.uint32(key[0]) ^ (high * np.uint32(0x85EBCA6B))
+    h = (h ^ (h >> np.uint32(16))) * np.uint32(0x7FEB352D)
+    h = h ^ (h >> np.uint32(15)) ^ np.uint32(key[1]) ^ (high * np.uint32(0x9E3779B9))
+    h = h * np.uint32(0x846CA68B)
+    return (h ^ (h >> np.uint32(16))) >> np.uint32(1)
+
+
+def encode_with_events(
+    x: Array, cast: Cast, shift: Array, key: Key, index: Array
+) -> tuple[Array, tuple[Array, Array, Array]]:
+    """Encode x * 2**shift; also return which values saturated, underflowed, are not finite."""
+    fmt = cast.fmt
+    finite = np.isfinite(x)
+    scaled = np.ldexp(np.abs(np.where(finite, x, 0).astype(np.float64)), shift)  # exact
+    exponent = np.maximum(np.where(scaled > 0, np.frexp(scaled)[1] - 1, fmt.emin), fmt.emin)
+    multiple = np.ldexp(scaled, fmt.man - exponent)  # of the spacing of numbers there; exact
+    whole = np.floor(multiple)
+    rest = multiple - whole
+    if cast.rounding == "nearest":
+        up = (rest > 0.5) | ((rest == 0.5) & (whole % 2 == 1))
+    elif cast.rounding == "stochastic":
+        bits = 31 - fmt.man  # of the rest that count, and of the random number
+        random = random31(key, index) >> np.uint32(fmt.man)
+        up = np.floor(np.ldexp(rest, bits)) + random >= 2.0**bits
+    else:
+        up = np.zeros(x.shape, bool)
+    # A carry out of the mantissa moves into the exponent by itself.
+    code = (whole + up).astype(np.int64) + ((exponent - fmt.emin).astype(np.int64) << fmt.man)
+    over = finite & (code > fmt.max_code)
+    code = np.where(over, cast.overflow_code, code)
+    code = np.where(finite, code, np.where(np.isnan(x), fmt.nan_code, fmt.inf_code))
+    under = (code == 0) & (x != 0)
+    sign = np.signbit(x) & ~np.isnan(x)  # NaN has none: hardware differs in which one it gives
+    code = code | (sign.astype(np.int64) << (fmt.bits - 1))
+    return code.astype(np.uint32), (over, under, ~finite)
+
+
+def encode(x: Array, cast: Cast, shift: int = 0, key: Key = (0, 0), offset: int = 0) -> Array:
+    """Return the code of each x * 2**shift.
+
+    x: float32[n]; returns uint32[n]
+    key, offset: stochastic rounding draws random31(key, offset + i) for element i
+    """
+    index = np.uint64(offset) + np.arange(x.size, dtype=np.uint64)
+    return encode_with_events(x, cast, np.full(x.shape, shift), key, index)[0]
+
+
+def decode(codes: Array, fmt: FloatFormat, shift: int = 0) -> Array:
+    """Return the number of each code times 2**-shift.
+
+    codes: uint32[n]; returns float32[n]
+    """
+    return decode_shifted(codes, fmt, np.full(codes.shape, shift))
+
+
+def decode_shifted(codes: Array, fmt: FloatFormat, shift: Array) -> Array:
+    magnitude = (codes & np.uint32((1 << (fmt.bits - 1)) - 1)).astype(np.int64)
+    field = magnitude >> fmt.man
+    whole = (magnitude & ((1 << fmt.man) - 1)) + np.where(field > 0, 1 << fmt.man, 0)
+    value = np.ldexp(whole.astype(np.float64), np.maximum(field, 1) - fmt.bias - fmt.man - shift)
+    if fmt.special == "ieee":
+        value = np.where(magnitude > fmt.max_code, np.nan, value)
+        value = np.where(magnitude == fmt.inf_code, np.inf, value)
+    elif fmt.special == "nan":
+        value = np.where(magnitude > fmt.max_code, np.nan, value)
+    sign = (codes >> np.uint32(fmt.bits - 1)) & np.uint32(1)
+    return np.where(sign == 1, -value, value).astype(np.float32)
+
+
+def pack(codes: Array, bits: int) -> Array:
+    """Return codes packed in tiles: lane l's 32 codes, lowest bits first, are words [w][l].
+
+    codes: uint32[n], each below 2**bits; returns uint8[ceil(n / 1024) * 128 * bits]
+    Source: the layout of FastLanes (Afroozeh, Boncz; VLDB 2023), 32 lanes of 32-bit words.
+    """
+    count = tiles(codes.size)
+    padded = np.zeros(count * TILE, np.uint32)
+    padded[: codes.size] = codes
+    rows = padded.reshape(count, TILE // LANES, LANES)
+    each_bit = (rows[..., None] >> np.arange(bits, dtype=np.uint32)) & np.uint32(1)
+    stream = each_bit.transpose(0, 2, 1, 3).reshape(count, LANES, bits, 32)
+    words = (stream.astype(np.uint32) << np.arange(32, dtype=np.uint32)).sum(-1, dtype=np.uint32)
+    return np.ascontiguousarray(words.transpose(0, 2, 1)).astype("<u4").view(np.uint8).reshape(-1)
+
+
+def unpack(packed: Array, bits: int, n: int) -> Array:
+    """Return the first n codes of tiles that pack made.
+
+    packed: uint8[ceil(n / 1024) * 128 * bits]; returns uint32[n]
+    """
+    count = tiles(n)
+    words = packed.view("<u4").reshape(count, bits, LANES).transpose(0, 2, 1)
+    each_bit = (words[..., None] >> np.arange(32, dtype=np.uint32)) & np.uint32(1)
+    rows = each_bit.reshape(count, LANES, TILE // LANES, bits).transpose(0, 2, 1, 3)
+    codes = (rows.astype(np.uint32) << np.arange(bits, dtype=np.uint32)).sum(-1, dtype=np.uint32)
+    return np.ascontiguousarray(codes.reshape(-1)[:n])
+
+
+def _integers(words: Array, bits: int, fmt: FloatFormat, n: int) -> Array:
+    """Return the first n integers of a payload, int64[n]."""
+    if bits == 0:
+        values = decode(unpack(words, fmt.bits, n), fmt).astype(np.float64)
+        return (values / fmt.smallest).astype(np.int64)  # exact: a power of two
+    codes = unpack(words, bits, n).astype(np.int64)
+    return codes - ((codes >> (bits - 1)) << bits)
+
+
+def _pack_integers(integers: Array, bits: int) -> Array:
+    return pack((integers & ((1 << bits) - 1)).astype(np.uint32), bits)
+
+
+def add_integers_tiles(
+    a: Array, bits_a: int, b: Array, bits_b: int, fmt: FloatFormat, words: Array, bits: int
+) -> None:
+    """Write the sums of the integers of a and b into words.
+
+    a, b: uint8[128 * bits_a * tiles], uint8[128 * bits_b * tiles], of fmt.bits where bits are 0
+    words: uint8[128 * bits * tiles], written; bits: 1..32
+    """
+    n = words.size // (TILE // 8 * bits) * TILE
+    total = _integers(a, bits_a, fmt, n) + _integers(b, bits_b, fmt, n)
+    words[:] = _pack_integers(total, bits)
+
+
+def add_encode_integers_tiles(
+    words_in: Array,
+    bits_in: int,
+    cast: Cast,
+    x: Array,
+    shifts: Array,
+    words: Array,
+    bits: int,
+    *,
+    key: Key = (0, 0),
+    offset: int = 0,
+    counts: Array | None = None,
+) -> None:
+    """Write the sums of the integers of words_in and of x * 2**k, rounded by cast, into words.
+
+    words_in: uint8[packed_bytes(n, bits_in)], of cast.fmt.bits where bits_in is 0
+    x: float32[n], finite; shifts: uint8[tiles(n)], the k + 127 of each tile
+    words: uint8[packed_bytes(n, bits)], written; bits: 1..32
+    key, offset, counts: as encode_tiles
+    """
+    count = tiles(x.size)
+    padded = np.zeros(count * TILE, np.float32)
+    padded[: x.size] = x
+    k = np.repeat(shifts.astype(np.int64) - SHIFT_BIAS, TILE)
+    index = np.uint64(offset) + np.arange(padded.size, dtype=np.uint64)
+    codes, events = encode_with_events(padded, cast, k, key, index)
+    own = _integers(pack(codes, cast.fmt.bits), 0, cast.fmt, padded.size)
+    words[:] = _pack_integers(_integers(words_in, bits_in, cast.fmt, padded.size) + own, bits)
+    if counts is not None:
+        for column, event in enumerate(events):
+            counts[:, column] = event.reshape(count, TILE).sum(1)
+
+
+def decode_integers_tiles(
+    words: Array, bits: int, shifts: Array, fmt: FloatFormat, out: Array
+) -> int:
+    """Write integer * fmt.smallest * 2**-k into out; return how many values are not finite.
+
+    words: uint8[packed_bytes(n, bits)], of fmt.bits where bits is 0; shifts: uint8[tiles(n)]
+    out: float32[n], written: rounded once, to nearest with ties to even; zero is never negative
+    """
+    k = np.repeat(shifts.astype(np.int64) - SHIFT_BIAS, TILE)[: out.size]
+    integers = _integers(words, bits, fmt, out.size).astype(np.float64)  # below 2**31: exact
+    with np.errstate(over="ignore"):
+        out[:] = np.ldexp(integers * fmt.smallest, -k).astype(np.float32)
+    return int(out.size - np.isfinite(out).sum())
+
+
+def pack_trits(words: Array, trits: Array) -> None:
+    """Write ternary codes, five in a byte, into trits.
+
+    words: uint8[256 * tiles], codes of the format of INTEGERS["ternary"]: 0, 1 for 1, 3 for -1,
+    2 for -0, which becomes 0; trits: uint8[205 * tiles], written
+    A byte is the sum of digit i * 3**i, i = 0..4; the digits are 0, 1 for 1 and 2 for -1. Bytes
+    32 g + l, g = 0..5, hold rows 5 g .. 5 g + 4 of lane l; byte 192 + j digits 5 j .. 5 j + 4 of
+    the 64 values of rows 30 and 31 in order.
+    """
+    count = trits.size // TRIT_BYTES
+    digits = np.array([0, 1, 0, 2], np.uint8)[unpack(words, 2, count * TILE)]
+    rows = digits.reshape(count, TILE // LANES, LANES)
+    first = rows[:, :30].reshape(count, 6, 5, LANES).transpose(0, 1, 3, 2).reshape(count, -1, 5)
+    last = np.zeros((count, 65), np.uint8)
+    last[:, :64] = rows[:, 30:].reshape(count, 64)
+    fives = np.concatenate([first, last.reshape(count, 13, 5)], 1)
+    trits[:] = (fives * 3 ** np.arange(5)).sum(-1).astype(np.uint8).reshape(-1)
+
+
+def unpack_trits(trits: Array, words: Array) -> None:
+    """Write the codes that pack_trits packed into words: 0, 1 for 1 and 3 for -1.
+
+    trits: uint8[205 * tiles]; words: uint8[256 * tiles], written
+    """
+    count = trits.size // TRIT_BYTES
+    digits = trits.astype(np.int64).reshape(count, TRIT_BYTES, 1) // 3 ** np.arange(5) % 3
+    first = digits[:, :192].reshape(count, 6, LANES, 5).transpose(0, 1, 3, 2)
+    last = digits[:, 192:].reshape(count, 65)[:, :64]
+    rows = np.concatenate([first.reshape(count, -1), last], 1)
+    words[:] = pack(np.array([0, 1, 3], np.uint32)[rows.reshape(-1)], 2)
+
 
 __all__ = [
     "NONFINITE",

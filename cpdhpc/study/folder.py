@@ -1,14 +1,93 @@
-"""The folder of a study: its frozen text, a file per finished case, logs, job scripts."""
+"""The folder of a study: its frozen text, finished cases, logs, locks, marks of batches, jobs."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import argparse
+import errno
+import fcntl
+import json
+import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 
 from .. import store
 from ..config import UserError, difference
-from .case import Case
+from .cases import Case
 from .spec import Study, load_study
+
+JobAlive = Callable[[str], bool | None]  # id of a job -> whether it waits or runs; None: unknown
+
+
+def unknown(job_id: str) -> None:
+    """Nothing is known of any job."""
+
+
+@dataclass(frozen=True)
+class Mark:
+    """What process 0 of a batch writes when it starts and when it ends.
+
+    job_id: of Slurm, "" without; state: "running", "stopped" (by a signal) or "ended"
+    """
+
+    host: str
+    pid: int
+    job_id: str
+    started: str
+    restarts: int
+    state: str
+
+    @classmethod
+    def begin(cls, path: Path) -> Mark:
+        """Write and return the mark of this process."""
+        before = read_mark(path)
+        mark = cls(
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            job_id=os.environ.get("SLURM_JOB_ID", ""),
+            started=datetime.now(UTC).isoformat(timespec="seconds"),
+            restarts=0 if before is None else before.restarts + 1,
+            state="running",
+        )
+        mark._write(path)
+        return mark
+
+    def end(self, path: Path, state: str) -> None:
+        """Write how the batch ended: "stopped" or "ended"."""
+        replace(self, state=state)._write(path)
+
+    def _write(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with store.replacing(path) as temporary:
+            temporary.write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
+
+    def alive(self, job_alive: JobAlive = unknown) -> bool | None:
+        """Return whether the batch is being measured; None where that cannot be seen from here."""
+        if self.state != "running":
+            return False
+        if self.host == socket.gethostname():
+            return self.pid != os.getpid() and _is_cpdhpc(self.pid)
+        return job_alive(self.job_id) if self.job_id else None
+
+
+def read_mark(path: Path) -> Mark | None:
+    """Return a batch's mark, None where it was never started or the mark cannot be read."""
+    try:
+        return Mark(**json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _is_cpdhpc(pid: int) -> bool:
+    """Return whether a process of this package has that number now."""
+    try:
+        return b"cpdhpc" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+
 
 MAY_CHANGE = ("run.throttle", "run.retries", "run.case_time_s")  # neither cases nor numbers
 
@@ -119,3 +198,133 @@ class Folder:
         except store.StoreError:
             return False
         return attributes.get("status") == "complete" and attributes.get("case_id") == case.id
+
+
+NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # Lustre mounted without flock, as one
+
+
+@contextmanager
+def alone(path: Path, what: str, say: Callable[[str], None]) -> Iterator[None]:
+    """Hold a file's lock for a while; the file stays.
+
+    what: the command that takes it. Where the file system has no locks this is said.
+    Raises FolderError where another process holds it, or the file cannot be written.
+    """
+    try:
+        file = path.open("a")
+    except OSError as error:
+        raise FolderError(f"{path}: cannot be written: {error.strerror}") from None
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise FolderError(
+                f"{path}: another {what} is at work here: try again when it has ended"
+            ) from None
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise FolderError(f"{path}: cannot be locked: {error.strerror}") from None
+            say(f"{path}: this file system has no locks: do not start {what} twice at a time")
+        yield
+
+
+RECORD = "jobs.json"
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job that was submitted.
+
+    number: Slurm's
+    name: as Slurm shows it, and in names of logs
+    batches: number of the batch -> index in the array; empty for the job that collects
+    """
+
+    number: int
+    name: str
+    batches: dict[int, int]
+
+    def log(self, folder: Folder, batch: int) -> Path:
+        """Return where the job of a batch prints to."""
+        return folder.logs / f"{self.name}-{self.number}_{self.batches[batch]}.log"
+
+    def shown(self, batch: int) -> str:
+        """Return the number of a batch's job as Slurm shows it."""
+        return f"{self.number}_{self.batches[batch]}"
+
+
+def recorded(folder: Folder) -> list[Job]:
+    """Return the jobs of a study, the oldest first.
+
+    Raises FolderError where the record cannot be read.
+    """
+    path = folder.path / RECORD
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))["jobs"]
+        return [
+            Job(row["number"], row["name"], {int(k): v for k, v in row["batches"].items()})
+            for row in rows
+        ]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise FolderError(f"{path}: cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise FolderError(
+            f"{path}: is no record of jobs: move it away, and scancel what still runs"
+        ) from None
+
+
+def record(folder: Folder, job: Job) -> None:
+    """Add a job to the record. Raises FolderError where it cannot be written."""
+    path = folder.path / RECORD
+    rows = [asdict(each) for each in [*recorded(folder), job]]
+    try:
+        with store.replacing(path) as temporary:
+            temporary.write_text(json.dumps({"schema": 1, "jobs": rows}, indent=1) + "\n")
+    except OSError as error:
+        raise FolderError(
+            f"{path}: cannot be written, job {job.number} is submitted: {error.strerror}"
+        ) from None
+
+
+RESULTS = Path("results")
+
+
+def add_common(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that all actions have."""
+    parser.add_argument(
+        "study", type=Path, metavar="STUDY.toml", help="the study, or the folder of one"
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="lay a value over the file's, as sweep.ranks=[1,2]; may be repeated",
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="folder of the study (default: results/ + NAME)"
+    )
+
+
+def study_of(arguments: argparse.Namespace) -> tuple[Study, Folder]:
+    """Return the study that the arguments name, and its folder, which need not be there yet.
+
+    Raises ConfigError for what is wrong in the file.
+    """
+    if arguments.study.is_dir():
+        folder = Folder(arguments.study)
+        return load_study(folder.study_toml, arguments.set), folder
+    study = load_study(arguments.study, arguments.set)
+    return study, Folder(arguments.out or RESULTS / study.name)
+
+
+def folder_of(arguments: argparse.Namespace) -> tuple[Study, Folder]:
+    """Return the study and its folder, which must be this study's.
+
+    Raises FolderError where it is not there, or is another study's.
+    """
+    study, folder = study_of(arguments)
+    folder.check(study)
+    return study, folder

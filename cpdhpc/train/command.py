@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from .. import store
-from ..comm import World
 from ..config import ConfigError
 from ..signals import catching
+from ..world.mpi import World
 from .checkpoint import check_job
 from .data import Dataset
 from .job import Job, load

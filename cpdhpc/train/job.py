@@ -9,13 +9,13 @@ from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
-from ..comm.machine import read_machine
-from ..compress import LowBit, NoCompression
+from ..collectives.method import read_machine
+from ..compress.lowbit import LowBit
+from ..compress.none import NoCompression
 from ..config import ConfigError, Raw, Section, dump_toml, merge, override, read_toml, validate
-from .digits import Digits
-from .idx import Idx
+from .data import Digits, Idx
+from .learning_rates import Schedule
 from .models import LeNet, Mlp
-from .schedules import Schedule
 
 Data = Annotated[Digits | Idx, Field(discriminator="name")]
 Model = Annotated[Mlp | LeNet, Field(discriminator="name")]

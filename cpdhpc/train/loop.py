@@ -7,16 +7,14 @@ from typing import NoReturn
 
 import numpy as np
 
-from ..comm import NonFiniteGradient
+from ..collectives.checks import NonFiniteGradient
 from ..config import UserError
 from ..signals import Caught, Interrupted
 from .data import Array, epoch_order
-from .evaluate import evaluate
 from .progress import Display
-from .pulse import exchange
+from .record import observe
 from .setup import Training
-from .step import step
-from .telemetry import observe
+from .step import evaluate, exchange, step
 
 
 class Diverged(UserError):

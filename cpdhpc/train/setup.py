@@ -12,16 +12,17 @@ import numpy.typing as npt
 import torch
 
 from .. import provenance, store
-from ..comm import Ranks
-from ..comm.threads import threads_of_rank
 from ..config import ConfigError, UserError
-from ..ops.threads import set_kernel_threads
+from ..ops import set_kernel_threads
+from ..split_images import partition
+from ..split_images.grid import ImageGrid
+from ..world.cores import threads_of_rank
+from ..world.ranks import Ranks
 from . import checkpoint
 from .data import Dataset
 from .job import Job
 from .record import SCHEMA, Record
 from .reducer import GradientReducer
-from .spatial import ImageGrid, partition
 
 T = TypeVar("T")
 Array = npt.NDArray[Any]

@@ -4,16 +4,91 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from math import fsum
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..compress import Mean
+from ..compress.base import Mean
+from ..partition import split
+from ..world.ranks import Ranks
 from .data import shard
 from .reducer import GradientReducer
 
 Array = npt.NDArray[Any]
+
+_NOTHING = np.iinfo(np.int64).min  # below everything that a process says of its own ranks
+
+
+@dataclass(frozen=True)
+class Pulse:
+    """loss: of the global batch; time_ns: int64[phases], the slowest process's;
+    wire_bytes: int64[ranks], sent so far; signal: number of one that any process caught, or 0."""
+
+    loss: float
+    time_ns: Array
+    wire_bytes: Array
+    signal: int
+
+
+def exchange(
+    world: Ranks, losses: list[float], time_ns: list[int], sent: Array, signal: int
+) -> Pulse:
+    """Return what all processes say. Collective: one MAX all-reduce of 2 ranks + phases + 1 words.
+
+    losses: one per hosted rank, their mean over all ranks is the loss of the batch
+    sent: int64[hosted], cumulative bytes
+    """
+    ranks, hosted = world.ranks, slice(world.hosted.start, world.hosted.stop)
+    words = np.full(2 * ranks + len(time_ns) + 1, _NOTHING, np.int64)
+    words[:ranks][hosted] = np.array(losses, np.float64).view(np.int64)  # bits: only one rank's
+    words[ranks : 2 * ranks][hosted] = sent
+    words[2 * ranks : -1] = time_ns
+    words[-1] = signal
+    words = world.max(words)
+    return Pulse(
+        loss=fsum(words[:ranks].view(np.float64)) / ranks,
+        time_ns=words[2 * ranks : -1],
+        wire_bytes=words[ranks : 2 * ranks],
+        signal=int(words[-1]),
+    )
+
+
+CHUNK = 1000  # samples that go through the model at once
+
+
+def evaluate(
+    model: torch.nn.Module, world: Ranks, x: torch.Tensor, y: torch.Tensor, sharing: int = 1
+) -> tuple[float, float]:
+    """Return (accuracy, loss), the loss a mean over all samples. Collective.
+
+    Each rank, virtual or not, goes through its own part, so that hosting changes no bit.
+    sharing: consecutive ranks that go through a part together, as their images are split
+    """
+    model.eval()
+    shares = [split(len(y), world.ranks // sharing, rank // sharing) for rank in world.hosted]
+    parts = [_part(model, x, y, *share) for share in shares]
+    model.train()
+    everywhere = [part for process in world.gather(parts)[::sharing] for part in process]
+    correct = sum(count for count, _ in everywhere)
+    return correct / len(y), fsum(loss for _, loss in everywhere) / len(y)
+
+
+@torch.no_grad()
+def _part(
+    model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor, start: int, stop: int
+) -> tuple[int, float]:
+    correct, losses = 0, []
+    for first in range(start, stop, CHUNK):
+        inputs, targets = x[first : min(first + CHUNK, stop)], y[first : min(first + CHUNK, stop)]
+        logits = model(inputs)
+        correct += int((logits.argmax(1) == targets).sum())
+        loss = torch.nn.functional.cross_entropy(logits.double(), targets, reduction="none")
+        losses += loss.tolist()
+    return correct, fsum(losses)
+
 
 PHASES = ("data", "forward_backward", "reduce", "optimizer")
 

@@ -11,7 +11,7 @@ TIMEOUT_S = 20.0
 @cache
 def verdict_world():
     """A world of its own, so that messages of tests cannot meet verdicts."""
-    from cpdhpc.comm import World
+    from cpdhpc.world.mpi import World
 
     return World(timeout_s=3 * TIMEOUT_S)
 
@@ -19,7 +19,7 @@ def verdict_world():
 @pytest.fixture(scope="session")
 def world():
     """All ranks, with a time-out that suits tests."""
-    from cpdhpc.comm import World
+    from cpdhpc.world.mpi import World
 
     return World(timeout_s=TIMEOUT_S)
 

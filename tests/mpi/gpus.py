@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from simulated_cupy import simulated
 
-from cpdhpc.comm import World, device
+from cpdhpc.world import gpu_messages
+from cpdhpc.world.mpi import World
 
 TIMEOUT_S = 20.0
 N = 2500
@@ -24,7 +25,7 @@ def real(cupy, direct):
     cupy.cuda.Device().synchronize()
     if direct:
         world = World(timeout_s=TIMEOUT_S)
-        answer = device.gpu_aware(world)
+        answer = gpu_messages.gpu_aware(world)
         world.free()
         if not answer.yes:
             pytest.skip(f"GPU-aware MPI: {answer}")
@@ -36,7 +37,7 @@ def stand_in(stack, direct):
     simulation, cupy = stack.enter_context(simulated())
     simulation.aware = direct
     stack.enter_context(pytest.MonkeyPatch.context()).setattr(
-        device, "query", lambda: device.Answer(direct, "simulated")
+        gpu_messages, "query", lambda: gpu_messages.Answer(direct, "simulated")
     )
     return cupy, simulation.delay
 

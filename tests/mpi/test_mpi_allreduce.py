@@ -5,18 +5,13 @@ import hashlib
 import numpy as np
 import pytest
 
-from cpdhpc.comm import (
-    SCHEDULES,
-    Allreduce,
-    Layout,
-    NonFiniteGradient,
-    Segment,
-    World,
-    allreduce,
-    chunk,
-    simulate,
-)
-from cpdhpc.comm.ranks import numbered
+from cpdhpc.collectives import rank_program
+from cpdhpc.collectives.allreduce import Allreduce, allreduce, simulate
+from cpdhpc.collectives.checks import NonFiniteGradient
+from cpdhpc.collectives.method import Segment
+from cpdhpc.collectives.schedules import SCHEDULES, Layout
+from cpdhpc.world.mpi import World
+from cpdhpc.world.ranks import numbered
 
 pytestmark = pytest.mark.mpi
 
@@ -110,7 +105,7 @@ def test_nodes(world, accumulate):
 @pytest.mark.parametrize("algorithm, accumulate", WAYS)
 def test_pieces(world, algorithm, accumulate, monkeypatch):
     """Pieces of one tile in each chunk, more than are under way at a time."""
-    monkeypatch.setattr(chunk, "PIECE_VALUES", (1024, 1024))
+    monkeypatch.setattr(rank_program, "PIECE_VALUES", (1024, 1024))
     chunks = SCHEDULES[algorithm].chunks(Layout(world.nodes))
     xs = gradients(world.ranks, 6 * 1024 * chunks + 5)
     for wire in ("raw", "e3m0"):
@@ -121,7 +116,7 @@ def test_pieces(world, algorithm, accumulate, monkeypatch):
 
 @pytest.mark.parametrize("algorithm", SCHEDULES)
 def test_bytes_are_those_of_the_simulation(world, algorithm):
-    from cpdhpc.comm import Loopback
+    from cpdhpc.world.ranks import Loopback
 
     xs = gradients(world.ranks)
     simulated = Loopback(world.ranks)

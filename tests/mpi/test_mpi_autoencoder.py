@@ -11,14 +11,16 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import autoencoders as serial  # noqa: E402
 
+from cpdhpc.autoencoder import files  # noqa: E402
+from cpdhpc.autoencoder import job as geometry  # noqa: E402
+from cpdhpc.autoencoder.files import resume, save  # noqa: E402
+from cpdhpc.autoencoder.job import Autoencoder, procs_of  # noqa: E402
+from cpdhpc.autoencoder.training import Stack  # noqa: E402
 from cpdhpc.bench.layer import layer_costs  # noqa: E402
-from cpdhpc.comm import Loopback, parallel_io  # noqa: E402
 from cpdhpc.config import UserError  # noqa: E402
-from cpdhpc.darray import Layout  # noqa: E402
-from cpdhpc.train.autoencoder import geometry, picture  # noqa: E402
-from cpdhpc.train.autoencoder.files import resume, save  # noqa: E402
-from cpdhpc.train.autoencoder.job import Autoencoder, procs_of  # noqa: E402
-from cpdhpc.train.autoencoder.training import Stack  # noqa: E402
+from cpdhpc.darray.layout import Layout  # noqa: E402
+from cpdhpc.world import mpi  # noqa: E402
+from cpdhpc.world.ranks import Loopback  # noqa: E402
 
 pytestmark = pytest.mark.mpi
 torch.set_num_threads(1)  # ranks share cores here
@@ -170,14 +172,14 @@ def test_interrupted_checkpoints_leave_the_old_one(world, tmp_path, monkeypatch)
     stack, _ = trained(of, world, 2)
     save(path, stack)
     world.barrier()
-    before, real = path.read_bytes(), parallel_io.write_box
+    before, real = path.read_bytes(), mpi.write_box
 
     def full(*arguments):
         problem = real(*arguments)
         return OSError("no space left") if world.rank == world.size - 1 else problem
 
     stack.step(stack.batch())
-    monkeypatch.setattr("cpdhpc.comm.world.write_box", full)
+    monkeypatch.setattr("cpdhpc.world.mpi.write_box", full)
     with pytest.raises(UserError, match="no space left"):
         save(path, stack)
     monkeypatch.undo()
@@ -193,6 +195,6 @@ def test_pictures_show_few_blocks_of_many(world):
     layer = serial.make(world, grids(world.size)[-1], of=of)
     weight = layer.over_blocks(layer.weight).gather()
     rows, columns = np.linspace(0, 22, 10).round().astype(int), [0, 1, 2, 4, 5, 6, 7, 9, 10, 11]
-    found = picture.shown(layer)
+    found = files.shown(layer)
     same = np.array_equal(found, weight[rows][:, columns, :64])
     assert world.gather(same) == [True] * world.size

@@ -6,7 +6,9 @@ sum, and the gradient of the whole sum reaches each rank by the transposes.
 
 import pytest
 
-from cpdhpc.darray import Box, Constant, Layout, WindowPlan
+from cpdhpc.darray.layout import Box, Layout
+from cpdhpc.darray.plan import WindowPlan
+from cpdhpc.darray.windows import Constant
 
 torch = pytest.importorskip("torch")
 

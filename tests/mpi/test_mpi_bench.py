@@ -6,13 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cpdhpc.bench.cases import BASELINES, cases_of_size
-from cpdhpc.bench.options import check_out, together
-from cpdhpc.bench.samples import write_samples
-from cpdhpc.comm import Allreduce, allreduce
-from cpdhpc.comm.machine import DEFAULT
+from cpdhpc.bench.allreduce import BASELINES, cases_of_size
+from cpdhpc.bench.baselines import gloo, sum_bfloat16, sum_float32
+from cpdhpc.bench.harness import check_out, together, write_samples
+from cpdhpc.collectives.allreduce import Allreduce, allreduce
+from cpdhpc.collectives.method import DEFAULT
 from cpdhpc.config import UserError
-from cpdhpc.train.gloo import gloo, sum_bfloat16, sum_float32
 
 pytestmark = pytest.mark.mpi
 

@@ -15,9 +15,9 @@ import torch
 from darray_cases import PADS, Case, draw, draw_layout, draw_window, shown
 from darray_checks import check_case
 
-from cpdhpc.comm import World
-from cpdhpc.comm.mpi_library import library_version
-from cpdhpc.darray import Constant, WindowPlan
+from cpdhpc.darray.plan import WindowPlan
+from cpdhpc.darray.windows import Constant
+from cpdhpc.world.mpi import World, library_version
 
 pytestmark = pytest.mark.mpi
 TIMEOUT_S = 60.0

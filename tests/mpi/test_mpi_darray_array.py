@@ -10,8 +10,11 @@ import torch
 from darray_arrays import any_bits
 from darray_cases import draw, draw_layout, own
 
-from cpdhpc.comm import World
-from cpdhpc.darray import Box, Constant, DistArray, Layout, WindowPlan, redistribute
+from cpdhpc.darray.array import DistArray, redistribute
+from cpdhpc.darray.layout import Box, Layout
+from cpdhpc.darray.plan import WindowPlan
+from cpdhpc.darray.windows import Constant
+from cpdhpc.world.mpi import World
 
 pytestmark = pytest.mark.mpi
 

@@ -14,9 +14,10 @@ from darray_arrays import any_bits
 from darray_cases import draw_layout
 
 from cpdhpc import store
-from cpdhpc.comm import World
 from cpdhpc.config import UserError
-from cpdhpc.darray import Box, DistArray, Layout
+from cpdhpc.darray.array import DistArray
+from cpdhpc.darray.layout import Box, Layout
+from cpdhpc.world.mpi import World
 
 pytestmark = pytest.mark.mpi
 DTYPES = ["bool", "int8", "uint16", "int64", "float16", "float32", "float64", "complex64", ">f4"]
@@ -111,8 +112,8 @@ def test_xarray_opens_it_and_an_old_file_is_replaced(world: World, folder: Path)
 
 
 def test_a_layout_of_many_ranks_has_no_room_in_attributes(tmp_path: Path) -> None:
-    from cpdhpc.comm import Loopback
     from cpdhpc.darray import files
+    from cpdhpc.world.ranks import Loopback
 
     class Many(Loopback):
         """The first of 1,500 ranks, all others of which own nothing."""

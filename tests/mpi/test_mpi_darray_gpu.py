@@ -12,8 +12,10 @@ import pytest
 from darray_arrays import any_bits, numbers
 from darray_cases import Case, draw, own, shown, summed
 
-from cpdhpc.darray import Box, DistArray, Layout, WindowPlan
-from cpdhpc.darray.kinds import CUPY, kind_of
+from cpdhpc.darray.array import DistArray
+from cpdhpc.darray.array_kinds import CUPY, kind_of
+from cpdhpc.darray.layout import Box, Layout
+from cpdhpc.darray.plan import WindowPlan
 
 pytestmark = pytest.mark.mpi
 CASES = 25

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 from cpdhpc import store
-from cpdhpc.comm import Loopback
 from cpdhpc.config import UserError
-from cpdhpc.darray import Box, DistArray, Layout
+from cpdhpc.darray.array import DistArray
 from cpdhpc.darray.files import load, save_all
+from cpdhpc.darray.layout import Box, Layout
+from cpdhpc.world.ranks import Loopback
 
 pytestmark = pytest.mark.mpi
 

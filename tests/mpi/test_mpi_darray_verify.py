@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from darray_mutants import MUTANTS
 
-from cpdhpc.comm import World
-from cpdhpc.darray import Box, Layout, WindowPlan
+from cpdhpc.darray.layout import Box, Layout
+from cpdhpc.darray.plan import WindowPlan
+from cpdhpc.world.mpi import World
 
 pytestmark = pytest.mark.mpi
 MODES = ("reflect", "edge")

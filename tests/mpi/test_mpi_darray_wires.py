@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 from darray_cases import Case, cells_shown, draw_layout, draw_window, own, shown
 
-from cpdhpc.comm import World
-from cpdhpc.darray import Box, WindowPlan
+from cpdhpc.darray.layout import Box
+from cpdhpc.darray.plan import WindowPlan
 from cpdhpc.formats import TILE, Cast, parse_format, tiles
 from cpdhpc.ops import reference
+from cpdhpc.world.mpi import World
 
 pytestmark = pytest.mark.mpi
 WIRES = ["e4m3", "e5m2", "e4m3fn", "e2m1fn", "bf16", "e8m23"]

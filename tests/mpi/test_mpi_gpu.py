@@ -10,17 +10,12 @@ import numpy as np
 import pytest
 from gpus import N, gradients, late, same
 
-from cpdhpc.comm import (
-    SCHEDULES,
-    Allreduce,
-    Layout,
-    NonFiniteGradient,
-    Segment,
-    allreduce,
-    chunk,
-    simulate,
-    staging,
-)
+from cpdhpc.collectives import rank_program
+from cpdhpc.collectives.allreduce import Allreduce, allreduce, simulate
+from cpdhpc.collectives.checks import NonFiniteGradient
+from cpdhpc.collectives.method import Segment
+from cpdhpc.collectives.schedules import SCHEDULES, Layout
+from cpdhpc.world import gpu_messages
 
 pytestmark = pytest.mark.mpi
 
@@ -47,7 +42,9 @@ def test_bits_are_those_of_the_cpu(gpu, algorithm, accumulate):
     for wire, scaling in WIRES:
         check(gpu, xs, wire, algorithm, scaling, accumulate)
     kinds = {type(carrier) for carrier in gpu.world.carriers.values()}
-    assert gpu.world.size == 1 or kinds == {staging.Direct if gpu.direct else staging.Staged}
+    assert gpu.world.size == 1 or kinds == {
+        gpu_messages.Direct if gpu.direct else gpu_messages.Staged
+    }
 
 
 @pytest.mark.parametrize("algorithm", SCHEDULES)
@@ -87,7 +84,7 @@ def test_in_place_by_segments(gpu, algorithm):
 @pytest.mark.parametrize("algorithm", SCHEDULES)
 def test_calls_in_a_row_share_buffers(gpu, algorithm, monkeypatch):
     """Many small pieces, and results that are looked at only after all calls."""
-    monkeypatch.setattr(chunk, "PIECE_VALUES", (1024, 1024))
+    monkeypatch.setattr(rank_program, "PIECE_VALUES", (1024, 1024))
     world = gpu.world
     n = 9 * 1024 * SCHEDULES[algorithm].chunks(Layout(world.nodes)) + 5
     xs = gradients(world.ranks, n)

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 from cpdhpc.bench import halo
+from cpdhpc.bench.baselines import WAYS
 from cpdhpc.bench.halo import ALL_WAYS, OPERATIONS
 from cpdhpc.bench.halo_cases import OURS, Setting, open_cases
 from cpdhpc.bench.halo_overlap import OVERLAPPED, Stencil, check
-from cpdhpc.comm.halo_baselines import WAYS
-from cpdhpc.darray import Box, Layout, WindowPlan
-from cpdhpc.darray.spec import spec_of
+from cpdhpc.darray.layout import Box, Layout
+from cpdhpc.darray.plan import WindowPlan
+from cpdhpc.darray.show import spec_of
 from cpdhpc.ops import moves
 
 pytestmark = pytest.mark.mpi

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cpdhpc.comm import Allreduce
+from cpdhpc.collectives.allreduce import Allreduce
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 
@@ -53,7 +53,9 @@ def test_one_message_of_more_than_2_gib(world, large, monkeypatch):
     """The tree hands on the one piece as a whole; World cuts what MPI could not count."""
     x, out, total = large
     out.fill(np.nan)
-    monkeypatch.setattr(importlib.import_module("cpdhpc.comm.chunk"), "PIECE_VALUES", (N, N))
+    monkeypatch.setattr(
+        importlib.import_module("cpdhpc.collectives.rank_program"), "PIECE_VALUES", (N, N)
+    )
     before = world.bytes_sent[0], world.messages_sent[0]
     Allreduce("raw", "tree").run(world, [x], [out])
     assert (world.bytes_sent[0] - before[0], world.messages_sent[0] - before[1]) == (4 * N, 1)

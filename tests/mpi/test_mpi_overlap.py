@@ -8,10 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from cpdhpc.comm import NonFiniteGradient, World
-from cpdhpc.compress import Aggregator, LowBit, Mean, NoCompression
+from cpdhpc.collectives.checks import NonFiniteGradient
+from cpdhpc.compress.base import Aggregator, Mean
+from cpdhpc.compress.lowbit import LowBit
+from cpdhpc.compress.none import NoCompression
 from cpdhpc.config import UserError
-from cpdhpc.train import GradientReducer
+from cpdhpc.train.reducer import GradientReducer
+from cpdhpc.world.mpi import World
 
 pytestmark = pytest.mark.mpi
 

@@ -7,20 +7,15 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from cpdhpc.comm import (
-    SCHEDULES,
-    Allreduce,
-    Loopback,
-    NonFiniteGradient,
-    Segment,
-    World,
-    chunk,
-    kept,
-    simulate,
-)
-from cpdhpc.comm.kept import KEPT
-from cpdhpc.comm.ranks import numbered
+from cpdhpc.collectives import rank_program, recorded
+from cpdhpc.collectives.allreduce import Allreduce, simulate
+from cpdhpc.collectives.checks import NonFiniteGradient
+from cpdhpc.collectives.method import Segment
+from cpdhpc.collectives.recorded import KEPT
+from cpdhpc.collectives.schedules import SCHEDULES
 from cpdhpc.formats import sum_bits
+from cpdhpc.world.mpi import World
+from cpdhpc.world.ranks import Loopback, numbered
 
 pytestmark = pytest.mark.mpi
 
@@ -145,7 +140,7 @@ def test_nodes_virtual_ranks_pieces_and_mpi(world, monkeypatch):
         )
     with Allreduce("e4m3", "auto").prepare(world, [xs[world.rank]]) as prepared:
         assert prepared.run().algorithm in SCHEDULES
-    monkeypatch.setattr(chunk, "PIECE_VALUES", (1024, 1024))
+    monkeypatch.setattr(rank_program, "PIECE_VALUES", (1024, 1024))
     xs = gradients(world.ranks, 6 * 1024 * world.ranks + 5)
     with Allreduce("raw", "tree").prepare(world, [xs[world.rank]]) as prepared:
         assert not prepared.is_fast
@@ -289,7 +284,7 @@ def test_kept_tapes_are_few_and_small(world, monkeypatch):
 
     assert all([call(n) is not None for n in range(1, 2 * KEPT)])
     assert len(own.kept) == KEPT and len(own.tapes) == (KEPT if own.size > 1 else 0)
-    monkeypatch.setattr(kept, "MOST_BYTES", 8 * KEPT * own.ranks - 1)
+    monkeypatch.setattr(recorded, "MOST_BYTES", 8 * KEPT * own.ranks - 1)
     with pytest.raises(KeyError):
         call(2 * KEPT)
     own.free()
@@ -297,7 +292,7 @@ def test_kept_tapes_are_few_and_small(world, monkeypatch):
 
 
 def test_long_messages_go_in_pieces(world, monkeypatch):
-    monkeypatch.setattr(importlib.import_module("cpdhpc.comm.messages"), "MESSAGE_BYTES", 1000)
+    monkeypatch.setattr(importlib.import_module("cpdhpc.world.mpi"), "MESSAGE_BYTES", 1000)
     xs = gradients(world.ranks)
     for algorithm in SCHEDULES:
         with Allreduce("e5m2", algorithm).prepare(world, [xs[world.rank]]) as prepared:

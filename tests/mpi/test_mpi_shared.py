@@ -4,8 +4,10 @@ import numpy as np
 import pytest
 from test_mpi_allreduce import assert_simulated, gradients
 
-from cpdhpc.comm import SCHEDULES, World, allreduce
-from cpdhpc.comm.chunk import PIECES
+from cpdhpc.collectives.allreduce import allreduce
+from cpdhpc.collectives.rank_program import PIECES
+from cpdhpc.collectives.schedules import SCHEDULES
+from cpdhpc.world.mpi import World
 
 pytestmark = pytest.mark.mpi
 
@@ -22,7 +24,7 @@ def message_world(world):
 @pytest.mark.parametrize("algorithm, accumulate", WAYS)
 def test_memory_and_messages_agree(world, message_world, algorithm, accumulate, monkeypatch):
     """In many small pieces, and calls after one another without a barrier."""
-    monkeypatch.setattr("cpdhpc.comm.chunk.PIECE_VALUES", (1024, 2048))
+    monkeypatch.setattr("cpdhpc.collectives.rank_program.PIECE_VALUES", (1024, 2048))
     assert PIECES > 4, "more pieces than are under way at a time: their arrays are written again"
     for n in SIZES:
         xs = gradients(world.ranks, n)

@@ -12,13 +12,14 @@ import torch
 from torch import nn
 from training import small_data, small_job
 
-from cpdhpc.comm import World
 from cpdhpc.signals import Caught
-from cpdhpc.train import GradientReducer
+from cpdhpc.split_images import partition
+from cpdhpc.split_images.grid import ImageGrid
 from cpdhpc.train.loop import run
 from cpdhpc.train.progress import Display
+from cpdhpc.train.reducer import GradientReducer
 from cpdhpc.train.setup import Files, prepare
-from cpdhpc.train.spatial import ImageGrid, partition
+from cpdhpc.world.mpi import World
 
 pytestmark = pytest.mark.mpi
 

@@ -4,7 +4,9 @@ import pytest
 from gpus import TIMEOUT_S, gradients, late, same
 from simulated_cupy import simulated
 
-from cpdhpc.comm import World, allreduce, device, simulate, staging
+from cpdhpc.collectives.allreduce import allreduce, simulate
+from cpdhpc.world import gpu_messages
+from cpdhpc.world.mpi import World
 
 pytestmark = pytest.mark.mpi
 
@@ -25,7 +27,7 @@ def test_each_call_is_in_its_own_stream(gpu, wire):
             assert same(result, expected)
 
 
-EVENT = "cpdhpc.ops.gpu_streams.Event"
+EVENT = "cpdhpc.ops.gpu_runtime.Event"
 WITHOUT = {  # what is left out -> (where MPI takes GPU memory, where it does not)
     "messages wait for events": (f"{EVENT}.Test", lambda event: True, (True, False)),
     "copies wait for the caller": (f"{EVENT}.before", lambda event, stream: None, (False,)),
@@ -53,8 +55,8 @@ def test_without_synchronisation_the_numbers_are_wrong(gpu, monkeypatch, what):
 def test_memory_that_arrives_changed_is_staged_from_then_on(monkeypatch, answer):
     """A library that says no is not tried; of one that says yes the trial decides."""
     tried = []
-    monkeypatch.setattr(device, "query", lambda: device.Answer(answer, "the query"))
-    monkeypatch.setattr(device, "to_host", lambda array: tried.append(array))
+    monkeypatch.setattr(gpu_messages, "query", lambda: gpu_messages.Answer(answer, "the query"))
+    monkeypatch.setattr(gpu_messages, "to_host", lambda array: tried.append(array))
     with simulated() as (simulation, cupy):
         simulation.aware = answer
         world = World(timeout_s=TIMEOUT_S)
@@ -63,7 +65,7 @@ def test_memory_that_arrives_changed_is_staged_from_then_on(monkeypatch, answer)
             got = allreduce(world, cupy.asarray(xs[world.rank]))
             assert same(got, simulate(xs))
             simulation.aware = False
-        assert len(tried) == answer and type(world.carriers[0]) is staging.Staged
+        assert len(tried) == answer and type(world.carriers[0]) is gpu_messages.Staged
         words = "the query says yes, but GPU memory arrived changed" if answer else "the query"
         assert world.gpu_aware == (False, words)
         world.free()
@@ -101,8 +103,8 @@ def test_what_is_copied_is_kept(monkeypatch):
         mine = [cupy.asarray(xs[rank]) for rank in world.hosted]
         expected = simulate(xs, "e4m3", "ring")
         assert same(allreduce(world, mine, "e4m3", "ring"), expected)
-        delay = staging.Carrier.delay
-        monkeypatch.setattr(staging.Carrier, "delay", forgetful)
+        delay = gpu_messages.Carrier.delay
+        monkeypatch.setattr(gpu_messages.Carrier, "delay", forgetful)
         got = allreduce(world, mine, "e4m3", "ring")
         assert not all(world.gather(same(got, expected)))
         world.free()

@@ -10,16 +10,14 @@ import pytest
 from studies import small_study
 from training import write_idx
 
-from cpdhpc.bench.cases import Case
+from cpdhpc.bench.allreduce import Case
 from cpdhpc.config import UserError
-from cpdhpc.point.batch import FAILED, FINISHED, UNFINISHED, run_batch
-from cpdhpc.point.place import PlacementError, members, prove
-from cpdhpc.study.batch import batches
-from cpdhpc.study.collect import collect, find
-from cpdhpc.study.folder import Folder
-from cpdhpc.study.mark import read_mark
+from cpdhpc.measure.batch import FAILED, FINISHED, UNFINISHED, run_batch
+from cpdhpc.measure.repeats import PlacementError, members, prove
+from cpdhpc.study.cases import batches, expand
+from cpdhpc.study.folder import Folder, read_mark
 from cpdhpc.study.spec import load_study
-from cpdhpc.study.sweep import expand
+from cpdhpc.study.study_file import collect, find
 from cpdhpc.train import loop
 
 pytestmark = pytest.mark.mpi

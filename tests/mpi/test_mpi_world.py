@@ -5,8 +5,10 @@ import importlib
 import numpy as np
 import pytest
 
-from cpdhpc.comm import SCHEDULES, Loopback, World, allreduce, as_world, simulate
-from cpdhpc.comm.ranks import numbered
+from cpdhpc.collectives.allreduce import allreduce, simulate
+from cpdhpc.collectives.schedules import SCHEDULES
+from cpdhpc.world.mpi import World, as_world
+from cpdhpc.world.ranks import Loopback, numbered
 
 pytestmark = pytest.mark.mpi
 
@@ -66,7 +68,7 @@ def test_collective_bytes_are_counted(world):
 
 @pytest.mark.parametrize("algorithm", SCHEDULES)
 def test_long_messages_go_in_pieces(world, monkeypatch, algorithm):
-    monkeypatch.setattr(importlib.import_module("cpdhpc.comm.messages"), "MESSAGE_BYTES", 1000)
+    monkeypatch.setattr(importlib.import_module("cpdhpc.world.mpi"), "MESSAGE_BYTES", 1000)
     xs = list(np.random.default_rng(3).random((world.size, 3000), np.float32))
     before = world.messages_sent.sum()
     got = allreduce(world, xs[world.rank], "e5m2", algorithm)

@@ -14,17 +14,19 @@ import torch
 from training import write_idx
 
 from cpdhpc import store
-from cpdhpc.__main__ import main
-from cpdhpc.comm import Loopback, NonFiniteGradient, World
-from cpdhpc.comm.threads import threads_of_rank
+from cpdhpc.cli import main
+from cpdhpc.collectives.checks import NonFiniteGradient
 from cpdhpc.config import dump_toml, merge, validate
 from cpdhpc.signals import Caught, Interrupted, catching
-from cpdhpc.train import GradientReducer
 from cpdhpc.train.data import Dataset
 from cpdhpc.train.job import Job
 from cpdhpc.train.loop import Diverged, run
 from cpdhpc.train.progress import Display
+from cpdhpc.train.reducer import GradientReducer
 from cpdhpc.train.setup import Files, prepare
+from cpdhpc.world.cores import threads_of_rank
+from cpdhpc.world.mpi import World
+from cpdhpc.world.ranks import Loopback
 
 pytestmark = pytest.mark.mpi
 

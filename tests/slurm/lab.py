@@ -13,9 +13,8 @@ from pathlib import Path
 from training import ROOT
 
 from cpdhpc.config import dump_toml
-from cpdhpc.study import slurm
-from cpdhpc.study.folder import Folder
-from cpdhpc.study.jobs import Job, recorded
+from cpdhpc.study.folder import Folder, Job, recorded
+from cpdhpc.study.slurm import queue
 
 LOOK_S = 0.3
 # Root may run MPI here, and ranks share cores that Slurm thinks are theirs.
@@ -87,11 +86,11 @@ class Lab:
         self.study("submit", str(study), "--site", str(site), "--set", f"name={name}")
         return Folder(self.directory / "results" / name)
 
-    def wait(self, jobs: Iterable[int], limit_s: float = 120.0) -> slurm.States:
+    def wait(self, jobs: Iterable[int], limit_s: float = 120.0) -> queue.States:
         """Wait until jobs have ended, and return their states."""
         jobs, end_s = list(jobs), time.monotonic() + limit_s
         while True:
-            states = slurm.states(jobs)
+            states = queue.states(jobs)
             if states and not any(state.live for state in states.values()):
                 return states
             assert time.monotonic() < end_s, states

@@ -9,8 +9,7 @@ import pytest
 from lab import Lab, Mpi, logs
 from training import ROOT
 
-from cpdhpc.study.folder import Folder
-from cpdhpc.study.jobs import recorded
+from cpdhpc.study.folder import Folder, recorded
 
 pytestmark = [pytest.mark.slurm, pytest.mark.mpi_skip]
 ONE = """

@@ -1,6 +1,8 @@
 """The kinds of measurement: a file here, one of that name in point, and a row."""
 
-from ..kind import Kind
+from __future__ import annotations
+
+from ..factors import Kind
 from .allreduce import ALLREDUCE
 from .autoencoder import AUTOENCODER
 from .codec import CODEC

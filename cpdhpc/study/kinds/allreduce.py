@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...config import ConfigError
 from ...formats import INTEGERS, parse_format, sum_bits
-from ..kind import ABSENT, Factor, Factors, Kind, Value, one_of
+from ..factors import ABSENT, Factor, Factors, Kind, Value, one_of
 
 _REQUANTISE = ("requantise",)
 ALGORITHMS = {  # algorithm: how partial sums may be kept, the algorithm's own way first
@@ -122,5 +122,5 @@ ALLREDUCE = Kind(
     fits=_fits,
     time_s=_time_s,
     sample="one all-reduce, from a barrier to its end on the slowest rank",
-    measuring="cpdhpc.point.allreduce",
+    measuring="cpdhpc.measure.allreduce",
 )

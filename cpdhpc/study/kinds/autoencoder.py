@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..kind import Factor, Factors, Kind, Value, at_least, one_of
+from ..factors import Factor, Factors, Kind, Value, at_least, one_of
 
 RATE = 1e9  # FLOP/s of a rank: a slow one, as the estimate is an upper one
 
@@ -54,5 +54,5 @@ AUTOENCODER = Kind(
     fits=_fits,
     time_s=_time_s,
     sample="an iteration of training: forward, backward, update and the ranks' agreement on it",
-    measuring="cpdhpc.point.autoencoder",
+    measuring="cpdhpc.measure.autoencoder",
 )

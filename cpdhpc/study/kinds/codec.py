@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...formats import parse_format
-from ..kind import ABSENT, Factor, Factors, Kind, Value, one_of
+from ..factors import ABSENT, Factor, Factors, Kind, Value, one_of
 from .allreduce import check_size
 
 OPERATIONS = (
@@ -52,5 +52,5 @@ CODEC = Kind(
     fits=_fits,
     time_s=_time_s,
     sample="one operation on a rank's share of the data, all ranks at once; the slowest rank",
-    measuring="cpdhpc.point.codec",
+    measuring="cpdhpc.measure.codec",
 )

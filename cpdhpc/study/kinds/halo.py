@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...config import ConfigError
 from ...formats import INTEGERS, parse_format
-from ..kind import Factor, Factors, Kind, Value, at_least, one_of
+from ..factors import Factor, Factors, Kind, Value, at_least, one_of
 
 TRANSFERS = ("exchange", "accumulate")
 OURS = ("cpdhpc", "cpdhpc, copied")
@@ -83,5 +83,5 @@ HALO = Kind(
     fits=_fits,
     time_s=_time_s,
     sample="one exchange, from a barrier to its end on the slowest rank",
-    measuring="cpdhpc.point.halo",
+    measuring="cpdhpc.measure.halo",
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..kind import ABSENT, Factor, Factors, Kind, Value, at_least
+from ..factors import ABSENT, Factor, Factors, Kind, Value, at_least
 
 _ROWS: dict[str, tuple[type, str]] = {  # key of a job: its type and what it is
     "data.name": (str, "data set"),
@@ -61,7 +61,7 @@ TRAIN = Kind(
     fits=_fits,
     time_s=_time_s,
     sample="one step: the sum over its phases of the slowest rank's time in each",
-    measuring="cpdhpc.point.train",
+    measuring="cpdhpc.measure.train",
     needs_job=True,
     groups=("training", "telemetry"),
 )

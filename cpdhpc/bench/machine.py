@@ -1,0 +1,247 @@
+"""python -m cpdhpc bench fit, predict: what predictions need of a machine, and predicted times."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..collectives.allreduce import Allreduce
+from ..collectives.method import AUTO, UNITS, Machine, MachineFile, read_machine
+from ..collectives.predict import Prediction, Sample, fit, line, predict
+from ..config import UserError, dump_toml
+from ..formats import Cast, FloatFormat, packed_bytes, parse_format, tiles
+from ..ops import cpu
+from ..provenance import attributes
+from ..store import replacing
+from ..world.cores import own_cores
+from ..world.ranks import Ranks, Wait
+from .allreduce import add_choices, cases_of_size, parse_methods
+from .harness import (
+    check_out,
+    check_positive,
+    check_whole,
+    interleave_ranks,
+    machine_line,
+    parse_sizes,
+    together,
+)
+
+MESSAGES = [8 << i for i in range(0, 20, 2)]  # bytes: 8 to 2 MiB
+ALLREDUCES = ("gather", "tree", "ring", "rhd", "direct")
+FITTED = ["call_s", "step_s", "host_s"]
+FITTED_BYTES = (8, 1 << 16, 1 << 20, 1 << 22)  # of the all-reduces that the fit sees
+CHECKED_BYTES = (1 << 12, 1 << 18, 1 << 24)  # of those it does not see
+STREAM = 1 << 22  # values: more than caches hold, as of a gradient
+WIRES = ("raw", "e4m3")
+
+
+def add_fit(parser: argparse.ArgumentParser) -> None:
+    """Add the benchmark's options to its command-line parser."""
+    parser.add_argument("--out", type=Path, required=True, metavar="MACHINE.toml")
+    parser.add_argument("--format", default="e4m3", help="of the codec's times (default e4m3)")
+    parser.add_argument("--repeats", type=int, default=30, help="timed calls (default 30)")
+    parser.add_argument("--warmup", type=int, default=3, help="calls before (default 3)")
+    parser.add_argument("--quick", action="store_true", help="small sizes only, for tests")
+
+
+def run_fit(arguments: argparse.Namespace, world: Ranks) -> None:
+    """Measure, fit, write the file, and print how near the predictions are. Collective."""
+    check_positive(arguments, "repeats")
+    check_whole(arguments, "warmup")
+    together(world, lambda: check_out(arguments.out))
+    if world.size < 2:
+        raise UserError("bench fit: a link takes 2 processes: run it under mpirun")
+    with own_cores(world) as cores:
+        sizes = MESSAGES[: 4 if arguments.quick else None]
+        alpha_s, beta_s = ping_pong(world, sizes, arguments.repeats, arguments.warmup)
+        rates = operations(world, arguments)
+        samples = allreduces(world, arguments, FITTED_BYTES[: 2 if arguments.quick else None])
+        checked = [] if arguments.quick else allreduces(world, arguments, CHECKED_BYTES)
+    start = Machine(alpha_s=alpha_s, beta_s=beta_s, **rates, host_s=0.0, step_s=0.0, call_s=0.0)
+    machine = fit(start, samples, FITTED)
+    notes = attributes(world) | {"format": arguments.format, "cores": cores}
+    where = machine_line(world)
+    together(world, lambda: write(arguments.out, machine, notes) if world.rank == 0 else None)
+    if world.rank == 0:
+        print(f"# {where}\n# {cores}")
+        show(machine, samples, checked)
+
+
+def ping_pong(world: Ranks, sizes: Sequence[int], repeats: int, warmup: int) -> tuple[float, float]:
+    """Return seconds per message and per byte between the first and the last process. Collective.
+
+    sizes: of the messages, in bytes
+    Half of a message's way there and back, polled as the all-reduce does.
+    """
+    first, last = 0, world.size - 1
+    other = {first: last, last: first}.get(world.rank)
+
+    def bounce(size: int) -> Callable[[], None]:
+        ball, caught = np.zeros(size, np.uint8), np.empty(size, np.uint8)
+
+        def send() -> None:
+            requests = world.isend(world.rank, other or 0, ball)
+            world.wait_any([Wait(requests, world.rank, "ping-pong: waited {:.1f} s to send")])
+
+        def receive() -> None:
+            requests = world.irecv(other or 0, world.rank, caught)
+            world.wait_any([Wait(requests, world.rank, "ping-pong: waited {:.1f} s")])
+
+        calls = (send, receive) if world.rank == first else (receive, send)
+
+        def both() -> None:
+            for call in calls if other is not None else ():
+                call()
+
+        return both
+
+    times = interleave_ranks(world, {size: bounce(size) for size in sizes}, repeats, warmup)
+    halves = [float(np.median(times[size][warmup:, first])) / 2 for size in sizes]
+    return line(sizes, halves)
+
+
+def operations(world: Ranks, arguments: argparse.Namespace) -> dict[str, float]:
+    """Return the seconds per byte of float32 of the operations of an all-reduce. Collective.
+
+    From memory, not from caches; all ranks at once, as they share memory; the slowest rank counts.
+    """
+    n = 1 << 14 if arguments.quick else STREAM
+    cast = Cast(together(world, lambda: _format(arguments.format)))
+    x, total, out = (np.ones(n, np.float32) for _ in range(3))
+    words, hop_words = (np.zeros(packed_bytes(n, cast.fmt.bits), np.uint8) for _ in range(2))
+    shifts, hop_shifts = np.zeros(tiles(n), np.uint8), np.zeros(tiles(n), np.uint8)
+    cpu.encode_tiles(x, cast, words, shifts, fit=True)
+    cases: dict[str, Callable[[], object]] = {
+        "gamma_s": lambda: np.add(x, total, out=out),
+        "copy_s": lambda: np.copyto(out, x),
+        "encode_s": lambda: cpu.encode_tiles(x, cast, hop_words, hop_shifts, fit=True),
+        "decode_s": lambda: cpu.decode_tiles(words, shifts, cast.fmt, out),
+        "decode_add_s": lambda: cpu.decode_add_tiles(words, shifts, cast.fmt, out, out),
+        "hop_s": lambda: cpu.decode_add_encode_tiles(
+            words, shifts, cast, x, hop_words, hop_shifts, fit=True
+        ),
+    }
+    times = interleave_ranks(world, cases, arguments.repeats, arguments.warmup)
+    return {
+        name: float(np.median(each[arguments.warmup :].max(axis=1))) / (4 * n)
+        for name, each in times.items()
+    }
+
+
+def _format(name: str) -> FloatFormat:
+    try:
+        return parse_format(name)
+    except ValueError as error:
+        raise UserError(f"--format {name}: {error}") from None
+
+
+def allreduces(world: Ranks, arguments: argparse.Namespace, sizes: Sequence[int]) -> list[Sample]:
+    """Return the median times of all-reduces of these sizes, in bytes. Collective."""
+    methods = [Allreduce(wire, name) for name in ALLREDUCES for wire in WIRES]
+    samples = []
+    for size in sizes:
+        cases = cases_of_size(world, size, methods, [])
+        runs = {i: case.run for i, case in enumerate(cases)}
+        times = interleave_ranks(world, runs, arguments.repeats, arguments.warmup)
+        for i, method in enumerate(methods):
+            time_s = float(np.median(times[i][arguments.warmup :].max(axis=1)))
+            samples.append(Sample(method, world.nodes, size // 4, time_s))
+    return samples
+
+
+def write(path: Path, machine: Machine, notes: dict[str, Any]) -> None:
+    """Write the file that read_machine reads. Raises UserError where it cannot be written."""
+    file = MachineFile(machine=machine, units=UNITS, fit=notes)
+    try:
+        with replacing(path) as temporary:
+            temporary.write_text(dump_toml(file.model_dump()), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--out {path}: cannot be written: {error.strerror}") from None
+
+
+def show(machine: Machine, fitted: Sequence[Sample], checked: Sequence[Sample]) -> None:
+    """Print the times, and predictions beside what was measured."""
+    print(f"# times of the model; {', '.join(FITTED)} fitted, the others measured by themselves")
+    for name, value in asdict(machine).items():
+        print(f"  {name:>12} {value:>12.4g}  {UNITS[name]}")
+    print("# median of measured calls; fitted: no: the fit has not seen it")
+    print(
+        f"# {'size(B)':>11} {'algorithm':>9} {'wire':>6} {'time(us)':>12} {'predicted(us)':>13} "
+        f"{'ratio':>6} {'fitted':>6}"
+    )
+    for sample in [*fitted, *checked]:
+        predicted_s = predict(machine, sample.method, sample.nodes, sample.n).time_s
+        print(
+            f"  {4 * sample.n:>11} {sample.method.algorithm:>9} {sample.method.wire!s:>6} "
+            f"{1e6 * sample.time_s:>12.1f} {1e6 * predicted_s:>13.1f} "
+            f"{predicted_s / sample.time_s:>6.2f} {'no' if sample in checked else 'yes':>6}"
+        )
+
+
+def add_predict(parser: argparse.ArgumentParser) -> None:
+    """Add the benchmark's options to its command-line parser."""
+    parser.add_argument("machine", type=Path, metavar="MACHINE.toml", help="written by bench fit")
+    parser.add_argument("--ranks", type=int, required=True, help="number of ranks")
+    parser.add_argument(
+        "--ranks-per-node", type=int, default=1, help="for the steps of hier (default 1)"
+    )
+    add_choices(parser)
+
+
+def run_predict(arguments: argparse.Namespace) -> None:
+    """Print a table of predictions, and in words what they rest on."""
+    check_positive(arguments, "ranks", "ranks_per_node")
+    file = read_machine(arguments.machine)
+    sizes = parse_sizes(arguments.sizes)
+    methods, skipped = parse_methods(arguments, None)
+    methods = [method for method in methods if method.algorithm != AUTO]
+    if not methods:
+        raise UserError("--algorithms auto: is the best of the others: name those")
+    nodes = tuple(rank // arguments.ranks_per_node for rank in range(arguments.ranks))
+    found = {
+        (size, method): predict(file.machine, method, nodes, size // 4)
+        for size in sizes
+        for method in methods
+    }
+    print("\n".join(f"# {text}" for text in rests_on(file, arguments, list(found.values()))))
+    for text in skipped:
+        print(f"# left out: {text}")
+    print(
+        f"# {'size(B)':>11} {'algorithm':>9} {'wire':>6} {'scaling':>9} {'accumulate':>10} "
+        f"{'time(us)':>12} {'algbw(GB/s)':>11} {'wire bytes':>13}  fastest"
+    )
+    for (size, method), prediction in found.items():
+        packed = method.fmt is not None
+        best = min(each.time_s for (at, _), each in found.items() if at == size)
+        print(
+            f"  {size:>11} {method.algorithm:>9} {method.wire!s:>6} "
+            f"{method.scaling if packed else '-':>9} "
+            f"{method.accumulating if packed else 'float32':>10} {1e6 * prediction.time_s:>12.1f} "
+            f"{size / prediction.time_s / 1e9:>11.3f} {prediction.wire_bytes:>13} "
+            f" {'*' if prediction.time_s == best else ''}".rstrip()
+        )
+
+
+def rests_on(
+    file: MachineFile, arguments: argparse.Namespace, predictions: list[Prediction]
+) -> list[str]:
+    """Return what the predictions rest on."""
+    fit = file.fit
+    where = (
+        f"fitted on {fit['ranks']} ranks of {fit['processor']} ({fit['hosts']}) on {fit['date']}"
+        if {"ranks", "processor", "hosts", "date"} <= fit.keys()
+        else "of a file that does not say where its times come from"
+    )
+    one = any(each.walked == 1 for each in predictions) and arguments.ranks > 1
+    return [
+        f"predicted for {arguments.ranks} ranks, not measured; times {where}",
+        "assumed: links alike, inside nodes and between; ranks alike, on cores of their own; no "
+        "contention, no noise",
+        "all ranks' steps are walked"
+        + ("; where all ranks do the same, those of one that stands for all" if one else ""),
+    ]

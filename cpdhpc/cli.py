@@ -1,0 +1,398 @@
+"""The command line: python -m cpdhpc COMMAND ..., under mpirun or without it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .world.mpi import World
+
+SLOWER = 1  # exit status of report --compare --fail-on-slower
+
+
+def seconds(text: str) -> float:
+    """Return a time, above zero; ValueError, which argparse shows, for anything else."""
+    value = float(text)
+    if not value > 0:
+        raise ValueError(text)
+    return value
+
+
+def add_timeout(parser: argparse.ArgumentParser) -> None:
+    """Add the time after which a wait for other processes ends the job."""
+    parser.add_argument(
+        "--timeout",
+        type=seconds,
+        metavar="SECONDS",
+        help="end the job, and say who waits for whom, where a wait takes longer (default 600)",
+    )
+
+
+def add_train(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of train."""
+    parser.add_argument("file", type=Path, metavar="FILE.toml", help="the job")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="lay a value over the file's, as train.epochs=3 or data.dir=DIR; may be repeated",
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="where files go (default: results/ + FILE's name)"
+    )
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on from the checkpoints in DIR and skip the runs that are complete",
+    )
+
+
+def add_autoencoder(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of autoencoder: those of train, and a picture."""
+    add_train(parser)
+    parser.add_argument(
+        "--png", type=Path, metavar="FILE", help="draw the first layer's filters into an image"
+    )
+
+
+def add_report(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of report."""
+    parser.add_argument(
+        "files",
+        type=Path,
+        nargs="+",
+        metavar="FILE.h5",
+        help="studies and records of training runs, or directories of them",
+    )
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write one self-contained page")
+    parser.add_argument("--figures", type=Path, metavar="DIR", help="write every figure: PNG, SVG")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="draw training runs into an image")
+    parser.add_argument("--quiet", action="store_true", help="print no table")
+    parser.add_argument(
+        "--compare", action="store_true", help="of two studies A B: which points changed"
+    )
+    parser.add_argument(
+        "--fail-on-slower",
+        action="store_true",
+        help=f"with --compare: exit status {SLOWER} where a point of B is slower",
+    )
+
+
+def add_batch(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of batch."""
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="of the study")
+    parser.add_argument("number", type=int, metavar="NUMBER", help="of the batch, from 0")
+    parser.add_argument("--nodes", type=int, help="nodes of the job (default: the batch's)")
+    parser.add_argument("--ppn", type=int, help="ranks per node (default: the batch's)")
+
+
+TIMEOUT_S = 600.0  # of every wait for other processes
+USER_ERROR = 2  # exit status, as argparse has it
+
+
+def run_train(arguments: argparse.Namespace, world: World) -> int:
+    """Run a job file and print the table of its runs. Collective."""
+    from .signals import Interrupted
+    from .train.command import train as run
+
+    directory = arguments.out or Path("results") / arguments.file.stem
+    try:
+        files = run(world, arguments.file, _settings(arguments), directory, arguments.resume)
+    except Interrupted as stop:
+        return stop.status
+    if world.rank == 0:
+        from .report.command import report
+        from .train.progress import on_terminal
+
+        report(files, terminal=on_terminal())
+        print(f"records: {directory}/*.h5")
+    return 0
+
+
+def run_autoencoder(arguments: argparse.Namespace, world: World) -> int:
+    """Train the layers of an autoencoder. Collective."""
+    from .autoencoder.command import Options
+    from .autoencoder.command import train as run
+    from .signals import Interrupted
+
+    directory = arguments.out or Path("results") / arguments.file.stem
+    options = Options(
+        arguments.file, _settings(arguments), directory, arguments.resume, arguments.png
+    )
+    try:
+        record = run(world, options)
+    except Interrupted as stop:
+        return stop.status
+    if world.rank == 0:
+        print(f"record: {record}")
+    return 0
+
+
+def _settings(arguments: argparse.Namespace) -> list[str]:
+    """Return what --set gives, and --timeout."""
+    if arguments.timeout is None:
+        return list(arguments.set)
+    return [*arguments.set, f"train.timeout_s={arguments.timeout!r}"]
+
+
+def run_report(arguments: argparse.Namespace) -> int:
+    """Show studies and training runs that are files already, or what changed between two."""
+    from .config import UserError
+    from .report import command
+
+    if arguments.fail_on_slower and not arguments.compare:
+        raise UserError("--fail-on-slower: goes with --compare")
+    if arguments.png and arguments.compare:
+        raise UserError(f"--png {arguments.png}: goes not with --compare; --figures DIR does")
+    if arguments.compare:
+        options = arguments.html, arguments.figures, arguments.quiet
+        slower = command.compare_files(arguments.files, *options)
+        return SLOWER if slower and arguments.fail_on_slower else 0
+    command.report(
+        arguments.files,
+        png=arguments.png,
+        html=arguments.html,
+        figures=arguments.figures,
+        quiet=arguments.quiet,
+    )
+    return 0
+
+
+def run_batch(arguments: argparse.Namespace, world: World) -> int:
+    """Measure the unfinished cases of a study's batch. Collective."""
+    from .measure.batch import measure_batch
+
+    shape = arguments.nodes, arguments.ppn
+    return measure_batch(world, arguments.folder, arguments.number, *shape)
+
+
+def add_info(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of info: none."""
+
+
+def run_info(arguments: argparse.Namespace, world: World) -> int:
+    """Print what this machine has. Collective."""
+    from .provenance import print_info
+
+    print_info(world)
+    return 0
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command, or an action of one; its module is imported when it is the one asked for.
+
+    The module has add_NAME(parser) and run_NAME(arguments) -> exit status, None for 0; without a
+    name add_arguments and run, and its docstring is the long help.
+    on_ranks: all processes of mpirun run it, as run(arguments, world); it has --timeout
+    """
+
+    summary: str
+    module: str
+    name: str = ""
+    on_ranks: bool = False
+
+    def add(self, parser: argparse.ArgumentParser) -> None:
+        """Add the command's arguments to its parser."""
+        module = import_module(f"cpdhpc.{self.module}")
+        getattr(module, f"add_{self.name}" if self.name else "add_arguments")(parser)
+        if not self.name:
+            parser.description = module.__doc__
+        if self.on_ranks:
+            add_timeout(parser)
+        parser.set_defaults(run=self)
+
+    def run(self, *given: Any) -> int:
+        """Run it, collectively where it is on_ranks, and return the exit status."""
+        module = import_module(f"cpdhpc.{self.module}")
+        return getattr(module, f"run_{self.name}" if self.name else "run")(*given) or 0
+
+
+@dataclass(frozen=True)
+class Group:
+    """A command with actions of its own."""
+
+    summary: str
+    actions: dict[str, Command]
+
+
+COMMANDS: dict[str, Command | Group] = {
+    "train": Command(
+        "train a job file's rows with all seeds, on all MPI ranks", "cli", "train", True
+    ),
+    "autoencoder": Command(
+        "train filters whose cells are split over ranks", "cli", "autoencoder", True
+    ),
+    "bench": Group(
+        "measure this machine, predict others; codec needs no MPI",
+        {
+            "accuracy": Command(
+                "error of the simulated sum by algorithm, accumulation and scaling",
+                "bench.accuracy",
+            ),
+            "codec": Command(
+                "codec rates on one core or more, in GB/s of float32, beside memcpy", "bench.codec"
+            ),
+            "layer": Command(
+                "what a layer of the autoencoder costs each of many ranks, counted; needs no MPI",
+                "bench.layer",
+            ),
+            "predict": Command(
+                "predicted times on any number of ranks, from a file of bench fit; needs no MPI",
+                "bench.machine",
+                "predict",
+            ),
+            "allreduce": Command(
+                "all-reduces by size, beside MPI_Allreduce and gloo; under mpirun",
+                "bench.allreduce",
+                on_ranks=True,
+            ),
+            "latency": Command(
+                "latency of small all-reduces, tree beside MPI_Allreduce; under mpirun",
+                "bench.latency",
+                on_ranks=True,
+            ),
+            "fit": Command(
+                "measure links, additions and the codec, and fit the model of predictions; "
+                "under mpirun",
+                "bench.machine",
+                "fit",
+                on_ranks=True,
+            ),
+            "halo": Command(
+                "halo exchanges beside MPI's datatypes and neighbour collectives; under mpirun",
+                "bench.halo",
+                on_ranks=True,
+            ),
+        },
+    ),
+    "batch": Command(
+        "measure cases of a study: what its jobs run, on all MPI ranks", "cli", "batch", True
+    ),
+    "info": Command("show versions, the MPI library, hosts, kernels, the GPU", "cli", "info", True),
+    "study": Group(
+        "plan and run a sweep here or by Slurm, collect it; needs no MPI",
+        {
+            "plan": Command(
+                "show cases, ids, shapes, core hours, and what is impossible and why",
+                "study.commands",
+                "plan",
+            ),
+            "render": Command(
+                "print the Slurm scripts of all cases, and of the job that collects",
+                "study.commands",
+                "render",
+            ),
+            "submit": Command(
+                "submit to Slurm what is neither finished nor queued, and a job that collects",
+                "study.slurm.submit",
+            ),
+            "run": Command(
+                "measure all cases on this machine with mpirun, then collect", "study.run_here"
+            ),
+            "status": Command(
+                "show which cases are finished, running, pending, failed or missing, and why",
+                "study.commands",
+                "status",
+            ),
+            "resume": Command(
+                "measure what is not finished: on this machine, or by Slurm where it was submitted",
+                "study.commands",
+                "resume",
+            ),
+            "collect": Command(
+                "write study.h5 from the finished cases; status complete or partial",
+                "study.study_file",
+                "collect",
+            ),
+            "freeze": Command(
+                "make the folder of a study and print its path, for job scripts of your own",
+                "study.commands",
+                "freeze",
+            ),
+        },
+    ),
+    "scripts": Command("write sbatch scripts for a site; needs no MPI", "study.slurm.script"),
+    "darray": Group(
+        "show plans of distributed arrays; needs no MPI",
+        {
+            "show": Command(
+                "a plan's ranks, windows and messages, as a table and a picture; needs no MPI",
+                "darray.show",
+            )
+        },
+    ),
+    "report": Command(
+        "show studies and runs: tables, figures, a page; needs no MPI", "cli", "report"
+    ),
+}
+
+
+def parser(argv: list[str]) -> argparse.ArgumentParser:
+    """Return the parser of a command line: all commands, the arguments of the one that it names."""
+    top = argparse.ArgumentParser(
+        prog="cpdhpc", description="Distributed deep learning over MPI with gradients of few bits."
+    )
+    _add_commands(top, COMMANDS, argv, "COMMAND")
+    return top
+
+
+def _add_commands(
+    parser: argparse.ArgumentParser,
+    commands: Mapping[str, Command | Group],
+    argv: list[str],
+    metavar: str,
+) -> None:
+    """Add commands as sub-parsers; only the one that argv begins with loads its module."""
+    parsers = parser.add_subparsers(dest=metavar.lower(), required=True, metavar=metavar)
+    for name, row in commands.items():
+        text = row.summary
+        added = parsers.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+        if argv[:1] != [name]:
+            continue
+        if isinstance(row, Group):
+            _add_commands(added, row.actions, argv[1:], "ACTION")
+        else:
+            row.add(added)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a command and return the exit status.
+
+    What the user can mend is one line from process 0 and status 2 everywhere; commands see to it
+    that all processes raise it alike. Any other error of one process ends the job.
+    """
+    from .config import UserError
+
+    argv = sys.argv[1:] if argv is None else argv
+    arguments = parser(argv).parse_args(argv)
+    command: Command = arguments.run
+    world = None
+    try:
+        if not command.on_ranks:
+            return command.run(arguments)
+        from .world.mpi import World
+
+        world = World(timeout_s=arguments.timeout or TIMEOUT_S)
+        return command.run(arguments, world)
+    except UserError as error:
+        if world is None or world.rank == 0:
+            print(f"cpdhpc: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        return USER_ERROR
+    except BrokenPipeError:  # the reader, as head, wants no more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (Exception, KeyboardInterrupt):
+        from .world.mpi import abort_job
+
+        who = "" if world is None else f"rank {world.hosted.start} | "
+        abort_job(who + traceback.format_exc())

@@ -1,0 +1,451 @@
+"""All-reduce of float32 arrays with any algorithm, wire, scaling and way to accumulate.
+
+In one call, as an object for many calls, prepared for the same arrays time after time, and of many
+ranks in one process, without MPI, with the bits of a real run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from ..formats import FloatFormat, Overflow, Rounding, sum_bits
+from ..ops import backend_of, on_gpu
+from ..ops.payloads import MAX_BITS
+from ..world.gpu_messages import carrier_of
+from ..world.mpi import as_world
+from ..world.ranks import Loopback, Ranks
+from .checks import check_alike, check_arrays, check_out, is_finite, raise_nonfinite, shared_amax
+from .engine import Program, Take, run
+from .method import AUTO, MPI_ALLREDUCE, Machine, Method, Op, Segment, aps_shift, integer_shift
+from .predict import choose
+from .rank_program import program
+from .recorded import Call, Tape, kept_tape
+
+
+class Prepared:
+    """An all-reduce of arrays that stay where they are; made by Allreduce.prepare. Collective.
+
+    is_fast: whether run is a list of kernels and persistent requests. It is where a call is the
+        same operations every time and needs no other collective: one rank a process, NumPy arrays
+        of one piece (up to 1 MiB for each of the schedule's chunks), wire "raw", or a format with
+        scaling "tile", "none" or "static:K". Not fast are scaling "aps", exact sums, rounding
+        "stochastic", accumulate "kahan", gather with accumulate "float32", formats without NaN and
+        infinity but for "tile", and algorithm "mpi": they do what Allreduce.run does, without the
+        comparison of the arguments.
+    """
+
+    def __init__(
+        self,
+        method: Allreduce,
+        world: Ranks,
+        xs: Sequence[Array],
+        outs: Sequence[Array] | None,
+        segments: Sequence[Segment] | None,
+    ) -> None:
+        self._method, self._world = method, world
+        self._parts = method.check(world, xs, outs, None, segments)
+        self._xs = list(xs)
+        self._outs = list(outs) if outs is not None else [np.empty_like(xs[0])]
+        self._tape: Tape | None = None
+        self._freed = False
+        self._random = method.fmt is not None and method.rounding == "stochastic"
+        alone = method.repeats and not (method.shares_shifts or method.hides_nonfinite)
+        if alone and world.virtual_ranks == 1 and isinstance(xs[0], np.ndarray):
+            self._write_tape()
+
+    @property
+    def is_fast(self) -> bool:
+        """Whether run is a list of kernels and persistent requests."""
+        return self._tape is not None
+
+    def _write_tape(self) -> None:
+        """Write the tape, if the data goes in one piece."""
+        method, world, x, out = self._method, self._world, self._xs[0], self._outs[0]
+        flat, total = x.reshape(-1), np.empty_like(x) if np.may_share_memory(x, out) else out
+        shifts = method.shifts(world, [flat], self._parts)
+        plan = method.plan(world.nodes, flat, self._parts, shifts, 0)
+        if len(plan.pieces(flat.size)) > 1:
+            return
+        self._tape = Tape(world, plan, flat, total.reshape(-1), f"allreduce {method.algorithm}")
+        self._last: list[Call] = []
+        if method.op == "mean":
+            self._last.append(partial(np.divide, total, np.float32(world.ranks), total))
+        if total is not out:  # what is found not finite must leave x alone
+            self._last.append(partial(np.copyto, out, total))
+        self._reduced = method.reduced(self._outs, shifts)
+
+    @np.errstate(over="ignore", invalid="ignore")
+    def run(self, *, iteration: int = 0) -> Reduced:
+        """All-reduce what the arrays hold now; return what Allreduce.run returns. Collective.
+
+        iteration: as in allreduce; compared over the ranks where rounding is "stochastic"
+        The result lies in the same array every time.
+        Raises NonFiniteGradient as allreduce, RankFailure, RuntimeError after free.
+        """
+        if self._freed:
+            raise RuntimeError("Prepared.run: is freed")
+        self._world.check_thread()
+        if self._tape is None:
+            return self._run_in_full(iteration)
+        if self._tape.run():
+            raise_nonfinite(self._world, [self._tape.x], self._parts, self._tape.out)
+        for call in self._last:
+            call()
+        return self._reduced
+
+    def _run_in_full(self, iteration: int) -> Reduced:
+        """Run as Allreduce.run does after its check, but for what can be wrong with the values."""
+        method, world = self._method, self._world
+        if method.hides_nonfinite or self._random:
+            flat = [x.reshape(-1) for x in self._xs]
+            what = f"allreduce {method.algorithm}: iteration"
+            if check_alike(world, None, ("iteration", iteration), method.suspects(flat), what):
+                raise_nonfinite(world, flat, self._parts, None)
+        return method.reduce(world, self._xs, self._outs, self._parts, iteration)
+
+    def free(self) -> None:
+        """Free the requests; after that only run is an error. Of this process: not collective."""
+        self._freed = True
+        if self._tape is not None:
+            self._tape.free()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.free()
+
+
+class Reduced(NamedTuple):
+    """What an all-reduce returns.
+
+    arrays: the result, float32, one array, or with every one for each hosted rank: the same bits
+    sent_shifts, result_shifts: the k of each segment by which contributions, and partial sums
+        and the result, were scaled; empty for scaling "tile" and wire "raw"
+    algorithm: the one that was used: what "auto" has chosen
+    """
+
+    arrays: tuple[Array, ...]
+    sent_shifts: tuple[int, ...]
+    result_shifts: tuple[int, ...]
+    algorithm: str
+
+
+@dataclass(frozen=True)
+class Allreduce(Method):
+    """An all-reduce with its choices made and checked."""
+
+    def run(
+        self,
+        world: Ranks,
+        xs: Sequence[Array],
+        outs: Sequence[Array] | None = None,
+        *,
+        iteration: int = 0,
+        segments: Sequence[Segment] | None = None,
+        every: bool = False,
+        error: Exception | None = None,
+    ) -> Reduced:
+        """All-reduce the arrays of the hosted ranks. Collective.
+
+        xs, outs: one for each hosted rank, and one out, or with every one for each
+        every: let each hosted rank form the result by itself
+        error: of this process, known before the call: raised on all
+        Other arguments, and errors: as allreduce.
+        """
+        if self.algorithm == AUTO:  # what is chosen is compared over ranks like all arguments
+            return self.chosen(world, xs).run(
+                world, xs, outs,
+                iteration=iteration, segments=segments, every=every, error=error,
+            )  # fmt: skip
+        parts = self.check(world, xs, outs, iteration, segments, every, error)
+        return self.reduce(world, xs, outs, parts, iteration, every)
+
+    def prepare(
+        self,
+        world: Ranks,
+        xs: Sequence[Array],
+        outs: Sequence[Array] | None = None,
+        *,
+        segments: Sequence[Segment] | None = None,
+    ) -> Prepared:
+        """Return what all-reduces these very arrays, any number of times. Collective.
+
+        The arguments, compared over the ranks here and not again, and errors: as run.
+        """
+        method = self.chosen(world, xs) if self.algorithm == AUTO else self
+        return Prepared(method, world, xs, outs, segments)
+
+    def reduce(
+        self,
+        world: Ranks,
+        xs: Sequence[Array],
+        outs: Sequence[Array] | None,
+        parts: tuple[Segment, ...],
+        iteration: int,
+        every: bool = False,
+    ) -> Reduced:
+        """Do what run does with arguments that check has seen, whose segments are parts."""
+        flat = [x.reshape(-1) for x in xs]
+        shifts = self.shifts(world, flat, parts)
+        # What is found not finite must leave the xs alone.
+        given = None if outs is None or _overlap(outs, xs) else outs
+        totals = list(given or [np.empty_like(x) for x in (xs if every else xs[:1])])
+        with np.errstate(over="ignore", invalid="ignore"):
+            self._sum(
+                world, flat, [total.reshape(-1) for total in totals], parts, shifts, iteration
+            )
+            for total in totals if self.op == "mean" else ():
+                backend_of(total).divide(total, np.float32(world.ranks), total)
+        if outs is not None and given is None:
+            for out, total in zip(outs, totals, strict=True):
+                out[...] = total
+        return self.reduced(outs or totals, shifts)
+
+    def reduced(
+        self, arrays: Sequence[Array], shifts: tuple[Sequence[int], Sequence[int]]
+    ) -> Reduced:
+        """Return what run returns for a result and its shifts."""
+        sent, result = shifts
+        return Reduced(tuple(arrays), tuple(sent), tuple(result), self.algorithm)
+
+    def chosen(self, world: Ranks, xs: Sequence[Array]) -> Allreduce:
+        """Return this with the algorithm that is predicted to be fastest for arrays like xs."""
+        size = getattr(xs[0], "size", 0) if len(xs) else 0  # what is no array is refused later
+        found = choose(self, world.nodes, size)
+        assert isinstance(found, Allreduce)  # as self is
+        return found
+
+    def check(
+        self,
+        world: Ranks,
+        xs: Sequence[Array],
+        outs: Sequence[Array] | None,
+        iteration: int | None,
+        segments: Sequence[Segment] | None,
+        every: bool = False,
+        error: Exception | None = None,
+    ) -> tuple[Segment, ...]:
+        """Return the segments; raise on all ranks alike what is wrong on any. Collective.
+
+        iteration: None where the values do not count yet
+        """
+        parts: tuple[Segment, ...] = ()
+        try:
+            if error is None:
+                parts = check_arrays(world, xs, segments, self.fmt is not None)
+                check_out(xs, outs, len(xs) if every else 1)
+                self._check_world(world)
+        except (TypeError, ValueError) as found:
+            error = found
+        flat = [] if error else [x.reshape(-1) for x in xs]
+        shapes: list[object] = [np.shape(x) for x in xs[:1]]
+        if flat and on_gpu(flat[0]):
+            shapes.append("on GPU")
+        arguments = (self.description, iteration, parts, shapes)
+        suspect = iteration is not None and self.suspects(flat)
+        what = f"allreduce {self.algorithm}: arguments"
+        if check_alike(world, error, arguments, suspect, what):
+            raise_nonfinite(world, flat, parts, None)
+        return parts
+
+    def suspects(self, flat: Sequence[Array]) -> bool:
+        """Whether values are not finite that neither codes nor scaling would show."""
+        return self.hides_nonfinite and not all(map(is_finite, flat))
+
+    def _check_world(self, world: Ranks) -> None:
+        if self.algorithm == MPI_ALLREDUCE and not world.has_mpi:
+            raise ValueError(
+                "allreduce: algorithm='mpi' has no schedule to simulate: it is MPI_Allreduce"
+            )
+        bits = sum_bits(self.fmt, world.ranks) if self.fmt and self.exact else 0
+        if bits > MAX_BITS:
+            raise ValueError(
+                f"allreduce: accumulate='exact', wire={self.wire!r}: sums of {world.ranks} ranks "
+                f"take {bits} bits: must be {MAX_BITS} or fewer"
+            )
+
+    def _sum(
+        self,
+        world: Ranks,
+        flat: Sequence[Array],
+        totals: Sequence[Array],
+        parts: Sequence[Segment],
+        shifts: tuple[Sequence[int], Sequence[int]],
+        iteration: int,
+    ) -> None:
+        """Write the sum into totals, of the first hosted ranks or of all."""
+        if self.algorithm == MPI_ALLREDUCE:
+            return _sum_by_mpi(world, flat, totals)
+        tape = kept_tape(world, self, flat[0], parts, shifts)
+        if tape is None:
+            bad = self._run_programs(world, flat, totals, parts, shifts, iteration)
+        else:
+            np.copyto(tape.x, flat[0])
+            bad = tape.run()
+            np.copyto(totals[0], tape.out)
+        if bad:
+            raise_nonfinite(world, flat, parts, totals[0])
+
+    def _run_programs(
+        self,
+        world: Ranks,
+        flat: Sequence[Array],
+        totals: Sequence[Array],
+        parts: Sequence[Segment],
+        shifts: tuple[Sequence[int], Sequence[int]],
+        iteration: int,
+    ) -> int:
+        """Run the programs of the hosted ranks; return how many values are not finite."""
+        plan = self.plan(world.nodes, flat[0], parts, shifts, iteration)
+        places = [*totals, *[None] * (len(flat) - len(totals))]
+        pieces = plan.pieces(flat[0].size)
+
+        def start(piece: int, take: Take) -> list[Program[int]]:
+            return [
+                program(plan, pieces[piece], rank, x, place, take)
+                for rank, x, place in zip(world.hosted, flat, places, strict=True)
+            ]
+
+        what, window = f"allreduce {self.algorithm}", plan.schedule.window(world.ranks)
+        # A raw payload is the caller's array itself.
+        packed = self.fmt is not None and not on_gpu(flat[0])
+        shared = world.shared() if packed else None
+        found = run(world, start, len(pieces), flat[0], what, window, shared)
+        return sum(piece[0] for piece in found)
+
+    def shifts(
+        self, world: Ranks, flat: Sequence[Array], parts: Sequence[Segment]
+    ) -> tuple[Sequence[int], Sequence[int]]:
+        """Return the shift of each segment, for contributions, and for sums and the result."""
+        kind, shift = self.parsed_scaling
+        if self.fmt is None or kind == "tile":
+            return (), ()
+        if kind != "aps":
+            return [shift] * len(parts), [shift] * len(parts)
+        fmt, sent = self.fmt, "none" if self.accumulating == "float32" else self.headroom
+        amax = shared_amax(world, flat, parts, f"allreduce {self.algorithm}: exponents")
+        if self.exact:  # sums become wider: they need no headroom
+            grid = [
+                integer_shift(bits, fmt) if self.integers else aps_shift(bits, fmt, 1, "none")
+                for bits in amax
+            ]
+            return grid, grid
+        return (
+            [aps_shift(bits, fmt, world.ranks, sent) for bits in amax],
+            [aps_shift(bits, fmt, world.ranks, self.headroom) for bits in amax],
+        )
+
+
+def _sum_by_mpi(world: Ranks, flat: Sequence[Array], totals: Sequence[Array]) -> None:
+    """Sum the hosted ranks here, and the processes by MPI_Allreduce."""
+    carrier, add = carrier_of(world, flat[0]), backend_of(flat[0]).add
+    if len(flat) == 1:
+        return carrier.sum_by_mpi(totals[0], flat[0])
+    add(flat[0], flat[1], totals[0])
+    for x in flat[2:]:
+        add(totals[0], x, totals[0])
+    carrier.sum_by_mpi(totals[0])
+    for total in totals[1:]:
+        total[:] = totals[0]
+
+
+def _overlap(outs: Sequence[Array], xs: Sequence[Array]) -> bool:
+    return any(np.may_share_memory(out, x) for out in outs for x in xs)
+
+
+def allreduce(
+    world: Any,
+    x: Array | Sequence[Array],
+    wire: str | FloatFormat = "raw",
+    algorithm: str = "ring",
+    scaling: str | None = None,
+    accumulate: str | None = None,
+    op: Op = "sum",
+    out: Array | None = None,
+    *,
+    rounding: Rounding = "nearest",
+    overflow: Overflow = "saturate",
+    headroom: str = "n",
+    seed: int = 0,
+    iteration: int = 0,
+    segments: Sequence[Segment] | None = None,
+    machine: Machine | str | Path | None = None,
+) -> Array:
+    """Return the sum, or mean, of all ranks' arrays: the same bits on every rank. Collective.
+
+    world: World, Loopback or an mpi4py communicator
+    x: float32, C-contiguous, of one shape everywhere, all NumPy or all CuPy arrays; where the
+        world has virtual ranks, a sequence of one array for each; never written, unless out shares
+        its memory
+    wire: "raw" (float32 bytes), a format's name or a FloatFormat, "int2" .. "int16" (integers
+        times a power of two) or "ternary" (-1, 0, 1 times a power of two, 1.6 bits a value)
+    algorithm: a name from SCHEDULES ("ring", "rhd", "tree", "dbtree", "direct", "hier", "gather"),
+        or "mpi" (MPI_Allreduce, wire "raw"). hier sums inside nodes first: world.nodes. "auto" is
+        the one from SCHEDULES that is predicted to be fastest for x on machine: another algorithm
+        adds in another order, so its bits depend on size, ranks, nodes and machine
+    scaling: "none", "static:K" (by 2**K), "aps" (a shift for each segment from the largest value
+        of all ranks), "tile" (a shift for each 1,024 values, sent with them). Wire "raw" is not
+        scaled and ignores it. Default: "tile", for exact sums "aps"; integers know only "aps".
+    accumulate: "requantise" (round to the wire after each addition), "float32" or "kahan"; None
+        for the algorithm's own: float32 for direct and hier, requantise for the others. ring,
+        rhd, tree and dbtree know requantise only, and hier rounds between nodes whatever happens
+        inside them; for wire "raw" requantise and float32 are the same.
+        "exact", in every algorithm: contributions are rounded to one grid for all ranks, and their
+        integer sums travel unrounded, as wide as they need, and become float32 at the end. No
+        order changes a bit of the result. Integers know only this, float formats where scaling
+        is not "tile" and the sums take at most 32 bits.
+    op: "mean" divides the sum by the number of ranks, in float32
+    out: float32, like x, for the result. Default: a new array. Where it shares memory with x, x is
+        untouched on error, at the price of one more copy; else it then holds anything
+    rounding, overflow: as formats.Cast
+    headroom: what aps leaves room for in the sum of p ranks: "n" p times the largest value,
+        "sqrt" sqrt(p) times, "none"; with accumulate "float32" contributions need none, and with
+        "exact" nothing does
+    seed, iteration: of the random bits of rounding "stochastic"
+    segments: the named parts of x, in order, starting on tiles: aps scales each by itself
+    machine: for "auto": a Machine, the TOML file of bench fit, or None for DEFAULT of machine.py,
+        round figures that were measured nowhere
+    Raises, on all ranks alike and before data moves, TypeError and ValueError for arguments that
+    are wrong or differ between ranks; NonFiniteGradient on all ranks where a packed wire met NaN
+    or infinity. Wire "raw" follows IEEE 754 instead.
+    CuPy arrays are worked on in the stream that is CuPy's current one during the call, on its
+    current GPU: what the stream was given before may still be producing x, and what it is given
+    afterwards may use the result and overwrite x. For raw wires the call returns before the stream
+    is done: the host and other streams must wait for it. A torch tensor on a GPU comes in through
+    cupy.from_dlpack and out through torch.from_dlpack, which let one stream wait for the other.
+    """
+    ranks = as_world(world)
+    config, error = Allreduce(), None  # with an error the default only serves to raise it
+    try:
+        config = Allreduce(
+            wire, algorithm, scaling, accumulate, op, rounding, overflow, headroom, seed, machine
+        )
+    except (TypeError, ValueError) as found:
+        error = found
+    xs: Sequence[Any] = x if ranks.virtual_ranks > 1 and isinstance(x, Sequence) else [x]
+    outs = None if out is None else [out]
+    reduced = config.run(ranks, xs, outs, iteration=iteration, segments=segments, error=error)
+    return reduced.arrays[0]
+
+
+Array = npt.NDArray[Any]
+
+
+def simulate(
+    xs: Sequence[Array], *args: Any, nodes: Sequence[Hashable] | None = None, **kwargs: Any
+) -> Array:
+    """Return what allreduce gives for ranks that have these arrays, by the very same code.
+
+    xs: one array for each rank; nodes: as Loopback, for algorithm "hier"; the other arguments,
+    and errors: as allreduce. Raises ValueError for algorithm "mpi", which has no schedule.
+    """
+    world = Loopback(len(xs), nodes=nodes)
+    return allreduce(world, xs if len(xs) != 1 else xs[0], *args, **kwargs)

@@ -1,0 +1,185 @@
+"""Checks of an all-reduce: arguments before the first message, NaN and infinity in its sums."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+from ..ops import backend_of, on_gpu, to_host
+from ..world.ranks import Ranks
+from .method import Segment, check_segments, tile_span
+
+Array = npt.NDArray[Any]
+
+
+def _check_array(name: str, x: Any) -> None:
+    try:
+        backend_of(x)
+    except TypeError:
+        raise TypeError(
+            f"allreduce: {name} is {type(x).__name__}: must be a NumPy or CuPy array"
+        ) from None
+    if x.dtype != np.float32:
+        raise TypeError(f"allreduce: {name} has dtype {x.dtype}: must be float32")
+    if not x.flags.c_contiguous:
+        raise TypeError(f"allreduce: {name} has strides {x.strides}: must be C-contiguous")
+    if on_gpu(x):
+        _check_device(name, x)
+
+
+def _check_device(name: str, x: Any) -> None:
+    from ..ops import gpu_runtime
+
+    current = gpu_runtime.current_device()
+    if x.device.id != current:
+        raise ValueError(
+            f"allreduce: {name} is on GPU {x.device.id}: must be on CuPy's current one, {current}"
+        )
+
+
+def _check_place(name: str, x: Array, other: Array) -> None:
+    if on_gpu(x) != on_gpu(other):
+        here, there = ("GPU" if on_gpu(each) else "CPU" for each in (x, other))
+        raise TypeError(f"allreduce: {name} is on the {here}: must be on the {there}, as the first")
+
+
+def check_arrays(
+    world: Ranks, xs: Sequence[Array], segments: Sequence[Segment] | None, on_tiles: bool
+) -> tuple[Segment, ...]:
+    """Return the segments, one for all where none are given.
+
+    Raises TypeError or ValueError unless xs are what this process is to give.
+    """
+    if len(xs) != world.virtual_ranks:
+        raise ValueError(f"allreduce: {len(xs)} arrays for {world.virtual_ranks} hosted ranks")
+    for rank, x in zip(world.hosted, xs, strict=True):
+        _check_array(f"x of rank {rank}", x)
+        if x.shape != xs[0].shape:
+            raise ValueError(
+                f"allreduce: x of rank {rank} has shape {x.shape}, of rank {world.hosted[0]} "
+                f"{xs[0].shape}: must be the same"
+            )
+        if x is not xs[0]:
+            _check_place(f"x of rank {rank}", x, xs[0])
+    if not segments:
+        return (Segment("x", 0, xs[0].size),)
+    parts = tuple(Segment(*each) for each in segments)
+    check_segments(parts, xs[0].size, on_tiles)
+    return parts
+
+
+def check_out(xs: Sequence[Array], outs: Sequence[Array] | None, count: int) -> None:
+    """Raise TypeError or ValueError unless outs, if given, are count arrays like the xs."""
+    if outs is None:
+        return
+    if len(outs) != count:
+        raise ValueError(f"allreduce: {len(outs)} arrays for out: must be {count}")
+    for out in outs:
+        _check_array("out", out)
+        if out.shape != xs[0].shape:
+            raise ValueError(f"allreduce: out has shape {out.shape}: must be {xs[0].shape}")
+        _check_place("out", out, xs[0])
+        if not getattr(out.flags, "writeable", True):
+            raise ValueError("allreduce: out is read-only")
+
+
+def check_alike(
+    world: Ranks, error: Exception | None, arguments: Any, suspect: bool, what: str
+) -> bool:
+    """Raise error on all processes, or ValueError if arguments differ. Collective.
+
+    arguments: whatever must be the same everywhere, with a repr that tells
+    Returns whether any process is suspect.
+    """
+    text = repr(arguments)
+    digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
+    mine = np.array([error is not None, suspect, digest, -digest], np.int64)
+    failed, suspected, largest, smallest = world.max(mine, what).tolist()
+    if failed:
+        world.agree(error, what)
+    if largest != -smallest:
+        texts = world.gather(text, what)
+        other = next(i for i, each in enumerate(texts) if each != texts[0])
+        raise ValueError(
+            f"allreduce: arguments differ: process 0 has {texts[0]}, process {other} has "
+            f"{texts[other]}"
+        )
+    return bool(suspected)
+
+
+NONFINITE_BITS = 0x7F800000  # float32 bits of |x| from here on: infinity or NaN
+
+
+class NonFiniteGradient(ArithmeticError):
+    """NaN or infinity in what was to be summed, or in the sum; raised on all ranks alike.
+
+    segments: names of the tensors; ranks: where they are, empty where only the sum is not finite
+    """
+
+    def __init__(self, segments: Iterable[str], ranks: Iterable[int]) -> None:
+        self.segments, self.ranks = tuple(segments), tuple(ranks)
+        super().__init__(self.segments, self.ranks)
+
+    def __str__(self) -> str:
+        tensors = ", ".join(map(repr, self.segments))
+        if self.ranks:
+            return f"allreduce: NaN or infinity in {tensors} on rank {_names(self.ranks)}"
+        return f"allreduce: the sum of finite values is not finite in {tensors}"
+
+
+def is_finite(x: Array) -> bool:
+    """Whether all values of x, float32[n], are finite."""
+    return x.size == 0 or int(backend_of(x).amax_tiles(x).max()) < NONFINITE_BITS
+
+
+def _names(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8]))
+    return shown if len(ranks) <= 8 else f"{shown} and {len(ranks) - 8} more"
+
+
+def amax_of_segments(x: Array, segments: Sequence[Segment]) -> Array:
+    """Return the float32 bits of max|x| of each segment's tiles, int64[segments]."""
+    amax = to_host(backend_of(x).amax_tiles(x))
+    spans = [tile_span(segment) for segment in segments]
+    return np.array(
+        [int(amax[span].max()) if span.start < span.stop else 0 for span in spans], np.int64
+    )
+
+
+def raise_nonfinite(
+    world: Ranks, inputs: Sequence[Array], segments: Sequence[Segment], total: Array | None
+) -> NoReturn:
+    """Raise NonFiniteGradient that names tensors and ranks. Collective.
+
+    inputs: of the hosted ranks; total: the sum, the same on all ranks, if it is known
+    """
+    found = [
+        (i, rank)
+        for rank, x in zip(world.hosted, inputs, strict=True)
+        for i in np.flatnonzero(amax_of_segments(x, segments) >= NONFINITE_BITS).tolist()
+    ]
+    places = [place for process in world.gather(found, "non-finite") for place in process]
+    which = {i for i, _ in places}
+    if not places and total is not None:
+        which = set(np.flatnonzero(amax_of_segments(total, segments) >= NONFINITE_BITS).tolist())
+    raise NonFiniteGradient(
+        [segments[i].name for i in sorted(which)], sorted({rank for _, rank in places})
+    )
+
+
+def shared_amax(
+    world: Ranks, inputs: Sequence[Array], segments: Sequence[Segment], what: str
+) -> list[int]:
+    """Return the float32 bits of max|x| of each segment over all ranks. Collective.
+
+    Raises NonFiniteGradient.
+    """
+    own = np.max([amax_of_segments(x, segments) for x in inputs], axis=0)
+    amax: list[int] = world.max(own, what).tolist()
+    if max(amax, default=0) >= NONFINITE_BITS:
+        raise_nonfinite(world, inputs, segments, None)
+    return amax

@@ -1,0 +1,340 @@
+"""Runs the programs of ranks: takes their messages to one another, within and between processes."""
+
+from __future__ import annotations
+
+import traceback
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from functools import partial
+from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from ..world.gpu_messages import carrier_of
+from ..world.node_memory import NOTE_BYTES, Shared
+from ..world.ranks import Ranks, Wait
+
+Array = npt.NDArray[Any]
+Result = TypeVar("Result")
+
+
+class ScheduleError(RuntimeError):
+    """A schedule that cannot be carried out: a deadlock, or a message that nobody receives."""
+
+
+class Exchange(NamedTuple):
+    """What a program asks for: one message out, one in, or both at once.
+
+    send_to, recv_from: rank or None; payload: uint8[any], not changed by anyone afterwards
+    nbytes: bytes of the message in; no bytes mean no message
+    round, recv_chunks, send_chunks: for error messages
+    place: uint8[nbytes], where the message in should be put, if that matters
+    """
+
+    send_to: int | None
+    payload: Array | None
+    recv_from: int | None
+    nbytes: int
+    round: int
+    recv_chunks: Sequence[int]
+    send_chunks: Sequence[int]
+    place: Array | None = None
+
+
+Program = Generator[Exchange, Array, Result]
+Take = Callable[[int], Array]  # size_bytes -> uint8[size_bytes] for a program's payloads
+
+
+def why_receive(what: str, exchange: Exchange) -> str:
+    """Return the reason of a Wait for the message in."""
+    return (
+        f"{what}: waited {{:.1f}} s for rank {exchange.recv_from}, "
+        f"round {exchange.round}, {named(exchange.recv_chunks)}"
+    )
+
+
+def why_send(what: str, exchange: Exchange) -> str:
+    """Return the reason of a Wait for the message out."""
+    return (
+        f"{what}: waited {{:.1f}} s for rank {exchange.send_to} to receive, "
+        f"round {exchange.round}, {named(exchange.send_chunks)}"
+    )
+
+
+def named(chunks: Sequence[int]) -> str:
+    """Return chunks as errors name them."""
+    more = f" and {len(chunks) - 1} more" if len(chunks) > 1 else ""
+    return f"chunk {chunks[0]}{more}"
+
+
+def fresh(like: Array, size_bytes: int) -> Array:
+    """Return a new uint8[size_bytes] of the kind of like."""
+    return np.empty_like(like, shape=(size_bytes,), dtype=np.uint8)
+
+
+class Arena:
+    """Arrays that are taken in the same order time after time, and made only once.
+
+    make: size_bytes -> uint8[size_bytes]
+    """
+
+    def __init__(self, make: Callable[[int], Array]) -> None:
+        self._make = make
+        self._arrays: list[Array] = []
+        self._taken = 0
+
+    def take(self, size_bytes: int) -> Array:
+        """Return uint8[size_bytes], which is the caller's until the next rewind."""
+        if self._taken == len(self._arrays):
+            self._arrays.append(self._make(size_bytes))
+        elif self._arrays[self._taken].size < size_bytes:  # twice as large: memory may be kept
+            self._arrays[self._taken] = self._make(
+                max(size_bytes, 2 * self._arrays[self._taken].size)
+            )
+        self._taken += 1
+        return self._arrays[self._taken - 1][:size_bytes]
+
+    def rewind(self) -> None:
+        """Begin again with the first array."""
+        self._taken = 0
+
+
+Start = Callable[[int, Take], Sequence[Program[Result]]]  # piece -> programs of the hosted ranks
+
+
+def run(
+    world: Ranks,
+    start: Start[Result],
+    pieces: int,
+    like: Array,
+    what: str,
+    window: int = 1,
+    shared: Shared | None = None,
+) -> list[list[Result]]:
+    """Run the programs of all pieces to their ends; return what they return, by piece and rank.
+
+    Collective: all processes of world run the programs of their ranks, of the same pieces.
+    start: called for each piece in order; like: an array of the kind that received bytes are to
+    be stored in; what: named in messages, as "allreduce ring"; window: how many pieces after the
+    first one that has not ended, itself included, may be under way; shared: how payloads reach
+    the processes of this node, None for messages; the same on all processes
+    Raises ScheduleError in a world of one process. Where others take part they cannot be told
+    any more, so this and every other error then ends the job with a message; but for RankFailure,
+    after the death of a process, which all that are left raise.
+    """
+    try:
+        return _Run(world, start, pieces, like, what, window, shared).run()
+    except Exception as error:
+        give_up(world, error, what)
+
+
+def give_up(world: Ranks, error: Exception, what: str) -> NoReturn:
+    """Raise what follows from an error in the middle of a run, or end the job: see run."""
+    failure = world.failure(error, what)
+    if failure is not None:
+        raise failure from None
+    if world.size == 1:
+        raise error
+    world.abort(f"{what}: {type(error).__name__}: {error}\n{traceback.format_exc()}")
+
+
+class _Piece(Generic[Result]):
+    """A piece under way: its programs by rank, how many still run, and what they send."""
+
+    def __init__(self, number: int, take: Take) -> None:
+        self.number, self.take = number, take
+        self.serial = 0  # among all pieces that share memory
+        self.programs: dict[int, Program[Result]] = {}
+        self.results: dict[int, Result] = {}
+        self.sends: list[Wait] = []
+
+
+class _Run(Generic[Result]):
+    """The state of one run: which programs can go on, and which wait for what."""
+
+    def __init__(
+        self,
+        world: Ranks,
+        start: Start[Result],
+        pieces: int,
+        like: Array,
+        what: str,
+        window: int,
+        shared: Shared | None,
+    ) -> None:
+        self.world, self.start, self.pieces, self.like, self.what = world, start, pieces, like, what
+        self.window, self.shared, self.carrier = window, shared, carrier_of(world, like)
+        self.results: list[list[Result]] = [[] for _ in range(pieces)]
+        self.opened = 0
+        self.under_way: list[_Piece[Result]] = []
+        self.runnable: deque[tuple[_Piece[Result], int, Array | None]] = deque()
+        self.mail: dict[tuple[int, int, int], deque[Exchange]] = {}  # (piece, from, to): waiting
+        self.local: dict[tuple[int, int], tuple[_Piece[Result], Exchange]] = {}  # (piece, rank)
+        self.remote: list[tuple[_Piece[Result], int, int, Wait, Array]] = []
+
+    def run(self) -> list[list[Result]]:
+        while True:
+            while self.runnable:
+                self._advance(*self.runnable.popleft())
+            self._close()
+            may_open = self.opened < self.pieces and self.opened - self._oldest() < self.window
+            readers = self._readers() if may_open else None
+            if may_open and (readers is None or self.world.done(readers)):
+                self._open()
+                continue
+            waits = [wait for _, _, _, wait, _ in self.remote]
+            waits += [] if readers is None else [readers]
+            waits += [wait for piece in self.under_way if _ended(piece) for wait in piece.sends]
+            if not waits:
+                break
+            self.world.wait_any(waits)
+            self._receive()
+        if self.local:
+            self._deadlock()
+        self._check_mail()
+        return self.results
+
+    def _open(self) -> None:
+        """Start the next piece; it takes the arrays of the one before the window."""
+        number, slot = self.opened, self.opened % self.window
+        take = partial(fresh, self.like)
+        if self.world.virtual_ranks == 1:  # else ranks hand payloads to one another as they are
+            key = type(self.like) if self.shared is None else Shared, slot
+            if key not in self.carrier.arenas:
+                self.carrier.arenas[key] = Arena(self._maker())
+            arena = self.carrier.arenas[key]
+            arena.rewind()
+            take = arena.take
+        piece: _Piece[Result] = _Piece(number, take)
+        if self.shared is not None:
+            piece.serial = self.shared.open(slot)
+        programs = self.start(number, take)
+        piece.programs = dict(zip(self.world.hosted, programs, strict=True))
+        self.runnable.extend((piece, rank, None) for rank in piece.programs)
+        self.under_way.append(piece)
+        self.opened += 1
+
+    def _maker(self) -> Take:
+        """Return what makes arrays that are kept: like the caller's, but without a hold on it."""
+        if self.shared is not None:
+            return self.shared.take
+        return partial(fresh, np.empty_like(self.like, shape=(0,)))
+
+    def _readers(self) -> Wait | None:
+        """Return the wait for those who still read what the next piece will overwrite."""
+        if self.shared is None:
+            return None
+        rank, slot = self.world.hosted.start, self.opened % self.window
+        reason = f"{self.what}: waited {{:.1f}} s for the ranks of this node to end a piece"
+        return Wait([self.shared.readers(slot)], rank, reason)
+
+    def _oldest(self) -> int:
+        """Return the number of the first piece that has not ended, else of the next one."""
+        return self.under_way[0].number if self.under_way else self.opened
+
+    def _close(self) -> None:
+        """Leave pieces that have ended and whose messages have left."""
+        for piece in [each for each in self.under_way if _ended(each)]:
+            piece.sends = [wait for wait in piece.sends if not self.world.done(wait)]
+            if not piece.sends:
+                self.results[piece.number] = [piece.results[rank] for rank in self.world.hosted]
+                self.under_way.remove(piece)
+                if self.shared is not None:
+                    self.shared.end(piece.serial)
+
+    def _advance(self, piece: _Piece[Result], rank: int, received: Array | None) -> None:
+        """Resume a program up to its next exchange, send its message, look for the other."""
+        program = piece.programs[rank]
+        try:
+            exchange = next(program) if received is None else program.send(received)
+        except StopIteration as stop:
+            piece.results[rank] = stop.value
+            return
+        if exchange.send_to is not None and exchange.payload is not None:
+            self._send(piece, rank, exchange.send_to, exchange.payload, exchange)
+        if exchange.recv_from is None or exchange.nbytes == 0:
+            self.runnable.append((piece, rank, self.like[:0].view(np.uint8)))
+        elif self.world.hosts(exchange.recv_from):
+            messages = self.mail.get((piece.number, exchange.recv_from, rank))
+            if messages:
+                self.runnable.append((piece, rank, _payload(messages.popleft())))
+            else:
+                self.local[piece.number, rank] = piece, exchange
+        else:
+            source, buffer = exchange.recv_from, exchange.place
+            if self._shares(source):
+                buffer = np.empty(NOTE_BYTES, np.uint8)
+            elif buffer is None:
+                buffer = piece.take(exchange.nbytes)
+            requests = self.carrier.irecv(source, rank, buffer, piece.number)
+            wait = Wait(requests, rank, why_receive(self.what, exchange))
+            self.remote.append((piece, rank, source, wait, buffer))
+
+    def _send(
+        self, piece: _Piece[Result], rank: int, to: int, payload: Array, exchange: Exchange
+    ) -> None:
+        if payload.size == 0:
+            return
+        self.world.count(rank, payload.size)
+        waiting = self.local.get((piece.number, to))
+        if not self.world.hosts(to):
+            message = self._note(piece, payload) if self._shares(to) else payload
+            requests = self.carrier.isend(rank, to, message, piece.number)
+            piece.sends.append(Wait(requests, rank, why_send(self.what, exchange)))
+        elif waiting is not None and waiting[1].recv_from == rank:
+            del self.local[piece.number, to]
+            self.runnable.append((piece, to, payload))
+        else:
+            self.mail.setdefault((piece.number, rank, to), deque()).append(exchange)
+
+    def _shares(self, rank: int) -> bool:
+        """Whether payloads from and to a rank of another process stay where they are."""
+        return self.shared is not None and self.shared.reaches(rank // self.world.virtual_ranks)
+
+    def _note(self, piece: _Piece[Result], payload: Array) -> Array:
+        """Return where a payload lies, in memory that is shared; copied there if it must."""
+        assert self.shared is not None, "asked for where _shares has said so"
+        note = self.shared.note(payload)
+        if note is None:
+            copy = piece.take(payload.size)
+            copy[:] = payload
+            note = self.shared.note(copy)
+        assert note is not None, "what a piece takes is shared"
+        return note
+
+    def _receive(self) -> None:
+        """Resume all programs whose message from another process is complete."""
+        waiting, self.remote = self.remote, []
+        for piece, rank, source, wait, buffer in waiting:
+            if not self.world.done(wait):
+                self.remote.append((piece, rank, source, wait, buffer))
+            elif self.shared is not None and self._shares(source):
+                self.runnable.append((piece, rank, self.shared.payload(buffer)))
+            else:
+                self.runnable.append((piece, rank, buffer))
+
+    def _check_mail(self) -> None:
+        left = [
+            f"rank {rank} to rank {to}, round {e.round}, {named(e.send_chunks)}"
+            for (_, rank, to), messages in self.mail.items()
+            for e in messages
+        ]
+        if left:
+            raise ScheduleError(f"{self.what}: messages left over: {'; '.join(left)}")
+
+    def _deadlock(self) -> NoReturn:
+        lines = (
+            f"rank {rank} waits for rank {e.recv_from}, round {e.round}, {named(e.recv_chunks)}"
+            for (_, rank), (_, e) in self.local.items()
+        )
+        raise ScheduleError(f"{self.what}: deadlock: {'; '.join(lines)}")
+
+
+def _ended(piece: _Piece[Result]) -> bool:
+    return len(piece.results) == len(piece.programs)
+
+
+def _payload(exchange: Exchange) -> Array:
+    assert exchange.payload is not None, "only exchanges with a payload are put into the mail"
+    return exchange.payload

@@ -1,0 +1,383 @@
+"""How to all-reduce: the choices, checked once, the shifts that all ranks share, and the machine
+file by which "auto" chooses.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import Field
+
+from ..config import Section, read_toml, validate
+from ..formats import INTEGERS, SHIFT_BIAS, TILE, Cast, FloatFormat, Overflow, Rounding, tiles
+from ..ops import on_gpu
+from ..ops.payloads import DeviceRaw, Exact, Packed, Raw, Wire, parse_wire
+from ..ops.reference import fitting_shift
+from .rank_program import ACCUMULATES, Plan
+from .schedules import SCHEDULES
+
+Array = npt.NDArray[Any]
+
+HEADROOMS = {"n": 2, "sqrt": 1, "none": 0}  # H = ranks ** (half of this)
+SCALINGS = ("none", "static:K", "aps", "tile")
+
+
+class Segment(NamedTuple):
+    """A named part of an array, as a layer: values start..stop."""
+
+    name: str
+    start: int
+    stop: int
+
+
+class Scaling(NamedTuple):
+    """A way to choose shifts; shift is static's."""
+
+    kind: str
+    shift: int
+
+
+def parse_scaling(text: str, fmt: FloatFormat | None) -> Scaling:
+    """Return the meaning of a scaling's name; static's shift must suit the format, if any.
+
+    Raises ValueError for unknown names and shifts out of range.
+    """
+    kind, colon, number = text.partition(":")
+    if kind not in ("none", "static", "aps", "tile") or (kind == "static") != bool(colon):
+        raise ValueError(f"allreduce: scaling={text!r}: known are {', '.join(SCALINGS)}")
+    if kind != "static":
+        return Scaling(kind, 0)
+    try:
+        shift = int(number)
+    except ValueError:
+        raise ValueError(f"allreduce: scaling={text!r}: static:K needs an integer K") from None
+    if fmt is not None and not fmt.shift_min <= shift <= fmt.shift_max:
+        raise ValueError(
+            f"allreduce: scaling={text!r}: K for {fmt.name} is {fmt.shift_min}..{fmt.shift_max}"
+        )
+    return Scaling(kind, shift)
+
+
+def check_segments(segments: Sequence[Segment], n: int, on_tiles: bool) -> None:
+    """Raise ValueError unless segments lie in order in n values, and on_tiles: cover all tiles.
+
+    A tile belongs to one segment, so each starts on the tile after the last one of the previous.
+    """
+    end = 0
+    for name, start, stop in segments:
+        expected = f"{end}" if on_tiles else f"{end} or more"
+        if not (start == end if on_tiles else start >= end) or not start <= stop <= n:
+            raise ValueError(
+                f"allreduce: segment {name!r} is {start}..{stop} of {n} values: must start at "
+                f"{expected}"
+            )
+        end = min(tiles(stop) * TILE, n) if on_tiles else stop
+    if on_tiles and end != n:
+        raise ValueError(f"allreduce: segments end at {end} of {n} values: must cover all")
+
+
+def tile_span(segment: Segment) -> slice:
+    """Return which tiles belong to a segment that starts on a tile."""
+    return slice(tiles(segment.start), tiles(segment.stop))
+
+
+def aps_shift(amax_bits: int, fmt: FloatFormat, ranks: int, headroom: str) -> int:
+    """Return k = emax - ceil(log2(H * amax)), so that H * amax * 2**k fits the format.
+
+    amax_bits: float32 bits of max|g| over all ranks, finite; zero gives k = 0
+    headroom: H is ranks ("n"), its square root ("sqrt") or 1 ("none")
+    With H = ranks**(h/2), the logarithm is half of that of ranks**h * amax**2, an integer times
+    a power of four, whose ceiling is exact; ceil(y / 2) = ceil(ceil(y) / 2).
+    k stays within fmt.shift_min .. fmt.shift_max.
+    Source: Han, Demmel, You: Auto-Precision Scaling, arXiv 1911.08907.
+    """
+    if amax_bits == 0:
+        return 0
+    amax = float(np.uint32(amax_bits).view(np.float32))
+    mantissa, exponent = math.frexp(amax)
+    whole = int(mantissa * 2**24)
+    square: int = ranks ** HEADROOMS[headroom] * whole**2
+    twice = (square - 1).bit_length() + 2 * (exponent - 24)
+    k = fmt.emax - -(-twice // 2)
+    return max(fmt.shift_min, min(k, fmt.shift_max))
+
+
+def integer_shift(amax_bits: int, fmt: FloatFormat) -> int:
+    """Return the largest k with amax * 2**k <= fmt.max, so that no integer saturates.
+
+    amax_bits: as for aps_shift; k stays within fmt.shift_min .. fmt.shift_max
+    """
+    return int(fitting_shift(np.array([amax_bits]), fmt)[0]) - SHIFT_BIAS
+
+
+def shift_bytes(shifts: Sequence[int], segments: Sequence[Segment], n: int, like: Array) -> Array:
+    """Return the shift byte of each tile, uint8[tiles(n)], from the shift of each segment."""
+    out = np.empty_like(like, shape=(tiles(n),), dtype=np.uint8)
+    for shift, segment in zip(shifts, segments, strict=True):
+        out[tile_span(segment)] = shift + SHIFT_BIAS
+    return out
+
+
+UNITS = {
+    "alpha_s": "s per message",
+    "beta_s": "s per byte on the wire",
+    "host_s": "s of a rank's processor per byte that it sends or receives",
+    "gamma_s": "s per byte of float32 added",
+    "copy_s": "s per byte of float32 copied",
+    "encode_s": "s per byte of float32 encoded and packed",
+    "decode_s": "s per byte of float32 unpacked and decoded",
+    "decode_add_s": "s per byte of float32 decoded and added",
+    "hop_s": "s per byte of float32 decoded, added and encoded in one pass",
+    "step_s": "s of a rank's processor per step and piece of an all-reduce that is not small",
+    "call_s": "s per all-reduce",
+}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The times of a machine whose links and ranks are all alike; UNITS says per what.
+
+    The time on a link is alpha_s + bytes * beta_s, after Hockney: The communication challenge for
+    MPP, Parallel Computing 20(3), 1994; a rank sends one message and receives one at a time.
+    host_s is nothing where the network card moves the bytes, and much where ranks share a node.
+    The codec's times are of one format: they hardly depend on its width.
+    Raises ValueError for a time that is negative or not finite.
+    """
+
+    __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
+
+    alpha_s: float
+    beta_s: float
+    host_s: float
+    gamma_s: float
+    copy_s: float
+    encode_s: float
+    decode_s: float
+    decode_add_s: float
+    hop_s: float
+    step_s: float
+    call_s: float
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"Machine: {field.name}={value}: must be 0 or more, and finite")
+
+
+DEFAULT = Machine(  # round figures for a cluster with links of 10 GB/s; measured nowhere
+    alpha_s=2e-6,
+    beta_s=1e-10,
+    host_s=0.0,
+    gamma_s=1e-10,
+    copy_s=5e-11,
+    encode_s=6e-11,
+    decode_s=4e-11,
+    decode_add_s=4e-11,
+    hop_s=7e-11,
+    step_s=2e-5,
+    call_s=1e-4,
+)
+
+
+class MachineFile(Section):
+    """A file of bench fit: the times, their units, and where they come from."""
+
+    machine: Machine
+    units: dict[str, str] = Field(default_factory=dict)
+    fit: dict[str, str | int | float] = Field(default_factory=dict)
+
+
+def read_machine(path: Path) -> MachineFile:
+    """Return what bench fit has written. Raises ConfigError, a ValueError, for anything else."""
+    return validate(MachineFile, read_toml(path), str(path))
+
+
+def as_machine(machine: Machine | str | Path | None) -> Machine:
+    """Return a machine as it is, read from a TOML file, or for None DEFAULT.
+
+    Raises ConfigError, a ValueError, for a file that cannot be used, TypeError for other types.
+    """
+    if machine is None or isinstance(machine, Machine):
+        return machine or DEFAULT
+    if not isinstance(machine, str | Path):
+        raise TypeError(f"allreduce: machine={machine!r}: must be a Machine, a path or None")
+    return read_machine(Path(machine)).machine
+
+
+Op = Literal["sum", "mean"]
+MPI_ALLREDUCE = "mpi"  # the one algorithm that is no schedule
+AUTO = "auto"  # the schedule that is predicted to be fastest
+EXACT = "exact"  # the way to accumulate that every schedule knows
+
+
+@dataclass(frozen=True)
+class Method:
+    """The choices of an all-reduce; the arguments are those of allreduce.
+
+    Raises ValueError for unknown names and what does not go together, TypeError for other types.
+    """
+
+    wire: str | FloatFormat = "raw"
+    algorithm: str = "ring"
+    scaling: str | None = None
+    accumulate: str | None = None
+    op: Op = "sum"
+    rounding: Rounding = "nearest"
+    overflow: Overflow = "saturate"
+    headroom: str = "n"
+    seed: int = 0
+    machine: Machine | str | Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.machine is not None:  # its numbers, so that ranks whose files differ are noticed
+            object.__setattr__(self, "machine", as_machine(self.machine))
+        if self.fmt is not None:
+            Cast(self.fmt, self.rounding, self.overflow)
+        assert self.parsed_scaling  # raises for an unknown name
+        known: dict[str, Sequence[str]] = {
+            "algorithm": (*SCHEDULES, MPI_ALLREDUCE, AUTO),
+            "op": get_args(Op),
+            "headroom": tuple(HEADROOMS),
+            "accumulate": self._accumulates(),
+        }
+        for name, allowed in known.items():
+            value = getattr(self, name)
+            if value not in allowed and not (name == "accumulate" and value is None):
+                raise ValueError(f"allreduce: {name}={value!r}: known are {', '.join(allowed)}")
+        if self.fmt is not None and self.algorithm == MPI_ALLREDUCE:
+            raise ValueError(f"allreduce: algorithm='mpi': wire={self.wire!r}: must be 'raw'")
+        if self.exact:
+            self._check_exact()
+
+    def _check_exact(self) -> None:
+        """Raise ValueError for what has no exact sum."""
+        if self.algorithm == AUTO:
+            raise ValueError(
+                "allreduce: algorithm='auto': the time of exact sums is not predicted: name one of "
+                f"{', '.join(SCHEDULES)}"
+            )
+        kinds = ("aps",) if self.integers else ("aps", "static", "none")
+        what = f"wire={self.wire!r}" if self.integers else "accumulate='exact'"
+        if self.parsed_scaling.kind not in kinds:
+            names = ", ".join(name for name in SCALINGS if name.partition(":")[0] in kinds)
+            raise ValueError(
+                f"allreduce: scaling={self.scaling!r}: {what} needs shifts that all ranks share: "
+                f"known are {names}"
+            )
+        if self.overflow != "saturate":
+            raise ValueError(
+                f"allreduce: overflow={self.overflow!r}: {what} knows saturate only: no integer "
+                "is infinite"
+            )
+
+    def _accumulates(self) -> tuple[str, ...]:
+        """Return what accumulate may be; for raw, float32 and requantise are the same."""
+        if self.integers:
+            return (EXACT,)
+        schedule = SCHEDULES.get(self.algorithm)
+        allowed = schedule.accumulates if schedule else ()
+        if self.algorithm == AUTO:
+            allowed = tuple(ACCUMULATES)
+        if self.fmt:
+            return (*allowed, EXACT)
+        return tuple(dict.fromkeys((*allowed, "requantise", "float32")))
+
+    @cached_property
+    def description(self) -> str:
+        """All choices in words."""
+        return repr(self)
+
+    @cached_property
+    def fmt(self) -> FloatFormat | None:
+        """The format of a packed wire, None for raw."""
+        return parse_wire(self.wire)
+
+    @property
+    def integers(self) -> bool:
+        """Whether the wire is one of integers, which have exact sums only."""
+        return isinstance(self.wire, str) and self.wire in INTEGERS
+
+    @property
+    def exact(self) -> bool:
+        """Whether sums are exact."""
+        return self.integers or self.accumulate == EXACT
+
+    @cached_property
+    def parsed_scaling(self) -> Scaling:
+        """The scaling; for a raw wire it has no meaning. Default: aps for exact sums, else tile."""
+        default = "aps" if self.exact else "tile"
+        return parse_scaling(default if self.scaling is None else self.scaling, self.fmt)
+
+    @property
+    def accumulating(self) -> str:
+        """The name of the way in which the schedule's partial sums are kept."""
+        if self.exact:
+            return EXACT
+        schedule = SCHEDULES[self.algorithm]
+        return self.accumulate if self.accumulate in schedule.accumulates else schedule.default
+
+    @property
+    def hides_nonfinite(self) -> bool:
+        """Whether neither the codes nor the scaling would show NaN or infinity."""
+        if self.fmt is None or self.parsed_scaling.kind in ("aps", "tile"):
+            return False
+        return self.exact or not self.fmt.carries_nonfinite
+
+    @cached_property
+    def repeats(self) -> bool:
+        """Whether a call is the same operations of the wire every time, shifts aside."""
+        if self.algorithm not in SCHEDULES or self.accumulating == "kahan":
+            return False
+        if self.fmt is not None and self.rounding == "stochastic":
+            return False
+        return SCHEDULES[self.algorithm].result_travels or self.accumulating != "float32"
+
+    @cached_property
+    def shares_shifts(self) -> bool:
+        """Whether the shifts of a call come from the data of all ranks."""
+        return self.fmt is not None and self.parsed_scaling.kind == "aps"
+
+    def plan(
+        self,
+        nodes: tuple[int, ...],
+        x: Array,
+        segments: Sequence[Segment],
+        shifts: tuple[Sequence[int], Sequence[int]],
+        iteration: int,
+    ) -> Plan:
+        """Return what the programs of all ranks share.
+
+        nodes: of all ranks; x: an array of the call; shifts: of the segments, for contributions,
+        and for partial sums and the result
+        """
+        schedule, wire = SCHEDULES[self.algorithm], self._wire(x)
+        outside = isinstance(wire, Exact) or (isinstance(wire, Packed) and not wire.fit)
+        sent, result = (
+            shift_bytes(each, segments, x.size, x) if outside else None for each in shifts
+        )
+        return Plan(
+            schedule=schedule,
+            accumulate=None if self.exact else ACCUMULATES[self.accumulating],
+            wire=wire,
+            sent_shifts=sent,
+            result_shifts=result,
+            result_rounded=schedule.result_travels or self.accumulating != "float32",
+            nodes=nodes,
+            stream=(self.seed, iteration),
+        )
+
+    def _wire(self, x: Array) -> Wire:
+        if self.fmt is None:
+            return DeviceRaw() if on_gpu(x) else Raw()
+        cast = Cast(self.fmt, self.rounding, self.overflow)
+        if self.exact:
+            return Exact(cast, trits=self.wire == "ternary")
+        return Packed(cast, fit=self.parsed_scaling.kind == "tile")

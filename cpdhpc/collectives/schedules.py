@@ -1,0 +1,382 @@
+"""All-reduce algorithms as data: who sends which chunks to whom in which round."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise, zip_longest
+from typing import Literal, NamedTuple
+
+Kind = Literal["reduce", "hold", "copy"]
+
+
+class Layout(NamedTuple):
+    """What the rounds of a rank depend on.
+
+    nodes: the node of each rank, numbered in the order of first ranks
+    piece: number of the piece of the data
+    """
+
+    nodes: tuple[int, ...]
+    piece: int = 0
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return len(self.nodes)
+
+
+class Step(NamedTuple):
+    """One round of one rank: a message out, a message in, or both at once.
+
+    kind: what travels and what becomes of it.
+        "reduce": the sender's partial sums of the chunks; the receiver adds them to its own;
+        "hold": the sender's own contributions; the receiver keeps them, and sums what it has, its
+            own among it, in the order of ranks, when it first needs the sum;
+        "copy": the finished chunks, whose bytes are handed on unchanged.
+    send_to, recv_from: rank, or None for no message that way
+    send_chunks, recv_chunks: what is in the message, one after another
+    send_terms, recv_terms: for each of these chunks, how many ranks' contributions are in it
+    """
+
+    kind: Kind
+    send_to: int | None = None
+    send_chunks: Sequence[int] = ()
+    send_terms: Sequence[int] = ()
+    recv_from: int | None = None
+    recv_chunks: Sequence[int] = ()
+    recv_terms: Sequence[int] = ()
+
+
+ALL = (0,)  # the one chunk
+
+
+def tree(rank: int, layout: Layout) -> Iterator[Step]:
+    """Yield a binomial reduction to rank 0, then a binomial broadcast.
+
+    Source: Thakur, Rabenseifner, Gropp: Optimization of collective communication operations in
+    MPICH, IJHPCA 19(1), 2005.
+    """
+    ranks = layout.ranks
+    distances = [1 << i for i in range((ranks - 1).bit_length())]
+    for distance in distances:
+        if rank & distance:
+            yield _up(rank - distance, min(distance, ranks - rank))
+            break
+        child = rank + distance
+        if child < ranks:
+            yield _from_child(child, min(distance, ranks - child))
+    for distance in reversed(distances):
+        place = rank % (2 * distance)
+        if place == distance:
+            yield Step("copy", recv_from=rank - distance, recv_chunks=ALL, recv_terms=(ranks,))
+        elif place == 0 and rank + distance < ranks:
+            yield Step("copy", rank + distance, ALL, (ranks,))
+
+
+def _up(parent: int, terms: int) -> Step:
+    return Step("reduce", parent, ALL, (terms,))
+
+
+def _from_child(child: int, terms: int) -> Step:
+    return Step("reduce", recv_from=child, recv_chunks=ALL, recv_terms=(terms,))
+
+
+def dbtree(rank: int, layout: Layout) -> Iterator[Step]:
+    """Yield a reduction up, and a broadcast down, one of two binary trees.
+
+    Even pieces take one tree, odd pieces the other, and several pieces are under way at a time.
+    Both trees are numbered in order over places 1..p; odd places are leaves. The second tree is
+    the first one mirrored, or shifted by one place where p is odd, so that the ranks at even
+    places in one are at odd places in the other.
+    Source: Sanders, Speck, Träff: Two-tree algorithms for full bandwidth broadcast, reduction and
+    scan, Parallel Computing 35(12), 2009.
+    """
+    ranks = layout.ranks
+    places, at = _places(ranks, layout.piece % 2)
+    place = places[rank]
+    children, parent = tree_children(place, ranks), tree_parent(place, ranks)
+    for child in children:
+        yield _from_child(at[child], _size(child, ranks))
+    if parent is not None:
+        yield _up(at[parent], _size(place, ranks))
+        yield Step("copy", recv_from=at[parent], recv_chunks=ALL, recv_terms=(ranks,))
+    for child in children:
+        yield Step("copy", at[child], ALL, (ranks,))
+
+
+@lru_cache(maxsize=8)
+def _places(ranks: int, number: int) -> tuple[Sequence[int], Mapping[int, int]]:
+    """Return the place of each rank in a tree, and the rank at each place."""
+    places: Sequence[int] = range(1, ranks + 1)
+    if number == 1 and ranks % 2 == 0:
+        places = range(ranks, 0, -1)
+    elif number == 1:
+        places = [(rank + 1) % ranks + 1 for rank in range(ranks)]
+    return places, {place: rank for rank, place in enumerate(places)}
+
+
+def tree_parent(place: int, ranks: int) -> int | None:
+    """Return the parent of a place, None for the root.
+
+    In the infinite tree the level of a place is its lowest set bit, and its parent the one of
+    the two places at that distance which is a level higher. Ancestors beyond p are left out.
+    """
+    if place == 1 << (ranks.bit_length() - 1):
+        return None
+    parent = ranks + 1
+    while parent > ranks:
+        bit = place & -place
+        parent = place = place - bit if place & 2 * bit else place + bit
+    return parent
+
+
+def tree_children(place: int, ranks: int) -> list[int]:
+    """Return the children of a place in the order of places: none, one or two."""
+    half = (place & -place) // 2
+    if half == 0:
+        return []
+    right = half
+    while right and place + right > ranks:
+        right //= 2
+    return [place - half, place + right] if right else [place - half]
+
+
+def _size(place: int, ranks: int) -> int:
+    """Return the number of places in the tree below a place, itself included."""
+    bit = place & -place
+    return min(place + bit - 1, ranks) - (place - bit)
+
+
+Group = tuple[int | None, Sequence[int]]  # a rank, and the lanes that it shares with this one
+
+
+class _Nodes:
+    """Who owns what: the ring between nodes has lanes, and a lane a chunk for each node.
+
+    There are as many lanes as ranks in the largest node; each node deals them to its ranks in
+    turn. So each rank owns a lane at least, and smaller nodes own as much as larger ones.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self.members: list[list[int]] = [[] for _ in set(layout.nodes)]
+        for rank, node in enumerate(layout.nodes):
+            self.members[node].append(rank)
+        self.lanes = max(map(len, self.members))
+
+    def owned(self, node: int, place: int) -> range:
+        """Return the lanes of the place-th rank of a node."""
+        return range(place, self.lanes, len(self.members[node]))
+
+    def chunks(self, lanes: Sequence[int]) -> tuple[int, ...]:
+        """Return all chunks of lanes."""
+        count = len(self.members)
+        return tuple(lane * count + i for lane in lanes for i in range(count))
+
+    def groups(self, node: int, lanes: Sequence[int]) -> list[Group]:
+        """Return which ranks of a node own some of these lanes."""
+        members = self.members[node]
+        shared = [
+            (member, [lane for lane in lanes if lane % len(members) == place])
+            for place, member in enumerate(members)
+        ]
+        return [(member, group) for member, group in shared if group]
+
+
+def hier_chunks(layout: Layout) -> int:
+    """Return the number of chunks: the ranks of the largest node times the number of nodes."""
+    nodes = _Nodes(layout)
+    return nodes.lanes * len(nodes.members)
+
+
+def hier(rank: int, layout: Layout) -> Iterator[Step]:
+    """Yield reduce-scatter in the node, a ring between nodes for what is owned, all-gather.
+
+    Inside nodes everyone sends to everyone, as in direct. With one node it is direct, with nodes
+    of one rank it is ring. The own contribution of a rank that is alone on its node is not
+    rounded before it is sent, as in ring.
+    Source: the two levels are those of Horovod's hierarchical all-reduce (Sergeev, Del Balso,
+    arXiv 1802.05799, and its repository); the parts are those of ring and direct.
+    """
+    nodes = _Nodes(layout)
+    node = layout.nodes[rank]
+    place = nodes.members[node].index(rank)
+    yield from _inside(nodes, node, place, "hold", 1)
+    yield from _between(nodes, node, nodes.owned(node, place), layout.ranks)
+    yield from _inside(nodes, node, place, "copy", layout.ranks)
+
+
+def _inside(nodes: _Nodes, node: int, place: int, kind: Kind, terms: int) -> Iterator[Step]:
+    """Yield "hold": to each member of the node what it owns; "copy": to each what is owned."""
+    members = nodes.members[node]
+    owned = [nodes.chunks(nodes.owned(node, i)) for i in range(len(members))]
+    for i in range(1, len(members)):
+        to, source = (place + i) % len(members), (place - i) % len(members)
+        out, into = (owned[to], owned[place]) if kind == "hold" else (owned[place], owned[source])
+        yield Step(
+            kind, members[to], out, (terms,) * len(out),
+            members[source], into, (terms,) * len(into),
+        )  # fmt: skip
+
+
+def _between(nodes: _Nodes, node: int, lanes: Sequence[int], ranks: int) -> Iterator[Step]:
+    """Yield reduce-scatter, then all-gather, round the ring of nodes; node i finishes chunk i."""
+    sizes = [len(members) for members in nodes.members]
+    count = len(sizes)
+    if count == 1:
+        return
+    following = nodes.groups((node + 1) % count, lanes)
+    previous = nodes.groups((node - 1) % count, lanes)
+    sent_terms, came_terms = 0, 0
+    for i in range(count - 1):
+        there, here = (node - i - 1) % count, (node - i - 2) % count
+        sent_terms += sizes[(node - i) % count]
+        came_terms += sizes[there]
+        yield from _hop("reduce", following, there, sent_terms, previous, here, came_terms, count)
+    for i in range(count - 1):
+        there, here = (node - i) % count, (node - i - 1) % count
+        yield from _hop("copy", following, there, ranks, previous, here, ranks, count)
+
+
+def _hop(
+    kind: Kind,
+    following: Sequence[Group],
+    there: int,
+    sent_terms: int,
+    previous: Sequence[Group],
+    here: int,
+    came_terms: int,
+    count: int,
+) -> Iterator[Step]:
+    """Yield one hop of all lanes: chunk `there` of each goes out, chunk `here` comes in.
+
+    A message for each rank on either side: more than one where nodes differ in size.
+    """
+    for (to, out), (source, into) in zip_longest(following, previous, fillvalue=(None, ())):
+        yield Step(
+            kind,
+            to, tuple(lane * count + there for lane in out), (sent_terms,) * len(out),
+            source, tuple(lane * count + here for lane in into), (came_terms,) * len(into),
+        )  # fmt: skip
+
+
+def ring(rank: int, layout: Layout) -> Iterator[Step]:
+    """Yield reduce-scatter, then all-gather, round a ring; rank i finishes chunk i.
+
+    Source: Patarasuk, Yuan: Bandwidth optimal all-reduce algorithms for clusters of
+    workstations, JPDC 69(2), 2009; 2 (p - 1) / p of the data leaves each rank.
+    """
+    ranks = layout.ranks
+    following, previous = (rank + 1) % ranks, (rank - 1) % ranks
+    for i in range(ranks - 1):
+        there, here = (rank - i - 1) % ranks, (rank - i - 2) % ranks
+        yield Step("reduce", following, (there,), (i + 1,), previous, (here,), (i + 1,))
+    for i in range(ranks - 1):
+        there, here = (rank - i) % ranks, (rank - i - 1) % ranks
+        yield Step("copy", following, (there,), (ranks,), previous, (here,), (ranks,))
+
+
+def rhd(rank: int, layout: Layout) -> Iterator[Step]:
+    """Yield recursive halving, then doubling, with circulant skips; rank i finishes chunk i.
+
+    ceil(log2 p) rounds each way, in each of which the skip, at first p, is halved and rounded up;
+    each rank sends p - 1 chunks each way.
+    Source: Träff: Optimal, non-pipelined reduce-scatter and allreduce algorithms,
+    arXiv 2410.14234.
+    """
+    ranks = layout.ranks
+    skips = [ranks]
+    while skips[-1] > 1:
+        skips.append(-(-skips[-1] // 2))
+
+    def chunks(first: int, count: int) -> tuple[int, ...]:
+        return tuple((first + i) % ranks for i in range(count))
+
+    terms = [1] * ranks  # in the partial sums of chunks rank, rank + 1, ...: alike on all ranks
+    for before, skip in pairwise(skips):
+        count = before - skip
+        ahead, back, moved = (rank + skip) % ranks, (rank - skip) % ranks, tuple(terms[skip:before])
+        yield Step("reduce", ahead, chunks(ahead, count), moved, back, chunks(rank, count), moved)
+        terms[:count] = [a + b for a, b in zip(terms, moved, strict=False)]
+    for skip, before in pairwise(reversed(skips)):
+        count = before - skip
+        ahead, back, moved = (rank + skip) % ranks, (rank - skip) % ranks, (ranks,) * count
+        yield Step("copy", back, chunks(rank, count), moved, ahead, chunks(ahead, count), moved)
+
+
+def direct(rank: int, layout: Layout) -> Iterator[Step]:
+    """Yield chunk i of every rank to rank i, which sums them, then its result to every rank.
+
+    Two roundings whatever the number of ranks, and the bytes of the ring.
+    Source: "scatter-reduce-all-gather" of Markov et al.: CGX, Middleware 2022.
+    """
+    ranks = layout.ranks
+    for i in range(1, ranks):
+        to, source = (rank + i) % ranks, (rank - i) % ranks
+        yield Step("hold", to, (to,), (1,), source, (rank,), (1,))
+    for i in range(1, ranks):
+        to, source = (rank + i) % ranks, (rank - i) % ranks
+        yield Step("copy", to, (rank,), (ranks,), source, (source,), (ranks,))
+
+
+def gather(rank: int, layout: Layout) -> Iterator[Step]:
+    """Yield the whole contribution of every rank to every other; each sums them itself.
+
+    Source: CPD's sum_gradients (github.com/drcut/CPD), which gathers and sums in rank order.
+    """
+    ranks = layout.ranks
+    for i in range(1, ranks):
+        to, source = (rank + i) % ranks, (rank - i) % ranks
+        yield Step("hold", to, (0,), (1,), source, (0,), (1,))
+
+
+def _one(layout: Layout) -> int:
+    return 1
+
+
+def _one_each(layout: Layout) -> int:
+    return layout.ranks
+
+
+def _few(ranks: int) -> int:
+    """While one piece travels the others are encoded and decoded."""
+    return 4
+
+
+def _up_and_down(ranks: int) -> int:
+    """A piece on each level of a tree, on the way up and on the way down."""
+    return max(3, 2 * (ranks - 1).bit_length())
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """An algorithm: its rounds, its chunks, and how partial sums may be kept in it.
+
+    steps: (rank, layout) -> the rounds of that rank, in order
+    chunks: layout -> number of chunks that a piece of the data is cut into
+    accumulates: the names from ACCUMULATES that make sense in it; default: one of them
+    result_travels: whether the finished sum is sent, and so rounded to the wire
+    window: number of ranks -> pieces that are under way at a time
+    """
+
+    steps: Callable[[int, Layout], Iterator[Step]]
+    chunks: Callable[[Layout], int]
+    accumulates: tuple[str, ...]
+    default: str
+    result_travels: bool = True
+    window: Callable[[int], int] = _few
+
+
+_REQUANTISE = ("requantise",)
+_ANY = ("requantise", "float32", "kahan")
+
+SCHEDULES: dict[str, Schedule] = {
+    "ring": Schedule(ring, _one_each, _REQUANTISE, "requantise"),
+    "rhd": Schedule(rhd, _one_each, _REQUANTISE, "requantise"),
+    "tree": Schedule(tree, _one, _REQUANTISE, "requantise", window=_up_and_down),
+    "dbtree": Schedule(dbtree, _one, _REQUANTISE, "requantise", window=_up_and_down),
+    "direct": Schedule(direct, _one_each, _ANY, "float32"),
+    "hier": Schedule(hier, hier_chunks, _ANY, "float32"),
+    "gather": Schedule(gather, _one, _ANY, "requantise", result_travels=False),
+}

@@ -1,0 +1,256 @@
+"""Lanes: the way that cells of one rank take to another, time after time.
+
+A lane has two slots, used by turns, so that a message can be packed while the one before is still
+read. A slot is a head (serial number, number of the call, loan) and a payload. Where the processes
+share memory the slots lie there, written by one and read by the other, and two words in front tell
+up to which serial they have been read; a long message that lies together may be lent: read where
+its sender has it (loans.h). Else slots are private and travel by persistent requests. The first
+message of a lane says what it is for and where it lies.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+from ..ops.cpu import load_acquire, store_release
+from ..ops.moves import read_loan
+from ..world.node_memory import ALIGNED_BYTES, NOTE_BYTES, Shared
+from ..world.ranks import Ranks, Wait
+
+Bytes = npt.NDArray[np.uint8]
+
+SLOTS = 2
+HEAD_BYTES = ALIGNED_BYTES  # in front of a payload: serial, number, loan, int64 each
+LOAN = 16  # of its bytes: where the loan is
+LENT_BYTES = 1 << 16  # of a message that is worth the kernel's help
+MOST_LENT_BYTES = 1 << 30  # the kernel reads less than 2 GiB in one call
+HELLO_BYTES = 512  # of the first message: a note of shared memory, then words
+
+
+class Word(NamedTuple):
+    """A request, as MPI's: done when a word of memory that is shared reaches a value."""
+
+    memory: Bytes
+    value: int
+
+    def Test(self) -> bool:
+        """Whether it has."""
+        return load_acquire(self.memory) >= self.value
+
+
+class Purpose(NamedTuple):
+    """What a lane is for: the plan's stream of messages, and words for errors.
+
+    what: as "exchange of plan 'pixels'"; key: of the channel, as "float32 (3,), wire raw"
+    """
+
+    stream: int
+    what: str
+    key: str
+
+
+class Lane:
+    """One direction between this rank and another.
+
+    other: the rank; size_bytes: of a payload; shared: how memory reaches the other, or None
+    memory: words and slots, when they are known
+    """
+
+    doing = ""  # what the other must do before the requests of a slot are complete
+
+    def __init__(
+        self, world: Ranks, other: int, size_bytes: int, purpose: Purpose, shared: Shared | None
+    ) -> None:
+        self.world, self.other, self.purpose = world, other, purpose
+        self.shared = shared if shared is not None and shared.reaches(other) else None
+        self.size_bytes = size_bytes
+        self.slot_bytes = HEAD_BYTES + -(-size_bytes // ALIGNED_BYTES) * ALIGNED_BYTES
+        self.total_bytes = SLOTS * (ALIGNED_BYTES + self.slot_bytes)
+        self.memory: Bytes | None = None
+        self.hello = np.zeros(HELLO_BYTES, np.uint8)
+        self.greeting: list[Any] = []  # requests of the first message
+        self.requests: list[list[Any]] = []  # persistent ones, of each slot
+
+    def word_at(self, slot: int) -> int:
+        """Return where the word lies up to which serial a slot has been read."""
+        return slot * ALIGNED_BYTES
+
+    def head_at(self, slot: int) -> int:
+        """Return where a slot begins."""
+        return SLOTS * ALIGNED_BYTES + slot * self.slot_bytes
+
+    def payload(self, slot: int) -> Bytes:
+        """Return the payload of a slot."""
+        start = self.head_at(slot) + HEAD_BYTES
+        return self.room[start : start + self.size_bytes]
+
+    @property
+    def lends(self) -> bool:
+        """Whether a message may be lent: read by the receiver where the sender has it."""
+        fits = LENT_BYTES <= self.size_bytes <= MOST_LENT_BYTES
+        return fits and self.shared is not None and self.shared.lends
+
+    @property
+    def room(self) -> Bytes:
+        """The words and the slots."""
+        assert self.memory is not None, "lanes are used when they are connected"
+        return self.memory
+
+    def word(self, offset: int) -> Bytes:
+        """Return the word at an offset."""
+        return self.room[offset : offset + 8]
+
+    def wait_word(self, offset: int, value: int) -> None:
+        """Wait until a word has reached a value."""
+        word = Word(self.word(offset), value)
+        if not word.Test():
+            self.wait([word], "" if offset >= self.head_at(0) else " to read what came before")
+
+    def differs(self, head: int, number: int) -> NoReturn:
+        """End the job: the message that came belongs to another call than this."""
+        found = load_acquire(self.word(head + 8))
+        same = "" if found >> 32 == number >> 32 else ", of another shape or dtype"
+        self.stop(
+            f"rank {self.other} is at number {found & 0xFFFFFFFF}{same}, "
+            f"this rank at number {number & 0xFFFFFFFF} ({self.purpose.key})"
+        )
+
+    def message(self, slot: int) -> Bytes:
+        """Return the head and the payload of a slot: what travels."""
+        start = self.head_at(slot)
+        return self.room[start : start + HEAD_BYTES + self.size_bytes]
+
+    def wait(self, requests: list[Any], doing: str = "") -> None:
+        """Wait for requests; the time-out says who waits for whom."""
+        reason = f"{self.purpose.what}: waited {{}} s for rank {self.other}{doing}"
+        text = reason.replace("{", "{{").replace("}", "}}").replace("{{}}", "{:.1f}")
+        self.world.wait_any([Wait(requests, self.world.rank, text)])
+
+    def stop(self, problem: str) -> NoReturn:
+        """End the job: ranks do not do the same."""
+        self.world.abort(f"{self.purpose.what}: {problem}")
+
+    def start(self, slot: int) -> None:
+        """Start the requests of a slot, if there are any."""
+        for request in self.requests[slot] if self.requests else ():
+            request.Start()
+
+    def arrive(self, slot: int) -> None:
+        """Wait for the requests of a slot, if there are any."""
+        if self.requests and not all([request.Test() for request in self.requests[slot]]):
+            self.wait(self.requests[slot], self.doing)
+
+    def moved(self, slot: int) -> bool:
+        """Whether the requests of a slot are complete, and the first message of the lane."""
+        requests = [*self.greeting, *(self.requests[slot] if self.requests else ())]
+        return all([request.Test() for request in requests])
+
+    def free(self) -> None:
+        """Free the persistent requests."""
+        for request in (request for each in self.requests for request in each):
+            request.Free()
+        self.requests = []
+
+
+class Outgoing(Lane):
+    """A lane on which this rank sends."""
+
+    doing = " to receive"
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        if self.shared is None:
+            self.memory = np.zeros(self.total_bytes, np.uint8)
+            init = partial(self.world.send_init, self.world.rank, self.other)
+            self.requests = [init(self.message(slot), self.purpose.stream) for slot in range(SLOTS)]
+        else:
+            self.memory = self.shared.take(self.total_bytes)
+            self.memory[: self.head_at(0)] = 0
+            for slot in range(SLOTS):
+                self.message(slot)[:HEAD_BYTES] = 0
+            note = self.shared.note(self.memory)
+            assert note is not None, "what it gives is shared"
+            self.hello[:NOTE_BYTES] = note
+        text = self.purpose.key.encode()[: HELLO_BYTES - NOTE_BYTES]
+        self.hello[NOTE_BYTES : NOTE_BYTES + len(text)] = np.frombuffer(text, np.uint8)
+        self.greeting = self.world.isend(
+            self.world.rank, self.other, self.hello, self.purpose.stream
+        )
+
+    def reserve(self, slot: int, serial: int) -> None:
+        """Wait until a slot may be written for a serial."""
+        if self.shared is None:
+            self.arrive(slot)
+        else:
+            self.wait_word(self.word_at(slot), (serial - SLOTS))
+
+    def send(self, slot: int, serial: int, number: int) -> None:
+        """Send what the payload of a slot holds."""
+        head = self.head_at(slot)
+        store_release(self.word(head + 8), number)
+        store_release(self.word(head + LOAN), 0)
+        store_release(self.word(head), serial)
+        self.start(slot)
+
+    def close(self, serial: int) -> None:
+        """Wait until all has been read, and give back the memory."""
+        self.wait(self.greeting)
+        for last in range(max(1, serial - SLOTS + 1), serial + 1):
+            self.reserve(last % SLOTS, last + SLOTS)
+        if self.shared is not None:
+            self.shared.give_back(self.room)
+        self.free()
+
+
+class Incoming(Lane):
+    """A lane on which this rank receives."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.greeting = self.world.irecv(
+            self.other, self.world.rank, self.hello, self.purpose.stream
+        )
+        self.connected, self.process = False, 0  # of the operating system
+        if self.shared is None:
+            self.memory = np.zeros(self.total_bytes, np.uint8)
+            init = partial(self.world.recv_init, self.other, self.world.rank)
+            self.requests = [init(self.message(slot), self.purpose.stream) for slot in range(SLOTS)]
+
+    def connect(self) -> None:
+        """Wait for the first message of the lane, and check what it is for."""
+        if self.connected:
+            return
+        self.wait(self.greeting, f" to begin the first one of {self.purpose.key}")
+        theirs = self.hello[NOTE_BYTES:].tobytes().rstrip(b"\0").decode(errors="replace")
+        if theirs != self.purpose.key[: HELLO_BYTES - NOTE_BYTES]:
+            self.stop(f"rank {self.other} has {theirs}, this rank {self.purpose.key}")
+        if self.shared is not None:
+            self.memory = self.shared.payload(self.hello[:NOTE_BYTES])
+            self.process = self.shared.process(self.hello[:NOTE_BYTES])
+        self.connected = True
+
+    def has_come(self, slot: int, serial: int) -> bool:
+        """Whether the message of a serial is there, without waiting."""
+        if not self.moved(slot):
+            return False
+        self.connect()
+        return load_acquire(self.word(self.head_at(slot))) >= serial
+
+    def receive(self, slot: int, serial: int, number: int) -> None:
+        """Wait for the message of a serial; end the job where it has another number."""
+        head = self.head_at(slot)
+        self.arrive(slot)
+        self.wait_word(head, serial)
+        if load_acquire(self.word(head + 8)) != number:
+            self.differs(head, number)
+        if load_acquire(self.word(head + LOAN)):  # a sender that recalls it packs the same bytes
+            read_loan(self.process, self.room[head : head + HEAD_BYTES], self.payload(slot))
+
+    def release(self, slot: int, serial: int) -> None:
+        """Tell the other that a slot has been read."""
+        if self.shared is not None:
+            store_release(self.word(self.word_at(slot)), serial)

@@ -1,0 +1,234 @@
+"""python -m cpdhpc batch: what a job of a study runs, on all of its ranks."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from importlib import import_module
+from pathlib import Path
+
+import numpy as np
+
+from ..bench.harness import together
+from ..collectives.checks import NonFiniteGradient
+from ..config import UserError
+from ..signals import Caught, Interrupted, catching
+from ..study.case_file import Result, write_result
+from ..study.cases import Batch, Case, batches, expand
+from ..study.folder import Folder, FolderError, Mark, read_mark
+from ..study.spec import Study
+from ..world.mpi import World
+from .repeats import Measuring, Place, members, prove
+
+FINISHED, FAILED, UNFINISHED = 0, 1, 85  # exit statuses; 85: start it again
+PAUSE_S = 0.002  # between the looks of ranks that wait for smaller cases
+UNFIT = (UserError, ArithmeticError, NonFiniteGradient)  # what kinds raise on all ranks alike
+
+
+def measure_batch(
+    world: World, path: Path, number: int, nodes: int | None = None, ppn: int | None = None
+) -> int:
+    """Measure the cases of a batch that are not finished; return the exit status. Collective.
+
+    path: of the study's folder; nodes, ppn: what the job asked for, by default the batch's shape
+    Raises UserError on all processes alike: PlacementError where they are not what was asked for.
+    """
+    folder = Folder(path)
+    study, batch = together(world, lambda: _load(folder, number))
+    prove(world, nodes or batch.nodes, ppn or batch.ppn)
+    _check_shape(world, batch)
+    todo = together(world, lambda: _begin(folder, batch) if world.rank == 0 else None)
+    cases, mark = world.gather(todo)[0]
+    with catching() as caught:
+        runner = _Runner(world, folder, study, cases, mark.restarts, caught)
+        runner.run(number)
+    status = runner.status
+    if world.rank == 0:
+        state = "stopped" if status == UNFINISHED else "ended"
+        mark.end(folder.mark_file(number), state)
+    world.barrier("end of the batch")
+    return status
+
+
+def _load(folder: Folder, number: int) -> tuple[Study, Batch]:
+    study = folder.study()
+    found = batches(study, expand(study).cases)
+    if not 0 <= number < len(found):
+        raise UserError(f"batch {number}: {folder.path} has batches 0 to {len(found) - 1}")
+    return study, found[number]
+
+
+def _check_shape(world: World, batch: Batch) -> None:
+    """Raise UserError where a job's shape, proven, is too small for a case of the batch."""
+    for case in batch.cases:
+        if len(members(world.nodes, case)) != case.ranks:
+            raise UserError(
+                f"batch {batch.number}: case {case.id} needs {case.nodes} x {case.ppn} ranks"
+            )
+
+
+def _begin(folder: Folder, batch: Batch) -> tuple[list[Case], Mark]:
+    """Return the cases that are not finished, and the mark of this start."""
+    path = folder.mark_file(batch.number)
+    before = read_mark(path)
+    if before is not None and before.alive():
+        raise FolderError(
+            f"batch {batch.number}: is being measured by process {before.pid} on {before.host}"
+        )
+    cases = [case for case in batch.cases if not folder.finished(case)]
+    for case in cases:
+        folder.failure_file(case).unlink(missing_ok=True)
+    return cases, Mark.begin(path)
+
+
+class _Runner:
+    """The cases of a batch, group by group, visit by visit. Collective, all of it."""
+
+    def __init__(
+        self,
+        world: World,
+        folder: Folder,
+        study: Study,
+        cases: Sequence[Case],
+        restarts: int,
+        caught: Caught,
+    ) -> None:
+        self.folder, self.study, self.cases = folder, study, cases
+        self.restarts, self.caught = restarts, caught
+        # All wait here for ranks that measure, which have time-outs of their own that end the job.
+        everyone = world.part(range(world.size), timeout_s=math.inf)
+        assert everyone is not None
+        self.world = everyone
+        self.places: dict[tuple[int, int, int, float], Place | None] = {}
+        self.finished = self.failed = 0
+        self.stopped = False
+
+    @property
+    def status(self) -> int:
+        """The exit status of the batch."""
+        if self.finished + self.failed < len(self.cases):
+            return UNFINISHED
+        return FAILED if self.failed else FINISHED
+
+    def run(self, number: int) -> None:
+        """Measure all cases, or until a signal."""
+        order = np.random.default_rng([self.study.measure.seed, number])
+        shuffled = [self.cases[i] for i in order.permutation(len(self.cases))]
+        size = self.study.measure.interleave if self.study.run.bundle != "case" else 1
+        for first in range(0, len(shuffled), size):
+            self._group(shuffled[first : first + size], order)
+            if self.stopped:
+                return
+
+    def _group(self, cases: Sequence[Case], order: np.random.Generator) -> None:
+        """Measure some cases in turns: a visit to each, then the next round, in another order."""
+        pending = {case.id: each for case in cases if (each := self._start(case))}
+        while pending:
+            for name in [list(pending)[i] for i in order.permutation(len(pending))]:
+                if self._visit(pending[name]):
+                    del pending[name]
+                if self.stopped:
+                    return
+
+    def _start(self, case: Case) -> Measuring | None:
+        """Return the measuring of a case; None where its factors turn out not to fit."""
+        module = import_module(self.study.of_kind.measuring)
+        error: Exception | None = None
+        found: Measuring | None = None
+        try:
+            found = module.start(self.study, case, self.folder.work(case))
+        except UNFIT as problem:
+            error = problem
+        wrong = _first(self.world.gather(_told(error)))
+        if wrong:
+            self._fail(case, wrong)
+            return None
+        return found
+
+    def _visit(self, measuring: Measuring) -> bool:
+        """Visit a case; return whether it is over, finished or failed."""
+        place = self._place(measuring)
+        error: Exception | None = None
+        if place is not None:
+            try:
+                measuring.visit(place, self.caught)
+            except Interrupted:
+                pass  # its signal is in self.caught
+            except UNFIT as problem:
+                error = problem
+        self.world.barrier("a case on other ranks", 0.0 if place else PAUSE_S)
+        told = self.world.gather((measuring.done, _told(error), self.caught.number))
+        self.stopped = any(number for _, _, number in told)
+        wrong = _first(text for _, text, _ in told)
+        if wrong:
+            self._fail(measuring.case, wrong)
+            return True
+        if any(done for done, _, _ in told):
+            self._finish(measuring, place)
+            return True
+        return False
+
+    def _place(self, measuring: Measuring) -> Place | None:
+        """Return where a case runs, None on ranks that have no part in it."""
+        case = measuring.case
+        key = (case.nodes, case.ppn, measuring.virtual_ranks, measuring.timeout_s)
+        if key not in self.places:
+            world = self.world.part(
+                members(self.world.nodes, case),
+                virtual_ranks=measuring.virtual_ranks,
+                timeout_s=measuring.timeout_s,
+            )
+            self.places[key] = None if world is None else Place(world)
+        return self.places[key]
+
+    def _finish(self, measuring: Measuring, place: Place | None) -> None:
+        """Write the file of a case from process 0."""
+        case = measuring.case
+        result = None if place is None else measuring.result(place)
+
+        def write() -> None:
+            if self.world.rank == 0 and result is not None:
+                extra: dict[str, int | str] = {
+                    "job_id": os.environ.get("SLURM_JOB_ID", ""),
+                    "restarts": self.restarts,
+                    "date": datetime.now(UTC).isoformat(timespec="seconds"),
+                }
+                outcomes = {**result.outcomes, **extra}
+                _write(self.folder.case_file(case), case, replace(result, outcomes=outcomes))
+
+        together(self.world, write)
+        self.finished += 1
+        self._say(f"finished {case.id}")
+
+    def _fail(self, case: Case, wrong: str) -> None:
+        """Write from process 0 why a case cannot be measured; the others go on."""
+        self.failed += 1
+        self._say(f"failed {case.id}: {wrong}")
+        if self.world.rank == 0:
+            path = self.folder.failure_file(case)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(wrong + "\n", encoding="utf-8")
+
+    def _say(self, text: str) -> None:
+        if self.world.rank == 0:
+            print(f"[{self.finished + self.failed}/{len(self.cases)}] {text}", flush=True)
+
+
+def _told(error: Exception | None) -> str:
+    """Return an error in a line, "" where there is none."""
+    return "" if error is None else " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def _first(texts: Iterable[str]) -> str:
+    """Return the first text that is not empty."""
+    return next(filter(None, texts), "")
+
+
+def _write(path: Path, case: Case, result: Result) -> None:
+    try:
+        write_result(path, case, result)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written: {error}") from None

@@ -1,0 +1,192 @@
+"""What the CUDA kernels need to run: their source as one string, checked launches, and streams."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import cupy
+import cupyx
+import numpy as np
+
+from ..formats import Cast, FloatFormat, tiles
+from ..randomness import Key
+from .cpu import cast_numbers
+from .cuda_source import OPTIONS, cuda_source
+
+Array = Any  # cupy.ndarray
+
+_BLOCK = 128  # threads: CPD_WARPS warps of 32
+_TILES_PER_BLOCK = 4
+_MAX_BLOCKS = 65535
+NULL = np.uint64(0)  # a pointer to nothing
+
+
+def current_device() -> int:
+    """Return the number of CuPy's current GPU."""
+    return int(cupy.cuda.Device().id)
+
+
+@cache
+def _module(device: int) -> Any:
+    return cupy.RawModule(code=cuda_source(), options=OPTIONS)
+
+
+@cache
+def _kernel(name: str, device: int) -> Any:
+    return _module(device).get_function(name)
+
+
+@cache
+def _cast_of(cast: Cast, device: int) -> Array:
+    """Copy the numbers in a stream of their own and wait: later calls may be in any stream."""
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        numbers = cupy.asarray(np.array(cast_numbers(cast), np.int64).astype(np.int32))
+        stream.synchronize()
+    return numbers
+
+
+def cast_on_device(cast: Cast) -> Array:
+    """Return the numbers of a cast, int32[12], on CuPy's current GPU."""
+    return _cast_of(cast, current_device())
+
+
+def launch(name: str, blocks: int, *args: Any) -> None:
+    """Launch a kernel on CuPy's current stream; nothing for no work."""
+    if blocks:
+        kernel = _kernel(name, current_device())
+        kernel((min(blocks, _MAX_BLOCKS),), (_BLOCK,), args)
+
+
+def check(name: str, array: Array, dtype: type[np.generic], size: int | None = None) -> None:
+    """Raise TypeError or ValueError unless array is contiguous and of this dtype and size."""
+    if array.dtype != dtype:
+        raise TypeError(f"{name}: {array.dtype} given, {np.dtype(dtype)} needed")
+    if not array.flags.c_contiguous:
+        raise ValueError(f"{name}: a contiguous array needed")
+    if size is not None and array.size != size:
+        raise ValueError(f"{name}: {array.size} elements given, {size} needed")
+
+
+def check_tiles(words: Array, shifts: Array, n: int, fmt: FloatFormat) -> None:
+    """Raise TypeError or ValueError unless words and shifts hold n values of a format."""
+    check("words", words, np.uint8, tiles(n) * 128 * fmt.bits)
+    check("shifts", shifts, np.uint8, tiles(n))
+
+
+def element_blocks(n: int) -> int:
+    """Return the blocks of a kernel that takes an element a thread."""
+    return -(-n // _BLOCK)
+
+
+def tile_blocks(n: int) -> int:
+    """Return the blocks of a kernel that takes a tile a warp."""
+    return -(-tiles(n) // _TILES_PER_BLOCK)
+
+
+def key_numbers(key: Key, offset: int) -> tuple[Any, ...]:
+    """Return a random stream and a place in it as kernels take them."""
+    return np.uint32(key[0]), np.uint32(key[1]), np.uint64(offset)
+
+
+def counts_or_null(counts: Array | None, n: int) -> Any:
+    """Return counts, uint32[tiles(n), 3], or a null pointer for None."""
+    if counts is None:
+        return NULL
+    check("counts", counts, np.uint32, 3 * tiles(n))
+    return counts
+
+
+__all__ = ["Event", "Streams", "current_device", "device_name", "to_device"]
+
+
+Host = np.ndarray[Any, np.dtype[Any]]
+
+DONE, NOT_READY = 0, 600  # what cudaEventQuery returns; anything else is an error
+
+
+class Event:
+    """The work that a stream has been given until now."""
+
+    def __init__(self, stream: Any) -> None:
+        self._event = cupy.cuda.Event(disable_timing=True)
+        self._event.record(stream)
+
+    def Test(self) -> bool:
+        """Whether the work is done; raises CUDARuntimeError where it has failed.
+
+        The name is that of MPI's requests, which are waited for in the same way. CuPy's own
+        Event.done takes an error for work that goes on.
+        """
+        status = cupy.cuda.runtime.eventQuery(self._event.ptr)
+        if status not in (DONE, NOT_READY):
+            raise cupy.cuda.runtime.CUDARuntimeError(status)
+        return bool(status == DONE)
+
+    def before(self, stream: Any) -> None:
+        """Let all that a stream is given from now on wait, on the GPU, for the work."""
+        stream.wait_event(self._event)
+
+
+class Streams:
+    """The caller's stream and two for copies, down to the host and up again, of one GPU.
+
+    Copies are ordered by events alone: these streams wait for no other, nor for the null stream.
+    """
+
+    def __init__(self) -> None:
+        self._caller: Any = None
+        self._down = cupy.cuda.Stream(non_blocking=True)
+        self._up = cupy.cuda.Stream(non_blocking=True)
+
+    def begin(self) -> bool:
+        """Take CuPy's current stream as the caller's; return whether it was another before."""
+        stream = cupy.cuda.get_current_stream()
+        if self._caller is not None and self._caller.ptr == stream.ptr:
+            return False
+        self._caller = stream  # kept, so that no later stream can have the same address
+        return True
+
+    def mark(self) -> Event:
+        """Return the event that all work given to the caller's stream so far is done."""
+        return Event(self._caller)
+
+    @staticmethod
+    def pinned(size_bytes: int) -> Host:
+        """Return page-locked memory, uint8[size_bytes]; CuPy keeps it when it is let go."""
+        host: Host = cupyx.empty_pinned(size_bytes, np.uint8)
+        return host
+
+    def to_host(self, array: Array, after: Event) -> tuple[Host, Event]:
+        """Start to copy array, uint8[n], after an event; return pinned uint8[n], and when."""
+        host = self.pinned(array.size)
+        after.before(self._down)
+        kind = cupy.cuda.runtime.memcpyDeviceToHost
+        _copy(host.ctypes.data, array.data.ptr, array.size, kind, self._down)
+        return host, Event(self._down)
+
+    def to_device(self, host: Host, array: Array, after: Event) -> Event:
+        """Start to copy pinned host, uint8[n], into array after an event; return when."""
+        after.before(self._up)
+        kind = cupy.cuda.runtime.memcpyHostToDevice
+        _copy(array.data.ptr, host.ctypes.data, array.size, kind, self._up)
+        return Event(self._up)
+
+
+def _copy(to: int, source: int, size_bytes: int, kind: int, stream: Any) -> None:
+    cupy.cuda.runtime.memcpyAsync(to, source, size_bytes, kind, stream.ptr)
+
+
+def device_name() -> str:
+    """Return the name of CuPy's current GPU, "" where it finds none."""
+    try:
+        return cupy.cuda.runtime.getDeviceProperties(current_device())["name"].decode()
+    except cupy.cuda.runtime.CUDARuntimeError:
+        return ""
+
+
+def to_device(x: Any) -> Array:
+    """Return a NumPy array's copy on the GPU, ready for any stream."""
+    copy = cupy.asarray(x)
+    cupy.cuda.get_current_stream().synchronize()
+    return copy

@@ -1,0 +1,3 @@
+"""From files of results to tables, figures and one page."""
+
+from __future__ import annotations

@@ -1,0 +1,452 @@
+"""Figures: panels in a grid, each with axes, series and looks that are told apart in grey too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from io import BytesIO
+from itertools import cycle
+from math import ceil, isfinite, log2
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from . import units
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# Neighbours differ in lightness; each is at least 2.1:1 in contrast with white.
+COLOURS = (
+    "#0b3c6f",  # dark blue
+    "#ef9a1a",  # orange
+    "#1f8a70",  # green
+    "#8f1239",  # crimson
+    "#63b8ee",  # sky
+    "#5b2a86",  # violet
+    "#8c6d1f",  # ochre
+    "#e08fbd",  # pink
+    "#2f2f2f",  # near black
+    "#7f7f7f",  # grey
+)
+MARKERS = "os^Dv<>pPX*h"
+DASHES: tuple[object, ...] = ("-", (0, (6, 2)), (0, (5, 2, 1, 2)), (0, (1.5, 1.5)), (0, (9, 3)))
+BLACK, GREY = "#000000", "#6a6a6a"
+
+
+@dataclass(frozen=True)
+class Look:
+    """How a series is drawn; dash: as matplotlib takes it; marker: "" for none."""
+
+    color: str
+    marker: str
+    dash: object = "-"
+
+
+BOUND = Look(BLACK, "", (0, (1, 1.2)))
+IDEAL = Look(GREY, "", (0, (7, 3)))
+LIBRARIES = (Look(GREY, "x"), Look(GREY, "+", (0, (6, 2))), Look(GREY, "1", (0, (2, 2))))
+
+
+def looks(names: Iterable[str]) -> dict[str, Look]:
+    """Return a look for each name; the three cycles have periods that share no factor by pairs."""
+    cycles = zip(cycle(COLOURS), cycle(MARKERS[:11]), cycle(DASHES[:3]), strict=False)
+    return {name: Look(*look) for name, look in zip(dict.fromkeys(names), cycles, strict=False)}
+
+
+Array = npt.NDArray[Any]
+Values = Sequence[float] | Array
+Join = Literal["line", "guide", "steps", "none"]
+JOINS: dict[Join, dict[str, Any]] = {
+    "line": {"linewidth": 1.5},
+    "steps": {"linewidth": 1.3, "drawstyle": "steps-post"},
+    "guide": {"linestyle": (0, (1, 2)), "linewidth": 0.9},
+    "none": {"linestyle": "none"},
+}
+
+
+@dataclass(frozen=True)
+class Series:
+    """Values at places, with the ends of their intervals, NaN where there is none.
+
+    label: "" for what the legend does not name
+    join: "line" where values between are meant too, "guide" only leads the eye, "steps" holds a
+        value up to the next place
+    low, high, x_low, x_high: ends of intervals of y and of x
+    every: the first point that has a marker, and how far apart these are
+    """
+
+    label: str
+    look: Look
+    x: Values
+    y: Values
+    low: Values | None = None
+    high: Values | None = None
+    join: Join = "line"
+    x_low: Values | None = None
+    x_high: Values | None = None
+    every: tuple[int, int] = (0, 1)
+
+    def draw(self, axes: Any) -> None:
+        """Draw into matplotlib's axes."""
+        plain = self.look.marker in ("", "x", "+", "1")
+        above = 3 if self.look.marker else 2
+        axes.plot(
+            self.x,
+            self.y,
+            label=self.label or None,
+            color=self.look.color,
+            marker=self.look.marker or "none",
+            markersize=6,
+            markeredgecolor=self.look.color if plain else "black",
+            markeredgewidth=1.6 if plain else 0.6,
+            markevery=self.every,
+            zorder=above,
+            **{"linestyle": self.look.dash} | JOINS[self.join],
+        )
+        axes.errorbar(
+            self.x,
+            self.y,
+            xerr=_reach(self.x, self.x_low, self.x_high),
+            yerr=_reach(self.y, self.low, self.high),
+            fmt="none",
+            ecolor=self.look.color,
+            capsize=2.5,
+            elinewidth=1.1,
+            zorder=above - 0.5,
+        )
+
+
+def _reach(values: Values, low: Any, high: Any) -> Array | None:
+    """Return how far the ends of intervals are from values, as errorbar wants it."""
+    if low is None or high is None:
+        return None
+    middle = np.asarray(values, float)
+    return np.nan_to_num(np.maximum([middle - low, np.asarray(high) - middle], 0.0))
+
+
+Scale = Literal["linear", "whole", "log", "log2", "size"]
+APART = 4.0  # positive values further apart than this factor get a logarithmic axis
+TICKS = 7  # on an axis of sizes, at most
+
+
+@dataclass(frozen=True)
+class Axis:
+    """What an axis shows, with its unit.
+
+    scale: "whole" marks whole numbers only; "log2" and "size" are logarithms to base 2, "size"
+        with binary units
+    limits: fixed ends, None where they come from the data
+    ticks: what is marked, if there is room; empty: what matplotlib likes
+    """
+
+    label: str
+    scale: Scale = "linear"
+    limits: tuple[float | None, float | None] = (None, None)
+    ticks: Sequence[float] = ()
+
+    def apply(self, axis: Any, set_scale: Any, set_limits: Any) -> None:
+        """Set up matplotlib's axis."""
+        SCALES[self.scale](axis, set_scale, sorted(self.ticks))
+        if self.limits != (None, None):
+            set_limits(*self.limits)
+
+
+def spread(
+    label: str,
+    values: Iterable[float],
+    scale: Scale = "log",
+    apart: float = APART,
+    start: float | None = 0,
+) -> Axis:
+    """Return an axis of that scale for positive values far apart, else a linear one.
+
+    start: of a linear axis, None: where the values start
+    """
+    finite = [value for value in values if isfinite(value)]
+    if finite and min(finite) > 0 and max(finite) > apart * min(finite):
+        return Axis(label, scale)
+    return Axis(label, "linear", (start, None))
+
+
+def _linear(axis: Any, set_scale: Any, ticks: list[float]) -> None:
+    set_scale("linear")
+
+
+def _whole(axis: Any, set_scale: Any, ticks: list[float]) -> None:
+    set_scale("linear")
+    axis.get_major_locator().set_params(integer=True)
+
+
+def _log(axis: Any, set_scale: Any, ticks: list[float]) -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    set_scale("log")
+    low, high = axis.get_view_interval()
+    axis.set_major_locator(LogLocator(10, (1, 2, 5) if high < 200 * low else (1,), numticks=15))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def _log2(axis: Any, set_scale: Any, ticks: list[float]) -> None:
+    _base_two(axis, set_scale, ticks, _power)
+
+
+def _power(value: float) -> str:
+    return f"{value:g}" if value >= 1 else f"1/{1 / value:g}"
+
+
+def _size(axis: Any, set_scale: Any, ticks: list[float]) -> None:
+    _base_two(axis, set_scale, ticks, lambda value: units.size(value).replace(" ", "\n"))
+
+
+def _base_two(axis: Any, set_scale: Any, ticks: list[float], name: Callable[[float], str]) -> None:
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+    set_scale("log", base=2)
+    if ticks:
+        axis.set_major_locator(FixedLocator(_thinned(ticks)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: name(value)))
+    axis.set_minor_locator(NullLocator())
+
+
+def _thinned(ticks: list[float]) -> list[float]:
+    """Return ticks without those that would come too near the one before on a logarithmic axis."""
+    least = max(log2(ticks[-1] / ticks[0]) / TICKS - 1e-9, 1e-9)
+    shown = ticks[:1]
+    for tick in ticks[1:]:
+        if log2(tick / shown[-1]) >= least:
+            shown.append(tick)
+    return shown
+
+
+SCALES: dict[Scale, Callable[[Any, Any, list[float]], None]] = {
+    "linear": _linear,
+    "whole": _whole,
+    "log": _log,
+    "log2": _log2,
+    "size": _size,
+}
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Series over common axes.
+
+    rows: names of the rows from above, where the places on the y axis are 0, 1, ...
+    top: what an axis above shows: (its label, its value over that of the x axis, ticks)
+    """
+
+    title: str
+    x: Axis
+    y: Axis
+    series: Sequence[Series]
+    rows: Sequence[str] = ()
+    top: tuple[str, float, Sequence[float]] | None = None
+
+    def draw(self, axes: Any) -> None:
+        """Draw into matplotlib's axes."""
+        for series in self.series:
+            series.draw(axes)
+
+    def finish(self, axes: Any) -> None:
+        """Set up the axes, once all panels that share them are drawn."""
+        self.x.apply(axes.xaxis, axes.set_xscale, axes.set_xlim)
+        self.y.apply(axes.yaxis, axes.set_yscale, axes.set_ylim)
+        if self.rows:
+            _name_rows(axes, self.rows)
+        if self.top:
+            _add_top(axes, *self.top)
+        axes.set_title(self.title, fontsize="medium")
+        axes.set(xlabel=self.x.label, ylabel=self.y.label)
+        axes.grid(alpha=0.3, linewidth=0.6)
+
+
+def panels_with(
+    series: Mapping[str, Sequence[Series]], x: Axis, y: Callable[[list[float]], Axis]
+) -> list[Panel]:
+    """Return a panel for each title, with axes that all share; y: from all values."""
+    axis = y([value for each in series.values() for one in each for value in one.y])
+    return [Panel(title, x, axis, each) for title, each in series.items()]
+
+
+def _name_rows(axes: Any, rows: Sequence[str]) -> None:
+    axes.set_yticks(range(len(rows)), rows, fontsize="small")
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+
+
+def _add_top(axes: Any, label: str, factor: float, ticks: Sequence[float]) -> None:
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+    above = axes.secondary_xaxis("top", functions=(lambda x: x * factor, lambda x: x / factor))
+    above.xaxis.set_major_locator(FixedLocator(list(ticks)))
+    above.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    above.xaxis.set_minor_locator(NullLocator())
+    above.set_xlabel(label)
+
+
+@dataclass(frozen=True)
+class Map:
+    """Values in percent by row and place, float64[rows, places]; light is 0, dark is 100.
+
+    places: where the columns are, ascending
+    """
+
+    title: str
+    x: Axis
+    y: Axis
+    places: Values
+    rows: Sequence[str]
+    values: Array
+    series: Sequence[Series] = ()  # it has none
+
+    def draw(self, axes: Any) -> Any:
+        """Draw into matplotlib's axes, and return what a colour bar explains."""
+        return axes.pcolormesh(
+            _edges(self.places),
+            np.arange(len(self.rows) + 1) - 0.5,
+            self.values,
+            cmap="YlGnBu",
+            vmin=0,
+            vmax=100,
+            rasterized=True,
+        )
+
+    def finish(self, axes: Any) -> None:
+        """Set up the axes."""
+        axes.set_yticks(range(len(self.rows)), self.rows, fontsize="x-small")
+        axes.set_ylim(len(self.rows) - 0.5, -0.5)
+        axes.set_title(self.title, fontsize="medium")
+        axes.set(xlabel=self.x.label, ylabel=self.y.label)
+
+
+def _edges(places: Values) -> Array:
+    """Return where the cells of places end: half-way between them."""
+    at = np.asarray(places, float)
+    half = (at[1] - at[0]) / 2 if len(at) > 1 else 0.5
+    return np.concatenate([[at[0] - half], (at[1:] + at[:-1]) / 2, [at[-1] + half]])
+
+
+WIDTH, HEIGHT = 3.7, 2.9  # of a panel, inches
+LINE = 0.2  # height of a line of text, inches
+STYLE: Any = {
+    "font.size": 9,
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "legend.frameon": False,
+    "svg.hashsalt": "cpdhpc",  # the same figure has the same bytes
+}
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A figure and what is said of it.
+
+    name: of its files; title, notes: above the panels; caption: below it on a page
+    columns: of the grid of panels; shared: whether the panels have axes in common
+    colours: what the colours of maps show; scale: of a panel's width and height
+    """
+
+    name: str
+    title: str
+    notes: Sequence[str]
+    caption: str
+    panels: Sequence[Panel | Map]
+    columns: int = 3
+    shared: bool = True
+    colours: str = ""
+    scale: tuple[float, float] = (1.0, 1.0)
+
+
+def draw(chart: Chart) -> Figure:
+    """Return the figure."""
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    columns = min(chart.columns, len(chart.panels))
+    rows = ceil(len(chart.panels) / columns)
+    wide, high = WIDTH * chart.scale[0] * columns + 0.6, HEIGHT * chart.scale[1] * rows
+    wide = max(wide, 6.5)
+    notes = [line for note in chart.notes for line in _wrapped(note, wide)]
+    legend = _legend_rows(chart, wide)
+    head, foot = LINE * (1.6 + len(notes)), LINE * (legend + 0.5 if legend else 0)
+    total = high + head + foot
+    layout = ConstrainedLayoutEngine(rect=(0, foot / total, 1, high / total))
+    figure = Figure(figsize=(wide, total), layout=layout)
+    figure.text(0.1 / wide, 1 - 0.07 / total, chart.title, va="top", weight="bold", size=11)
+    under = 1 - (0.07 + 1.35 * LINE) / total
+    figure.text(0.1 / wide, under, "\n".join(notes), va="top", size=8.5, color="#444444")
+    grid = figure.subplots(rows, columns, squeeze=False, sharex=chart.shared, sharey=chart.shared)
+    _fill(figure, chart, list(grid.flat), columns)
+    _add_legend(figure, chart, wide)
+    return figure
+
+
+def _wrapped(note: str, width: float) -> list[str]:
+    from textwrap import wrap
+
+    return wrap(note, int(width * 15.5))
+
+
+def _fill(figure: Figure, chart: Chart, places: list[Any], columns: int) -> None:
+    used = places[: len(chart.panels)]
+    maps = [panel.draw(axes) for axes, panel in zip(used, chart.panels, strict=True)]
+    for axes, panel in zip(used, chart.panels, strict=True):
+        panel.finish(axes)
+    if chart.shared:
+        for axes in used:
+            axes.label_outer()
+    for axes in places[len(used) :]:
+        axes.remove()
+    for axes, panel in list(zip(used, chart.panels, strict=True))[-columns:]:
+        axes.tick_params(labelbottom=True)  # also above an empty place
+        axes.set_xlabel(panel.x.label)
+    if maps[0] is not None:
+        figure.colorbar(maps[0], ax=used, label=chart.colours, shrink=0.6, aspect=30)
+
+
+def _labels(chart: Chart) -> list[str]:
+    """Return what the legend names, each once, references without markers last."""
+    named = [each for panel in chart.panels for each in panel.series if each.label]
+    named.sort(key=lambda each: not each.look.marker)
+    return list(dict.fromkeys(each.label for each in named))
+
+
+def _legend_columns(labels: list[str], width: float) -> int:
+    return max(1, min(len(labels), int(width / (0.085 * max(map(len, labels)) + 0.75))))
+
+
+def _legend_rows(chart: Chart, width: float) -> int:
+    labels = _labels(chart)
+    return ceil(len(labels) / _legend_columns(labels, width)) if labels else 0
+
+
+def _add_legend(figure: Figure, chart: Chart, width: float) -> None:
+    labels = _labels(chart)
+    if not labels:
+        return
+    known: dict[Any, Any] = {}
+    for axes in figure.axes:
+        handles, names = axes.get_legend_handles_labels()
+        known |= dict(zip(names, handles, strict=True))
+    figure.legend(
+        [known[label] for label in labels],
+        labels,
+        loc="lower center",
+        ncols=_legend_columns(labels, width),
+        handlelength=3,
+        borderaxespad=0.2,
+    ).set_in_layout(False)
+
+
+def image(chart: Chart, kind: str) -> bytes:
+    """Return the figure as a file's content. kind: "png" or "svg"."""
+    from matplotlib import rc_context
+
+    buffer = BytesIO()
+    with rc_context(STYLE):
+        metadata = {"Date": None} if kind == "svg" else {}
+        draw(chart).savefig(buffer, format=kind, dpi=150, metadata=metadata)
+    return buffer.getvalue()

@@ -1,0 +1,265 @@
+"""What is shown of a study: the sections of its kind, what is missing, how it was measured."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from math import isnan
+from typing import Any
+
+import numpy as np
+
+from ..config import UserError, suggest, validate
+from ..study.cases import Case, expand
+from ..study.folder import Folder
+from ..study.spec import Study
+from ..study.study_file import PLACES, Point, ReportError, StudyFile
+from . import allreduce, autoencoder, codec, halo, train, units
+from .points import Layout, Pool, cell, constant, heading, is_number, pools, said, varying
+from .scaling import scaling
+from .tables import Column, Listed, Report, Section, Table
+
+NOT_SHOWN = ("study", "title", "kind", "scaling", "sample", "work", "Conventions")
+
+
+def rules(file: StudyFile) -> list[str]:
+    """Return the rules, after Hoefler and Belli (SC15)."""
+    return [
+        f"A repeat is {file.attributes.get('sample', 'one call')}. Its time is that of the slowest "
+        "rank.",
+        *(_trainings if file.kind == "train" else _calls)(file.toml.get("measure", {})),
+        f"Figures are medians with {file.percent} intervals from order statistics: no distribution "
+        "is assumed, only that repeats are independent.",
+        "The interval of a ratio takes in those of both medians, each wide enough for both to hold "
+        f"with {file.percent} (Bonferroni).",
+        f"Base of speed-ups: {file.base_rule}.",
+        "Rates are bytes over the median time. Ratios are never averaged.",
+        "Bytes and errors are counted or computed, not sampled: they have no interval. A bound is "
+        "from one measurement of the ping-pong's rate.",
+        "Lines join points only where values between them are meant; dotted ones lead the eye.",
+    ]
+
+
+def _calls(asked: Mapping[str, Any]) -> list[str]:
+    return [
+        "Besides the slowest rank's times the file has those of the fastest, and means over ranks.",
+        f"Warm-up calls before each block of repeats: {asked.get('warmup', '?')}. They are kept in "
+        "the file with a flag, and in no figure here.",
+        f"Repeats: {asked.get('min_repeats', '?')} to {asked.get('max_repeats', '?')}, until the "
+        f"interval of the median is within {100 * asked.get('relative', float('nan')):g} % of it, "
+        f"or {asked.get('max_time_s', '?')} s are over; all ranks stop together.",
+        "The cases of a batch take turns in shuffled order "
+        f"(seed {asked.get('seed', '?')}), so that drift is not taken for an effect.",
+    ]
+
+
+def _trainings(asked: Mapping[str, Any]) -> list[str]:
+    return [
+        f"Warm-up steps at the start, and after a restart: {asked.get('warmup', '?')}. They are "
+        "kept in the file with a flag, and in no figure of times.",
+        "Every training goes to its end. Seeds are taken together: the repeats are the steps of "
+        "all of them, which may depend on one another more than independent repeats do.",
+    ]
+
+
+def provenance(file: StudyFile) -> list[Table]:
+    """Return the tables of the file and of the environments."""
+    known = {key: value for key, value in file.attributes.items() if key not in NOT_SHOWN}
+    rows = [
+        ["path", str(file.path)],
+        *([key.replace("_", " "), str(v)] for key, v in known.items()),
+    ]
+    names = [Column("", numbers=False), Column("", numbers=False)]
+    return [Table("File", names, rows, page_only=True), *_environments(file)]
+
+
+def _environments(file: StudyFile) -> list[Table]:
+    if not file.environments:
+        return []
+    counts = Counter(int(point.outcomes.get("environment", 0)) for point in file.points)
+    keys = list(dict.fromkeys(key for each in file.environments for key in each))
+    columns = [Column("", numbers=False)]
+    columns += [Column(f"environment {i}", numbers=False) for i in range(len(file.environments))]
+    rows = [["points", *(str(counts[i]) for i in range(len(file.environments)))]]
+    for key in keys:
+        values = [_plain(each.get(key, "")) for each in file.environments]
+        if any(values):
+            rows.append([key.replace("_", " "), *values])
+    return [Table("Environment", columns, rows, page_only=True)]
+
+
+def _plain(value: str) -> str:
+    """Return JSON tables as text."""
+    try:
+        parsed = json.loads(value)
+    except ValueError:
+        return value
+    if isinstance(parsed, dict):
+        return ", ".join(f"{key} {item}" for key, item in parsed.items())
+    return value
+
+
+SHARED = "ranks share cores"  # how the environment says it
+
+
+def listed(file: StudyFile) -> list[Listed]:
+    """Return everything that is not as it was asked for."""
+    return [*_missing(file), *_shared(file), *_reserves(file)]
+
+
+def _missing(file: StudyFile) -> list[Listed]:
+    """Return the cases without a point, and what could not be measured, each with the reason."""
+    try:
+        study = validate(Study, dict(file.toml), str(file.path))
+        found = expand(study)
+    except UserError as error:
+        count = units.count(int(file.attributes.get("missing", 0)), "case")
+        return [Listed(f"missing, {count}; which cannot be said: {error}")]
+    there = {frozenset(point.factors.items()) for point in file.points}
+    missing = [case for case in found.cases if frozenset(case.all_factors.items()) not in there]
+    reasons: dict[str, list[str]] = {}
+    for case, reason in found.impossible:
+        reasons.setdefault(reason, []).append(case.id)
+    lost = [f"{case.id}{_why(file, case)}" for case in missing]
+    return [
+        *([Listed(f"missing, {units.count(len(lost), 'case')}", lost)] if lost else []),
+        *(
+            Listed(f"impossible, {units.count(len(ids), 'case')}: {reason}", ids)
+            for reason, ids in reasons.items()
+        ),
+    ]
+
+
+def _why(file: StudyFile, case: Case) -> str:
+    """Return what the folder of the study says of a case, if the file still lies in it."""
+    failure = Folder(file.path.parent).failure(case).splitlines()
+    return f": {failure[-1]}" if failure else ""
+
+
+def _shared(file: StudyFile) -> list[Listed]:
+    """Return the points whose ranks had no cores of their own."""
+    found: dict[str, list[str]] = {}
+    for point in file.points:
+        index = int(point.outcomes.get("environment", -1))
+        known = 0 <= index < len(file.environments)
+        placement = file.environments[index].get("placement", "") if known else ""
+        if placement.startswith(SHARED):
+            found.setdefault(placement, []).append(point.case_id)
+    return [
+        Listed(f"{placement}, {units.count(len(items), 'point')}", items)
+        for placement, items in found.items()
+    ]
+
+
+def _reserves(file: StudyFile) -> list[Listed]:
+    relative = file.toml.get("measure", {}).get("relative", float("inf"))
+    few = [point for point in file.points if isnan(point.summary["ci_low_s"])]
+    stops = file.kind != "train"  # which goes to its end, however wide the interval is
+    wide = [point for point in file.points if stops and _half_width(point) > relative]
+    fast = [p for p in file.points if p.summary["median_s"] < p.outcomes.get("bound_s", 0.0)]
+    restarted = [point for point in file.points if point.outcomes.get("restarts", 0) > 0]
+    asked = f"interval wider than the ±{100 * relative:g} % asked for"
+    found = [
+        ("no interval, too few repeats", [point.case_id for point in few]),
+        (asked, [f"{point.case_id} (±{100 * _half_width(point):.3g} %)" for point in wide]),
+        ("faster than the bound, which then is none", [point.case_id for point in fast]),
+        ("measured after a restart of the batch", [point.case_id for point in restarted]),
+    ]
+    return [
+        Listed(f"{what}, {units.count(len(items), 'point')}", items)
+        for what, items in found
+        if items
+    ]
+
+
+def _half_width(point: Point) -> float:
+    """Return how far the ends of the interval are from the median, as a share of it."""
+    s = point.summary
+    return max(s["median_s"] - s["ci_low_s"], s["ci_high_s"] - s["median_s"]) / s["median_s"]
+
+
+Sections = Callable[[StudyFile, Sequence[Pool], Layout], list[Section]]
+KINDS: dict[str, tuple[Sections, Sequence[str]]] = {  # kind: its sections, words with panels
+    "allreduce": (allreduce.sections, allreduce.PANELS),
+    "autoencoder": (autoencoder.sections, autoencoder.PANELS),
+    "codec": (codec.sections, codec.PANELS),
+    "halo": (halo.sections, halo.PANELS),
+    "train": (train.sections, train.PANELS),
+}
+QUANTILES = {"min": 0.0, "median": 0.5, "p95": 0.95, "p99": 0.99, "max": 1.0}
+
+
+def study_report(file: StudyFile) -> Report:
+    """Return the report of a study. Raises ReportError for an unknown kind."""
+    if file.kind not in KINDS:
+        raise ReportError(f"{file.path}: kind={file.kind!r}: {suggest(file.kind, KINDS)}")
+    own, apart = KINDS[file.kind]
+    found = pools(file)
+    layout = Layout.of(file, found, apart)
+    sections = [*scaling(file, found, layout), *own(file, found, layout)]
+    return Report(
+        file.name,
+        _facts(file, found),
+        [*sections, Section("Spread of times", tables=[_spread(found)])],
+        listed(file),
+        rules(file),
+        provenance(file),
+        [("study.toml", str(file.attributes["study"]))],
+    )
+
+
+def _facts(file: StudyFile, found: Sequence[Pool]) -> list[tuple[str, str]]:
+    """Return what is said first."""
+    missing = int(file.attributes.get("missing", 0))
+    ranks = sorted({pool.ranks for pool in found})
+    repeats = [len(point.times_s) for point in file.points]
+    factors = [pool.factors for pool in found]
+    same = [said(k, v) for k, v in constant(factors, PLACES).items()]
+    hosts = dict.fromkeys(each.get("hosts", "") for each in file.environments)
+    return [
+        ("what", f"{file.scaling} scaling of {file.kind}"),
+        ("points", f"{len(file.points)}" + (f", {missing} missing" if missing else "")),
+        ("ranks", ", ".join(map(str, ranks))),
+        ("repeats", f"{_range(repeats)} a point, without warm-ups"),
+        ("base", file.base_rule),
+        *([("the same in all", ", ".join(same))] if same else []),
+        ("hosts", "; ".join(hosts)),
+        ("written", str(file.attributes.get("date", ""))),
+    ]
+
+
+def _range(numbers: Sequence[int]) -> str:
+    low, high = min(numbers), max(numbers)
+    return f"{low}" if low == high else f"{low} to {high}"
+
+
+def _spread(found: Sequence[Pool]) -> Table:
+    factors = [pool.factors for pool in found]
+    names = varying(factors, ())
+    columns = [
+        *(Column(heading(name), is_number(name, factors)) for name in names),
+        Column("n"),
+        *(Column(name) for name in QUANTILES),
+        Column("mean"),
+        Column("standard\ndeviation"),
+    ]
+    rows = [
+        [
+            *(cell(name, pool.factors[name]) if name in pool.factors else "" for name in names),
+            str(len(pool.samples_s)),
+            *_statistics(pool),
+        ]
+        for pool in found
+    ]
+    caption = "Times of the slowest rank, without warm-ups. Quantiles between neighbouring samples."
+    return Table("Spread of times", columns, rows, caption, page_only=True)
+
+
+def _statistics(pool: Pool) -> list[str]:
+    samples = pool.samples_s
+    if not len(samples):
+        return [units.NONE] * (len(QUANTILES) + 2)
+    deviation = float(samples.std(ddof=1)) if len(samples) > 1 else float("nan")
+    found = [*np.quantile(samples, list(QUANTILES.values())), samples.mean(), deviation]
+    return [units.time(float(value)) for value in found]

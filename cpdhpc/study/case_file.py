@@ -1,0 +1,139 @@
+"""The file of a case: what was measured, and where; written when it is whole."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .. import __version__, store
+from ..store import StoreError, Variable
+from .cases import Case
+
+Array = npt.NDArray[Any]
+Series = Mapping[str, Mapping[str, Array]]
+
+SCHEMA = 1  # of files of cases and of studies
+OVER_RANKS = ("max", "min", "mean")
+OUTCOMES: dict[str, tuple[type, str, str]] = {  # name: type, long name, units
+    "error": (float, "relative error in the Euclidean norm; NaN: not known", "1"),
+    "wire_bytes": (
+        float,
+        "left the rank that sent most in a repeat; codec: codes; NaN: only the library knows",
+        "byte",
+    ),
+    "payload_bytes": (float, "float32 data that a rank sums or codes in a repeat", "byte"),
+    "bound_s": (
+        float,
+        "least time for the bytes that a rank must send, 2 (p - 1) / p of the payload on the "
+        "wire, at the rate of a ping-pong in the same job; NaN: not known",
+        "s",
+    ),
+    "plan_bytes": (
+        float,
+        "leave the rank that sends most in a repeat, as the plans of its exchanges say; NaN: none",
+        "byte",
+    ),
+    "exchange_s": (
+        float,
+        "median time in exchanges of cells, waits included, on the rank with most; NaN: none",
+        "s",
+    ),
+    "flop": (float, "floating-point operations of a repeat in matrix products; NaN: none", "1"),
+    "accuracy": (float, "test samples that are right at the end; NaN: no training", "%"),
+    "loss": (float, "test loss at the end; NaN: no training", "nat"),
+    "job_id": (str, "job of Slurm; empty: none", "1"),
+    "restarts": (int, "starts of the batch before this one", "1"),
+    "date": (str, "end of the case, ISO 8601, UTC", "1"),
+}
+SERIES: dict[str, dict[str, tuple[str, str]]] = {  # group: column: long name, units
+    "training": {
+        "test_accuracy": ("test samples that are right", "%"),
+        "test_loss": ("mean cross entropy of test samples", "nat"),
+        "train_loss": ("mean cross entropy of the epoch's batches", "nat"),
+        "epoch_time_s": ("time of training and evaluation, the slowest rank", "s"),
+    },
+    "telemetry": {
+        "underflow": ("non-zero gradient values that become zero on the wire", "%"),
+        "saturated": ("non-zero gradient values that saturate on the wire", "%"),
+    },
+}
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a case gave.
+
+    times_s: float64[repeats, 3], the OVER_RANKS of every repeat; is_warmup: uint8[repeats]
+    outcomes: some of OUTCOMES; environment: where, as text; series: by group of SERIES, the columns
+        with "epoch" int64[epochs], or with "iteration" int64[samples] and "layer" str[layers]
+    """
+
+    times_s: Array
+    is_warmup: Array
+    outcomes: Mapping[str, float | int | str]
+    environment: Mapping[str, str]
+    series: Series = field(default_factory=dict)
+
+
+def write_result(path: Path, case: Case, result: Result) -> None:
+    """Write the file of a finished case. Raises OSError where it cannot be written."""
+    repeats = len(result.times_s)
+    samples = {
+        "repeat": Variable(("repeat",), np.arange(repeats), "repeat, warm-ups included"),
+        "over_ranks": Variable(("over_ranks",), np.array(OVER_RANKS), "of all ranks' times"),
+        "time_s": Variable(("repeat", "over_ranks"), result.times_s, "time of a repeat", "s"),
+        "is_warmup": Variable(("repeat",), result.is_warmup, "1: a warm-up"),
+    }
+    record = {
+        "cpdhpc_schema": SCHEMA,
+        "software": f"cpdhpc {__version__}",
+        "factors": case.all_factors,
+        "outcomes": dict(result.outcomes),
+        "environment": dict(result.environment),
+    }
+    attributes = {  # few: each costs time to read where there are thousands of cases
+        "kind": "case",
+        "case_id": case.id,
+        "record": json.dumps(record),
+        "status": "complete",
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    store.write(path, {"samples": samples, **_series(result.series)}, attributes)
+
+
+def _series(series: Series) -> dict[str, dict[str, Variable | Array]]:
+    return {group: dict(columns) for group, columns in series.items()}
+
+
+def read_result(path: Path, case: Case) -> Result:
+    """Return what a case's file holds.
+
+    Raises StoreError where the file is missing, damaged, not complete or another case's.
+    """
+    wanted = {"time_s", "is_warmup", "epoch", "iteration", "layer"}
+    wanted |= {name for columns in SERIES.values() for name in columns}
+    groups, attributes = store.read(path, wanted)
+    if attributes.get("kind") != "case":
+        raise StoreError(f"{path}: is no file of a case")
+    if attributes.get("status") != "complete":
+        raise StoreError(f"{path}: is not complete")
+    if attributes.get("case_id") != case.id:
+        raise StoreError(f"{path}: is of case {attributes.get('case_id')}")
+    try:
+        record = json.loads(attributes["record"])
+        if record["cpdhpc_schema"] != SCHEMA:
+            raise StoreError(f"{path}: has schema {record['cpdhpc_schema']}, known is {SCHEMA}")
+        samples = groups.pop("samples")
+        outcomes, environment = record["outcomes"], record["environment"]
+        times_s, is_warmup = samples["time_s"], samples["is_warmup"]
+    except StoreError:
+        raise
+    except (KeyError, TypeError, ValueError) as error:
+        raise StoreError(f"{path}: is damaged: {error}") from None
+    return Result(times_s, is_warmup, outcomes, environment, groups)

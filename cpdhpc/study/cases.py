@@ -1,0 +1,337 @@
+"""From a study to its cases (products, exclusions, rules) and to the batches that jobs measure."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import groupby, product
+from typing import Any
+
+from ..config import UNITS, ConfigError, Raw, suggest
+from .factors import ABSENT, SHAPE, Factor, Factors, Value
+from .spec import Constraint, Study
+
+SLUG = 60  # characters of an id that are there to be read
+NOT_MEASURED = ("seed", "interleave")  # of [measure]: they order cases
+
+
+@dataclass(frozen=True)
+class Case:
+    """A point. factors: those of its kind that it uses; the shape is beside them."""
+
+    id: str
+    factors: Factors = field(hash=False)
+    nodes: int
+    ppn: int
+
+    @property
+    def ranks(self) -> int:
+        """Number of MPI processes."""
+        return self.nodes * self.ppn
+
+    @property
+    def all_factors(self) -> dict[str, Value]:
+        """The factors with nodes, ppn and ranks."""
+        return {"nodes": self.nodes, "ppn": self.ppn, "ranks": self.ranks, **self.factors}
+
+
+def make_case(study: Study, factors: Factors, nodes: int, ppn: int) -> Case:
+    """Return the case of these factors, as Kind.used returns them."""
+    measure = study.measure.model_dump(mode="json", exclude=set(NOT_MEASURED))
+    decides = {
+        "kind": study.kind,
+        "factors": dict(factors),
+        "nodes": nodes,
+        "ppn": ppn,
+        "measure": measure,
+        "job": study.job,
+    }
+    text = json.dumps(decides, sort_keys=True, default=str)
+    digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+    words = [
+        shown(value, known.units if (known := study.of_kind.factors.get(name)) else "1")
+        for name, value in factors.items()
+    ]
+    slug = re.sub(r"[^A-Za-z0-9._+-]+", "-", "-".join([f"{nodes}x{ppn}", *words]))
+    return Case(f"{slug[:SLUG].strip('-')}-{digest}", dict(factors), nodes, ppn)
+
+
+def shown(value: Value, units: str = "1") -> str:
+    """Return a value as people write it: bytes in the largest unit that divides them."""
+    if units == "byte" and isinstance(value, int) and value > 0:
+        unit = next(name for name, size in reversed(UNITS.items()) if value % size == 0 and name)
+        return f"{value // UNITS[unit]}{unit}"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def sort_key(case: Case) -> tuple[int, int, str]:
+    """Return what cases are put in order by: small shapes first."""
+    return case.ranks, case.nodes, case.id
+
+
+__all__ = ["SHAPE", "Case", "make_case", "shown", "sort_key"]
+
+Point = dict[str, Value]
+SAME = "same"  # base.ranks: speed-ups are at the same number of ranks
+Fits = Callable[[int, int], str | None]  # (nodes, ppn) -> why a machine has no such shape, or None
+
+
+def anywhere(nodes: int, ppn: int) -> None:
+    """Any machine: no shape is too large."""
+
+
+@dataclass(frozen=True)
+class Expansion:
+    """The cases of a study, and those that cannot be measured, each with the reason."""
+
+    cases: list[Case]
+    impossible: list[tuple[Case, str]]
+
+
+def check_factors(study: Study, source: str) -> None:
+    """Raise ConfigError, which begins with source, for what expand cannot make cases of."""
+    try:
+        _check_factors(study)
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from None
+
+
+def _check_factors(study: Study) -> None:
+    given = {name for axis in axes(study) for name in axis[0]}
+    if "ranks" in given and "nodes" in given:
+        raise ConfigError("sweep: nodes and ranks: give one of them")
+    for name, value in study.weak.items():
+        factor = _factor(study, name, "weak")
+        if factor.type is not int or name in SHAPE:
+            raise ConfigError(f"weak.{name}: should be a factor that grows with the ranks")
+        if name in given:
+            raise ConfigError(f"weak.{name}: is in the sweep too: the rule gives its value")
+        _value(factor, value, f"weak.{name}")
+    for index, row in enumerate(study.exclude):
+        _row(study, row, f"exclude {index + 1}")
+    base_factors(study)
+    for name, factor in study.of_kind.factors.items():
+        if factor.default is None and name not in given and name not in study.weak:
+            raise ConfigError(f"sweep.{name}: is missing ({factor.long_name})")
+    for text in study.constraints:
+        Constraint(text)
+
+
+def axes(study: Study) -> list[list[Point]]:
+    """Return the lists whose product the sweep is: a factor each, or those that are zipped.
+
+    Raises ConfigError for an unknown factor, a value that cannot be and an empty list.
+    """
+    found = [
+        [{name: value} for value in _values(study, name, given, f"sweep.{name}")]
+        for name, given in study.sweep.items()
+    ]
+    for index, table in enumerate(study.zip):
+        found.append(_zipped(study, table, f"zip {index + 1}"))
+    names = [name for axis in found for name in axis[0]]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"sweep: {name} is given twice")
+    if not found:
+        raise ConfigError("sweep: is empty: it needs a list for each factor that varies")
+    return found
+
+
+def _zipped(study: Study, table: Raw, where: str) -> list[Point]:
+    columns = {
+        name: _values(study, name, given, f"{where}.{name}") for name, given in table.items()
+    }
+    lengths = {name: len(values) for name, values in columns.items()}
+    if len(set(lengths.values())) != 1:
+        told = ", ".join(f"{name} has {length}" for name, length in lengths.items())
+        raise ConfigError(f"{where}: lists should be of one length: {told or 'there is none'}")
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
+def _values(study: Study, name: str, given: Any, where: str) -> list[Value]:
+    factor = _factor(study, name, where.rpartition(f".{name}")[0])
+    values = given if isinstance(given, list) else [given]
+    if not values:
+        raise ConfigError(f"{where}: is empty: a factor needs a value")
+    found = [_value(factor, value, where) for value in values]
+    return list(dict.fromkeys(found)) if where.startswith("sweep") else found
+
+
+def _factor(study: Study, name: str, where: str) -> Factor:
+    known = SHAPE | dict(study.of_kind.factors)
+    if name not in known:
+        raise ConfigError(
+            f"{where}.{name}: unknown factor of kind {study.kind}: {suggest(name, known)}"
+        )
+    return known[name]
+
+
+def _value(factor: Factor, value: Any, where: str) -> Value:
+    if value == ABSENT and factor.default == ABSENT:
+        return ABSENT
+    try:
+        return factor.parse(value)
+    except ValueError as error:
+        raise ConfigError(f"{where}={value!r}: {error}") from None
+
+
+def _row(study: Study, row: Mapping[str, Any], where: str) -> Point:
+    return {
+        name: _value(_factor(study, name, where), value, f"{where}.{name}")
+        for name, value in row.items()
+    }
+
+
+def base_factors(study: Study) -> Point:
+    """Return the factors by which a study picks what speed-ups are relative to.
+
+    ranks = "same" is none of them: it says that the base has as many ranks.
+    """
+    named = {key: value for key, value in study.base.items() if (key, value) != ("ranks", SAME)}
+    return _row(study, named, "base")
+
+
+def expand(study: Study, fits: Fits = anywhere) -> Expansion:
+    """Return the cases in the order of the sweep, the last list fastest, each case once.
+
+    fits: what the machine has; a shape that it lacks is impossible
+    Raises ConfigError where nothing is left.
+    """
+    cases: dict[str, Case] = {}
+    impossible: dict[str, tuple[Case, str]] = {}
+    for point, refused in _points(study):
+        case, reason = _case(study, point, fits)
+        reason = refused or reason
+        if reason is None:
+            cases[case.id] = case
+        else:
+            impossible[case.id] = (case, reason)
+    if not cases:
+        reasons = [reason for _, reason in impossible.values()]
+        why = f": {reasons[0]}" if reasons else ": exclude and constraints leave no case"
+        raise ConfigError(f"study {study.name}: nothing to measure{why}")
+    return Expansion(list(cases.values()), list(impossible.values()))
+
+
+def _points(study: Study) -> Iterator[tuple[Point, str | None]]:
+    """Yield every point that exclusions and constraints leave, and what is wrong with its shape."""
+    excluded = [_row(study, row, "exclude") for row in study.exclude]
+    constraints = [Constraint(text) for text in study.constraints]
+    defaults = {name: factor.default for name, factor in study.of_kind.factors.items()}
+    rule = _row(study, study.weak, "weak")
+    for parts in product(*axes(study)):
+        given: Point = {key: value for part in parts for key, value in part.items()}
+        shape, wrong = _shape(given)
+        point: Point = {k: v for k, v in defaults.items() if v is not None} | given | shape
+        point |= {name: int(value) * int(point["ranks"]) for name, value in rule.items()}
+        if any(all(point[k] == v for k, v in row.items()) for row in excluded if row):
+            continue
+        if all(constraint.holds(point) for constraint in constraints):
+            yield point, wrong
+
+
+def _shape(given: Point) -> tuple[Point, str | None]:
+    """Return nodes, ppn and ranks; with ranks given, ppn is the most per node."""
+    ppn = int(given.get("ppn", 1))
+    if "ranks" not in given:
+        nodes = int(given.get("nodes", 1))
+        return {"nodes": nodes, "ppn": ppn, "ranks": nodes * ppn}, None
+    ranks = int(given["ranks"])
+    nodes = -(-ranks // ppn)
+    if ranks % nodes == 0:
+        return {"nodes": nodes, "ppn": ranks // nodes, "ranks": ranks}, None
+    wrong = f"{ranks} ranks on {nodes} nodes of {ppn} are not equally many on each"
+    return {"nodes": nodes, "ppn": ppn, "ranks": ranks}, wrong
+
+
+def _case(study: Study, point: Point, fits: Fits) -> tuple[Case, str | None]:
+    kind = study.of_kind
+    nodes, ppn = int(point["nodes"]), int(point["ppn"])
+    make = partial(make_case, study, nodes=nodes, ppn=ppn)
+    factors = {name: value for name, value in point.items() if name not in SHAPE}
+    try:
+        used = kind.used(factors)
+    except ValueError as error:
+        return make({k: factors[k] for k in kind.factors if factors.get(k, ABSENT) != ABSENT}), str(
+            error
+        )
+    return make(used), fits(nodes, ppn) or kind.fits(used, nodes * ppn)
+
+
+START_S = 10.0  # to start MPI and Python on all ranks
+SETUP_S = 0.5  # of a case: its data and its check
+TRAINING_S = 60.0  # for a case of which nothing is known
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a job does: cases on at most nodes * ppn ranks; time_s: an upper estimate."""
+
+    number: int
+    nodes: int
+    ppn: int
+    cases: tuple[Case, ...]
+    time_s: float
+
+    @property
+    def ranks(self) -> int:
+        """Number of MPI processes of the job."""
+        return self.nodes * self.ppn
+
+    @property
+    def core_hours(self) -> float:
+        """Time of all ranks together."""
+        return self.time_s * self.ranks / 3600
+
+
+def case_time_s(study: Study, case: Case) -> float:
+    """Return about how long a case takes at most."""
+    if study.run.case_time_s is not None:
+        return study.run.case_time_s
+    measure = study.measure
+    visits = -(-measure.max_repeats // measure.block)
+    calls = measure.max_repeats + visits * measure.warmup
+    guess_s = study.of_kind.time_s(case.factors, case.ranks, calls)
+    return min(guess_s, measure.max_time_s) + SETUP_S if guess_s else TRAINING_S
+
+
+def batches(study: Study, cases: Iterable[Case]) -> list[Batch]:
+    """Return the jobs of all cases of a study, small shapes first, numbered from 0.
+
+    The numbers depend on the study alone, whatever is finished.
+    """
+    ordered = sorted(cases, key=sort_key)
+    if study.run.bundle == "nested":
+        groups = [ordered] if ordered else []
+    elif study.run.bundle == "case":
+        groups = [[case] for case in ordered]
+    else:
+        by_shape = groupby(ordered, key=lambda case: (case.ranks, case.nodes))
+        groups = [part for _, group in by_shape for part in _cut(study, list(group))]
+    return [_batch(study, number, group) for number, group in enumerate(groups)]
+
+
+def _cut(study: Study, cases: Sequence[Case]) -> list[list[Case]]:
+    """Return the cases in parts that take no longer than batch_time_s, if a case does not."""
+    parts: list[list[Case]] = [[]]
+    left_s = study.run.batch_time_s - START_S
+    for case in cases:
+        time_s = case_time_s(study, case)
+        if parts[-1] and time_s > left_s:
+            parts.append([])
+            left_s = study.run.batch_time_s - START_S
+        parts[-1].append(case)
+        left_s -= time_s
+    return parts
+
+
+def _batch(study: Study, number: int, cases: Sequence[Case]) -> Batch:
+    time_s = START_S + sum(case_time_s(study, case) for case in cases)
+    nodes, ppn = max(case.nodes for case in cases), max(case.ppn for case in cases)
+    return Batch(number, nodes, ppn, tuple(cases), time_s)

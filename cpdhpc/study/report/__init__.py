@@ -1,1 +1,0 @@
-"""From files of results to tables, figures and one page."""

@@ -1,0 +1,192 @@
+"""Site profiles and launchers: what a cluster wants to hear (docs/sites.md)."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from shlex import quote
+from typing import Annotated
+
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
+
+from ...config import Section, dump_toml, read_toml, suggest, validate
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """A way to start ranks.
+
+    command: of the shell, with the fields ranks, ppn (ranks per node), cpus (cores per rank)
+    many_cpus: what replaces the field bind where a rank has several cores
+    signal: what sbatch --signal has before the seconds. A launcher that runs in the batch shell
+        gets the signal from that shell ("B:USR1"): sent to all steps it would hit Open MPI's
+        daemons, and mpirun would end with status 0. Under srun the ranks are the step.
+    """
+
+    command: str
+    many_cpus: str
+    signal: str
+
+
+# srun does not take over sbatch's cpus-per-task. A rank that dies alone ends the others after
+# --wait seconds. Not at once, by --kill-on-bad-exit: when all ranks end with status 85, those that
+# are a little later would be killed, and theirs would be srun's status.
+SRUN = (
+    "srun --mpi={} --ntasks={{ranks}} --ntasks-per-node={{ppn}} --cpus-per-task={{cpus}} "
+    "--kill-on-bad-exit=0 --wait=60"
+)
+LAUNCHERS = {
+    "mpirun": Launcher(  # Open MPI
+        "mpirun -n {ranks} --map-by ppr:{ppn}:node{bind}", ":PE={cpus}", "B:USR1"
+    ),
+    "mpiexec": Launcher(  # MPICH's hydra and what descends from it
+        "mpiexec -n {ranks} -ppn {ppn}{bind}", " -bind-to core:{cpus}", "B:USR1"
+    ),
+    "srun-pmix": Launcher(SRUN.format("pmix"), "", "USR1"),
+    "srun-pmi2": Launcher(SRUN.format("pmi2"), "", "USR1"),
+    "srun-cray": Launcher(SRUN.format("cray_shasta"), "", "USR1"),
+}
+
+
+def launch(name: str, ranks: str, ppn: str, cpus: int, flags: Iterable[str] = ()) -> str:
+    """Return the words of the shell before the program.
+
+    ranks, ppn: numbers, or shell words that become numbers in the job
+    """
+    way = LAUNCHERS[name]
+    bind = way.many_cpus.format(cpus=cpus) if cpus > 1 else ""
+    command = way.command.format(ranks=ranks, ppn=ppn, cpus=cpus, bind=bind)
+    return " ".join([command, *map(quote, flags)])
+
+
+def _line(text: str) -> str:
+    if not text.strip() or "\n" in text:
+        raise ValueError("should be one line that is not empty")
+    return text
+
+
+def _word(text: str) -> str:
+    if len(text.split()) != 1:
+        raise ValueError("should be one word")
+    return text
+
+
+def _option(text: str) -> str:
+    if not text.startswith("-"):
+        raise ValueError("should be an option of sbatch, as '--mail-type=END'")
+    return _line(text)
+
+
+def _list(value: object) -> object:
+    if not isinstance(value, list | tuple):
+        raise ValueError("should be a list, as ['one', 'two']")
+    return value
+
+
+Word = Annotated[str, AfterValidator(_word)]
+Line = Annotated[str, AfterValidator(_line)]
+Whole = Annotated[int, Field(ge=0)]
+Grace = Annotated[int, Field(ge=60)]  # Slurm looks at its clock about every 30 s
+Option = Annotated[str, AfterValidator(_option)]
+Lines = Annotated[tuple[Line, ...], BeforeValidator(_list), Field(strict=False)]
+Options = Annotated[tuple[Option, ...], BeforeValidator(_list), Field(strict=False)]
+
+
+class Site(Section):
+    """A cluster, or a partition of one: a table of a TOML file.
+
+    modules are loaded first, then the lines of setup run, in bash; either may fail the job.
+    directives: further options of sbatch, as "--mail-type=END"
+    python: what starts Python in a job
+    nodes, cores_per_node, max_time_min: the most that a job may ask for; None: not known
+    gpus_per_node: 0 for jobs without GPUs; else a rank has one of its own
+    cpus_per_rank: cores
+    grace_s: how long before the time limit a job is told to write its checkpoint
+    max_array: one more than the largest index of an array, Slurm's MaxArraySize
+    max_requeues: how often a job may put itself into the queue again
+    """
+
+    name: Word = "local"
+    partition: Word | None = None
+    account: Word | None = None
+    qos: Word | None = None
+    constraint: Line | None = None
+    reservation: Word | None = None
+    directives: Options = ()
+    modules: Lines = ()
+    setup: Lines = ()
+    python: Line = "python"
+    launcher: str = "mpirun"
+    mpi_flags: Lines = ()
+    nodes: PositiveInt | None = None
+    cores_per_node: PositiveInt | None = None
+    gpus_per_node: Whole = 0
+    cpus_per_rank: PositiveInt = 1
+    max_time_min: PositiveInt | None = None
+    grace_s: Grace = 120
+    max_array: PositiveInt = 1001
+    max_requeues: Whole = 20
+
+    @field_validator("launcher")
+    @classmethod
+    def _known(cls, launcher: str) -> str:
+        if launcher not in LAUNCHERS:
+            raise ValueError(suggest(launcher, LAUNCHERS))
+        return launcher
+
+    @model_validator(mode="after")
+    def _time_before_the_signal(self) -> Site:
+        if self.max_time_min is not None and 60 * self.max_time_min <= self.grace_s + 60:
+            raise ValueError(
+                f"max_time_min={self.max_time_min}: leaves no minute before the last "
+                f"grace_s={self.grace_s} seconds"
+            )
+        return self
+
+    def toml(self) -> str:
+        """Return the profile as TOML text."""
+        return dump_toml(self.model_dump())
+
+    def refusal(self, nodes: int, ppn: int) -> str | None:
+        """Return why a job of this shape cannot run here; None where nothing speaks against it.
+
+        ppn: ranks per node
+        """
+        if self.nodes is not None and nodes > self.nodes:
+            return f"{nodes} nodes: site {self.name} gives a job {self.nodes} at most"
+        cores = ppn * self.cpus_per_rank
+        if self.cores_per_node is not None and cores > self.cores_per_node:
+            each = f" with {self.cpus_per_rank} cores each" if self.cpus_per_rank > 1 else ""
+            return (
+                f"{ppn} ranks per node{each}: "
+                f"a node of site {self.name} has {self.cores_per_node} cores"
+            )
+        if self.gpus_per_node and ppn > self.gpus_per_node:
+            return f"{ppn} ranks per node: a node of site {self.name} has {self.gpus_per_node} GPUs"
+        return None
+
+
+def load_site(path: Path | None) -> Site:
+    """Return the profile of a file, named after it unless it has a name; None: the defaults.
+
+    Raises ConfigError, one line, for a file that cannot be used.
+    """
+    if path is None:
+        return Site()
+    return validate(Site, {"name": path.stem} | read_toml(path), str(path))
+
+
+def add_site(parser: argparse.ArgumentParser) -> None:
+    """Add the argument that names a profile."""
+    parser.add_argument(
+        "--site", type=Path, metavar="FILE.toml", help="profile of the cluster (docs/sites.md)"
+    )

@@ -1,0 +1,141 @@
+"""Submit to Slurm what a study lacks: one array per shape, then a job that collects."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Collection, Iterable
+from pathlib import Path
+
+from ... import store
+from ...config import UserError
+from ..cases import Batch, batches, expand
+from ..folder import Folder, FolderError, Job, add_common, alone, record, recorded, study_of
+from ..spec import Study
+from . import queue
+from .script import Array, array_script, arrays, collect_script
+from .site import Site, add_site, load_site
+
+SITE = "site.toml"  # in the folder: the profile of the last submit
+LOCK = "submit.lock"  # in the folder: held while a process submits
+Say = Callable[[str], None]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of submit."""
+    add_common(parser)
+    add_site(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Submit, keep the site's profile for resume, and return 0."""
+    study, folder = study_of(arguments)
+    submit(study, folder, load_site(arguments.site))
+    return 0
+
+
+Refused = list[tuple[Batch, str]]
+
+
+def fitting(every: Iterable[Batch], site: Site) -> tuple[list[Array], Refused]:
+    """Return batches as arrays, and those too large for the site, each with the reason."""
+    reasons = [(batch, site.refusal(batch.nodes, batch.ppn)) for batch in every]
+    fit = arrays((batch for batch, why in reasons if why is None), site)
+    return fit, [(batch, why) for batch, why in reasons if why is not None]
+
+
+def unfinished(study: Study, folder: Folder) -> list[Batch]:
+    """Return the batches with cases that have no finished file."""
+    # All batches are made, whatever the site has: a job finds its own by the number.
+    return [
+        batch
+        for batch in batches(study, expand(study).cases)
+        if not all(folder.finished(case) for case in batch.cases)
+    ]
+
+
+def queued(jobs: list[Job], states: queue.States) -> dict[int, int]:
+    """Return the batches that wait or run, each with the number of its job."""
+    return {
+        batch: job.number
+        for job in jobs
+        for batch, index in job.batches.items()
+        if (state := states.get((job.number, index))) and state.live and state.name == job.name
+    }
+
+
+def scripts(study: Study, folder: Folder, site: Site, todo: list[Array]) -> dict[Path, str]:
+    """Return the scripts of arrays and then the collecting one, by the paths that they get."""
+    found = {
+        folder.scripts / f"{array.name}.sbatch": array_script(array, site, study, folder.path)
+        for array in todo
+    }
+    return found | {
+        folder.scripts / "collect.sbatch": collect_script(site, study.name, folder.path)
+    }
+
+
+def submit(study: Study, folder: Folder, site: Site, say: Say = print) -> list[Job]:
+    """Submit all that is neither finished nor queued and return the new jobs.
+
+    Slurm is asked first, for every shape, whether it would take the job.
+    Raises UserError where it would not, or does not answer, or where another process submits the
+    same study at this moment: then nothing is submitted.
+    """
+    folder.freeze(study)
+    with alone(folder.path / LOCK, "study submit", say):
+        return _submit_all(study, folder, site, say)
+
+
+def _submit_all(study: Study, folder: Folder, site: Site, say: Say) -> list[Job]:
+    jobs = recorded(folder)
+    busy = queued(jobs, queue.states(job.number for job in jobs))
+    lacking = unfinished(study, folder)
+    todo, refused = fitting((each for each in lacking if each.number not in busy), site)
+    _announce(lacking, busy, refused, say)
+    if not todo:
+        return []
+    texts = scripts(study, folder, site, todo)
+    _write(texts | {folder.path / SITE: site.toml()})
+    for path in texts:
+        say(f"{path}: {queue.test_only(path)}")
+    *of_arrays, collecting = texts
+    new = []
+    for path, array in zip(of_arrays, todo, strict=True):
+        new.append(_submit(folder, path, array, study.name))
+        shape = f"{array.nodes} x {array.ppn} ranks"
+        say(f"job {new[-1].number}: {shape}, elements {array.indices}")
+    after = sorted({*busy.values(), *(job.number for job in new)})
+    options = [f"--dependency=afterany:{':'.join(map(str, after))}"]
+    last = Job(queue.submit(collecting, options), f"{study.name}-collect", {})
+    record(folder, last)
+    say(f"job {last.number}: collects when they have ended, however they end")
+    return [*new, last]
+
+
+def _submit(folder: Folder, script: Path, array: Array, study: str) -> Job:
+    number = queue.submit(script)
+    batches = {batch.number: batch.number - array.offset for batch in array.batches}
+    job = Job(number, f"{study}-{array.name}", batches)
+    record(folder, job)  # at once: were we killed now, this job would still be known
+    return job
+
+
+def _announce(lacking: list[Batch], busy: Collection[int], refused: Refused, say: Say) -> None:
+    for batch, why in refused:
+        say(f"left out: batch {batch.number}, {len(batch.cases)} case(s): {why}")
+    if not lacking:
+        say("all cases are finished: study collect gathers them")
+    elif len(refused) == len(lacking):
+        raise UserError(f"submit: nothing can be submitted: {refused[0][1]}")
+    waiting = sum(batch.number in busy for batch in lacking)
+    if waiting:
+        say(f"in the queue already: {waiting} batch(es)")
+
+
+def _write(texts: dict[Path, str]) -> None:
+    for path, text in texts.items():
+        try:
+            with store.replacing(path) as temporary:
+                temporary.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise FolderError(f"{path}: cannot be written: {error.strerror}") from None

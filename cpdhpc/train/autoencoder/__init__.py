@@ -1,1 +1,0 @@
-"""The sparse autoencoder of locally connected filters, its pixels and filters split over ranks."""

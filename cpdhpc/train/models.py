@@ -1,0 +1,73 @@
+"""Models: a class and a row in MODELS each."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from math import prod
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import Field
+
+from ..config import Section
+
+
+class LeNet(Section):
+    """[model] name = "lenet": two convolutions with pooling, two fully connected layers.
+
+    channels: of the two convolutions; hidden: values of the layer between
+    Source: LeCun et al., Gradient-based learning applied to document recognition, 1998,
+    figure 2, with ReLU, maximum pooling and padding, so that small images keep their size.
+    """
+
+    name: Literal["lenet"] = "lenet"
+    channels: Annotated[
+        tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)]], Field(strict=False)
+    ] = (16, 32)
+    hidden: Annotated[int, Field(ge=1)] = 128
+
+    def build(self, image_shape: tuple[int, int], classes: int) -> torch.nn.Module:
+        """Return the network; its input is float32[batch, height, width].
+
+        Raises ValueError for images that two poolings leave nothing of.
+        """
+        height, width = image_shape
+        if min(height, width) < 4:
+            raise ValueError(f"LeNet: images of {height} x {width} pixels: at least 4 x 4")
+        first, second = self.channels
+        return torch.nn.Sequential(
+            torch.nn.Unflatten(1, (1, height)),
+            torch.nn.Conv2d(1, first, kernel_size=5, padding=2),
+            torch.nn.ReLU(),
+            torch.nn.MaxPool2d(2),
+            torch.nn.Conv2d(first, second, kernel_size=5, padding=2),
+            torch.nn.ReLU(),
+            torch.nn.MaxPool2d(2),
+            torch.nn.Flatten(),
+            torch.nn.Linear(second * (height // 4) * (width // 4), self.hidden),
+            torch.nn.ReLU(),
+            torch.nn.Linear(self.hidden, classes),
+        )
+
+
+Width = Annotated[int, Field(ge=1)]
+
+
+class Mlp(Section):
+    """[model] name = "mlp": fully connected layers of hidden values with ReLU between them."""
+
+    name: Literal["mlp"] = "mlp"
+    hidden: Annotated[tuple[Width, ...], Field(strict=False)] = (64,)
+
+    def build(self, image_shape: tuple[int, int], classes: int) -> torch.nn.Module:
+        """Return the network; its input is float32[batch, height, width]."""
+        widths = (prod(image_shape), *self.hidden, classes)
+        layers: list[torch.nn.Module] = [torch.nn.Flatten()]
+        for inputs, outputs in pairwise(widths):
+            layers += [torch.nn.Linear(inputs, outputs), torch.nn.ReLU()]
+        return torch.nn.Sequential(*layers[:-1])
+
+
+MODELS: dict[str, Any] = {"mlp": Mlp, "lenet": LeNet}
+
+__all__ = ["MODELS", "LeNet", "Mlp"]

@@ -1,0 +1,272 @@
+"""How GPU arrays travel: as they are where MPI takes them, else through pinned host memory."""
+
+from __future__ import annotations
+
+import ctypes
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from ..ops import on_gpu, to_host
+from .ranks import Array, Ranks, Wait
+
+if TYPE_CHECKING:
+    from ..ops.gpu_runtime import Event, Streams
+
+SIZE_BYTES = 1 << 20  # of the trial; more than MPI libraries send along with the envelope
+
+
+TRIAL = "GPU memory: waited {:.1f} s for the trial of MPI; World(gpu_direct=False) leaves it out"
+
+
+class Answer(NamedTuple):
+    """yes or no, and how it was found out."""
+
+    yes: bool
+    why: str
+
+    def __str__(self) -> str:
+        return f"{'yes' if self.yes else 'no'} ({self.why})"
+
+
+def gpu_aware(world: Ranks) -> Answer:
+    """Return whether MPI takes GPU memory on all processes; a world asks once. Collective."""
+    if world.gpu_aware is None:
+        world.gpu_aware = find_out(world)
+    return Answer(*world.gpu_aware)
+
+
+def find_out(world: Ranks) -> Answer:
+    """Ask the library, then try. Collective.
+
+    The library is asked first, as a trial with one that does not know GPUs crashes: a no is final.
+    A yes is tried, because it may say only how the library was built.
+    """
+    asked = [Answer(*each) for each in world.gather(tuple(_ask(world)), "GPU-aware MPI")]
+    for answer in asked:
+        if not answer.yes:
+            return answer
+    if world.size < 2:
+        return Answer(True, f"{asked[0].why}; not tried, that takes 2 processes")
+    if exchange(world):
+        return Answer(True, f"{asked[0].why}; each process sent GPU memory to the next")
+    return Answer(False, f"{asked[0].why} says yes, but GPU memory arrived changed")
+
+
+def _ask(world: Ranks) -> Answer:
+    return query() if world.gpu_direct else Answer(False, "the world has gpu_direct=False")
+
+
+def exchange(world: Ranks) -> bool:
+    """Send GPU memory from each process to the next; return whether all arrived. Collective."""
+    from ..ops import gpu_runtime
+
+    count, each = world.size, world.virtual_ranks
+    following, previous = (world.rank + 1) % count, (world.rank - 1) % count
+    mine = gpu_runtime.to_device(_pattern(world.rank))
+    theirs = gpu_runtime.to_device(np.zeros(SIZE_BYTES, np.uint8))
+    here, to, source = (process * each for process in (world.rank, following, previous))
+    requests = world.irecv(source, here, theirs) + world.isend(here, to, mine)
+    world.wait_any([Wait(requests, here, TRIAL)])
+    right = np.array_equal(to_host(theirs), _pattern(previous))
+    return all(world.gather(right, "GPU-aware MPI"))
+
+
+def _pattern(process: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    """Return bytes that differ from place to place and between neighbours."""
+    return (np.arange(SIZE_BYTES) % 251 + process % 5 + 1).astype(np.uint8)
+
+
+def query() -> Answer:
+    """Ask the MPI library that is loaded in this process whether it takes CUDA memory."""
+    paths = loaded("libmpi")
+    for path in paths:
+        library = ctypes.CDLL(path)
+        if hasattr(library, "MPIX_Query_cuda_support"):  # Open MPI, MPICH, MVAPICH, ParaStation
+            if library.MPIX_Query_cuda_support() and _switched_off():
+                return Answer(False, "opal_cuda_support is off")
+            return Answer(bool(library.MPIX_Query_cuda_support()), "MPIX_Query_cuda_support")
+        if hasattr(library, "MPIX_GPU_query_support"):  # Cray's MPICH
+            flag = ctypes.c_int(0)
+            failed = library.MPIX_GPU_query_support(0, ctypes.byref(flag))  # 0 is CUDA
+            return Answer(not failed and bool(flag.value), "MPIX_GPU_query_support")
+    names = ", ".join(Path(path).name for path in paths)
+    return Answer(False, f"{names} has no query for it" if names else "no libmpi is loaded")
+
+
+def _switched_off() -> bool:
+    """Whether CUDA support is off in Open MPI 4, whose query tells only how it was built."""
+    for path in loaded("libopen-pal"):
+        try:
+            return not ctypes.c_bool.in_dll(ctypes.CDLL(path), "opal_cuda_support").value
+        except ValueError:  # Open MPI 5 has no such variable: its query tells what is in use
+            continue
+    return False
+
+
+def loaded(start: str) -> list[str]:
+    """Return the paths of the libraries in this process's memory map with names that start so."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    paths = dict.fromkeys(line[line.index("/") :] for line in lines if "/" in line)
+    return [path for path in paths if Path(path).name.startswith(start) and ".so" in path]
+
+
+class Delayed:
+    """A message that MPI is given once an event has come; a request like those of MPI."""
+
+    def __init__(
+        self, carrier: Carrier, event: Event, start: Callable[[], list[Any]], keep: Array | None
+    ) -> None:
+        self._carrier, self._start = carrier, start
+        self._keep = keep  # what a copy reads until the event; freed, others would write there
+        self.event: Event | None = event
+        self.requests: list[Any] = []
+
+    @property
+    def waits_for_gpu(self) -> bool:
+        """Whether it is the GPU that is waited for, not another rank."""
+        return self.event is not None
+
+    def start(self) -> bool:
+        """Give the message to MPI if the event has come; return whether it has."""
+        if self.event is not None and self.event.Test():
+            self.requests, self.event, self._keep = self._start(), None, None
+        return self.event is None
+
+    def Test(self) -> bool:
+        """Whether the message is complete; starts whatever can be started."""
+        self._carrier.progress()
+        return self.event is None and all([request.Test() for request in self.requests])
+
+
+class Landing:
+    """A message into pinned memory, and the copy up from there; a request like those of MPI."""
+
+    def __init__(self, carrier: Carrier, requests: list[Any], copy: Callable[[], Event]) -> None:
+        self._carrier, self._requests, self._copy = carrier, requests, copy
+        self._event: Event | None = None
+
+    @property
+    def waits_for_gpu(self) -> bool:
+        """Whether it is the GPU that is waited for, not another rank."""
+        return self._event is not None
+
+    def Test(self) -> bool:
+        """Whether the message is in GPU memory; starts whatever can be started."""
+        self._carrier.progress()
+        if self._event is None and all([request.Test() for request in self._requests]):
+            self._event = self._copy()
+        return self._event is not None and self._event.Test()
+
+
+class Carrier:
+    """Sends and receives arrays of one GPU for a world; what is asked for happens in order.
+
+    MPI knows nothing of streams: it may read what it is given, and write where it is told to, at
+    once. So a message starts when the caller's stream has come to the place where it was asked
+    for: what it holds has been computed, and what lay in the buffer before is needed no more.
+    Nothing waits here: whoever tests a request, of this or another message, starts all those
+    whose time has come.
+    arenas: as of Ranks, for the stream of the last call: memory that is freed goes back to the
+        stream that it was taken in, so another stream gets buffers of its own
+    """
+
+    def __init__(self, world: Ranks, streams: Streams) -> None:
+        self._world, self.streams = world, streams
+        self.arenas: dict[tuple[type, int], Any] = {}
+        self._delayed: deque[Delayed] = deque()
+
+    def begin(self) -> None:
+        """Begin a call, in CuPy's current stream."""
+        if self.streams.begin():
+            self.arenas.clear()
+
+    def progress(self) -> None:
+        """Start the messages whose events have come, in the order in which they were asked for."""
+        while self._delayed and self._delayed[0].start():
+            self._delayed.popleft()
+
+    def delay(
+        self, event: Event, start: Callable[[], list[Any]], keep: Array | None = None
+    ) -> list[Any]:
+        """Return the requests of a message that starts after an event and all asked for before."""
+        message = Delayed(self, event, start, keep)
+        self._delayed.append(message)
+        self.progress()
+        return [message]
+
+    def wait(self, request: Any, what: str) -> None:
+        """Wait for a request, at most for the time-out of the world."""
+        reason = f"{what}: waited {{:.1f}} s for the GPU"
+        self._world.wait_any([Wait([request], self._world.hosted.start, reason)])
+
+
+class Direct(Carrier):
+    """Gives GPU memory to MPI as it is."""
+
+    def isend(self, rank: int, to: int, payload: Array, stream: int = 0) -> list[Any]:
+        """Start to send, as Ranks.isend, what the caller's stream will have put into payload."""
+        start = partial(self._world.isend, rank, to, payload, stream)
+        return self.delay(self.streams.mark(), start)
+
+    def irecv(self, source: int, rank: int, buffer: Array, stream: int = 0) -> list[Any]:
+        """Start to receive, as Ranks.irecv, when the caller's stream is done with buffer."""
+        start = partial(self._world.irecv, source, rank, buffer, stream)
+        return self.delay(self.streams.mark(), start)
+
+    def sum_by_mpi(self, array: Array, source: Array | None = None) -> None:
+        """Sum over processes, as Ranks.sum_by_mpi. Collective."""
+        self.wait(self.streams.mark(), "MPI_Allreduce")
+        self._world.sum_by_mpi(array, source)
+
+
+class Staged(Carrier):
+    """Copies GPU memory to pinned memory and sends that; receives into such, and copies up.
+
+    The copies have streams of their own, so those of one message go on while another travels and
+    the kernels of a third run: the engine has several pieces of the data under way.
+    """
+
+    def isend(self, rank: int, to: int, payload: Array, stream: int = 0) -> list[Any]:
+        """Start to send, as Ranks.isend, what the caller's stream will have put into payload."""
+        host, copied = self.streams.to_host(payload, self.streams.mark())
+        return self.delay(copied, partial(self._world.isend, rank, to, host, stream), payload)
+
+    def irecv(self, source: int, rank: int, buffer: Array, stream: int = 0) -> list[Any]:
+        """Start to receive, as Ranks.irecv; buffer is written when the caller's stream is done."""
+        host = self.streams.pinned(buffer.size)
+        requests = self._world.irecv(source, rank, host, stream)
+        copy = partial(self.streams.to_device, host, buffer, self.streams.mark())
+        return [Landing(self, requests, copy)]
+
+    def sum_by_mpi(self, array: Array, source: Array | None = None) -> None:
+        """Sum over processes, as Ranks.sum_by_mpi. Collective."""
+        if array.size == 0:
+            return
+        what, given = "MPI_Allreduce", array if source is None else source
+        host, copied = self.streams.to_host(given.view(np.uint8), self.streams.mark())
+        self.wait(copied, what)
+        self._world.sum_by_mpi(host.view(np.float32))
+        self.wait(self.streams.to_device(host, array.view(np.uint8), self.streams.mark()), what)
+
+
+def carrier_of(world: Ranks, like: Array) -> Ranks | Direct | Staged:
+    """Return what carries arrays like this in a call that begins; for NumPy arrays the world.
+
+    Collective: the first time that a world is given GPU arrays.
+    """
+    if not on_gpu(like):
+        return world
+    from ..ops import gpu_runtime
+
+    device = gpu_runtime.current_device()
+    kind = Direct if world.size > 1 and gpu_aware(world).yes else Staged
+    if device not in world.carriers:
+        world.carriers[device] = kind(world, gpu_runtime.Streams())
+    carrier: Direct | Staged = world.carriers[device]
+    carrier.begin()
+    return carrier

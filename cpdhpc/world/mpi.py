@@ -1,0 +1,496 @@
+"""Worlds of MPI processes: the library, messages and their tags, waits that end, files.
+
+The only file that imports mpi4py, and only when it is used.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+
+from .node_memory import Shared, share
+from .ranks import Array, RankFailure, Ranks, Wait, numbered
+
+
+def running_mpi() -> Any:
+    """Return the module mpi4py.MPI; importing it starts MPI unless mpi4py.rc says otherwise.
+
+    Raises RuntimeError where MPI is not running.
+    """
+    from mpi4py import MPI
+
+    if not MPI.Is_initialized() or MPI.Is_finalized():
+        state = "finalized already" if MPI.Is_finalized() else "not initialized"
+        raise RuntimeError(f"World: MPI is {state}")
+    return MPI
+
+
+def thread_level(mpi: Any) -> str:
+    """Return the thread level that MPI gives, by its name."""
+    names = ("single", "funneled", "serialized", "multiple")
+    return {getattr(mpi, f"THREAD_{name.upper()}"): name for name in names}[mpi.Query_thread()]
+
+
+def library_version() -> str:
+    """Return the name and version of the MPI library, its first line."""
+    text = str(running_mpi().Get_library_version())
+    return text.partition("\n")[0].partition(",")[0].rstrip("\0 ")
+
+
+def abort_job(message: str) -> NoReturn:
+    """Print message to stderr and end the job: all processes of it where MPI is running."""
+    print(message, file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    running = sys.modules.get("mpi4py.MPI")  # importing it here would start MPI
+    if running is not None and running.Is_initialized() and not running.Is_finalized():
+        running.COMM_WORLD.Abort(1)
+    raise SystemExit(1)
+
+
+MESSAGE_BYTES = 1 << 30  # longer ones go in pieces: Open MPI 5 counts with 31 bits
+STREAMS = 64  # that have tags of their own; more than are under way at a time
+
+
+def pieces(array: Array) -> list[Array]:
+    """Return an array, [n], cut into pieces that one message can hold."""
+    return [array[i : i + MESSAGE_BYTES] for i in range(0, array.size, MESSAGE_BYTES)]
+
+
+class Messages:
+    """The messages of a world.
+
+    mpi: the module mpi4py.MPI; virtual_ranks: of each process
+    alarm_tag: one that no message has
+    Raises ValueError where MPI has too few tags.
+    """
+
+    def __init__(self, mpi: Any, virtual_ranks: int) -> None:
+        self._byte, self._virtual_ranks = mpi.BYTE, virtual_ranks
+        self.alarm_tag = STREAMS * virtual_ranks**2
+        self._most_tag: int = mpi.COMM_WORLD.Get_attr(mpi.TAG_UB)
+        if self.alarm_tag + virtual_ranks**2 >= self._most_tag:
+            raise ValueError(f"World: virtual_ranks={virtual_ranks}: too many for MPI's tags")
+
+    def of(
+        self, start: Callable[..., Any], array: Array, rank: int, way: tuple[int, int, int]
+    ) -> list[Any]:
+        """Return the requests for an array of bytes to or from a rank of another process.
+
+        start: a method of the communicator, as Isend; way: source, target, stream
+        """
+        process, tag = rank // self._virtual_ranks, self._tag(*way)
+        return [start([piece, self._byte], process, tag) for piece in pieces(array)]
+
+    def _tag(self, source: int, to: int, stream: int) -> int:
+        """Tell the ranks of two processes apart, and streams; MPI keeps the order within a tag.
+
+        The tags below the alarm's are those of pieces, by turns; above are those of open_stream.
+        """
+        pairs = self._virtual_ranks**2
+        pair = source % self._virtual_ranks * self._virtual_ranks + to % self._virtual_ranks
+        if stream >= 0:
+            return stream % STREAMS * pairs + pair
+        first = STREAMS * pairs + 1
+        return first + (-1 - stream) % ((self._most_tag - first) // pairs) * pairs + pair
+
+
+SPINS = 50  # looks before a wait gives up the core for the first time
+GRACE_S = 1.0  # after a time-out: for the others to tell that they wait too
+ALARM_PERIOD_S = 0.1  # how often those who wait look for the time-out of another
+
+Lines = Callable[[float, list[int]], list[str]]  # (seconds waited, absent processes) -> message
+
+
+def say(lines: Sequence[str]) -> None:
+    """Write lines to stderr at once: other processes write there too."""
+    sys.stderr.write("".join(line + "\n" for line in lines))
+    sys.stderr.flush()
+
+
+class Patience:
+    """How long the processes of a communicator wait, and what then happens.
+
+    mpi: the module mpi4py.MPI; alarm_tag: of messages that no one else uses; end: ends the job
+    """
+
+    def __init__(
+        self, mpi: Any, comm: Any, alarm_tag: int, timeout_s: float, end: Callable[[], NoReturn]
+    ) -> None:
+        self._mpi, self._comm, self._tag = mpi, comm, alarm_tag
+        self._timeout_s, self._end = timeout_s, end
+
+    def wait(self, done: Callable[[], bool], lines: Lines, pause_s: float = 0.0) -> None:
+        """Wait until done; give up when the time is over, here or at another process.
+
+        pause_s: sleep between looks; 0: only give up the core
+        """
+        for _ in range(SPINS):
+            if done():
+                return
+        start_s = time.monotonic()
+        look_s = start_s + min(ALARM_PERIOD_S, self._timeout_s)
+        while not done():
+            time.sleep(pause_s) if pause_s else os.sched_yield()
+            now_s = time.monotonic()
+            if now_s < look_s:
+                continue
+            look_s = now_s + ALARM_PERIOD_S
+            alarm = self._comm.Iprobe(self._mpi.ANY_SOURCE, self._tag)
+            if alarm or now_s - start_s > self._timeout_s:
+                self._give_up(now_s - start_s, lines)
+
+    def _give_up(self, waited_s: float, lines: Lines) -> NoReturn:
+        """Tell the others, who then give up too; say who waits for whom; end the job."""
+        rank, size = self._comm.Get_rank(), self._comm.Get_size()
+        others = [process for process in range(size) if process != rank]
+        nothing = [np.empty(0, np.uint8), self._mpi.BYTE]
+        alarms = [self._comm.Isend(nothing, process, self._tag) for process in others]
+        absent, end_s = set(others), time.monotonic() + GRACE_S
+        status = self._mpi.Status()
+        while time.monotonic() < end_s:
+            while self._comm.Iprobe(self._mpi.ANY_SOURCE, self._tag, status):
+                self._comm.Recv(nothing, status.Get_source(), self._tag)
+                absent.discard(status.Get_source())
+            os.sched_yield()
+        say(lines(waited_s, sorted(absent)))
+        time.sleep(GRACE_S)  # for the lines of the others
+        del alarms
+        self._end()
+
+
+def write_box(
+    mpi: Any,
+    comm: Any,
+    path: Path,
+    offset: int,
+    shape: Sequence[int],
+    start: Sequence[int],
+    box: Array,
+) -> OSError | None:
+    """Write a process's box of an array whose first byte is at an offset. Collective.
+
+    mpi: the module mpi4py.MPI; the others as Ranks.write_box
+    Returns what went wrong on this process, None where nothing did.
+    """
+    try:
+        file = mpi.File.Open(comm, str(path), mpi.MODE_WRONLY)
+    except mpi.Exception as error:  # on all processes
+        return OSError(f"{path}: {error}")
+    element = mpi.BYTE.Create_contiguous(box.dtype.itemsize).Commit()
+    types = [element]
+    if box.size:  # MPI has no subarrays of nothing
+        types.append(element.Create_subarray(list(shape), list(box.shape), list(start)).Commit())
+    problems = []
+    for call, *arguments in (  # all are collective: who has a problem goes on with the others
+        (file.Set_view, offset, element, types[-1]),
+        (file.Write_all, [box, box.size, element]),
+        (file.Sync,),
+        (file.Close,),
+    ):
+        try:
+            call(*arguments)
+        except mpi.Exception as error:
+            problems.append(OSError(f"{path}: {error}"))
+    for each in types:
+        each.Free()
+    return problems[0] if problems else None
+
+
+class World(Ranks):
+    """The ranks of an MPI communicator, or virtual_ranks times as many. Collective.
+
+    comm: an mpi4py intra-communicator, None for COMM_WORLD; a duplicate of it is used
+    timeout_s: a wait that takes longer ends the job, and says who waited for whom
+    gpu_direct: give GPU arrays to MPI as they are where it takes them; False: nowhere
+    share_memory: whether packed payloads stay in memory that the processes of a node share, where
+        that is possible; else they all travel as messages
+    Raises TypeError for other communicators, ValueError for numbers out of range, RuntimeError
+    where MPI is not running.
+    """
+
+    def __init__(
+        self,
+        comm: Any = None,
+        *,
+        virtual_ranks: int = 1,
+        timeout_s: float = 600.0,
+        gpu_direct: bool = True,
+        share_memory: bool = True,
+    ) -> None:
+        self._mpi = running_mpi()
+        comm = self._mpi.COMM_WORLD if comm is None else comm
+        if not isinstance(comm, self._mpi.Intracomm) or comm == self._mpi.COMM_NULL:
+            raise TypeError(f"World: comm is {comm!r}: must be an mpi4py intra-communicator")
+        super().__init__(comm.Get_rank(), comm.Get_size(), virtual_ranks)
+        if not timeout_s > 0:
+            raise ValueError(f"World: timeout_s={timeout_s}: must be more than 0")
+        self._messages = Messages(self._mpi, virtual_ranks)
+        self.timeout_s, self.gpu_direct = timeout_s, gpu_direct
+        self.thread_level = thread_level(self._mpi)
+        self._duplicate = comm.Dup()
+        self._patience = Patience(
+            self._mpi, self._duplicate, self._messages.alarm_tag, timeout_s, self._end
+        )
+        here = comm.Split_type(self._mpi.COMM_TYPE_SHARED)
+        firsts = comm.allgather(here.allreduce(self.rank, self._mpi.MIN))  # a node's first process
+        self.nodes = numbered([first for first in firsts for _ in range(virtual_ranks)])
+        here.Free()
+        self._share = share_memory
+        self._shared: tuple[Shared | None, str] | None = None
+
+    @property
+    def _comm(self) -> Any:
+        """The communicator, for the one thread that may use it now."""
+        self.check_thread()
+        return self._duplicate
+
+    def free(self) -> None:
+        """Free the duplicated communicator; the world cannot be used any more. Collective."""
+        for tape in list(self.tapes):
+            tape.free()
+        if self._shared is not None and self._shared[0] is not None:
+            self._shared[0].free()
+        self._comm.Free()
+
+    def shared(self) -> Shared | None:
+        """Return the memory that the processes of a node share, if they do. Collective."""
+        if self._shared is None:
+            self._shared = share(self, self._share and self.virtual_ranks == 1)
+        return self._shared[0]
+
+    def part(
+        self, processes: Sequence[int], *, virtual_ranks: int = 1, timeout_s: float = 600.0
+    ) -> World | None:
+        """Return the world of some processes, in their order; None on the others. Collective."""
+        mpi, inside = self._mpi, self.rank in processes
+        comm = self._comm.Split(0 if inside else mpi.UNDEFINED, self.rank)
+        if not inside:
+            return None
+        world = World(
+            comm, virtual_ranks=virtual_ranks, timeout_s=timeout_s, share_memory=self._share
+        )
+        comm.Free()
+        return world
+
+    def barrier(self, what: str = "barrier", pause_s: float = 0.0) -> None:
+        """Wait for all processes. Collective. pause_s: sleep between looks, for long waits."""
+        self._complete(self._comm.Ibarrier, what, pause_s)
+
+    def broadcast(self, array: Array, what: str = "broadcast") -> None:
+        """Overwrite array, C-contiguous and of one size everywhere, by process 0's. Collective."""
+        if not array.flags.c_contiguous:
+            raise ValueError(f"broadcast: array has strides {array.strides}: must be C-contiguous")
+        for piece in pieces(array.reshape(-1).view(np.uint8)):
+            self._complete(partial(self._comm.Ibcast, [piece, self._mpi.BYTE], 0), what)
+            self.collective_bytes += piece.size
+
+    def gather(self, value: Any, what: str = "gather") -> list[Any]:
+        """Return the small Python values of all processes in order. Collective."""
+        data = np.frombuffer(pickle.dumps(value), np.uint8)
+        size, sizes = np.array([data.size], np.int64), np.empty(self.size, np.int64)
+        self._complete(partial(self._comm.Iallgather, size, sizes), what)
+        everything = np.empty(int(sizes.sum()), np.uint8)
+        target = [everything, sizes.tolist(), self._mpi.BYTE]
+        self._complete(partial(self._comm.Iallgatherv, [data, self._mpi.BYTE], target), what)
+        self.collective_bytes += data.size + size.nbytes
+        ends = np.cumsum(sizes)
+        return [
+            pickle.loads(everything[end - size : end].tobytes())
+            for end, size in zip(ends, sizes, strict=True)
+        ]
+
+    def max(self, values: Array, what: str = "max") -> Array:
+        """Return the element-wise maximum over processes; int64[n], n alike. Collective."""
+        result = np.empty_like(values)
+        self._complete(partial(self._comm.Iallreduce, values, result, self._mpi.MAX), what)
+        self.collective_bytes += values.nbytes
+        return result
+
+    def sum_by_mpi(self, array: Array, source: Array | None = None) -> None:
+        """Sum source, or array itself, over processes into array by MPI_Allreduce. Collective.
+
+        It blocks and has no time-out: it is the baseline, and MPI's non-blocking variant may be
+        another algorithm.
+        """
+        self.collective_bytes += array.nbytes
+        if array.nbytes <= MESSAGE_BYTES:
+            given = self._mpi.IN_PLACE if source is None else source
+            return self._comm.Allreduce(given, array, self._mpi.SUM)
+        totals = pieces(array)
+        givens = [self._mpi.IN_PLACE] * len(totals)
+        if source is not None:
+            givens = pieces(source)
+        for given, total in zip(givens, totals, strict=True):
+            self._comm.Allreduce(given, total, self._mpi.SUM)
+
+    def plain_mpi(self) -> tuple[Any, Any]:
+        """Return mpi4py.MPI and this world's communicator, for calls that are not through World."""
+        return self._mpi, self._comm
+
+    def isend(self, rank: int, to: int, payload: Array, stream: int = 0) -> list[Any]:
+        """Start to send from a hosted rank to one of another process; return the requests."""
+        return self._messages.of(self._comm.Isend, payload, to, (rank, to, stream))
+
+    def irecv(self, source: int, rank: int, buffer: Array, stream: int = 0) -> list[Any]:
+        """Start to receive for a hosted rank from one of another process; return the requests."""
+        return self._messages.of(self._comm.Irecv, buffer, source, (source, rank, stream))
+
+    def send_init(self, rank: int, to: int, payload: Array, stream: int = 0) -> list[Any]:
+        """Return persistent requests to send from a hosted rank to one of another process."""
+        return self._messages.of(self._comm.Send_init, payload, to, (rank, to, stream))
+
+    def recv_init(self, source: int, rank: int, buffer: Array, stream: int = 0) -> list[Any]:
+        """Return persistent requests to receive for a hosted rank from another process's."""
+        return self._messages.of(self._comm.Recv_init, buffer, source, (source, rank, stream))
+
+    def write_box(
+        self, path: Path, offset: int, shape: Sequence[int], start: Sequence[int], box: Array
+    ) -> None:
+        """Write this process's box of an array that lies in a file, by MPI-IO. Collective.
+
+        MPI's calls have no time-out: all processes are there, and what takes time is the file.
+        Where some write for others and fail, Open MPI 5 leaves those waiting: who failed then ends
+        the job after the time-out.
+        """
+        self.barrier("writing a file")
+        where = path, offset, shape, start
+        self.agree(write_box(self._mpi, self._comm, *where, box), "writing a file")
+
+    def done(self, wait: Wait) -> bool:
+        """Whether all requests are complete."""
+        # Not Testall: after the death of a process its error says only that some request has one.
+        return all([request.Test() for request in wait.requests])
+
+    def wait_any(self, waits: Sequence[Wait]) -> None:
+        """Return once a wait is done; after the time-out end the job with all the reasons."""
+        self._patience.wait(
+            lambda: any(map(self.done, waits)),
+            lambda waited_s, absent: [wait.line(waited_s) for wait in waits],
+        )
+
+    def _complete(self, start: Callable[[], Any], what: str, pause_s: float = 0.0) -> None:
+        """Start a collective operation of MPI and wait for it."""
+        name = "rank" if self.virtual_ranks == 1 else "process"
+        try:
+            self._patience.wait(
+                start().Test,
+                lambda waited_s, absent: [
+                    f"{name} {self.rank} | {what}: waited {waited_s:.1f} s for {name} "
+                    + (", ".join(map(str, absent)) or "unknown (all wait, in different calls)")
+                ],
+                pause_s,
+            )
+        except self._mpi.Exception as error:
+            raise self.failure(error, what) or error from None
+
+    def failure(self, error: Exception, what: str) -> RankFailure | None:
+        """Return the failure behind an error of MPI, or None if it is of another kind.
+
+        The communicator is revoked, so that all others leave their waits with a failure too.
+        """
+        mpi = self._mpi
+        classes = (mpi.ERR_PROC_FAILED, mpi.ERR_PROC_FAILED_PENDING, mpi.ERR_REVOKED)
+        if not isinstance(error, mpi.Exception):
+            return None
+        if error.Get_error_class() not in classes and not self._damaged():
+            return None
+        dead, everyone = self._comm.Get_failed(), self._comm.Get_group()
+        processes = dead.Translate_ranks(list(range(dead.Get_size())), everyone)
+        if not self._comm.Is_revoked():
+            self._comm.Revoke()
+        return RankFailure(processes, what)
+
+    def _damaged(self) -> bool:
+        """Whether processes are known to have died, whatever error Open MPI gives."""
+        try:
+            return bool(self._comm.Is_revoked() or self._comm.Get_failed().Get_size())
+        except (self._mpi.Exception, NotImplementedError):  # no fault tolerance: nobody is missing
+            return False
+
+    def shrink(self) -> World:
+        """Return a world of the processes that are alive, after a RankFailure. Collective.
+
+        All of them must call; their order stays. Arrays of unfinished calls may be in use until
+        then. Where calls are repeated, agree on which one first: some may have finished it.
+        Needs Open MPI, started by mpirun --with-ft ulfm; elsewhere a death ends the job.
+        Source: Bland et al.: Post-failure recovery of MPI communication capability, IJHPCA 2013.
+        """
+        if not self._comm.Is_revoked():
+            self._comm.Revoke()
+        alive = self._comm.Shrink()
+        world = self._like(alive)
+        alive.Free()
+        return world
+
+    def split(self, group: int) -> World:
+        """Return the world of the processes that give the same group, in their order. Collective.
+
+        Raises ValueError, on all processes alike, for a negative group.
+        """
+        wrong = ValueError(f"World.split: group={group}: must be 0 or more") if group < 0 else None
+        self.agree(wrong, "split")
+        part = self._comm.Split(group, self.rank)
+        world = self._like(part)
+        part.Free()
+        return world
+
+    def _like(self, comm: Any) -> World:
+        """Return the world of a communicator with this world's settings. Collective there."""
+        return World(
+            comm,
+            virtual_ranks=self.virtual_ranks,
+            timeout_s=self.timeout_s,
+            gpu_direct=self.gpu_direct,
+            share_memory=self._share,
+        )
+
+    def abort(self, message: str) -> NoReturn:
+        """Print "rank R | message" to stderr and end the job, all processes of it."""
+        say([f"rank {self.hosted.start} | {message}"])
+        self._end()
+
+    def _end(self) -> NoReturn:
+        sys.stdout.flush()
+        self._duplicate.Abort(1)
+        raise SystemExit(1)  # in case MPI_Abort returns
+
+
+_keyval: list[int] = []  # of the attribute that holds a communicator's world
+
+
+def _forget(comm: Any, keyval: int, world: World) -> None:
+    """Free a world together with its communicator, but not when MPI itself ends."""
+    mpi = running_mpi()
+    if comm not in (mpi.COMM_WORLD, mpi.COMM_SELF):
+        world.free()
+
+
+def as_world(world_or_comm: Any) -> Ranks:
+    """Return a world as it is, or the one world of an mpi4py communicator.
+
+    Collective: the first time that a communicator is given. Raises TypeError for anything else.
+    """
+    if isinstance(world_or_comm, Ranks):
+        return world_or_comm
+    mpi = running_mpi()
+    if not isinstance(world_or_comm, mpi.Intracomm):
+        raise TypeError(
+            f"as_world: {type(world_or_comm).__name__}: known are World, Loopback and an mpi4py "
+            "intra-communicator"
+        )
+    if not _keyval:
+        _keyval.append(mpi.Comm.Create_keyval(delete_fn=_forget))
+    world = world_or_comm.Get_attr(_keyval[0])
+    if world is None:
+        world = World(world_or_comm)
+        world_or_comm.Set_attr(_keyval[0], world)
+    assert isinstance(world, World)
+    return world

@@ -1,0 +1,308 @@
+"""What every world of ranks offers, and the world of one process, without MPI."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+
+class RankFailure(RuntimeError):
+    """Processes died during a call; World.shrink goes on without them.
+
+    processes: those known to be dead here, maybe none where another process told of it
+    call: what this process was doing. The arrays that were to be summed are as before, unless
+    one was given as out.
+    """
+
+    def __init__(self, processes: Sequence[int], call: str) -> None:
+        self.processes, self.call = tuple(processes), call
+        super().__init__(self.processes, call)
+
+    def __str__(self) -> str:
+        who = ", ".join(map(str, self.processes)) or "unknown (another process saw it)"
+        return f"{self.call}: process {who} died; World.shrink() goes on without"
+
+
+Array = npt.NDArray[Any]
+
+
+class Wait(NamedTuple):
+    """Requests that a rank waits for; reason has {} where the seconds go."""
+
+    requests: list[Any]
+    rank: int
+    reason: str
+
+    def line(self, waited_s: float) -> str:
+        """Return what is said of a wait that took too long."""
+        on_gpu = any(getattr(request, "waits_for_gpu", False) for request in self.requests)
+        where = "; its own GPU is not done yet" if on_gpu else ""
+        return f"rank {self.rank} | {self.reason.format(waited_s)}{where}"
+
+
+class Ranks(ABC):
+    """Ranks dealt to processes in blocks of virtual_ranks.
+
+    rank, size: of processes; ranks: number of ranks; hosted: the ranks of this process
+    nodes: the node of each rank, numbered in the order of first ranks; where nothing is known of
+        nodes it is one
+    bytes_sent, messages_sent: int64[virtual_ranks], what each hosted rank sent to other ranks,
+        those of the same process included
+    collective_bytes: bytes that this process handed to MPI's own collectives
+    arenas: buffers that the engine keeps from one call to the next
+    gpu_direct: whether GPU arrays may be given to MPI as they are
+    gpu_aware: whether MPI takes them, and how that was found out; None before it is asked for
+    carriers: what carries the arrays of each GPU
+    tapes: tapes and plans with persistent requests that are not freed; kept: the plain calls'
+    has_mpi: whether sum_by_mpi is MPI_Allreduce
+    thread_level: what MPI allows: "single", "funneled", "serialized" or "multiple"
+    lent_by: the thread that must not communicate at the moment, as another does it; or None
+    """
+
+    has_mpi = True
+    thread_level = "multiple"
+    gpu_direct = True
+    gpu_aware: tuple[bool, str] | None = None
+    lent_by: int | None = None
+
+    def __init__(self, rank: int, size: int, virtual_ranks: int) -> None:
+        if virtual_ranks < 1:
+            raise ValueError(f"World: virtual_ranks={virtual_ranks}: must be 1 or more")
+        self.rank, self.size, self.virtual_ranks = rank, size, virtual_ranks
+        self.ranks = size * virtual_ranks
+        self.nodes: tuple[int, ...] = (0,) * self.ranks
+        self.hosted = range(rank * virtual_ranks, (rank + 1) * virtual_ranks)
+        self.bytes_sent = np.zeros(virtual_ranks, np.int64)
+        self.messages_sent = np.zeros(virtual_ranks, np.int64)
+        self.collective_bytes = 0
+        self.arenas: dict[tuple[type, int], Any] = {}
+        self.carriers: dict[int, Any] = {}
+        self.tapes: set[Any] = set()
+        self.kept: dict[Any, Any] = {}
+        self._streams = 0
+
+    def hosts(self, rank: int) -> bool:
+        """Whether a rank lives in this process."""
+        return rank in self.hosted
+
+    def open_stream(self) -> int:
+        """Return a stream that nothing else uses. Collective, without a message."""
+        self._streams += 1
+        return -self._streams
+
+    def count(self, rank: int, size_bytes: int) -> None:
+        """Count a message that a hosted rank sends."""
+        self.bytes_sent[rank - self.hosted.start] += size_bytes
+        self.messages_sent[rank - self.hosted.start] += 1
+
+    def check_thread(self) -> None:
+        """Raise RuntimeError in the thread that has lent the world to another one."""
+        if self.lent_by == threading.get_ident():
+            raise RuntimeError(
+                "World: a gradient is being reduced in another thread: call reduce() first"
+            )
+
+    def agree(self, error: Exception | None, what: str = "agree") -> None:
+        """Raise the error of the lowest process that has one on all processes. Collective.
+
+        What cannot be pickled becomes a RuntimeError with the same words.
+        """
+        if not self.max(np.array([error is not None], np.int64), what)[0]:
+            return
+        errors = [each for each in self.gather(_portable(error), what) if each is not None]
+        raise pickle.loads(errors[0]) from error
+
+    def failure(self, error: Exception, what: str) -> RankFailure | None:
+        """Return the failure of a process behind an error, or None if it is of another kind."""
+        return None
+
+    def shared(self) -> Any:
+        """Return how payloads reach other processes of the node, comm.shared; None. Collective."""
+        return None
+
+    @abstractmethod
+    def split(self, group: int) -> Ranks:
+        """Return the world of the processes that give the same group, in their order. Collective.
+
+        Raises ValueError, on all processes alike, for a negative group.
+        """
+
+    @abstractmethod
+    def free(self) -> None:
+        """Free what the world holds; it cannot be used any more. Collective."""
+
+    @abstractmethod
+    def barrier(self, what: str = "barrier", pause_s: float = 0.0) -> None:
+        """Wait for all processes. Collective. pause_s: sleep between looks, for long waits."""
+
+    @abstractmethod
+    def broadcast(self, array: Array, what: str = "broadcast") -> None:
+        """Overwrite array, C-contiguous and of one size everywhere, by process 0's. Collective."""
+
+    @abstractmethod
+    def gather(self, value: Any, what: str = "gather") -> list[Any]:
+        """Return the small Python values of all processes in order. Collective."""
+
+    @abstractmethod
+    def max(self, values: Array, what: str = "max") -> Array:
+        """Return the element-wise maximum over processes; int64[n], n alike. Collective."""
+
+    @abstractmethod
+    def sum_by_mpi(self, array: Array, source: Array | None = None) -> None:
+        """Sum float32[n] over processes by MPI_Allreduce. Collective.
+
+        Source, or array itself, into array, which must not share memory with source.
+        """
+
+    @abstractmethod
+    def isend(self, rank: int, to: int, payload: Array, stream: int = 0) -> list[Any]:
+        """Start to send from a hosted rank to one of another process; return the requests.
+
+        stream: tells messages apart between the same two ranks; in a stream they keep the order.
+        Those of pieces are 0 or more, those of open_stream less
+        """
+
+    @abstractmethod
+    def irecv(self, source: int, rank: int, buffer: Array, stream: int = 0) -> list[Any]:
+        """Start to receive for a hosted rank from one of another process; return the requests."""
+
+    @abstractmethod
+    def send_init(self, rank: int, to: int, payload: Array, stream: int = 0) -> list[Any]:
+        """Return persistent requests to send from a hosted rank to one of another process.
+
+        They have Start, Test and Free; a start of all, in order, sends the bytes of then.
+        """
+
+    @abstractmethod
+    def recv_init(self, source: int, rank: int, buffer: Array, stream: int = 0) -> list[Any]:
+        """Return persistent requests to receive for a hosted rank from another process's."""
+
+    @abstractmethod
+    def write_box(
+        self, path: Path, offset: int, shape: Sequence[int], start: Sequence[int], box: Array
+    ) -> None:
+        """Write this process's box of an array that lies in a file, all processes' boxes at once.
+
+        offset: of the array's first byte; shape: of the array; start: of the box in it
+        box: any dtype, C-contiguous; the boxes are disjoint, some may be empty
+        Collective. Raises OSError on all processes where one cannot write.
+        """
+
+    @abstractmethod
+    def done(self, wait: Wait) -> bool:
+        """Whether all requests are complete."""
+
+    @abstractmethod
+    def wait_any(self, waits: Sequence[Wait]) -> None:
+        """Return once a wait is done; after the time-out end the job with all the reasons."""
+
+    @abstractmethod
+    def abort(self, message: str) -> NoReturn:
+        """Print "rank R | message" to stderr and end the job, all processes of it."""
+
+
+def _portable(error: Exception | None) -> bytes | None:
+    if error is None:
+        return None
+    try:
+        data = pickle.dumps(error)
+        pickle.loads(data)
+    except Exception:
+        return pickle.dumps(RuntimeError(f"{type(error).__name__}: {error}"))
+    return data
+
+
+def numbered(nodes: Sequence[Hashable]) -> tuple[int, ...]:
+    """Return the number of each rank's node, in the order of first ranks, given any names."""
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(nodes))}
+    return tuple(numbers[name] for name in nodes)
+
+
+class Loopback(Ranks):
+    """A world of virtual_ranks ranks in this one process; needs no MPI.
+
+    nodes: the number or name of the node of each rank, all on one by default
+    Raises ValueError where there is not one for each rank.
+    """
+
+    has_mpi = False
+
+    def __init__(self, virtual_ranks: int = 1, *, nodes: Sequence[Hashable] | None = None) -> None:
+        super().__init__(0, 1, virtual_ranks)
+        if nodes is not None:
+            if len(nodes) != self.ranks:
+                raise ValueError(f"Loopback: nodes={nodes!r}: must be {self.ranks}, one a rank")
+            self.nodes = numbered(nodes)
+
+    def split(self, group: int) -> Loopback:
+        """Return a world of as many ranks in this process."""
+        if group < 0:
+            raise ValueError(f"World.split: group={group}: must be 0 or more")
+        return Loopback(self.virtual_ranks, nodes=self.nodes)
+
+    def free(self) -> None:
+        """Do nothing: there is nothing to free."""
+
+    def barrier(self, what: str = "barrier", pause_s: float = 0.0) -> None:
+        """Return at once."""
+
+    def broadcast(self, array: Array, what: str = "broadcast") -> None:
+        """Leave the array as it is."""
+
+    def gather(self, value: Any, what: str = "gather") -> list[Any]:
+        """Return [value]."""
+        return [value]
+
+    def max(self, values: Array, what: str = "max") -> Array:
+        """Return a copy."""
+        return values.copy()
+
+    def sum_by_mpi(self, array: Array, source: Array | None = None) -> None:
+        """Copy the source, if there is one, into the array."""
+        if source is not None:
+            array[:] = source
+
+    def isend(self, rank: int, to: int, payload: Array, stream: int = 0) -> list[Any]:
+        """Raise ValueError: there is no other process."""
+        raise ValueError(f"Loopback: rank {rank} sends to rank {to} of 0..{self.ranks - 1}")
+
+    def irecv(self, source: int, rank: int, buffer: Array, stream: int = 0) -> list[Any]:
+        """Raise ValueError: there is no other process."""
+        raise ValueError(f"Loopback: rank {rank} receives from {source} of 0..{self.ranks - 1}")
+
+    def send_init(self, rank: int, to: int, payload: Array, stream: int = 0) -> list[Any]:
+        """Raise ValueError: there is no other process."""
+        return self.isend(rank, to, payload)
+
+    def recv_init(self, source: int, rank: int, buffer: Array, stream: int = 0) -> list[Any]:
+        """Raise ValueError: there is no other process."""
+        return self.irecv(source, rank, buffer)
+
+    def write_box(
+        self, path: Path, offset: int, shape: Sequence[int], start: Sequence[int], box: Array
+    ) -> None:
+        """Write the box."""
+        target = np.memmap(path, box.dtype, "r+", offset, tuple(shape)) if box.size else None
+        if target is not None:
+            target[tuple(slice(a, a + n) for a, n in zip(start, box.shape, strict=True))] = box
+            target.flush()
+
+    def done(self, wait: Wait) -> bool:
+        """Return True."""
+        return True
+
+    def wait_any(self, waits: Sequence[Wait]) -> None:
+        """Return at once."""
+
+    def abort(self, message: str) -> NoReturn:
+        """Print "rank 0 | message" to stderr and raise SystemExit(1)."""
+        sys.stderr.write(f"rank 0 | {message}\n")
+        raise SystemExit(1)
