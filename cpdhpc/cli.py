@@ -109,7 +109,7 @@ def run_train(arguments: argparse.Namespace, world: World) -> int:
         files = run(world, arguments.file, _settings(arguments), directory, arguments.resume)
     except Interrupted as stop:
         return stop.status
-    if world.rank == 0:
+    if world.process == 0:
         from .report.command import report
         from .train.progress import on_terminal
 
@@ -132,7 +132,7 @@ def run_autoencoder(arguments: argparse.Namespace, world: World) -> int:
         record = run(world, options)
     except Interrupted as stop:
         return stop.status
-    if world.rank == 0:
+    if world.process == 0:
         print(f"record: {record}")
     return 0
 
@@ -385,7 +385,7 @@ def main(argv: list[str] | None = None) -> int:
         world = World(timeout_s=arguments.timeout or TIMEOUT_S)
         return command.run(arguments, world)
     except UserError as error:
-        if world is None or world.rank == 0:
+        if world is None or world.process == 0:
             print(f"cpdhpc: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         return USER_ERROR
     except BrokenPipeError:  # the reader, as head, wants no more

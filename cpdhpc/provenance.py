@@ -86,7 +86,7 @@ def attributes(world: Ranks) -> dict[str, str | int]:
         "cpu_clone": cpu_clone(),
         "kernel_threads": kernel_threads(),
         "hosts": " ".join(names),
-        "processes": world.size,
+        "processes": world.processes,
         "virtual_ranks": world.virtual_ranks,
         "ranks": world.ranks,
         "git_commit": git_commit(),
@@ -101,7 +101,7 @@ def print_info(world: Ranks) -> None:
     rows = [
         *versions().items(),
         ("MPI library", library_version()),
-        ("processes", f"{world.size} on {', '.join(sorted(set(names)))}"),
+        ("processes", f"{world.processes} on {', '.join(sorted(set(names)))}"),
         ("cores of this process", str(len(os.sched_getaffinity(0)))),
         ("torch threads", threads if find_spec("torch") else "torch is not installed"),
         ("kernel threads", threads),
@@ -109,7 +109,7 @@ def print_info(world: Ranks) -> None:
         ("GPU", gpu() or "none"),
         *gpu_rows(world),
     ]
-    if world.rank == 0:
+    if world.process == 0:
         table = Table(show_header=False)
         for name, value in rows:
             table.add_row(name, value)

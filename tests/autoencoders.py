@@ -85,7 +85,7 @@ def serial_contrast(pooled, of=GEOMETRY):
 
 def make(world: Ranks, procs, *, cells=None, of=GEOMETRY, dtype=torch.float64):
     """A layer whose cells are dealt otherwise than its blocks: in strips along the second axis."""
-    cells = cells or Layout.grid(of.image, (1, world.size))
+    cells = cells or Layout.grid(of.image, (1, world.processes))
     return MacroLayer(world, of, cells, procs, seed=5, dtype=dtype)
 
 

@@ -99,11 +99,11 @@ def same(a: Array | str, b: Array | str) -> bool:
 
 def check(world: World, d: Draw, call: Call, number: int, iteration: int) -> None:
     """All-reduce over world and compare; the job ends where anything differs. Collective."""
-    own = contribution(d, number, world.rank)
+    own = contribution(d, number, world.process)
     x = own.copy()
     got = outcome(lambda: call(x, iteration))
     where = f"soak: iteration {iteration}, call {number} of {d}"
-    if world.rank == iteration % d.ranks:
+    if world.process == iteration % d.ranks:
         xs = [contribution(d, number, rank) for rank in range(d.ranks)]
         simulated = Loopback(d.ranks, nodes=world.nodes)
         how: dict[str, Any] = {"iteration": iteration, "segments": d.segments}
@@ -134,7 +134,7 @@ def soak(world: World, worlds: dict[int, World], minutes: float, seed: int) -> l
     rng, looks = np.random.default_rng(seed), list[Look]()
     period_s = min(PERIOD_S, 6 * minutes)
     start_s = look_s = time.monotonic()
-    members = {ranks: each for ranks, each in worlds.items() if world.rank < ranks}
+    members = {ranks: each for ranks, each in worlds.items() if world.process < ranks}
     for each in members.values():
         for method in largest():
             method.run(each, [np.ones(MOST // 2, np.float32)])
@@ -153,7 +153,7 @@ def soak(world: World, worlds: dict[int, World], minutes: float, seed: int) -> l
             )
         if over:
             return looks
-        d = draw(rng, world.size, list(WAYS))
+        d = draw(rng, world.processes, list(WAYS))
         set_kernel_threads(d.threads)
         if d.ranks in members:
             with WAYS[d.way](d, members[d.ranks]) as call:
@@ -167,7 +167,7 @@ def soak(world: World, worlds: dict[int, World], minutes: float, seed: int) -> l
 def show(world: World, done: str, last: Look) -> None:
     """Print what is done and what all ranks have in use. Collective."""
     everyone = world.gather(last)
-    if world.rank == 0:
+    if world.process == 0:
         used = "; ".join(f"{each.kept_mib:.0f} + {each.other_mib:.0f}" for each in everyone)
         print(f"{done}; MiB kept + other: {used}; objects {last.objects}", flush=True)
 
@@ -182,13 +182,13 @@ def main() -> None:
     from mpi4py import MPI
 
     worlds = {
-        p: World(MPI.COMM_WORLD.Split(world.rank < p, world.rank), timeout_s=TIMEOUT_S)
-        for p in range(1, world.size + 1)
+        p: World(MPI.COMM_WORLD.Split(world.process < p, world.process), timeout_s=TIMEOUT_S)
+        for p in range(1, world.processes + 1)
     }
     looks = soak(world, worlds, arguments.minutes, arguments.seed)
-    found = [f"soak: rank {world.rank}: grown: {what}" for what in grown(looks)]
+    found = [f"soak: rank {world.process}: grown: {what}" for what in grown(looks)]
     found = [line for lines in world.gather(found) for line in lines]
-    if world.rank == 0:
+    if world.process == 0:
         print("\n".join(["soak: no difference", *found]))
     sys.exit(1 if found else 0)
 

@@ -27,14 +27,14 @@ world, backward, calls = World(), steps.backward, []
 def poisoned(model, *rest):
     loss = backward(model, *rest)
     calls.append(loss)
-    if len(calls) == 3 and world.rank == 1:
+    if len(calls) == 3 and world.process == 1:
         list(model.parameters())[2].grad[0, 0] = np.nan
     return loss
 
 for case in json.loads(sys.argv[1]):
     steps.backward = poisoned if "poison" in case[-1] else backward
     world.barrier()
-    print(f"status {world.rank} {main(case)}", flush=True)
+    print(f"status {world.process} {main(case)}", flush=True)
 """
 BUG = """
 import sys

@@ -60,7 +60,7 @@ def test_a_good_job_ends_well():
 
 def test_a_rank_that_never_calls_is_named():
     status, output, taken_s = launch(
-        "time.sleep(40) if world.rank == 1 else allreduce(world, x, 'e4m3', 'tree')"
+        "time.sleep(40) if world.process == 1 else allreduce(world, x, 'e4m3', 'tree')"
     )
     assert status != 0 and taken_s < 30
     assert re.search(
@@ -70,7 +70,7 @@ def test_a_rank_that_never_calls_is_named():
 
 def test_all_who_wait_report_before_the_job_ends():
     status, output, taken_s = launch(
-        "time.sleep(40) if world.rank == 1 else world.barrier()", ranks=4
+        "time.sleep(40) if world.process == 1 else world.barrier()", ranks=4
     )
     assert status != 0 and taken_s < 30
     for rank in (0, 2, 3):
@@ -78,7 +78,7 @@ def test_all_who_wait_report_before_the_job_ends():
 
 
 def test_a_message_that_never_comes_is_named_with_its_round_and_chunk():
-    status, output, taken_s = launch("time.sleep(40) if world.rank == 1 else run_one(None, 1)")
+    status, output, taken_s = launch("time.sleep(40) if world.process == 1 else run_one(None, 1)")
     assert status != 0 and taken_s < 30
     assert re.search(r"rank 0 \| test: waited [\d.]+ s for rank 1, round 3, chunk 5\n", output), (
         output
@@ -92,7 +92,7 @@ import sys
 sys.path.insert(0, {str(ROOT / "tests")!r})
 from simulated_cupy import simulated
 with simulated() as (gpu, cupy):
-    gpu.stalled = gpu.null if world.rank == 1 else None
+    gpu.stalled = gpu.null if world.process == 1 else None
     allreduce(world, cupy.asarray(x))
 """
     )
@@ -109,7 +109,7 @@ def test_an_error_in_the_middle_ends_the_job_and_names_the_rank():
 def broken():
     yield from one_exchange(None, None)
     raise MemoryError("no room")
-if world.rank == 1:
+if world.process == 1:
     run(world, lambda piece, take: [broken()], 1, x, "test")
 time.sleep(40)
 """
@@ -121,7 +121,7 @@ time.sleep(40)
 def test_a_rank_that_raises_ends_the_job():
     status, output, taken_s = launch(
         """
-if world.rank == 1:
+if world.process == 1:
     raise ZeroDivisionError("on purpose")
 allreduce(World(timeout_s=60), x)
 """
@@ -136,10 +136,10 @@ def test_a_test_that_fails_on_one_rank_fails_on_all(tmp_path):
         "import pytest\n"
         "pytestmark = pytest.mark.mpi\n"
         "def test_bad(world):\n"
-        "    assert world.rank == 0, 'rank 1 is bad'\n"
+        "    assert world.process == 0, 'rank 1 is bad'\n"
         "def test_good(world):\n"
         "    world.barrier()\n"
-        f"    open(r'{tmp_path}/good%d' % world.rank, 'w').close()\n"
+        f"    open(r'{tmp_path}/good%d' % world.process, 'w').close()\n"
     )
     pytest_arguments = (
         "-m",
@@ -180,7 +180,7 @@ while True:
         continue
     assert (total == sum(1 << r for r in range(4) if not (lost and r == 2))).all()
     step += 1
-print("survived", me, world.size, lost, flush=True)
+print("survived", me, world.processes, lost, flush=True)
 """
 
 
@@ -212,7 +212,7 @@ def test_a_death_ends_the_job_where_mpi_has_no_fault_tolerance():
     status, output, taken_s = launch(
         """
 import os, signal
-if world.rank == 1:
+if world.process == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 allreduce(World(timeout_s=60), x)
 """

@@ -154,7 +154,7 @@ model = torch.nn.Linear(64, 10)
 reducer = cpdhpc.train.GradientReducer(model, world, "lowbit", bucket_mib=0.001, overlap=True)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for step in range(3):
-    time.sleep(40 if step == 2 and world.rank == 1 else 0)
+    time.sleep(40 if step == 2 and world.process == 1 else 0)
     optimizer.zero_grad()
     model(torch.ones(2, 64)).sum().backward()
     reducer.reduce()

@@ -68,7 +68,7 @@ from cpdhpc.collectives.allreduce import Allreduce
 prepared = Allreduce("raw", "tree").prepare(world, [x])
 for _ in range(3):
     prepared.run()
-time.sleep(40) if world.rank == 1 else prepared.run()
+time.sleep(40) if world.process == 1 else prepared.run()
 """
     )
     assert status != 0 and taken_s < 30

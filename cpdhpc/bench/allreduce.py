@@ -294,7 +294,7 @@ def run(arguments: argparse.Namespace, world: Ranks) -> None:
     together(world, lambda: check_out(arguments.out))
     with own_cores(world) as cores, group_of(world, baselines):
         header = heading(machine_line(world), cores, arguments, skipped, machine)
-        if world.rank == 0:
+        if world.process == 0:
             print("\n".join(header), flush=True)
         rows = measure(world, arguments, sizes, methods, baselines, machine)
     times = [row.times_s for row in rows]
@@ -333,7 +333,7 @@ def measure(
             Row(size_bytes, case, times[i], predicted_s(machine, case, world))
             for i, case in enumerate(cases)
         ]
-        if world.rank == 0:
+        if world.process == 0:
             for row in found:
                 print(line(row, found[0], world.ranks, arguments.warmup, machine), flush=True)
         rows += found

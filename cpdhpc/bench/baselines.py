@@ -242,16 +242,16 @@ def gloo(world: Ranks) -> Iterator[None]:
     timeout = timedelta(seconds=TIMEOUT_S)
 
     def store(port: int) -> Any:
-        leads = world.rank == 0
-        return dist.TCPStore(host, port, world.size, leads, timeout, wait_for_workers=False)  # type: ignore[attr-defined]
+        leads = world.process == 0
+        return dist.TCPStore(host, port, world.processes, leads, timeout, wait_for_workers=False)  # type: ignore[attr-defined]
 
-    first = store(0) if world.rank == 0 else None
+    first = store(0) if world.process == 0 else None
     port = world.gather(first.port if first else 0)[0]
     dist.init_process_group(
         "gloo",
         store=first or store(port),
-        rank=world.rank,
-        world_size=world.size,
+        rank=world.process,
+        world_size=world.processes,
         timeout=timeout,
     )
     try:

@@ -131,7 +131,7 @@ def run(arguments: argparse.Namespace, world: World) -> None:
     rows: list[Row] = []
     with own_cores(world) as cores:
         where = machine_line(world)
-        if world.rank == 0:
+        if world.process == 0:
             print("\n".join(heading(where, cores, arguments)), flush=True)
         for setting in settings:
             if arguments.overlap:
@@ -154,7 +154,7 @@ def measure(
     with setting.plan(world) as plan:
         size_bytes = max(world.gather(sent_bytes(plan, setting.spec), "bench halo"))
         lines = about(setting, plan, size_bytes)
-        if world.rank == 0:
+        if world.process == 0:
             print("\n".join(lines), flush=True)
         rows: list[Row] = []
         for operation in operations:  # each by itself: sums grow, and exchanges copy them
@@ -164,7 +164,7 @@ def measure(
                 Row(setting, case, size_bytes, calls, times_s)
                 for case, times_s in zip(cases, times, strict=True)
             ]
-    if world.rank == 0:
+    if world.process == 0:
         for row in rows:
             print(line(row, rows, arguments.warmup), flush=True)
     return rows

@@ -86,7 +86,7 @@ class Setting(NamedTuple):
         """Return the plan. Collective."""
         windows, spec = self.spec.geometry(), self.spec
         return WindowPlan(
-            world, windows.layout, windows.boxes[world.rank], spec.modes, wire=spec.wire,
+            world, windows.layout, windows.boxes[world.process], spec.modes, wire=spec.wire,
             name=self.name,
         )  # fmt: skip
 

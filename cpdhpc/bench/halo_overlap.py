@@ -104,7 +104,7 @@ def measure(world: World, setting: Setting, arguments: argparse.Namespace) -> No
         size_bytes = max(world.gather(sent_bytes(plan, spec), "bench halo"))
         if spec.wire != "raw":
             size_bytes = plan.describe(spec.dtype, spec.trail).most_bytes
-    if world.rank == 0:
+    if world.process == 0:
         print("\n".join(_table(setting, size_bytes, times, arguments)), flush=True)
 
 
@@ -153,7 +153,7 @@ def check(
 
     Before each the halo holds NaN, which would show.
     """
-    rng = np.random.default_rng(world.rank)
+    rng = np.random.default_rng(world.process)
     values = rng.standard_normal((*plan.owned.shape, *window.shape[plan.owned.ndim :]))
     results = {}
     for name in (BLOCKING, "overlapped", OVERLAPPED):

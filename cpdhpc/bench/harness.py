@@ -206,7 +206,7 @@ def write_samples(
     notes = {"schema": SCHEMA, "benchmark": name, **attributes(world)}
 
     def write() -> None:
-        if world.rank == 0:
+        if world.process == 0:
             _write(path, columns, times, warmup, notes)
 
     together(world, write)

@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace, world: Ranks) -> None:
     rows: list[Row] = []
     with own_cores(world) as cores:
         where = machine_line(world)
-        if world.rank == 0:
+        if world.process == 0:
             print("\n".join(heading(where, cores)), flush=True)
         for size_bytes in sizes:
             rows += measure(world, size_bytes, arguments)
@@ -65,7 +65,7 @@ def measure(world: Ranks, size_bytes: int, arguments: argparse.Namespace) -> lis
         cases[-1].check(world)
         runs = {case.algorithm: case.run for case in cases}
         times = interleave_ranks(world, runs, arguments.repeats, arguments.warmup)
-    if world.rank == 0:
+    if world.process == 0:
         timed = [each[arguments.warmup :] for each in times.values()]
         print(line(size_bytes, timed), flush=True)
     return [Row(size_bytes, case, times[case.algorithm], np.nan) for case in cases]

@@ -54,7 +54,7 @@ def run_fit(arguments: argparse.Namespace, world: Ranks) -> None:
     check_positive(arguments, "repeats")
     check_whole(arguments, "warmup")
     together(world, lambda: check_out(arguments.out))
-    if world.size < 2:
+    if world.processes < 2:
         raise UserError("bench fit: a link takes 2 processes: run it under mpirun")
     with own_cores(world) as cores:
         sizes = MESSAGES[: 4 if arguments.quick else None]
@@ -66,8 +66,8 @@ def run_fit(arguments: argparse.Namespace, world: Ranks) -> None:
     machine = fit(start, samples, FITTED)
     notes = attributes(world) | {"format": arguments.format, "cores": cores}
     where = machine_line(world)
-    together(world, lambda: write(arguments.out, machine, notes) if world.rank == 0 else None)
-    if world.rank == 0:
+    together(world, lambda: write(arguments.out, machine, notes) if world.process == 0 else None)
+    if world.process == 0:
         print(f"# {where}\n# {cores}")
         show(machine, samples, checked)
 
@@ -78,21 +78,21 @@ def ping_pong(world: Ranks, sizes: Sequence[int], repeats: int, warmup: int) -> 
     sizes: of the messages, in bytes
     Half of a message's way there and back, polled as the all-reduce does.
     """
-    first, last = 0, world.size - 1
-    other = {first: last, last: first}.get(world.rank)
+    first, last = 0, world.processes - 1
+    other = {first: last, last: first}.get(world.process)
 
     def bounce(size: int) -> Callable[[], None]:
         ball, caught = np.zeros(size, np.uint8), np.empty(size, np.uint8)
 
         def send() -> None:
-            requests = world.isend(world.rank, other or 0, ball)
-            world.wait_any([Wait(requests, world.rank, "ping-pong: waited {:.1f} s to send")])
+            requests = world.isend(world.process, other or 0, ball)
+            world.wait_any([Wait(requests, world.process, "ping-pong: waited {:.1f} s to send")])
 
         def receive() -> None:
-            requests = world.irecv(other or 0, world.rank, caught)
-            world.wait_any([Wait(requests, world.rank, "ping-pong: waited {:.1f} s")])
+            requests = world.irecv(other or 0, world.process, caught)
+            world.wait_any([Wait(requests, world.process, "ping-pong: waited {:.1f} s")])
 
-        calls = (send, receive) if world.rank == first else (receive, send)
+        calls = (send, receive) if world.process == first else (receive, send)
 
         def both() -> None:
             for call in calls if other is not None else ():

@@ -134,7 +134,7 @@ def give_up(world: Ranks, error: Exception, what: str) -> NoReturn:
     failure = world.failure(error, what)
     if failure is not None:
         raise failure from None
-    if world.size == 1:
+    if world.processes == 1:
         raise error
     world.abort(f"{what}: {type(error).__name__}: {error}\n{traceback.format_exc()}")
 

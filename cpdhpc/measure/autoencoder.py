@@ -103,7 +103,7 @@ def check_transposes(world: World, plan: WindowPlan) -> None:
 
     <E x, y> = <x, E^T y> for integers, without rounding
     """
-    draw = np.random.default_rng(world.rank)
+    draw = np.random.default_rng(world.process)
     x = draw.integers(-99, 99, plan.owned.shape)
     y = draw.integers(-99, 99, plan.window.shape)
     one, other = int((plan.exchange(x) * y).sum()), int((x * plan.accumulate(y)).sum())

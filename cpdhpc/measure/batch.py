@@ -40,13 +40,13 @@ def measure_batch(
     study, batch = together(world, lambda: _load(folder, number))
     prove(world, nodes or batch.nodes, ppn or batch.ppn)
     _check_shape(world, batch)
-    todo = together(world, lambda: _begin(folder, batch) if world.rank == 0 else None)
+    todo = together(world, lambda: _begin(folder, batch) if world.process == 0 else None)
     cases, mark = world.gather(todo)[0]
     with catching() as caught:
         runner = _Runner(world, folder, study, cases, mark.restarts, caught)
         runner.run(number)
     status = runner.status
-    if world.rank == 0:
+    if world.process == 0:
         state = "stopped" if status == UNFINISHED else "ended"
         mark.end(folder.mark_file(number), state)
     world.barrier("end of the batch")
@@ -99,7 +99,7 @@ class _Runner:
         self.folder, self.study, self.cases = folder, study, cases
         self.restarts, self.caught = restarts, caught
         # All wait here for ranks that measure, which have time-outs of their own that end the job.
-        everyone = world.part(range(world.size), timeout_s=math.inf)
+        everyone = world.part(range(world.processes), timeout_s=math.inf)
         assert everyone is not None
         self.world = everyone
         self.places: dict[tuple[int, int, int, float], Place | None] = {}
@@ -190,7 +190,7 @@ class _Runner:
         result = None if place is None else measuring.result(place)
 
         def write() -> None:
-            if self.world.rank == 0 and result is not None:
+            if self.world.process == 0 and result is not None:
                 extra: dict[str, int | str] = {
                     "job_id": os.environ.get("SLURM_JOB_ID", ""),
                     "restarts": self.restarts,
@@ -207,13 +207,13 @@ class _Runner:
         """Write from process 0 why a case cannot be measured; the others go on."""
         self.failed += 1
         self._say(f"failed {case.id}: {wrong}")
-        if self.world.rank == 0:
+        if self.world.process == 0:
             path = self.folder.failure_file(case)
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(wrong + "\n", encoding="utf-8")
 
     def _say(self, text: str) -> None:
-        if self.world.rank == 0:
+        if self.world.process == 0:
             print(f"[{self.finished + self.failed}/{len(self.cases)}] {text}", flush=True)
 
 

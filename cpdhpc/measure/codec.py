@@ -32,8 +32,8 @@ class _Codec(Calls):
         factors, world = self.case.factors, place.world
         operation = str(factors["operation"])
         cast = Cast(parse_format(str(factors.get("format", ANY_FORMAT))))
-        start, stop = split(int(factors["size_bytes"]) // 4, world.size, world.rank)
-        x = np.random.default_rng(world.rank).standard_normal(stop - start, np.float32)
+        start, stop = split(int(factors["size_bytes"]) // 4, world.processes, world.process)
+        x = np.random.default_rng(world.process).standard_normal(stop - start, np.float32)
         call = Call(operations(x, cast)[operation])
         if check:
             _check(world, x, cast)

@@ -21,7 +21,7 @@ class _Halo(Calls):
     def call(self, place: Place, check: bool) -> Iterator[Call]:
         """Make an exchange ready; see Calls.call."""
         of, world = self.case.factors, place.world
-        setting = _setting(self.case, world.size)
+        setting = _setting(self.case, world.processes)
         with setting.plan(world) as plan:
             ways = [str(of["transfer"])], [str(of["way"])]
             with open_cases(world, setting, plan, *ways, check=check) as cases:

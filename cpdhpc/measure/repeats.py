@@ -54,9 +54,9 @@ def prove(world: World, nodes: int, ppn: int) -> None:
     MPI is asked, not the scheduler: SLURM_PROCID and its like are wrong under mpirun.
     """
     asked = f"asked for were {nodes * ppn} (nodes x ranks per node: {nodes} x {ppn})"
-    if world.size != nodes * ppn:
-        found = "1 process" if world.size == 1 else f"{world.size} processes"
-        alone = "every process is alone: " if world.size == 1 else ""
+    if world.processes != nodes * ppn:
+        found = "1 process" if world.processes == 1 else f"{world.processes} processes"
+        alone = "every process is alone: " if world.processes == 1 else ""
         cure = CURE.format(library=library_version())
         raise PlacementError(f"batch: MPI has {found}, {asked}: {alone}{cure}")
     counts = Counter(world.nodes)
@@ -103,7 +103,7 @@ class Place:
 
         On process 0, which writes; the others would only ask the file system the same.
         """
-        if self.world.rank > 0:
+        if self.world.process > 0:
             return {}
         slurm = {name: os.environ[name] for name in SLURM if name in os.environ}
         return {

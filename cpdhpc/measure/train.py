@@ -35,13 +35,13 @@ class _Training(Measuring):
         world = place.world
         place.cores = "as the launcher has bound the ranks"
         files = Files(self.directory / "record.h5", self.directory / "checkpoint.h5")
-        if world.rank == 0:
+        if world.process == 0:
             self.directory.mkdir(parents=True, exist_ok=True)
         data = agreed(world, self.job.data.load)
         training = prepare(self.job, world, data, files)
         training.resume()
         self.began = training.iteration
-        run(training, caught, Display(world.rank == 0, 1))
+        run(training, caught, Display(world.process == 0, 1))
         self.training, self.done = training, True
 
     def result(self, place: Place) -> Result:

@@ -29,10 +29,10 @@ def train(
     jobs = agreed(world, lambda: load(path, settings))
     agreed(world, lambda: _check_grids(jobs, world))
     files = {job.id: Files.of(directory, job) for job in jobs}
-    agreed(world, lambda: _directory(directory, files.values(), world.rank == 0, resume))
-    todo = agreed(world, lambda: _todo(jobs, files, resume) if world.rank == 0 else [])
+    agreed(world, lambda: _directory(directory, files.values(), world.process == 0, resume))
+    todo = agreed(world, lambda: _todo(jobs, files, resume) if world.process == 0 else [])
     todo = world.gather(todo)[0]
-    display = Display(world.rank == 0, len(todo))
+    display = Display(world.process == 0, len(todo))
     display.line(_announcement(world, jobs, todo, directory))
     worlds: dict[tuple[int, float], World] = {}
     data: dict[object, Dataset] = {}
@@ -54,9 +54,9 @@ def train(
 def _check_grids(jobs: list[Job], world: World) -> bool:
     for job in jobs:
         rows, columns = job.train.image_grid
-        if world.size % (rows * columns):
+        if world.processes % (rows * columns):
             raise ConfigError(
-                f"{job.id}: train.image_grid=[{rows}, {columns}] on {world.size} processes: "
+                f"{job.id}: train.image_grid=[{rows}, {columns}] on {world.processes} processes: "
                 f"their number must be a multiple of {rows * columns}"
             )
     return True
@@ -93,4 +93,4 @@ def _complete(job: Job, record: Path) -> bool:
 
 def _announcement(world: World, jobs: list[Job], todo: list[Job], directory: Path) -> str:
     skipped = f", {len(jobs) - len(todo)} complete already" if len(todo) < len(jobs) else ""
-    return f"cpdhpc: {len(todo)} runs on {world.size} processes into {directory}{skipped}"
+    return f"cpdhpc: {len(todo)} runs on {world.processes} processes into {directory}{skipped}"

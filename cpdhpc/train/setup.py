@@ -118,7 +118,7 @@ class Training:
 
         status: "running", "interrupted" or "complete"
         """
-        if self.world.rank == 0:
+        if self.world.process == 0:
             checkpoint.save(
                 self.files.checkpoint,
                 checkpoint.tensors(self.model, self.optimizer) | self.record.arrays(),
@@ -131,7 +131,7 @@ class Training:
 
     def save_record(self, status: str) -> None:
         """Write only the record; process 0 writes, after a failure that all processes share."""
-        if self.world.rank == 0:
+        if self.world.process == 0:
             self._write_record(status)
 
     def _write_record(self, status: str) -> None:
@@ -153,7 +153,7 @@ class Training:
         Raises CheckpointError or StoreError on all processes alike.
         """
         path, loaded = self.files.checkpoint, None
-        if self.world.rank == 0:
+        if self.world.process == 0:
             loaded = _attempt(self, path)
         loaded = self.world.gather(loaded)[0]
         if isinstance(loaded, UserError):

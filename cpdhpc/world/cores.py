@@ -50,10 +50,10 @@ def own_cores(world: Ranks) -> Iterator[str]:
     if overlap or len(sharing) > len(before):
         yield f"ranks share cores: times are of waiting for one another too; {_threads(world)}"
         return
-    start, stop = split(len(before), len(sharing), sharing.index(world.rank))
+    start, stop = split(len(before), len(sharing), sharing.index(world.process))
     os.sched_setaffinity(0, mine[1][start:stop])
     try:
-        own = f"every rank on cores of its own, {stop - start} on process {world.rank}"
+        own = f"every rank on cores of its own, {stop - start} on process {world.process}"
         yield f"{own}; {_threads(world)}"
     finally:
         os.sched_setaffinity(0, before)

@@ -50,7 +50,7 @@ def find_out(world: Ranks) -> Answer:
     for answer in asked:
         if not answer.yes:
             return answer
-    if world.size < 2:
+    if world.processes < 2:
         return Answer(True, f"{asked[0].why}; not tried, that takes 2 processes")
     if exchange(world):
         return Answer(True, f"{asked[0].why}; each process sent GPU memory to the next")
@@ -65,11 +65,11 @@ def exchange(world: Ranks) -> bool:
     """Send GPU memory from each process to the next; return whether all arrived. Collective."""
     from ..ops import gpu_runtime
 
-    count, each = world.size, world.virtual_ranks
-    following, previous = (world.rank + 1) % count, (world.rank - 1) % count
-    mine = gpu_runtime.to_device(_pattern(world.rank))
+    count, each = world.processes, world.virtual_ranks
+    following, previous = (world.process + 1) % count, (world.process - 1) % count
+    mine = gpu_runtime.to_device(_pattern(world.process))
     theirs = gpu_runtime.to_device(np.zeros(SIZE_BYTES, np.uint8))
-    here, to, source = (process * each for process in (world.rank, following, previous))
+    here, to, source = (process * each for process in (world.process, following, previous))
     requests = world.irecv(source, here, theirs) + world.isend(here, to, mine)
     world.wait_any([Wait(requests, here, TRIAL)])
     right = np.array_equal(to_host(theirs), _pattern(previous))
@@ -264,7 +264,7 @@ def carrier_of(world: Ranks, like: Array) -> Ranks | Direct | Staged:
     from ..ops import gpu_runtime
 
     device = gpu_runtime.current_device()
-    kind = Direct if world.size > 1 and gpu_aware(world).yes else Staged
+    kind = Direct if world.processes > 1 and gpu_aware(world).yes else Staged
     if device not in world.carriers:
         world.carriers[device] = kind(world, gpu_runtime.Streams())
     carrier: Direct | Staged = world.carriers[device]

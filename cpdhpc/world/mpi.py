@@ -240,7 +240,9 @@ class World(Ranks):
             self._mpi, self._duplicate, self._messages.alarm_tag, timeout_s, self._end
         )
         here = comm.Split_type(self._mpi.COMM_TYPE_SHARED)
-        firsts = comm.allgather(here.allreduce(self.rank, self._mpi.MIN))  # a node's first process
+        firsts = comm.allgather(
+            here.allreduce(self.process, self._mpi.MIN)
+        )  # a node's first process
         self.nodes = numbered([first for first in firsts for _ in range(virtual_ranks)])
         here.Free()
         self._share = share_memory
@@ -270,8 +272,8 @@ class World(Ranks):
         self, processes: Sequence[int], *, virtual_ranks: int = 1, timeout_s: float = 600.0
     ) -> World | None:
         """Return the world of some processes, in their order; None on the others. Collective."""
-        mpi, inside = self._mpi, self.rank in processes
-        comm = self._comm.Split(0 if inside else mpi.UNDEFINED, self.rank)
+        mpi, inside = self._mpi, self.process in processes
+        comm = self._comm.Split(0 if inside else mpi.UNDEFINED, self.process)
         if not inside:
             return None
         world = World(
@@ -295,7 +297,7 @@ class World(Ranks):
     def gather(self, value: Any, what: str = "gather") -> list[Any]:
         """Return the small Python values of all processes in order. Collective."""
         data = np.frombuffer(pickle.dumps(value), np.uint8)
-        size, sizes = np.array([data.size], np.int64), np.empty(self.size, np.int64)
+        size, sizes = np.array([data.size], np.int64), np.empty(self.processes, np.int64)
         self._complete(partial(self._comm.Iallgather, size, sizes), what)
         everything = np.empty(int(sizes.sum()), np.uint8)
         target = [everything, sizes.tolist(), self._mpi.BYTE]
@@ -383,7 +385,7 @@ class World(Ranks):
             self._patience.wait(
                 start().Test,
                 lambda waited_s, absent: [
-                    f"{name} {self.rank} | {what}: waited {waited_s:.1f} s for {name} "
+                    f"{name} {self.process} | {what}: waited {waited_s:.1f} s for {name} "
                     + (", ".join(map(str, absent)) or "unknown (all wait, in different calls)")
                 ],
                 pause_s,
@@ -437,7 +439,7 @@ class World(Ranks):
         """
         wrong = ValueError(f"World.split: group={group}: must be 0 or more") if group < 0 else None
         self.agree(wrong, "split")
-        part = self._comm.Split(group, self.rank)
+        part = self._comm.Split(group, self.process)
         world = self._like(part)
         part.Free()
         return world

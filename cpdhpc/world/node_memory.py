@@ -207,13 +207,17 @@ def share(world: Ranks, wanted: bool) -> tuple[Shared | None, str]:
     try:
         shared = Shared() if wanted else None
     except (OSError, AttributeError) as error:  # memfd_create is Linux's
-        problem = f"process {world.rank}: {error}"
+        problem = f"process {world.process}: {error}"
     names = world.gather((shared and shared.name, problem), "shared memory")
-    near = [i for i in range(world.size) if firsts[i] == firsts[world.rank] and i != world.rank]
+    near = [
+        i
+        for i in range(world.processes)
+        if firsts[i] == firsts[world.process] and i != world.process
+    ]
     if shared is not None and all(name for name, _ in names):
         missed = [i for i in near if not shared.meet(i, names[i][0])]
         if missed:
-            problem = f"process {world.rank} cannot map the memory of process {missed[0]}"
+            problem = f"process {world.process} cannot map the memory of process {missed[0]}"
     found = world.gather((problem, shared is not None and shared.reads), "shared memory")
     problems = [each for each, _ in found if each]
     if problems:

@@ -51,7 +51,8 @@ class Wait(NamedTuple):
 class Ranks(ABC):
     """Ranks dealt to processes in blocks of virtual_ranks.
 
-    rank, size: of processes; ranks: number of ranks; hosted: the ranks of this process
+    process, processes: this process and how many there are; ranks: number of ranks
+    hosted: the ranks of this process; rank: the first of them; size: ranks, as MPI names it
     nodes: the node of each rank, numbered in the order of first ranks; where nothing is known of
         nodes it is one
     bytes_sent, messages_sent: int64[virtual_ranks], what each hosted rank sent to other ranks,
@@ -73,13 +74,14 @@ class Ranks(ABC):
     gpu_aware: tuple[bool, str] | None = None
     lent_by: int | None = None
 
-    def __init__(self, rank: int, size: int, virtual_ranks: int) -> None:
+    def __init__(self, process: int, processes: int, virtual_ranks: int) -> None:
         if virtual_ranks < 1:
             raise ValueError(f"World: virtual_ranks={virtual_ranks}: must be 1 or more")
-        self.rank, self.size, self.virtual_ranks = rank, size, virtual_ranks
-        self.ranks = size * virtual_ranks
+        self.process, self.processes, self.virtual_ranks = process, processes, virtual_ranks
+        self.ranks = self.size = processes * virtual_ranks
         self.nodes: tuple[int, ...] = (0,) * self.ranks
-        self.hosted = range(rank * virtual_ranks, (rank + 1) * virtual_ranks)
+        self.hosted = range(process * virtual_ranks, (process + 1) * virtual_ranks)
+        self.rank = self.hosted.start
         self.bytes_sent = np.zeros(virtual_ranks, np.int64)
         self.messages_sent = np.zeros(virtual_ranks, np.int64)
         self.collective_bytes = 0

@@ -33,9 +33,9 @@ def digest(array):
 
 def assert_simulated(world, got, xs, *arguments, **options):
     """Every rank got the bits that rank 0 simulates."""
-    expected = digest(simulate(xs, *arguments, **options)) if world.rank == 0 else None
+    expected = digest(simulate(xs, *arguments, **options)) if world.process == 0 else None
     found = world.gather((digest(got), expected))
-    assert [each for each, _ in found] == [found[0][1]] * world.size
+    assert [each for each, _ in found] == [found[0][1]] * world.processes
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
@@ -46,7 +46,7 @@ def test_real_is_simulated(world, algorithm, accumulate, scaling):
     turn = WAYS.index((algorithm, accumulate)) + SCALINGS.index(scaling)
     for wire in WIRES[turn % 2 :: 2]:
         arguments = (wire, algorithm, scaling, accumulate)
-        got = allreduce(world, xs[world.rank], *arguments)
+        got = allreduce(world, xs[world.process], *arguments)
         assert_simulated(world, got, xs, *arguments)
 
 
@@ -57,7 +57,7 @@ def test_stochastic_rounding_by_segments_in_place(world, algorithm, accumulate):
         "rounding": "stochastic", "seed": 5, "iteration": 2, "headroom": "sqrt", "op": "mean",
         "segments": [Segment("a", 0, 1000), Segment("b", 1024, N)],
     }  # fmt: skip
-    x = xs[world.rank].copy()
+    x = xs[world.process].copy()
     assert allreduce(world, x, "e4m3", algorithm, "aps", accumulate, out=x, **options) is x
     assert_simulated(world, x, xs, "e4m3", algorithm, "aps", accumulate, **options)
 
@@ -67,7 +67,7 @@ def test_sizes(world, algorithm):
     for n in (0, 1, 1025, 1024 * world.ranks):
         xs = gradients(world.ranks, n)
         for wire in ("raw", "e2m1fn"):
-            got = allreduce(world, xs[world.rank], wire, algorithm)
+            got = allreduce(world, xs[world.process], wire, algorithm)
             assert_simulated(world, got, xs, wire, algorithm)
 
 
@@ -110,7 +110,7 @@ def test_pieces(world, algorithm, accumulate, monkeypatch):
     xs = gradients(world.ranks, 6 * 1024 * chunks + 5)
     for wire in ("raw", "e3m0"):
         arguments = (wire, algorithm, "tile", accumulate)
-        got = allreduce(world, xs[world.rank], *arguments, rounding="stochastic")
+        got = allreduce(world, xs[world.process], *arguments, rounding="stochastic")
         assert_simulated(world, got, xs, *arguments, rounding="stochastic", nodes=world.nodes)
 
 
@@ -122,9 +122,9 @@ def test_bytes_are_those_of_the_simulation(world, algorithm):
     simulated = Loopback(world.ranks)
     Allreduce("e4m3", algorithm).run(simulated, xs)
     bytes_before, messages_before = world.bytes_sent.copy(), world.messages_sent.copy()
-    allreduce(world, xs[world.rank], "e4m3", algorithm)
-    assert (world.bytes_sent - bytes_before)[0] == simulated.bytes_sent[world.rank]
-    assert (world.messages_sent - messages_before)[0] == simulated.messages_sent[world.rank]
+    allreduce(world, xs[world.process], "e4m3", algorithm)
+    assert (world.bytes_sent - bytes_before)[0] == simulated.bytes_sent[world.process]
+    assert (world.messages_sent - messages_before)[0] == simulated.messages_sent[world.process]
 
 
 @pytest.mark.parametrize("virtual", [1, 3])
@@ -145,13 +145,13 @@ def test_mpi_sums_integers_exactly(world, virtual):
 def test_a_nan_on_one_rank_is_named_on_all(world, wire, scaling):
     for algorithm in SCHEDULES:
         x = np.ones(N, np.float32)
-        if world.rank == world.size - 1:
+        if world.process == world.processes - 1:
             x[2000] = np.nan
         kept = x.copy()
         segments = [Segment("a", 0, 1024), Segment("b", 1024, N)]
         with pytest.raises(NonFiniteGradient) as caught:
             allreduce(world, x, wire, algorithm, scaling, out=x, segments=segments)
-        assert caught.value.segments == ("b",) and caught.value.ranks == (world.size - 1,)
+        assert caught.value.segments == ("b",) and caught.value.ranks == (world.processes - 1,)
         assert (x.view(np.uint32) == kept.view(np.uint32)).all()
 
 
@@ -164,7 +164,7 @@ def test_a_nan_on_one_rank_is_named_on_all(world, wire, scaling):
     ],
 )
 def test_a_bad_array_on_one_rank_fails_on_all_alike(world, bad, kind, words):
-    x = bad if world.rank == 0 else np.ones(N, np.float32)
+    x = bad if world.process == 0 else np.ones(N, np.float32)
     before = world.messages_sent.sum()
     with pytest.raises(kind, match=f"rank 0 .*{words}") as caught:
         allreduce(world, x)
@@ -174,7 +174,7 @@ def test_a_bad_array_on_one_rank_fails_on_all_alike(world, bad, kind, words):
 
 @pytest.mark.mpi(min_size=2)
 def test_arguments_that_differ_fail_on_all(world):
-    first = world.rank == 0
+    first = world.process == 0
     x = np.ones(N, np.float32)
     cases = [
         ({"wire": "e4m3" if first else "e5m2"}, "e5m2"),

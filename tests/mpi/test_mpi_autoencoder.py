@@ -35,10 +35,11 @@ def grids(n):
 def cases(world, of):
     """Layers whose cells are dealt in strips, in a grid, or all to the last rank."""
     strips, grid = (
-        Layout.grid(of.image, procs) for procs in (grids(world.size)[0], grids(world.size)[-1])
+        Layout.grid(of.image, procs)
+        for procs in (grids(world.processes)[0], grids(world.processes)[-1])
     )
-    for cells in (strips, grid, Layout.at(of.image, world.size - 1, world.size)):
-        for procs in grids(world.size):
+    for cells in (strips, grid, Layout.at(of.image, world.processes - 1, world.processes)):
+        for procs in grids(world.processes):
             yield serial.make(world, procs, cells=cells, of=of)
 
 
@@ -51,11 +52,11 @@ def test_objective_and_gradients_equal_the_serial_ones(world, of):
     loss, pooled = serial.serial_objective(weight, x, of)
     of_weight, of_x = torch.autograd.grad(loss, (weight, x))
     for layer in cases(world, of):
-        own = serial.part(x.detach(), layer.cells.owner(world.rank)).requires_grad_()
+        own = serial.part(x.detach(), layer.cells.owner(world.process)).requires_grad_()
         terms, got = layer.objective(own)
         terms.loss.backward()
         assert sum(world.gather(terms.loss.item())) == pytest.approx(loss.item(), rel=1e-12)
-        pools = serial.part(pooled.detach(), layer.pools.owner(world.rank))
+        pools = serial.part(pooled.detach(), layer.pools.owner(world.process))
         torch.testing.assert_close(got.detach(), pools, **CLOSE)
         check_gradients(world, layer, own, of_weight, of_x)
 
@@ -68,17 +69,17 @@ def test_normalised_outputs_and_gradients_equal_the_serial_ones(world, of):
     probe = torch.cos(torch.arange(want.numel(), dtype=torch.float64)).reshape(want.shape)
     of_weight, of_x = torch.autograd.grad((want * probe).sum(), (weight, x))
     for layer in cases(world, of):
-        own = serial.part(x.detach(), layer.cells.owner(world.rank)).requires_grad_()
-        got, pools = layer(own), layer.pools.owner(world.rank)
+        own = serial.part(x.detach(), layer.cells.owner(world.process)).requires_grad_()
+        got, pools = layer(own), layer.pools.owner(world.process)
         torch.testing.assert_close(got.detach(), serial.part(want.detach(), pools), **CLOSE)
         (got * serial.part(probe, pools)).sum().backward()
         check_gradients(world, layer, own, of_weight, of_x)
 
 
 def check_gradients(world, layer, own, of_weight, of_x):
-    block = serial.part(of_weight, layer.blocks.owner(world.rank)).flatten(0, 1)
+    block = serial.part(of_weight, layer.blocks.owner(world.process)).flatten(0, 1)
     torch.testing.assert_close(layer.weight.grad, block, **CLOSE)
-    cells = serial.part(of_x, layer.cells.owner(world.rank))
+    cells = serial.part(of_x, layer.cells.owner(world.process))
     torch.testing.assert_close(own.grad, cells, **CLOSE)
 
 
@@ -108,7 +109,7 @@ def test_training_is_that_of_one_rank(world):
         assert one[:2] == other[:2]
         assert one[2:6] == pytest.approx(other[2:6], rel=1e-12)
     assert steps[5].error < steps[0].error and steps[11].error < steps[6].error
-    if world.rank == 0:
+    if world.process == 0:
         for one, other in zip(weights, same, strict=True):
             np.testing.assert_allclose(one, other, rtol=0, atol=1e-12)  # rows of length 1
 
@@ -117,10 +118,10 @@ def test_bytes_are_those_that_bench_layer_counts(world):
     of = job(dtype="float32")
     stack = Stack(of, world, of.data.load())
     step, layer = stack.step(stack.batch()), stack.layers[0]
-    procs = procs_of(None, world.size, "block_procs")
+    procs = procs_of(None, world.processes, "block_procs")
     counted = layer_costs(layer.geometry, procs, of.train.batch)
     assert step.sent_bytes == max(cost.sent_bytes for cost in counted)
-    assert layer.weight.numel() == counted[world.rank].parameters
+    assert layer.weight.numel() == counted[world.process].parameters
 
 
 def trained(of, world, iterations):
@@ -134,19 +135,19 @@ def shared_path(world, tmp_path):
 
 def test_checkpoints_are_taken_over_by_other_ranks(world, tmp_path):
     """By one rank from all, and by all in another grid, with momentum, to the last bit."""
-    of, path = job(cell_procs=[world.size, 1]), shared_path(world, tmp_path)
+    of, path = job(cell_procs=[world.processes, 1]), shared_path(world, tmp_path)
     stack, _ = trained(of, world, 8)
     save(path, stack)
     alone = Stack(job(), Loopback(), of.data.load())
     assert resume(path, alone) and (alone.layer, alone.iteration) == (1, 2)
-    other = job(cell_procs=[1, world.size], block_procs=[1, world.size])
+    other = job(cell_procs=[1, world.processes], block_procs=[1, world.processes])
     again = Stack(other, world, of.data.load())
     assert resume(path, again)
     same = [
-        np.array_equal(one, array[layout.owner(world.rank).slices((0, 0))])
+        np.array_equal(one, array[layout.owner(world.process).slices((0, 0))])
         for (one, layout), array in zip(state(again), whole_state(alone), strict=True)
     ]
-    assert world.gather(same) == [[True] * 4] * world.size
+    assert world.gather(same) == [[True] * 4] * world.processes
     one, two = stack.step(stack.batch()), again.step(again.batch())
     assert one[:2] == two[:2] and one[2:6] == pytest.approx(two[2:6], rel=1e-12)
     world.barrier()  # before files go
@@ -176,7 +177,7 @@ def test_interrupted_checkpoints_leave_the_old_one(world, tmp_path, monkeypatch)
 
     def full(*arguments):
         problem = real(*arguments)
-        return OSError("no space left") if world.rank == world.size - 1 else problem
+        return OSError("no space left") if world.process == world.processes - 1 else problem
 
     stack.step(stack.batch())
     monkeypatch.setattr("cpdhpc.world.mpi.write_box", full)
@@ -184,17 +185,17 @@ def test_interrupted_checkpoints_leave_the_old_one(world, tmp_path, monkeypatch)
         save(path, stack)
     monkeypatch.undo()
     unchanged = path.read_bytes() == before, list(path.parent.iterdir()) == [path]
-    assert world.gather(unchanged) == [(True, True)] * world.size
+    assert world.gather(unchanged) == [(True, True)] * world.processes
     save(path, stack)
-    assert world.gather(path.read_bytes() != before) == [True] * world.size
+    assert world.gather(path.read_bytes() != before) == [True] * world.processes
     world.barrier()
 
 
 def test_pictures_show_few_blocks_of_many(world):
     of = geometry.Geometry(geometry.Layer(field=2, maps=70), (24, 13), 1)
-    layer = serial.make(world, grids(world.size)[-1], of=of)
+    layer = serial.make(world, grids(world.processes)[-1], of=of)
     weight = layer.over_blocks(layer.weight).gather()
     rows, columns = np.linspace(0, 22, 10).round().astype(int), [0, 1, 2, 4, 5, 6, 7, 9, 10, 11]
     found = files.shown(layer)
     same = np.array_equal(found, weight[rows][:, columns, :64])
-    assert world.gather(same) == [True] * world.size
+    assert world.gather(same) == [True] * world.processes

@@ -17,11 +17,11 @@ pytestmark = pytest.mark.mpi
 
 
 def test_mpi_sums_a_source_and_leaves_it_alone(world):
-    x, out = np.full(7, world.rank + 1, np.float32), np.empty(7, np.float32)
-    expected = np.full(7, world.size * (world.size + 1) / 2, np.float32)
+    x, out = np.full(7, world.process + 1, np.float32), np.empty(7, np.float32)
+    expected = np.full(7, world.processes * (world.processes + 1) / 2, np.float32)
     world.sum_by_mpi(out, x)
     np.testing.assert_array_equal(out, expected)
-    assert (x == world.rank + 1).all()
+    assert (x == world.process + 1).all()
     world.sum_by_mpi(x)
     np.testing.assert_array_equal(x, expected)
     world.sum_by_mpi(np.empty(0, np.float32))
@@ -29,9 +29,9 @@ def test_mpi_sums_a_source_and_leaves_it_alone(world):
 
 def test_gloo_sums(world):
     with gloo(world):
-        x, out = np.full(9, world.rank + 1, np.float32), np.empty(9, np.float32)
+        x, out = np.full(9, world.process + 1, np.float32), np.empty(9, np.float32)
         sum_bfloat16(x, out)
-        expected = np.full(9, world.size * (world.size + 1) / 2, np.float32)
+        expected = np.full(9, world.processes * (world.processes + 1) / 2, np.float32)
         np.testing.assert_array_equal(out, expected)  # small integers are bfloat16
         sum_float32(x)
         np.testing.assert_array_equal(x, expected)
@@ -42,25 +42,25 @@ def test_gloo_sums(world):
 
 
 def test_auto_is_one_algorithm_on_all_ranks(world):
-    x = np.full(5000, world.rank + 1, np.float32)
+    x = np.full(5000, world.process + 1, np.float32)
     reduced = Allreduce("raw", "auto").run(world, [x])
     assert len(set(world.gather(reduced.algorithm))) == 1
-    assert (reduced.arrays[0] == world.size * (world.size + 1) / 2).all()
+    assert (reduced.arrays[0] == world.processes * (world.processes + 1) / 2).all()
 
 
 def test_machines_that_differ_are_an_error_on_all_ranks(world):
-    own = replace(DEFAULT, alpha_s=1e-6 * (1 + (world.rank == world.size - 1)))
+    own = replace(DEFAULT, alpha_s=1e-6 * (1 + (world.process == world.processes - 1)))
     with pytest.raises(ValueError, match="arguments differ: process 0 has"):
         allreduce(world, np.ones(9, np.float32), algorithm="auto", machine=own)
-    path = "none.toml" if world.rank == 0 else None
+    path = "none.toml" if world.process == 0 else None
     with pytest.raises(ValueError, match=r"none\.toml: cannot be read"):
         allreduce(world, np.ones(9, np.float32), algorithm="auto", machine=path)
 
 
 def test_what_one_process_finds_wrong_is_raised_by_all(world):
-    path = Path("nowhere/x.h5") if world.rank == world.size - 1 else None
+    path = Path("nowhere/x.h5") if world.process == world.processes - 1 else None
     with pytest.raises(UserError, match="nowhere is no directory"):
         together(world, lambda: check_out(path))
     with pytest.raises(UserError, match=r"nowhere/x\.h5: cannot be written"):
-        write_samples(Path("nowhere/x.h5"), world, "x", {}, [np.zeros((3, world.size))], 1)
-    assert together(world, lambda: world.rank) == world.rank
+        write_samples(Path("nowhere/x.h5"), world, "x", {}, [np.zeros((3, world.processes))], 1)
+    assert together(world, lambda: world.process) == world.process

@@ -26,7 +26,7 @@ def test_real_is_simulated(world, algorithm, rounding):
     for wire in ("int4", "ternary", "e4m3"):
         options = {"accumulate": "exact", "rounding": rounding, "seed": 3}
         before = world.bytes_sent.copy()
-        got = allreduce(world, xs[world.rank], wire, algorithm, **options)
+        got = allreduce(world, xs[world.process], wire, algorithm, **options)
         sent = int((world.bytes_sent - before)[0])
         found = world.gather((hashlib.sha256(got.tobytes()).hexdigest(), sent))
         simulated = Loopback(world.ranks, nodes=world.nodes)
@@ -40,9 +40,9 @@ def test_real_is_simulated(world, algorithm, rounding):
 def test_errors_are_the_same_on_all(world):
     xs = gradients(world.ranks)
     with pytest.raises(ValueError, match="known are aps"):
-        allreduce(world, xs[world.rank], "int8", scaling="tile")
-    x = xs[world.rank]
-    if world.rank == world.size - 1:
+        allreduce(world, xs[world.process], "int8", scaling="tile")
+    x = xs[world.process]
+    if world.process == world.processes - 1:
         x[7] = np.nan
     before = world.messages_sent.copy()
     with pytest.raises(NonFiniteGradient) as caught:

@@ -32,7 +32,7 @@ EXACT = [("e4m3", "none"), ("int4", "aps"), ("ternary", "aps")]
 
 def check(gpu, xs, *arguments, **options):
     """A call with an array that is still being produced gives the bits of the CPU."""
-    got = allreduce(gpu.world, late(gpu, xs[gpu.world.rank]), *arguments, **options)
+    got = allreduce(gpu.world, late(gpu, xs[gpu.world.process]), *arguments, **options)
     assert same(got, simulate(xs, *arguments, **options)), (arguments, options)
 
 
@@ -42,7 +42,7 @@ def test_bits_are_those_of_the_cpu(gpu, algorithm, accumulate):
     for wire, scaling in WIRES:
         check(gpu, xs, wire, algorithm, scaling, accumulate)
     kinds = {type(carrier) for carrier in gpu.world.carriers.values()}
-    assert gpu.world.size == 1 or kinds == {
+    assert gpu.world.processes == 1 or kinds == {
         gpu_messages.Direct if gpu.direct else gpu_messages.Staged
     }
 
@@ -76,7 +76,7 @@ def test_in_place_by_segments(gpu, algorithm):
         "rounding": "stochastic", "seed": 5, "iteration": 2, "op": "mean",
         "segments": [Segment("a", 0, 1000), Segment("b", 1024, N)],
     }  # fmt: skip
-    x = late(gpu, xs[world.rank])
+    x = late(gpu, xs[world.process])
     assert allreduce(world, x, "e4m3", algorithm, "aps", out=x, **options) is x
     assert same(x, simulate(xs, "e4m3", algorithm, "aps", **options))
 
@@ -90,7 +90,7 @@ def test_calls_in_a_row_share_buffers(gpu, algorithm, monkeypatch):
     xs = gradients(world.ranks, n)
     calls = list(itertools.product((1, -2, 4), ("raw", "e3m0")))
     got = [
-        allreduce(world, late(gpu, xs[world.rank] * times), wire, algorithm)
+        allreduce(world, late(gpu, xs[world.process] * times), wire, algorithm)
         for times, wire in calls
     ]
     for result, (times, wire) in zip(got, calls, strict=True):
@@ -117,7 +117,7 @@ def test_prepared(gpu):
         with Allreduce(wire, op="mean").prepare(world, [x]) as prepared:
             assert not prepared.is_fast
             for factor in (1, -2):
-                x[...] = late(gpu, factor * xs[world.rank])
+                x[...] = late(gpu, factor * xs[world.process])
                 expected = simulate([factor * each for each in xs], wire, op="mean")
                 assert same(prepared.run().arrays[0], expected)
 
@@ -137,11 +137,11 @@ def test_a_nan_on_one_rank_is_named_on_all(gpu):
     world = gpu.world
     for wire, algorithm in itertools.product(("e4m3", "e2m1fn", "int4"), SCHEDULES):
         x = np.ones(N, np.float32)
-        x[2000] = np.nan if world.rank == world.size - 1 else 1
+        x[2000] = np.nan if world.process == world.processes - 1 else 1
         segments = [Segment("a", 0, 1024), Segment("b", 1024, N)]
         with pytest.raises(NonFiniteGradient) as caught:
             allreduce(world, late(gpu, x), wire, algorithm, segments=segments)
-        assert caught.value.segments == ("b",) and caught.value.ranks == (world.size - 1,)
+        assert caught.value.segments == ("b",) and caught.value.ranks == (world.processes - 1,)
 
 
 def test_arrays_of_two_kinds_are_refused(gpu):
@@ -149,8 +149,8 @@ def test_arrays_of_two_kinds_are_refused(gpu):
     given = gpu.cupy.asarray(x)
     with pytest.raises(TypeError, match="out is on the CPU: must be on the GPU, as the first"):
         allreduce(world, given, out=x.copy())
-    if world.size > 1:
+    if world.processes > 1:
         with pytest.raises(
             ValueError, match=r"arguments differ: process 0 has [^G]*, process \d has .*on GPU"
         ):
-            allreduce(world, given if world.rank else x)
+            allreduce(world, given if world.process else x)

@@ -23,14 +23,14 @@ NEEDED_BYTES = 12 << 30  # by two ranks: input and result of each, and one messa
 @pytest.fixture(scope="module")
 def large(world):
     """This rank's integers, float32[N], room for a result, and the sum of all ranks' periods."""
-    if world.size != 2:
+    if world.processes != 2:
         pytest.skip("memory is planned for 2 ranks")
     lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     short = int(lines["MemAvailable"].split()[0]) * 1024 < NEEDED_BYTES
     if world.max(np.array([short], np.int64))[0]:
         pytest.skip(f"needs {NEEDED_BYTES >> 30} GiB of memory")
-    periods = np.random.default_rng(0).integers(-2, 3, (world.size, PERIOD)).astype(np.float32)
-    return np.resize(periods[world.rank], N), np.empty(N, np.float32), periods.sum(axis=0)
+    periods = np.random.default_rng(0).integers(-2, 3, (world.processes, PERIOD)).astype(np.float32)
+    return np.resize(periods[world.process], N), np.empty(N, np.float32), periods.sum(axis=0)
 
 
 def assert_periodic(out, period):

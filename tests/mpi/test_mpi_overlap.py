@@ -39,7 +39,7 @@ class Fails(NoCompression):
 
 def together(world: World, *verdicts: bool) -> None:
     """Fail on all processes alike where a verdict is false on one of them."""
-    assert world.gather(verdicts) == [(True,) * len(verdicts)] * world.size
+    assert world.gather(verdicts) == [(True,) * len(verdicts)] * world.processes
 
 
 def model_of() -> torch.nn.Sequential:
@@ -65,28 +65,28 @@ def gradients(model: torch.nn.Module) -> list[bytes]:
 def test_overlap_changes_no_bit(world: World, name: str, bucket_mib: float) -> None:
     """In the second step, the last rank has no gradient of the middle layer."""
     found = []
-    last = world.rank == world.size - 1
+    last = world.process == world.processes - 1
     for overlap in (False, True):
         model, steps = model_of(), []
         how: dict[str, Any] = {"bucket_mib": bucket_mib, "overlap": overlap}
         with GradientReducer(model, world, AGGREGATORS[name], seed=1, **how) as reducer:
             for step in range(3):
-                backward(model, 10 * step + world.rank, skip=last and step == 1)
+                backward(model, 10 * step + world.process, skip=last and step == 1)
                 reducer.reduce()
                 steps.append(gradients(model))
         found.append(steps)
     parts = {25.0: 1, 0.014: 2, 1e-6: 6}[bucket_mib]
-    alike = world.gather(found[0]) == [found[0]] * world.size
+    alike = world.gather(found[0]) == [found[0]] * world.processes
     together(world, found[0] == found[1], alike, len(reducer.parts) == parts)
 
 
 @pytest.mark.parametrize("name", AGGREGATORS)
 def test_nan_on_one_rank_in_the_second_bucket(world: World, name: str) -> None:
-    model, last = model_of(), world.size - 1
+    model, last = model_of(), world.processes - 1
     raised = []
     with GradientReducer(model, world, AGGREGATORS[name], bucket_mib=1e-6, overlap=True) as reducer:
         for step in range(3):
-            backward_with_nan(model, step, nan=world.rank == last and step < 2)
+            backward_with_nan(model, step, nan=world.process == last and step < 2)
             before = gradients(model)
             try:
                 reducer.reduce()
@@ -114,11 +114,11 @@ def test_an_aggregator_that_raises_does_so_on_all(world: World) -> None:
             except OSError as error:
                 said.append(str(error))
         alike = world.gather(gradients(model))
-    together(world, said == 2 * ["at 1.bias"], alike == [alike[0]] * world.size)
+    together(world, said == 2 * ["at 1.bias"], alike == [alike[0]] * world.processes)
 
 
 def test_a_thread_level_too_low_on_one_rank_is_an_error_on_all(world: World) -> None:
-    level, last = world.thread_level, world.rank == world.size - 1
+    level, last = world.thread_level, world.process == world.processes - 1
     try:
         world.thread_level = "funneled" if last else level
         said = ""

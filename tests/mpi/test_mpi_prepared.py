@@ -57,7 +57,7 @@ def test_every_run_has_the_bits_of_the_simulation(world, algorithm):
             fast += prepared.is_fast
             for call in range(2):
                 xs = gradients(world.ranks, call=call)
-                x[:] = xs[world.rank]
+                x[:] = xs[world.process]
                 wanted = simulate(
                     xs, method.wire, algorithm, method.scaling, method.accumulate, nodes=world.nodes
                 )
@@ -67,7 +67,7 @@ def test_every_run_has_the_bits_of_the_simulation(world, algorithm):
                     plain = method.run(world, [x])
                     assert bits(plain.arrays[0]) == bits(wanted), method
                     assert plain[1:] == got[1:]
-                np.testing.assert_array_equal(x, xs[world.rank])
+                np.testing.assert_array_equal(x, xs[world.process])
     assert fast >= 8
     assert len(world.kept) <= KEPT
 
@@ -79,30 +79,30 @@ def test_sizes_and_messages(world, algorithm):
         xs = gradients(world.ranks, n)
         for wire in ("raw", "e2m1fn"):
             method = Allreduce(wire, algorithm)
-            with method.prepare(world, [xs[world.rank]]) as prepared:
+            with method.prepare(world, [xs[world.process]]) as prepared:
                 assert prepared.is_fast
                 before = world.bytes_sent[0], world.messages_sent[0]
                 assert bits(prepared.run().arrays[0]) == bits(simulate(xs, wire, algorithm))
                 after = world.bytes_sent[0], world.messages_sent[0]
             simulated = Loopback(world.ranks)
             method.run(simulated, xs)
-            assert after[0] - before[0] == simulated.bytes_sent[world.rank]
-            assert after[1] - before[1] == simulated.messages_sent[world.rank]
+            assert after[0] - before[0] == simulated.bytes_sent[world.process]
+            assert after[1] - before[1] == simulated.messages_sent[world.process]
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "direct"])
 def test_stochastic_rounding_has_the_bits_of_its_iteration(world, algorithm):
     xs = gradients(world.ranks)
     method = Allreduce("e3m0", algorithm, rounding="stochastic", seed=3)
-    with method.prepare(world, [xs[world.rank]]) as prepared:
+    with method.prepare(world, [xs[world.process]]) as prepared:
         assert not prepared.is_fast
         for iteration in (0, 1, 7, 0):
             got = prepared.run(iteration=iteration).arrays[0]
             options = {"rounding": "stochastic", "seed": 3, "iteration": iteration}
             assert bits(got) == bits(simulate(xs, "e3m0", algorithm, **options))
-        if world.size > 1:
+        if world.processes > 1:
             with pytest.raises(ValueError, match="arguments differ"):
-                prepared.run(iteration=world.rank)
+                prepared.run(iteration=world.process)
 
 
 @pytest.mark.parametrize("wire, scaling", [("raw", "none"), ("e4m3", "tile"), ("e4m3", "aps")])
@@ -113,7 +113,7 @@ def test_mean_in_place_of_segments(world, wire, scaling):
     with method.prepare(world, [x], [x], segments=segments) as prepared:
         for call in range(3):
             xs = gradients(world.ranks, call=call)
-            x[:] = xs[world.rank]
+            x[:] = xs[world.process]
             reduced = prepared.run()
             wanted = simulate(xs, wire, "rhd", scaling, op="mean", segments=segments)
             assert reduced.arrays[0] is x and bits(x) == bits(wanted)
@@ -132,17 +132,17 @@ def test_nodes_virtual_ranks_pieces_and_mpi(world, monkeypatch):
         assert bits(prepared.run().arrays[0]) == bits(wanted)
     many.free()
     xs = gradients(world.ranks)
-    with Allreduce(algorithm="mpi").prepare(world, [xs[world.rank]]) as prepared:
+    with Allreduce(algorithm="mpi").prepare(world, [xs[world.process]]) as prepared:
         got = prepared.run().arrays[0]
         assert not prepared.is_fast
         np.testing.assert_array_equal(
-            got, Allreduce(algorithm="mpi").run(world, [xs[world.rank]])[0][0]
+            got, Allreduce(algorithm="mpi").run(world, [xs[world.process]])[0][0]
         )
-    with Allreduce("e4m3", "auto").prepare(world, [xs[world.rank]]) as prepared:
+    with Allreduce("e4m3", "auto").prepare(world, [xs[world.process]]) as prepared:
         assert prepared.run().algorithm in SCHEDULES
     monkeypatch.setattr(rank_program, "PIECE_VALUES", (1024, 1024))
     xs = gradients(world.ranks, 6 * 1024 * world.ranks + 5)
-    with Allreduce("raw", "tree").prepare(world, [xs[world.rank]]) as prepared:
+    with Allreduce("raw", "tree").prepare(world, [xs[world.process]]) as prepared:
         assert not prepared.is_fast
         assert bits(prepared.run().arrays[0]) == bits(simulate(xs, "raw", "tree"))
 
@@ -168,20 +168,20 @@ def test_hier_between_nodes(world, uneven):
 @pytest.mark.parametrize("wire", ["e4m3", "e2m1fn"])
 def test_a_nan_on_one_rank_is_named_on_all(world, wire, scaling):
     segments = [Segment("a", 0, 1024), Segment("b", 1024, N)]
-    last = world.size - 1
+    last = world.processes - 1
     for algorithm in SCHEDULES:
         x = np.empty(N, np.float32)
         method = Allreduce(wire, algorithm, scaling)
         with method.prepare(world, [x], [x], segments=segments) as prepared:
             for bad in (False, True, False):
                 x[:] = 1
-                if bad and world.rank == last:
+                if bad and world.process == last:
                     x[2000] = np.nan
                 before = x.copy()
                 if not bad:
                     np.testing.assert_array_equal(
                         prepared.run().arrays[0],
-                        simulate([before] * world.size, wire, algorithm, scaling),
+                        simulate([before] * world.processes, wire, algorithm, scaling),
                     )
                     continue
                 with pytest.raises(NonFiniteGradient) as caught:
@@ -191,7 +191,7 @@ def test_a_nan_on_one_rank_is_named_on_all(world, wire, scaling):
 
 
 def test_raw_follows_ieee_without_warnings(world, recwarn):
-    sign = 1 if world.rank == 0 else -1
+    sign = 1 if world.process == 0 else -1
     x = np.array([3e38, 3e38, np.inf, np.nan], np.float32) * np.array(
         [1, sign, sign, 1], np.float32
     )
@@ -203,12 +203,12 @@ def test_raw_follows_ieee_without_warnings(world, recwarn):
 
 
 def test_bad_arguments_on_one_rank_fail_on_all(world):
-    good, first = np.ones(N, np.float32), world.rank == 0
+    good, first = np.ones(N, np.float32), world.process == 0
     with pytest.raises(TypeError, match=r"rank 0 .*float64"):
         Allreduce().prepare(world, [np.ones(N) if first else good])
     with pytest.raises(ValueError, match="out has shape"):
         Allreduce().prepare(world, [good], [np.ones(3, np.float32) if first else good])
-    if world.size > 1:
+    if world.processes > 1:
         with pytest.raises(ValueError, match="arguments differ"):
             Allreduce("raw", "ring" if first else "tree").prepare(world, [good])
         with pytest.raises(ValueError, match="arguments differ"):
@@ -295,5 +295,5 @@ def test_long_messages_go_in_pieces(world, monkeypatch):
     monkeypatch.setattr(importlib.import_module("cpdhpc.world.mpi"), "MESSAGE_BYTES", 1000)
     xs = gradients(world.ranks)
     for algorithm in SCHEDULES:
-        with Allreduce("e5m2", algorithm).prepare(world, [xs[world.rank]]) as prepared:
+        with Allreduce("e5m2", algorithm).prepare(world, [xs[world.process]]) as prepared:
             assert bits(prepared.run().arrays[0]) == bits(simulate(xs, "e5m2", algorithm))

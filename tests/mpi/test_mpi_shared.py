@@ -29,7 +29,9 @@ def test_memory_and_messages_agree(world, message_world, algorithm, accumulate, 
     for n in SIZES:
         xs = gradients(world.ranks, n)
         arguments = ("e4m3", algorithm, "aps", accumulate)
-        results = [allreduce(each, xs[world.rank], *arguments) for each in (world, message_world)]
+        results = [
+            allreduce(each, xs[world.process], *arguments) for each in (world, message_world)
+        ]
         assert np.array_equal(*(result.view(np.uint32) for result in results))
         assert_simulated(world, results[0], xs, *arguments)
 
@@ -37,18 +39,18 @@ def test_memory_and_messages_agree(world, message_world, algorithm, accumulate, 
 def test_memory_is_shared_where_there_is_somebody(world, message_world):
     assert message_world.shared() is None
     shared = world.shared()
-    assert (shared is not None) == (world.size > 1)
+    assert (shared is not None) == (world.processes > 1)
     if shared is not None:
-        assert [shared.reaches(i) for i in range(world.size)] == [
-            i != world.rank for i in range(world.size)
+        assert [shared.reaches(i) for i in range(world.processes)] == [
+            i != world.process for i in range(world.processes)
         ]
 
 
 def test_all_share_or_none(world):
-    last = world.rank == world.size - 1
+    last = world.process == world.processes - 1
     other = World(timeout_s=world.timeout_s, share_memory=not last)
     assert other.shared() is None
     xs = gradients(world.ranks, 3000)
-    got = allreduce(other, xs[world.rank], "e4m3", "ring")
+    got = allreduce(other, xs[world.process], "e4m3", "ring")
     assert_simulated(other, got, xs, "e4m3", "ring")
     other.free()

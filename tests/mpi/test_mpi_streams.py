@@ -19,7 +19,7 @@ def test_each_call_is_in_its_own_stream(gpu, wire):
     expected, got = simulate(xs, wire, "ring"), []
     for stream in (*streams, *streams):
         with stream:
-            x = late(gpu, xs[world.rank])
+            x = late(gpu, xs[world.process])
             got.append((stream, allreduce(world, x, wire, "ring")))
             x[...] = 0  # the caller's again
     for stream, result in got:
@@ -44,9 +44,9 @@ def test_without_synchronisation_the_numbers_are_wrong(gpu, monkeypatch, what):
     world = gpu.world_of()
     xs = gradients(world.ranks, 50_000)
     expected = simulate(xs, "raw", "ring")
-    assert same(allreduce(world, late(gpu, xs[world.rank]), "raw", "ring"), expected)
+    assert same(allreduce(world, late(gpu, xs[world.process]), "raw", "ring"), expected)
     monkeypatch.setattr(name, careless)
-    got = allreduce(world, late(gpu, xs[world.rank]), "raw", "ring")
+    got = allreduce(world, late(gpu, xs[world.process]), "raw", "ring")
     assert not all(world.gather(same(got, expected)))
 
 
@@ -62,7 +62,7 @@ def test_memory_that_arrives_changed_is_staged_from_then_on(monkeypatch, answer)
         world = World(timeout_s=TIMEOUT_S)
         xs = gradients(world.ranks)
         for _ in range(2):
-            got = allreduce(world, cupy.asarray(xs[world.rank]))
+            got = allreduce(world, cupy.asarray(xs[world.process]))
             assert same(got, simulate(xs))
             simulation.aware = False
         assert len(tried) == answer and type(world.carriers[0]) is gpu_messages.Staged
@@ -79,10 +79,10 @@ def test_streams_share_no_buffers():
         xs = gradients(world.ranks, 5000)
         slow, other = cupy.cuda.Stream(non_blocking=True), cupy.cuda.Stream(non_blocking=True)
         with slow:
-            first = allreduce(world, cupy.asarray(xs[world.rank]), "raw", "gather")
+            first = allreduce(world, cupy.asarray(xs[world.process]), "raw", "gather")
         simulation.stalled = slow
         with other:
-            second = allreduce(world, cupy.asarray(-2 * xs[world.rank]), "raw", "gather")
+            second = allreduce(world, cupy.asarray(-2 * xs[world.process]), "raw", "gather")
         for stream, result, factor in ((other, second, -2), (slow, first, 1)):
             with stream:
                 assert same(result, simulate([factor * x for x in xs], "raw", "gather"))

@@ -31,7 +31,7 @@ def shared(world, tmp_path):
 
 def freeze(world, directory, **changes):
     """A folder that holds the small study with changes, for all ranks."""
-    study = small_study(directory, **changes) if world.rank == 0 else None
+    study = small_study(directory, **changes) if world.process == 0 else None
     folder = Folder(directory / "x")
     if study is not None:
         folder.freeze(study)
@@ -40,11 +40,11 @@ def freeze(world, directory, **changes):
 
 
 def test_a_part_of_the_processes_is_a_world(world):
-    last = world.size - 1
+    last = world.processes - 1
     part = world.part([0, last], timeout_s=20)
-    assert (part is None) == (world.rank not in (0, last))
+    assert (part is None) == (world.process not in (0, last))
     if part is not None:
-        assert part.gather(world.rank) == [0, last]
+        assert part.gather(world.process) == [0, last]
         part.free()
     world.barrier()
 
@@ -52,7 +52,7 @@ def test_a_part_of_the_processes_is_a_world(world):
 def test_a_long_wait_leaves_the_core_to_others(world):
     world.barrier()
     began_s, cpu_s = time.monotonic(), time.process_time()
-    if world.rank == 0:
+    if world.process == 0:
         time.sleep(0.5)
     world.barrier("long", 0.005)
     waited_s, cpu_s = time.monotonic() - began_s, time.process_time() - cpu_s
@@ -61,7 +61,7 @@ def test_a_long_wait_leaves_the_core_to_others(world):
 
 
 def test_worlds_that_are_not_what_was_asked_for(world):
-    size, nodes = world.size, len(set(world.nodes))
+    size, nodes = world.processes, len(set(world.nodes))
     if nodes > 1:
         pytest.skip("the ranks are on several nodes")
     prove(world, 1, size)
@@ -99,7 +99,7 @@ def test_members_are_the_first_of_the_first_nodes():
 
 def test_smaller_cases_run_on_some_of_the_ranks(world, shared):
     """Nested: 1 to all ranks in one batch, with baselines, packed and exact sums."""
-    size = world.size
+    size = world.processes
     folder = freeze(
         world,
         shared,
@@ -137,7 +137,7 @@ def test_smaller_cases_run_on_some_of_the_ranks(world, shared):
 
 
 def test_a_case_that_fails_stops_no_other(world, shared, monkeypatch):
-    size = world.size
+    size = world.processes
     folder = freeze(
         world, shared, sweep={"ranks": [1, size], "ppn": size}, run={"bundle": "nested"}
     )
@@ -156,7 +156,7 @@ def test_a_case_that_fails_stops_no_other(world, shared, monkeypatch):
     assert [(case.ranks, case.factors["algorithm"]) for case in unfinished] == [(size, "ring")]
     says = "ArithmeticError: the sum of integers is not exact"
     assert folder.failure(unfinished[0]) == says
-    if world.rank == 0:
+    if world.process == 0:
         assert len(collect(study, folder).missing) == 1
     world.barrier()
     monkeypatch.undo()
@@ -166,14 +166,14 @@ def test_a_case_that_fails_stops_no_other(world, shared, monkeypatch):
 
 
 def test_a_signal_to_one_rank_stops_all_between_two_visits(world, shared, monkeypatch):
-    size = world.size
+    size = world.processes
     endless = {"min_repeats": 10**6, "max_repeats": 10**6, "max_time_s": 300.0}
     folder = freeze(world, shared, sweep={"ranks": [size], "ppn": size}, measure=endless)
-    check, last = Case.check, world.size - 1
+    check, last = Case.check, world.processes - 1
 
     def with_a_signal(case, place):
         check(case, place)
-        if world.rank == last:
+        if world.process == last:
             os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(Case, "check", with_a_signal)
@@ -184,9 +184,9 @@ def test_a_signal_to_one_rank_stops_all_between_two_visits(world, shared, monkey
 
 
 def test_a_training_goes_on_from_its_checkpoint(world, shared, monkeypatch):
-    size = world.size
+    size = world.processes
     path = shared / "train.toml"
-    if world.rank == 0:
+    if world.process == 0:
         write_idx(shared)
         path.write_text(
             f"kind = 'train'\n[job.data]\nname = 'idx'\ndir = '{shared}'\n"
@@ -196,7 +196,7 @@ def test_a_training_goes_on_from_its_checkpoint(world, shared, monkeypatch):
         )
     world.barrier()
     study, folder = load_study(path), Folder(shared / "x")
-    if world.rank == 0:
+    if world.process == 0:
         folder.freeze(study)
     world.barrier()
     (case,) = expand(study).cases
@@ -204,7 +204,7 @@ def test_a_training_goes_on_from_its_checkpoint(world, shared, monkeypatch):
 
     def stopping(*arguments):
         calls.append(1)
-        if len(calls) == 5 and world.rank == 0:
+        if len(calls) == 5 and world.process == 0:
             os.kill(os.getpid(), signal.SIGUSR1)
         return step(*arguments)
 
@@ -223,15 +223,15 @@ def test_a_training_goes_on_from_its_checkpoint(world, shared, monkeypatch):
 
 
 def test_what_the_user_can_mend_is_raised_on_all_ranks(world, shared):
-    folder = freeze(world, shared, sweep={"ranks": [world.size], "ppn": world.size})
+    folder = freeze(world, shared, sweep={"ranks": [world.processes], "ppn": world.processes})
     with pytest.raises(UserError, match=r"batch 7: .* has batches 0 to 0"):
         run_batch(world, folder.path, 7)
     with pytest.raises(UserError, match=r"cannot be read"):
         run_batch(world, shared / "nothing", 0)
     with pytest.raises(PlacementError, match="asked for were"):
-        run_batch(world, folder.path, 0, nodes=world.size + 1, ppn=1)
+        run_batch(world, folder.path, 0, nodes=world.processes + 1, ppn=1)
     blocked = folder.case_file(expand(folder.study()).cases[0])
-    if world.rank == 0:
+    if world.process == 0:
         blocked.mkdir()
     world.barrier()
     with pytest.raises(UserError, match="cannot be written"):
@@ -240,9 +240,9 @@ def test_what_the_user_can_mend_is_raised_on_all_ranks(world, shared):
 
 
 def test_a_job_that_trains_nothing_fails_alone(world, shared):
-    size = world.size
+    size = world.processes
     path = shared / "train.toml"
-    if world.rank == 0:
+    if world.process == 0:
         path.write_text(
             "kind = 'train'\n[job.data]\nname = 'idx'\ndir = 'nowhere'\n[sweep]\n"
             f"ranks = {size}\nppn = {size}\nseed = [0]\n'model.name' = ['mlp', 'resnet']\n"
@@ -258,9 +258,9 @@ def test_a_job_that_trains_nothing_fails_alone(world, shared):
 
 
 def test_codecs_share_the_data(world, shared):
-    size = world.size
+    size = world.processes
     path = shared / "codec.toml"
-    if world.rank == 0:
+    if world.process == 0:
         write_idx(shared)
         path.write_text(
             f"kind = 'codec'\n[sweep]\nranks = [1, {size}]\nppn = {size}\nsize_bytes = '64KiB'\n"

@@ -16,12 +16,12 @@ pytestmark = pytest.mark.mpi
 def test_ranks_and_processes(world):
     from mpi4py import MPI
 
-    assert (world.rank, world.size) == (MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size)
-    assert world.ranks == world.size and list(world.hosted) == [world.rank]
+    assert (world.process, world.processes) == (MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size)
+    assert world.ranks == world.processes and list(world.hosted) == [world.process]
     many = World(virtual_ranks=3, timeout_s=world.timeout_s)
-    assert many.ranks == 3 * world.size
+    assert many.ranks == 3 * world.processes
     assert world.gather(list(many.hosted)) == [
-        [3 * r, 3 * r + 1, 3 * r + 2] for r in range(world.size)
+        [3 * r, 3 * r + 1, 3 * r + 2] for r in range(world.processes)
     ]
     many.free()
 
@@ -37,12 +37,12 @@ def test_nodes_are_the_machines(world):
 
 def test_collectives(world):
     world.barrier()
-    values = [{"rank": rank, "text": "x" * rank} for rank in range(world.size)]
-    assert world.gather(values[world.rank]) == values
-    mine = np.array([world.rank, -world.rank, 1 << 62], np.int64)
-    assert world.max(mine).tolist() == [world.size - 1, 0, 1 << 62]
-    assert mine[0] == world.rank
-    array = np.full((3, 5), world.rank, np.float64)
+    values = [{"rank": rank, "text": "x" * rank} for rank in range(world.processes)]
+    assert world.gather(values[world.process]) == values
+    mine = np.array([world.process, -world.process, 1 << 62], np.int64)
+    assert world.max(mine).tolist() == [world.processes - 1, 0, 1 << 62]
+    assert mine[0] == world.process
+    array = np.full((3, 5), world.process, np.float64)
     world.broadcast(array)
     assert (array == 0).all()
     world.broadcast(np.empty(0))
@@ -52,11 +52,11 @@ def test_collectives(world):
 
 def test_an_error_on_one_rank_is_raised_on_all(world):
     world.agree(None)
-    last = world.size - 1
+    last = world.processes - 1
     with pytest.raises(KeyError, match="only here"):
-        world.agree(KeyError("only here") if world.rank == last else None)
+        world.agree(KeyError("only here") if world.process == last else None)
     with pytest.raises(ValueError, match="of rank 0"):
-        world.agree(ValueError(f"of rank {world.rank}"))
+        world.agree(ValueError(f"of rank {world.process}"))
 
 
 def test_collective_bytes_are_counted(world):
@@ -69,18 +69,18 @@ def test_collective_bytes_are_counted(world):
 @pytest.mark.parametrize("algorithm", SCHEDULES)
 def test_long_messages_go_in_pieces(world, monkeypatch, algorithm):
     monkeypatch.setattr(importlib.import_module("cpdhpc.world.mpi"), "MESSAGE_BYTES", 1000)
-    xs = list(np.random.default_rng(3).random((world.size, 3000), np.float32))
+    xs = list(np.random.default_rng(3).random((world.processes, 3000), np.float32))
     before = world.messages_sent.sum()
-    got = allreduce(world, xs[world.rank], "e5m2", algorithm)
+    got = allreduce(world, xs[world.process], "e5m2", algorithm)
     np.testing.assert_array_equal(got, simulate(xs, "e5m2", algorithm))
-    simulated = Loopback(world.size)
-    allreduce(simulated, xs if world.size > 1 else xs[0], "e5m2", algorithm)
-    assert world.messages_sent.sum() - before == simulated.messages_sent[world.rank]
-    array = np.arange(700.0) + world.rank
+    simulated = Loopback(world.processes)
+    allreduce(simulated, xs if world.processes > 1 else xs[0], "e5m2", algorithm)
+    assert world.messages_sent.sum() - before == simulated.messages_sent[world.process]
+    array = np.arange(700.0) + world.process
     world.broadcast(array)
     np.testing.assert_array_equal(array, np.arange(700.0))
     whole = allreduce(world, np.ones(3001, np.float32), algorithm="mpi")
-    assert (whole == world.size).all()
+    assert (whole == world.processes).all()
 
 
 def test_a_communicator_has_one_world():
@@ -96,11 +96,11 @@ def test_a_communicator_has_one_world():
 def test_sub_communicators_at_the_same_time(world):
     from mpi4py import MPI
 
-    xs = list(np.random.default_rng(4).random((world.size, 2000), np.float32))
+    xs = list(np.random.default_rng(4).random((world.processes, 2000), np.float32))
     for _ in range(3):
-        half = MPI.COMM_WORLD.Split(world.rank % 2)
-        members = [x for rank, x in enumerate(xs) if rank % 2 == world.rank % 2]
-        got = allreduce(half, xs[world.rank], "e4m3", "direct")
+        half = MPI.COMM_WORLD.Split(world.process % 2)
+        members = [x for rank, x in enumerate(xs) if rank % 2 == world.process % 2]
+        got = allreduce(half, xs[world.process], "e4m3", "direct")
         np.testing.assert_array_equal(got, simulate(members, "e4m3", "direct"))
         half.Free()
 

@@ -51,7 +51,7 @@ def directory(world: World, tmp_path: Path) -> Path:
 
 def together(world: World, *verdicts: bool) -> None:
     """Fail on all processes alike where a verdict is false on one of them."""
-    assert world.gather(all(verdicts)) == [True] * world.size
+    assert world.gather(all(verdicts)) == [True] * world.processes
 
 
 def job_of(**changes: Any) -> Job:
@@ -73,14 +73,14 @@ def quiet() -> Display:
 @pytest.mark.parametrize("row", ROWS)
 def test_real_and_virtual_ranks_give_the_same_bits(world: World, directory: Path, row: str) -> None:
     """12 ranks on so many processes, and the 12 emulated by process 0 alone."""
-    if RANKS % world.size:
-        pytest.skip(f"{world.size} processes do not divide {RANKS} ranks")
+    if RANKS % world.processes:
+        pytest.skip(f"{world.processes} processes do not divide {RANKS} ranks")
     job = job_of(gradient=ROWS[row])
-    real = World(virtual_ranks=RANKS // world.size)
+    real = World(virtual_ranks=RANKS // world.processes)
     files = Files(directory / "real.h5", directory / "real.checkpoint.h5")
     run(prepare(job, real, data(), files), Caught(), quiet())
     same = True
-    if world.rank == 0:
+    if world.process == 0:
         alone = Files(directory / "alone.h5", directory / "alone.checkpoint.h5")
         run(prepare(job, Loopback(RANKS), data(), alone), Caught(), quiet())
         same = contents(files) == contents(alone)
@@ -113,7 +113,7 @@ def test_a_signal_to_one_process_stops_all_with_a_checkpoint(world: World, direc
     job = job_of(train={"epochs": 100000})
     files = Files.of(directory, job)
     training = prepare(job, world, data(), files)
-    if world.rank == world.size - 1:
+    if world.process == world.processes - 1:
         threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGUSR1)).start()
     stopped = None
     with catching() as caught:
@@ -132,13 +132,13 @@ def test_a_signal_to_one_process_stops_all_with_a_checkpoint(world: World, direc
 def test_the_command_ends_with_the_status_of_a_death_by_the_signal(
     world: World, directory: Path
 ) -> None:
-    if world.rank == 0:
+    if world.process == 0:
         write_idx(directory)
         train = {"epochs": 100000, "batch": 4, "threads": 1}
         job = {"data": {"name": "idx", "dir": str(directory)}, "train": train}
         (directory / "job.toml").write_text(dump_toml(job))
     world.barrier()
-    if world.rank == 0:
+    if world.process == 0:
         threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
     status = main(["train", str(directory / "job.toml"), "--out", str(directory / "out")])
     closed = store.read_attributes(directory / "out" / "job-s0.h5")["status"]
@@ -155,30 +155,30 @@ def test_nan_on_one_process_stops_all_with_the_checkpoint_as_it_was(
     before = files.checkpoint.read_bytes()
     world.barrier()
     training = prepare(job, world, data(), files)
-    if world.rank == world.size - 1:
+    if world.process == world.processes - 1:
         training.train[0][:] = torch.nan
     said = ""
     try:
         run(training, Caught(), quiet())
     except Diverged as error:
         said = str(error)
-    where = f"on rank {world.size - 1}"
+    where = f"on rank {world.processes - 1}"
     together(world, "'1.weight'" in said, where in said, files.checkpoint.read_bytes() == before)
 
 
 def test_the_reducer_in_a_plain_loop(world: World) -> None:
     """Rank r's gradient is r + 1 throughout: the mean is (ranks + 1) / 2, exact in few bits."""
-    torch.manual_seed(world.rank)
+    torch.manual_seed(world.process)
     model = torch.nn.Linear(4, 3)
     reducer = GradientReducer(model, world, "lowbit", wire="e5m10", algorithm="direct")
     weights = world.gather(model.weight.detach().numpy().tobytes())
     for parameter in model.parameters():
-        parameter.grad = torch.full_like(parameter, world.rank + 1)
+        parameter.grad = torch.full_like(parameter, world.process + 1)
     reducer.reduce()
     means = [p.grad for p in model.parameters() if p.grad is not None]
-    expected = torch.tensor((world.size + 1) / 2)
+    expected = torch.tensor((world.processes + 1) / 2)
     together(world, len(set(weights)) == 1, all(bool((m == expected).all()) for m in means))
-    model.weight.grad = torch.full((3, 4), torch.inf if world.rank == 0 else 1.0)
+    model.weight.grad = torch.full((3, 4), torch.inf if world.process == 0 else 1.0)
     raised = False
     try:
         reducer.reduce()
@@ -189,4 +189,4 @@ def test_the_reducer_in_a_plain_loop(world: World) -> None:
 
 def test_threads_share_the_cores(world: World) -> None:
     cores = len(os.sched_getaffinity(0))
-    together(world, threads_of_rank(world) == max(1, cores // world.size))
+    together(world, threads_of_rank(world) == max(1, cores // world.processes))
