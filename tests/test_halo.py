@@ -11,15 +11,15 @@ import pytest
 from cpdhpc.bench import halo_cases
 from cpdhpc.bench.baselines import WAYS
 from cpdhpc.bench.halo import ALL_WAYS, settings_of, ways_of
-from cpdhpc.bench.halo_cases import MPI_TYPES, USUAL, Case, factors, usual
+from cpdhpc.bench.halo_cases import USUAL, Case, factors, usual
 from cpdhpc.cli import main
 from cpdhpc.config import ConfigError, UserError
 from cpdhpc.darray.layout import Box
 from cpdhpc.darray.plan import WindowPlan
-from cpdhpc.darray.show import colours_of, frame_of, parts_of, spec_of
-from cpdhpc.report.halo import BY_DATATYPES
-from cpdhpc.study.kinds import KINDS
-from cpdhpc.study.kinds import halo as halo_kind
+from cpdhpc.darray.show import CUT, colours_of, frame_of, parts_of, spec_of
+from cpdhpc.darray.windows import MODES
+from cpdhpc.kinds import KINDS
+from cpdhpc.kinds import halo as halo_kind
 from cpdhpc.world.ranks import Loopback
 
 PADS = {"zero": "constant", "wrap": "wrap", "reflect": "reflect", "edge": "edge"}
@@ -176,7 +176,7 @@ def test_pictures_show_each_cell_of_a_window_once_and_neighbours_apart() -> None
 def test_names_of_the_kind_are_those_of_the_benchmark() -> None:
     assert (*halo_kind.OURS, *halo_kind.BY_MPI) == ALL_WAYS
     assert tuple(WAYS) == halo_kind.BY_MPI
-    assert BY_DATATYPES == MPI_TYPES
+    assert (CUT, *MODES) == halo_kind.BOUNDARIES
     assert all(np.dtype(name).itemsize == size for name, size in halo_kind.BYTES.items())
 
 

@@ -15,7 +15,7 @@ import pytest
 import cpdhpc
 
 PACKAGE = Path(cpdhpc.__file__).parent
-BASE = {"formats", "randomness", "partition", "config", "store"}
+BASE = {"formats", "methods", "randomness", "partition", "config", "store"}
 WORLD = BASE | {"ops", "world"}
 REDUCE = WORLD | {"collectives"}
 MAY_IMPORT = {  # part of the package -> the parts it may import, besides itself
@@ -34,14 +34,13 @@ MAY_IMPORT = {  # part of the package -> the parts it may import, besides itself
     "train": REDUCE | {"compress", "split_images", "provenance", "signals"},
     "autoencoder": WORLD | {"darray", "train", "provenance", "signals"},
     "bench": REDUCE | {"arrays", "compress", "darray", "train", "autoencoder", "provenance"},
-    "study": {"formats", "config", "store"},
-    "report": {"config", "store", "study"},
-    "measure": REDUCE
-    | {"darray", "bench", "train", "autoencoder", "provenance", "signals", "study"},
+    "kinds": WORLD
+    | {"collectives", "darray", "bench", "train", "autoencoder", "signals", "study", "report"},
+    "study": WORLD | {"collectives", "kinds", "bench", "provenance", "signals"},
+    "report": {"config", "store", "methods", "kinds", "study"},
     "cli": {
         "autoencoder",
         "config",
-        "measure",
         "provenance",
         "report",
         "signals",
@@ -165,7 +164,7 @@ def test_importing_starts_nothing(training: bool) -> None:
     """All modules in a fresh interpreter: nothing may start MPI or load what is heavy."""
     with_torch = tuple(
         f"cpdhpc.{place}" for place in ("train", "split_images", "autoencoder", "darray.autograd")
-    ) + ("cpdhpc.measure.train", "cpdhpc.measure.autoencoder", "cpdhpc.measure.halo")
+    )
     names = [n for n in module_names() if training == n.startswith(with_torch)]
     program = (
         "import importlib, json, sys, threading\n"

@@ -19,14 +19,13 @@ from ..darray.describe import cells_shown, flat_index
 from ..darray.plan import WindowPlan
 from ..darray.show import Spec, spec_of
 from ..darray.windows import Piece, fill_value
+from ..methods import HALO_COPIED, HALO_MPI_TYPES, HALO_OURS
 from ..world.mpi import World
 from ..world.ranks import Ranks
 from .baselines import WAYS, Halo, Place
 
 Array = NDArray[Any]
-OURS = "cpdhpc"
-COPIED = "cpdhpc, copied"  # owned cells lie elsewhere and are copied too
-MPI_TYPES = ("subarray", "subarray, persistent", "alltoallw")  # without packing: to be compared to
+OURS, COPIED, MPI_TYPES = HALO_OURS, HALO_COPIED, HALO_MPI_TYPES
 EXCHANGE, ACCUMULATE = "exchange", "accumulate"
 
 

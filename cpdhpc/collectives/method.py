@@ -17,6 +17,7 @@ from pydantic import Field
 
 from ..config import Section, read_toml, validate
 from ..formats import INTEGERS, SHIFT_BIAS, TILE, Cast, FloatFormat, Overflow, Rounding, tiles
+from ..methods import EXACT, SCALINGS
 from ..ops import on_gpu
 from ..ops.payloads import DeviceRaw, Exact, Packed, Raw, Wire, parse_wire
 from ..ops.reference import fitting_shift
@@ -26,7 +27,6 @@ from .schedules import SCHEDULES
 Array = npt.NDArray[Any]
 
 HEADROOMS = {"n": 2, "sqrt": 1, "none": 0}  # H = ranks ** (half of this)
-SCALINGS = ("none", "static:K", "aps", "tile")
 
 
 class Segment(NamedTuple):
@@ -215,7 +215,6 @@ def as_machine(machine: Machine | str | Path | None) -> Machine:
 Op = Literal["sum", "mean"]
 MPI_ALLREDUCE = "mpi"  # the one algorithm that is no schedule
 AUTO = "auto"  # the schedule that is predicted to be fastest
-EXACT = "exact"  # the way to accumulate that every schedule knows
 
 
 @dataclass(frozen=True)
