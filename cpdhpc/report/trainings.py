@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
-from math import nan
+from math import isnan, nan
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,12 @@ class Run:
 
     @property
     def underflow_share(self) -> float:
-        """Share of the non-zero gradient values observed that became zero on the wire."""
+        """Share of the non-zero gradient values observed that became zero on the wire.
+
+        NaN where the method does not say.
+        """
+        if "underflow_share" not in self.layers:
+            return nan
         nonzero = self.layers["nonzero"]
         return float((self.layers["underflow_share"] * nonzero).sum() / max(nonzero.sum(), 1))
 
@@ -76,6 +81,11 @@ class RunGroup:
     def compressed(self) -> bool:
         """Whether gradients travel in fewer bits than float32."""
         return bool(value_of(self.runs[0].attributes["toml"], "gradient.aggregator") != "none")
+
+    @property
+    def observed(self) -> bool:
+        """Whether the method says which gradient values became zero on the wire."""
+        return all("underflow_share" in run.layers for run in self.runs)
 
     @property
     def accuracies(self) -> Array:
@@ -382,7 +392,7 @@ def runs_report(runs: Sequence[Run], groups: Sequence[RunGroup]) -> Report:
     drawn = styles(group.name for group in groups)
     base = baseline(groups)
     trained = [_trained(group, drawn[group.name], base) for group in groups]
-    observed = [_observed(group) for group in groups if group.compressed]
+    observed = [_observed(group) for group in groups if group.compressed and group.observed]
     charts = [*accuracy_charts(TITLE, trained), *learning_charts(TITLE, trained)]
     maps = layer_charts(TITLE, "underflow", observed)
     left = [f"{run.path.name}: {run.attributes['status']}" for run in runs if not run.complete]
@@ -417,7 +427,8 @@ def table(groups: Sequence[RunGroup]) -> Table:
         return f"{complete} of {group.found}" if group.found > complete else f"{complete}"
 
     def underflow(group: RunGroup) -> str:
-        return f"{100 * group.underflow_share:.2f}" if group.compressed else units.NONE
+        share = group.underflow_share
+        return units.NONE if isnan(share) or not group.compressed else f"{100 * share:.2f}"
 
     columns: list[Column[RunGroup]] = [
         Column("run", lambda group: group.name, numbers=False),
