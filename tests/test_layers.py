@@ -142,6 +142,27 @@ def test_outside_packages_stay_in_their_place(path: str) -> None:
     assert not [n for n in imports_at_import(path) if n.startswith(("mpi4py.MPI", "matplotlib"))]
 
 
+def circles(graph: dict[str, set[str]]) -> list[str]:
+    """Modules that import one another in a circle, those in functions too."""
+    left = {name: set(others) for name, others in graph.items()}
+    while free := [name for name, others in left.items() if not others & left.keys()]:
+        for name in free:
+            del left[name]
+    return sorted(left)
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    names = {path: path.removesuffix(".py").removesuffix("/__init__") for path in sources()}
+    graph = {}
+    for path, tree in sources().items():
+        found = {name.removeprefix("cpdhpc.").replace(".", "/") for name in imports(tree, path)}
+        found |= {name.rpartition("/")[0] for name in found if name not in names.values()}
+        graph[names[path]] = (found & set(names.values())) - {names[path]}
+    graph["ops"] -= {name for name in graph if name.startswith("ops/")}  # its table of backends
+    assert circles(graph) == []
+    assert circles({"a": {"b"}, "b": {"a", "c"}, "c": set()}) == ["a", "b"]
+
+
 def test_the_rules_can_fail() -> None:
     tree = ast.parse("def f():\n    from ..comm import world\n    import torch, h5py.h5f\n")
     assert wrong_direction(tree, "ops/x.py") == ["comm"]

@@ -104,7 +104,7 @@ def test_collect_leaves_out_what_is_damaged_or_foreign_and_keeps_it(
     found = collect(study, folder)
     assert [case for case, _ in found.results] == [cases[0], cases[2], cases[3]]
     assert found.missing == [cases[1]]
-    assert set(found.unfit) == {folder.case_file(cases[1]).name, stranger.name}
+    assert set(found.rejected) == {folder.case_file(cases[1]).name, stranger.name}
     shown = capsys.readouterr().out
     assert f"left out: {cases[1].id}.h5: {folder.case_file(cases[1])}: is not an HDF5 file" in shown
     assert "left out: stranger.h5: is of no case of this study" in shown

@@ -103,10 +103,10 @@ def _time_s(used: Factors, ranks: int, repeats: int) -> float:
     return repeats * (1e-3 + GUESS * float(used["size_bytes"]) * ranks)
 
 
-KEPT_SIZES = 2  # whose data stay from one visit to the next
+CACHED_SIZES = 2  # whose data stay from one visit to the next
 
 
-@lru_cache(maxsize=KEPT_SIZES)
+@lru_cache(maxsize=CACHED_SIZES)
 def _data(n: int, world: World, integers: bool) -> Any:
     from ..bench.allreduce import integer_data, normal_data
 
@@ -229,7 +229,7 @@ def _bus_bandwidth(group: SeedGroup, time: Estimate) -> Estimate:
 
 def _table(file: StudyFile, groups: Sequence[SeedGroup]) -> Table:
     from ..report import units
-    from ..report.points import beside, of_factors, timing, varying
+    from ..report.points import of_factors, times_as_fast, timing, varying
     from ..report.tables import Column, tabulate
 
     base = {(g.shape, _size(g)): g for g in groups if g.factors["algorithm"] == "mpi"}
@@ -240,7 +240,7 @@ def _table(file: StudyFile, groups: Sequence[SeedGroup]) -> Table:
         *of_factors([name for name in METHOD if name in differing or name == "algorithm"], groups),
         *timing(file),
         Column("busbw\nGB/s", lambda g: units.digits(_bus_bandwidth(g, g.time_s).value)),
-        Column("times as\nfast as mpi", lambda g: beside(base.get((g.shape, _size(g))), g)),
+        Column("times as\nfast as mpi", lambda g: times_as_fast(base.get((g.shape, _size(g))), g)),
         Column("bound", lambda g: units.time(g.mean("bound_s"))),
         Column(
             "time by\nbound", lambda g: units.digits(g.time_s.value / (g.mean("bound_s") or nan))
@@ -257,7 +257,7 @@ def _charts(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> lis
     """Return the figures of one shape, none where it has a single size."""
     from ..report import units
     from ..report.figures import LIBRARIES
-    from ..report.points import Line, is_foreign, label
+    from ..report.points import Line, is_baseline, label
 
     if len({_size(group) for group in groups}) < 2:
         return []
@@ -271,13 +271,13 @@ def _charts(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> lis
     for group in groups:
         methods.setdefault(tuple(str(group.factors.get(n, "")) for n in METHOD), []).append(group)
     by_size = [sorted(each, key=_size) for each in methods.values()]
-    foreign = [each for each in by_size if is_foreign(each[0].factors)]
-    own = [each for each in by_size if not is_foreign(each[0].factors)]
+    baselines = [each for each in by_size if is_baseline(each[0].factors)]
+    own = [each for each in by_size if not is_baseline(each[0].factors)]
     beside = [
         Line(label(each[0].factors, METHOD[:2]), style, each)
-        for style, each in zip(LIBRARIES, foreign, strict=False)
+        for style, each in zip(LIBRARIES, baselines, strict=False)
     ]
-    panels = layout.arrange(own or foreign, without=["size_bytes"])
+    panels = layout.arrange(own or baselines, without=["size_bytes"])
     where = "x".join(map(str, groups[0].shape[:2]))
     return [
         _chart(file, *axis, part, beside if own else [], name)
@@ -287,7 +287,7 @@ def _charts(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> lis
 
 
 def _chart(
-    file: StudyFile, axis: str, shown: Shown, panels: Panels, foreign: Sequence[Line], name: str
+    file: StudyFile, axis: str, shown: Shown, panels: Panels, baselines: Sequence[Line], name: str
 ) -> Chart:
     from ..report import units
     from ..report.figures import Axis, Chart, panels_with, spread
@@ -297,14 +297,16 @@ def _chart(
     bounds = BOUNDED if known else "No bound: the bandwidth of this machine was not measured."
     nodes, _, ranks = groups[0].shape
     where = f"{units.count(ranks, 'rank')} on {units.count(nodes, 'node')}"
-    beside = f" {' and '.join(line.name for line in foreign)} in every panel." if foreign else ""
+    beside = (
+        f" {' and '.join(line.name for line in baselines)} in every panel." if baselines else ""
+    )
     return Chart(
         name,
         f"{file.name}: {what} of all-reduces by size, {where}",
         [f"Medians of the slowest rank's times, bars: {file.percent} CI.{beside} {bounds}"],
         f"{what.capitalize()} by size on {where}.",
         panels_with(
-            {title: _series(lines, foreign, shown) for title, lines in panels.lines.items()},
+            {title: _series(lines, baselines, shown) for title, lines in panels.lines.items()},
             Axis("float32 data of a rank", "size", ticks=sorted({_size(each) for each in groups})),
             lambda values: spread(axis, values, "log", 10),
         ),
@@ -312,12 +314,14 @@ def _chart(
     )
 
 
-def _series(own: Sequence[Line], foreign: Sequence[Line], shown: Shown) -> list[Series]:
+def _series(own: Sequence[Line], baselines: Sequence[Line], shown: Shown) -> list[Series]:
     """Return the lines, and the bound of our own."""
     from ..report.figures import BOUND, Series
     from ..report.points import drawn
 
-    found = [drawn(line, _size, lambda g: shown(g, g.time_s), "line") for line in [*own, *foreign]]
+    found = [
+        drawn(line, _size, lambda g: shown(g, g.time_s), "line") for line in [*own, *baselines]
+    ]
     known = [g for line in own for g in line.groups if not isnan(g.mean("bound_s"))]
     least = {_size(g): shown(g, g.exact("bound_s")).value for g in known}
     if least:

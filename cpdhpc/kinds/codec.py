@@ -168,7 +168,7 @@ def _panel(place: str, groups: Sequence[SeedGroup], drawn: Mapping[str, Style]) 
 
 def _table(file: StudyFile, groups: Sequence[SeedGroup]) -> Table:
     from ..report import units
-    from ..report.points import beside, of_factors, timing
+    from ..report.points import of_factors, times_as_fast, timing
     from ..report.tables import Column, tabulate
 
     base = {_place(group): group for group in groups if _is_base(group)}
@@ -177,7 +177,7 @@ def _table(file: StudyFile, groups: Sequence[SeedGroup]) -> Table:
         *of_factors(("size_bytes", "operation", "format"), groups),
         *timing(file),
         Column("rate\nGB/s", lambda g: units.digits(_rate(g).value)),
-        Column("of memcpy's", lambda g: beside(base.get(_place(g)), g)),
+        Column("of memcpy's", lambda g: times_as_fast(base.get(_place(g)), g)),
     ]
     return tabulate("Codec", columns, groups, CAPTION)
 

@@ -106,7 +106,7 @@ def _setting(case: Case, ranks: int) -> Setting:
     return Setting("halo", spec_of(raw, f"case {case.id}"))
 
 
-BESIDE = ("way", "wire")  # factors in which what a case is compared with may differ
+NOT_COMPARED = ("way", "wire")  # factors in which what a case is compared with may differ
 CAPTION = (
     "Sent: on the wire, by the rank that sends most, a call. Rate: bytes of its cells over the "
     "median time. Times as fast: as the fastest of subarray, persistent and alltoallw, which send "
@@ -117,7 +117,7 @@ CAPTION = (
 def _sections(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> list[Section]:
     """Return rates of exchanges, beside the fastest of MPI's ways with datatypes."""
     from ..report import units
-    from ..report.points import beside, of_factors, timing
+    from ..report.points import of_factors, times_as_fast, timing
     from ..report.tables import Column, Section, tabulate
 
     def rate(group: SeedGroup) -> str:
@@ -130,7 +130,7 @@ def _sections(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> l
 
     def times(group: SeedGroup) -> str:
         some = group.mean("payload_bytes")
-        return beside(_fastest_of_mpi(group, groups), group) if some else units.NONE
+        return times_as_fast(_fastest_of_mpi(group, groups), group) if some else units.NONE
 
     names = [name for name in HALO.factors if len({group.factors[name] for group in groups}) > 1]
     columns: list[Column[SeedGroup]] = [
@@ -148,7 +148,7 @@ def _fastest_of_mpi(group: SeedGroup, groups: Sequence[SeedGroup]) -> SeedGroup 
     """Return the fastest of MPI's ways on the same cells, None where there is none."""
 
     def cells(of: SeedGroup) -> Factors:
-        return {name: value for name, value in of.factors.items() if name not in BESIDE}
+        return {name: value for name, value in of.factors.items() if name not in NOT_COMPARED}
 
     found = [g for g in groups if g.factors["way"] in HALO_MPI_TYPES and cells(g) == cells(group)]
     return min(found, key=lambda each: each.time_s.value, default=None)

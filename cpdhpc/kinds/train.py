@@ -14,9 +14,10 @@ from ..config import merge, validate
 from .base import ABSENT, Array, Factor, Factors, Kind, Measuring, Result, Series, Value, at_least
 
 if TYPE_CHECKING:
+    from ..report.figures import Map
     from ..report.points import Layout, SeedGroup
     from ..report.tables import Column, Section
-    from ..report.trainings import Observed, Trained
+    from ..report.trainings import Trained
     from ..signals import Caught
     from ..study.cases import Case
     from ..study.repeats import Place
@@ -300,16 +301,16 @@ def _underflow(file: StudyFile, group: SeedGroup) -> str:
     return f"{np.mean(shares):.2f}"
 
 
-def _observations(file: StudyFile, group: SeedGroup, layout: Layout, name: str) -> Observed:
+def _observations(file: StudyFile, group: SeedGroup, layout: Layout, name: str) -> tuple[str, Map]:
     from ..report.points import label
-    from ..report.trainings import Observed
+    from ..report.trainings import layer_map
 
     at = file.telemetry["iteration"][group.points[0].index]
     values = _observed(file, group, name).T
     layers = [str(layer) for layer in file.telemetry["layer"]]
     panel = label(group.factors, ["ranks", *layout.panels])
-    name = layout.line([group]).name
-    return Observed(panel, name, at[at >= 0][: values.shape[1]], layers, values)
+    line = layout.line([group]).name
+    return panel, layer_map(line, at[at >= 0][: values.shape[1]], layers, values)
 
 
 TRAIN = Kind(

@@ -223,7 +223,7 @@ class SeedGroup:
         return Estimate(self.mean(name), nan, nan)
 
 
-def beside(base: SeedGroup | None, group: SeedGroup) -> str:
+def times_as_fast(base: SeedGroup | None, group: SeedGroup) -> str:
     """Return how many times as fast as a base points are, with the interval; "-" without a base."""
     if base is None or base is group:
         return units.NONE
@@ -353,9 +353,9 @@ class Layout:
         names = varying(factors, hidden | free)
         panels = [n for n in names if n in apart or is_number(n, factors)]
         lines = [n for n in names if n not in panels]
-        own = styles(label(each, lines) for each in factors if not is_foreign(each))
-        foreign = dict.fromkeys(label(each, lines) for each in factors if is_foreign(each))
-        return cls(panels, lines, own | dict(zip(foreign, LIBRARIES, strict=False)), free)
+        own = styles(label(each, lines) for each in factors if not is_baseline(each))
+        baselines = dict.fromkeys(label(each, lines) for each in factors if is_baseline(each))
+        return cls(panels, lines, own | dict(zip(baselines, LIBRARIES, strict=False)), free)
 
     def series(self, groups: Iterable[SeedGroup]) -> list[list[SeedGroup]]:
         """Return points that differ only in what is free, from few ranks and little work on."""
@@ -402,7 +402,7 @@ def _grouped(groups: Iterable[SeedGroup], free: Collection[str]) -> list[list[Se
     return [sorted(each, key=lambda group: group.ranks) for each in found.values()]
 
 
-def is_foreign(factors: Factors) -> bool:
+def is_baseline(factors: Factors) -> bool:
     """Return whether an all-reduce is another library's."""
     return factors.get("algorithm") in BASELINES
 

@@ -162,29 +162,15 @@ LAYER_SHARES = {  # what is drawn, and how it is called
 LEAST = 0.05  # %: maps without any more are not drawn
 
 
-@dataclass(frozen=True)
-class Observed:
-    """What was observed of a training's layers.
+def layer_charts(title: str, what: str, observed: Iterable[tuple[str, Map]]) -> list[Chart]:
+    """Return a figure for each set that shares a panel's name, of those that have any of what.
 
-    panel: what it shares with others of a figure; iterations: int64[samples]
-    values: float64[layers, samples], %, means over seeds
+    what: of LAYER_SHARES; observed: the panel's name and the map, means over seeds
     """
-
-    panel: str
-    name: str
-    iterations: Array
-    layers: Sequence[str]
-    values: Array
-
-
-def layer_charts(title: str, what: str, observed: Sequence[Observed]) -> list[Chart]:
-    """Return a figure for each set that shares a panel's name, of those that have any of what."""
     drawn: dict[str, list[Map]] = {}
-    for each in observed:
+    for name, each in observed:
         if each.values.size and np.nan_to_num(each.values).max() >= LEAST:
-            at = Axis("iteration")
-            panel = Map(each.name, at, Axis(""), each.iterations, each.layers, each.values)
-            drawn.setdefault(each.panel, []).append(panel)
+            drawn.setdefault(name, []).append(each)
     return [
         Chart(
             f"{what}_{panel}".replace(" ", "_").strip("_"),
@@ -196,6 +182,11 @@ def layer_charts(title: str, what: str, observed: Sequence[Observed]) -> list[Ch
         )
         for panel, maps in drawn.items()
     ]
+
+
+def layer_map(name: str, iterations: Array, layers: Sequence[str], values: Array) -> Map:
+    """Return a training's map. iterations: int64[samples]; values: float64[layers, samples], %."""
+    return Map(name, Axis("iteration"), Axis(""), iterations, layers, values)
 
 
 FRONT = Style(BLACK, "", (0, (2, 2)))
@@ -459,11 +450,11 @@ def _trained(group: RunGroup, style: Style, base: RunGroup | None) -> Trained:
     )
 
 
-def _observed(group: RunGroup) -> Observed:
+def _observed(group: RunGroup) -> tuple[str, Map]:
     first = group.runs[0].layers
     shares = np.mean([run.layers["underflow_share"] for run in group.runs], axis=0)
     names = [str(name) for name in first["layer"]]
-    return Observed("", group.name, first["iteration"], names, 100 * shares.T)
+    return "", layer_map(group.name, first["iteration"], names, 100 * shares.T)
 
 
 def overview(charts: Sequence[Chart]) -> Chart:

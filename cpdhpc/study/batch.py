@@ -25,7 +25,11 @@ from .spec import Study
 
 FINISHED, FAILED, UNFINISHED = 0, 1, 85  # exit statuses; 85: start it again
 PAUSE_S = 0.002  # between the looks of ranks that wait for smaller cases
-UNFIT = (UserError, ArithmeticError, NonFiniteGradient)  # what kinds raise on all ranks alike
+UNMEASURABLE = (
+    UserError,
+    ArithmeticError,
+    NonFiniteGradient,
+)  # what kinds raise on all ranks alike
 
 
 def measure_batch(
@@ -143,7 +147,7 @@ class _Runner:
                 found = measure(self.study, case, work)
             else:
                 found = TimedCalls(self.study, case, work, measure)
-        except UNFIT as problem:
+        except UNMEASURABLE as problem:
             error = problem
         wrong = _first(self.world.gather(_told(error)))
         if wrong:
@@ -160,7 +164,7 @@ class _Runner:
                 measuring.visit(place, self.caught)
             except Interrupted:
                 pass  # its signal is in self.caught
-            except UNFIT as problem:
+            except UNMEASURABLE as problem:
                 error = problem
         self.world.barrier("a case on other ranks", 0.0 if place else PAUSE_S)
         told = self.world.gather((measuring.done, _told(error), self.caught.number))

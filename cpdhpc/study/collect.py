@@ -315,11 +315,11 @@ SERIES_OF = {"training": _training, "telemetry": _telemetry}
 
 @dataclass(frozen=True)
 class Found:
-    """What lies in a folder. unfit: files that are left out, each with the reason."""
+    """What lies in a folder. rejected: files that are left out, each with the reason."""
 
     results: list[tuple[Case, Result]]
     missing: list[Case]
-    unfit: Mapping[str, str]
+    rejected: Mapping[str, str]
 
 
 def collect(study: Study, folder: Folder) -> Found:
@@ -329,7 +329,7 @@ def collect(study: Study, folder: Folder) -> Found:
     or the file cannot be written.
     """
     found = find(folder, expand(study).cases)
-    for name, reason in found.unfit.items():
+    for name, reason in found.rejected.items():
         print(f"left out: {name}: {reason}")
     if not found.results:
         raise FolderError(f"{folder.cases}: no case of study {study.name} is finished")
@@ -344,7 +344,7 @@ def collect(study: Study, folder: Folder) -> Found:
 
 def find(folder: Folder, cases: list[Case]) -> Found:
     """Return the results of cases, which of them have none, and files that are none of theirs."""
-    results, missing, unfit = [], [], dict[str, str]()
+    results, missing, rejected = [], [], dict[str, str]()
     files = {path.name for path in folder.cases.glob("*.h5") if not path.name.startswith(".")}
     for case in cases:
         path = folder.case_file(case)
@@ -355,7 +355,7 @@ def find(folder: Folder, cases: list[Case]) -> Found:
         try:
             results.append((case, read_result(path, case)))
         except StoreError as error:
-            unfit[path.name] = f"{error}; without this file it is measured again"
+            rejected[path.name] = f"{error}; without this file it is measured again"
             missing.append(case)
     foreign = dict.fromkeys(sorted(files), "is of no case of this study")
-    return Found(results, missing, unfit | foreign)
+    return Found(results, missing, rejected | foreign)

@@ -35,7 +35,7 @@ SLURM = (  # what Slurm says of a job, as far as it is the same for jobs of one 
 )
 PING_BYTES = [1 << i for i in range(3, 22, 3)]  # 8 B to 2 MiB
 PINGS, PING_WARMUP = 10, 2
-CURE = (
+ADVICE = (
     "start it by the mpirun that belongs to {library}, or by srun --mpi=pmix (Open MPI) or "
     "--mpi=pmi2 (MPICH)"
 )
@@ -54,8 +54,8 @@ def prove(world: World, nodes: int, ppn: int) -> None:
     if world.processes != nodes * ppn:
         found = "1 process" if world.processes == 1 else f"{world.processes} processes"
         alone = "every process is alone: " if world.processes == 1 else ""
-        cure = CURE.format(library=library_version())
-        raise PlacementError(f"batch: MPI has {found}, {asked}: {alone}{cure}")
+        advice = ADVICE.format(library=library_version())
+        raise PlacementError(f"batch: MPI has {found}, {asked}: {alone}{advice}")
     counts = Counter(world.nodes)
     if len(counts) != nodes or set(counts.values()) != {ppn}:
         found = " + ".join(map(str, counts.values()))

@@ -108,7 +108,7 @@ class Display:
             known = f", {finished} case(s) finished already" if finished else ""
             self.line(f"{text}{known}")
 
-    def look(self, folder: Folder, todo: Sequence[Case]) -> list[Case]:
+    def update(self, folder: Folder, todo: Sequence[Case]) -> list[Case]:
         """Return those of the cases that are not finished yet."""
         left = [case for case in todo if not folder.finished(case)]
         self.bar.advance(self.task, len(todo) - len(left))
@@ -228,11 +228,11 @@ def _launch(folder: Folder, job: Batch, todo: list[Case], display: Display) -> i
         try:
             while process.poll() is None:
                 time.sleep(LOOK_S)
-                todo = display.look(folder, todo)
+                todo = display.update(folder, todo)
         except KeyboardInterrupt:
             _stop(process)
             raise
-    display.look(folder, todo)
+    display.update(folder, todo)
     return process.returncode
 
 

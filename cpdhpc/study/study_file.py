@@ -157,7 +157,7 @@ def _points(groups: Groups) -> list[Point]:
     factors = {k: v.tolist() for k, v in columns.items() if k not in NO_FACTORS}
     outcomes = {k: columns[k].tolist() for k in NUMBERS if k in columns}
     figures = {k: v.tolist() for k, v in summary.items() if v.shape == (count,)}
-    kept = np.isfinite(samples["time_s"]) & (samples["is_warmup"] == 0)
+    counted = np.isfinite(samples["time_s"]) & (samples["is_warmup"] == 0)
     return [
         Point(
             i,
@@ -165,7 +165,7 @@ def _points(groups: Groups) -> list[Point]:
             {k: v[i] for k, v in factors.items() if _used(v[i])},
             {k: v[i] for k, v in outcomes.items()},
             {k: v[i] for k, v in figures.items()},
-            samples["time_s"][i][kept[i]],
+            samples["time_s"][i][counted[i]],
             int(figures["base_point"][i]),
         )
         for i in range(count)

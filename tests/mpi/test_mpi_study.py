@@ -116,7 +116,7 @@ def test_smaller_cases_run_on_some_of_the_ranks(world, shared):
     assert len(cases) == 4 * size and len(batches(study, cases)) == 1
     assert measure_batch(world, folder.path, 0) == FINISHED
     found = find(folder, cases)
-    assert not found.missing and not found.unfit
+    assert not found.missing and not found.rejected
     for case, result in found.results:
         assert result.is_warmup.tolist() == [1, 0, 0, 0, 0, 0]
         slowest, fastest, mean = result.times_s.T
