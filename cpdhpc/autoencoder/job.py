@@ -158,10 +158,10 @@ class Train(Section):
     """[train]: stochastic gradient descent with momentum, one layer after the other.
 
     iterations: of each layer; batch: images of an iteration, the same on all ranks
-    cell_procs, block_procs: ranks along both axes that cells, and blocks and pools, are dealt to;
+    cell_procs, block_procs: ranks along both axes that cells, and blocks and pools, are split over;
         not given: as square as can be
     threads: of torch, 0 for the cores that the rank owns
-    keep_memory: freed memory stays with the process, see memory.keep_freed_memory: iterations on
+    keep_memory: freed memory stays with the process, see keep_freed_memory: iterations on
         large layers take half the time or less, and up to 1.6 times the memory
     """
 

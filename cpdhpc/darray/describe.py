@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..ops.payloads import Packed
+from ..formats import INTEGERS, Cast, FloatFormat
+from ..ops.payloads import Packed, parse_wire
 from ..world.ranks import Ranks
 from .layout import Box
 from .windows import Integers, RankPieces, Windows, fill_value, flat_index, interior_of
@@ -115,6 +116,17 @@ class Description:
 def _imbalance(values: Sequence[int]) -> float:
     total = sum(values)
     return max(values) * len(values) / total if total else 1.0
+
+
+def packed_wire(wire: str | FloatFormat) -> Packed | None:
+    """Return what encodes the cells that travel; None for "raw". Raises TypeError or ValueError."""
+    try:
+        fmt = parse_wire(wire)
+    except (TypeError, ValueError) as error:
+        raise type(error)(str(error).replace("allreduce", "WindowPlan")) from None
+    if isinstance(wire, str) and wire in INTEGERS:
+        raise ValueError(f"WindowPlan: wire={wire!r}: integers are for sums: use raw or a format")
+    return None if fmt is None else Packed(Cast(fmt), fit=True)
 
 
 def describe(

@@ -8,15 +8,15 @@ from typing import Any, NoReturn, Self
 import numpy as np
 
 from ..collectives.engine import give_up
-from ..formats import INTEGERS, Cast, FloatFormat
+from ..formats import FloatFormat
 from ..ops.moves import run_moves
-from ..ops.payloads import Packed, parse_wire
+from ..ops.payloads import Packed
 from ..world.mpi import as_world
 from ..world.ranks import RankFailure, Ranks
 from .by_slices import Array, ArrayBackend, array_backend
 from .channel import Call, Channel
 from .compiled import ACCUMULATE, EXCHANGE, POLLS, Operation, Program
-from .describe import Description, Verification, describe, verify
+from .describe import Description, Verification, describe, packed_wire, verify
 from .layout import Box, Layout, as_box
 from .mailbox import SLOTS
 from .windows import Boundary, RankPieces, Windows, fill_value, parse_boundary
@@ -404,10 +404,4 @@ def _checked(
         raise ValueError(f"WindowPlan: layout has {layout.ranks} boxes for {world.size} ranks")
     box = as_box("WindowPlan: window", window, len(layout.shape))
     modes = parse_boundary(boundary, len(layout.shape))
-    try:
-        fmt = parse_wire(wire)
-    except (TypeError, ValueError) as error:
-        raise type(error)(str(error).replace("allreduce", "WindowPlan")) from None
-    if isinstance(wire, str) and wire in INTEGERS:
-        raise ValueError(f"WindowPlan: wire={wire!r}: integers are for sums: use raw or a format")
-    return box, modes, None if fmt is None else Packed(Cast(fmt), fit=True)
+    return box, modes, packed_wire(wire)

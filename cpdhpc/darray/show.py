@@ -13,9 +13,8 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from ..config import ConfigError, Section, UserError, validate
-from ..formats import INTEGERS, Cast
-from ..ops.payloads import Packed, parse_wire
-from .describe import Description, describe
+from ..ops.payloads import Packed
+from .describe import Description, describe, packed_wire
 from .layout import Box, Layout
 from .windows import MODES, Constant, Mode, Windows, parse_boundary
 
@@ -56,10 +55,7 @@ class HaloSpec(Section):
     @property
     def packed(self) -> Packed | None:
         """What encodes the cells that travel, or None."""
-        fmt = parse_wire(self.wire)
-        if self.wire in INTEGERS:
-            raise ValueError(f"wire={self.wire!r}: integers are for sums: use raw or a format")
-        return None if fmt is None else Packed(Cast(fmt), fit=True)
+        return packed_wire(self.wire)
 
     @property
     def modes(self) -> tuple[Mode, ...]:
