@@ -42,9 +42,7 @@ def assigned() -> Any:
     """What comes from other ranks takes the place of the sum."""
 
     def unpack(cut: Any, pieces: Any, values: Any, out: Any) -> None:
-        trail = tuple(out.shape[cut.owned.ndim :])
-        parts = by_slices.flat_pieces(pieces, values, trail)
-        for piece, part in zip(pieces, parts, strict=True):
+        for piece, part in by_slices.parts(cut, pieces, out, values):
             out[piece.source.slices(cut.owned.start)] = part
 
     def rows(frame: Any, piece: Any, base: int, offset: int) -> Any:

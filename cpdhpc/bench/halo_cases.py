@@ -387,18 +387,21 @@ def neighbours(messages: MpiMessages) -> Run:
 def packed(messages: MpiMessages) -> Run:
     """Return slices of NumPy copied to memory that travels by persistent requests, and back."""
     mpi, comm, keep = messages.mpi, messages.comm, messages.keep
-    gone = Packed(messages.array, messages.sends)
-    came = Packed(messages.array, messages.receives)
+    outgoing = Packed(messages.array, messages.sends)
+    incoming = Packed(messages.array, messages.receives)
 
     def requests(init: Any, parts: Mapping[int, Array]) -> list[Any]:
         return [keep(init([p.view(np.uint8), mpi.BYTE], rank)) for rank, p in parts.items()]
 
-    receives, sends = requests(comm.Recv_init, came.parts), requests(comm.Send_init, gone.parts)
-    take = came.add if messages.adds else came.unpack
+    receives, sends = (
+        requests(comm.Recv_init, incoming.parts),
+        requests(comm.Send_init, outgoing.parts),
+    )
+    take = incoming.add if messages.adds else incoming.unpack
 
     def run() -> None:
         mpi.Prequest.Startall(receives)
-        gone.pack()
+        outgoing.pack()
         mpi.Prequest.Startall(sends)
         mpi.Request.Waitall(receives)
         take()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -220,42 +221,42 @@ class Cut(NamedTuple):
         return total
 
 
-def flat_pieces(pieces: Sequence[Piece], values: Array, trail: tuple[int, ...]) -> Iterator[Array]:
-    """Yield the part of a message that each piece takes, in the shape of its source."""
-    size, start = 1, 0
-    for n in trail:
-        size *= n
+def parts(
+    cut: Cut, pieces: Sequence[Piece], array: Array, values: Array
+) -> Iterator[tuple[Piece, Array]]:
+    """Yield pieces and the part of a message that each takes, in the shape of its source.
+
+    array: from which or to which the cells go, with the further axes
+    """
+    trail, start = tuple(array.shape[cut.owned.ndim :]), 0
     for piece in pieces:
-        stop = start + piece.source.size * size
-        yield values[start:stop].reshape(piece.source.shape + trail)
+        shape = piece.source.shape + trail
+        stop = start + prod(shape)
+        yield piece, values[start:stop].reshape(shape)
         start = stop
 
 
 def pack_cells(cut: Cut, pieces: Sequence[Piece], x: Array, values: Array) -> None:
     """Write the cells of an owned box that pieces show into a message."""
-    trail = tuple(x.shape[cut.owned.ndim :])
-    for piece, part in zip(pieces, flat_pieces(pieces, values, trail), strict=True):
+    for piece, part in parts(cut, pieces, x, values):
         part[...] = cut.shown(x, piece)
 
 
 def unpack_cells(cut: Cut, pieces: Sequence[Piece], values: Array, out: Array) -> None:
     """Write a message where its pieces show in a window."""
-    trail = tuple(out.shape[cut.owned.ndim :])
-    for piece, part in zip(pieces, flat_pieces(pieces, values, trail), strict=True):
+    for piece, part in parts(cut, pieces, out, values):
         out[cut.target(piece)] = cut.turned(part, piece)
 
 
 def pack_sums(cut: Cut, pieces: Sequence[Piece], y: Array, values: Array) -> None:
     """Write the cells of a window into a message, in the shapes of their sources."""
-    trail = tuple(y.shape[cut.owned.ndim :])
-    for piece, part in zip(pieces, flat_pieces(pieces, values, trail), strict=True):
+    for piece, part in parts(cut, pieces, y, values):
         part[...] = cut.gathered(y, piece)
 
 
 def add_sums(cut: Cut, pieces: Sequence[Piece], values: Array, out: Array) -> None:
     """Add a message to the owned cells that its pieces show."""
-    trail = tuple(out.shape[cut.owned.ndim :])
-    for piece, part in zip(pieces, flat_pieces(pieces, values, trail), strict=True):
+    for piece, part in parts(cut, pieces, out, values):
         _add(cut, piece, part, out)
 
 

@@ -102,8 +102,8 @@ def pack_cells(frame: Frame, piece: Piece, base: int, offset: int) -> list[Row]:
 def unpack_cells(frame: Frame, piece: Piece, base: int, offset: int) -> list[Row]:
     """Return the rows that copy a message to where it shows in a window."""
     shape = piece.target.shape + frame.trail
-    came = frame.message(base, offset, piece)
-    return moves.copy(shape, frame.itemsize, came, frame.target(piece))
+    message = frame.message(base, offset, piece)
+    return moves.copy(shape, frame.itemsize, message, frame.target(piece))
 
 
 def pack_sums(frame: Frame, piece: Piece, base: int, offset: int) -> list[Row]:
@@ -123,8 +123,8 @@ def pack_sums(frame: Frame, piece: Piece, base: int, offset: int) -> list[Row]:
 def add_sums(frame: Frame, piece: Piece, base: int, offset: int) -> list[Row]:
     """Return the rows that add a message to owned cells."""
     shape = piece.source.shape + frame.trail
-    came = frame.message(base, offset, piece)
-    return moves.add(shape, frame.itemsize, came, frame.source(piece), frame.dtype)
+    message = frame.message(base, offset, piece)
+    return moves.add(shape, frame.itemsize, message, frame.source(piece), frame.dtype)
 
 
 Own = tuple[Bytes, list[Row]]  # memory, which rows know as the base MEMORY, and the rows

@@ -146,25 +146,25 @@ def describe(
     def size_bytes(cells: int) -> int:
         return cells * n * itemsize if wire is None else wire.size_bytes(cells * n)
 
-    costs = []
-    came: dict[int, dict[int, int]] = {rank: {} for rank in ranks}
-    gone: dict[int, dict[int, int]] = {rank: {} for rank in ranks}
-    targets: dict[int, list[Box]] = {rank: [] for rank in ranks}
+    sent_bytes: list[dict[int, int]] = [{} for _ in ranks]  # to each other rank
+    received_bytes: list[dict[int, int]] = [{} for _ in ranks]  # from each
+    targets: list[list[Box]] = [[] for _ in ranks]  # what messages change in each window
     for rank in ranks:
         for owner in windows.owners(rank):
-            pieces = list(windows.pieces(owner, rank))
-            cells = sum(piece.source.size for piece in pieces)
             if owner != rank:
-                came[rank][owner] = gone[owner][rank] = size_bytes(cells)
+                pieces = list(windows.pieces(owner, rank))
+                n_bytes = size_bytes(sum(piece.source.size for piece in pieces))
+                received_bytes[rank][owner] = sent_bytes[owner][rank] = n_bytes
                 targets[rank] += [piece.target for piece in pieces]
-    for rank in ranks:
-        box = windows.boxes[rank]
+    costs = []
+    for rank, box in enumerate(windows.boxes):
         local = sum(piece.target.size for piece in windows.pieces(rank, rank))
         interior = interior_of(box, targets[rank]).size
+        sends, receives = sent_bytes[rank], received_bytes[rank]
         costs.append(
             RankCost(rank, windows.layout.owner(rank).size, box.size, interior, local,
-                     tuple(sorted(gone[rank])), tuple(came[rank]), sum(gone[rank].values()),
-                     sum(came[rank].values()))
+                     tuple(sorted(sends)), tuple(receives), sum(sends.values()),
+                     sum(receives.values()))
         )  # fmt: skip
     cell = f"{dtype} x {n}" + ("" if wire is None else f", on the wire {wire.cast.fmt.name}")
     return Description(name, cell, tuple(costs))
