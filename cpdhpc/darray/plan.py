@@ -31,10 +31,8 @@ class Handle:
     accumulation nothing); what was given may be changed again.
     """
 
-    def __init__(
-        self, plan: WindowPlan, operation: Operation, call: Call, channel: Channel
-    ) -> None:
-        self._plan, self._operation, self._call, self._channel = plan, operation, call, channel
+    def __init__(self, plan: WindowPlan, channel: Channel, call: Call) -> None:
+        self._plan, self._channel, self._call = plan, channel, call
         self._done = False
 
     @property
@@ -54,7 +52,7 @@ class Handle:
         try:
             return self._channel.progress(self._call)
         except Exception as error:
-            _give_up(self._plan, self._operation, error)
+            _give_up(self._plan, self._channel.operation, error)
 
     def finish(self) -> Array:
         """Wait for the messages and return the array. Collective: once, where begin was.
@@ -62,12 +60,12 @@ class Handle:
         Raises RuntimeError where it was called before; RankFailure as an all-reduce does.
         """
         if self._done:
-            raise RuntimeError(f"{self._operation.name} of plan {self._plan.name!r}: is finished")
+            raise RuntimeError(f"{self._channel.what}: is finished")
         self._done = True
         try:
             self._channel.finish(self._call)
         except Exception as error:
-            _give_up(self._plan, self._operation, error)
+            _give_up(self._plan, self._channel.operation, error)
         return self._call.out
 
     def remember(self) -> None:
@@ -75,7 +73,9 @@ class Handle:
         call = self._call
         program = self._channel.program(call)
         if program is not None and call.plain is not None and call.plain[0] is call.x:
-            self._plan.last[self._operation.name] = Repeated(self._channel, program, call.out)
+            self._plan.last[self._channel.operation.name] = Repeated(
+                self._channel, program, call.out
+            )
 
 
 class Repeated:
@@ -151,7 +151,7 @@ def begin(
         channel.begin(call)
     except Exception as error:
         _give_up(plan, operation, error)
-    return Handle(plan, operation, call, channel)
+    return Handle(plan, channel, call)
 
 
 def _give_up(plan: WindowPlan, operation: Operation, error: Exception) -> NoReturn:
