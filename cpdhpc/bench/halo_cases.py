@@ -238,7 +238,7 @@ def _places(plan: WindowPlan, adds: bool) -> tuple[Places, Places]:
     return (takes, gives) if adds else (gives, takes)
 
 
-class Packed:
+class PackedPlaces:
     """Contiguous memory for the cells of places of an array: of each rank one part."""
 
     def __init__(self, array: Array, places: Places) -> None:
@@ -291,7 +291,7 @@ class MpiMessages:
         else:
             self._element = self._commit(self.mpi.BYTE.Create_contiguous(self.array.itemsize))
         self.outgoing = [([self.array, 1, self._type(p)], r) for r, p in self.sends.items()]
-        self.received = Packed(self.array, self.receives) if self.adds else None
+        self.received = PackedPlaces(self.array, self.receives) if self.adds else None
         if self.received is None:
             self.incoming = [([self.array, 1, self._type(p)], r) for r, p in self.receives.items()]
         else:
@@ -387,8 +387,8 @@ def neighbours(messages: MpiMessages) -> Run:
 def packed(messages: MpiMessages) -> Run:
     """Return slices of NumPy copied to memory that travels by persistent requests, and back."""
     mpi, comm, keep = messages.mpi, messages.comm, messages.keep
-    outgoing = Packed(messages.array, messages.sends)
-    incoming = Packed(messages.array, messages.receives)
+    outgoing = PackedPlaces(messages.array, messages.sends)
+    incoming = PackedPlaces(messages.array, messages.receives)
 
     def requests(init: Any, parts: Mapping[int, Array]) -> list[Any]:
         return [keep(init([p.view(np.uint8), mpi.BYTE], rank)) for rank, p in parts.items()]
