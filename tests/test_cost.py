@@ -8,10 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from cpdhpc.bench.machine import Sample, fit, line, nonnegative
 from cpdhpc.collectives import predict as model
 from cpdhpc.collectives.allreduce import Allreduce, allreduce, simulate
 from cpdhpc.collectives.method import DEFAULT, UNITS, Machine, as_machine, read_machine
-from cpdhpc.collectives.predict import Sample, choose, fit, line, predict, solve
+from cpdhpc.collectives.predict import choose, predict
 from cpdhpc.collectives.schedules import SCHEDULES
 from cpdhpc.config import ConfigError, dump_toml
 from cpdhpc.formats import TILE
@@ -38,7 +39,7 @@ ROUNDING = 10_000 * 2.0**-53
 def programs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Formulas are of programs, whatever the size, but where a test is about small sizes."""
     if "small" not in request.node.name:
-        monkeypatch.setattr(model, "is_small", lambda method, ranks, n: False)
+        monkeypatch.setattr(Allreduce, "is_small", lambda method, ranks, n: False)
 
 
 def nodes(ranks: int) -> tuple[int, ...]:
@@ -187,9 +188,9 @@ def test_a_line_and_least_squares_are_recovered() -> None:
     assert found == pytest.approx((3e-6, 2e-10), rel=1e-9)
     assert line([8, 16, 32], [1e-6, 1e-6, 0.9e-6])[1] == 0.0
     a = np.array([[1.0, 0.0], [1.0, 1.0], [1.0, 2.0]])
-    assert solve(a, a @ [2.0, 0.5]).tolist() == pytest.approx([2.0, 0.5])
-    assert solve(a, np.array([2.0, 1.0, 0.0])).tolist() == pytest.approx([1.0, 0.0])
-    assert solve(a, -np.ones(3)).tolist() == [0.0, 0.0]
+    assert nonnegative(a, a @ [2.0, 0.5]).tolist() == pytest.approx([2.0, 0.5])
+    assert nonnegative(a, np.array([2.0, 1.0, 0.0])).tolist() == pytest.approx([1.0, 0.0])
+    assert nonnegative(a, -np.ones(3)).tolist() == [0.0, 0.0]
 
 
 def test_the_fit_recovers_a_machine() -> None:

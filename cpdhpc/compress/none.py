@@ -7,7 +7,7 @@ from typing import Literal
 
 import numpy as np
 
-from ..collectives.allreduce import Allreduce
+from ..collectives.allreduce import Allreduce, configured
 from ..collectives.checks import NonFiniteGradient
 from ..collectives.method import Machine
 from ..world.ranks import Ranks
@@ -33,7 +33,7 @@ class NoCompression(Aggregator):
         self._allreduce()
 
     def _allreduce(self) -> Allreduce:
-        return Allreduce(wire="raw", algorithm=self.algorithm, op="mean", machine=self.machine)
+        return configured(wire="raw", algorithm=self.algorithm, op="mean", machine=self.machine)
 
     def aggregate(
         self,

@@ -19,6 +19,7 @@ __all__ = [
     "add_integers_tiles",
     "amax_tiles",
     "clone",
+    "copy",
     "decode",
     "decode_add_encode_tiles",
     "decode_add_tiles",
@@ -40,6 +41,7 @@ __all__ = [
 
 Array = np.ndarray[Any, np.dtype[Any]]
 add, subtract, divide = np.add, np.subtract, np.divide  # what the GPU needs kernels for
+copy = np.copyto
 ROUNDINGS = {"nearest": 0, "zero": 1, "stochastic": 2}  # as float_format.h numbers them
 
 
