@@ -438,7 +438,7 @@ def allreduce(
     cupy.from_dlpack and out through torch.from_dlpack, which let one stream wait for the other.
     """
     ranks = as_world(world)
-    config, error = Allreduce(), None  # with an error the default only serves to raise it
+    error: Exception | None = None
     try:
         config = configured(
             wire=wire, algorithm=algorithm, scaling=scaling, accumulate=accumulate, op=op,
@@ -446,7 +446,7 @@ def allreduce(
             machine=None if machine is None else as_machine(machine),
         )  # fmt: skip
     except (TypeError, ValueError) as found:
-        error = found
+        config, error = Allreduce(), found  # the default only serves to raise the error
     xs: Sequence[Any] = x if ranks.virtual_ranks > 1 and isinstance(x, Sequence) else [x]
     outs = None if out is None else [out]
     reduced = config.run(ranks, xs, outs, iteration=iteration, segments=segments, error=error)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, count
+from itertools import accumulate, count, repeat
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -139,6 +139,8 @@ class Plan:
 
     def keys_between(self, rank: int, index: int) -> Iterator[Key]:
         """Yield the random streams of a rank's roundings in between, in chunk index."""
+        if self.stream is None:
+            return repeat(NO_KEY)
         who = rank if self.schedule.result_travels else index
         return (self.key(who, phase) for phase in count(BETWEEN))
 
@@ -164,10 +166,9 @@ class Chunk:
         self.plan, self.rank, self.index, self.take = plan, rank, index, take
         self.start, self.n, self.wire = start, stop - start, plan.wire
         of_tiles = slice(start // TILE, start // TILE + tiles(self.n))
-        self.sent, self.result = (
-            None if each is None else each[of_tiles]
-            for each in (plan.sent_shifts, plan.result_shifts)
-        )
+        sent, result = plan.sent_shifts, plan.result_shifts
+        self.sent = None if sent is None else sent[of_tiles]
+        self.result = None if result is None else result[of_tiles]
         self.is_raw = isinstance(plan.wire, Raw)
         self.partial = x[start:stop]  # the rank's own, until it adds
         self.out = None if out is None else out[start:stop]
@@ -394,28 +395,23 @@ def program(
         span = piece.start + start, piece.start + stop
         chunks.append(kind(plan, rank, i, span, x, out, take))
     for number, step in enumerate(plan.schedule.steps(rank, layout)):
-        received = yield _exchange(chunks, step, number, take)
+        into = [chunks[i] for i in step.recv_chunks]
+        sizes = _sizes(into, step.recv_terms)
+        received = yield Exchange(
+            send_to=step.send_to,
+            payload=None if step.send_to is None else _message(chunks, step, take),
+            recv_from=step.recv_from,
+            nbytes=sum(sizes),
+            round=number,
+            recv_chunks=step.recv_chunks,
+            send_chunks=step.send_chunks,
+            place=into[0].place if step.kind == "copy" and len(into) == 1 else None,
+        )
         if step.recv_from is not None:
-            into = [chunks[i] for i in step.recv_chunks]
-            parts = _parts(plan, received, _sizes(into, step.recv_terms), take)
+            parts = _parts(plan, received, sizes, take)
             for each, part, terms in zip(into, parts, step.recv_terms, strict=True):
                 each.incoming(step.kind, step.recv_from, part, terms)
     return sum(each.write() for each in chunks)
-
-
-def _exchange(chunks: Sequence[Chunk], step: Step, number: int, take: Take) -> Exchange:
-    into = [chunks[i] for i in step.recv_chunks]
-    out = [chunks[i] for i in step.send_chunks]
-    return Exchange(
-        send_to=step.send_to,
-        payload=None if step.send_to is None else _message(out, step, take),
-        recv_from=step.recv_from,
-        nbytes=sum(_sizes(into, step.recv_terms)),
-        round=number,
-        recv_chunks=step.recv_chunks,
-        send_chunks=step.send_chunks,
-        place=into[0].place if step.kind == "copy" and len(into) == 1 else None,
-    )
 
 
 def _sizes(chunks: Sequence[Chunk], terms: Sequence[int]) -> list[int]:
@@ -424,12 +420,13 @@ def _sizes(chunks: Sequence[Chunk], terms: Sequence[int]) -> list[int]:
 
 
 def _message(chunks: Sequence[Chunk], step: Step, take: Take) -> Array:
-    """Return the payloads of chunks one after another."""
-    if len(chunks) == 1:
-        return chunks[0].outgoing(step.kind)
-    sizes = _sizes(chunks, step.send_terms)
+    """Return the payloads of the chunks that a step sends, one after another."""
+    if len(step.send_chunks) == 1:
+        return chunks[step.send_chunks[0]].outgoing(step.kind)
+    gone = [chunks[i] for i in step.send_chunks]
+    sizes = _sizes(gone, step.send_terms)
     message = take(sum(sizes))
-    for each, size, end in zip(chunks, sizes, accumulate(sizes), strict=True):
+    for each, size, end in zip(gone, sizes, accumulate(sizes), strict=True):
         place = message[end - size : end]
         payload = each.outgoing(step.kind, None if (end - size) % ALIGNED_BYTES else place)
         if payload is not place:
