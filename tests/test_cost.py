@@ -99,7 +99,7 @@ def test_the_bytes_are_those_that_leave_the_ranks(name: str, wire: str) -> None:
     Allreduce(wire, name).run(world, [np.zeros(5000, np.float32)] * 6)
     found = predict(MACHINE, Allreduce(wire, name), world.nodes, 5000)
     assert found.wire_bytes == round(world.bytes_sent.mean())
-    assert found.walked == 6
+    assert found.simulated == 6
 
 
 @pytest.mark.parametrize("wire", ["raw", "e4m3"])
@@ -112,18 +112,18 @@ def test_one_rank_stands_for_all(monkeypatch: pytest.MonkeyPatch, name: str, wir
         everyone = predict(machine, method, where, n)
         monkeypatch.setattr(model, "ALL_RANKS", 1)
         one = predict(machine, method, where, n)
-        assert (everyone.walked, one.walked) == (8, 1)
+        assert (everyone.simulated, one.simulated) == (8, 1)
         assert one.time_s == pytest.approx(everyone.time_s, rel=ROUNDING)
         assert one.wire_bytes == everyone.wire_bytes
 
 
-def test_trees_are_walked_by_all_ranks() -> None:
+def test_trees_are_simulated_by_all_ranks() -> None:
     for name in ("tree", "dbtree"):
-        assert predict(MACHINE, Allreduce("raw", name), nodes(20), TILE).walked == 20
+        assert predict(MACHINE, Allreduce("raw", name), nodes(20), TILE).simulated == 20
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_pieces_that_are_not_walked_are_estimated(
+def test_pieces_that_are_not_simulated_are_estimated(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """No bound: the estimate is for many pieces, and within a quarter here."""

@@ -301,11 +301,11 @@ def rests_on(
         if {"ranks", "processor", "hosts", "date"} <= fit.keys()
         else "of a file that does not say where its times come from"
     )
-    one = any(each.walked == 1 for each in predictions) and arguments.ranks > 1
+    one = any(each.simulated == 1 for each in predictions) and arguments.ranks > 1
     return [
         f"predicted for {arguments.ranks} ranks, not measured; times {where}",
         "assumed: links alike, inside nodes and between; ranks alike, on cores of their own; no "
         "contention, no noise",
-        "all ranks' steps are walked"
+        "all ranks' steps are simulated"
         + ("; where all ranks do the same, those of one that stands for all" if one else ""),
     ]

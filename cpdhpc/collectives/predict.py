@@ -119,8 +119,8 @@ class Simulation:
 
     share: of the chunks that hold data, where rank 0 is alone; a message, and what is done for it,
     counts for that share, but at least for a chunk
-    pieces: those to walk; alone: whether every rank does the same at the same time, so that what
-    rank 0 receives was sent when rank 0 sends; memory: float32[n], read and written by nobody
+    pieces: those to simulate; alone: whether every rank does the same at the same time, so that
+    what rank 0 receives was sent when rank 0 sends; memory: float32[n], read and written by nobody
     """
 
     def __init__(
@@ -252,21 +252,21 @@ class Simulation:
         heapq.heappush(state.ready, (arrival_s, piece))
 
 
-PIECES = 4  # that are walked at least
-PROGRAMS = 1 << 13  # up to so many, pieces times ranks, more are walked: up to WINDOWS windows
+PIECES = 4  # that are simulated at least
+PROGRAMS = 1 << 13  # up to so many, pieces times ranks, more are simulated: up to WINDOWS windows
 WINDOWS = 4
-ALL_RANKS = 8  # up to here all ranks are walked even where one can stand for all
+ALL_RANKS = 8  # up to here all ranks are simulated even where one can stand for all
 
 
 class Prediction(NamedTuple):
     """time_s of a call; wire_bytes: that leave a rank, the mean over ranks.
 
-    walked: the number of ranks whose steps were walked: all, or one that stands for all
+    simulated: the number of ranks whose steps were simulated: all, or one that stands for all
     """
 
     time_s: float
     wire_bytes: int
-    walked: int
+    simulated: int
 
 
 def predict(machine: Machine, method: Method, nodes: tuple[int, ...], n: int) -> Prediction:
@@ -296,7 +296,7 @@ def predict(machine: Machine, method: Method, nodes: tuple[int, ...], n: int) ->
     return Prediction(
         time_s=_before_s(machine, method, len(nodes), n) + time_s,
         wire_bytes=round(sent * share * pieces / len(ends_s)),
-        walked=len(simulation.ranks),
+        simulated=len(simulation.ranks),
     )
 
 
@@ -339,10 +339,10 @@ def _simulation(
         )
     pieces = plan.pieces(padded)
     most = min(WINDOWS * plan.schedule.window(len(nodes)), PROGRAMS // (1 if one else len(nodes)))
-    walked = pieces[: max(PIECES, most)]
+    first = pieces[: max(PIECES, most)]
     kernels = Kernels(machine)
     timed = replace(plan, wire=replace(wire, kernels=kernels))
-    simulation = Simulation(machine, timed, kernels, walked, memory, one, share)
+    simulation = Simulation(machine, timed, kernels, first, memory, one, share)
     return simulation, len(pieces), share
 
 

@@ -10,8 +10,8 @@ import numpy as np
 from .. import _cpu
 from ..formats import Cast, FloatFormat, tiles
 from ..randomness import Key
-from . import kernel_threads
 from .reference import fitting_shift
+from .threads import kernel_threads
 
 __all__ = [
     "add",
