@@ -13,6 +13,10 @@ from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from ..config import UserError
+
+T = TypeVar("T")
+
 
 class RankFailure(RuntimeError):
     """Processes died during a call; World.shrink goes on without them.
@@ -32,7 +36,6 @@ class RankFailure(RuntimeError):
 
 
 Array = npt.NDArray[Any]
-Kept = TypeVar("Kept")
 
 
 class Wait(NamedTuple):
@@ -67,9 +70,9 @@ class Cache:
         self._kept: dict[Hashable, Any] = {}
         self._held: set[Freeable] = set()
 
-    def get(self, key: Hashable, make: Callable[[], Kept]) -> Kept:
+    def get(self, key: Hashable, make: Callable[[], T]) -> T:
         """Return what is kept under key; the first time what make returns."""
-        found: Kept | None = self._kept.get(key)
+        found: T | None = self._kept.get(key)
         if found is None:
             found = self._kept[key] = make()
         return found
@@ -166,6 +169,20 @@ class Ranks(ABC):
             return
         errors = [each for each in self.gather(_portable(error), what) if each is not None]
         raise pickle.loads(errors[0]) from error
+
+    def on_first(self, make: Callable[[], T], what: str = "on_first") -> T:
+        """Return what make, which has no collective in it, returns on process 0. Collective.
+
+        The value is a small Python value. Raises make's UserError or OSError on all processes.
+        """
+        value, error = None, None
+        try:
+            value = make() if self.process == 0 else None
+        except (OSError, UserError) as found:
+            error = found
+        self.agree(error, what)
+        first: T = self.gather(value, what)[0]
+        return first
 
     def failure(self, error: Exception, what: str) -> RankFailure | None:
         """Return the failure of a process behind an error, or None if it is of another kind."""

@@ -12,7 +12,7 @@ from training import write_idx
 
 from cpdhpc.bench.allreduce import Case
 from cpdhpc.config import UserError
-from cpdhpc.measure.batch import FAILED, FINISHED, UNFINISHED, run_batch
+from cpdhpc.measure.batch import FAILED, FINISHED, UNFINISHED, measure_batch
 from cpdhpc.measure.repeats import PlacementError, members, prove
 from cpdhpc.study.cases import batches, expand
 from cpdhpc.study.folder import Folder, read_mark
@@ -115,7 +115,7 @@ def test_smaller_cases_run_on_some_of_the_ranks(world, shared):
     study = folder.study()
     cases = expand(study).cases
     assert len(cases) == 4 * size and len(batches(study, cases)) == 1
-    assert run_batch(world, folder.path, 0) == FINISHED
+    assert measure_batch(world, folder.path, 0) == FINISHED
     found = find(folder, cases)
     assert not found.missing and not found.unfit
     for case, result in found.results:
@@ -132,7 +132,7 @@ def test_smaller_cases_run_on_some_of_the_ranks(world, shared):
             assert result.outcomes["wire_bytes"] == (1024 if packed else 4096)
     mark = read_mark(folder.mark_file(0))
     assert mark.state == "ended" and mark.restarts == 0
-    assert run_batch(world, folder.path, 0) == FINISHED
+    assert measure_batch(world, folder.path, 0) == FINISHED
     world.barrier()
 
 
@@ -149,7 +149,7 @@ def test_a_case_that_fails_stops_no_other(world, shared, monkeypatch):
             raise ArithmeticError("the sum of integers is not exact")
 
     monkeypatch.setattr(Case, "check", wrong)
-    assert run_batch(world, folder.path, 0) == FAILED
+    assert measure_batch(world, folder.path, 0) == FAILED
     study = folder.study()
     cases = expand(study).cases
     unfinished = [case for case in cases if not folder.finished(case)]
@@ -160,7 +160,7 @@ def test_a_case_that_fails_stops_no_other(world, shared, monkeypatch):
         assert len(collect(study, folder).missing) == 1
     world.barrier()
     monkeypatch.undo()
-    assert run_batch(world, folder.path, 0) == FINISHED
+    assert measure_batch(world, folder.path, 0) == FINISHED
     assert folder.failure(unfinished[0]) == ""
     world.barrier()
 
@@ -177,7 +177,7 @@ def test_a_signal_to_one_rank_stops_all_between_two_visits(world, shared, monkey
             os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(Case, "check", with_a_signal)
-    assert run_batch(world, folder.path, 0) == UNFINISHED
+    assert measure_batch(world, folder.path, 0) == UNFINISHED
     assert not any(map(folder.finished, expand(folder.study()).cases))
     assert read_mark(folder.mark_file(0)).state == "stopped"
     world.barrier()
@@ -209,9 +209,9 @@ def test_a_training_goes_on_from_its_checkpoint(world, shared, monkeypatch):
         return step(*arguments)
 
     monkeypatch.setattr(loop, "step", stopping)
-    assert run_batch(world, folder.path, 0) == UNFINISHED
+    assert measure_batch(world, folder.path, 0) == UNFINISHED
     assert len(calls) == 5 and not folder.finished(case)
-    assert run_batch(world, folder.path, 0) == FINISHED
+    assert measure_batch(world, folder.path, 0) == FINISHED
     assert len(calls) == 12, "three steps an epoch, and none twice"
     (result,) = [result for _, result in find(folder, [case]).results]
     assert result.is_warmup.tolist() == [1, 1, 0, 0, 0, 1, 1, 0, 0, 0, 0, 0]
@@ -225,17 +225,17 @@ def test_a_training_goes_on_from_its_checkpoint(world, shared, monkeypatch):
 def test_what_the_user_can_mend_is_raised_on_all_ranks(world, shared):
     folder = freeze(world, shared, sweep={"ranks": [world.processes], "ppn": world.processes})
     with pytest.raises(UserError, match=r"batch 7: .* has batches 0 to 0"):
-        run_batch(world, folder.path, 7)
+        measure_batch(world, folder.path, 7)
     with pytest.raises(UserError, match=r"cannot be read"):
-        run_batch(world, shared / "nothing", 0)
+        measure_batch(world, shared / "nothing", 0)
     with pytest.raises(PlacementError, match="asked for were"):
-        run_batch(world, folder.path, 0, nodes=world.processes + 1, ppn=1)
+        measure_batch(world, folder.path, 0, nodes=world.processes + 1, ppn=1)
     blocked = folder.case_file(expand(folder.study()).cases[0])
     if world.process == 0:
         blocked.mkdir()
     world.barrier()
     with pytest.raises(UserError, match="cannot be written"):
-        run_batch(world, folder.path, 0)
+        measure_batch(world, folder.path, 0)
     world.barrier()
 
 
@@ -250,7 +250,7 @@ def test_a_job_that_trains_nothing_fails_alone(world, shared):
         Folder(shared / "x").freeze(load_study(path))
     world.barrier()
     folder = Folder(shared / "x")
-    assert run_batch(world, folder.path, 0) == FAILED
+    assert measure_batch(world, folder.path, 0) == FAILED
     failures = sorted(map(folder.failure, expand(folder.study()).cases))
     assert "model.name='resnet': did you mean lenet?" in failures[0]
     assert "nowhere/train-images-idx3-ubyte: there is no such file" in failures[1]
@@ -270,7 +270,7 @@ def test_codecs_share_the_data(world, shared):
         Folder(shared / "x").freeze(load_study(path))
     world.barrier()
     folder = Folder(shared / "x")
-    assert run_batch(world, folder.path, 0) == FINISHED
+    assert measure_batch(world, folder.path, 0) == FINISHED
     for case, result in find(folder, expand(folder.study()).cases).results:
         share = -(-(1 << 14) // case.ranks)
         assert result.outcomes["payload_bytes"] in (4 * share, 4 * (share - 1), 4 * (share + 1))
