@@ -46,20 +46,20 @@ Program = Generator[Exchange, Array, Result]
 Take = Callable[[int], Array]  # size_bytes -> uint8[size_bytes] for a program's payloads
 
 
-def why_receive(what: str, exchange: Exchange) -> str:
-    """Return the reason of a Wait for the message in."""
-    return (
-        f"{what}: waited {{:.1f}} s for rank {exchange.recv_from}, "
-        f"round {exchange.round}, {named(exchange.recv_chunks)}"
-    )
+def wait_to_receive(requests: list[Any], rank: int, what: str, exchange: Exchange) -> Wait:
+    """Return the wait for the message in of an exchange; its arrays are not kept."""
+    where = exchange.recv_from, exchange.round, exchange.recv_chunks
+    return Wait(requests, rank, partial(_reason, what, "", *where))
 
 
-def why_send(what: str, exchange: Exchange) -> str:
-    """Return the reason of a Wait for the message out."""
-    return (
-        f"{what}: waited {{:.1f}} s for rank {exchange.send_to} to receive, "
-        f"round {exchange.round}, {named(exchange.send_chunks)}"
-    )
+def wait_to_send(requests: list[Any], rank: int, what: str, exchange: Exchange) -> Wait:
+    """Return the wait for the message out of an exchange; its arrays are not kept."""
+    where = exchange.send_to, exchange.round, exchange.send_chunks
+    return Wait(requests, rank, partial(_reason, what, " to receive", *where))
+
+
+def _reason(what: str, does: str, other: int | None, number: int, chunks: Sequence[int]) -> str:
+    return f"{what}: waited {{:.1f}} s for rank {other}{does}, round {number}, {named(chunks)}"
 
 
 def named(chunks: Sequence[int]) -> str:
@@ -272,7 +272,7 @@ class _Run(Generic[Result]):
             else:
                 buffer = piece.take(exchange.nbytes)
             requests = self.carrier.irecv(source, rank, buffer, piece.number)
-            wait = Wait(requests, rank, partial(why_receive, self.what, exchange))
+            wait = wait_to_receive(requests, rank, self.what, exchange)
             self.remote.append((piece, rank, source, wait, buffer))
 
     def _send(
@@ -291,7 +291,7 @@ class _Run(Generic[Result]):
                 assert note is not None, "what a piece takes is shared"
                 message = note
             requests = self.carrier.isend(rank, to, message, piece.number)
-            piece.sends.append(Wait(requests, rank, partial(why_send, self.what, exchange)))
+            piece.sends.append(wait_to_send(requests, rank, self.what, exchange))
             return
         waiting = self.local.get((piece.number, to))
         if waiting is not None and waiting[1].recv_from == rank:

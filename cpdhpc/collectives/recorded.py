@@ -16,7 +16,7 @@ from ..ops import backend_of
 from ..ops.payloads import Array
 from ..world.mpi import POLLS
 from ..world.ranks import Ranks, Wait
-from .engine import Exchange, fresh, give_up, why_receive, why_send
+from .engine import Exchange, fresh, give_up, wait_to_receive, wait_to_send
 from .method import Method, Segment, shift_bytes
 from .rank_program import Plan, program
 
@@ -94,7 +94,7 @@ class Recording:
         self.sent, self.sent_bytes = self.sent + 1, self.sent_bytes + payload.size
         for request in self._world.send_init(self._rank, to, payload):
             self._calls.append(request.Start)
-            wait = Wait([request], self._rank, partial(why_send, self._what, exchange))
+            wait = wait_to_send([request], self._rank, self._what, exchange)
             self._sends.append(_Round(request.Test, wait, []))
 
     def _receive(self, exchange: Exchange) -> Array:
@@ -106,7 +106,7 @@ class Recording:
         buffer = fresh(self.x, exchange.nbytes) if place is None else place
         for request in self._world.recv_init(source, self._rank, buffer):
             self._calls = []
-            wait = Wait([request], self._rank, partial(why_receive, self._what, exchange))
+            wait = wait_to_receive([request], self._rank, self._what, exchange)
             self._rounds.append(_Round(request.Test, wait, self._calls))
         return buffer
 
