@@ -65,7 +65,7 @@ class Mailbox:
         self, world: Ranks, other: int, size_bytes: int, purpose: Purpose, shared: Shared | None
     ) -> None:
         self.world, self.other, self.purpose = world, other, purpose
-        self.shared = shared if shared is not None and shared.reaches(other) else None
+        self.shared = shared if shared is not None and other in shared.near else None
         self.size_bytes = size_bytes
         self.slot_bytes = HEAD_BYTES + -(-size_bytes // ALIGNED_BYTES) * ALIGNED_BYTES
         self.total_bytes = SLOTS * (ALIGNED_BYTES + self.slot_bytes)

@@ -282,7 +282,7 @@ class WindowPlan(RankPieces):
         self.last: dict[str, Repeated] = {}
         self.world.shared()  # collective when it is first asked for
         if self.sends or self.recvs:
-            self.world.tapes.add(self)
+            self.world.cache.hold(self)
 
     def exchange(self, x: Array, out: Array = None, *, number: int = 0) -> Array:
         """Return the array on the window, given the array on the owned box. Collective.
@@ -349,7 +349,7 @@ class WindowPlan(RankPieces):
         Every rank that used the plan must call it, or go on using it.
         """
         self.freed = True
-        self.world.tapes.discard(self)
+        self.world.cache.release(self)
         if not self.broken:
             for channel in self.channels.values():
                 channel.free()
