@@ -12,14 +12,12 @@ from .base import Call, Factor, Factors, Kind, Value, at_least, one_of, positive
 if TYPE_CHECKING:
     from ..autoencoder.job import Autoencoder
     from ..autoencoder.layer import MacroLayer
-    from ..darray.plan import WindowPlan
     from ..report.points import Estimate, Layout, SeedGroup
     from ..report.tables import Section
     from ..study.cases import Case
     from ..study.repeats import Place
     from ..study.spec import Study
     from ..study.study_file import StudyFile
-    from ..world.mpi import World
 
 RATE = 1e9  # FLOP/s of a rank: a slow one, as the estimate is an upper one
 
@@ -65,8 +63,8 @@ def _measure(study: Study, case: Case, place: Place, check: bool) -> Iterator[Ca
     images = agreed(world, lambda: (job.data.load(),))[0]
     trained = Stack(job, world, images)
     layer = trained.layers[0]
-    for timed in layer.plans.values() if check else ():
-        check_transposes(world, timed.plan)
+    for plan in layer.plans.values() if check else ():
+        plan.verify()
     steps: list[Step] = []
     x = trained.batch()
     call = Call(lambda: steps.append(trained.step(x)))
@@ -79,8 +77,8 @@ def _measure(study: Study, case: Case, place: Place, check: bool) -> Iterator[Ca
         "exchange_s": float(np.median([step.exchange_s for step in counted])),
         "flop": float(layer.geometry.flop(job.train.batch)),
     }
-    for timed in layer.plans.values():
-        timed.plan.free()
+    for plan in layer.plans.values():
+        plan.free()
 
 
 def _job(case: Case) -> Autoencoder:
@@ -117,28 +115,12 @@ def plan_bytes(layer: MacroLayer, batch: int) -> int:
     """
     dtype = str(layer.weight.dtype).removeprefix("torch.")
     channels, maps = layer.geometry.channels, layer.geometry.layer.maps
-    of_cells = layer.plans["fields"].plan.describe(dtype, (channels, batch)).ranks
-    of_blocks = layer.plans["pools"].plan.describe(dtype, (maps, batch)).ranks
+    of_cells = layer.plans["fields"].describe(dtype, (channels, batch)).ranks
+    of_blocks = layer.plans["pools"].describe(dtype, (maps, batch)).ranks
     return max(
         2 * cells.sent_bytes + cells.received_bytes + blocks.sent_bytes + blocks.received_bytes
         for cells, blocks in zip(of_cells, of_blocks, strict=True)
     )
-
-
-def check_transposes(world: World, plan: WindowPlan) -> None:
-    """Raise ArithmeticError unless exchange and accumulate are transposes. Collective.
-
-    <E x, y> = <x, E^T y> for integers, without rounding
-    """
-    import numpy as np
-
-    draw = np.random.default_rng(world.process)
-    x = draw.integers(-99, 99, plan.owned.shape)
-    y = draw.integers(-99, 99, plan.window.shape)
-    one, other = int((plan.exchange(x) * y).sum()), int((x * plan.accumulate(y)).sum())
-    sums = np.sum(world.gather((one, other), "check"), axis=0)
-    if sums[0] != sums[1]:
-        raise ArithmeticError(f"plan {plan.name!r}: <E x, y> is {sums[0]}, <x, E' y> {sums[1]}")
 
 
 CAPTION = (

@@ -67,7 +67,7 @@ def _time_s(used: Factors, ranks: int, repeats: int) -> float:
 @contextmanager
 def _measure(study: Study, case: Case, place: Place, check: bool) -> Iterator[Call]:
     """Make an exchange ready; see Kind.measure. Collective."""
-    from ..bench.halo_cases import open_cases, sent_bytes
+    from ..bench.halo_cases import open_cases
 
     of, world = case.factors, place.world
     setting = _setting(case, world.processes)
@@ -79,7 +79,7 @@ def _measure(study: Study, case: Case, place: Place, check: bool) -> Iterator[Ca
                 spec = setting.spec
                 described = plan.describe(spec.dtype, spec.trail)
                 call.outcomes |= {
-                    "payload_bytes": max(world.gather(sent_bytes(plan, spec))),
+                    "payload_bytes": max(world.gather(setting.sent_bytes(plan))),
                     "wire_bytes": max(each.sent_bytes for each in described.ranks),
                     "error": 0.0,
                 }
@@ -87,11 +87,12 @@ def _measure(study: Study, case: Case, place: Place, check: bool) -> Iterator[Ca
 
 
 def _setting(case: Case, ranks: int) -> Setting:
-    from ..bench.halo_cases import Setting, factors
+    from ..bench.halo_cases import Setting
+    from ..darray.layout import balanced_grid
     from ..darray.show import spec_of
 
     of = case.factors
-    grids = {"rows": [ranks, 1], "columns": [1, ranks], "grid": factors(ranks, 2)}
+    grids = {"rows": [ranks, 1], "columns": [1, ranks], "grid": balanced_grid(ranks, 2)}
     split = str(of["split"])
     widths = {"rows": (1, 0), "columns": (0, 1), "grid": (1, 1)}[split]
     raw: dict[str, Any] = {
