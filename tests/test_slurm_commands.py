@@ -133,7 +133,7 @@ def test_without_slurm_nothing_heavy_is_loaded(study: str, tmp_path: Path) -> No
         env=environment() | {"PATH": str(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 2

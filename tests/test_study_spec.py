@@ -296,3 +296,13 @@ def test_the_page_names_every_key_and_default() -> None:
             assert default is None or str(default) in row, name
     for kind in ("allreduce", "codec"):
         assert all(f"`{name}`" in page for name in KINDS[kind].factors)
+
+
+def test_the_id_of_a_case_never_changes(tmp_path: Path) -> None:
+    """Files and resumed studies go by it: the readable part, then 8 digits of what decides."""
+    first, *_ = expand(small_study(tmp_path)).cases
+    assert first.id == ""
+    path = tmp_path / "one.toml"
+    path.write_text(dump_toml(SMALL).replace("ranks = [1, 2]\n", "").replace('"4KiB"', "1"))
+    shapes = {(case.nodes, case.ppn, case.id[:8]) for case in expand(load_study(path)).cases}
+    assert shapes == {(1, 2, "1x2-ring")}

@@ -123,6 +123,18 @@ def test_evaluation_counts_every_sample_once_at_any_number_of_ranks() -> None:
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-5)
 
 
+def test_evaluation_is_without_what_only_training_does() -> None:
+    """All values of an image are dropped, so while training all logits are the bias."""
+    torch.manual_seed(0)
+    layers = torch.nn.Flatten(), torch.nn.Dropout(1.0), torch.nn.Linear(64, 8)
+    model, data = torch.nn.Sequential(*layers), small_data()
+    x, y = torch.from_numpy(data.test_x), torch.from_numpy(data.test_y)
+    logits = layers[2](x.flatten(1)).double()
+    _, loss = evaluate(model, Loopback(), x, y)
+    assert loss == pytest.approx(float(torch.nn.functional.cross_entropy(logits, y)), rel=1e-6)
+    assert model.training
+
+
 def test_a_pulse_carries_losses_times_and_signals() -> None:
     pulse = exchange(Loopback(3), [0.5, -1.0, 2.0], [7, 8], np.array([1, 2, 3]), 15)
     assert pulse.loss == 0.5

@@ -40,7 +40,7 @@ ROWS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def world() -> World:
-    return World(timeout_s=60)
+    return World(timeout_s=200)
 
 
 @pytest.fixture
