@@ -6,11 +6,12 @@ import difflib
 import json
 import re
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 Raw = dict[str, Any]
 M = TypeVar("M", bound=BaseModel)
@@ -28,6 +29,52 @@ class Section(BaseModel):
     """A table of a configuration file: frozen, strict about types, unknown keys are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class OneOf:
+    """The type of a table of a file that is one of several, named by one of its keys.
+
+    known: name -> Section or dataclass; looked into when a file is read, so rows may be added
+    key: that names the row; default: the name where the key is missing, None: it must be there
+    To be used as Annotated[Base, OneOf(TABLE, "name")].
+    """
+
+    def __init__(
+        self, known: Mapping[str, type[Any]], key: str, default: str | None = None
+    ) -> None:
+        self.known, self.key, self.default = known, key, default
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
+        """Return how pydantic reads and writes such a table."""
+        return core_schema.no_info_plain_validator_function(
+            self._read, serialization=core_schema.plain_serializer_function_ser_schema(_plain)
+        )
+
+    def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> Raw:
+        """Return a schema that says nothing: keys are those of the row."""
+        return {}
+
+    def _read(self, raw: Any) -> Any:
+        if isinstance(raw, tuple(self.known.values())):
+            return raw
+        if not isinstance(raw, dict):
+            raise PydanticCustomError("not_a_table", "should be a table")
+        name = raw.get(self.key, self.default)
+        if name is None:
+            raise PydanticCustomError("no_name", "is missing", {"key": self.key})
+        if name not in self.known:
+            problem = f"={name!r}: {suggest(str(name), self.known)}"
+            raise PydanticCustomError("unknown_name", "unknown", {"key": self.key, "said": problem})
+        row = self.known[name]
+        try:
+            return TypeAdapter(row).validate_python(raw)
+        except ValidationError as error:
+            inner = {"row": row, "raw": raw, "problem": error.errors()[0]}
+            raise PydanticCustomError("within", "within", inner) from None
+
+
+def _plain(value: Any) -> Any:
+    return TypeAdapter(type(value)).dump_python(value)
 
 
 def read_toml(path: Path) -> Raw:
@@ -114,25 +161,22 @@ def validate(model: type[M], raw: Raw, source: str) -> M:
         raise ConfigError(f"{source}: {_explain(model, raw, error.errors()[0])}") from None
 
 
-def _explain(model: type[BaseModel], raw: Raw, problem: Any) -> str:
-    path, here = [], raw
+def _explain(model: type[Any], raw: Raw, problem: Any, above: Sequence[str] = ()) -> str:
+    path, here = list(above), raw
     for part in problem["loc"]:
-        if isinstance(here, dict) and part not in here and part in here.values():
-            continue  # pydantic names the chosen member of a union, which is no key of the file
         path.append(str(part))
         here = here.get(part, {}) if isinstance(here, dict) else here
-    key, given = ".".join(path), problem["input"]
+    key, given, told = ".".join(path), problem["input"], problem.get("ctx", {})
+    if problem["type"] == "within":
+        return _explain(told["row"], told["raw"], told["problem"], path)
+    if problem["type"] == "no_name":
+        return f"{key}.{told['key']}: is missing"
+    if problem["type"] == "unknown_name":
+        return f"{key}.{told['key']}{told['said']}"
     if problem["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
         return f"unknown key {key}: {suggest(path[-1], _keys(model, problem['loc'][:-1]))}"
-    if problem["type"] == "union_tag_not_found":
-        return f"{key}.{problem['ctx']['discriminator'].strip(chr(39))}: is missing"
     if problem["type"] in ("missing", "missing_argument"):
         return f"{key}: is missing"
-    if problem["type"] == "union_tag_invalid":
-        tag = problem["ctx"]["discriminator"].strip("'")
-        known = [name.strip("'") for name in problem["ctx"]["expected_tags"].split(", ")]
-        word = problem["ctx"]["tag"]
-        return f"{key}.{tag}={word!r}: {suggest(word, known)}"
     said = re.sub(r"^(Value error, |\w+ should )", "", problem["msg"])
     kind = "" if problem["type"] == "value_error" else "should "
     shown = "" if isinstance(given, dict) else f"={given!r}"
@@ -146,14 +190,12 @@ def suggest(word: str, known: Iterable[str]) -> str:
     return f"did you mean {' or '.join(close)}?" if close else f"known are {', '.join(names)}"
 
 
-def _keys(model: type[BaseModel], loc: tuple[Any, ...]) -> list[str]:
+def _keys(model: type[Any], loc: tuple[Any, ...]) -> list[str]:
     """Return the keys a table of the model may have, by the JSON schema that pydantic derives."""
-    schema = model.model_json_schema()
+    schema = TypeAdapter(model).json_schema()
     definitions, here = schema.get("$defs", {}), schema
     for part in loc:
-        mapping = here.get("discriminator", {}).get("mapping", {})
-        step = {"$ref": mapping[part]} if part in mapping else here.get("properties", {}).get(part)
-        here = step or {}
+        here = here.get("properties", {}).get(part) or {}
         here = definitions[here["$ref"].rpartition("/")[2]] if "$ref" in here else here
     return list(here.get("properties", {}))
 

@@ -254,6 +254,27 @@ def dataset_shape(path: Path, name: str) -> tuple[int, ...]:
         raise StoreError(f"{path}: is not an HDF5 file: {error}") from None
 
 
+def datasets(path: Path, attribute: str) -> dict[str, Any]:
+    """Return the datasets of a file, in all groups, with an attribute that each of them has.
+
+    Raises StoreError where the file is missing or is not HDF5.
+    """
+    import h5py
+
+    found: dict[str, Any] = {}
+
+    def visit(name: str, item: Any) -> None:
+        if isinstance(item, h5py.Dataset):
+            found[name] = _plain(item.attrs[attribute])
+
+    try:
+        with h5py.File(path, "r") as file:
+            file.visititems(visit)
+    except (OSError, KeyError) as error:
+        raise StoreError(f"{path}: is not an HDF5 file of cpdhpc: {error}") from None
+    return found
+
+
 def read_box(path: Path, name: str, box: tuple[slice, ...]) -> Array:
     """Return a box of a dataset that is there."""
     import h5py

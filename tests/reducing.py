@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from training import ROWS
 
-from cpdhpc.compress.base import Mean
+from cpdhpc.compress.base import Context, Mean
 from cpdhpc.compress.bucket import Bucket
 from cpdhpc.compress.none import NoCompression
 
@@ -25,13 +25,15 @@ class Noted(NoCompression):
     """Notes which layers it is given, in which thread; fails at a layer if told to."""
 
     fails_at: str = ""
+    calls: list[tuple[str, ...]] = field(default_factory=list)
+    threads: set[str] = field(default_factory=set)
 
-    def aggregate(self, world: Any, flats: Any, bucket: Bucket, state: Any, **how: Any) -> Mean:
-        state.setdefault("calls", []).append(bucket.names)
-        state.setdefault("threads", set()).add(threading.current_thread().name.split("_")[0])
+    def aggregate(self, gradients: list[Any], bucket: Bucket, context: Context) -> Mean:
+        self.calls.append(bucket.names)
+        self.threads.add(threading.current_thread().name.split("_")[0])
         if self.fails_at in bucket.names:
             raise OSError(f"at {self.fails_at}")
-        return super().aggregate(world, flats, bucket, state, **how)
+        return super().aggregate(gradients, bucket, context)
 
 
 def model_of(seed: int = 0) -> torch.nn.Sequential:

@@ -12,7 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from cpdhpc.collectives.checks import NonFiniteGradient
 from cpdhpc.collectives.method import DEFAULT
-from cpdhpc.compress import COMPRESSORS
+from cpdhpc.compress import COMPRESSORS, Context, State
 from cpdhpc.compress.bucket import Bucket
 from cpdhpc.compress.lowbit import LowBit
 from cpdhpc.compress.none import NoCompression
@@ -23,6 +23,10 @@ from cpdhpc.world.ranks import Loopback
 
 RANKS = 4
 EVERY = pytest.mark.parametrize("name", COMPRESSORS)
+
+
+def context(world: Loopback) -> Context:
+    return Context(world, State(world.hosted, world.ranks))
 
 
 def bucket_of(aggregator: Any) -> Bucket:
@@ -45,7 +49,7 @@ def test_the_mean_of_small_integers_is_exact(name: str) -> None:
     bucket, world = bucket_of(aggregator), Loopback(virtual_ranks=RANKS)
     flats = integers(bucket)
     before = [flat.copy() for flat in flats]
-    mean = aggregator.aggregate(world, flats, bucket, {}, seed=0, iteration=0)
+    mean = aggregator.aggregate(flats, bucket, context(world))
     assert np.array_equal(mean.flat, np.mean(flats, axis=0))
     assert all(np.array_equal(*pair) for pair in zip(flats, before, strict=True))
     assert world.bytes_sent.sum() > 0
@@ -59,7 +63,7 @@ def test_what_is_not_finite_is_named(name: str, value: float) -> None:
     flats = integers(bucket)
     bucket.views(flats[2])[1][3] = value
     with pytest.raises(NonFiniteGradient) as caught:
-        aggregator.aggregate(Loopback(RANKS), flats, bucket, {}, seed=0, iteration=0)
+        aggregator.aggregate(flats, bucket, context(Loopback(RANKS)))
     assert caught.value.segments == ("bias",)
     assert caught.value.ranks == (2,)
 
@@ -80,7 +84,7 @@ def test_auto_follows_the_machine_it_is_given(name: str, tmp_path: Path) -> None
     sent = []
     for aggregator in aggregators:
         world = Loopback(virtual_ranks=2)
-        mean = aggregator.aggregate(world, flats, bucket, {}, seed=0, iteration=0)
+        mean = aggregator.aggregate(flats, bucket, context(world))
         assert np.array_equal(mean.flat, np.mean(flats, axis=0))
         sent.append(world.messages_sent.tolist())
     assert sent[0] == sent[1] == [1, 1]
@@ -94,7 +98,7 @@ def test_a_float32_sum_that_overflows_is_named_without_ranks() -> None:
     for flat in flats:
         bucket.views(flat)[0][1, 1] = 3e38
     with pytest.raises(NonFiniteGradient, match="sum of finite values") as caught:
-        aggregator.aggregate(Loopback(RANKS), flats, bucket, {}, seed=0, iteration=0)
+        aggregator.aggregate(flats, bucket, context(Loopback(RANKS)))
     assert caught.value.segments == ("weight",)
     assert caught.value.ranks == ()
 
@@ -120,17 +124,19 @@ def test_events_are_those_of_the_first_encoding(wire: str, scaling: str) -> None
     rng = np.random.default_rng(1)
     scale = np.exp2(rng.integers(-14, 6, bucket.size)).astype(np.float32)
     flats = [flat * scale for flat in integers(bucket)]
-    mean = aggregator.aggregate(Loopback(RANKS), flats, bucket, {}, seed=0, iteration=0)
-    assert (mean.shifts is None) == (scaling == "tile")
+    mean = aggregator.aggregate(flats, bucket, context(Loopback(RANKS)))
+    assert ("aps_shift" not in mean.layers) == (scaling == "tile")
     cast = Cast(parse_format(wire))
     for flat in flats:
-        found = aggregator.events(flat, bucket, mean.shifts)
+        found = aggregator.observe(flat, bucket, mean)
+        shifts = mean.layers.get("aps_shift")
         for layer, segment in enumerate(bucket.segments):
             part = flat[segment.start : segment.stop]
-            assert found[layer].tolist() == expected_events(part, cast, mean.shifts, layer)
+            wanted = expected_events(part, cast, shifts, layer)
+            assert {name: counts[layer] for name, counts in found.items()} == wanted
 
 
-def expected_events(part: Any, cast: Cast, shifts: Any, layer: int) -> list[int]:
+def expected_events(part: Any, cast: Cast, shifts: Any, layer: int) -> dict[str, int]:
     saturated = underflowed = 0
     for start in range(0, part.size, 1024):
         tile = part[start : start + 1024]
@@ -142,7 +148,7 @@ def expected_events(part: Any, cast: Cast, shifts: Any, layer: int) -> list[int]
         # Saturation is what rounds above the largest number: half a spacing above it, or more.
         half = 2.0 ** (cast.fmt.emax - cast.fmt.man - 1)
         saturated += int((largest >= cast.fmt.max + half).sum())
-    return [saturated, underflowed]
+    return {"saturated_share": saturated, "underflow_share": underflowed}
 
 
 @pytest.mark.parametrize("wire", ["int8", "ternary"])
@@ -150,15 +156,11 @@ def test_integers_are_scaled_so_that_nothing_saturates(wire: str) -> None:
     aggregator = LowBit(wire=wire)
     bucket = bucket_of(aggregator)
     flats = integers(bucket)
-    mean = aggregator.aggregate(Loopback(RANKS), flats, bucket, {}, seed=0, iteration=0)
-    assert mean.shifts is not None
+    mean = aggregator.aggregate(flats, bucket, context(Loopback(RANKS)))
+    assert "aps_shift" in mean.layers
     lost = {"int8": 0, "ternary": 1}[wire]  # of -2..2: half a step of 2 becomes zero
     for flat in flats:
         ones = [int((np.abs(part) == 1).sum()) * lost for part in bucket.views(flat)]
-        found = aggregator.events(flat, bucket, mean.shifts)
-        assert found.tolist() == [[0, each] for each in ones]
-
-
-def test_no_compression_loses_nothing() -> None:
-    bucket = bucket_of(NoCompression())
-    assert NoCompression().events(integers(bucket)[0], bucket, None).tolist() == [[0, 0], [0, 0]]
+        found = aggregator.observe(flat, bucket, mean)
+        assert found["saturated_share"].tolist() == [0, 0]
+        assert found["underflow_share"].tolist() == ones

@@ -29,18 +29,17 @@ def test_an_error_in_a_bucket_is_raised_and_the_next_step_goes_well(
     layer: str, overlap: bool
 ) -> None:
     model = model_of()
-    reducer = GradientReducer(
-        model, Loopback(), Noted(fails_at=layer), bucket_mib=1e-6, overlap=overlap
-    )
+    noted = Noted(fails_at=layer)
+    reducer = GradientReducer(model, Loopback(), noted, bucket_mib=1e-6, overlap=overlap)
     with reducer:
         for _ in range(2):
-            reducer.state.clear()
+            noted.calls.clear()
             backward(model)
             before = gradients(model)
             with pytest.raises(OSError, match=f"at {layer}"):
                 reducer.reduce()
             assert gradients(model) == before
-            assert reducer.state["calls"][-1] == (layer,)  # none after it, on any rank
+            assert noted.calls[-1] == (layer,)  # none after it, on any rank
         reducer.aggregator = Noted()
         reducer.reduce()
         assert gradients(model) == before  # the mean over one rank
@@ -64,8 +63,8 @@ def test_the_end_of_the_job_within_the_thread_is_not_lost() -> None:
 
     @dataclass(frozen=True)
     class Aborts(NoCompression):
-        def aggregate(self, world: Any, *args: Any, **how: Any) -> Mean:
-            world.abort("too late")
+        def aggregate(self, gradients: Any, bucket: Any, context: Any) -> Mean:
+            context.world.abort("too late")
 
     model = model_of()
     with GradientReducer(model, Loopback(), Aborts(), overlap=True) as reducer:

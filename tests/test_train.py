@@ -14,12 +14,13 @@ from training import ROWS, model_bytes, run_job, small_data, small_job
 from cpdhpc.collectives.checks import NonFiniteGradient
 from cpdhpc.compress import COMPRESSORS
 from cpdhpc.compress.lowbit import LowBit
-from cpdhpc.train.learning_rates import DECAYS, Schedule
+from cpdhpc.train.controllers import DECAYS, Schedule
 from cpdhpc.train.loop import Diverged
 from cpdhpc.train.models import MODELS
 from cpdhpc.train.reducer import GradientReducer
 from cpdhpc.train.setup import Files, prepare
 from cpdhpc.train.step import backward, evaluate, exchange, step
+from cpdhpc.train.update import AllreduceUpdate
 from cpdhpc.world.ranks import Loopback
 
 HIDDEN: dict[str, Any] = {"mlp": [8], "lenet": 16}
@@ -78,7 +79,7 @@ def test_the_mean_over_ranks_is_the_gradient_of_the_batch(batch: int, ranks: int
     x, y = torch.from_numpy(data.train_x), torch.from_numpy(data.train_y)
     reducer = GradientReducer(model, Loopback(virtual_ranks=ranks))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    done = step(model, optimizer, reducer, x, y, np.arange(batch))
+    done = step(AllreduceUpdate(model, optimizer, reducer), x, y, np.arange(batch))
     weight, bias = (p.detach().numpy().astype(np.float64) for p in model.parameters())
     inputs = data.train_x[:batch].reshape(batch, -1).astype(np.float64)
     logits = inputs @ weight.T + bias

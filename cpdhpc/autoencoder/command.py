@@ -145,7 +145,7 @@ def _run(
 def _show(step: Step, last: bool, stack: Stack, display: Display) -> None:
     every = max(1, stack.job.train.iterations // SHOWN)
     error = f"error {step.error / step.energy:.4f}"
-    display.step(error)
+    display.step(note=error)
     if not display.has_bar and (step.iteration % every == 0 or last):
         display.line(
             f"layer {step.layer}, iteration {step.iteration}: loss {step.loss:.6g}, "

@@ -106,7 +106,8 @@ class Prepared:
         if method.hides_nonfinite or self._random:
             flat = [x.reshape(-1) for x in self._xs]
             what = f"allreduce {method.algorithm}: iteration"
-            if check_alike(world, None, ("iteration", iteration), method.suspects(flat), what):
+            suspects = [method.suspects(flat)]
+            if any(check_alike(world, None, ("iteration", iteration), suspects, what)):
                 raise_nonfinite(world, flat, self._parts, None)
         return method.reduce(world, self._xs, self._outs, self._parts, iteration)
 
@@ -252,7 +253,7 @@ class Allreduce(Method):
         arguments = (self.description, iteration, parts, shapes)
         suspect = iteration is not None and self.suspects(flat)
         what = f"allreduce {self.algorithm}: arguments"
-        if check_alike(world, error, arguments, suspect, what):
+        if any(check_alike(world, error, arguments, [suspect], what)):
             raise_nonfinite(world, flat, parts, None)
         return parts
 

@@ -88,27 +88,29 @@ def check_out(xs: Sequence[Array], outs: Sequence[Array] | None, count: int) -> 
 
 
 def check_alike(
-    world: Ranks, error: Exception | None, arguments: Any, suspect: bool, what: str
-) -> bool:
+    world: Ranks, error: Exception | None, arguments: Any, numbers: Sequence[int], what: str
+) -> list[int]:
     """Raise error on all processes, or ValueError if arguments differ. Collective.
 
     arguments: whatever must be the same everywhere, with a repr that tells
-    Returns whether any process is suspect.
+    numbers: int64, as many everywhere
+    what: named in messages; its first word is the name of the call
+    Returns the largest of each number over the processes.
     """
     text = repr(arguments)
     digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
-    mine = np.array([error is not None, suspect, digest, -digest], np.int64)
-    failed, suspected, largest, smallest = world.max(mine, what).tolist()
+    mine = np.array([error is not None, digest, -digest, *numbers], np.int64)
+    failed, largest, smallest, *most = world.max(mine, what).tolist()
     if failed:
         world.agree(error, what)
     if largest != -smallest:
         texts = world.gather(text, what)
         other = next(i for i, each in enumerate(texts) if each != texts[0])
         raise ValueError(
-            f"allreduce: arguments differ: process 0 has {texts[0]}, process {other} has "
-            f"{texts[other]}"
+            f"{what.split()[0].rstrip(':')}: arguments differ: process 0 has {texts[0]}, "
+            f"process {other} has {texts[other]}"
         )
-    return bool(suspected)
+    return most
 
 
 NONFINITE_BITS = 0x7F800000  # float32 bits of |x| from here on: infinity or NaN

@@ -3,19 +3,57 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
+from zlib import crc32
 
 import numpy as np
 import numpy.typing as npt
 
 from ..collectives.method import AUTO, Machine, as_machine
+from ..randomness import Key, random_key
 from ..world.ranks import Ranks
 from .bucket import Bucket
+from .state import State
 
 Array = npt.NDArray[Any]
-State = dict[str, Array]
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a method is told of the moment.
+
+    state: what the method keeps; seed: of this bucket; iteration: from 0
+    epoch: how often all samples have been seen, 0.0 where nobody says
+    """
+
+    world: Ranks
+    state: State
+    seed: int = 0
+    iteration: int = 0
+    epoch: float = 0.0
+
+    def key(self, name: str, rank: int = 0) -> Key:
+        """Return the key of the random numbers that name, this iteration and a rank choose.
+
+        With one rank for all processes, as 0, all of them draw the same.
+        """
+        return random_key(self.seed, crc32(name.encode()), self.iteration, rank)
+
+
+@dataclass(frozen=True)
+class Column:
+    """A figure that a method offers for each layer, as it stands in the record.
+
+    counted: observe counts values of a rank's gradient, and the record has the share of the
+    non-zero values of all ranks; else Mean.layers has it, alike on all ranks
+    """
+
+    long_name: str
+    counted: bool = False
+    units: str = "1"
 
 
 @dataclass(frozen=True)
@@ -23,12 +61,11 @@ class Mean:
     """The mean gradient, and what it took to get it.
 
     flat: float32[bucket.size], the same bits on every rank
-    shifts: int64[layers], the k of the scale 2**k that each layer was sent with, or None where
-        layers have none
+    layers: float64[layers] by the names of columns that are not counted, alike on every rank
     """
 
     flat: Array
-    shifts: Array | None = None
+    layers: Mapping[str, Array] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -36,34 +73,34 @@ class Aggregator(ABC):
     """A way of averaging gradients over the ranks: a frozen configuration, stored with results."""
 
     align: ClassVar[int] = 1  # layers start on multiples of this many values
+    columns: ClassVar[Mapping[str, Column]] = {}  # what the record has of each layer
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
 
     @abstractmethod
-    def aggregate(
-        self,
-        world: Ranks,
-        flats: list[Array],
-        bucket: Bucket,
-        state: State,
-        *,
-        seed: int,
-        iteration: int,
-    ) -> Mean:
+    def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
         """Return the mean over all ranks of their gradients. Collective: all processes call.
 
-        flats: one float32[bucket.size] per hosted rank, as bucket lays them out; unchanged
-        state: what the method keeps from one iteration to the next, updated in place
-        seed, iteration: choose the random bits of stochastic rounding
+        gradients: one float32[bucket.size] per hosted rank, as bucket lays them out; unchanged
         Raises NonFiniteGradient on all ranks alike where a gradient holds NaN or infinity.
         """
 
-    @abstractmethod
-    def events(self, flat: Array, bucket: Bucket, shifts: Array | None) -> Array:
-        """Return int64[layers, 2]: how many values saturate, and how many become zero, encoded.
+    def observe(self, gradient: Array, bucket: Bucket, mean: Mean) -> Mapping[str, Array]:
+        """Return int64[layers] of counted columns, of one rank's gradient; those not there are 0.
 
-        flat: float32[bucket.size], one rank's gradient
-        shifts: as aggregate returned them in Mean
+        gradient: float32[bucket.size]; mean: what aggregate made of it and the others
         """
+        return {}
+
+
+LOSSES = {  # what encoding does to the values of a layer
+    "aps_shift": Column("k of the scale 2**k; NaN: layers have none"),
+    "underflow_share": Column(
+        "share of non-zero gradient values, over all ranks, that become zero", counted=True
+    ),
+    "saturated_share": Column(
+        "share of non-zero gradient values, over all ranks, that saturate", counted=True
+    ),
+}
 
 
 def machine_of_auto(
@@ -72,7 +109,7 @@ def machine_of_auto(
     """Return the machine of algorithm "auto", its file read once; None for the default.
 
     name: of the class, for errors. Raises ValueError where there is a machine and another
-    algorithm; else as comm.machine.as_machine.
+    algorithm; else as collectives.method.as_machine.
     """
     if machine is None:
         return None

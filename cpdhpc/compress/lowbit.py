@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -12,8 +13,7 @@ from ..collectives.method import Machine
 from ..formats import SHIFT_BIAS, TILE, Cast, Overflow, Rounding, packed_bytes, tiles
 from ..ops import backend_of
 from ..ops.payloads import parse_wire
-from ..world.ranks import Ranks
-from .base import Aggregator, Array, Mean, State, machine_of_auto
+from .base import LOSSES, Aggregator, Array, Column, Context, Mean, machine_of_auto
 from .bucket import Bucket
 
 
@@ -26,6 +26,7 @@ class LowBit(Aggregator):
     Source: Han, Demmel, You: Auto-precision scaling, arXiv 1911.08907 (scaling "aps").
     """
 
+    columns: ClassVar[Mapping[str, Column]] = LOSSES
     align: ClassVar[int] = TILE  # no tile holds values of two layers
 
     aggregator: Literal["lowbit"] = "lowbit"
@@ -59,38 +60,31 @@ class LowBit(Aggregator):
             machine=self.machine,
         )
 
-    def aggregate(
-        self,
-        world: Ranks,
-        flats: list[Array],
-        bucket: Bucket,
-        state: State,
-        *,
-        seed: int,
-        iteration: int,
-    ) -> Mean:
+    def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
         """Return the mean over all ranks. See Aggregator.aggregate."""
-        reduced = self._allreduce(seed).run(
-            world, flats, iteration=iteration, segments=bucket.segments
+        reduced = self._allreduce(context.seed).run(
+            context.world, gradients, iteration=context.iteration, segments=bucket.segments
         )
-        shifts = np.array(reduced.sent_shifts, np.int64) if reduced.sent_shifts else None
-        return Mean(reduced.arrays[0], shifts)
+        shifts = {"aps_shift": np.array(reduced.sent_shifts, np.float64)}
+        return Mean(reduced.arrays[0], shifts if reduced.sent_shifts else {})
 
-    def events(self, flat: Array, bucket: Bucket, shifts: Array | None) -> Array:
-        """Count what encoding a rank's own gradient loses. See Aggregator.events.
+    def observe(self, gradient: Array, bucket: Bucket, mean: Mean) -> Mapping[str, Array]:
+        """Count what encoding a rank's own gradient loses. See Aggregator.observe.
 
         Rounding is to nearest here whatever the wire's, so that the count has no chance in it.
         """
         fmt = parse_wire(self.wire)
         assert fmt is not None, "wire 'raw' is refused"
         cast = Cast(fmt)
+        shifts, flat = mean.layers.get("aps_shift"), gradient
         first = np.array([start // TILE for _, start, _ in bucket.segments])
         stored = np.empty(tiles(flat.size), np.uint8)
         if shifts is not None:
             lengths = np.diff(first, append=tiles(flat.size))
-            stored[:] = np.repeat(shifts + SHIFT_BIAS, lengths)
+            stored[:] = np.repeat(shifts.astype(np.int64) + SHIFT_BIAS, lengths)
         counts = np.zeros((tiles(flat.size), 3), np.uint32)  # saturated, underflowed, not finite
         words = np.empty(packed_bytes(flat.size, cast.fmt.bits), np.uint8)
         fit = shifts is None
         backend_of(flat).encode_tiles(flat, cast, words, stored, fit=fit, counts=counts)
-        return np.add.reduceat(counts[:, :2].astype(np.int64), first, axis=0)
+        saturated, underflowed = np.add.reduceat(counts[:, :2].astype(np.int64), first, axis=0).T
+        return {"saturated_share": saturated, "underflow_share": underflowed}

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
-
-import numpy as np
+from typing import ClassVar, Literal
 
 from ..collectives.allreduce import Allreduce
 from ..collectives.checks import NonFiniteGradient
 from ..collectives.method import Machine
 from ..world.ranks import Ranks
-from .base import Aggregator, Array, Mean, State, machine_of_auto, nonfinite_layers
+from .base import (
+    LOSSES,
+    Aggregator,
+    Array,
+    Column,
+    Context,
+    Mean,
+    machine_of_auto,
+    nonfinite_layers,
+)
 from .bucket import Bucket
 
 
@@ -22,6 +30,8 @@ class NoCompression(Aggregator):
     machine: for "auto", as for comm.allreduce; a file is read once
     Raises ValueError for an unknown algorithm, or a machine for another one than "auto".
     """
+
+    columns: ClassVar[Mapping[str, Column]] = LOSSES  # none at all
 
     aggregator: Literal["none"] = "none"
     algorithm: str = "ring"
@@ -35,27 +45,14 @@ class NoCompression(Aggregator):
     def _allreduce(self) -> Allreduce:
         return Allreduce(wire="raw", algorithm=self.algorithm, op="mean", machine=self.machine)
 
-    def aggregate(
-        self,
-        world: Ranks,
-        flats: list[Array],
-        bucket: Bucket,
-        state: State,
-        *,
-        seed: int,
-        iteration: int,
-    ) -> Mean:
+    def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
         """Return the mean over all ranks. See Aggregator.aggregate."""
-        reduced = self._allreduce().run(world, flats, iteration=iteration)
+        reduced = self._allreduce().run(context.world, gradients, iteration=context.iteration)
         mean = reduced.arrays[0]
         bad = nonfinite_layers(mean, bucket)  # the same bits, so the same answer, on all ranks
         if bad:
-            raise _error(world, flats, bucket, bad)
+            raise _error(context.world, gradients, bucket, bad)
         return Mean(mean)
-
-    def events(self, flat: Array, bucket: Bucket, shifts: Array | None) -> Array:
-        """Return zeros: nothing is encoded. See Aggregator.events."""
-        return np.zeros((len(bucket.names), 2), np.int64)
 
 
 def _error(

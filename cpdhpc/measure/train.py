@@ -88,6 +88,7 @@ def _job(study: Study, case: Case) -> Job:
 def _series(record: Record, iterations_per_epoch: int) -> Series:
     columns = record.arrays()
     steps, epochs, layers = columns["steps"], columns["epochs"], columns["layers"]
+    unknown = np.full(layers["nonzero"].shape, np.nan)  # where the method does not count them
     losses = steps["loss"].reshape(-1, iterations_per_epoch).mean(axis=1)
     return {
         "training": {
@@ -100,7 +101,7 @@ def _series(record: Record, iterations_per_epoch: int) -> Series:
         "telemetry": {
             "iteration": layers["iteration"],
             "layer": np.array(record.layers, dtype=object),
-            "underflow": 100 * layers["underflow_share"],
-            "saturated": 100 * layers["saturated_share"],
+            "underflow": 100 * layers.get("underflow_share", unknown),
+            "saturated": 100 * layers.get("saturated_share", unknown),
         },
     }

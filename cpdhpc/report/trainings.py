@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
-from math import nan
+from math import isnan, nan
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,12 @@ class Run:
 
     @property
     def underflow_share(self) -> float:
-        """Share of the non-zero gradient values observed that became zero on the wire."""
+        """Share of the non-zero gradient values observed that became zero on the wire.
+
+        NaN where the method does not say.
+        """
+        if "underflow_share" not in self.layers:
+            return nan
         nonzero = self.layers["nonzero"]
         return float((self.layers["underflow_share"] * nonzero).sum() / max(nonzero.sum(), 1))
 
@@ -78,6 +83,11 @@ class Group:
     def compressed(self) -> bool:
         """Whether gradients travel in fewer bits than float32."""
         return bool(value_of(self.runs[0].attributes["toml"], "gradient.aggregator") != "none")
+
+    @property
+    def observed(self) -> bool:
+        """Whether the method says which gradient values became zero on the wire."""
+        return all("underflow_share" in run.layers for run in self.runs)
 
     @property
     def accuracies(self) -> Array:
@@ -406,7 +416,7 @@ def runs_report(runs: Sequence[Run], groups: Sequence[Group]) -> Report:
     drawn = looks(group.name for group in groups)
     base = baseline(groups)
     trained = [_trained(group, drawn[group.name], base) for group in groups]
-    observed = [_observed(group) for group in groups if group.compressed]
+    observed = [_observed(group) for group in groups if group.compressed and group.observed]
     charts = [*accuracy_charts(TITLE, trained), *learning_charts(TITLE, trained)]
     maps = layer_charts(TITLE, "underflow", observed)
     left = [f"{run.path.name}: {run.attributes['status']}" for run in runs if not run.complete]
@@ -433,6 +443,7 @@ def _row(group: Group, base: Group | None) -> list[str]:
     unfinished = f" of {group.found}" if group.found > len(group.runs) else ""
     beside = base is not None and group is not base
     share = group.wire_bytes / base.wire_bytes if base and base.wire_bytes else None
+    lost = group.underflow_share
     return [
         group.name,
         f"{len(group.runs)}{unfinished}",
@@ -441,7 +452,7 @@ def _row(group: Group, base: Group | None) -> list[str]:
         f"{group.wire_bytes:,.0f}",
         units.NONE if share is None else f"{share:.3f}",
         f"{group.step_time_ms:.2f}",
-        f"{100 * group.underflow_share:.2f}" if group.compressed else units.NONE,
+        units.NONE if isnan(lost) or not group.compressed else f"{100 * lost:.2f}",
     ]
 
 

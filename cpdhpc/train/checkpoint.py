@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import tomllib
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext, suppress
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+import numpy as np
 import numpy.typing as npt
 import torch
 
 from .. import store
-from ..config import UserError, difference, value_of
-from .job import DO_NOT_CHANGE_BITS
+from ..compress.state import Entry, Redeal, State, dealt
+from ..config import ConfigError, UserError, difference, validate, value_of
+from ..world.ranks import Ranks
+from .job import MAY_DIFFER, Job
 
 Array = npt.NDArray[Any]
 Groups = dict[str, dict[str, Array]]
+States = Mapping[str, State]
+SHARED = "shared"
 
 
 class CheckpointError(UserError):
@@ -53,22 +63,37 @@ def load_tensors(groups: Groups, model: torch.nn.Module, optimizer: torch.optim.
     optimizer.load_state_dict(state)
 
 
-def save(path: Path, groups: Groups, *, iteration: int, ranks: int, toml: str) -> None:
+@dataclass(frozen=True)
+class Position:
+    """Where a run stands: its next iteration, the samples seen, the ranks it had so far."""
+
+    iteration: int
+    samples_seen: int
+    ranks: int
+
+
+def save(path: Path, groups: Groups, position: Position, toml: str) -> None:
     """Write a checkpoint that takes path's place when it is complete."""
-    attributes = {"kind": "checkpoint", "iteration": iteration, "ranks": ranks, "toml": toml}
-    store.write(path, groups, attributes)
+    store.write(path, groups, {"kind": "checkpoint", **asdict(position), "toml": toml})
 
 
 def check_job(path: Path, there: str, here: str) -> None:
-    """Raise CheckpointError where a file's job is another than this one; both as TOML text."""
-    key = difference(here, there, DO_NOT_CHANGE_BITS)
+    """Raise CheckpointError where a file's job is another than this one; both as TOML text.
+
+    Keys that an older version did not have count as their defaults.
+    """
+    with suppress(ConfigError):
+        there = validate(Job, tomllib.loads(there), str(path)).toml()
+    key = difference(here, there, MAY_DIFFER)
     if key is not None:
         values = value_of(there, key), value_of(here, key)
         raise CheckpointError(f"{path}: {key} is {values[0]!r} there and {values[1]!r} here")
 
 
-def load(path: Path, *, ranks: int, toml: str) -> tuple[Groups, int]:
-    """Return a checkpoint's groups and its iteration.
+def load(path: Path, toml: str, samples_seen: Callable[[int], int]) -> tuple[Groups, Position]:
+    """Return a checkpoint's groups and where its run stood.
+
+    samples_seen: those of so many iterations, for files of versions that did not count samples
 
     Raises CheckpointError, naming what differs, where it is another job's; StoreError where it
     cannot be read.
@@ -76,7 +101,113 @@ def load(path: Path, *, ranks: int, toml: str) -> tuple[Groups, int]:
     groups, attributes = store.read(path)
     if attributes.get("kind") != "checkpoint":
         raise CheckpointError(f"{path}: is no checkpoint")
-    if attributes["ranks"] != ranks:
-        raise CheckpointError(f"{path}: ranks is {attributes['ranks']} there and {ranks} here")
     check_job(path, attributes["toml"], toml)
-    return groups, attributes["iteration"]
+    iteration = attributes["iteration"]
+    seen = attributes.get("samples_seen", samples_seen(iteration))
+    return groups, Position(iteration, seen, attributes["ranks"])
+
+
+def load_on_all(
+    world: Ranks, path: Path, toml: str, samples_seen: Callable[[int], int]
+) -> tuple[Groups, Position] | None:
+    """Return what load returns on process 0, None where there is no file. Collective.
+
+    Raises CheckpointError or StoreError on all processes alike.
+    """
+    loaded: tuple[Groups, Position] | None = None
+
+    def names() -> tuple[list[Any], Position] | None:
+        nonlocal loaded
+        if not path.exists():
+            return None
+        loaded = groups, position = load(path, toml, samples_seen)
+        arrays = [(g, n, a.shape, a.dtype) for g, each in groups.items() for n, a in each.items()]
+        return arrays, position
+
+    there = world.on_first(names, "resume")
+    if there is None:
+        return None
+    groups: Groups = {} if loaded is None else loaded[0]
+    for group, name, shape, dtype in there[0]:
+        array = groups.setdefault(group, {}).setdefault(name, np.empty(shape, dtype))
+        groups[group][name] = np.ascontiguousarray(array).reshape(shape)
+        world.broadcast(groups[group][name], "resume")
+    return groups, there[1]
+
+
+def state_file(path: Path, iteration: int | str) -> Path:
+    """Return where the state of methods is that belongs to a checkpoint of an iteration."""
+    return path.with_name(f"{path.stem}.state-{iteration}.h5")
+
+
+def save_states(world: Ranks, path: Path, states: States) -> None:
+    """Write what methods keep: every process its ranks' rows, all at once. Collective.
+
+    states: by who keeps them; the file, none where nothing is kept, takes path's place at the end.
+    Raises UserError on all processes alike where it cannot be written.
+    """
+    entries = {f"{who}/{a}/{b}": e for who, state in states.items() for (a, b), e in state}
+    if not entries:
+        return
+    error: Exception | None = None
+    try:
+        with store.replacing(path) if world.process == 0 else nullcontext(path) as temporary:
+            rooms = {name: _room(entry, world.ranks) for name, entry in entries.items()}
+            offsets = world.on_first(
+                partial(store.create, temporary, rooms, {"kind": "state"}), "save"
+            )
+            temporary = world.gather(temporary, "save")[0]
+            for name, entry in entries.items():
+                _write_rows(world, temporary, offsets[name], entry)
+    except (OSError, UserError) as found:
+        error = UserError(f"{path}: cannot be written: {found}")
+    world.agree(error, "save")
+
+
+def _room(entry: Entry, ranks: int) -> store.Room:
+    shape = entry.array.shape if entry.redeal is None else (ranks, *entry.array.shape[1:])
+    return store.Room(shape, entry.array.dtype, {"redeal": entry.redeal or SHARED})
+
+
+def _write_rows(world: Ranks, path: Path, offset: int | None, entry: Entry) -> None:
+    """Write an entry: own ones row by row, shared ones from process 0. Collective."""
+    if offset is None:  # no byte in it
+        return
+    array, shape = np.ascontiguousarray(entry.array), entry.array.shape
+    if entry.redeal is None:
+        mine = array.reshape(-1)[: array.size if world.process == 0 else 0]
+        world.write_box(path, offset, (array.size,), (0,), mine)
+    else:
+        start = (world.hosted.start,) + (0,) * (array.ndim - 1)
+        world.write_box(path, offset, (world.ranks, *shape[1:]), start, array)
+
+
+def load_states(world: Ranks, path: Path, states: States) -> None:
+    """Give methods what they kept, dealt anew where the number of ranks is another. Collective.
+
+    Nothing happens where there is no file. Raises UserError on all processes alike.
+    """
+    error: Exception | None = None
+    try:
+        if path.exists():
+            for name, redeal in store.datasets(path, "redeal").items():
+                who, _, key = name.partition("/")
+                layer, _, entry = key.rpartition("/")
+                states[who].put((layer, entry), _read_rows(world, path, name, redeal))
+    except (OSError, KeyError, UserError) as found:
+        error = CheckpointError(f"{path}: {found}")
+    world.agree(error, "resume")
+
+
+def _read_rows(world: Ranks, path: Path, name: str, redeal: str) -> Entry:
+    shape = store.dataset_shape(path, name)
+    rows = world.hosted if redeal != SHARED and shape[0] == world.ranks else range(0)
+    box = (slice(rows.start, rows.stop),) if rows else ()
+    array = store.read_box(path, name, box)
+    if redeal == SHARED:
+        return Entry(array, None)
+    if redeal not in get_args(Redeal):
+        raise CheckpointError(f"{name}: redeal={redeal!r}: unknown")
+    if rows:
+        return Entry(array, redeal)  # type: ignore[arg-type]  # one of them
+    return Entry(dealt(array, redeal, world.hosted, world.ranks), redeal)  # type: ignore[arg-type]

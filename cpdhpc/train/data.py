@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import math
 import zlib
+from abc import abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -71,7 +72,15 @@ def shard(batch: Array, ranks: int, rank: int) -> Array:
     return batch[start:stop]
 
 
-class Digits(Section):
+class Data(Section):
+    """[data]: where samples come from, named in DATA."""
+
+    @abstractmethod
+    def load(self) -> Dataset:
+        """Return the samples. Raises DataError, naming the file, where one is missing or unfit."""
+
+
+class Digits(Data):
     """[data] name = "digits". Source: Alpaydin, Kaynak: Optical recognition of digits, UCI 1998."""
 
     name: Literal["digits"] = "digits"
@@ -92,7 +101,7 @@ class Digits(Section):
 UINT8 = 0x08  # the type byte of the magic number
 
 
-class Idx(Section):
+class Idx(Data):
     """[data] name = "idx": four files in one directory, each also found with .gz at its end."""
 
     name: Literal["idx"] = "idx"
@@ -162,3 +171,6 @@ def _bytes(path: Path) -> bytes:
     except (EOFError, zlib.error) as error:
         size = path.stat().st_size
         raise DataError(f"{path}: {size} bytes, the gzip stream is damaged: {error}") from None
+
+
+DATA: dict[str, type[Data]] = {"digits": Digits, "idx": Idx}

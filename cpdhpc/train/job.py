@@ -10,40 +10,35 @@ from typing import Annotated, Any
 from pydantic import Field, model_validator
 
 from ..collectives.method import read_machine
-from ..compress.lowbit import LowBit
-from ..compress.none import NoCompression
-from ..config import ConfigError, Raw, Section, dump_toml, merge, override, read_toml, validate
-from .data import Digits, Idx
-from .learning_rates import Schedule
-from .models import LeNet, Mlp
+from ..compress import COMPRESSORS, Aggregator, NoCompression
+from ..config import (
+    ConfigError,
+    OneOf,
+    Raw,
+    Section,
+    dump_toml,
+    merge,
+    override,
+    read_toml,
+    validate,
+)
+from .controllers import CONTROLLERS, DECAYS, BySchedule, Control, Schedule, Settings
+from .data import DATA, Data, Digits
+from .models import MODELS, Mlp, Model
+from .optimizers import OPTIMIZERS, Optimizer, Sgd
+from .update import UPDATES, ByAllreduce, UpdateRule
 
-Data = Annotated[Digits | Idx, Field(discriminator="name")]
-Model = Annotated[Mlp | LeNet, Field(discriminator="name")]
-Gradient = Annotated[NoCompression | LowBit, Field(discriminator="aggregator")]
 Positive = Annotated[int, Field(ge=1)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$")]  # part of a file name
 
-DO_NOT_CHANGE_BITS = (
+MAY_DIFFER = (  # where a run is gone on with; all but virtual_ranks change no bit
+    "train.virtual_ranks",
     "train.checkpoint_every",
     "train.telemetry_every",
     "train.timeout_s",
     "train.overlap",
 )
-
-
-class Optimizer(Section):
-    """[optimizer]: stochastic gradient descent, as torch.optim.SGD."""
-
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    nesterov: bool = False
-
-    @model_validator(mode="after")
-    def _nesterov_has_momentum(self) -> Optimizer:
-        if self.nesterov and self.momentum == 0:
-            raise ValueError("nesterov=true needs momentum above 0")
-        return self
 
 
 class Train(Section):
@@ -98,11 +93,13 @@ class Job(Section):
     """One row of a job file: a configuration that is run once per seed."""
 
     name: Name
-    data: Data = Digits()
-    model: Model = Mlp()
-    optimizer: Optimizer = Optimizer()
+    data: Annotated[Data, OneOf(DATA, "name")] = Digits()
+    model: Annotated[Model, OneOf(MODELS, "name")] = Mlp()
+    optimizer: Annotated[Optimizer, OneOf(OPTIMIZERS, "name", "sgd")] = Sgd()
     schedule: Schedule = Schedule()
-    gradient: Gradient = NoCompression()
+    controller: Annotated[Control, OneOf(CONTROLLERS, "name", "schedule")] = BySchedule()
+    gradient: Annotated[Aggregator, OneOf(COMPRESSORS, "aggregator")] = NoCompression()
+    update: Annotated[UpdateRule, OneOf(UPDATES, "name", "allreduce")] = ByAllreduce()
     train: Train = Train()
 
     @model_validator(mode="after")
@@ -136,9 +133,21 @@ class Job(Section):
         """What the files of a run are called."""
         return f"{self.name}-s{self.seed}"
 
+    def settings(self, samples: int) -> Settings:
+        """Return what the controller of a run on so many training samples begins with."""
+        train = self.train
+        return Settings(self.schedule, train.learning_rate, train.batch, train.epochs, samples)
+
     def toml(self) -> str:
         """Return the job as TOML text, every default filled in."""
         return dump_toml(self.plain())
+
+
+def choices() -> dict[str, list[str]]:
+    """Return the names that each table of a job file knows, by the key that gives them."""
+    rows = ((name, each) for name, f in Job.model_fields.items() for each in f.metadata)
+    found = {f"{n}.{one.key}": sorted(one.known) for n, one in rows if isinstance(one, OneOf)}
+    return found | {"schedule.decay": sorted(DECAYS)}
 
 
 def load(path: Path, settings: Iterable[str] = ()) -> list[Job]:

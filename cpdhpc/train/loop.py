@@ -28,9 +28,9 @@ def run(training: Training, caught: Caught, display: Display) -> None:
     written; Diverged where a gradient holds NaN or infinity, with the checkpoint as it was.
     """
     job = training.job
-    display.start(job.id, training.iterations, training.iteration)
+    display.start(job.id, training.samples * job.train.epochs, training.samples_seen)
     with training.reducer:
-        while training.iteration < training.iterations:
+        while not training.ended:
             _epoch(training, caught, display)
     training.save("complete")
     (_, accuracy, loss, _) = training.record.rows["epochs"][-1]
@@ -38,16 +38,20 @@ def run(training: Training, caught: Caught, display: Display) -> None:
 
 
 def _epoch(training: Training, caught: Caught, display: Display) -> None:
-    """Finish the epoch that training.iteration lies in."""
+    """Finish the epoch that the run stands in."""
     job, began = training.job, time.perf_counter()
-    epoch, first = divmod(training.iteration, training.iterations_per_epoch)
+    epoch, seen = divmod(training.samples_seen, training.samples)
     order = epoch_order(training.samples, job.seed, epoch)
-    for start in range(first * job.train.batch, len(order), job.train.batch):
-        signal = _iteration(training, order[start : start + job.train.batch], caught)
-        display.step()
-        if signal and training.iteration % training.iterations_per_epoch:
+    while seen < len(order):
+        rate, size = training.controller.next(training.samples_seen)
+        batch = order[seen : seen + size]
+        signal = _iteration(training, rate, batch, caught)
+        display.step(len(batch))
+        seen += len(batch)
+        if signal and seen < len(order):
             _stop(training, signal, display)
-    accuracy, loss = evaluate(training.model, training.world, *training.test, training.sharing)
+    with training.update.evaluated():
+        accuracy, loss = evaluate(training.model, training.world, *training.test, training.sharing)
     elapsed_ns = training.world.max(np.array([int((time.perf_counter() - began) * 1e9)]))
     training.record.epoch(epoch + 1, accuracy, loss, elapsed_ns[0] / 1e9)
     display.epoch(job.id, epoch + 1, job.train.epochs, accuracy, loss)
@@ -63,31 +67,24 @@ def _stop(training: Training, signal: int, display: Display) -> NoReturn:
     raise Interrupted(signal)
 
 
-def _iteration(training: Training, batch: Array, caught: Caught) -> int:
+def _iteration(training: Training, rate: float, batch: Array, caught: Caught) -> int:
     """Do one iteration, and return the signal that any process has caught, or 0."""
     job, world, iteration = training.job, training.world, training.iteration
-    rate = job.train.learning_rate * job.schedule.factor(
-        iteration / training.iterations_per_epoch, job.train.epochs
-    )
     for group in training.optimizer.param_groups:
         group["lr"] = rate
+    training.reducer.epoch = training.samples_seen / training.samples
     before = training.sent_bytes
     try:
-        done = step(
-            training.model,
-            training.optimizer,
-            training.reducer,
-            *training.train,
-            batch,
-            training.sharing,
-        )
+        done = step(training.update, *training.train, batch, training.sharing)
     except NonFiniteGradient as error:
         training.save_record("failed")
         raise Diverged(f"{job.id}: iteration {iteration}: {error}") from None
     sent = training.sent_bytes - before
-    pulse = exchange(world, done.losses, done.time_ns, sent, caught.number)
-    training.record.step(iteration, pulse.loss, rate, pulse.time_ns, pulse.wire_bytes)
+    told = exchange(world, done.losses, done.time_ns, sent, caught.number)
+    training.record.step(iteration, told.loss, rate, told.time_ns, told.wire_bytes)
     if iteration % job.train.telemetry_every == 0:
         training.record.telemetry(iteration, observe(training.reducer, done.mean))
     training.iteration += 1
-    return pulse.signal
+    training.samples_seen += len(batch)
+    training.controller.observe(training.samples_seen, told.loss)
+    return told.signal

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from itertools import pairwise
 from math import prod
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import torch
 from pydantic import Field
@@ -12,7 +13,18 @@ from pydantic import Field
 from ..config import Section
 
 
-class LeNet(Section):
+class Model(Section):
+    """[model]: a network, named in MODELS."""
+
+    @abstractmethod
+    def build(self, image_shape: tuple[int, int], classes: int) -> torch.nn.Module:
+        """Return the network; its input is float32[batch, height, width].
+
+        Raises ValueError where it does not go with the images.
+        """
+
+
+class LeNet(Model):
     """[model] name = "lenet": two convolutions with pooling, two fully connected layers.
 
     channels: of the two convolutions; hidden: values of the layer between
@@ -53,7 +65,7 @@ class LeNet(Section):
 Width = Annotated[int, Field(ge=1)]
 
 
-class Mlp(Section):
+class Mlp(Model):
     """[model] name = "mlp": fully connected layers of hidden values with ReLU between them."""
 
     name: Literal["mlp"] = "mlp"
@@ -68,6 +80,4 @@ class Mlp(Section):
         return torch.nn.Sequential(*layers[:-1])
 
 
-MODELS: dict[str, Any] = {"mlp": Mlp, "lenet": LeNet}
-
-__all__ = ["MODELS", "LeNet", "Mlp"]
+MODELS: dict[str, type[Model]] = {"mlp": Mlp, "lenet": LeNet}

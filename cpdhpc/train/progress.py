@@ -33,20 +33,20 @@ class Display:
         )
         self.task = self.bar.add_task("", note="")
 
-    def start(self, run_id: str, iterations: int, done: int) -> None:
-        """Begin a run of so many iterations, some of which may be done already."""
+    def start(self, run_id: str, samples: int, done: int) -> None:
+        """Begin a run that sees so many samples, some of which it may have seen already."""
         self.run += 1
         self.bar.start()
-        self.bar.reset(self.task, total=iterations, completed=done, note="", description=run_id)
+        self.bar.reset(self.task, total=samples, completed=done, note="", description=run_id)
 
     @property
     def has_bar(self) -> bool:
         """Whether a bar is shown, as on a terminal."""
         return not self.bar.disable
 
-    def step(self, note: str | None = None) -> None:
-        """Count an iteration; note: what stands behind the bar, None: what stood there."""
-        self.bar.advance(self.task)
+    def step(self, samples: int = 1, note: str | None = None) -> None:
+        """Count samples seen; note: what stands behind the bar, None: what stood there."""
+        self.bar.advance(self.task, samples)
         if note is not None:
             self.bar.update(self.task, note=note)
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ..compress.base import Mean
+from ..compress.base import Column, Mean
 from ..store import Variable
 from .reducer import GradientReducer
 from .step import PHASES
@@ -17,45 +16,37 @@ from .step import PHASES
 Array = npt.NDArray[Any]
 
 
-@dataclass(frozen=True)
-class Layers:
-    """What encoding does to the gradients of all ranks, by layer.
-
-    nonzero: int64[layers], how many values are not zero; of these,
-    underflow_share, saturated_share: float64[layers], the shares that become zero, that saturate
-    aps_shift: float64[layers], k of the scale 2**k, NaN where layers have none
-    """
-
-    nonzero: Array
-    aps_shift: Array
-    underflow_share: Array
-    saturated_share: Array
+Layers = dict[str, Array]  # [layers] by column
 
 
 def observe(reducer: GradientReducer, mean: Mean) -> Layers:
-    """Return what encoding did in the last reduce. Collective."""
-    bucket = reducer.bucket
-    counts = np.zeros((len(bucket.names), 3), np.int64)
+    """Return what the aggregator has to say of each layer after the last reduce. Collective.
+
+    nonzero: int64[layers], how many values of all ranks' gradients are not zero; the counted
+    columns are shares of these, the others as they stand in mean, NaN where they do not
+    """
+    bucket, columns = reducer.bucket, reducer.aggregator.columns
+    counted = [name for name, column in columns.items() if column.counted]
+    counts = {name: np.zeros(len(bucket.names), np.int64) for name in ("nonzero", *counted)}
     for flat in reducer.flats:
-        counts[:, :2] += reducer.aggregator.events(flat, bucket, mean.shifts)
-        counts[:, 2] += [np.count_nonzero(view) for view in bucket.views(flat)]
-    total = np.sum(reducer.world.gather(counts), axis=0)
-    saturated, underflowed, nonzero = total.T
-    some = np.maximum(nonzero, 1)  # a layer of zeros loses nothing
+        counts["nonzero"] += [np.count_nonzero(view) for view in bucket.views(flat)]
+        for name, of_rank in reducer.aggregator.observe(flat, bucket, mean).items():
+            counts[name] += of_rank
+    everyone = reducer.world.gather(counts)
+    total = {name: np.sum([each[name] for each in everyone], axis=0) for name in counts}
+    some = np.maximum(total["nonzero"], 1)  # a layer of zeros loses nothing
     unknown = np.full(len(bucket.names), np.nan)
-    return Layers(
-        nonzero=nonzero,
-        aps_shift=unknown if mean.shifts is None else mean.shifts.astype(np.float64),
-        underflow_share=underflowed / some,
-        saturated_share=saturated / some,
-    )
+    return {"nonzero": total["nonzero"]} | {
+        name: total[name] / some if name in total else mean.layers.get(name, unknown)
+        for name in columns
+    }
 
 
 SCHEMA = 1
 GROUPS = {  # group: its columns; the first one labels the rows
     "steps": ("iteration", "loss", "learning_rate", "time_s", "wire_bytes"),
     "epochs": ("epoch", "test_accuracy", "test_loss", "time_s"),
-    "layers": ("iteration", "nonzero", "aps_shift", "underflow_share", "saturated_share"),
+    "layers": ("iteration", "nonzero"),  # and what the aggregator offers
 }
 WHOLE = dict.fromkeys(("iteration", "epoch", "wire_bytes", "nonzero"), np.int64)
 
@@ -63,17 +54,22 @@ WHOLE = dict.fromkeys(("iteration", "epoch", "wire_bytes", "nonzero"), np.int64)
 class Record:
     """Rows of the three groups.
 
-    ranks: of the run; layers: names of the parameters, in the order of the bucket
+    ranks: of the run, the most it had; layers: names of the parameters, in the bucket's order
+    columns: what the aggregator offers of each layer
     """
 
-    def __init__(self, ranks: int, layers: Sequence[str]) -> None:
-        self.ranks, self.layers = ranks, list(layers)
+    def __init__(
+        self, ranks: int, layers: Sequence[str], columns: Mapping[str, Column] | None = None
+    ) -> None:
+        self.ranks, self.layers, self.columns = ranks, list(layers), dict(columns or {})
+        self.names = GROUPS | {"layers": (*GROUPS["layers"], *self.columns)}
         self.rows: dict[str, list[tuple[Any, ...]]] = {name: [] for name in GROUPS}
 
     def step(
         self, iteration: int, loss: float, learning_rate: float, time_ns: Array, wire_bytes: Array
     ) -> None:
         """Add a step; time_ns: int64[phases], wire_bytes: int64[ranks] of this step."""
+        wire_bytes = np.pad(wire_bytes, (0, self.ranks - wire_bytes.size))
         self.rows["steps"].append((iteration, loss, learning_rate, time_ns / 1e9, wire_bytes))
 
     def epoch(self, epoch: int, accuracy: float, loss: float, time_s: float) -> None:
@@ -82,15 +78,14 @@ class Record:
 
     def telemetry(self, iteration: int, layers: Layers) -> None:
         """Add what was observed of the layers in a step."""
-        columns = (getattr(layers, name) for name in GROUPS["layers"][1:])
-        self.rows["layers"].append((iteration, *columns))
+        self.rows["layers"].append((iteration, *(layers[n] for n in self.names["layers"][1:])))
 
     def arrays(self) -> dict[str, dict[str, Array]]:
         """Return each group's columns as plain arrays, from which restore makes the rows again."""
         return {name: self._columns(name) for name in GROUPS}
 
     def _columns(self, group: str) -> dict[str, Array]:
-        names, rows = GROUPS[group], self.rows[group]
+        names, rows = self.names[group], self.rows[group]
         width = {"time_s": len(PHASES), "wire_bytes": self.ranks} if group == "steps" else {}
         width |= dict.fromkeys(names[1:], len(self.layers)) if group == "layers" else {}
         shapes = [(len(rows), width[name]) if name in width else (len(rows),) for name in names]
@@ -100,8 +95,12 @@ class Record:
         }
 
     def restore(self, groups: Mapping[str, Mapping[str, Array]]) -> None:
-        """Take over rows that arrays returned."""
-        for group, names in GROUPS.items():
+        """Take over rows that arrays returned; ranks that a run had before or has now send 0."""
+        before = groups["steps"]["wire_bytes"].shape[1]
+        self.ranks = max(self.ranks, before)
+        wire_bytes = np.pad(groups["steps"]["wire_bytes"], ((0, 0), (0, self.ranks - before)))
+        groups = {**groups, "steps": {**groups["steps"], "wire_bytes": wire_bytes}}
+        for group, names in self.names.items():
             self.rows[group] = list(zip(*(groups[group][name] for name in names), strict=True))
 
     def groups(self) -> dict[str, dict[str, Variable]]:
@@ -134,17 +133,15 @@ class Record:
 
     def _layers(self, of: Mapping[str, Array]) -> dict[str, Variable]:
         by = ("iteration", "layer")
-        share = "share of non-zero gradient values, over all ranks, that "
+        offered = {
+            name: Variable(by, of[name], column.long_name, column.units)
+            for name, column in self.columns.items()
+        }
         return {
             "iteration": Variable(("iteration",), of["iteration"], "iteration, from 0"),
             "layer": Variable(("layer",), np.array(self.layers), "parameter tensor"),
             "nonzero": Variable(by, of["nonzero"], "non-zero gradient values of all ranks"),
-            "aps_shift": Variable(
-                by, of["aps_shift"], "k of the scale 2**k; NaN: layers have none"
-            ),
-            "underflow_share": Variable(by, of["underflow_share"], share + "become zero"),
-            "saturated_share": Variable(by, of["saturated_share"], share + "saturate"),
-        }
+        } | offered
 
 
 def _epochs(of: Mapping[str, Array]) -> dict[str, Variable]:

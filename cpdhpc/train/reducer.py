@@ -17,8 +17,9 @@ import numpy.typing as npt
 import torch
 
 from ..compress import COMPRESSORS
-from ..compress.base import Aggregator, Mean
+from ..compress.base import Aggregator, Context, Mean
 from ..compress.bucket import Bucket
+from ..compress.state import State
 from ..config import UserError, suggest
 from ..randomness import random_key
 from ..world.mpi import as_world
@@ -198,8 +199,9 @@ def join(whole_size: int, parts: list[Part], means: list[Mean]) -> Mean:
     flat = np.zeros(whole_size, np.float32)
     for part, mean in zip(parts, means, strict=True):
         flat[part.start : part.stop] = mean.flat
-    shifts = [mean.shifts for mean in reversed(means) if mean.shifts is not None]
-    return Mean(flat, np.concatenate(shifts) if shifts else None)
+    names = set.intersection(*(set(mean.layers) for mean in means))
+    layers = {n: np.concatenate([mean.layers[n] for mean in reversed(means)]) for n in names}
+    return Mean(flat, layers)
 
 
 class GradientReducer:
@@ -215,6 +217,8 @@ class GradientReducer:
     overlap: reduce a bucket in a thread while backward goes on, with the same bits. One backward
         a step then, p.grad left alone and no other call of MPI until reduce(); not with
         virtual ranks; MPI must give the thread level "serialized". close() ends the thread.
+    iteration, epoch: of the next reduce; the epoch is the caller's to set, for methods that ask
+    state: what the aggregator keeps, in checkpoints together with iteration
     Raises ValueError or TypeError for an unknown name, unknown options, other parameters, a world
     that does not go with overlap.
 
@@ -238,7 +242,7 @@ class GradientReducer:
         **options: Any,
     ) -> None:
         self.world: Ranks = as_world(world)
-        self.seed, self.iteration = seed, 0
+        self.seed, self.iteration, self.epoch = seed, 0, 0.0
         self.aggregator = _aggregator(aggregator, options)
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         _check(named)
@@ -250,7 +254,7 @@ class GradientReducer:
         )
         self.parts = split_bucket(self.bucket, bucket_mib)
         self.flats = [np.zeros(self.bucket.size, np.float32) for _ in self.world.hosted]
-        self.state: dict[str, Array] = {}
+        self.state = State(self.world.hosted, self.world.ranks)
         if overlap:
             check_overlap(self.world)
         for tensor in (*model.parameters(), *model.buffers()):
@@ -297,14 +301,10 @@ class GradientReducer:
     def _aggregate(self, index: int) -> Mean:
         """Return the mean of a part. Collective. A random stream has one part: see part_seed."""
         part = self.parts[index]
-        return self.aggregator.aggregate(
-            self.world,
-            [flat[part.start : part.stop] for flat in self.flats],
-            part.bucket,
-            self.state,
-            seed=part_seed(self.seed, index),
-            iteration=self.iteration,
-        )
+        seed = part_seed(self.seed, index)
+        context = Context(self.world, self.state, seed, self.iteration, self.epoch)
+        gradients = [flat[part.start : part.stop] for flat in self.flats]
+        return self.aggregator.aggregate(gradients, part.bucket, context)
 
     def close(self) -> None:
         """Let go of the model and end the thread of overlap; call it between two steps."""

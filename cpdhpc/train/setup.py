@@ -19,10 +19,12 @@ from ..split_images.grid import ImageGrid
 from ..world.cores import threads_of_rank
 from ..world.ranks import Ranks
 from . import checkpoint
+from .controllers import Controller
 from .data import Dataset
 from .job import Job
 from .record import SCHEMA, Record
 from .reducer import GradientReducer
+from .update import Update
 
 T = TypeVar("T")
 Array = npt.NDArray[Any]
@@ -63,20 +65,24 @@ class Training:
     """A run and where it stands.
 
     train, test: images and labels; of split images this rank's parts
-    iteration: the next one; grid: how images are split, None where they are not
+    iteration: the next one; samples_seen: before it, which is where the run stands
+    grid: how images are split, None where they are not
     """
 
     job: Job
     world: Ranks
     model: torch.nn.Module
-    optimizer: torch.optim.SGD
+    optimizer: torch.optim.Optimizer
     reducer: GradientReducer
+    update: Update
+    controller: Controller
     record: Record
     train: tuple[torch.Tensor, torch.Tensor]
     test: tuple[torch.Tensor, torch.Tensor]
     files: Files
     provenance: dict[str, str | int]
     iteration: int = 0
+    samples_seen: int = 0
     grid: ImageGrid | None = None
 
     @property
@@ -109,24 +115,35 @@ class Training:
         return -(-self.samples // self.job.train.batch)
 
     @property
-    def iterations(self) -> int:
-        """Iterations of the whole run."""
-        return self.iterations_per_epoch * self.job.train.epochs
+    def ended(self) -> bool:
+        """Whether all epochs are done."""
+        return self.samples_seen >= self.samples * self.job.train.epochs
+
+    @property
+    def states(self) -> checkpoint.States:
+        """What methods keep of each rank, by who keeps it."""
+        return {"gradient": self.reducer.state, "update": self.update.state}
 
     def save(self, status: str) -> None:
-        """Write checkpoint and record from process 0, while the others wait. Collective.
+        """Write what methods keep from all processes, the rest from process 0. Collective.
 
+        The file of the methods carries the iteration in its name, so the checkpoint that takes the
+        former one's place last finds its own, whenever a process is killed.
         status: "running", "interrupted" or "complete"
         """
-        if self.world.process == 0:
-            checkpoint.save(
-                self.files.checkpoint,
-                checkpoint.tensors(self.model, self.optimizer) | self.record.arrays(),
-                iteration=self.iteration,
-                ranks=self.world.ranks,
-                toml=self.job.toml(),
-            )
-            self._write_record(status)
+        path = self.files.checkpoint
+        kept = checkpoint.state_file(path, self.iteration)
+        checkpoint.save_states(self.world, kept, self.states)
+        with self.update.evaluated():
+            if self.world.process == 0:
+                groups = checkpoint.tensors(self.model, self.optimizer) | self.record.arrays()
+                groups["controller"] = self.controller.state()
+                here = checkpoint.Position(self.iteration, self.samples_seen, self.record.ranks)
+                checkpoint.save(path, groups, here, self.job.toml())
+                for other in path.parent.glob(checkpoint.state_file(path, "*").name):
+                    if other != kept:
+                        other.unlink()
+                self._write_record(status)
         self.world.barrier("checkpoint")
 
     def save_record(self, status: str) -> None:
@@ -148,32 +165,26 @@ class Training:
         store.write(self.files.record, self.record.groups(), attributes)
 
     def resume(self) -> None:
-        """Take over the checkpoint, where there is one. Collective.
+        """Take over the checkpoint, where there is one, made by any number of ranks. Collective.
 
         Raises CheckpointError or StoreError on all processes alike.
         """
-        path, loaded = self.files.checkpoint, None
-        if self.world.process == 0:
-            loaded = _attempt(self, path)
-        loaded = self.world.gather(loaded)[0]
-        if isinstance(loaded, UserError):
-            raise loaded
+        path = self.files.checkpoint
+        loaded = checkpoint.load_on_all(self.world, path, self.job.toml(), self._samples_seen)
         if loaded is None:
             return
-        groups, self.iteration = loaded
+        groups, here = loaded
+        self.iteration, self.samples_seen = here.iteration, here.samples_seen
         self.reducer.iteration = self.iteration
         checkpoint.load_tensors(groups, self.model, self.optimizer)
+        checkpoint.load_states(self.world, checkpoint.state_file(path, self.iteration), self.states)
+        self.controller.restore(groups.get("controller", {}))
         self.record.restore(groups)
 
-
-def _attempt(training: Training, path: Path) -> tuple[checkpoint.Groups, int] | UserError | None:
-    if not path.exists():
-        return None
-    try:
-        ranks, toml = training.world.ranks, training.job.toml()
-        return checkpoint.load(path, ranks=ranks, toml=toml)
-    except UserError as error:
-        return error
+    def _samples_seen(self, iteration: int) -> int:
+        """Return the samples seen before an iteration, where the batch is constant."""
+        epoch, inside = divmod(iteration, self.iterations_per_epoch)
+        return epoch * self.samples + inside * self.job.train.batch
 
 
 def prepare(job: Job, world: Ranks, data: Dataset, files: Files) -> Training:
@@ -198,20 +209,16 @@ def prepare(job: Job, world: Ranks, data: Dataset, files: Files) -> Training:
         bucket_mib=job.train.bucket_mib,
         overlap=job.train.overlap,
     )
-    optimizer = torch.optim.SGD(
-        model.parameters(),
-        lr=job.train.learning_rate,
-        momentum=job.optimizer.momentum,
-        weight_decay=job.optimizer.weight_decay,
-        nesterov=job.optimizer.nesterov,
-    )
+    optimizer = job.optimizer.build(model.parameters(), job.train.learning_rate)
     return Training(
         job,
         world,
         model,
         optimizer,
         reducer,
-        Record(world.ranks, reducer.bucket.names),
+        job.update.build(model, optimizer, reducer),
+        job.controller.build(job.settings(len(data.train_y))),
+        Record(world.ranks, reducer.bucket.names, job.gradient.columns),
         train=(train_x, torch.from_numpy(data.train_y)),
         test=(test_x, torch.from_numpy(data.test_y)),
         files=files,

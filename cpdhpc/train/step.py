@@ -15,7 +15,7 @@ from ..compress.base import Mean
 from ..partition import split
 from ..world.ranks import Ranks
 from .data import shard
-from .reducer import GradientReducer
+from .update import Update
 
 Array = npt.NDArray[Any]
 
@@ -23,7 +23,7 @@ _NOTHING = np.iinfo(np.int64).min  # below everything that a process says of its
 
 
 @dataclass(frozen=True)
-class Pulse:
+class Exchanged:
     """loss: of the global batch; time_ns: int64[phases], the slowest process's;
     wire_bytes: int64[ranks], sent so far; signal: number of one that any process caught, or 0."""
 
@@ -35,7 +35,7 @@ class Pulse:
 
 def exchange(
     world: Ranks, losses: list[float], time_ns: list[int], sent: Array, signal: int
-) -> Pulse:
+) -> Exchanged:
     """Return what all processes say. Collective: one MAX all-reduce of 2 ranks + phases + 1 words.
 
     losses: one per hosted rank, their mean over all ranks is the loss of the batch
@@ -48,7 +48,7 @@ def exchange(
     words[2 * ranks : -1] = time_ns
     words[-1] = signal
     words = world.max(words)
-    return Pulse(
+    return Exchanged(
         loss=fsum(words[:ranks].view(np.float64)) / ranks,
         time_ns=words[2 * ranks : -1],
         wire_bytes=words[ranks : 2 * ranks],
@@ -122,9 +122,7 @@ class Step:
 
 
 def step(
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    reducer: GradientReducer,
+    update: Update,
     x: torch.Tensor,
     y: torch.Tensor,
     batch: Array,
@@ -136,20 +134,20 @@ def step(
     sharing: consecutive ranks that take the same samples, whose images are split over them
     Raises NonFiniteGradient on all ranks alike, with the model untouched.
     """
-    world, watch, losses = reducer.world, Stopwatch.start(), []
+    world, model, watch, losses = update.world, update.model, Stopwatch.start(), []
     shares = world.ranks // sharing
     for hosted, rank in enumerate(world.hosted):
+        update.begin(hosted)
         index = torch.from_numpy(shard(batch, shares, rank // sharing))
         inputs, targets = x[index], y[index]
         watch.lap("data")
-        losses.append(backward(model, optimizer, inputs, targets, batch.size, shares))
+        losses.append(backward(model, update.optimizer, inputs, targets, batch.size, shares))
         watch.lap("forward_backward")
-        if world.virtual_ranks > 1:  # else reduce takes p.grad itself
-            reducer.stash(hosted)
+        update.keep(hosted)
         watch.lap("reduce")
-    mean = reducer.reduce()
+    mean = update.reduce()
     watch.lap("reduce")
-    optimizer.step()
+    update.step()
     watch.lap("optimizer")
     return Step(losses, mean, watch.time_ns)
 

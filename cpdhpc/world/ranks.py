@@ -6,12 +6,16 @@ import pickle
 import sys
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+
+from ..config import UserError
+
+T = TypeVar("T")
 
 
 class RankFailure(RuntimeError):
@@ -121,6 +125,20 @@ class Ranks(ABC):
             return
         errors = [each for each in self.gather(_portable(error), what) if each is not None]
         raise pickle.loads(errors[0]) from error
+
+    def on_first(self, make: Callable[[], T], what: str = "on_first") -> T:
+        """Return what make, which has no collective in it, returns on process 0. Collective.
+
+        The value is a small Python value. Raises make's UserError or OSError on all processes.
+        """
+        value, error = None, None
+        try:
+            value = make() if self.process == 0 else None
+        except (OSError, UserError) as found:
+            error = found
+        self.agree(error, what)
+        first: T = self.gather(value, what)[0]
+        return first
 
     def failure(self, error: Exception, what: str) -> RankFailure | None:
         """Return the failure of a process behind an error, or None if it is of another kind."""

@@ -30,8 +30,8 @@ AGGREGATORS: dict[str, Aggregator] = {
 class Fails(NoCompression):
     """Fails on all ranks at the layer "1.bias"."""
 
-    def aggregate(self, world: Any, flats: Any, bucket: Any, state: Any, **how: Any) -> Mean:
-        mean = super().aggregate(world, flats, bucket, state, **how)
+    def aggregate(self, gradients: Any, bucket: Any, context: Any) -> Mean:
+        mean = super().aggregate(gradients, bucket, context)
         if "1.bias" in bucket.names:
             raise OSError("at 1.bias")
         return mean

@@ -1,0 +1,115 @@
+"""What a method keeps from one iteration to the next, as checkpoints save and hand it on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from ..partition import split
+
+Array = npt.NDArray[Any]
+Key = tuple[str, str]  # layer, name
+Redeal = Literal["sum", "copy", "drop"]
+
+
+@dataclass
+class Entry:
+    """An array that a method keeps.
+
+    array: of own entries [hosted ranks, *shape], of shared ones as it was made
+    redeal: what becomes of an own entry at another number of ranks; None: shared by all ranks
+    """
+
+    array: Array
+    redeal: Redeal | None
+
+
+class State:
+    """Arrays by layer and name, of each hosted rank or shared by all ranks; changed in place.
+
+    hosted: the ranks of this process; ranks: how many there are in all
+    Layers are names of parameters; "" is for what belongs to the whole model. A method gets its
+    arrays anew in each iteration, so that those of a checkpoint take their place.
+    """
+
+    def __init__(self, hosted: range, ranks: int) -> None:
+        self.hosted, self.ranks = hosted, ranks
+        self._entries: dict[Key, Entry] = {}
+
+    def own(
+        self,
+        layer: str,
+        name: str,
+        shape: Sequence[int],
+        redeal: Redeal = "sum",
+        dtype: npt.DTypeLike = np.float32,
+    ) -> list[Array]:
+        """Return dtype[shape] of each hosted rank, zeros at first.
+
+        redeal: at another number of ranks "sum" keeps the sum over ranks, each getting that of a
+            part of the values, as residuals need it; "copy" gives rank r what r modulo the former
+            number had; "drop" begins with zeros
+        Raises ValueError where the entry has another shape, dtype or redeal, or a "/" in its name.
+        """
+        if redeal not in get_args(Redeal):
+            known = ", ".join(get_args(Redeal))
+            raise ValueError(f"State.own: redeal={redeal!r}: known are {known}")
+        wanted = (len(self.hosted), *shape), np.dtype(dtype), redeal
+        entry = self._entry(layer, name, lambda: Entry(np.zeros(*wanted[:2]), redeal))
+        found = entry.array.shape, entry.array.dtype, entry.redeal
+        if found != wanted:
+            raise ValueError(
+                f"State.own: {name!r} of layer {layer!r} has shape, dtype and redeal {found}: "
+                f"asked for {wanted}"
+            )
+        return list(entry.array)
+
+    def shared(self, layer: str, name: str, make: Callable[[], Array]) -> Array:
+        """Return an array that all ranks hold alike; make returns the first one, alike everywhere.
+
+        Raises ValueError where ranks have an entry each of this name, or it has a "/" in it.
+        """
+        entry = self._entry(layer, name, lambda: Entry(make(), None))
+        if entry.redeal is not None:
+            raise ValueError(f"State.shared: {name!r} of layer {layer!r}: each rank has its own")
+        return entry.array
+
+    def _entry(self, layer: str, name: str, make: Callable[[], Entry]) -> Entry:
+        if "/" in name:
+            raise ValueError(f"State: name={name!r}: has a '/' in it")
+        if (layer, name) not in self._entries:
+            self._entries[layer, name] = make()
+        return self._entries[layer, name]
+
+    def __iter__(self) -> Iterator[tuple[Key, Entry]]:
+        """Yield all entries, in one order on all processes."""
+        return iter(sorted(self._entries.items()))
+
+    def put(self, key: Key, entry: Entry) -> None:
+        """Set an entry, as a checkpoint does."""
+        self._entries[key] = entry
+
+
+def dealt(rows: Array, redeal: Redeal, hosted: range, ranks: int) -> Array:
+    """Return what the hosted ranks of a run of so many ranks get of an own entry.
+
+    rows: [former ranks, *shape]; returns [hosted ranks, *shape] of the same dtype
+    A sum is formed in float64, or int64, and rounded once.
+    """
+    former = len(rows)
+    if former == ranks:
+        return rows[hosted.start : hosted.stop].copy()
+    if redeal == "copy":
+        return rows[[rank % former for rank in hosted]]
+    given = np.zeros((len(hosted), *rows.shape[1:]), rows.dtype)
+    if redeal == "sum":
+        wide = np.float64 if rows.dtype.kind == "f" else np.int64
+        total = rows.reshape(former, -1).sum(axis=0, dtype=wide).astype(rows.dtype)
+        for row, rank in zip(given.reshape(len(hosted), -1), hosted, strict=True):
+            part = slice(*split(total.size, ranks, rank))
+            row[part] = total[part]
+    return given

@@ -1,0 +1,134 @@
+"""Controllers: the learning rate and the batch of every step, by a schedule or by what they see."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import numpy.typing as npt
+from pydantic import AfterValidator, Field
+
+from ..config import Section, suggest
+
+Array = npt.NDArray[Any]
+
+
+def _known(name: str) -> str:
+    if name not in DECAYS:
+        raise ValueError(suggest(name, DECAYS))
+    return name
+
+
+class Schedule(Section):
+    """[schedule]: the factor on the learning rate, which changes with every iteration."""
+
+    warmup_epochs: Annotated[float, Field(ge=0)] = 0.0
+    decay: Annotated[str, AfterValidator(_known)] = "constant"
+    milestones: Annotated[tuple[float, ...], Field(strict=False)] = ()  # epochs; for "step"
+    gamma: Annotated[float, Field(gt=0, le=1)] = 0.1  # factor at each milestone; for "step"
+
+    def factor(self, epoch: float, epochs: int) -> float:
+        """Return the factor at a time in epochs, of a run that takes so many in all.
+
+        Source: the warm-up is that of Goyal et al., arXiv 1706.02677, section 2.2.
+        """
+        if epoch < self.warmup_epochs:
+            return epoch / self.warmup_epochs
+        return DECAYS[self.decay](self, epoch, epochs)
+
+
+class Controller(ABC):
+    """Decides the learning rate and the batch of each step, alike on all ranks.
+
+    It is asked before each step and told of each step; all it is told is shared by all ranks.
+    """
+
+    @abstractmethod
+    def next(self, samples_seen: int) -> tuple[float, int]:
+        """Return (learning rate, samples of all ranks together) of the step that begins there."""
+
+    def observe(self, samples_seen: int, loss: float) -> None:
+        """Take note of a step: the samples seen behind it, the loss of its global batch."""
+
+    def state(self) -> dict[str, Array]:
+        """Return what it must know to go on, as arrays, for a checkpoint."""
+        return {}
+
+    def restore(self, state: Mapping[str, Array]) -> None:
+        """Take over what state returned."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a job says of rate and batch; samples: of the training set."""
+
+    schedule: Schedule
+    rate: float
+    batch: int
+    epochs: int
+    samples: int
+
+
+class Scheduled(Controller):
+    """A constant batch, and a rate that follows the schedule, changed with every iteration."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+
+    def next(self, samples_seen: int) -> tuple[float, int]:
+        """Return the scheduled rate, and the batch. See Controller.next."""
+        job = self.settings
+        epoch, inside = divmod(samples_seen, job.samples)
+        per_epoch = -(-job.samples // job.batch)  # the last batch of an epoch may be smaller
+        time = (epoch * per_epoch + inside // job.batch) / per_epoch
+        return job.rate * job.schedule.factor(time, job.epochs), job.batch
+
+
+class Control(Section):
+    """[controller]: who decides rate and batch, named in CONTROLLERS."""
+
+    @abstractmethod
+    def build(self, settings: Settings) -> Controller:
+        """Return the controller of a run that begins."""
+
+
+class BySchedule(Control):
+    """[controller] name = "schedule": as [schedule] and [train] say."""
+
+    name: Literal["schedule"] = "schedule"
+
+    def build(self, settings: Settings) -> Controller:
+        """Return the controller. See Control.build."""
+        return Scheduled(settings)
+
+
+CONTROLLERS: dict[str, type[Control]] = {"schedule": BySchedule}
+
+
+def constant(schedule: Schedule, epoch: float, epochs: int) -> float:
+    """Return 1."""
+    return 1.0
+
+
+def step(schedule: Schedule, epoch: float, epochs: int) -> float:
+    """Return gamma to the power of the milestones that are behind."""
+    return float(schedule.gamma ** sum(epoch >= milestone for milestone in schedule.milestones))
+
+
+def cosine(schedule: Schedule, epoch: float, epochs: int) -> float:
+    """Return half a cosine from 1 at the end of the warm-up to 0 at the end of the run.
+
+    Source: Loshchilov, Hutter: SGDR, arXiv 1608.03983, equation 5, without restarts.
+    """
+    length = epochs - schedule.warmup_epochs
+    return 0.5 * (1 + math.cos(math.pi * (epoch - schedule.warmup_epochs) / length))
+
+
+DECAYS: dict[str, Callable[[Schedule, float, int], float]] = {
+    "constant": constant,
+    "step": step,
+    "cosine": cosine,
+}

@@ -1,0 +1,99 @@
+"""Update rules: how the gradients of all ranks become the next parameters."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+import torch
+
+from ..compress.base import Mean
+from ..compress.state import State
+from ..config import Section
+from .reducer import GradientReducer
+
+
+class Update(ABC):
+    """One step behind backward. All processes do the same, in this order:
+
+        for each hosted rank:  begin(hosted); forward and backward; keep(hosted)
+        reduce(); step()
+
+    model: the one model of a process, which plays its hosted ranks one after the other
+    state: what the rule keeps of each rank, as parameters that differ; it is in checkpoints
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, reducer: GradientReducer
+    ) -> None:
+        self.model, self.optimizer, self.reducer = model, optimizer, reducer
+        self.world = reducer.world
+        self.state = State(self.world.hosted, self.world.ranks)
+
+    def begin(self, hosted: int) -> None:
+        """Make the model that of a hosted rank, before its forward."""
+
+    @abstractmethod
+    def keep(self, hosted: int) -> None:
+        """Take p.grad as the gradient of a hosted rank."""
+
+    @abstractmethod
+    def reduce(self) -> Mean:
+        """Exchange what the ranks need of one another. Collective.
+
+        Returns the mean of the gradients, for telemetry. Raises NonFiniteGradient on all ranks
+        alike, with all parameters as they were.
+        """
+
+    @abstractmethod
+    def step(self) -> None:
+        """Change the parameters of all hosted ranks."""
+
+    @contextmanager
+    def evaluated(self) -> Iterator[None]:
+        """Make the model the one that is evaluated and saved, alike on all ranks. Collective."""
+        yield
+
+
+class AllreduceUpdate(Update):
+    """The mean gradient, then the optimiser's step: all ranks hold the same parameters."""
+
+    def keep(self, hosted: int) -> None:
+        """Take p.grad. See Update.keep."""
+        if self.world.virtual_ranks > 1:  # else reduce takes p.grad itself
+            self.reducer.stash(hosted)
+
+    def reduce(self) -> Mean:
+        """Set p.grad to the mean over all ranks. Collective. See Update.reduce."""
+        return self.reducer.reduce()
+
+    def step(self) -> None:
+        """Let the optimiser step."""
+        self.optimizer.step()
+
+
+class UpdateRule(Section):
+    """[update]: the rule, named in UPDATES."""
+
+    @abstractmethod
+    def build(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, reducer: GradientReducer
+    ) -> Update:
+        """Return the rule at work. Collective where it gives ranks what they begin with."""
+
+
+class ByAllreduce(UpdateRule):
+    """[update] name = "allreduce": the optimiser steps with the mean gradient."""
+
+    name: Literal["allreduce"] = "allreduce"
+
+    def build(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, reducer: GradientReducer
+    ) -> Update:
+        """Return the rule at work. See UpdateRule.build."""
+        return AllreduceUpdate(model, optimizer, reducer)
+
+
+UPDATES: dict[str, type[UpdateRule]] = {"allreduce": ByAllreduce}

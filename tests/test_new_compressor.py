@@ -1,0 +1,181 @@
+"""A compressor with memory, one file and one row: it trains, resumes, is studied and reported."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from test_checkpoint import Stop, assert_same_records
+from topk import TopK
+from training import environment, launched, model_bytes, run_job, small_data, small_job
+
+import cpdhpc
+from cpdhpc import store
+from cpdhpc.compress import COMPRESSORS, Context, State
+from cpdhpc.compress.bucket import Bucket
+from cpdhpc.config import ConfigError
+from cpdhpc.signals import Caught, Interrupted
+from cpdhpc.train.loop import run
+from cpdhpc.train.progress import Display
+from cpdhpc.train.setup import Files, prepare
+from cpdhpc.world.ranks import Loopback
+
+PACKAGE = Path(cpdhpc.__file__).parent
+TOPK = {"gradient": {"aggregator": "topk", "density": 0.2}}
+
+
+@pytest.fixture
+def row() -> Iterator[None]:
+    COMPRESSORS["topk"] = TopK
+    yield
+    del COMPRESSORS["topk"]
+
+
+def test_nothing_is_lost() -> None:
+    """What was sent and what is kept is the gradient and what was kept before, exactly."""
+    bucket = Bucket(("a", "b"), ((20, 5), (7,)))
+    state, world = State(range(4), 4), Loopback(4)
+    rng = np.random.default_rng(0)
+    before = np.zeros(bucket.size)
+    for iteration in range(5):
+        flats = [rng.integers(-8, 9, bucket.size).astype(np.float32) for _ in range(4)]
+        mean = TopK(density=0.1).aggregate(flats, bucket, Context(world, state, 0, iteration))
+        memory = [state.own(name, "residual", (size,)) for name, size in (("a", 100), ("b", 7))]
+        kept = np.concatenate([np.sum(of_layer, axis=0) for of_layer in memory])
+        assert np.array_equal(4 * mean.flat + kept, np.sum(flats, axis=0) + before)
+        before = kept
+
+
+CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    "buckets": (1, {"bucket_mib": 1e-4}),
+    "overlap": (1, {"bucket_mib": 1e-4, "overlap": True}),
+    "virtual ranks": (3, {"bucket_mib": 1e-4}),
+}
+
+
+@pytest.mark.usefixtures("row")
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("after", [2, 6])
+def test_resumed_is_undisturbed(tmp_path: Path, case: str, after: int) -> None:
+    ranks, train = CASES[case]
+    job = small_job(train={"telemetry_every": 2, "epochs": 2, **train}, **TOPK)
+    (tmp_path / "whole").mkdir()
+    whole = run_job(job, Loopback(ranks), tmp_path / "whole")
+    files, caught = Files.of(tmp_path, job), Caught()
+    with pytest.raises(Interrupted):
+        run(prepare(job, Loopback(ranks), small_data(), files), caught, Stop(caught, after))
+    training = prepare(job, Loopback(ranks), small_data(), files)
+    training.resume()
+    run(training, Caught(), Display(False, 1))
+    assert model_bytes(files.checkpoint) == model_bytes(whole.files.checkpoint)
+    assert_same_records(files.record, whole.files.record)
+    assert residuals(training) == residuals(whole)
+    assert len(list(tmp_path.glob("*.state-*.h5"))) == 1  # those of other iterations are gone
+    losses = store.read(files.record)[0]["steps"]["loss"]
+    assert losses[-1] < losses[0]
+
+
+def residuals(training: Any) -> list[tuple[object, bytes]]:
+    return [(key, entry.array.tobytes()) for key, entry in training.reducer.state]
+
+
+@pytest.mark.usefixtures("row")
+@pytest.mark.parametrize("later", [1, 2, 5])
+def test_at_another_number_of_ranks_the_sum_is_kept(tmp_path: Path, later: int) -> None:
+    """Sums in float64, rounded once: a fourth of a unit in the last place would be seen."""
+    job = small_job(train={"epochs": 2}, **TOPK)
+    files, caught = Files.of(tmp_path, job), Caught()
+    first = prepare(job, Loopback(3), small_data(), files)
+    with pytest.raises(Interrupted):
+        run(first, caught, Stop(caught, 3))
+    sums = {
+        key: entry.array.sum(axis=0, dtype=np.float64).astype(np.float32)
+        for key, entry in first.reducer.state
+    }
+    training = prepare(job, Loopback(later), small_data(), files)
+    training.resume()
+    found = dict(training.reducer.state)
+    assert found.keys() == sums.keys()
+    for key, entry in found.items():
+        assert entry.array.shape[0] == later
+        assert np.array_equal(entry.array.sum(axis=0), sums[key])
+        assert (np.count_nonzero(entry.array, axis=0) <= 1).all()  # each value with one rank
+    run(training, Caught(), Display(False, 1))
+    sent = store.read(files.record)[0]["steps"]["wire_bytes"]
+    assert sent.shape[1] == max(3, later)
+    assert sent[0, :3].all() and not sent[-1, later:].any()
+
+
+@pytest.mark.usefixtures("row")
+def test_what_is_wrong_is_told_by_the_row() -> None:
+    for options, says in (
+        ({"aggregator": "topc"}, "gradient.aggregator='topc': did you mean topk?"),
+        ({"aggregator": "topk", "densitty": 1}, "unknown key gradient.densitty: did you mean"),
+        ({"aggregator": "topk", "density": 2.0}, "gradient.density=2.0: should be less than"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            small_job(gradient=options)
+        assert says in str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the package with the file and its row; nothing else is changed."""
+    root = tmp_path_factory.mktemp("copy")
+    shutil.copytree(PACKAGE, root / "cpdhpc", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(Path(__file__).parent / "topk.py", root / "cpdhpc" / "compress" / "topk.py")
+    table = root / "cpdhpc" / "compress" / "__init__.py"
+    text = table.read_text().replace("from .state", "from .topk import TopK\nfrom .state")
+    table.write_text(re.sub(r"(COMPRESSORS: .*?\{)", r'\1"topk": TopK, ', text))
+    return root
+
+
+def cpdhpc_of(package: Path, *arguments: str, ranks: int = 0) -> subprocess.CompletedProcess[str]:
+    """Run the command line of the copy, under mpirun where there are ranks."""
+    here = environment() | {"PYTHONPATH": str(package)}
+    mpirun = [str(PACKAGE.parent / "slurm" / "mpirun-local"), str(ranks)] if ranks else []
+    command = [*mpirun, sys.executable, "-m", "cpdhpc", *arguments]
+    return launched(command, env=here, timeout=600, cwd=package)
+
+
+def test_a_file_and_a_row_train_and_report(package: Path, tmp_path: Path) -> None:
+    job = tmp_path / "job.toml"
+    job.write_text(
+        "[train]\nepochs = 2\nbatch = 256\nthreads = 1\nbucket_mib = 0.01\n"
+        '[[compare]]\nname = "dense"\n[[compare]]\nname = "sparse"\n'
+        '[compare.gradient]\naggregator = "topk"\ndensity = 0.05\n'
+    )
+    done = cpdhpc_of(package, "train", str(job), "--out", str(tmp_path / "out"), ranks=2)
+    assert done.returncode == 0, done.stderr
+    layers = store.read(tmp_path / "out" / "sparse-s0.h5")[0]["layers"]
+    assert np.isfinite(layers["residual_norm"]).all() and (layers["sent_share"] > 0).all()
+    page = tmp_path / "page.html"
+    shown = cpdhpc_of(package, "report", str(tmp_path / "out"), "--html", str(page))
+    assert shown.returncode == 0, shown.stderr
+    assert "sparse" in shown.stdout and "sparse" in page.read_text()
+
+
+def test_a_file_and_a_row_are_studied(package: Path, tmp_path: Path) -> None:
+    study = tmp_path / "study.toml"
+    study.write_text(
+        'name = "sparse"\nkind = "train"\n'
+        '[sweep]\nranks = [2]\nppn = 2\n"gradient.aggregator" = ["none", "topk"]\n'
+        "[job.train]\nepochs = 1\nbatch = 256\nthreads = 1\n"
+        "[run]\ncase_time_s = 30.0\n"
+    )
+    folder = tmp_path / "folder"
+    done = cpdhpc_of(package, "study", "run", str(study), "--out", str(folder))
+    assert done.returncode == 0, done.stdout + done.stderr
+    groups, _ = store.read(folder / "study.h5")
+    assert len(groups["summary"]["n"]) == 2
+    page = tmp_path / "page.html"
+    shown = cpdhpc_of(package, "report", str(folder), "--html", str(page))
+    assert shown.returncode == 0, shown.stderr
+    assert "topk" in shown.stdout and "topk" in page.read_text()
