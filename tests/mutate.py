@@ -24,24 +24,28 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-TRAIN = ["training_oracle", "train", "data", "checkpoint", "config"]
-STUDY = ["study_spec", "study_kinds", "render", "study_folder", "studyfile"]
+TRAIN = ["training_oracle", "checkpoint", "update_rules", "train", "data"]
+STUDY = ["study_spec", "study_kinds", "render", "study_folder"]
+COMPRESS = ["compress", "training_oracle", "new_compressor"]
 TESTS = {  # file of cpdhpc: the files of tests that cover it, the fastest first
-    "train/step.py": TRAIN,
-    "train/loop.py": TRAIN,
-    "train/setup.py": TRAIN,
-    "train/learning_rates.py": ["training_oracle", "train", "config"],
+    **dict.fromkeys((f"train/{name}.py" for name in ("loop", "setup", "step", "update")), TRAIN),
+    "train/controllers.py": ["training_oracle", "train", "update_rules"],
+    "train/optimizers.py": ["training_oracle", "config"],
     "train/data.py": ["data", "training_oracle"],
     "train/models.py": ["train", "config"],
+    "train/record.py": [*TRAIN, "report"],
+    "train/checkpoint.py": [*TRAIN, "new_compressor"],
+    "train/reducer.py": ["training_oracle", "train", "overlap", "overlap_errors", "parts"],
+    "compress/bucket.py": ["bucket", "compress"],
+    "compress/lowbit.py": [*COMPRESS, "config"],
+    "compress/none.py": COMPRESS,
+    "compress/state.py": [*COMPRESS, "checkpoint"],
     "study/statistics.py": ["statistics"],
-    "study/cases.py": STUDY[:4],
-    "study/spec.py": STUDY[:4],
-    "study/folder.py": ["study_folder", "study_spec"],
+    "study/cases.py": STUDY,
+    "study/spec.py": STUDY,
+    "study/folder.py": ["study_folder", "submit", "study_spec", "slurm_commands"],
     "study/case_file.py": ["study_folder", "studyfile"],
     "study/study_file.py": ["studyfile", "study_report"],
-    "compress/bucket.py": ["bucket", "compress"],
-    "compress/lowbit.py": ["compress", "training_oracle", "config"],
-    "compress/none.py": ["compress", "training_oracle"],
 }
 LIBRARIES = ("h5py", "numpy", "pydantic", "pytest", "scipy.stats", "torch", "xarray", "hypothesis")
 OTHER: dict[type, type] = {

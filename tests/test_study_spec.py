@@ -11,7 +11,7 @@ from studies import SMALL, small_study, study_file
 from training import ROOT
 
 from cpdhpc.config import ConfigError, dump_toml, merge
-from cpdhpc.study.cases import START_S, batches, case_time_s, expand
+from cpdhpc.study.cases import START_S, batches, case_time_s, expand, shown
 from cpdhpc.study.folder import Folder
 from cpdhpc.study.kinds import KINDS
 from cpdhpc.study.spec import Constraint, Measure, Run, Study, load_study
@@ -301,8 +301,10 @@ def test_the_page_names_every_key_and_default() -> None:
 def test_the_id_of_a_case_never_changes(tmp_path: Path) -> None:
     """Files and resumed studies go by it: the readable part, then 8 digits of what decides."""
     first, *_ = expand(small_study(tmp_path)).cases
-    assert first.id == ""
+    assert first.id == "1x1-4KiB-ring-raw-6aa3f402"
     path = tmp_path / "one.toml"
-    path.write_text(dump_toml(SMALL).replace("ranks = [1, 2]\n", "").replace('"4KiB"', "1"))
-    shapes = {(case.nodes, case.ppn, case.id[:8]) for case in expand(load_study(path)).cases}
-    assert shapes == {(1, 2, "1x2-ring")}
+    path.write_text(dump_toml(SMALL).replace("ranks = [1, 2]\n", ""))
+    assert {case.id[:8] for case in expand(load_study(path)).cases} == {"1x2-4KiB"}
+    assert [shown(value, "byte") for value in (1, 1023, 1024, 3 << 20)] == [
+        *("1B", "1023B", "1KiB", "3MiB")
+    ]

@@ -130,7 +130,7 @@ def test_evaluation_is_without_what_only_training_does() -> None:
     layers = torch.nn.Flatten(), torch.nn.Dropout(1.0), torch.nn.Linear(64, 8)
     model, data = torch.nn.Sequential(*layers), small_data()
     x, y = torch.from_numpy(data.test_x), torch.from_numpy(data.test_y)
-    logits = layers[2](x.flatten(1)).double()
+    logits = layers[2](x.flatten(1)).detach().double()
     _, loss = evaluate(model, Loopback(), x, y)
     assert loss == pytest.approx(float(torch.nn.functional.cross_entropy(logits, y)), rel=1e-6)
     assert model.training
