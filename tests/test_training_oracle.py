@@ -44,6 +44,18 @@ def gradient(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> list[t
     return list(torch.autograd.grad(loss, list(model.parameters())))
 
 
+def test_defaults_decide_results_so_they_stay() -> None:
+    plain = Job(name="x").plain()
+    sgd = {"momentum": 0.9, "weight_decay": 0.0, "nesterov": False}
+    constant = {"warmup_epochs": 0.0, "decay": "constant", "milestones": (), "gamma": 0.1}
+    train = {"epochs": 10, "batch": 64, "learning_rate": 0.1, "seeds": (0,), "bucket_mib": 25.0}
+    train |= {"virtual_ranks": 1, "image_grid": (1, 1)}
+    assert plain["model"] == {"name": "mlp", "hidden": (64,)}
+    assert plain["data"] == {"name": "digits", "test_share": 1 / 3, "split_seed": 0}
+    for table, values in (("optimizer", sgd), ("schedule", constant), ("train", train)):
+        assert values.items() <= plain[table].items(), table
+
+
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_runs_follow_the_formulas_of_sgd_and_of_the_schedule(
     tmp_path: Path, nesterov: bool
