@@ -1,4 +1,4 @@
-"""Mutation testing: plant small faults in a file, one at a time, and list those no test notices.
+"""Mutation testing: plant small faults in files, one at a time, and list those no test notices.
 
 python tests/mutate.py [FILE ...] [--sample 25] [--seed 0] [--limit-s 120] [--minutes 60]
 
@@ -40,6 +40,9 @@ TESTS = {  # file of cpdhpc: the files of tests that cover it, the fastest first
     "compress/lowbit.py": [*COMPRESS, "config"],
     "compress/none.py": COMPRESS,
     "compress/state.py": [*COMPRESS, "checkpoint"],
+    "ops/reference.py": ["shifts", "integers", "stochastic", "oracles"],
+    "collectives/schedules.py": ["schedule", "allreduce"],
+    "collectives/rank_program.py": ["allreduce", "exact"],
     "study/statistics.py": ["statistics"],
     "study/cases.py": STUDY,
     "study/spec.py": STUDY,
@@ -185,6 +188,9 @@ def main() -> None:
     parser.add_argument("--limit-s", type=float, default=120.0, help="for the tests of one mutant")
     parser.add_argument("--minutes", type=float, default=60.0, help="no file begins after that")
     options = parser.parse_args()
+    paths = [name.removeprefix("cpdhpc/") for name in options.files]
+    if unknown := [path for path in paths if path not in TESTS]:
+        parser.error(f"{unknown}: known are {', '.join(TESTS)}")
     for library in LIBRARIES:
         importlib.import_module(library)
     end = time.monotonic() + 60 * options.minutes
@@ -195,7 +201,7 @@ def main() -> None:
                 ROOT / part, scratch / part, ignore=shutil.ignore_patterns("__pycache__")
             )
         shutil.copy(ROOT / "pyproject.toml", scratch)
-        for path in options.files:
+        for path in paths:
             if time.monotonic() > end:
                 print(f"{path}: not run: {options.minutes:g} minutes are over")
                 continue
