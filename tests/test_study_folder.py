@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -78,6 +79,8 @@ def test_only_a_whole_file_of_its_own_is_finished(tmp_path: Path) -> None:
     other = expand(study).cases[1]
     write_result(path, other, some_result())
     assert not folder.finished(case)
+    with pytest.raises(store.StoreError, match=f"is of case {re.escape(other.id)}"):
+        read_result(path, case)
     for attributes, says in (
         ({"case_id": case.id, "status": "running"}, "is not complete"),
         ({"status": "complete", "record": "{"}, "is damaged"),

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.mpi_skip
 
 def run(*words: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command(*words), env=environment(), capture_output=True, text=True, timeout=120, check=False
+        command(*words), env=environment(), capture_output=True, text=True, timeout=600, check=False
     )
 
 
@@ -82,12 +82,12 @@ def test_ctrl_c_stops_the_ranks_cleanly(tmp_path: Path) -> None:
     folder = Folder(tmp_path / "out")
     process = start("study", "run", path, "--out", folder.path)
     claim = folder.claim_file(0)
-    until_s = time.monotonic() + 60
+    until_s = time.monotonic() + 600
     while read_claim(claim) is None and time.monotonic() < until_s:
         time.sleep(0.05)
     time.sleep(0.3)
     process.send_signal(signal.SIGINT)
-    out, error = process.communicate(timeout=60)
+    out, error = process.communicate(timeout=600)
     assert process.returncode == 130, out + error
     assert "stopped; resume goes on from here" in out and "not measured" in out
     found = read_claim(claim)
@@ -101,7 +101,7 @@ def test_processes_that_are_all_alone_are_an_error(tmp_path: Path) -> None:
     folder.prepare(small_study(tmp_path))
     two = [start("batch", folder.path, 1) for _ in range(2)]
     for process in two:
-        out, error = process.communicate(timeout=60)
+        out, error = process.communicate(timeout=600)
         assert process.returncode == 2 and out == ""
         assert error.startswith(
             "cpdhpc: error: batch: MPI has 1 process, asked for were 2 (nodes x ranks per node: "

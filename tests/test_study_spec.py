@@ -12,7 +12,7 @@ from training import ROOT
 
 from cpdhpc.config import ConfigError, dump_toml, merge
 from cpdhpc.kinds import KINDS
-from cpdhpc.study.cases import START_S, batches, case_time_s, expand, load_study
+from cpdhpc.study.cases import START_S, batches, case_time_s, expand, load_study, shown
 from cpdhpc.study.folder import Folder
 from cpdhpc.study.spec import Constraint, Measure, Run, Study
 
@@ -287,3 +287,15 @@ def test_the_page_names_every_key_and_default() -> None:
             assert default is None or str(default) in row, name
     for kind in ("allreduce", "codec"):
         assert all(f"`{name}`" in page for name in KINDS[kind].factors)
+
+
+def test_the_id_of_a_case_never_changes(tmp_path: Path) -> None:
+    """Files and resumed studies go by it: the readable part, then 8 digits of what decides."""
+    first, *_ = expand(small_study(tmp_path)).cases
+    assert first.id == "1x1-4KiB-ring-raw-6aa3f402"
+    path = tmp_path / "one.toml"
+    path.write_text(dump_toml(SMALL).replace("ranks = [1, 2]\n", ""))
+    assert {case.id[:8] for case in expand(load_study(path)).cases} == {"1x2-4KiB"}
+    assert [shown(value, "byte") for value in (1, 1023, 1024, 3 << 20)] == [
+        *("1B", "1023B", "1KiB", "3MiB")
+    ]
