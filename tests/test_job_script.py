@@ -130,7 +130,7 @@ def test_a_setup_line_that_fails_ends_the_job(tmp_path: Path) -> None:
 
 
 def test_train_script_wants_a_job_file(tmp_path: Path) -> None:
-    text = standalone.scripts()["train.sbatch"]
+    text = standalone.scripts(Site())["train.sbatch"]
     job = Job(tmp_path, text)
     shown, _ = job.process.communicate(timeout=600)
     assert job.process.returncode == 2 and "sbatch slurm/train.sbatch JOB.toml" in shown
