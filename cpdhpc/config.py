@@ -174,7 +174,7 @@ def _explain(model: type[Any], raw: Raw, problem: Any, above: Sequence[str] = ()
     if problem["type"] == "unknown_name":
         return f"{key}.{told['key']}{told['said']}"
     if problem["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-        return f"unknown key {key}: {suggest(path[-1], _keys(model, problem['loc'][:-1]))}"
+        return f"unknown key {key}: {suggest(path[-1], keys(model, problem['loc'][:-1]))}"
     if problem["type"] in ("missing", "missing_argument"):
         return f"{key}: is missing"
     said = re.sub(r"^(Value error, |\w+ should )", "", problem["msg"])
@@ -190,7 +190,7 @@ def suggest(word: str, known: Iterable[str]) -> str:
     return f"did you mean {' or '.join(close)}?" if close else f"known are {', '.join(names)}"
 
 
-def _keys(model: type[Any], loc: tuple[Any, ...]) -> list[str]:
+def keys(model: type[Any], loc: tuple[Any, ...] = ()) -> list[str]:
     """Return the keys a table of the model may have, by the JSON schema that pydantic derives."""
     schema = TypeAdapter(model).json_schema()
     definitions, here = schema.get("$defs", {}), schema

@@ -181,7 +181,8 @@ def test_a_file_and_a_row_are_studied(package: Path, tmp_path: Path) -> None:
     study = tmp_path / "study.toml"
     study.write_text(
         'name = "sparse"\nkind = "train"\n'
-        '[sweep]\nranks = [2]\nppn = 2\n"gradient.aggregator" = ["none", "topk"]\n'
+        "[sweep]\nranks = [2]\nppn = 2\ngradient.density = [0.02, 0.2]\n"
+        '[job.gradient]\naggregator = "topk"\n'
         "[job.train]\nepochs = 1\nbatch = 256\nthreads = 1\n"
         "[run]\ncase_time_s = 30.0\n"
     )
@@ -193,4 +194,6 @@ def test_a_file_and_a_row_are_studied(package: Path, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     shown = cpdhpc_of(package, "report", str(folder), "--html", str(page))
     assert shown.returncode == 0, shown.stderr
-    assert "topk" in shown.stdout and "topk" in page.read_text()
+    assert "density" in shown.stdout and "density" in page.read_text()
+    typo = cpdhpc_of(package, "study", "plan", str(study), "--set", "sweep.gradient.densty=[1.0]")
+    assert "unknown factor" in typo.stderr and "did you mean gradient.density" in typo.stderr

@@ -165,6 +165,8 @@ class Kind:
 
     factors: by name, in the order in which they are shown
     work: the factor that says how large the problem is
+    further: (name, a value) -> a factor beyond those, or None where there is no such; for what
+        users add to the tables that jobs choose from
     used: (factors, defaults included) -> those that this case uses, made plain, so that two ways
         to say the same are one case; raises ValueError for what cannot work
     fits: (factors that used returned, ranks) -> why so many ranks cannot do it, or None
@@ -187,3 +189,4 @@ class Kind:
     panels: tuple[str, ...]
     needs_job: bool = False
     groups: tuple[str, ...] = ()  # of a study file, besides those of all kinds
+    further: Callable[[str, Value], Factor | None] = lambda name, value: None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from importlib.util import find_spec
 from math import isnan, nan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -75,6 +76,19 @@ def _fits(used: Factors, ranks: int) -> None:
 
 def _time_s(used: Factors, ranks: int, repeats: int) -> float:
     return 0.0  # only the data and the model would tell: run.case_time_s says
+
+
+def _further(name: str, value: Value) -> Factor | None:
+    """Return the factor of a key that some row of a table of the job has. Loads what trains.
+
+    Without torch, as on some login nodes, only the factors above are known.
+    """
+    if find_spec("torch") is None:
+        return None
+    from ..train.job import keys_of
+
+    table, _, key = name.partition(".")
+    return Factor(f"{key} of {table}", type(value)) if key in keys_of(table) else None
 
 
 class _Training(Measuring):
@@ -328,4 +342,5 @@ TRAIN = Kind(
     panels=("data.name", "model.name"),
     needs_job=True,
     groups=("training", "telemetry"),
+    further=_further,
 )

@@ -65,7 +65,7 @@ def make_case(study: Study, factors: Factors, nodes: int, ppn: int) -> Case:
     text = json.dumps(decides, sort_keys=True, default=str)
     digest = hashlib.sha256(text.encode()).hexdigest()[:8]
     words = [
-        shown(value, known.units if (known := study.of_kind.factors.get(name)) else "1")
+        shown(value, known.units if (known := study.factors.get(name)) else "1")
         for name, value in factors.items()
     ]
     slug = re.sub(r"[^A-Za-z0-9._+-]+", "-", "-".join([f"{nodes}x{ppn}", *words]))
@@ -160,7 +160,7 @@ def _check_factors(study: Study) -> None:
     for index, row in enumerate(study.exclude):
         _row(study, row, f"exclude {index + 1}")
     base_factors(study)
-    for name, factor in study.of_kind.factors.items():
+    for name, factor in study.factors.items():
         if factor.default is None and name not in given and name not in study.weak:
             raise ConfigError(f"sweep.{name}: is missing ({factor.long_name})")
     for text in study.constraints:
@@ -208,7 +208,7 @@ def _values(study: Study, name: str, given: Any, where: str) -> list[Value]:
 
 
 def _factor(study: Study, name: str, where: str) -> Factor:
-    known = SHAPE | dict(study.of_kind.factors)
+    known = SHAPE | dict(study.factors)
     if name not in known:
         raise ConfigError(
             f"{where}.{name}: unknown factor of kind {study.kind}: {suggest(name, known)}"
@@ -266,7 +266,7 @@ def _points(study: Study) -> Iterator[tuple[Point, str | None]]:
     """Yield every point that exclusions and constraints leave, and what is wrong with its shape."""
     excluded = [_row(study, row, "exclude") for row in study.exclude]
     constraints = [Constraint(text) for text in study.constraints]
-    defaults = {name: factor.default for name, factor in study.of_kind.factors.items()}
+    defaults = {name: factor.default for name, factor in study.factors.items()}
     rule = _row(study, study.weak, "weak")
     for parts in product(*axes(study)):
         given: Point = {key: value for part in parts for key, value in part.items()}
@@ -301,7 +301,7 @@ def _case(study: Study, point: Point) -> tuple[Case, str | None]:
     try:
         used = kind.used(factors)
     except ValueError as error:
-        given = {k: factors[k] for k in kind.factors if factors.get(k, ABSENT) != ABSENT}
+        given = {k: factors[k] for k in study.factors if factors.get(k, ABSENT) != ABSENT}
         return make(given), str(error)
     return make(used), kind.fits(used, nodes * ppn)
 

@@ -200,7 +200,7 @@ def _samples(study: Study, points: Points, environments: list[str]) -> Variables
 def _factors(study: Study, points: Points) -> Variables:
     """Return the shape, and every factor that a point uses."""
     used = {name for case, _ in points for name in case.all_factors}
-    known = {**SHAPE, **study.of_kind.factors}
+    known = {**SHAPE, **study.factors}
     return {
         name: Variable(
             BY,

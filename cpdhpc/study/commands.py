@@ -148,7 +148,7 @@ def varying(cases: Sequence[Case]) -> list[str]:
 def shown_factor(study: Study, case: Case, name: str) -> str:
     """Return a factor as it is shown, "" where the case has none."""
     value = case.all_factors.get(name)
-    known = SHAPE | dict(study.of_kind.factors)
+    known = SHAPE | dict(study.factors)
     return "" if value is None else shown(value, known[name].units)
 
 

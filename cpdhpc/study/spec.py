@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
@@ -17,7 +18,7 @@ from ..config import (
     suggest,
 )
 from ..kinds import KINDS
-from ..kinds.base import Factors, Kind
+from ..kinds.base import ABSENT, SHAPE, Factor, Factors, Kind
 
 
 class Constraint:
@@ -170,6 +171,17 @@ class Study(Section):
     def of_kind(self) -> Kind:
         """What is known of the study's kind."""
         return KINDS[self.kind]
+
+    @cached_property
+    def factors(self) -> dict[str, Factor]:
+        """The kind's factors, and further ones that the sweep names."""
+        found = dict(self.of_kind.factors)
+        for name, given in (pair for table in (self.sweep, *self.zip) for pair in table.items()):
+            values = [v for v in (given if isinstance(given, list) else [given]) if v != ABSENT]
+            if name not in found and name not in SHAPE and values:
+                factor = self.of_kind.further(name, values[0])
+                found |= {} if factor is None else {name: factor}
+        return found
 
     def toml(self) -> str:
         """Return the study as TOML text with every default filled in."""

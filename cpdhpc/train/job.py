@@ -17,6 +17,7 @@ from ..config import (
     Raw,
     Section,
     dump_toml,
+    keys,
     merge,
     override,
     read_toml,
@@ -148,6 +149,13 @@ def choices() -> dict[str, list[str]]:
     rows = ((name, each) for name, f in Job.model_fields.items() for each in f.metadata)
     found = {f"{n}.{one.key}": sorted(one.known) for n, one in rows if isinstance(one, OneOf)}
     return found | {"schedule.decay": sorted(DECAYS)}
+
+
+def keys_of(table: str) -> set[str]:
+    """Return the keys that any row has of a table that jobs choose from; none of other tables."""
+    field = Job.model_fields.get(table)
+    rows = [one for one in field.metadata if isinstance(one, OneOf)] if field else []
+    return {key for one in rows for row in one.known.values() for key in keys(row)}
 
 
 def load(path: Path, settings: Iterable[str] = ()) -> list[Job]:
