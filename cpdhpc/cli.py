@@ -37,7 +37,14 @@ def add_timeout(parser: argparse.ArgumentParser) -> None:
 
 
 def add_train(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of train."""
+    """Add the arguments of train, and the names that a job file may give."""
+    from .train.job import choices
+
+    parser.epilog = "Known: " + "; ".join(f"{k} {', '.join(v)}" for k, v in choices().items())
+    _add_job(parser)
+
+
+def _add_job(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", type=Path, metavar="FILE.toml", help="the job")
     parser.add_argument(
         "--set",
@@ -58,7 +65,7 @@ def add_train(parser: argparse.ArgumentParser) -> None:
 
 def add_autoencoder(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of autoencoder: those of train, and a picture."""
-    add_train(parser)
+    _add_job(parser)
     parser.add_argument(
         "--png", type=Path, metavar="FILE", help="draw the first layer's filters into an image"
     )

@@ -164,8 +164,6 @@ def validate(model: type[M], raw: Raw, source: str) -> M:
 def _explain(model: type[Any], raw: Raw, problem: Any, above: Sequence[str] = ()) -> str:
     path, here = list(above), raw
     for part in problem["loc"]:
-        if isinstance(here, dict) and part not in here and part in here.values():
-            continue  # pydantic names the chosen member of a union, which is no key of the file
         path.append(str(part))
         here = here.get(part, {}) if isinstance(here, dict) else here
     key, given, told = ".".join(path), problem["input"], problem.get("ctx", {})
@@ -177,15 +175,8 @@ def _explain(model: type[Any], raw: Raw, problem: Any, above: Sequence[str] = ()
         return f"{key}.{told['key']}{told['said']}"
     if problem["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
         return f"unknown key {key}: {suggest(path[-1], _keys(model, problem['loc'][:-1]))}"
-    if problem["type"] == "union_tag_not_found":
-        return f"{key}.{problem['ctx']['discriminator'].strip(chr(39))}: is missing"
     if problem["type"] in ("missing", "missing_argument"):
         return f"{key}: is missing"
-    if problem["type"] == "union_tag_invalid":
-        tag = problem["ctx"]["discriminator"].strip("'")
-        known = [name.strip("'") for name in problem["ctx"]["expected_tags"].split(", ")]
-        word = problem["ctx"]["tag"]
-        return f"{key}.{tag}={word!r}: {suggest(word, known)}"
     said = re.sub(r"^(Value error, |\w+ should )", "", problem["msg"])
     kind = "" if problem["type"] == "value_error" else "should "
     shown = "" if isinstance(given, dict) else f"={given!r}"
@@ -204,9 +195,7 @@ def _keys(model: type[Any], loc: tuple[Any, ...]) -> list[str]:
     schema = TypeAdapter(model).json_schema()
     definitions, here = schema.get("$defs", {}), schema
     for part in loc:
-        mapping = here.get("discriminator", {}).get("mapping", {})
-        step = {"$ref": mapping[part]} if part in mapping else here.get("properties", {}).get(part)
-        here = step or {}
+        here = here.get("properties", {}).get(part) or {}
         here = definitions[here["$ref"].rpartition("/")[2]] if "$ref" in here else here
     return list(here.get("properties", {}))
 

@@ -20,7 +20,7 @@ import cpdhpc
 from cpdhpc import store
 from cpdhpc.compress import COMPRESSORS, Context, State
 from cpdhpc.compress.bucket import Bucket
-from cpdhpc.config import ConfigError
+from cpdhpc.config import ConfigError, UserError
 from cpdhpc.signals import Caught, Interrupted
 from cpdhpc.train.loop import run
 from cpdhpc.train.progress import Display
@@ -111,6 +111,21 @@ def test_at_another_number_of_ranks_the_sum_is_kept(tmp_path: Path, later: int) 
     sent = store.read(files.record)[0]["steps"]["wire_bytes"]
     assert sent.shape[1] == max(3, later)
     assert sent[0, :3].all() and not sent[-1, later:].any()
+
+
+@pytest.mark.usefixtures("row")
+@pytest.mark.parametrize("damage", ["missing", "cut"])
+def test_residuals_that_are_lost_are_told(tmp_path: Path, damage: str) -> None:
+    job = small_job(**TOPK)
+    files = Files.of(tmp_path, job)
+    run_job(job, Loopback(2), tmp_path)
+    (kept,) = tmp_path.glob("*.state-*.h5")
+    if damage == "missing":
+        kept.unlink()
+    else:
+        kept.write_bytes(kept.read_bytes()[:2000])
+    with pytest.raises(UserError, match=kept.name):
+        prepare(job, Loopback(2), small_data(), files).resume()
 
 
 @pytest.mark.usefixtures("row")

@@ -65,11 +65,15 @@ def load_tensors(groups: Groups, model: torch.nn.Module, optimizer: torch.optim.
 
 @dataclass(frozen=True)
 class Position:
-    """Where a run stands: its next iteration, the samples seen, the ranks it had so far."""
+    """Where a run stands: its next iteration, the samples seen, the ranks it had so far.
+
+    has_state: whether methods keep something, which is in a file of its own
+    """
 
     iteration: int
     samples_seen: int
     ranks: int
+    has_state: bool = False
 
 
 def save(path: Path, groups: Groups, position: Position, toml: str) -> None:
@@ -104,7 +108,8 @@ def load(path: Path, toml: str, samples_seen: Callable[[int], int]) -> tuple[Gro
     check_job(path, attributes["toml"], toml)
     iteration = attributes["iteration"]
     seen = attributes.get("samples_seen", samples_seen(iteration))
-    return groups, Position(iteration, seen, attributes["ranks"])
+    has_state = bool(attributes.get("has_state", False))
+    return groups, Position(iteration, seen, attributes["ranks"], has_state)
 
 
 def load_on_all(
@@ -143,12 +148,11 @@ def state_file(path: Path, iteration: int | str) -> Path:
 def save_states(world: Ranks, path: Path, states: States) -> None:
     """Write what methods keep: every process its ranks' rows, all at once. Collective.
 
-    states: by who keeps them; the file, none where nothing is kept, takes path's place at the end.
-    Raises UserError on all processes alike where it cannot be written.
+    states: by who keeps them, with something in one of them
+    The file takes path's place when it is complete. Raises UserError on all processes alike where
+    it cannot be written.
     """
     entries = {f"{who}/{a}/{b}": e for who, state in states.items() for (a, b), e in state}
-    if not entries:
-        return
     error: Exception | None = None
     try:
         with store.replacing(path) if world.process == 0 else nullcontext(path) as temporary:
@@ -185,15 +189,14 @@ def _write_rows(world: Ranks, path: Path, offset: int | None, entry: Entry) -> N
 def load_states(world: Ranks, path: Path, states: States) -> None:
     """Give methods what they kept, dealt anew where the number of ranks is another. Collective.
 
-    Nothing happens where there is no file. Raises UserError on all processes alike.
+    Raises UserError on all processes alike where it is missing or damaged.
     """
     error: Exception | None = None
     try:
-        if path.exists():
-            for name, redeal in store.datasets(path, "redeal").items():
-                who, _, key = name.partition("/")
-                layer, _, entry = key.rpartition("/")
-                states[who].put((layer, entry), _read_rows(world, path, name, redeal))
+        for name, redeal in store.datasets(path, "redeal").items():
+            who, _, key = name.partition("/")
+            layer, _, entry = key.rpartition("/")
+            states[who].put((layer, entry), _read_rows(world, path, name, redeal))
     except (OSError, KeyError, UserError) as found:
         error = CheckpointError(f"{path}: {found}")
     world.agree(error, "resume")

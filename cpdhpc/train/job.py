@@ -22,7 +22,7 @@ from ..config import (
     read_toml,
     validate,
 )
-from .controllers import CONTROLLERS, BySchedule, Control, Schedule, Settings
+from .controllers import CONTROLLERS, DECAYS, BySchedule, Control, Schedule, Settings
 from .data import DATA, Data, Digits
 from .models import MODELS, Mlp, Model
 from .optimizers import OPTIMIZERS, Optimizer, Sgd
@@ -141,6 +141,13 @@ class Job(Section):
     def toml(self) -> str:
         """Return the job as TOML text, every default filled in."""
         return dump_toml(self.plain())
+
+
+def choices() -> dict[str, list[str]]:
+    """Return the names that each table of a job file knows, by the key that gives them."""
+    rows = ((name, each) for name, f in Job.model_fields.items() for each in f.metadata)
+    found = {f"{n}.{one.key}": sorted(one.known) for n, one in rows if isinstance(one, OneOf)}
+    return found | {"schedule.decay": sorted(DECAYS)}
 
 
 def load(path: Path, settings: Iterable[str] = ()) -> list[Job]:

@@ -11,11 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from test_checkpoint import Stop
+from topk import TopK
 from training import write_idx
 
 from cpdhpc import store
 from cpdhpc.cli import main
 from cpdhpc.collectives.checks import NonFiniteGradient
+from cpdhpc.compress import COMPRESSORS
 from cpdhpc.config import dump_toml, merge, validate
 from cpdhpc.signals import Caught, Interrupted, catching
 from cpdhpc.train.data import Dataset
@@ -99,6 +102,46 @@ def contents(files: Files) -> list[tuple[str, str, bytes]]:
         for name, array in sorted(arrays.items())
         if name not in ("time_s", "wire_bytes")
     ]
+
+
+@pytest.mark.parametrize("later", [True, False])
+def test_residuals_are_saved_by_all_and_taken_over(
+    world: World, directory: Path, later: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From 12 ranks on these processes to as many elsewhere, and to one a process.
+
+    The first has the bits of a run that nothing stopped; with other ranks the sum is kept.
+    """
+    monkeypatch.setitem(COMPRESSORS, "topk", TopK)
+    if RANKS % world.processes:
+        pytest.skip(f"{world.processes} processes do not divide {RANKS} ranks")
+    job = job_of(
+        gradient={"aggregator": "topk", "density": 0.2}, train={"bucket_mib": 1e-4, "epochs": 1}
+    )
+    files = Files(directory / "real.h5", directory / "real.checkpoint.h5")
+    real = World(virtual_ranks=RANKS // world.processes)
+    first, caught = prepare(job, real, data(), files), Caught()
+    with pytest.raises(Interrupted):
+        run(first, caught, Stop(caught, 1))
+    kept = {key: np.concatenate(world.gather(entry.array)) for key, entry in first.reducer.state}
+    there = World(virtual_ranks=1) if later else real
+    training = prepare(job, there, data(), files)
+    training.resume()
+    found = {
+        key: np.concatenate(world.gather(entry.array)) for key, entry in training.reducer.state
+    }
+    same = kept.keys() == found.keys()
+    for key, rows in found.items():
+        total = kept[key].sum(axis=0, dtype=np.float64).astype(np.float32)
+        as_it_was = len(rows) == RANKS and np.array_equal(rows, kept[key])
+        same &= as_it_was or (later and np.array_equal(rows.sum(axis=0), total))
+    run(training, Caught(), quiet())
+    if world.process == 0 and not later:
+        alone = Files(directory / "alone.h5", directory / "alone.checkpoint.h5")
+        run(prepare(job, Loopback(RANKS), data(), alone), Caught(), quiet())
+        same &= contents(files) == contents(alone)
+    together(world, same)
+    real.free()
 
 
 def test_all_processes_hold_the_same_model(world: World, directory: Path) -> None:
