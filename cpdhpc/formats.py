@@ -55,7 +55,7 @@ class FloatFormat:
         fn = "fn" if self.special == _fn_special(self.bits) else f"-{self.special}"
         return f"e{self.exp}m{self.man}" + ("" if self.special == "ieee" else fn)
 
-    @property
+    @cached_property
     def bits(self) -> int:
         """Width of a code, sign included."""
         return 1 + self.exp + self.man

@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 from darray_cases import draw
 
-from cpdhpc.darray import array_kinds, by_slices, compiled
+from cpdhpc.darray import by_slices, compiled
 from cpdhpc.darray.compiled import ACCUMULATE
 from cpdhpc.darray.plan import WindowPlan
 from cpdhpc.ops import moves
@@ -42,9 +42,7 @@ def assigned() -> Any:
     """What comes from other ranks takes the place of the sum."""
 
     def unpack(cut: Any, pieces: Any, values: Any, out: Any) -> None:
-        trail = tuple(out.shape[cut.owned.ndim :])
-        parts = by_slices.flat_pieces(pieces, values, trail)
-        for piece, part in zip(pieces, parts, strict=True):
+        for piece, part in by_slices.parts(cut, pieces, out, values):
             out[piece.source.slices(cut.owned.start)] = part
 
     def rows(frame: Any, piece: Any, base: int, offset: int) -> Any:
@@ -65,7 +63,7 @@ def ignored_flip() -> Iterator[None]:
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(compiled.Frame, "target", straight))
-        stack.enter_context(patch.object(array_kinds._Numpy, "flip", lambda self, x, axes: x))
+        stack.enter_context(patch.object(by_slices.ArrayBackend, "flip", lambda self, x, axes: x))
         yield
 
 
@@ -78,7 +76,7 @@ def one_of_many() -> Iterator[None]:
         return self.turned(y[self.target(piece)], piece)[next(repeats(piece))]
 
     with ExitStack() as stack:
-        stack.enter_context(patch.object(by_slices.Source, "gathered", gathered))
+        stack.enter_context(patch.object(by_slices.Cut, "gathered", gathered))
         stack.enter_context(
             patch.object(by_slices.Piece, "repeats", lambda self: [next(repeats(self))])
         )
@@ -101,10 +99,9 @@ def own_overwritten() -> Iterator[None]:
             frame.message(base, offset, piece), frame.source(piece),
         )  # fmt: skip
 
-    def own_rows(channel: Any, frame: Any) -> Any:
+    def own_rows(*arguments: Any) -> Any:
         with patch.object(compiled, "add_sums", rows):
-            room, listed = before(channel, frame)
-            return room, list(listed)
+            return before(*arguments)
 
     before = ACCUMULATE.own_rows
     with of_sums(own=own, own_rows=own_rows):

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from cpdhpc.collectives.engine import BufferPool
 from cpdhpc.world.mpi import World
 from cpdhpc.world.node_memory import Shared
 
@@ -41,8 +42,8 @@ def look(worlds: Collection[World]) -> Look:
     kept = [
         array.reshape(-1).view(np.uint8)
         for world in worlds
-        for (kind, _), each in world.arenas.items()
-        if kind != Shared
+        for key, each in world.cache.items()
+        if isinstance(each, BufferPool) and Shared not in key
         for array in each._arrays
     ]
     for array in kept:

@@ -8,10 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from cpdhpc.bench.machine import Sample, fit, line, nonnegative
 from cpdhpc.collectives import predict as model
 from cpdhpc.collectives.allreduce import Allreduce, allreduce, simulate
 from cpdhpc.collectives.method import DEFAULT, UNITS, Machine, as_machine, read_machine
-from cpdhpc.collectives.predict import Sample, choose, fit, line, predict, solve
+from cpdhpc.collectives.predict import choose, predict
 from cpdhpc.collectives.schedules import SCHEDULES
 from cpdhpc.config import ConfigError, dump_toml
 from cpdhpc.formats import TILE
@@ -38,7 +39,7 @@ ROUNDING = 10_000 * 2.0**-53
 def programs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Formulas are of programs, whatever the size, but where a test is about small sizes."""
     if "small" not in request.node.name:
-        monkeypatch.setattr(model, "is_small", lambda method, ranks, n: False)
+        monkeypatch.setattr(Allreduce, "is_small", lambda method, ranks, n: False)
 
 
 def nodes(ranks: int) -> tuple[int, ...]:
@@ -98,7 +99,7 @@ def test_the_bytes_are_those_that_leave_the_ranks(name: str, wire: str) -> None:
     Allreduce(wire, name).run(world, [np.zeros(5000, np.float32)] * 6)
     found = predict(MACHINE, Allreduce(wire, name), world.nodes, 5000)
     assert found.wire_bytes == round(world.bytes_sent.mean())
-    assert found.walked == 6
+    assert found.simulated == 6
 
 
 @pytest.mark.parametrize("wire", ["raw", "e4m3"])
@@ -111,18 +112,18 @@ def test_one_rank_stands_for_all(monkeypatch: pytest.MonkeyPatch, name: str, wir
         everyone = predict(machine, method, where, n)
         monkeypatch.setattr(model, "ALL_RANKS", 1)
         one = predict(machine, method, where, n)
-        assert (everyone.walked, one.walked) == (8, 1)
+        assert (everyone.simulated, one.simulated) == (8, 1)
         assert one.time_s == pytest.approx(everyone.time_s, rel=ROUNDING)
         assert one.wire_bytes == everyone.wire_bytes
 
 
-def test_trees_are_walked_by_all_ranks() -> None:
+def test_trees_are_simulated_by_all_ranks() -> None:
     for name in ("tree", "dbtree"):
-        assert predict(MACHINE, Allreduce("raw", name), nodes(20), TILE).walked == 20
+        assert predict(MACHINE, Allreduce("raw", name), nodes(20), TILE).simulated == 20
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_pieces_that_are_not_walked_are_estimated(
+def test_pieces_that_are_not_simulated_are_estimated(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """No bound: the estimate is for many pieces, and within a quarter here."""
@@ -187,9 +188,9 @@ def test_a_line_and_least_squares_are_recovered() -> None:
     assert found == pytest.approx((3e-6, 2e-10), rel=1e-9)
     assert line([8, 16, 32], [1e-6, 1e-6, 0.9e-6])[1] == 0.0
     a = np.array([[1.0, 0.0], [1.0, 1.0], [1.0, 2.0]])
-    assert solve(a, a @ [2.0, 0.5]).tolist() == pytest.approx([2.0, 0.5])
-    assert solve(a, np.array([2.0, 1.0, 0.0])).tolist() == pytest.approx([1.0, 0.0])
-    assert solve(a, -np.ones(3)).tolist() == [0.0, 0.0]
+    assert nonnegative(a, a @ [2.0, 0.5]).tolist() == pytest.approx([2.0, 0.5])
+    assert nonnegative(a, np.array([2.0, 1.0, 0.0])).tolist() == pytest.approx([1.0, 0.0])
+    assert nonnegative(a, -np.ones(3)).tolist() == [0.0, 0.0]
 
 
 def test_the_fit_recovers_a_machine() -> None:

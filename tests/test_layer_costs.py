@@ -20,7 +20,7 @@ def test_what_an_eleven_billion_layer_costs_by_hand() -> None:
     costs = layer_costs(geometry, (8, 8), batch=96)
     assert sum(cost.parameters for cost in costs) == geometry.parameters
     assert costs[0].parameters == 24 * 24 * 1024 * 300
-    assert costs[0].kept_bytes == 2 * 4 * costs[0].parameters
+    assert costs[0].state_bytes == 2 * 4 * costs[0].parameters
     assert costs[0].flop == 10 * 24**2 * 1024 * 300 * 96
     # Six copies of the weights, and three images of 25 x 25 cells and of fields of 33 x 33.
     image = 3 * (25**2 + 33**2) * 3 * 96
@@ -102,4 +102,4 @@ def test_the_peak_of_memory_is_what_is_allocated(
             now += event.nbytes()
             peak = max(peak, now)
     (cost,) = layer_costs(stack.layers[0].geometry, (1, 1), batch)
-    assert cost.peak_bytes == pytest.approx(peak + cost.kept_bytes + x.nbytes, rel=0.1)
+    assert cost.peak_bytes == pytest.approx(peak + cost.state_bytes + x.nbytes, rel=0.1)

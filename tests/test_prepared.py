@@ -34,7 +34,7 @@ def test_prepared_and_repeated_calls_have_the_same_bits(algorithm, ranks):
                 for got in (prepared.run(), method.run(world, xs)):
                     assert got.arrays[0].tobytes() == wanted.arrays[0].tobytes()
                     assert got[1:] == wanted[1:]
-    assert not world.tapes  # where there are no requests
+    assert not world.cache.held  # where there are no requests
 
 
 def test_what_is_fast():
@@ -106,7 +106,7 @@ with method.prepare(left, [x]) as prepared:
     for _ in range(5):
         assert (prepared.run().arrays[0] == 11).all()
 left.barrier()
-print("survived", me, left.size, len(world.tapes), flush=True)
+print("survived", me, left.size, world.cache.held, flush=True)
 """
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterable
 from dataclasses import dataclass
-from math import isqrt
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -13,6 +12,7 @@ import torch
 from pydantic import Field, model_validator
 
 from ..config import ConfigError, Section, dump_toml, override, read_toml, validate
+from ..darray.layout import balanced_grid
 from ..world.cores import threads_of_rank
 from ..world.ranks import Ranks
 from .images import Source
@@ -158,10 +158,10 @@ class Train(Section):
     """[train]: stochastic gradient descent with momentum, one layer after the other.
 
     iterations: of each layer; batch: images of an iteration, the same on all ranks
-    cell_procs, block_procs: ranks along both axes that cells, and blocks and pools, are dealt to;
+    cell_procs, block_procs: ranks along both axes that cells, and blocks and pools, are split over;
         not given: as square as can be
     threads: of torch, 0 for the cores that the rank owns
-    keep_memory: freed memory stays with the process, see memory.keep_freed_memory: iterations on
+    keep_memory: freed memory stays with the process, see keep_freed_memory: iterations on
         large layers take half the time or less, and up to 1.6 times the memory
     """
 
@@ -207,8 +207,8 @@ def load(path: Path, settings: Iterable[str] = ()) -> Autoencoder:
 def procs_of(given: tuple[int, int] | None, ranks: int, key: str) -> tuple[int, int]:
     """Return the grid of ranks. Raises ConfigError where a given one has another number."""
     if given is None:
-        first = next(p for p in range(isqrt(ranks), 0, -1) if ranks % p == 0)
-        return first, ranks // first
+        rows, columns = balanced_grid(ranks, 2)
+        return rows, columns
     if given[0] * given[1] != ranks:
         raise ConfigError(f"train.{key}={list(given)}: {given[0] * given[1]} ranks, not {ranks}")
     return given

@@ -1,6 +1,6 @@
 """A macro layer over ranks: filters, L2 pooling, local contrast normalisation, and its objective.
 
-Cells of the input, blocks of filters and pools are each dealt to the ranks by a layout of their
+Cells of the input, blocks of filters and pools are each split over ranks by a layout of their
 own. Only cells travel: filters, which are untied, stay with their block for good.
 Source: Coates et al., Deep learning with COTS HPC systems, ICML 2013, for the distribution of
 arrays; Le et al., Building high-level features using large scale unsupervised learning, ICML 2012,
@@ -22,7 +22,6 @@ from ..darray.array import DistArray
 from ..darray.autograd import accumulate, exchange
 from ..darray.layout import Box, Layout, receptive
 from ..darray.plan import WindowPlan
-from ..darray.windows import Fill
 from ..world.ranks import Ranks
 from .job import Geometry
 
@@ -41,36 +40,26 @@ class Clock:
         return taken
 
 
-class Timed:
-    """A plan that tells a clock of its calls; for darray.autograd it is one."""
+class TimedPlan(WindowPlan):
+    """A plan that tells a clock of its exchanges and accumulations. Collective."""
 
-    def __init__(self, plan: WindowPlan, clock: Clock) -> None:
-        self.plan, self.clock = plan, clock
-
-    @property
-    def window(self) -> Box:
-        """See WindowPlan."""
-        return self.plan.window
-
-    @property
-    def fills(self) -> Sequence[Fill]:
-        """See WindowPlan."""
-        return self.plan.fills
+    def __init__(self, clock: Clock, *arguments: Any, name: str) -> None:
+        super().__init__(*arguments, name=name)
+        self.clock = clock
 
     def exchange(self, x: Any, out: Any = None, *, number: int = 0) -> Any:
         """See WindowPlan.exchange."""
-        return self._timed(self.plan.exchange, x, out, number)
+        return self._timed(super().exchange, x, out, number)
 
     def accumulate(self, y: Any, out: Any = None, *, number: int = 0) -> Any:
         """See WindowPlan.accumulate."""
-        return self._timed(self.plan.accumulate, y, out, number)
+        return self._timed(super().accumulate, y, out, number)
 
     def _timed(self, call: Any, given: Any, out: Any, number: int) -> Any:
-        world = self.plan.world
-        began_s, before = time.perf_counter(), int(world.bytes_sent[0])
+        began_s, before = time.perf_counter(), int(self.world.bytes_sent[0])
         result = call(given, out, number=number)
         self.clock.spent_s += time.perf_counter() - began_s
-        self.clock.sent_bytes += int(world.bytes_sent[0]) - before
+        self.clock.sent_bytes += int(self.world.bytes_sent[0]) - before
         return result
 
 
@@ -172,7 +161,7 @@ class Terms(NamedTuple):
 class MacroLayer(torch.nn.Module):
     """One layer and its plans. Collective.
 
-    cells: the layout of the input; procs: of the grids in which blocks and pools are dealt
+    cells: the layout of the input; procs: of the grids over which blocks and pools are split
     weight: float[blocks of this rank, maps, inputs], rows of length 1, the same for any ranks
     """
 
@@ -195,9 +184,9 @@ class MacroLayer(torch.nn.Module):
         block, pool = self.blocks.owner(world.rank), self.pools.owner(world.rank)
         self.own_blocks, self.own_pools = _pair(block.shape), _pair(pool.shape)
 
-        def plan(name: str, layout: Layout, window: Box, boundary: str = "zero") -> Timed:
-            made = WindowPlan(world, layout, window, boundary, name=f"{name} of layer {number}")
-            return Timed(made, self.clock)
+        def plan(name: str, layout: Layout, window: Box, boundary: str = "zero") -> TimedPlan:
+            given = self.clock, world, layout, window, boundary
+            return TimedPlan(*given, name=f"{name} of layer {number}")
 
         near = receptive(pool, layer.contrast, pad=layer.contrast // 2)
         self.plans = {

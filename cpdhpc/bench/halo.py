@@ -9,33 +9,32 @@ NumPy copied to buffers and back. What accumulates adds the halos to the cells t
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..config import UserError
+from ..darray.layout import balanced_grid
 from ..darray.plan import WindowPlan
 from ..darray.show import add_options, given, spec_of
 from ..world.cores import own_cores
 from ..world.mpi import World
 from ..world.ranks import Ranks
 from . import halo_overlap
-from .baselines import WAYS
 from .halo_cases import (
     ACCUMULATE,
     COPIED,
     EXCHANGE,
+    MPI_TYPES,
     OURS,
-    USUAL,
-    Case,
+    WAYS,
+    HaloCase,
+    Run,
     Setting,
     open_cases,
-    run_bytes,
-    sent_bytes,
-    usual,
 )
 from .harness import (
     Times,
@@ -57,32 +56,55 @@ MOST_CALLS = 500  # of a sample
 TRIED = 10  # calls of a sample that says how many fill one
 
 
+class Usual(NamedTuple):
+    """A setting for any number of ranks.
+
+    block: cells of a rank; axes: that are split, evenly where there are several
+    """
+
+    text: str
+    block: tuple[int, ...]
+    axes: tuple[int, ...]
+    halo: list[int]
+    trail: tuple[int, ...] = ()
+    boundary: str = "none"
+
+
+USUAL = {
+    "rows": Usual("images, batch innermost, by rows", (100, 200), (0,), [10, 0], (96,)),
+    "columns": Usual("the same by columns", (200, 100), (1,), [0, 10], (96,)),
+    "nchw": Usual("batch first, by columns", (96, 2, 200, 100), (3,), [0, 0, 0, 5]),
+    "cube": Usual("a block of 64^3, by its last axis", (64, 64, 64), (2,), [0, 0, 1]),
+    "small": Usual("a block of 16^3, by its middle axis", (16, 16, 16), (1,), [0, 1, 0]),
+    "torus": Usual("a periodic grid, corners", (256, 256), (0, 1), [1, 1], boundary="wrap"),
+}
+
+
 class Row(NamedTuple):
-    """A case of a setting: times_s float64[repeats, processes], of one call."""
+    """A case of a setting: times_s float64[warmup + repeats, processes], of one call."""
 
     setting: Setting
-    case: Case
+    case: HaloCase
     size_bytes: int
     calls: int
     times_s: Times
 
+    def slowest(self, warmup: int) -> Times:
+        """Return the times of the slowest rank, without warm-ups."""
+        times: Times = self.times_s[warmup:].max(axis=1)
+        return times
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the benchmark's options to its command-line parser."""
-    parser.add_argument(
-        "--usual",
-        default=",".join(USUAL),
-        help="of " + "; ".join(f"{name}: {of.text}" for name, of in USUAL.items()),
-    )
+    usual_text = "; ".join(f"{name}: {of.text}" for name, of in USUAL.items())
+    parser.add_argument("--usual", default=",".join(USUAL), help=f"of {usual_text}")
     parser.add_argument(
         "--operations", default=EXCHANGE, help=f"of {','.join(OPERATIONS)} (default {EXCHANGE})"
     )
-    parser.add_argument(
-        "--ways",
-        default="all",
-        help=f"of {'; '.join(ALL_WAYS)}, parted by semicolons (default all)",
-    )
-    add_options(parser, filters=False)
+    ways_text = f"of {'; '.join(ALL_WAYS)}, parted by semicolons (default all)"
+    parser.add_argument("--ways", default="; ".join(ALL_WAYS), help=ways_text)
+    add_options(parser)
     parser.add_argument("--repeats", type=int, default=31, help="samples of each (default 31)")
     parser.add_argument("--warmup", type=int, default=3, help="samples before (default 3)")
     parser.add_argument(
@@ -94,15 +116,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def settings_of(arguments: argparse.Namespace, ranks: int) -> list[Setting]:
     """Return what is to be measured: the usual, or the one of --shape. Raises UserError."""
-    laid_over = given(arguments)
-    if "shape" in laid_over:
-        laid_over.setdefault("procs", [ranks] + [1] * (len(laid_over["shape"]) - 1))
-        laid_over.setdefault("boundary", "none")
-        laid_over.setdefault("halo", 1)
-        found = [Setting("given", spec_of(laid_over, "bench halo"))]
+    options = given(arguments)
+    if "shape" in options:
+        procs = [ranks] + [1] * (len(options["shape"]) - 1)
+        raw = {"procs": procs, "boundary": "none", "halo": 1} | options
+        found = [Setting("given", spec_of(raw, "bench halo"))]
     else:
         names = parse_names("--usual", arguments.usual, USUAL.__getitem__)
-        found = [usual(name, ranks, laid_over) for name in names]
+        found = [usual(name, ranks, options) for name in names]
     for setting in found:
         planned = setting.spec.geometry().layout.ranks
         if planned != ranks:
@@ -110,13 +131,32 @@ def settings_of(arguments: argparse.Namespace, ranks: int) -> list[Setting]:
     return found
 
 
+def usual(name: str, ranks: int, options: dict[str, Any]) -> Setting:
+    """Return a usual setting for so many ranks, some of its keys replaced.
+
+    Raises ConfigError where they do not fit.
+    """
+    of = USUAL[name]
+    procs = [1] * len(of.block)
+    for axis, n in zip(of.axes, balanced_grid(ranks, len(of.axes)), strict=True):
+        procs[axis] = n
+    raw = {
+        "shape": [n * p for n, p in zip(of.block, procs, strict=True)],
+        "procs": procs,
+        "halo": of.halo,
+        "boundary": of.boundary,
+        "trail": list(of.trail),
+    }
+    return Setting(name, spec_of(raw | options, f"bench halo: {name}"))
+
+
 def ways_of(text: str) -> list[str]:
     """Return the ways that are named. Raises UserError."""
     names = [name.strip() for name in text.split(";")]
-    unknown = [name for name in names if name not in (*ALL_WAYS, "all")]
+    unknown = [name for name in names if name not in ALL_WAYS]
     if unknown:
-        raise UserError(f"--ways {unknown[0]}: known are {'; '.join(ALL_WAYS)}, all")
-    return list(ALL_WAYS) if "all" in names else names
+        raise UserError(f"--ways {unknown[0]}: known are {'; '.join(ALL_WAYS)}")
+    return names
 
 
 def run(arguments: argparse.Namespace, world: World) -> None:
@@ -124,8 +164,8 @@ def run(arguments: argparse.Namespace, world: World) -> None:
     check_positive(arguments, "repeats")
     check_whole(arguments, "warmup", "calls")
     settings = settings_of(arguments, world.ranks)
-    operations = parse_names("--operations", arguments.operations,
-                             dict.fromkeys(OPERATIONS).__getitem__)  # fmt: skip
+    known = dict.fromkeys(OPERATIONS)
+    operations = parse_names("--operations", arguments.operations, known.__getitem__)
     ways = ways_of(arguments.ways)
     together(world, lambda: check_out(arguments.out))
     rows: list[Row] = []
@@ -152,10 +192,9 @@ def measure(
 ) -> list[Row]:
     """Return the rows of a setting, and print them. Collective."""
     with setting.plan(world) as plan:
-        size_bytes = max(world.gather(sent_bytes(plan, setting.spec), "bench halo"))
-        lines = about(setting, plan, size_bytes)
+        size_bytes = max(world.gather(setting.sent_bytes(plan), "bench halo"))
         if world.process == 0:
-            print("\n".join(lines), flush=True)
+            print("\n".join(about(setting, plan, size_bytes)), flush=True)
         rows: list[Row] = []
         for operation in operations:  # each by itself: sums grow, and exchanges copy them
             with open_cases(world, setting, plan, [operation], ways) as cases:
@@ -171,7 +210,7 @@ def measure(
 
 
 def time_cases(
-    world: Ranks, cases: Sequence[Case], arguments: argparse.Namespace
+    world: Ranks, cases: Sequence[HaloCase], arguments: argparse.Namespace
 ) -> tuple[int, list[Times]]:
     """Return the calls of a sample, and the seconds of a call, of each case. Collective.
 
@@ -192,7 +231,7 @@ def time_cases(
     return calls, timed(calls, arguments.repeats, arguments.warmup)
 
 
-def repeated(run: Callable[[], object], calls: int) -> None:
+def repeated(run: Run, calls: int) -> None:
     """Call so many times."""
     for _ in range(calls):
         run()
@@ -213,60 +252,51 @@ def heading(where: str, cores: str, arguments: argparse.Namespace) -> list[str]:
 
 def about(setting: Setting, plan: WindowPlan, size_bytes: int) -> list[str]:
     """Return what is said of a setting."""
-    spec = setting.spec
-    trail = f" x {spec.trail}" if spec.trail else ""
-    cell_bytes = np.dtype(spec.dtype).itemsize * int(np.prod(spec.trail, dtype=np.int64))
-    pieces = [piece for message in plan.recvs for piece in message.pieces]
-    runs = run_bytes(plan, pieces, cell_bytes)
     return [
         "#",
-        f"# {setting.name}: {spec.shape}{trail} {spec.dtype} over {spec.procs}, halo {spec.halo}, "
-        f"boundary {spec.boundary}, wire {spec.wire}: {size_bytes} bytes a rank, in runs of {runs}",
+        f"# {setting}: {size_bytes} bytes a rank, in runs of {_run_bytes(setting, plan)}",
         f"# {'operation':>10} {'way':>21} {'time (us)':>10} {'min':>9} {'max':>9} {'GB/s':>7} "
         f"{'x MPI':>6} {'calls':>6}",
     ]
 
 
+def _run_bytes(setting: Setting, plan: WindowPlan) -> int:
+    """Return the bytes that lie together in the window, of the first piece; 0 of none."""
+    pieces = [piece for message in plan.recvs for piece in message.pieces]
+    if not pieces:
+        return 0
+    run_bytes, shape = setting.cell_bytes, pieces[0].target.shape
+    for n, extent in zip(reversed(shape), reversed(plan.window.shape), strict=True):
+        run_bytes *= n
+        if n != extent:
+            break
+    return run_bytes
+
+
 def line(row: Row, rows: Sequence[Row], warmup: int) -> str:
     """Return a row of the table."""
-    times_s = slowest(row, warmup)
+    case, times_s = row.case, row.slowest(warmup)
     time_s = float(np.median(times_s))
-    base = best(rows, row.case.operation, warmup)
-    beside = "-" if base is None else f"{np.median(slowest(base, warmup) / times_s):.2f}"
+    by_mpi = [
+        each.slowest(warmup)
+        for each in rows
+        if each.case.way in MPI_TYPES and each.case.operation == case.operation
+    ]
+    best = min(by_mpi, key=np.median, default=None)
+    beside = "-" if best is None else f"{np.median(best / times_s):.2f}"
     return (
-        f"  {row.case.operation:>10} {row.case.way:>21} {1e6 * time_s:>10.2f} "
+        f"  {case.operation:>10} {case.way:>21} {1e6 * time_s:>10.2f} "
         f"{1e6 * times_s.min():>9.2f} {1e6 * times_s.max():>9.2f} "
         f"{row.size_bytes / time_s / GIGA:>7.2f} {beside:>6} {row.calls:>6}"
     )
 
 
-def slowest(row: Row, warmup: int) -> Times:
-    """Return the times of the slowest rank, without warm-ups."""
-    times: Times = row.times_s[warmup:].max(axis=1)
-    return times
-
-
-def best(rows: Sequence[Row], operation: str, warmup: int) -> Row | None:
-    """Return the fastest of MPI's ways with datatypes; None where there is none."""
-    found = [row for row in rows if row.case.is_mpi_types and row.case.operation == operation]
-    return min(found, key=lambda row: float(np.median(slowest(row, warmup))), default=None)
-
-
 def columns(rows: Sequence[Row]) -> Mapping[str, list[str] | list[int]]:
     """Return the factors of the rows for a file."""
-    specs = [row.setting.spec for row in rows]
+    keys = ("shape", "procs", "halo", "boundary", "dtype", "trail", "wire")
     return {
         "setting": [row.setting.name for row in rows],
-        "shape": [_text(spec.shape) for spec in specs],
-        "procs": [_text(spec.procs or []) for spec in specs],
-        "halo": [_text([spec.halo] if isinstance(spec.halo, int) else spec.halo) for spec in specs],
-        "boundary": [
-            spec.boundary if isinstance(spec.boundary, str) else ",".join(spec.boundary)
-            for spec in specs
-        ],
-        "dtype": [spec.dtype for spec in specs],
-        "trail": [_text(spec.trail) for spec in specs],
-        "wire": [spec.wire for spec in specs],
+        **{key: [_text(getattr(row.setting.spec, key)) for row in rows] for key in keys},
         "transfer": [row.case.operation for row in rows],
         "way": [row.case.way for row in rows],
         "sent_bytes": [row.size_bytes for row in rows],
@@ -274,5 +304,8 @@ def columns(rows: Sequence[Row]) -> Mapping[str, list[str] | list[int]]:
     }
 
 
-def _text(numbers: Sequence[int | list[int]]) -> str:
-    return ",".join(":".join(map(str, n)) if isinstance(n, list) else str(n) for n in numbers)
+def _text(value: Any) -> str:
+    """Return 1,0:2 of [1, [0, 2]]."""
+    if not isinstance(value, list):
+        return str(value)
+    return ",".join(":".join(map(str, n)) if isinstance(n, list) else str(n) for n in value)

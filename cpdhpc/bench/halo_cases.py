@@ -1,4 +1,4 @@
-"""The cases of the halo benchmark: usual ones, ours and MPI's ways, and what must come out.
+"""The cases of the halo benchmark: ours, those that MPI codes write, and what must come out.
 
 The right numbers are found by remainders, cell by cell, and not by the segments and pieces that
 plans are made of.
@@ -6,58 +6,44 @@ plans are made of.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..darray.describe import cells_shown, flat_index
+from ..darray.describe import expected_window, owned_index
 from ..darray.plan import WindowPlan
-from ..darray.show import Spec, spec_of
-from ..darray.windows import Piece, fill_value
+from ..darray.show import HaloSpec
+from ..darray.windows import flat_index
 from ..world.mpi import World
 from ..world.ranks import Ranks
-from .baselines import WAYS, Halo, Place
 
 Array = NDArray[Any]
+Run = Callable[[], object]
 OURS = "cpdhpc"
 COPIED = "cpdhpc, copied"  # owned cells lie elsewhere and are copied too
-MPI_TYPES = ("subarray", "subarray, persistent", "alltoallw")  # without packing: to be compared to
 EXCHANGE, ACCUMULATE = "exchange", "accumulate"
 
 
-class Arrays(NamedTuple):
-    """A rank's arrays: on the window, the part of it that the rank owns, and the same apart."""
-
-    window: Array
-    own: Array
-    apart: Array
-
-
 @dataclass
-class Case:
+class HaloCase:
     """A call to time.
 
     prepare: what the arrays must hold before a check; out: where the result is
-    wanted: what it must be
+    expected: what it must be; free: what frees requests and datatypes
     """
 
     operation: str
     way: str
-    run: Callable[[], object]
-    prepare: Callable[[], object]
+    run: Run
+    prepare: Run
     out: Array
-    wanted: Array
-    free: Callable[[], object] = field(default=lambda: None)
-
-    @property
-    def is_mpi_types(self) -> bool:
-        """Whether it is one of MPI's ways that are given a datatype."""
-        return self.way in MPI_TYPES
+    expected: Array
+    free: Run = lambda: None
 
     def check(self, world: Ranks) -> None:
         """Run once on fresh arrays. Collective.
@@ -67,28 +53,44 @@ class Case:
         self.prepare()
         world.barrier("bench halo")
         self.run()
-        wrong = int((self.out != self.wanted).sum())
-        found = world.gather(wrong, "bench halo")
-        if any(found):
+        wrong = world.gather(int((self.out != self.expected).sum()), "bench halo")
+        if any(wrong):
             raise ArithmeticError(
-                f"bench halo: {self.operation} by {self.way}: {sum(found)} values are wrong, the "
-                f"first on rank {next(i for i, n in enumerate(found) if n)}"
+                f"bench halo: {self.operation} by {self.way}: {sum(wrong)} values are wrong, the "
+                f"first on rank {next(i for i, n in enumerate(wrong) if n)}"
             )
 
 
 class Setting(NamedTuple):
-    """What is measured: a plan that is written down, by a name."""
+    """What is measured: a grid with halos, by a name."""
 
     name: str
-    spec: Spec
+    spec: HaloSpec
+
+    def __str__(self) -> str:
+        """Return the keys in words."""
+        spec = self.spec
+        trail = f" x {spec.trail}" if spec.trail else ""
+        return (
+            f"{self.name}: {spec.shape}{trail} {spec.dtype} over {spec.procs}, halo {spec.halo}, "
+            f"boundary {spec.boundary}, wire {spec.wire}"
+        )
+
+    @property
+    def cell_bytes(self) -> int:
+        """Bytes of a cell, with all its further axes."""
+        return np.dtype(self.spec.dtype).itemsize * prod(self.spec.trail)
 
     def plan(self, world: Ranks) -> WindowPlan:
         """Return the plan. Collective."""
         windows, spec = self.spec.geometry(), self.spec
-        return WindowPlan(
-            world, windows.layout, windows.boxes[world.process], spec.modes, wire=spec.wire,
-            name=self.name,
-        )  # fmt: skip
+        window = windows.boxes[world.process]
+        given = world, windows.layout, window, spec.modes
+        return WindowPlan(*given, wire=spec.wire, name=self.name)
+
+    def sent_bytes(self, plan: WindowPlan) -> int:
+        """Return the bytes of cells that this rank sends in an exchange."""
+        return sum(message.cells for message in plan.sends) * self.cell_bytes
 
 
 @contextmanager
@@ -99,7 +101,7 @@ def open_cases(
     operations: Sequence[str],
     ways: Sequence[str],
     check: bool = True,
-) -> Iterator[list[Case]]:
+) -> Iterator[list[HaloCase]]:
     """Yield the cases of a setting, checked unless they have been. Collective.
 
     ways: of OURS, COPIED and the names of WAYS; those of MPI are left out where a window shows
@@ -107,22 +109,18 @@ def open_cases(
     is rounded
     """
     spec = setting.spec
-    trail = tuple(spec.trail)
-    window = np.empty((*plan.window.shape, *trail), spec.dtype)
+    window = np.empty((*plan.window.shape, *spec.trail), spec.dtype)
     inside = plan.window.contains(plan.owned)
-    own = plan.inside(window) if inside else np.empty((*plan.owned.shape, *trail), spec.dtype)
-    arrays = Arrays(window, own, np.empty(own.shape, own.dtype))
-    cases: list[Case] = []
-    everyone = world.gather((inside, by_datatypes(plan)), "bench halo")
+    everyone = world.gather((inside, _has_datatypes(plan)), "bench halo")
     if not all(each[0] for each in everyone):
         ways = [way for way in ways if way == COPIED]
     if not all(each[1] for each in everyone):
         ways = [way for way in ways if way not in WAYS]
+    cases: list[HaloCase] = []
     for operation in operations:
-        if operation == ACCUMULATE and not has_sums(spec):
-            continue
-        numbers = _settings(operation, plan, trail, spec.dtype)
-        cases += [_case(world, way, operation, plan, arrays, numbers) for way in ways]
+        if operation == EXCHANGE or has_sums(spec):
+            numbers = given_and_expected(operation, plan, spec)
+            cases += [_case(world, way, operation, plan, window, *numbers) for way in ways]
     try:
         for case in cases if check else ():
             case.check(world)
@@ -132,26 +130,15 @@ def open_cases(
             case.free()
 
 
-def has_sums(spec: Spec) -> bool:
+def has_sums(spec: HaloSpec) -> bool:
     """Whether what an accumulation gives is known exactly."""
     return spec.dtype != "bool" and (spec.wire == "raw" or "edge" not in spec.modes)
 
 
-def by_datatypes(plan: WindowPlan) -> bool:
+def _has_datatypes(plan: WindowPlan) -> bool:
     """Whether datatypes can say what this rank receives and sends."""
     pieces = [p for message in (*plan.sends, *plan.recvs) for p in message.pieces] + [*plan.local]
     return all(min(piece.steps) == 1 for piece in pieces)
-
-
-def _settings(
-    operation: str, plan: WindowPlan, trail: tuple[int, ...], dtype: str
-) -> tuple[Array, Array]:
-    """Return what is given and what it must become."""
-    if operation == EXCHANGE:
-        given = owned_numbers(plan, trail, dtype)
-        return given, exchanged(plan, trail, dtype)
-    given = window_numbers(plan, plan.rank, trail, dtype)
-    return given, accumulated(plan, trail, dtype)
 
 
 def _case(
@@ -159,154 +146,66 @@ def _case(
     way: str,
     operation: str,
     plan: WindowPlan,
-    arrays: Arrays,
-    numbers: tuple[Array, Array],
-) -> Case:
-    given, wanted = numbers
+    window: Array,
+    given: Array,
+    expected: Array,
+) -> HaloCase:
     adds = operation == ACCUMULATE
-    own = arrays.apart if way == COPIED else arrays.own
-    source, out = (arrays.window, own) if adds else (own, arrays.window)
+    apart = np.empty((expected if adds else given).shape, window.dtype)
+    own = apart if way == COPIED else plan.inside(window)
+    source, out = (window, own) if adds else (own, window)
 
     def prepare() -> None:
         out[...] = 77  # what must be overwritten
         if way in WAYS and not adds:  # MPI codes fill what lies beyond the domain once
             for fill in plan.fills:
-                arrays.window[fill.target.slices(plan.window.start)] = fill.value
+                window[fill.target.slices(plan.window.start)] = fill.value
         source[...] = given
 
     if way in WAYS:
-        halo = halo_of(plan, arrays.window, adds)
-        baseline = WAYS[way](*world.plain_mpi(), halo)
-        return Case(operation, way, baseline.run, prepare, out, wanted, baseline.free)
+        messages = MpiMessages(*world.plain_mpi(), window, *_places(plan, adds), adds)
+        run = WAYS[way](messages)
+        return HaloCase(operation, way, run, prepare, out, expected, messages.free)
     call = plan.accumulate if adds else plan.exchange
-    return Case(operation, way, lambda: call(source, out), prepare, out, wanted)
+    return HaloCase(operation, way, lambda: call(source, out), prepare, out, expected)
 
 
-def halo_of(plan: WindowPlan, window: Array, adds: bool) -> Halo:
-    """Return the messages of a plan as places in the window; those to this rank itself, too."""
-    own = [piece for piece in plan.local if not piece.is_itself]
-    to_self = {plan.rank: own} if own else {}
-    sources = {m.rank: m.pieces for m in plan.sends} | to_self
-    targets = {m.rank: m.pieces for m in plan.recvs} | to_self
-    gives = {rank: [_place(plan, p.source) for p in sources[rank]] for rank in sorted(sources)}
-    takes = {rank: [_place(plan, p.target) for p in targets[rank]] for rank in sorted(targets)}
-    return Halo(window, takes, gives, True) if adds else Halo(window, gives, takes, False)
+def given_and_expected(operation: str, plan: WindowPlan, spec: HaloSpec) -> tuple[Array, Array]:
+    """Return small integers that an operation is given, and what it must make of them."""
+    trail, largest = spec.trail, LARGEST[plan.packed is None]
+
+    def values_of(index: Array) -> Array:
+        return _numbers(index, 0, trail, largest)
+
+    if operation == EXCHANGE:
+        given = values_of(owned_index(plan)).astype(spec.dtype)
+        return given, expected_window(plan, values_of, spec.dtype)
+    given = _on_window(plan, plan.rank, trail, largest).astype(spec.dtype)
+    total = np.zeros((*plan.owned.shape, *trail), np.int64)
+    for rank in plan.windows.readers(plan.rank):
+        values = _on_window(plan, rank, trail, largest)
+        for axis, shown in enumerate(plan.windows.shown(rank)):
+            cells = shown - plan.owned.start[axis]
+            values = _summed(values, axis, cells, plan.owned.shape[axis])
+        total += values
+    return given, total.astype(spec.dtype)
 
 
-def _place(plan: WindowPlan, box: Any) -> Place:
-    place: Place = box.slices(plan.window.start)
-    return place
-
-
-def run_bytes(plan: WindowPlan, pieces: Sequence[Piece], cell_bytes: int) -> int:
-    """Return the bytes that lie together in the window, of the first piece; 0 of none."""
-    if not pieces:
-        return 0
-    run, shape = cell_bytes, pieces[0].target.shape
-    for n, extent in zip(reversed(shape), reversed(plan.window.shape), strict=True):
-        run *= n
-        if n != extent:
-            break
-    return run
-
-
-def sent_bytes(plan: WindowPlan, spec: Spec) -> int:
-    """Return the bytes of cells that this rank sends in an exchange."""
-    cell_bytes = np.dtype(spec.dtype).itemsize * prod(spec.trail)
-    return sum(message.cells for message in plan.sends) * cell_bytes
-
-
-class Usual(NamedTuple):
-    """A setting for any number of ranks.
-
-    block: cells of a rank; axes: that are split, evenly where there are several
-    """
-
-    block: tuple[int, ...]
-    axes: tuple[int, ...]
-    halo: list[int]
-    trail: tuple[int, ...] = ()
-    boundary: str = "none"
-    text: str = ""
-
-
-USUAL = {
-    "rows": Usual((100, 200), (0,), [10, 0], (96,), text="images, batch innermost, by rows"),
-    "columns": Usual((200, 100), (1,), [0, 10], (96,), text="the same by columns"),
-    "nchw": Usual((96, 2, 200, 100), (3,), [0, 0, 0, 5], text="batch first, by columns"),
-    "cube": Usual((64, 64, 64), (2,), [0, 0, 1], text="a block of 64^3, by its last axis"),
-    "small": Usual((16, 16, 16), (1,), [0, 1, 0], text="a block of 16^3, by its middle axis"),
-    "torus": Usual((256, 256), (0, 1), [1, 1], boundary="wrap", text="a periodic grid, corners"),
-}  # fmt: skip
-
-
-def usual(name: str, ranks: int, laid_over: dict[str, Any]) -> Setting:
-    """Return a usual setting for so many ranks, some of its keys replaced.
-
-    Raises ConfigError where they do not fit.
-    """
-    of = USUAL[name]
-    procs = [1] * len(of.block)
-    for axis, n in zip(of.axes, factors(ranks, len(of.axes)), strict=True):
-        procs[axis] = n
-    raw = {
-        "shape": [n * p for n, p in zip(of.block, procs, strict=True)],
-        "procs": procs,
-        "halo": of.halo,
-        "boundary": of.boundary,
-        "trail": list(of.trail),
-    }
-    return Setting(name, spec_of(raw | laid_over, f"bench halo: {name}"))
-
-
-def factors(ranks: int, count: int) -> list[int]:
-    """Return so many factors of a number, as near to one another as can be, rising."""
-    if count == 1:
-        return [ranks]
-    first = next(n for n in range(int(ranks ** (1 / count) + 1e-9), 0, -1) if ranks % n == 0)
-    return [first, *factors(ranks // first, count - 1)]
+def _summed(values: Array, axis: int, cells: Array, extent: int) -> Array:
+    """Return the sums of the values that show each of extent cells along an axis."""
+    moved = np.moveaxis(values, axis, 0)
+    total = np.zeros((extent, *moved.shape[1:]), np.int64)
+    for place, cell in enumerate(cells):
+        if 0 <= cell < extent:
+            total[cell] += moved[place]
+    return np.moveaxis(total, 0, axis)
 
 
 LARGEST = {True: 30, False: 2}  # by whether cells travel as they are: every format has 0, 1 and 2
 FACTORS = 7, 13, 5  # of a cell's number, a window's rank and a further place
 
 
-def owned_numbers(plan: WindowPlan, trail: Sequence[int], dtype: str) -> Array:
-    """Return the integers at the cells that this rank owns."""
-    axes = [np.arange(a, max(a, b)) for a, b in zip(*plan.owned, strict=True)]
-    return _numbers(flat_index(axes, plan.layout.shape), 0, trail, plan).astype(dtype)
-
-
-def window_numbers(plan: WindowPlan, rank: int, trail: Sequence[int], dtype: str) -> Array:
-    """Return other integers, on the window of a rank."""
-    return _on_window(plan, rank, trail).astype(dtype)
-
-
-def exchanged(plan: WindowPlan, trail: Sequence[int], dtype: str) -> Array:
-    """Return what this rank's window must show."""
-    axes = [cells_shown(plan, plan.window, axis) for axis in range(plan.window.ndim)]
-    wanted = _numbers(flat_index(axes, plan.layout.shape), 0, trail, plan).astype(dtype)
-    for axis, mode in enumerate(plan.windows.modes):  # the last axis counts
-        value = fill_value(mode)
-        if value is not None:
-            wanted[(slice(None),) * axis + (axes[axis] < 0,)] = value
-    return wanted
-
-
-def accumulated(plan: WindowPlan, trail: Sequence[int], dtype: str) -> Array:
-    """Return the sums that this rank must find at its cells."""
-    total = np.zeros((*plan.owned.shape, *trail), np.int64)
-    for rank in plan.windows.readers(plan.rank):
-        window, values = plan.windows.boxes[rank], _on_window(plan, rank, trail)
-        for axis in range(window.ndim):
-            shown = cells_shown(plan, window, axis) - plan.owned.start[axis]
-            values = _summed(values, axis, shown, plan.owned.shape[axis])
-        total += values
-    return total.astype(dtype)
-
-
-def _numbers(index: Array, rank: int, trail: Sequence[int], plan: WindowPlan) -> Array:
-    largest = LARGEST[plan.packed is None]
+def _numbers(index: Array, rank: int, trail: Sequence[int], largest: int) -> Array:
     of_cell, of_rank, of_place = FACTORS
     index = of_cell * index + of_rank * rank
     if trail:
@@ -316,16 +215,205 @@ def _numbers(index: Array, rank: int, trail: Sequence[int], plan: WindowPlan) ->
     return values
 
 
-def _on_window(plan: WindowPlan, rank: int, trail: Sequence[int]) -> Array:
+def _on_window(plan: WindowPlan, rank: int, trail: Sequence[int], largest: int) -> Array:
+    """Return integers that differ from window to window."""
     shape = plan.windows.boxes[rank].shape
-    return _numbers(flat_index([np.arange(n) for n in shape], shape), 1 + rank, trail, plan)
+    return _numbers(flat_index([np.arange(n) for n in shape], shape), 1 + rank, trail, largest)
 
 
-def _summed(values: Array, axis: int, shown: Array, extent: int) -> Array:
-    """Return the sums of the values that show each of extent cells along an axis."""
-    moved = np.moveaxis(values, axis, 0)
-    total = np.zeros((extent, *moved.shape[1:]), np.int64)
-    for place, cell in enumerate(shown):
-        if 0 <= cell < extent:
-            total[cell] += moved[place]
-    return np.moveaxis(total, 0, axis)
+Place = tuple[slice, ...]  # a box of an array, by the first axes
+Places = Mapping[int, Sequence[Place]]  # of each rank that a rank exchanges messages with
+NAMED = "fdbBhHiIlLqQFD?"  # dtypes, by NumPy's characters, for which every MPI has a datatype
+
+
+def _places(plan: WindowPlan, adds: bool) -> tuple[Places, Places]:
+    """Return where the messages that leave and come lie in the window; those to itself, too."""
+    own = [piece for piece in plan.local if not piece.is_itself]
+    to_self = {plan.rank: own} if own else {}
+    origin = plan.window.start
+    sources = {message.rank: message.pieces for message in plan.sends} | to_self
+    targets = {message.rank: message.pieces for message in plan.recvs} | to_self
+    gives = {r: [p.source.slices(origin) for p in sources[r]] for r in sorted(sources)}
+    takes = {r: [p.target.slices(origin) for p in targets[r]] for r in sorted(targets)}
+    return (takes, gives) if adds else (gives, takes)
+
+
+class PackedPlaces:
+    """Contiguous memory for the cells of places of an array: of each rank one part."""
+
+    def __init__(self, array: Array, places: Places) -> None:
+        sizes = {rank: sum(array[p].size for p in each) for rank, each in places.items()}
+        self.memory = np.empty(sum(sizes.values()), array.dtype)
+        ends = np.cumsum([0, *sizes.values()]).tolist()
+        self.parts = {r: self.memory[a:b] for r, a, b in zip(sizes, ends, ends[1:], strict=False)}
+        self.offsets_bytes = [first * array.itemsize for first in ends[:-1]]
+        self._pairs: list[tuple[Array, Array]] = []  # a place, and its cells in the memory
+        last = 0
+        for there in (array[place] for each in places.values() for place in each):
+            self._pairs.append((there, self.memory[last : last + there.size].reshape(there.shape)))
+            last += there.size
+
+    def pack(self) -> None:
+        """Copy the places into the memory."""
+        for there, part in self._pairs:
+            part[...] = there
+
+    def unpack(self) -> None:
+        """Copy the memory to the places."""
+        for there, part in self._pairs:
+            there[...] = part
+
+    def add(self) -> None:
+        """Add the memory to the places."""
+        for there, part in self._pairs:
+            there += part
+
+
+class MpiMessages:
+    """What a rank's array gives to others and takes from them, for MPI.
+
+    array: C-contiguous; sends, receives: of each other rank, or this one, in one order on both
+    adds: whether what comes is added to the array, one rank after the other
+    received: memory for what is to be added; outgoing, incoming: (buffer, rank) by datatypes
+    """
+
+    def __init__(
+        self, mpi: Any, comm: Any, array: Array, sends: Places, receives: Places, adds: bool
+    ) -> None:
+        self.mpi, self.comm, self.array, self.adds = mpi, comm, array, adds
+        self.sends, self.receives = sends, receives
+        self._made: list[Any] = []
+
+    def use_datatypes(self) -> None:
+        """Make the datatypes of all messages: subarrays, or memory for what is to be added."""
+        if self.array.dtype.char in NAMED:
+            self._element = self.mpi.Datatype.fromcode(self.array.dtype.char)
+        else:
+            self._element = self._commit(self.mpi.BYTE.Create_contiguous(self.array.itemsize))
+        self.outgoing = [([self.array, 1, self._type(p)], r) for r, p in self.sends.items()]
+        self.received = PackedPlaces(self.array, self.receives) if self.adds else None
+        if self.received is None:
+            self.incoming = [([self.array, 1, self._type(p)], r) for r, p in self.receives.items()]
+        else:
+            self.incoming = [
+                ([part, 1, self._commit(self._element.Create_contiguous(part.size))], rank)
+                for rank, part in self.received.parts.items()
+            ]
+
+    def add(self) -> None:
+        """Add what has come, if that is asked for."""
+        if self.received is not None:
+            self.received.add()
+
+    def keep(self, made: Any) -> Any:
+        """Return what was made, to be freed with the messages, the last one first."""
+        self._made.append(made)
+        return made
+
+    def free(self) -> None:
+        """Free requests, datatypes and communicators."""
+        while self._made:
+            self._made.pop().Free()
+
+    def _commit(self, datatype: Any) -> Any:
+        return self.keep(datatype.Commit())
+
+    def _type(self, places: Sequence[Place]) -> Any:
+        """Return the datatype of a message: of places of the array."""
+        shape = list(self.array.shape)
+        types = []
+        for place in places:
+            ends = [each.indices(n)[:2] for each, n in zip(place, shape, strict=False)]
+            ends += [(0, n) for n in shape[len(place) :]]
+            sizes, starts = [b - a for a, b in ends], [a for a, _ in ends]
+            types.append(self._commit(self._element.Create_subarray(shape, sizes, starts)))
+        if len(types) == 1:
+            return types[0]
+        once, nowhere = [1] * len(types), [0] * len(types)
+        return self._commit(self.mpi.Datatype.Create_struct(once, nowhere, types))
+
+
+def subarrays(messages: MpiMessages) -> Run:
+    """Return Isend and Irecv of datatypes of subarrays."""
+    messages.use_datatypes()
+    comm, mpi = messages.comm, messages.mpi
+
+    def run() -> None:
+        requests = [comm.Irecv(*each) for each in messages.incoming]
+        requests += [comm.Isend(*each) for each in messages.outgoing]
+        mpi.Request.Waitall(requests)
+        messages.add()
+
+    return run
+
+
+def persistent(messages: MpiMessages) -> Run:
+    """Return the same by persistent requests."""
+    messages.use_datatypes()
+    comm, mpi, keep = messages.comm, messages.mpi, messages.keep
+    requests = [keep(comm.Recv_init(*each)) for each in messages.incoming]
+    requests += [keep(comm.Send_init(*each)) for each in messages.outgoing]
+
+    def run() -> None:
+        mpi.Prequest.Startall(requests)
+        mpi.Request.Waitall(requests)
+        messages.add()
+
+    return run
+
+
+def neighbours(messages: MpiMessages) -> Run:
+    """Return MPI_Neighbor_alltoallw of datatypes of subarrays, on the graph of the messages."""
+    messages.use_datatypes()
+    ranks = list(messages.receives), list(messages.sends)
+    graph = messages.keep(messages.comm.Create_dist_graph_adjacent(*ranks))
+    into, offsets_bytes = messages.array, [0] * len(messages.receives)
+    if messages.received is not None:
+        into, offsets_bytes = messages.received.memory, messages.received.offsets_bytes
+
+    def side(buffer: Array, ends: Sequence[Any], offsets: Sequence[int]) -> list[Any]:
+        return [buffer, ([1] * len(ends), offsets), [end[0][2] for end in ends]]
+
+    source = side(messages.array, messages.outgoing, [0] * len(messages.sends))
+    target = side(into, messages.incoming, offsets_bytes)
+
+    def run() -> None:
+        graph.Neighbor_alltoallw(source, target)
+        messages.add()
+
+    return run
+
+
+def packed(messages: MpiMessages) -> Run:
+    """Return slices of NumPy copied to memory that travels by persistent requests, and back."""
+    mpi, comm, keep = messages.mpi, messages.comm, messages.keep
+    outgoing = PackedPlaces(messages.array, messages.sends)
+    incoming = PackedPlaces(messages.array, messages.receives)
+
+    def requests(init: Any, parts: Mapping[int, Array]) -> list[Any]:
+        return [keep(init([p.view(np.uint8), mpi.BYTE], rank)) for rank, p in parts.items()]
+
+    receives, sends = (
+        requests(comm.Recv_init, incoming.parts),
+        requests(comm.Send_init, outgoing.parts),
+    )
+    take = incoming.add if messages.adds else incoming.unpack
+
+    def run() -> None:
+        mpi.Prequest.Startall(receives)
+        outgoing.pack()
+        mpi.Prequest.Startall(sends)
+        mpi.Request.Waitall(receives)
+        take()
+        mpi.Request.Waitall(sends)
+
+    return run
+
+
+WAYS: dict[str, Callable[[MpiMessages], Run]] = {
+    "subarray": subarrays,
+    "subarray, persistent": persistent,
+    "alltoallw": neighbours,
+    "packed": packed,
+}
+MPI_TYPES = ("subarray", "subarray, persistent", "alltoallw")  # without packing: compared with

@@ -7,25 +7,22 @@ ends of its halo, corners included, in parts that fit a cache.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import product
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..config import UserError
 from ..darray.layout import Box
 from ..darray.plan import WindowPlan
-from ..darray.show import Spec
 from ..world.mpi import World
 from ..world.ranks import Ranks
-from .halo_cases import Setting, sent_bytes
+from .halo_cases import Array, Run, Setting
 from .harness import Times, interleave_ranks
 
-Array = NDArray[Any]
 PART_BYTES = 1 << 18  # of a part: a few of them fit into a core's second cache
 GIGABIT = 1e9 / 8  # bytes
+BLOCKING, OVERLAPPED, WITH_PROGRESS = "blocking", "overlapped", "overlapped, with progress"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,110 +41,97 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class Stencil:
-    """The computation of a rank: out from window, both of floats, for some or all cells."""
+    """The computation of a rank: out from window, both of floats, for some or all cells.
 
-    def __init__(self, plan: WindowPlan, spec: Spec, window: Array, passes: int) -> None:
-        widths = spec.widths
+    cells: that have their whole stencil in the window; whole, interior, boundary: parts of all of
+    them, of those that need no message, and of the others
+    """
+
+    def __init__(self, plan: WindowPlan, setting: Setting, window: Array, passes: int) -> None:
         self._plan, self._window, self._passes = plan, window, passes
-        low, high = (tuple(w[i] for w in widths) for i in (0, 1))
-        inner = Box(
-            tuple(a + n for a, n in zip(plan.window.start, low, strict=True)),
-            tuple(b - n for b, n in zip(plan.window.stop, high, strict=True)),
-        )
-        self.cells = plan.owned.intersect(inner)  # near the edge of the domain cells are missing
-        ready = Box(
-            tuple(a + n for a, n in zip(plan.interior.start, low, strict=True)),
-            tuple(b - n for b, n in zip(plan.interior.stop, high, strict=True)),
-        )
-        self.out = np.zeros((*plan.owned.shape, *spec.trail), spec.dtype)
+        widths = setting.spec.widths
+
+        def shrunk(box: Box) -> Box:  # to the cells that have their stencil in the box
+            start = tuple(a + low for a, (low, _) in zip(box.start, widths, strict=True))
+            return Box(start, tuple(b - n for b, (_, n) in zip(box.stop, widths, strict=True)))
+
+        self.cells = plan.owned.intersect(shrunk(plan.window))
+        self.out = np.zeros((*plan.owned.shape, *setting.spec.trail), window.dtype)
         self._offsets = list(product(*(sorted({-a, 0, b}) for a, b in widths)))
-        cell_bytes = max(1, window.itemsize * int(np.prod(spec.trail, dtype=np.int64)))
-        most = max(1, PART_BYTES // cell_bytes)
-        interior = self.cells.intersect(ready)
+        most = max(1, PART_BYTES // setting.cell_bytes)
+        interior = self.cells.intersect(shrunk(plan.interior))
         self.whole = list(self.cells.parts(most))
         self.interior = list(interior.parts(most))
         self.boundary = [p for box in self.cells.without(interior) for p in box.parts(most)]
-        self._temporary = np.empty(most * cell_bytes // window.itemsize, window.dtype)
+        self._temporary = np.empty(most * setting.cell_bytes // window.itemsize, window.dtype)
 
-    def compute(self, part: Box) -> None:
-        """Write the sums of some cells; each is the same whatever the part."""
-        target = self.out[part.slices(self._plan.owned.start)]
-        room = self._temporary[: target.size].reshape(target.shape)
-        for _ in range(self._passes):
-            for i, offset in enumerate(self._offsets):
+    def compute(self, parts: Sequence[Box]) -> None:
+        """Write the sums of the cells of some parts; each is the same whatever the part."""
+        for part in parts:
+            target = self.out[part.slices(self._plan.owned.start)]
+            temporary = self._temporary[: target.size].reshape(target.shape)
+            for i, offset in list(enumerate(self._offsets)) * self._passes:
                 values = self._window[part.shift(offset).slices(self._plan.window.start)]
                 if i:
-                    np.multiply(values, 1 / (i + 2), out=room)
-                    target += room
+                    np.multiply(values, 1 / (i + 2), out=temporary)
+                    target += temporary
                 else:
                     np.multiply(values, 0.5, out=target)
-
-    def all(self, parts: Sequence[Box]) -> None:
-        """Compute some parts."""
-        for part in parts:
-            self.compute(part)
 
 
 def measure(world: World, setting: Setting, arguments: argparse.Namespace) -> None:
     """Check and time a setting, and print a table. Collective."""
-    spec, passes = setting.spec, arguments.passes
-    if np.dtype(spec.dtype).kind != "f" or passes < 1:
+    spec = setting.spec
+    if np.dtype(spec.dtype).kind != "f" or arguments.passes < 1:
         raise UserError("--overlap: needs a dtype of floats, and passes of 1 or more")
     with setting.plan(world) as plan:
         if not all(world.gather(plan.window.contains(plan.owned), "bench halo")):
             raise UserError("--overlap: each window must contain its rank's cells")
         window = np.empty((*plan.window.shape, *spec.trail), spec.dtype)
-        stencil = Stencil(plan, spec, window, passes)
+        stencil = Stencil(plan, setting, window, arguments.passes)
         cases = _cases(plan, window, stencil)
         check(world, plan, window, stencil, cases)
         times = interleave_ranks(world, cases, arguments.repeats, arguments.warmup)
-        size_bytes = max(world.gather(sent_bytes(plan, spec), "bench halo"))
+        size_bytes = max(world.gather(setting.sent_bytes(plan), "bench halo"))
         if spec.wire != "raw":
             size_bytes = plan.describe(spec.dtype, spec.trail).most_bytes
     if world.process == 0:
-        print("\n".join(_table(setting, size_bytes, times, arguments)), flush=True)
+        slowest = {name: each[arguments.warmup :].max(axis=1) for name, each in times.items()}
+        print("\n".join(_table(setting, size_bytes, slowest, arguments)), flush=True)
 
 
-BLOCKING = "blocking"
-OVERLAPPED = "overlapped, with progress"
-
-
-def _cases(plan: WindowPlan, window: Array, stencil: Stencil) -> dict[str, Callable[[], object]]:
+def _cases(plan: WindowPlan, window: Array, stencil: Stencil) -> dict[str, Run]:
     own = plan.inside(window)
 
     def blocking() -> None:
         plan.exchange(own, window)
-        stencil.all(stencil.whole)
+        stencil.compute(stencil.whole)
 
     def overlapped() -> None:
         handle = plan.begin(own, window)
-        stencil.all(stencil.interior)
+        stencil.compute(stencil.interior)
         handle.finish()
-        stencil.all(stencil.boundary)
+        stencil.compute(stencil.boundary)
 
     def with_progress() -> None:
         handle = plan.begin(own, window)
         for part in stencil.interior:
-            stencil.compute(part)
+            stencil.compute([part])
             handle.progress()
         handle.finish()
-        stencil.all(stencil.boundary)
+        stencil.compute(stencil.boundary)
 
     return {
         "exchange alone": lambda: plan.exchange(own, window),
-        "computation alone": lambda: stencil.all(stencil.whole),
+        "computation alone": lambda: stencil.compute(stencil.whole),
         BLOCKING: blocking,
-        "overlapped": overlapped,
-        OVERLAPPED: with_progress,
+        OVERLAPPED: overlapped,
+        WITH_PROGRESS: with_progress,
     }
 
 
 def check(
-    world: Ranks,
-    plan: WindowPlan,
-    window: Array,
-    stencil: Stencil,
-    cases: dict[str, Callable[[], object]],
+    world: Ranks, plan: WindowPlan, window: Array, stencil: Stencil, cases: Mapping[str, Run]
 ) -> None:
     """Raise ArithmeticError on all ranks unless all cases give the same bits. Collective.
 
@@ -155,42 +139,37 @@ def check(
     """
     rng = np.random.default_rng(world.process)
     values = rng.standard_normal((*plan.owned.shape, *window.shape[plan.owned.ndim :]))
-    results = {}
-    for name in (BLOCKING, "overlapped", OVERLAPPED):
+    results = set()
+    for name in (BLOCKING, OVERLAPPED, WITH_PROGRESS):
         window[...] = np.nan
         plan.inside(window)[...] = values
         stencil.out[...] = np.nan
         world.barrier("bench halo")
         cases[name]()
-        results[name] = stencil.out.tobytes()
+        results.add(stencil.out.tobytes())
     part = stencil.out[stencil.cells.slices(plan.owned.start)]
-    mine = (len(set(results.values())) == 1, bool(np.isfinite(part).all()))
-    found = world.gather(mine, "bench halo")
-    if not all(same and finite for same, finite in found):
+    right = len(results) == 1 and bool(np.isfinite(part).all())
+    if not all(world.gather(right, "bench halo")):
         raise ArithmeticError("bench halo: overlapped and blocking results differ, or hold NaN")
 
 
 def _table(
-    setting: Setting, size_bytes: int, times: dict[str, Times], arguments: argparse.Namespace
+    setting: Setting, size_bytes: int, times_s: Mapping[str, Times], arguments: argparse.Namespace
 ) -> list[str]:
-    spec, warmup = setting.spec, arguments.warmup
-    slowest = {name: each[warmup:].max(axis=1) for name, each in times.items()}
-    medians_s = {name: float(np.median(each)) for name, each in slowest.items()}
+    """times_s: of the slowest rank."""
+    medians_s = {name: float(np.median(each)) for name, each in times_s.items()}
     lines = [
         "#",
-        f"# {setting.name}: {spec.shape} x {spec.trail} {spec.dtype} over {spec.procs}, halo "
-        f"{spec.halo}, boundary {spec.boundary}, wire {spec.wire}: {size_bytes} bytes a rank; "
-        f"{arguments.passes} pass(es); results equal in every bit",
+        f"# {setting}: {size_bytes} bytes a rank; {arguments.passes} pass(es); "
+        "results equal in every bit",
         f"# {'':>25} {'time (ms)':>10} {'min':>9} {'max':>9} {'x blocking':>11}",
     ]
-    for name, each in slowest.items():
-        gain = np.median(slowest[BLOCKING] / each)
+    for name, each in times_s.items():
         lines.append(
             f"  {name:>25} {1e3 * medians_s[name]:>10.3f} {1e3 * each.min():>9.3f} "
-            f"{1e3 * each.max():>9.3f} {gain:>11.2f}"
+            f"{1e3 * each.max():>9.3f} {np.median(times_s[BLOCKING] / each):>11.2f}"
         )
-    message_s = medians_s["exchange alone"]
-    what = "exchange alone"
+    message_s, what = medians_s["exchange alone"], "exchange alone"
     if arguments.link:
         message_s, what = size_bytes / (arguments.link * GIGABIT), "bytes / link"
     bound_s = max(medians_s["computation alone"], message_s)

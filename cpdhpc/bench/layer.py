@@ -6,6 +6,7 @@ Nothing is run: plans are geometry, and every number follows from the sizes that
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..config import ConfigError, validate
@@ -16,17 +17,17 @@ if TYPE_CHECKING:
     from ..autoencoder.job import Geometry
 
 FLOAT_BYTES = 4
-KEPT = 2  # copies of the weights between iterations: themselves and the momentum
+COPIES = 2  # of the weights between iterations: themselves and the momentum
 
 
 class Cost(NamedTuple):
     """Of one rank in one iteration. exchanges: name -> (messages, bytes) that leave it.
 
-    kept_bytes: weights and momentum; peak_bytes: the most that all tensors take at a time
+    state_bytes: weights and momentum; peak_bytes: the most that all tensors take at a time
     """
 
     parameters: int
-    kept_bytes: int
+    state_bytes: int
     peak_bytes: int
     flop: int
     exchanges: dict[str, tuple[int, int]]
@@ -82,15 +83,16 @@ def layer_costs(geometry: Geometry, procs: tuple[int, int], batch: int) -> list[
         grid(shape, procs) for shape in (geometry.image, geometry.blocks, geometry.pools)
     )
     fields = [receptive(box, layer.field, layer.step) for box in blocks.owners]
-    wells = [receptive(box, layer.pool, layer.pool_step) for box in pools.owners]
+    pool_windows = [receptive(box, layer.pool, layer.pool_step) for box in pools.owners]
     cell_bytes = geometry.channels * batch * FLOAT_BYTES
     block_bytes = layer.maps * batch * FLOAT_BYTES
     of_cells = Windows(cells, fields, ("zero", "zero"))
-    of_blocks = Windows(blocks, wells, ("zero", "zero"))
+    of_blocks = Windows(blocks, pool_windows, ("zero", "zero"))
     found = []
     for rank, block in enumerate(blocks.owners):
         out, back = _both_ways(of_cells, rank, cell_bytes)
         there, here = _both_ways(of_blocks, rank, block_bytes)
+        boxes = block, pool_windows[rank], pools.owner(rank)
         parameters = block.size * layer.maps * geometry.inputs
         image = 3 * (cells.owner(rank).size + fields[rank].size) * geometry.channels * batch
         exchanges = {
@@ -103,8 +105,8 @@ def layer_costs(geometry: Geometry, procs: tuple[int, int], batch: int) -> list[
         found.append(
             Cost(
                 parameters,
-                KEPT * FLOAT_BYTES * parameters,
-                FLOAT_BYTES * _peak(geometry, batch, block, wells[rank], pools.owner(rank), image),
+                COPIES * FLOAT_BYTES * parameters,
+                FLOAT_BYTES * _peak(geometry, batch, boxes, image),
                 10 * parameters * batch,
                 exchanges,
             )
@@ -112,18 +114,19 @@ def layer_costs(geometry: Geometry, procs: tuple[int, int], batch: int) -> list[
     return found
 
 
-def _peak(geometry: Geometry, batch: int, block: Box, well: Box, pool: Box, image: int) -> int:
+def _peak(geometry: Geometry, batch: int, boxes: Sequence[Box], image: int) -> int:
     """Return the most values that tensors hold at a time: of four moments of backward.
 
-    block, well, pool: of the rank; image: values of tensors that are as large as cells or windows
+    boxes: of the rank's blocks, its window of blocks for pools, and its pools
+    image: values of tensors that are as large as cells or windows
     """
-    maps = geometry.layer.maps
+    maps, (block, pool_window, pool) = geometry.layer.maps, boxes
     weights = block.size * maps * geometry.inputs
     fields, responses = (block.size * batch * n for n in (geometry.inputs, maps))
-    wells, pooled = (box.size * maps * batch for box in (well, pool))
+    windows, pooled = (box.size * maps * batch for box in (pool_window, pool))
     moments = (
-        # Weights, momentum and rows are always there; wells and pools each with two gradients.
-        3 * weights + fields + 2 * responses + 3 * wells + 3 * pooled,
+        # Weights, momentum and rows are always there; windows and pools each with two gradients.
+        3 * weights + fields + 2 * responses + 3 * windows + 3 * pooled,
         # Through the reconstruction: a gradient of the rows; fields, and their gradient.
         4 * weights + 2 * fields + 3 * responses,
         # Through the responses: a second gradient of the rows; then their sum is made.
@@ -150,7 +153,7 @@ def _lines(geometry: Geometry, procs: tuple[int, int], batch: int, costs: list[C
     mebi, giga = 2**20, 1e9
     quantities = {
         "million parameters": (max(c.parameters for c in costs) / 1e6, ""),
-        "weights and momentum": (max(c.kept_bytes for c in costs) / mebi, "MiB"),
+        "weights and momentum": (max(c.state_bytes for c in costs) / mebi, "MiB"),
         "all tensors at the peak": (max(c.peak_bytes for c in costs) / mebi, "MiB"),
         "arithmetic of an iteration": (max(c.flop for c in costs) / giga, "GFLOP"),
         "the same, mean over ranks": (sum(c.flop for c in costs) / len(costs) / giga, "GFLOP"),

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from ..collectives.allreduce import Allreduce
-from ..collectives.method import AUTO, UNITS, Machine, MachineFile, read_machine
-from ..collectives.predict import Prediction, Sample, fit, line, predict
+from ..collectives.method import AUTO, DEFAULT, UNITS, Machine, MachineFile, Method, read_machine
+from ..collectives.predict import Prediction, predict
 from ..config import UserError, dump_toml
 from ..formats import Cast, FloatFormat, packed_bytes, parse_format, tiles
 from ..ops import cpu
@@ -38,6 +39,18 @@ FITTED_BYTES = (8, 1 << 16, 1 << 20, 1 << 22)  # of the all-reduces that the fit
 CHECKED_BYTES = (1 << 12, 1 << 18, 1 << 24)  # of those it does not see
 STREAM = 1 << 22  # values: more than caches hold, as of a gradient
 WIRES = ("raw", "e4m3")
+SHORTENED = 5  # lengths of a step that the fit tries
+
+Floats = npt.NDArray[np.float64]
+
+
+class Sample(NamedTuple):
+    """A measured call: time_s of an all-reduce of n values on ranks of these nodes."""
+
+    method: Method
+    nodes: tuple[int, ...]
+    n: int
+    time_s: float
 
 
 def add_fit(parser: argparse.ArgumentParser) -> None:
@@ -154,6 +167,57 @@ def allreduces(world: Ranks, arguments: argparse.Namespace, sizes: Sequence[int]
     return samples
 
 
+def nonnegative(a: Floats, b: Floats) -> Floats:
+    """Return the x >= 0 with which a @ x is nearest to b, whatever the columns' units."""
+    from scipy.optimize import nnls
+
+    scale = np.maximum(np.abs(a).max(axis=0), np.finfo(float).tiny)
+    return nnls(a / scale, b)[0] / scale
+
+
+def line(sizes: Sequence[int], times_s: Sequence[float]) -> tuple[float, float]:
+    """Return (a, b), not negative, of times_s = a + b * sizes, the least squares of the ratios."""
+    weight = 1 / np.array(times_s)
+    a = np.stack([weight, weight * np.array(sizes, np.float64)], axis=1)
+    first, second = nonnegative(a, np.ones(len(weight))).tolist()
+    return first, second
+
+
+def fit(
+    machine: Machine, samples: Sequence[Sample], fields: Sequence[str], rounds: int = 8
+) -> Machine:
+    """Return machine with such values of fields that the predictions come near to the samples.
+
+    Least squares of the relative errors, none negative, by Gauss and Newton; a prediction is
+    piecewise linear in every field, so a step that makes the errors larger is shortened, and the
+    better one is taken of what is reached from machine and from DEFAULT.
+    """
+    measured = np.array([sample.time_s for sample in samples])
+
+    def at(values: Floats) -> Machine:
+        return replace(machine, **dict(zip(fields, values.tolist(), strict=True)))
+
+    def relative(values: Floats) -> Floats:
+        predicted = [predict(at(values), s.method, s.nodes, s.n).time_s for s in samples]
+        return np.array(predicted) / measured
+
+    def misfit(values: Floats) -> float:
+        return float(((relative(values) - 1) ** 2).sum())
+
+    def descend(values: Floats) -> Floats:
+        for _ in range(rounds):
+            base, steps = relative(values), np.diag(np.maximum(values * 1e-3, 1e-12))
+            slopes = [(relative(values + step) - base) / step.max() for step in steps]
+            a = np.stack(slopes, axis=1)
+            target = nonnegative(a, 1 - (base - a @ values))
+            tries = [values + (target - values) / 2**halvings for halvings in range(SHORTENED)]
+            values = min([values, *tries], key=misfit)
+        return values
+
+    starts = [np.array([getattr(each, name) for name in fields]) for each in (machine, DEFAULT)]
+    return at(min(map(descend, starts), key=misfit))
+
+
 def write(path: Path, machine: Machine, notes: dict[str, Any]) -> None:
     """Write the file that read_machine reads. Raises UserError where it cannot be written."""
     file = MachineFile(machine=machine, units=UNITS, fit=notes)
@@ -237,11 +301,11 @@ def rests_on(
         if {"ranks", "processor", "hosts", "date"} <= fit.keys()
         else "of a file that does not say where its times come from"
     )
-    one = any(each.walked == 1 for each in predictions) and arguments.ranks > 1
+    one = any(each.simulated == 1 for each in predictions) and arguments.ranks > 1
     return [
         f"predicted for {arguments.ranks} ranks, not measured; times {where}",
         "assumed: links alike, inside nodes and between; ranks alike, on cores of their own; no "
         "contention, no noise",
-        "all ranks' steps are walked"
+        "all ranks' steps are simulated"
         + ("; where all ranks do the same, those of one that stands for all" if one else ""),
     ]

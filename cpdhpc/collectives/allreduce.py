@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -23,10 +23,20 @@ from ..world.mpi import as_world
 from ..world.ranks import Loopback, Ranks
 from .checks import check_alike, check_arrays, check_out, is_finite, raise_nonfinite, shared_amax
 from .engine import Program, Take, run
-from .method import AUTO, MPI_ALLREDUCE, Machine, Method, Op, Segment, aps_shift, integer_shift
+from .method import (
+    AUTO,
+    MPI_ALLREDUCE,
+    Machine,
+    Method,
+    Op,
+    Segment,
+    aps_shift,
+    as_machine,
+    integer_shift,
+)
 from .predict import choose
 from .rank_program import program
-from .recorded import Call, Tape, kept_tape
+from .recorded import Call, Recording, recording_of
 
 
 class Prepared:
@@ -53,33 +63,36 @@ class Prepared:
         self._parts = method.check(world, xs, outs, None, segments)
         self._xs = list(xs)
         self._outs = list(outs) if outs is not None else [np.empty_like(xs[0])]
-        self._tape: Tape | None = None
+        self._recording: Recording | None = None
         self._freed = False
-        self._random = method.fmt is not None and method.rounding == "stochastic"
         alone = method.repeats and not (method.shares_shifts or method.hides_nonfinite)
         if alone and world.virtual_ranks == 1 and isinstance(xs[0], np.ndarray):
-            self._write_tape()
+            self._record()
 
     @property
     def is_fast(self) -> bool:
         """Whether run is a list of kernels and persistent requests."""
-        return self._tape is not None
+        return self._recording is not None
 
-    def _write_tape(self) -> None:
-        """Write the tape, if the data goes in one piece."""
+    def _record(self) -> None:
+        """Record the call, if the data goes in one piece."""
         method, world, x, out = self._method, self._world, self._xs[0], self._outs[0]
         flat, total = x.reshape(-1), np.empty_like(x) if np.may_share_memory(x, out) else out
         shifts = method.shifts(world, [flat], self._parts)
         plan = method.plan(world.nodes, flat, self._parts, shifts, 0)
         if len(plan.pieces(flat.size)) > 1:
             return
-        self._tape = Tape(world, plan, flat, total.reshape(-1), f"allreduce {method.algorithm}")
+        self._recording = Recording(
+            world, plan, flat, total.reshape(-1), f"allreduce {method.algorithm}"
+        )
         self._last: list[Call] = []
         if method.op == "mean":
             self._last.append(partial(np.divide, total, np.float32(world.ranks), total))
         if total is not out:  # what is found not finite must leave x alone
             self._last.append(partial(np.copyto, out, total))
-        self._reduced = method.reduced(self._outs, shifts)
+        self._reduced = Reduced(
+            tuple(self._outs), tuple(shifts[0]), tuple(shifts[1]), method.algorithm
+        )
 
     @np.errstate(over="ignore", invalid="ignore")
     def run(self, *, iteration: int = 0) -> Reduced:
@@ -92,10 +105,10 @@ class Prepared:
         if self._freed:
             raise RuntimeError("Prepared.run: is freed")
         self._world.check_thread()
-        if self._tape is None:
+        if self._recording is None:
             return self._run_in_full(iteration)
-        if self._tape.run():
-            raise_nonfinite(self._world, [self._tape.x], self._parts, self._tape.out)
+        if self._recording.run():
+            raise_nonfinite(self._world, [self._recording.x], self._parts, self._recording.out)
         for call in self._last:
             call()
         return self._reduced
@@ -103,19 +116,19 @@ class Prepared:
     def _run_in_full(self, iteration: int) -> Reduced:
         """Run as Allreduce.run does after its check, but for what can be wrong with the values."""
         method, world = self._method, self._world
-        if method.hides_nonfinite or self._random:
+        if method.hides_nonfinite or method.is_random:
             flat = [x.reshape(-1) for x in self._xs]
             what = f"allreduce {method.algorithm}: iteration"
-            suspects = [method.suspects(flat)]
-            if any(check_alike(world, None, ("iteration", iteration), suspects, what)):
+            suspect = method.hides_nonfinite and not all(map(is_finite, flat))
+            if any(check_alike(world, None, ("iteration", iteration), [suspect], what)):
                 raise_nonfinite(world, flat, self._parts, None)
         return method.reduce(world, self._xs, self._outs, self._parts, iteration)
 
     def free(self) -> None:
         """Free the requests; after that only run is an error. Of this process: not collective."""
         self._freed = True
-        if self._tape is not None:
-            self._tape.free()
+        if self._recording is not None:
+            self._recording.free()
 
     def __enter__(self) -> Self:
         return self
@@ -208,14 +221,7 @@ class Allreduce(Method):
         if outs is not None and given is None:
             for out, total in zip(outs, totals, strict=True):
                 out[...] = total
-        return self.reduced(outs or totals, shifts)
-
-    def reduced(
-        self, arrays: Sequence[Array], shifts: tuple[Sequence[int], Sequence[int]]
-    ) -> Reduced:
-        """Return what run returns for a result and its shifts."""
-        sent, result = shifts
-        return Reduced(tuple(arrays), tuple(sent), tuple(result), self.algorithm)
+        return Reduced(tuple(outs or totals), tuple(shifts[0]), tuple(shifts[1]), self.algorithm)
 
     def chosen(self, world: Ranks, xs: Sequence[Array]) -> Allreduce:
         """Return this with the algorithm that is predicted to be fastest for arrays like xs."""
@@ -242,24 +248,23 @@ class Allreduce(Method):
         try:
             if error is None:
                 parts = check_arrays(world, xs, segments, self.fmt is not None)
-                check_out(xs, outs, len(xs) if every else 1)
-                self._check_world(world)
+                if outs is not None:
+                    check_out(xs, outs, len(xs) if every else 1)
+                if self.exact or self.algorithm == MPI_ALLREDUCE:
+                    self._check_world(world)
         except (TypeError, ValueError) as found:
             error = found
         flat = [] if error else [x.reshape(-1) for x in xs]
-        shapes: list[object] = [np.shape(x) for x in xs[:1]]
+        shapes: list[object] = [x.shape for x in flat[:1] and xs[:1]]
         if flat and on_gpu(flat[0]):
             shapes.append("on GPU")
         arguments = (self.description, iteration, parts, shapes)
-        suspect = iteration is not None and self.suspects(flat)
+        looked_at = flat if iteration is not None and self.hides_nonfinite else []
+        suspect = not all(map(is_finite, looked_at))
         what = f"allreduce {self.algorithm}: arguments"
         if any(check_alike(world, error, arguments, [suspect], what)):
             raise_nonfinite(world, flat, parts, None)
         return parts
-
-    def suspects(self, flat: Sequence[Array]) -> bool:
-        """Whether values are not finite that neither codes nor scaling would show."""
-        return self.hides_nonfinite and not all(map(is_finite, flat))
 
     def _check_world(self, world: Ranks) -> None:
         if self.algorithm == MPI_ALLREDUCE and not world.has_mpi:
@@ -285,13 +290,16 @@ class Allreduce(Method):
         """Write the sum into totals, of the first hosted ranks or of all."""
         if self.algorithm == MPI_ALLREDUCE:
             return _sum_by_mpi(world, flat, totals)
-        tape = kept_tape(world, self, flat[0], parts, shifts)
-        if tape is None:
+        alone = world.virtual_ranks == 1 and isinstance(flat[0], np.ndarray)
+        recording = None
+        if alone and self.is_small(world.ranks, flat[0].size):
+            recording = recording_of(world, self, flat[0], parts, shifts)
+        if recording is None:
             bad = self._run_programs(world, flat, totals, parts, shifts, iteration)
         else:
-            np.copyto(tape.x, flat[0])
-            bad = tape.run()
-            np.copyto(totals[0], tape.out)
+            np.copyto(recording.x, flat[0])
+            bad = recording.run()
+            np.copyto(totals[0], recording.out)
         if bad:
             raise_nonfinite(world, flat, parts, totals[0])
 
@@ -317,7 +325,7 @@ class Allreduce(Method):
 
         what, window = f"allreduce {self.algorithm}", plan.schedule.window(world.ranks)
         # A raw payload is the caller's array itself.
-        packed = self.fmt is not None and not on_gpu(flat[0])
+        packed = self.fmt is not None and isinstance(flat[0], np.ndarray)
         shared = world.shared() if packed else None
         found = run(world, start, len(pieces), flat[0], what, window, shared)
         return sum(piece[0] for piece in found)
@@ -343,6 +351,12 @@ class Allreduce(Method):
             [aps_shift(bits, fmt, world.ranks, sent) for bits in amax],
             [aps_shift(bits, fmt, world.ranks, self.headroom) for bits in amax],
         )
+
+
+@lru_cache(maxsize=256, typed=True)
+def configured(**choices: Any) -> Allreduce:
+    """Return an Allreduce with these choices, checked once; machine: a Machine or None."""
+    return Allreduce(**choices)
 
 
 def _sum_by_mpi(world: Ranks, flat: Sequence[Array], totals: Sequence[Array]) -> None:
@@ -424,13 +438,15 @@ def allreduce(
     cupy.from_dlpack and out through torch.from_dlpack, which let one stream wait for the other.
     """
     ranks = as_world(world)
-    config, error = Allreduce(), None  # with an error the default only serves to raise it
+    error: Exception | None = None
     try:
-        config = Allreduce(
-            wire, algorithm, scaling, accumulate, op, rounding, overflow, headroom, seed, machine
-        )
+        config = configured(
+            wire=wire, algorithm=algorithm, scaling=scaling, accumulate=accumulate, op=op,
+            rounding=rounding, overflow=overflow, headroom=headroom, seed=seed,
+            machine=None if machine is None else as_machine(machine),
+        )  # fmt: skip
     except (TypeError, ValueError) as found:
-        error = found
+        config, error = Allreduce(), found  # the default only serves to raise the error
     xs: Sequence[Any] = x if ranks.virtual_ranks > 1 and isinstance(x, Sequence) else [x]
     outs = None if out is None else [out]
     reduced = config.run(ranks, xs, outs, iteration=iteration, segments=segments, error=error)

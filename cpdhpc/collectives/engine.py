@@ -46,20 +46,20 @@ Program = Generator[Exchange, Array, Result]
 Take = Callable[[int], Array]  # size_bytes -> uint8[size_bytes] for a program's payloads
 
 
-def why_receive(what: str, exchange: Exchange) -> str:
-    """Return the reason of a Wait for the message in."""
-    return (
-        f"{what}: waited {{:.1f}} s for rank {exchange.recv_from}, "
-        f"round {exchange.round}, {named(exchange.recv_chunks)}"
-    )
+def wait_to_receive(requests: list[Any], rank: int, what: str, exchange: Exchange) -> Wait:
+    """Return the wait for the message in of an exchange; its arrays are not kept."""
+    where = exchange.recv_from, exchange.round, exchange.recv_chunks
+    return Wait(requests, rank, partial(_reason, what, "", *where))
 
 
-def why_send(what: str, exchange: Exchange) -> str:
-    """Return the reason of a Wait for the message out."""
-    return (
-        f"{what}: waited {{:.1f}} s for rank {exchange.send_to} to receive, "
-        f"round {exchange.round}, {named(exchange.send_chunks)}"
-    )
+def wait_to_send(requests: list[Any], rank: int, what: str, exchange: Exchange) -> Wait:
+    """Return the wait for the message out of an exchange; its arrays are not kept."""
+    where = exchange.send_to, exchange.round, exchange.send_chunks
+    return Wait(requests, rank, partial(_reason, what, " to receive", *where))
+
+
+def _reason(what: str, does: str, other: int | None, number: int, chunks: Sequence[int]) -> str:
+    return f"{what}: waited {{:.1f}} s for rank {other}{does}, round {number}, {named(chunks)}"
 
 
 def named(chunks: Sequence[int]) -> str:
@@ -73,7 +73,7 @@ def fresh(like: Array, size_bytes: int) -> Array:
     return np.empty_like(like, shape=(size_bytes,), dtype=np.uint8)
 
 
-class Arena:
+class BufferPool:
     """Arrays that are taken in the same order time after time, and made only once.
 
     make: size_bytes -> uint8[size_bytes]
@@ -146,6 +146,7 @@ class _Piece(Generic[Result]):
         self.number, self.take = number, take
         self.serial = 0  # among all pieces that share memory
         self.programs: dict[int, Program[Result]] = {}
+        self.running = 0
         self.results: dict[int, Result] = {}
         self.sends: list[Wait] = []
 
@@ -164,8 +165,10 @@ class _Run(Generic[Result]):
         shared: Shared | None,
     ) -> None:
         self.world, self.start, self.pieces, self.like, self.what = world, start, pieces, like, what
-        self.window, self.shared, self.carrier = window, shared, carrier_of(world, like)
-        self.results: list[list[Result]] = [[] for _ in range(pieces)]
+        self.window, self.shared = window, shared
+        self.near = {} if shared is None else shared.near  # processes that read payloads here
+        self.carrier = world if isinstance(like, np.ndarray) else carrier_of(world, like)
+        self.results: list[list[Result]] = [[]] * pieces
         self.opened = 0
         self.under_way: list[_Piece[Result]] = []
         self.runnable: deque[tuple[_Piece[Result], int, Array | None]] = deque()
@@ -178,64 +181,62 @@ class _Run(Generic[Result]):
             while self.runnable:
                 self._advance(*self.runnable.popleft())
             self._close()
-            may_open = self.opened < self.pieces and self.opened - self._oldest() < self.window
-            readers = self._readers() if may_open else None
+            oldest = self.under_way[0].number if self.under_way else self.opened
+            may_open = self.opened < self.pieces and self.opened - oldest < self.window
+            readers = self._readers() if may_open and self.shared is not None else None
             if may_open and (readers is None or self.world.done(readers)):
                 self._open()
                 continue
             waits = [wait for _, _, _, wait, _ in self.remote]
             waits += [] if readers is None else [readers]
-            waits += [wait for piece in self.under_way if _ended(piece) for wait in piece.sends]
+            for piece in self.under_way:
+                waits += [] if piece.running else piece.sends
             if not waits:
                 break
             self.world.wait_any(waits)
             self._receive()
-        if self.local:
-            self._deadlock()
-        self._check_mail()
+        if self.local or any(self.mail.values()):
+            self._raise_what_is_left()
         return self.results
 
     def _open(self) -> None:
         """Start the next piece; it takes the arrays of the one before the window."""
         number, slot = self.opened, self.opened % self.window
-        take = partial(fresh, self.like)
+        take: Take = partial(fresh, self.like)
         if self.world.virtual_ranks == 1:  # else ranks hand payloads to one another as they are
-            key = type(self.like) if self.shared is None else Shared, slot
-            if key not in self.carrier.arenas:
-                self.carrier.arenas[key] = Arena(self._maker())
-            arena = self.carrier.arenas[key]
-            arena.rewind()
-            take = arena.take
+            kind = type(self.like) if self.shared is None else Shared
+            pool = self.carrier.cache.get((BufferPool, kind, slot), self._new_pool)
+            pool.rewind()
+            take = pool.take
         piece: _Piece[Result] = _Piece(number, take)
         if self.shared is not None:
             piece.serial = self.shared.open(slot)
         programs = self.start(number, take)
         piece.programs = dict(zip(self.world.hosted, programs, strict=True))
-        self.runnable.extend((piece, rank, None) for rank in piece.programs)
+        piece.running = len(piece.programs)
+        for rank in piece.programs:
+            self.runnable.append((piece, rank, None))
         self.under_way.append(piece)
         self.opened += 1
 
-    def _maker(self) -> Take:
-        """Return what makes arrays that are kept: like the caller's, but without a hold on it."""
+    def _new_pool(self) -> BufferPool:
+        """Return a pool of arrays like the caller's, but without a hold on it."""
         if self.shared is not None:
-            return self.shared.take
-        return partial(fresh, np.empty_like(self.like, shape=(0,)))
+            return BufferPool(self.shared.take)
+        return BufferPool(partial(fresh, np.empty_like(self.like, shape=(0,))))
 
-    def _readers(self) -> Wait | None:
+    def _readers(self) -> Wait:
         """Return the wait for those who still read what the next piece will overwrite."""
-        if self.shared is None:
-            return None
+        assert self.shared is not None, "else nobody reads"
         rank, slot = self.world.hosted.start, self.opened % self.window
         reason = f"{self.what}: waited {{:.1f}} s for the ranks of this node to end a piece"
         return Wait([self.shared.readers(slot)], rank, reason)
 
-    def _oldest(self) -> int:
-        """Return the number of the first piece that has not ended, else of the next one."""
-        return self.under_way[0].number if self.under_way else self.opened
-
     def _close(self) -> None:
         """Leave pieces that have ended and whose messages have left."""
-        for piece in [each for each in self.under_way if _ended(each)]:
+        for piece in self.under_way.copy():
+            if piece.running:
+                continue
             piece.sends = [wait for wait in piece.sends if not self.world.done(wait)]
             if not piece.sends:
                 self.results[piece.number] = [piece.results[rank] for rank in self.world.hosted]
@@ -250,58 +251,54 @@ class _Run(Generic[Result]):
             exchange = next(program) if received is None else program.send(received)
         except StopIteration as stop:
             piece.results[rank] = stop.value
+            piece.running -= 1
             return
-        if exchange.send_to is not None and exchange.payload is not None:
+        if exchange.send_to is not None and exchange.payload is not None and exchange.payload.size:
             self._send(piece, rank, exchange.send_to, exchange.payload, exchange)
-        if exchange.recv_from is None or exchange.nbytes == 0:
+        source = exchange.recv_from
+        if source is None or exchange.nbytes == 0:
             self.runnable.append((piece, rank, self.like[:0].view(np.uint8)))
-        elif self.world.hosts(exchange.recv_from):
-            messages = self.mail.get((piece.number, exchange.recv_from, rank))
+        elif source in self.world.hosted:
+            messages = self.mail.get((piece.number, source, rank))
             if messages:
-                self.runnable.append((piece, rank, _payload(messages.popleft())))
+                self.runnable.append((piece, rank, messages.popleft().payload))
             else:
                 self.local[piece.number, rank] = piece, exchange
         else:
-            source, buffer = exchange.recv_from, exchange.place
-            if self._shares(source):
+            if source // self.world.virtual_ranks in self.near:
                 buffer = np.empty(NOTE_BYTES, np.uint8)
-            elif buffer is None:
+            elif exchange.place is not None:
+                buffer = exchange.place
+            else:
                 buffer = piece.take(exchange.nbytes)
             requests = self.carrier.irecv(source, rank, buffer, piece.number)
-            wait = Wait(requests, rank, why_receive(self.what, exchange))
+            wait = wait_to_receive(requests, rank, self.what, exchange)
             self.remote.append((piece, rank, source, wait, buffer))
 
     def _send(
         self, piece: _Piece[Result], rank: int, to: int, payload: Array, exchange: Exchange
     ) -> None:
-        if payload.size == 0:
-            return
+        """Send a message, or hand it to a rank of this process; near ones get a note of it."""
         self.world.count(rank, payload.size)
-        waiting = self.local.get((piece.number, to))
-        if not self.world.hosts(to):
-            message = self._note(piece, payload) if self._shares(to) else payload
+        if to not in self.world.hosted:
+            message = payload
+            if self.shared is not None and to // self.world.virtual_ranks in self.near:
+                note = self.shared.note(payload)
+                if note is None:
+                    copy = piece.take(payload.size)
+                    copy[:] = payload
+                    note = self.shared.note(copy)
+                assert note is not None, "what a piece takes is shared"
+                message = note
             requests = self.carrier.isend(rank, to, message, piece.number)
-            piece.sends.append(Wait(requests, rank, why_send(self.what, exchange)))
-        elif waiting is not None and waiting[1].recv_from == rank:
+            piece.sends.append(wait_to_send(requests, rank, self.what, exchange))
+            return
+        waiting = self.local.get((piece.number, to))
+        if waiting is not None and waiting[1].recv_from == rank:
             del self.local[piece.number, to]
             self.runnable.append((piece, to, payload))
         else:
             self.mail.setdefault((piece.number, rank, to), deque()).append(exchange)
-
-    def _shares(self, rank: int) -> bool:
-        """Whether payloads from and to a rank of another process stay where they are."""
-        return self.shared is not None and self.shared.reaches(rank // self.world.virtual_ranks)
-
-    def _note(self, piece: _Piece[Result], payload: Array) -> Array:
-        """Return where a payload lies, in memory that is shared; copied there if it must."""
-        assert self.shared is not None, "asked for where _shares has said so"
-        note = self.shared.note(payload)
-        if note is None:
-            copy = piece.take(payload.size)
-            copy[:] = payload
-            note = self.shared.note(copy)
-        assert note is not None, "what a piece takes is shared"
-        return note
 
     def _receive(self) -> None:
         """Resume all programs whose message from another process is complete."""
@@ -309,32 +306,22 @@ class _Run(Generic[Result]):
         for piece, rank, source, wait, buffer in waiting:
             if not self.world.done(wait):
                 self.remote.append((piece, rank, source, wait, buffer))
-            elif self.shared is not None and self._shares(source):
+            elif self.shared is not None and source // self.world.virtual_ranks in self.near:
                 self.runnable.append((piece, rank, self.shared.payload(buffer)))
             else:
                 self.runnable.append((piece, rank, buffer))
 
-    def _check_mail(self) -> None:
-        left = [
+    def _raise_what_is_left(self) -> NoReturn:
+        """Raise ScheduleError for ranks that wait for ever, or messages that nobody takes."""
+        if self.local:
+            lines = (
+                f"rank {rank} waits for rank {e.recv_from}, round {e.round}, {named(e.recv_chunks)}"
+                for (_, rank), (_, e) in self.local.items()
+            )
+            raise ScheduleError(f"{self.what}: deadlock: {'; '.join(lines)}")
+        left = (
             f"rank {rank} to rank {to}, round {e.round}, {named(e.send_chunks)}"
             for (_, rank, to), messages in self.mail.items()
             for e in messages
-        ]
-        if left:
-            raise ScheduleError(f"{self.what}: messages left over: {'; '.join(left)}")
-
-    def _deadlock(self) -> NoReturn:
-        lines = (
-            f"rank {rank} waits for rank {e.recv_from}, round {e.round}, {named(e.recv_chunks)}"
-            for (_, rank), (_, e) in self.local.items()
         )
-        raise ScheduleError(f"{self.what}: deadlock: {'; '.join(lines)}")
-
-
-def _ended(piece: _Piece[Result]) -> bool:
-    return len(piece.results) == len(piece.programs)
-
-
-def _payload(exchange: Exchange) -> Array:
-    assert exchange.payload is not None, "only exchanges with a payload are put into the mail"
-    return exchange.payload
+        raise ScheduleError(f"{self.what}: messages left over: {'; '.join(left)}")

@@ -17,8 +17,7 @@ from pydantic import Field
 
 from ..config import Section, read_toml, validate
 from ..formats import INTEGERS, SHIFT_BIAS, TILE, Cast, FloatFormat, Overflow, Rounding, tiles
-from ..ops import on_gpu
-from ..ops.payloads import DeviceRaw, Exact, Packed, Raw, Wire, parse_wire
+from ..ops.payloads import Exact, Packed, Raw, Wire, parse_wire
 from ..ops.reference import fitting_shift
 from .rank_program import ACCUMULATES, Plan
 from .schedules import SCHEDULES
@@ -217,6 +216,10 @@ MPI_ALLREDUCE = "mpi"  # the one algorithm that is no schedule
 AUTO = "auto"  # the schedule that is predicted to be fastest
 EXACT = "exact"  # the way to accumulate that every schedule knows
 
+SMALL_BYTES = 1 << 16  # of float32: copies to and from a recording cost little up to here
+MOST_RANKS = 64  # a recording has a request for each message, up to four for each other rank
+MOST_BYTES = 1 << 20  # over all ranks, whose contributions it may hold
+
 
 @dataclass(frozen=True)
 class Method:
@@ -300,12 +303,12 @@ class Method:
         """The format of a packed wire, None for raw."""
         return parse_wire(self.wire)
 
-    @property
+    @cached_property
     def integers(self) -> bool:
         """Whether the wire is one of integers, which have exact sums only."""
         return isinstance(self.wire, str) and self.wire in INTEGERS
 
-    @property
+    @cached_property
     def exact(self) -> bool:
         """Whether sums are exact."""
         return self.integers or self.accumulate == EXACT
@@ -316,7 +319,7 @@ class Method:
         default = "aps" if self.exact else "tile"
         return parse_scaling(default if self.scaling is None else self.scaling, self.fmt)
 
-    @property
+    @cached_property
     def accumulating(self) -> str:
         """The name of the way in which the schedule's partial sums are kept."""
         if self.exact:
@@ -324,7 +327,7 @@ class Method:
         schedule = SCHEDULES[self.algorithm]
         return self.accumulate if self.accumulate in schedule.accumulates else schedule.default
 
-    @property
+    @cached_property
     def hides_nonfinite(self) -> bool:
         """Whether neither the codes nor the scaling would show NaN or infinity."""
         if self.fmt is None or self.parsed_scaling.kind in ("aps", "tile"):
@@ -336,9 +339,15 @@ class Method:
         """Whether a call is the same operations of the wire every time, shifts aside."""
         if self.algorithm not in SCHEDULES or self.accumulating == "kahan":
             return False
-        if self.fmt is not None and self.rounding == "stochastic":
+        if self.is_random:
             return False
         return SCHEDULES[self.algorithm].result_travels or self.accumulating != "float32"
+
+    def is_small(self, ranks: int, n: int) -> bool:
+        """Whether calls with n values are recorded, where each process has one rank."""
+        size_bytes = 4 * n
+        fits = size_bytes <= SMALL_BYTES and size_bytes * ranks <= MOST_BYTES
+        return fits and ranks <= MOST_RANKS and self.repeats
 
     @cached_property
     def shares_shifts(self) -> bool:
@@ -358,11 +367,10 @@ class Method:
         nodes: of all ranks; x: an array of the call; shifts: of the segments, for contributions,
         and for partial sums and the result
         """
-        schedule, wire = SCHEDULES[self.algorithm], self._wire(x)
+        schedule, wire = SCHEDULES[self.algorithm], self.payloads
         outside = isinstance(wire, Exact) or (isinstance(wire, Packed) and not wire.fit)
-        sent, result = (
-            shift_bytes(each, segments, x.size, x) if outside else None for each in shifts
-        )
+        sent = shift_bytes(shifts[0], segments, x.size, x) if outside else None
+        result = shift_bytes(shifts[1], segments, x.size, x) if outside else None
         return Plan(
             schedule=schedule,
             accumulate=None if self.exact else ACCUMULATES[self.accumulating],
@@ -371,12 +379,19 @@ class Method:
             result_shifts=result,
             result_rounded=schedule.result_travels or self.accumulating != "float32",
             nodes=nodes,
-            stream=(self.seed, iteration),
+            stream=(self.seed, iteration) if self.is_random else None,
         )
 
-    def _wire(self, x: Array) -> Wire:
+    @property
+    def is_random(self) -> bool:
+        """Whether values are rounded by chance, so that calls differ with the iteration."""
+        return self.fmt is not None and self.rounding == "stochastic"
+
+    @cached_property
+    def payloads(self) -> Wire:
+        """What values become while they travel."""
         if self.fmt is None:
-            return DeviceRaw() if on_gpu(x) else Raw()
+            return Raw()
         cast = Cast(self.fmt, self.rounding, self.overflow)
         if self.exact:
             return Exact(cast, trits=self.wire == "ternary")

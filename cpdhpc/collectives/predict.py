@@ -1,4 +1,4 @@
-"""Predicted time of an all-reduce: its programs run on clocks, with wires that only take time."""
+"""Predicted time of an all-reduce: its programs run on clocks, with kernels that only take time."""
 
 from __future__ import annotations
 
@@ -7,110 +7,64 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import combinations
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from ..formats import TILE, tiles
-from ..ops.payloads import Array, Packed, Raw, Wire
-from ..randomness import Key
+from ..ops.payloads import Array
 from .engine import Exchange, Program, ScheduleError
-from .method import AUTO, DEFAULT, Machine, Method, Segment, as_machine
+from .method import AUTO, Machine, Method, Segment, as_machine
 from .rank_program import Piece, Plan, program
-from .recorded import is_small
 from .schedules import SCHEDULES, Layout, Schedule
 
 
 @dataclass
-class Spent:
-    """Seconds of a processor since somebody last looked."""
+class Kernels:
+    """Stand for those of a wire, and only take time; seconds: since somebody last looked."""
 
+    machine: Machine
     seconds: float = 0.0
 
-    def add(self, rate_s: float, n: int) -> None:
-        """Add rate_s per byte of n float32 values."""
-        self.seconds += rate_s * 4 * n
-
-
-@dataclass(frozen=True)
-class TimedRaw(Raw):
-    """A raw wire that only takes time."""
-
-    machine: Machine
-    spent: Spent
-
-    def encode(self, x: Array, shifts: Array | None, key: Key, offset: int, payload: Array) -> None:
+    def copy(self, target: Array, source: Array) -> None:
         """Take the time of a copy."""
-        self.spent.add(self.machine.copy_s, x.size)
+        self.seconds += self.machine.copy_s * 4 * source.size
 
-    def decode(self, payload: Array, shifts: Array | None, out: Array) -> int:
-        """Take the time of a copy."""
-        self.spent.add(self.machine.copy_s, out.size)
-        return 0
-
-    def add(self, payload: Array, shifts: Array | None, x: Array, out: Array) -> None:
+    def add(self, x: Array, y: Array, out: Array) -> None:
         """Take the time of an addition."""
-        self.spent.add(self.machine.gamma_s, x.size)
+        self.seconds += self.machine.gamma_s * 4 * x.size
 
-    def add_encode(
-        self,
-        came: Array,
-        came_shifts: Array | None,
-        x: Array,
-        shifts: Array | None,
-        key: Key,
-        offset: int,
-        payload: Array,
-        out: Array | None,
-    ) -> int:
-        """Take the time of an addition, and of a copy to out."""
-        self.spent.add(self.machine.gamma_s, x.size)
-        return 0 if out is None else self.decode(payload, shifts, out)
+    def subtract(self, x: Array, y: Array) -> Array:
+        """Take no time: it is not in the model."""
+        return x
 
-
-@dataclass(frozen=True)
-class TimedPacked(Packed):
-    """A packed wire that only takes time."""
-
-    machine: Machine
-    spent: Spent
-
-    def encode(self, x: Array, shifts: Array | None, key: Key, offset: int, payload: Array) -> None:
+    def encode_tiles(self, x: Array, *_: Any, **__: Any) -> None:
         """Take the time of encoding."""
-        self.spent.add(self.machine.encode_s, x.size)
+        self.seconds += self.machine.encode_s * 4 * x.size
 
-    def decode(self, payload: Array, shifts: Array | None, out: Array) -> int:
+    def decode_tiles(self, *_: Any, out: Array) -> int:
         """Take the time of decoding."""
-        self.spent.add(self.machine.decode_s, out.size)
+        self.seconds += self.machine.decode_s * 4 * out.size
         return 0
 
-    def add(self, payload: Array, shifts: Array | None, x: Array, out: Array) -> None:
+    def decode_add_tiles(self, words: Array, shifts: Array, fmt: Any, x: Array, out: Array) -> None:
         """Take the time of decoding into a sum."""
-        self.spent.add(self.machine.decode_add_s, x.size)
+        self.seconds += self.machine.decode_add_s * 4 * x.size
 
-    def add_encode(
+    def decode_add_encode_tiles(
         self,
-        came: Array,
-        came_shifts: Array | None,
+        words: Array,
+        shifts: Array,
+        cast: Any,
         x: Array,
-        shifts: Array | None,
-        key: Key,
-        offset: int,
-        payload: Array,
+        *_: Any,
         out: Array | None,
+        **__: Any,
     ) -> int:
         """Take the time of a hop, and of decoding to out."""
-        self.spent.add(self.machine.hop_s, x.size)
-        return 0 if out is None else self.decode(payload, shifts, out)
-
-
-def timed(wire: Wire, machine: Machine, spent: Spent) -> Wire:
-    """Return a wire that is like this one, but only adds to what is spent."""
-    if isinstance(wire, Packed):
-        return TimedPacked(wire.cast, wire.fit, machine, spent)
-    return TimedRaw(machine, spent)
+        decode_s = 0.0 if out is None else self.machine.decode_s
+        self.seconds += (self.machine.hop_s + decode_s) * 4 * x.size
+        return 0
 
 
 @dataclass
@@ -160,26 +114,26 @@ class _Rank:
         return max(self.clock_s, min(times)) if times else None
 
 
-class Walk:
+class Simulation:
     """The clocks of all ranks, or of rank 0 that stands for all, while they run a plan.
 
     share: of the chunks that hold data, where rank 0 is alone; a message, and what is done for it,
     counts for that share, but at least for a chunk
-    pieces: those to walk; alone: whether every rank does the same at the same time, so that what
-    rank 0 receives was sent when rank 0 sends; memory: float32[n], read and written by nobody
+    pieces: those to simulate; alone: whether every rank does the same at the same time, so that
+    what rank 0 receives was sent when rank 0 sends; memory: float32[n], read and written by nobody
     """
 
     def __init__(
         self,
         machine: Machine,
         plan: Plan,
-        spent: Spent,
+        kernels: Kernels,
         pieces: Sequence[Piece],
         memory: Array,
         alone: bool,
         share: float = 1.0,
     ) -> None:
-        self.machine, self.plan, self.spent, self.pieces = machine, plan, spent, pieces
+        self.machine, self.plan, self.kernels, self.pieces = machine, plan, kernels, pieces
         self.memory, self.alone, self.share = memory, alone, share
         self.bytes = np.zeros(tiles(memory.size + 1) * (4 * TILE + 1), np.uint8)  # any payload
         self.ranks = [_Rank() for _ in range(1 if alone else len(plan.nodes))]
@@ -235,15 +189,15 @@ class Walk:
         """Resume a program up to its next exchange, as the engine does."""
         state = self.ranks[rank]
         program = state.programs[piece]
-        self.spent.seconds = 0.0
+        self.kernels.seconds = 0.0
         try:
             exchange = next(program) if received is None else program.send(received)
         except StopIteration:
-            state.work(self.spent.seconds * self._share(self.plan.schedule.chunks(self.layout)))
+            state.work(self.kernels.seconds * self._share(self.plan.schedule.chunks(self.layout)))
             self._end(rank, piece)
             return
         share = self._share(len(exchange.send_chunks))
-        state.work(self.spent.seconds * share + self.machine.step_s)
+        state.work(self.kernels.seconds * share + self.machine.step_s)
         size = 0 if exchange.payload is None else exchange.payload.size
         if exchange.send_to is not None and size:
             state.bytes_sent += size
@@ -298,39 +252,29 @@ class Walk:
         heapq.heappush(state.ready, (arrival_s, piece))
 
 
-PIECES = 4  # that are walked at least
-PROGRAMS = 1 << 13  # up to so many, pieces times ranks, more are walked: up to WINDOWS windows
+PIECES = 4  # that are simulated at least
+PROGRAMS = 1 << 13  # up to so many, pieces times ranks, more are simulated: up to WINDOWS windows
 WINDOWS = 4
-SHORTENED = 5  # lengths of a step that the fit tries
-ALL_RANKS = 8  # up to here all ranks are walked even where one can stand for all
+ALL_RANKS = 8  # up to here all ranks are simulated even where one can stand for all
 
 
 class Prediction(NamedTuple):
     """time_s of a call; wire_bytes: that leave a rank, the mean over ranks.
 
-    walked: the number of ranks whose steps were walked: all, or one that stands for all
+    simulated: the number of ranks whose steps were simulated: all, or one that stands for all
     """
 
     time_s: float
     wire_bytes: int
-    walked: int
-
-
-class Sample(NamedTuple):
-    """A measured call: time_s of an all-reduce of n values on ranks of these nodes."""
-
-    method: Method
-    nodes: tuple[int, ...]
-    n: int
-    time_s: float
+    simulated: int
 
 
 def predict(machine: Machine, method: Method, nodes: tuple[int, ...], n: int) -> Prediction:
     """Return the predicted time of method's all-reduce of n values per rank.
 
     nodes: the node of each rank, numbered in the order of first ranks: hier's steps depend on it
-    Source: alpha-beta-gamma model of Thakur, Rabenseifner, Gropp: IJHPCA 19(1), 2005, walked step
-    by step. Not in it: contention of links, ranks that share a processor, kahan's subtractions.
+    Source: alpha-beta-gamma model of Thakur, Rabenseifner, Gropp: IJHPCA 19(1), 2005, simulated
+    step by step. Not in it: contention of links, ranks that share a processor, subtractions.
     Raises ValueError for algorithm "mpi", whose steps are the library's, for "auto",
     and for exact sums.
     """
@@ -339,31 +283,31 @@ def predict(machine: Machine, method: Method, nodes: tuple[int, ...], n: int) ->
         raise ValueError(f"predict: algorithm={method.algorithm!r}: known are {known}")
     if method.exact:
         raise ValueError("predict: accumulate='exact': messages that widen are not modelled")
-    if is_small(method, len(nodes), n):  # a kept tape: its steps are messages and kernels alone
+    if method.is_small(len(nodes), n):  # recorded: its steps are messages and kernels alone
         machine = replace(machine, step_s=0.0)
     schedule = SCHEDULES[method.algorithm]
     one = len(nodes) > ALL_RANKS and _all_alike(schedule, nodes)
-    walk, pieces, share = _walk(machine, method, nodes, n, one)
-    ends_s = walk.run()
+    simulation, pieces, share = _simulation(machine, method, nodes, n, one)
+    ends_s = simulation.run()
     time_s = max(ends_s)
     if pieces > len(ends_s):
-        time_s += (pieces - len(ends_s)) * _period_s(walk, ends_s)
-    sent = sum(rank.bytes_sent for rank in walk.ranks) / len(walk.ranks)
+        time_s += (pieces - len(ends_s)) * _period_s(simulation, ends_s)
+    sent = sum(rank.bytes_sent for rank in simulation.ranks) / len(simulation.ranks)
     return Prediction(
         time_s=_before_s(machine, method, len(nodes), n) + time_s,
         wire_bytes=round(sent * share * pieces / len(ends_s)),
-        walked=len(walk.ranks),
+        simulated=len(simulation.ranks),
     )
 
 
-def _period_s(walk: Walk, ends_s: Sequence[float]) -> float:
+def _period_s(simulation: Simulation, ends_s: Sequence[float]) -> float:
     """Return how long each further piece takes: what the busiest processor or port needs for one.
 
     Or the time between the ends of the last ones, where that is longer: as a window that is full.
     """
     half = len(ends_s) // 2
     between_s = (ends_s[-1] - ends_s[half - 1]) / (len(ends_s) - half)
-    busy_s = max(max(rank.busy_s) for rank in walk.ranks) / len(ends_s)
+    busy_s = max(max(rank.busy_s) for rank in simulation.ranks) / len(ends_s)
     return max(between_s, busy_s)
 
 
@@ -374,10 +318,10 @@ def _before_s(machine: Machine, method: Method, ranks: int, n: int) -> float:
     return machine.call_s + (1 + aps) * agreement_s + aps * machine.copy_s * 4 * n
 
 
-def _walk(
+def _simulation(
     machine: Machine, method: Method, nodes: tuple[int, ...], n: int, one: bool
-) -> tuple[Walk, int, float]:
-    """Return the walk of the first pieces, how many there are, and the share that is data.
+) -> tuple[Simulation, int, float]:
+    """Return the simulation of the first pieces, how many there are, and the share that is data.
 
     Where one rank stands for all, every chunk is as large as the largest: in whole tiles.
     """
@@ -387,7 +331,7 @@ def _walk(
     shifts = [] if method.fmt is None or method.parsed_scaling.kind == "tile" else [0]
     segments = [Segment("x", 0, padded)][: len(shifts)]
     plan = method.plan(nodes, memory, segments, (shifts, shifts), 0)
-    spent, wire = Spent(), plan.wire
+    wire = plan.wire
     share = wire.size_bytes(n) / max(1, wire.size_bytes(padded))
     if padded > n and n < TILE:  # then a message is no tile either
         machine = replace(
@@ -395,11 +339,11 @@ def _walk(
         )
     pieces = plan.pieces(padded)
     most = min(WINDOWS * plan.schedule.window(len(nodes)), PROGRAMS // (1 if one else len(nodes)))
-    walked = pieces[: max(PIECES, most)]
-    walk = Walk(
-        machine, replace(plan, wire=timed(wire, machine, spent)), spent, walked, memory, one, share
-    )
-    return walk, len(pieces), share
+    first = pieces[: max(PIECES, most)]
+    kernels = Kernels(machine)
+    timed = replace(plan, wire=replace(wire, kernels=kernels))
+    simulation = Simulation(machine, timed, kernels, first, memory, one, share)
+    return simulation, len(pieces), share
 
 
 @lru_cache(maxsize=64)
@@ -436,69 +380,3 @@ def choose(method: Method, nodes: tuple[int, ...], n: int) -> Method:
     if method.algorithm != AUTO or not found:
         raise ValueError(f"choose: {method}: nothing to choose from")
     return min(found.values(), key=lambda each: predict(machine, each, nodes, n).time_s)
-
-
-def solve(a: npt.NDArray[np.float64], b: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Return the x >= 0 with which a @ x is nearest to b, in least squares.
-
-    Some of the unknowns are zero and the others solve the problem without bounds: all subsets are
-    tried, as there are few unknowns.
-    """
-    columns = range(a.shape[1])
-    best, least = np.zeros(a.shape[1]), float(b @ b)
-    for size in range(1, a.shape[1] + 1):
-        for free in map(list, combinations(columns, size)):
-            x = np.zeros(a.shape[1])
-            x[free] = np.linalg.lstsq(a[:, free], b, rcond=None)[0]
-            rest = a @ x - b
-            if (x >= 0).all() and float(rest @ rest) < least:
-                best, least = x, float(rest @ rest)
-    return best
-
-
-def line(sizes: Sequence[int], times_s: Sequence[float]) -> tuple[float, float]:
-    """Return (a, b), not negative, of times_s = a + b * sizes, the least squares of the ratios."""
-    weight = 1 / np.array(times_s)
-    a = np.stack([weight, weight * np.array(sizes, np.float64)], axis=1)
-    scale = a.max(axis=0)  # columns of one size: lstsq takes much smaller ones for zero
-    first, second = (solve(a / scale, np.ones(len(weight))) / scale).tolist()
-    return first, second
-
-
-def fit(
-    machine: Machine, samples: Sequence[Sample], fields: Sequence[str], rounds: int = 8
-) -> Machine:
-    """Return machine with such values of fields that the predictions come near to the samples.
-
-    Least squares of the relative errors, none negative, by Gauss and Newton; a prediction is
-    piecewise linear in every field, so a step that makes the errors larger is shortened, and the
-    better one is taken of what is reached from machine and from DEFAULT.
-    """
-    measured = np.array([sample.time_s for sample in samples])
-
-    def at(values: npt.NDArray[np.float64]) -> Machine:
-        return replace(machine, **dict(zip(fields, values.tolist(), strict=True)))
-
-    def relative(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        return _predictions(at(values), samples) / measured
-
-    def misfit(values: npt.NDArray[np.float64]) -> float:
-        return float(((relative(values) - 1) ** 2).sum())
-
-    def descend(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        for _ in range(rounds):
-            base, steps = relative(values), np.diag(np.maximum(values * 1e-3, 1e-12))
-            slopes = [(relative(values + step) - base) / step.max() for step in steps]
-            a = np.stack(slopes, axis=1)
-            scale = np.maximum(np.abs(a).max(axis=0), np.finfo(float).tiny)
-            target = solve(a / scale, 1 - (base - a @ values)) / scale
-            tries = [values + (target - values) / 2**halvings for halvings in range(SHORTENED)]
-            values = min([values, *tries], key=misfit)
-        return values
-
-    starts = [np.array([getattr(each, name) for name in fields]) for each in (machine, DEFAULT)]
-    return at(min(map(descend, starts), key=misfit))
-
-
-def _predictions(machine: Machine, samples: Sequence[Sample]) -> npt.NDArray[np.float64]:
-    return np.array([predict(machine, s.method, s.nodes, s.n).time_s for s in samples])

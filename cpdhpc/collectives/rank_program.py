@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, count
+from itertools import accumulate, count, repeat
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..formats import TILE, tiles
 from ..ops import backend_of
-from ..ops.payloads import Array, Coder, Exact, Wire, coders
+from ..ops.payloads import Array, Exact, Packed, Raw, Wire
 from ..partition import chunk
 from ..randomness import Key, random_key
 from .engine import Exchange, Program, ScheduleError, Take
@@ -18,66 +19,58 @@ from .schedules import Kind, Layout, Schedule, Step
 
 
 class Sum(NamedTuple):
-    """total, float32, plus what last holds, if anything; coder: how last is encoded."""
+    """total, float32, plus what last holds, if anything; shifts: those of last."""
 
     total: Array
     last: Array | None
-    coder: Coder
-
-    def value(self) -> Array:
-        """Return the sum, not rounded."""
-        if self.last is not None:
-            self.coder.add(self.last, self.total)
-        return self.total
-
-    def encode(self, result: Coder, key: Key, place: Array | None = None) -> Array:
-        """Return the payload of the sum, in place if given."""
-        if self.last is None:
-            return result.encode(self.total, key, place)
-        return result.add_encode(self.last, self.coder, self.total, key, place)[0]
+    shifts: Array | None
 
 
-# (payloads in the order of ranks, how they and how partial sums are encoded, random streams of
-# the roundings) -> sum
-Accumulate = Callable[[Sequence[Array], Coder, Coder, Iterator[Key]], Sum]
+# (chunk, payloads in the order of ranks) -> their sum, of which the last term is not yet added
+Accumulate = Callable[["Chunk", Sequence[Array]], Sum]
 
 
-def _float32(payloads: Sequence[Array], sent: Coder, partial: Coder, keys: Iterator[Key]) -> Sum:
+def _float32(chunk: Chunk, payloads: Sequence[Array]) -> Sum:
     """Sum in float32."""
-    total = sent.values(payloads[0])
+    total = chunk.values(payloads[0], chunk.sent)
     for payload in payloads[1:-1]:
-        sent.add(payload, total)
-    return Sum(total, payloads[-1] if len(payloads) > 1 else None, sent)
+        chunk.floats.add(payload, chunk.sent, total, total)
+    return Sum(total, payloads[-1] if len(payloads) > 1 else None, chunk.sent)
 
 
-def _requantise(payloads: Sequence[Array], sent: Coder, partial: Coder, keys: Iterator[Key]) -> Sum:
+def _requantise(chunk: Chunk, payloads: Sequence[Array]) -> Sum:
     """Round to the wire after every addition: s = Q(s + g)."""
-    sum_ = Sum(sent.values(payloads[0]), None, sent)
+    sum_ = Sum(chunk.values(payloads[0], chunk.sent), None, chunk.sent)
     for payload in payloads[1:]:
         if sum_.last is not None:
-            rounded = sum_.encode(partial, next(keys))
-            partial.decode(rounded, sum_.total)
-        sum_ = Sum(sum_.total, payload, sent)
+            rounded = chunk.encode_sum(sum_, next(chunk.keys))
+            chunk.wire.decode(rounded, chunk.result, sum_.total)
+        sum_ = Sum(sum_.total, payload, chunk.sent)
     return sum_
 
 
-def _kahan(payloads: Sequence[Array], sent: Coder, partial: Coder, keys: Iterator[Key]) -> Sum:
+def _kahan(chunk: Chunk, payloads: Sequence[Array]) -> Sum:
     """Compensate: y = Q(g - c); t = Q(s + y); c = Q(Q(t - s) - y); s = t.
 
     Source: CPD, kahan_sum_gradients; Kahan: Further remarks on reducing truncation errors,
     CACM 8(1), 1965.
     """
-    sum_ = Sum(sent.values(payloads[0]), None, partial)
-    subtract = backend_of(sum_.total).subtract
+    keys, shifts = chunk.keys, chunk.result
+    sum_ = Sum(chunk.values(payloads[0], chunk.sent), None, shifts)
+    subtract = (chunk.wire.kernels or backend_of(sum_.total)).subtract
     c = np.zeros_like(sum_.total)
+
+    def rounded(x: Array) -> Array:
+        return chunk.values(chunk.encode(x, shifts, next(keys)), shifts)
+
     for payload in payloads[1:]:
         if sum_.last is not None:
-            t = partial.values(sum_.encode(partial, next(keys)))
-            change = partial.rounded(subtract(t, sum_.total), next(keys))
-            c = partial.rounded(subtract(change, partial.values(sum_.last)), next(keys))
-            sum_ = Sum(t, None, partial)
-        y = partial.encode(subtract(sent.values(payload), c), next(keys))
-        sum_ = Sum(sum_.total, y, partial)
+            t = chunk.values(chunk.encode_sum(sum_, next(keys)), shifts)
+            change = rounded(subtract(t, sum_.total))
+            c = rounded(subtract(change, chunk.values(sum_.last, shifts)))
+            sum_ = Sum(t, None, shifts)
+        y = chunk.encode(subtract(chunk.values(payload, chunk.sent), c), shifts, next(keys))
+        sum_ = Sum(sum_.total, y, shifts)
     return sum_
 
 
@@ -89,6 +82,7 @@ ACCUMULATES: dict[str, Accumulate] = {
 
 PIECES = 8
 PIECE_VALUES = 1 << 18, 1 << 20  # of a chunk that travel at a time: 1 MiB to 4 MiB of float32
+NO_KEY = 0, 0
 CONTRIBUTION, FINAL, BETWEEN = range(3)  # phases of random streams; BETWEEN and up: others
 
 
@@ -109,7 +103,7 @@ class Plan:
     accumulate: None where sums are exact
     result_rounded: whether the result is rounded to the wire
     nodes: the node of each rank
-    stream: (seed, iteration) of the random numbers
+    stream: (seed, iteration) of the random numbers, None where nothing is rounded by chance
     copy: (place, payload) copies a payload that must lie elsewhere
     """
 
@@ -120,8 +114,8 @@ class Plan:
     result_shifts: Array | None
     result_rounded: bool
     nodes: tuple[int, ...]
-    stream: tuple[int, int]
-    copy: Callable[[Array, Array], None] = np.copyto
+    stream: tuple[int, int] | None
+    copy: Callable[[Array, Array], object] = np.copyto
 
     def pieces(self, n: int) -> list[Piece]:
         """Return the pieces of n values.
@@ -141,32 +135,45 @@ class Plan:
         the order in which they happen. Results, and the sums of all contributions that every rank
         forms by itself, take the number of the chunk for the rank: all get the same.
         """
-        return random_key(*self.stream, rank, phase)
+        return NO_KEY if self.stream is None else random_key(*self.stream, rank, phase)
 
     def keys_between(self, rank: int, index: int) -> Iterator[Key]:
         """Yield the random streams of a rank's roundings in between, in chunk index."""
+        if self.stream is None:
+            return repeat(NO_KEY)
         who = rank if self.schedule.result_travels else index
         return (self.key(who, phase) for phase in count(BETWEEN))
 
 
 class Chunk:
-    """A rank's state of one chunk."""
+    """A rank's state of one chunk, values start..stop of the array, start on a tile.
+
+    sent, result: the shifts of its tiles for contributions, and for partial sums and the result
+    take: size_bytes -> array for a payload
+    """
 
     def __init__(
         self,
         plan: Plan,
         rank: int,
         index: int,
-        sent: Coder,
-        result: Coder,
+        span: tuple[int, int],
         x: Array,
         out: Array | None,
+        take: Take,
     ) -> None:
-        self.plan, self.rank, self.index = plan, rank, index
-        self.sent, self.result = sent, result
-        self.partial = x[sent.start : sent.stop]  # the rank's own, until it adds
-        self.out = None if out is None else out[sent.start : sent.stop]
-        self.place = None if self.out is None else result.place(self.out)
+        start, stop = span
+        self.plan, self.rank, self.index, self.take = plan, rank, index, take
+        self.start, self.n, self.wire = start, stop - start, plan.wire
+        of_tiles = slice(start // TILE, start // TILE + tiles(self.n))
+        sent, result = plan.sent_shifts, plan.result_shifts
+        self.sent = None if sent is None else sent[of_tiles]
+        self.result = None if result is None else result[of_tiles]
+        self.is_raw = isinstance(plan.wire, Raw)
+        self.partial = x[start:stop]  # the rank's own, until it adds
+        self.out = None if out is None else out[start:stop]
+        # A raw payload of the result is the result itself.
+        self.place = self.out.view(np.uint8) if self.is_raw and self.out is not None else None
         self.pending: Array | None = None  # came in, not yet added: added while it is encoded
         self.held: dict[int, Array] = {}  # contributions by rank, not yet summed
         self.final: Array | None = None  # payload of the result
@@ -174,6 +181,42 @@ class Chunk:
         self.summed = False  # whether what was held is in the partial sum
         self.first = plan.key(rank, CONTRIBUTION)
         self.keys = plan.keys_between(rank, index)
+
+    @property
+    def floats(self) -> Raw | Packed:
+        """The wire, which is not one of exact sums."""
+        assert not isinstance(self.wire, Exact), "exact sums are added by ExactChunk"
+        return self.wire
+
+    def encode(self, x: Array, shifts: Array | None, key: Key, place: Array | None = None) -> Array:
+        """Return the payload of x, in place if given; a raw one may be x itself."""
+        if place is None and self.is_raw:
+            return x.view(np.uint8)
+        payload = self.take(self.wire.size_bytes(self.n)) if place is None else place
+        self.wire.encode(x, shifts, key, self.start, payload)
+        return payload
+
+    def encode_sum(
+        self, sum_: Sum, key: Key, place: Array | None = None, out: Array | None = None
+    ) -> Array:
+        """Return the payload of a sum, in place if given; its last term is added on the way.
+
+        out: for what the payload decodes to, if that is wanted: written in the same pass
+        """
+        if sum_.last is None:
+            return self.encode(sum_.total, self.result, key, place)
+        payload = self.take(self.wire.size_bytes(self.n)) if place is None else place
+        where = self.result, key, self.start, payload, out
+        found = self.floats.add_encode(sum_.last, sum_.shifts, sum_.total, *where)
+        if out is not None:
+            self.nonfinite = found
+        return payload
+
+    def values(self, payload: Array, shifts: Array | None) -> Array:
+        """Return the values in an array of their own, float32."""
+        out = self.take(4 * self.n).view(np.float32)
+        self.wire.decode(payload, shifts, out)
+        return out
 
     def outgoing(self, kind: Kind, place: Array | None = None) -> Array:
         """Return the payload that a step of a kind sends, in place if that is given and suits."""
@@ -188,7 +231,7 @@ class Chunk:
     def contribution(self, place: Array | None = None) -> Array:
         """Return the payload of the rank's own contribution, which is kept."""
         if self.rank not in self.held:
-            self.held[self.rank] = self.sent.encode(self.partial, self.first)
+            self.held[self.rank] = self.encode(self.partial, self.sent, self.first)
         return self.held[self.rank]
 
     def hold(self, source: int, payload: Array, terms: int) -> None:
@@ -197,47 +240,40 @@ class Chunk:
 
     def partial_sum(self, place: Array | None = None) -> Array:
         """Return the payload of the partial sum; its random numbers are used for nothing else."""
-        if self.held:
-            return self._held_sum().encode(self.result, next(self.keys), place)
-        return self._encoded(next(self.keys) if self.summed else self.first, place)
+        between = bool(self.held) or self.summed
+        return self.encode_sum(self._sum(), next(self.keys) if between else self.first, place)
 
-    def _encoded(self, key: Key, place: Array | None = None) -> Array:
+    def _sum(self) -> Sum:
+        """Return the partial sum with what has come in since; what was held is freed."""
         if self.held:
-            return self._held_sum().encode(self.result, key, place)
-        if self.pending is None:
-            return self.result.encode(self.partial, key, place)
+            return self._held_sum()
         came, self.pending = self.pending, None
-        return self.result.add_encode(came, self.result, self.partial, key, place)[0]
+        return Sum(self.partial, came, self.result)
 
     def reduce(self, source: int, payload: Array, terms: int) -> None:
         """Add a partial sum of so many terms to the rank's own, rounding between two additions."""
         if self.held:
-            self.partial = self._held_sum().value()
+            total, last, shifts = self._held_sum()
+            if last is not None:
+                self.floats.add(last, shifts, total, total)
+            self.partial = total
         elif self.pending is not None:
-            self.partial = self.result.values(self._encoded(next(self.keys)))
+            rounded = self.encode_sum(self._sum(), next(self.keys))
+            self.partial = self.values(rounded, self.result)
         self.pending = payload
 
     def finished(self, place: Array | None = None) -> Array:
-        """Return the payload of the result, which this rank forms or has received."""
+        """Return the payload of the result, which this rank forms or has received.
+
+        Where the last addition gives it, it is written to out as well: one pass over memory less
+        than to decode the payload afterwards.
+        """
         if self.final is None:
             key = self.plan.key(self.index, FINAL)
-            if self.place is None and self.pending is not None and self.out is not None:
-                self.final = self._written(key, place)
-            else:
-                self.final = self._encoded(key, place if self.place is None else self.place)
+            at_once = self.place is None and self.pending is not None and not self.held
+            where = place if self.place is None else self.place
+            self.final = self.encode_sum(self._sum(), key, where, self.out if at_once else None)
         return self.final
-
-    def _written(self, key: Key, place: Array | None) -> Array:
-        """Return the payload of the result that the last addition gives; write it to out as well.
-
-        One pass over memory less than to decode the payload afterwards.
-        """
-        assert self.pending is not None, "what is held is summed by Sum"
-        came, self.pending = self.pending, None
-        final, self.nonfinite = self.result.add_encode(
-            came, self.result, self.partial, key, place, self.out
-        )
-        return final
 
     def copy(self, source: int, payload: Array, terms: int) -> None:
         """Keep the result as it came; contributions are not needed any more."""
@@ -251,18 +287,22 @@ class Chunk:
         payloads = [self.held[rank] for rank in sorted(self.held)]
         self.held.clear()
         self.summed = True
-        return self.plan.accumulate(payloads, self.sent, self.result, self.keys)
+        return self.plan.accumulate(self, payloads)
 
     def write(self) -> int:
         """Write the result, float32, into out, if there is one; count what is not finite."""
         if self.out is None:
             return 0
         if self.final is None and not self.plan.result_rounded:
-            self.out[:] = self._held_sum().value()
+            total, last, shifts = self._held_sum()
+            if last is not None:
+                self.floats.add(last, shifts, total, total)
+            self.out[:] = total
             return self.out.size - np.isfinite(self.out).sum()
         final = self.finished()
         if self.nonfinite is None:
-            self.nonfinite = 0 if final is self.place else self.result.decode(final, self.out)
+            in_place = final is self.place
+            self.nonfinite = 0 if in_place else self.wire.decode(final, self.result, self.out)
         return self.nonfinite
 
 
@@ -276,8 +316,9 @@ class ExactChunk(Chunk):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        assert isinstance(self.sent.wire, Exact)
-        self.wire = self.sent.wire
+        assert isinstance(self.wire, Exact)
+        self.codes = self.wire  # of a contribution
+        self.wire = self.codes.of(len(self.plan.nodes))  # of the result
         self.came: Array | None = None
         self.terms = 0
         self.own: Array | None = None
@@ -285,7 +326,8 @@ class ExactChunk(Chunk):
     def contribution(self, place: Array | None = None) -> Array:
         """Return the payload of the rank's own contribution, which is kept."""
         if self.own is None:
-            self.own = self.sent.encode(self.partial, self.first)
+            self.own = self.take(self.codes.size_bytes(self.n))
+            self.codes.encode(self.partial, self.sent, self.first, self.start, self.own)
         return self.own
 
     def hold(self, source: int, payload: Array, terms: int) -> None:
@@ -306,9 +348,8 @@ class ExactChunk(Chunk):
 
     def _room(self, terms: int, place: Array | None) -> tuple[Exact, Array]:
         """Return the wire, and bytes, for so many terms more than have come in."""
-        wire = self.wire.of(self.terms + terms)
-        size_bytes = wire.size_bytes(self.partial.size)
-        return wire, self.sent.take(size_bytes) if place is None else place
+        wire = self.codes.of(self.terms + terms)
+        return wire, self.take(wire.size_bytes(self.n)) if place is None else place
 
     def partial_sum(self, place: Array | None = None) -> Array:
         """Return the payload of the sum of what came in and of the rank's own contribution."""
@@ -317,8 +358,7 @@ class ExactChunk(Chunk):
         if self.own is not None:
             return self._added(self.own, 1, place)
         wire, total = self._room(1, place)
-        where = (self.sent.shifts, self.first, self.sent.start)
-        wire.add_encode(self.came, self.partial, *where, total)
+        wire.add_encode(self.came, self.partial, self.sent, self.first, self.start, total)
         return total
 
     def finished(self, place: Array | None = None) -> Array:
@@ -346,51 +386,47 @@ def program(
     process writes it; take: for payloads
     Returns how many values of the result are not finite; 0 for a raw wire.
     """
-    layout, span = Layout(plan.nodes, piece.number), (piece.start, piece.stop)
+    layout, n = Layout(plan.nodes, piece.number), piece.stop - piece.start
     count = plan.schedule.chunks(layout)
-    sent = coders(plan.wire, span, count, plan.sent_shifts, take)
-    result = coders(plan.wire.of(layout.ranks), span, count, plan.result_shifts, take)
     kind = ExactChunk if isinstance(plan.wire, Exact) else Chunk
-    chunks = [
-        kind(plan, rank, i, *each, x, out) for i, each in enumerate(zip(sent, result, strict=True))
-    ]
+    chunks = []
+    for i in range(count):
+        start, stop = chunk(n, count, i)
+        span = piece.start + start, piece.start + stop
+        chunks.append(kind(plan, rank, i, span, x, out, take))
     for number, step in enumerate(plan.schedule.steps(rank, layout)):
-        received = yield _exchange(chunks, step, number, take)
+        into = [chunks[i] for i in step.recv_chunks]
+        sizes = _sizes(into, step.recv_terms)
+        received = yield Exchange(
+            send_to=step.send_to,
+            payload=None if step.send_to is None else _message(chunks, step, take),
+            recv_from=step.recv_from,
+            nbytes=sum(sizes),
+            round=number,
+            recv_chunks=step.recv_chunks,
+            send_chunks=step.send_chunks,
+            place=into[0].place if step.kind == "copy" and len(into) == 1 else None,
+        )
         if step.recv_from is not None:
-            into = [chunks[i] for i in step.recv_chunks]
-            parts = _parts(plan, received, _sizes(into, step.recv_terms), take)
+            parts = _parts(plan, received, sizes, take)
             for each, part, terms in zip(into, parts, step.recv_terms, strict=True):
                 each.incoming(step.kind, step.recv_from, part, terms)
     return sum(each.write() for each in chunks)
 
 
-def _exchange(chunks: Sequence[Chunk], step: Step, number: int, take: Take) -> Exchange:
-    into = [chunks[i] for i in step.recv_chunks]
-    out = [chunks[i] for i in step.send_chunks]
-    return Exchange(
-        send_to=step.send_to,
-        payload=None if step.send_to is None else _message(out, step, take),
-        recv_from=step.recv_from,
-        nbytes=sum(_sizes(into, step.recv_terms)),
-        round=number,
-        recv_chunks=step.recv_chunks,
-        send_chunks=step.send_chunks,
-        place=into[0].place if step.kind == "copy" and len(into) == 1 else None,
-    )
-
-
 def _sizes(chunks: Sequence[Chunk], terms: Sequence[int]) -> list[int]:
     """Return the bytes of each payload in a message."""
-    return [each.sent.of(m).size_bytes for each, m in zip(chunks, terms, strict=True)]
+    return [each.plan.wire.size_bytes(each.n, m) for each, m in zip(chunks, terms, strict=True)]
 
 
 def _message(chunks: Sequence[Chunk], step: Step, take: Take) -> Array:
-    """Return the payloads of chunks one after another."""
-    if len(chunks) == 1:
-        return chunks[0].outgoing(step.kind)
-    sizes = _sizes(chunks, step.send_terms)
+    """Return the payloads of the chunks that a step sends, one after another."""
+    if len(step.send_chunks) == 1:
+        return chunks[step.send_chunks[0]].outgoing(step.kind)
+    gone = [chunks[i] for i in step.send_chunks]
+    sizes = _sizes(gone, step.send_terms)
     message = take(sum(sizes))
-    for each, size, end in zip(chunks, sizes, accumulate(sizes), strict=True):
+    for each, size, end in zip(gone, sizes, accumulate(sizes), strict=True):
         place = message[end - size : end]
         payload = each.outgoing(step.kind, None if (end - size) % ALIGNED_BYTES else place)
         if payload is not place:

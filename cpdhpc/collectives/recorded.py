@@ -12,15 +12,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..ops.payloads import Array, Exact, Packed, Raw, Wire
-from ..world.mpi import SPINS
+from ..ops import backend_of
+from ..ops.payloads import Array
+from ..world.mpi import POLLS
 from ..world.ranks import Ranks, Wait
-from .engine import Exchange, fresh, give_up, why_receive, why_send
+from .engine import Exchange, fresh, give_up, wait_to_receive, wait_to_send
 from .method import Method, Segment, shift_bytes
 from .rank_program import Plan, program
 
 Call = Callable[[], Any]
-LOOKS = range(SPINS)  # at a message, before the world waits for it
+POLLED = range(POLLS)  # how often a message is asked for before the world waits for it
 
 
 class _Round(NamedTuple):
@@ -31,12 +32,12 @@ class _Round(NamedTuple):
     calls: list[Call]
 
 
-class Tape:
+class Recording:
     """What the rank of this process does in an all-reduce of one piece, from start to end.
 
-    Its program, that of executor.py, runs once, on wires that write down what they are asked for
-    instead of doing it. So every schedule can be written down, and what is done later are the
-    calls of the program in its order, on arrays that are made here, with persistent requests.
+    Its program runs once, on a wire whose kernels write down what they are asked for instead of
+    doing it. So every schedule can be recorded, and what is done later are the calls of the
+    program in its order, on arrays that are made here, with persistent requests.
     plan: of a method that repeats; its shifts may be overwritten from run to run
     x, out: float32[n], that do not overlap: where the values and the result will be
     what: named in messages; freed: whether run is an error
@@ -54,12 +55,13 @@ class Tape:
         self._record()
         self._first[:0] = [each.wait.requests[0].Start for each in self._rounds]
         if self._rounds or self._sends:
-            world.tapes.add(self)
+            world.cache.hold(self)
 
     def _record(self) -> None:
         """Run the program up to its end, and write it down."""
         (piece,) = self.plan.pieces(self.x.size)
-        plan = replace(self.plan, wire=_taped(self.plan.wire, self), copy=self._copy)
+        wire = replace(self.plan.wire, kernels=_Recorder(self))
+        plan = replace(self.plan, wire=wire, copy=partial(self.add, np.copyto))
         take = partial(fresh, self.x)
         steps = program(plan, piece, self._rank, self.x, self.out, take)
         received = None
@@ -71,23 +73,19 @@ class Tape:
             self._send(exchange)
             received = self._receive(exchange)
 
-    def _copy(self, place: Array, payload: Array) -> None:
-        self.call(place.size, np.copyto, place, payload)
+    def add(self, kernel: Callable[..., Any], *arguments: Any, **options: Any) -> int:
+        """Write down a call of a kernel, unless it is about nothing.
 
-    def call(self, n: int, function: Callable[..., Any], *arguments: Any) -> None:
-        """Write down a call, unless it is about nothing: n values."""
-        if n:
-            self._calls.append(partial(function, *arguments))
+        What it finds not finite in its out counts where that is in the result; returns 0.
+        """
+        if all(each.size for each in arguments if isinstance(each, np.ndarray)):
+            out, call = options.get("out"), partial(kernel, *arguments, **options)
+            counts = out is not None and np.may_share_memory(out, self.out)
+            self._calls.append(partial(self._count, call) if counts else call)
+        return 0
 
-    def count(self, out: Array, function: Callable[..., int], *arguments: Any) -> None:
-        """Write down a call that decodes into out; what is not finite counts in the result only."""
-        if np.may_share_memory(out, self.out):
-            self.call(out.size, self._add_up, function, *arguments)
-        else:
-            self.call(out.size, function, *arguments)
-
-    def _add_up(self, function: Callable[..., int], *arguments: Any) -> None:
-        self._bad += function(*arguments)
+    def _count(self, call: Callable[[], int]) -> None:
+        self._bad += call()
 
     def _send(self, exchange: Exchange) -> None:
         to, payload = exchange.send_to, exchange.payload
@@ -96,7 +94,7 @@ class Tape:
         self.sent, self.sent_bytes = self.sent + 1, self.sent_bytes + payload.size
         for request in self._world.send_init(self._rank, to, payload):
             self._calls.append(request.Start)
-            wait = Wait([request], self._rank, why_send(self._what, exchange))
+            wait = wait_to_send([request], self._rank, self._what, exchange)
             self._sends.append(_Round(request.Test, wait, []))
 
     def _receive(self, exchange: Exchange) -> Array:
@@ -108,7 +106,7 @@ class Tape:
         buffer = fresh(self.x, exchange.nbytes) if place is None else place
         for request in self._world.recv_init(source, self._rank, buffer):
             self._calls = []
-            wait = Wait([request], self._rank, why_receive(self._what, exchange))
+            wait = wait_to_receive([request], self._rank, self._what, exchange)
             self._rounds.append(_Round(request.Test, wait, self._calls))
         return buffer
 
@@ -137,7 +135,7 @@ class Tape:
 
     def _go_through(self, rounds: list[_Round]) -> None:
         for done, wait, calls in rounds:
-            for _ in LOOKS:
+            for _ in POLLED:
                 if done():
                     break
             else:
@@ -146,102 +144,24 @@ class Tape:
                 call()
 
     def free(self) -> None:
-        """Free the requests; the tape cannot be run any more."""
+        """Free the requests; the recording cannot be run any more."""
         self.freed = True
-        self._world.tapes.discard(self)
+        self._world.cache.release(self)
         for each in (*self._rounds, *self._sends):
             each.wait.requests[0].Free()
         self._rounds, self._sends = [], []
 
 
-@dataclass(frozen=True)
-class _TapedRaw(Raw):
-    """A raw wire that writes down its operations; they are those of Raw on fixed views."""
+class _Recorder:
+    """Stands for the kernels of a wire, and writes down what is asked of them."""
 
-    tape: Tape
+    def __init__(self, recording: Recording) -> None:
+        self._recording, self._kernels = recording, backend_of(recording.x)
 
-    def encode(self, x: Array, shifts: Any, key: Any, offset: int, payload: Array) -> None:
-        self.tape.call(x.size, np.copyto, payload.view(np.float32), x)
-
-    def decode(self, payload: Array, shifts: Any, out: Array) -> int:
-        self.tape.call(out.size, np.copyto, out, payload.view(np.float32))
-        return 0
-
-    def add(self, payload: Array, shifts: Any, x: Array, out: Array) -> None:
-        self.tape.call(x.size, np.add, x, payload.view(np.float32), out)
-
-    def add_encode(
-        self,
-        came: Array,
-        came_shifts: Any,
-        x: Array,
-        shifts: Any,
-        key: Any,
-        offset: int,
-        payload: Array,
-        out: Array | None,
-    ) -> int:
-        self.tape.call(x.size, np.add, x, came.view(np.float32), payload.view(np.float32))
-        return 0 if out is None else self.decode(payload, shifts, out)
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        return partial(self._recording.add, getattr(self._kernels, name))
 
 
-@dataclass(frozen=True)
-class _TapedPacked(Packed):
-    """A packed wire that writes down its operations."""
-
-    tape: Tape
-
-    def encode(self, *arguments: Any, **_: Any) -> None:
-        self.tape.call(arguments[0].size, super().encode, *arguments)
-
-    def decode(self, *arguments: Any, **_: Any) -> int:
-        self.tape.count(arguments[2], super().decode, *arguments)
-        return 0
-
-    def add(self, *arguments: Any, **_: Any) -> None:
-        self.tape.call(arguments[2].size, super().add, *arguments)
-
-    def add_encode(self, *arguments: Any, **_: Any) -> int:
-        out = arguments[7]
-        if out is None:
-            self.tape.call(arguments[2].size, super().add_encode, *arguments)
-        else:
-            self.tape.count(out, super().add_encode, *arguments)
-        return 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class _TapedExact(Exact):
-    """A wire of exact sums that writes down its operations."""
-
-    tape: Tape
-
-    def encode(self, *arguments: Any, **_: Any) -> None:
-        self.tape.call(arguments[0].size, super().encode, *arguments)
-
-    def decode(self, *arguments: Any, **_: Any) -> int:
-        self.tape.count(arguments[2], super().decode, *arguments)
-        return 0
-
-    def add(self, *arguments: Any, **_: Any) -> None:
-        self.tape.call(arguments[0].size, super().add, *arguments)
-
-    def add_encode(self, *arguments: Any, **_: Any) -> None:
-        self.tape.call(arguments[1].size, super().add_encode, *arguments)
-
-
-def _taped(wire: Wire, tape: Tape) -> Wire:
-    """Return a wire like this one that only writes down what it is asked for."""
-    if isinstance(wire, Raw):
-        return _TapedRaw(tape)
-    if isinstance(wire, Packed):
-        return _TapedPacked(wire.cast, wire.fit, tape)
-    return _TapedExact(wire.cast, wire.trits, wire.terms, tape=tape)
-
-
-SMALL_BYTES = 1 << 16  # of float32: copies to and from the tape cost little up to here
-MOST_RANKS = 64  # a tape has a request for each message, up to four for each other rank
-MOST_BYTES = 1 << 20  # over all ranks, whose contributions it may hold
 KEPT = 64  # methods and sizes, those that were used last
 
 
@@ -251,56 +171,50 @@ class _Entry:
 
     nodes: tuple[int, ...]
     calls: int = 0
-    tape: Tape | None = None
+    recording: Recording | None = None
+
+    def free(self) -> None:
+        if self.recording is not None:
+            self.recording.free()
 
 
-def is_small(method: Method, ranks: int, n: int) -> bool:
-    """Whether repeated all-reduces of n values are tapes, where each process has one rank."""
-    fits = 4 * n <= SMALL_BYTES and 4 * n * ranks <= MOST_BYTES and ranks <= MOST_RANKS
-    return fits and method.repeats
+class Recordings(dict[tuple[Method, int], _Entry]):
+    """The entries of a world for methods and sizes, those used last at the end."""
+
+    def entry(self, method: Method, n: int, nodes: tuple[int, ...]) -> _Entry:
+        """Return the entry of a method and a size; forget the one that was not used longest."""
+        entry = self.pop((method, n), None)
+        if entry is None or entry.nodes is not nodes:
+            if entry is not None:
+                entry.free()
+            entry = _Entry(nodes)
+        self[method, n] = entry
+        if len(self) > KEPT:
+            self.pop(next(iter(self))).free()
+        return entry
 
 
-def kept_tape(
+def recording_of(
     world: Ranks,
     method: Method,
     x: Array,
     segments: Sequence[Segment],
     shifts: tuple[Sequence[int], Sequence[int]],
-) -> Tape | None:
-    """Return the tape for arrays like x with these shifts, from the second call on, if it is small.
+) -> Recording | None:
+    """Return the recording for arrays like x with these shifts, from the second call on.
 
     A function of the calls, so the same on all processes, as it must be: programs may exchange
-    notes of where payloads lie instead. The arguments are those of Method.plan.
+    notes of where payloads lie instead. The arguments are those of Method.plan; method.is_small.
     """
-    alone, on_cpu = world.virtual_ranks == 1, isinstance(x, np.ndarray)
-    if not (alone and on_cpu and is_small(method, world.ranks, x.size)):
-        return None
-    entry = _entry(world, (method, x.size))
+    entry = world.cache.get(Recordings, Recordings).entry(method, x.size, world.nodes)
     entry.calls += 1
     if entry.calls == 2:
         plan = method.plan(world.nodes, x, segments, shifts, 0)
         arrays = np.empty(x.size, np.float32), np.empty(x.size, np.float32)
-        entry.tape = Tape(world, plan, *arrays, f"allreduce {method.algorithm}")
-    elif entry.tape is not None and method.shares_shifts:
-        plan = entry.tape.plan
+        entry.recording = Recording(world, plan, *arrays, f"allreduce {method.algorithm}")
+    elif entry.recording is not None and method.shares_shifts:
+        plan = entry.recording.plan
         for place, each in zip((plan.sent_shifts, plan.result_shifts), shifts, strict=True):
             assert place is not None, "they are what the ranks share"
             place[:] = shift_bytes(each, segments, x.size, x)
-    return entry.tape
-
-
-def _entry(world: Ranks, key: tuple[Method, int]) -> _Entry:
-    """Return the entry of a method and a size; forget the one that has not been used longest."""
-    entry: _Entry | None = world.kept.pop(key, None)
-    if entry is None or entry.nodes is not world.nodes:
-        _free(entry)
-        entry = _Entry(world.nodes)
-    world.kept[key] = entry
-    if len(world.kept) > KEPT:
-        _free(world.kept.pop(next(iter(world.kept))))
-    return entry
-
-
-def _free(entry: _Entry | None) -> None:
-    if entry is not None and entry.tape is not None:
-        entry.tape.free()
+    return entry.recording

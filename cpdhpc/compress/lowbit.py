@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from ..collectives.allreduce import Allreduce
+from ..collectives.allreduce import Allreduce, configured
 from ..collectives.method import Machine
 from ..formats import SHIFT_BIAS, TILE, Cast, Overflow, Rounding, packed_bytes, tiles
 from ..ops import backend_of
@@ -47,7 +47,7 @@ class LowBit(Aggregator):
         self._allreduce(seed=0)
 
     def _allreduce(self, seed: int) -> Allreduce:
-        return Allreduce(
+        return configured(
             wire=self.wire,
             algorithm=self.algorithm,
             scaling=self.scaling,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from ..collectives.allreduce import Allreduce
+from ..collectives.allreduce import Allreduce, configured
 from ..collectives.checks import NonFiniteGradient
 from ..collectives.method import Machine
 from ..world.ranks import Ranks
@@ -43,7 +43,7 @@ class NoCompression(Aggregator):
         self._allreduce()
 
     def _allreduce(self) -> Allreduce:
-        return Allreduce(wire="raw", algorithm=self.algorithm, op="mean", machine=self.machine)
+        return configured(wire="raw", algorithm=self.algorithm, op="mean", machine=self.machine)
 
     def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
         """Return the mean over all ranks. See Aggregator.aggregate."""

@@ -9,7 +9,7 @@ from typing import Any, Self
 from ..world.mpi import as_world
 from ..world.ranks import Ranks
 from . import files
-from .array_kinds import Array, kind_of
+from .by_slices import Array, array_backend
 from .layout import Box, Layout
 from .plan import WindowPlan
 
@@ -78,8 +78,8 @@ class DistArray:
                     f"{layout.shape}"
                 )
             place = layout.owner(ranks.rank).slices((0,) * ndim)
-            kind, part = kind_of("DistArray: array", array), array[place]
-            local = kind.empty(array, tuple(part.shape))
+            backend, part = array_backend("DistArray: array", array), array[place]
+            local = backend.empty(array, tuple(part.shape))
             local[...] = part  # a copy: the array may be changed and freed
             return cls(ranks, layout, local)
         everything = Layout.at(layout.shape, root, ranks.size)
@@ -119,7 +119,7 @@ class DistArray:
         compression: str | None = None,
     ) -> None:
         """Write the array as one dataset of an HDF5 file; see files.save. Collective."""
-        host = kind_of("DistArray.save: local", self.local).host(self.local)
+        host = array_backend("DistArray.save: local", self.local).host(self.local)
         files.save(self.world, Path(path), self.layout, host, name, chunks, compression)
 
     @classmethod

@@ -9,43 +9,26 @@ its world's time-out; either way rank, plan and operation are named.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import count
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 
-from .layout import Box
-from .windows import Fill
+from .plan import WindowPlan
 
 BACKWARD = 1_000_000  # is added to a call's number for its backward, and taken off for the next
 
 Tensor = torch.Tensor
 
 
-class Plan(Protocol):
-    """What is needed of a plan: a WindowPlan, or what times one."""
-
-    @property
-    def window(self) -> Box:
-        """See WindowPlan."""
-
-    @property
-    def fills(self) -> Sequence[Fill]:
-        """See WindowPlan."""
-
-    def exchange(self, x: Any, out: Any = None, *, number: int = 0) -> Any:
-        """See WindowPlan.exchange."""
-
-    def accumulate(self, y: Any, out: Any = None, *, number: int = 0) -> Any:
-        """See WindowPlan.accumulate."""
+_calls: WeakKeyDictionary[WindowPlan, count[int]] = (
+    WeakKeyDictionary()
+)  # of each plan, numbered from 1
 
 
-_calls: WeakKeyDictionary[Plan, count[int]] = WeakKeyDictionary()  # of each plan, numbered from 1
-
-
-def exchange(x: Tensor, plan: Plan) -> Tensor:
+def exchange(x: Tensor, plan: WindowPlan) -> Tensor:
     """Return the tensor on the plan's window; its backward is accumulate. Collective.
 
     x: owned.shape + further axes, and on all ranks requiring a gradient or on none; not changed
@@ -56,7 +39,7 @@ def exchange(x: Tensor, plan: Plan) -> Tensor:
     return y
 
 
-def accumulate(y: Tensor, plan: Plan) -> Tensor:
+def accumulate(y: Tensor, plan: WindowPlan) -> Tensor:
     """Return the sums at the owned cells; its backward is exchange, without fills. Collective.
 
     y: window.shape + further axes; all else as exchange
@@ -75,7 +58,7 @@ def join(loss: Tensor, *tensors: Tensor) -> Tensor:
     return joined
 
 
-def _next(plan: Plan) -> int:
+def _next(plan: WindowPlan) -> int:
     return next(_calls.setdefault(plan, count(1))) % BACKWARD
 
 
@@ -94,7 +77,7 @@ class _Exchange(torch.autograd.Function):
     """linear: without what lies beyond the domain, as the transpose of accumulate is."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, plan: Plan, number: int, linear: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, plan: WindowPlan, number: int, linear: bool) -> Tensor:
         ctx.plan, ctx.number = plan, number
         y: Tensor = plan.exchange(_readable(x), number=number)
         for fill in plan.fills if linear else ():
@@ -109,7 +92,7 @@ class _Exchange(torch.autograd.Function):
 
 class _Accumulate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y: Tensor, plan: Plan, number: int) -> Tensor:
+    def forward(ctx: Any, y: Tensor, plan: WindowPlan, number: int) -> Tensor:
         ctx.plan, ctx.number = plan, number
         total: Tensor = plan.accumulate(_readable(y), number=number)
         return total

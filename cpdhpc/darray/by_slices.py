@@ -1,27 +1,198 @@
-"""Pieces of windows packed and unpacked by slices: arrays of every kind and dtype.
+"""Pieces of windows packed and unpacked by slices of NumPy, CuPy and torch arrays, of any dtype.
 
-This is what an exchange and its transpose mean; moving.py does the same in compiled loops.
+This is what an exchange and its transpose mean; compiled.py does the same in compiled loops.
+Arrays of all kinds are sliced, assigned and added alike, by operators; what differs is said first.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from math import prod
+from typing import Any, NamedTuple
 
-from .array_kinds import Array, Kind
+import numpy as np
+import numpy.typing as npt
+
+from ..ops import backend_of
 from .layout import Box
-from .windows import Piece
+from .windows import Piece, RankPieces
 
-if TYPE_CHECKING:
-    from .plan import WindowPlan
+Array = Any  # of any backend
+Bytes = npt.NDArray[np.uint8]
 
 
-class Source(NamedTuple):
-    """What pieces are cut from: the boxes of a rank's two arrays, and how to turn them."""
+class ArrayBackend:
+    """What is needed of arrays besides operators: as NumPy has it; others say what differs.
+
+    like: an array of the backend, dtype and device wanted
+    """
+
+    def dtype(self, x: Array) -> str:
+        """Return the name of the dtype, as float32: the same for all backends."""
+        return str(x.dtype.name)
+
+    def itemsize(self, x: Array) -> int:
+        """Return the bytes of an element."""
+        return int(x.dtype.itemsize)
+
+    def check(self, what: str, x: Array) -> None:
+        """Raise TypeError where an array of the backend cannot be exchanged."""
+        if x.dtype.hasobject:
+            raise TypeError(f"{what} is of {x.dtype}: objects have no bytes that could travel")
+        if not x.dtype.isnative:
+            raise TypeError(f"{what} is of {x.dtype}: must have this machine's order of bytes")
+
+    def empty(self, like: Array, shape: Sequence[int]) -> Array:
+        """Return a new array."""
+        return np.empty(shape, like.dtype)
+
+    def plain(self, x: Array) -> npt.NDArray[Any] | None:
+        """Return the same memory as a NumPy array, maybe of integers; None if it is on a GPU."""
+        if x.dtype.kind in "biufc":
+            return np.asarray(x)
+        return np.asarray(x).view(f"V{x.dtype.itemsize}")
+
+    def host(self, x: Array) -> npt.NDArray[Any]:
+        """Return the values as a NumPy array. Raises TypeError where NumPy has no such dtype."""
+        return np.asarray(x)
+
+    def element(self, like: Array, value: complex) -> Bytes:
+        """Return the bytes of a value as an element. Raises where the dtype does not take it."""
+        one = np.empty(1, like.dtype)
+        one[...] = value
+        return one.view(np.uint8)
+
+    def flip(self, x: Array, axes: Sequence[int]) -> Array:
+        """Return x backwards along some axes."""
+        return x[tuple(slice(None, None, -1 if i in axes else 1) for i in range(x.ndim))]
+
+    def sum(self, a: Array, b: Array) -> Array:
+        """Return a + b, of one shape, as a new array."""
+        return a + b
+
+    def stage(self, like: Array, memory: Bytes) -> Array:
+        """Return a flat array for the elements that memory holds: on the CPU memory itself."""
+        return memory.view(like.dtype)
+
+    def pull(self, stage: Array, memory: Bytes) -> None:
+        """Copy a stage to memory, where it is not that itself."""
+
+    def push(self, stage: Array, memory: Bytes) -> None:
+        """Copy memory to a stage, where it is not that itself."""
+
+
+class _Cupy(ArrayBackend):
+    def empty(self, like: Array, shape: Sequence[int]) -> Array:
+        return np.empty_like(like, shape=tuple(shape))
+
+    def plain(self, x: Array) -> None:
+        return None
+
+    def host(self, x: Array) -> npt.NDArray[Any]:
+        return np.asarray(x.get())
+
+    def sum(self, a: Array, b: Array) -> Array:
+        """CuPy's own sums of float32 lose subnormal numbers; those of ops do not."""
+        if a.dtype.name not in ("float32", "complex64") or not a.size:
+            return a + b
+        copies = [self.empty(a, a.shape) for _ in range(2)]
+        for copy, given in zip(copies, (a, b), strict=True):
+            copy[...] = given
+        flat = [copy.reshape(-1).view(np.float32) for copy in copies]
+        backend_of(flat[0]).add(*flat, out=flat[0])
+        return copies[0]
+
+    def stage(self, like: Array, memory: Bytes) -> Array:
+        return self.empty(like, (memory.size // like.dtype.itemsize,))
+
+    def pull(self, stage: Array, memory: Bytes) -> None:
+        stage.get(out=memory.view(stage.dtype))
+
+    def push(self, stage: Array, memory: Bytes) -> None:
+        stage.set(memory.view(stage.dtype))
+
+
+class _Torch(ArrayBackend):
+    def dtype(self, x: Array) -> str:
+        return str(x.dtype).removeprefix("torch.")
+
+    def itemsize(self, x: Array) -> int:
+        return int(x.element_size())
+
+    def check(self, what: str, x: Array) -> None:
+        torch = sys.modules["torch"]
+        if x.requires_grad and torch.is_grad_enabled():
+            raise TypeError(
+                f"{what} requires a gradient, which would be lost: use cpdhpc.darray.autograd"
+            )
+        if x.layout != torch.strided or x.is_conj() or x.is_neg():
+            raise TypeError(
+                f"{what} is {x.layout}, or a view that only conjugates or negates: must be strided "
+                "and resolved"
+            )
+
+    def empty(self, like: Array, shape: Sequence[int]) -> Array:
+        return like.new_empty(tuple(shape))
+
+    def plain(self, x: Array) -> npt.NDArray[Any] | None:
+        torch = sys.modules["torch"]
+        same = x.detach()
+        return np.asarray((same.view(torch.int16) if x.dtype == torch.bfloat16 else same).numpy())
+
+    def host(self, x: Array) -> npt.NDArray[Any]:
+        return np.asarray(x.detach().cpu().numpy())
+
+    def element(self, like: Array, value: complex) -> Bytes:
+        torch = sys.modules["torch"]
+        if like.dtype != torch.bfloat16:
+            return super().element(np.empty(0, self.dtype(like)), value)
+        return np.asarray(torch.full((1,), value, dtype=like.dtype).view(torch.uint8).numpy())
+
+    def flip(self, x: Array, axes: Sequence[int]) -> Array:
+        return x.flip(tuple(axes)) if axes else x
+
+    def stage(self, like: Array, memory: Bytes) -> Array:
+        return sys.modules["torch"].from_numpy(memory).view(like.dtype)
+
+
+class _TorchGpu(_Torch):
+    def plain(self, x: Array) -> None:
+        return None
+
+    def stage(self, like: Array, memory: Bytes) -> Array:
+        return like.new_empty((memory.size // like.element_size(),))
+
+    def pull(self, stage: Array, memory: Bytes) -> None:
+        super().stage(stage, memory).copy_(stage)
+
+    def push(self, stage: Array, memory: Bytes) -> None:
+        stage.copy_(super().stage(stage, memory))
+
+
+NUMPY, CUPY, TORCH, TORCH_GPU = ArrayBackend(), _Cupy(), _Torch(), _TorchGpu()
+
+
+def array_backend(what: str, x: Array) -> ArrayBackend:
+    """Return the backend of an array. Raises TypeError, naming what, for anything else."""
+    if isinstance(x, np.ndarray):
+        return NUMPY
+    module = type(x).__module__.partition(".")[0]
+    if module == "cupy" and hasattr(x, "dtype"):
+        return CUPY
+    if "torch" in sys.modules and isinstance(x, sys.modules["torch"].Tensor):
+        return TORCH if x.device.type == "cpu" else TORCH_GPU
+    raise TypeError(
+        f"{what} is {type(x).__name__}: known are arrays of NumPy and CuPy and torch tensors"
+    )
+
+
+class Cut(NamedTuple):
+    """What pieces are cut from: the boxes of a rank's two arrays, and their backend."""
 
     owned: Box
     window: Box
-    kind: Kind
+    backend: ArrayBackend
 
     def shown(self, x: Array, piece: Piece) -> Array:
         """Return the cells of a piece in the array on the owned box."""
@@ -33,7 +204,7 @@ class Source(NamedTuple):
 
     def turned(self, values: Array, piece: Piece) -> Array:
         """Return values backwards along the axes that a piece shows so."""
-        return self.kind.flip(values, [i for i, step in enumerate(piece.steps) if step < 0])
+        return self.backend.flip(values, [i for i, step in enumerate(piece.steps) if step < 0])
 
     def gathered(self, y: Array, piece: Piece) -> Array:
         """Return a piece of a window in the shape of its source.
@@ -46,70 +217,70 @@ class Source(NamedTuple):
             return values
         total = values[places[0]]
         for place in places[1:]:
-            total = self.kind.sum(total, values[place])
+            total = self.backend.sum(total, values[place])
         return total
 
 
-def flat_pieces(pieces: Sequence[Piece], values: Array, trail: tuple[int, ...]) -> Iterator[Array]:
-    """Yield the part of a message that each piece takes, in the shape of its source."""
-    size, start = 1, 0
-    for n in trail:
-        size *= n
+def parts(
+    cut: Cut, pieces: Sequence[Piece], array: Array, values: Array
+) -> Iterator[tuple[Piece, Array]]:
+    """Yield pieces and the part of a message that each takes, in the shape of its source.
+
+    array: from which or to which the cells go, with the further axes
+    """
+    trail, start = tuple(array.shape[cut.owned.ndim :]), 0
     for piece in pieces:
-        stop = start + piece.source.size * size
-        yield values[start:stop].reshape(piece.source.shape + trail)
+        shape = piece.source.shape + trail
+        stop = start + prod(shape)
+        yield piece, values[start:stop].reshape(shape)
         start = stop
 
 
-def pack_cells(cut: Source, pieces: Sequence[Piece], x: Array, values: Array) -> None:
+def pack_cells(cut: Cut, pieces: Sequence[Piece], x: Array, values: Array) -> None:
     """Write the cells of an owned box that pieces show into a message."""
-    trail = tuple(x.shape[cut.owned.ndim :])
-    for piece, part in zip(pieces, flat_pieces(pieces, values, trail), strict=True):
+    for piece, part in parts(cut, pieces, x, values):
         part[...] = cut.shown(x, piece)
 
 
-def unpack_cells(cut: Source, pieces: Sequence[Piece], values: Array, out: Array) -> None:
+def unpack_cells(cut: Cut, pieces: Sequence[Piece], values: Array, out: Array) -> None:
     """Write a message where its pieces show in a window."""
-    trail = tuple(out.shape[cut.owned.ndim :])
-    for piece, part in zip(pieces, flat_pieces(pieces, values, trail), strict=True):
+    for piece, part in parts(cut, pieces, out, values):
         out[cut.target(piece)] = cut.turned(part, piece)
 
 
-def pack_sums(cut: Source, pieces: Sequence[Piece], y: Array, values: Array) -> None:
+def pack_sums(cut: Cut, pieces: Sequence[Piece], y: Array, values: Array) -> None:
     """Write the cells of a window into a message, in the shapes of their sources."""
-    trail = tuple(y.shape[cut.owned.ndim :])
-    for piece, part in zip(pieces, flat_pieces(pieces, values, trail), strict=True):
+    for piece, part in parts(cut, pieces, y, values):
         part[...] = cut.gathered(y, piece)
 
 
-def add_sums(cut: Source, pieces: Sequence[Piece], values: Array, out: Array) -> None:
+def add_sums(cut: Cut, pieces: Sequence[Piece], values: Array, out: Array) -> None:
     """Add a message to the owned cells that its pieces show."""
-    trail = tuple(out.shape[cut.owned.ndim :])
-    for piece, part in zip(pieces, flat_pieces(pieces, values, trail), strict=True):
+    for piece, part in parts(cut, pieces, out, values):
         _add(cut, piece, part, out)
 
 
-def _add(cut: Source, piece: Piece, values: Array, out: Array) -> None:
+def _add(cut: Cut, piece: Piece, values: Array, out: Array) -> None:
     """Add values to the owned cells that a piece shows."""
     place = piece.source.slices(cut.owned.start)
-    out[place] = cut.kind.sum(out[place], values)
+    out[place] = cut.backend.sum(out[place], values)
 
 
-def show_own(cut: Source, plan: WindowPlan, x: Array, out: Array) -> None:
+def show_own(cut: Cut, pieces: RankPieces, x: Array, out: Array) -> None:
     """Fill what no one owns in a window, and what shows this rank's own cells."""
-    for fill in plan.fills:
+    for fill in pieces.fills:
         out[fill.target.slices(cut.window.start)] = fill.value
-    for piece in plan.local:
+    for piece in pieces.local:
         out[cut.target(piece)] = cut.turned(cut.shown(x, piece), piece)
 
 
-def sum_own(cut: Source, plan: WindowPlan, y: Array, out: Array) -> None:
+def sum_own(cut: Cut, pieces: RankPieces, y: Array, out: Array) -> None:
     """Begin the sums: the cell of the window itself where there is one, else zero; then mirrors."""
-    for box in plan.uncovered:
+    for box in pieces.uncovered:
         out[box.slices(cut.owned.start)] = 0
-    for piece in plan.local:
+    for piece in pieces.local:
         if piece.is_itself:
             out[piece.source.slices(cut.owned.start)] = y[cut.target(piece)]
-    for piece in plan.local:
+    for piece in pieces.local:
         if not piece.is_itself:
             _add(cut, piece, cut.gathered(y, piece), out)

@@ -1,29 +1,23 @@
-"""Channels: the lanes of a plan for one operation, dtype and shape of cells, and their use."""
+"""Channels: the mailboxes of a plan for one operation, dtype and shape of cells, and their use."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 from zlib import crc32
 
 import numpy as np
-import numpy.typing as npt
 
 from ..ops.moves import ADDED
 from ..ops.payloads import Packed
-from . import compiled
-from .array_kinds import NUMPY, Array, Kind
-from .by_slices import Source
-from .compiled import ACCUMULATE, EXCHANGE, Operation, Plain, Program
-from .mailbox import SLOTS, Incoming, Outgoing, Purpose
-from .windows import Piece
+from ..world.ranks import Ranks
+from .by_slices import NUMPY, Array, ArrayBackend, Bytes, Cut
+from .compiled import EXCHANGE, Operation, Plain, Program
+from .mailbox import SLOTS, Inbox, Mailbox, Outbox, Purpose
+from .windows import Message, RankPieces
 
-if TYPE_CHECKING:
-    from .plan import Message, WindowPlan
-
-Bytes = npt.NDArray[np.uint8]
+AnyMailbox = TypeVar("AnyMailbox", bound=Mailbox)
 PROGRAMS = 16  # of a channel: for so many strides
 NO_KEY = (0, 0)  # of random bits: wires round to the nearest
 
@@ -32,7 +26,7 @@ NO_KEY = (0, 0)  # of random bits: wires round to the nearest
 class Call:
     """One exchange under way: x and out as they came, and as NumPy arrays where they are that."""
 
-    kind: Kind
+    backend: ArrayBackend
     x: Array
     out: Array
     plain: tuple[Plain, Plain] | None
@@ -45,10 +39,11 @@ class Call:
         return self.serial % SLOTS
 
     @property
-    def sliced(self) -> tuple[Kind, Array, Array]:
-        """The kind, x and out for slices: NumPy's for torch where it can: torch adds fewer."""
-        if self.plain is None or self.kind is NUMPY or self.kind.dtype(self.x) == "bfloat16":
-            return self.kind, self.x, self.out
+    def sliced(self) -> tuple[ArrayBackend, Array, Array]:
+        """The backend, x and out for slices: NumPy's for torch where it can: torch adds fewer."""
+        backend = self.backend
+        if self.plain is None or backend is NUMPY or backend.dtype(self.x) == "bfloat16":
+            return backend, self.x, self.out
         return NUMPY, *self.plain
 
     @property
@@ -60,15 +55,20 @@ class Call:
 
 @dataclass
 class Channel:
-    """Lanes, and programs by the strides of arrays.
+    """Mailboxes, and programs by the strides of arrays.
 
-    wire: None for the cells' own bytes; like: an array of the kind and dtype
+    pieces, stream, name, wire_name: of the plan; like: an array of the backend and dtype
+    trail: further axes of the arrays; wire: None for the cells' own bytes
     serial: of the last call that was begun; open: serials of calls that are not finished
     """
 
-    plan: WindowPlan
+    world: Ranks
+    pieces: RankPieces
+    stream: int
+    name: str
+    wire_name: str
     operation: Operation
-    kind: Kind
+    backend: ArrayBackend
     like: Array
     trail: tuple[int, ...]
     wire: Packed | None
@@ -77,57 +77,48 @@ class Channel:
     programs: dict[Any, Program] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        plan, name = self.plan, self.operation.name
-        self.dtype, self.itemsize = self.kind.dtype(self.like), self.kind.itemsize(self.like)
+        world, name = self.world, self.operation.name
+        self.what = f"{name} of plan {self.name!r}"
+        self.dtype, self.itemsize = self.backend.dtype(self.like), self.backend.itemsize(self.like)
         self.compiled = self.wire is None and (self.operation is EXCHANGE or self.dtype in ADDED)
-        key = f"{name} of {self.dtype}, further axes {self.trail}, wire {plan.wire}"
-        self.mark = (crc32(key.encode()) >> 1) << 32  # in front of the numbers of calls
-        purpose = Purpose(plan.stream, f"{name} of plan {plan.name!r}", key)
-        sent, received = self.operation.sent(plan), self.operation.received(plan)
+        key = f"{name} of {self.dtype}, further axes {self.trail}, wire {self.wire_name}"
+        self.number_prefix = (crc32(key.encode()) >> 1) << 32  # in front of the numbers of calls
+        purpose = Purpose(self.stream, self.what, key)
+        sent, received = self.operation.sent(self.pieces), self.operation.received(self.pieces)
 
-        def lane(make: Any, message: Message) -> Any:
-            size = self.payload_bytes(message)
-            return make(plan.world, message.rank, size, purpose, plan.world.shared())
+        def mailbox(make: type[AnyMailbox], message: Message) -> AnyMailbox:
+            size_bytes = self.payload_bytes(message)
+            return make(world, message.rank, size_bytes, purpose, world.shared())
 
-        self.receiving = [(lane(Incoming, each), each.pieces) for each in received]
-        self.sending = [(lane(Outgoing, each), each.pieces) for each in sent]
-        self.requesting = [lane for lane, _ in self.receiving if lane.requests]
-        self.sent_bytes = sum(lane.size_bytes for lane, _ in self.sending)
-        self.sent = len(self.sending)
-        self.bytes_counter = plan.world.bytes_sent.data  # faster than the arrays
-        self.messages_counter = plan.world.messages_sent.data
-        self.temporary = np.empty(
-            max((self.raw_bytes(each) for each in (*sent, *received)), default=0), np.uint8
-        )
+        self.receiving = [(mailbox(Inbox, each), each) for each in received]
+        self.sending = [(mailbox(Outbox, each), each) for each in sent]
+        self.sent_bytes = sum(outbox.size_bytes for outbox, _ in self.sending)
+        self.bytes_counter = world.bytes_sent.data  # faster than the arrays
+        self.messages_counter = world.messages_sent.data
+        most_bytes = max((self.cells_bytes(each) for each in (*sent, *received)), default=0)
+        self.temporary = np.empty(most_bytes, np.uint8)
 
-    def raw_bytes(self, message: Message) -> int:
+    def cells_bytes(self, message: Message) -> int:
         """Return the bytes of a message's cells."""
         return message.cells * prod(self.trail) * self.itemsize
 
     def payload_bytes(self, message: Message) -> int:
         """Return the bytes of a message on the wire."""
-        n = self.raw_bytes(message)
+        n = self.cells_bytes(message)
         return n if self.wire is None else self.wire.size_bytes(n // self.itemsize)
 
-    def element(self, value: complex) -> Bytes:
-        """Return the bytes of a value as an element."""
-        return self.kind.element(self.like, value)
-
-    def cut(self, kind: Kind) -> Source:
+    def cut(self, backend: ArrayBackend) -> Cut:
         """Return what slices need to know."""
-        return Source(self.plan.owned, self.plan.window, kind)
+        return Cut(self.pieces.owned, self.pieces.window, backend)
 
     def prepare(self, call: Call) -> None:
-        """Give a call its number, before anything is sent.
+        """Give a call its serial number, before anything is sent.
 
         Raises RuntimeError where the slots are taken, ValueError where the arrays overlap.
         """
         call.serial = self.serial + 1
         if call.serial - SLOTS in self.open:
-            raise RuntimeError(
-                f"{self.operation.name} of plan {self.plan.name!r}: {SLOTS} are under way already: "
-                "finish one first"
-            )
+            raise RuntimeError(f"{self.what}: {SLOTS} are under way already: finish one first")
         if call.plain and not self.apart(*call.plain):
             raise ValueError(
                 f"{self.operation.name}: out overlaps what is given: it may only have that, or be "
@@ -140,15 +131,16 @@ class Channel:
         """Whether two arrays share nothing, or one is the owned part of the other."""
         if not np.may_share_memory(x, out):
             return True
-        own, all_ = (out, x) if self.operation is ACCUMULATE else (x, out)
-        part = self.plan.inside(all_) if self.plan.window.contains(self.plan.owned) else None
+        pieces = self.pieces
+        own, whole = (x, out) if self.operation is EXCHANGE else (out, x)
+        part = pieces.inside(whole) if pieces.window.contains(pieces.owned) else None
         return part is not None and _same(part, own)
 
     def begin(self, call: Call) -> None:
         """Pack and send; do what needs no message."""
         program = self.program(call)
-        for incoming, _ in self.receiving:
-            incoming.start(call.slot)
+        for inbox, _ in self.receiving:
+            inbox.start(call.slot)
         if program is None:
             self._begin_by_slices(call)
         else:
@@ -158,34 +150,34 @@ class Channel:
     def count(self) -> None:
         """Count the messages of a call."""
         self.bytes_counter[0] += self.sent_bytes
-        self.messages_counter[0] += self.sent
+        self.messages_counter[0] += len(self.sending)
 
     def _begin_by_slices(self, call: Call) -> None:
-        kind, x, out = call.sliced
-        cut = self.cut(kind)
-        for lane, pieces in self.sending:
-            lane.reserve(call.slot, call.serial)
-            payload = lane.payload(call.slot)
-            memory = self._values(pieces, payload)
-            values = kind.stage(x, memory)
-            self.operation.pack(cut, pieces, x, values)
-            kind.pull(values, memory)
+        backend, x, out = call.sliced
+        cut = self.cut(backend)
+        for outbox, message in self.sending:
+            outbox.reserve(call.slot, call.serial)
+            payload = outbox.payload(call.slot)
+            memory = self._cells_of(message, payload)
+            values = backend.stage(x, memory)
+            self.operation.pack(cut, message.pieces, x, values)
+            backend.pull(values, memory)
             if self.wire is not None:
                 self.wire.encode(memory.view(np.float32), None, NO_KEY, 0, payload)
-            lane.send(call.slot, call.serial, call.number)
-        self.operation.own(cut, self.plan, x, out)
+            outbox.send(call.slot, call.serial, call.number)
+        self.operation.own(cut, self.pieces, x, out)
 
     def progress(self, call: Call) -> bool:
         """Whether all messages of a call have come; MPI is asked for each, so that it goes on."""
-        for outgoing, _ in self.sending:
-            outgoing.moved(call.slot)
-        return all([incoming.has_come(call.slot, call.serial) for incoming, _ in self.receiving])
+        for outbox, _ in self.sending:
+            outbox.moved(call.slot)
+        return all([inbox.has_come(call.slot, call.serial) for inbox, _ in self.receiving])
 
     def finish(self, call: Call) -> None:
         """Take in the messages, in the order of the ranks."""
         program = self.program(call)
-        for lane, _ in self.receiving:
-            lane.connect()
+        for inbox, _ in self.receiving:
+            inbox.connect()
         if program is None:
             self._finish_by_slices(call)
         else:
@@ -193,53 +185,58 @@ class Channel:
         self.open.remove(call.serial)
 
     def _finish_by_slices(self, call: Call) -> None:
-        kind, _, out = call.sliced
-        cut = self.cut(kind)
-        for lane, pieces in self.receiving:
-            lane.receive(call.slot, call.serial, call.number)
-            payload = lane.payload(call.slot)
-            memory = self._values(pieces, payload)
+        backend, _, out = call.sliced
+        cut = self.cut(backend)
+        for inbox, message in self.receiving:
+            inbox.receive(call.slot, call.serial, call.number)
+            payload = inbox.payload(call.slot)
+            memory = self._cells_of(message, payload)
             if self.wire is not None:
                 self.wire.decode(payload, None, memory.view(np.float32))
-            values = kind.stage(out, memory)
-            kind.push(values, memory)
-            self.operation.unpack(cut, pieces, values, out)
-            lane.release(call.slot, call.serial)
+            values = backend.stage(out, memory)
+            backend.push(values, memory)
+            self.operation.unpack(cut, message.pieces, values, out)
+            inbox.release(call.slot, call.serial)
 
-    def _values(self, pieces: Sequence[Piece], payload: Bytes) -> Bytes:
+    def _cells_of(self, message: Message, payload: Bytes) -> Bytes:
         """Return memory for the cells of a message: its payload, unless the wire changes them."""
-        if self.wire is None:
-            return payload
-        cells = sum(piece.source.size for piece in pieces)
-        return self.temporary[: cells * prod(self.trail) * self.itemsize]
+        return payload if self.wire is None else self.temporary[: self.cells_bytes(message)]
 
     def program(self, call: Call) -> Program | None:
         """Return the program for arrays of such strides, if the channel has programs.
 
-        It has when its lanes are connected, which the first call does.
+        It has when its mailboxes are connected, which the first call does.
         """
-        if not (call.plain and self.compiled and all(lane.memory is not None for lane, _ in
-                                                     self.receiving)):  # fmt: skip
+        if call.plain is None or not self.compiled:
+            return None
+        if any(inbox.memory is None for inbox, _ in self.receiving):
             return None
         x, out = call.plain
         key = x.strides, out.strides
         if key not in self.programs:
-            reverse = self.operation is ACCUMULATE
-            owned, window = self.plan.owned, self.plan.window
-            frame = compiled.frame_of(owned, window, x, out, self.dtype, reverse)
             if len(self.programs) == PROGRAMS:
                 del self.programs[next(iter(self.programs))]
-            self.programs[key] = Program(self, frame, x, out)
+            fills = self.pieces.fills if self.operation is EXCHANGE else ()
+            self.programs[key] = Program(
+                self.operation,
+                self.pieces,
+                self.sending,
+                self.receiving,
+                [self.backend.element(self.like, fill.value) for fill in fills],
+                x,
+                out,
+                self.dtype,
+            )
         return self.programs[key]
 
     def free(self) -> None:
         """Wait until the others have read everything, and free requests and memory."""
         self.programs.clear()
-        for outgoing, _ in self.sending:
-            outgoing.close(self.serial)
-        for incoming, _ in self.receiving:
-            incoming.connect()
-            incoming.free()
+        for outbox, _ in self.sending:
+            outbox.close(self.serial)
+        for inbox, _ in self.receiving:
+            inbox.connect()
+            inbox.free()
 
 
 def _same(one: Plain, other: Plain) -> bool:

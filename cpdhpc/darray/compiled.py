@@ -1,11 +1,14 @@
-"""Exchange and accumulate compiled: lists of copies and sums cut where MPI has something to do."""
+"""Exchange and accumulate compiled: lists of copies and sums cut where MPI has something to do.
+
+EXCHANGE and ACCUMULATE, at the end, are the two operations: each sends what the other receives.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -13,15 +16,10 @@ import numpy.typing as npt
 from ..ops import moves
 from ..ops.moves import MEMORY, OUT, Row, Side, X, run_moves
 from . import by_slices
-from .array_kinds import Array
-from .by_slices import Source
+from .by_slices import Array, Bytes, Cut
 from .layout import Box
-from .mailbox import HEAD_BYTES, SLOTS, Lane
-from .windows import Fill, Piece
-
-if TYPE_CHECKING:
-    from .channel import Channel
-    from .plan import Message, WindowPlan
+from .mailbox import HEAD_BYTES, SLOTS, Inbox, Mailbox, Outbox
+from .windows import Message, Piece, RankPieces
 
 Plain = npt.NDArray[np.generic]
 
@@ -104,8 +102,8 @@ def pack_cells(frame: Frame, piece: Piece, base: int, offset: int) -> list[Row]:
 def unpack_cells(frame: Frame, piece: Piece, base: int, offset: int) -> list[Row]:
     """Return the rows that copy a message to where it shows in a window."""
     shape = piece.target.shape + frame.trail
-    came = frame.message(base, offset, piece)
-    return moves.copy(shape, frame.itemsize, came, frame.target(piece))
+    message = frame.message(base, offset, piece)
+    return moves.copy(shape, frame.itemsize, message, frame.target(piece))
 
 
 def pack_sums(frame: Frame, piece: Piece, base: int, offset: int) -> list[Row]:
@@ -125,44 +123,48 @@ def pack_sums(frame: Frame, piece: Piece, base: int, offset: int) -> list[Row]:
 def add_sums(frame: Frame, piece: Piece, base: int, offset: int) -> list[Row]:
     """Return the rows that add a message to owned cells."""
     shape = piece.source.shape + frame.trail
-    came = frame.message(base, offset, piece)
-    return moves.add(shape, frame.itemsize, came, frame.source(piece), frame.dtype)
+    message = frame.message(base, offset, piece)
+    return moves.add(shape, frame.itemsize, message, frame.source(piece), frame.dtype)
 
 
-def show_own(
-    frame: Frame, local: Sequence[Piece], fills: Sequence[tuple[Fill, int]], base: int
-) -> Iterator[Row]:
-    """Yield the rows that fill, and that copy own cells to where they show in the window.
+Own = tuple[Bytes, list[Row]]  # memory, which rows know as the base MEMORY, and the rows
 
-    fills: with the offset of the element in the memory of a base
+
+def show_own(frame: Frame, pieces: RankPieces, values: Sequence[Bytes]) -> Own:
+    """Return what fills, and copies own cells to where they show in the window.
+
+    values: the element that each fill writes
     """
-    for fill, offset in fills:
+    rows = list[Row]()
+    for i, fill in enumerate(pieces.fills):
         side = frame.target(_whole(fill.target))
         shape = fill.target.shape + frame.trail
-        yield from moves.fill(shape, frame.itemsize, Side(base, offset, ()), side)
-    for piece in local:
+        rows += moves.fill(shape, frame.itemsize, Side(MEMORY, i * frame.itemsize, ()), side)
+    for piece in pieces.local:
         shape = piece.target.shape + frame.trail
-        yield from moves.copy(shape, frame.itemsize, frame.source(piece), frame.target(piece))
+        rows += moves.copy(shape, frame.itemsize, frame.source(piece), frame.target(piece))
+    return np.concatenate([*values, np.zeros(1, np.uint8)]), rows
 
 
-def sum_own(
-    frame: Frame, local: Sequence[Piece], uncovered: Sequence[Box], base: int
-) -> Iterator[Row]:
-    """Yield the rows that begin the sums with own cells. base: memory, an element of zeros first.
+def sum_own(frame: Frame, pieces: RankPieces, values: Sequence[Bytes]) -> Own:
+    """Return what begins the sums with own cells.
 
-    Behind the element there is room for the largest piece.
+    Its memory is an element of zeros, and behind it room for the largest piece.
     """
-    for box in uncovered:
+    rows, local = list[Row](), pieces.local
+    for box in pieces.uncovered:
         side, shape = frame.source(_whole(box)), box.shape + frame.trail
-        yield from moves.fill(shape, frame.itemsize, Side(base, 0, ()), side)
+        rows += moves.fill(shape, frame.itemsize, Side(MEMORY, 0, ()), side)
     for piece in local:
         shape = piece.source.shape + frame.trail
         if piece.is_itself:
-            yield from moves.copy(shape, frame.itemsize, frame.target(piece), frame.source(piece))
+            rows += moves.copy(shape, frame.itemsize, frame.target(piece), frame.source(piece))
     for piece in local:
         if not piece.is_itself:
-            yield from pack_sums(frame, piece, base, frame.itemsize)
-            yield from add_sums(frame, piece, base, frame.itemsize)
+            rows += pack_sums(frame, piece, MEMORY, frame.itemsize)
+            rows += add_sums(frame, piece, MEMORY, frame.itemsize)
+    largest = max((piece.source.size for piece in local), default=0)
+    return np.zeros(frame.itemsize + largest * frame.cell_bytes, np.uint8), rows
 
 
 def _whole(box: Box) -> Piece:
@@ -179,26 +181,28 @@ def inside(frame: Frame) -> int:
     return ahead if frame.on_window == OUT else -ahead
 
 
-def frame_of(owned: Box, window: Box, x: Plain, out: Plain, dtype: str, reverse: bool) -> Frame:
-    """Return the frame of two arrays. reverse: x lies on the window, out on the owned box."""
+def frame_of(pieces: RankPieces, x: Plain, out: Plain, dtype: str, from_owned: bool) -> Frame:
+    """Return the frame of two arrays. from_owned: x lies on the owned box, out on the window."""
+    owned, window = pieces.owned, pieces.window
     trail, itemsize = x.shape[owned.ndim :], x.itemsize
-    if reverse:
-        return Frame(owned, window, OUT, X, out.strides, x.strides, trail, itemsize, dtype)
-    return Frame(owned, window, X, OUT, x.strides, out.strides, trail, itemsize, dtype)
+    if from_owned:
+        return Frame(owned, window, X, OUT, x.strides, out.strides, trail, itemsize, dtype)
+    return Frame(owned, window, OUT, X, out.strides, x.strides, trail, itemsize, dtype)
 
 
-LOOKS = 200  # at a word, before the world waits for it
-LENT_RUN = 1024  # bytes that lie together: shorter runs are not the kernel's to deal out
-Bytes = npt.NDArray[np.uint8]
+POLLS = 200  # of a word, before the world waits for it
+LENT_RUN = 1024  # bytes that lie together: shorter runs are not worth the kernel's help
+Sending = Sequence[tuple[Outbox, Message]]  # what travels through each mailbox
+Receiving = Sequence[tuple[Inbox, Message]]
 
 
 class Span(NamedTuple):
-    """Rows first..last; before them requests of a lane must be complete, behind them they start."""
+    """Rows first..last, and the mailboxes whose requests must be complete before, start behind."""
 
     first: int
     last: int
-    before: Lane | None = None
-    after: Lane | None = None
+    before: Mailbox | None = None
+    after: Mailbox | None = None
 
 
 class Order(NamedTuple):
@@ -210,28 +214,40 @@ class Order(NamedTuple):
 
 
 class Program:
-    """An operation on arrays of given strides, on a channel whose lanes are connected.
+    """An operation on arrays of given strides, through mailboxes that are connected.
 
+    sending, receiving: the mailboxes; fill_values: the element that each fill of the pieces writes
     slots: the spans for each slot; compiled: what run_moves takes
     ends: for each slot the first row of a call, the one up to which MPI is not needed, and the
         one behind the last
     """
 
-    def __init__(self, channel: Channel, frame: Frame, x: Plain, out: Plain) -> None:
-        self._channel, self._frame = channel, frame
-        self._lanes: list[Lane] = [lane for lane, _ in (*channel.sending, *channel.receiving)]
-        room, self._own = channel.operation.own_rows(channel, frame)
+    def __init__(
+        self,
+        operation: Operation,
+        pieces: RankPieces,
+        sending: Sending,
+        receiving: Receiving,
+        fill_values: Sequence[Bytes],
+        x: Plain,
+        out: Plain,
+        dtype: str,
+    ) -> None:
+        self._operation, self._sending, self._receiving = operation, sending, receiving
+        self._frame = frame_of(pieces, x, out, dtype, operation.is_copy)
+        self._mailboxes: list[Mailbox] = [each for each, _ in (*sending, *receiving)]
+        memory, self._own = operation.own_rows(self._frame, pieces, fill_values)
         self._list: list[Row] = []
         self.slots = [self._order(slot) for slot in range(SLOTS)]
         self._rows = moves.rows(self._list)
-        self._needs_mpi = any(lane.requests for lane in self._lanes)
+        self._needs_mpi = any(each.requests for each in self._mailboxes)
         self.ends = [_ends(order.whole, self._needs_mpi) for order in self.slots]
-        memory = (room, *(lane.room for lane in self._lanes))
-        self.compiled = moves.make_moves(self._rows, memory, x, out, inside(frame))
+        memories = (memory, *(each.room for each in self._mailboxes))
+        self.compiled = moves.make_moves(self._rows, memories, x, out, inside(self._frame))
 
     def _order(self, slot: int) -> Order:
         """Add the rows of a slot; return their spans."""
-        sending, receiving = self._channel.sending, self._channel.receiving
+        sending, receiving = self._sending, self._receiving
         begin = [self._packing(slot, i) for i in range(len(sending))]
         begin.append(self._span(self._own))
         finish = [self._unpacking(slot, i) for i in range(len(receiving))]
@@ -249,34 +265,34 @@ class Program:
 
     def _packed(self, slot: int, i: int) -> list[Row]:
         """Return the rows that pack a message."""
-        lane, pieces = self._channel.sending[i]
-        base, start = MEMORY + 1 + i, lane.head_at(slot) + HEAD_BYTES
-        pack = self._channel.operation.pack_rows
-        return list(in_message(self._frame, pieces, pack, base, start))
+        mailbox, message = self._sending[i]
+        base, start = MEMORY + 1 + i, mailbox.head_at(slot) + HEAD_BYTES
+        pack = self._operation.pack_rows
+        return list(in_message(self._frame, message.pieces, pack, base, start))
 
     def _is_lent(self, i: int) -> bool:
         """Whether a message is lent when begin and finish are one call: it lies together in x."""
-        lane, _ = self._channel.sending[i]
-        return lane.lends and self._channel.operation.is_copy and moves.is_run(self._packed(0, i))
+        mailbox, _ = self._sending[i]
+        return mailbox.lends and self._operation.is_copy and moves.is_run(self._packed(0, i))
 
     def _lending(self, slot: int, i: int) -> Span:
         """Add the rows that post a message where it is."""
-        lane, _ = self._channel.sending[i]
-        base, head = MEMORY + 1 + i, lane.head_at(slot)
-        free = moves.await_(base, lane.word_at(slot), -SLOTS, is_message=False)
+        mailbox, _ = self._sending[i]
+        base, head = MEMORY + 1 + i, mailbox.head_at(slot)
+        free = moves.await_(base, mailbox.word_at(slot), -SLOTS, is_message=False)
         return self._span([free, moves.lend(base, head, self._packed(slot, i)[0])])
 
     def _settling(self, slot: int, i: int) -> Span:
         """Add the rows that wait until a loan was read, or pack the message after all."""
-        lane, _ = self._channel.sending[i]
-        base, head, read = MEMORY + 1 + i, lane.head_at(slot), lane.word_at(slot)
+        mailbox, _ = self._sending[i]
+        base, head, read = MEMORY + 1 + i, mailbox.head_at(slot), mailbox.word_at(slot)
         packed = self._packed(slot, i)
         done = moves.await_(base, read, 0, is_message=False)
         late = [*packed, moves.recall(base, head), done]
         return self._span([moves.settle(base, head, read, len(late)), *late])
 
     def _span(
-        self, rows: Iterable[Row], before: Lane | None = None, after: Lane | None = None
+        self, rows: Iterable[Row], before: Mailbox | None = None, after: Mailbox | None = None
     ) -> Span:
         first = len(self._list)
         self._list += rows
@@ -284,35 +300,35 @@ class Program:
 
     def _packing(self, slot: int, i: int) -> Span:
         """Add the rows that pack a message and post it."""
-        lane, _ = self._channel.sending[i]
-        base, head, rows = MEMORY + 1 + i, lane.head_at(slot), list[Row]()
-        if not lane.requests:
-            rows.append(moves.await_(base, lane.word_at(slot), -SLOTS, is_message=False))
+        mailbox, _ = self._sending[i]
+        base, head, rows = MEMORY + 1 + i, mailbox.head_at(slot), list[Row]()
+        if not mailbox.requests:
+            rows.append(moves.await_(base, mailbox.word_at(slot), -SLOTS, is_message=False))
         rows += self._packed(slot, i)
         rows.append(moves.post(base, head))
-        return self._span(rows, *((lane, lane) if lane.requests else ()))
+        return self._span(rows, *((mailbox, mailbox) if mailbox.requests else ()))
 
     def _unpacking(self, slot: int, i: int) -> Span:
         """Add the rows that wait for a message and unpack it."""
-        lane, pieces = self._channel.receiving[i]
-        base, head = MEMORY + 1 + len(self._channel.sending) + i, lane.head_at(slot)
+        mailbox, message = self._receiving[i]
+        base, head = MEMORY + 1 + len(self._sending) + i, mailbox.head_at(slot)
         rows = [moves.await_(base, head, 0, is_message=True)]
-        unpack, payload = self._channel.operation.unpack_rows, head + HEAD_BYTES
-        unpacked = list(in_message(self._frame, pieces, unpack, base, payload))
-        if lane.lends:
-            rows.append(self._taking(lane, base, head, unpacked))
+        unpack, payload = self._operation.unpack_rows, head + HEAD_BYTES
+        unpacked = list(in_message(self._frame, message.pieces, unpack, base, payload))
+        if mailbox.lends:
+            rows.append(self._taking(mailbox, base, head, unpacked))
         rows += unpacked
-        if not lane.requests:
-            rows.append(moves.post(base, lane.word_at(slot)))
-        return self._span(rows, lane if lane.requests else None)
+        if not mailbox.requests:
+            rows.append(moves.post(base, mailbox.word_at(slot)))
+        return self._span(rows, mailbox if mailbox.requests else None)
 
-    def _taking(self, lane: Any, base: int, head: int, unpacked: Sequence[Row]) -> Row:
+    def _taking(self, mailbox: Inbox, base: int, head: int, unpacked: Sequence[Row]) -> Row:
         """Return the row that reads a message that was lent: to where it belongs, or to here."""
-        if self._channel.operation.is_copy and len(unpacked) == 1 and unpacked[0][6] >= LENT_RUN:
-            return moves.take(lane.process, base, head, unpacked[0], 1)
+        if self._operation.is_copy and len(unpacked) == 1 and unpacked[0][6] >= LENT_RUN:
+            return moves.take(mailbox.process, base, head, unpacked[0], 1)
         payload = Side(base, head + HEAD_BYTES, (1,))
-        here = moves.copy((lane.size_bytes,), 1, payload, payload)[0]
-        return moves.take(lane.process, base, head, here, 0)
+        here = moves.copy((mailbox.size_bytes,), 1, payload, payload)[0]
+        return moves.take(mailbox.process, base, head, here, 0)
 
     def run(self, spans: Sequence[Span], serial: int, number: int, x: Plain, out: Plain) -> None:
         """Do spans. The arrays have the strides that the program was made for."""
@@ -322,7 +338,7 @@ class Program:
                 span.before.arrive(slot)
             row = span.first
             while row != span.last:
-                found = run_moves(self.compiled, row, span.last, serial, number, LOOKS, x, out)
+                found = run_moves(self.compiled, row, span.last, serial, number, POLLS, x, out)
                 assert found is not None, "the arrays have been looked at"
                 row = found if found == span.last else self._wait(found, serial, number)
             if span.after is not None:
@@ -332,8 +348,8 @@ class Program:
         """Go on at a row that waits, or where MPI is needed."""
         order = self.slots[serial % SLOTS]
         if self._needs_mpi:
-            for lane in self._channel.requesting:
-                lane.start(serial % SLOTS)
+            for inbox, _ in self._receiving:
+                inbox.start(serial % SLOTS)
             self.run(order.whole, serial, number, x, out)
         else:
             row = self._wait(found, serial, number)
@@ -344,12 +360,15 @@ class Program:
         index = found if found >= 0 else -1 - found
         row = self._rows[index]
         if row["op"] == moves.TAKE:
-            lane = self._lanes[int(row["source"]) - MEMORY - 1]
-            lane.stop(f"cannot read what rank {lane.other} lends")
-        lane, offset = self._lanes[int(row["target"]) - MEMORY - 1], int(row["target_offset"])
+            mailbox = self._mailboxes[int(row["source"]) - MEMORY - 1]
+            mailbox.stop(f"cannot read what rank {mailbox.other} lends")
+        mailbox, offset = (
+            self._mailboxes[int(row["target"]) - MEMORY - 1],
+            int(row["target_offset"]),
+        )
         if found < 0:
-            lane.differs(offset, number)
-        lane.wait_word(offset, serial + int(row["value"]))
+            mailbox.differs(offset, number)
+        mailbox.wait_word(offset, serial + int(row["value"]))
         return index
 
 
@@ -373,56 +392,43 @@ def _joined(spans: Sequence[Span]) -> list[Span]:
 class Operation:
     """An exchange or its transpose, by slices and by rows of moves.
 
-    sent, received: the messages of a plan; own: what needs no message
-    is_copy: whether cells travel and arrive as they are
+    sent, received: the messages of a rank; own: what needs no message
+    is_copy: whether cells travel and arrive as they are, from the owned box to the window
     """
 
     name: str
-    sent: Callable[[WindowPlan], Sequence[Message]]
-    received: Callable[[WindowPlan], Sequence[Message]]
-    pack: Callable[[Source, Sequence[Piece], Array, Array], None]
-    unpack: Callable[[Source, Sequence[Piece], Array, Array], None]
-    own: Callable[[Source, WindowPlan, Array, Array], None]
+    sent: Callable[[RankPieces], Sequence[Message]]
+    received: Callable[[RankPieces], Sequence[Message]]
+    pack: Callable[[Cut, Sequence[Piece], Array, Array], None]
+    unpack: Callable[[Cut, Sequence[Piece], Array, Array], None]
+    own: Callable[[Cut, RankPieces, Array, Array], None]
     pack_rows: Pack
     unpack_rows: Pack
-    own_rows: Callable[[Channel, Frame], tuple[Bytes, Iterable[Row]]]
+    own_rows: Callable[[Frame, RankPieces, Sequence[Bytes]], Own]
     is_copy: bool
-
-
-def _show_own(channel: Channel, frame: Frame) -> tuple[Bytes, list[Row]]:
-    elements = [channel.element(fill.value) for fill in channel.plan.fills]
-    room = np.concatenate([*elements, np.zeros(1, np.uint8)])
-    fills = [(fill, i * frame.itemsize) for i, fill in enumerate(channel.plan.fills)]
-    return room, list(show_own(frame, channel.plan.local, fills, MEMORY))
-
-
-def _sum_own(channel: Channel, frame: Frame) -> tuple[Bytes, list[Row]]:
-    largest = max((piece.source.size for piece in channel.plan.local), default=0)
-    room = np.zeros(frame.itemsize + largest * frame.cell_bytes, np.uint8)
-    return room, list(sum_own(frame, channel.plan.local, channel.plan.uncovered, MEMORY))
 
 
 EXCHANGE = Operation(
     "exchange",
-    lambda plan: plan.sends,
-    lambda plan: plan.recvs,
+    lambda pieces: pieces.sends,
+    lambda pieces: pieces.recvs,
     by_slices.pack_cells,
     by_slices.unpack_cells,
     by_slices.show_own,
     pack_cells,
     unpack_cells,
-    _show_own,
+    show_own,
     is_copy=True,
 )
 ACCUMULATE = Operation(
     "accumulate",
-    lambda plan: plan.recvs,
-    lambda plan: plan.sends,
+    lambda pieces: pieces.recvs,
+    lambda pieces: pieces.sends,
     by_slices.pack_sums,
     by_slices.add_sums,
     by_slices.sum_own,
     pack_sums,
     add_sums,
-    _sum_own,
+    sum_own,
     is_copy=False,
 )

@@ -1,21 +1,20 @@
-"""What an exchange over windows costs, before it is done, and checks of a plan on the ranks."""
+"""What an exchange over windows costs, before it is done, and proof of it on the ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ..ops.payloads import Packed
+from ..formats import INTEGERS, Cast, FloatFormat
+from ..ops.payloads import Packed, parse_wire
+from ..world.ranks import Ranks
 from .layout import Box
-from .windows import Windows, fill_value, replaced, sources
-
-if TYPE_CHECKING:
-    from .plan import WindowPlan
+from .windows import Integers, RankPieces, Windows, fill_value, flat_index, interior_of
 
 
 @dataclass(frozen=True)
@@ -119,6 +118,17 @@ def _imbalance(values: Sequence[int]) -> float:
     return max(values) * len(values) / total if total else 1.0
 
 
+def packed_wire(wire: str | FloatFormat) -> Packed | None:
+    """Return what encodes the cells that travel; None for "raw". Raises TypeError or ValueError."""
+    try:
+        fmt = parse_wire(wire)
+    except (TypeError, ValueError) as error:
+        raise type(error)(str(error).replace("allreduce", "WindowPlan")) from None
+    if isinstance(wire, str) and wire in INTEGERS:
+        raise ValueError(f"WindowPlan: wire={wire!r}: integers are for sums: use raw or a format")
+    return None if fmt is None else Packed(Cast(fmt), fit=True)
+
+
 def describe(
     windows: Windows,
     dtype: str = "float32",
@@ -136,46 +146,32 @@ def describe(
     def size_bytes(cells: int) -> int:
         return cells * n * itemsize if wire is None else wire.size_bytes(cells * n)
 
-    costs = []
-    came: dict[int, dict[int, int]] = {rank: {} for rank in ranks}
-    gone: dict[int, dict[int, int]] = {rank: {} for rank in ranks}
-    targets: dict[int, list[Box]] = {rank: [] for rank in ranks}
+    sent_bytes: list[dict[int, int]] = [{} for _ in ranks]  # to each other rank
+    received_bytes: list[dict[int, int]] = [{} for _ in ranks]  # from each
+    targets: list[list[Box]] = [[] for _ in ranks]  # what messages change in each window
     for rank in ranks:
         for owner in windows.owners(rank):
-            pieces = list(windows.pieces(owner, rank))
-            cells = sum(piece.source.size for piece in pieces)
             if owner != rank:
-                came[rank][owner] = gone[owner][rank] = size_bytes(cells)
+                pieces = list(windows.pieces(owner, rank))
+                n_bytes = size_bytes(sum(piece.source.size for piece in pieces))
+                received_bytes[rank][owner] = sent_bytes[owner][rank] = n_bytes
                 targets[rank] += [piece.target for piece in pieces]
-    for rank in ranks:
-        box = windows.boxes[rank]
+    costs = []
+    for rank, box in enumerate(windows.boxes):
         local = sum(piece.target.size for piece in windows.pieces(rank, rank))
         interior = interior_of(box, targets[rank]).size
+        sends, receives = sent_bytes[rank], received_bytes[rank]
         costs.append(
             RankCost(rank, windows.layout.owner(rank).size, box.size, interior, local,
-                     tuple(sorted(gone[rank])), tuple(came[rank]), sum(gone[rank].values()),
-                     sum(came[rank].values()))
+                     tuple(sorted(sends)), tuple(receives), sum(sends.values()),
+                     sum(receives.values()))
         )  # fmt: skip
     cell = f"{dtype} x {n}" + ("" if wire is None else f", on the wire {wire.cast.fmt.name}")
     return Description(name, cell, tuple(costs))
 
 
-def interior_of(window: Box, remote: Sequence[Box]) -> Box:
-    """Return a box of the window without cells of remote boxes: cut where least is lost."""
-    inner = window
-    for box in remote:
-        hole = inner.intersect(box)
-        if hole.empty:
-            continue
-        cuts = []
-        for axis in range(box.ndim):
-            cuts.append(replaced(inner, axis, inner.start[axis], hole.start[axis]))
-            cuts.append(replaced(inner, axis, hole.stop[axis], inner.stop[axis]))
-        inner = max(cuts, key=lambda cut: cut.size)
-    return inner
-
-
-Integers = npt.NDArray[np.int64]
+Array = npt.NDArray[Any]
+Operation = Callable[[Array], Array]  # exchange or accumulate of a plan
 LARGEST = 1000  # of the integers of the dot test: its sums stay below 2**63 for 2**43 cells
 
 
@@ -212,45 +208,61 @@ class Verification:
         )
 
 
-def check(plan: WindowPlan, calls: int = 3) -> Verification:
-    """Return what three checks of a plan find. Collective.
+def verify(
+    pieces: RankPieces, world: Ranks, exchange: Operation, accumulate: Operation, calls: int = 3
+) -> Verification:
+    """Return what three checks of the operations of a plan find. Collective.
 
     Every cell of a window is compared with the cell that its coordinates say, by remainders; the
     dot test proves that accumulate is the transpose of exchange for these numbers; and the sums of
     ones must be the numbers of readers. calls: each is done so often; the first takes another way
     through the code than the others.
     """
-    wrong = sum(_wrong_cells(plan) for _ in range(calls))
-    dots = [_dots(plan, call) for call in range(calls)]
-    counts = sum(_wrong_counts(plan) for _ in range(calls))
-    mine = (plan.window.size, wrong, sum(d for d, _ in dots), sum(d for _, d in dots),
-            plan.owned.size, counts)  # fmt: skip
-    everyone = plan.world.gather(mine, "verify")
+    wrong = sum(_wrong_cells(pieces, exchange) for _ in range(calls))
+    dots = [_dots(pieces, exchange, accumulate, call) for call in range(calls)]
+    counts = sum(_wrong_counts(pieces, accumulate) for _ in range(calls))
+    mine = (pieces.window.size, wrong, sum(d for d, _ in dots), sum(d for _, d in dots),
+            pieces.owned.size, counts)  # fmt: skip
+    everyone = world.gather(mine, "verify")
     cells, wrong, dot, transposed, owned, counts = (
         sum(each) for each in zip(*everyone, strict=True)
     )
     return Verification(cells, wrong, dot, transposed, owned, counts, calls)
 
 
-def verify(plan: WindowPlan) -> Verification:
-    """Return what check finds; raise ArithmeticError alike on all ranks where it is wrong."""
-    if plan.packed is not None:
-        raise ValueError(
-            f"verify: plan {plan.name!r} rounds what travels to {plan.wire}: verify one with "
-            'wire="raw"'
-        )
-    found = check(plan)
-    if not found.passed:
-        raise ArithmeticError(f"verify: plan {plan.name!r}: {found}")
-    return found
+def owned_index(pieces: RankPieces) -> Integers:
+    """Return the flat index in the domain of each cell that the rank owns."""
+    axes = [np.arange(a, max(a, b)) for a, b in zip(*pieces.owned, strict=True)]
+    return flat_index(axes, pieces.layout.shape)
 
 
-def _dtype(plan: WindowPlan) -> type[np.generic]:
-    """Return a dtype for integers, which also holds the values that the plan fills with.
+def expected_window(
+    pieces: RankPieces, values_of: Callable[[Integers], Array], dtype: npt.DTypeLike
+) -> Array:
+    """Return what the rank's window must show, found cell by cell and not by pieces.
+
+    values_of: returns the values, with any further axes, of cells by their flat index
+    """
+    axes = pieces.windows.shown(pieces.rank)
+    expected = values_of(flat_index(axes, pieces.layout.shape)).astype(dtype)
+    for axis, mode in enumerate(pieces.windows.modes):  # the last axis counts
+        value = fill_value(mode)
+        if value is not None:
+            expected[_filled(axes, axis)] = value
+    return expected
+
+
+def _filled(axes: Sequence[Integers], axis: int) -> tuple[Any, ...]:
+    """Return what selects the cells of a window that are filled because of an axis."""
+    return (slice(None),) * axis + (axes[axis] < 0,)
+
+
+def _dtype(pieces: RankPieces) -> type[np.generic]:
+    """Return a dtype for integers, which also holds the values that windows are filled with.
 
     Others than int64 are as exact: sums stay below 2**53 for 2**33 cells.
     """
-    values = [fill_value(mode) for mode in plan.windows.modes]
+    values = [fill_value(mode) for mode in pieces.windows.modes]
     if any(isinstance(value, complex) for value in values):
         return np.complex128
     whole = all(
@@ -259,69 +271,36 @@ def _dtype(plan: WindowPlan) -> type[np.generic]:
     return np.int64 if whole else np.float64
 
 
-def _numbered(box: Box, plan: WindowPlan) -> Integers:
-    """Return the number of each cell of a box of the domain, from 1 on."""
-    axes = [np.arange(a, max(a, b)) for a, b in zip(box.start, box.stop, strict=True)]
-    return 1 + flat_index(axes, plan.layout.shape)
+def _wrong_cells(pieces: RankPieces, exchange: Operation) -> int:
+    expected = expected_window(pieces, lambda index: 1 + index, _dtype(pieces))
+    found = exchange((1 + owned_index(pieces)).astype(expected.dtype))
+    both_nan = (found != found) & (expected != expected)  # NaN may be a filling
+    return int((~((found == expected) | both_nan)).sum())
 
 
-def flat_index(axes: Sequence[Integers], shape: Sequence[int]) -> Integers:
-    """Return the flat index of all combinations of indices along each axis."""
-    index = np.zeros((), np.int64)
-    for axis, extent in zip(axes, shape, strict=True):
-        index = index[..., None] * extent + axis
-    return index
-
-
-def cells_shown(plan: WindowPlan, window: Box, axis: int) -> Integers:
-    """Return the index of the cell that each cell of a window shows along an axis, or -1."""
-    start, stop = window.start[axis], window.stop[axis]
-    return sources(start, max(start, stop), plan.layout.shape[axis], plan.windows.modes[axis])
-
-
-def _outside(plan: WindowPlan, axis: int) -> tuple[Any, ...]:
-    """Return what selects the cells of the window that are filled because of an axis."""
-    return (slice(None),) * axis + (cells_shown(plan, plan.window, axis) < 0,)
-
-
-def _linear(plan: WindowPlan, x: npt.NDArray[Any]) -> Any:
-    """Return E x: an exchange whose filled cells are zero instead of the constants."""
-    y = plan.exchange(x)
-    for axis in range(len(plan.layout.shape)):
-        y[_outside(plan, axis)] = 0
-    return y
-
-
-def _wrong_cells(plan: WindowPlan) -> int:
-    axes = [cells_shown(plan, plan.window, axis) for axis in range(len(plan.layout.shape))]
-    wanted = (1 + flat_index(axes, plan.layout.shape)).astype(_dtype(plan))
-    for axis, mode in enumerate(plan.windows.modes):  # the last axis counts
-        value = fill_value(mode)
-        if value is not None:
-            wanted[_outside(plan, axis)] = value
-    found = plan.exchange(_numbered(plan.owned, plan).astype(wanted.dtype))
-    same = (found == wanted) | ((found != found) & (wanted != wanted))  # NaN may be a filling
-    return int((~same).sum())
-
-
-def _dots(plan: WindowPlan, call: int) -> tuple[int, int]:
-    rng = np.random.default_rng((plan.rank, call))
-    x = rng.integers(-LARGEST, LARGEST + 1, plan.owned.shape).astype(_dtype(plan))
-    y = rng.integers(-LARGEST, LARGEST + 1, plan.window.shape).astype(_dtype(plan))
-    dots = (_linear(plan, x) * y).sum(), (x * plan.accumulate(y)).sum()
+def _dots(
+    pieces: RankPieces, exchange: Operation, accumulate: Operation, call: int
+) -> tuple[int, int]:
+    """Return this rank's part of <E x, y> and <x, E^T y>; E x has zeros for what is filled."""
+    rng, dtype = np.random.default_rng((pieces.rank, call)), _dtype(pieces)
+    x = rng.integers(-LARGEST, LARGEST + 1, pieces.owned.shape).astype(dtype)
+    y = rng.integers(-LARGEST, LARGEST + 1, pieces.window.shape).astype(dtype)
+    shown, axes = exchange(x), pieces.windows.shown(pieces.rank)
+    for axis in range(len(axes)):
+        shown[_filled(axes, axis)] = 0
+    dots = (shown * y).sum(), (x * accumulate(y)).sum()
     return int(dots[0].real), int(dots[1].real)
 
 
-def _wrong_counts(plan: WindowPlan) -> int:
+def _wrong_counts(pieces: RankPieces, accumulate: Operation) -> int:
     """Compare accumulated ones with counts of readers, a product of counts along the axes."""
-    wanted = np.zeros(plan.owned.shape, np.int64)
-    for rank in () if plan.owned.empty else range(plan.layout.ranks):
-        window, product = plan.windows.boxes[rank], np.ones((), np.int64)
-        for axis, extent in enumerate(plan.layout.shape):
-            shown = cells_shown(plan, window, axis)
-            counts = np.bincount(shown[shown >= 0], minlength=extent)
-            own = slice(plan.owned.start[axis], plan.owned.stop[axis])
+    expected = np.zeros(pieces.owned.shape, np.int64)
+    for rank in () if pieces.owned.empty else range(pieces.layout.ranks):
+        product = np.ones((), np.int64)
+        for axis, shown in enumerate(pieces.windows.shown(rank)):
+            counts = np.bincount(shown[shown >= 0], minlength=pieces.layout.shape[axis])
+            own = slice(pieces.owned.start[axis], pieces.owned.stop[axis])
             product = product[..., None] * counts[own]
-        wanted += product
-    found = plan.accumulate(np.ones(plan.window.shape, np.int64))
-    return int((found != wanted).sum())
+        expected += product
+    found = accumulate(np.ones(pieces.window.shape, np.int64))
+    return int((found != expected).sum())

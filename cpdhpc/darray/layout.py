@@ -223,6 +223,15 @@ def _check_disjoint(boxes: Sequence[Box]) -> None:
             )
 
 
+def balanced_grid(ranks: int, axes: int) -> list[int]:
+    """Return as many factors of ranks, as near to one another as can be, rising; as procs."""
+    if axes == 1:
+        return [ranks]
+    root = int(ranks ** (1 / axes) + 1e-9)
+    first = next(n for n in range(root, 0, -1) if ranks % n == 0)
+    return [first, *balanced_grid(ranks // first, axes - 1)]
+
+
 PerAxis = int | Sequence[int]
 
 

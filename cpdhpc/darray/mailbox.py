@@ -1,11 +1,11 @@
-"""Lanes: the way that cells of one rank take to another, time after time.
+"""Mailboxes: the way that cells of one rank take to another, time after time.
 
-A lane has two slots, used by turns, so that a message can be packed while the one before is still
-read. A slot is a head (serial number, number of the call, loan) and a payload. Where the processes
-share memory the slots lie there, written by one and read by the other, and two words in front tell
-up to which serial they have been read; a long message that lies together may be lent: read where
-its sender has it (loans.h). Else slots are private and travel by persistent requests. The first
-message of a lane says what it is for and where it lies.
+A mailbox has two slots, used by turns, so that a message can be packed while the one before is
+still read. A slot is a head (serial number, number of the call, loan) and a payload. Where the
+processes share memory the slots lie there, written by one and read by the other, and two words in
+front tell up to which serial they have been read; a long message that lies together may be lent:
+read where its sender has it (loans.h). Else slots are private and travel by persistent requests.
+The first message of a mailbox says what it is for and where it lies.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from ..ops.cpu import load_acquire, store_release
-from ..ops.moves import read_loan
+from ..ops.moves import load_acquire, read_loan, store_release
 from ..world.node_memory import ALIGNED_BYTES, NOTE_BYTES, Shared
 from ..world.ranks import Ranks, Wait
 
@@ -43,7 +42,7 @@ class Word(NamedTuple):
 
 
 class Purpose(NamedTuple):
-    """What a lane is for: the plan's stream of messages, and words for errors.
+    """What a mailbox is for: the plan's stream of messages, and words for errors.
 
     what: as "exchange of plan 'pixels'"; key: of the channel, as "float32 (3,), wire raw"
     """
@@ -53,7 +52,7 @@ class Purpose(NamedTuple):
     key: str
 
 
-class Lane:
+class Mailbox:
     """One direction between this rank and another.
 
     other: the rank; size_bytes: of a payload; shared: how memory reaches the other, or None
@@ -66,7 +65,7 @@ class Lane:
         self, world: Ranks, other: int, size_bytes: int, purpose: Purpose, shared: Shared | None
     ) -> None:
         self.world, self.other, self.purpose = world, other, purpose
-        self.shared = shared if shared is not None and shared.reaches(other) else None
+        self.shared = shared if shared is not None and other in shared.near else None
         self.size_bytes = size_bytes
         self.slot_bytes = HEAD_BYTES + -(-size_bytes // ALIGNED_BYTES) * ALIGNED_BYTES
         self.total_bytes = SLOTS * (ALIGNED_BYTES + self.slot_bytes)
@@ -97,7 +96,7 @@ class Lane:
     @property
     def room(self) -> Bytes:
         """The words and the slots."""
-        assert self.memory is not None, "lanes are used when they are connected"
+        assert self.memory is not None, "mailboxes are used when they are connected"
         return self.memory
 
     def word(self, offset: int) -> Bytes:
@@ -145,7 +144,7 @@ class Lane:
             self.wait(self.requests[slot], self.doing)
 
     def moved(self, slot: int) -> bool:
-        """Whether the requests of a slot are complete, and the first message of the lane."""
+        """Whether the requests of a slot are complete, and the first message of the mailbox."""
         requests = [*self.greeting, *(self.requests[slot] if self.requests else ())]
         return all([request.Test() for request in requests])
 
@@ -156,8 +155,8 @@ class Lane:
         self.requests = []
 
 
-class Outgoing(Lane):
-    """A lane on which this rank sends."""
+class Outbox(Mailbox):
+    """A mailbox through which this rank sends."""
 
     doing = " to receive"
 
@@ -206,8 +205,8 @@ class Outgoing(Lane):
         self.free()
 
 
-class Incoming(Lane):
-    """A lane on which this rank receives."""
+class Inbox(Mailbox):
+    """A mailbox through which this rank receives."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -221,7 +220,7 @@ class Incoming(Lane):
             self.requests = [init(self.message(slot), self.purpose.stream) for slot in range(SLOTS)]
 
     def connect(self) -> None:
-        """Wait for the first message of the lane, and check what it is for."""
+        """Wait for the first message of the mailbox, and check what it is for."""
         if self.connected:
             return
         self.wait(self.greeting, f" to begin the first one of {self.purpose.key}")

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
-from typing import Any, NamedTuple, NoReturn, Self
+from typing import Any, NoReturn, Self
 
 import numpy as np
 
 from ..collectives.engine import give_up
-from ..formats import INTEGERS, Cast, FloatFormat
+from ..formats import FloatFormat
 from ..ops.moves import run_moves
-from ..ops.payloads import Packed, parse_wire
+from ..ops.payloads import Packed
 from ..world.mpi import as_world
 from ..world.ranks import RankFailure, Ranks
-from .array_kinds import Array, Kind, kind_of
+from .by_slices import Array, ArrayBackend, array_backend
 from .channel import Call, Channel
-from .compiled import ACCUMULATE, EXCHANGE, LOOKS, Operation, Program
-from .describe import Description, Verification, describe, interior_of, verify
+from .compiled import ACCUMULATE, EXCHANGE, POLLS, Operation, Program
+from .describe import Description, Verification, describe, packed_wire, verify
 from .layout import Box, Layout, as_box
 from .mailbox import SLOTS
-from .windows import Boundary, Fill, Piece, Windows, fill_value, parse_boundary
+from .windows import Boundary, RankPieces, Windows, fill_value, parse_boundary
 
 MOST_NUMBER = 0xFFFFFFFF  # of calls
 
@@ -32,10 +31,8 @@ class Handle:
     accumulation nothing); what was given may be changed again.
     """
 
-    def __init__(
-        self, plan: WindowPlan, operation: Operation, call: Call, channel: Channel
-    ) -> None:
-        self._plan, self._operation, self._call, self._channel = plan, operation, call, channel
+    def __init__(self, plan: WindowPlan, channel: Channel, call: Call) -> None:
+        self._plan, self._channel, self._call = plan, channel, call
         self._done = False
 
     @property
@@ -55,7 +52,7 @@ class Handle:
         try:
             return self._channel.progress(self._call)
         except Exception as error:
-            _give_up(self._plan, self._operation, error)
+            _give_up(self._plan, self._channel.operation, error)
 
     def finish(self) -> Array:
         """Wait for the messages and return the array. Collective: once, where begin was.
@@ -63,12 +60,12 @@ class Handle:
         Raises RuntimeError where it was called before; RankFailure as an all-reduce does.
         """
         if self._done:
-            raise RuntimeError(f"{self._operation.name} of plan {self._plan.name!r}: is finished")
+            raise RuntimeError(f"{self._channel.what}: is finished")
         self._done = True
         try:
             self._channel.finish(self._call)
         except Exception as error:
-            _give_up(self._plan, self._operation, error)
+            _give_up(self._plan, self._channel.operation, error)
         return self._call.out
 
     def remember(self) -> None:
@@ -76,23 +73,22 @@ class Handle:
         call = self._call
         program = self._channel.program(call)
         if program is not None and call.plain is not None and call.plain[0] is call.x:
-            last = Last(self._plan, self._channel, program, call.out)
-            self._plan.last[self._operation.name] = last
+            self._plan.last[self._channel.operation.name] = Repeated(
+                self._channel, program, call.out
+            )
 
 
-class Last:
+class Repeated:
     """The last call of an operation on NumPy arrays, for a next one like it.
 
     What it needs lies near, as calls of a few cells take a microsecond.
     """
 
-    __slots__ = ("_counts", "_program", "_shape", "_world", "channel", "dtype")
+    __slots__ = ("_messages", "_program", "_shape", "_world", "channel", "dtype")
 
-    def __init__(self, plan: WindowPlan, channel: Channel, program: Program, out: Array) -> None:
-        self.channel, self._program, self._world = channel, program, plan.world
-        self.dtype, self._shape = out.dtype, out.shape
-        world = plan.world
-        self._counts = world.bytes_sent.data, world.messages_sent.data  # faster than the arrays
+    def __init__(self, channel: Channel, program: Program, out: Array) -> None:
+        self.channel, self._program, self._world = channel, program, channel.world
+        self.dtype, self._shape, self._messages = out.dtype, out.shape, len(channel.sending)
 
     def again(self, x: Array, out: Array | None, number: int) -> Array | None:
         """Do the call again, on other arrays, and return out; None where they lie otherwise.
@@ -108,15 +104,14 @@ class Last:
             return None
         if self._world.lent_by is not None:
             self._world.check_thread()
-        serial, number = channel.serial + 1, channel.mark | number & MOST_NUMBER
+        serial, number = channel.serial + 1, channel.number_prefix | number & MOST_NUMBER
         first, stop, last = program.ends[serial % SLOTS]
-        row = run_moves(program.compiled, first, stop, serial, number, LOOKS, x, out)
+        row = run_moves(program.compiled, first, stop, serial, number, POLLS, x, out)
         if row is None:
             return None
         channel.serial = serial
-        bytes_sent, messages_sent = self._counts
-        bytes_sent[0] += channel.sent_bytes
-        messages_sent[0] += channel.sent
+        channel.bytes_counter[0] += channel.sent_bytes
+        channel.messages_counter[0] += self._messages
         if row != last:
             program.rest(row, serial, number, x, out)
         return out
@@ -150,13 +145,13 @@ def begin(
     plan.world.check_thread()
     call = check(plan, operation, x, out)
     channel = _channel(plan, operation, call)
-    call.number = channel.mark | number & MOST_NUMBER
+    call.number = channel.number_prefix | number & MOST_NUMBER
     channel.prepare(call)
     try:
         channel.begin(call)
     except Exception as error:
         _give_up(plan, operation, error)
-    return Handle(plan, operation, call, channel)
+    return Handle(plan, channel, call)
 
 
 def _give_up(plan: WindowPlan, operation: Operation, error: Exception) -> NoReturn:
@@ -169,40 +164,41 @@ def _give_up(plan: WindowPlan, operation: Operation, error: Exception) -> NoRetu
 
 def check(plan: WindowPlan, operation: Operation, x: Array, out: Array | None) -> Call:
     """Return the call with these arrays; raise TypeError or ValueError where they do not fit."""
-    what = f"{operation.name}: {'y' if operation is ACCUMULATE else 'x'}"
-    kind = kind_of(what, x)
-    kind.check(what, x)
-    boxes = (plan.owned, plan.window)
-    given, wanted = boxes[::-1] if operation is ACCUMULATE else boxes
-    ndim = given.ndim
+    adds = operation is ACCUMULATE
+    what = f"{operation.name}: {'y' if adds else 'x'}"
+    backend = array_backend(what, x)
+    backend.check(what, x)
+    given, result = (plan.window, plan.owned) if adds else (plan.owned, plan.window)
+    ndim, dtype = given.ndim, backend.dtype(x)
     if tuple(x.shape[:ndim]) != given.shape:
         raise ValueError(
             f"{what} has shape {tuple(x.shape)}: must begin with {given.shape}, the shape of the "
-            f"{'window' if operation is ACCUMULATE else 'owned box'} {given} of rank {plan.rank}"
+            f"{'window' if adds else 'owned box'} {given} of rank {plan.rank}"
         )
-    if operation is ACCUMULATE and kind.dtype(x) == "bool":
+    if adds and dtype == "bool":
         raise TypeError(f"{what} is of bool: there are no sums of truth values")
-    if plan.packed is not None and kind.dtype(x) != "float32":
-        raise TypeError(f"{what} is of {kind.dtype(x)}: wire {plan.wire} takes float32")
-    shape = wanted.shape + tuple(x.shape[ndim:])
-    out = kind.empty(x, shape) if out is None else _checked_out(operation, kind, x, out, shape)
-    given_plain, out_plain = kind.plain(x), kind.plain(out)
-    if given_plain is None or out_plain is None:
-        return Call(kind, x, out, None)
-    return Call(kind, x, out, (given_plain, out_plain))
+    if plan.packed is not None and dtype != "float32":
+        raise TypeError(f"{what} is of {dtype}: wire {plan.wire} takes float32")
+    shape = result.shape + tuple(x.shape[ndim:])
+    if out is None:
+        out = backend.empty(x, shape)
+    else:
+        _check_out(f"{operation.name}: out", backend, x, out, shape)
+    plain_x, plain_out = backend.plain(x), backend.plain(out)
+    plain = None if plain_x is None or plain_out is None else (plain_x, plain_out)
+    return Call(backend, x, out, plain)
 
 
-def _checked_out(
-    operation: Operation, kind: Kind, x: Array, out: Array, shape: tuple[int, ...]
-) -> Array:
-    """Return out if it is of x's kind and dtype and of a shape."""
-    what = f"{operation.name}: out"
-    if kind_of(what, out) is not kind or out.dtype != x.dtype:
+def _check_out(
+    what: str, backend: ArrayBackend, x: Array, out: Array, shape: tuple[int, ...]
+) -> None:
+    """Raise TypeError or ValueError unless out is of x's backend and dtype and of a shape."""
+    if array_backend(what, out) is not backend or out.dtype != x.dtype:
         raise TypeError(
             f"{what} is {type(out).__name__} of {getattr(out, 'dtype', '?')}: must be "
             f"{type(x).__name__} of {x.dtype}, as what is given"
         )
-    kind.check(what, out)
+    backend.check(what, out)
     if tuple(out.shape) != shape:
         raise ValueError(f"{what} has shape {tuple(out.shape)}: must be {shape}")
     if isinstance(out, np.ndarray) and not out.flags.writeable:
@@ -210,16 +206,18 @@ def _checked_out(
     strides = out.stride() if hasattr(out, "stride") else out.strides
     if any(n > 1 and step == 0 for n, step in zip(shape, strides, strict=True)):
         raise ValueError(f"{what} has strides {tuple(strides)}: its cells share memory")
-    return out
 
 
 def _channel(plan: WindowPlan, operation: Operation, call: Call) -> Channel:
     """Return the channel for arrays like these, made when they are first met."""
     trail = tuple(call.x.shape[plan.owned.ndim :])
-    key = operation.name, call.kind.dtype(call.x), trail
+    key = operation.name, call.backend.dtype(call.x), trail
     if key not in plan.channels:
         _check_values(plan, operation, call)
-        plan.channels[key] = Channel(plan, operation, call.kind, call.x, trail, plan.packed)
+        plan.channels[key] = Channel(
+            plan.world, plan, plan.stream, plan.name, str(plan.wire), operation, call.backend,
+            call.x, trail, plan.packed,
+        )  # fmt: skip
     return plan.channels[key]
 
 
@@ -228,7 +226,7 @@ def _check_values(plan: WindowPlan, operation: Operation, call: Call) -> None:
 
     An exchange fills with values that the dtype must take, an accumulation adds.
     """
-    dtype = call.kind.dtype(call.x)
+    dtype = call.backend.dtype(call.x)
     if operation is ACCUMULATE:
         plain = call.x.dtype if isinstance(call.x, np.ndarray) else np.dtype(np.float64)
         try:
@@ -240,26 +238,14 @@ def _check_values(plan: WindowPlan, operation: Operation, call: Call) -> None:
         return
     for value in filter(None, map(fill_value, plan.windows.modes)):
         try:
-            call.kind.element(call.x, value)
+            call.backend.element(call.x, value)
         except (TypeError, ValueError, OverflowError, RuntimeError) as error:
             raise ValueError(
                 f"exchange: plan {plan.name!r} fills with {value}, x is of {dtype}: {error}"
             ) from None
 
 
-class Message(NamedTuple):
-    """What goes between this rank and another in one exchange, in one message."""
-
-    rank: int
-    pieces: tuple[Piece, ...]
-
-    @property
-    def cells(self) -> int:
-        """Cells that travel."""
-        return sum(piece.source.size for piece in self.pieces)
-
-
-class WindowPlan:
+class WindowPlan(RankPieces):
     """How each rank's window, any box, is filled from the boxes that the ranks own. Collective.
 
     world: a World, or an mpi4py intra-communicator; without virtual ranks
@@ -270,9 +256,6 @@ class WindowPlan:
         where several axes are filled the last one counts
     wire: "raw", or a format's name: float32 cells that travel are rounded to it, tile by tile
     name: of the plan in messages
-    sends, recvs: one Message for each rank that reads from or is read by this one, by rank;
-    local: pieces of this rank's own box; fills: what no one owns; uncovered: parts of the owned
-    box that its own window does not show in their place
     An exchange is the linear map E with E[cell of the window, cell that it shows] = 1, plus a
     constant; accumulate is its transpose. Arrays have the shape of the box and any further axes
     behind, which are never split. A rank without messages makes no MPI call.
@@ -293,25 +276,13 @@ class WindowPlan:
     ) -> None:
         self.world, self.wire, self.name = as_world(world), wire, name
         boxes, modes, self.packed = _agree(self.world, layout, window, boundary, wire, name)
-        self.rank = self.world.rank
-        self.layout, self.windows = layout, Windows(layout, boxes, modes)
-        self.owned, self.window = layout.owner(self.rank), boxes[self.rank]
-        me, windows = self.rank, self.windows
-        self.sends: tuple[Message, ...] = tuple(
-            Message(r, tuple(windows.pieces(me, r))) for r in windows.readers(me) if r != me
-        )
-        self.recvs: tuple[Message, ...] = tuple(
-            Message(r, tuple(windows.pieces(r, me))) for r in windows.owners(me) if r != me
-        )
-        self.local = tuple(self.windows.pieces(self.rank, self.rank))
-        self.fills: list[Fill] = self.windows.fills(self.rank)
-        self.uncovered = _without(self.owned, [p.source for p in self.local if p.is_itself])
+        super().__init__(Windows(layout, boxes, modes), self.world.rank)
         self.stream, self.freed, self.broken = self.world.open_stream(), False, False
         self.channels: dict[tuple[str, str, tuple[int, ...]], Channel] = {}
-        self.last: dict[str, Last] = {}
+        self.last: dict[str, Repeated] = {}
         self.world.shared()  # collective when it is first asked for
         if self.sends or self.recvs:
-            self.world.tapes.add(self)
+            self.world.cache.hold(self)
 
     def exchange(self, x: Array, out: Array = None, *, number: int = 0) -> Array:
         """Return the array on the window, given the array on the owned box. Collective.
@@ -349,27 +320,6 @@ class WindowPlan:
         """Start an accumulation, as begin."""
         return begin(self, ACCUMULATE, y, out, number)
 
-    def inside(self, y: Array) -> Array:
-        """Return the part of an array on the window that this rank owns, as a view.
-
-        Raises ValueError where the window does not contain the owned box.
-        """
-        if not self.window.contains(self.owned):
-            raise ValueError(f"inside: window {self.window} does not contain {self.owned}")
-        if self.owned.empty:  # it may lie outside the window
-            return y.reshape(-1)[:0].reshape(self.owned.shape + tuple(y.shape[self.owned.ndim :]))
-        return y[self.owned.slices(self.window.start)]
-
-    @cached_property
-    def interior(self) -> Box:
-        """A box of the window, as large as can be cut, that no message changes."""
-        return interior_of(self.window, [p.target for m in self.recvs for p in m.pieces])
-
-    @cached_property
-    def boundary_parts(self) -> list[Box]:
-        """The rest of the window, in disjoint boxes."""
-        return list(self.window.without(self.interior))
-
     def describe(self, dtype: str = "float32", trail: Sequence[int] = ()) -> Description:
         """Return what an exchange of such cells costs every rank, as a table. Not collective.
 
@@ -383,7 +333,15 @@ class WindowPlan:
         Returns the figures; raises ArithmeticError alike on all ranks where one is wrong, and
         ValueError where the wire rounds.
         """
-        return verify(self)
+        if self.packed is not None:
+            raise ValueError(
+                f"verify: plan {self.name!r} rounds what travels to {self.wire}: verify one with "
+                'wire="raw"'
+            )
+        found = verify(self, self.world, self.exchange, self.accumulate)
+        if not found.passed:
+            raise ArithmeticError(f"verify: plan {self.name!r}: {found}")
+        return found
 
     def free(self) -> None:
         """Free requests and memory once the other ranks have read what was sent.
@@ -391,7 +349,7 @@ class WindowPlan:
         Every rank that used the plan must call it, or go on using it.
         """
         self.freed = True
-        self.world.tapes.discard(self)
+        self.world.cache.release(self)
         if not self.broken:
             for channel in self.channels.values():
                 channel.free()
@@ -404,14 +362,6 @@ class WindowPlan:
     def __exit__(self, kind: object, *_: object) -> None:
         if kind is None:
             self.free()
-
-
-def _without(box: Box, holes: Sequence[Box]) -> list[Box]:
-    """Return disjoint boxes of the cells of a box that are in no hole."""
-    left = [box]
-    for hole in holes:
-        left = [rest for each in left for rest in each.without(hole)]
-    return [each for each in left if not each.empty]
 
 
 def _agree(
@@ -454,10 +404,4 @@ def _checked(
         raise ValueError(f"WindowPlan: layout has {layout.ranks} boxes for {world.size} ranks")
     box = as_box("WindowPlan: window", window, len(layout.shape))
     modes = parse_boundary(boundary, len(layout.shape))
-    try:
-        fmt = parse_wire(wire)
-    except (TypeError, ValueError) as error:
-        raise type(error)(str(error).replace("allreduce", "WindowPlan")) from None
-    if isinstance(wire, str) and wire in INTEGERS:
-        raise ValueError(f"WindowPlan: wire={wire!r}: integers are for sums: use raw or a format")
-    return box, modes, None if fmt is None else Packed(Cast(fmt), fit=True)
+    return box, modes, packed_wire(wire)

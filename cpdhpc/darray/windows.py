@@ -1,4 +1,7 @@
-"""Which cells of whose box each rank's window shows, and what lies beyond the domain: geometry."""
+"""Which cells of whose box each rank's window shows, and what lies beyond the domain: geometry.
+
+Nothing here sends or holds arrays: plans, costs and pictures are all made of it.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from .layout import Box, Layout
+
+Integers = npt.NDArray[np.int64]
 
 BLOCKS = {  # mode -> cells that a block has less than the extent; whether every other is reversed
     "wrap": (0, False),
@@ -115,7 +120,7 @@ def _beyond(start: int, stop: int, extent: int, mode: Mode) -> Iterator[Segment]
             yield Segment(low, low - k * block, high - low, 1)
 
 
-def sources(start: int, stop: int, extent: int, mode: Mode) -> npt.NDArray[np.int64]:
+def sources(start: int, stop: int, extent: int, mode: Mode) -> Integers:
     """Return the cell of the domain that each cell start..stop shows, -1 where it is filled.
 
     By remainders, cell by cell, and not by segments: what segments are checked against.
@@ -132,6 +137,17 @@ def sources(start: int, stop: int, extent: int, mode: Mode) -> npt.NDArray[np.in
         return np.minimum(within, 2 * extent - 1 - within)
     within = cells % max(1, 2 * (extent - 1))
     return np.minimum(within, 2 * (extent - 1) - within)
+
+
+def flat_index(axes: Sequence[Integers], shape: Sequence[int]) -> Integers:
+    """Return the flat index, in an array of a shape, of all combinations of indices of each axis.
+
+    axes: int64[n] each; returns int64[n of each axis]; no meaning where an index is -1
+    """
+    index = np.zeros((), np.int64)
+    for axis, extent in zip(axes, shape, strict=True):
+        index = index[..., None] * extent + axis
+    return index
 
 
 class Piece(NamedTuple):
@@ -163,6 +179,18 @@ class Fill(NamedTuple):
 
     target: Box
     value: complex
+
+
+class Message(NamedTuple):
+    """What goes between this rank and another in one exchange, in one message."""
+
+    rank: int
+    pieces: tuple[Piece, ...]
+
+    @property
+    def cells(self) -> int:
+        """Cells that travel."""
+        return sum(piece.source.size for piece in self.pieces)
 
 
 class Windows:
@@ -222,11 +250,20 @@ class Windows:
             found += [Fill(box, value) for box in window.without(inside.intersect(window))]
         return found
 
+    def shown(self, rank: int) -> list[Integers]:
+        """Return, for each axis, the index of the cell that each cell of a window shows, or -1.
+
+        By remainders (sources), and not by pieces.
+        """
+        start, stop = self.boxes[rank]
+        ends = zip(start, map(max, start, stop), self.layout.shape, self.modes, strict=True)
+        return [sources(*axis) for axis in ends]
+
     def _segments(self, axis: int, start: int, stop: int) -> list[Segment]:
         return list(segments(start, stop, self.layout.shape[axis], self.modes[axis]))
 
     @cached_property
-    def _bounds(self) -> npt.NDArray[np.int64]:
+    def _bounds(self) -> Integers:
         """int64[ranks, 2, axes]: the boxes that ranks own."""
         return np.array(self.layout.owners, np.int64)
 
@@ -236,7 +273,7 @@ class Windows:
         return np.asarray((self._bounds[:, 0] < self._bounds[:, 1]).all(axis=1))
 
     @cached_property
-    def _hulls(self) -> npt.NDArray[np.int64]:
+    def _hulls(self) -> Integers:
         """int64[ranks, 2, axes]: a box around the cells that each window shows; empty at -1."""
         hulls = np.full((len(self.boxes), 2, len(self.layout.shape)), -1, np.int64)
         known: dict[tuple[int, int, int], tuple[int, int]] = {}
@@ -278,3 +315,70 @@ def _piece(axes: Sequence[Segment]) -> Piece:
     start, stop = tuple(s.source for s in axes), tuple(s.source + s.sources for s in axes)
     target = Box(tuple(s.target for s in axes), tuple(s.target + s.length for s in axes))
     return Piece(Box(start, stop), target, tuple(s.step for s in axes))
+
+
+class RankPieces:
+    """One rank's part of an exchange over windows.
+
+    owned, window: its boxes; layout, windows: of all ranks
+    sends, recvs: one Message for each rank that reads from or is read by this one, by rank;
+    local: pieces of this rank's own box; fills: what no one owns; uncovered: parts of the owned
+    box that its own window does not show in their place
+    """
+
+    def __init__(self, windows: Windows, rank: int) -> None:
+        self.windows, self.layout, self.rank = windows, windows.layout, rank
+        self.owned, self.window = windows.layout.owner(rank), windows.boxes[rank]
+        self.sends: tuple[Message, ...] = tuple(
+            Message(r, tuple(windows.pieces(rank, r))) for r in windows.readers(rank) if r != rank
+        )
+        self.recvs: tuple[Message, ...] = tuple(
+            Message(r, tuple(windows.pieces(r, rank))) for r in windows.owners(rank) if r != rank
+        )
+        self.local = tuple(windows.pieces(rank, rank))
+        self.fills = windows.fills(rank)
+        self.uncovered = _without(self.owned, [p.source for p in self.local if p.is_itself])
+
+    @cached_property
+    def interior(self) -> Box:
+        """A box of the window, as large as can be cut, that no message changes."""
+        return interior_of(self.window, [p.target for m in self.recvs for p in m.pieces])
+
+    @cached_property
+    def boundary_parts(self) -> list[Box]:
+        """The rest of the window, in disjoint boxes."""
+        return list(self.window.without(self.interior))
+
+    def inside(self, y: Any) -> Any:
+        """Return the part of an array on the window that this rank owns, as a view.
+
+        Raises ValueError where the window does not contain the owned box.
+        """
+        if not self.window.contains(self.owned):
+            raise ValueError(f"inside: window {self.window} does not contain {self.owned}")
+        if self.owned.empty:  # it may lie outside the window
+            return y.reshape(-1)[:0].reshape(self.owned.shape + tuple(y.shape[self.owned.ndim :]))
+        return y[self.owned.slices(self.window.start)]
+
+
+def interior_of(window: Box, remote: Sequence[Box]) -> Box:
+    """Return a box of the window without cells of remote boxes: cut where least is lost."""
+    inner = window
+    for box in remote:
+        hole = inner.intersect(box)
+        if hole.empty:
+            continue
+        cuts = []
+        for axis in range(box.ndim):
+            cuts.append(replaced(inner, axis, inner.start[axis], hole.start[axis]))
+            cuts.append(replaced(inner, axis, hole.stop[axis], inner.stop[axis]))
+        inner = max(cuts, key=lambda cut: cut.size)
+    return inner
+
+
+def _without(box: Box, holes: Sequence[Box]) -> list[Box]:
+    """Return disjoint boxes of the cells of a box that are in no hole."""
+    left = [box]
+    for hole in holes:
+        left = [rest for each in left for rest in each.without(hole)]
+    return [each for each in left if not each.empty]

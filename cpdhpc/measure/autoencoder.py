@@ -13,11 +13,9 @@ from ..autoencoder.job import Autoencoder
 from ..autoencoder.layer import MacroLayer
 from ..autoencoder.training import Stack, Step
 from ..config import validate
-from ..darray.plan import WindowPlan
 from ..study.cases import Case
 from ..study.spec import Study
 from ..train.setup import agreed
-from ..world.mpi import World
 from .repeats import Call, Calls, Place
 
 ENDLESS = 10**9  # iterations: more than are measured
@@ -36,8 +34,8 @@ class _Autoencoder(Calls):
         stack = agreed(world, lambda: (job.data.load(),))
         trained = Stack(job, world, stack[0])
         layer = trained.layers[0]
-        for timed in layer.plans.values() if check else ():
-            check_transposes(world, timed.plan)
+        for plan in layer.plans.values() if check else ():
+            plan.verify()
         steps: list[Step] = []
         x = trained.batch()
         call = Call(lambda: steps.append(trained.step(x)))
@@ -50,8 +48,8 @@ class _Autoencoder(Calls):
             "exchange_s": float(np.median([step.exchange_s for step in counted])),
             "flop": float(layer.geometry.flop(job.train.batch)),
         }
-        for timed in layer.plans.values():
-            timed.plan.free()
+        for plan in layer.plans.values():
+            plan.free()
 
 
 def start(study: Study, case: Case, directory: Path) -> _Autoencoder:
@@ -90,23 +88,9 @@ def plan_bytes(layer: MacroLayer, batch: int) -> int:
     """
     dtype = str(layer.weight.dtype).removeprefix("torch.")
     channels, maps = layer.geometry.channels, layer.geometry.layer.maps
-    of_cells = layer.plans["fields"].plan.describe(dtype, (channels, batch)).ranks
-    of_blocks = layer.plans["pools"].plan.describe(dtype, (maps, batch)).ranks
+    of_cells = layer.plans["fields"].describe(dtype, (channels, batch)).ranks
+    of_blocks = layer.plans["pools"].describe(dtype, (maps, batch)).ranks
     return max(
         2 * cells.sent_bytes + cells.received_bytes + blocks.sent_bytes + blocks.received_bytes
         for cells, blocks in zip(of_cells, of_blocks, strict=True)
     )
-
-
-def check_transposes(world: World, plan: WindowPlan) -> None:
-    """Raise ArithmeticError unless exchange and accumulate are transposes. Collective.
-
-    <E x, y> = <x, E^T y> for integers, without rounding
-    """
-    draw = np.random.default_rng(world.process)
-    x = draw.integers(-99, 99, plan.owned.shape)
-    y = draw.integers(-99, 99, plan.window.shape)
-    one, other = int((plan.exchange(x) * y).sum()), int((x * plan.accumulate(y)).sum())
-    sums = np.sum(world.gather((one, other), "check"), axis=0)
-    if sums[0] != sums[1]:
-        raise ArithmeticError(f"plan {plan.name!r}: <E x, y> is {sums[0]}, <x, E' y> {sums[1]}")

@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ..bench.halo_cases import Setting, factors, open_cases, sent_bytes
+from ..bench.halo_cases import Setting, open_cases
+from ..darray.layout import balanced_grid
 from ..darray.show import spec_of
 from ..study.cases import Case
 from ..study.spec import Study
@@ -30,7 +31,7 @@ class _Halo(Calls):
                     spec = setting.spec
                     described = plan.describe(spec.dtype, spec.trail)
                     call.outcomes |= {
-                        "payload_bytes": max(world.gather(sent_bytes(plan, spec))),
+                        "payload_bytes": max(world.gather(setting.sent_bytes(plan))),
                         "wire_bytes": max(each.sent_bytes for each in described.ranks),
                         "error": 0.0,
                     }
@@ -44,7 +45,7 @@ def start(study: Study, case: Case, directory: Path) -> _Halo:
 
 def _setting(case: Case, ranks: int) -> Setting:
     of = case.factors
-    grids = {"rows": [ranks, 1], "columns": [1, ranks], "grid": factors(ranks, 2)}
+    grids = {"rows": [ranks, 1], "columns": [1, ranks], "grid": balanced_grid(ranks, 2)}
     split = str(of["split"])
     widths = {"rows": (1, 0), "columns": (0, 1), "grid": (1, 1)}[split]
     raw: dict[str, Any] = {

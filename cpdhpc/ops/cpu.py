@@ -10,8 +10,8 @@ import numpy as np
 from .. import _cpu
 from ..formats import Cast, FloatFormat, tiles
 from ..randomness import Key
-from . import kernel_threads
 from .reference import fitting_shift
+from .threads import kernel_threads
 
 __all__ = [
     "add",
@@ -19,6 +19,7 @@ __all__ = [
     "add_integers_tiles",
     "amax_tiles",
     "clone",
+    "copy",
     "decode",
     "decode_add_encode_tiles",
     "decode_add_tiles",
@@ -40,6 +41,7 @@ __all__ = [
 
 Array = np.ndarray[Any, np.dtype[Any]]
 add, subtract, divide = np.add, np.subtract, np.divide  # what the GPU needs kernels for
+copy = np.copyto
 ROUNDINGS = {"nearest": 0, "zero": 1, "stochastic": 2}  # as float_format.h numbers them
 
 

@@ -217,6 +217,11 @@ def unpack_trits(trits: Array, words: Array) -> None:
     launch("unpack_trits", tile_blocks(n), trits, np.int64(tiles(n)), words)
 
 
+def copy(target: Array, source: Array) -> None:
+    """Overwrite target by source."""
+    target[...] = source
+
+
 def add(a: Array, b: Array, out: Array | None = None) -> Array:
     """Return a + b, float32, in out if given; rounded as by NumPy, subnormal numbers too."""
     return _floats("add_floats", a, b, out)

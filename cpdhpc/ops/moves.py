@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from .._cpu import make_moves, read_loan, run_moves
+from .._cpu import load_acquire, make_moves, read_loan, run_moves, store_release
 
 __all__ = [
     "ADDED",
@@ -21,10 +21,12 @@ __all__ = [
     "OUT",
     "Side",
     "X",
+    "load_acquire",
     "make_moves",
     "read_loan",
     "rows",
     "run_moves",
+    "store_release",
 ]
 
 X, OUT, MEMORY = 0, 1, 2  # bases: the two arrays of a run, and the first of the program's memory

@@ -1,13 +1,13 @@
 """Wires: what a chunk of float32 values becomes while it travels, and how bytes are added to it.
 
 float32 as it is, packed codes of any format, and exact sums, whose contributions are codes on a
-shared grid and whose sums are integers.
+shared grid and whose sums are integers. A wire's kernels are those of the array's backend, or of
+an object with the same functions: one that writes the calls down, one that takes their time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,6 @@ import numpy.typing as npt
 
 from ..formats import (
     INTEGERS,
-    TILE,
     TRIT_BYTES,
     Cast,
     FloatFormat,
@@ -24,7 +23,6 @@ from ..formats import (
     sum_bits,
     tiles,
 )
-from ..partition import chunk
 from ..randomness import Key
 from . import backend_of
 
@@ -45,6 +43,7 @@ class Exact:
     cast: Cast
     trits: bool = False
     terms: int = 1
+    kernels: Any = field(default=None, repr=False, compare=False)
 
     def of(self, terms: int) -> Exact:
         """Return the wire of sums of so many contributions."""
@@ -55,8 +54,10 @@ class Exact:
         """Width of the integers; 0 where there is one term, and codes travel."""
         return 0 if self.terms == 1 else sum_bits(self.cast.fmt, self.terms)
 
-    def size_bytes(self, n: int) -> int:
-        """Bytes of n values: whole tiles."""
+    def size_bytes(self, n: int, terms: int | None = None) -> int:
+        """Bytes of n values, sums of so many contributions: whole tiles."""
+        if terms is not None and terms != self.terms:
+            return self.of(terms).size_bytes(n)
         if self.trits and self.terms == 1:
             return tiles(n) * TRIT_BYTES
         return packed_bytes(n, self.bits or self.cast.fmt.bits)
@@ -66,7 +67,7 @@ class Exact:
         if not (self.trits and self.terms == 1):
             return payload
         words = self._ternary_words(payload)
-        backend_of(payload).unpack_trits(payload, words)
+        (self.kernels or backend_of(payload)).unpack_trits(payload, words)
         return words
 
     def _ternary_words(self, trits: Array) -> Array:
@@ -79,23 +80,23 @@ class Exact:
         key, offset: the random stream, and the place of x in it
         """
         assert self.terms == 1, "a sum of several terms is made by add"
-        ops = backend_of(x)
+        kernels = self.kernels or backend_of(x)
         words = self._ternary_words(payload) if self.trits else payload
-        ops.encode_tiles(x, self.cast, words, shifts, key=key, offset=offset)
+        kernels.encode_tiles(x, self.cast, words, shifts, key=key, offset=offset)
         if self.trits:
-            ops.pack_trits(words, payload)
+            kernels.pack_trits(words, payload)
 
     def decode(self, payload: Array, shifts: Array | None, out: Array) -> int:
         """Write the sums into out, float32[n], rounded once; return how many are not finite."""
-        ops = backend_of(out)
-        words = self._words(payload)
-        return ops.decode_integers_tiles(words, self.bits, shifts, self.cast.fmt, out)
+        kernels, words = self.kernels or backend_of(out), self._words(payload)
+        return kernels.decode_integers_tiles(words, self.bits, shifts, self.cast.fmt, out=out)
 
     def add(self, a: Array, terms: int, b: Array, payload: Array) -> None:
         """Write the sums of payloads a, of so many terms, and b, of the others, into payload."""
         one, other = self.of(terms), self.of(self.terms - terms)
         words = (one._words(a), one.bits, other._words(b), other.bits)
-        backend_of(a).add_integers_tiles(*words, self.cast.fmt, payload, self.bits)
+        kernels = self.kernels or backend_of(a)
+        kernels.add_integers_tiles(*words, self.cast.fmt, payload, self.bits)
 
     def add_encode(
         self, came: Array, x: Array, shifts: Array | None, key: Key, offset: int, payload: Array
@@ -106,7 +107,7 @@ class Exact:
         """
         before = self.of(self.terms - 1)
         words = (before._words(came), before.bits)
-        backend_of(x).add_encode_integers_tiles(
+        (self.kernels or backend_of(x)).add_encode_integers_tiles(
             *words, self.cast, x, shifts, payload, self.bits, key=key, offset=offset
         )
 
@@ -115,26 +116,24 @@ class Exact:
 class Raw:
     """float32 as it is: nothing is rounded, and shifts and keys have no meaning."""
 
-    def of(self, terms: int) -> Raw:
-        """Return itself: sums are no wider."""
-        return self
+    kernels: Any = field(default=None, repr=False, compare=False)
 
-    def size_bytes(self, n: int) -> int:
-        """Bytes of n values."""
+    def size_bytes(self, n: int, terms: int | None = None) -> int:
+        """Bytes of n values; sums are no wider."""
         return 4 * n
 
     def encode(self, x: Array, shifts: Array | None, key: Key, offset: int, payload: Array) -> None:
         """Write the bytes of x into payload."""
-        payload.view(np.float32)[:] = x
+        (self.kernels or backend_of(x)).copy(payload.view(np.float32), x)
 
     def decode(self, payload: Array, shifts: Array | None, out: Array) -> int:
         """Write the values into out; return 0, as nothing is checked."""
-        out[:] = payload.view(np.float32)
+        (self.kernels or backend_of(out)).copy(out, payload.view(np.float32))
         return 0
 
     def add(self, payload: Array, shifts: Array | None, x: Array, out: Array) -> None:
         """Write x plus the values into out, which may be x."""
-        np.add(x, payload.view(np.float32), out=out)
+        (self.kernels or backend_of(x)).add(x, payload.view(np.float32), out)
 
     def add_encode(
         self,
@@ -148,7 +147,7 @@ class Raw:
         out: Array | None,
     ) -> int:
         """Write the bytes of x plus the values into payload, and into out if given; return 0."""
-        np.add(x, came.view(np.float32), out=payload.view(np.float32))
+        self.add(came, None, x, payload.view(np.float32))
         return 0 if out is None else self.decode(payload, shifts, out)
 
 
@@ -162,13 +161,10 @@ class Packed:
 
     cast: Cast
     fit: bool
+    kernels: Any = field(default=None, repr=False, compare=False)
 
-    def of(self, terms: int) -> Packed:
-        """Return itself: sums are no wider."""
-        return self
-
-    def size_bytes(self, n: int) -> int:
-        """Bytes of n values: whole tiles."""
+    def size_bytes(self, n: int, terms: int | None = None) -> int:
+        """Bytes of n values: whole tiles; sums are no wider."""
         return packed_bytes(n, self.cast.fmt.bits) + (tiles(n) if self.fit else 0)
 
     def _split(self, payload: Array, shifts: Array | None, n: int) -> tuple[Array, Array]:
@@ -184,18 +180,18 @@ class Packed:
         key, offset: the random stream, and the place of x in it
         """
         words, used = self._split(payload, shifts, x.size)
-        ops = backend_of(x)
-        ops.encode_tiles(x, self.cast, words, used, fit=self.fit, key=key, offset=offset)
+        kernels = self.kernels or backend_of(x)
+        kernels.encode_tiles(x, self.cast, words, used, fit=self.fit, key=key, offset=offset)
 
     def decode(self, payload: Array, shifts: Array | None, out: Array) -> int:
         """Write the values into out, float32[n]; return how many are not finite."""
         words, used = self._split(payload, shifts, out.size)
-        return backend_of(out).decode_tiles(words, used, self.cast.fmt, out)
+        return (self.kernels or backend_of(out)).decode_tiles(words, used, self.cast.fmt, out=out)
 
     def add(self, payload: Array, shifts: Array | None, x: Array, out: Array) -> None:
         """Write x plus the values, summed in float32, into out, which may be x."""
         words, used = self._split(payload, shifts, x.size)
-        backend_of(x).decode_add_tiles(words, used, self.cast.fmt, x, out)
+        (self.kernels or backend_of(x)).decode_add_tiles(words, used, self.cast.fmt, x, out)
 
     def add_encode(
         self,
@@ -217,7 +213,7 @@ class Packed:
         words_in, used_in = self._split(came, came_shifts, x.size)
         words, used = self._split(payload, shifts, x.size)
         options = {"fit": self.fit, "key": key, "offset": offset, "out": out}
-        hop = backend_of(x).decode_add_encode_tiles
+        hop = (self.kernels or backend_of(x)).decode_add_encode_tiles
         return hop(words_in, used_in, self.cast, x, words, used, **options)
 
 
@@ -239,127 +235,3 @@ def parse_wire(wire: str | FloatFormat) -> FloatFormat | None:
         return None if wire == "raw" else parse_format(wire)
     except ValueError as error:
         raise ValueError(f"{error}; wires are also raw, {', '.join(INTEGERS)}") from None
-
-
-@dataclass(frozen=True)
-class Coder:
-    """A wire for one chunk, values start..stop of the array, with the shifts of its tiles.
-
-    take: size_bytes -> array for a payload
-    """
-
-    wire: Wire
-    start: int
-    stop: int
-    shifts: Array | None
-    take: Callable[[int], Array]
-
-    def of(self, terms: int) -> Coder:
-        """Return the coder of sums of so many contributions."""
-        wire = self.wire.of(terms)
-        return self if wire is self.wire else replace(self, wire=wire)
-
-    @property
-    def floats(self) -> Raw | Packed:
-        """The wire, which is not one of exact sums."""
-        assert not isinstance(self.wire, Exact), "exact sums are added by ExactChunk"
-        return self.wire
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of the chunk on the wire."""
-        return self.wire.size_bytes(self.stop - self.start)
-
-    def place(self, out: Array) -> Array | None:
-        """Return the bytes of out, the chunk's values, where they are a payload themselves."""
-        return out.view(np.uint8) if isinstance(self.wire, Raw) else None
-
-    def encode(self, x: Array, key: Key, place: Array | None = None) -> Array:
-        """Return the payload of x, in place if given; a raw one may be x itself."""
-        if place is None and isinstance(self.wire, Raw):
-            return x.view(np.uint8)
-        payload = self.take(self.size_bytes) if place is None else place
-        self.wire.encode(x, self.shifts, key, self.start, payload)
-        return payload
-
-    def decode(self, payload: Array, out: Array) -> int:
-        """Write the values into out; return how many are not finite."""
-        return self.wire.decode(payload, self.shifts, out)
-
-    def add(self, payload: Array, x: Array) -> None:
-        """Add the values to x in place."""
-        self.floats.add(payload, self.shifts, x, x)
-
-    def add_encode(
-        self,
-        came: Array,
-        coder: Coder,
-        x: Array,
-        key: Key,
-        place: Array | None = None,
-        out: Array | None = None,
-    ) -> tuple[Array, int]:
-        """Return the payload, in place if given, of x plus the values of came, made by coder.
-
-        out: for what the payload decodes to, if that is wanted: written in the same pass
-        The second result is how many values of out are not finite, 0 without it.
-        """
-        payload = self.take(self.size_bytes) if place is None else place
-        where = key, self.start, payload, out
-        return payload, self.floats.add_encode(came, coder.shifts, x, self.shifts, *where)
-
-    def values(self, payload: Array) -> Array:
-        """Return the values in an array of their own, float32."""
-        out = self.take(4 * (self.stop - self.start)).view(np.float32)
-        self.decode(payload, out)
-        return out
-
-    def rounded(self, x: Array, key: Key) -> Array:
-        """Return Q(x): encoded and decoded, in an array of its own."""
-        return self.values(self.encode(x, key))
-
-
-def coders(
-    wire: Wire,
-    span: tuple[int, int],
-    chunks: int,
-    shifts: Array | None,
-    take: Callable[[int], Array],
-) -> tuple[Coder, ...]:
-    """Return the coder of each chunk of the values start..stop, start on a tile.
-
-    shifts: uint8 of each tile of the whole array, or None where they travel
-    """
-
-    def one(start: int, stop: int) -> Coder:
-        first = start // TILE
-        own = None if shifts is None else shifts[first : first + tiles(stop - start)]
-        return Coder(wire, start, stop, own, take)
-
-    start, stop = span
-    parts = (chunk(stop - start, chunks, i) for i in range(chunks))
-    return tuple(one(start + a, start + b) for a, b in parts)
-
-
-@dataclass(frozen=True)
-class DeviceRaw(Raw):
-    """float32 as it is, with our own additions: CuPy's make subnormal numbers zero."""
-
-    def add(self, payload: Array, shifts: Array | None, x: Array, out: Array) -> None:
-        """Write x plus the values into out, which may be x."""
-        backend_of(x).add(x, payload.view(np.float32), out)
-
-    def add_encode(
-        self,
-        came: Array,
-        came_shifts: Array | None,
-        x: Array,
-        shifts: Array | None,
-        key: Key,
-        offset: int,
-        payload: Array,
-        out: Array | None,
-    ) -> int:
-        """Write the bytes of x plus the values into payload, and into out if given; return 0."""
-        backend_of(x).add(x, came.view(np.float32), payload.view(np.float32))
-        return 0 if out is None else self.decode(payload, shifts, out)

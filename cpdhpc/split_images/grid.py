@@ -16,7 +16,7 @@ Shape = tuple[int, int]  # height and width in pixels of a whole image or featur
 
 
 class ImageGrid:
-    """Deals images to groups of ranks, and each image to rows x columns of ranks. Collective.
+    """Gives images to groups of ranks, and splits each over rows x columns of ranks. Collective.
 
     world: a World, Loopback or an mpi4py communicator: all ranks, which hold the same weights
     procs: (rows, columns) of ranks that an image is split over; consecutive ranks are a group

@@ -191,93 +191,86 @@ class Gather(torch.nn.Module):
         return self.layer(fetch(x, self.plan))
 
 
-class MaxPool2d(Windowed):
-    """torch.nn.MaxPool2d on the owned part of images. Collective."""
+class Pool2d(Windowed):
+    """What poolings on the owned part of images have in common. Collective."""
 
-    def __init__(self, layer: torch.nn.MaxPool2d, grid: ImageGrid, shape: Shape, name: str) -> None:
-        super().__init__(grid, shape, _of_max(layer), Constant(float("-inf")), name)
-        self.size, self.stride, self.dilation = (
-            pair(value) for value in (layer.kernel_size, layer.stride, layer.dilation)
-        )
+    boundary: Boundary = "zero"
+
+    def __init__(self, layer: Any, grid: ImageGrid, shape: Shape, name: str) -> None:
+        sliding = _pooling(layer)
+        super().__init__(grid, shape, sliding, self.boundary, name)
+        self.size, self.stride, self.dilation = sliding.size, sliding.step, sliding.dilation
 
     @staticmethod
-    def shape_after(layer: torch.nn.MaxPool2d, shape: Shape) -> Shape:
+    def shape_after(layer: Any, shape: Shape) -> Shape:
         """Return the size of the layer's output. Raises ValueError where it cannot be split."""
-        if layer.return_indices:
+        if getattr(layer, "return_indices", False):
             raise ValueError("return_indices=True: they would count in windows, not in images")
-        sliding = _of_max(layer)
-        _check_padding(sliding)
+        sliding = _pooling(layer)
+        # A window could lie outside the image: torch refuses it too.
+        if any(2 * p > k for p, k in zip(sliding.before, sliding.size, strict=True)):
+            padding, size = sliding.before, sliding.size
+            raise ValueError(f"padding={padding}: at most half of kernel_size={size}")
         return sliding.outputs(shape)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the owned outputs float[batch, channels, rows, columns]. Collective."""
         window = self.window(x)
-        if self.box.empty:
-            return self.nothing(window, x.shape[1])
-        return torch.nn.functional.max_pool2d(
-            window, self.size, self.stride, dilation=self.dilation
-        )
+        return self.nothing(window, x.shape[1]) if self.box.empty else self.pooled(window)
+
+    def pooled(self, window: torch.Tensor) -> torch.Tensor:
+        """Return the owned outputs of a window."""
+        raise NotImplementedError
 
 
-class AvgPool2d(Windowed):
+class MaxPool2d(Pool2d):
+    """torch.nn.MaxPool2d on the owned part of images. Collective."""
+
+    boundary = Constant(float("-inf"))
+
+    def pooled(self, window: torch.Tensor) -> torch.Tensor:
+        """Return the largest values."""
+        sizes = self.size, self.stride
+        return torch.nn.functional.max_pool2d(window, *sizes, dilation=self.dilation)
+
+
+class AvgPool2d(Pool2d):
     """torch.nn.AvgPool2d on the owned part of images. Collective."""
 
     divisor: torch.Tensor
 
     def __init__(self, layer: torch.nn.AvgPool2d, grid: ImageGrid, shape: Shape, name: str) -> None:
-        sliding = _of_average(layer)
-        super().__init__(grid, shape, sliding, "zero", name)
-        self.size, self.stride = sliding.size, sliding.step
-        self.register_buffer("divisor", self._divisor(layer, sliding), persistent=False)
+        super().__init__(layer, grid, shape, name)
+        divisor = self._divisor(layer, _pooling(layer).before)
+        self.register_buffer("divisor", divisor, persistent=False)
 
-    @staticmethod
-    def shape_after(layer: torch.nn.AvgPool2d, shape: Shape) -> Shape:
-        """Return the size of the layer's output. Raises ValueError where it cannot be split."""
-        sliding = _of_average(layer)
-        _check_padding(sliding)
-        return sliding.outputs(shape)
-
-    def _divisor(self, layer: torch.nn.AvgPool2d, sliding: Sliding) -> torch.Tensor:
+    def _divisor(self, layer: torch.nn.AvgPool2d, before: Shape) -> torch.Tensor:
         """Return float64[rows, columns] of the owned outputs: what each sum is divided by.
 
-        Cells beyond the padding, which ceil_mode reaches, never count; padding may count.
+        before: cells of padding. Cells beyond it, which ceil_mode reaches, never count; padding may
         """
         if layer.divisor_override is not None:
             return torch.full(self.box.shape, float(layer.divisor_override), dtype=torch.float64)
         counts = []
         for axis, extent in enumerate(self.inputs.shape):
-            padding = sliding.before[axis] if layer.count_include_pad else 0
-            first = torch.arange(self.box.start[axis], self.box.stop[axis]) * sliding.step[axis]
-            first -= sliding.before[axis]
-            last = (first + sliding.size[axis]).clamp(max=extent + padding)
+            padding = before[axis] if layer.count_include_pad else 0
+            first = torch.arange(self.box.start[axis], self.box.stop[axis]) * self.stride[axis]
+            first -= before[axis]
+            last = (first + self.size[axis]).clamp(max=extent + padding)
             counts.append((last - first.clamp(min=-padding)).double())
         return counts[0][:, None] * counts[1]
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the owned outputs float[batch, channels, rows, columns]. Collective."""
-        window = self.window(x)
-        if self.box.empty:
-            return self.nothing(window, x.shape[1])
-        sums = torch.nn.functional.avg_pool2d(window, self.size, self.stride, divisor_override=1)
+    def pooled(self, window: torch.Tensor) -> torch.Tensor:
+        """Return the means."""
+        sizes = self.size, self.stride
+        sums = torch.nn.functional.avg_pool2d(window, *sizes, divisor_override=1)
         return sums / self.divisor.to(sums.dtype)
 
 
-def _of_max(layer: torch.nn.MaxPool2d) -> Sliding:
-    padding = pair(layer.padding)
-    size, step, dilation = (pair(v) for v in (layer.kernel_size, layer.stride, layer.dilation))
-    return Sliding(size, step, padding, padding, dilation, layer.ceil_mode)
-
-
-def _of_average(layer: torch.nn.AvgPool2d) -> Sliding:
-    padding = pair(layer.padding)
+def _pooling(layer: Any) -> Sliding:
+    padding, dilation = pair(layer.padding), pair(getattr(layer, "dilation", 1))
     size, step = pair(layer.kernel_size), pair(layer.stride)
-    return Sliding(size, step, padding, padding, (1, 1), layer.ceil_mode)
-
-
-def _check_padding(sliding: Sliding) -> None:
-    """Raise ValueError where a window could lie outside the image: torch refuses it too."""
-    if any(2 * p > k for p, k in zip(sliding.before, sliding.size, strict=True)):
-        raise ValueError(f"padding={sliding.before}: at most half of kernel_size={sliding.size}")
+    return Sliding(size, step, padding, padding, dilation, layer.ceil_mode)
 
 
 CELLS = (0, 2, 3)  # the axes of batch, rows and columns

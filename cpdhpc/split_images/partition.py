@@ -59,7 +59,7 @@ class Part(NamedTuple):
 class Partitioned(nn.Sequential):
     """A network on parts of images, with the parameters of the serial one and their names.
 
-    grid: how images are dealt; shape: of the whole output where it is split, None where every
+    grid: how images are split; shape: of the whole output where it is split, None where every
     rank of a group has the output of whole images
     """
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ..ops import on_gpu, to_host
-from .ranks import Array, Ranks, Wait
+from .ranks import Array, Cache, Ranks, Wait
 
 if TYPE_CHECKING:
     from ..ops.gpu_runtime import Event, Streams
@@ -171,19 +171,19 @@ class Carrier:
     for: what it holds has been computed, and what lay in the buffer before is needed no more.
     Nothing waits here: whoever tests a request, of this or another message, starts all those
     whose time has come.
-    arenas: as of Ranks, for the stream of the last call: memory that is freed goes back to the
-        stream that it was taken in, so another stream gets buffers of its own
+    cache: buffers for the stream of the last call: memory that is freed goes back to the stream
+        that it was taken in, so another stream gets buffers of its own
     """
 
     def __init__(self, world: Ranks, streams: Streams) -> None:
         self._world, self.streams = world, streams
-        self.arenas: dict[tuple[type, int], Any] = {}
+        self.cache = Cache()
         self._delayed: deque[Delayed] = deque()
 
     def begin(self) -> None:
         """Begin a call, in CuPy's current stream."""
         if self.streams.begin():
-            self.arenas.clear()
+            self.cache.free()
 
     def progress(self) -> None:
         """Start the messages whose events have come, in the order in which they were asked for."""
@@ -265,8 +265,6 @@ def carrier_of(world: Ranks, like: Array) -> Ranks | Direct | Staged:
 
     device = gpu_runtime.current_device()
     kind = Direct if world.processes > 1 and gpu_aware(world).yes else Staged
-    if device not in world.carriers:
-        world.carriers[device] = kind(world, gpu_runtime.Streams())
-    carrier: Direct | Staged = world.carriers[device]
+    carrier = world.cache.get(("carrier", device), lambda: kind(world, gpu_runtime.Streams()))
     carrier.begin()
     return carrier

@@ -64,45 +64,7 @@ def pieces(array: Array) -> list[Array]:
     return [array[i : i + MESSAGE_BYTES] for i in range(0, array.size, MESSAGE_BYTES)]
 
 
-class Messages:
-    """The messages of a world.
-
-    mpi: the module mpi4py.MPI; virtual_ranks: of each process
-    alarm_tag: one that no message has
-    Raises ValueError where MPI has too few tags.
-    """
-
-    def __init__(self, mpi: Any, virtual_ranks: int) -> None:
-        self._byte, self._virtual_ranks = mpi.BYTE, virtual_ranks
-        self.alarm_tag = STREAMS * virtual_ranks**2
-        self._most_tag: int = mpi.COMM_WORLD.Get_attr(mpi.TAG_UB)
-        if self.alarm_tag + virtual_ranks**2 >= self._most_tag:
-            raise ValueError(f"World: virtual_ranks={virtual_ranks}: too many for MPI's tags")
-
-    def of(
-        self, start: Callable[..., Any], array: Array, rank: int, way: tuple[int, int, int]
-    ) -> list[Any]:
-        """Return the requests for an array of bytes to or from a rank of another process.
-
-        start: a method of the communicator, as Isend; way: source, target, stream
-        """
-        process, tag = rank // self._virtual_ranks, self._tag(*way)
-        return [start([piece, self._byte], process, tag) for piece in pieces(array)]
-
-    def _tag(self, source: int, to: int, stream: int) -> int:
-        """Tell the ranks of two processes apart, and streams; MPI keeps the order within a tag.
-
-        The tags below the alarm's are those of pieces, by turns; above are those of open_stream.
-        """
-        pairs = self._virtual_ranks**2
-        pair = source % self._virtual_ranks * self._virtual_ranks + to % self._virtual_ranks
-        if stream >= 0:
-            return stream % STREAMS * pairs + pair
-        first = STREAMS * pairs + 1
-        return first + (-1 - stream) % ((self._most_tag - first) // pairs) * pairs + pair
-
-
-SPINS = 50  # looks before a wait gives up the core for the first time
+POLLS = 50  # before a wait gives up the core for the first time
 GRACE_S = 1.0  # after a time-out: for the others to tell that they wait too
 ALARM_PERIOD_S = 0.1  # how often those who wait look for the time-out of another
 
@@ -115,7 +77,7 @@ def say(lines: Sequence[str]) -> None:
     sys.stderr.flush()
 
 
-class Patience:
+class Timeout:
     """How long the processes of a communicator wait, and what then happens.
 
     mpi: the module mpi4py.MPI; alarm_tag: of messages that no one else uses; end: ends the job
@@ -132,7 +94,7 @@ class Patience:
 
         pause_s: sleep between looks; 0: only give up the core
         """
-        for _ in range(SPINS):
+        for _ in range(POLLS):
             if done():
                 return
         start_s = time.monotonic()
@@ -232,13 +194,15 @@ class World(Ranks):
         super().__init__(comm.Get_rank(), comm.Get_size(), virtual_ranks)
         if not timeout_s > 0:
             raise ValueError(f"World: timeout_s={timeout_s}: must be more than 0")
-        self._messages = Messages(self._mpi, virtual_ranks)
+        self._pairs = virtual_ranks**2  # of a rank here and one of another process
+        self._most_tag: int = self._mpi.COMM_WORLD.Get_attr(self._mpi.TAG_UB)
+        self._alarm_tag = STREAMS * self._pairs  # one that no message has
+        if self._alarm_tag + self._pairs >= self._most_tag:
+            raise ValueError(f"World: virtual_ranks={virtual_ranks}: too many for MPI's tags")
         self.timeout_s, self.gpu_direct = timeout_s, gpu_direct
         self.thread_level = thread_level(self._mpi)
         self._duplicate = comm.Dup()
-        self._patience = Patience(
-            self._mpi, self._duplicate, self._messages.alarm_tag, timeout_s, self._end
-        )
+        self._timeout = Timeout(self._mpi, self._duplicate, self._alarm_tag, timeout_s, self._end)
         here = comm.Split_type(self._mpi.COMM_TYPE_SHARED)
         firsts = comm.allgather(
             here.allreduce(self.process, self._mpi.MIN)
@@ -251,13 +215,13 @@ class World(Ranks):
     @property
     def _comm(self) -> Any:
         """The communicator, for the one thread that may use it now."""
-        self.check_thread()
+        if self.lent_by is not None:
+            self.check_thread()
         return self._duplicate
 
     def free(self) -> None:
         """Free the duplicated communicator; the world cannot be used any more. Collective."""
-        for tape in list(self.tapes):
-            tape.free()
+        self.cache.free()
         if self._shared is not None and self._shared[0] is not None:
             self._shared[0].free()
         self._comm.Free()
@@ -337,21 +301,42 @@ class World(Ranks):
         """Return mpi4py.MPI and this world's communicator, for calls that are not through World."""
         return self._mpi, self._comm
 
+    def _requests(
+        self, start: Callable[..., Any], array: Array, rank: int, way: tuple[int, int, int]
+    ) -> list[Any]:
+        """Return the requests for an array of bytes to or from a rank of another process.
+
+        start: a method of the communicator, as Isend; way: source, target, stream
+        Tags tell the ranks of two processes apart, and streams; MPI keeps the order within a tag.
+        Those below the alarm's are of pieces, by turns; above are those of open_stream.
+        """
+        source, to, stream = way
+        each = self.virtual_ranks
+        tag = source % each * each + to % each
+        if stream >= 0:
+            tag += stream % STREAMS * self._pairs
+        else:
+            first = self._alarm_tag + 1
+            tag += first + (-1 - stream) % ((self._most_tag - first) // self._pairs) * self._pairs
+        if 0 < array.size <= MESSAGE_BYTES:
+            return [start([array, self._mpi.BYTE], rank // each, tag)]
+        return [start([piece, self._mpi.BYTE], rank // each, tag) for piece in pieces(array)]
+
     def isend(self, rank: int, to: int, payload: Array, stream: int = 0) -> list[Any]:
         """Start to send from a hosted rank to one of another process; return the requests."""
-        return self._messages.of(self._comm.Isend, payload, to, (rank, to, stream))
+        return self._requests(self._comm.Isend, payload, to, (rank, to, stream))
 
     def irecv(self, source: int, rank: int, buffer: Array, stream: int = 0) -> list[Any]:
         """Start to receive for a hosted rank from one of another process; return the requests."""
-        return self._messages.of(self._comm.Irecv, buffer, source, (source, rank, stream))
+        return self._requests(self._comm.Irecv, buffer, source, (source, rank, stream))
 
     def send_init(self, rank: int, to: int, payload: Array, stream: int = 0) -> list[Any]:
         """Return persistent requests to send from a hosted rank to one of another process."""
-        return self._messages.of(self._comm.Send_init, payload, to, (rank, to, stream))
+        return self._requests(self._comm.Send_init, payload, to, (rank, to, stream))
 
     def recv_init(self, source: int, rank: int, buffer: Array, stream: int = 0) -> list[Any]:
         """Return persistent requests to receive for a hosted rank from another process's."""
-        return self._messages.of(self._comm.Recv_init, buffer, source, (source, rank, stream))
+        return self._requests(self._comm.Recv_init, buffer, source, (source, rank, stream))
 
     def write_box(
         self, path: Path, offset: int, shape: Sequence[int], start: Sequence[int], box: Array
@@ -369,11 +354,14 @@ class World(Ranks):
     def done(self, wait: Wait) -> bool:
         """Whether all requests are complete."""
         # Not Testall: after the death of a process its error says only that some request has one.
-        return all([request.Test() for request in wait.requests])
+        complete = True
+        for request in wait.requests:
+            complete = request.Test() and complete
+        return complete
 
     def wait_any(self, waits: Sequence[Wait]) -> None:
         """Return once a wait is done; after the time-out end the job with all the reasons."""
-        self._patience.wait(
+        self._timeout.wait(
             lambda: any(map(self.done, waits)),
             lambda waited_s, absent: [wait.line(waited_s) for wait in waits],
         )
@@ -382,7 +370,7 @@ class World(Ranks):
         """Start a collective operation of MPI and wait for it."""
         name = "rank" if self.virtual_ranks == 1 else "process"
         try:
-            self._patience.wait(
+            self._timeout.wait(
                 start().Test,
                 lambda waited_s, absent: [
                     f"{name} {self.process} | {what}: waited {waited_s:.1f} s for {name} "

@@ -73,7 +73,9 @@ class Shared:
         self._opened = 0
         self._ended: set[int] = set()
         self._used: dict[int, int] = {}  # slot -> the last piece that took its arrays
-        self._near: dict[int, Array] = {}  # process of this node -> its counter
+        self.near: dict[
+            int, Array
+        ] = {}  # process of this node, which payloads reach -> its counter
         self._back: dict[int, list[Array]] = {}  # size -> arrays that were given back
         self._unread: set[int] = set()  # processes whose own memory cannot be read
 
@@ -91,7 +93,7 @@ class Shared:
             memory = self._block(pid, descriptor).memory
         except OSError:
             return False
-        self._near[process] = memory[:COUNTER_BYTES]
+        self.near[process] = memory[:COUNTER_BYTES]
         found = np.zeros(SECRET_BYTES, np.uint8)
         try:
             read_memory(pid, address, found)
@@ -105,10 +107,6 @@ class Shared:
     def reads(self) -> bool:
         """Whether this process can read the memory of all others that it has met."""
         return not self._unread
-
-    def reaches(self, process: int) -> bool:
-        """Whether payloads go to a process this way."""
-        return process in self._near
 
     def take(self, size_bytes: int) -> Array:
         """Return uint8[size_bytes] that the others can read, for as long as this object lives."""
@@ -145,7 +143,7 @@ class Shared:
 
     def readers(self, slot: int) -> Readers:
         """Return what is done when the arrays of a slot can be written again."""
-        return Readers(tuple(self._near.values()), self._used.get(slot, -1))
+        return Readers(tuple(self.near.values()), self._used.get(slot, -1))
 
     def open(self, slot: int) -> int:
         """Return the number of the next piece, which takes the arrays of a slot."""

@@ -8,7 +8,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -39,17 +39,66 @@ Array = npt.NDArray[Any]
 
 
 class Wait(NamedTuple):
-    """Requests that a rank waits for; reason has {} where the seconds go."""
+    """Requests that a rank waits for; reason, or what it returns, has {} where the seconds go."""
 
     requests: list[Any]
     rank: int
-    reason: str
+    reason: str | Callable[[], str]
 
     def line(self, waited_s: float) -> str:
         """Return what is said of a wait that took too long."""
         on_gpu = any(getattr(request, "waits_for_gpu", False) for request in self.requests)
         where = "; its own GPU is not done yet" if on_gpu else ""
-        return f"rank {self.rank} | {self.reason.format(waited_s)}{where}"
+        reason = self.reason if isinstance(self.reason, str) else self.reason()
+        return f"rank {self.rank} | {reason.format(waited_s)}{where}"
+
+
+class Freeable(Protocol):
+    """What holds something that must be freed."""
+
+    def free(self) -> None:
+        """Free it."""
+
+
+class Cache:
+    """What callers keep with a world from one call to the next, until it is freed.
+
+    A caller's key begins with a name or a class of its own.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[Hashable, Any] = {}
+        self._held: set[Freeable] = set()
+
+    def get(self, key: Hashable, make: Callable[[], T]) -> T:
+        """Return what is kept under key; the first time what make returns."""
+        found: T | None = self._kept.get(key)
+        if found is None:
+            found = self._kept[key] = make()
+        return found
+
+    def items(self) -> list[tuple[Hashable, Any]]:
+        """Return keys and what is kept under them."""
+        return list(self._kept.items())
+
+    @property
+    def held(self) -> int:
+        """How many things would be freed."""
+        return len(self._held)
+
+    def hold(self, thing: Freeable) -> None:
+        """Let a thing be freed at the latest with the world: as it has persistent requests."""
+        self._held.add(thing)
+
+    def release(self, thing: Freeable) -> None:
+        """Forget a thing that frees itself; call it from its free."""
+        self._held.discard(thing)
+
+    def free(self) -> None:
+        """Free what is held, and let go of what is kept."""
+        for thing in list(self._held):
+            thing.free()
+        self._kept.clear()
 
 
 class Ranks(ABC):
@@ -62,11 +111,9 @@ class Ranks(ABC):
     bytes_sent, messages_sent: int64[virtual_ranks], what each hosted rank sent to other ranks,
         those of the same process included
     collective_bytes: bytes that this process handed to MPI's own collectives
-    arenas: buffers that the engine keeps from one call to the next
+    cache: what callers keep from one call to the next: buffers, recordings, carriers of GPU arrays
     gpu_direct: whether GPU arrays may be given to MPI as they are
     gpu_aware: whether MPI takes them, and how that was found out; None before it is asked for
-    carriers: what carries the arrays of each GPU
-    tapes: tapes and plans with persistent requests that are not freed; kept: the plain calls'
     has_mpi: whether sum_by_mpi is MPI_Allreduce
     thread_level: what MPI allows: "single", "funneled", "serialized" or "multiple"
     lent_by: the thread that must not communicate at the moment, as another does it; or None
@@ -89,10 +136,7 @@ class Ranks(ABC):
         self.bytes_sent = np.zeros(virtual_ranks, np.int64)
         self.messages_sent = np.zeros(virtual_ranks, np.int64)
         self.collective_bytes = 0
-        self.arenas: dict[tuple[type, int], Any] = {}
-        self.carriers: dict[int, Any] = {}
-        self.tapes: set[Any] = set()
-        self.kept: dict[Any, Any] = {}
+        self.cache = Cache()
         self._streams = 0
 
     def hosts(self, rank: int) -> bool:
@@ -145,7 +189,7 @@ class Ranks(ABC):
         return None
 
     def shared(self) -> Any:
-        """Return how payloads reach other processes of the node, comm.shared; None. Collective."""
+        """Return how payloads reach other processes of the node, if not by MPI. Collective."""
         return None
 
     @abstractmethod
@@ -269,7 +313,8 @@ class Loopback(Ranks):
         return Loopback(self.virtual_ranks, nodes=self.nodes)
 
     def free(self) -> None:
-        """Do nothing: there is nothing to free."""
+        """Free what the world holds."""
+        self.cache.free()
 
     def barrier(self, what: str = "barrier", pause_s: float = 0.0) -> None:
         """Return at once."""

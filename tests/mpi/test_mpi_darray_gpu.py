@@ -13,7 +13,7 @@ from darray_arrays import any_bits, numbers
 from darray_cases import Case, draw, own, shown, summed
 
 from cpdhpc.darray.array import DistArray
-from cpdhpc.darray.array_kinds import CUPY, kind_of
+from cpdhpc.darray.by_slices import CUPY, array_backend
 from cpdhpc.darray.layout import Box, Layout
 from cpdhpc.darray.plan import WindowPlan
 
@@ -106,7 +106,7 @@ def test_distributed_arrays_and_what_is_refused(gpu: Any) -> None:
     data = np.arange(6.0 * gpu.world.size).reshape(2, -1)
     array = DistArray.from_global(gpu.world, layout, gpu.cupy.asarray(data))
     gathered = array.gather()
-    assert kind_of("gathered", gathered) is CUPY and (gathered.get() == data).all()
+    assert array_backend("gathered", gathered) is CUPY and (gathered.get() == data).all()
     with WindowPlan(gpu.world, layout, layout.owner(gpu.world.rank)) as plan:
         with pytest.raises(TypeError, match="out is ndarray of float64"):
             plan.exchange(array.local, np.zeros(plan.window.shape))

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from cpdhpc.bench import halo
-from cpdhpc.bench.baselines import WAYS
 from cpdhpc.bench.halo import ALL_WAYS, OPERATIONS
-from cpdhpc.bench.halo_cases import OURS, Setting, open_cases
-from cpdhpc.bench.halo_overlap import OVERLAPPED, Stencil, check
+from cpdhpc.bench.halo_cases import OURS, WAYS, Setting, open_cases
+from cpdhpc.bench.halo_overlap import BLOCKING, OVERLAPPED, WITH_PROGRESS, Stencil, check
 from cpdhpc.darray.layout import Box, Layout
 from cpdhpc.darray.plan import WindowPlan
 from cpdhpc.darray.show import spec_of
@@ -68,30 +67,29 @@ def test_the_benchmark_runs(world, capsys):
     out = world.gather(capsys.readouterr().out)[0]
     lines = [line for line in out.splitlines() if line and not line.startswith("#")]
     assert len(lines) == 2 * len(ALL_WAYS) + 6
-    assert "results equal in every bit" in out and OVERLAPPED in out
+    assert "results equal in every bit" in out and WITH_PROGRESS in out
 
 
 def test_overlap_that_reads_the_halo_too_early_is_noticed(world):
     case = setting("rows", world.size)
     with case.plan(world) as plan:
         window = np.empty((*plan.window.shape, 3), np.float32)
-        stencil = Stencil(plan, case.spec, window, 1)
+        stencil = Stencil(plan, case, window, 1)
         own = plan.inside(window)
 
         def right():
             plan.exchange(own, window)
-            stencil.all(stencil.whole)
+            stencil.compute(stencil.whole)
 
         def early():
             handle = plan.begin(own, window)
-            stencil.all(stencil.whole)
+            stencil.compute(stencil.whole)
             handle.finish()
 
-        names = ("blocking", "overlapped", OVERLAPPED)
-        cases = dict.fromkeys(names, right)
+        cases = dict.fromkeys((BLOCKING, OVERLAPPED, WITH_PROGRESS), right)
         check(world, plan, window, stencil, cases)
         with pytest.raises(ArithmeticError, match="differ, or hold NaN"):
-            check(world, plan, window, stencil, cases | {"overlapped": early})
+            check(world, plan, window, stencil, cases | {OVERLAPPED: early})
 
 
 def lent_plan(world, halo_cells=90):

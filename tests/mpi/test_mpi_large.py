@@ -60,7 +60,7 @@ def test_one_message_of_more_than_2_gib(world, large, monkeypatch):
     Allreduce("raw", "tree").run(world, [x], [out])
     assert (world.bytes_sent[0] - before[0], world.messages_sent[0] - before[1]) == (4 * N, 1)
     assert_periodic(out, total)
-    world.arenas.clear()  # two GiB
+    world.cache.free()  # two GiB
 
 
 def test_a_broadcast_of_more_than_2_gib(world, large):

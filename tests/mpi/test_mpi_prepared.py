@@ -7,11 +7,12 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from cpdhpc.collectives import rank_program, recorded
+from cpdhpc.collectives import method as choices
+from cpdhpc.collectives import rank_program
 from cpdhpc.collectives.allreduce import Allreduce, simulate
 from cpdhpc.collectives.checks import NonFiniteGradient
 from cpdhpc.collectives.method import Segment
-from cpdhpc.collectives.recorded import KEPT
+from cpdhpc.collectives.recorded import KEPT, Recordings
 from cpdhpc.collectives.schedules import SCHEDULES
 from cpdhpc.formats import sum_bits
 from cpdhpc.world.mpi import World
@@ -69,7 +70,7 @@ def test_every_run_has_the_bits_of_the_simulation(world, algorithm):
                     assert plain[1:] == got[1:]
                 np.testing.assert_array_equal(x, xs[world.process])
     assert fast >= 8
-    assert len(world.kept) <= KEPT
+    assert len(world.cache.get(Recordings, Recordings)) <= KEPT
 
 
 @pytest.mark.parametrize("algorithm", SCHEDULES)
@@ -238,7 +239,7 @@ def test_free(world):
         with pytest.raises(RuntimeError, match=r"Prepared\.run: is freed"):
             prepared.run()
     own.free()
-    assert not own.tapes
+    assert not own.cache.held
     if own.size > 1:
         with pytest.raises(RuntimeError, match="allreduce ring: is freed"):
             left.run()
@@ -273,22 +274,22 @@ def test_nothing_grows_with_the_number_of_calls(world):
     own.free()
 
 
-def test_kept_tapes_are_few_and_small(world, monkeypatch):
+def test_recordings_are_few_and_small(world, monkeypatch):
     own, method = World(timeout_s=world.timeout_s), Allreduce("raw", "tree")
-    x = np.ones(2 * KEPT, np.float32)
+    x, recordings = np.ones(2 * KEPT, np.float32), own.cache.get(Recordings, Recordings)
 
     def call(n):
         for _ in range(3):
             assert (method.run(own, [x[:n]]).arrays[0] == own.size).all()
-        return own.kept[method, n].tape
+        return recordings[method, n].recording
 
     assert all([call(n) is not None for n in range(1, 2 * KEPT)])
-    assert len(own.kept) == KEPT and len(own.tapes) == (KEPT if own.size > 1 else 0)
-    monkeypatch.setattr(recorded, "MOST_BYTES", 8 * KEPT * own.ranks - 1)
+    assert len(recordings) == KEPT and own.cache.held == (KEPT if own.size > 1 else 0)
+    monkeypatch.setattr(choices, "MOST_BYTES", 8 * KEPT * own.ranks - 1)
     with pytest.raises(KeyError):
         call(2 * KEPT)
     own.free()
-    assert not own.tapes
+    assert not own.cache.held
 
 
 def test_long_messages_go_in_pieces(world, monkeypatch):

@@ -41,7 +41,7 @@ def test_memory_is_shared_where_there_is_somebody(world, message_world):
     shared = world.shared()
     assert (shared is not None) == (world.processes > 1)
     if shared is not None:
-        assert [shared.reaches(i) for i in range(world.processes)] == [
+        assert [i in shared.near for i in range(world.processes)] == [
             i != world.process for i in range(world.processes)
         ]
 

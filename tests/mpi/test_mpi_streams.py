@@ -65,7 +65,8 @@ def test_memory_that_arrives_changed_is_staged_from_then_on(monkeypatch, answer)
             got = allreduce(world, cupy.asarray(xs[world.process]))
             assert same(got, simulate(xs))
             simulation.aware = False
-        assert len(tried) == answer and type(world.carriers[0]) is gpu_messages.Staged
+        [carrier] = [each for key, each in world.cache.items() if key == ("carrier", 0)]
+        assert len(tried) == answer and type(carrier) is gpu_messages.Staged
         words = "the query says yes, but GPU memory arrived changed" if answer else "the query"
         assert world.gpu_aware == (False, words)
         world.free()
