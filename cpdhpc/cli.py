@@ -94,14 +94,6 @@ def add_report(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_batch(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of batch."""
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="of the study")
-    parser.add_argument("number", type=int, metavar="NUMBER", help="of the batch, from 0")
-    parser.add_argument("--nodes", type=int, help="nodes of the job (default: the batch's)")
-    parser.add_argument("--ppn", type=int, help="ranks per node (default: the batch's)")
-
-
 TIMEOUT_S = 600.0  # of every wait for other processes
 USER_ERROR = 2  # exit status, as argparse has it
 
@@ -172,14 +164,6 @@ def run_report(arguments: argparse.Namespace) -> int:
         quiet=arguments.quiet,
     )
     return 0
-
-
-def run_batch(arguments: argparse.Namespace, world: World) -> int:
-    """Measure the unfinished cases of a study's batch. Collective."""
-    from .measure.batch import measure_batch
-
-    shape = arguments.nodes, arguments.ppn
-    return measure_batch(world, arguments.folder, arguments.number, *shape)
 
 
 def add_info(parser: argparse.ArgumentParser) -> None:
@@ -283,7 +267,10 @@ COMMANDS: dict[str, Command | Group] = {
         },
     ),
     "batch": Command(
-        "measure cases of a study: what its jobs run, on all MPI ranks", "cli", "batch", True
+        "measure cases of a study: what its jobs run, on all MPI ranks",
+        "study.commands",
+        "batch",
+        True,
     ),
     "info": Command("show versions, the MPI library, hosts, kernels, the GPU", "cli", "info", True),
     "study": Group(
@@ -301,10 +288,13 @@ COMMANDS: dict[str, Command | Group] = {
             ),
             "submit": Command(
                 "submit to Slurm what is neither finished nor queued, and a job that collects",
-                "study.slurm.submit",
+                "study.commands",
+                "submit",
             ),
             "run": Command(
-                "measure all cases on this machine with mpirun, then collect", "study.run_here"
+                "measure all cases on this machine with mpirun, then collect",
+                "study.commands",
+                "run",
             ),
             "status": Command(
                 "show which cases are finished, running, pending, failed or missing, and why",
@@ -318,7 +308,7 @@ COMMANDS: dict[str, Command | Group] = {
             ),
             "collect": Command(
                 "write study.h5 from the finished cases; status complete or partial",
-                "study.study_file",
+                "study.commands",
                 "collect",
             ),
             "freeze": Command(
@@ -328,7 +318,9 @@ COMMANDS: dict[str, Command | Group] = {
             ),
         },
     ),
-    "scripts": Command("write sbatch scripts for a site; needs no MPI", "study.slurm.script"),
+    "scripts": Command(
+        "write sbatch scripts for a site; needs no MPI", "study.commands", "scripts"
+    ),
     "darray": Group(
         "show plans of distributed arrays; needs no MPI",
         {

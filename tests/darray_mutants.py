@@ -133,7 +133,7 @@ def refused(world: Any, number: int) -> bool:
 if __name__ == "__main__":
     from cpdhpc.world.mpi import World
 
-    everyone = World(timeout_s=60)
+    everyone = World(timeout_s=300)
     found = {"nothing": sum(refused(everyone, i) for i in range(PLANS))}
     for title, mutant in MUTANTS.items():
         with mutant():

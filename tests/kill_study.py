@@ -16,9 +16,8 @@ from subprocess import Popen
 from studies import kill_all, start, study_file
 
 from cpdhpc.study.case_file import read_result
-from cpdhpc.study.cases import Case, expand
+from cpdhpc.study.cases import Case, expand, load_study
 from cpdhpc.study.folder import Folder
-from cpdhpc.study.spec import load_study
 
 CHANGES = {
     "sweep": {

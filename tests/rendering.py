@@ -47,7 +47,7 @@ def golden() -> dict[Path, str]:
         site = load_site(path)
         found[GOLDEN / f"array-site-{site.name}.sbatch"] = array_of(site)
         found[GOLDEN / f"collect-site-{site.name}.sbatch"] = collect_script(site, "demo", FOLDER)
-    return found | {ROOT / "slurm" / name: text for name, text in scripts().items()}
+    return found | {ROOT / "slurm" / name: text for name, text in scripts(Site()).items()}
 
 
 if __name__ == "__main__":

@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cpdhpc.collectives.allreduce import Allreduce
-from cpdhpc.collectives.method import EXACT, Segment
+from cpdhpc.collectives.method import Segment
 from cpdhpc.collectives.schedules import SCHEDULES
 from cpdhpc.formats import INTEGERS, TILE, tiles
+from cpdhpc.methods import EXACT
 
 Array = np.ndarray[Any, np.dtype[np.float32]]
 MOST = 1 << 26  # values

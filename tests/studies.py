@@ -12,10 +12,11 @@ import numpy as np
 from training import environment
 
 from cpdhpc.config import dump_toml, merge
-from cpdhpc.study.case_file import Result, write_result
-from cpdhpc.study.cases import Case, expand
+from cpdhpc.kinds.base import Result
+from cpdhpc.study.case_file import write_result
+from cpdhpc.study.cases import Case, expand, load_study
 from cpdhpc.study.folder import Folder
-from cpdhpc.study.spec import Study, load_study
+from cpdhpc.study.spec import Study
 
 SMALL = {
     "name": "small",
@@ -51,7 +52,7 @@ def some_result(seed: int = 0, repeats: int = 50, warmup: int = 2) -> Result:
 
 def fill(folder: Folder, study: Study, cases: list[Case] | None = None) -> list[Case]:
     """Write the files of cases, by default of all."""
-    folder.freeze(study)
+    folder.prepare(study)
     cases = expand(study).cases if cases is None else cases
     for seed, case in enumerate(cases):
         write_result(folder.case_file(case), case, some_result(seed))

@@ -21,7 +21,7 @@ SCALINGS = ["none", "static", "aps", "tile"]
 STATIC = {"bf16": "static:0"}  # e8m7 leaves no other shift
 WAYS = [(name, way) for name, row in SCHEDULES.items() for way in row.accumulates]
 NODES = [(0, 0, 1, 1), (0, 1, 0, 1), (0, 0, 0, 1), (0, 1, 1, 1), (0, 1, 1, 2, 2, 2, 1)]
-SIZES = [0, 1, 31, 1023, 1024, 1025, 5000]
+SIZES = [0, 1, 1023, 1025, 5000]
 
 
 def gradients(ranks, n, seed=0):
@@ -38,19 +38,18 @@ def assert_same_bits(a, b):
     np.testing.assert_array_equal(a.view(np.uint32), b.view(np.uint32))
 
 
-@pytest.mark.parametrize("scaling", SCALINGS)
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("algorithm, accumulate", WAYS)
-def test_every_combination(algorithm, accumulate, wire, scaling):
-    scaling = STATIC.get(wire, "static:3") if scaling == "static" else scaling
-    for ranks, n in ((3, 2100), (4, 1025)):
+def test_every_combination(algorithm, accumulate, wire):
+    for scaling, (ranks, n) in product(SCALINGS, ((3, 2100), (4, 1025))):
+        scaling = STATIC.get(wire, "static:3") if scaling == "static" else scaling
         xs = gradients(ranks, n)
         got = simulate(xs, wire, algorithm, scaling, accumulate)
         assert_same_bits(got, expected(xs, wire, algorithm, scaling, accumulate))
 
 
 @pytest.mark.parametrize("n", SIZES)
-@pytest.mark.parametrize("ranks", range(1, 10))
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 7, 8])
 def test_every_size_and_number_of_ranks(ranks, n):
     """With every wire and scaling in turn; among them fewer tiles than ranks."""
     turn = cycle(product(SCALINGS, WIRES))
@@ -132,9 +131,8 @@ def test_raw_takes_float32_and_requantise_for_the_same(algorithm):
 
 
 @pytest.mark.parametrize("wire, top", [("raw", 1 << 19), ("bf16", 28), ("fp16", 200), ("e4m3", 1)])
-@pytest.mark.parametrize("scaling", ["none", "aps", "tile"])
 @pytest.mark.parametrize("algorithm, accumulate", WAYS)
-def test_integers_are_summed_exactly(algorithm, accumulate, wire, top, scaling):
+def test_integers_are_summed_exactly(algorithm, accumulate, wire, top):
     """All partial sums of 9 values are integers that the wire holds: no order can matter.
 
     9 * top stays within 2**24, 2**8, 2**11 and 2**4. With aps the spacing at the smallest value
@@ -142,8 +140,9 @@ def test_integers_are_summed_exactly(algorithm, accumulate, wire, top, scaling):
     """
     rng = np.random.default_rng(1)
     xs = rng.integers(-top, top + 1, (9, 1500)).astype(np.float32)
-    got = simulate(list(xs), wire, algorithm, scaling, accumulate)
-    np.testing.assert_array_equal(got, xs.astype(np.int64).sum(0))
+    for scaling in ("none", "aps", "tile"):
+        got = simulate(list(xs), wire, algorithm, scaling, accumulate)
+        np.testing.assert_array_equal(got, xs.astype(np.int64).sum(0), scaling)
 
 
 @pytest.mark.parametrize("wire", ["raw", "e4m3"])
@@ -186,7 +185,7 @@ def test_aps_by_segments(algorithm, accumulate, headroom):
 
 
 @pytest.mark.parametrize("headroom", ["n", "sqrt", "none"])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7, 8, 9, 256, 257, 1000])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8, 9, 1000])
 def test_aps_shift_is_exact_next_to_powers_of_two(ranks, headroom):
     powers = np.exp2([-149, -127, -126, -17, -1, 0, 1, 10, 100, 127]).astype(np.float32)
     values = [*powers, *np.nextafter(powers, np.float32(0)), *(powers + np.spacing(powers))]
@@ -271,4 +270,4 @@ def test_comm_does_not_import_mpi():
         "simulate([numpy.ones(9, numpy.float32)] * 3, 'e4m3', 'direct', 'aps');"
         "assert 'mpi4py' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=600)

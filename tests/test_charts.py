@@ -14,15 +14,15 @@ from cpdhpc.report.figures import (
     BOUND,
     COLOURS,
     MARKERS,
-    STYLE,
+    SETTINGS,
     Axis,
     Chart,
     Map,
     Panel,
     Series,
     draw,
-    looks,
     spread,
+    styles,
 )
 from cpdhpc.report.study import study_report
 from cpdhpc.study.study_file import load_study_file
@@ -56,7 +56,7 @@ def test_nothing_overlaps(charts: dict[str, dict[str, Chart]], study: str, name:
     from matplotlib import rc_context
 
     chart = charts[study][name]
-    with rc_context(STYLE):
+    with rc_context(SETTINGS):
         figure = draw(chart)
         figure.draw_without_rendering()
     axes = figure.axes
@@ -91,7 +91,7 @@ def test_axes_have_units_and_series_are_told_apart(charts: dict[str, dict[str, C
             if isinstance(panel, Map):
                 assert chart.colours.endswith("/ %")
                 continue
-            named = {(s.look.marker, str(s.look.dash)) for s in panel.series if s.label}
+            named = {(s.style.marker, str(s.style.dash)) for s in panel.series if s.label}
             assert len(named) == len({s.label for s in panel.series if s.label})
 
 
@@ -100,7 +100,7 @@ def test_bounds_bars_and_ideals_are_drawn(charts: dict[str, dict[str, Chart]]) -
         for panel in chart.panels:
             assert isinstance(panel, Panel)
             (bound,) = [series for series in panel.series if series.label == "bound"]
-            measured = [s for s in panel.series if s.look.marker]
+            measured = [s for s in panel.series if s.style.marker]
             assert measured and all(np.isfinite(s.low).all() for s in measured if s.low)
             own = [s for s in measured if "mpi" not in s.label]
             assert all(min(s.y) > min(bound.y) for s in own)
@@ -114,26 +114,25 @@ def test_lines_only_where_values_between_are_meant(charts: dict[str, dict[str, C
     joins = {"speedup": {"guide"}, "time_by_size_2x4": {"line"}, "accuracy_by_time": {"none"}}
     for name, expected in joins.items():
         chart = charts["strong"].get(name) or charts["training"][name]
-        series = [s for panel in chart.panels for s in panel.series if s.look.marker]
+        series = [s for panel in chart.panels for s in panel.series if s.style.marker]
         assert {s.join for s in series} == expected
 
 
-def test_a_look_is_the_same_in_all_figures_of_a_study(charts: dict[str, dict[str, Chart]]) -> None:
+def test_a_style_is_the_same_in_all_figures_of_a_study(charts: dict[str, dict[str, Chart]]) -> None:
     for found in charts.values():
         seen: dict[str, set[Any]] = {}
         for chart in found.values():
             for panel in chart.panels:
                 for s in panel.series:
-                    seen.setdefault(s.label, set()).add((s.look.color, s.look.marker))
+                    seen.setdefault(s.label, set()).add((s.style.color, s.style.marker))
         assert all(len(each) == 1 for each in seen.values())
 
 
 def test_neighbouring_colours_differ_in_grey() -> None:
     grey = [sum(w * int(c[i : i + 2], 16) for w, i in LUMA) for c in COLOURS]
     assert min(abs(a - b) for a, b in pairwise(grey)) > 30
-    assert (
-        len({(look.marker, str(look.dash)) for look in looks(map(str, range(33))).values()}) == 33
-    )
+    many = styles(map(str, range(33))).values()
+    assert len({(style.marker, str(style.dash)) for style in many}) == 33
     assert len(set(MARKERS)) == len(MARKERS)
 
 

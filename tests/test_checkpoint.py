@@ -36,8 +36,17 @@ class Stop(Display):
         self.caught.number = signal.SIGTERM if self.after == 0 else 0
 
 
-@pytest.mark.parametrize("row", ROWS)
-@pytest.mark.parametrize("after", [1, 4, 6, 14])
+@pytest.mark.parametrize(
+    ("row", "after"),
+    [
+        ("float32", 1),
+        ("float32", 14),
+        ("tile", 6),
+        ("aps", 4),
+        ("stochastic", 4),
+        ("stochastic", 6),
+    ],
+)
 def test_interrupted_and_resumed_is_undisturbed(tmp_path: Path, row: str, after: int) -> None:
     """At the start, at an epoch's end (5 iterations), in the middle of one, and at the very end."""
     job = small_job(gradient=ROWS[row], **TELEMETRY_OFTEN)
@@ -130,7 +139,7 @@ def test_a_killed_run_leaves_files_and_resumes_to_the_same_bits(tmp_path: Path) 
     command = [sys.executable, "-m", "cpdhpc", "train", str(file), "--out", str(out)]
     checkpoint, record = out / "k-s0.checkpoint.h5", out / "k-s0.h5"
     killed = subprocess.Popen(command, env=environment(), cwd=ROOT)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 600
     while not record.exists() and killed.poll() is None and time.monotonic() < deadline:
         time.sleep(0.01)
     time.sleep(0.1)

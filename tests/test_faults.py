@@ -25,7 +25,7 @@ import numpy as np
 from cpdhpc import World, allreduce
 from cpdhpc.collectives.engine import run
 from cpdhpc.collectives.engine import Exchange
-world = World(timeout_s=3.0)
+world = World(timeout_s=4.0)  # long enough for a busy machine
 x = np.ones(5000, np.float32)
 allreduce(world, x)
 def one_exchange(to, source):
@@ -35,7 +35,10 @@ def run_one(to, source):
 """
 
 
-def launch(code, *arguments, ranks=2, limit_s=45, options=()):
+LATE_S = 300  # a job that has not ended by then waits for a sleeper, whatever the machine
+
+
+def launch(code, *arguments, ranks=2, limit_s=400, options=()):
     """Run python -m mpi4py on some ranks; return exit status, all output, seconds."""
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
@@ -60,9 +63,9 @@ def test_a_good_job_ends_well():
 
 def test_a_rank_that_never_calls_is_named():
     status, output, taken_s = launch(
-        "time.sleep(40) if world.process == 1 else allreduce(world, x, 'e4m3', 'tree')"
+        "time.sleep(600) if world.process == 1 else allreduce(world, x, 'e4m3', 'tree')"
     )
-    assert status != 0 and taken_s < 30
+    assert status != 0 and taken_s < LATE_S
     assert re.search(
         r"rank 0 \| allreduce tree: arguments: waited [\d.]+ s for rank 1\n", output
     ), output
@@ -70,16 +73,16 @@ def test_a_rank_that_never_calls_is_named():
 
 def test_all_who_wait_report_before_the_job_ends():
     status, output, taken_s = launch(
-        "time.sleep(40) if world.process == 1 else world.barrier()", ranks=4
+        "time.sleep(600) if world.process == 1 else world.barrier()", ranks=4
     )
-    assert status != 0 and taken_s < 30
+    assert status != 0 and taken_s < LATE_S
     for rank in (0, 2, 3):
         assert re.search(rf"rank {rank} \| barrier: waited [\d.]+ s for rank 1\n", output), output
 
 
 def test_a_message_that_never_comes_is_named_with_its_round_and_chunk():
-    status, output, taken_s = launch("time.sleep(40) if world.process == 1 else run_one(None, 1)")
-    assert status != 0 and taken_s < 30
+    status, output, taken_s = launch("time.sleep(600) if world.process == 1 else run_one(None, 1)")
+    assert status != 0 and taken_s < LATE_S
     assert re.search(r"rank 0 \| test: waited [\d.]+ s for rank 1, round 3, chunk 5\n", output), (
         output
     )
@@ -96,7 +99,7 @@ with simulated() as (gpu, cupy):
     allreduce(world, cupy.asarray(x))
 """
     )
-    assert status != 0 and taken_s < 30
+    assert status != 0 and taken_s < LATE_S
     lines = [line for line in output.splitlines() if "its own GPU is not done yet" in line]
     assert lines and all(line.startswith("rank 1 | allreduce ring: waited") for line in lines), (
         output
@@ -111,10 +114,10 @@ def broken():
     raise MemoryError("no room")
 if world.process == 1:
     run(world, lambda piece, take: [broken()], 1, x, "test")
-time.sleep(40)
+time.sleep(600)
 """
     )
-    assert status != 0 and taken_s < 30
+    assert status != 0 and taken_s < LATE_S
     assert "rank 1 | test: MemoryError: no room" in output, output
 
 
@@ -123,10 +126,10 @@ def test_a_rank_that_raises_ends_the_job():
         """
 if world.process == 1:
     raise ZeroDivisionError("on purpose")
-allreduce(World(timeout_s=60), x)
+allreduce(World(timeout_s=900), x)
 """
     )
-    assert status != 0 and taken_s < 30
+    assert status != 0 and taken_s < LATE_S
     assert "ZeroDivisionError: on purpose" in output, output
 
 
@@ -151,7 +154,7 @@ def test_a_test_that_fails_on_one_rank_fails_on_all(tmp_path):
         str(tmp_path),
     )
     status, output, taken_s = launch("", *pytest_arguments)
-    assert status != 0 and taken_s < 30
+    assert status != 0 and taken_s < LATE_S
     assert "rank 1 is bad" in output and "test_bad failed on ranks [1]" in output, output
     assert {path.name for path in tmp_path.glob("good*")} == {"good0", "good1"}, output
 
@@ -159,7 +162,7 @@ def test_a_test_that_fails_on_one_rank_fails_on_all(tmp_path):
 DYING = """
 import os, signal, threading
 from cpdhpc import RankFailure
-world, me, step, lost = World(timeout_s=20), World().rank, 0, 0
+world, me, step, lost = World(timeout_s=90), World().rank, 0, 0
 x = np.full(1 << 19, float(1 << me), np.float32)  # sums are whole numbers below 2**11: exact
 kept = x.copy()
 while True:
@@ -168,7 +171,7 @@ while True:
     wire, algorithm = ("raw", "fp16")[step % 2], ("ring", "tree", "direct", "gather")[step % 4]
     try:
         if step == 24:  # all that are left leave together: a death must not find some gone
-            time.sleep(40 * (me == 2))
+            time.sleep(600 * (me == 2))
             world.barrier()
             break
         total = allreduce(world, x, wire, algorithm)
@@ -194,7 +197,7 @@ def launch_with_a_death(code):
     if not has_fault_tolerance():
         pytest.skip("needs Open MPI: its mpirun --with-ft ulfm")
     try:
-        return launch(code, ranks=4, limit_s=20, options=["--with-ft", "ulfm"])[:2]
+        return launch(code, ranks=4, limit_s=100, options=["--with-ft", "ulfm"])[:2]
     except subprocess.TimeoutExpired as late:
         # On a loaded machine mpirun may not see the end of a job in which a process has died.
         return 0, (late.stdout or b"").decode() + (late.stderr or b"").decode()
@@ -214,7 +217,7 @@ def test_a_death_ends_the_job_where_mpi_has_no_fault_tolerance():
 import os, signal
 if world.process == 1:
     os.kill(os.getpid(), signal.SIGKILL)
-allreduce(World(timeout_s=60), x)
+allreduce(World(timeout_s=900), x)
 """
     )
-    assert status != 0 and taken_s < 30, output
+    assert status != 0 and taken_s < LATE_S, output

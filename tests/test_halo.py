@@ -12,7 +12,6 @@ from cpdhpc.bench.halo import ALL_WAYS, USUAL, settings_of, usual, ways_of
 from cpdhpc.bench.halo_cases import (
     ACCUMULATE,
     EXCHANGE,
-    MPI_TYPES,
     WAYS,
     HaloCase,
     given_and_expected,
@@ -21,10 +20,10 @@ from cpdhpc.cli import main
 from cpdhpc.config import ConfigError, UserError
 from cpdhpc.darray.layout import Box, balanced_grid
 from cpdhpc.darray.plan import WindowPlan
-from cpdhpc.darray.show import colours_of, parts_of, spec_of
-from cpdhpc.report.halo import BY_DATATYPES
-from cpdhpc.study.kinds import KINDS
-from cpdhpc.study.kinds import halo as halo_kind
+from cpdhpc.darray.show import CUT, colours_of, parts_of, spec_of
+from cpdhpc.darray.windows import MODES
+from cpdhpc.kinds import KINDS
+from cpdhpc.kinds import halo as halo_kind
 from cpdhpc.world.ranks import Loopback
 
 PADS = {"zero": "constant", "wrap": "wrap", "reflect": "reflect", "edge": "edge"}
@@ -173,7 +172,7 @@ def test_pictures_show_each_cell_of_a_window_once_and_neighbours_apart() -> None
 def test_names_of_the_kind_are_those_of_the_benchmark() -> None:
     assert (*halo_kind.OURS, *halo_kind.BY_MPI) == ALL_WAYS
     assert tuple(WAYS) == halo_kind.BY_MPI
-    assert BY_DATATYPES == MPI_TYPES
+    assert (CUT, *MODES) == halo_kind.BOUNDARIES
     assert all(np.dtype(name).itemsize == size for name, size in halo_kind.BYTES.items())
 
 

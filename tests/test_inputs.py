@@ -8,10 +8,9 @@ import pytest
 from training import ROOT, write_idx
 
 from cpdhpc.cli import main
-from cpdhpc.study.cases import expand
+from cpdhpc.study.cases import expand, load_study
+from cpdhpc.study.collect import collect
 from cpdhpc.study.folder import Folder
-from cpdhpc.study.spec import load_study
-from cpdhpc.study.study_file import collect
 from cpdhpc.train.job import load
 
 INPUTS = sorted((ROOT / "inputs").glob("train_*.toml"))
@@ -54,7 +53,7 @@ def test_studies_run(path: Path, tmp_path: Path) -> None:
     """The cases of one rank, a repeat or an epoch each, as a job measures them."""
     study = load_study(path, [*QUICK, *SHORT.get(path.stem, ())])
     folder, cases = Folder(tmp_path / "x"), expand(study).cases
-    folder.freeze(study)
+    folder.prepare(study)
     assert main(["batch", str(folder.path), "0"]) == 0
     assert len(collect(study, folder).results) == len(cases) >= 3
 

@@ -92,13 +92,13 @@ def test_formats_of_integers() -> None:
 @pytest.mark.parametrize("rounding", ["nearest", "zero"])
 @pytest.mark.parametrize("name", ["int2", "int3", "int8", "int16"])
 def test_contributions_are_the_nearest_integers(ops: Any, name: str, rounding: Any) -> None:
-    fmt = INTEGERS[name]
+    fmt, n = INTEGERS[name], 1100
     for exponent, k in ((0, 1), (0, fmt.bits), (-120, 121), (90, -85)):
-        x, counts = values(N, 1, exponent), np.zeros((tiles(N), 3), np.uint32)
-        words = np.zeros(packed_bytes(N, fmt.bits), np.uint8)
-        ops.encode_tiles(x, Cast(fmt, rounding), words, shifts_of(k, N), counts=counts)
+        x, counts = values(n, 1, exponent), np.zeros((tiles(n), 3), np.uint32)
+        words = np.zeros(packed_bytes(n, fmt.bits), np.uint8)
+        ops.encode_tiles(x, Cast(fmt, rounding), words, shifts_of(k, n), counts=counts)
         expected = by_fractions(x, fmt, k, rounding)
-        assert codes_as_integers(words, fmt, N) == expected
+        assert codes_as_integers(words, fmt, n) == expected
         scaled = [abs(Fraction(v)) * Fraction(2) ** k / Fraction(fmt.smallest) for v in x.tolist()]
         over = [(round(s) if rounding == "nearest" else int(s)) > fmt.max_integer for s in scaled]
         zero = [e == 0 and s > 0 for e, s in zip(expected, scaled, strict=True)]
@@ -191,7 +191,7 @@ def float32_of(number: Fraction) -> float:
     )
 
 
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("name", ["int2", "int16", "e4m3", "e2m1fn", "e4m7"])
 def test_decoding_rounds_once(ops: Any, name: str) -> None:
     """For the least and the largest shift too, where results are subnormal or overflow."""
     fmt = format_of(name)

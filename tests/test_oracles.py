@@ -42,6 +42,7 @@ def check_nearest(ops: Any, name: str, x: np.ndarray) -> None:
     oracles.assert_same_values(ops.decode(codes, fmt)[number], expected, x[number])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", oracles.ML_DTYPES)
 def test_2_to_24_values_equal_ml_dtypes_and_gfloat(fast_ops: Any, name: str) -> None:
     def check(start: int) -> None:
@@ -58,11 +59,11 @@ def test_reference_on_2_to_20_values(name: str) -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_backends_equal_the_reference(fast_ops: Any, name: str) -> None:
-    x = oracles.structured(0, 65536, oracles.SIXTEEN_LOWS)
+    x = oracles.structured(0, 65536, oracles.SIXTEEN_LOWS[1::3])
     for rounding, overflow in [*CASTS, ("stochastic", "inf"), ("stochastic", "saturate")]:
         cast = Cast(parse_format(name), rounding, overflow)  # type: ignore[arg-type]
-        got = fast_ops.encode(x, cast, key=(3, 5), offset=2**32 - 2**19)
-        expected = reference.encode(x, cast, key=(3, 5), offset=2**32 - 2**19)
+        got = fast_ops.encode(x, cast, key=(3, 5), offset=2**32 - 2**17)
+        expected = reference.encode(x, cast, key=(3, 5), offset=2**32 - 2**17)
         assert np.array_equal(got, expected), cast
     codes = np.arange(1 << parse_format(name).bits, dtype=np.uint32)
     decoded = [b.decode(codes, parse_format(name)).view(np.uint32) for b in (fast_ops, reference)]
@@ -82,7 +83,8 @@ def ties_to_an_even_significand(x: np.ndarray, fmt: FloatFormat) -> np.ndarray:
 
 @pytest.mark.parametrize(("rounding", "overflow"), CASTS)
 @pytest.mark.parametrize("name", FORMATS)
-def test_roundings_equal_gfloat(ops: Any, name: str, rounding: str, overflow: str) -> None:
+def test_roundings_equal_gfloat(name: str, rounding: str, overflow: str) -> None:
+    """Of the reference, which the other implementations equal."""
     fmt = parse_format(name)
     x = oracles.structured(0, 65536, oracles.SIXTEEN_LOWS[:4])
     x = x[~np.isnan(x)].astype(np.float64)
@@ -96,8 +98,8 @@ def test_roundings_equal_gfloat(ops: Any, name: str, rounding: str, overflow: st
         top = fmt.max if overflow == "saturate" else np.inf
         expected[tie] = np.where(np.abs(away) > fmt.max, np.copysign(top, away), away)
     cast = Cast(fmt, rounding, overflow)  # type: ignore[arg-type]
-    codes = ops.encode(x.astype(np.float32), cast)
-    oracles.assert_same_values(ops.decode(codes, fmt), expected, x)
+    codes = reference.encode(x.astype(np.float32), cast)
+    oracles.assert_same_values(reference.decode(codes, fmt), expected, x)
 
 
 def around(points: np.ndarray) -> np.ndarray:
@@ -109,10 +111,11 @@ def around(points: np.ndarray) -> np.ndarray:
     return np.concatenate([positive, -positive])
 
 
+@pytest.mark.parametrize("bits", [12, pytest.param(16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("exp", "special"), SWEEP)
-def test_every_step_of_every_format(ops: Any, exp: int, special: str) -> None:
+def test_every_step_of_every_format(ops: Any, exp: int, special: str, bits: int) -> None:
     """Rounding is a staircase: right at both ends of each step, and rising, it is right between."""
-    for fmt in oracles.formats_up_to(16, exp, special):
+    for fmt in oracles.formats_up_to(bits, exp, special):
         grid = oracles.number_grid(fmt)
         middles = (grid[1:] + grid[:-1]) / 2
         x = around(np.concatenate([grid[grid < 2.0**128], middles[middles < 2.0**128]]))

@@ -30,8 +30,9 @@ print(done.stderr.decode(), os.read(outer, 100000).decode(), flush=True)
 """
 
 
-@pytest.mark.parametrize("between", [[], ["timeout", "60"]], ids=["directly", "by timeout"])
-@pytest.mark.parametrize("terminal", [False, True])
+@pytest.mark.parametrize(
+    ("terminal", "between"), [(True, []), (True, ["timeout", "600"]), (False, ["timeout", "600"])]
+)
 def test_a_bar_only_where_the_launcher_writes_to_a_terminal(
     tmp_path: Path, terminal: bool, between: list[str]
 ) -> None:
@@ -43,7 +44,7 @@ def test_a_bar_only_where_the_launcher_writes_to_a_terminal(
             stdout=inner if terminal else file,
             env=environment() | {"TERM": "xterm"},
             check=True,
-            timeout=60,
+            timeout=600,
         )
     os.close(inner)
     shown = os.read(outer, 100000).decode() if terminal else log.read_text()

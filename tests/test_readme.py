@@ -21,6 +21,11 @@ torch.manual_seed(0)
 batches = [(torch.rand(8, 64), torch.arange(8)) for _ in range(2)]
 """
 ON_TWO_RANKS = [str(ROOT / "slurm" / "mpirun-local"), "2"]
+QUICKER = {  # what is added to the commands that measure or train
+    "train inputs/train_digits.toml": ["--set", "train.batch=400"],  # 3 iterations, not 38
+    "bench allreduce": ["--repeats", "2", "--warmup", "1"],
+    "study run": ["--set", "measure.min_repeats=3", "--set", "measure.max_repeats=3"],
+}
 pytestmark = pytest.mark.mpi_skip
 
 
@@ -32,7 +37,7 @@ def block(language: str) -> str:
 
 
 def run(command: list[str], directory: Path) -> str:
-    done = launched(command, cwd=directory, env=environment(), timeout=120)
+    done = launched(command, cwd=directory, env=environment(), timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -49,8 +54,7 @@ def test_commands(tmp_path: Path) -> None:
             assert words[1:3] == ["-n", "2"]
             words = [*ON_TWO_RANKS, *words[3:]]
         words[words.index("python")] = sys.executable
-        if "train" in words:
-            words += ["--set", "train.batch=300"]  # 4 iterations an epoch, not 38
+        words += QUICKER.get(" ".join(words[words.index("cpdhpc") + 1 :][:2]), [])
         shown = run(words, tmp_path)
         assert "Traceback" not in shown
     assert {path.name for path in (tmp_path / "results" / "readme").glob("report.*")} == {

@@ -16,14 +16,14 @@ from cpdhpc.config import UserError
 from cpdhpc.report.command import load, report
 from cpdhpc.report.figures import draw
 from cpdhpc.report.trainings import (
-    Group,
+    RunGroup,
     baseline,
-    group,
     overview,
     pareto,
-    rows,
+    run_groups,
     runs_report,
     spread_out,
+    table,
 )
 from cpdhpc.train.setup import Files
 from cpdhpc.world.ranks import Loopback
@@ -43,10 +43,10 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def groups_in(path: Path) -> list[Group]:
+def groups_in(path: Path) -> list[RunGroup]:
     studies, runs = load([path])
     assert not studies
-    return group(runs)
+    return run_groups(runs)
 
 
 def test_groups_over_seeds(directory: Path) -> None:
@@ -64,12 +64,12 @@ def test_groups_over_seeds(directory: Path) -> None:
     ]
     assert base.accuracy == pytest.approx(100 * np.mean(accuracies), rel=1e-12)
     deviation = 100 * abs(np.diff(accuracies)[0]) / 2**0.5
-    assert rows(groups)[0][2] == f"{base.accuracy:.2f} ± {deviation:.2f}"
+    assert table(groups).rows[0][2] == f"{base.accuracy:.2f} ± {deviation:.2f}"
 
 
 def test_the_table_counts_bytes_beside_float32(directory: Path) -> None:
     """Two ranks send each half of the buffer twice: n values of 4 bytes; whole tiles of e4m3."""
-    cells = {row[0]: row for row in rows(groups_in(directory))}
+    cells = {row[0]: row for row in table(groups_in(directory)).rows}
     values = 64 * 8 + 8 + 8 * 8 + 8
     assert cells["float32"][4] == f"{4 * values:,}"
     assert cells["tile"][4] == f"{4 * (1024 + 1):,}"  # 4 tensors, each a tile and its shift
@@ -82,7 +82,7 @@ def test_the_table_counts_bytes_beside_float32(directory: Path) -> None:
 
 def test_the_figure_shows_accuracy_and_loss(directory: Path) -> None:
     _, runs = load([directory])
-    chart = overview(runs_report(runs, group(runs)).charts)
+    chart = overview(runs_report(runs, run_groups(runs)).charts)
     figure = draw(chart)
     first, last = figure.axes[0], figure.axes[-1]
     assert first.get_xlabel() == "sent per step and rank / kB"

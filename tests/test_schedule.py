@@ -122,17 +122,16 @@ def assert_proven(schedule, layout):
     """Each contribution counts once, no deadlock, no message left over, the terms are right."""
     everyone = (1 << layout.ranks) - 1
     for masks in run_masks(schedule, layout):
-        assert masks == [everyone] * schedule.chunks(layout)
+        assert masks == [everyone] * schedule.chunks(layout), layout
 
 
-@pytest.mark.parametrize("ranks", SIZES)
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_each_contribution_counts_once_in_every_final_chunk(name, ranks):
-    for piece in (0, 1) if name == "dbtree" else (0,):
+def test_each_contribution_counts_once_in_every_final_chunk(name):
+    for ranks, piece in product(SIZES, (0, 1) if name == "dbtree" else (0,)):
         assert_proven(SCHEDULES[name], one_node(ranks, piece))
 
 
-@pytest.mark.parametrize("ranks", [256, 1024])
+@pytest.mark.parametrize("ranks", [200, pytest.param(1024, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", FEW_MESSAGES)
 def test_the_same_for_many_ranks(name, ranks):
     for piece in (0, 1) if name == "dbtree" else (0,):
@@ -140,8 +139,8 @@ def test_the_same_for_many_ranks(name, ranks):
 
 
 def test_ring_and_nodes_for_many_ranks():
-    assert_proven(SCHEDULES["ring"], one_node(256))
-    assert_proven(SCHEDULES["hier"], Layout(tuple(i // 16 for i in range(256))))
+    assert_proven(SCHEDULES["ring"], one_node(100))
+    assert_proven(SCHEDULES["hier"], Layout(tuple(i // 10 for i in range(100))))
 
 
 @pytest.mark.slow
@@ -168,12 +167,13 @@ def test_any_dealing_of_ranks_to_nodes(ranks):
         assert_proven(SCHEDULES["hier"], Layout(numbered(nodes)))
 
 
-@pytest.mark.parametrize("ranks", range(1, 34))
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_no_rank_sends_to_itself(name, ranks):
-    for rank, piece in product(range(ranks), (0, 1)):
+def test_no_rank_sends_to_itself(name):
+    for ranks, rank, piece in product(range(1, 34), range(33), (0, 1)):
+        if rank >= ranks:
+            continue
         for step in SCHEDULES[name].steps(rank, one_node(ranks, piece)):
-            assert rank not in (step.send_to, step.recv_from)
+            assert rank not in (step.send_to, step.recv_from), ranks
             assert step.send_to is not None or step.recv_from is not None
             assert (step.send_to is None) == (len(step.send_chunks) == 0)
             assert (step.recv_from is None) == (len(step.recv_chunks) == 0)

@@ -13,9 +13,12 @@ from training import ROOT, environment
 
 from cpdhpc import store
 from cpdhpc.cli import main
+from cpdhpc.kinds import KINDS
 from cpdhpc.study.folder import Folder, recorded
 
 pytestmark = pytest.mark.mpi_skip
+LIGHT = {"cli", "config", "formats", "kinds", "methods", "store", "study"}
+INPUTS = sorted((ROOT / "inputs").glob("study_*.toml"))
 SITE = str(ROOT / "slurm" / "sites" / "openmpi_gpu.toml")
 
 
@@ -121,6 +124,34 @@ def test_scripts_are_written_for_a_site(tmp_path: Path, capsys: pytest.CaptureFi
     assert status == 2 and "train.sbatch: cannot be written" in error
 
 
+def run_program(program: str, path: Path) -> subprocess.CompletedProcess[str]:
+    """Run lines of Python where PATH is a directory without programs."""
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        env=environment() | {"PATH": str(path)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_plan_loads_nothing_that_measures(kind: str, tmp_path: Path) -> None:
+    [path, *_] = [p for p in INPUTS if f'kind = "{kind}"' in p.read_text()]
+    program = (
+        "import sys; from cpdhpc.cli import main\n"
+        f"status = main(['study', 'plan', {str(path)!r}])\n"
+        "outside = {'torch', 'mpi4py', 'h5py', 'matplotlib'} & set(sys.modules)\n"
+        "rooms = {name.split('.')[1] for name in sys.modules if name.startswith('cpdhpc.')}\n"
+        f"assert rooms <= {LIGHT!r}, rooms\n"
+        "assert not outside, outside\n"
+        "sys.exit(status)"
+    )
+    done = run_program(program, tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
 def test_without_slurm_nothing_heavy_is_loaded(study: str, tmp_path: Path) -> None:
     program = (
         "import sys; from cpdhpc.cli import main\n"
@@ -128,14 +159,7 @@ def test_without_slurm_nothing_heavy_is_loaded(study: str, tmp_path: Path) -> No
         "assert not {'torch', 'mpi4py.MPI', 'cupy', 'matplotlib'} & set(sys.modules), 'heavy'\n"
         "sys.exit(status)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env=environment() | {"PATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = run_program(program, tmp_path)
     assert done.returncode == 2
     assert done.stderr.startswith("cpdhpc: error: sbatch is not on PATH: is this a login node")
     assert done.stderr.count("\n") == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -18,10 +19,10 @@ from cpdhpc.cli import COMMANDS, main
 from cpdhpc.config import ConfigError
 from cpdhpc.study.case_file import read_result, write_result
 from cpdhpc.study.cases import expand
-from cpdhpc.study.commands import states
-from cpdhpc.study.folder import Folder, FolderError, Mark, read_mark
+from cpdhpc.study.collect import collect, find
+from cpdhpc.study.folder import Claim, Folder, FolderError, read_claim
 from cpdhpc.study.run_here import measure
-from cpdhpc.study.study_file import collect, find
+from cpdhpc.study.status import states
 
 
 def contents(folder: Folder) -> dict[str, bytes]:
@@ -34,7 +35,7 @@ def test_a_folder_holds_one_study(tmp_path: Path) -> None:
     folder, study = Folder(tmp_path / "x"), small_study(tmp_path)
     fill(folder, study)
     before = contents(folder)
-    folder.freeze(study)
+    folder.prepare(study)
     folder.check(study)
     assert contents(folder) == before
     for changes, key in (
@@ -44,9 +45,9 @@ def test_a_folder_holds_one_study(tmp_path: Path) -> None:
     ):
         other = small_study(tmp_path, **changes)
         with pytest.raises(FolderError, match=rf"x: holds another study: {key} differs"):
-            folder.freeze(other)
+            folder.prepare(other)
     assert contents(folder) == before
-    folder.freeze(small_study(tmp_path, run={"throttle": 3}))  # changes no case and no number
+    folder.prepare(small_study(tmp_path, run={"throttle": 3}))  # changes no case and no number
     assert folder.study().run.throttle == 3
 
 
@@ -55,7 +56,7 @@ def test_where_nothing_can_be_written(tmp_path: Path) -> None:
     study = small_study(tmp_path)
     for path in (tmp_path / "wall", tmp_path / "wall" / "x"):
         with pytest.raises(FolderError, match=r"cannot be written: (Not a directory|File exists)"):
-            Folder(path).freeze(study)
+            Folder(path).prepare(study)
     folder = Folder(tmp_path / "x")
     fill(folder, study)
     folder.study_file.mkdir()
@@ -78,6 +79,8 @@ def test_only_a_whole_file_of_its_own_is_finished(tmp_path: Path) -> None:
     other = expand(study).cases[1]
     write_result(path, other, some_result())
     assert not folder.finished(case)
+    with pytest.raises(store.StoreError, match=f"is of case {re.escape(other.id)}"):
+        read_result(path, case)
     for attributes, says in (
         ({"case_id": case.id, "status": "running"}, "is not complete"),
         ({"status": "complete", "record": "{"}, "is damaged"),
@@ -104,7 +107,7 @@ def test_collect_leaves_out_what_is_damaged_or_foreign_and_keeps_it(
     found = collect(study, folder)
     assert [case for case, _ in found.results] == [cases[0], cases[2], cases[3]]
     assert found.missing == [cases[1]]
-    assert set(found.unfit) == {folder.case_file(cases[1]).name, stranger.name}
+    assert set(found.rejected) == {folder.case_file(cases[1]).name, stranger.name}
     shown = capsys.readouterr().out
     assert f"left out: {cases[1].id}.h5: {folder.case_file(cases[1])}: is not an HDF5 file" in shown
     assert "left out: stranger.h5: is of no case of this study" in shown
@@ -132,13 +135,13 @@ def test_status_by_files_and_marks(tmp_path: Path) -> None:
     assert by_case[cases[0]] == ("finished", "")
     assert by_case[cases[1]] == ("failed", "ArithmeticError: too much")
     assert by_case[cases[2]] == by_case[cases[3]] == ("missing", "")
-    mark = Mark("elsewhere", 1, "77", "today", 0, "running")
-    mark._write(folder.mark_file(1))
+    claim = Claim("elsewhere", 1, "77", "today", 0, "running")
+    claim._write(folder.claim_file(1))
     assert found()[2] == ("running", "since today on elsewhere, or dead: not known here")
     assert found(job_alive=lambda job: job == "77")[2] == ("running", "since today on elsewhere")
     died = ("failed", "its batch, started today on elsewhere, died")
     assert found(job_alive=lambda job: False)[2] == died
-    mark.end(folder.mark_file(1), "stopped")
+    claim.end(folder.claim_file(1), "stopped")
     assert found()[2] == ("missing", "its batch stopped")
     folder.case_file(cases[2]).write_bytes(b"")
     assert "is damaged or another case's" in str(found())
@@ -146,16 +149,16 @@ def test_status_by_files_and_marks(tmp_path: Path) -> None:
 
 def test_marks_count_starts_and_see_their_process(tmp_path: Path) -> None:
     path = tmp_path / "logs" / "batch-0.json"
-    assert read_mark(path) is None
-    first = Mark.begin(path)
-    assert first.restarts == 0 and read_mark(path) == first
+    assert read_claim(path) is None
+    first = Claim.begin(path)
+    assert first.restarts == 0 and read_claim(path) == first
     assert first.alive() is False, "its own process may begin again"
-    assert Mark.begin(path).restarts == 1
-    init = Mark(socket.gethostname(), 1, "", "", 0, "running")
+    assert Claim.begin(path).restarts == 1
+    init = Claim(socket.gethostname(), 1, "", "", 0, "running")
     assert init.alive() is False, "process 1 is not of this package"
-    assert Mark("elsewhere", 1, "", "", 0, "running").alive() is None
+    assert Claim("elsewhere", 1, "", "", 0, "running").alive() is None
     path.write_text("{")
-    assert read_mark(path) is None
+    assert read_claim(path) is None
     assert os.getpid() == first.pid
 
 
@@ -205,10 +208,10 @@ def test_shapes_of_several_nodes_are_left_out_here(
 
 def test_a_folder_that_is_being_measured_is_left_alone(tmp_path: Path) -> None:
     folder, study = Folder(tmp_path / "x"), small_study(tmp_path)
-    folder.freeze(study)
+    folder.prepare(study)
     sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", "cpdhpc"])
     try:
-        Mark(socket.gethostname(), sleeper.pid, "", "", 0, "running")._write(folder.mark_file(1))
+        Claim(socket.gethostname(), sleeper.pid, "", "", 0, "running")._write(folder.claim_file(1))
         with pytest.raises(
             FolderError, match=f"batch 1 is being measured by process {sleeper.pid}"
         ):
@@ -220,7 +223,7 @@ def test_a_folder_that_is_being_measured_is_left_alone(tmp_path: Path) -> None:
 
 def test_a_frozen_study_that_was_changed_is_an_error(tmp_path: Path) -> None:
     folder = Folder(tmp_path / "x")
-    folder.freeze(small_study(tmp_path))
+    folder.prepare(small_study(tmp_path))
     folder.study_toml.write_text("kind = 'allreduce'\nunknown = 1\n")
     with pytest.raises(ConfigError, match="unknown key unknown"):
         folder.study()

@@ -6,18 +6,18 @@ from itertools import product
 
 import numpy as np
 import pytest
+from pydantic import TypeAdapter
 
 from cpdhpc.bench.allreduce import BASELINES as REAL_BASELINES
-from cpdhpc.bench.codec import operations
 from cpdhpc.collectives.allreduce import Allreduce
-from cpdhpc.collectives.method import EXACT, UNITS
-from cpdhpc.collectives.method import SCALINGS as REAL_SCALINGS
+from cpdhpc.collectives.method import UNITS
 from cpdhpc.collectives.rank_program import ACCUMULATES as REAL_ACCUMULATES
 from cpdhpc.collectives.schedules import SCHEDULES
-from cpdhpc.formats import INTEGERS, NAMED, Cast, parse_format
-from cpdhpc.ops.payloads import MAX_BITS as REAL_MAX_BITS
-from cpdhpc.study.factors import ABSENT
-from cpdhpc.study.kinds import KINDS, allreduce, codec
+from cpdhpc.config import OneOf
+from cpdhpc.formats import INTEGERS, NAMED
+from cpdhpc.kinds import KINDS
+from cpdhpc.kinds.base import ABSENT
+from cpdhpc.methods import ACCUMULATES, ALGORITHMS, BASELINES, EXACT
 from cpdhpc.train.job import Job
 from cpdhpc.world.ranks import Loopback
 
@@ -25,16 +25,10 @@ WIRES = ("raw", "e4m3", "e2m1fn", "e5m2", "int4", "ternary")
 
 
 def test_names_are_those_of_the_tables() -> None:
-    assert {name: (row.default, set(row.accumulates)) for name, row in SCHEDULES.items()} == {
-        name: (ways[0], set(ways)) for name, ways in allreduce.ALGORITHMS.items()
-    }
-    assert set(allreduce.ACCUMULATES) == {*REAL_ACCUMULATES, EXACT}
-    assert tuple(allreduce.SCALINGS) == REAL_SCALINGS
-    assert allreduce.MAX_BITS == REAL_MAX_BITS
-    assert {"mpi", "gloo", "gloo-bf16"} == set(REAL_BASELINES)
-    assert set(codec.OPERATIONS) == set(
-        operations(np.ones(8, np.float32), Cast(parse_format("e4m3")))
-    )
+    assert set(SCHEDULES) == set(ALGORITHMS)
+    assert set(ACCUMULATES) == set(REAL_ACCUMULATES)
+    names = {name if w == "raw" else f"{name}-{w}" for name, ws in BASELINES.items() for w in ws}
+    assert names == set(REAL_BASELINES)
 
 
 @pytest.mark.parametrize("wire", ["raw", *INTEGERS, *NAMED, "e4m3", "e2m1fn", "e1m1"])
@@ -51,10 +45,10 @@ def test_wires_that_do_not_exist_are_refused(wire: str) -> None:
         KINDS["allreduce"].factors["wire"].parse(wire)
 
 
-@pytest.mark.parametrize("algorithm", allreduce.ALGORITHMS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_what_goes_together_is_what_the_method_accepts(algorithm: str) -> None:
     scalings = (ABSENT, "none", "static:0", "static:4000", "aps", "tile")
-    for wire, scaling, way in product(WIRES, scalings, (ABSENT, *allreduce.ACCUMULATES)):
+    for wire, scaling, way in product(WIRES, scalings, (ABSENT, *ACCUMULATES, EXACT)):
         given = {
             "size_bytes": 64,
             "algorithm": algorithm,
@@ -111,10 +105,22 @@ def keys(schema: dict, definitions: dict, prefix: str = "") -> dict[str, set[str
     return found
 
 
+def keys_of_a_job() -> dict[str, set[str]]:
+    """Every dotted key of a job, over all rows of the tables that it names."""
+    found = keys(Job.model_json_schema(), Job.model_json_schema()["$defs"])
+    for name, field in Job.model_fields.items():
+        for table in (each for each in field.metadata if isinstance(each, OneOf)):
+            found.pop(name, None)
+            for row in table.known.values():
+                schema = TypeAdapter(row).json_schema()
+                for key, types in keys(schema, schema.get("$defs", {}), f"{name}.").items():
+                    found.setdefault(key, set()).update(types)
+    return found
+
+
 def test_factors_of_training_are_keys_of_a_job() -> None:
     words = {int: "integer", float: "number", str: "string", bool: "boolean"}
-    schema = Job.model_json_schema()
-    real = keys(schema, schema["$defs"])
+    real = keys_of_a_job()
     factors = dict(KINDS["train"].factors)
     assert factors.pop("seed").type is int and "train.seeds" in real
     for name, factor in factors.items():
@@ -137,10 +143,6 @@ def test_factors_of_training_are_keys_of_a_job() -> None:
     }
 
 
-def test_every_kind_has_its_module_in_point() -> None:
-    from importlib import import_module
-
-    for name, kind in KINDS.items():
-        module = import_module(kind.measuring)
-        assert callable(module.start), name
-        assert kind.work in kind.factors
+@pytest.mark.parametrize("name", KINDS)
+def test_the_work_of_a_kind_is_a_factor(name: str) -> None:
+    assert KINDS[name].work in KINDS[name].factors

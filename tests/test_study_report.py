@@ -15,9 +15,10 @@ from synthetic_study import write_study
 from cpdhpc.report.command import report
 from cpdhpc.report.study import study_report
 from cpdhpc.report.tables import Report, Table
+from cpdhpc.study.cases import load_study
+from cpdhpc.study.collect import collect
 from cpdhpc.study.folder import Folder
-from cpdhpc.study.spec import load_study
-from cpdhpc.study.study_file import collect, load_study_file
+from cpdhpc.study.study_file import load_study_file
 
 SMALL: dict[str, Any] = {"ranks": (2, 4), "sizes": (2**12, 2**20), "algorithms": ("ring",)}
 

@@ -14,14 +14,14 @@ from training import environment
 
 from cpdhpc import store
 from cpdhpc.study.cases import batches, expand
-from cpdhpc.study.folder import Folder, read_mark
+from cpdhpc.study.folder import Folder, read_claim
 
 pytestmark = pytest.mark.mpi_skip
 
 
 def run(*words: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command(*words), env=environment(), capture_output=True, text=True, timeout=120, check=False
+        command(*words), env=environment(), capture_output=True, text=True, timeout=600, check=False
     )
 
 
@@ -33,9 +33,9 @@ def test_a_study_survives_kills_and_is_resumed_and_collected(tmp_path: Path) -> 
         storm.kill()
     assert len(storm.known) < len(storm.cases) == 18 and storm.studies == 1
     begun = {  # cases that are not finished, of batches that had begun: starts of their batch
-        case.id: mark.restarts + 1
+        case.id: claim.restarts + 1
         for batch in batches(storm.folder.study(), storm.cases)
-        if (mark := read_mark(storm.folder.mark_file(batch.number))) is not None
+        if (claim := read_claim(storm.folder.claim_file(batch.number))) is not None
         for case in batch.cases
         if case not in storm.known
     }
@@ -81,16 +81,16 @@ def test_ctrl_c_stops_the_ranks_cleanly(tmp_path: Path) -> None:
     path = study_file(tmp_path, measure=endless, sweep={"ranks": [2]})
     folder = Folder(tmp_path / "out")
     process = start("study", "run", path, "--out", folder.path)
-    mark = folder.mark_file(0)
-    until_s = time.monotonic() + 60
-    while read_mark(mark) is None and time.monotonic() < until_s:
+    claim = folder.claim_file(0)
+    until_s = time.monotonic() + 600
+    while read_claim(claim) is None and time.monotonic() < until_s:
         time.sleep(0.05)
     time.sleep(0.3)
     process.send_signal(signal.SIGINT)
-    out, error = process.communicate(timeout=60)
+    out, error = process.communicate(timeout=600)
     assert process.returncode == 130, out + error
     assert "stopped; resume goes on from here" in out and "not measured" in out
-    found = read_mark(mark)
+    found = read_claim(claim)
     assert found is not None and found.state == "stopped"
     assert not list(folder.cases.iterdir())
 
@@ -98,10 +98,10 @@ def test_ctrl_c_stops_the_ranks_cleanly(tmp_path: Path) -> None:
 def test_processes_that_are_all_alone_are_an_error(tmp_path: Path) -> None:
     """Two processes that no launcher has joined, as after srun with the wrong --mpi."""
     folder = Folder(tmp_path / "x")
-    folder.freeze(small_study(tmp_path))
+    folder.prepare(small_study(tmp_path))
     two = [start("batch", folder.path, 1) for _ in range(2)]
     for process in two:
-        out, error = process.communicate(timeout=60)
+        out, error = process.communicate(timeout=600)
         assert process.returncode == 2 and out == ""
         assert error.startswith(
             "cpdhpc: error: batch: MPI has 1 process, asked for were 2 (nodes x ranks per node: "

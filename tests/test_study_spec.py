@@ -11,10 +11,10 @@ from studies import SMALL, small_study, study_file
 from training import ROOT
 
 from cpdhpc.config import ConfigError, dump_toml, merge
-from cpdhpc.study.cases import START_S, batches, case_time_s, expand
+from cpdhpc.kinds import KINDS
+from cpdhpc.study.cases import START_S, batches, case_time_s, expand, load_study, shown
 from cpdhpc.study.folder import Folder
-from cpdhpc.study.kinds import KINDS
-from cpdhpc.study.spec import Constraint, Measure, Run, Study, load_study
+from cpdhpc.study.spec import Constraint, Measure, Run, Study
 
 INPUTS = sorted((ROOT / "inputs").glob("study_*.toml"))
 
@@ -175,15 +175,6 @@ def test_what_cannot_work_is_impossible_with_a_reason(tmp_path: Path) -> None:
     ]
 
 
-def test_a_machine_may_be_too_small(tmp_path: Path) -> None:
-    study = small_study(tmp_path)
-    found = expand(study, lambda nodes, ppn: "a node has 1 core" if ppn > 1 else None)
-    assert [case.ranks for case in found.cases] == [1, 1]
-    assert {reason for _, reason in found.impossible} == {"a node has 1 core"}
-    with pytest.raises(ConfigError, match="study small: nothing to measure: no such machine"):
-        expand(study, lambda nodes, ppn: "no such machine")
-
-
 ERRORS = {
     "kind='alreduce': did you mean allreduce?": {"kind": "alreduce"},
     "unknown key measure.repeats: did you mean min_repeats or max_repeats?": {
@@ -275,7 +266,7 @@ def test_examples_freeze_to_themselves(path: Path, tmp_path: Path) -> None:
     expansion = expand(study)
     assert not expansion.impossible
     folder = Folder(tmp_path / "x")
-    folder.freeze(study)
+    folder.prepare(study)
     assert folder.study() == study and folder.study().hash == study.hash
     assert {case.id for case in expand(folder.study()).cases} == {c.id for c in expansion.cases}
     assert max(case.ranks for case in expansion.cases) <= 4
@@ -296,3 +287,15 @@ def test_the_page_names_every_key_and_default() -> None:
             assert default is None or str(default) in row, name
     for kind in ("allreduce", "codec"):
         assert all(f"`{name}`" in page for name in KINDS[kind].factors)
+
+
+def test_the_id_of_a_case_never_changes(tmp_path: Path) -> None:
+    """Files and resumed studies go by it: the readable part, then 8 digits of what decides."""
+    first, *_ = expand(small_study(tmp_path)).cases
+    assert first.id == "1x1-4KiB-ring-raw-6aa3f402"
+    path = tmp_path / "one.toml"
+    path.write_text(dump_toml(SMALL).replace("ranks = [1, 2]\n", ""))
+    assert {case.id[:8] for case in expand(load_study(path)).cases} == {"1x2-4KiB"}
+    assert [shown(value, "byte") for value in (1, 1023, 1024, 3 << 20)] == [
+        *("1B", "1023B", "1KiB", "3MiB")
+    ]

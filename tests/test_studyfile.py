@@ -16,11 +16,12 @@ from studies import SMALL, fill, small_study, some_result
 from training import ROOT, environment
 
 from cpdhpc import store
-from cpdhpc.study.case_file import OUTCOMES, Result, read_result, write_result
-from cpdhpc.study.cases import expand
+from cpdhpc.kinds.base import Result
+from cpdhpc.study.case_file import OUTCOMES, read_result, write_result
+from cpdhpc.study.cases import expand, load_study
+from cpdhpc.study.collect import SUMMARY, Base, collect, find, write_study
 from cpdhpc.study.folder import Folder
-from cpdhpc.study.spec import Study, load_study
-from cpdhpc.study.study_file import SUMMARY, Base, collect, find, write_study
+from cpdhpc.study.spec import Study
 
 PAGE = (ROOT / "docs" / "hdf5.md").read_text()
 READERS = ("h5netcdf", "netcdf4")
@@ -60,7 +61,7 @@ def trained(directory: Path) -> Path:
     """A study file of trainings with other epochs and layers."""
     study = train_study(directory)
     folder = Folder(directory / "trained")
-    folder.freeze(study)
+    folder.prepare(study)
     for index, case in enumerate(expand(study).cases):
         layers = ("1.weight", "1.bias") if index < 2 else ("1.weight", "3.weight")
         result = of_training(2 + index % 2, layers)
@@ -156,7 +157,7 @@ def test_the_page_analyses_a_file_in_ten_lines(tmp_path: Path) -> None:
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -14,12 +14,12 @@ from stand_ins import Slurm
 from cpdhpc import store
 from cpdhpc.config import UserError
 from cpdhpc.study.cases import Case
-from cpdhpc.study.commands import State, endings, states, tail, with_slurm
 from cpdhpc.study.folder import Folder, FolderError, Job, record, recorded
 from cpdhpc.study.slurm import queue
 from cpdhpc.study.slurm.queue import JobState
 from cpdhpc.study.slurm.site import Site
 from cpdhpc.study.slurm.submit import submit
+from cpdhpc.study.status import State, endings, states, tail, with_slurm
 
 pytestmark = pytest.mark.mpi_skip
 
@@ -251,14 +251,14 @@ def test_what_ends_a_job() -> None:
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"jobs": [1]}', '{"jobs": [{"number": 1}]}'])
 def test_a_record_that_is_none(fake_slurm: Slurm, text: str) -> None:
-    FOLDER.freeze(STUDY)
+    FOLDER.prepare(STUDY)
     (FOLDER.path / "jobs.json").write_text(text)
     with pytest.raises(FolderError, match=r"jobs\.json: is no record of jobs"):
         recorded(FOLDER)
 
 
 def test_the_record_is_kept_whole(fake_slurm: Slurm) -> None:
-    FOLDER.freeze(STUDY)
+    FOLDER.prepare(STUDY)
     jobs = [Job(1, "a", {5: 0, 6: 1}), Job(2, "b", {})]
     for job in jobs:
         record(FOLDER, job)

@@ -109,4 +109,4 @@ def launched(command: list[str], **options: Any) -> subprocess.CompletedProcess[
 def mpirun(ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run Python with arguments on so many processes."""
     command = [str(ROOT / "slurm" / "mpirun-local"), str(ranks), sys.executable, *arguments]
-    return launched(command, env=environment(), timeout=120)
+    return launched(command, env=environment(), timeout=600)

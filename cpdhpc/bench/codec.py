@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..formats import Cast, packed_bytes, parse_format, tiles
+from ..methods import CODEC_OPERATIONS, MEMCPY
 from ..ops import cpu, reference, set_kernel_threads
 from ..provenance import processor
 from ..world.ranks import Loopback
@@ -31,8 +32,6 @@ from .harness import (
 
 DEFAULT_FORMATS = "e1m1,e3m0,e3m2,e4m3,e5m2,fp16"
 WARMUP = 1
-MEMCPY = "memcpy"
-COLUMNS = ("encode", "encode tile", "stochastic", "decode", "decode_add", "hop", "hop tile")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -87,7 +86,7 @@ def operations(x: NDArray[np.float32], cast: Cast) -> dict[str, Callable[[], obj
             tile_words, tile_shifts, cast, x, hop_words, hop_shifts, fit=True
         ),
     )
-    return {MEMCPY: lambda: np.copyto(out, x), **dict(zip(COLUMNS, runs, strict=True))}
+    return {MEMCPY: lambda: np.copyto(out, x), **dict(zip(CODEC_OPERATIONS, runs, strict=True))}
 
 
 def run(args: argparse.Namespace) -> None:
@@ -101,7 +100,7 @@ def run(args: argparse.Namespace) -> None:
     print(f"codec on {processor()}, {os.cpu_count()} cores, clone {cpu.clone()}")
     print(f"{args.mib:g} MiB of float32, median of {args.repeats}, GB/s of float32")
     heads = f"{'format':>8} {'bits':>4} {'threads':>7} {'memcpy':>11} "
-    print(heads + " ".join(f"{c:>11}" for c in COLUMNS))
+    print(heads + " ".join(f"{c:>11}" for c in CODEC_OPERATIONS))
     found: dict[tuple[str, str, int], Times] = {}
     for name in names:
         cast = Cast(parse_format(name))
@@ -141,5 +140,5 @@ def _line(name: str, count: int, samples: dict[tuple[str, int], Times], size_byt
         if threads == count or case == MEMCPY
     }
     memcpy = rates[MEMCPY]
-    cells = " ".join(f"{rates[c]:>5.1f} {rates[c] / memcpy:.2f}x" for c in COLUMNS)
+    cells = " ".join(f"{rates[c]:>5.1f} {rates[c] / memcpy:.2f}x" for c in CODEC_OPERATIONS)
     return f"{name:>8} {parse_format(name).bits:>4} {count:>7} {memcpy:>11.1f} {cells}"

@@ -19,13 +19,13 @@ from ..darray.describe import expected_window, owned_index
 from ..darray.plan import WindowPlan
 from ..darray.show import HaloSpec
 from ..darray.windows import flat_index
+from ..methods import HALO_COPIED, HALO_MPI_TYPES, HALO_OURS
 from ..world.mpi import World
 from ..world.ranks import Ranks
 
 Array = NDArray[Any]
 Run = Callable[[], object]
-OURS = "cpdhpc"
-COPIED = "cpdhpc, copied"  # owned cells lie elsewhere and are copied too
+OURS, COPIED, MPI_TYPES = HALO_OURS, HALO_COPIED, HALO_MPI_TYPES
 EXCHANGE, ACCUMULATE = "exchange", "accumulate"
 
 
@@ -416,4 +416,3 @@ WAYS: dict[str, Callable[[MpiMessages], Run]] = {
     "alltoallw": neighbours,
     "packed": packed,
 }
-MPI_TYPES = ("subarray", "subarray, persistent", "alltoallw")  # without packing: compared with

@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..formats import FloatFormat, Overflow, Rounding, sum_bits
+from ..methods import MAX_SUM_BITS
 from ..ops import backend_of, on_gpu
-from ..ops.payloads import MAX_BITS
 from ..world.gpu_messages import carrier_of
 from ..world.mpi import as_world
 from ..world.ranks import Loopback, Ranks
@@ -272,10 +272,10 @@ class Allreduce(Method):
                 "allreduce: algorithm='mpi' has no schedule to simulate: it is MPI_Allreduce"
             )
         bits = sum_bits(self.fmt, world.ranks) if self.fmt and self.exact else 0
-        if bits > MAX_BITS:
+        if bits > MAX_SUM_BITS:
             raise ValueError(
                 f"allreduce: accumulate='exact', wire={self.wire!r}: sums of {world.ranks} ranks "
-                f"take {bits} bits: must be {MAX_BITS} or fewer"
+                f"take {bits} bits: must be {MAX_SUM_BITS} or fewer"
             )
 
     def _sum(

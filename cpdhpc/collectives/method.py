@@ -17,6 +17,7 @@ from pydantic import Field
 
 from ..config import Section, read_toml, validate
 from ..formats import INTEGERS, SHIFT_BIAS, TILE, Cast, FloatFormat, Overflow, Rounding, tiles
+from ..methods import EXACT, SCALINGS
 from ..ops.payloads import Exact, Packed, Raw, Wire, parse_wire
 from ..ops.reference import fitting_shift
 from .rank_program import ACCUMULATES, Plan
@@ -25,7 +26,6 @@ from .schedules import SCHEDULES
 Array = npt.NDArray[Any]
 
 HEADROOMS = {"n": 2, "sqrt": 1, "none": 0}  # H = ranks ** (half of this)
-SCALINGS = ("none", "static:K", "aps", "tile")
 
 
 class Segment(NamedTuple):
@@ -214,7 +214,6 @@ def as_machine(machine: Machine | str | Path | None) -> Machine:
 Op = Literal["sum", "mean"]
 MPI_ALLREDUCE = "mpi"  # the one algorithm that is no schedule
 AUTO = "auto"  # the schedule that is predicted to be fastest
-EXACT = "exact"  # the way to accumulate that every schedule knows
 
 SMALL_BYTES = 1 << 16  # of float32: copies to and from a recording cost little up to here
 MOST_RANKS = 64  # a recording has a request for each message, up to four for each other rank

@@ -8,6 +8,8 @@ from functools import lru_cache
 from itertools import pairwise, zip_longest
 from typing import Literal, NamedTuple
 
+from ..methods import ALGORITHMS
+
 Kind = Literal["reduce", "hold", "copy"]
 
 
@@ -368,15 +370,12 @@ class Schedule:
     window: Callable[[int], int] = _few
 
 
-_REQUANTISE = ("requantise",)
-_ANY = ("requantise", "float32", "kahan")
-
 SCHEDULES: dict[str, Schedule] = {
-    "ring": Schedule(ring, _one_each, _REQUANTISE, "requantise"),
-    "rhd": Schedule(rhd, _one_each, _REQUANTISE, "requantise"),
-    "tree": Schedule(tree, _one, _REQUANTISE, "requantise", window=_up_and_down),
-    "dbtree": Schedule(dbtree, _one, _REQUANTISE, "requantise", window=_up_and_down),
-    "direct": Schedule(direct, _one_each, _ANY, "float32"),
-    "hier": Schedule(hier, hier_chunks, _ANY, "float32"),
-    "gather": Schedule(gather, _one, _ANY, "requantise", result_travels=False),
+    "ring": Schedule(ring, _one_each, *ALGORITHMS["ring"]),
+    "rhd": Schedule(rhd, _one_each, *ALGORITHMS["rhd"]),
+    "tree": Schedule(tree, _one, *ALGORITHMS["tree"], window=_up_and_down),
+    "dbtree": Schedule(dbtree, _one, *ALGORITHMS["dbtree"], window=_up_and_down),
+    "direct": Schedule(direct, _one_each, *ALGORITHMS["direct"]),
+    "hier": Schedule(hier, hier_chunks, *ALGORITHMS["hier"]),
+    "gather": Schedule(gather, _one, *ALGORITHMS["gather"], result_travels=False),
 }

@@ -28,8 +28,6 @@ from . import backend_of
 
 Array = npt.NDArray[Any]
 
-MAX_BITS = 32  # of an integer that travels
-
 
 @dataclass(frozen=True)
 class Exact:

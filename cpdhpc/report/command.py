@@ -14,7 +14,7 @@ from .compare import compare, compare_report
 from .figures import Chart, image
 from .study import study_report
 from .tables import Listed, Report
-from .trainings import Run, group, load_run, overview, runs_report
+from .trainings import Run, load_run, overview, run_groups, runs_report
 
 STUDY = "study.h5"  # in the folder of a study
 
@@ -93,7 +93,7 @@ def report(
     check_places(html, png)
     studies, runs = load(paths)
     reports = [study_report(file) for file in studies]
-    of_runs = runs_report(runs, group(runs)) if runs else None
+    of_runs = runs_report(runs, run_groups(runs)) if runs else None
     reports += [of_runs] if of_runs else []
     if png is not None and of_runs is None:
         raise ReportError(

@@ -11,9 +11,9 @@ from typing import Literal
 from ..config import difference
 from ..study.study_file import Point, ReportError, StudyFile
 from . import units
-from .figures import HEIGHT, IDEAL, Axis, Chart, Look, Panel, Series, spread
+from .figures import HEIGHT, IDEAL, Axis, Chart, Panel, Series, Style, spread
 from .points import Estimate, label, ratio, varying
-from .tables import Column, Listed, Report, Section, Table
+from .tables import Column, Listed, Report, Section, Table, tabulate, words
 
 Verdict = Literal["slower", "faster", "unknown", "alike"]
 VERDICTS: tuple[Verdict, ...] = ("slower", "faster", "unknown", "alike")
@@ -135,11 +135,11 @@ def asked(comparison: Comparison) -> list[str]:
 
 MOST = 50  # rows of the figure
 ROW = 0.2  # height of one, inches
-LOOKS: dict[Verdict, Look] = {
-    "slower": Look("#b3204d", ">"),
-    "faster": Look("#63b8ee", "<"),
-    "unknown": Look("#000000", "x"),
-    "alike": Look("#b9bec5", "o"),
+STYLES: dict[Verdict, Style] = {
+    "slower": Style("#b3204d", ">"),
+    "faster": Style("#63b8ee", "<"),
+    "unknown": Style("#000000", "x"),
+    "alike": Style("#b9bec5", "o"),
 }
 SAID: dict[Verdict, str] = {
     "slower": "slower",
@@ -187,27 +187,19 @@ def _names(comparison: Comparison) -> list[str]:
 
 def _table(comparison: Comparison) -> Table:
     names = _names(comparison)
-    columns = [
-        Column("point", numbers=False),
-        Column("A: median"),
-        Column("B: median"),
-        Column("B / A"),
-        Column(f"{comparison.before.percent} CI"),
-        Column("", numbers=False),
+    columns: list[Column[Change]] = [
+        Column("point", lambda change: _name(change, names), numbers=False),
+        Column("A: median", lambda change: units.time(change.before.summary["median_s"])),
+        Column("B: median", lambda change: units.time(change.after.summary["median_s"])),
+        Column("B / A", lambda change: units.digits(change.times.value)),
+        Column(
+            f"{comparison.before.percent} CI",
+            lambda change: units.interval(change.times.low, change.times.high),
+        ),
+        Column("", lambda change: SAID[change.verdict], numbers=False),
     ]
-    rows = [
-        [
-            _name(change, names),
-            units.time(change.before.summary["median_s"]),
-            units.time(change.after.summary["median_s"]),
-            units.digits(change.times.value),
-            units.interval(change.times.low, change.times.high),
-            SAID[verdict],
-        ]
-        for verdict in VERDICTS
-        for change in comparison.having(verdict)
-    ]
-    return Table("Times of B by times of A", columns, rows)
+    ordered = [change for verdict in VERDICTS for change in comparison.having(verdict)]
+    return tabulate("Times of B by times of A", columns, ordered)
 
 
 def _chart(comparison: Comparison) -> Chart:
@@ -237,7 +229,7 @@ def _series(ordered: Sequence[Change], verdict: Verdict) -> Series:
     times = [ordered[i].times for i in rows]
     return Series(
         SAID[verdict],
-        LOOKS[verdict],
+        STYLES[verdict],
         [each.value for each in times],
         [float(row) for row in rows],
         join="none",
@@ -265,5 +257,4 @@ def _environments(comparison: Comparison) -> list[Section]:
     rows = environments(comparison)
     if not rows:
         return [Section("Environments", ["Nothing that the files say of them differs."])]
-    columns = [Column(name, numbers=False) for name in ("", "A", "B")]
-    return [Section("Environments", tables=[Table("What differs", columns, rows)])]
+    return [Section("Environments", tables=[Table("What differs", words("", "A", "B"), rows)])]

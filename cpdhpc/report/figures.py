@@ -1,4 +1,4 @@
-"""Figures: panels in a grid, each with axes, series and looks that are told apart in grey too."""
+"""Figures: panels in a grid, each with axes, series and styles that are told apart in grey too."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ BLACK, GREY = "#000000", "#6a6a6a"
 
 
 @dataclass(frozen=True)
-class Look:
+class Style:
     """How a series is drawn; dash: as matplotlib takes it; marker: "" for none."""
 
     color: str
@@ -44,15 +44,15 @@ class Look:
     dash: object = "-"
 
 
-BOUND = Look(BLACK, "", (0, (1, 1.2)))
-IDEAL = Look(GREY, "", (0, (7, 3)))
-LIBRARIES = (Look(GREY, "x"), Look(GREY, "+", (0, (6, 2))), Look(GREY, "1", (0, (2, 2))))
+BOUND = Style(BLACK, "", (0, (1, 1.2)))
+IDEAL = Style(GREY, "", (0, (7, 3)))
+LIBRARIES = (Style(GREY, "x"), Style(GREY, "+", (0, (6, 2))), Style(GREY, "1", (0, (2, 2))))
 
 
-def looks(names: Iterable[str]) -> dict[str, Look]:
-    """Return a look for each name; the three cycles have periods that share no factor by pairs."""
+def styles(names: Iterable[str]) -> dict[str, Style]:
+    """Return a style for each name; the three cycles have periods that share no factor by pairs."""
     cycles = zip(cycle(COLOURS), cycle(MARKERS[:11]), cycle(DASHES[:3]), strict=False)
-    return {name: Look(*look) for name, look in zip(dict.fromkeys(names), cycles, strict=False)}
+    return {name: Style(*style) for name, style in zip(dict.fromkeys(names), cycles, strict=False)}
 
 
 Array = npt.NDArray[Any]
@@ -78,7 +78,7 @@ class Series:
     """
 
     label: str
-    look: Look
+    style: Style
     x: Values
     y: Values
     low: Values | None = None
@@ -90,20 +90,20 @@ class Series:
 
     def draw(self, axes: Any) -> None:
         """Draw into matplotlib's axes."""
-        plain = self.look.marker in ("", "x", "+", "1")
-        above = 3 if self.look.marker else 2
+        plain = self.style.marker in ("", "x", "+", "1")
+        above = 3 if self.style.marker else 2
         axes.plot(
             self.x,
             self.y,
             label=self.label or None,
-            color=self.look.color,
-            marker=self.look.marker or "none",
+            color=self.style.color,
+            marker=self.style.marker or "none",
             markersize=6,
-            markeredgecolor=self.look.color if plain else "black",
+            markeredgecolor=self.style.color if plain else "black",
             markeredgewidth=1.6 if plain else 0.6,
             markevery=self.every,
             zorder=above,
-            **{"linestyle": self.look.dash} | JOINS[self.join],
+            **{"linestyle": self.style.dash} | JOINS[self.join],
         )
         axes.errorbar(
             self.x,
@@ -111,7 +111,7 @@ class Series:
             xerr=_reach(self.x, self.x_low, self.x_high),
             yerr=_reach(self.y, self.low, self.high),
             fmt="none",
-            ecolor=self.look.color,
+            ecolor=self.style.color,
             capsize=2.5,
             elinewidth=1.1,
             zorder=above - 0.5,
@@ -330,7 +330,7 @@ def _edges(places: Values) -> Array:
 
 WIDTH, HEIGHT = 3.7, 2.9  # of a panel, inches
 LINE = 0.2  # height of a line of text, inches
-STYLE: Any = {
+SETTINGS: Any = {
     "font.size": 9,
     "axes.axisbelow": True,
     "axes.spines.top": False,
@@ -410,7 +410,7 @@ def _fill(figure: Figure, chart: Chart, places: list[Any], columns: int) -> None
 def _labels(chart: Chart) -> list[str]:
     """Return what the legend names, each once, references without markers last."""
     named = [each for panel in chart.panels for each in panel.series if each.label]
-    named.sort(key=lambda each: not each.look.marker)
+    named.sort(key=lambda each: not each.style.marker)
     return list(dict.fromkeys(each.label for each in named))
 
 
@@ -446,7 +446,7 @@ def image(chart: Chart, kind: str) -> bytes:
     from matplotlib import rc_context
 
     buffer = BytesIO()
-    with rc_context(STYLE):
+    with rc_context(SETTINGS):
         metadata = {"Date": None} if kind == "svg" else {}
         draw(chart).savefig(buffer, format=kind, dpi=150, metadata=metadata)
     return buffer.getvalue()

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from math import isfinite, nan
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from ..kinds.base import SHAPE, Array, Factors, Value
+from ..methods import BASELINES
 from ..study.statistics import median_interval, ratio_intervals
-from ..study.study_file import PLACES, Point, Stored, StudyFile
+from ..study.study_file import Point, StudyFile
 from . import units
-from .figures import LIBRARIES, Join, Look, Series, looks
+from .figures import LIBRARIES, Join, Series, Style, styles
+from .tables import Column
 
-Factors = Mapping[str, Stored]
 ORDER = (  # of factors in names, of columns and rows
     "nodes",
     "ppn",
@@ -46,7 +47,7 @@ def in_order(names: Iterable[str]) -> list[str]:
     return sorted(found, key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER))
 
 
-def varying(of: Sequence[Factors], without: Iterable[str] = PLACES) -> list[str]:
+def varying(of: Sequence[Factors], without: Iterable[str] = SHAPE) -> list[str]:
     """Return the factors that are not the same in all, without those that others decide."""
     names = [
         name
@@ -63,7 +64,7 @@ def _decided(name: str, names: Sequence[str], of: Sequence[Factors]) -> bool:
     return len(rest) == len(all_of)
 
 
-def constant(of: Sequence[Factors], without: Iterable[str] = ()) -> dict[str, Stored]:
+def constant(of: Sequence[Factors], without: Iterable[str] = ()) -> dict[str, Value]:
     """Return the factors that are the same in all."""
     names = in_order(name for factors in of for name in factors)
     return {
@@ -86,7 +87,7 @@ def label(factors: Factors, names: Iterable[str]) -> str:
     return ", ".join([*numbers, " ".join(filter(None, words))]).removesuffix(", ")
 
 
-def said(name: str, value: Stored) -> str:
+def said(name: str, value: Value) -> str:
     """Return a factor's value for people, numbers with what they are of."""
     if name in COUNTED:
         return units.count(int(value), COUNTED[name])
@@ -96,7 +97,7 @@ def said(name: str, value: Stored) -> str:
     return f"{heading(name)} {bare}"
 
 
-def cell(name: str, value: Stored) -> str:
+def cell(name: str, value: Value) -> str:
     """Return a factor's value below its heading."""
     if isinstance(value, str):
         return SAID.get(name, {}).get(value, value)
@@ -110,7 +111,6 @@ def heading(name: str) -> str:
     return HEADINGS.get(name, name.rpartition(".")[2].replace("_", " "))
 
 
-Array = npt.NDArray[Any]
 SEEDS = ("seed",)
 
 
@@ -146,13 +146,13 @@ def ratio(one: Array, other: Array, level: float) -> Estimate:
 
 
 @dataclass(frozen=True)
-class Pool:
+class SeedGroup:
     """Points that differ only in seeds, or a single point.
 
     factors: of all of them, without the seed; base: what the speed-up is relative to
     """
 
-    factors: Mapping[str, Stored]
+    factors: Factors
     points: tuple[Point, ...]
     base_points: tuple[Point, ...]
     level: float
@@ -161,6 +161,11 @@ class Pool:
     def ranks(self) -> int:
         """Number of ranks."""
         return self.points[0].ranks
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Nodes, ranks per node, ranks."""
+        return tuple(int(self.factors.get(name, 0)) for name in SHAPE)
 
     @cached_property
     def samples_s(self) -> Array:
@@ -213,6 +218,41 @@ class Pool:
         """Mean of an outcome over seeds, NaN where a seed has none."""
         return float(self.outcome(name).mean())
 
+    def exact(self, name: str) -> Estimate:
+        """Mean of an outcome that is no sample and has no interval."""
+        return Estimate(self.mean(name), nan, nan)
+
+
+def times_as_fast(base: SeedGroup | None, group: SeedGroup) -> str:
+    """Return how many times as fast as a base points are, with the interval; "-" without a base."""
+    if base is None or base is group:
+        return units.NONE
+    return units.with_interval(*ratio(base.samples_s, group.samples_s, group.level))
+
+
+def timing(file: StudyFile, what: str = "median") -> list[Column[SeedGroup]]:
+    """Return the columns of the number of repeats, the median time and its interval."""
+    return [
+        Column("n", lambda g: str(len(g.samples_s))),
+        Column(what, lambda g: units.time(g.time_s.value)),
+        Column(
+            f"{file.percent} CI",
+            lambda g: units.time_interval(g.time_s.low, g.time_s.high, g.time_s.value),
+        ),
+    ]
+
+
+def of_factors(
+    names: Iterable[str], groups: Sequence[SeedGroup], missing: str = units.NONE
+) -> list[Column[SeedGroup]]:
+    """Return a column for each factor."""
+
+    def value(name: str, group: SeedGroup) -> str:
+        return cell(name, group.factors[name]) if name in group.factors else missing
+
+    factors = [group.factors for group in groups]
+    return [Column(heading(name), partial(value, name), is_number(name, factors)) for name in names]
+
 
 def _median(samples: Array, level: float) -> Estimate:
     if not len(samples):
@@ -220,32 +260,32 @@ def _median(samples: Array, level: float) -> Estimate:
     return Estimate(float(np.median(samples)), *median_interval(samples, level))
 
 
-def pools(file: StudyFile) -> list[Pool]:
+def seed_groups(file: StudyFile) -> list[SeedGroup]:
     """Return the points of a study taken together over seeds, in the order of their factors."""
     by_key: dict[tuple[Any, ...], list[Point]] = {}
     for point in file.points:
         by_key.setdefault(_key(point.factors, SEEDS), []).append(point)
-    found = [_pool(file, members) for members in by_key.values()]
-    names = in_order(name for pool in found for name in pool.factors)
+    found = [_seed_group(file, members) for members in by_key.values()]
+    names = in_order(name for group in found for name in group.factors)
     first = {  # order of appearance for names, of size for numbers
-        name: list(dict.fromkeys(pool.factors.get(name, "") for pool in found)) for name in names
+        name: list(dict.fromkeys(group.factors.get(name, "") for group in found)) for name in names
     }
     return sorted(
-        found, key=lambda pool: [_order(pool.factors.get(n, ""), first[n]) for n in names]
+        found, key=lambda group: [_order(group.factors.get(n, ""), first[n]) for n in names]
     )
 
 
-def _pool(file: StudyFile, members: list[Point]) -> Pool:
+def _seed_group(file: StudyFile, members: list[Point]) -> SeedGroup:
     factors = {k: v for k, v in members[0].factors.items() if k not in SEEDS}
     bases = dict.fromkeys(point.base for point in members if point.base >= 0)
-    return Pool(factors, tuple(members), tuple(file.points[i] for i in bases), file.level)
+    return SeedGroup(factors, tuple(members), tuple(file.points[i] for i in bases), file.level)
 
 
-def _key(factors: Mapping[str, Stored], without: Iterable[str]) -> tuple[Any, ...]:
+def _key(factors: Factors, without: Iterable[str]) -> tuple[Any, ...]:
     return tuple(sorted((k, v) for k, v in factors.items() if k not in without))
 
 
-def _order(value: Stored, seen: list[Stored]) -> float:
+def _order(value: Value, seen: list[Value]) -> float:
     return seen.index(value) if isinstance(value, str) else float(value)
 
 
@@ -256,66 +296,70 @@ def finite(values: Iterable[float]) -> list[float]:
 
 ROWS, WIDEST = 5, 4  # of panels in a figure
 APART, REACH = 0.06, 0.28  # of a doubling: series beside one another, and all at a place
-FOREIGN = ("mpi", "gloo")  # algorithms that are not ours
 
 
 @dataclass(frozen=True)
 class Line:
-    """Pools that are drawn as one series."""
+    """Points that are drawn as one series."""
 
     name: str
-    look: Look
-    pools: Sequence[Pool]
+    style: Style
+    groups: Sequence[SeedGroup]
 
 
 @dataclass(frozen=True)
-class Dealt:
+class Panels:
     """The lines of each panel, by the panel's title; columns: of their grid."""
 
-    panels: dict[str, list[Line]]
+    lines: dict[str, list[Line]]
     columns: int
 
-    def figures(self, name: str) -> list[tuple[str, Dealt]]:
+    @property
+    def groups(self) -> list[SeedGroup]:
+        """The points of all lines."""
+        return [group for lines in self.lines.values() for line in lines for group in line.groups]
+
+    def figures(self, name: str) -> list[tuple[str, Panels]]:
         """Return what goes into each figure, with its name: numbered where there are several."""
-        items, most = list(self.panels.items()), ROWS * self.columns
+        items, most = list(self.lines.items()), ROWS * self.columns
         parts = [dict(items[i : i + most]) for i in range(0, len(items), most)]
         return [
-            (f"{name}_{number}" if len(parts) > 1 else name, Dealt(part, self.columns))
+            (f"{name}_{number}" if len(parts) > 1 else name, Panels(part, self.columns))
             for number, part in enumerate(parts, 1)
         ]
 
 
 @dataclass(frozen=True)
 class Layout:
-    """panels, lines: factors that name panels and lines; looks: of each line's name.
+    """panels, lines: factors that name panels and lines; styles: of each line's name.
 
     free: factors that are not the same in a series
     """
 
     panels: Sequence[str]
     lines: Sequence[str]
-    looks: dict[str, Look]
+    styles: dict[str, Style]
     free: Collection[str]
 
     @classmethod
-    def of(cls, file: StudyFile, pools: Sequence[Pool], apart: Sequence[str]) -> Layout:
+    def of(cls, file: StudyFile, groups: Sequence[SeedGroup], apart: Sequence[str]) -> Layout:
         """Return the layout of a study's figures.
 
         apart: words that have panels of their own; numbers always have
         """
-        factors = [pool.factors for pool in pools]
-        hidden = {*PLACES, *file.weak} - ({"ppn"} if _tells_apart(pools) else set())
+        factors = [group.factors for group in groups]
+        hidden = {*SHAPE, *file.weak} - ({"ppn"} if _tells_apart(groups) else set())
         free = hidden if file.over == "ranks" else {file.over}
         names = varying(factors, hidden | free)
         panels = [n for n in names if n in apart or is_number(n, factors)]
         lines = [n for n in names if n not in panels]
-        own = looks(label(each, lines) for each in factors if not is_foreign(each))
-        foreign = dict.fromkeys(label(each, lines) for each in factors if is_foreign(each))
-        return cls(panels, lines, own | dict(zip(foreign, LIBRARIES, strict=False)), free)
+        own = styles(label(each, lines) for each in factors if not is_baseline(each))
+        baselines = dict.fromkeys(label(each, lines) for each in factors if is_baseline(each))
+        return cls(panels, lines, own | dict(zip(baselines, LIBRARIES, strict=False)), free)
 
-    def series(self, pools: Iterable[Pool]) -> list[list[Pool]]:
-        """Return pools that differ only in what is free, from few ranks and little work to much."""
-        return _grouped(pools, self.free)
+    def series(self, groups: Iterable[SeedGroup]) -> list[list[SeedGroup]]:
+        """Return points that differ only in what is free, from few ranks and little work on."""
+        return _grouped(groups, self.free)
 
     @property
     def heading(self) -> str:
@@ -324,59 +368,58 @@ class Layout:
             return heading(self.lines[0])
         return "gradients" if any(n.startswith("gradient.") for n in self.lines) else "method"
 
-    def line(self, pools: Sequence[Pool]) -> Line:
-        """Return pools that differ only in what is on the x axis."""
-        name = label(pools[0].factors, self.lines)
-        return Line(name, self.looks[name], pools)
+    def line(self, groups: Sequence[SeedGroup]) -> Line:
+        """Return groups that differ only in what is on the x axis."""
+        name = label(groups[0].factors, self.lines)
+        return Line(name, self.styles[name], groups)
 
-    def deal(self, groups: Iterable[Sequence[Pool]], without: Iterable[str] = ()) -> Dealt:
-        """Return groups of pools by panel. without: factors that name no panel here."""
-        groups = list(groups)
-        alone = any(len({pool.ranks for pool in group}) == 1 for group in groups)
-        ranks = ["ranks"] if alone and len({group[0].ranks for group in groups}) > 1 else []
+    def arrange(self, series: Iterable[Sequence[SeedGroup]], without: Iterable[str] = ()) -> Panels:
+        """Return series by panel. without: factors that name no panel here."""
+        series = list(series)
+        alone = any(len({group.ranks for group in each}) == 1 for each in series)
+        ranks = ["ranks"] if alone and len({each[0].ranks for each in series}) > 1 else []
         names = [*ranks, *(name for name in self.panels if name not in without)]
         found: dict[str, list[Line]] = {}
         inner = set()
-        for group in groups:
-            title = label(group[0].factors, names)
-            found.setdefault(title, []).append(self.line(group))
-            inner.add(label(group[0].factors, names[1:]))
+        for each in series:
+            found.setdefault(label(each[0].factors, names), []).append(self.line(each))
+            inner.add(label(each[0].factors, names[1:]))
         by_rows = names[:1] == ["size_bytes"] and 1 < len(inner) <= WIDEST
         even = 2 if len(found) == 4 else 3
-        return Dealt(found, len(inner) if by_rows else even)
+        return Panels(found, len(inner) if by_rows else even)
 
 
-def _tells_apart(pools: Sequence[Pool]) -> bool:
+def _tells_apart(groups: Sequence[SeedGroup]) -> bool:
     """Return whether it takes the ranks per node to tell points of equal ranks apart."""
-    return any(len(group) > 1 for group in _grouped(pools, ("nodes", "ppn")))
+    return any(len(each) > 1 for each in _grouped(groups, ("nodes", "ppn")))
 
 
-def _grouped(pools: Iterable[Pool], free: Collection[str]) -> list[list[Pool]]:
-    found: dict[Any, list[Pool]] = {}
-    for pool in pools:
-        key = frozenset((k, v) for k, v in pool.factors.items() if k not in free)
-        found.setdefault(key, []).append(pool)
-    return [sorted(group, key=lambda pool: pool.ranks) for group in found.values()]
+def _grouped(groups: Iterable[SeedGroup], free: Collection[str]) -> list[list[SeedGroup]]:
+    found: dict[Any, list[SeedGroup]] = {}
+    for group in groups:
+        key = frozenset((k, v) for k, v in group.factors.items() if k not in free)
+        found.setdefault(key, []).append(group)
+    return [sorted(each, key=lambda group: group.ranks) for each in found.values()]
 
 
-def is_foreign(factors: Factors) -> bool:
+def is_baseline(factors: Factors) -> bool:
     """Return whether an all-reduce is another library's."""
-    return factors.get("algorithm") in FOREIGN
+    return factors.get("algorithm") in BASELINES
 
 
 def drawn(
     line: Line,
-    x: Callable[[Pool], float],
-    y: Callable[[Pool], Estimate],
+    x: Callable[[SeedGroup], float],
+    y: Callable[[SeedGroup], Estimate],
     join: Join,
     shift: float = 1.0,
 ) -> Series:
-    """Return a series of pools; shift: factor of x."""
-    values = [y(pool) for pool in line.pools]
+    """Return a series of groups; shift: factor of x."""
+    values = [y(group) for group in line.groups]
     return Series(
         line.name,
-        line.look,
-        [shift * x(pool) for pool in line.pools],
+        line.style,
+        [shift * x(group) for group in line.groups],
         [each.value for each in values],
         [each.low for each in values],
         [each.high for each in values],

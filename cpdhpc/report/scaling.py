@@ -10,84 +10,68 @@ from statistics import median
 
 from ..study.study_file import StudyFile
 from . import units
-from .figures import BOUND, IDEAL, Axis, Chart, Look, Scale, Series, panels_with, spread
+from .figures import BOUND, IDEAL, Axis, Chart, Scale, Series, Style, panels_with, spread
 from .points import (
-    Dealt,
     Estimate,
     Layout,
     Line,
-    Pool,
-    cell,
+    Panels,
+    SeedGroup,
     drawn,
     heading,
-    is_number,
+    of_factors,
     said,
     side_by_side,
+    timing,
 )
-from .tables import Column, Section, Table
+from .tables import Column, Section, Table, tabulate
 
 
-def scaling(file: StudyFile, pools: Sequence[Pool], layout: Layout) -> list[Section]:
+def scaling(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> list[Section]:
     """Return the section, none where no series has points at two places."""
-    dealt = dealt_over(file, pools, layout)
-    if dealt is None:
+    panels = panels_over(file, groups, layout)
+    if panels is None:
         return []
     return [
         Section(
             f"{file.scaling.capitalize()} scaling",
-            tables=[_table(file, pools, layout)],
-            charts=charts(file, dealt, _kinds(file, dealt)),
+            tables=[_table(file, groups, layout)],
+            charts=charts(file, panels, _quantities(file, panels)),
         )
     ]
 
 
-def dealt_over(file: StudyFile, pools: Sequence[Pool], layout: Layout) -> Dealt | None:
+def panels_over(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> Panels | None:
     """Return the panels of the series that have points at several places; None without any."""
     over = file.over
-    found = [
-        each for each in layout.series(pools) if len({pool.factors[over] for pool in each}) > 1
+    found = [each for each in layout.series(groups) if len({g.factors[over] for g in each}) > 1]
+    return layout.arrange(found, without=[over]) if found else None
+
+
+def _table(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> Table:
+    def interval(group: SeedGroup) -> str:
+        speedup = group.speedup
+        return units.NONE if group.is_base else units.interval(speedup.low, speedup.high)
+
+    _, *times = timing(file)
+    columns: list[Column[SeedGroup]] = [
+        *of_factors([*layout.panels, *file.weak], groups),
+        Column(layout.heading, lambda g: layout.line([g]).name or units.NONE, numbers=False),
+        Column("ranks", lambda g: str(g.ranks)),
+        *times,
+        Column("speed-up", lambda g: units.digits(g.speedup.value)),
+        Column(f"{file.percent} CI", interval),
+        Column("effi-\nciency %", lambda g: units.digits(100 * g.efficiency.value)),
+        Column("base", _base, numbers=False),
     ]
-    return layout.deal(found, without=[over]) if found else None
+    ordered = [group for each in layout.series(groups) for group in each]
+    return tabulate("Scaling", columns, ordered, _caption(file))
 
 
-def _table(file: StudyFile, pools: Sequence[Pool], layout: Layout) -> Table:
-    names = [*layout.panels, *file.weak]
-    factors = [pool.factors for pool in pools]
-    columns = [
-        *(Column(heading(name), is_number(name, factors)) for name in names),
-        Column(layout.heading, numbers=False),
-        Column("ranks"),
-        Column("median"),
-        Column(f"{file.percent} CI"),
-        Column("speed-up"),
-        Column(f"{file.percent} CI"),
-        Column("effi-\nciency %"),
-        Column("base", numbers=False),
-    ]
-    rows = [_row(pool, names, layout) for each in layout.series(pools) for pool in each]
-    return Table("Scaling", columns, rows, _caption(file))
-
-
-def _row(pool: Pool, names: Sequence[str], layout: Layout) -> list[str]:
-    time = pool.time_s
-    return [
-        *(cell(name, pool.factors[name]) if name in pool.factors else units.NONE for name in names),
-        layout.line([pool]).name or units.NONE,
-        str(pool.ranks),
-        units.time(time.value),
-        units.time_interval(time.low, time.high, time.value),
-        units.digits(pool.speedup.value),
-        units.NONE if pool.is_base else units.interval(pool.speedup.low, pool.speedup.high),
-        units.digits(100 * pool.efficiency.value),
-        _base(pool),
-    ]
-
-
-def _base(pool: Pool) -> str:
-    if not pool.base_points:
+def _base(group: SeedGroup) -> str:
+    if not group.base_points:
         return "none"
-    ranks = pool.base_points[0].ranks
-    return f"{units.count(ranks, 'rank')}, {units.time(pool.base_s.value)}"
+    return f"{units.count(group.base_points[0].ranks, 'rank')}, {units.time(group.base_s.value)}"
 
 
 GAIN = {
@@ -110,63 +94,59 @@ def _weak(file: StudyFile) -> str:
 
 
 @dataclass(frozen=True)
-class Kind:
-    """A quantity that is drawn; reference: what it is compared with, called as said, "" if not."""
+class Quantity:
+    """What is drawn; reference: what it is compared with, called as said, "" if not."""
 
     name: str
     axis: str
-    quantity: Callable[[Pool], Estimate]
-    reference: Callable[[Pool], float]
+    value: Callable[[SeedGroup], Estimate]
+    reference: Callable[[SeedGroup], float]
     scale: Callable[[str, Sequence[float]], Axis]
-    look: Look = IDEAL
+    style: Style = IDEAL
     said: str = "ideal"
 
 
-def charts(file: StudyFile, dealt: Dealt, kinds: Sequence[Kind]) -> list[Chart]:
+def charts(file: StudyFile, panels: Panels, quantities: Sequence[Quantity]) -> list[Chart]:
     """Return the figures of some quantities over ranks, or what else the study has there."""
     return [
-        _chart(file, part, kind, name) for kind in kinds for name, part in dealt.figures(kind.name)
+        _chart(file, part, quantity, name)
+        for quantity in quantities
+        for name, part in panels.figures(quantity.name)
     ]
 
 
-def _kinds(file: StudyFile, dealt: Dealt) -> list[Kind]:
-    pools = [pool for lines in dealt.panels.values() for line in lines for pool in line.pools]
-    grows = any(pool.base_points and pool.base_points[0].ranks < pool.ranks for pool in pools)
-    ideal = "ideal" if grows else "base"
-    kinds = [Kind("speedup", "speed-up", _speedup, _ideal_speedup, doublings, said=ideal)]
-    if grows:  # otherwise it is the same
-        kinds.append(
-            Kind("efficiency", "efficiency / %", _efficiency, _ideal_efficiency, from_zero)
+def _quantities(file: StudyFile, panels: Panels) -> list[Quantity]:
+    grows = any(g.base_points and g.base_points[0].ranks < g.ranks for g in panels.groups)
+    found = [
+        Quantity(
+            "speedup",
+            "speed-up",
+            lambda g: g.speedup,
+            lambda g: g.speedup.value / g.efficiency.value,
+            doublings,
+            said="ideal" if grows else "base",
         )
-    if file.scaling == "weak":
-        kinds.append(_time_kind(dealt))
-    return kinds
+    ]
+    if grows:  # otherwise it is the same
+        found.append(
+            Quantity(
+                "efficiency",
+                "efficiency / %",
+                lambda g: g.efficiency.scaled(100),
+                lambda g: 100.0 if g.base_points else nan,
+                from_zero,
+            )
+        )
+    return found + ([_time(panels)] if file.scaling == "weak" else [])
 
 
-def _speedup(pool: Pool) -> Estimate:
-    return pool.speedup
-
-
-def _efficiency(pool: Pool) -> Estimate:
-    return pool.efficiency.scaled(100)
-
-
-def _ideal_speedup(pool: Pool) -> float:
-    return pool.speedup.value / pool.efficiency.value
-
-
-def _ideal_efficiency(pool: Pool) -> float:
-    return 100.0 if pool.base_points else nan
-
-
-def _time_kind(dealt: Dealt) -> Kind:
-    pools = [pool for lines in dealt.panels.values() for line in lines for pool in line.pools]
-    scale, unit = units.time_unit(median(pool.time_s.value for pool in pools))
-    return Kind(
+def _time(panels: Panels) -> Quantity:
+    scale, unit = units.time_unit(median(group.time_s.value for group in panels.groups))
+    return Quantity(
         "time",
         f"time / {unit}",
-        lambda pool: pool.time_s.scaled(1 / scale),
-        lambda pool: pool.mean("bound_s") / scale,
+        lambda group: group.time_s.scaled(1 / scale),
+        lambda group: group.mean("bound_s") / scale,
         from_zero,
         BOUND,
         "bound",
@@ -183,10 +163,10 @@ def from_zero(name: str, values: Sequence[float]) -> Axis:
     return spread(name, values, "log", 30)
 
 
-def _chart(file: StudyFile, dealt: Dealt, kind: Kind, name: str) -> Chart:
-    what = kind.axis.partition(" /")[0]
-    pools = [pool for lines in dealt.panels.values() for line in lines for pool in line.pools]
-    base = f" Base: {_bases(file, pools)}." if kind.look is IDEAL and kind.said else ""
+def _chart(file: StudyFile, panels: Panels, quantity: Quantity, name: str) -> Chart:
+    what = quantity.axis.partition(" /")[0]
+    relative = quantity.style is IDEAL and quantity.said
+    base = f" Base: {_bases(file, panels.groups)}." if relative else ""
     return Chart(
         name,
         f"{file.name}: {what}, {file.scaling} scaling",
@@ -194,23 +174,23 @@ def _chart(file: StudyFile, dealt: Dealt, kind: Kind, name: str) -> Chart:
         f"{what.capitalize()} over {heading(file.over)}. "
         + (GUIDE if file.over == "ranks" else ""),
         panels_with(
-            {title: _series(lines, kind, file.over) for title, lines in dealt.panels.items()},
-            _places(dealt, file.over),
-            partial(kind.scale, kind.axis),
+            {title: _series(lines, quantity, file.over) for title, lines in panels.lines.items()},
+            _places(panels, file.over),
+            partial(quantity.scale, quantity.axis),
         ),
-        dealt.columns,
+        panels.columns,
     )
 
 
-def _places(dealt: Dealt, over: str) -> Axis:
-    pools = [pool for lines in dealt.panels.values() for line in lines for pool in line.pools]
+def _places(panels: Panels, over: str) -> Axis:
     scale: Scale = "size" if over.endswith("bytes") else "log2"
-    return Axis(heading(over), scale, ticks=sorted({float(pool.factors[over]) for pool in pools}))
+    ticks = sorted({float(group.factors[over]) for group in panels.groups})
+    return Axis(heading(over), scale, ticks=ticks)
 
 
-def _bases(file: StudyFile, pools: Sequence[Pool]) -> str:
-    """Return the base, or what the bases of all pools have in common."""
-    bases = {_base(pool) for pool in pools}
+def _bases(file: StudyFile, groups: Sequence[SeedGroup]) -> str:
+    """Return the base, or what the bases of all points have in common."""
+    bases = {_base(group) for group in groups}
     ranks = {base.partition(",")[0] for base in bases}
     if len(bases) == 1:
         return bases.pop()
@@ -223,22 +203,24 @@ GUIDE = (
 )
 
 
-def _series(lines: Sequence[Line], kind: Kind, over: str) -> list[Series]:
-    def place(pool: Pool) -> float:
-        return float(pool.factors[over])
+def _series(lines: Sequence[Line], quantity: Quantity, over: str) -> list[Series]:
+    def place(group: SeedGroup) -> float:
+        return float(group.factors[over])
 
     if over != "ranks":
-        return [drawn(line, place, kind.quantity, "line") for line in lines]
+        return [drawn(line, place, quantity.value, "line") for line in lines]
     count = len(lines)
     shown = [
-        drawn(line, place, kind.quantity, "guide", side_by_side(i, count))
+        drawn(line, place, quantity.value, "guide", side_by_side(i, count))
         for i, line in enumerate(lines)
     ]
     references = {
-        tuple((place(p), kind.reference(p)) for p in line.pools) for line in lines if kind.said
+        tuple((place(group), quantity.reference(group)) for group in line.groups)
+        for line in lines
+        if quantity.said
     }
     for points in sorted(references):
         x, y = zip(*points, strict=True)
         if not any(map(isnan, y)):
-            shown.append(Series(kind.said, kind.look, x, y))
+            shown.append(Series(quantity.said, quantity.style, x, y))
     return shown

@@ -5,20 +5,23 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from math import isnan
 from typing import Any
 
 import numpy as np
 
 from ..config import UserError, suggest, validate
+from ..kinds import KINDS
+from ..kinds.base import SHAPE, Array
 from ..study.cases import Case, expand
 from ..study.folder import Folder
 from ..study.spec import Study
-from ..study.study_file import PLACES, Point, ReportError, StudyFile
-from . import allreduce, autoencoder, codec, halo, train, units
-from .points import Layout, Pool, cell, constant, heading, is_number, pools, said, varying
+from ..study.study_file import Point, ReportError, StudyFile
+from . import units
+from .points import Layout, SeedGroup, constant, of_factors, said, seed_groups, varying
 from .scaling import scaling
-from .tables import Column, Listed, Report, Section, Table
+from .tables import Column, Listed, Report, Section, Table, tabulate, words
 
 NOT_SHOWN = ("study", "title", "kind", "scaling", "sample", "work", "Conventions")
 
@@ -70,8 +73,7 @@ def provenance(file: StudyFile) -> list[Table]:
         ["path", str(file.path)],
         *([key.replace("_", " "), str(v)] for key, v in known.items()),
     ]
-    names = [Column("", numbers=False), Column("", numbers=False)]
-    return [Table("File", names, rows, page_only=True), *_environments(file)]
+    return [Table("File", words("", ""), rows, page_only=True), *_environments(file)]
 
 
 def _environments(file: StudyFile) -> list[Table]:
@@ -79,8 +81,7 @@ def _environments(file: StudyFile) -> list[Table]:
         return []
     counts = Counter(int(point.outcomes.get("environment", 0)) for point in file.points)
     keys = list(dict.fromkeys(key for each in file.environments for key in each))
-    columns = [Column("", numbers=False)]
-    columns += [Column(f"environment {i}", numbers=False) for i in range(len(file.environments))]
+    columns = words("", *(f"environment {i}" for i in range(len(file.environments))))
     rows = [["points", *(str(counts[i]) for i in range(len(file.environments)))]]
     for key in keys:
         values = [_plain(each.get(key, "")) for each in file.environments]
@@ -179,25 +180,14 @@ def _half_width(point: Point) -> float:
     return max(s["median_s"] - s["ci_low_s"], s["ci_high_s"] - s["median_s"]) / s["median_s"]
 
 
-Sections = Callable[[StudyFile, Sequence[Pool], Layout], list[Section]]
-KINDS: dict[str, tuple[Sections, Sequence[str]]] = {  # kind: its sections, words with panels
-    "allreduce": (allreduce.sections, allreduce.PANELS),
-    "autoencoder": (autoencoder.sections, autoencoder.PANELS),
-    "codec": (codec.sections, codec.PANELS),
-    "halo": (halo.sections, halo.PANELS),
-    "train": (train.sections, train.PANELS),
-}
-QUANTILES = {"min": 0.0, "median": 0.5, "p95": 0.95, "p99": 0.99, "max": 1.0}
-
-
 def study_report(file: StudyFile) -> Report:
     """Return the report of a study. Raises ReportError for an unknown kind."""
     if file.kind not in KINDS:
         raise ReportError(f"{file.path}: kind={file.kind!r}: {suggest(file.kind, KINDS)}")
-    own, apart = KINDS[file.kind]
-    found = pools(file)
-    layout = Layout.of(file, found, apart)
-    sections = [*scaling(file, found, layout), *own(file, found, layout)]
+    kind = KINDS[file.kind]
+    found = seed_groups(file)
+    layout = Layout.of(file, found, kind.panels)
+    sections = [*scaling(file, found, layout), *kind.sections(file, found, layout)]
     return Report(
         file.name,
         _facts(file, found),
@@ -209,13 +199,13 @@ def study_report(file: StudyFile) -> Report:
     )
 
 
-def _facts(file: StudyFile, found: Sequence[Pool]) -> list[tuple[str, str]]:
+def _facts(file: StudyFile, found: Sequence[SeedGroup]) -> list[tuple[str, str]]:
     """Return what is said first."""
     missing = int(file.attributes.get("missing", 0))
-    ranks = sorted({pool.ranks for pool in found})
+    ranks = sorted({group.ranks for group in found})
     repeats = [len(point.times_s) for point in file.points]
-    factors = [pool.factors for pool in found]
-    same = [said(k, v) for k, v in constant(factors, PLACES).items()]
+    factors = [group.factors for group in found]
+    same = [said(k, v) for k, v in constant(factors, SHAPE).items()]
     hosts = dict.fromkeys(each.get("hosts", "") for each in file.environments)
     return [
         ("what", f"{file.scaling} scaling of {file.kind}"),
@@ -234,32 +224,29 @@ def _range(numbers: Sequence[int]) -> str:
     return f"{low}" if low == high else f"{low} to {high}"
 
 
-def _spread(found: Sequence[Pool]) -> Table:
-    factors = [pool.factors for pool in found]
-    names = varying(factors, ())
-    columns = [
-        *(Column(heading(name), is_number(name, factors)) for name in names),
-        Column("n"),
-        *(Column(name) for name in QUANTILES),
-        Column("mean"),
-        Column("standard\ndeviation"),
-    ]
-    rows = [
-        [
-            *(cell(name, pool.factors[name]) if name in pool.factors else "" for name in names),
-            str(len(pool.samples_s)),
-            *_statistics(pool),
-        ]
-        for pool in found
+def _spread(found: Sequence[SeedGroup]) -> Table:
+    columns: list[Column[SeedGroup]] = [
+        *of_factors(varying([group.factors for group in found], ()), found, missing=""),
+        Column("n", lambda g: str(len(g.samples_s))),
+        *(Column(name, partial(_time, call)) for name, call in STATISTICS.items()),
     ]
     caption = "Times of the slowest rank, without warm-ups. Quantiles between neighbouring samples."
-    return Table("Spread of times", columns, rows, caption, page_only=True)
+    return tabulate("Spread of times", columns, found, caption, page_only=True)
 
 
-def _statistics(pool: Pool) -> list[str]:
-    samples = pool.samples_s
-    if not len(samples):
-        return [units.NONE] * (len(QUANTILES) + 2)
-    deviation = float(samples.std(ddof=1)) if len(samples) > 1 else float("nan")
-    found = [*np.quantile(samples, list(QUANTILES.values())), samples.mean(), deviation]
-    return [units.time(float(value)) for value in found]
+def _time(of: Callable[[Array], float], group: SeedGroup) -> str:
+    return units.time(float(of(group.samples_s))) if len(group.samples_s) else units.NONE
+
+
+def _deviation(samples_s: Array) -> float:
+    return float(samples_s.std(ddof=1)) if len(samples_s) > 1 else float("nan")
+
+
+STATISTICS: dict[str, Callable[[Array], float]] = {
+    **{
+        name: partial(np.quantile, q=share)
+        for name, share in {"min": 0.0, "median": 0.5, "p95": 0.95, "p99": 0.99, "max": 1.0}.items()
+    },
+    "mean": np.mean,
+    "standard\ndeviation": _deviation,
+}

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Generic, Literal, TypeVar
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table as RichTable
@@ -12,12 +12,15 @@ from rich.text import Text
 
 from .figures import Chart
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
-class Column:
-    """A heading of one or two lines, and whether numbers are below it."""
+class Column(Generic[T]):
+    """A heading of one or two lines, the cell of a thing below it, and whether it is a number."""
 
     heading: str
+    cell: Callable[[T], str] = str
     numbers: bool = True
 
 
@@ -26,7 +29,7 @@ class Table:
     """Rows of cells below columns; page_only: too long for a terminal."""
 
     title: str
-    columns: Sequence[Column]
+    columns: Sequence[Column[Any]]
     rows: Sequence[Sequence[str]]
     caption: str = ""
     page_only: bool = False
@@ -48,6 +51,23 @@ class Table:
         for row in self.rows:
             result.add_row(*(Text(cell) for cell in row))
         return result
+
+
+def tabulate(
+    title: str,
+    columns: Sequence[Column[T]],
+    of: Iterable[T],
+    caption: str = "",
+    page_only: bool = False,
+) -> Table:
+    """Return the table with a row for each thing."""
+    rows = [[column.cell(each) for column in columns] for each in of]
+    return Table(title, columns, rows, caption, page_only)
+
+
+def words(*headings: str) -> list[Column[str]]:
+    """Return columns of text."""
+    return [Column(heading, numbers=False) for heading in headings]
 
 
 @dataclass(frozen=True)

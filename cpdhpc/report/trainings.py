@@ -10,17 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from .. import store
 from ..config import difference, value_of
+from ..kinds.base import Array
 from ..study.study_file import ReportError
 from . import units
-from .figures import BLACK, Axis, Chart, Look, Map, Panel, Series, looks, spread
+from .figures import BLACK, Axis, Chart, Map, Panel, Series, Style, spread, styles
 from .points import finite
-from .tables import Column, Listed, Report, Section, Table
-
-Array = npt.NDArray[Any]
+from .tables import Column, Listed, Report, Section, Table, tabulate, words
 
 
 @dataclass(frozen=True)
@@ -72,7 +70,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Group:
+class RunGroup:
     """Runs that differ only in their seeds: the complete ones, and how many there are in all."""
 
     name: str
@@ -123,7 +121,7 @@ def load_run(path: Path) -> Run:
     return Run(path, attributes, groups["steps"], groups["epochs"], groups["layers"])
 
 
-def group(runs: Iterable[Run]) -> list[Group]:
+def run_groups(runs: Iterable[Run]) -> list[RunGroup]:
     """Return the runs grouped by name, in the order in which the names come.
 
     Names without a complete run are left out. Raises ReportError where runs of one name differ
@@ -135,7 +133,7 @@ def group(runs: Iterable[Run]) -> list[Group]:
     for same in by_name.values():
         _check_alike(same)
     groups = [
-        Group(name, [run for run in same if run.complete], len(same))
+        RunGroup(name, [run for run in same if run.complete], len(same))
         for name, same in by_name.items()
     ]
     return [each for each in groups if each.runs]
@@ -152,46 +150,32 @@ def _check_alike(runs: list[Run]) -> None:
             )
 
 
-def baseline(groups: Iterable[Group]) -> Group | None:
+def baseline(groups: Iterable[RunGroup]) -> RunGroup | None:
     """Return the first group whose gradients travel as float32, if there is one."""
     return next((each for each in groups if not each.compressed), None)
 
 
-KEPT = {  # what is drawn, and how it is called
+LAYER_SHARES = {  # what is drawn, and how it is called
     "underflow": "non-zero gradient values that become zero on the wire",
     "saturated": "non-zero gradient values that saturate on the wire",
 }
 LEAST = 0.05  # %: maps without any more are not drawn
 
 
-@dataclass(frozen=True)
-class Observed:
-    """What was observed of a training's layers.
+def layer_charts(title: str, what: str, observed: Iterable[tuple[str, Map]]) -> list[Chart]:
+    """Return a figure for each set that shares a panel's name, of those that have any of what.
 
-    panel: what it shares with others of a figure; iterations: int64[samples]
-    values: float64[layers, samples], %, means over seeds
+    what: of LAYER_SHARES; observed: the panel's name and the map, means over seeds
     """
-
-    panel: str
-    name: str
-    iterations: Array
-    layers: Sequence[str]
-    values: Array
-
-
-def layer_charts(title: str, what: str, observed: Sequence[Observed]) -> list[Chart]:
-    """Return a figure for each set that shares a panel's name, of those that have any of what."""
     drawn: dict[str, list[Map]] = {}
-    for each in observed:
+    for name, each in observed:
         if each.values.size and np.nan_to_num(each.values).max() >= LEAST:
-            at = Axis("iteration")
-            panel = Map(each.name, at, Axis(""), each.iterations, each.layers, each.values)
-            drawn.setdefault(each.panel, []).append(panel)
+            drawn.setdefault(name, []).append(each)
     return [
         Chart(
             f"{what}_{panel}".replace(" ", "_").strip("_"),
             f"{title}: {what} by layer" + (f", {panel}" if panel else ""),
-            [f"{KEPT[what].capitalize()}, mean over seeds. Maps without any are left out."],
+            [f"{LAYER_SHARES[what].capitalize()}, mean over seeds. Maps without any are left out."],
             f"{what.capitalize()} of each layer over the training.",
             maps,
             colours=f"{what} / %",
@@ -200,7 +184,12 @@ def layer_charts(title: str, what: str, observed: Sequence[Observed]) -> list[Ch
     ]
 
 
-FRONT = Look(BLACK, "", (0, (2, 2)))
+def layer_map(name: str, iterations: Array, layers: Sequence[str], values: Array) -> Map:
+    """Return a training's map. iterations: int64[samples]; values: float64[layers, samples], %."""
+    return Map(name, Axis("iteration"), Axis(""), iterations, layers, values)
+
+
+FRONT = Style(BLACK, "", (0, (2, 2)))
 NEAR = 2.0  # points of accuracy below the best that a closer look takes in
 ALIKE, STEP = 0.05, 0.1  # share within which places are alike; doublings that they move apart
 
@@ -217,7 +206,7 @@ class Trained:
 
     panel: str
     name: str
-    look: Look
+    style: Style
     accuracies: Array
     sent_bytes: float
     bit_bytes: float
@@ -230,45 +219,32 @@ class Trained:
 def accuracy_charts(title: str, trained: Sequence[Trained]) -> list[Chart]:
     """Return accuracy against bytes, where any are sent, and against time."""
     sending = [each for each in trained if each.sent_bytes > 0]
-    charts = []
-    if sending:
-        panels = _by_panel(sending, _by_bits)
-        charts.append(
-            Chart(
-                "accuracy_by_bits",
-                f"{title}: accuracy against bits sent",
-                [f"{SEEDS} Those alike in bytes are drawn side by side."],
-                f"Test accuracy at the end against the bytes that a rank sends in a step. {FRONTS}",
-                panels,
-                _columns(panels),
-                shared=False,
-            )
-        )
     timed = [each for each in trained if finite(each.times_s)]
-    if timed:
-        panels = _by_panel(timed, _by_time)
-        charts.append(
-            Chart(
-                "accuracy_by_time",
-                f"{title}: accuracy against time",
-                [SEEDS],
-                f"Test accuracy at the end against the time of the training. {FRONTS}",
-                panels,
-                _columns(panels),
-                shared=False,
-            )
+    aside = " Those alike in bytes are drawn side by side."
+    cost = "the bytes that a rank sends in a step"
+    rows = (
+        (sending, _by_bits, "accuracy_by_bits", "bits sent", aside, cost),
+        (timed, _by_time, "accuracy_by_time", "time", "", "the time of the training"),
+    )
+    return [
+        Chart(
+            name,
+            f"{title}: accuracy against {what}",
+            [SEEDS + note],
+            f"Test accuracy at the end against {said}. {FRONTS}",
+            panels := _by_panel(shown, draw),
+            2 if any(panel.title.endswith(CLOSER) for panel in panels) else 3,
+            shared=False,
         )
-    return charts
+        for shown, draw, name, what, note, said in rows
+        if shown
+    ]
 
 
 SEEDS = "Mean over seeds; bars: from the least to the greatest of the seeds."
 FRONTS = (
     "Pareto front: no other has a mean as high for less; differences within the bars may be chance."
 )
-
-
-def _columns(panels: Sequence[Panel]) -> int:
-    return 2 if any(panel.title.endswith(CLOSER) for panel in panels) else 3
 
 
 def _by_panel(
@@ -306,38 +282,39 @@ def _near(group: Sequence[Trained]) -> list[Trained]:
 def _by_bits(title: str, group: Sequence[Trained]) -> Panel:
     sizes = [each.sent_bytes / 1e3 for each in group]
     places = spread_out(sizes)
-    means = [float(each.accuracies.mean()) for each in group]
-    series = [_point(each, place) for each, place in zip(group, places, strict=True)]
-    front = pareto(sizes, means)
-    series.append(_front([places[i] for i in front], [means[i] for i in front], max(places)))
     bit = finite(each.bit_bytes for each in group)
     top = ("bits sent per value", 1e3 / bit[0], (1, 2, 4, 8, 16, 32)) if bit else None
     x = spread("sent per step and rank / kB", places, "log", 1.5)
-    return Panel(title, x, Axis("test accuracy / %"), series, top=top)
+    return _against(title, group, sizes, places, x, top)
 
 
 def _by_time(title: str, group: Sequence[Trained]) -> Panel:
-    times = [float(each.times_s.mean()) for each in group]
+    times_s = [float(each.times_s.mean()) for each in group]
+    x = spread("time of the training / s", times_s, "log", 10, start=None)
+    return _against(title, group, times_s, times_s, x, bars=True)
+
+
+def _against(
+    title: str,
+    group: Sequence[Trained],
+    costs: Sequence[float],
+    places: Sequence[float],
+    x: Axis,
+    top: tuple[str, float, Sequence[float]] | None = None,
+    bars: bool = False,
+) -> Panel:
+    """Return accuracy by cost with its Pareto front; bars: of the times too."""
     means = [float(each.accuracies.mean()) for each in group]
-    series = [_point(each, None) for each in group]
-    front = pareto(times, means)
-    series.append(_front([times[i] for i in front], [means[i] for i in front], max(times)))
-    x = spread("time of the training / s", times, "log", 10, start=None)
-    return Panel(title, x, Axis("test accuracy / %"), series)
-
-
-def _point(each: Trained, place: float | None) -> Series:
-    """Return the mean at a place, None: at the mean of the times, with a bar for these too."""
-    low, high = each.accuracies.min(), each.accuracies.max()
-    times = each.times_s
-    at = float(times.mean()) if place is None else place
-    reach = ([times.min()], [times.max()]) if place is None else (None, None)
-    mean = float(each.accuracies.mean())
-    return Series(each.name, each.look, [at], [mean], [low], [high], "none", *reach)
-
-
-def _front(x: Sequence[float], y: Sequence[float], end: float) -> Series:
-    return Series("Pareto front", FRONT, [*x, end], [*y, y[-1]], join="steps")
+    series = []
+    for each, place, mean in zip(group, places, means, strict=True):
+        low, high = [each.accuracies.min()], [each.accuracies.max()]
+        reach = ([each.times_s.min()], [each.times_s.max()]) if bars else (None, None)
+        series.append(Series(each.name, each.style, [place], [mean], low, high, "none", *reach))
+    front = pareto(costs, means)
+    along, best = [places[i] for i in front], [means[i] for i in front]
+    along, best = [*along, max(places)], [*best, best[-1]]
+    series.append(Series("Pareto front", FRONT, along, best, join="steps"))
+    return Panel(title, x, Axis("test accuracy / %"), series, top=top)
 
 
 def pareto(costs: Sequence[float], gains: Sequence[float]) -> list[int]:
@@ -385,23 +362,13 @@ def _learning(name: str, title: str, trained: Sequence[Trained], what: str, y: A
         lines = groups.setdefault(each.panel, [])
         apart = max(1, len(each.epochs) // 5)
         every = (len(lines) % apart, apart)
-        lines.append(Series(each.name, each.look, each.epochs, getattr(each, what), every=every))
+        lines.append(Series(each.name, each.style, each.epochs, getattr(each, what), every=every))
     panels = [Panel(panel, Axis("epoch", "whole"), y, lines) for panel, lines in groups.items()]
     caption = "Mean over seeds after each epoch; markers now and then."
     return Chart(name, title, [caption], caption, panels)
 
 
 TITLE = "Training runs"
-COLUMNS = (
-    Column("run", numbers=False),
-    Column("seeds"),
-    Column("accuracy\n%"),
-    Column("to float32\npoints"),
-    Column("bytes per\nstep, rank"),
-    Column("of\nfloat32"),
-    Column("step\nms"),
-    Column("under-\nflow %"),
-)
 CAPTION = (
     "Accuracy: of test samples, mean ± sample standard deviation over seeds. Step: median. "
     "Underflow: share of non-zero gradient values that become zero when a rank encodes its own."
@@ -409,11 +376,11 @@ CAPTION = (
 NOT_SHOWN = ("kind", "schema", "name", "seed", "toml", "status", "parameters")
 
 
-def runs_report(runs: Sequence[Run], groups: Sequence[Group]) -> Report:
+def runs_report(runs: Sequence[Run], groups: Sequence[RunGroup]) -> Report:
     """Return the report of runs. Raises ReportError where none is complete."""
     if not groups:
         raise ReportError(f"none of {len(runs)} runs is complete")
-    drawn = looks(group.name for group in groups)
+    drawn = styles(group.name for group in groups)
     base = baseline(groups)
     trained = [_trained(group, drawn[group.name], base) for group in groups]
     observed = [_observed(group) for group in groups if group.compressed and group.observed]
@@ -424,7 +391,7 @@ def runs_report(runs: Sequence[Run], groups: Sequence[Group]) -> Report:
         TITLE,
         [("runs", str(len(runs))), ("hosts", str(runs[0].attributes.get("hosts", "")))],
         [
-            Section("Training", tables=[Table("", COLUMNS, rows(groups), CAPTION)], charts=charts),
+            Section("Training", tables=[table(groups)], charts=charts),
             *([Section("Rounding by layer", charts=maps)] if maps else []),
         ],
         [Listed("left out", left)] if left else [],
@@ -433,35 +400,46 @@ def runs_report(runs: Sequence[Run], groups: Sequence[Group]) -> Report:
     )
 
 
-def rows(groups: Sequence[Group]) -> list[list[str]]:
-    """Return the cells below COLUMNS, one row per group."""
+def table(groups: Sequence[RunGroup]) -> Table:
+    """Return the table with a row for each group."""
     base = baseline(groups)
-    return [_row(each, base) for each in groups]
 
+    def beside(group: RunGroup) -> str:
+        if base is None or group is base:
+            return units.NONE
+        return units.signed(group.accuracy - base.accuracy)
 
-def _row(group: Group, base: Group | None) -> list[str]:
-    unfinished = f" of {group.found}" if group.found > len(group.runs) else ""
-    beside = base is not None and group is not base
-    share = group.wire_bytes / base.wire_bytes if base and base.wire_bytes else None
-    lost = group.underflow_share
-    return [
-        group.name,
-        f"{len(group.runs)}{unfinished}",
-        units.with_deviation(group.accuracies),
-        units.signed(group.accuracy - base.accuracy) if base and beside else units.NONE,
-        f"{group.wire_bytes:,.0f}",
-        units.NONE if share is None else f"{share:.3f}",
-        f"{group.step_time_ms:.2f}",
-        units.NONE if isnan(lost) or not group.compressed else f"{100 * lost:.2f}",
+    def share(group: RunGroup) -> str:
+        whole = base.wire_bytes if base else 0
+        return f"{group.wire_bytes / whole:.3f}" if whole else units.NONE
+
+    def seeds(group: RunGroup) -> str:
+        complete = len(group.runs)
+        return f"{complete} of {group.found}" if group.found > complete else f"{complete}"
+
+    def underflow(group: RunGroup) -> str:
+        share = group.underflow_share
+        return units.NONE if isnan(share) or not group.compressed else f"{100 * share:.2f}"
+
+    columns: list[Column[RunGroup]] = [
+        Column("run", lambda group: group.name, numbers=False),
+        Column("seeds", seeds),
+        Column("accuracy\n%", lambda group: units.with_deviation(group.accuracies)),
+        Column("to float32\npoints", beside),
+        Column("bytes per\nstep, rank", lambda group: f"{group.wire_bytes:,.0f}"),
+        Column("of\nfloat32", share),
+        Column("step\nms", lambda group: f"{group.step_time_ms:.2f}"),
+        Column("under-\nflow %", underflow),
     ]
+    return tabulate("", columns, groups, CAPTION)
 
 
-def _trained(group: Group, look: Look, base: Group | None) -> Trained:
+def _trained(group: RunGroup, style: Style, base: RunGroup | None) -> Trained:
     first = group.runs[0]
     return Trained(
         "",
         group.name,
-        look,
+        style,
         group.accuracies,
         group.wire_bytes,
         base.wire_bytes / 32 if base and base.wire_bytes else nan,
@@ -472,11 +450,11 @@ def _trained(group: Group, look: Look, base: Group | None) -> Trained:
     )
 
 
-def _observed(group: Group) -> Observed:
+def _observed(group: RunGroup) -> tuple[str, Map]:
     first = group.runs[0].layers
     shares = np.mean([run.layers["underflow_share"] for run in group.runs], axis=0)
     names = [str(name) for name in first["layer"]]
-    return Observed("", group.name, first["iteration"], names, 100 * shares.T)
+    return "", layer_map(group.name, first["iteration"], names, 100 * shares.T)
 
 
 def overview(charts: Sequence[Chart]) -> Chart:
@@ -494,22 +472,16 @@ def overview(charts: Sequence[Chart]) -> Chart:
 
 
 def _files(runs: Sequence[Run]) -> Table:
-    columns = (
-        Column("file", numbers=False),
-        Column("seed"),
-        Column("status", numbers=False),
-        Column("test accuracy\n%"),
-    )
-    cells = [
-        [
-            run.path.name,
-            str(run.attributes["seed"]),
-            str(run.attributes["status"]),
-            f"{100 * run.accuracy:.2f}" if run.complete else units.NONE,
-        ]
-        for run in runs
+    def accuracy(run: Run) -> str:
+        return f"{100 * run.accuracy:.2f}" if run.complete else units.NONE
+
+    columns: list[Column[Run]] = [
+        Column("file", lambda run: run.path.name, numbers=False),
+        Column("seed", lambda run: str(run.attributes["seed"])),
+        Column("status", lambda run: str(run.attributes["status"]), numbers=False),
+        Column("test accuracy\n%", accuracy),
     ]
-    return Table("Runs", columns, cells, page_only=True)
+    return tabulate("Runs", columns, runs, page_only=True)
 
 
 def _first(run: Run) -> Table:
@@ -518,5 +490,4 @@ def _first(run: Run) -> Table:
         for key, value in run.attributes.items()
         if key not in NOT_SHOWN and value != ""
     ]
-    names = (Column("", numbers=False), Column("", numbers=False))
-    return Table("Where the first run was made", names, cells, page_only=True)
+    return Table("Where the first run was made", words("", ""), cells, page_only=True)

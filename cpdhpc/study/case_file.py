@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 from .. import __version__, store
+from ..kinds.base import Result
 from ..store import StoreError, Variable
-from .cases import Case
 
-Array = npt.NDArray[Any]
-Series = Mapping[str, Mapping[str, Array]]
+if TYPE_CHECKING:
+    from .cases import Case
 
 SCHEMA = 1  # of files of cases and of studies
-OVER_RANKS = ("max", "min", "mean")
+OVER_RANKS = ("max", "min", "mean")  # the columns of Result.times_s
 OUTCOMES: dict[str, tuple[type, str, str]] = {  # name: type, long name, units
     "error": (float, "relative error in the Euclidean norm; NaN: not known", "1"),
     "wire_bytes": (
@@ -65,22 +62,6 @@ SERIES: dict[str, dict[str, tuple[str, str]]] = {  # group: column: long name, u
 }
 
 
-@dataclass(frozen=True)
-class Result:
-    """What a case gave.
-
-    times_s: float64[repeats, 3], the OVER_RANKS of every repeat; is_warmup: uint8[repeats]
-    outcomes: some of OUTCOMES; environment: where, as text; series: by group of SERIES, the columns
-        with "epoch" int64[epochs], or with "iteration" int64[samples] and "layer" str[layers]
-    """
-
-    times_s: Array
-    is_warmup: Array
-    outcomes: Mapping[str, float | int | str]
-    environment: Mapping[str, str]
-    series: Series = field(default_factory=dict)
-
-
 def write_result(path: Path, case: Case, result: Result) -> None:
     """Write the file of a finished case. Raises OSError where it cannot be written."""
     repeats = len(result.times_s)
@@ -104,11 +85,8 @@ def write_result(path: Path, case: Case, result: Result) -> None:
         "status": "complete",
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    store.write(path, {"samples": samples, **_series(result.series)}, attributes)
-
-
-def _series(series: Series) -> dict[str, dict[str, Variable | Array]]:
-    return {group: dict(columns) for group, columns in series.items()}
+    series = {group: dict(columns) for group, columns in result.series.items()}
+    store.write(path, {"samples": samples, **series}, attributes)
 
 
 def read_result(path: Path, case: Case) -> Result:

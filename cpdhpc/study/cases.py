@@ -1,21 +1,33 @@
-"""From a study to its cases (products, exclusions, rules) and to the batches that jobs measure."""
+"""From a study file to its cases, by products, exclusions and rules, and to batches for jobs."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby, product
+from pathlib import Path
 from typing import Any
 
-from ..config import UNITS, ConfigError, Raw, suggest
-from .factors import ABSENT, SHAPE, Factor, Factors, Value
+from ..config import (
+    UNITS,
+    ConfigError,
+    Raw,
+    flatten,
+    override,
+    read_toml,
+    suggest,
+    validate,
+)
+from ..kinds import KINDS
+from ..kinds.base import ABSENT, SHAPE, Factor, Factors, Value
 from .spec import Constraint, Study
 
 SLUG = 60  # characters of an id that are there to be read
+NOT_OF_A_JOB = ("compare", "name")  # of a job file: factors take the place of its rows
 NOT_MEASURED = ("seed", "interleave")  # of [measure]: they order cases
 
 
@@ -75,15 +87,8 @@ def sort_key(case: Case) -> tuple[int, int, str]:
     return case.ranks, case.nodes, case.id
 
 
-__all__ = ["SHAPE", "Case", "make_case", "shown", "sort_key"]
-
 Point = dict[str, Value]
 SAME = "same"  # base.ranks: speed-ups are at the same number of ranks
-Fits = Callable[[int, int], str | None]  # (nodes, ppn) -> why a machine has no such shape, or None
-
-
-def anywhere(nodes: int, ppn: int) -> None:
-    """Any machine: no shape is too large."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +97,45 @@ class Expansion:
 
     cases: list[Case]
     impossible: list[tuple[Case, str]]
+
+
+def load_study(path: Path, settings: Iterable[str] = ()) -> Study:
+    """Return the study of a file, with settings "table.key=value" laid over it.
+
+    Raises ConfigError for whatever is wrong in it, with a suggestion for what is unknown.
+    """
+    raw = {"name": path.stem} | override(read_toml(path), settings)
+    raw |= _flat_factors(raw) | {"job": _job(path, raw)}
+    study = validate(Study, raw, str(path))
+    check_factors(study, str(path))
+    return study
+
+
+def _flat_factors(raw: Raw) -> Raw:
+    """Return the tables of factors with keys as "train.batch", which TOML nests unless quoted."""
+    tables = {key: raw[key] for key in ("sweep", "weak", "base") if isinstance(raw.get(key), dict)}
+    rows = {key: raw[key] for key in ("zip", "exclude") if isinstance(raw.get(key), list)}
+    return {key: flatten(table) for key, table in tables.items()} | {
+        key: [flatten(row) if isinstance(row, dict) else row for row in table]
+        for key, table in rows.items()
+    }
+
+
+def _job(path: Path, raw: Raw) -> Any:
+    """Return the tables of the job that a study names, or those that it holds itself."""
+    train = raw.get("train")
+    if raw.get("job") or not isinstance(train, dict) or not isinstance(train.get("job"), str):
+        return raw.get("job", {})
+    if raw.get("kind") in KINDS and not KINDS[raw["kind"]].needs_job:
+        return {}
+    job = read_toml(path.parent / train["job"])
+    tables = {key: value for key, value in job.items() if key not in NOT_OF_A_JOB}
+    if "train" in tables and isinstance(tables["train"], dict):
+        seeds = ("seed", "seeds")
+        tables["train"] = {k: v for k, v in tables["train"].items() if k not in seeds}
+    if not tables:
+        raise ConfigError(f"{path.parent / train['job']}: has no table of a job")
+    return tables
 
 
 def check_factors(study: Study, source: str) -> None:
@@ -197,16 +241,15 @@ def base_factors(study: Study) -> Point:
     return _row(study, named, "base")
 
 
-def expand(study: Study, fits: Fits = anywhere) -> Expansion:
+def expand(study: Study) -> Expansion:
     """Return the cases in the order of the sweep, the last list fastest, each case once.
 
-    fits: what the machine has; a shape that it lacks is impossible
     Raises ConfigError where nothing is left.
     """
     cases: dict[str, Case] = {}
     impossible: dict[str, tuple[Case, str]] = {}
     for point, refused in _points(study):
-        case, reason = _case(study, point, fits)
+        case, reason = _case(study, point)
         reason = refused or reason
         if reason is None:
             cases[case.id] = case
@@ -250,7 +293,7 @@ def _shape(given: Point) -> tuple[Point, str | None]:
     return {"nodes": nodes, "ppn": ppn, "ranks": ranks}, wrong
 
 
-def _case(study: Study, point: Point, fits: Fits) -> tuple[Case, str | None]:
+def _case(study: Study, point: Point) -> tuple[Case, str | None]:
     kind = study.of_kind
     nodes, ppn = int(point["nodes"]), int(point["ppn"])
     make = partial(make_case, study, nodes=nodes, ppn=ppn)
@@ -258,10 +301,9 @@ def _case(study: Study, point: Point, fits: Fits) -> tuple[Case, str | None]:
     try:
         used = kind.used(factors)
     except ValueError as error:
-        return make({k: factors[k] for k in kind.factors if factors.get(k, ABSENT) != ABSENT}), str(
-            error
-        )
-    return make(used), fits(nodes, ppn) or kind.fits(used, nodes * ppn)
+        given = {k: factors[k] for k in kind.factors if factors.get(k, ABSENT) != ABSENT}
+        return make(given), str(error)
+    return make(used), kind.fits(used, nodes * ppn)
 
 
 START_S = 10.0  # to start MPI and Python on all ranks

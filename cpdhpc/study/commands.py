@@ -1,107 +1,85 @@
-"""python -m cpdhpc study plan, render, freeze, status, resume."""
+"""python -m cpdhpc study ..., batch and scripts: the arguments of each, and what it prints."""
 
 from __future__ import annotations
 
 import argparse
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
-
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
+from typing import TYPE_CHECKING
 
 from ..config import UserError, suggest
-from .cases import Batch, Case, batches, case_time_s, expand, shown
-from .factors import SHAPE
-from .folder import (
-    Folder,
-    Job,
-    JobAlive,
-    Mark,
-    add_common,
-    folder_of,
-    read_mark,
-    recorded,
-    study_of,
-    unknown,
-)
-from .run_here import measure
-from .slurm import queue
-from .slurm.site import Site, add_site, load_site
-from .slurm.submit import SITE, fitting, scripts, submit
+from ..kinds.base import SHAPE
+from .cases import Batch, Case, batches, case_time_s, expand, load_study, shown
+from .folder import Folder, recorded
+from .slurm.site import Site, load_site
 from .spec import Study
 
-TAIL = 12  # lines of a log
-TAIL_BYTES = 4096
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
 
+    from ..world.mpi import World
+    from .status import State
 
-def newest(jobs: Iterable[Job]) -> dict[int, Job]:
-    """Return the last job of each batch."""
-    return {batch: job for job in jobs for batch in job.batches}
-
-
-def with_slurm(
-    found: list[State], folder: Folder, jobs: list[Job], states: queue.States
-) -> list[State]:
-    """Return where every case stands, for those that are not finished as their jobs stand."""
-    last = newest(jobs)
-    return [
-        _refined(each, folder.failure(each.case), last[each.batch], states)
-        if each.state != "finished" and each.batch in last
-        else each
-        for each in found
-    ]
-
-
-def _refined(each: State, failure: str, job: Job, states: queue.States) -> State:
-    known = f"job {job.shown(each.batch)}"
-    said = states.get((job.number, job.batches[each.batch]))
-    if said is None or said.name != job.name:
-        told = f": {each.detail}" if each.detail else ""
-        return replace(each, state="failed", detail=f"{known}: Slurm has forgotten it{told}")
-    reason = f" ({said.reason})" if said.reason else ""
-    if said.state == "PENDING":
-        return replace(each, state="pending", detail=known + reason)
-    told = f": {failure}" if failure else ""
-    if said.live:  # a batch begins without failures: one that is there is of this run
-        state = "failed" if failure else "running"
-        return replace(each, state=state, detail=f"{known} {said.state}{told}")
-    code = "" if said.exit_code is None else f", exit code {said.exit_code}"
-    return replace(each, state="failed", detail=f"{known} {said.state}{code}{reason}{told}")
-
-
-def endings(found: list[State], folder: Folder, jobs: list[Job]) -> list[str]:
-    """Return the last lines of the logs of jobs with failed cases."""
-    last = newest(jobs)
-    failed = dict.fromkeys(each.batch for each in found if each.state == "failed")
-    lines = []
-    for batch in failed:
-        if batch in last:
-            log = last[batch].log(folder, batch)
-            lines += [f"{log}:", *(f"    | {line}" for line in tail(log))]
-    return lines
-
-
-def tail(path: Path) -> list[str]:
-    """Return the last lines of a log that are not empty."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - TAIL_BYTES))
-            text = file.read().decode(errors="replace")
-    except OSError as error:
-        return [f"cannot be read: {error.strerror}"]
-    return [line.rstrip() for line in text.splitlines() if line.strip()][-TAIL:]
-
-
+RESULTS = Path("results")
 WIDTH = 140  # columns of a table that goes to no terminal
 
 
-def add_plan(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of plan."""
-    add_common(parser)
+def add_study(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that all actions have."""
+    parser.add_argument(
+        "study", type=Path, metavar="STUDY.toml", help="the study, or the folder of one"
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="lay a value over the file's, as sweep.ranks=[1,2]; may be repeated",
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="folder of the study (default: results/ + NAME)"
+    )
+
+
+def add_site(parser: argparse.ArgumentParser) -> None:
+    """Add the argument that names the profile of a cluster."""
+    parser.add_argument(
+        "--site", type=Path, metavar="FILE.toml", help="profile of the cluster (docs/sites.md)"
+    )
+
+
+def add_study_and_site(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of actions that look at a cluster."""
+    add_study(parser)
     add_site(parser)
+
+
+def study_of(arguments: argparse.Namespace) -> tuple[Study, Folder]:
+    """Return the study that the arguments name, and its folder, which need not be there yet.
+
+    Raises ConfigError for what is wrong in the file.
+    """
+    if arguments.study.is_dir():
+        folder = Folder(arguments.study)
+        return load_study(folder.study_toml, arguments.set), folder
+    study = load_study(arguments.study, arguments.set)
+    return study, Folder(arguments.out or RESULTS / study.name)
+
+
+def folder_of(arguments: argparse.Namespace) -> tuple[Study, Folder]:
+    """Return the study and its folder, which must be this study's.
+
+    Raises FolderError where it is not there, or is another study's.
+    """
+    study, folder = study_of(arguments)
+    folder.check(study)
+    return study, folder
+
+
+add_plan = add_submit = add_resume = add_study_and_site
+add_run = add_status = add_collect = add_freeze = add_study
 
 
 def run_plan(arguments: argparse.Namespace) -> int:
@@ -115,28 +93,40 @@ def run_plan(arguments: argparse.Namespace) -> int:
     console = console_of_width()
     if jobs:
         console.print(plan_table(study, jobs))
-    lines = [
-        *totals(study, jobs),
-        *refusals([*expansion.impossible, *refused]),
-        f"folder: {folder.path}",
-    ]
-    for line in lines:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    lines = [*totals(study, jobs), *refusals([*expansion.impossible, *refused])]
+    _print_lines(console, [*lines, f"folder: {folder.path}"])
     return 0
 
 
 def console_of_width() -> Console:
     """Return the console of stdout, of a fixed width where it is no terminal."""
+    from rich.console import Console
+
     console = Console()
     return console if console.is_terminal else Console(force_terminal=False, width=WIDTH)
+
+
+def _print_lines(console: Console, lines: Iterable[str]) -> None:
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _table(*numbers: str) -> Table:
+    """Return a table for the terminal that begins with columns of numbers."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    result = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name in numbers:
+        result.add_column(name, justify="right")
+    return result
 
 
 def plan_table(study: Study, jobs: Sequence[Batch]) -> Table:
     """Return the cases, batch by batch, with the factors that vary."""
     cases = [case for job in jobs for case in job.cases]
     names = varying(cases)
-    result = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    result.add_column("batch", justify="right")
+    result = _table("batch")
     result.add_column("case", no_wrap=True)
     for name in names:
         result.add_column(name, justify="right")
@@ -186,91 +176,6 @@ def refusals(impossible: Sequence[tuple[Case, str]]) -> list[str]:
     return [f"impossible, {count} case(s): {reason}" for reason, count in reasons.items()]
 
 
-STATES = ("finished", "running", "pending", "failed", "missing")
-
-
-@dataclass(frozen=True)
-class State:
-    """Where a case stands: one of STATES, with a word on why."""
-
-    case: Case
-    batch: int
-    state: str
-    detail: str
-
-
-def add_status(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of status: none."""
-    add_common(parser)
-
-
-def run_status(arguments: argparse.Namespace) -> int:
-    """Print the states of all cases."""
-    study, folder = folder_of(arguments)
-    jobs = recorded(folder)
-    found = states(study, folder)
-    if jobs:
-        said = queue.states(job.number for job in jobs)
-        found = with_slurm(found, folder, jobs, said)
-    console = console_of_width()
-    console.print(status_table(found))
-    counts = Counter(each.state for each in found)
-    told = ", ".join(f"{counts[state]} {state}" for state in STATES if counts[state])
-    for line in endings(found, folder, jobs):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
-    console.print(f"{study.name}: {len(found)} cases: {told}", markup=False, highlight=False)
-    return 0
-
-
-def states(study: Study, folder: Folder, job_alive: JobAlive = unknown) -> list[State]:
-    """Return where every case stands, by its file and the mark of its batch.
-
-    job_alive: whether a job of Slurm waits or runs
-    """
-    found = []
-    for job in batches(study, expand(study).cases):
-        mark = read_mark(folder.mark_file(job.number))
-        alive = False if mark is None else mark.alive(job_alive)
-        found += [State(case, job.number, *_state(folder, case, mark, alive)) for case in job.cases]
-    return found
-
-
-def _state(folder: Folder, case: Case, mark: Mark | None, alive: bool | None) -> tuple[str, str]:
-    if folder.finished(case):
-        return "finished", ""
-    failure = folder.failure(case)
-    if failure:
-        return "failed", failure
-    if mark is not None and alive is not False:
-        doubt = "" if alive else ", or dead: not known here"
-        return "running", f"since {mark.started} on {mark.host}{doubt}"
-    if folder.case_file(case).exists():
-        return "missing", f"{folder.case_file(case).name} is damaged or another case's"
-    if mark is not None and mark.state == "running":
-        return "failed", f"its batch, started {mark.started} on {mark.host}, died"
-    return "missing", "" if mark is None else f"its batch {mark.state}"
-
-
-def status_table(found: list[State]) -> Table:
-    """Return the states as a table for the terminal."""
-    result = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    result.add_column("batch", justify="right")
-    for heading in ("case", "state", "why"):
-        result.add_column(heading, no_wrap=heading != "why")
-    for each in found:
-        result.add_row(str(each.batch), each.case.id, each.state, each.detail)
-    return result
-
-
-def add_render(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of render."""
-    add_common(parser)
-    add_site(parser)
-    parser.add_argument(
-        "--script", metavar="NAME", help="print this one alone, as sbatch takes it: 2x4 or collect"
-    )
-
-
 def run_render(arguments: argparse.Namespace) -> int:
     """Print the scripts, each under its name, or the one that is asked for."""
     study, folder = study_of(arguments)
@@ -278,11 +183,21 @@ def run_render(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def add_render(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of render."""
+    add_study_and_site(parser)
+    parser.add_argument(
+        "--script", metavar="NAME", help="print this one alone, as sbatch takes it: 2x4 or collect"
+    )
+
+
 def render(study: Study, folder: Folder, site: Site, only: str | None = None) -> str:
     """Return the scripts of a study as text; only: the name of one.
 
     Raises UserError where there is no such script, or the site has room for none.
     """
+    from .slurm.submit import fitting, scripts
+
     todo, refused = fitting(batches(study, expand(study).cases), site)
     if not todo:
         raise UserError(f"render: nothing can be submitted: {refused[0][1]}")
@@ -294,23 +209,22 @@ def render(study: Study, folder: Folder, site: Site, only: str | None = None) ->
     return texts[only]
 
 
-def add_freeze(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of freeze: none."""
-    add_common(parser)
+def run_submit(arguments: argparse.Namespace) -> int:
+    """Submit, keep the site's profile for resume, and return 0."""
+    from .slurm.submit import submit
 
-
-def run_freeze(arguments: argparse.Namespace) -> int:
-    """Make the folder, or check that it is this study's, and print its path."""
     study, folder = study_of(arguments)
-    folder.freeze(study)
-    print(folder.path)
+    submit(study, folder, load_site(arguments.site))
     return 0
 
 
-def add_resume(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of resume."""
-    add_common(parser)
-    add_site(parser)
+def run_run(arguments: argparse.Namespace) -> int:
+    """Measure what is not finished; return 0 where all cases are finished, else 1, or 130."""
+    from .run_here import measure
+
+    study, folder = study_of(arguments)
+    folder.prepare(study)
+    return measure(study, folder)
 
 
 def run_resume(arguments: argparse.Namespace) -> int:
@@ -320,6 +234,95 @@ def run_resume(arguments: argparse.Namespace) -> int:
     """
     study, folder = folder_of(arguments)
     if arguments.site is None and not recorded(folder):
+        from .run_here import measure
+
         return measure(study, folder)
+    from .slurm.submit import SITE, submit
+
     submit(study, folder, load_site(arguments.site or folder.path / SITE))
+    return 0
+
+
+def run_status(arguments: argparse.Namespace) -> int:
+    """Print the states of all cases, and the ends of the logs of jobs that failed."""
+    from .slurm import queue
+    from .status import STATES, endings, states, with_slurm
+
+    study, folder = folder_of(arguments)
+    jobs = recorded(folder)
+    found = states(study, folder)
+    if jobs:
+        found = with_slurm(found, folder, jobs, queue.states(job.number for job in jobs))
+    console = console_of_width()
+    console.print(status_table(found))
+    counts = Counter(each.state for each in found)
+    told = ", ".join(f"{counts[state]} {state}" for state in STATES if counts[state])
+    _print_lines(console, endings(found, folder, jobs))
+    console.print(f"{study.name}: {len(found)} cases: {told}", markup=False, highlight=False)
+    return 0
+
+
+def status_table(found: list[State]) -> Table:
+    """Return the states as a table for the terminal."""
+    result = _table("batch")
+    for heading in ("case", "state", "why"):
+        result.add_column(heading, no_wrap=heading != "why")
+    for each in found:
+        result.add_row(str(each.batch), each.case.id, each.state, each.detail)
+    return result
+
+
+def run_collect(arguments: argparse.Namespace) -> int:
+    """Write the study file; return 0. Raises FolderError where no case is finished."""
+    from .collect import collect
+
+    collect(*folder_of(arguments))
+    return 0
+
+
+def run_freeze(arguments: argparse.Namespace) -> int:
+    """Make the folder, or check that it is this study's, and print its path."""
+    study, folder = study_of(arguments)
+    folder.prepare(study)
+    print(folder.path)
+    return 0
+
+
+def add_batch(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of batch."""
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="of the study")
+    parser.add_argument("number", type=int, metavar="NUMBER", help="of the batch, from 0")
+    parser.add_argument("--nodes", type=int, help="nodes of the job (default: the batch's)")
+    parser.add_argument("--ppn", type=int, help="ranks per node (default: the batch's)")
+
+
+def run_batch(arguments: argparse.Namespace, world: World) -> int:
+    """Measure the unfinished cases of a study's batch. Collective."""
+    from .batch import measure_batch
+
+    shape = arguments.nodes, arguments.ppn
+    return measure_batch(world, arguments.folder, arguments.number, *shape)
+
+
+def add_scripts(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of scripts."""
+    add_site(parser)
+    parser.add_argument("--out", type=Path, metavar="DIR", required=True, help="where they go")
+
+
+def run_scripts(arguments: argparse.Namespace) -> int:
+    """Write the scripts and print their paths.
+
+    Raises UserError where the profile cannot be used, or a file not be written.
+    """
+    from .slurm.script import scripts
+
+    for name, text in scripts(load_site(arguments.site)).items():
+        path = arguments.out / name
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"{path}: cannot be written: {error.strerror}") from None
+        print(path)
     return 0

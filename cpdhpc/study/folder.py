@@ -1,8 +1,7 @@
-"""The folder of a study: its frozen text, finished cases, logs, locks, marks of batches, jobs."""
+"""The folder of a study: its frozen text, finished cases, logs, locks, claims of batches, jobs."""
 
 from __future__ import annotations
 
-import argparse
 import errno
 import fcntl
 import json
@@ -16,8 +15,8 @@ from pathlib import Path
 
 from .. import store
 from ..config import UserError, difference
-from .cases import Case
-from .spec import Study, load_study
+from .cases import Case, load_study
+from .spec import Study
 
 JobAlive = Callable[[str], bool | None]  # id of a job -> whether it waits or runs; None: unknown
 
@@ -27,7 +26,7 @@ def unknown(job_id: str) -> None:
 
 
 @dataclass(frozen=True)
-class Mark:
+class Claim:
     """What process 0 of a batch writes when it starts and when it ends.
 
     job_id: of Slurm, "" without; state: "running", "stopped" (by a signal) or "ended"
@@ -41,10 +40,10 @@ class Mark:
     state: str
 
     @classmethod
-    def begin(cls, path: Path) -> Mark:
-        """Write and return the mark of this process."""
-        before = read_mark(path)
-        mark = cls(
+    def begin(cls, path: Path) -> Claim:
+        """Write and return the claim of this process."""
+        before = read_claim(path)
+        claim = cls(
             host=socket.gethostname(),
             pid=os.getpid(),
             job_id=os.environ.get("SLURM_JOB_ID", ""),
@@ -52,8 +51,8 @@ class Mark:
             restarts=0 if before is None else before.restarts + 1,
             state="running",
         )
-        mark._write(path)
-        return mark
+        claim._write(path)
+        return claim
 
     def end(self, path: Path, state: str) -> None:
         """Write how the batch ended: "stopped" or "ended"."""
@@ -73,10 +72,10 @@ class Mark:
         return job_alive(self.job_id) if self.job_id else None
 
 
-def read_mark(path: Path) -> Mark | None:
-    """Return a batch's mark, None where it was never started or the mark cannot be read."""
+def read_claim(path: Path) -> Claim | None:
+    """Return a batch's claim, None where it was never started or the claim cannot be read."""
     try:
-        return Mark(**json.loads(path.read_text(encoding="utf-8")))
+        return Claim(**json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return None
 
@@ -119,7 +118,7 @@ class Folder:
 
     @property
     def logs(self) -> Path:
-        """Directory of what jobs print, and of the marks of batches."""
+        """Directory of what jobs print, and of the claims of batches."""
         return self.path / "logs"
 
     @property
@@ -146,7 +145,7 @@ class Folder:
         """Return the directory for what a case leaves on its way, as checkpoints."""
         return self.path / "work" / case.id
 
-    def mark_file(self, number: int) -> Path:
+    def claim_file(self, number: int) -> Path:
         """Return where it is told who runs a batch."""
         return self.logs / f"batch-{number}.json"
 
@@ -160,7 +159,7 @@ class Folder:
             raise FolderError(f"{self.path}: is no folder of a study: nothing was run there yet")
         self._check_same(study)
 
-    def freeze(self, study: Study) -> None:
+    def prepare(self, study: Study) -> None:
         """Make the directories and write the study, unless it is there already.
 
         Raises FolderError where the folder holds another study, or cannot be written.
@@ -286,45 +285,3 @@ def record(folder: Folder, job: Job) -> None:
         raise FolderError(
             f"{path}: cannot be written, job {job.number} is submitted: {error.strerror}"
         ) from None
-
-
-RESULTS = Path("results")
-
-
-def add_common(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that all actions have."""
-    parser.add_argument(
-        "study", type=Path, metavar="STUDY.toml", help="the study, or the folder of one"
-    )
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="lay a value over the file's, as sweep.ranks=[1,2]; may be repeated",
-    )
-    parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="folder of the study (default: results/ + NAME)"
-    )
-
-
-def study_of(arguments: argparse.Namespace) -> tuple[Study, Folder]:
-    """Return the study that the arguments name, and its folder, which need not be there yet.
-
-    Raises ConfigError for what is wrong in the file.
-    """
-    if arguments.study.is_dir():
-        folder = Folder(arguments.study)
-        return load_study(folder.study_toml, arguments.set), folder
-    study = load_study(arguments.study, arguments.set)
-    return study, Folder(arguments.out or RESULTS / study.name)
-
-
-def folder_of(arguments: argparse.Namespace) -> tuple[Study, Folder]:
-    """Return the study and its folder, which must be this study's.
-
-    Raises FolderError where it is not there, or is another study's.
-    """
-    study, folder = study_of(arguments)
-    folder.check(study)
-    return study, folder

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import shutil
@@ -21,9 +20,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from ..config import UserError
 from .cases import Batch, Case, batches, expand
-from .folder import Folder, FolderError, add_common, read_mark, study_of
+from .collect import collect
+from .folder import Folder, FolderError, read_claim
 from .spec import Study
-from .study_file import collect
 
 NAMES = ("mpirun", "mpiexec")
 
@@ -109,7 +108,7 @@ class Display:
             known = f", {finished} case(s) finished already" if finished else ""
             self.line(f"{text}{known}")
 
-    def look(self, folder: Folder, todo: Sequence[Case]) -> list[Case]:
+    def update(self, folder: Folder, todo: Sequence[Case]) -> list[Case]:
         """Return those of the cases that are not finished yet."""
         left = [case for case in todo if not folder.finished(case)]
         self.bar.advance(self.task, len(todo) - len(left))
@@ -123,18 +122,6 @@ class Display:
 LOOK_S = 0.2  # between two looks at a batch
 GRACE_S = 60.0  # for a batch to write its checkpoint after Ctrl-C
 INTERRUPTED = 130  # as a shell reports Ctrl-C
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of run: none."""
-    add_common(parser)
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Measure what is not finished; return 0 where all cases are finished, else 1, or 130."""
-    study, folder = study_of(arguments)
-    folder.freeze(study)
-    return measure(study, folder)
 
 
 def measure(study: Study, folder: Folder) -> int:
@@ -189,10 +176,10 @@ def _reasons(folder: Folder, unfinished: Sequence[tuple[Batch, list[Case]]]) -> 
 def _check_idle(folder: Folder, jobs: Sequence[Batch]) -> None:
     """Raise FolderError where another run measures here."""
     for job in jobs:
-        mark = read_mark(folder.mark_file(job.number))
-        if mark is not None and mark.alive():
+        claim = read_claim(folder.claim_file(job.number))
+        if claim is not None and claim.alive():
             raise FolderError(
-                f"{folder.path}: batch {job.number} is being measured by process {mark.pid}"
+                f"{folder.path}: batch {job.number} is being measured by process {claim.pid}"
             )
 
 
@@ -241,11 +228,11 @@ def _launch(folder: Folder, job: Batch, todo: list[Case], display: Display) -> i
         try:
             while process.poll() is None:
                 time.sleep(LOOK_S)
-                todo = display.look(folder, todo)
+                todo = display.update(folder, todo)
         except KeyboardInterrupt:
             _stop(process)
             raise
-    display.look(folder, todo)
+    display.update(folder, todo)
     return process.returncode
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
@@ -15,15 +13,11 @@ from ..config import (
     Raw,
     Section,
     dump_toml,
-    flatten,
     merge,
-    override,
-    read_toml,
     suggest,
-    validate,
 )
-from .factors import Kind, Value
-from .kinds import KINDS
+from ..kinds import KINDS
+from ..kinds.base import Factors, Kind
 
 
 class Constraint:
@@ -47,7 +41,7 @@ class Constraint:
         except (InvalidExpression, SyntaxError) as error:
             raise ConfigError(f"constraints: {text}: {error}") from None
 
-    def holds(self, factors: Mapping[str, Value]) -> bool:
+    def holds(self, factors: Factors) -> bool:
         """Return whether it is true of a case. Raises ConfigError where it cannot be said."""
         from simpleeval import InvalidExpression, NameNotDefined
 
@@ -66,7 +60,7 @@ class Constraint:
         return result
 
 
-def _nested(factors: Mapping[str, Value]) -> Raw:
+def _nested(factors: Factors) -> Raw:
     """Return "gradient.wire" as a table, so that an expression can name it."""
     result: Raw = {}
     for name, value in factors.items():
@@ -81,7 +75,6 @@ Positive = Annotated[int, Field(ge=1)]
 Whole = Annotated[int, Field(ge=0)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$")]  # part of file names
 Seconds = Annotated[float, Field(gt=0)]
-NOT_OF_A_JOB = ("compare", "name")  # of a job file: factors take the place of its rows
 
 
 def _known(kind: str) -> str:
@@ -186,44 +179,3 @@ class Study(Section):
     def hash(self) -> str:
         """SHA-256 of the text, in hexadecimal."""
         return hashlib.sha256(self.toml().encode()).hexdigest()
-
-
-def load_study(path: Path, settings: Iterable[str] = ()) -> Study:
-    """Return the study of a file, with settings "table.key=value" laid over it.
-
-    Raises ConfigError for whatever is wrong in it, with a suggestion for what is unknown.
-    """
-    from .cases import check_factors
-
-    raw = {"name": path.stem} | override(read_toml(path), settings)
-    raw |= _flat_factors(raw) | {"job": _job(path, raw)}
-    study = validate(Study, raw, str(path))
-    check_factors(study, str(path))
-    return study
-
-
-def _flat_factors(raw: Raw) -> Raw:
-    """Return the tables of factors with keys as "train.batch", which TOML nests unless quoted."""
-    tables = {key: raw[key] for key in ("sweep", "weak", "base") if isinstance(raw.get(key), dict)}
-    rows = {key: raw[key] for key in ("zip", "exclude") if isinstance(raw.get(key), list)}
-    return {key: flatten(table) for key, table in tables.items()} | {
-        key: [flatten(row) if isinstance(row, dict) else row for row in table]
-        for key, table in rows.items()
-    }
-
-
-def _job(path: Path, raw: Raw) -> Any:
-    """Return the tables of the job that a study names, or those that it holds itself."""
-    train = raw.get("train")
-    if raw.get("job") or not isinstance(train, dict) or not isinstance(train.get("job"), str):
-        return raw.get("job", {})
-    if raw.get("kind") in KINDS and not KINDS[raw["kind"]].needs_job:
-        return {}
-    job = read_toml(path.parent / train["job"])
-    tables = {key: value for key, value in job.items() if key not in NOT_OF_A_JOB}
-    if "train" in tables and isinstance(tables["train"], dict):
-        seeds = ("seed", "seeds")
-        tables["train"] = {k: v for k, v in tables["train"].items() if k not in seeds}
-    if not tables:
-        raise ConfigError(f"{path.parent / train['job']}: has no table of a job")
-    return tables

@@ -1,11 +1,11 @@
-"""Under mpirun: one verdict for each test over all ranks, and worlds whose waits are short."""
+"""Under mpirun: one verdict for each test over all ranks, and worlds whose waits end."""
 
 import sys
 from functools import cache
 
 import pytest
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 200.0  # of a machine that is slow, or does other things too
 
 
 @cache

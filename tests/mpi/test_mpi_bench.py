@@ -13,7 +13,7 @@ from cpdhpc.collectives.allreduce import Allreduce, allreduce
 from cpdhpc.collectives.method import DEFAULT
 from cpdhpc.config import UserError
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.two_ranks]
 
 
 def test_mpi_sums_a_source_and_leaves_it_alone(world):

@@ -47,6 +47,7 @@ def test_bits_are_those_of_the_cpu(gpu, algorithm, accumulate):
     }
 
 
+@pytest.mark.two_ranks
 @pytest.mark.parametrize("algorithm", SCHEDULES)
 def test_exact_sums(gpu, algorithm):
     xs = gradients(gpu.world.ranks)
@@ -54,6 +55,7 @@ def test_exact_sums(gpu, algorithm):
         check(gpu, xs, wire, algorithm, scaling, "exact", rounding="stochastic", seed=3)
 
 
+@pytest.mark.two_ranks
 @pytest.mark.parametrize("algorithm, accumulate", WAYS)
 def test_subnormal_numbers_survive(gpu, algorithm, accumulate):
     """Where CuPy's own additions and divisions give zeros."""
@@ -62,6 +64,7 @@ def test_subnormal_numbers_survive(gpu, algorithm, accumulate):
     check(gpu, xs, "bf16", algorithm, "tile", accumulate, "mean")
 
 
+@pytest.mark.two_ranks
 @pytest.mark.parametrize("algorithm", SCHEDULES)
 def test_sizes(gpu, algorithm):
     for n in (0, 1, 1025, 1024 * gpu.world.ranks):
@@ -69,6 +72,7 @@ def test_sizes(gpu, algorithm):
             check(gpu, gradients(gpu.world.ranks, n), wire, algorithm)
 
 
+@pytest.mark.two_ranks
 @pytest.mark.parametrize("algorithm", SCHEDULES)
 def test_in_place_by_segments(gpu, algorithm):
     world, xs = gpu.world, gradients(gpu.world.ranks)
@@ -98,6 +102,7 @@ def test_calls_in_a_row_share_buffers(gpu, algorithm, monkeypatch):
         assert same(result, expected), (times, wire)
 
 
+@pytest.mark.two_ranks
 @pytest.mark.parametrize("algorithm", SCHEDULES)
 def test_virtual_ranks(gpu, algorithm):
     world = gpu.world_of(3)
@@ -122,6 +127,7 @@ def test_prepared(gpu):
                 assert same(prepared.run().arrays[0], expected)
 
 
+@pytest.mark.two_ranks
 @pytest.mark.parametrize("virtual", [1, 3])
 def test_mpi_sums_integers_exactly(gpu, virtual):
     world = gpu.world_of(virtual)

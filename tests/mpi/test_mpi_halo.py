@@ -137,6 +137,7 @@ def test_messages_that_are_lent_arrive_whatever_the_receiver_does(world, form):
             assert all(world.gather(lent or odd))
 
 
+@pytest.mark.two_ranks
 def test_a_sender_does_not_wait_for_a_late_reader(world):
     layout = Layout.grid((100 * world.size, 300), (world.size, 1))
     mine, last = layout.owner(world.rank), world.size - 1

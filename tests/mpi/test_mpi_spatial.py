@@ -33,7 +33,7 @@ CLOSE = 1e-12
 
 @pytest.fixture(scope="module")
 def world() -> World:
-    return World(timeout_s=60)
+    return World(timeout_s=200)
 
 
 @pytest.fixture(autouse=True)
@@ -377,7 +377,11 @@ def test_models_that_differ_are_an_error_on_all_ranks(world: World) -> None:
 def test_worlds_split_into_groups_with_their_settings(world: World) -> None:
     part = world.split(world.rank % 2)
     ranks = part.gather(world.rank)
-    together(world, ranks == list(range(world.rank % 2, world.size, 2)), part.timeout_s == 60)
+    together(
+        world,
+        ranks == list(range(world.rank % 2, world.size, 2)),
+        part.timeout_s == world.timeout_s,
+    )
     part.free()
     said = ""
     try:

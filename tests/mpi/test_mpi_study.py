@@ -12,12 +12,11 @@ from training import write_idx
 
 from cpdhpc.bench.allreduce import Case
 from cpdhpc.config import UserError
-from cpdhpc.measure.batch import FAILED, FINISHED, UNFINISHED, measure_batch
-from cpdhpc.measure.repeats import PlacementError, members, prove
-from cpdhpc.study.cases import batches, expand
-from cpdhpc.study.folder import Folder, read_mark
-from cpdhpc.study.spec import load_study
-from cpdhpc.study.study_file import collect, find
+from cpdhpc.study.batch import FAILED, FINISHED, UNFINISHED, measure_batch
+from cpdhpc.study.cases import batches, expand, load_study
+from cpdhpc.study.collect import collect, find
+from cpdhpc.study.folder import Folder, read_claim
+from cpdhpc.study.repeats import PlacementError, members, prove
 from cpdhpc.train import loop
 
 pytestmark = pytest.mark.mpi
@@ -34,14 +33,14 @@ def freeze(world, directory, **changes):
     study = small_study(directory, **changes) if world.process == 0 else None
     folder = Folder(directory / "x")
     if study is not None:
-        folder.freeze(study)
+        folder.prepare(study)
     world.barrier()
     return folder
 
 
 def test_a_part_of_the_processes_is_a_world(world):
     last = world.processes - 1
-    part = world.part([0, last], timeout_s=20)
+    part = world.part([0, last], timeout_s=200)
     assert (part is None) == (world.process not in (0, last))
     if part is not None:
         assert part.gather(world.process) == [0, last]
@@ -117,7 +116,7 @@ def test_smaller_cases_run_on_some_of_the_ranks(world, shared):
     assert len(cases) == 4 * size and len(batches(study, cases)) == 1
     assert measure_batch(world, folder.path, 0) == FINISHED
     found = find(folder, cases)
-    assert not found.missing and not found.unfit
+    assert not found.missing and not found.rejected
     for case, result in found.results:
         assert result.is_warmup.tolist() == [1, 0, 0, 0, 0, 0]
         slowest, fastest, mean = result.times_s.T
@@ -130,8 +129,8 @@ def test_smaller_cases_run_on_some_of_the_ranks(world, shared):
         if ours and case.ranks == 2:
             # 1,024 values are a tile. A sum of two e3m0 takes 8 bits: it is within 2 * 32 steps.
             assert result.outcomes["wire_bytes"] == (1024 if packed else 4096)
-    mark = read_mark(folder.mark_file(0))
-    assert mark.state == "ended" and mark.restarts == 0
+    claim = read_claim(folder.claim_file(0))
+    assert claim.state == "ended" and claim.restarts == 0
     assert measure_batch(world, folder.path, 0) == FINISHED
     world.barrier()
 
@@ -179,7 +178,7 @@ def test_a_signal_to_one_rank_stops_all_between_two_visits(world, shared, monkey
     monkeypatch.setattr(Case, "check", with_a_signal)
     assert measure_batch(world, folder.path, 0) == UNFINISHED
     assert not any(map(folder.finished, expand(folder.study()).cases))
-    assert read_mark(folder.mark_file(0)).state == "stopped"
+    assert read_claim(folder.claim_file(0)).state == "stopped"
     world.barrier()
 
 
@@ -197,7 +196,7 @@ def test_a_training_goes_on_from_its_checkpoint(world, shared, monkeypatch):
     world.barrier()
     study, folder = load_study(path), Folder(shared / "x")
     if world.process == 0:
-        folder.freeze(study)
+        folder.prepare(study)
     world.barrier()
     (case,) = expand(study).cases
     step, calls = loop.step, []
@@ -247,7 +246,7 @@ def test_a_job_that_trains_nothing_fails_alone(world, shared):
             "kind = 'train'\n[job.data]\nname = 'idx'\ndir = 'nowhere'\n[sweep]\n"
             f"ranks = {size}\nppn = {size}\nseed = [0]\n'model.name' = ['mlp', 'resnet']\n"
         )
-        Folder(shared / "x").freeze(load_study(path))
+        Folder(shared / "x").prepare(load_study(path))
     world.barrier()
     folder = Folder(shared / "x")
     assert measure_batch(world, folder.path, 0) == FAILED
@@ -267,7 +266,7 @@ def test_codecs_share_the_data(world, shared):
             "format = 'e4m3'\noperation = ['memcpy', 'encode tile', 'stochastic']\n"
             "[measure]\nmin_repeats = 6\nmax_repeats = 6\n[run]\nbundle = 'nested'\n"
         )
-        Folder(shared / "x").freeze(load_study(path))
+        Folder(shared / "x").prepare(load_study(path))
     world.barrier()
     folder = Folder(shared / "x")
     assert measure_batch(world, folder.path, 0) == FINISHED

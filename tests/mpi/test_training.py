@@ -43,7 +43,7 @@ ROWS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def world() -> World:
-    return World(timeout_s=60)
+    return World(timeout_s=200)
 
 
 @pytest.fixture
@@ -152,6 +152,7 @@ def test_all_processes_hold_the_same_model(world: World, directory: Path) -> Non
     together(world, len(set(world.gather(weights))) == 1)
 
 
+@pytest.mark.two_ranks
 def test_a_signal_to_one_process_stops_all_with_a_checkpoint(world: World, directory: Path) -> None:
     job = job_of(train={"epochs": 100000})
     files = Files.of(directory, job)
@@ -172,6 +173,7 @@ def test_a_signal_to_one_process_stops_all_with_a_checkpoint(world: World, direc
     together(world, again.iteration == at)
 
 
+@pytest.mark.two_ranks
 def test_the_command_ends_with_the_status_of_a_death_by_the_signal(
     world: World, directory: Path
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,10 +10,9 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from ...config import UserError
 from ..cases import Batch
 from ..spec import Study
-from .site import LAUNCHERS, Site, add_site, launch, load_site
+from .site import LAUNCHERS, Site, launch
 
 MORE_TO_DO = 85  # exit status of ranks that USR1 stopped and that wrote a checkpoint
 SPARE = 1.5  # times the estimate of a batch is what its job may take
@@ -161,38 +159,22 @@ PROGRAMS = {  # name of the template and of the script: what it runs
     "train": Program((1, 2), 60),
     "allreduce_scaling": Program((2, 2), 60),
 }
-VARIANTS = {  # end of the script's name: its launcher, GPUs per node, what is said of it
-    "": ("mpirun", 0, "Open MPI, CPUs"),
-    "_gpu": ("mpirun", 2, "Open MPI, a GPU for each rank"),
-    "_mpich": ("srun-pmi2", 0, "MPICH or Cray MPICH under srun, CPUs"),
-    "_mpich_gpu": ("srun-pmi2", 2, "MPICH or Cray MPICH under srun, a GPU for each rank"),
-}
 
 
-def scripts(site: Site | None = None) -> dict[str, str]:
-    """Return the text of the scripts by the names of their files.
-
-    site: whose scripts they are; None: those of slurm/, one for each of VARIANTS
-    """
-    if site is not None:
-        found = {f"{name}.sbatch": (name, site, f"site {site.name}") for name in PROGRAMS}
-    else:
-        found = {
-            f"{name}{end}.sbatch": (name, Site(launcher=launcher, gpus_per_node=gpus), title)
-            for name in PROGRAMS
-            for end, (launcher, gpus, title) in VARIANTS.items()
-        }
-    return {file: _script(file, *what) for file, what in found.items()}
+def scripts(site: Site) -> dict[str, str]:
+    """Return the text of a site's scripts by the names of their files; slurm/ has the defaults'."""
+    title = "Open MPI, CPUs" if site == Site() else f"site {site.name}"
+    return {f"{name}.sbatch": _script(name, site, title) for name in PROGRAMS}
 
 
-def _script(file: str, name: str, site: Site, title: str) -> str:
+def _script(name: str, site: Site, title: str) -> str:
     program = PROGRAMS[name]
     return parallel_script(
         name,
         site,
         program.shape,
         ("$((nodes * ppn))", "$ppn"),
-        file=file,
+        file=f"{name}.sbatch",
         title=title,
         name=name,
         time_min=program.time_min,
@@ -200,26 +182,3 @@ def _script(file: str, name: str, site: Site, title: str) -> str:
         job_id="$SLURM_JOB_ID",
         retries=0,
     )
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of scripts."""
-    add_site(parser)
-    parser.add_argument("--out", type=Path, metavar="DIR", required=True, help="where they go")
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Write the scripts and print their paths.
-
-    Raises UserError where the profile cannot be used, or a file not be written.
-    """
-    site = None if arguments.site is None else load_site(arguments.site)
-    for name, text in scripts(site).items():
-        path = arguments.out / name
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"{path}: cannot be written: {error.strerror}") from None
-        print(path)
-    return 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -183,10 +182,3 @@ def load_site(path: Path | None) -> Site:
     if path is None:
         return Site()
     return validate(Site, {"name": path.stem} | read_toml(path), str(path))
-
-
-def add_site(parser: argparse.ArgumentParser) -> None:
-    """Add the argument that names a profile."""
-    parser.add_argument(
-        "--site", type=Path, metavar="FILE.toml", help="profile of the cluster (docs/sites.md)"
-    )

@@ -2,35 +2,21 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 from ... import store
 from ...config import UserError
 from ..cases import Batch, batches, expand
-from ..folder import Folder, FolderError, Job, add_common, alone, record, recorded, study_of
+from ..folder import Folder, FolderError, Job, alone, record, recorded
 from ..spec import Study
 from . import queue
 from .script import Array, array_script, arrays, collect_script
-from .site import Site, add_site, load_site
+from .site import Site
 
 SITE = "site.toml"  # in the folder: the profile of the last submit
 LOCK = "submit.lock"  # in the folder: held while a process submits
 Say = Callable[[str], None]
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of submit."""
-    add_common(parser)
-    add_site(parser)
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Submit, keep the site's profile for resume, and return 0."""
-    study, folder = study_of(arguments)
-    submit(study, folder, load_site(arguments.site))
-    return 0
 
 
 Refused = list[tuple[Batch, str]]
@@ -81,7 +67,7 @@ def submit(study: Study, folder: Folder, site: Site, say: Say = print) -> list[J
     Raises UserError where it would not, or does not answer, or where another process submits the
     same study at this moment: then nothing is submitted.
     """
-    folder.freeze(study)
+    folder.prepare(study)
     with alone(folder.path / LOCK, "study submit", say):
         return _submit_all(study, folder, site, say)
 

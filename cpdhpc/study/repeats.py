@@ -5,11 +5,8 @@ from __future__ import annotations
 import json
 import os
 import time
-from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -18,14 +15,14 @@ import numpy as np
 from ..bench.harness import interleave_ranks
 from ..bench.machine import ping_pong
 from ..config import UserError
+from ..kinds.base import Array, Calls, Measuring, Outcomes, Result
 from ..provenance import cpu_clone, git_commit, hosts, processor, versions
 from ..signals import Caught
-from ..study.case_file import Result
-from ..study.cases import Case
-from ..study.spec import Measure
-from ..study.statistics import Array, is_enough
 from ..world.cores import own_cores
 from ..world.mpi import World, library_version
+from .cases import Case
+from .spec import Study
+from .statistics import is_enough
 
 SLURM = (  # what Slurm says of a job, as far as it is the same for jobs of one kind
     "SLURM_CLUSTER_NAME",
@@ -38,7 +35,7 @@ SLURM = (  # what Slurm says of a job, as far as it is the same for jobs of one 
 )
 PING_BYTES = [1 << i for i in range(3, 22, 3)]  # 8 B to 2 MiB
 PINGS, PING_WARMUP = 10, 2
-CURE = (
+ADVICE = (
     "start it by the mpirun that belongs to {library}, or by srun --mpi=pmix (Open MPI) or "
     "--mpi=pmi2 (MPICH)"
 )
@@ -57,8 +54,8 @@ def prove(world: World, nodes: int, ppn: int) -> None:
     if world.processes != nodes * ppn:
         found = "1 process" if world.processes == 1 else f"{world.processes} processes"
         alone = "every process is alone: " if world.processes == 1 else ""
-        cure = CURE.format(library=library_version())
-        raise PlacementError(f"batch: MPI has {found}, {asked}: {alone}{cure}")
+        advice = ADVICE.format(library=library_version())
+        raise PlacementError(f"batch: MPI has {found}, {asked}: {alone}{advice}")
     counts = Counter(world.nodes)
     if len(counts) != nodes or set(counts.values()) != {ppn}:
         found = " + ".join(map(str, counts.values()))
@@ -119,57 +116,16 @@ class Place:
         }
 
 
-class Measuring(ABC):
-    """A case on its way. Its module has start(study, case, directory) -> Measuring.
+class TimedCalls(Measuring):
+    """A case whose repeats are calls that all ranks do together; calls: see Kind.measure."""
 
-    done: whether it has all that it needs; virtual_ranks, timeout_s: of the world that it needs
-    """
-
-    done = False
-    virtual_ranks = 1
-    timeout_s = 600.0
-
-    def __init__(self, case: Case, measure: Measure, directory: Path) -> None:
-        self.case, self.measure, self.directory = case, measure, directory
-
-    @abstractmethod
-    def visit(self, place: Place, caught: Caught) -> None:
-        """Measure for a while. Collective over the ranks of the place.
-
-        Raises UserError, ArithmeticError or NonFiniteGradient, on all of them alike, where the
-        case cannot be measured; Interrupted where it stopped at a signal and can go on later.
-        """
-
-    @abstractmethod
-    def result(self, place: Place) -> Result:
-        """Return what was measured, once it is done. Collective."""
-
-
-Outcomes = dict[str, float | int | str]
-
-
-@dataclass
-class Call:
-    """Something to time. prepare: done before each call, and not timed."""
-
-    run: Callable[[], object]
-    prepare: Callable[[], object] = lambda: None
-    outcomes: Outcomes = field(default_factory=dict)
-
-
-class Calls(Measuring):
-    """A case whose repeats are calls that all ranks do together."""
-
-    def __init__(self, case: Case, measure: Measure, directory: Path) -> None:
-        super().__init__(case, measure, directory)
+    def __init__(self, study: Study, case: Case, directory: Path, calls: Calls) -> None:
+        super().__init__(study, case, directory)
+        self.calls, self.measure = calls, study.measure
         self.times_s = np.empty((0, 3))
         self.is_warmup = np.empty(0, np.uint8)
         self.spent_s = 0.0
         self.outcomes: Outcomes = {}
-
-    @abstractmethod
-    def call(self, place: Place, check: bool) -> AbstractContextManager[Call]:
-        """Make the call ready; with check, first see that it does what it should. Collective."""
 
     @property
     def counted(self) -> Array:
@@ -183,7 +139,7 @@ class Calls(Measuring):
         left = measure.max_repeats - len(self.counted)
         with own_cores(world) as cores:
             place.cores = cores
-            with self.call(place, check=not len(self.times_s)) as call:
+            with self.calls(self.study, self.case, place, not len(self.times_s)) as call:
                 repeats, began_s = min(measure.block, left), time.perf_counter()
                 times_s = interleave_ranks(
                     world, {0: call.run}, repeats, measure.warmup, lambda _: call.prepare()

@@ -1,4 +1,4 @@
-"""python -m cpdhpc batch: what a job of a study runs, on all of its ranks."""
+"""What a job of a study runs, on all of its ranks: the cases of a batch, visit by visit."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
-from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -15,17 +14,22 @@ import numpy as np
 from ..bench.harness import together
 from ..collectives.checks import NonFiniteGradient
 from ..config import UserError
+from ..kinds.base import Measuring, Result
 from ..signals import Caught, Interrupted, catching
-from ..study.case_file import Result, write_result
-from ..study.cases import Batch, Case, batches, expand
-from ..study.folder import Folder, FolderError, Mark, read_mark
-from ..study.spec import Study
 from ..world.mpi import World
-from .repeats import Measuring, Place, members, prove
+from .case_file import write_result
+from .cases import Batch, Case, batches, expand
+from .folder import Claim, Folder, FolderError, read_claim
+from .repeats import Place, TimedCalls, members, prove
+from .spec import Study
 
 FINISHED, FAILED, UNFINISHED = 0, 1, 85  # exit statuses; 85: start it again
 PAUSE_S = 0.002  # between the looks of ranks that wait for smaller cases
-UNFIT = (UserError, ArithmeticError, NonFiniteGradient)  # what kinds raise on all ranks alike
+UNMEASURABLE = (
+    UserError,
+    ArithmeticError,
+    NonFiniteGradient,
+)  # what kinds raise on all ranks alike
 
 
 def measure_batch(
@@ -41,14 +45,14 @@ def measure_batch(
     prove(world, nodes or batch.nodes, ppn or batch.ppn)
     _check_shape(world, batch)
     todo = together(world, lambda: _begin(folder, batch) if world.process == 0 else None)
-    cases, mark = world.gather(todo)[0]
+    cases, claim = world.gather(todo)[0]
     with catching() as caught:
-        runner = _Runner(world, folder, study, cases, mark.restarts, caught)
+        runner = _Runner(world, folder, study, cases, claim.restarts, caught)
         runner.run(number)
     status = runner.status
     if world.process == 0:
         state = "stopped" if status == UNFINISHED else "ended"
-        mark.end(folder.mark_file(number), state)
+        claim.end(folder.claim_file(number), state)
     world.barrier("end of the batch")
     return status
 
@@ -70,10 +74,10 @@ def _check_shape(world: World, batch: Batch) -> None:
             )
 
 
-def _begin(folder: Folder, batch: Batch) -> tuple[list[Case], Mark]:
-    """Return the cases that are not finished, and the mark of this start."""
-    path = folder.mark_file(batch.number)
-    before = read_mark(path)
+def _begin(folder: Folder, batch: Batch) -> tuple[list[Case], Claim]:
+    """Return the cases that are not finished, and the claim of this start."""
+    path = folder.claim_file(batch.number)
+    before = read_claim(path)
     if before is not None and before.alive():
         raise FolderError(
             f"batch {batch.number}: is being measured by process {before.pid} on {before.host}"
@@ -81,7 +85,7 @@ def _begin(folder: Folder, batch: Batch) -> tuple[list[Case], Mark]:
     cases = [case for case in batch.cases if not folder.finished(case)]
     for case in cases:
         folder.failure_file(case).unlink(missing_ok=True)
-    return cases, Mark.begin(path)
+    return cases, Claim.begin(path)
 
 
 class _Runner:
@@ -135,12 +139,15 @@ class _Runner:
 
     def _start(self, case: Case) -> Measuring | None:
         """Return the measuring of a case; None where its factors turn out not to fit."""
-        module = import_module(self.study.of_kind.measuring)
+        measure, work = self.study.of_kind.measure, self.folder.work(case)
         error: Exception | None = None
         found: Measuring | None = None
         try:
-            found = module.start(self.study, case, self.folder.work(case))
-        except UNFIT as problem:
+            if isinstance(measure, type):
+                found = measure(self.study, case, work)
+            else:
+                found = TimedCalls(self.study, case, work, measure)
+        except UNMEASURABLE as problem:
             error = problem
         wrong = _first(self.world.gather(_told(error)))
         if wrong:
@@ -157,7 +164,7 @@ class _Runner:
                 measuring.visit(place, self.caught)
             except Interrupted:
                 pass  # its signal is in self.caught
-            except UNFIT as problem:
+            except UNMEASURABLE as problem:
                 error = problem
         self.world.barrier("a case on other ranks", 0.0 if place else PAUSE_S)
         told = self.world.gather((measuring.done, _told(error), self.caught.number))

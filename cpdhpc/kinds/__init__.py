@@ -1,10 +1,10 @@
-"""The kinds of measurement: a file here, one of that name in point, and a row."""
+"""The kinds of study: a file and a row each."""
 
 from __future__ import annotations
 
-from ..factors import Kind
 from .allreduce import ALLREDUCE
 from .autoencoder import AUTOENCODER
+from .base import Kind
 from .codec import CODEC
 from .halo import HALO
 from .train import TRAIN

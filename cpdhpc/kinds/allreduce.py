@@ -1,0 +1,353 @@
+"""All-reduces: ours, MPI_Allreduce and gloo, by size, method and ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import lru_cache, partial
+from importlib.util import find_spec
+from math import isnan, nan
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from ..config import ConfigError, UserError
+from ..formats import INTEGERS, TRIT_BYTES, packed_bytes, parse_format, sum_bits, tiles
+from ..methods import ACCUMULATES, ALGORITHMS, BASELINES, EXACT, MAX_SUM_BITS, SCALINGS
+from .base import ABSENT, Call, Factor, Factors, Kind, Value, float32_size, one_of
+
+if TYPE_CHECKING:
+    from ..bench.allreduce import Case as Timed
+    from ..report.figures import Chart, Series
+    from ..report.points import Estimate, Layout, Line, Panels, SeedGroup
+    from ..report.tables import Section, Table
+    from ..study.cases import Case
+    from ..study.repeats import Place
+    from ..study.spec import Study
+    from ..study.study_file import StudyFile
+    from ..world.mpi import World
+
+GUESS = 1e-9  # s per byte and rank: a slow all-reduce, as the estimate is an upper one
+
+
+def _check_wire(wire: str) -> None:
+    if wire != "raw" and wire not in INTEGERS:
+        parse_format(wire)
+
+
+def _check_scaling(scaling: str) -> None:
+    kind, _, number = scaling.partition(":")
+    if kind == "static" and number.lstrip("-").isdigit():
+        return
+    if scaling not in ("none", "aps", "tile"):
+        raise ConfigError(f"known are {', '.join(SCALINGS)}, with an integer K")
+
+
+def _used(given: Factors) -> dict[str, Value]:
+    """Return the factors as the method has them; see Kind.used."""
+    algorithm, wire = str(given["algorithm"]), str(given["wire"])
+    found: dict[str, Value] = {
+        "size_bytes": given["size_bytes"],
+        "algorithm": algorithm,
+        "wire": wire,
+    }
+    if algorithm in BASELINES:
+        wires = BASELINES[algorithm]
+        if wire not in wires:
+            raise ValueError(f"{algorithm} has no wire {wire}, only {', '.join(wires)}")
+        return found
+    if wire == "raw":  # which neither scaling nor rounding touches
+        return found
+    accumulate = _accumulate(algorithm, wire, str(given["accumulate"]))
+    scaling = _scaling(wire, accumulate, str(given["value_scaling"]))
+    return found | {"value_scaling": scaling, "accumulate": accumulate}
+
+
+def _accumulate(algorithm: str, wire: str, given: str) -> str:
+    ways, default = ALGORITHMS[algorithm]
+    own = (EXACT,) if wire in INTEGERS else (*ways, EXACT)
+    if given == ABSENT:
+        return EXACT if wire in INTEGERS else default
+    if given not in own:
+        what = f"wire {wire}" if wire in INTEGERS else algorithm
+        raise ValueError(f"{what} does not accumulate by {given}, only by {', '.join(own)}")
+    return given
+
+
+def _scaling(wire: str, accumulate: str, given: str) -> str:
+    scaling = given or ("aps" if accumulate == EXACT else "tile")
+    kind, _, number = scaling.partition(":")
+    if accumulate == EXACT:
+        allowed = ("aps",) if wire in INTEGERS else ("aps", "static", "none")
+        if kind not in allowed:
+            what = f"wire {wire}" if wire in INTEGERS else "an exact sum"
+            raise ValueError(f"{what} is scaled by {' or '.join(allowed)}, not by {kind}")
+    if kind == "static":
+        fmt = INTEGERS[wire] if wire in INTEGERS else parse_format(wire)
+        if not fmt.shift_min <= int(number) <= fmt.shift_max:
+            raise ValueError(f"{scaling}: K of {wire} is {fmt.shift_min}..{fmt.shift_max}")
+    return scaling
+
+
+def _fits(used: Factors, ranks: int) -> str | None:
+    if used.get("accumulate") != EXACT:
+        return None
+    wire = str(used["wire"])
+    fmt = INTEGERS[wire] if wire in INTEGERS else parse_format(wire)
+    bits = sum_bits(fmt, ranks)
+    if bits <= MAX_SUM_BITS:
+        return None
+    return f"exact sums of {ranks} ranks in {wire} take {bits} bits, more than {MAX_SUM_BITS}"
+
+
+def _time_s(used: Factors, ranks: int, repeats: int) -> float:
+    return repeats * (1e-3 + GUESS * float(used["size_bytes"]) * ranks)
+
+
+CACHED_SIZES = 2  # whose data stay from one visit to the next
+
+
+@lru_cache(maxsize=CACHED_SIZES)
+def _data(n: int, world: World, integers: bool) -> Any:
+    from ..bench.allreduce import integer_data, normal_data
+
+    return (integer_data if integers else normal_data)(n, world)
+
+
+@contextmanager
+def _measure(study: Study, case: Case, place: Place, check: bool) -> Iterator[Call]:
+    """Make an all-reduce ready; see Kind.measure. Collective."""
+    factors, world = case.factors, place.world
+    with _gloo(world) if factors["algorithm"] == "gloo" else nullcontext():
+        timed = _timed(world, factors)
+        call = Call(timed.run, timed.prepare)
+        if check:
+            timed.check(world)
+            call.outcomes |= {
+                "error": timed.error,
+                "wire_bytes": timed.wire_bytes,
+                "payload_bytes": int(factors["size_bytes"]),
+                "bound_s": _bound_s(place, factors),
+            }
+        yield call
+
+
+def _timed(world: World, factors: Factors) -> Timed:
+    """Return the call of a case, not checked yet."""
+    import numpy as np
+
+    from ..bench import allreduce as bench
+    from ..collectives.allreduce import Allreduce
+
+    n, algorithm, wire = int(factors["size_bytes"]) // 4, factors["algorithm"], str(factors["wire"])
+    out = np.empty(n, np.float32)
+    integers, normal = partial(_data, n, world, True), partial(_data, n, world, False)
+    if algorithm in BASELINES:
+        name = str(algorithm) if wire == "raw" else f"{algorithm}-{wire}"
+        return bench.BASELINES[name](world, integers(), normal(), out)
+    method = Allreduce(
+        wire,
+        str(algorithm),
+        None if wire == "raw" else str(factors["value_scaling"]),
+        None if wire == "raw" else str(factors["accumulate"]),
+    )
+    return bench.schedule_case(world, method, normal() if method.fmt else integers(), out)
+
+
+@contextmanager
+def _gloo(world: World) -> Iterator[None]:
+    """Open torch's process group. Collective. Raises UserError where torch is missing."""
+    from ..bench.harness import together
+
+    def installed() -> bool:
+        if find_spec("torch") is None:
+            raise UserError("algorithm gloo: torch is not installed on every process")
+        return True
+
+    together(world, installed)
+    from ..bench.baselines import gloo
+
+    with gloo(world):
+        yield
+
+
+def _bound_s(place: Place, factors: Factors) -> float:
+    """Return the least time for the bytes that each rank must send. Collective.
+
+    2 (p - 1) / p of the payload, whatever the algorithm: Patarasuk, Yuan: Bandwidth optimal
+    all-reduce algorithms for clusters of workstations, JPDC 69(2), 2009, theorem 1.
+    """
+    ranks = place.world.ranks
+    return _share(ranks) * _wire_size(factors) * place.seconds_per_byte if ranks > 1 else nan
+
+
+def _share(ranks: int) -> float:
+    """Return 2 (p - 1) / p, the least share of the data that leaves a rank; as in nccl-tests."""
+    return 2 * (ranks - 1) / ranks
+
+
+def _wire_size(factors: Factors) -> int:
+    """Return the bytes of a rank's data on the wire."""
+    n, wire = int(factors["size_bytes"]) // 4, str(factors["wire"])
+    if wire == "raw":
+        return 4 * n
+    if wire == "ternary":
+        return tiles(n) * TRIT_BYTES
+    fmt = INTEGERS[wire] if wire in INTEGERS else parse_format(wire)
+    shifts = tiles(n) if factors.get("value_scaling") == "tile" else 0
+    return packed_bytes(n, fmt.bits) + shifts
+
+
+METHOD = ("algorithm", "wire", "value_scaling", "accumulate")
+CAPTION = (
+    "Median of the slowest rank's times; n: repeats without warm-ups. busbw: 2 (p - 1) / p size / "
+    "median, of p ranks. mpi: MPI_Allreduce of float32 in the same study, at the same size and "
+    "ranks; in brackets the interval, which takes in both medians'. Bound: the bytes that a rank "
+    "must send, at the rate of a ping-pong in the same job. Error: in the Euclidean norm."
+)
+BOUNDED = "Bound: the bytes that a rank must send, at the rate of a ping-pong in the same job."
+
+
+def _sections(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> list[Section]:
+    """Return time and bus bandwidth by size, beside the libraries' own and the bound."""
+    from ..report.tables import Section
+
+    shapes: dict[tuple[int, ...], list[SeedGroup]] = {}
+    for group in groups:
+        shapes.setdefault(group.shape, []).append(group)
+    charts = [chart for alike in shapes.values() for chart in _charts(file, alike, layout)]
+    return [Section("All-reduce by size", tables=[_table(file, groups)], charts=charts)]
+
+
+def _size(group: SeedGroup) -> float:
+    return float(group.factors["size_bytes"])
+
+
+def _bus_bandwidth(group: SeedGroup, time: Estimate) -> Estimate:
+    """Return 2 (p - 1) / p size / time in GB/s, unknown for a single rank."""
+    return time.inverse(_share(group.ranks) * _size(group) / 1e9 or nan)
+
+
+def _table(file: StudyFile, groups: Sequence[SeedGroup]) -> Table:
+    from ..report import units
+    from ..report.points import of_factors, times_as_fast, timing, varying
+    from ..report.tables import Column, tabulate
+
+    base = {(g.shape, _size(g)): g for g in groups if g.factors["algorithm"] == "mpi"}
+    differing = varying([group.factors for group in groups])
+    columns: list[Column[SeedGroup]] = [
+        Column("ranks", lambda g: str(g.ranks)),
+        Column("size", lambda g: units.size(_size(g))),
+        *of_factors([name for name in METHOD if name in differing or name == "algorithm"], groups),
+        *timing(file),
+        Column("busbw\nGB/s", lambda g: units.digits(_bus_bandwidth(g, g.time_s).value)),
+        Column("times as\nfast as mpi", lambda g: times_as_fast(base.get((g.shape, _size(g))), g)),
+        Column("bound", lambda g: units.time(g.mean("bound_s"))),
+        Column(
+            "time by\nbound", lambda g: units.digits(g.time_s.value / (g.mean("bound_s") or nan))
+        ),
+        Column("relative\nerror", lambda g: units.digits(g.mean("error"), 2)),
+    ]
+    return tabulate("All-reduce", columns, groups, CAPTION)
+
+
+Shown = Callable[["SeedGroup", "Estimate"], "Estimate"]  # of a group and a time of it
+
+
+def _charts(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> list[Chart]:
+    """Return the figures of one shape, none where it has a single size."""
+    from ..report import units
+    from ..report.figures import LIBRARIES
+    from ..report.points import Line, is_baseline, label
+
+    if len({_size(group) for group in groups}) < 2:
+        return []
+    scale, unit = units.time_unit(median(group.time_s.value for group in groups))
+    shown: dict[str, tuple[str, Shown]] = {
+        "time": (f"time / {unit}", lambda _, time: time.scaled(1 / scale))
+    }
+    if groups[0].ranks > 1:
+        shown["bandwidth"] = "bus bandwidth / (GB/s)", _bus_bandwidth
+    methods: dict[tuple[str, ...], list[SeedGroup]] = {}
+    for group in groups:
+        methods.setdefault(tuple(str(group.factors.get(n, "")) for n in METHOD), []).append(group)
+    by_size = [sorted(each, key=_size) for each in methods.values()]
+    baselines = [each for each in by_size if is_baseline(each[0].factors)]
+    own = [each for each in by_size if not is_baseline(each[0].factors)]
+    beside = [
+        Line(label(each[0].factors, METHOD[:2]), style, each)
+        for style, each in zip(LIBRARIES, baselines, strict=False)
+    ]
+    panels = layout.arrange(own or baselines, without=["size_bytes"])
+    where = "x".join(map(str, groups[0].shape[:2]))
+    return [
+        _chart(file, *axis, part, beside if own else [], name)
+        for what, axis in shown.items()
+        for name, part in panels.figures(f"{what}_by_size_{where}")
+    ]
+
+
+def _chart(
+    file: StudyFile, axis: str, shown: Shown, panels: Panels, baselines: Sequence[Line], name: str
+) -> Chart:
+    from ..report import units
+    from ..report.figures import Axis, Chart, panels_with, spread
+
+    what, groups = axis.partition(" /")[0], panels.groups
+    known = not all(isnan(group.mean("bound_s")) for group in groups)
+    bounds = BOUNDED if known else "No bound: the bandwidth of this machine was not measured."
+    nodes, _, ranks = groups[0].shape
+    where = f"{units.count(ranks, 'rank')} on {units.count(nodes, 'node')}"
+    beside = (
+        f" {' and '.join(line.name for line in baselines)} in every panel." if baselines else ""
+    )
+    return Chart(
+        name,
+        f"{file.name}: {what} of all-reduces by size, {where}",
+        [f"Medians of the slowest rank's times, bars: {file.percent} CI.{beside} {bounds}"],
+        f"{what.capitalize()} by size on {where}.",
+        panels_with(
+            {title: _series(lines, baselines, shown) for title, lines in panels.lines.items()},
+            Axis("float32 data of a rank", "size", ticks=sorted({_size(each) for each in groups})),
+            lambda values: spread(axis, values, "log", 10),
+        ),
+        panels.columns,
+    )
+
+
+def _series(own: Sequence[Line], baselines: Sequence[Line], shown: Shown) -> list[Series]:
+    """Return the lines, and the bound of our own."""
+    from ..report.figures import BOUND, Series
+    from ..report.points import drawn
+
+    found = [
+        drawn(line, _size, lambda g: shown(g, g.time_s), "line") for line in [*own, *baselines]
+    ]
+    known = [g for line in own for g in line.groups if not isnan(g.mean("bound_s"))]
+    least = {_size(g): shown(g, g.exact("bound_s")).value for g in known}
+    if least:
+        found.append(Series("bound", BOUND, sorted(least), [least[size] for size in sorted(least)]))
+    return found
+
+
+ALLREDUCE = Kind(
+    factors={
+        "size_bytes": float32_size("float32 data of a rank"),
+        "algorithm": Factor(
+            "algorithm; mpi and gloo are those libraries' own",
+            str,
+            default="ring",
+            check=one_of([*ALGORITHMS, *BASELINES]),
+        ),
+        "wire": Factor("what travels: raw float32 or a format", str, "1", "raw", _check_wire),
+        "value_scaling": Factor("scaling of values before encoding", str, check=_check_scaling),
+        "accumulate": Factor("how partial sums are kept", str, check=one_of([*ACCUMULATES, EXACT])),
+    },
+    work="size_bytes",
+    used=_used,
+    fits=_fits,
+    time_s=_time_s,
+    sample="one all-reduce, from a barrier to its end on the slowest rank",
+    measure=_measure,
+    sections=_sections,
+    panels=("size_bytes", "wire", "value_scaling"),
+)

@@ -1,0 +1,188 @@
+"""Exchanges of halos: ours beside MPI's datatypes and neighbour collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from ..config import ConfigError
+from ..formats import INTEGERS, parse_format
+from ..methods import HALO_COPIED, HALO_MPI_TYPES, HALO_OURS, HALO_PACKED
+from .base import Call, Factor, Factors, Kind, Value, one_of, positive
+
+if TYPE_CHECKING:
+    from ..bench.halo_cases import Setting
+    from ..report.points import Layout, SeedGroup
+    from ..report.tables import Section
+    from ..study.cases import Case
+    from ..study.repeats import Place
+    from ..study.spec import Study
+    from ..study.study_file import StudyFile
+
+TRANSFERS = ("exchange", "accumulate")
+OURS = (HALO_OURS, HALO_COPIED)
+BY_MPI = (*HALO_MPI_TYPES, HALO_PACKED)
+SPLITS = ("rows", "columns", "grid")
+BOUNDARIES = ("none", "zero", "wrap", "reflect", "symmetric", "edge")
+BOUNDARIES_OF_MPI = ("none", "zero", "wrap")  # nothing is shown backwards or many times
+BYTES = {"float32": 4, "float64": 8, "float16": 2, "int8": 1, "int32": 4, "int64": 8}
+GUESS = 2e-9  # s per byte of a window, to prepare and to copy: a slow one, for an upper estimate
+
+
+def _check_wire(wire: str) -> None:
+    if wire in INTEGERS:
+        raise ConfigError("integers are for sums: should be raw or a format")
+    if wire != "raw":
+        parse_format(wire)
+
+
+def _used(given: Factors) -> dict[str, Value]:
+    """Return the factors. Raises ValueError for what does not go together. See Kind.used."""
+    way, wire, boundary = str(given["way"]), str(given["wire"]), str(given["boundary"])
+    if way in BY_MPI and wire != "raw":
+        raise ValueError(f"{way} has no wire {wire}, only raw")
+    if way in BY_MPI and boundary not in BOUNDARIES_OF_MPI:
+        raise ValueError(f"{way} cannot show cells as {boundary} does")
+    if wire != "raw" and given["dtype"] != "float32":
+        raise ValueError(f"wire {wire} takes float32, not {given['dtype']}")
+    if wire != "raw" and boundary == "edge" and given["transfer"] == "accumulate":
+        raise ValueError(f"sums of many cells, rounded to {wire}, cannot be checked exactly")
+    if boundary == "reflect" and min(int(given["rows"]), int(given["columns"])) < 2:
+        raise ValueError("reflect needs 2 rows and columns or more")
+    return dict(given)
+
+
+def _fits(used: Factors, ranks: int) -> str | None:
+    cells = int(used["rows"]) * int(used["columns"])
+    lines = {"rows": used["rows"], "columns": used["columns"], "grid": cells}[str(used["split"])]
+    return None if ranks <= int(lines) else f"{lines} {used['split']} are fewer than {ranks} ranks"
+
+
+def _time_s(used: Factors, ranks: int, repeats: int) -> float:
+    cells = int(used["rows"]) * int(used["columns"]) * int(used["values"])
+    return repeats * (1e-4 + GUESS * cells * BYTES[str(used["dtype"])] / ranks)
+
+
+@contextmanager
+def _measure(study: Study, case: Case, place: Place, check: bool) -> Iterator[Call]:
+    """Make an exchange ready; see Kind.measure. Collective."""
+    from ..bench.halo_cases import open_cases
+
+    of, world = case.factors, place.world
+    setting = _setting(case, world.processes)
+    with setting.plan(world) as plan:
+        ways = [str(of["transfer"])], [str(of["way"])]
+        with open_cases(world, setting, plan, *ways, check=check) as cases:
+            call = Call(cases[0].run)
+            if check:
+                spec = setting.spec
+                described = plan.describe(spec.dtype, spec.trail)
+                call.outcomes |= {
+                    "payload_bytes": max(world.gather(setting.sent_bytes(plan))),
+                    "wire_bytes": max(each.sent_bytes for each in described.ranks),
+                    "error": 0.0,
+                }
+            yield call
+
+
+def _setting(case: Case, ranks: int) -> Setting:
+    from ..bench.halo_cases import Setting
+    from ..darray.layout import balanced_grid
+    from ..darray.show import spec_of
+
+    of = case.factors
+    grids = {"rows": [ranks, 1], "columns": [1, ranks], "grid": balanced_grid(ranks, 2)}
+    split = str(of["split"])
+    widths = {"rows": (1, 0), "columns": (0, 1), "grid": (1, 1)}[split]
+    raw: dict[str, Any] = {
+        "shape": [of["rows"], of["columns"]],
+        "procs": grids[split],
+        "halo": [int(of["halo"]) * n for n in widths],
+        "boundary": of["boundary"],
+        "dtype": of["dtype"],
+        "trail": [of["values"]] if int(of["values"]) > 1 else [],
+        "wire": of["wire"],
+    }
+    return Setting("halo", spec_of(raw, f"case {case.id}"))
+
+
+NOT_COMPARED = ("way", "wire")  # factors in which what a case is compared with may differ
+CAPTION = (
+    "Sent: on the wire, by the rank that sends most, a call. Rate: bytes of its cells over the "
+    "median time. Times as fast: as the fastest of subarray, persistent and alltoallw, which send "
+    "the same cells raw, in this study; in brackets the interval, which takes in both medians'."
+)
+
+
+def _sections(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> list[Section]:
+    """Return rates of exchanges, beside the fastest of MPI's ways with datatypes."""
+    from ..report import units
+    from ..report.points import of_factors, times_as_fast, timing
+    from ..report.tables import Column, Section, tabulate
+
+    def rate(group: SeedGroup) -> str:
+        sent_bytes = group.mean("payload_bytes")
+        return units.digits(sent_bytes / group.time_s.value / 1e9) if sent_bytes else units.NONE
+
+    def sent(group: SeedGroup) -> str:
+        some = group.mean("payload_bytes")
+        return units.size(group.mean("wire_bytes")) if some else units.NONE
+
+    def times(group: SeedGroup) -> str:
+        some = group.mean("payload_bytes")
+        return times_as_fast(_fastest_of_mpi(group, groups), group) if some else units.NONE
+
+    names = [name for name in HALO.factors if len({group.factors[name] for group in groups}) > 1]
+    columns: list[Column[SeedGroup]] = [
+        Column("ranks", lambda g: str(g.ranks)),
+        *of_factors(names, groups),
+        *timing(file),
+        Column("sent", sent),
+        Column("rate\nGB/s", rate),
+        Column("times as fast", times),
+    ]
+    return [Section("Halos", tables=[tabulate("Halos", columns, groups, CAPTION)])]
+
+
+def _fastest_of_mpi(group: SeedGroup, groups: Sequence[SeedGroup]) -> SeedGroup | None:
+    """Return the fastest of MPI's ways on the same cells, None where there is none."""
+
+    def cells(of: SeedGroup) -> Factors:
+        return {name: value for name, value in of.factors.items() if name not in NOT_COMPARED}
+
+    found = [g for g in groups if g.factors["way"] in HALO_MPI_TYPES and cells(g) == cells(group)]
+    return min(found, key=lambda each: each.time_s.value, default=None)
+
+
+HALO = Kind(
+    factors={
+        "rows": positive("cells of the domain along axis 0", None),
+        "columns": positive("cells of the domain along axis 1", 1024),
+        "values": positive("values of a cell, which lie together", 1),
+        "halo": positive("cells around the box of a rank, along the axes that are split", 1),
+        "split": Factor("axes that are split", str, default="rows", check=one_of(SPLITS)),
+        "boundary": Factor(
+            "what lies beyond the domain along them", str, default="none", check=one_of(BOUNDARIES)
+        ),
+        "dtype": Factor("numbers", str, default="float32", check=one_of(BYTES)),
+        "wire": Factor("what travels: raw numbers or a format", str, "1", "raw", _check_wire),
+        "transfer": Factor(
+            "exchange, or accumulation of halos", str, default="exchange", check=one_of(TRANSFERS)
+        ),
+        "way": Factor(
+            "ours, in place or copied, or MPI's own",
+            str,
+            default=HALO_OURS,
+            check=one_of([*OURS, *BY_MPI]),
+        ),
+    },
+    work="rows",
+    used=_used,
+    fits=_fits,
+    time_s=_time_s,
+    sample="one exchange, from a barrier to its end on the slowest rank",
+    measure=_measure,
+    sections=_sections,
+    panels=("way", "transfer"),
+)

@@ -1,0 +1,331 @@
+"""Trainings: a job file whose keys are the factors; accuracy against bits and time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from math import isnan, nan
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..config import merge, validate
+from .base import ABSENT, Array, Factor, Factors, Kind, Measuring, Result, Series, Value, at_least
+
+if TYPE_CHECKING:
+    from ..report.figures import Map
+    from ..report.points import Layout, SeedGroup
+    from ..report.tables import Column, Section
+    from ..report.trainings import Trained
+    from ..signals import Caught
+    from ..study.cases import Case
+    from ..study.repeats import Place
+    from ..study.spec import Study
+    from ..study.study_file import StudyFile
+    from ..train.job import Job
+    from ..train.record import Record
+    from ..train.setup import Training
+
+_ROWS: dict[str, tuple[type, str]] = {  # key of a job: its type and what it is
+    "data.name": (str, "data set"),
+    "data.dir": (str, "directory of the data set"),
+    "data.test_share": (float, "share of the test samples"),
+    "data.split_seed": (int, "seed of the split into training and test samples"),
+    "model.name": (str, "model"),
+    "model.hidden": (int, "values of the hidden layer of lenet"),
+    "optimizer.name": (str, "optimizer"),
+    "optimizer.momentum": (float, "momentum"),
+    "optimizer.weight_decay": (float, "weight decay"),
+    "optimizer.nesterov": (bool, "whether momentum is Nesterov's"),
+    "schedule.warmup_epochs": (float, "epochs of the warm-up"),
+    "schedule.decay": (str, "decay of the learning rate"),
+    "schedule.gamma": (float, "factor on the learning rate at each milestone"),
+    "controller.name": (str, "what sets the learning rate"),
+    "gradient.aggregator": (str, "how gradients are averaged"),
+    "gradient.algorithm": (str, "algorithm of the all-reduce"),
+    "gradient.wire": (str, "format of the gradients on the wire"),
+    "gradient.scaling": (str, "scaling of gradients before encoding"),
+    "gradient.accumulate": (str, "how partial sums are kept"),
+    "gradient.rounding": (str, "rounding of gradients"),
+    "gradient.overflow": (str, "what gradients too large for the format become"),
+    "gradient.headroom": (str, "headroom of the shared scaling"),
+    "update.name": (str, "rule by which ranks update weights"),
+    "train.epochs": (int, "epochs"),
+    "train.batch": (int, "samples of a step, of all ranks together"),
+    "train.learning_rate": (float, "learning rate"),
+    "train.virtual_ranks": (int, "ranks that a process plays"),
+    "train.threads": (int, "threads of torch of a rank; 0: the cores it owns"),
+    "train.bucket_mib": (float, "MiB of gradients that are reduced together"),
+    "train.overlap": (bool, "whether gradients are reduced while backward goes on"),
+}
+
+
+def _used(given: Factors) -> dict[str, Value]:
+    """Return the factors that have a value; the job's are used for the others. See Kind.used."""
+    used = {name: value for name, value in given.items() if value != ABSENT}
+    if used.get("train.overlap") and int(used.get("train.virtual_ranks", 1)) > 1:
+        raise ValueError("train.overlap=true needs train.virtual_ranks=1")
+    return used
+
+
+def _fits(used: Factors, ranks: int) -> None:
+    """Any number of ranks can train; those without a sample in a batch idle."""
+
+
+def _time_s(used: Factors, ranks: int, repeats: int) -> float:
+    return 0.0  # only the data and the model would tell: run.case_time_s says
+
+
+class _Training(Measuring):
+    """A case of the kind "train": one visit trains to the end."""
+
+    def __init__(self, study: Study, case: Case, directory: Path) -> None:
+        super().__init__(study, case, directory)
+        self.job = _job(study, case)
+        self.virtual_ranks, self.timeout_s = self.job.train.virtual_ranks, self.job.train.timeout_s
+        self.training: Training | None = None
+        self.began = 0
+
+    def visit(self, place: Place, caught: Caught) -> None:
+        """Train from the last checkpoint to the end. Collective; see Measuring.visit."""
+        from ..train.loop import run
+        from ..train.progress import Display
+        from ..train.setup import Files, agreed, prepare
+
+        world = place.world
+        place.cores = "as the launcher has bound the ranks"
+        files = Files(self.directory / "record.h5", self.directory / "checkpoint.h5")
+        if world.process == 0:
+            self.directory.mkdir(parents=True, exist_ok=True)
+        data = agreed(world, self.job.data.load)
+        training = prepare(self.job, world, data, files)
+        training.resume()
+        self.began = training.iteration
+        run(training, caught, Display(world.process == 0, 1))
+        self.training, self.done = training, True
+
+    def result(self, place: Place) -> Result:
+        """Return the times of all steps, and how training went."""
+        assert self.training is not None, "visit has come to its end"
+        training = self.training
+        columns = training.record.arrays()
+        steps, epochs = columns["steps"], columns["epochs"]
+        times_s = np.full((len(steps["iteration"]), 3), np.nan)
+        times_s[:, 0] = steps["time_s"].sum(axis=1)
+        cold = [0, self.began] if self.began < len(times_s) else [0]
+        is_warmup = np.zeros(len(times_s), np.uint8)
+        for first in cold:
+            is_warmup[first : first + self.study.measure.warmup] = 1
+        outcomes = {
+            "wire_bytes": float(steps["wire_bytes"].max(axis=1).mean()),
+            "payload_bytes": 4 * sum(p.numel() for p in training.reducer.parameters),
+            "accuracy": 100 * float(epochs["test_accuracy"][-1]),
+            "loss": float(epochs["test_loss"][-1]),
+        }
+        environment = place.environment() | {
+            "torch_threads": str(training.provenance["torch_threads"])
+        }
+        series = _series(training.record, training.iterations_per_epoch)
+        return Result(times_s, is_warmup, outcomes, environment, series)
+
+
+def _job(study: Study, case: Case) -> Job:
+    """Return the study's job with the case's factors laid over it."""
+    from ..train.job import Job
+
+    raw: dict[str, Any] = dict(study.job)
+    for name, value in case.factors.items():
+        change: Any = value
+        for part in reversed(("train.seed" if name == "seed" else name).split(".")):
+            change = {part: change}
+        raw = merge(raw, change)
+    return validate(Job, raw | {"name": case.id}, f"case {case.id}")
+
+
+def _series(record: Record, iterations_per_epoch: int) -> Series:
+    columns = record.arrays()
+    steps, epochs, layers = columns["steps"], columns["epochs"], columns["layers"]
+    unknown = np.full(layers["nonzero"].shape, np.nan)  # where the method does not count them
+    losses = steps["loss"].reshape(-1, iterations_per_epoch).mean(axis=1)
+    return {
+        "training": {
+            "epoch": epochs["epoch"],
+            "test_accuracy": 100 * epochs["test_accuracy"],
+            "test_loss": epochs["test_loss"],
+            "train_loss": losses,
+            "epoch_time_s": epochs["time_s"],
+        },
+        "telemetry": {
+            "iteration": layers["iteration"],
+            "layer": np.array(record.layers, dtype=object),
+            "underflow": 100 * layers.get("underflow_share", unknown),
+            "saturated": 100 * layers.get("saturated_share", unknown),
+        },
+    }
+
+
+CAPTION = (
+    "Accuracy: of test samples at the end, mean ± sample standard deviation over seeds. Step: "
+    "median over the steps of all seeds. Training: mean over seeds of the time of all epochs. Bits "
+    "per value: bytes sent by the least number of values that must leave a rank, 2 (p - 1) / p of "
+    "all. Underflow: mean over layers and steps observed."
+)
+
+
+def _sections(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> list[Section]:
+    """Return a table, accuracy against bits and time, underflow by layer."""
+    from ..report.tables import Section, tabulate
+    from ..report.trainings import LAYER_SHARES, accuracy_charts, layer_charts, learning_charts
+
+    trained = [_trained(file, group, layout) for group in groups]
+    charts = [*accuracy_charts(file.name, trained), *learning_charts(file.name, trained)]
+    table = tabulate("Training", _columns(file, groups, layout), groups, CAPTION)
+    maps = [
+        chart
+        for name in LAYER_SHARES
+        if name in file.telemetry
+        for chart in layer_charts(
+            file.name, name, [_observations(file, group, layout, name) for group in groups]
+        )
+    ]
+    found = [Section("Training", tables=[table], charts=charts)]
+    return found + ([Section("Rounding by layer", charts=maps)] if maps else [])
+
+
+def _trained(file: StudyFile, group: SeedGroup, layout: Layout) -> Trained:
+    from ..report.points import label
+    from ..report.trainings import Trained
+
+    line = layout.line([group])
+    bit_bytes = 2 * (group.ranks - 1) / group.ranks * group.mean("payload_bytes") / 32
+    return Trained(
+        label(group.factors, ["ranks", *layout.panels]),
+        line.name,
+        line.style,
+        group.outcome("accuracy"),
+        group.mean("wire_bytes") if group.ranks > 1 else 0.0,
+        bit_bytes or nan,
+        _times_s(file, group),
+        *_curves(file, group),
+    )
+
+
+def _rows(group: SeedGroup) -> list[int]:
+    return [point.index for point in group.points]
+
+
+def _times_s(file: StudyFile, group: SeedGroup) -> Array:
+    """Return float64[seeds], the time of all epochs."""
+    if "epoch" not in file.training:
+        return np.full(len(group.points), nan)
+    return np.nansum(file.training["epoch_time_s"][_rows(group)], axis=1)
+
+
+def _curves(file: StudyFile, group: SeedGroup) -> tuple[Array, Array, Array]:
+    """Return epochs, and means over seeds of accuracy and loss by epoch."""
+    if "epoch" not in file.training:
+        return np.empty(0), np.empty(0), np.empty(0)
+    accuracy, loss = (file.training[f"test_{name}"][_rows(group)] for name in ("accuracy", "loss"))
+    ran = ~np.isnan(accuracy).all(axis=0)
+    means = accuracy[:, ran].mean(axis=0), loss[:, ran].mean(axis=0)
+    return file.training["epoch"][ran], *means
+
+
+def _columns(
+    file: StudyFile, groups: Sequence[SeedGroup], layout: Layout
+) -> list[Column[SeedGroup]]:
+    from ..report import units
+    from ..report.points import of_factors, timing
+    from ..report.tables import Column
+
+    def beside(group: SeedGroup) -> str:
+        base = _float32(group, groups)
+        if base is None or base is group:
+            return units.NONE
+        return units.signed(group.mean("accuracy") - base.mean("accuracy"))
+
+    def sent(group: SeedGroup) -> str:
+        some = group.mean("wire_bytes")
+        return units.NONE if isnan(some) else f"{some:,.0f} B"
+
+    def bits(group: SeedGroup) -> str:
+        least = 2 * (group.ranks - 1) / group.ranks * group.mean("payload_bytes")
+        return units.digits(32 * group.mean("wire_bytes") / least) if least else units.NONE
+
+    _, *step = timing(file, "step")
+    return [
+        Column("ranks", lambda g: str(g.ranks)),
+        *of_factors([*file.weak, *layout.panels], groups),
+        Column("gradients", lambda g: layout.line([g]).name, numbers=False),
+        Column("seeds", lambda g: str(len(g.points))),
+        Column("accuracy\n%", lambda g: units.with_deviation(g.outcome("accuracy"))),
+        Column("to float32\npoints", beside),
+        *step,
+        Column("training\ns", lambda g: units.digits(float(_times_s(file, g).mean()))),
+        Column("sent per\nstep, rank", sent),
+        Column("bits per\nvalue", bits),
+        Column("under-\nflow %", partial(_underflow, file)),
+    ]
+
+
+AGGREGATOR = "gradient.aggregator"
+
+
+def _float32(group: SeedGroup, groups: Sequence[SeedGroup]) -> SeedGroup | None:
+    """Return the points that differ only in that their gradients travel as float32."""
+
+    def rest(of: SeedGroup) -> Mapping[str, Value]:
+        return {k: v for k, v in of.factors.items() if not k.startswith("gradient.")}
+
+    found = (g for g in groups if g.factors.get(AGGREGATOR) == "none" and rest(g) == rest(group))
+    return next(found, None)
+
+
+def _observed(file: StudyFile, group: SeedGroup, name: str) -> Array:
+    """Return float64[samples, layers], the mean over seeds, without samples that none has."""
+    if name not in file.telemetry:
+        return np.empty((0, 0))
+    ran = (file.telemetry["iteration"][_rows(group)] >= 0).all(axis=0)
+    mean: Array = file.telemetry[name][_rows(group)][:, ran].mean(axis=0)
+    return mean
+
+
+def _underflow(file: StudyFile, group: SeedGroup) -> str:
+    from ..report import units
+
+    shares = _observed(file, group, "underflow")
+    shares = shares[np.isfinite(shares)]
+    if group.factors.get(AGGREGATOR) == "none" or not shares.size:
+        return units.NONE
+    return f"{np.mean(shares):.2f}"
+
+
+def _observations(file: StudyFile, group: SeedGroup, layout: Layout, name: str) -> tuple[str, Map]:
+    from ..report.points import label
+    from ..report.trainings import layer_map
+
+    at = file.telemetry["iteration"][group.points[0].index]
+    values = _observed(file, group, name).T
+    layers = [str(layer) for layer in file.telemetry["layer"]]
+    panel = label(group.factors, ["ranks", *layout.panels])
+    line = layout.line([group]).name
+    return panel, layer_map(line, at[at >= 0][: values.shape[1]], layers, values)
+
+
+TRAIN = Kind(
+    factors={
+        **{name: Factor(text, kind) for name, (kind, text) in _ROWS.items()},
+        "seed": Factor("seed of weights and order", int, default=0, check=at_least(0)),
+    },
+    work="train.batch",
+    used=_used,
+    fits=_fits,
+    time_s=_time_s,
+    sample="one step: the sum over its phases of the slowest rank's time in each",
+    measure=_Training,
+    sections=_sections,
+    panels=("data.name", "model.name"),
+    needs_job=True,
+    groups=("training", "telemetry"),
+)

@@ -1,0 +1,50 @@
+"""Names of methods and what goes together, for login nodes too: plain data that loads nothing."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+ACCUMULATES = ("requantise", "float32", "kahan")
+EXACT = "exact"  # the way to accumulate that every algorithm knows
+SCALINGS = ("none", "static:K", "aps", "tile")
+MAX_SUM_BITS = 32  # of an integer that travels
+
+
+class Accumulation(NamedTuple):
+    """How partial sums may be kept in an algorithm; default: one of the ways."""
+
+    ways: tuple[str, ...]
+    default: str
+
+
+_REQUANTISE = Accumulation(("requantise",), "requantise")
+ALGORITHMS = {  # of the all-reduce; collectives.schedules has their rounds
+    "ring": _REQUANTISE,
+    "rhd": _REQUANTISE,
+    "tree": _REQUANTISE,
+    "dbtree": _REQUANTISE,
+    "direct": Accumulation(ACCUMULATES, "float32"),
+    "hier": Accumulation(ACCUMULATES, "float32"),
+    "gather": Accumulation(ACCUMULATES, "requantise"),
+}
+
+BASELINES = {  # all-reduces of other libraries: the wires they know, and how they sum in them
+    "mpi": {"raw": "float32"},
+    "gloo": {"raw": "float32", "bf16": "requantise"},
+}
+
+MEMCPY = "memcpy"
+CODEC_OPERATIONS = (  # bench.codec carries them out
+    "encode",
+    "encode tile",
+    "stochastic",
+    "decode",
+    "decode_add",
+    "hop",
+    "hop tile",
+)
+
+HALO_OURS = "cpdhpc"
+HALO_COPIED = "cpdhpc, copied"  # owned cells lie elsewhere and are copied too
+HALO_MPI_TYPES = ("subarray", "subarray, persistent", "alltoallw")  # MPI's ways without packing
+HALO_PACKED = "packed"

@@ -1,0 +1,115 @@
+"""Where the cases of a study stand: by their files, by the claims of their batches, by Slurm."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from .cases import Case, batches, expand
+from .folder import Claim, Folder, Job, JobAlive, read_claim, unknown
+from .slurm import queue
+from .spec import Study
+
+TAIL = 12  # lines of a log
+TAIL_BYTES = 4096
+STATES = ("finished", "running", "pending", "failed", "missing")
+
+
+@dataclass(frozen=True)
+class State:
+    """Where a case stands: one of STATES, with a word on why."""
+
+    case: Case
+    batch: int
+    state: str
+    detail: str
+
+
+def states(study: Study, folder: Folder, job_alive: JobAlive = unknown) -> list[State]:
+    """Return where every case stands, by its file and the claim of its batch.
+
+    job_alive: whether a job of Slurm waits or runs
+    """
+    found = []
+    for job in batches(study, expand(study).cases):
+        claim = read_claim(folder.claim_file(job.number))
+        alive = False if claim is None else claim.alive(job_alive)
+        found += [
+            State(case, job.number, *_state(folder, case, claim, alive)) for case in job.cases
+        ]
+    return found
+
+
+def _state(folder: Folder, case: Case, claim: Claim | None, alive: bool | None) -> tuple[str, str]:
+    if folder.finished(case):
+        return "finished", ""
+    failure = folder.failure(case)
+    if failure:
+        return "failed", failure
+    if claim is not None and alive is not False:
+        doubt = "" if alive else ", or dead: not known here"
+        return "running", f"since {claim.started} on {claim.host}{doubt}"
+    if folder.case_file(case).exists():
+        return "missing", f"{folder.case_file(case).name} is damaged or another case's"
+    if claim is not None and claim.state == "running":
+        return "failed", f"its batch, started {claim.started} on {claim.host}, died"
+    return "missing", "" if claim is None else f"its batch {claim.state}"
+
+
+def newest(jobs: Iterable[Job]) -> dict[int, Job]:
+    """Return the last job of each batch."""
+    return {batch: job for job in jobs for batch in job.batches}
+
+
+def with_slurm(
+    found: list[State], folder: Folder, jobs: list[Job], states: queue.States
+) -> list[State]:
+    """Return where every case stands, for those that are not finished as their jobs stand."""
+    last = newest(jobs)
+    return [
+        _refined(each, folder.failure(each.case), last[each.batch], states)
+        if each.state != "finished" and each.batch in last
+        else each
+        for each in found
+    ]
+
+
+def _refined(each: State, failure: str, job: Job, states: queue.States) -> State:
+    known = f"job {job.shown(each.batch)}"
+    said = states.get((job.number, job.batches[each.batch]))
+    if said is None or said.name != job.name:
+        told = f": {each.detail}" if each.detail else ""
+        return replace(each, state="failed", detail=f"{known}: Slurm has forgotten it{told}")
+    reason = f" ({said.reason})" if said.reason else ""
+    if said.state == "PENDING":
+        return replace(each, state="pending", detail=known + reason)
+    told = f": {failure}" if failure else ""
+    if said.live:  # a batch begins without failures: one that is there is of this run
+        state = "failed" if failure else "running"
+        return replace(each, state=state, detail=f"{known} {said.state}{told}")
+    code = "" if said.exit_code is None else f", exit code {said.exit_code}"
+    return replace(each, state="failed", detail=f"{known} {said.state}{code}{reason}{told}")
+
+
+def endings(found: list[State], folder: Folder, jobs: list[Job]) -> list[str]:
+    """Return the last lines of the logs of jobs with failed cases."""
+    last = newest(jobs)
+    failed = dict.fromkeys(each.batch for each in found if each.state == "failed")
+    lines = []
+    for batch in failed:
+        if batch in last:
+            log = last[batch].log(folder, batch)
+            lines += [f"{log}:", *(f"    | {line}" for line in tail(log))]
+    return lines
+
+
+def tail(path: Path) -> list[str]:
+    """Return the last lines of a log that are not empty."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+            text = file.read().decode(errors="replace")
+    except OSError as error:
+        return [f"cannot be read: {error.strerror}"]
+    return [line.rstrip() for line in text.splitlines() if line.strip()][-TAIL:]
