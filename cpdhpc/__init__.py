@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .world.mpi import World as World
     from .world.ranks import RankFailure as RankFailure
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _EXPORTS = {  # public name -> the module that has it, imported when first asked for
     "Cast": "cpdhpc.formats",
