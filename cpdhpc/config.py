@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import difflib
-import json
 import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import tomli_w
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
@@ -200,34 +200,17 @@ def keys(model: type[Any], loc: tuple[Any, ...] = ()) -> list[str]:
     return list(here.get("properties", {}))
 
 
-def dump_toml(raw: Raw, path: str = "") -> str:
-    """Return tables as TOML text; keys that are None are left out.
-
-    path: of the table that raw is, with a dot at its end
-    """
-    plain = {k: v for k, v in raw.items() if v is not None and not isinstance(v, dict)}
-    lines = [f"{_key(key)} = {_literal(value)}" for key, value in plain.items()]
-    for name, table in raw.items():
-        if isinstance(table, dict):
-            here = path + _key(name)
-            lines += ["", f"[{here}]", dump_toml(table, f"{here}.").rstrip("\n")]
-    return "\n".join(lines).lstrip("\n") + "\n"
+def dump_toml(raw: Raw) -> str:
+    """Return tables as TOML text; keys that are None are left out."""
+    return tomli_w.dumps(_without_none(raw))
 
 
-def _key(key: str) -> str:
-    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else json.dumps(key, ensure_ascii=False)
-
-
-def _literal(value: Any) -> str:
+def _without_none(value: Any) -> Any:
     if isinstance(value, dict):
-        pairs = (f"{_key(key)} = {_literal(item)}" for key, item in value.items())
-        return f"{{ {', '.join(pairs)} }}"
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
     if isinstance(value, list | tuple):
-        return f"[{', '.join(_literal(item) for item in value)}]"
-    if isinstance(value, float):
-        return repr(value)  # TOML writes inf and nan as Python does
-    # Strings, integers and truth values look alike in JSON and TOML.
-    return json.dumps(value, ensure_ascii=False)
+        return [_without_none(item) for item in value]
+    return value
 
 
 def difference(one: str, other: str, ignored: Iterable[str] = ()) -> str | None:
