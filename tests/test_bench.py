@@ -13,7 +13,7 @@ import xarray
 from training import mpirun
 
 from cpdhpc import store
-from cpdhpc.bench.allreduce import Case, Data, cases_of_size, integer_data, normal_data
+from cpdhpc.bench.allreduce import Data, TimedCase, cases_of_size, integer_data, normal_data
 from cpdhpc.bench.harness import interleave, interleave_ranks
 from cpdhpc.cli import main
 from cpdhpc.collectives.allreduce import Allreduce
@@ -66,14 +66,14 @@ class _Rank(Loopback):
         self.ranks, self.hosted = ranks, range(rank, rank + 1)
 
 
-def wrong(by: float, exact: bool) -> Case:
+def wrong(by: float, exact: bool) -> TimedCase:
     data, out = Data(np.ones(8, np.float32), np.ones(8)), np.empty(8, np.float32)
 
     def run() -> None:
         out[:] = data.x
         out[3] += by
 
-    return Case("ring", "raw", "-", "float32", data, out, run, exact=exact)
+    return TimedCase("ring", "raw", "-", "float32", data, out, run, exact=exact)
 
 
 def test_a_wrong_sum_is_noticed_and_an_error_measured() -> None:

@@ -31,7 +31,7 @@ MARKERS = "os^Dv<>pPX*hd"
 ANY = "any"  # algorithm: exact sums are the same in all
 
 
-class Case(NamedTuple):
+class AccuracyCase(NamedTuple):
     """How a sum was formed, and its relative error, the median over seeds."""
 
     ranks: int
@@ -71,7 +71,7 @@ def error(xs: list[npt.NDArray[np.float32]], method: Allreduce) -> float:
     return float(np.linalg.norm(result - exact) / np.linalg.norm(exact))
 
 
-def cases(ranks: int, wire: str, n: int, seeds: int) -> Iterator[Case]:
+def cases(ranks: int, wire: str, n: int, seeds: int) -> Iterator[AccuracyCase]:
     """Yield every way of summing that fits the format, with its error."""
     inputs = [contributions(ranks, n, seed) for seed in range(seeds)]
     ways = [(name, each) for name, row in SCHEDULES.items() for each in row.accumulates]
@@ -83,10 +83,10 @@ def cases(ranks: int, wire: str, n: int, seeds: int) -> Iterator[Case]:
                 errors = [error(xs, method) for xs in inputs]
             except ValueError:  # exact sums: not with tile scaling, nor of too wide a range
                 continue
-            yield Case(ranks, wire, algorithm, accumulate, label, float(np.median(errors)))
+            yield AccuracyCase(ranks, wire, algorithm, accumulate, label, float(np.median(errors)))
 
 
-def table(found: list[Case]) -> str:
+def table(found: list[AccuracyCase]) -> str:
     """Return a Markdown table for one number of ranks and one format: methods by scaling."""
     errors = {(case.method, case.scaling): case.error for case in found}
     lines = [
@@ -100,7 +100,7 @@ def table(found: list[Case]) -> str:
     return "\n".join(lines)
 
 
-def draw(found: list[Case], path: Path) -> None:
+def draw(found: list[AccuracyCase], path: Path) -> None:
     """Draw error against ranks, a panel for each format and each of two scalings."""
     from matplotlib.figure import Figure
 
@@ -149,7 +149,7 @@ def run(args: argparse.Namespace) -> None:
         wires = [parse_format(name).name and name for name in args.formats.split(",")]
     except ValueError as problem:
         raise ConfigError(f"bench accuracy: {problem}") from None
-    found: list[Case] = []
+    found: list[AccuracyCase] = []
     for wire in wires:
         for count in ranks:
             one = list(cases(count, wire, args.values, args.seeds))

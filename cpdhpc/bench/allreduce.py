@@ -77,7 +77,7 @@ def normal_data(n: int, world: Ranks) -> Data:
 
 
 @dataclass
-class Case:
+class TimedCase:
     """A call to time, and what is known of it.
 
     exact: whether the sum must be exact, and so the data integers
@@ -131,11 +131,11 @@ class Case:
         self.error = float(np.linalg.norm(self.out - self.data.total)) / norm if norm else 0.0
 
 
-def schedule_case(world: Ranks, method: Allreduce, data: Data, out: Array) -> Case:
+def schedule_case(world: Ranks, method: Allreduce, data: Data, out: Array) -> TimedCase:
     """Return the case of an all-reduce of ours."""
     packed = method.fmt is not None
     known = method.algorithm in SCHEDULES
-    return Case(
+    return TimedCase(
         algorithm=method.algorithm,
         wire=str(method.wire),
         scaling=(method.scaling or method.parsed_scaling.kind) if packed else "-",
@@ -150,37 +150,39 @@ def schedule_case(world: Ranks, method: Allreduce, data: Data, out: Array) -> Ca
     )
 
 
-def _mpi(world: Ranks, ints: Data, normal: Data, out: Array) -> Case:
+def _mpi(world: Ranks, ints: Data, normal: Data, out: Array) -> TimedCase:
     """MPI_Allreduce of float32, called without any of ours around it."""
     run = lambda: world.sum_by_mpi(out, ints.x)  # noqa: E731
-    return Case("mpi", "raw", "-", "float32", ints, out, run)
+    return TimedCase("mpi", "raw", "-", "float32", ints, out, run)
 
 
-def _gloo(world: Ranks, ints: Data, normal: Data, out: Array) -> Case:
+def _gloo(world: Ranks, ints: Data, normal: Data, out: Array) -> TimedCase:
     """Gloo in float32, in place, as DDP does."""
     from .baselines import sum_float32
 
     def fill() -> None:
         out[:] = ints.x
 
-    return Case("gloo", "raw", "-", "float32", ints, out, lambda: sum_float32(out), prepare=fill)
+    return TimedCase(
+        "gloo", "raw", "-", "float32", ints, out, lambda: sum_float32(out), prepare=fill
+    )
 
 
-def _gloo_bfloat16(world: Ranks, ints: Data, normal: Data, out: Array) -> Case:
+def _gloo_bfloat16(world: Ranks, ints: Data, normal: Data, out: Array) -> TimedCase:
     """Gloo in bfloat16, with the conversions, as DDP's hook does."""
     from .baselines import sum_bfloat16
 
     run = lambda: sum_bfloat16(normal.x, out)  # noqa: E731
-    return Case("gloo", "bf16", "none", "requantise", normal, out, run, exact=False)
+    return TimedCase("gloo", "bf16", "none", "requantise", normal, out, run, exact=False)
 
 
-Baseline = Callable[[Ranks, Data, Data, Array], Case]
+Baseline = Callable[[Ranks, Data, Data, Array], TimedCase]
 BASELINES: dict[str, Baseline] = {"mpi": _mpi, "gloo": _gloo, "gloo-bf16": _gloo_bfloat16}
 
 
 def cases_of_size(
     world: Ranks, size_bytes: int, methods: Sequence[Allreduce], baselines: Sequence[str]
-) -> list[Case]:
+) -> list[TimedCase]:
     """Return the checked cases of a size, baselines first. Collective."""
     n = size_bytes // 4
     ints, normal, out = integer_data(n, world), normal_data(n, world), np.empty(n, np.float32)
@@ -200,7 +202,7 @@ class Row(NamedTuple):
     """A case at a size: times_s float64[repeats, processes], predicted_s or nan."""
 
     size_bytes: int
-    case: Case
+    case: TimedCase
     times_s: Times
     predicted_s: float
 
@@ -340,7 +342,7 @@ def measure(
     return rows
 
 
-def predicted_s(machine: Machine | None, case: Case, world: Ranks) -> float:
+def predicted_s(machine: Machine | None, case: TimedCase, world: Ranks) -> float:
     """Return the predicted time of a case, nan where there is no machine, or not our algorithm."""
     if machine is None or case.method is None:
         return np.nan

@@ -91,7 +91,7 @@ def sum(world: Ranks, arrays: Sequence[Array]) -> Array:
     """Return the sum of all ranks' arrays, added in the order of ranks. Collective.
 
     arrays: one for each hosted rank, of one shape and one dtype from SUMMED everywhere
-    The result is new; it has the same bits on all ranks, however they are dealt to processes.
+    The result is new; it has the same bits on all ranks, whichever processes they are on.
     Up to GATHERED_BYTES the arrays are gathered, else each rank sums a part: a rank sends
     2 (ranks - 1) / ranks of an array's bytes. int64 wraps around.
     Raises TypeError and ValueError on all ranks alike, before arrays move; else as engine.run.

@@ -21,7 +21,7 @@ from .bucket import Bucket
 class LowBit(Aggregator):
     """The mean of gradients that are rounded to a format before they travel.
 
-    The options are those of comm.allreduce; the file of a machine is read once. Raises ValueError
+    The options are those of cpdhpc.allreduce; the file of a machine is read once. Raises ValueError
     where one is unknown or does not go with another.
     Source: Han, Demmel, You: Auto-precision scaling, arXiv 1911.08907 (scaling "aps").
     """

@@ -27,7 +27,7 @@ from .bucket import Bucket
 class NoCompression(Aggregator):
     """The mean in float32. algorithm: that of the all-reduce; "mpi" is the library's own.
 
-    machine: for "auto", as for comm.allreduce; a file is read once
+    machine: for "auto", as for cpdhpc.allreduce; a file is read once
     Raises ValueError for an unknown algorithm, or a machine for another one than "auto".
     """
 

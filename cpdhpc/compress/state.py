@@ -13,7 +13,7 @@ from ..partition import split
 
 Array = npt.NDArray[Any]
 Key = tuple[str, str]  # layer, name
-Redeal = Literal["sum", "copy", "drop"]
+Redistribution = Literal["sum", "copy", "drop"]
 
 
 @dataclass
@@ -21,11 +21,11 @@ class Entry:
     """An array that a method keeps.
 
     array: of own entries [hosted ranks, *shape], of shared ones as it was made
-    redeal: what becomes of an own entry at another number of ranks; None: shared by all ranks
+    redistribution: what becomes of an own entry at another number of ranks; None: it is shared
     """
 
     array: Array
-    redeal: Redeal | None
+    redistribution: Redistribution | None
 
 
 class State:
@@ -45,26 +45,27 @@ class State:
         layer: str,
         name: str,
         shape: Sequence[int],
-        redeal: Redeal = "sum",
+        redistribution: Redistribution = "sum",
         dtype: npt.DTypeLike = np.float32,
     ) -> list[Array]:
         """Return dtype[shape] of each hosted rank, zeros at first.
 
-        redeal: at another number of ranks "sum" keeps the sum over ranks, each getting that of a
-            part of the values, as residuals need it; "copy" gives rank r what r modulo the former
-            number had; "drop" begins with zeros
-        Raises ValueError where the entry has another shape, dtype or redeal, or a "/" in its name.
+        redistribution: at another number of ranks "sum" keeps the sum over ranks, as residuals
+            need it, each rank getting that of a part of the values; "copy" gives rank r what r
+            modulo the former number had; "drop" begins with zeros
+        Raises ValueError where the entry is another by shape, dtype or redistribution, or has a
+        "/" in its name.
         """
-        if redeal not in get_args(Redeal):
-            known = ", ".join(get_args(Redeal))
-            raise ValueError(f"State.own: redeal={redeal!r}: known are {known}")
-        wanted = (len(self.hosted), *shape), np.dtype(dtype), redeal
-        entry = self._entry(layer, name, lambda: Entry(np.zeros(*wanted[:2]), redeal))
-        found = entry.array.shape, entry.array.dtype, entry.redeal
+        if redistribution not in get_args(Redistribution):
+            known = ", ".join(get_args(Redistribution))
+            raise ValueError(f"State.own: redistribution={redistribution!r}: known are {known}")
+        wanted = (len(self.hosted), *shape), np.dtype(dtype), redistribution
+        entry = self._entry(layer, name, lambda: Entry(np.zeros(*wanted[:2]), redistribution))
+        found = entry.array.shape, entry.array.dtype, entry.redistribution
         if found != wanted:
             raise ValueError(
-                f"State.own: {name!r} of layer {layer!r} has shape, dtype and redeal {found}: "
-                f"asked for {wanted}"
+                f"State.own: {name!r} of layer {layer!r} has shape, dtype and "
+                f"redistribution {found}: asked for {wanted}"
             )
         return list(entry.array)
 
@@ -74,7 +75,7 @@ class State:
         Raises ValueError where ranks have an entry each of this name, or it has a "/" in it.
         """
         entry = self._entry(layer, name, lambda: Entry(make(), None))
-        if entry.redeal is not None:
+        if entry.redistribution is not None:
             raise ValueError(f"State.shared: {name!r} of layer {layer!r}: each rank has its own")
         return entry.array
 
@@ -94,7 +95,7 @@ class State:
         self._entries[key] = entry
 
 
-def dealt(rows: Array, redeal: Redeal, hosted: range, ranks: int) -> Array:
+def redistributed(rows: Array, redistribution: Redistribution, hosted: range, ranks: int) -> Array:
     """Return what the hosted ranks of a run of so many ranks get of an own entry.
 
     rows: [former ranks, *shape]; returns [hosted ranks, *shape] of the same dtype
@@ -103,10 +104,10 @@ def dealt(rows: Array, redeal: Redeal, hosted: range, ranks: int) -> Array:
     former = len(rows)
     if former == ranks:
         return rows[hosted.start : hosted.stop].copy()
-    if redeal == "copy":
+    if redistribution == "copy":
         return rows[[rank % former for rank in hosted]]
     given = np.zeros((len(hosted), *rows.shape[1:]), rows.dtype)
-    if redeal == "sum":
+    if redistribution == "sum":
         wide = np.float64 if rows.dtype.kind == "f" else np.int64
         total = rows.reshape(former, -1).sum(axis=0, dtype=wide).astype(rows.dtype)
         for row, rank in zip(given.reshape(len(hosted), -1), hosted, strict=True):

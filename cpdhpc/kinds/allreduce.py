@@ -16,7 +16,7 @@ from ..methods import ACCUMULATES, ALGORITHMS, BASELINES, EXACT, MAX_SUM_BITS, S
 from .base import ABSENT, Call, Factor, Factors, Kind, Value, float32_size, one_of
 
 if TYPE_CHECKING:
-    from ..bench.allreduce import Case as Timed
+    from ..bench.allreduce import TimedCase
     from ..report.figures import Chart, Series
     from ..report.points import Estimate, Layout, Line, Panels, SeedGroup
     from ..report.tables import Section, Table
@@ -131,7 +131,7 @@ def _measure(study: Study, case: Case, place: Place, check: bool) -> Iterator[Ca
         yield call
 
 
-def _timed(world: World, factors: Factors) -> Timed:
+def _timed(world: World, factors: Factors) -> TimedCase:
     """Return the call of a case, not checked yet."""
     import numpy as np
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from .. import store
-from ..compress.state import Entry, Redeal, State, dealt
+from ..compress.state import Entry, Redistribution, State, redistributed
 from ..config import ConfigError, UserError, difference, validate, value_of
 from ..world.ranks import Ranks
 from .job import MAY_DIFFER, Job
@@ -169,8 +169,8 @@ def save_states(world: Ranks, path: Path, states: States) -> None:
 
 
 def _room(entry: Entry, ranks: int) -> store.Room:
-    shape = entry.array.shape if entry.redeal is None else (ranks, *entry.array.shape[1:])
-    return store.Room(shape, entry.array.dtype, {"redeal": entry.redeal or SHARED})
+    shape = entry.array.shape if entry.redistribution is None else (ranks, *entry.array.shape[1:])
+    return store.Room(shape, entry.array.dtype, {"redistribution": entry.redistribution or SHARED})
 
 
 def _write_rows(world: Ranks, path: Path, offset: int | None, entry: Entry) -> None:
@@ -178,7 +178,7 @@ def _write_rows(world: Ranks, path: Path, offset: int | None, entry: Entry) -> N
     if offset is None:  # no byte in it
         return
     array, shape = np.ascontiguousarray(entry.array), entry.array.shape
-    if entry.redeal is None:
+    if entry.redistribution is None:
         mine = array.reshape(-1)[: array.size if world.process == 0 else 0]
         world.write_box(path, offset, (array.size,), (0,), mine)
     else:
@@ -187,30 +187,30 @@ def _write_rows(world: Ranks, path: Path, offset: int | None, entry: Entry) -> N
 
 
 def load_states(world: Ranks, path: Path, states: States) -> None:
-    """Give methods what they kept, dealt anew where the number of ranks is another. Collective.
+    """Give methods what they kept, redistributed where the number of ranks is another. Collective.
 
     Raises UserError on all processes alike where it is missing or damaged.
     """
     error: Exception | None = None
     try:
-        for name, redeal in store.datasets(path, "redeal").items():
+        for name, redistribution in store.datasets(path, "redistribution").items():
             who, _, key = name.partition("/")
             layer, _, entry = key.rpartition("/")
-            states[who].put((layer, entry), _read_rows(world, path, name, redeal))
+            states[who].put((layer, entry), _read_rows(world, path, name, redistribution))
     except (OSError, KeyError, UserError) as found:
         error = CheckpointError(f"{path}: {found}")
     world.agree(error, "resume")
 
 
-def _read_rows(world: Ranks, path: Path, name: str, redeal: str) -> Entry:
+def _read_rows(world: Ranks, path: Path, name: str, redistribution: str) -> Entry:
     shape = store.dataset_shape(path, name)
-    rows = world.hosted if redeal != SHARED and shape[0] == world.ranks else range(0)
+    rows = world.hosted if redistribution != SHARED and shape[0] == world.ranks else range(0)
     box = (slice(rows.start, rows.stop),) if rows else ()
     array = store.read_box(path, name, box)
-    if redeal == SHARED:
+    if redistribution == SHARED:
         return Entry(array, None)
-    if redeal not in get_args(Redeal):
-        raise CheckpointError(f"{name}: redeal={redeal!r}: unknown")
+    if redistribution not in get_args(Redistribution):
+        raise CheckpointError(f"{name}: redistribution={redistribution!r}: unknown")
     if rows:
-        return Entry(array, redeal)  # type: ignore[arg-type]  # one of them
-    return Entry(dealt(array, redeal, world.hosted, world.ranks), redeal)  # type: ignore[arg-type]
+        return Entry(array, redistribution)  # type: ignore[arg-type]  # one of them
+    return Entry(redistributed(array, redistribution, world.hosted, world.ranks), redistribution)  # type: ignore[arg-type]

@@ -102,7 +102,7 @@ class Cache:
 
 
 class Ranks(ABC):
-    """Ranks dealt to processes in blocks of virtual_ranks.
+    """Ranks, given to processes in blocks of virtual_ranks.
 
     process, processes: this process and how many there are; ranks: number of ranks
     hosted: the ranks of this process; rank: the first of them; size: ranks, as MPI names it
