@@ -137,7 +137,7 @@ def read(
             return groups, {key: _plain(value) for key, value in file.attrs.items()}
     except FileNotFoundError:
         raise StoreError(f"{path}: there is no such file") from None
-    except (OSError, AttributeError) as error:
+    except (OSError, AttributeError, KeyError, RuntimeError) as error:  # the latter: damaged
         raise StoreError(f"{path}: is not an HDF5 file of cpdhpc: {error}") from None
 
 
@@ -254,23 +254,25 @@ def dataset_shape(path: Path, name: str) -> tuple[int, ...]:
         raise StoreError(f"{path}: is not an HDF5 file: {error}") from None
 
 
-def datasets(path: Path, attribute: str) -> dict[str, Any]:
-    """Return the datasets of a file, in all groups, with an attribute that each of them has.
+def datasets(path: Path) -> dict[str, dict[str, Any]]:
+    """Return the datasets of a file, in all groups, with their attributes.
 
     Raises StoreError where the file is missing or is not HDF5.
     """
     import h5py
 
-    found: dict[str, Any] = {}
+    found: dict[str, dict[str, Any]] = {}
 
     def visit(name: str, item: Any) -> None:
         if isinstance(item, h5py.Dataset):
-            found[name] = _plain(item.attrs[attribute])
+            found[name] = {key: _plain(value) for key, value in item.attrs.items()}
 
     try:
         with h5py.File(path, "r") as file:
             file.visititems(visit)
-    except (OSError, KeyError) as error:
+    except FileNotFoundError:
+        raise StoreError(f"{path}: there is no such file") from None
+    except (OSError, KeyError, RuntimeError) as error:  # the latter: damaged
         raise StoreError(f"{path}: is not an HDF5 file of cpdhpc: {error}") from None
     return found
 

@@ -107,4 +107,12 @@ def wrong_calls(world, wrong):
         (lambda: sparse.neighbours(world, one({ranks: x}, empty)), ValueError, "another of"),
         (lambda: sparse.neighbours(world, one({first: x}, empty)), ValueError, "another of"),
         (lambda: sparse.neighbours(world, one({-1: x}, empty)), ValueError, "another of"),
+        (lambda: sparse.neighbours(world, one({0.5: x}, empty)), ValueError, "another of"),
+        (lambda: sparse.neighbours(world, one({"1": x}, empty)), ValueError, "another of"),
+        (lambda: sparse.neighbours(world, one({True: x}, empty)), ValueError, "another of"),
+        (lambda: sparse.neighbours(world, one([1], empty)), TypeError, "must be a dict"),
+        (lambda: sparse.neighbours(world, one(None, empty)), TypeError, "must be a dict"),
+        (lambda: sparse.neighbours(world, None if wrong else empty), TypeError, "must be a list"),
+        (lambda: sparse.sum(world, None if wrong else good), TypeError, "must be a list"),
+        (lambda: sparse.broadcast(world, root(x), "0" if wrong else 0), ValueError, "0.."),
     ]  # fmt: skip

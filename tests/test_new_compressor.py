@@ -114,16 +114,42 @@ def test_at_another_number_of_ranks_the_sum_is_kept(tmp_path: Path, later: int) 
 
 
 @pytest.mark.usefixtures("row")
-@pytest.mark.parametrize("damage", ["missing", "cut"])
+@pytest.mark.parametrize("damage", ["missing", "cut", "other", "flips"])
 def test_residuals_that_are_lost_are_told(tmp_path: Path, damage: str) -> None:
     job = small_job(**TOPK)
     files = Files.of(tmp_path, job)
     run_job(job, Loopback(2), tmp_path)
     (kept,) = tmp_path.glob("*.state-*.h5")
+    content = kept.read_bytes()
     if damage == "missing":
         kept.unlink()
+    elif damage == "cut":
+        kept.write_bytes(content[:2000])
+    elif damage == "other":  # of the same job with another rate
+        (tmp_path / "other").mkdir()
+        job = small_job(train={"learning_rate": 0.2}, **TOPK)
+        run_job(job, Loopback(2), tmp_path / "other")
+        shutil.copy(next((tmp_path / "other").glob("*.state-*.h5")), kept)
+        job = small_job(**TOPK)
     else:
-        kept.write_bytes(kept.read_bytes()[:2000])
+        resumed = prepare(job, Loopback(2), small_data(), files)
+        resumed.resume()
+        rng, refused = np.random.default_rng(0), 0
+        for _ in range(60):
+            bad = bytearray(content)
+            bad[rng.integers(len(bad))] ^= 1 << int(rng.integers(8))
+            kept.write_bytes(bad)
+            training = prepare(job, Loopback(2), small_data(), files)
+            try:
+                training.resume()
+            except UserError:
+                refused += 1
+                continue
+            assert residuals(training) == residuals(resumed)  # in a byte that nothing uses
+        assert refused > 20
+        bad = bytearray(content)
+        bad[len(bad) // 2 :] = bytes(len(bad) - len(bad) // 2)
+        kept.write_bytes(bad)
     with pytest.raises(UserError, match=kept.name):
         prepare(job, Loopback(2), small_data(), files).resume()
 

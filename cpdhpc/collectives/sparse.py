@@ -63,8 +63,8 @@ def broadcast(world: Ranks, arrays: Sequence[Array | None], root_rank: int) -> A
 
     def check() -> tuple[object, list[int]]:
         _check_number("broadcast", world, arrays)
-        if not 0 <= root_rank < world.ranks:
-            raise ValueError(f"broadcast: root_rank={root_rank}: must be 0..{world.ranks - 1}")
+        if not _is_rank(root_rank, world):
+            raise ValueError(f"broadcast: root_rank={root_rank!r}: must be 0..{world.ranks - 1}")
         numbers = [0, 0]
         for rank, x in zip(world.hosted, arrays, strict=True):
             if rank == root_rank:
@@ -72,7 +72,7 @@ def broadcast(world: Ranks, arrays: Sequence[Array | None], root_rank: int) -> A
                 numbers.append(DTYPES.index(x.dtype.name))  # type: ignore[union-attr]
             elif x is not None:
                 raise ValueError(f"broadcast: rank {rank} gives an array: must be None: is no root")
-        return root_rank, numbers
+        return int(root_rank), numbers
 
     length, which = _agreed(world, "broadcast", check, 2)
     size_bytes = length * np.dtype(DTYPES[which]).itemsize
@@ -133,10 +133,14 @@ def neighbours(world: Ranks, sends: Sequence[Mapping[int, Array]]) -> list[dict[
     try:
         _check_number("neighbours", world, sends)
         for rank, each in zip(world.hosted, sends, strict=True):
+            if not isinstance(each, Mapping):
+                raise TypeError(
+                    f"neighbours: sends of rank {rank} is {type(each).__name__}: must be a dict"
+                )
             for to, x in each.items():
-                if not 0 <= to < world.ranks or to == rank:
+                if not _is_rank(to, world) or to == rank:
                     raise ValueError(
-                        f"neighbours: rank {rank} sends to {to}: must be another of "
+                        f"neighbours: rank {rank} sends to {to!r}: must be another of "
                         f"0..{world.ranks - 1}"
                     )
                 _check_vector(f"neighbours: array of rank {rank} to {to}", x)
@@ -156,7 +160,14 @@ def neighbours(world: Ranks, sends: Sequence[Mapping[int, Array]]) -> list[dict[
     return _run(world, "neighbours", lambda rank, i: _exchanged(sends[i], comes[rank]))
 
 
+def _is_rank(given: object, world: Ranks) -> bool:
+    whole = isinstance(given, int | np.integer) and not isinstance(given, bool)
+    return whole and 0 <= given < world.ranks  # type: ignore[operator]
+
+
 def _check_number(name: str, world: Ranks, given: Sequence[object]) -> None:
+    if not isinstance(given, list | tuple):
+        raise TypeError(f"{name}: {type(given).__name__}: must be a list, one of each hosted rank")
     if len(given) != world.virtual_ranks:
         raise ValueError(f"{name}: {len(given)} given for {world.virtual_ranks} hosted ranks")
 

@@ -72,9 +72,11 @@ class State:
     def shared(self, layer: str, name: str, make: Callable[[], Array]) -> Array:
         """Return an array that all ranks hold alike; make returns the first one, alike everywhere.
 
+        It has one dimension at least.
+
         Raises ValueError where ranks have an entry each of this name, or it has a "/" in it.
         """
-        entry = self._entry(layer, name, lambda: Entry(make(), None))
+        entry = self._entry(layer, name, lambda: Entry(np.atleast_1d(make()), None))
         if entry.redistribution is not None:
             raise ValueError(f"State.shared: {name!r} of layer {layer!r}: each rank has its own")
         return entry.array

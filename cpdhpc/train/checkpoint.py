@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 import tomllib
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
+from zlib import crc32
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from .. import store
-from ..compress.state import Entry, Redistribution, State, redistributed
+from ..compress.state import Entry, State, redistributed
 from ..config import ConfigError, UserError, difference, validate, value_of
 from ..world.ranks import Ranks
 from .job import MAY_DIFFER, Job
@@ -24,6 +26,7 @@ Array = npt.NDArray[Any]
 Groups = dict[str, dict[str, Array]]
 States = Mapping[str, State]
 SHARED = "shared"
+REDISTRIBUTION, SUMS = "redistribution", "crc32"  # attributes of datasets of a state file
 
 
 class CheckpointError(UserError):
@@ -67,13 +70,13 @@ def load_tensors(groups: Groups, model: torch.nn.Module, optimizer: torch.optim.
 class Position:
     """Where a run stands: its next iteration, the samples seen, the ranks it had so far.
 
-    has_state: whether methods keep something, which is in a file of its own
+    state: digest of what methods keep, which is in a file of its own; "" for nothing
     """
 
     iteration: int
     samples_seen: int
     ranks: int
-    has_state: bool = False
+    state: str = ""
 
 
 def save(path: Path, groups: Groups, position: Position, toml: str) -> None:
@@ -108,8 +111,8 @@ def load(path: Path, toml: str, samples_seen: Callable[[int], int]) -> tuple[Gro
     check_job(path, attributes["toml"], toml)
     iteration = attributes["iteration"]
     seen = attributes.get("samples_seen", samples_seen(iteration))
-    has_state = bool(attributes.get("has_state", False))
-    return groups, Position(iteration, seen, attributes["ranks"], has_state)
+    state = str(attributes.get("state", ""))
+    return groups, Position(iteration, seen, attributes["ranks"], state)
 
 
 def load_on_all(
@@ -145,18 +148,21 @@ def state_file(path: Path, iteration: int | str) -> Path:
     return path.with_name(f"{path.stem}.state-{iteration}.h5")
 
 
-def save_states(world: Ranks, path: Path, states: States) -> None:
+def save_states(world: Ranks, path: Path, states: States) -> str:
     """Write what methods keep: every process its ranks' rows, all at once. Collective.
 
-    states: by who keeps them, with something in one of them
-    The file takes path's place when it is complete. Raises UserError on all processes alike where
-    it cannot be written.
+    states: by who keeps them. Returns the digest by which load_states knows the file again, "" and
+    no file where nothing is kept. The file takes path's place when it is complete. Raises
+    UserError on all processes alike where it cannot be written.
     """
     entries = {f"{who}/{a}/{b}": e for who, state in states.items() for (a, b), e in state}
+    if not entries:
+        return ""
+    sums = world.gather({name: _checksums(entry.array) for name, entry in entries.items()}, "save")
     error: Exception | None = None
+    rooms = {name: _room(name, entry, sums, world.ranks) for name, entry in entries.items()}
     try:
         with store.replacing(path) if world.process == 0 else nullcontext(path) as temporary:
-            rooms = {name: _room(entry, world.ranks) for name, entry in entries.items()}
             offsets = world.on_first(
                 partial(store.create, temporary, rooms, {"kind": "state"}), "save"
             )
@@ -166,11 +172,25 @@ def save_states(world: Ranks, path: Path, states: States) -> None:
     except (OSError, UserError) as found:
         error = UserError(f"{path}: cannot be written: {found}")
     world.agree(error, "save")
+    return _digest({name: room.attributes for name, room in rooms.items()})
 
 
-def _room(entry: Entry, ranks: int) -> store.Room:
-    shape = entry.array.shape if entry.redistribution is None else (ranks, *entry.array.shape[1:])
-    return store.Room(shape, entry.array.dtype, {"redistribution": entry.redistribution or SHARED})
+def _checksums(rows: Array) -> list[int]:
+    """Return the CRC-32 of each row."""
+    return [crc32(np.ascontiguousarray(row).tobytes()) for row in rows]
+
+
+def _digest(attributes: Mapping[str, Mapping[str, Any]]) -> str:
+    told = {n: (str(a[REDISTRIBUTION]), list(map(int, a[SUMS]))) for n, a in attributes.items()}
+    return hashlib.sha256(repr(sorted(told.items())).encode()).hexdigest()
+
+
+def _room(name: str, entry: Entry, sums: list[dict[str, list[int]]], ranks: int) -> store.Room:
+    shared = entry.redistribution is None
+    shape = entry.array.shape if shared else (ranks, *entry.array.shape[1:])
+    rows = sums[0][name] if shared else [row for process in sums for row in process[name]]
+    notes = {REDISTRIBUTION: entry.redistribution or SHARED, SUMS: np.array(rows, np.int64)}
+    return store.Room(shape, entry.array.dtype, notes)
 
 
 def _write_rows(world: Ranks, path: Path, offset: int | None, entry: Entry) -> None:
@@ -186,31 +206,38 @@ def _write_rows(world: Ranks, path: Path, offset: int | None, entry: Entry) -> N
         world.write_box(path, offset, (world.ranks, *shape[1:]), start, array)
 
 
-def load_states(world: Ranks, path: Path, states: States) -> None:
+def load_states(world: Ranks, path: Path, digest: str, states: States) -> None:
     """Give methods what they kept, redistributed where the number of ranks is another. Collective.
 
-    Raises UserError on all processes alike where it is missing or damaged.
+    digest: as save_states returned it. Raises UserError on all processes alike where the file is
+    missing, damaged or of another checkpoint.
     """
     error: Exception | None = None
     try:
-        for name, redistribution in store.datasets(path, "redistribution").items():
+        attributes = store.datasets(path)
+        if any({REDISTRIBUTION, SUMS} - set(each) for each in attributes.values()):
+            raise CheckpointError(f"{path}: is no state of a checkpoint")
+        if _digest(attributes) != digest:
+            raise CheckpointError(f"{path}: is not the state that belongs to the checkpoint")
+        for name, each in attributes.items():
             who, _, key = name.partition("/")
             layer, _, entry = key.rpartition("/")
-            states[who].put((layer, entry), _read_rows(world, path, name, redistribution))
-    except (OSError, KeyError, UserError) as found:
+            states[who].put((layer, entry), _read_rows(world, path, name, each))
+    except UserError as found:
+        error = found
+    except (OSError, KeyError, RuntimeError) as found:
         error = CheckpointError(f"{path}: {found}")
     world.agree(error, "resume")
 
 
-def _read_rows(world: Ranks, path: Path, name: str, redistribution: str) -> Entry:
-    shape = store.dataset_shape(path, name)
-    rows = world.hosted if redistribution != SHARED and shape[0] == world.ranks else range(0)
-    box = (slice(rows.start, rows.stop),) if rows else ()
-    array = store.read_box(path, name, box)
-    if redistribution == SHARED:
+def _read_rows(world: Ranks, path: Path, name: str, attributes: Mapping[str, Any]) -> Entry:
+    """Return an entry of the hosted ranks; every row that is read is compared with its checksum."""
+    kind, shape = attributes[REDISTRIBUTION], store.dataset_shape(path, name)
+    same = kind != SHARED and shape[0] == world.ranks
+    rows = slice(world.hosted.start, world.hosted.stop) if same else slice(0, shape[0])
+    array = store.read_box(path, name, (rows,))
+    if _checksums(array) != list(map(int, attributes[SUMS][rows])):
+        raise CheckpointError(f"{path}: {name}: is damaged")
+    if kind == SHARED:
         return Entry(array, None)
-    if redistribution not in get_args(Redistribution):
-        raise CheckpointError(f"{name}: redistribution={redistribution!r}: unknown")
-    if rows:
-        return Entry(array, redistribution)  # type: ignore[arg-type]  # one of them
-    return Entry(redistributed(array, redistribution, world.hosted, world.ranks), redistribution)  # type: ignore[arg-type]
+    return Entry(array if same else redistributed(array, kind, world.hosted, world.ranks), kind)

@@ -133,15 +133,13 @@ class Training:
         """
         path = self.files.checkpoint
         kept = checkpoint.state_file(path, self.iteration)
-        has_state = any(True for state in self.states.values() for _ in state)
-        if has_state:
-            checkpoint.save_states(self.world, kept, self.states)
+        state = checkpoint.save_states(self.world, kept, self.states)
         with self.update.evaluated():
             if self.world.process == 0:
                 groups = checkpoint.tensors(self.model, self.optimizer) | self.record.arrays()
                 groups["controller"] = self.controller.state()
                 here = checkpoint.Position(
-                    self.iteration, self.samples_seen, self.record.ranks, has_state
+                    self.iteration, self.samples_seen, self.record.ranks, state
                 )
                 checkpoint.save(path, groups, here, self.job.toml())
                 for other in path.parent.glob(checkpoint.state_file(path, "*").name):
@@ -181,9 +179,9 @@ class Training:
         self.iteration, self.samples_seen = here.iteration, here.samples_seen
         self.reducer.iteration = self.iteration
         checkpoint.load_tensors(groups, self.model, self.optimizer)
-        if here.has_state:
+        if here.state:
             kept = checkpoint.state_file(path, self.iteration)
-            checkpoint.load_states(self.world, kept, self.states)
+            checkpoint.load_states(self.world, kept, here.state, self.states)
         self.controller.restore(groups.get("controller", {}))
         self.record.restore(groups)
 
