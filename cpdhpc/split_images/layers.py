@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any, NamedTuple
 
 import torch
@@ -191,7 +192,7 @@ class Gather(torch.nn.Module):
         return self.layer(fetch(x, self.plan))
 
 
-class Pool2d(Windowed):
+class Pool2d(Windowed, ABC):
     """What poolings on the owned part of images have in common. Collective."""
 
     boundary: Boundary = "zero"
@@ -218,9 +219,9 @@ class Pool2d(Windowed):
         window = self.window(x)
         return self.nothing(window, x.shape[1]) if self.box.empty else self.pooled(window)
 
+    @abstractmethod
     def pooled(self, window: torch.Tensor) -> torch.Tensor:
         """Return the owned outputs of a window."""
-        raise NotImplementedError
 
 
 class MaxPool2d(Pool2d):
