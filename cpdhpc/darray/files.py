@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -62,7 +62,7 @@ def save_all(
     try:
         with store.replacing(path) if world.rank == 0 else nullcontext(path) as temporary:
             arguments = temporary, rooms, attributes, chunks, compression
-            offsets = _on_first(world, lambda: store.create(*arguments))
+            offsets = world.on_first(lambda: store.create(*arguments), "save")
             temporary = world.gather(temporary, "save")[0]
             for name, (layout, local) in arrays.items():
                 _fill(world, temporary, name, offsets[name], layout, local)
@@ -106,19 +106,6 @@ def _check(world: Ranks, arrays: Parts, how: tuple[object, ...]) -> dict[str, st
 def _room(layout: Layout, local: Array) -> store.Room:
     note = {"layout": np.array(layout.owners, np.int64), "ranks": layout.ranks}
     return store.Room(layout.shape + local.shape[len(layout.shape) :], local.dtype, note)
-
-
-def _on_first(world: Ranks, make: Callable[[], Offsets]) -> Offsets:
-    """Return what make returns on process 0; raise its error on all. Collective."""
-    value: Offsets = {}
-    error = None
-    try:
-        value = make() if world.rank == 0 else {}
-    except (OSError, UserError) as found:
-        error = found
-    world.agree(error, "save")
-    found_first: Offsets = world.gather(value, "save")[0]
-    return found_first
 
 
 def _fill(
