@@ -10,7 +10,7 @@ import pytest
 from studies import small_study
 from training import write_idx
 
-from cpdhpc.bench.allreduce import Case
+from cpdhpc.bench.allreduce import TimedCase
 from cpdhpc.config import UserError
 from cpdhpc.study.batch import FAILED, FINISHED, UNFINISHED, measure_batch
 from cpdhpc.study.cases import batches, expand, load_study
@@ -140,14 +140,14 @@ def test_a_case_that_fails_stops_no_other(world, shared, monkeypatch):
     folder = freeze(
         world, shared, sweep={"ranks": [1, size], "ppn": size}, run={"bundle": "nested"}
     )
-    check = Case.check
+    check = TimedCase.check
 
     def wrong(case, place):
         check(case, place)
         if case.algorithm == "ring" and place.size == size:
             raise ArithmeticError("the sum of integers is not exact")
 
-    monkeypatch.setattr(Case, "check", wrong)
+    monkeypatch.setattr(TimedCase, "check", wrong)
     assert measure_batch(world, folder.path, 0) == FAILED
     study = folder.study()
     cases = expand(study).cases
@@ -168,14 +168,14 @@ def test_a_signal_to_one_rank_stops_all_between_two_visits(world, shared, monkey
     size = world.processes
     endless = {"min_repeats": 10**6, "max_repeats": 10**6, "max_time_s": 300.0}
     folder = freeze(world, shared, sweep={"ranks": [size], "ppn": size}, measure=endless)
-    check, last = Case.check, world.processes - 1
+    check, last = TimedCase.check, world.processes - 1
 
     def with_a_signal(case, place):
         check(case, place)
         if world.process == last:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(Case, "check", with_a_signal)
+    monkeypatch.setattr(TimedCase, "check", with_a_signal)
     assert measure_batch(world, folder.path, 0) == UNFINISHED
     assert not any(map(folder.finished, expand(folder.study()).cases))
     assert read_claim(folder.claim_file(0)).state == "stopped"
