@@ -106,7 +106,9 @@ def launched(command: list[str], **options: Any) -> subprocess.CompletedProcess[
     return done
 
 
-def mpirun(ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+def mpirun(
+    ranks: int, *arguments: str, cwd: Path | None = None
+) -> subprocess.CompletedProcess[str]:
     """Run Python with arguments on so many processes."""
     command = [str(ROOT / "slurm" / "mpirun-local"), str(ranks), sys.executable, *arguments]
-    return launched(command, env=environment(), timeout=600)
+    return launched(command, env=environment(), timeout=1800, cwd=cwd)
