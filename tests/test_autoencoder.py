@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import platform
 import resource
@@ -17,7 +18,15 @@ from training import ROOT, write_idx
 from cpdhpc import store
 from cpdhpc.autoencoder.files import mosaic
 from cpdhpc.autoencoder.images import Source
-from cpdhpc.autoencoder.job import Geometry, Layer, keep_freed_memory, load, stack
+from cpdhpc.autoencoder.job import (
+    MMAP_MAX,
+    TRIM_THRESHOLD,
+    Geometry,
+    Layer,
+    keep_freed_memory,
+    load,
+    stack,
+)
 from cpdhpc.autoencoder.layer import gather, scatter
 from cpdhpc.cli import main
 from cpdhpc.config import ConfigError
@@ -219,6 +228,8 @@ def test_layers_that_do_not_fit_are_named() -> None:
 
 def faults_of_freeing(keep: bool) -> tuple[bool, int]:
     """Whether freed memory is kept, and the page faults of using and freeing 128 MiB again."""
+    ctypes.CDLL(None).mallopt(MMAP_MAX, 65536)  # as at start, whatever tests before have set
+    ctypes.CDLL(None).mallopt(TRIM_THRESHOLD, 2**17)
     kept, faults = keep and keep_freed_memory(), []
     for _ in range(4):
         arrays = [np.ones(2**24, np.float32) for _ in range(2)]

@@ -85,6 +85,15 @@ def write_idx(directory: Path, suffix: str = "") -> None:
             (directory / (name + suffix)).write_bytes(data)
 
 
+def write_job(directory: Path, name: str, data: Path) -> str:
+    """Write a job of one epoch over the images of a directory; return its path."""
+    path = directory / f"{name}.toml"
+    path.write_text(
+        f"[data]\nname = 'idx'\ndir = '{data}'\n[train]\nepochs = 1\nbatch = 4\nthreads = 1\n"
+    )
+    return str(path)
+
+
 def environment() -> dict[str, str]:
     """For subprocesses: this package and the launcher beside this Python are found first.
 
