@@ -13,6 +13,7 @@ from cpdhpc.compress import (
     COMPRESSORS,
     Aggregator,
     Context,
+    GradientFlow,
     OneBit,
     PowerSgd,
     Qsgd,
@@ -141,7 +142,29 @@ def test_powersgd_is_a_step_of_the_power_method() -> None:
     assert np.abs(BUCKET.views(found)[1] - BUCKET.views(exact)[1]).max() < SUM  # one dimension
 
 
-@pytest.mark.parametrize("method", [OneBit(), PowerSgd(), PowerSgd(wire="e4m3")], ids=str)
+def test_gradientflow_sends_the_chunks_of_the_largest_norms() -> None:
+    bucket, ranks = Bucket(("a", "b"), ((95,), (40,))), 3
+    flats = gradients(bucket, ranks)
+    method = GradientFlow(density=0.3, chunk_values=10)
+    found, _ = aggregate(method, flats, bucket)
+    chunks = [slice(at, min(at + 10, 95)) for at in range(0, 95, 10)]
+    chunks += [slice(at, at + 10) for at in range(95, 135, 10)]
+    norms = [
+        sum(np.abs(flat[chunk].astype(np.float64)).sum() for flat in flats) for chunk in chunks
+    ]
+    largest = sorted(range(14), key=lambda i: -norms[i])[:4]  # 0.3 of 14
+    expected = np.zeros(bucket.size)
+    for i in largest:
+        expected[chunks[i]] = np.mean([flat[chunks[i]] for flat in flats], axis=0)
+    assert np.abs(found - expected).max() < SUM
+    assert np.array_equal(found != 0, expected != 0)
+    dense = GradientFlow(density=0.3, dense_epochs=1.0)
+    assert np.count_nonzero(aggregate(dense, flats, bucket)[0]) == bucket.size
+
+
+@pytest.mark.parametrize(
+    "method", [OneBit(), PowerSgd(), PowerSgd(wire="e4m3"), GradientFlow(chunk_values=50)], ids=str
+)
 def test_what_is_lost_is_kept(method: Aggregator) -> None:
     """Mean sent + mean kept afterwards = mean gradient + mean kept before."""
     state, kept = State(range(RANKS), RANKS), np.zeros(BUCKET.size)
