@@ -137,6 +137,7 @@ def step(
     world, model, watch, losses = update.world, update.model, Stopwatch.start(), []
     shares = world.ranks // sharing
     for hosted, rank in enumerate(world.hosted):
+        update.reducer.begin(hosted)
         update.begin(hosted)
         index = torch.from_numpy(shard(batch, shares, rank // sharing))
         inputs, targets = x[index], y[index]
