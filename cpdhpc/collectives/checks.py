@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Iterable, Sequence
+from itertools import zip_longest
 from typing import Any, NoReturn
 
 import numpy as np
@@ -21,7 +23,7 @@ def _check_array(name: str, x: Any) -> None:
         backend_of(x)
     except TypeError:
         raise TypeError(
-            f"allreduce: {name} is {type(x).__name__}: must be a NumPy or CuPy array"
+            f"allreduce: {name} is {type(x).__name__}: must be a NumPy, CuPy or torch array"
         ) from None
     if x.dtype != np.float32:
         raise TypeError(f"allreduce: {name} has dtype {x.dtype}: must be float32")
@@ -29,6 +31,24 @@ def _check_array(name: str, x: Any) -> None:
         raise TypeError(f"allreduce: {name} has strides {x.strides}: must be C-contiguous")
     if on_gpu(x):
         _check_device(name, x)
+
+
+def of_tensor(name: str, x: Any) -> Any:
+    """Return the memory of a torch tensor as a NumPy array; x itself where it is no tensor.
+
+    Raises TypeError where the tensor requires a gradient, is sparse or not on the CPU.
+    """
+    torch = sys.modules.get("torch")  # where there is a tensor, it is loaded
+    if torch is None or not isinstance(x, torch.Tensor):
+        return x
+    try:
+        return x.numpy()
+    except (RuntimeError, TypeError):
+        grad = " that requires a gradient" if x.requires_grad else ""
+        raise TypeError(
+            f"allreduce: {name} is a tensor of {x.dtype}, {x.layout}, on {x.device}{grad}: "
+            "must be float32, dense, on the CPU, without gradient: .detach()"
+        ) from None
 
 
 def _check_device(name: str, x: Any) -> None:
@@ -92,7 +112,8 @@ def check_alike(
 ) -> list[int]:
     """Raise error on all processes, or ValueError if arguments differ. Collective.
 
-    arguments: whatever must be the same everywhere, with a repr that tells
+    arguments: whatever must be the same everywhere, with a repr that tells; of a list of strings
+        the first that differs is told
     numbers: int64, as many everywhere
     what: named in messages; its first word is the name of the call
     Returns the largest of each number over the processes.
@@ -104,11 +125,13 @@ def check_alike(
     if failed:
         world.agree(error, what)
     if largest != -smallest:
-        texts = world.gather(text, what)
-        other = next(i for i, each in enumerate(texts) if each != texts[0])
+        lists = world.gather(arguments if isinstance(arguments, list) else [text], what)
+        other = next(i for i, each in enumerate(lists) if each != lists[0])
+        pairs = zip_longest(lists[0], lists[other], fillvalue="nothing there")
+        first, there = next((a, b) for a, b in pairs if a != b)
         raise ValueError(
-            f"{what.split()[0].rstrip(':')}: arguments differ: process 0 has {texts[0]}, "
-            f"process {other} has {texts[other]}"
+            f"{what.split()[0].rstrip(':')}: arguments differ: process 0 has {first}, "
+            f"process {other} has {there}"
         )
     return most
 
