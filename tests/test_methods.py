@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from pydantic import TypeAdapter
 
 from cpdhpc.compress import (
@@ -21,6 +22,7 @@ from cpdhpc.compress import (
     TernGrad,
 )
 from cpdhpc.compress.bucket import Bucket
+from cpdhpc.train import GradientReducer
 from cpdhpc.world.ranks import Loopback
 
 RANKS = 4
@@ -86,7 +88,7 @@ def test_terngrad_leaves_excluded_layers_alone_and_knows_their_names() -> None:
     levels = [np.unique(np.abs(part)).size for part in weight.reshape(-1)[:1400].reshape(-1, 50)]
     assert max(levels) <= RANKS + 1 < np.unique(np.abs(weight)).size
     method.check_layers(BUCKET.names)
-    with pytest.raises(ValueError, match="no layer did you mean bias"):
+    with pytest.raises(ValueError, match="no layer is called 'bia': did you mean bias"):
         TernGrad(exclude=("bia",)).check_layers(BUCKET.names)
 
 
@@ -233,3 +235,11 @@ def test_bits_of_a_value(method: Aggregator) -> None:
 def test_wrong_options(method: str, options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):
         TypeAdapter(COMPRESSORS[method]).validate_python(options)
+
+
+def test_a_reducer_refuses_layers_that_its_model_has_not() -> None:
+    model = torch.nn.Linear(3, 2)
+    with pytest.raises(
+        ValueError, match=r"TernGrad.exclude: no layer is called 'weigt': did you mean weight"
+    ):
+        GradientReducer(model, Loopback(), "terngrad", exclude=("weigt",))

@@ -90,6 +90,7 @@ class GradientReducer:
             self.aggregator = _aggregator(aggregator, options)
             tensors = tensors_of(model)
             self._lay_out(bucket_mib)
+            self.aggregator.check_layers(self.bucket.names)
             self._buffers = Buffers(model, self.world, buffers)
             if overlap:
                 check_overlap(self.world)
