@@ -391,7 +391,7 @@ def main(argv: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (Exception, KeyboardInterrupt):
-        from .world.mpi import abort_job
+        from .world.ending import abort_job
 
         who = "" if world is None else f"rank {world.hosted.start} | "
         abort_job(who + traceback.format_exc())
