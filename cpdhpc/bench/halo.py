@@ -20,6 +20,7 @@ from ..config import UserError
 from ..darray.layout import balanced_grid
 from ..darray.plan import WindowPlan
 from ..darray.show import add_options, given, spec_of
+from ..methods import suggest
 from ..world.cores import own_cores
 from ..world.mpi import World
 from ..world.ranks import Ranks
@@ -42,6 +43,7 @@ from .harness import (
     check_positive,
     check_whole,
     interleave_ranks,
+    known,
     machine_line,
     parse_names,
     together,

@@ -135,7 +135,8 @@ def check_positive(arguments: argparse.Namespace, *options: str) -> None:
     """Raise UserError unless these options are 1 or more."""
     for option in options:
         if getattr(arguments, option) < 1:
-            raise UserError(f"--{option} {getattr(arguments, option)}: must be 1 or more")
+            name = option.replace("_", "-")
+            raise UserError(f"--{name} {getattr(arguments, option)}: must be 1 or more")
 
 
 def check_whole(arguments: argparse.Namespace, *options: str) -> None:

@@ -76,14 +76,14 @@ class Timeout:
         self._end()
 
 
-def abort_job(message: str) -> NoReturn:
+def abort_job(message: str, status: int = 1) -> NoReturn:
     """Print message to stderr and end the job: all processes of it where MPI is running."""
     print(message, file=sys.stderr, flush=True)
     sys.stdout.flush()
     running = sys.modules.get("mpi4py.MPI")  # importing it here would start MPI
     if running is not None and running.Is_initialized() and not running.Is_finalized():
-        running.COMM_WORLD.Abort(1)
-    raise SystemExit(1)
+        running.COMM_WORLD.Abort(status)
+    raise SystemExit(status)
 
 
 class EndsJob:
