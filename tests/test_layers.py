@@ -40,6 +40,7 @@ MAY_IMPORT = {  # part of the package -> the parts it may import, besides itself
     "cli": {
         "autoencoder",
         "config",
+        "methods",
         "provenance",
         "report",
         "signals",

@@ -235,6 +235,6 @@ def parse_wire(wire: str | FloatFormat) -> FloatFormat | None:
         return None if wire == "raw" else parse_format(wire)
     except ValueError as error:
         said = suggest(wire, ("raw", *INTEGERS, *NAMED))
-        if said.startswith("did"):
+        if said.startswith("did") and not wire.startswith("int"):
             raise ValueError(f"allreduce: wire={wire!r}: {said}") from None
         raise ValueError(f"{error}; wires are also raw, {', '.join(INTEGERS)}") from None
