@@ -11,21 +11,24 @@ from typing import Any, get_args
 
 from pydantic import TypeAdapter
 
-from cpdhpc.autoencoder.job import Autoencoder
-from cpdhpc.autoencoder.job import Layer as Layer
+from cpdhpc.autoencoder.job import Autoencoder, Layer
 from cpdhpc.collectives.allreduce import allreduce
+from cpdhpc.collectives.method import AUTO, HEADROOMS, MPI_ALLREDUCE
+from cpdhpc.collectives.schedules import SCHEDULES
 from cpdhpc.config import OneOf, Section
 from cpdhpc.kinds import KINDS
-from cpdhpc.kinds.base import SHAPE, Factor
+from cpdhpc.kinds.base import ABSENT, SHAPE, Factor
+from cpdhpc.methods import ACCUMULATES, EXACT, SCALINGS
 from cpdhpc.study.spec import Study
+from cpdhpc.train.controllers import DECAYS
 from cpdhpc.train.job import Job
 
 PAGE = Path(__file__).parent.parent / "docs" / "jobs.md"
 HEAD = """# Keys of job files
 
 Made of the models that read the files, by `python tests/job_page.py`; a test compares. What has no
-default must be given. Any other key is an error of one line, and so is a value of another type.
-`--set table.key=VALUE` lays a value over the file's.
+default must be given, but for `name`, which is then the file's. Any other key is an error of one
+line, and so is a value of another type. `--set table.key=VALUE` lays a value over the file's.
 """
 TRAIN = """
 ## Trainings: `python -m cpdhpc train FILE.toml`
@@ -60,8 +63,18 @@ BOUNDS = {
 }
 
 
+NAMES = {  # of keys that a table of the package checks
+    "algorithm": (*SCHEDULES, MPI_ALLREDUCE, AUTO),
+    "accumulate": (*ACCUMULATES, EXACT),
+    "scaling": SCALINGS,
+    "headroom": HEADROOMS,
+    "decay": DECAYS,
+    "kind": KINDS,
+}
+
+
 def entries(text: str | None, names: Iterable[str]) -> dict[str, str]:
-    """What a docstring says of names: entries "name: words" or "one, other: words; third: words"."""
+    """What a docstring says of names: as "one: words" or "one, other: words; third: words"."""
     name = "|".join(map(re.escape, names))
     start = rf"(?:^|(?<=; ))((?:{name})(?:, (?:{name}))*): "
     found: dict[str, str] = {}
@@ -82,7 +95,8 @@ def entries(text: str | None, names: Iterable[str]) -> dict[str, str]:
 def summary(model: type[Any]) -> str:
     """The first sentence of a model's docstring, without the name of its table."""
     first = inspect.cleandoc(model.__doc__ or "").split("\n\n")[0].replace("\n", " ")
-    return re.sub(r"^\[+[\w.]+\]+( name = \"\w+\")?: ", "", re.split(r"(?<=\.) ", first)[0])
+    told = re.sub(r"^\[+[\w.]+\]+( name = \"\w+\")?: ", "", re.split(r"(?<=\.) ", first)[0])
+    return told[0].upper() + told[1:]
 
 
 def shown_type(schema: dict[str, Any]) -> str:
@@ -90,8 +104,6 @@ def shown_type(schema: dict[str, Any]) -> str:
     if "anyOf" in schema:
         kinds = [shown_type(each) for each in schema["anyOf"] if each.get("type") != "null"]
         return " or ".join(kinds)
-    if "enum" in schema or "const" in schema:
-        return "string"
     if "$ref" in schema:
         return "table"
     if schema.get("type") == "array":
@@ -106,8 +118,8 @@ def allowed(schema: dict[str, Any]) -> str:
     for each in schema.get("anyOf", ()):
         if each.get("type") != "null" and allowed(each):
             return allowed(each)
-    if "enum" in schema or "const" in schema:
-        return ", ".join(f'`"{each}"`' for each in schema.get("enum", [schema.get("const")]))
+    if "enum" in schema:
+        return ", ".join(f"`{json.dumps(each)}`" for each in schema["enum"])
     told = [text.format(schema[key]) for key, text in BOUNDS.items() if key in schema]
     inner = schema.get("items") or next(iter(schema.get("prefixItems", [])), {})
     if "prefixItems" in schema:
@@ -122,7 +134,20 @@ def default(schema: dict[str, Any], required: bool) -> str:
     if required or schema.get("default") is None:
         return "" if required else "not given"
     value = schema["default"]
+    if isinstance(value, str) and not value:
+        return "not given"
     return f"`{value:.6g}`" if isinstance(value, float) else f"`{json.dumps(value)}`"
+
+
+def takes(model: type[Any], name: str, value: str) -> bool:
+    """Whether a model with otherwise usual keys takes a name; of algorithms, others are free."""
+    if name != "algorithm":
+        return True
+    try:
+        TypeAdapter(model).validate_python({name: value})
+    except ValueError:
+        return False
+    return True
 
 
 def keys_table(model: type[Any], leave_out: Iterable[str] = ()) -> Iterator[str]:
@@ -145,12 +170,11 @@ def keys_table(model: type[Any], leave_out: Iterable[str] = ()) -> Iterator[str]
         words = known.get(name)
         if not words:
             raise ValueError(f"{model.__name__}: no line of its docstring begins with {name}:")
-        cells = (
-            shown_type(of),
-            default(of, name in schema.get("required", ())),
-            allowed(of),
-            words,
+        given = name in schema.get("required", ())
+        names = ", ".join(
+            f"`{json.dumps(each)}`" for each in NAMES.get(name, ()) if takes(model, name, each)
         )
+        cells = shown_type(of), default(of, given), allowed(of) or names, words
         yield f"| `{name}` | " + " | ".join(each.replace("|", "\\|") for each in cells) + " |"
 
 
@@ -161,7 +185,8 @@ def tables(model: type[Section], skip: Iterable[str] = ()) -> Iterator[str]:
             continue
         choice = next((each for each in field.metadata if isinstance(each, OneOf)), None)
         for word, row in sorted(choice.known.items()) if choice else ():
-            yield f'\n### `[{name}]` with `{choice.key} = "{word}"`\n\n{summary(row)}'
+            usual = ", the default" if type(field.default) is row else ""
+            yield f'\n### `[{name}]` with `{choice.key} = "{word}"`{usual}\n\n{summary(row)}'
             yield from keys_table(row, [choice.key])
         kinds = [field.annotation, *get_args(field.annotation)]
         for kind in kinds if choice is None else ():
@@ -173,7 +198,8 @@ def tables(model: type[Section], skip: Iterable[str] = ()) -> Iterator[str]:
 
 def factor_rows(factors: dict[str, Factor], kind: str) -> Iterator[str]:
     for name, factor in factors.items():
-        value = "" if factor.default is None else f"`{json.dumps(factor.default)}`"
+        value = "not given" if factor.default == ABSENT else f"`{json.dumps(factor.default)}`"
+        value = "" if factor.default is None else value
         yield f"| {kind} | `{name}` | {factor.type.__name__} | {value} | {factor.long_name} |"
 
 
