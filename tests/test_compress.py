@@ -152,6 +152,12 @@ def expected_events(part: Any, cast: Cast, shifts: Any, layer: int) -> dict[str,
     return {"saturated_share": saturated, "underflow_share": underflowed}
 
 
+def test_ternary_is_rounded_by_chance_unless_it_is_told() -> None:
+    assert LowBit(wire="ternary").rounding == "stochastic"
+    assert LowBit(wire="ternary", rounding="nearest").rounding == "nearest"
+    assert LowBit(wire="int2").rounding == LowBit().rounding == "nearest"
+
+
 @pytest.mark.parametrize("wire", ["int8", "ternary"])
 def test_integers_are_scaled_so_that_nothing_saturates(wire: str) -> None:
     aggregator = LowBit(wire=wire)

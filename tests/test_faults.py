@@ -32,7 +32,7 @@ allreduce(world, x)
 LATE_S = 300  # a job that has not ended by then waits for a sleeper, whatever the machine
 
 
-def launch(code, *arguments, ranks=2, limit_s=400, options=()):
+def launch(code, *arguments, ranks=2, limit_s=400, options=(), python=("-m", "mpi4py")):
     """Run python -m mpi4py on some ranks; return exit status, all output, seconds."""
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
@@ -42,7 +42,7 @@ def launch(code, *arguments, ranks=2, limit_s=400, options=()):
         "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",  # Open MPI 5
         "OMPI_MCA_mpi_yield_when_idle": "1",
     }
-    command = [MPIRUN, *options, "-n", str(ranks), sys.executable, "-m", "mpi4py", *arguments]
+    command = [MPIRUN, *options, "-n", str(ranks), sys.executable, *python, *arguments]
     if code:
         command += ["-c", PREPARE + code]
     start_s = time.monotonic()
@@ -75,6 +75,44 @@ allreduce(World(timeout_s=900), x)
     )
     assert status != 0 and taken_s < LATE_S
     assert "ZeroDivisionError: on purpose" in output, output
+
+
+def test_an_error_that_nobody_catches_ends_the_job_without_mpi4pys_help():
+    """Of arguments by which the others could not be told: the world itself is wrong."""
+    status, output, taken_s = launch(
+        "world = World(timeout_s=900); allreduce(3 if world.process == 1 else world, x)", python=()
+    )
+    assert status != 0 and taken_s < LATE_S
+    assert "rank 1 | ends the job: TypeError: as_world: int: known are World" in output, output
+
+
+def test_calls_whose_messages_do_not_fit_are_both_named():
+    status, output, taken_s = launch(
+        "world.max(np.zeros(5, int), 'five') if world.process else "
+        "world.max(np.zeros(2, int), 'two')"
+    )
+    assert status != 0 and taken_s < LATE_S
+    assert re.search(r"rank 0 \| two: .*TRUNCATE.*: is another process in another call", output)
+    assert re.search(r"rank 1 \| five: ", output), output
+
+
+def test_at_exit_after_a_death_mpi_has_some_time_only():
+    code = """
+import time
+from cpdhpc.world.ending import finalise_at_exit
+class Hangs:
+    Is_finalized = staticmethod(lambda: False)
+    Finalize = staticmethod(lambda: time.sleep(600))
+finalise_at_exit(Hangs, 0.1)
+print("work is done")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True, text=True, check=True, timeout=LATE_S,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.stdout == "work is done\n"
+    assert done.stderr == "MPI_Finalize: takes more than 0.1 s after a death: ended without it\n"
 
 
 def test_a_test_that_fails_on_one_rank_fails_on_all(tmp_path):

@@ -11,6 +11,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from training import ROOT, mpirun, write_idx
 
@@ -26,8 +27,11 @@ WEIGHT = "\nprint(float(model.weight.detach().sum()))"
 ONE_RUN = 'compare=[{name="tile",gradient={aggregator="lowbit"}}]'
 IDX = 'data={name="idx",dir="images"}'  # digits come with scikit-learn, slow to import
 QUICKER = {  # what is added to the commands that measure or train
-    "train inputs/train_digits.toml": ["--set", "train.batch=10", "--set", ONE_RUN, "--set", IDX],
-    "bench allreduce": ["--repeats", "2", "--warmup", "1"],
+    "train inputs/train_digits.toml": ["--set", "train.batch=10", "--set", ONE_RUN, "--set", IDX]
+    + ["--set", "train.epochs=2"],
+    "bench codec": ["--mib", "1", "--repeats", "1"],
+    "bench allreduce": ["--repeats", "2", "--warmup", "1", "--sizes", "64KiB"],
+    "autoencoder inputs/cots_digits.toml": ["--set", "train.iterations=2"],
     "bench halo": ["--repeats", "2"],
     "study run": ["--set", "measure.max_repeats=6", "--set", "sweep={ranks=[2],size_bytes=[64]}"],
 }
@@ -92,20 +96,22 @@ def test_commands(
 ) -> None:
     directory, shown = on_two_ranks
     monkeypatch.chdir(directory)
-    assert [status for rank in shown for status, _ in rank[2:]] == [0] * 6
+    assert [status for rank in shown for status, _ in rank[2:]] == [0] * 8
     assert all(text for _, text in shown[0][2:])
     for words, parallel in commands():
         assert parallel or main(words) == 0, words
-    assert {path.name for path in (directory / "results" / "readme").glob("report.*")} == {
-        "report.png",
-        "report.html",
-    }
+    for name in ("report.png", "report.html", "study.html", "plan.png", "filters.png", "halo.h5"):
+        assert (directory / "results" / "readme" / name).stat().st_size > 1000, name
 
 
 def test_ten_lines_of_python(on_two_ranks: tuple[Path, list[list[Any]]]) -> None:
     assert len([line for line in block("python").splitlines() if line]) <= 10
     for number, rank in enumerate(on_two_ranks[1]):
         assert re.search(rf"^{number} \[\d+\] \[", rank[0][1], re.MULTILINE)
+        (texts,) = re.findall(r"^simulated \[(.*?)\] of \[(.*?)\]", rank[0][1], re.MULTILINE)
+        mean, gradient = (np.array(text.split(), float) for text in texts)
+        # Contributions are rounded to 4 significant bits, and so is their mean.
+        assert (mean != 0).all() and (abs(mean / gradient - 1) <= (1 + 2**-4) ** 2 - 1).all()
 
 
 def test_four_lines_in_a_torch_loop(on_two_ranks: tuple[Path, list[list[Any]]]) -> None:

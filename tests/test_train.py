@@ -229,6 +229,40 @@ def test_divergence_names_layer_and_rank_and_keeps_the_checkpoint(tmp_path: Path
     assert store.read_attributes(files.record)["status"] == "failed"
 
 
+def test_a_loss_that_is_not_finite_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On rank 1 alone, with gradients that are finite."""
+    import cpdhpc.train.step as steps
+
+    real, calls = steps.backward, []
+
+    def poisoned(*arguments: Any) -> float:
+        loss = real(*arguments)
+        calls.append(loss)
+        return float("inf") if len(calls) == 6 else loss
+
+    monkeypatch.setattr(steps, "backward", poisoned)
+    job = small_job(train={"epochs": 1})
+    with pytest.raises(Diverged, match="small-s0: iteration 2: the loss is inf"):
+        run_job(job, Loopback(2), tmp_path)
+
+
+def test_a_run_that_learns_nothing_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from cpdhpc.signals import Caught
+    from cpdhpc.train.loop import run
+    from cpdhpc.train.progress import Display
+
+    for rate, worse in ((1e3, True), (0.1, False)):
+        job = small_job(train={"epochs": 3, "learning_rate": rate})
+        files = Files.of(tmp_path / str(rate), job)
+        files.record.parent.mkdir()
+        run(prepare(job, Loopback(), small_data(), files), Caught(), Display(True, 1))
+        assert ("no better than guessing" in capsys.readouterr().out) == worse
+
+
 def test_the_pictures_of_a_lenet_must_not_vanish() -> None:
     with pytest.raises(ValueError, match="images of 3 x 8 pixels: at least 4 x 4"):
         MODELS["lenet"]().build((3, 8), 10)

@@ -23,6 +23,8 @@ class LowBit(Aggregator):
 
     The options are those of cpdhpc.allreduce; the file of a machine is read once. Raises ValueError
     where one is unknown or does not go with another.
+    rounding: as formats.Cast; not given: "stochastic" for wire "ternary", of which "nearest" leaves
+        the largest values of a layer alone, so that trainings diverge; else "nearest"
     Source: Han, Demmel, You: Auto-precision scaling, arXiv 1911.08907 (scaling "aps").
     """
 
@@ -34,7 +36,7 @@ class LowBit(Aggregator):
     algorithm: str = "ring"
     scaling: str | None = None
     accumulate: str | None = None
-    rounding: Rounding = "nearest"
+    rounding: Rounding | None = None
     overflow: Overflow = "saturate"
     headroom: str = "n"
     machine: Machine | None = None
@@ -42,6 +44,9 @@ class LowBit(Aggregator):
     def __post_init__(self) -> None:
         machine = machine_of_auto("LowBit", self.algorithm, self.machine)
         object.__setattr__(self, "machine", machine)
+        if self.rounding is None:
+            usual = "stochastic" if self.wire == "ternary" else "nearest"
+            object.__setattr__(self, "rounding", usual)
         if self.wire == "raw":
             raise ValueError("LowBit: wire='raw': is the aggregator 'none'")
         self._allreduce(seed=0)

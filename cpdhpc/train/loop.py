@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from math import isfinite, log
 from typing import NoReturn
 
 import numpy as np
@@ -18,14 +19,14 @@ from .step import evaluate, exchange, step
 
 
 class Diverged(UserError):
-    """A gradient is not finite any more."""
+    """A gradient or the loss is not finite any more."""
 
 
 def run(training: Training, caught: Caught, display: Display) -> None:
     """Train until the end and write the files. Collective.
 
     Raises Interrupted on all processes alike after a signal to any of them, with the checkpoint
-    written; Diverged where a gradient holds NaN or infinity, with the checkpoint as it was.
+    written; Diverged where a gradient or the loss is not finite, with the checkpoint as it was.
     """
     job = training.job
     display.start(job.id, training.samples * job.train.epochs, training.samples_seen)
@@ -34,7 +35,9 @@ def run(training: Training, caught: Caught, display: Display) -> None:
             _epoch(training, caught, display)
     training.save("complete")
     (_, accuracy, loss, _) = training.record.rows["epochs"][-1]
-    display.end(f"{job.id}: complete: accuracy {accuracy:.2%}, loss {loss:.4f}")
+    guessed = log(len(set(training.test[1].tolist())))  # the loss where all classes are alike
+    verdict = "" if loss < guessed else f": no better than guessing, whose loss is {guessed:.4f}"
+    display.end(f"{job.id}: complete: accuracy {accuracy:.2%}, loss {loss:.4f}{verdict}")
 
 
 def _epoch(training: Training, caught: Caught, display: Display) -> None:
@@ -67,6 +70,11 @@ def _stop(training: Training, signal: int, display: Display) -> NoReturn:
     raise Interrupted(signal)
 
 
+def _fail(training: Training, why: str) -> NoReturn:
+    training.save_record("failed")
+    raise Diverged(f"{training.job.id}: iteration {training.iteration}: {why}")
+
+
 def _iteration(training: Training, rate: float, batch: Array, caught: Caught) -> int:
     """Do one iteration, and return the signal that any process has caught, or 0."""
     job, world, iteration = training.job, training.world, training.iteration
@@ -77,10 +85,11 @@ def _iteration(training: Training, rate: float, batch: Array, caught: Caught) ->
     try:
         done = step(training.update, *training.train, batch, training.sharing)
     except NonFiniteGradient as error:
-        training.save_record("failed")
-        raise Diverged(f"{job.id}: iteration {iteration}: {error}") from None
+        _fail(training, str(error))
     sent = training.sent_bytes - before
     told = exchange(world, done.losses, done.time_ns, sent, caught.number)
+    if not isfinite(told.loss):
+        _fail(training, f"the loss is {told.loss}")
     training.record.step(iteration, told.loss, rate, told.time_ns, told.wire_bytes)
     if iteration % job.train.telemetry_every == 0:
         training.record.telemetry(iteration, observe(training.reducer, done.mean))

@@ -85,7 +85,7 @@ class GradientReducer:
         self.model = model
         self.state = State(self.world.hosted, self.world.ranks)
         error: Exception | None = None
-        settings: list[str] = []
+        settings: dict[str, object] = {}
         try:
             self.aggregator = _aggregator(aggregator, options)
             tensors = tensors_of(model)
@@ -94,12 +94,15 @@ class GradientReducer:
             self._buffers = Buffers(model, self.world, buffers)
             if overlap:
                 check_overlap(self.world)
-            settings = [
-                f"{self.aggregator!r}",
-                f"seed={seed}, bucket_mib={bucket_mib}, overlap={overlap}, buffers={buffers!r}",
-                f"virtual_ranks={self.world.virtual_ranks}",
-                *(description(name, tensor) for name, tensor in tensors),
-            ]
+            settings = {
+                "aggregator": self.aggregator,
+                "seed": seed,
+                "bucket_mib": bucket_mib,
+                "overlap": overlap,
+                "buffers": buffers,
+                "virtual_ranks": self.world.virtual_ranks,
+            }
+            settings |= {f"tensor {i} of model": description(*t) for i, t in enumerate(tensors)}
         except Exception as found:  # whatever it is, no other rank may wait
             error = found
         check_alike(self.world, error, settings, [0], "GradientReducer: model and options")
@@ -216,7 +219,7 @@ class GradientReducer:
         """Return, by layer, whether any rank has a gradient; raise what any found. Collective."""
         if not self._known.issuperset(id(p) for p in self.model.parameters() if p.requires_grad):
             self.fail(self._unknown())
-        alike = "GradientReducer.reduce", self.iteration, self._buffers.size_bytes()
+        alike = {"iteration": self.iteration, "bytes of buffers": self._buffers.size_bytes()}
         missing = [not all(self._used)]
         if not any(check_alike(self.world, self._error, alike, missing, "GradientReducer.reduce")):
             return self._used
@@ -279,8 +282,8 @@ class GradientReducer:
         divide_by_initial_world_size: divide sums by all ranks; False: by those still in the loop
         Collective, one more message a reduce(). An error within is let through at once.
         """
-        text = f"join(divide_by_initial_world_size={divide_by_initial_world_size})"
-        check_alike(self.world, None, text, [0], "GradientReducer.join")
+        alike = {"divide_by_initial_world_size": divide_by_initial_world_size}
+        check_alike(self.world, None, alike, [0], "GradientReducer.join")
         self._joining, self._initial = True, divide_by_initial_world_size
         try:
             yield
@@ -348,7 +351,8 @@ class GradientReducer:
             at = int(states[0]["iteration"]), float(states[0]["epoch"])
         except (IndexError, KeyError, TypeError, ValueError) as found:
             error = ValueError(f"GradientReducer.load_state_dict: {type(found).__name__}: {found}")
-        check_alike(self.world, error, at, [0], "GradientReducer.load_state_dict: iteration, epoch")
+        alike = {"iteration": at[0], "epoch": at[1]}
+        check_alike(self.world, error, alike, [0], "GradientReducer.load_state_dict")
         self.iteration, self.epoch = at
         self.state = State(self.world.hosted, self.world.ranks)
         for key, entry in entries.items():
