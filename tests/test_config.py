@@ -54,7 +54,7 @@ def write(tmp_path: Path, text: str) -> Path:
         ("[optimizer]\nmomentum=0.0\nnesterov=true", "nesterov=true needs momentum above 0"),
         (
             "[gradient]\naggregator = 'lowbits'",
-            "gradient.aggregator='lowbits': did you mean lowbit?",
+            "gradient.aggregator='lowbits': did you mean lowbit",
         ),
         ("[gradient]\naggregator = 'none'\nwire='e4m3'", "unknown key gradient.wire: known are"),
         (
@@ -92,6 +92,9 @@ def write(tmp_path: Path, text: str) -> Path:
         ("[[compare]]\nname='a'\n[[compare]]\nname='a'", "compare: 2 rows are called 'a'"),
         ("compare = 3", "compare: should be one or more"),
         ("x = = 3", "is not TOML"),
+        ("", "model and data are missing: the file says nothing of a job"),
+        ("name = 'a'\n[[compare]]\nname = 'b'", "model and data are missing"),
+        ("[train]\nseeds = [0, 1, 0]", "train.seeds=[0, 1, 0]: 0 is there twice"),
     ],
 )
 def test_one_line_says_what_is_wrong(tmp_path: Path, text: str, says: str) -> None:

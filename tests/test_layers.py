@@ -14,7 +14,7 @@ import pytest
 import cpdhpc
 
 PACKAGE = Path(cpdhpc.__file__).parent
-BASE = {"formats", "methods", "randomness", "partition", "config", "store"}
+BASE = {"formats", "methods", "randomness", "partition", "config", "store", "claim"}
 WORLD = BASE | {"ops", "world"}
 REDUCE = WORLD | {"collectives"}
 MAY_IMPORT = {  # part of the package -> the parts it may import, besides itself
