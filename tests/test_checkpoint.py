@@ -152,3 +152,49 @@ def test_a_killed_run_leaves_files_and_resumes_to_the_same_bits(tmp_path: Path) 
     assert main(["train", str(file), "--out", str(whole)]) == 0
     assert model_bytes(checkpoint) == model_bytes(whole / checkpoint.name)
     assert_same_records(record, whole / record.name)
+
+
+@pytest.mark.parametrize("schedule", [{}, {"decay": "step", "milestones": [1, 3]}])
+def test_an_extended_run_is_one_of_that_length(tmp_path: Path, schedule: dict[str, Any]) -> None:
+    """Where rates do not depend on the length; telemetry and records included."""
+    short, long = ({"train": {"epochs": n, "checkpoint_every": 9}} for n in (2, 4))
+    (tmp_path / "a").mkdir()
+    whole = run_job(small_job(schedule=schedule, **long), Loopback(2), tmp_path / "a")
+    run_job(small_job(schedule=schedule, **short), Loopback(2), tmp_path)
+    job = small_job(schedule=schedule, **long)
+    training = prepare(job, Loopback(2), small_data(), Files.of(tmp_path, job))
+    training.resume()
+    assert training.samples_seen == 200 and not training.ended
+    run(training, Caught(), Display(False, 1))
+    assert model_bytes(training.files.checkpoint) == model_bytes(whole.files.checkpoint)
+    assert_same_records(training.files.record, whole.files.record)
+    job = small_job(schedule=schedule, **short)
+    training = prepare(job, Loopback(2), small_data(), training.files)
+    with pytest.raises(UserError, match=r"train\.epochs is 4 there and 2 here"):
+        training.resume()
+
+
+def test_the_command_extends_runs_and_tells_of_other_rates(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_idx(tmp_path)
+    job: dict[str, Any] = {
+        "data": {"name": "idx", "dir": str(tmp_path)},
+        "train": {"epochs": 1, "threads": 1, "batch": 5},
+        "compare": [{"name": "a"}, {"name": "b", "schedule": {"decay": "cosine"}}],
+    }
+    file, out = tmp_path / "k.toml", tmp_path / "out"
+    file.write_text(dump_toml(job))
+    command = ["train", str(file), "--out", str(out), "--resume"]
+    assert main(command) == 0
+    assert main(command) == 0
+    assert "0 runs on 1 processes into" in capsys.readouterr().out
+    assert main([*command, "--set", "train.epochs=2"]) == 0
+    shown = capsys.readouterr().out
+    told = "b-s0: it began as a run of 1 epochs, whose learning rates are not those of one of 2"
+    assert told in shown and "a-s0: it began" not in shown
+    for name in "ab":
+        assert len(store.read(out / f"{name}-s0.h5")[0]["epochs"]["epoch"]) == 2
+    assert main(command) == 2
+    assert "train.epochs is 2 there and 1 here" in capsys.readouterr().err
+    assert not list(out.glob(".*"))

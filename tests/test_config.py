@@ -92,6 +92,9 @@ def write(tmp_path: Path, text: str) -> Path:
         ("[[compare]]\nname='a'\n[[compare]]\nname='a'", "compare: 2 rows are called 'a'"),
         ("compare = 3", "compare: should be one or more"),
         ("x = = 3", "is not TOML"),
+        ("", "model and data are missing: the file says nothing of a job"),
+        ("name = 'a'\n[[compare]]\nname = 'b'", "model and data are missing"),
+        ("[train]\nseeds = [0, 1, 0]", "train.seeds=[0, 1, 0]: 0 is there twice"),
     ],
 )
 def test_one_line_says_what_is_wrong(tmp_path: Path, text: str, says: str) -> None:

@@ -14,7 +14,7 @@ import pytest
 import cpdhpc
 
 PACKAGE = Path(cpdhpc.__file__).parent
-BASE = {"formats", "methods", "randomness", "partition", "config", "store", "shipped"}
+BASE = {"formats", "methods", "randomness", "partition", "config", "store", "claim", "shipped"}
 WORLD = BASE | {"ops", "world"}
 REDUCE = WORLD | {"collectives"}
 MAY_IMPORT = {  # part of the package -> the parts it may import, besides itself

@@ -140,7 +140,11 @@ def test_the_world_belongs_to_the_thread_until_reduce() -> None:
     model, world = model_of(), World()
     with GradientReducer(model, world, overlap=True) as reducer:
         backward(model)
-        for call in (world.barrier, lambda: world.gather(0), lambda: world.max(np.zeros(1))):
+        for call in (
+            world.barrier,
+            lambda: world.gather(0),
+            lambda: world.max(np.zeros(1, np.int64)),
+        ):
             with pytest.raises(RuntimeError, match=r"another thread: call reduce\(\) first"):
                 call()
         reducer.reduce()

@@ -14,12 +14,13 @@ import pytest
 from studies import fill, small_study, some_result, study_file
 
 from cpdhpc import store
+from cpdhpc.claim import Claim, read_claim
 from cpdhpc.cli import COMMANDS, main
 from cpdhpc.config import ConfigError, UserError
 from cpdhpc.study.case_file import read_result, write_result
 from cpdhpc.study.cases import expand
 from cpdhpc.study.collect import collect, find
-from cpdhpc.study.folder import Claim, Folder, FolderError, read_claim
+from cpdhpc.study.folder import Folder, FolderError
 from cpdhpc.study.run_here import measure
 from cpdhpc.study.status import states
 

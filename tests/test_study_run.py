@@ -13,8 +13,9 @@ from studies import command, small_study, start, study_file
 from training import environment
 
 from cpdhpc import store
+from cpdhpc.claim import read_claim
 from cpdhpc.study.cases import batches, expand
-from cpdhpc.study.folder import Folder, read_claim
+from cpdhpc.study.folder import Folder
 
 pytestmark = pytest.mark.mpi_skip
 

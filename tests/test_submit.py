@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from rendering import STUDY, some_batches
 from stand_ins import Slurm
 
 from cpdhpc import store
+from cpdhpc.claim import ClaimError
 from cpdhpc.config import UserError
 from cpdhpc.study.cases import Case
 from cpdhpc.study.folder import Folder, FolderError, Job, record, recorded
@@ -225,7 +227,8 @@ def test_two_that_submit_at_the_same_moment(fake_slurm: Slurm) -> None:
     def meanwhile(line: str) -> None:
         said.append(line)
         if line.startswith("job 10"):  # the first array is in the queue
-            with pytest.raises(FolderError, match=r"submit\.lock: another study submit is at work"):
+            busy = rf"submit\.lock: another study submit is at work: process {os.getpid()} on "
+            with pytest.raises(ClaimError, match=busy):
                 submitted()
 
     submit(STUDY, FOLDER, Site(), meanwhile)

@@ -7,8 +7,9 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from ..config import ConfigError, UserError
+from ..config import ConfigError
 from ..signals import Caught, Interrupted, catching
+from ..train.output import claimed
 from ..train.progress import Display
 from ..train.setup import agreed
 from ..world.mpi import World
@@ -40,50 +41,33 @@ def train(world: World, options: Options) -> Path:
     assert own is not None, "all processes are in it"
     record = options.directory / f"{job.name}.h5"
     checkpoint = options.directory / f"{job.name}.checkpoint.h5"
-    agreed(world, lambda: _directory(record, checkpoint, world.rank == 0, options.resume))
-    png = options.png
-    agreed(world, lambda: png is None or world.rank > 0 or check_place(png))
-    job.set_process(own)
-    images = agreed(world, job.data.load)
-    try:
-        stack = Stack(job, own, images)
-    except ValueError as error:  # the same on all ranks
-        raise ConfigError(f"{options.path}: {error}") from None
-    display = Display(world.rank == 0, 1)
-    _announce(stack, display)
-    steps = _resumed(stack, options.resume, record, checkpoint)
-    if steps:
-        display.line(f"resumed after {len(steps)} iterations, at {_place(stack)}")
-    with catching() as caught:
+    agreed(world, lambda: options.png is None or world.process > 0 or check_place(options.png))
+    runs = {job.name: (record, checkpoint)}
+    with claimed(world, options.directory, runs, options.resume), catching() as caught:
+        job.set_process(own)
+        images = agreed(world, job.data.load)
+        try:
+            stack = Stack(job, own, images)
+        except ValueError as error:  # the same on all ranks
+            raise ConfigError(f"{options.path}: {error}") from None
+        display = Display(world.process == 0, 1)
+        _announce(stack, display)
+        steps = _resumed(stack, options.resume, record, checkpoint)
+        if steps:
+            display.line(f"resumed after {len(steps)} iterations, at {_place(stack)}")
         _run(stack, steps, caught, display, record, checkpoint)
-    if png is not None:
-        _picture(png, stack, steps)
+        if options.png is not None:
+            _picture(options.png, stack, steps)
     return record
-
-
-def _directory(record: Path, checkpoint: Path, writes: bool, resume: bool) -> bool:
-    if not writes:
-        return True
-    try:
-        record.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"{record.parent}: cannot be made: {error.strerror}") from None
-    for path in (record, checkpoint):
-        if path.exists() and not resume:
-            raise ConfigError(
-                f"{path}: is there already: --resume goes on from it, "
-                "--out DIR writes to another directory"
-            )
-    return True
 
 
 def _resumed(stack: Stack, wanted: bool, record: Path, checkpoint: Path) -> list[Step]:
     """Return the iterations that are done. Collective."""
     if not wanted or not files.resume(checkpoint, stack):
         return []
-    found = agreed(stack.world, lambda: files.read_steps(record) if stack.world.rank == 0 else [])
+    found = stack.world.on_first(lambda: files.read_steps(record), "resume")
     done = stack.layer, stack.iteration
-    steps = [step for step in stack.world.gather(found)[0] if (step.layer, step.iteration) < done]
+    steps = [step for step in found if (step.layer, step.iteration) < done]
     if len(steps) != stack.layer * stack.job.train.iterations + stack.iteration:
         raise ConfigError(
             f"{record}: has {len(steps)} iterations before {_place(stack)}, "
@@ -171,11 +155,7 @@ def summary(stack: Stack, steps: list[Step]) -> str:
 
 def _picture(path: Path, stack: Stack, steps: list[Step]) -> None:
     """Draw the first layer's filters. Collective."""
-    layer, error = stack.layers[0], None
+    layer = stack.layers[0]
     weight = shown(layer)
-    try:
-        if stack.world.rank == 0:
-            draw(path, weight, layer.geometry, [step for step in steps if step.layer == 0])
-    except UserError as problem:
-        error = problem
-    stack.world.agree(error, "picture")
+    of_layer = [step for step in steps if step.layer == 0]
+    stack.world.on_first(lambda: draw(path, weight, layer.geometry, of_layer), "picture")

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from .. import store
 from ..collectives.allreduce import Allreduce
 from ..collectives.schedules import SCHEDULES
 from ..config import ConfigError
@@ -138,7 +139,8 @@ def draw(found: list[AccuracyCase], path: Path) -> None:
     figure.legend(
         handles=list(handles.values()), loc="outside lower center", ncols=4, handlelength=4
     )
-    figure.savefig(path, dpi=120)
+    with store.replacing(path) as temporary:
+        figure.savefig(temporary, dpi=120, format=path.suffix[1:] or None)
 
 
 def run(args: argparse.Namespace) -> None:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from pydantic import Field, model_validator
 
+from .. import store
 from ..config import ConfigError, Section, UserError, validate
 from ..methods import suggest
 from ..ops.payloads import Packed
@@ -286,7 +287,8 @@ def draw(path: Path, windows: Windows, rank: int) -> None:
     axes.set_title(title + str(windows.boxes[rank]), fontsize=10)
     handles = _legend(windows, rank)
     axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.01, 1.0), fontsize=9)
-    figure.savefig(path, dpi=120)
+    with store.replacing(path) as temporary:
+        figure.savefig(temporary, dpi=120, format=path.suffix[1:] or None)
 
 
 def _draw_boxes(axes: Any, windows: Windows, rank: int) -> None:

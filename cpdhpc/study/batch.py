@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from ..bench.harness import together
+from ..claim import Claim, read_claim
 from ..collectives.checks import NonFiniteGradient
 from ..config import UserError
 from ..kinds.base import Measuring
@@ -19,7 +20,7 @@ from ..signals import Caught, Interrupted, catching
 from ..world.mpi import World
 from .case_file import write_result
 from .cases import Batch, Case, batches, expand
-from .folder import Claim, Folder, FolderError, read_claim
+from .folder import Folder, FolderError
 from .repeats import Place, TimedCalls, members, prove
 from .spec import Study
 

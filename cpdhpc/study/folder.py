@@ -1,91 +1,15 @@
-"""The folder of a study: its frozen text, finished cases, logs, locks, claims of batches, jobs."""
+"""The folder of a study: its frozen text, finished cases, logs, jobs."""
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import json
-import os
-import socket
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from .. import store
 from ..config import UserError, difference
 from .cases import Case, load_study
 from .spec import Study
-
-JobAlive = Callable[[str], bool | None]  # id of a job -> whether it waits or runs; None: unknown
-
-
-def unknown(job_id: str) -> None:
-    """Nothing is known of any job."""
-
-
-@dataclass(frozen=True)
-class Claim:
-    """What process 0 of a batch writes when it starts and when it ends.
-
-    job_id: of Slurm, "" without; state: "running", "stopped" (by a signal) or "ended"
-    """
-
-    host: str
-    pid: int
-    job_id: str
-    started: str
-    restarts: int
-    state: str
-
-    @classmethod
-    def begin(cls, path: Path) -> Claim:
-        """Write and return the claim of this process."""
-        before = read_claim(path)
-        claim = cls(
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            job_id=os.environ.get("SLURM_JOB_ID", ""),
-            started=datetime.now(UTC).isoformat(timespec="seconds"),
-            restarts=0 if before is None else before.restarts + 1,
-            state="running",
-        )
-        claim._write(path)
-        return claim
-
-    def end(self, path: Path, state: str) -> None:
-        """Write how the batch ended: "stopped" or "ended"."""
-        replace(self, state=state)._write(path)
-
-    def _write(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        store.put(path, json.dumps(asdict(self)) + "\n")
-
-    def alive(self, job_alive: JobAlive = unknown) -> bool | None:
-        """Return whether the batch is being measured; None where that cannot be seen from here."""
-        if self.state != "running":
-            return False
-        if self.host == socket.gethostname():
-            return self.pid != os.getpid() and _is_cpdhpc(self.pid)
-        return job_alive(self.job_id) if self.job_id else None
-
-
-def read_claim(path: Path) -> Claim | None:
-    """Return a batch's claim, None where it was never started or the claim cannot be read."""
-    try:
-        return Claim(**json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
-        return None
-
-
-def _is_cpdhpc(pid: int) -> bool:
-    """Return whether a process of this package has that number now."""
-    try:
-        return b"cpdhpc" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return False
-
 
 MAY_CHANGE = ("run.throttle", "run.retries", "run.case_time_s")  # neither cases nor numbers
 
@@ -195,34 +119,6 @@ class Folder:
         except store.StoreError:
             return False
         return attributes.get("status") == "complete" and attributes.get("case_id") == case.id
-
-
-NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # Lustre mounted without flock, as one
-
-
-@contextmanager
-def alone(path: Path, what: str, say: Callable[[str], None]) -> Iterator[None]:
-    """Hold a file's lock for a while; the file stays.
-
-    what: the command that takes it. Where the file system has no locks this is said.
-    Raises FolderError where another process holds it, or the file cannot be written.
-    """
-    try:
-        file = path.open("a")
-    except OSError as error:
-        raise FolderError(f"{path}: cannot be written: {error.strerror}") from None
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise FolderError(
-                f"{path}: another {what} is at work here: try again when it has ended"
-            ) from None
-        except OSError as error:
-            if error.errno not in NO_LOCKS:
-                raise FolderError(f"{path}: cannot be locked: {error.strerror}") from None
-            say(f"{path}: this file system has no locks: do not start {what} twice at a time")
-        yield
 
 
 RECORD = "jobs.json"

@@ -18,10 +18,11 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from ..claim import read_claim
 from ..config import UserError
 from .cases import Batch, Case, batches, expand
 from .collect import collect
-from .folder import Folder, FolderError, read_claim
+from .folder import Folder, FolderError
 from .spec import Study
 
 NAMES = ("mpirun", "mpiexec")

@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ..claim import Claim, JobAlive, read_claim, unknown
 from .cases import Case, batches, expand
-from .folder import Claim, Folder, Job, JobAlive, read_claim, unknown
+from .folder import Folder, Job
 from .slurm import queue
 from .spec import Study
 

@@ -18,7 +18,7 @@ from ..compress.state import Entry, State, redistributed
 from ..config import ConfigError, UserError, difference, validate, value_of
 from ..world import files
 from ..world.ranks import Ranks
-from .job import MAY_DIFFER, Job
+from .job import EPOCHS, MAY_DIFFER, Job
 
 Array = npt.NDArray[Any]
 Groups = dict[str, dict[str, Array]]
@@ -84,11 +84,12 @@ def save(path: Path, groups: Groups, position: Position, toml: str) -> None:
 def check_job(path: Path, there: str, here: str) -> None:
     """Raise CheckpointError where a file's job is another than this one; both as TOML text.
 
-    Keys that an older version did not have count as their defaults.
+    This one may be longer. Keys that an older version did not have count as their defaults.
     """
     with suppress(ConfigError):
         there = validate(Job, tomllib.loads(there), str(path)).toml()
-    key = difference(here, there, MAY_DIFFER)
+    longer = value_of(here, EPOCHS) >= value_of(there, EPOCHS)
+    key = difference(here, there, (*MAY_DIFFER, EPOCHS) if longer else MAY_DIFFER)
     if key is not None:
         values = value_of(there, key), value_of(here, key)
         raise CheckpointError(f"{path}: {key} is {values[0]!r} there and {values[1]!r} here")

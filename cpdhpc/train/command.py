@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 from .. import store
-from ..config import ConfigError
+from ..config import ConfigError, value_of
 from ..signals import catching
 from ..world.mpi import World
 from .checkpoint import check_job
 from .data import Dataset
-from .job import Job, load
+from .job import EPOCHS, Job, load
 from .loop import run
+from .output import claimed
 from .progress import Display
-from .setup import Files, agreed, prepare
+from .setup import Files, Training, agreed, prepare
 
 
 def train(
@@ -29,15 +31,14 @@ def train(
     jobs = agreed(world, lambda: load(path, settings))
     agreed(world, lambda: _check_grids(jobs, world))
     files = {job.id: Files.of(directory, job) for job in jobs}
-    agreed(world, lambda: _directory(directory, files.values(), world.process == 0, resume))
-    todo = agreed(world, lambda: _todo(jobs, files, resume) if world.process == 0 else [])
-    todo = world.gather(todo)[0]
-    display = Display(world.process == 0, len(todo))
-    display.line(_announcement(world, jobs, todo, directory))
-    worlds: dict[tuple[int, float], World] = {}
-    data: dict[object, Dataset] = {}
-    with catching() as caught:
-        for job in todo:
+    written = {name: (each.checkpoint, each.record) for name, each in files.items()}
+    with claimed(world, directory, written, resume), catching() as caught:
+        todo = world.on_first(lambda: _todo(jobs, files, resume), "resume")
+        display = Display(world.process == 0, len(todo))
+        display.line(_announcement(world, len(jobs), len(todo), directory))
+        worlds: dict[tuple[int, float], World] = {}
+        data: dict[object, Dataset] = {}
+        for job, former_epochs in todo:
             shape = job.train.virtual_ranks, job.train.timeout_s
             if shape not in worlds:
                 worlds[shape] = World(virtual_ranks=shape[0], timeout_s=shape[1])
@@ -46,6 +47,11 @@ def train(
             training = prepare(job, worlds[shape], data[job.data], files[job.id])
             if resume:
                 training.resume()
+                if not _same_rates(training, former_epochs):
+                    display.line(
+                        f"{job.id}: it began as a run of {former_epochs} epochs, whose learning "
+                        f"rates are not those of one of {job.train.epochs}"
+                    )
             run(training, caught, display)
             training.close()
     return [each.record for each in files.values()]
@@ -62,35 +68,36 @@ def _check_grids(jobs: list[Job], world: World) -> bool:
     return True
 
 
-def _directory(directory: Path, files: Iterable[Files], writes: bool, resume: bool) -> bool:
-    if not writes:
-        return True
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"{directory}: cannot be made: {error.strerror}") from None
-    present = [path for each in files for path in (each.checkpoint, each.record) if path.exists()]
-    if present and not resume:
-        raise ConfigError(
-            f"{present[0]}: is there already: --resume goes on from it, "
-            "--out DIR writes to another directory"
-        )
-    return True
+def _todo(jobs: list[Job], files: dict[str, Files], resume: bool) -> list[tuple[Job, int]]:
+    """Return the jobs that are not complete, with the epochs they were to take before, or take.
+
+    Raises CheckpointError where a file is another's.
+    """
+    todo = []
+    for job in jobs:
+        record, epochs = files[job.id].record, job.train.epochs
+        attributes = store.read_attributes(record) if resume and record.exists() else {}
+        if attributes:
+            there = str(attributes.get("toml", ""))
+            check_job(record, there, job.toml())
+            epochs = value_of(there, EPOCHS)
+        if attributes.get("status") != "complete" or epochs < job.train.epochs:
+            todo.append((job, epochs))
+    return todo
 
 
-def _todo(jobs: list[Job], files: dict[str, Files], resume: bool) -> list[Job]:
-    """Return the jobs that are not complete. Raises CheckpointError where a file is another's."""
-    return [job for job in jobs if not (resume and _complete(job, files[job.id].record))]
+def _same_rates(training: Training, former_epochs: int) -> bool:
+    """Return whether a run of so many epochs had the rates and batches that this one begins with.
+
+    As far as controllers say that see no loss.
+    """
+    settings = training.job.settings(training.samples)
+    build = training.job.controller.build
+    former, now = build(replace(settings, epochs=former_epochs)), build(settings)
+    steps = range(0, training.samples_seen, training.job.train.batch)
+    return all(former.next(seen) == now.next(seen) for seen in steps)
 
 
-def _complete(job: Job, record: Path) -> bool:
-    if not record.exists():
-        return False
-    attributes = store.read_attributes(record)
-    check_job(record, str(attributes.get("toml", "")), job.toml())
-    return bool(attributes.get("status") == "complete")
-
-
-def _announcement(world: World, jobs: list[Job], todo: list[Job], directory: Path) -> str:
-    skipped = f", {len(jobs) - len(todo)} complete already" if len(todo) < len(jobs) else ""
-    return f"cpdhpc: {len(todo)} runs on {world.processes} processes into {directory}{skipped}"
+def _announcement(world: World, jobs: int, todo: int, directory: Path) -> str:
+    skipped = f", {jobs - todo} complete already" if todo < jobs else ""
+    return f"cpdhpc: {todo} runs on {world.processes} processes into {directory}{skipped}"

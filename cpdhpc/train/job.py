@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from ..collectives.method import read_machine
 from ..compress import COMPRESSORS, Aggregator, NoCompression
@@ -33,6 +33,7 @@ Positive = Annotated[int, Field(ge=1)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$")]  # part of a file name
 
+EPOCHS = "train.epochs"  # may be raised where a run is gone on with
 MAY_DIFFER = (  # where a run is gone on with; all but virtual_ranks change no bit
     "train.virtual_ranks",
     "train.checkpoint_every",
@@ -68,6 +69,14 @@ class Train(Section):
     telemetry_every: Positive = 10
     checkpoint_every: Positive = 1
     timeout_s: Annotated[float, Field(gt=0)] = 600.0
+
+    @field_validator("seeds")
+    @classmethod
+    def _each_seed_once(cls, seeds: tuple[int, ...]) -> tuple[int, ...]:
+        for seed in seeds:
+            if seeds.count(seed) > 1:
+                raise ValueError(f"{seed} is there twice: both runs would write the same files")
+        return seeds
 
     @model_validator(mode="after")
     def _overlap_has_one_rank(self) -> Train:
@@ -180,6 +189,8 @@ def load(path: Path, settings: Iterable[str] = ()) -> list[Job]:
     for name in names:
         if names.count(name) > 1:
             raise ConfigError(f"{path}: compare: {names.count(name)} rows are called {name!r}")
+    if not any(table.keys() - {"name"} for table in (raw, *rows)):
+        raise ConfigError(f"{path}: model and data are missing: the file says nothing of a job")
     return [run for job in jobs for run in job.seeds()]
 
 

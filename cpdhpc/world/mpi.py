@@ -5,6 +5,8 @@ The only file that imports mpi4py, and only when it is used.
 
 from __future__ import annotations
 
+import errno
+import os
 import pickle
 import sys
 from collections.abc import Callable, Sequence
@@ -83,7 +85,7 @@ def write_box(
     try:
         file = mpi.File.Open(comm, str(path), mpi.MODE_WRONLY)
     except mpi.Exception as error:  # on all processes
-        return OSError(f"{path}: {error}")
+        return _problem(path, box.nbytes, error)
     element = mpi.BYTE.Create_contiguous(box.dtype.itemsize).Commit()
     types = [element]
     if box.size:  # MPI has no subarrays of nothing
@@ -98,10 +100,18 @@ def write_box(
         try:
             call(*arguments)
         except mpi.Exception as error:
-            problems.append(OSError(f"{path}: {error}"))
+            problems.append(_problem(path, box.nbytes, error))
     for each in types:
         each.Free()
     return problems[0] if problems else None
+
+
+def _problem(path: Path, size_bytes: int, error: Exception) -> OSError:
+    """Return an error of MPI-IO, which says MPI_ERR_OTHER where the disk is full."""
+    disk = os.statvfs(path.parent)
+    if disk.f_bavail * disk.f_frsize < size_bytes:
+        return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    return OSError(str(error))
 
 
 class World(Ranks):

@@ -11,11 +11,12 @@ from studies import small_study
 from training import write_idx
 
 from cpdhpc.bench.allreduce import TimedCase
+from cpdhpc.claim import read_claim
 from cpdhpc.config import UserError
 from cpdhpc.study.batch import FAILED, FINISHED, UNFINISHED, measure_batch
 from cpdhpc.study.cases import batches, expand, load_study
 from cpdhpc.study.collect import collect, find
-from cpdhpc.study.folder import Folder, read_claim
+from cpdhpc.study.folder import Folder
 from cpdhpc.study.repeats import PlacementError, members, prove
 from cpdhpc.train import loop
 

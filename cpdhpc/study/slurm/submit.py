@@ -6,9 +6,10 @@ from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 from ... import store
+from ...claim import alone
 from ...config import UserError
 from ..cases import Batch, batches, expand
-from ..folder import Folder, Job, alone, record, recorded
+from ..folder import Folder, Job, record, recorded
 from ..spec import Study
 from . import queue
 from .script import Array, array_script, arrays, collect_script

@@ -1,0 +1,94 @@
+"""Output directories: tried and claimed before the first step, by one process at a time."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import resource
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from cpdhpc.claim import Claim, ClaimError, alone
+from cpdhpc.config import UserError
+from cpdhpc.train.output import claimed
+from cpdhpc.world.ranks import Loopback
+
+DEAD = 2**22 + 1  # no process has a number above 2^22
+
+
+def claim(path: Path, resume: bool = False) -> None:
+    """Claim a run of three in a directory, and let it go."""
+    runs = {name: (path / f"{name}.h5", path / f"{name}.checkpoint.h5") for name in "abc"}
+    with claimed(Loopback(), path, runs, resume):
+        assert sorted(each.name for each in path.glob(".*")) == [".a.lock", ".b.lock", ".c.lock"]
+
+
+def test_two_runs_do_not_write_the_same_files(tmp_path: Path) -> None:
+    with alone(tmp_path / ".b.lock", "run of b", print):
+        with pytest.raises(ClaimError) as raised:
+            claim(tmp_path)
+        claimant = rf"process {os.getpid()} on "
+        assert f"{tmp_path}/.b.lock: another run of b is at work: {claimant}" in str(raised.value)
+        assert ", since 20" in str(raised.value)
+    claim(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_lock_of_a_killed_run_is_taken_over(tmp_path: Path) -> None:
+    """Its file is still there, but no process has it locked."""
+    gone = replace(Claim.here(), host="elsewhere", pid=1)
+    (tmp_path / ".a.lock").write_text(json.dumps(asdict(gone)))
+    (tmp_path / ".b.lock").write_text("")
+    claim(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "free"),
+    [
+        ({"pid": DEAD}, True),
+        ({"pid": 1, "host": "elsewhere"}, False),
+        ({"pid": 1, "host": "elsewhere", "job_id": "7"}, True),  # this job, started again
+        ({"state": "ended"}, True),
+    ],
+)
+def test_where_there_are_no_locks_the_claim_decides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, object], free: bool
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "no")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    there = replace(Claim.here(), **{"job_id": "6", **changes})
+    (tmp_path / ".a.lock").write_text(json.dumps(asdict(there)))
+    if free:
+        claim(tmp_path)
+        return
+    with pytest.raises(ClaimError, match=r"on elsewhere, Slurm job 6, since .* remove the file"):
+        claim(tmp_path)
+    assert (tmp_path / ".a.lock").exists()
+
+
+def test_a_full_disk_is_seen_before_the_first_step(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        with pytest.raises(ClaimError, match=rf"{tmp_path}: cannot be written: File too large"):
+            claim(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_files_that_are_there_are_refused_unless_resumed(tmp_path: Path) -> None:
+    (tmp_path / "b.h5").write_text("")
+    with pytest.raises(UserError, match=r"b\.h5: is there already: --resume goes on from it"):
+        claim(tmp_path)
+    claim(tmp_path, resume=True)
+    (tmp_path / "wall").write_text("")
+    with pytest.raises(UserError, match=r"wall/x: cannot be made: Not a directory"):
+        claim(tmp_path / "wall" / "x")
