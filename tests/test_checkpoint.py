@@ -139,7 +139,7 @@ def test_a_killed_run_leaves_files_and_resumes_to_the_same_bits(tmp_path: Path) 
     command = [sys.executable, "-m", "cpdhpc", "train", str(file), "--out", str(out)]
     checkpoint, record = out / "k-s0.checkpoint.h5", out / "k-s0.h5"
     killed = subprocess.Popen(command, env=environment(), cwd=ROOT)
-    deadline = time.monotonic() + 600
+    deadline = time.monotonic() + 1800
     while not record.exists() and killed.poll() is None and time.monotonic() < deadline:
         time.sleep(0.01)
     killed.kill()

@@ -131,7 +131,7 @@ def run_program(program: str, path: Path) -> subprocess.CompletedProcess[str]:
         env=environment() | {"PATH": str(path)},
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=1800,
         check=False,
     )
 

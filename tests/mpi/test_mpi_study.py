@@ -40,7 +40,7 @@ def freeze(world, directory, **changes):
 
 def test_a_part_of_the_processes_is_a_world(world):
     last = world.processes - 1
-    part = world.part([0, last], timeout_s=200)
+    part = world.part([0, last], timeout_s=600)
     assert (part is None) == (world.process not in (0, last))
     if part is not None:
         assert part.gather(world.process) == [0, last]
