@@ -40,7 +40,7 @@ TESTS = {  # file of cpdhpc: the files of tests that cover it, the fastest first
     "compress/lowbit.py": [*COMPRESS, "config"],
     "compress/none.py": COMPRESS,
     "compress/state.py": [*COMPRESS, "checkpoint"],
-    "ops/reference.py": ["shifts", "integers", "stochastic", "oracles"],
+    "ops/reference.py": ["trits", "packing", "shifts", "integers", "ops", "stochastic", "oracles"],
     "collectives/schedules.py": ["schedule", "allreduce"],
     "collectives/rank_program.py": ["allreduce", "exact"],
     "study/statistics.py": ["statistics"],

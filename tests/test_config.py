@@ -54,7 +54,7 @@ def write(tmp_path: Path, text: str) -> Path:
         ("[optimizer]\nmomentum=0.0\nnesterov=true", "nesterov=true needs momentum above 0"),
         (
             "[gradient]\naggregator = 'lowbits'",
-            "gradient.aggregator='lowbits': did you mean lowbit?",
+            "gradient.aggregator='lowbits': did you mean lowbit or",
         ),
         ("[gradient]\naggregator = 'none'\nwire='e4m3'", "unknown key gradient.wire: known are"),
         (
