@@ -171,13 +171,14 @@ def in_child(scratch: Path, tests: list[str]) -> None:
 
 def survivors(path: str, scratch: Path, options: argparse.Namespace) -> Iterator[str | None]:
     """For each mutant of a file's sample, what it is where it survives, else None."""
-    original, copied = ROOT / "cpdhpc" / path, scratch / "cpdhpc" / path
-    found = mutants(original.read_text())
+    copied = scratch / "cpdhpc" / path  # not ROOT's, which may have changed since
+    source = copied.read_text()
+    found = mutants(source)
     random.Random(f"{options.seed} {path}").shuffle(found)
     for what, text in found[: options.sample]:
         copied.write_text(text)
         yield what if passes(scratch, TESTS[path], options.limit_s) else None
-    copied.write_text(original.read_text())
+    copied.write_text(source)
 
 
 def main() -> None:
