@@ -51,7 +51,7 @@ TESTS = {  # file of cpdhpc: the files of tests that cover it, the fastest first
     "study/study_file.py": ["studyfile", "study_report", "report_page"],
     "study/collect.py": ["study_folder", "study_report", "studyfile"],
     "study/status.py": ["study_folder", "submit", "slurm_commands"],
-    "study/repeats.py": ["inputs"],
+    "study/repeats.py": ["study_repeats", "inputs"],
     "study/batch.py": ["inputs", "study_run"],
 }
 LIBRARIES = ("h5py", "numpy", "pydantic", "pytest", "scipy.stats", "torch", "xarray", "hypothesis")
