@@ -29,8 +29,8 @@ LOAD_MPI = $(VENV)/bin/python -c "import mpi4py; mpi4py.rc.initialize = False; i
     2>/dev/null
 # A slow machine is to make tests slow, not red: these only end what hangs. A single test that takes
 # HANG_S shows the stacks of all threads; what runs LIMIT_S in all is ended, and that is said.
-HANG_S = 900
-LIMIT_S = 3600
+HANG_S = 1800
+LIMIT_S = 7200
 LIMITED = tests/limited $(LIMIT_S)
 # -p no:cacheprovider: the tests leave nothing in the source tree.
 PYTEST = -m pytest -q --color=no -p no:cacheprovider -o faulthandler_timeout=$(HANG_S)

@@ -27,7 +27,7 @@ CHANGES = {
     },
     "measure": {"interleave": 3, "min_repeats": REPEATS, "max_repeats": REPEATS},
 }
-START_S = 30.0  # a study that has begun nothing by then is broken
+START_S = 600.0  # a study that has begun nothing by then is broken
 
 
 class Storm:

@@ -40,7 +40,7 @@ TESTS = {  # file of cpdhpc: the files of tests that cover it, the fastest first
     "compress/lowbit.py": [*COMPRESS, "config"],
     "compress/none.py": COMPRESS,
     "compress/state.py": [*COMPRESS, "checkpoint"],
-    "ops/reference.py": ["shifts", "integers", "stochastic", "oracles"],
+    "ops/reference.py": ["trits", "packing", "shifts", "integers", "ops", "stochastic", "oracles"],
     "collectives/schedules.py": ["schedule", "allreduce"],
     "collectives/rank_program.py": ["allreduce", "exact"],
     "study/statistics.py": ["statistics"],
@@ -51,7 +51,7 @@ TESTS = {  # file of cpdhpc: the files of tests that cover it, the fastest first
     "study/study_file.py": ["studyfile", "study_report", "report_page"],
     "study/collect.py": ["study_folder", "study_report", "studyfile"],
     "study/status.py": ["study_folder", "submit", "slurm_commands"],
-    "study/repeats.py": ["inputs"],
+    "study/repeats.py": ["study_repeats", "inputs"],
     "study/batch.py": ["inputs", "study_run"],
 }
 LIBRARIES = ("h5py", "numpy", "pydantic", "pytest", "scipy.stats", "torch", "xarray", "hypothesis")
@@ -171,13 +171,14 @@ def in_child(scratch: Path, tests: list[str]) -> None:
 
 def survivors(path: str, scratch: Path, options: argparse.Namespace) -> Iterator[str | None]:
     """For each mutant of a file's sample, what it is where it survives, else None."""
-    original, copied = ROOT / "cpdhpc" / path, scratch / "cpdhpc" / path
-    found = mutants(original.read_text())
+    copied = scratch / "cpdhpc" / path  # not ROOT's, which may have changed since
+    source = copied.read_text()
+    found = mutants(source)
     random.Random(f"{options.seed} {path}").shuffle(found)
     for what, text in found[: options.sample]:
         copied.write_text(text)
         yield what if passes(scratch, TESTS[path], options.limit_s) else None
-    copied.write_text(original.read_text())
+    copied.write_text(source)
 
 
 def main() -> None:

@@ -275,4 +275,4 @@ def test_comm_does_not_import_mpi():
         "simulate([numpy.ones(9, numpy.float32)] * 3, 'e4m3', 'direct', 'aps');"
         "assert 'mpi4py' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=600)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=1800)

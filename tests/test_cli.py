@@ -45,7 +45,7 @@ def test_help_and_report_need_neither_torch_nor_mpi(tmp_path: Path) -> None:
     )
     command = [sys.executable, "-c", program]
     done = subprocess.run(
-        command, env=environment(), capture_output=True, text=True, timeout=600, check=False
+        command, env=environment(), capture_output=True, text=True, timeout=1800, check=False
     )
     assert done.returncode == 2
     assert done.stderr.startswith(f"cpdhpc: error: {tmp_path}: there is no file of a study or")

@@ -62,13 +62,13 @@ class Job:
         self.process.send_signal(number)
 
     def until(self, name: str) -> None:
-        end_s = time.monotonic() + 600
+        end_s = time.monotonic() + 1800
         while not (self.directory / name).exists():
             assert time.monotonic() < end_s and self.process.poll() is None, self.process
             time.sleep(0.01)
 
     def end(self) -> tuple[int, list[str], str]:
-        shown, _ = self.process.communicate(timeout=600)
+        shown, _ = self.process.communicate(timeout=1800)
         return self.process.returncode, self.record.read_text().splitlines()[1:], shown
 
 
@@ -124,7 +124,7 @@ def test_a_failure_is_tried_again(tmp_path: Path, restarts: str, again: bool) ->
 
 def test_a_setup_line_that_fails_ends_the_job(tmp_path: Path) -> None:
     job = Job(tmp_path, array_of(Site(setup=("cd /nowhere/at/all",))))
-    shown, _ = job.process.communicate(timeout=600)
+    shown, _ = job.process.communicate(timeout=1800)
     assert job.process.returncode == 1 and "nowhere" in shown
     assert not job.record.exists()
 
@@ -132,5 +132,5 @@ def test_a_setup_line_that_fails_ends_the_job(tmp_path: Path) -> None:
 def test_train_script_wants_a_job_file(tmp_path: Path) -> None:
     text = standalone.scripts(Site())["train.sbatch"]
     job = Job(tmp_path, text)
-    shown, _ = job.process.communicate(timeout=600)
+    shown, _ = job.process.communicate(timeout=1800)
     assert job.process.returncode == 2 and "sbatch slurm/train.sbatch JOB.toml" in shown

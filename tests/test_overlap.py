@@ -82,7 +82,7 @@ def test_the_first_bucket_is_reduced_while_backward_goes_on() -> None:
 
     seen = []
     # This hook is called first: it waits, within backward, for the thread to have begun.
-    model[0].weight.register_post_accumulate_grad_hook(lambda _: seen.append(begun.wait(300)))
+    model[0].weight.register_post_accumulate_grad_hook(lambda _: seen.append(begun.wait(1800)))
     with GradientReducer(model, Loopback(), Begins(), bucket_mib=0.001, overlap=True) as reducer:
         backward(model)
         reducer.reduce()

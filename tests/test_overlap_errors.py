@@ -112,7 +112,7 @@ def test_an_error_leaves_the_block_at_once_while_a_bucket_is_under_way() -> None
     @dataclass(frozen=True)
     class Waits(NoCompression):
         def aggregate(self, *args: Any, **how: Any) -> Mean:
-            assert go_on.wait(300)
+            assert go_on.wait(1800)
             return super().aggregate(*args, **how)
 
     reducer = GradientReducer(model, Loopback(), Waits(), bucket_mib=1e-6, overlap=True)

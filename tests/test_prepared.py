@@ -62,7 +62,7 @@ DYING = """
 import os, signal, threading
 from cpdhpc import RankFailure
 from cpdhpc.collectives.allreduce import Allreduce
-world, me, method = World(timeout_s=90), World().rank, Allreduce("raw", "tree")
+world, me, method = World(timeout_s=900), World().rank, Allreduce("raw", "tree")
 x = np.full(1500, float(1 << me), np.float32)
 kept = x.copy()
 prepared = method.prepare(world, [x], [x])

@@ -45,7 +45,7 @@ def test_a_bar_only_where_the_launcher_writes_to_a_terminal(
             stdout=inner if terminal else file,
             env=environment() | {"TERM": "xterm"},
             check=True,
-            timeout=600,
+            timeout=1800,
         )
     os.close(inner)
     shown = os.read(outer, 100000).decode() if terminal else log.read_text()

@@ -17,7 +17,7 @@ from cpdhpc.kinds import KINDS
 from cpdhpc.study.folder import Folder, recorded
 
 pytestmark = pytest.mark.mpi_skip
-LIGHT = {"cli", "config", "formats", "kinds", "methods", "store", "study"}
+LIGHT = {"cli", "config", "formats", "kinds", "methods", "partition", "store", "study"}
 INPUTS = sorted((ROOT / "inputs").glob("study_*.toml"))
 SITE = str(ROOT / "slurm" / "sites" / "openmpi_gpu.toml")
 
@@ -121,7 +121,7 @@ def test_scripts_are_written_for_a_site(tmp_path: Path, capsys: pytest.CaptureFi
         assert path.read_text() == (ROOT / "slurm" / path.name).read_text()
     (tmp_path / "file").touch()
     status, _, error = call(capsys, "scripts", "--out", str(tmp_path / "file"))
-    assert status == 2 and "train.sbatch: cannot be written" in error
+    assert status == 2 and "file: cannot be made" in error
 
 
 def run_program(program: str, path: Path) -> subprocess.CompletedProcess[str]:
@@ -131,17 +131,17 @@ def run_program(program: str, path: Path) -> subprocess.CompletedProcess[str]:
         env=environment() | {"PATH": str(path)},
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=1800,
         check=False,
     )
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_plan_loads_nothing_that_measures(kind: str, tmp_path: Path) -> None:
-    [path, *_] = [p for p in INPUTS if f'kind = "{kind}"' in p.read_text()]
+def test_a_plan_loads_nothing_that_measures(tmp_path: Path) -> None:
+    """Of every kind of study, in one process."""
+    paths = [next(str(p) for p in INPUTS if f'kind = "{k}"' in p.read_text()) for k in KINDS]
     program = (
         "import sys; from cpdhpc.cli import main\n"
-        f"status = main(['study', 'plan', {str(path)!r}])\n"
+        f"status = max(main(['study', 'plan', path]) for path in {paths!r})\n"
         "outside = {'torch', 'mpi4py', 'h5py', 'matplotlib'} & set(sys.modules)\n"
         "rooms = {name.split('.')[1] for name in sys.modules if name.startswith('cpdhpc.')}\n"
         f"assert rooms <= {LIGHT!r}, rooms\n"

@@ -3,30 +3,36 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from kill_study import Storm
-from studies import command, small_study, start, study_file
-from training import environment
+from studies import small_study, start, study_file
 
 from cpdhpc import store
 from cpdhpc.claim import read_claim
+from cpdhpc.cli import main
 from cpdhpc.study.cases import batches, expand
 from cpdhpc.study.folder import Folder
 
 pytestmark = pytest.mark.mpi_skip
+Run = Callable[..., tuple[int, str]]
 
 
-def run(*words: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(*words), env=environment(), capture_output=True, text=True, timeout=600, check=False
-    )
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run the command line; return its status and what it shows, errors last."""
+
+    def call(*words: object) -> tuple[int, str]:
+        status = main([*map(str, words)])
+        return status, "".join(capsys.readouterr())
+
+    return call
 
 
-def test_a_study_survives_kills_and_is_resumed_and_collected(tmp_path: Path) -> None:
+def test_a_study_survives_kills_and_is_resumed_and_collected(tmp_path: Path, run: Run) -> None:
     """18 cases; killed once a case is finished, and once anywhere."""
     storm = Storm(tmp_path, seed=2)
     storm.kill()
@@ -40,9 +46,9 @@ def test_a_study_survives_kills_and_is_resumed_and_collected(tmp_path: Path) -> 
         for case in batch.cases
         if case not in storm.known
     }
-    done = run("study", "resume", storm.path, "--out", storm.folder.path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.endswith("study.h5: 18 of 18 cases\n")
+    status, shown = run("study", "resume", storm.path, "--out", storm.folder.path)
+    assert status == 0, shown
+    assert shown.endswith("study.h5: 18 of 18 cases\n")
     storm.check()
     assert len(storm.known) == 18
     groups, attributes = store.read(storm.folder.study_file)
@@ -56,20 +62,20 @@ def test_a_study_survives_kills_and_is_resumed_and_collected(tmp_path: Path) -> 
     two = samples["ranks"] == 2
     assert (samples["bound_s"][two] > 0).all()
     assert (groups["summary"]["median_s"] > 0).all()
-    told = run("study", "status", storm.path, "--out", storm.folder.path)
-    assert told.stdout.endswith("small: 18 cases: 18 finished\n")
+    status, shown = run("study", "status", storm.path, "--out", storm.folder.path)
+    assert status == 0 and shown.endswith("small: 18 cases: 18 finished\n")
 
 
-def test_a_failing_batch_does_not_stop_the_others(tmp_path: Path) -> None:
+def test_a_failing_batch_does_not_stop_the_others(tmp_path: Path, run: Run) -> None:
     """A case of the first batch cannot be written: a directory is in its place."""
     path, folder = study_file(tmp_path), Folder(tmp_path / "out")
     case = expand(small_study(tmp_path)).cases[0]
     folder.case_file(case).mkdir(parents=True)
-    done = run("study", "run", path, "--out", folder.path)
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "batch 0: status 2, " in done.stdout and "batch 1: " not in done.stdout
-    assert f"batch 0: {case.id}: not measured" in done.stdout
-    assert f"\ncpdhpc: error: {folder.case_file(case)}: cannot be written" in done.stdout
+    status, shown = run("study", "run", path, "--out", folder.path)
+    assert status == 1, shown
+    assert "batch 0: status 2, " in shown and "batch 1: " not in shown
+    assert f"batch 0: {case.id}: not measured" in shown
+    assert f"\ncpdhpc: error: {folder.case_file(case)}: cannot be written" in shown
     assert f"{case.id}.h5: cannot be written" in folder.log_file(0).read_text()
     assert [each.ranks for each in expand(folder.study()).cases if folder.finished(each)][-2:] == [
         2,
@@ -83,12 +89,12 @@ def test_ctrl_c_stops_the_ranks_cleanly(tmp_path: Path) -> None:
     folder = Folder(tmp_path / "out")
     process = start("study", "run", path, "--out", folder.path)
     claim = folder.claim_file(0)
-    until_s = time.monotonic() + 600
+    until_s = time.monotonic() + 1800
     while read_claim(claim) is None and time.monotonic() < until_s:
         time.sleep(0.05)
     time.sleep(0.3)
     process.send_signal(signal.SIGINT)
-    out, error = process.communicate(timeout=600)
+    out, error = process.communicate(timeout=1800)
     assert process.returncode == 130, out + error
     assert "stopped; resume goes on from here" in out and "not measured" in out
     found = read_claim(claim)
@@ -102,7 +108,7 @@ def test_processes_that_are_all_alone_are_an_error(tmp_path: Path) -> None:
     folder.prepare(small_study(tmp_path))
     two = [start("batch", folder.path, 1) for _ in range(2)]
     for process in two:
-        out, error = process.communicate(timeout=600)
+        out, error = process.communicate(timeout=1800)
         assert process.returncode == 2 and out == ""
         assert error.startswith(
             "cpdhpc: error: batch: MPI has 1 process, asked for were 2 (nodes x ranks per node: "

@@ -157,7 +157,7 @@ def test_the_page_analyses_a_file_in_ten_lines(tmp_path: Path) -> None:
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=1800,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -156,7 +156,7 @@ assert os.waitpid(child, 0)[1] == 0, "a child has no threads of its own"
 
 def test_threads_start_when_they_are_needed_and_in_children_too() -> None:
     environment = os.environ | {"OMP_NUM_THREADS": "3"}
-    subprocess.run([sys.executable, "-c", PROGRAM], env=environment, check=True, timeout=600)
+    subprocess.run([sys.executable, "-c", PROGRAM], env=environment, check=True, timeout=1800)
 
 
 def test_the_number_is_given_or_of_openmp_or_one(monkeypatch: pytest.MonkeyPatch) -> None:

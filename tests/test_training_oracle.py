@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from training import run_job, small_data, small_job
 
 from cpdhpc import store
+from cpdhpc.compress import Context, State
+from cpdhpc.compress.bucket import Bucket
+from cpdhpc.compress.lowbit import LowBit
 from cpdhpc.train.data import epoch_order
 from cpdhpc.train.job import Job
+from cpdhpc.train.record import observe
+from cpdhpc.train.setup import Training
 from cpdhpc.world.ranks import Loopback
 
 PER_EPOCH = 4  # iterations: 100 samples in batches of 25
@@ -102,3 +110,40 @@ def test_the_record_tells_underflow_from_saturation(tmp_path: Path) -> None:
     for name, counts in (("underflow_share", lost), ("saturated_share", capped)):
         shares = [count / of for count, of in zip(counts, nonzero, strict=True)]
         assert found[name][0].tolist() == shares
+
+
+def test_what_is_written_when(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every step, every epoch, telemetry every third iteration, a checkpoint every second epoch."""
+    saved: list[tuple[str, int]] = []
+    save = Training.save
+
+    def noted(training: Training, status: str) -> None:
+        saved.append((status, training.samples_seen))
+        save(training, status)
+
+    monkeypatch.setattr(Training, "save", noted)
+    job = small_job(train=TRAIN | {"epochs": 5, "telemetry_every": 3, "checkpoint_every": 2})
+    began_s = time.perf_counter()
+    groups, attributes = store.read(run_job(job, Loopback(), tmp_path).files.record)
+    elapsed_s = time.perf_counter() - began_s
+    assert saved == [("running", 200), ("running", 400), ("complete", 500)]
+    assert groups["steps"]["iteration"].tolist() == [*range(5 * PER_EPOCH)]
+    assert groups["layers"]["iteration"].tolist() == [*range(0, 5 * PER_EPOCH, 3)]
+    assert groups["epochs"]["epoch"].tolist() == [1, 2, 3, 4, 5]
+    of_steps, of_epochs = (groups[name]["time_s"].sum() for name in ("steps", "epochs"))
+    assert 0 < of_steps < of_epochs < elapsed_s
+    assert attributes["schema"] == 1  # readers ask for it
+
+
+def test_a_share_of_one_value_and_of_none() -> None:
+    """e2m1's smallest number is 0.5: a layer's only value is lost; one of zeros loses nothing."""
+    bucket = Bucket(("one", "none", "kept"), ((3,), (2,), (2,)), align=1024)
+    flat = np.zeros(bucket.size, np.float32)
+    bucket.views(flat)[0][1], bucket.views(flat)[2][:] = 0.125, (1, 0.125)
+    aggregator = LowBit(wire="e2m1fn", scaling="none")
+    mean = aggregator.aggregate([flat], bucket, Context(Loopback(), State(range(1), 1), 0, 0))
+    reducer = SimpleNamespace(bucket=bucket, aggregator=aggregator, flats=[flat], world=Loopback())
+    found = observe(reducer, mean)  # type: ignore[arg-type]
+    assert found["nonzero"].tolist() == [1, 0, 2]
+    assert found["underflow_share"].tolist() == [1, 0, 0.5]
+    assert found["saturated_share"].tolist() == [0, 0, 0]

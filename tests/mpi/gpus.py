@@ -10,7 +10,7 @@ from simulated_cupy import simulated
 from cpdhpc.world import gpu_messages
 from cpdhpc.world.mpi import World
 
-TIMEOUT_S = 200.0
+TIMEOUT_S = 600.0
 N = 2500
 SPIN = """extern "C" __global__ void spin(long long cycles) {
     long long start = clock64();

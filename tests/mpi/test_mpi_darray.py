@@ -20,7 +20,7 @@ from cpdhpc.darray.windows import Constant
 from cpdhpc.world.mpi import World, library_version
 
 pytestmark = pytest.mark.mpi
-TIMEOUT_S = 200.0
+TIMEOUT_S = 600.0
 CASES = {"memory": 40, "messages": 40}
 IN_PARTS = 30  # of each of two parts
 

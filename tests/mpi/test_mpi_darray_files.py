@@ -184,7 +184,7 @@ def test_a_rank_that_cannot_write_is_every_ranks_error(
     On two ranks: of more, Open MPI lets one write for all, and if that fails the others stay in
     MPI's collective write until the time-out ends the job.
     """
-    part = world.part(range(min(2, world.size)), timeout_s=200)
+    part = world.part(range(min(2, world.size)), timeout_s=600)
     if part is not None:
         check_that_nothing_is_lost(part, folder, how, monkeypatch)
         part.free()

@@ -22,7 +22,7 @@ MODES = [("wrap", "reflect"), ("edge", "symmetric"), ("zero", "wrap")]
 @pytest.fixture(scope="module", params=[True, False], ids=["memory", "messages"])
 def world(request: pytest.FixtureRequest) -> Any:
     """All ranks; what they send goes through memory that they share, or through MPI."""
-    world = World(timeout_s=200, share_memory=request.param)
+    world = World(timeout_s=600, share_memory=request.param)
     yield world
     world.free()
 

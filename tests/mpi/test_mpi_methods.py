@@ -21,7 +21,7 @@ METHODS = [
 @pytest.fixture(scope="module", params=[1, 2])
 def many(request):
     """Worlds of one and two ranks a process."""
-    world = World(virtual_ranks=request.param, timeout_s=60.0)
+    world = World(virtual_ranks=request.param, timeout_s=600.0)
     yield world
     world.free()
 

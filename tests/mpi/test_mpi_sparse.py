@@ -11,7 +11,7 @@ from cpdhpc.world.mpi import World
 from cpdhpc.world.ranks import Loopback
 
 pytestmark = pytest.mark.mpi
-TIMEOUT_S = 20.0
+TIMEOUT_S = 600.0
 
 
 @pytest.fixture(scope="module", params=[1, 2, 3])

@@ -33,7 +33,7 @@ CLOSE = 1e-12
 
 @pytest.fixture(scope="module")
 def world() -> World:
-    return World(timeout_s=200)
+    return World(timeout_s=600)
 
 
 @pytest.fixture(autouse=True)

@@ -45,7 +45,7 @@ ROWS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def world() -> World:
-    return World(timeout_s=200)
+    return World(timeout_s=600)
 
 
 @pytest.fixture

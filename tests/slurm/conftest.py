@@ -58,7 +58,7 @@ def lab() -> Iterator[Lab]:
         directory = Path(text)
         directory.chmod(0o755)  # munge wants its socket where all users could reach it
         command = [str(HERE / "up"), str(directory / "cluster"), str(_free_port())]
-        started = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+        started = subprocess.run(command, capture_output=True, text=True, timeout=1800, check=False)
         assert started.returncode == 0, started.stderr
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("SLURM_CONF", str(directory / "cluster" / "slurm.conf"))
@@ -66,7 +66,7 @@ def lab() -> Iterator[Lab]:
                 yield Lab(directory, apart="hostname each: yes" in started.stdout)
             finally:
                 down = [str(HERE / "down"), str(directory / "cluster")]
-                subprocess.run(down, timeout=600, check=False)
+                subprocess.run(down, timeout=1800, check=False)
 
 
 @pytest.fixture(scope="session")

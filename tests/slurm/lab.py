@@ -71,7 +71,7 @@ class Lab:
             env=environment,
             capture_output=True,
             text=True,
-            timeout=600,
+            timeout=1800,
             check=False,
         )
         assert done.returncode == status, f"{command}: {done.stdout}{done.stderr}"
@@ -86,7 +86,7 @@ class Lab:
         self.study("submit", str(study), "--site", str(site), "--set", f"name={name}")
         return Folder(self.directory / "results" / name)
 
-    def wait(self, jobs: Iterable[int], limit_s: float = 600.0) -> queue.States:
+    def wait(self, jobs: Iterable[int], limit_s: float = 1800.0) -> queue.States:
         """Wait until jobs have ended, and return their states."""
         jobs, end_s = list(jobs), time.monotonic() + limit_s
         while True:
@@ -102,7 +102,7 @@ class Lab:
         self.wait(job.number for job in jobs)
         return jobs
 
-    def until(self, path: Path, text: str, limit_s: float = 600.0) -> None:
+    def until(self, path: Path, text: str, limit_s: float = 1800.0) -> None:
         """Wait for a text in a log."""
         end_s = time.monotonic() + limit_s
         while not (path.exists() and text in path.read_text()):
@@ -111,7 +111,7 @@ class Lab:
 
     def interrupt(self, log: Path, *target: str) -> None:
         """Send USR1 until a job has stopped: a step that just begins may not get the first."""
-        for _ in range(6):
+        for _ in range(120):
             self.call("scancel", "--signal=USR1", *target)
             try:
                 return self.until(log, "interrupted after iteration", limit_s=5)
