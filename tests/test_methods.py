@@ -7,12 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from pydantic import TypeAdapter
 
 from cpdhpc.compress import (
     COMPRESSORS,
     Aggregator,
     Context,
+    GradientFlow,
     OneBit,
     PowerSgd,
     Qsgd,
@@ -20,6 +22,7 @@ from cpdhpc.compress import (
     TernGrad,
 )
 from cpdhpc.compress.bucket import Bucket
+from cpdhpc.train import GradientReducer
 from cpdhpc.world.ranks import Loopback
 
 RANKS = 4
@@ -85,7 +88,7 @@ def test_terngrad_leaves_excluded_layers_alone_and_knows_their_names() -> None:
     levels = [np.unique(np.abs(part)).size for part in weight.reshape(-1)[:1400].reshape(-1, 50)]
     assert max(levels) <= RANKS + 1 < np.unique(np.abs(weight)).size
     method.check_layers(BUCKET.names)
-    with pytest.raises(ValueError, match="no layer did you mean bias"):
+    with pytest.raises(ValueError, match="no layer is called 'bia': did you mean bias"):
         TernGrad(exclude=("bia",)).check_layers(BUCKET.names)
 
 
@@ -141,7 +144,29 @@ def test_powersgd_is_a_step_of_the_power_method() -> None:
     assert np.abs(BUCKET.views(found)[1] - BUCKET.views(exact)[1]).max() < SUM  # one dimension
 
 
-@pytest.mark.parametrize("method", [OneBit(), PowerSgd(), PowerSgd(wire="e4m3")], ids=str)
+def test_gradientflow_sends_the_chunks_of_the_largest_norms() -> None:
+    bucket, ranks = Bucket(("a", "b"), ((95,), (40,))), 3
+    flats = gradients(bucket, ranks)
+    method = GradientFlow(density=0.3, chunk_values=10)
+    found, _ = aggregate(method, flats, bucket)
+    chunks = [slice(at, min(at + 10, 95)) for at in range(0, 95, 10)]
+    chunks += [slice(at, at + 10) for at in range(95, 135, 10)]
+    norms = [
+        sum(np.abs(flat[chunk].astype(np.float64)).sum() for flat in flats) for chunk in chunks
+    ]
+    largest = sorted(range(14), key=lambda i: -norms[i])[:4]  # 0.3 of 14
+    expected = np.zeros(bucket.size)
+    for i in largest:
+        expected[chunks[i]] = np.mean([flat[chunks[i]] for flat in flats], axis=0)
+    assert np.abs(found - expected).max() < SUM
+    assert np.array_equal(found != 0, expected != 0)
+    dense = GradientFlow(density=0.3, dense_epochs=1.0)
+    assert np.count_nonzero(aggregate(dense, flats, bucket)[0]) == bucket.size
+
+
+@pytest.mark.parametrize(
+    "method", [OneBit(), PowerSgd(), PowerSgd(wire="e4m3"), GradientFlow(chunk_values=50)], ids=str
+)
 def test_what_is_lost_is_kept(method: Aggregator) -> None:
     """Mean sent + mean kept afterwards = mean gradient + mean kept before."""
     state, kept = State(range(RANKS), RANKS), np.zeros(BUCKET.size)
@@ -210,3 +235,11 @@ def test_bits_of_a_value(method: Aggregator) -> None:
 def test_wrong_options(method: str, options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):
         TypeAdapter(COMPRESSORS[method]).validate_python(options)
+
+
+def test_a_reducer_refuses_layers_that_its_model_has_not() -> None:
+    model = torch.nn.Linear(3, 2)
+    with pytest.raises(
+        ValueError, match=r"TernGrad.exclude: no layer is called 'weigt': did you mean weight"
+    ):
+        GradientReducer(model, Loopback(), "terngrad", exclude=("weigt",))

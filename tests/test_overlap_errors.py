@@ -76,10 +76,13 @@ def test_a_second_backward_before_reduce_is_refused() -> None:
     model = model_of()
     with GradientReducer(model, Loopback(), overlap=True) as reducer:
         backward(model)
-        with pytest.raises(RuntimeError, match=r"'3\.(weight|bias)' has a second gradient"):
-            backward(model)
-        reducer.reduce()
         backward(model)
+        before = gradients(model)
+        with pytest.raises(RuntimeError, match=r"'3\.(weight|bias)' on rank 0 has a second grad"):
+            reducer.reduce()
+        assert gradients(model) == before
+        backward(model)
+        reducer.reduce()
 
 
 def test_gradients_that_were_set_by_hand_are_reduced_too() -> None:

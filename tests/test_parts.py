@@ -9,9 +9,9 @@ import pytest
 import torch
 from reducing import SIZES_MIB, backward, gradients, model_of
 
-from cpdhpc.compress.bucket import Bucket
+from cpdhpc.compress.bucket import Bucket, split_bucket
 from cpdhpc.compress.lowbit import LowBit
-from cpdhpc.train.reducer import GradientReducer, part_seed, split_bucket
+from cpdhpc.train.reducer import GradientReducer, part_seed
 from cpdhpc.world.ranks import Loopback
 
 

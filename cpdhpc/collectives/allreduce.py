@@ -6,6 +6,7 @@ ranks in one process, without MPI, with the bits of a real run.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache, partial
@@ -21,7 +22,15 @@ from ..ops import backend_of, on_gpu
 from ..world.gpu_messages import carrier_of
 from ..world.mpi import as_world
 from ..world.ranks import Loopback, Ranks, check_integer
-from .checks import check_alike, check_arrays, check_out, is_finite, raise_nonfinite, shared_amax
+from .checks import (
+    check_alike,
+    check_arrays,
+    check_out,
+    is_finite,
+    of_tensor,
+    raise_nonfinite,
+    shared_amax,
+)
 from .engine import Program, Take, run
 from .method import (
     AUTO,
@@ -423,9 +432,9 @@ def allreduce(
     """Return the sum, or mean, of all ranks' arrays: the same bits on every rank. Collective.
 
     world: World, Loopback or an mpi4py communicator
-    x: float32, C-contiguous, of one shape everywhere, all NumPy or all CuPy arrays; where the
-        world has virtual ranks, a sequence of one array for each; never written, unless out shares
-        its memory
+    x: float32, C-contiguous, of one shape everywhere, all NumPy or all CuPy arrays or torch tensors
+        on the CPU, which are not copied; where the world has virtual ranks, a sequence of one array
+        for each; never written, unless out shares its memory
     wire: "raw" (float32 bytes), a format's name or a FloatFormat, "int2" .. "int16" (integers
         times a power of two) or "ternary" (-1, 0, 1 times a power of two, 1.6 bits a value)
     algorithm: a name from SCHEDULES ("ring", "rhd", "tree", "dbtree", "direct", "hier", "gather"),
@@ -444,8 +453,9 @@ def allreduce(
         order changes a bit of the result. Integers know only this, float formats where scaling
         is not "tile" and the sums take at most 32 bits.
     op: "mean" divides the sum by the number of ranks, in float32
-    out: float32, like x, for the result. Default: a new array. Where it shares memory with x, x is
-        untouched on error, at the price of one more copy; else it then holds anything
+    out: float32, like x, for the result, and returned. Default: a new array of x's kind. Where it
+        shares memory with x, x is untouched on error, at the price of one more copy; else it then
+        holds anything
     rounding, overflow: as formats.Cast. By default a value or partial sum beyond the largest number
         of the format becomes that number, and is not counted: 1e38 becomes 240 in e4m3 with
         scaling "none". Scalings "aps" and "tile" move the range, so that contributions fit it;
@@ -477,10 +487,19 @@ def allreduce(
         )  # fmt: skip
     except Exception as found:  # whatever: the other ranks are to hear of it
         config, error = Allreduce(), found  # the default only serves to raise the error
-    xs: Sequence[Any] = x if ranks.virtual_ranks > 1 and isinstance(x, Sequence) else [x]
-    outs = None if out is None else [out]
+    given: Sequence[Any] = x if ranks.virtual_ranks > 1 and isinstance(x, Sequence) else [x]
+    xs: list[Any] = []
+    outs = None
+    try:
+        xs = [of_tensor(f"x of rank {r}", each) for r, each in enumerate(given, ranks.rank)]
+        outs = None if out is None else [of_tensor("out", out)]
+    except TypeError as found:
+        error = error or found
     reduced = config.run(ranks, xs, outs, iteration=iteration, segments=segments, error=error)
-    return reduced.arrays[0]
+    if out is not None:
+        return out
+    result = reduced.arrays[0]
+    return result if not given or given[0] is xs[0] else sys.modules["torch"].from_numpy(result)
 
 
 Array = npt.NDArray[Any]

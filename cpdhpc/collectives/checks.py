@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -21,7 +22,7 @@ def _check_array(name: str, x: Any) -> None:
         backend_of(x)
     except TypeError:
         raise TypeError(
-            f"allreduce: {name} is {type(x).__name__}: must be a NumPy or CuPy array"
+            f"allreduce: {name} is {type(x).__name__}: must be a NumPy, CuPy or torch array"
         ) from None
     if x.dtype != np.float32:
         raise TypeError(f"allreduce: {name} has dtype {x.dtype}: must be float32")
@@ -29,6 +30,24 @@ def _check_array(name: str, x: Any) -> None:
         raise TypeError(f"allreduce: {name} has strides {x.strides}: must be C-contiguous")
     if on_gpu(x):
         _check_device(name, x)
+
+
+def of_tensor(name: str, x: Any) -> Any:
+    """Return the memory of a torch tensor as a NumPy array; x itself where it is no tensor.
+
+    Raises TypeError where the tensor requires a gradient, is sparse or not on the CPU.
+    """
+    torch = sys.modules.get("torch")  # where there is a tensor, it is loaded
+    if torch is None or not isinstance(x, torch.Tensor):
+        return x
+    try:
+        return x.numpy()
+    except (RuntimeError, TypeError):
+        grad = " that requires a gradient" if x.requires_grad else ""
+        raise TypeError(
+            f"allreduce: {name} is a tensor of {x.dtype}, {x.layout}, on {x.device}{grad}: "
+            "must be float32, dense, on the CPU, without gradient: .detach()"
+        ) from None
 
 
 def _check_device(name: str, x: Any) -> None:
@@ -139,8 +158,9 @@ def _raise_difference(calls: Sequence[tuple[str, dict[str, str]]], virtual_ranks
         raise ValueError(
             f"{name}: calls differ: {name} on rank 0, {calls[other][0]} on rank {rank}"
         )
-    key = next(key for key in arguments if arguments[key] != calls[other][1].get(key))
-    one, two = arguments[key], calls[other][1].get(key, "")
+    there, nothing = calls[other][1], "nothing"
+    key = next(k for k in {**arguments, **there} if arguments.get(k) != there.get(k))
+    one, two = arguments.get(key, nothing), there.get(key, nothing)
     same = next((i for i, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), 0)
     start = max(0, same - SHOWN // 2) if max(len(one), len(two)) > SHOWN else 0
     cut = ["..." * (start > 0) + each[start:][:SHOWN] for each in (one, two)]

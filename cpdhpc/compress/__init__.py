@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .base import Aggregator, Column, Context, Mean
+from .gradientflow import GradientFlow
 from .lowbit import LowBit
 from .none import NoCompression
 from .onebit import OneBit
@@ -18,6 +19,7 @@ COMPRESSORS: dict[str, type[Aggregator]] = {
     "qsgd": Qsgd,
     "onebit": OneBit,
     "powersgd": PowerSgd,
+    "gradientflow": GradientFlow,
 }
 
 __all__ = [
@@ -25,6 +27,7 @@ __all__ = [
     "Aggregator",
     "Column",
     "Context",
+    "GradientFlow",
     "LowBit",
     "Mean",
     "NoCompression",

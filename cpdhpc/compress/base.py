@@ -117,7 +117,7 @@ def check_known(option: str, given: Collection[str], names: Collection[str]) -> 
     """Raise ValueError where an option names a layer that the model has not."""
     for name in given:
         if name not in names:
-            raise ValueError(f"{option}: no layer {suggest(name, names)}")
+            raise ValueError(f"{option}: no layer is called {name!r}: {suggest(name, names)}")
 
 
 def mean_in_float32(

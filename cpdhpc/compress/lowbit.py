@@ -82,14 +82,17 @@ class LowBit(Aggregator):
         assert fmt is not None, "wire 'raw' is refused"
         cast = Cast(fmt)
         shifts, flat = mean.layers.get("aps_shift"), gradient
-        first = np.array([start // TILE for _, start, _ in bucket.segments])
+        edges = np.array([*(start // TILE for _, start, _ in bucket.segments), tiles(flat.size)])
         stored = np.empty(tiles(flat.size), np.uint8)
         if shifts is not None:
-            lengths = np.diff(first, append=tiles(flat.size))
-            stored[:] = np.repeat(shifts.astype(np.int64) + SHIFT_BIAS, lengths)
+            stored[:] = np.repeat(shifts.astype(np.int64) + SHIFT_BIAS, np.diff(edges))
         counts = np.zeros((tiles(flat.size), 3), np.uint32)  # saturated, underflowed, not finite
         words = np.empty(packed_bytes(flat.size, cast.fmt.bits), np.uint8)
         fit = shifts is None
         backend_of(flat).encode_tiles(flat, cast, words, stored, fit=fit, counts=counts)
-        saturated, underflowed = np.add.reduceat(counts[:, :2].astype(np.int64), first, axis=0).T
+        sums = np.zeros(
+            (tiles(flat.size) + 1, 2), np.int64
+        )  # before each tile: a layer may be empty
+        np.cumsum(counts[:, :2], axis=0, out=sums[1:])
+        saturated, underflowed = np.diff(sums[edges], axis=0).T
         return {"saturated_share": saturated, "underflow_share": underflowed}

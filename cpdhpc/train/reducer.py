@@ -1,226 +1,64 @@
-"""Replaces the gradients of a torch model by their mean over all ranks, in buckets.
-
-With overlap a thread reduces buckets while backward computes the others.
-"""
+"""Replaces the gradients of a torch model by their mean over all ranks, in buckets."""
 
 from __future__ import annotations
 
-import math
-import threading
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from ..collectives.checks import check_alike
 from ..compress import COMPRESSORS
 from ..compress.base import Aggregator, Context, Mean
-from ..compress.bucket import Bucket
-from ..compress.state import State
-from ..config import UserError, suggest
+from ..compress.bucket import Bucket, Part, split_bucket
+from ..compress.state import Entry, State, redistributed
+from ..config import suggest
 from ..randomness import random_key
 from ..world.mpi import as_world
 from ..world.ranks import Ranks
-
-BYTES = 4  # of a float32
-MIB = 1 << 20
-
-
-@dataclass(frozen=True)
-class Part:
-    """Consecutive layers of a model that are reduced together: a bucket of a larger one.
-
-    layers: their indices in the model's bucket; start, stop: where they lie in its buffer
-    bucket: their own layout, that of buffer[start:stop]
-    """
-
-    layers: range
-    bucket: Bucket
-    start: int
-    stop: int
-
-
-def split_bucket(whole: Bucket, bucket_mib: float) -> list[Part]:
-    """Return parts of at most bucket_mib MiB of values, or one larger layer, the last ones first.
-
-    Layers go into parts in reverse, about the order in which backward finishes them; within a part
-    they keep the model's order, so that one part is laid out as the model itself.
-    Raises ValueError unless bucket_mib is above zero.
-    """
-    if not bucket_mib > 0:
-        raise ValueError(f"GradientReducer: bucket_mib={bucket_mib}: should be above 0")
-    parts, stop, size_bytes = [], len(whole.names), 0
-    for layer in reversed(range(len(whole.names))):
-        layer_bytes = math.prod(whole.shapes[layer]) * BYTES
-        if layer + 1 < stop and size_bytes + layer_bytes > bucket_mib * MIB:
-            parts.append(_part(whole, range(layer + 1, stop)))
-            stop, size_bytes = layer + 1, 0
-        size_bytes += layer_bytes
-    return [*parts, _part(whole, range(stop))]
-
-
-def _part(whole: Bucket, layers: range) -> Part:
-    span = slice(layers.start, layers.stop)
-    bucket = Bucket(whole.names[span], whole.shapes[span], whole.align)
-    segments = whole.segments[span]
-    return Part(layers, bucket, segments[0].start, segments[-1].stop)
-
+from .overlap import Overlap, check_overlap
+from .replicas import (
+    PLAIN,
+    BufferMode,
+    Buffers,
+    broadcast,
+    description,
+    is_plain,
+    kind,
+    tensors_of,
+)
 
 Array = npt.NDArray[Any]
-Aggregate = Callable[[int], Mean]  # index of a part -> its mean over the ranks; collective
-
-ENOUGH = ("serialized", "multiple")  # thread levels with which another thread may call MPI
-
-
-def check_overlap(world: Ranks) -> None:
-    """Raise UserError on all processes alike unless a world allows overlap. Collective."""
-    error = None
-    if world.virtual_ranks > 1:
-        error = UserError(
-            f"GradientReducer: overlap=True: virtual_ranks={world.virtual_ranks}: should be 1: "
-            "a process that plays several ranks has all gradients only after the last backward"
-        )
-    elif world.thread_level not in ENOUGH:
-        error = UserError(
-            f"GradientReducer: overlap=True: MPI gave the thread level {world.thread_level!r}: "
-            "should be 'serialized' or 'multiple': set mpi4py.rc.thread_level = 'multiple' "
-            "(its default) before mpi4py.MPI is imported, with an MPI library built for threads"
-        )
-    world.agree(error, "overlap")
-
-
-class Overlap:
-    """Watches the gradients of a model, and hands each complete part to one thread, in order.
-
-    All processes go through the parts in the same order, so their collectives match. From the
-    first part of a step until wait returns, the world belongs to the thread: World refuses the
-    thread that computes, so that MPI is called by one thread at a time.
-    aggregate: reduces a part from flat, where the gradients of parameters are gathered in views
-    """
-
-    def __init__(
-        self,
-        world: Ranks,
-        parameters: list[torch.nn.Parameter],
-        views: list[Array],
-        parts: list[Part],
-        aggregate: Aggregate,
-    ) -> None:
-        self.world, self.parameters, self.views = world, parameters, views
-        self.parts, self.aggregate = parts, aggregate
-        self.executor: ThreadPoolExecutor | None = None
-        self._part_of = {layer: i for i, part in enumerate(parts) for layer in part.layers}
-        self._hooks = [
-            parameter.register_post_accumulate_grad_hook(self._hook(layer))  # type: ignore[no-untyped-call]
-            for layer, parameter in enumerate(parameters)
-        ]
-        self._begin()
-
-    def _begin(self) -> None:
-        self._seen = [False] * len(self.parameters)
-        self._missing = [len(part.layers) for part in self.parts]
-        self._futures: list[Future[Mean]] = []
-
-    def _hook(self, layer: int) -> Callable[[torch.Tensor], None]:
-        def take(_: torch.Tensor) -> None:
-            if self._seen[layer]:
-                raise RuntimeError(
-                    f"GradientReducer: overlap=True: {self._name(layer)} has a second gradient "
-                    "before reduce(): its first one may be on its way already"
-                )
-            self._take(layer)
-            self._submit()
-
-        return take
-
-    def _name(self, layer: int) -> str:
-        part = self.parts[self._part_of[layer]]
-        return repr(part.bucket.names[layer - part.layers.start])
-
-    def _take(self, layer: int) -> None:
-        copy_gradient(self.parameters[layer], self.views[layer])
-        self._seen[layer] = True
-        self._missing[self._part_of[layer]] -= 1
-
-    def _submit(self) -> None:
-        """Hand over the parts that are next and complete."""
-        while len(self._futures) < len(self.parts) and not self._missing[len(self._futures)]:
-            if self.executor is None:
-                self.executor = ThreadPoolExecutor(1, thread_name_prefix="cpdhpc-reduce")
-            self.world.lent_by = threading.get_ident()
-            previous = self._futures[-1] if self._futures else None
-            index = len(self._futures)
-            self._futures.append(self.executor.submit(self._reduce, index, previous))
-
-    def _reduce(self, index: int, previous: Future[Mean] | None) -> Mean:
-        """Reduce a part, in the thread; after an error, which all ranks have, none is any more."""
-        if previous is not None:
-            previous.result()  # is there already: raises the step's first error
-        return self.aggregate(index)
-
-    def wait(self) -> list[Mean]:
-        """Return the means of all parts, with parameters that got no gradient as they are.
-
-        Raises what the thread raised, the first error of the step, with no part under way.
-        Every wait of the thread has the world's time-out, so this one ends too.
-        """
-        for layer, seen in enumerate(self._seen):
-            if not seen:
-                self._take(layer)
-        self._submit()
-        wait(self._futures)
-        self.world.lent_by = None
-        futures = self._futures
-        self._begin()
-        return [future.result() for future in futures]
-
-    def close(self, *, finish: bool = True) -> None:
-        """Let go of the model and end the thread; finish: after the part that is under way."""
-        for hook in self._hooks:
-            hook.remove()
-        if self.executor is not None:
-            self.executor.shutdown(wait=finish, cancel_futures=True)
-        if finish:
-            self.world.lent_by = None
-
-
-def copy_gradient(parameter: torch.nn.Parameter, view: Array) -> None:
-    """Copy p.grad into a view of a buffer; where there is none, zeros."""
-    view[...] = 0 if parameter.grad is None else parameter.grad.detach().numpy()
-
-
-def join(whole_size: int, parts: list[Part], means: list[Mean]) -> Mean:
-    """Return the mean of the whole model, its layers in the model's order, from that of parts."""
-    if len(means) == 1:
-        return means[0]
-    flat = np.zeros(whole_size, np.float32)
-    for part, mean in zip(parts, means, strict=True):
-        flat[part.start : part.stop] = mean.flat
-    names = set.intersection(*(set(mean.layers) for mean in means))
-    layers = {n: np.concatenate([mean.layers[n] for mean in reversed(means)]) for n in names}
-    return Mean(flat, layers)
+Stated = dict[str, Any]  # what state_dict returns
 
 
 class GradientReducer:
     """Averages the gradients of a model over the ranks between backward and step.
 
-    Collective: constructing it gives all processes the parameters and buffers of process 0.
+    Collective: constructing it compares models and options over the ranks, and gives all processes
+    the parameters and buffers of process 0.
 
     world: World, Loopback or an mpi4py communicator
-    model: its parameters that require a gradient must be float32 on the CPU
+    model: its parameters that require a gradient must be float32 on the CPU; which do is settled
+        here. One frozen later counts as one without gradient.
     aggregator: a name in COMPRESSORS with its options, or an Aggregator without any
     bucket_mib: layers are reduced in buckets of at most so many MiB, or of one larger layer, the
         last layers first; with other buckets the mean may have other bits
     overlap: reduce a bucket in a thread while backward goes on, with the same bits. One backward
-        a step then, p.grad left alone and no other call of MPI until reduce(); not with
-        virtual ranks; MPI must give the thread level "serialized". close() ends the thread.
+        a step then but for those in no_sync, p.grad left alone and no other call of MPI until
+        reduce(); not with virtual ranks; MPI must give the thread level "serialized". close() ends
+        the thread.
+    buffers: whose all ranks have after reduce(): "broadcast" those of rank 0, "mean" the mean over
+        ranks of floating-point ones and rank 0's others, "none" each its own
     iteration, epoch: of the next reduce; the epoch is the caller's to set, for methods that ask
     state: what the aggregator keeps, in checkpoints together with iteration
-    Raises ValueError or TypeError for an unknown name, unknown options, other parameters, a world
-    that does not go with overlap.
+    Raises on all ranks alike ValueError or TypeError for an unknown name, unknown options, other
+    parameters, a world that does not go with overlap; ValueError where ranks have other models or
+    options.
 
         reducer = GradientReducer(model, World(), "lowbit", wire="e4m3")
         for inputs, targets in batches:
@@ -239,14 +77,61 @@ class GradientReducer:
         seed: int = 0,
         bucket_mib: float = 25.0,
         overlap: bool = False,
+        buffers: BufferMode = "broadcast",
         **options: Any,
     ) -> None:
         self.world: Ranks = as_world(world)
         self.seed, self.iteration, self.epoch = seed, 0, 0.0
-        self.aggregator = _aggregator(aggregator, options)
-        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        _check(named)
+        self.model = model
+        self.state = State(self.world.hosted, self.world.ranks)
+        error: Exception | None = None
+        settings: dict[str, object] = {}
+        try:
+            self.aggregator = _aggregator(aggregator, options)
+            tensors = tensors_of(model)
+            self._lay_out(bucket_mib)
+            self.aggregator.check_layers(self.bucket.names)
+            self._buffers = Buffers(model, self.world, buffers)
+            if overlap:
+                check_overlap(self.world)
+            settings = {
+                "aggregator": self.aggregator,
+                "seed": seed,
+                "bucket_mib": bucket_mib,
+                "overlap": overlap,
+                "buffers": buffers,
+                "virtual_ranks": self.world.virtual_ranks,
+            }
+            settings |= {f"tensor {i} of model": description(*t) for i, t in enumerate(tensors)}
+        except Exception as found:  # whatever it is, no other rank may wait
+            error = found
+        check_alike(self.world, error, settings, [0], "GradientReducer: model and options")
+        for _, tensor in tensors:
+            broadcast(self.world, tensor)
+        self._active = [True] * self.world.processes
+        self._joining = False
+        self._closed = False
+        self._begin()
+        self._overlap = (
+            Overlap(
+                self.world,
+                self.parameters,
+                self.parts,
+                self._take,
+                self._first_or_next,
+                self._again,
+            )
+            if overlap
+            else None
+        )
+
+    def _lay_out(self, bucket_mib: float) -> None:
+        """Lay the parameters that require a gradient into a buffer, and cut it into parts."""
+        named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+        if not named:
+            raise ValueError("GradientReducer: model: no parameter requires a gradient")
         self.parameters = [parameter for _, parameter in named]
+        self._known = set(map(id, self.parameters))
         self.bucket = Bucket(
             tuple(name for name, _ in named),
             tuple(tuple(p.shape) for _, p in named),
@@ -254,49 +139,112 @@ class GradientReducer:
         )
         self.parts = split_bucket(self.bucket, bucket_mib)
         self.flats = [np.zeros(self.bucket.size, np.float32) for _ in self.world.hosted]
-        self.state = State(self.world.hosted, self.world.ranks)
-        if overlap:
-            check_overlap(self.world)
-        for tensor in (*model.parameters(), *model.buffers()):
-            _broadcast(self.world, tensor.detach())
-        views = self.bucket.views(self.flats[0])
-        self._overlap = (
-            Overlap(self.world, self.parameters, views, self.parts, self._aggregate)
-            if overlap
-            else None
-        )
-        self._closed = False
+        self._views = [self.bucket.views(flat) for flat in self.flats]
+
+    def _begin(self) -> None:
+        """Forget what was found in a step. _used: by layer, whether it has a gradient here."""
+        self._used = [False] * len(self.parameters)
+        self._error: Exception | None = None
+
+    def begin(self, hosted: int) -> None:
+        """Give the model the buffers that a hosted rank begins the step with, before its forward.
+
+        Only models with buffers on virtual ranks need it; hosted: 0 first, then the others
+        """
+        self._buffers.begin(hosted)
 
     def stash(self, hosted: int = 0) -> None:
         """Keep p.grad as the gradient of a hosted rank; a missing one counts as zero.
 
         hosted: 0..virtual_ranks - 1; every one is stashed before reduce where there are several
         """
-        views = self.bucket.views(self.flats[hosted])
-        for parameter, view in zip(self.parameters, views, strict=True):
-            copy_gradient(parameter, view)
+        for layer in range(len(self.parameters)):
+            self._take(layer, hosted)
+        self._buffers.keep(hosted)
+
+    def fail(self, error: Exception) -> None:
+        """Let the next reduce raise an error on all ranks, in place of this one now."""
+        self._error = self._error or error
+
+    def _take(self, layer: int, hosted: int = 0) -> None:
+        """Copy p.grad to its place in the buffer; where there is none, zeros."""
+        parameter, view = self.parameters[layer], self._views[hosted][layer]
+        gradient = parameter.grad if parameter.requires_grad else None
+        if gradient is not None:
+            if gradient.dtype is torch.float32 and is_plain(gradient):
+                view[...] = gradient.detach().numpy()
+                self._used[layer] = True
+                return
+            self.fail(
+                ValueError(
+                    f"GradientReducer.reduce: the gradient of {self.bucket.names[layer]!r} on rank "
+                    f"{self.world.hosted[hosted]} is {kind(gradient)}: should be {PLAIN}"
+                )
+            )
+        view[...] = 0
+
+    def _again(self, layer: int) -> None:
+        self.fail(
+            RuntimeError(
+                f"GradientReducer.reduce: overlap=True: {self.bucket.names[layer]!r} on rank "
+                f"{self.world.rank} has a second gradient before reduce(), and its first one may "
+                "be on its way already: all but the last backward belong in no_sync()"
+            )
+        )
 
     def reduce(self) -> Mean:
         """Set p.grad of every parameter to the mean over all ranks. Collective.
 
-        Raises NonFiniteGradient on all ranks alike, with p.grad untouched, where a gradient
-        holds NaN or infinity; RuntimeError after close.
+        A parameter that has a gradient on some ranks counts as zero on the others, and gets the
+        mean on all; one without gradient on all ranks is left as it is.
+        Raises, on all ranks alike with p.grad untouched: NonFiniteGradient where a gradient holds
+        NaN or infinity; ValueError for a gradient that is not dense float32, a parameter that
+        requires a gradient and did not at construction; RuntimeError for a second backward with
+        overlap. RuntimeError after close.
         """
         if self._closed:
             raise RuntimeError("GradientReducer.reduce: the reducer is closed")
-        mean = join(self.bucket.size, self.parts, self._means())
-        self.iteration += 1
-        for parameter, view in zip(self.parameters, self.bucket.views(mean.flat), strict=True):
-            parameter.grad = torch.from_numpy(view.copy())
-        return mean
+        try:
+            if self._overlap is not None:
+                return self._finish(self._overlap.wait(), self._agree())
+            self._roll_call(True)
+            if len(self.flats) == 1:
+                self.stash()
+            used = self._agree()
+            return self._finish(self._aggregate_all(), used)
+        finally:
+            self._begin()
 
-    def _means(self) -> list[Mean]:
-        """Return the mean of every part."""
-        if self._overlap is not None:
-            return self._overlap.wait()
-        if len(self.flats) == 1:
-            self.stash()
+    def _agree(self) -> Sequence[int]:
+        """Return, by layer, whether any rank has a gradient; raise what any found. Collective."""
+        if not self._known.issuperset(id(p) for p in self.model.parameters() if p.requires_grad):
+            self.fail(self._unknown())
+        alike = {"iteration": self.iteration, "bytes of buffers": self._buffers.size_bytes()}
+        missing = [not all(self._used)]
+        if not any(check_alike(self.world, self._error, alike, missing, "GradientReducer.reduce")):
+            return self._used
+        used: list[int] = self.world.max(np.array(self._used, np.int64), "unused layers").tolist()
+        return used
+
+    def _unknown(self) -> ValueError:
+        new = [
+            name
+            for name, p in self.model.named_parameters()
+            if p.requires_grad and id(p) not in self._known
+        ]
+        return ValueError(
+            f"GradientReducer.reduce: model: {new[0]!r} on rank {self.world.rank} requires a "
+            "gradient and did not at construction: construct another GradientReducer"
+        )
+
+    def _aggregate_all(self) -> list[Mean]:
         return [self._aggregate(index) for index in range(len(self.parts))]
+
+    def _first_or_next(self, index: int) -> Mean:
+        """Return the mean of a part, in the thread of overlap. Collective."""
+        if index == 0:
+            self._roll_call(True)
+        return self._aggregate(index)
 
     def _aggregate(self, index: int) -> Mean:
         """Return the mean of a part. Collective. A random stream has one part: see part_seed."""
@@ -305,6 +253,110 @@ class GradientReducer:
         context = Context(self.world, self.state, seed, self.iteration, self.epoch)
         gradients = [flat[part.start : part.stop] for flat in self.flats]
         return self.aggregator.aggregate(gradients, part.bucket, context)
+
+    def _finish(self, means: list[Mean], used: Sequence[int]) -> Mean:
+        """Set gradients and buffers, and return the mean of the whole model. Collective."""
+        mean = _joined(self.bucket.size, self.parts, means)
+        if self._factor != 1:
+            mean = replace(mean, flat=mean.flat * np.float32(self._factor))
+        self._buffers.share(self._active)
+        self.iteration += 1
+        views = self.bucket.views(mean.flat)
+        for parameter, view, is_used in zip(self.parameters, views, used, strict=True):
+            if is_used:
+                parameter.grad = torch.from_numpy(view.copy())
+        return mean
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Return a context in which backward adds up gradients, for a later backward to send."""
+        return nullcontext() if self._overlap is None else self._overlap.paused()
+
+    @contextmanager
+    def join(
+        self, step: Callable[[], object], *, divide_by_initial_world_size: bool = True
+    ) -> Iterator[None]:
+        """Let ranks leave a loop before others do: they go on with zeros until all have left.
+
+        step: what the loop does after each reduce(), as optimizer.step: a rank that has left does
+            it too, so that all ranks end with the same parameters and optimizer
+        divide_by_initial_world_size: divide sums by all ranks; False: by those still in the loop
+        Collective, one more message a reduce(). An error within is let through at once.
+        """
+        alike = {"divide_by_initial_world_size": divide_by_initial_world_size}
+        check_alike(self.world, None, alike, [0], "GradientReducer.join")
+        self._joining, self._initial = True, divide_by_initial_world_size
+        try:
+            yield
+            while self._roll_call(False):
+                self._reduce_nothing()
+                step()
+        finally:
+            self._joining, self._active = False, [True] * self.world.processes
+
+    def _roll_call(self, here: bool) -> bool:
+        """Note which processes are still in the loop, where ranks may leave it. Collective."""
+        if self._joining:
+            active = np.zeros(self.world.processes, np.int64)
+            active[self.world.process] = here
+            self._active = [bool(each) for each in self.world.max(active, "GradientReducer.join")]
+        return any(self._active)
+
+    @property
+    def _factor(self) -> float:
+        """What the mean over all ranks is multiplied by."""
+        return (
+            1.0 if not self._joining or self._initial else self.world.processes / sum(self._active)
+        )
+
+    def _reduce_nothing(self) -> None:
+        """Take part in a reduce of the ranks that are still in the loop. Collective."""
+        for flat in self.flats:
+            flat[...] = 0
+        try:
+            if self._overlap is not None:
+                means = self._aggregate_all()
+                self._finish(means, self._agree())
+            else:
+                used = self._agree()
+                self._finish(self._aggregate_all(), used)
+        finally:
+            self._begin()
+
+    def state_dict(self) -> Stated:
+        """Return what is needed to go on, of this process: numbers, strings and tensors.
+
+        A method that keeps arrays of each rank needs the dict of every process; else any will do.
+        """
+        kept = {
+            f"{layer}/{name}": {
+                "values": torch.from_numpy(entry.array.copy()),
+                "redistribution": entry.redistribution,
+            }
+            for (layer, name), entry in self.state
+        }
+        place = {"rank": self.world.rank, "ranks": self.world.ranks}
+        return {"iteration": self.iteration, "epoch": self.epoch, **place, "state": kept}
+
+    def load_state_dict(self, *states: Stated) -> None:
+        """Go on from what state_dict returned. Collective.
+
+        states: this process's own, where there are as many ranks now; else those of all processes
+            in their order, from which arrays are redistributed as their method says
+        Raises ValueError on all ranks alike for others.
+        """
+        error: Exception | None = None
+        at = 0, 0.0
+        try:
+            entries = _entries(states, self.world)
+            at = int(states[0]["iteration"]), float(states[0]["epoch"])
+        except (IndexError, KeyError, TypeError, ValueError) as found:
+            error = ValueError(f"GradientReducer.load_state_dict: {type(found).__name__}: {found}")
+        alike = {"iteration": at[0], "epoch": at[1]}
+        check_alike(self.world, error, alike, [0], "GradientReducer.load_state_dict")
+        self.iteration, self.epoch = at
+        self.state = State(self.world.hosted, self.world.ranks)
+        for key, entry in entries.items():
+            self.state.put(key, entry)
 
     def close(self) -> None:
         """Let go of the model and end the thread of overlap; call it between two steps."""
@@ -331,6 +383,18 @@ def part_seed(seed: int, index: int) -> int:
     return low | high << 32
 
 
+def _joined(whole_size: int, parts: list[Part], means: list[Mean]) -> Mean:
+    """Return the mean of the whole model, its layers in the model's order, from that of parts."""
+    if len(means) == 1:
+        return means[0]
+    flat = np.zeros(whole_size, np.float32)
+    for part, mean in zip(parts, means, strict=True):
+        flat[part.start : part.stop] = mean.flat
+    names = set.intersection(*(set(mean.layers) for mean in means))
+    layers = {n: np.concatenate([mean.layers[n] for mean in reversed(means)]) for n in names}
+    return Mean(flat, layers)
+
+
 def _aggregator(aggregator: str | Aggregator, options: dict[str, Any]) -> Aggregator:
     if isinstance(aggregator, Aggregator):
         if options:
@@ -343,19 +407,25 @@ def _aggregator(aggregator: str | Aggregator, options: dict[str, Any]) -> Aggreg
     return COMPRESSORS[aggregator](**options)
 
 
-def _check(named: list[tuple[str, torch.nn.Parameter]]) -> None:
-    if not named:
-        raise ValueError("GradientReducer: model: no parameter requires a gradient")
-    for name, parameter in named:
-        if parameter.dtype != torch.float32 or parameter.device.type != "cpu":
-            raise ValueError(
-                f"GradientReducer: model: {name} is {parameter.dtype} on {parameter.device}: "
-                "should be torch.float32 on cpu"
-            )
+def _entries(states: Sequence[Stated], world: Ranks) -> dict[tuple[str, str], Entry]:
+    """Return what a method keeps on the hosted ranks, from dicts of state_dict.
 
-
-def _broadcast(world: Ranks, tensor: torch.Tensor) -> None:
-    """Give all processes the tensor of process 0, in place."""
-    values = np.ascontiguousarray(tensor.numpy())
-    world.broadcast(values)
-    tensor.copy_(torch.from_numpy(values))
+    Raises ValueError unless they are this process's, or those of all in their order.
+    """
+    entries = {}
+    own = [(each["rank"], each["ranks"]) for each in states] == [(world.rank, world.ranks)]
+    for key, first in states[0]["state"].items():
+        layer, _, name = key.rpartition("/")
+        kind, rows = first["redistribution"], [each["state"][key]["values"] for each in states]
+        array = rows[0].numpy().copy()
+        if kind is not None and not (own and len(array) == world.virtual_ranks):
+            starts = [0, *np.cumsum([len(row) for row in rows]).tolist()]
+            if [each["rank"] for each in states] + [states[0]["ranks"]] != starts:
+                raise ValueError(
+                    f"dicts of ranks {[each['rank'] for each in states]} of {states[0]['ranks']}: "
+                    f"should be that of rank {world.rank} of {world.ranks}, or those of all "
+                    "processes in their order"
+                )
+            array = redistributed(np.concatenate(rows), kind, world.hosted, world.ranks)
+        entries[layer, name] = Entry(array, kind)
+    return entries

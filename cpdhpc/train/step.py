@@ -132,16 +132,24 @@ def step(
 
     x, y: all training samples; batch: int64[b], the same on all ranks
     sharing: consecutive ranks that take the same samples, whose images are split over them
-    Raises NonFiniteGradient on all ranks alike, with the model untouched.
+    Raises on all ranks alike, with the model untouched, NonFiniteGradient and what forward or
+    backward raised on any rank; where images are split the latter on that rank alone.
     """
     world, model, watch, losses = update.world, update.model, Stopwatch.start(), []
     shares = world.ranks // sharing
     for hosted, rank in enumerate(world.hosted):
+        update.reducer.begin(hosted)
         update.begin(hosted)
         index = torch.from_numpy(shard(batch, shares, rank // sharing))
         inputs, targets = x[index], y[index]
         watch.lap("data")
-        losses.append(backward(model, update.optimizer, inputs, targets, batch.size, shares))
+        try:
+            losses.append(backward(model, update.optimizer, inputs, targets, batch.size, shares))
+        except Exception as error:
+            if sharing > 1:  # forward has messages: the other ranks may wait in it
+                raise
+            update.reducer.fail(error)
+            losses.append(0.0)
         watch.lap("forward_backward")
         update.keep(hosted)
         watch.lap("reduce")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from cpdhpc.signals import Caught, Interrupted, catching
 from cpdhpc.train.data import Dataset
 from cpdhpc.train.job import Job
 from cpdhpc.train.loop import Diverged, run
+from cpdhpc.train.models import MODELS, Model
 from cpdhpc.train.progress import Display
 from cpdhpc.train.reducer import GradientReducer
 from cpdhpc.train.setup import Files, prepare
@@ -69,16 +71,49 @@ def data() -> Dataset:
     return Dataset(x[:60], y[:60], x[60:], y[60:], classes=4)
 
 
+def normalised_job(**train: Any) -> Job:
+    train = {"epochs": 2, "threads": 1, "telemetry_every": 2, **train}
+    return validate(Job, {"name": "n", "model": {"name": "normalised"}, "train": train}, "test")
+
+
+def test_what_forward_raises_on_one_rank_ends_all_alike(world: World, directory: Path) -> None:
+    """One sample a rank, of which BatchNorm has no variance, comes to the last ranks alone."""
+    job = normalised_job(batch=2 * world.processes - 1)
+    training = prepare(job, world, data(), Files.of(directory, job))
+    told = ""
+    try:
+        run(training, Caught(), quiet())
+    except ValueError as error:
+        told = str(error)
+    together(world, "more than 1 value per channel" in told, training.iteration == 0)
+
+
 def quiet() -> Display:
     return Display(False, 1)
 
 
-@pytest.mark.parametrize("row", ROWS)
+class Normalised(Model):
+    """With BatchNorm, whose running statistics every rank's forward changes."""
+
+    name: Literal["normalised"] = "normalised"
+
+    def build(self, image_shape: tuple[int, int], classes: int) -> torch.nn.Module:
+        flat, hidden = torch.nn.Flatten(), torch.nn.Linear(math.prod(image_shape), 8)
+        norm, last = torch.nn.BatchNorm1d(8), torch.nn.Linear(8, classes)
+        return torch.nn.Sequential(flat, hidden, norm, torch.nn.ReLU(), last)
+
+
+@pytest.fixture(autouse=True)
+def rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MODELS, "normalised", Normalised)
+
+
+@pytest.mark.parametrize("row", [*ROWS, "normalised"])
 def test_real_and_virtual_ranks_give_the_same_bits(world: World, directory: Path, row: str) -> None:
     """12 ranks on so many processes, and the 12 emulated by process 0 alone."""
     if RANKS % world.processes:
         pytest.skip(f"{world.processes} processes do not divide {RANKS} ranks")
-    job = job_of(gradient=ROWS[row])
+    job = job_of(gradient=ROWS[row]) if row in ROWS else normalised_job(batch=30)
     real = World(virtual_ranks=RANKS // world.processes)
     files = Files(directory / "real.h5", directory / "real.checkpoint.h5")
     run(prepare(job, real, data(), files), Caught(), quiet())

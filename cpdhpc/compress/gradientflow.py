@@ -1,0 +1,99 @@
+"""GradientFlow's coarse-grained sparse communication: the chunks that matter to all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
+
+import numpy as np
+from pydantic import Field
+
+from ..collectives.allreduce import Allreduce, configured
+from ..collectives.sparse import sum as sum_of_ranks
+from .base import Aggregator, Array, Column, Context, Mean, raise_unless_finite
+from .bucket import Bucket
+
+
+@dataclass(frozen=True)
+class GradientFlow(Aggregator):
+    """The mean of the chunks of layers whose 1-norms, summed over the ranks, are the largest.
+
+    density: share of a bucket's chunks that are sent, one at least; the others wait and add up
+    chunk_values: of a chunk; the last one of a layer may be shorter
+    dense_epochs: until then everything is sent
+    wire, algorithm, scaling: of the all-reduce of what is sent; it has no indices, as all ranks
+        choose alike
+    Source: Sun et al.: Optimizing network performance for distributed DNN training on GPU
+    clusters, arXiv 1902.06855, section 3.3; without its momentum correction.
+    """
+
+    columns: ClassVar[Mapping[str, Column]] = {
+        "sent_share": Column("share of a layer's values that are sent"),
+    }
+
+    aggregator: Literal["gradientflow"] = "gradientflow"
+    density: Annotated[float, Field(gt=0, le=1)] = 0.1
+    chunk_values: Annotated[int, Field(ge=1)] = 1024
+    dense_epochs: Annotated[float, Field(ge=0)] = 0.0
+    wire: str = "raw"
+    algorithm: str = "ring"
+    scaling: Literal["none", "tile"] | None = None
+
+    def __post_init__(self) -> None:
+        self._allreduce(seed=0)
+
+    def _allreduce(self, seed: int) -> Allreduce:
+        return configured(
+            wire=self.wire, algorithm=self.algorithm, scaling=self.scaling, op="mean", seed=seed
+        )
+
+    def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
+        """Return the mean over all ranks. See Aggregator.aggregate."""
+        world, flat = context.world, np.zeros(bucket.size, np.float32)
+        raise_unless_finite(world, gradients, bucket)
+        starts, stops = self._chunks(bucket)
+        waiting = self._with_memory(gradients, bucket, context)
+        chosen = self._chosen(waiting, starts, context)
+        where = np.zeros(bucket.size, bool)
+        for start, stop in zip(starts[chosen], stops[chosen], strict=True):
+            where[start:stop] = True
+        method = self._allreduce(context.seed)
+        sent = method.run(world, [x[where] for x in waiting], iteration=context.iteration)
+        flat[where] = sent.arrays[0]
+        for name, start, stop in bucket.segments:
+            memory = context.state.own(name, "residual", (stop - start,))
+            for kept, x in zip(memory, waiting, strict=True):
+                np.multiply(x[start:stop], ~where[start:stop], out=kept)
+        shares = [
+            where[start:stop].mean() if start < stop else 0.0 for _, start, stop in bucket.segments
+        ]
+        return Mean(flat, {"sent_share": np.array(shares)})
+
+    def _chunks(self, bucket: Bucket) -> tuple[Array, Array]:
+        """Return where the chunks of all layers start and stop."""
+        starts = [
+            (at, min(at + self.chunk_values, stop))
+            for _, start, stop in bucket.segments
+            for at in range(start, stop, self.chunk_values)
+        ]
+        return tuple(np.array(starts, np.int64).reshape(-1, 2).T)  # type: ignore[return-value]
+
+    def _with_memory(self, gradients: list[Array], bucket: Bucket, context: Context) -> list[Array]:
+        """Return the gradients of the hosted ranks with what waits."""
+        found = [gradient.copy() for gradient in gradients]
+        for name, start, stop in bucket.segments:
+            for x, kept in zip(
+                found, context.state.own(name, "residual", (stop - start,)), strict=True
+            ):
+                x[start:stop] += kept
+        return found
+
+    def _chosen(self, waiting: list[Array], starts: Array, context: Context) -> Array:
+        """Return the numbers of the chunks to send, in order, alike on all ranks. Collective."""
+        if not starts.size or context.epoch < self.dense_epochs:
+            return np.arange(starts.size)
+        norms = [np.add.reduceat(np.abs(x), starts, dtype=np.float64) for x in waiting]
+        total = sum_of_ranks(context.world, norms)
+        count = max(1, round(self.density * starts.size))
+        return np.sort(np.argsort(-total, kind="stable")[:count])

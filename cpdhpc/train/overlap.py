@@ -1,0 +1,133 @@
+"""Buckets of gradients are reduced in a thread while backward computes the others."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+
+import torch
+
+from ..compress.base import Mean
+from ..compress.bucket import Part
+from ..config import UserError
+from ..world.ranks import Ranks
+
+ENOUGH = ("serialized", "multiple")  # thread levels with which another thread may call MPI
+
+
+def check_overlap(world: Ranks) -> None:
+    """Raise UserError unless a world allows overlap."""
+    if world.virtual_ranks > 1:
+        raise UserError(
+            f"GradientReducer: overlap=True: virtual_ranks={world.virtual_ranks}: should be 1: "
+            "a process that plays several ranks has all gradients only after the last backward"
+        )
+    if world.thread_level not in ENOUGH:
+        raise UserError(
+            f"GradientReducer: overlap=True: MPI gave the thread level {world.thread_level!r}: "
+            "should be 'serialized' or 'multiple': set mpi4py.rc.thread_level = 'multiple' "
+            "(its default) before mpi4py.MPI is imported, with an MPI library built for threads"
+        )
+
+
+class Overlap:
+    """Watches the gradients of a model, and hands each complete part to one thread, in order.
+
+    All processes go through the parts in the same order, so their collectives match. From the
+    first part of a step until wait returns, the world belongs to the thread: World refuses the
+    thread that computes, so that MPI is called by one thread at a time.
+    take: gathers the gradient of a layer; aggregate: reduces a part, by index, in the thread
+    again: told of a layer whose gradient comes a second time within a step
+    """
+
+    def __init__(
+        self,
+        world: Ranks,
+        parameters: Sequence[torch.nn.Parameter],
+        parts: Sequence[Part],
+        take: Callable[[int], None],
+        aggregate: Callable[[int], Mean],
+        again: Callable[[int], None],
+    ) -> None:
+        self.world, self.parts = world, parts
+        self.take, self.aggregate, self.again = take, aggregate, again
+        self.executor: ThreadPoolExecutor | None = None
+        self._paused = False
+        self._part_of = {layer: i for i, part in enumerate(parts) for layer in part.layers}
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(self._hook(layer))  # type: ignore[no-untyped-call]
+            for layer, parameter in enumerate(parameters)
+        ]
+        self._begin()
+
+    def _begin(self) -> None:
+        self._seen = [False] * len(self._part_of)
+        self._missing = [len(part.layers) for part in self.parts]
+        self._futures: list[Future[Mean]] = []
+
+    def _hook(self, layer: int) -> Callable[[torch.Tensor], None]:
+        def gradient_is_there(_: torch.Tensor) -> None:
+            if self._seen[layer]:
+                self.again(layer)
+            elif not self._paused:
+                self._take(layer)
+                self._submit()
+
+        return gradient_is_there
+
+    def _take(self, layer: int) -> None:
+        self.take(layer)
+        self._seen[layer] = True
+        self._missing[self._part_of[layer]] -= 1
+
+    def _submit(self) -> None:
+        """Hand over the parts that are next and complete."""
+        while len(self._futures) < len(self.parts) and not self._missing[len(self._futures)]:
+            if self.executor is None:
+                self.executor = ThreadPoolExecutor(1, thread_name_prefix="cpdhpc-reduce")
+            self.world.lent_by = threading.get_ident()
+            previous = self._futures[-1] if self._futures else None
+            index = len(self._futures)
+            self._futures.append(self.executor.submit(self._reduce, index, previous))
+
+    def _reduce(self, index: int, previous: Future[Mean] | None) -> Mean:
+        """Reduce a part, in the thread; after an error, which all ranks have, none is any more."""
+        if previous is not None:
+            previous.result()  # is there already: raises the step's first error
+        return self.aggregate(index)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Let gradients add up, with none handed over."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    def wait(self) -> list[Mean]:
+        """Return the means of all parts, with parameters that got no gradient as they are.
+
+        Raises what the thread raised, the first error of the step, with no part under way.
+        Every wait of the thread has the world's time-out, so this one ends too.
+        """
+        for layer, seen in enumerate(self._seen):
+            if not seen:
+                self._take(layer)
+        self._submit()
+        wait(self._futures)
+        self.world.lent_by = None
+        futures = self._futures
+        self._begin()
+        return [future.result() for future in futures]
+
+    def close(self, *, finish: bool = True) -> None:
+        """Let go of the model and end the thread; finish: after the part that is under way."""
+        for hook in self._hooks:
+            hook.remove()
+        if self.executor is not None:
+            self.executor.shutdown(wait=finish, cancel_futures=True)
+        if finish:
+            self.world.lent_by = None

@@ -1,0 +1,191 @@
+"""Models that are the same on all ranks: what they must be, how they begin, their buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+import torch
+
+from ..collectives import sparse
+from ..world.ranks import Ranks
+
+BufferMode = Literal["broadcast", "mean", "none"]
+Tensors = list[torch.Tensor]
+Named = list[tuple[str, torch.Tensor]]
+
+
+PLAIN = "dense torch.float32 on cpu"
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's values lie in memory of the host."""
+    return tensor.layout is torch.strided and tensor.device.type == "cpu"
+
+
+def kind(tensor: torch.Tensor) -> str:
+    """Return layout, dtype and device of a tensor, for messages."""
+    layout = "" if tensor.layout is torch.strided else f"{tensor.layout} of "
+    return f"{layout}{tensor.dtype} on {tensor.device}"
+
+
+def tensors_of(model: torch.nn.Module) -> Named:
+    """Return all parameters and buffers of a model, which process 0 gives to the others.
+
+    Raises ValueError for one that cannot be reduced or given.
+    """
+    tensors: Named = [*model.named_parameters(), *model.named_buffers()]
+    for name, tensor in tensors:
+        if torch.nn.parameter.is_lazy(tensor):
+            raise ValueError(
+                f"GradientReducer: model: {name} is not initialised: run a batch through it first"
+            )
+        if (tensor.requires_grad and tensor.dtype is not torch.float32) or not is_plain(tensor):
+            should = PLAIN if tensor.requires_grad else "dense on cpu"
+            raise ValueError(
+                f"GradientReducer: model: {name} is {kind(tensor)}: should be {should}"
+            )
+        if any(
+            n > 1 and not stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        ):
+            raise ValueError(
+                f"GradientReducer: model: {name} has strides {tensor.stride()}: several of its "
+                "values are one in memory: should be a clone"
+            )
+    return tensors
+
+
+def description(name: str, tensor: torch.Tensor) -> str:
+    """Return what must be the same of a parameter or buffer on all ranks."""
+    grad = ", requires_grad" if tensor.requires_grad else ""
+    return f"{name} of {tensor.dtype}{list(tensor.shape)}{grad}"
+
+
+def broadcast(world: Ranks, tensor: torch.Tensor) -> None:
+    """Give all processes the tensor of process 0, in place."""
+    values = as_bytes(tensor)
+    world.broadcast(values.numpy())
+    if values.data_ptr() != tensor.data_ptr():
+        tensor.detach().copy_(values.view(tensor.dtype).reshape(tensor.shape))
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return uint8[bytes], a CPU tensor's values in their order, of any strides and dtype."""
+    return tensor.detach().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
+
+
+class Buffers:
+    """The buffers of a model, which each hosted rank's forward may change.
+
+    mode: whose all ranks go on with after a step: "broadcast" those of rank 0, "mean" the mean
+        over ranks of floating-point and complex ones, formed in float64, and rank 0's others,
+        "none" each its own
+    Raises ValueError for another mode, or "none" with virtual ranks.
+    """
+
+    def __init__(self, model: torch.nn.Module, world: Ranks, mode: str) -> None:
+        if mode not in get_args(BufferMode):
+            known = ", ".join(map(repr, get_args(BufferMode)))
+            raise ValueError(f"GradientReducer: buffers={mode!r}: known are {known}")
+        if mode == "none" and world.virtual_ranks > 1:
+            raise ValueError(
+                f"GradientReducer: buffers='none': virtual_ranks={world.virtual_ranks}: should be "
+                "1: a process has one model, whose buffers are those of one rank"
+            )
+        self.model, self.world, self.mode = model, world, mode
+        self._first: Tensors = []
+        self._kept: list[Tensors] = [[] for _ in world.hosted]
+
+    def size_bytes(self) -> int:
+        """Return the bytes that ranks exchange; to be the same on all of them."""
+        return 0 if self.mode == "none" else sum(b.nbytes for b in self.model.buffers())
+
+    def begin(self, hosted: int) -> None:
+        """Give a hosted rank the buffers that the first one began its step with."""
+        if len(self._kept) > 1:
+            if hosted == 0:
+                self._first = _copies(self.model)
+            else:
+                _put(self.model, self._first)
+
+    def keep(self, hosted: int) -> None:
+        """Take the model's buffers as a hosted rank's."""
+        if len(self._kept) > 1:
+            self._kept[hosted] = _copies(self.model)
+
+    def share(self, active: Sequence[bool]) -> None:
+        """Give all ranks the same buffers, unless mode is "none". Collective.
+
+        active: by process; the ranks of others do not count, and the first active one is "rank 0"
+        """
+        if self.mode == "none":
+            return
+        several = len(self._kept) > 1
+        ranks = self._kept if several else [list(self.model.buffers())]
+        count = len(ranks[0])
+        averaged = {i for i in range(count) if self.mode == "mean" and _has_mean(ranks[0][i])}
+        new: dict[int, torch.Tensor] = {}
+        if len(averaged) < count:
+            which = [i for i in range(count) if i not in averaged]
+            new |= zip(which, self._of_first([ranks[0][i] for i in which], active), strict=True)
+        if averaged:
+            which = sorted(averaged)
+            own = [[each[i] for i in which] for each in ranks]
+            new |= zip(which, self._means(own, active), strict=True)
+        _put(self.model, [new[i] for i in range(count)])
+
+    def _of_first(self, own: Tensors, active: Sequence[bool]) -> Tensors:
+        """Return the tensors of the first active rank. Collective."""
+        root_rank = list(active).index(True) * self.world.virtual_ranks
+        data = torch.cat([as_bytes(tensor) for tensor in own]).numpy()
+        given = [data if rank == root_rank else None for rank in self.world.hosted]
+        parts = torch.split(
+            torch.from_numpy(sparse.broadcast(self.world, given, root_rank)),
+            [tensor.nbytes for tensor in own],
+        )
+        return [
+            part.clone().view(tensor.dtype).reshape(tensor.shape)  # clone: views must be aligned
+            for part, tensor in zip(parts, own, strict=True)
+        ]
+
+    def _means(self, own: list[Tensors], active: Sequence[bool]) -> Tensors:
+        """Return the means over the active ranks of the tensors of each hosted rank. Collective."""
+        here = active[self.world.process]
+        rows = [torch.cat([_wide(tensor) for tensor in each]) for each in own]
+        given = [(row if here else torch.zeros_like(row)).numpy() for row in rows]
+        total = torch.from_numpy(sparse.sum(self.world, given))
+        total /= sum(active) * self.world.virtual_ranks
+        parts = torch.split(total, [_wide(tensor).numel() for tensor in own[0]])
+        return [
+            (torch.view_as_complex(part.reshape(-1, 2)) if tensor.is_complex() else part).reshape(
+                tensor.shape
+            )
+            for part, tensor in zip(parts, own[0], strict=True)
+        ]
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the values as float64[n], of complex ones both parts."""
+    if tensor.is_complex():
+        return torch.view_as_real(tensor.detach().to(torch.complex128).resolve_conj()).reshape(-1)
+    return tensor.detach().double().reshape(-1)
+
+
+def _has_mean(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _copies(model: torch.nn.Module) -> Tensors:
+    return [buffer.detach().clone() for buffer in model.buffers()]
+
+
+@torch.no_grad()
+def _put(model: torch.nn.Module, tensors: Tensors) -> None:
+    """Set a model's buffers; those that have the values already are not touched.
+
+    What autograd keeps of a buffer for another backward may then still be used.
+    """
+    for buffer, tensor in zip(model.buffers(), tensors, strict=True):
+        values = tensor.to(buffer.dtype)
+        if not torch.equal(as_bytes(buffer), as_bytes(values)):
+            buffer.copy_(values)

@@ -1,0 +1,300 @@
+"""Models of torch users on real ranks, beside torch's DistributedDataParallel; and what differs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import distributed, nn
+from torch_models import MODELS, batch
+
+from cpdhpc.train.reducer import GradientReducer
+from cpdhpc.world.mpi import World
+
+pytestmark = pytest.mark.mpi
+
+U = 2.0**-24  # unit roundoff of float32
+WIRES: dict[str, dict[str, Any]] = {
+    "raw": {"aggregator": "none"},
+    "e4m3": {"aggregator": "lowbit", "wire": "e4m3"},
+    "e3m0": {"aggregator": "lowbit", "wire": "e3m0", "rounding": "stochastic"},
+}
+
+
+def together(world: World, *verdicts: bool) -> None:
+    """Fail on all processes alike where a verdict is false on one of them."""
+    assert world.gather(verdicts) == [(True,) * len(verdicts)] * world.processes
+
+
+@pytest.fixture(scope="module")
+def group(world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """torch's own processes, over gloo, beside MPI's."""
+    directory = world.gather(str(tmp_path_factory.mktemp("store")))[0]
+    store = distributed.FileStore(str(Path(directory) / "store"), world.processes)
+    distributed.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the same bits of backward in both
+    yield
+    torch.set_num_threads(threads)
+    distributed.destroy_process_group()
+
+
+def gradients(model: nn.Module) -> list[Any]:
+    return [None if p.grad is None else p.grad.detach().numpy() for p in model.parameters()]
+
+
+def buffers(model: nn.Module) -> list[bytes]:
+    return [b.numpy().tobytes() for b in model.buffers()]
+
+
+def bits(model: nn.Module) -> list[bytes]:
+    """Parameters, buffers and gradients."""
+    kept = [t.detach().numpy().tobytes() for t in model.state_dict().values()]
+    return kept + [b"" if g is None else g.tobytes() for g in gradients(model)]
+
+
+def trained(world: World, name: str, **how: Any) -> tuple[list[list[bytes]], float, float]:
+    """Bits after each step of a plain loop, and the first and the last loss on the same batch."""
+    torch.manual_seed(world.rank)
+    model, found, losses = MODELS[name](), [], []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
+    x, y = batch(name, world.rank)
+    with GradientReducer(model, world, bucket_mib=0.002, seed=1, **how) as reducer:
+        for _ in range(8):
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(x), y)
+            loss.backward()
+            reducer.reduce()
+            optimizer.step()
+            found.append(bits(model))
+            losses.append(float(loss.detach()))
+    return found, losses[0], losses[-1]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_and_buffers_are_those_of_ddp(
+    world: World, group: None, name: str, overlap: bool
+) -> None:
+    """Three steps from the parameters of one another, so that only one mean lies between.
+
+    Both add p numbers in some order and divide by p, one before and one after: each errs by at
+    most p u S, u = 2**-24 and S the mean of the |g| over ranks, beyond first order with a little.
+    """
+    torch.manual_seed(world.rank)
+    model = MODELS[name]()
+    with GradientReducer(model, world, overlap=overlap, bucket_mib=0.002) as reducer:
+        ddp = nn.parallel.DistributedDataParallel(deepcopy(model), find_unused_parameters=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        verdicts = []
+        for step in range(3):
+            x, y = batch(name, 100 * step + world.rank)
+            for mine, theirs in zip(model.parameters(), ddp.module.parameters(), strict=True):
+                theirs.data.copy_(mine.data)
+            for each in (model, ddp):
+                each.zero_grad()
+                nn.functional.cross_entropy(each(x), y).backward()
+            verdicts.append(buffers(model) == buffers(ddp.module))  # as each forward left them
+            sizes = [None if g is None else np.abs(g) for g in gradients(model)]
+            reducer.reduce()
+            means = [
+                np.mean([g for g in column if g is not None], axis=0, dtype=np.float64)
+                for column in zip(*world.gather(sizes), strict=True)
+                if column[0] is not None
+            ]
+            both = zip(gradients(model), gradients(ddp.module), strict=True)
+            pairs = [pair for pair in both if pair[0] is not None]
+            verdicts.append(
+                all(
+                    bool((np.abs(a - b) <= 2.1 * world.size * U * mean).all())
+                    for (a, b), mean in zip(pairs, means, strict=True)
+                )
+            )
+            optimizer.step()
+    together(world, *verdicts)
+
+
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("name", MODELS)
+def test_all_ranks_train_to_the_same_bits_with_and_without_overlap(
+    world: World, group: None, name: str, wire: str
+) -> None:
+    plain, first, last = trained(world, name, **WIRES[wire])
+    overlapped, *_ = trained(world, name, **WIRES[wire], overlap=True)
+    alike = world.gather(plain) == [plain] * world.processes
+    loss = [sum(each) for each in zip(*world.gather((first, last)), strict=True)]
+    together(world, alike, plain == overlapped, loss[1] < loss[0])
+
+
+def said(call: Any) -> str:
+    """What a call raises, with its type; "" for nothing."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def linear(*sizes: int) -> nn.Sequential:
+    return nn.Sequential(*map(nn.Linear, sizes, sizes[1:]))
+
+
+DIFFERENCES: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "more layers": (
+        lambda: linear(4, 3, 4, 3),
+        {},
+        r"process 0 has nothing there, process \d+ has 2.weight of torch.float32\[3, 4\]",
+    ),
+    "shape": (lambda: linear(3, 4, 3), {}, r"has 0.weight of torch.float32\[3, 4\], requires"),
+    "frozen": (lambda: linear(4, 3, 4)[:1].requires_grad_(False), {}, "no parameter requires"),
+    "dtype": (lambda: linear(4, 3, 4).double(), {}, "weight is torch.float64 on cpu"),
+    "overlap": (lambda: linear(4, 3, 4), {"overlap": True}, "overlap=True"),
+    "buckets": (lambda: linear(4, 3, 4), {"bucket_mib": 1e-6}, "bucket_mib=1e-06"),
+    "buffers": (lambda: linear(4, 3, 4), {"buffers": "mean"}, "buffers='mean'"),
+    "wire": (lambda: linear(4, 3, 4), {"wire": "e5m2"}, "wire='e5m2'"),
+    "unknown": (lambda: linear(4, 3, 4), {"wire": "e9m1"}, "exp is 1..8"),
+    "option": (lambda: linear(4, 3, 4), {"wyre": 1}, "TypeError: .*wyre"),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENCES)
+def test_models_and_options_that_differ_are_told_on_all_ranks(world: World, name: str) -> None:
+    if world.processes == 1:
+        pytest.skip("needs a second rank")
+    model, options, says = DIFFERENCES[name]
+    last = world.process == world.processes - 1
+    how = {"aggregator": "lowbit", **(options if last else {})}
+    error = said(lambda: GradientReducer(model() if last else linear(4, 3, 4), world, **how))
+    together(world, re.search(says, error) is not None, len(set(world.gather(error))) == 1)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("fault", ["sparse", "unfrozen", "twice"])
+def test_what_one_rank_finds_in_a_step_is_raised_on_all(
+    world: World, fault: str, overlap: bool
+) -> None:
+    """And the next step goes well. A second backward adds up where nothing overlaps."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(5, 4, sparse=False), *linear(4, 3, 4))
+    model[1].requires_grad_(False)
+    last = world.process == world.processes - 1
+    errors = []
+    with GradientReducer(model, world, bucket_mib=1e-6, overlap=overlap) as reducer:
+        for step in range(2):
+            bad = last and step == 0
+            model.zero_grad()
+            model[0].sparse = bad and fault == "sparse"
+            model[1].requires_grad_(bad and fault == "unfrozen")
+            for _ in range(2 if bad and fault == "twice" else 1):
+                model(torch.tensor([world.process % 5])).square().sum().backward()
+            before = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+            errors.append(said(reducer.reduce))
+            if step == 0 and errors[0]:
+                kept = all(
+                    a is p.grad or torch.equal(a.to_dense(), p.grad.to_dense())
+                    for a, p in zip(before, model.parameters(), strict=True)
+                )
+    says = {
+        "sparse": f"ValueError: .*gradient of '0.weight' on rank {world.size - 1} is torch.sparse",
+        "unfrozen": f"ValueError: .*'1.weight' on rank {world.size - 1} requires a gradient and",
+        "twice": f"RuntimeError: .* on rank {world.size - 1} has a second gradient before"
+        * overlap,
+    }[fault]
+    told = re.search(says, errors[0]) is not None if says else errors[0] == ""
+    together(world, told, errors[1] == "", not says or kept, alike(world, errors))
+
+
+def alike(world: World, value: Any) -> bool:
+    return world.gather(value) == [value] * world.processes
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_unused_layers_keep_none_on_all_ranks_or_get_the_mean_on_all(
+    world: World, overlap: bool
+) -> None:
+    """Layer 1 is used by no rank, layer 2 by the first one alone, which counts as 1 of p."""
+    torch.manual_seed(0)
+    model = linear(3, 3, 3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+    how: dict[str, Any] = {"bucket_mib": 1e-6, "overlap": overlap}
+    verdicts = []
+    with GradientReducer(model, world, **how) as reducer:
+        for unused in ((), (1,)):
+            optimizer.zero_grad()
+            y = model[0](torch.ones(1, 3))
+            y = y if unused else model[1](y)
+            (model[2](y) if world.rank == 0 else y).sum().backward()
+            own = (
+                np.zeros((3, 3), np.float32) if world.rank else model[2].weight.grad.numpy().copy()
+            )
+            before = model[1].weight.detach().clone()
+            reducer.reduce()
+            mean = np.sum(world.gather(own), axis=0) / np.float32(world.size)
+            verdicts.append(np.array_equal(model[2].weight.grad.numpy(), mean))
+            verdicts.append((model[1].weight.grad is None) == bool(unused))
+            optimizer.step()
+            verdicts.append(torch.equal(model[1].weight.detach(), before) == bool(unused))
+    together(world, *verdicts, alike(world, bits(model)))
+
+
+@pytest.mark.parametrize("by_all", [True, False])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_ranks_that_run_out_of_batches_go_on_with_zeros(
+    world: World, overlap: bool, by_all: bool
+) -> None:
+    """Rank r has r batches, beside a loop that sums the gradients in order and steps alike.
+
+    Gradients of powers of two, so that every order and every division but by 3 has the same bits;
+    a mean over 3 of 4 ranks is twice rounded: 2 u relative, which SGD adds to weights below 8.
+    """
+    model, plain = nn.Linear(2, 1, bias=False), nn.Linear(2, 1, bias=False)
+    model.weight.data.fill_(1.0 + world.rank)
+    plain.weight.data.fill_(1.0)
+    statistics = nn.BatchNorm1d(2, momentum=1.0)
+    model.add_module("statistics", statistics)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.5, momentum=0.5) for m in (model, plain)]
+    how: dict[str, Any] = {"overlap": overlap, "bucket_mib": 1e-6}
+    with GradientReducer(model, world, **how) as reducer:
+        for _ in range(2):  # epochs
+            with reducer.join(optimizers[0].step, divide_by_initial_world_size=by_all):
+                for step in range(world.rank):
+                    optimizers[0].zero_grad()
+                    model(torch.full((1, 2), 2.0**step)).sum().backward()
+                    with torch.no_grad():
+                        statistics(torch.tensor([[0.0, 1.0], [2.0, 3.0]]) + world.rank)
+                    reducer.reduce()
+                    optimizers[0].step()
+            for step in range(world.size - 1):
+                active = world.size - 1 - step
+                size = 2.0**step * active / (world.size if by_all else active)
+                plain.weight.grad = torch.full((1, 2), size)
+                optimizers[1].step()
+    far = float((model.weight - plain.weight).detach().abs().max())
+    last = world.size - 1  # the only one in the last step: its statistics are all ranks'
+    right = last == 0 or statistics.running_mean.tolist() == [1.0 + last, 2.0 + last]
+    together(
+        world,
+        far <= 2 * world.size * 2.0**3 * U * (world.size > 2),
+        right,
+        reducer.iteration == 2 * (world.size - 1),
+        alike(world, bits(model)),
+    )
+
+
+def test_a_rank_that_does_not_join_is_told(world: World) -> None:
+    model = linear(2, 2)
+    model[0].weight.grad, last = torch.ones(2, 2), world.process == world.processes - 1
+    with GradientReducer(model, world) as reducer:
+
+        def joining() -> None:
+            with reducer.join(lambda: None):
+                pass
+
+        error = said(reducer.reduce if last and world.processes > 1 else joining)
+    together(world, world.processes == 1 or ("join(" in error and "GradientReducer" in error))

@@ -1,0 +1,254 @@
+"""Real users' models on one process: odd tensors, layers that come and go, accumulation, saving."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from reducing import backward, gradients, model_of
+from topk import TopK
+from torch import nn
+from torch_models import MODELS, batch
+
+import cpdhpc
+from cpdhpc.train.reducer import GradientReducer
+from cpdhpc.world.ranks import Loopback
+
+
+class Odd(nn.Module):
+    """Parameters and buffers of every kind that may be given and reduced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scalar = nn.Parameter(torch.tensor(2.0))
+        self.empty = nn.Parameter(torch.zeros(0, 3))
+        self.turned = nn.Parameter(torch.arange(6.0).reshape(2, 3).t())
+        self.last = nn.Parameter(torch.zeros(0))
+        for name, value in {
+            "count": torch.tensor(7),
+            "flag": torch.tensor(True),
+            "mask": torch.ones(2, 3).triu().bool().t(),
+            "nothing": torch.zeros(0, dtype=torch.int32),
+            "wave": torch.tensor([1 + 2j, 3 - 1j]).conj(),
+            "short": torch.tensor([1.5, 2.5], dtype=torch.bfloat16),
+        }.items():
+            self.register_buffer(name, value)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("aggregator", ["none", "lowbit"])
+@pytest.mark.parametrize("buffers", ["broadcast", "mean", "none"])
+def test_odd_parameters_and_buffers(buffers: Any, aggregator: str, overlap: bool) -> None:
+    model = Odd()
+    before = copy.deepcopy(model.state_dict())
+    with GradientReducer(
+        model, Loopback(), aggregator, bucket_mib=1e-6, overlap=overlap, buffers=buffers
+    ) as reducer:
+        (model.scalar * model.turned.sum() + model.empty.sum() + model.last.sum()).backward()
+        mean = reducer.reduce()
+    assert float(model.scalar.grad) == 15 and model.scalar.grad.shape == ()
+    assert torch.equal(model.turned.grad, torch.full((3, 2), 2.0))
+    assert model.empty.grad.shape == (0, 3) and model.last.grad.shape == (0,)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    seen = reducer.aggregator.observe(reducer.flats[0], reducer.bucket, mean)
+    assert all(counts.tolist() == [0, 0, 0, 0] for counts in seen.values())
+
+
+def reduced(reducer: GradientReducer, step: int = 0) -> None:
+    backward(reducer.model, step)
+    reducer.reduce()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_frozen_layers_stay_and_unfrozen_or_new_ones_are_refused(overlap: bool) -> None:
+    model = model_of()
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+    with GradientReducer(model, Loopback(), overlap=overlap) as reducer:
+        reduced(reducer)
+        optimizer.step()
+        model[2].requires_grad_(False)
+        reduced(reducer)
+        kept = model[2].weight.clone(), model[0].weight.clone()
+        optimizer.step()
+        assert model[2].weight.grad is None and model[0].weight.grad is None
+        assert torch.equal(model[2].weight, kept[0]) and torch.equal(model[0].weight, kept[1])
+        model[0].requires_grad_(True)
+        with pytest.raises(ValueError, match=r"reduce: model: '0\.weight' on rank 0 requires a gr"):
+            reduced(reducer)
+        model[0].requires_grad_(False)
+        model.append(nn.Linear(3, 3))
+        with pytest.raises(ValueError, match=r"'4\.weight' on rank 0 requires a gradient and did"):
+            reduced(reducer)
+        del model[4]
+        reduced(reducer)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_gradients_of_other_kinds_are_named(overlap: bool) -> None:
+    model = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 2))
+    with GradientReducer(model, Loopback(), overlap=overlap) as reducer:
+        model(torch.tensor([1])).sum().backward()
+        with pytest.raises(ValueError, match=r"'0\.weight' on rank 0 is torch\.sparse_coo of"):
+            reducer.reduce()
+        assert model[0].weight.grad.is_sparse
+    for dtype in (torch.float64, torch.bfloat16, torch.float16):
+        model = nn.Linear(2, 2)
+        reducer = GradientReducer(model, Loopback())
+        model.to(dtype)
+        model.weight.grad = torch.ones_like(model.weight)
+        with pytest.raises(ValueError, match=rf"gradient of 'weight' on rank 0 is {dtype} on cpu"):
+            reducer.reduce()
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda model: model.to("meta"), "0.weight is torch.float32 on meta: should be dense"),
+        (lambda model: model.append(nn.LazyLinear(2)), "8.weight is not initialised"),
+        (lambda model: model[3].half(), "3.weight is torch.float16 on cpu"),
+        (
+            lambda model: model.register_buffer("b", torch.zeros(1).expand(3)),
+            r"b has strides \(0,\)",
+        ),
+        (
+            lambda model: model.register_buffer("b", torch.eye(2).to_sparse()),
+            "b is torch.sparse_coo of torch.float32 on cpu: should be dense on cpu",
+        ),
+    ],
+)
+def test_tensors_that_cannot_be_given_are_named(change: Any, says: str) -> None:
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(8)))
+    change(model)
+    with pytest.raises(ValueError, match=says):
+        GradientReducer(model, Loopback())
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_accumulated_gradients_are_plain_torchs(name: str, overlap: bool) -> None:
+    """On one rank the mean is the gradient: three backwards, the first two without any sending."""
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    with GradientReducer(model, Loopback(), bucket_mib=0.001, overlap=overlap) as reducer:
+        plain = copy.deepcopy(model)
+        for step in range(2):
+            for each in (model, plain):
+                each.zero_grad()
+            for part in range(3):
+                x, y = batch(name, 10 * step + part)
+                nn.functional.cross_entropy(plain(x), y).backward()
+                if part < 2:
+                    with reducer.no_sync():
+                        nn.functional.cross_entropy(model(x), y).backward()
+                else:
+                    nn.functional.cross_entropy(model(x), y).backward()
+            reducer.reduce()
+            assert gradients(model) == gradients(plain)
+            for a, b in zip(model.buffers(), plain.buffers(), strict=True):
+                assert torch.equal(a, b)
+
+
+def statistics_of(model: nn.Module, ranks: int, **how: Any) -> list[list[np.ndarray]]:  # type: ignore[type-arg]
+    """The running mean, variance and count after each of two steps on virtual ranks."""
+    reducer, found = GradientReducer(model, Loopback(ranks), **how), []
+    for step in range(2):
+        for hosted in range(ranks):
+            reducer.begin(hosted)
+            model.zero_grad()
+            x = torch.randn(4, 2, generator=torch.Generator().manual_seed(10 * step + hosted))
+            model(x).sum().backward()
+            reducer.stash(hosted)
+        reducer.reduce()
+        found.append([b.numpy().copy() for b in model.buffers()])
+    return found
+
+
+def test_buffers_of_virtual_ranks_are_the_first_ones_or_the_mean() -> None:
+    """Beside each rank's own BatchNorm, which begins a step with what all had before."""
+    mine = nn.BatchNorm1d(2)
+    for mode in ("broadcast", "mean"):
+        found = statistics_of(copy.deepcopy(mine), 3, buffers=mode)
+        before = [b.clone() for b in mine.buffers()]
+        for step in range(2):
+            after = []
+            for rank in range(3):
+                own = copy.deepcopy(mine)
+                for buffer, value in zip(own.buffers(), before, strict=True):
+                    buffer.copy_(value)
+                own(torch.randn(4, 2, generator=torch.Generator().manual_seed(10 * step + rank)))
+                after.append([b.clone() for b in own.buffers()])
+            before = after[0]
+            if mode == "mean":
+                several = [torch.stack(each).double() for each in zip(*after, strict=True)]
+                before = [s.mean(0).to(b.dtype) for s, b in zip(several, before, strict=True)]
+            for got, expected in zip(found[step], before, strict=True):
+                # float64 sums of three float32 in either order round to the same float32, but for
+                # ties: 2**-24 relative
+                np.testing.assert_allclose(got, expected.numpy(), rtol=2.0**-23 * (mode == "mean"))
+    with pytest.raises(ValueError, match="buffers='none': virtual_ranks=2: should be 1"):
+        GradientReducer(mine, Loopback(2), buffers="none")
+    with pytest.raises(ValueError, match="buffers='all': known are 'broadcast', 'mean', 'none'"):
+        GradientReducer(mine, Loopback(), buffers="all")  # type: ignore[arg-type]
+
+
+def test_a_saved_method_goes_on_where_it_was(tmp_path: Path) -> None:
+    """Through torch.save, at the same number of ranks and at another one, where the sum is kept."""
+
+    def steps(reducer: GradientReducer, which: range) -> list[bytes]:
+        found = []
+        for step in which:
+            for hosted in range(reducer.world.ranks):
+                backward(reducer.model, 10 * step + hosted)
+                reducer.stash(hosted)
+            found.append(reducer.reduce().flat.tobytes())
+        return found
+
+    def made(ranks: int) -> GradientReducer:
+        return GradientReducer(model_of(), Loopback(ranks), TopK(density=0.1))
+
+    first = made(2)
+    steps(first, range(2))
+    torch.save(first.state_dict(), tmp_path / "state.pt")
+    undisturbed = steps(first, range(2, 4))
+    state = torch.load(tmp_path / "state.pt", weights_only=True)
+    again = made(2)
+    again.load_state_dict(state)
+    assert again.iteration == 2
+    assert steps(again, range(2, 4)) == undisturbed
+    fewer = made(1)
+    fewer.load_state_dict(state)
+    for key, entry in fewer.state:
+        total = state["state"]["/".join(key)]["values"].double().sum(0).float()
+        assert np.array_equal(entry.array[0], total.numpy())
+    half = {**state, "rank": 2, "ranks": 4}
+    for bad in ((), (half,), (state, state), ({},)):
+        with pytest.raises(ValueError, match=r"GradientReducer\.load_state_dict: "):
+            made(1).load_state_dict(*bad)
+
+
+def test_allreduce_takes_tensors() -> None:
+    xs = [torch.arange(4.0) + rank for rank in range(2)]
+    world = Loopback(2)
+    total = cpdhpc.allreduce(world, xs)
+    assert isinstance(total, torch.Tensor) and total.tolist() == [1, 3, 5, 7]
+    out = torch.zeros(4)
+    assert cpdhpc.allreduce(world, xs, "e4m3", out=out) is out and out.tolist() == [1, 3, 5, 7]
+    assert cpdhpc.allreduce(world, xs, op="mean", out=xs[0]) is xs[0]  # in place
+    assert xs[0].tolist() == [0.5, 1.5, 2.5, 3.5] and xs[1].tolist() == [1, 2, 3, 4]
+    whole = torch.ones(3, 4)
+    for x, says in (
+        (whole.t(), "x of rank 0 has strides"),
+        (whole.double(), "x of rank 0 has dtype float64"),
+        (whole.bfloat16(), "is a tensor of torch.bfloat16"),
+        (whole.to("meta"), "on meta"),
+        (whole.to_sparse(), "torch.sparse_coo"),
+        (whole.clone().requires_grad_(), "that requires a gradient: must be .* .detach"),
+    ):
+        with pytest.raises(TypeError, match=says):
+            cpdhpc.allreduce(Loopback(), x)
