@@ -97,16 +97,6 @@ def test_an_error_that_nobody_catches_ends_the_job_without_mpi4pys_help():
     assert "rank 1 | ends the job: TypeError: as_world: int: known are World" in output, output
 
 
-def test_calls_whose_messages_do_not_fit_are_both_named():
-    status, output, taken_s = launch(
-        "world.max(np.zeros(5, int), 'five') if world.process else "
-        "world.max(np.zeros(2, int), 'two')"
-    )
-    assert status != 0 and taken_s < LATE_S
-    assert re.search(r"rank 0 \| two: .*TRUNCATE.*: is another process in another call", output)
-    assert re.search(r"rank 1 \| five: ", output), output
-
-
 def test_at_exit_after_a_death_mpi_has_some_time_only():
     code = """
 import time

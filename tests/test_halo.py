@@ -144,6 +144,7 @@ def test_show_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ("--shape 4,4 --rank 1", "--rank 1: must be 0..0"),
         ("--shape 4,4 --halo 1,2,3", "needs a number, or one or two for each axis"),
         ("--shape 4,4 --png nowhere/x.png", "nowhere is no directory"),
+        ("--shape 900,900 --procs 300,300", "--procs 300,300: 90000 ranks: at most 4096 are"),
     ],
 )
 def test_show_says_what_does_not_go(

@@ -26,12 +26,13 @@ batches = [(torch.rand(8, 64), torch.arange(8)) for _ in range(2)]
 WEIGHT = "\nprint(float(model.weight.detach().sum()))"
 ONE_RUN = 'compare=[{name="tile",gradient={aggregator="lowbit"}}]'
 DIGITS = 'name = "digits"\ntest_share = 0.3333'  # with scikit-learn, which is slow to import
+SYNTHETIC = "data.name=synthetic"
 QUICKER = {  # what is added to the commands that measure or train
     "train inputs/train_digits.toml": ["--set", "train.batch=10", "--set", ONE_RUN]
     + ["--set", "train.epochs=2"],
     "bench codec": ["--mib", "1", "--repeats", "1"],
     "bench allreduce": ["--repeats", "2", "--warmup", "1", "--sizes", "64KiB"],
-    "autoencoder inputs/cots_digits.toml": ["--set", "train.iterations=2"],
+    "autoencoder inputs/cots_digits.toml": ["--set", "train.iterations=2", "--set", SYNTHETIC],
     "bench halo": ["--repeats", "2"],
     "study run": ["--set", "measure.max_repeats=6", "--set", "sweep={ranks=[2],size_bytes=[64]}"],
 }

