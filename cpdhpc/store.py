@@ -243,15 +243,26 @@ def dataset_shape(path: Path, name: str) -> tuple[int, ...]:
     try:
         with h5py.File(path, "r") as file:
             if not isinstance(file.get(name), h5py.Dataset):
-                known = ", ".join(
-                    key for key, each in file.items() if isinstance(each, h5py.Dataset)
+                known = _dataset_names(file)
+                raise StoreError(
+                    f"{path}: has no dataset {name!r}, only {', '.join(known) or 'none at all'}"
                 )
-                raise StoreError(f"{path}: has no dataset {name!r}, only {known or 'none at all'}")
             return tuple(file[name].shape)
     except FileNotFoundError:
         raise StoreError(f"{path}: there is no such file") from None
     except OSError as error:
         raise StoreError(f"{path}: is not an HDF5 file: {error}") from None
+
+
+def _dataset_names(file: Any) -> list[str]:
+    """Return the names of all datasets of a file, with their groups."""
+    import h5py
+
+    names = list[str]()
+    file.visititems(
+        lambda name, each: names.append(name) if isinstance(each, h5py.Dataset) else None
+    )
+    return names
 
 
 def datasets(path: Path) -> dict[str, dict[str, Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +13,7 @@ import numpy.typing as npt
 from .. import store
 from ..config import UserError
 from ..world.ranks import Ranks
-from .layout import Layout
+from .layout import Layout, check_layout
 
 Array = npt.NDArray[np.generic]
 Parts = Mapping[str, tuple[Layout, Array]]
@@ -71,21 +72,23 @@ def save_all(
     world.agree(error, "save")
 
 
+def _described(
+    world: Ranks, name: str, part: tuple[Layout, Array], how: tuple[object, ...]
+) -> tuple[Any, ...]:
+    """Return what must be the same on all ranks, but for whether the array fits its box."""
+    layout, local = part
+    ndim = len(layout.shape)
+    fits = layout.ranks == world.size and local.shape[:ndim] == layout.owner(world.rank).shape
+    return name, fits, local.shape[ndim:], str(local.dtype), how, layout.digest
+
+
 def _check(world: Ranks, arrays: Parts, how: tuple[object, ...]) -> dict[str, store.Room]:
     """Return the datasets, alike on all ranks; raise the first rank's error on all."""
-    mine = [
-        (
-            name,
-            layout.ranks == world.size
-            and local.shape[: len(layout.shape)] == layout.owner(world.rank).shape,
-            local.shape[len(layout.shape) :],
-            str(local.dtype),
-            how,
-            layout.digest,
-        )
-        for name, (layout, local) in arrays.items()
-    ]
-    everyone = world.gather(mine, "save")
+
+    def described() -> list[tuple[Any, ...]]:
+        return [_described(world, name, part, how) for name, part in arrays.items()]
+
+    everyone = world.gather_from(described, "save")
     for rank, theirs in enumerate(everyone):
         if [each[0] for each in theirs] != [each[0] for each in everyone[0]]:
             raise ValueError(f"save: ranks 0 and {rank} do not give arrays of the same names")
@@ -133,7 +136,7 @@ def _in_turns(world: Ranks, path: Path, name: str, place: tuple[slice, ...], loc
         world.agree(error, f"save: rank {rank} writes")
 
 
-def load(world: Ranks, path: Path, layout: Layout, name: str = "data") -> Array:
+def load(world: Ranks, path: Path | str, layout: Layout, name: str = "data") -> Array:
     """Return this rank's box of a dataset, in any layout of its first axes. Collective.
 
     Raises UserError alike on all ranks where file or dataset is missing or does not fit.
@@ -141,6 +144,8 @@ def load(world: Ranks, path: Path, layout: Layout, name: str = "data") -> Array:
     error: Exception | None = None
     local = np.empty(0)
     try:
+        path = Path(path)
+        check_layout("load: layout", layout)
         shape = store.dataset_shape(path, name)
         if shape[: len(layout.shape)] != layout.shape or layout.ranks != world.size:
             raise UserError(
@@ -151,7 +156,7 @@ def load(world: Ranks, path: Path, layout: Layout, name: str = "data") -> Array:
         local = store.read_box(path, name, box.slices((0,) * box.ndim))
     except OSError as found:
         error = UserError(f"load: {path}: {found}")
-    except UserError as found:
+    except Exception as found:  # a wrong argument: any, as the others wait
         error = found
     world.agree(error, "load")
     return local

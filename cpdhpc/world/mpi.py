@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from .node_memory import Shared, share
-from .ranks import Array, RankFailure, Ranks, Wait, numbered
+from .ranks import Array, RankFailure, Ranks, Wait, numbered, of_rank, portable
 
 
 def running_mpi() -> Any:
@@ -65,6 +65,7 @@ def pieces(array: Array) -> list[Array]:
 
 
 POLLS = 50  # before a wait gives up the core for the first time
+REFUSAL_S = 30.0  # for which a process that refuses a call waits for the others to hear of it
 GRACE_S = 1.0  # after a time-out: for the others to tell that they wait too
 ALARM_PERIOD_S = 0.1  # how often those who wait look for the time-out of another
 
@@ -81,13 +82,20 @@ class Timeout:
     """How long the processes of a communicator wait, and what then happens.
 
     mpi: the module mpi4py.MPI; alarm_tag: of messages that no one else uses; end: ends the job
+    look: called now and then while a process waits; may raise
     """
 
     def __init__(
-        self, mpi: Any, comm: Any, alarm_tag: int, timeout_s: float, end: Callable[[], NoReturn]
+        self,
+        mpi: Any,
+        comm: Any,
+        alarm_tag: int,
+        timeout_s: float,
+        end: Callable[[], NoReturn],
+        look: Callable[[], None],
     ) -> None:
         self._mpi, self._comm, self._tag = mpi, comm, alarm_tag
-        self._timeout_s, self._end = timeout_s, end
+        self._timeout_s, self._end, self._look = timeout_s, end, look
 
     def wait(self, done: Callable[[], bool], lines: Lines, pause_s: float = 0.0) -> None:
         """Wait until done; give up when the time is over, here or at another process.
@@ -105,6 +113,7 @@ class Timeout:
             if now_s < look_s:
                 continue
             look_s = now_s + ALARM_PERIOD_S
+            self._look()
             alarm = self._comm.Iprobe(self._mpi.ANY_SOURCE, self._tag)
             if alarm or now_s - start_s > self._timeout_s:
                 self._give_up(now_s - start_s, lines)
@@ -202,7 +211,8 @@ class World(Ranks):
         self.timeout_s, self.gpu_direct = timeout_s, gpu_direct
         self.thread_level = thread_level(self._mpi)
         self._duplicate = comm.Dup()
-        self._timeout = Timeout(self._mpi, self._duplicate, self._alarm_tag, timeout_s, self._end)
+        waits = self._mpi, self._duplicate, self._alarm_tag, timeout_s, self._end, self._look
+        self._timeout = Timeout(*waits)
         here = comm.Split_type(self._mpi.COMM_TYPE_SHARED)
         firsts = comm.allgather(
             here.allreduce(self.process, self._mpi.MIN)
@@ -380,6 +390,42 @@ class World(Ranks):
             )
         except self._mpi.Exception as error:
             raise self.failure(error, what) or error from None
+
+    def refuse(self, error: Exception) -> tuple[Exception, bool]:
+        """Return the error of the lowest rank that refuses a call, and whether all refuse one.
+
+        All processes meet here: those that refuse, and those that wait in any call of this world,
+        which raise the error. If some do not come in REFUSAL_S the job ends with the error.
+        """
+        if self.processes == 1:
+            return error, True
+        return self._meet(of_rank(self.rank, error))
+
+    def _look(self) -> None:
+        """Raise the error of a process that refused what others wait for."""
+        if self._duplicate.Iprobe(self._mpi.ANY_SOURCE, self._most_tag):
+            self.refusal, _ = self._meet(None)
+            raise self.refusal
+
+    def _meet(self, mine: Exception | None) -> tuple[Exception, bool]:
+        """Exchange errors with all processes. By messages: others may be inside a collective."""
+        comm, tag = self._duplicate, self._most_tag
+        others = [process for process in range(self.processes) if process != self.process]
+        data = portable(mine)
+        sends = [comm.isend(data, process, tag) for process in others]
+        found, missing = {self.process: data}, others
+        end_s = time.monotonic() + min(REFUSAL_S, self.timeout_s)
+        while missing or not all([send.test()[0] for send in sends]):
+            found |= {p: comm.recv(source=p, tag=tag) for p in missing if comm.Iprobe(p, tag)}
+            missing = [process for process in others if process not in found]
+            os.sched_yield()
+            if time.monotonic() > end_s:
+                who = ", ".join(map(str, missing)) or "unknown"
+                self.abort(
+                    f"{mine or 'another rank refused a call'}: rank {who} did not hear of it"
+                )
+        errors = [pickle.loads(each) for _, each in sorted(found.items()) if each is not None]
+        return errors[0], len(errors) == self.processes
 
     def failure(self, error: Exception, what: str) -> RankFailure | None:
         """Return the failure behind an error of MPI, or None if it is of another kind.
