@@ -127,6 +127,8 @@ class _Trace(TorchFunctionMode):
 
     def run(self, model: nn.Module, shape: Sequence[int]) -> None:
         """Run the model. Raises TypeError or ValueError where it cannot be split."""
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"partition: model is {type(model).__name__}: must be an nn.Module")
         x = _mark(torch.empty(_input_shape(model, shape), device="meta", dtype=_dtype(model)))
         layers = self._prepared(model)
         try:
@@ -149,8 +151,6 @@ class _Trace(TorchFunctionMode):
 
     def _prepared(self, model: nn.Module) -> dict[str, nn.Module]:
         """Return the modules of a copy without values, whose layers tell of their calls."""
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"partition: model is {type(model).__name__}: must be an nn.Module")
         if any(nn.parameter.is_lazy(each) for each in _tensors_of(model)):
             raise ValueError("partition: model: has lazy layers: run it once before")
         for path, module in model.named_modules():
@@ -193,7 +193,7 @@ class _Trace(TorchFunctionMode):
             self._whole.add(path)
             if split is None or not split.on_whole:
                 with self._inside():
-                    return forward(*given, **named)
+                    return self._module(path, forward, *given, **named)
             self._note(where, path, _Use(layer, split, None, None))
             with self._inside():
                 return torch.empty_like(given[0])
@@ -358,7 +358,7 @@ def _input_shape(model: nn.Module, shape: Sequence[int]) -> tuple[int, ...]:
         )
     if len(size) == 3:
         return (2, *size)
-    for module in model.modules() if isinstance(model, nn.Module) else ():
+    for module in model.modules():
         if isinstance(module, nn.Unflatten):
             return (2, *size)
         for name in ("in_channels", "num_features", "num_channels"):

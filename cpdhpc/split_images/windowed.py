@@ -332,7 +332,7 @@ class Upsample(Windowed):
             if len(near) > 1:
                 shape = (-1, 1) if axis == 0 else (-1,)
                 weights = [each.to(values.dtype).reshape(shape) for each in weight]
-                near = [sum(a * w for a, w in zip(near, weights, strict=True))]  # type: ignore[misc]
+                near = [sum(a * w for a, w in zip(near, weights, strict=True))]
             values = near[0]
         return values
 

@@ -160,10 +160,10 @@ WRONG: dict[str, tuple[Callable[[ImageGrid, bool], Any], str]] = {
         lambda grid, last: partition(nn.Conv2d(1, 1, 5 if last else 3), (8, 8), grid), "differ"
     ),
     "input": (
-        lambda grid, last: partition(nn.Conv2d(1, 1, 3), (8, 8), grid)(
-            torch.ones(1, 1, 1 if last else grid.owned((8, 8)).shape[0], 8)
-        ),
-        r"model \(Conv2d\): input has shape \(1, 1, 1, 8\)",
+        lambda grid, last: partition(
+            nn.Sequential(nn.Conv2d(1, 1, 3), nn.Flatten()), (8, 8), grid
+        )(torch.ones(1, 1, 1 if last else grid.owned((8, 8)).shape[0], 8)),
+        r"layer 0 \(Conv2d\): input has shape \(1, 1, 1, 8\)",
     ),
     "generator": (
         lambda grid, last: partition(
