@@ -17,7 +17,8 @@ from typing import Any, NoReturn
 import numpy as np
 
 from .node_memory import Shared, share
-from .ranks import Array, RankFailure, Ranks, Wait, numbered, of_rank, portable
+from .ranks import Array, RankFailure, Ranks, Wait, numbered, of_rank
+from .refusal import REFUSAL_S, meet
 
 
 def running_mpi() -> Any:
@@ -65,7 +66,6 @@ def pieces(array: Array) -> list[Array]:
 
 
 POLLS = 50  # before a wait gives up the core for the first time
-REFUSAL_S = 30.0  # for which a process that refuses a call waits for the others to hear of it
 GRACE_S = 1.0  # after a time-out: for the others to tell that they wait too
 ALARM_PERIOD_S = 0.1  # how often those who wait look for the time-out of another
 
@@ -408,24 +408,11 @@ class World(Ranks):
             raise self.refusal
 
     def _meet(self, mine: Exception | None) -> tuple[Exception, bool]:
-        """Exchange errors with all processes. By messages: others may be inside a collective."""
-        comm, tag = self._duplicate, self._most_tag
-        others = [process for process in range(self.processes) if process != self.process]
-        data = portable(mine)
-        sends = [comm.isend(data, process, tag) for process in others]
-        found, missing = {self.process: data}, others
-        end_s = time.monotonic() + min(REFUSAL_S, self.timeout_s)
-        while missing or not all([send.test()[0] for send in sends]):
-            found |= {p: comm.recv(source=p, tag=tag) for p in missing if comm.Iprobe(p, tag)}
-            missing = [process for process in others if process not in found]
-            os.sched_yield()
-            if time.monotonic() > end_s:
-                who = ", ".join(map(str, missing)) or "unknown"
-                self.abort(
-                    f"{mine or 'another rank refused a call'}: rank {who} did not hear of it"
-                )
-        errors = [pickle.loads(each) for _, each in sorted(found.items()) if each is not None]
-        return errors[0], len(errors) == self.processes
+        try:
+            wait_s = min(self.timeout_s, REFUSAL_S)
+            return meet(self._duplicate, self._most_tag, mine, wait_s)
+        except TimeoutError as late:
+            self.abort(str(late))
 
     def failure(self, error: Exception, what: str) -> RankFailure | None:
         """Return the failure behind an error of MPI, or None if it is of another kind.
