@@ -12,6 +12,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .methods import suggest
+
 if TYPE_CHECKING:
     from .world.mpi import World
 
@@ -185,12 +187,14 @@ class Command:
     The module has add_NAME(parser) and run_NAME(arguments) -> exit status, None for 0; without a
     name add_arguments and run, and its docstring is the long help.
     on_ranks: all processes of mpirun run it, as run(arguments, world); it has --timeout
+    starts_mpi: it calls mpirun itself, and is refused where mpirun has started several of it
     """
 
     summary: str
     module: str
     name: str = ""
     on_ranks: bool = False
+    starts_mpi: bool = False
 
     def add(self, parser: argparse.ArgumentParser) -> None:
         """Add the command's arguments to its parser."""
@@ -295,6 +299,7 @@ COMMANDS: dict[str, Command | Group] = {
                 "measure all cases on this machine with mpirun, then collect",
                 "study.commands",
                 "run",
+                starts_mpi=True,
             ),
             "status": Command(
                 "show which cases are finished, running, pending, failed or missing, and why",
@@ -305,6 +310,7 @@ COMMANDS: dict[str, Command | Group] = {
                 "measure what is not finished: on this machine, or by Slurm where it was submitted",
                 "study.commands",
                 "resume",
+                starts_mpi=True,
             ),
             "collect": Command(
                 "write study.h5 from the finished cases; status complete or partial",
@@ -330,10 +336,23 @@ COMMANDS: dict[str, Command | Group] = {
             )
         },
     ),
+    "examples": Command(
+        "write this package's job files, job scripts and pages to a folder; needs no MPI",
+        "shipped",
+        "examples",
+    ),
     "report": Command(
         "show studies and runs: tables, figures, a page; needs no MPI", "cli", "report"
     ),
 }
+
+
+EXTRAS = {"torch": "train", "sklearn": "train", "cupy": "gpu"}  # package -> extra of setup.cfg
+
+
+def started_by_mpirun() -> int:
+    """Return how many processes of this command Open MPI's or MPICH's mpirun has started."""
+    return max(int(os.environ.get(name, 1)) for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"))
 
 
 def parser(argv: list[str]) -> argparse.ArgumentParser:
@@ -353,6 +372,8 @@ def _add_commands(
 ) -> None:
     """Add commands as sub-parsers; only the one that argv begins with loads its module."""
     parsers = parser.add_subparsers(dest=metavar.lower(), required=True, metavar=metavar)
+    if argv and not argv[0].startswith("-") and argv[0] not in commands:
+        parser.error(f"{metavar} {argv[0]}: {suggest(argv[0], commands)}")
     for name, row in commands.items():
         text = row.summary
         added = parsers.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
@@ -373,10 +394,12 @@ def main(argv: list[str] | None = None) -> int:
     from .config import UserError
 
     argv = sys.argv[1:] if argv is None else argv
-    arguments = parser(argv).parse_args(argv)
-    command: Command = arguments.run
     world = None
     try:
+        arguments = parser(argv).parse_args(argv)
+        command: Command = arguments.run
+        if command.starts_mpi and (copies := started_by_mpirun()) > 1:
+            raise UserError(f"{' '.join(argv[:2])}: starts mpirun itself: not {copies} times by it")
         if not command.on_ranks:
             return command.run(arguments)
         from .world.mpi import World
@@ -390,8 +413,12 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # the reader, as head, wants no more
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except (Exception, KeyboardInterrupt):
-        from .world.mpi import abort_job
+    except (Exception, KeyboardInterrupt) as error:
+        from .world.ending import abort_job
 
+        missing = str(getattr(error, "name", "")).partition(".")[0]
+        if isinstance(error, ModuleNotFoundError) and missing != "cpdhpc":
+            what = f"'cpdhpc[{EXTRAS[missing]}]'" if missing in EXTRAS else missing
+            abort_job(f"cpdhpc: error: {missing} is not installed: pip install {what}", USER_ERROR)
         who = "" if world is None else f"rank {world.hosted.start} | "
         abort_job(who + traceback.format_exc())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,6 +11,8 @@ from typing import Any, TypeVar
 import tomli_w
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+from .methods import suggest as suggest
 
 Raw = dict[str, Any]
 M = TypeVar("M", bound=BaseModel)
@@ -181,13 +182,6 @@ def _explain(model: type[Any], raw: Raw, problem: Any, above: Sequence[str] = ()
     kind = "" if problem["type"] == "value_error" else "should "
     shown = "" if isinstance(given, dict) else f"={given!r}"
     return f"{key}{shown}: {kind}{said}" if key else f"{kind}{said}"  # no key: of the whole
-
-
-def suggest(word: str, known: Iterable[str]) -> str:
-    """Return what to say of an unknown name: the known ones near it, else all of them."""
-    names = sorted(known)
-    close = difflib.get_close_matches(word, names)
-    return f"did you mean {' or '.join(close)}?" if close else f"known are {', '.join(names)}"
 
 
 def keys(model: type[Any], loc: tuple[Any, ...] = ()) -> list[str]:

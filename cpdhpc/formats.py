@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, get_args
 
+from .methods import suggest
+
 Special = Literal["ieee", "nan", "none"]
 Rounding = Literal["nearest", "zero", "stochastic"]
 Overflow = Literal["saturate", "inf"]
@@ -42,7 +44,7 @@ class FloatFormat:
             )
         if self.special not in get_args(Special):
             raise ValueError(
-                f"FloatFormat: special={self.special!r}: known are {', '.join(get_args(Special))}"
+                f"FloatFormat: special={self.special!r}: {suggest(self.special, get_args(Special))}"
             )
         if self.exp == 8 and self.special != "ieee":
             raise ValueError(f"FloatFormat: {self.name}: numbers above float32's range")
@@ -201,11 +203,11 @@ class Cast:
     def __post_init__(self) -> None:
         if self.rounding not in get_args(Rounding):
             raise ValueError(
-                f"Cast: rounding={self.rounding!r}: known are {', '.join(get_args(Rounding))}"
+                f"Cast: rounding={self.rounding!r}: {suggest(self.rounding, get_args(Rounding))}"
             )
         if self.overflow not in get_args(Overflow):
             raise ValueError(
-                f"Cast: overflow={self.overflow!r}: known are {', '.join(get_args(Overflow))}"
+                f"Cast: overflow={self.overflow!r}: {suggest(self.overflow, get_args(Overflow))}"
             )
 
     @property

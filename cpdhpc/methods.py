@@ -1,7 +1,9 @@
-"""Names of methods and what goes together, for login nodes too: plain data that loads nothing."""
+"""Names of methods, what goes together, what was meant; for login nodes too: loads nothing."""
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
 from typing import NamedTuple
 
 ACCUMULATES = ("requantise", "float32", "kahan")
@@ -48,3 +50,10 @@ HALO_OURS = "cpdhpc"
 HALO_COPIED = "cpdhpc, copied"  # owned cells lie elsewhere and are copied too
 HALO_MPI_TYPES = ("subarray", "subarray, persistent", "alltoallw")  # MPI's ways without packing
 HALO_PACKED = "packed"
+
+
+def suggest(word: str, known: Iterable[str]) -> str:
+    """Return what to say of an unknown name: the known ones near it, else all of them."""
+    names = sorted(known)
+    close = difflib.get_close_matches(word, names)
+    return f"did you mean {' or '.join(close)}?" if close else f"known are {', '.join(names)}"

@@ -16,7 +16,7 @@ def random_key(seed: int, *path: int) -> Key:
     """
     state = 0
     for part in (seed, *path):
-        state = (state + (part & _MASK) + 0x9E3779B97F4A7C15) & _MASK
+        state = (state + (int(part) & _MASK) + 0x9E3779B97F4A7C15) & _MASK
         state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
         state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
         state ^= state >> 31

@@ -34,6 +34,32 @@ def test_counts() -> None:
 
 
 @pytest.mark.parametrize(
+    "command, words",
+    [
+        ("codec --mib -1", "--mib -1: must be above 0"),
+        ("codec --mib 0", "--mib 0: must be above 0"),
+        ("codec --mib nan", "--mib nan: must be above 0"),
+        ("codec --mib 1e9", "--mib 1e+09: must be above 0 and below"),
+        ("codec --repeats 0", "--repeats 0: must be 1 or more"),
+        ("codec --formats bf61", "--formats bf61: "),
+        ("accuracy --values 0", "--values 0: must be 1 or more"),
+        ("accuracy --ranks 4,-1", "--ranks 4,-1: must be numbers, 1 or more"),
+        ("accuracy --formats e4", "'e4': known are eXmY"),
+        ("layer --ranks 0", "--ranks 0: must be 1 or more"),
+        ("layer --field 0", "bench layer: field=0: should be greater"),
+        ("predict m.toml --ranks 0", "--ranks 0: must be 1 or more"),
+        ("predict m.toml --ranks 2 --ranks-per-node 0", "--ranks-per-node 0: must be 1 or more"),
+    ],
+)
+def test_ranges(command: str, words: str) -> None:
+    argv = ["bench", *command.split()]
+    arguments = parser(argv).parse_args(argv)
+    with pytest.raises(UserError) as caught:
+        arguments.run.run(arguments)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
     "arguments, words",
     [
         (["--sizes", "6"], "--sizes 6: must be a positive multiple of 4"),
@@ -41,7 +67,7 @@ def test_counts() -> None:
         (["--sizes", "1MB"], "--sizes 1MB: must be a number, with one of B, KiB"),
         (["--sizes", "8:16"], "--sizes 8:16: a range is first:last:xFACTOR"),
         (["--sizes", "8:64:x1"], "FACTOR 2 or more"),
-        (["--algorithms", "rings"], "--algorithms rings"),
+        (["--algorithms", "rings"], "--algorithms rings: did you mean ring?"),
         (["--wires", "e4"], "--wires e4"),
         (["--scalings", "layer"], "--scalings layer"),
         (["--accumulate", "kahn"], "--accumulate kahn"),

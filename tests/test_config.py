@@ -62,8 +62,8 @@ def write(tmp_path: Path, text: str) -> Path:
             "gradient: FloatFormat: exp=9, man=9: exp is 1..8",
         ),
         ("[gradient]\naggregator='lowbit'\nwire='raw'", "wire='raw': is the aggregator 'none'"),
-        ("[gradient]\naggregator='lowbit'\nscaling='ap'", "scaling='ap': known are none, static:K"),
-        ("[gradient]\naggregator='none'\nalgorithm='rin'", "algorithm='rin': known are"),
+        ("[gradient]\naggregator='lowbit'\nscaling='ap'", "scaling='ap': did you mean aps?"),
+        ("[gradient]\naggregator='none'\nalgorithm='rin'", "algorithm='rin': did you mean ring?"),
         ("[gradient]\naggregator='lowbit'\nalgorithm='mpi'", "algorithm='mpi'"),
         ("[gradient]\naggregator='lowbit'\nrounding='up'", "gradient.rounding='up'"),
         (

@@ -28,6 +28,7 @@ class Source(Section):
     name: digits: of scikit-learn, 8 x 8; idx: the file path, as MNIST's; array: a .npy file,
         path, [n, height, width] or with channels last, uint8 or floats in 0..1, read as needed;
         folder: image files in path, of one size or larger than size; synthetic: noise
+    path: of the file or folder, where name needs one
     tile: images are laid side by side, so many in a row and a column, each time in another order
     size: side of the random squares that are cut out; 0: nothing is cut
     channels: of synthetic images; 1 or 3 of files: grey or colours

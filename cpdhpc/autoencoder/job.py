@@ -158,6 +158,8 @@ class Train(Section):
     """[train]: stochastic gradient descent with momentum, one layer after the other.
 
     iterations: of each layer; batch: images of an iteration, the same on all ranks
+    learning_rate, momentum: of the steps; seed: of weights and images; dtype: of all values
+    checkpoint_every: iterations; timeout_s: the longest wait for others
     cell_procs, block_procs: ranks along both axes that cells, and blocks and pools, are split over;
         not given: as square as can be
     threads: of torch, 0 for the cores that the rank owns
@@ -180,7 +182,10 @@ class Train(Section):
 
 
 class Autoencoder(Section):
-    """A whole file; layers are trained in order, each on what those before it give."""
+    """A whole file; layers are trained in order, each on what those before it give.
+
+    name: of its files; the job file's where it is not given
+    """
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$")]
     data: Source

@@ -20,6 +20,7 @@ from ..collectives.schedules import SCHEDULES
 from ..config import ConfigError
 from ..formats import parse_format
 from ..world.ranks import Loopback
+from .harness import check_positive, parse_counts
 
 SCALINGS = {  # label: (scaling, headroom)
     "none": ("none", "n"),
@@ -142,10 +143,9 @@ def draw(found: list[AccuracyCase], path: Path) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Simulate all cases, print a table for each number of ranks and format, and draw them."""
-    if args.values < 1 or args.seeds < 1:
-        raise ConfigError(f"--values={args.values}, --seeds={args.seeds}: must be 1 or more")
+    check_positive(args, "values", "seeds")
+    ranks = parse_counts("--ranks", args.ranks)
     try:
-        ranks = [int(each) for each in args.ranks.split(",")]
         wires = [parse_format(name).name and name for name in args.formats.split(",")]
     except ValueError as problem:
         raise ConfigError(f"bench accuracy: {problem}") from None

@@ -35,6 +35,7 @@ from .harness import (
     check_positive,
     check_whole,
     interleave_ranks,
+    known,
     machine_line,
     parse_names,
     parse_sizes,
@@ -134,12 +135,12 @@ class TimedCase:
 def schedule_case(world: Ranks, method: Allreduce, data: Data, out: Array) -> TimedCase:
     """Return the case of an all-reduce of ours."""
     packed = method.fmt is not None
-    known = method.algorithm in SCHEDULES
+    is_ours = method.algorithm in SCHEDULES
     return TimedCase(
         algorithm=method.algorithm,
         wire=str(method.wire),
         scaling=(method.scaling or method.parsed_scaling.kind) if packed else "-",
-        accumulate=(method.accumulating if known else method.accumulate or "default")
+        accumulate=(method.accumulating if is_ours else method.accumulate or "default")
         if packed
         else "float32",
         data=data,
@@ -251,12 +252,10 @@ def parse_methods(
 
     Raises UserError for unknown names, or where nothing goes together.
     """
-    known = dict.fromkeys((*SCHEDULES, AUTO))
-    algorithms = parse_names("--algorithms", arguments.algorithms, known.__getitem__)
+    algorithms = parse_names("--algorithms", arguments.algorithms, known((*SCHEDULES, AUTO)))
     wires = parse_names("--wires", arguments.wires, parse_wire)
     scalings = parse_names("--scalings", arguments.scalings, lambda s: parse_scaling(s, None))
-    known = dict.fromkeys((*ACCUMULATES, "default"))
-    ways = parse_names("--accumulate", arguments.accumulate, known.__getitem__)
+    ways = parse_names("--accumulate", arguments.accumulate, known((*ACCUMULATES, "default")))
     methods, skipped = dict[Allreduce, None](), []
     for algorithm, wire, scaling, way in product(algorithms, wires, scalings, ways):
         raw = wire == "raw"  # which neither scaling nor rounding touches
@@ -276,7 +275,7 @@ def parse_baselines(world: Ranks, text: str | None) -> list[str]:
     available = [name for name in BASELINES if has_torch or not name.startswith("gloo")]
     if text is None:
         return available
-    names = parse_names("--baselines", text, BASELINES.__getitem__)
+    names = parse_names("--baselines", text, known(BASELINES))
     missing = [name for name in names if name not in available]
     if missing:
         raise UserError(f"--baselines {missing[0]}: torch is not installed on every process")

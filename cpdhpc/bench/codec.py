@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from ..config import UserError
 from ..formats import Cast, packed_bytes, parse_format, tiles
 from ..methods import CODEC_OPERATIONS, MEMCPY
 from ..ops import cpu, reference, set_kernel_threads
@@ -32,6 +33,7 @@ from .harness import (
 
 DEFAULT_FORMATS = "e1m1,e3m0,e3m2,e4m3,e5m2,fp16"
 WARMUP = 1
+MOST_MIB = 1 << 20  # of the host's memory
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -92,6 +94,8 @@ def operations(x: NDArray[np.float32], cast: Cast) -> dict[str, Callable[[], obj
 def run(args: argparse.Namespace) -> None:
     """Check and time the operations for each format, and print a table."""
     check_positive(args, "repeats")
+    if not 0 < args.mib < MOST_MIB:
+        raise UserError(f"--mib {args.mib:g}: must be above 0 and below {MOST_MIB}")
     check_out(args.out)
     names = parse_names("--formats", args.formats, parse_format)
     counts = parse_counts("--threads", args.threads)

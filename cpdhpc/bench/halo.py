@@ -20,6 +20,7 @@ from ..config import UserError
 from ..darray.layout import balanced_grid
 from ..darray.plan import WindowPlan
 from ..darray.show import add_options, given, spec_of
+from ..methods import suggest
 from ..world.cores import own_cores
 from ..world.mpi import World
 from ..world.ranks import Ranks
@@ -42,6 +43,7 @@ from .harness import (
     check_positive,
     check_whole,
     interleave_ranks,
+    known,
     machine_line,
     parse_names,
     together,
@@ -122,7 +124,7 @@ def settings_of(arguments: argparse.Namespace, ranks: int) -> list[Setting]:
         raw = {"procs": procs, "boundary": "none", "halo": 1} | options
         found = [Setting("given", spec_of(raw, "bench halo"))]
     else:
-        names = parse_names("--usual", arguments.usual, USUAL.__getitem__)
+        names = parse_names("--usual", arguments.usual, known(USUAL))
         found = [usual(name, ranks, options) for name in names]
     for setting in found:
         planned = setting.spec.geometry().layout.ranks
@@ -155,7 +157,7 @@ def ways_of(text: str) -> list[str]:
     names = [name.strip() for name in text.split(";")]
     unknown = [name for name in names if name not in ALL_WAYS]
     if unknown:
-        raise UserError(f"--ways {unknown[0]}: known are {'; '.join(ALL_WAYS)}")
+        raise UserError(f"--ways {unknown[0]}: {suggest(unknown[0], ALL_WAYS)}")
     return names
 
 
@@ -164,8 +166,7 @@ def run(arguments: argparse.Namespace, world: World) -> None:
     check_positive(arguments, "repeats")
     check_whole(arguments, "warmup", "calls")
     settings = settings_of(arguments, world.ranks)
-    known = dict.fromkeys(OPERATIONS)
-    operations = parse_names("--operations", arguments.operations, known.__getitem__)
+    operations = parse_names("--operations", arguments.operations, known(OPERATIONS))
     ways = ways_of(arguments.ways)
     together(world, lambda: check_out(arguments.out))
     rows: list[Row] = []

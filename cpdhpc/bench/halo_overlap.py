@@ -84,6 +84,8 @@ def measure(world: World, setting: Setting, arguments: argparse.Namespace) -> No
     spec = setting.spec
     if np.dtype(spec.dtype).kind != "f" or arguments.passes < 1:
         raise UserError("--overlap: needs a dtype of floats, and passes of 1 or more")
+    if arguments.link is not None and not 0 < arguments.link < np.inf:
+        raise UserError(f"--link {arguments.link:g}: must be above 0")
     with setting.plan(world) as plan:
         if not all(world.gather(plan.window.contains(plan.owned), "bench halo")):
             raise UserError("--overlap: each window must contain its rank's cells")

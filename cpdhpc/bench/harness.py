@@ -6,7 +6,7 @@ import argparse
 import os
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from .. import store
 from ..config import ConfigError, UserError, parse_bytes
+from ..methods import suggest
 from ..provenance import attributes, cpu_clone, hosts, processor
 from ..store import Variable
 from ..world.mpi import library_version
@@ -106,9 +107,20 @@ def parse_names(option: str, text: str, check: Callable[[str], object]) -> list[
     for name in names:
         try:
             check(name)
-        except (ValueError, KeyError) as error:
+        except ValueError as error:
             raise UserError(f"{option} {name}: {error}") from None
     return names
+
+
+def known(names: Iterable[str]) -> Callable[[str], object]:
+    """Return a check for parse_names: of names that are these."""
+    allowed = tuple(names)
+
+    def check(name: str) -> None:
+        if name not in allowed:
+            raise ValueError(suggest(name, allowed))
+
+    return check
 
 
 def parse_counts(option: str, text: str) -> list[int]:
@@ -123,7 +135,8 @@ def check_positive(arguments: argparse.Namespace, *options: str) -> None:
     """Raise UserError unless these options are 1 or more."""
     for option in options:
         if getattr(arguments, option) < 1:
-            raise UserError(f"--{option} {getattr(arguments, option)}: must be 1 or more")
+            name = option.replace("_", "-")
+            raise UserError(f"--{name} {getattr(arguments, option)}: must be 1 or more")
 
 
 def check_whole(arguments: argparse.Namespace, *options: str) -> None:

@@ -7,8 +7,8 @@ ranks in one process, without MPI, with the bits of a real run.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
-from functools import lru_cache, partial
+from dataclasses import dataclass, fields
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -20,7 +20,7 @@ from ..methods import MAX_SUM_BITS
 from ..ops import backend_of, on_gpu
 from ..world.gpu_messages import carrier_of
 from ..world.mpi import as_world
-from ..world.ranks import Loopback, Ranks
+from ..world.ranks import Loopback, Ranks, check_integer
 from .checks import check_alike, check_arrays, check_out, is_finite, raise_nonfinite, shared_amax
 from .engine import Program, Take, run
 from .method import (
@@ -120,7 +120,8 @@ class Prepared:
             flat = [x.reshape(-1) for x in self._xs]
             what = f"allreduce {method.algorithm}: iteration"
             suspect = method.hides_nonfinite and not all(map(is_finite, flat))
-            if any(check_alike(world, None, ("iteration", iteration), [suspect], what)):
+            error = _caught(iteration)
+            if any(check_alike(world, error, {"iteration": iteration}, [suspect], what)):
                 raise_nonfinite(world, flat, self._parts, None)
         return method.reduce(world, self._xs, self._outs, self._parts, iteration)
 
@@ -179,6 +180,7 @@ class Allreduce(Method):
                 world, xs, outs,
                 iteration=iteration, segments=segments, every=every, error=error,
             )  # fmt: skip
+        error = error or _caught(iteration)
         parts = self.check(world, xs, outs, iteration, segments, every, error)
         return self.reduce(world, xs, outs, parts, iteration, every)
 
@@ -225,8 +227,9 @@ class Allreduce(Method):
 
     def chosen(self, world: Ranks, xs: Sequence[Array]) -> Allreduce:
         """Return this with the algorithm that is predicted to be fastest for arrays like xs."""
-        size = getattr(xs[0], "size", 0) if len(xs) else 0  # what is no array is refused later
-        found = choose(self, world.nodes, size)
+        x = xs[0] if isinstance(xs, Sequence) and len(xs) else None
+        size = getattr(x, "size", 0)  # what is no array is refused later
+        found = choose(self, world.nodes, size if isinstance(size, int) else 0)
         assert isinstance(found, Allreduce)  # as self is
         return found
 
@@ -252,19 +255,26 @@ class Allreduce(Method):
                     check_out(xs, outs, len(xs) if every else 1)
                 if self.exact or self.algorithm == MPI_ALLREDUCE:
                     self._check_world(world)
-        except (TypeError, ValueError) as found:
+        except Exception as found:  # whatever: the other ranks are to hear of it
             error = found
         flat = [] if error else [x.reshape(-1) for x in xs]
-        shapes: list[object] = [x.shape for x in flat[:1] and xs[:1]]
-        if flat and on_gpu(flat[0]):
-            shapes.append("on GPU")
-        arguments = (self.description, iteration, parts, shapes)
+        shape, place = (xs[0].shape, on_gpu(xs[0])) if flat else ((), False)
+        arguments = {
+            "x.shape": shape, "x on GPU": place, **self.choices,
+            "iteration": iteration, "segments": parts,
+        }  # fmt: skip
+        text = f"{self.description} {iteration} {parts} {shape} {place}"
         looked_at = flat if iteration is not None and self.hides_nonfinite else []
         suspect = not all(map(is_finite, looked_at))
         what = f"allreduce {self.algorithm}: arguments"
-        if any(check_alike(world, error, arguments, [suspect], what)):
+        if any(check_alike(world, error, arguments, [suspect], what, text)):
             raise_nonfinite(world, flat, parts, None)
         return parts
+
+    @cached_property
+    def choices(self) -> dict[str, object]:
+        """All choices by name."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def _check_world(self, world: Ranks) -> None:
         if self.algorithm == MPI_ALLREDUCE and not world.has_mpi:
@@ -353,10 +363,26 @@ class Allreduce(Method):
         )
 
 
-@lru_cache(maxsize=256, typed=True)
 def configured(**choices: Any) -> Allreduce:
     """Return an Allreduce with these choices, checked once; machine: a Machine or None."""
+    try:
+        return _configured(**choices)
+    except TypeError:  # maybe as a choice cannot be hashed: this says which is of a wrong type
+        return Allreduce(**choices)
+
+
+@lru_cache(maxsize=256, typed=True)
+def _configured(**choices: Any) -> Allreduce:
     return Allreduce(**choices)
+
+
+def _caught(iteration: object) -> Exception | None:
+    """Return what is wrong with an iteration, if anything is."""
+    try:
+        check_integer("allreduce: iteration", iteration)
+    except TypeError as error:
+        return error
+    return None
 
 
 def _sum_by_mpi(world: Ranks, flat: Sequence[Array], totals: Sequence[Array]) -> None:
@@ -420,11 +446,15 @@ def allreduce(
     op: "mean" divides the sum by the number of ranks, in float32
     out: float32, like x, for the result. Default: a new array. Where it shares memory with x, x is
         untouched on error, at the price of one more copy; else it then holds anything
-    rounding, overflow: as formats.Cast
+    rounding, overflow: as formats.Cast. By default a value or partial sum beyond the largest number
+        of the format becomes that number, and is not counted: 1e38 becomes 240 in e4m3 with
+        scaling "none". Scalings "aps" and "tile" move the range, so that contributions fit it;
+        with overflow "inf" what does not fit raises NonFiniteGradient where the format has
+        infinity
     headroom: what aps leaves room for in the sum of p ranks: "n" p times the largest value,
         "sqrt" sqrt(p) times, "none"; with accumulate "float32" contributions need none, and with
         "exact" nothing does
-    seed, iteration: of the random bits of rounding "stochastic"
+    seed, iteration: integers, of the random bits of rounding "stochastic"
     segments: the named parts of x, in order, starting on tiles: aps scales each by itself
     machine: for "auto": a Machine, the TOML file of bench fit, or None for DEFAULT of machine.py,
         round figures that were measured nowhere
@@ -445,7 +475,7 @@ def allreduce(
             rounding=rounding, overflow=overflow, headroom=headroom, seed=seed,
             machine=None if machine is None else as_machine(machine),
         )  # fmt: skip
-    except (TypeError, ValueError) as found:
+    except Exception as found:  # whatever: the other ranks are to hear of it
         config, error = Allreduce(), found  # the default only serves to raise the error
     xs: Sequence[Any] = x if ranks.virtual_ranks > 1 and isinstance(x, Sequence) else [x]
     outs = None if out is None else [out]

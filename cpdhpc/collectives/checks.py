@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -54,6 +54,8 @@ def check_arrays(
 
     Raises TypeError or ValueError unless xs are what this process is to give.
     """
+    if not isinstance(xs, Sequence):
+        raise TypeError(f"allreduce: {type(xs).__name__}: must be a list, one of each hosted rank")
     if len(xs) != world.virtual_ranks:
         raise ValueError(f"allreduce: {len(xs)} arrays for {world.virtual_ranks} hosted ranks")
     for rank, x in zip(world.hosted, xs, strict=True):
@@ -67,7 +69,13 @@ def check_arrays(
             _check_place(f"x of rank {rank}", x, xs[0])
     if not segments:
         return (Segment("x", 0, xs[0].size),)
-    parts = tuple(Segment(*each) for each in segments)
+    try:
+        parts = tuple(Segment(*each) for each in segments)
+    except TypeError:
+        raise TypeError(f"allreduce: segments={segments!r}: must be Segments") from None
+    for part in parts:
+        if not (isinstance(part.start, int) and isinstance(part.stop, int)):
+            raise TypeError(f"allreduce: {part}: start and stop must be integers")
     check_segments(parts, xs[0].size, on_tiles)
     return parts
 
@@ -76,6 +84,8 @@ def check_out(xs: Sequence[Array], outs: Sequence[Array] | None, count: int) -> 
     """Raise TypeError or ValueError unless outs, if given, are count arrays like the xs."""
     if outs is None:
         return
+    if not isinstance(outs, Sequence):
+        raise TypeError(f"allreduce: out is {type(outs).__name__}: must be a list of arrays")
     if len(outs) != count:
         raise ValueError(f"allreduce: {len(outs)} arrays for out: must be {count}")
     for out in outs:
@@ -87,30 +97,59 @@ def check_out(xs: Sequence[Array], outs: Sequence[Array] | None, count: int) -> 
             raise ValueError("allreduce: out is read-only")
 
 
-def check_alike(
-    world: Ranks, error: Exception | None, arguments: Any, numbers: Sequence[int], what: str
-) -> list[int]:
-    """Raise error on all processes, or ValueError if arguments differ. Collective.
+NUMBERS = 5  # that checks compare at least: different calls then have messages of one length
 
-    arguments: whatever must be the same everywhere, with a repr that tells
+
+def check_alike(
+    world: Ranks,
+    error: Exception | None,
+    arguments: Mapping[str, object],
+    numbers: Sequence[int],
+    what: str,
+    text: str = "",
+) -> list[int]:
+    """Raise error on all processes, or ValueError if calls or arguments differ. Collective.
+
+    arguments: name -> whatever must be the same everywhere, with a repr that tells
     numbers: int64, as many everywhere
     what: named in messages; its first word is the name of the call
+    text: that says all of the arguments, where it is known already
     Returns the largest of each number over the processes.
     """
-    text = repr(arguments)
+    name = what.split()[0].rstrip(":")
+    text = f"{name} {text or arguments}"
     digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
-    mine = np.array([error is not None, digest, -digest, *numbers], np.int64)
+    mine = np.zeros(max(NUMBERS, 3 + len(numbers)), np.int64)
+    mine[: 3 + len(numbers)] = error is not None, digest, -digest, *numbers
     failed, largest, smallest, *most = world.max(mine, what).tolist()
     if failed:
         world.agree(error, what)
     if largest != -smallest:
-        texts = world.gather(text, what)
-        other = next(i for i, each in enumerate(texts) if each != texts[0])
+        shown = {key: repr(value) for key, value in arguments.items()}
+        _raise_difference(world.gather((name, shown), what), world.virtual_ranks)
+    return most[: len(numbers)]
+
+
+def _raise_difference(calls: Sequence[tuple[str, dict[str, str]]], virtual_ranks: int) -> NoReturn:
+    """Raise ValueError that says what differs first; calls: name and arguments by process."""
+    name, arguments = calls[0]
+    other = next(i for i, call in enumerate(calls) if call != calls[0])
+    rank = other * virtual_ranks
+    if calls[other][0] != name:
         raise ValueError(
-            f"{what.split()[0].rstrip(':')}: arguments differ: process 0 has {texts[0]}, "
-            f"process {other} has {texts[other]}"
+            f"{name}: calls differ: {name} on rank 0, {calls[other][0]} on rank {rank}"
         )
-    return most
+    key = next(key for key in arguments if arguments[key] != calls[other][1].get(key))
+    one, two = arguments[key], calls[other][1].get(key, "")
+    same = next((i for i, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), 0)
+    start = max(0, same - SHOWN // 2) if max(len(one), len(two)) > SHOWN else 0
+    cut = ["..." * (start > 0) + each[start:][:SHOWN] for each in (one, two)]
+    raise ValueError(
+        f"{name}: arguments differ: {key}={cut[0]} on rank 0, {key}={cut[1]} on rank {rank}"
+    )
+
+
+SHOWN = 120  # characters of a value that differs
 
 
 NONFINITE_BITS = 0x7F800000  # float32 bits of |x| from here on: infinity or NaN

@@ -17,9 +17,10 @@ from pydantic import Field
 
 from ..config import Section, read_toml, validate
 from ..formats import INTEGERS, SHIFT_BIAS, TILE, Cast, FloatFormat, Overflow, Rounding, tiles
-from ..methods import EXACT, SCALINGS
+from ..methods import EXACT, SCALINGS, suggest
 from ..ops.payloads import Exact, Packed, Raw, Wire, parse_wire
 from ..ops.reference import fitting_shift
+from ..world.ranks import check_integer
 from .rank_program import ACCUMULATES, Plan
 from .schedules import SCHEDULES
 
@@ -48,9 +49,11 @@ def parse_scaling(text: str, fmt: FloatFormat | None) -> Scaling:
 
     Raises ValueError for unknown names and shifts out of range.
     """
+    if not isinstance(text, str):
+        raise TypeError(f"allreduce: scaling={text!r}: known are {', '.join(SCALINGS)}")
     kind, colon, number = text.partition(":")
     if kind not in ("none", "static", "aps", "tile") or (kind == "static") != bool(colon):
-        raise ValueError(f"allreduce: scaling={text!r}: known are {', '.join(SCALINGS)}")
+        raise ValueError(f"allreduce: scaling={text!r}: {suggest(text, SCALINGS)}")
     if kind != "static":
         return Scaling(kind, 0)
     try:
@@ -239,6 +242,12 @@ class Method:
     machine: Machine | str | Path | None = None
 
     def __post_init__(self) -> None:
+        for name in ("algorithm", "accumulate", "op", "rounding", "overflow", "headroom"):
+            value = getattr(self, name)
+            if not isinstance(value, str) and not (name == "accumulate" and value is None):
+                raise TypeError(f"allreduce: {name}={value!r}: must be a string")
+        check_integer("allreduce: seed", self.seed)
+        object.__setattr__(self, "seed", int(self.seed))  # ranks that give NumPy's are alike
         if self.machine is not None:  # its numbers, so that ranks whose files differ are noticed
             object.__setattr__(self, "machine", as_machine(self.machine))
         if self.fmt is not None:
@@ -253,7 +262,7 @@ class Method:
         for name, allowed in known.items():
             value = getattr(self, name)
             if value not in allowed and not (name == "accumulate" and value is None):
-                raise ValueError(f"allreduce: {name}={value!r}: known are {', '.join(allowed)}")
+                raise ValueError(f"allreduce: {name}={value!r}: {suggest(value, allowed)}")
         if self.fmt is not None and self.algorithm == MPI_ALLREDUCE:
             raise ValueError(f"allreduce: algorithm='mpi': wire={self.wire!r}: must be 'raw'")
         if self.exact:

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..ops import backend_of
 from ..ops.payloads import Array
-from ..world.mpi import POLLS
+from ..world.ending import POLLS
 from ..world.ranks import Ranks, Wait
 from .engine import Exchange, fresh, give_up, wait_to_receive, wait_to_send
 from .method import Method, Segment, shift_bytes

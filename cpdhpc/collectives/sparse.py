@@ -39,14 +39,14 @@ def allgather(world: Ranks, arrays: Sequence[Array]) -> list[Array]:
     Raises TypeError and ValueError on all ranks alike, before arrays move; else as engine.run.
     """
 
-    def check() -> tuple[object, list[int]]:
+    def check() -> tuple[dict[str, object], list[int]]:
         _check_number("allgather", world, arrays)
         for rank, x in zip(world.hosted, arrays, strict=True):
             _check_vector(f"allgather: array of rank {rank}", x)
             _check_like("allgather", rank, x, arrays[0])
         lengths = [0] * world.ranks
         lengths[world.hosted.start : world.hosted.stop] = [x.size for x in arrays]
-        return arrays[0].dtype.name, lengths
+        return {"dtype": arrays[0].dtype.name}, lengths
 
     lengths = _agreed(world, "allgather", check, world.ranks)
     return _run(world, "allgather", lambda rank, i: _gathered(rank, lengths, arrays[i]))[0]
@@ -61,7 +61,7 @@ def broadcast(world: Ranks, arrays: Sequence[Array | None], root_rank: int) -> A
     Raises TypeError and ValueError on all ranks alike, before the array moves; else as engine.run.
     """
 
-    def check() -> tuple[object, list[int]]:
+    def check() -> tuple[dict[str, object], list[int]]:
         _check_number("broadcast", world, arrays)
         if not _is_rank(root_rank, world):
             raise ValueError(f"broadcast: root_rank={root_rank!r}: must be 0..{world.ranks - 1}")
@@ -72,7 +72,7 @@ def broadcast(world: Ranks, arrays: Sequence[Array | None], root_rank: int) -> A
                 numbers.append(DTYPES.index(x.dtype.name))  # type: ignore[union-attr]
             elif x is not None:
                 raise ValueError(f"broadcast: rank {rank} gives an array: must be None: is no root")
-        return int(root_rank), numbers
+        return {"root_rank": int(root_rank)}, numbers
 
     length, which = _agreed(world, "broadcast", check, 2)
     size_bytes = length * np.dtype(DTYPES[which]).itemsize
@@ -97,7 +97,7 @@ def sum(world: Ranks, arrays: Sequence[Array]) -> Array:
     Raises TypeError and ValueError on all ranks alike, before arrays move; else as engine.run.
     """
 
-    def check() -> tuple[object, list[int]]:
+    def check() -> tuple[dict[str, object], list[int]]:
         _check_number("sum", world, arrays)
         for rank, x in zip(world.hosted, arrays, strict=True):
             _check_dtype(f"sum: array of rank {rank}", x, SUMMED)
@@ -107,7 +107,7 @@ def sum(world: Ranks, arrays: Sequence[Array]) -> Array:
                     f"sum: array of rank {rank} has shape {x.shape}, of rank {world.hosted[0]} "
                     f"{arrays[0].shape}: must be the same"
                 )
-        return (arrays[0].dtype.name, arrays[0].shape), []
+        return {"dtype": arrays[0].dtype.name, "shape": arrays[0].shape}, []
 
     _agreed(world, "sum", check, 0)
     way = _sum_of_all if arrays[0].nbytes <= GATHERED_BYTES else _sum_of_parts
@@ -144,7 +144,7 @@ def neighbours(world: Ranks, sends: Sequence[Mapping[int, Array]]) -> list[dict[
                         f"0..{world.ranks - 1}"
                     )
                 _check_vector(f"neighbours: array of rank {rank} to {to}", x)
-    except (TypeError, ValueError) as found:
+    except Exception as found:  # whatever: the other ranks are to hear of it
         error = found
     world.agree(error, "neighbours: arguments")
     mine = [
@@ -195,16 +195,17 @@ def _check_like(name: str, rank: int, x: Array, first: Array) -> None:
 
 
 def _agreed(
-    world: Ranks, name: str, check: Callable[[], tuple[object, list[int]]], count: int
+    world: Ranks, name: str, check: Callable[[], tuple[dict[str, object], list[int]]], count: int
 ) -> list[int]:
     """Return the largest of each of the count numbers that the processes' checks give. Collective.
 
     Raises what a check of any process raises, and ValueError where arguments differ, on all.
     """
-    error, arguments, numbers = None, None, [0] * count
+    error: Exception | None = None
+    arguments, numbers = dict[str, object](), [0] * count
     try:
         arguments, numbers = check()
-    except (TypeError, ValueError) as found:
+    except Exception as found:  # whatever: the other ranks are to hear of it
         error = found
     return check_alike(world, error, arguments, numbers, f"{name}: arguments")
 

@@ -6,6 +6,7 @@ import argparse
 import os
 import re
 from collections.abc import Iterator, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,11 +14,13 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from ..config import ConfigError, Section, UserError, validate
+from ..methods import suggest
 from ..ops.payloads import Packed
 from .describe import Description, describe, packed_wire
 from .layout import Box, Layout
 from .windows import MODES, Constant, Mode, Windows, parse_boundary
 
+MOST_RANKS = 4096  # in a table; geometry of more takes minutes
 CUT = "none"  # instead of a boundary mode: windows end where the domain ends
 
 
@@ -100,8 +103,8 @@ def _mode(name: str) -> Mode:
     word, _, value = name.partition(":")
     if word != "constant":
         if name not in MODES:
-            known = ", ".join((CUT, *MODES))
-            raise ValueError(f"boundary={name!r}: known are {known} and constant:VALUE")
+            names = (CUT, *MODES, "constant:VALUE")
+            raise ValueError(f"boundary={name!r}: {suggest(name, names)}")
         return name
     try:
         return Constant(float(value))
@@ -174,7 +177,11 @@ def run(arguments: argparse.Namespace) -> None:
     """Print the table of a plan, and draw it. Raises UserError."""
     if arguments.shape is None:
         raise ConfigError("darray show: needs --shape")
-    spec = spec_of(given(arguments), "darray show")
+    asked = given(arguments)
+    ranks = prod(n for n in asked.get("procs", ()) if isinstance(n, int))
+    if ranks > MOST_RANKS:
+        raise UserError(f"--procs {arguments.procs}: {ranks} ranks: at most {MOST_RANKS} are shown")
+    spec = spec_of(asked, "darray show")
     windows = spec.geometry()
     described = describe(windows, spec.dtype, spec.trail, spec.packed, "shown")
     rank = _rank_of(arguments.rank, described)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from importlib.resources import files
+
+from ..shipped import folder
 
 # -fmad=false: a fused multiply-add would round differently from the CPU.
 OPTIONS = ("-std=c++17", "-fmad=false")
@@ -35,7 +36,7 @@ def cuda_source() -> str:
     CuPy's cache of compiled kernels looks at the source alone: a header that is changed but
     only included would go unnoticed. #line keeps the compiler's messages right.
     """
-    folder = files("cpdhpc.kernels")
+    kernels = folder("kernels")
     seen: set[str] = set()
 
     def expand(name: str) -> str:
@@ -43,7 +44,7 @@ def cuda_source() -> str:
             return ""
         seen.add(name)
         lines = [f'#line 1 "kernels/{name}"']
-        for number, line in enumerate((folder / name).read_text().splitlines(), 1):
+        for number, line in enumerate((kernels / name).read_text().splitlines(), 1):
             include = re.match(r'#include "(.+)"', line)
             if include:
                 lines += [expand(include[1]), f'#line {number + 1} "kernels/{name}"']

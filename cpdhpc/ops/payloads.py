@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from ..formats import (
     INTEGERS,
+    NAMED,
     TRIT_BYTES,
     Cast,
     FloatFormat,
@@ -23,6 +24,7 @@ from ..formats import (
     sum_bits,
     tiles,
 )
+from ..methods import suggest
 from ..randomness import Key
 from . import backend_of
 
@@ -232,4 +234,7 @@ def parse_wire(wire: str | FloatFormat) -> FloatFormat | None:
     try:
         return None if wire == "raw" else parse_format(wire)
     except ValueError as error:
+        said = suggest(wire, ("raw", *INTEGERS, *NAMED))
+        if said.startswith("did") and not wire.startswith("int"):
+            raise ValueError(f"allreduce: wire={wire!r}: {said}") from None
         raise ValueError(f"{error}; wires are also raw, {', '.join(INTEGERS)}") from None

@@ -90,7 +90,12 @@ class Measure(Section):
     A case is visited again and again, with others in between: warmup calls and then block repeats
     a visit. It ends after min_repeats once the confidence interval of the median is within
     relative of it on both sides, after max_repeats, or after max_time_s of calls. So many cases
-    take turns as interleave says; seed: of their order.
+    take turns as interleave says.
+
+    warmup: calls before the repeats of a visit, which are kept and flagged; of trainings: steps
+    block: repeats of a visit; min_repeats, max_repeats: of a case
+    confidence: of the interval of the median; relative: share of the median that is near enough
+    max_time_s: of a case's calls; interleave: cases that take turns; seed: of their order
     """
 
     warmup: Whole = 2
@@ -113,7 +118,10 @@ class Measure(Section):
 
 
 class TrainedJob(Section):
-    """[train]: the job file of a study of trainings, as the study file's directory sees it."""
+    """[train]: the job file of a study of trainings.
+
+    job: its path, from the study file's directory
+    """
 
     job: str
 
@@ -123,6 +131,7 @@ class Run(Section):
 
     bundle: "case" a job each; "shape" cases of one shape together, up to batch_time_s a job;
         "nested" one job of the largest shape, smaller cases on some of its ranks
+    batch_time_s: of all cases of a job, at most
     case_time_s: estimate for a case, where the kind has none or a better one is known
     throttle: jobs of an array at a time, 0 for any number; retries: of a job that fails
     """
@@ -137,6 +146,14 @@ class Run(Section):
 class Study(Section):
     """The file. sweep, zip, exclude, weak and base have factors of the kind as keys.
 
+    name: part of file names; the file's where it is not given; kind: what is measured
+    scaling: what is compared: "strong", one problem on more ranks; "weak", as many times the
+        problem as ranks; "throughput", sizes on equal ranks
+    sweep: a list or a value for each factor; cases are their product
+    zip: lists of one length that go together, as one axis of the product
+    exclude: cases in which all of these match are left out
+    constraints: expressions of factors that must be true, as "ranks <= 8"
+    weak: with weak scaling: a factor's value for each rank
     base: what the base point of a speed-up has; ranks = "same": as many ranks as the point
     job: the tables of the job file, which load_study puts here
     """

@@ -23,12 +23,16 @@ def _known(name: str) -> str:
 
 
 class Schedule(Section):
-    """[schedule]: the factor on the learning rate, which changes with every iteration."""
+    """[schedule]: the factor on the learning rate, which changes with every iteration.
+
+    warmup_epochs: in which it rises from 0 to 1; decay: what it does then, a name of DECAYS
+    milestones: epochs, for decay "step"; gamma: factor at each milestone
+    """
 
     warmup_epochs: Annotated[float, Field(ge=0)] = 0.0
     decay: Annotated[str, AfterValidator(_known)] = "constant"
-    milestones: Annotated[tuple[float, ...], Field(strict=False)] = ()  # epochs; for "step"
-    gamma: Annotated[float, Field(gt=0, le=1)] = 0.1  # factor at each milestone; for "step"
+    milestones: Annotated[tuple[float, ...], Field(strict=False)] = ()
+    gamma: Annotated[float, Field(gt=0, le=1)] = 0.1
 
     def factor(self, epoch: float, epochs: int) -> float:
         """Return the factor at a time in epochs, of a run that takes so many in all.

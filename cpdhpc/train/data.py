@@ -81,7 +81,11 @@ class Data(Section):
 
 
 class Digits(Data):
-    """[data] name = "digits". Source: Alpaydin, Kaynak: Optical recognition of digits, UCI 1998."""
+    """[data] name = "digits": 1,797 handwritten digits of 8 x 8 pixels, which scikit-learn has.
+
+    test_share: of all images; split_seed: by which they are chosen
+    Source: Alpaydin, Kaynak: Optical recognition of digits, UCI 1998.
+    """
 
     name: Literal["digits"] = "digits"
     test_share: Annotated[float, Field(gt=0, lt=1)] = 1 / 3
@@ -102,7 +106,11 @@ UINT8 = 0x08  # the type byte of the magic number
 
 
 class Idx(Data):
-    """[data] name = "idx": four files in one directory, each also found with .gz at its end."""
+    """[data] name = "idx": four files in one directory, each also found with .gz at its end.
+
+    dir: the directory; train_images, train_labels, test_images, test_labels: names of the files
+    train_samples, test_samples: the first ones that are taken; all where not given
+    """
 
     name: Literal["idx"] = "idx"
     dir: str
@@ -110,7 +118,7 @@ class Idx(Data):
     train_labels: str = "train-labels-idx1-ubyte"
     test_images: str = "t10k-images-idx3-ubyte"
     test_labels: str = "t10k-labels-idx1-ubyte"
-    train_samples: int | None = Field(None, ge=1)  # the first ones; all where it is not given
+    train_samples: int | None = Field(None, ge=1)
     test_samples: int | None = Field(None, ge=1)
 
     def load(self) -> Dataset:

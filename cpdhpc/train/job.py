@@ -45,6 +45,9 @@ MAY_DIFFER = (  # where a run is gone on with; all but virtual_ranks change no b
 class Train(Section):
     """[train]: the run itself.
 
+    epochs: times that all training samples are seen; learning_rate: before the schedule's factor
+    seeds: of weights, order and chance; a run for each; seed = S is seeds = [S]
+    virtual_ranks: ranks that each process plays; bits are those of so many processes
     batch: samples of all ranks together; threads: of torch, and of kernels where overlap is off;
         0 for OMP_NUM_THREADS where it is set, else the cores the rank owns
     bucket_mib, overlap: gradients are reduced in buckets of at most so many MiB, the last layers
@@ -91,7 +94,10 @@ class Train(Section):
 
 
 class Job(Section):
-    """One row of a job file: a configuration that is run once per seed."""
+    """One row of a job file: a configuration that is run once per seed.
+
+    name: part of file names; the job file's where it is not given
+    """
 
     name: Name
     data: Annotated[Data, OneOf(DATA, "name")] = Digits()

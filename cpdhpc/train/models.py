@@ -66,7 +66,10 @@ Width = Annotated[int, Field(ge=1)]
 
 
 class Mlp(Model):
-    """[model] name = "mlp": fully connected layers of hidden values with ReLU between them."""
+    """[model] name = "mlp": fully connected layers with ReLU between them.
+
+    hidden: values of each layer between
+    """
 
     name: Literal["mlp"] = "mlp"
     hidden: Annotated[tuple[Width, ...], Field(strict=False)] = (64,)

@@ -21,7 +21,11 @@ class Optimizer(Section):
 
 
 class Sgd(Optimizer):
-    """[optimizer] name = "sgd": stochastic gradient descent, as torch.optim.SGD."""
+    """[optimizer] name = "sgd": stochastic gradient descent, as torch.optim.SGD.
+
+    momentum: share of the last step that is added; weight_decay: times the weights is added to
+        gradients; nesterov: whether the momentum looks ahead
+    """
 
     name: Literal["sgd"] = "sgd"
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9

@@ -1,14 +1,12 @@
-"""Worlds of MPI processes: the library, messages and their tags, waits that end, files.
+"""Worlds of MPI processes: the library, messages and their tags, files.
 
 The only file that imports mpi4py, and only when it is used.
 """
 
 from __future__ import annotations
 
-import os
 import pickle
 import sys
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,14 +14,28 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from .ending import EndsJob, Timeout, finalise_at_exit, say
+from .files import write_box
 from .node_memory import Shared, share
-from .ranks import Array, RankFailure, Ranks, Wait, numbered, of_rank
+from .ranks import (
+    Array,
+    Loopback,
+    RankFailure,
+    Ranks,
+    Wait,
+    check_box,
+    check_process_list,
+    check_whole,
+    numbered,
+    of_rank,
+)
 from .refusal import REFUSAL_S, meet
 
 
 def running_mpi() -> Any:
     """Return the module mpi4py.MPI; importing it starts MPI unless mpi4py.rc says otherwise.
 
+    From then on an error that nobody catches ends the job, as other processes may wait for this.
     Raises RuntimeError where MPI is not running.
     """
     from mpi4py import MPI
@@ -31,6 +43,8 @@ def running_mpi() -> Any:
     if not MPI.Is_initialized() or MPI.Is_finalized():
         state = "finalized already" if MPI.Is_finalized() else "not initialized"
         raise RuntimeError(f"World: MPI is {state}")
+    if MPI.COMM_WORLD.Get_size() > 1 and not isinstance(sys.excepthook, EndsJob):
+        sys.excepthook = EndsJob(sys.excepthook, f"rank {MPI.COMM_WORLD.Get_rank()} | ")
     return MPI
 
 
@@ -46,16 +60,6 @@ def library_version() -> str:
     return text.partition("\n")[0].partition(",")[0].rstrip("\0 ")
 
 
-def abort_job(message: str) -> NoReturn:
-    """Print message to stderr and end the job: all processes of it where MPI is running."""
-    print(message, file=sys.stderr, flush=True)
-    sys.stdout.flush()
-    running = sys.modules.get("mpi4py.MPI")  # importing it here would start MPI
-    if running is not None and running.Is_initialized() and not running.Is_finalized():
-        running.COMM_WORLD.Abort(1)
-    raise SystemExit(1)
-
-
 MESSAGE_BYTES = 1 << 30  # longer ones go in pieces: Open MPI 5 counts with 31 bits
 STREAMS = 64  # that have tags of their own; more than are under way at a time
 
@@ -63,116 +67,6 @@ STREAMS = 64  # that have tags of their own; more than are under way at a time
 def pieces(array: Array) -> list[Array]:
     """Return an array, [n], cut into pieces that one message can hold."""
     return [array[i : i + MESSAGE_BYTES] for i in range(0, array.size, MESSAGE_BYTES)]
-
-
-POLLS = 50  # before a wait gives up the core for the first time
-GRACE_S = 1.0  # after a time-out: for the others to tell that they wait too
-ALARM_PERIOD_S = 0.1  # how often those who wait look for the time-out of another
-
-Lines = Callable[[float, list[int]], list[str]]  # (seconds waited, absent processes) -> message
-
-
-def say(lines: Sequence[str]) -> None:
-    """Write lines to stderr at once: other processes write there too."""
-    sys.stderr.write("".join(line + "\n" for line in lines))
-    sys.stderr.flush()
-
-
-class Timeout:
-    """How long the processes of a communicator wait, and what then happens.
-
-    mpi: the module mpi4py.MPI; alarm_tag: of messages that no one else uses; end: ends the job
-    look: called now and then while a process waits; may raise
-    """
-
-    def __init__(
-        self,
-        mpi: Any,
-        comm: Any,
-        alarm_tag: int,
-        timeout_s: float,
-        end: Callable[[], NoReturn],
-        look: Callable[[], None],
-    ) -> None:
-        self._mpi, self._comm, self._tag = mpi, comm, alarm_tag
-        self._timeout_s, self._end, self._look = timeout_s, end, look
-
-    def wait(self, done: Callable[[], bool], lines: Lines, pause_s: float = 0.0) -> None:
-        """Wait until done; give up when the time is over, here or at another process.
-
-        pause_s: sleep between looks; 0: only give up the core
-        """
-        for _ in range(POLLS):
-            if done():
-                return
-        start_s = time.monotonic()
-        look_s = start_s + min(ALARM_PERIOD_S, self._timeout_s)
-        while not done():
-            time.sleep(pause_s) if pause_s else os.sched_yield()
-            now_s = time.monotonic()
-            if now_s < look_s:
-                continue
-            look_s = now_s + ALARM_PERIOD_S
-            self._look()
-            alarm = self._comm.Iprobe(self._mpi.ANY_SOURCE, self._tag)
-            if alarm or now_s - start_s > self._timeout_s:
-                self._give_up(now_s - start_s, lines)
-
-    def _give_up(self, waited_s: float, lines: Lines) -> NoReturn:
-        """Tell the others, who then give up too; say who waits for whom; end the job."""
-        rank, size = self._comm.Get_rank(), self._comm.Get_size()
-        others = [process for process in range(size) if process != rank]
-        nothing = [np.empty(0, np.uint8), self._mpi.BYTE]
-        alarms = [self._comm.Isend(nothing, process, self._tag) for process in others]
-        absent, end_s = set(others), time.monotonic() + GRACE_S
-        status = self._mpi.Status()
-        while time.monotonic() < end_s:
-            while self._comm.Iprobe(self._mpi.ANY_SOURCE, self._tag, status):
-                self._comm.Recv(nothing, status.Get_source(), self._tag)
-                absent.discard(status.Get_source())
-            os.sched_yield()
-        say(lines(waited_s, sorted(absent)))
-        time.sleep(GRACE_S)  # for the lines of the others
-        del alarms
-        self._end()
-
-
-def write_box(
-    mpi: Any,
-    comm: Any,
-    path: Path,
-    offset: int,
-    shape: Sequence[int],
-    start: Sequence[int],
-    box: Array,
-) -> OSError | None:
-    """Write a process's box of an array whose first byte is at an offset. Collective.
-
-    mpi: the module mpi4py.MPI; the others as Ranks.write_box
-    Returns what went wrong on this process, None where nothing did.
-    """
-    try:
-        file = mpi.File.Open(comm, str(path), mpi.MODE_WRONLY)
-    except mpi.Exception as error:  # on all processes
-        return OSError(f"{path}: {error}")
-    element = mpi.BYTE.Create_contiguous(box.dtype.itemsize).Commit()
-    types = [element]
-    if box.size:  # MPI has no subarrays of nothing
-        types.append(element.Create_subarray(list(shape), list(box.shape), list(start)).Commit())
-    problems = []
-    for call, *arguments in (  # all are collective: who has a problem goes on with the others
-        (file.Set_view, offset, element, types[-1]),
-        (file.Write_all, [box, box.size, element]),
-        (file.Sync,),
-        (file.Close,),
-    ):
-        try:
-            call(*arguments)
-        except mpi.Exception as error:
-            problems.append(OSError(f"{path}: {error}"))
-    for each in types:
-        each.Free()
-    return problems[0] if problems else None
 
 
 class World(Ranks):
@@ -183,8 +77,9 @@ class World(Ranks):
     gpu_direct: give GPU arrays to MPI as they are where it takes them; False: nowhere
     share_memory: whether packed payloads stay in memory that the processes of a node share, where
         that is possible; else they all travel as messages
-    Raises TypeError for other communicators, ValueError for numbers out of range, RuntimeError
-    where MPI is not running.
+    Raises TypeError for other communicators; on all processes alike TypeError and ValueError for
+    numbers that are wrong on any, or virtual_ranks that differ; RuntimeError where MPI is not
+    running.
     """
 
     def __init__(
@@ -200,27 +95,40 @@ class World(Ranks):
         comm = self._mpi.COMM_WORLD if comm is None else comm
         if not isinstance(comm, self._mpi.Intracomm) or comm == self._mpi.COMM_NULL:
             raise TypeError(f"World: comm is {comm!r}: must be an mpi4py intra-communicator")
+        here = comm.Split_type(self._mpi.COMM_TYPE_SHARED)
+        first = here.allreduce(comm.Get_rank(), self._mpi.MIN)  # process of this node
+        here.Free()
+        error = self._error(virtual_ranks, timeout_s)
+        firsts, asked, errors = zip(*comm.allgather((first, virtual_ranks, error)), strict=True)
+        _raise_first(errors)
+        if len(set(asked)) > 1:
+            raise ValueError(f"World: virtual_ranks={asked}, by process: must be the same")
         super().__init__(comm.Get_rank(), comm.Get_size(), virtual_ranks)
-        if not timeout_s > 0:
-            raise ValueError(f"World: timeout_s={timeout_s}: must be more than 0")
         self._pairs = virtual_ranks**2  # of a rank here and one of another process
-        self._most_tag: int = self._mpi.COMM_WORLD.Get_attr(self._mpi.TAG_UB)
         self._alarm_tag = STREAMS * self._pairs  # one that no message has
-        if self._alarm_tag + self._pairs >= self._most_tag:
-            raise ValueError(f"World: virtual_ranks={virtual_ranks}: too many for MPI's tags")
         self.timeout_s, self.gpu_direct = timeout_s, gpu_direct
         self.thread_level = thread_level(self._mpi)
         self._duplicate = comm.Dup()
         waits = self._mpi, self._duplicate, self._alarm_tag, timeout_s, self._end, self._look
         self._timeout = Timeout(*waits)
-        here = comm.Split_type(self._mpi.COMM_TYPE_SHARED)
-        firsts = comm.allgather(
-            here.allreduce(self.process, self._mpi.MIN)
-        )  # a node's first process
         self.nodes = numbered([first for first in firsts for _ in range(virtual_ranks)])
-        here.Free()
         self._share = share_memory
         self._shared: tuple[Shared | None, str] | None = None
+
+    def _error(self, virtual_ranks: int, timeout_s: float) -> Exception | None:
+        """Return what is wrong with the arguments of a world, if anything is."""
+        self._most_tag: int = self._mpi.COMM_WORLD.Get_attr(self._mpi.TAG_UB)
+        try:
+            Loopback(virtual_ranks)
+            if not isinstance(timeout_s, int | float | np.number):
+                raise TypeError(f"World: timeout_s={timeout_s!r}: must be a number")
+            if not timeout_s > 0:
+                raise ValueError(f"World: timeout_s={timeout_s}: must be more than 0")
+            if (STREAMS + 1) * virtual_ranks**2 >= self._most_tag:
+                raise ValueError(f"World: virtual_ranks={virtual_ranks}: too many for MPI's tags")
+        except (TypeError, ValueError) as error:
+            return error
+        return None
 
     @property
     def _comm(self) -> Any:
@@ -235,6 +143,7 @@ class World(Ranks):
         if self._shared is not None and self._shared[0] is not None:
             self._shared[0].free()
         self._comm.Free()
+        self._duplicate = _Freed()
 
     def shared(self) -> Shared | None:
         """Return the memory that the processes of a node share, if they do. Collective."""
@@ -245,9 +154,18 @@ class World(Ranks):
     def part(
         self, processes: Sequence[int], *, virtual_ranks: int = 1, timeout_s: float = 600.0
     ) -> World | None:
-        """Return the world of some processes, in their order; None on the others. Collective."""
-        mpi, inside = self._mpi, self.process in processes
-        comm = self._comm.Split(0 if inside else mpi.UNDEFINED, self.process)
+        """Return the world of some processes, in the order given; None on the others. Collective.
+
+        processes: the same everywhere, each once
+        Raises TypeError and ValueError on all processes alike where they are wrong on any.
+        """
+        self.agree(_caught(lambda: check_process_list(processes, self.processes)), "part")
+        asked = self.gather(tuple(map(int, processes)), "part")
+        if len(set(asked)) > 1:
+            raise ValueError(f"World.part: processes={asked}, by process: must be the same")
+        inside = self.process in asked[0]
+        place = asked[0].index(self.process) if inside else 0
+        comm = self._comm.Split(0 if inside else self._mpi.UNDEFINED, place)
         if not inside:
             return None
         world = World(
@@ -262,6 +180,8 @@ class World(Ranks):
 
     def broadcast(self, array: Array, what: str = "broadcast") -> None:
         """Overwrite array, C-contiguous and of one size everywhere, by process 0's. Collective."""
+        if not isinstance(array, np.ndarray):
+            raise TypeError(f"broadcast: array is {type(array).__name__}: must be a NumPy array")
         if not array.flags.c_contiguous:
             raise ValueError(f"broadcast: array has strides {array.strides}: must be C-contiguous")
         for piece in pieces(array.reshape(-1).view(np.uint8)):
@@ -269,22 +189,37 @@ class World(Ranks):
             self.collective_bytes += piece.size
 
     def gather(self, value: Any, what: str = "gather") -> list[Any]:
-        """Return the small Python values of all processes in order. Collective."""
-        data = np.frombuffer(pickle.dumps(value), np.uint8)
-        size, sizes = np.array([data.size], np.int64), np.empty(self.processes, np.int64)
+        """Return the small Python values of all processes in order. Collective.
+
+        Raises TypeError on all processes where one cannot be pickled.
+        """
+        error: Exception | None = None
+        try:
+            data = np.frombuffer(pickle.dumps(value), np.uint8)
+        except Exception as found:  # whatever the value's own methods raise
+            error = TypeError(f"{what}: process {self.process}: cannot be pickled: {found}")
+            data = np.frombuffer(pickle.dumps(error), np.uint8)
+        size = np.array([-data.size if error else data.size], np.int64)
+        sizes = np.empty(self.processes, np.int64)
         self._complete(partial(self._comm.Iallgather, size, sizes), what)
+        failed, sizes = sizes < 0, abs(sizes)
         everything = np.empty(int(sizes.sum()), np.uint8)
         target = [everything, sizes.tolist(), self._mpi.BYTE]
         self._complete(partial(self._comm.Iallgatherv, [data, self._mpi.BYTE], target), what)
         self.collective_bytes += data.size + size.nbytes
         ends = np.cumsum(sizes)
-        return [
+        values = [
             pickle.loads(everything[end - size : end].tobytes())
             for end, size in zip(ends, sizes, strict=True)
         ]
+        if failed.any():
+            raise values[int(failed.argmax())]
+        return values
 
     def max(self, values: Array, what: str = "max") -> Array:
         """Return the element-wise maximum over processes; int64[n], n alike. Collective."""
+        if not isinstance(values, np.ndarray) or values.dtype != np.int64:
+            raise TypeError(f"max: values are {values!r:.80}: must be int64[n]")
         result = np.empty_like(values)
         self._complete(partial(self._comm.Iallreduce, values, result, self._mpi.MAX), what)
         self.collective_bytes += values.nbytes
@@ -357,8 +292,8 @@ class World(Ranks):
         Where some write for others and fail, Open MPI 5 leaves those waiting: who failed then ends
         the job after the time-out.
         """
-        self.barrier("writing a file")
         where = path, offset, shape, start
+        self.agree(_caught(lambda: check_box(*where, box)), "writing a file")
         self.agree(write_box(self._mpi, self._comm, *where, box), "writing a file")
 
     def done(self, wait: Wait) -> bool:
@@ -389,7 +324,11 @@ class World(Ranks):
                 pause_s,
             )
         except self._mpi.Exception as error:
-            raise self.failure(error, what) or error from None
+            failure = self.failure(error, what)
+            if failure is not None or self.processes == 1:
+                raise failure or error from None
+            told = f"{name} {self.process} | {what}: {error}: is another process in another call?"
+            self._timeout.give_up(0.0, lambda waited_s, absent: [told])
 
     def refuse(self, error: Exception) -> tuple[Exception, bool]:
         """Return the error of the lowest rank that refuses a call, and whether all refuse one.
@@ -449,6 +388,7 @@ class World(Ranks):
         if not self._comm.Is_revoked():
             self._comm.Revoke()
         alive = self._comm.Shrink()
+        finalise_at_exit(self._mpi)
         world = self._like(alive)
         alive.Free()
         return world
@@ -458,8 +398,7 @@ class World(Ranks):
 
         Raises ValueError, on all processes alike, for a negative group.
         """
-        wrong = ValueError(f"World.split: group={group}: must be 0 or more") if group < 0 else None
-        self.agree(wrong, "split")
+        self.agree(_caught(lambda: check_whole("World.split: group", group, 0)), "split")
         part = self._comm.Split(group, self.process)
         world = self._like(part)
         part.Free()
@@ -484,6 +423,29 @@ class World(Ranks):
         sys.stdout.flush()
         self._duplicate.Abort(1)
         raise SystemExit(1)  # in case MPI_Abort returns
+
+
+class _Freed:
+    """Stands where a world's communicator was."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise RuntimeError("World: is freed: it cannot be used any more")
+
+
+def _caught(check: Callable[[], object]) -> Exception | None:
+    """Return what a check raises, so that all processes can be told."""
+    try:
+        check()
+    except Exception as error:
+        return error
+    return None
+
+
+def _raise_first(errors: Sequence[Exception | None]) -> None:
+    """Raise the error of the lowest process that has one."""
+    for error in errors:
+        if error is not None:
+            raise error
 
 
 _keyval: list[int] = []  # of the attribute that holds a communicator's world

@@ -128,8 +128,7 @@ class Ranks(ABC):
     lent_by: int | None = None
 
     def __init__(self, process: int, processes: int, virtual_ranks: int) -> None:
-        if virtual_ranks < 1:
-            raise ValueError(f"World: virtual_ranks={virtual_ranks}: must be 1 or more")
+        check_whole("World: virtual_ranks", virtual_ranks, 1)
         self.process, self.processes, self.virtual_ranks = process, processes, virtual_ranks
         self.ranks = self.size = processes * virtual_ranks
         self.nodes: tuple[int, ...] = (0,) * self.ranks
@@ -325,6 +324,50 @@ def portable(error: Exception | None) -> bytes | None:
     return data
 
 
+def check_integer(what: str, value: object) -> None:
+    """Raise TypeError unless value is an integer; what: "FUNCTION: ARGUMENT"."""
+    if not isinstance(value, int | np.integer) or isinstance(value, bool):
+        raise TypeError(f"{what}={value!r}: must be an integer")
+
+
+def check_whole(what: str, value: object, least: int, below: int = 2**63) -> None:
+    """Raise TypeError unless value is an integer, ValueError unless it is least .. below - 1.
+
+    what: "FUNCTION: ARGUMENT", which messages begin with
+    """
+    check_integer(what, value)
+    if value < least:  # type: ignore[operator]
+        raise ValueError(f"{what}={value}: must be {least} or more")
+    if value >= below:  # type: ignore[operator]
+        raise ValueError(f"{what}={value}: must be below {below}")
+
+
+def check_process_list(processes: object, count: int) -> None:
+    """Raise TypeError or ValueError unless these are some of count processes, each once."""
+    if not isinstance(processes, Sequence) or isinstance(processes, str):
+        raise TypeError(f"World.part: processes={processes!r}: must be a list or range")
+    for process in processes:
+        check_whole("World.part: process", process, 0, count)
+    if not 0 < len(processes) == len(set(processes)):
+        raise ValueError(f"World.part: processes={list(processes)}: must be some, each once")
+
+
+def check_box(
+    path: object, offset: object, shape: Sequence[int], start: Sequence[int], box: object
+) -> None:
+    """Raise TypeError or ValueError unless these are what Ranks.write_box is to be given."""
+    if not isinstance(path, str | Path):
+        raise TypeError(f"write_box: path={path!r}: must be a Path")
+    check_whole("write_box: offset", offset, 0)
+    if not isinstance(box, np.ndarray) or not box.flags.c_contiguous:
+        raise TypeError(f"write_box: box is {type(box).__name__}: must be a C-contiguous array")
+    for first, size, whole in zip(start, box.shape, shape, strict=True):
+        if not 0 <= first <= first + size <= whole:
+            raise ValueError(
+                f"write_box: start={list(start)}, box.shape={box.shape}: must be in {tuple(shape)}"
+            )
+
+
 def numbered(nodes: Sequence[Hashable]) -> tuple[int, ...]:
     """Return the number of each rank's node, in the order of first ranks, given any names."""
     numbers = {name: number for number, name in enumerate(dict.fromkeys(nodes))}
@@ -349,8 +392,7 @@ class Loopback(Ranks):
 
     def split(self, group: int) -> Loopback:
         """Return a world of as many ranks in this process."""
-        if group < 0:
-            raise ValueError(f"World.split: group={group}: must be 0 or more")
+        check_whole("World.split: group", group, 0)
         return Loopback(self.virtual_ranks, nodes=self.nodes)
 
     def free(self) -> None:

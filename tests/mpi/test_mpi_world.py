@@ -119,3 +119,22 @@ def test_other_things_are_no_communicators():
         World(timeout_s=0)
     with pytest.raises(ValueError, match="too many"):
         World(virtual_ranks=1 << 20)
+
+
+def test_a_part_keeps_the_order_that_is_asked_for(world):
+    backwards = list(reversed(range(world.processes)))
+    part = world.part(backwards, timeout_s=world.timeout_s)
+    assert part.gather(world.process) == backwards
+    part.free()
+    last = world.part([world.processes - 1])
+    assert (last is not None) == (world.process == world.processes - 1)
+    if last is not None:
+        last.free()
+
+
+def test_a_freed_world_says_so(world):
+    part = world.split(0)
+    part.free()
+    for call in (part.barrier, part.free, lambda: allreduce(part, np.ones(5, np.float32))):
+        with pytest.raises(RuntimeError, match="World: is freed"):
+            call()

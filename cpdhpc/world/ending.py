@@ -1,0 +1,132 @@
+"""How jobs end: waits that take too long, errors that nobody catches, MPI after a death."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import numpy as np
+
+POLLS = 50  # before a wait gives up the core for the first time
+GRACE_S = 1.0  # after a time-out: for the others to tell that they wait too
+ALARM_PERIOD_S = 0.1  # how often those who wait look for the time-out of another
+
+Lines = Callable[[float, list[int]], list[str]]  # (seconds waited, absent processes) -> message
+
+
+def say(lines: Sequence[str]) -> None:
+    """Write lines to stderr at once: other processes write there too."""
+    sys.stderr.write("".join(line + "\n" for line in lines))
+    sys.stderr.flush()
+
+
+class Timeout:
+    """How long the processes of a communicator wait, and what then happens.
+
+    mpi: the module mpi4py.MPI; alarm_tag: of messages that no one else uses; end: ends the job
+    look: called now and then while a process waits; may raise
+    """
+
+    def __init__(
+        self,
+        mpi: Any,
+        comm: Any,
+        alarm_tag: int,
+        timeout_s: float,
+        end: Callable[[], NoReturn],
+        look: Callable[[], None],
+    ) -> None:
+        self._mpi, self._comm, self._tag = mpi, comm, alarm_tag
+        self._timeout_s, self._end, self._look = timeout_s, end, look
+
+    def wait(self, done: Callable[[], bool], lines: Lines, pause_s: float = 0.0) -> None:
+        """Wait until done; give up when the time is over, here or at another process.
+
+        pause_s: sleep between looks; 0: only give up the core
+        """
+        for _ in range(POLLS):
+            if done():
+                return
+        start_s = time.monotonic()
+        look_s = start_s + min(ALARM_PERIOD_S, self._timeout_s)
+        while not done():
+            time.sleep(pause_s) if pause_s else os.sched_yield()
+            now_s = time.monotonic()
+            if now_s < look_s:
+                continue
+            look_s = now_s + ALARM_PERIOD_S
+            self._look()
+            alarm = self._comm.Iprobe(self._mpi.ANY_SOURCE, self._tag)
+            if alarm or now_s - start_s > self._timeout_s:
+                self.give_up(now_s - start_s, lines)
+
+    def give_up(self, waited_s: float, lines: Lines) -> NoReturn:
+        """Tell the others, who then give up too; say who waits for whom; end the job."""
+        rank, size = self._comm.Get_rank(), self._comm.Get_size()
+        others = [process for process in range(size) if process != rank]
+        nothing = [np.empty(0, np.uint8), self._mpi.BYTE]
+        alarms = [self._comm.Isend(nothing, process, self._tag) for process in others]
+        absent, end_s = set(others), time.monotonic() + GRACE_S
+        status = self._mpi.Status()
+        while time.monotonic() < end_s:
+            while self._comm.Iprobe(self._mpi.ANY_SOURCE, self._tag, status):
+                self._comm.Recv(nothing, status.Get_source(), self._tag)
+                absent.discard(status.Get_source())
+            os.sched_yield()
+        say(lines(waited_s, sorted(absent)))
+        time.sleep(GRACE_S)  # for the lines of the others
+        del alarms
+        self._end()
+
+
+def abort_job(message: str, status: int = 1) -> NoReturn:
+    """Print message to stderr and end the job: all processes of it where MPI is running."""
+    print(message, file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    running = sys.modules.get("mpi4py.MPI")  # importing it here would start MPI
+    if running is not None and running.Is_initialized() and not running.Is_finalized():
+        running.COMM_WORLD.Abort(status)
+    raise SystemExit(status)
+
+
+class EndsJob:
+    """What becomes sys.excepthook: shows an error by the one before, then ends the job."""
+
+    def __init__(self, show: Callable[..., object], who: str) -> None:
+        self._show, self._who = show, who
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        self._show(kind, error, trace)
+        abort_job(f"{self._who}ends the job: {kind.__name__}: {error}")
+
+
+FINALISE_S = 10.0  # for MPI_Finalize after a death, which Open MPI 5 now and then does not end
+
+
+def finalise_at_exit(mpi: Any, limit_s: float = FINALISE_S) -> None:
+    """Let MPI be finalised when Python ends, and this process without it where that takes long.
+
+    mpi: the module mpi4py.MPI. For after a death; the exit status is then 0, as the work is done.
+    """
+    begun, done = threading.Event(), threading.Event()
+
+    def watch() -> None:  # from now on: at exit Python starts no thread any more
+        begun.wait()
+        if not done.wait(limit_s):
+            say([f"MPI_Finalize: takes more than {limit_s:g} s after a death: ended without it"])
+            sys.stdout.flush()
+            os._exit(0)
+
+    def finalise() -> None:
+        begun.set()
+        if not mpi.Is_finalized():
+            mpi.Finalize()
+        done.set()
+
+    threading.Thread(target=watch, daemon=True).start()
+    atexit.register(finalise)

@@ -1,0 +1,224 @@
+"""docs/jobs.md from the models that read the files; `python tests/job_page.py` writes it anew."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import TypeAdapter
+
+from cpdhpc.autoencoder.job import Autoencoder, Layer
+from cpdhpc.collectives.allreduce import allreduce
+from cpdhpc.collectives.method import AUTO, HEADROOMS, MPI_ALLREDUCE
+from cpdhpc.collectives.schedules import SCHEDULES
+from cpdhpc.config import OneOf, Section
+from cpdhpc.kinds import KINDS
+from cpdhpc.kinds.base import ABSENT, SHAPE, Factor
+from cpdhpc.methods import ACCUMULATES, EXACT, SCALINGS
+from cpdhpc.study.spec import Study
+from cpdhpc.train.controllers import DECAYS
+from cpdhpc.train.job import Job
+
+PAGE = Path(__file__).parent.parent / "docs" / "jobs.md"
+HEAD = """# Keys of job files
+
+Made of the models that read the files, by `python tests/job_page.py`; a test compares. What has no
+default must be given, but for `name`, which is then the file's. Any other key is an error of one
+line, and so is a value of another type. `--set table.key=VALUE` lays a value over the file's.
+"""
+TRAIN = """
+## Trainings: `python -m cpdhpc train FILE.toml`
+
+The tables below, each of which may be left out. A row of `[[compare]]` has the same tables and a
+`name`, and is laid over those of the file; each row is run once for each seed. `seed = 3` in
+`[train]` is `seeds = [3]`. `docs/tutorial.md` has an example.
+"""
+STUDIES = """
+## Studies: `python -m cpdhpc study ACTION FILE.toml`
+
+`docs/studies.md` explains the sections and has examples.
+"""
+FACTORS = """
+### Factors
+
+Keys of `[sweep]`, `[[zip]]`, `[[exclude]]`, `[weak]` and `[base]`; also `seed` and any key of a job
+where the kind is `train`, as `gradient.wire`. What has no default must be swept.
+"""
+AUTOENCODER = """
+## Autoencoders: `python -m cpdhpc autoencoder FILE.toml`
+
+`docs/autoencoder.md` explains the method. `[[layer]]` is repeated for each layer.
+"""
+BOUNDS = {
+    "minimum": ">= {}",
+    "exclusiveMinimum": "> {}",
+    "maximum": "<= {}",
+    "exclusiveMaximum": "< {}",
+    "minItems": "{} or more items",
+    "pattern": "matches `{}`",
+}
+
+
+NAMES = {  # of keys that a table of the package checks
+    "algorithm": (*SCHEDULES, MPI_ALLREDUCE, AUTO),
+    "accumulate": (*ACCUMULATES, EXACT),
+    "scaling": SCALINGS,
+    "headroom": HEADROOMS,
+    "decay": DECAYS,
+    "kind": KINDS,
+}
+
+
+def entries(text: str | None, names: Iterable[str]) -> dict[str, str]:
+    """What a docstring says of names: as "one: words" or "one, other: words; third: words"."""
+    name = "|".join(map(re.escape, names))
+    start = rf"(?:^|(?<=; ))((?:{name})(?:, (?:{name}))*): "
+    found: dict[str, str] = {}
+    open_keys: list[str] = []
+    for line in inspect.cleandoc(text or "").splitlines():
+        pieces = re.split(start, line.strip() if open_keys else line)
+        before, starts = pieces[0], pieces[1:]
+        if before and not line.startswith("    ") and not starts:
+            open_keys = []
+        for key in open_keys if before else ():
+            found[key] += " " + before.strip()
+        for keys, words in zip(starts[::2], starts[1::2], strict=True):
+            open_keys = keys.split(", ")
+            found |= dict.fromkeys(open_keys, words)
+    return {key: words.strip().removesuffix(";") for key, words in found.items()}
+
+
+def summary(model: type[Any]) -> str:
+    """The first sentence of a model's docstring, without the name of its table."""
+    first = inspect.cleandoc(model.__doc__ or "").split("\n\n")[0].replace("\n", " ")
+    told = re.sub(r"^\[+[\w.]+\]+( name = \"\w+\")?: ", "", re.split(r"(?<=\.) ", first)[0])
+    return told[0].upper() + told[1:]
+
+
+def shown_type(schema: dict[str, Any]) -> str:
+    """A JSON schema's type as TOML names it."""
+    if "anyOf" in schema:
+        kinds = [shown_type(each) for each in schema["anyOf"] if each.get("type") != "null"]
+        return " or ".join(kinds)
+    if "$ref" in schema:
+        return "table"
+    if schema.get("type") == "array":
+        items = schema.get("items") or next(iter(schema.get("prefixItems", [])), {})
+        return f"array of {shown_type(items)}s"
+    names = {"number": "float", "object": "table"}
+    return names.get(schema.get("type", "table"), schema.get("type", "table"))
+
+
+def allowed(schema: dict[str, Any]) -> str:
+    """What a JSON schema says of values."""
+    for each in schema.get("anyOf", ()):
+        if each.get("type") != "null" and allowed(each):
+            return allowed(each)
+    if "enum" in schema:
+        return ", ".join(f"`{json.dumps(each)}`" for each in schema["enum"])
+    told = [text.format(schema[key]) for key, text in BOUNDS.items() if key in schema]
+    inner = schema.get("items") or next(iter(schema.get("prefixItems", [])), {})
+    if "prefixItems" in schema:
+        told = [f"{len(schema['prefixItems'])} items"]
+    if schema.get("type") == "array" and allowed(inner):
+        told.append(f"each {allowed(inner)}")
+    return ", ".join(told)
+
+
+def default(schema: dict[str, Any], required: bool) -> str:
+    """A default as TOML says it; nothing where the key must be given or is left out."""
+    if required or schema.get("default") is None:
+        return "" if required else "not given"
+    value = schema["default"]
+    if isinstance(value, str) and not value:
+        return "not given"
+    return f"`{value:.6g}`" if isinstance(value, float) else f"`{json.dumps(value)}`"
+
+
+def takes(model: type[Any], name: str, value: str) -> bool:
+    """Whether a model with otherwise usual keys takes a name; of algorithms, others are free."""
+    if name != "algorithm":
+        return True
+    try:
+        TypeAdapter(model).validate_python({name: value})
+    except ValueError:
+        return False
+    return True
+
+
+def keys_table(model: type[Any], leave_out: Iterable[str] = ()) -> Iterator[str]:
+    """A Markdown table of a model's keys. Raises ValueError for one that no docstring explains."""
+    schema = TypeAdapter(model).json_schema()
+    properties = schema.get("properties", {})
+    known = entries(allreduce.__doc__, properties) if model.__module__.startswith(
+        "cpdhpc.compress"
+    ) else {}  # fmt: skip
+    for each in reversed(model.__mro__):
+        known |= entries(each.__doc__, properties)
+    rows = [name for name in properties if name not in leave_out]
+    if not rows:
+        return
+    yield "\n| key | type | default | allowed | what it is |\n|---|---|---|---|---|"
+    for name in rows:
+        of = properties[name]
+        if "$ref" in of:
+            of = of | {"default": None}
+        words = known.get(name)
+        if not words:
+            raise ValueError(f"{model.__name__}: no line of its docstring begins with {name}:")
+        given = name in schema.get("required", ())
+        names = ", ".join(
+            f"`{json.dumps(each)}`" for each in NAMES.get(name, ()) if takes(model, name, each)
+        )
+        cells = shown_type(of), default(of, given), allowed(of) or names, words
+        yield f"| `{name}` | " + " | ".join(each.replace("|", "\\|") for each in cells) + " |"
+
+
+def tables(model: type[Section], skip: Iterable[str] = ()) -> Iterator[str]:
+    """The tables of a file: those of Sections, and those of which one of several rows is chosen."""
+    for name, field in model.model_fields.items():
+        if name in skip:
+            continue
+        choice = next((each for each in field.metadata if isinstance(each, OneOf)), None)
+        for word, row in sorted(choice.known.items()) if choice else ():
+            usual = ", the default" if type(field.default) is row else ""
+            yield f'\n### `[{name}]` with `{choice.key} = "{word}"`{usual}\n\n{summary(row)}'
+            yield from keys_table(row, [choice.key])
+        kinds = [field.annotation, *get_args(field.annotation)]
+        for kind in kinds if choice is None else ():
+            if isinstance(kind, type) and issubclass(kind, Section):
+                several = "[" if kind is not field.annotation and kind is Layer else ""
+                yield f"\n### `{several}[{name}]{several and ']'}`\n\n{summary(kind)}"
+                yield from keys_table(kind)
+
+
+def factor_rows(factors: dict[str, Factor], kind: str) -> Iterator[str]:
+    for name, factor in factors.items():
+        value = "not given" if factor.default == ABSENT else f"`{json.dumps(factor.default)}`"
+        value = "" if factor.default is None else value
+        yield f"| {kind} | `{name}` | {factor.type.__name__} | {value} | {factor.long_name} |"
+
+
+def page() -> str:
+    """The whole page."""
+    own = [name for name in Study.model_fields if name not in ("measure", "run", "train")]
+    parts = [HEAD, TRAIN, "\n### The file\n", *keys_table(Job, set(Job.model_fields) - {"name"})]
+    parts += [*tables(Job, ["name"]), STUDIES, "\n### The file\n"]
+    parts += keys_table(Study, set(Study.model_fields) - set(own))
+    parts += [*tables(Study, own), FACTORS, "\n| kind | factor | type | default | what it is |"]
+    parts += ["|---|---|---|---|---|", *factor_rows(SHAPE, "all")]
+    for kind, row in sorted(KINDS.items()):
+        parts += factor_rows(dict(row.factors), kind)
+    parts += [AUTOENCODER, "\n### The file\n"]
+    parts += keys_table(Autoencoder, ["data", "layer", "train"])
+    parts += tables(Autoencoder, ["name"])
+    text = re.sub(r"\n{3,}", "\n\n", "\n".join(parts))
+    return text.strip() + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

@@ -1,0 +1,188 @@
+"""What one rank alone gets wrong: all ranks raise the same error, at once, and go on together."""
+
+import numpy as np
+import pytest
+
+from cpdhpc.collectives import sparse
+from cpdhpc.collectives.allreduce import Allreduce, allreduce
+from cpdhpc.world.mpi import World
+
+pytestmark = pytest.mark.mpi
+X = np.ones(3000, np.float32)
+NO_ARRAYS = (3, None, "x", [1.0], object(), np.ones(3000), np.ones((2, 2), np.float32).T)
+NO_NAMES = (3, [], "no such", np.ones(2))
+NO_INTEGERS = ("a", None, 1.5, True, [])
+NO_SEGMENTS = (3, "ab", [("a",)], [("a", "b", "c")], [("a", 0.0, 3000.0)], [("a", 0, 1)], [7])
+NO_RANKS = (3, None, "01", [0, 99], [0, 0], [], [0.5], [-1], [None])
+
+
+@pytest.fixture(scope="module")
+def world():
+    """One whose waits end soon, so that a rank that waits in vain ends the job."""
+    world = World(timeout_s=20)
+    yield world
+    world.free()
+
+
+def options(call, good, bad):
+    """Cases of a call with good arguments, but for one: name -> (call, arguments, its value)."""
+    return {
+        f"{call.__name__} {name}={value!s:.20}": (call, good, name, value)
+        for name, values in bad.items()
+        for value in values
+    }
+
+
+def run(world, xs=(X,), outs=None, **given):
+    Allreduce("e4m3", "auto").run(world, list(xs) if isinstance(xs, tuple) else xs, outs, **given)
+
+
+def prepare(world, xs=(X,), outs=None, **given):
+    xs = list(xs) if isinstance(xs, tuple) else xs
+    Allreduce("e4m3", "ring").prepare(world, xs, outs, **given).free()
+
+
+def run_prepared(world, iteration=0):
+    with Allreduce("e4m3", rounding="stochastic").prepare(world, [X]) as prepared:
+        prepared.run(iteration=iteration)
+
+
+def worlds(world, virtual_ranks=1, timeout_s=20.0):
+    comm = world.plain_mpi()[1]
+    World(comm, virtual_ranks=virtual_ranks, timeout_s=timeout_s).free()
+
+
+def part(world, processes=(0,)):
+    found = world.part(processes)
+    if found is not None:
+        found.free()
+
+
+def write_box(world, path, offset=0, shape=(4,), start=(0,), size=0, box=None):
+    box = np.zeros(size, np.uint8) if box is None else box
+    world.write_box(path, offset, shape, start, box)
+
+
+CASES = {
+    **options(
+        allreduce,
+        {"x": X, "wire": "e4m3"},
+        {
+            "x": NO_ARRAYS,
+            "wire": (*NO_NAMES, "e9"),
+            "algorithm": (*NO_NAMES, None, "mpi"),
+            "scaling": (*NO_NAMES, "static:999"),
+            "accumulate": NO_NAMES,
+            "op": (*NO_NAMES, None),
+            "out": (3, "x", [X], np.ones(3000), X[1:]),
+            "rounding": (*NO_NAMES, None),
+            "overflow": (*NO_NAMES, None),
+            "headroom": (*NO_NAMES, None),
+            "seed": NO_INTEGERS,
+            "iteration": NO_INTEGERS,
+            "segments": NO_SEGMENTS,
+            "machine": (3, [], "no such file"),
+        },
+    ),
+    **options(allreduce, {"x": X}, {"wire": NO_NAMES, "rounding": (3, []), "seed": ("a",)}),
+    **options(
+        run,
+        {},
+        {
+            "xs": (3, None, [], [3], [X, X], [X[1:]]),
+            "outs": (3, [], [3], [X, X]),
+            "iteration": NO_INTEGERS,
+            "segments": NO_SEGMENTS,
+        },
+    ),
+    **options(prepare, {}, {"xs": (3, [], [3]), "outs": (3, [], [3]), "segments": NO_SEGMENTS}),
+    **options(run_prepared, {}, {"iteration": (*NO_INTEGERS, 5)}),
+    **options(sparse.allgather, {"arrays": [X]}, {"arrays": (3, [], [3], [X, X], [X[None]])}),
+    **options(sparse.sum, {"arrays": [X]}, {"arrays": (3, [], [3], [X[1:]], [X.astype("f8")])}),
+    **options(sparse.neighbours, {"sends": [{}]}, {"sends": (3, [], [3], [{99: X}], [{"a": X}])}),
+    **options(
+        sparse.broadcast,
+        {"arrays": None, "root_rank": 0},
+        {"arrays": (3, [], [3]), "root_rank": ("a", None, 99, 0.0, [])},
+    ),
+    **options(part, {}, {"processes": NO_RANKS}),
+    **options(worlds, {}, {"virtual_ranks": (*NO_INTEGERS, 0, 2, 1 << 20), "timeout_s": ("a", 0)}),
+    **options(World.split, {"group": 0}, {"group": (*NO_INTEGERS, -1)}),
+    **options(World.gather, {"value": 1}, {"value": (lambda: 1, (i for i in []))}),
+    **options(
+        write_box,
+        {"path": None},
+        {
+            "path": (3,),
+            "offset": ("a", -1),
+            "shape": ((), 3),
+            "start": ((9,), "a", None, (0, 0)),
+            "box": (3, np.zeros((2, 2))),
+        },
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("name", CASES)
+def test_what_the_last_rank_gets_wrong_all_refuse_alike(world, name, tmp_path_factory):
+    call, good, argument, value = CASES[name]
+    given = dict(good)
+    if call is sparse.broadcast:
+        given["arrays"] = [X if world.process == 0 else None]
+    if call is write_box:
+        given["path"] = "/dev/null"
+    if world.process == world.processes - 1:
+        given[argument] = value
+    with pytest.raises((TypeError, ValueError)) as caught:
+        call(world, **given)
+    told = world.gather(str(caught.value), "told")
+    assert len(set(told)) == 1 and "\n" not in told[0]
+    assert all(word not in told[0] for word in ("has no attribute", "unhashable", "operand"))
+
+
+@pytest.mark.mpi(min_size=2)
+def test_different_calls_name_both(world):
+    last = world.process == world.processes - 1
+    calls = {
+        "sum": lambda: sparse.sum(world, [X]),
+        "allreduce": lambda: allreduce(world, X),
+        "broadcast": lambda: sparse.broadcast(world, [None if world.process else X], 0),
+    }
+    for one, other in (("sum", "allreduce"), ("allreduce", "broadcast"), ("broadcast", "sum")):
+        with pytest.raises(ValueError) as caught:
+            calls[other if last else one]()
+        rank = world.processes - 1
+        assert str(caught.value) == f"{one}: calls differ: {one} on rank 0, {other} on rank {rank}"
+
+
+@pytest.mark.mpi(min_size=2)
+def test_the_first_argument_that_differs_is_named_with_both_values(world):
+    last = world.process == world.processes - 1
+    rank = world.processes - 1
+    for options, words in (
+        ({"wire": "e4m3" if last else "raw"}, f"wire='raw' on rank 0, wire='e4m3' on rank {rank}"),
+        ({"seed": int(last)}, f"seed=0 on rank 0, seed=1 on rank {rank}"),
+        ({"x": X[1:] if last else X}, f"x.shape=(3000,) on rank 0, x.shape=(2999,) on rank {rank}"),
+    ):
+        with pytest.raises(ValueError) as caught:
+            allreduce(world, **{"x": X, **options})
+        assert str(caught.value) == f"allreduce: arguments differ: {words}"
+    many = [(f"tensor{i}", 1024 * i, 1024 * i + 1024) for i in range(50)]
+    x = np.ones(50 << 10, np.float32)
+    with pytest.raises(ValueError) as caught:
+        allreduce(world, x, segments=[*many[:49], ("odd" if last else "even", *many[49][1:])])
+    told = str(caught.value)
+    assert "'odd'" in told and "'even'" in told and len(told) < 400
+
+
+@pytest.mark.mpi(min_size=2)
+def test_what_a_call_cannot_tell_the_others_it_refuses_itself(world):
+    """Not to be called by one rank alone; an error that nobody catches then ends the job."""
+    for call, bad in (
+        (world.max, (3, [1], np.ones(2), None)),
+        (world.broadcast, (3, [1.0], np.ones((2, 2)).T)),
+    ):
+        for value in bad:
+            with pytest.raises((TypeError, ValueError), match=f"^{call.__name__}: "):
+                call(value)

@@ -1,0 +1,53 @@
+"""docs/jobs.md says of job files what the models say that read them."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import pytest
+from job_page import PAGE, entries, keys_table, page
+from pydantic import Field
+
+from cpdhpc.config import Section
+
+pytestmark = pytest.mark.mpi_skip
+
+
+def test_the_page_is_what_the_models_say() -> None:
+    assert PAGE.read_text() == page(), "python tests/job_page.py writes it anew"
+
+
+def test_entries_of_a_docstring() -> None:
+    text = """What it is.
+
+    one, two: of both; three: goes on
+        here, as file: is no key
+    This is no entry; four: neither is said before a line of its own
+    five: last
+    Source: nobody.
+    """
+    both = "of both"
+    names = ("one", "two", "three", "five", "six")
+    found = entries(text, names)
+    assert found.pop("three") == "goes on here, as file: is no key"
+    assert found == {"one": both, "two": both, "five": "last"}
+
+
+def test_a_key_that_nobody_explains_is_an_error() -> None:
+    class Explained(Section):
+        """[table]: of one key.
+
+        size: of it
+        """
+
+        size: Annotated[int, Field(ge=1)] = 3
+
+    class Forgotten(Explained):
+        """[table]: of two."""
+
+        shape: str
+
+    *_, row = keys_table(Explained)
+    assert row == "| `size` | integer | `3` | >= 1 | of it |"
+    with pytest.raises(ValueError, match="Forgotten: no line of its docstring begins with shape:"):
+        list(keys_table(Forgotten))

@@ -1,0 +1,120 @@
+"""What an installation has: the right package, files beside the code, words for what is missing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from configparser import ConfigParser
+from pathlib import Path
+
+import pytest
+from training import ROOT, environment
+
+from cpdhpc.cli import EXTRAS, main
+from cpdhpc.shipped import EXAMPLES, folder
+
+# As pip install -e runs it, but without the compiler.
+EDITABLE = """
+import sys, setuptools
+project = setuptools.Distribution({"script_name": "setup.py"})
+project.parse_config_files()
+project.get_command_obj("egg_info").egg_base = sys.argv[1]
+command = project.get_command_obj("editable_wheel")
+command.dist_dir = sys.argv[1]
+command.ensure_finalized()
+command.run()
+"""
+BESIDE = """
+import site, sys
+site.addsitedir(sys.argv[1])
+sys.path.insert(0, sys.argv[2])
+import cpdhpc
+print(cpdhpc.__version__)
+"""
+
+
+def python(
+    *words: str | Path, cwd: Path = ROOT, status: int = 0
+) -> subprocess.CompletedProcess[str]:
+    """Run Python with these words; fail unless it ends with the status."""
+    command = [sys.executable, *map(str, words)]
+    done = subprocess.run(
+        command, cwd=cwd, env=environment(), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == status, done.stdout + done.stderr
+    return done
+
+
+def test_a_script_beside_the_clone_finds_the_package(tmp_path: Path) -> None:
+    """There the clone's folder, of the package's name, is on the path too, and before it."""
+    made, site, home = tmp_path / "made", tmp_path / "site", tmp_path / "home"
+    made.mkdir()
+    (home / "cpdhpc").mkdir(parents=True)
+    python("-c", EDITABLE, made)
+    (wheel,) = made.glob("*.whl")
+    with zipfile.ZipFile(wheel) as file:
+        file.extractall(site)
+    shown = python("-I", "-S", "-c", BESIDE, site, home, cwd=home).stdout
+    from cpdhpc import __version__
+
+    assert shown == f"{__version__}\n"
+
+
+def test_examples_are_written_from_a_wheel_too(tmp_path: Path) -> None:
+    """build_py makes what a wheel has, but for the compiled module."""
+    built, out = tmp_path / "built", tmp_path / "out"
+    python("setup.py", "-q", "build_py", "--build-lib", built)
+    program = "import sys; from cpdhpc.cli import main; sys.exit(main(['examples', sys.argv[1]]))"
+    python("-c", f"import sys; sys.path.insert(0, {str(built)!r}); {program}", out, cwd=tmp_path)
+    for name in EXAMPLES:
+        files = {path.relative_to(ROOT / name) for path in (ROOT / name).rglob("*.*")}
+        assert files == {path.relative_to(out / name) for path in (out / name).rglob("*.*")}
+    assert (out / "inputs" / "train_digits.toml").stat().st_size
+    assert (out / "slurm" / "mpirun-local").exists()
+    assert (built / "cpdhpc" / "kernels" / "cuda_loops.cu").exists()
+    assert folder("kernels") == ROOT / "kernels"  # of this clone
+
+
+def test_examples_overwrite_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["examples", str(tmp_path)]) == 0
+    assert main(["examples", str(tmp_path)]) == 2
+    assert "inputs is there already: name another folder" in capsys.readouterr().err
+
+
+def test_a_missing_extra_is_one_line(tmp_path: Path) -> None:
+    without = "import sys; sys.modules['torch'] = None; "
+    program = without + "from cpdhpc.cli import main; sys.exit(main(['train', 'x.toml']))"
+    done = python("-c", program, status=2)
+    assert done.stderr == "cpdhpc: error: torch is not installed: pip install 'cpdhpc[train]'\n"
+    done = python("-c", without + "import cpdhpc; cpdhpc.train", status=1)
+    assert "cpdhpc.train: needs torch: pip install 'cpdhpc[train]'" in done.stderr
+
+
+def test_extras_are_those_of_the_installation() -> None:
+    setup = ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    extras = setup["options.extras_require"]
+    named = {"sklearn": "scikit-learn"}
+    for package, extra in EXTRAS.items():
+        assert named.get(package, package) in extras[extra]
+    assert setup["options.entry_points"]["console_scripts"].strip() == "cpdhpc = cpdhpc.cli:main"
+
+
+@pytest.mark.parametrize("action", ["run", "resume"])
+def test_what_starts_mpirun_is_not_started_by_it(
+    action: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    assert main(["study", action, str(ROOT / "inputs" / "study_smoke.toml")]) == 2
+    assert f"study {action}: starts mpirun itself: not 2 times by it" in capsys.readouterr().err
+
+
+def test_unknown_commands_are_told_what_was_meant(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, told in (
+        (["trian"], "COMMAND trian: did you mean train?"),
+        (["bench", "codecs"], "ACTION codecs: did you mean codec?"),
+    ):
+        with pytest.raises(SystemExit):
+            main(words)
+        assert told in capsys.readouterr().err
