@@ -214,18 +214,27 @@ class Command:
 
 @dataclass(frozen=True)
 class Group:
-    """A command with actions of its own."""
+    """A command with actions of its own; default: what it does without one, if anything."""
 
     summary: str
     actions: dict[str, Command]
+    default: Command | None = None
 
 
 COMMANDS: dict[str, Command | Group] = {
     "train": Command(
         "train a job file's rows with all seeds, on all MPI ranks", "cli", "train", True
     ),
-    "autoencoder": Command(
-        "train filters whose cells are split over ranks", "cli", "autoencoder", True
+    "autoencoder": Group(
+        "train filters whose cells are split over ranks; probe shows what they have learned",
+        {
+            "probe": Command(
+                "what neurons of a trained stack answer to: accuracy, optimal stimuli, features",
+                "autoencoder.probe_command",
+                on_ranks=True,
+            )
+        },
+        Command("train filters whose cells are split over ranks", "cli", "autoencoder", True),
     ),
     "bench": Group(
         "measure this machine, predict others; codec needs no MPI",
@@ -379,7 +388,9 @@ def _add_commands(
         added = parsers.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
         if argv[:1] != [name]:
             continue
-        if isinstance(row, Group):
+        if isinstance(row, Group) and row.default and argv[1:2] not in [[a] for a in row.actions]:
+            row.default.add(added)
+        elif isinstance(row, Group):
             _add_commands(added, row.actions, argv[1:], "ACTION")
         else:
             row.add(added)

@@ -116,13 +116,13 @@ def draw_window(rng: np.random.Generator, shape: Sequence[int], owned: Box) -> B
     return Box(starts, stops)
 
 
-def draw_mode(rng: np.random.Generator, dtype: str, extent: int) -> Any:
-    """A boundary mode; reflect has nothing to show for an extent of 1."""
+def draw_mode(rng: np.random.Generator, dtype: str) -> Any:
+    """A boundary mode."""
     mode = rng.choice([*PADS, "constant"])
     if mode == "constant":
         values = [1, 2.5, 7] if dtype == "bool" or "int" in dtype else [2.5, -1, np.nan, -np.inf]
         return Constant([*values, 1 + 2j][rng.integers(len(values) + dtype.startswith("complex"))])
-    return "symmetric" if mode == "reflect" and extent == 1 else str(mode)
+    return str(mode)
 
 
 def draw(seed: Sequence[int], ranks: int) -> Case:
@@ -139,7 +139,7 @@ def draw(seed: Sequence[int], ranks: int) -> Case:
     kind = str(rng.choice(["numpy", "torch"], p=[0.7, 0.3]))
     dtype = str(rng.choice(DTYPES[kind]))
     trail = tuple(rng.integers(0, 4, rng.choice([0, 0, 0, 1, 1, 2])).tolist())
-    modes = tuple(draw_mode(rng, dtype, n) for n in shape)
+    modes = tuple(draw_mode(rng, dtype) for n in shape)
     return Case((*seed, ranks), layout, tuple(windows), modes, kind, dtype, trail)
 
 

@@ -4,49 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
-from training import small_data, small_job
+from training import ROOT, small_data, small_job
 
 from cpdhpc.config import ConfigError
 from cpdhpc.split_images import partition
 from cpdhpc.split_images.grid import ImageGrid
-from cpdhpc.split_images.layers import Sliding
+from cpdhpc.split_images.layers import INSTEAD, LAYERS, page
 from cpdhpc.train.setup import Files, prepare
 from cpdhpc.world.ranks import Loopback
 
 
 def alone() -> ImageGrid:
     return ImageGrid(Loopback(), (1, 1))
-
-
-def random_sliding(rng: np.random.Generator) -> Sliding:
-    size = tuple(rng.integers(1, 6, 2).tolist())
-    step, dilation = (tuple(rng.integers(1, top, 2).tolist()) for top in (5, 4))
-    before = tuple(int(rng.integers(0, k // 2 + 1)) for k in size)
-    return Sliding(size, step, before, before, dilation, bool(rng.random() < 0.5))
-
-
-def test_output_sizes_are_those_of_torch() -> None:
-    """300 filters over random images; pooling has ceil_mode, and torch refuses empty outputs."""
-    rng, refused, rounded_up = np.random.default_rng(0), 0, 0
-    for _ in range(300):
-        shape, sliding = tuple(rng.integers(1, 20, 2).tolist()), random_sliding(rng)
-        size, step, before, _, dilation, ceil = sliding
-        pool = nn.MaxPool2d(size, step, before, dilation, ceil_mode=ceil)
-        try:
-            expected = tuple(pool(torch.zeros(1, 1, *shape)).shape[2:])
-        except RuntimeError:
-            refused += 1
-            with pytest.raises(ValueError, match="its output is"):
-                sliding.outputs(shape)
-            continue
-        assert sliding.outputs(shape) == expected
-        room = (shape[0] + 2 * before[0] - dilation[0] * (size[0] - 1) - 1) // step[0] + 1
-        rounded_up += room != expected[0]
-    assert refused > 10 and rounded_up > 10
 
 
 def test_the_networks_share_parameters_buffers_names_and_modes() -> None:
@@ -63,7 +35,7 @@ def test_the_networks_share_parameters_buffers_names_and_modes() -> None:
     net(torch.randn(2, 1, 5, 5))
     assert int(body[1].num_batches_tracked) == 1
     net.load_state_dict(model.state_dict())
-    assert net.shape is None and partition(body, (5, 5), alone()).shape == (3, 3)
+    assert net.split_shape is None and partition(body, (5, 5), alone()).split_shape == (3, 3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -107,29 +79,62 @@ def hooked() -> nn.Module:
     return layer
 
 
+class Forward(nn.Module):
+    """A convolution, and a function of what it gives."""
+
+    def __init__(self, function: Any, layer: nn.Module | None = None) -> None:
+        super().__init__()
+        self.conv, self.function, self.layer = nn.Conv2d(1, 2, 3), function, layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(self.conv(x), self.layer)
+
+
 REFUSED = {  # the layers of a network -> what is said
-    "unknown": (
-        [conv(), nn.Softmax2d()],
-        TypeError,
-        r"layer 1, Softmax2d\(\).*known are Ada",
-    ),
+    "unknown": ([conv(), nn.Fold(2, 2)], TypeError, r"layer 1, Fold\(.*known are Ada"),
     "subclass": ([Own(1, 1, 3)], TypeError, "layer 0, Own.*cannot be split: known are"),
-    "dropout": ([conv(), nn.Dropout2d()], TypeError, "each rank would draw another mask"),
-    "linear": ([conv(), nn.Linear(6, 2)], TypeError, "before the maps are gathered by Flatten"),
-    "late": ([conv(), nn.Flatten(), conv()], TypeError, "layer 2.*comes after the gather"),
-    "norm": (
-        [conv(), nn.Flatten(), nn.BatchNorm1d(72)],
-        TypeError,
-        "statistics of its own images alone",
-    ),
+    "linear": ([conv(), nn.Linear(6, 2)], TypeError, r"layer 1, .*nn.Flatten\(1\)"),
+    "late": ([conv(), nn.Flatten(), conv()], ValueError, r"layer 2: forward fails on images"),
     "nested": ([nn.Sequential(conv(), nn.Fold(2, 2))], TypeError, r"layer 0\.1, Fold"),
     "hooks": ([hooked()], ValueError, "layer 0.*has hooks"),
     "flatten": ([conv(), nn.Flatten(2)], ValueError, r"layer 1.*Flatten\(1, -1\)"),
     "unflatten": ([nn.Unflatten(1, (2, 4)), conv()], ValueError, r"only Unflatten\(1, \(1, 8\)\)"),
     "indices": ([nn.MaxPool2d(2, return_indices=True)], ValueError, "layer 0.*return_indices"),
-    "padding": ([nn.MaxPool2d(2, padding=2)], ValueError, "layer 0.*at most half of kernel_size"),
-    "small": ([nn.AvgPool2d(3), conv()], ValueError, r"layer 1.*output is 0 x 0 for an .*\(2, 2\)"),
+    "padding": ([nn.MaxPool2d(2, padding=2)], ValueError, "layer 0.*at most half"),
+    "reflection": ([nn.ReflectionPad2d(8)], ValueError, r"layer 0.*on \(8, 8\): "),
+    "small": ([nn.AvgPool2d(3), conv()], ValueError, r"layer 1.*on \(2, 2\): "),
     "nothing": ([nn.Flatten(), nn.Linear(64, 2)], ValueError, "no convolution or pooling"),
+    "rows": ([conv(), nn.LayerNorm(6)], ValueError, r"layer 1.*use LayerNorm\(\[channels"),
+    "running": (
+        [conv(), nn.InstanceNorm2d(2, track_running_stats=True)],
+        ValueError,
+        "layer 1.*use False, or BatchNorm2d",
+    ),
+    "softmax": ([conv(), nn.Softmax(-1)], ValueError, r"layer 1.*dim=-1: must be 1"),
+    "slopes": ([conv(), nn.RReLU()], TypeError, "layer 1, RReLU.*use nn.LeakyReLU"),
+    "values": ([Forward(lambda y, _: y / y.max().item())], TypeError, "layer 0: .*calls max on"),
+    "stride": ([Forward(lambda y, _: y[:, :, ::2])], TypeError, r"layer 0: .*nn.MaxPool2d\(1, 2\)"),
+    "view": ([Forward(lambda y, _: y.view(len(y), -1))], TypeError, "layer 0: .*calls view on"),
+    "pad": ([Forward(lambda y, _: nn.functional.pad(y, (1, 1)))], TypeError, "nn.ZeroPad2d"),
+    "pool": ([Forward(lambda y, _: nn.functional.max_pool2d(y, 2))], TypeError, "use nn.MaxPool2d"),
+    "interpolate": (
+        [Forward(lambda y, _: nn.functional.interpolate(y, scale_factor=2))],
+        TypeError,
+        "layer 0: .*calls interpolate on .*use nn.Upsample",
+    ),
+    "mean": ([Forward(lambda y, _: y.mean((2, 3)))], TypeError, r"nn.AdaptiveAvgPool2d\(1\)"),
+    "turn": ([Forward(lambda y, _: y + y.mT)], TypeError, "layer 0: .*calls __get__ on"),
+    "join": ([Forward(lambda y, _: torch.cat([y, y], 2))], TypeError, "layer 0: .*calls cat on"),
+    "position": (
+        [Forward(lambda y, _: y + torch.ones(6, 6, device=y.device))],
+        TypeError,
+        r"calls (__add__|add) on \(2, 2, 6, 6\), \(6, 6\)",
+    ),
+    "sizes": (
+        [Forward(lambda y, layer: layer(layer(y)), nn.Conv2d(2, 2, 3))],
+        ValueError,
+        r"layer 0.layer.*is used on \(6, 6\) and on \(4, 4\).*a layer for each",
+    ),
 }
 
 
@@ -140,9 +145,29 @@ def test_what_cannot_be_split_is_named(name: str) -> None:
         partition(nn.Sequential(*layers), (8, 8), alone())
 
 
-def test_models_other_than_sequential_are_refused() -> None:
-    with pytest.raises(TypeError, match=r"model is Conv2d: known are .*Sequential"):
-        partition(conv(), (8, 8), alone())
+def test_layers_that_forward_does_not_use_are_refused_later() -> None:
+    class Sometimes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.norm = conv(), nn.BatchNorm2d(2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.conv(x) if self.training else self.norm(self.conv(x))
+
+    net = partition(Sometimes(), (8, 8), alone()).eval()
+    with pytest.raises(RuntimeError, match="layer norm: was not used when"):
+        net(torch.zeros(1, 1, 8, 8))
+
+
+def test_every_activation_of_torch_is_known() -> None:
+    """But for those that INSTEAD names, and attention."""
+    names = set(nn.modules.activation.__all__) - {"MultiheadAttention"}
+    known = {each.__name__ for each in (*LAYERS, *(e for e in INSTEAD if isinstance(e, type)))}
+    assert names <= known
+
+
+def test_the_page_for_users_lists_the_table() -> None:
+    assert page() in (ROOT / "docs" / "spatial.md").read_text()
 
 
 def test_inputs_of_another_shape_are_refused() -> None:

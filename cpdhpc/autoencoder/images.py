@@ -19,6 +19,7 @@ from ..train.data import DataError, find, read_idx
 Array = npt.NDArray[Any]
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".ppm", ".pgm", ".tif", ".tiff")
 _CROP, _NOISE = 2, 3  # streams of random numbers
+MARGIN = 8  # cells around a square that are whitened with it; what its edges do ends before them
 CUTOFF = 0.8  # of the whitening's low pass, of the highest frequency: 200 of 256 cycles there
 
 
@@ -30,6 +31,7 @@ class Source(Section):
         folder: image files in path, of one size or larger than size; synthetic: noise
     path: of the file or folder, where name needs one
     tile: images are laid side by side, so many in a row and a column, each time in another order
+    held_out: share of the images that training never sees, evenly spaced; for probe
     size: side of the random squares that are cut out; 0: nothing is cut
     channels: of synthetic images; 1 or 3 of files: grey or colours
     prepare: none; contrast: each square to mean 0 and variance 1; whiten: the same after a filter
@@ -42,6 +44,7 @@ class Source(Section):
     path: str = ""
     tile: Annotated[int, Field(ge=1)] = 1
     size: Annotated[int, Field(ge=0)] = 0
+    held_out: Annotated[float, Field(ge=0, lt=1)] = 0.0
     channels: Literal[1, 3] = 1
     prepare: Literal["none", "contrast", "whiten"] = "contrast"
 
@@ -53,9 +56,12 @@ class Source(Section):
             raise ValueError(f"name={self.name!r} needs size")
         return self
 
-    def load(self) -> Images:
-        """Return the images. Raises DataError, naming the file, where one is unfit."""
-        return Images(self, *LOADERS[self.name](self))
+    def load(self, held_out: bool = False) -> Images:
+        """Return the images for training, or those that are held out.
+
+        Raises DataError, naming the file, where one is unfit or none is held out.
+        """
+        return Images(self, *LOADERS[self.name](self), held_out)
 
 
 class Images:
@@ -65,8 +71,15 @@ class Images:
     shape: height and width of a square; channels: of its cells
     """
 
-    def __init__(self, source: Source, whole: Sequence[Array], white: int) -> None:
+    def __init__(
+        self, source: Source, whole: Sequence[Array], white: int, held_out: bool = False
+    ) -> None:
         self.source, self.whole, self.white = source, whole, white
+        n = len(whole)
+        held = np.linspace(0, max(0, n - 1), round(n * source.held_out)).round().astype(int)
+        self.used = held if held_out else np.setdiff1d(np.arange(n), held)
+        if n and not self.used.size:
+            raise DataError(f"data.held_out={source.held_out}: leaves none of {n} images")
         alike = isinstance(whole, np.ndarray)
         shapes = {each.shape for each in (whole[:1] if alike else whole)}
         if not shapes:
@@ -94,34 +107,53 @@ class Images:
 
     def _square(self, draw: Array) -> Array:
         tile = self.source.tile
-        chosen = [self.whole[int(i % len(self.whole))] for i in draw[:-2]]
+        chosen = [self.whole[self.used[int(i % len(self.used))]] for i in draw[:-2]]
         rows = [np.concatenate(chosen[k * tile : (k + 1) * tile], axis=1) for k in range(tile)]
         canvas = np.concatenate(rows, axis=0)
         room = [a - b + 1 for a, b in zip(canvas.shape, self.shape, strict=False)]
         top, left = (int(word % extent) for word, extent in zip(draw[-2:], room, strict=True))
-        square = canvas[top : top + self.shape[0], left : left + self.shape[1]]
-        if not np.isfinite(square).all():
+        return self.prepared(canvas, top, left)
+
+    def prepared(self, canvas: Array, top: int, left: int) -> Array:
+        """Return float64 of a square of a canvas, as layers get it.
+
+        Raises DataError where a value is not finite.
+        """
+        (height, width), margin = self.shape, MARGIN if self.source.prepare == "whiten" else 0
+        above, before = min(margin, top), min(margin, left)
+        wide = canvas[top - above : top + height + margin, left - before : left + width + margin]
+        if not np.isfinite(wide).all():
             raise DataError(f"{self.source.path}: an image holds NaN or infinity")
-        return PREPARE[self.source.prepare](np.asarray(square, np.float64) / self.white)
+        inner = slice(above, above + height), slice(before, before + width)
+        return PREPARE[self.source.prepare](np.asarray(wide, np.float64) / self.white, inner)
 
 
-def _standard(square: Array) -> Array:
+Inner = tuple[slice, slice]  # the square in what is given, which may have a margin
+
+
+def _standard(wide: Array, inner: Inner) -> Array:
     """Return values of mean 0 and variance 1; a constant square becomes zeros."""
+    square = wide[inner]
     centred = square - square.mean()
     deviation = centred.std()
     return centred / deviation if deviation > 1e-6 else np.zeros_like(centred)
 
 
-def _whitened(square: Array) -> Array:
-    frequencies = np.meshgrid(*(np.fft.fftfreq(n) for n in square.shape[:2]), indexing="ij")
+def _whitened(wide: Array, inner: Inner) -> Array:
+    """Return a filtered square. It is filtered with its margin, and mirrored: else the jumps from
+    edge to edge, which the periodic transform sees, would hold most of the energy.
+    """
+    mirrored = np.concatenate([wide, wide[::-1]])
+    mirrored = np.concatenate([mirrored, mirrored[:, ::-1]], axis=1)
+    frequencies = np.meshgrid(*(np.fft.fftfreq(n) for n in mirrored.shape[:2]), indexing="ij")
     f = np.hypot(*frequencies) / 0.5  # 1: the highest along an axis
     response = (f * np.exp(-((f / CUTOFF) ** 4)))[..., None]
-    spectrum = np.fft.fft2(square, axes=(0, 1)) * response
-    return _standard(np.fft.ifft2(spectrum, axes=(0, 1)).real)
+    spectrum = np.fft.fft2(mirrored, axes=(0, 1)) * response
+    return _standard(np.fft.ifft2(spectrum, axes=(0, 1)).real, inner)
 
 
-PREPARE: dict[str, Callable[[Array], Array]] = {
-    "none": np.asarray,
+PREPARE: dict[str, Callable[[Array, Inner], Array]] = {
+    "none": lambda wide, inner: wide[inner],
     "contrast": _standard,
     "whiten": _whitened,
 }

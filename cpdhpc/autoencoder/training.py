@@ -87,7 +87,10 @@ class Stack:
     def batch(self) -> Tensor:
         """Return the next iteration's images, the part that this rank owns."""
         number = self.layer * self.job.train.iterations + self.iteration
-        whole = self.images.batch(self.job.train.batch, self.job.train.seed, number)
+        return self.own(self.images.batch(self.job.train.batch, self.job.train.seed, number))
+
+    def own(self, whole: Array) -> Tensor:
+        """Return the cells that this rank owns of images [height, width, channels, n]."""
         box = self.cells.owner(self.world.rank)
         return torch.from_numpy(whole[box.slices((0, 0))].copy()).to(self.dtype)
 

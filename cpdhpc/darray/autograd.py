@@ -35,6 +35,7 @@ def exchange(x: Tensor, plan: WindowPlan) -> Tensor:
     The backward is collective too, may be differentiated again, and takes gradients of any strides.
     Raises as WindowPlan.exchange.
     """
+    _check("exchange: x", x, plan)
     y: Tensor = _exchange(x, plan, _next(plan), False)
     return y
 
@@ -44,6 +45,7 @@ def accumulate(y: Tensor, plan: WindowPlan) -> Tensor:
 
     y: window.shape + further axes; all else as exchange
     """
+    _check("accumulate: y", y, plan)
     x: Tensor = _accumulate(y, plan, _next(plan))
     return x
 
@@ -56,6 +58,17 @@ def join(loss: Tensor, *tensors: Tensor) -> Tensor:
     """
     joined: Tensor = _join(loss, *tensors)
     return joined
+
+
+def _check(what: str, x: Any, plan: WindowPlan) -> None:
+    """Raise TypeError on all ranks where x is no tensor that can be exchanged."""
+    problem = None
+    if not isinstance(x, Tensor):
+        problem = f"{what} is {type(x).__name__}: must be a torch tensor"
+    elif x.layout != torch.strided:
+        problem = f"{what} is {x.layout}: must be strided"
+    if problem is not None:
+        raise plan.world.refuse(TypeError(problem))[0]
 
 
 def _next(plan: WindowPlan) -> int:

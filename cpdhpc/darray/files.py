@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +13,7 @@ from .. import store
 from ..config import UserError
 from ..world import files
 from ..world.ranks import Ranks
-from .layout import Layout
+from .layout import Layout, check_layout
 
 Array = npt.NDArray[np.generic]
 Parts = Mapping[str, tuple[Layout, Array]]
@@ -65,21 +66,23 @@ def save_all(
     files.save(world, path, rooms, attributes, fill, chunks, compression)
 
 
+def _described(
+    world: Ranks, name: str, part: tuple[Layout, Array], how: tuple[object, ...]
+) -> tuple[Any, ...]:
+    """Return what must be the same on all ranks, but for whether the array fits its box."""
+    layout, local = part
+    ndim = len(layout.shape)
+    fits = layout.ranks == world.size and local.shape[:ndim] == layout.owner(world.rank).shape
+    return name, fits, local.shape[ndim:], str(local.dtype), how, layout.digest
+
+
 def _check(world: Ranks, arrays: Parts, how: tuple[object, ...]) -> dict[str, store.Room]:
     """Return the datasets, alike on all ranks; raise the first rank's error on all."""
-    mine = [
-        (
-            name,
-            layout.ranks == world.size
-            and local.shape[: len(layout.shape)] == layout.owner(world.rank).shape,
-            local.shape[len(layout.shape) :],
-            str(local.dtype),
-            how,
-            layout.digest,
-        )
-        for name, (layout, local) in arrays.items()
-    ]
-    everyone = world.gather(mine, "save")
+
+    def described() -> list[tuple[Any, ...]]:
+        return [_described(world, name, part, how) for name, part in arrays.items()]
+
+    everyone = world.gather_from(described, "save")
     for rank, theirs in enumerate(everyone):
         if [each[0] for each in theirs] != [each[0] for each in everyone[0]]:
             raise ValueError(f"save: ranks 0 and {rank} do not give arrays of the same names")
@@ -127,13 +130,14 @@ def _in_turns(world: Ranks, path: Path, name: str, place: tuple[slice, ...], loc
         world.agree(error, f"save: rank {rank} writes")
 
 
-def load(world: Ranks, path: Path, layout: Layout, name: str = "data") -> Array:
+def load(world: Ranks, path: Path | str, layout: Layout, name: str = "data") -> Array:
     """Return this rank's box of a dataset, in any layout of its first axes. Collective.
 
     Raises UserError alike on all ranks where file or dataset is missing, damaged or does not fit.
     """
-    files.check(world, path)
-    return read_all(world, path, {name: layout})[name]
+    place = world.gather_from(lambda: Path(path), "load")[world.rank]
+    files.check(world, place)
+    return read_all(world, place, {name: layout})[name]
 
 
 def read_all(world: Ranks, path: Path, layouts: Mapping[str, Layout]) -> dict[str, Array]:
@@ -146,6 +150,7 @@ def read_all(world: Ranks, path: Path, layouts: Mapping[str, Layout]) -> dict[st
     try:
         _, rooms = store.contents(path)
         for name, layout in layouts.items():
+            check_layout("load: layout", layout)
             if name not in rooms:
                 known = ", ".join(rooms) or "none at all"
                 raise UserError(f"load: {path}: has no dataset {name!r}, only {known}")
@@ -157,7 +162,7 @@ def read_all(world: Ranks, path: Path, layouts: Mapping[str, Layout]) -> dict[st
                 )
             box = layout.owner(world.rank)
             found[name] = store.read_box(path, name, box.slices((0,) * box.ndim))
-    except UserError as problem:
+    except Exception as problem:  # a wrong argument may be anything, and the others wait
         error = problem
     world.agree(error, "load")
     return found

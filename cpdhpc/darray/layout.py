@@ -182,6 +182,12 @@ class Layout:
         return sha256(repr((self.shape, self.owners)).encode()).hexdigest()
 
 
+def check_layout(what: str, layout: object) -> None:
+    """Raise TypeError, naming what, where layout is none."""
+    if not isinstance(layout, Layout):
+        raise TypeError(f"{what} is {type(layout).__name__}: must be a Layout")
+
+
 def _clipped(box: Box, shape: Sequence[int]) -> Box:
     """Return an empty box as one of the domain."""
     start = tuple(min(max(a, 0), n) for a, n in zip(box.start, shape, strict=True))

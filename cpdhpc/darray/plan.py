@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any, NoReturn, Self
 
 import numpy as np
@@ -17,7 +18,7 @@ from .by_slices import Array, ArrayBackend, array_backend
 from .channel import Call, Channel
 from .compiled import ACCUMULATE, EXCHANGE, POLLS, Operation, Program
 from .describe import Description, Verification, describe, packed_wire, verify
-from .layout import Box, Layout, as_box
+from .layout import Box, Layout, as_box, check_layout
 from .mailbox import SLOTS
 from .windows import Boundary, RankPieces, Windows, fill_value, parse_boundary
 
@@ -126,7 +127,7 @@ def run(plan: WindowPlan, operation: Operation, x: Array, out: Array | None, num
             result = last.again(x, out, number)
         except Exception as error:
             if last.channel.serial == serial:  # nothing was done
-                raise
+                _refuse(plan, error)
             _give_up(plan, operation, error)
         if result is not None:
             return result
@@ -140,13 +141,15 @@ def begin(
     plan: WindowPlan, operation: Operation, x: Array, out: Array | None, number: int
 ) -> Handle:
     """Start an operation of a plan. Collective. Raises as WindowPlan.exchange."""
-    if plan.freed:
-        raise RuntimeError(f"{operation.name}: plan {plan.name!r} is freed")
     plan.world.check_thread()
-    call = check(plan, operation, x, out)
-    channel = _channel(plan, operation, call)
-    call.number = channel.number_prefix | number & MOST_NUMBER
-    channel.prepare(call)
+    try:
+        if plan.freed:
+            raise RuntimeError(f"{operation.name}: plan {plan.name!r} is freed")
+        call = check(plan, operation, x, out)
+        channel = _channel(plan, operation, call, number)
+        channel.prepare(call)
+    except Exception as error:
+        _refuse(plan, error)
     try:
         channel.begin(call)
     except Exception as error:
@@ -154,10 +157,22 @@ def begin(
     return Handle(plan, channel, call)
 
 
-def _give_up(plan: WindowPlan, operation: Operation, error: Exception) -> NoReturn:
+def _refuse(plan: WindowPlan, error: Exception) -> NoReturn:
+    """Raise an error on all ranks, also on those that have begun the call and wait."""
+    found, by_all = plan.world.refuse(error)
+    if not by_all:
+        _break(plan)
+    raise found from None
+
+
+def _break(plan: WindowPlan) -> None:
     plan.broken = plan.freed = True
     plan.last.clear()
-    if isinstance(error, RankFailure):
+
+
+def _give_up(plan: WindowPlan, operation: Operation, error: Exception) -> NoReturn:
+    _break(plan)
+    if isinstance(error, RankFailure) or error is plan.world.refusal:
         raise error
     give_up(plan.world, error, f"{operation.name} of plan {plan.name!r}")
 
@@ -204,12 +219,15 @@ def _check_out(
     if isinstance(out, np.ndarray) and not out.flags.writeable:
         raise ValueError(f"{what} is read-only")
     strides = out.stride() if hasattr(out, "stride") else out.strides
-    if any(n > 1 and step == 0 for n, step in zip(shape, strides, strict=True)):
+    # Empty arrays have strides of 0, and no cells to share.
+    if prod(shape) and any(n > 1 and step == 0 for n, step in zip(shape, strides, strict=True)):
         raise ValueError(f"{what} has strides {tuple(strides)}: its cells share memory")
 
 
-def _channel(plan: WindowPlan, operation: Operation, call: Call) -> Channel:
-    """Return the channel for arrays like these, made when they are first met."""
+def _channel(plan: WindowPlan, operation: Operation, call: Call, number: int) -> Channel:
+    """Return the channel for arrays like these, made when they are first met; number the call."""
+    if not isinstance(number, int):
+        raise TypeError(f"{operation.name}: number={number!r}: must be an integer")
     trail = tuple(call.x.shape[plan.owned.ndim :])
     key = operation.name, call.backend.dtype(call.x), trail
     if key not in plan.channels:
@@ -218,7 +236,9 @@ def _channel(plan: WindowPlan, operation: Operation, call: Call) -> Channel:
             plan.world, plan, plan.stream, plan.name, str(plan.wire), operation, call.backend,
             call.x, trail, plan.packed,
         )  # fmt: skip
-    return plan.channels[key]
+    channel = plan.channels[key]
+    call.number = channel.number_prefix | number & MOST_NUMBER
+    return channel
 
 
 def _check_values(plan: WindowPlan, operation: Operation, call: Call) -> None:
@@ -293,7 +313,8 @@ class WindowPlan(RankPieces):
             one. It may have x as the part that this rank owns (inside), else they must not overlap
         number: of this call, where calls could get out of order: if another rank sends what has
             another number, the job ends and names both. 0..2**32 - 1
-        Raises TypeError or ValueError where x or out does not fit, on this rank alone.
+        Raises TypeError or ValueError where x or out does not fit, on all ranks alike: those that
+        wait for this one's messages, in any call of its world, raise too.
         """
         return run(self, EXCHANGE, x, out, number)
 
@@ -359,6 +380,10 @@ class WindowPlan(RankPieces):
     def __enter__(self) -> Self:
         return self
 
+    def __deepcopy__(self, memo: object) -> Self:
+        """Return the same plan: copies of a network exchange through its mailboxes, by turns."""
+        return self
+
     def __exit__(self, kind: object, *_: object) -> None:
         if kind is None:
             self.free()
@@ -373,23 +398,20 @@ def _agree(
     name: str,
 ) -> tuple[list[Box], tuple[Any, ...], Packed | None]:
     """Return the windows of all ranks, modes and wire; raise a rank's error on all. Collective."""
-    entry: Any
-    try:
+
+    def mine() -> tuple[Box, tuple[Any, ...], Packed | None, str]:
         box, modes, packed = _checked(world, layout, window, boundary, wire)
-        entry = box, repr((layout.digest, layout.shape, modes, wire, name))  # NaN is not NaN
-    except (TypeError, ValueError) as error:
-        entry = type(error)(f"rank {world.rank} | {error}")
-    entries = world.gather(entry, "WindowPlan")
-    for each in entries:
-        if isinstance(each, Exception):
-            raise each
-    for rank, (_, arguments) in enumerate(entries):
-        if arguments != entries[0][1]:
+        # As text: NaN is not NaN.
+        return box, modes, packed, repr((layout.digest, layout.shape, modes, wire, name))
+
+    entries = world.gather_from(mine, "WindowPlan")
+    for rank, (*_, arguments) in enumerate(entries):
+        if arguments != entries[0][-1]:
             raise ValueError(
-                f"WindowPlan: arguments differ: rank 0 has {entries[0][1]}, rank {rank} has "
+                f"WindowPlan: arguments differ: rank 0 has {entries[0][-1]}, rank {rank} has "
                 f"{arguments} (hash of the layout, domain, boundary, wire, name)"
             )
-    return [box for box, _ in entries], modes, packed
+    return [box for box, *_ in entries], *entries[world.rank][1:3]
 
 
 def _checked(
@@ -398,8 +420,7 @@ def _checked(
     """Return window, modes and wire of this rank, checked."""
     if world.virtual_ranks != 1:
         raise ValueError("WindowPlan: world has virtual ranks: needs one rank a process")
-    if not isinstance(layout, Layout):
-        raise TypeError(f"WindowPlan: layout is {type(layout).__name__}: must be a Layout")
+    check_layout("WindowPlan: layout", layout)
     if layout.ranks != world.size:
         raise ValueError(f"WindowPlan: layout has {layout.ranks} boxes for {world.size} ranks")
     box = as_box("WindowPlan: window", window, len(layout.shape))

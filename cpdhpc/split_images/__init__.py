@@ -1,8 +1,8 @@
-"""Networks whose images are split over ranks: convolution, pooling and batch norm on windows."""
+"""Networks whose images are split over ranks: any network, its layers replaced."""
 
 from __future__ import annotations
 
 from .grid import ImageGrid
-from .partition import Partitioned, partition
+from .partition import partition
 
-__all__ = ["ImageGrid", "Partitioned", "partition"]
+__all__ = ["ImageGrid", "partition"]

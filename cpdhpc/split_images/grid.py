@@ -27,15 +27,12 @@ class ImageGrid:
 
     def __init__(self, world: Any, procs: Sequence[int]) -> None:
         self.world: Ranks = as_world(world)
-        self.procs = _pair(procs)
         if self.world.virtual_ranks != 1:
             raise ValueError("ImageGrid: world has virtual ranks: needs one rank a process")
-        if self.world.size % self.sharing:
-            rows, columns = self.procs
-            raise ValueError(
-                f"ImageGrid: procs={rows} x {columns} for {self.world.size} ranks: "
-                f"their number must be a multiple of {self.sharing}"
-            )
+        given = self.world.gather_from(lambda: _pair(procs, self.world.size), "ImageGrid")
+        self.procs = given[0]
+        if given != given[:1] * self.world.size:
+            raise ValueError(f"ImageGrid: procs differ between ranks: {given}")
         self.groups, self.index = self.world.size // self.sharing, self.world.rank // self.sharing
         self.group = self.world if self.groups == 1 else self.world.split(self.index)
 
@@ -64,8 +61,14 @@ class ImageGrid:
             self.group.free()
 
 
-def _pair(procs: Sequence[int]) -> Shape:
-    pair = tuple(procs)
+def _pair(procs: Sequence[int], ranks: int) -> Shape:
+    """Return rows and columns. Raises ValueError unless their product divides the ranks."""
+    pair = tuple(procs) if isinstance(procs, Sequence) else ()
     if len(pair) != 2 or not all(isinstance(n, int) and n >= 1 for n in pair):
         raise ValueError(f"ImageGrid: procs={procs}: must be rows and columns, 1 or more each")
+    if ranks % prod(pair):
+        raise ValueError(
+            f"ImageGrid: procs={pair[0]} x {pair[1]} for {ranks} ranks: "
+            f"their number must be a multiple of {prod(pair)}"
+        )
     return pair[0], pair[1]

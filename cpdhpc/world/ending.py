@@ -29,13 +29,20 @@ class Timeout:
     """How long the processes of a communicator wait, and what then happens.
 
     mpi: the module mpi4py.MPI; alarm_tag: of messages that no one else uses; end: ends the job
+    look: called now and then while a process waits; may raise
     """
 
     def __init__(
-        self, mpi: Any, comm: Any, alarm_tag: int, timeout_s: float, end: Callable[[], NoReturn]
+        self,
+        mpi: Any,
+        comm: Any,
+        alarm_tag: int,
+        timeout_s: float,
+        end: Callable[[], NoReturn],
+        look: Callable[[], None],
     ) -> None:
         self._mpi, self._comm, self._tag = mpi, comm, alarm_tag
-        self._timeout_s, self._end = timeout_s, end
+        self._timeout_s, self._end, self._look = timeout_s, end, look
 
     def wait(self, done: Callable[[], bool], lines: Lines, pause_s: float = 0.0) -> None:
         """Wait until done; give up when the time is over, here or at another process.
@@ -53,6 +60,7 @@ class Timeout:
             if now_s < look_s:
                 continue
             look_s = now_s + ALARM_PERIOD_S
+            self._look()
             alarm = self._comm.Iprobe(self._mpi.ANY_SOURCE, self._tag)
             if alarm or now_s - start_s > self._timeout_s:
                 self.give_up(now_s - start_s, lines)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import errno
+import os
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 from .. import store
 from ..config import UserError
-from .ranks import Ranks
+from .ranks import Array, Ranks
 
 Offsets = Mapping[str, int | None]
 
@@ -84,3 +87,49 @@ def _digests(world: Ranks, path: Path, what: str) -> list[bytes]:
         error = found
     world.agree(error, what)
     return [digest for part in world.gather(mine, what) for digest in part]
+
+
+def write_box(
+    mpi: Any,
+    comm: Any,
+    path: Path,
+    offset: int,
+    shape: Sequence[int],
+    start: Sequence[int],
+    box: Array,
+) -> OSError | None:
+    """Write a process's box of an array whose first byte is at an offset. Collective.
+
+    mpi: the module mpi4py.MPI; the others as Ranks.write_box
+    Returns what went wrong on this process, None where nothing did.
+    """
+    try:
+        file = mpi.File.Open(comm, str(path), mpi.MODE_WRONLY)
+    except mpi.Exception as error:  # on all processes
+        return _problem(path, box.nbytes, error)
+    element = mpi.BYTE.Create_contiguous(box.dtype.itemsize).Commit()
+    types = [element]
+    if box.size:  # MPI has no subarrays of nothing
+        types.append(element.Create_subarray(list(shape), list(box.shape), list(start)).Commit())
+    problems = []
+    for call, *arguments in (  # all are collective: who has a problem goes on with the others
+        (file.Set_view, offset, element, types[-1]),
+        (file.Write_all, [box, box.size, element]),
+        (file.Sync,),
+        (file.Close,),
+    ):
+        try:
+            call(*arguments)
+        except mpi.Exception as error:
+            problems.append(_problem(path, box.nbytes, error))
+    for each in types:
+        each.Free()
+    return problems[0] if problems else None
+
+
+def _problem(path: Path, size_bytes: int, error: Exception) -> OSError:
+    """Return an error of MPI-IO, which says MPI_ERR_OTHER where the disk is full."""
+    disk = os.statvfs(path.parent)
+    if disk.f_bavail * disk.f_frsize < size_bytes:
+        return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    return OSError(str(error))

@@ -5,8 +5,6 @@ The only file that imports mpi4py, and only when it is used.
 
 from __future__ import annotations
 
-import errno
-import os
 import pickle
 import sys
 from collections.abc import Callable, Sequence
@@ -18,6 +16,7 @@ import numpy as np
 
 from ..config import UserError
 from .ending import EndsJob, Timeout, finalise_at_exit, say
+from .files import write_box
 from .node_memory import Shared, share
 from .ranks import (
     Array,
@@ -29,7 +28,9 @@ from .ranks import (
     check_process_list,
     check_whole,
     numbered,
+    of_rank,
 )
+from .refusal import REFUSAL_S, meet
 
 
 def running_mpi() -> Any:
@@ -74,52 +75,6 @@ def pieces(array: Array) -> list[Array]:
     return [array[i : i + MESSAGE_BYTES] for i in range(0, array.size, MESSAGE_BYTES)]
 
 
-def write_box(
-    mpi: Any,
-    comm: Any,
-    path: Path,
-    offset: int,
-    shape: Sequence[int],
-    start: Sequence[int],
-    box: Array,
-) -> OSError | None:
-    """Write a process's box of an array whose first byte is at an offset. Collective.
-
-    mpi: the module mpi4py.MPI; the others as Ranks.write_box
-    Returns what went wrong on this process, None where nothing did.
-    """
-    try:
-        file = mpi.File.Open(comm, str(path), mpi.MODE_WRONLY)
-    except mpi.Exception as error:  # on all processes
-        return _problem(path, box.nbytes, error)
-    element = mpi.BYTE.Create_contiguous(box.dtype.itemsize).Commit()
-    types = [element]
-    if box.size:  # MPI has no subarrays of nothing
-        types.append(element.Create_subarray(list(shape), list(box.shape), list(start)).Commit())
-    problems = []
-    for call, *arguments in (  # all are collective: who has a problem goes on with the others
-        (file.Set_view, offset, element, types[-1]),
-        (file.Write_all, [box, box.size, element]),
-        (file.Sync,),
-        (file.Close,),
-    ):
-        try:
-            call(*arguments)
-        except mpi.Exception as error:
-            problems.append(_problem(path, box.nbytes, error))
-    for each in types:
-        each.Free()
-    return problems[0] if problems else None
-
-
-def _problem(path: Path, size_bytes: int, error: Exception) -> OSError:
-    """Return an error of MPI-IO, which says MPI_ERR_OTHER where the disk is full."""
-    disk = os.statvfs(path.parent)
-    if disk.f_bavail * disk.f_frsize < size_bytes:
-        return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    return OSError(str(error))
-
-
 class World(Ranks):
     """The ranks of an MPI communicator, or virtual_ranks times as many. Collective.
 
@@ -160,7 +115,8 @@ class World(Ranks):
         self.timeout_s, self.gpu_direct = timeout_s, gpu_direct
         self.thread_level = thread_level(self._mpi)
         self._duplicate = comm.Dup()
-        self._timeout = Timeout(self._mpi, self._duplicate, self._alarm_tag, timeout_s, self._end)
+        waits = self._mpi, self._duplicate, self._alarm_tag, timeout_s, self._end, self._look
+        self._timeout = Timeout(*waits)
         self.nodes = numbered([first for first in firsts for _ in range(virtual_ranks)])
         self._share = share_memory
         self._shared: tuple[Shared | None, str] | None = None
@@ -379,6 +335,29 @@ class World(Ranks):
                 raise failure or error from None
             told = f"{name} {self.process} | {what}: {error}: is another process in another call?"
             self._timeout.give_up(0.0, lambda waited_s, absent: [told])
+
+    def refuse(self, error: Exception) -> tuple[Exception, bool]:
+        """Return the error of the lowest rank that refuses a call, and whether all refuse one.
+
+        All processes meet here: those that refuse, and those that wait in any call of this world,
+        which raise the error. If some do not come in REFUSAL_S the job ends with the error.
+        """
+        if self.processes == 1:
+            return error, True
+        return self._meet(of_rank(self.rank, error))
+
+    def _look(self) -> None:
+        """Raise the error of a process that refused what others wait for."""
+        if self._duplicate.Iprobe(self._mpi.ANY_SOURCE, self._most_tag):
+            self.refusal, _ = self._meet(None)
+            raise self.refusal
+
+    def _meet(self, mine: Exception | None) -> tuple[Exception, bool]:
+        try:
+            wait_s = min(self.timeout_s, REFUSAL_S)
+            return meet(self._duplicate, self._most_tag, mine, wait_s)
+        except TimeoutError as late:
+            self.abort(str(late))
 
     def failure(self, error: Exception, what: str) -> RankFailure | None:
         """Return the failure behind an error of MPI, or None if it is of another kind.

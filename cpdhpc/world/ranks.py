@@ -8,7 +8,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
+from typing import Any, NamedTuple, NoReturn, Protocol, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -116,6 +116,7 @@ class Ranks(ABC):
     gpu_aware: whether MPI takes them, and how that was found out; None before it is asked for
     has_mpi: whether sum_by_mpi is MPI_Allreduce
     thread_level: what MPI allows: "single", "funneled", "serialized" or "multiple"
+    refusal: the error of another process that ended a wait here, see refuse; or None
     lent_by: the thread that must not communicate at the moment, as another does it; or None
     """
 
@@ -123,6 +124,7 @@ class Ranks(ABC):
     thread_level = "multiple"
     gpu_direct = True
     gpu_aware: tuple[bool, str] | None = None
+    refusal: Exception | None = None
     lent_by: int | None = None
 
     def __init__(self, process: int, processes: int, virtual_ranks: int) -> None:
@@ -166,8 +168,25 @@ class Ranks(ABC):
         """
         if not self.max(np.array([error is not None], np.int64), what)[0]:
             return
-        errors = [each for each in self.gather(_portable(error), what) if each is not None]
+        errors = [each for each in self.gather(portable(error), what) if each is not None]
         raise pickle.loads(errors[0]) from error
+
+    def gather_from(self, make: Callable[[], T], what: str) -> list[T]:
+        """Return what make, with no collective in it, returns on all processes. Collective.
+
+        The values are small Python values. Raises the lowest process's error, with its rank in
+        front, on all processes.
+        """
+        value, error = None, None
+        try:
+            value = make()
+        except Exception as found:
+            error = portable(of_rank(self.rank, found))
+        everyone = self.gather((value, error), what)
+        for _, each in everyone:
+            if each is not None:
+                raise pickle.loads(each)
+        return [value for value, _ in everyone]
 
     def on_first(self, make: Callable[[], T], what: str = "on_first") -> T:
         """Return what make, which has no collective in it, returns on process 0. Collective.
@@ -190,6 +209,18 @@ class Ranks(ABC):
     def shared(self) -> Any:
         """Return how payloads reach other processes of the node, if not by MPI. Collective."""
         return None
+
+    def refuse(self, error: Exception) -> tuple[Exception, bool]:
+        """Return the error that all processes are to raise, and whether all of them refused.
+
+        For a process that finds a call wrong before it has sent anything, while others may wait
+        for its messages: these raise the error from their waits, and it stays as refusal.
+        """
+        return error, True
+
+    def __deepcopy__(self, memo: object) -> Self:
+        """Return the same world: copies of what communicates share the communicator."""
+        return self
 
     @abstractmethod
     def split(self, group: int) -> Ranks:
@@ -272,7 +303,17 @@ class Ranks(ABC):
         """Print "rank R | message" to stderr and end the job, all processes of it."""
 
 
-def _portable(error: Exception | None) -> bytes | None:
+def of_rank(rank: int, error: Exception) -> Exception:
+    """Return an error of the same type, with the rank in front of its words."""
+    text = f"rank {rank} | {error}"
+    try:
+        return type(error)(text)
+    except TypeError:  # it takes other arguments
+        return RuntimeError(f"rank {rank} | {type(error).__name__}: {error}")
+
+
+def portable(error: Exception | None) -> bytes | None:
+    """Return an error pickled; what cannot be becomes a RuntimeError with the same words."""
     if error is None:
         return None
     try:

@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import autoencoders as serial  # noqa: E402
 
-from cpdhpc.autoencoder import files  # noqa: E402
+from cpdhpc.autoencoder import files, probe  # noqa: E402
 from cpdhpc.autoencoder import job as geometry  # noqa: E402
 from cpdhpc.autoencoder.files import resume, save  # noqa: E402
 from cpdhpc.autoencoder.job import Autoencoder, procs_of  # noqa: E402
@@ -199,3 +199,30 @@ def test_pictures_show_few_blocks_of_many(world):
     found = files.shown(layer)
     same = np.array_equal(found, weight[rows][:, columns, :64])
     assert world.gather(same) == [True] * world.processes
+
+
+def test_probing_finds_the_same_on_any_ranks(world):
+    """Accuracies and neurons, stimuli, errors; in float64, as training above."""
+    here = []
+    pixels, labels, white = probe.read(None, None)
+    for ranks, procs in ((world, {}), (Loopback(), {"cell_procs": [1, 1], "block_procs": [1, 1]})):
+        stack, _ = trained(job(**procs), ranks, 8)
+        labelled = probe.prepared(stack.images, pixels[:60], labels[:60], white)
+        answers = probe.responses(stack, labelled.images)
+        start = stack.layers[-1].pools.owner(ranks.process).start
+        best = probe.selectivity(ranks, answers[-1].numpy(), start, labelled)
+        neurons = [best[concept].neuron for concept in (0, 1)]
+        found = probe.stimuli(stack, 1, neurons, [1, -1])
+        here.append((best, found, probe.errors(stack, labelled.images)))
+    (best, found, errors), (same, other, those) = here
+    assert list(best) == list(range(10))
+    verdicts = [
+        all(best[c].neuron == same[c].neuron for c in best),
+        all(abs(best[c].judged - same[c].judged) < 1e-12 for c in best),
+        # 100 steps of ascent with maxima of smooth functions: rounding grows by 1e3 at most here
+        np.allclose(found[0], other[0], rtol=0, atol=1e-9),
+        np.allclose(found[1], other[1], rtol=1e-9),
+        np.allclose(errors, those, rtol=1e-12),
+        found[1][0] > 0,
+    ]
+    assert world.gather(verdicts) == [[True] * 6] * world.processes
