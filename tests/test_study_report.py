@@ -13,8 +13,11 @@ from synthetic_points import GRADIENTS
 from synthetic_study import write_study
 
 from cpdhpc.report.command import report
+from cpdhpc.report.compare import compare
+from cpdhpc.report.figures import draw
 from cpdhpc.report.study import study_report
 from cpdhpc.report.tables import Report, Table
+from cpdhpc.study.case_file import OUTCOMES
 from cpdhpc.study.cases import load_study
 from cpdhpc.study.collect import collect
 from cpdhpc.study.folder import Folder
@@ -197,6 +200,41 @@ def test_codec(tmp_path: Path) -> None:
     assert {"1 rank, decode", "2 ranks, memcpy"} <= titles and len(titles) == 6, titles
     assert {s.join for panel in charts["speedup"].panels for s in panel.series} == {"line"}
     assert [list(panel.rows) for panel in charts["rate_by_format"].panels] == [["e4m3", "e3m0"]] * 4
+
+
+OTHERS = {  # sweeps of small studies
+    "allreduce": 'size_bytes = [4096, 8192]\nalgorithm = ["ring", "mpi"]',
+    "codec": 'size_bytes = [4096]\noperation = ["memcpy", "decode"]\nformat = ["e4m3"]',
+    "halo": 'rows = [64]\nway = ["cpdhpc", "subarray"]',
+    "autoencoder": "maps = [1, 2]",
+}
+
+
+@pytest.mark.parametrize("kind", [*OTHERS, "train"])
+def test_what_is_over_nothing_is_unknown(tmp_path: Path, kind: str) -> None:
+    """A ping-pong's slope of 0 gives a bound of 0; a coarse clock gives times of 0."""
+    if kind == "train":
+        path = write_study(tmp_path / "t.h5", "train", ranks=(1, 2), seeds=(0,))
+    else:
+        text = f'kind = "{kind}"\n[sweep]\nranks = [1, 2]\nppn = 2\n{OTHERS[kind]}\n'
+        (tmp_path / "s.toml").write_text(text)
+        study, folder = load_study(tmp_path / "s.toml"), Folder(tmp_path / "results")
+        fill(folder, study)
+        collect(study, folder)
+        path = folder.study_file
+    with h5py.File(path, "r+") as file:
+        outcomes = [*OUTCOMES, "time_s", "speedup", *(f"epoch_{n}" for n in ("time_s", "loss"))]
+        for group in file.values():
+            for name, data in group.items():
+                if data.dtype.kind == "f" and (name in outcomes or name.endswith("_s")):
+                    data[...] = 0
+    found = of(path)
+    shown = [cell for s in found.sections for t in s.tables for row in t.rows for cell in row]
+    assert not [cell for cell in shown if "inf" in cell or "nan" in cell]
+    for chart in found.charts[:2]:
+        draw(chart).draw_without_rendering()
+    again = compare(load_study_file(path), load_study_file(path))
+    assert len(again.having("unknown")) == len(again.changes)
 
 
 def test_speedups_over_another_algorithm(tmp_path: Path) -> None:

@@ -229,7 +229,7 @@ def _bus_bandwidth(group: SeedGroup, time: Estimate) -> Estimate:
 
 def _table(file: StudyFile, groups: Sequence[SeedGroup]) -> Table:
     from ..report import units
-    from ..report.points import of_factors, times_as_fast, timing, varying
+    from ..report.points import of_factors, quotient, times_as_fast, timing, varying
     from ..report.tables import Column, tabulate
 
     base = {(g.shape, _size(g)): g for g in groups if g.factors["algorithm"] == "mpi"}
@@ -243,7 +243,7 @@ def _table(file: StudyFile, groups: Sequence[SeedGroup]) -> Table:
         Column("times as\nfast as mpi", lambda g: times_as_fast(base.get((g.shape, _size(g))), g)),
         Column("bound", lambda g: units.time(g.mean("bound_s"))),
         Column(
-            "time by\nbound", lambda g: units.digits(g.time_s.value / (g.mean("bound_s") or nan))
+            "time by\nbound", lambda g: units.digits(quotient(g.time_s.value, g.mean("bound_s")))
         ),
         Column("relative\nerror", lambda g: units.digits(g.mean("error"), 2)),
     ]

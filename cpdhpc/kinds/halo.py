@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from math import nan
 from typing import TYPE_CHECKING, Any
 
 from ..config import ConfigError
@@ -118,12 +119,12 @@ CAPTION = (
 def _sections(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> list[Section]:
     """Return rates of exchanges, beside the fastest of MPI's ways with datatypes."""
     from ..report import units
-    from ..report.points import of_factors, times_as_fast, timing
+    from ..report.points import of_factors, quotient, times_as_fast, timing
     from ..report.tables import Column, Section, tabulate
 
     def rate(group: SeedGroup) -> str:
         sent_bytes = group.mean("payload_bytes")
-        return units.digits(sent_bytes / group.time_s.value / 1e9) if sent_bytes else units.NONE
+        return units.digits(quotient(sent_bytes / 1e9, group.time_s.value) or nan)
 
     def sent(group: SeedGroup) -> str:
         some = group.mean("payload_bytes")

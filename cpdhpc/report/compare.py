@@ -51,7 +51,9 @@ class Comparison:
     def having(self, verdict: Verdict) -> list[Change]:
         """Return the changes with a verdict, the greatest first."""
         found = [change for change in self.changes if change.verdict == verdict]
-        return sorted(found, key=lambda change: abs(change.times.value - 1), reverse=True)
+        known = [change for change in found if not isnan(change.times.value)]
+        known.sort(key=lambda change: abs(change.times.value - 1), reverse=True)
+        return [*known, *(change for change in found if isnan(change.times.value))]
 
 
 def compare(before: StudyFile, after: StudyFile) -> Comparison:

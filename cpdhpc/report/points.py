@@ -114,6 +114,11 @@ def heading(name: str) -> str:
 SEEDS = ("seed",)
 
 
+def quotient(one: float, other: float) -> float:
+    """Return one / other, NaN where other is 0: what is over nothing is unknown, not infinite."""
+    return one / other if other else nan
+
+
 class Estimate(NamedTuple):
     """A quantity and the ends of its interval, NaN where there is none."""
 
@@ -127,7 +132,7 @@ class Estimate(NamedTuple):
 
     def inverse(self, of: float) -> Estimate:
         """Return of / quantity, as a rate is of a time."""
-        return Estimate(of / self.value, of / self.high, of / self.low)
+        return Estimate(*(quotient(of, each) for each in (self.value, self.high, self.low)))
 
 
 UNKNOWN = Estimate(nan, nan, nan)
@@ -136,13 +141,13 @@ UNKNOWN = Estimate(nan, nan, nan)
 def ratio(one: Array, other: Array, level: float) -> Estimate:
     """Return median of one / median of other; the interval holds with the level or more.
 
-    one, other: float64[samples], s
+    one, other: float64[samples], s. NaN where a median or an end to divide by is 0.
     """
     longest = max(len(one), len(other))
     times = np.full((2, longest), np.nan)
     times[0, : len(one)], times[1, : len(other)] = one, other
     found = ratio_intervals(times, np.array([-1, 0]), level)
-    return Estimate(*(float(column[1]) for column in found))
+    return Estimate(*(float(c[1]) if isfinite(c[1]) else nan for c in found))
 
 
 @dataclass(frozen=True)
@@ -199,16 +204,19 @@ class SeedGroup:
         if self.is_base:
             return Estimate(1.0, 1.0, 1.0)
         first = self.points[0].summary
-        work = first["speedup"] * first["median_s"] / self.base_points[0].summary["median_s"]
+        base_s = self.base_points[0].summary["median_s"]
+        work = quotient(first["speedup"] * first["median_s"], base_s)
         return ratio(self._base_samples_s, self.samples_s, self.level).scaled(work)
 
     @property
     def efficiency(self) -> Estimate:
         """Speed-up by that of the ideal."""
-        if not self.base_points:
-            return UNKNOWN
-        first = self.points[0].summary
-        return self.speedup.scaled(first["efficiency"] / first["speedup"])
+        return self.speedup.scaled(1 / self.ideal)
+
+    @property
+    def ideal(self) -> float:
+        """Speed-up at an efficiency of 1: the ratio of ranks; NaN without a base."""
+        return self.ranks / self.base_points[0].ranks if self.base_points else nan
 
     def outcome(self, name: str) -> Array:
         """float64[seeds], an outcome of each point; NaN where there is none."""

@@ -122,7 +122,7 @@ def _quantities(file: StudyFile, panels: Panels) -> list[Quantity]:
             "speedup",
             "speed-up",
             lambda g: g.speedup,
-            lambda g: g.speedup.value / g.efficiency.value,
+            lambda g: g.ideal,
             doublings,
             said="ideal" if grows else "base",
         )

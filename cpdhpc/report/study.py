@@ -19,7 +19,7 @@ from ..study.folder import Folder
 from ..study.spec import Study
 from ..study.study_file import Point, ReportError, StudyFile
 from . import units
-from .points import Layout, SeedGroup, constant, of_factors, said, seed_groups, varying
+from .points import Layout, SeedGroup, constant, of_factors, quotient, said, seed_groups, varying
 from .scaling import scaling
 from .tables import Column, Listed, Report, Section, Table, tabulate, words
 
@@ -177,7 +177,8 @@ def _reserves(file: StudyFile) -> list[Listed]:
 def _half_width(point: Point) -> float:
     """Return how far the ends of the interval are from the median, as a share of it."""
     s = point.summary
-    return max(s["median_s"] - s["ci_low_s"], s["ci_high_s"] - s["median_s"]) / s["median_s"]
+    reach = max(s["median_s"] - s["ci_low_s"], s["ci_high_s"] - s["median_s"])
+    return quotient(reach, s["median_s"])
 
 
 def study_report(file: StudyFile) -> Report:

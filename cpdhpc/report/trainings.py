@@ -282,7 +282,7 @@ def _near(group: Sequence[Trained]) -> list[Trained]:
 def _by_bits(title: str, group: Sequence[Trained]) -> Panel:
     sizes = [each.sent_bytes / 1e3 for each in group]
     places = spread_out(sizes)
-    bit = finite(each.bit_bytes for each in group)
+    bit = [each.bit_bytes for each in group if each.bit_bytes > 0]
     top = ("bits sent per value", 1e3 / bit[0], (1, 2, 4, 8, 16, 32)) if bit else None
     x = spread("sent per step and rank / kB", places, "log", 1.5)
     return _against(title, group, sizes, places, x, top)
