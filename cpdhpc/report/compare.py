@@ -221,7 +221,7 @@ def _chart(comparison: Comparison) -> Chart:
         f"{comparison.before.name}: B by A",
         [note],
         "Right of 1: B takes longer.",
-        [Panel("", x, Axis(""), [each for each in series if each.x], rows=rows)],
+        [Panel("", x, Axis("", names=rows), [each for each in series if each.x])],
         scale=(2.0, max((len(ordered) + 3) * ROW / HEIGHT, 0.4)),
     )
 
