@@ -199,7 +199,9 @@ def test_codec(tmp_path: Path) -> None:
     titles = {panel.title for panel in charts["speedup"].panels}
     assert {"1 rank, decode", "2 ranks, memcpy"} <= titles and len(titles) == 6, titles
     assert {s.join for panel in charts["speedup"].panels for s in panel.series} == {"line"}
-    assert [list(panel.y.names) for panel in charts["rate_by_format"].panels] == [["e4m3", "e3m0"]] * 4
+    assert [list(panel.y.names) for panel in charts["rate_by_format"].panels] == [
+        ["e4m3", "e3m0"]
+    ] * 4
 
 
 OTHERS = {  # sweeps of small studies

@@ -362,6 +362,18 @@ class Chart:
     colours: str = ""
     scale: tuple[float, float] = (1.0, 1.0)
 
+    @property
+    def shown(self) -> list[Sequence[Panel | Map]]:
+        """The rows of panels that are drawn: all, or so many that they have MOST panels."""
+        columns = min(self.columns, len(self.panels))
+        rows = [self.panels[i : i + columns] for i in range(0, len(self.panels), columns)]
+        return thinned(rows, max(MOST // columns, 1))
+
+    @property
+    def points(self) -> int:
+        """Number of points that are drawn."""
+        return sum(len(s.x) for row in self.shown for panel in row for s in panel.series)
+
 
 def thinned(items: Sequence[T], most: int) -> list[T]:
     """Return at most so many items, evenly spread, with the first and the last."""
@@ -375,9 +387,8 @@ def draw(chart: Chart) -> Figure:
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    columns = min(chart.columns, len(chart.panels))
-    rows = [chart.panels[i : i + columns] for i in range(0, len(chart.panels), columns)]
-    rows = thinned(rows, max(MOST // columns, 1))
+    rows = chart.shown
+    columns = len(rows[0])
     panels = [panel for row in rows for panel in row]
     notes = [*chart.notes]
     if len(panels) < len(chart.panels):
@@ -463,7 +474,7 @@ def _add_legend(figure: Figure, panels: Sequence[Panel | Map]) -> float:
 
 
 def image(chart: Chart, kind: str) -> bytes:
-    """Return the figure as a file's content. kind: "png" or "svg"."""
+    """Return the figure as a file's content. kind: "png", "svg" or "webp"."""
     from matplotlib import rc_context
 
     buffer = BytesIO()

@@ -302,7 +302,7 @@ def finite(values: Iterable[float]) -> list[float]:
     return [value for value in values if isfinite(value)]
 
 
-ROWS, WIDEST = 5, 4  # of panels in a figure
+WIDEST = 4  # panels beside one another
 APART, REACH = 0.06, 0.28  # of a doubling: series beside one another, and all at a place
 
 
@@ -327,15 +327,6 @@ class Panels:
         """The points of all lines."""
         return [group for lines in self.lines.values() for line in lines for group in line.groups]
 
-    def figures(self, name: str) -> list[tuple[str, Panels]]:
-        """Return what goes into each figure, with its name: numbered where there are several."""
-        items, most = list(self.lines.items()), ROWS * self.columns
-        parts = [dict(items[i : i + most]) for i in range(0, len(items), most)]
-        return [
-            (f"{name}_{number}" if len(parts) > 1 else name, Panels(part, self.columns))
-            for number, part in enumerate(parts, 1)
-        ]
-
 
 @dataclass(frozen=True)
 class Layout:
@@ -356,11 +347,21 @@ class Layout:
         apart: words that have panels of their own; numbers always have
         """
         factors = [group.factors for group in groups]
-        hidden = {*SHAPE, *file.weak} - ({"ppn"} if _tells_apart(groups) else set())
+        hidden = {*SHAPE, *file.weak} - ({"ppn"} if tells_apart(groups) else set())
         free = hidden if file.over == "ranks" else {file.over}
         names = varying(factors, hidden | free)
         panels = [n for n in names if n in apart or is_number(n, factors)]
-        lines = [n for n in names if n not in panels]
+        return cls.named(panels, [n for n in names if n not in panels], free, factors)
+
+    @classmethod
+    def named(
+        cls,
+        panels: Sequence[str],
+        lines: Sequence[str],
+        free: Collection[str],
+        factors: Sequence[Factors],
+    ) -> Layout:
+        """Return a layout by what names panels and lines, of points with these factors."""
         own = styles(label(each, lines) for each in factors if not is_baseline(each))
         baselines = dict.fromkeys(label(each, lines) for each in factors if is_baseline(each))
         return cls(panels, lines, own | dict(zip(baselines, LIBRARIES, strict=False)), free)
@@ -385,7 +386,8 @@ class Layout:
         """Return series by panel. without: factors that name no panel here."""
         series = list(series)
         alone = any(len({group.ranks for group in each}) == 1 for each in series)
-        ranks = ["ranks"] if alone and len({each[0].ranks for each in series}) > 1 else []
+        several = alone and len({each[0].ranks for each in series}) > 1
+        ranks = ["ranks"] if several and "ranks" not in (*self.panels, *self.lines) else []
         names = [*ranks, *(name for name in self.panels if name not in without)]
         found: dict[str, list[Line]] = {}
         inner = set()
@@ -397,7 +399,7 @@ class Layout:
         return Panels(found, len(inner) if by_rows else even)
 
 
-def _tells_apart(groups: Sequence[SeedGroup]) -> bool:
+def tells_apart(groups: Sequence[SeedGroup]) -> bool:
     """Return whether it takes the ranks per node to tell points of equal ranks apart."""
     return any(len(each) > 1 for each in _grouped(groups, ("nodes", "ppn")))
 

@@ -108,11 +108,7 @@ class Quantity:
 
 def charts(file: StudyFile, panels: Panels, quantities: Sequence[Quantity]) -> list[Chart]:
     """Return the figures of some quantities over ranks, or what else the study has there."""
-    return [
-        _chart(file, part, quantity, name)
-        for quantity in quantities
-        for name, part in panels.figures(quantity.name)
-    ]
+    return [_chart(file, panels, quantity) for quantity in quantities]
 
 
 def _quantities(file: StudyFile, panels: Panels) -> list[Quantity]:
@@ -163,12 +159,12 @@ def from_zero(name: str, values: Sequence[float]) -> Axis:
     return spread(name, values, "log", 30)
 
 
-def _chart(file: StudyFile, panels: Panels, quantity: Quantity, name: str) -> Chart:
+def _chart(file: StudyFile, panels: Panels, quantity: Quantity) -> Chart:
     what = quantity.axis.partition(" /")[0]
     relative = quantity.style is IDEAL and quantity.said
     base = f" Base: {_bases(file, panels.groups)}." if relative else ""
     return Chart(
-        name,
+        quantity.name,
         f"{file.name}: {what}, {file.scaling} scaling",
         [f"{_weak(file)}Medians of the slowest rank's times, bars: {file.percent} CI.{base}"],
         f"{what.capitalize()} over {heading(file.over)}. "
