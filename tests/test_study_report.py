@@ -12,7 +12,7 @@ from studies import fill, small_study
 from synthetic_points import GRADIENTS
 from synthetic_study import write_study
 
-from cpdhpc.report.command import report
+from cpdhpc.report.command import Outputs, report
 from cpdhpc.report.compare import compare
 from cpdhpc.report.figures import draw
 from cpdhpc.report.study import study_report
@@ -267,7 +267,7 @@ def test_places_of_equal_ranks_are_told_apart(tmp_path: Path) -> None:
 
 
 def test_partial_study_lists_what_is_missing(tmp_path: Path, capsys: Any) -> None:
-    report([write_study(tmp_path / "p.h5", drop=7, **SMALL)], terminal=False)
+    report([write_study(tmp_path / "p.h5", drop=7, **SMALL)], Outputs(terminal=False))
     shown = capsys.readouterr().out
     assert "points: 9, 7 missing" in shown
     assert "missing, 7 cases:" in shown and "and 2 more: --html lists all" in shown
@@ -277,7 +277,7 @@ def test_partial_study_lists_what_is_missing(tmp_path: Path, capsys: Any) -> Non
 def test_single_point(tmp_path: Path) -> None:
     path = write_study(tmp_path / "1.h5", ranks=(2,), sizes=(4096,), algorithms=(), repeats=5)
     html = tmp_path / "1.html"
-    report([path], html=html, quiet=True)
+    report([path], Outputs(html, quiet=True))
     assert not of(path).charts, "nothing to draw over"
     assert [len(t.rows) for t in (table(path, "All-reduce"), table(path, "Spread of times"))] == [
         1,

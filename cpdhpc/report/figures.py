@@ -479,6 +479,6 @@ def image(chart: Chart, kind: str) -> bytes:
 
     buffer = BytesIO()
     with rc_context(SETTINGS):
-        metadata = {"Date": None} if kind == "svg" else {}
-        draw(chart).savefig(buffer, format=kind, dpi=150, metadata=metadata)
+        metadata: Any = {"Date": None} if kind == "svg" else None
+        draw(chart).savefig(buffer, format=kind, dpi=130, metadata=metadata)
     return buffer.getvalue()

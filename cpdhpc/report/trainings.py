@@ -112,11 +112,25 @@ class RunGroup:
         return float(np.mean([run.underflow_share for run in self.runs]))
 
 
+NEEDED = {  # of a record, which a damaged one may lack
+    "steps": ("time_s", "wire_bytes"),
+    "epochs": ("epoch", "test_accuracy", "test_loss", "time_s"),
+    "layers": ("layer", "iteration", "nonzero"),
+}
+NEEDED_NOTES = ("name", "status", "toml", "date", "seed")
+
+
 def load_run(path: Path) -> Run:
     """Return a run. Raises StoreError for what cannot be read, ReportError for what is no run."""
     groups, attributes = store.read(path)
     if attributes.get("kind") != "run":
         raise ReportError(f"{path}: is not the file of a run")
+    if lost := [name for name in NEEDED_NOTES if name not in attributes]:
+        raise ReportError(f"{path}: has no attribute {lost[0]}: is not the file of a run")
+    for group, names in NEEDED.items():
+        lost = [name for name in names if name not in groups.get(group, {})]
+        if lost:
+            raise ReportError(f"{path}: has no /{group}/{lost[0]}: is not the file of a run")
     return Run(path, attributes, groups["steps"], groups["epochs"], groups["layers"])
 
 
