@@ -224,12 +224,16 @@ def test_what_is_over_nothing_is_unknown(tmp_path: Path, kind: str) -> None:
         fill(folder, study)
         collect(study, folder)
         path = folder.study_file
-    with h5py.File(path, "r+") as file:
+    with h5py.File(tmp_path / "zeros.h5", "w") as file, h5py.File(path) as whole:
+        for name in whole:  # a copy, which has no checksum
+            whole.copy(name, file)
+        file.attrs.update(whole.attrs)
         outcomes = [*OUTCOMES, "time_s", "speedup", *(f"epoch_{n}" for n in ("time_s", "loss"))]
         for group in file.values():
             for name, data in group.items():
                 if data.dtype.kind == "f" and (name in outcomes or name.endswith("_s")):
                     data[...] = 0
+    path = tmp_path / "zeros.h5"
     found = of(path)
     shown = [cell for s in found.sections for t in s.tables for row in t.rows for cell in row]
     assert not [cell for cell in shown if "inf" in cell or "nan" in cell]

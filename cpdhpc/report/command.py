@@ -253,9 +253,5 @@ def _put(directory: Path | None, name: str, content: bytes) -> None:
 
 
 def _write(path: Path, content: bytes) -> None:
-    try:
-        with store.replacing(path) as temporary:
-            temporary.write_bytes(content)
-        print(f"wrote {path}")
-    except OSError as error:
-        raise ReportError(f"{path}: cannot be written: {error.strerror}") from None
+    store.put(path, content)
+    print(f"wrote {path}")

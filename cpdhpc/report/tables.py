@@ -15,7 +15,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from .figures import Chart
-from .units import Cell, count
+from .units import NONE, Cell, count
 
 T = TypeVar("T")
 SHOWN = 40  # rows on the terminal
@@ -99,7 +99,7 @@ class Table:
             writer.writerow(
                 value
                 for cell, names in zip(row, parts, strict=True)
-                for value in ([_number(numbers(cell), n) for n in names] or [cell])
+                for value in ([_number(cell, name) for name in names] or [_plain(cell)])
             )
         return text.getvalue()
 
@@ -121,8 +121,12 @@ def numbers(cell: str) -> dict[str, float]:
     return dict(cell.numbers) if isinstance(cell, Cell) else {}
 
 
-def _number(found: dict[str, float], name: str) -> str:
-    value = float(found.get(name, "nan"))
+def _plain(cell: str) -> str:
+    return "" if cell == NONE else cell
+
+
+def _number(cell: str, name: str) -> str:
+    value = float(numbers(cell).get(name, "nan"))
     return f"{value!r}".removesuffix(".0") if isfinite(value) else ""
 
 

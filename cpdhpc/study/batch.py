@@ -14,7 +14,7 @@ import numpy as np
 from ..bench.harness import together
 from ..collectives.checks import NonFiniteGradient
 from ..config import UserError
-from ..kinds.base import Measuring, Result
+from ..kinds.base import Measuring
 from ..signals import Caught, Interrupted, catching
 from ..world.mpi import World
 from .case_file import write_result
@@ -204,7 +204,7 @@ class _Runner:
                     "date": datetime.now(UTC).isoformat(timespec="seconds"),
                 }
                 outcomes = {**result.outcomes, **extra}
-                _write(self.folder.case_file(case), case, replace(result, outcomes=outcomes))
+                write_result(self.folder.case_file(case), case, replace(result, outcomes=outcomes))
 
         together(self.world, write)
         self.finished += 1
@@ -232,10 +232,3 @@ def _told(error: Exception | None) -> str:
 def _first(texts: Iterable[str]) -> str:
     """Return the first text that is not empty."""
     return next(filter(None, texts), "")
-
-
-def _write(path: Path, case: Case, result: Result) -> None:
-    try:
-        write_result(path, case, result)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be written: {error}") from None

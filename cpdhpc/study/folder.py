@@ -60,8 +60,7 @@ class Claim:
 
     def _write(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with store.replacing(path) as temporary:
-            temporary.write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
+        store.put(path, json.dumps(asdict(self)) + "\n")
 
     def alive(self, job_alive: JobAlive = unknown) -> bool | None:
         """Return whether the batch is being measured; None where that cannot be seen from here."""
@@ -169,8 +168,7 @@ class Folder:
                 self._check_same(study)
             for directory in (self.path, self.cases, self.logs, self.scripts):
                 directory.mkdir(parents=True, exist_ok=True)
-            with store.replacing(self.study_toml) as temporary:
-                temporary.write_text(study.toml(), encoding="utf-8")
+            store.put(self.study_toml, study.toml())
         except OSError as error:
             raise FolderError(f"{self.path}: cannot be written: {error.strerror}") from None
 
@@ -279,9 +277,6 @@ def record(folder: Folder, job: Job) -> None:
     path = folder.path / RECORD
     rows = [asdict(each) for each in [*recorded(folder), job]]
     try:
-        with store.replacing(path) as temporary:
-            temporary.write_text(json.dumps({"schema": 1, "jobs": rows}, indent=1) + "\n")
-    except OSError as error:
-        raise FolderError(
-            f"{path}: cannot be written, job {job.number} is submitted: {error.strerror}"
-        ) from None
+        store.put(path, json.dumps({"schema": 1, "jobs": rows}, indent=1) + "\n")
+    except store.StoreError as error:
+        raise FolderError(f"{error}; job {job.number} is submitted") from None
