@@ -58,11 +58,12 @@ def styles(names: Iterable[str]) -> dict[str, Style]:
 T = TypeVar("T")
 Array = npt.NDArray[Any]
 Values = Sequence[float] | Array
-Join = Literal["line", "guide", "steps", "none"]
+Join = Literal["line", "guide", "steps", "fit", "none"]
 JOINS: dict[Join, dict[str, Any]] = {
     "line": {"linewidth": 1.5},
     "steps": {"linewidth": 1.3, "drawstyle": "steps-post"},
     "guide": {"linestyle": (0, (1, 2)), "linewidth": 0.9},
+    "fit": {"linewidth": 0.8},
     "none": {"linestyle": "none"},
 }
 
@@ -73,7 +74,7 @@ class Series:
 
     label: "" for what the legend does not name
     join: "line" where values between are meant too, "guide" only leads the eye, "steps" holds a
-        value up to the next place
+        value up to the next place, "fit" is a model's
     low, high, x_low, x_high: ends of intervals of y and of x
     every: the first point that has a marker, and how far apart these are
     """
@@ -372,7 +373,8 @@ class Chart:
     @property
     def points(self) -> int:
         """Number of points that are drawn."""
-        return sum(len(s.x) for row in self.shown for panel in row for s in panel.series)
+        series = (each for row in self.shown for panel in row for each in panel.series)
+        return sum(len(each.x) for each in series if each.style.marker)
 
 
 def thinned(items: Sequence[T], most: int) -> list[T]:

@@ -239,9 +239,11 @@ def times_as_fast(base: SeedGroup | None, group: SeedGroup) -> str:
 
 
 def timing(file: StudyFile, what: str = "median") -> list[Column[SeedGroup]]:
-    """Return the columns of the number of repeats, the median time and its interval."""
+    """Return the columns of repeats, energy if it is known, the median time and its interval."""
+    energy = any(point.outcomes.get("energy_j", nan) >= 0 for point in file.points)
     return [
         Column("n", lambda g: str(len(g.samples_s))),
+        *([Column("energy\nJ", lambda g: units.digits(g.mean("energy_j")))] if energy else []),
         Column(what, lambda g: units.time(g.time_s.value)),
         Column(
             f"{file.percent} CI",
