@@ -158,6 +158,9 @@ def test_what_collect_writes_is_read(tmp_path: Path) -> None:
     found = of(folder.path / "study.h5")
     listed = {each.what: list(each.items) for each in found.listed}
     assert listed["missing, 1 case"] == [f"{lost.id}: RankFailure: rank 1 died"]
+    folder.case_file(lost).write_bytes(b"damaged")
+    (said,) = [each.items for each in of(folder.path / "study.h5").listed if "missing" in each.what]
+    assert f"{lost.id}: {folder.case_file(lost)}: is not an HDF5 file" in said[0]
     (impossible,) = [what for what in listed if what.startswith("impossible, 2 cases: ")]
     assert "mpi has no wire e4m3" in impossible
     assert "measured after a restart of the batch, 5 points" in listed

@@ -151,7 +151,7 @@ def _sections(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> l
         Column("sent", lambda g: units.size(g.mean("wire_bytes"))),
     ]
     quantities = (
-        Quantity("rate", "rate / GFLOP/s", _rate, _ideal_rate, doublings),
+        Quantity("rate", "rate / (GFLOP/s)", _rate, _ideal_rate, doublings),
         Quantity("exchanges", "in exchanges / %", _exchanges, lambda g: nan, from_zero, said=""),
     )
     panels = panels_over(file, groups, layout)

@@ -16,6 +16,7 @@ import numpy as np
 from ..config import UserError, suggest, validate
 from ..kinds import KINDS
 from ..kinds.base import SHAPE, Array
+from ..study.case_file import read_result
 from ..study.cases import Case, expand
 from ..study.folder import Folder
 from ..study.spec import Study
@@ -149,7 +150,14 @@ def _missing(file: StudyFile) -> list[Listed]:
 
 def _why(file: StudyFile, case: Case) -> str:
     """Return what the folder of the study says of a case, if the file still lies in it."""
-    failure = Folder(file.path.parent).failure(case).splitlines()
+    folder = Folder(file.path.parent)
+    if folder.case_file(case).exists():
+        try:
+            read_result(folder.case_file(case), case)
+        except UserError as error:
+            return f": {error}"
+        return ": finished since; study collect takes it in"
+    failure = folder.failure(case).splitlines()
     return f": {failure[-1]}" if failure else ""
 
 
