@@ -21,6 +21,7 @@ from .points import (
     Layout,
     Line,
     SeedGroup,
+    decided,
     drawn,
     heading,
     in_order,
@@ -173,7 +174,7 @@ def chosen(file: StudyFile, groups: Sequence[SeedGroup], choice: Choice) -> Sect
 def _layout(file: StudyFile, groups: Sequence[SeedGroup], choice: Choice, x: str) -> Layout:
     """Return the layout; what varies and is not named parts panels, or series where panels are.
 
-    So no series has two points at a place.
+    So no series has two points at a place. What others decide parts nothing.
     """
     factors = [group.factors for group in groups]
     free = {x} | ({*SHAPE, *file.weak} if x in SHAPE else set(file.weak))
@@ -183,6 +184,11 @@ def _layout(file: StudyFile, groups: Sequence[SeedGroup], choice: Choice, x: str
     shape = shape if x in SHAPE else ["ranks", *shape]
     left = [n for n in (*shape, *names) if n not in (x, *choice.by, *choice.panel)]
     left = [n for n in left if len({f.get(n) for f in factors}) > 1]
+    for name in reversed(left):
+        others = [n for n in (x, *choice.by, *choice.panel, *left) if n != name]
+        if decided(name, others, factors):
+            left.remove(name)
+            free.add(name)
     words = [] if choice.by or choice.panel else [n for n in left if not is_number(n, factors)]
     to_lines = left if choice.panel else words
     lines = [*choice.by, *to_lines]

@@ -54,11 +54,12 @@ def varying(of: Sequence[Factors], without: Iterable[str] = SHAPE) -> list[str]:
         for name in in_order(name for factors in of for name in factors)
         if name not in without and len({factors.get(name) for factors in of}) > 1
     ]
-    return [name for name in names if name not in DERIVED or not _decided(name, names, of)]
+    others = [name for name in names if name not in DERIVED]
+    return [name for name in names if name not in DERIVED or not decided(name, others, of)]
 
 
-def _decided(name: str, names: Sequence[str], of: Sequence[Factors]) -> bool:
-    others = [other for other in names if other not in DERIVED]
+def decided(name: str, others: Sequence[str], of: Sequence[Factors]) -> bool:
+    """Return whether other factors leave a factor no choice, in any of these points."""
     rest = {tuple(factors.get(other) for other in others) for factors in of}
     all_of = {tuple(factors.get(other) for other in (*others, name)) for factors in of}
     return len(rest) == len(all_of)
