@@ -72,21 +72,24 @@ class Choice:
 ALL = Choice()
 
 
-def condition(text: str, of: Sequence[Factors]) -> Callable[[Factors], bool]:
+def condition(
+    text: str, of: Sequence[Factors], source: str = "--where"
+) -> Callable[[Factors], bool]:
     """Return the test that a comparison says, of points that have these factors.
 
-    A point that lacks the factor fails it. Raises ReportError for a name or a value that none has.
+    source: where it is from, with which errors begin. A point that lacks the factor fails it.
+    Raises ReportError for a name or a value that none has.
     """
     parts = re.fullmatch(r"\s*([\w.]+)\s*(<=|>=|!=|=|<|>)\s*(.*\S)\s*", text)
     if parts is None:
-        raise ReportError(f"--where {text}: should be NAME=VALUE,..., or with {' '.join(SIGNS)}")
+        raise ReportError(f"{source} {text}: should be NAME=VALUE,..., or with {' '.join(SIGNS)}")
     name, sign, given = parts.groups()
-    _check("--where", [name], of)
+    _check(source, [name], of)
     there = list(dict.fromkeys(factors[name] for factors in of if name in factors))
-    values = [_value(text, name, word, there) for word in given.split(",")]
+    values = [_value(f"{source} {text}", name, word, there) for word in given.split(",")]
     for value in values:
         if sign in ("=", "!=") and value not in there:
-            raise ReportError(f"--where {text}: {name} is {_words(name, there)}")
+            raise ReportError(f"{source} {text}: {name} is {_words(name, there)}")
     compared, any_or_all = SIGNS[sign], all if sign == "!=" else any
 
     def test(factors: Factors) -> bool:
@@ -100,14 +103,14 @@ def _words(name: str, values: Iterable[Value]) -> str:
     return ", ".join(map(str, shown[:20])) + (", ..." if len(shown) > 20 else "")
 
 
-def _value(text: str, name: str, word: str, there: Sequence[Value]) -> Value:
+def _value(said_by: str, name: str, word: str, there: Sequence[Value]) -> Value:
     """Return what a word of an option says, of the type that the factor has."""
     if any(isinstance(value, str) for value in there):
         return word
     try:
         return parse_bytes(word) if name.endswith("bytes") else float(word)
     except (ConfigError, ValueError):
-        raise ReportError(f"--where {text}: {word} is no number, as {name} is") from None
+        raise ReportError(f"{said_by}: {word} is no number, as {name} is") from None
 
 
 def _check(option: str, names: Iterable[str], of: Sequence[Factors]) -> None:

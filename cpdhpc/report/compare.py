@@ -95,7 +95,7 @@ class Reference(ConfigSection):
         factors = [point.factors for point in points]
         found = [self.tolerance] * len(points)
         for case in self.case:
-            tests = [condition(text, factors) for text in case.where]
+            tests = [condition(text, factors, "[[case]] where") for text in case.where]
             for i, each in enumerate(factors):
                 if all(test(each) for test in tests):
                     found[i] = case.tolerance
