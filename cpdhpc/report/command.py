@@ -89,7 +89,7 @@ def page(reports: Sequence[Report]) -> str:
     )
 
 
-MOST_POINTS = 250  # of a figure as SVG, which then has some 200 KB
+MOST_POINTS = 120  # of a figure as SVG, which then has some 150 KB
 ROWS = 50  # of a table that the page holds as they are; the script unpacks the others
 
 
