@@ -84,15 +84,54 @@ def add_report(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--html", type=Path, metavar="FILE", help="write one self-contained page")
     parser.add_argument("--figures", type=Path, metavar="DIR", help="write every figure: PNG, SVG")
+    parser.add_argument("--csv", type=Path, metavar="DIR", help="write every table, all digits")
+    parser.add_argument("--latex", type=Path, metavar="DIR", help="write every table for booktabs")
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw training runs into an image")
     parser.add_argument("--quiet", action="store_true", help="print no table")
+    _add_choice(parser)
+    _add_compare(parser)
+
+
+def _add_choice(parser: argparse.ArgumentParser) -> None:
+    for_figures = parser.add_argument_group("points and figures of studies, by names of factors")
+    for_figures.add_argument(
+        "--where",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE,...",
+        help="only such points; also != < <= > >=; may be repeated",
+    )
+    for_figures.add_argument("--x", default="", metavar="NAME", help="factor along the x axis")
+    for_figures.add_argument(
+        "--y", default="", metavar="NAME", help="time (default), speedup, efficiency, an outcome"
+    )
+    for name, text in (("by", "a series"), ("panel", "a panel")):
+        for_figures.add_argument(
+            f"--{name}",
+            type=lambda given: given.split(","),
+            default=[],
+            metavar="NAME,...",
+            help=f"{text} for each value of these",
+        )
+
+
+def _add_compare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--compare", action="store_true", help="of two studies A B: which points changed"
+        "--compare",
+        type=Path,
+        metavar="REFERENCE",
+        help="what changed since this study, or the one that a TOML file names with tolerances",
+    )
+    parser.add_argument(
+        "--tolerance",
+        type=float,
+        metavar="SHARE",
+        help="with --compare: how much longer a point may take, as 0.05",
     )
     parser.add_argument(
         "--fail-on-slower",
         action="store_true",
-        help=f"with --compare: exit status {SLOWER} where a point of B is slower",
+        help=f"with --compare: exit status {SLOWER} where a point is slower",
     )
 
 
@@ -111,10 +150,10 @@ def run_train(arguments: argparse.Namespace, world: World) -> int:
     except Interrupted as stop:
         return stop.status
     if world.process == 0:
-        from .report.command import report
+        from .report.command import Outputs, report
         from .train.progress import on_terminal
 
-        report(files, terminal=on_terminal())
+        report(files, Outputs(terminal=on_terminal()))
         print(f"records: {directory}/*.h5")
     return 0
 
@@ -149,23 +188,22 @@ def run_report(arguments: argparse.Namespace) -> int:
     """Show studies and training runs that are files already, or what changed between two."""
     from .config import UserError
     from .report import command
+    from .report.choice import ALL, Choice
 
-    if arguments.fail_on_slower and not arguments.compare:
-        raise UserError("--fail-on-slower: goes with --compare")
-    if arguments.png and arguments.compare:
-        raise UserError(f"--png {arguments.png}: goes not with --compare; --figures DIR does")
-    if arguments.compare:
-        options = arguments.html, arguments.figures, arguments.quiet
-        slower = command.compare_files(arguments.files, *options)
-        return SLOWER if slower and arguments.fail_on_slower else 0
-    command.report(
-        arguments.files,
-        png=arguments.png,
-        html=arguments.html,
-        figures=arguments.figures,
-        quiet=arguments.quiet,
-    )
-    return 0
+    of = arguments
+    outputs = command.Outputs(of.html, of.figures, of.csv, of.latex, of.quiet)
+    choice = Choice(of.x, of.y, tuple(of.by), tuple(of.panel), tuple(of.where))
+    if of.compare is None:
+        for name in ("fail_on_slower", "tolerance"):
+            if getattr(of, name):
+                raise UserError(f"--{name.replace('_', '-')}: goes with --compare")
+        return command.report(of.files, outputs, of.png, choice)
+    if of.png or choice != ALL:
+        raise UserError("--compare: goes not with --png, --where, --x, --y, --by, --panel")
+    if len(of.files) != 1:
+        raise UserError(f"--compare: needs one study beside the reference; came {len(of.files)}")
+    slower = command.compare_files(of.files[0], of.compare, outputs, of.tolerance)
+    return SLOWER if slower and of.fail_on_slower else 0
 
 
 def add_info(parser: argparse.ArgumentParser) -> None:

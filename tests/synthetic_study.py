@@ -196,6 +196,12 @@ def write_study(
     return path
 
 
+def many(path: Path) -> Path:
+    """Write 5,000 cases: ten methods, 25 sizes, 20 numbers of ranks."""
+    ranks = [*(2**i for i in range(1, 11)), *(3 * 2**i for i in range(10))]
+    return write_study(path, ranks=ranks, sizes=[2**i for i in range(6, 31)])
+
+
 def _write_group(target: Any, variables: Mapping[str, tuple[tuple[str, ...], Any]]) -> None:
     for name, (dims, values) in sorted(variables.items(), key=lambda v: v[1][0] != (v[0],)):
         data = np.asarray(values)

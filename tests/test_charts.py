@@ -123,7 +123,7 @@ def test_a_style_is_the_same_in_all_figures_of_a_study(charts: dict[str, dict[st
         seen: dict[str, set[Any]] = {}
         for chart in found.values():
             for panel in chart.panels:
-                for s in panel.series:
+                for s in filter(lambda s: s.label, panel.series):
                     seen.setdefault(s.label, set()).add((s.style.color, s.style.marker))
         assert all(len(each) == 1 for each in seen.values())
 
@@ -148,6 +148,35 @@ def test_a_shared_axis_holds_the_values_of_all_panels() -> None:
     for axes in figure.axes:
         low, high = axes.get_ylim()
         assert low == 0 and high >= 3
+
+
+def test_of_many_panels_whole_rows_are_drawn() -> None:
+    """75 panels in rows of three: the first row, the last and two between; the note says so."""
+    panels = [
+        Panel(str(i), Axis("x"), Axis("y"), [Series("s", BOUND, [0, 1], [1, 2])]) for i in range(75)
+    ]
+    chart = Chart("a", "a", ["Note."], "", panels)
+    figure = draw(chart)
+    titles = [int(axes.get_title()) for axes in figure.axes]
+    assert titles == [n for row in (0, 8, 16, 24) for n in range(3 * row, 3 * row + 3)]
+    assert figure.texts[1].get_text() == "Note. 12 of 75 panels, evenly spread."
+    assert chart.points == 0, "of series with markers only"
+
+
+def test_words_along_an_axis_have_room() -> None:
+    names = [f"a name that is long {i}" for i in range(6)]
+    places = [float(i) for i in range(6)]
+    panel = Panel(
+        "", Axis("x", names=names), Axis("y", names=names), [Series("s", BOUND, places, places)]
+    )
+    figure = draw(Chart("a", "a title that goes on and on " * 9, [], "", [panel]))
+    figure.draw_without_rendering()
+    (axes,), (title,), (legend,) = figure.axes, figure.texts, figure.legends
+    assert [label.get_text() for label in axes.get_yticklabels()] == names
+    assert axes.get_ylim()[0] > axes.get_ylim()[1], "the first is above"
+    boxes = [axes.get_tightbbox(), title.get_window_extent(), legend.get_window_extent()]
+    assert all(overlap(one, other) < 2 for one, other in combinations(boxes, 2))
+    assert title.get_window_extent().x1 <= figure.get_figwidth() * figure.dpi
 
 
 def test_ticks_of_many_sizes_have_room() -> None:

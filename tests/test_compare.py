@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
+import h5py
 import pytest
 from synthetic_study import ENVIRONMENT, write_study
 
 from cpdhpc.cli import main
 from cpdhpc.config import UserError
-from cpdhpc.report.command import compare_files
-from cpdhpc.report.compare import Comparison, compare, compare_report
+from cpdhpc.report.command import Outputs, compare_files
+from cpdhpc.report.compare import Comparison, compare, compare_report, load_reference
 from cpdhpc.study.study_file import load_study_file
 
 OPTIONS: dict[str, Any] = {"ranks": (2, 4), "sizes": (2**12, 2**18, 2**24)}
@@ -64,6 +66,56 @@ def test_what_else_differs_is_told(before: Path, tmp_path: Path) -> None:
     ]
 
 
+TOLERANCES = """
+study = "a.h5"
+tolerance = 0.02
+[[case]]
+where = ["ranks=4", "size_bytes>=256KiB"]
+tolerance = 0.5
+"""
+
+
+def test_a_reference_has_tolerances_by_case(before: Path, tmp_path: Path, capsys: Any) -> None:
+    """Three points are a fifth slower; one of them is among those that may be so by a half."""
+    after = write_study(tmp_path / "b.h5", seed=2, factor=SLOWER, **OPTIONS)
+    file = before.with_name("reference.toml")
+    file.write_text(TOLERANCES)
+    points = load_study_file(before).points
+    spared = [i for i in SLOWER if points[i].ranks == 4 and points[i].factors["size_bytes"] > 4096]
+    assert len(spared) == 1
+    options = ["--compare", str(file), "--fail-on-slower", "--quiet"]
+    assert main(["report", str(after), *options]) == 1
+    assert "2 of 60 points slower: " in capsys.readouterr().out
+    assert main(["report", str(after), *options, "--tolerance", "0.5"]) == 0
+    table = compare_report(compare(*map(load_study_file, (before, after)), load_reference(file)))
+    assert {row[-2] for row in table.sections[0].tables[0].rows} == {"2.00", "50.0"}
+    for text, says in {
+        "tolerance = -1": "tolerance=-1",
+        'study = "none.h5"': "none.h5: there is no such file",
+        '[[case]]\nwhere = ["rank=4"]\ntolerance = 1': "did you mean ranks",
+    }.items():
+        file.write_text(text if "study" in text else f'study = "a.h5"\n{text}')
+        assert main(["report", str(after), *options]) == 2
+        assert says in capsys.readouterr().err
+
+
+def test_what_differs_has_digits_enough(before: Path, tmp_path: Path) -> None:
+    """Errors that differ in the eighth digit, and a time in the sixth: no two cells are equal."""
+    after = tmp_path / "b.h5"
+    after.write_bytes(before.read_bytes())
+    with h5py.File(after, "r+") as file:
+        file["samples/error"][:] *= 1 + 1e-7
+        file["samples/time_s"][:] *= 1 + 1e-5
+        file["summary/median_s"][:] *= 1 + 1e-5
+    report = compare_report(compared(before, after))
+    (said,) = [each.items for each in report.listed if each.what.startswith("error differs")]
+    assert len(said) == 60
+    for line in said:
+        one, other = line.partition(": ")[2].split(", ")
+        assert one != other
+    assert all(row[1] != row[2] for row in report.sections[0].tables[0].rows)
+
+
 def test_too_few_repeats_are_no_verdict(before: Path, tmp_path: Path) -> None:
     after = write_study(tmp_path / "b.h5", repeats=6, factor=SLOWER, **OPTIONS)
     assert len(compared(before, after).having("unknown")) == 60
@@ -82,24 +134,23 @@ def test_outcomes_that_are_no_samples(tmp_path: Path) -> None:
 
 def test_exit_status_and_files(before: Path, tmp_path: Path, capsys: Any) -> None:
     after = write_study(tmp_path / "b.h5", seed=2, factor=SLOWER, **OPTIONS)
-    words = ["report", "--compare", str(before), str(after), "--quiet", "--fail-on-slower"]
+    words = ["report", str(after), "--compare", str(before), "--quiet", "--fail-on-slower"]
     assert main(words) == 1
-    assert main([*words[:2], str(after), str(before), "--quiet", "--fail-on-slower"]) == 0
+    assert main(["report", str(before), "--compare", str(after), *words[-2:]]) == 0
     assert main(words[:-1]) == 0
     html, figures = tmp_path / "c.html", tmp_path / "figures"
-    assert compare_files([before, after], html, figures) == 3
+    assert compare_files(after, before, Outputs(html, figures)) == 3
     assert {path.name for path in figures.iterdir()} == {"changes.png", "changes.svg"}
     assert "would be called changed by chance" in html.read_text()
     shown = capsys.readouterr().out
     assert shown.count(" slower ") == 3 and "slower: 3" in shown
+    assert re.search(r"^3 of 60 points slower: .* by 2\d\.\d \(.* %; .* by ", shown, re.MULTILINE)
 
 
 def test_what_cannot_be_compared(before: Path, tmp_path: Path) -> None:
     training = write_study(tmp_path / "t.h5", "train", ranks=(1,), seeds=(0,))
     with pytest.raises(UserError, match="kind is allreduce and train"):
-        compare_files([before, training])
-    with pytest.raises(UserError, match="needs two study files; came 1 and 0 records"):
-        compare_files([before])
+        compare_files(training, before)
     other = write_study(tmp_path / "o.h5", ranks=(8,), sizes=(64,))
     with pytest.raises(UserError, match="no point is in both"):
-        compare_files([before, other])
+        compare_files(other, before)

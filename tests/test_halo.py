@@ -18,7 +18,7 @@ from cpdhpc.bench.halo_cases import (
 )
 from cpdhpc.cli import main
 from cpdhpc.config import ConfigError, UserError
-from cpdhpc.darray.layout import Box, balanced_grid
+from cpdhpc.darray.layout import Box, Layout, balanced_grid
 from cpdhpc.darray.plan import WindowPlan
 from cpdhpc.darray.show import CUT, colours_of, parts_of, spec_of
 from cpdhpc.darray.windows import MODES
@@ -164,7 +164,8 @@ def test_pictures_show_each_cell_of_a_window_once_and_neighbours_apart() -> None
             assert part.beyond != windows.layout.domain.contains(part.box)
         assert (count == 1).all()
     colours = np.array(colours_of(windows.layout.owners)).reshape(3, 3)
-    assert len(np.unique(colours)) == 4
+    assert len(np.unique(colours)) == 8
+    assert len(set(colours_of(Layout.grid((12, 16), (2, 3)).owners))) == 6
     for step in (slice(None, -1), slice(1, None)), (slice(1, None), slice(None, -1)):
         assert (colours[step[0]] != colours[step[1]]).all()
         assert (colours[:, step[0]] != colours[:, step[1]]).all()

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import re
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import pytest
 from training import ROWS, run_job, small_job
 
 from cpdhpc import store
 from cpdhpc.config import UserError
-from cpdhpc.report.command import load, report
+from cpdhpc.report.command import Outputs, load, report
 from cpdhpc.report.figures import draw
 from cpdhpc.report.trainings import (
     RunGroup,
@@ -22,11 +22,12 @@ from cpdhpc.report.trainings import (
     pareto,
     run_groups,
     runs_report,
-    spread_out,
     table,
 )
 from cpdhpc.train.setup import Files
 from cpdhpc.world.ranks import Loopback
+
+WIDE = Outputs(terminal=False)
 
 
 @pytest.fixture(scope="module")
@@ -44,9 +45,9 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def groups_in(path: Path) -> list[RunGroup]:
-    studies, runs = load([path])
-    assert not studies
-    return run_groups(runs)
+    loaded = load([path])
+    assert not loaded.studies and not loaded.unreadable
+    return run_groups(loaded.runs)
 
 
 def test_groups_over_seeds(directory: Path) -> None:
@@ -81,7 +82,7 @@ def test_the_table_counts_bytes_beside_float32(directory: Path) -> None:
 
 
 def test_the_figure_shows_accuracy_and_loss(directory: Path) -> None:
-    _, runs = load([directory])
+    runs = load([directory]).runs
     chart = overview(runs_report(runs, run_groups(runs)).charts)
     figure = draw(chart)
     first, last = figure.axes[0], figure.axes[-1]
@@ -93,12 +94,15 @@ def test_the_figure_shows_accuracy_and_loss(directory: Path) -> None:
     assert named == {"float32", "tile", "aps", "Pareto front"}
 
 
-def test_sizes_that_are_alike_are_drawn_side_by_side() -> None:
-    places = spread_out([1000.0, 1001.0, 4000.0, 999.0])
-    assert places[2] == 4000.0
-    near = [places[3], places[0], places[1]]
-    assert min(b / a for a, b in pairwise(near)) > 1.05, "apart, in the order of their sizes"
-    assert np.prod(near) == pytest.approx(1000.0 * 1001 * 999), "the middle stays"
+def test_the_pareto_figure_draws_points_where_they_are(directory: Path) -> None:
+    runs = load([directory]).runs
+    groups = run_groups(runs)
+    charts = {chart.name: chart for chart in runs_report(runs, groups).charts}
+    (panel, *_) = charts["accuracy_by_bits"].panels
+    drawn = {each.label: (list(each.x), list(each.y)) for each in panel.series}
+    for group in groups:
+        sent_kb = np.mean([run.steps["wire_bytes"].mean() for run in group.runs]) / 1e3
+        assert drawn[group.name] == ([sent_kb], [group.accuracies.mean()])
 
 
 def test_pareto_front() -> None:
@@ -108,7 +112,7 @@ def test_pareto_front() -> None:
 
 def test_png_and_page(directory: Path, tmp_path: Path, capsys: Any) -> None:
     png, html = tmp_path / "a.png", tmp_path / "a.html"
-    report([directory], png=png, html=html, terminal=False)
+    report([directory], Outputs(html, terminal=False), png)
     assert png.read_bytes().startswith(b"\x89PNG")
     text = html.read_text()
     assert "data:image/svg+xml;base64," in text
@@ -120,25 +124,47 @@ def test_png_and_page(directory: Path, tmp_path: Path, capsys: Any) -> None:
 
 
 def test_one_file_one_seed(directory: Path, capsys: Any) -> None:
-    report([directory / "aps-s1.h5"], terminal=False)
+    report([directory / "aps-s1.h5"], WIDE)
     (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith(" aps ")]
     assert "±" not in row
 
 
 def refused(path: Path, says: str) -> None:
     with pytest.raises(UserError, match=says):
-        report([path], terminal=False)
+        report([path], WIDE)
 
 
 def test_what_is_no_run_is_refused(directory: Path, tmp_path: Path) -> None:
-    refused(tmp_path, "there is no file of a study or of a run in this directory")
+    refused(tmp_path, "there is no file of a study or of a run")
     refused(tmp_path / "x.h5", "there is no such file")
     refused(directory / "aps-s0.checkpoint.h5", "is not the file of a run")
     refused(directory / "tile-s2.h5", "none of 1 runs is complete")
+
+
+def test_a_file_that_cannot_be_read_keeps_no_other_back(
+    directory: Path, tmp_path: Path, capsys: Any
+) -> None:
+    """A record and a checkpoint cut off, and a record without its epochs: all named, twice."""
+    for path in directory.glob("*.h5"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    for name in ("aps-s0.h5", "tile-s0.checkpoint.h5"):
+        whole = (tmp_path / name).read_bytes()
+        (tmp_path / name).write_bytes(whole[: len(whole) // 2])
+    with h5py.File(tmp_path / "float32-s1.h5", "r+") as file:
+        del file["epochs"]
+    bad = ("aps-s0.h5", "tile-s0.checkpoint.h5", "float32-s1.h5")
+    html = tmp_path / "a.html"
+    assert report([tmp_path, tmp_path / "none.h5"], Outputs(html, terminal=False)) == 1
+    shown = capsys.readouterr()
+    assert shown.err.startswith("cpdhpc: 4 files not read: ") and shown.err.count("\n") == 1
+    for name in (*bad, "none.h5"):
+        assert name in shown.out and name in shown.err and name in html.read_text()
+    rows = {line.split()[0] for line in shown.out.splitlines() if "±" in line or " 1 " in line}
+    assert {"float32", "tile", "aps"} <= rows
 
 
 def test_other_jobs_of_the_same_name_are_refused(directory: Path, tmp_path: Path) -> None:
     job = small_job(name="aps", gradient=ROWS["aps"], train={"batch": 25})
     run_job(job, Loopback(2), tmp_path)
     with pytest.raises(UserError, match=r"are both aps, but differ in train\.batch"):
-        report([directory, Files.of(tmp_path, job).record], terminal=False)
+        report([directory, Files.of(tmp_path, job).record], WIDE)

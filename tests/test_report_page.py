@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import csv
+import json
 import re
 from base64 import b64decode
+from dataclasses import replace
+from gzip import decompress
 from html.parser import HTMLParser
 from pathlib import Path
+from time import process_time
 from typing import Any
 from xml.etree import ElementTree
 
 import h5py
 import pytest
-from synthetic_study import write_study
+from synthetic_study import many, write_study
 from training import ROWS, run_job, small_job
 
 from cpdhpc.cli import main
 from cpdhpc.config import UserError
-from cpdhpc.report.command import report
+from cpdhpc.report.choice import Choice
+from cpdhpc.report.command import ROWS as FIRST
+from cpdhpc.report.command import Outputs, page, report
+from cpdhpc.report.figures import draw
+from cpdhpc.report.points import seed_groups
 from cpdhpc.report.study import study_report
-from cpdhpc.study.study_file import load_study_file
+from cpdhpc.study.study_file import StudyFile, load_study_file
 from cpdhpc.world.ranks import Loopback
 
 SMALL: dict[str, Any] = {"ranks": (2,), "sizes": (2**12, 2**20), "algorithms": ()}
@@ -58,22 +67,24 @@ def test_page_needs_nothing_else(allreduce: Path, tmp_path: Path) -> None:
     other = write_study(tmp_path / "t.h5", "train", ranks=(2,), seeds=(0,), toml=toml)
     run_job(small_job(name="aps", gradient=ROWS["aps"]), Loopback(2), tmp_path)
     html = tmp_path / "page.html"
-    report([allreduce, other, tmp_path / "aps-s0.h5"], html=html, quiet=True)
+    report([allreduce, other, tmp_path / "aps-s0.h5"], Outputs(html, quiet=True))
     text = html.read_text()
     page = Page(text)
     assert page.open == []
-    assert not {"script", "link", "iframe"} & set(page.seen) and "@import" not in text
+    assert not {"link", "iframe"} & set(page.seen) and "@import" not in text
     assert not re.findall(r"url\((?!data:)", text)
     inside = [address[1:] for address in page.addresses if address.startswith("#")]
-    images = [
-        address for address in page.addresses if address.startswith("data:image/svg+xml;base64,")
-    ]
+    images = [address for address in page.addresses if address.startswith("data:image/")]
     assert len(inside) + len(images) == len(page.addresses)
     assert set(inside) <= set(page.ids) and len(page.ids) == len(set(page.ids))
     reports = [study_report(load_study_file(path)) for path in (allreduce, other)]
     assert len(images) > sum(len(each.charts) for each in reports)
     for image in images:
-        root = ElementTree.fromstring(b64decode(image.partition(",")[2]))
+        kind, _, content = image.partition(";base64,")
+        if kind == "data:image/webp":
+            assert b64decode(content)[8:12] == b"WEBP"
+            continue
+        root = ElementTree.fromstring(b64decode(content))
         links = [v for e in root.iter() for k, v in e.attrib.items() if k.endswith("href")]
         assert all(link.startswith(("#", "data:")) for link in links)
     assert "&lt;b&gt;&amp;amp;" in text, "the study's text is shown as it is"
@@ -84,7 +95,7 @@ def test_page_needs_nothing_else(allreduce: Path, tmp_path: Path) -> None:
 
 
 def test_figures_of_each_chart(allreduce: Path, tmp_path: Path) -> None:
-    report([allreduce], figures=tmp_path / "new" / "figures", quiet=True)
+    report([allreduce], Outputs(figures=tmp_path / "new" / "figures", quiet=True))
     names = {path.name for path in (tmp_path / "new" / "figures").iterdir()}
     charts = ("time_by_size_1x2", "bandwidth_by_size_1x2")
     assert names == {f"{chart}.{kind}" for chart in charts for kind in ("png", "svg")}
@@ -116,7 +127,7 @@ BAD = {
 def test_damaged_studies_are_refused(allreduce: Path, tmp_path: Path, says: str) -> None:
     path = change(allreduce, tmp_path / "bad.h5", BAD[says])
     with pytest.raises(UserError, match=re.escape(says)):
-        report([path], terminal=False)
+        report([path], Outputs(terminal=False))
 
 
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 0.999])
@@ -125,14 +136,134 @@ def test_files_that_are_cut_off_are_refused(allreduce: Path, tmp_path: Path, sha
     content = allreduce.read_bytes()
     path.write_bytes(content[: int(share * len(content))])
     with pytest.raises(UserError, match=r"cut\.h5: is not an HDF5 file"):
-        report([path], terminal=False)
+        report([path], Outputs(terminal=False))
+
+
+def test_a_page_of_many_rows_packs_them(tmp_path: Path) -> None:
+    """Its script unpacks gzip of JSON; sections but the first are closed."""
+    path = write_study(tmp_path / "s.h5", ranks=(2, 4, 8), sizes=(2**12, 2**18, 2**24))
+    found = study_report(load_study_file(path))
+    bare = replace(found, sections=[replace(each, charts=()) for each in found.sections])
+    text = page([bare])
+    rows = [
+        json.loads(decompress(b64decode(each))) for each in re.findall('data-rows="(.*?)"', text)
+    ]
+    assert [table.rows[FIRST:] for table in found.tables if len(table.rows) > FIRST] == rows
+    assert len(rows) == 3 and {len(each) for each in rows} == {90 - FIRST}
+    assert text.count("<details class") == 5 and text.count(" open>") == 1
+    assert Page(text).open == []
+
+
+@pytest.mark.slow
+def test_5000_cases_take_less_than_a_minute_and_2_mb(tmp_path: Path) -> None:
+    """In processor time, which other work on the machine does not count in."""
+    path, html = many(tmp_path / "many.h5"), tmp_path / "many.html"
+    before = process_time()
+    report([path], Outputs(html, quiet=True))
+    assert process_time() - before < 60
+    assert html.stat().st_size < 2e6
+
+
+def tables_of(directory: Path) -> dict[str, list[dict[str, str]]]:
+    return {
+        path.stem: list(csv.DictReader(path.read_text().splitlines()))
+        for path in directory.glob("*.csv")
+    }
+
+
+@pytest.fixture(scope="module")
+def two_shapes(tmp_path_factory: pytest.TempPathFactory) -> StudyFile:
+    path = tmp_path_factory.mktemp("two") / "two.h5"
+    return load_study_file(
+        write_study(path, ranks=(2, 4), sizes=(2**12, 2**20), algorithms=("ring",))
+    )
+
+
+def test_tables_as_csv_have_all_digits(two_shapes: StudyFile, tmp_path: Path) -> None:
+    report([two_shapes.path], Outputs(csv=tmp_path, latex=tmp_path, quiet=True))
+    found = tables_of(tmp_path)
+    with h5py.File(two_shapes.path) as file:
+        summary = {name: data[:] for name, data in file["summary"].items()}
+        sizes, bounds = file["samples/size_bytes"][:], file["samples/bound_s"][:]
+    rows = found["all_reduce"]
+    assert sorted(float(row["median / s"]) for row in rows) == sorted(summary["median_s"])
+    assert sorted(float(row["95 % CI low / s"]) for row in rows) == sorted(summary["ci_low_s"])
+    assert sorted(float(row["bound / s"]) for row in rows) == sorted(bounds)
+    assert sorted(int(row["size / bytes"]) for row in rows) == sorted(sizes)
+    assert {row["times as fast as mpi"] for row in rows if row["algorithm"] == "mpi"} == {""}
+    latex = (tmp_path / "all_reduce.tex").read_text()
+    assert latex.count(r" \\") == 1 + len(rows) and r"95 \% CI" in latex
+    assert latex.count(" & ") == latex.count(r" \\") * 12
+    assert set(found) == {"all_reduce", "scaling", "spread_of_times", "fastest_methods"}
+
+
+CHOICES: dict[str, tuple[Choice, list[str], set[str]]] = {  # choice: panels, series
+    "formats in one panel": (
+        Choice(x="size_bytes", by=("wire",), where=("algorithm=ring", "ranks=4")),
+        [""],
+        {"raw", "e4m3", "e3m0"},
+    ),
+    "a word along x": (
+        Choice(x="wire", panel=("ranks",)),
+        ["2 ranks", "4 ranks"],
+        {f"{size}, {of}" for size in ("4 KiB", "1 MiB") for of in ("ring", "mpi")},
+    ),
+    "an outcome": (
+        Choice(y="error", by=("algorithm", "wire"), where=("algorithm!=mpi", "size_bytes<1MiB")),
+        [""],
+        {"ring raw", "ring e4m3", "ring e3m0"},
+    ),
+    "time against sizes": (
+        Choice(x="size_bytes", by=("algorithm", "wire")),
+        ["2 ranks", "4 ranks"],
+        {"mpi raw", "ring raw", "ring e4m3", "ring e3m0"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_axes_series_and_panels_can_be_chosen(two_shapes: StudyFile, name: str) -> None:
+    choice, panels, series = CHOICES[name]
+    found = study_report(two_shapes, choice)
+    (chart,) = found.charts
+    assert [panel.title for panel in chart.panels] == panels
+    assert {each.label for panel in chart.panels for each in panel.series} == series
+    groups = choice.select(seed_groups(two_shapes))
+    x = choice.x or "ranks"
+    points = sum(len(each.x) for panel in chart.panels for each in panel.series)
+    assert points == len([group for group in groups if x in group.factors])
+    for panel in chart.panels:  # no series has two points at a place
+        assert all(len(set(each.x)) == len(each.x) for each in panel.series)
+    draw(chart).draw_without_rendering()
+
+
+REFUSED = {
+    "--x rank": ["did you mean ranks"],
+    "--by wires": ["did you mean wire"],
+    "--panel nothing": ["known are accumulate, algorithm, nodes, ppn"],
+    "--y times": ["did you mean time"],
+    "--where ranks": ["should be NAME=VALUE"],
+    "--where ranks=3": ["ranks is 2, 4"],
+    "--where ranks<2": ["no point is left"],
+    "--where size_bytes=many": ["many is no number, as size_bytes is"],
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_a_choice_that_cannot_be_is_one_line(
+    two_shapes: StudyFile, words: str, capsys: Any
+) -> None:
+    assert main(["report", str(two_shapes.path), "--quiet", *words.split()]) == 2
+    shown = capsys.readouterr().err
+    assert shown.count("\n") == 1 and words.split()[0] in shown
+    assert all(each in shown for each in REFUSED[words])
 
 
 def test_command_line(allreduce: Path, tmp_path: Path, capsys: Any) -> None:
     assert main(["report", str(allreduce), "--quiet"]) == 0
     assert main(["report", str(allreduce), "--png", str(tmp_path / "a.png")]) == 2
     assert "--figures DIR writes those of studies" in capsys.readouterr().err
-    for words in (["--fail-on-slower"], ["--compare", "--png", "a.png"]):
+    for words in (["--fail-on-slower"], ["--png", "a.png", "--compare", str(allreduce)]):
         assert main(["report", str(allreduce), *words]) == 2
         assert words[0] in capsys.readouterr().err
     nowhere = str(tmp_path / "no" / "a.html")

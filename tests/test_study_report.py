@@ -12,9 +12,12 @@ from studies import fill, small_study
 from synthetic_points import GRADIENTS
 from synthetic_study import write_study
 
-from cpdhpc.report.command import report
+from cpdhpc.report.command import Outputs, report
+from cpdhpc.report.compare import compare
+from cpdhpc.report.figures import draw
 from cpdhpc.report.study import study_report
 from cpdhpc.report.tables import Report, Table
+from cpdhpc.study.case_file import OUTCOMES
 from cpdhpc.study.cases import load_study
 from cpdhpc.study.collect import collect
 from cpdhpc.study.folder import Folder
@@ -155,6 +158,9 @@ def test_what_collect_writes_is_read(tmp_path: Path) -> None:
     found = of(folder.path / "study.h5")
     listed = {each.what: list(each.items) for each in found.listed}
     assert listed["missing, 1 case"] == [f"{lost.id}: RankFailure: rank 1 died"]
+    folder.case_file(lost).write_bytes(b"damaged")
+    (said,) = [each.items for each in of(folder.path / "study.h5").listed if "missing" in each.what]
+    assert f"{lost.id}: {folder.case_file(lost)}: is not an HDF5 file" in said[0]
     (impossible,) = [what for what in listed if what.startswith("impossible, 2 cases: ")]
     assert "mpi has no wire e4m3" in impossible
     assert "measured after a restart of the batch, 5 points" in listed
@@ -196,7 +202,48 @@ def test_codec(tmp_path: Path) -> None:
     titles = {panel.title for panel in charts["speedup"].panels}
     assert {"1 rank, decode", "2 ranks, memcpy"} <= titles and len(titles) == 6, titles
     assert {s.join for panel in charts["speedup"].panels for s in panel.series} == {"line"}
-    assert [list(panel.rows) for panel in charts["rate_by_format"].panels] == [["e4m3", "e3m0"]] * 4
+    assert [list(panel.y.names) for panel in charts["rate_by_format"].panels] == [
+        ["e4m3", "e3m0"]
+    ] * 4
+
+
+OTHERS = {  # sweeps of small studies
+    "allreduce": 'size_bytes = [4096, 8192]\nalgorithm = ["ring", "mpi"]',
+    "codec": 'size_bytes = [4096]\noperation = ["memcpy", "decode"]\nformat = ["e4m3"]',
+    "halo": 'rows = [64]\nway = ["cpdhpc", "subarray"]',
+    "autoencoder": "maps = [1, 2]",
+}
+
+
+@pytest.mark.parametrize("kind", [*OTHERS, "train"])
+def test_what_is_over_nothing_is_unknown(tmp_path: Path, kind: str) -> None:
+    """A ping-pong's slope of 0 gives a bound of 0; a coarse clock gives times of 0."""
+    if kind == "train":
+        path = write_study(tmp_path / "t.h5", "train", ranks=(1, 2), seeds=(0,))
+    else:
+        text = f'kind = "{kind}"\n[sweep]\nranks = [1, 2]\nppn = 2\n{OTHERS[kind]}\n'
+        (tmp_path / "s.toml").write_text(text)
+        study, folder = load_study(tmp_path / "s.toml"), Folder(tmp_path / "results")
+        fill(folder, study)
+        collect(study, folder)
+        path = folder.study_file
+    with h5py.File(tmp_path / "zeros.h5", "w") as file, h5py.File(path) as whole:
+        for name in whole:  # a copy, which has no checksum
+            whole.copy(name, file)
+        file.attrs.update(whole.attrs)
+        outcomes = [*OUTCOMES, "time_s", "speedup", *(f"epoch_{n}" for n in ("time_s", "loss"))]
+        for group in file.values():
+            for name, data in group.items():
+                if data.dtype.kind == "f" and (name in outcomes or name.endswith("_s")):
+                    data[...] = 0
+    path = tmp_path / "zeros.h5"
+    found = of(path)
+    shown = [cell for s in found.sections for t in s.tables for row in t.rows for cell in row]
+    assert not [cell for cell in shown if "inf" in cell or "nan" in cell]
+    for chart in found.charts[:2]:
+        draw(chart).draw_without_rendering()
+    again = compare(load_study_file(path), load_study_file(path))
+    assert len(again.having("unknown")) == len(again.changes)
 
 
 def test_speedups_over_another_algorithm(tmp_path: Path) -> None:
@@ -227,7 +274,7 @@ def test_places_of_equal_ranks_are_told_apart(tmp_path: Path) -> None:
 
 
 def test_partial_study_lists_what_is_missing(tmp_path: Path, capsys: Any) -> None:
-    report([write_study(tmp_path / "p.h5", drop=7, **SMALL)], terminal=False)
+    report([write_study(tmp_path / "p.h5", drop=7, **SMALL)], Outputs(terminal=False))
     shown = capsys.readouterr().out
     assert "points: 9, 7 missing" in shown
     assert "missing, 7 cases:" in shown and "and 2 more: --html lists all" in shown
@@ -237,7 +284,7 @@ def test_partial_study_lists_what_is_missing(tmp_path: Path, capsys: Any) -> Non
 def test_single_point(tmp_path: Path) -> None:
     path = write_study(tmp_path / "1.h5", ranks=(2,), sizes=(4096,), algorithms=(), repeats=5)
     html = tmp_path / "1.html"
-    report([path], html=html, quiet=True)
+    report([path], Outputs(html, quiet=True))
     assert not of(path).charts, "nothing to draw over"
     assert [len(t.rows) for t in (table(path, "All-reduce"), table(path, "Spread of times"))] == [
         1,

@@ -213,7 +213,7 @@ def _check_png(path: Path, windows: Windows) -> None:
         raise UserError(f"--png {path}: {path.parent} is no directory that can be written to")
 
 
-# A grid takes the first four, which differ in lightness by 14 of 100 and more.
+# Up to eight ranks have a colour each; the first four differ in lightness by 14 of 100 and more.
 COLOURS = ("#f9dc6b", "#d9694f", "#7db8e0", "#6d5ba8", "#d7ead0", "#3f8f6f", "#fbc4ab", "#8a8a8a")
 Style = dict[str, Any]
 PALE = 0.3  # opacity of cells that the window does not show
@@ -244,16 +244,17 @@ def parts_of(windows: Windows, rank: int) -> Iterator[Part]:
 
 
 def colours_of(boxes: Sequence[Box]) -> list[str]:
-    """Return a colour for each box, such that boxes that touch have different ones.
+    """Return a colour for each box, all different as far as there are colours.
 
-    Greedy, so eight are enough for grids; where more are needed, touching boxes may be alike.
+    Of more, boxes that touch are different in grids; elsewhere, where eight do not suffice, they
+    may be alike.
     """
     chosen: list[int] = []
     for i, box in enumerate(boxes):
         around = Box(tuple(a - 1 for a in box.start), tuple(b + 1 for b in box.stop))
         near = [j for j in range(i) if not box.empty and not around.intersect(boxes[j]).empty]
         free = set(range(len(COLOURS))) - {chosen[j] for j in near}
-        chosen.append(min(free, default=i % len(COLOURS)))
+        chosen.append(min(free, key=chosen.count, default=i % len(COLOURS)))
     return [COLOURS[number] for number in chosen]
 
 

@@ -197,6 +197,7 @@ def _wire_size(factors: Factors) -> int:
     return packed_bytes(n, fmt.bits) + shifts
 
 
+SHAPES = 3  # that have figures
 METHOD = ("algorithm", "wire", "value_scaling", "accumulate")
 CAPTION = (
     "Median of the slowest rank's times; n: repeats without warm-ups. busbw: 2 (p - 1) / p size / "
@@ -209,13 +210,16 @@ BOUNDED = "Bound: the bytes that a rank must send, at the rate of a ping-pong in
 
 def _sections(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> list[Section]:
     """Return time and bus bandwidth by size, beside the libraries' own and the bound."""
+    from ..report.figures import thinned
     from ..report.tables import Section
 
     shapes: dict[tuple[int, ...], list[SeedGroup]] = {}
     for group in groups:
         shapes.setdefault(group.shape, []).append(group)
-    charts = [chart for alike in shapes.values() for chart in _charts(file, alike, layout)]
-    return [Section("All-reduce by size", tables=[_table(file, groups)], charts=charts)]
+    drawn = thinned(list(shapes.values()), SHAPES)
+    charts = [chart for alike in drawn for chart in _charts(file, alike, layout)]
+    notes = [f"Figures of {len(drawn)} of {len(shapes)} shapes."] if len(shapes) > SHAPES else []
+    return [Section("All-reduce by size", notes, [_table(file, groups)], charts)]
 
 
 def _size(group: SeedGroup) -> float:
@@ -229,7 +233,7 @@ def _bus_bandwidth(group: SeedGroup, time: Estimate) -> Estimate:
 
 def _table(file: StudyFile, groups: Sequence[SeedGroup]) -> Table:
     from ..report import units
-    from ..report.points import of_factors, times_as_fast, timing, varying
+    from ..report.points import of_factors, quotient, times_as_fast, timing, varying
     from ..report.tables import Column, tabulate
 
     base = {(g.shape, _size(g)): g for g in groups if g.factors["algorithm"] == "mpi"}
@@ -243,7 +247,7 @@ def _table(file: StudyFile, groups: Sequence[SeedGroup]) -> Table:
         Column("times as\nfast as mpi", lambda g: times_as_fast(base.get((g.shape, _size(g))), g)),
         Column("bound", lambda g: units.time(g.mean("bound_s"))),
         Column(
-            "time by\nbound", lambda g: units.digits(g.time_s.value / (g.mean("bound_s") or nan))
+            "time by\nbound", lambda g: units.digits(quotient(g.time_s.value, g.mean("bound_s")))
         ),
         Column("relative\nerror", lambda g: units.digits(g.mean("error"), 2)),
     ]
@@ -280,9 +284,8 @@ def _charts(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> lis
     panels = layout.arrange(own or baselines, without=["size_bytes"])
     where = "x".join(map(str, groups[0].shape[:2]))
     return [
-        _chart(file, *axis, part, beside if own else [], name)
+        _chart(file, *axis, panels, beside if own else [], f"{what}_by_size_{where}")
         for what, axis in shown.items()
-        for name, part in panels.figures(f"{what}_by_size_{where}")
     ]
 
 

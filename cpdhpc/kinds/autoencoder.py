@@ -146,12 +146,12 @@ def _sections(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> l
         Column("batch", lambda g: str(g.factors["batch"])),
         *timing(file),
         Column("rate\nGFLOP/s", lambda g: units.digits(_rate(g).value)),
-        Column("in exchanges", lambda g: f"{_exchanges(g).value:.1f}%"),
+        Column("in ex-\nchanges %", lambda g: units.digits(_exchanges(g).value)),
         Column("plan", lambda g: units.size(g.mean("plan_bytes"))),
         Column("sent", lambda g: units.size(g.mean("wire_bytes"))),
     ]
     quantities = (
-        Quantity("rate", "rate / GFLOP/s", _rate, _ideal_rate, doublings),
+        Quantity("rate", "rate / (GFLOP/s)", _rate, _ideal_rate, doublings),
         Quantity("exchanges", "in exchanges / %", _exchanges, lambda g: nan, from_zero, said=""),
     )
     panels = panels_over(file, groups, layout)
@@ -167,12 +167,16 @@ def _rate(group: SeedGroup) -> Estimate:
 
 def _exchanges(group: SeedGroup) -> Estimate:
     """Return the share of exchanges in the time of an iteration, in %."""
-    return group.exact("exchange_s").scaled(100 / group.time_s.value)
+    from ..report.points import quotient
+
+    return group.exact("exchange_s").scaled(quotient(100, group.time_s.value))
 
 
 def _ideal_rate(group: SeedGroup) -> float:
     """Return the rate with the base's rate a rank."""
-    return _rate(group).value / group.efficiency.value
+    from ..report.points import quotient
+
+    return quotient(_rate(group).value, group.efficiency.value)
 
 
 AUTOENCODER = Kind(

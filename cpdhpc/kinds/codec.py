@@ -126,7 +126,7 @@ def _sections(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> l
         f"{file.name}: rate of the codec",
         [f"float32 data of all ranks / median time of the slowest; bars: {file.percent} CI."],
         "Rate by format, with memcpy of the same data on as many ranks.",
-        [panel for panel in panels if panel.rows],
+        [panel for panel in panels if panel.y.names],
         columns=2,
     )
     return [Section("Codec", tables=[_table(file, groups)], charts=[chart] if chart.panels else [])]
@@ -163,7 +163,7 @@ def _panel(place: str, groups: Sequence[SeedGroup], drawn: Mapping[str, Style]) 
     for group in filter(_is_base, groups):
         rate = _rate(group).value
         series.append(Series(MEMCPY, IDEAL, [rate, rate], [-0.6, len(rows) - 0.4]))
-    return Panel(place, Axis("rate / (GB/s)", limits=(0, None)), Axis(""), series, rows=rows)
+    return Panel(place, Axis("rate / (GB/s)", limits=(0, None)), Axis("", names=rows), series)
 
 
 def _table(file: StudyFile, groups: Sequence[SeedGroup]) -> Table:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from math import nan
 from typing import TYPE_CHECKING, Any
 
 from ..config import ConfigError
@@ -118,20 +119,24 @@ CAPTION = (
 def _sections(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> list[Section]:
     """Return rates of exchanges, beside the fastest of MPI's ways with datatypes."""
     from ..report import units
-    from ..report.points import of_factors, times_as_fast, timing
+    from ..report.points import of_factors, quotient, times_as_fast, timing
     from ..report.tables import Column, Section, tabulate
 
     def rate(group: SeedGroup) -> str:
         sent_bytes = group.mean("payload_bytes")
-        return units.digits(sent_bytes / group.time_s.value / 1e9) if sent_bytes else units.NONE
+        return units.digits(quotient(sent_bytes / 1e9, group.time_s.value) or nan)
 
     def sent(group: SeedGroup) -> str:
         some = group.mean("payload_bytes")
         return units.size(group.mean("wire_bytes")) if some else units.NONE
 
+    types = [group for group in groups if group.factors["way"] in HALO_MPI_TYPES]
+    slowest_first = sorted(types, key=lambda group: -group.time_s.value)
+    by_mpi = {_cells(group): group for group in slowest_first}
+
     def times(group: SeedGroup) -> str:
         some = group.mean("payload_bytes")
-        return times_as_fast(_fastest_of_mpi(group, groups), group) if some else units.NONE
+        return times_as_fast(by_mpi.get(_cells(group)), group) if some else units.NONE
 
     names = [name for name in HALO.factors if len({group.factors[name] for group in groups}) > 1]
     columns: list[Column[SeedGroup]] = [
@@ -145,14 +150,9 @@ def _sections(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> l
     return [Section("Halos", tables=[tabulate("Halos", columns, groups, CAPTION)])]
 
 
-def _fastest_of_mpi(group: SeedGroup, groups: Sequence[SeedGroup]) -> SeedGroup | None:
-    """Return the fastest of MPI's ways on the same cells, None where there is none."""
-
-    def cells(of: SeedGroup) -> Factors:
-        return {name: value for name, value in of.factors.items() if name not in NOT_COMPARED}
-
-    found = [g for g in groups if g.factors["way"] in HALO_MPI_TYPES and cells(g) == cells(group)]
-    return min(found, key=lambda each: each.time_s.value, default=None)
+def _cells(group: SeedGroup) -> frozenset[Any]:
+    """Return what points share that send the same cells."""
+    return frozenset(item for item in group.factors.items() if item[0] not in NOT_COMPARED)
 
 
 HALO = Kind(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from importlib.util import find_spec
 from math import isnan, nan
@@ -253,8 +253,10 @@ def _columns(
     from ..report.points import of_factors, timing
     from ..report.tables import Column
 
+    float32 = {_rest(g): g for g in reversed(groups) if g.factors.get(AGGREGATOR) == "none"}
+
     def beside(group: SeedGroup) -> str:
-        base = _float32(group, groups)
+        base = float32.get(_rest(group))
         if base is None or base is group:
             return units.NONE
         return units.signed(group.mean("accuracy") - base.mean("accuracy"))
@@ -286,14 +288,9 @@ def _columns(
 AGGREGATOR = "gradient.aggregator"
 
 
-def _float32(group: SeedGroup, groups: Sequence[SeedGroup]) -> SeedGroup | None:
-    """Return the points that differ only in that their gradients travel as float32."""
-
-    def rest(of: SeedGroup) -> Mapping[str, Value]:
-        return {k: v for k, v in of.factors.items() if not k.startswith("gradient.")}
-
-    found = (g for g in groups if g.factors.get(AGGREGATOR) == "none" and rest(g) == rest(group))
-    return next(found, None)
+def _rest(group: SeedGroup) -> frozenset[Any]:
+    """Return what points share that differ only in how their gradients travel."""
+    return frozenset((k, v) for k, v in group.factors.items() if not k.startswith("gradient."))
 
 
 def _observed(file: StudyFile, group: SeedGroup, name: str) -> Array:

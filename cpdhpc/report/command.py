@@ -2,47 +2,74 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from base64 import b64encode
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from gzip import compress
 from pathlib import Path
 
 from rich.console import Console
 
 from .. import store
+from ..config import UserError
 from ..study.study_file import ReportError, StudyFile, load_study_file
-from .compare import compare, compare_report
+from . import units
+from .choice import ALL, Choice
+from .compare import compare, compare_report, load_reference, verdict
 from .figures import Chart, image
 from .study import study_report
-from .tables import Listed, Report
+from .tables import Listed, Report, Table, slug
 from .trainings import Run, load_run, overview, run_groups, runs_report
 
 STUDY = "study.h5"  # in the folder of a study
 
 
-def load(paths: Iterable[Path]) -> tuple[list[StudyFile], list[Run]]:
-    """Return the studies in the order given, and the runs, oldest first.
+@dataclass(frozen=True)
+class Loaded:
+    """The studies in the order given, the runs, oldest first, and what could not be read."""
 
-    A directory stands for the study file in it, else for all records in it. Raises ReportError
-    where a file is neither or a directory has none; StoreError for what cannot be read.
+    studies: list[StudyFile]
+    runs: list[Run]
+    unreadable: list[str]
+
+
+def load(paths: Sequence[Path]) -> Loaded:
+    """Return what files hold; one that cannot be read is named and keeps no other back.
+
+    A directory stands for the study file in it, else for all records in it. Raises UserError where
+    nothing can be read.
     """
-    studies, runs = [], []
+    studies, runs, errors = list[StudyFile](), list[Run](), list[UserError]()
     for path in paths:
-        for file in _files(path) if path.is_dir() else [path]:
-            if "study" in store.read_attributes(file):
-                studies.append(load_study_file(file))
-            else:
-                runs.append(load_run(file))
-    return studies, sorted(runs, key=lambda run: str(run.attributes["date"]))
+        try:
+            files = _files(path) if path.is_dir() else [path]
+        except UserError as error:
+            errors.append(error)
+            continue
+        for file in files:
+            try:
+                attributes = store.read_attributes(file)
+                if "study" in attributes:
+                    studies.append(load_study_file(file))
+                elif not path.is_dir() or attributes.get("kind") == "run":
+                    runs.append(load_run(file))
+            except UserError as error:
+                errors.append(error)
+    if not studies and not runs:
+        none = f"{', '.join(map(str, paths))}: there is no file of a study or of a run"
+        raise errors[0] if errors else ReportError(none)
+    return Loaded(
+        studies, sorted(runs, key=lambda run: str(run.attributes["date"])), list(map(str, errors))
+    )
 
 
 def _files(directory: Path) -> list[Path]:
     if (directory / STUDY).exists():
         return [directory / STUDY]
     files = [file for file in sorted(directory.glob("*.h5")) if not file.name.startswith(".")]
-    runs = [file for file in files if store.read_attributes(file).get("kind") == "run"]
-    if not runs:
-        raise ReportError(f"{directory}: there is no file of a study or of a run in this directory")
-    return runs
+    return files
 
 
 def page(reports: Sequence[Report]) -> str:
@@ -58,80 +85,127 @@ def page(reports: Sequence[Report]) -> str:
     )
     title = ", ".join(report.title for report in reports)
     return environment.get_template("page.html").render(
-        title=title, reports=reports, svg=svg, unique=unique
+        title=title, reports=reports, address=address, slug=slug, packed=packed, first=ROWS
     )
 
 
-def svg(chart: Chart) -> str:
-    """Return a figure as the address of an image."""
-    return f"data:image/svg+xml;base64,{b64encode(image(chart, 'svg')).decode()}"
+MOST_POINTS = 120  # of a figure as SVG, which then has some 150 KB
+ROWS = 50  # of a table that the page holds as they are; the script unpacks the others
 
 
-def unique(number: int, title: str) -> str:
-    """Return a name that links of the page can go to."""
-    return f"r{number}-" + "".join(c if c.isalnum() else "-" for c in title.lower())
+def packed(table: Table) -> str:
+    """Return the rows after the first, as text for the page's script: gzip of JSON in base64."""
+    rows = json.dumps(table.rows[ROWS:], ensure_ascii=False, separators=(",", ":"))
+    return b64encode(compress(rows.encode(), mtime=0)).decode()
+
+
+def address(chart: Chart) -> str:
+    """Return a figure as the address of an image: pixels where there is much to draw."""
+    kind, media = ("webp", "webp") if chart.points > MOST_POINTS else ("svg", "svg+xml")
+    return f"data:image/{media};base64,{b64encode(image(chart, kind)).decode()}"
 
 
 WIDTH = 140  # columns of a table that goes to no terminal
 LINES = 5  # of what is listed below the tables
+INCOMPLETE = 1  # exit status where a file could not be read
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Where reports go besides the terminal: a page, and directories of files."""
+
+    html: Path | None = None
+    figures: Path | None = None
+    csv: Path | None = None
+    latex: Path | None = None
+    quiet: bool = False
+    terminal: bool | None = None
+
+    def check(self) -> None:
+        """Raise ReportError for a page whose directory is not there, before anything is drawn."""
+        check_place(self.html)
+
+    def give(self, reports: Sequence[Report], unreadable: Sequence[str] = ()) -> int:
+        """Print and write reports; return the exit status. Raises ReportError."""
+        if unreadable:
+            listed = Listed(f"not read, {units.count(len(unreadable), 'file')}", unreadable)
+            first = replace(reports[0], listed=[listed, *reports[0].listed])
+            reports = [first, *reports[1:]]
+        show(reports, self.terminal, self.quiet)
+        if self.html is not None:
+            _write(self.html, page(reports).encode())
+        for number, each in enumerate(reports, 1):
+            several = f"{number}-" if len(reports) > 1 else ""
+            for chart in each.charts if self.figures else ():
+                for kind in ("png", "svg"):
+                    _put(self.figures, f"{several}{chart.name}.{kind}", image(chart, kind))
+            for table in each.tables:
+                _put(self.csv, f"{several}{table.file}.csv", table.csv().encode())
+                _put(self.latex, f"{several}{table.file}.tex", table.latex().encode())
+        if not unreadable:
+            return 0
+        what = units.count(len(unreadable), "file")
+        print(f"cpdhpc: {what} not read: {'; '.join(unreadable)}", file=sys.stderr)
+        return INCOMPLETE
+
+
+PLAIN = Outputs()
 
 
 def report(
-    paths: Iterable[Path],
+    paths: Sequence[Path],
+    outputs: Outputs = PLAIN,
     png: Path | None = None,
-    html: Path | None = None,
-    figures: Path | None = None,
-    terminal: bool | None = None,
-    quiet: bool = False,
-) -> None:
-    """Print the tables of studies and runs, unless quiet; write figures and the page.
+    choice: Choice = ALL,
+) -> int:
+    """Print the tables of studies and runs, write what outputs ask for; return the exit status.
 
-    png: of runs, one figure; figures: directory for PNG and SVG of every figure
-    terminal: whether stdout is one, None to find out
-    Raises UserError where a file cannot be read or written, or no run is complete.
+    png: of runs, one figure; choice: of the points and figures of studies
+    Raises UserError where nothing can be read, a place cannot be written to, or no run is complete.
     """
-    check_places(html, png)
-    studies, runs = load(paths)
-    reports = [study_report(file) for file in studies]
-    of_runs = runs_report(runs, run_groups(runs)) if runs else None
-    reports += [of_runs] if of_runs else []
-    if png is not None and of_runs is None:
-        raise ReportError(
-            f"--png {png}: is of training runs; --figures DIR writes those of studies"
-        )
-    show(reports, terminal, quiet)
-    if png is not None and of_runs is not None:
+    outputs.check()
+    check_place(png)
+    loaded = load(paths)
+    if choice != ALL and not loaded.studies:
+        raise ReportError("--where, --x, --y, --by, --panel: are for studies; came runs")
+    reports = [study_report(file, choice) for file in loaded.studies]
+    of_runs = runs_report(loaded.runs, run_groups(loaded.runs)) if loaded.runs else None
+    if png is not None:
+        if of_runs is None:
+            raise ReportError(
+                f"--png {png}: is of training runs; --figures DIR writes those of studies"
+            )
         _write(png, image(overview(of_runs.charts), "png"))
-    write(reports, html, figures)
+    return outputs.give([*reports, *([of_runs] if of_runs else [])], loaded.unreadable)
 
 
 def compare_files(
-    paths: Sequence[Path],
-    html: Path | None = None,
-    figures: Path | None = None,
-    quiet: bool = False,
+    after: Path, before: Path, outputs: Outputs = PLAIN, tolerance: float | None = None
 ) -> int:
-    """Print what changed between two studies; return how many points are slower.
+    """Print what changed from a reference to a study; return how many points are slower.
 
+    before: a study, or a TOML file that names one with tolerances (compare.Reference)
     Raises UserError for anything but two studies of one kind.
     """
-    check_places(html)
-    studies, runs = load(paths)
-    if len(studies) != 2 or runs:
-        came = f"{len(studies)} and {len(runs)} records of training"
-        raise ReportError(f"--compare: needs two study files; came {came}")
-    comparison = compare(*studies)
-    reports = [compare_report(comparison)]
-    show(reports, None, quiet)
-    write(reports, html, figures)
+    outputs.check()
+    reference = load_reference(before, tolerance)
+    comparison = compare(_study(Path(reference.study)), _study(after), reference)
+    outputs.give([compare_report(comparison)])
+    print(verdict(comparison))
     return len(comparison.having("slower"))
 
 
-def check_places(*paths: Path | None) -> None:
-    """Raise ReportError for a file whose directory is not there, before anything is drawn."""
-    for path in paths:
-        if path is not None and not path.parent.is_dir():
-            raise ReportError(f"{path}: cannot be written: there is no such directory")
+def _study(path: Path) -> StudyFile:
+    loaded = load([path])
+    if len(loaded.studies) != 1 or loaded.runs:
+        raise ReportError(f"--compare: {path}: is no study")
+    return loaded.studies[0]
+
+
+def check_place(path: Path | None) -> None:
+    """Raise ReportError for a file whose directory is not there."""
+    if path is not None and not path.parent.is_dir():
+        raise ReportError(f"{path}: cannot be written: there is no such directory")
 
 
 def show(reports: Sequence[Report], terminal: bool | None, quiet: bool) -> None:
@@ -161,25 +235,21 @@ def _print(console: Console, of: Report) -> None:
         for table in section.tables:
             if not table.page_only:
                 console.print(table.rich())
+                if table.left:
+                    console.print(table.left, markup=False, highlight=False)
         for note in section.notes:
             console.print(note, markup=False, highlight=False)
 
 
-def write(reports: Sequence[Report], html: Path | None, figures: Path | None) -> None:
-    """Write the page and the figures to the paths given. Raises UserError."""
-    if html is not None:
-        _write(html, page(reports).encode())
-    if figures is None:
+def _put(directory: Path | None, name: str, content: bytes) -> None:
+    """Write a file of a directory, which is made if need be; nothing without a directory."""
+    if directory is None:
         return
     try:
-        figures.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ReportError(f"{figures}: cannot be made: {error.strerror}") from None
-    for number, each in enumerate(reports, 1):
-        several = f"{number}-" if len(reports) > 1 else ""
-        for chart in each.charts:
-            for kind in ("png", "svg"):
-                _write(figures / f"{several}{chart.name}.{kind}", image(chart, kind))
+        raise ReportError(f"{directory}: cannot be made: {error.strerror}") from None
+    _write(directory / name, content)
 
 
 def _write(path: Path, content: bytes) -> None:

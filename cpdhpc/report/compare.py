@@ -1,4 +1,4 @@
-"""Two studies beside one another, point by point: what changed by more than chance."""
+"""A study beside a reference, point by point: what changed by more than chance and tolerance."""
 
 from __future__ import annotations
 
@@ -6,11 +6,16 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isnan
-from typing import Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
-from ..config import difference
+from pydantic import Field
+
+from ..config import Section as ConfigSection
+from ..config import difference, read_toml, validate
 from ..study.study_file import Point, ReportError, StudyFile
 from . import units
+from .choice import condition
 from .figures import HEIGHT, IDEAL, Axis, Chart, Panel, Series, Style, spread
 from .points import Estimate, label, ratio, varying
 from .tables import Column, Listed, Report, Section, Table, tabulate, words
@@ -22,20 +27,29 @@ COMPUTED = ("error", "wire_bytes", "payload_bytes", "accuracy", "loss")  # not s
 
 @dataclass(frozen=True)
 class Change:
-    """A point that both studies have; times: of the second by the first."""
+    """A point that both studies have; times: of the second by the first.
+
+    tolerance: share by which a time may be longer
+    """
 
     before: Point
     after: Point
     times: Estimate
+    tolerance: float = 0.0
 
     @property
     def verdict(self) -> Verdict:
-        """Whether the interval of the ratio lies on one side of 1; unknown where there is none."""
+        """Whether the interval of the ratio lies beyond the tolerance; unknown without one."""
         if isnan(self.times.low):
             return "unknown"
-        if self.times.low > 1:
+        if self.times.low > 1 + self.tolerance:
             return "slower"
-        return "faster" if self.times.high < 1 else "alike"
+        return "faster" if self.times.high < 1 / (1 + self.tolerance) else "alike"
+
+    @property
+    def change(self) -> Estimate:
+        """By how much the second takes longer, %."""
+        return Estimate(*(100 * (each - 1) for each in self.times))
 
 
 @dataclass(frozen=True)
@@ -51,14 +65,62 @@ class Comparison:
     def having(self, verdict: Verdict) -> list[Change]:
         """Return the changes with a verdict, the greatest first."""
         found = [change for change in self.changes if change.verdict == verdict]
-        return sorted(found, key=lambda change: abs(change.times.value - 1), reverse=True)
+        known = [change for change in found if not isnan(change.times.value)]
+        known.sort(key=lambda change: abs(change.times.value - 1), reverse=True)
+        return [*known, *(change for change in found if isnan(change.times.value))]
 
 
-def compare(before: StudyFile, after: StudyFile) -> Comparison:
+Share = Annotated[float, Field(ge=0)]
+
+
+class CaseTolerance(ConfigSection):
+    """[[case]]: the share by which the times of points may be longer; where: as of report."""
+
+    where: Annotated[tuple[str, ...], Field(strict=False)]
+    tolerance: Share
+
+
+class Reference(ConfigSection):
+    """A file that says which study is the reference, and how much slower another may be.
+
+    study: a path, from the file's directory; tolerance: of points that no case names
+    """
+
+    study: str
+    tolerance: Share = 0.0
+    case: Annotated[tuple[CaseTolerance, ...], Field(strict=False)] = ()
+
+    def of(self, points: Sequence[Point]) -> list[float]:
+        """Return each point's tolerance: of the last case that names it. Raises ReportError."""
+        factors = [point.factors for point in points]
+        found = [self.tolerance] * len(points)
+        for case in self.case:
+            tests = [condition(text, factors, "[[case]] where") for text in case.where]
+            for i, each in enumerate(factors):
+                if all(test(each) for test in tests):
+                    found[i] = case.tolerance
+        return found
+
+
+def load_reference(path: Path, tolerance: float | None = None) -> Reference:
+    """Return what a TOML file says, or a study is a reference without tolerances.
+
+    tolerance: in place of the file's own of all points. Raises UserError.
+    """
+    given: dict[str, Any] = {} if tolerance is None else {"tolerance": tolerance}
+    if path.suffix != ".toml":
+        return validate(Reference, {"study": str(path)} | given, f"--tolerance {tolerance}")
+    found = validate(Reference, read_toml(path) | given, str(path))
+    return found.model_copy(update={"study": str(path.parent / found.study)})
+
+
+def compare(before: StudyFile, after: StudyFile, reference: Reference | None = None) -> Comparison:
     """Return what is different in the second. Points are the same whose factors are.
 
+    reference: the tolerances, none by default
     Raises ReportError for studies of different kinds or levels, or without a common point.
     """
+    tolerances = reference.of(before.points) if reference else [0.0] * len(before.points)
     for name in ("kind", "level"):
         values = getattr(before, name), getattr(after, name)
         if values[0] != values[1]:
@@ -67,13 +129,13 @@ def compare(before: StudyFile, after: StudyFile) -> Comparison:
             )
     there = {frozenset(point.factors.items()): point for point in after.points}
     changes, lost = [], []
-    for point in before.points:
+    for point, tolerance in zip(before.points, tolerances, strict=True):
         other = there.pop(frozenset(point.factors.items()), None)
         if other is None:
             lost.append(point)
         else:
             times = ratio(other.times_s, point.times_s, before.level)
-            changes.append(Change(point, other, times))
+            changes.append(Change(point, other, times, tolerance))
     if not changes:
         raise ReportError(f"--compare {before.path} {after.path}: no point is in both")
     return Comparison(before, after, changes, lost, list(there.values()))
@@ -87,7 +149,8 @@ def computed(comparison: Comparison) -> dict[str, list[str]]:
             one, other = (point.outcomes.get(name) for point in (change.before, change.after))
             if one is None or other is None or one == other or (isnan(one) and isnan(other)):
                 continue
-            found.setdefault(name, []).append(f"{change.before.case_id}: {one:g}, {other:g}")
+            shown = ", ".join(units.apart(one, other))
+            found.setdefault(name, []).append(f"{change.before.case_id}: {shown}")
     return found
 
 
@@ -134,6 +197,7 @@ def asked(comparison: Comparison) -> list[str]:
 
 
 MOST = 50  # rows of the figure
+FIRST = 3  # slower points that the last line names
 ROW = 0.2  # height of one, inches
 STYLES: dict[Verdict, Style] = {
     "slower": Style("#b3204d", ">"),
@@ -156,8 +220,9 @@ def compare_report(comparison: Comparison) -> Report:
     points = len(comparison.changes)
     chance = f"{points * (1 - before.level):.2g}"
     notes = [
-        f"A point changed if the {before.percent} interval of the ratio of its medians does not "
-        "hold 1: the intervals of both medians, each wide enough for both to hold, do not overlap. "
+        f"A point changed if the {before.percent} interval of the ratio of its medians lies beyond "
+        "1 and its tolerance. The interval takes in those of both medians, each wide enough for "
+        "both to hold. "
         f"Were nothing different, {chance} of {units.count(points, 'point')} or fewer would be "
         "called changed by chance on average."
     ]
@@ -189,17 +254,44 @@ def _table(comparison: Comparison) -> Table:
     names = _names(comparison)
     columns: list[Column[Change]] = [
         Column("point", lambda change: _name(change, names), numbers=False),
-        Column("A: median", lambda change: units.time(change.before.summary["median_s"])),
-        Column("B: median", lambda change: units.time(change.after.summary["median_s"])),
-        Column("B / A", lambda change: units.digits(change.times.value)),
+        Column("A: median", lambda change: _medians(change)[0]),
+        Column("B: median", lambda change: _medians(change)[1]),
+        Column("B longer by\n%", lambda change: units.digits(change.change.value)),
         Column(
             f"{comparison.before.percent} CI",
-            lambda change: units.interval(change.times.low, change.times.high),
+            lambda change: units.interval(change.change.low, change.change.high),
+        ),
+        *(
+            [Column("tolerance\n%", lambda change: units.digits(100 * change.tolerance))]
+            if any(change.tolerance for change in comparison.changes)
+            else []
         ),
         Column("", lambda change: SAID[change.verdict], numbers=False),
     ]
     ordered = [change for verdict in VERDICTS for change in comparison.having(verdict)]
     return tabulate("Times of B by times of A", columns, ordered)
+
+
+def _medians(change: Change) -> list[units.Cell]:
+    """Return both medians in one unit, with digits enough to tell them apart."""
+    times_s = change.before.summary["median_s"], change.after.summary["median_s"]
+    scale, unit = units.time_unit(times_s[0])
+    shown = units.apart(*(time_s / scale for time_s in times_s))
+    return [
+        units.Cell(f"{text} {unit}", value_s=time_s)
+        for text, time_s in zip(shown, times_s, strict=True)
+    ]
+
+
+def verdict(comparison: Comparison) -> str:
+    """Return in a line how many points are slower, and by how much the first of them."""
+    slower, names = comparison.having("slower"), _names(comparison)
+    counted = f"{len(slower)} of {units.count(len(comparison.changes), 'point')} slower"
+    shown = [
+        f"{_name(each, names)} by {units.with_interval(*each.change)} %" for each in slower[:FIRST]
+    ]
+    rest = ["..."] if len(slower) > FIRST else []
+    return f"{counted}: {'; '.join([*shown, *rest])}" if slower else counted
 
 
 def _chart(comparison: Comparison) -> Chart:
@@ -219,7 +311,7 @@ def _chart(comparison: Comparison) -> Chart:
         f"{comparison.before.name}: B by A",
         [note],
         "Right of 1: B takes longer.",
-        [Panel("", x, Axis(""), [each for each in series if each.x], rows=rows)],
+        [Panel("", x, Axis("", names=rows), [each for each in series if each.x])],
         scale=(2.0, max((len(ordered) + 3) * ROW / HEIGHT, 0.4)),
     )
 

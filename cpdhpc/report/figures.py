@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from itertools import cycle
-from math import ceil, isfinite, log2
-from typing import TYPE_CHECKING, Any, Literal
+from math import isfinite, log2
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -55,13 +55,15 @@ def styles(names: Iterable[str]) -> dict[str, Style]:
     return {name: Style(*style) for name, style in zip(dict.fromkeys(names), cycles, strict=False)}
 
 
+T = TypeVar("T")
 Array = npt.NDArray[Any]
 Values = Sequence[float] | Array
-Join = Literal["line", "guide", "steps", "none"]
+Join = Literal["line", "guide", "steps", "fit", "none"]
 JOINS: dict[Join, dict[str, Any]] = {
     "line": {"linewidth": 1.5},
     "steps": {"linewidth": 1.3, "drawstyle": "steps-post"},
     "guide": {"linestyle": (0, (1, 2)), "linewidth": 0.9},
+    "fit": {"linewidth": 0.8},
     "none": {"linestyle": "none"},
 }
 
@@ -72,7 +74,7 @@ class Series:
 
     label: "" for what the legend does not name
     join: "line" where values between are meant too, "guide" only leads the eye, "steps" holds a
-        value up to the next place
+        value up to the next place, "fit" is a model's
     low, high, x_low, x_high: ends of intervals of y and of x
     every: the first point that has a marker, and how far apart these are
     """
@@ -139,16 +141,27 @@ class Axis:
         with binary units
     limits: fixed ends, None where they come from the data
     ticks: what is marked, if there is room; empty: what matplotlib likes
+    names: of the places 0, 1, ..., from above or from the left; then there is no scale
     """
 
     label: str
     scale: Scale = "linear"
     limits: tuple[float | None, float | None] = (None, None)
     ticks: Sequence[float] = ()
+    names: Sequence[str] = ()
 
-    def apply(self, axis: Any, set_scale: Any, set_limits: Any) -> None:
-        """Set up matplotlib's axis."""
-        SCALES[self.scale](axis, set_scale, sorted(self.ticks))
+    def apply(self, axes: Any, which: Literal["x", "y"]) -> None:
+        """Set up one of the two axes of matplotlib's axes."""
+        axis, set_limits = getattr(axes, f"{which}axis"), getattr(axes, f"set_{which}lim")
+        axis.set_label_text(self.label)
+        if self.names:
+            ends = -0.6, len(self.names) - 0.4
+            set_limits(*(ends if which == "x" else ends[::-1]))
+            slant: Any = {"rotation": 30, "ha": "right", "rotation_mode": "anchor"}
+            slant = slant if which == "x" else {}
+            axis.set_ticks(range(len(self.names)), self.names, fontsize="small", **slant)
+            return
+        SCALES[self.scale](axis, getattr(axes, f"set_{which}scale"), sorted(self.ticks))
         if self.limits != (None, None):
             set_limits(*self.limits)
 
@@ -234,7 +247,6 @@ SCALES: dict[Scale, Callable[[Any, Any, list[float]], None]] = {
 class Panel:
     """Series over common axes.
 
-    rows: names of the rows from above, where the places on the y axis are 0, 1, ...
     top: what an axis above shows: (its label, its value over that of the x axis, ticks)
     """
 
@@ -242,7 +254,6 @@ class Panel:
     x: Axis
     y: Axis
     series: Sequence[Series]
-    rows: Sequence[str] = ()
     top: tuple[str, float, Sequence[float]] | None = None
 
     def draw(self, axes: Any) -> None:
@@ -252,14 +263,11 @@ class Panel:
 
     def finish(self, axes: Any) -> None:
         """Set up the axes, once all panels that share them are drawn."""
-        self.x.apply(axes.xaxis, axes.set_xscale, axes.set_xlim)
-        self.y.apply(axes.yaxis, axes.set_yscale, axes.set_ylim)
-        if self.rows:
-            _name_rows(axes, self.rows)
+        self.x.apply(axes, "x")
+        self.y.apply(axes, "y")
         if self.top:
             _add_top(axes, *self.top)
         axes.set_title(self.title, fontsize="medium")
-        axes.set(xlabel=self.x.label, ylabel=self.y.label)
         axes.grid(alpha=0.3, linewidth=0.6)
 
 
@@ -269,11 +277,6 @@ def panels_with(
     """Return a panel for each title, with axes that all share; y: from all values."""
     axis = y([value for each in series.values() for one in each for value in one.y])
     return [Panel(title, x, axis, each) for title, each in series.items()]
-
-
-def _name_rows(axes: Any, rows: Sequence[str]) -> None:
-    axes.set_yticks(range(len(rows)), rows, fontsize="small")
-    axes.set_ylim(len(rows) - 0.4, -0.6)
 
 
 def _add_top(axes: Any, label: str, factor: float, ticks: Sequence[float]) -> None:
@@ -329,7 +332,8 @@ def _edges(places: Values) -> Array:
 
 
 WIDTH, HEIGHT = 3.7, 2.9  # of a panel, inches
-LINE = 0.2  # height of a line of text, inches
+EDGE = 0.08  # around texts and the legend, inches
+MOST = 12  # panels of a figure: more take long to draw and to look at
 SETTINGS: Any = {
     "font.size": 9,
     "axes.axisbelow": True,
@@ -359,94 +363,124 @@ class Chart:
     colours: str = ""
     scale: tuple[float, float] = (1.0, 1.0)
 
+    @property
+    def shown(self) -> list[Sequence[Panel | Map]]:
+        """The rows of panels that are drawn: all, or so many that they have MOST panels."""
+        columns = min(self.columns, len(self.panels))
+        rows = [self.panels[i : i + columns] for i in range(0, len(self.panels), columns)]
+        return thinned(rows, max(MOST // columns, 1))
+
+    @property
+    def points(self) -> int:
+        """Number of points that are drawn."""
+        series = (each for row in self.shown for panel in row for each in panel.series)
+        return sum(len(each.x) for each in series if each.style.marker)
+
+
+def thinned(items: Sequence[T], most: int) -> list[T]:
+    """Return at most so many items, evenly spread, with the first and the last."""
+    if len(items) <= most:
+        return list(items)
+    return [items[round(i * (len(items) - 1) / max(most - 1, 1))] for i in range(most)]
+
 
 def draw(chart: Chart) -> Figure:
-    """Return the figure."""
+    """Return the figure, of at most MOST panels: whole rows of them, evenly spread."""
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    columns = min(chart.columns, len(chart.panels))
-    rows = ceil(len(chart.panels) / columns)
-    wide, high = WIDTH * chart.scale[0] * columns + 0.6, HEIGHT * chart.scale[1] * rows
-    wide = max(wide, 6.5)
-    notes = [line for note in chart.notes for line in _wrapped(note, wide)]
-    legend = _legend_rows(chart, wide)
-    head, foot = LINE * (1.6 + len(notes)), LINE * (legend + 0.5 if legend else 0)
-    total = high + head + foot
-    layout = ConstrainedLayoutEngine(rect=(0, foot / total, 1, high / total))
-    figure = Figure(figsize=(wide, total), layout=layout)
-    figure.text(0.1 / wide, 1 - 0.07 / total, chart.title, va="top", weight="bold", size=11)
-    under = 1 - (0.07 + 1.35 * LINE) / total
-    figure.text(0.1 / wide, under, "\n".join(notes), va="top", size=8.5, color="#444444")
-    grid = figure.subplots(rows, columns, squeeze=False, sharex=chart.shared, sharey=chart.shared)
-    _fill(figure, chart, list(grid.flat), columns)
-    _add_legend(figure, chart, wide)
+    rows = chart.shown
+    columns = len(rows[0])
+    panels = [panel for row in rows for panel in row]
+    notes = [*chart.notes]
+    if len(panels) < len(chart.panels):
+        notes.append(f"{len(panels)} of {len(chart.panels)} panels, evenly spread.")
+    wide = max(WIDTH * chart.scale[0] * columns + 0.6, 6.5)
+    high = HEIGHT * chart.scale[1] * len(rows)
+    figure = Figure(figsize=(wide, high))
+    grid = figure.subplots(
+        len(rows), columns, squeeze=False, sharex=chart.shared, sharey=chart.shared
+    )
+    _fill(figure, chart, panels, list(grid.flat), columns)
+    high += _add_legend(figure, panels)
+    head = [(chart.title, {"weight": "bold", "size": 11}), (" ".join(notes), QUIET)]
+    top = _add_head(figure, high, [(text, style) for text, style in head if text])
+    total = figure.get_figheight()
+    figure.set_layout_engine(ConstrainedLayoutEngine(rect=(0, 0, 1, 1 - top / total)))
     return figure
 
 
-def _wrapped(note: str, width: float) -> list[str]:
-    from textwrap import wrap
-
-    return wrap(note, int(width * 15.5))
+QUIET = {"size": 8.5, "color": "#444444"}
 
 
-def _fill(figure: Figure, chart: Chart, places: list[Any], columns: int) -> None:
-    used = places[: len(chart.panels)]
-    maps = [panel.draw(axes) for axes, panel in zip(used, chart.panels, strict=True)]
-    for axes, panel in zip(used, chart.panels, strict=True):
+def _add_head(figure: Figure, high: float, texts: Sequence[tuple[str, dict[str, Any]]]) -> float:
+    """Add texts above what is so high, wrapped, and return their height; all in inches."""
+    wide = figure.get_figwidth()
+    added = [
+        figure.text(EDGE / wide, 0.5, text, va="top", wrap=True, **style) for text, style in texts
+    ]
+    heights = [text.get_window_extent().height / figure.dpi + EDGE for text in added]
+    total = high + sum(heights) + EDGE
+    figure.set_size_inches(wide, total)
+    for i, text in enumerate(added):
+        text.set_y(1 - (sum(heights[:i]) + EDGE) / total)
+    return sum(heights) + EDGE
+
+
+def _fill(
+    figure: Figure, chart: Chart, panels: Sequence[Panel | Map], places: list[Any], columns: int
+) -> None:
+    used = places[: len(panels)]
+    maps = [panel.draw(axes) for axes, panel in zip(used, panels, strict=True)]
+    for axes, panel in zip(used, panels, strict=True):
         panel.finish(axes)
     if chart.shared:
         for axes in used:
             axes.label_outer()
     for axes in places[len(used) :]:
         axes.remove()
-    for axes, panel in list(zip(used, chart.panels, strict=True))[-columns:]:
+    for axes, panel in list(zip(used, panels, strict=True))[-columns:]:
         axes.tick_params(labelbottom=True)  # also above an empty place
         axes.set_xlabel(panel.x.label)
     if maps[0] is not None:
         figure.colorbar(maps[0], ax=used, label=chart.colours, shrink=0.6, aspect=30)
 
 
-def _labels(chart: Chart) -> list[str]:
-    """Return what the legend names, each once, references without markers last."""
-    named = [each for panel in chart.panels for each in panel.series if each.label]
-    named.sort(key=lambda each: not each.style.marker)
-    return list(dict.fromkeys(each.label for each in named))
-
-
-def _legend_columns(labels: list[str], width: float) -> int:
-    return max(1, min(len(labels), int(width / (0.085 * max(map(len, labels)) + 0.75))))
-
-
-def _legend_rows(chart: Chart, width: float) -> int:
-    labels = _labels(chart)
-    return ceil(len(labels) / _legend_columns(labels, width)) if labels else 0
-
-
-def _add_legend(figure: Figure, chart: Chart, width: float) -> None:
-    labels = _labels(chart)
-    if not labels:
-        return
-    known: dict[Any, Any] = {}
+def _add_legend(figure: Figure, panels: Sequence[Panel | Map]) -> float:
+    """Add the legend below all axes, as wide as there is room, and return its height in inches."""
+    named = [each for panel in panels for each in panel.series if each.label]
+    named.sort(key=lambda each: not each.style.marker)  # references come last
+    if not named:
+        return 0.0
+    known: dict[str, Any] = {}
     for axes in figure.axes:
         handles, names = axes.get_legend_handles_labels()
         known |= dict(zip(names, handles, strict=True))
-    figure.legend(
-        [known[label] for label in labels],
-        labels,
-        loc="lower center",
-        ncols=_legend_columns(labels, width),
-        handlelength=3,
-        borderaxespad=0.2,
-    ).set_in_layout(False)
+    labels = list(dict.fromkeys(each.label for each in named))
+    columns, room = 1, (figure.get_figwidth() - 2 * EDGE) * figure.dpi
+    while True:
+        legend = figure.legend(
+            [known[label] for label in labels],
+            labels,
+            loc="outside lower center",
+            ncols=columns,
+            handlelength=3,
+            borderaxespad=0.2,
+        )
+        box = legend.get_window_extent()
+        fit = min(int(columns * room / box.width), len(labels))
+        if columns > 1 or fit <= 1:
+            return box.height / figure.dpi + EDGE
+        legend.remove()
+        columns = fit
 
 
 def image(chart: Chart, kind: str) -> bytes:
-    """Return the figure as a file's content. kind: "png" or "svg"."""
+    """Return the figure as a file's content. kind: "png", "svg" or "webp"."""
     from matplotlib import rc_context
 
     buffer = BytesIO()
     with rc_context(SETTINGS):
-        metadata = {"Date": None} if kind == "svg" else {}
-        draw(chart).savefig(buffer, format=kind, dpi=150, metadata=metadata)
+        metadata: Any = {"Date": None} if kind == "svg" else None
+        draw(chart).savefig(buffer, format=kind, dpi=130, metadata=metadata)
     return buffer.getvalue()

@@ -54,11 +54,12 @@ def varying(of: Sequence[Factors], without: Iterable[str] = SHAPE) -> list[str]:
         for name in in_order(name for factors in of for name in factors)
         if name not in without and len({factors.get(name) for factors in of}) > 1
     ]
-    return [name for name in names if name not in DERIVED or not _decided(name, names, of)]
+    others = [name for name in names if name not in DERIVED]
+    return [name for name in names if name not in DERIVED or not decided(name, others, of)]
 
 
-def _decided(name: str, names: Sequence[str], of: Sequence[Factors]) -> bool:
-    others = [other for other in names if other not in DERIVED]
+def decided(name: str, others: Sequence[str], of: Sequence[Factors]) -> bool:
+    """Return whether other factors leave a factor no choice, in any of these points."""
     rest = {tuple(factors.get(other) for other in others) for factors in of}
     all_of = {tuple(factors.get(other) for other in (*others, name)) for factors in of}
     return len(rest) == len(all_of)
@@ -114,6 +115,11 @@ def heading(name: str) -> str:
 SEEDS = ("seed",)
 
 
+def quotient(one: float, other: float) -> float:
+    """Return one / other, NaN where other is 0: what is over nothing is unknown, not infinite."""
+    return one / other if other else nan
+
+
 class Estimate(NamedTuple):
     """A quantity and the ends of its interval, NaN where there is none."""
 
@@ -127,7 +133,7 @@ class Estimate(NamedTuple):
 
     def inverse(self, of: float) -> Estimate:
         """Return of / quantity, as a rate is of a time."""
-        return Estimate(of / self.value, of / self.high, of / self.low)
+        return Estimate(*(quotient(of, each) for each in (self.value, self.high, self.low)))
 
 
 UNKNOWN = Estimate(nan, nan, nan)
@@ -136,13 +142,13 @@ UNKNOWN = Estimate(nan, nan, nan)
 def ratio(one: Array, other: Array, level: float) -> Estimate:
     """Return median of one / median of other; the interval holds with the level or more.
 
-    one, other: float64[samples], s
+    one, other: float64[samples], s. NaN where a median or an end to divide by is 0.
     """
     longest = max(len(one), len(other))
     times = np.full((2, longest), np.nan)
     times[0, : len(one)], times[1, : len(other)] = one, other
     found = ratio_intervals(times, np.array([-1, 0]), level)
-    return Estimate(*(float(column[1]) for column in found))
+    return Estimate(*(float(c[1]) if isfinite(c[1]) else nan for c in found))
 
 
 @dataclass(frozen=True)
@@ -199,16 +205,19 @@ class SeedGroup:
         if self.is_base:
             return Estimate(1.0, 1.0, 1.0)
         first = self.points[0].summary
-        work = first["speedup"] * first["median_s"] / self.base_points[0].summary["median_s"]
+        base_s = self.base_points[0].summary["median_s"]
+        work = quotient(first["speedup"] * first["median_s"], base_s)
         return ratio(self._base_samples_s, self.samples_s, self.level).scaled(work)
 
     @property
     def efficiency(self) -> Estimate:
         """Speed-up by that of the ideal."""
-        if not self.base_points:
-            return UNKNOWN
-        first = self.points[0].summary
-        return self.speedup.scaled(first["efficiency"] / first["speedup"])
+        return self.speedup.scaled(1 / self.ideal)
+
+    @property
+    def ideal(self) -> float:
+        """Speed-up at an efficiency of 1: the ratio of ranks; NaN without a base."""
+        return self.ranks / self.base_points[0].ranks if self.base_points else nan
 
     def outcome(self, name: str) -> Array:
         """float64[seeds], an outcome of each point; NaN where there is none."""
@@ -231,9 +240,11 @@ def times_as_fast(base: SeedGroup | None, group: SeedGroup) -> str:
 
 
 def timing(file: StudyFile, what: str = "median") -> list[Column[SeedGroup]]:
-    """Return the columns of the number of repeats, the median time and its interval."""
+    """Return the columns of repeats, energy if it is known, the median time and its interval."""
+    energy = any(point.outcomes.get("energy_j", nan) >= 0 for point in file.points)
     return [
         Column("n", lambda g: str(len(g.samples_s))),
+        *([Column("energy\nJ", lambda g: units.digits(g.mean("energy_j")))] if energy else []),
         Column(what, lambda g: units.time(g.time_s.value)),
         Column(
             f"{file.percent} CI",
@@ -294,7 +305,7 @@ def finite(values: Iterable[float]) -> list[float]:
     return [value for value in values if isfinite(value)]
 
 
-ROWS, WIDEST = 5, 4  # of panels in a figure
+WIDEST = 4  # panels beside one another
 APART, REACH = 0.06, 0.28  # of a doubling: series beside one another, and all at a place
 
 
@@ -319,15 +330,6 @@ class Panels:
         """The points of all lines."""
         return [group for lines in self.lines.values() for line in lines for group in line.groups]
 
-    def figures(self, name: str) -> list[tuple[str, Panels]]:
-        """Return what goes into each figure, with its name: numbered where there are several."""
-        items, most = list(self.lines.items()), ROWS * self.columns
-        parts = [dict(items[i : i + most]) for i in range(0, len(items), most)]
-        return [
-            (f"{name}_{number}" if len(parts) > 1 else name, Panels(part, self.columns))
-            for number, part in enumerate(parts, 1)
-        ]
-
 
 @dataclass(frozen=True)
 class Layout:
@@ -348,11 +350,21 @@ class Layout:
         apart: words that have panels of their own; numbers always have
         """
         factors = [group.factors for group in groups]
-        hidden = {*SHAPE, *file.weak} - ({"ppn"} if _tells_apart(groups) else set())
+        hidden = {*SHAPE, *file.weak} - ({"ppn"} if tells_apart(groups) else set())
         free = hidden if file.over == "ranks" else {file.over}
         names = varying(factors, hidden | free)
         panels = [n for n in names if n in apart or is_number(n, factors)]
-        lines = [n for n in names if n not in panels]
+        return cls.named(panels, [n for n in names if n not in panels], free, factors)
+
+    @classmethod
+    def named(
+        cls,
+        panels: Sequence[str],
+        lines: Sequence[str],
+        free: Collection[str],
+        factors: Sequence[Factors],
+    ) -> Layout:
+        """Return a layout by what names panels and lines, of points with these factors."""
         own = styles(label(each, lines) for each in factors if not is_baseline(each))
         baselines = dict.fromkeys(label(each, lines) for each in factors if is_baseline(each))
         return cls(panels, lines, own | dict(zip(baselines, LIBRARIES, strict=False)), free)
@@ -377,7 +389,8 @@ class Layout:
         """Return series by panel. without: factors that name no panel here."""
         series = list(series)
         alone = any(len({group.ranks for group in each}) == 1 for each in series)
-        ranks = ["ranks"] if alone and len({each[0].ranks for each in series}) > 1 else []
+        several = alone and len({each[0].ranks for each in series}) > 1
+        ranks = ["ranks"] if several and "ranks" not in (*self.panels, *self.lines) else []
         names = [*ranks, *(name for name in self.panels if name not in without)]
         found: dict[str, list[Line]] = {}
         inner = set()
@@ -389,7 +402,7 @@ class Layout:
         return Panels(found, len(inner) if by_rows else even)
 
 
-def _tells_apart(groups: Sequence[SeedGroup]) -> bool:
+def tells_apart(groups: Sequence[SeedGroup]) -> bool:
     """Return whether it takes the ranks per node to tell points of equal ranks apart."""
     return any(len(each) > 1 for each in _grouped(groups, ("nodes", "ppn")))
 

@@ -11,6 +11,7 @@ from statistics import median
 from ..study.study_file import StudyFile
 from . import units
 from .figures import BOUND, IDEAL, Axis, Chart, Scale, Series, Style, panels_with, spread
+from .laws import Fit, fit, isoefficiency, law_table
 from .points import (
     Estimate,
     Layout,
@@ -32,12 +33,18 @@ def scaling(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> lis
     panels = panels_over(file, groups, layout)
     if panels is None:
         return []
+    lines = [line for found in panels.lines.values() for line in found]
+    fits = [found for found in (fit(file, line) for line in lines) if found]
     return [
         Section(
             f"{file.scaling.capitalize()} scaling",
-            tables=[_table(file, groups, layout)],
+            tables=[
+                _table(file, groups, layout),
+                *([law_table(file, layout, fits)] if fits else []),
+            ],
             charts=charts(file, panels, _quantities(file, panels)),
-        )
+        ),
+        *isoefficiency(file, groups),
     ]
 
 
@@ -95,7 +102,10 @@ def _weak(file: StudyFile) -> str:
 
 @dataclass(frozen=True)
 class Quantity:
-    """What is drawn; reference: what it is compared with, called as said, "" if not."""
+    """What is drawn; reference: what it is compared with, called as said, "" if not.
+
+    fit: of a series, the law fitted to it, if there is one
+    """
 
     name: str
     axis: str
@@ -104,15 +114,12 @@ class Quantity:
     scale: Callable[[str, Sequence[float]], Axis]
     style: Style = IDEAL
     said: str = "ideal"
+    fit: Callable[[Line], Fit | None] = lambda line: None
 
 
 def charts(file: StudyFile, panels: Panels, quantities: Sequence[Quantity]) -> list[Chart]:
     """Return the figures of some quantities over ranks, or what else the study has there."""
-    return [
-        _chart(file, part, quantity, name)
-        for quantity in quantities
-        for name, part in panels.figures(quantity.name)
-    ]
+    return [_chart(file, panels, quantity) for quantity in quantities]
 
 
 def _quantities(file: StudyFile, panels: Panels) -> list[Quantity]:
@@ -122,9 +129,10 @@ def _quantities(file: StudyFile, panels: Panels) -> list[Quantity]:
             "speedup",
             "speed-up",
             lambda g: g.speedup,
-            lambda g: g.speedup.value / g.efficiency.value,
+            lambda g: g.ideal,
             doublings,
             said="ideal" if grows else "base",
+            fit=partial(fit, file),
         )
     ]
     if grows:  # otherwise it is the same
@@ -135,6 +143,17 @@ def _quantities(file: StudyFile, panels: Panels) -> list[Quantity]:
                 lambda g: g.efficiency.scaled(100),
                 lambda g: 100.0 if g.base_points else nan,
                 from_zero,
+            )
+        )
+    if any(g.mean("energy_j") > 0 for g in panels.groups):
+        found.append(
+            Quantity(
+                "energy",
+                "energy of a repeat / J",
+                lambda g: g.exact("energy_j"),
+                lambda g: nan,
+                from_zero,
+                said="",
             )
         )
     return found + ([_time(panels)] if file.scaling == "weak" else [])
@@ -163,12 +182,12 @@ def from_zero(name: str, values: Sequence[float]) -> Axis:
     return spread(name, values, "log", 30)
 
 
-def _chart(file: StudyFile, panels: Panels, quantity: Quantity, name: str) -> Chart:
+def _chart(file: StudyFile, panels: Panels, quantity: Quantity) -> Chart:
     what = quantity.axis.partition(" /")[0]
     relative = quantity.style is IDEAL and quantity.said
     base = f" Base: {_bases(file, panels.groups)}." if relative else ""
     return Chart(
-        name,
+        quantity.name,
         f"{file.name}: {what}, {file.scaling} scaling",
         [f"{_weak(file)}Medians of the slowest rank's times, bars: {file.percent} CI.{base}"],
         f"{what.capitalize()} over {heading(file.over)}. "
@@ -199,7 +218,7 @@ def _bases(file: StudyFile, groups: Sequence[SeedGroup]) -> str:
 
 GUIDE = (
     "Dotted lines lead the eye only: nothing was measured between the points, and points at the "
-    "same number of ranks are drawn side by side."
+    "same number of ranks are drawn side by side. Thin lines are the law fitted, if there is one."
 )
 
 
@@ -214,6 +233,7 @@ def _series(lines: Sequence[Line], quantity: Quantity, over: str) -> list[Series
         drawn(line, place, quantity.value, "guide", side_by_side(i, count))
         for i, line in enumerate(lines)
     ]
+    shown += [found.series() for found in map(quantity.fit, lines) if found]
     references = {
         tuple((place(group), quantity.reference(group)) for group in line.groups)
         for line in lines

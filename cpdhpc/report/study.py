@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from math import isnan
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -14,12 +16,26 @@ import numpy as np
 from ..config import UserError, suggest, validate
 from ..kinds import KINDS
 from ..kinds.base import SHAPE, Array
+from ..study.case_file import read_result
 from ..study.cases import Case, expand
 from ..study.folder import Folder
 from ..study.spec import Study
 from ..study.study_file import Point, ReportError, StudyFile
 from . import units
-from .points import Layout, SeedGroup, constant, of_factors, said, seed_groups, varying
+from .choice import ALL, Choice, chosen
+from .points import (
+    Layout,
+    SeedGroup,
+    constant,
+    heading,
+    is_number,
+    label,
+    of_factors,
+    quotient,
+    said,
+    seed_groups,
+    varying,
+)
 from .scaling import scaling
 from .tables import Column, Listed, Report, Section, Table, tabulate, words
 
@@ -134,7 +150,14 @@ def _missing(file: StudyFile) -> list[Listed]:
 
 def _why(file: StudyFile, case: Case) -> str:
     """Return what the folder of the study says of a case, if the file still lies in it."""
-    failure = Folder(file.path.parent).failure(case).splitlines()
+    folder = Folder(file.path.parent)
+    if folder.case_file(case).exists():
+        try:
+            read_result(folder.case_file(case), case)
+        except UserError as error:
+            return f": {error}"
+        return ": finished since; study collect takes it in"
+    failure = folder.failure(case).splitlines()
     return f": {failure[-1]}" if failure else ""
 
 
@@ -177,21 +200,33 @@ def _reserves(file: StudyFile) -> list[Listed]:
 def _half_width(point: Point) -> float:
     """Return how far the ends of the interval are from the median, as a share of it."""
     s = point.summary
-    return max(s["median_s"] - s["ci_low_s"], s["ci_high_s"] - s["median_s"]) / s["median_s"]
+    reach = max(s["median_s"] - s["ci_low_s"], s["ci_high_s"] - s["median_s"])
+    return quotient(reach, s["median_s"])
 
 
-def study_report(file: StudyFile) -> Report:
-    """Return the report of a study. Raises ReportError for an unknown kind."""
+def study_report(file: StudyFile, choice: Choice = ALL) -> Report:
+    """Return the report of a study, of all that it has or what is chosen.
+
+    Raises ReportError for an unknown kind, or a choice that cannot be.
+    """
     if file.kind not in KINDS:
         raise ReportError(f"{file.path}: kind={file.kind!r}: {suggest(file.kind, KINDS)}")
     kind = KINDS[file.kind]
-    found = seed_groups(file)
+    found = choice.select(seed_groups(file))
     layout = Layout.of(file, found, kind.panels)
     sections = [*scaling(file, found, layout), *kind.sections(file, found, layout)]
+    if choice.draws:
+        plain = [replace(section, charts=()) for section in sections]
+        sections = [chosen(file, found, choice), *plain]
+    asked = [("where", " and ".join(choice.where))] if choice.where else []
     return Report(
         file.name,
-        _facts(file, found),
-        [*sections, Section("Spread of times", tables=[_spread(found)])],
+        [*asked, *_facts(file, found)],
+        [
+            *_fastest(found),
+            *sections,
+            Section("Spread of times", tables=[_spread(found)]),
+        ],
         listed(file),
         rules(file),
         provenance(file),
@@ -217,6 +252,40 @@ def _facts(file: StudyFile, found: Sequence[SeedGroup]) -> list[tuple[str, str]]
         ("hosts", "; ".join(hosts)),
         ("written", str(file.attributes.get("date", ""))),
     ]
+
+
+def _fastest(found: Sequence[SeedGroup]) -> list[Section]:
+    """Return how often each method is the fastest; nothing without several methods and places."""
+    factors = [group.factors for group in found]
+    differing = varying(factors, ())
+    numbers = [name for name in differing if is_number(name, factors)]
+    words = [name for name in differing if name not in numbers]
+    places: dict[Any, list[SeedGroup]] = {}
+    for group in found:
+        places.setdefault(tuple(group.factors.get(name) for name in numbers), []).append(group)
+    shared = [each for each in places.values() if len(each) > 1]
+    if len(shared) < 2:
+        return []
+    behind: dict[str, list[float]] = {}
+    for each in shared:
+        best_s = min(group.time_s.value for group in each)
+        for group in each:
+            name = label(group.factors, words) or units.NONE
+            behind.setdefault(name, []).append(quotient(group.time_s.value, best_s))
+    columns: list[Column[str]] = [
+        Column(" ".join(heading(name) for name in words), numbers=False),
+        Column("places", lambda name: str(len(behind[name]))),
+        Column("fastest\nat", lambda name: str(behind[name].count(1.0))),
+        Column("time by that of\nthe fastest: median", lambda n: units.digits(median(behind[n]))),
+        Column("greatest", lambda name: units.digits(max(behind[name]))),
+    ]
+    caption = (
+        f"Places: points alike in {', '.join(map(heading, numbers))}. Which is the fastest there "
+        "may be chance where intervals overlap."
+    )
+    ordered = sorted(behind, key=lambda name: -behind[name].count(1.0))
+    table = tabulate("Fastest methods", columns, ordered, caption)
+    return [Section("Summary", tables=[table])]
 
 
 def _range(numbers: Sequence[int]) -> str:

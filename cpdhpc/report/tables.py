@@ -1,9 +1,13 @@
-"""Tables for the terminal and the page, and the sections that hold them with their figures."""
+"""Tables for the terminal, the page, CSV and LaTeX, and the sections that hold them."""
 
 from __future__ import annotations
 
+import csv
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from io import StringIO
+from math import isfinite
 from typing import Any, Generic, Literal, TypeVar
 
 from rich.box import SIMPLE_HEAD
@@ -11,8 +15,15 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from .figures import Chart
+from .units import NONE, Cell, count
 
 T = TypeVar("T")
+SHOWN = 40  # rows on the terminal
+LATEX = str.maketrans(
+    {sign: f"\\{sign}" for sign in "&%$#_{}"}
+    | {"~": r"\~{}", "^": r"\^{}", "\\": r"\textbackslash{}", "\N{EN DASH}": "--"}
+    | {"µ": r"$\mu$", "±": r"$\pm$"}
+)
 
 
 @dataclass(frozen=True)
@@ -48,9 +59,80 @@ class Table:
         for column in self.columns:
             justify: Literal["right", "left"] = "right" if column.numbers else "left"
             result.add_column(column.heading, justify=justify, no_wrap=column.numbers)
-        for row in self.rows:
+        for row in self.rows[:SHOWN]:
             result.add_row(*(Text(cell) for cell in row))
         return result
+
+    @property
+    def left(self) -> str:
+        """What the terminal does not show of the rows."""
+        more = len(self.rows) - SHOWN
+        return f"and {count(more, 'row')} more: --html, --csv" if more > 0 else ""
+
+    @property
+    def file(self) -> str:
+        """The name of files of this table."""
+        return slug(self.title or "table")
+
+    @property
+    def headings(self) -> list[str]:
+        """The headings, each in one line."""
+        return [
+            re.sub("-\n|\n", lambda cut: " " * (cut[0] == "\n"), c.heading) for c in self.columns
+        ]
+
+    def csv(self) -> str:
+        """Return the table as CSV: numbers with all their digits, each in a column of its own.
+
+        A unit follows the heading: times are in seconds, sizes in bytes. Unknown: empty.
+        """
+        parts = [list(dict.fromkeys(n for row in self.rows for n in numbers(row[i])))
+                 for i in range(len(self.columns))]  # fmt: skip
+        text = StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(
+            f"{heading} {name.replace('value', '').replace('_', ' / ')}".replace("  ", " ").strip()
+            for heading, names in zip(self.headings, parts, strict=True)
+            for name in names or [""]
+        )
+        for row in self.rows:
+            writer.writerow(
+                value
+                for cell, names in zip(row, parts, strict=True)
+                for value in ([_number(cell, name) for name in names] or [_plain(cell)])
+            )
+        return text.getvalue()
+
+    def latex(self) -> str:
+        """Return the table in LaTeX, with the rules of the package booktabs."""
+        align = "".join("r" if column.numbers else "l" for column in self.columns)
+        head, *body = [
+            " & ".join(cell.translate(LATEX) for cell in row) + r" \\"
+            for row in (self.headings, *self.rows)
+        ]
+        return "\n".join(
+            [rf"% {self.title}: needs \usepackage{{booktabs}}", rf"\begin{{tabular}}{{{align}}}"]
+            + [r"\toprule", head, r"\midrule", *body, r"\bottomrule", r"\end{tabular}", ""]
+        )
+
+
+def numbers(cell: str) -> dict[str, float]:
+    """Return the numbers that a cell shows, by name."""
+    return dict(cell.numbers) if isinstance(cell, Cell) else {}
+
+
+def _plain(cell: str) -> str:
+    return "" if cell == NONE else cell
+
+
+def _number(cell: str, name: str) -> str:
+    value = float(numbers(cell).get(name, "nan"))
+    return f"{value!r}".removesuffix(".0") if isfinite(value) else ""
+
+
+def slug(title: str) -> str:
+    """Return a title as the name of a file or of a place in a page."""
+    return re.sub(r"\W+", "_", title.lower()).strip("_")
 
 
 def tabulate(
@@ -107,3 +189,13 @@ class Report:
     def charts(self) -> list[Chart]:
         """All figures, in order."""
         return [chart for section in self.sections for chart in section.charts]
+
+    @property
+    def tables(self) -> list[Table]:
+        """All tables of the sections, in order."""
+        return [table for section in self.sections for table in section.tables]
+
+    @property
+    def long(self) -> bool:
+        """Whether a page of it opens sections only when asked to."""
+        return max((len(table.rows) for table in self.tables), default=0) > SHOWN

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import count
 from math import isnan, nan
 from pathlib import Path
 from typing import Any
@@ -113,11 +112,25 @@ class RunGroup:
         return float(np.mean([run.underflow_share for run in self.runs]))
 
 
+NEEDED = {  # of a record, which a damaged one may lack
+    "steps": ("time_s", "wire_bytes"),
+    "epochs": ("epoch", "test_accuracy", "test_loss", "time_s"),
+    "layers": ("layer", "iteration", "nonzero"),
+}
+NEEDED_NOTES = ("name", "status", "toml", "date", "seed")
+
+
 def load_run(path: Path) -> Run:
     """Return a run. Raises StoreError for what cannot be read, ReportError for what is no run."""
     groups, attributes = store.read(path)
     if attributes.get("kind") != "run":
         raise ReportError(f"{path}: is not the file of a run")
+    if lost := [name for name in NEEDED_NOTES if name not in attributes]:
+        raise ReportError(f"{path}: has no attribute {lost[0]}: is not the file of a run")
+    for group, names in NEEDED.items():
+        lost = [name for name in names if name not in groups.get(group, {})]
+        if lost:
+            raise ReportError(f"{path}: has no /{group}/{lost[0]}: is not the file of a run")
     return Run(path, attributes, groups["steps"], groups["epochs"], groups["layers"])
 
 
@@ -191,7 +204,6 @@ def layer_map(name: str, iterations: Array, layers: Sequence[str], values: Array
 
 FRONT = Style(BLACK, "", (0, (2, 2)))
 NEAR = 2.0  # points of accuracy below the best that a closer look takes in
-ALIKE, STEP = 0.05, 0.1  # share within which places are alike; doublings that they move apart
 
 
 @dataclass(frozen=True)
@@ -220,23 +232,22 @@ def accuracy_charts(title: str, trained: Sequence[Trained]) -> list[Chart]:
     """Return accuracy against bytes, where any are sent, and against time."""
     sending = [each for each in trained if each.sent_bytes > 0]
     timed = [each for each in trained if finite(each.times_s)]
-    aside = " Those alike in bytes are drawn side by side."
     cost = "the bytes that a rank sends in a step"
     rows = (
-        (sending, _by_bits, "accuracy_by_bits", "bits sent", aside, cost),
-        (timed, _by_time, "accuracy_by_time", "time", "", "the time of the training"),
+        (sending, _by_bits, "accuracy_by_bits", "bits sent", cost),
+        (timed, _by_time, "accuracy_by_time", "time", "the time of the training"),
     )
     return [
         Chart(
             name,
             f"{title}: accuracy against {what}",
-            [SEEDS + note],
+            [SEEDS],
             f"Test accuracy at the end against {said}. {FRONTS}",
             panels := _by_panel(shown, draw),
             2 if any(panel.title.endswith(CLOSER) for panel in panels) else 3,
             shared=False,
         )
-        for shown, draw, name, what, note, said in rows
+        for shown, draw, name, what, said in rows
         if shown
     ]
 
@@ -281,24 +292,22 @@ def _near(group: Sequence[Trained]) -> list[Trained]:
 
 def _by_bits(title: str, group: Sequence[Trained]) -> Panel:
     sizes = [each.sent_bytes / 1e3 for each in group]
-    places = spread_out(sizes)
-    bit = finite(each.bit_bytes for each in group)
+    bit = [each.bit_bytes for each in group if each.bit_bytes > 0]
     top = ("bits sent per value", 1e3 / bit[0], (1, 2, 4, 8, 16, 32)) if bit else None
-    x = spread("sent per step and rank / kB", places, "log", 1.5)
-    return _against(title, group, sizes, places, x, top)
+    x = spread("sent per step and rank / kB", sizes, "log", 1.5)
+    return _against(title, group, sizes, x, top)
 
 
 def _by_time(title: str, group: Sequence[Trained]) -> Panel:
     times_s = [float(each.times_s.mean()) for each in group]
     x = spread("time of the training / s", times_s, "log", 10, start=None)
-    return _against(title, group, times_s, times_s, x, bars=True)
+    return _against(title, group, times_s, x, bars=True)
 
 
 def _against(
     title: str,
     group: Sequence[Trained],
     costs: Sequence[float],
-    places: Sequence[float],
     x: Axis,
     top: tuple[str, float, Sequence[float]] | None = None,
     bars: bool = False,
@@ -306,13 +315,13 @@ def _against(
     """Return accuracy by cost with its Pareto front; bars: of the times too."""
     means = [float(each.accuracies.mean()) for each in group]
     series = []
-    for each, place, mean in zip(group, places, means, strict=True):
+    for each, cost, mean in zip(group, costs, means, strict=True):
         low, high = [each.accuracies.min()], [each.accuracies.max()]
         reach = ([each.times_s.min()], [each.times_s.max()]) if bars else (None, None)
-        series.append(Series(each.name, each.style, [place], [mean], low, high, "none", *reach))
+        series.append(Series(each.name, each.style, [cost], [mean], low, high, "none", *reach))
     front = pareto(costs, means)
-    along, best = [places[i] for i in front], [means[i] for i in front]
-    along, best = [*along, max(places)], [*best, best[-1]]
+    along, best = [costs[i] for i in front], [means[i] for i in front]
+    along, best = [*along, max(costs)], [*best, best[-1]]
     series.append(Series("Pareto front", FRONT, along, best, join="steps"))
     return Panel(title, x, Axis("test accuracy / %"), series, top=top)
 
@@ -325,20 +334,6 @@ def pareto(costs: Sequence[float], gains: Sequence[float]) -> list[int]:
         if not front or gains[i] > gains[front[-1]]:
             front.append(i)
     return front
-
-
-def spread_out(sizes: Sequence[float]) -> list[float]:
-    """Return where to draw sizes: those alike moved apart, in their order, so none is hidden."""
-    order = sorted(range(len(sizes)), key=lambda i: sizes[i])
-    clusters: list[list[int]] = []
-    for i in order:
-        alike = clusters and sizes[i] <= (1 + ALIKE) * sizes[clusters[-1][-1]]
-        clusters[-1].append(i) if alike else clusters.append([i])
-    places = list(sizes)
-    for cluster in clusters:
-        for at, i in zip(count(-(len(cluster) - 1) / 2), cluster, strict=False):
-            places[i] = sizes[i] * 2 ** (STEP * at)
-    return places
 
 
 def learning_charts(title: str, trained: Sequence[Trained]) -> list[Chart]:

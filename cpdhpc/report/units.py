@@ -1,7 +1,8 @@
-"""Quantities as people read them: three digits and a unit that fits."""
+"""Quantities as people read them: three digits and a unit that fits; the numbers stay with them."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import isfinite
 
 import numpy as np
@@ -13,8 +14,24 @@ TIMES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 SIZES = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 
-def digits(value: float, count: int = 3) -> str:
+class Cell(str):
+    """Text for people, and the numbers that it shows, by what each is called, with its unit."""
+
+    numbers: Mapping[str, float]
+
+    def __new__(cls, text: str, **numbers: float) -> Cell:
+        """Return the text; numbers: an underscore and a unit may end a name."""
+        cell = super().__new__(cls, text)
+        cell.numbers = numbers
+        return cell
+
+
+def digits(value: float, count: int = 3) -> Cell:
     """Return a number with so many significant digits, without an exponent where it is short."""
+    return Cell(_digits(value, count), value=value)
+
+
+def _digits(value: float, count: int) -> str:
     if not isfinite(value):
         return NONE
     if value == 0:
@@ -27,51 +44,66 @@ def digits(value: float, count: int = 3) -> str:
     return f"{rounded:#.{count}g}"
 
 
+def apart(one: float, other: float) -> tuple[str, str]:
+    """Return two numbers with digits enough to tell them apart, three at least."""
+    for count in range(3, 18):
+        shown = _digits(one, count), _digits(other, count)
+        if shown[0] != shown[1] or one == other:
+            break
+    return shown
+
+
 def time_unit(value_s: float) -> tuple[float, str]:
     """Return the unit, in seconds, in which a time is 1 or more, and its name."""
     return next((unit for unit in TIMES if value_s >= 0.9995 * unit[0]), TIMES[-1])
 
 
-def time(value_s: float) -> str:
+def time(value_s: float) -> Cell:
     """Return a time with its unit."""
-    if not isfinite(value_s):
-        return NONE
     scale, name = time_unit(value_s)
-    return f"{digits(value_s / scale)} {name}"
+    text = f"{digits(value_s / scale)} {name}" if isfinite(value_s) else NONE
+    return Cell(text, value_s=value_s)
 
 
-def interval(low: float, high: float, scale: float = 1.0) -> str:
-    """Return both ends of an interval, without a unit; scale: the unit's."""
+def interval(low: float, high: float) -> Cell:
+    """Return both ends of an interval."""
+    return Cell(_interval(low, high), low=low, high=high)
+
+
+def _interval(low: float, high: float, scale: float = 1.0) -> str:
     if not (isfinite(low) and isfinite(high)):
         return NONE
     return f"{digits(low / scale)} {DASH} {digits(high / scale)}"
 
 
-def with_interval(value: float, low: float, high: float) -> str:
+def with_interval(value: float, low: float, high: float) -> Cell:
     """Return a number, with its interval in brackets where it has one."""
     known = isfinite(low) and isfinite(high)
-    return digits(value) + (f" ({interval(low, high)})" if known else "")
+    text = digits(value) + (f" ({_interval(low, high)})" if known else "")
+    return Cell(text, value=value, low=low, high=high)
 
 
-def time_interval(low_s: float, high_s: float, median_s: float) -> str:
+def time_interval(low_s: float, high_s: float, median_s: float) -> Cell:
     """Return the ends of an interval in the unit in which its median is shown."""
-    return interval(low_s, high_s, time_unit(median_s)[0])
+    text = _interval(low_s, high_s, time_unit(median_s)[0])
+    return Cell(text, low_s=low_s, high_s=high_s)
 
 
-def size(value: float) -> str:
+def size(value: float) -> Cell:
     """Return bytes in the largest binary unit in which they are a short number."""
-    if not isfinite(value) or value < 0:
-        return NONE
+    text = f"{value:,.0f} B" if isfinite(value) and value >= 0 else NONE
     for scale, name in SIZES:
-        if value >= scale and (value * 100 / scale).is_integer():
-            return f"{value / scale:g} {name}"
-    return f"{value:,.0f} B"
+        if text != NONE and value >= scale and (value * 100 / scale).is_integer():
+            text = f"{value / scale:g} {name}"
+            break
+    return Cell(text, value_bytes=value)
 
 
-def with_deviation(values: npt.NDArray[np.float64]) -> str:
+def with_deviation(values: npt.NDArray[np.float64]) -> Cell:
     """Return the mean, and the sample standard deviation where there are several values."""
-    deviation = f" ± {values.std(ddof=1):.2f}" if len(values) > 1 else ""
-    return f"{values.mean():.2f}{deviation}"
+    mean, deviation = values.mean(), values.std(ddof=1) if len(values) > 1 else float("nan")
+    text = f"{mean:.2f}" + (f" ± {deviation:.2f}" if len(values) > 1 else "")
+    return Cell(text, value=mean, deviation=deviation)
 
 
 def count(number: int, what: str) -> str:
@@ -79,6 +111,6 @@ def count(number: int, what: str) -> str:
     return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
-def signed(difference: float) -> str:
+def signed(difference: float) -> Cell:
     """Return a difference with its sign, to two places; one that rounds to zero is positive."""
-    return f"{round(difference, 2) + 0.0:+.2f}"
+    return Cell(f"{round(difference, 2) + 0.0:+.2f}", value=difference)
