@@ -6,11 +6,13 @@ import os
 import platform
 import socket
 import subprocess
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -65,6 +67,30 @@ def git_commit() -> str:
         return ""
     inside = len(lines) == 2 and Path(lines[0]) == source
     return lines[1] if inside else ""
+
+
+ALIKE = {  # what times depend on beside the case: cases of a study are to agree in it
+    "mpi_library": "MPI library",
+    "git_commit": "commit of cpdhpc",
+    "processor": "processor",
+}
+
+
+def identity() -> dict[str, str]:
+    """Return what this process has of ALIKE."""
+    return {
+        "mpi_library": library_version(),
+        "git_commit": git_commit(),
+        "processor": processor(),
+    }
+
+
+def difference(before: Mapping[str, Any]) -> str | None:
+    """Return in words in what this process differs from an identity, None where in nothing."""
+    for name, value in identity().items():
+        if name in before and before[name] != value:
+            return f"{ALIKE[name]} {before[name] or 'unknown'}, not {value or 'unknown'}"
+    return None
 
 
 def hosts(world: Ranks) -> list[str]:

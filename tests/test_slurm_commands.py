@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -95,6 +97,79 @@ def test_status_lists_what_slurm_says(
     assert status == 0
     assert "job 10_0 FAILED, exit code 2" in text and "    | what went wrong" in text
     assert text.endswith("demo: 4 cases: 1 running, 2 pending, 1 failed\n")
+
+
+def test_status_for_programs_and_without_slurm(
+    fake_slurm: Slurm, study: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    call(capsys, "study", "submit", study)
+    folder, first = Folder(Path("results/demo")), some_batches()[0].cases[0]
+    store.write(folder.case_file(first), {}, {"status": "complete", "case_id": first.id})
+    squeue = fake_slurm.directory / "bin" / "squeue"
+    working = squeue.read_text()
+    squeue.write_text("#!/bin/bash\necho no route to host >&2\nexit 1\n")
+    status, text, _ = call(capsys, "study", "status", study, "--summary", "--watch", "0.01")
+    assert status == 0 and text.splitlines() == [
+        "nodes x ppn  cases  finished  missing",
+        "-----------  -----  --------  -------",
+        "1 x 2            2         1        1",
+        "2 x 2            2         0        2",
+        "Slurm is not asked: squeue does not answer: no route to host: this is what the files say",
+        "demo: 4 cases: 1 finished, 3 missing",
+    ]
+    squeue.write_text(working)
+    fake_slurm.knows(11, "demo-2x2", {2: ("RUNNING", 0, "None"), 3: ("PENDING", 0, "None")})
+    status, text, _ = call(capsys, "study", "status", study, "--json")
+    told = json.loads(text)
+    assert status == 0 and told["slurm"] == "answers" and told["folder"] == "results/demo"
+    assert told["states"] | {"finished": 1, "running": 1, "pending": 1} == told["states"]
+    assert [each["state"] for each in told["cases"]] == ["finished", "failed", "running", "pending"]
+    status, text, _ = call(capsys, "study", "status", study, "--json", "--summary")
+    assert json.loads(text)["shapes"]["2 x 2"] == {"running": 1, "pending": 1}
+    status, _, error = call(capsys, "study", "status", study, "--watch", "-1")
+    assert status == 2 and "--watch -1: should be a time above zero" in error
+
+
+def test_watch_looks_until_nothing_is_under_way(
+    fake_slurm: Slurm,
+    study: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    call(capsys, "study", "submit", study)
+    fake_slurm.knows(11, "demo-2x2", {2: ("RUNNING", 0, "None"), 3: ("PENDING", 0, "None")})
+    waits: list[float] = []
+
+    def ends(seconds: float) -> None:
+        waits.append(seconds)
+        fake_slurm.knows(11, "demo-2x2", {2: ("FAILED", 256, ""), 3: ("FAILED", 256, "")})
+
+    monkeypatch.setattr(time, "sleep", ends)
+    status, text, _ = call(capsys, "study", "status", study, "--summary", "--watch")
+    assert status == 0 and waits == [30]
+    assert [line for line in text.splitlines() if line.startswith("demo:")] == [
+        "demo: 4 cases: 1 running, 1 pending, 2 failed",
+        "demo: 4 cases: 4 failed",
+    ]
+
+    def stop(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(time, "sleep", stop)
+    fake_slurm.knows(11, "demo-2x2", {2: ("RUNNING", 0, "None")})
+    assert call(capsys, "study", "status", study, "--watch")[0] == 130
+
+
+def test_a_folder_for_each_setting(study: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def frozen(*settings: str) -> str:
+        status, path, error = call(capsys, "study", "freeze", study, "--by-hash", *settings)
+        assert status == 0, error
+        return path.strip()
+
+    first = frozen()
+    assert Path(first).name.startswith("demo-") and frozen() == first
+    other = frozen("--set", "measure.max_repeats=60")
+    assert other != first and Folder(Path(other)).study().measure.max_repeats == 60
 
 
 def test_freeze_makes_a_folder_for_ones_own_script(

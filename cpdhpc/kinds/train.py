@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
@@ -11,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..config import merge, validate
+from .. import store
+from ..config import UserError, merge, validate
 from .base import ABSENT, Array, Factor, Factors, Kind, Measuring, Result, Series, Value, at_least
 
 if TYPE_CHECKING:
@@ -99,7 +101,7 @@ class _Training(Measuring):
         self.job = _job(study, case)
         self.virtual_ranks, self.timeout_s = self.job.train.virtual_ranks, self.job.train.timeout_s
         self.training: Training | None = None
-        self.began = 0
+        self.starts: list[int] = []
 
     def visit(self, place: Place, caught: Caught) -> None:
         """Train from the last checkpoint to the end. Collective; see Measuring.visit."""
@@ -110,14 +112,39 @@ class _Training(Measuring):
         world = place.world
         place.cores = "as the launcher has bound the ranks"
         files = Files(self.directory / "record.h5", self.directory / "checkpoint.h5")
-        if world.process == 0:
-            self.directory.mkdir(parents=True, exist_ok=True)
         data = agreed(world, self.job.data.load)
         training = prepare(self.job, world, data, files)
         training.resume()
-        self.began = training.iteration
+        noted = agreed(world, lambda: [] if world.process else self._note(training.iteration))
+        self.starts = world.gather(noted)[0]
         run(training, caught, Display(world.process == 0, 1))
         self.training, self.done = training, True
+
+    def _note(self, iteration: int) -> list[int]:
+        """Write down that a process begins at an iteration; return where all of them began.
+
+        Raises UserError where the steps before it are of another library, commit or processor.
+        """
+        from ..provenance import difference, identity
+
+        path = self.directory / "starts.json"
+        before: dict[str, Any] = {"iterations": [0] if iteration else [], **identity()}
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            if iteration and path.exists():
+                before = json.loads(path.read_text(encoding="utf-8"))
+            if wrong := difference(before):
+                raise UserError(
+                    f"{self.directory}: was trained so far with {wrong}: go on there, or delete it"
+                )
+            before["iterations"].append(iteration)
+            with store.replacing(path) as temporary:
+                temporary.write_text(json.dumps(before) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"{path}: cannot be written: {error.strerror}") from None
+        except (KeyError, TypeError, AttributeError, json.JSONDecodeError):
+            raise UserError(f"{path}: is damaged: delete {self.directory} to train anew") from None
+        return list(before["iterations"])
 
     def result(self, place: Place) -> Result:
         """Return the times of all steps, and how training went."""
@@ -127,9 +154,8 @@ class _Training(Measuring):
         steps, epochs = columns["steps"], columns["epochs"]
         times_s = np.full((len(steps["iteration"]), 3), np.nan)
         times_s[:, 0] = steps["time_s"].sum(axis=1)
-        cold = [0, self.began] if self.began < len(times_s) else [0]
         is_warmup = np.zeros(len(times_s), np.uint8)
-        for first in cold:
+        for first in self.starts:  # each process is cold at first
             is_warmup[first : first + self.study.measure.warmup] = 1
         outcomes = {
             "wire_bytes": float(steps["wire_bytes"].max(axis=1).mean()),

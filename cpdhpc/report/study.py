@@ -50,7 +50,7 @@ def _calls(asked: Mapping[str, Any]) -> list[str]:
         f"Warm-up calls before each block of repeats: {asked.get('warmup', '?')}. They are kept in "
         "the file with a flag, and in no figure here.",
         f"Repeats: {asked.get('min_repeats', '?')} to {asked.get('max_repeats', '?')}, until the "
-        f"interval of the median is within {100 * asked.get('relative', float('nan')):g} % of it, "
+        f"interval of the median is within {100 * asked.get('relative', float('nan')):g} % of it "
         f"or {asked.get('max_time_s', '?')} s are over; all ranks stop together.",
         "The cases of a batch take turns in shuffled order "
         f"(seed {asked.get('seed', '?')}), so that drift is not taken for an effect.",

@@ -15,9 +15,11 @@ from ..bench.harness import together
 from ..collectives.checks import NonFiniteGradient
 from ..config import UserError
 from ..kinds.base import Measuring, Result
+from ..provenance import difference
 from ..signals import Caught, Interrupted, catching
+from ..store import StoreError
 from ..world.mpi import World
-from .case_file import write_result
+from .case_file import read_environment, write_result
 from .cases import Batch, Case, batches, expand
 from .folder import Claim, Folder, FolderError, read_claim
 from .repeats import Place, TimedCalls, members, prove
@@ -82,10 +84,30 @@ def _begin(folder: Folder, batch: Batch) -> tuple[list[Case], Claim]:
         raise FolderError(
             f"batch {batch.number}: is being measured by process {before.pid} on {before.host}"
         )
-    cases = [case for case in batch.cases if not folder.finished(case)]
-    for case in cases:
-        folder.failure_file(case).unlink(missing_ok=True)
+    _check_alike(folder)
+    cases = []
+    for case in batch.cases:
+        if folder.finished(case):
+            folder.clear_work(case)  # where its process was killed before it could
+        else:
+            folder.failure_file(case).unlink(missing_ok=True)
+            cases.append(case)
     return cases, Claim.begin(path)
+
+
+def _check_alike(folder: Folder) -> None:
+    """Raise FolderError where finished cases were measured otherwise than this job would."""
+    for path in folder.cases.glob("*.h5"):
+        try:
+            before = read_environment(path)
+        except StoreError:
+            continue  # it is damaged, and another one tells
+        if wrong := difference(before):
+            raise FolderError(
+                f"{folder.path}: holds cases measured with {wrong}, and times of both would be "
+                "compared: go on there, or take another folder by --out"
+            )
+        return
 
 
 class _Runner:
@@ -205,6 +227,7 @@ class _Runner:
                 }
                 outcomes = {**result.outcomes, **extra}
                 _write(self.folder.case_file(case), case, replace(result, outcomes=outcomes))
+                self.folder.clear_work(case)
 
         together(self.world, write)
         self.finished += 1

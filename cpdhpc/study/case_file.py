@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -87,6 +88,16 @@ def write_result(path: Path, case: Case, result: Result) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     series = {group: dict(columns) for group, columns in result.series.items()}
     store.write(path, {"samples": samples, **series}, attributes)
+
+
+def read_environment(path: Path) -> Mapping[str, str]:
+    """Return where a case was measured, by its file. Raises StoreError where that is not whole."""
+    attributes = store.read_attributes(path)
+    try:
+        environment = json.loads(attributes["record"])["environment"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise StoreError(f"{path}: is damaged: {error}") from None
+    return dict(environment)
 
 
 def read_result(path: Path, case: Case) -> Result:

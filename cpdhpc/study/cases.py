@@ -340,7 +340,8 @@ def case_time_s(study: Study, case: Case) -> float:
     visits = -(-measure.max_repeats // measure.block)
     calls = measure.max_repeats + visits * measure.warmup
     guess_s = study.of_kind.time_s(case.factors, case.ranks, calls)
-    return min(guess_s, measure.max_time_s) + SETUP_S if guess_s else TRAINING_S
+    least_s = guess_s * measure.min_repeats / measure.max_repeats
+    return max(least_s, min(guess_s, measure.max_time_s)) + SETUP_S if guess_s else TRAINING_S
 
 
 def batches(study: Study, cases: Iterable[Case]) -> list[Batch]:

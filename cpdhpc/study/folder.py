@@ -6,6 +6,7 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -145,6 +146,10 @@ class Folder:
         """Return the directory for what a case leaves on its way, as checkpoints."""
         return self.path / "work" / case.id
 
+    def clear_work(self, case: Case) -> None:
+        """Remove what a case left on its way, once it is finished."""
+        shutil.rmtree(self.work(case), ignore_errors=True)
+
     def claim_file(self, number: int) -> Path:
         """Return where it is told who runs a batch."""
         return self.logs / f"batch-{number}.json"
@@ -153,10 +158,14 @@ class Folder:
         """Return where a batch that runs on this machine prints to."""
         return self.logs / f"batch-{number}.log"
 
-    def check(self, study: Study) -> None:
-        """Raise FolderError unless this is the folder of the study."""
+    def check_there(self) -> None:
+        """Raise FolderError unless this is the folder of some study."""
         if not self.study_toml.exists():
             raise FolderError(f"{self.path}: is no folder of a study: nothing was run there yet")
+
+    def check(self, study: Study) -> None:
+        """Raise FolderError unless this is the folder of the study."""
+        self.check_there()
         self._check_same(study)
 
     def prepare(self, study: Study) -> None:
@@ -169,6 +178,13 @@ class Folder:
                 self._check_same(study)
             for directory in (self.path, self.cases, self.logs, self.scripts):
                 directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise FolderError(f"{self.path}: cannot be written: {error.strerror}") from None
+        self.replace_study(study)
+
+    def replace_study(self, study: Study) -> None:
+        """Write the study. Raises FolderError where it cannot be written."""
+        try:
             with store.replacing(self.study_toml) as temporary:
                 temporary.write_text(study.toml(), encoding="utf-8")
         except OSError as error:
@@ -180,7 +196,7 @@ class Folder:
         if key is not None:
             raise FolderError(
                 f"{self.path}: holds another study: {key} differs from {self.study_toml}: "
-                "--out DIR takes another folder"
+                "study extend adds levels, --out DIR takes another folder"
             )
 
     def study(self) -> Study:
@@ -228,6 +244,7 @@ def alone(path: Path, what: str, say: Callable[[str], None]) -> Iterator[None]:
 
 
 RECORD = "jobs.json"
+LOCK = "submit.lock"  # held while a process submits, cancels or extends
 
 
 @dataclass(frozen=True)
@@ -285,3 +302,12 @@ def record(folder: Folder, job: Job) -> None:
         raise FolderError(
             f"{path}: cannot be written, job {job.number} is submitted: {error.strerror}"
         ) from None
+
+
+def forget_jobs(folder: Folder) -> None:
+    """Remove the record of jobs and the claims of batches, as their numbers change."""
+    try:
+        for path in (folder.path / RECORD, *folder.logs.glob("batch-*.json")):
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        raise FolderError(f"{folder.path}: cannot be written: {error.strerror}") from None

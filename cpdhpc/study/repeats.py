@@ -16,7 +16,7 @@ from ..bench.harness import interleave_ranks
 from ..bench.machine import ping_pong
 from ..config import UserError
 from ..kinds.base import Array, Calls, Measuring, Outcomes, Result
-from ..provenance import cpu_clone, git_commit, hosts, processor, versions
+from ..provenance import cpu_clone, hosts, identity, versions
 from ..signals import Caught
 from ..world.cores import own_cores
 from ..world.mpi import World, library_version
@@ -105,13 +105,11 @@ class Place:
         slurm = {name: os.environ[name] for name in SLURM if name in os.environ}
         return {
             "hosts": " ".join(dict.fromkeys(self._hosts)),
-            "processor": processor(),
+            **identity(),
             "cores": str(os.cpu_count()),
             "placement": self.cores,
-            "mpi_library": library_version(),
             "versions": json.dumps(versions()),
             "kernels": cpu_clone(),
-            "git_commit": git_commit(),
             "slurm": json.dumps(slurm),
         }
 
@@ -155,11 +153,11 @@ class TimedCalls(Measuring):
 
     def _is_done(self) -> bool:
         measure, counted = self.measure, self.counted
+        if len(counted) < measure.min_repeats:
+            return False
         if len(counted) >= measure.max_repeats or self.spent_s >= measure.max_time_s:
             return True
-        return len(counted) >= measure.min_repeats and is_enough(
-            counted, measure.confidence, measure.relative
-        )
+        return is_enough(counted, measure.confidence, measure.relative)
 
     def result(self, place: Place) -> Result:
         """Return the times of all repeats."""
