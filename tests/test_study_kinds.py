@@ -79,7 +79,7 @@ def test_what_goes_together_is_what_the_method_accepts(algorithm: str) -> None:
 @pytest.mark.parametrize("ranks", [2, 17_476, 17_477])
 def test_exact_sums_that_are_too_wide_are_impossible(ranks: int) -> None:
     used = {"size_bytes": 4, "algorithm": "tree", "wire": "e4m3", "accumulate": "exact"}
-    reason = KINDS["allreduce"].fits(used, ranks)
+    reason = KINDS["allreduce"].fits({}, used, ranks)
     xs = [np.ones(1, np.float32)] * ranks
     method = Allreduce("e4m3", "tree", accumulate="exact")
     if reason is None:

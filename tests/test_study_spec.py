@@ -233,6 +233,37 @@ def test_what_is_wrong_is_said(says: str, tmp_path: Path) -> None:
     assert says in str(caught.value)
 
 
+JOBS = {  # what only the job's own models know: (the study, its impossible cases' reasons)
+    "kind = 'train'\n[job.train]\nbatch = 8\n[sweep]\n'gradient.aggregator' = ['lowbit', 'none']\n"
+    "'gradient.wire' = ['', 'e4m3', 'zzz']": [
+        "job: gradient: parse_format: 'zzz': known are eXmY",
+        "job: unknown key gradient.wire: known are",
+    ],
+    "kind = 'train'\n[job.train]\nimage_grid = [1, 2]\n[sweep]\nranks = [1, 2]\nppn = 2\n"
+    "'model.name' = ['mlp', 'resnet']\n'train.epochs' = [0, 2]": [
+        "job: model.name='resnet': did you mean lenet?",
+        "job: train.epochs=0: should be greater than or equal to 1",
+        "train.image_grid=[1, 2]: 1 ranks are no multiple of its ranks",
+    ],
+    "kind = 'autoencoder'\n[sweep]\nimage = 20\nmaps = 1\nchannels = [1, 2]": [
+        "job: data.channels=2: should be 1 or 3"
+    ],
+}
+
+
+@pytest.mark.parametrize("text", JOBS, ids=lambda text: text.split("'")[1])
+def test_a_plan_asks_the_models_of_the_job(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.toml"
+    path.write_text(text)
+    found = expand(load_study(path))
+    reasons = {reason for _, reason in found.impossible}
+    for says in JOBS[text]:
+        assert any(reason.startswith(says) for reason in reasons), (says, reasons)
+    assert all(any(reason.startswith(says) for says in JOBS[text]) for reason in reasons), reasons
+    for case in found.cases:
+        assert case.factors.get("gradient.wire") != "zzz"
+
+
 def test_an_empty_sweep_and_what_is_missing(tmp_path: Path) -> None:
     path = tmp_path / "x.toml"
     for text, says in {

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from functools import partial
-from importlib.util import find_spec
 from math import isnan, nan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .. import store
-from ..config import UserError, merge, validate
+from ..config import Raw, UserError, merge, validate
 from .base import ABSENT, Array, Factor, Factors, Kind, Measuring, Result, Series, Value, at_least
 
 if TYPE_CHECKING:
@@ -72,8 +71,16 @@ def _used(given: Factors) -> dict[str, Value]:
     return used
 
 
-def _fits(used: Factors, ranks: int) -> None:
-    """Any number of ranks can train; those without a sample in a batch idle."""
+def _fits(job: Raw, used: Factors, ranks: int) -> str | None:
+    """Return what the job does not take; those ranks without a sample in a batch idle."""
+    try:
+        train = _job(job, used, "case").train
+    except UserError as error:
+        return str(error)
+    rows, columns = train.image_grid
+    if ranks % (rows * columns):
+        return f"train.image_grid={[rows, columns]}: {ranks} ranks are no multiple of its ranks"
+    return None
 
 
 def _time_s(used: Factors, ranks: int, repeats: int) -> float:
@@ -81,12 +88,7 @@ def _time_s(used: Factors, ranks: int, repeats: int) -> float:
 
 
 def _further(name: str, value: Value) -> Factor | None:
-    """Return the factor of a key that some row of a table of the job has. Loads what trains.
-
-    Without torch, as on some login nodes, only the factors above are known.
-    """
-    if find_spec("torch") is None:
-        return None
+    """Return the factor of a key that some row of a table of the job has."""
     from ..train.job import keys_of
 
     table, _, key = name.partition(".")
@@ -98,7 +100,7 @@ class _Training(Measuring):
 
     def __init__(self, study: Study, case: Case, directory: Path) -> None:
         super().__init__(study, case, directory)
-        self.job = _job(study, case)
+        self.job = _job(study.job, case.factors, case.id)
         self.virtual_ranks, self.timeout_s = self.job.train.virtual_ranks, self.job.train.timeout_s
         self.training: Training | None = None
         self.starts: list[int] = []
@@ -170,17 +172,17 @@ class _Training(Measuring):
         return Result(times_s, is_warmup, outcomes, environment, series)
 
 
-def _job(study: Study, case: Case) -> Job:
-    """Return the study's job with the case's factors laid over it."""
+def _job(tables: Raw, factors: Factors, name: str) -> Job:
+    """Return a study's job with a case's factors laid over it. Raises ConfigError."""
     from ..train.job import Job
 
-    raw: dict[str, Any] = dict(study.job)
-    for name, value in case.factors.items():
+    raw = tables
+    for name, value in factors.items():
         change: Any = value
         for part in reversed(("train.seed" if name == "seed" else name).split(".")):
             change = {part: change}
         raw = merge(raw, change)
-    return validate(Job, raw | {"name": case.id}, f"case {case.id}")
+    return validate(Job, raw | {"name": name}, "job")
 
 
 def _series(record: Record, iterations_per_epoch: int) -> Series:

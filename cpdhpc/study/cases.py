@@ -303,7 +303,7 @@ def _case(study: Study, point: Point) -> tuple[Case, str | None]:
     except ValueError as error:
         given = {k: factors[k] for k in study.factors if factors.get(k, ABSENT) != ABSENT}
         return make(given), str(error)
-    return make(used), kind.fits(used, nodes * ppn)
+    return make(used), kind.fits(study.job, used, nodes * ppn)
 
 
 START_S = 10.0  # to start MPI and Python on all ranks
