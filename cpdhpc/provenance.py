@@ -69,15 +69,8 @@ def git_commit() -> str:
     return lines[1] if inside else ""
 
 
-ALIKE = {  # what times depend on beside the case: cases of a study are to agree in it
-    "mpi_library": "MPI library",
-    "git_commit": "commit of cpdhpc",
-    "processor": "processor",
-}
-
-
 def identity() -> dict[str, str]:
-    """Return what this process has of ALIKE."""
+    """Return what times depend on beside the case, in which the cases of a study are to agree."""
     return {
         "mpi_library": library_version(),
         "git_commit": git_commit(),
@@ -89,7 +82,7 @@ def difference(before: Mapping[str, Any]) -> str | None:
     """Return in words in what this process differs from an identity, None where in nothing."""
     for name, value in identity().items():
         if name in before and before[name] != value:
-            return f"{ALIKE[name]} {before[name] or 'unknown'}, not {value or 'unknown'}"
+            return f"{name} {before[name] or 'unknown'}, not {value or 'unknown'}"
     return None
 
 

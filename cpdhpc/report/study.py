@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from math import isnan
 from typing import Any
@@ -13,7 +13,8 @@ import numpy as np
 
 from ..config import UserError, suggest, validate
 from ..kinds import KINDS
-from ..kinds.base import SHAPE, Array
+from ..kinds.base import SHAPE, Array, Value
+from ..study.case_file import ALIKE
 from ..study.cases import Case, expand
 from ..study.folder import Folder
 from ..study.spec import Study
@@ -117,7 +118,7 @@ def _missing(file: StudyFile) -> list[Listed]:
     except UserError as error:
         count = units.count(int(file.attributes.get("missing", 0)), "case")
         return [Listed(f"missing, {count}; which cannot be said: {error}")]
-    there = {frozenset(point.factors.items()) for point in file.points}
+    there = {frozenset(_asked(point)) for point in file.points}
     missing = [case for case in found.cases if frozenset(case.all_factors.items()) not in there]
     reasons: dict[str, list[str]] = {}
     for case, reason in found.impossible:
@@ -130,6 +131,11 @@ def _missing(file: StudyFile) -> list[Listed]:
             for reason, ids in reasons.items()
         ),
     ]
+
+
+def _asked(point: Point) -> Iterator[tuple[str, Value]]:
+    """Yield the factors of a point that its study names."""
+    return ((name, value) for name, value in point.factors.items() if name not in ALIKE)
 
 
 def _why(file: StudyFile, case: Case) -> str:

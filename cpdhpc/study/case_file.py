@@ -18,6 +18,11 @@ if TYPE_CHECKING:
 
 SCHEMA = 1  # of files of cases and of studies
 OVER_RANKS = ("max", "min", "mean")  # the columns of Result.times_s
+ALIKE = {  # of environments: what cases must agree in to be compared, see provenance.identity
+    "mpi_library": "MPI library",
+    "git_commit": "commit of cpdhpc",
+    "processor": "processor",
+}
 OUTCOMES: dict[str, tuple[type, str, str]] = {  # name: type, long name, units
     "error": (float, "relative error in the Euclidean norm; NaN: not known", "1"),
     "wire_bytes": (
