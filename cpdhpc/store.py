@@ -1,25 +1,30 @@
-"""HDF5 files that appear whole or not at all; the only importer of h5py."""
+"""HDF5 files that appear whole or not at all, each with a checksum; the only importer of h5py."""
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import hashlib
+import io
 import os
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from .config import UserError
+from .partition import split
 
 Array = npt.NDArray[Any]
 Attributes = Mapping[str, Any]
 
 
 class StoreError(UserError):
-    """A file that is missing or not what it should be."""
+    """A file that is missing, damaged, not what it should be, or cannot be written."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,7 @@ def replacing(path: Path) -> Iterator[Path]:
     """Yield a temporary path whose file takes path's place at the end, unless an error comes.
 
     At any moment, be it of a kill or a crash, path holds the old content or the new one.
+    Raises StoreError for an OSError, as of a full disk; the temporary file is gone then.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
@@ -63,8 +69,17 @@ def replacing(path: Path) -> Iterator[Path]:
         _sync(temporary)
         temporary.replace(path)
         _sync(path.parent)
+    except OSError as error:
+        raise StoreError(f"{path}: cannot be written: {error.strerror or error}") from None
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def put(path: Path, content: str | bytes | memoryview) -> None:
+    """Write a file, text in UTF-8, that takes path's place. Raises StoreError as replacing."""
+    with replacing(path) as temporary:
+        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 def _sync(path: Path) -> None:
@@ -73,6 +88,131 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+# A user block of HDF5, which its readers skip, holds a digest of all the bytes behind it. It is
+# that of the digests of blocks, so that many processes can find it together.
+USER_BLOCK = 512
+BLOCK = 4 * 2**20
+MAGIC = b"cpdhpc file 1: "
+SIGNATURE = b"\x89HDF\r\n\x1a\n"  # of HDF5; at byte 0 of the files of others and of cpdhpc 0.1.0
+UNREADABLE = (OSError, AttributeError, KeyError, RuntimeError, TypeError, MemoryError)  # of h5py
+
+
+def _header(digests: Iterable[bytes]) -> bytes:
+    digest = hashlib.sha256(b"".join(digests)).hexdigest()
+    text = f"SHA-256 of the SHA-256 of each 4 MiB behind byte {USER_BLOCK}: {digest}\n"
+    return (MAGIC + text.encode()).ljust(USER_BLOCK, b"\0")
+
+
+def block_digests(file: BinaryIO, part: int = 0, parts: int = 1) -> list[bytes]:
+    """Return the SHA-256 of each block of one of parts of equal size of a file."""
+    blocks = -(-max(0, os.fstat(file.fileno()).st_size - USER_BLOCK) // BLOCK)
+    start, stop = split(blocks, parts, part)
+    file.seek(USER_BLOCK + start * BLOCK)
+    return [hashlib.sha256(file.read(BLOCK)).digest() for _ in range(start, stop)]
+
+
+def seal(path: Path, digests: Iterable[bytes]) -> str:
+    """Write the checksum of a file that has room for it, given all its block_digests; return it."""
+    header = _header(digests)
+    with path.open("r+b") as file:
+        file.write(header)
+    return _checksum(header)
+
+
+def has_checksum(path: Path, file: BinaryIO) -> bool:
+    """Return whether a file has a checksum, as all that cpdhpc writes; False for other HDF5.
+
+    Raises StoreError where it is neither.
+    """
+    file.seek(0)
+    begin = file.read(len(MAGIC))
+    if begin != MAGIC and not begin.startswith(SIGNATURE):
+        raise StoreError(f"{path}: is not an HDF5 file of cpdhpc, or its first bytes are damaged")
+    return begin == MAGIC
+
+
+def check(path: Path, file: BinaryIO, digests: Iterable[bytes]) -> str:
+    """Return the checksum of a file that has one; raise StoreError where it is another.
+
+    digests: all its block_digests
+    """
+    file.seek(0)
+    found, header = file.read(USER_BLOCK), _header(digests)
+    if found != header:
+        raise StoreError(
+            f"{path}: is damaged, or was changed by another program: its content is not that of "
+            "its checksum: use a copy of it, or remove it and make it again"
+        )
+    return _checksum(header)
+
+
+def _checksum(header: bytes) -> str:
+    return header.rstrip(b"\0\n").rpartition(b" ")[2].decode()
+
+
+@contextmanager
+def _opened(path: Path, checked: bool = False) -> Iterator[Any]:
+    """Open a file with h5py once its checksum is found right, if it has one.
+
+    checked: it has been already. The file that is read is the one that was checked, even where
+    another takes its name meanwhile. Raises StoreError for all that HDF5 finds wrong.
+    """
+    import h5py
+
+    try:
+        with path.open("rb", buffering=0) as file:
+            if not checked and has_checksum(path, file):
+                check(path, file, block_digests(file))
+            with h5py.File(file, "r") as opened:
+                yield opened
+    except FileNotFoundError:
+        raise StoreError(f"{path}: there is no such file") from None
+    except UNREADABLE as error:
+        raise StoreError(f"{path}: is not an HDF5 file of cpdhpc: {error}") from None
+
+
+class _Patient(io.FileIO):
+    """A file that keeps an error of writing until HDF5 has closed it.
+
+    HDF5 crashes where it cannot write what is left at the end, as on a full disk.
+    """
+
+    problem: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        """Write all of data, if that is possible."""
+        view = memoryview(data).cast("B")
+        done = 0
+        try:
+            while done < len(view):
+                done += super().write(view[done:])
+        except OSError as error:
+            self.problem = self.problem or error
+        return len(view)
+
+    def truncate(self, size: int | None = None) -> int:
+        """Set the file's size, if that is possible."""
+        try:
+            return super().truncate(size)
+        except OSError as error:
+            self.problem = self.problem or error
+            return size or 0
+
+
+@contextmanager
+def _changed(path: Path, mode: Literal["w", "r+"], **options: Any) -> Iterator[Any]:
+    """Open a file with h5py to write to it. Raises OSError where that fails at any time."""
+    import h5py
+
+    with _Patient(path, "w+" if mode == "w" else mode) as file:
+        try:
+            with h5py.File(file, mode, **options) as opened:
+                yield opened
+        finally:
+            if file.problem is not None:
+                raise file.problem
 
 
 def write(
@@ -86,15 +226,22 @@ def write(
     groups: of labelled Variables, or of plain arrays, which get no dimensions
     attributes: of the file; of_groups: of some groups
     xarray.open_dataset(path, group=name, engine="h5netcdf") reads labelled groups back.
+    Raises StoreError where it cannot be written.
     """
     import h5py
 
-    with replacing(path) as temporary, h5py.File(temporary, "w") as file:
+    image = io.BytesIO()  # not the file: a full disk is an ordinary error then
+    with h5py.File(image, "w", userblock_size=USER_BLOCK) as file:
         file.attrs.update(attributes)
         for name, group in groups.items():
             _write_group(file.create_group(name), group)
         for name, notes in (of_groups or {}).items():
             file[name].attrs.update(notes)
+    content = image.getbuffer()
+    starts = range(USER_BLOCK, len(content), BLOCK)
+    digests = (hashlib.sha256(content[start : start + BLOCK]).digest() for start in starts)
+    content[:USER_BLOCK] = _header(digests)
+    put(path, content)
 
 
 def _write_group(target: Any, group: Group) -> None:
@@ -124,34 +271,20 @@ def read(
     """Return the arrays of each group, and the attributes, of a file that write made.
 
     only: the names of the arrays that are wanted, None for all
-    Raises StoreError where the file is missing or is not HDF5.
+    Raises StoreError where the file is missing, damaged or not HDF5.
     """
-    import h5py
-
-    try:
-        with h5py.File(path, "r") as file:
-            groups = {
-                name: {key: _readable(group[key]) for key in group if only is None or key in only}
-                for name, group in file.items()
-            }
-            return groups, {key: _plain(value) for key, value in file.attrs.items()}
-    except FileNotFoundError:
-        raise StoreError(f"{path}: there is no such file") from None
-    except (OSError, AttributeError, KeyError, RuntimeError) as error:  # the latter: damaged
-        raise StoreError(f"{path}: is not an HDF5 file of cpdhpc: {error}") from None
+    with _opened(path) as file:
+        groups = {
+            name: {key: _readable(group[key]) for key in group if only is None or key in only}
+            for name, group in file.items()
+        }
+        return groups, _plain(file.attrs)
 
 
 def read_attributes(path: Path, group: str = "/") -> dict[str, Any]:
     """Return only the attributes of a file, or of a group in it. Raises StoreError as read does."""
-    import h5py
-
-    try:
-        with h5py.File(path, "r") as file:
-            return {key: _plain(value) for key, value in file[group].attrs.items()}
-    except FileNotFoundError:
-        raise StoreError(f"{path}: there is no such file") from None
-    except OSError as error:
-        raise StoreError(f"{path}: is not an HDF5 file: {error}") from None
+    with _opened(path) as file:
+        return _plain(file[group].attrs)
 
 
 def _readable(dataset: Any) -> Array:
@@ -162,22 +295,13 @@ def _readable(dataset: Any) -> Array:
     return np.asarray(dataset[...])
 
 
-def _plain(value: Any) -> Any:
-    return value.item() if isinstance(value, np.generic) else value
-
-
-@contextmanager
-def _closing(path: Path) -> Iterator[None]:
-    """Turn what h5py raises where a file cannot be closed, as on a full disk, into StoreError."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise StoreError(f"{path}: {error}") from None
+def _plain(attributes: Attributes) -> dict[str, Any]:
+    return {k: v.item() if isinstance(v, np.generic) else v for k, v in attributes.items()}
 
 
 @dataclass(frozen=True)
 class Room:
-    """A dataset that is to be made: its shape and dtype, and what is written beside it."""
+    """A dataset whose values are written or read in parts: its shape, dtype and attributes."""
 
     shape: tuple[int, ...]
     dtype: npt.DTypeLike
@@ -194,14 +318,15 @@ def create(
     """Make a file with datasets without data; return the offset of each one's first byte in it.
 
     With chunks or compression data has no fixed place: None. A dataset without any byte: None.
+    The file's checksum is to be written by seal, when all values are.
     Source of the layout: HDF5 File Format Specification, data layout message, contiguous storage.
-    Raises StoreError where HDF5 has no such type, chunks or compression.
+    Raises StoreError where HDF5 has no such type, chunks or compression; OSError where the disk
+    has no room for the values.
     """
-    import h5py
-
     offsets = {}
     # Attributes above 64 KiB, as the boxes of many ranks, came with the format of HDF5 1.8.
-    with _closing(path), h5py.File(path, "w", libver=("v108", "v108")) as file:
+    format_1_8 = {"libver": ("v108", "v108"), "userblock_size": USER_BLOCK}
+    with _changed(path, "w", **format_1_8) as file:
         file.attrs.update(attributes)
         for name, room in rooms.items():
             try:
@@ -210,7 +335,25 @@ def create(
                 raise StoreError(f"{path}: dataset {name!r} of {room.dtype}: {error}") from None
             dataset.attrs.update(room.attributes)
             offsets[name] = dataset.id.get_offset()
+    _reserve(path)
     return offsets
+
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def _reserve(path: Path) -> None:
+    """Take what a file lacks of its size from the disk. Raises OSError where that is too little.
+
+    File systems that cannot do it are let off: posix_fallocate would write to each block there.
+    """
+    library = ctypes.CDLL(None, use_errno=True)
+    with path.open("r+b") as file:
+        size = ctypes.c_int64(path.stat().st_size)
+        if library.fallocate(file.fileno(), 0, ctypes.c_int64(0), size):
+            code = ctypes.get_errno()
+            if code in NO_ROOM:
+                raise OSError(code, os.strerror(code), str(path))
 
 
 def _make(file: Any, name: str, room: Room, chunks: Any, compression: str | None) -> Any:
@@ -227,59 +370,31 @@ def _make(file: Any, name: str, room: Room, chunks: Any, compression: str | None
 
 
 def write_box(path: Path, name: str, box: tuple[slice, ...], data: Array) -> None:
-    """Write a box of a dataset that is there. Raises OSError or StoreError where it cannot."""
-    import h5py
-
-    # Without a cache of chunks a full disk is an error of the assignment: where it is one of close,
-    # HDF5 crashes.
-    with _closing(path), h5py.File(path, "r+", rdcc_nbytes=0) as file:
+    """Write a box of a dataset that create made. Raises OSError where it cannot."""
+    with _changed(path, "r+") as file:
         file[name][box] = data
 
 
-def dataset_shape(path: Path, name: str) -> tuple[int, ...]:
-    """Return the shape of a dataset. Raises StoreError where file or dataset is missing."""
-    import h5py
+def contents(path: Path) -> tuple[dict[str, Any], dict[str, Room]]:
+    """Return the attributes of a file, and its datasets in all groups.
 
-    try:
-        with h5py.File(path, "r") as file:
-            if not isinstance(file.get(name), h5py.Dataset):
-                known = ", ".join(
-                    key for key, each in file.items() if isinstance(each, h5py.Dataset)
-                )
-                raise StoreError(f"{path}: has no dataset {name!r}, only {known or 'none at all'}")
-            return tuple(file[name].shape)
-    except FileNotFoundError:
-        raise StoreError(f"{path}: there is no such file") from None
-    except OSError as error:
-        raise StoreError(f"{path}: is not an HDF5 file: {error}") from None
-
-
-def datasets(path: Path) -> dict[str, dict[str, Any]]:
-    """Return the datasets of a file, in all groups, with their attributes.
-
-    Raises StoreError where the file is missing or is not HDF5.
+    Of a file that was checked, as it and read_box look at no checksum. Raises StoreError where the
+    file is missing or is not HDF5.
     """
     import h5py
 
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[str, Room] = {}
 
     def visit(name: str, item: Any) -> None:
         if isinstance(item, h5py.Dataset):
-            found[name] = {key: _plain(value) for key, value in item.attrs.items()}
+            found[name] = Room(tuple(item.shape), item.dtype, _plain(item.attrs))
 
-    try:
-        with h5py.File(path, "r") as file:
-            file.visititems(visit)
-    except FileNotFoundError:
-        raise StoreError(f"{path}: there is no such file") from None
-    except (OSError, KeyError, RuntimeError) as error:  # the latter: damaged
-        raise StoreError(f"{path}: is not an HDF5 file of cpdhpc: {error}") from None
-    return found
+    with _opened(path, checked=True) as file:
+        file.visititems(visit)
+        return _plain(file.attrs), found
 
 
 def read_box(path: Path, name: str, box: tuple[slice, ...]) -> Array:
-    """Return a box of a dataset that is there."""
-    import h5py
-
-    with h5py.File(path, "r") as file:
+    """Return a box of a dataset that is there. Raises StoreError where it cannot be read."""
+    with _opened(path, checked=True) as file:
         return np.asarray(file[name][box])

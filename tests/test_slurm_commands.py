@@ -20,7 +20,7 @@ from cpdhpc.study import commands
 from cpdhpc.study.folder import Folder, recorded
 
 pytestmark = pytest.mark.mpi_skip
-LIGHT = {"cli", "config", "formats", "kinds", "methods", "store", "study"}
+LIGHT = {"cli", "config", "formats", "kinds", "methods", "partition", "store", "study"}
 JOBS = {"autoencoder", "train"}  # kinds whose job's own models are asked, without torch and MPI
 INPUTS = sorted((ROOT / "inputs").glob("study_*.toml"))
 SITE = str(ROOT / "slurm" / "sites" / "openmpi_gpu.toml")
@@ -198,7 +198,7 @@ def test_scripts_are_written_for_a_site(tmp_path: Path, capsys: pytest.CaptureFi
         assert path.read_text() == (ROOT / "slurm" / path.name).read_text()
     (tmp_path / "file").touch()
     status, _, error = call(capsys, "scripts", "--out", str(tmp_path / "file"))
-    assert status == 2 and "train.sbatch: cannot be written" in error
+    assert status == 2 and "file: cannot be made: File exists" in error
 
 
 def run_program(program: str, path: Path) -> subprocess.CompletedProcess[str]:

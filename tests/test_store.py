@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import errno
+import hashlib
+import os
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import h5py
 import numpy as np
 import pytest
 import xarray
 from training import ROWS, run_job, small_job
 
 from cpdhpc import store
+from cpdhpc.config import UserError
 from cpdhpc.store import StoreError, Variable
+from cpdhpc.world import files
 from cpdhpc.world.ranks import Loopback
 
 
@@ -83,3 +93,121 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     for read in (store.read, store.read_attributes):
         with pytest.raises(StoreError, match=r"x\.h5: is not an HDF5 file"):
             read(path)
+
+
+@contextmanager
+def files_of_at_most(size_bytes: int) -> Iterator[None]:
+    """Writing beyond that is an error of the system, as where a disk is full."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+ARRAY = np.arange(30_000.0)
+ROOMS = {"a": store.Room(ARRAY.shape, ARRAY.dtype)}
+
+
+def save_together(path: Path, chunks: tuple[int, ...] | None = None) -> None:
+    """As files are written that all processes write."""
+
+    def fill(temporary: Path, offsets: files.Offsets) -> None:
+        if offsets["a"] is None:
+            store.write_box(temporary, "a", (slice(None),), ARRAY)
+        else:
+            world.write_box(temporary, offsets["a"], ARRAY.shape, (0,), ARRAY)
+
+    world = Loopback()
+    files.save(world, path, ROOMS, {"kind": "state"}, fill, chunks)
+
+
+def in_chunks(path: Path) -> None:
+    save_together(path, (100,))
+
+
+WRITERS: dict[str, Callable[[Path], Any]] = {
+    "whole": lambda path: store.write(path, {"g": {"a": ARRAY}}, {}),
+    "together": save_together,
+    "in chunks": in_chunks,
+    "text": lambda path: store.put(path, "x" * 300_000),
+}
+
+
+@pytest.mark.parametrize("limit", [100, 700, 3000, 9000, 100_000])
+@pytest.mark.parametrize("writer", WRITERS)
+def test_a_full_disk_is_one_line_and_the_old_file_stays(
+    tmp_path: Path, writer: str, limit: int
+) -> None:
+    """From the first byte to the last: HDF5 crashes where it is told of it at its close."""
+    path = tmp_path / "x.h5"
+    path.write_bytes(b"old")
+    with files_of_at_most(limit), pytest.raises(UserError) as raised:
+        WRITERS[writer](path)
+    assert str(raised.value) == f"{path}: cannot be written: {os.strerror(errno.EFBIG)}"
+    assert [each.name for each in tmp_path.iterdir()] == ["x.h5"]
+    assert path.read_bytes() == b"old"
+
+
+def read_together(path: Path) -> None:
+    files.check(Loopback(), path)
+    store.read_box(path, "a", (slice(None),))
+
+
+READERS = {
+    "whole": (store.read, store.read_attributes),
+    "together": (read_together, store.read_attributes),
+    "in chunks": (read_together,),
+}
+
+
+@pytest.mark.parametrize("writer", READERS)
+def test_every_bit_of_a_file_is_covered(tmp_path: Path, writer: str) -> None:
+    """Flipped in the header, in HDF5's own blocks, in the values; and files cut or lengthened."""
+    path = tmp_path / "x.h5"
+    WRITERS[writer](path)
+    whole = path.read_bytes()
+    bits = np.random.default_rng(1).integers(0, 8 * len(whole), 20).tolist()
+    damaged = [whole[:-1], whole + b"\0", whole[:512], b""]
+    for bit in (0, 8 * 7, 8 * 100, 8 * 511, 8 * 512, 8 * 600, *bits):
+        flipped = bytearray(whole)
+        flipped[bit // 8] ^= 1 << bit % 8
+        damaged.append(bytes(flipped))
+    for content in damaged:
+        path.write_bytes(content)
+        for read in READERS[writer]:
+            with pytest.raises(StoreError, match=r"x\.h5: is (damaged|not an HDF5 file)"):
+                read(path)
+    path.write_bytes(whole)
+    for read in READERS[writer]:
+        read(path)
+
+
+def test_a_checksum_is_that_of_its_blocks_whoever_finds_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of small blocks, by one process and by parts; h5py reads the file as any other."""
+    monkeypatch.setattr(store, "BLOCK", 1000)
+    path = tmp_path / "x.h5"
+    for writer in READERS:
+        WRITERS[writer](path)
+        content = path.read_bytes()
+        blocks = [content[start : start + 1000] for start in range(512, len(content), 1000)]
+        digests = b"".join(hashlib.sha256(block).digest() for block in blocks)
+        assert content[:512].rstrip(b"\0\n").endswith(hashlib.sha256(digests).hexdigest().encode())
+        with path.open("rb") as file:
+            for parts in (1, 2, 7, 1000):
+                found = [d for part in range(parts) for d in store.block_digests(file, part, parts)]
+                assert b"".join(found) == digests
+        with h5py.File(path) as file:
+            name = "g/a" if writer == "whole" else "a"
+            assert np.array_equal(file[name][...], ARRAY)
+
+
+def test_files_of_other_programs_are_read_without_a_checksum(tmp_path: Path) -> None:
+    path = tmp_path / "x.h5"
+    with h5py.File(path, "w") as file:
+        file["g/a"] = ARRAY
+    assert np.array_equal(store.read(path)[0]["g"]["a"], ARRAY)
+    assert files.check(Loopback(), path) == ""

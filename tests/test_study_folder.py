@@ -10,14 +10,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import h5py
 import pytest
 from stand_ins import Slurm
 from studies import fill, small_study, some_result, study_file
 
 from cpdhpc import store
 from cpdhpc.cli import COMMANDS, main
-from cpdhpc.config import ConfigError
+from cpdhpc.config import ConfigError, UserError
 from cpdhpc.study.case_file import read_result, write_result
 from cpdhpc.study.cases import expand
 from cpdhpc.study.collect import collect, find
@@ -57,12 +56,12 @@ def test_where_nothing_can_be_written(tmp_path: Path) -> None:
     (tmp_path / "wall").write_bytes(b"")
     study = small_study(tmp_path)
     for path in (tmp_path / "wall", tmp_path / "wall" / "x"):
-        with pytest.raises(FolderError, match=r"cannot be written: (Not a directory|File exists)"):
+        with pytest.raises(UserError, match=r"cannot be written: (Not a directory|File exists)"):
             Folder(path).prepare(study)
     folder = Folder(tmp_path / "x")
     fill(folder, study)
     folder.study_file.mkdir()
-    with pytest.raises(FolderError, match=r"study.h5: cannot be written"):
+    with pytest.raises(UserError, match=r"study.h5: cannot be written"):
         collect(study, folder)
 
 
@@ -118,15 +117,15 @@ def test_only_a_whole_file_of_its_own_is_finished(tmp_path: Path) -> None:
     assert not folder.finished(case)
     with pytest.raises(store.StoreError, match=f"is of case {re.escape(other.id)}"):
         read_result(path, case)
-    for attributes, says in (
+    for changes, says in (
         ({"case_id": case.id, "status": "running"}, "is not complete"),
         ({"status": "complete", "record": "{"}, "is damaged"),
         ({"record": '{"cpdhpc_schema": 2}'}, "has schema 2, known is 1"),
         ({"kind": "run"}, "is no file of a case"),
     ):
-        with h5py.File(path, "r+") as file:
-            file.attrs.update(attributes)
-        assert folder.finished(case) == (attributes.get("status") != "running")
+        attributes = store.read_attributes(path) | changes
+        store.write(path, {}, attributes)
+        assert folder.finished(case) == (attributes["status"] != "running")
         with pytest.raises(store.StoreError, match=says):
             read_result(path, case)
 

@@ -12,10 +12,11 @@ import numpy.typing as npt
 import torch
 
 from .. import provenance, store
-from ..config import ConfigError, UserError, difference, value_of
-from ..darray.files import load, save_all
+from ..config import ConfigError, difference, value_of
+from ..darray.files import read_all, save_all
 from ..store import Variable
 from ..train.checkpoint import CheckpointError
+from ..world.files import check
 from .job import MAY_DIFFER, Geometry
 from .layer import MacroLayer
 from .training import Stack, Step
@@ -60,7 +61,7 @@ def draw(path: Path, weight: Array, geometry: Geometry, steps: list[Step]) -> No
     """Write a picture of a layer's filters, block beside block, and its curves.
 
     weight: what shown returns
-    Raises UserError where it cannot be written.
+    Raises StoreError where it cannot be written.
     """
     import matplotlib
 
@@ -79,10 +80,8 @@ def draw(path: Path, weight: Array, geometry: Geometry, steps: list[Step]) -> No
     right.plot(number, [step.sparsity / ends for step in steps], label="sparsity term / its first")
     right.set(xlabel="iteration", ylim=(0, None), title="reconstruction and sparsity")
     right.legend()
-    try:
-        figure.savefig(path, dpi=110)
-    except OSError as error:
-        raise UserError(f"--png {path}: cannot be written: {error.strerror or error}") from None
+    with store.replacing(path) as temporary:
+        figure.savefig(temporary, dpi=110, format=path.suffix[1:])
 
 
 def _title(weight: Array, geometry: Geometry) -> str:
@@ -176,36 +175,33 @@ def resume(path: Path, stack: Stack) -> bool:
 
     Raises CheckpointError or StoreError on all ranks alike.
     """
-    here = _position(path, stack.job.toml()) if stack.world.rank == 0 else None
-    here = stack.world.gather(here, "resume")[0]
-    if here is None:
+    world = stack.world
+    if not world.on_first(path.exists, "resume"):
         return False
-    if isinstance(here, UserError):
-        raise here
-    stack.layer, stack.iteration = here
-    for number, layer in enumerate(stack.layers):
-        for name, values in _state(stack, number).items():
-            found = load(stack.world, path, layer.blocks, f"layer{number}/{name}")
-            with torch.no_grad():
-                values.copy_(torch.from_numpy(found).flatten(0, 1))
+    check(world, path)
+    stack.layer, stack.iteration = world.on_first(lambda: _position(path, stack.job.toml()))
+    states = {
+        f"layer{number}/{name}": (layer.blocks, values)
+        for number, layer in enumerate(stack.layers)
+        for name, values in _state(stack, number).items()
+    }
+    found = read_all(world, path, {name: blocks for name, (blocks, _) in states.items()})
+    with torch.no_grad():
+        for name, (_, values) in states.items():
+            values.copy_(torch.from_numpy(found[name]).flatten(0, 1))
     return True
 
 
-def _position(path: Path, toml: str) -> tuple[int, int] | UserError | None:
-    """Return layer and iteration, None where there is no file, or an error."""
-    if not path.exists():
-        return None
-    try:
-        attributes = store.read_attributes(path)
-        if attributes.get("kind") != "autoencoder checkpoint":
-            raise CheckpointError(f"{path}: is no checkpoint of an autoencoder")
-        there = str(attributes["toml"])
-        key = difference(toml, there, MAY_DIFFER)
-        if key is not None:
-            values = value_of(there, key), value_of(toml, key)
-            raise CheckpointError(f"{path}: {key} is {values[0]!r} there and {values[1]!r} here")
-    except UserError as error:
-        return error
+def _position(path: Path, toml: str) -> tuple[int, int]:
+    """Return layer and iteration. Raises CheckpointError where the file is another job's."""
+    attributes, _ = store.contents(path)
+    if attributes.get("kind") != "autoencoder checkpoint":
+        raise CheckpointError(f"{path}: is no checkpoint of an autoencoder")
+    there = str(attributes["toml"])
+    key = difference(toml, there, MAY_DIFFER)
+    if key is not None:
+        values = value_of(there, key), value_of(toml, key)
+        raise CheckpointError(f"{path}: {key} is {values[0]!r} there and {values[1]!r} here")
     return attributes["layer"], attributes["iteration"]
 
 
@@ -214,14 +210,8 @@ def save_record(path: Path, stack: Stack, steps: list[Step], status: str) -> Non
 
     Raises UserError on all ranks alike where it cannot be written.
     """
-    about = provenance.attributes(stack.world)
-    error: UserError | None = None
-    try:
-        if stack.world.rank == 0:
-            _write_record(path, stack, steps, {**about, "status": status})
-    except OSError as problem:
-        error = UserError(f"{path}: cannot be written: {problem.strerror or problem}")
-    stack.world.agree(error, "record")
+    about = {**provenance.attributes(stack.world), "status": status}
+    stack.world.on_first(lambda: _write_record(path, stack, steps, about), "record")
 
 
 def _write_record(path: Path, stack: Stack, steps: list[Step], about: store.Attributes) -> None:

@@ -207,22 +207,9 @@ def write_samples(
 
     def write() -> None:
         if world.process == 0:
-            _write(path, columns, times, warmup, notes)
+            store.write(path, {"samples": _group(columns, times, warmup)}, notes)
 
     together(world, write)
-
-
-def _write(
-    path: Path,
-    columns: Mapping[str, Column],
-    times: Sequence[Times],
-    warmup: int,
-    notes: store.Attributes,
-) -> None:
-    try:
-        store.write(path, {"samples": _group(columns, times, warmup)}, notes)
-    except OSError as error:
-        raise UserError(f"--out {path}: cannot be written: {error}") from None
 
 
 def _group(

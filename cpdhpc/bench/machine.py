@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from .. import store
 from ..collectives.allreduce import Allreduce
 from ..collectives.method import AUTO, DEFAULT, UNITS, Machine, MachineFile, Method, read_machine
 from ..collectives.predict import Prediction, predict
@@ -18,7 +19,6 @@ from ..config import UserError, dump_toml
 from ..formats import Cast, FloatFormat, packed_bytes, parse_format, tiles
 from ..ops import cpu
 from ..provenance import attributes
-from ..store import replacing
 from ..world.cores import own_cores
 from ..world.ranks import Ranks, Wait
 from .allreduce import add_choices, cases_of_size, parse_methods
@@ -219,13 +219,9 @@ def fit(
 
 
 def write(path: Path, machine: Machine, notes: dict[str, Any]) -> None:
-    """Write the file that read_machine reads. Raises UserError where it cannot be written."""
+    """Write the file that read_machine reads. Raises StoreError where it cannot be written."""
     file = MachineFile(machine=machine, units=UNITS, fit=notes)
-    try:
-        with replacing(path) as temporary:
-            temporary.write_text(dump_toml(file.model_dump()), encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"--out {path}: cannot be written: {error.strerror}") from None
+    store.put(path, dump_toml(file.model_dump()))
 
 
 def show(machine: Machine, fitted: Sequence[Sample], checked: Sequence[Sample]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, count, repeat
 from typing import Any, NamedTuple
 
@@ -117,16 +118,14 @@ class Plan:
     stream: tuple[int, int] | None
     copy: Callable[[Array, Array], object] = np.copyto
 
-    def pieces(self, n: int) -> list[Piece]:
+    def pieces(self, n: int) -> Sequence[Piece]:
         """Return the pieces of n values.
 
         PIECES of them, so that encoding, travel and decoding overlap, unless a chunk's part of
         one would leave PIECE_VALUES. With "requantise" the result depends on the pieces, as on
         all that decides which rank adds first.
         """
-        chunks, (least, most) = self.schedule.chunks(Layout(self.nodes)), PIECE_VALUES
-        count = max(1, min(-(-n // (chunks * least)), max(PIECES, -(-n // (chunks * most)))))
-        return [Piece(i, *chunk(n, count, i)) for i in range(count)]
+        return _pieces(self.schedule, self.nodes, n)
 
     def key(self, rank: int, phase: int) -> Key:
         """Return the random stream of a rank and a phase.
@@ -143,6 +142,26 @@ class Plan:
             return repeat(NO_KEY)
         who = rank if self.schedule.result_travels else index
         return (self.key(who, phase) for phase in count(BETWEEN))
+
+
+@lru_cache(maxsize=64)
+def _pieces(schedule: Schedule, nodes: tuple[int, ...], n: int) -> Sequence[Piece]:
+    chunks, (least, most) = schedule.chunks(Layout(nodes)), PIECE_VALUES
+    count = max(1, min(-(-n // (chunks * least)), max(PIECES, -(-n // (chunks * most)))))
+    return [Piece(i, *chunk(n, count, i)) for i in range(count)]
+
+
+@lru_cache(maxsize=64)
+def _rounds(
+    schedule: Schedule, nodes: tuple[int, ...], rank: int, piece: Piece
+) -> tuple[Sequence[tuple[int, int]], Sequence[Step]]:
+    """Return the (start, stop) of a piece's chunks, and a rank's steps."""
+    layout, n = Layout(nodes, piece.number), piece.stop - piece.start
+    spans = (chunk(n, count, i) for count in [schedule.chunks(layout)] for i in range(count))
+    return (
+        [(piece.start + start, piece.start + stop) for start, stop in spans],
+        list(schedule.steps(rank, layout)),
+    )
 
 
 class Chunk:
@@ -386,15 +405,10 @@ def program(
     process writes it; take: for payloads
     Returns how many values of the result are not finite; 0 for a raw wire.
     """
-    layout, n = Layout(plan.nodes, piece.number), piece.stop - piece.start
-    count = plan.schedule.chunks(layout)
+    spans, steps = _rounds(plan.schedule, plan.nodes, rank, piece)
     kind = ExactChunk if isinstance(plan.wire, Exact) else Chunk
-    chunks = []
-    for i in range(count):
-        start, stop = chunk(n, count, i)
-        span = piece.start + start, piece.start + stop
-        chunks.append(kind(plan, rank, i, span, x, out, take))
-    for number, step in enumerate(plan.schedule.steps(rank, layout)):
+    chunks = [kind(plan, rank, i, span, x, out, take) for i, span in enumerate(spans)]
+    for number, step in enumerate(steps):
         into = [chunks[i] for i in step.recv_chunks]
         sizes = _sizes(into, step.recv_terms)
         received = yield Exchange(

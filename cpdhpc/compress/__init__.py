@@ -5,9 +5,20 @@ from __future__ import annotations
 from .base import Aggregator, Column, Context, Mean
 from .lowbit import LowBit
 from .none import NoCompression
+from .onebit import OneBit
+from .powersgd import PowerSgd
+from .qsgd import Qsgd
 from .state import State
+from .terngrad import TernGrad
 
-COMPRESSORS: dict[str, type[Aggregator]] = {"none": NoCompression, "lowbit": LowBit}
+COMPRESSORS: dict[str, type[Aggregator]] = {
+    "none": NoCompression,
+    "lowbit": LowBit,
+    "terngrad": TernGrad,
+    "qsgd": Qsgd,
+    "onebit": OneBit,
+    "powersgd": PowerSgd,
+}
 
 __all__ = [
     "COMPRESSORS",
@@ -17,5 +28,9 @@ __all__ = [
     "LowBit",
     "Mean",
     "NoCompression",
+    "OneBit",
+    "PowerSgd",
+    "Qsgd",
     "State",
+    "TernGrad",
 ]

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 from zlib import crc32
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import Field
 
+from ..collectives.allreduce import configured
+from ..collectives.checks import NONFINITE_BITS, NonFiniteGradient
 from ..collectives.method import AUTO, Machine, as_machine
+from ..config import suggest
 from ..randomness import Key, random_key
 from ..world.ranks import Ranks
 from .bucket import Bucket
@@ -84,6 +88,9 @@ class Aggregator(ABC):
         Raises NonFiniteGradient on all ranks alike where a gradient holds NaN or infinity.
         """
 
+    def check_layers(self, names: Collection[str]) -> None:
+        """Raise ValueError where an option names a layer that is not among the model's."""
+
     def observe(self, gradient: Array, bucket: Bucket, mean: Mean) -> Mapping[str, Array]:
         """Return int64[layers] of counted columns, of one rank's gradient; those not there are 0.
 
@@ -101,6 +108,61 @@ LOSSES = {  # what encoding does to the values of a layer
         "share of non-zero gradient values, over all ranks, that saturate", counted=True
     ),
 }
+
+
+Layers = Annotated[tuple[str, ...], Field(strict=False)]  # an option: names of parameters
+
+
+def check_known(option: str, given: Collection[str], names: Collection[str]) -> None:
+    """Raise ValueError where an option names a layer that the model has not."""
+    for name in given:
+        if name not in names:
+            raise ValueError(f"{option}: no layer {suggest(name, names)}")
+
+
+def mean_in_float32(
+    gradients: Sequence[Array],
+    bucket: Bucket,
+    layers: Collection[str],
+    context: Context,
+    flat: Array,
+    algorithm: str = "ring",
+) -> None:
+    """Write the float32 mean of some layers into flat. Collective, unless there are none.
+
+    gradients: float32[bucket.size] of each hosted rank
+    Raises NonFiniteGradient on all ranks alike.
+    """
+    segments = [segment for segment in bucket.segments if segment.name in layers]
+    if not segments:
+        return
+    parts = [np.concatenate([g[a:b] for _, a, b in segments]) for g in gradients]
+    method = configured(wire="raw", algorithm=algorithm, op="mean")
+    mean, end = method.run(context.world, parts).arrays[0], 0
+    for _, a, b in segments:
+        flat[a:b], end = mean[end : end + b - a], end + b - a
+    if not np.isfinite(mean).all():  # the same bits, so the same answer, on all ranks
+        raise nonfinite(context.world, gradients, bucket, nonfinite_layers(flat, bucket))
+
+
+def shared_largest(
+    world: Ranks, gradients: Sequence[Array], bucket: Bucket, largest: Array
+) -> Array:
+    """Return the largest values of all ranks, float32[k]. Collective.
+
+    largest: float32[k] of this process, 0 or more, one NaN or infinite where a gradient is
+    Raises NonFiniteGradient on all ranks, naming the layers.
+    """
+    bits = world.max(largest.astype(np.float32).view(np.int32).astype(np.int64), "largest values")
+    if bits.size and bits.max() >= NONFINITE_BITS:
+        raise nonfinite(world, gradients, bucket)
+    return bits.astype(np.int32).view(np.float32)
+
+
+def raise_unless_finite(world: Ranks, gradients: Sequence[Array], bucket: Bucket) -> None:
+    """Raise NonFiniteGradient on all ranks where one holds NaN or infinity. Collective."""
+    largest = np.max([np.abs(gradient).max(initial=0) for gradient in gradients])
+    shared_largest(world, gradients, bucket, np.array([largest]))
 
 
 def machine_of_auto(
@@ -123,3 +185,22 @@ def machine_of_auto(
 def nonfinite_layers(flat: Array, bucket: Bucket) -> list[int]:
     """Return the indices of the layers in which a buffer holds NaN or infinity."""
     return [i for i, view in enumerate(bucket.views(flat)) if not np.isfinite(view).all()]
+
+
+def nonfinite(
+    world: Ranks, gradients: Sequence[Array], bucket: Bucket, in_mean: Sequence[int] = ()
+) -> NonFiniteGradient:
+    """Return the error that names where non-finite values came from. Collective.
+
+    in_mean: the layers where they show in the mean, named where no gradient holds any
+    """
+    own = [
+        (layer, rank)
+        for rank, flat in zip(world.hosted, gradients, strict=True)
+        for layer in nonfinite_layers(flat, bucket)
+    ]
+    found = [each for process in world.gather(own) for each in process]
+    layers = sorted({layer for layer, _ in found}) or in_mean
+    return NonFiniteGradient(
+        [bucket.names[layer] for layer in layers], sorted({rank for _, rank in found})
+    )

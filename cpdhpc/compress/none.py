@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from ..collectives.allreduce import Allreduce, configured
-from ..collectives.checks import NonFiniteGradient
 from ..collectives.method import Machine
-from ..world.ranks import Ranks
 from .base import (
     LOSSES,
     Aggregator,
@@ -18,6 +16,7 @@ from .base import (
     Context,
     Mean,
     machine_of_auto,
+    nonfinite,
     nonfinite_layers,
 )
 from .bucket import Bucket
@@ -51,21 +50,5 @@ class NoCompression(Aggregator):
         mean = reduced.arrays[0]
         bad = nonfinite_layers(mean, bucket)  # the same bits, so the same answer, on all ranks
         if bad:
-            raise _error(context.world, gradients, bucket, bad)
+            raise nonfinite(context.world, gradients, bucket, bad)  # or the sum overflowed
         return Mean(mean)
-
-
-def _error(
-    world: Ranks, flats: list[Array], bucket: Bucket, in_mean: list[int]
-) -> NonFiniteGradient:
-    """Return the error that names where non-finite values came from. Collective."""
-    own = [
-        (layer, rank)
-        for rank, flat in zip(world.hosted, flats, strict=True)
-        for layer in nonfinite_layers(flat, bucket)
-    ]
-    found = [each for process in world.gather(own) for each in process]
-    layers = sorted({layer for layer, _ in found}) or in_mean  # else the sum overflowed
-    return NonFiniteGradient(
-        [bucket.names[layer] for layer in layers], sorted({rank for _, rank in found})
-    )

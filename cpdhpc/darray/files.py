@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -11,12 +10,12 @@ import numpy.typing as npt
 
 from .. import store
 from ..config import UserError
+from ..world import files
 from ..world.ranks import Ranks
 from .layout import Layout
 
 Array = npt.NDArray[np.generic]
 Parts = Mapping[str, tuple[Layout, Array]]
-Offsets = dict[str, int | None]
 
 
 def save(
@@ -58,17 +57,12 @@ def save_all(
     does not fit, or arguments differ between ranks.
     """
     rooms = _check(world, arrays, (chunks, compression))
-    error: Exception | None = None
-    try:
-        with store.replacing(path) if world.rank == 0 else nullcontext(path) as temporary:
-            arguments = temporary, rooms, attributes, chunks, compression
-            offsets = world.on_first(lambda: store.create(*arguments), "save")
-            temporary = world.gather(temporary, "save")[0]
-            for name, (layout, local) in arrays.items():
-                _fill(world, temporary, name, offsets[name], layout, local)
-    except (OSError, UserError) as found:
-        error = UserError(f"save: {path}: {found}")
-    world.agree(error, "save")
+
+    def fill(temporary: Path, offsets: files.Offsets) -> None:
+        for name, (layout, local) in arrays.items():
+            _fill(world, temporary, name, offsets[name], layout, local)
+
+    files.save(world, path, rooms, attributes, fill, chunks, compression)
 
 
 def _check(world: Ranks, arrays: Parts, how: tuple[object, ...]) -> dict[str, store.Room]:
@@ -136,22 +130,34 @@ def _in_turns(world: Ranks, path: Path, name: str, place: tuple[slice, ...], loc
 def load(world: Ranks, path: Path, layout: Layout, name: str = "data") -> Array:
     """Return this rank's box of a dataset, in any layout of its first axes. Collective.
 
-    Raises UserError alike on all ranks where file or dataset is missing or does not fit.
+    Raises UserError alike on all ranks where file or dataset is missing, damaged or does not fit.
+    """
+    files.check(world, path)
+    return read_all(world, path, {name: layout})[name]
+
+
+def read_all(world: Ranks, path: Path, layouts: Mapping[str, Layout]) -> dict[str, Array]:
+    """Return this rank's boxes of datasets of a file that was checked. Collective.
+
+    Raises UserError as load does.
     """
     error: Exception | None = None
-    local = np.empty(0)
+    found: dict[str, Array] = {}
     try:
-        shape = store.dataset_shape(path, name)
-        if shape[: len(layout.shape)] != layout.shape or layout.ranks != world.size:
-            raise UserError(
-                f"load: {path}: dataset {name!r} has shape {shape}: the layout is of "
-                f"{layout.shape} over {layout.ranks} ranks, here are {world.size}"
-            )
-        box = layout.owner(world.rank)
-        local = store.read_box(path, name, box.slices((0,) * box.ndim))
-    except OSError as found:
-        error = UserError(f"load: {path}: {found}")
-    except UserError as found:
-        error = found
+        _, rooms = store.contents(path)
+        for name, layout in layouts.items():
+            if name not in rooms:
+                known = ", ".join(rooms) or "none at all"
+                raise UserError(f"load: {path}: has no dataset {name!r}, only {known}")
+            shape = rooms[name].shape
+            if shape[: len(layout.shape)] != layout.shape or layout.ranks != world.size:
+                raise UserError(
+                    f"load: {path}: dataset {name!r} has shape {shape}: the layout is of "
+                    f"{layout.shape} over {layout.ranks} ranks, here are {world.size}"
+                )
+            box = layout.owner(world.rank)
+            found[name] = store.read_box(path, name, box.slices((0,) * box.ndim))
+    except UserError as problem:
+        error = problem
     world.agree(error, "load")
-    return local
+    return found

@@ -140,8 +140,7 @@ class _Training(Measuring):
                     f"{self.directory}: was trained so far with {wrong}: go on there, or delete it"
                 )
             before["iterations"].append(iteration)
-            with store.replacing(path) as temporary:
-                temporary.write_text(json.dumps(before) + "\n", encoding="utf-8")
+            store.put(path, json.dumps(before) + "\n")
         except OSError as error:
             raise UserError(f"{path}: cannot be written: {error.strerror}") from None
         except (KeyError, TypeError, AttributeError, json.JSONDecodeError):

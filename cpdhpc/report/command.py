@@ -166,7 +166,7 @@ def _print(console: Console, of: Report) -> None:
 
 
 def write(reports: Sequence[Report], html: Path | None, figures: Path | None) -> None:
-    """Write the page and the figures to the paths given. Raises ReportError."""
+    """Write the page and the figures to the paths given. Raises UserError."""
     if html is not None:
         _write(html, page(reports).encode())
     if figures is None:
@@ -183,9 +183,5 @@ def write(reports: Sequence[Report], html: Path | None, figures: Path | None) ->
 
 
 def _write(path: Path, content: bytes) -> None:
-    try:
-        with store.replacing(path) as temporary:
-            temporary.write_bytes(content)
-        print(f"wrote {path}")
-    except OSError as error:
-        raise ReportError(f"{path}: cannot be written: {error.strerror}") from None
+    store.put(path, content)
+    print(f"wrote {path}")

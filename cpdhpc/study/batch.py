@@ -11,10 +11,11 @@ from pathlib import Path
 
 import numpy as np
 
+from .. import store
 from ..bench.harness import together
 from ..collectives.checks import NonFiniteGradient
 from ..config import UserError
-from ..kinds.base import Measuring, Result
+from ..kinds.base import Measuring
 from ..provenance import difference
 from ..signals import Caught, Interrupted, catching
 from ..store import StoreError
@@ -52,10 +53,9 @@ def measure_batch(
         runner = _Runner(world, folder, study, cases, claim.restarts, caught)
         runner.run(number)
     status = runner.status
-    if world.process == 0:
-        state = "stopped" if status == UNFINISHED else "ended"
-        claim.end(folder.claim_file(number), state)
-    world.barrier("end of the batch")
+    state = "stopped" if status == UNFINISHED else "ended"
+    mark = folder.claim_file(number)
+    together(world, lambda: claim.end(mark, state) if world.process == 0 else None)
     return status
 
 
@@ -226,7 +226,7 @@ class _Runner:
                     "date": datetime.now(UTC).isoformat(timespec="seconds"),
                 }
                 outcomes = {**result.outcomes, **extra}
-                _write(self.folder.case_file(case), case, replace(result, outcomes=outcomes))
+                write_result(self.folder.case_file(case), case, replace(result, outcomes=outcomes))
                 self.folder.clear_work(case)
 
         together(self.world, write)
@@ -237,10 +237,9 @@ class _Runner:
         """Write from process 0 why a case cannot be measured; the others go on."""
         self.failed += 1
         self._say(f"failed {case.id}: {wrong}")
-        if self.world.process == 0:
-            path = self.folder.failure_file(case)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(wrong + "\n", encoding="utf-8")
+        path = self.folder.failure_file(case)
+        writes = self.world.process == 0
+        together(self.world, lambda: store.put(path, wrong + "\n") if writes else None)
 
     def _say(self, text: str) -> None:
         if self.world.process == 0:
@@ -255,10 +254,3 @@ def _told(error: Exception | None) -> str:
 def _first(texts: Iterable[str]) -> str:
     """Return the first text that is not empty."""
     return next(filter(None, texts), "")
-
-
-def _write(path: Path, case: Case, result: Result) -> None:
-    try:
-        write_result(path, case, result)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be written: {error}") from None

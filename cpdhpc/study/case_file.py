@@ -69,7 +69,7 @@ SERIES: dict[str, dict[str, tuple[str, str]]] = {  # group: column: long name, u
 
 
 def write_result(path: Path, case: Case, result: Result) -> None:
-    """Write the file of a finished case. Raises OSError where it cannot be written."""
+    """Write the file of a finished case. Raises StoreError where it cannot be written."""
     repeats = len(result.times_s)
     samples = {
         "repeat": Variable(("repeat",), np.arange(repeats), "repeat, warm-ups included"),
@@ -90,7 +90,6 @@ def write_result(path: Path, case: Case, result: Result) -> None:
         "record": json.dumps(record),
         "status": "complete",
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
     series = {group: dict(columns) for group, columns in result.series.items()}
     store.write(path, {"samples": samples, **series}, attributes)
 

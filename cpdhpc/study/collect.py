@@ -346,17 +346,14 @@ def collect(study: Study, folder: Folder) -> Found:
     """Write the study file of a folder, and print what is in it and what is left out.
 
     Nothing is deleted or changed but the study file. Raises FolderError where no case is finished,
-    or the file cannot be written.
+    StoreError where the file cannot be written.
     """
     found = find(folder, expand(study).cases)
     for name, reason in found.rejected.items():
         print(f"left out: {name}: {reason}")
     if not found.results:
         raise FolderError(f"{folder.cases}: no case of study {study.name} is finished")
-    try:
-        write_study(folder.study_file, study, found.results, len(found.missing))
-    except OSError as error:
-        raise FolderError(f"{folder.study_file}: cannot be written: {error}") from None
+    write_study(folder.study_file, study, found.results, len(found.missing))
     for name in ALIKE:
         values = {_known(result, [name])[name] for _, result in found.results}
         if len(values) > 1:

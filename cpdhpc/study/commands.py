@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .. import store
 from ..config import UserError, suggest
 from ..kinds.base import SHAPE
 from .cases import Batch, Case, batches, case_time_s, expand, load_study, shown
@@ -406,8 +407,8 @@ def run_scripts(arguments: argparse.Namespace) -> int:
         path = arguments.out / name
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8")
         except OSError as error:
-            raise UserError(f"{path}: cannot be written: {error.strerror}") from None
+            raise UserError(f"{path.parent}: cannot be made: {error.strerror}") from None
+        store.put(path, text)
         print(path)
     return 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from .. import store
 from .cases import batches, expand
 from .folder import LOCK, Folder, FolderError, alone, forget_jobs, read_claim, recorded
 from .slurm import queue
@@ -31,7 +32,7 @@ def extend(study: Study, folder: Folder, say: Callable[[str], None] = print) -> 
             )
         _check_idle(folder, old)
         forget_jobs(folder)
-        folder.replace_study(study)
+        store.put(folder.study_toml, study.toml())
     new = len(after) - len(known)
     finished = sum(map(folder.finished, before))
     say(f"{folder.path}: {len(after)} cases, {new} of them new, {finished} finished: study resume")

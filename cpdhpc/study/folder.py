@@ -61,8 +61,7 @@ class Claim:
 
     def _write(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with store.replacing(path) as temporary:
-            temporary.write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
+        store.put(path, json.dumps(asdict(self)) + "\n")
 
     def alive(self, job_alive: JobAlive = unknown) -> bool | None:
         """Return whether the batch is being measured; None where that cannot be seen from here."""
@@ -180,15 +179,7 @@ class Folder:
                 directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise FolderError(f"{self.path}: cannot be written: {error.strerror}") from None
-        self.replace_study(study)
-
-    def replace_study(self, study: Study) -> None:
-        """Write the study. Raises FolderError where it cannot be written."""
-        try:
-            with store.replacing(self.study_toml) as temporary:
-                temporary.write_text(study.toml(), encoding="utf-8")
-        except OSError as error:
-            raise FolderError(f"{self.path}: cannot be written: {error.strerror}") from None
+        store.put(self.study_toml, study.toml())
 
     def _check_same(self, study: Study) -> None:
         there = self.study_toml.read_text(encoding="utf-8")
@@ -296,12 +287,9 @@ def record(folder: Folder, job: Job) -> None:
     path = folder.path / RECORD
     rows = [asdict(each) for each in [*recorded(folder), job]]
     try:
-        with store.replacing(path) as temporary:
-            temporary.write_text(json.dumps({"schema": 1, "jobs": rows}, indent=1) + "\n")
-    except OSError as error:
-        raise FolderError(
-            f"{path}: cannot be written, job {job.number} is submitted: {error.strerror}"
-        ) from None
+        store.put(path, json.dumps({"schema": 1, "jobs": rows}, indent=1) + "\n")
+    except store.StoreError as error:
+        raise FolderError(f"{error}; job {job.number} is submitted") from None
 
 
 def forget_jobs(folder: Folder) -> None:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import tomllib
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
-from zlib import crc32
 
 import numpy as np
 import numpy.typing as npt
@@ -19,14 +16,14 @@ import torch
 from .. import store
 from ..compress.state import Entry, State, redistributed
 from ..config import ConfigError, UserError, difference, validate, value_of
+from ..world import files
 from ..world.ranks import Ranks
 from .job import MAY_DIFFER, Job
 
 Array = npt.NDArray[Any]
 Groups = dict[str, dict[str, Array]]
 States = Mapping[str, State]
-SHARED = "shared"
-REDISTRIBUTION, SUMS = "redistribution", "crc32"  # attributes of datasets of a state file
+REDISTRIBUTION, SHARED = "redistribution", "shared"  # attribute of datasets of a state file
 
 
 class CheckpointError(UserError):
@@ -70,7 +67,7 @@ def load_tensors(groups: Groups, model: torch.nn.Module, optimizer: torch.optim.
 class Position:
     """Where a run stands: its next iteration, the samples seen, the ranks it had so far.
 
-    state: digest of what methods keep, which is in a file of its own; "" for nothing
+    state: checksum of the file of its own in which what methods keep is; "" for nothing
     """
 
     iteration: int
@@ -151,46 +148,28 @@ def state_file(path: Path, iteration: int | str) -> Path:
 def save_states(world: Ranks, path: Path, states: States) -> str:
     """Write what methods keep: every process its ranks' rows, all at once. Collective.
 
-    states: by who keeps them. Returns the digest by which load_states knows the file again, "" and
-    no file where nothing is kept. The file takes path's place when it is complete. Raises
+    states: by who keeps them. Returns the checksum by which load_states knows the file again, ""
+    and no file where nothing is kept. The file takes path's place when it is complete. Raises
     UserError on all processes alike where it cannot be written.
     """
     entries = {f"{who}/{a}/{b}": e for who, state in states.items() for (a, b), e in state}
     if not entries:
         return ""
-    sums = world.gather({name: _checksums(entry.array) for name, entry in entries.items()}, "save")
-    error: Exception | None = None
-    rooms = {name: _room(name, entry, sums, world.ranks) for name, entry in entries.items()}
-    try:
-        with store.replacing(path) if world.process == 0 else nullcontext(path) as temporary:
-            offsets = world.on_first(
-                partial(store.create, temporary, rooms, {"kind": "state"}), "save"
-            )
-            temporary = world.gather(temporary, "save")[0]
-            for name, entry in entries.items():
-                _write_rows(world, temporary, offsets[name], entry)
-    except (OSError, UserError) as found:
-        error = UserError(f"{path}: cannot be written: {found}")
-    world.agree(error, "save")
-    return _digest({name: room.attributes for name, room in rooms.items()})
+
+    def fill(temporary: Path, offsets: files.Offsets) -> None:
+        for name, entry in entries.items():
+            _write_rows(world, temporary, offsets[name], entry)
+
+    rooms = {name: _room(entry, world.ranks) for name, entry in entries.items()}
+    return files.save(world, path, rooms, {"kind": "state"}, fill)
 
 
-def _checksums(rows: Array) -> list[int]:
-    """Return the CRC-32 of each row."""
-    return [crc32(np.ascontiguousarray(row).tobytes()) for row in rows]
-
-
-def _digest(attributes: Mapping[str, Mapping[str, Any]]) -> str:
-    told = {n: (str(a[REDISTRIBUTION]), list(map(int, a[SUMS]))) for n, a in attributes.items()}
-    return hashlib.sha256(repr(sorted(told.items())).encode()).hexdigest()
-
-
-def _room(name: str, entry: Entry, sums: list[dict[str, list[int]]], ranks: int) -> store.Room:
+def _room(entry: Entry, ranks: int) -> store.Room:
     shared = entry.redistribution is None
     shape = entry.array.shape if shared else (ranks, *entry.array.shape[1:])
-    rows = sums[0][name] if shared else [row for process in sums for row in process[name]]
-    notes = {REDISTRIBUTION: entry.redistribution or SHARED, SUMS: np.array(rows, np.int64)}
-    return store.Room(shape, entry.array.dtype, notes)
+    return store.Room(
+        shape, entry.array.dtype, {REDISTRIBUTION: SHARED if shared else entry.redistribution}
+    )
 
 
 def _write_rows(world: Ranks, path: Path, offset: int | None, entry: Entry) -> None:
@@ -206,38 +185,33 @@ def _write_rows(world: Ranks, path: Path, offset: int | None, entry: Entry) -> N
         world.write_box(path, offset, (world.ranks, *shape[1:]), start, array)
 
 
-def load_states(world: Ranks, path: Path, digest: str, states: States) -> None:
+def load_states(world: Ranks, path: Path, checksum: str, states: States) -> None:
     """Give methods what they kept, redistributed where the number of ranks is another. Collective.
 
-    digest: as save_states returned it. Raises UserError on all processes alike where the file is
+    checksum: as save_states returned it. Raises UserError on all processes alike where the file is
     missing, damaged or of another checkpoint.
     """
+    if files.check(world, path) not in (checksum, ""):  # "": a version without checksums
+        raise CheckpointError(f"{path}: is not the state that belongs to the checkpoint")
     error: Exception | None = None
     try:
-        attributes = store.datasets(path)
-        if any({REDISTRIBUTION, SUMS} - set(each) for each in attributes.values()):
-            raise CheckpointError(f"{path}: is no state of a checkpoint")
-        if _digest(attributes) != digest:
-            raise CheckpointError(f"{path}: is not the state that belongs to the checkpoint")
-        for name, each in attributes.items():
+        for name, room in store.contents(path)[1].items():
             who, _, key = name.partition("/")
             layer, _, entry = key.rpartition("/")
-            states[who].put((layer, entry), _read_rows(world, path, name, each))
+            states[who].put((layer, entry), _read_rows(world, path, name, room))
     except UserError as found:
         error = found
-    except (OSError, KeyError, RuntimeError) as found:
-        error = CheckpointError(f"{path}: {found}")
+    except (KeyError, IndexError) as found:
+        error = CheckpointError(f"{path}: is no state of a checkpoint: {found}")
     world.agree(error, "resume")
 
 
-def _read_rows(world: Ranks, path: Path, name: str, attributes: Mapping[str, Any]) -> Entry:
-    """Return an entry of the hosted ranks; every row that is read is compared with its checksum."""
-    kind, shape = attributes[REDISTRIBUTION], store.dataset_shape(path, name)
-    same = kind != SHARED and shape[0] == world.ranks
-    rows = slice(world.hosted.start, world.hosted.stop) if same else slice(0, shape[0])
-    array = store.read_box(path, name, (rows,))
-    if _checksums(array) != list(map(int, attributes[SUMS][rows])):
-        raise CheckpointError(f"{path}: {name}: is damaged")
+def _read_rows(world: Ranks, path: Path, name: str, room: store.Room) -> Entry:
+    """Return an entry of the hosted ranks."""
+    kind, rows = room.attributes[REDISTRIBUTION], room.shape[0]
+    same = kind != SHARED and rows == world.ranks
+    mine = slice(world.hosted.start, world.hosted.stop) if same else slice(0, rows)
+    array = store.read_box(path, name, (mine,))
     if kind == SHARED:
         return Entry(array, None)
     return Entry(array if same else redistributed(array, kind, world.hosted, world.ranks), kind)

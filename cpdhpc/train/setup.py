@@ -130,28 +130,32 @@ class Training:
         The file of the methods carries the iteration in its name, so the checkpoint that takes the
         former one's place last finds its own, whenever a process is killed.
         status: "running", "interrupted" or "complete"
+        Raises UserError on all processes alike where they cannot be written.
         """
         path = self.files.checkpoint
         kept = checkpoint.state_file(path, self.iteration)
         state = checkpoint.save_states(self.world, kept, self.states)
-        with self.update.evaluated():
-            if self.world.process == 0:
-                groups = checkpoint.tensors(self.model, self.optimizer) | self.record.arrays()
-                groups["controller"] = self.controller.state()
-                here = checkpoint.Position(
-                    self.iteration, self.samples_seen, self.record.ranks, state
-                )
+
+        def write() -> None:
+            groups = checkpoint.tensors(self.model, self.optimizer) | self.record.arrays()
+            groups["controller"] = self.controller.state()
+            here = checkpoint.Position(self.iteration, self.samples_seen, self.record.ranks, state)
+            try:
                 checkpoint.save(path, groups, here, self.job.toml())
-                for other in path.parent.glob(checkpoint.state_file(path, "*").name):
-                    if other != kept:
-                        other.unlink()
-                self._write_record(status)
-        self.world.barrier("checkpoint")
+            except store.StoreError:
+                kept.unlink(missing_ok=True)  # what fills the disk goes
+                raise
+            for other in path.parent.glob(checkpoint.state_file(path, "*").name):
+                if other != kept:
+                    other.unlink()
+            self._write_record(status)
+
+        with self.update.evaluated():
+            self.world.on_first(write, "checkpoint")
 
     def save_record(self, status: str) -> None:
-        """Write only the record; process 0 writes, after a failure that all processes share."""
-        if self.world.process == 0:
-            self._write_record(status)
+        """Write only the record. Collective."""
+        self.world.on_first(lambda: self._write_record(status), "record")
 
     def _write_record(self, status: str) -> None:
         attributes = {

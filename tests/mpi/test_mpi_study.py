@@ -14,11 +14,12 @@ from training import write_idx
 from cpdhpc import provenance
 from cpdhpc.bench.allreduce import TimedCase
 from cpdhpc.config import UserError
+from cpdhpc.store import StoreError
 from cpdhpc.study.batch import FAILED, FINISHED, UNFINISHED, measure_batch
 from cpdhpc.study.case_file import ALIKE
 from cpdhpc.study.cases import batches, expand, load_study
 from cpdhpc.study.collect import collect, find
-from cpdhpc.study.folder import Folder, read_claim
+from cpdhpc.study.folder import Claim, Folder, read_claim
 from cpdhpc.study.repeats import PlacementError, members, prove
 from cpdhpc.train import loop
 
@@ -271,6 +272,34 @@ def test_what_the_user_can_mend_is_raised_on_all_ranks(world, shared):
         blocked.mkdir()
     world.barrier()
     with pytest.raises(UserError, match="cannot be written"):
+        measure_batch(world, folder.path, 0)
+    world.barrier()
+
+
+def test_a_disk_that_is_full_ends_all_ranks(world, shared, monkeypatch):
+    """At the last claim, and at the word on a failure: only process 0 writes them."""
+    folder = freeze(world, shared, sweep={"ranks": [world.processes], "ppn": world.processes})
+
+    def full(*_):
+        raise StoreError("cannot be written: No space left on device")
+
+    monkeypatch.setattr(Claim, "end", full)
+    with pytest.raises(UserError, match="No space left"):
+        measure_batch(world, folder.path, 0)
+    assert all(map(folder.finished, expand(folder.study()).cases))
+    world.barrier()
+    monkeypatch.undo()
+    for case in expand(folder.study()).cases if world.process == 0 else ():
+        folder.case_file(case).unlink()
+        folder.failure_file(case).mkdir()
+    world.barrier()
+
+    def wrong(*_):
+        raise ArithmeticError("wrong")
+
+    monkeypatch.setattr(TimedCase, "check", wrong)
+    monkeypatch.setattr(Path, "unlink", lambda *_, **__: None)
+    with pytest.raises(UserError, match="cannot be written: Is a directory"):
         measure_batch(world, folder.path, 0)
     world.barrier()
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from ... import store
 from ...config import UserError
 from ..cases import Batch, batches, expand
-from ..folder import LOCK, Folder, FolderError, Job, alone, record, recorded
+from ..folder import LOCK, Folder, Job, alone, record, recorded
 from ..spec import Study
 from . import queue
 from .script import Array, array_script, arrays, collect_script
@@ -126,11 +126,7 @@ def _announce(lacking: list[Batch], busy: Collection[int], refused: Refused, say
 
 def _write(texts: dict[Path, str]) -> None:
     for path, text in texts.items():
-        try:
-            with store.replacing(path) as temporary:
-                temporary.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise FolderError(f"{path}: cannot be written: {error.strerror}") from None
+        store.put(path, text)
 
 
 def cancel(folder: Folder, say: Say = print) -> None:

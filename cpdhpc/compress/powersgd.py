@@ -1,0 +1,149 @@
+"""PowerSGD: each layer's gradient as a product of two thin matrices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import Annotated, Literal
+
+import numpy as np
+from pydantic import Field
+
+from ..collectives.allreduce import Allreduce, configured
+from ..formats import TILE
+from .base import Aggregator, Array, Context, Mean, mean_in_float32, raise_unless_finite
+from .bucket import Bucket
+
+
+@dataclass(frozen=True)
+class PowerSgd(Aggregator):
+    """The mean gradient of each layer, as one step of the power method finds its largest part.
+
+    rank: columns of the two matrices; a layer of n x m weights sends rank * (n + m) values
+    min_rate: a layer that would shrink less than so many times travels in float32, as do those of
+        one dimension
+    warm_start: go on with the second matrix of the last iteration, else with a new random one
+    error_feedback: what is lost is added to a rank's next gradient
+    wire, algorithm, scaling: of the all-reduces of both matrices
+    Source: Vogels, Karimireddy, Jaggi: PowerSGD, NeurIPS 2019, algorithms 1 and 2.
+    """
+
+    aggregator: Literal["powersgd"] = "powersgd"
+    rank: Annotated[int, Field(ge=1)] = 2
+    min_rate: Annotated[float, Field(ge=1)] = 2.0
+    warm_start: bool = True
+    error_feedback: bool = True
+    wire: str = "raw"
+    algorithm: str = "ring"
+    scaling: str | None = None
+
+    def __post_init__(self) -> None:
+        self._allreduce(seed=0)
+
+    def _allreduce(self, seed: int) -> Allreduce:
+        return configured(
+            wire=self.wire, algorithm=self.algorithm, scaling=self.scaling, op="mean", seed=seed
+        )
+
+    def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
+        """Return the mean over all ranks. See Aggregator.aggregate."""
+        raise_unless_finite(context.world, gradients, bucket)
+        flat, layers = np.zeros(bucket.size, np.float32), self._layers(bucket)
+        dense = [name for i, name in enumerate(bucket.names) if i not in layers]
+        mean_in_float32(gradients, bucket, dense, context, flat, self.algorithm)
+        if not layers:
+            return Mean(flat)
+        matrices = {i: self._with_memory(i, gradients, bucket, context) for i in layers}
+        second = {i: self._second(i, bucket, context) for i in layers}
+        first = self._mean(
+            {i: [np.einsum("ij,rj->ri", m, second[i]) for m in matrices[i]] for i in layers},
+            context,
+        )
+        for p in first.values():
+            _orthonormalise(p)
+        found = self._mean(
+            {i: [np.einsum("ij,ri->rj", m, first[i]) for m in matrices[i]] for i in layers},
+            context,
+        )
+        for i, q in found.items():
+            name, start, stop = bucket.segments[i]
+            second[i][:] = q
+            mean = flat[start:stop].reshape(matrices[i][0].shape)
+            for column, row in zip(first[i], q, strict=True):  # elementwise: alike on all ranks
+                mean += column[:, None] * row
+            if self.error_feedback:
+                memory = context.state.own(name, "residual", (stop - start,))
+                for residual, matrix in zip(memory, matrices[i], strict=True):
+                    residual[:] = (matrix - mean).ravel()
+        return Mean(flat)
+
+    def _layers(self, bucket: Bucket) -> list[int]:
+        """Return the layers that are worth it."""
+        found = []
+        for i, shape in enumerate(bucket.shapes):
+            n = prod(shape)
+            if len(shape) > 1 and n:
+                columns = n // shape[0]
+                sent = min(self.rank, shape[0], columns) * (shape[0] + columns)
+                found += [i] if n >= self.min_rate * sent else []
+        return found
+
+    def _with_memory(
+        self, i: int, gradients: list[Array], bucket: Bucket, context: Context
+    ) -> list[Array]:
+        """Return a layer's gradients with what was lost before, float32[n, m] of each rank."""
+        name, start, stop = bucket.segments[i]
+        memory = context.state.own(name, "residual", (stop - start,))
+        return [
+            (gradient[start:stop] + residual).reshape(bucket.shapes[i][0], -1)
+            for gradient, residual in zip(gradients, memory, strict=True)
+        ]
+
+    def _second(self, i: int, bucket: Bucket, context: Context) -> Array:
+        """Return the second matrix of a layer, float32[rank, m], alike on all ranks."""
+        name, start, stop = bucket.segments[i]
+        rows = bucket.shapes[i][0]
+        columns = (stop - start) // rows
+        rank = min(self.rank, rows, columns)
+
+        def draw() -> Array:
+            stream = np.random.Philox(np.random.SeedSequence(context.key(f"powersgd {name}")))
+            bits = stream.random_raw(rank * columns) >> np.uint64(40)
+            return (bits.astype(np.float32) * np.float32(2**-23) - 1).reshape(rank, columns)
+
+        second = context.state.shared(name, "second", draw)
+        if not self.warm_start:
+            second[:] = draw()
+        return second
+
+    def _mean(self, parts: dict[int, list[Array]], context: Context) -> dict[int, Array]:
+        """Return the mean of the ranks' matrices, in one all-reduce. Collective.
+
+        parts: by layer, of each hosted rank
+        """
+        shapes = tuple(each[0].shape for each in parts.values())
+        box = Bucket(tuple(map(str, parts)), shapes, 1 if self.wire == "raw" else TILE)
+        flats = [
+            box.flatten([each[row] for each in parts.values()])
+            for row in range(len(context.world.hosted))
+        ]
+        method = self._allreduce(context.seed)
+        mean = method.run(
+            context.world, flats, iteration=context.iteration, segments=box.segments
+        ).arrays[0]
+        return dict(zip(parts, box.views(mean), strict=True))
+
+
+def _orthonormalise(rows: Array) -> None:
+    """Make the rows of float32[rank, n] orthonormal, in place; a row of nothing becomes zeros.
+
+    Gram and Schmidt's way, modified, in float64 and elementwise, so that no order of additions
+    depends on the machine: all ranks do it by themselves.
+    """
+    wide = rows.astype(np.float64)
+    for k, row in enumerate(wide):
+        for before in wide[:k]:
+            row -= (before * row).sum() * before
+        norm = np.sqrt(np.square(row).sum())
+        row *= 0.0 if norm == 0 else 1 / norm
+    rows[:] = wide

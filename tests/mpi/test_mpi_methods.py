@@ -1,0 +1,67 @@
+"""Compressors on real ranks: the bits, the bytes and the memory of the simulation."""
+
+import numpy as np
+import pytest
+
+from cpdhpc.collectives.checks import NonFiniteGradient
+from cpdhpc.compress import COMPRESSORS, Context, State
+from cpdhpc.compress.bucket import Bucket
+from cpdhpc.world.mpi import World
+from cpdhpc.world.ranks import Loopback
+
+pytestmark = pytest.mark.mpi
+SHAPES = ((40, 70), (9,), (8, 3, 5, 5))
+METHODS = [
+    *[(name, {}) for name in COMPRESSORS],
+    ("terngrad", {"share": False, "exclude": ("bias",)}),
+    ("powersgd", {"wire": "e4m3", "algorithm": "tree"}),
+]
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def many(request):
+    """Worlds of one and two ranks a process."""
+    world = World(virtual_ranks=request.param, timeout_s=60.0)
+    yield world
+    world.free()
+
+
+def run(world, method, bucket):
+    """Return three means and what the hosted ranks keep, by (layer, name)."""
+    state = State(world.hosted, world.ranks)
+    means = []
+    for iteration in range(3):
+        rngs = [np.random.default_rng((iteration, rank)) for rank in world.hosted]
+        flats = [bucket.flatten([r.standard_normal(s, np.float32) for s in SHAPES]) for r in rngs]
+        context = Context(world, state, seed=3, iteration=iteration)
+        means.append(method.aggregate(flats, bucket, context).flat)
+    return means, dict(state)
+
+
+@pytest.mark.parametrize(("name", "options"), METHODS)
+def test_real_is_simulated(many, name, options):
+    method = COMPRESSORS[name](**options)
+    bucket = Bucket(("weight", "bias", "kernel"), SHAPES, method.align)
+    simulated = Loopback(many.ranks)
+    expected, kept = run(simulated, method, bucket)
+    many.bytes_sent[:] = 0
+    means, own = run(many, method, bucket)
+    hosted = slice(many.hosted.start, many.hosted.stop)
+    assert all(map(np.array_equal, means, expected))
+    assert own.keys() == kept.keys()
+    for key, entry in own.items():
+        shared = entry.redistribution is None
+        assert np.array_equal(entry.array, kept[key].array[... if shared else hosted]), key
+    assert np.array_equal(many.bytes_sent, simulated.bytes_sent[hosted])
+
+
+@pytest.mark.parametrize("name", COMPRESSORS)
+def test_nan_on_the_last_rank_is_named_on_all(many, name):
+    method = COMPRESSORS[name]()
+    bucket = Bucket(("weight", "bias"), ((40, 70), (9,)), method.align)
+    flats = [np.zeros(bucket.size, np.float32) for _ in many.hosted]
+    if many.hosts(many.ranks - 1):
+        bucket.views(flats[-1])[0][3, 3] = np.nan
+    with pytest.raises(NonFiniteGradient) as caught:
+        method.aggregate(flats, bucket, Context(many, State(many.hosted, many.ranks)))
+    assert caught.value.segments == ("weight",) and caught.value.ranks == (many.ranks - 1,)

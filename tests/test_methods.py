@@ -1,0 +1,212 @@
+"""Compressors of the papers: their equations, what they promise, the bytes they send."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from pydantic import TypeAdapter
+
+from cpdhpc.compress import (
+    COMPRESSORS,
+    Aggregator,
+    Context,
+    OneBit,
+    PowerSgd,
+    Qsgd,
+    State,
+    TernGrad,
+)
+from cpdhpc.compress.bucket import Bucket
+from cpdhpc.world.ranks import Loopback
+
+RANKS = 4
+BUCKET = Bucket(("weight", "bias", "kernel", "none"), ((24, 60), (7,), (6, 3, 5, 5), (3, 0)))
+SUM = 4 * 2**-21  # four float32 additions below 16, in whichever order
+
+
+def gradients(bucket: Bucket, ranks: int = RANKS, seed: int = 0) -> list[Any]:
+    rng = np.random.default_rng(seed)
+    return [rng.standard_normal(bucket.size).astype(np.float32) for _ in range(ranks)]
+
+
+def aggregate(
+    method: Aggregator, flats: list[Any], bucket: Bucket, state: State | None = None, time: int = 0
+) -> tuple[Any, Loopback]:
+    world = Loopback(len(flats))
+    state = State(world.hosted, world.ranks) if state is None else state
+    mean = method.aggregate(flats, bucket, Context(world, state, seed=5, iteration=time))
+    return mean.flat, world
+
+
+def whole(n: int) -> Bucket:
+    return Bucket(("x",), ((n,),))
+
+
+@pytest.mark.parametrize(
+    "method", [TernGrad(clip=0), TernGrad(clip=0, share=False), Qsgd(), Qsgd(levels=1)], ids=str
+)
+def test_the_mean_of_many_draws_is_the_gradient(method: Aggregator) -> None:
+    """20,000 draws of 8 values; the largest is one of them, so all have the same scaler."""
+    draws, values = 20_000, np.array([1, -0.9, 0.5, -0.1, 0.03, 0.001, 0, -1], np.float32)
+    bucket = whole(8 * draws)
+    method = Qsgd(levels=method.levels, bucket_values=8) if isinstance(method, Qsgd) else method
+    found, _ = aggregate(method, [np.tile(values, draws)] * 2, bucket)
+    found = found.reshape(draws, 8).astype(np.float64)
+    error = found.std(axis=0) / math.sqrt(draws)  # of two ranks, who draw apart
+    assert np.all(np.abs(found.mean(axis=0) - values) <= 4 * error + 1e-7)
+    single, _ = aggregate(method, [np.tile(values, draws)], bucket)
+    spread = single.reshape(draws, 8)[:, 2].var() / found[:, 2].var()
+    assert 1.9 < spread < 2.1  # 2; the standard error of a ratio of variances is 0.02
+
+
+def test_terngrad_has_2n_plus_1_levels_of_the_largest_clipped_value() -> None:
+    flats = gradients(whole(5000))
+    found, _ = aggregate(TernGrad(), flats, whole(5000))
+    limits = [2.5 * flat.std(dtype=np.float64) for flat in flats]
+    scaler = np.float32(
+        max(np.abs(np.clip(x, -m, m)).max() for x, m in zip(flats, limits, strict=True))
+    )
+    levels = np.round(found / scaler * RANKS)
+    assert np.array_equal(np.unique(levels), np.arange(-RANKS, RANKS + 1))
+    assert np.array_equal(found, (levels / np.float32(RANKS)).astype(np.float32) * scaler)
+
+
+def test_terngrad_leaves_excluded_layers_alone_and_knows_their_names() -> None:
+    method = TernGrad(exclude=("bias", "kernel"), bucket_values=50)
+    flats = gradients(BUCKET)
+    found, _ = aggregate(method, flats, BUCKET)
+    exact, _ = aggregate(COMPRESSORS["none"](), flats, BUCKET)
+    weight, *others = BUCKET.views(found)
+    for each, other in zip(others, BUCKET.views(exact)[1:], strict=True):
+        assert np.abs(each - other).max(initial=0) < SUM
+    levels = [np.unique(np.abs(part)).size for part in weight.reshape(-1)[:1400].reshape(-1, 50)]
+    assert max(levels) <= RANKS + 1 < np.unique(np.abs(weight)).size
+    method.check_layers(BUCKET.names)
+    with pytest.raises(ValueError, match="no layer did you mean bias"):
+        TernGrad(exclude=("bia",)).check_layers(BUCKET.names)
+
+
+@pytest.mark.parametrize("levels", [1, 3, 4, 7, 8, 100])
+def test_qsgd_gives_levels_of_the_norm(levels: int) -> None:
+    flats = gradients(whole(1300), 1)
+    found, _ = aggregate(Qsgd(levels=levels), flats, whole(1300))
+    for start in range(0, 1300, 512):
+        part, own = found[start : start + 512], flats[0][start : start + 512]
+        norm = np.float32(np.linalg.norm(own.astype(np.float64)))
+        steps = part / (norm / np.float32(levels))
+        whole_steps = np.round(steps)
+        assert np.abs(steps - whole_steps).max() <= levels * 2**-22  # three roundings
+        exact = np.abs(own.astype(np.float64)) / norm * levels
+        assert np.abs(np.abs(whole_steps) - exact).max() < 1
+
+
+def by_hand(x: Any) -> Any:
+    """Seide's two values of each row, in float64."""
+    out = np.empty_like(x)
+    for row, into in zip(x, out, strict=True):
+        for part in (row >= 0, row < 0):
+            if part.any():
+                into[part] = row[part].mean(dtype=np.float64)
+    return out
+
+
+def test_onebit_is_the_means_of_both_signs_by_row() -> None:
+    flats = gradients(BUCKET)
+    found, _ = aggregate(OneBit(), flats, BUCKET)
+    for i, shape in enumerate(BUCKET.shapes[:3]):
+        each = [BUCKET.views(flat)[i] for flat in flats]
+        if len(shape) > 1:
+            each = [by_hand(x.reshape(shape[0], -1)).reshape(shape) for x in each]
+        # float32 sums of four terms below 4: 3 roundings of 2**-22 each, and one of the mean
+        assert np.allclose(BUCKET.views(found)[i], np.mean(each, axis=0), rtol=0, atol=2**-20)
+
+
+def test_powersgd_is_a_step_of_the_power_method() -> None:
+    """The second call, in float64: the mean projected on the span of its product with Q."""
+    flats, state = gradients(BUCKET), State(range(RANKS), RANKS)
+    aggregate(PowerSgd(rank=3), flats, BUCKET, state)
+    kept = {key: entry.array.astype(np.float64) for key, entry in state}
+    found, _ = aggregate(PowerSgd(rank=3), flats, BUCKET, state, 1)
+    own = [BUCKET.views(flat)[0] for flat in flats]
+    mean = np.mean(own + kept["weight", "residual"].reshape(RANKS, 24, 60), axis=0)
+    product = mean @ kept["weight", "second"].T
+    basis, _ = np.linalg.qr(product)
+    # Sums of 60 products in float32, whose error the inverse of the product's triangle enlarges.
+    bound = 4 * 60 * 2**-24 * np.linalg.cond(product) * np.linalg.norm(mean)
+    assert np.linalg.norm(BUCKET.views(found)[0] - basis @ (basis.T @ mean)) < bound < 0.01
+    exact, _ = aggregate(COMPRESSORS["none"](), flats, BUCKET)
+    assert np.abs(BUCKET.views(found)[1] - BUCKET.views(exact)[1]).max() < SUM  # one dimension
+
+
+@pytest.mark.parametrize("method", [OneBit(), PowerSgd(), PowerSgd(wire="e4m3")], ids=str)
+def test_what_is_lost_is_kept(method: Aggregator) -> None:
+    """Mean sent + mean kept afterwards = mean gradient + mean kept before."""
+    state, kept = State(range(RANKS), RANKS), np.zeros(BUCKET.size)
+    for time in range(3):
+        flats = gradients(BUCKET, seed=time)
+        sent, _ = aggregate(method, flats, BUCKET, state, time)
+        before, kept = kept, np.zeros(BUCKET.size)
+        for (layer, name), entry in state:
+            if name == "residual":
+                segment = next(each for each in BUCKET.segments if each.name == layer)
+                kept[segment.start : segment.stop] = entry.array.mean(axis=0, dtype=np.float64)
+        given = np.mean(flats, axis=0, dtype=np.float64) + before
+        coded = slice(None) if not isinstance(method, PowerSgd) else slice(0, 24 * 60)
+        # Each value is rounded a few times, at a size below 16: 8 roundings of 2**-20
+        assert np.abs(sent + kept - given)[coded].max() < 8 * 2**-20
+    assert np.abs(kept).max() > 0.1
+
+
+def test_without_error_feedback_the_losses_add_up() -> None:
+    flats, steps = gradients(BUCKET), 30
+    exact = np.mean(flats, axis=0, dtype=np.float64)
+    for method in (OneBit, PowerSgd):
+        lost = []
+        for feedback in (True, False):
+            state, total = State(range(RANKS), RANKS), np.zeros(BUCKET.size)
+            for time in range(steps):
+                total += aggregate(
+                    method(error_feedback=feedback),
+                    flats,
+                    BUCKET,
+                    state,
+                    time,  # type: ignore[call-arg]
+                )[0]
+            lost.append(np.linalg.norm(total / steps - exact))
+        assert 3 * lost[0] < lost[1]
+
+
+BITS = {  # a value up, at 8 ranks, everything counted; a ring sends 2 * 7 / 8 values of each
+    TernGrad(algorithm="gather"): 1.7,
+    Qsgd(): 4.2,
+    OneBit(): 1.15,
+    PowerSgd(): 2.5,
+}
+
+
+@pytest.mark.parametrize("method", BITS, ids=str)
+def test_bits_of_a_value(method: Aggregator) -> None:
+    bucket = Bucket(("w", "v"), ((256, 1024), (1024, 512)))
+    flats = gradients(bucket, 8)
+    _, world = aggregate(method, flats, bucket)
+    copies = 1.75 if isinstance(method, PowerSgd) else 7  # to all others
+    assert (world.bytes_sent * 8 / copies / bucket.size).max() <= BITS[method]
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("terngrad", {"clip": -1}),
+        ("terngrad", {"algorithm": "mpi"}),
+        ("qsgd", {"levels": 0}),
+        ("powersgd", {"rank": 0}),
+        ("powersgd", {"wire": "e4m9x"}),
+        ("onebit", {"wire": "raw"}),
+    ],
+)
+def test_wrong_options(method: str, options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(options))):
+        TypeAdapter(COMPRESSORS[method]).validate_python(options)
