@@ -13,7 +13,19 @@ import numpy as np
 
 from .. import store
 from ..config import Raw, UserError, merge, validate
-from .base import ABSENT, Array, Factor, Factors, Kind, Measuring, Result, Series, Value, at_least
+from .base import (
+    ABSENT,
+    Array,
+    Factor,
+    Factors,
+    Kind,
+    Measuring,
+    Outcomes,
+    Result,
+    Series,
+    Value,
+    at_least,
+)
 
 if TYPE_CHECKING:
     from ..report.figures import Map
@@ -104,6 +116,7 @@ class _Training(Measuring):
         self.virtual_ranks, self.timeout_s = self.job.train.virtual_ranks, self.job.train.timeout_s
         self.training: Training | None = None
         self.starts: list[int] = []
+        self.used: Outcomes = {}
 
     def visit(self, place: Place, caught: Caught) -> None:
         """Train from the last checkpoint to the end. Collective; see Measuring.visit."""
@@ -119,7 +132,9 @@ class _Training(Measuring):
         training.resume()
         noted = agreed(world, lambda: [] if world.process else self._note(training.iteration))
         self.starts = world.gather(noted)[0]
+        before_j = place.read_energy()
         run(training, caught, Display(world.process == 0, 1))
+        self.used = place.energy_j(before_j)
         self.training, self.done = training, True
 
     def _note(self, iteration: int) -> list[int]:
@@ -158,12 +173,14 @@ class _Training(Measuring):
         is_warmup = np.zeros(len(times_s), np.uint8)
         for first in self.starts:  # each process is cold at first
             is_warmup[first : first + self.study.measure.warmup] = 1
-        outcomes = {
+        outcomes: Outcomes = {
             "wire_bytes": float(steps["wire_bytes"].max(axis=1).mean()),
             "payload_bytes": 4 * sum(p.numel() for p in training.reducer.parameters),
             "accuracy": 100 * float(epochs["test_accuracy"][-1]),
             "loss": float(epochs["test_loss"][-1]),
         }
+        done = len(times_s) - self.starts[-1]  # steps of this process, whose energy is known
+        outcomes |= {name: float(value) / done for name, value in self.used.items() if done}
         environment = place.environment() | {
             "torch_threads": str(training.provenance["torch_threads"])
         }

@@ -48,12 +48,18 @@ OUTCOMES: dict[str, tuple[type, str, str]] = {  # name: type, long name, units
         "s",
     ),
     "flop": (float, "floating-point operations of a repeat in matrix products; NaN: none", "1"),
+    "energy_j": (
+        float,
+        "energy of the nodes in a repeat, mean over all, warm-ups and what is idle included",
+        "J",
+    ),
     "accuracy": (float, "test samples that are right at the end; NaN: no training", "%"),
     "loss": (float, "test loss at the end; NaN: no training", "nat"),
     "job_id": (str, "job of Slurm; empty: none", "1"),
     "restarts": (int, "starts of the batch before this one", "1"),
     "date": (str, "end of the case, ISO 8601, UTC", "1"),
 }
+WHERE_KNOWN = ("energy_j",)  # outcomes without a column where no case has them
 SERIES: dict[str, dict[str, tuple[str, str]]] = {  # group: column: long name, units
     "training": {
         "test_accuracy": ("test samples that are right", "%"),

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from .. import __version__, store
 from ..kinds.base import SHAPE, Array, Factor, Result, Value
 from ..store import StoreError, Variable
-from .case_file import ALIKE, OUTCOMES, SCHEMA, SERIES, read_result
+from .case_file import ALIKE, OUTCOMES, SCHEMA, SERIES, WHERE_KNOWN, read_result
 from .cases import SAME, Case, base_factors, expand
 from .folder import Folder, FolderError
 from .spec import Study
@@ -244,6 +244,7 @@ def _outcomes(points: Points) -> Variables:
             BY, _column(kind, [result.outcomes.get(name) for _, result in points]), text, units
         )
         for name, (kind, text, units) in OUTCOMES.items()
+        if name not in WHERE_KNOWN or any(name in result.outcomes for _, result in points)
     }
 
 
