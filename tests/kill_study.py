@@ -19,12 +19,13 @@ from cpdhpc.study.case_file import read_result
 from cpdhpc.study.cases import Case, expand, load_study
 from cpdhpc.study.folder import Folder
 
+REPEATS = 60
 CHANGES = {
     "sweep": {
         "size_bytes": [1024 * k for k in (1, 4, 16)],
         "algorithm": ["ring", "tree", "mpi"],
     },
-    "measure": {"interleave": 3, "min_repeats": 60, "max_repeats": 60},
+    "measure": {"interleave": 3, "min_repeats": REPEATS, "max_repeats": REPEATS},
 }
 START_S = 30.0  # a study that has begun nothing by then is broken
 
@@ -78,7 +79,7 @@ class Storm:
             path = self.folder.case_file(case)
             if case not in self.known and path.exists():
                 assert self.folder.finished(case), case.id
-                assert (read_result(path, case).is_warmup == 0).sum() == 60
+                assert (read_result(path, case).is_warmup == 0).sum() == REPEATS
                 self.known[case] = path.read_bytes()
                 self.finished_cases += 1
 

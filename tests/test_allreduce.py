@@ -20,8 +20,8 @@ WIRES = ["raw", "e4m3", "e5m2", "e3m0", "e2m1fn", "bf16"]
 SCALINGS = ["none", "static", "aps", "tile"]
 STATIC = {"bf16": "static:0"}  # e8m7 leaves no other shift
 WAYS = [(name, way) for name, row in SCHEDULES.items() for way in row.accumulates]
-NODES = [(0, 0, 1, 1), (0, 1, 0, 1), (0, 0, 0, 1), (0, 1, 1, 1), (0, 1, 1, 2, 2, 2, 1)]
-SIZES = [0, 1, 1023, 1025, 5000]
+NODES = [(0, 1, 0, 1), (0, 0, 0, 1), (0, 1, 1, 2, 2, 2, 1)]
+SIZES = [0, 1, 1023, 1024, 1025, 2500]
 
 
 def gradients(ranks, n, seed=0):
@@ -38,35 +38,40 @@ def assert_same_bits(a, b):
     np.testing.assert_array_equal(a.view(np.uint32), b.view(np.uint32))
 
 
-@pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("algorithm, accumulate", WAYS)
-def test_every_combination(algorithm, accumulate, wire):
-    for scaling, (ranks, n) in product(SCALINGS, ((3, 2100), (4, 1025))):
+def test_every_combination(algorithm, accumulate):
+    for wire, scaling in product(WIRES, SCALINGS):
         scaling = STATIC.get(wire, "static:3") if scaling == "static" else scaling
-        xs = gradients(ranks, n)
+        xs = gradients(3, 2100)
         got = simulate(xs, wire, algorithm, scaling, accumulate)
         assert_same_bits(got, expected(xs, wire, algorithm, scaling, accumulate))
 
 
-@pytest.mark.parametrize("n", SIZES)
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 7, 8])
-def test_every_size_and_number_of_ranks(ranks, n):
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 8])
+def test_every_size_and_number_of_ranks(ranks):
     """With every wire and scaling in turn; among them fewer tiles than ranks."""
     turn = cycle(product(SCALINGS, WIRES))
-    for _ in range((ranks * len(SIZES) + SIZES.index(n)) * len(WAYS) % 24):
+    for _ in range(ranks * len(SIZES) * len(WAYS) % 24):
         next(turn)
-    for (algorithm, accumulate), (scaling, wire) in zip(WAYS, turn, strict=False):
+    ways = ((n, *way) for n in SIZES for way in WAYS)
+    for (n, algorithm, accumulate), (scaling, wire) in zip(ways, turn, strict=False):
         scaling = STATIC.get(wire, "static:3") if scaling == "static" else scaling
         xs = gradients(ranks, n)
         got = simulate(xs, wire, algorithm, scaling, accumulate)
         assert_same_bits(got, expected(xs, wire, algorithm, scaling, accumulate))
 
 
-@pytest.mark.parametrize("rounding, overflow", [("stochastic", "saturate"), ("zero", "inf")])
-@pytest.mark.parametrize("scaling", ["static:-2", "aps", "tile"])
+@pytest.mark.parametrize(
+    "scaling, rounding, overflow",
+    [
+        ("static:-2", "zero", "inf"),
+        ("aps", "stochastic", "inf"),
+        ("tile", "stochastic", "saturate"),
+    ],
+)
 @pytest.mark.parametrize("algorithm, accumulate", WAYS)
 def test_rounding_and_random_streams(algorithm, accumulate, scaling, rounding, overflow):
-    xs = gradients(6, 3500)
+    xs = gradients(5, 2500)
     options = {"rounding": rounding, "overflow": overflow, "seed": 7, "iteration": 3}
     got = simulate(xs, "e4m3", algorithm, scaling, accumulate, **options)
     assert_same_bits(got, expected(xs, "e4m3", algorithm, scaling, accumulate, **options))
@@ -81,7 +86,7 @@ def test_rounding_and_random_streams(algorithm, accumulate, scaling, rounding, o
 def test_nodes(accumulate, nodes):
     turn = product(["nearest", "stochastic"], SCALINGS, WIRES)
     own = [each for i, each in enumerate(turn) if i % len(NODES) == NODES.index(nodes)]
-    xs = gradients(len(nodes), 7000)
+    xs = gradients(len(nodes), 4000)
     for rounding, scaling, wire in own:
         scaling = STATIC.get(wire, "static:3") if scaling == "static" else scaling
         options = {"nodes": nodes, "rounding": rounding, "seed": 3}
@@ -107,7 +112,7 @@ def test_pieces(algorithm, accumulate, monkeypatch):
     nodes = [0, 1, 1, 0, 2] if algorithm == "hier" else None
     for wire, rounding in (("raw", "nearest"), ("e4m3", "stochastic")):
         chunks = SCHEDULES[algorithm].chunks(Layout((0,) * 5))
-        xs = gradients(5, 9 * 1024 * chunks + 5)
+        xs = gradients(5, 5 * 1024 * chunks + 5)
         got = simulate(xs, wire, algorithm, "tile", accumulate, rounding=rounding, nodes=nodes)
         options = {"rounding": rounding, "nodes": nodes, "piece": 1024}
         assert_same_bits(got, expected(xs, wire, algorithm, "tile", accumulate, **options))
@@ -130,12 +135,12 @@ def test_raw_takes_float32_and_requantise_for_the_same(algorithm):
     assert_same_bits(a, simulate(xs, algorithm=algorithm, scaling="none"))
 
 
-@pytest.mark.parametrize("wire, top", [("raw", 1 << 19), ("bf16", 28), ("fp16", 200), ("e4m3", 1)])
+@pytest.mark.parametrize("wire, top", [("raw", 1 << 19), ("fp16", 200), ("e4m3", 1)])
 @pytest.mark.parametrize("algorithm, accumulate", WAYS)
 def test_integers_are_summed_exactly(algorithm, accumulate, wire, top):
     """All partial sums of 9 values are integers that the wire holds: no order can matter.
 
-    9 * top stays within 2**24, 2**8, 2**11 and 2**4. With aps the spacing at the smallest value
+    9 * top stays within 2**24, 2**11 and 2**4. With aps the spacing at the smallest value
     is 2**-shift of that without, and the values keep above the subnormals.
     """
     rng = np.random.default_rng(1)
@@ -185,18 +190,18 @@ def test_aps_by_segments(algorithm, accumulate, headroom):
 
 
 @pytest.mark.parametrize("headroom", ["n", "sqrt", "none"])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 8, 9, 1000])
+@pytest.mark.parametrize("ranks", [1, 3, 8])
 def test_aps_shift_is_exact_next_to_powers_of_two(ranks, headroom):
-    powers = np.exp2([-149, -127, -126, -17, -1, 0, 1, 10, 100, 127]).astype(np.float32)
+    powers = np.exp2([-149, -127, -126, -17, 0, 1, 127]).astype(np.float32)
     values = [*powers, *np.nextafter(powers, np.float32(0)), *(powers + np.spacing(powers))]
     values += [np.float32(2**k / ranks) for k in range(-5, 5)] + [np.finfo(np.float32).max]
-    for fmt in map(parse_format, WIRES[1:]):
+    for fmt in map(parse_format, ("e4m3", "e2m1fn", "bf16")):
         for value in values:
             k = aps_shift(int(np.float32(value).view(np.uint32)), fmt, ranks, headroom)
             assert k == shift_by_fractions(value, fmt, ranks, headroom), (value, fmt.name)
 
 
-@pytest.mark.parametrize("k", [-15, 1, 20])
+@pytest.mark.parametrize("k", [-15, 20])
 @pytest.mark.parametrize("algorithm, accumulate", WAYS)
 def test_aps_commutes_with_powers_of_two(algorithm, accumulate, k):
     xs = gradients(5, 3000)

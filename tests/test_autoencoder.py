@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import multiprocessing
 import platform
-import subprocess
-import sys
+import resource
 from pathlib import Path
 
 import h5py
@@ -12,12 +13,20 @@ import numpy as np
 import pytest
 import torch
 from autoencoders import GEOMETRY
-from training import ROOT, environment, write_idx
+from training import ROOT, write_idx
 
 from cpdhpc import store
 from cpdhpc.autoencoder.files import mosaic
 from cpdhpc.autoencoder.images import Source
-from cpdhpc.autoencoder.job import Geometry, Layer, load, stack
+from cpdhpc.autoencoder.job import (
+    MMAP_MAX,
+    TRIM_THRESHOLD,
+    Geometry,
+    Layer,
+    keep_freed_memory,
+    load,
+    stack,
+)
 from cpdhpc.autoencoder.layer import gather, scatter
 from cpdhpc.cli import main
 from cpdhpc.config import ConfigError
@@ -217,27 +226,22 @@ def test_layers_that_do_not_fit_are_named() -> None:
         load(ROOT / "inputs" / "cots_digits.toml", ["layer=[{field=2,maps=2,contrast=2}]"])
 
 
-FAULTS = """
-import resource, sys
-import torch
-from cpdhpc.autoencoder.job import keep_freed_memory
-kept = sys.argv[1] == "1" and keep_freed_memory()
-faults = []
-for _ in range(8):
-    tensors = [torch.zeros(2**24) for _ in range(2)]  # 64 MiB each
-    del tensors
-    faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
-print(int(kept), faults[-1] - faults[-2])
-"""
+def faults_of_freeing(keep: bool) -> tuple[bool, int]:
+    """Whether freed memory is kept, and the page faults of using and freeing 128 MiB again."""
+    ctypes.CDLL(None).mallopt(MMAP_MAX, 65536)  # as at start, whatever tests before have set
+    ctypes.CDLL(None).mallopt(TRIM_THRESHOLD, 2**17)
+    kept, faults = keep and keep_freed_memory(), []
+    for _ in range(4):
+        arrays = [np.ones(2**24, np.float32) for _ in range(2)]
+        del arrays
+        faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+    return kept, faults[-1] - faults[-2]
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="malloc is not glibc's")
 def test_kept_memory_is_not_cleared_again() -> None:
     """128 MiB are 32,768 pages of 4 KiB, or 64 of 2 MiB; kept they are none."""
-    found = []
-    for kept in "01":
-        command = [sys.executable, "-c", FAULTS, kept]
-        out = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True)
-        found.append([int(word) for word in out.stdout.split()])
-    assert found[0][0] == 0 and found[0][1] >= 64
-    assert found[1][0] == 1 and found[1][1] < 32
+    with multiprocessing.get_context("fork").Pool(1) as pool:  # malloc's settings stay there
+        (freed, before), (kept, after) = pool.map(faults_of_freeing, [False, True])
+    assert not freed and before >= 64
+    assert kept and after < 32

@@ -127,7 +127,7 @@ def test_signals_are_noted_and_handlers_put_back(number: signal.Signals) -> None
 
 def test_a_killed_run_leaves_files_and_resumes_to_the_same_bits(tmp_path: Path) -> None:
     """SIGKILL in the middle, at whatever moment it comes."""
-    epochs, per_epoch = 40, 10
+    epochs, per_epoch = 15, 10
     write_idx(tmp_path)
     job: dict[str, Any] = {
         "name": "k",

@@ -2,40 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from training import environment, mpirun, write_idx
+from training import environment, mpirun, write_idx, write_job
 
 from cpdhpc import store
 from cpdhpc.cli import COMMANDS, main
 from cpdhpc.config import UserError
 from cpdhpc.world.mpi import World
 
-DRIVER = """
-import json, sys
-import numpy as np
-import cpdhpc.train.step as steps
-from cpdhpc.cli import main
-from cpdhpc.world.mpi import World
-
-world, backward, calls = World(), steps.backward, []
-
-def poisoned(model, *rest):
-    loss = backward(model, *rest)
-    calls.append(loss)
-    if len(calls) == 3 and world.process == 1:
-        list(model.parameters())[2].grad[0, 0] = np.nan
-    return loss
-
-for case in json.loads(sys.argv[1]):
-    steps.backward = poisoned if "poison" in case[-1] else backward
-    world.barrier()
-    print(f"status {world.process} {main(case)}", flush=True)
-"""
 BUG = """
 import sys
 import cpdhpc.provenance
@@ -74,64 +52,6 @@ def test_help_and_report_need_neither_torch_nor_mpi(tmp_path: Path) -> None:
     assert done.stderr.count("\n") == 1
 
 
-def job_file(directory: Path, name: str, data: Path) -> str:
-    path = directory / f"{name}.toml"
-    path.write_text(
-        f"[data]\nname = 'idx'\ndir = '{data}'\n[train]\nepochs = 1\nbatch = 4\nthreads = 1\n"
-    )
-    return str(path)
-
-
-def test_what_the_user_can_mend_is_one_line_and_a_status_on_all_ranks(tmp_path: Path) -> None:
-    """One mpirun for all: what the line says and the command, the last with a NaN on rank 1."""
-    images, cut, out = tmp_path / "images", tmp_path / "cut", str(tmp_path / "out")
-    images.mkdir()
-    cut.mkdir()
-    write_idx(images)
-    (cut / "train-images-idx3-ubyte").write_bytes(b"\0\0\x08\x03 cut off")
-    good = job_file(tmp_path, "good", images)
-    (tmp_path / "wall").write_bytes(b"")
-    cases = {
-        "gone.toml: cannot be read": ["train", str(tmp_path / "gone.toml")],
-        "unknown key train.epoch: did you mean epochs?": ["train", good, "--set", "train.epoch=3"],
-        "train.batch='x': should be a valid integer": ["train", good, "--set", "train.batch=x"],
-        "--set x: the form is": ["train", good, "--set", "x"],
-        "gradient: parse_format: 'e4': known are eXmY": [
-            *("train", good, "--set", "gradient.aggregator=lowbit", "--set", "gradient.wire=e4"),
-        ],
-        "train-images-idx3-ubyte: 12 bytes, the header alone has 16": [
-            *("train", job_file(tmp_path, "cut", cut), "--out", out),
-        ],
-        "nothing/train-images-idx3-ubyte: there is no such file": [
-            *("train", good, "--set", "data.dir=nothing", "--out", out),
-        ],
-        "wall: cannot be made": ["train", good, "--out", str(tmp_path / "wall")],
-        "": ["train", good, "--out", out],
-        "is there already: --resume goes on": ["train", good, "--out", out],
-        "model.hidden is [64] there and [8] here": [
-            *("train", good, "--out", out, "--resume"),
-            *("--set", "model.name=mlp", "--set", "model.hidden=[8]"),
-        ],
-        "good-s0: iteration 2: allreduce: NaN or infinity in '3.weight' on rank 1": [
-            *("train", good, "--out", str(tmp_path / "poison")),
-        ],
-    }
-    done = mpirun(2, "-c", DRIVER, json.dumps(list(cases.values())))
-    assert done.returncode == 0, done.stderr
-    for rank in "01":
-        statuses = [
-            int(line.split()[2])
-            for line in done.stdout.splitlines()
-            if line.startswith(f"status {rank}")
-        ]
-        assert statuses == [2 if says else 0 for says in cases]
-    errors = done.stderr.splitlines()
-    assert len(errors) == len([says for says in cases if says]), done.stderr
-    for line, says in zip(errors, filter(None, cases), strict=True):
-        assert line.startswith("cpdhpc: error: ")
-        assert says in line
-
-
 @pytest.mark.parametrize(
     "command", ["train x.toml", "bench allreduce", "bench latency", "bench fit --out m"]
 )
@@ -156,7 +76,7 @@ def test_the_timeout_is_that_of_the_world(
 def test_the_timeout_of_train_is_the_jobs(tmp_path: Path) -> None:
     write_idx(tmp_path)
     out = tmp_path / "out"
-    job = job_file(tmp_path, "job", tmp_path)
+    job = write_job(tmp_path, "job", tmp_path)
     assert main(["train", job, "--timeout", "7", "--out", str(out)]) == 0
     assert "timeout_s = 7.0" in store.read_attributes(out / "job-s0.h5")["toml"]
 

@@ -200,7 +200,7 @@ def test_the_fit_recovers_a_machine() -> None:
         Sample(method, nodes(p), n, predict(truth, method, nodes(p), n).time_s)
         for method in methods
         for p in (2, 4)
-        for n in (2, 4096, 1 << 18)
+        for n in (2, 4096, 1 << 16)
     ]
     start = replace(truth, host_s=0.0, step_s=0.0, call_s=0.0)
     found = fit(start, samples, ["call_s", "step_s", "host_s"])

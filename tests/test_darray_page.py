@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import re
-import sys
-from pathlib import Path
 
 import pytest
-from test_readme import ON_TWO_RANKS, run
-from training import ROOT
+from training import ROOT, mpirun
 
 from cpdhpc.cli import main
 
@@ -16,13 +13,14 @@ PAGE = (ROOT / "docs" / "darray.md").read_text()
 pytestmark = pytest.mark.mpi_skip
 
 
-def test_ten_lines(tmp_path: Path) -> None:
+def test_ten_lines() -> None:
     (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     assert len([line for line in code.splitlines() if line and "import" not in line]) <= 10
-    shown = run([*ON_TWO_RANKS, sys.executable, "-m", "mpi4py", "-c", code], tmp_path)
+    done = mpirun(2, "-m", "mpi4py", "-c", code)
+    assert done.returncode == 0, done.stderr
     said = "0 of 96 cells of windows wrong"
     for rank in "01":
-        assert re.search(rf"^{rank} \(6, 8\) 48\.0 .*{said}", shown, re.MULTILINE)
+        assert re.search(rf"^{rank} \(6, 8\) 48\.0 .*{said}", done.stdout, re.MULTILINE)
 
 
 def test_costs_of_the_large_layer(capsys: pytest.CaptureFixture[str]) -> None:

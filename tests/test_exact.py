@@ -93,7 +93,7 @@ def test_no_order_of_ranks_matters(algorithm, wire):
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 @pytest.mark.parametrize("wire", ["int6", "ternary", "e4m3"])
 def test_no_size_of_pieces_matters(wire, rounding, monkeypatch):
-    xs = gradients(3, 30000)
+    xs = gradients(3, 12000)
     whole = run(xs, wire, rounding=rounding)
     for piece in (1024, 5 * 1024):
         monkeypatch.setattr(rank_program, "PIECE_VALUES", (piece, piece))
@@ -127,7 +127,7 @@ def test_ternary_is_int2_in_fewer_bytes():
 def test_the_largest_sums_fit(algorithm, wire):
     """All ranks have the largest number, or its negative, so each sum is as wide as can be."""
     fmt = format_of(wire)
-    for ranks in (2, 3, 8, 15, 16, 17):
+    for ranks in (2, 15, 16, 17):
         x = np.array([fmt.max, -fmt.max, 0, fmt.smallest], np.float32)
         scaling = "aps" if wire in INTEGERS else "none"
         got = run([x] * ranks, wire, algorithm, scaling)
@@ -147,7 +147,7 @@ def test_sums_wider_than_float32_round_once(wire, ranks):
         assert_same_bits(run(list(xs), wire, algorithm), expected)
 
 
-@pytest.mark.parametrize("k", [-40, 1, 60])
+@pytest.mark.parametrize("k", [-40, 60])
 @pytest.mark.parametrize("wire", WIRES)
 def test_aps_commutes_with_powers_of_two(wire, k):
     xs, scale = gradients(5, 1500), np.float32(2.0**k)

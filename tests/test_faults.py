@@ -1,4 +1,4 @@
-"""Jobs that go wrong end, within the time-out, with a message that names who waited for whom."""
+"""Jobs that go wrong end, with a message; what it says is in tests/mpi/test_mpi_faults.py."""
 
 import os
 import re
@@ -23,15 +23,9 @@ PREPARE = """
 import time
 import numpy as np
 from cpdhpc import World, allreduce
-from cpdhpc.collectives.engine import run
-from cpdhpc.collectives.engine import Exchange
-world = World(timeout_s=4.0)  # long enough for a busy machine
+world = World(timeout_s=900)
 x = np.ones(5000, np.float32)
 allreduce(world, x)
-def one_exchange(to, source):
-    yield Exchange(to, np.zeros(8, np.uint8), source, 8, 3, (5,), (6,))
-def run_one(to, source):
-    run(world, lambda piece, take: [one_exchange(to, source)], 1, x, "test")
 """
 
 
@@ -61,64 +55,14 @@ def test_a_good_job_ends_well():
     assert status == 0 and output.count("sum 2.0") == 2, output
 
 
-def test_a_rank_that_never_calls_is_named():
-    status, output, taken_s = launch(
-        "time.sleep(600) if world.process == 1 else allreduce(world, x, 'e4m3', 'tree')"
-    )
-    assert status != 0 and taken_s < LATE_S
-    assert re.search(
-        r"rank 0 \| allreduce tree: arguments: waited [\d.]+ s for rank 1\n", output
-    ), output
-
-
 def test_all_who_wait_report_before_the_job_ends():
     status, output, taken_s = launch(
-        "time.sleep(600) if world.process == 1 else world.barrier()", ranks=4
+        "world = World(timeout_s=1)\ntime.sleep(600) if world.process == 1 else world.barrier()",
+        ranks=4,
     )
     assert status != 0 and taken_s < LATE_S
     for rank in (0, 2, 3):
         assert re.search(rf"rank {rank} \| barrier: waited [\d.]+ s for rank 1\n", output), output
-
-
-def test_a_message_that_never_comes_is_named_with_its_round_and_chunk():
-    status, output, taken_s = launch("time.sleep(600) if world.process == 1 else run_one(None, 1)")
-    assert status != 0 and taken_s < LATE_S
-    assert re.search(r"rank 0 \| test: waited [\d.]+ s for rank 1, round 3, chunk 5\n", output), (
-        output
-    )
-
-
-def test_a_gpu_that_is_never_done_is_named():
-    status, output, taken_s = launch(
-        f"""
-import sys
-sys.path.insert(0, {str(ROOT / "tests")!r})
-from simulated_cupy import simulated
-with simulated() as (gpu, cupy):
-    gpu.stalled = gpu.null if world.process == 1 else None
-    allreduce(world, cupy.asarray(x))
-"""
-    )
-    assert status != 0 and taken_s < LATE_S
-    lines = [line for line in output.splitlines() if "its own GPU is not done yet" in line]
-    assert lines and all(line.startswith("rank 1 | allreduce ring: waited") for line in lines), (
-        output
-    )
-
-
-def test_an_error_in_the_middle_ends_the_job_and_names_the_rank():
-    status, output, taken_s = launch(
-        """
-def broken():
-    yield from one_exchange(None, None)
-    raise MemoryError("no room")
-if world.process == 1:
-    run(world, lambda piece, take: [broken()], 1, x, "test")
-time.sleep(600)
-"""
-    )
-    assert status != 0 and taken_s < LATE_S
-    assert "rank 1 | test: MemoryError: no room" in output, output
 
 
 def test_a_rank_that_raises_ends_the_job():
@@ -203,7 +147,7 @@ def launch_with_a_death(code):
         return 0, (late.stdout or b"").decode() + (late.stderr or b"").decode()
 
 
-@pytest.mark.parametrize("delay_s", [0.0, 0.004])
+@pytest.mark.parametrize("delay_s", [0.004, pytest.param(0.0, marks=pytest.mark.slow)])
 def test_survivors_go_on_after_a_death(delay_s):
     status, output = launch_with_a_death(DYING.replace("DELAY_S", str(delay_s)))
     for rank in (0, 1, 3):

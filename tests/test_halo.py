@@ -126,7 +126,7 @@ def test_show_prints_the_table_of_a_plan(capsys: pytest.CaptureFixture[str]) -> 
 def test_show_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     png = tmp_path / "plan.png"
-    words = "--shape 4,6 --procs 2,3 --halo 1:0,3 --boundary constant:2,reflect"
+    words = "--shape 4,4 --procs 2,2 --halo 1:0,3 --boundary constant:2,reflect"
     assert "picture: " in shown(f"{words} --png {png}", capsys)
     head = png.read_bytes()[:24]
     assert head[:8] == b"\x89PNG\r\n\x1a\n"

@@ -92,8 +92,8 @@ def test_formats_of_integers() -> None:
 @pytest.mark.parametrize("rounding", ["nearest", "zero"])
 @pytest.mark.parametrize("name", ["int2", "int3", "int8", "int16"])
 def test_contributions_are_the_nearest_integers(ops: Any, name: str, rounding: Any) -> None:
-    fmt, n = INTEGERS[name], 1100
-    for exponent, k in ((0, 1), (0, fmt.bits), (-120, 121), (90, -85)):
+    fmt, n = INTEGERS[name], 1030
+    for exponent, k in ((0, 1), (-120, 121), (90, -85)):
         x, counts = values(n, 1, exponent), np.zeros((tiles(n), 3), np.uint32)
         words = np.zeros(packed_bytes(n, fmt.bits), np.uint8)
         ops.encode_tiles(x, Cast(fmt, rounding), words, shifts_of(k, n), counts=counts)
@@ -125,7 +125,7 @@ def test_stochastic_contributions(ops: Any, name: str) -> None:
     assert abs(integers.mean() - 0.3) < 0.02
 
 
-@pytest.mark.parametrize("bits_a", range(1, 32, 3))
+@pytest.mark.parametrize("bits_a", [1, 2, 7, 8, 9, 31])
 @pytest.mark.parametrize("bits_b", [2, 9, 31])
 def test_sums_of_integers(ops: Any, bits_a: int, bits_b: int) -> None:
     """One bit more than the wider one holds any sum."""
@@ -155,7 +155,7 @@ def test_sums_with_codes(ops: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("rounding", ["nearest", "zero", "stochastic"])
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("name", ["int2", "int16", "ternary", "e4m3", "e3m0", "e4m3fn"])
 def test_the_hop_is_encode_and_add(ops: Any, name: str, rounding: Any) -> None:
     fmt = format_of(name)
     cast, stream = Cast(fmt, rounding), {"key": (7, 8), "offset": 3 * TILE}
@@ -191,7 +191,7 @@ def float32_of(number: Fraction) -> float:
     )
 
 
-@pytest.mark.parametrize("name", ["int2", "int16", "e4m3", "e2m1fn", "e4m7"])
+@pytest.mark.parametrize("name", ["int2", "int16", "e4m3", "e4m7"])
 def test_decoding_rounds_once(ops: Any, name: str) -> None:
     """For the least and the largest shift too, where results are subnormal or overflow."""
     fmt = format_of(name)
@@ -199,7 +199,7 @@ def test_decoding_rounds_once(ops: Any, name: str) -> None:
     integers[4:20] = 2**24 + np.arange(16) * (1 << np.arange(16) % 7)
     integers[20:40] >>= np.arange(20) + 5
     words = packed_integers(np.resize(integers, TILE), 32)
-    for k in (0, fmt.shift_min, fmt.shift_max, fmt.shift_max - 9):
+    for k in (0, fmt.shift_min, fmt.shift_max):
         out = np.full(60, 7, np.float32)
         lost = ops.decode_integers_tiles(words, 32, shifts_of(k, 60), fmt, out)
         step = Fraction(fmt.smallest) / Fraction(2) ** k

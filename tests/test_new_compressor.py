@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,20 +11,22 @@ import numpy as np
 import pytest
 from test_checkpoint import Stop, assert_same_records
 from topk import TopK
-from training import environment, launched, model_bytes, run_job, small_data, small_job
+from training import model_bytes, run_job, small_data, small_job, write_idx
 
-import cpdhpc
 from cpdhpc import store
+from cpdhpc.cli import main
 from cpdhpc.compress import COMPRESSORS, Context, State
 from cpdhpc.compress.bucket import Bucket
 from cpdhpc.config import ConfigError, UserError
 from cpdhpc.signals import Caught, Interrupted
+from cpdhpc.study.cases import load_study
+from cpdhpc.study.collect import collect
+from cpdhpc.study.folder import Folder
 from cpdhpc.train.loop import run
 from cpdhpc.train.progress import Display
 from cpdhpc.train.setup import Files, prepare
 from cpdhpc.world.ranks import Loopback
 
-PACKAGE = Path(cpdhpc.__file__).parent
 TOPK = {"gradient": {"aggregator": "topk", "density": 0.2}}
 
 
@@ -166,60 +165,44 @@ def test_what_is_wrong_is_told_by_the_row() -> None:
         assert says in str(caught.value)
 
 
-@pytest.fixture(scope="module")
-def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the package with the file and its row; nothing else is changed."""
-    root = tmp_path_factory.mktemp("copy")
-    shutil.copytree(PACKAGE, root / "cpdhpc", ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(Path(__file__).parent / "topk.py", root / "cpdhpc" / "compress" / "topk.py")
-    table = root / "cpdhpc" / "compress" / "__init__.py"
-    text = table.read_text().replace("from .state", "from .topk import TopK\nfrom .state")
-    table.write_text(re.sub(r"(COMPRESSORS: .*?\{)", r'\1"topk": TopK, ', text))
-    return root
-
-
-def cpdhpc_of(package: Path, *arguments: str, ranks: int = 0) -> subprocess.CompletedProcess[str]:
-    """Run the command line of the copy, under mpirun where there are ranks."""
-    here = environment() | {"PYTHONPATH": str(package)}
-    mpirun = [str(PACKAGE.parent / "slurm" / "mpirun-local"), str(ranks)] if ranks else []
-    command = [*mpirun, sys.executable, "-m", "cpdhpc", *arguments]
-    return launched(command, env=here, timeout=600, cwd=package)
-
-
-def test_a_file_and_a_row_train_and_report(package: Path, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("row")
+def test_a_file_and_a_row_train_and_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_idx(tmp_path)
     job = tmp_path / "job.toml"
     job.write_text(
-        "[train]\nepochs = 2\nbatch = 256\nthreads = 1\nbucket_mib = 0.01\n"
+        f"[data]\nname = 'idx'\ndir = '{tmp_path}'\n[train]\nepochs = 2\nbatch = 5\nthreads = 1\n"
+        "virtual_ranks = 2\nbucket_mib = 0.01\n"
         '[[compare]]\nname = "dense"\n[[compare]]\nname = "sparse"\n'
         '[compare.gradient]\naggregator = "topk"\ndensity = 0.05\n'
     )
-    done = cpdhpc_of(package, "train", str(job), "--out", str(tmp_path / "out"), ranks=2)
-    assert done.returncode == 0, done.stderr
+    assert main(["train", str(job), "--out", str(tmp_path / "out")]) == 0
     layers = store.read(tmp_path / "out" / "sparse-s0.h5")[0]["layers"]
     assert np.isfinite(layers["residual_norm"]).all() and (layers["sent_share"] > 0).all()
     page = tmp_path / "page.html"
-    shown = cpdhpc_of(package, "report", str(tmp_path / "out"), "--html", str(page))
-    assert shown.returncode == 0, shown.stderr
-    assert "sparse" in shown.stdout and "sparse" in page.read_text()
+    assert main(["report", str(tmp_path / "out"), "--html", str(page)]) == 0
+    assert "sparse" in capsys.readouterr().out and "sparse" in page.read_text()
 
 
-def test_a_file_and_a_row_are_studied(package: Path, tmp_path: Path) -> None:
-    study = tmp_path / "study.toml"
-    study.write_text(
+@pytest.mark.usefixtures("row")
+def test_a_file_and_a_row_are_studied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_idx(tmp_path)
+    path, folder = tmp_path / "study.toml", Folder(tmp_path / "folder")
+    path.write_text(
         'name = "sparse"\nkind = "train"\n'
-        "[sweep]\nranks = [2]\nppn = 2\ngradient.density = [0.02, 0.2]\n"
+        "[sweep]\nranks = [1]\nppn = 2\ngradient.density = [0.02, 0.2]\n"
         '[job.gradient]\naggregator = "topk"\n'
-        "[job.train]\nepochs = 1\nbatch = 256\nthreads = 1\n"
-        "[run]\ncase_time_s = 30.0\n"
+        f'[job.data]\nname = "idx"\ndir = "{tmp_path}"\n'
+        "[job.train]\nepochs = 1\nbatch = 5\nthreads = 1\n"
     )
-    folder = tmp_path / "folder"
-    done = cpdhpc_of(package, "study", "run", str(study), "--out", str(folder))
-    assert done.returncode == 0, done.stdout + done.stderr
-    groups, _ = store.read(folder / "study.h5")
-    assert len(groups["summary"]["n"]) == 2
+    study = load_study(path)
+    folder.prepare(study)
+    assert main(["batch", str(folder.path), "0"]) == 0
+    collect(study, folder)
+    assert len(store.read(folder.study_file)[0]["summary"]["n"]) == 2
     page = tmp_path / "page.html"
-    shown = cpdhpc_of(package, "report", str(folder), "--html", str(page))
-    assert shown.returncode == 0, shown.stderr
-    assert "density" in shown.stdout and "density" in page.read_text()
-    typo = cpdhpc_of(package, "study", "plan", str(study), "--set", "sweep.gradient.densty=[1.0]")
-    assert "unknown factor" in typo.stderr and "did you mean gradient.density" in typo.stderr
+    assert main(["report", str(folder.path), "--html", str(page)]) == 0
+    assert "density" in capsys.readouterr().out and "density" in page.read_text()
+    assert main(["study", "plan", str(path), "--set", "sweep.gradient.densty=[1.0]"]) == 2
+    assert "did you mean gradient.density" in capsys.readouterr().err

@@ -53,13 +53,14 @@ def test_2_to_24_values_equal_ml_dtypes_and_gfloat(fast_ops: Any, name: str) -> 
 
 
 @pytest.mark.parametrize("name", oracles.ML_DTYPES)
-def test_reference_on_2_to_20_values(name: str) -> None:
-    check_nearest(reference, name, oracles.structured(0, 65536, oracles.SIXTEEN_LOWS))
+def test_reference_on_2_to_18_values(name: str) -> None:
+    """The lower half-words of ties and of what lies beside them; make test-slow has the others."""
+    check_nearest(reference, name, oracles.structured(0, 65536, oracles.SIXTEEN_LOWS[:4]))
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_backends_equal_the_reference(fast_ops: Any, name: str) -> None:
-    x = oracles.structured(0, 65536, oracles.SIXTEEN_LOWS[1::3])
+    x = oracles.structured(0, 65536, oracles.SIXTEEN_LOWS[1:4:2])
     for rounding, overflow in [*CASTS, ("stochastic", "inf"), ("stochastic", "saturate")]:
         cast = Cast(parse_format(name), rounding, overflow)  # type: ignore[arg-type]
         got = fast_ops.encode(x, cast, key=(3, 5), offset=2**32 - 2**17)
@@ -86,7 +87,7 @@ def ties_to_an_even_significand(x: np.ndarray, fmt: FloatFormat) -> np.ndarray:
 def test_roundings_equal_gfloat(name: str, rounding: str, overflow: str) -> None:
     """Of the reference, which the other implementations equal."""
     fmt = parse_format(name)
-    x = oracles.structured(0, 65536, oracles.SIXTEEN_LOWS[:4])
+    x = oracles.structured(0, 65536, oracles.SIXTEEN_LOWS[:2])
     x = x[~np.isnan(x)].astype(np.float64)
     if fmt.exp == 1:  # gfloat takes the largest number of such a format for a normal one
         overflow_free = fmt.max if overflow == "saturate" or rounding == "zero" else np.inf
@@ -192,7 +193,7 @@ def test_ties_without_mantissa_go_up(ops: Any) -> None:
 
 
 def test_fp32_is_the_identity(ops: Any) -> None:
-    fmt, x = parse_format("fp32"), oracles.structured(0, 65536, oracles.LOW_HALVES[::32])
+    fmt, x = parse_format("fp32"), oracles.structured(0, 65536, oracles.LOW_HALVES[::64])
     nan = np.isnan(x)
     for rounding, overflow in [*CASTS, ("stochastic", "inf")]:
         codes = ops.encode(x, Cast(fmt, rounding, overflow))  # type: ignore[arg-type]

@@ -9,13 +9,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from training import environment
+from training import ROOT, environment
 
+PROGRESS = ROOT / "cpdhpc" / "train" / "progress.py"
 CHILD = """
-import sys
-from cpdhpc.train.progress import Display, on_terminal
-print(on_terminal(), file=sys.stderr, flush=True)
-display = Display(True, 1)
+import runpy, sys
+progress = runpy.run_path(sys.argv[1])  # the file alone: its package imports torch
+print(progress["on_terminal"](), file=sys.stderr, flush=True)
+display = progress["Display"](True, 1)
 display.start("run", 2, 0)
 display.epoch("run", 1, 2, 0.5, 1.25)
 display.end("run: complete")
@@ -24,7 +25,7 @@ PARENT = """
 import os, pty, subprocess, sys
 print("first", flush=True)
 outer, inner = pty.openpty()
-command = [*sys.argv[2:], sys.executable, "-c", sys.argv[1]]
+command = [*sys.argv[3:], sys.executable, "-c", *sys.argv[1:3]]
 done = subprocess.run(command, stdout=inner, stderr=subprocess.PIPE)
 print(done.stderr.decode(), os.read(outer, 100000).decode(), flush=True)
 """
@@ -40,7 +41,7 @@ def test_a_bar_only_where_the_launcher_writes_to_a_terminal(
     outer, inner = pty.openpty()
     with log.open("wb") as file:
         subprocess.run(
-            [sys.executable, "-c", PARENT, CHILD, *between],
+            [sys.executable, "-c", PARENT, CHILD, str(PROGRESS), *between],
             stdout=inner if terminal else file,
             env=environment() | {"TERM": "xterm"},
             check=True,

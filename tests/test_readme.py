@@ -2,30 +2,49 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from training import ROOT, environment, launched
+from training import ROOT, mpirun, write_idx
+
+from cpdhpc.cli import main
 
 README = (ROOT / "README.md").read_text()
-PREFACE = """
+BATCHES = """
 import torch
 torch.manual_seed(0)
 batches = [(torch.rand(8, 64), torch.arange(8)) for _ in range(2)]
 """
-ON_TWO_RANKS = [str(ROOT / "slurm" / "mpirun-local"), "2"]
+WEIGHT = "\nprint(float(model.weight.detach().sum()))"
+ONE_RUN = 'compare=[{name="tile",gradient={aggregator="lowbit"}}]'
+IDX = 'data={name="idx",dir="images"}'  # digits come with scikit-learn, slow to import
 QUICKER = {  # what is added to the commands that measure or train
-    "train inputs/train_digits.toml": ["--set", "train.batch=400"],  # 3 iterations, not 38
+    "train inputs/train_digits.toml": ["--set", "train.batch=10", "--set", ONE_RUN, "--set", IDX],
     "bench allreduce": ["--repeats", "2", "--warmup", "1"],
-    "study run": ["--set", "measure.min_repeats=3", "--set", "measure.max_repeats=3"],
+    "bench halo": ["--repeats", "2"],
+    "study run": ["--set", "measure.max_repeats=6", "--set", "sweep={ranks=[2],size_bytes=[64]}"],
 }
+ON_TWO_RANKS = ["mpirun", "-n", "2"]
+RANK = """
+import contextlib, io, json, sys
+from cpdhpc.cli import main
+from cpdhpc.world.mpi import World
+world, shown = World(), []
+for item in json.loads(sys.argv[1]):
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        status = exec(item, {}) if isinstance(item, str) else main(item)
+    shown.append((status, out.getvalue()))
+    world.barrier()
+with open(f"shown{world.rank}.json", "w") as file:
+    json.dump(shown, file)
+"""
 pytestmark = pytest.mark.mpi_skip
 
 
@@ -36,55 +55,68 @@ def block(language: str) -> str:
     return str(found[0])
 
 
-def run(command: list[str], directory: Path) -> str:
-    done = launched(command, cwd=directory, env=environment(), timeout=600)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-def on_two_ranks(code: str, directory: Path) -> str:
-    return run([*ON_TWO_RANKS, sys.executable, "-m", "mpi4py", "-c", code], directory)
-
-
-def test_commands(tmp_path: Path) -> None:
-    (tmp_path / "inputs").symlink_to(ROOT / "inputs")
+def commands() -> list[tuple[list[str], bool]]:
+    """The README's commands without what starts them, made quick, and whether on two ranks."""
+    found = []
     for line in block("sh").splitlines():
         words = shlex.split(line)
-        if words[0] == "mpirun":
-            assert words[1:3] == ["-n", "2"]
-            words = [*ON_TWO_RANKS, *words[3:]]
-        words[words.index("python")] = sys.executable
-        words += QUICKER.get(" ".join(words[words.index("cpdhpc") + 1 :][:2]), [])
-        shown = run(words, tmp_path)
-        assert "Traceback" not in shown
-    assert {path.name for path in (tmp_path / "results" / "readme").glob("report.*")} == {
+        parallel = words[:3] == ON_TWO_RANKS
+        words = words[3:] if parallel else words
+        assert words[:3] == ["python", "-m", "cpdhpc"], line
+        words = words[3:]
+        found.append((words + QUICKER.get(" ".join(words[:2]), []), parallel))
+    return found
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[Any]]]:
+    """All that is typed for two ranks, in one mpirun: where, and of each rank what was shown."""
+    directory = tmp_path_factory.mktemp("readme")
+    (directory / "inputs").symlink_to(ROOT / "inputs")
+    (directory / "images").mkdir()
+    write_idx(directory / "images")
+    loop = "\n".join(line[1:] for line in diff())
+    code = [block("python"), BATCHES + loop + WEIGHT]
+    items = json.dumps([*code, *(words for words, parallel in commands() if parallel)])
+    done = mpirun(2, "-m", "mpi4py", "-c", RANK, items, cwd=directory)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return directory, [json.loads((directory / f"shown{r}.json").read_text()) for r in range(2)]
+
+
+def diff() -> list[str]:
+    return block("diff").splitlines()
+
+
+def test_commands(
+    on_two_ranks: tuple[Path, list[list[Any]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, shown = on_two_ranks
+    monkeypatch.chdir(directory)
+    assert [status for rank in shown for status, _ in rank[2:]] == [0] * 6
+    assert all(text for _, text in shown[0][2:])
+    for words, parallel in commands():
+        assert parallel or main(words) == 0, words
+    assert {path.name for path in (directory / "results" / "readme").glob("report.*")} == {
         "report.png",
         "report.html",
     }
 
 
-def test_ten_lines_of_python(tmp_path: Path) -> None:
-    code = block("python")
-    assert len([line for line in code.splitlines() if line]) <= 10
-    shown = on_two_ranks(code, tmp_path)
-    assert len(re.findall(r"^[01] \[\d+\] \[", shown, re.MULTILINE)) == 2
+def test_ten_lines_of_python(on_two_ranks: tuple[Path, list[list[Any]]]) -> None:
+    assert len([line for line in block("python").splitlines() if line]) <= 10
+    for number, rank in enumerate(on_two_ranks[1]):
+        assert re.search(rf"^{number} \[\d+\] \[", rank[0][1], re.MULTILINE)
 
 
-def test_four_lines_in_a_torch_loop(tmp_path: Path) -> None:
-    lines = block("diff").splitlines()
-    added = [line[1:] for line in lines if line.startswith("+")]
-    before = "\n".join(line[1:] for line in lines if not line.startswith("+"))
-    after = "\n".join(line[1:] for line in lines)
-    assert len(added) == 4
+def test_four_lines_in_a_torch_loop(on_two_ranks: tuple[Path, list[list[Any]]]) -> None:
+    assert len([line for line in diff() if line.startswith("+")]) == 4
     here: dict[str, Any] = {}
-    exec(PREFACE + before, here)
+    exec(BATCHES + "\n".join(line[1:] for line in diff() if not line.startswith("+")), here)
     alone = float(here["model"].weight.detach().sum())
-    show = "\nprint(float(model.weight.detach().sum()))"
     # Both ranks have the same share here, so the mean gradient is the gradient, but rounded.
-    together = on_two_ranks(PREFACE + after + show, tmp_path).split()
-    assert len(set(together)) == 1 and len(together) == 2
-    assert float(together[0]) != alone
-    assert abs(float(together[0]) - alone) < 0.05
+    one, other = (float(rank[1][1]) for rank in on_two_ranks[1])
+    assert one == other != alone
+    assert abs(one - alone) < 0.05
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is missing")

@@ -20,7 +20,7 @@ from cpdhpc.partition import chunk
 from cpdhpc.world.ranks import Loopback, numbered
 
 LIKE = np.empty(0, np.float32)
-SIZES = [*range(1, 34), 64, 128]
+SIZES = [*range(1, 18), 31, 32, 33, 64]
 FEW_MESSAGES = ["rhd", "tree", "dbtree"]
 NODES = {
     "one node": [0] * 6,
@@ -160,16 +160,15 @@ def test_layouts_of_nodes(name):
     assert_proven(SCHEDULES["hier"], LAYOUTS[name])
 
 
-@pytest.mark.parametrize("ranks", range(1, 34))
-def test_any_dealing_of_ranks_to_nodes(ranks):
-    dealt = np.random.default_rng(ranks).integers(0, 1 + ranks // 3, ranks)
-    for nodes in (range(ranks), dealt.tolist()):
-        assert_proven(SCHEDULES["hier"], Layout(numbered(nodes)))
+def test_any_dealing_of_ranks_to_nodes():
+    for ranks in range(1, 34):
+        dealt = np.random.default_rng(ranks).integers(0, 1 + ranks // 3, ranks)
+        assert_proven(SCHEDULES["hier"], Layout(numbered(dealt.tolist())))
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_no_rank_sends_to_itself(name):
-    for ranks, rank, piece in product(range(1, 34), range(33), (0, 1)):
+    for ranks, rank, piece in product((*range(1, 10), 16, 33), range(33), (0, 1)):
         if rank >= ranks:
             continue
         for step in SCHEDULES[name].steps(rank, one_node(ranks, piece)):
@@ -187,21 +186,20 @@ def sent_chunks(name, rank, layout):
     return counts["reduce"] + counts["hold"], counts["copy"]
 
 
-@pytest.mark.parametrize("ranks", [*SIZES, 256])
-def test_rhd_ring_and_direct_send_the_least_possible_number_of_chunks(ranks):
-    for name in ("rhd", "ring", "direct"):
+def test_rhd_ring_and_direct_send_the_least_possible_number_of_chunks():
+    for name, ranks in product(("rhd", "ring", "direct"), (*SIZES, 256)):
         assert SCHEDULES[name].chunks(one_node(ranks)) == ranks
         for rank in {0, ranks // 2, ranks - 1}:
             assert sent_chunks(name, rank, one_node(ranks)) == (ranks - 1, ranks - 1)
 
 
-@pytest.mark.parametrize("ranks", [*SIZES, 256, 1024])
-def test_rhd_takes_the_least_number_of_rounds(ranks):
-    steps = list(SCHEDULES["rhd"].steps(ranks // 3, one_node(ranks)))
-    assert len(steps) == 2 * (ranks - 1).bit_length()
+def test_rhd_takes_the_least_number_of_rounds():
+    for ranks in (*SIZES, 256, 1024):
+        steps = list(SCHEDULES["rhd"].steps(ranks // 3, one_node(ranks)))
+        assert len(steps) == 2 * (ranks - 1).bit_length(), ranks
 
 
-@pytest.mark.parametrize("ranks", [*SIZES, 256, 1024])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 6, 7, 8, 33, 256])
 def test_no_rank_is_interior_in_both_trees(ranks):
     """So that over two pieces no rank sends more than all the data twice: three halves and one."""
     interior = [set(), set()]
@@ -217,7 +215,7 @@ def test_no_rank_is_interior_in_both_trees(ranks):
         assert interior[0] and interior[1]
 
 
-@pytest.mark.parametrize("ranks", [*SIZES, 256, 1024])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 6, 7, 8, 33, 256, 1024])
 def test_the_binary_tree_is_one_in_order_and_not_deep(ranks):
     for place in range(1, ranks + 1):
         children = tree_children(place, ranks)
@@ -332,14 +330,13 @@ def sent_bytes(name, wire, ranks, n, scaling="tile"):
 
 
 @pytest.mark.parametrize("wire, tile_bytes", [("raw", 4096), ("e4m3", 1024 + 1), ("e2m1fn", 513)])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7, 8])
 @pytest.mark.parametrize("name", ["ring", "rhd", "direct", "hier"])
-def test_the_least_possible_bytes_are_sent(name, ranks, wire, tile_bytes):
+def test_the_least_possible_bytes_are_sent(name, wire, tile_bytes):
     """2 (p - 1) / p of the data from each rank, headers included, where p divides the tiles."""
-    each_bytes = 3 * tile_bytes
-    sent, messages = sent_bytes(name, wire, ranks, ranks * 3 * 1024)
-    assert (sent == 2 * (ranks - 1) * each_bytes).all()
-    assert (messages == 2 * ((ranks - 1).bit_length() if name == "rhd" else ranks - 1)).all()
+    for ranks in (1, 2, 3, 4, 7, 8):
+        sent, messages = sent_bytes(name, wire, ranks, ranks * 3 * 1024)
+        assert (sent == 2 * (ranks - 1) * 3 * tile_bytes).all()
+        assert (messages == 2 * ((ranks - 1).bit_length() if name == "rhd" else ranks - 1)).all()
 
 
 @pytest.mark.parametrize("nodes", [[0, 0, 1, 1], [0, 0, 0, 1], [0, 1, 1, 2, 2, 2]])

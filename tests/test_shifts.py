@@ -21,7 +21,8 @@ def test_every_shift_equals_gfloat_on_the_exact_product(ops: Any, name: str) -> 
     codes = np.arange(0, 1 << fmt.bits, 1 if fmt.bits <= 8 else 257, dtype=np.uint32)
     plain = ops.decode(codes, fmt).astype(np.float64)
     edges = np.concatenate([plain, np.nextafter(plain, 0), plain * 1.5, plain * 1.25, plain / 2])
-    for k in range(fmt.shift_min, fmt.shift_max + 1):
+    ends = {fmt.shift_min, fmt.shift_min + 1, -1, 0, 1, fmt.shift_max - 1, fmt.shift_max}
+    for k in sorted(ends & {*range(fmt.shift_min, fmt.shift_max + 1)}):
         with np.errstate(over="ignore", invalid="ignore"):
             moved = np.ldexp(edges[np.isfinite(edges)], -k).astype(np.float32)
             expected_back = np.ldexp(plain, -k).astype(np.float32)
@@ -51,8 +52,8 @@ def test_shift_is_undone_exactly(ops: Any, name: str) -> None:
 @pytest.mark.parametrize(
     "fmt",
     [
-        *(FloatFormat(e, m) for e in range(1, 9) for m in (0, 2, 7, 23) if e > 1 or m),
-        *(parse_format(n) for n in ("e4m3fn", "e2m1fn", "e2m3fn", "e3m2fn", "e1m0fn", "e1m6fn")),
+        *(FloatFormat(e, m) for e in (1, 2, 5, 8) for m in (0, 2, 23) if e > 1 or m),
+        *(parse_format(n) for n in ("e4m3fn", "e2m1fn", "e1m0fn", "e1m6fn")),
     ],
     ids=lambda f: str(f.name),
 )

@@ -14,7 +14,7 @@ from cpdhpc.ops import reference
 from cpdhpc.randomness import random_key
 
 NAMES = ("e5m2", "e4m3", "e4m3fn", "e2m1fn", "e2m5", "e6m9", "e7m8", "bf16", "fp16", "e3m0")
-DRAWS = 1 << 17
+DRAWS = 1 << 15
 
 
 def random_bits(n: int, *path: int, offset: int = 0) -> np.ndarray:
@@ -23,18 +23,18 @@ def random_bits(n: int, *path: int, offset: int = 0) -> np.ndarray:
     return reference.random31(random_key(*path), index)
 
 
-@pytest.mark.parametrize("overflow", ["inf", "saturate"])
 @pytest.mark.parametrize("name", NAMES)
-def test_equals_gfloat_given_the_same_bits(ops: Any, name: str, overflow: str) -> None:
+def test_equals_gfloat_given_the_same_bits(ops: Any, name: str) -> None:
     """gfloat's StochasticFastest: up where the part cut off plus a random one reaches one."""
     fmt, offset = parse_format(name), 2**33 - 1000  # the high half of the index changes on the way
-    x = oracles.structured(0, 65536, oracles.SIXTEEN_LOWS[1:5])
+    x = oracles.structured(0, 65536, oracles.SIXTEEN_LOWS[1:3])
     x = x[~np.isnan(x)]
     bits = random_bits(x.size, 1, 2, 3, offset=offset).astype(np.int64)
-    cast = Cast(fmt, "stochastic", overflow)  # type: ignore[arg-type]
-    codes = ops.encode(x, cast, key=random_key(1, 2, 3), offset=offset)
-    expected = oracles.gfloat_round(x.astype(np.float64), fmt, "stochastic", overflow, bits)
-    oracles.assert_same_values(ops.decode(codes, fmt), expected, x)
+    for overflow in ("inf", "saturate"):
+        cast = Cast(fmt, "stochastic", overflow)  # type: ignore[arg-type]
+        codes = ops.encode(x, cast, key=random_key(1, 2, 3), offset=offset)
+        expected = oracles.gfloat_round(x.astype(np.float64), fmt, "stochastic", overflow, bits)
+        oracles.assert_same_values(ops.decode(codes, fmt), expected, x)
 
 
 @pytest.mark.parametrize("name", ["e5m2", "e4m3", "e3m0", "e6m9"])

@@ -42,7 +42,7 @@ def test_models_take_any_image_and_start_from_the_seed(name: str, shape: tuple[i
     assert not torch.equal(next(build(1).parameters()), next(model.parameters()))
 
 
-@pytest.mark.parametrize(("name", "row"), [*(("mlp", row) for row in ROWS), ("lenet", "aps")])
+@pytest.mark.parametrize(("name", "row"), [("mlp", "stochastic"), ("lenet", "aps")])
 def test_training_learns_and_repeats_itself_bit_for_bit(
     tmp_path: Path, name: str, row: str
 ) -> None:

@@ -85,6 +85,15 @@ def write_idx(directory: Path, suffix: str = "") -> None:
             (directory / (name + suffix)).write_bytes(data)
 
 
+def write_job(directory: Path, name: str, data: Path) -> str:
+    """Write a job of one epoch over the images of a directory; return its path."""
+    path = directory / f"{name}.toml"
+    path.write_text(
+        f"[data]\nname = 'idx'\ndir = '{data}'\n[train]\nepochs = 1\nbatch = 4\nthreads = 1\n"
+    )
+    return str(path)
+
+
 def environment() -> dict[str, str]:
     """For subprocesses: this package and the launcher beside this Python are found first.
 
@@ -106,7 +115,9 @@ def launched(command: list[str], **options: Any) -> subprocess.CompletedProcess[
     return done
 
 
-def mpirun(ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+def mpirun(
+    ranks: int, *arguments: str, cwd: Path | None = None
+) -> subprocess.CompletedProcess[str]:
     """Run Python with arguments on so many processes."""
     command = [str(ROOT / "slurm" / "mpirun-local"), str(ranks), sys.executable, *arguments]
-    return launched(command, env=environment(), timeout=600)
+    return launched(command, env=environment(), timeout=1800, cwd=cwd)

@@ -1,0 +1,224 @@
+"""Ranks that do not do the same are told who waits for whom, where, and the job would end.
+
+Here the end of the job is SystemExit, as where MPI_Abort returns; tests/test_faults.py has jobs
+that do end.
+"""
+
+import re
+import threading
+
+import numpy as np
+import pytest
+import torch
+from simulated_cupy import simulated
+
+from cpdhpc.collectives.allreduce import Allreduce, allreduce
+from cpdhpc.collectives.engine import Exchange, run
+from cpdhpc.darray import Box, Layout, WindowPlan
+from cpdhpc.darray.autograd import exchange, join
+from cpdhpc.train.reducer import GradientReducer
+from cpdhpc.world import mpi
+from cpdhpc.world.mpi import World
+
+pytestmark = [pytest.mark.mpi, pytest.mark.two_ranks]
+X = np.ones(5000, np.float32)
+
+
+class Doomed(World):
+    """A world that waits long until hurry: from then on only for what never comes."""
+
+    def _end(self):
+        raise SystemExit(1)
+
+    def hurry(self):
+        self.barrier()
+        self._timeout._timeout_s = 0.3
+
+
+@pytest.fixture
+def doomed(world, monkeypatch):
+    monkeypatch.setattr(mpi, "GRACE_S", 0.3)
+    return Doomed(timeout_s=world.timeout_s)  # never freed: messages of it are under way
+
+
+@pytest.fixture
+def said(world, capsys):
+    """Have ranks 0 and 1 do different things; return what each says, None where it goes on."""
+
+    def act(*parts):
+        ended = False
+        try:
+            for part in parts[world.process : world.process + 1]:
+                part()
+        except SystemExit:
+            ended = True
+        text = capsys.readouterr().err
+        return world.gather(text if ended else None)
+
+    return act
+
+
+def nothing():
+    pass
+
+
+def one_exchange(to, source):
+    yield Exchange(to, np.zeros(8, np.uint8), source, 8, 3, (5,), (6,))
+
+
+def run_one(world, program):
+    run(world, lambda piece, take: [program], 1, X, "test")
+
+
+def test_a_rank_that_never_calls(doomed, said):
+    doomed.hurry()
+    zero, one = said(lambda: allreduce(doomed, X, "e4m3", "tree"), nothing)
+    assert re.fullmatch(r"rank 0 \| allreduce tree: arguments: waited [\d.]+ s for rank 1\n", zero)
+    assert one is None
+
+
+def test_a_message_that_never_comes(doomed, said):
+    doomed.hurry()
+    zero, one = said(lambda: run_one(doomed, one_exchange(None, 1)), nothing)
+    assert re.fullmatch(r"rank 0 \| test: waited [\d.]+ s for rank 1, round 3, chunk 5\n", zero)
+    assert one is None
+
+
+def test_a_prepared_call_that_never_comes(doomed, said):
+    prepared = Allreduce("raw", "tree").prepare(doomed, [X])
+    for _ in range(3):
+        prepared.run()
+    doomed.hurry()
+    zero, one = said(prepared.run, nothing)
+    expected = r"rank 0 \| allreduce tree: waited [\d.]+ s for rank 1, round 0, chunk 0\n"
+    assert re.fullmatch(expected, zero) and one is None
+
+
+def test_a_gpu_that_is_never_done(doomed, said):
+    with simulated() as (gpu, cupy):
+        x = cupy.asarray(X)
+        allreduce(doomed, x)
+        doomed.hurry()
+        gpu.stalled = gpu.null if doomed.process == 1 else None
+        texts = said(*[lambda: allreduce(doomed, x)] * 2)
+    lines = [line for text in texts if text for line in text.splitlines()]
+    lines = [line for line in lines if "its own GPU is not done yet" in line]
+    assert lines and all(line.startswith("rank 1 | allreduce ring: waited") for line in lines)
+
+
+def test_an_error_in_the_middle(doomed, said):
+    def broken():
+        yield from one_exchange(None, None)
+        raise MemoryError("no room")
+
+    zero, one = said(nothing, lambda: run_one(doomed, broken()))
+    assert zero is None and one.startswith("rank 1 | test: MemoryError: no room\n")
+
+
+def plan_of(world, name="pixels"):
+    layout = Layout.grid((8,), (world.size,))
+    start, stop = layout.owner(world.rank)
+    return WindowPlan(world, layout, Box((start[0] - 1,), (stop[0] + 1,)), "wrap", name=name)
+
+
+def of_dtypes(plan):
+    return [lambda kind=kind: plan.exchange(np.ones(4, kind)) for kind in (np.float32, np.float64)]
+
+
+def never_exchanged(plan):
+    plan.exchange(np.ones(4))
+    return [lambda: plan.exchange(np.ones(4)), nothing]
+
+
+def never_planned(plan):
+    return [lambda: plan_of(plan.world, "late"), nothing]
+
+
+def of_axes_there_before(plan):
+    arrays = [np.ones((4, 2)), np.ones((4, 3))]
+    for array in arrays:
+        plan.exchange(array)
+    return [lambda array=array: plan.exchange(array) for array in arrays]
+
+
+def transposed(plan):
+    return [
+        lambda: plan.exchange(np.ones(4)),
+        lambda: plan.accumulate(np.ones(plan.window.shape)),
+    ]
+
+
+WAITED = r"rank 0 \| %s: waited [\d.]+ s for rank 1\n"
+PLANS = {  # what ranks do otherwise -> what is said
+    never_exchanged: WAITED % "exchange of plan 'pixels'.*",
+    never_planned: WAITED % "WindowPlan.*",
+    of_dtypes: r"exchange of plan 'pixels': rank \d has exchange of float\d\d, further axes \(\), "
+    r"wire raw, this rank exchange of float\d\d",
+    of_axes_there_before: r"exchange of plan 'pixels': (waited [\d.]+ s for rank \d|rank \d is at "
+    "number 0, of another shape)",
+    transposed: r"plan 'pixels': rank \d has (exchange|accumulate) of float64",
+}
+
+
+@pytest.mark.parametrize("share_memory", [True, False])
+@pytest.mark.parametrize("differ", PLANS, ids=lambda differ: differ.__name__)
+def test_plans(world, doomed, said, differ, share_memory):
+    doomed._share = share_memory
+    parts = differ(plan_of(doomed))
+    doomed.hurry()
+    texts = [text for text in said(*parts) if text]
+    assert re.search(PLANS[differ], "".join(texts)), texts
+
+
+@pytest.fixture
+def graph(doomed):
+    """A tensor of each rank, exchanged twice, the second time doubled."""
+    plan = plan_of(doomed)
+    leaf = torch.ones(4, requires_grad=True)
+    graph = leaf, exchange(leaf, plan), exchange(2 * leaf, plan)
+    doomed.hurry()
+    return graph
+
+
+def test_a_rank_whose_loss_leaves_out_an_exchange(graph, said):
+    zero, one = said(lambda: graph[1].sum().backward(), nothing)
+    assert re.search(r"rank 0 \| accumulate of plan 'pixels': waited [\d.]+ s for rank 1", zero)
+    assert one is None
+
+
+def test_a_backward_of_another_call_is_not_taken_for_this_one(graph, said):
+    _, one, two = graph
+    texts = said(lambda: (one + two).sum().backward(), lambda: one.sum().backward())
+    # The call made last comes first in backward: 1,000,002 is of two, 1,000,001 of one.
+    said_so = (
+        "accumulate of plan 'pixels': rank 1 is at number 1000001, ",
+        "accumulate of plan 'pixels': rank 0 is at number 1000002, ",
+    )
+    assert any(text and each in text for text, each in zip(texts, said_so, strict=True)), texts
+
+
+def test_the_cure_for_both(world, graph):
+    leaf, one, two = graph
+    loss = join(one.sum(), two) if world.process else (one + two).sum()
+    loss.backward()
+    # A rank has 4 cells in its own window and 2 in the other's, and two, which is of doubled cells,
+    # counts in rank 0's window only: 4 + 2 + 2 * 4 there, 4 + 2 + 2 * 2 on rank 1.
+    assert world.gather(int(leaf.grad.sum())) == [14, 10]
+
+
+def test_a_plain_loop_with_overlap_goes_on_until_a_rank_does_not_come(doomed, said):
+    model = torch.nn.Linear(64, 10)
+    reducer = GradientReducer(model, doomed, "lowbit", bucket_mib=0.001, overlap=True)
+
+    def step():
+        model.zero_grad()
+        model(torch.ones(2, 64)).sum().backward()
+        reducer.reduce()
+
+    step()
+    step()
+    doomed.hurry()
+    threads = threading.active_count()
+    zero, one = said(step, nothing)
+    assert re.search(r"rank 0 \| allreduce ring: arguments: waited .* s for rank 1\n", zero)
+    assert one is None and threading.active_count() <= threads
