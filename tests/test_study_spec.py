@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from studies import SMALL, small_study, study_file
 from training import ROOT
 
 from cpdhpc.config import ConfigError, dump_toml, merge
 from cpdhpc.kinds import KINDS
+from cpdhpc.kinds.base import Call
 from cpdhpc.study.cases import START_S, batches, case_time_s, expand, load_study, shown
 from cpdhpc.study.folder import Folder
+from cpdhpc.study.repeats import TimedCalls
 from cpdhpc.study.spec import Constraint, Measure, Run, Study
 
 INPUTS = sorted((ROOT / "inputs").glob("study_*.toml"))
@@ -327,3 +331,17 @@ def test_the_id_of_a_case_never_changes(tmp_path: Path) -> None:
     assert [shown(value, "byte") for value in (1, 1023, 1024, 3 << 20)] == [
         *("1B", "1023B", "1KiB", "3MiB")
     ]
+
+
+def test_no_case_ends_below_its_least_repeats(tmp_path: Path) -> None:
+    """Though its calls take longer than max_time_s, and the estimate of its time says so."""
+    limits = {"min_repeats": 6, "max_repeats": 60, "max_time_s": 1e-9}
+    study = small_study(tmp_path, measure=limits)
+    case = expand(study).cases[0]
+    calls = TimedCalls(study, case, tmp_path, lambda *_: nullcontext(Call(lambda: None)))
+    calls.spent_s = 1.0
+    for n, done in ((5, False), (6, True)):
+        calls.times_s, calls.is_warmup = np.ones((n, 3)), np.zeros(n, np.uint8)
+        assert calls._is_done() == done
+    six = small_study(tmp_path, measure=limits | {"max_repeats": 6, "max_time_s": 100.0})
+    assert case_time_s(study, case) == pytest.approx(case_time_s(six, case), rel=0.1)

@@ -176,6 +176,9 @@ def test_a_damaged_file_is_no_failed_job(fake_slurm: Slurm) -> None:
     damaged = ("damaged", f"{first.id}.h5 is damaged or another case's: resume measures it again")
     assert told()[:2] == [damaged, ("running", "job 10_1 RUNNING")]
     assert told()[2][0] == "damaged", "though Slurm has forgotten its job"
+    fake_slurm.knows(10, "demo-1x2", {0: ("FAILED", 512, "NonZeroExitCode"), 1: ENDED})
+    failed = "job 10_0 FAILED, exit code 2 (NonZeroExitCode): "
+    assert told()[0] == ("failed", failed + damaged[1]), "where it also failed, both are said"
 
 
 def test_cancel_takes_the_studys_own_jobs_alone(fake_slurm: Slurm) -> None:

@@ -134,13 +134,14 @@ def _refined(each: State, failure: str, job: Job, states: queue.States) -> State
     reason = f" ({said.reason})" if said.reason else ""
     if said.state == "PENDING":
         return replace(each, state="pending", detail=known + reason)
-    wrong = failure or (each.detail if each.state == "damaged" else "")
-    told = f": {wrong}" if wrong else ""
+    told = f": {failure}" if failure else ""
     if said.live:  # a batch begins without failures: one that is there is of this run
         state = "failed" if failure else "running"
         return replace(each, state=state, detail=f"{known} {said.state}{told}")
     if each.state == "damaged" and said.exit_code == 0:
         return each
+    if each.state == "damaged" and not failure:
+        told = f": {each.detail}"
     code = "" if said.exit_code is None else f", exit code {said.exit_code}"
     detail = f"{known} {said.state}{code}{reason}{told}"
     if said.exit_code == 0 and not failure:  # its file was there, and is not any more
