@@ -39,6 +39,8 @@ MPI_TESTS = python -m mpi4py $(PYTEST) --with-mpi -o faulthandler_exit_on_timeou
 # Models split over ranks, and what depends on the numbers of ranks and of nodes beyond 2 and 3.
 SPLIT = $(patsubst %,tests/mpi/test_mpi_%.py,autoencoder autograd spatial)
 FOUR = $(SPLIT) $(patsubst %,tests/mpi/test_mpi_%.py,allreduce darray exact)
+SCRIPTS = .ci/run slurm/mpirun-local $(patsubst %,tests/%,limited slurm/install slurm/up slurm/down) \
+    $(wildcard slurm/*.sbatch tests/golden/slurm/*.sbatch)
 SOURCES = setup.cfg setup.py pyproject.toml constraints.txt $(wildcard kernels/*)
 
 .PHONY: quickstart test test-serial test-mpi test-slow test-gpu test-slurm lint bench-codec soak \
@@ -78,6 +80,7 @@ lint: $(VENV)/.installed-lint
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+	$(VENV)/bin/shellcheck --exclude=SC1091 $(SCRIPTS)
 	$(VENV)/bin/clang-format --dry-run -Werror kernels/*.h kernels/*.cpp kernels/*.cu
 
 bench-codec: install

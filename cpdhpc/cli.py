@@ -359,6 +359,16 @@ COMMANDS: dict[str, Command | Group] = {
                 "resume",
                 starts_mpi=True,
             ),
+            "cancel": Command(
+                "take the study's jobs out of Slurm's queue, and no others",
+                "study.commands",
+                "cancel",
+            ),
+            "extend": Command(
+                "add levels to the study of a folder; what is finished stays and counts",
+                "study.commands",
+                "extend",
+            ),
             "collect": Command(
                 "write study.h5 from the finished cases; status complete or partial",
                 "study.commands",

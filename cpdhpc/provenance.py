@@ -6,11 +6,13 @@ import os
 import platform
 import socket
 import subprocess
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -65,6 +67,23 @@ def git_commit() -> str:
         return ""
     inside = len(lines) == 2 and Path(lines[0]) == source
     return lines[1] if inside else ""
+
+
+def identity() -> dict[str, str]:
+    """Return what times depend on beside the case, in which the cases of a study are to agree."""
+    return {
+        "mpi_library": library_version(),
+        "git_commit": git_commit(),
+        "processor": processor(),
+    }
+
+
+def difference(before: Mapping[str, Any]) -> str | None:
+    """Return in words in what this process differs from an identity, None where in nothing."""
+    for name, value in identity().items():
+        if name in before and before[name] != value:
+            return f"{name} {before[name] or 'unknown'}, not {value or 'unknown'}"
+    return None
 
 
 def hosts(world: Ranks) -> list[str]:

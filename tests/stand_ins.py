@@ -28,6 +28,10 @@ SACCT = """#!/bin/bash
 [ -e accounts ] || { echo "Slurm accounting storage is disabled" >&2; exit 1; }
 cat accounts
 """
+SCANCEL = """#!/bin/bash
+echo "scancel $*" >> calls
+"""
+PROGRAMS = {"sbatch": SBATCH, "squeue": SQUEUE, "sacct": SACCT, "scancel": SCANCEL}
 
 
 class Slurm:
@@ -35,13 +39,13 @@ class Slurm:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        for name, program in (("sbatch", SBATCH), ("squeue", SQUEUE), ("sacct", SACCT)):
+        for name, program in PROGRAMS.items():
             (directory / "bin").mkdir(exist_ok=True)
             (directory / "bin" / name).write_text(program)
             (directory / "bin" / name).chmod(0o755)
 
     def calls(self) -> list[str]:
-        """Arguments of the calls of sbatch since the last time."""
+        """Arguments of the calls of sbatch, and of scancel with its name, since the last time."""
         path = self.directory / "calls"
         found = path.read_text().splitlines() if path.exists() else []
         path.unlink(missing_ok=True)

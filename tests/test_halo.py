@@ -192,6 +192,6 @@ def test_what_cannot_be_measured_is_refused() -> None:
     for message, changes in wrong.items():
         with pytest.raises(ValueError, match=message):
             kind.used(given | changes)
-    assert kind.fits(kind.used(given), 5) == "4 rows are fewer than 5 ranks"
+    assert kind.fits({}, kind.used(given), 5) == "4 rows are fewer than 5 ranks"
     with pytest.raises(ConfigError):
         kind.factors["wire"].parse("int8")

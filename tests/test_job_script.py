@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -134,3 +135,32 @@ def test_train_script_wants_a_job_file(tmp_path: Path) -> None:
     job = Job(tmp_path, text)
     shown, _ = job.process.communicate(timeout=1800)
     assert job.process.returncode == 2 and "sbatch slurm/train.sbatch JOB.toml" in shown
+
+
+def test_without_the_launcher_it_says_what_to_load(tmp_path: Path) -> None:
+    script = tmp_path / "script"
+    script.write_text(array_of(Site()))
+    bash = shutil.which("bash")
+    assert bash is not None
+    done = subprocess.run(
+        [bash, str(script)],
+        env={"PATH": str(tmp_path), "SLURM_JOB_NAME": "demo", "SLURM_ARRAY_TASK_ID": "3"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (127, "")
+    assert done.stderr == (
+        "demo: mpirun is not on PATH: load the MPI that has it (docs/sites.md)\n"
+    )
+
+
+def test_python_may_be_in_a_container(tmp_path: Path) -> None:
+    site = Site(container="my image.sif", runtime="apptainer exec --nv", python="python3 -u")
+    job = Job(tmp_path, array_of(site), ENDS="0")
+    assert job.process.wait(60) == 0
+    (launched,) = job.record.read_text().splitlines()
+    assert launched.startswith(
+        "launched -n 4 --map-by ppr:2:node apptainer exec --nv my image.sif python3 -u -m cpdhpc "
+    )

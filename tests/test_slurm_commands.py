@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rendering import STUDY, golden, some_batches
@@ -14,10 +16,12 @@ from training import ROOT, environment
 from cpdhpc import store
 from cpdhpc.cli import main
 from cpdhpc.kinds import KINDS
+from cpdhpc.study import commands
 from cpdhpc.study.folder import Folder, recorded
 
 pytestmark = pytest.mark.mpi_skip
 LIGHT = {"cli", "config", "formats", "kinds", "methods", "partition", "store", "study"}
+JOBS = {"autoencoder", "train"}  # kinds whose job's own models are asked, without torch and MPI
 INPUTS = sorted((ROOT / "inputs").glob("study_*.toml"))
 SITE = str(ROOT / "slurm" / "sites" / "openmpi_gpu.toml")
 
@@ -97,6 +101,79 @@ def test_status_lists_what_slurm_says(
     assert text.endswith("demo: 4 cases: 1 running, 2 pending, 1 failed\n")
 
 
+def test_status_for_programs_and_without_slurm(
+    fake_slurm: Slurm, study: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    call(capsys, "study", "submit", study)
+    folder, first = Folder(Path("results/demo")), some_batches()[0].cases[0]
+    store.write(folder.case_file(first), {}, {"status": "complete", "case_id": first.id})
+    squeue = fake_slurm.directory / "bin" / "squeue"
+    working = squeue.read_text()
+    squeue.write_text("#!/bin/bash\necho no route to host >&2\nexit 1\n")
+    status, text, _ = call(capsys, "study", "status", study, "--summary", "--watch", "0.01")
+    assert status == 0 and text.splitlines() == [
+        "nodes x ppn  cases  finished  missing",
+        "-----------  -----  --------  -------",
+        "1 x 2            2         1        1",
+        "2 x 2            2         0        2",
+        "Slurm is not asked: squeue does not answer: no route to host: this is what the files say",
+        "demo: 4 cases: 1 finished, 3 missing",
+    ]
+    squeue.write_text(working)
+    fake_slurm.knows(11, "demo-2x2", {2: ("RUNNING", 0, "None"), 3: ("PENDING", 0, "None")})
+    status, text, _ = call(capsys, "study", "status", study, "--json")
+    told = json.loads(text)
+    assert status == 0 and told["slurm"] == "answers" and told["folder"] == "results/demo"
+    assert told["states"] | {"finished": 1, "running": 1, "pending": 1} == told["states"]
+    assert [each["state"] for each in told["cases"]] == ["finished", "failed", "running", "pending"]
+    status, text, _ = call(capsys, "study", "status", study, "--json", "--summary")
+    assert json.loads(text)["shapes"]["2 x 2"] == {"running": 1, "pending": 1}
+    status, _, error = call(capsys, "study", "status", study, "--watch", "-1")
+    assert status == 2 and "--watch -1: should be a time above zero" in error
+
+
+def test_watch_looks_until_nothing_is_under_way(
+    fake_slurm: Slurm,
+    study: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    call(capsys, "study", "submit", study)
+    fake_slurm.knows(11, "demo-2x2", {2: ("RUNNING", 0, "None"), 3: ("PENDING", 0, "None")})
+    waits: list[float] = []
+
+    def ends(seconds: float) -> None:
+        waits.append(seconds)
+        fake_slurm.knows(11, "demo-2x2", {2: ("FAILED", 256, ""), 3: ("FAILED", 256, "")})
+
+    monkeypatch.setattr(commands, "time", SimpleNamespace(sleep=ends))
+    status, text, _ = call(capsys, "study", "status", study, "--summary", "--watch")
+    assert status == 0 and waits == [30]
+    assert [line for line in text.splitlines() if line.startswith("demo:")] == [
+        "demo: 4 cases: 1 running, 1 pending, 2 failed",
+        "demo: 4 cases: 4 failed",
+    ]
+
+    def stop(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(commands, "time", SimpleNamespace(sleep=stop))
+    fake_slurm.knows(11, "demo-2x2", {2: ("RUNNING", 0, "None")})
+    assert call(capsys, "study", "status", study, "--watch")[0] == 130
+
+
+def test_a_folder_for_each_setting(study: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def frozen(*settings: str) -> str:
+        status, path, error = call(capsys, "study", "freeze", study, "--by-hash", *settings)
+        assert status == 0, error
+        return path.strip()
+
+    first = frozen()
+    assert Path(first).name.startswith("demo-") and frozen() == first
+    other = frozen("--set", "measure.max_repeats=60")
+    assert other != first and Folder(Path(other)).study().measure.max_repeats == 60
+
+
 def test_freeze_makes_a_folder_for_ones_own_script(
     study: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -121,7 +198,7 @@ def test_scripts_are_written_for_a_site(tmp_path: Path, capsys: pytest.CaptureFi
         assert path.read_text() == (ROOT / "slurm" / path.name).read_text()
     (tmp_path / "file").touch()
     status, _, error = call(capsys, "scripts", "--out", str(tmp_path / "file"))
-    assert status == 2 and "file: cannot be made" in error
+    assert status == 2 and "file: cannot be made: File exists" in error
 
 
 def run_program(program: str, path: Path) -> subprocess.CompletedProcess[str]:
@@ -138,13 +215,17 @@ def run_program(program: str, path: Path) -> subprocess.CompletedProcess[str]:
 
 def test_a_plan_loads_nothing_that_measures(tmp_path: Path) -> None:
     """Of every kind of study, in one process."""
-    paths = [next(str(p) for p in INPUTS if f'kind = "{k}"' in p.read_text()) for k in KINDS]
+    paths = {k: next(str(p) for p in INPUTS if f'kind = "{k}"' in p.read_text()) for k in KINDS}
+    light = [path for kind, path in paths.items() if kind not in JOBS]
+    with_job = [path for kind, path in paths.items() if kind in JOBS]
     program = (
         "import sys; from cpdhpc.cli import main\n"
-        f"status = max(main(['study', 'plan', path]) for path in {paths!r})\n"
+        f"status = max(main(['study', 'plan', path]) for path in {light!r})\n"
         "outside = {'torch', 'mpi4py', 'h5py', 'matplotlib'} & set(sys.modules)\n"
         "rooms = {name.split('.')[1] for name in sys.modules if name.startswith('cpdhpc.')}\n"
         f"assert rooms <= {LIGHT!r}, rooms\n"
+        f"status = max([status, *(main(['study', 'plan', path]) for path in {with_job!r})])\n"
+        "outside = {'torch', 'mpi4py', 'h5py', 'matplotlib'} & set(sys.modules)\n"
         "assert not outside, outside\n"
         "sys.exit(status)"
     )

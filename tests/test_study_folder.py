@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from stand_ins import Slurm
 from studies import fill, small_study, some_result, study_file
 
 from cpdhpc import store
@@ -20,7 +21,8 @@ from cpdhpc.config import ConfigError, UserError
 from cpdhpc.study.case_file import read_result, write_result
 from cpdhpc.study.cases import expand
 from cpdhpc.study.collect import collect, find
-from cpdhpc.study.folder import Folder, FolderError
+from cpdhpc.study.extend import extend
+from cpdhpc.study.folder import Folder, FolderError, Job, record, recorded
 from cpdhpc.study.run_here import measure
 from cpdhpc.study.status import states
 
@@ -62,6 +64,41 @@ def test_where_nothing_can_be_written(tmp_path: Path) -> None:
     folder.study_file.mkdir()
     with pytest.raises(UserError, match=r"study.h5: cannot be written"):
         collect(study, folder)
+
+
+def test_more_levels_in_a_folder(tmp_path: Path, fake_slurm: Slurm) -> None:
+    folder, study = Folder(tmp_path / "x"), small_study(tmp_path)
+    larger = small_study(tmp_path, sweep={"size_bytes": [4, "4KiB"], "ranks": [1, 2, 4]})
+    said: list[str] = []
+    with pytest.raises(FolderError, match="nothing was run there yet"):
+        extend(larger, folder)
+    finished = fill(folder, study, expand(study).cases[:3])
+    before = contents(folder)
+    Claim("elsewhere", 1, "7", "today", 0, "stopped")._write(folder.claim_file(0))
+    record(folder, Job(7, "small-1x1", {0: 0}))
+    fake_slurm.knows(7, "small-1x1", {0: ("PENDING", 0, "None")})
+    for other, says in (
+        (larger, "job 7 waits or runs: wait, or study cancel"),
+        (small_study(tmp_path, measure={"max_repeats": 9}), "4 of its 4 cases are not in the"),
+        (small_study(tmp_path, sweep={"algorithm": ["ring", "tree"]}), "2 of its 4 cases are not"),
+    ):
+        with pytest.raises(FolderError, match=says):
+            extend(other, folder)
+    assert folder.study() == study and recorded(folder)
+    fake_slurm.knows(7, "small-1x1", {0: ("COMPLETED", 0, "None")})
+    extend(larger, folder, said.append)
+    assert said == [f"{folder.path}: 12 cases, 8 of them new, 3 finished: study resume"]
+    assert folder.study() == larger and not recorded(folder)
+    assert read_claim(folder.claim_file(0)) is None, "its number is of another batch now"
+    after = contents(folder)
+    assert {name: after[name] for name in before if name.startswith("cases/")} == {
+        name: text for name, text in before.items() if name.startswith("cases/")
+    }
+    found = states(larger, folder)
+    assert {each.case.id for each in found if each.state == "finished"} == {c.id for c in finished}
+    Claim("elsewhere", 1, "", "today", 0, "running")._write(folder.claim_file(2))
+    with pytest.raises(FolderError, match="batch 2 is being measured on elsewhere"):
+        extend(larger, folder)
 
 
 def test_only_a_whole_file_of_its_own_is_finished(tmp_path: Path) -> None:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from studies import SMALL, small_study, study_file
 from training import ROOT
 
 from cpdhpc.config import ConfigError, dump_toml, merge
 from cpdhpc.kinds import KINDS
+from cpdhpc.kinds.base import Call
 from cpdhpc.study.cases import START_S, batches, case_time_s, expand, load_study, shown
 from cpdhpc.study.folder import Folder
+from cpdhpc.study.repeats import TimedCalls
 from cpdhpc.study.spec import Constraint, Measure, Run, Study
 
 INPUTS = sorted((ROOT / "inputs").glob("study_*.toml"))
@@ -233,6 +237,37 @@ def test_what_is_wrong_is_said(says: str, tmp_path: Path) -> None:
     assert says in str(caught.value)
 
 
+JOBS = {  # what only the job's own models know: (the study, its impossible cases' reasons)
+    "kind = 'train'\n[job.train]\nbatch = 8\n[sweep]\n'gradient.aggregator' = ['lowbit', 'none']\n"
+    "'gradient.wire' = ['', 'e4m3', 'zzz']": [
+        "job: gradient: parse_format: 'zzz': known are eXmY",
+        "job: unknown key gradient.wire: known are",
+    ],
+    "kind = 'train'\n[job.train]\nimage_grid = [1, 2]\n[sweep]\nranks = [1, 2]\nppn = 2\n"
+    "'model.name' = ['mlp', 'resnet']\n'train.epochs' = [0, 2]": [
+        "job: model.name='resnet': did you mean lenet?",
+        "job: train.epochs=0: should be greater than or equal to 1",
+        "train.image_grid=[1, 2]: 1 ranks are no multiple of its ranks",
+    ],
+    "kind = 'autoencoder'\n[sweep]\nimage = 20\nmaps = 1\nchannels = [1, 2]": [
+        "job: data.channels=2: should be 1 or 3"
+    ],
+}
+
+
+@pytest.mark.parametrize("text", JOBS, ids=lambda text: text.split("'")[1])
+def test_a_plan_asks_the_models_of_the_job(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.toml"
+    path.write_text(text)
+    found = expand(load_study(path))
+    reasons = {reason for _, reason in found.impossible}
+    for says in JOBS[text]:
+        assert any(reason.startswith(says) for reason in reasons), (says, reasons)
+    assert all(any(reason.startswith(says) for says in JOBS[text]) for reason in reasons), reasons
+    for case in found.cases:
+        assert case.factors.get("gradient.wire") != "zzz"
+
+
 def test_an_empty_sweep_and_what_is_missing(tmp_path: Path) -> None:
     path = tmp_path / "x.toml"
     for text, says in {
@@ -296,3 +331,17 @@ def test_the_id_of_a_case_never_changes(tmp_path: Path) -> None:
     assert [shown(value, "byte") for value in (1, 1023, 1024, 3 << 20)] == [
         *("1B", "1023B", "1KiB", "3MiB")
     ]
+
+
+def test_no_case_ends_below_its_least_repeats(tmp_path: Path) -> None:
+    """Though its calls take longer than max_time_s, and the estimate of its time says so."""
+    limits = {"min_repeats": 6, "max_repeats": 60, "max_time_s": 1e-9}
+    study = small_study(tmp_path, measure=limits)
+    case = expand(study).cases[0]
+    calls = TimedCalls(study, case, tmp_path, lambda *_: nullcontext(Call(lambda: None)))
+    calls.spent_s = 1.0
+    for n, done in ((5, False), (6, True)):
+        calls.times_s, calls.is_warmup = np.ones((n, 3)), np.zeros(n, np.uint8)
+        assert calls._is_done() == done
+    six = small_study(tmp_path, measure=limits | {"max_repeats": 6, "max_time_s": 100.0})
+    assert case_time_s(study, case) == pytest.approx(case_time_s(six, case), rel=0.1)

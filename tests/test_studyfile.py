@@ -17,11 +17,13 @@ from training import ROOT, environment
 
 from cpdhpc import store
 from cpdhpc.kinds.base import Result
-from cpdhpc.study.case_file import OUTCOMES, read_result, write_result
+from cpdhpc.report.study import listed
+from cpdhpc.study.case_file import OUTCOMES, WHERE_KNOWN, read_result, write_result
 from cpdhpc.study.cases import expand, load_study
 from cpdhpc.study.collect import SUMMARY, Base, collect, find, write_study
 from cpdhpc.study.folder import Folder
 from cpdhpc.study.spec import Study
+from cpdhpc.study.study_file import load_study_file
 
 PAGE = (ROOT / "docs" / "hdf5.md").read_text()
 READERS = ("h5netcdf", "netcdf4")
@@ -92,7 +94,7 @@ def test_labelled_arrays_without_glue(tmp_path: Path, engine: Any) -> None:
         assert samples["is_warmup"].values[:, :3].tolist() == [[1, 1, 0]] * 4
         assert samples["is_warmup"].attrs["flag_meanings"] == "counts warm_up"
         assert samples["environment"].values.tolist() == [0] * 4
-        assert set(OUTCOMES) <= set(samples.variables)
+        assert set(OUTCOMES) - set(WHERE_KNOWN) <= set(samples.variables)
         times = samples["time_s"].values[:, 2:]
     with xarray.open_dataset(path, group="summary", engine=engine) as summary:
         np.testing.assert_array_equal(summary["median_s"], np.median(times, axis=1))
@@ -259,3 +261,22 @@ def test_thousands_of_points_are_collected(tmp_path: Path, monkeypatch: pytest.M
     write_study(folder.study_file, study, [(case, result) for case in cases])
     with xarray.open_dataset(folder.study_file, group="samples", engine="h5netcdf") as samples:
         assert dict(samples.sizes) == {"point": 2000, "repeat": 50}
+
+
+def test_two_libraries_are_a_factor_and_never_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study, folder = small_study(tmp_path), Folder(tmp_path / "small")
+    cases = fill(folder, study)  # on 1 rank ring and mpi, then on 2
+    for index, case in enumerate(cases):
+        plain = some_result(index)
+        where = {"mpi_library": "one" if index < 3 else "other"}
+        result = Result(plain.times_s, plain.is_warmup, plain.outcomes, where)
+        write_result(folder.case_file(case), case, result)
+    collect(study, folder)
+    assert "mpi_library is a factor, as the cases differ in it: " in capsys.readouterr().out
+    groups, _ = store.read(folder.study_file)
+    assert groups["samples"]["mpi_library"].tolist() == ["one", "one", "one", "other"]
+    assert groups["summary"]["base_point"].tolist() == [0, 1, 0, 3], "3 has no base but itself"
+    file = load_study_file(folder.study_file)
+    assert not [each for each in listed(file) if "missing" in each.what]

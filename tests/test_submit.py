@@ -20,7 +20,7 @@ from cpdhpc.study.folder import Folder, FolderError, Job, record, recorded
 from cpdhpc.study.slurm import queue
 from cpdhpc.study.slurm.queue import JobState
 from cpdhpc.study.slurm.site import Site
-from cpdhpc.study.slurm.submit import submit
+from cpdhpc.study.slurm.submit import cancel, submit
 from cpdhpc.study.status import State, endings, states, tail, with_slurm
 
 pytestmark = pytest.mark.mpi_skip
@@ -48,7 +48,8 @@ def test_slurm_is_asked_first_then_all_goes_in(fake_slurm: Slurm) -> None:
         f"--test-only {SCRIPTS}/2x2.sbatch",
         f"--test-only {SCRIPTS}/collect.sbatch",
         f"--parsable {SCRIPTS}/1x2.sbatch",
-        f"--parsable {SCRIPTS}/2x2.sbatch",
+        # the throttle is of the study: this array waits for the one before
+        f"--parsable --dependency=afterany:10 {SCRIPTS}/2x2.sbatch",
         f"--parsable --dependency=afterany:10:11 {SCRIPTS}/collect.sbatch",
     ]
     assert recorded(FOLDER) == [
@@ -79,10 +80,11 @@ def test_a_second_submit_takes_what_is_neither_finished_nor_queued(fake_slurm: S
     new = submitted(said)
     assert [job.batches for job in new] == [{1: 1}, {2: 2}, {}]  # second and third have no file
     assert "#SBATCH --array=1%8" in Path(f"{SCRIPTS}/1x2.sbatch").read_text()
-    assert (
-        fake_slurm.calls()[-1]
-        == f"--parsable --dependency=afterany:11:13:14 {SCRIPTS}/collect.sbatch"
-    )
+    assert fake_slurm.calls()[-3:] == [
+        f"--parsable --dependency=afterany:11 {SCRIPTS}/1x2.sbatch",
+        f"--parsable --dependency=afterany:13 {SCRIPTS}/2x2.sbatch",
+        f"--parsable --dependency=afterany:11:13:14 {SCRIPTS}/collect.sbatch",
+    ]
     assert "in the queue already: 1 batch(es)" in said
     assert {second.id, third.id} == {
         some_batches()[number].cases[0].id for job in new for number in job.batches
@@ -167,6 +169,36 @@ def test_status_of_cases_that_told_why_they_failed(fake_slurm: Slurm) -> None:
     ]
 
 
+def test_a_damaged_file_is_no_failed_job(fake_slurm: Slurm) -> None:
+    submitted()
+    first, second, third, _ = (batch.cases[0] for batch in some_batches())
+    for case in (first, second, third):
+        FOLDER.case_file(case).write_bytes(b"damaged")
+    fake_slurm.knows(10, "demo-1x2", {0: ENDED, 1: ("RUNNING", 0, "None")})
+    damaged = ("damaged", f"{first.id}.h5 is damaged or another case's: resume measures it again")
+    assert told()[:2] == [damaged, ("running", "job 10_1 RUNNING")]
+    assert told()[2][0] == "damaged", "though Slurm has forgotten its job"
+    fake_slurm.knows(10, "demo-1x2", {0: ("FAILED", 512, "NonZeroExitCode"), 1: ENDED})
+    failed = "job 10_0 FAILED, exit code 2 (NonZeroExitCode): "
+    assert told()[0] == ("failed", failed + damaged[1]), "where it also failed, both are said"
+
+
+def test_cancel_takes_the_studys_own_jobs_alone(fake_slurm: Slurm) -> None:
+    submitted()
+    fake_slurm.knows(10, "someone-elses", {0: WAITS, 1: WAITS})
+    fake_slurm.knows(11, "demo-2x2", {2: ENDED, 3: WAITS})
+    fake_slurm.knows(12, "demo-collect", {0: WAITS})
+    fake_slurm.calls()
+    said: list[str] = []
+    cancel(FOLDER, said.append)
+    assert fake_slurm.calls() == ["scancel 11 12"]
+    assert said == ["job 11, demo-2x2: cancelled", "job 12, demo-collect: cancelled"]
+    for job in (11, 12):
+        fake_slurm.knows(job, "demo-2x2", {3: ("CANCELLED", 0, "None")})
+    cancel(FOLDER, said.append)
+    assert fake_slurm.calls() == [] and "no job of it waits or runs" in said[-1]
+
+
 def test_status_by_accounting_where_squeue_has_forgotten(fake_slurm: Slurm) -> None:
     submitted()
     fake_slurm.knows(11, "demo-2x2", {2: ENDED, 3: ("TIMEOUT", 9, "TimeLimit")})
@@ -178,7 +210,7 @@ def test_status_by_accounting_where_squeue_has_forgotten(fake_slurm: Slurm) -> N
     assert told() == [
         ("failed", "job 10_0 CANCELLED"),
         ("failed", "job 10_1 FAILED, exit code 7"),
-        ("failed", "job 11_2 COMPLETED, exit code 0"),  # but it has left no file
+        ("missing", "job 11_2 COMPLETED, exit code 0, and there is no file"),
         ("failed", "job 11_3 TIMEOUT (TimeLimit)"),
     ]
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-import torch
 from pydantic import Field, model_validator
 
 from ..config import ConfigError, Section, dump_toml, override, read_toml, validate
@@ -194,6 +193,8 @@ class Autoencoder(Section):
 
     def set_process(self, world: Ranks) -> None:
         """Set torch's threads, and what becomes of freed memory, for this process."""
+        import torch
+
         torch.set_num_threads(self.train.threads or threads_of_rank(world))
         if self.train.keep_memory:
             keep_freed_memory()

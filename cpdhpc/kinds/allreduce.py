@@ -10,7 +10,7 @@ from math import isnan, nan
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from ..config import ConfigError, UserError
+from ..config import ConfigError, Raw, UserError
 from ..formats import INTEGERS, TRIT_BYTES, packed_bytes, parse_format, sum_bits, tiles
 from ..methods import ACCUMULATES, ALGORITHMS, BASELINES, EXACT, MAX_SUM_BITS, SCALINGS
 from .base import ABSENT, Call, Factor, Factors, Kind, Value, float32_size, one_of
@@ -88,7 +88,7 @@ def _scaling(wire: str, accumulate: str, given: str) -> str:
     return scaling
 
 
-def _fits(used: Factors, ranks: int) -> str | None:
+def _fits(job: Raw, used: Factors, ranks: int) -> str | None:
     if used.get("accumulate") != EXACT:
         return None
     wire = str(used["wire"])

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from math import nan
 from typing import TYPE_CHECKING, Any
 
+from ..config import Raw, UserError, validate
 from .base import Call, Factor, Factors, Kind, Value, at_least, one_of, positive
 
 if TYPE_CHECKING:
@@ -35,9 +36,15 @@ def _used(given: Factors) -> dict[str, Value]:
     return dict(given)
 
 
-def _fits(used: Factors, ranks: int) -> str | None:
+def _fits(job: Raw, used: Factors, ranks: int) -> str | None:
     blocks = _blocks(used) ** 2
-    return None if ranks <= blocks else f"{blocks} blocks of filters are fewer than {ranks} ranks"
+    if ranks > blocks:
+        return f"{blocks} blocks of filters are fewer than {ranks} ranks"
+    try:
+        _job(used)
+    except UserError as error:
+        return str(error)
+    return None
 
 
 def _time_s(used: Factors, ranks: int, repeats: int) -> float:
@@ -58,7 +65,7 @@ def _measure(study: Study, case: Case, place: Place, check: bool) -> Iterator[Ca
     from ..autoencoder.training import Stack, Step
     from ..train.setup import agreed
 
-    world, job = place.world, _job(case)
+    world, job = place.world, _job(case.factors)
     job.set_process(world)
     images = agreed(world, lambda: (job.data.load(),))[0]
     trained = Stack(job, world, images)
@@ -81,11 +88,10 @@ def _measure(study: Study, case: Case, place: Place, check: bool) -> Iterator[Ca
         plan.free()
 
 
-def _job(case: Case) -> Autoencoder:
+def _job(of: Factors) -> Autoencoder:
+    """Return the job of a case. Raises ConfigError where it is none."""
     from ..autoencoder.job import Autoencoder
-    from ..config import validate
 
-    of = case.factors
     layer = {name: of[name] for name in ("field", "step", "maps", "pool")}
     raw: dict[str, Any] = {
         "name": "case",
@@ -104,7 +110,7 @@ def _job(case: Case) -> Autoencoder:
             "threads": of["threads"],
         },
     }
-    return validate(Autoencoder, raw, f"case {case.id}")
+    return validate(Autoencoder, raw, "job")
 
 
 def plan_bytes(layer: MacroLayer, batch: int) -> int:

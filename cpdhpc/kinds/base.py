@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy.typing as npt
 
-from ..config import ConfigError, parse_bytes, suggest
+from ..config import ConfigError, Raw, parse_bytes, suggest
 
 if TYPE_CHECKING:
     from ..report.points import Layout, SeedGroup
@@ -169,7 +169,8 @@ class Kind:
         users add to the tables that jobs choose from
     used: (factors, defaults included) -> those that this case uses, made plain, so that two ways
         to say the same are one case; raises ValueError for what cannot work
-    fits: (factors that used returned, ranks) -> why so many ranks cannot do it, or None
+    fits: (tables of the job, factors that used returned, ranks) -> why so many ranks cannot do it,
+        or None; by the models that the job itself reads, so that it finds nothing wrong later
     time_s: (factors, ranks, repeats) -> about the seconds of so many repeats; 0: nothing is known
     sample: what a repeat is, in words
     measure: (study, case, place, check) -> the call that is timed, made ready; with check it is
@@ -181,7 +182,7 @@ class Kind:
     factors: Mapping[str, Factor]
     work: str
     used: Callable[[Factors], dict[str, Value]]
-    fits: Callable[[Factors, int], str | None]
+    fits: Callable[[Raw, Factors, int], str | None]
     time_s: Callable[[Factors, int, int], float]
     sample: str
     measure: Calls | type[Measuring]

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from ..config import Raw
 from ..formats import Cast, packed_bytes, parse_format, tiles
 from ..methods import CODEC_OPERATIONS, MEMCPY
 from .base import ABSENT, Call, Factor, Factors, Kind, Value, float32_size, one_of
@@ -38,7 +39,7 @@ def _time_s(used: Factors, ranks: int, repeats: int) -> float:
     return repeats * (1e-4 + GUESS * float(used["size_bytes"]))
 
 
-def _fits(used: Factors, ranks: int) -> str | None:
+def _fits(job: Raw, used: Factors, ranks: int) -> str | None:
     values = int(used["size_bytes"]) // 4
     return None if values >= ranks else f"{values} values are fewer than {ranks} ranks"
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from math import nan
 from typing import TYPE_CHECKING, Any
 
-from ..config import ConfigError
+from ..config import ConfigError, Raw
 from ..formats import INTEGERS, parse_format
 from ..methods import HALO_COPIED, HALO_MPI_TYPES, HALO_OURS, HALO_PACKED
 from .base import Call, Factor, Factors, Kind, Value, one_of, positive
@@ -54,7 +54,7 @@ def _used(given: Factors) -> dict[str, Value]:
     return dict(given)
 
 
-def _fits(used: Factors, ranks: int) -> str | None:
+def _fits(job: Raw, used: Factors, ranks: int) -> str | None:
     cells = int(used["rows"]) * int(used["columns"])
     lines = {"rows": used["rows"], "columns": used["columns"], "grid": cells}[str(used["split"])]
     return None if ranks <= int(lines) else f"{lines} {used['split']} are fewer than {ranks} ranks"

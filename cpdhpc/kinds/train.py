@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from functools import partial
-from importlib.util import find_spec
 from math import isnan, nan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..config import merge, validate
-from .base import ABSENT, Array, Factor, Factors, Kind, Measuring, Result, Series, Value, at_least
+from .. import store
+from ..config import Raw, UserError, merge, validate
+from .base import (
+    ABSENT,
+    Array,
+    Factor,
+    Factors,
+    Kind,
+    Measuring,
+    Outcomes,
+    Result,
+    Series,
+    Value,
+    at_least,
+)
 
 if TYPE_CHECKING:
     from ..report.figures import Map
@@ -70,8 +83,16 @@ def _used(given: Factors) -> dict[str, Value]:
     return used
 
 
-def _fits(used: Factors, ranks: int) -> None:
-    """Any number of ranks can train; those without a sample in a batch idle."""
+def _fits(job: Raw, used: Factors, ranks: int) -> str | None:
+    """Return what the job does not take; those ranks without a sample in a batch idle."""
+    try:
+        train = _job(job, used, "case").train
+    except UserError as error:
+        return str(error)
+    rows, columns = train.image_grid
+    if ranks % (rows * columns):
+        return f"train.image_grid={[rows, columns]}: {ranks} ranks are no multiple of its ranks"
+    return None
 
 
 def _time_s(used: Factors, ranks: int, repeats: int) -> float:
@@ -79,12 +100,7 @@ def _time_s(used: Factors, ranks: int, repeats: int) -> float:
 
 
 def _further(name: str, value: Value) -> Factor | None:
-    """Return the factor of a key that some row of a table of the job has. Loads what trains.
-
-    Without torch, as on some login nodes, only the factors above are known.
-    """
-    if find_spec("torch") is None:
-        return None
+    """Return the factor of a key that some row of a table of the job has."""
     from ..train.job import keys_of
 
     table, _, key = name.partition(".")
@@ -96,10 +112,11 @@ class _Training(Measuring):
 
     def __init__(self, study: Study, case: Case, directory: Path) -> None:
         super().__init__(study, case, directory)
-        self.job = _job(study, case)
+        self.job = _job(study.job, case.factors, case.id)
         self.virtual_ranks, self.timeout_s = self.job.train.virtual_ranks, self.job.train.timeout_s
         self.training: Training | None = None
-        self.began = 0
+        self.starts: list[int] = []
+        self.used: Outcomes = {}
 
     def visit(self, place: Place, caught: Caught) -> None:
         """Train from the last checkpoint to the end. Collective; see Measuring.visit."""
@@ -110,14 +127,40 @@ class _Training(Measuring):
         world = place.world
         place.cores = "as the launcher has bound the ranks"
         files = Files(self.directory / "record.h5", self.directory / "checkpoint.h5")
-        if world.process == 0:
-            self.directory.mkdir(parents=True, exist_ok=True)
         data = agreed(world, self.job.data.load)
         training = prepare(self.job, world, data, files)
         training.resume()
-        self.began = training.iteration
+        noted = agreed(world, lambda: [] if world.process else self._note(training.iteration))
+        self.starts = world.gather(noted)[0]
+        before_j = place.read_energy()
         run(training, caught, Display(world.process == 0, 1))
+        self.used = place.energy_j(before_j)
         self.training, self.done = training, True
+
+    def _note(self, iteration: int) -> list[int]:
+        """Write down that a process begins at an iteration; return where all of them began.
+
+        Raises UserError where the steps before it are of another library, commit or processor.
+        """
+        from ..provenance import difference, identity
+
+        path = self.directory / "starts.json"
+        before: dict[str, Any] = {"iterations": [0] if iteration else [], **identity()}
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            if iteration and path.exists():
+                before = json.loads(path.read_text(encoding="utf-8"))
+            if wrong := difference(before):
+                raise UserError(
+                    f"{self.directory}: was trained so far with {wrong}: go on there, or delete it"
+                )
+            before["iterations"].append(iteration)
+            store.put(path, json.dumps(before) + "\n")
+        except OSError as error:
+            raise UserError(f"{path}: cannot be written: {error.strerror}") from None
+        except (KeyError, TypeError, AttributeError, json.JSONDecodeError):
+            raise UserError(f"{path}: is damaged: delete {self.directory} to train anew") from None
+        return list(before["iterations"])
 
     def result(self, place: Place) -> Result:
         """Return the times of all steps, and how training went."""
@@ -127,16 +170,17 @@ class _Training(Measuring):
         steps, epochs = columns["steps"], columns["epochs"]
         times_s = np.full((len(steps["iteration"]), 3), np.nan)
         times_s[:, 0] = steps["time_s"].sum(axis=1)
-        cold = [0, self.began] if self.began < len(times_s) else [0]
         is_warmup = np.zeros(len(times_s), np.uint8)
-        for first in cold:
+        for first in self.starts:  # each process is cold at first
             is_warmup[first : first + self.study.measure.warmup] = 1
-        outcomes = {
+        outcomes: Outcomes = {
             "wire_bytes": float(steps["wire_bytes"].max(axis=1).mean()),
             "payload_bytes": 4 * sum(p.numel() for p in training.reducer.parameters),
             "accuracy": 100 * float(epochs["test_accuracy"][-1]),
             "loss": float(epochs["test_loss"][-1]),
         }
+        done = len(times_s) - self.starts[-1]  # steps of this process, whose energy is known
+        outcomes |= {name: float(value) / done for name, value in self.used.items() if done}
         environment = place.environment() | {
             "torch_threads": str(training.provenance["torch_threads"])
         }
@@ -144,17 +188,17 @@ class _Training(Measuring):
         return Result(times_s, is_warmup, outcomes, environment, series)
 
 
-def _job(study: Study, case: Case) -> Job:
-    """Return the study's job with the case's factors laid over it."""
+def _job(tables: Raw, factors: Factors, name: str) -> Job:
+    """Return a study's job with a case's factors laid over it. Raises ConfigError."""
     from ..train.job import Job
 
-    raw: dict[str, Any] = dict(study.job)
-    for name, value in case.factors.items():
+    raw = tables
+    for name, value in factors.items():
         change: Any = value
         for part in reversed(("train.seed" if name == "seed" else name).split(".")):
             change = {part: change}
         raw = merge(raw, change)
-    return validate(Job, raw | {"name": case.id}, f"case {case.id}")
+    return validate(Job, raw | {"name": name}, "job")
 
 
 def _series(record: Record, iterations_per_epoch: int) -> Series:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import isnan
@@ -15,8 +15,8 @@ import numpy as np
 
 from ..config import UserError, suggest, validate
 from ..kinds import KINDS
-from ..kinds.base import SHAPE, Array
-from ..study.case_file import read_result
+from ..kinds.base import SHAPE, Array, Value
+from ..study.case_file import ALIKE, read_result
 from ..study.cases import Case, expand
 from ..study.folder import Folder
 from ..study.spec import Study
@@ -66,7 +66,7 @@ def _calls(asked: Mapping[str, Any]) -> list[str]:
         f"Warm-up calls before each block of repeats: {asked.get('warmup', '?')}. They are kept in "
         "the file with a flag, and in no figure here.",
         f"Repeats: {asked.get('min_repeats', '?')} to {asked.get('max_repeats', '?')}, until the "
-        f"interval of the median is within {100 * asked.get('relative', float('nan')):g} % of it, "
+        f"interval of the median is within {100 * asked.get('relative', float('nan')):g} % of it "
         f"or {asked.get('max_time_s', '?')} s are over; all ranks stop together.",
         "The cases of a batch take turns in shuffled order "
         f"(seed {asked.get('seed', '?')}), so that drift is not taken for an effect.",
@@ -133,7 +133,7 @@ def _missing(file: StudyFile) -> list[Listed]:
     except UserError as error:
         count = units.count(int(file.attributes.get("missing", 0)), "case")
         return [Listed(f"missing, {count}; which cannot be said: {error}")]
-    there = {frozenset(point.factors.items()) for point in file.points}
+    there = {frozenset(_asked(point)) for point in file.points}
     missing = [case for case in found.cases if frozenset(case.all_factors.items()) not in there]
     reasons: dict[str, list[str]] = {}
     for case, reason in found.impossible:
@@ -146,6 +146,11 @@ def _missing(file: StudyFile) -> list[Listed]:
             for reason, ids in reasons.items()
         ),
     ]
+
+
+def _asked(point: Point) -> Iterator[tuple[str, Value]]:
+    """Yield the factors of a point that its study names."""
+    return ((name, value) for name, value in point.factors.items() if name not in ALIKE)
 
 
 def _why(file: StudyFile, case: Case) -> str:

@@ -11,14 +11,17 @@ from pathlib import Path
 
 import numpy as np
 
+from .. import store
 from ..bench.harness import together
 from ..claim import Claim, read_claim
 from ..collectives.checks import NonFiniteGradient
 from ..config import UserError
 from ..kinds.base import Measuring
+from ..provenance import difference
 from ..signals import Caught, Interrupted, catching
+from ..store import StoreError
 from ..world.mpi import World
-from .case_file import write_result
+from .case_file import read_environment, write_result
 from .cases import Batch, Case, batches, expand
 from .folder import Folder, FolderError
 from .repeats import Place, TimedCalls, members, prove
@@ -51,10 +54,9 @@ def measure_batch(
         runner = _Runner(world, folder, study, cases, claim.restarts, caught)
         runner.run(number)
     status = runner.status
-    if world.process == 0:
-        state = "stopped" if status == UNFINISHED else "ended"
-        claim.end(folder.claim_file(number), state)
-    world.barrier("end of the batch")
+    state = "stopped" if status == UNFINISHED else "ended"
+    mark = folder.claim_file(number)
+    together(world, lambda: claim.end(mark, state) if world.process == 0 else None)
     return status
 
 
@@ -83,10 +85,30 @@ def _begin(folder: Folder, batch: Batch) -> tuple[list[Case], Claim]:
         raise FolderError(
             f"batch {batch.number}: is being measured by process {before.pid} on {before.host}"
         )
-    cases = [case for case in batch.cases if not folder.finished(case)]
-    for case in cases:
-        folder.failure_file(case).unlink(missing_ok=True)
+    _check_alike(folder)
+    cases = []
+    for case in batch.cases:
+        if folder.finished(case):
+            folder.clear_work(case)  # where its process was killed before it could
+        else:
+            folder.failure_file(case).unlink(missing_ok=True)
+            cases.append(case)
     return cases, Claim.begin(path)
+
+
+def _check_alike(folder: Folder) -> None:
+    """Raise FolderError where finished cases were measured otherwise than this job would."""
+    for path in folder.cases.glob("*.h5"):
+        try:
+            before = read_environment(path)
+        except StoreError:
+            continue  # it is damaged, and another one tells
+        if wrong := difference(before):
+            raise FolderError(
+                f"{folder.path}: holds cases measured with {wrong}, and times of both would be "
+                "compared: go on there, or take another folder by --out"
+            )
+        return
 
 
 class _Runner:
@@ -206,6 +228,7 @@ class _Runner:
                 }
                 outcomes = {**result.outcomes, **extra}
                 write_result(self.folder.case_file(case), case, replace(result, outcomes=outcomes))
+                self.folder.clear_work(case)
 
         together(self.world, write)
         self.finished += 1
@@ -215,10 +238,9 @@ class _Runner:
         """Write from process 0 why a case cannot be measured; the others go on."""
         self.failed += 1
         self._say(f"failed {case.id}: {wrong}")
-        if self.world.process == 0:
-            path = self.folder.failure_file(case)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(wrong + "\n", encoding="utf-8")
+        path = self.folder.failure_file(case)
+        writes = self.world.process == 0
+        together(self.world, lambda: store.put(path, wrong + "\n") if writes else None)
 
     def _say(self, text: str) -> None:
         if self.world.process == 0:

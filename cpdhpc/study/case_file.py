@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,11 @@ if TYPE_CHECKING:
 
 SCHEMA = 1  # of files of cases and of studies
 OVER_RANKS = ("max", "min", "mean")  # the columns of Result.times_s
+ALIKE = {  # of environments: what cases must agree in to be compared, see provenance.identity
+    "mpi_library": "MPI library",
+    "git_commit": "commit of cpdhpc",
+    "processor": "processor",
+}
 OUTCOMES: dict[str, tuple[type, str, str]] = {  # name: type, long name, units
     "error": (float, "relative error in the Euclidean norm; NaN: not known", "1"),
     "wire_bytes": (
@@ -42,12 +48,18 @@ OUTCOMES: dict[str, tuple[type, str, str]] = {  # name: type, long name, units
         "s",
     ),
     "flop": (float, "floating-point operations of a repeat in matrix products; NaN: none", "1"),
+    "energy_j": (
+        float,
+        "energy of the nodes in a repeat, mean over all, warm-ups and what is idle included",
+        "J",
+    ),
     "accuracy": (float, "test samples that are right at the end; NaN: no training", "%"),
     "loss": (float, "test loss at the end; NaN: no training", "nat"),
     "job_id": (str, "job of Slurm; empty: none", "1"),
     "restarts": (int, "starts of the batch before this one", "1"),
     "date": (str, "end of the case, ISO 8601, UTC", "1"),
 }
+WHERE_KNOWN = ("energy_j",)  # outcomes without a column where no case has them
 SERIES: dict[str, dict[str, tuple[str, str]]] = {  # group: column: long name, units
     "training": {
         "test_accuracy": ("test samples that are right", "%"),
@@ -86,6 +98,16 @@ def write_result(path: Path, case: Case, result: Result) -> None:
     }
     series = {group: dict(columns) for group, columns in result.series.items()}
     store.write(path, {"samples": samples, **series}, attributes)
+
+
+def read_environment(path: Path) -> Mapping[str, str]:
+    """Return where a case was measured, by its file. Raises StoreError where that is not whole."""
+    attributes = store.read_attributes(path)
+    try:
+        environment = json.loads(attributes["record"])["environment"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise StoreError(f"{path}: is damaged: {error}") from None
+    return dict(environment)
 
 
 def read_result(path: Path, case: Case) -> Result:

@@ -303,7 +303,7 @@ def _case(study: Study, point: Point) -> tuple[Case, str | None]:
     except ValueError as error:
         given = {k: factors[k] for k in study.factors if factors.get(k, ABSENT) != ABSENT}
         return make(given), str(error)
-    return make(used), kind.fits(used, nodes * ppn)
+    return make(used), kind.fits(study.job, used, nodes * ppn)
 
 
 START_S = 10.0  # to start MPI and Python on all ranks
@@ -340,7 +340,8 @@ def case_time_s(study: Study, case: Case) -> float:
     visits = -(-measure.max_repeats // measure.block)
     calls = measure.max_repeats + visits * measure.warmup
     guess_s = study.of_kind.time_s(case.factors, case.ranks, calls)
-    return min(guess_s, measure.max_time_s) + SETUP_S if guess_s else TRAINING_S
+    least_s = guess_s * measure.min_repeats / measure.max_repeats
+    return max(least_s, min(guess_s, measure.max_time_s)) + SETUP_S if guess_s else TRAINING_S
 
 
 def batches(study: Study, cases: Iterable[Case]) -> list[Batch]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import __version__, store
-from ..kinds.base import SHAPE, Array, Result, Value
+from ..kinds.base import SHAPE, Array, Factor, Result, Value
 from ..store import StoreError, Variable
-from .case_file import OUTCOMES, SCHEMA, SERIES, read_result
+from .case_file import ALIKE, OUTCOMES, SCHEMA, SERIES, WHERE_KNOWN, read_result
 from .cases import SAME, Case, base_factors, expand
 from .folder import Folder, FolderError
 from .spec import Study
@@ -126,6 +126,7 @@ def write_study(path: Path, study: Study, points: Points, missing: int = 0) -> N
     """
     if not points:
         raise ValueError("write_study: points: must be one or more")
+    points = told_apart(points)
     environments = list(dict.fromkeys(_text(result.environment) for _, result in points))
     samples = _samples(study, points, environments)
     groups = {
@@ -142,6 +143,24 @@ def write_study(path: Path, study: Study, points: Points, missing: int = 0) -> N
         "title": "medians over repeats, with intervals",
     }
     store.write(path, groups, _attributes(study, missing), {"summary": of_summary})
+
+
+def told_apart(points: Points) -> Points:
+    """Return points with what of ALIKE is not the same in all as a factor of each.
+
+    So no speed-up is across two libraries, commits or processors.
+    """
+    apart = [name for name in ALIKE if len({r.environment.get(name) for _, r in points}) > 1]
+    if not apart:
+        return points
+    return [
+        (replace(case, factors={**case.factors, **_known(result, apart)}), result)
+        for case, result in points
+    ]
+
+
+def _known(result: Result, names: Sequence[str]) -> dict[str, Value]:
+    return {name: result.environment.get(name) or "unknown" for name in names}
 
 
 def _attributes(study: Study, missing: int) -> dict[str, str | int]:
@@ -182,7 +201,8 @@ def _samples(study: Study, points: Points, environments: list[str]) -> Variables
     both = (*BY, "repeat")
     flags = {"flag_values": np.array([0, 1], np.uint8), "flag_meanings": "counts warm_up"}
     of = "time of a repeat; NaN: fewer repeats were needed; over ranks: "
-    indexes = [environments.index(_text(result.environment)) for _, result in points]
+    order = {text: index for index, text in enumerate(environments)}
+    indexes = [order[_text(result.environment)] for _, result in points]
     return {
         "point": _point(points),
         "repeat": Variable(("repeat",), np.arange(repeats), "repeat, warm-ups included"),
@@ -200,7 +220,7 @@ def _samples(study: Study, points: Points, environments: list[str]) -> Variables
 def _factors(study: Study, points: Points) -> Variables:
     """Return the shape, and every factor that a point uses."""
     used = {name for case, _ in points for name in case.all_factors}
-    known = {**SHAPE, **study.factors}
+    known = {**SHAPE, **study.factors, **{k: Factor(text, str) for k, text in ALIKE.items()}}
     return {
         name: Variable(
             BY,
@@ -224,6 +244,7 @@ def _outcomes(points: Points) -> Variables:
             BY, _column(kind, [result.outcomes.get(name) for _, result in points]), text, units
         )
         for name, (kind, text, units) in OUTCOMES.items()
+        if name not in WHERE_KNOWN or any(name in result.outcomes for _, result in points)
     }
 
 
@@ -334,6 +355,10 @@ def collect(study: Study, folder: Folder) -> Found:
     if not found.results:
         raise FolderError(f"{folder.cases}: no case of study {study.name} is finished")
     write_study(folder.study_file, study, found.results, len(found.missing))
+    for name in ALIKE:
+        values = {_known(result, [name])[name] for _, result in found.results}
+        if len(values) > 1:
+            print(f"{name} is a factor, as the cases differ in it: {', '.join(map(str, values))}")
     total = len(found.results) + len(found.missing)
     print(f"{folder.study_file}: {len(found.results)} of {total} cases")
     return found

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import json
+import sys
+import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .. import store
 from ..config import UserError, suggest
@@ -17,14 +20,11 @@ from .slurm.site import Site, load_site
 from .spec import Study
 
 if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
-
     from ..world.mpi import World
-    from .status import State
+    from .status import Standing
 
 RESULTS = Path("results")
-WIDTH = 140  # columns of a table that goes to no terminal
+HASH = 8  # hexadecimal digits in the name of a folder
 
 
 def add_study(parser: argparse.ArgumentParser) -> None:
@@ -80,7 +80,7 @@ def folder_of(arguments: argparse.Namespace) -> tuple[Study, Folder]:
 
 
 add_plan = add_submit = add_resume = add_study_and_site
-add_run = add_status = add_collect = add_freeze = add_study
+add_run = add_collect = add_extend = add_cancel = add_study
 
 
 def run_plan(arguments: argparse.Namespace) -> int:
@@ -91,52 +91,45 @@ def run_plan(arguments: argparse.Namespace) -> int:
     every = [(job, site.refusal(job.nodes, job.ppn)) for job in batches(study, expansion.cases)]
     jobs = [job for job, why in every if why is None]  # numbered as they are on any site
     refused = [(case, why) for job, why in every if why is not None for case in job.cases]
-    console = console_of_width()
-    if jobs:
-        console.print(plan_table(study, jobs))
     lines = [*totals(study, jobs), *refusals([*expansion.impossible, *refused])]
-    _print_lines(console, [*lines, f"folder: {folder.path}"])
+    print(*plan_table(study, jobs), "", *lines, _kept(folder, expansion.cases), sep="\n")
     return 0
 
 
-def console_of_width() -> Console:
-    """Return the console of stdout, of a fixed width where it is no terminal."""
-    from rich.console import Console
-
-    console = Console()
-    return console if console.is_terminal else Console(force_terminal=False, width=WIDTH)
-
-
-def _print_lines(console: Console, lines: Iterable[str]) -> None:
-    for line in lines:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+def _kept(folder: Folder, cases: Sequence[Case]) -> str:
+    """Return where a study goes, and what of it is there already."""
+    if not folder.study_toml.exists():
+        return f"folder: {folder.path}"
+    there = {case.id for case in expand(folder.study()).cases}
+    new = sum(case.id not in there for case in cases)
+    more = f": study extend adds {new} case(s)" if new else ""
+    return f"folder: {folder.path}, which has {len(cases) - new} of these cases{more}"
 
 
-def _table(*numbers: str) -> Table:
-    """Return a table for the terminal that begins with columns of numbers."""
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
+def _table(headings: Sequence[str], rows: Sequence[Sequence[str]], words: int) -> Iterator[str]:
+    """Yield the lines of a table; words: the column to the left, the others are numbers."""
+    # Rich takes 2 ms a row to find the widths, which is 15 s for a study of thousands of cases.
+    widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
+    for row in (headings, ["-" * width for width in widths], *rows):
+        cells = zip(row, widths, strict=True)
+        padded = (c.ljust(n) if i == words else c.rjust(n) for i, (c, n) in enumerate(cells))
+        yield "  ".join(padded).rstrip()
 
-    result = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for name in numbers:
-        result.add_column(name, justify="right")
-    return result
 
-
-def plan_table(study: Study, jobs: Sequence[Batch]) -> Table:
+def plan_table(study: Study, jobs: Sequence[Batch]) -> Iterator[str]:
     """Return the cases, batch by batch, with the factors that vary."""
-    cases = [case for job in jobs for case in job.cases]
-    names = varying(cases)
-    result = _table("batch")
-    result.add_column("case", no_wrap=True)
-    for name in names:
-        result.add_column(name, justify="right")
-    result.add_column("at most\ns", justify="right")
-    for job in jobs:
-        for case in job.cases:
-            cells = [shown_factor(study, case, name) for name in names]
-            result.add_row(str(job.number), case.id, *cells, f"{case_time_s(study, case):.3g}")
-    return result
+    cases = [(str(job.number), case) for job in jobs for case in job.cases]
+    names = varying([case for _, case in cases])
+    rows = [
+        [
+            batch,
+            case.id,
+            *(shown_factor(study, case, name) for name in names),
+            f"{case_time_s(study, case):.3g}",
+        ]
+        for batch, case in cases
+    ]
+    return _table(["batch", "case", *names, "at most s"], rows, 1)
 
 
 def varying(cases: Sequence[Case]) -> list[str]:
@@ -215,8 +208,14 @@ def run_submit(arguments: argparse.Namespace) -> int:
     from .slurm.submit import submit
 
     study, folder = study_of(arguments)
+    _say_impossible(study)
     submit(study, folder, load_site(arguments.site))
     return 0
+
+
+def _say_impossible(study: Study) -> None:
+    for line in refusals(expand(study).impossible):
+        print(line)
 
 
 def run_run(arguments: argparse.Namespace) -> int:
@@ -224,6 +223,7 @@ def run_run(arguments: argparse.Namespace) -> int:
     from .run_here import measure
 
     study, folder = study_of(arguments)
+    _say_impossible(study)
     folder.prepare(study)
     return measure(study, folder)
 
@@ -244,33 +244,106 @@ def run_resume(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def add_status(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of status."""
+    add_study(parser)
+    parser.add_argument(
+        "--summary", action="store_true", help="how many cases of each shape, not each of them"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON, a line each time")
+    parser.add_argument(
+        "--watch",
+        type=float,
+        nargs="?",
+        const=WATCH_S,
+        metavar="SECONDS",
+        help=f"look again and again (default every {WATCH_S:g} s) while something waits or runs",
+    )
+
+
+WATCH_S = 30.0
+INTERRUPTED = 130  # as a shell reports Ctrl-C
+
+
 def run_status(arguments: argparse.Namespace) -> int:
     """Print the states of all cases, and the ends of the logs of jobs that failed."""
-    from .slurm import queue
-    from .status import STATES, endings, states, with_slurm
+    from .status import look
 
     study, folder = folder_of(arguments)
-    jobs = recorded(folder)
-    found = states(study, folder)
-    if jobs:
-        found = with_slurm(found, folder, jobs, queue.states(job.number for job in jobs))
-    console = console_of_width()
-    console.print(status_table(found))
-    counts = Counter(each.state for each in found)
-    told = ", ".join(f"{counts[state]} {state}" for state in STATES if counts[state])
-    _print_lines(console, endings(found, folder, jobs))
-    console.print(f"{study.name}: {len(found)} cases: {told}", markup=False, highlight=False)
+    every_s = arguments.watch
+    if every_s is not None and not every_s > 0:
+        raise UserError(f"--watch {every_s:g}: should be a time above zero, in seconds")
+    try:
+        while True:
+            standing = look(study, folder)
+            if arguments.json:
+                print(json.dumps(_status_json(study, folder, standing, arguments.summary)))
+            else:
+                print(*_status_lines(study, standing, arguments.summary), sep="\n")
+            if every_s is None or not standing.live:
+                return 0
+            sys.stdout.flush()
+            time.sleep(every_s)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _status_lines(study: Study, standing: Standing, summary: bool) -> Iterator[str]:
+    from .status import STATES
+
+    if summary:
+        shapes = standing.by_shape
+        names = [state for state in STATES if standing.counts[state]]
+        rows = [
+            [shape, str(sum(counts.values())), *(str(counts[name]) for name in names)]
+            for shape, counts in shapes.items()
+        ]
+        yield from _table(["nodes x ppn", "cases", *names], rows, 0)
+    else:
+        width = max(len(each.case.id) for each in standing.cases)
+        for each in standing.cases:
+            why = f"{each.batch:>5}  {each.case.id:<{width}}  {each.state:<8}  {each.detail}"
+            yield why.rstrip()
+        yield from standing.endings
+    if standing.unasked:
+        yield f"Slurm is not asked: {standing.unasked}: this is what the files say"
+    told = ", ".join(f"{n} {name}" for name in STATES if (n := standing.counts[name]))
+    yield f"{study.name}: {len(standing.cases)} cases: {told}"
+
+
+def _status_json(study: Study, folder: Folder, standing: Standing, summary: bool) -> dict[str, Any]:
+    from .status import STATES
+
+    found: dict[str, Any] = {
+        "study": study.name,
+        "folder": str(folder.path),
+        "slurm": standing.unasked or "answers",
+        "states": {state: standing.counts[state] for state in STATES},
+    }
+    if summary:
+        return found | {"shapes": {k: dict(v) for k, v in standing.by_shape.items()}}
+    return found | {
+        "cases": [
+            {"case": each.case.id, "batch": each.batch, "state": each.state, "why": each.detail}
+            for each in standing.cases
+        ]
+    }
+
+
+def run_cancel(arguments: argparse.Namespace) -> int:
+    """Take the study's jobs out of Slurm's queue, its only, and print their numbers."""
+    from .slurm.submit import cancel
+
+    cancel(folder_of(arguments)[1])
     return 0
 
 
-def status_table(found: list[State]) -> Table:
-    """Return the states as a table for the terminal."""
-    result = _table("batch")
-    for heading in ("case", "state", "why"):
-        result.add_column(heading, no_wrap=heading != "why")
-    for each in found:
-        result.add_row(str(each.batch), each.case.id, each.state, each.detail)
-    return result
+def run_extend(arguments: argparse.Namespace) -> int:
+    """Give a folder a study of more cases; what is finished stays and counts."""
+    from .extend import extend
+
+    extend(*study_of(arguments))
+    return 0
 
 
 def run_collect(arguments: argparse.Namespace) -> int:
@@ -281,9 +354,21 @@ def run_collect(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def add_freeze(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of freeze."""
+    add_study(parser)
+    parser.add_argument(
+        "--by-hash",
+        action="store_true",
+        help="end the folder's name with the study's hash: other settings go to another folder",
+    )
+
+
 def run_freeze(arguments: argparse.Namespace) -> int:
     """Make the folder, or check that it is this study's, and print its path."""
     study, folder = study_of(arguments)
+    if arguments.by_hash:
+        folder = Folder(folder.path.with_name(f"{folder.path.name}-{study.hash[:HASH]}"))
     folder.prepare(study)
     print(folder.path)
     return 0

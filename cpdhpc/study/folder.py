@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -68,6 +69,10 @@ class Folder:
         """Return the directory for what a case leaves on its way, as checkpoints."""
         return self.path / "work" / case.id
 
+    def clear_work(self, case: Case) -> None:
+        """Remove what a case left on its way, once it is finished."""
+        shutil.rmtree(self.work(case), ignore_errors=True)
+
     def claim_file(self, number: int) -> Path:
         """Return where it is told who runs a batch."""
         return self.logs / f"batch-{number}.json"
@@ -76,10 +81,14 @@ class Folder:
         """Return where a batch that runs on this machine prints to."""
         return self.logs / f"batch-{number}.log"
 
-    def check(self, study: Study) -> None:
-        """Raise FolderError unless this is the folder of the study."""
+    def check_there(self) -> None:
+        """Raise FolderError unless this is the folder of some study."""
         if not self.study_toml.exists():
             raise FolderError(f"{self.path}: is no folder of a study: nothing was run there yet")
+
+    def check(self, study: Study) -> None:
+        """Raise FolderError unless this is the folder of the study."""
+        self.check_there()
         self._check_same(study)
 
     def prepare(self, study: Study) -> None:
@@ -92,9 +101,9 @@ class Folder:
                 self._check_same(study)
             for directory in (self.path, self.cases, self.logs, self.scripts):
                 directory.mkdir(parents=True, exist_ok=True)
-            store.put(self.study_toml, study.toml())
         except OSError as error:
             raise FolderError(f"{self.path}: cannot be written: {error.strerror}") from None
+        store.put(self.study_toml, study.toml())
 
     def _check_same(self, study: Study) -> None:
         there = self.study_toml.read_text(encoding="utf-8")
@@ -102,7 +111,7 @@ class Folder:
         if key is not None:
             raise FolderError(
                 f"{self.path}: holds another study: {key} differs from {self.study_toml}: "
-                "--out DIR takes another folder"
+                "study extend adds levels, --out DIR takes another folder"
             )
 
     def study(self) -> Study:
@@ -122,6 +131,7 @@ class Folder:
 
 
 RECORD = "jobs.json"
+LOCK = "submit.lock"  # held while a process submits, cancels or extends
 
 
 @dataclass(frozen=True)
@@ -176,3 +186,12 @@ def record(folder: Folder, job: Job) -> None:
         store.put(path, json.dumps({"schema": 1, "jobs": rows}, indent=1) + "\n")
     except store.StoreError as error:
         raise FolderError(f"{error}; job {job.number} is submitted") from None
+
+
+def forget_jobs(folder: Folder) -> None:
+    """Remove the record of jobs and the claims of batches, as their numbers change."""
+    try:
+        for path in (folder.path / RECORD, *folder.logs.glob("batch-*.json")):
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        raise FolderError(f"{folder.path}: cannot be written: {error.strerror}") from None

@@ -16,11 +16,12 @@ from ..bench.harness import interleave_ranks
 from ..bench.machine import ping_pong
 from ..config import UserError
 from ..kinds.base import Array, Calls, Measuring, Outcomes, Result
-from ..provenance import cpu_clone, git_commit, hosts, processor, versions
+from ..provenance import cpu_clone, hosts, identity, versions
 from ..signals import Caught
 from ..world.cores import own_cores
 from ..world.mpi import World, library_version
 from .cases import Case
+from .energy import node_meter
 from .spec import Study
 from .statistics import is_enough
 
@@ -89,11 +90,24 @@ class Place:
         self.world = world
         self.cores = ""
         self._hosts = hosts(world)
+        own = world.hosted.start
+        first = world.nodes.index(world.nodes[own]) == own  # of the processes of this node
+        self._meter = node_meter() if first else None
 
     @cached_property
     def seconds_per_byte(self) -> float:
         """Time of a byte between the first and the last rank, by a ping-pong. Collective."""
         return ping_pong(self.world, PING_BYTES, PINGS, PING_WARMUP)[1]
+
+    def read_energy(self) -> float:
+        """Return what the counters of the node say, in J; 0 but on its first process of these."""
+        return 0.0 if self._meter is None else self._meter.joules()
+
+    def energy_j(self, before: float) -> Outcomes:
+        """Return the energy of all nodes since each read_energy, if all count it. Collective."""
+        used = self.read_energy() - before
+        energy_j = float(np.sum(self.world.gather(used)))
+        return {} if np.isnan(energy_j) else {"energy_j": energy_j}
 
     def environment(self) -> dict[str, str]:
         """Return where this is, the same for all cases of a job that use these ranks.
@@ -105,14 +119,13 @@ class Place:
         slurm = {name: os.environ[name] for name in SLURM if name in os.environ}
         return {
             "hosts": " ".join(dict.fromkeys(self._hosts)),
-            "processor": processor(),
+            **identity(),
             "cores": str(os.cpu_count()),
             "placement": self.cores,
-            "mpi_library": library_version(),
             "versions": json.dumps(versions()),
             "kernels": cpu_clone(),
-            "git_commit": git_commit(),
             "slurm": json.dumps(slurm),
+            **({"energy": self._meter.sources} if self._meter and self._meter.sources else {}),
         }
 
 
@@ -124,7 +137,7 @@ class TimedCalls(Measuring):
         self.calls, self.measure = calls, study.measure
         self.times_s = np.empty((0, 3))
         self.is_warmup = np.empty(0, np.uint8)
-        self.spent_s = 0.0
+        self.spent_s = self.spent_j = 0.0
         self.outcomes: Outcomes = {}
 
     @property
@@ -140,26 +153,31 @@ class TimedCalls(Measuring):
         with own_cores(world) as cores:
             place.cores = cores
             with self.calls(self.study, self.case, place, not len(self.times_s)) as call:
+                before_j = place.read_energy()
                 repeats, began_s = min(measure.block, left), time.perf_counter()
                 times_s = interleave_ranks(
                     world, {0: call.run}, repeats, measure.warmup, lambda _: call.prepare()
                 )[0]
                 spent_ns = np.array([int((time.perf_counter() - began_s) * 1e9)])
+                energy = place.energy_j(before_j)
         self.outcomes |= call.outcomes
         over_ranks = (times_s.max(axis=1), times_s.min(axis=1), times_s.mean(axis=1))
         self.times_s = np.concatenate([self.times_s, np.stack(over_ranks, axis=1)])
         flags = (np.arange(len(times_s)) < measure.warmup).astype(np.uint8)
         self.is_warmup = np.concatenate([self.is_warmup, flags])
+        if energy:
+            self.spent_j += float(energy["energy_j"])
+            self.outcomes["energy_j"] = self.spent_j / len(self.times_s)
         self.spent_s += float(world.max(spent_ns)[0]) / 1e9
         self.done = self._is_done()  # the same on all ranks, as all it looks at is
 
     def _is_done(self) -> bool:
         measure, counted = self.measure, self.counted
+        if len(counted) < measure.min_repeats:
+            return False
         if len(counted) >= measure.max_repeats or self.spent_s >= measure.max_time_s:
             return True
-        return len(counted) >= measure.min_repeats and is_enough(
-            counted, measure.confidence, measure.relative
-        )
+        return is_enough(counted, measure.confidence, measure.relative)
 
     def result(self, place: Place) -> Result:
         """Return the times of all repeats."""

@@ -88,9 +88,9 @@ class Measure(Section):
     """[measure]: how often, and when it is enough.
 
     A case is visited again and again, with others in between: warmup calls and then block repeats
-    a visit. It ends after min_repeats once the confidence interval of the median is within
-    relative of it on both sides, after max_repeats, or after max_time_s of calls. So many cases
-    take turns as interleave says.
+    a visit. After min_repeats it ends once the confidence interval of the median is within
+    relative of it on both sides, or max_time_s of calls are over; else after max_repeats. So many
+    cases take turns as interleave says.
 
     warmup: calls before the repeats of a visit, which are kept and flagged; of trainings: steps
     block: repeats of a visit; min_repeats, max_repeats: of a case
@@ -133,7 +133,7 @@ class Run(Section):
         "nested" one job of the largest shape, smaller cases on some of its ranks
     batch_time_s: of all cases of a job, at most
     case_time_s: estimate for a case, where the kind has none or a better one is known
-    throttle: jobs of an array at a time, 0 for any number; retries: of a job that fails
+    throttle: jobs of the study at a time, 0 for any number; retries: of a job that fails
     """
 
     bundle: Literal["case", "shape", "nested"] = "shape"

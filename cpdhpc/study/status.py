@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 
 from ..claim import Claim, JobAlive, read_claim, unknown
 from .cases import Case, batches, expand
-from .folder import Folder, Job
+from .folder import Folder, Job, recorded
 from .slurm import queue
 from .spec import Study
 
 TAIL = 12  # lines of a log
 TAIL_BYTES = 4096
-STATES = ("finished", "running", "pending", "failed", "missing")
+STATES = ("finished", "running", "pending", "failed", "damaged", "missing")
+LIVE = ("running", "pending")
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,50 @@ class State:
     batch: int
     state: str
     detail: str
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where a study stands.
+
+    unasked: why Slurm has not said where jobs stand; "": it has, or there are none
+    endings: the last lines of the logs of jobs with failed cases
+    """
+
+    cases: list[State]
+    unasked: str = ""
+    endings: list[str] = field(default_factory=list)
+
+    @cached_property
+    def counts(self) -> Counter[str]:
+        """Number of cases by state."""
+        return Counter(each.state for each in self.cases)
+
+    @property
+    def by_shape(self) -> dict[str, Counter[str]]:
+        """Number of cases by state, by nodes x ppn."""
+        found: dict[str, Counter[str]] = {}
+        for each in self.cases:
+            shape = f"{each.case.nodes} x {each.case.ppn}"
+            found.setdefault(shape, Counter())[each.state] += 1
+        return found
+
+    @property
+    def live(self) -> bool:
+        """Whether something waits or runs."""
+        return any(self.counts[state] for state in LIVE)
+
+
+def look(study: Study, folder: Folder) -> Standing:
+    """Return where a study stands, by its files and by Slurm as far as that answers."""
+    jobs = recorded(folder)
+    found, unasked = states(study, folder), ""
+    if jobs:
+        try:
+            found = with_slurm(found, folder, jobs, queue.states(job.number for job in jobs))
+        except queue.SlurmError as error:
+            unasked = str(error)
+    return Standing(found, unasked, endings(found, folder, jobs))
 
 
 def states(study: Study, folder: Folder, job_alive: JobAlive = unknown) -> list[State]:
@@ -52,7 +99,8 @@ def _state(folder: Folder, case: Case, claim: Claim | None, alive: bool | None) 
         doubt = "" if alive else ", or dead: not known here"
         return "running", f"since {claim.started} on {claim.host}{doubt}"
     if folder.case_file(case).exists():
-        return "missing", f"{folder.case_file(case).name} is damaged or another case's"
+        name = folder.case_file(case).name
+        return "damaged", f"{name} is damaged or another case's: resume measures it again"
     if claim is not None and claim.state == "running":
         return "failed", f"its batch, started {claim.started} on {claim.host}, died"
     return "missing", "" if claim is None else f"its batch {claim.state}"
@@ -80,6 +128,8 @@ def _refined(each: State, failure: str, job: Job, states: queue.States) -> State
     known = f"job {job.shown(each.batch)}"
     said = states.get((job.number, job.batches[each.batch]))
     if said is None or said.name != job.name:
+        if each.state == "damaged":
+            return each
         told = f": {each.detail}" if each.detail else ""
         return replace(each, state="failed", detail=f"{known}: Slurm has forgotten it{told}")
     reason = f" ({said.reason})" if said.reason else ""
@@ -89,8 +139,15 @@ def _refined(each: State, failure: str, job: Job, states: queue.States) -> State
     if said.live:  # a batch begins without failures: one that is there is of this run
         state = "failed" if failure else "running"
         return replace(each, state=state, detail=f"{known} {said.state}{told}")
+    if each.state == "damaged" and said.exit_code == 0:
+        return each
+    if each.state == "damaged" and not failure:
+        told = f": {each.detail}"
     code = "" if said.exit_code is None else f", exit code {said.exit_code}"
-    return replace(each, state="failed", detail=f"{known} {said.state}{code}{reason}{told}")
+    detail = f"{known} {said.state}{code}{reason}{told}"
+    if said.exit_code == 0 and not failure:  # its file was there, and is not any more
+        return replace(each, state="missing", detail=f"{detail}, and there is no file")
+    return replace(each, state="failed", detail=detail)
 
 
 def endings(found: list[State], folder: Folder, jobs: list[Job]) -> list[str]:

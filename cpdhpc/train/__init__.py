@@ -1,7 +1,18 @@
-"""Training on many ranks: the only part that imports torch."""
+"""Training on many ranks; what a job file may say is known without torch, as login nodes need."""
 
 from __future__ import annotations
 
-from .reducer import GradientReducer
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .reducer import GradientReducer as GradientReducer
 
 __all__ = ["GradientReducer"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from .reducer import GradientReducer
+
+    return GradientReducer

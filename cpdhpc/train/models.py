@@ -5,12 +5,14 @@ from __future__ import annotations
 from abc import abstractmethod
 from itertools import pairwise
 from math import prod
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-import torch
 from pydantic import Field
 
 from ..config import Section
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Model(Section):
@@ -43,6 +45,8 @@ class LeNet(Model):
 
         Raises ValueError for images that two poolings leave nothing of.
         """
+        import torch
+
         height, width = image_shape
         if min(height, width) < 4:
             raise ValueError(f"LeNet: images of {height} x {width} pixels: at least 4 x 4")
@@ -76,6 +80,8 @@ class Mlp(Model):
 
     def build(self, image_shape: tuple[int, int], classes: int) -> torch.nn.Module:
         """Return the network; its input is float32[batch, height, width]."""
+        import torch
+
         widths = (prod(image_shape), *self.hidden, classes)
         layers: list[torch.nn.Module] = [torch.nn.Flatten()]
         for inputs, outputs in pairwise(widths):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-import torch
 from pydantic import Field, model_validator
 
 from ..config import Section
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Optimizer(Section):
@@ -40,6 +42,8 @@ class Sgd(Optimizer):
 
     def build(self, parameters: Iterable[torch.nn.Parameter], rate: float) -> torch.optim.Optimizer:
         """Return torch's. See Optimizer.build."""
+        import torch
+
         return torch.optim.SGD(
             parameters,
             lr=rate,

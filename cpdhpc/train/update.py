@@ -5,14 +5,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal
-
-import torch
+from typing import TYPE_CHECKING, Literal
 
 from ..compress.base import Mean
 from ..compress.state import State
 from ..config import Section
-from .reducer import GradientReducer
+
+if TYPE_CHECKING:
+    import torch
+
+    from .reducer import GradientReducer
 
 
 class Update(ABC):

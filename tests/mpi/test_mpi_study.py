@@ -1,6 +1,7 @@
 """Batches of studies on real ranks: smaller cases on some of them, failures, signals, proofs."""
 
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -10,10 +11,13 @@ import pytest
 from studies import small_study
 from training import write_idx
 
+from cpdhpc import provenance
 from cpdhpc.bench.allreduce import TimedCase
-from cpdhpc.claim import read_claim
+from cpdhpc.claim import Claim, read_claim
 from cpdhpc.config import UserError
+from cpdhpc.store import StoreError
 from cpdhpc.study.batch import FAILED, FINISHED, UNFINISHED, measure_batch
+from cpdhpc.study.case_file import ALIKE
 from cpdhpc.study.cases import batches, expand, load_study
 from cpdhpc.study.collect import collect, find
 from cpdhpc.study.folder import Folder
@@ -191,21 +195,55 @@ def test_a_training_goes_on_from_its_checkpoint(world, shared, monkeypatch):
 
     def stopping(*arguments):
         calls.append(1)
-        if len(calls) == 5 and world.process == 0:
+        if len(calls) in (4, 8) and world.process == 0:
             os.kill(os.getpid(), signal.SIGUSR1)
         return step(*arguments)
 
     monkeypatch.setattr(loop, "step", stopping)
     assert measure_batch(world, folder.path, 0) == UNFINISHED
-    assert len(calls) == 5 and not folder.finished(case)
+    assert len(calls) == 4 and not folder.finished(case)
+    there = provenance.identity()
+    monkeypatch.setattr(provenance, "identity", lambda: there | {"mpi_library": "another"})
+    assert measure_batch(world, folder.path, 0) == FAILED
+    assert folder.failure(case).endswith(
+        f"was trained so far with mpi_library {there['mpi_library']}, not another: go on there, "
+        "or delete it"
+    )
+    world.barrier()
+    monkeypatch.setattr(provenance, "identity", lambda: there)
+    assert measure_batch(world, folder.path, 0) == UNFINISHED
     assert measure_batch(world, folder.path, 0) == FINISHED
     assert len(calls) == 12, "three steps an epoch, and none twice"
     (result,) = [result for _, result in find(folder, [case]).results]
-    assert result.is_warmup.tolist() == [1, 1, 0, 0, 0, 1, 1, 0, 0, 0, 0, 0]
-    assert result.outcomes["restarts"] == 1 and 0 < result.outcomes["accuracy"] <= 100
+    # Each of the three processes is cold for two steps: from 0, from 4 and from 8 on.
+    assert result.is_warmup.tolist() == [1, 1, 0, 0, 1, 1, 0, 0, 1, 1, 0, 0]
+    assert not folder.work(case).exists(), "a finished case needs no checkpoint"
+    assert result.outcomes["restarts"] == 3 and 0 < result.outcomes["accuracy"] <= 100
     assert result.series["training"]["epoch"].tolist() == [1, 2, 3, 4]
     assert result.series["telemetry"]["iteration"].tolist() == [0, 2, 4, 6, 8, 10]
     assert (result.times_s[:, 0] > 0).all()
+    world.barrier()
+
+
+def test_cases_of_two_libraries_are_not_mixed(world, shared, monkeypatch):
+    size = world.processes
+    folder = freeze(world, shared, sweep={"ranks": [size], "ppn": size})
+    (first, other) = expand(folder.study()).cases
+    assert measure_batch(world, folder.path, 0) == FINISHED
+    world.barrier()
+    if world.process == 0:
+        folder.case_file(other).unlink()
+    there = provenance.identity()
+    assert there.keys() == ALIKE.keys()
+    for name, value in there.items():
+        monkeypatch.setattr(provenance, "identity", lambda n=name: there | {n: "another"})
+        with pytest.raises(UserError, match=re.escape(f"{value or 'unknown'}, not another")):
+            measure_batch(world, folder.path, 0)
+    assert read_claim(folder.claim_file(0)).restarts == 0, "it has not begun"
+    world.barrier()
+    monkeypatch.undo()
+    assert measure_batch(world, folder.path, 0) == FINISHED
+    assert folder.finished(first) and folder.finished(other)
     world.barrier()
 
 
@@ -226,21 +264,48 @@ def test_what_the_user_can_mend_is_raised_on_all_ranks(world, shared):
     world.barrier()
 
 
+def test_a_disk_that_is_full_ends_all_ranks(world, shared, monkeypatch):
+    """At the last claim, and at the word on a failure: only process 0 writes them."""
+    folder = freeze(world, shared, sweep={"ranks": [world.processes], "ppn": world.processes})
+
+    def full(*_):
+        raise StoreError("cannot be written: No space left on device")
+
+    monkeypatch.setattr(Claim, "end", full)
+    with pytest.raises(UserError, match="No space left"):
+        measure_batch(world, folder.path, 0)
+    assert all(map(folder.finished, expand(folder.study()).cases))
+    world.barrier()
+    monkeypatch.undo()
+    for case in expand(folder.study()).cases if world.process == 0 else ():
+        folder.case_file(case).unlink()
+        folder.failure_file(case).mkdir()
+    world.barrier()
+
+    def wrong(*_):
+        raise ArithmeticError("wrong")
+
+    monkeypatch.setattr(TimedCase, "check", wrong)
+    monkeypatch.setattr(Path, "unlink", lambda *_, **__: None)
+    with pytest.raises(UserError, match="cannot be written: Is a directory"):
+        measure_batch(world, folder.path, 0)
+    world.barrier()
+
+
 def test_a_job_that_trains_nothing_fails_alone(world, shared):
     size = world.processes
     path = shared / "train.toml"
     if world.process == 0:
         path.write_text(
             "kind = 'train'\n[job.data]\nname = 'idx'\ndir = 'nowhere'\n[sweep]\n"
-            f"ranks = {size}\nppn = {size}\nseed = [0]\n'model.name' = ['mlp', 'resnet']\n"
+            f"ranks = {size}\nppn = {size}\nseed = [0]\n"
         )
         Folder(shared / "x").prepare(load_study(path))
     world.barrier()
     folder = Folder(shared / "x")
     assert measure_batch(world, folder.path, 0) == FAILED
-    failures = sorted(map(folder.failure, expand(folder.study()).cases))
-    assert "model.name='resnet': did you mean lenet?" in failures[0]
-    assert "nowhere/train-images-idx3-ubyte: there is no such file" in failures[1]
+    (case,) = expand(folder.study()).cases
+    assert "nowhere/train-images-idx3-ubyte: there is no such file" in folder.failure(case)
     world.barrier()
 
 

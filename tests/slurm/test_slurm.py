@@ -41,6 +41,18 @@ max_repeats = 5
 bundle = "case"
 throttle = 3
 """
+LONG = """
+name = "long"
+kind = "allreduce"
+[sweep]
+nodes = [1, 2]
+size_bytes = "4KiB"
+[measure]
+min_repeats = 1000000
+max_repeats = 1000000
+[run]
+throttle = 1
+"""
 TRAIN = """
 [model]
 name = "mlp"
@@ -128,11 +140,18 @@ def test_the_script_of_all_reduces(lab: Lab, openmpi: Mpi | str) -> None:
     small = ["--set", "sweep.size_bytes=4KiB", "--set", "measure.max_repeats=10"]
     script = str(ROOT / "slurm" / "allreduce_scaling.sbatch")
     options = ["--nodes=2", "--ntasks-per-node=2", "--output=all.log"]
-    job = int(lab.call("sbatch", "--parsable", *options, script, study, *small))
-    states = lab.wait([job])
+    # Twice with other settings, at the same time: each has a folder of its own.
+    other = [*small, "--set", "measure.relative=0.5"]
+    jobs = [
+        int(lab.call("sbatch", "--parsable", *options, script, study, *given))
+        for given in (small, other)
+    ]
+    states = lab.wait(jobs)
     said = (lab.directory / "all.log").read_text()
     assert {state.exit_code for state in states.values()} == {0}, said
-    folder = Folder(lab.directory / "results" / "allreduce_scaling-2x2")
+    paths = sorted((lab.directory / "results").glob("allreduce_scaling-2x2-*"))
+    assert len(paths) == 2 and all((path / "report.html").exists() for path in paths), said
+    folder = Folder(paths[0])
     with h5py.File(folder.study_file) as file:
         assert file.attrs["status"] == "complete"
         shapes = zip(
@@ -140,7 +159,6 @@ def test_the_script_of_all_reduces(lab: Lab, openmpi: Mpi | str) -> None:
         )
         assert sorted(set(shapes)) == [(1, 1), (1, 2), (2, 2)]
         assert len(set(file["samples/job_id"].asstr()[:])) == 1  # all in one job
-    assert (folder.path / "report.html").exists(), said
 
 
 def test_three_ranks_and_one_are_an_error(lab: Lab, openmpi: Mpi | str) -> None:
@@ -245,5 +263,28 @@ def test_training_goes_on_after_usr1_with_the_same_bits(lab: Lab, openmpi: Mpi |
 
     undisturbed = bits_of(lab.directory / "undisturbed" / "train-s0.checkpoint.h5")
     assert bits_of(lab.directory / "results" / "train" / "train-s0.checkpoint.h5") == undisturbed
-    [checkpoint] = (folder.path / "work").glob("*/checkpoint.h5")
-    assert bits_of(checkpoint) == undisturbed
+    assert not list((folder.path / "work").iterdir()), "no checkpoint of what is finished"
+    with (
+        h5py.File(folder.study_file) as study_file,
+        h5py.File(lab.directory / "undisturbed" / "train-s0.h5") as record,
+    ):
+        loss, same = study_file["training/test_loss"][0], record["epochs/test_loss"][:]
+        assert loss.tobytes() == same.tobytes()
+        # Two processes, each of them cold for the two steps of [measure] warmup.
+        assert study_file["samples/is_warmup"][0].sum() == 4
+
+
+def test_cancel_ends_the_jobs_of_a_study(lab: Lab, openmpi: Mpi | str) -> None:
+    if isinstance(openmpi, str):
+        pytest.skip(openmpi)
+    other = int(lab.call("sbatch", "--parsable", "--wrap", "sleep 60", "--output=/dev/null"))
+    study = lab.file("long.toml", LONG)
+    folder = lab.submit(study, lab.site(openmpi, "mpirun"), "long")
+    assert "1 pending" in lab.study("status", str(folder.path), "--summary").splitlines()[-1]
+    first, second, last = recorded(folder)
+    said = lab.study("cancel", str(folder.path)).splitlines()
+    assert said == [f"job {job.number}, {job.name}: cancelled" for job in (first, second, last)]
+    lab.wait([job.number for job in (first, second, last)])
+    assert "no job of it waits or runs" in lab.study("cancel", str(folder.path))
+    assert "JobState=CANCELLED" not in lab.call("scontrol", "show", "job", str(other))
+    lab.call("scancel", str(other))

@@ -82,6 +82,13 @@ def submit(script: Path, options: Iterable[str] = ()) -> int:
     return int(found[1])
 
 
+def cancel(jobs: Iterable[int]) -> None:
+    """Cancel jobs, arrays whole. Raises SlurmError where scancel does not do it."""
+    done = _call(["scancel", *map(str, jobs)])
+    if done.returncode:
+        raise SlurmError(f"scancel refuses it: {_said(done)}")
+
+
 def states(jobs: Iterable[int]) -> States:
     """Return the states of jobs and of all elements of arrays, of those that Slurm remembers.
 

@@ -35,6 +35,11 @@ class Launcher:
     many_cpus: str
     signal: str
 
+    @property
+    def program(self) -> str:
+        """What must be on PATH."""
+        return self.command.split()[0]
+
 
 # srun does not take over sbatch's cpus-per-task. A rank that dies alone ends the others after
 # --wait seconds. Not at once, by --kill-on-bad-exit: when all ranks end with status 85, those that
@@ -105,7 +110,7 @@ class Site(Section):
 
     modules are loaded first, then the lines of setup run, in bash; either may fail the job.
     directives: further options of sbatch, as "--mail-type=END"
-    python: what starts Python in a job
+    python: what starts Python in a job; container: an image that it is in, started by runtime
     nodes, cores_per_node, max_time_min: the most that a job may ask for; None: not known
     gpus_per_node: 0 for jobs without GPUs; else a rank has one of its own
     cpus_per_rank: cores
@@ -124,6 +129,8 @@ class Site(Section):
     modules: Lines = ()
     setup: Lines = ()
     python: Line = "python"
+    container: Line | None = None
+    runtime: Line = "apptainer exec"
     launcher: str = "mpirun"
     mpi_flags: Lines = ()
     nodes: PositiveInt | None = None
@@ -150,6 +157,12 @@ class Site(Section):
                 f"grace_s={self.grace_s} seconds"
             )
         return self
+
+    @property
+    def command(self) -> str:
+        """The words of the shell that start Python, in the container where there is one."""
+        inside = [] if self.container is None else [self.runtime, quote(self.container)]
+        return " ".join([*inside, self.python])
 
     def toml(self) -> str:
         """Return the profile as TOML text."""

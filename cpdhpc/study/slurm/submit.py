@@ -9,14 +9,13 @@ from ... import store
 from ...claim import alone
 from ...config import UserError
 from ..cases import Batch, batches, expand
-from ..folder import Folder, Job, record, recorded
+from ..folder import LOCK, Folder, Job, record, recorded
 from ..spec import Study
 from . import queue
 from .script import Array, array_script, arrays, collect_script
 from .site import Site
 
 SITE = "site.toml"  # in the folder: the profile of the last submit
-LOCK = "submit.lock"  # in the folder: held while a process submits
 Say = Callable[[str], None]
 
 
@@ -86,23 +85,30 @@ def _submit_all(study: Study, folder: Folder, site: Site, say: Say) -> list[Job]
     for path in texts:
         say(f"{path}: {queue.test_only(path)}")
     *of_arrays, collecting = texts
-    new = []
+    new: list[Job] = []
     for path, array in zip(of_arrays, todo, strict=True):
-        new.append(_submit(folder, path, array, study.name))
+        before = {*busy.values()} if not new else {new[-1].number}
+        new.append(_submit(folder, path, array, study, before))
         shape = f"{array.nodes} x {array.ppn} ranks"
         say(f"job {new[-1].number}: {shape}, elements {array.indices}")
     after = sorted({*busy.values(), *(job.number for job in new)})
-    options = [f"--dependency=afterany:{':'.join(map(str, after))}"]
-    last = Job(queue.submit(collecting, options), f"{study.name}-collect", {})
+    last = Job(queue.submit(collecting, after_any(after)), f"{study.name}-collect", {})
     record(folder, last)
     say(f"job {last.number}: collects when they have ended, however they end")
     return [*new, last]
 
 
-def _submit(folder: Folder, script: Path, array: Array, study: str) -> Job:
-    number = queue.submit(script)
+def after_any(jobs: Iterable[int]) -> list[str]:
+    """Return the options by which sbatch lets a job wait until others have ended, if any."""
+    numbers = ":".join(map(str, sorted(jobs)))
+    return [f"--dependency=afterany:{numbers}"] if numbers else []
+
+
+def _submit(folder: Folder, script: Path, array: Array, study: Study, before: set[int]) -> Job:
+    """Submit an array; with a throttle it waits for the one before, so that they do not add up."""
+    number = queue.submit(script, after_any(before) if study.run.throttle else [])
     batches = {batch.number: batch.number - array.offset for batch in array.batches}
-    job = Job(number, f"{study}-{array.name}", batches)
+    job = Job(number, f"{study.name}-{array.name}", batches)
     record(folder, job)  # at once: were we killed now, this job would still be known
     return job
 
@@ -122,3 +128,25 @@ def _announce(lacking: list[Batch], busy: Collection[int], refused: Refused, say
 def _write(texts: dict[Path, str]) -> None:
     for path, text in texts.items():
         store.put(path, text)
+
+
+def cancel(folder: Folder, say: Say = print) -> None:
+    """Cancel the jobs of a study that wait or run, the collecting one too, and no other's.
+
+    Raises SlurmError where Slurm does not answer.
+    """
+    with alone(folder.path / LOCK, "study submit or cancel", say):
+        jobs = recorded(folder)
+        known = queue.states(job.number for job in jobs)
+        names = {job.number: job.name for job in jobs}
+        live = {
+            number
+            for (number, _), state in known.items()
+            if state.live and state.name == names[number]
+        }
+        if not live:
+            say(f"{folder.path}: no job of it waits or runs")
+            return
+        queue.cancel(sorted(live))
+    for number in sorted(live):
+        say(f"job {number}, {names[number]}: cancelled")
