@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from .. import store
 from ..bench.harness import together
 from ..claim import Claim, read_claim
 from ..collectives.checks import NonFiniteGradient
@@ -51,10 +52,9 @@ def measure_batch(
         runner = _Runner(world, folder, study, cases, claim.restarts, caught)
         runner.run(number)
     status = runner.status
-    if world.process == 0:
-        state = "stopped" if status == UNFINISHED else "ended"
-        claim.end(folder.claim_file(number), state)
-    world.barrier("end of the batch")
+    state = "stopped" if status == UNFINISHED else "ended"
+    mark = folder.claim_file(number)
+    together(world, lambda: claim.end(mark, state) if world.process == 0 else None)
     return status
 
 
@@ -215,10 +215,9 @@ class _Runner:
         """Write from process 0 why a case cannot be measured; the others go on."""
         self.failed += 1
         self._say(f"failed {case.id}: {wrong}")
-        if self.world.process == 0:
-            path = self.folder.failure_file(case)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(wrong + "\n", encoding="utf-8")
+        path = self.folder.failure_file(case)
+        first = self.world.process == 0
+        together(self.world, lambda: store.put(path, wrong + "\n") if first else None)
 
     def _say(self, text: str) -> None:
         if self.world.process == 0:
