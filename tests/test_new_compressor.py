@@ -131,21 +131,14 @@ def test_residuals_that_are_lost_are_told(tmp_path: Path, damage: str) -> None:
         shutil.copy(next((tmp_path / "other").glob("*.state-*.h5")), kept)
         job = small_job(**TOPK)
     else:
-        resumed = prepare(job, Loopback(2), small_data(), files)
-        resumed.resume()
-        rng, refused = np.random.default_rng(0), 0
-        for _ in range(60):
+        rng = np.random.default_rng(0)
+        for _ in range(20):
             bad = bytearray(content)
             bad[rng.integers(len(bad))] ^= 1 << int(rng.integers(8))
             kept.write_bytes(bad)
             training = prepare(job, Loopback(2), small_data(), files)
-            try:
+            with pytest.raises(UserError, match=kept.name):
                 training.resume()
-            except UserError:
-                refused += 1
-                continue
-            assert residuals(training) == residuals(resumed)  # in a byte that nothing uses
-        assert refused > 20
         bad = bytearray(content)
         bad[len(bad) // 2 :] = bytes(len(bad) - len(bad) // 2)
         kept.write_bytes(bad)
