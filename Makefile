@@ -38,7 +38,7 @@ SERIAL_TESTS = $(ACTIVATE) $(LIMITED) python $(PYTEST) tests --ignore=tests/mpi
 MPI_TESTS = python -m mpi4py $(PYTEST) --with-mpi -o faulthandler_exit_on_timeout=true
 # Models split over ranks, and what depends on the numbers of ranks and of nodes beyond 2 and 3.
 SPLIT = $(patsubst %,tests/mpi/test_mpi_%.py,autoencoder autograd spatial)
-FOUR = $(SPLIT) $(patsubst %,tests/mpi/test_mpi_%.py,allreduce darray exact)
+FOUR = $(SPLIT) $(patsubst %,tests/mpi/test_mpi_%.py,allreduce darray exact reducer)
 SCRIPTS = .ci/run slurm/mpirun-local $(patsubst %,tests/%,limited slurm/install slurm/up slurm/down) \
     $(wildcard slurm/*.sbatch tests/golden/slurm/*.sbatch)
 SOURCES = setup.cfg setup.py pyproject.toml constraints.txt $(wildcard kernels/*)

@@ -29,6 +29,7 @@ from .replicas import (
     description,
     is_plain,
     kind,
+    survey,
     tensors_of,
 )
 
@@ -217,9 +218,11 @@ class GradientReducer:
 
     def _agree(self) -> Sequence[int]:
         """Return, by layer, whether any rank has a gradient; raise what any found. Collective."""
-        if not self._known.issuperset(id(p) for p in self.model.parameters() if p.requires_grad):
+        parameters, self._live = survey(self.model)
+        if not self._known.issuperset(map(id, parameters)):
             self.fail(self._unknown())
-        alike = {"iteration": self.iteration, "bytes of buffers": self._buffers.size_bytes()}
+        size_bytes = self._buffers.size_bytes(self._live)
+        alike = {"iteration": self.iteration, "bytes of buffers": size_bytes}
         missing = [not all(self._used)]
         if not any(check_alike(self.world, self._error, alike, missing, "GradientReducer.reduce")):
             return self._used
@@ -259,7 +262,7 @@ class GradientReducer:
         mean = _joined(self.bucket.size, self.parts, means)
         if self._factor != 1:
             mean = replace(mean, flat=mean.flat * np.float32(self._factor))
-        self._buffers.share(self._active)
+        self._buffers.share(self._live, self._active)
         self.iteration += 1
         views = self.bucket.views(mean.flat)
         for parameter, view, is_used in zip(self.parameters, views, used, strict=True):

@@ -298,3 +298,18 @@ def test_a_rank_that_does_not_join_is_told(world: World) -> None:
 
         error = said(reducer.reduce if last and world.processes > 1 else joining)
     together(world, world.processes == 1 or ("calls differ: GradientReducer.join" in error))
+
+
+def test_the_page_for_torch_users(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """docs/torch.md as one program, block by block; all ranks end with the same model."""
+    page = (Path(__file__).parents[2] / "docs" / "torch.md").read_text()
+    monkeypatch.chdir(world.gather(str(tmp_path))[0])
+    here: dict[str, Any] = {}
+    for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+        exec(block, here)
+    samples = here["targets"].numel()
+    sum_of_right = 0 <= float(here["right"]) <= samples * world.size
+    together(world, alike(world, bits(here["model"])), sum_of_right)
+    here["world"].free()
