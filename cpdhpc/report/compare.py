@@ -284,14 +284,18 @@ def _medians(change: Change) -> list[units.Cell]:
 
 
 def verdict(comparison: Comparison) -> str:
-    """Return in a line how many points are slower, and by how much the first of them."""
+    """Return in a line how many points are slower, by how much the first, and what is not said."""
     slower, names = comparison.having("slower"), _names(comparison)
     counted = f"{len(slower)} of {units.count(len(comparison.changes), 'point')} slower"
     shown = [
         f"{_name(each, names)} by {units.with_interval(*each.change)} %" for each in slower[:FIRST]
     ]
     rest = ["..."] if len(slower) > FIRST else []
-    return f"{counted}: {'; '.join([*shown, *rest])}" if slower else counted
+    said = f"{counted}: {'; '.join([*shown, *rest])}" if slower else counted
+    unsaid = len(comparison.having("unknown")), len(comparison.only_before)
+    kinds = ("without an interval", "of the reference missing")
+    more = [f"{n} {what}" for n, what in zip(unsaid, kinds, strict=True) if n]
+    return f"{said} ({', '.join(more)})" if more else said
 
 
 def _chart(comparison: Comparison) -> Chart:
