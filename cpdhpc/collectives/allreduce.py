@@ -16,17 +16,18 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 import numpy.typing as npt
 
-from ..formats import FloatFormat, Overflow, Rounding, sum_bits
-from ..methods import MAX_SUM_BITS
+from ..formats import FloatFormat, Overflow, Rounding
 from ..ops import backend_of, on_gpu
 from ..world.gpu_messages import carrier_of
 from ..world.mpi import as_world
-from ..world.ranks import Loopback, Ranks, check_integer
+from ..world.ranks import Loopback, Ranks
 from .checks import (
     check_alike,
     check_arrays,
     check_out,
+    check_world,
     is_finite,
+    iteration_error,
     of_tensor,
     raise_nonfinite,
     shared_amax,
@@ -129,7 +130,7 @@ class Prepared:
             flat = [x.reshape(-1) for x in self._xs]
             what = f"allreduce {method.algorithm}: iteration"
             suspect = method.hides_nonfinite and not all(map(is_finite, flat))
-            error = _caught(iteration)
+            error = iteration_error(iteration)
             if any(check_alike(world, error, {"iteration": iteration}, [suspect], what)):
                 raise_nonfinite(world, flat, self._parts, None)
         return method.reduce(world, self._xs, self._outs, self._parts, iteration)
@@ -189,7 +190,7 @@ class Allreduce(Method):
                 world, xs, outs,
                 iteration=iteration, segments=segments, every=every, error=error,
             )  # fmt: skip
-        error = error or _caught(iteration)
+        error = error or iteration_error(iteration)
         parts = self.check(world, xs, outs, iteration, segments, every, error)
         return self.reduce(world, xs, outs, parts, iteration, every)
 
@@ -263,7 +264,7 @@ class Allreduce(Method):
                 if outs is not None:
                     check_out(xs, outs, len(xs) if every else 1)
                 if self.exact or self.algorithm == MPI_ALLREDUCE:
-                    self._check_world(world)
+                    check_world(self, world)
         except Exception as found:  # whatever: the other ranks are to hear of it
             error = found
         flat = [] if error else [x.reshape(-1) for x in xs]
@@ -284,18 +285,6 @@ class Allreduce(Method):
     def choices(self) -> dict[str, object]:
         """All choices by name."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
-
-    def _check_world(self, world: Ranks) -> None:
-        if self.algorithm == MPI_ALLREDUCE and not world.has_mpi:
-            raise ValueError(
-                "allreduce: algorithm='mpi' has no schedule to simulate: it is MPI_Allreduce"
-            )
-        bits = sum_bits(self.fmt, world.ranks) if self.fmt and self.exact else 0
-        if bits > MAX_SUM_BITS:
-            raise ValueError(
-                f"allreduce: accumulate='exact', wire={self.wire!r}: sums of {world.ranks} ranks "
-                f"take {bits} bits: must be {MAX_SUM_BITS} or fewer"
-            )
 
     def _sum(
         self,
@@ -383,15 +372,6 @@ def configured(**choices: Any) -> Allreduce:
 @lru_cache(maxsize=256, typed=True)
 def _configured(**choices: Any) -> Allreduce:
     return Allreduce(**choices)
-
-
-def _caught(iteration: object) -> Exception | None:
-    """Return what is wrong with an iteration, if anything is."""
-    try:
-        check_integer("allreduce: iteration", iteration)
-    except TypeError as error:
-        return error
-    return None
 
 
 def _sum_by_mpi(world: Ranks, flat: Sequence[Array], totals: Sequence[Array]) -> None:

@@ -10,9 +10,11 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
+from ..formats import sum_bits
+from ..methods import MAX_SUM_BITS
 from ..ops import backend_of, on_gpu, to_host
-from ..world.ranks import Ranks
-from .method import Segment, check_segments, tile_span
+from ..world.ranks import Ranks, check_integer
+from .method import MPI_ALLREDUCE, Method, Segment, check_segments, tile_span
 
 Array = npt.NDArray[Any]
 
@@ -114,6 +116,29 @@ def check_out(xs: Sequence[Array], outs: Sequence[Array] | None, count: int) -> 
         _check_place("out", out, xs[0])
         if not getattr(out.flags, "writeable", True):
             raise ValueError("allreduce: out is read-only")
+
+
+def check_world(method: Method, world: Ranks) -> None:
+    """Raise ValueError unless a method is one for a world: of MPI, and of not too many ranks."""
+    if method.algorithm == MPI_ALLREDUCE and not world.has_mpi:
+        raise ValueError(
+            "allreduce: algorithm='mpi' has no schedule to simulate: it is MPI_Allreduce"
+        )
+    bits = sum_bits(method.fmt, world.ranks) if method.fmt and method.exact else 0
+    if bits > MAX_SUM_BITS:
+        raise ValueError(
+            f"allreduce: accumulate='exact', wire={method.wire!r}: sums of {world.ranks} ranks "
+            f"take {bits} bits: must be {MAX_SUM_BITS} or fewer"
+        )
+
+
+def iteration_error(iteration: object) -> Exception | None:
+    """Return what is wrong with an iteration, if anything is."""
+    try:
+        check_integer("allreduce: iteration", iteration)
+    except TypeError as error:
+        return error
+    return None
 
 
 NUMBERS = 5  # that checks compare at least: different calls then have messages of one length
