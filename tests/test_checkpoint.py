@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import signal
 import subprocess
 import sys
@@ -197,3 +198,22 @@ def test_the_command_extends_runs_and_tells_of_other_rates(
     assert main(command) == 2
     assert "train.epochs is 2 there and 1 here" in capsys.readouterr().err
     assert not list(out.glob(".*"))
+
+
+@pytest.mark.parametrize("room_bytes", [1000, 10_000])  # for no file, for the state
+def test_a_full_disk_leaves_the_checkpoint_of_before(tmp_path: Path, room_bytes: int) -> None:
+    job = small_job(gradient={"aggregator": "onebit"}, model={"hidden": [1]})
+    training = run_job(job, Loopback(2), tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    training.iteration += 1
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room_bytes, limits[1]))
+    try:
+        with pytest.raises(UserError, match=r"\.h5: cannot be written: File too large"):
+            training.save("running")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    training = prepare(job, Loopback(2), small_data(), training.files)
+    training.resume()
+    assert training.ended
