@@ -292,8 +292,8 @@ def test_probe_finds_a_concept_that_is_planted(
 ) -> None:
     """Bright bars in half of the images: a pixel tells them, and pictures and files are written."""
     rng = np.random.default_rng(0)
-    images, labels = rng.random((40, 16, 16)).astype(np.float32) / 2, np.arange(40) % 2
-    images[labels == 1, 6:9] += 0.5
+    images, labels = rng.random((160, 16, 16)).astype(np.float32) / 10, np.arange(160) % 2
+    images[labels == 1, 6:9] += 0.9
     np.save(tmp_path / "x.npy", images)
     np.save(tmp_path / "y.npy", labels)
     job = tmp_path / "bars.toml"
@@ -312,6 +312,6 @@ def test_probe_finds_a_concept_that_is_planted(
     found = store.read(tmp_path / "bars.probe.h5")[0]["selectivity"]
     assert found["accuracy"].shape == (1, 2) and found["pixel"].min() == 1
     with h5py.File(features) as file:
-        assert file["layer0/features"].shape == (4, 4, 4, 40)
+        assert file["layer0/features"].shape == (4, 4, 4, 160)
         np.testing.assert_array_equal(file["labels"], labels)
     assert picture.stat().st_size > 1000
