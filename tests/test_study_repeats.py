@@ -34,8 +34,9 @@ def test_a_case_ends_when_it_is_known_well_enough_or_has_had_its_share(tmp_path:
         (steady, 20, 0.0, True),
         (wild, 39, 0.0, False),
         (wild, 40, 0.0, True),  # the most
-        (wild, 1, 4.9, False),
-        (wild, 1, 5.0, True),  # the time is over
+        (wild, 19, 5.0, False),
+        (wild, 20, 4.9, False),
+        (wild, 20, 5.0, True),  # the time is over
     ):
         measuring = TimedCalls(study, case, tmp_path, None)  # type: ignore[arg-type]
         measuring.times_s = np.stack([times_s[: repeats + 2]] * 3, axis=1)
