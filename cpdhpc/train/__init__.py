@@ -13,6 +13,10 @@ __all__ = ["GradientReducer"]
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from .reducer import GradientReducer
-
+    try:
+        from .reducer import GradientReducer
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise ImportError("cpdhpc.train: needs torch: pip install 'cpdhpc[train]'") from None
     return GradientReducer
