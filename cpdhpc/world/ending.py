@@ -89,9 +89,10 @@ def abort_job(message: str, status: int = 1) -> NoReturn:
     print(message, file=sys.stderr, flush=True)
     sys.stdout.flush()
     running = sys.modules.get("mpi4py.MPI")  # importing it here would start MPI
-    if running is not None and running.Is_initialized() and not running.Is_finalized():
-        if running.COMM_WORLD.Get_size() > 1:  # libraries have much to say of an abort
-            running.COMM_WORLD.Abort(status)
+    if running is None or not running.Is_initialized() or running.Is_finalized():
+        raise SystemExit(status)
+    if running.COMM_WORLD.Get_size() > 1:  # libraries have much to say of an abort
+        running.COMM_WORLD.Abort(status)
     raise SystemExit(status)
 
 
