@@ -187,7 +187,6 @@ def test_what_cannot_be_measured_is_refused() -> None:
         "packed cannot show cells as edge": {"way": "packed", "boundary": "edge"},
         "takes float32, not int8": {"wire": "e4m3", "dtype": "int8"},
         "cannot be checked": {"wire": "e4m3", "boundary": "edge", "transfer": "accumulate"},
-        "reflect needs 2": {"rows": 1, "boundary": "reflect"},
     }
     for message, changes in wrong.items():
         with pytest.raises(ValueError, match=message):

@@ -49,8 +49,6 @@ def _used(given: Factors) -> dict[str, Value]:
         raise ValueError(f"wire {wire} takes float32, not {given['dtype']}")
     if wire != "raw" and boundary == "edge" and given["transfer"] == "accumulate":
         raise ValueError(f"sums of many cells, rounded to {wire}, cannot be checked exactly")
-    if boundary == "reflect" and min(int(given["rows"]), int(given["columns"])) < 2:
-        raise ValueError("reflect needs 2 rows and columns or more")
     return dict(given)
 
 
