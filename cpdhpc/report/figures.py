@@ -162,8 +162,12 @@ class Axis:
             axis.set_ticks(range(len(self.names)), self.names, fontsize="small", **slant)
             return
         SCALES[self.scale](axis, getattr(axes, f"set_{which}scale"), sorted(self.ticks))
+        start, end = self.limits
+        if start is not None and end is None:  # with room above curves that are flat far from it
+            end = axis.get_view_interval()[1]
+            end += 0.05 * (end - start)
         if self.limits != (None, None):
-            set_limits(*self.limits)
+            set_limits(start, end)
 
 
 def spread(
