@@ -10,6 +10,7 @@ from pydantic import TypeAdapter
 
 from cpdhpc.bench.allreduce import BASELINES as REAL_BASELINES
 from cpdhpc.collectives.allreduce import Allreduce
+from cpdhpc.collectives.checks import check_world
 from cpdhpc.collectives.method import UNITS
 from cpdhpc.collectives.rank_program import ACCUMULATES as REAL_ACCUMULATES
 from cpdhpc.collectives.schedules import SCHEDULES
@@ -83,7 +84,7 @@ def test_exact_sums_that_are_too_wide_are_impossible(ranks: int) -> None:
     xs = [np.ones(1, np.float32)] * ranks
     method = Allreduce("e4m3", "tree", accumulate="exact")
     if reason is None:
-        method._check_world(Loopback(ranks))
+        check_world(method, Loopback(ranks))
         return
     assert reason == f"exact sums of {ranks} ranks in e4m3 take 33 bits, more than 32"
     with pytest.raises(ValueError, match="take 33 bits"):
