@@ -321,8 +321,8 @@ def create(
     With chunks or compression data has no fixed place: None. A dataset without any byte: None.
     The file's checksum is to be written by seal, when all values are.
     Source of the layout: HDF5 File Format Specification, data layout message, contiguous storage.
-    Raises StoreError where HDF5 has no such type, chunks or compression; OSError where the disk
-    has no room for the values.
+    Raises StoreError, without the path, where HDF5 has no such type, chunks or compression;
+    OSError where the disk has no room for the values.
     """
     offsets = {}
     # Attributes above 64 KiB, as the boxes of many ranks, came with the format of HDF5 1.8.
@@ -333,7 +333,7 @@ def create(
             try:
                 dataset = _make(file, name, room, chunks, compression)
             except (TypeError, ValueError) as error:
-                raise StoreError(f"{path}: dataset {name!r} of {room.dtype}: {error}") from None
+                raise StoreError(f"dataset {name!r} of {room.dtype}: {error}") from None
             dataset.attrs.update(room.attributes)
             offsets[name] = dataset.id.get_offset()
     _reserve(path)

@@ -6,6 +6,7 @@ import errno
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +33,18 @@ def save(
         it raises it raises on all processes alike
     Raises UserError on all processes alike where the file cannot be written.
     """
+
+    def make(temporary: Path) -> Offsets:
+        try:
+            return store.create(temporary, rooms, attributes, chunks, compression)
+        except store.StoreError as found:
+            raise store.StoreError(f"{path}: {found}") from None
+
     error: Exception | None = None
     checksum = ""
     try:
         with store.replacing(path) if world.process == 0 else nullcontext(path) as temporary:
-            arguments = temporary, rooms, attributes, chunks, compression
-            offsets = world.on_first(lambda: store.create(*arguments), "save")
+            offsets = world.on_first(partial(make, temporary), "save")
             temporary = world.gather(temporary, "save")[0]
             fill(temporary, offsets)
             digests = _digests(world, temporary, "save")

@@ -86,7 +86,7 @@ def test_what_cannot_be_written_leaves_what_was_there(world, tmp_path):
     before = path.read_bytes()
     world.barrier()
     bad = {"b": parts["b"], "b/c": parts["b"]}  # a dataset is no group
-    with pytest.raises(UserError, match=r"save: .*x\.h5"):
+    with pytest.raises(UserError, match=r"/x\.h5"):
         save_all(world, path, bad, {"step": 2})
     together(world, path.read_bytes() == before, list(path.parent.iterdir()) == [path])
     world.barrier()
