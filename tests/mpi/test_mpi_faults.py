@@ -18,7 +18,7 @@ from cpdhpc.darray import Box, Layout, WindowPlan
 from cpdhpc.darray.autograd import exchange, join
 from cpdhpc.train.reducer import GradientReducer
 from cpdhpc.world import ending
-from cpdhpc.world.mpi import World
+from cpdhpc.world.mpi import World, library_version
 
 pytestmark = [pytest.mark.mpi, pytest.mark.two_ranks]
 X = np.ones(5000, np.float32)
@@ -71,7 +71,9 @@ def run_one(world, program):
 
 
 def test_calls_whose_messages_do_not_fit_are_both_named(doomed, said):
-    """MPI tells the one with the shorter message; it tells the other."""
+    """Open MPI tells the one with the shorter message; it tells the other."""
+    if "MPICH" in library_version():
+        pytest.skip("MPICH tells nobody")
     zero, one = said(
         lambda: doomed.max(np.zeros(2, np.int64), "two"),
         lambda: doomed.max(np.zeros(5, np.int64), "five"),
