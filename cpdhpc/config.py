@@ -7,7 +7,7 @@ import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import tomli_w
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
@@ -16,7 +16,7 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 from .methods import suggest as suggest
 
 Raw = dict[str, Any]
-M = TypeVar("M", bound=BaseModel)
+T = TypeVar("T")
 
 
 class UserError(ValueError):
@@ -154,14 +154,14 @@ def merge(base: Raw, change: Raw) -> Raw:
     return result
 
 
-def validate(model: type[M], raw: Raw, source: str) -> M:
-    """Return raw as a model.
+def validate(model: type[T], raw: Raw, source: str) -> T:
+    """Return raw as a model, or as a dataclass.
 
     Raises ConfigError, one line, for the first thing that is wrong: source, key, what came,
     what is allowed.
     """
     try:
-        return model.model_validate(raw)
+        return cast(T, _adapter(model).validate_python(raw))
     except ValidationError as error:
         raise ConfigError(f"{source}: {_explain(model, raw, error.errors()[0])}") from None
 

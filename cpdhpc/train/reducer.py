@@ -16,7 +16,9 @@ from ..compress import COMPRESSORS
 from ..compress.base import Aggregator, Context, Mean
 from ..compress.bucket import Bucket, Part, split_bucket
 from ..compress.state import Entry, State, redistributed
-from ..config import suggest
+from ..config import validate
+from ..formats import FloatFormat
+from ..methods import suggest
 from ..randomness import random_key
 from ..world.mpi import as_world
 from ..world.ranks import Ranks
@@ -35,6 +37,7 @@ from .replicas import (
 
 Array = npt.NDArray[Any]
 Stated = dict[str, Any]  # what state_dict returns
+STATED = {"iteration", "epoch", "rank", "ranks", "aggregator", "layers", "state"}
 
 
 class GradientReducer:
@@ -285,8 +288,10 @@ class GradientReducer:
         divide_by_initial_world_size: divide sums by all ranks; False: by those still in the loop
         Collective, one more message a reduce(). An error within is let through at once.
         """
+        nested = RuntimeError("GradientReducer.join: is under way already: should not be nested")
+        error = nested if self._joining else None
         alike = {"divide_by_initial_world_size": divide_by_initial_world_size}
-        check_alike(self.world, None, alike, [0], "GradientReducer.join")
+        check_alike(self.world, error, alike, [0], "GradientReducer.join")
         self._joining, self._initial = True, divide_by_initial_world_size
         try:
             yield
@@ -338,7 +343,18 @@ class GradientReducer:
             for (layer, name), entry in self.state
         }
         place = {"rank": self.world.rank, "ranks": self.world.ranks}
-        return {"iteration": self.iteration, "epoch": self.epoch, **place, "state": kept}
+        return {
+            "iteration": self.iteration,
+            "epoch": self.epoch,
+            **place,
+            "aggregator": type(self.aggregator).__name__,
+            "layers": self._layers(),
+            "state": kept,
+        }
+
+    def _layers(self) -> dict[str, list[int]]:
+        """Return the shape of each layer."""
+        return {n: list(s) for n, s in zip(self.bucket.names, self.bucket.shapes, strict=True)}
 
     def load_state_dict(self, *states: Stated) -> None:
         """Go on from what state_dict returned. Collective.
@@ -350,16 +366,29 @@ class GradientReducer:
         error: Exception | None = None
         at = 0, 0.0
         try:
+            self._check_states(states)
             entries = _entries(states, self.world)
             at = int(states[0]["iteration"]), float(states[0]["epoch"])
         except (IndexError, KeyError, TypeError, ValueError) as found:
-            error = ValueError(f"GradientReducer.load_state_dict: {type(found).__name__}: {found}")
+            error = ValueError(f"GradientReducer.load_state_dict: {found}")
         alike = {"iteration": at[0], "epoch": at[1]}
         check_alike(self.world, error, alike, [0], "GradientReducer.load_state_dict")
         self.iteration, self.epoch = at
         self.state = State(self.world.hosted, self.world.ranks)
         for key, entry in entries.items():
             self.state.put(key, entry)
+
+    def _check_states(self, states: Sequence[Stated]) -> None:
+        """Raise ValueError unless these are of this method and model."""
+        here = {"aggregator": type(self.aggregator).__name__, "layers": self._layers()}
+        if not states:
+            raise ValueError("no state: should be what state_dict returned")
+        for each in states:
+            if not isinstance(each, dict) or not each.keys() >= STATED:
+                raise ValueError(f"{each!r:.60}: should be what state_dict returned")
+            for key, value in here.items():
+                if each[key] != value:
+                    raise ValueError(f"{key} of the state: {each[key]!r:.200}: here {value!r:.200}")
 
     def close(self) -> None:
         """Let go of the model and end the thread of overlap; call it between two steps."""
@@ -407,7 +436,8 @@ def _aggregator(aggregator: str | Aggregator, options: dict[str, Any]) -> Aggreg
         raise ValueError(
             f"GradientReducer: aggregator={aggregator!r}: {suggest(aggregator, COMPRESSORS)}"
         )
-    return COMPRESSORS[aggregator](**options)
+    named = {k: v.name if isinstance(v, FloatFormat) else v for k, v in options.items()}
+    return validate(COMPRESSORS[aggregator], named, f"GradientReducer: {aggregator}")
 
 
 def _entries(states: Sequence[Stated], world: Ranks) -> dict[tuple[str, str], Entry]:
