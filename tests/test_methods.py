@@ -237,6 +237,39 @@ def test_wrong_options(method: str, options: dict[str, Any]) -> None:
         TypeAdapter(COMPRESSORS[method]).validate_python(options)
 
 
+@pytest.mark.parametrize(
+    ("method", "options", "says"),
+    [
+        ("powersgd", {"rank": 0}, "powersgd: rank=0: should be greater"),
+        ("qsgd", {"levels": 10**6}, "qsgd: levels=1000000: should be less"),
+        ("gradientflow", {"density": 1.5}, "density=1.5: should be less"),
+        ("onebit", {"algorithm": "x"}, "algorithm='x'"),
+        ("powersgd", {"rnak": 2}, "unknown key rnak: did you mean rank"),
+    ],
+)
+def test_options_in_python_are_judged_as_those_of_job_files(
+    method: str, options: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ValueError, match=says):
+        GradientReducer(torch.nn.Linear(3, 2), Loopback(), method, **options)
+
+
+def test_states_of_other_methods_and_models_are_refused() -> None:
+    reducer = GradientReducer(torch.nn.Linear(3, 2), Loopback(), "powersgd")
+    for other, says in (
+        (GradientReducer(torch.nn.Linear(3, 4), Loopback(), "powersgd"), "layers of the state"),
+        (GradientReducer(torch.nn.Linear(3, 2), Loopback(), "onebit"), "aggregator of the state"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            reducer.load_state_dict(other.state_dict())
+    with pytest.raises(ValueError, match="should be what state_dict returned"):
+        reducer.load_state_dict({})
+    reducer.load_state_dict(reducer.state_dict())
+    nested = pytest.raises(RuntimeError, match="should not be nested")
+    with reducer.join(lambda: None), nested, reducer.join(lambda: None):
+        pass
+
+
 def test_a_reducer_refuses_layers_that_its_model_has_not() -> None:
     model = torch.nn.Linear(3, 2)
     with pytest.raises(

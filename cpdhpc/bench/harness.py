@@ -96,6 +96,8 @@ def parse_sizes(text: str) -> list[int]:
         if len(rest) != 2 or not re.fullmatch(r"x\d+", rest[1]) or int(rest[1][1:]) < 2:
             raise UserError(f"--sizes {item}: a range is first:last:xFACTOR, FACTOR 2 or more")
         last, factor = parse_size(rest[0]), int(rest[1][1:])
+        if last < sizes[-1]:
+            raise UserError(f"--sizes {item}: the last size of a range is below the first")
         while sizes[-1] * factor <= last:
             sizes.append(sizes[-1] * factor)
     return sizes

@@ -8,6 +8,7 @@ from typing import Literal
 
 import numpy as np
 
+from ..collectives.allreduce import configured
 from ..collectives.sparse import allgather
 from .base import Aggregator, Array, Context, Mean, mean_in_float32, raise_unless_finite
 from .bucket import Bucket
@@ -27,6 +28,9 @@ class OneBit(Aggregator):
     aggregator: Literal["onebit"] = "onebit"
     error_feedback: bool = True
     algorithm: str = "ring"
+
+    def __post_init__(self) -> None:
+        configured(wire="raw", algorithm=self.algorithm, op="mean")
 
     def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
         """Return the mean over all ranks. See Aggregator.aggregate."""

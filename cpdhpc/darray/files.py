@@ -57,7 +57,7 @@ def save_all(
     Raises UserError alike on all ranks where the file cannot be written; ValueError where an array
     does not fit, or arguments differ between ranks.
     """
-    rooms = _check(world, arrays, (chunks, compression))
+    rooms = _check(world, arrays, (chunks, compression, str(path)))
 
     def fill(temporary: Path, offsets: files.Offsets) -> None:
         for name, (layout, local) in arrays.items():
@@ -94,8 +94,8 @@ def _check(world: Ranks, arrays: Parts, how: tuple[object, ...]) -> dict[str, st
             if each != first:
                 raise ValueError(
                     f"save: {each[0]}: rank 0 has further axes {first[2]} of {first[3]} and "
-                    f"chunks, compression {first[4]}; rank {rank} has {each[2]} of {each[3]} and "
-                    f"{each[4]}, or another layout"
+                    f"chunks, compression, path {first[4]}; rank {rank} has {each[2]} of {each[3]} "
+                    f"and {each[4]}, or another layout"
                 )
     return {name: _room(layout, local) for name, (layout, local) in arrays.items()}
 

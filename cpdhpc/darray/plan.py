@@ -399,17 +399,19 @@ def _agree(
 ) -> tuple[list[Box], tuple[Any, ...], Packed | None]:
     """Return the windows of all ranks, modes and wire; raise a rank's error on all. Collective."""
 
-    def mine() -> tuple[Box, tuple[Any, ...], Packed | None, str]:
+    def mine() -> tuple[Box, tuple[Any, ...], Packed | None, dict[str, str]]:
         box, modes, packed = _checked(world, layout, window, boundary, wire)
-        # As text: NaN is not NaN.
-        return box, modes, packed, repr((layout.digest, layout.shape, modes, wire, name))
+        compared = {"name": name, "wire": wire, "boundary": modes, "domain": layout.shape}
+        texts = {key: repr(value) for key, value in compared.items()}  # as text: NaN is not NaN
+        return box, modes, packed, texts | {"layout": f"one of digest {layout.digest[:12]}"}
 
     entries = world.gather_from(mine, "WindowPlan")
-    for rank, (*_, arguments) in enumerate(entries):
-        if arguments != entries[0][-1]:
+    first = entries[0][-1]
+    for rank, (*_, theirs) in enumerate(entries):
+        for key in (key for key in first if theirs[key] != first[key]):
             raise ValueError(
-                f"WindowPlan: arguments differ: rank 0 has {entries[0][-1]}, rank {rank} has "
-                f"{arguments} (hash of the layout, domain, boundary, wire, name)"
+                f"WindowPlan: arguments differ: {key}={first[key]} on rank 0, "
+                f"{key}={theirs[key]} on rank {rank}"
             )
     return [box for box, *_ in entries], *entries[world.rank][1:3]
 

@@ -53,6 +53,8 @@ class Factor:
             value = float(value)
         if type(value) is not self.type:
             raise ConfigError(f"should be {WORDS[self.type]}")
+        if type(value) is int and abs(value) >= 1 << 63:
+            raise ConfigError("should be below 2**63")
         self.check(value)
         return cast(Value, value)
 

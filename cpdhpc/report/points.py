@@ -365,9 +365,10 @@ class Layout:
         factors: Sequence[Factors],
     ) -> Layout:
         """Return a layout by what names panels and lines, of points with these factors."""
-        own = styles(label(each, lines) for each in factors if not is_baseline(each))
         baselines = dict.fromkeys(label(each, lines) for each in factors if is_baseline(each))
-        return cls(panels, lines, own | dict(zip(baselines, LIBRARIES, strict=False)), free)
+        known = dict(zip(baselines, LIBRARIES, strict=False))
+        names = [label(each, lines) for each in factors if not is_baseline(each)]
+        return cls(panels, lines, styles([*names, *(baselines.keys() - known)]) | known, free)
 
     def series(self, groups: Iterable[SeedGroup]) -> list[list[SeedGroup]]:
         """Return points that differ only in what is free, from few ranks and little work on."""

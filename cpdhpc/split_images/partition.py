@@ -52,7 +52,7 @@ def partition(model: nn.Module, shape: Sequence[int], grid: ImageGrid) -> nn.Mod
 
     def lines() -> list[str]:
         trace.run(model, shape)
-        return [f"{path}: {use.layer} on {use.shape}" for path, use in trace.uses.items()]
+        return [f"{path}: {_words(use)} on {use.shape}" for path, use in trace.uses.items()]
 
     everywhere = grid.world.gather_from(lines, "partition")
     _compare(everywhere)
@@ -94,6 +94,11 @@ def _compare(everywhere: list[list[str]]) -> None:
             raise ValueError(
                 f"partition: models differ: rank 0 has {first}, rank {rank} has {other}"
             )
+
+
+def _words(use: _Use) -> str:
+    dtypes = sorted({str(tensor.dtype) for tensor in _tensors_of(use.layer)})
+    return " of ".join([str(use.layer), *dtypes])
 
 
 def _tensors_of(model: nn.Module) -> Iterator[torch.Tensor]:

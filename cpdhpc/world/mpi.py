@@ -20,7 +20,6 @@ from .files import write_box
 from .node_memory import Shared, share
 from .ranks import (
     Array,
-    Loopback,
     RankFailure,
     Ranks,
     Wait,
@@ -125,13 +124,13 @@ class World(Ranks):
         """Return what is wrong with the arguments of a world, if anything is."""
         self._most_tag: int = self._mpi.COMM_WORLD.Get_attr(self._mpi.TAG_UB)
         try:
-            Loopback(virtual_ranks)
+            check_whole("World: virtual_ranks", virtual_ranks, 1)
+            if (STREAMS + 1) * virtual_ranks**2 >= self._most_tag:
+                raise ValueError(f"World: virtual_ranks={virtual_ranks}: too many for MPI's tags")
             if not isinstance(timeout_s, int | float | np.number):
                 raise TypeError(f"World: timeout_s={timeout_s!r}: must be a number")
             if not timeout_s > 0:
                 raise ValueError(f"World: timeout_s={timeout_s}: must be more than 0")
-            if (STREAMS + 1) * virtual_ranks**2 >= self._most_tag:
-                raise ValueError(f"World: virtual_ranks={virtual_ranks}: too many for MPI's tags")
         except (TypeError, ValueError) as error:
             return error
         return None
