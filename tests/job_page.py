@@ -185,7 +185,7 @@ def tables(model: type[Section], skip: Iterable[str] = ()) -> Iterator[str]:
             continue
         choice = next((each for each in field.metadata if isinstance(each, OneOf)), None)
         for word, row in sorted(choice.known.items()) if choice else ():
-            usual = ", the default" if type(field.default) is row else ""
+            usual = ", the default without the table" if type(field.default) is row else ""
             yield f'\n### `[{name}]` with `{choice.key} = "{word}"`{usual}\n\n{summary(row)}'
             yield from keys_table(row, [choice.key])
         kinds = [field.annotation, *get_args(field.annotation)]
