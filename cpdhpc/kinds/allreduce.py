@@ -297,8 +297,11 @@ def _chart(
 
     what, groups = axis.partition(" /")[0], panels.groups
     known = not all(isnan(group.mean("bound_s")) for group in groups)
-    bounds = BOUNDED if known else "No bound: the bandwidth of this machine was not measured."
     nodes, _, ranks = groups[0].shape
+    why = (
+        "the bandwidth of this machine was not measured" if ranks > 1 else "one rank sends nothing"
+    )
+    bounds = BOUNDED if known else f"No bound: {why}."
     where = f"{units.count(ranks, 'rank')} on {units.count(nodes, 'node')}"
     beside = (
         f" {' and '.join(line.name for line in baselines)} in every panel." if baselines else ""
