@@ -62,8 +62,8 @@ class Train(Section):
         0 for OMP_NUM_THREADS where it is set, else the cores the rank owns
     loss_scaling: "dynamic" halves the scale where a gradient overflows on any rank, skips the step
         on all, and doubles it after 2,000 steps without
-    loss_scale: what the loss is multiplied by, and means are divided by; a power of two. Default: 1,
-        and 65,536 to begin with where it is dynamic
+    loss_scale: what the loss is multiplied by, and means are divided by; a power of two. Default:
+        1, and 65,536 to begin with where it is dynamic
     bucket_mib, overlap: gradients are reduced in buckets of at most so many MiB, the last layers
         first, and with overlap while backward goes on; overlap changes no bit, bucket_mib may
     image_grid: rows and columns of ranks that share each image; [1, 1]: images are not split
