@@ -38,6 +38,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 SAMPLED = 4096  # of so many values a line is looked at
 LINE = 16  # float32 in what memory delivers at once
+FEW = 8192  # values up to here are left to NumPy: it takes less time than three calls
 SPARE = 6  # standard deviations that a sample may be wrong by
 
 
@@ -138,34 +139,53 @@ def select_above(x: Array, threshold: float) -> Array:
 
 def kth_magnitude(x: Array, k: int) -> int:
     """Return the float32 bits, without the sign, of the k-th largest |x|."""
+    check("x", x, np.float32)
     check_rank("kth_magnitude", k, x.size, 1)
-    return _largest(x, k)[2]
+    return _kth(x, k) if x.size <= FEW else _largest(x, k)[2]
 
 
 def select_magnitude(x: Array, k: int) -> Array:
     """Return the indices of the k largest |x|, of equal ones the lower: uint32[k], ascending."""
+    check("x", x, np.float32)
     check_rank("select_magnitude", k, x.size, 0)
     if k == 0:
         return np.empty(0, np.uint32)
+    if x.size <= FEW:
+        return _first_largest(x, _kth(x, k), k).astype(np.uint32)
     found, values, kth = _largest(x, k)
     if kth == 0:
         zeros = np.flatnonzero(x == 0)[: k - found.size]
         return np.sort(np.concatenate([found, zeros.astype(np.uint32)]))
-    above = unpack_bitmap(mark_above(values, kth - 1))
-    if above.size > k:
-        magnitudes = values[above].view(np.uint32) & MAGNITUDE
-        above = above[without_last_ties(magnitudes, kth, k)]
-    return found[above]
+    return found[_first_largest(values, kth, k)]
+
+
+def _magnitudes(x: Array) -> Array:
+    return x.view(np.uint32) & MAGNITUDE
+
+
+def _kth(x: Array, k: int) -> int:
+    """Return the k-th largest magnitude."""
+    if x.size > FEW:
+        return radix_select(count_digits, x, k)
+    return int(np.partition(_magnitudes(x), x.size - k)[x.size - k])
+
+
+def _first_largest(x: Array, kth: int, k: int) -> Array:
+    """Return where the k largest are, the k-th of which is known, ascending."""
+    if x.size <= FEW:
+        found = np.flatnonzero(_magnitudes(x) >= kth)
+    else:
+        found = unpack_bitmap(mark_above(x, kth - 1))
+    return found if found.size == k else found[without_last_ties(_magnitudes(x[found]), kth, k)]
 
 
 def _largest(x: Array, k: int) -> tuple[Array, Array, int]:
     """Return values among which the k largest are, but for zeros: indices, values, the k-th."""
-    check("x", x, np.float32)
     for low in (_low(x, k), 1):
         found = unpack_bitmap(mark_above(x, low - 1))
         values = gather(x, found)
         if found.size >= k:
-            return found, values, radix_select(count_digits, values, k)
+            return found, values, _kth(values, k)
     return found, values, 0
 
 
@@ -177,4 +197,4 @@ def _low(x: Array, k: int) -> int:
     reach = int(expected + SPARE * expected**0.5) + 1
     if reach >= sample.size:
         return 1
-    return max(1, int(radix_select(count_digits, sample, reach)))
+    return max(1, _kth(sample, reach))
