@@ -15,6 +15,9 @@ METHODS = [
     *[(name, {}) for name in COMPRESSORS],
     ("terngrad", {"share": False, "exclude": ("bias",)}),
     ("powersgd", {"wire": "e4m3", "algorithm": "tree"}),
+    ("topk", {"within": "bucket", "wire": "e4m3"}),
+    ("randomk", {"error_feedback": False, "wire": "e4m3", "scaling": "aps"}),
+    ("strom", {"tau": 0.5, "exclude": ("kernel",)}),
 ]
 
 
