@@ -23,7 +23,15 @@ from ..config import (
     read_toml,
     validate,
 )
-from .controllers import CONTROLLERS, DECAYS, BySchedule, Control, Schedule, Settings
+from .controllers import (
+    BATCH_SCALINGS,
+    CONTROLLERS,
+    DECAYS,
+    BySchedule,
+    Control,
+    Schedule,
+    Settings,
+)
 from .data import DATA, Data, Digits
 from .models import MODELS, Mlp, Model
 from .optimizers import OPTIMIZERS, Optimizer, Sgd
@@ -120,9 +128,11 @@ class Job(Section):
 
     @model_validator(mode="after")
     def _warmup_ends(self) -> Job:
-        if self.schedule.warmup_epochs >= self.train.epochs:
+        given, scaled = self.schedule.warmup_epochs, self.schedule.scaled(self.train.batch)[1]
+        if scaled.warmup_epochs >= self.train.epochs:
+            grown = "" if scaled == self.schedule else f", scaled to {scaled.warmup_epochs:g}"
             raise ValueError(
-                f"schedule.warmup_epochs={self.schedule.warmup_epochs}: "
+                f"schedule.warmup_epochs={given}{grown}: "
                 f"should be below train.epochs={self.train.epochs}"
             )
         return self
@@ -172,7 +182,10 @@ def choices() -> dict[str, list[str]]:
     """Return the names that each table of a job file knows, by the key that gives them."""
     rows = ((name, each) for name, f in Job.model_fields.items() for each in f.metadata)
     found = {f"{n}.{one.key}": sorted(one.known) for n, one in rows if isinstance(one, OneOf)}
-    return found | {"schedule.decay": sorted(DECAYS)}
+    return found | {
+        "schedule.decay": sorted(DECAYS),
+        "schedule.batch_scaling": sorted(BATCH_SCALINGS),
+    }
 
 
 def keys_of(table: str) -> set[str]:
