@@ -149,7 +149,7 @@ def test_residuals_that_are_lost_are_told(tmp_path: Path, damage: str) -> None:
 @pytest.mark.usefixtures("row")
 def test_what_is_wrong_is_told_by_the_row() -> None:
     for options, says in (
-        ({"aggregator": "mytopc"}, "gradient.aggregator='mytopc': did you mean mytopk?"),
+        ({"aggregator": "mytopc"}, "gradient.aggregator='mytopc': did you mean mytopk"),
         ({"aggregator": "mytopk", "densitty": 1}, "unknown key gradient.densitty: did you mean"),
         ({"aggregator": "mytopk", "density": 2.0}, "gradient.density=2.0: should be less than"),
     ):
