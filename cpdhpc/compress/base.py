@@ -18,6 +18,7 @@ from ..collectives.checks import NONFINITE_BITS, NonFiniteGradient
 from ..collectives.method import AUTO, Machine, as_machine
 from ..config import suggest
 from ..formats import TILE
+from ..ops import backend_of
 from ..randomness import Key, random_key
 from ..world.ranks import Ranks
 from .bucket import Bucket
@@ -202,8 +203,8 @@ def shared_largest(
 
 def raise_unless_finite(world: Ranks, gradients: Sequence[Array], bucket: Bucket) -> None:
     """Raise NonFiniteGradient on all ranks where one holds NaN or infinity. Collective."""
-    largest = np.max([np.abs(gradient).max(initial=0) for gradient in gradients])
-    shared_largest(world, gradients, bucket, np.array([largest]))
+    found = [int(backend_of(x).amax_tiles(x).max(initial=0)) for x in gradients]
+    shared_largest(world, gradients, bucket, np.array([max(found)], np.uint32).view(np.float32))
 
 
 def machine_of_auto(
