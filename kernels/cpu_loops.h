@@ -271,6 +271,7 @@ i64 decode_add_encode_tiles(const Cast& cast, bool fit, Key key, u64 offset, con
 }  // namespace
 
 #include "cpu_integers.h"
+#include "cpu_sparse.h"
 
 extern const Loops CPD_TABLE = {CPD_TABLE_NAME,
                                 encode,
@@ -286,4 +287,8 @@ extern const Loops CPD_TABLE = {CPD_TABLE_NAME,
                                 add_encode_integers_tiles,
                                 decode_integers_tiles,
                                 pack_trits,
-                                unpack_trits};
+                                unpack_trits,
+                                mark_above,
+                                count_digits,
+                                count_bits,
+                                unpack_bitmap};
