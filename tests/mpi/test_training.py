@@ -97,7 +97,7 @@ class Normalised(Model):
 
     name: Literal["normalised"] = "normalised"
 
-    def build(self, image_shape: tuple[int, int], classes: int) -> torch.nn.Module:
+    def build(self, image_shape: tuple[int, ...], classes: int) -> torch.nn.Module:
         flat, hidden = torch.nn.Flatten(), torch.nn.Linear(math.prod(image_shape), 8)
         norm, last = torch.nn.BatchNorm1d(8), torch.nn.Linear(8, classes)
         return torch.nn.Sequential(flat, hidden, norm, torch.nn.ReLU(), last)
