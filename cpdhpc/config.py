@@ -85,7 +85,7 @@ class OneOf:
             raise PydanticCustomError("not_a_table", "should be a table")
         if IMPORT in raw and self.imported is not None:
             if self.key in raw:
-                raise PydanticCustomError("both", f"should have {self.key} or {IMPORT}, not both")
+                raise PydanticCustomError("value_error", f"has {self.key} and {IMPORT}: give one")
             return self._validated(self.imported, raw)
         name = raw.get(self.key, self.default)
         if name is None:

@@ -129,7 +129,7 @@ def test_factors_of_training_are_keys_of_a_job() -> None:
     no_scalars = {"array"}
     plain = {name for name, types in real.items() if types - no_scalars - {"null"}}
     further = KINDS["train"].further
-    left_out = {name for name in plain - set(factors) if further(name, 1) is None}
+    left_out = {name for name in plain - set(factors) if further(name, 1, {}) is None}
     assert left_out == {
         "name",
         "train.telemetry_every",

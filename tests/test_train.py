@@ -267,5 +267,5 @@ def test_a_run_that_learns_nothing_says_so(
 
 
 def test_the_pictures_of_a_lenet_must_not_vanish() -> None:
-    with pytest.raises(ValueError, match="images of 3 x 8 pixels: at least 4 x 4"):
+    with pytest.raises(ValueError, match="inputs of 3 x 8: must be images of at least 4 x 4"):
         MODELS["lenet"]().build((3, 8), 10)

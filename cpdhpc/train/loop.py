@@ -84,19 +84,19 @@ def _iteration(training: Training, rate: float, batch: Array, caught: Caught) ->
     for group in training.optimizer.param_groups:
         group["lr"] = rate
     training.reducer.epoch = training.samples_seen / training.samples
-    before = training.sent_bytes
+    before, scale = training.sent_bytes, training.scaler.scale
     try:
         epoch = training.samples_seen // training.samples
         seed = random_key(job.seed, SAMPLES, epoch)[0]
-        done = step(training.update, training.train, batch, training.sharing, seed)
+        done = step(training.update, training.train, batch, training.sharing, seed, training.scaler)
     except NonFiniteGradient as error:
         _fail(training, str(error))
     sent = training.sent_bytes - before
     told = exchange(world, done.losses, done.time_ns, sent, caught.number)
     if not isfinite(told.loss):
         _fail(training, f"the loss is {told.loss}")
-    training.record.step(iteration, told.loss, rate, told.time_ns, told.wire_bytes)
-    if iteration % job.train.telemetry_every == 0:
+    training.record.step(iteration, told.loss, rate, scale, told.time_ns, told.wire_bytes)
+    if iteration % job.train.telemetry_every == 0 and done.mean is not None:
         training.record.telemetry(iteration, observe(training.reducer, done.mean))
     training.iteration += 1
     training.samples_seen += len(batch)

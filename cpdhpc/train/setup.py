@@ -23,6 +23,7 @@ from .controllers import Controller
 from .data import Dataset, Samples, Source
 from .imports import ImportedModel
 from .job import Job
+from .loss_scaling import LossScaler
 from .record import SCHEMA, Record
 from .reducer import GradientReducer
 from .samples import InMemory
@@ -78,6 +79,7 @@ class Training:
     optimizer: torch.optim.Optimizer
     reducer: GradientReducer
     update: Update
+    scaler: LossScaler
     controller: Controller
     record: Record
     train: Samples
@@ -143,6 +145,7 @@ class Training:
         def write() -> None:
             groups = checkpoint.tensors(self.model, self.optimizer) | self.record.arrays()
             groups["controller"] = self.controller.state()
+            groups["loss_scaling"] = self.scaler.state()
             here = checkpoint.Position(self.iteration, self.samples_seen, self.record.ranks, state)
             try:
                 checkpoint.save(path, groups, here, self.job.toml())
@@ -187,9 +190,11 @@ class Training:
         self.iteration, self.samples_seen = here.iteration, here.samples_seen
         self.reducer.iteration = self.iteration
         checkpoint.load_tensors(groups, self.model, self.optimizer)
+        self.scaler.restore(groups.get("loss_scaling", {}))
         if here.state:
             kept = checkpoint.state_file(path, self.iteration)
             checkpoint.load_states(self.world, kept, here.state, self.states)
+        self.scaler.note()
         self.controller.restore(groups.get("controller", {}))
         self.record.restore(groups)
 
@@ -228,6 +233,7 @@ def prepare(job: Job, world: Ranks, data: Dataset | Source, files: Files) -> Tra
         optimizer,
         reducer,
         job.update.build(model, optimizer, reducer),
+        LossScaler(reducer, job.train.loss_scale, dynamic=job.train.loss_scaling == "dynamic"),
         job.controller.build(job.settings(len(train))),
         Record(world.ranks, reducer.bucket.names, job.gradient.columns),
         train=train,
