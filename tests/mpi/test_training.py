@@ -234,7 +234,7 @@ def test_nan_on_one_process_stops_all_with_the_checkpoint_as_it_was(
     world.barrier()
     training = prepare(job, world, data(), files)
     if world.process == world.processes - 1:
-        training.train[0][:] = torch.nan
+        training.train.x[:] = torch.nan
     said = ""
     try:
         run(training, Caught(), quiet())
