@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .ddp import ddp_hook as ddp_hook
     from .reducer import GradientReducer as GradientReducer
 
-__all__ = ["GradientReducer"]
+_EXPORTS = {"GradientReducer": "reducer", "ddp_hook": "ddp"}  # public name -> its module
+__all__ = ["GradientReducer", "ddp_hook"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    if name not in _EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        from .reducer import GradientReducer
+        return getattr(import_module(f"{__name__}.{_EXPORTS[name]}"), name)
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
         raise ImportError("cpdhpc.train: needs torch: pip install 'cpdhpc[train]'") from None
-    return GradientReducer

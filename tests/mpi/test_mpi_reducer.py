@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import distributed, nn
+from torch import nn
 from torch_models import MODELS, batch
 
 from cpdhpc.train.reducer import GradientReducer
@@ -30,19 +29,6 @@ WIRES: dict[str, dict[str, Any]] = {
 def together(world: World, *verdicts: bool) -> None:
     """Fail on all processes alike where a verdict is false on one of them."""
     assert world.gather(verdicts) == [(True,) * len(verdicts)] * world.processes
-
-
-@pytest.fixture(scope="module")
-def group(world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """torch's own processes, over gloo, beside MPI's."""
-    directory = world.gather(str(tmp_path_factory.mktemp("store")))[0]
-    store = distributed.FileStore(str(Path(directory) / "store"), world.processes)
-    distributed.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the same bits of backward in both
-    yield
-    torch.set_num_threads(threads)
-    distributed.destroy_process_group()
 
 
 def gradients(model: nn.Module) -> list[Any]:
