@@ -7,17 +7,30 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .ddp import ddp_hook as ddp_hook
+    from .layerwise import AdamP as AdamP
+    from .layerwise import Lamb as Lamb
+    from .layerwise import Larc as Larc
+    from .layerwise import Lars as Lars
+    from .layerwise import NovoGrad as NovoGrad
     from .reducer import GradientReducer as GradientReducer
 
-_EXPORTS = {"GradientReducer": "reducer", "ddp_hook": "ddp"}  # public name -> its module
-__all__ = ["GradientReducer", "ddp_hook"]
+_EXPORTS = {  # public name -> the module that has it
+    "AdamP": "layerwise",
+    "GradientReducer": "reducer",
+    "Lamb": "layerwise",
+    "Larc": "layerwise",
+    "Lars": "layerwise",
+    "NovoGrad": "layerwise",
+    "ddp_hook": "ddp",
+}
+__all__ = ["AdamP", "GradientReducer", "Lamb", "Larc", "Lars", "NovoGrad", "ddp_hook"]
 
 
 def __getattr__(name: str) -> Any:
     if name not in _EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        return getattr(import_module(f"{__name__}.{_EXPORTS[name]}"), name)
+        return getattr(import_module(f".{_EXPORTS[name]}", __name__), name)
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise

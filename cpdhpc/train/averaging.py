@@ -30,6 +30,8 @@ class Averaging:
     """What all ways of averaging a model's gradients have, whoever lays them into buckets.
 
     iteration, epoch: of the next step; the epoch is the caller's to set, for methods that ask
+    loss_scale: what losses are multiplied by, the caller's to set between steps: means are divided
+        by it, and what the aggregator keeps follows it
     state: what the aggregator keeps; layers: the shape of each, by name; {} while unknown
     """
 
@@ -38,8 +40,19 @@ class Averaging:
 
     def __init__(self, world: Any, seed: int) -> None:
         self.world: Ranks = as_world(world)
-        self.seed, self.iteration, self.epoch = seed, 0, 0.0
+        self.seed, self.iteration, self.epoch, self._loss_scale = seed, 0, 0.0, 1.0
         self.state = State(self.world.hosted, self.world.ranks)
+
+    @property
+    def loss_scale(self) -> float:
+        """What losses are multiplied by, 1.0 at first; see the class."""
+        return self._loss_scale
+
+    @loss_scale.setter
+    def loss_scale(self, scale: float) -> None:
+        if scale != self._loss_scale:
+            self.state.scale(scale / self._loss_scale)
+        self._loss_scale = scale
 
     @property
     def _name(self) -> str:
@@ -66,6 +79,7 @@ class Averaging:
         return {
             "iteration": self.iteration,
             "epoch": self.epoch,
+            "loss_scale": self.loss_scale,
             "rank": self.world.rank,
             "ranks": self.world.ranks,
             "aggregator": type(self.aggregator).__name__,
@@ -81,16 +95,17 @@ class Averaging:
         Raises ValueError on all ranks alike for others.
         """
         error: Exception | None = None
-        at = 0, 0.0
+        at = 0, 0.0, 1.0
         try:
             self._check_states(states)
             entries = _entries(states, self.world)
-            at = int(states[0]["iteration"]), float(states[0]["epoch"])
+            scale = float(states[0].get("loss_scale", 1.0))
+            at = int(states[0]["iteration"]), float(states[0]["epoch"]), scale
         except (IndexError, KeyError, TypeError, ValueError) as found:
             error = ValueError(f"{self._name}.load_state_dict: {found}")
-        alike = {"iteration": at[0], "epoch": at[1]}
+        alike = {"iteration": at[0], "epoch": at[1], "loss_scale": at[2]}
         check_alike(self.world, error, alike, [0], f"{self._name}.load_state_dict")
-        self.iteration, self.epoch = at
+        self.iteration, self.epoch, self._loss_scale = at
         self.state = State(self.world.hosted, self.world.ranks)
         for key, entry in entries.items():
             self.state.put(key, entry)

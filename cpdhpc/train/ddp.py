@@ -143,6 +143,7 @@ class DdpHook(Averaging):
     ) -> None:
         error: Exception | None = None
         alike: dict[str, object] = {"iteration": self.iteration, "bucket": index}
+        alike["loss_scale"] = self.loss_scale
         try:
             layout = self._layout(parameters)
             alike["layers"] = layout.bucket.names
@@ -158,7 +159,8 @@ class DdpHook(Averaging):
         check_alike(self.world, error, alike, [0], "ddp_hook: bucket")
         mean = self._aggregate(index, [layout.flat], layout.bucket)
         dtypes = [gradients[i].dtype for i in layout.order]
-        names, views = layout.bucket.names, layout.bucket.views(mean.flat)
+        flat = mean.flat if self.loss_scale == 1 else mean.flat * np.float32(1 / self.loss_scale)
+        names, views = layout.bucket.names, layout.bucket.views(flat)
         means = rounded(names, views, dtypes)
         self._done.append((layout, parameters))
         for i, each in zip(layout.order, means, strict=True):

@@ -51,6 +51,8 @@ class GradientReducer(Averaging):
         ranks of floating-point ones and rank 0's others, "none" each its own
     iteration, epoch: of the next reduce; the epoch is the caller's to set, for methods that ask
     state: what the aggregator keeps, in checkpoints together with iteration
+    loss_scale: what losses are multiplied by, the caller's to set between steps, or a LossScaler's:
+        means are divided by it, and what the aggregator keeps follows it
     Raises on all ranks alike ValueError or TypeError for an unknown name, unknown options, other
     parameters, a world that does not go with overlap; ValueError where ranks have other models or
     options.
@@ -217,7 +219,8 @@ class GradientReducer(Averaging):
         if not self._known.issuperset(map(id, parameters)):
             self.fail(self._unknown())
         size_bytes = self._buffers.size_bytes(self._live)
-        alike = {"iteration": self.iteration, "bytes of buffers": size_bytes}
+        alike: dict[str, object] = {"iteration": self.iteration, "bytes of buffers": size_bytes}
+        alike["loss_scale"] = self.loss_scale
         missing = [not all(self._used)]
         if not any(check_alike(self.world, self._error, alike, missing, "GradientReducer.reduce")):
             return self._used
@@ -253,8 +256,9 @@ class GradientReducer(Averaging):
     def _finish(self, means: list[Mean], used: Sequence[int]) -> Mean:
         """Set gradients and buffers, and return the mean of the whole model. Collective."""
         mean = _joined(self.bucket.size, self.parts, means)
-        if self._factor != 1:
-            mean = replace(mean, flat=mean.flat * np.float32(self._factor))
+        factor = self._factor / self.loss_scale
+        if factor != 1:
+            mean = replace(mean, flat=mean.flat * np.float32(factor))
         which = [layer for layer, is_used in enumerate(used) if is_used]
         names, views = self.bucket.names, self.bucket.views(mean.flat)
         gradients = rounded(
