@@ -153,7 +153,7 @@ class DdpHook(Averaging):
                     f"{self.world.rank} is {kind(buffer)}: should be {PLAIN}"
                 )
             for i, view in zip(layout.order, layout.views, strict=True):
-                torch.from_numpy(view).copy_(gradients[i])
+                view[...] = gradients[i].float().numpy()
         except Exception as found:  # whatever it is, no other rank may wait
             error = found
         check_alike(self.world, error, alike, [0], "ddp_hook: bucket")

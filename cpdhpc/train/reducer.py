@@ -169,7 +169,7 @@ class GradientReducer(Averaging):
         gradient = parameter.grad if parameter.requires_grad else None
         if gradient is not None:
             if gradient.dtype is self._dtypes[layer] and is_plain(gradient):
-                torch.from_numpy(view).copy_(gradient.detach())
+                view[...] = gradient.detach().float().numpy()
                 self._used[layer] = True
                 return
             self.fail(

@@ -64,6 +64,50 @@ def trained(world: World, name: str, **how: Any) -> tuple[list[list[bytes]], flo
     return found, losses[0], losses[-1]
 
 
+def test_the_page_for_torch_users(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """docs/torch.md as one program, block by block; all ranks end with the same model.
+
+    The first test here, as the page opens and closes torch's process group itself.
+    """
+    page = (Path(__file__).parents[2] / "docs" / "torch.md").read_text()
+    monkeypatch.chdir(world.gather(str(tmp_path))[0])
+    here: dict[str, Any] = {}
+    for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+        exec(block, here)
+    samples = here["targets"].numel()
+    sum_of_right = 0 <= float(here["right"]) <= samples * world.size
+    together(world, alike(world, bits(here["model"])), sum_of_right)
+    here["world"].free()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_step_that_overflows_on_the_last_rank_is_skipped_on_all(
+    world: World, overlap: bool
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    reducer = GradientReducer(
+        model, world, "lowbit", wire="e5m2", scaling="none", overflow="inf",
+        error_feedback=True, bucket_mib=1e-6, overlap=overlap,
+    )  # fmt: skip
+    found, memory, kept = [], [], {}
+    with reducer:
+        scaler = LossScaler(reducer, 2.0**4, dynamic=True)
+        for step in range(4):
+            last = step % 2 == 1 and world.rank == world.ranks - 1
+            model.zero_grad()
+            loss = model(torch.full((1, 4), world.rank + 1.0)).square().sum()
+            (loss * (1e9 if last else 1.0) * scaler.scale).backward()
+            kept = {key: entry.array.copy() for key, entry in scaler._before}
+            found.append((scaler.reduce() is None, scaler.scale))
+            now = {key: 2 * entry.array for key, entry in reducer.state}
+            memory.append(all(np.array_equal(kept[key], now[key]) for key in kept))
+    expected = [(False, 16.0), (True, 8.0), (False, 8.0), (True, 4.0)]
+    together(world, found == expected, memory[1] and memory[3], any(e.any() for e in kept.values()))
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_and_buffers_are_those_of_ddp(
@@ -285,44 +329,3 @@ def test_a_rank_that_does_not_join_is_told(world: World) -> None:
 
         error = said(reducer.reduce if last and world.processes > 1 else joining)
     together(world, world.processes == 1 or ("calls differ: GradientReducer.join" in error))
-
-
-def test_the_page_for_torch_users(
-    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """docs/torch.md as one program, block by block; all ranks end with the same model."""
-    page = (Path(__file__).parents[2] / "docs" / "torch.md").read_text()
-    monkeypatch.chdir(world.gather(str(tmp_path))[0])
-    here: dict[str, Any] = {}
-    for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
-        exec(block, here)
-    samples = here["targets"].numel()
-    sum_of_right = 0 <= float(here["right"]) <= samples * world.size
-    together(world, alike(world, bits(here["model"])), sum_of_right)
-    here["world"].free()
-
-
-@pytest.mark.parametrize("overlap", [False, True])
-def test_a_step_that_overflows_on_the_last_rank_is_skipped_on_all(
-    world: World, overlap: bool
-) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
-    reducer = GradientReducer(
-        model, world, "lowbit", wire="e5m2", scaling="none", overflow="inf",
-        error_feedback=True, bucket_mib=1e-6, overlap=overlap,
-    )  # fmt: skip
-    found, memory, kept = [], [], {}
-    with reducer:
-        scaler = LossScaler(reducer, 2.0**4, dynamic=True)
-        for step in range(4):
-            last = step % 2 == 1 and world.rank == world.ranks - 1
-            model.zero_grad()
-            loss = model(torch.full((1, 4), world.rank + 1.0)).square().sum()
-            (loss * (1e9 if last else 1.0) * scaler.scale).backward()
-            kept = {key: entry.array.copy() for key, entry in scaler._before}
-            found.append((scaler.reduce() is None, scaler.scale))
-            now = {key: 2 * entry.array for key, entry in reducer.state}
-            memory.append(all(np.array_equal(kept[key], now[key]) for key in kept))
-    expected = [(False, 16.0), (True, 8.0), (False, 8.0), (True, 4.0)]
-    together(world, found == expected, memory[1] and memory[3], any(e.any() for e in kept.values()))
