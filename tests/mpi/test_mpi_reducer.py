@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch_models import MODELS, batch
 
+from cpdhpc.train import gradients as gradients_of
 from cpdhpc.train.loss_scaling import LossScaler
 from cpdhpc.train.reducer import GradientReducer
 from cpdhpc.world.mpi import World
@@ -329,3 +330,22 @@ def test_a_rank_that_does_not_join_is_told(world: World) -> None:
 
         error = said(reducer.reduce if last and world.processes > 1 else joining)
     together(world, world.processes == 1 or ("calls differ: GradientReducer.join" in error))
+
+
+def test_recorded_gradients_of_all_ranks_are_one_file(world: World, tmp_path: Path) -> None:
+    """And a directory that is not there is told on all ranks alike."""
+    torch.manual_seed(0)
+    model, folder = nn.Linear(5, 3), Path(world.gather(str(tmp_path))[0])
+    with GradientReducer(model, world) as reducer:
+        (model(torch.ones(1, 5)).sum() * (1 + world.rank)).backward()
+        reducer.reduce()
+        gradients_of.save(reducer, folder / "g.h5", 7)
+        error = said(lambda: gradients_of.save(reducer, folder / "none" / "g.h5", 7))
+    found = gradients_of.load(folder / "g.h5")
+    own = np.arange(1.0, 1 + world.size)
+    right = [
+        found.layers[name].reshape(world.size, -1).T.tolist() == [own.tolist()] * p.numel()
+        for name, p in model.named_parameters()
+    ]
+    told = "StoreError" in error and "none/g.h5: cannot be written" in error
+    together(world, *right, told, alike(world, error))
