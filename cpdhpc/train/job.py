@@ -41,6 +41,7 @@ from .optimizers import OPTIMIZERS, Optimizer, Sgd
 from .update import UPDATES, ByAllreduce, UpdateRule
 
 Positive = Annotated[int, Field(ge=1)]
+Whole = Annotated[int, Field(ge=0)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$")]  # part of a file name
 
@@ -53,6 +54,7 @@ MAY_DIFFER = (  # where a run is gone on with; all but virtual_ranks change no b
     "train.overlap",
     "model.import_from",
     "data.import_from",
+    "train.record_gradients",
 )
 
 
@@ -72,6 +74,8 @@ class Train(Section):
         first, and with overlap while backward goes on; overlap changes no bit, bucket_mib may
     image_grid: rows and columns of ranks that share each image; [1, 1]: images are not split
     telemetry_every: iterations; checkpoint_every: epochs; timeout_s: the longest wait for others
+    record_gradients: iterations, from 0, of which the gradients of every rank go to files of their
+        own, 4 bytes a value and rank each (bench compress)
     """
 
     epochs: Positive = 10
@@ -88,6 +92,7 @@ class Train(Section):
     telemetry_every: Positive = 10
     checkpoint_every: Positive = 1
     timeout_s: Annotated[float, Field(gt=0)] = 600.0
+    record_gradients: Annotated[tuple[Whole, ...], Field(strict=False, max_length=100)] = ()
 
     @field_validator("seeds")
     @classmethod

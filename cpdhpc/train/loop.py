@@ -12,6 +12,7 @@ from ..collectives.checks import NonFiniteGradient
 from ..config import UserError
 from ..randomness import random_key
 from ..signals import Caught, Interrupted
+from . import gradients
 from .data import Array, epoch_order
 from .progress import Display
 from .record import observe
@@ -32,6 +33,10 @@ def run(training: Training, caught: Caught, display: Display) -> None:
     written; Diverged where a gradient or the loss is not finite, with the checkpoint as it was.
     """
     job = training.job
+    recorded = job.train.record_gradients
+    if recorded:
+        mib = gradients.size_bytes(training.reducer) / 2**20
+        display.line(f"{job.id}: records gradients: {len(recorded)} times {mib:.3g} MiB")
     display.start(job.id, training.samples * job.train.epochs, training.samples_seen)
     with training.reducer:
         while not training.ended:
@@ -41,6 +46,13 @@ def run(training: Training, caught: Caught, display: Display) -> None:
     guessed = log(training.classes or inf)  # the loss where all classes are alike
     verdict = "" if loss < guessed else f": no better than guessing, whose loss is {guessed:.4f}"
     display.end(f"{job.id}: complete: accuracy {accuracy:.2%}, loss {loss:.4f}{verdict}")
+    paths = {i: gradients.path_of(training.files.record, i) for i in recorded}
+    missing = [str(i) for i, path in paths.items() if display.shown and not path.exists()]
+    if missing:
+        display.line(
+            f"{job.id}: no gradients of iteration {', '.join(missing)}: not among its "
+            f"{training.iteration}, or its step was skipped"
+        )
 
 
 def _epoch(training: Training, caught: Caught, display: Display) -> None:
@@ -96,6 +108,8 @@ def _iteration(training: Training, rate: float, batch: Array, caught: Caught) ->
     if not isfinite(told.loss):
         _fail(training, f"the loss is {told.loss}")
     training.record.step(iteration, told.loss, rate, scale, told.time_ns, told.wire_bytes)
+    if iteration in job.train.record_gradients and done.mean is not None:
+        training.save_gradients()
     if iteration % job.train.telemetry_every == 0 and done.mean is not None:
         training.record.telemetry(iteration, observe(training.reducer, done.mean))
     training.iteration += 1

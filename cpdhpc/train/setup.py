@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,7 +18,7 @@ from ..split_images import partition
 from ..split_images.grid import ImageGrid
 from ..world.cores import threads_of_rank
 from ..world.ranks import Ranks
-from . import checkpoint
+from . import checkpoint, gradients
 from .controllers import Controller
 from .data import Dataset, Samples, Source
 from .imports import ImportedModel
@@ -61,6 +61,11 @@ class Files:
     def of(cls, directory: Path, job: Job) -> Files:
         """Return the paths of a job's files in a directory."""
         return cls(directory / f"{job.id}.h5", directory / f"{job.id}.checkpoint.h5")
+
+    def written(self, recorded: Iterable[int]) -> list[Path]:
+        """Return all files, with those of the gradients of some iterations."""
+        several = [gradients.path_of(self.record, iteration) for iteration in recorded]
+        return [self.checkpoint, self.record, *several]
 
 
 @dataclass
@@ -163,6 +168,20 @@ class Training:
     def save_record(self, status: str) -> None:
         """Write only the record. Collective."""
         self.world.on_first(lambda: self._write_record(status), "record")
+
+    def save_gradients(self) -> None:
+        """Write the gradients of all ranks in the iteration that goes on. Collective.
+
+        Raises UserError on all processes alike where the update rule averages none, or the file
+        cannot be written.
+        """
+        if self.reducer.iteration != self.iteration + 1:
+            raise ConfigError(
+                f"{self.job.id}: train.record_gradients: there are none: the update rule "
+                f"{type(self.update).__name__} averages none by the reducer"
+            )
+        path = gradients.path_of(self.files.record, self.iteration)
+        gradients.save(self.reducer, path, self.iteration, self.job.id)
 
     def _write_record(self, status: str) -> None:
         attributes = {
