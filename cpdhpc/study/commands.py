@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from .. import store
 from ..config import UserError, suggest
-from ..kinds.base import SHAPE
-from .cases import Batch, Case, batches, case_time_s, expand, load_study, shown
+from ..kinds.factors import SHAPE, Case
+from .cases import Batch, batches, case_time_s, expand, load_study, shown
 from .folder import Folder, recorded
 from .slurm.site import Site, load_site
 from .spec import Study

@@ -9,7 +9,8 @@ from functools import cached_property
 from pathlib import Path
 
 from ..claim import Claim, JobAlive, read_claim, unknown
-from .cases import Case, batches, expand
+from ..kinds.factors import Case
+from .cases import batches, expand
 from .folder import Folder, Job, recorded
 from .slurm import queue
 from .spec import Study
