@@ -17,7 +17,7 @@ from cpdhpc.collectives.schedules import SCHEDULES
 from cpdhpc.config import OneOf
 from cpdhpc.formats import INTEGERS, NAMED
 from cpdhpc.kinds import KINDS
-from cpdhpc.kinds.base import ABSENT
+from cpdhpc.kinds.factors import ABSENT
 from cpdhpc.methods import ACCUMULATES, ALGORITHMS, BASELINES, EXACT
 from cpdhpc.train.job import Job
 from cpdhpc.world.ranks import Loopback

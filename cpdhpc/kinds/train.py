@@ -13,19 +13,8 @@ import numpy as np
 
 from .. import store
 from ..config import IMPORT, Raw, UserError, merge, validate
-from .base import (
-    ABSENT,
-    Array,
-    Factor,
-    Factors,
-    Kind,
-    Measuring,
-    Outcomes,
-    Result,
-    Series,
-    Value,
-    at_least,
-)
+from .base import Kind, Measuring
+from .factors import ABSENT, Array, Factor, Factors, Outcomes, Result, Series, Value, at_least
 
 if TYPE_CHECKING:
     from ..report.figures import Map
@@ -33,13 +22,13 @@ if TYPE_CHECKING:
     from ..report.tables import Column, Section
     from ..report.trainings import Trained
     from ..signals import Caught
-    from ..study.cases import Case
-    from ..study.repeats import Place
-    from ..study.spec import Study
     from ..study.study_file import StudyFile
     from ..train.job import Job
     from ..train.record import Record
     from ..train.setup import Training
+    from .base import Asked
+    from .factors import Case
+    from .place import Place
 
 _ROWS: dict[str, tuple[type, str]] = {  # key of a job: its type and what it is
     "data.name": (str, "data set"),
@@ -119,7 +108,7 @@ def _further(name: str, value: Value, job: Raw) -> Factor | None:
 class _Training(Measuring):
     """A case of the kind "train": one visit trains to the end."""
 
-    def __init__(self, study: Study, case: Case, directory: Path) -> None:
+    def __init__(self, study: Asked, case: Case, directory: Path) -> None:
         super().__init__(study, case, directory)
         self.job = _job(study.job, case.factors, case.id)
         self.virtual_ranks, self.timeout_s = self.job.train.virtual_ranks, self.job.train.timeout_s

@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby, product
 from pathlib import Path
@@ -24,32 +24,12 @@ from ..config import (
     validate,
 )
 from ..kinds import KINDS
-from ..kinds.base import ABSENT, SHAPE, Factor, Factors, Value
+from ..kinds.factors import ABSENT, SHAPE, Case, Factor, Factors, Value
 from .spec import Constraint, Study
 
 SLUG = 60  # characters of an id that are there to be read
 NOT_OF_A_JOB = ("compare", "name")  # of a job file: factors take the place of its rows
 NOT_MEASURED = ("seed", "interleave")  # of [measure]: they order cases
-
-
-@dataclass(frozen=True)
-class Case:
-    """A point. factors: those of its kind that it uses; the shape is beside them."""
-
-    id: str
-    factors: Factors = field(hash=False)
-    nodes: int
-    ppn: int
-
-    @property
-    def ranks(self) -> int:
-        """Number of MPI processes."""
-        return self.nodes * self.ppn
-
-    @property
-    def all_factors(self) -> dict[str, Value]:
-        """The factors with nodes, ppn and ranks."""
-        return {"nodes": self.nodes, "ppn": self.ppn, "ranks": self.ranks, **self.factors}
 
 
 def make_case(study: Study, factors: Factors, nodes: int, ppn: int) -> Case:
