@@ -34,6 +34,7 @@ class Context:
 
     state: what the method keeps; seed: of this bucket; iteration: from 0
     epoch: how often all samples have been seen, 0.0 where nobody says
+    loss_scale: what gradients are multiplied by, which options in their unit have to follow
     """
 
     world: Ranks
@@ -41,6 +42,7 @@ class Context:
     seed: int = 0
     iteration: int = 0
     epoch: float = 0.0
+    loss_scale: float = 1.0
 
     def key(self, name: str, rank: int = 0) -> Key:
         """Return the key of the random numbers that name, this iteration and a rank choose.
