@@ -25,13 +25,7 @@ typedef int64_t i64;
 // for one shift of the whole tile.
 #define CPD_MOST_BLOCKS 2
 
-#ifdef __CUDACC__
-__device__
-#endif
-    inline int
-    shifts_of_tile(int blocks) {
-    return blocks ? CPD_LANES * blocks : 1;
-}
+#define CPD_SHIFTS_OF_TILE(blocks) ((blocks) ? CPD_LANES * (blocks) : 1)
 
 enum { CPD_NEAREST = 0, CPD_ZERO = 1, CPD_STOCHASTIC = 2 };
 

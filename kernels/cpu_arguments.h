@@ -72,7 +72,7 @@ bool has_tiles(const Buffer& words, const Buffer& shifts, i64 n, i64 bits) {
 bool has_blocks(const Buffer& words, const Buffer& shifts, i64 n, i64 bits, int* blocks) {
     const i64 tiles = tiles_of(n);
     for (*blocks = 0; *blocks <= CPD_MOST_BLOCKS; ++*blocks)
-        if (shifts.view.len == tiles * shifts_of_tile(*blocks))
+        if (shifts.view.len == tiles * CPD_SHIFTS_OF_TILE(*blocks))
             return has_words(words, "words", tiles, bits);
     return has_tiles(words, shifts, n, bits);  // says what is wrong
 }

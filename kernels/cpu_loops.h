@@ -287,9 +287,9 @@ i64 decode_tiles(const Cast& given, int blocks, const u32* words, const u8* shif
     const Cast cast = given;  // a copy, which no store can change
     i64 nonfinite = 0;
     for (i64 t = 0; t * CPD_TILE < n; ++t)
-        nonfinite += decode_tile(cast, blocks, shifts + t * shifts_of_tile(blocks),
-                                 words + t * CPD_LANES * width(cast), out + t * CPD_TILE,
-                                 n - t * CPD_TILE);
+        nonfinite +=
+            decode_tile(cast, blocks, shifts + t * CPD_SHIFTS_OF_TILE(blocks),
+                        words + t * CPD_LANES * width(cast), out + t * CPD_TILE, n - t * CPD_TILE);
     return nonfinite;
 }
 
@@ -305,7 +305,7 @@ void decode_add_tiles(const Cast& given, int blocks, const u32* words, const u8*
         const u32* in = words + t * CPD_LANES * width(cast);
         for (int lane = 0; lane < CPD_LANES; lane += CPD_GROUP)
             if (blocks)
-                sum_blocks(cast, blocks, shifts + t * shifts_of_tile(blocks), in, lane, tile,
+                sum_blocks(cast, blocks, shifts + t * CPD_SHIFTS_OF_TILE(blocks), in, lane, tile,
                            CPD_TILE, target, CPD_TILE, most);
             else
                 sum_column(cast, shifts[t], in, lane, tile, CPD_TILE, target, CPD_TILE);
@@ -327,7 +327,7 @@ i64 decode_add_encode_tiles(const Cast& cast, int blocks, bool fit, Key key, u64
     i64 nonfinite = 0;
     for (i64 i = 0; i < n; i += most) {
         i64 m = n - i < most ? n - i : most, t = i / CPD_TILE, w = t * CPD_LANES * width(cast);
-        i64 s = t * shifts_of_tile(blocks);
+        i64 s = t * CPD_SHIFTS_OF_TILE(blocks);
         u32* counted = counts ? counts + 3 * t : counts;
         if (blocks)
             several(cast, blocks, fit, key, offset + i, words_in + w, shifts_in + s, x + i, m,

@@ -91,7 +91,7 @@ PyObject* encode_tiles(PyObject*, PyObject* args) {
     return in_blocks(threads, n, [&](const Block& b) {
         loops->encode_tiles(cast, blocks, fit, key, offset + b.first, x.at<float>(b.first), b.n,
                             words.at<u32>(b.tile * CPD_LANES * bits),
-                            shifts.at<u8>(b.tile * shifts_of_tile(blocks)),
+                            shifts.at<u8>(b.tile * CPD_SHIFTS_OF_TILE(blocks)),
                             counts.at<u32>(3 * b.tile));
     });
 }
@@ -107,7 +107,7 @@ PyObject* decode_tiles(PyObject*, PyObject* args) {
     if (!has_blocks(words, shifts, n, bits, &blocks)) return nullptr;
     return count_in_blocks(threads, n, [&](const Block& b) {
         return loops->decode_tiles(cast, blocks, words.at<u32>(b.tile * CPD_LANES * bits),
-                                   shifts.at<u8>(b.tile * shifts_of_tile(blocks)),
+                                   shifts.at<u8>(b.tile * CPD_SHIFTS_OF_TILE(blocks)),
                                    out.at<float>(b.first), b.n);
     });
 }
@@ -124,7 +124,7 @@ PyObject* decode_add_tiles(PyObject*, PyObject* args) {
         return nullptr;
     return in_blocks(threads, n, [&](const Block& b) {
         loops->decode_add_tiles(cast, blocks, words.at<u32>(b.tile * CPD_LANES * bits),
-                                shifts.at<u8>(b.tile * shifts_of_tile(blocks)),
+                                shifts.at<u8>(b.tile * CPD_SHIFTS_OF_TILE(blocks)),
                                 x.at<float>(b.first), out.at<float>(b.first), b.n);
     });
 }
@@ -142,10 +142,11 @@ PyObject* decode_add_encode_tiles(PyObject*, PyObject* args) {
     i64 n = floats_in(x), bits = width_of(cast);
     if (!has_blocks(words_in, shifts_in, n, bits, &blocks_in) ||
         !has_blocks(words, shifts, n, bits, &blocks) ||
-        !has_length(shifts, "shifts", shifts_in.view.len) || !has_counts(counts, n) || (out.view.buf && !has_length(out, "out", x.view.len)))
+        !has_length(shifts, "shifts", shifts_in.view.len) || !has_counts(counts, n) ||
+        (out.view.buf && !has_length(out, "out", x.view.len)))
         return nullptr;
     return count_in_blocks(threads, n, [&](const Block& b) {
-        i64 word = b.tile * CPD_LANES * bits, shift = b.tile * shifts_of_tile(blocks);
+        i64 word = b.tile * CPD_LANES * bits, shift = b.tile * CPD_SHIFTS_OF_TILE(blocks);
         return loops->decode_add_encode_tiles(
             cast, blocks, fit, key, offset + b.first, words_in.at<u32>(word),
             shifts_in.at<u8>(shift), x.at<float>(b.first), b.n, words.at<u32>(word),

@@ -15,8 +15,8 @@ struct Loops {
     void (*unpack)(int bits, const u32* words, i64 n, u32* codes);
     void (*amax_tiles)(const float* x, i64 n, u32* amax);
     // fit: choose and write the shifts, else read them. counts: three a tile, or null.
-    void (*encode_tiles)(const Cast& cast, int blocks, bool fit, Key key, u64 offset, const float* x,
-                         i64 n, u32* words, u8* shifts, u32* counts);
+    void (*encode_tiles)(const Cast& cast, int blocks, bool fit, Key key, u64 offset,
+                         const float* x, i64 n, u32* words, u8* shifts, u32* counts);
     i64 (*decode_tiles)(const Cast& cast, int blocks, const u32* words, const u8* shifts,
                         float* out, i64 n);
     void (*decode_add_tiles)(const Cast& cast, int blocks, const u32* words, const u8* shifts,

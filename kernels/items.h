@@ -14,7 +14,8 @@ struct Counts {
 // NEAREST: rounding to nearest, else towards zero or stochastic. COUNT: whether counts are kept.
 // INSIDE: all values are finite and none overflows.
 template <bool NEAREST, bool COUNT, bool INSIDE, class V>
-CPD_FN U encode_value(const Cast& cast, const EncoderOf<V>& e, F x, Key key, u64 index, Counts& counts) {
+CPD_FN U encode_value(const Cast& cast, const EncoderOf<V>& e, F x, Key key, u64 index,
+                      Counts& counts) {
     U u = bits_of(x);
     U a = u & 0x7fffffffu;
     U code;

@@ -38,7 +38,7 @@ class GradientFlow(Aggregator):
     dense_epochs: Annotated[float, Field(ge=0)] = 0.0
     wire: str = "raw"
     algorithm: str = "ring"
-    scaling: Literal["none", "tile"] | None = None
+    scaling: Literal["none", "tile", "block32", "block16"] | None = None
 
     def __post_init__(self) -> None:
         self._allreduce(seed=0)

@@ -268,12 +268,12 @@ def amax_tiles(x: Array) -> Array:
 
 
 def _blocks(values: Array, shifts: int) -> Array:
-    """Return whole tiles as [tile, block, row, block, lane], of which one shift covers axes 2 and 4.
+    """Return whole tiles with what shares a shift along axes 2 and 4, the shifts along 1 and 3.
 
-    values: [tiles * 1024]; shifts: of a tile: 1, or of each lane's column in 1 or more blocks
+    values: [tiles * 1024]; shifts: how many a tile has: 1, or 32 for each of its blocks of rows
     """
-    lanes = min(shifts, LANES)
-    return values.reshape(-1, shifts // lanes, TILE // LANES * lanes // shifts, lanes, LANES // lanes)
+    blocks, lanes = max(1, shifts // LANES), min(shifts, LANES)
+    return values.reshape(-1, blocks, TILE // LANES // blocks, lanes, LANES // lanes)
 
 
 def _per_value(shifts: Array, count: int) -> Array:
