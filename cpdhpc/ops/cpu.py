@@ -10,7 +10,20 @@ import numpy as np
 from .. import _cpu
 from ..formats import Cast, FloatFormat, tiles
 from ..randomness import Key
-from .reference import fitting_shift
+from .reference import (
+    clear,
+    fitting_shift,
+    gather,
+    kth_magnitude,
+    pack_bitmap,
+    pack_stream,
+    scatter_add,
+    select_above,
+    select_magnitude,
+    stream_words,
+    unpack_bitmap,
+    unpack_stream,
+)
 from .threads import kernel_threads
 
 __all__ = [
@@ -18,6 +31,7 @@ __all__ = [
     "add_encode_integers_tiles",
     "add_integers_tiles",
     "amax_tiles",
+    "clear",
     "clone",
     "copy",
     "decode",
@@ -29,13 +43,23 @@ __all__ = [
     "encode",
     "encode_tiles",
     "fitting_shift",
+    "gather",
+    "kth_magnitude",
     "load_acquire",
     "pack",
+    "pack_bitmap",
+    "pack_stream",
     "pack_trits",
     "read_memory",
+    "scatter_add",
+    "select_above",
+    "select_magnitude",
     "store_release",
+    "stream_words",
     "subtract",
     "unpack",
+    "unpack_bitmap",
+    "unpack_stream",
     "unpack_trits",
 ]
 

@@ -225,19 +225,21 @@ class Packed:
 Wire = Raw | Packed | Exact
 
 
-def parse_wire(wire: str | FloatFormat) -> FloatFormat | None:
+def parse_wire(wire: str | FloatFormat, name: str = "allreduce") -> FloatFormat | None:
     """Return the format of a wire that a user names; None for "raw".
+
+    name: of the function that is called, for errors
 
     Raises ValueError for unknown names, TypeError for anything but a name or a FloatFormat.
     """
     if isinstance(wire, FloatFormat):
         return wire
     if not isinstance(wire, str):
-        raise TypeError(f"allreduce: wire={wire!r}: must be 'raw', a format's name or FloatFormat")
+        raise TypeError(f"{name}: wire={wire!r}: must be 'raw', a format's name or FloatFormat")
     try:
         return wire_format(wire)
     except ValueError as error:
         said = suggest(wire, ("raw", *NAMED_WIRES, *NAMED))
         if said.startswith("did") and not wire.startswith("int"):
-            raise ValueError(f"allreduce: wire={wire!r}: {said}") from None
+            raise ValueError(f"{name}: wire={wire!r}: {said}") from None
         raise ValueError(f"{error}; wires are also raw, {', '.join(NAMED_WIRES)}") from None

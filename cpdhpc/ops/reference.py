@@ -12,6 +12,19 @@ import numpy as np
 
 from ..formats import LANES, SHIFT_BIAS, SHIFT_NONFINITE, TILE, TRIT_BYTES, Cast, FloatFormat, tiles
 from ..randomness import Key
+from .reference_sparse import (
+    clear,
+    gather,
+    kth_magnitude,
+    pack_bitmap,
+    pack_stream,
+    scatter_add,
+    select_above,
+    select_magnitude,
+    stream_words,
+    unpack_bitmap,
+    unpack_stream,
+)
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -238,6 +251,7 @@ __all__ = [
     "add_encode_integers_tiles",
     "add_integers_tiles",
     "amax_tiles",
+    "clear",
     "decode",
     "decode_add_encode_tiles",
     "decode_add_tiles",
@@ -246,10 +260,20 @@ __all__ = [
     "encode",
     "encode_tiles",
     "fitting_shift",
+    "gather",
+    "kth_magnitude",
     "pack",
+    "pack_bitmap",
+    "pack_stream",
     "pack_trits",
     "random31",
+    "scatter_add",
+    "select_above",
+    "select_magnitude",
+    "stream_words",
     "unpack",
+    "unpack_bitmap",
+    "unpack_stream",
     "unpack_trits",
 ]
 

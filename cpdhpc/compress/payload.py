@@ -1,0 +1,230 @@
+"""Sparse payloads: which of a layer's values are sent, and the values, in as few bytes as may be.
+
+A payload has whole 32-bit words, lowest bits and bytes first:
+
+    byte 0      4          5              6      8
+    | count m  | encoding | bits a value | 0 0  | bytes | index words | value words |
+
+    bytes        deltas: the width of each tile's codes; then, of wires but raw, the shift of each
+                 tile of values; then zeros up to a whole word
+    value words  raw: float32; else m codes of a format, one after the other (ops.pack_stream)
+
+The index words are the smallest of three, in the order of ENCODINGS:
+
+    bitmap   a bit for each of n places; the smallest above about 0.4 n indices
+    deltas   how many places lie between an index and the one before, one code after the other, as
+             wide in each tile of 1,024 as its largest needs; for indices in runs or evenly spread
+    bins     bins of 2**b places: a bitmap with a one for each index and a zero after each bin, then
+             the lower b bits of each index, b + 2 bits an index or less; for indices by chance.
+             Source: Elias: Efficient storage and retrieval by content and address of static files,
+             J. ACM 21(2), 1974; Fano: On the number of bits required to implement an associative
+             memory, MIT, 1971.
+
+So a payload is longer than its index words and values by 8 bytes, a byte for each 1,024 deltas and
+for each 1,024 values of wires but raw, and what rounding up to words takes.
+"""
+
+from __future__ import annotations
+
+import struct
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..formats import TILE, Cast, FloatFormat, packed_bytes, tiles
+from ..ops import cpu
+from ..ops.payloads import parse_wire
+
+Array = npt.NDArray[Any]
+
+ENCODINGS = ("bitmap", "deltas", "bins")
+_HEADER = struct.Struct("<IBBH")
+_LARGEST = 2**32 - 1  # of sizes: an index has 32 bits
+
+
+def encode_sparse(indices: Array, values: Array, size: int, wire: str = "raw") -> Array:
+    """Return some of size values, and which they are, as a payload, uint8[sparse_bytes].
+
+    indices: uint32[m], ascending, distinct and below size; values: float32[m]
+    wire: raw, bf16 or another format of cpdhpc.allreduce: values are rounded to nearest, each
+        1,024 of them scaled by a power of two so that the largest fits
+    Raises TypeError and ValueError for other arrays, sizes and wires.
+    """
+    fmt = parse_wire(wire, "encode_sparse")
+    _check_size("encode_sparse", size)
+    for name, array, kind in (("indices", indices, np.uint32), ("values", values, np.float32)):
+        if not isinstance(array, np.ndarray) or array.dtype != kind or array.ndim != 1:
+            given = getattr(array, "dtype", type(array).__name__)
+            raise TypeError(f"encode_sparse: {name}: {given}: must be {kind.__name__}, one axis")
+    if indices.size != values.size:
+        raise ValueError(f"encode_sparse: {indices.size} indices, but {values.size} values")
+    _check_ascending("encode_sparse", indices, size)
+    encoding, widths, index_words = _packed_indices(indices, size)
+    shifts, value_words = _packed_values(values, fmt)
+    some = np.concatenate([widths, shifts])
+    header = _HEADER.pack(indices.size, ENCODINGS.index(encoding), _width(fmt), 0)
+    parts = [np.frombuffer(header, np.uint8), some, np.zeros(-some.size % 4, np.uint8)]
+    return np.concatenate([*parts, index_words.view(np.uint8), value_words.view(np.uint8)])
+
+
+def decode_sparse(payload: Array, size: int, wire: str = "raw") -> tuple[Array, Array]:
+    """Return the indices, uint32[m], and the values, float32[m], of a payload.
+
+    payload: uint8[sparse_bytes], of encode_sparse with the same size and wire
+    Raises TypeError and ValueError where it cannot be one: nothing outside of it is read, and
+    the indices ascend and are below size.
+    """
+    fmt = parse_wire(wire, "decode_sparse")
+    count, encoding, borders = _layout("decode_sparse", payload, size, fmt)
+    if payload.size != borders[-1]:
+        raise ValueError(f"decode_sparse: payload: {payload.size} bytes: must be {borders[-1]}")
+    aligned = np.ascontiguousarray(payload)
+    if aligned.ctypes.data % 4:  # a part of a longer message
+        aligned = aligned.copy()
+    widths, shifts, _, index_words, value_words = (
+        aligned[start:stop] for start, stop in pairwise(borders)
+    )
+    found = _unpacked_indices(encoding, index_words.view("<u4"), widths, count, size)
+    return found, _unpacked_values(value_words.view("<u4"), shifts, count, fmt)
+
+
+def sparse_bytes(payload: Array, size: int, wire: str = "raw") -> int:
+    """Return how many bytes the payload takes with which these bytes begin.
+
+    payload: uint8[...]; size, wire: those of encode_sparse. Raises as decode_sparse.
+    """
+    fmt = parse_wire(wire, "sparse_bytes")
+    return _layout("sparse_bytes", payload, size, fmt)[2][-1]
+
+
+def _check_size(name: str, size: int) -> None:
+    if not 0 <= size <= _LARGEST:
+        raise ValueError(f"{name}: size={size}: must be 0..{_LARGEST}")
+
+
+def _check_ascending(name: str, indices: Array, size: int) -> None:
+    if indices.size and (int(indices[-1]) >= size or (indices[1:] <= indices[:-1]).any()):
+        raise ValueError(f"{name}: indices: must ascend, be distinct and be below size={size}")
+
+
+def _width(fmt: FloatFormat | None) -> int:
+    """Bits of a value."""
+    return 32 if fmt is None else fmt.bits
+
+
+def _bin_bits(count: int, size: int) -> int:
+    """Return the b of the bins: another bit more would cost more than the zeros that it saves."""
+    bits = 0
+    while size >> (bits + 1) > count:
+        bits += 1
+    return bits
+
+
+def _bins(count: int, size: int) -> int:
+    return -(-size // (1 << _bin_bits(count, size)))
+
+
+def _alike(width: int, count: int) -> Array:
+    """Return the widths of the tiles of count codes of one width."""
+    return np.full(tiles(count), width, np.uint8)
+
+
+def _index_words(encoding: str, widths: Array, count: int, size: int) -> int:
+    """Return how many words the indices take."""
+    if encoding == "bitmap":
+        return -(-size // 32)
+    if encoding == "deltas":
+        return cpu.stream_words(widths, count)
+    lower = cpu.stream_words(_alike(_bin_bits(count, size), count), count)
+    return -(-(count + _bins(count, size)) // 32) + lower
+
+
+def _packed_indices(indices: Array, size: int) -> tuple[str, Array, Array]:
+    """Return the smallest encoding, the widths of its tiles, and its words."""
+    count, none = indices.size, np.empty(0, np.uint8)
+    gaps = np.diff(indices, prepend=np.uint32(_LARGEST)) - np.uint32(1)  # of the first one: itself
+    largest = np.zeros(tiles(count) * TILE, np.uint32)
+    largest[:count] = gaps
+    bits = np.frexp(largest.reshape(-1, TILE).max(1).astype(np.float64))[1].astype(np.uint8)
+    widths = {"bitmap": none, "deltas": bits, "bins": none}
+    cost = {e: 4 * _index_words(e, widths[e], count, size) + widths[e].size for e in ENCODINGS}
+    best = min(ENCODINGS, key=cost.__getitem__)
+    if best == "bitmap":
+        return best, none, cpu.pack_bitmap(indices, size)
+    if best == "deltas":
+        return best, bits, cpu.pack_stream(gaps, bits)
+    b = _bin_bits(count, size)
+    places = (indices >> np.uint32(b)) + np.arange(count, dtype=np.uint32)
+    lower = cpu.pack_stream(indices & np.uint32((1 << b) - 1), _alike(b, count))
+    return best, none, np.concatenate([cpu.pack_bitmap(places, count + _bins(count, size)), lower])
+
+
+def _unpacked_indices(encoding: str, words: Array, widths: Array, count: int, size: int) -> Array:
+    """Return the indices. Raises ValueError where they do not ascend below size."""
+    if encoding == "bitmap":
+        found = cpu.unpack_bitmap(words, count)
+    elif encoding == "deltas":
+        gaps = cpu.unpack_stream(words, widths, count)
+        wide = np.cumsum(gaps, dtype=np.uint64) + np.arange(count, dtype=np.uint64)
+        if count and int(wide[-1]) >= size:
+            raise ValueError(f"decode_sparse: payload: index {wide[-1]}: must be below {size}")
+        return wide.astype(np.uint32)
+    else:
+        b, border = _bin_bits(count, size), -(-(count + _bins(count, size)) // 32)
+        places = cpu.unpack_bitmap(words[:border], count) - np.arange(count, dtype=np.uint32)
+        found = places << np.uint32(b)
+        found |= cpu.unpack_stream(words[border:], _alike(b, count), count)
+    _check_ascending("decode_sparse", found, size)
+    return found
+
+
+def _packed_values(values: Array, fmt: FloatFormat | None) -> tuple[Array, Array]:
+    """Return the shifts of the values' tiles, none for raw, and their words."""
+    shifts = np.empty(tiles(values.size) if fmt else 0, np.uint8)
+    if fmt is None:
+        return shifts, values.view(np.uint32)
+    packed = np.empty(packed_bytes(values.size, fmt.bits), np.uint8)
+    cpu.encode_tiles(values, Cast(fmt), packed, shifts, fit=True)
+    codes = cpu.unpack(packed, fmt.bits, values.size)  # whole tiles: too long for few values
+    return shifts, cpu.pack_stream(codes, _alike(fmt.bits, values.size))
+
+
+def _unpacked_values(words: Array, shifts: Array, count: int, fmt: FloatFormat | None) -> Array:
+    if fmt is None:
+        return words.view(np.float32).copy()
+    values = np.empty(count, np.float32)
+    codes = cpu.unpack_stream(words, _alike(fmt.bits, count), count)
+    cpu.decode_tiles(cpu.pack(codes, fmt.bits), shifts, fmt, values)
+    return values
+
+
+def _layout(
+    name: str, payload: Array, size: int, fmt: FloatFormat | None
+) -> tuple[int, str, list[int]]:
+    """Return the count, the encoding, and where each part of a payload begins, and its end."""
+    _check_size(name, size)
+    if not isinstance(payload, np.ndarray) or payload.dtype != np.uint8 or payload.ndim != 1:
+        given = getattr(payload, "dtype", type(payload).__name__)
+        raise TypeError(f"{name}: payload: {given}: must be uint8, one axis")
+    if payload.size < _HEADER.size:
+        raise ValueError(f"{name}: payload: {payload.size} bytes: must be {_HEADER.size} or more")
+    count, number, width, zero = _HEADER.unpack(payload[: _HEADER.size].tobytes())
+    if count > size or number >= len(ENCODINGS) or width != _width(fmt) or zero:
+        raise ValueError(
+            f"{name}: payload: {count} values of {width} bits, encoding {number}: must be 0..{size}"
+            f" values of {_width(fmt)} bits, encoding 0..{len(ENCODINGS) - 1}"
+        )
+    encoding, start = ENCODINGS[number], _HEADER.size
+    borders = [start, start + (tiles(count) if encoding == "deltas" else 0)]
+    borders.append(borders[-1] + (tiles(count) if fmt else 0))
+    borders.append(borders[-1] + -(borders[-1] - start) % 4)
+    widths = payload[start : borders[1]]
+    if payload.size < borders[1] or widths.max(initial=0) > 32:
+        raise ValueError(f"{name}: payload: widths of deltas: too few, or above 32 bits")
+    borders.append(borders[-1] + 4 * _index_words(encoding, widths, count, size))
+    borders.append(borders[-1] + 4 * cpu.stream_words(_alike(_width(fmt), count), count))
+    if payload.size < borders[-1]:
+        raise ValueError(f"{name}: payload: {payload.size} bytes: must be {borders[-1]}")
+    return count, encoding, borders

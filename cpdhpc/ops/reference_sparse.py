@@ -1,0 +1,174 @@
+"""The specification of sparse operations: selection by magnitude, access by index, bit streams.
+
+A part of ops.reference. Magnitudes are compared as float32 bits without the sign, as integers: so
+-0.0 equals 0.0, subnormal numbers count, and NaN lies above infinity, ordered by its payload.
+Indices are uint32, ascending and distinct.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from ..formats import TILE, tiles
+
+__all__ = [
+    "clear",
+    "gather",
+    "kth_magnitude",
+    "pack_bitmap",
+    "pack_stream",
+    "scatter_add",
+    "select_above",
+    "select_magnitude",
+    "stream_words",
+    "threshold_bits",
+    "unpack_bitmap",
+    "unpack_stream",
+]
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+MAGNITUDE = np.uint32(0x7FFFFFFF)
+
+
+def kth_magnitude(x: Array, k: int) -> int:
+    """Return the float32 bits, without the sign, of the k-th largest |x|.
+
+    x: float32[n]. Raises ValueError unless k is 1..n.
+    """
+    if not 1 <= k <= x.size:
+        raise ValueError(f"kth_magnitude: k={k}: must be 1..{x.size}, the number of values")
+    return int(np.sort(x.view(np.uint32) & MAGNITUDE)[x.size - k])
+
+
+def select_magnitude(x: Array, k: int) -> Array:
+    """Return the indices of the k largest |x|, of equal ones those with the lower index.
+
+    x: float32[n]; returns uint32[k], ascending. Raises ValueError unless k is 0..n.
+    """
+    if not 0 <= k <= x.size:
+        raise ValueError(f"select_magnitude: k={k}: must be 0..{x.size}, the number of values")
+    magnitude = (x.view(np.uint32) & MAGNITUDE).astype(np.int64)
+    return np.sort(np.argsort(-magnitude, kind="stable")[:k]).astype(np.uint32)
+
+
+def select_above(x: Array, threshold: float) -> Array:
+    """Return the indices of |x| > threshold, and of NaN.
+
+    x: float32[n]; returns uint32[m], ascending. Raises ValueError unless threshold is 0 or more.
+    """
+    above = (x.view(np.uint32) & MAGNITUDE) > np.uint32(threshold_bits(threshold))
+    return np.flatnonzero(above).astype(np.uint32)
+
+
+def threshold_bits(threshold: float) -> int:
+    """Return the bits of the largest float32 that is not above threshold.
+
+    A float32 is above threshold where its bits are larger. Raises ValueError for NaN and negative
+    numbers.
+    """
+    if not threshold >= 0:
+        raise ValueError(f"select_above: threshold={threshold}: must be 0 or more")
+    with np.errstate(over="ignore"):
+        nearest = np.float32(threshold)
+    if float(nearest) > threshold:
+        nearest = np.nextafter(nearest, np.float32(-math.inf))
+    return int(nearest.view(np.uint32) & MAGNITUDE)
+
+
+def gather(x: Array, indices: Array) -> Array:
+    """Return x[indices]: float32[n], uint32[m] to float32[m].
+
+    Raises ValueError unless the indices ascend and are below n; so do scatter_add and clear.
+    """
+    _check_indices("gather", indices, x.size)
+    return x[indices]
+
+
+def scatter_add(out: Array, indices: Array, values: Array) -> None:
+    """Add values to out[indices]: float32[n], uint32[m], float32[m]; each sum rounded once."""
+    _check_indices("scatter_add", indices, out.size)
+    out[indices] += values
+
+
+def clear(x: Array, indices: Array) -> None:
+    """Set x[indices] to 0.0: float32[n], uint32[m]."""
+    _check_indices("clear", indices, x.size)
+    x[indices] = 0
+
+
+def _check_indices(name: str, indices: Array, n: int) -> None:
+    if indices.size and (int(indices[-1]) >= n or (indices[1:] <= indices[:-1]).any()):
+        raise ValueError(f"{name}: indices: must ascend, be distinct and be below {n}")
+
+
+def pack_bitmap(indices: Array, size: int) -> Array:
+    """Return a bit for each of size places, set at the indices: uint32[m] to uint32 words.
+
+    Bit i % 32 of word i // 32 is place i; ceil(size / 32) words.
+    """
+    bits = np.zeros(-(-size // 32) * 32, np.uint8)
+    bits[indices] = 1
+    return np.packbits(bits, bitorder="little").view("<u4")
+
+
+def unpack_bitmap(words: Array, count: int) -> Array:
+    """Return where bits are set, uint32[count], ascending.
+
+    words: uint32[w]. Raises ValueError unless just count bits are set.
+    """
+    found = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
+    if found.size != count:
+        raise ValueError(f"unpack_bitmap: {found.size} bits are set, {count} expected")
+    return found.astype(np.uint32)
+
+
+def stream_words(widths: Array, n: int) -> int:
+    """Words of n codes that pack_stream packs at the widths of their tiles."""
+    return 32 * int(widths[:-1].sum(dtype=np.int64)) + _tail_words(widths, n) if n else 0
+
+
+def _tail_words(widths: Array, n: int) -> int:
+    return -(-(n - (tiles(n) - 1) * TILE) * int(widths[-1]) // 32)
+
+
+def pack_stream(codes: Array, widths: Array) -> Array:
+    """Return codes as a stream of bits, code after code, each tile of 1,024 at its own width.
+
+    codes: uint32[n], below 2**width; widths: uint8[tiles(n)], 0..32; returns uint32 words
+    Code i of a tile has bits i * width .. (i + 1) * width - 1 from the tile's first word on, the
+    lowest bit first. Whole tiles fill whole words; the last tile ends with the word it reaches.
+    """
+    parts = []
+    for t, width in enumerate(widths.tolist()):
+        tile = codes[t * TILE : (t + 1) * TILE]
+        bits = (tile[:, None] >> np.arange(width, dtype=np.uint32)) & np.uint32(1)
+        stream = np.zeros(-(-tile.size * width // 32) * 32, np.uint8)
+        stream[: tile.size * width] = bits.reshape(-1)
+        parts.append(np.packbits(stream, bitorder="little").view("<u4"))
+    return np.concatenate([np.empty(0, np.uint32), *parts])
+
+
+def unpack_stream(words: Array, widths: Array, n: int) -> Array:
+    """Return the n codes that pack_stream packed: uint32[stream_words], uint8[tiles] to uint32[n].
+
+    Raises ValueError where the words are not as many as n codes of these widths take.
+    """
+    if words.size != stream_words(widths, n):
+        raise ValueError(
+            f"unpack_stream: {words.size} words given, {stream_words(widths, n)} needed"
+        )
+    codes, start = np.empty(n, np.uint32), 0
+    for t, width in enumerate(widths.tolist()):
+        count = min(TILE, n - t * TILE)
+        used = -(-count * width // 32)
+        stream = np.unpackbits(words[start : start + used].view(np.uint8), bitorder="little")
+        bits = stream[: count * width].reshape(count, width).astype(np.uint32)
+        codes[t * TILE : t * TILE + count] = (bits << np.arange(width, dtype=np.uint32)).sum(
+            1, dtype=np.uint32
+        )
+        start += used
+    return codes
