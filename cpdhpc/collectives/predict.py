@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..formats import TILE, tiles
+from ..formats import SHARED, TILE, tiles
 from ..ops.payloads import Array
 from .engine import Exchange, Program, ScheduleError
 from .method import AUTO, Machine, Method, Segment, as_machine
@@ -65,6 +65,29 @@ class Kernels:
         decode_s = 0.0 if out is None else self.machine.decode_s
         self.seconds += (self.machine.hop_s + decode_s) * 4 * x.size
         return 0
+
+    def pack_trits(self, *_: Any) -> None:
+        """Take no time: it is in that of encoding."""
+
+    unpack_trits = pack_trits
+
+    def decode_integers_tiles(
+        self, words: Array, bits: int, shifts: Array, fmt: Any, out: Array
+    ) -> int:
+        """Take the time of decoding."""
+        return self.decode_tiles(out=out)
+
+    def add_integers_tiles(
+        self, a: Array, a_bits: int, b: Array, b_bits: int, fmt: Any, out: Array, bits: int
+    ) -> None:
+        """Take the time of a hop."""
+        self.seconds += self.machine.hop_s * 4 * (8 * out.size // bits)
+
+    def add_encode_integers_tiles(
+        self, words: Array, bits: int, cast: Any, x: Array, *_: Any, **__: Any
+    ) -> None:
+        """Take the time of a hop."""
+        self.seconds += self.machine.hop_s * 4 * x.size
 
 
 @dataclass
@@ -135,7 +158,7 @@ class Simulation:
     ) -> None:
         self.machine, self.plan, self.kernels, self.pieces = machine, plan, kernels, pieces
         self.memory, self.alone, self.share = memory, alone, share
-        self.bytes = np.zeros(tiles(memory.size + 1) * (4 * TILE + 1), np.uint8)  # any payload
+        self.bytes = np.zeros(tiles(memory.size + 1) * 5 * TILE, np.uint8)  # any payload
         self.ranks = [_Rank() for _ in range(1 if alone else len(plan.nodes))]
         self.ends_s = [0.0] * len(pieces)
         self.ended = 0
@@ -275,14 +298,12 @@ def predict(machine: Machine, method: Method, nodes: tuple[int, ...], n: int) ->
     nodes: the node of each rank, numbered in the order of first ranks: hier's steps depend on it
     Source: alpha-beta-gamma model of Thakur, Rabenseifner, Gropp: IJHPCA 19(1), 2005, simulated
     step by step. Not in it: contention of links, ranks that share a processor, subtractions.
-    Raises ValueError for algorithm "mpi", whose steps are the library's, for "auto",
-    and for exact sums.
+    Exact sums widen as they travel; to add integers takes as long as a hop.
+    Raises ValueError for algorithm "mpi", whose steps are the library's, and for "auto".
     """
     if method.algorithm not in SCHEDULES:
         known = ", ".join(SCHEDULES)
         raise ValueError(f"predict: algorithm={method.algorithm!r}: known are {known}")
-    if method.exact:
-        raise ValueError("predict: accumulate='exact': messages that widen are not modelled")
     if method.is_small(len(nodes), n):  # recorded: its steps are messages and kernels alone
         machine = replace(machine, step_s=0.0)
     schedule = SCHEDULES[method.algorithm]
@@ -328,7 +349,7 @@ def _simulation(
     chunks = SCHEDULES[method.algorithm].chunks(Layout(nodes))
     padded = chunks * TILE * -(-tiles(n) // chunks) if one and chunks > 1 else n
     memory = np.zeros(padded, np.float32)  # never touched: a promise of memory, no more
-    shifts = [] if method.fmt is None or method.parsed_scaling.kind == "tile" else [0]
+    shifts = [] if method.fmt is None or method.parsed_scaling.kind in SHARED else [0]
     segments = [Segment("x", 0, padded)][: len(shifts)]
     plan = method.plan(nodes, memory, segments, (shifts, shifts), 0)
     wire = plan.wire

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from ..collectives.method import read_machine
 from ..compress import COMPRESSORS, Aggregator, NoCompression
@@ -18,6 +18,7 @@ from ..config import (
     Section,
     dump_toml,
     keys,
+    located,
     merge,
     override,
     read_toml,
@@ -33,11 +34,14 @@ from .controllers import (
     Settings,
 )
 from .data import DATA, Data, Digits
+from .imports import ImportedData, ImportedModel
+from .loss_scaling import check_scale
 from .models import MODELS, Mlp, Model
 from .optimizers import OPTIMIZERS, Optimizer, Sgd
 from .update import UPDATES, ByAllreduce, UpdateRule
 
 Positive = Annotated[int, Field(ge=1)]
+Whole = Annotated[int, Field(ge=0)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$")]  # part of a file name
 
@@ -48,6 +52,9 @@ MAY_DIFFER = (  # where a run is gone on with; all but virtual_ranks change no b
     "train.telemetry_every",
     "train.timeout_s",
     "train.overlap",
+    "model.import_from",
+    "data.import_from",
+    "train.record_gradients",
 )
 
 
@@ -59,10 +66,16 @@ class Train(Section):
     virtual_ranks: ranks that each process plays; bits are those of so many processes
     batch: samples of all ranks together; threads: of torch, and of kernels where overlap is off;
         0 for OMP_NUM_THREADS where it is set, else the cores the rank owns
+    loss_scaling: "dynamic" halves the scale where a gradient overflows on any rank, skips the step
+        on all, and doubles it after 2,000 steps without
+    loss_scale: what the loss is multiplied by, and means are divided by; a power of two. Default:
+        1, and 65,536 to begin with where it is dynamic
     bucket_mib, overlap: gradients are reduced in buckets of at most so many MiB, the last layers
         first, and with overlap while backward goes on; overlap changes no bit, bucket_mib may
     image_grid: rows and columns of ranks that share each image; [1, 1]: images are not split
     telemetry_every: iterations; checkpoint_every: epochs; timeout_s: the longest wait for others
+    record_gradients: iterations, from 0, of which the gradients of every rank go to files of their
+        own, 4 bytes a value and rank each (bench compress)
     """
 
     epochs: Positive = 10
@@ -72,11 +85,14 @@ class Train(Section):
     virtual_ranks: Positive = 1
     image_grid: Annotated[tuple[Positive, Positive], Field(strict=False)] = (1, 1)
     threads: Annotated[int, Field(ge=0)] = 0
+    loss_scaling: Literal["static", "dynamic"] = "static"
+    loss_scale: Annotated[float | None, AfterValidator(check_scale)] = None
     bucket_mib: Annotated[float, Field(gt=0)] = 25.0
     overlap: bool = False
     telemetry_every: Positive = 10
     checkpoint_every: Positive = 1
     timeout_s: Annotated[float, Field(gt=0)] = 600.0
+    record_gradients: Annotated[tuple[Whole, ...], Field(strict=False, max_length=100)] = ()
 
     @field_validator("seeds")
     @classmethod
@@ -117,8 +133,8 @@ class Job(Section):
     """
 
     name: Name
-    data: Annotated[Data, OneOf(DATA, "name")] = Digits()
-    model: Annotated[Model, OneOf(MODELS, "name")] = Mlp()
+    data: Annotated[Data, OneOf(DATA, "name", None, ImportedData)] = Digits()
+    model: Annotated[Model, OneOf(MODELS, "name", None, ImportedModel)] = Mlp()
     optimizer: Annotated[Optimizer, OneOf(OPTIMIZERS, "name", "sgd")] = Sgd()
     schedule: Schedule = Schedule()
     controller: Annotated[Control, OneOf(CONTROLLERS, "name", "schedule")] = BySchedule()
@@ -134,6 +150,15 @@ class Job(Section):
             raise ValueError(
                 f"schedule.warmup_epochs={given}{grown}: "
                 f"should be below train.epochs={self.train.epochs}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _momentum_once(self) -> Job:
+        if self.gradient.has_momentum and self.optimizer.has_momentum:
+            raise ValueError(
+                f"optimizer: {self.optimizer}: has momentum, and so have the means of "
+                f"{type(self.gradient).__name__}: should be sgd with momentum=0"
             )
         return self
 
@@ -183,7 +208,7 @@ def keys_of(table: str) -> set[str]:
     """Return the keys that any row has of a table that jobs choose from; none of other tables."""
     field = Job.model_fields.get(table)
     rows = [one for one in field.metadata if isinstance(one, OneOf)] if field else []
-    return {key for one in rows for row in one.known.values() for key in keys(row)}
+    return {key for one in rows for row in one.rows for key in keys(row)}
 
 
 def load(path: Path, settings: Iterable[str] = ()) -> list[Job]:
@@ -210,7 +235,7 @@ def load(path: Path, settings: Iterable[str] = ()) -> list[Job]:
 def _row(raw: Raw, row: Raw, index: int, path: Path) -> Job:
     merged = merge({"name": path.stem} | raw, row)
     where = f"{path}: compare row {row.get('name', index)}" if row else str(path)
-    return validate(Job, _with_machine(merged, path.parent, where), where)
+    return validate(Job, located(_with_machine(merged, path.parent, where), path.parent), where)
 
 
 def _with_machine(raw: Raw, directory: Path, where: str) -> Raw:

@@ -12,13 +12,17 @@ import numpy.typing as npt
 import torch
 
 from ..compress.base import Mean
+from ..config import UserError
 from ..partition import split
+from ..randomness import random_key
 from ..world.ranks import Ranks
-from .data import shard
+from .data import Samples, shard
+from .loss_scaling import LossScaler
 from .update import Update
 
 Array = npt.NDArray[Any]
 
+FORWARD = 4  # stream of random numbers: of the model, as dropout
 _NOTHING = np.iinfo(np.int64).min  # below everything that a process says of its own ranks
 
 
@@ -60,34 +64,43 @@ CHUNK = 1000  # samples that go through the model at once
 
 
 def evaluate(
-    model: torch.nn.Module, world: Ranks, x: torch.Tensor, y: torch.Tensor, sharing: int = 1
+    model: torch.nn.Module, world: Ranks, samples: Samples, sharing: int = 1
 ) -> tuple[float, float]:
-    """Return (accuracy, loss), the loss a mean over all samples. Collective.
+    """Return (accuracy, loss), means over all targets of all samples. Collective.
 
     Each rank, virtual or not, goes through its own part, so that hosting changes no bit.
     sharing: consecutive ranks that go through a part together, as their images are split
     """
     model.eval()
-    shares = [split(len(y), world.ranks // sharing, rank // sharing) for rank in world.hosted]
-    parts = [_part(model, x, y, *share) for share in shares]
+    shares = [split(len(samples), world.ranks // sharing, rank // sharing) for rank in world.hosted]
+    error, parts = None, list[tuple[int, float, int]]()
+    try:
+        parts = [_part(model, samples, *share) for share in shares]
+    except UserError as found:  # of a dataset
+        if sharing > 1:
+            raise
+        error = found
+    world.agree(error)
     model.train()
     everywhere = [part for process in world.gather(parts)[::sharing] for part in process]
-    correct = sum(count for count, _ in everywhere)
-    return correct / len(y), fsum(loss for _, loss in everywhere) / len(y)
+    targets = sum(count for _, _, count in everywhere)
+    correct = sum(count for count, _, _ in everywhere)
+    return correct / targets, fsum(loss for _, loss, _ in everywhere) / targets
 
 
 @torch.no_grad()
 def _part(
-    model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor, start: int, stop: int
-) -> tuple[int, float]:
-    correct, losses = 0, []
+    model: torch.nn.Module, samples: Samples, start: int, stop: int
+) -> tuple[int, float, int]:
+    """Return how many targets are right, the sum of their losses, and how many there are."""
+    correct, losses = 0, list[float]()
     for first in range(start, stop, CHUNK):
-        inputs, targets = x[first : min(first + CHUNK, stop)], y[first : min(first + CHUNK, stop)]
+        inputs, targets = samples.take(np.arange(first, min(first + CHUNK, stop)), 0)
         logits = model(inputs)
         correct += int((logits.argmax(1) == targets).sum())
         loss = torch.nn.functional.cross_entropy(logits.double(), targets, reduction="none")
-        losses += loss.tolist()
-    return correct, fsum(losses)
+        losses += loss.flatten().tolist()
+    return correct, fsum(losses), len(losses)
 
 
 PHASES = ("data", "forward_backward", "reduce", "optimizer")
@@ -114,37 +127,47 @@ class Stopwatch:
 
 @dataclass(frozen=True)
 class Step:
-    """losses: of each hosted rank, whose mean over all ranks is the loss of the batch."""
+    """losses: of each hosted rank, whose mean over all ranks is the loss of the batch
+
+    mean: None where a gradient overflowed, and the step was skipped
+    """
 
     losses: list[float]
-    mean: Mean
+    mean: Mean | None
     time_ns: list[int]
 
 
 def step(
     update: Update,
-    x: torch.Tensor,
-    y: torch.Tensor,
+    samples: Samples,
     batch: Array,
     sharing: int = 1,
+    seed: int = 0,
+    scaler: LossScaler | None = None,
 ) -> Step:
     """Train on one global batch. Collective.
 
-    x, y: all training samples; batch: int64[b], the same on all ranks
+    samples: all of training; batch: int64[b], the same on all ranks
     sharing: consecutive ranks that take the same samples, whose images are split over them
+    seed: of what samples are to chance
+    scaler: of the loss; None: nothing is scaled or skipped
     Raises on all ranks alike, with the model untouched, NonFiniteGradient and what forward or
     backward raised on any rank; where images are split the latter on that rank alone.
     """
     world, model, watch, losses = update.world, update.model, Stopwatch.start(), []
     shares = world.ranks // sharing
+    stream = update.reducer.seed, FORWARD, update.reducer.iteration
     for hosted, rank in enumerate(world.hosted):
         update.reducer.begin(hosted)
         update.begin(hosted)
-        index = torch.from_numpy(shard(batch, shares, rank // sharing))
-        inputs, targets = x[index], y[index]
-        watch.lap("data")
         try:
-            losses.append(backward(model, update.optimizer, inputs, targets, batch.size, shares))
+            inputs, targets = samples.take(shard(batch, shares, rank // sharing), seed)
+            watch.lap("data")
+            torch.manual_seed(random_key(*stream, rank // sharing)[0])  # of dropout
+            scale = update.reducer.loss_scale
+            losses.append(
+                backward(model, update.optimizer, inputs, targets, batch.size, shares, scale)
+            )
         except Exception as error:
             if sharing > 1:  # forward has messages: the other ranks may wait in it
                 raise
@@ -153,9 +176,10 @@ def step(
         watch.lap("forward_backward")
         update.keep(hosted)
         watch.lap("reduce")
-    mean = update.reduce()
+    mean = update.reduce() if scaler is None else scaler.reduce(update.reduce)
     watch.lap("reduce")
-    update.step()
+    if mean is not None:
+        update.step()
     watch.lap("optimizer")
     return Step(losses, mean, watch.time_ns)
 
@@ -167,8 +191,9 @@ def backward(
     targets: torch.Tensor,
     batch: int,
     shares: int,
+    scale: float = 1.0,
 ) -> float:
-    """Leave in p.grad the gradient of this rank's share, and return its loss.
+    """Leave in p.grad the gradient of this rank's share times scale, and return its loss.
 
     The mean over a share's b samples is weighted by b * shares / batch, so that the mean over
     shares, and over ranks, is the mean over the batch; it is exactly 1 where the batch divides
@@ -179,5 +204,5 @@ def backward(
         return 0.0
     loss = torch.nn.functional.cross_entropy(model(inputs), targets)
     loss = loss * (len(inputs) * shares / batch)
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward(torch.full_like(loss, scale))  # type: ignore[no-untyped-call]
     return float(loss.detach())
