@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .adacomp import AdaComp
 from .base import Aggregator, Column, Context, Mean
 from .gradientflow import GradientFlow
 from .lowbit import LowBit
@@ -20,10 +21,12 @@ COMPRESSORS: dict[str, type[Aggregator]] = {
     "onebit": OneBit,
     "powersgd": PowerSgd,
     "gradientflow": GradientFlow,
+    "adacomp": AdaComp,
 }
 
 __all__ = [
     "COMPRESSORS",
+    "AdaComp",
     "Aggregator",
     "Column",
     "Context",
