@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from .adacomp import AdaComp
 from .base import Aggregator, Column, Context, Mean
+from .dgc import Dgc
 from .gradientflow import GradientFlow
 from .lowbit import LowBit
 from .none import NoCompression
+from .oktopk import OkTopk
 from .onebit import OneBit
 from .powersgd import PowerSgd
 from .qsgd import Qsgd
+from .randomk import RandomK
+from .scalecom import ScaleCom
 from .state import State
+from .strom import Strom
 from .terngrad import TernGrad
+from .topk import TopK
 
 COMPRESSORS: dict[str, type[Aggregator]] = {
     "none": NoCompression,
@@ -21,7 +27,13 @@ COMPRESSORS: dict[str, type[Aggregator]] = {
     "onebit": OneBit,
     "powersgd": PowerSgd,
     "gradientflow": GradientFlow,
+    "topk": TopK,
+    "randomk": RandomK,
+    "dgc": Dgc,
+    "strom": Strom,
     "adacomp": AdaComp,
+    "scalecom": ScaleCom,
+    "oktopk": OkTopk,
 }
 
 __all__ = [
@@ -30,13 +42,19 @@ __all__ = [
     "Aggregator",
     "Column",
     "Context",
+    "Dgc",
     "GradientFlow",
     "LowBit",
     "Mean",
     "NoCompression",
+    "OkTopk",
     "OneBit",
     "PowerSgd",
     "Qsgd",
+    "RandomK",
+    "ScaleCom",
     "State",
+    "Strom",
     "TernGrad",
+    "TopK",
 ]

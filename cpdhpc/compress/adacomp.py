@@ -16,46 +16,29 @@ last code are empty too.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal, NamedTuple
+from typing import Annotated, Literal
 
 import numpy as np
 from pydantic import Field
 
-from ..collectives.allreduce import configured
-from ..collectives.sparse import allgather
-from .base import Aggregator, Array, Context, Layers, Mean, check_known
+from .base import Array, Context, Mean
 from .bucket import Bucket
-from .sparse import SparseLayers, SparseMessages
+from .sparse import SparseLayers, SparseMessages, exchange
 
 HEAD = np.dtype([("scale", np.float32), ("codes", np.uint32)])  # of a layer
 SKIPPED = 4  # empty bins that a code passes over, at most
 BLOCK = 1 << 16  # values that are looked at together: they stay in a core's cache
 
 
-class Chosen(NamedTuple):
-    """What a rank sends of a layer: the values sign * scale at indices, int64[k], ascending."""
-
-    indices: Array
-    is_minus: Array
-    scale: np.float32
-
-    @property
-    def values(self) -> Array:
-        """The values, float32[k]."""
-        return np.where(self.is_minus, -self.scale, self.scale)
-
-
 @dataclass(frozen=True)
-class AdaComp(Aggregator):
+class AdaComp(SparseMessages):
     """The mean of those values of each rank that are about the largest of their bin of a layer.
 
     conv_bin_values: of a bin of weights of three dimensions or more; bin_values: of other weights
     scale: a value is sent where what waits, with the gradient counted so many times, is no less
         than the largest of its bin with the gradient counted once
-    exclude: layers that travel in float32, as do those of one dimension
-    algorithm: of the all-reduce of layers in float32
     The values become signs of one scale a layer, the mean of its bins' largest. What that leaves is
     added to a rank's next gradient. Every rank gets the values of all, added in the order of ranks.
     Source: Chen et al.: AdaComp: adaptive residual gradient compression for data-parallel
@@ -63,85 +46,59 @@ class AdaComp(Aggregator):
     the paper has a second bit for signs.
     """
 
-    columns: ClassVar = SparseMessages.columns
-
     aggregator: Literal["adacomp"] = "adacomp"
     conv_bin_values: Annotated[int, Field(ge=1, lt=1 << 14)] = 50
     bin_values: Annotated[int, Field(ge=1, lt=1 << 14)] = 500
     scale: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 2.0
-    exclude: Layers = ()
-    algorithm: str = "ring"
-
-    def __post_init__(self) -> None:
-        configured(wire="raw", algorithm=self.algorithm, op="mean")
-
-    def check_layers(self, names: Collection[str]) -> None:
-        """See Aggregator.check_layers."""
-        check_known("AdaComp.exclude", self.exclude, names)
 
     def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
         """Return the mean over all ranks. See Aggregator.aggregate."""
-        world, layers = context.world, SparseLayers(bucket, self.exclude)
-        coded = layers.coded
-        waiting = layers.waiting(gradients, context)
+        layers = SparseLayers(bucket, self.exclude)
+        coded, waiting = layers.coded, layers.waiting(gradients, context)
         layers.check(waiting, context)
-        chosen = [
-            self._chosen(x, gradient, bucket, coded)
-            for x, gradient in zip(waiting, gradients, strict=True)
+        payloads = [
+            self._encoded(x, own, coded)
+            for x, own in zip(waiting, layers.joined(gradients), strict=True)
         ]
-        total, counts = np.zeros(coded.size, np.float32), np.zeros(len(coded.names))
-        for payload in allgather(world, [self._encoded(each, coded) for each in chosen]):
-            for i, found in enumerate(self._decoded(payload, coded)):
-                total[coded.segments[i].start :][found.indices] += found.values
-                counts[i] += found.indices.size
-        total /= np.float32(world.ranks)
-        flat = layers.mean(total, waiting, gradients, context, self.algorithm)
-        for x, each in zip(waiting, chosen, strict=True):
-            for (_, start, _), sent in zip(coded.segments, each, strict=True):
-                x[start:][sent.indices] -= sent.values
-        layers.keep(waiting, context)
-        sizes = [stop - start for _, start, stop in coded.segments]
-        return Mean(flat, {"sent_share": layers.shares(counts / world.ranks / sizes)})
-
-    def _bins(self, coded: Bucket) -> list[int]:
-        """Return how many values a bin of each layer has."""
-        return [
-            self.conv_bin_values if len(shape) > 2 else self.bin_values for shape in coded.shapes
-        ]
-
-    def _chosen(self, x: Array, gradient: Array, bucket: Bucket, coded: Bucket) -> list[Chosen]:
-        """Return what a rank sends of each layer.
-
-        x: float32[coded.size], what waits, the gradient included
-        """
-        begins = {name: begin for name, begin, _ in bucket.segments}
-        found = []
-        for (name, start, stop), bin_values in zip(coded.segments, self._bins(coded), strict=True):
-            part, own = x[start:stop], gradient[begins[name] :][: stop - start]
-            indices, scale = _about_largest(part, own, bin_values, np.float32(self.scale - 1))
-            found.append(Chosen(indices, part[indices] < 0, scale))
-        return found
-
-    def _encoded(self, chosen: Sequence[Chosen], coded: Bucket) -> Array:
-        """Return a payload, uint8[bytes]."""
-        codes = [
-            _codes(each, bin_values)
-            for each, bin_values in zip(chosen, self._bins(coded), strict=True)
-        ]
-        head = np.array(
-            [(each.scale, code.size) for each, code in zip(chosen, codes, strict=True)], HEAD
+        sent = exchange(
+            context.world, payloads, lambda each: self._decoded(each, coded), waiting, coded
         )
-        return np.concatenate([head.view(np.uint8), *(code.view(np.uint8) for code in codes)])
+        flat = layers.mean(sent.mean, waiting, gradients, context, self.algorithm)
+        layers.keep(waiting, context)
+        return Mean(flat, {"sent_share": layers.shares(sent.shares)})
 
-    def _decoded(self, payload: Array, coded: Bucket) -> Iterator[Chosen]:
-        """Yield what a payload says of each layer."""
-        end = len(coded.names) * HEAD.itemsize
-        for (scale, count), bin_values in zip(
-            payload[:end].view(HEAD), self._bins(coded), strict=True
+    def _bins(self, coded: Bucket) -> Iterator[tuple[int, slice]]:
+        """Yield how many values a bin of each layer has, and where the layer lies."""
+        for shape, (_, start, stop) in zip(coded.shapes, coded.segments, strict=True):
+            bin_values = self.conv_bin_values if len(shape) > 2 else self.bin_values
+            yield bin_values, slice(start, stop)
+
+    def _encoded(self, x: Array, gradient: Array, coded: Bucket) -> Array:
+        """Return a rank's payload, uint8[bytes].
+
+        x: float32[coded.size], what waits, the gradient included; gradient: of the same size
+        """
+        head, codes = np.zeros(len(coded.names), HEAD), []
+        for i, (bin_values, part) in enumerate(self._bins(coded)):
+            indices, head["scale"][i] = _about_largest(
+                x[part], gradient[part], bin_values, np.float32(self.scale - 1)
+            )
+            codes.append(_codes(indices, x[part][indices] < 0, bin_values))
+            head["codes"][i] = codes[-1].size
+        return np.concatenate([each.view(np.uint8) for each in (head, *codes)])
+
+    def _decoded(self, payload: Array, coded: Bucket) -> tuple[Array, Array]:
+        """Return the indices in coded, uint32[k], and the values, float32[k], of a payload."""
+        end, found = len(coded.names) * HEAD.itemsize, []
+        for (bin_values, part), (scale, count) in zip(
+            self._bins(coded), payload[:end].view(HEAD), strict=True
         ):
             kind, _ = _coding(bin_values)
-            start, end = end, end + int(count) * kind.itemsize
-            yield Chosen(*_places(payload[start:end].view(kind), bin_values), scale)
+            begin, end = end, end + int(count) * kind.itemsize
+            indices, is_minus = _places(payload[begin:end].view(kind), bin_values)
+            found.append((indices + part.start, np.where(is_minus, -scale, scale)))
+        indices, values = map(np.concatenate, zip(*found, strict=True))
+        return indices.astype(np.uint32), values
 
 
 def _about_largest(
@@ -176,18 +133,16 @@ def _coding(bin_values: int) -> tuple[np.dtype[np.unsignedinteger], int]:
     return kind, 8 * kind.itemsize - 2
 
 
-def _codes(chosen: Chosen, bin_values: int) -> Array:
+def _codes(indices: Array, is_minus: Array, bin_values: int) -> Array:
     """Return the codes of a layer, uint8[codes] or uint16[codes]."""
     kind, index_bits = _coding(bin_values)
-    bins, index = np.divmod(chosen.indices, bin_values)
+    bins, index = np.divmod(indices, bin_values)
     empty = np.maximum(np.diff(bins, prepend=-1) - 1, 0)  # bins before the value's
     place = np.cumsum(1 + -(-empty // SKIPPED)) - 1
     codes = np.full(place[-1] + 1 if place.size else 0, (1 << index_bits + 2) - 1, kind)
     is_last = np.diff(bins, append=-1) != 0
     codes[place] = (
-        index
-        | chosen.is_minus.astype(np.int64) << index_bits
-        | is_last.astype(np.int64) << index_bits + 1
+        index | is_minus.astype(np.int64) << index_bits | is_last.astype(np.int64) << index_bits + 1
     )
     behind = empty > 0
     codes[place[behind] - 1] = (1 << index_bits) - 1 | (empty[behind] - 1) % SKIPPED << index_bits
