@@ -20,7 +20,7 @@ from cpdhpc.kinds import KINDS
 from cpdhpc.kinds.base import ABSENT, SHAPE, Factor
 from cpdhpc.methods import ACCUMULATES, EXACT, SCALINGS
 from cpdhpc.study.spec import Study
-from cpdhpc.train.controllers import DECAYS
+from cpdhpc.train.controllers import BATCH_SCALINGS, DECAYS
 from cpdhpc.train.job import Job
 
 PAGE = Path(__file__).parent.parent / "docs" / "jobs.md"
@@ -69,6 +69,7 @@ NAMES = {  # of keys that a table of the package checks
     "scaling": SCALINGS,
     "headroom": HEADROOMS,
     "decay": DECAYS,
+    "batch_scaling": BATCH_SCALINGS,
     "kind": KINDS,
 }
 

@@ -47,7 +47,8 @@ class Storm:
 
     def kill(self) -> None:
         """Run the study, kill it at some moment, and see what is left."""
-        process = start("study", "run", self.path, "--out", self.folder.path)
+        words = "study", "run", self.path, "--out", self.folder.path
+        process = start(*words, TMPDIR=str(self.directory))  # for what the killed leave
         try:
             self._wait(process)
         finally:

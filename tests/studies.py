@@ -64,10 +64,10 @@ def command(*words: object) -> list[str]:
     return [sys.executable, "-m", "cpdhpc", *map(str, words)]
 
 
-def start(*words: object) -> subprocess.Popen[str]:
-    """Start cpdhpc in the background."""
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command(*words), env=environment(), stdout=pipe, stderr=pipe, text=True)
+def start(*words: object, **variables: str) -> subprocess.Popen[str]:
+    """Start cpdhpc in the background, with more variables of the environment."""
+    pipe, given = subprocess.PIPE, environment() | variables
+    return subprocess.Popen(command(*words), env=given, stdout=pipe, stderr=pipe, text=True)
 
 
 def tree(pid: int) -> list[int]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from studies import kill_all
-from training import launched
+from training import environment, leave_sessions
 
 ROOT = Path(__file__).parents[1]
 MPIRUN = shutil.which("mpirun", path=Path(sys.executable).parent) or shutil.which("mpirun")
@@ -37,31 +37,27 @@ LATE_S = 1800  # a job that has not ended by then waits for a sleeper, whatever 
 LEAVE_S = 5  # of a job whose ranks are through
 
 
-def command_and_environment(code, arguments, ranks, options=(), python=("-m", "mpi4py")):
+def command_of(code, arguments, ranks, options=(), python=("-m", "mpi4py")):
     """What runs python -m mpi4py on some ranks."""
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-        "OMPI_ALLOW_RUN_AS_ROOT": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-        "OMPI_MCA_rmaps_base_oversubscribe": "1",  # Open MPI 4
-        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",  # Open MPI 5
-        "OMPI_MCA_mpi_yield_when_idle": "1",
-    }
-    command = [MPIRUN, *options, "-n", str(ranks), sys.executable, *python, *arguments]
-    if code:
-        command += ["-c", PREPARE + code]
-    return command, environment
+    local = str(ROOT / "slurm" / "mpirun-local")
+    return [local, str(ranks), *options, sys.executable, *python, *arguments] + (
+        ["-c", PREPARE + code] if code else []
+    )
 
 
 def launch(code, *arguments, ranks=2, python=("-m", "mpi4py")):
     """Run it; return exit status, all output, seconds."""
-    command, environment = command_and_environment(code, arguments, ranks, python=python)
     start_s = time.monotonic()
-    done = launched(command, timeout=LATE_S, env=environment)
+    done = subprocess.run(
+        command_of(code, arguments, ranks, python=python),
+        env=environment(), timeout=LATE_S, capture_output=True, text=True, check=False,
+    )  # fmt: skip
     return done.returncode, done.stdout + done.stderr, time.monotonic() - start_s
 
 
-def test_a_good_job_ends_well():
+def test_a_good_job_ends_well(tmp_path, monkeypatch):
+    """Where killed launchers had the number that this one will have, too."""
+    leave_sessions(tmp_path, monkeypatch)
     status, output, _ = launch("print('sum', allreduce(world, x)[0])")
     assert status == 0 and output.count("sum 2.0") == 2, output
 
@@ -183,10 +179,10 @@ def launch_with_a_death(code):
     """
     if not has_fault_tolerance():
         pytest.skip("needs Open MPI: its mpirun --with-ft ulfm")
-    command, environment = command_and_environment(code, (), 4, ("--with-ft", "ulfm"))
+    command = command_of(code, (), 4, ("--with-ft", "ulfm"))
     output = ""
     with subprocess.Popen(
-        command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        command, env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     ) as process:
         limit = threading.Timer(LATE_S, kill_all, [process])
         limit.start()

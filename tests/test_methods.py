@@ -10,11 +10,14 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 
+from cpdhpc.collectives.allreduce import configured
+from cpdhpc.collectives.checks import NonFiniteGradient
 from cpdhpc.compress import (
     COMPRESSORS,
     Aggregator,
     Context,
     GradientFlow,
+    LowBit,
     OneBit,
     PowerSgd,
     Qsgd,
@@ -164,6 +167,16 @@ def test_gradientflow_sends_the_chunks_of_the_largest_norms() -> None:
     assert np.count_nonzero(aggregate(dense, flats, bucket)[0]) == bucket.size
 
 
+def mean_kept(state: State, bucket: Bucket) -> Any:
+    """The residuals, as a mean over ranks, float64[bucket.size]."""
+    kept = np.zeros(bucket.size)
+    for (layer, name), entry in state:
+        if name == "residual":
+            segment = next(each for each in bucket.segments if each.name == layer)
+            kept[segment.start : segment.stop] = entry.array.mean(axis=0, dtype=np.float64)
+    return kept
+
+
 @pytest.mark.parametrize(
     "method", [OneBit(), PowerSgd(), PowerSgd(wire="e4m3"), GradientFlow(chunk_values=50)], ids=str
 )
@@ -173,16 +186,76 @@ def test_what_is_lost_is_kept(method: Aggregator) -> None:
     for time in range(3):
         flats = gradients(BUCKET, seed=time)
         sent, _ = aggregate(method, flats, BUCKET, state, time)
-        before, kept = kept, np.zeros(BUCKET.size)
-        for (layer, name), entry in state:
-            if name == "residual":
-                segment = next(each for each in BUCKET.segments if each.name == layer)
-                kept[segment.start : segment.stop] = entry.array.mean(axis=0, dtype=np.float64)
+        before, kept = kept, mean_kept(state, BUCKET)
         given = np.mean(flats, axis=0, dtype=np.float64) + before
         coded = slice(None) if not isinstance(method, PowerSgd) else slice(0, 24 * 60)
         # Each value is rounded a few times, at a size below 16: 8 roundings of 2**-20
         assert np.abs(sent + kept - given)[coded].max() < 8 * 2**-20
     assert np.abs(kept).max() > 0.1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"wire": "e4m3", "algorithm": "gather", "accumulate": "float32"},
+        {"wire": "e3m0", "algorithm": "direct", "scaling": "aps", "accumulate": "exact"},
+        {"wire": "e2m1fn", "scaling": "static:2", "algorithm": "gather", "accumulate": "float32"},
+        {"wire": "int4"},
+        {"wire": "ternary", "algorithm": "rhd"},
+    ],
+    ids=lambda options: options["wire"],
+)
+def test_lowbit_keeps_what_rounding_loses(options: dict[str, Any]) -> None:
+    method = LowBit(**options, error_feedback=True)
+    assert method.rounding == "nearest"
+    bucket, kept = Bucket(BUCKET.names, BUCKET.shapes, method.align), 0.0
+    state = State(range(RANKS), RANKS)
+    for time in range(4):
+        flats = [bucket.flatten(bucket.views(flat)) for flat in gradients(bucket, seed=time)]
+        for flat in flats:
+            flat *= np.float32(16.0**-time)
+        sent, _ = aggregate(method, flats, bucket, state, time)
+        given = np.mean(flats, axis=0, dtype=np.float64) + kept
+        kept = mean_kept(state, bucket)
+        # Contributions are added exactly, or in float32; their sums and what is kept are below 16:
+        # a gradient's addition, three of terms, and the division round by 2**-21 at most
+        assert np.abs(sent + kept - given).max() <= 5 * 2**-21
+        assert np.any(kept)
+
+
+def test_lowbit_with_memory_finds_what_its_codes_would_hide() -> None:
+    method, bucket = LowBit(wire="e2m1fn", scaling="none", error_feedback=True), whole(9)
+    state, flat = State(range(1), 1), np.ones(9, np.float32)
+    aggregate(method, [flat * 9], bucket, state)
+    before = state.own("x", "residual", (9,))[0].copy()
+    flat[3] = np.nan
+    with pytest.raises(NonFiniteGradient, match="in 'x' on rank 0"):
+        aggregate(method, [flat], bucket, state, 1)
+    assert np.array_equal(state.own("x", "residual", (9,))[0], before) and before.all()
+
+
+def test_known_shifts_are_checked() -> None:
+    method = configured(wire="int8")
+    for shifts in ((), (1, 2), (500,)):
+        with pytest.raises(ValueError, match=r"shifts=.*must be 1 from -1\d\d to 1\d\d"):
+            method.run(Loopback(), [np.ones(9, np.float32)], shifts=((0,), shifts))
+    with pytest.raises(NonFiniteGradient):
+        method.run(Loopback(), [np.full(9, np.inf, np.float32)], shifts=((0,), (0,)))
+
+
+def test_lowbit_with_memory_makes_up_for_few_bits() -> None:
+    """30 steps of one gradient; the smallest values are below half of the smallest number."""
+    flats, steps = gradients(whole(3000)), 30
+    exact, lost = np.mean(flats, axis=0, dtype=np.float64), []
+    for feedback in (True, False):
+        method = LowBit(wire="int3", error_feedback=feedback)
+        state, total = State(range(RANKS), RANKS), np.zeros(3000)
+        for time in range(steps):
+            total += aggregate(method, flats, whole(3000), state, time)[0]
+        lost.append(np.abs(total / steps - exact).max())
+    # Each rank keeps half a step of int3 at most: largest value / 3 * 2, of shifts by powers of 2.
+    assert lost[0] <= max(np.abs(flat).max() for flat in flats) * 4 / 3 / steps
+    assert 5 * lost[0] < lost[1]
 
 
 def test_without_error_feedback_the_losses_add_up() -> None:
@@ -224,6 +297,7 @@ def test_bits_of_a_value(method: Aggregator) -> None:
 @pytest.mark.parametrize(
     ("method", "options"),
     [
+        ("lowbit", {"rounding": "stochastic", "error_feedback": True}),
         ("terngrad", {"clip": -1}),
         ("terngrad", {"algorithm": "mpi"}),
         ("qsgd", {"levels": 0}),

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from kill_study import Storm
 from studies import small_study, start, study_file
+from training import leave_sessions
 
 from cpdhpc import store
 from cpdhpc.claim import read_claim
 from cpdhpc.cli import main
 from cpdhpc.study.cases import batches, expand
 from cpdhpc.study.folder import Folder
+from cpdhpc.study.run_here import GRACE_S, LOG_LINES
 
 pytestmark = pytest.mark.mpi_skip
 Run = Callable[..., tuple[int, str]]
@@ -66,8 +71,50 @@ def test_a_study_survives_kills_and_is_resumed_and_collected(tmp_path: Path, run
     assert status == 0 and shown.endswith("small: 18 cases: 18 finished\n")
 
 
-def test_a_failing_batch_does_not_stop_the_others(tmp_path: Path, run: Run) -> None:
-    """A case of the first batch cannot be written: a directory is in its place."""
+@contextmanager
+def interrupted(ready: Callable[[], bool], every_s: float = 0) -> Iterator[None]:
+    """Send SIGINT to this process once it is ready for it, and again where every_s is given."""
+    over = threading.Event()
+
+    def send() -> None:
+        while not ready():
+            if over.wait(0.02):
+                return
+        os.kill(os.getpid(), signal.SIGINT)
+        while every_s and not over.wait(every_s):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def unexpected(*_: object) -> None:
+        raise AssertionError("SIGINT is not handled")
+
+    before = signal.signal(signal.SIGINT, unexpected)
+    sender = threading.Thread(target=send)
+    sender.start()
+    try:
+        yield
+    finally:
+        over.set()
+        sender.join()
+        signal.signal(signal.SIGINT, before)
+
+
+def fake_launcher(directory: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    """Put a launcher on PATH that says that it is Open MPI's and does what the script says."""
+    program = directory / "bin" / "mpirun"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\n[ "$1" = --version ] && exec echo "Open MPI"\n{script}\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+
+
+def test_a_failing_batch_does_not_stop_the_others(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A case of the first batch cannot be written: a directory is in its place.
+
+    And killed launchers have had the numbers that these will have.
+    """
+    leave_sessions(tmp_path, monkeypatch)
     path, folder = study_file(tmp_path), Folder(tmp_path / "out")
     case = expand(small_study(tmp_path)).cases[0]
     folder.case_file(case).mkdir(parents=True)
@@ -83,23 +130,47 @@ def test_a_failing_batch_does_not_stop_the_others(tmp_path: Path, run: Run) -> N
     ]
 
 
-def test_ctrl_c_stops_the_ranks_cleanly(tmp_path: Path) -> None:
+def test_ctrl_c_stops_the_ranks_cleanly(tmp_path: Path, run: Run) -> None:
+    """As soon as there is a claim: all ranks are ready for it by then."""
     endless = {"min_repeats": 10**6, "max_repeats": 10**6, "max_time_s": 300.0}
     path = study_file(tmp_path, measure=endless, sweep={"ranks": [2]})
     folder = Folder(tmp_path / "out")
-    process = start("study", "run", path, "--out", folder.path)
     claim = folder.claim_file(0)
-    until_s = time.monotonic() + 1800
-    while read_claim(claim) is None and time.monotonic() < until_s:
-        time.sleep(0.05)
-    time.sleep(0.3)
-    process.send_signal(signal.SIGINT)
-    out, error = process.communicate(timeout=1800)
-    assert process.returncode == 130, out + error
-    assert "stopped; resume goes on from here" in out and "not measured" in out
+    with interrupted(lambda: read_claim(claim) is not None):
+        status, shown = run("study", "run", path, "--out", folder.path)
+    assert status == 130, shown
+    assert "stopped; resume goes on from here" in shown and "not measured" in shown
     found = read_claim(claim)
     assert found is not None and found.state == "stopped"
     assert not list(folder.cases.iterdir())
+
+
+def test_ctrl_c_ends_a_launcher_that_has_not_begun(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is measured, so nothing is asked for; where it does not end, at the second."""
+    started, told = tmp_path / "started", tmp_path / "told"
+    script = f"trap 'echo USR1 >{told}' USR1; trap 'echo TERM >{told}' TERM; touch {started}"
+    fake_launcher(tmp_path, monkeypatch, script + "; while :; do sleep 0.1; done")
+    start_s = time.monotonic()
+    with interrupted(started.exists, every_s=1):
+        status, shown = run("study", "run", study_file(tmp_path), "--out", tmp_path / "out")
+    assert status == 130, shown
+    assert "stopped; resume goes on from here" in shown and "batch 1, " not in shown
+    assert told.read_text() == "TERM\n" and time.monotonic() - start_s < GRACE_S
+
+
+def test_a_launcher_that_fails_is_shown(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it says last is the reason, where no error of cpdhpc is."""
+    fake_launcher(tmp_path, monkeypatch, "seq 100 1 130; echo; echo no slots; exit 213")
+    path = study_file(tmp_path, sweep={"ranks": [2]})
+    status, shown = run("study", "run", path, "--out", tmp_path / "out")
+    assert status == 1 and "batch 0: status 213, 2 case(s) left: see " in shown
+    lines = shown.splitlines()
+    last = lines.index("no slots")
+    assert lines[last - LOG_LINES + 1 : last] == [*map(str, range(132 - LOG_LINES, 131))]
 
 
 def test_processes_that_are_all_alone_are_an_error(tmp_path: Path) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import gzip
 import os
+import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from cpdhpc import store
 from cpdhpc.config import merge, validate
@@ -103,16 +106,15 @@ def environment() -> dict[str, str]:
     return os.environ | {"PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
-NOT_STARTED = "The PMIx server's listener thread failed to start"
-
-
-def launched(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run a command, up to thrice where Open MPI's mpirun cannot start, as happens now and then."""
-    for _ in range(3):
-        done = subprocess.run(command, capture_output=True, text=True, check=False, **options)
-        if NOT_STARTED not in done.stdout + done.stderr:
-            break
-    return done
+def leave_sessions(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave what killed launchers leave, of all numbers that the next processes may have."""
+    highest = int(Path("/proc/sys/kernel/pid_max").read_text())
+    for ahead in range(2000):
+        left = directory / f"ompi.{(os.getpid() + ahead) % highest}"
+        left.mkdir()
+        (left / f"pmix.{socket.gethostname().split('.')[0]}.tool").touch()
+    monkeypatch.setattr(tempfile, "tempdir", str(directory))
+    monkeypatch.setenv("TMPDIR", str(directory))
 
 
 def mpirun(
@@ -120,4 +122,12 @@ def mpirun(
 ) -> subprocess.CompletedProcess[str]:
     """Run Python with arguments on so many processes."""
     command = [str(ROOT / "slurm" / "mpirun-local"), str(ranks), sys.executable, *arguments]
-    return launched(command, env=environment(), timeout=1800, cwd=cwd)
+    return subprocess.run(
+        command,
+        env=environment(),
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=1800,
+        check=False,
+    )

@@ -40,8 +40,10 @@ from .method import (
     Method,
     Op,
     Segment,
+    Shifts,
     aps_shift,
     as_machine,
+    check_shifts,
     integer_shift,
 )
 from .predict import choose
@@ -177,22 +179,24 @@ class Allreduce(Method):
         segments: Sequence[Segment] | None = None,
         every: bool = False,
         error: Exception | None = None,
+        shifts: Shifts | None = None,
     ) -> Reduced:
         """All-reduce the arrays of the hosted ranks. Collective.
 
         xs, outs: one for each hosted rank, and one out, or with every one for each
         every: let each hosted rank form the result by itself
+        shifts: that are known already, in place of those of scaling "aps"
         error: of this process, known before the call: raised on all
         Other arguments, and errors: as allreduce.
         """
         if self.algorithm == AUTO:  # what is chosen is compared over ranks like all arguments
             return self.chosen(world, xs).run(
                 world, xs, outs,
-                iteration=iteration, segments=segments, every=every, error=error,
+                iteration=iteration, segments=segments, every=every, error=error, shifts=shifts,
             )  # fmt: skip
         error = error or iteration_error(iteration)
-        parts = self.check(world, xs, outs, iteration, segments, every, error)
-        return self.reduce(world, xs, outs, parts, iteration, every)
+        parts = self.check(world, xs, outs, iteration, segments, every, error, shifts)
+        return self.reduce(world, xs, outs, parts, iteration, every, shifts)
 
     def prepare(
         self,
@@ -217,12 +221,13 @@ class Allreduce(Method):
         parts: tuple[Segment, ...],
         iteration: int,
         every: bool = False,
+        shifts: Shifts | None = None,
     ) -> Reduced:
         """Do what run does with arguments that check has seen, whose segments are parts."""
         flat = [x.reshape(-1) for x in xs]
-        shifts = self.shifts(world, flat, parts)
+        shifts = shifts or self.shifts(world, flat, parts)
         # What is found not finite must leave the xs alone.
-        given = None if outs is None or _overlap(outs, xs) else outs
+        given = None if any(np.may_share_memory(o, x) for o in outs or () for x in xs) else outs
         totals = list(given or [np.empty_like(x) for x in (xs if every else xs[:1])])
         with np.errstate(over="ignore", invalid="ignore"):
             self._sum(
@@ -252,6 +257,7 @@ class Allreduce(Method):
         segments: Sequence[Segment] | None,
         every: bool = False,
         error: Exception | None = None,
+        shifts: Shifts | None = None,
     ) -> tuple[Segment, ...]:
         """Return the segments; raise on all ranks alike what is wrong on any. Collective.
 
@@ -261,6 +267,7 @@ class Allreduce(Method):
         try:
             if error is None:
                 parts = check_arrays(world, xs, segments, self.fmt is not None)
+                check_shifts(shifts or (), parts, self.fmt)
                 if outs is not None:
                     check_out(xs, outs, len(xs) if every else 1)
                 if self.exact or self.algorithm == MPI_ALLREDUCE:
@@ -271,11 +278,11 @@ class Allreduce(Method):
         shape, place = (xs[0].shape, on_gpu(xs[0])) if flat else ((), False)
         arguments = {
             "x.shape": shape, "x on GPU": place, **self.choices,
-            "iteration": iteration, "segments": parts,
+            "iteration": iteration, "segments": parts, "shifts": shifts,
         }  # fmt: skip
-        text = f"{self.description} {iteration} {parts} {shape} {place}"
-        looked_at = flat if iteration is not None and self.hides_nonfinite else []
-        suspect = not all(map(is_finite, looked_at))
+        text = f"{self.description} {iteration} {parts} {shape} {place} {shifts}"
+        blind = self.hides_nonfinite if shifts is None else self.codes_hide_nonfinite
+        suspect = blind and iteration is not None and not all(map(is_finite, flat))
         what = f"allreduce {self.algorithm}: arguments"
         if any(check_alike(world, error, arguments, [suspect], what, text)):
             raise_nonfinite(world, flat, parts, None)
@@ -292,7 +299,7 @@ class Allreduce(Method):
         flat: Sequence[Array],
         totals: Sequence[Array],
         parts: Sequence[Segment],
-        shifts: tuple[Sequence[int], Sequence[int]],
+        shifts: Shifts,
         iteration: int,
     ) -> None:
         """Write the sum into totals, of the first hosted ranks or of all."""
@@ -317,7 +324,7 @@ class Allreduce(Method):
         flat: Sequence[Array],
         totals: Sequence[Array],
         parts: Sequence[Segment],
-        shifts: tuple[Sequence[int], Sequence[int]],
+        shifts: Shifts,
         iteration: int,
     ) -> int:
         """Run the programs of the hosted ranks; return how many values are not finite."""
@@ -338,9 +345,7 @@ class Allreduce(Method):
         found = run(world, start, len(pieces), flat[0], what, window, shared)
         return sum(piece[0] for piece in found)
 
-    def shifts(
-        self, world: Ranks, flat: Sequence[Array], parts: Sequence[Segment]
-    ) -> tuple[Sequence[int], Sequence[int]]:
+    def shifts(self, world: Ranks, flat: Sequence[Array], parts: Sequence[Segment]) -> Shifts:
         """Return the shift of each segment, for contributions, and for sums and the result."""
         kind, shift = self.parsed_scaling
         if self.fmt is None or kind == "tile":
@@ -385,10 +390,6 @@ def _sum_by_mpi(world: Ranks, flat: Sequence[Array], totals: Sequence[Array]) ->
     carrier.sum_by_mpi(totals[0])
     for total in totals[1:]:
         total[:] = totals[0]
-
-
-def _overlap(outs: Sequence[Array], xs: Sequence[Array]) -> bool:
-    return any(np.may_share_memory(out, x) for out in outs for x in xs)
 
 
 def allreduce(

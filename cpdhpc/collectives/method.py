@@ -37,6 +37,10 @@ class Segment(NamedTuple):
     stop: int
 
 
+# Of each segment: of contributions, and of partial sums and the result; none where tiles have some
+Shifts = tuple[Sequence[int], Sequence[int]]
+
+
 class Scaling(NamedTuple):
     """A way to choose shifts; shift is static's."""
 
@@ -83,6 +87,18 @@ def check_segments(segments: Sequence[Segment], n: int, on_tiles: bool) -> None:
         end = min(tiles(stop) * TILE, n) if on_tiles else stop
     if on_tiles and end != n:
         raise ValueError(f"allreduce: segments end at {end} of {n} values: must cover all")
+
+
+def check_shifts(
+    shifts: Sequence[Sequence[int]], segments: Sequence[Segment], fmt: FloatFormat | None
+) -> None:
+    """Raise ValueError unless these are shifts of a format for each segment."""
+    low, high = (fmt.shift_min, fmt.shift_max) if fmt else (0, -1)
+    for each in shifts:
+        if len(each) != len(segments) or not all(low <= k <= high for k in each):
+            raise ValueError(
+                f"allreduce: shifts={each}: must be {len(segments)} from {low} to {high}"
+            )
 
 
 def tile_span(segment: Segment) -> slice:
@@ -272,7 +288,7 @@ class Method:
         """Raise ValueError for what has no exact sum."""
         if self.algorithm == AUTO:
             raise ValueError(
-                "allreduce: algorithm='auto': the time of exact sums is not predicted: name one of "
+                "allreduce: algorithm='auto': bench fit measures no exact sums: name one of "
                 f"{', '.join(SCHEDULES)}"
             )
         kinds = ("aps",) if self.integers else ("aps", "static", "none")
@@ -338,9 +354,12 @@ class Method:
     @cached_property
     def hides_nonfinite(self) -> bool:
         """Whether neither the codes nor the scaling would show NaN or infinity."""
-        if self.fmt is None or self.parsed_scaling.kind in ("aps", "tile"):
-            return False
-        return self.exact or not self.fmt.carries_nonfinite
+        return self.parsed_scaling.kind not in ("aps", "tile") and self.codes_hide_nonfinite
+
+    @cached_property
+    def codes_hide_nonfinite(self) -> bool:
+        """Whether the codes would not show NaN or infinity."""
+        return self.fmt is not None and (self.exact or not self.fmt.carries_nonfinite)
 
     @cached_property
     def repeats(self) -> bool:
@@ -367,7 +386,7 @@ class Method:
         nodes: tuple[int, ...],
         x: Array,
         segments: Sequence[Segment],
-        shifts: tuple[Sequence[int], Sequence[int]],
+        shifts: Shifts,
         iteration: int,
     ) -> Plan:
         """Return what the programs of all ranks share.

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import numpy as np
 
-from ..collectives.allreduce import Allreduce, configured
-from ..collectives.method import Machine
+from ..collectives.allreduce import Allreduce, Reduced, configured
+from ..collectives.method import AUTO, Machine, Segment, Shifts, shift_bytes
+from ..collectives.rank_program import NO_KEY
 from ..formats import SHIFT_BIAS, TILE, Cast, Overflow, Rounding, packed_bytes, tiles
 from ..ops import backend_of
 from ..ops.payloads import parse_wire
-from .base import LOSSES, Aggregator, Array, Column, Context, Mean, machine_of_auto
+from .base import (
+    LOSSES,
+    Aggregator,
+    Array,
+    Column,
+    Context,
+    Mean,
+    machine_of_auto,
+    raise_unless_finite,
+)
 from .bucket import Bucket
 
 
@@ -25,7 +35,12 @@ class LowBit(Aggregator):
     where one is unknown or does not go with another.
     rounding: as formats.Cast; not given: "stochastic" for wire "ternary", of which "nearest" leaves
         the largest values of a layer alone, so that trainings diverge; else "nearest"
-    Source: Han, Demmel, You: Auto-precision scaling, arXiv 1911.08907 (scaling "aps").
+    error_feedback: what rounding a rank's own gradient loses is added to its next one; not what
+        partial sums lose on their way (accumulate "float32" and "exact" round none). Rounding is
+        to nearest then: a value rounded up by chance may leave more behind than there was, so
+        that what is kept may grow without end
+    Source: Han, Demmel, You: Auto-precision scaling, arXiv 1911.08907 (scaling "aps"); Karimireddy
+    et al.: Error feedback fixes SignSGD and other gradient compression schemes, ICML 2019.
     """
 
     columns: ClassVar[Mapping[str, Column]] = LOSSES
@@ -40,15 +55,20 @@ class LowBit(Aggregator):
     overflow: Overflow = "saturate"
     headroom: str = "n"
     machine: Machine | None = None
+    error_feedback: bool = False
 
     def __post_init__(self) -> None:
         machine = machine_of_auto("LowBit", self.algorithm, self.machine)
         object.__setattr__(self, "machine", machine)
         if self.rounding is None:
-            usual = "stochastic" if self.wire == "ternary" else "nearest"
-            object.__setattr__(self, "rounding", usual)
+            chance = self.wire == "ternary" and not self.error_feedback
+            object.__setattr__(self, "rounding", "stochastic" if chance else "nearest")
         if self.wire == "raw":
             raise ValueError("LowBit: wire='raw': is the aggregator 'none'")
+        if self.error_feedback and self.rounding != "nearest":
+            raise ValueError(
+                f"LowBit: rounding={self.rounding!r}: error_feedback=true needs 'nearest'"
+            )
         self._allreduce(seed=0)
 
     def _allreduce(self, seed: int) -> Allreduce:
@@ -67,11 +87,44 @@ class LowBit(Aggregator):
 
     def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
         """Return the mean over all ranks. See Aggregator.aggregate."""
-        reduced = self._allreduce(context.seed).run(
-            context.world, gradients, iteration=context.iteration, segments=bucket.segments
-        )
+        method = self._allreduce(context.seed)
+        if self.error_feedback:
+            reduced = self._run_with_memory(method, gradients, bucket, context)
+        else:
+            reduced = method.run(
+                context.world, gradients, iteration=context.iteration, segments=bucket.segments
+            )
         shifts = {"aps_shift": np.array(reduced.sent_shifts, np.float64)}
         return Mean(reduced.arrays[0], shifts if reduced.sent_shifts else {})
+
+    def _run_with_memory(
+        self, method: Allreduce, gradients: list[Array], bucket: Bucket, context: Context
+    ) -> Reduced:
+        """All-reduce what the gradients and what was lost before are rounded to. Collective.
+
+        Rounded here, the contributions are numbers of the format, which travel as they are.
+        """
+        world, segments = context.world, bucket.segments
+        memory = [
+            context.state.own(name, "residual", (stop - start,)) for name, start, stop in segments
+        ]
+        wanted = [gradient.copy() for gradient in gradients]
+        for (_, start, stop), residuals in zip(segments, memory, strict=True):
+            for x, residual in zip(wanted, residuals, strict=True):
+                x[start:stop] += residual
+        raise_unless_finite(world, wanted, bucket)
+        if method.algorithm == AUTO:
+            method = method.chosen(world, wanted)
+        shifts = method.shifts(world, wanted, segments)
+        sent = [_rounded(x, method, shifts, segments) for x in wanted]
+        known = shifts if shifts[0] else None
+        reduced = method.run(
+            world, sent, iteration=context.iteration, segments=segments, shifts=known
+        )
+        for (_, start, stop), residuals in zip(segments, memory, strict=True):
+            for x, q, residual in zip(wanted, sent, residuals, strict=True):
+                np.subtract(x[start:stop], q[start:stop], out=residual)
+        return reduced
 
     def observe(self, gradient: Array, bucket: Bucket, mean: Mean) -> Mapping[str, Array]:
         """Count what encoding a rank's own gradient loses. See Aggregator.observe.
@@ -96,3 +149,13 @@ class LowBit(Aggregator):
         np.cumsum(counts[:, :2], axis=0, out=sums[1:])
         saturated, underflowed = np.diff(sums[edges], axis=0).T
         return {"saturated_share": saturated, "underflow_share": underflowed}
+
+
+def _rounded(x: Array, method: Allreduce, shifts: Shifts, segments: Sequence[Segment]) -> Array:
+    """Return what a rank's contribution to an all-reduce is rounded to, float32[n]."""
+    wire, out = method.payloads, np.empty_like(x)
+    used = shift_bytes(shifts[0], segments, x.size, x) if shifts[0] else None
+    payload = np.empty(wire.size_bytes(x.size), np.uint8)
+    wire.encode(x, used, NO_KEY, 0, payload)
+    wire.decode(payload, used, out)
+    return out

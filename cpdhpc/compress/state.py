@@ -92,6 +92,19 @@ class State:
         """Yield all entries, in one order on all processes."""
         return iter(sorted(self._entries.items()))
 
+    def copy(self) -> State:
+        """Return another state with copies of all arrays."""
+        other = State(self.hosted, self.ranks)
+        for key, entry in self:
+            other.put(key, Entry(entry.array.copy(), entry.redistribution))
+        return other
+
+    def scale(self, factor: float) -> None:
+        """Multiply what adds up over ranks as gradients do, whose unit is another from now on."""
+        for _, entry in self:
+            if entry.redistribution == "sum":
+                entry.array *= entry.array.dtype.type(factor)
+
     def put(self, key: Key, entry: Entry) -> None:
         """Set an entry, as a checkpoint does."""
         self._entries[key] = entry

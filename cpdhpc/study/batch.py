@@ -45,19 +45,19 @@ def measure_batch(
     Raises UserError on all processes alike: PlacementError where they are not what was asked for.
     """
     folder = Folder(path)
-    study, batch = together(world, lambda: _load(folder, number))
-    prove(world, nodes or batch.nodes, ppn or batch.ppn)
-    _check_shape(world, batch)
-    todo = together(world, lambda: _begin(folder, batch) if world.process == 0 else None)
-    cases, claim = world.gather(todo)[0]
+    mark = folder.claim_file(number)
+    # First of all: who reads the claim may send a signal, and all ranks are here when it is made.
     with catching() as caught:
+        study, batch = together(world, lambda: _load(folder, number))
+        prove(world, nodes or batch.nodes, ppn or batch.ppn)
+        _check_shape(world, batch)
+        todo = together(world, lambda: _begin(folder, batch) if world.process == 0 else None)
+        cases, claim = world.gather(todo)[0]
         runner = _Runner(world, folder, study, cases, claim.restarts, caught)
         runner.run(number)
-    status = runner.status
-    state = "stopped" if status == UNFINISHED else "ended"
-    mark = folder.claim_file(number)
-    together(world, lambda: claim.end(mark, state) if world.process == 0 else None)
-    return status
+        state = "stopped" if runner.status == UNFINISHED else "ended"
+        together(world, lambda: claim.end(mark, state) if world.process == 0 else None)
+    return runner.status
 
 
 def _load(folder: Folder, number: int) -> tuple[Study, Batch]:

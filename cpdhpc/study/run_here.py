@@ -8,11 +8,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Self
 
 from rich.console import Console
@@ -20,6 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from ..claim import read_claim
 from ..config import UserError
+from ..signals import Caught, catching
 from .cases import Batch, Case, batches, expand
 from .collect import collect
 from .folder import Folder, FolderError
@@ -122,6 +122,10 @@ class Display:
 
 LOOK_S = 0.2  # between two looks at a batch
 GRACE_S = 60.0  # for a batch to write its checkpoint after Ctrl-C
+LOG_LINES = 15  # the last of a batch that ends without an error of ours: its launcher's reason
+# Open MPI names its directory by its process number: one that another user, or a launcher that was
+# killed, has left there ends a later launcher of that number (status 213). So each gets its own.
+SESSIONS = "PRTE_MCA_prte_tmpdir_base"
 INTERRUPTED = 130  # as a shell reports Ctrl-C
 
 
@@ -130,34 +134,20 @@ def measure(study: Study, folder: Folder) -> int:
     jobs = batches(study, expand(study).cases)
     _check_idle(folder, jobs)
     local = [job for job in jobs if job.nodes == 1]
-    status = 0
-    with _stoppable(), Display(sum(len(job.cases) for job in local)) as display:
-        try:
-            for job in local:
-                _batch(study, folder, job, display)
-        except KeyboardInterrupt:
+    with catching() as caught, Display(sum(len(job.cases) for job in local)) as display:
+        for job in local:
+            if not caught.number:
+                _batch(study, folder, job, display, caught)
+        if caught.number:
             display.line("stopped; resume goes on from here")
-            status = INTERRUPTED
     unfinished = [(job, _unfinished(folder, job.cases)) for job in jobs]
     for line in _reasons(folder, unfinished):
         print(line)
     if any(len(left) < len(job.cases) for job, left in unfinished):
         collect(study, folder)
-    return status or (1 if any(left for _, left in unfinished) else 0)
-
-
-@contextmanager
-def _stoppable() -> Iterator[None]:
-    """Take SIGTERM as Ctrl-C, until the end of the block."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    previous = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
+    if caught.number:
+        return INTERRUPTED
+    return 1 if any(left for _, left in unfinished) else 0
 
 
 def _reasons(folder: Folder, unfinished: Sequence[tuple[Batch, list[Case]]]) -> Iterator[str]:
@@ -188,8 +178,8 @@ def _unfinished(folder: Folder, cases: Sequence[Case]) -> list[Case]:
     return [case for case in cases if not folder.finished(case)]
 
 
-def _batch(study: Study, folder: Folder, job: Batch, display: Display) -> None:
-    """Run a batch, and again where it fails and the study allows."""
+def _batch(study: Study, folder: Folder, job: Batch, display: Display, caught: Caught) -> None:
+    """Run a batch, and again where it fails and the study allows, until a signal."""
     todo = _unfinished(folder, job.cases)
     display.start(f"batch {job.number}, {job.ranks} rank(s)", len(job.cases) - len(todo))
     for _ in range(1 + study.run.retries):
@@ -197,55 +187,69 @@ def _batch(study: Study, folder: Folder, job: Batch, display: Display) -> None:
             return
         log = folder.log_file(job.number)
         before = log.stat().st_size if log.exists() else 0
-        status = _launch(folder, job, todo, display)
+        status = _launch(folder, job, todo, display, caught)
+        if caught.number:
+            return
         todo = _unfinished(folder, job.cases)
         if todo:
             display.line(
                 f"batch {job.number}: status {status}, {len(todo)} case(s) left: see {log}"
             )
-            for line in _errors(log, before):
+            told = all(folder.failure(case) for case in todo)
+            for line in () if told else _last_words(log, before):
                 display.line(line)
 
 
-def _errors(log: Path, start: int) -> list[str]:
-    """Return what a batch says that the user can mend, the last of it, from a place in its log."""
+def _last_words(log: Path, start: int) -> list[str]:
+    """Return a batch's last error, or where it has none its last lines, from a place in its log."""
     lines = log.read_bytes()[start:].decode(errors="replace").splitlines()
-    return [line for line in lines if line.startswith("cpdhpc: error:")][-1:]
+    errors = [line for line in lines if line.startswith("cpdhpc: error:")]
+    return errors[-1:] or [line for line in lines if line.strip()][-LOG_LINES:]
 
 
-def _launch(folder: Folder, job: Batch, todo: list[Case], display: Display) -> int:
-    """Run a batch once under mpirun and return its exit status."""
+def _launch(folder: Folder, job: Batch, todo: list[Case], display: Display, caught: Caught) -> int:
+    """Run a batch once under mpirun, until a signal, and return its exit status."""
     prefix, environment = local_command(job.ranks)
     command = [*prefix, sys.executable, "-m", "cpdhpc", "batch", str(folder.path), str(job.number)]
-    with folder.log_file(job.number).open("ab") as log:
+    with (
+        tempfile.TemporaryDirectory(prefix="cpdhpc-", ignore_cleanup_errors=True) as sessions,
+        folder.log_file(job.number).open("ab") as log,
+    ):
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env=environment,
+            env={SESSIONS: sessions} | environment,
             start_new_session=True,  # a terminal's Ctrl-C would end the ranks at once
         )
-        try:
-            while process.poll() is None:
-                time.sleep(LOOK_S)
-                todo = display.update(folder, todo)
-        except KeyboardInterrupt:
-            _stop(process)
-            raise
+        while process.poll() is None and not caught.number:
+            time.sleep(LOOK_S)
+            todo = display.update(folder, todo)
+        if caught.number:
+            _stop(process, folder.claim_file(job.number), caught)
     display.update(folder, todo)
     return process.returncode
 
 
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Ask the ranks to write what they have; end them where they take too long."""
-    process.send_signal(signal.SIGUSR1)
-    try:
-        process.wait(GRACE_S)
-    except (subprocess.TimeoutExpired, KeyboardInterrupt):
-        process.terminate()
-        try:
-            process.wait(GRACE_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+def _stop(process: subprocess.Popen[bytes], mark: Path, caught: Caught) -> None:
+    """Ask ranks that measure to write what they have; end what has not begun, or takes too long."""
+    claim = read_claim(mark)
+    if claim is not None and claim.alive():
+        process.send_signal(signal.SIGUSR1)
+        if _ends(process, caught):
+            return
+    process.terminate()
+    if not _ends(process, caught):
+        process.kill()
+        process.wait()
+
+
+def _ends(process: subprocess.Popen[bytes], caught: Caught) -> bool:
+    """Return whether a process ends in time, and before another signal."""
+    asked, caught.number = caught.number, 0
+    end_s = time.monotonic() + GRACE_S
+    while process.poll() is None and not caught.number and time.monotonic() < end_s:
+        time.sleep(LOOK_S)
+    caught.number = caught.number or asked
+    return process.returncode is not None

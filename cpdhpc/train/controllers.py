@@ -6,10 +6,10 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy.typing as npt
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
 from ..config import Section, suggest
 
@@ -22,17 +22,48 @@ def _known(name: str) -> str:
     return name
 
 
+def _known_batch_scaling(name: str) -> str:
+    if name not in BATCH_SCALINGS:
+        raise ValueError(suggest(name, BATCH_SCALINGS))
+    return name
+
+
 class Schedule(Section):
     """[schedule]: the factor on the learning rate, which changes with every iteration.
 
     warmup_epochs: in which it rises from 0 to 1; decay: what it does then, a name of DECAYS
-    milestones: epochs, for decay "step"; gamma: factor at each milestone
+    milestones: epochs, for decay "step"; gamma: factor at each milestone, or of an epoch for
+        "exponential"; power: of "polynomial"
+    base_batch: for which the rate and the warm-up are given; 0: for whatever train.batch is
+    batch_scaling: what a batch k times as large as base_batch changes, a name of
+        BATCH_SCALINGS: "linear" rate k, "sqrt" rate sqrt(k), "legw" rate sqrt(k) and warm-up
+        epochs k
     """
 
     warmup_epochs: Annotated[float, Field(ge=0)] = 0.0
     decay: Annotated[str, AfterValidator(_known)] = "constant"
     milestones: Annotated[tuple[float, ...], Field(strict=False)] = ()
     gamma: Annotated[float, Field(gt=0, le=1)] = 0.1
+    power: Annotated[float, Field(gt=0)] = 1.0
+    base_batch: Annotated[int, Field(ge=0)] = 0
+    batch_scaling: Annotated[str, AfterValidator(_known_batch_scaling)] = "none"
+
+    @model_validator(mode="after")
+    def _batch_scaling_has_a_base(self) -> Schedule:
+        if (self.batch_scaling == "none") != (self.base_batch == 0):
+            raise ValueError(
+                f"batch_scaling={self.batch_scaling!r}, base_batch={self.base_batch}: "
+                "give both or neither"
+            )
+        return self
+
+    def scaled(self, batch: int) -> tuple[float, Schedule]:
+        """Return the factor on the rate for a batch, and the schedule with its warm-up."""
+        if not self.base_batch:
+            return 1.0, self
+        k, row = batch / self.base_batch, BATCH_SCALINGS[self.batch_scaling]
+        warmup_epochs = self.warmup_epochs * k**row.warmup
+        return k**row.rate, self.model_copy(update={"warmup_epochs": warmup_epochs})
 
     def factor(self, epoch: float, epochs: int) -> float:
         """Return the factor at a time in epochs, of a run that takes so many in all.
@@ -81,6 +112,8 @@ class Scheduled(Controller):
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
+        factor, self.schedule = settings.schedule.scaled(settings.batch)
+        self.rate = settings.rate * factor
 
     def next(self, samples_seen: int) -> tuple[float, int]:
         """Return the scheduled rate, and the batch. See Controller.next."""
@@ -88,7 +121,7 @@ class Scheduled(Controller):
         epoch, inside = divmod(samples_seen, job.samples)
         per_epoch = -(-job.samples // job.batch)  # the last batch of an epoch may be smaller
         time = (epoch * per_epoch + inside // job.batch) / per_epoch
-        return job.rate * job.schedule.factor(time, job.epochs), job.batch
+        return self.rate * self.schedule.factor(time, job.epochs), job.batch
 
 
 class Control(Section):
@@ -131,8 +164,36 @@ def cosine(schedule: Schedule, epoch: float, epochs: int) -> float:
     return 0.5 * (1 + math.cos(math.pi * (epoch - schedule.warmup_epochs) / length))
 
 
+def polynomial(schedule: Schedule, epoch: float, epochs: int) -> float:
+    """Return the share of the run behind the warm-up that is left, to the power."""
+    left = (epochs - epoch) / (epochs - schedule.warmup_epochs)
+    return float(max(left, 0.0) ** schedule.power)
+
+
+def exponential(schedule: Schedule, epoch: float, epochs: int) -> float:
+    """Return gamma to the power of the epochs since the warm-up."""
+    return float(schedule.gamma ** (epoch - schedule.warmup_epochs))
+
+
 DECAYS: dict[str, Callable[[Schedule, float, int], float]] = {
     "constant": constant,
     "step": step,
     "cosine": cosine,
+    "polynomial": polynomial,
+    "exponential": exponential,
+}
+
+
+class Scaling(NamedTuple):
+    """Powers of k, the batch by the base batch, on the rate and on the epochs of the warm-up."""
+
+    rate: float
+    warmup: float
+
+
+BATCH_SCALINGS = {
+    "none": Scaling(0, 0),
+    "linear": Scaling(1, 0),  # Goyal et al., arXiv 1706.02677, section 2.1
+    "sqrt": Scaling(0.5, 0),
+    "legw": Scaling(0.5, 1),  # You et al., arXiv 1901.08256: the warm-up keeps its iterations
 }

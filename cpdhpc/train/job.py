@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from ..collectives.method import read_machine
 from ..compress import COMPRESSORS, Aggregator, NoCompression
@@ -23,8 +23,17 @@ from ..config import (
     read_toml,
     validate,
 )
-from .controllers import CONTROLLERS, DECAYS, BySchedule, Control, Schedule, Settings
+from .controllers import (
+    BATCH_SCALINGS,
+    CONTROLLERS,
+    DECAYS,
+    BySchedule,
+    Control,
+    Schedule,
+    Settings,
+)
 from .data import DATA, Data, Digits
+from .loss_scaling import check_scale
 from .models import MODELS, Mlp, Model
 from .optimizers import OPTIMIZERS, Optimizer, Sgd
 from .update import UPDATES, ByAllreduce, UpdateRule
@@ -51,6 +60,10 @@ class Train(Section):
     virtual_ranks: ranks that each process plays; bits are those of so many processes
     batch: samples of all ranks together; threads: of torch, and of kernels where overlap is off;
         0 for OMP_NUM_THREADS where it is set, else the cores the rank owns
+    loss_scaling: "dynamic" halves the scale where a gradient overflows on any rank, skips the step
+        on all, and doubles it after 2,000 steps without
+    loss_scale: what the loss is multiplied by, and means are divided by; a power of two. Default:
+        1, and 65,536 to begin with where it is dynamic
     bucket_mib, overlap: gradients are reduced in buckets of at most so many MiB, the last layers
         first, and with overlap while backward goes on; overlap changes no bit, bucket_mib may
     image_grid: rows and columns of ranks that share each image; [1, 1]: images are not split
@@ -64,6 +77,8 @@ class Train(Section):
     virtual_ranks: Positive = 1
     image_grid: Annotated[tuple[Positive, Positive], Field(strict=False)] = (1, 1)
     threads: Annotated[int, Field(ge=0)] = 0
+    loss_scaling: Literal["static", "dynamic"] = "static"
+    loss_scale: Annotated[float | None, AfterValidator(check_scale)] = None
     bucket_mib: Annotated[float, Field(gt=0)] = 25.0
     overlap: bool = False
     telemetry_every: Positive = 10
@@ -120,9 +135,11 @@ class Job(Section):
 
     @model_validator(mode="after")
     def _warmup_ends(self) -> Job:
-        if self.schedule.warmup_epochs >= self.train.epochs:
+        given, scaled = self.schedule.warmup_epochs, self.schedule.scaled(self.train.batch)[1]
+        if scaled.warmup_epochs >= self.train.epochs:
+            grown = "" if scaled == self.schedule else f", scaled to {scaled.warmup_epochs:g}"
             raise ValueError(
-                f"schedule.warmup_epochs={self.schedule.warmup_epochs}: "
+                f"schedule.warmup_epochs={given}{grown}: "
                 f"should be below train.epochs={self.train.epochs}"
             )
         return self
@@ -172,7 +189,10 @@ def choices() -> dict[str, list[str]]:
     """Return the names that each table of a job file knows, by the key that gives them."""
     rows = ((name, each) for name, f in Job.model_fields.items() for each in f.metadata)
     found = {f"{n}.{one.key}": sorted(one.known) for n, one in rows if isinstance(one, OneOf)}
-    return found | {"schedule.decay": sorted(DECAYS)}
+    return found | {
+        "schedule.decay": sorted(DECAYS),
+        "schedule.batch_scaling": sorted(BATCH_SCALINGS),
+    }
 
 
 def keys_of(table: str) -> set[str]:

@@ -81,17 +81,17 @@ def _iteration(training: Training, rate: float, batch: Array, caught: Caught) ->
     for group in training.optimizer.param_groups:
         group["lr"] = rate
     training.reducer.epoch = training.samples_seen / training.samples
-    before = training.sent_bytes
+    before, scale = training.sent_bytes, training.scaler.scale
     try:
-        done = step(training.update, *training.train, batch, training.sharing)
+        done = step(training.update, *training.train, batch, training.sharing, training.scaler)
     except NonFiniteGradient as error:
         _fail(training, str(error))
     sent = training.sent_bytes - before
     told = exchange(world, done.losses, done.time_ns, sent, caught.number)
     if not isfinite(told.loss):
         _fail(training, f"the loss is {told.loss}")
-    training.record.step(iteration, told.loss, rate, told.time_ns, told.wire_bytes)
-    if iteration % job.train.telemetry_every == 0:
+    training.record.step(iteration, told.loss, rate, scale, told.time_ns, told.wire_bytes)
+    if iteration % job.train.telemetry_every == 0 and done.mean is not None:
         training.record.telemetry(iteration, observe(training.reducer, done.mean))
     training.iteration += 1
     training.samples_seen += len(batch)

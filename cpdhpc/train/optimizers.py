@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -27,17 +27,42 @@ class Optimizer(Section):
         """Return the optimiser; each step sets its learning rate anew."""
 
 
+Share = Annotated[float, Field(ge=0, lt=1)]
+NotNegative = Annotated[float, Field(ge=0)]
+Betas = Annotated[tuple[Share, Share], Field(strict=False)]
+Exclude = Literal["one_dimensional", "none"]  # the keys of layerwise.EXCLUDES
+
+
+def groups(
+    parameters: Iterable[torch.nn.Parameter], exclude: Exclude, weight_decay: float
+) -> list[dict[str, Any]]:
+    """Return parameters as torch's optimisers take them, those that are excluded without decay."""
+    from .layerwise import EXCLUDES
+
+    sides: tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]] = [], []
+    for p in parameters:
+        sides[EXCLUDES[exclude](p)].append(p)
+    decays = (weight_decay, 0.0)
+    return [
+        {"params": side, "weight_decay": decay}
+        for side, decay in zip(sides, decays, strict=True)
+        if side
+    ]
+
+
 class Sgd(Optimizer):
     """[optimizer] name = "sgd": stochastic gradient descent, as torch.optim.SGD.
 
     momentum: share of the last step that is added; weight_decay: times the weights is added to
         gradients; nesterov: whether the momentum looks ahead
+    exclude: "one_dimensional" leaves biases and norms without decay, "none" nothing
     """
 
     name: Literal["sgd"] = "sgd"
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    momentum: Share = 0.9
+    weight_decay: NotNegative = 0.0
     nesterov: bool = False
+    exclude: Exclude = "none"
 
     @model_validator(mode="after")
     def _nesterov_has_momentum(self) -> Sgd:
@@ -54,13 +79,163 @@ class Sgd(Optimizer):
         """Return torch's. See Optimizer.build."""
         import torch
 
-        return torch.optim.SGD(
-            parameters,
-            lr=rate,
-            momentum=self.momentum,
-            weight_decay=self.weight_decay,
-            nesterov=self.nesterov,
+        given = groups(parameters, self.exclude, self.weight_decay)
+        return torch.optim.SGD(given, lr=rate, momentum=self.momentum, nesterov=self.nesterov)
+
+
+class Adam(Optimizer):
+    """[optimizer] name = "adam": as torch.optim.Adam, whose weight decay is part of the gradient.
+
+    betas: shares of the first and second moment that stay; eps: added to the root of the second
+    weight_decay: times the weights is added to gradients
+    exclude: "one_dimensional" leaves biases and norms without decay, "none" nothing
+    Source: Kingma, Ba: Adam, arXiv 1412.6980, algorithm 1.
+    """
+
+    name: Literal["adam"] = "adam"
+    betas: Betas = (0.9, 0.999)
+    eps: NotNegative = 1e-8
+    weight_decay: NotNegative = 0.0
+    exclude: Exclude = "none"
+
+    def build(self, parameters: Iterable[torch.nn.Parameter], rate: float) -> torch.optim.Optimizer:
+        """Return torch's. See Optimizer.build."""
+        import torch
+
+        given = groups(parameters, self.exclude, self.weight_decay)
+        return torch.optim.Adam(given, lr=rate, betas=self.betas, eps=self.eps)
+
+
+class AdamW(Optimizer):
+    """[optimizer] name = "adamw": as torch.optim.AdamW, whose weight decay is apart from moments.
+
+    betas: shares of the first and second moment that stay; eps: added to the root of the second
+    weight_decay: times the rate is the share of the weights that a step takes away
+    exclude: "one_dimensional" leaves biases and norms without decay, "none" nothing
+    Source: Loshchilov, Hutter: Decoupled weight decay regularization, arXiv 1711.05101.
+    """
+
+    name: Literal["adamw"] = "adamw"
+    betas: Betas = (0.9, 0.999)
+    eps: NotNegative = 1e-8
+    weight_decay: NotNegative = 0.01
+    exclude: Exclude = "none"
+
+    def build(self, parameters: Iterable[torch.nn.Parameter], rate: float) -> torch.optim.Optimizer:
+        """Return torch's. See Optimizer.build."""
+        import torch
+
+        given = groups(parameters, self.exclude, self.weight_decay)
+        return torch.optim.AdamW(given, lr=rate, betas=self.betas, eps=self.eps)
+
+
+class LayerWise(Optimizer):
+    """An optimiser of train/layerwise.py, whose arguments are the keys of the section."""
+
+    def build(self, parameters: Iterable[torch.nn.Parameter], rate: float) -> torch.optim.Optimizer:
+        """Return ours. See Optimizer.build."""
+        from . import layerwise
+
+        built: torch.optim.Optimizer = getattr(layerwise, type(self).__name__)(
+            parameters, lr=rate, **self.model_dump(exclude={"name"})
         )
+        return built
 
 
-OPTIMIZERS: dict[str, type[Optimizer]] = {"sgd": Sgd}
+class Lars(LayerWise):
+    """[optimizer] name = "lars": momentum whose rate, layer by layer, follows |w| / |g|.
+
+    momentum: share of the last step that is added; trust: times |w| / |g| times the rate is a
+        layer's rate; weight_decay: times the weights is added to gradients
+    exclude: "one_dimensional" leaves biases and norms without adaptation and decay
+    Source: You, Gitman, Ginsburg, arXiv 1708.03888, algorithm 1.
+    """
+
+    name: Literal["lars"] = "lars"
+    momentum: Share = 0.9
+    weight_decay: NotNegative = 0.0
+    trust: Annotated[float, Field(gt=0)] = 0.001
+    exclude: Exclude = "one_dimensional"
+
+
+class Larc(LayerWise):
+    """[optimizer] name = "larc": LARS with no layer's rate above the global one.
+
+    momentum: share of the last step that is added; trust: times |w| / |g| is a layer's rate
+    weight_decay: times the weights is added to gradients
+    exclude: "one_dimensional" leaves biases and norms without adaptation and decay
+    Source: You, Gitman, Ginsburg, arXiv 1708.03888; the bound as in NVIDIA's apex.
+    """
+
+    name: Literal["larc"] = "larc"
+    momentum: Share = 0.9
+    weight_decay: NotNegative = 0.0
+    trust: Annotated[float, Field(gt=0)] = 0.02
+    exclude: Exclude = "one_dimensional"
+
+
+class Lamb(LayerWise):
+    """[optimizer] name = "lamb": Adam whose step of a layer is as long as its weights.
+
+    betas: shares of the first and second moment that stay; eps: added to the root of the second
+    weight_decay: times the weights is added to a step; trust_clip: |w| / |step| is 1 at most
+    clip_global_norm: gradients of all layers together are scaled to this norm at most; 0: off
+    exclude: "one_dimensional" leaves biases and norms without adaptation and decay
+    Source: You et al., arXiv 1904.00962, algorithm 2.
+    """
+
+    name: Literal["lamb"] = "lamb"
+    betas: Betas = (0.9, 0.999)
+    eps: NotNegative = 1e-6
+    weight_decay: NotNegative = 0.01
+    clip_global_norm: NotNegative = 0.0
+    trust_clip: bool = False
+    exclude: Exclude = "one_dimensional"
+
+
+class NovoGrad(LayerWise):
+    """[optimizer] name = "novograd": momentum of gradients over a running norm of their layer.
+
+    betas: shares of the momentum and of the squared norm that stay; eps: added to the norm
+    weight_decay: times the weights is added to what enters the momentum
+    exclude: "one_dimensional" leaves biases and norms without decay
+    Source: Ginsburg et al., arXiv 1905.11286, algorithm 1.
+    """
+
+    name: Literal["novograd"] = "novograd"
+    betas: Betas = (0.95, 0.98)
+    eps: NotNegative = 1e-8
+    weight_decay: NotNegative = 0.0
+    exclude: Exclude = "one_dimensional"
+
+
+class AdamP(LayerWise):
+    """[optimizer] name = "adamp": Adam without steps along weights whose scale is not felt.
+
+    betas: shares of the first and second moment that stay; eps: added to the root of the second
+    weight_decay: times the rate is the share of the weights that a step takes away
+    delta: weights count as such where the cosine to their gradient is below delta / sqrt(values)
+    decay_share: of the weight decay that they get then
+    exclude: "one_dimensional" leaves biases and norms without decay
+    Source: Heo et al., arXiv 2006.08217, algorithm 2.
+    """
+
+    name: Literal["adamp"] = "adamp"
+    betas: Betas = (0.9, 0.999)
+    eps: NotNegative = 1e-8
+    weight_decay: NotNegative = 0.0
+    delta: NotNegative = 0.1
+    decay_share: Annotated[float, Field(ge=0, le=1)] = 0.1
+    exclude: Exclude = "one_dimensional"
+
+
+OPTIMIZERS: dict[str, type[Optimizer]] = {
+    "sgd": Sgd,
+    "adam": Adam,
+    "adamw": AdamW,
+    "lars": Lars,
+    "larc": Larc,
+    "lamb": Lamb,
+    "novograd": NovoGrad,
+    "adamp": AdamP,
+}

@@ -44,7 +44,7 @@ def observe(reducer: GradientReducer, mean: Mean) -> Layers:
 
 SCHEMA = 1
 GROUPS = {  # group: its columns; the first one labels the rows
-    "steps": ("iteration", "loss", "learning_rate", "time_s", "wire_bytes"),
+    "steps": ("iteration", "loss", "learning_rate", "loss_scale", "time_s", "wire_bytes"),
     "epochs": ("epoch", "test_accuracy", "test_loss", "time_s"),
     "layers": ("iteration", "nonzero"),  # and what the aggregator offers
 }
@@ -66,11 +66,18 @@ class Record:
         self.rows: dict[str, list[tuple[Any, ...]]] = {name: [] for name in GROUPS}
 
     def step(
-        self, iteration: int, loss: float, learning_rate: float, time_ns: Array, wire_bytes: Array
+        self,
+        iteration: int,
+        loss: float,
+        learning_rate: float,
+        loss_scale: float,
+        time_ns: Array,
+        wire_bytes: Array,
     ) -> None:
         """Add a step; time_ns: int64[phases], wire_bytes: int64[ranks] of this step."""
-        wire_bytes = np.pad(wire_bytes, (0, self.ranks - wire_bytes.size))
-        self.rows["steps"].append((iteration, loss, learning_rate, time_ns / 1e9, wire_bytes))
+        sent = np.pad(wire_bytes, (0, self.ranks - wire_bytes.size))
+        row = iteration, loss, learning_rate, loss_scale, time_ns / 1e9, sent
+        self.rows["steps"].append(row)
 
     def epoch(self, epoch: int, accuracy: float, loss: float, time_s: float) -> None:
         """Add an epoch."""
@@ -96,10 +103,11 @@ class Record:
 
     def restore(self, groups: Mapping[str, Mapping[str, Array]]) -> None:
         """Take over rows that arrays returned; ranks that a run had before or has now send 0."""
-        before = groups["steps"]["wire_bytes"].shape[1]
+        count, before = groups["steps"]["wire_bytes"].shape
         self.ranks = max(self.ranks, before)
         wire_bytes = np.pad(groups["steps"]["wire_bytes"], ((0, 0), (0, self.ranks - before)))
-        groups = {**groups, "steps": {**groups["steps"], "wire_bytes": wire_bytes}}
+        steps = {"loss_scale": np.ones(count)} | {**groups["steps"], "wire_bytes": wire_bytes}
+        groups = {**groups, "steps": steps}  # scales: versions before 0.2 knew none
         for group, names in self.names.items():
             self.rows[group] = list(zip(*(groups[group][name] for name in names), strict=True))
 
@@ -120,6 +128,9 @@ class Record:
             "rank": Variable(("rank",), np.arange(self.ranks), "rank, virtual ones included"),
             "loss": Variable(by, of["loss"], "cross entropy of the global batch", "nat"),
             "learning_rate": Variable(by, of["learning_rate"], "learning rate"),
+            "loss_scale": Variable(
+                by, of["loss_scale"], "factor on the loss; a step is skipped where the next is half"
+            ),
             "time_s": Variable(
                 (*by, "phase"), of["time_s"], "time of a phase, the largest over processes", "s"
             ),

@@ -60,6 +60,8 @@ class GradientReducer:
         ranks of floating-point ones and rank 0's others, "none" each its own
     iteration, epoch: of the next reduce; the epoch is the caller's to set, for methods that ask
     state: what the aggregator keeps, in checkpoints together with iteration
+    loss_scale: what losses are multiplied by, the caller's to set between steps, or a LossScaler's:
+        means are divided by it, and what the aggregator keeps follows it
     Raises on all ranks alike ValueError or TypeError for an unknown name, unknown options, other
     parameters, a world that does not go with overlap; ValueError where ranks have other models or
     options.
@@ -85,7 +87,7 @@ class GradientReducer:
         **options: Any,
     ) -> None:
         self.world: Ranks = as_world(world)
-        self.seed, self.iteration, self.epoch = seed, 0, 0.0
+        self.seed, self.iteration, self.epoch, self._loss_scale = seed, 0, 0.0, 1.0
         self.model = model
         self.state = State(self.world.hosted, self.world.ranks)
         error: Exception | None = None
@@ -149,6 +151,17 @@ class GradientReducer:
         """Forget what was found in a step. _used: by layer, whether it has a gradient here."""
         self._used = [False] * len(self.parameters)
         self._error: Exception | None = None
+
+    @property
+    def loss_scale(self) -> float:
+        """What losses are multiplied by, 1.0 at first; see the class."""
+        return self._loss_scale
+
+    @loss_scale.setter
+    def loss_scale(self, scale: float) -> None:
+        if scale != self._loss_scale:
+            self.state.scale(scale / self._loss_scale)
+        self._loss_scale = scale
 
     def begin(self, hosted: int) -> None:
         """Give the model the buffers that a hosted rank begins the step with, before its forward.
@@ -225,7 +238,8 @@ class GradientReducer:
         if not self._known.issuperset(map(id, parameters)):
             self.fail(self._unknown())
         size_bytes = self._buffers.size_bytes(self._live)
-        alike = {"iteration": self.iteration, "bytes of buffers": size_bytes}
+        alike: dict[str, object] = {"iteration": self.iteration, "bytes of buffers": size_bytes}
+        alike["loss_scale"] = self.loss_scale
         missing = [not all(self._used)]
         if not any(check_alike(self.world, self._error, alike, missing, "GradientReducer.reduce")):
             return self._used
@@ -263,8 +277,9 @@ class GradientReducer:
     def _finish(self, means: list[Mean], used: Sequence[int]) -> Mean:
         """Set gradients and buffers, and return the mean of the whole model. Collective."""
         mean = _joined(self.bucket.size, self.parts, means)
-        if self._factor != 1:
-            mean = replace(mean, flat=mean.flat * np.float32(self._factor))
+        factor = self._factor / self.loss_scale
+        if factor != 1:
+            mean = replace(mean, flat=mean.flat * np.float32(factor))
         self._buffers.share(self._live, self._active)
         self.iteration += 1
         views = self.bucket.views(mean.flat)
@@ -346,6 +361,7 @@ class GradientReducer:
         return {
             "iteration": self.iteration,
             "epoch": self.epoch,
+            "loss_scale": self.loss_scale,
             **place,
             "aggregator": type(self.aggregator).__name__,
             "layers": self._layers(),
@@ -364,16 +380,17 @@ class GradientReducer:
         Raises ValueError on all ranks alike for others.
         """
         error: Exception | None = None
-        at = 0, 0.0
+        at = 0, 0.0, 1.0
         try:
             self._check_states(states)
             entries = _entries(states, self.world)
-            at = int(states[0]["iteration"]), float(states[0]["epoch"])
+            scale = float(states[0].get("loss_scale", 1.0))
+            at = int(states[0]["iteration"]), float(states[0]["epoch"]), scale
         except (IndexError, KeyError, TypeError, ValueError) as found:
             error = ValueError(f"GradientReducer.load_state_dict: {found}")
-        alike = {"iteration": at[0], "epoch": at[1]}
+        alike = {"iteration": at[0], "epoch": at[1], "loss_scale": at[2]}
         check_alike(self.world, error, alike, [0], "GradientReducer.load_state_dict")
-        self.iteration, self.epoch = at
+        self.iteration, self.epoch, self._loss_scale = at
         self.state = State(self.world.hosted, self.world.ranks)
         for key, entry in entries.items():
             self.state.put(key, entry)

@@ -22,6 +22,7 @@ from . import checkpoint
 from .controllers import Controller
 from .data import Dataset
 from .job import Job
+from .loss_scaling import LossScaler
 from .record import SCHEMA, Record
 from .reducer import GradientReducer
 from .update import Update
@@ -75,6 +76,7 @@ class Training:
     optimizer: torch.optim.Optimizer
     reducer: GradientReducer
     update: Update
+    scaler: LossScaler
     controller: Controller
     record: Record
     train: tuple[torch.Tensor, torch.Tensor]
@@ -139,6 +141,7 @@ class Training:
         def write() -> None:
             groups = checkpoint.tensors(self.model, self.optimizer) | self.record.arrays()
             groups["controller"] = self.controller.state()
+            groups["loss_scaling"] = self.scaler.state()
             here = checkpoint.Position(self.iteration, self.samples_seen, self.record.ranks, state)
             try:
                 checkpoint.save(path, groups, here, self.job.toml())
@@ -183,9 +186,11 @@ class Training:
         self.iteration, self.samples_seen = here.iteration, here.samples_seen
         self.reducer.iteration = self.iteration
         checkpoint.load_tensors(groups, self.model, self.optimizer)
+        self.scaler.restore(groups.get("loss_scaling", {}))
         if here.state:
             kept = checkpoint.state_file(path, self.iteration)
             checkpoint.load_states(self.world, kept, here.state, self.states)
+        self.scaler.note()
         self.controller.restore(groups.get("controller", {}))
         self.record.restore(groups)
 
@@ -225,6 +230,7 @@ def prepare(job: Job, world: Ranks, data: Dataset, files: Files) -> Training:
         optimizer,
         reducer,
         job.update.build(model, optimizer, reducer),
+        LossScaler(reducer, job.train.loss_scale, dynamic=job.train.loss_scaling == "dynamic"),
         job.controller.build(job.settings(len(data.train_y))),
         Record(world.ranks, reducer.bucket.names, job.gradient.columns),
         train=(train_x, torch.from_numpy(data.train_y)),

@@ -15,6 +15,7 @@ from ..compress.base import Mean
 from ..partition import split
 from ..world.ranks import Ranks
 from .data import shard
+from .loss_scaling import LossScaler
 from .update import Update
 
 Array = npt.NDArray[Any]
@@ -114,10 +115,13 @@ class Stopwatch:
 
 @dataclass(frozen=True)
 class Step:
-    """losses: of each hosted rank, whose mean over all ranks is the loss of the batch."""
+    """losses: of each hosted rank, whose mean over all ranks is the loss of the batch
+
+    mean: None where a gradient overflowed, and the step was skipped
+    """
 
     losses: list[float]
-    mean: Mean
+    mean: Mean | None
     time_ns: list[int]
 
 
@@ -127,11 +131,13 @@ def step(
     y: torch.Tensor,
     batch: Array,
     sharing: int = 1,
+    scaler: LossScaler | None = None,
 ) -> Step:
     """Train on one global batch. Collective.
 
     x, y: all training samples; batch: int64[b], the same on all ranks
     sharing: consecutive ranks that take the same samples, whose images are split over them
+    scaler: of the loss; None: nothing is scaled or skipped
     Raises on all ranks alike, with the model untouched, NonFiniteGradient and what forward or
     backward raised on any rank; where images are split the latter on that rank alone.
     """
@@ -144,7 +150,10 @@ def step(
         inputs, targets = x[index], y[index]
         watch.lap("data")
         try:
-            losses.append(backward(model, update.optimizer, inputs, targets, batch.size, shares))
+            scale = update.reducer.loss_scale
+            losses.append(
+                backward(model, update.optimizer, inputs, targets, batch.size, shares, scale)
+            )
         except Exception as error:
             if sharing > 1:  # forward has messages: the other ranks may wait in it
                 raise
@@ -153,9 +162,10 @@ def step(
         watch.lap("forward_backward")
         update.keep(hosted)
         watch.lap("reduce")
-    mean = update.reduce()
+    mean = update.reduce() if scaler is None else scaler.reduce(update.reduce)
     watch.lap("reduce")
-    update.step()
+    if mean is not None:
+        update.step()
     watch.lap("optimizer")
     return Step(losses, mean, watch.time_ns)
 
@@ -167,8 +177,9 @@ def backward(
     targets: torch.Tensor,
     batch: int,
     shares: int,
+    scale: float = 1.0,
 ) -> float:
-    """Leave in p.grad the gradient of this rank's share, and return its loss.
+    """Leave in p.grad the gradient of this rank's share times scale, and return its loss.
 
     The mean over a share's b samples is weighted by b * shares / batch, so that the mean over
     shares, and over ranks, is the mean over the batch; it is exactly 1 where the batch divides
@@ -179,5 +190,5 @@ def backward(
         return 0.0
     loss = torch.nn.functional.cross_entropy(model(inputs), targets)
     loss = loss * (len(inputs) * shares / batch)
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward(torch.full_like(loss, scale))  # type: ignore[no-untyped-call]
     return float(loss.detach())

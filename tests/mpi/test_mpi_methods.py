@@ -13,6 +13,8 @@ pytestmark = pytest.mark.mpi
 SHAPES = ((40, 70), (9,), (8, 3, 5, 5))
 METHODS = [
     *[(name, {}) for name in COMPRESSORS],
+    ("lowbit", {"error_feedback": True}),
+    ("lowbit", {"wire": "int4", "error_feedback": True}),
     ("terngrad", {"share": False, "exclude": ("bias",)}),
     ("powersgd", {"wire": "e4m3", "algorithm": "tree"}),
 ]

@@ -14,6 +14,7 @@ import torch
 from torch import distributed, nn
 from torch_models import MODELS, batch
 
+from cpdhpc.train.loss_scaling import LossScaler
 from cpdhpc.train.reducer import GradientReducer
 from cpdhpc.world.mpi import World
 
@@ -313,3 +314,29 @@ def test_the_page_for_torch_users(
     sum_of_right = 0 <= float(here["right"]) <= samples * world.size
     together(world, alike(world, bits(here["model"])), sum_of_right)
     here["world"].free()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_step_that_overflows_on_the_last_rank_is_skipped_on_all(
+    world: World, overlap: bool
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    reducer = GradientReducer(
+        model, world, "lowbit", wire="e5m2", scaling="none", overflow="inf",
+        error_feedback=True, bucket_mib=1e-6, overlap=overlap,
+    )  # fmt: skip
+    found, memory, kept = [], [], {}
+    with reducer:
+        scaler = LossScaler(reducer, 2.0**4, dynamic=True)
+        for step in range(4):
+            last = step % 2 == 1 and world.rank == world.ranks - 1
+            model.zero_grad()
+            loss = model(torch.full((1, 4), world.rank + 1.0)).square().sum()
+            (loss * (1e9 if last else 1.0) * scaler.scale).backward()
+            kept = {key: entry.array.copy() for key, entry in scaler._before}
+            found.append((scaler.reduce() is None, scaler.scale))
+            now = {key: 2 * entry.array for key, entry in reducer.state}
+            memory.append(all(np.array_equal(kept[key], now[key]) for key in kept))
+    expected = [(False, 16.0), (True, 8.0), (False, 8.0), (True, 4.0)]
+    together(world, found == expected, memory[1] and memory[3], any(e.any() for e in kept.values()))

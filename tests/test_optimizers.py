@@ -1,0 +1,333 @@
+"""Optimisers beside the papers' equations in NumPy, and schedules beside numbers by hand."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pydantic import ValidationError
+from test_checkpoint import Stop, assert_same_records
+from training import model_bytes, run_job, small_data, small_job
+
+import cpdhpc.train
+from cpdhpc.config import validate
+from cpdhpc.signals import Caught, Interrupted
+from cpdhpc.train import AdamP, Lamb, Larc, Lars, NovoGrad
+from cpdhpc.train.controllers import Schedule, Scheduled, Settings
+from cpdhpc.train.job import Job
+from cpdhpc.train.layerwise import EXCLUDES
+from cpdhpc.train.loop import run
+from cpdhpc.train.optimizers import OPTIMIZERS, Exclude
+from cpdhpc.train.progress import Display
+from cpdhpc.train.setup import Files, prepare
+from cpdhpc.world.ranks import Loopback
+
+pytestmark = pytest.mark.mpi_skip
+
+Array = np.ndarray[Any, np.dtype[np.float64]]
+STEPS = 4
+# Equations in float64 on both sides: a step has some 40 roundings, of numbers below 100.
+CLOSE = STEPS * 40 * 100 * np.finfo(np.float64).eps
+
+
+def layers() -> list[torch.nn.Parameter]:
+    """Weights of two dimensions, of four, a bias; zeros, which have no norm; none at all."""
+    rng = np.random.default_rng(3)
+    shapes = [(5, 7), (4, 3, 2, 2), (6,), (0, 3)]
+    found = [torch.nn.Parameter(torch.from_numpy(rng.standard_normal(s))) for s in shapes]
+    return [*found, torch.nn.Parameter(torch.zeros(2, 2, dtype=torch.float64))]
+
+
+def gradients(step: int) -> list[torch.Tensor]:
+    rng = np.random.default_rng(100 + step)
+    return [torch.from_numpy(rng.standard_normal(tuple(p.shape))) for p in layers()]
+
+
+def trained(make: Any, scales: tuple[float, ...] = (1, 1, 1, 1, 1)) -> list[Array]:
+    """Weights after STEPS steps, with each layer's gradient times a scale."""
+    parameters = layers()
+    optimizer = make(parameters)
+    for step in range(STEPS):
+        for p, g, scale in zip(parameters, gradients(step), scales, strict=True):
+            p.grad = g * scale
+        optimizer.step()
+    return [p.detach().numpy().copy() for p in parameters]
+
+
+def by_hand(rule: Any) -> list[Array]:
+    """The same with rule(w, g, state, step from 1, adapted) -> w, layer by layer."""
+    weights, states = [p.detach().numpy().copy() for p in layers()], [{} for _ in layers()]
+    for step in range(STEPS):
+        for i, g in enumerate(gradients(step)):
+            weights[i] = rule(weights[i], g.numpy(), states[i], step + 1, weights[i].ndim > 1)
+    return weights
+
+
+def size(x: Array) -> float:
+    return math.sqrt(float((x * x).sum()))
+
+
+def lars(w: Array, g: Array, state: dict[str, Array], t: int, adapted: bool) -> Array:
+    rate, decay = 1.0, 0.0
+    if adapted:
+        decay = 0.1
+        rate = 0.02 * size(w) / (size(g) + decay * size(w)) if size(w) and size(g) else 1.0
+    state["v"] = 0.8 * state.get("v", np.zeros_like(w)) + 0.3 * rate * (g + decay * w)
+    return w - state["v"]
+
+
+def larc(w: Array, g: Array, state: dict[str, Array], t: int, adapted: bool) -> Array:
+    if adapted:
+        below = size(g) + 0.1 * size(w)
+        local = 0.2 * size(w) / below if size(w) and below else 0.3
+        g = (g + 0.1 * w) * min(local / 0.3, 1.0)
+    state["v"] = 0.8 * state.get("v", np.zeros_like(w)) + g
+    return w - 0.3 * state["v"]
+
+
+def adam(w: Array, g: Array, state: dict[str, Array], t: int, eps: float) -> Array:
+    state["m"] = 0.7 * state.get("m", np.zeros_like(w)) + 0.3 * g
+    state["s"] = 0.9 * state.get("s", np.zeros_like(w)) + 0.1 * g * g
+    return (state["m"] / (1 - 0.7**t)) / (np.sqrt(state["s"] / (1 - 0.9**t)) + eps)
+
+
+def lamb(w: Array, g: Array, state: dict[str, Array], t: int, adapted: bool) -> Array:
+    step, rate = adam(w, g, state, t, 1e-3), 1.0
+    if adapted:
+        step = step + 0.1 * w
+        rate = size(w) / size(step) if size(w) and size(step) else 1.0
+    return w - 0.3 * rate * step
+
+
+def novograd(w: Array, g: Array, state: dict[str, Any], t: int, adapted: bool) -> Array:
+    state["v"] = size(g) ** 2 if t == 1 else 0.9 * state["v"] + 0.1 * size(g) ** 2
+    unit = g / (math.sqrt(state["v"]) + 1e-3) + (0.1 * w if adapted else 0)
+    state["m"] = 0.7 * state.get("m", np.zeros_like(w)) + unit
+    return w - 0.3 * state["m"]
+
+
+def adamp(w: Array, g: Array, state: dict[str, Array], t: int, adapted: bool) -> Array:
+    step, decay = adam(w, g, state, t, 1e-3), 0.1 if adapted else 0.0
+    if not adapted or not w.size:
+        return (1 - 0.3 * decay) * w - 0.3 * step
+    for rows in (w.reshape(len(w), -1), w.reshape(1, -1)):
+        pairs = [
+            (row, part, move)
+            for row, part, move in zip(
+                rows, g.reshape(rows.shape), step.reshape(rows.shape), strict=True
+            )
+        ]
+        cosines = [
+            abs(row @ part) / (size(row) * size(part)) if size(row) else 0.0
+            for row, part, _ in pairs
+        ]
+        if max(cosines) < 2.0 / math.sqrt(rows.shape[1]):
+            units = [row / size(row) if size(row) else row for row, _, _ in pairs]
+            moved = [m - u * (u @ m) for u, (_, _, m) in zip(units, pairs, strict=True)]
+            return (1 - 0.3 * 0.1 * 0.25) * w - 0.3 * np.array(moved).reshape(w.shape)
+    return (1 - 0.3 * 0.1) * w - 0.3 * step
+
+
+MOMENTS = {"lr": 0.3, "betas": (0.7, 0.9), "eps": 1e-3, "weight_decay": 0.1}
+EQUATIONS = {
+    "lars": (lars, lambda p: Lars(p, 0.3, 0.8, 0.1, trust=0.02)),
+    "larc": (larc, lambda p: Larc(p, 0.3, 0.8, 0.1, trust=0.2)),
+    "lamb": (lamb, lambda p: Lamb(p, **MOMENTS)),
+    "novograd": (novograd, lambda p: NovoGrad(p, **(MOMENTS | {"betas": (0.7, 0.9)}))),
+    "adamp": (adamp, lambda p: AdamP(p, **MOMENTS, delta=2.0, decay_share=0.25)),
+}
+
+
+@pytest.mark.parametrize("name", EQUATIONS)
+def test_steps_are_those_of_the_paper(name: str) -> None:
+    rule, make = EQUATIONS[name]
+    for got, wanted in zip(trained(make), by_hand(rule), strict=True):
+        assert np.abs(got - wanted).max(initial=0) <= CLOSE
+    assert set(EQUATIONS) == OPTIMIZERS.keys() - {"sgd", "adam", "adamw"}
+
+
+def test_larc_and_adamp_meet_both_of_their_cases() -> None:
+    """Else the test above would show less than it says."""
+    bounded = trained(lambda p: Larc(p, 1e-9, 0.8, 0.1, trust=0.2))
+    free = trained(lambda p: Larc(p, 1e-9, 0.8, 0.1, trust=1e9))
+    assert all(np.array_equal(a, b) for a, b in zip(bounded[:4], free, strict=False))
+    for got, first in zip(trained(EQUATIONS["larc"][1]), layers(), strict=True):
+        assert not got.size or not np.array_equal(got, first.detach().numpy())
+    apart = [trained(lambda p, d=d: AdamP(p, **MOMENTS, delta=d)) for d in (0.0, 2.0)]
+    assert not np.array_equal(apart[0][0], apart[1][0])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: Lars(p, lr=0.3),
+        lambda p: Lamb(p, lr=0.3, eps=0.0, weight_decay=0.0),
+        lambda p: NovoGrad(p, lr=0.3, eps=0.0),
+    ],
+)
+def test_the_scale_of_a_layers_gradient_changes_no_step(make: Any) -> None:
+    """1,024 is a power of two: nothing is rounded otherwise, so the bits are the same."""
+    plain, scaled = trained(make), trained(make, (1024, 1 / 1024, 1, 1, 1))
+    assert all(np.array_equal(a, b) for a, b in zip(plain, scaled, strict=True))
+    thousand = trained(make, (1000, 1e-3, 1, 1, 1))
+    for a, b in zip(plain, thousand, strict=True):
+        assert np.abs(a - b).max(initial=0) <= CLOSE
+
+
+def test_lamb_clips_all_gradients_together_and_its_ratio() -> None:
+    parameters = layers()
+    total = math.sqrt(sum(size(g.numpy()) ** 2 for g in gradients(0)))
+    clipped = Lamb(parameters, clip_global_norm=total / 4, exclude="none")
+    for p, g in zip(parameters, gradients(0), strict=True):
+        p.grad = g.clone()
+    clipped.step()
+    for p, g in zip(parameters, gradients(0), strict=True):
+        if p.numel():
+            moment = clipped.state[p]["exp_avg"]  # a tenth of the gradient, of which a quarter
+            assert torch.allclose(moment, g / 40, rtol=1e-12, atol=0)
+            assert torch.equal(p.grad, g), "gradients stay"
+    large = [torch.nn.Parameter(torch.full((2, 2), 100.0, dtype=torch.float64))]
+    large[0].grad = torch.ones(2, 2, dtype=torch.float64)
+    Lamb(large, lr=1.0, eps=0.0, weight_decay=0.0, trust_clip=True).step()
+    assert torch.equal(large[0].detach(), torch.full((2, 2), 99.0, dtype=torch.float64))
+
+
+def test_novograd_keeps_one_number_a_layer_and_others_know_groups_and_closures() -> None:
+    parameters = layers()[:3]
+    optimizer = NovoGrad(
+        [{"params": parameters[:1], "lr": 0.0}, {"params": parameters[1:]}], lr=0.3
+    )
+    before = [p.detach().clone() for p in parameters]
+
+    def closure() -> float:
+        for p, g in zip(parameters, gradients(0), strict=False):
+            p.grad = g
+        parameters[2].grad = None
+        return 2.5
+
+    assert optimizer.step(closure) == 2.5
+    assert [torch.equal(p, b) for p, b in zip(parameters, before, strict=True)] == [
+        True,
+        False,
+        True,
+    ]
+    kept = optimizer.state_dict()["state"]
+    assert {k: v.numel() for k, v in kept[1].items()} == {"norm": 1, "momentum": 48}
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda p: Lars(p, lr=-1.0), "Lars: lr=-1.0: must be 0 or more"),
+        (lambda p: Lamb(p, betas=(0.9, 1.0)), "betas=(0.9, 1.0): must be 0 or more and below 1"),
+        (lambda p: Larc(p, trust=math.inf), "Larc: trust=inf"),
+        (lambda p: AdamP(p, exclude="norms"), "exclude='norms': known are one_dimensional, none"),
+        (lambda p: Lamb(p, clip_global_norm=-1.0), "Lamb: clip_global_norm=-1.0"),
+    ],
+)
+def test_numbers_out_of_range(make: Any, message: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        make(layers())
+    assert message in str(caught.value)
+
+
+def test_complex_parameters_and_sparse_gradients_are_refused() -> None:
+    p = torch.nn.Parameter(torch.zeros(2, 2))
+    p.grad = torch.eye(2).to_sparse()
+    with pytest.raises(TypeError, match=r"Lars.step: .* must be real and dense"):
+        Lars([p]).step()
+    with pytest.raises(AttributeError):
+        cpdhpc.train.Lbfgs  # noqa: B018
+
+
+def test_job_files_and_classes_have_the_same_defaults() -> None:
+    assert set(EXCLUDES) == set(Exclude.__args__)
+    for name in EQUATIONS:
+        options = OPTIMIZERS[name]().model_dump(exclude={"name"})
+        built = OPTIMIZERS[name]().build(layers(), 0.25)
+        plain = type(built)(layers())  # type: ignore[call-arg]
+        assert {**plain.param_groups[0], "lr": 0.25, "params": 0} == {
+            **built.param_groups[0],
+            "params": 0,
+        }
+        assert options.keys() <= built.param_groups[0].keys() | {"clip_global_norm"}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_runs_stop_and_go_on_on_any_number_of_ranks(tmp_path: Path, name: str) -> None:
+    """The same bits: whole, stopped after an iteration and resumed by other processes."""
+    decay = {"optimizer": {"name": name, "weight_decay": 0.01, "exclude": "one_dimensional"}}
+    job = small_job(train={"telemetry_every": 2, "epochs": 2, "learning_rate": 0.01}, **decay)
+    (tmp_path / "whole").mkdir()
+    whole = run_job(job, Loopback(2), tmp_path / "whole")
+    files, caught = Files.of(tmp_path, job), Caught()
+    with pytest.raises(Interrupted):
+        run(prepare(job, Loopback(2), small_data(), files), caught, Stop(caught, 3))
+    training = prepare(job, Loopback(2), small_data(), files)
+    training.resume()
+    run(training, Caught(), Display(False, 1))
+    assert model_bytes(files.checkpoint) == model_bytes(whole.files.checkpoint)
+    assert_same_records(files.record, whole.files.record)
+
+
+def settings(batch: int, samples: int = 4096, **keys: Any) -> Settings:
+    return Settings(Schedule(**keys), 0.125, batch, 8, samples)
+
+
+def test_legw_keeps_the_iterations_of_the_warmup() -> None:
+    """A batch k times as large: the rate times sqrt(k), the warm-up k times as many epochs."""
+    for k in (1, 4, 16, 64):
+        run = Scheduled(settings(16 * k, warmup_epochs=0.0625, base_batch=16, batch_scaling="legw"))
+        rates = [run.next(16 * k * i)[0] for i in range(2 * 16)]
+        peak = 0.125 * math.sqrt(k)
+        assert rates == [peak * min(i / 16, 1) for i in range(32)]
+
+
+@pytest.mark.parametrize(
+    ("name", "factor"), [("none", 1.0), ("linear", 4.0), ("sqrt", 2.0), ("legw", 2.0)]
+)
+def test_the_rate_follows_the_batch(name: str, factor: float) -> None:
+    base = {} if name == "none" else {"base_batch": 16}
+    assert Scheduled(settings(64, batch_scaling=name, **base)).next(0)[0] == 0.125 * factor
+
+
+@pytest.mark.parametrize(
+    ("keys", "wanted"),
+    [
+        ({"decay": "polynomial", "power": 2.0}, [1.0, 0.5625, 0.25, 0.0625]),
+        ({"decay": "polynomial"}, [1.0, 0.75, 0.5, 0.25]),
+        ({"decay": "exponential", "gamma": 0.5}, [1.0, 0.25, 0.0625, 0.015625]),
+        (
+            {"decay": "polynomial", "warmup_epochs": 4.0},
+            [0.0, 0.5, 1.0, 0.5],
+        ),
+        ({"decay": "exponential", "gamma": 0.5, "warmup_epochs": 4.0}, [0.0, 0.5, 1.0, 0.25]),
+    ],
+)
+def test_decays(keys: dict[str, Any], wanted: list[float]) -> None:
+    assert [Schedule(**keys).factor(epoch, 8) for epoch in (0, 2, 4, 6)] == wanted
+
+
+@pytest.mark.parametrize(
+    ("tables", "message"),
+    [
+        (
+            {"schedule": {"warmup_epochs": 1.0, "base_batch": 8, "batch_scaling": "legw"}},
+            "schedule.warmup_epochs=1.0, scaled to 3: should be below train.epochs=3",
+        ),
+        ({"schedule": {"batch_scaling": "legw"}}, "batch_scaling='legw', base_batch=0: give both"),
+        ({"schedule": {"base_batch": 8}}, "give both or neither"),
+        ({"schedule": {"batch_scaling": "legs"}}, "legw"),
+        ({"optimizer": {"name": "lams"}}, "lamb"),
+        ({"optimizer": {"name": "lars", "trust": 0.0}}, "trust"),
+        ({"optimizer": {"name": "lamb", "betas": [0.9, 1.0]}}, "betas"),
+    ],
+)
+def test_bad_tables(tables: dict[str, Any], message: str) -> None:
+    with pytest.raises((ValueError, ValidationError)) as caught:
+        validate(Job, {"name": "x", "train": {"epochs": 3, "batch": 24}} | tables, "x")
+    assert message in str(caught.value)
