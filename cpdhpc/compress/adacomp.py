@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import Field
@@ -127,7 +127,7 @@ def _about_largest(
     return np.concatenate(indices), np.float32(scale)
 
 
-def _coding(bin_values: int) -> tuple[np.dtype[np.unsignedinteger], int]:
+def _coding(bin_values: int) -> tuple[np.dtype[Any], int]:
     """Return the dtype of codes and how many bits of them are the index."""
     kind = np.dtype(np.uint8 if bin_values < 1 << 6 else np.uint16)
     return kind, 8 * kind.itemsize - 2

@@ -35,7 +35,7 @@ from .sparse import Density, SparseLayers, SparseMessages, Warmup, count_of, den
 from .state import Entry
 
 UNEVEN = 4  # times the mean: a rank with more of the largest sums deals them out first
-LAST = 0x7F800000  # bits of infinity: of a rank without sums
+INFINITY = 0x7F800000  # as bits: what a rank without sums finds
 Period = Annotated[int, Field(ge=1)]  # an option: iterations
 
 
@@ -47,9 +47,10 @@ class OkTopk(SparseMessages):
     warmup: density of the first epochs, one for each
     estimate_every: iterations after which both thresholds are estimated anew
     rebalance_every: iterations after which the ranks' regions are made anew
+    wire: of the values that are sent: "raw" or a format
     What is not among the largest sums stays with each rank and is added to its next gradient, as is
-    what a wire rounds. A rank sends about 2 (ranks - 1) / ranks times the k values and their
-    indices, at most twice as many.
+    what a wire rounds off. A rank sends about 2 (ranks - 1) / ranks times k values with their
+    indices, and twice as many at most before thresholds are estimated anew.
     Source: Li, Hoefler: Near-optimal sparse allreduce for distributed deep learning, PPoPP 2022.
     """
 
@@ -84,6 +85,7 @@ class OkTopk(SparseMessages):
         counts = np.diff(np.searchsorted(indices, borders))
         return Mean(flat, {"sent_share": layers.shares(counts / np.diff(borders))})
 
+    @np.errstate(over="ignore", invalid="ignore")  # mean sees what is not finite
     def _summed(
         self, waiting: list[Array], k: int, layer: str, context: Context
     ) -> tuple[Array, Array]:
@@ -198,7 +200,7 @@ class OkTopk(SparseMessages):
         if is_due:
             largest = backend_of(sums).select_magnitude(sums, min(k, sums.size))
             indices, sums = indices[largest], sums[largest]
-            threshold[0] = _below(np.abs(sums).min(initial=np.inf))
+            threshold[0] = _below(np.fmin.reduce(np.abs(sums), initial=np.inf))  # overflow: NaN
         return indices, sums
 
 
@@ -207,7 +209,7 @@ def _is_about(count: int, k: int) -> bool:
     return k <= 2 * count <= 4 * k
 
 
-def _above(x: Array, threshold: float) -> Array:
+def _above(x: Array, threshold: np.float32) -> Array:
     return backend_of(x).select_above(x, float(threshold))
 
 
@@ -222,17 +224,24 @@ def _of_all(world: Ranks, numbers: Sequence[int]) -> list[int]:
 
 
 def _least(regions: Sequence[Array], k: int, world: Ranks) -> np.float32:
-    """Return a threshold that the k largest of all regions are above, but few others. Collective.
+    """Return a threshold that the k largest sums are above, and as many others at most. Collective.
 
-    Each rank looks for its share of k, by the number of its sums; the smallest that any finds.
+    Each rank looks for its share of k, by the number of its sums; the smallest that any finds is
+    below all of the k largest. Then the same with what is left. Of equal sums there may be more.
     """
-    sizes = [int(np.count_nonzero(region)) for region in regions]
-    total = sum(_of_all(world, sizes))
-    found = [
-        backend_of(region).kth_magnitude(region, min(size, -(-k * size // total))) if size else LAST
-        for region, size in zip(regions, sizes, strict=True)
-    ]
-    return _below(np.uint32(min(_of_all(world, found))).view(np.float32))
+    least = np.float32(0)
+    while True:
+        sizes = [_above(region, least).size for region in regions]
+        total = sum(_of_all(world, sizes))
+        if total <= 2 * k:
+            return least
+        found = [
+            backend_of(region).kth_magnitude(region, -(-k * size // total)) if size else INFINITY
+            for region, size in zip(regions, sizes, strict=True)
+        ]
+        before, least = least, _below(np.uint32(min(_of_all(world, found))).view(np.float32))
+        if least <= before:
+            return before
 
 
 def _dealt_out(

@@ -23,7 +23,7 @@ class ScaleCom(DenseMessages):
     """The mean of the values that are the largest of their chunk of a layer on the leading rank.
 
     The ranks lead by turns: iteration modulo ranks. The bytes that a rank sends do not grow with
-    the number of ranks.
+    the number of ranks. What a wire rounds off is lost.
     rate: of so many values one is sent
     per_chunk: values that are chosen of each rate * per_chunk
     rates: rate of some layers, by name
@@ -33,7 +33,7 @@ class ScaleCom(DenseMessages):
         as is usual; the paper takes less for learning rates of large batches
     dense_epochs: until then everything is sent
     exclude: layers that travel in float32, as the paper's first one; those of one dimension do
-    wire, algorithm, scaling: of the all-reduce of what is sent; what a wire rounds is not kept
+    wire, algorithm, scaling: of the all-reduce of what is sent
     Source: Chen et al.: ScaleCom: scalable sparsified gradient compression for
     communication-efficient distributed training, NeurIPS 2020, arXiv 2104.11125.
     """
