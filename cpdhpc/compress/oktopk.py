@@ -239,7 +239,10 @@ def _least(regions: Sequence[Array], k: int, world: Ranks) -> np.float32:
             backend_of(region).kth_magnitude(region, -(-k * size // total)) if size else INFINITY
             for region, size in zip(regions, sizes, strict=True)
         ]
-        before, least = least, _below(np.uint32(min(_of_all(world, found))).view(np.float32))
+        before, least = (
+            least,
+            _below(np.uint32(min(INFINITY, *_of_all(world, found))).view(np.float32)),
+        )
         if least <= before:
             return before
 
