@@ -17,6 +17,9 @@ METHODS = [
     ("lowbit", {"wire": "int4", "error_feedback": True}),
     ("terngrad", {"share": False, "exclude": ("bias",)}),
     ("powersgd", {"wire": "e4m3", "algorithm": "tree"}),
+    ("adacomp", {"exclude": ("kernel",), "bin_values": 60}),
+    ("scalecom", {"rate": 10, "per_chunk": 2, "wire": "e4m3", "algorithm": "tree"}),
+    ("oktopk", {"wire": "e4m3", "estimate_every": 2, "rebalance_every": 2}),
 ]
 
 
