@@ -11,7 +11,17 @@ import numpy as np
 from ..collectives.allreduce import Allreduce, Reduced, configured
 from ..collectives.method import AUTO, Machine, Segment, Shifts, shift_bytes
 from ..collectives.rank_program import NO_KEY
-from ..formats import SHIFT_BIAS, TILE, Cast, Overflow, Rounding, packed_bytes, tiles
+from ..formats import (
+    SHARED,
+    SHIFT_BIAS,
+    TILE,
+    Cast,
+    Overflow,
+    Rounding,
+    packed_bytes,
+    shift_count,
+    tiles,
+)
 from ..ops import backend_of
 from ..ops.payloads import parse_wire
 from .base import (
@@ -136,7 +146,8 @@ class LowBit(Aggregator):
         cast = Cast(fmt)
         shifts, flat = mean.layers.get("aps_shift"), gradient
         edges = np.array([*(start // TILE for _, start, _ in bucket.segments), tiles(flat.size)])
-        stored = np.empty(tiles(flat.size), np.uint8)
+        scaling = self._allreduce(seed=0).parsed_scaling.kind
+        stored = np.empty(shift_count(flat.size, SHARED.get(scaling, TILE)), np.uint8)
         if shifts is not None:
             stored[:] = np.repeat(shifts.astype(np.int64) + SHIFT_BIAS, np.diff(edges))
         counts = np.zeros((tiles(flat.size), 3), np.uint32)  # saturated, underflowed, not finite
