@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from .adacomp import AdaComp
 from .base import Aggregator, Column, Context, Mean
 from .dgc import Dgc
 from .gradientflow import GradientFlow
 from .lowbit import LowBit
 from .none import NoCompression
+from .oktopk import OkTopk
 from .onebit import OneBit
 from .powersgd import PowerSgd
 from .qsgd import Qsgd
 from .randomk import RandomK
+from .scalecom import ScaleCom
 from .state import State
 from .strom import Strom
 from .terngrad import TernGrad
@@ -28,10 +31,14 @@ COMPRESSORS: dict[str, type[Aggregator]] = {
     "randomk": RandomK,
     "dgc": Dgc,
     "strom": Strom,
+    "adacomp": AdaComp,
+    "scalecom": ScaleCom,
+    "oktopk": OkTopk,
 }
 
 __all__ = [
     "COMPRESSORS",
+    "AdaComp",
     "Aggregator",
     "Column",
     "Context",
@@ -40,10 +47,12 @@ __all__ = [
     "LowBit",
     "Mean",
     "NoCompression",
+    "OkTopk",
     "OneBit",
     "PowerSgd",
     "Qsgd",
     "RandomK",
+    "ScaleCom",
     "State",
     "Strom",
     "TernGrad",
