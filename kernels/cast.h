@@ -20,6 +20,7 @@ typedef int64_t i64;
 #define CPD_SHIFT_BIAS 127       // a shift k is stored as k + 127
 #define CPD_SHIFT_NONFINITE 255  // stored instead: the tile holds NaN or infinity
 #define CPD_TRIT_BYTES 205       // of a tile of ternary values, five in a byte
+#define CPD_BUCKETS 2048         // of one pass of a radix selection, at most
 
 // A lane's column of a tile may be cut into blocks, equal parts with a shift each. 0 blocks stand
 // for one shift of the whole tile.

@@ -109,6 +109,22 @@ CPD_FN void store_bytes(u8* x, U value) {
     Bytes low = __builtin_convertvector(value, Bytes);
     memcpy(x, &low, sizeof low);
 }
+// The signs of all lanes, the first lane's the lowest bit.
+CPD_FN u32 signs(I v) {
+#if defined(CPD_AVX512)
+    return (u32)__builtin_ia32_cvtd2mask512(v);
+#elif defined(CPD_AVX2)
+    typedef float Half __attribute__((vector_size(32)));
+    Half halves[2];
+    memcpy(halves, &v, sizeof halves);
+    return (u32)(__builtin_ia32_movmskps256(halves[0]) | __builtin_ia32_movmskps256(halves[1])
+                                                             << 8);
+#else
+    u32 bits = 0;
+    for (int lane = 0; lane < CPD_GROUP; ++lane) bits |= (u32)v[lane] >> 31 << lane;
+    return bits;
+#endif
+}
 
 #endif
 

@@ -343,6 +343,7 @@ i64 decode_add_encode_tiles(const Cast& cast, int blocks, bool fit, Key key, u64
 }  // namespace
 
 #include "cpu_integers.h"
+#include "cpu_sparse.h"
 
 extern const Loops CPD_TABLE = {CPD_TABLE_NAME,
                                 encode,
@@ -358,4 +359,8 @@ extern const Loops CPD_TABLE = {CPD_TABLE_NAME,
                                 add_encode_integers_tiles,
                                 decode_integers_tiles,
                                 pack_trits,
-                                unpack_trits};
+                                unpack_trits,
+                                mark_above,
+                                count_digits,
+                                count_bits,
+                                unpack_bitmap};

@@ -13,6 +13,7 @@ const Loops* loops = &cpd_loops_portable;  // the fastest that this processor ru
 
 #include "cpu_integers_calls.h"
 #include "cpu_moves_calls.h"
+#include "cpu_sparse_calls.h"
 
 namespace {
 
@@ -226,6 +227,16 @@ PyMethodDef methods[] = {
     {"decode_integers_tiles", decode_integers_tiles, METH_VARARGS, nullptr},
     {"pack_trits", pack_trits, METH_VARARGS, nullptr},
     {"unpack_trits", unpack_trits, METH_VARARGS, nullptr},
+    {"mark_above", mark_above, METH_VARARGS, nullptr},
+    {"count_digits", count_digits, METH_VARARGS, nullptr},
+    {"count_bits", count_bits, METH_VARARGS, nullptr},
+    {"pack_bitmap", pack_bitmap, METH_VARARGS, nullptr},
+    {"unpack_bitmap", unpack_bitmap, METH_VARARGS, nullptr},
+    {"pack_stream", pack_stream, METH_VARARGS, nullptr},
+    {"unpack_stream", unpack_stream, METH_VARARGS, nullptr},
+    {"gather", gather, METH_VARARGS, nullptr},
+    {"scatter_add", scatter_add, METH_VARARGS, nullptr},
+    {"clear", clear, METH_VARARGS, nullptr},
     {"make_moves", make_moves, METH_VARARGS, nullptr},
     {"read_loan", read_loan, METH_VARARGS, nullptr},
     {"read_memory", read_memory, METH_VARARGS, nullptr},

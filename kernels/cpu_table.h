@@ -35,6 +35,11 @@ struct Loops {
                                  float* out, i64 n);
     void (*pack_trits)(const u32* words, i64 tiles, u8* trits);
     void (*unpack_trits)(const u8* trits, i64 tiles, u32* words);
+    // Selection: words hold a bit for each value or place, counts and starts one of each 32 words.
+    void (*mark_above)(u32 bits, const float* x, i64 n, u32* words);
+    void (*count_digits)(u32 low, int shift, u32 buckets, const float* x, i64 n, u32* counts);
+    void (*count_bits)(const u32* words, i64 n, u32* counts);
+    void (*unpack_bitmap)(const u32* words, i64 n, u32 first, const u32* starts, u32* out, i64 end);
 };
 
 // Compilers other than gcc, and other processors, get the portable loops alone.

@@ -98,6 +98,12 @@ def _add_encode_integers(a: SimpleNamespace) -> None:
     )
 
 
+def _count_digits(a: SimpleNamespace) -> None:
+    counts = np.empty(a.buckets, np.uint32)
+    _cpu.count_digits(1, a.low, a.shift, a.x[: a.n], counts)
+    a.counts += counts
+
+
 BODIES: dict[str, Callable[[SimpleNamespace], object]] = {
     "encode": lambda a: _cpu.encode(1, a.cast, a.k, a.key, a.offset, a.x, a.codes),
     "decode": lambda a: _cpu.decode(1, a.cast, a.k, a.codes, a.out),
@@ -115,6 +121,13 @@ BODIES: dict[str, Callable[[SimpleNamespace], object]] = {
     "decode_integers_tiles": _decode_integers_tiles,
     "pack_trits": lambda a: _cpu.pack_trits(1, a.words, a.trits),
     "unpack_trits": lambda a: _cpu.unpack_trits(1, a.trits, a.words),
+    "mark_above": lambda a: _cpu.mark_above(1, a.bits, a.x[: a.n], a.words),
+    "count_bits": lambda a: _cpu.count_bits(1, a.words[: a.n], a.counts),
+    "unpack_bitmap": lambda a: _cpu.unpack_bitmap(1, a.words[: a.n], a.starts, a.places[: a.end]),
+    "count_digits": _count_digits,
+    "gather": lambda a: _cpu.gather(1, a.x[: a.n], a.indices[: a.m], a.values),
+    "scatter_add": lambda a: _cpu.scatter_add(1, a.total[: a.n], a.indices[: a.m], a.values),
+    "clear": lambda a: _cpu.clear(1, a.x[: a.n], a.indices[: a.m]),
     "add_floats": lambda a: np.add(a.a, a.b, out=a.out),
     "subtract_floats": lambda a: np.subtract(a.a, a.b, out=a.out),
     "divide_floats": lambda a: np.divide(a.a, np.float32(a.b), out=a.out),

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from .base import Aggregator, Column, Context, Mean
+from .dgc import Dgc
 from .gradientflow import GradientFlow
 from .lowbit import LowBit
 from .none import NoCompression
 from .onebit import OneBit
 from .powersgd import PowerSgd
 from .qsgd import Qsgd
+from .randomk import RandomK
 from .state import State
+from .strom import Strom
 from .terngrad import TernGrad
+from .topk import TopK
 
 COMPRESSORS: dict[str, type[Aggregator]] = {
     "none": NoCompression,
@@ -20,6 +24,10 @@ COMPRESSORS: dict[str, type[Aggregator]] = {
     "onebit": OneBit,
     "powersgd": PowerSgd,
     "gradientflow": GradientFlow,
+    "topk": TopK,
+    "randomk": RandomK,
+    "dgc": Dgc,
+    "strom": Strom,
 }
 
 __all__ = [
@@ -27,6 +35,7 @@ __all__ = [
     "Aggregator",
     "Column",
     "Context",
+    "Dgc",
     "GradientFlow",
     "LowBit",
     "Mean",
@@ -34,6 +43,9 @@ __all__ = [
     "OneBit",
     "PowerSgd",
     "Qsgd",
+    "RandomK",
     "State",
+    "Strom",
     "TernGrad",
+    "TopK",
 ]

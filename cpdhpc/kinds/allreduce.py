@@ -24,18 +24,19 @@ from ..formats import (
     wire_scaling,
 )
 from ..methods import ACCUMULATES, ALGORITHMS, BASELINES, EXACT, MAX_SUM_BITS, SCALINGS
-from .base import ABSENT, Call, Factor, Factors, Kind, Value, float32_size, one_of
+from .base import Call, Kind
+from .factors import ABSENT, Factor, Factors, Value, float32_size, one_of
 
 if TYPE_CHECKING:
     from ..bench.allreduce import TimedCase
     from ..report.figures import Chart, Series
     from ..report.points import Estimate, Layout, Line, Panels, SeedGroup
     from ..report.tables import Section, Table
-    from ..study.cases import Case
-    from ..study.repeats import Place
-    from ..study.spec import Study
     from ..study.study_file import StudyFile
     from ..world.mpi import World
+    from .base import Asked
+    from .factors import Case
+    from .place import Place
 
 GUESS = 1e-9  # s per byte and rank: a slow all-reduce, as the estimate is an upper one
 
@@ -128,7 +129,7 @@ def _data(n: int, world: World, integers: bool) -> Any:
 
 
 @contextmanager
-def _measure(study: Study, case: Case, place: Place, check: bool) -> Iterator[Call]:
+def _measure(study: Asked, case: Case, place: Place, check: bool) -> Iterator[Call]:
     """Make an all-reduce ready; see Kind.measure. Collective."""
     factors, world = case.factors, place.world
     with _gloo(world) if factors["algorithm"] == "gloo" else nullcontext():

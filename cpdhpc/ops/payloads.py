@@ -229,7 +229,6 @@ def parse_wire(wire: str | FloatFormat, name: str = "allreduce") -> FloatFormat 
     """Return the format of a wire that a user names; None for "raw".
 
     name: of the function that is called, for errors
-
     Raises ValueError for unknown names, TypeError for anything but a name or a FloatFormat.
     """
     if isinstance(wire, FloatFormat):

@@ -14,8 +14,11 @@ from ..formats import LANES, SHIFT_BIAS, SHIFT_NONFINITE, TILE, TRIT_BYTES, Cast
 from ..randomness import Key
 from .reference_sparse import (
     clear,
+    count_bits,
+    count_digits,
     gather,
     kth_magnitude,
+    mark_above,
     pack_bitmap,
     pack_stream,
     scatter_add,
@@ -252,6 +255,8 @@ __all__ = [
     "add_integers_tiles",
     "amax_tiles",
     "clear",
+    "count_bits",
+    "count_digits",
     "decode",
     "decode_add_encode_tiles",
     "decode_add_tiles",
@@ -262,6 +267,7 @@ __all__ = [
     "fitting_shift",
     "gather",
     "kth_magnitude",
+    "mark_above",
     "pack",
     "pack_bitmap",
     "pack_stream",
