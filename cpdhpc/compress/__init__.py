@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .base import Aggregator, Column, Context, Mean
+from .flexpoint import Flexpoint
 from .gradientflow import GradientFlow
 from .lowbit import LowBit
 from .none import NoCompression
@@ -20,6 +21,7 @@ COMPRESSORS: dict[str, type[Aggregator]] = {
     "onebit": OneBit,
     "powersgd": PowerSgd,
     "gradientflow": GradientFlow,
+    "flexpoint": Flexpoint,
 }
 
 __all__ = [
@@ -27,6 +29,7 @@ __all__ = [
     "Aggregator",
     "Column",
     "Context",
+    "Flexpoint",
     "GradientFlow",
     "LowBit",
     "Mean",
