@@ -293,6 +293,10 @@ COMMANDS: dict[str, Command | Group] = {
                 "bench.machine",
                 "predict",
             ),
+            "throughput": Command(
+                "samples/s of many workers by compressor and link, predicted; needs no MPI",
+                "bench.throughput",
+            ),
             "allreduce": Command(
                 "all-reduces by size, beside MPI_Allreduce and gloo; under mpirun",
                 "bench.allreduce",

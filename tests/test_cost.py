@@ -92,7 +92,7 @@ def test_gather_takes_what_its_formula_says(ranks: int) -> None:
     assert predicted_s("gather", "raw", ranks, n) == pytest.approx(expected_s, rel=ROUNDING)
 
 
-@pytest.mark.parametrize("wire", ["raw", "e4m3"])
+@pytest.mark.parametrize("wire", ["raw", "e4m3", "ternary", "int8"])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_the_bytes_are_those_that_leave_the_ranks(name: str, wire: str) -> None:
     world = Loopback(6)
@@ -102,7 +102,7 @@ def test_the_bytes_are_those_that_leave_the_ranks(name: str, wire: str) -> None:
     assert found.simulated == 6
 
 
-@pytest.mark.parametrize("wire", ["raw", "e4m3"])
+@pytest.mark.parametrize("wire", ["raw", "e4m3", "ternary"])
 @pytest.mark.parametrize("name", ["ring", "rhd", "direct", "hier", "gather"])
 def test_one_rank_stands_for_all(monkeypatch: pytest.MonkeyPatch, name: str, wire: str) -> None:
     machine, method = replace(MACHINE, host_s=4e-11, copy_s=3e-11), Allreduce(wire, name)

@@ -171,6 +171,8 @@ def check_alike(
     if largest != -smallest:
         shown = {key: repr(value) for key, value in arguments.items()}
         _raise_difference(world.gather((name, shown), what), world.virtual_ranks)
+    if world.account is not None:
+        world.account(name, arguments, most[: len(numbers)])
     return most[: len(numbers)]
 
 

@@ -288,7 +288,7 @@ class Method:
         """Raise ValueError for what has no exact sum."""
         if self.algorithm == AUTO:
             raise ValueError(
-                "allreduce: algorithm='auto': the time of exact sums is not predicted: name one of "
+                "allreduce: algorithm='auto': bench fit measures no exact sums: name one of "
                 f"{', '.join(SCHEDULES)}"
             )
         kinds = ("aps",) if self.integers else ("aps", "static", "none")

@@ -6,7 +6,7 @@ import pickle
 import sys
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, Protocol, Self, TypeVar
 
@@ -118,6 +118,8 @@ class Ranks(ABC):
     thread_level: what MPI allows: "single", "funneled", "serialized" or "multiple"
     refusal: the error of another process that ended a wait here, see refuse; or None
     lent_by: the thread that must not communicate at the moment, as another does it; or None
+    account: called with what is asked for, arguments and numbers, before each collective of
+        cpdhpc.collectives; or None
     """
 
     has_mpi = True
@@ -126,6 +128,7 @@ class Ranks(ABC):
     gpu_aware: tuple[bool, str] | None = None
     refusal: Exception | None = None
     lent_by: int | None = None
+    account: Callable[[str, Mapping[str, object], Sequence[int]], None] | None = None
 
     def __init__(self, process: int, processes: int, virtual_ranks: int) -> None:
         check_whole("World: virtual_ranks", virtual_ranks, 1)
