@@ -27,14 +27,14 @@ from cpdhpc.train.progress import Display
 from cpdhpc.train.setup import Files, prepare
 from cpdhpc.world.ranks import Loopback
 
-TOPK = {"gradient": {"aggregator": "topk", "density": 0.2}}
+TOPK = {"gradient": {"aggregator": "mytopk", "density": 0.2}}
 
 
 @pytest.fixture
 def row() -> Iterator[None]:
-    COMPRESSORS["topk"] = TopK
+    COMPRESSORS["mytopk"] = TopK
     yield
-    del COMPRESSORS["topk"]
+    del COMPRESSORS["mytopk"]
 
 
 def test_nothing_is_lost() -> None:
@@ -149,9 +149,9 @@ def test_residuals_that_are_lost_are_told(tmp_path: Path, damage: str) -> None:
 @pytest.mark.usefixtures("row")
 def test_what_is_wrong_is_told_by_the_row() -> None:
     for options, says in (
-        ({"aggregator": "topc"}, "gradient.aggregator='topc': did you mean topk?"),
-        ({"aggregator": "topk", "densitty": 1}, "unknown key gradient.densitty: did you mean"),
-        ({"aggregator": "topk", "density": 2.0}, "gradient.density=2.0: should be less than"),
+        ({"aggregator": "mytopc"}, "gradient.aggregator='mytopc': did you mean mytopk"),
+        ({"aggregator": "mytopk", "densitty": 1}, "unknown key gradient.densitty: did you mean"),
+        ({"aggregator": "mytopk", "density": 2.0}, "gradient.density=2.0: should be less than"),
     ):
         with pytest.raises(ConfigError) as caught:
             small_job(gradient=options)
@@ -168,7 +168,7 @@ def test_a_file_and_a_row_train_and_report(
         f"[data]\nname = 'idx'\ndir = '{tmp_path}'\n[train]\nepochs = 2\nbatch = 5\nthreads = 1\n"
         "virtual_ranks = 2\nbucket_mib = 0.01\n"
         '[[compare]]\nname = "dense"\n[[compare]]\nname = "sparse"\n'
-        '[compare.gradient]\naggregator = "topk"\ndensity = 0.05\n'
+        '[compare.gradient]\naggregator = "mytopk"\ndensity = 0.05\n'
     )
     assert main(["train", str(job), "--out", str(tmp_path / "out")]) == 0
     layers = store.read(tmp_path / "out" / "sparse-s0.h5")[0]["layers"]
@@ -185,7 +185,7 @@ def test_a_file_and_a_row_are_studied(tmp_path: Path, capsys: pytest.CaptureFixt
     path.write_text(
         'name = "sparse"\nkind = "train"\n'
         "[sweep]\nranks = [1]\nppn = 2\ngradient.density = [0.02, 0.2]\n"
-        '[job.gradient]\naggregator = "topk"\n'
+        '[job.gradient]\naggregator = "mytopk"\n'
         f'[job.data]\nname = "idx"\ndir = "{tmp_path}"\n'
         "[job.train]\nepochs = 1\nbatch = 5\nthreads = 1\n"
     )

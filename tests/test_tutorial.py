@@ -42,15 +42,17 @@ def test_files_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 def test_the_compressor_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was sent and what is kept is what the gradients were, exactly, on three ranks."""
-    module: Any = ModuleType("cpdhpc.compress.randomk")
+    module: Any = ModuleType("cpdhpc.compress.mine")
     module.__package__ = "cpdhpc.compress"
     monkeypatch.setitem(sys.modules, module.__name__, module)
     exec(blocks("python")[-1], module.__dict__)
+    (made,) = re.findall(r"GradientReducer\(model, world, (Mine\(.*?\))\)", PAGE)
+    assert eval(made, module.__dict__) == module.Mine("mine", 0.2)
     bucket, state = Bucket(("a", "b"), ((20, 5), (7,))), State(range(3), 3)
     rng = np.random.default_rng(0)
     gradients = [rng.integers(-8, 9, bucket.size).astype(np.float32) for _ in range(3)]
     context = Context(Loopback(3), state)
-    mean = module.RandomK(density=0.5).aggregate(gradients, bucket, context).flat
+    mean = module.Mine(density=0.5).aggregate(gradients, bucket, context).flat
     kept = [state.own(name, "residual", (stop - start,)) for name, start, stop in bucket.segments]
     total = np.concatenate([np.sum(of_layer, axis=0) for of_layer in kept])
     assert 0 < np.count_nonzero(mean) < bucket.size

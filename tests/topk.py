@@ -29,7 +29,7 @@ class TopK(Aggregator):
         "sent_share": Column("share of non-zero gradient values that are sent", counted=True),
     }
 
-    aggregator: Literal["topk"] = "topk"
+    aggregator: Literal["mytopk"] = "mytopk"
     density: Annotated[float, Field(gt=0, le=1)] = 0.1
 
     def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .base import Aggregator, Column, Context, Mean
+from .dgc import Dgc
 from .flexpoint import Flexpoint
 from .gradientflow import GradientFlow
 from .lowbit import LowBit
@@ -10,8 +11,11 @@ from .none import NoCompression
 from .onebit import OneBit
 from .powersgd import PowerSgd
 from .qsgd import Qsgd
+from .randomk import RandomK
 from .state import State
+from .strom import Strom
 from .terngrad import TernGrad
+from .topk import TopK
 
 COMPRESSORS: dict[str, type[Aggregator]] = {
     "none": NoCompression,
@@ -22,6 +26,10 @@ COMPRESSORS: dict[str, type[Aggregator]] = {
     "powersgd": PowerSgd,
     "gradientflow": GradientFlow,
     "flexpoint": Flexpoint,
+    "topk": TopK,
+    "randomk": RandomK,
+    "dgc": Dgc,
+    "strom": Strom,
 }
 
 __all__ = [
@@ -29,6 +37,7 @@ __all__ = [
     "Aggregator",
     "Column",
     "Context",
+    "Dgc",
     "Flexpoint",
     "GradientFlow",
     "LowBit",
@@ -37,6 +46,9 @@ __all__ = [
     "OneBit",
     "PowerSgd",
     "Qsgd",
+    "RandomK",
     "State",
+    "Strom",
     "TernGrad",
+    "TopK",
 ]

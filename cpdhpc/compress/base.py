@@ -6,23 +6,25 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, TypeVar
 from zlib import crc32
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
-from ..collectives.allreduce import configured
+from ..collectives.allreduce import Allreduce, configured
 from ..collectives.checks import NONFINITE_BITS, NonFiniteGradient
 from ..collectives.method import AUTO, Machine, as_machine
 from ..config import suggest
+from ..formats import TILE
 from ..randomness import Key, random_key
 from ..world.ranks import Ranks
 from .bucket import Bucket
 from .state import State
 
 Array = npt.NDArray[Any]
+Name = TypeVar("Name")
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,7 @@ class Aggregator(ABC):
 
     align: ClassVar[int] = 1  # layers start on multiples of this many values
     columns: ClassVar[Mapping[str, Column]] = {}  # what the record has of each layer
+    has_momentum: ClassVar[bool] = False  # whether means have some, so the optimiser must not
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
 
     @abstractmethod
@@ -97,6 +100,44 @@ class Aggregator(ABC):
         gradient: float32[bucket.size]; mean: what aggregate made of it and the others
         """
         return {}
+
+
+@dataclass(frozen=True)
+class DenseMessages(Aggregator):
+    """A method that makes of gradients what can be all-reduced, in any wire.
+
+    wire, algorithm, scaling: of the all-reduces, as in cpdhpc.allreduce
+    Raises ValueError where one is unknown or does not go with another.
+    """
+
+    wire: str = "raw"
+    algorithm: str = "ring"
+    scaling: str | None = None
+
+    def __post_init__(self) -> None:
+        self._allreduce(seed=0)
+
+    def _allreduce(self, seed: int) -> Allreduce:
+        return configured(
+            wire=self.wire, algorithm=self.algorithm, scaling=self.scaling, op="mean", seed=seed
+        )
+
+    def _mean(self, parts: Mapping[Name, Sequence[Array]], context: Context) -> dict[Name, Array]:
+        """Return the mean of each part over all ranks, in one all-reduce. Collective.
+
+        parts: by name, float32 of one shape, of each hosted rank
+        """
+        shapes = tuple(each[0].shape for each in parts.values())
+        box = Bucket(tuple(map(str, parts)), shapes, 1 if self.wire == "raw" else TILE)
+        flats = [
+            box.flatten([each[row] for each in parts.values()])
+            for row in range(len(context.world.hosted))
+        ]
+        method = self._allreduce(context.seed)
+        mean = method.run(
+            context.world, flats, iteration=context.iteration, segments=box.segments
+        ).arrays[0]
+        return dict(zip(parts, box.views(mean), strict=True))
 
 
 LOSSES = {  # what encoding does to the values of a layer

@@ -9,14 +9,13 @@ from typing import Annotated, ClassVar, Literal
 import numpy as np
 from pydantic import Field
 
-from ..collectives.allreduce import Allreduce, configured
 from ..collectives.sparse import sum as sum_of_ranks
-from .base import Aggregator, Array, Column, Context, Mean, raise_unless_finite
+from .base import Array, Column, Context, DenseMessages, Mean, raise_unless_finite
 from .bucket import Bucket
 
 
 @dataclass(frozen=True)
-class GradientFlow(Aggregator):
+class GradientFlow(DenseMessages):
     """The mean of the chunks of layers whose 1-norms, summed over the ranks, are the largest.
 
     density: share of a bucket's chunks that are sent, one at least; the others wait and add up
@@ -36,17 +35,7 @@ class GradientFlow(Aggregator):
     density: Annotated[float, Field(gt=0, le=1)] = 0.1
     chunk_values: Annotated[int, Field(ge=1)] = 1024
     dense_epochs: Annotated[float, Field(ge=0)] = 0.0
-    wire: str = "raw"
-    algorithm: str = "ring"
     scaling: Literal["none", "tile"] | None = None
-
-    def __post_init__(self) -> None:
-        self._allreduce(seed=0)
-
-    def _allreduce(self, seed: int) -> Allreduce:
-        return configured(
-            wire=self.wire, algorithm=self.algorithm, scaling=self.scaling, op="mean", seed=seed
-        )
 
     def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
         """Return the mean over all ranks. See Aggregator.aggregate."""

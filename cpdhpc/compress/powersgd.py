@@ -9,14 +9,12 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import Field
 
-from ..collectives.allreduce import Allreduce, configured
-from ..formats import TILE
-from .base import Aggregator, Array, Context, Mean, mean_in_float32, raise_unless_finite
+from .base import Array, Context, DenseMessages, Mean, mean_in_float32, raise_unless_finite
 from .bucket import Bucket
 
 
 @dataclass(frozen=True)
-class PowerSgd(Aggregator):
+class PowerSgd(DenseMessages):
     """The mean gradient of each layer, as one step of the power method finds its largest part.
 
     rank: columns of the two matrices; a layer of n x m weights sends rank * (n + m) values
@@ -33,17 +31,6 @@ class PowerSgd(Aggregator):
     min_rate: Annotated[float, Field(ge=1)] = 2.0
     warm_start: bool = True
     error_feedback: bool = True
-    wire: str = "raw"
-    algorithm: str = "ring"
-    scaling: str | None = None
-
-    def __post_init__(self) -> None:
-        self._allreduce(seed=0)
-
-    def _allreduce(self, seed: int) -> Allreduce:
-        return configured(
-            wire=self.wire, algorithm=self.algorithm, scaling=self.scaling, op="mean", seed=seed
-        )
 
     def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
         """Return the mean over all ranks. See Aggregator.aggregate."""
@@ -115,23 +102,6 @@ class PowerSgd(Aggregator):
         if not self.warm_start:
             second[:] = draw()
         return second
-
-    def _mean(self, parts: dict[int, list[Array]], context: Context) -> dict[int, Array]:
-        """Return the mean of the ranks' matrices, in one all-reduce. Collective.
-
-        parts: by layer, of each hosted rank
-        """
-        shapes = tuple(each[0].shape for each in parts.values())
-        box = Bucket(tuple(map(str, parts)), shapes, 1 if self.wire == "raw" else TILE)
-        flats = [
-            box.flatten([each[row] for each in parts.values()])
-            for row in range(len(context.world.hosted))
-        ]
-        method = self._allreduce(context.seed)
-        mean = method.run(
-            context.world, flats, iteration=context.iteration, segments=box.segments
-        ).arrays[0]
-        return dict(zip(parts, box.views(mean), strict=True))
 
 
 def _orthonormalise(rows: Array) -> None:

@@ -144,6 +144,15 @@ class Job(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _momentum_once(self) -> Job:
+        if self.gradient.has_momentum and self.optimizer.has_momentum:
+            raise ValueError(
+                f"optimizer: {self.optimizer}: has momentum, and so have the means of "
+                f"{type(self.gradient).__name__}: should be sgd with momentum=0"
+            )
+        return self
+
     def plain(self) -> Raw:
         """Return the job as tables of plain values, every default filled in."""
         return self.model_dump(mode="python")

@@ -17,6 +17,11 @@ if TYPE_CHECKING:
 class Optimizer(Section):
     """[optimizer]: how an averaged gradient changes the parameters."""
 
+    @property
+    def has_momentum(self) -> bool:
+        """Whether a step depends on the gradients of steps before."""
+        return True
+
     @abstractmethod
     def build(self, parameters: Iterable[torch.nn.Parameter], rate: float) -> torch.optim.Optimizer:
         """Return the optimiser; each step sets its learning rate anew."""
@@ -64,6 +69,11 @@ class Sgd(Optimizer):
         if self.nesterov and self.momentum == 0:
             raise ValueError("nesterov=true needs momentum above 0")
         return self
+
+    @property
+    def has_momentum(self) -> bool:
+        """See Optimizer.has_momentum."""
+        return self.momentum > 0
 
     def build(self, parameters: Iterable[torch.nn.Parameter], rate: float) -> torch.optim.Optimizer:
         """Return torch's. See Optimizer.build."""

@@ -17,6 +17,9 @@ METHODS = [
     ("lowbit", {"wire": "int4", "error_feedback": True}),
     ("terngrad", {"share": False, "exclude": ("bias",)}),
     ("powersgd", {"wire": "e4m3", "algorithm": "tree"}),
+    ("topk", {"within": "bucket", "wire": "e4m3"}),
+    ("randomk", {"error_feedback": False, "wire": "e4m3", "scaling": "aps"}),
+    ("strom", {"tau": 0.5, "exclude": ("kernel",)}),
 ]
 
 

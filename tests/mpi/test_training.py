@@ -13,13 +13,11 @@ import numpy as np
 import pytest
 import torch
 from test_checkpoint import Stop
-from topk import TopK
 from training import write_idx
 
 from cpdhpc import store
 from cpdhpc.cli import main
 from cpdhpc.collectives.checks import NonFiniteGradient
-from cpdhpc.compress import COMPRESSORS
 from cpdhpc.config import dump_toml, merge, validate
 from cpdhpc.signals import Caught, Interrupted, catching
 from cpdhpc.train.data import Dataset
@@ -141,13 +139,12 @@ def contents(files: Files) -> list[tuple[str, str, bytes]]:
 
 @pytest.mark.parametrize("later", [True, False])
 def test_residuals_are_saved_by_all_and_taken_over(
-    world: World, directory: Path, later: bool, monkeypatch: pytest.MonkeyPatch
+    world: World, directory: Path, later: bool
 ) -> None:
     """From 12 ranks on these processes to as many elsewhere, and to one a process.
 
     The first has the bits of a run that nothing stopped; with other ranks the sum is kept.
     """
-    monkeypatch.setitem(COMPRESSORS, "topk", TopK)
     if RANKS % world.processes:
         pytest.skip(f"{world.processes} processes do not divide {RANKS} ranks")
     job = job_of(

@@ -1,0 +1,256 @@
+"""What sparse methods share: which layers they code, what waits, and sums of what ranks choose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Annotated, ClassVar, Literal, NamedTuple
+
+import numpy as np
+from pydantic import Field
+
+from ..collectives.allreduce import configured
+from ..collectives.checks import is_finite
+from ..collectives.sparse import allgather
+from ..ops import backend_of
+from ..ops.payloads import parse_wire
+from ..world.ranks import Ranks
+from .base import (
+    Aggregator,
+    Array,
+    Column,
+    Context,
+    Layers,
+    check_known,
+    mean_in_float32,
+    nonfinite,
+    nonfinite_layers,
+    raise_unless_finite,
+)
+from .bucket import Bucket
+from .payload import decode_sparse, encode_sparse
+
+Density = Annotated[float, Field(gt=0, le=1)]  # an option: share of values
+Warmup = Annotated[tuple[Density, ...], Field(strict=False)]  # an option: densities of epochs
+Within = Literal["layer", "bucket"]
+
+
+@dataclass(frozen=True)
+class SparseMessages(Aggregator):
+    """A method whose ranks send some values of layers, with their indices, to all others.
+
+    exclude: layers that travel whole in float32, as do all layers of one dimension
+    algorithm: of the all-reduce of what travels whole
+    Raises ValueError for an unknown one.
+    """
+
+    columns: ClassVar[Mapping[str, Column]] = {
+        "sent_share": Column("share of a layer's values that a rank sends, mean over ranks"),
+    }
+
+    exclude: Layers = ()
+    algorithm: str = "ring"
+
+    def __post_init__(self) -> None:
+        configured(wire="raw", algorithm=self.algorithm, op="mean")
+
+    def check_layers(self, names: Collection[str]) -> None:
+        """See Aggregator.check_layers."""
+        check_known(f"{type(self).__name__}.exclude", self.exclude, names)
+
+
+@dataclass(frozen=True)
+class LargestValues(SparseMessages):
+    """A method whose ranks send the values of the largest magnitudes.
+
+    density: share of values that a rank sends, one of a layer at least
+    warmup: densities of the first epochs, one for each
+    within: whether the largest are those of each layer or those of a bucket of layers
+    wire: of the values that are sent: "raw" or a format; what that rounds off waits with the others
+    Raises ValueError for an unknown wire.
+    """
+
+    density: Density = 0.01
+    warmup: Warmup = ()
+    within: Within = "layer"
+    wire: str = "raw"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        parse_wire(self.wire)
+
+    def _chosen(self, x: Array, coded: Bucket, context: Context) -> Array:
+        """Return which values of a rank's float32[coded.size] are sent, uint32[m], ascending."""
+        return largest(x, coded, density_at(context.epoch, self.warmup, self.density), self.within)
+
+    def _send(
+        self, waiting: Sequence[Array], chosen: Sequence[Array], coded: Bucket, context: Context
+    ) -> Sent:
+        """Send the chosen values, and take them out of what waits. Collective. See exchange."""
+        n, gather = coded.size, backend_of(waiting[0]).gather
+        payloads = [
+            encode_sparse(indices, gather(x, indices), n, self.wire)
+            for x, indices in zip(waiting, chosen, strict=True)
+        ]
+        decode = partial(decode_sparse, size=n, wire=self.wire)
+        return exchange(context.world, payloads, decode, waiting, coded)
+
+
+def density_at(epoch: float, warmup: Sequence[float], density: float) -> float:
+    """Return the density of an epoch: that of warmup while it lasts, one for each epoch."""
+    return warmup[int(epoch)] if epoch < len(warmup) else density
+
+
+def count_of(density: float, n: int) -> int:
+    """Return how many of n values are sent: one at least, where there are any."""
+    return min(n, max(1, round(density * n)))
+
+
+def largest(x: Array, coded: Bucket, density: float, within: Within) -> Array:
+    """Return the ascending indices of the largest values of each layer, or of all, uint32[m].
+
+    x: float32[coded.size], finite; of values of one magnitude the first ones are taken
+    """
+    select = backend_of(x).select_magnitude
+    spans = [(0, x.size)] if within == "bucket" else [(a, b) for _, a, b in coded.segments]
+    found = [select(x[a:b], count_of(density, b - a)) + np.uint32(a) for a, b in spans if a < b]
+    return np.concatenate(found) if found else np.empty(0, np.uint32)
+
+
+@dataclass(frozen=True)
+class SparseLayers:
+    """The layers of a bucket that a sparse method codes; the others travel whole in float32.
+
+    bucket: all layers; exclude: those that travel whole, as do layers of one dimension
+    """
+
+    bucket: Bucket
+    exclude: Collection[str] = ()
+
+    @cached_property
+    def coded(self) -> Bucket:
+        """The coded layers, none of them empty, one behind the other without gaps."""
+        layers = [
+            (name, shape)
+            for name, shape in zip(self.bucket.names, self.bucket.shapes, strict=True)
+            if len(shape) > 1 and 0 not in shape and name not in self.exclude
+        ]
+        return Bucket(tuple(name for name, _ in layers), tuple(shape for _, shape in layers))
+
+    @cached_property
+    def _places(self) -> list[tuple[slice, slice]]:
+        """Where each coded layer lies, in the bucket and in coded."""
+        lies = {name: slice(start, stop) for name, start, stop in self.bucket.segments}
+        return [(lies[name], slice(start, stop)) for name, start, stop in self.coded.segments]
+
+    def joined(self, gradients: Sequence[Array]) -> list[Array]:
+        """Return the coded layers of each hosted rank's gradient, new float32[coded.size]."""
+        found = [np.empty(self.coded.size, np.float32) for _ in gradients]
+        for x, gradient in zip(found, gradients, strict=True):
+            for source, place in self._places:
+                x[place] = gradient[source]
+        return found
+
+    def waiting(self, gradients: Sequence[Array], context: Context) -> list[Array]:
+        """Return joined(gradients) with the memory "residual" added to it."""
+        found = self.joined(gradients)
+        self.add(found, context)
+        return found
+
+    def add(
+        self, xs: Sequence[Array], context: Context, name: str = "residual", factor: float = 1.0
+    ) -> None:
+        """Add a memory, times factor, to each hosted rank's float32[coded.size]."""
+        with np.errstate(over="ignore", invalid="ignore"):  # check sees what is not finite
+            for place, memory in self._memories(context, name):
+                for x, kept in zip(xs, memory, strict=True):
+                    x[place] += kept if factor == 1 else kept * np.float32(factor)
+
+    def keep(self, xs: Sequence[Array], context: Context, name: str = "residual") -> None:
+        """Make float32[coded.size] of each hosted rank its memory."""
+        for place, memory in self._memories(context, name):
+            for x, kept in zip(xs, memory, strict=True):
+                kept[:] = x[place]
+
+    def _memories(self, context: Context, name: str) -> Iterator[tuple[slice, list[Array]]]:
+        """Yield where each coded layer lies in coded, and a memory of it of each hosted rank."""
+        for layer, start, stop in self.coded.segments:
+            yield slice(start, stop), context.state.own(layer, name, (stop - start,))
+
+    def check(self, xs: Sequence[Array], context: Context) -> None:
+        """Raise NonFiniteGradient on all ranks where one has NaN or infinity. Collective.
+
+        xs: float32[coded.size] of each hosted rank
+        """
+        if self.coded.size:
+            raise_unless_finite(context.world, xs, self.coded)
+
+    def mean(
+        self,
+        coded: Array,
+        xs: Sequence[Array],
+        gradients: Sequence[Array],
+        context: Context,
+        algorithm: str,
+    ) -> Array:
+        """Return the mean of all layers, float32[bucket.size]. Collective.
+
+        coded: float32[coded.size], that of the coded layers, alike on all ranks; xs: what it is of
+        gradients, algorithm: of the layers that travel whole
+        Raises NonFiniteGradient on all ranks alike, also where finite values have no finite sum.
+        """
+        if not is_finite(coded):
+            raise nonfinite(context.world, xs, self.coded, nonfinite_layers(coded, self.coded))
+        flat = np.zeros(self.bucket.size, np.float32)
+        for source, place in self._places:
+            flat[source] = coded[place]
+        whole = set(self.bucket.names) - set(self.coded.names)
+        mean_in_float32(gradients, self.bucket, whole, context, flat, algorithm)
+        return flat
+
+    def shares(self, coded: Sequence[float] | Array) -> Array:
+        """Return the share of each layer that is sent, float64[layers]: 1 where it travels whole.
+
+        coded: that of the coded layers
+        """
+        known = dict(zip(self.coded.names, coded, strict=True))
+        return np.array([known.get(name, 1.0) for name in self.bucket.names])
+
+
+class Sent(NamedTuple):
+    """What an exchange of payloads gives, alike on all ranks.
+
+    mean: float32[n]; shares: of each layer that a rank sends, mean over ranks, float64[layers]
+    """
+
+    mean: Array
+    shares: Array
+
+
+def exchange(
+    world: Ranks,
+    payloads: Sequence[Array],
+    decode: Callable[[Array], tuple[Array, Array]],
+    waiting: Sequence[Array],
+    coded: Bucket,
+) -> Sent:
+    """Send payloads to all ranks, and take what they say out of what waits. Collective.
+
+    payloads: uint8[bytes] of each hosted rank; decode: returns their indices, uint32[m], ascending,
+        and values, float32[m]
+    waiting: float32[coded.size] of each hosted rank, changed
+    The values of all ranks are added in the order of ranks.
+    """
+    n, kernels = coded.size, backend_of(waiting[0])
+    borders = np.array([*(start for _, start, _ in coded.segments), n], np.int64)
+    total, counts = np.zeros(n, np.float32), np.zeros(len(coded.names), np.int64)
+    with np.errstate(over="ignore", invalid="ignore"):  # mean sees what is not finite
+        for rank, payload in enumerate(allgather(world, payloads) if n else ()):
+            indices, values = decode(payload)
+            kernels.scatter_add(total, indices, values)
+            counts += np.diff(np.searchsorted(indices, borders))
+            if world.hosts(rank):
+                kernels.scatter_add(waiting[rank - world.hosted.start], indices, -values)
+    total /= np.float32(world.ranks)
+    return Sent(total, counts / (np.diff(borders) * world.ranks))
