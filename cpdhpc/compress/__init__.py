@@ -6,6 +6,7 @@ from .base import Aggregator, Column, Context, Mean
 from .dgc import Dgc
 from .flexpoint import Flexpoint
 from .gradientflow import GradientFlow
+from .lgc import Lgc
 from .lowbit import LowBit
 from .none import NoCompression
 from .onebit import OneBit
@@ -26,6 +27,7 @@ COMPRESSORS: dict[str, type[Aggregator]] = {
     "powersgd": PowerSgd,
     "gradientflow": GradientFlow,
     "flexpoint": Flexpoint,
+    "lgc": Lgc,
     "topk": TopK,
     "randomk": RandomK,
     "dgc": Dgc,
@@ -40,6 +42,7 @@ __all__ = [
     "Dgc",
     "Flexpoint",
     "GradientFlow",
+    "Lgc",
     "LowBit",
     "Mean",
     "NoCompression",
