@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 ACCUMULATES = ("requantise", "float32", "kahan")
 EXACT = "exact"  # the way to accumulate that every algorithm knows
-SCALINGS = ("none", "static:K", "aps", "tile")
+SCALINGS = ("none", "static:K", "aps", "tile", "block32", "block16")
 MAX_SUM_BITS = 32  # of an integer that travels
 
 

@@ -203,6 +203,7 @@ def test_what_is_lost_is_kept(method: Aggregator) -> None:
         {"wire": "e3m0", "algorithm": "direct", "scaling": "aps", "accumulate": "exact"},
         {"wire": "e2m1fn", "scaling": "static:2", "algorithm": "gather", "accumulate": "float32"},
         {"wire": "int4"},
+        {"wire": "mxfp4", "algorithm": "gather", "accumulate": "float32"},
         {"wire": "ternary", "algorithm": "rhd"},
     ],
     ids=lambda options: options["wire"],

@@ -17,7 +17,7 @@ from cpdhpc.collectives.schedules import SCHEDULES
 from cpdhpc.config import OneOf
 from cpdhpc.formats import INTEGERS, NAMED
 from cpdhpc.kinds import KINDS
-from cpdhpc.kinds.base import ABSENT
+from cpdhpc.kinds.factors import ABSENT
 from cpdhpc.methods import ACCUMULATES, ALGORITHMS, BASELINES, EXACT
 from cpdhpc.train.job import Job
 from cpdhpc.world.ranks import Loopback
@@ -129,7 +129,7 @@ def test_factors_of_training_are_keys_of_a_job() -> None:
     no_scalars = {"array"}
     plain = {name for name, types in real.items() if types - no_scalars - {"null"}}
     further = KINDS["train"].further
-    left_out = {name for name in plain - set(factors) if further(name, 1) is None}
+    left_out = {name for name in plain - set(factors) if further(name, 1, {}) is None}
     assert left_out == {
         "name",
         "train.telemetry_every",

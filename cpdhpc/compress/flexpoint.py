@@ -91,4 +91,4 @@ class Flexpoint(Aggregator):
 
     def observe(self, gradient: Array, bucket: Bucket, mean: Mean) -> Mapping[str, Array]:
         """Count what encoding a rank's own gradient loses. See Aggregator.observe."""
-        return count_losses(gradient, bucket, self.wire, mean)
+        return count_losses(gradient, bucket, self._allreduce(), mean)

@@ -54,8 +54,8 @@ class Lgc(DenseMessages):
     plain: layers whose chosen values travel without autoencoder; in the paper the last one
     wire, algorithm, scaling: of the all-reduce of codes and of the values of plain layers
     Source: Abrahamyan, Chen, Bekoulis, Deligiannis: Learned gradient compression for distributed
-    deep learning, IEEE TNNLS 2021, arXiv 2103.08870. There ranks of "server" choose places of
-    their own, and the autoencoder learns by plain descent.
+    deep learning, IEEE TNNLS 2021, arXiv 2103.08870. Here the leader's places hold for "server"
+    too, which needs no server: what it would get goes to all.
     """
 
     columns: ClassVar[Mapping[str, Column]] = {

@@ -11,9 +11,18 @@ import numpy as np
 from ..collectives.allreduce import Allreduce, Reduced, configured
 from ..collectives.method import AUTO, Machine, Segment, Shifts, shift_bytes
 from ..collectives.rank_program import NO_KEY
-from ..formats import SHIFT_BIAS, TILE, Cast, Overflow, Rounding, packed_bytes, tiles
+from ..formats import (
+    SHARED,
+    SHIFT_BIAS,
+    TILE,
+    Cast,
+    Overflow,
+    Rounding,
+    packed_bytes,
+    shift_count,
+    tiles,
+)
 from ..ops import backend_of
-from ..ops.payloads import parse_wire
 from .base import (
     LOSSES,
     Aggregator,
@@ -131,7 +140,7 @@ class LowBit(Aggregator):
 
         Rounding is to nearest here whatever the wire's, so that the count has no chance in it.
         """
-        return count_losses(gradient, bucket, self.wire, mean)
+        return count_losses(gradient, bucket, self._allreduce(seed=0), mean)
 
 
 def _rounded(x: Array, method: Allreduce, shifts: Shifts, segments: Sequence[Segment]) -> Array:
@@ -144,17 +153,19 @@ def _rounded(x: Array, method: Allreduce, shifts: Shifts, segments: Sequence[Seg
     return out
 
 
-def count_losses(gradient: Array, bucket: Bucket, wire: str, mean: Mean) -> Mapping[str, Array]:
+def count_losses(
+    gradient: Array, bucket: Bucket, method: Allreduce, mean: Mean
+) -> Mapping[str, Array]:
     """Return how many values of each layer saturate and underflow in a packed wire, int64[layers].
 
     mean: whose "aps_shift", if any, is the shift of each layer; else tiles have their own
     """
-    fmt = parse_wire(wire)
-    assert fmt is not None, "wire 'raw' is refused"
-    cast = Cast(fmt)
+    assert method.fmt is not None, "wire 'raw' is refused"
+    cast = Cast(method.fmt)
     shifts, flat = mean.layers.get("aps_shift"), gradient
     edges = np.array([*(start // TILE for _, start, _ in bucket.segments), tiles(flat.size)])
-    stored = np.empty(tiles(flat.size), np.uint8)
+    shared = SHARED.get(method.parsed_scaling.kind, TILE)
+    stored = np.empty(shift_count(flat.size, shared), np.uint8)
     if shifts is not None:
         stored[:] = np.repeat(shifts.astype(np.int64) + SHIFT_BIAS, np.diff(edges))
     counts = np.zeros((tiles(flat.size), 3), np.uint32)  # saturated, underflowed, not finite

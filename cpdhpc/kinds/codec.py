@@ -9,17 +9,18 @@ from typing import TYPE_CHECKING, Any
 from ..config import Raw
 from ..formats import Cast, packed_bytes, parse_format, tiles
 from ..methods import CODEC_OPERATIONS, MEMCPY
-from .base import ABSENT, Call, Factor, Factors, Kind, Value, float32_size, one_of
+from .base import Call, Kind
+from .factors import ABSENT, Factor, Factors, Value, float32_size, one_of
 
 if TYPE_CHECKING:
     from ..report.figures import Panel, Style
     from ..report.points import Estimate, Layout, SeedGroup
     from ..report.tables import Section, Table
-    from ..study.cases import Case
-    from ..study.repeats import Place
-    from ..study.spec import Study
     from ..study.study_file import StudyFile
     from ..world.mpi import World
+    from .base import Asked
+    from .factors import Case
+    from .place import Place
 
 GUESS = 1e-9  # s per byte: a slow codec, as the estimate is an upper one
 
@@ -49,7 +50,7 @@ TILED = ("encode tile", "hop tile")
 
 
 @contextmanager
-def _measure(study: Study, case: Case, place: Place, check: bool) -> Iterator[Call]:
+def _measure(study: Asked, case: Case, place: Place, check: bool) -> Iterator[Call]:
     """Make an operation on a rank's share of the data ready; see Kind.measure. Collective."""
     import numpy as np
 
