@@ -14,6 +14,7 @@ from cpdhpc.collectives.allreduce import configured
 from cpdhpc.collectives.checks import NonFiniteGradient
 from cpdhpc.compress import (
     COMPRESSORS,
+    AdaComp,
     Aggregator,
     Context,
     Flexpoint,
@@ -23,6 +24,7 @@ from cpdhpc.compress import (
     OneBit,
     PowerSgd,
     Qsgd,
+    ScaleCom,
     State,
     TernGrad,
 )
@@ -180,7 +182,16 @@ def mean_kept(state: State, bucket: Bucket) -> Any:
 
 
 @pytest.mark.parametrize(
-    "method", [OneBit(), PowerSgd(), PowerSgd(wire="e4m3"), GradientFlow(chunk_values=50)], ids=str
+    "method",
+    [
+        OneBit(),
+        PowerSgd(),
+        PowerSgd(wire="e4m3"),
+        GradientFlow(chunk_values=50),
+        AdaComp(),
+        ScaleCom(beta=1),
+    ],
+    ids=str,
 )
 def test_what_is_lost_is_kept(method: Aggregator) -> None:
     """Mean sent + mean kept afterwards = mean gradient + mean kept before."""

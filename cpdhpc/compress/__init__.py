@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .adacomp import AdaComp
 from .base import Aggregator, Column, Context, Mean
 from .dgc import Dgc
 from .flexpoint import Flexpoint
@@ -9,10 +10,12 @@ from .gradientflow import GradientFlow
 from .lgc import Lgc
 from .lowbit import LowBit
 from .none import NoCompression
+from .oktopk import OkTopk
 from .onebit import OneBit
 from .powersgd import PowerSgd
 from .qsgd import Qsgd
 from .randomk import RandomK
+from .scalecom import ScaleCom
 from .state import State
 from .strom import Strom
 from .terngrad import TernGrad
@@ -32,10 +35,14 @@ COMPRESSORS: dict[str, type[Aggregator]] = {
     "randomk": RandomK,
     "dgc": Dgc,
     "strom": Strom,
+    "adacomp": AdaComp,
+    "scalecom": ScaleCom,
+    "oktopk": OkTopk,
 }
 
 __all__ = [
     "COMPRESSORS",
+    "AdaComp",
     "Aggregator",
     "Column",
     "Context",
@@ -46,10 +53,12 @@ __all__ = [
     "LowBit",
     "Mean",
     "NoCompression",
+    "OkTopk",
     "OneBit",
     "PowerSgd",
     "Qsgd",
     "RandomK",
+    "ScaleCom",
     "State",
     "Strom",
     "TernGrad",

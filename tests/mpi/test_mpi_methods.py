@@ -26,6 +26,9 @@ METHODS = [
     ("topk", {"within": "bucket", "wire": "e4m3"}),
     ("randomk", {"error_feedback": False, "wire": "e4m3", "scaling": "aps"}),
     ("strom", {"tau": 0.5, "exclude": ("kernel",)}),
+    ("adacomp", {"exclude": ("kernel",), "bin_values": 60}),
+    ("scalecom", {"rate": 10, "per_chunk": 2, "wire": "e4m3", "algorithm": "tree"}),
+    ("oktopk", {"wire": "e4m3", "estimate_every": 2, "rebalance_every": 2}),
 ]
 
 
