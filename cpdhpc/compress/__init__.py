@@ -5,7 +5,9 @@ from __future__ import annotations
 from .adacomp import AdaComp
 from .base import Aggregator, Column, Context, Mean
 from .dgc import Dgc
+from .flexpoint import Flexpoint
 from .gradientflow import GradientFlow
+from .lgc import Lgc
 from .lowbit import LowBit
 from .none import NoCompression
 from .oktopk import OkTopk
@@ -27,6 +29,8 @@ COMPRESSORS: dict[str, type[Aggregator]] = {
     "onebit": OneBit,
     "powersgd": PowerSgd,
     "gradientflow": GradientFlow,
+    "flexpoint": Flexpoint,
+    "lgc": Lgc,
     "topk": TopK,
     "randomk": RandomK,
     "dgc": Dgc,
@@ -43,7 +47,9 @@ __all__ = [
     "Column",
     "Context",
     "Dgc",
+    "Flexpoint",
     "GradientFlow",
+    "Lgc",
     "LowBit",
     "Mean",
     "NoCompression",
