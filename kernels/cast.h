@@ -22,6 +22,12 @@ typedef int64_t i64;
 #define CPD_TRIT_BYTES 205       // of a tile of ternary values, five in a byte
 #define CPD_BUCKETS 2048         // of one pass of a radix selection, at most
 
+// A lane's column of a tile may be cut into blocks, equal parts with a shift each. 0 blocks stand
+// for one shift of the whole tile.
+#define CPD_MOST_BLOCKS 2
+
+#define CPD_SHIFTS_OF_TILE(blocks) ((blocks) ? CPD_LANES * (blocks) : 1)
+
 enum { CPD_NEAREST = 0, CPD_ZERO = 1, CPD_STOCHASTIC = 2 };
 
 // A Cast of formats.py, as numbers.

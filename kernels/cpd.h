@@ -51,6 +51,7 @@ CPD_FN U load(const u32* x, i64 i, i64 n) { return i < n ? x[i] : 0u; }
 CPD_FN void store(u32* x, i64 i, i64 n, U value) {
     if (i < n) x[i] = value;
 }
+CPD_FN bool any(bool lane) { return lane; }
 CPD_FN U load_bytes(const u8* x) { return *x; }
 CPD_FN void store_bytes(u8* x, U value) { *x = (u8)value; }
 
@@ -91,6 +92,13 @@ CPD_FN U load(const u32* x, i64 i, i64) {
     return value;
 }
 CPD_FN void store(u32* x, i64 i, i64, U value) { memcpy(x + i, &value, sizeof value); }
+CPD_FN U lanes(U each) { return each; }
+CPD_FN bool any(bool all) { return all; }
+CPD_FN bool any(I mask) {
+    int found = 0;
+    for (int lane = 0; lane < CPD_GROUP; ++lane) found |= mask[lane];
+    return found;
+}
 typedef u8 Bytes __attribute__((vector_size(16)));
 CPD_FN U load_bytes(const u8* x) {
     Bytes value;

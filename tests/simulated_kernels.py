@@ -60,6 +60,9 @@ def run(name: str, a: SimpleNamespace) -> None:
         a.cast = tuple(v & 0xFFFFFFFF if i in UNSIGNED else v for i, v in numbers)
     if hasattr(a, "key_low"):
         a.key = (a.key_low, a.key_high)
+    if hasattr(a, "blocks"):  # what the CPU's kernels find out by themselves
+        tiles = a.words.size // 128 // (1 + sum(a.cast[:2]))
+        assert a.shifts.size == tiles * (a.blocks * 32 or 1), a.blocks
     a.extra = () if getattr(a, "counts", None) is None else (a.counts,)
     BODIES[name](a)
 

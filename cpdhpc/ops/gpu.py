@@ -91,8 +91,8 @@ def encode_tiles(
 ) -> None:
     """Encode and pack x into words, each tile scaled by its shift; see ops.reference."""
     check("x", x, np.float32)
-    check_tiles(words, shifts, x.size, cast.fmt)
-    numbers = (cast_on_device(cast), np.int32(fit), *key_numbers(key, offset))
+    blocks = check_tiles(words, shifts, x.size, cast.fmt)
+    numbers = (cast_on_device(cast), blocks, np.int32(fit), *key_numbers(key, offset))
     arrays = (x, np.int64(x.size), words, shifts, counts_or_null(counts, x.size))
     launch("encode_tiles", tile_blocks(x.size), *numbers, *arrays)
 
@@ -100,9 +100,9 @@ def encode_tiles(
 def decode_tiles(words: Array, shifts: Array, fmt: FloatFormat, out: Array) -> Array:
     """Unpack and decode into out; return how many values are not finite, uint64[], on the GPU."""
     check("out", out, np.float32)
-    check_tiles(words, shifts, out.size, fmt)
+    blocks = check_tiles(words, shifts, out.size, fmt)
     nonfinite = cupy.zeros((), np.uint64)
-    arrays = (words, shifts, out, np.int64(out.size), nonfinite)
+    arrays = (blocks, words, shifts, out, np.int64(out.size), nonfinite)
     launch("decode_tiles", tile_blocks(out.size), cast_on_device(Cast(fmt)), *arrays)
     return nonfinite
 
@@ -111,8 +111,8 @@ def decode_add_tiles(words: Array, shifts: Array, fmt: FloatFormat, x: Array, ou
     """Write x + decoded, summed in float32, into out; out may be x."""
     check("x", x, np.float32)
     check("out", out, np.float32, x.size)
-    check_tiles(words, shifts, x.size, fmt)
-    arrays = (words, shifts, x, out, np.int64(x.size))
+    blocks = check_tiles(words, shifts, x.size, fmt)
+    arrays = (blocks, words, shifts, x, out, np.int64(x.size))
     launch("decode_add_tiles", tile_blocks(x.size), cast_on_device(Cast(fmt)), *arrays)
 
 
@@ -136,11 +136,12 @@ def decode_add_encode_tiles(
     Returns how many values of out are not finite, uint64[] on the GPU; 0 without it.
     """
     check("x", x, np.float32)
-    check_tiles(words_in, shifts_in, x.size, cast.fmt)
+    blocks = check_tiles(words_in, shifts_in, x.size, cast.fmt)
     check_tiles(words, shifts, x.size, cast.fmt)
+    check("shifts", shifts, np.uint8, shifts_in.size)
     if out is not None:
         check("out", out, np.float32, x.size)
-    numbers = (cast_on_device(cast), np.int32(fit), *key_numbers(key, offset))
+    numbers = (cast_on_device(cast), blocks, np.int32(fit), *key_numbers(key, offset))
     nonfinite: Any = NULL if out is None else cupy.zeros((), np.uint64)
     arrays = (
         words_in,
