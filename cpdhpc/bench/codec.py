@@ -1,7 +1,9 @@
 """Benchmark of the codec: float32 to packed codes and back, beside memcpy on one core.
 
-Rates are in GB/s (1e9 byte/s) of float32: 4 n bytes over the median time, whatever the width,
-so that the columns compare with memcpy's of the same run (4 n bytes copied).
+And of what sparse methods do: to find the largest values, take them out, add them, pack them.
+Rates are in GB/s (1e9 byte/s) of float32: 4 n bytes over the median time, whatever the width and
+however few of the n values are touched, so that the columns compare with memcpy's of the same run
+(4 n bytes copied).
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from ..compress.payload import decode_sparse, encode_sparse
 from ..config import UserError
 from ..formats import SHARED, Cast, packed_bytes, parse_format, shift_count, tiles
 from ..methods import CODEC_OPERATIONS, MEMCPY
@@ -42,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the benchmark's options to its command-line parser."""
     parser.add_argument("--mib", type=float, default=64, help="MiB of float32 (default 64)")
     parser.add_argument("--formats", default=DEFAULT_FORMATS, help="comma-separated names")
+    parser.add_argument("--density", type=float, default=0.01, help="share selected (default 0.01)")
     parser.add_argument(
         "--operations",
         default=DEFAULT_OPERATIONS,
@@ -119,11 +123,43 @@ def _fitted(
     }
 
 
+ONE_PASS = "one pass"  # each value is read once, and little done: no selection takes less
+
+
+def sparse_operations(x: NDArray[np.float32], density: float) -> dict[str, Callable[[], object]]:
+    """Return the operations of sparse methods on a share of x, by name; memcpy beside them.
+
+    Raises ArithmeticError unless the first values are selected as the specification says.
+    """
+    n, k, head = x.size, max(1, round(density * x.size)), x[:5000]
+    few = max(1, round(density * head.size))
+    if not np.array_equal(cpu.select_magnitude(head, few), reference.select_magnitude(head, few)):
+        raise ArithmeticError("bench codec: select_magnitude: differs from ops.reference")
+    indices = cpu.select_magnitude(x, k)
+    values = cpu.gather(x, indices)
+    threshold, total = float(np.abs(values).min()), np.zeros_like(x)
+    payload = encode_sparse(indices, values, n)
+    return {
+        MEMCPY: lambda: np.copyto(total, x),
+        ONE_PASS: lambda: cpu.amax_tiles(x),
+        "kth_magnitude": lambda: cpu.kth_magnitude(x, k),
+        "select_magnitude": lambda: cpu.select_magnitude(x, k),
+        "select_above": lambda: cpu.select_above(x, threshold),
+        "gather": lambda: cpu.gather(x, indices),
+        "scatter_add": lambda: cpu.scatter_add(total, indices, values),
+        "clear": lambda: cpu.clear(total, indices),
+        "encode_sparse": lambda: encode_sparse(indices, values, n),
+        "decode_sparse": lambda: decode_sparse(payload, n),
+    }
+
+
 def run(args: argparse.Namespace) -> None:
     """Check and time the operations for each format, and print a table."""
     check_positive(args, "repeats")
     if not 0 < args.mib < MOST_MIB:
         raise UserError(f"--mib {args.mib:g}: must be above 0 and below {MOST_MIB}")
+    if not 0 < args.density <= 1:
+        raise UserError(f"--density {args.density:g}: must be above 0 and at most 1")
     check_out(args.out)
     names = parse_names("--formats", args.formats, parse_format)
     chosen = parse_names("--operations", args.operations, known(CODEC_OPERATIONS))
@@ -132,17 +168,7 @@ def run(args: argparse.Namespace) -> None:
     x = np.random.default_rng(0).standard_normal(n).astype(np.float32)
     print(f"codec on {processor()}, {os.cpu_count()} cores, clone {cpu.clone()}")
     print(f"{args.mib:g} MiB of float32, median of {args.repeats}, GB/s of float32")
-    heads = f"{'format':>8} {'bits':>4} {'threads':>7} {'memcpy':>11} "
-    print(heads + " ".join(f"{each:>11}" for each in chosen))
-    found: dict[tuple[str, str, int], Times] = {}
-    for name in names:
-        cast = Cast(parse_format(name))
-        check_against_reference(x, cast)
-        runs = operations(x, cast)
-        samples = _samples({each: runs[each] for each in (MEMCPY, *chosen)}, counts, args.repeats)
-        for count in counts:
-            print(_line(name, count, samples, 4 * n))
-        found |= {(name, *case): times for case, times in samples.items()}
+    found = _codecs(x, names, chosen, counts, args.repeats) | _selections(x, args, counts)
     columns: dict[str, Column] = {
         "format": [name for name, _, _ in found],
         "operation": [case for _, case, _ in found],
@@ -151,6 +177,43 @@ def run(args: argparse.Namespace) -> None:
     }
     times = [each[:, None] for each in found.values()]
     write_samples(args.out, Loopback(), "codec", columns, times, WARMUP)
+
+
+def _codecs(
+    x: NDArray[np.float32],
+    names: Sequence[str],
+    chosen: Sequence[str],
+    counts: Sequence[int],
+    repeats: int,
+) -> dict[tuple[str, str, int], Times]:
+    """Time the codec for each format and number of threads, and print a row of each."""
+    heads = f"{'format':>8} {'bits':>4} {'threads':>7} {'memcpy':>11} "
+    print(heads + " ".join(f"{c:>{max(11, len(c))}}" for c in chosen))
+    found: dict[tuple[str, str, int], Times] = {}
+    for name in names:
+        cast = Cast(parse_format(name))
+        check_against_reference(x, cast)
+        runs = operations(x, cast)
+        samples = _samples({each: runs[each] for each in (MEMCPY, *chosen)}, counts, repeats)
+        for count in counts:
+            cells = " ".join(_cells(samples, [MEMCPY, *chosen], count, x.nbytes))
+            print(f"{name:>8} {cast.fmt.bits:>4} {count:>7} {cells}")
+        found |= {(name, *case): times for case, times in samples.items()}
+    return found
+
+
+def _selections(
+    x: NDArray[np.float32], args: argparse.Namespace, counts: Sequence[int]
+) -> dict[tuple[str, str, int], Times]:
+    """Time the sparse operations for each number of threads, and print a row of each operation."""
+    cases = sparse_operations(x, args.density)
+    samples = _samples(cases, counts, args.repeats)
+    print(f"the largest values, a share of {args.density:g}: GB/s of all of them")
+    print(f"{'threads':>16} " + " ".join(f"{count:>11}" for count in counts))
+    for name in cases:
+        cells = (_cells(samples, [name], count, x.nbytes)[0] for count in counts)
+        print(f"{name:>16} " + " ".join(cells))
+    return {("", *case): times for case, times in samples.items()}
 
 
 def _samples(
@@ -166,17 +229,14 @@ def _samples(
     return interleave(runs, repeats, WARMUP, lambda case: set_kernel_threads(case[1]))
 
 
-def _line(name: str, count: int, samples: dict[tuple[str, int], Times], size_bytes: int) -> str:
-    """A row of the table."""
+def _cells(
+    samples: dict[tuple[str, int], Times], names: Sequence[str], count: int, size_bytes: int
+) -> list[str]:
+    """Return the rate of each operation on so many threads, with its ratio to memcpy's on one."""
     rates = {
         case: size_bytes / float(np.median(times[WARMUP:])) / 1e9
         for (case, threads), times in samples.items()
         if threads == count or case == MEMCPY
     }
-    memcpy = rates[MEMCPY]
-    cells = [
-        f"{f'{rate:.1f} {rate / memcpy:.2f}x':>{max(11, len(case))}}"
-        for case, rate in rates.items()
-        if case != MEMCPY
-    ]
-    return f"{name:>8} {parse_format(name).bits:>4} {count:>7} {memcpy:>11.1f} {' '.join(cells)}"
+    ratios = {c: "" if c == MEMCPY else f" {rates[c] / rates[MEMCPY]:.2f}x" for c in names}
+    return [f"{f'{rates[c]:.1f}{ratios[c]}':>{max(11, len(c))}}" for c in names]
