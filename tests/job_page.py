@@ -17,7 +17,7 @@ from cpdhpc.collectives.method import AUTO, HEADROOMS, MPI_ALLREDUCE
 from cpdhpc.collectives.schedules import SCHEDULES
 from cpdhpc.config import OneOf, Section
 from cpdhpc.kinds import KINDS
-from cpdhpc.kinds.base import ABSENT, SHAPE, Factor
+from cpdhpc.kinds.factors import ABSENT, SHAPE, Factor
 from cpdhpc.methods import ACCUMULATES, EXACT, SCALINGS
 from cpdhpc.study.spec import Study
 from cpdhpc.train.controllers import BATCH_SCALINGS, DECAYS

@@ -12,9 +12,9 @@ import numpy as np
 from training import environment
 
 from cpdhpc.config import dump_toml, merge
-from cpdhpc.kinds.base import Result
+from cpdhpc.kinds.factors import Case, Result
 from cpdhpc.study.case_file import write_result
-from cpdhpc.study.cases import Case, expand, load_study
+from cpdhpc.study.cases import expand, load_study
 from cpdhpc.study.folder import Folder
 from cpdhpc.study.spec import Study
 

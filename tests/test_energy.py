@@ -9,7 +9,7 @@ import pytest
 from studies import fill, small_study, some_result
 
 from cpdhpc import store
-from cpdhpc.kinds.base import Result
+from cpdhpc.kinds.factors import Result
 from cpdhpc.study import energy
 from cpdhpc.study.case_file import write_result
 from cpdhpc.study.collect import collect

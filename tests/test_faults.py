@@ -8,10 +8,14 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from studies import kill_all
 from training import environment, leave_sessions
+
+from cpdhpc.world.mpi import World
+from cpdhpc.world.ranks import Ranks
 
 ROOT = Path(__file__).parents[1]
 MPIRUN = shutil.which("mpirun", path=Path(sys.executable).parent) or shutil.which("mpirun")
@@ -91,6 +95,24 @@ def test_an_error_that_nobody_catches_ends_the_job_without_mpi4pys_help():
     )
     assert status != 0 and taken_s < LATE_S
     assert "rank 1 | ends the job: TypeError: as_world: int: known are World" in output, output
+
+
+def test_a_refusal_that_others_do_not_hear_of_names_its_rank_once(capsys):
+    class Deaf:
+        """Processes 0 to 3, of which this is 2 and no other ever looks."""
+
+        Get_rank, Get_size = (lambda self: 2), (lambda self: 4)
+        isend = staticmethod(lambda *_: SimpleNamespace(test=lambda: (False, None)))
+        Iprobe = staticmethod(lambda *_: False)
+        Abort = staticmethod(lambda status: None)
+
+    world = object.__new__(World)
+    Ranks.__init__(world, 2, 4, 1)
+    world._duplicate, world._most_tag, world.timeout_s = Deaf(), 1, 0.01
+    with pytest.raises(SystemExit):
+        world.refuse(ValueError("layer 1: input has shape (3,)"))
+    said = "rank 2 | layer 1: input has shape (3,): rank 0, 1, 3 did not hear of it in 0 s\n"
+    assert capsys.readouterr().err == said
 
 
 def test_at_exit_after_a_death_mpi_has_some_time_only():

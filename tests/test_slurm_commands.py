@@ -104,6 +104,9 @@ def test_status_lists_what_slurm_says(
 def test_status_for_programs_and_without_slurm(
     fake_slurm: Slurm, study: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    call(capsys, "study", "freeze", study)
+    _, text, _ = call(capsys, "study", "status", study, "--json")
+    assert json.loads(text)["slurm"] == "nothing submitted"
     call(capsys, "study", "submit", study)
     folder, first = Folder(Path("results/demo")), some_batches()[0].cases[0]
     store.write(folder.case_file(first), {}, {"status": "complete", "case_id": first.id})

@@ -16,7 +16,7 @@ from studies import SMALL, fill, small_study, some_result
 from training import ROOT, environment
 
 from cpdhpc import store
-from cpdhpc.kinds.base import Result
+from cpdhpc.kinds.factors import Result
 from cpdhpc.report.study import listed
 from cpdhpc.study.case_file import OUTCOMES, WHERE_KNOWN, read_result, write_result
 from cpdhpc.study.cases import expand, load_study

@@ -15,7 +15,7 @@ from stand_ins import Slurm
 from cpdhpc import store
 from cpdhpc.claim import ClaimError
 from cpdhpc.config import UserError
-from cpdhpc.study.cases import Case
+from cpdhpc.kinds.factors import Case
 from cpdhpc.study.folder import Folder, FolderError, Job, record, recorded
 from cpdhpc.study.slurm import queue
 from cpdhpc.study.slurm.queue import JobState

@@ -8,17 +8,18 @@ from math import nan
 from typing import TYPE_CHECKING, Any
 
 from ..config import Raw, UserError, validate
-from .base import Call, Factor, Factors, Kind, Value, at_least, one_of, positive
+from .base import Call, Kind
+from .factors import Factor, Factors, Value, at_least, one_of, positive
 
 if TYPE_CHECKING:
     from ..autoencoder.job import Autoencoder
     from ..autoencoder.layer import MacroLayer
     from ..report.points import Estimate, Layout, SeedGroup
     from ..report.tables import Section
-    from ..study.cases import Case
-    from ..study.repeats import Place
-    from ..study.spec import Study
     from ..study.study_file import StudyFile
+    from .base import Asked
+    from .factors import Case
+    from .place import Place
 
 RATE = 1e9  # FLOP/s of a rank: a slow one, as the estimate is an upper one
 
@@ -58,7 +59,7 @@ LEARNING_RATE = 1e-9  # noise is not to be learned, only the work is done
 
 
 @contextmanager
-def _measure(study: Study, case: Case, place: Place, check: bool) -> Iterator[Call]:
+def _measure(study: Asked, case: Case, place: Place, check: bool) -> Iterator[Call]:
     """Make an iteration on noise ready; see Kind.measure. Collective."""
     import numpy as np
 

@@ -3,124 +3,72 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Annotated, Protocol
 
-import numpy.typing as npt
+from pydantic import Field, model_validator
 
-from ..config import ConfigError, Raw, parse_bytes, suggest
+from ..config import Raw, Section
+from .factors import Case, Factor, Factors, Outcomes, Result, Value
 
 if TYPE_CHECKING:
+    from ..report import tables
     from ..report.points import Layout, SeedGroup
-    from ..report.tables import Section
     from ..signals import Caught
-    from ..study.cases import Case
-    from ..study.repeats import Place
-    from ..study.spec import Study
     from ..study.study_file import StudyFile
+    from .place import Place
 
-Array = npt.NDArray[Any]
-Value = int | float | str | bool
-Factors = Mapping[str, Value]
-ABSENT = ""  # in a study file: the factor has no value in this case
-WORDS = {int: "an integer", float: "a number", str: "a string", bool: "true or false"}
+Positive = Annotated[int, Field(ge=1)]
+Whole = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(gt=0)]
 
 
-@dataclass(frozen=True)
-class Factor:
-    """Something that a study may vary.
+class Measure(Section):
+    """[measure]: how often, and when it is enough.
 
-    type: int, float, str or bool; units: as in the study file
-    default: the value where a study says nothing; None: it must say, ABSENT: the factor is unused
-    check: raises ValueError for a value of the right type that cannot be
+    A case is visited again and again, with others in between: warmup calls and then block repeats
+    a visit. After min_repeats it ends once the confidence interval of the median is within
+    relative of it on both sides, or max_time_s of calls are over; else after max_repeats. So many
+    cases take turns as interleave says.
+
+    warmup: calls before the repeats of a visit, which are kept and flagged; of trainings: steps
+    block: repeats of a visit; min_repeats, max_repeats: of a case
+    confidence: of the interval of the median; relative: share of the median that is near enough
+    max_time_s: of a case's calls; interleave: cases that take turns; seed: of their order
     """
 
-    long_name: str
-    type: type
-    units: str = "1"
-    default: Value | None = ABSENT
-    check: Callable[[Any], object] = lambda value: None
+    warmup: Whole = 2
+    block: Positive = 5
+    min_repeats: Positive = 10
+    max_repeats: Positive = 50
+    confidence: Annotated[float, Field(gt=0, lt=1)] = 0.95
+    relative: Annotated[float, Field(gt=0)] = 0.05
+    max_time_s: Seconds = 20.0
+    interleave: Positive = 16
+    seed: Whole = 0
 
-    def parse(self, given: Any) -> Value:
-        """Return a value of a study's file; sizes may have a unit. Raises ValueError."""
-        value: Any = given
-        if self.units == "byte" and isinstance(given, str):
-            value = parse_bytes(given)
-        if self.type is float and type(value) is int:
-            value = float(value)
-        if type(value) is not self.type:
-            raise ConfigError(f"should be {WORDS[self.type]}")
-        if type(value) is int and abs(value) >= 1 << 63:
-            raise ConfigError("should be below 2**63")
-        self.check(value)
-        return cast(Value, value)
+    @model_validator(mode="after")
+    def _repeats_in_order(self) -> Measure:
+        if self.min_repeats > self.max_repeats:
+            raise ValueError(
+                f"min_repeats={self.min_repeats} is more than max_repeats={self.max_repeats}"
+            )
+        return self
 
 
-def one_of(names: Iterable[str]) -> Callable[[str], None]:
-    """Return a check that raises for a name that is not among these, with a suggestion."""
-    known = tuple(names)
+class Asked(Protocol):
+    """What a measurement is told of its study: study.spec.Study has more."""
 
-    def check(name: str) -> None:
-        if name not in known:
-            raise ConfigError(suggest(name, known))
+    @property
+    def measure(self) -> Measure:
+        """How often, and when it is enough."""
 
-    return check
-
-
-def at_least(least: float) -> Callable[[float], None]:
-    """Return a check that raises for a number below."""
-
-    def check(value: float) -> None:
-        if value < least:
-            raise ConfigError(f"should be {least} or more")
-
-    return check
-
-
-def positive(long_name: str, default: int | None) -> Factor:
-    """Return a factor that is an integer, 1 or more."""
-    return Factor(long_name, int, default=default, check=at_least(1))
-
-
-def float32_size(long_name: str) -> Factor:
-    """Return the factor that says how many bytes of float32 there are; a study must say it."""
-
-    def check(size_bytes: int) -> None:
-        if size_bytes < 4 or size_bytes % 4:
-            raise ConfigError("should be a positive multiple of 4 bytes, one float32")
-
-    return Factor(long_name, int, "byte", None, check)
-
-
-SHAPE = {  # factors of every kind; ranks = nodes * ppn
-    "nodes": Factor("nodes", int, check=at_least(1)),
-    "ppn": Factor("ranks per node", int, check=at_least(1)),
-    "ranks": Factor("ranks", int, check=at_least(1)),
-}
-
-Outcomes = dict[str, float | int | str]
-Series = Mapping[str, Mapping[str, Array]]
-
-
-@dataclass(frozen=True)
-class Result:
-    """What a case gave.
-
-    times_s: float64[repeats, 3], of every repeat the slowest rank's time, the fastest's, the mean
-    is_warmup: uint8[repeats]
-    outcomes: some of study.case_file.OUTCOMES; environment: where, as text
-    series: by group of study.case_file.SERIES, the columns with "epoch" int64[epochs], or with
-        "iteration" int64[samples] and "layer" str[layers]
-    """
-
-    times_s: Array
-    is_warmup: Array
-    outcomes: Mapping[str, float | int | str]
-    environment: Mapping[str, str]
-    series: Series = field(default_factory=dict)
+    @property
+    def job(self) -> Raw:
+        """The tables of the job file, where the kind needs one."""
 
 
 @dataclass
@@ -142,7 +90,7 @@ class Measuring(ABC):
     virtual_ranks = 1
     timeout_s = 600.0
 
-    def __init__(self, study: Study, case: Case, directory: Path) -> None:
+    def __init__(self, study: Asked, case: Case, directory: Path) -> None:
         self.study, self.case, self.directory = study, case, directory
 
     @abstractmethod
@@ -158,7 +106,7 @@ class Measuring(ABC):
         """Return what was measured, once it is done. Collective."""
 
 
-Calls = Callable[["Study", "Case", "Place", bool], AbstractContextManager[Call]]
+Calls = Callable[[Asked, Case, "Place", bool], AbstractContextManager[Call]]
 
 
 @dataclass(frozen=True)
@@ -167,8 +115,8 @@ class Kind:
 
     factors: by name, in the order in which they are shown
     work: the factor that says how large the problem is
-    further: (name, a value) -> a factor beyond those, or None where there is no such; for what
-        users add to the tables that jobs choose from
+    further: (name, a value, the job's tables) -> a factor beyond those, or None where there is no
+        such; for what users add to the tables that jobs choose from
     used: (factors, defaults included) -> those that this case uses, made plain, so that two ways
         to say the same are one case; raises ValueError for what cannot work
     fits: (tables of the job, factors that used returned, ranks) -> why so many ranks cannot do it,
@@ -188,8 +136,8 @@ class Kind:
     time_s: Callable[[Factors, int, int], float]
     sample: str
     measure: Calls | type[Measuring]
-    sections: Callable[[StudyFile, Sequence[SeedGroup], Layout], list[Section]]
+    sections: Callable[[StudyFile, Sequence[SeedGroup], Layout], list[tables.Section]]
     panels: tuple[str, ...]
     needs_job: bool = False
     groups: tuple[str, ...] = ()  # of a study file, besides those of all kinds
-    further: Callable[[str, Value], Factor | None] = lambda name, value: None
+    further: Callable[[str, Value, Raw], Factor | None] = lambda name, value, job: None

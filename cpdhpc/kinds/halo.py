@@ -8,18 +8,19 @@ from math import nan
 from typing import TYPE_CHECKING, Any
 
 from ..config import ConfigError, Raw
-from ..formats import INTEGERS, parse_format
+from ..formats import INTEGERS, wire_format
 from ..methods import HALO_COPIED, HALO_MPI_TYPES, HALO_OURS, HALO_PACKED
-from .base import Call, Factor, Factors, Kind, Value, one_of, positive
+from .base import Call, Kind
+from .factors import Factor, Factors, Value, one_of, positive
 
 if TYPE_CHECKING:
     from ..bench.halo_cases import Setting
     from ..report.points import Layout, SeedGroup
     from ..report.tables import Section
-    from ..study.cases import Case
-    from ..study.repeats import Place
-    from ..study.spec import Study
     from ..study.study_file import StudyFile
+    from .base import Asked
+    from .factors import Case
+    from .place import Place
 
 TRANSFERS = ("exchange", "accumulate")
 OURS = (HALO_OURS, HALO_COPIED)
@@ -34,8 +35,7 @@ GUESS = 2e-9  # s per byte of a window, to prepare and to copy: a slow one, for 
 def _check_wire(wire: str) -> None:
     if wire in INTEGERS:
         raise ConfigError("integers are for sums: should be raw or a format")
-    if wire != "raw":
-        parse_format(wire)
+    wire_format(wire)
 
 
 def _used(given: Factors) -> dict[str, Value]:
@@ -64,7 +64,7 @@ def _time_s(used: Factors, ranks: int, repeats: int) -> float:
 
 
 @contextmanager
-def _measure(study: Study, case: Case, place: Place, check: bool) -> Iterator[Call]:
+def _measure(study: Asked, case: Case, place: Place, check: bool) -> Iterator[Call]:
     """Make an exchange ready; see Kind.measure. Collective."""
     from ..bench.halo_cases import open_cases
 

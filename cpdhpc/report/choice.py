@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 from ..config import ConfigError, parse_bytes, suggest
-from ..kinds.base import SHAPE, Factors, Value
+from ..kinds.factors import SHAPE, Factors, Value
 from ..study.case_file import OUTCOMES
 from ..study.study_file import ReportError, StudyFile
 from . import units

@@ -10,7 +10,7 @@ from math import isnan, log2, nan
 
 import numpy as np
 
-from ..kinds.base import SHAPE, Array
+from ..kinds.factors import SHAPE, Array
 from ..study.study_file import StudyFile
 from . import units
 from .figures import Axis, Chart, Panel, Series, Style, spread, styles

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..kinds.base import SHAPE, Array, Factors, Value
+from ..kinds.factors import SHAPE, Array, Factors, Value
 from ..methods import BASELINES
 from ..study.statistics import median_interval, ratio_intervals
 from ..study.study_file import Point, StudyFile

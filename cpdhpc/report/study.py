@@ -15,9 +15,9 @@ import numpy as np
 
 from ..config import UserError, suggest, validate
 from ..kinds import KINDS
-from ..kinds.base import SHAPE, Array, Value
+from ..kinds.factors import SHAPE, Array, Case, Value
 from ..study.case_file import ALIKE, read_result
-from ..study.cases import Case, expand
+from ..study.cases import expand
 from ..study.folder import Folder
 from ..study.spec import Study
 from ..study.study_file import Point, ReportError, StudyFile

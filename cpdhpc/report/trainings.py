@@ -12,7 +12,7 @@ import numpy as np
 
 from .. import store
 from ..config import difference, value_of
-from ..kinds.base import Array
+from ..kinds.factors import Array
 from ..study.study_file import ReportError
 from . import units
 from .figures import BLACK, Axis, Chart, Map, Panel, Series, Style, spread, styles

@@ -17,14 +17,16 @@ from ..claim import Claim, read_claim
 from ..collectives.checks import NonFiniteGradient
 from ..config import UserError
 from ..kinds.base import Measuring
+from ..kinds.factors import Case
+from ..kinds.place import Place
 from ..provenance import difference
 from ..signals import Caught, Interrupted, catching
 from ..store import StoreError
 from ..world.mpi import World
 from .case_file import read_environment, write_result
-from .cases import Batch, Case, batches, expand
+from .cases import Batch, batches, expand
 from .folder import Folder, FolderError
-from .repeats import Place, TimedCalls, members, prove
+from .repeats import TimedCalls, members, prove
 from .spec import Study
 
 FINISHED, FAILED, UNFINISHED = 0, 1, 85  # exit statuses; 85: start it again

@@ -5,16 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from .. import __version__, store
-from ..kinds.base import Result
+from ..kinds.factors import Case, Result
 from ..store import StoreError, Variable
-
-if TYPE_CHECKING:
-    from .cases import Case
 
 SCHEMA = 1  # of files of cases and of studies
 OVER_RANKS = ("max", "min", "mean")  # the columns of Result.times_s

@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby, product
 from pathlib import Path
@@ -17,38 +17,19 @@ from ..config import (
     ConfigError,
     Raw,
     flatten,
+    located,
     override,
     read_toml,
     suggest,
     validate,
 )
 from ..kinds import KINDS
-from ..kinds.base import ABSENT, SHAPE, Factor, Factors, Value
+from ..kinds.factors import ABSENT, SHAPE, Case, Factor, Factors, Value
 from .spec import Constraint, Study
 
 SLUG = 60  # characters of an id that are there to be read
 NOT_OF_A_JOB = ("compare", "name")  # of a job file: factors take the place of its rows
 NOT_MEASURED = ("seed", "interleave")  # of [measure]: they order cases
-
-
-@dataclass(frozen=True)
-class Case:
-    """A point. factors: those of its kind that it uses; the shape is beside them."""
-
-    id: str
-    factors: Factors = field(hash=False)
-    nodes: int
-    ppn: int
-
-    @property
-    def ranks(self) -> int:
-        """Number of MPI processes."""
-        return self.nodes * self.ppn
-
-    @property
-    def all_factors(self) -> dict[str, Value]:
-        """The factors with nodes, ppn and ranks."""
-        return {"nodes": self.nodes, "ppn": self.ppn, "ranks": self.ranks, **self.factors}
 
 
 def make_case(study: Study, factors: Factors, nodes: int, ppn: int) -> Case:
@@ -125,10 +106,12 @@ def _job(path: Path, raw: Raw) -> Any:
     """Return the tables of the job that a study names, or those that it holds itself."""
     train = raw.get("train")
     if raw.get("job") or not isinstance(train, dict) or not isinstance(train.get("job"), str):
-        return raw.get("job", {})
+        job = raw.get("job", {})
+        return located(job, path.parent) if isinstance(job, dict) else job
     if raw.get("kind") in KINDS and not KINDS[raw["kind"]].needs_job:
         return {}
-    job = read_toml(path.parent / train["job"])
+    file = path.parent / train["job"]
+    job = located(read_toml(file), file.parent)
     tables = {key: value for key, value in job.items() if key not in NOT_OF_A_JOB}
     if "train" in tables and isinstance(tables["train"], dict):
         seeds = ("seed", "seeds")

@@ -13,10 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import __version__, store
-from ..kinds.base import SHAPE, Array, Factor, Result, Value
+from ..kinds.factors import SHAPE, Array, Case, Factor, Result, Value
 from ..store import StoreError, Variable
 from .case_file import ALIKE, OUTCOMES, SCHEMA, SERIES, WHERE_KNOWN, read_result
-from .cases import SAME, Case, base_factors, expand
+from .cases import SAME, base_factors, expand
 from .folder import Folder, FolderError
 from .spec import Study
 from .statistics import ratio_intervals, summarise

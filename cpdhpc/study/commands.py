@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from .. import store
 from ..config import UserError, suggest
-from ..kinds.base import SHAPE
-from .cases import Batch, Case, batches, case_time_s, expand, load_study, shown
+from ..kinds.factors import SHAPE, Case
+from .cases import Batch, batches, case_time_s, expand, load_study, shown
 from .folder import Folder, recorded
 from .slurm.site import Site, load_site
 from .spec import Study
@@ -305,8 +305,8 @@ def _status_lines(study: Study, standing: Standing, summary: bool) -> Iterator[s
             why = f"{each.batch:>5}  {each.case.id:<{width}}  {each.state:<8}  {each.detail}"
             yield why.rstrip()
         yield from standing.endings
-    if standing.unasked:
-        yield f"Slurm is not asked: {standing.unasked}: this is what the files say"
+    if standing.silent:
+        yield f"Slurm is not asked: {standing.slurm}: this is what the files say"
     told = ", ".join(f"{n} {name}" for name in STATES if (n := standing.counts[name]))
     yield f"{study.name}: {len(standing.cases)} cases: {told}"
 
@@ -317,7 +317,7 @@ def _status_json(study: Study, folder: Folder, standing: Standing, summary: bool
     found: dict[str, Any] = {
         "study": study.name,
         "folder": str(folder.path),
-        "slurm": standing.unasked or "answers",
+        "slurm": standing.slurm,
         "states": {state: standing.counts[state] for state in STATES},
     }
     if summary:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from .. import store
 from ..config import UserError, difference
-from .cases import Case, load_study
+from ..kinds.factors import Case
+from .cases import load_study
 from .spec import Study
 
 MAY_CHANGE = ("run.throttle", "run.retries", "run.case_time_s")  # neither cases nor numbers

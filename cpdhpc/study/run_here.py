@@ -19,8 +19,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from ..claim import read_claim
 from ..config import UserError
+from ..kinds.factors import Case
 from ..signals import Caught, catching
-from .cases import Batch, Case, batches, expand
+from .cases import Batch, batches, expand
 from .collect import collect
 from .folder import Folder, FolderError
 from .spec import Study

@@ -18,7 +18,8 @@ from ..config import (
     suggest,
 )
 from ..kinds import KINDS
-from ..kinds.base import ABSENT, SHAPE, Factor, Factors, Kind
+from ..kinds.base import Kind, Measure, Seconds, Whole
+from ..kinds.factors import ABSENT, SHAPE, Factor, Factors
 
 
 class Constraint:
@@ -72,49 +73,13 @@ def _nested(factors: Factors) -> Raw:
     return result
 
 
-Positive = Annotated[int, Field(ge=1)]
-Whole = Annotated[int, Field(ge=0)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$")]  # part of file names
-Seconds = Annotated[float, Field(gt=0)]
 
 
 def _known(kind: str) -> str:
     if kind not in KINDS:
         raise ValueError(suggest(kind, KINDS))
     return kind
-
-
-class Measure(Section):
-    """[measure]: how often, and when it is enough.
-
-    A case is visited again and again, with others in between: warmup calls and then block repeats
-    a visit. After min_repeats it ends once the confidence interval of the median is within
-    relative of it on both sides, or max_time_s of calls are over; else after max_repeats. So many
-    cases take turns as interleave says.
-
-    warmup: calls before the repeats of a visit, which are kept and flagged; of trainings: steps
-    block: repeats of a visit; min_repeats, max_repeats: of a case
-    confidence: of the interval of the median; relative: share of the median that is near enough
-    max_time_s: of a case's calls; interleave: cases that take turns; seed: of their order
-    """
-
-    warmup: Whole = 2
-    block: Positive = 5
-    min_repeats: Positive = 10
-    max_repeats: Positive = 50
-    confidence: Annotated[float, Field(gt=0, lt=1)] = 0.95
-    relative: Annotated[float, Field(gt=0)] = 0.05
-    max_time_s: Seconds = 20.0
-    interleave: Positive = 16
-    seed: Whole = 0
-
-    @model_validator(mode="after")
-    def _repeats_in_order(self) -> Measure:
-        if self.min_repeats > self.max_repeats:
-            raise ValueError(
-                f"min_repeats={self.min_repeats} is more than max_repeats={self.max_repeats}"
-            )
-        return self
 
 
 class TrainedJob(Section):
@@ -196,7 +161,7 @@ class Study(Section):
         for name, given in (pair for table in (self.sweep, *self.zip) for pair in table.items()):
             values = [v for v in (given if isinstance(given, list) else [given]) if v != ABSENT]
             if name not in found and name not in SHAPE and values:
-                factor = self.of_kind.further(name, values[0])
+                factor = self.of_kind.further(name, values[0], self.job)
                 found |= {} if factor is None else {name: factor}
         return found
 

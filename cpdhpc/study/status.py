@@ -9,7 +9,8 @@ from functools import cached_property
 from pathlib import Path
 
 from ..claim import Claim, JobAlive, read_claim, unknown
-from .cases import Case, batches, expand
+from ..kinds.factors import Case
+from .cases import batches, expand
 from .folder import Folder, Job, recorded
 from .slurm import queue
 from .spec import Study
@@ -34,13 +35,18 @@ class State:
 class Standing:
     """Where a study stands.
 
-    unasked: why Slurm has not said where jobs stand; "": it has, or there are none
+    slurm: "answers", "nothing submitted", or why it has not said where jobs stand
     endings: the last lines of the logs of jobs with failed cases
     """
 
     cases: list[State]
-    unasked: str = ""
+    slurm: str = "nothing submitted"
     endings: list[str] = field(default_factory=list)
+
+    @property
+    def silent(self) -> bool:
+        """Whether Slurm has jobs of the study, and has not said where they stand."""
+        return self.slurm not in ("answers", "nothing submitted")
 
     @cached_property
     def counts(self) -> Counter[str]:
@@ -65,13 +71,15 @@ class Standing:
 def look(study: Study, folder: Folder) -> Standing:
     """Return where a study stands, by its files and by Slurm as far as that answers."""
     jobs = recorded(folder)
-    found, unasked = states(study, folder), ""
-    if jobs:
-        try:
-            found = with_slurm(found, folder, jobs, queue.states(job.number for job in jobs))
-        except queue.SlurmError as error:
-            unasked = str(error)
-    return Standing(found, unasked, endings(found, folder, jobs))
+    found = states(study, folder)
+    if not jobs:
+        return Standing(found)
+    slurm = "answers"
+    try:
+        found = with_slurm(found, folder, jobs, queue.states(job.number for job in jobs))
+    except queue.SlurmError as error:
+        slurm = str(error)
+    return Standing(found, slurm, endings(found, folder, jobs))
 
 
 def states(study: Study, folder: Folder, job_alive: JobAlive = unknown) -> list[State]:

@@ -14,7 +14,7 @@ import numpy as np
 
 from .. import store
 from ..config import UserError
-from ..kinds.base import Array, Factors, Value
+from ..kinds.factors import Array, Factors, Value
 from .case_file import OUTCOMES, SCHEMA
 
 Groups = Mapping[str, Mapping[str, Array]]

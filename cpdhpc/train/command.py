@@ -11,7 +11,7 @@ from ..config import ConfigError, value_of
 from ..signals import catching
 from ..world.mpi import World
 from .checkpoint import check_job
-from .data import Dataset
+from .data import Dataset, Source
 from .job import EPOCHS, Job, load
 from .loop import run
 from .output import claimed
@@ -37,14 +37,14 @@ def train(
         display = Display(world.process == 0, len(todo))
         display.line(_announcement(world, len(jobs), len(todo), directory))
         worlds: dict[tuple[int, float], World] = {}
-        data: dict[object, Dataset] = {}
+        data: dict[str, Dataset | Source] = {}
         for job, former_epochs in todo:
             shape = job.train.virtual_ranks, job.train.timeout_s
             if shape not in worlds:
                 worlds[shape] = World(virtual_ranks=shape[0], timeout_s=shape[1])
-            if job.data not in data:
-                data[job.data] = agreed(world, job.data.load)
-            training = prepare(job, worlds[shape], data[job.data], files[job.id])
+            if repr(job.data) not in data:
+                data[repr(job.data)] = agreed(world, job.data.load)
+            training = prepare(job, worlds[shape], data[repr(job.data)], files[job.id])
             if resume:
                 training.resume()
                 if not _same_rates(training, former_epochs):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from math import isfinite, log
+from math import inf, isfinite, log
 from typing import NoReturn
 
 import numpy as np
 
 from ..collectives.checks import NonFiniteGradient
 from ..config import UserError
+from ..randomness import random_key
 from ..signals import Caught, Interrupted
 from . import gradients
 from .data import Array, epoch_order
@@ -17,6 +18,8 @@ from .progress import Display
 from .record import observe
 from .setup import Training
 from .step import evaluate, exchange, step
+
+SAMPLES = 3  # stream of random numbers: of what samples are to chance
 
 
 class Diverged(UserError):
@@ -40,7 +43,7 @@ def run(training: Training, caught: Caught, display: Display) -> None:
             _epoch(training, caught, display)
     training.save("complete")
     (_, accuracy, loss, _) = training.record.rows["epochs"][-1]
-    guessed = log(len(set(training.test[1].tolist())))  # the loss where all classes are alike
+    guessed = log(training.classes or inf)  # the loss where all classes are alike
     verdict = "" if loss < guessed else f": no better than guessing, whose loss is {guessed:.4f}"
     display.end(f"{job.id}: complete: accuracy {accuracy:.2%}, loss {loss:.4f}{verdict}")
     paths = {i: gradients.path_of(training.files.record, i) for i in recorded}
@@ -66,7 +69,7 @@ def _epoch(training: Training, caught: Caught, display: Display) -> None:
         if signal and seen < len(order):
             _stop(training, signal, display)
     with training.update.evaluated():
-        accuracy, loss = evaluate(training.model, training.world, *training.test, training.sharing)
+        accuracy, loss = evaluate(training.model, training.world, training.test, training.sharing)
     elapsed_ns = training.world.max(np.array([int((time.perf_counter() - began) * 1e9)]))
     training.record.epoch(epoch + 1, accuracy, loss, elapsed_ns[0] / 1e9)
     display.epoch(job.id, epoch + 1, job.train.epochs, accuracy, loss)
@@ -95,7 +98,9 @@ def _iteration(training: Training, rate: float, batch: Array, caught: Caught) ->
     training.reducer.epoch = training.samples_seen / training.samples
     before, scale = training.sent_bytes, training.scaler.scale
     try:
-        done = step(training.update, *training.train, batch, training.sharing, training.scaler)
+        epoch = training.samples_seen // training.samples
+        seed = random_key(job.seed, SAMPLES, epoch)[0]
+        done = step(training.update, training.train, batch, training.sharing, seed, training.scaler)
     except NonFiniteGradient as error:
         _fail(training, str(error))
     sent = training.sent_bytes - before

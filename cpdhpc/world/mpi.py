@@ -343,7 +343,7 @@ class World(Ranks):
         """
         if self.processes == 1:
             return error, True
-        return self._meet(of_rank(self.rank, error))
+        return self._meet(error)
 
     def _look(self) -> None:
         """Raise the error of a process that refused what others wait for."""
@@ -352,11 +352,12 @@ class World(Ranks):
             raise self.refusal
 
     def _meet(self, mine: Exception | None) -> tuple[Exception, bool]:
+        told = None if mine is None else of_rank(self.rank, mine)
         try:
             wait_s = min(self.timeout_s, REFUSAL_S)
-            return meet(self._duplicate, self._most_tag, mine, wait_s)
-        except TimeoutError as late:
-            self.abort(str(late))
+            return meet(self._duplicate, self._most_tag, told, wait_s)
+        except TimeoutError as late:  # abort says which rank this is
+            self.abort(f"{mine or 'another rank refused a call'}: {late}")
 
     def failure(self, error: Exception, what: str) -> RankFailure | None:
         """Return the failure behind an error of MPI, or None if it is of another kind.

@@ -19,7 +19,7 @@ def meet(comm: Any, tag: int, mine: Exception | None, wait_s: float) -> tuple[Ex
     """Exchange errors with all processes; return the first one, and whether all have one.
 
     mine: the error of this process, None where it only waited; tag: of these messages alone
-    Collective. Raises TimeoutError, with words for all, where some do not come in wait_s.
+    Collective. Raises TimeoutError, which names them, where some do not come in wait_s.
     """
     rank, size = comm.Get_rank(), comm.Get_size()
     others = [process for process in range(size) if process != rank]
@@ -33,7 +33,6 @@ def meet(comm: Any, tag: int, mine: Exception | None, wait_s: float) -> tuple[Ex
         os.sched_yield()
         if time.monotonic() > end_s:
             who = ", ".join(map(str, missing)) or "unknown"
-            why = mine or "another rank refused a call"
-            raise TimeoutError(f"{why}: rank {who} did not hear of it in {wait_s:.0f} s")
+            raise TimeoutError(f"rank {who} did not hear of it in {wait_s:.0f} s")
     errors = [pickle.loads(each) for _, each in sorted(found.items()) if each is not None]
     return errors[0], len(errors) == size
