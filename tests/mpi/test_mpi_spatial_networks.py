@@ -25,7 +25,7 @@ torch.set_num_threads(1)
 
 @pytest.fixture(scope="module")
 def world() -> World:
-    return World(timeout_s=100)
+    return World(timeout_s=600)
 
 
 def grids(world: World) -> list[tuple[int, int]]:
