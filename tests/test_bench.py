@@ -108,15 +108,15 @@ def test_codec_writes_its_samples_without_mpi(
     path = tmp_path / "codec.h5"
     options = ["--mib", "0.1", "--formats", "e4m3,e3m0", "--repeats", "2", "--out", str(path)]
     assert main(["bench", "codec", "--threads", "1,2", *options]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 3 + 2 * 2
+    assert len(capsys.readouterr().out.splitlines()) == 3 + 2 * 2 + 2 + 10
     with xarray.open_dataset(
         path, group="samples", engine="h5netcdf", decode_timedelta=False
     ) as samples:
-        assert dict(samples.sizes) == {"point": 30, "repeat": 3, "process": 1}
+        assert dict(samples.sizes) == {"point": 30 + 19, "repeat": 3, "process": 1}
         memcpy = samples["operation"].values == "memcpy"
-        assert samples["threads"].values[memcpy].tolist() == [1, 1]
-        assert samples["threads"].values[~memcpy].tolist().count(2) == 14
-        assert set(samples["format"].values) == {"e4m3", "e3m0"}
+        assert samples["threads"].values[memcpy].tolist() == [1, 1, 1]
+        assert samples["threads"].values[~memcpy].tolist().count(2) == 14 + 9
+        assert set(samples["format"].values) == {"e4m3", "e3m0", ""}  # selection has none
         assert "memcpy" in samples["operation"].values
     assert main(["bench", "codec", "--formats", "e9"]) == 2
 

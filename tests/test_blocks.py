@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator
 from itertools import cycle, product
 from pathlib import Path
@@ -18,6 +19,8 @@ from test_allreduce import WAYS, assert_same_bits, gradients
 from test_packing import some_values
 
 from cpdhpc import _cpu
+from cpdhpc.bench import allreduce as bench_allreduce
+from cpdhpc.cli import main
 from cpdhpc.collectives import predict
 from cpdhpc.collectives.allreduce import Allreduce, simulate
 from cpdhpc.collectives.checks import NonFiniteGradient
@@ -37,6 +40,7 @@ from cpdhpc.formats import (
 )
 from cpdhpc.ops import cpu, reference
 from cpdhpc.ops.payloads import Packed
+from cpdhpc.study.cases import expand, load_study
 from cpdhpc.world.ranks import Loopback
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -263,6 +267,32 @@ def test_what_is_not_finite_is_refused_on_all_ranks(algorithm: str) -> None:
         with pytest.raises(NonFiniteGradient) as refused:
             simulate(xs, wire, algorithm)
         assert refused.value.ranks == (1,)
+
+
+def test_benchmarks_and_studies_know_blocks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parser = argparse.ArgumentParser()
+    bench_allreduce.add_choices(parser)
+    options = ["--wires", "raw,mxfp6,e4m3", "--scalings", "tile,block16", "--algorithms", "ring"]
+    methods, skipped = bench_allreduce.parse_methods(parser.parse_args(options), None)
+    found = {(method.wire, method.parsed_scaling.kind) for method in methods if method.fmt}
+    assert found == {("mxfp6", "block32"), ("e4m3", "tile"), ("e4m3", "block16")} and not skipped
+    operations = ["encode block32", "decode_add block16", "hop block16"]
+    choices = ["--mib", "0.1", "--formats", "e2m1fn", "--repeats", "2"]
+    assert main(["bench", "codec", *choices, "--operations", ",".join(operations)]) == 0
+    *_, heads, row = capsys.readouterr().out.splitlines()
+    assert [name for name in operations if name in heads] == operations
+    assert row.count("x") == 3
+    assert main(["bench", "codec", *choices, "--operations", "hop block8"]) == 2
+    (tmp_path / "s.toml").write_text(
+        "kind = 'allreduce'\n[sweep]\nranks = 2\nsize_bytes = [4096, 4100]\n"
+        "wire = ['mxfp4', 'e2m1fn']\nvalue_scaling = ['tile', 'block16']\n"
+    )
+    cases = expand(load_study(tmp_path / "s.toml")).cases
+    assert {(c.factors["wire"], c.factors["value_scaling"]) for c in cases} == {
+        ("e2m1fn", "tile"), ("e2m1fn", "block16"),
+    }  # fmt: skip
 
 
 def test_sums_that_grow_do_not_saturate() -> None:

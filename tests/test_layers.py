@@ -56,6 +56,7 @@ ONLY_HERE = {  # outside package -> where it may be imported
     "cupy": ("ops/gpu.py", "ops/gpu_runtime.py"),
     "cupyx": ("ops/gpu_runtime.py",),
     "torch": (
+        "compress/lgc.py",
         "train/",
         "split_images/",
         "autoencoder/",

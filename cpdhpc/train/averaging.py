@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..collectives.checks import NonFiniteGradient, check_alike
 from ..compress import COMPRESSORS
@@ -33,10 +36,12 @@ class Averaging:
     loss_scale: what losses are multiplied by, the caller's to set between steps: means are divided
         by it, and what the aggregator keeps follows it
     state: what the aggregator keeps; layers: the shape of each, by name; {} while unknown
+    parameters: those whose gradients are averaged, as far as they are known
     """
 
     aggregator: Aggregator
     layers: dict[str, list[int]]
+    parameters: list[torch.nn.Parameter]
 
     def __init__(self, world: Any, seed: int) -> None:
         self.world: Ranks = as_world(world)
@@ -61,8 +66,14 @@ class Averaging:
     def _aggregate(self, index: int, gradients: list[Array], bucket: Bucket) -> Mean:
         """Return the mean of a bucket of a step. Collective. A random stream has one bucket."""
         seed = part_seed(self.seed, index)
-        context = Context(self.world, self.state, seed, self.iteration, self.epoch)
+        context = Context(self.world, self.state, seed, self.iteration, self.epoch, self.loss_scale)
         return self.aggregator.aggregate(gradients, bucket, context)
+
+    def _refuse_momentum(self) -> None:
+        """Let steps of optimisers with momentum raise ValueError where means have some already."""
+        if self.aggregator.has_momentum:
+            check = partial(_check_momentum, weakref.ref(self))
+            weakref.finalize(self, register_optimizer_step_pre_hook(check).remove)
 
     def state_dict(self) -> Stated:
         """Return what is needed to go on, of this process: numbers, strings and tensors.
@@ -122,6 +133,21 @@ class Averaging:
             for key, value in here.items():
                 if each[key] != value:
                     raise ValueError(f"{key} of the state: {each[key]!r:.200}: here {value!r:.200}")
+
+
+def _check_momentum(
+    averaging: weakref.ref[Averaging], optimizer: torch.optim.Optimizer, *_: object
+) -> None:
+    """Raise ValueError where an optimiser has momentum and steps with means that have some."""
+    found = averaging()
+    known = set(map(id, found.parameters)) if found else set()
+    for group in optimizer.param_groups:
+        has_momentum = group.get("momentum") or "betas" in group
+        if found and has_momentum and not known.isdisjoint(map(id, group["params"])):
+            raise ValueError(
+                f"{type(optimizer).__name__}.step: has momentum, and so have the means of "
+                f"{type(found.aggregator).__name__}: should be SGD with momentum=0"
+            )
 
 
 def made(who: str, aggregator: str | Aggregator, options: dict[str, Any]) -> Aggregator:

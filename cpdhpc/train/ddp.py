@@ -56,7 +56,7 @@ class DdpHook(Averaging):
         super().__init__(world, seed)
         self.layers = {}
         self._names: dict[int, str] = {}  # of a parameter, by id, in the model's order
-        self._kept: list[torch.nn.Parameter] = []  # so that ids stay theirs
+        self.parameters = []  # so that ids stay theirs
         self._layouts: dict[tuple[int, ...], Layout] = {}
         self._executor = ThreadPoolExecutor(1, "cpdhpc-reduce") if overlap else None
         error: Exception | None = None
@@ -78,6 +78,7 @@ class DdpHook(Averaging):
         except Exception as found:  # whatever it is, no other rank may wait
             error = found
         check_alike(self.world, error, settings, [0], "ddp_hook: options")
+        self._refuse_momentum()
         self._begin()
 
     def _learn(self, model: torch.nn.Module) -> None:
@@ -89,7 +90,7 @@ class DdpHook(Averaging):
 
     def _name_it(self, parameter: torch.nn.Parameter, name: str) -> None:
         self._names[id(parameter)] = name
-        self._kept.append(parameter)
+        self.parameters.append(parameter)
         self.layers[name] = list(parameter.shape)
 
     def _begin(self) -> None:

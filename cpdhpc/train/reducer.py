@@ -101,6 +101,7 @@ class GradientReducer(Averaging):
         except Exception as found:  # whatever it is, no other rank may wait
             error = found
         check_alike(self.world, error, settings, [0], "GradientReducer: model and options")
+        self._refuse_momentum()
         for _, tensor in tensors:
             broadcast(self.world, tensor)
         self._active = [True] * self.world.processes
