@@ -33,7 +33,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..formats import TILE, Cast, FloatFormat, packed_bytes, tiles
+from ..formats import MICROSCALING, TILE, Cast, FloatFormat, packed_bytes, tiles
 from ..ops import cpu
 from ..ops.payloads import parse_wire
 
@@ -44,6 +44,21 @@ _HEADER = struct.Struct("<IBBH")
 _LARGEST = 2**32 - 1  # of sizes: an index has 32 bits
 
 
+def value_format(wire: str, name: str) -> FloatFormat | None:
+    """Return the format of a payload's values, None for raw.
+
+    Raises TypeError and ValueError, for a caller of this name, for an unknown wire and those that
+    stand for blocks of 32: values are scaled by 1,024.
+    """
+    fmt = parse_wire(wire, name)
+    if wire in MICROSCALING and fmt is not None:
+        raise ValueError(
+            f"{name}: wire={wire!r}: sparse values are not scaled by blocks: name its format, "
+            f"{fmt.name}"
+        )
+    return fmt
+
+
 def encode_sparse(indices: Array, values: Array, size: int, wire: str = "raw") -> Array:
     """Return some of size values, and which they are, as a payload, uint8[sparse_bytes].
 
@@ -52,7 +67,7 @@ def encode_sparse(indices: Array, values: Array, size: int, wire: str = "raw") -
         1,024 of them scaled by a power of two so that the largest fits
     Raises TypeError and ValueError for other arrays, sizes and wires.
     """
-    fmt = parse_wire(wire, "encode_sparse")
+    fmt = value_format(wire, "encode_sparse")
     _check_size("encode_sparse", size)
     for name, array, kind in (("indices", indices, np.uint32), ("values", values, np.float32)):
         if not isinstance(array, np.ndarray) or array.dtype != kind or array.ndim != 1:
@@ -76,7 +91,7 @@ def decode_sparse(payload: Array, size: int, wire: str = "raw") -> tuple[Array, 
     Raises TypeError and ValueError where it cannot be one: nothing outside of it is read, and
     the indices ascend and are below size.
     """
-    fmt = parse_wire(wire, "decode_sparse")
+    fmt = value_format(wire, "decode_sparse")
     count, encoding, borders = _layout("decode_sparse", payload, size, fmt)
     if payload.size != borders[-1]:
         raise ValueError(f"decode_sparse: payload: {payload.size} bytes: must be {borders[-1]}")
@@ -95,7 +110,7 @@ def sparse_bytes(payload: Array, size: int, wire: str = "raw") -> int:
 
     payload: uint8[...]; size, wire: those of encode_sparse. Raises as decode_sparse.
     """
-    fmt = parse_wire(wire, "sparse_bytes")
+    fmt = value_format(wire, "sparse_bytes")
     return _layout("sparse_bytes", payload, size, fmt)[2][-1]
 
 

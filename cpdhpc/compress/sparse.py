@@ -14,7 +14,6 @@ from ..collectives.allreduce import configured
 from ..collectives.checks import is_finite
 from ..collectives.sparse import allgather
 from ..ops import backend_of
-from ..ops.payloads import parse_wire
 from ..world.ranks import Ranks
 from .base import (
     Aggregator,
@@ -29,7 +28,7 @@ from .base import (
     raise_unless_finite,
 )
 from .bucket import Bucket
-from .payload import decode_sparse, encode_sparse
+from .payload import decode_sparse, encode_sparse, value_format
 
 Density = Annotated[float, Field(gt=0, le=1)]  # an option: share of values
 Warmup = Annotated[tuple[Density, ...], Field(strict=False)]  # an option: densities of epochs
@@ -78,7 +77,7 @@ class LargestValues(SparseMessages):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        parse_wire(self.wire)
+        value_format(self.wire, type(self).__name__)
 
     def _chosen(self, x: Array, coded: Bucket, context: Context) -> Array:
         """Return which values of a rank's float32[coded.size] are sent, uint32[m], ascending."""
