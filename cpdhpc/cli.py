@@ -306,6 +306,11 @@ COMMANDS: dict[str, Command | Group] = {
                 "bench.allreduce",
                 on_ranks=True,
             ),
+            "compress": Command(
+                "compressors on recorded gradients: bytes, errors, time; under mpirun or not",
+                "bench.compress",
+                on_ranks=True,
+            ),
             "latency": Command(
                 "latency of small all-reduces, tree beside MPI_Allreduce; under mpirun",
                 "bench.latency",
