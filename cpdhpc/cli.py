@@ -284,6 +284,10 @@ COMMANDS: dict[str, Command | Group] = {
             "codec": Command(
                 "codec rates on one core or more, in GB/s of float32, beside memcpy", "bench.codec"
             ),
+            "rounding": Command(
+                "error of rounding once by format and by how many values share an exponent",
+                "bench.rounding",
+            ),
             "layer": Command(
                 "what a layer of the autoencoder costs each of many ranks, counted; needs no MPI",
                 "bench.layer",
