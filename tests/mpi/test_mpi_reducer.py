@@ -354,3 +354,12 @@ def test_recorded_gradients_of_all_ranks_are_one_file(world: World, tmp_path: Pa
     ]
     told = "StoreError" in error and "none/g.h5: cannot be written" in error
     together(world, *right, told, alike(world, error))
+
+
+def test_loss_scales_that_one_rank_has_or_none_may_have_are_told_on_all(world: World) -> None:
+    reducer = GradientReducer(nn.Linear(2, 1), world)
+    for scale, says in ((8.0, "LossScaler: arguments differ: scale=2.0"), (3.0, "power")):
+        own = scale if world.rank == world.ranks - 1 else 2.0
+        if world.ranks > 1 or own == 3.0:
+            with pytest.raises(ValueError, match=says):
+                LossScaler(reducer, own)
