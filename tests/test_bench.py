@@ -12,12 +12,13 @@ import pytest
 import xarray
 from training import mpirun
 
-from cpdhpc import store
 from cpdhpc.bench.allreduce import Data, TimedCase, cases_of_size, integer_data, normal_data
 from cpdhpc.bench.harness import interleave, interleave_ranks
 from cpdhpc.cli import main
 from cpdhpc.collectives.allreduce import Allreduce
 from cpdhpc.collectives.method import read_machine
+from cpdhpc.collectives.schedules import SCHEDULES
+from cpdhpc.study.study_file import load_study_file
 from cpdhpc.world.cores import own_cores
 from cpdhpc.world.ranks import Loopback
 
@@ -164,25 +165,43 @@ def test_the_table_of_allreduces(runs: tuple[Path, str]) -> None:
     assert "(us)" in shown and "busbw" in shown and "kernels" in shown
 
 
-def test_every_sample_is_in_the_file(runs: tuple[Path, str]) -> None:
+def test_every_sample_is_in_the_file_of_a_study(
+    runs: tuple[Path, str], capsys: pytest.CaptureFixture[str]
+) -> None:
     path = runs[0] / "allreduce.h5"
     with xarray.open_dataset(
         path, group="samples", engine="h5netcdf", decode_timedelta=False
     ) as samples:
-        assert set(samples.sizes) == {"point", "repeat", "process"}
-        assert (samples.sizes["repeat"], samples.sizes["process"]) == (4, 2)
-        assert samples["is_warmup"].values.tolist() == [1, 0, 0, 0]
-        slowest = samples["process_time_s"].max("process")
-        assert (slowest == samples["time_s"]).all() and (samples["time_s"] > 0).all()
+        assert set(samples.sizes) == {"point", "repeat"} and samples.sizes["repeat"] == 4
+        assert samples["is_warmup"].values.tolist() == [[1, 0, 0, 0]] * samples.sizes["point"]
+        assert (samples["min_rank_time_s"] > 0).all()
+        assert (samples["mean_rank_time_s"] <= samples["time_s"]).all()
         for name in samples.variables:
             assert samples[name].attrs["units"] and samples[name].attrs["long_name"]
-        assert samples["time_s"].attrs["units"] == "s"
         ours = samples.where(samples["predicted_s"].notnull(), drop=True)
         raw = (ours["wire"] == "raw") & (ours["algorithm"] == "ring") & (ours["size_bytes"] > 8)
         assert ours["wire_bytes"].values[raw.values].tolist() == [16384]  # 2 (p - 1) / p of them
         assert set(samples["algorithm"].values) >= {"mpi", "ring", "auto"}
-    notes = store.read_attributes(path)
-    assert notes["benchmark"] == "allreduce" and notes["ranks"] == 2 and notes["processor"]
+        auto = samples["algorithm"] == "auto"
+        assert set(samples["chosen"].values[auto]) <= {*SCHEDULES}
+        assert set(samples["chosen"].values[~auto]) == {""}
+        medians = samples["time_s"].values[:, 1:]
+    file = load_study_file(path)
+    assert file.benchmark and file.points[0].ranks == 2
+    assert [point.times_s.tolist() for point in file.points] == medians.tolist()
+    assert file.environments[0]["processor"] and file.environments[0]["placement"]
+    assert main(["report", str(path)]) == 0
+    shown = capsys.readouterr().out
+    assert "what: benchmark of allreduce" in shown and "predicted" in shown
+    assert "missing" not in shown and "speed-up" not in shown
+    (printed,) = rows_of(runs[1], "16384", "ring", "e4m3", "tile", "requantise")
+    (ring,) = (
+        point
+        for point in file.points
+        if [point.factors[name] for name in ("algorithm", "size_bytes")] == ["ring", 16384]
+        and point.factors.get("value_scaling") == "tile"
+    )
+    assert 1e6 * ring.summary["median_s"] == pytest.approx(float(printed[6]), abs=0.06)
 
 
 def test_latency_has_the_columns_of_osu(runs: tuple[Path, str]) -> None:
@@ -193,7 +212,9 @@ def test_latency_has_the_columns_of_osu(runs: tuple[Path, str]) -> None:
     for row in rows_of(table)[:3]:
         for average, least, most in (row[1:4], row[4:7], row[7:10]):
             assert float(least) <= float(average) <= float(most)
-    assert store.read(where / "latency.h5")[0]["samples"]["time_s"].shape == (9, 4)
+    prepared = [p for p in load_study_file(where / "latency.h5").points][2::3]
+    assert [p.factors["algorithm"] for p in prepared] == ["tree prepared"] * 3
+    assert [len(p.times_s) for p in prepared] == [3] * 3
 
 
 def test_the_fit_is_used_for_predictions(
@@ -220,15 +241,13 @@ def test_codec_writes_its_samples_without_mpi(
     options = ["--mib", "0.1", "--formats", "e4m3,e3m0", "--repeats", "2", "--out", str(path)]
     assert main(["bench", "codec", "--threads", "1,2", *options]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 3 + 2 * 2
-    with xarray.open_dataset(
-        path, group="samples", engine="h5netcdf", decode_timedelta=False
-    ) as samples:
-        assert dict(samples.sizes) == {"point": 30, "repeat": 3, "process": 1}
-        memcpy = samples["operation"].values == "memcpy"
-        assert samples["threads"].values[memcpy].tolist() == [1, 1]
-        assert samples["threads"].values[~memcpy].tolist().count(2) == 14
-        assert set(samples["format"].values) == {"e4m3", "e3m0"}
-        assert "memcpy" in samples["operation"].values
+    points = load_study_file(path).points
+    memcpy, *others = points
+    assert memcpy.factors["operation"] == "memcpy" and "format" not in memcpy.factors
+    assert len(others) == 2 * 2 * 7 and {p.factors["format"] for p in others} == {"e4m3", "e3m0"}
+    assert sum(p.factors["threads"] == 2 for p in others) == 14
+    assert all(len(p.times_s) == 2 for p in points)
+    assert main(["report", str(path)]) == 0 and "decode_add" in capsys.readouterr().out
     assert main(["bench", "codec", "--formats", "e9"]) == 2
 
 

@@ -21,14 +21,14 @@ from ..ops import cpu, reference, set_kernel_threads
 from ..provenance import processor
 from ..world.ranks import Loopback
 from .harness import (
-    Column,
+    Measured,
+    Point,
     Times,
     check_out,
     check_positive,
     interleave,
     parse_counts,
     parse_names,
-    write_samples,
 )
 
 DEFAULT_FORMATS = "e1m1,e3m0,e3m2,e4m3,e5m2,fp16"
@@ -44,7 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--threads", default="1", help="numbers of threads, comma-separated (default 1)"
     )
-    parser.add_argument("--out", type=Path, metavar="FILE.h5", help="write every sample")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE.h5", help="write every sample, for report"
+    )
 
 
 def check_against_reference(x: NDArray[np.float32], cast: Cast) -> None:
@@ -91,12 +93,12 @@ def operations(x: NDArray[np.float32], cast: Cast) -> dict[str, Callable[[], obj
     return {MEMCPY: lambda: np.copyto(out, x), **dict(zip(CODEC_OPERATIONS, runs, strict=True))}
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace) -> Measured:
     """Check and time the operations for each format, and print a table."""
     check_positive(args, "repeats")
     if not 0 < args.mib < MOST_MIB:
         raise UserError(f"--mib {args.mib:g}: must be above 0 and below {MOST_MIB}")
-    check_out(args.out)
+    check_out(args.out, Loopback())
     names = parse_names("--formats", args.formats, parse_format)
     counts = parse_counts("--threads", args.threads)
     n = max(1, int(args.mib * 2**20 / 4))
@@ -113,14 +115,13 @@ def run(args: argparse.Namespace) -> None:
         for count in counts:
             print(_line(name, count, samples, 4 * n))
         found |= {(name, *case): times for case, times in samples.items()}
-    columns: dict[str, Column] = {
-        "format": [name for name, _, _ in found],
-        "operation": [case for _, case, _ in found],
-        "threads": [count for _, _, count in found],
-        "size_bytes": [4 * n] * len(found),
-    }
-    times = [each[:, None] for each in found.values()]
-    write_samples(args.out, Loopback(), "codec", columns, times, WARMUP)
+    points = []
+    for (name, operation, count), times in found.items():
+        factors: dict[str, int | str] = {"size_bytes": 4 * n, "operation": operation}
+        factors |= {"threads": count} if operation == MEMCPY else {"threads": count, "format": name}
+        if operation != MEMCPY or name == names[0]:
+            points.append(Point(factors, {"payload_bytes": 4.0 * n}, times[:, None]))
+    return Measured("codec", "codec", points, WARMUP)
 
 
 def _samples(

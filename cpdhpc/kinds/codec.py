@@ -174,9 +174,10 @@ def _table(file: StudyFile, groups: Sequence[SeedGroup]) -> Table:
     from ..report.tables import Column, tabulate
 
     base = {_place(group): group for group in groups if _is_base(group)}
+    threads = ["threads"] if any("threads" in group.factors for group in groups) else []
     columns: list[Column[SeedGroup]] = [
         Column("ranks", lambda g: str(g.ranks)),
-        *of_factors(("size_bytes", "operation", "format"), groups),
+        *of_factors(("size_bytes", "operation", "format", *threads), groups),
         *timing(file),
         Column("rate\nGB/s", lambda g: units.digits(_rate(g).value)),
         Column("of memcpy's", lambda g: times_as_fast(base.get(_place(g)), g)),

@@ -8,10 +8,11 @@ import pytest
 
 from cpdhpc.bench.allreduce import BASELINES, cases_of_size
 from cpdhpc.bench.baselines import gloo, sum_bfloat16, sum_float32
-from cpdhpc.bench.harness import check_out, together, write_samples
+from cpdhpc.bench.harness import Measured, Point, check_out, together
 from cpdhpc.collectives.allreduce import Allreduce, allreduce
 from cpdhpc.collectives.method import DEFAULT
 from cpdhpc.config import UserError
+from cpdhpc.study.benchmark import write_benchmark
 
 pytestmark = [pytest.mark.mpi, pytest.mark.two_ranks]
 
@@ -64,5 +65,6 @@ def test_what_one_process_finds_wrong_is_raised_by_all(world):
     with pytest.raises(UserError, match="nowhere is no directory"):
         together(world, lambda: check_out(path))
     with pytest.raises(UserError, match=r"nowhere/x\.h5: cannot be written"):
-        write_samples(Path("nowhere/x.h5"), world, "x", {}, [np.zeros((3, world.processes))], 1)
+        point = Point({"size_bytes": 4}, {}, np.zeros((3, world.processes)))
+        write_benchmark(Path("nowhere/x.h5"), Measured("x", "allreduce", [point], 1), world)
     assert together(world, lambda: world.process) == world.process
