@@ -33,18 +33,40 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
+IMPORT, IMPORT_FROM = "import", "import_from"  # keys of tables that name a function
+
+
+def located(raw: Raw, directory: Path) -> Raw:
+    """Return tables with the directory that imports are looked for in, where they say none."""
+    here = {IMPORT_FROM: str(directory.resolve())}
+    return {
+        key: here | table if isinstance(table, dict) and IMPORT in table else table
+        for key, table in raw.items()
+    }
+
+
 class OneOf:
     """The type of a table of a file that is one of several, named by one of its keys.
 
     known: name -> Section or dataclass; looked into when a file is read, so rows may be added
     key: that names the row; default: the name where the key is missing, None: it must be there
+    imported: Section of a table with a key "import" in place of a name; None: there is no such
     To be used as Annotated[Base, OneOf(TABLE, "name")].
     """
 
     def __init__(
-        self, known: Mapping[str, type[Any]], key: str, default: str | None = None
+        self,
+        known: Mapping[str, type[Any]],
+        key: str,
+        default: str | None = None,
+        imported: type[Any] | None = None,
     ) -> None:
-        self.known, self.key, self.default = known, key, default
+        self.known, self.key, self.default, self.imported = known, key, default, imported
+
+    @property
+    def rows(self) -> tuple[type[Any], ...]:
+        """Everything that a table may be."""
+        return (*self.known.values(), *([self.imported] if self.imported else []))
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
         """Return how pydantic reads and writes such a table."""
@@ -57,17 +79,24 @@ class OneOf:
         return {}
 
     def _read(self, raw: Any) -> Any:
-        if isinstance(raw, tuple(self.known.values())):
+        if isinstance(raw, self.rows):
             return raw
         if not isinstance(raw, dict):
             raise PydanticCustomError("not_a_table", "should be a table")
+        if IMPORT in raw and self.imported is not None:
+            if self.key in raw:
+                raise PydanticCustomError("value_error", f"has {self.key} and {IMPORT}: give one")
+            return self._validated(self.imported, raw)
         name = raw.get(self.key, self.default)
         if name is None:
             raise PydanticCustomError("no_name", "is missing", {"key": self.key})
         if name not in self.known:
             problem = f"={name!r}: {suggest(str(name), self.known)}"
             raise PydanticCustomError("unknown_name", "unknown", {"key": self.key, "said": problem})
-        row = self.known[name]
+        return self._validated(self.known[name], raw)
+
+    @staticmethod
+    def _validated(row: type[Any], raw: Raw) -> Any:
         try:
             return _adapter(row).validate_python(raw)
         except ValidationError as error:
@@ -76,7 +105,7 @@ class OneOf:
 
 
 def _plain(value: Any) -> Any:
-    return _adapter(type(value)).dump_python(value)
+    return _adapter(type(value)).dump_python(value, by_alias=True)
 
 
 _adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)  # to make one takes 1 ms

@@ -16,6 +16,7 @@ Overflow = Literal["saturate", "inf"]
 
 TILE = 1024  # values in a tile; chunks and layers start on tiles
 LANES = 32  # value row * 32 + lane of a tile belongs to a lane
+SHARED = {"tile": TILE, "block32": 32, "block16": 16}  # scalings whose shifts travel: values of one
 SHIFT_BIAS = 127  # a shift k is stored as the byte k + 127
 SHIFT_NONFINITE = 255  # stored instead of a shift: the tile holds NaN or infinity
 TRIT_BYTES = 205  # of a tile of ternary values, five in a byte
@@ -183,6 +184,30 @@ def parse_format(name: str) -> FloatFormat:
     return FloatFormat(exp, man, _fn_special(1 + exp + man) if match[3] else "ieee")
 
 
+# OCP Microscaling Formats v1.0: a power of two for 32 values of one of these. As wires they name
+# the scaling too.
+MICROSCALING = {
+    "mxfp8": FloatFormat(4, 3, "nan"),
+    "mxfp8-e5m2": FloatFormat(5, 2),
+    "mxfp6": FloatFormat(2, 3, "none"),
+    "mxfp6-e3m2": FloatFormat(3, 2, "none"),
+    "mxfp4": FloatFormat(2, 1, "none"),
+}
+NAMED_WIRES = {**INTEGERS, **MICROSCALING}
+
+
+def wire_format(wire: str) -> FloatFormat | None:
+    """Return the format of a wire's name, None for "raw". Raises ValueError for an unknown name."""
+    if wire in NAMED_WIRES:
+        return NAMED_WIRES[wire]
+    return None if wire == "raw" else parse_format(wire)
+
+
+def wire_scaling(wire: object) -> str:
+    """Return the scaling of a packed wire, given by name or format, of those in SHARED."""
+    return "block32" if isinstance(wire, str) and wire in MICROSCALING else "tile"
+
+
 @dataclass(frozen=True)
 class Cast:
     """How float32 becomes a format.
@@ -223,8 +248,16 @@ def tiles(n: int) -> int:
 
 
 def packed_bytes(n: int, bits: int) -> int:
-    """Bytes of n values packed at a width, without tile shifts: whole tiles."""
+    """Bytes of n values packed at a width, without shifts: whole tiles."""
     return tiles(n) * (TILE // 8) * bits
+
+
+def shift_count(n: int, shared: int) -> int:
+    """Number of shifts, a byte each, of n values of which so many share one: of whole tiles.
+
+    shared: from SHARED; 32 and 16 are rows of a lane's column
+    """
+    return tiles(n) * (TILE // shared)
 
 
 def sum_bits(fmt: FloatFormat, terms: int) -> int:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 ACCUMULATES = ("requantise", "float32", "kahan")
 EXACT = "exact"  # the way to accumulate that every algorithm knows
-SCALINGS = ("none", "static:K", "aps", "tile")
+SCALINGS = ("none", "static:K", "aps", "tile", "block32", "block16")
 MAX_SUM_BITS = 32  # of an integer that travels
 
 
@@ -44,6 +44,12 @@ CODEC_OPERATIONS = (  # bench.codec carries them out
     "decode_add",
     "hop",
     "hop tile",
+    "encode block32",
+    "decode_add block32",
+    "hop block32",
+    "encode block16",
+    "decode_add block16",
+    "hop block16",
 )
 
 HALO_OURS = "cpdhpc"

@@ -20,6 +20,13 @@ typedef int64_t i64;
 #define CPD_SHIFT_BIAS 127       // a shift k is stored as k + 127
 #define CPD_SHIFT_NONFINITE 255  // stored instead: the tile holds NaN or infinity
 #define CPD_TRIT_BYTES 205       // of a tile of ternary values, five in a byte
+#define CPD_BUCKETS 2048         // of one pass of a radix selection, at most
+
+// A lane's column of a tile may be cut into blocks, equal parts with a shift each. 0 blocks stand
+// for one shift of the whole tile.
+#define CPD_MOST_BLOCKS 2
+
+#define CPD_SHIFTS_OF_TILE(blocks) ((blocks) ? CPD_LANES * (blocks) : 1)
 
 enum { CPD_NEAREST = 0, CPD_ZERO = 1, CPD_STOCHASTIC = 2 };
 

@@ -51,6 +51,7 @@ CPD_FN U load(const u32* x, i64 i, i64 n) { return i < n ? x[i] : 0u; }
 CPD_FN void store(u32* x, i64 i, i64 n, U value) {
     if (i < n) x[i] = value;
 }
+CPD_FN bool any(bool lane) { return lane; }
 CPD_FN U load_bytes(const u8* x) { return *x; }
 CPD_FN void store_bytes(u8* x, U value) { *x = (u8)value; }
 
@@ -91,6 +92,13 @@ CPD_FN U load(const u32* x, i64 i, i64) {
     return value;
 }
 CPD_FN void store(u32* x, i64 i, i64, U value) { memcpy(x + i, &value, sizeof value); }
+CPD_FN U lanes(U each) { return each; }
+CPD_FN bool any(bool all) { return all; }
+CPD_FN bool any(I mask) {
+    int found = 0;
+    for (int lane = 0; lane < CPD_GROUP; ++lane) found |= mask[lane];
+    return found;
+}
 typedef u8 Bytes __attribute__((vector_size(16)));
 CPD_FN U load_bytes(const u8* x) {
     Bytes value;
@@ -100,6 +108,22 @@ CPD_FN U load_bytes(const u8* x) {
 CPD_FN void store_bytes(u8* x, U value) {
     Bytes low = __builtin_convertvector(value, Bytes);
     memcpy(x, &low, sizeof low);
+}
+// The signs of all lanes, the first lane's the lowest bit.
+CPD_FN u32 signs(I v) {
+#if defined(CPD_AVX512)
+    return (u32)__builtin_ia32_cvtd2mask512(v);
+#elif defined(CPD_AVX2)
+    typedef float Half __attribute__((vector_size(32)));
+    Half halves[2];
+    memcpy(halves, &v, sizeof halves);
+    return (u32)(__builtin_ia32_movmskps256(halves[0]) | __builtin_ia32_movmskps256(halves[1])
+                                                             << 8);
+#else
+    u32 bits = 0;
+    for (int lane = 0; lane < CPD_GROUP; ++lane) bits |= (u32)v[lane] >> 31 << lane;
+    return bits;
+#endif
 }
 
 #endif

@@ -68,6 +68,15 @@ bool has_tiles(const Buffer& words, const Buffer& shifts, i64 n, i64 bits) {
            has_length(shifts, "shifts", tiles_of(n));
 }
 
+// The same where there may be more shifts; blocks is set to those of a column, by their number.
+bool has_blocks(const Buffer& words, const Buffer& shifts, i64 n, i64 bits, int* blocks) {
+    const i64 tiles = tiles_of(n);
+    for (*blocks = 0; *blocks <= CPD_MOST_BLOCKS; ++*blocks)
+        if (shifts.view.len == tiles * CPD_SHIFTS_OF_TILE(*blocks))
+            return has_words(words, "words", tiles, bits);
+    return has_tiles(words, shifts, n, bits);  // says what is wrong
+}
+
 i64 floats_in(const Buffer& x) { return x.view.len / (i64)sizeof(float); }
 
 bool has_counts(const Buffer& counts, i64 n) {

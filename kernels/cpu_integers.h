@@ -32,11 +32,7 @@ CPD_FN void integers_hop_loop(const Cast& cast, Key key, u64 offset, const u32* 
                 cast, shifts[t] - CPD_SHIFT_BIAS, words_in + t * words_of_tile(cast, bits_in),
                 bits_in, tile, CPD_TILE, words + t * CPD_LANES * bits, bits, lane, key,
                 offset + t * CPD_TILE, c);
-        if (COUNT) {
-            counts[3 * t] = sum_lanes(c.saturated);
-            counts[3 * t + 1] = sum_lanes(c.underflowed);
-            counts[3 * t + 2] = sum_lanes(c.nonfinite);
-        }
+        if (COUNT) write_counts(c, counts + 3 * t);
     }
 }
 

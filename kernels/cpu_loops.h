@@ -42,6 +42,12 @@ CPD_FN u32 sum_lanes(I v) {
     return sum;
 }
 
+CPD_FN void write_counts(const Counts& c, u32* counts) {
+    counts[0] = sum_lanes(c.saturated);
+    counts[1] = sum_lanes(c.underflowed);
+    counts[2] = sum_lanes(c.nonfinite);
+}
+
 // How many of n values are not finite: where a tile is padded, the padding does not count.
 inline u32 nonfinite_in(const float* x, i64 n) {
     u32 found = 0;
@@ -65,11 +71,7 @@ CPD_FN void encode_tile(const Cast& cast, u8 shift, Key key, u64 index, const fl
     for (int lane = 0; lane < CPD_LANES; lane += CPD_GROUP)
         encode_column<NEAREST, COUNT, INSIDE>(cast, k, x, CPD_TILE, words, lane, key, index, c,
                                               ahead);
-    if (COUNT) {
-        counts[0] = sum_lanes(c.saturated);
-        counts[1] = sum_lanes(c.underflowed);
-        counts[2] = sum_lanes(c.nonfinite);
-    }
+    if (COUNT) write_counts(c, counts);
 }
 
 // Chooses the shift of a tile with this largest magnitude if it is to fit, and encodes the tile.
@@ -117,13 +119,17 @@ CPD_FN u32 sum_tile(const Cast& cast, u8 shift, const u32* words, const float* x
     return amax_tile(sum);  // what the padding of the words decodes to does not count
 }
 
-// out = the decoded tile, n values; returns how many are not finite.
-CPD_FN i64 decode_tile(const Cast& cast, u8 shift, const u32* words, float* out, i64 n) {
+// out = the decoded tile, n values; returns how many are not finite. blocks: 0 for one shift.
+CPD_FN i64 decode_tile(const Cast& cast, int blocks, const u8* shifts, const u32* words, float* out,
+                       i64 n) {
     Padded<float> pad;
     float* target = pad.target(out, n);
     I count = {};
     for (int lane = 0; lane < CPD_LANES; lane += CPD_GROUP)
-        decode_column(cast, shift, words, lane, target, CPD_TILE, count);
+        if (blocks)
+            decode_blocks(cast, blocks, shifts, words, lane, target, CPD_TILE, count);
+        else
+            decode_column(cast, *shifts, words, lane, target, CPD_TILE, count);
     u32 found = sum_lanes(count);
     pad.write(out, n);
     return found && n < CPD_TILE ? nonfinite_in(out, n) : found;
@@ -154,9 +160,55 @@ void hop_loop(const Cast& given, bool fit, Key key, u64 offset, const u32* words
     }
 }
 
+template <bool NEAREST, bool COUNT, bool INSIDE>
+CPD_FN void encode_tile_of_blocks(const Cast& cast, int blocks, const u8* shifts, Key key,
+                                  u64 index, const float* x, u32* words, u32* counts,
+                                  const float* ahead) {
+    Counts c = {};
+    for (int lane = 0; lane < CPD_LANES; lane += CPD_GROUP)
+        encode_blocks<NEAREST, COUNT, INSIDE>(cast, blocks, shifts, x, CPD_TILE, words, lane, key,
+                                              index, c, ahead);
+    if (COUNT) write_counts(c, counts);
+}
+
+// Encodes x, or where words_in are not null its sum with what they decode to, where the blocks of
+// each lane have shifts of their own. No lane waits for another's, so no tile is looked at ahead.
+template <bool NEAREST, bool COUNT>
+void blocks_loop(const Cast& given, int blocks, bool fit, Key key, u64 offset, const u32* words_in,
+                 const u8* shifts_in, const float* x, i64 n, u32* words, u8* shifts, u32* counts) {
+    const Cast cast = given;  // a copy, which no store can change
+    const i64 stride = CPD_LANES * width(cast);
+    Padded<float> pad;
+    alignas(64) float sum[CPD_TILE];
+    for (i64 t = 0; t * CPD_TILE < n; ++t) {
+        const i64 left = n - t * CPD_TILE, shift = t * CPD_LANES * blocks;
+        const float *tile = pad.read(x + t * CPD_TILE, left), *ahead = x + (t + 1) * CPD_TILE;
+        U most[CPD_LANES / CPD_GROUP][CPD_MOST_BLOCKS], all = lanes(0);
+        if (words_in) {
+            expect_words(words_in + (t + CPD_HOP_AHEAD) * stride, stride);
+            for (int lane = 0; lane < CPD_LANES; lane += CPD_GROUP)
+                sum_blocks(cast, blocks, shifts_in + shift, words_in + t * stride, lane, tile,
+                           CPD_TILE, sum, CPD_TILE, most[lane / CPD_GROUP]);
+            // What the padding of the words decodes to does not count.
+            if (left < CPD_TILE) memset(sum + left, 0, (size_t)(CPD_TILE - left) * sizeof(float));
+            tile = sum;
+        }
+        for (int lane = 0; fit && lane < CPD_LANES; lane += CPD_GROUP) {
+            U* largest = most[lane / CPD_GROUP];
+            if (!words_in || left < CPD_TILE) amax_blocks(blocks, tile, CPD_TILE, lane, largest);
+            all = larger(all, fit_blocks(cast, blocks, largest, shifts + shift, lane));
+        }
+        const bool inside = fit && !any(less(lanes(largest_inside(cast)), all));
+        auto encode = inside ? encode_tile_of_blocks<NEAREST, COUNT, true>
+                             : encode_tile_of_blocks<NEAREST, COUNT, false>;
+        encode(cast, blocks, shifts + shift, key, offset + t * CPD_TILE, tile, words + t * stride,
+               counts + 3 * t, ahead + CPD_HOP_AHEAD * CPD_TILE);
+    }
+}
+
 void encode(const Cast& given, int k, Key key, u64 offset, const float* x, i64 n, u32* codes) {
     const Cast cast = given;  // a copy, which no store can change
-    Encoder e = make_encoder(cast, k);
+    Encoder e = make_encoder(cast, (u32)k);
     Padded<float> pad;
     Padded<u32> pad_codes;
     Counts counts;
@@ -178,7 +230,7 @@ void encode(const Cast& given, int k, Key key, u64 offset, const float* x, i64 n
 
 void decode(const Cast& given, int k, const u32* codes, i64 n, float* out) {
     const Cast cast = given;  // a copy, which no store can change
-    Decoder d = make_decoder(cast, k);
+    Decoder d = make_decoder(cast, (u32)k);
     Padded<u32> pad;
     Padded<float> pad_out;
     for (i64 t = 0; t < n; t += CPD_TILE) {
@@ -217,53 +269,73 @@ void amax_tiles(const float* x, i64 n, u32* amax) {
         amax[t] = amax_tile(pad.read(x + t * CPD_TILE, n - t * CPD_TILE));
 }
 
-void encode_tiles(const Cast& cast, bool fit, Key key, u64 offset, const float* x, i64 n,
-                  u32* words, u8* shifts, u32* counts) {
+void encode_tiles(const Cast& cast, int blocks, bool fit, Key key, u64 offset, const float* x,
+                  i64 n, u32* words, u8* shifts, u32* counts) {
     const bool nearest = cast.rounding == CPD_NEAREST;
+    if (blocks) {
+        auto loop = nearest ? (counts ? blocks_loop<true, true> : blocks_loop<true, false>)
+                            : (counts ? blocks_loop<false, true> : blocks_loop<false, false>);
+        return loop(cast, blocks, fit, key, offset, nullptr, nullptr, x, n, words, shifts, counts);
+    }
     auto loop = nearest ? (counts ? encode_loop<true, true> : encode_loop<true, false>)
                         : (counts ? encode_loop<false, true> : encode_loop<false, false>);
     loop(cast, fit, key, offset, x, n, words, shifts, counts);
 }
 
-i64 decode_tiles(const Cast& given, const u32* words, const u8* shifts, float* out, i64 n) {
+i64 decode_tiles(const Cast& given, int blocks, const u32* words, const u8* shifts, float* out,
+                 i64 n) {
     const Cast cast = given;  // a copy, which no store can change
     i64 nonfinite = 0;
     for (i64 t = 0; t * CPD_TILE < n; ++t)
-        nonfinite += decode_tile(cast, shifts[t], words + t * CPD_LANES * width(cast),
-                                 out + t * CPD_TILE, n - t * CPD_TILE);
+        nonfinite +=
+            decode_tile(cast, blocks, shifts + t * CPD_SHIFTS_OF_TILE(blocks),
+                        words + t * CPD_LANES * width(cast), out + t * CPD_TILE, n - t * CPD_TILE);
     return nonfinite;
 }
 
-void decode_add_tiles(const Cast& given, const u32* words, const u8* shifts, const float* x,
-                      float* out, i64 n) {
+void decode_add_tiles(const Cast& given, int blocks, const u32* words, const u8* shifts,
+                      const float* x, float* out, i64 n) {
     const Cast cast = given;  // a copy, which no store can change
     Padded<float> pad, pad_out;
+    U most[CPD_MOST_BLOCKS];
     for (i64 t = 0; t * CPD_TILE < n; ++t) {
         i64 left = n - t * CPD_TILE;
         const float* tile = pad.read(x + t * CPD_TILE, left);
         float* target = pad_out.target(out + t * CPD_TILE, left);
+        const u32* in = words + t * CPD_LANES * width(cast);
         for (int lane = 0; lane < CPD_LANES; lane += CPD_GROUP)
-            sum_column(cast, shifts[t], words + t * CPD_LANES * width(cast), lane, tile, CPD_TILE,
-                       target, CPD_TILE);
+            if (blocks)
+                sum_blocks(cast, blocks, shifts + t * CPD_SHIFTS_OF_TILE(blocks), in, lane, tile,
+                           CPD_TILE, target, CPD_TILE, most);
+            else
+                sum_column(cast, shifts[t], in, lane, tile, CPD_TILE, target, CPD_TILE);
         pad_out.write(out + t * CPD_TILE, left);
     }
 }
 
 // Decodes while the words are in the cache, but not tile by tile: stores that wait for memory would
 // hold up those of the words.
-i64 decode_add_encode_tiles(const Cast& cast, bool fit, Key key, u64 offset, const u32* words_in,
-                            const u8* shifts_in, const float* x, i64 n, u32* words, u8* shifts,
-                            float* out, u32* counts) {
+i64 decode_add_encode_tiles(const Cast& cast, int blocks, bool fit, Key key, u64 offset,
+                            const u32* words_in, const u8* shifts_in, const float* x, i64 n,
+                            u32* words, u8* shifts, float* out, u32* counts) {
     const bool nearest = cast.rounding == CPD_NEAREST;
-    auto loop = nearest ? (counts ? hop_loop<true, true> : hop_loop<true, false>)
-                        : (counts ? hop_loop<false, true> : hop_loop<false, false>);
+    auto one = nearest ? (counts ? hop_loop<true, true> : hop_loop<true, false>)
+                       : (counts ? hop_loop<false, true> : hop_loop<false, false>);
+    auto several = nearest ? (counts ? blocks_loop<true, true> : blocks_loop<true, false>)
+                           : (counts ? blocks_loop<false, true> : blocks_loop<false, false>);
     const i64 most = out ? 64 * CPD_TILE : n;
     i64 nonfinite = 0;
     for (i64 i = 0; i < n; i += most) {
         i64 m = n - i < most ? n - i : most, t = i / CPD_TILE, w = t * CPD_LANES * width(cast);
-        loop(cast, fit, key, offset + i, words_in + w, shifts_in + t, x + i, m, words + w,
-             shifts + t, counts ? counts + 3 * t : counts);
-        if (out) nonfinite += decode_tiles(cast, words + w, shifts + t, out + i, m);
+        i64 s = t * CPD_SHIFTS_OF_TILE(blocks);
+        u32* counted = counts ? counts + 3 * t : counts;
+        if (blocks)
+            several(cast, blocks, fit, key, offset + i, words_in + w, shifts_in + s, x + i, m,
+                    words + w, shifts + s, counted);
+        else
+            one(cast, fit, key, offset + i, words_in + w, shifts_in + s, x + i, m, words + w,
+                shifts + s, counted);
+        if (out) nonfinite += decode_tiles(cast, blocks, words + w, shifts + s, out + i, m);
     }
     return nonfinite;
 }
@@ -271,6 +343,7 @@ i64 decode_add_encode_tiles(const Cast& cast, bool fit, Key key, u64 offset, con
 }  // namespace
 
 #include "cpu_integers.h"
+#include "cpu_sparse.h"
 
 extern const Loops CPD_TABLE = {CPD_TABLE_NAME,
                                 encode,
@@ -286,4 +359,8 @@ extern const Loops CPD_TABLE = {CPD_TABLE_NAME,
                                 add_encode_integers_tiles,
                                 decode_integers_tiles,
                                 pack_trits,
-                                unpack_trits};
+                                unpack_trits,
+                                mark_above,
+                                count_digits,
+                                count_bits,
+                                unpack_bitmap};

@@ -13,6 +13,7 @@ const Loops* loops = &cpd_loops_portable;  // the fastest that this processor ru
 
 #include "cpu_integers_calls.h"
 #include "cpu_moves_calls.h"
+#include "cpu_sparse_calls.h"
 
 namespace {
 
@@ -80,56 +81,59 @@ PyObject* amax_tiles(PyObject*, PyObject* args) {
 PyObject* encode_tiles(PyObject*, PyObject* args) {
     Cast cast;
     Key key;
-    int threads, fit;
+    int threads, fit, blocks;
     unsigned long long offset;
     Buffer x, words, shifts, counts;
     if (!PyArg_ParseTuple(args, "iO&pO&Ky*w*w*|w*", &threads, to_cast, &cast, &fit, to_key, &key,
                           &offset, &x.view, &words.view, &shifts.view, &counts.view))
         return nullptr;
     i64 n = floats_in(x), bits = width_of(cast);
-    if (!has_tiles(words, shifts, n, bits) || !has_counts(counts, n)) return nullptr;
+    if (!has_blocks(words, shifts, n, bits, &blocks) || !has_counts(counts, n)) return nullptr;
     return in_blocks(threads, n, [&](const Block& b) {
-        loops->encode_tiles(cast, fit, key, offset + b.first, x.at<float>(b.first), b.n,
-                            words.at<u32>(b.tile * CPD_LANES * bits), shifts.at<u8>(b.tile),
+        loops->encode_tiles(cast, blocks, fit, key, offset + b.first, x.at<float>(b.first), b.n,
+                            words.at<u32>(b.tile * CPD_LANES * bits),
+                            shifts.at<u8>(b.tile * CPD_SHIFTS_OF_TILE(blocks)),
                             counts.at<u32>(3 * b.tile));
     });
 }
 
 PyObject* decode_tiles(PyObject*, PyObject* args) {
     Cast cast;
-    int threads;
+    int threads, blocks;
     Buffer words, shifts, out;
     if (!PyArg_ParseTuple(args, "iO&y*y*w*", &threads, to_cast, &cast, &words.view, &shifts.view,
                           &out.view))
         return nullptr;
     i64 n = floats_in(out), bits = width_of(cast);
-    if (!has_tiles(words, shifts, n, bits)) return nullptr;
+    if (!has_blocks(words, shifts, n, bits, &blocks)) return nullptr;
     return count_in_blocks(threads, n, [&](const Block& b) {
-        return loops->decode_tiles(cast, words.at<u32>(b.tile * CPD_LANES * bits),
-                                   shifts.at<u8>(b.tile), out.at<float>(b.first), b.n);
+        return loops->decode_tiles(cast, blocks, words.at<u32>(b.tile * CPD_LANES * bits),
+                                   shifts.at<u8>(b.tile * CPD_SHIFTS_OF_TILE(blocks)),
+                                   out.at<float>(b.first), b.n);
     });
 }
 
 PyObject* decode_add_tiles(PyObject*, PyObject* args) {
     Cast cast;
-    int threads;
+    int threads, blocks;
     Buffer words, shifts, x, out;
     if (!PyArg_ParseTuple(args, "iO&y*y*y*w*", &threads, to_cast, &cast, &words.view, &shifts.view,
                           &x.view, &out.view))
         return nullptr;
     i64 n = floats_in(x), bits = width_of(cast);
-    if (!has_tiles(words, shifts, n, bits) || !has_length(out, "out", x.view.len)) return nullptr;
+    if (!has_blocks(words, shifts, n, bits, &blocks) || !has_length(out, "out", x.view.len))
+        return nullptr;
     return in_blocks(threads, n, [&](const Block& b) {
-        loops->decode_add_tiles(cast, words.at<u32>(b.tile * CPD_LANES * bits),
-                                shifts.at<u8>(b.tile), x.at<float>(b.first), out.at<float>(b.first),
-                                b.n);
+        loops->decode_add_tiles(cast, blocks, words.at<u32>(b.tile * CPD_LANES * bits),
+                                shifts.at<u8>(b.tile * CPD_SHIFTS_OF_TILE(blocks)),
+                                x.at<float>(b.first), out.at<float>(b.first), b.n);
     });
 }
 
 PyObject* decode_add_encode_tiles(PyObject*, PyObject* args) {
     Cast cast;
     Key key;
-    int threads, fit;
+    int threads, fit, blocks, blocks_in;
     unsigned long long offset;
     Buffer words_in, shifts_in, x, words, shifts, out, counts;
     if (!PyArg_ParseTuple(args, "iO&pO&Ky*y*y*w*w*O&O&", &threads, to_cast, &cast, &fit, to_key,
@@ -137,15 +141,17 @@ PyObject* decode_add_encode_tiles(PyObject*, PyObject* args) {
                           &shifts.view, to_optional, &out, to_optional, &counts))
         return nullptr;
     i64 n = floats_in(x), bits = width_of(cast);
-    if (!has_tiles(words_in, shifts_in, n, bits) || !has_tiles(words, shifts, n, bits) ||
-        !has_counts(counts, n) || (out.view.buf && !has_length(out, "out", x.view.len)))
+    if (!has_blocks(words_in, shifts_in, n, bits, &blocks_in) ||
+        !has_blocks(words, shifts, n, bits, &blocks) ||
+        !has_length(shifts, "shifts", shifts_in.view.len) || !has_counts(counts, n) ||
+        (out.view.buf && !has_length(out, "out", x.view.len)))
         return nullptr;
     return count_in_blocks(threads, n, [&](const Block& b) {
-        i64 word = b.tile * CPD_LANES * bits;
+        i64 word = b.tile * CPD_LANES * bits, shift = b.tile * CPD_SHIFTS_OF_TILE(blocks);
         return loops->decode_add_encode_tiles(
-            cast, fit, key, offset + b.first, words_in.at<u32>(word), shifts_in.at<u8>(b.tile),
-            x.at<float>(b.first), b.n, words.at<u32>(word), shifts.at<u8>(b.tile),
-            out.at<float>(b.first), counts.at<u32>(3 * b.tile));
+            cast, blocks, fit, key, offset + b.first, words_in.at<u32>(word),
+            shifts_in.at<u8>(shift), x.at<float>(b.first), b.n, words.at<u32>(word),
+            shifts.at<u8>(shift), out.at<float>(b.first), counts.at<u32>(3 * b.tile));
     });
 }
 
@@ -221,6 +227,16 @@ PyMethodDef methods[] = {
     {"decode_integers_tiles", decode_integers_tiles, METH_VARARGS, nullptr},
     {"pack_trits", pack_trits, METH_VARARGS, nullptr},
     {"unpack_trits", unpack_trits, METH_VARARGS, nullptr},
+    {"mark_above", mark_above, METH_VARARGS, nullptr},
+    {"count_digits", count_digits, METH_VARARGS, nullptr},
+    {"count_bits", count_bits, METH_VARARGS, nullptr},
+    {"pack_bitmap", pack_bitmap, METH_VARARGS, nullptr},
+    {"unpack_bitmap", unpack_bitmap, METH_VARARGS, nullptr},
+    {"pack_stream", pack_stream, METH_VARARGS, nullptr},
+    {"unpack_stream", unpack_stream, METH_VARARGS, nullptr},
+    {"gather", gather, METH_VARARGS, nullptr},
+    {"scatter_add", scatter_add, METH_VARARGS, nullptr},
+    {"clear", clear, METH_VARARGS, nullptr},
     {"make_moves", make_moves, METH_VARARGS, nullptr},
     {"read_loan", read_loan, METH_VARARGS, nullptr},
     {"read_memory", read_memory, METH_VARARGS, nullptr},

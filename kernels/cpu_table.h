@@ -1,5 +1,6 @@
 // The loops over tiles that the Python module calls, compiled once for each generation of
-// processors. x and out: n floats; words: 32-bit words of whole tiles; shifts: one byte a tile.
+// processors. x and out: n floats; words: 32-bit words of whole tiles; shifts: one byte a tile, or
+// where blocks is not 0 one for each of the blocks of each lane's column, [tile][block][lane].
 // ops/reference.py specifies each.
 #ifndef CPD_CPU_TABLE_H
 #define CPD_CPU_TABLE_H
@@ -14,13 +15,14 @@ struct Loops {
     void (*unpack)(int bits, const u32* words, i64 n, u32* codes);
     void (*amax_tiles)(const float* x, i64 n, u32* amax);
     // fit: choose and write the shifts, else read them. counts: three a tile, or null.
-    void (*encode_tiles)(const Cast& cast, bool fit, Key key, u64 offset, const float* x, i64 n,
-                         u32* words, u8* shifts, u32* counts);
-    i64 (*decode_tiles)(const Cast& cast, const u32* words, const u8* shifts, float* out, i64 n);
-    void (*decode_add_tiles)(const Cast& cast, const u32* words, const u8* shifts, const float* x,
-                             float* out, i64 n);
+    void (*encode_tiles)(const Cast& cast, int blocks, bool fit, Key key, u64 offset,
+                         const float* x, i64 n, u32* words, u8* shifts, u32* counts);
+    i64 (*decode_tiles)(const Cast& cast, int blocks, const u32* words, const u8* shifts,
+                        float* out, i64 n);
+    void (*decode_add_tiles)(const Cast& cast, int blocks, const u32* words, const u8* shifts,
+                             const float* x, float* out, i64 n);
     // out: n floats for what words decode to, or null; returns how many of it are not finite.
-    i64 (*decode_add_encode_tiles)(const Cast& cast, bool fit, Key key, u64 offset,
+    i64 (*decode_add_encode_tiles)(const Cast& cast, int blocks, bool fit, Key key, u64 offset,
                                    const u32* words_in, const u8* shifts_in, const float* x, i64 n,
                                    u32* words, u8* shifts, float* out, u32* counts);
     // Exact sums: integers of bits bits, or codes of the cast where bits is 0; whole tiles.
@@ -33,6 +35,11 @@ struct Loops {
                                  float* out, i64 n);
     void (*pack_trits)(const u32* words, i64 tiles, u8* trits);
     void (*unpack_trits)(const u8* trits, i64 tiles, u32* words);
+    // Selection: words hold a bit for each value or place, counts and starts one of each 32 words.
+    void (*mark_above)(u32 bits, const float* x, i64 n, u32* words);
+    void (*count_digits)(u32 low, int shift, u32 buckets, const float* x, i64 n, u32* counts);
+    void (*count_bits)(const u32* words, i64 n, u32* counts);
+    void (*unpack_bitmap)(const u32* words, i64 n, u32 first, const u32* starts, u32* out, i64 end);
 };
 
 // Compilers other than gcc, and other processors, get the portable loops alone.

@@ -44,23 +44,53 @@ __device__ void write_counts(const Counts& c, u32* counts) {
     }
 }
 
-// Encodes a tile of n values with its shift and writes its counts, if wanted.
-__device__ void encode_tile(const Cast& cast, u8 shift, Key key, u64 index, const float* x, i64 n,
-                            u32* words, u32* counts) {
+// Encodes a tile of n values and writes its counts, if wanted. The shifts are in memory, or where
+// fit says so they are chosen by most, the largest magnitudes of the lane's blocks, and written.
+// Returns the shift where the tile has one.
+__device__ u8 encode_tile(const Cast& cast, int blocks, bool fit, const u32* most, u8* shifts,
+                          Key key, u64 index, const float* x, i64 n, u32* words, u32* counts) {
     Counts c = {};
-    int lane = lane_of_thread();
-    int k = shift == CPD_SHIFT_NONFINITE ? 0 : shift - CPD_SHIFT_BIAS;
-    if (cast.rounding == CPD_NEAREST)
-        encode_column<true, true, false>(cast, k, x, n, words, lane, key, index, c, x);
-    else
-        encode_column<false, true, false>(cast, k, x, n, words, lane, key, index, c, x);
+    const int lane = lane_of_thread();
+    const bool nearest = cast.rounding == CPD_NEAREST;
+    u8 shift = CPD_SHIFT_BIAS;
+    if (blocks) {
+        if (fit) fit_blocks(cast, blocks, most, shifts, lane);  // a thread reads what it wrote
+        if (nearest)
+            encode_blocks<true, true, false>(cast, blocks, shifts, x, n, words, lane, key, index, c,
+                                             x);
+        else
+            encode_blocks<false, true, false>(cast, blocks, shifts, x, n, words, lane, key, index,
+                                              c, x);
+    } else {
+        shift = fit ? fitting_shift(cast, warp_largest(*most)) : *shifts;
+        if (fit && lane == 0) *shifts = shift;
+        const int k = shift == CPD_SHIFT_NONFINITE ? 0 : shift - CPD_SHIFT_BIAS;
+        if (nearest)
+            encode_column<true, true, false>(cast, k, x, n, words, lane, key, index, c, x);
+        else
+            encode_column<false, true, false>(cast, k, x, n, words, lane, key, index, c, x);
+    }
     write_counts(c, counts);
+    return shift;
 }
 
-__device__ u8 settle_shift(const Cast& cast, bool fit, u32 most, u8* shift) {
-    u8 chosen = fit ? fitting_shift(cast, warp_largest(most)) : *shift;
-    if (fit && lane_of_thread() == 0) *shift = chosen;
-    return chosen;
+// The sum of x and a decoded tile, zero from value n on; most: of the lane's blocks.
+__device__ void sum_tile(const Cast& cast, int blocks, const u8* shifts, const u32* words,
+                         const float* x, i64 n, float* out, i64 room, u32* most) {
+    const int lane = lane_of_thread();
+    if (blocks)
+        sum_blocks(cast, blocks, shifts, words, lane, x, n, out, room, most);
+    else
+        *most = sum_column(cast, *shifts, words, lane, x, n, out, room);
+}
+
+__device__ void decode_tile(const Cast& cast, int blocks, const u8* shifts, const u32* words,
+                            float* out, i64 n, I& nonfinite) {
+    const int lane = lane_of_thread();
+    if (blocks)
+        decode_blocks(cast, blocks, shifts, words, lane, out, n, nonfinite);
+    else
+        decode_column(cast, *shifts, words, lane, out, n, nonfinite);
 }
 
 // Words of a tile of integers of bits bits, or of codes where bits is 0.
@@ -75,7 +105,7 @@ extern "C" {
 __global__ void encode(const int* cast_numbers, int k, u32 key_low, u32 key_high, u64 offset,
                        const float* x, i64 n, u32* codes) {
     Cast cast = load_cast(cast_numbers);
-    Encoder e = make_encoder(cast, k);
+    Encoder e = make_encoder(cast, (u32)k);
     Key key{key_low, key_high};
     Counts counts;
     i64 stride = (i64)gridDim.x * blockDim.x;
@@ -87,7 +117,7 @@ __global__ void encode(const int* cast_numbers, int k, u32 key_low, u32 key_high
 
 __global__ void decode(const int* cast_numbers, int k, const u32* codes, i64 n, float* out) {
     Cast cast = load_cast(cast_numbers);
-    Decoder d = make_decoder(cast, k);
+    Decoder d = make_decoder(cast, (u32)k);
     i64 stride = (i64)gridDim.x * blockDim.x;
     for (i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += stride)
         out[i] = decode_code(cast, d, codes[i]);
@@ -113,45 +143,49 @@ __global__ void amax_tiles(const float* x, i64 n, u32* amax) {
     }
 }
 
-__global__ void encode_tiles(const int* cast_numbers, int fit, u32 key_low, u32 key_high,
-                             u64 offset, const float* x, i64 n, u32* words, u8* shifts,
-                             u32* counts) {
+__global__ void encode_tiles(const int* cast_numbers, int blocks, int fit, u32 key_low,
+                             u32 key_high, u64 offset, const float* x, i64 n, u32* words,
+                             u8* shifts, u32* counts) {
     Cast cast = load_cast(cast_numbers);
     Key key{key_low, key_high};
     for (i64 t = first_tile(); t * CPD_TILE < n; t += tile_stride()) {
         const float* tile = x + t * CPD_TILE;
         i64 left = n - t * CPD_TILE;
-        u32 most = fit ? amax_column(tile, left, lane_of_thread()) : 0;
-        u8 shift = settle_shift(cast, fit, most, shifts + t);
-        encode_tile(cast, shift, key, offset + t * CPD_TILE, tile, left,
-                    words + t * CPD_LANES * width(cast), counts ? counts + 3 * t : nullptr);
+        u32 most[CPD_MOST_BLOCKS];
+        if (fit) amax_blocks(blocks ? blocks : 1, tile, left, lane_of_thread(), most);
+        encode_tile(cast, blocks, fit, most, shifts + t * CPD_SHIFTS_OF_TILE(blocks), key,
+                    offset + t * CPD_TILE, tile, left, words + t * CPD_LANES * width(cast),
+                    counts ? counts + 3 * t : nullptr);
     }
 }
 
-__global__ void decode_tiles(const int* cast_numbers, const u32* words, const u8* shifts,
-                             float* out, i64 n, u64* nonfinite) {
+__global__ void decode_tiles(const int* cast_numbers, int blocks, const u32* words,
+                             const u8* shifts, float* out, i64 n, u64* nonfinite) {
     Cast cast = load_cast(cast_numbers);
     I count = 0;
     for (i64 t = first_tile(); t * CPD_TILE < n; t += tile_stride())
-        decode_column(cast, shifts[t], words + t * CPD_LANES * width(cast), lane_of_thread(),
-                      out + t * CPD_TILE, n - t * CPD_TILE, count);
+        decode_tile(cast, blocks, shifts + t * CPD_SHIFTS_OF_TILE(blocks),
+                    words + t * CPD_LANES * width(cast), out + t * CPD_TILE, n - t * CPD_TILE,
+                    count);
     if (count) atomicAdd(nonfinite, (u64)count);
 }
 
-__global__ void decode_add_tiles(const int* cast_numbers, const u32* words, const u8* shifts,
-                                 const float* x, float* out, i64 n) {
+__global__ void decode_add_tiles(const int* cast_numbers, int blocks, const u32* words,
+                                 const u8* shifts, const float* x, float* out, i64 n) {
     Cast cast = load_cast(cast_numbers);
     for (i64 t = first_tile(); t * CPD_TILE < n; t += tile_stride()) {
         i64 left = n - t * CPD_TILE;
-        sum_column(cast, shifts[t], words + t * CPD_LANES * width(cast), lane_of_thread(),
-                   x + t * CPD_TILE, left, out + t * CPD_TILE, left);
+        u32 most[CPD_MOST_BLOCKS];
+        sum_tile(cast, blocks, shifts + t * CPD_SHIFTS_OF_TILE(blocks),
+                 words + t * CPD_LANES * width(cast), x + t * CPD_TILE, left, out + t * CPD_TILE,
+                 left, most);
     }
 }
 
-__global__ void decode_add_encode_tiles(const int* cast_numbers, int fit, u32 key_low, u32 key_high,
-                                        u64 offset, const u32* words_in, const u8* shifts_in,
-                                        const float* x, i64 n, u32* words, u8* shifts, float* out,
-                                        u64* nonfinite, u32* counts) {
+__global__ void decode_add_encode_tiles(const int* cast_numbers, int blocks, int fit, u32 key_low,
+                                        u32 key_high, u64 offset, const u32* words_in,
+                                        const u8* shifts_in, const float* x, i64 n, u32* words,
+                                        u8* shifts, float* out, u64* nonfinite, u32* counts) {
     __shared__ float sums[CPD_WARPS][CPD_TILE];
     float* sum = sums[threadIdx.x / CPD_LANES];  // a thread reads only what it wrote itself
     Cast cast = load_cast(cast_numbers);
@@ -159,14 +193,15 @@ __global__ void decode_add_encode_tiles(const int* cast_numbers, int fit, u32 ke
     I count = 0;
     for (i64 t = first_tile(); t * CPD_TILE < n; t += tile_stride()) {
         i64 first = t * CPD_LANES * width(cast);
-        u32 most = sum_column(cast, shifts_in[t], words_in + first, lane_of_thread(),
-                              x + t * CPD_TILE, n - t * CPD_TILE, sum, CPD_TILE);
-        u8 shift = settle_shift(cast, fit, most, shifts + t);
-        encode_tile(cast, shift, key, offset + t * CPD_TILE, sum, CPD_TILE, words + first,
-                    counts ? counts + 3 * t : nullptr);
-        if (out)  // a thread reads the words that it wrote itself
-            decode_column(cast, shift, words + first, lane_of_thread(), out + t * CPD_TILE,
-                          n - t * CPD_TILE, count);
+        u8* own = shifts + t * CPD_SHIFTS_OF_TILE(blocks);
+        u32 most[CPD_MOST_BLOCKS];
+        sum_tile(cast, blocks, shifts_in + (own - shifts), words_in + first, x + t * CPD_TILE,
+                 n - t * CPD_TILE, sum, CPD_TILE, most);
+        u8 shift = encode_tile(cast, blocks, fit, most, own, key, offset + t * CPD_TILE, sum,
+                               CPD_TILE, words + first, counts ? counts + 3 * t : nullptr);
+        if (out)  // a thread reads the words, and shifts of blocks, that it wrote itself
+            decode_tile(cast, blocks, blocks ? own : &shift, words + first, out + t * CPD_TILE,
+                        n - t * CPD_TILE, count);
     }
     if (count) atomicAdd(nonfinite, (u64)count);
 }
@@ -245,3 +280,5 @@ __global__ void divide_floats(const float* a, float b, float* out, i64 n) {
 }
 
 }  // extern "C"
+
+#include "cuda_sparse.h"

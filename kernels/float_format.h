@@ -10,6 +10,12 @@ CPD_FN int width(const Cast& cast) { return 1 + cast.exp + cast.man; }
 // Exponent of the smallest normal number of the format, seen from before the scaling by 2^k.
 CPD_FN int scaled_emin(const Cast& cast, int k) { return 2 - (1 << (cast.exp - 1)) - k; }
 
+// Constants that a shift moves are V: u32, one for all lanes, or U, one for each.
+template <class V>
+CPD_FN V scaled_emin_of(const Cast& cast, V k) {
+    return (u32)scaled_emin(cast, 0) - k;
+}
+
 // The largest k with amax * 2^k <= max, as stored; amax as float32 bits.
 CPD_FN u8 fitting_shift(const Cast& cast, u32 amax) {
     if (amax >= CPD_INF) return CPD_SHIFT_NONFINITE;
@@ -28,50 +34,73 @@ CPD_FN bool stays_inside(const Cast& cast, u32 amax, u8 shift) {
     return amax < CPD_INF && (amax == 0 || shift - CPD_SHIFT_BIAS <= k);
 }
 
+// The largest k of each lane with amax * 2^k <= max, as stored.
+CPD_FN U fitting_shifts(const Cast& cast, U amax) {
+    U above = (U)less(lanes(cast.max_significand), amax & 0x7fffffu);  // -1 where it is
+    U k = lanes((u32)(cast.emax + 127)) - (amax >> 23) + above;
+    k = larger(smaller(k, lanes((u32)cast.shift_max)), lanes((u32)cast.shift_min));
+    k = less(lanes(0), amax) ? k : lanes(0);
+    return less(amax, lanes(CPD_INF)) ? k + CPD_SHIFT_BIAS : lanes(CPD_SHIFT_NONFINITE);
+}
+
+// The largest amax that stays inside with the shift that fits it: above, the smallest is too large.
+CPD_FN u32 largest_inside(const Cast& cast) {
+    return ((u32)(cast.emax - cast.shift_min + 127) << 23) | cast.max_significand;
+}
+
 // The constants of encoding with one shift.
-struct Encoder {
-    int drop;         // mantissa bits that are cut off a normal number
-    u32 half;         // added before cutting: half a unit less one bit, and ...
-    u32 odd;          // ... the lowest bit kept, so that ties go to even
-    u32 rebias;       // what the code has too much after cutting
-    u32 normal_from;  // float32 bits of the smallest value that becomes a normal number
-    F spacing;        // plus it, a smaller value is rounded to a multiple of the smallest number
-    int emin_field;   // exponent field of float32 at the format's smallest normal number
-    u32 to_fixed;     // added to float32 bits: times 2^(31 - emin)
-    u32 least_fixed;  // float32 bits that this makes 1/2
+template <class V>
+struct EncoderOf {
+    int drop;       // mantissa bits that are cut off a normal number
+    u32 half;       // added before cutting: half a unit less one bit, and ...
+    u32 odd;        // ... the lowest bit kept, so that ties go to even
+    V rebias;       // what the code has too much after cutting
+    V normal_from;  // float32 bits of the smallest value that becomes a normal number
+    F spacing;      // plus it, a smaller value is rounded to a multiple of the smallest number
+    V emin_field;   // exponent field of float32 at the format's smallest normal number
+    V to_fixed;     // added to float32 bits: times 2^(31 - emin)
+    V least_fixed;  // float32 bits that this makes 1/2
+    bool is_tiny;   // whether to_fixed and least_fixed are of no use, in a lane at least
 };
+
+typedef EncoderOf<u32> Encoder;
 
 #define CPD_FIXED_FROM 33  // emin_field from which to_fixed and least_fixed are right
 
-CPD_FN Encoder make_encoder(const Cast& cast, int k) {
-    int emin = scaled_emin(cast, k);
-    Encoder e;
+template <class V>
+CPD_FN EncoderOf<V> make_encoder(const Cast& cast, V k) {
+    V emin = scaled_emin_of(cast, k);
+    EncoderOf<V> e;
     e.drop = 23 - cast.man;
     // With no mantissa bit every significand is odd (1), so ties go up; with all 23 none is cut.
     e.half = cast.man == 23 ? 0 : (1u << (e.drop - 1)) - (cast.man > 0);
     e.odd = cast.man > 0 && cast.man < 23;
-    e.rebias = (u32)(emin + 126) << cast.man;
+    e.rebias = (emin + 126u) << cast.man;
     // At float32's own smallest exponent cutting bits is right for subnormal numbers too,
     // but with no mantissa bit the tie below the smallest number must go down, to zero.
-    e.normal_from = emin == -126 && cast.man > 0 ? 0 : (u32)(emin + 127) << 23;
-    e.spacing = from_bits(lanes((u32)(emin - cast.man + 23 + 127) << 23));
-    e.emin_field = emin + 127;
-    e.to_fixed = (u32)(31 - emin) << 23;
-    e.least_fixed = (u32)(emin + 95) << 23;
+    e.normal_from = (emin + 127u) << 23;
+    if (cast.man > 0) e.normal_from = emin == (u32)-126 ? V{} : e.normal_from;
+    e.spacing = from_bits(lanes((emin + (u32)(23 + 127 - cast.man)) << 23));
+    e.emin_field = emin + 127u;
+    e.to_fixed = (31u - emin) << 23;
+    e.least_fixed = (emin + 95u) << 23;
+    e.is_tiny = any(e.emin_field < (u32)CPD_FIXED_FROM);
     return e;
 }
 
 // Magnitude bits a to the code of the nearest number, not yet limited to max_code.
-CPD_FN U round_nearest(const Cast& cast, const Encoder& e, U a) {
+template <class V>
+CPD_FN U round_nearest(const Cast& cast, const EncoderOf<V>& e, U a) {
     U normal = ((a + e.half + ((a >> e.drop) & e.odd)) >> e.drop) - e.rebias;
     U small = bits_of(add(from_bits(a), e.spacing)) - bits_of(e.spacing);
     return less(a, lanes(e.normal_from)) ? small : normal;
 }
 
 // round_random where the fixed point below would leave float32: shifts each lane by its own count.
-CPD_FN U round_random_tiny(const Cast& cast, const Encoder& e, U a, U random) {
+template <class V>
+CPD_FN U round_random_tiny(const Cast& cast, const EncoderOf<V>& e, U a, U random) {
     U exponent = a >> 23;
-    U zero = lanes(0), emin = lanes((u32)e.emin_field), bits = lanes(31u - (u32)cast.man);
+    U zero = lanes(0), emin = lanes(e.emin_field), bits = lanes(31u - (u32)cast.man);
     U field = larger(exponent, lanes(1));
     U significand = (a & 0x7fffffu) | (less(zero, exponent) ? lanes(0x800000u) : zero);
     U cut = larger(emin - field, zero) + (u32)e.drop;
@@ -83,8 +112,9 @@ CPD_FN U round_random_tiny(const Cast& cast, const Encoder& e, U a, U random) {
 
 // Magnitude bits a to a code, up where the part cut off plus random reaches one unit; random has
 // 31 - man bits, and so many of the part cut off count.
-CPD_FN U round_random(const Cast& cast, const Encoder& e, U a, U random) {
-    if (e.emin_field < CPD_FIXED_FROM) return round_random_tiny(cast, e, a, random);
+template <class V>
+CPD_FN U round_random(const Cast& cast, const EncoderOf<V>& e, U a, U random) {
+    if (e.is_tiny) return round_random_tiny(cast, e, a, random);
     int bits = 31 - cast.man;
     U normal = ((a + (random >> (bits - e.drop))) >> e.drop) - e.rebias;
     // A small number times 2^(31 - emin) is an integer of 31 bits, man of them before the point.
@@ -120,28 +150,32 @@ CPD_FN U finish_code(const Cast& cast, U x_bits, U code, Events& events) {
 }
 
 // The constants of decoding with one shift.
-struct Decoder {
+template <class V>
+struct DecoderOf {
     int drop, to_sign;
-    u32 magnitude;    // mask of a code without its sign
-    u32 rebias;       // added to the bits of a normal number
-    u32 normal_from;  // the smallest code of a normal number
+    u32 magnitude;  // mask of a code without its sign
+    V rebias;       // added to the bits of a normal number
+    V normal_from;  // the smallest code of a normal number
     F smallest_normal;
 };
+typedef DecoderOf<u32> Decoder;
 
-CPD_FN Decoder make_decoder(const Cast& cast, int k) {
-    int emin = scaled_emin(cast, k);
-    Decoder d;
+template <class V>
+CPD_FN DecoderOf<V> make_decoder(const Cast& cast, V k) {
+    V emin = scaled_emin_of(cast, k);
+    DecoderOf<V> d;
     d.drop = 23 - cast.man;
     d.to_sign = 32 - width(cast);
     d.magnitude = (1u << (width(cast) - 1)) - 1;
-    d.rebias = (u32)(emin + 126) << 23;
-    d.normal_from = emin == -126 ? 0 : 1u << cast.man;
-    d.smallest_normal = from_bits(lanes((u32)(emin + 127) << 23));
+    d.rebias = (emin + 126u) << 23;
+    d.normal_from = emin == (u32)-126 ? V{} : V{} + (1u << cast.man);
+    d.smallest_normal = from_bits(lanes((emin + 127u) << 23));
     return d;
 }
 
 // The number of a code.
-CPD_FN F decode_code(const Cast& cast, const Decoder& d, U code) {
+template <class V>
+CPD_FN F decode_code(const Cast& cast, const DecoderOf<V>& d, U code) {
     U m = code & d.magnitude;
     U bits = (m << d.drop) + d.rebias;
     // Read as a number with a leading 1; taking that 1 off leaves the subnormal.

@@ -14,7 +14,7 @@ struct IntegerReader {
 
 CPD_FN IntegerReader make_integer_reader(const Cast& cast, const u32* words, int bits, int lane) {
     int smallest = scaled_emin(cast, 0) - cast.man;  // its exponent
-    return IntegerReader{make_decoder(cast, smallest), make_unpacker(words, lane), bits};
+    return IntegerReader{make_decoder(cast, (u32)smallest), make_unpacker(words, lane), bits};
 }
 
 CPD_FN U integer_of(const Cast& cast, const Decoder& d, U code) {
@@ -47,7 +47,7 @@ template <bool NEAREST, bool COUNT>
 CPD_FN void add_encode_integers_column(const Cast& cast, int k, const u32* words_in, int bits_in,
                                        const float* x, i64 n, u32* words, int bits, int lane,
                                        Key key, u64 index, Counts& counts) {
-    Encoder e = make_encoder(cast, k);
+    Encoder e = make_encoder(cast, (u32)k);
     IntegerReader reader = make_integer_reader(cast, words_in, bits_in, lane);
     Packer packer = make_packer(words, lane);
     u32 mask = mask_of(bits);

@@ -13,8 +13,9 @@ struct Counts {
 
 // NEAREST: rounding to nearest, else towards zero or stochastic. COUNT: whether counts are kept.
 // INSIDE: all values are finite and none overflows.
-template <bool NEAREST, bool COUNT, bool INSIDE>
-CPD_FN U encode_value(const Cast& cast, const Encoder& e, F x, Key key, u64 index, Counts& counts) {
+template <bool NEAREST, bool COUNT, bool INSIDE, class V>
+CPD_FN U encode_value(const Cast& cast, const EncoderOf<V>& e, F x, Key key, u64 index,
+                      Counts& counts) {
     U u = bits_of(x);
     U a = u & 0x7fffffffu;
     U code;
@@ -34,15 +35,27 @@ CPD_FN U encode_value(const Cast& cast, const Encoder& e, F x, Key key, u64 inde
     return code;
 }
 
+// Rows of a column that share a shift: value i = row * CPD_LANES + lane, first <= i < stop.
+struct Rows {
+    int first, stop;
+};
+
+CPD_FN Rows all_rows(int lane) { return Rows{lane, CPD_TILE}; }
+
+// The rows of block b of a lane's column.
+CPD_FN Rows rows_of(int lane, int blocks, int b) {
+    int size = CPD_TILE / blocks;
+    return Rows{lane + b * size, (b + 1) * size};
+}
+
 // x: the tile's values, the first n of them real; index: of the tile's first value.
 // ahead: values that will be read soon.
-template <bool NEAREST, bool COUNT, bool INSIDE>
-CPD_FN void encode_column(const Cast& cast, int k, const float* x, i64 n, u32* words, int lane,
-                          Key key, u64 index, Counts& counts, const float* ahead) {
-    Encoder e = make_encoder(cast, k);
-    Packer packer = make_packer(words, lane);
+template <bool NEAREST, bool COUNT, bool INSIDE, class V>
+CPD_FN void encode_rows(const Cast& cast, const EncoderOf<V>& e, Packer& packer, Rows rows,
+                        const float* x, i64 n, Key key, u64 index, Counts& counts,
+                        const float* ahead) {
     int bits = width(cast);
-    for (int i = lane; i < CPD_TILE; i += CPD_LANES) {
+    for (int i = rows.first; i < rows.stop; i += CPD_LANES) {
         U code =
             encode_value<NEAREST, COUNT, INSIDE>(cast, e, load(x, i, n), key, index + i, counts);
         put(packer, code, bits);
@@ -50,45 +63,92 @@ CPD_FN void encode_column(const Cast& cast, int k, const float* x, i64 n, u32* w
     }
 }
 
-// The column's values; a marked tile is NaN throughout. nonfinite counts what is not finite.
-struct Reader {
-    Decoder decoder;
-    Unpacker unpacker;
-    int bits;
-    bool marked;
+// A whole column with the shift k.
+template <bool NEAREST, bool COUNT, bool INSIDE>
+CPD_FN void encode_column(const Cast& cast, int k, const float* x, i64 n, u32* words, int lane,
+                          Key key, u64 index, Counts& counts, const float* ahead) {
+    Packer packer = make_packer(words, lane);
+    encode_rows<NEAREST, COUNT, INSIDE>(cast, make_encoder(cast, (u32)k), packer, all_rows(lane), x,
+                                        n, key, index, counts, ahead);
+}
+
+// A column of blocks, each with its own shift: shifts are [block][lane].
+template <bool NEAREST, bool COUNT, bool INSIDE>
+CPD_FN void encode_blocks(const Cast& cast, int blocks, const u8* shifts, const float* x, i64 n,
+                          u32* words, int lane, Key key, u64 index, Counts& counts,
+                          const float* ahead) {
+    Packer packer = make_packer(words, lane);
+    for (int b = 0; b < blocks; ++b) {
+        U stored = load_bytes(shifts + b * CPD_LANES + lane);
+        U k = equal(stored, lanes(CPD_SHIFT_NONFINITE)) ? lanes(0) : stored - CPD_SHIFT_BIAS;
+        encode_rows<NEAREST, COUNT, INSIDE>(cast, make_encoder(cast, k), packer,
+                                            rows_of(lane, blocks, b), x, n, key, index, counts,
+                                            ahead);
+    }
+}
+
+// How rows that share a shift are decoded; marked ones are NaN throughout.
+// M: bool, or I where each lane has its own shift.
+template <class V, class M>
+struct Scale {
+    DecoderOf<V> decoder;
+    M marked;
 };
 
-CPD_FN Reader make_reader(const Cast& cast, u8 shift, const u32* words, int lane) {
+CPD_FN Scale<u32, bool> scale_of(const Cast& cast, u8 shift) {
     bool marked = shift == CPD_SHIFT_NONFINITE;
-    int k = marked ? 0 : shift - CPD_SHIFT_BIAS;
-    return Reader{make_decoder(cast, k), make_unpacker(words, lane), width(cast), marked};
+    u32 k = marked ? 0u : shift - (u32)CPD_SHIFT_BIAS;
+    return Scale<u32, bool>{make_decoder(cast, k), marked};
 }
 
-CPD_FN F read(const Cast& cast, Reader& r) {
-    F value = decode_code(cast, r.decoder, take(r.unpacker, r.bits));
-    return r.marked ? from_bits(lanes(CPD_NAN)) : value;
+// The scale of block b of a column, by its lanes' shifts.
+CPD_FN Scale<U, I> scale_of_block(const Cast& cast, const u8* shifts, int lane, int b) {
+    U stored = load_bytes(shifts + b * CPD_LANES + lane);
+    I marked = equal(stored, lanes(CPD_SHIFT_NONFINITE));
+    U k = marked ? lanes(0) : stored - CPD_SHIFT_BIAS;
+    return Scale<U, I>{make_decoder(cast, k), marked};
 }
 
-// out = the decoded column; nonfinite counts its values that are not finite.
-CPD_FN void decode_column(const Cast& cast, u8 shift, const u32* words, int lane, float* out, i64 n,
-                          I& nonfinite) {
-    Reader reader = make_reader(cast, shift, words, lane);
-    for (int i = lane; i < CPD_TILE; i += CPD_LANES) {
-        F value = read(cast, reader);
+template <class V, class M>
+CPD_FN F read(const Cast& cast, const Scale<V, M>& scale, Unpacker& unpacker) {
+    F value = decode_code(cast, scale.decoder, take(unpacker, width(cast)));
+    return scale.marked ? from_bits(lanes(CPD_NAN)) : value;
+}
+
+// out = the decoded rows; nonfinite counts their values that are not finite.
+template <class V, class M>
+CPD_FN void decode_rows(const Cast& cast, const Scale<V, M>& scale, Unpacker& unpacker, Rows rows,
+                        float* out, i64 n, I& nonfinite) {
+    for (int i = rows.first; i < rows.stop; i += CPD_LANES) {
+        F value = read(cast, scale, unpacker);
         I finite = less(bits_of(value) & 0x7fffffffu, lanes(CPD_INF));
         nonfinite -= ~finite & inside(i, n);
         store(out, i, n, value);
     }
 }
 
-// out = x + the decoded column, zero from value n on; returns max|out| as float32 bits.
+CPD_FN void decode_column(const Cast& cast, u8 shift, const u32* words, int lane, float* out, i64 n,
+                          I& nonfinite) {
+    Unpacker unpacker = make_unpacker(words, lane);
+    decode_rows(cast, scale_of(cast, shift), unpacker, all_rows(lane), out, n, nonfinite);
+}
+
+CPD_FN void decode_blocks(const Cast& cast, int blocks, const u8* shifts, const u32* words,
+                          int lane, float* out, i64 n, I& nonfinite) {
+    Unpacker unpacker = make_unpacker(words, lane);
+    for (int b = 0; b < blocks; ++b)
+        decode_rows(cast, scale_of_block(cast, shifts, lane, b), unpacker, rows_of(lane, blocks, b),
+                    out, n, nonfinite);
+}
+
+// out = x + the decoded rows, zero from value n on; returns max|out| as float32 bits.
 // room: how many values out holds, n or a whole tile.
-CPD_FN U sum_column(const Cast& cast, u8 shift, const u32* words, int lane, const float* x, i64 n,
-                    float* out, i64 room) {
-    Reader reader = make_reader(cast, shift, words, lane);
+template <class V, class M>
+CPD_FN U sum_rows(const Cast& cast, const Scale<V, M>& scale, Unpacker& unpacker, Rows rows,
+                  const float* x, i64 n, float* out, i64 room) {
     U most = lanes(0);
-    for (int i = lane; i < CPD_TILE; i += CPD_LANES) {
-        F sum = add(load(x, i, n), read(cast, reader));
+    for (int i = rows.first; i < rows.stop; i += CPD_LANES) {
+        F sum = add(load(x, i, n), read(cast, scale, unpacker));
         sum = inside(i, n) ? sum : F{};
         most = larger(most, bits_of(sum) & 0x7fffffffu);
         store(out, i, room, sum);
@@ -96,12 +156,43 @@ CPD_FN U sum_column(const Cast& cast, u8 shift, const u32* words, int lane, cons
     return most;
 }
 
-// max|x| of the column as float32 bits.
-CPD_FN U amax_column(const float* x, i64 n, int lane) {
+CPD_FN U sum_column(const Cast& cast, u8 shift, const u32* words, int lane, const float* x, i64 n,
+                    float* out, i64 room) {
+    Unpacker unpacker = make_unpacker(words, lane);
+    return sum_rows(cast, scale_of(cast, shift), unpacker, all_rows(lane), x, n, out, room);
+}
+
+// most: of each block.
+CPD_FN void sum_blocks(const Cast& cast, int blocks, const u8* shifts, const u32* words, int lane,
+                       const float* x, i64 n, float* out, i64 room, U* most) {
+    Unpacker unpacker = make_unpacker(words, lane);
+    for (int b = 0; b < blocks; ++b)
+        most[b] = sum_rows(cast, scale_of_block(cast, shifts, lane, b), unpacker,
+                           rows_of(lane, blocks, b), x, n, out, room);
+}
+
+// max|x| of the rows as float32 bits.
+CPD_FN U amax_rows(const float* x, i64 n, Rows rows) {
     U most = lanes(0);
-    for (int i = lane; i < CPD_TILE; i += CPD_LANES)
+    for (int i = rows.first; i < rows.stop; i += CPD_LANES)
         most = larger(most, bits_of(load(x, i, n)) & 0x7fffffffu);
     return most;
+}
+
+CPD_FN void amax_blocks(int blocks, const float* x, i64 n, int lane, U* most) {
+    for (int b = 0; b < blocks; ++b) most[b] = amax_rows(x, n, rows_of(lane, blocks, b));
+}
+
+CPD_FN U amax_column(const float* x, i64 n, int lane) { return amax_rows(x, n, all_rows(lane)); }
+
+// Stores the shifts that fit the largest magnitudes of a column's blocks; returns the largest.
+CPD_FN U fit_blocks(const Cast& cast, int blocks, const U* most, u8* shifts, int lane) {
+    U all = lanes(0);
+    for (int b = 0; b < blocks; ++b) {
+        store_bytes(shifts + b * CPD_LANES + lane, fitting_shifts(cast, most[b]));
+        all = larger(all, most[b]);
+    }
+    return all;
 }
 
 // Pack codes, or unpack them.

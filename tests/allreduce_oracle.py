@@ -57,9 +57,11 @@ class Oracle:
         self.result = self.shifts(scaling, headroom, segments)
 
     def shifts(self, scaling, headroom, segments):
-        """The k of each tile, or None where each tile chooses its own."""
+        """The k of each tile, or how many values choose one together: 1024, or rows of a lane."""
         if self.cast is None or scaling == "tile":
-            return None
+            return 1024
+        if scaling.startswith("block"):
+            return int(scaling[5:])
         k = np.zeros(-(-self.n // 1024), int)
         if scaling.startswith("static:"):
             k[:] = int(scaling[7:])
@@ -73,13 +75,15 @@ class Oracle:
 
     def q(self, x, shifts, rank, phase):
         """Encode and decode, tile by tile."""
+        if isinstance(shifts, int) and shifts < 1024 and self.cast is not None:
+            return self.q_blocks(x, shifts, random_key(*self.stream, rank, phase))
         if self.cast is None:
             return x
         fmt, out = self.cast.fmt, np.empty_like(x)
         key = random_key(*self.stream, rank, phase)
         for start in range(*self.needed, 1024):
             tile, part = start // 1024, x[start : min(start + 1024, self.needed[1])]
-            if shifts is None:
+            if isinstance(shifts, int):
                 stored = reference.fitting_shift(reference.amax_tiles(part), fmt)[0]
                 k = int(stored) - SHIFT_BIAS
             else:
@@ -89,6 +93,25 @@ class Oracle:
             else:
                 codes = reference.encode(part, self.cast, k, key, start)
                 out[start : start + 1024] = reference.decode(codes, fmt, k)
+        return out
+
+    def q_blocks(self, x, rows, key):
+        """Encode and decode, each block of so many rows of a lane with the shift that fits it."""
+        fmt, out = self.cast.fmt, np.empty_like(x)
+        for start in range(*self.needed, 1024):
+            stop = min(start + 1024, self.needed[1])
+            tile = np.zeros(1024, np.float32)
+            tile[: stop - start] = x[start:stop]
+            blocks = tile.reshape(32 // rows, rows, 32)
+            amax = np.abs(blocks).max(1)  # NaN stays NaN
+            stored = reference.fitting_shift(amax.view(np.uint32) & 0x7FFFFFFF, fmt)
+            k = np.where(stored == SHIFT_NONFINITE, 0, stored.astype(int) - SHIFT_BIAS)
+            each = np.broadcast_to(k[:, None], blocks.shape).reshape(-1)
+            index = np.uint64(start) + np.arange(1024, dtype=np.uint64)
+            codes = reference.encode_with_events(tile, self.cast, each, key, index)[0]
+            decoded = reference.decode_shifted(codes, fmt, each).reshape(blocks.shape)
+            marked = np.broadcast_to((stored == SHIFT_NONFINITE)[:, None], blocks.shape)
+            out[start:stop] = np.where(marked, np.nan, decoded).reshape(-1)[: stop - start]
         return out
 
     def each_chunk(self, count, total):

@@ -60,6 +60,9 @@ def run(name: str, a: SimpleNamespace) -> None:
         a.cast = tuple(v & 0xFFFFFFFF if i in UNSIGNED else v for i, v in numbers)
     if hasattr(a, "key_low"):
         a.key = (a.key_low, a.key_high)
+    if hasattr(a, "blocks"):  # what the CPU's kernels find out by themselves
+        tiles = a.words.size // 128 // (1 + sum(a.cast[:2]))
+        assert a.shifts.size == tiles * (a.blocks * 32 or 1), a.blocks
     a.extra = () if getattr(a, "counts", None) is None else (a.counts,)
     BODIES[name](a)
 
@@ -95,6 +98,12 @@ def _add_encode_integers(a: SimpleNamespace) -> None:
     )
 
 
+def _count_digits(a: SimpleNamespace) -> None:
+    counts = np.empty(a.buckets, np.uint32)
+    _cpu.count_digits(1, a.low, a.shift, a.x[: a.n], counts)
+    a.counts += counts
+
+
 BODIES: dict[str, Callable[[SimpleNamespace], object]] = {
     "encode": lambda a: _cpu.encode(1, a.cast, a.k, a.key, a.offset, a.x, a.codes),
     "decode": lambda a: _cpu.decode(1, a.cast, a.k, a.codes, a.out),
@@ -112,6 +121,13 @@ BODIES: dict[str, Callable[[SimpleNamespace], object]] = {
     "decode_integers_tiles": _decode_integers_tiles,
     "pack_trits": lambda a: _cpu.pack_trits(1, a.words, a.trits),
     "unpack_trits": lambda a: _cpu.unpack_trits(1, a.trits, a.words),
+    "mark_above": lambda a: _cpu.mark_above(1, a.bits, a.x[: a.n], a.words),
+    "count_bits": lambda a: _cpu.count_bits(1, a.words[: a.n], a.counts),
+    "unpack_bitmap": lambda a: _cpu.unpack_bitmap(1, a.words[: a.n], a.starts, a.places[: a.end]),
+    "count_digits": _count_digits,
+    "gather": lambda a: _cpu.gather(1, a.x[: a.n], a.indices[: a.m], a.values),
+    "scatter_add": lambda a: _cpu.scatter_add(1, a.total[: a.n], a.indices[: a.m], a.values),
+    "clear": lambda a: _cpu.clear(1, a.x[: a.n], a.indices[: a.m]),
     "add_floats": lambda a: np.add(a.a, a.b, out=a.out),
     "subtract_floats": lambda a: np.subtract(a.a, a.b, out=a.out),
     "divide_floats": lambda a: np.divide(a.a, np.float32(a.b), out=a.out),

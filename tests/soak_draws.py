@@ -11,15 +11,15 @@ import numpy as np
 from cpdhpc.collectives.allreduce import Allreduce
 from cpdhpc.collectives.method import Segment
 from cpdhpc.collectives.schedules import SCHEDULES
-from cpdhpc.formats import INTEGERS, TILE, tiles
+from cpdhpc.formats import INTEGERS, MICROSCALING, TILE, tiles
 from cpdhpc.methods import EXACT
 
 Array = np.ndarray[Any, np.dtype[np.float32]]
 MOST = 1 << 26  # values
 EDGES = (0, 1, TILE - 1, TILE, TILE + 1)  # sizes drawn more often
 FLOATS = ("e4m3", "e5m2", "e3m0", "e2m1fn", "e4m3fn", "e1m3", "e5m6", "fp16", "bf16")
-WIRES = ("raw", "raw", *FLOATS, *INTEGERS)
-SCALINGS = (None, "none", "static:3", "aps", "tile")
+WIRES = ("raw", "raw", *FLOATS, *INTEGERS, *MICROSCALING)
+SCALINGS = (None, "none", "static:3", "aps", "tile", "block32", "block16")
 ROUNDINGS = ("nearest", "zero", "stochastic")
 OVERFLOWS = ("saturate", "saturate", "inf")
 

@@ -115,7 +115,7 @@ def test_bad_arrays(bad, kind, words):
         ({"wire": 8}, "wire=8"),
         ({"algorithm": "rings"}, "did you mean ring"),
         ({"algorithm": "x"}, "auto, dbtree, direct, gather, hier, mpi, rhd, ring, tree"),
-        ({"scaling": "layer"}, "aps, none, static:K, tile"),
+        ({"scaling": "layer"}, "aps, block16, block32, none, static:K, tile"),
         ({"scaling": "static:x"}, "integer"),
         ({"scaling": "static"}, "did you mean static:K"),
         ({"scaling": "tile:3"}, "did you mean tile"),

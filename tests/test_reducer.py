@@ -114,7 +114,7 @@ def test_gradients_of_other_kinds_are_named(overlap: bool) -> None:
     [
         (lambda model: model.to("meta"), "0.weight is torch.float32 on meta: should be dense"),
         (lambda model: model.append(nn.LazyLinear(2)), "8.weight is not initialised"),
-        (lambda model: model[3].half(), "3.weight is torch.float16 on cpu"),
+        (lambda model: model[3].double(), "3.weight is torch.float64 on cpu"),
         (
             lambda model: model.register_buffer("b", torch.zeros(1).expand(3)),
             r"b has strides \(0,\)",

@@ -28,14 +28,15 @@ class Runs:
 
     def __init__(self, method: Aggregator, ranks: int, bucket: Bucket = BUCKET) -> None:
         self.method, self.bucket, self.world = method, bucket, Loopback(ranks)
-        self.state, self.iteration = State(self.world.hosted, ranks), 0
+        self.state, self.iteration, self.loss_scale = State(self.world.hosted, ranks), 0, 1.0
 
     def __call__(self, flats: list[Any], epoch: float = 0.0) -> Any:
         """Return the mean of gradients, each bucket by itself."""
         mean = np.empty(self.bucket.size, np.float32)
         for part in split_bucket(self.bucket, 1000 * BYTES / MIB):
             own = [flat[part.start : part.stop] for flat in flats]
-            context = Context(self.world, self.state, 5, self.iteration, epoch)
+            here = self.iteration, epoch, self.loss_scale
+            context = Context(self.world, self.state, 5, *here)
             mean[part.start : part.stop] = self.method.aggregate(own, part.bucket, context).flat
         self.iteration += 1
         return mean
@@ -317,3 +318,31 @@ def test_dgc_goes_with_an_optimizer_without_momentum() -> None:
 def test_excluded_layers_are_those_of_the_model(name: str) -> None:
     with pytest.raises(ValueError, match=r"\.exclude: no layer is called 'weigt': did you mean w"):
         GradientReducer(torch.nn.Linear(3, 2), Loopback(), name, exclude=("weigt",))
+
+
+@pytest.mark.parametrize("method", [Dgc(clip_norm=20.0, density=0.1), Strom(tau=0.5), TopK()])
+def test_scaled_losses_give_scaled_means(method: Aggregator) -> None:
+    """Exactly, as scales are powers of two: options in the unit of gradients follow the scale."""
+    plain, scaled, former = Runs(method, 3), Runs(method, 3), 1.0
+    for time, scale in enumerate((1.0, 1024.0, 64.0, 64.0)):
+        flats = normal(3, seed=time)
+        scaled.state.scale(scale / former)
+        scaled.loss_scale = former = scale
+        assert np.array_equal(scaled([scale * flat for flat in flats]), scale * plain(flats))
+
+
+def test_an_optimizer_with_momentum_is_refused_while_the_reducer_lives() -> None:
+    model, other = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+    reducer = GradientReducer(model, Loopback(), "dgc")
+    optimizers = [
+        torch.optim.SGD(model.parameters(), 0.1, 0.9),
+        torch.optim.Adam(model.parameters()),
+    ]
+    for each in optimizers:
+        with pytest.raises(ValueError, match=r"step: has momentum, and so have the means of Dgc"):
+            each.step()
+    torch.optim.SGD(model.parameters(), 0.1).step()
+    torch.optim.Adam(other.parameters()).step()
+    del reducer
+    for each in optimizers:
+        each.step()

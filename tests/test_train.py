@@ -18,6 +18,7 @@ from cpdhpc.train.controllers import DECAYS, Schedule
 from cpdhpc.train.loop import Diverged
 from cpdhpc.train.models import MODELS
 from cpdhpc.train.reducer import GradientReducer
+from cpdhpc.train.samples import InMemory
 from cpdhpc.train.setup import Files, prepare
 from cpdhpc.train.step import backward, evaluate, exchange, step
 from cpdhpc.train.update import AllreduceUpdate
@@ -79,7 +80,7 @@ def test_the_mean_over_ranks_is_the_gradient_of_the_batch(batch: int, ranks: int
     x, y = torch.from_numpy(data.train_x), torch.from_numpy(data.train_y)
     reducer = GradientReducer(model, Loopback(virtual_ranks=ranks))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    done = step(AllreduceUpdate(model, optimizer, reducer), x, y, np.arange(batch))
+    done = step(AllreduceUpdate(model, optimizer, reducer), InMemory(x, y), np.arange(batch))
     weight, bias = (p.detach().numpy().astype(np.float64) for p in model.parameters())
     inputs = data.train_x[:batch].reshape(batch, -1).astype(np.float64)
     logits = inputs @ weight.T + bias
@@ -117,7 +118,7 @@ def test_evaluation_counts_every_sample_once_at_any_number_of_ranks() -> None:
     right = int((model(x).argmax(1) == y).sum())
     losses = []
     for ranks in (1, 3, 64):
-        accuracy, loss = evaluate(model, Loopback(virtual_ranks=ranks), x, y)
+        accuracy, loss = evaluate(model, Loopback(virtual_ranks=ranks), InMemory(x, y))
         assert accuracy == right / len(y)
         losses.append(loss)
     # logits of different batch shapes differ by a few roundings; a sample too many by 1/40
@@ -131,7 +132,7 @@ def test_evaluation_is_without_what_only_training_does() -> None:
     model, data = torch.nn.Sequential(*layers), small_data()
     x, y = torch.from_numpy(data.test_x), torch.from_numpy(data.test_y)
     logits = layers[2](x.flatten(1)).detach().double()
-    _, loss = evaluate(model, Loopback(), x, y)
+    _, loss = evaluate(model, Loopback(), InMemory(x, y))
     assert loss == pytest.approx(float(torch.nn.functional.cross_entropy(logits, y)), rel=1e-6)
     assert model.training
 
@@ -160,9 +161,12 @@ def test_schedules_warm_up_then_fall(decay: str) -> None:
     )
 
 
-@pytest.mark.parametrize("name", sorted(COMPRESSORS.keys() - {"terngrad", "qsgd"}))  # no chance
+EXACT = {"none", "lowbit", "onebit", "powersgd", "gradientflow"}  # of equal values
+
+
+@pytest.mark.parametrize("name", COMPRESSORS)
 def test_a_plain_loop_adopts_the_reducer(name: str) -> None:
-    """With small integers all sums are exact, so that every aggregator gives the very mean."""
+    """With small integers all sums are exact: what neither draws nor selects gives the very mean."""
     model = torch.nn.Linear(3, 2, bias=False)
     frozen = torch.nn.Linear(2, 2)
     frozen.requires_grad_(False)
@@ -172,7 +176,8 @@ def test_a_plain_loop_adopts_the_reducer(name: str) -> None:
         model.weight.grad = torch.full((2, 3), value)
         reducer.stash(hosted)
     mean = reducer.reduce()
-    assert torch.equal(model.weight.grad, torch.full((2, 3), 2.0))
+    assert name not in EXACT or torch.equal(model.weight.grad, torch.full((2, 3), 2.0))
+    assert torch.equal(model.weight.grad.flatten(), torch.from_numpy(mean.flat[:6]))
     assert both["unused"].weight.grad is None  # on no rank is there one
     assert frozen.weight.grad is None
     assert mean.flat.dtype == np.float32
@@ -266,5 +271,5 @@ def test_a_run_that_learns_nothing_says_so(
 
 
 def test_the_pictures_of_a_lenet_must_not_vanish() -> None:
-    with pytest.raises(ValueError, match="images of 3 x 8 pixels: at least 4 x 4"):
+    with pytest.raises(ValueError, match="inputs of 3 x 8: must be images of at least 4 x 4"):
         MODELS["lenet"]().build((3, 8), 10)

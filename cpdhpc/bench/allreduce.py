@@ -26,6 +26,8 @@ from ..collectives.predict import predict
 from ..collectives.rank_program import ACCUMULATES
 from ..collectives.schedules import SCHEDULES
 from ..config import UserError
+from ..formats import MICROSCALING, wire_scaling
+from ..methods import SCALINGS
 from ..ops.payloads import parse_wire
 from ..world.cores import own_cores
 from ..world.ranks import Ranks
@@ -237,9 +239,11 @@ def add_choices(parser: argparse.ArgumentParser) -> None:
         default="ring,tree,direct",
         help=f"of {','.join(SCHEDULES)},{AUTO} (default ring,tree,direct)",
     )
-    parser.add_argument("--wires", default="raw,e4m3", help="raw or formats (default raw,e4m3)")
     parser.add_argument(
-        "--scalings", default="tile", help="of none,static:K,aps,tile (default tile)"
+        "--wires", default="raw,e4m3", help="raw, formats, mxfp4 (default raw,e4m3)"
+    )
+    parser.add_argument(
+        "--scalings", default="tile", help=f"of {','.join(SCALINGS)} (default tile)"
     )
     parser.add_argument(
         "--accumulate",
@@ -262,7 +266,8 @@ def parse_methods(
     methods, skipped = dict[Allreduce, None](), []
     for algorithm, wire, scaling, way in product(algorithms, wires, scalings, ways):
         raw = wire == "raw"  # which neither scaling nor rounding touches
-        options = ("tile", None) if raw else (scaling, None if way == "default" else way)
+        scaling = wire_scaling(wire) if raw or wire in MICROSCALING else scaling
+        options = (scaling, None if raw or way == "default" else way)
         try:
             methods[Allreduce(wire, algorithm, *options, machine=machine)] = None
         except ValueError as error:

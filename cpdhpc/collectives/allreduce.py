@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 import numpy.typing as npt
 
-from ..formats import FloatFormat, Overflow, Rounding
+from ..formats import SHARED, FloatFormat, Overflow, Rounding
 from ..ops import backend_of, on_gpu
 from ..world.gpu_messages import carrier_of
 from ..world.mpi import as_world
@@ -57,10 +57,10 @@ class Prepared:
     is_fast: whether run is a list of kernels and persistent requests. It is where a call is the
         same operations every time and needs no other collective: one rank a process, NumPy arrays
         of one piece (up to 1 MiB for each of the schedule's chunks), wire "raw", or a format with
-        scaling "tile", "none" or "static:K". Not fast are scaling "aps", exact sums, rounding
-        "stochastic", accumulate "kahan", gather with accumulate "float32", formats without NaN and
-        infinity but for "tile", and algorithm "mpi": they do what Allreduce.run does, without the
-        comparison of the arguments.
+        any scaling but "aps". Not fast are that, exact sums, rounding "stochastic", accumulate
+        "kahan", gather with accumulate "float32", formats without NaN and infinity where no shifts
+        travel, and algorithm "mpi": they do what Allreduce.run does, without the comparison of the
+        arguments.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class Reduced(NamedTuple):
 
     arrays: the result, float32, one array, or with every one for each hosted rank: the same bits
     sent_shifts, result_shifts: the k of each segment by which contributions, and partial sums
-        and the result, were scaled; empty for scaling "tile" and wire "raw"
+        and the result, were scaled; empty where they travel, and for wire "raw"
     algorithm: the one that was used: what "auto" has chosen
     """
 
@@ -348,7 +348,7 @@ class Allreduce(Method):
     def shifts(self, world: Ranks, flat: Sequence[Array], parts: Sequence[Segment]) -> Shifts:
         """Return the shift of each segment, for contributions, and for sums and the result."""
         kind, shift = self.parsed_scaling
-        if self.fmt is None or kind == "tile":
+        if self.fmt is None or kind in SHARED:
             return (), ()
         if kind != "aps":
             return [shift] * len(parts), [shift] * len(parts)
@@ -417,14 +417,16 @@ def allreduce(
         on the CPU, which are not copied; where the world has virtual ranks, a sequence of one array
         for each; never written, unless out shares its memory
     wire: "raw" (float32 bytes), a format's name or a FloatFormat, "int2" .. "int16" (integers
-        times a power of two) or "ternary" (-1, 0, 1 times a power of two, 1.6 bits a value)
+        times a power of two) or "ternary" (-1, 0, 1 times a power of two, 1.6 bits a value);
+        "mxfp8", "mxfp8-e5m2", "mxfp6", "mxfp6-e3m2" and "mxfp4" are formats with "block32"
     algorithm: a name from SCHEDULES ("ring", "rhd", "tree", "dbtree", "direct", "hier", "gather"),
         or "mpi" (MPI_Allreduce, wire "raw"). hier sums inside nodes first: world.nodes. "auto" is
         the one from SCHEDULES that is predicted to be fastest for x on machine: another algorithm
         adds in another order, so its bits depend on size, ranks, nodes and machine
     scaling: "none", "static:K" (by 2**K), "aps" (a shift for each segment from the largest value
-        of all ranks), "tile" (a shift for each 1,024 values, sent with them). Wire "raw" is not
-        scaled and ignores it. Default: "tile", for exact sums "aps"; integers know only "aps".
+        of all ranks), "tile" (a shift for each 1,024 values, sent with them), "block32" or
+        "block16" (a shift for each 32 or 16 values). Wire "raw" is not scaled and ignores it.
+        Default: "tile", for exact sums "aps"; integers know only "aps".
     accumulate: "requantise" (round to the wire after each addition), "float32" or "kahan"; None
         for the algorithm's own: float32 for direct and hier, requantise for the others. ring,
         rhd, tree and dbtree know requantise only, and hier rounds between nodes whatever happens
@@ -432,14 +434,14 @@ def allreduce(
         "exact", in every algorithm: contributions are rounded to one grid for all ranks, and their
         integer sums travel unrounded, as wide as they need, and become float32 at the end. No
         order changes a bit of the result. Integers know only this, float formats where scaling
-        is not "tile" and the sums take at most 32 bits.
+        is "aps", "static:K" or "none" and the sums take at most 32 bits.
     op: "mean" divides the sum by the number of ranks, in float32
     out: float32, like x, for the result, and returned. Default: a new array of x's kind. Where it
         shares memory with x, x is untouched on error, at the price of one more copy; else it then
         holds anything
     rounding, overflow: as formats.Cast. By default a value or partial sum beyond the largest number
         of the format becomes that number, and is not counted: 1e38 becomes 240 in e4m3 with
-        scaling "none". Scalings "aps" and "tile" move the range, so that contributions fit it;
+        scaling "none". The others but "static:K" move the range, so that contributions fit it;
         with overflow "inf" what does not fit raises NonFiniteGradient where the format has
         infinity
     headroom: what aps leaves room for in the sum of p ranks: "n" p times the largest value,

@@ -206,16 +206,19 @@ class NonFiniteGradient(ArithmeticError):
     """NaN or infinity in what was to be summed, or in the sum; raised on all ranks alike.
 
     segments: names of the tensors; ranks: where they are, empty where only the sum is not finite
+    dtype: of the tensors, where it is their mean that is beyond it
     """
 
-    def __init__(self, segments: Iterable[str], ranks: Iterable[int]) -> None:
-        self.segments, self.ranks = tuple(segments), tuple(ranks)
-        super().__init__(self.segments, self.ranks)
+    def __init__(self, segments: Iterable[str], ranks: Iterable[int], dtype: str = "") -> None:
+        self.segments, self.ranks, self.dtype = tuple(segments), tuple(ranks), dtype
+        super().__init__(self.segments, self.ranks, dtype)
 
     def __str__(self) -> str:
         tensors = ", ".join(map(repr, self.segments))
         if self.ranks:
             return f"allreduce: NaN or infinity in {tensors} on rank {_names(self.ranks)}"
+        if self.dtype:
+            return f"allreduce: the mean is beyond {self.dtype} in {tensors}"
         return f"allreduce: the sum of finite values is not finite in {tensors}"
 
 

@@ -16,7 +16,19 @@ import numpy.typing as npt
 from pydantic import Field
 
 from ..config import Section, read_toml, validate
-from ..formats import INTEGERS, SHIFT_BIAS, TILE, Cast, FloatFormat, Overflow, Rounding, tiles
+from ..formats import (
+    INTEGERS,
+    MICROSCALING,
+    SHARED,
+    SHIFT_BIAS,
+    TILE,
+    Cast,
+    FloatFormat,
+    Overflow,
+    Rounding,
+    tiles,
+    wire_scaling,
+)
 from ..methods import EXACT, SCALINGS, suggest
 from ..ops.payloads import Exact, Packed, Raw, Wire, parse_wire
 from ..ops.reference import fitting_shift
@@ -56,7 +68,7 @@ def parse_scaling(text: str, fmt: FloatFormat | None) -> Scaling:
     if not isinstance(text, str):
         raise TypeError(f"allreduce: scaling={text!r}: known are {', '.join(SCALINGS)}")
     kind, colon, number = text.partition(":")
-    if kind not in ("none", "static", "aps", "tile") or (kind == "static") != bool(colon):
+    if kind not in (*SHARED, "none", "static", "aps") or (kind == "static") != bool(colon):
         raise ValueError(f"allreduce: scaling={text!r}: {suggest(text, SCALINGS)}")
     if kind != "static":
         return Scaling(kind, 0)
@@ -283,6 +295,16 @@ class Method:
             raise ValueError(f"allreduce: algorithm='mpi': wire={self.wire!r}: must be 'raw'")
         if self.exact:
             self._check_exact()
+        own = wire_scaling(self.wire)
+        if (
+            isinstance(self.wire, str)
+            and self.wire in MICROSCALING
+            and own != self.parsed_scaling.kind
+        ):
+            raise ValueError(
+                f"allreduce: scaling={self.parsed_scaling.kind!r}: wire={self.wire!r} is scaled by "
+                f"{own}: for another scaling name its format, {MICROSCALING[self.wire].name}"
+            )
 
     def _check_exact(self) -> None:
         """Raise ValueError for what has no exact sum."""
@@ -339,8 +361,8 @@ class Method:
 
     @cached_property
     def parsed_scaling(self) -> Scaling:
-        """The scaling; for a raw wire it has no meaning. Default: aps for exact sums, else tile."""
-        default = "aps" if self.exact else "tile"
+        """The scaling; raw has none. Default: aps for exact sums, else the wire's own."""
+        default = "aps" if self.exact else wire_scaling(self.wire)
         return parse_scaling(default if self.scaling is None else self.scaling, self.fmt)
 
     @cached_property
@@ -354,7 +376,7 @@ class Method:
     @cached_property
     def hides_nonfinite(self) -> bool:
         """Whether neither the codes nor the scaling would show NaN or infinity."""
-        return self.parsed_scaling.kind not in ("aps", "tile") and self.codes_hide_nonfinite
+        return self.parsed_scaling.kind not in (*SHARED, "aps") and self.codes_hide_nonfinite
 
     @cached_property
     def codes_hide_nonfinite(self) -> bool:
@@ -422,4 +444,5 @@ class Method:
         cast = Cast(self.fmt, self.rounding, self.overflow)
         if self.exact:
             return Exact(cast, trits=self.wire == "ternary")
-        return Packed(cast, fit=self.parsed_scaling.kind == "tile")
+        kind = self.parsed_scaling.kind
+        return Packed(cast, fit=kind in SHARED, shared=SHARED.get(kind, TILE))

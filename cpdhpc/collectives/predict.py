@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..formats import TILE, tiles
+from ..formats import SHARED, TILE, tiles
 from ..ops.payloads import Array
 from .engine import Exchange, Program, ScheduleError
 from .method import AUTO, Machine, Method, Segment, as_machine
@@ -158,7 +158,7 @@ class Simulation:
     ) -> None:
         self.machine, self.plan, self.kernels, self.pieces = machine, plan, kernels, pieces
         self.memory, self.alone, self.share = memory, alone, share
-        self.bytes = np.zeros(tiles(memory.size + 1) * (4 * TILE + 1), np.uint8)  # any payload
+        self.bytes = np.zeros(tiles(memory.size + 1) * 5 * TILE, np.uint8)  # any payload
         self.ranks = [_Rank() for _ in range(1 if alone else len(plan.nodes))]
         self.ends_s = [0.0] * len(pieces)
         self.ended = 0
@@ -349,7 +349,7 @@ def _simulation(
     chunks = SCHEDULES[method.algorithm].chunks(Layout(nodes))
     padded = chunks * TILE * -(-tiles(n) // chunks) if one and chunks > 1 else n
     memory = np.zeros(padded, np.float32)  # never touched: a promise of memory, no more
-    shifts = [] if method.fmt is None or method.parsed_scaling.kind == "tile" else [0]
+    shifts = [] if method.fmt is None or method.parsed_scaling.kind in SHARED else [0]
     segments = [Segment("x", 0, padded)][: len(shifts)]
     plan = method.plan(nodes, memory, segments, (shifts, shifts), 0)
     wire = plan.wire

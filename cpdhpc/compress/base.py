@@ -18,6 +18,7 @@ from ..collectives.checks import NONFINITE_BITS, NonFiniteGradient
 from ..collectives.method import AUTO, Machine, as_machine
 from ..config import suggest
 from ..formats import TILE
+from ..ops import backend_of
 from ..randomness import Key, random_key
 from ..world.ranks import Ranks
 from .bucket import Bucket
@@ -33,6 +34,7 @@ class Context:
 
     state: what the method keeps; seed: of this bucket; iteration: from 0
     epoch: how often all samples have been seen, 0.0 where nobody says
+    loss_scale: what gradients are multiplied by, which options in their unit have to follow
     """
 
     world: Ranks
@@ -40,6 +42,7 @@ class Context:
     seed: int = 0
     iteration: int = 0
     epoch: float = 0.0
+    loss_scale: float = 1.0
 
     def key(self, name: str, rank: int = 0) -> Key:
         """Return the key of the random numbers that name, this iteration and a rank choose.
@@ -202,8 +205,8 @@ def shared_largest(
 
 def raise_unless_finite(world: Ranks, gradients: Sequence[Array], bucket: Bucket) -> None:
     """Raise NonFiniteGradient on all ranks where one holds NaN or infinity. Collective."""
-    largest = np.max([np.abs(gradient).max(initial=0) for gradient in gradients])
-    shared_largest(world, gradients, bucket, np.array([largest]))
+    found = [int(backend_of(x).amax_tiles(x).max(initial=0)) for x in gradients]
+    shared_largest(world, gradients, bucket, np.array([max(found)], np.uint32).view(np.float32))
 
 
 def machine_of_auto(

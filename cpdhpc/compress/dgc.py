@@ -40,7 +40,7 @@ class Dgc(LargestValues):
     def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
         """Return the mean over all ranks. See Aggregator.aggregate."""
         layers = SparseLayers(bucket, self.exclude)
-        clipped = [self._clipped(x, bucket, context.world.ranks) for x in gradients]
+        clipped = [self._clipped(x, bucket, context) for x in gradients]
         momenta = layers.joined(clipped)
         layers.add(momenta, context, "momentum", self.momentum)
         waiting = [u.copy() for u in momenta]
@@ -57,11 +57,12 @@ class Dgc(LargestValues):
         self._push_whole(flat, layers, context)
         return Mean(flat, {"sent_share": layers.shares(sent.shares)})
 
-    def _clipped(self, gradient: Array, bucket: Bucket, ranks: int) -> Array:
+    def _clipped(self, gradient: Array, bucket: Bucket, context: Context) -> Array:
         """Return a rank's gradient, its layers shortened where they are too long."""
         if not self.clip_norm:
             return gradient
-        out, limit = gradient.copy(), self.clip_norm / ranks**0.5
+        out = gradient.copy()
+        limit = self.clip_norm * context.loss_scale / context.world.ranks**0.5
         for x in bucket.views(out):
             norm = np.sqrt(np.square(x, dtype=np.float64).sum())
             if limit < norm < np.inf:  # what is not finite is left for check
@@ -69,11 +70,15 @@ class Dgc(LargestValues):
         return out
 
     def _push_whole(self, flat: Array, layers: SparseLayers, context: Context) -> None:
-        """Give momentum to the mean of the layers that travel whole, alike on all ranks."""
+        """Give momentum to the mean of the layers that travel whole, alike on all ranks.
+
+        What is shared does not follow the scale of losses, so it is kept without.
+        """
+        scale = np.float32(context.loss_scale)
         for name, start, stop in layers.bucket.segments:
             if name not in layers.coded.names:
                 x = flat[start:stop]
                 u = context.state.shared(name, "momentum", partial(np.zeros_like, x))
                 u *= np.float32(self.momentum)
-                u += x
-                x[:] = u
+                u += x / scale
+                np.multiply(u, scale, out=x)

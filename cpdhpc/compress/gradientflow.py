@@ -35,7 +35,7 @@ class GradientFlow(DenseMessages):
     density: Annotated[float, Field(gt=0, le=1)] = 0.1
     chunk_values: Annotated[int, Field(ge=1)] = 1024
     dense_epochs: Annotated[float, Field(ge=0)] = 0.0
-    scaling: Literal["none", "tile"] | None = None
+    scaling: Literal["none", "tile", "block32", "block16"] | None = None
 
     def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
         """Return the mean over all ranks. See Aggregator.aggregate."""

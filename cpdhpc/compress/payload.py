@@ -164,7 +164,7 @@ def _packed_indices(indices: Array, size: int) -> tuple[str, Array, Array]:
 def _unpacked_indices(encoding: str, words: Array, widths: Array, count: int, size: int) -> Array:
     """Return the indices. Raises ValueError where they do not ascend below size."""
     if encoding == "bitmap":
-        found = cpu.unpack_bitmap(words, count)
+        found = _places(words, count)
     elif encoding == "deltas":
         gaps = cpu.unpack_stream(words, widths, count)
         wide = np.cumsum(gaps, dtype=np.uint64) + np.arange(count, dtype=np.uint64)
@@ -173,10 +173,18 @@ def _unpacked_indices(encoding: str, words: Array, widths: Array, count: int, si
         return wide.astype(np.uint32)
     else:
         b, border = _bin_bits(count, size), -(-(count + _bins(count, size)) // 32)
-        places = cpu.unpack_bitmap(words[:border], count) - np.arange(count, dtype=np.uint32)
+        places = _places(words[:border], count) - np.arange(count, dtype=np.uint32)
         found = places << np.uint32(b)
         found |= cpu.unpack_stream(words[border:], _alike(b, count), count)
     _check_ascending("decode_sparse", found, size)
+    return found
+
+
+def _places(words: Array, count: int) -> Array:
+    """Return where bits are set. Raises ValueError unless just count are."""
+    found = cpu.unpack_bitmap(words)
+    if found.size != count:
+        raise ValueError(f"decode_sparse: payload: {found.size} bits are set: must be {count}")
     return found
 
 

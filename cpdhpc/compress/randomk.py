@@ -42,9 +42,8 @@ class RandomK(DenseMessages):
     def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
         """Return the mean over all ranks. See Aggregator.aggregate."""
         layers = SparseLayers(bucket, self.exclude)
-        waiting = layers.joined(gradients)
-        if self.error_feedback:
-            layers.add(waiting, context)
+        feedback = self.error_feedback
+        waiting = layers.waiting(gradients, context) if feedback else layers.joined(gradients)
         layers.check(waiting, context)
         density = density_at(context.epoch, self.warmup, self.density)
         drawn = {
@@ -56,12 +55,12 @@ class RandomK(DenseMessages):
         mean, shares = np.zeros(layers.coded.size, np.float32), []
         for (name, start, stop), index in zip(layers.coded.segments, drawn.values(), strict=True):
             shares.append(index.size / (stop - start))
-            factor = 1.0 if self.error_feedback else (stop - start) / index.size
+            factor = 1.0 if feedback else (stop - start) / index.size
             mean[index] = means[name] * np.float32(factor)
             for x in waiting:
                 x[index] = 0
         flat = layers.mean(mean, waiting, gradients, context, self.algorithm)
-        if self.error_feedback:
+        if feedback:
             layers.keep(waiting, context)
         return Mean(flat, {"sent_share": layers.shares(shares)})
 

@@ -146,16 +146,18 @@ class SparseLayers:
 
     def joined(self, gradients: Sequence[Array]) -> list[Array]:
         """Return the coded layers of each hosted rank's gradient, new float32[coded.size]."""
-        found = [np.empty(self.coded.size, np.float32) for _ in gradients]
-        for x, gradient in zip(found, gradients, strict=True):
-            for source, place in self._places:
-                x[place] = gradient[source]
-        return found
+        sources = [source for source, _ in self._places]
+        none = np.empty(0, np.float32)
+        return [np.concatenate([none, *(x[source] for source in sources)]) for x in gradients]
 
     def waiting(self, gradients: Sequence[Array], context: Context) -> list[Array]:
         """Return joined(gradients) with the memory "residual" added to it."""
-        found = self.joined(gradients)
-        self.add(found, context)
+        found = [np.empty(self.coded.size, np.float32) for _ in gradients]
+        memories = self._memories(context, "residual")
+        with np.errstate(over="ignore", invalid="ignore"):  # check sees what is not finite
+            for (source, _), (place, memory) in zip(self._places, memories, strict=True):
+                for x, gradient, kept in zip(found, gradients, memory, strict=True):
+                    np.add(gradient[source], kept, out=x[place])
         return found
 
     def add(

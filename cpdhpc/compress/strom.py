@@ -31,7 +31,7 @@ class Strom(SparseMessages):
 
     def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
         """Return the mean over all ranks. See Aggregator.aggregate."""
-        layers, tau = SparseLayers(bucket, self.exclude), np.float32(self.tau)
+        layers, tau = SparseLayers(bucket, self.exclude), np.float32(self.tau * context.loss_scale)
         n, waiting = layers.coded.size, layers.waiting(gradients, context)
         layers.check(waiting, context)
         payloads = [_encoded(x, float(tau)) for x in waiting]

@@ -25,13 +25,12 @@ class TopK(LargestValues):
     def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
         """Return the mean over all ranks. See Aggregator.aggregate."""
         layers = SparseLayers(bucket, self.exclude)
-        waiting = layers.joined(gradients)
-        if self.error_feedback:
-            layers.add(waiting, context)
+        feedback = self.error_feedback
+        waiting = layers.waiting(gradients, context) if feedback else layers.joined(gradients)
         layers.check(waiting, context)
         chosen = [self._chosen(x, layers.coded, context) for x in waiting]
         sent = self._send(waiting, chosen, layers.coded, context)
         flat = layers.mean(sent.mean, waiting, gradients, context, self.algorithm)
-        if self.error_feedback:
+        if feedback:
             layers.keep(waiting, context)
         return Mean(flat, {"sent_share": layers.shares(sent.shares)})

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..formats import INTEGERS, Cast, FloatFormat
+from ..formats import INTEGERS, SHARED, Cast, FloatFormat, wire_scaling
 from ..ops.payloads import Packed, parse_wire
 from ..world.ranks import Ranks
 from .layout import Box
@@ -126,7 +126,7 @@ def packed_wire(wire: str | FloatFormat) -> Packed | None:
         raise type(error)(str(error).replace("allreduce", "WindowPlan")) from None
     if isinstance(wire, str) and wire in INTEGERS:
         raise ValueError(f"WindowPlan: wire={wire!r}: integers are for sums: use raw or a format")
-    return None if fmt is None else Packed(Cast(fmt), fit=True)
+    return None if fmt is None else Packed(Cast(fmt), True, SHARED[wire_scaling(wire)])
 
 
 def describe(

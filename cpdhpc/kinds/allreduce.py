@@ -11,7 +11,18 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from ..config import ConfigError, Raw, UserError
-from ..formats import INTEGERS, TRIT_BYTES, packed_bytes, parse_format, sum_bits, tiles
+from ..formats import (
+    INTEGERS,
+    MICROSCALING,
+    SHARED,
+    TRIT_BYTES,
+    packed_bytes,
+    shift_count,
+    sum_bits,
+    tiles,
+    wire_format,
+    wire_scaling,
+)
 from ..methods import ACCUMULATES, ALGORITHMS, BASELINES, EXACT, MAX_SUM_BITS, SCALINGS
 from .base import Call, Kind
 from .factors import ABSENT, Factor, Factors, Value, float32_size, one_of
@@ -31,15 +42,14 @@ GUESS = 1e-9  # s per byte and rank: a slow all-reduce, as the estimate is an up
 
 
 def _check_wire(wire: str) -> None:
-    if wire != "raw" and wire not in INTEGERS:
-        parse_format(wire)
+    wire_format(wire)
 
 
 def _check_scaling(scaling: str) -> None:
     kind, _, number = scaling.partition(":")
     if kind == "static" and number.lstrip("-").isdigit():
         return
-    if scaling not in ("none", "aps", "tile"):
+    if scaling not in (*SHARED, "none", "aps"):
         raise ConfigError(f"known are {', '.join(SCALINGS)}, with an integer K")
 
 
@@ -75,15 +85,18 @@ def _accumulate(algorithm: str, wire: str, given: str) -> str:
 
 
 def _scaling(wire: str, accumulate: str, given: str) -> str:
-    scaling = given or ("aps" if accumulate == EXACT else "tile")
+    scaling = given or ("aps" if accumulate == EXACT else wire_scaling(wire))
     kind, _, number = scaling.partition(":")
     if accumulate == EXACT:
         allowed = ("aps",) if wire in INTEGERS else ("aps", "static", "none")
         if kind not in allowed:
             what = f"wire {wire}" if wire in INTEGERS else "an exact sum"
             raise ValueError(f"{what} is scaled by {' or '.join(allowed)}, not by {kind}")
+    if wire in MICROSCALING and kind != wire_scaling(wire):
+        raise ValueError(f"wire {wire} is scaled by {wire_scaling(wire)}, not by {kind}")
     if kind == "static":
-        fmt = INTEGERS[wire] if wire in INTEGERS else parse_format(wire)
+        fmt = wire_format(wire)
+        assert fmt is not None, "raw is not scaled"
         if not fmt.shift_min <= int(number) <= fmt.shift_max:
             raise ValueError(f"{scaling}: K of {wire} is {fmt.shift_min}..{fmt.shift_max}")
     return scaling
@@ -93,7 +106,8 @@ def _fits(job: Raw, used: Factors, ranks: int) -> str | None:
     if used.get("accumulate") != EXACT:
         return None
     wire = str(used["wire"])
-    fmt = INTEGERS[wire] if wire in INTEGERS else parse_format(wire)
+    fmt = wire_format(wire)
+    assert fmt is not None, "raw has no exact sums"
     bits = sum_bits(fmt, ranks)
     if bits <= MAX_SUM_BITS:
         return None
@@ -189,13 +203,13 @@ def _share(ranks: int) -> float:
 def _wire_size(factors: Factors) -> int:
     """Return the bytes of a rank's data on the wire."""
     n, wire = int(factors["size_bytes"]) // 4, str(factors["wire"])
-    if wire == "raw":
+    fmt = wire_format(wire)
+    if fmt is None:
         return 4 * n
     if wire == "ternary":
         return tiles(n) * TRIT_BYTES
-    fmt = INTEGERS[wire] if wire in INTEGERS else parse_format(wire)
-    shifts = tiles(n) if factors.get("value_scaling") == "tile" else 0
-    return packed_bytes(n, fmt.bits) + shifts
+    shared = SHARED.get(str(factors.get("value_scaling")))
+    return packed_bytes(n, fmt.bits) + (shift_count(n, shared) if shared else 0)
 
 
 SHAPES = 3  # that have figures

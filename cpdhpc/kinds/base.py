@@ -115,8 +115,8 @@ class Kind:
 
     factors: by name, in the order in which they are shown
     work: the factor that says how large the problem is
-    further: (name, a value) -> a factor beyond those, or None where there is no such; for what
-        users add to the tables that jobs choose from
+    further: (name, a value, the job's tables) -> a factor beyond those, or None where there is no
+        such; for what users add to the tables that jobs choose from
     used: (factors, defaults included) -> those that this case uses, made plain, so that two ways
         to say the same are one case; raises ValueError for what cannot work
     fits: (tables of the job, factors that used returned, ranks) -> why so many ranks cannot do it,
@@ -140,4 +140,4 @@ class Kind:
     panels: tuple[str, ...]
     needs_job: bool = False
     groups: tuple[str, ...] = ()  # of a study file, besides those of all kinds
-    further: Callable[[str, Value], Factor | None] = lambda name, value: None
+    further: Callable[[str, Value, Raw], Factor | None] = lambda name, value, job: None

@@ -8,7 +8,7 @@ from math import nan
 from typing import TYPE_CHECKING, Any
 
 from ..config import ConfigError, Raw
-from ..formats import INTEGERS, parse_format
+from ..formats import INTEGERS, wire_format
 from ..methods import HALO_COPIED, HALO_MPI_TYPES, HALO_OURS, HALO_PACKED
 from .base import Call, Kind
 from .factors import Factor, Factors, Value, one_of, positive
@@ -35,8 +35,7 @@ GUESS = 2e-9  # s per byte of a window, to prepare and to copy: a slow one, for 
 def _check_wire(wire: str) -> None:
     if wire in INTEGERS:
         raise ConfigError("integers are for sums: should be raw or a format")
-    if wire != "raw":
-        parse_format(wire)
+    wire_format(wire)
 
 
 def _used(given: Factors) -> dict[str, Value]:

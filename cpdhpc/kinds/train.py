@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .. import store
-from ..config import Raw, UserError, merge, validate
+from ..config import IMPORT, Raw, UserError, merge, validate
 from .base import Kind, Measuring
 from .factors import ABSENT, Array, Factor, Factors, Outcomes, Result, Series, Value, at_least
 
@@ -60,6 +60,8 @@ _ROWS: dict[str, tuple[type, str]] = {  # key of a job: its type and what it is
     "train.epochs": (int, "epochs"),
     "train.batch": (int, "samples of a step, of all ranks together"),
     "train.learning_rate": (float, "learning rate"),
+    "train.loss_scale": (float, "factor on the loss, at first"),
+    "train.loss_scaling": (str, "whether the loss scale follows overflow"),
     "train.virtual_ranks": (int, "ranks that a process plays"),
     "train.threads": (int, "threads of torch of a rank; 0: the cores it owns"),
     "train.bucket_mib": (float, "MiB of gradients that are reduced together"),
@@ -91,12 +93,16 @@ def _time_s(used: Factors, ranks: int, repeats: int) -> float:
     return 0.0  # only the data and the model would tell: run.case_time_s says
 
 
-def _further(name: str, value: Value) -> Factor | None:
-    """Return the factor of a key that some row of a table of the job has."""
+def _further(name: str, value: Value, job: Raw) -> Factor | None:
+    """Return the factor of a key of some row of a table of the job, or an argument of the user's.
+
+    What a function takes that a table imports only the ranks know, which call it.
+    """
     from ..train.job import keys_of
 
     table, _, key = name.partition(".")
-    return Factor(f"{key} of {table}", type(value)) if key in keys_of(table) else None
+    known = key in keys_of(table) or IMPORT in job.get(table, {})
+    return Factor(f"{key} of {table}", type(value)) if known else None
 
 
 class _Training(Measuring):

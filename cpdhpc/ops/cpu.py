@@ -10,11 +10,13 @@ import numpy as np
 from .. import _cpu
 from ..formats import Cast, FloatFormat, tiles
 from ..randomness import Key
-from .reference import (
+from .cpu_sparse import (
     clear,
-    fitting_shift,
+    count_bits,
+    count_digits,
     gather,
     kth_magnitude,
+    mark_above,
     pack_bitmap,
     pack_stream,
     scatter_add,
@@ -24,6 +26,7 @@ from .reference import (
     unpack_bitmap,
     unpack_stream,
 )
+from .reference import fitting_shift
 from .threads import kernel_threads
 
 __all__ = [
@@ -34,6 +37,8 @@ __all__ = [
     "clear",
     "clone",
     "copy",
+    "count_bits",
+    "count_digits",
     "decode",
     "decode_add_encode_tiles",
     "decode_add_tiles",
@@ -46,6 +51,7 @@ __all__ = [
     "gather",
     "kth_magnitude",
     "load_acquire",
+    "mark_above",
     "pack",
     "pack_bitmap",
     "pack_stream",

@@ -24,6 +24,13 @@ KERNELS = (
     "decode_integers_tiles",
     "pack_trits",
     "unpack_trits",
+    "mark_above",
+    "count_bits",
+    "unpack_bitmap",
+    "count_digits",
+    "gather",
+    "scatter_add",
+    "clear",
 )
 
 # What NumPy has already; CuPy has it too, but flushes subnormal numbers.

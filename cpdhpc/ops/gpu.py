@@ -21,8 +21,12 @@ from .gpu_runtime import (
     launch,
     tile_blocks,
 )
+from .reference_sparse import MAGNITUDE, threshold_bits
+from .selection import check_rank, check_size, radix_select, without_last_ties
 
 Array = Any  # cupy.ndarray
+
+_COUNTING_BLOCKS = 512  # each of their warps adds a table at the end: rather few, and long at work
 
 
 def encode(x: Array, cast: Cast, shift: int = 0, key: Key = (0, 0), offset: int = 0) -> Array:
@@ -87,8 +91,8 @@ def encode_tiles(
 ) -> None:
     """Encode and pack x into words, each tile scaled by its shift; see ops.reference."""
     check("x", x, np.float32)
-    check_tiles(words, shifts, x.size, cast.fmt)
-    numbers = (cast_on_device(cast), np.int32(fit), *key_numbers(key, offset))
+    blocks = check_tiles(words, shifts, x.size, cast.fmt)
+    numbers = (cast_on_device(cast), blocks, np.int32(fit), *key_numbers(key, offset))
     arrays = (x, np.int64(x.size), words, shifts, counts_or_null(counts, x.size))
     launch("encode_tiles", tile_blocks(x.size), *numbers, *arrays)
 
@@ -96,9 +100,9 @@ def encode_tiles(
 def decode_tiles(words: Array, shifts: Array, fmt: FloatFormat, out: Array) -> Array:
     """Unpack and decode into out; return how many values are not finite, uint64[], on the GPU."""
     check("out", out, np.float32)
-    check_tiles(words, shifts, out.size, fmt)
+    blocks = check_tiles(words, shifts, out.size, fmt)
     nonfinite = cupy.zeros((), np.uint64)
-    arrays = (words, shifts, out, np.int64(out.size), nonfinite)
+    arrays = (blocks, words, shifts, out, np.int64(out.size), nonfinite)
     launch("decode_tiles", tile_blocks(out.size), cast_on_device(Cast(fmt)), *arrays)
     return nonfinite
 
@@ -107,8 +111,8 @@ def decode_add_tiles(words: Array, shifts: Array, fmt: FloatFormat, x: Array, ou
     """Write x + decoded, summed in float32, into out; out may be x."""
     check("x", x, np.float32)
     check("out", out, np.float32, x.size)
-    check_tiles(words, shifts, x.size, fmt)
-    arrays = (words, shifts, x, out, np.int64(x.size))
+    blocks = check_tiles(words, shifts, x.size, fmt)
+    arrays = (blocks, words, shifts, x, out, np.int64(x.size))
     launch("decode_add_tiles", tile_blocks(x.size), cast_on_device(Cast(fmt)), *arrays)
 
 
@@ -132,11 +136,12 @@ def decode_add_encode_tiles(
     Returns how many values of out are not finite, uint64[] on the GPU; 0 without it.
     """
     check("x", x, np.float32)
-    check_tiles(words_in, shifts_in, x.size, cast.fmt)
+    blocks = check_tiles(words_in, shifts_in, x.size, cast.fmt)
     check_tiles(words, shifts, x.size, cast.fmt)
+    check("shifts", shifts, np.uint8, shifts_in.size)
     if out is not None:
         check("out", out, np.float32, x.size)
-    numbers = (cast_on_device(cast), np.int32(fit), *key_numbers(key, offset))
+    numbers = (cast_on_device(cast), blocks, np.int32(fit), *key_numbers(key, offset))
     nonfinite: Any = NULL if out is None else cupy.zeros((), np.uint64)
     arrays = (
         words_in,
@@ -215,6 +220,95 @@ def unpack_trits(trits: Array, words: Array) -> None:
     check("trits", trits, np.uint8, tiles(n) * TRIT_BYTES)
     check("words", words, np.uint8, packed_bytes(n, 2))
     launch("unpack_trits", tile_blocks(n), trits, np.int64(tiles(n)), words)
+
+
+def count_digits(x: Array, low: int, shift: int, buckets: int) -> Any:
+    """Return how many magnitudes lie in each bucket, 2**shift wide, from low on: NumPy's uint32."""
+    check("x", x, np.float32)
+    counts = cupy.zeros(buckets, np.uint32)
+    numbers = (np.uint32(low), np.int32(shift), np.uint32(buckets))
+    blocks = min(tile_blocks(x.size), _COUNTING_BLOCKS)
+    launch("count_digits", blocks, *numbers, x, np.int64(x.size), counts)
+    return cupy.asnumpy(counts)
+
+
+def mark_above(x: Array, bits: int) -> Array:
+    """Return a bit for each value, set where its magnitude is above bits: uint32[ceil(n / 32)]."""
+    check("x", x, np.float32)
+    words = cupy.empty(-(-x.size // 32), np.uint32)
+    launch("mark_above", tile_blocks(x.size), np.uint32(bits), x, np.int64(x.size), words)
+    return words
+
+
+def count_bits(words: Array) -> Array:
+    """Return how many bits are set in each 32 words: uint32[w] to uint32[ceil(w / 32)]."""
+    check("words", words, np.uint32)
+    counts = cupy.empty(-(-words.size // 32), np.uint32)
+    launch("count_bits", tile_blocks(32 * words.size), words, np.int64(words.size), counts)
+    return counts
+
+
+def unpack_bitmap(words: Array) -> Array:
+    """Return where bits are set, ascending: uint32[w] to uint32[m]. Waits for the counts."""
+    counts = cupy.asnumpy(count_bits(words))
+    ends = np.cumsum(counts, dtype=np.uint32)
+    places = cupy.empty(int(ends[-1]) if ends.size else 0, np.uint32)
+    arrays = (words, np.int64(words.size), cupy.asarray(ends - counts), places)
+    launch("unpack_bitmap", tile_blocks(32 * words.size), *arrays, np.int64(places.size))
+    return places
+
+
+def kth_magnitude(x: Array, k: int) -> int:
+    """Return the float32 bits, without the sign, of the k-th largest |x|. Waits for it."""
+    check_rank("kth_magnitude", k, x.size, 1)
+    return radix_select(count_digits, x, k)
+
+
+def select_magnitude(x: Array, k: int) -> Array:
+    """Return the indices of the k largest |x|, of equal ones the lower: uint32[k], ascending."""
+    check_rank("select_magnitude", k, x.size, 0)
+    kth = radix_select(count_digits, x, k) if k else 2**31
+    if kth:
+        found = unpack_bitmap(mark_above(x, kth - 1))
+    else:
+        found = cupy.asarray(np.arange(x.size, dtype=np.uint32))
+    if found.size == k:
+        return found
+    magnitudes = cupy.asnumpy(gather(x, found)).view(np.uint32) & MAGNITUDE
+    return cupy.asarray(cupy.asnumpy(found)[without_last_ties(magnitudes, kth, k)])
+
+
+def select_above(x: Array, threshold: float) -> Array:
+    """Return the indices of |x| > threshold, and of NaN: uint32[m], ascending."""
+    check_size("select_above", x.size)
+    return unpack_bitmap(mark_above(x, threshold_bits(threshold)))
+
+
+def gather(x: Array, indices: Array) -> Array:
+    """Return x[indices]: float32[n], uint32[m] to float32[m]; 0 for an index from n on."""
+    check("x", x, np.float32)
+    check("indices", indices, np.uint32)
+    values = cupy.empty(indices.size, np.float32)
+    arrays = (x, np.int64(x.size), indices, np.int64(indices.size), values)
+    launch("gather", element_blocks(indices.size), *arrays)
+    return values
+
+
+def scatter_add(out: Array, indices: Array, values: Array) -> None:
+    """Add values to out[indices]: float32[n], uint32[m], float32[m]; no index twice."""
+    check("out", out, np.float32)
+    check("indices", indices, np.uint32)
+    check("values", values, np.float32, indices.size)
+    arrays = (out, np.int64(out.size), indices, np.int64(indices.size), values)
+    launch("scatter_add", element_blocks(indices.size), *arrays)
+
+
+def clear(x: Array, indices: Array) -> None:
+    """Set x[indices] to 0.0: float32[n], uint32[m]."""
+    check("x", x, np.float32)
+    check("indices", indices, np.uint32)
+    arrays = (x, np.int64(x.size), indices, np.int64(indices.size))
+    launch("clear", element_blocks(indices.size), *arrays)
 
 
 def copy(target: Array, source: Array) -> None:

@@ -9,7 +9,7 @@ import cupy
 import cupyx
 import numpy as np
 
-from ..formats import Cast, FloatFormat, tiles
+from ..formats import LANES, SHARED, TILE, Cast, FloatFormat, shift_count, tiles
 from ..randomness import Key
 from .cpu import cast_numbers
 from .cuda_source import OPTIONS, cuda_source
@@ -68,10 +68,15 @@ def check(name: str, array: Array, dtype: type[np.generic], size: int | None = N
         raise ValueError(f"{name}: {array.size} elements given, {size} needed")
 
 
-def check_tiles(words: Array, shifts: Array, n: int, fmt: FloatFormat) -> None:
-    """Raise TypeError or ValueError unless words and shifts hold n values of a format."""
+def check_tiles(words: Array, shifts: Array, n: int, fmt: FloatFormat) -> Any:
+    """Return the blocks of a lane's column by the number of shifts, 0 where a tile has one; int32.
+
+    Raises TypeError or ValueError unless words and shifts hold n values of a format.
+    """
     check("words", words, np.uint8, tiles(n) * 128 * fmt.bits)
-    check("shifts", shifts, np.uint8, tiles(n))
+    found = [size for size in SHARED.values() if shifts.size == shift_count(n, size)]
+    check("shifts", shifts, np.uint8, None if found else tiles(n))
+    return np.int32(TILE // LANES // found[0])
 
 
 def element_blocks(n: int) -> int:

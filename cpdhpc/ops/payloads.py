@@ -14,15 +14,17 @@ import numpy as np
 import numpy.typing as npt
 
 from ..formats import (
-    INTEGERS,
     NAMED,
+    NAMED_WIRES,
+    TILE,
     TRIT_BYTES,
     Cast,
     FloatFormat,
     packed_bytes,
-    parse_format,
+    shift_count,
     sum_bits,
     tiles,
+    wire_format,
 )
 from ..methods import suggest
 from ..randomness import Key
@@ -155,17 +157,20 @@ class Raw:
 class Packed:
     """Codes of a small format, packed in tiles.
 
-    fit: each tile chooses its shift, and the shift bytes follow the words of the payload; else
-        all methods take shifts, uint8[tiles], that do not travel.
+    fit: shifts are chosen while values are encoded, and follow the words of the payload; else all
+        methods take shifts, uint8[tiles], that do not travel.
+    shared: how many values share a shift that is chosen; from formats.SHARED
     """
 
     cast: Cast
     fit: bool
+    shared: int = TILE
     kernels: Any = field(default=None, repr=False, compare=False)
 
     def size_bytes(self, n: int, terms: int | None = None) -> int:
         """Bytes of n values: whole tiles; sums are no wider."""
-        return packed_bytes(n, self.cast.fmt.bits) + (tiles(n) if self.fit else 0)
+        shifts = shift_count(n, self.shared) if self.fit else 0
+        return packed_bytes(n, self.cast.fmt.bits) + shifts
 
     def _split(self, payload: Array, shifts: Array | None, n: int) -> tuple[Array, Array]:
         """Return the words and the shifts of a payload."""
@@ -224,19 +229,16 @@ def parse_wire(wire: str | FloatFormat, name: str = "allreduce") -> FloatFormat 
     """Return the format of a wire that a user names; None for "raw".
 
     name: of the function that is called, for errors
-
     Raises ValueError for unknown names, TypeError for anything but a name or a FloatFormat.
     """
     if isinstance(wire, FloatFormat):
         return wire
     if not isinstance(wire, str):
         raise TypeError(f"{name}: wire={wire!r}: must be 'raw', a format's name or FloatFormat")
-    if wire in INTEGERS:
-        return INTEGERS[wire]
     try:
-        return None if wire == "raw" else parse_format(wire)
+        return wire_format(wire)
     except ValueError as error:
-        said = suggest(wire, ("raw", *INTEGERS, *NAMED))
+        said = suggest(wire, ("raw", *NAMED_WIRES, *NAMED))
         if said.startswith("did") and not wire.startswith("int"):
             raise ValueError(f"{name}: wire={wire!r}: {said}") from None
-        raise ValueError(f"{error}; wires are also raw, {', '.join(INTEGERS)}") from None
+        raise ValueError(f"{error}; wires are also raw, {', '.join(NAMED_WIRES)}") from None

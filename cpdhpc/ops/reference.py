@@ -14,8 +14,11 @@ from ..formats import LANES, SHIFT_BIAS, SHIFT_NONFINITE, TILE, TRIT_BYTES, Cast
 from ..randomness import Key
 from .reference_sparse import (
     clear,
+    count_bits,
+    count_digits,
     gather,
     kth_magnitude,
+    mark_above,
     pack_bitmap,
     pack_stream,
     scatter_add,
@@ -252,6 +255,8 @@ __all__ = [
     "add_integers_tiles",
     "amax_tiles",
     "clear",
+    "count_bits",
+    "count_digits",
     "decode",
     "decode_add_encode_tiles",
     "decode_add_tiles",
@@ -262,6 +267,7 @@ __all__ = [
     "fitting_shift",
     "gather",
     "kth_magnitude",
+    "mark_above",
     "pack",
     "pack_bitmap",
     "pack_stream",
@@ -291,6 +297,24 @@ def amax_tiles(x: Array) -> Array:
     return padded.reshape(-1, TILE).max(1)
 
 
+def _blocks(values: Array, shifts: int) -> Array:
+    """Return whole tiles with what shares a shift along axes 2 and 4, the shifts along 1 and 3.
+
+    values: [tiles * 1024]; shifts: how many a tile has: 1, or 32 for each of its blocks of rows
+    """
+    blocks, lanes = max(1, shifts // LANES), min(shifts, LANES)
+    return values.reshape(-1, blocks, TILE // LANES // blocks, lanes, LANES // lanes)
+
+
+def _per_value(shifts: Array, count: int) -> Array:
+    """Return the shift byte of each value of so many tiles, int64[count * 1024]."""
+    each = max(1, shifts.size // max(1, count))
+    spread = np.zeros(count * TILE, np.int64)
+    blocks = _blocks(spread, each)
+    blocks[:] = shifts.reshape(count, blocks.shape[1], 1, blocks.shape[3], 1)
+    return spread
+
+
 def fitting_shift(amax_bits: Array, fmt: FloatFormat) -> Array:
     """Return per tile the stored byte of the largest k with amax * 2**k <= fmt.max.
 
@@ -315,11 +339,13 @@ def encode_tiles(
     offset: int = 0,
     counts: Array | None = None,
 ) -> None:
-    """Encode and pack x into words, each tile scaled by 2**k with k + 127 in shifts.
+    """Encode and pack x into words, each tile or block scaled by 2**k with k + 127 in shifts.
 
-    x: float32[n]; words: uint8[packed_bytes(n, bits)], written; shifts: uint8[tiles(n)]
-    fit: choose the shifts by fitting_shift and write them, rather than read them. A tile with
-        NaN or infinity is then encoded with k = 0 and marked SHIFT_NONFINITE.
+    x: float32[n]; words: uint8[packed_bytes(n, bits)], written
+    shifts: uint8[tiles(n)], or with blocks of b = 32 or 16 rows of a lane's column, uint8[tiles(n)
+        * 1024 / b], in the order [tile][block][lane]; how many there are says which
+    fit: choose the shifts by fitting_shift and write them, rather than read them. A tile or block
+        with NaN or infinity is then encoded with k = 0 and marked SHIFT_NONFINITE.
     counts: uint32[tiles(n), 3] or None: how many values of each tile saturated, underflowed
         (became zero) or were not finite, written
     """
@@ -327,10 +353,13 @@ def encode_tiles(
     padded = np.zeros(count * TILE, np.float32)
     padded[: x.size] = x
     if fit:
-        shifts[:] = fitting_shift(amax_tiles(x), cast.fmt)
-    k = np.where(shifts == SHIFT_NONFINITE, 0, shifts.astype(np.int64) - SHIFT_BIAS)
+        magnitudes = padded.view(np.uint32) & np.uint32(0x7FFFFFFF)
+        amax = _blocks(magnitudes, max(1, shifts.size // max(1, count))).max((2, 4)).reshape(-1)
+        shifts[:] = fitting_shift(amax, cast.fmt)
+    stored = _per_value(shifts, count)
+    k = np.where(stored == SHIFT_NONFINITE, 0, stored - SHIFT_BIAS)
     index = np.uint64(offset) + np.arange(padded.size, dtype=np.uint64)
-    codes, events = encode_with_events(padded, cast, np.repeat(k, TILE), key, index)
+    codes, events = encode_with_events(padded, cast, k, key, index)
     words[:] = pack(codes, cast.fmt.bits)
     if counts is not None:
         for column, event in enumerate(events):
@@ -341,10 +370,10 @@ def decode_tiles(words: Array, shifts: Array, fmt: FloatFormat, out: Array) -> i
     """Unpack and decode into out, and return how many values are not finite.
 
     words, shifts: as encode_tiles made them; out: float32[n], written
-    A tile marked SHIFT_NONFINITE is NaN throughout.
+    A tile or block marked SHIFT_NONFINITE is NaN throughout.
     """
     codes = unpack(words, fmt.bits, out.size)
-    k = np.repeat(shifts.astype(np.int64) - SHIFT_BIAS, TILE)[: out.size]
+    k = _per_value(shifts, tiles(out.size))[: out.size] - SHIFT_BIAS
     marked = k == SHIFT_NONFINITE - SHIFT_BIAS
     out[:] = np.where(
         marked, np.float32(np.nan), decode_shifted(codes, fmt, np.where(marked, 0, k))

@@ -16,8 +16,11 @@ from ..formats import TILE, tiles
 
 __all__ = [
     "clear",
+    "count_bits",
+    "count_digits",
     "gather",
     "kth_magnitude",
+    "mark_above",
     "pack_bitmap",
     "pack_stream",
     "scatter_add",
@@ -79,6 +82,36 @@ def threshold_bits(threshold: float) -> int:
     return int(nearest.view(np.uint32) & MAGNITUDE)
 
 
+def count_digits(x: Array, low: int, shift: int, buckets: int) -> Array:
+    """Return how many magnitudes lie in each bucket, 2**shift wide, from low on.
+
+    x: float32[n]; returns uint32[buckets]; others than in the buckets are not counted
+    """
+    bucket = ((x.view(np.uint32) & MAGNITUDE).astype(np.int64) - low) >> shift
+    inside = bucket[(bucket >= 0) & (bucket < buckets)]
+    return np.bincount(inside, minlength=buckets).astype(np.uint32)
+
+
+def mark_above(x: Array, bits: int) -> Array:
+    """Return a bit for each value, set where its magnitude is above bits, as pack_bitmap has them.
+
+    x: float32[n]; returns uint32[ceil(n / 32)]
+    """
+    above = np.flatnonzero((x.view(np.uint32) & MAGNITUDE) > np.uint32(bits))
+    return pack_bitmap(above.astype(np.uint32), x.size)
+
+
+def count_bits(words: Array) -> Array:
+    """Return how many bits are set in each 32 words, of 1,024 places.
+
+    words: uint32[w]; returns uint32[ceil(w / 32)]
+    """
+    bits = np.unpackbits(words.view(np.uint8))
+    padded = np.zeros(-(-words.size // 32) * TILE, np.uint8)
+    padded[: bits.size] = bits
+    return padded.reshape(-1, TILE).sum(1, dtype=np.uint32)
+
+
 def gather(x: Array, indices: Array) -> Array:
     """Return x[indices]: float32[n], uint32[m] to float32[m].
 
@@ -115,15 +148,10 @@ def pack_bitmap(indices: Array, size: int) -> Array:
     return np.packbits(bits, bitorder="little").view("<u4")
 
 
-def unpack_bitmap(words: Array, count: int) -> Array:
-    """Return where bits are set, uint32[count], ascending.
-
-    words: uint32[w]. Raises ValueError unless just count bits are set.
-    """
-    found = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
-    if found.size != count:
-        raise ValueError(f"unpack_bitmap: {found.size} bits are set, {count} expected")
-    return found.astype(np.uint32)
+def unpack_bitmap(words: Array) -> Array:
+    """Return where bits are set, ascending: uint32[w] to uint32[m]."""
+    bits = np.unpackbits(words.view(np.uint8), bitorder="little")
+    return np.flatnonzero(bits).astype(np.uint32)
 
 
 def stream_words(widths: Array, n: int) -> int:

@@ -17,6 +17,7 @@ from ..config import (
     ConfigError,
     Raw,
     flatten,
+    located,
     override,
     read_toml,
     suggest,
@@ -105,10 +106,12 @@ def _job(path: Path, raw: Raw) -> Any:
     """Return the tables of the job that a study names, or those that it holds itself."""
     train = raw.get("train")
     if raw.get("job") or not isinstance(train, dict) or not isinstance(train.get("job"), str):
-        return raw.get("job", {})
+        job = raw.get("job", {})
+        return located(job, path.parent) if isinstance(job, dict) else job
     if raw.get("kind") in KINDS and not KINDS[raw["kind"]].needs_job:
         return {}
-    job = read_toml(path.parent / train["job"])
+    file = path.parent / train["job"]
+    job = located(read_toml(file), file.parent)
     tables = {key: value for key, value in job.items() if key not in NOT_OF_A_JOB}
     if "train" in tables and isinstance(tables["train"], dict):
         seeds = ("seed", "seeds")

@@ -161,7 +161,7 @@ class Study(Section):
         for name, given in (pair for table in (self.sweep, *self.zip) for pair in table.items()):
             values = [v for v in (given if isinstance(given, list) else [given]) if v != ABSENT]
             if name not in found and name not in SHAPE and values:
-                factor = self.of_kind.further(name, values[0])
+                factor = self.of_kind.further(name, values[0], self.job)
                 found |= {} if factor is None else {name: factor}
         return found
 

@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .ddp import ddp_hook as ddp_hook
     from .layerwise import AdamP as AdamP
     from .layerwise import Lamb as Lamb
     from .layerwise import Larc as Larc
@@ -13,15 +14,23 @@ if TYPE_CHECKING:
     from .layerwise import NovoGrad as NovoGrad
     from .reducer import GradientReducer as GradientReducer
 
-__all__ = ["AdamP", "GradientReducer", "Lamb", "Larc", "Lars", "NovoGrad"]
+_EXPORTS = {  # public name -> the module that has it
+    "AdamP": "layerwise",
+    "GradientReducer": "reducer",
+    "Lamb": "layerwise",
+    "Larc": "layerwise",
+    "Lars": "layerwise",
+    "NovoGrad": "layerwise",
+    "ddp_hook": "ddp",
+}
+__all__ = ["AdamP", "GradientReducer", "Lamb", "Larc", "Lars", "NovoGrad", "ddp_hook"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    if name not in _EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = "reducer" if name == "GradientReducer" else "layerwise"
     try:
-        return getattr(import_module(f".{module}", __name__), name)
+        return getattr(import_module(f".{_EXPORTS[name]}", __name__), name)
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise

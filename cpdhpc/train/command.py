@@ -11,7 +11,7 @@ from ..config import ConfigError, value_of
 from ..signals import catching
 from ..world.mpi import World
 from .checkpoint import check_job
-from .data import Dataset
+from .data import Dataset, Source
 from .job import EPOCHS, Job, load
 from .loop import run
 from .output import claimed
@@ -31,20 +31,20 @@ def train(
     jobs = agreed(world, lambda: load(path, settings))
     agreed(world, lambda: _check_grids(jobs, world))
     files = {job.id: Files.of(directory, job) for job in jobs}
-    written = {name: (each.checkpoint, each.record) for name, each in files.items()}
+    written = {job.id: files[job.id].written(job.train.record_gradients) for job in jobs}
     with claimed(world, directory, written, resume), catching() as caught:
         todo = world.on_first(lambda: _todo(jobs, files, resume), "resume")
         display = Display(world.process == 0, len(todo))
         display.line(_announcement(world, len(jobs), len(todo), directory))
         worlds: dict[tuple[int, float], World] = {}
-        data: dict[object, Dataset] = {}
+        data: dict[str, Dataset | Source] = {}
         for job, former_epochs in todo:
             shape = job.train.virtual_ranks, job.train.timeout_s
             if shape not in worlds:
                 worlds[shape] = World(virtual_ranks=shape[0], timeout_s=shape[1])
-            if job.data not in data:
-                data[job.data] = agreed(world, job.data.load)
-            training = prepare(job, worlds[shape], data[job.data], files[job.id])
+            if repr(job.data) not in data:
+                data[repr(job.data)] = agreed(world, job.data.load)
+            training = prepare(job, worlds[shape], data[repr(job.data)], files[job.id])
             if resume:
                 training.resume()
                 if not _same_rates(training, former_epochs):

@@ -8,7 +8,7 @@ import zlib
 from abc import abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,9 @@ from pydantic import Field
 
 from ..config import Section, UserError
 from ..partition import split
+
+if TYPE_CHECKING:
+    import torch
 
 Array = npt.NDArray[Any]
 
@@ -40,9 +43,35 @@ class Dataset:
     classes: int
 
     @property
-    def image_shape(self) -> tuple[int, int]:
+    def image_shape(self) -> tuple[int, ...]:
         """Height and width in pixels."""
-        return int(self.train_x.shape[1]), int(self.train_x.shape[2])
+        return tuple(map(int, self.train_x.shape[1:]))
+
+
+class Samples(Protocol):
+    """Pairs (input, target) by number, as train/samples.py has them."""
+
+    def __len__(self) -> int: ...
+
+    def take(self, index: Array, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the samples int64[b] as two tensors whose first axis is the sample.
+
+        seed: of what a sample is to chance, with its number: so alike on any number of ranks
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Source:
+    """Samples that are no arrays.
+
+    image_shape: of an input; classes: 0 where they are unknown
+    """
+
+    train: Samples
+    test: Samples
+    image_shape: tuple[int, ...]
+    classes: int
 
 
 def permutation(n: int, seed: int, *path: int) -> Array:
@@ -76,7 +105,7 @@ class Data(Section):
     """[data]: where samples come from, named in DATA."""
 
     @abstractmethod
-    def load(self) -> Dataset:
+    def load(self) -> Dataset | Source:
         """Return the samples. Raises DataError, naming the file, where one is missing or unfit."""
 
 

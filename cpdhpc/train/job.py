@@ -18,6 +18,7 @@ from ..config import (
     Section,
     dump_toml,
     keys,
+    located,
     merge,
     override,
     read_toml,
@@ -33,12 +34,14 @@ from .controllers import (
     Settings,
 )
 from .data import DATA, Data, Digits
+from .imports import ImportedData, ImportedModel
 from .loss_scaling import check_scale
 from .models import MODELS, Mlp, Model
 from .optimizers import OPTIMIZERS, Optimizer, Sgd
 from .update import UPDATES, ByAllreduce, UpdateRule
 
 Positive = Annotated[int, Field(ge=1)]
+Whole = Annotated[int, Field(ge=0)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$")]  # part of a file name
 
@@ -49,6 +52,9 @@ MAY_DIFFER = (  # where a run is gone on with; all but virtual_ranks change no b
     "train.telemetry_every",
     "train.timeout_s",
     "train.overlap",
+    "model.import_from",
+    "data.import_from",
+    "train.record_gradients",
 )
 
 
@@ -68,6 +74,8 @@ class Train(Section):
         first, and with overlap while backward goes on; overlap changes no bit, bucket_mib may
     image_grid: rows and columns of ranks that share each image; [1, 1]: images are not split
     telemetry_every: iterations; checkpoint_every: epochs; timeout_s: the longest wait for others
+    record_gradients: iterations, from 0, of which the gradients of every rank go to files of their
+        own, 4 bytes a value and rank each (bench compress)
     """
 
     epochs: Positive = 10
@@ -84,6 +92,7 @@ class Train(Section):
     telemetry_every: Positive = 10
     checkpoint_every: Positive = 1
     timeout_s: Annotated[float, Field(gt=0)] = 600.0
+    record_gradients: Annotated[tuple[Whole, ...], Field(strict=False, max_length=100)] = ()
 
     @field_validator("seeds")
     @classmethod
@@ -124,8 +133,8 @@ class Job(Section):
     """
 
     name: Name
-    data: Annotated[Data, OneOf(DATA, "name")] = Digits()
-    model: Annotated[Model, OneOf(MODELS, "name")] = Mlp()
+    data: Annotated[Data, OneOf(DATA, "name", None, ImportedData)] = Digits()
+    model: Annotated[Model, OneOf(MODELS, "name", None, ImportedModel)] = Mlp()
     optimizer: Annotated[Optimizer, OneOf(OPTIMIZERS, "name", "sgd")] = Sgd()
     schedule: Schedule = Schedule()
     controller: Annotated[Control, OneOf(CONTROLLERS, "name", "schedule")] = BySchedule()
@@ -199,7 +208,7 @@ def keys_of(table: str) -> set[str]:
     """Return the keys that any row has of a table that jobs choose from; none of other tables."""
     field = Job.model_fields.get(table)
     rows = [one for one in field.metadata if isinstance(one, OneOf)] if field else []
-    return {key for one in rows for row in one.known.values() for key in keys(row)}
+    return {key for one in rows for row in one.rows for key in keys(row)}
 
 
 def load(path: Path, settings: Iterable[str] = ()) -> list[Job]:
@@ -226,7 +235,7 @@ def load(path: Path, settings: Iterable[str] = ()) -> list[Job]:
 def _row(raw: Raw, row: Raw, index: int, path: Path) -> Job:
     merged = merge({"name": path.stem} | raw, row)
     where = f"{path}: compare row {row.get('name', index)}" if row else str(path)
-    return validate(Job, _with_machine(merged, path.parent, where), where)
+    return validate(Job, located(_with_machine(merged, path.parent, where), path.parent), where)
 
 
 def _with_machine(raw: Raw, directory: Path, where: str) -> Raw:

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import time
-from math import isfinite, log
+from math import inf, isfinite, log
 from typing import NoReturn
 
 import numpy as np
 
 from ..collectives.checks import NonFiniteGradient
 from ..config import UserError
+from ..randomness import random_key
 from ..signals import Caught, Interrupted
+from . import gradients
 from .data import Array, epoch_order
 from .progress import Display
 from .record import observe
 from .setup import Training
 from .step import evaluate, exchange, step
+
+SAMPLES = 3  # stream of random numbers: of what samples are to chance
 
 
 class Diverged(UserError):
@@ -29,15 +33,26 @@ def run(training: Training, caught: Caught, display: Display) -> None:
     written; Diverged where a gradient or the loss is not finite, with the checkpoint as it was.
     """
     job = training.job
+    recorded = job.train.record_gradients
+    if recorded:
+        mib = gradients.size_bytes(training.reducer) / 2**20
+        display.line(f"{job.id}: records gradients: {len(recorded)} times {mib:.3g} MiB")
     display.start(job.id, training.samples * job.train.epochs, training.samples_seen)
     with training.reducer:
         while not training.ended:
             _epoch(training, caught, display)
     training.save("complete")
     (_, accuracy, loss, _) = training.record.rows["epochs"][-1]
-    guessed = log(len(set(training.test[1].tolist())))  # the loss where all classes are alike
+    guessed = log(training.classes or inf)  # the loss where all classes are alike
     verdict = "" if loss < guessed else f": no better than guessing, whose loss is {guessed:.4f}"
     display.end(f"{job.id}: complete: accuracy {accuracy:.2%}, loss {loss:.4f}{verdict}")
+    paths = {i: gradients.path_of(training.files.record, i) for i in recorded}
+    missing = [str(i) for i, path in paths.items() if display.shown and not path.exists()]
+    if missing:
+        display.line(
+            f"{job.id}: no gradients of iteration {', '.join(missing)}: not among its "
+            f"{training.iteration}, or its step was skipped"
+        )
 
 
 def _epoch(training: Training, caught: Caught, display: Display) -> None:
@@ -54,7 +69,7 @@ def _epoch(training: Training, caught: Caught, display: Display) -> None:
         if signal and seen < len(order):
             _stop(training, signal, display)
     with training.update.evaluated():
-        accuracy, loss = evaluate(training.model, training.world, *training.test, training.sharing)
+        accuracy, loss = evaluate(training.model, training.world, training.test, training.sharing)
     elapsed_ns = training.world.max(np.array([int((time.perf_counter() - began) * 1e9)]))
     training.record.epoch(epoch + 1, accuracy, loss, elapsed_ns[0] / 1e9)
     display.epoch(job.id, epoch + 1, job.train.epochs, accuracy, loss)
@@ -83,7 +98,9 @@ def _iteration(training: Training, rate: float, batch: Array, caught: Caught) ->
     training.reducer.epoch = training.samples_seen / training.samples
     before, scale = training.sent_bytes, training.scaler.scale
     try:
-        done = step(training.update, *training.train, batch, training.sharing, training.scaler)
+        epoch = training.samples_seen // training.samples
+        seed = random_key(job.seed, SAMPLES, epoch)[0]
+        done = step(training.update, training.train, batch, training.sharing, seed, training.scaler)
     except NonFiniteGradient as error:
         _fail(training, str(error))
     sent = training.sent_bytes - before
@@ -91,6 +108,8 @@ def _iteration(training: Training, rate: float, batch: Array, caught: Caught) ->
     if not isfinite(told.loss):
         _fail(training, f"the loss is {told.loss}")
     training.record.step(iteration, told.loss, rate, scale, told.time_ns, told.wire_bytes)
+    if iteration in job.train.record_gradients and done.mean is not None:
+        training.save_gradients()
     if iteration % job.train.telemetry_every == 0 and done.mean is not None:
         training.record.telemetry(iteration, observe(training.reducer, done.mean))
     training.iteration += 1

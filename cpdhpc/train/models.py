@@ -19,10 +19,11 @@ class Model(Section):
     """[model]: a network, named in MODELS."""
 
     @abstractmethod
-    def build(self, image_shape: tuple[int, int], classes: int) -> torch.nn.Module:
-        """Return the network; its input is float32[batch, height, width].
+    def build(self, image_shape: tuple[int, ...], classes: int) -> torch.nn.Module:
+        """Return the network; its input is [batch, *image_shape].
 
-        Raises ValueError where it does not go with the images.
+        classes: 0 where the data does not say. Raises ValueError where it does not go with the
+        images.
         """
 
 
@@ -40,20 +41,25 @@ class LeNet(Model):
     ] = (16, 32)
     hidden: Annotated[int, Field(ge=1)] = 128
 
-    def build(self, image_shape: tuple[int, int], classes: int) -> torch.nn.Module:
+    def build(self, image_shape: tuple[int, ...], classes: int) -> torch.nn.Module:
         """Return the network; its input is float32[batch, height, width].
 
         Raises ValueError for images that two poolings leave nothing of.
         """
         import torch
 
-        height, width = image_shape
-        if min(height, width) < 4:
-            raise ValueError(f"LeNet: images of {height} x {width} pixels: at least 4 x 4")
+        if len(image_shape) not in (2, 3) or min(image_shape[-2:]) < 4:
+            shape = " x ".join(map(str, image_shape))
+            raise ValueError(
+                f"LeNet: inputs of {shape}: must be images of at least 4 x 4 pixels, channels first"
+            )
+        height, width = image_shape[-2:]
+        inputs = image_shape[0] if len(image_shape) == 3 else 1
         first, second = self.channels
+        gray = [torch.nn.Unflatten(1, (1, height))] if len(image_shape) == 2 else []
         return torch.nn.Sequential(
-            torch.nn.Unflatten(1, (1, height)),
-            torch.nn.Conv2d(1, first, kernel_size=5, padding=2),
+            *gray,
+            torch.nn.Conv2d(inputs, first, kernel_size=5, padding=2),
             torch.nn.ReLU(),
             torch.nn.MaxPool2d(2),
             torch.nn.Conv2d(first, second, kernel_size=5, padding=2),
@@ -78,7 +84,7 @@ class Mlp(Model):
     name: Literal["mlp"] = "mlp"
     hidden: Annotated[tuple[Width, ...], Field(strict=False)] = (64,)
 
-    def build(self, image_shape: tuple[int, int], classes: int) -> torch.nn.Module:
+    def build(self, image_shape: tuple[int, ...], classes: int) -> torch.nn.Module:
         """Return the network; its input is float32[batch, height, width]."""
         import torch
 

@@ -12,19 +12,11 @@ import numpy.typing as npt
 import torch
 
 from ..collectives.checks import check_alike
-from ..compress import COMPRESSORS
-from ..compress.base import Aggregator, Context, Mean
+from ..compress.base import Aggregator, Mean
 from ..compress.bucket import Bucket, Part, split_bucket
-from ..compress.state import Entry, State, redistributed
-from ..config import validate
-from ..formats import FloatFormat
-from ..methods import suggest
-from ..randomness import random_key
-from ..world.mpi import as_world
-from ..world.ranks import Ranks
+from .averaging import Averaging, made, rounded
 from .overlap import Overlap, check_overlap
 from .replicas import (
-    PLAIN,
     BufferMode,
     Buffers,
     broadcast,
@@ -36,19 +28,18 @@ from .replicas import (
 )
 
 Array = npt.NDArray[Any]
-Stated = dict[str, Any]  # what state_dict returns
-STATED = {"iteration", "epoch", "rank", "ranks", "aggregator", "layers", "state"}
 
 
-class GradientReducer:
+class GradientReducer(Averaging):
     """Averages the gradients of a model over the ranks between backward and step.
 
     Collective: constructing it compares models and options over the ranks, and gives all processes
     the parameters and buffers of process 0.
 
     world: World, Loopback or an mpi4py communicator
-    model: its parameters that require a gradient must be float32 on the CPU; which do is settled
-        here. One frozen later counts as one without gradient.
+    model: its parameters that require a gradient must be float32, bfloat16 or float16 on the CPU;
+        which do is settled here. One frozen later counts as one without gradient. Gradients are
+        raised to float32, averaged, and rounded to nearest to their own dtype.
     aggregator: a name in COMPRESSORS with its options, or an Aggregator without any
     bucket_mib: layers are reduced in buckets of at most so many MiB, or of one larger layer, the
         last layers first; with other buckets the mean may have other bits
@@ -86,14 +77,12 @@ class GradientReducer:
         buffers: BufferMode = "broadcast",
         **options: Any,
     ) -> None:
-        self.world: Ranks = as_world(world)
-        self.seed, self.iteration, self.epoch, self._loss_scale = seed, 0, 0.0, 1.0
+        super().__init__(world, seed)
         self.model = model
-        self.state = State(self.world.hosted, self.world.ranks)
         error: Exception | None = None
         settings: dict[str, object] = {}
         try:
-            self.aggregator = _aggregator(aggregator, options)
+            self.aggregator = made(self._name, aggregator, options)
             tensors = tensors_of(model)
             self._lay_out(bucket_mib)
             self.aggregator.check_layers(self.bucket.names)
@@ -112,6 +101,7 @@ class GradientReducer:
         except Exception as found:  # whatever it is, no other rank may wait
             error = found
         check_alike(self.world, error, settings, [0], "GradientReducer: model and options")
+        self._refuse_momentum()
         for _, tensor in tensors:
             broadcast(self.world, tensor)
         self._active = [True] * self.world.processes
@@ -144,6 +134,8 @@ class GradientReducer:
             self.aggregator.align,
         )
         self.parts = split_bucket(self.bucket, bucket_mib)
+        self.layers = {name: list(p.shape) for name, p in named}
+        self._dtypes = [parameter.dtype for parameter in self.parameters]
         self.flats = [np.zeros(self.bucket.size, np.float32) for _ in self.world.hosted]
         self._views = [self.bucket.views(flat) for flat in self.flats]
 
@@ -151,17 +143,6 @@ class GradientReducer:
         """Forget what was found in a step. _used: by layer, whether it has a gradient here."""
         self._used = [False] * len(self.parameters)
         self._error: Exception | None = None
-
-    @property
-    def loss_scale(self) -> float:
-        """What losses are multiplied by, 1.0 at first; see the class."""
-        return self._loss_scale
-
-    @loss_scale.setter
-    def loss_scale(self, scale: float) -> None:
-        if scale != self._loss_scale:
-            self.state.scale(scale / self._loss_scale)
-        self._loss_scale = scale
 
     def begin(self, hosted: int) -> None:
         """Give the model the buffers that a hosted rank begins the step with, before its forward.
@@ -188,14 +169,15 @@ class GradientReducer:
         parameter, view = self.parameters[layer], self._views[hosted][layer]
         gradient = parameter.grad if parameter.requires_grad else None
         if gradient is not None:
-            if gradient.dtype is torch.float32 and is_plain(gradient):
-                view[...] = gradient.detach().numpy()
+            if gradient.dtype is self._dtypes[layer] and is_plain(gradient):
+                view[...] = gradient.detach().float().numpy()
                 self._used[layer] = True
                 return
             self.fail(
                 ValueError(
                     f"GradientReducer.reduce: the gradient of {self.bucket.names[layer]!r} on rank "
-                    f"{self.world.hosted[hosted]} is {kind(gradient)}: should be {PLAIN}"
+                    f"{self.world.hosted[hosted]} is {kind(gradient)}: should be dense "
+                    f"{self._dtypes[layer]} on cpu"
                 )
             )
         view[...] = 0
@@ -215,9 +197,9 @@ class GradientReducer:
         A parameter that has a gradient on some ranks counts as zero on the others, and gets the
         mean on all; one without gradient on all ranks is left as it is.
         Raises, on all ranks alike with p.grad untouched: NonFiniteGradient where a gradient holds
-        NaN or infinity; ValueError for a gradient that is not dense float32, a parameter that
-        requires a gradient and did not at construction; RuntimeError for a second backward with
-        overlap. RuntimeError after close.
+        NaN or infinity, or a mean is beyond float16; ValueError for a gradient that is not dense
+        and of its parameter's dtype, a parameter that requires a gradient and did not at
+        construction; RuntimeError for a second backward with overlap. RuntimeError after close.
         """
         if self._closed:
             raise RuntimeError("GradientReducer.reduce: the reducer is closed")
@@ -258,21 +240,19 @@ class GradientReducer:
         )
 
     def _aggregate_all(self) -> list[Mean]:
-        return [self._aggregate(index) for index in range(len(self.parts))]
+        return [self._of_part(index) for index in range(len(self.parts))]
 
     def _first_or_next(self, index: int) -> Mean:
         """Return the mean of a part, in the thread of overlap. Collective."""
         if index == 0:
             self._roll_call(True)
-        return self._aggregate(index)
+        return self._of_part(index)
 
-    def _aggregate(self, index: int) -> Mean:
-        """Return the mean of a part. Collective. A random stream has one part: see part_seed."""
+    def _of_part(self, index: int) -> Mean:
+        """Return the mean of a part. Collective."""
         part = self.parts[index]
-        seed = part_seed(self.seed, index)
-        context = Context(self.world, self.state, seed, self.iteration, self.epoch)
         gradients = [flat[part.start : part.stop] for flat in self.flats]
-        return self.aggregator.aggregate(gradients, part.bucket, context)
+        return self._aggregate(index, gradients, part.bucket)
 
     def _finish(self, means: list[Mean], used: Sequence[int]) -> Mean:
         """Set gradients and buffers, and return the mean of the whole model. Collective."""
@@ -280,12 +260,15 @@ class GradientReducer:
         factor = self._factor / self.loss_scale
         if factor != 1:
             mean = replace(mean, flat=mean.flat * np.float32(factor))
+        which = [layer for layer, is_used in enumerate(used) if is_used]
+        names, views = self.bucket.names, self.bucket.views(mean.flat)
+        gradients = rounded(
+            [names[i] for i in which], [views[i] for i in which], [self._dtypes[i] for i in which]
+        )
         self._buffers.share(self._live, self._active)
         self.iteration += 1
-        views = self.bucket.views(mean.flat)
-        for parameter, view, is_used in zip(self.parameters, views, used, strict=True):
-            if is_used:
-                parameter.grad = torch.from_numpy(view.copy())
+        for layer, gradient in zip(which, gradients, strict=True):
+            self.parameters[layer].grad = gradient
         return mean
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -345,68 +328,6 @@ class GradientReducer:
         finally:
             self._begin()
 
-    def state_dict(self) -> Stated:
-        """Return what is needed to go on, of this process: numbers, strings and tensors.
-
-        A method that keeps arrays of each rank needs the dict of every process; else any will do.
-        """
-        kept = {
-            f"{layer}/{name}": {
-                "values": torch.from_numpy(entry.array.copy()),
-                "redistribution": entry.redistribution,
-            }
-            for (layer, name), entry in self.state
-        }
-        place = {"rank": self.world.rank, "ranks": self.world.ranks}
-        return {
-            "iteration": self.iteration,
-            "epoch": self.epoch,
-            "loss_scale": self.loss_scale,
-            **place,
-            "aggregator": type(self.aggregator).__name__,
-            "layers": self._layers(),
-            "state": kept,
-        }
-
-    def _layers(self) -> dict[str, list[int]]:
-        """Return the shape of each layer."""
-        return {n: list(s) for n, s in zip(self.bucket.names, self.bucket.shapes, strict=True)}
-
-    def load_state_dict(self, *states: Stated) -> None:
-        """Go on from what state_dict returned. Collective.
-
-        states: this process's own, where there are as many ranks now; else those of all processes
-            in their order, from which arrays are redistributed as their method says
-        Raises ValueError on all ranks alike for others.
-        """
-        error: Exception | None = None
-        at = 0, 0.0, 1.0
-        try:
-            self._check_states(states)
-            entries = _entries(states, self.world)
-            scale = float(states[0].get("loss_scale", 1.0))
-            at = int(states[0]["iteration"]), float(states[0]["epoch"]), scale
-        except (IndexError, KeyError, TypeError, ValueError) as found:
-            error = ValueError(f"GradientReducer.load_state_dict: {found}")
-        alike = {"iteration": at[0], "epoch": at[1], "loss_scale": at[2]}
-        check_alike(self.world, error, alike, [0], "GradientReducer.load_state_dict")
-        self.iteration, self.epoch, self._loss_scale = at
-        self.state = State(self.world.hosted, self.world.ranks)
-        for key, entry in entries.items():
-            self.state.put(key, entry)
-
-    def _check_states(self, states: Sequence[Stated]) -> None:
-        """Raise ValueError unless these are of this method and model."""
-        here = {"aggregator": type(self.aggregator).__name__, "layers": self._layers()}
-        if not states:
-            raise ValueError("no state: should be what state_dict returned")
-        for each in states:
-            if not isinstance(each, dict) or not each.keys() >= STATED:
-                raise ValueError(f"{each!r:.60}: should be what state_dict returned")
-            for key, value in here.items():
-                if each[key] != value:
-                    raise ValueError(f"{key} of the state: {each[key]!r:.200}: here {value!r:.200}")
-
     def close(self) -> None:
         """Let go of the model and end the thread of overlap; call it between two steps."""
         self._end(finish=True)
@@ -424,14 +345,6 @@ class GradientReducer:
         self._end(finish=kind is None)
 
 
-def part_seed(seed: int, index: int) -> int:
-    """Return the seed of a part: seed itself for the first one, others for the others."""
-    if index == 0:
-        return seed
-    low, high = random_key(seed, index)
-    return low | high << 32
-
-
 def _joined(whole_size: int, parts: list[Part], means: list[Mean]) -> Mean:
     """Return the mean of the whole model, its layers in the model's order, from that of parts."""
     if len(means) == 1:
@@ -442,40 +355,3 @@ def _joined(whole_size: int, parts: list[Part], means: list[Mean]) -> Mean:
     names = set.intersection(*(set(mean.layers) for mean in means))
     layers = {n: np.concatenate([mean.layers[n] for mean in reversed(means)]) for n in names}
     return Mean(flat, layers)
-
-
-def _aggregator(aggregator: str | Aggregator, options: dict[str, Any]) -> Aggregator:
-    if isinstance(aggregator, Aggregator):
-        if options:
-            raise TypeError(f"GradientReducer: options={options}: the aggregator has its own")
-        return aggregator
-    if aggregator not in COMPRESSORS:
-        raise ValueError(
-            f"GradientReducer: aggregator={aggregator!r}: {suggest(aggregator, COMPRESSORS)}"
-        )
-    named = {k: v.name if isinstance(v, FloatFormat) else v for k, v in options.items()}
-    return validate(COMPRESSORS[aggregator], named, f"GradientReducer: {aggregator}")
-
-
-def _entries(states: Sequence[Stated], world: Ranks) -> dict[tuple[str, str], Entry]:
-    """Return what a method keeps on the hosted ranks, from dicts of state_dict.
-
-    Raises ValueError unless they are this process's, or those of all in their order.
-    """
-    entries = {}
-    own = [(each["rank"], each["ranks"]) for each in states] == [(world.rank, world.ranks)]
-    for key, first in states[0]["state"].items():
-        layer, _, name = key.rpartition("/")
-        kind, rows = first["redistribution"], [each["state"][key]["values"] for each in states]
-        array = rows[0].numpy().copy()
-        if kind is not None and not (own and len(array) == world.virtual_ranks):
-            starts = [0, *np.cumsum([len(row) for row in rows]).tolist()]
-            if [each["rank"] for each in states] + [states[0]["ranks"]] != starts:
-                raise ValueError(
-                    f"dicts of ranks {[each['rank'] for each in states]} of {states[0]['ranks']}: "
-                    f"should be that of rank {world.rank} of {world.ranks}, or those of all "
-                    "processes in their order"
-                )
-            array = redistributed(np.concatenate(rows), kind, world.hosted, world.ranks)
-        entries[layer, name] = Entry(array, kind)
-    return entries

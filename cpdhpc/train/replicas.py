@@ -15,7 +15,8 @@ Tensors = list[torch.Tensor]
 Named = list[tuple[str, torch.Tensor]]
 
 
-PLAIN = "dense torch.float32 on cpu"
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # of gradients
+PLAIN = "dense float32, bfloat16 or float16 on cpu"
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
@@ -40,7 +41,7 @@ def tensors_of(model: torch.nn.Module) -> Named:
             raise ValueError(
                 f"GradientReducer: model: {name} is not initialised: run a batch through it first"
             )
-        if (tensor.requires_grad and tensor.dtype is not torch.float32) or not is_plain(tensor):
+        if (tensor.requires_grad and tensor.dtype not in FLOATS) or not is_plain(tensor):
             should = PLAIN if tensor.requires_grad else "dense on cpu"
             raise ValueError(
                 f"GradientReducer: model: {name} is {kind(tensor)}: should be {should}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,13 +18,15 @@ from ..split_images import partition
 from ..split_images.grid import ImageGrid
 from ..world.cores import threads_of_rank
 from ..world.ranks import Ranks
-from . import checkpoint
+from . import checkpoint, gradients
 from .controllers import Controller
-from .data import Dataset
+from .data import Dataset, Samples, Source
+from .imports import ImportedModel
 from .job import Job
 from .loss_scaling import LossScaler
 from .record import SCHEMA, Record
 from .reducer import GradientReducer
+from .samples import InMemory
 from .update import Update
 
 T = TypeVar("T")
@@ -60,12 +62,18 @@ class Files:
         """Return the paths of a job's files in a directory."""
         return cls(directory / f"{job.id}.h5", directory / f"{job.id}.checkpoint.h5")
 
+    def written(self, recorded: Iterable[int]) -> list[Path]:
+        """Return all files, with those of the gradients of some iterations."""
+        several = [gradients.path_of(self.record, iteration) for iteration in recorded]
+        return [self.checkpoint, self.record, *several]
+
 
 @dataclass
 class Training:
     """A run and where it stands.
 
-    train, test: images and labels; of split images this rank's parts
+    train, test: samples; of split images this rank's parts
+    classes: of the samples; 0 where the data does not say
     iteration: the next one; samples_seen: before it, which is where the run stands
     grid: how images are split, None where they are not
     """
@@ -79,8 +87,9 @@ class Training:
     scaler: LossScaler
     controller: Controller
     record: Record
-    train: tuple[torch.Tensor, torch.Tensor]
-    test: tuple[torch.Tensor, torch.Tensor]
+    train: Samples
+    test: Samples
+    classes: int
     files: Files
     provenance: dict[str, str | int]
     iteration: int = 0
@@ -109,7 +118,7 @@ class Training:
     @property
     def samples(self) -> int:
         """Number of training samples."""
-        return len(self.train[1])
+        return len(self.train)
 
     @property
     def iterations_per_epoch(self) -> int:
@@ -160,6 +169,20 @@ class Training:
         """Write only the record. Collective."""
         self.world.on_first(lambda: self._write_record(status), "record")
 
+    def save_gradients(self) -> None:
+        """Write the gradients of all ranks in the iteration that goes on. Collective.
+
+        Raises UserError on all processes alike where the update rule averages none, or the file
+        cannot be written.
+        """
+        if self.reducer.iteration != self.iteration + 1:
+            raise ConfigError(
+                f"{self.job.id}: train.record_gradients: there are none: the update rule "
+                f"{type(self.update).__name__} averages none by the reducer"
+            )
+        path = gradients.path_of(self.files.record, self.iteration)
+        gradients.save(self.reducer, path, self.iteration, self.job.id)
+
     def _write_record(self, status: str) -> None:
         attributes = {
             "kind": "run",
@@ -200,7 +223,7 @@ class Training:
         return epoch * self.samples + inside * self.job.train.batch
 
 
-def prepare(job: Job, world: Ranks, data: Dataset, files: Files) -> Training:
+def prepare(job: Job, world: Ranks, data: Dataset | Source, files: Files) -> Training:
     """Return a run that is about to begin. Collective.
 
     Raises UserError on all processes alike where the job does not go with the data.
@@ -212,8 +235,7 @@ def prepare(job: Job, world: Ranks, data: Dataset, files: Files) -> Training:
     grid = None
     if job.train.image_grid != (1, 1):
         grid, model = _split(job, world, data, model)
-    images = [torch.from_numpy(x) for x in (data.train_x, data.test_x)]
-    train_x, test_x = images if grid is None else map(grid.cut, images)
+    train, test = _samples(data, grid)
     reducer = GradientReducer(
         model,
         world,
@@ -231,28 +253,46 @@ def prepare(job: Job, world: Ranks, data: Dataset, files: Files) -> Training:
         reducer,
         job.update.build(model, optimizer, reducer),
         LossScaler(reducer, job.train.loss_scale, dynamic=job.train.loss_scaling == "dynamic"),
-        job.controller.build(job.settings(len(data.train_y))),
+        job.controller.build(job.settings(len(train))),
         Record(world.ranks, reducer.bucket.names, job.gradient.columns),
-        train=(train_x, torch.from_numpy(data.train_y)),
-        test=(test_x, torch.from_numpy(data.test_y)),
+        train=train,
+        test=test,
+        classes=data.classes,
         files=files,
         provenance=provenance.attributes(world) | {"torch_threads": torch.get_num_threads()},
         grid=grid,
     )
 
 
+def _samples(data: Dataset | Source, grid: ImageGrid | None) -> tuple[Samples, Samples]:
+    """Return the samples of training and test; of split images this rank's parts."""
+    if isinstance(data, Source):
+        return data.train, data.test
+    images = [torch.from_numpy(x) for x in (data.train_x, data.test_x)]
+    train_x, test_x = images if grid is None else map(grid.cut, images)
+    labels = torch.from_numpy(data.train_y), torch.from_numpy(data.test_y)
+    return InMemory(train_x, labels[0]), InMemory(test_x, labels[1])
+
+
 def _split(
-    job: Job, world: Ranks, data: Dataset, model: torch.nn.Module
+    job: Job, world: Ranks, data: Dataset | Source, model: torch.nn.Module
 ) -> tuple[ImageGrid, torch.nn.Module]:
     """Return how images are split, and the network that takes their parts. Collective."""
     try:
+        if isinstance(data, Source):
+            raise ValueError("imported data is not split")
         grid = ImageGrid(world, job.train.image_grid)
         return grid, partition(model, data.image_shape, grid)
     except (TypeError, ValueError) as error:  # alike on all ranks
         raise ConfigError(f"{job.id}: train.image_grid={job.train.image_grid}: {error}") from None
 
 
-def _model(job: Job, data: Dataset) -> torch.nn.Module:
+def _model(job: Job, data: Dataset | Source) -> torch.nn.Module:
+    if not data.classes and not isinstance(job.model, ImportedModel):
+        raise ConfigError(
+            f"{job.id}: data.import: classes are unknown: the training dataset needs an attribute "
+            "classes for models that are not imported"
+        )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(job.seed)
         return job.model.build(data.image_shape, data.classes)

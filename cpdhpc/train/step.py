@@ -12,14 +12,17 @@ import numpy.typing as npt
 import torch
 
 from ..compress.base import Mean
+from ..config import UserError
 from ..partition import split
+from ..randomness import random_key
 from ..world.ranks import Ranks
-from .data import shard
+from .data import Samples, shard
 from .loss_scaling import LossScaler
 from .update import Update
 
 Array = npt.NDArray[Any]
 
+FORWARD = 4  # stream of random numbers: of the model, as dropout
 _NOTHING = np.iinfo(np.int64).min  # below everything that a process says of its own ranks
 
 
@@ -61,34 +64,43 @@ CHUNK = 1000  # samples that go through the model at once
 
 
 def evaluate(
-    model: torch.nn.Module, world: Ranks, x: torch.Tensor, y: torch.Tensor, sharing: int = 1
+    model: torch.nn.Module, world: Ranks, samples: Samples, sharing: int = 1
 ) -> tuple[float, float]:
-    """Return (accuracy, loss), the loss a mean over all samples. Collective.
+    """Return (accuracy, loss), means over all targets of all samples. Collective.
 
     Each rank, virtual or not, goes through its own part, so that hosting changes no bit.
     sharing: consecutive ranks that go through a part together, as their images are split
     """
     model.eval()
-    shares = [split(len(y), world.ranks // sharing, rank // sharing) for rank in world.hosted]
-    parts = [_part(model, x, y, *share) for share in shares]
+    shares = [split(len(samples), world.ranks // sharing, rank // sharing) for rank in world.hosted]
+    error, parts = None, list[tuple[int, float, int]]()
+    try:
+        parts = [_part(model, samples, *share) for share in shares]
+    except UserError as found:  # of a dataset
+        if sharing > 1:
+            raise
+        error = found
+    world.agree(error)
     model.train()
     everywhere = [part for process in world.gather(parts)[::sharing] for part in process]
-    correct = sum(count for count, _ in everywhere)
-    return correct / len(y), fsum(loss for _, loss in everywhere) / len(y)
+    targets = sum(count for _, _, count in everywhere)
+    correct = sum(count for count, _, _ in everywhere)
+    return correct / targets, fsum(loss for _, loss, _ in everywhere) / targets
 
 
 @torch.no_grad()
 def _part(
-    model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor, start: int, stop: int
-) -> tuple[int, float]:
-    correct, losses = 0, []
+    model: torch.nn.Module, samples: Samples, start: int, stop: int
+) -> tuple[int, float, int]:
+    """Return how many targets are right, the sum of their losses, and how many there are."""
+    correct, losses = 0, list[float]()
     for first in range(start, stop, CHUNK):
-        inputs, targets = x[first : min(first + CHUNK, stop)], y[first : min(first + CHUNK, stop)]
+        inputs, targets = samples.take(np.arange(first, min(first + CHUNK, stop)), 0)
         logits = model(inputs)
         correct += int((logits.argmax(1) == targets).sum())
         loss = torch.nn.functional.cross_entropy(logits.double(), targets, reduction="none")
-        losses += loss.tolist()
-    return correct, fsum(losses)
+        losses += loss.flatten().tolist()
+    return correct, fsum(losses), len(losses)
 
 
 PHASES = ("data", "forward_backward", "reduce", "optimizer")
@@ -127,29 +139,31 @@ class Step:
 
 def step(
     update: Update,
-    x: torch.Tensor,
-    y: torch.Tensor,
+    samples: Samples,
     batch: Array,
     sharing: int = 1,
+    seed: int = 0,
     scaler: LossScaler | None = None,
 ) -> Step:
     """Train on one global batch. Collective.
 
-    x, y: all training samples; batch: int64[b], the same on all ranks
+    samples: all of training; batch: int64[b], the same on all ranks
     sharing: consecutive ranks that take the same samples, whose images are split over them
+    seed: of what samples are to chance
     scaler: of the loss; None: nothing is scaled or skipped
     Raises on all ranks alike, with the model untouched, NonFiniteGradient and what forward or
     backward raised on any rank; where images are split the latter on that rank alone.
     """
     world, model, watch, losses = update.world, update.model, Stopwatch.start(), []
     shares = world.ranks // sharing
+    stream = update.reducer.seed, FORWARD, update.reducer.iteration
     for hosted, rank in enumerate(world.hosted):
         update.reducer.begin(hosted)
         update.begin(hosted)
-        index = torch.from_numpy(shard(batch, shares, rank // sharing))
-        inputs, targets = x[index], y[index]
-        watch.lap("data")
         try:
+            inputs, targets = samples.take(shard(batch, shares, rank // sharing), seed)
+            watch.lap("data")
+            torch.manual_seed(random_key(*stream, rank // sharing)[0])  # of dropout
             scale = update.reducer.loss_scale
             losses.append(
                 backward(model, update.optimizer, inputs, targets, batch.size, shares, scale)

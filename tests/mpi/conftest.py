@@ -24,6 +24,22 @@ def world():
     return World(timeout_s=TIMEOUT_S)
 
 
+@pytest.fixture(scope="module")
+def group(world, tmp_path_factory):
+    """torch's own processes, over gloo, beside MPI's."""
+    import torch
+    from torch import distributed
+
+    directory = world.gather(str(tmp_path_factory.mktemp("store")))[0]
+    store = distributed.FileStore(f"{directory}/store", world.processes)
+    distributed.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the same bits of backward in both
+    yield
+    torch.set_num_threads(threads)
+    distributed.destroy_process_group()
+
+
 GPUS = [
     pytest.param((kind, direct), id=f"{kind}-{'direct' if direct else 'staged'}", marks=marks)
     for kind, marks in (("simulated", ()), ("gpu", pytest.mark.gpu))

@@ -187,3 +187,43 @@ def test_arguments_that_differ_fail_on_all(world):
             allreduce(world, x, **options)
     with pytest.raises(ValueError, match="arguments differ"):
         allreduce(world, x if first else x.reshape(-1, 2))
+
+
+@pytest.mark.parametrize("algorithm, accumulate", WAYS)
+def test_exponents_of_blocks(world, algorithm, accumulate):
+    """Small ones, which are recorded, and ones that go through the node's memory."""
+    turn = WAYS.index((algorithm, accumulate))
+    for n, (wire, scaling) in ((N, ("mxfp4", None)), (30_000, ("e4m3fn", "block16"))):
+        options = {"rounding": ("nearest", "stochastic")[turn % 2], "seed": 3, "op": "mean"}
+        xs = gradients(world.ranks, n)
+        arguments = (wire, algorithm, scaling, accumulate)
+        got = allreduce(world, xs[world.process], *arguments, **options)
+        assert_simulated(world, got, xs, *arguments, **options, nodes=world.nodes)
+    many = World(virtual_ranks=2, timeout_s=world.timeout_s)
+    xs = gradients(many.ranks)
+    got = allreduce(many, [xs[rank] for rank in many.hosted], "mxfp6", algorithm, None, accumulate)
+    assert_simulated(world, got, xs, "mxfp6", algorithm, None, accumulate, nodes=many.nodes)
+    many.free()
+
+
+def test_prepared_calls_with_exponents_of_blocks(world):
+    for n in (N, 30_000):
+        xs = gradients(world.ranks, n)
+        x = xs[world.process].copy()
+        with Allreduce("mxfp4", op="mean").prepare(world, [x]) as prepared:
+            for _ in range(2):
+                got = prepared.run().arrays[0]
+                assert_simulated(world, got, xs, "mxfp4", op="mean")
+                xs = [2 * each for each in xs]
+                x[:] = xs[world.process]
+
+
+def test_nan_in_a_block_is_told_on_all_ranks(world):
+    xs = gradients(world.ranks)
+    xs[-1][1500] = np.nan
+    told = None
+    try:
+        allreduce(world, xs[world.process], "mxfp4")
+    except NonFiniteGradient as error:
+        told = error.ranks
+    assert world.gather(told) == [(world.ranks - 1,)] * world.processes

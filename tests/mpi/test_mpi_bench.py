@@ -1,18 +1,24 @@
-"""What benchmarks and "auto" do on real ranks: baselines, and errors that all ranks raise."""
+"""Benchmarks and "auto" on real ranks: baselines, tables, files, errors that all ranks raise."""
 
+import contextlib
+import io
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import xarray
 
 from cpdhpc.bench.allreduce import BASELINES, cases_of_size
 from cpdhpc.bench.baselines import gloo, sum_bfloat16, sum_float32
 from cpdhpc.bench.harness import Measured, Point, check_out, together
+from cpdhpc.cli import main
 from cpdhpc.collectives.allreduce import Allreduce, allreduce
-from cpdhpc.collectives.method import DEFAULT
+from cpdhpc.collectives.method import DEFAULT, read_machine
+from cpdhpc.collectives.schedules import SCHEDULES
 from cpdhpc.config import UserError
 from cpdhpc.study.benchmark import write_benchmark
+from cpdhpc.study.study_file import load_study_file
 
 pytestmark = [pytest.mark.mpi, pytest.mark.two_ranks]
 
@@ -68,3 +74,121 @@ def test_what_one_process_finds_wrong_is_raised_by_all(world):
         point = Point({"size_bytes": 4}, {}, np.zeros((3, world.processes)))
         write_benchmark(Path("nowhere/x.h5"), Measured("x", "allreduce", [point], 1), world)
     assert together(world, lambda: world.process) == world.process
+
+
+@pytest.fixture(scope="module")
+def runs(world, tmp_path_factory) -> tuple[Path, str]:
+    """Benchmarks on all ranks: where their files are, and what they printed."""
+    where = Path(world.gather(str(tmp_path_factory.mktemp("bench")))[0])
+    few = ["--repeats", "3", "--warmup", "1"]
+    machine = str(where / "machine.toml")
+    cases = [
+        ["fit", "--quick", "--out", machine, *few],
+        [
+            *(
+                "allreduce",
+                "--sizes",
+                "8,16KiB",
+                "--wires",
+                "raw,e4m3",
+                "--algorithms",
+                "ring,auto",
+            ),
+            *("--scalings", "tile,aps", "--accumulate", "default,kahan", "--predict", machine),
+            *("--out", str(where / "allreduce.h5"), *few),
+        ],
+        ["latency", "--sizes", "8:32:x2", "--out", str(where / "latency.h5"), *few],
+    ]
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        status = [main(["bench", *case]) for case in cases]
+    told = world.gather((status, out.getvalue()))
+    assert [status for status, _ in told] == [[0] * len(cases)] * world.processes
+    return where, told[0][1]
+
+
+def rows_of(shown: str, *words: str) -> list[list[str]]:
+    return [
+        line.split()
+        for line in shown.splitlines()
+        if not line.startswith("#") and all(word in line.split() for word in words)
+    ]
+
+
+def test_the_table_of_allreduces(runs: tuple[Path, str]) -> None:
+    _, shown = runs
+    (mpi,) = rows_of(shown, "16384", "mpi", "-")
+    assert mpi[:6] == ["16384", "4096", "mpi", "raw", "-", "float32"] and mpi[13] == "1.00"
+    assert len(rows_of(shown, "8", "2", "ring")) == 3  # raw, tile, aps
+    assert "left out: accumulate='kahan': known are exact, requantise" in shown
+    (ring,) = rows_of(shown, "16384", "ring", "e4m3", "tile", "requantise")
+    assert 0 < float(ring[12]) < 2**-3 and float(ring[14]) > 0
+    assert "(us)" in shown and "busbw" in shown and "kernels" in shown
+
+
+def test_every_sample_is_in_the_file_of_a_study(
+    runs: tuple[Path, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = runs[0] / "allreduce.h5"
+    with xarray.open_dataset(
+        path, group="samples", engine="h5netcdf", decode_timedelta=False
+    ) as samples:
+        assert set(samples.sizes) == {"point", "repeat"} and samples.sizes["repeat"] == 4
+        assert samples["is_warmup"].values.tolist() == [[1, 0, 0, 0]] * samples.sizes["point"]
+        assert (samples["min_rank_time_s"] > 0).all()
+        assert (samples["mean_rank_time_s"] <= samples["time_s"]).all()
+        for name in samples.variables:
+            assert samples[name].attrs["units"] and samples[name].attrs["long_name"]
+        ours = samples.where(samples["predicted_s"].notnull(), drop=True)
+        raw = (ours["wire"] == "raw") & (ours["algorithm"] == "ring") & (ours["size_bytes"] > 8)
+        assert ours["wire_bytes"].values[raw.values].tolist() == [16384]  # 2 (p - 1) / p of them
+        assert set(samples["algorithm"].values) >= {"mpi", "ring", "auto"}
+        auto = samples["algorithm"] == "auto"
+        assert set(samples["chosen"].values[auto]) <= {*SCHEDULES}
+        assert set(samples["chosen"].values[~auto]) == {""}
+        medians = samples["time_s"].values[:, 1:]
+    file = load_study_file(path)
+    assert file.benchmark and file.points[0].ranks == 2
+    assert [point.times_s.tolist() for point in file.points] == medians.tolist()
+    assert file.environments[0]["processor"] and file.environments[0]["placement"]
+    assert main(["report", str(path)]) == 0
+    shown = capsys.readouterr().out
+    assert "what: benchmark of allreduce" in shown and "predicted" in shown
+    assert "missing" not in shown and "speed-up" not in shown
+    (printed,) = rows_of(runs[1], "16384", "ring", "e4m3", "tile", "requantise")
+    (ring,) = (
+        point
+        for point in file.points
+        if [point.factors[name] for name in ("algorithm", "size_bytes")] == ["ring", 16384]
+        and point.factors.get("value_scaling") == "tile"
+    )
+    assert 1e6 * ring.summary["median_s"] == pytest.approx(float(printed[6]), abs=0.06)
+
+
+def test_latency_has_the_columns_of_osu(runs: tuple[Path, str]) -> None:
+    where, shown = runs
+    table = shown[shown.rindex("# Size(B)") :]
+    assert table.splitlines()[0].count("Latency(us)") == 9
+    assert [row[0] for row in rows_of(table)[:3]] == ["8", "16", "32"]
+    for row in rows_of(table)[:3]:
+        for average, least, most in (row[1:4], row[4:7], row[7:10]):
+            assert float(least) <= float(average) <= float(most)
+    prepared = load_study_file(where / "latency.h5").points[2::3]
+    assert [p.factors["algorithm"] for p in prepared] == ["tree prepared"] * 3
+    assert [len(p.times_s) for p in prepared] == [3] * 3
+
+
+def test_the_fit_is_used_for_predictions(
+    runs: tuple[Path, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = runs[0] / "machine.toml"
+    file = read_machine(path)
+    assert file.machine.encode_s > 0 and file.machine.alpha_s + file.machine.call_s > 0
+    assert file.fit["ranks"] == 2 and file.fit["processor"] and file.units
+    options = ["--sizes", "8,1MiB", "--algorithms", "ring,tree,hier", "--ranks-per-node", "8"]
+    assert main(["bench", "predict", str(path), "--ranks", "64", *options]) == 0
+    shown = capsys.readouterr().out
+    assert "predicted for 64 ranks, not measured; times fitted on 2 ranks of" in shown
+    assert "no contention" in shown and "one that stands for all" in shown
+    assert len(rows_of(shown)) == 2 * 3 * 2 and len(rows_of(shown, "*")) == 2
+    assert main(["bench", "predict", str(path), "--ranks", "0"]) == 2
+    assert main(["bench", "predict", str(path), "--ranks", "2", "--algorithms", "auto"]) == 2

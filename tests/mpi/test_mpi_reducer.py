@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import distributed, nn
+from torch import nn
 from torch_models import MODELS, batch
 
+from cpdhpc.train import gradients as gradients_of
 from cpdhpc.train.loss_scaling import LossScaler
 from cpdhpc.train.reducer import GradientReducer
 from cpdhpc.world.mpi import World
@@ -31,19 +31,6 @@ WIRES: dict[str, dict[str, Any]] = {
 def together(world: World, *verdicts: bool) -> None:
     """Fail on all processes alike where a verdict is false on one of them."""
     assert world.gather(verdicts) == [(True,) * len(verdicts)] * world.processes
-
-
-@pytest.fixture(scope="module")
-def group(world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """torch's own processes, over gloo, beside MPI's."""
-    directory = world.gather(str(tmp_path_factory.mktemp("store")))[0]
-    store = distributed.FileStore(str(Path(directory) / "store"), world.processes)
-    distributed.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the same bits of backward in both
-    yield
-    torch.set_num_threads(threads)
-    distributed.destroy_process_group()
 
 
 def gradients(model: nn.Module) -> list[Any]:
@@ -76,6 +63,50 @@ def trained(world: World, name: str, **how: Any) -> tuple[list[list[bytes]], flo
             found.append(bits(model))
             losses.append(float(loss.detach()))
     return found, losses[0], losses[-1]
+
+
+def test_the_page_for_torch_users(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """docs/torch.md as one program, block by block; all ranks end with the same model.
+
+    The first test here, as the page opens and closes torch's process group itself.
+    """
+    page = (Path(__file__).parents[2] / "docs" / "torch.md").read_text()
+    monkeypatch.chdir(world.gather(str(tmp_path))[0])
+    here: dict[str, Any] = {}
+    for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+        exec(block, here)
+    samples = here["targets"].numel()
+    sum_of_right = 0 <= float(here["right"]) <= samples * world.size
+    together(world, alike(world, bits(here["model"])), sum_of_right)
+    here["world"].free()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_step_that_overflows_on_the_last_rank_is_skipped_on_all(
+    world: World, overlap: bool
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    reducer = GradientReducer(
+        model, world, "lowbit", wire="e5m2", scaling="none", overflow="inf",
+        error_feedback=True, bucket_mib=1e-6, overlap=overlap,
+    )  # fmt: skip
+    found, memory, kept = [], [], {}
+    with reducer:
+        scaler = LossScaler(reducer, 2.0**4, dynamic=True)
+        for step in range(4):
+            last = step % 2 == 1 and world.rank == world.ranks - 1
+            model.zero_grad()
+            loss = model(torch.full((1, 4), world.rank + 1.0)).square().sum()
+            (loss * (1e9 if last else 1.0) * scaler.scale).backward()
+            kept = {key: entry.array.copy() for key, entry in scaler._before}
+            found.append((scaler.reduce() is None, scaler.scale))
+            now = {key: 2 * entry.array for key, entry in reducer.state}
+            memory.append(all(np.array_equal(kept[key], now[key]) for key in kept))
+    expected = [(False, 16.0), (True, 8.0), (False, 8.0), (True, 4.0)]
+    together(world, found == expected, memory[1] and memory[3], any(e.any() for e in kept.values()))
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -301,42 +332,20 @@ def test_a_rank_that_does_not_join_is_told(world: World) -> None:
     together(world, world.processes == 1 or ("calls differ: GradientReducer.join" in error))
 
 
-def test_the_page_for_torch_users(
-    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """docs/torch.md as one program, block by block; all ranks end with the same model."""
-    page = (Path(__file__).parents[2] / "docs" / "torch.md").read_text()
-    monkeypatch.chdir(world.gather(str(tmp_path))[0])
-    here: dict[str, Any] = {}
-    for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
-        exec(block, here)
-    samples = here["targets"].numel()
-    sum_of_right = 0 <= float(here["right"]) <= samples * world.size
-    together(world, alike(world, bits(here["model"])), sum_of_right)
-    here["world"].free()
-
-
-@pytest.mark.parametrize("overlap", [False, True])
-def test_a_step_that_overflows_on_the_last_rank_is_skipped_on_all(
-    world: World, overlap: bool
-) -> None:
+def test_recorded_gradients_of_all_ranks_are_one_file(world: World, tmp_path: Path) -> None:
+    """And a directory that is not there is told on all ranks alike."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
-    reducer = GradientReducer(
-        model, world, "lowbit", wire="e5m2", scaling="none", overflow="inf",
-        error_feedback=True, bucket_mib=1e-6, overlap=overlap,
-    )  # fmt: skip
-    found, memory, kept = [], [], {}
-    with reducer:
-        scaler = LossScaler(reducer, 2.0**4, dynamic=True)
-        for step in range(4):
-            last = step % 2 == 1 and world.rank == world.ranks - 1
-            model.zero_grad()
-            loss = model(torch.full((1, 4), world.rank + 1.0)).square().sum()
-            (loss * (1e9 if last else 1.0) * scaler.scale).backward()
-            kept = {key: entry.array.copy() for key, entry in scaler._before}
-            found.append((scaler.reduce() is None, scaler.scale))
-            now = {key: 2 * entry.array for key, entry in reducer.state}
-            memory.append(all(np.array_equal(kept[key], now[key]) for key in kept))
-    expected = [(False, 16.0), (True, 8.0), (False, 8.0), (True, 4.0)]
-    together(world, found == expected, memory[1] and memory[3], any(e.any() for e in kept.values()))
+    model, folder = nn.Linear(5, 3), Path(world.gather(str(tmp_path))[0])
+    with GradientReducer(model, world) as reducer:
+        (model(torch.ones(1, 5)).sum() * (1 + world.rank)).backward()
+        reducer.reduce()
+        gradients_of.save(reducer, folder / "g.h5", 7)
+        error = said(lambda: gradients_of.save(reducer, folder / "none" / "g.h5", 7))
+    found = gradients_of.load(folder / "g.h5")
+    own = np.arange(1.0, 1 + world.size)
+    right = [
+        found.layers[name].reshape(world.size, -1).T.tolist() == [own.tolist()] * p.numel()
+        for name, p in model.named_parameters()
+    ]
+    told = "StoreError" in error and "none/g.h5: cannot be written" in error
+    together(world, *right, told, alike(world, error))

@@ -91,14 +91,15 @@ def quiet() -> Display:
 
 
 class Normalised(Model):
-    """With BatchNorm, whose running statistics every rank's forward changes."""
+    """With BatchNorm, whose running statistics every rank's forward changes, and dropout."""
 
     name: Literal["normalised"] = "normalised"
 
-    def build(self, image_shape: tuple[int, int], classes: int) -> torch.nn.Module:
+    def build(self, image_shape: tuple[int, ...], classes: int) -> torch.nn.Module:
         flat, hidden = torch.nn.Flatten(), torch.nn.Linear(math.prod(image_shape), 8)
         norm, last = torch.nn.BatchNorm1d(8), torch.nn.Linear(8, classes)
-        return torch.nn.Sequential(flat, hidden, norm, torch.nn.ReLU(), last)
+        drop = torch.nn.Dropout(0.25)
+        return torch.nn.Sequential(flat, hidden, norm, torch.nn.ReLU(), drop, last)
 
 
 @pytest.fixture(autouse=True)
@@ -233,7 +234,7 @@ def test_nan_on_one_process_stops_all_with_the_checkpoint_as_it_was(
     world.barrier()
     training = prepare(job, world, data(), files)
     if world.process == world.processes - 1:
-        training.train[0][:] = torch.nan
+        training.train.x[:] = torch.nan
     said = ""
     try:
         run(training, Caught(), quiet())

@@ -1,0 +1,103 @@
+"""Models and data of the user's own, by the name of a function: import = "package.module:name"."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import ConfigDict, Field
+
+from ..config import ConfigError, UserError
+from .data import Data, Source
+from .models import Model
+
+if TYPE_CHECKING:
+    import torch
+
+Named = Annotated[str, Field(alias="import", pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
+OWN_KEYS = ConfigDict(extra="allow", populate_by_name=True)
+
+
+def call(table: str, name: str, directory: str, options: dict[str, Any]) -> Any:
+    """Return what the function "package.module:name" returns for the options.
+
+    directory: where modules are looked for first, until the function has returned
+    Raises ConfigError, one line, for whatever it raises, or its import.
+    """
+    module, _, function = name.partition(":")
+    where = f'{table}.import="{name}"'
+    sys.path.insert(0, directory)
+    try:
+        made = getattr(importlib.import_module(module), function, None)
+        if not callable(made):
+            raise ConfigError(f"{where}: module {module} has no function {function}")
+        return made(**options)
+    except UserError:
+        raise
+    except Exception as error:
+        said = " ".join(str(error).split())
+        raise ConfigError(f"{where}: {type(error).__name__}: {said}") from error
+    finally:
+        sys.path.remove(directory)
+
+
+class ImportedModel(Model):
+    """[model] import = "package.module:function": the network that the function returns.
+
+    import: of any callable, as a class; its arguments are the other keys of the table
+    import_from: directory that modules are looked for in first; the job file's where not given
+    """
+
+    model_config = OWN_KEYS
+
+    imported: Named
+    import_from: str = ""
+
+    def build(self, sample_shape: tuple[int, ...], classes: int) -> torch.nn.Module:
+        """Return the network. Raises ConfigError where there is none. See Model.build."""
+        import torch
+
+        model = call("model", self.imported, self.import_from, dict(self.model_extra or {}))
+        if not isinstance(model, torch.nn.Module):
+            raise ConfigError(
+                f'model.import="{self.imported}": returned {type(model).__name__}: '
+                "must be a torch.nn.Module"
+            )
+        return model
+
+
+class ImportedData(Data):
+    """[data] import = "package.module:function": two map-style torch datasets, train and test.
+
+    import: of any callable that returns the two; its arguments are the other keys of the table.
+        Items are pairs (input, target), which torch's default_collate puts together; targets are
+        class numbers
+    import_from: directory that modules are looked for in first; the job file's where not given
+    """
+
+    model_config = OWN_KEYS
+
+    imported: Named
+    import_from: str = ""
+
+    def load(self) -> Source:
+        """Return the two. Raises ConfigError where they are none. See Data.load."""
+        from .samples import MapStyle
+
+        found = call("data", self.imported, self.import_from, dict(self.model_extra or {}))
+        where = f'data.import="{self.imported}"'
+        if not isinstance(found, tuple | list) or len(found) != 2:
+            raise ConfigError(f"{where}: returned {type(found).__name__}: must be (train, test)")
+        for name, dataset in zip(("train", "test"), found, strict=True):
+            missing = [m for m in ("__len__", "__getitem__") if not hasattr(dataset, m)]
+            if missing or not len(dataset):
+                problem = f"has no {missing[0]}" if missing else "is empty"
+                raise ConfigError(f"{where}: {name} dataset {type(dataset).__name__} {problem}")
+        train, test = (MapStyle(where, dataset) for dataset in found)
+        if train.sample_shape != test.sample_shape:
+            raise ConfigError(
+                f"{where}: inputs have shape {train.sample_shape} for training, "
+                f"{test.sample_shape} for the test"
+            )
+        return Source(train, test, train.sample_shape, train.classes)

@@ -1,0 +1,61 @@
+// Loops of selection for the CPU; the rest of cpu_loops.h, which includes it.
+#include "sparse.h"
+
+namespace {
+
+void mark_above(u32 bits, const float* x, i64 n, u32* words) {
+    const U limit = lanes(bits);
+    float rest[32] = {};  // of which no bit is set
+    for (i64 i = 0; i < n; i += 32) {
+        const float* part = x + i;
+        if (n - i < 32) part = (const float*)memcpy(rest, x + i, (size_t)(n - i) * sizeof(float));
+        u32 low = signs(is_above(load(part, 0, 32), limit));
+        u32 high = signs(is_above(load(part, 16, 32), limit));
+        words[i / 32] = low | high << 16;
+    }
+}
+
+// Neighbours count in tables of their own: the next one need not wait for the sum of the last. What
+// lies in no bucket is counted too, in one more: a branch would often be mispredicted.
+void count_digits(u32 low, int shift, u32 buckets, const float* x, i64 n, u32* counts) {
+    u32 tables[4][CPD_BUCKETS + 1] = {};
+    for (i64 i = 0; i < n; ++i) {
+        u32 bits;
+        memcpy(&bits, x + i, sizeof bits);
+        u32 bucket = bucket_of(bits, low, shift);
+        ++tables[i & 3][bucket < buckets ? bucket : buckets];
+    }
+    for (u32 b = 0; b < buckets; ++b)
+        counts[b] = tables[0][b] + tables[1][b] + tables[2][b] + tables[3][b];
+}
+
+void count_bits(const u32* words, i64 n, u32* counts) {
+    for (i64 w = 0; w < n; w += 32) {
+        u32 count = 0;
+        for (i64 i = w; i < n && i < w + 32; ++i) count += (u32)__builtin_popcount(words[i]);
+        counts[w / 32] = count;
+    }
+}
+
+// Each two words give two places, be they there or not, which costs less than asking; what is not
+// there is overwritten. So the places of a tile are written beside out.
+void unpack_bitmap(const u32* words, i64 n, u32 first, const u32* starts, u32* out, i64 end) {
+    u32 places[CPD_TILE + 2];
+    for (i64 w = 0; w < n; w += 32) {
+        i64 count = 0, start = starts[w / 32];
+        for (i64 i = w; i < n && i < w + 32; i += 2) {
+            u64 word = words[i] | (i + 1 < n ? (u64)words[i + 1] << 32 : 0);
+            i64 next = count + __builtin_popcountll(word);
+            u32 place = first + 32 * (u32)i;
+            for (int k = 0; k < 2; ++k, word &= word - 1)
+                places[count++] = place + (u32)__builtin_ctzll(word | (u64)1 << 63);
+            for (; count < next; word &= word - 1)
+                places[count++] = place + (u32)__builtin_ctzll(word);
+            count = next;
+        }
+        if (count > end - start) count = end - start;  // never true of starts by count_bits
+        if (count > 0) memcpy(out + start, places, (size_t)count * sizeof(u32));
+    }
+}
+
+}  // namespace

@@ -1,0 +1,181 @@
+"""The hook of DistributedDataParallel on real ranks, beside DDP itself and GradientReducer."""
+
+from __future__ import annotations
+
+import re
+from contextlib import nullcontext
+from copy import deepcopy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch_models import MODELS, batch
+
+from cpdhpc.compress import COMPRESSORS
+from cpdhpc.train import GradientReducer, ddp_hook
+from cpdhpc.world.mpi import World
+from cpdhpc.world.ranks import Loopback
+
+pytestmark = pytest.mark.mpi
+
+U = 2.0**-24  # unit roundoff of float32
+
+
+def together(world: World, *verdicts: bool) -> None:
+    """Fail on all processes alike where a verdict is false on one of them."""
+    assert world.gather(verdicts) == [(True,) * len(verdicts)] * world.processes
+
+
+def gradients(model: nn.Module) -> list[Any]:
+    return [None if p.grad is None else p.grad.detach().numpy() for p in model.parameters()]
+
+
+def bits(model: nn.Module) -> list[bytes]:
+    return [b"" if g is None else g.tobytes() for g in gradients(model)]
+
+
+def said(call: Any) -> str:
+    """What a call raises, with its type; "" for nothing."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def linear(*sizes: int) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*map(nn.Linear, sizes, sizes[1:]))
+
+
+def hooked(
+    world: World,
+    model: nn.Module,
+    name: str = "none",
+    how: dict[str, Any] | None = None,
+    **options: Any,
+) -> tuple[DistributedDataParallel, Any]:
+    ddp = DistributedDataParallel(model, **(how or {}))
+    state, hook = ddp_hook(world, name, model=ddp, **options)
+    ddp.register_comm_hook(state, hook)
+    return ddp, state
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_are_those_of_ddp(world: World, group: None, name: str, overlap: bool) -> None:
+    """Two accumulated backwards, then a synchronised one; buckets that DDP makes anew in step two.
+
+    Both add p numbers in some order and divide by p, one before and one after: each errs by at
+    most p u S, u = 2**-24 and S the mean of the |g| over ranks, beyond first order with a little.
+    """
+    torch.manual_seed(0)
+    how = {"find_unused_parameters": name == "transformer", "bucket_cap_mb": 0.002}
+    model = MODELS[name]()
+    own, plain = deepcopy(model), DistributedDataParallel(deepcopy(model), **how)
+    ddp, state = hooked(world, model, how=how, seed=1, overlap=overlap)
+    verdicts = []
+    for step in range(3):
+        for each in (own, plain, ddp):
+            each.zero_grad()
+            for part in range(2):
+                x, y = batch(name, 100 * step + 10 * part + world.rank)
+                with each.no_sync() if part == 0 and each is not own else nullcontext():
+                    nn.functional.cross_entropy(each(x), y).backward()
+        sizes = world.gather([None if g is None else np.abs(g) for g in gradients(own)])
+        for a, b, *column in zip(gradients(ddp), gradients(plain), *sizes, strict=True):
+            if a is None or b is None:
+                verdicts.append(a is b)
+            else:
+                bound = 2.1 * world.size * U * np.mean(column, axis=0, dtype=np.float64)
+                verdicts.append(bool((np.abs(a - b) <= bound).all()))
+    verdicts.append(world.gather(bits(ddp)) == [bits(ddp)] * world.processes)
+    verdicts.append(state.iteration == 3)
+    state.close()
+    together(world, *verdicts)
+
+
+@pytest.mark.parametrize("name", COMPRESSORS)
+def test_compressed_means_are_those_of_the_reducer(world: World, group: None, name: str) -> None:
+    """One bucket: what is kept from step to step, the seeds and the bits are the same."""
+    models = [linear(8, 16, 4) for _ in range(2)]
+    ddp, state = hooked(world, models[0], name, seed=3, overlap=True)
+    with GradientReducer(models[1], world, name, seed=3) as reducer:
+        verdicts = []
+        for step in range(3):
+            state.epoch = reducer.epoch = float(step)
+            for each in (ddp, models[1]):
+                each.zero_grad()
+                generator = torch.Generator().manual_seed(10 * step + world.rank)
+                each(torch.randn(5, 8, generator=generator)).square().sum().backward()
+            reducer.reduce()
+            verdicts.append(bits(models[0]) == bits(models[1]))
+        here, there = state.state_dict()["state"], reducer.state_dict()["state"]
+        verdicts.append(here.keys() == there.keys())
+        verdicts += [torch.equal(here[k]["values"], there[k]["values"]) for k in here]
+    state.close()
+    together(world, *verdicts)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_what_one_rank_finds_is_raised_by_backward_on_all(
+    world: World, group: None, overlap: bool
+) -> None:
+    """NaN on the last rank in the last bucket; all have their own gradients, and go on."""
+    model = linear(4, 3, 3, 2)
+    last = world.process == world.processes - 1
+    how = {"find_unused_parameters": True, "bucket_cap_mb": 1e-6}
+    ddp, state = hooked(world, model, how=how, overlap=overlap)
+    errors, own = [], []
+    model[0].weight.register_hook(lambda g: g * torch.nan if last and not errors else g)
+    for parameter in model.parameters():
+        parameter.register_hook(lambda g: own.append(g.clone()))
+    for step in range(2):
+        ddp.zero_grad()
+        y = ddp(torch.full((1, 4), 1.0 + step + world.rank)).square().sum()
+        errors.append(said(y.backward))
+        if step == 0:
+            kept = {g.numpy().tobytes() for g in own} >= set(bits(model))
+    says = f"NonFiniteGradient: .*NaN or infinity in '0.weight' on rank {world.size - 1}$"
+    alike = world.gather(bits(model)) == [bits(model)] * world.processes
+    state.close()
+    told = re.search(says, errors[0]) is not None
+    together(world, told, kept or last, errors[1] == "", alike, state.iteration == 1)
+
+
+def test_ranks_that_run_out_of_batches_follow_with_zeros(world: World, group: None) -> None:
+    """Rank r has r batches of powers of two: sums are exact, the mean is over all ranks."""
+    from torch.distributed.algorithms.join import Join
+
+    model = nn.Linear(2, 1, bias=False)
+    ddp, state = hooked(world, model)
+    found = []
+    with Join([ddp]):
+        for step in range(world.rank):
+            ddp.zero_grad()
+            ddp(torch.full((1, 2), 2.0**step)).sum().backward()
+            found.append(float(model.weight.grad[0, 0]))
+    expected = [
+        float(np.float32(2.0**step * (world.size - 1 - step)) / np.float32(world.size))
+        for step in range(world.rank)
+    ]
+    together(world, found == expected, state.iteration == world.size - 1)
+
+
+def test_options_and_worlds_that_differ_are_told_on_all_ranks(world: World, group: None) -> None:
+    if world.processes == 1:
+        pytest.skip("needs a second rank")
+    last = world.process == world.processes - 1
+    model = linear(4, 3)
+    differ = said(lambda: ddp_hook(world, "lowbit", wire="e5m2" if last else "e4m3"))
+    unknown = said(lambda: ddp_hook(world, "lowbit", **({"wyre": 1} if last else {})))
+    alone = said(lambda: ddp_hook(Loopback(), model=model))
+    verdicts = [
+        re.search("ValueError: ddp_hook: arguments differ: .*wire='e5m2'", differ) is not None,
+        re.search("ConfigError: ddp_hook: lowbit: unknown key wyre", unknown) is not None,
+        f"rank 0 of 1 is rank {world.rank} of {world.size} in the default process group" in alone,
+    ]
+    together(world, *verdicts)

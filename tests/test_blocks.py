@@ -1,0 +1,333 @@
+"""An exponent for each 32 or 16 values: kernels, payloads, all-reduces, wires of OCP MX."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from itertools import cycle, product
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import oracles
+import pytest
+from allreduce_oracle import expected
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_allreduce import WAYS, assert_same_bits, gradients
+from test_packing import some_values
+
+from cpdhpc import _cpu
+from cpdhpc.bench import allreduce as bench_allreduce
+from cpdhpc.cli import main
+from cpdhpc.collectives import predict
+from cpdhpc.collectives.allreduce import Allreduce, simulate
+from cpdhpc.collectives.checks import NonFiniteGradient
+from cpdhpc.collectives.method import DEFAULT
+from cpdhpc.compress import COMPRESSORS
+from cpdhpc.darray.describe import packed_wire
+from cpdhpc.formats import (
+    MICROSCALING,
+    SHIFT_NONFINITE,
+    TILE,
+    Cast,
+    packed_bytes,
+    parse_format,
+    shift_count,
+    tiles,
+    wire_format,
+)
+from cpdhpc.ops import cpu, reference
+from cpdhpc.ops.payloads import Packed
+from cpdhpc.study.cases import expand, load_study
+from cpdhpc.world.ranks import Loopback
+
+Array = np.ndarray[Any, np.dtype[Any]]
+GOLDEN = Path(__file__).parent / "golden"
+ROWS = (32, 16)
+
+
+def blocks_of(x: Array, rows: int) -> Array:
+    """x in whole tiles as [tile, block, row, lane]: what shares an exponent lies along axis 2."""
+    padded = np.zeros(tiles(x.size) * TILE, x.dtype)
+    padded[: x.size] = x
+    return padded.reshape(-1, 32 // rows, rows, 32)
+
+
+def encoded(ops: Any, x: Array, cast: Cast, rows: int, **options: Any) -> tuple[Array, Array]:
+    """The words and shifts of x; both held rubbish before."""
+    words = np.full(packed_bytes(x.size, cast.fmt.bits), 0xA5, np.uint8)
+    shifts = np.full(shift_count(x.size, rows), 0x5A, np.uint8)
+    ops.encode_tiles(x, cast, words, shifts, fit=True, **options)
+    return words, shifts
+
+
+def decoded(ops: Any, words: Array, shifts: Array, cast: Cast, n: int) -> Array:
+    out = np.empty(n, np.float32)
+    ops.decode_tiles(words, shifts, cast.fmt, out)
+    return out
+
+
+def spread_out(n: int, seed: int) -> Array:
+    """Values over many binades, zeros and whole blocks of zeros among them. float32[n]"""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal(n) * np.exp2(rng.integers(-30, 20, n)) * (rng.random(n) < 0.9)
+    x[np.arange(n) % 32 == 7] = 0
+    return x.astype(np.float32)
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("wire", MICROSCALING)
+def test_elements_and_scales_are_those_of_ml_dtypes(ops: Any, wire: str, rows: int) -> None:
+    """The block's scale is the E8M0 number 254 - shift, its elements those of ml_dtypes.
+
+    The least scale with which nothing saturates: half of it would push the largest value over.
+    """
+    x, fmt = spread_out(2500, 1), MICROSCALING[wire]
+    words, shifts = encoded(ops, x, Cast(fmt), rows)
+    scales = (254 - shifts).view(ml_dtypes.float8_e8m0fnu).astype(np.float64)
+    scales = scales.reshape(-1, 32 // rows, 1, 32)
+    exact, element = blocks_of(x.astype(np.float64), rows), np.dtype(oracles_dtype(fmt.name))
+    back = (exact / scales).astype(element).astype(np.float64) * scales
+    got = blocks_of(decoded(ops, words, shifts, Cast(fmt), x.size), rows)
+    np.testing.assert_array_equal(got, back)
+    largest, scales = (
+        np.abs(exact).max(2, keepdims=True),
+        np.where(exact.any(2, keepdims=True), scales, 1),
+    )
+    most = float(ml_dtypes.finfo(element).max)
+    assert (largest <= most * scales).all()
+    assert ((largest == 0) | (largest * 2 > most * scales)).all()
+
+
+def oracles_dtype(name: str) -> Any:
+    return getattr(ml_dtypes, oracles.ML_DTYPES[name])
+
+
+def oracle_bytes(name: str, x: Array, rows: int) -> bytes:
+    """The payload by the table of all numbers and Python integers."""
+    fmt = parse_format(name)
+    grid = oracles.number_grid(fmt)
+    packed, stored = bytearray(), bytearray()
+    for tile in blocks_of(x.astype(np.float64), rows):
+        k = np.full((32 // rows, 1, 32), fmt.shift_max)
+        largest = np.abs(tile).max(1, keepdims=True)
+        while (over := np.ldexp(largest, k) > grid[-2]).any():
+            k -= over
+        k[largest == 0] = 0
+        sign = np.signbit(tile).astype(np.int64) << (fmt.bits - 1)
+        codes = oracles.grid_code(np.ldexp(tile, k), fmt, grid, "nearest") | sign
+        packed += oracles.pack_integers(codes.reshape(-1), fmt.bits)
+        stored += bytes((k + 127).reshape(-1).tolist())
+    return bytes(packed + stored)
+
+
+@pytest.mark.parametrize("rows, name", [(32, "e2m1fn"), (16, "e3m0")])
+def test_golden_bytes(ops: Any, rows: int, name: str) -> None:
+    """The words, then 32 or 64 shifts a tile, block by block."""
+    golden = bytes.fromhex((GOLDEN / f"block{rows}-{name}.hex").read_text())
+    x = np.ldexp(some_values(1100), np.arange(1100) % 13)
+    assert oracle_bytes(name, x, rows) == golden
+    words, shifts = encoded(ops, x, Cast(parse_format(name)), rows)
+    assert words.tobytes() + shifts.tobytes() == golden
+
+
+@pytest.fixture(params=_cpu.clones())
+def clone(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Each of the loops that this processor runs, in use."""
+    before = _cpu.clone()
+    _cpu.use_clone(request.param)
+    yield request.param
+    _cpu.use_clone(before)
+
+
+def everything(ops: Any, x: Array, y: Array, cast: Cast, rows: int) -> list[Array]:
+    """What all operations write, for x, which is sent, and y, which is added."""
+    n, options = x.size, {"key": (3, 4), "offset": 2**32 - 512}
+    counts, counted = np.zeros((2, tiles(n), 3), np.uint32)
+    with np.errstate(over="ignore", invalid="ignore"):
+        words, shifts = encoded(ops, x, cast, rows, counts=counts, **options)
+        given = np.zeros_like(words)  # the same shifts, given
+        ops.encode_tiles(x, cast, given, shifts, **options)
+        out, total, result = np.zeros((3, n), np.float32)
+        lost = ops.decode_tiles(words, shifts, cast.fmt, out)
+        ops.decode_add_tiles(words, shifts, cast.fmt, y, total)
+        gone, chosen = np.zeros_like(words), np.zeros_like(shifts)
+        arrays = words, shifts, cast, y, gone, chosen
+        found = ops.decode_add_encode_tiles(
+            *arrays, fit=True, counts=counted, out=result, **options
+        )
+    floats = [each.view(np.uint32) for each in (out, total, result)]
+    return [words, shifts, given, counts, gone, chosen, counted, *floats, np.array([lost, found])]
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_all_clones_give_the_bits_of_the_reference(clone: str, rows: int) -> None:
+    turn = cycle(product(("e2m1fn", "e4m3fn", "e3m0", "e5m2", "bf16"), ("nearest", "stochastic")))
+    for n in (0, 1, 33, 1024, 1025, 2500):
+        for values in (spread_out, oracles.awkward):
+            name, rounding = next(turn)
+            x, y, cast = values(n, 1), values(n, 2), Cast(parse_format(name), rounding)
+            if n > 1024:
+                x[40] = np.nan
+            results = (everything(ops, x, y, cast, rows) for ops in (cpu, reference))
+            for got, wanted in zip(*results, strict=True):
+                assert np.array_equal(got, wanted), (n, name, rounding)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", ROWS)
+def test_gpu_gives_the_bits_of_the_reference(fast_ops: Any, rows: int) -> None:
+    x, y, cast = spread_out(2500, 1), spread_out(2500, 2), Cast(parse_format("e4m3fn"))
+    results = (everything(ops, x, y, cast, rows) for ops in (fast_ops, reference))
+    for got, wanted in zip(*results, strict=True):
+        assert np.array_equal(got, wanted)
+
+
+def test_only_the_block_with_nan_is_nan(ops: Any) -> None:
+    x, cast = spread_out(2048, 3), Cast(parse_format("e2m1fn"))
+    x[TILE + 20 * 32 + 5] = np.nan
+    for rows in ROWS:
+        words, shifts = encoded(ops, x, cast, rows)
+        marks = (shifts == SHIFT_NONFINITE).reshape(-1, 32 // rows, 1, 32)
+        assert marks.sum() == 1 and marks[1, -1, 0, 5] == 1
+        got = np.isnan(blocks_of(decoded(ops, words, shifts, cast, x.size), rows))
+        assert np.array_equal(got, np.broadcast_to(marks, got.shape))
+
+
+@settings(max_examples=40, deadline=None, derandomize=True, database=None)
+@given(
+    values=st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), max_size=70),
+    rows=st.sampled_from(ROWS),
+    wire=st.sampled_from(sorted(MICROSCALING)),
+)
+def test_what_a_block_rounds_to_stays_and_is_near(
+    values: list[float], rows: int, wire: str
+) -> None:
+    """Rounded again nothing changes, and the error is at most half a spacing of the top binade.
+
+    A block's largest value is at least half the largest number M, times the scale: so it is at
+    most 2**-(man + 1) of the power of two below M, less than twice the block's largest value.
+    """
+    x, fmt = np.array(values, np.float32), MICROSCALING[wire]
+    once = decoded(cpu, *encoded(cpu, x, Cast(fmt), rows), Cast(fmt), x.size)
+    twice = decoded(cpu, *encoded(cpu, once, Cast(fmt), rows), Cast(fmt), x.size)
+    assert_same_bits(once, twice)
+    largest = np.abs(blocks_of(x.astype(np.float64), rows)).max(2, keepdims=True)
+    wrong = np.abs(blocks_of(once.astype(np.float64), rows) - blocks_of(x.astype(np.float64), rows))
+    inside = largest < 2.0 ** (fmt.emax - fmt.shift_min)  # beyond, the largest values saturate
+    tiny = 2.0 ** (fmt.emin - fmt.man - fmt.shift_max)  # the least number with the largest shift
+    assert (~inside | (wrong <= largest * 2.0**-fmt.man + tiny)).all()
+
+
+@pytest.mark.parametrize("n", [0, 1, 1024, 1025])
+def test_payloads_count_their_bytes(n: int) -> None:
+    whole = -(-n // 1024)
+    for shared, each in ((1024, 1), (32, 32), (16, 64)):
+        wire = Packed(Cast(parse_format("e2m1fn")), True, shared)
+        assert wire.size_bytes(n) == whole * (512 + each)
+
+
+@pytest.mark.parametrize("scaling", ["block32", "block16"])
+@pytest.mark.parametrize("algorithm, accumulate", WAYS)
+def test_all_reduces_equal_the_oracle(algorithm: str, accumulate: str, scaling: str) -> None:
+    wires = cycle(["e2m1fn", "e4m3fn", "e3m0"])
+    for ranks, n in ((3, 2100), (2, 40), (5, 5000)):
+        wire, xs = next(wires), gradients(ranks, n)
+        for rounding in ("nearest", "stochastic"):
+            options: dict[str, Any] = {"rounding": rounding, "seed": 5, "iteration": 2}
+            got = simulate(xs, wire, algorithm, scaling, accumulate, **options)
+            assert_same_bits(got, expected(xs, wire, algorithm, scaling, accumulate, **options))
+
+
+@pytest.mark.parametrize("wire", MICROSCALING)
+def test_wires_of_mx_are_formats_with_blocks_of_32(wire: str) -> None:
+    xs, name = gradients(3, 2500), MICROSCALING[wire].name
+    assert_same_bits(simulate(xs, wire), simulate(xs, name, scaling="block32"))
+    assert wire_format(wire) == parse_format(name)
+    described = packed_wire(wire)
+    assert described is not None and described.size_bytes(1) == 128 * parse_format(name).bits + 32
+
+
+def test_bytes_sent_are_those_predicted() -> None:
+    for wire, scaling in (("mxfp4", None), ("e3m0", "block16"), ("fp32", "block16")):
+        for ranks in (2, 9, 16):  # above 8 one rank stands for all
+            method, world, n = Allreduce(wire, scaling=scaling), Loopback(ranks), 1024 * 16 * 9
+            method.run(world, gradients(ranks, n))
+            sent = predict.predict(DEFAULT, method, world.nodes, n).wire_bytes
+            assert sent == round(world.bytes_sent.sum() / ranks), (wire, ranks)
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "direct"])
+def test_what_is_not_finite_is_refused_on_all_ranks(algorithm: str) -> None:
+    for value, wire in ((np.nan, "mxfp4"), (np.inf, "mxfp8"), (-np.inf, "mxfp6")):
+        xs = gradients(3, 3000)
+        xs[1][2000] = value
+        with pytest.raises(NonFiniteGradient) as refused:
+            simulate(xs, wire, algorithm)
+        assert refused.value.ranks == (1,)
+
+
+def test_benchmarks_and_studies_know_blocks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parser = argparse.ArgumentParser()
+    bench_allreduce.add_choices(parser)
+    options = ["--wires", "raw,mxfp6,e4m3", "--scalings", "tile,block16", "--algorithms", "ring"]
+    methods, skipped = bench_allreduce.parse_methods(parser.parse_args(options), None)
+    found = {(method.wire, method.parsed_scaling.kind) for method in methods if method.fmt}
+    assert found == {("mxfp6", "block32"), ("e4m3", "tile"), ("e4m3", "block16")} and not skipped
+    operations = ["encode block32", "decode_add block16", "hop block16"]
+    choices = ["--mib", "0.1", "--formats", "e2m1fn", "--repeats", "2"]
+    assert main(["bench", "codec", *choices, "--operations", ",".join(operations)]) == 0
+    *_, heads, row = capsys.readouterr().out.splitlines()
+    assert [name for name in operations if name in heads] == operations
+    assert row.count("x") == 3
+    assert main(["bench", "codec", *choices, "--operations", "hop block8"]) == 2
+    (tmp_path / "s.toml").write_text(
+        "kind = 'allreduce'\n[sweep]\nranks = 2\nsize_bytes = [4096, 4100]\n"
+        "wire = ['mxfp4', 'e2m1fn']\nvalue_scaling = ['tile', 'block16']\n"
+    )
+    cases = expand(load_study(tmp_path / "s.toml")).cases
+    assert {(c.factors["wire"], c.factors["value_scaling"]) for c in cases} == {
+        ("e2m1fn", "tile"), ("e2m1fn", "block16"),
+    }  # fmt: skip
+
+
+def test_sums_that_grow_do_not_saturate() -> None:
+    """Each hop chooses its exponents anew: 64 equal ranks sum exactly, by doubling."""
+    x = np.ldexp(np.float32(1.5), np.arange(2048) % 32).astype(np.float32)
+    for algorithm in ("rhd", "tree"):
+        np.testing.assert_array_equal(simulate([x] * 64, "mxfp4", algorithm), 64 * x)
+
+
+@pytest.mark.parametrize(
+    "choices, said",
+    [
+        ({"wire": "mxfp4", "scaling": "tile"}, "scaled by block32.*e2m1fn"),
+        ({"wire": "mxfp6", "accumulate": "exact"}, "'aps'.*scaled by block32.*e2m3fn"),
+        ({"wire": "e4m3", "scaling": "block32", "accumulate": "exact"}, "all ranks share"),
+        ({"wire": "int4", "scaling": "block16"}, "all ranks share"),
+        ({"wire": "e4m3", "scaling": "block8"}, "did you mean block"),
+        ({"wire": "mxfp5"}, "did you mean mxfp"),
+        ({"wire": "raw", "scaling": "block"}, "did you mean block"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(choices: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        Allreduce(**choices)
+    if choices["wire"] != "raw":
+        with pytest.raises(ValueError, match=said):
+            COMPRESSORS["lowbit"](**choices)
+
+
+def test_wrong_numbers_of_shifts_are_refused() -> None:
+    x, cast = spread_out(2048, 1), Cast(parse_format("e2m1fn"))
+    words, shifts = encoded(cpu, x, cast, 32)
+    out = np.empty_like(x)
+    with pytest.raises(ValueError, match="shifts"):
+        cpu.decode_tiles(words, shifts[:-1], cast.fmt, out)
+    with pytest.raises(ValueError, match="shifts"):  # both as long as words of one kind have
+        gone = np.zeros(shift_count(x.size, 16), np.uint8)
+        cpu.decode_add_encode_tiles(words, shifts, cast, x, words.copy(), gone)

@@ -1,0 +1,223 @@
+"""Models and data of a user: a module outside of the package, trained, resumed, swept, refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_checkpoint import Stop, assert_same_records
+from training import model_bytes
+
+from cpdhpc.config import ConfigError
+from cpdhpc.signals import Caught, Interrupted
+from cpdhpc.study.cases import expand, load_study
+from cpdhpc.train.job import Job, load
+from cpdhpc.train.loop import run
+from cpdhpc.train.progress import Display
+from cpdhpc.train.samples import MapStyle
+from cpdhpc.train.setup import Files, Training, prepare
+from cpdhpc.world.ranks import Loopback, Ranks
+
+pytestmark = pytest.mark.mpi_skip
+
+THEIRS = '''
+import random
+
+import numpy as np
+import torch
+
+
+class Net(torch.nn.Module):
+    """Colour images; batch norm and dropout; logits of 3 classes."""
+
+    def __init__(self, width=4, dropout=0.25):
+        super().__init__()
+        self.body = torch.nn.Sequential(
+            torch.nn.Conv2d(3, width, 3, padding=1), torch.nn.BatchNorm2d(width), torch.nn.ReLU(),
+            torch.nn.Flatten(), torch.nn.Dropout(dropout), torch.nn.Linear(width * 36, 3))
+
+    def forward(self, x):
+        return self.body(x)
+
+
+class Stripes(torch.utils.data.Dataset):
+    """Noise with a row of ones at the class; shifted by chance, by three generators."""
+
+    def __init__(self, n, first, augment):
+        self.n, self.first, self.augment = n, first, augment
+
+    def __len__(self):
+        return self.n
+
+    def __getitem__(self, i):
+        if i < 0 or i >= self.n:
+            raise IndexError(i)
+        x = torch.from_numpy(np.random.default_rng(self.first + i).random((3, 6, 6), np.float32))
+        label = (self.first + i) % 3
+        x[label] += 1
+        if self.augment:
+            x = torch.roll(x, int(torch.randint(6, ())), 2) + 0.1 * torch.rand(())
+            x = x + 0.01 * random.random() + 0.01 * np.random.rand()
+        return x, label
+
+
+def data(n=40, augment=True):
+    return Stripes(n, 0, augment), Stripes(20, 1000, False)
+
+
+def no_length():
+    return iter(range(3)), Stripes(20, 0, False)
+
+
+def other_shapes():
+    return [(torch.zeros(3), 0)], [(torch.zeros(4), 0)]
+
+
+def no_pairs():
+    return [torch.zeros(3)], [torch.zeros(3)]
+
+
+def fails(n=40):
+    raise RuntimeError("no such\\nthing")
+
+
+class Broken(Stripes):
+    def __getitem__(self, i):
+        if i == 7:
+            raise OSError("image 7 is damaged")
+        return super().__getitem__(i)
+
+
+def broken():
+    return Broken(40, 0, False), Stripes(20, 0, False)
+
+
+nothing = 3
+'''
+JOB = """
+[model]
+import = "theirs_{name}:Net"
+width = 3
+
+[data]
+import = "theirs_{name}:data"
+
+[optimizer]
+name = "lamb"
+
+[train]
+epochs = 2
+batch = 12
+learning_rate = 0.02
+threads = 1
+telemetry_every = 1
+"""
+
+
+@pytest.fixture
+def job_file(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    """A job file beside a module, whose name no other test has."""
+    name = abs(hash(request.node.name))
+    (tmp_path / f"theirs_{name}.py").write_text(THEIRS)
+    path = tmp_path / "job.toml"
+    path.write_text(JOB.format(name=name))
+    return path
+
+
+def prepared(job: Job, world: Ranks, directory: Path) -> Training:
+    directory.mkdir(exist_ok=True)
+    return prepare(job, world, job.data.load(), Files.of(directory, job))
+
+
+def test_a_third_partys_model_trains_stops_and_goes_on(job_file: Path, tmp_path: Path) -> None:
+    """With dropout, batch norm and augmentation by chance: the same bits at each end."""
+    (job,) = load(job_file)
+    whole = prepared(job, Loopback(2), tmp_path / "whole")
+    run(whole, Caught(), Display(False, 1))
+    assert whole.record.rows["epochs"][-1][1] > 0.4  # a third is chance
+    parts = tmp_path / "parts"
+    stopped, caught = prepared(job, Loopback(2), parts), Caught()
+    with pytest.raises(Interrupted):
+        run(stopped, caught, Stop(caught, 3))
+    training = prepared(job, Loopback(2), parts)
+    training.resume()
+    run(training, Caught(), Display(False, 1))
+    assert model_bytes(training.files.checkpoint) == model_bytes(whole.files.checkpoint)
+    assert_same_records(training.files.record, whole.files.record)
+
+
+def test_what_is_left_to_chance_depends_on_seed_and_sample_alone(
+    job_file: Path, tmp_path: Path
+) -> None:
+    (job,) = load(job_file)
+    source = job.data.load()
+    assert isinstance(source.train, MapStyle)
+    before = torch.get_rng_state()
+    x, y = source.train.take(np.array([5, 3]), 9)
+    assert torch.equal(torch.get_rng_state(), before)
+    alone, _ = source.train.take(np.array([3]), 9)
+    other, _ = source.train.take(np.array([3]), 10)
+    assert torch.equal(x[1], alone[0]) and not torch.equal(alone, other)
+    assert y.tolist() == [2, 0] and source.image_shape == (3, 6, 6)
+    none, _ = source.train.take(np.array([], np.int64), 9)
+    assert none.shape == (0, 3, 6, 6)
+
+
+def test_a_study_sweeps_their_arguments(job_file: Path, tmp_path: Path) -> None:
+    study = tmp_path / "study.toml"
+    study.write_text(
+        'kind = "train"\n[train]\njob = "job.toml"\n'
+        '[sweep]\nranks = [1]\n"model.width" = [2, 5]\n"data.n" = [30]\n'
+    )
+    found = load_study(study)
+    assert [case.factors["model.width"] for case in expand(found).cases] == [2, 5]
+    assert found.job["model"]["import_from"] == str(tmp_path.resolve())
+    assert json.dumps(found.job)  # it is kept with the study
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["model.import=x"], "model.import='x': should match pattern"),
+        (["model.name=mlp"], "model: has name and import: give one"),
+        (["model.import=nowhere_at_all:Net"], "ModuleNotFoundError: No module named 'nowhere_at"),
+        (["model.import={m}:nothing"], 'model.import="{m}:nothing": module {m} has no function'),
+        (["model.depth=3"], "TypeError: Net.__init__() got an unexpected keyword argument 'depth'"),
+        (["model.import={m}:data", "model.width=3"], "TypeError: data() got an unexpected"),
+        (["data.import={m}:fails"], 'data.import="{m}:fails": RuntimeError: no such thing'),
+        (["data.import={m}:Net"], "returned Net: must be (train, test)"),
+        (["data.import={m}:no_length"], "train dataset range_iterator has no __len__"),
+        (["data.import={m}:other_shapes"], "have shape (3,) for training, (4,) for the test"),
+        (["data.import={m}:no_pairs"], "items do not make a pair of tensors"),
+    ],
+)
+def test_what_is_wrong_is_one_line(job_file: Path, settings: list[str], message: str) -> None:
+    module = next(job_file.parent.glob("theirs_*.py")).stem
+    with pytest.raises(ConfigError) as caught:
+        (job,) = load(job_file, [each.format(m=module) for each in settings])
+        job.model.build((3, 6, 6), 3)
+        job.data.load()
+    assert message.format(m=module) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_built_in_models_need_to_know_the_classes(job_file: Path, tmp_path: Path) -> None:
+    job_file.write_text(job_file.read_text().replace("import", 'name = "mlp" #', 1))
+    job_file.write_text(job_file.read_text().replace("width = 3\n", ""))
+    (job,) = load(job_file)
+    with pytest.raises(ConfigError, match="classes are unknown: the training dataset needs"):
+        prepared(job, Loopback(1), tmp_path / "x")
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_damaged_item_ends_the_run_with_its_name(
+    job_file: Path, tmp_path: Path, ranks: int
+) -> None:
+    module: Any = next(job_file.parent.glob("theirs_*.py")).stem
+    (job,) = load(job_file, [f"data.import={module}:broken"])
+    with pytest.raises(ConfigError, match="item 7: OSError: image 7 is damaged"):
+        run(prepared(job, Loopback(ranks), tmp_path / "x"), Caught(), Display(False, 1))
