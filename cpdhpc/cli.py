@@ -296,6 +296,10 @@ COMMANDS: dict[str, Command | Group] = {
                 "bench.codec",
                 measures=True,
             ),
+            "rounding": Command(
+                "error of rounding once by format and by how many values share an exponent",
+                "bench.rounding",
+            ),
             "layer": Command(
                 "what a layer of the autoencoder costs each of many ranks, counted; needs no MPI",
                 "bench.layer",
@@ -314,6 +318,11 @@ COMMANDS: dict[str, Command | Group] = {
                 "bench.allreduce",
                 on_ranks=True,
                 measures=True,
+            ),
+            "compress": Command(
+                "compressors on recorded gradients: bytes, errors, time; under mpirun or not",
+                "bench.compress",
+                on_ranks=True,
             ),
             "latency": Command(
                 "latency of small all-reduces, tree beside MPI_Allreduce; under mpirun",

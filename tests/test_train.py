@@ -166,7 +166,7 @@ EXACT = {"none", "lowbit", "onebit", "powersgd", "gradientflow"}  # of equal val
 
 @pytest.mark.parametrize("name", COMPRESSORS)
 def test_a_plain_loop_adopts_the_reducer(name: str) -> None:
-    """With small integers all sums are exact: what neither draws nor selects gives the very mean."""
+    """Small integers add up exactly: what neither draws nor selects gives the very mean."""
     model = torch.nn.Linear(3, 2, bias=False)
     frozen = torch.nn.Linear(2, 2)
     frozen.requires_grad_(False)

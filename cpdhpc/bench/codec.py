@@ -191,7 +191,7 @@ def _codecs(
 ) -> dict[tuple[str, str, int], Times]:
     """Time the codec for each format and number of threads, and print a row of each."""
     heads = f"{'format':>8} {'bits':>4} {'threads':>7} {'memcpy':>11} "
-    print(heads + " ".join(f"{c:>11}" for c in chosen))
+    print(heads + " ".join(f"{c:>{max(11, len(c))}}" for c in chosen))
     found: dict[tuple[str, str, int], Times] = {}
     for name in names:
         cast = Cast(parse_format(name))
