@@ -160,7 +160,8 @@ def price(
 def count_calls(method: Aggregator, bucket: Bucket, ranks: int = RANKS) -> list[Call]:
     """Return the collectives of an iteration in which a method averages a bucket's gradients.
 
-    They are alike for any number of ranks. The gradients are random, of magnitudes that spread over many binades.
+    They are alike for any number of ranks. The gradients are random, of magnitudes that spread over
+    many binades.
     """
     world = CountedRanks(ranks)
     state = State(world.hosted, ranks)
