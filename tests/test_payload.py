@@ -173,3 +173,5 @@ def test_what_cannot_travel_is_refused(
 ) -> None:
     with pytest.raises((TypeError, ValueError), match=said):
         encode_sparse(indices, values, size, wire)
+    with pytest.raises(TypeError, match="decode_sparse: payload: int64: must be uint8, one axis"):
+        decode_sparse(np.zeros(8, np.int64), 4)

@@ -62,17 +62,22 @@ def large(kind: str) -> np.ndarray:
         x = np.round(x)
     elif kind == "equal":
         x[:] = -2
+    elif kind == "edges":  # the last and the first of the buckets of each pass
+        bits = np.array([0x3F7FFFFF, 0x3F800000, 0x3F8003FF, 0x3F8FFFFF, 0x7FFFFFFF], np.uint32)
+        x = rng.choice(bits, n).view(np.float32)
     elif kind == "misleading":  # the sample sees the largest alone
         sampled = np.arange(n) % SAMPLED < LINE
         x[sampled] += np.where(x[sampled] < 0, np.float32(-90), np.float32(90))
     return x
 
 
-@pytest.mark.parametrize("kind", ["normal", "mostly zero", "ties", "equal", "misleading"])
+@pytest.mark.parametrize("kind", ["normal", "mostly zero", "ties", "equal", "edges", "misleading"])
 def test_the_sample_never_decides(fast_ops: Any, kind: str) -> None:
     x = large(kind)
-    for k in (1, 90, x.size // 100, x.size // 3, x.size):
-        assert_selects(fast_ops, x, k)
+    bits, order = ranked(x)
+    for k in (1, 90, x.size // 100, x.size // 3, x.size // 2, x.size // 10 * 7, x.size):
+        assert fast_ops.select_magnitude(x, k).tolist() == sorted(order[:k])
+        assert fast_ops.kth_magnitude(x, k) == bits[order[k - 1]]
 
 
 @pytest.fixture(params=_cpu.clones())
@@ -168,6 +173,14 @@ def test_indices_must_ascend(ops: Any, wrong: list[int]) -> None:
         with pytest.raises(ValueError, match=f"{name}: indices: must ascend, be distinct and be"):
             getattr(ops, name)(x, indices, *more)
     assert (x == 1).all()
+    for call in (
+        lambda: ops.select_magnitude(x.astype(np.float64), 2),
+        lambda: ops.kth_magnitude(x.astype(np.float64), 2),
+        lambda: ops.gather(x, indices.astype(np.int64)),
+    ):
+        if ops is cpu:
+            with pytest.raises(TypeError, match=r"64 given, (float|uint)32 needed"):
+                call()
 
 
 def test_a_simulated_gpu_selects_the_same() -> None:
