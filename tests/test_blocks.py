@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 from test_allreduce import WAYS, assert_same_bits, gradients
 from test_packing import some_values
 
-from cpdhpc import _cpu
+from cpdhpc import _cpu, store
 from cpdhpc.bench import allreduce as bench_allreduce
+from cpdhpc.bench import rounding as bench_rounding
 from cpdhpc.cli import main
 from cpdhpc.collectives import predict
 from cpdhpc.collectives.allreduce import Allreduce, simulate
@@ -293,6 +294,28 @@ def test_benchmarks_and_studies_know_blocks(
     assert {(c.factors["wire"], c.factors["value_scaling"]) for c in cases} == {
         ("e2m1fn", "tile"), ("e2m1fn", "block16"),
     }  # fmt: skip
+
+
+def test_errors_of_rounding_by_scaling(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where each half of a lane's column has a binade of its own, only its exponent holds it."""
+    row, lane = np.divmod(np.arange(2048), 32)
+    x = np.ldexp(np.float32(1), 9 * (row // 16) + lane).astype(np.float32)
+    x += np.ldexp(x, -1) * (row % 2)  # 1 and 1.5 times the block's own power of two
+    fmt = parse_format("e2m1fn")
+    assert bench_rounding.error([x, x], fmt, "block16") == 0
+    assert 0 < bench_rounding.error([x], fmt, "block32") < bench_rounding.error([x], fmt, "tile")
+    assert bench_rounding.error([x], fmt, "tile") < bench_rounding.error([x], fmt, "layer")
+    path = tmp_path / "job.gradients-3.h5"
+    layers = {"gradients": {"w": np.stack([x, x])}}
+    attributes = {"kind": "gradients", "iteration": 3, "ranks": 2, "source": "job"}
+    store.write(path, layers, {**attributes, "layers": '["w"]'})
+    options = ["--formats", "e2m1fn", "--values", "5000", "--gradients", str(path)]
+    assert main(["bench", "rounding", *options]) == 0
+    last = capsys.readouterr().out.splitlines()[-1].strip("| ").split(" | ")
+    assert last[:2] == ["e2m1fn", "4"] and last[-1] == "0" and float(last[2]) > 0
+    store.write(path, {}, {"kind": "run"})
+    assert main(["bench", "rounding", *options]) == 2
+    assert "train.record_gradients" in capsys.readouterr().err
 
 
 def test_sums_that_grow_do_not_saturate() -> None:

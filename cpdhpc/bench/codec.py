@@ -211,8 +211,8 @@ def _selections(
     print(f"the largest values, a share of {args.density:g}: GB/s of all of them")
     print(f"{'threads':>16} " + " ".join(f"{count:>11}" for count in counts))
     for name in cases:
-        cells = (_cells(samples, [name], count, x.nbytes)[0] for count in counts)
-        print(f"{name:>16} " + " ".join(cells))
+        cells = (_cells(samples, [name], count, x.nbytes)[0].strip() for count in counts)
+        print(f"{name:>16} " + " ".join(f"{cell:>11}" for cell in cells))
     return {("", *case): times for case, times in samples.items()}
 
 

@@ -13,10 +13,10 @@ from zlib import crc32
 import numpy as np
 from pydantic import Field
 
-from ..collectives.checks import check_alike
 from ..collectives.sparse import allgather, broadcast
 from ..collectives.sparse import sum as sum_of_ranks
 from ..ops import backend_of
+from ..world.ranks import Ranks
 from .base import Array, Column, Context, DenseMessages, Layers, Mean, check_known, mean_in_float32
 from .bucket import Bucket
 from .payload import decode_sparse, encode_sparse
@@ -138,7 +138,7 @@ class Lgc(DenseMessages):
             context.iteration - self.dense_steps + 1,
             self.learning_rate,
         )
-        _check_bits(context, net.encoder, net.decoders)
+        _check_bits(world, net.encoder, net.decoders)
         guess = mean.astype(np.float64)
         guess[chosen.is_coded] = decoded[: chosen.coded_count] * scale
         return Found(mean, guess)
@@ -162,7 +162,7 @@ class Lgc(DenseMessages):
             else:
                 decoded = self._of_leader(net, padded, rows, scale, chosen, context)
             out[is_coded] = decoded[: chosen.coded_count] * scale
-            _check_bits(context, out)
+            _check_bits(world, out)
         out[~is_coded] = means.get("plain", np.empty(0, np.float32))
         return Found(out)
 
@@ -424,7 +424,16 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _check_bits(context: Context, *arrays: Array) -> None:
-    """Raise ValueError on all ranks where one has computed other bits. Collective."""
-    alike = {"bits of the autoencoder": [crc32(np.ascontiguousarray(a).data) for a in arrays]}
-    check_alike(context.world, None, alike, [0], "lgc: the autoencoder, as of unlike processors")
+def _check_bits(world: Ranks, *arrays: Array) -> None:
+    """Raise ValueError on all ranks where one has computed other bits than rank 0. Collective."""
+    own = 0
+    for array in arrays:
+        own = crc32(np.ascontiguousarray(array).data, own)
+    largest, smallest = world.max(np.array([own, -own]), "lgc: bits of the autoencoder").tolist()
+    if largest != -smallest:
+        every = world.gather(own)
+        ranks = [i * world.virtual_ranks for i, each in enumerate(every) if each != every[0]]
+        raise ValueError(
+            f"Lgc: the autoencoder of rank {', '.join(map(str, ranks))} has other bits than that "
+            "of rank 0: all processors and versions of torch should be alike"
+        )

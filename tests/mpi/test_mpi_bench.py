@@ -13,10 +13,14 @@ from cpdhpc import store
 from cpdhpc.bench.allreduce import BASELINES, cases_of_size
 from cpdhpc.bench.baselines import gloo, sum_bfloat16, sum_float32
 from cpdhpc.bench.harness import check_out, together, write_samples
+from cpdhpc.bench.replay import replay
 from cpdhpc.cli import main
 from cpdhpc.collectives.allreduce import Allreduce, allreduce
 from cpdhpc.collectives.method import DEFAULT, read_machine
+from cpdhpc.compress import COMPRESSORS
 from cpdhpc.config import UserError
+from cpdhpc.train.gradients import Gradients
+from cpdhpc.world.ranks import Loopback
 
 pytestmark = [pytest.mark.mpi, pytest.mark.two_ranks]
 
@@ -169,3 +173,18 @@ def test_the_fit_is_used_for_predictions(
     assert len(rows_of(shown)) == 2 * 3 * 2 and len(rows_of(shown, "*")) == 2
     assert main(["bench", "predict", str(path), "--ranks", "0"]) == 2
     assert main(["bench", "predict", str(path), "--ranks", "2", "--algorithms", "auto"]) == 2
+
+
+@pytest.mark.parametrize("name", ["none", "topk", "terngrad"])
+def test_replayed_gradients_have_the_figures_of_the_simulation(world, name):
+    """Real ranks tell one another more than payloads: agreements, in MPI's own collectives."""
+    values = np.random.default_rng(0).standard_normal((world.ranks, 40, 50)).astype(np.float32)
+    recorded = [Gradients(t, world.ranks, {"w": values * (1 + t)}, "made") for t in range(2)]
+    found, expected = (
+        replay(each, COMPRESSORS[name](), recorded) for each in (world, Loopback(world.ranks))
+    )
+    figures = ("error", "cosine", "sum_error", "nonzero_share", "sent_share")
+    alike = [repr(getattr(found, f)) == repr(getattr(expected, f)) for f in figures]
+    more = found.sent_bytes - expected.sent_bytes
+    verdicts = [*alike, found.sent_bytes.size == world.ranks, 0 < more.min() <= more.max() < 1000]
+    assert world.gather(all(verdicts)) == [True] * world.processes, verdicts
