@@ -71,6 +71,7 @@ CONSERVING = [
     TopK(),
     TopK(density=0.3, within="bucket", wire="e3m0", warmup=(1.0, 0.5)),
     RandomK(density=0.2),
+    RandomK(wire="fp16"),  # of integers up to 2048 nothing is rounded
     Strom(tau=4.0),
     ScaleCom(rate=4, per_chunk=2, beta=1.0),
     OkTopk(density=0.1, estimate_every=2, rebalance_every=3),
