@@ -59,7 +59,7 @@ def test_estimated_anew_it_is_the_largest_sums_of_the_largest_values(ranks: int)
         before = kept
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("ranks", [1, 2, 5])
 @pytest.mark.parametrize("wire", ["raw", "e4m3"])
 def test_nothing_is_lost_however_gradients_change(ranks: int, wire: str) -> None:
     """What is sent and kept is what was given, and about k values are sent, by old thresholds too.
@@ -108,7 +108,7 @@ def test_sends_about_6k_words_whatever_the_number_of_ranks() -> None:
         sent = bytes_of(OkTopk(), ranks)[1:]
         assert sent.max() <= 6 * k * 4 + 2 * (ranks - 1) * 16
         means[ranks] = sent.mean()
-    assert means[20] < 3 * means[2] and means[20] < bytes_of(TopK(), 20)[1:].mean() / 5
+    assert means[20] < 3 * means[2] and means[20] < bytes_of(TopK(), 20, 2)[1:].mean() / 5
 
 
 def test_sums_that_few_ranks_own_are_dealt_out_first(monkeypatch: pytest.MonkeyPatch) -> None:

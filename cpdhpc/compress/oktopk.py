@@ -15,13 +15,14 @@ A threshold by which less than half of k would be sent, or more than twice k, is
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field
 
+from ..collectives.checks import is_finite
 from ..collectives.sparse import allgather, neighbours
 from ..collectives.sparse import sum as sum_of_ranks
 from ..ops import backend_of
@@ -36,6 +37,7 @@ from .state import Entry
 
 UNEVEN = 4  # times the mean: a rank with more of the largest sums deals them out first
 INFINITY = 0x7F800000  # as bits: what a rank without sums finds
+Pairs = tuple[Array, Array]  # indices, uint32[m], ascending, and their values, float32[m]
 Period = Annotated[int, Field(ge=1)]  # an option: iterations
 
 
@@ -86,9 +88,7 @@ class OkTopk(SparseMessages):
         return Mean(flat, {"sent_share": layers.shares(counts / np.diff(borders))})
 
     @np.errstate(over="ignore", invalid="ignore")  # mean sees what is not finite
-    def _summed(
-        self, waiting: list[Array], k: int, layer: str, context: Context
-    ) -> tuple[Array, Array]:
+    def _summed(self, waiting: list[Array], k: int, layer: str, context: Context) -> Pairs:
         """Return the about k largest sums over ranks, taken out of what waits. Collective.
 
         layer: with which thresholds and regions are kept
@@ -99,6 +99,8 @@ class OkTopk(SparseMessages):
         edges = self._edges(chosen, n, layer, context)
         sent, regions = self._reduced(waiting, chosen, edges, world)
         indices, sums = self._gathered(regions, edges, k, layer, context)
+        if not is_finite(sums):  # mean raises: what waits stays as it is
+            return indices, sums
         borders = np.searchsorted(indices, edges)
         for rank, x, own, values, region in zip(
             world.hosted, waiting, chosen, sent, regions, strict=True
@@ -112,13 +114,15 @@ class OkTopk(SparseMessages):
     def _chosen(self, waiting: list[Array], k: int, layer: str, context: Context) -> list[Array]:
         """Return the indices of the about k largest values of each hosted rank, none of them 0."""
         thresholds = context.state.own(layer, "threshold", (1,), "copy")
+        scale = np.float32(context.loss_scale)
         is_due, found = context.iteration % self.estimate_every == 0, []
         for x, threshold in zip(waiting, thresholds, strict=True):
-            indices = np.empty(0, np.uint32) if is_due else _above(x, threshold[0])
+            indices = np.empty(0, np.uint32) if is_due else _above(x, threshold[0] * scale)
             if not _is_about(indices.size, k):
                 indices = backend_of(x).select_magnitude(x, k)
                 magnitudes = np.abs(x[indices])
-                threshold[0], indices = _below(magnitudes.min()), indices[magnitudes > 0]
+                threshold[0] = _below(magnitudes.min()) / scale
+                indices = indices[magnitudes > 0]
             found.append(indices)
         return found
 
@@ -175,13 +179,14 @@ class OkTopk(SparseMessages):
 
     def _gathered(
         self, regions: list[Array], edges: Array, k: int, layer: str, context: Context
-    ) -> tuple[Array, Array]:
+    ) -> Pairs:
         """Return the about k largest sums, and where they are, alike on all ranks. Collective."""
         world, n = context.world, int(edges[-1])
         threshold = context.state.shared(layer, "sum_threshold", lambda: np.zeros(1, np.float32))
+        scale = np.float32(context.loss_scale)
         is_due = context.iteration % self.estimate_every == 0
         if not is_due:
-            chosen = [_above(region, threshold[0]) for region in regions]
+            chosen = [_above(region, threshold[0] * scale) for region in regions]
             counts = _of_all(world, [each.size for each in chosen])
             is_due = not _is_about(sum(counts), k)
         if is_due:
@@ -195,12 +200,14 @@ class OkTopk(SparseMessages):
         if max(counts) > UNEVEN * -(-sum(counts) // world.ranks):
             found = _dealt_out(found, counts, n, world)
         payloads = [encode_sparse(*each, n, self.wire) for each in found]
-        parts = [decode_sparse(each, n, self.wire) for each in allgather(world, payloads)]
-        indices, sums = _joined(parts)
+        indices, sums = _joined(
+            decode_sparse(each, n, self.wire) for each in allgather(world, payloads)
+        )
         if is_due:
             largest = backend_of(sums).select_magnitude(sums, min(k, sums.size))
             indices, sums = indices[largest], sums[largest]
-            threshold[0] = _below(np.fmin.reduce(np.abs(sums), initial=np.inf))  # overflow: NaN
+            smallest = np.fmin.reduce(np.abs(sums), initial=np.inf)  # NaN: of sums that overflow
+            threshold[0] = _below(smallest) / scale
         return indices, sums
 
 
@@ -247,9 +254,7 @@ def _least(regions: Sequence[Array], k: int, world: Ranks) -> np.float32:
             return before
 
 
-def _dealt_out(
-    found: Sequence[tuple[Array, Array]], counts: Sequence[int], n: int, world: Ranks
-) -> list[tuple[Array, Array]]:
+def _dealt_out(found: Sequence[Pairs], counts: Sequence[int], n: int, world: Ranks) -> list[Pairs]:
     """Return the indices and sums of all ranks shared out evenly, in order. Collective.
 
     found: of each hosted rank; counts: how many each rank has
@@ -274,6 +279,7 @@ def _dealt_out(
     return dealt
 
 
-def _joined(parts: Sequence[tuple[Array, Array]]) -> tuple[Array, Array]:
+def _joined(parts: Iterable[Pairs]) -> Pairs:
     """Return indices and values, one behind the other."""
+    parts = list(parts)
     return np.concatenate([i for i, _ in parts]), np.concatenate([x for _, x in parts])

@@ -73,17 +73,18 @@ class ScaleCom(DenseMessages):
         waiting = layers.waiting(gradients, context)
         layers.check(waiting, context)
         chosen = self._chosen(waiting, coded, context) if coded.names else {}
-        parts = {start: [x[start:][i] for x in waiting] for start, i in chosen.items()}
-        for start, mean in (self._mean(parts, context) if parts else {}).items():
-            total[start:][chosen[start]] = mean
+        if chosen:
+            parts = {name: [x[i] for x in waiting] for name, i in chosen.items()}
+            for name, mean in self._mean(parts, context).items():
+                total[chosen[name]] = mean
         flat = layers.mean(total, waiting, gradients, context, self.algorithm)
         for x in waiting:
-            for start, i in chosen.items():
-                x[start:][i] = 0
+            for i in chosen.values():
+                x[i] = 0
             x *= np.float32(self.beta)
         layers.add(waiting, context, factor=1 - self.beta)
         layers.keep(waiting, context)
-        shares = [chosen[start].size / (stop - start) for _, start, stop in coded.segments]
+        shares = [chosen[name].size / (stop - start) for name, start, stop in coded.segments]
         return Mean(flat, {"sent_share": layers.shares(shares)})
 
     def _chunk_values(self, name: str) -> int:
@@ -91,8 +92,8 @@ class ScaleCom(DenseMessages):
         rate = _rate_of(self.costs[name]) if name in self.costs else self.rates.get(name, self.rate)
         return rate * self.per_chunk
 
-    def _chosen(self, waiting: list[Array], coded: Bucket, context: Context) -> dict[int, Array]:
-        """Return what the leading rank chooses of each layer, by its start. Collective.
+    def _chosen(self, waiting: list[Array], coded: Bucket, context: Context) -> dict[str, Array]:
+        """Return which values the leading rank chooses, by layer: int64[m]. Collective.
 
         waiting: float32[coded.size] of each hosted rank
         Positions in chunks travel, in one byte or in two.
@@ -113,8 +114,8 @@ class ScaleCom(DenseMessages):
             chunks, kind = -(-(stop - start) // chunk_values), _kind(chunk_values)
             begin, end = end, end + chunks * self.per_chunk * kind.itemsize
             positions = payload[begin:end].view(kind).reshape(chunks, self.per_chunk)
-            indices = (np.arange(chunks)[:, None] * chunk_values + positions).ravel()
-            found[start] = indices[indices < stop - start]
+            indices = (start + np.arange(chunks)[:, None] * chunk_values + positions).ravel()
+            found[name] = indices[indices < stop]
         return found
 
     def _positions(self, x: Array, coded: Bucket) -> Array:
