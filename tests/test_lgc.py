@@ -111,7 +111,7 @@ def test_the_autoencoder_learns_goes_on_from_its_state_and_stays(exchange: Any) 
                 rng.standard_normal(view.shape[1])
             )
     errors, threads = [], torch.get_num_threads()
-    for training in (40, 0):
+    for training in (25, 0):
         method = Lgc(
             exchange=exchange, dense_steps=1, training_steps=training, learning_rate=3e-3, **OPTIONS
         )
@@ -136,7 +136,7 @@ def test_the_autoencoder_learns_goes_on_from_its_state_and_stays(exchange: Any) 
         frozen = [key for key, entry in state if entry.redistribution is None]
         assert len(frozen) == 2
         assert all(np.array_equal(dict(state)[key].array, before[key]) for key in frozen)
-    assert errors[0] < 0.4 < 0.9 < errors[1]
+    assert errors[0] < 0.5 < 0.9 < errors[1]
 
 
 def test_telemetry_has_the_error_before_learning_from_it() -> None:
