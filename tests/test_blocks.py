@@ -347,7 +347,7 @@ def test_what_does_not_go_together_is_refused(choices: dict[str, Any], said: str
 
 @pytest.mark.parametrize("method", ["topk", "dgc", "oktopk"])
 def test_sparse_methods_name_the_format_instead(method: str) -> None:
-    with pytest.raises(ValueError, match="wire='mxfp4'.*not scaled by blocks.*e2m1fn"):
+    with pytest.raises(ValueError, match=r"wire='mxfp4'.*not scaled by blocks.*e2m1fn"):
         COMPRESSORS[method](wire="mxfp4")
     COMPRESSORS[method](wire="e2m1fn")
 
