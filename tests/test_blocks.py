@@ -345,13 +345,6 @@ def test_what_does_not_go_together_is_refused(choices: dict[str, Any], said: str
             COMPRESSORS["lowbit"](**choices)
 
 
-@pytest.mark.parametrize("method", ["topk", "dgc", "oktopk"])
-def test_sparse_methods_name_the_format_instead(method: str) -> None:
-    with pytest.raises(ValueError, match=r"wire='mxfp4'.*not scaled by blocks.*e2m1fn"):
-        COMPRESSORS[method](wire="mxfp4")
-    COMPRESSORS[method](wire="e2m1fn")
-
-
 def test_wrong_numbers_of_shifts_are_refused() -> None:
     x, cast = spread_out(2048, 1), Cast(parse_format("e2m1fn"))
     words, shifts = encoded(cpu, x, cast, 32)

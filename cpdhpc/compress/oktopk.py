@@ -25,11 +25,12 @@ from pydantic import Field
 from ..collectives.sparse import allgather, neighbours
 from ..collectives.sparse import sum as sum_of_ranks
 from ..ops import backend_of
+from ..ops.payloads import parse_wire
 from ..partition import split
 from ..world.ranks import Ranks
 from .base import Array, Column, Context, Mean
 from .bucket import Bucket
-from .payload import decode_sparse, encode_sparse, value_format
+from .payload import decode_sparse, encode_sparse
 from .sparse import Density, SparseLayers, SparseMessages, Warmup, count_of, density_at
 from .state import Entry
 
@@ -66,7 +67,7 @@ class OkTopk(SparseMessages):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        value_format(self.wire, type(self).__name__)
+        parse_wire(self.wire)
 
     def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
         """Return the mean over all ranks. See Aggregator.aggregate."""

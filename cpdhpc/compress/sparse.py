@@ -14,6 +14,7 @@ from ..collectives.allreduce import configured
 from ..collectives.checks import is_finite
 from ..collectives.sparse import allgather
 from ..ops import backend_of
+from ..ops.payloads import parse_wire
 from ..world.ranks import Ranks
 from .base import (
     Aggregator,
@@ -28,7 +29,7 @@ from .base import (
     raise_unless_finite,
 )
 from .bucket import Bucket
-from .payload import decode_sparse, encode_sparse, value_format
+from .payload import decode_sparse, encode_sparse
 
 Density = Annotated[float, Field(gt=0, le=1)]  # an option: share of values
 Warmup = Annotated[tuple[Density, ...], Field(strict=False)]  # an option: densities of epochs
@@ -77,7 +78,7 @@ class LargestValues(SparseMessages):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        value_format(self.wire, type(self).__name__)
+        parse_wire(self.wire)
 
     def _chosen(self, x: Array, coded: Bucket, context: Context) -> Array:
         """Return which values of a rank's float32[coded.size] are sent, uint32[m], ascending."""
