@@ -307,7 +307,13 @@ def test_errors_of_rounding_by_scaling(tmp_path: Path, capsys: pytest.CaptureFix
     assert bench_rounding.error([x], fmt, "tile") < bench_rounding.error([x], fmt, "layer")
     path = tmp_path / "job.gradients-3.h5"
     layers = {"gradients": {"w": np.stack([x, x])}}
-    attributes = {"kind": "gradients", "iteration": 3, "ranks": 2, "source": "job"}
+    attributes = {
+        "kind": "gradients",
+        "iteration": 3,
+        "ranks": 2,
+        "source": "job",
+        "loss_scale": 1.0,
+    }
     store.write(path, layers, {**attributes, "layers": '["w"]'})
     options = ["--formats", "e2m1fn", "--values", "5000", "--gradients", str(path)]
     assert main(["bench", "rounding", *options]) == 0
