@@ -52,10 +52,14 @@ def test_nothing_is_lost() -> None:
         before = kept
 
 
-CASES: dict[str, tuple[int, dict[str, Any]]] = {
-    "buckets": (1, {"bucket_mib": 1e-4}),
-    "overlap": (1, {"bucket_mib": 1e-4, "overlap": True}),
-    "virtual ranks": (3, {"bucket_mib": 1e-4}),
+DGC = {  # it keeps arrays of each rank and one for all
+    "gradient": {"aggregator": "dgc", "density": 0.1, "warmup": [0.5], "masking": False},
+    "optimizer": {"momentum": 0.0},
+}
+CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "buckets": (1, {"bucket_mib": 1e-4}, TOPK),
+    "overlap": (1, {"bucket_mib": 1e-4, "overlap": True}, TOPK),
+    "virtual ranks": (3, {"bucket_mib": 1e-4}, DGC),
 }
 
 
@@ -63,8 +67,8 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("after", [2, 6])
 def test_resumed_is_undisturbed(tmp_path: Path, case: str, after: int) -> None:
-    ranks, train = CASES[case]
-    job = small_job(train={"telemetry_every": 2, "epochs": 2, **train}, **TOPK)
+    ranks, train, tables = CASES[case]
+    job = small_job(train={"telemetry_every": 2, "epochs": 2, **train}, **tables)
     (tmp_path / "whole").mkdir()
     whole = run_job(job, Loopback(ranks), tmp_path / "whole")
     files, caught = Files.of(tmp_path, job), Caught()

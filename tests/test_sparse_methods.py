@@ -59,6 +59,7 @@ CONSERVING = [
     TopK(),
     TopK(density=0.3, within="bucket", wire="e3m0", warmup=(1.0, 0.5)),
     RandomK(density=0.2),
+    RandomK(wire="fp16"),  # of integers up to 2048 nothing is rounded
     Strom(tau=4.0),
 ]
 

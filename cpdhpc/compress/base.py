@@ -130,6 +130,8 @@ class DenseMessages(Aggregator):
 
         parts: by name, float32 of one shape, of each hosted rank
         """
+        if not parts:
+            return {}
         shapes = tuple(each[0].shape for each in parts.values())
         box = Bucket(tuple(map(str, parts)), shapes, 1 if self.wire == "raw" else TILE)
         flats = [

@@ -95,3 +95,22 @@ def test_autoencoders_of_unlike_bits_are_told_on_all_ranks(many, exchange):
     last = many.ranks - many.virtual_ranks
     with pytest.raises(ValueError, match=f"autoencoder of rank {last} has other bits than that"):
         method.aggregate(flats, bucket, Context(many, state, iteration=1))
+
+
+def test_another_epoch_on_one_rank_is_told_to_all(many):
+    """Densities differ then: who draws alike finds other lengths, who gathers does not mind."""
+    if many.processes == 1:
+        pytest.skip("one process has one epoch")
+    bucket = Bucket(("weight",), ((40, 70),))
+    flats = [np.ones(bucket.size, np.float32) for _ in many.hosted]
+    last = many.process == many.processes - 1
+    for name in ("randomk", "topk"):
+        method = COMPRESSORS[name](warmup=(0.5,))
+        context = Context(many, State(many.hosted, many.ranks), epoch=float(last))
+        said = ""
+        try:
+            method.aggregate(flats, bucket, context)
+        except ValueError as error:
+            said = str(error)
+        expected = "x.shape=(1400,) on rank 0, x.shape=(28,)" if name == "randomk" else ""
+        assert set(many.gather(expected in said and bool(expected) == bool(said))) == {True}
