@@ -222,11 +222,10 @@ def run_info(arguments: argparse.Namespace, world: World) -> int:
 class Command:
     """A command, or an action of one; its module is imported when it is the one asked for.
 
-    The module has add_NAME(parser) and run_NAME(arguments) -> exit status, None for 0; without a
-    name add_arguments and run, and its docstring is the long help.
+    The module has add_NAME(parser) and run_NAME(arguments) -> exit status, None for 0, or points
+    for --out; without a name add_arguments and run, and its docstring is the long help.
     on_ranks: all processes of mpirun run it, as run(arguments, world); it has --timeout
     starts_mpi: it calls mpirun itself, and is refused where mpirun has started several of it
-    measures: run returns a benchmark's points, for the file of --out
     """
 
     summary: str
@@ -234,7 +233,6 @@ class Command:
     name: str = ""
     on_ranks: bool = False
     starts_mpi: bool = False
-    measures: bool = False
 
     def add(self, parser: argparse.ArgumentParser) -> None:
         """Add the command's arguments to its parser."""
@@ -250,13 +248,9 @@ class Command:
         """Run it, collectively where it is on_ranks, and return the exit status."""
         module = import_module(f"cpdhpc.{self.module}")
         found = getattr(module, f"run_{self.name}" if self.name else "run")(*given)
-        if not self.measures:
+        if found is None or isinstance(found, int):
             return found or 0
-        from .study.benchmark import write_benchmark
-        from .world.ranks import Loopback
-
-        arguments, world = given if self.on_ranks else (*given, Loopback())
-        write_benchmark(arguments.out, found, world)
+        import_module("cpdhpc.study.benchmark").write_benchmark(found, *given)
         return 0
 
 
@@ -292,9 +286,7 @@ COMMANDS: dict[str, Command | Group] = {
                 "bench.accuracy",
             ),
             "codec": Command(
-                "codec rates on one core or more, in GB/s of float32, beside memcpy",
-                "bench.codec",
-                measures=True,
+                "codec rates on one core or more, in GB/s of float32, beside memcpy", "bench.codec"
             ),
             "rounding": Command(
                 "error of rounding once by format and by how many values share an exponent",
@@ -310,14 +302,13 @@ COMMANDS: dict[str, Command | Group] = {
                 "predict",
             ),
             "throughput": Command(
-                "samples/s of many workers by compressor and link, predicted; needs no MPI",
+                "samples/s of many workers, by compressor and link; needs no MPI",
                 "bench.throughput",
             ),
             "allreduce": Command(
                 "all-reduces by size, beside MPI_Allreduce and gloo; under mpirun",
                 "bench.allreduce",
                 on_ranks=True,
-                measures=True,
             ),
             "compress": Command(
                 "compressors on recorded gradients: bytes, errors, time; under mpirun or not",
@@ -328,7 +319,6 @@ COMMANDS: dict[str, Command | Group] = {
                 "latency of small all-reduces, tree beside MPI_Allreduce; under mpirun",
                 "bench.latency",
                 on_ranks=True,
-                measures=True,
             ),
             "fit": Command(
                 "measure links, additions and the codec, and fit the model of predictions; "
@@ -341,7 +331,6 @@ COMMANDS: dict[str, Command | Group] = {
                 "halo exchanges beside MPI's datatypes and neighbour collectives; under mpirun",
                 "bench.halo",
                 on_ranks=True,
-                measures=True,
             ),
         },
     ),

@@ -39,7 +39,6 @@ MAY_IMPORT = {  # part of the package -> the parts it may import, besides itself
     "study": WORLD | {"collectives", "kinds", "bench", "provenance", "signals"},
     "report": {"config", "store", "methods", "kinds", "study"},
     "cli": {
-        "study",
         "autoencoder",
         "config",
         "methods",

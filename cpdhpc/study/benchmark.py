@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import argparse
 
 import numpy as np
 
@@ -11,25 +11,29 @@ from ..kinds.base import Measure
 from ..kinds.factors import Case, Factor, Result
 from ..kinds.place import environment
 from ..provenance import hosts
-from ..world.ranks import Ranks
+from ..world.ranks import Loopback, Ranks
 from .cases import make_case
 from .collect import write_study
 from .spec import Study
 
 
-def write_benchmark(path: Path | None, measured: Measured, world: Ranks) -> None:
-    """Write what a benchmark has measured, if there is a path and a point. Collective.
+def write_benchmark(
+    measured: Measured, arguments: argparse.Namespace, world: Ranks | None = None
+) -> None:
+    """Write what a benchmark has measured to --out, if that is given. Collective.
 
+    world: None for a benchmark of one process
     Raises UserError on all processes where the file cannot be written.
     """
+    path, ranks = arguments.out, world or Loopback()
     if path is None or not measured.points:
         return
-    where = hosts(world)
+    where = hosts(ranks)
 
     def write() -> None:
-        if world.process == 0:
+        if ranks.process == 0:
             places = environment(where, measured.cores)
-            points = [_result(study, point, measured.warmup, places, world) for point in found]
+            points = [_result(study, point, measured.warmup, places, ranks) for point in found]
             write_study(path, study, points, of_benchmark=further)
 
     found = measured.points
@@ -40,7 +44,7 @@ def write_benchmark(path: Path | None, measured: Measured, world: Ranks) -> None
         for name, value in point.factors.items()
         if name not in study.factors
     }
-    together(world, write)
+    together(ranks, write)
 
 
 def _study(measured: Measured) -> Study:

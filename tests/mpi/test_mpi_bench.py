@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 
@@ -76,7 +77,8 @@ def test_what_one_process_finds_wrong_is_raised_by_all(world):
         together(world, lambda: check_out(path))
     with pytest.raises(UserError, match=r"nowhere/x\.h5: cannot be written"):
         point = Point({"size_bytes": 4}, {}, np.zeros((3, world.processes)))
-        write_benchmark(Path("nowhere/x.h5"), Measured("x", "allreduce", [point], 1), world)
+        asked = Namespace(out=Path("nowhere/x.h5"))
+        write_benchmark(Measured("x", "allreduce", [point], 1), asked, world)
     assert together(world, lambda: world.process) == world.process
 
 
