@@ -1,6 +1,7 @@
 """Compressors side by side on recorded gradients, averaged again without training.
 
-Bytes are counted in the messages, everything included, as in records of training. Times are those
+Bytes are counted in the messages, everything included; what ranks agree on by MPI's own collectives
+is counted apart, by process. Times are those
 of one process, which plays several ranks unless mpirun has started as many: then their selecting
 and encoding come one after another, and what travels stays in memory. Phases are shares of
 a profile of processor time, by the names of functions: travel has the engine and the waits,
@@ -158,6 +159,7 @@ def _measured(
 COLUMNS = {  # heading -> width and digits
     "bytes/rank": "11.0f",
     "of float32": "10.2%",
+    "to MPI": "8.0f",
     "error": "9.3g",
     "cosine": "7.4f",
     "sum error": "9.3g",
@@ -180,7 +182,8 @@ def table(points: Sequence[Point], values: int, processes: int) -> list[str]:
     heads = " ".join(f"{name:>{form.partition('.')[0]}}" for name, form in COLUMNS.items())
     lines = [
         f"# {ranks} ranks, {ranks // processes} a process; bytes sent by the rank that sends most "
-        "in an iteration, and relative to one float32 gradient",
+        "in an iteration, and relative to one float32 gradient; what a process hands to MPI's "
+        "collectives",
         "# error of the mean, cosine to the exact one, error of the sum of all iterations; sent: "
         "share of its values that a rank sends; non-zero: share of the mean",
         f"# {'method':<{width}} {heads}",
@@ -188,7 +191,14 @@ def table(points: Sequence[Point], values: int, processes: int) -> list[str]:
     for point in shown:
         done = point.done
         most = float(done.sent_bytes.max())
-        cells = [most, most / (4 * values), done.error, done.cosine, done.sum_error]
+        cells = [
+            most,
+            most / (4 * values),
+            done.collective_bytes,
+            done.error,
+            done.cosine,
+            done.sum_error,
+        ]
         cells += [done.sent_share, done.nonzero_share, 1e3 * done.time_s]
         cells += [100 * done.shares[phase] for phase in PHASES]
         text = " ".join(f"{c:{form}}" for c, form in zip(cells, COLUMNS.values(), strict=True))
@@ -256,7 +266,13 @@ def variables(points: Sequence[Point]) -> dict[str, Variable]:
         "method": Variable(by, np.array([p.method for p in points]), "compressor and options"),
         "ranks": Variable(by, np.array([p.ranks for p in points]), "number of ranks"),
         "sent_bytes": Variable(
-            (*by, "rank"), sent, "what a rank sends in an iteration, to ranks and MPI", "byte"
+            (*by, "rank"), sent, "messages that a rank sends in an iteration", "byte"
+        ),
+        "collective_bytes": Variable(
+            by,
+            np.array([d.collective_bytes for d in done]),
+            "what a process hands to MPI's own collectives in an iteration",
+            "byte",
         ),
         "time_s": Variable(
             by, np.array([d.time_s for d in done]), "time of an iteration, slowest process", "s"

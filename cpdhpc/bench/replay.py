@@ -36,7 +36,8 @@ BEGINNINGS = {  # of the names of functions in CODES -> the phase that they and 
 class Replayed:
     """What a method did with the gradients of some iterations.
 
-    sent_bytes: float64[ranks], of an iteration, the mean over iterations
+    sent_bytes: float64[ranks], messages of an iteration, the mean over iterations
+    collective_bytes: what a process hands to MPI's own collectives, for all its ranks together
     time_s: of an iteration, the median over iterations of the slowest process
     shares: of the processor time, by phase
     error: ||mean - exact|| / ||exact||, and cosine between them: medians over iterations
@@ -45,6 +46,7 @@ class Replayed:
     """
 
     sent_bytes: Array
+    collective_bytes: float
     time_s: float
     shares: dict[str, float]
     error: float
@@ -71,28 +73,31 @@ def replay(world: Ranks, method: Aggregator, recorded: Sequence[Gradients]) -> R
     exact = [np.asarray(np.mean(each, axis=0, dtype=np.float64)) for each in rows]
     profile = Profile()
     state = State(world.hosted, world.ranks)
-    times, sent, means, told = [], [], [], []
+    times, sent, collective, means, told = [], [], [], [], []
     for number, each in enumerate([*rows, rows[-1]]):
         hosted = each[world.hosted.start : world.hosted.stop]
         scale = recorded[0].loss_scale
         context = Context(world, state, 0, LATE + number, float(LATE), scale)
         world.barrier("bench")
-        before, start_s = world.bytes_sent + world.collective_bytes, time.perf_counter()
+        before, start_s = world.bytes_sent.copy(), time.perf_counter()
+        given = world.collective_bytes
         if number == len(rows):
             with profile.running():
                 method.aggregate(hosted, bucket, context)
             break
         mean = method.aggregate(hosted, bucket, context)
         times.append(time.perf_counter() - start_s)
-        sent.append(world.bytes_sent + world.collective_bytes - before)
+        sent.append(world.bytes_sent - before)
+        collective.append(world.collective_bytes - given)
         means.append(mean.flat.astype(np.float64))
         told.append(mean.layers.get("sent_share"))
-    everyone = world.gather((times, sent, profile.time_s), "bench")
+    everyone = world.gather((times, sent, profile.time_s, collective), "bench")
     total_s = {phase: sum(each[2][phase] for each in everyone) for phase in PHASES}
     spent_s = sum(total_s.values())
     sizes = [stop - start for _, start, stop in bucket.segments]
     return Replayed(
         np.concatenate([np.mean(each[1], axis=0) for each in everyone]),
+        float(np.max([np.mean(each[3]) for each in everyone])),
         float(np.median(np.max([each[0] for each in everyone], axis=0))),
         {phase: each_s / spent_s for phase, each_s in total_s.items()},
         float(np.median([_error(a, b) for a, b in zip(means, exact, strict=True)])),
