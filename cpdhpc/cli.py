@@ -284,6 +284,10 @@ COMMANDS: dict[str, Command | Group] = {
             "codec": Command(
                 "codec rates on one core or more, in GB/s of float32, beside memcpy", "bench.codec"
             ),
+            "rounding": Command(
+                "error of rounding once by format and by how many values share an exponent",
+                "bench.rounding",
+            ),
             "layer": Command(
                 "what a layer of the autoencoder costs each of many ranks, counted; needs no MPI",
                 "bench.layer",
@@ -300,6 +304,11 @@ COMMANDS: dict[str, Command | Group] = {
             "allreduce": Command(
                 "all-reduces by size, beside MPI_Allreduce and gloo; under mpirun",
                 "bench.allreduce",
+                on_ranks=True,
+            ),
+            "compress": Command(
+                "compressors on recorded gradients: bytes, errors, time; under mpirun or not",
+                "bench.compress",
                 on_ranks=True,
             ),
             "latency": Command(

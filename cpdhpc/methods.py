@@ -44,6 +44,12 @@ CODEC_OPERATIONS = (  # bench.codec carries them out
     "decode_add",
     "hop",
     "hop tile",
+    "encode block32",
+    "decode_add block32",
+    "hop block32",
+    "encode block16",
+    "decode_add block16",
+    "hop block16",
 )
 
 HALO_OURS = "cpdhpc"

@@ -363,4 +363,5 @@ extern const Loops CPD_TABLE = {CPD_TABLE_NAME,
                                 mark_above,
                                 count_digits,
                                 count_bits,
-                                unpack_bitmap};
+                                unpack_bitmap,
+                                collect_tile};

@@ -228,6 +228,7 @@ PyMethodDef methods[] = {
     {"pack_trits", pack_trits, METH_VARARGS, nullptr},
     {"unpack_trits", unpack_trits, METH_VARARGS, nullptr},
     {"mark_above", mark_above, METH_VARARGS, nullptr},
+    {"collect_above", collect_above, METH_VARARGS, nullptr},
     {"count_digits", count_digits, METH_VARARGS, nullptr},
     {"count_bits", count_bits, METH_VARARGS, nullptr},
     {"pack_bitmap", pack_bitmap, METH_VARARGS, nullptr},

@@ -3,11 +3,15 @@
 
 namespace {
 
+const i64 AHEAD = 8 * CPD_TILE;  // of the values that are looked at, what is fetched: the time of a
+                                 // tile's places is not lost
+
 void mark_above(u32 bits, const float* x, i64 n, u32* words) {
     const U limit = lanes(bits);
     float rest[32] = {};  // of which no bit is set
     for (i64 i = 0; i < n; i += 32) {
         const float* part = x + i;
+        expect(part + AHEAD), expect(part + AHEAD + 16);
         if (n - i < 32) part = (const float*)memcpy(rest, x + i, (size_t)(n - i) * sizeof(float));
         u32 low = signs(is_above(load(part, 0, 32), limit));
         u32 high = signs(is_above(load(part, 16, 32), limit));
@@ -37,25 +41,39 @@ void count_bits(const u32* words, i64 n, u32* counts) {
     }
 }
 
-// Each two words give two places, be they there or not, which costs less than asking; what is not
-// there is overwritten. So the places of a tile are written beside out.
+// Writes where bits of a tile's n words are set, from first on, and returns how many are. Each two
+// words give two places, be they there or not, which costs less than asking; what is not there is
+// overwritten, so that places has room for two more than there are.
+CPD_FN i64 places_of_tile(const u32* words, i64 n, u32 first, u32* places) {
+    i64 count = 0;
+    for (i64 i = 0; i < n; i += 2) {
+        u64 word = words[i] | (i + 1 < n ? (u64)words[i + 1] << 32 : 0);
+        i64 next = count + __builtin_popcountll(word);
+        u32 place = first + 32 * (u32)i;
+        for (int k = 0; k < 2; ++k, word &= word - 1)
+            places[count++] = place + (u32)__builtin_ctzll(word | (u64)1 << 63);
+        for (; count < next; word &= word - 1) places[count++] = place + (u32)__builtin_ctzll(word);
+        count = next;
+    }
+    return count;
+}
+
 void unpack_bitmap(const u32* words, i64 n, u32 first, const u32* starts, u32* out, i64 end) {
     u32 places[CPD_TILE + 2];
     for (i64 w = 0; w < n; w += 32) {
-        i64 count = 0, start = starts[w / 32];
-        for (i64 i = w; i < n && i < w + 32; i += 2) {
-            u64 word = words[i] | (i + 1 < n ? (u64)words[i + 1] << 32 : 0);
-            i64 next = count + __builtin_popcountll(word);
-            u32 place = first + 32 * (u32)i;
-            for (int k = 0; k < 2; ++k, word &= word - 1)
-                places[count++] = place + (u32)__builtin_ctzll(word | (u64)1 << 63);
-            for (; count < next; word &= word - 1)
-                places[count++] = place + (u32)__builtin_ctzll(word);
-            count = next;
-        }
+        i64 start = starts[w / 32];
+        i64 count = places_of_tile(words + w, n - w < 32 ? n - w : 32, first + 32 * (u32)w, places);
         if (count > end - start) count = end - start;  // never true of starts by count_bits
         if (count > 0) memcpy(out + start, places, (size_t)count * sizeof(u32));
     }
+}
+
+i64 collect_tile(u32 bits, const float* x, i64 n, u32 first, u32* places, float* values) {
+    u32 words[CPD_TILE / 32];
+    mark_above(bits, x, n, words);
+    i64 count = places_of_tile(words, (n + 31) / 32, first, places);
+    for (i64 i = 0; i < count; ++i) values[i] = x[places[i] - first];
+    return count;
 }
 
 }  // namespace

@@ -15,6 +15,55 @@ PyObject* mark_above(PyObject*, PyObject* args) {
     });
 }
 
+// What a block of values has above a limit.
+struct Above {
+    std::vector<u32> places;
+    std::vector<float> values;
+};
+
+template <class T>
+PyObject* joined(const std::vector<Above>& parts, std::vector<T> Above::* which) {
+    size_t count = 0;
+    for (const Above& each : parts) count += (each.*which).size();
+    PyObject* bytes = PyByteArray_FromStringAndSize(nullptr, (Py_ssize_t)(count * sizeof(T)));
+    char* next = bytes ? PyByteArray_AsString(bytes) : nullptr;
+    for (const Above& each : parts) {
+        size_t size = (each.*which).size() * sizeof(T);
+        if (next && size) memcpy(next, (each.*which).data(), size), next += size;
+    }
+    return bytes;
+}
+
+// collect_above(threads, bits, x): the indices of what is above bits, ascending, and the values,
+// as two bytearrays.
+PyObject* collect_above(PyObject*, PyObject* args) {
+    int threads;
+    unsigned bits;
+    Buffer x;
+    if (!PyArg_ParseTuple(args, "iIy*", &threads, &bits, &x.view)) return nullptr;
+    i64 n = floats_in(x);
+    std::vector<Above> parts((size_t)(n / (BLOCK_TILES * CPD_TILE) + 1));
+    PyObject* done = in_blocks(threads, n, [&](const Block& b) {
+        Above& part = parts[(size_t)(b.tile / BLOCK_TILES)];
+        u32 places[CPD_TILE + 2];
+        float values[CPD_TILE];
+        for (i64 i = b.first; i < b.first + b.n; i += CPD_TILE) {
+            i64 left = b.first + b.n - i, m = left < CPD_TILE ? left : CPD_TILE;
+            i64 count = loops->collect_tile(bits, x.at<float>(i), m, (u32)i, places, values);
+            part.places.insert(part.places.end(), places, places + count);
+            part.values.insert(part.values.end(), values, values + count);
+        }
+    });
+    if (!done) return nullptr;
+    Py_DECREF(done);
+    PyObject* places = joined(parts, &Above::places);
+    PyObject* values = places ? joined(parts, &Above::values) : nullptr;
+    PyObject* both = values ? PyTuple_Pack(2, places, values) : nullptr;
+    Py_XDECREF(places);
+    Py_XDECREF(values);
+    return both;
+}
+
 PyObject* count_digits(PyObject*, PyObject* args) {
     int threads, shift;
     unsigned low;

@@ -40,6 +40,8 @@ struct Loops {
     void (*count_digits)(u32 low, int shift, u32 buckets, const float* x, i64 n, u32* counts);
     void (*count_bits)(const u32* words, i64 n, u32* counts);
     void (*unpack_bitmap)(const u32* words, i64 n, u32 first, const u32* starts, u32* out, i64 end);
+    // Of a tile of n values; places has room for CPD_TILE + 2. Returns how many are above bits.
+    i64 (*collect_tile)(u32 bits, const float* x, i64 n, u32 first, u32* places, float* values);
 };
 
 // Compilers other than gcc, and other processors, get the portable loops alone.

@@ -43,6 +43,7 @@ TESTS = {  # file of cpdhpc: the files of tests that cover it, the fastest first
     "ops/reference.py": ["trits", "packing", "shifts", "integers", "ops", "stochastic", "oracles"],
     "collectives/schedules.py": ["schedule", "allreduce"],
     "collectives/rank_program.py": ["allreduce", "exact"],
+    "collectives/predict.py": ["cost"],
     "study/statistics.py": ["statistics"],
     "study/cases.py": STUDY,
     "study/spec.py": STUDY,
@@ -53,6 +54,7 @@ TESTS = {  # file of cpdhpc: the files of tests that cover it, the fastest first
     "study/status.py": ["study_folder", "submit", "slurm_commands"],
     "study/repeats.py": ["study_repeats", "inputs"],
     "study/batch.py": ["inputs", "study_run"],
+    "study/run_here.py": ["study_folder", "study_run"],
 }
 LIBRARIES = ("h5py", "numpy", "pydantic", "pytest", "scipy.stats", "torch", "xarray", "hypothesis")
 OTHER: dict[type, type] = {

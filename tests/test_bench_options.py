@@ -40,6 +40,8 @@ def test_counts() -> None:
         ("codec --mib 0", "--mib 0: must be above 0"),
         ("codec --mib nan", "--mib nan: must be above 0"),
         ("codec --mib 1e9", "--mib 1e+09: must be above 0 and below"),
+        ("codec --density 0", "--density 0: must be above 0 and at most 1"),
+        ("codec --density nan", "--density nan: must be above 0 and at most 1"),
         ("codec --repeats 0", "--repeats 0: must be 1 or more"),
         ("codec --formats bf61", "--formats bf61: "),
         ("accuracy --values 0", "--values 0: must be 1 or more"),

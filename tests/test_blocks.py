@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator
 from itertools import cycle, product
 from pathlib import Path
@@ -17,7 +18,10 @@ from hypothesis import strategies as st
 from test_allreduce import WAYS, assert_same_bits, gradients
 from test_packing import some_values
 
-from cpdhpc import _cpu
+from cpdhpc import _cpu, store
+from cpdhpc.bench import allreduce as bench_allreduce
+from cpdhpc.bench import rounding as bench_rounding
+from cpdhpc.cli import main
 from cpdhpc.collectives import predict
 from cpdhpc.collectives.allreduce import Allreduce, simulate
 from cpdhpc.collectives.checks import NonFiniteGradient
@@ -37,6 +41,7 @@ from cpdhpc.formats import (
 )
 from cpdhpc.ops import cpu, reference
 from cpdhpc.ops.payloads import Packed
+from cpdhpc.study.cases import expand, load_study
 from cpdhpc.world.ranks import Loopback
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -263,6 +268,54 @@ def test_what_is_not_finite_is_refused_on_all_ranks(algorithm: str) -> None:
         with pytest.raises(NonFiniteGradient) as refused:
             simulate(xs, wire, algorithm)
         assert refused.value.ranks == (1,)
+
+
+def test_benchmarks_and_studies_know_blocks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parser = argparse.ArgumentParser()
+    bench_allreduce.add_choices(parser)
+    options = ["--wires", "raw,mxfp6,e4m3", "--scalings", "tile,block16", "--algorithms", "ring"]
+    methods, skipped = bench_allreduce.parse_methods(parser.parse_args(options), None)
+    found = {(method.wire, method.parsed_scaling.kind) for method in methods if method.fmt}
+    assert found == {("mxfp6", "block32"), ("e4m3", "tile"), ("e4m3", "block16")} and not skipped
+    operations = ["encode block32", "decode_add block16", "hop block16"]
+    choices = ["--mib", "0.1", "--formats", "e2m1fn", "--repeats", "2"]
+    assert main(["bench", "codec", *choices, "--operations", ",".join(operations)]) == 0
+    *_, heads, row = capsys.readouterr().out.splitlines()
+    assert [name for name in operations if name in heads] == operations
+    assert row.count("x") == 3
+    assert main(["bench", "codec", *choices, "--operations", "hop block8"]) == 2
+    (tmp_path / "s.toml").write_text(
+        "kind = 'allreduce'\n[sweep]\nranks = 2\nsize_bytes = [4096, 4100]\n"
+        "wire = ['mxfp4', 'e2m1fn']\nvalue_scaling = ['tile', 'block16']\n"
+    )
+    cases = expand(load_study(tmp_path / "s.toml")).cases
+    assert {(c.factors["wire"], c.factors["value_scaling"]) for c in cases} == {
+        ("e2m1fn", "tile"), ("e2m1fn", "block16"),
+    }  # fmt: skip
+
+
+def test_errors_of_rounding_by_scaling(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where each half of a lane's column has a binade of its own, only its exponent holds it."""
+    row, lane = np.divmod(np.arange(2048), 32)
+    x = np.ldexp(np.float32(1), 9 * (row // 16) + lane).astype(np.float32)
+    x += np.ldexp(x, -1) * (row % 2)  # 1 and 1.5 times the block's own power of two
+    fmt = parse_format("e2m1fn")
+    assert bench_rounding.error([x, x], fmt, "block16") == 0
+    assert 0 < bench_rounding.error([x], fmt, "block32") < bench_rounding.error([x], fmt, "tile")
+    assert bench_rounding.error([x], fmt, "tile") < bench_rounding.error([x], fmt, "layer")
+    path = tmp_path / "job.gradients-3.h5"
+    layers = {"gradients": {"w": np.stack([x, x])}}
+    attributes = {"kind": "gradients", "iteration": 3, "ranks": 2, "source": "job"}
+    store.write(path, layers, {**attributes, "layers": '["w"]'})
+    options = ["--formats", "e2m1fn", "--values", "5000", "--gradients", str(path)]
+    assert main(["bench", "rounding", *options]) == 0
+    last = capsys.readouterr().out.splitlines()[-1].strip("| ").split(" | ")
+    assert last[:2] == ["e2m1fn", "4"] and last[-1] == "0" and float(last[2]) > 0
+    store.write(path, {}, {"kind": "run"})
+    assert main(["bench", "rounding", *options]) == 2
+    assert "train.record_gradients" in capsys.readouterr().err
 
 
 def test_sums_that_grow_do_not_saturate() -> None:

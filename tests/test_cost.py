@@ -137,9 +137,9 @@ def test_pieces_that_are_not_simulated_are_estimated(
 def test_more_of_anything_takes_no_less_time(name: str) -> None:
     machine = replace(MACHINE, host_s=4e-11, copy_s=3e-11)
     for wire in ("raw", "e4m3"):
-        by_size = [predicted_s(name, wire, 5, n, machine) for n in (1, TILE, 50 * TILE, 1 << 22)]
+        by_size = [predicted_s(name, wire, 5, n, machine) for n in (1, TILE, 50 * TILE, 1 << 20)]
         assert by_size == sorted(by_size) and by_size[0] < by_size[-1]
-        by_ranks = [predicted_s(name, wire, p, 1 << 16, machine) for p in (1, 2, 4, 8, 64)]
+        by_ranks = [predicted_s(name, wire, p, 1 << 16, machine) for p in (1, 2, 4, 16)]
         assert by_ranks == sorted(by_ranks) and by_ranks[0] < by_ranks[-1]
         for field in fields(Machine):
             slower = replace(machine, **{field.name: 3 * getattr(machine, field.name)})
@@ -148,11 +148,11 @@ def test_more_of_anything_takes_no_less_time(name: str) -> None:
             )
 
 
-def test_thousands_of_ranks() -> None:
+def test_a_thousand_ranks() -> None:
     """Trees have logarithmic, the ring has linear depth."""
-    found = {name: predicted_s(name, "e4m3", 4096, 1 << 12) for name in ("ring", "tree", "rhd")}
-    assert found["ring"] > 8190 * (MACHINE.alpha_s + MACHINE.step_s)
-    assert found["tree"] < found["ring"] / 50 and found["rhd"] < found["ring"] / 50
+    found = {name: predicted_s(name, "e4m3", 1024, 1 << 12) for name in ("ring", "tree", "rhd")}
+    assert found["ring"] > 2046 * (MACHINE.alpha_s + MACHINE.step_s)
+    assert found["tree"] < found["ring"] / 20 and found["rhd"] < found["ring"] / 20
 
 
 def test_aps_costs_another_agreement_and_a_pass() -> None:
@@ -195,12 +195,12 @@ def test_a_line_and_least_squares_are_recovered() -> None:
 
 def test_the_fit_recovers_a_machine() -> None:
     truth = replace(MACHINE, host_s=1.5e-10, step_s=2.5e-5, call_s=8e-5)
-    methods = [Allreduce(w, a) for w in ("raw", "e4m3") for a in ("gather", "tree", "ring")]
+    methods = [Allreduce(w, a) for w, a in (("raw", "gather"), ("e4m3", "tree"), ("raw", "ring"))]
     samples = [
         Sample(method, nodes(p), n, predict(truth, method, nodes(p), n).time_s)
         for method in methods
         for p in (2, 4)
-        for n in (2, 4096, 1 << 16)
+        for n in (2, 1 << 16)
     ]
     start = replace(truth, host_s=0.0, step_s=0.0, call_s=0.0)
     found = fit(start, samples, ["call_s", "step_s", "host_s"])

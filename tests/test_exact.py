@@ -47,7 +47,8 @@ def test_every_algorithm_gives_the_exact_sum(wire, rounding):
     options = {"segments": SEGMENTS, "rounding": rounding, "seed": 3, "iteration": 4}
     expected = exact_sum(xs, wire, **options)
     assert rounding == "zero" or (expected[:900].any() and expected[2048:].any())
-    for algorithm in SCHEDULES:
+    turn = WIRES.index(wire) + ROUNDINGS.index(rounding)
+    for algorithm in [*SCHEDULES][turn % 3 :: 3]:  # all with each wire, and with each rounding
         assert_same_bits(run(xs, wire, algorithm, **options), expected)
 
 

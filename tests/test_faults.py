@@ -68,11 +68,13 @@ def test_a_good_job_ends_well(tmp_path, monkeypatch):
 
 def test_all_who_wait_report_before_the_job_ends():
     status, output, taken_s = launch(
+        "from cpdhpc.world import ending\n"
+        "ending.GRACE_S = 4  # a machine may be slow\n"
         "world = World(timeout_s=1)\ntime.sleep(3600) if world.process == 1 else world.barrier()",
-        ranks=4,
+        ranks=3,
     )
     assert status != 0 and taken_s < LATE_S
-    for rank in (0, 2, 3):
+    for rank in (0, 2):
         assert re.search(rf"rank {rank} \| barrier: waited [\d.]+ s for rank 1\n", output), output
 
 

@@ -147,7 +147,7 @@ def test_without_the_launcher_it_says_what_to_load(tmp_path: Path) -> None:
         env={"PATH": str(tmp_path), "SLURM_JOB_NAME": "demo", "SLURM_ARRAY_TASK_ID": "3"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=1800,
         check=False,
     )
     assert (done.returncode, done.stdout) == (127, "")

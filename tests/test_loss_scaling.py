@@ -18,6 +18,7 @@ from cpdhpc.train import GradientReducer
 from cpdhpc.train.loop import run
 from cpdhpc.train.loss_scaling import LEAST, PATIENCE, LossScaler
 from cpdhpc.train.progress import Display
+from cpdhpc.train.record import Record
 from cpdhpc.train.setup import Files, prepare
 from cpdhpc.world.ranks import Loopback
 
@@ -146,5 +147,15 @@ def test_what_no_scale_helps_ends_the_run() -> None:
 def test_scales_that_are_no_powers_of_two_are_refused(scale: float) -> None:
     with pytest.raises(ConfigError, match=r"train.loss_scale.*should be a power of two"):
         small_job(train={"loss_scale": scale})
-    with pytest.raises(ValueError, match="should be a power of two"):
-        LossScaler(None, scale)  # type: ignore[arg-type]
+    reducer = GradientReducer(torch.nn.Linear(2, 2), Loopback())
+    with pytest.raises(ValueError, match=r"LossScaler: scale=.*should be a power of two"):
+        LossScaler(reducer, scale)
+
+
+def test_records_of_older_files_have_no_scales() -> None:
+    record = Record(1, ["w"])
+    record.step(0, 2.0, 0.1, 8.0, np.zeros(4), np.zeros(1))
+    groups = record.arrays()
+    del groups["steps"]["loss_scale"]
+    record.restore(groups)
+    assert record.arrays()["steps"]["loss_scale"].tolist() == [1.0]

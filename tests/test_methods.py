@@ -14,13 +14,17 @@ from cpdhpc.collectives.allreduce import configured
 from cpdhpc.collectives.checks import NonFiniteGradient
 from cpdhpc.compress import (
     COMPRESSORS,
+    AdaComp,
     Aggregator,
     Context,
+    Flexpoint,
     GradientFlow,
     LowBit,
+    Mean,
     OneBit,
     PowerSgd,
     Qsgd,
+    ScaleCom,
     State,
     TernGrad,
 )
@@ -178,7 +182,16 @@ def mean_kept(state: State, bucket: Bucket) -> Any:
 
 
 @pytest.mark.parametrize(
-    "method", [OneBit(), PowerSgd(), PowerSgd(wire="e4m3"), GradientFlow(chunk_values=50)], ids=str
+    "method",
+    [
+        OneBit(),
+        PowerSgd(),
+        PowerSgd(wire="e4m3"),
+        GradientFlow(chunk_values=50),
+        AdaComp(),
+        ScaleCom(beta=1),
+    ],
+    ids=str,
 )
 def test_what_is_lost_is_kept(method: Aggregator) -> None:
     """Mean sent + mean kept afterwards = mean gradient + mean kept before."""
@@ -201,6 +214,7 @@ def test_what_is_lost_is_kept(method: Aggregator) -> None:
         {"wire": "e3m0", "algorithm": "direct", "scaling": "aps", "accumulate": "exact"},
         {"wire": "e2m1fn", "scaling": "static:2", "algorithm": "gather", "accumulate": "float32"},
         {"wire": "int4"},
+        {"wire": "mxfp4", "algorithm": "gather", "accumulate": "float32"},
         {"wire": "ternary", "algorithm": "rhd"},
     ],
     ids=lambda options: options["wire"],
@@ -232,6 +246,46 @@ def test_lowbit_with_memory_finds_what_its_codes_would_hide() -> None:
     with pytest.raises(NonFiniteGradient, match="in 'x' on rank 0"):
         aggregate(method, [flat], bucket, state, 1)
     assert np.array_equal(state.own("x", "residual", (9,))[0], before) and before.all()
+
+
+def test_flexpoint_expects_what_the_last_means_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By hand: two layers, seven iterations of which four are looked at; then a burst."""
+    ranks, method = 3, Flexpoint(wire="int10", history=4)
+    bucket = Bucket(("a", "none", "b"), ((50,), (0,), (9,)), method.align)
+    state, pasts = State(range(ranks), ranks), [[], []]  # type: ignore[var-annotated]
+    for time in range(12):
+        flats = [bucket.flatten(bucket.views(x)) for x in gradients(bucket, ranks, time)]
+        for flat in flats:
+            flat *= np.float32(1000.0 if time == 7 else 3.0**-time)
+        found, _ = aggregate(method, flats, bucket, state, time)
+        saturated = 0
+        for past, i in zip(pasts, (0, 2), strict=True):
+            own = np.array([bucket.views(flat)[i] for flat in flats], np.float64)
+            largest = np.abs(own).max()
+            if past:
+                largest = 2 * ranks * (np.mean(past[-4:]) + 3 * np.std(past[-4:]))
+            unit = 2.0 ** np.ceil(np.log2(largest / 511))  # a sign and nine bits
+            whole = np.round(own / unit)
+            saturated += (np.abs(whole) > 511).sum()
+            mean = (whole.clip(-511, 511).sum(axis=0) * unit).astype(np.float32) / np.float32(ranks)
+            assert np.array_equal(bucket.views(found)[i], mean), time
+            past.append(np.abs(mean).max())
+        assert (saturated > 0) == (time == 7)
+        monkeypatch.setattr("cpdhpc.collectives.allreduce.shared_amax", None)  # not a second time
+    counted = method.observe(
+        flats[0] * np.float32(1e9), bucket, Mean(found, {"aps_shift": np.zeros(3)})
+    )
+    assert counted["saturated_share"].tolist() == [50, 0, 9]
+
+
+def test_flexpoint_holds_what_only_one_rank_has() -> None:
+    """The mean's largest value is then that of the rank, divided by the ranks."""
+    method, bucket, state = Flexpoint(), whole(100), State(range(16), 16)
+    flats = [np.zeros(100, np.float32) for _ in range(16)]
+    for time in range(6):
+        flats[5][:] = np.arange(100)
+        found, _ = aggregate(method, flats, bucket, state, time)
+        assert np.array_equal(found, flats[5] / np.float32(16))
 
 
 def test_known_shifts_are_checked() -> None:
@@ -298,6 +352,8 @@ def test_bits_of_a_value(method: Aggregator) -> None:
     ("method", "options"),
     [
         ("lowbit", {"rounding": "stochastic", "error_feedback": True}),
+        ("flexpoint", {"wire": "e4m3"}),
+        ("flexpoint", {"history": 0}),
         ("terngrad", {"clip": -1}),
         ("terngrad", {"algorithm": "mpi"}),
         ("qsgd", {"levels": 0}),

@@ -155,12 +155,17 @@ def test_a_page_of_many_rows_packs_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_5000_cases_take_less_than_a_minute_and_2_mb(tmp_path: Path) -> None:
-    """In processor time, which other work on the machine does not count in."""
+def test_5000_cases_take_little_more_than_a_small_study_and_2_mb(
+    allreduce: Path, tmp_path: Path
+) -> None:
+    """In processor time, beside that of 24 cases: 30 s and 3 s; it was 365 s and not through."""
     path, html = many(tmp_path / "many.h5"), tmp_path / "many.html"
-    before = process_time()
-    report([path], Outputs(html, quiet=True))
-    assert process_time() - before < 60
+    times_s = []
+    for each in (allreduce, path):
+        before_s = process_time()
+        report([each], Outputs(html, quiet=True))
+        times_s.append(process_time() - before_s)
+    assert times_s[1] < 30 * times_s[0]
     assert html.stat().st_size < 2e6
 
 

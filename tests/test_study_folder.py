@@ -246,7 +246,7 @@ def test_shapes_of_several_nodes_are_left_out_here(
 def test_a_folder_that_is_being_measured_is_left_alone(tmp_path: Path) -> None:
     folder, study = Folder(tmp_path / "x"), small_study(tmp_path)
     folder.prepare(study)
-    sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", "cpdhpc"])
+    sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)", "cpdhpc"])
     try:
         Claim(socket.gethostname(), sleeper.pid, "", "", 0, "running")._write(folder.claim_file(1))
         with pytest.raises(

@@ -15,14 +15,14 @@ from cpdhpc.collectives.method import UNITS
 from cpdhpc.collectives.rank_program import ACCUMULATES as REAL_ACCUMULATES
 from cpdhpc.collectives.schedules import SCHEDULES
 from cpdhpc.config import OneOf
-from cpdhpc.formats import INTEGERS, NAMED
+from cpdhpc.formats import NAMED, NAMED_WIRES
 from cpdhpc.kinds import KINDS
 from cpdhpc.kinds.factors import ABSENT
 from cpdhpc.methods import ACCUMULATES, ALGORITHMS, BASELINES, EXACT
 from cpdhpc.train.job import Job
 from cpdhpc.world.ranks import Loopback
 
-WIRES = ("raw", "e4m3", "e2m1fn", "e5m2", "int4", "ternary")
+WIRES = ("raw", "e4m3", "e2m1fn", "e5m2", "int4", "ternary", "mxfp4")
 
 
 def test_names_are_those_of_the_tables() -> None:
@@ -32,13 +32,13 @@ def test_names_are_those_of_the_tables() -> None:
     assert names == set(REAL_BASELINES)
 
 
-@pytest.mark.parametrize("wire", ["raw", *INTEGERS, *NAMED, "e4m3", "e2m1fn", "e1m1"])
+@pytest.mark.parametrize("wire", ["raw", *NAMED_WIRES, *NAMED, "e4m3", "e2m1fn", "e1m1"])
 def test_wires_that_exist_are_known(wire: str) -> None:
     Allreduce(wire)
     assert KINDS["allreduce"].factors["wire"].parse(wire) == wire
 
 
-@pytest.mark.parametrize("wire", ["e9m9", "int1", "float", "", "e4"])
+@pytest.mark.parametrize("wire", ["e9m9", "int1", "float", "", "e4", "mxfp5"])
 def test_wires_that_do_not_exist_are_refused(wire: str) -> None:
     with pytest.raises(ValueError):
         Allreduce(wire)
@@ -48,7 +48,7 @@ def test_wires_that_do_not_exist_are_refused(wire: str) -> None:
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_what_goes_together_is_what_the_method_accepts(algorithm: str) -> None:
-    scalings = (ABSENT, "none", "static:0", "static:4000", "aps", "tile")
+    scalings = (ABSENT, "none", "static:0", "static:4000", "aps", "tile", "block32", "block16")
     for wire, scaling, way in product(WIRES, scalings, (ABSENT, *ACCUMULATES, EXACT)):
         given = {
             "size_bytes": 64,

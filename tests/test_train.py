@@ -161,9 +161,12 @@ def test_schedules_warm_up_then_fall(decay: str) -> None:
     )
 
 
-@pytest.mark.parametrize("name", sorted(COMPRESSORS.keys() - {"terngrad", "qsgd"}))  # no chance
+EXACT = {"none", "lowbit", "onebit", "powersgd", "gradientflow"}  # of equal values
+
+
+@pytest.mark.parametrize("name", COMPRESSORS)
 def test_a_plain_loop_adopts_the_reducer(name: str) -> None:
-    """With small integers all sums are exact, so that every aggregator gives the very mean."""
+    """Small integers add up exactly: what neither draws nor selects gives the very mean."""
     model = torch.nn.Linear(3, 2, bias=False)
     frozen = torch.nn.Linear(2, 2)
     frozen.requires_grad_(False)
@@ -173,7 +176,8 @@ def test_a_plain_loop_adopts_the_reducer(name: str) -> None:
         model.weight.grad = torch.full((2, 3), value)
         reducer.stash(hosted)
     mean = reducer.reduce()
-    assert torch.equal(model.weight.grad, torch.full((2, 3), 2.0))
+    assert name not in EXACT or torch.equal(model.weight.grad, torch.full((2, 3), 2.0))
+    assert torch.equal(model.weight.grad.flatten(), torch.from_numpy(mean.flat[:6]))
     assert both["unused"].weight.grad is None  # on no rank is there one
     assert frozen.weight.grad is None
     assert mean.flat.dtype == np.float32

@@ -1,7 +1,9 @@
 """Benchmark of the codec: float32 to packed codes and back, beside memcpy on one core.
 
-Rates are in GB/s (1e9 byte/s) of float32: 4 n bytes over the median time, whatever the width,
-so that the columns compare with memcpy's of the same run (4 n bytes copied).
+And of what sparse methods do: to find the largest values, take them out, add them, pack them.
+Rates are in GB/s (1e9 byte/s) of float32: 4 n bytes over the median time, whatever the width and
+however few of the n values are touched, so that the columns compare with memcpy's of the same run
+(4 n bytes copied).
 """
 
 from __future__ import annotations
@@ -14,8 +16,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from ..compress.payload import decode_sparse, encode_sparse
 from ..config import UserError
-from ..formats import Cast, packed_bytes, parse_format, tiles
+from ..formats import SHARED, Cast, packed_bytes, parse_format, shift_count, tiles
 from ..methods import CODEC_OPERATIONS, MEMCPY
 from ..ops import cpu, reference, set_kernel_threads
 from ..provenance import processor
@@ -26,12 +29,14 @@ from .harness import (
     check_out,
     check_positive,
     interleave,
+    known,
     parse_counts,
     parse_names,
     write_samples,
 )
 
 DEFAULT_FORMATS = "e1m1,e3m0,e3m2,e4m3,e5m2,fp16"
+DEFAULT_OPERATIONS = "encode,encode tile,stochastic,decode,decode_add,hop,hop tile"
 WARMUP = 1
 MOST_MIB = 1 << 20  # of the host's memory
 
@@ -40,6 +45,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the benchmark's options to its command-line parser."""
     parser.add_argument("--mib", type=float, default=64, help="MiB of float32 (default 64)")
     parser.add_argument("--formats", default=DEFAULT_FORMATS, help="comma-separated names")
+    parser.add_argument("--density", type=float, default=0.01, help="share selected (default 0.01)")
+    parser.add_argument(
+        "--operations",
+        default=DEFAULT_OPERATIONS,
+        help=f"comma-separated, of {', '.join(CODEC_OPERATIONS)} (default {DEFAULT_OPERATIONS})",
+    )
     parser.add_argument("--repeats", type=int, default=9, help="timed calls of each case")
     parser.add_argument(
         "--threads", default="1", help="numbers of threads, comma-separated (default 1)"
@@ -50,16 +61,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def check_against_reference(x: NDArray[np.float32], cast: Cast) -> None:
     """Raise ArithmeticError unless the first tiles come out as the specification says."""
     head = x[:5000]
-    results = []
-    for ops in (cpu, reference):
-        words = np.zeros(packed_bytes(head.size, cast.fmt.bits), np.uint8)
-        shifts = np.zeros(tiles(head.size), np.uint8)
-        hop, hop_shifts = np.zeros_like(words), np.zeros_like(shifts)
-        ops.encode_tiles(head, cast, words, shifts, fit=True)
-        ops.decode_add_encode_tiles(words, shifts, cast, head, hop, hop_shifts, fit=True)
-        results.append(np.concatenate([words, shifts, hop, hop_shifts]))
-    if not np.array_equal(results[0], results[1]):
-        raise ArithmeticError(f"bench codec: {cast.fmt.name}: differs from ops.reference")
+    for scaling, shared in SHARED.items():
+        results = []
+        for ops in (cpu, reference):
+            words = np.zeros(packed_bytes(head.size, cast.fmt.bits), np.uint8)
+            shifts = np.zeros(shift_count(head.size, shared), np.uint8)
+            hop, hop_shifts = np.zeros_like(words), np.zeros_like(shifts)
+            ops.encode_tiles(head, cast, words, shifts, fit=True)
+            ops.decode_add_encode_tiles(words, shifts, cast, head, hop, hop_shifts, fit=True)
+            results.append(np.concatenate([words, shifts, hop, hop_shifts]))
+        if not np.array_equal(results[0], results[1]):
+            name = cast.fmt.name
+            raise ArithmeticError(f"bench codec: {name}, {scaling}: differs from ops.reference")
 
 
 def operations(x: NDArray[np.float32], cast: Cast) -> dict[str, Callable[[], object]]:
@@ -69,26 +82,75 @@ def operations(x: NDArray[np.float32], cast: Cast) -> dict[str, Callable[[], obj
     """
     fmt = cast.fmt
     words = np.zeros(packed_bytes(x.size, fmt.bits), np.uint8)
-    shifts = np.full(tiles(x.size), 127, np.uint8)
-    tile_words, tile_shifts = np.zeros_like(words), np.zeros_like(shifts)
-    hop_words, hop_shifts = np.zeros_like(words), np.zeros_like(shifts)
+    hop_words, shifts = np.zeros_like(words), np.full(tiles(x.size), 127, np.uint8)
     fixed = shifts.copy()
     out, total = np.zeros_like(x), np.zeros_like(x)
     stochastic = Cast(fmt, "stochastic")
-    cpu.encode_tiles(x, cast, tile_words, tile_shifts, fit=True)
     cpu.encode_tiles(x, cast, words, shifts)
-    runs = (
-        lambda: cpu.encode_tiles(x, cast, words, fixed),
-        lambda: cpu.encode_tiles(x, cast, tile_words, tile_shifts, fit=True),
-        lambda: cpu.encode_tiles(x, stochastic, hop_words, fixed),
-        lambda: cpu.decode_tiles(words, shifts, fmt, out),
-        lambda: cpu.decode_add_tiles(words, shifts, fmt, total, total),
-        lambda: cpu.decode_add_encode_tiles(words, shifts, cast, x, hop_words, fixed),
-        lambda: cpu.decode_add_encode_tiles(
-            tile_words, tile_shifts, cast, x, hop_words, hop_shifts, fit=True
+    found: dict[str, Callable[[], object]] = {
+        MEMCPY: lambda: np.copyto(out, x),
+        "encode": lambda: cpu.encode_tiles(x, cast, words, fixed),
+        "stochastic": lambda: cpu.encode_tiles(x, stochastic, hop_words, fixed),
+        "decode": lambda: cpu.decode_tiles(words, shifts, fmt, out),
+        "decode_add": lambda: cpu.decode_add_tiles(words, shifts, fmt, total, total),
+        "hop": lambda: cpu.decode_add_encode_tiles(words, shifts, cast, x, hop_words, fixed),
+    }
+    for scaling, shared in SHARED.items():
+        found |= _fitted(scaling, shared, x, cast, hop_words, total)
+    return {name: found[name] for name in (MEMCPY, *CODEC_OPERATIONS)}
+
+
+def _fitted(
+    scaling: str,
+    shared: int,
+    x: NDArray[np.float32],
+    cast: Cast,
+    hop_words: NDArray[np.uint8],
+    total: NDArray[np.float32],
+) -> dict[str, Callable[[], object]]:
+    """The operations with shifts that are chosen on the way, as many values share one."""
+    words, shifts = np.zeros_like(hop_words), np.zeros(shift_count(x.size, shared), np.uint8)
+    hop_shifts = np.zeros_like(shifts)
+    cpu.encode_tiles(x, cast, words, shifts, fit=True)
+    return {
+        f"encode {scaling}": lambda: cpu.encode_tiles(x, cast, words, shifts, fit=True),
+        f"decode_add {scaling}": lambda: cpu.decode_add_tiles(
+            words, shifts, cast.fmt, total, total
         ),
-    )
-    return {MEMCPY: lambda: np.copyto(out, x), **dict(zip(CODEC_OPERATIONS, runs, strict=True))}
+        f"hop {scaling}": lambda: cpu.decode_add_encode_tiles(
+            words, shifts, cast, x, hop_words, hop_shifts, fit=True
+        ),
+    }
+
+
+ONE_PASS = "one pass"  # each value is read once, and little done: no selection takes less
+
+
+def sparse_operations(x: NDArray[np.float32], density: float) -> dict[str, Callable[[], object]]:
+    """Return the operations of sparse methods on a share of x, by name; memcpy beside them.
+
+    Raises ArithmeticError unless the first values are selected as the specification says.
+    """
+    n, k, head = x.size, max(1, round(density * x.size)), x[:5000]
+    few = max(1, round(density * head.size))
+    if not np.array_equal(cpu.select_magnitude(head, few), reference.select_magnitude(head, few)):
+        raise ArithmeticError("bench codec: select_magnitude: differs from ops.reference")
+    indices = cpu.select_magnitude(x, k)
+    values = cpu.gather(x, indices)
+    threshold, total = float(np.abs(values).min()), np.zeros_like(x)
+    payload = encode_sparse(indices, values, n)
+    return {
+        MEMCPY: lambda: np.copyto(total, x),
+        ONE_PASS: lambda: cpu.amax_tiles(x),
+        "kth_magnitude": lambda: cpu.kth_magnitude(x, k),
+        "select_magnitude": lambda: cpu.select_magnitude(x, k),
+        "select_above": lambda: cpu.select_above(x, threshold),
+        "gather": lambda: cpu.gather(x, indices),
+        "scatter_add": lambda: cpu.scatter_add(total, indices, values),
+        "clear": lambda: cpu.clear(total, indices),
+        "encode_sparse": lambda: encode_sparse(indices, values, n),
+        "decode_sparse": lambda: decode_sparse(payload, n),
+    }
 
 
 def run(args: argparse.Namespace) -> None:
@@ -96,23 +158,17 @@ def run(args: argparse.Namespace) -> None:
     check_positive(args, "repeats")
     if not 0 < args.mib < MOST_MIB:
         raise UserError(f"--mib {args.mib:g}: must be above 0 and below {MOST_MIB}")
+    if not 0 < args.density <= 1:
+        raise UserError(f"--density {args.density:g}: must be above 0 and at most 1")
     check_out(args.out)
     names = parse_names("--formats", args.formats, parse_format)
+    chosen = parse_names("--operations", args.operations, known(CODEC_OPERATIONS))
     counts = parse_counts("--threads", args.threads)
     n = max(1, int(args.mib * 2**20 / 4))
     x = np.random.default_rng(0).standard_normal(n).astype(np.float32)
     print(f"codec on {processor()}, {os.cpu_count()} cores, clone {cpu.clone()}")
     print(f"{args.mib:g} MiB of float32, median of {args.repeats}, GB/s of float32")
-    heads = f"{'format':>8} {'bits':>4} {'threads':>7} {'memcpy':>11} "
-    print(heads + " ".join(f"{c:>11}" for c in CODEC_OPERATIONS))
-    found: dict[tuple[str, str, int], Times] = {}
-    for name in names:
-        cast = Cast(parse_format(name))
-        check_against_reference(x, cast)
-        samples = _samples(operations(x, cast), counts, args.repeats)
-        for count in counts:
-            print(_line(name, count, samples, 4 * n))
-        found |= {(name, *case): times for case, times in samples.items()}
+    found = _codecs(x, names, chosen, counts, args.repeats) | _selections(x, args, counts)
     columns: dict[str, Column] = {
         "format": [name for name, _, _ in found],
         "operation": [case for _, case, _ in found],
@@ -121,6 +177,43 @@ def run(args: argparse.Namespace) -> None:
     }
     times = [each[:, None] for each in found.values()]
     write_samples(args.out, Loopback(), "codec", columns, times, WARMUP)
+
+
+def _codecs(
+    x: NDArray[np.float32],
+    names: Sequence[str],
+    chosen: Sequence[str],
+    counts: Sequence[int],
+    repeats: int,
+) -> dict[tuple[str, str, int], Times]:
+    """Time the codec for each format and number of threads, and print a row of each."""
+    heads = f"{'format':>8} {'bits':>4} {'threads':>7} {'memcpy':>11} "
+    print(heads + " ".join(f"{c:>{max(11, len(c))}}" for c in chosen))
+    found: dict[tuple[str, str, int], Times] = {}
+    for name in names:
+        cast = Cast(parse_format(name))
+        check_against_reference(x, cast)
+        runs = operations(x, cast)
+        samples = _samples({each: runs[each] for each in (MEMCPY, *chosen)}, counts, repeats)
+        for count in counts:
+            cells = " ".join(_cells(samples, [MEMCPY, *chosen], count, x.nbytes))
+            print(f"{name:>8} {cast.fmt.bits:>4} {count:>7} {cells}")
+        found |= {(name, *case): times for case, times in samples.items()}
+    return found
+
+
+def _selections(
+    x: NDArray[np.float32], args: argparse.Namespace, counts: Sequence[int]
+) -> dict[tuple[str, str, int], Times]:
+    """Time the sparse operations for each number of threads, and print a row of each operation."""
+    cases = sparse_operations(x, args.density)
+    samples = _samples(cases, counts, args.repeats)
+    print(f"the largest values, a share of {args.density:g}: GB/s of all of them")
+    print(f"{'threads':>16} " + " ".join(f"{count:>11}" for count in counts))
+    for name in cases:
+        cells = (_cells(samples, [name], count, x.nbytes)[0] for count in counts)
+        print(f"{name:>16} " + " ".join(cells))
+    return {("", *case): times for case, times in samples.items()}
 
 
 def _samples(
@@ -136,13 +229,14 @@ def _samples(
     return interleave(runs, repeats, WARMUP, lambda case: set_kernel_threads(case[1]))
 
 
-def _line(name: str, count: int, samples: dict[tuple[str, int], Times], size_bytes: int) -> str:
-    """A row of the table."""
+def _cells(
+    samples: dict[tuple[str, int], Times], names: Sequence[str], count: int, size_bytes: int
+) -> list[str]:
+    """Return the rate of each operation on so many threads, with its ratio to memcpy's on one."""
     rates = {
         case: size_bytes / float(np.median(times[WARMUP:])) / 1e9
         for (case, threads), times in samples.items()
         if threads == count or case == MEMCPY
     }
-    memcpy = rates[MEMCPY]
-    cells = " ".join(f"{rates[c]:>5.1f} {rates[c] / memcpy:.2f}x" for c in CODEC_OPERATIONS)
-    return f"{name:>8} {parse_format(name).bits:>4} {count:>7} {memcpy:>11.1f} {cells}"
+    ratios = {c: "" if c == MEMCPY else f" {rates[c] / rates[MEMCPY]:.2f}x" for c in names}
+    return [f"{f'{rates[c]:.1f}{ratios[c]}':>{max(11, len(c))}}" for c in names]

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from .adacomp import AdaComp
 from .base import Aggregator, Column, Context, Mean
 from .dgc import Dgc
+from .flexpoint import Flexpoint
 from .gradientflow import GradientFlow
+from .lgc import Lgc
 from .lowbit import LowBit
 from .none import NoCompression
+from .oktopk import OkTopk
 from .onebit import OneBit
 from .powersgd import PowerSgd
 from .qsgd import Qsgd
 from .randomk import RandomK
+from .scalecom import ScaleCom
 from .state import State
 from .strom import Strom
 from .terngrad import TernGrad
@@ -24,26 +29,36 @@ COMPRESSORS: dict[str, type[Aggregator]] = {
     "onebit": OneBit,
     "powersgd": PowerSgd,
     "gradientflow": GradientFlow,
+    "flexpoint": Flexpoint,
+    "lgc": Lgc,
     "topk": TopK,
     "randomk": RandomK,
     "dgc": Dgc,
     "strom": Strom,
+    "adacomp": AdaComp,
+    "scalecom": ScaleCom,
+    "oktopk": OkTopk,
 }
 
 __all__ = [
     "COMPRESSORS",
+    "AdaComp",
     "Aggregator",
     "Column",
     "Context",
     "Dgc",
+    "Flexpoint",
     "GradientFlow",
+    "Lgc",
     "LowBit",
     "Mean",
     "NoCompression",
+    "OkTopk",
     "OneBit",
     "PowerSgd",
     "Qsgd",
     "RandomK",
+    "ScaleCom",
     "State",
     "Strom",
     "TernGrad",

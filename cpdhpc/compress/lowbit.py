@@ -23,7 +23,6 @@ from ..formats import (
     tiles,
 )
 from ..ops import backend_of
-from ..ops.payloads import parse_wire
 from .base import (
     LOSSES,
     Aggregator,
@@ -141,25 +140,7 @@ class LowBit(Aggregator):
 
         Rounding is to nearest here whatever the wire's, so that the count has no chance in it.
         """
-        fmt = parse_wire(self.wire)
-        assert fmt is not None, "wire 'raw' is refused"
-        cast = Cast(fmt)
-        shifts, flat = mean.layers.get("aps_shift"), gradient
-        edges = np.array([*(start // TILE for _, start, _ in bucket.segments), tiles(flat.size)])
-        scaling = self._allreduce(seed=0).parsed_scaling.kind
-        stored = np.empty(shift_count(flat.size, SHARED.get(scaling, TILE)), np.uint8)
-        if shifts is not None:
-            stored[:] = np.repeat(shifts.astype(np.int64) + SHIFT_BIAS, np.diff(edges))
-        counts = np.zeros((tiles(flat.size), 3), np.uint32)  # saturated, underflowed, not finite
-        words = np.empty(packed_bytes(flat.size, cast.fmt.bits), np.uint8)
-        fit = shifts is None
-        backend_of(flat).encode_tiles(flat, cast, words, stored, fit=fit, counts=counts)
-        sums = np.zeros(
-            (tiles(flat.size) + 1, 2), np.int64
-        )  # before each tile: a layer may be empty
-        np.cumsum(counts[:, :2], axis=0, out=sums[1:])
-        saturated, underflowed = np.diff(sums[edges], axis=0).T
-        return {"saturated_share": saturated, "underflow_share": underflowed}
+        return count_losses(gradient, bucket, self._allreduce(seed=0), mean)
 
 
 def _rounded(x: Array, method: Allreduce, shifts: Shifts, segments: Sequence[Segment]) -> Array:
@@ -170,3 +151,28 @@ def _rounded(x: Array, method: Allreduce, shifts: Shifts, segments: Sequence[Seg
     wire.encode(x, used, NO_KEY, 0, payload)
     wire.decode(payload, used, out)
     return out
+
+
+def count_losses(
+    gradient: Array, bucket: Bucket, method: Allreduce, mean: Mean
+) -> Mapping[str, Array]:
+    """Return how many values of each layer saturate and underflow in a packed wire, int64[layers].
+
+    mean: whose "aps_shift", if any, is the shift of each layer; else tiles have their own
+    """
+    assert method.fmt is not None, "wire 'raw' is refused"
+    cast = Cast(method.fmt)
+    shifts, flat = mean.layers.get("aps_shift"), gradient
+    edges = np.array([*(start // TILE for _, start, _ in bucket.segments), tiles(flat.size)])
+    shared = SHARED.get(method.parsed_scaling.kind, TILE)
+    stored = np.empty(shift_count(flat.size, shared), np.uint8)
+    if shifts is not None:
+        stored[:] = np.repeat(shifts.astype(np.int64) + SHIFT_BIAS, np.diff(edges))
+    counts = np.zeros((tiles(flat.size), 3), np.uint32)  # saturated, underflowed, not finite
+    words = np.empty(packed_bytes(flat.size, cast.fmt.bits), np.uint8)
+    fit = shifts is None
+    backend_of(flat).encode_tiles(flat, cast, words, stored, fit=fit, counts=counts)
+    sums = np.zeros((tiles(flat.size) + 1, 2), np.int64)  # before each tile: a layer may be empty
+    np.cumsum(counts[:, :2], axis=0, out=sums[1:])
+    saturated, underflowed = np.diff(sums[edges], axis=0).T
+    return {"saturated_share": saturated, "underflow_share": underflowed}

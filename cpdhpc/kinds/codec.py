@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ..config import Raw
-from ..formats import Cast, packed_bytes, parse_format, tiles
+from ..formats import SHARED, TILE, Cast, packed_bytes, parse_format, shift_count
 from ..methods import CODEC_OPERATIONS, MEMCPY
 from .base import Call, Kind
 from .factors import ABSENT, Factor, Factors, Value, float32_size, one_of
@@ -46,7 +46,6 @@ def _fits(job: Raw, used: Factors, ranks: int) -> str | None:
 
 
 ANY_FORMAT = "e4m3"  # where the operation has none
-TILED = ("encode tile", "hop tile")
 
 
 @contextmanager
@@ -67,10 +66,16 @@ def _measure(study: Asked, case: Case, place: Place, check: bool) -> Iterator[Ca
         _check(world, x, cast)
         call.outcomes["payload_bytes"] = 4 * x.size
         if operation != MEMCPY:
-            shifts = tiles(x.size) if operation in TILED else 0
+            shared = _shared(operation)
+            shifts = shift_count(x.size, shared) if shared else 0
             call.outcomes["wire_bytes"] = packed_bytes(x.size, cast.fmt.bits) + shifts
             call.outcomes["error"] = _error(world, x, cast, operation)
     yield call
+
+
+def _shared(operation: str) -> int | None:
+    """Return how many values share a shift that is chosen on the way, if one is."""
+    return SHARED.get(operation.rpartition(" ")[2])
 
 
 def _check(world: World, x: Any, cast: Cast) -> None:
@@ -94,11 +99,11 @@ def _error(world: World, x: Any, cast: Cast, operation: str) -> float:
 
     from ..ops import cpu
 
-    tile = operation in TILED
+    shared = _shared(operation)
     rounding = Cast(cast.fmt, "stochastic") if operation == "stochastic" else cast
     words = np.zeros(packed_bytes(x.size, cast.fmt.bits), np.uint8)
-    shifts, out = np.full(tiles(x.size), 127, np.uint8), np.empty_like(x)
-    cpu.encode_tiles(x, rounding, words, shifts, fit=tile)
+    shifts, out = np.full(shift_count(x.size, shared or TILE), 127, np.uint8), np.empty_like(x)
+    cpu.encode_tiles(x, rounding, words, shifts, fit=shared is not None)
     cpu.decode_tiles(words, shifts, cast.fmt, out)
     wrong = float(np.sum((out.astype(np.float64) - x) ** 2))
     whole = float(np.sum(x.astype(np.float64) ** 2))

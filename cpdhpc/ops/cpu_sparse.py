@@ -182,8 +182,8 @@ def _first_largest(x: Array, kth: int, k: int) -> Array:
 def _largest(x: Array, k: int) -> tuple[Array, Array, int]:
     """Return values among which the k largest are, but for zeros: indices, values, the k-th."""
     for low in (_low(x, k), 1):
-        found = unpack_bitmap(mark_above(x, low - 1))
-        values = gather(x, found)
+        parts = _cpu.collect_above(kernel_threads(), low - 1, x)
+        found, values = np.frombuffer(parts[0], np.uint32), np.frombuffer(parts[1], np.float32)
         if found.size >= k:
             return found, values, _kth(values, k)
     return found, values, 0

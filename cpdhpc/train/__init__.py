@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from .layerwise import Larc as Larc
     from .layerwise import Lars as Lars
     from .layerwise import NovoGrad as NovoGrad
+    from .loss_scaling import LossScaler as LossScaler
     from .reducer import GradientReducer as GradientReducer
 
 _EXPORTS = {  # public name -> the module that has it
@@ -20,10 +21,11 @@ _EXPORTS = {  # public name -> the module that has it
     "Lamb": "layerwise",
     "Larc": "layerwise",
     "Lars": "layerwise",
+    "LossScaler": "loss_scaling",
     "NovoGrad": "layerwise",
     "ddp_hook": "ddp",
 }
-__all__ = ["AdamP", "GradientReducer", "Lamb", "Larc", "Lars", "NovoGrad", "ddp_hook"]
+__all__ = ["AdamP", "GradientReducer", "Lamb", "Larc", "Lars", "LossScaler", "NovoGrad", "ddp_hook"]
 
 
 def __getattr__(name: str) -> Any:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..collectives.checks import NonFiniteGradient
+from ..collectives.checks import NonFiniteGradient, check_alike
 from ..compress.base import Array, Mean
 
 if TYPE_CHECKING:
@@ -31,13 +31,14 @@ def check_scale(scale: float | None) -> float | None:
 class LossScaler:
     """Multiplies losses, and lets steps be skipped whose gradients overflow. Alike on all ranks.
 
+    Collective: constructing it compares options over the ranks.
     scale: a power of two from LEAST to MOST; None: 1, or FIRST where it is dynamic
     dynamic: halved where a gradient or sum of any rank is not finite, and doubled after PATIENCE
         steps in which all were. For that the memory of methods is copied in each step.
     Overflow is what makes reduce raise NonFiniteGradient: so a packed wire needs
     overflow = "inf", as "saturate" makes the largest number of what is too large.
     Source: Micikevicius et al.: Mixed precision training, ICLR 2018, on loss scaling.
-    Raises ValueError for a scale that is none of these.
+    Raises on all ranks alike ValueError for a scale that is none of these, or other options.
 
         scaler = LossScaler(reducer, dynamic=True)
         for inputs, targets in batches:
@@ -50,9 +51,15 @@ class LossScaler:
     def __init__(
         self, reducer: GradientReducer, scale: float | None = None, *, dynamic: bool = False
     ) -> None:
-        scale = check_scale(scale) or (FIRST if dynamic else 1.0)
+        error = None
+        try:
+            check_scale(scale)
+        except (TypeError, ValueError) as found:  # no other rank may wait
+            error = type(found)(f"LossScaler: scale={found}")
+        alike = {"scale": scale, "dynamic": dynamic}
+        check_alike(reducer.world, error, alike, [0], "LossScaler: options")
         self.reducer, self.dynamic, self.clean_steps = reducer, dynamic, 0
-        self._begin(scale)
+        self._begin(scale or (FIRST if dynamic else 1.0))
 
     @property
     def scale(self) -> float:

@@ -107,7 +107,7 @@ class Record:
         self.ranks = max(self.ranks, before)
         wire_bytes = np.pad(groups["steps"]["wire_bytes"], ((0, 0), (0, self.ranks - before)))
         steps = {"loss_scale": np.ones(count)} | {**groups["steps"], "wire_bytes": wire_bytes}
-        groups = {**groups, "steps": steps}  # scales: versions before 0.2 knew none
+        groups = {**groups, "steps": steps}  # older files have no scales
         for group, names in self.names.items():
             self.rows[group] = list(zip(*(groups[group][name] for name in names), strict=True))
 

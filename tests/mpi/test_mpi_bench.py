@@ -1,17 +1,26 @@
-"""What benchmarks and "auto" do on real ranks: baselines, and errors that all ranks raise."""
+"""Benchmarks and "auto" on real ranks: baselines, tables, files, errors that all ranks raise."""
 
+import contextlib
+import io
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import xarray
 
+from cpdhpc import store
 from cpdhpc.bench.allreduce import BASELINES, cases_of_size
 from cpdhpc.bench.baselines import gloo, sum_bfloat16, sum_float32
 from cpdhpc.bench.harness import check_out, together, write_samples
+from cpdhpc.bench.replay import replay
+from cpdhpc.cli import main
 from cpdhpc.collectives.allreduce import Allreduce, allreduce
-from cpdhpc.collectives.method import DEFAULT
+from cpdhpc.collectives.method import DEFAULT, read_machine
+from cpdhpc.compress import COMPRESSORS
 from cpdhpc.config import UserError
+from cpdhpc.train.gradients import Gradients
+from cpdhpc.world.ranks import Loopback
 
 pytestmark = [pytest.mark.mpi, pytest.mark.two_ranks]
 
@@ -66,3 +75,116 @@ def test_what_one_process_finds_wrong_is_raised_by_all(world):
     with pytest.raises(UserError, match=r"nowhere/x\.h5: cannot be written"):
         write_samples(Path("nowhere/x.h5"), world, "x", {}, [np.zeros((3, world.processes))], 1)
     assert together(world, lambda: world.process) == world.process
+
+
+@pytest.fixture(scope="module")
+def runs(world, tmp_path_factory) -> tuple[Path, str]:
+    """Benchmarks on all ranks: where their files are, and what they printed."""
+    where = Path(world.gather(str(tmp_path_factory.mktemp("bench")))[0])
+    few = ["--repeats", "3", "--warmup", "1"]
+    machine = str(where / "machine.toml")
+    cases = [
+        ["fit", "--quick", "--out", machine, *few],
+        [
+            *(
+                "allreduce",
+                "--sizes",
+                "8,16KiB",
+                "--wires",
+                "raw,e4m3",
+                "--algorithms",
+                "ring,auto",
+            ),
+            *("--scalings", "tile,aps", "--accumulate", "default,kahan", "--predict", machine),
+            *("--out", str(where / "allreduce.h5"), *few),
+        ],
+        ["latency", "--sizes", "8:32:x2", "--out", str(where / "latency.h5"), *few],
+    ]
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        status = [main(["bench", *case]) for case in cases]
+    told = world.gather((status, out.getvalue()))
+    assert [status for status, _ in told] == [[0] * len(cases)] * world.processes
+    return where, told[0][1]
+
+
+def rows_of(shown: str, *words: str) -> list[list[str]]:
+    return [
+        line.split()
+        for line in shown.splitlines()
+        if not line.startswith("#") and all(word in line.split() for word in words)
+    ]
+
+
+def test_the_table_of_allreduces(runs: tuple[Path, str]) -> None:
+    _, shown = runs
+    (mpi,) = rows_of(shown, "16384", "mpi", "-")
+    assert mpi[:6] == ["16384", "4096", "mpi", "raw", "-", "float32"] and mpi[13] == "1.00"
+    assert len(rows_of(shown, "8", "2", "ring")) == 3  # raw, tile, aps
+    assert "left out: accumulate='kahan': known are exact, requantise" in shown
+    (ring,) = rows_of(shown, "16384", "ring", "e4m3", "tile", "requantise")
+    assert 0 < float(ring[12]) < 2**-3 and float(ring[14]) > 0
+    assert "(us)" in shown and "busbw" in shown and "kernels" in shown
+
+
+def test_every_sample_is_in_the_file(runs: tuple[Path, str]) -> None:
+    path = runs[0] / "allreduce.h5"
+    with xarray.open_dataset(
+        path, group="samples", engine="h5netcdf", decode_timedelta=False
+    ) as samples:
+        assert set(samples.sizes) == {"point", "repeat", "process"}
+        assert (samples.sizes["repeat"], samples.sizes["process"]) == (4, 2)
+        assert samples["is_warmup"].values.tolist() == [1, 0, 0, 0]
+        slowest = samples["process_time_s"].max("process")
+        assert (slowest == samples["time_s"]).all() and (samples["time_s"] > 0).all()
+        for name in samples.variables:
+            assert samples[name].attrs["units"] and samples[name].attrs["long_name"]
+        assert samples["time_s"].attrs["units"] == "s"
+        ours = samples.where(samples["predicted_s"].notnull(), drop=True)
+        raw = (ours["wire"] == "raw") & (ours["algorithm"] == "ring") & (ours["size_bytes"] > 8)
+        assert ours["wire_bytes"].values[raw.values].tolist() == [16384]  # 2 (p - 1) / p of them
+        assert set(samples["algorithm"].values) >= {"mpi", "ring", "auto"}
+    notes = store.read_attributes(path)
+    assert notes["benchmark"] == "allreduce" and notes["ranks"] == 2 and notes["processor"]
+
+
+def test_latency_has_the_columns_of_osu(runs: tuple[Path, str]) -> None:
+    where, shown = runs
+    table = shown[shown.rindex("# Size(B)") :]
+    assert table.splitlines()[0].count("Latency(us)") == 9
+    assert [row[0] for row in rows_of(table)[:3]] == ["8", "16", "32"]
+    for row in rows_of(table)[:3]:
+        for average, least, most in (row[1:4], row[4:7], row[7:10]):
+            assert float(least) <= float(average) <= float(most)
+    assert store.read(where / "latency.h5")[0]["samples"]["time_s"].shape == (9, 4)
+
+
+def test_the_fit_is_used_for_predictions(
+    runs: tuple[Path, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = runs[0] / "machine.toml"
+    file = read_machine(path)
+    assert file.machine.encode_s > 0 and file.machine.alpha_s + file.machine.call_s > 0
+    assert file.fit["ranks"] == 2 and file.fit["processor"] and file.units
+    options = ["--sizes", "8,1MiB", "--algorithms", "ring,tree,hier", "--ranks-per-node", "8"]
+    assert main(["bench", "predict", str(path), "--ranks", "64", *options]) == 0
+    shown = capsys.readouterr().out
+    assert "predicted for 64 ranks, not measured; times fitted on 2 ranks of" in shown
+    assert "no contention" in shown and "one that stands for all" in shown
+    assert len(rows_of(shown)) == 2 * 3 * 2 and len(rows_of(shown, "*")) == 2
+    assert main(["bench", "predict", str(path), "--ranks", "0"]) == 2
+    assert main(["bench", "predict", str(path), "--ranks", "2", "--algorithms", "auto"]) == 2
+
+
+@pytest.mark.parametrize("name", ["none", "topk", "terngrad"])
+def test_replayed_gradients_have_the_figures_of_the_simulation(world, name):
+    """Real ranks tell one another more than payloads: agreements, in MPI's own collectives."""
+    values = np.random.default_rng(0).standard_normal((world.ranks, 40, 50)).astype(np.float32)
+    recorded = [Gradients(t, world.ranks, {"w": values * (1 + t)}, "made") for t in range(2)]
+    found, expected = (
+        replay(each, COMPRESSORS[name](), recorded) for each in (world, Loopback(world.ranks))
+    )
+    figures = ("error", "cosine", "sum_error", "nonzero_share", "sent_share")
+    alike = [repr(getattr(found, f)) == repr(getattr(expected, f)) for f in figures]
+    more = found.sent_bytes - expected.sent_bytes
+    verdicts = [*alike, found.sent_bytes.size == world.ranks, 0 < more.min() <= more.max() < 1000]
+    assert world.gather(all(verdicts)) == [True] * world.processes, verdicts

@@ -20,7 +20,7 @@ Call = Callable[[], Any]
 
 @pytest.fixture(scope="module")
 def world() -> World:
-    return World(timeout_s=60)
+    return World(timeout_s=600)
 
 
 class Setting:

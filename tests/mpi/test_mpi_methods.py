@@ -13,6 +13,12 @@ pytestmark = pytest.mark.mpi
 SHAPES = ((40, 70), (9,), (8, 3, 5, 5))
 METHODS = [
     *[(name, {}) for name in COMPRESSORS],
+    ("lgc", {"dense_steps": 1, "training_steps": 1, "density": 0.05, "exclude": ("kernel",)}),
+    (
+        "lgc",
+        {"exchange": "server", "dense_steps": 0, "training_steps": 2, "density": 0.05}
+        | {"plain": ("kernel",)},
+    ),
     ("lowbit", {"error_feedback": True}),
     ("lowbit", {"wire": "int4", "error_feedback": True}),
     ("terngrad", {"share": False, "exclude": ("bias",)}),
@@ -20,6 +26,9 @@ METHODS = [
     ("topk", {"within": "bucket", "wire": "e4m3"}),
     ("randomk", {"error_feedback": False, "wire": "e4m3", "scaling": "aps"}),
     ("strom", {"tau": 0.5, "exclude": ("kernel",)}),
+    ("adacomp", {"exclude": ("kernel",), "bin_values": 60}),
+    ("scalecom", {"rate": 10, "per_chunk": 2, "wire": "e4m3", "algorithm": "tree"}),
+    ("oktopk", {"wire": "e4m3", "estimate_every": 2, "rebalance_every": 2}),
 ]
 
 
@@ -89,3 +98,19 @@ def test_another_epoch_on_one_rank_is_told_to_all(many):
             said = str(error)
         expected = "x.shape=(1400,) on rank 0, x.shape=(28,)" if name == "randomk" else ""
         assert set(many.gather(expected in said and bool(expected) == bool(said))) == {True}
+
+
+@pytest.mark.parametrize("exchange", ["ring", "server"])
+def test_autoencoders_of_unlike_bits_are_told_on_all_ranks(many, exchange):
+    if many.processes == 1:
+        pytest.skip("one process has one autoencoder")
+    method = COMPRESSORS["lgc"](exchange=exchange, dense_steps=0, training_steps=1, density=0.5)
+    bucket, state = Bucket(("weight",), ((8, 9),)), State(many.hosted, many.ranks)
+    flats = [np.arange(bucket.size, dtype=np.float32) + rank for rank in many.hosted]
+    method.aggregate(flats, bucket, Context(many, state))
+    if many.process == many.processes - 1:
+        for (_, name), entry in state:
+            entry.array *= 1 + (name == "decoders") * 1e-3
+    last = many.ranks - many.virtual_ranks
+    with pytest.raises(ValueError, match=f"autoencoder of rank {last} has other bits than that"):
+        method.aggregate(flats, bucket, Context(many, state, iteration=1))

@@ -25,7 +25,7 @@ torch.set_num_threads(1)
 
 @pytest.fixture(scope="module")
 def world() -> World:
-    return World(timeout_s=100)
+    return World(timeout_s=600)
 
 
 def grids(world: World) -> list[tuple[int, int]]:
@@ -131,7 +131,7 @@ def test_layers_give_what_the_serial_ones_give(world: World, name: str) -> None:
         together(world, procs, check(world, procs, model, x))
 
 
-@pytest.mark.parametrize("name", ["resnet", "unet"])
+@pytest.mark.parametrize("name", [pytest.param("resnet", marks=pytest.mark.two_ranks), "unet"])
 def test_networks_with_a_forward_of_their_own(world: World, name: str) -> None:
     torch.manual_seed(0)
     model: nn.Module = ResNet20(2) if name == "resnet" else UNet(2)

@@ -316,7 +316,7 @@ def test_codecs_share_the_data(world, shared):
         write_idx(shared)
         path.write_text(
             f"kind = 'codec'\n[sweep]\nranks = [1, {size}]\nppn = {size}\nsize_bytes = '64KiB'\n"
-            "format = 'e4m3'\noperation = ['memcpy', 'encode tile', 'stochastic']\n"
+            "format = 'e4m3'\noperation = ['memcpy', 'encode tile', 'stochastic', 'hop block16']\n"
             "[measure]\nmin_repeats = 6\nmax_repeats = 6\n[run]\nbundle = 'nested'\n"
         )
         Folder(shared / "x").prepare(load_study(path))

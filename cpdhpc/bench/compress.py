@@ -1,0 +1,303 @@
+"""Compressors side by side on recorded gradients, averaged again without training.
+
+Bytes are counted in the messages, everything included, as in records of training. Times are those
+of one process, which plays several ranks unless mpirun has started as many: then their selecting
+and encoding come one after another, and what travels stays in memory. Phases are shares of a
+profile, by the names of functions: travel has the engine and the waits, decode the additions.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from .. import store
+from ..collectives.checks import NonFiniteGradient
+from ..compress import COMPRESSORS
+from ..compress.base import Aggregator
+from ..config import ConfigError, UserError, override, validate
+from ..methods import suggest
+from ..provenance import attributes
+from ..store import Variable
+from ..train.gradients import Gradients, load
+from ..world.mpi import World
+from ..world.ranks import Ranks
+from .harness import machine_line, parse_counts, together
+from .replay import PHASES, Replayed, of_digits, replay
+
+MARKERS = "os^Dv<>pPX*hd"
+MOST_RANKS = 64
+SCHEMA = 1
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the benchmark's options to its command-line parser."""
+    parser.add_argument(
+        "--gradients",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="of train.record_gradients, of one run (default: digits, recorded now)",
+    )
+    parser.add_argument(
+        "--methods",
+        nargs="+",
+        default=list(COMPRESSORS),
+        metavar="NAME[:OPTION=VALUE,...]",
+        help="compressors, as lowbit:wire=e3m0 (default: all)",
+    )
+    parser.add_argument(
+        "--ranks", help="comma-separated numbers of ranks (default: 2,4,... up to those recorded)"
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="write compress.h5 and compress.png there"
+    )
+
+
+@dataclass(frozen=True)
+class Point:
+    """A method on so many ranks."""
+
+    method: str
+    ranks: int
+    done: Replayed
+
+
+def run(arguments: argparse.Namespace, world: World) -> None:
+    """Average the gradients by each method on each number of ranks; print, write, draw."""
+    methods = together(world, lambda: {text: method_of(text) for text in arguments.methods})
+    recorded, ranks = together(world, lambda: _inputs(arguments, world.processes))
+    together(world, lambda: _check_out(arguments.out))
+    worlds = [
+        World(virtual_ranks=count // world.processes, timeout_s=arguments.timeout or 600.0)
+        for count in ranks
+    ]
+    points, left_out = _measured(methods, recorded, worlds)
+    lines = machine_line(world)
+    if world.process == 0:
+        size = sum(values[0].size for values in recorded[0].layers.values())
+        print(f"# {lines}")
+        print(
+            f"# gradients: {recorded[0].source}, {size:,} values in {len(recorded[0].layers)} "
+            f"layers, {len(recorded)} iterations from {recorded[0].iteration}"
+        )
+        print("\n".join([*table(points, size, world.processes), *growth(points), *left_out]))
+    if arguments.out is not None:
+        notes = attributes(world)
+        together(world, lambda: _write(arguments.out, points, recorded, notes, world))
+    for each in worlds:
+        each.free()
+
+
+def method_of(text: str) -> Aggregator:
+    """Return the method of "NAME" or "NAME:OPTION=VALUE,...". Raises UserError."""
+    name, _, given = text.partition(":")
+    if name not in COMPRESSORS:
+        raise UserError(f"--methods {text}: {suggest(name, COMPRESSORS)}")
+    options = override({}, given.split(",") if given else ())
+    return validate(COMPRESSORS[name], options, f"--methods {text}")
+
+
+def _inputs(arguments: argparse.Namespace, processes: int) -> tuple[list[Gradients], list[int]]:
+    """Return the gradients, of the most ranks that are wanted, and the numbers of ranks."""
+    ranks = [] if arguments.ranks is None else parse_counts("--ranks", arguments.ranks)
+    for count in ranks:
+        if count % processes:
+            raise UserError(f"--ranks {count}: must be a multiple of the {processes} processes")
+    if arguments.gradients is None:
+        most = max(ranks, default=max(MOST_RANKS // processes, 1) * processes)
+        recorded = of_digits(most)
+    else:
+        recorded = [load(path) for path in arguments.gradients]
+        most = recorded[0].ranks
+        for path, each in zip(arguments.gradients, recorded, strict=True):
+            if _form(each) != _form(recorded[0]):
+                raise UserError(f"--gradients {path}: is of other layers or ranks than the first")
+        recorded.sort(key=lambda each: each.iteration)
+    if max(ranks, default=0) > most:
+        raise UserError(f"--ranks {max(ranks)}: the gradients are those of {most} ranks")
+    several = [processes << i for i in range(most.bit_length()) if 1 < processes << i <= most]
+    return recorded, ranks or several or [most]
+
+
+def _form(each: Gradients) -> list[tuple[str, tuple[int, ...]]]:
+    return [(name, values.shape) for name, values in each.layers.items()]
+
+
+def _check_out(directory: Path | None) -> None:
+    if directory is not None:
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"--out {directory}: cannot be made: {error.strerror}") from None
+
+
+def _measured(
+    methods: dict[str, Aggregator], recorded: Sequence[Gradients], worlds: Sequence[Ranks]
+) -> tuple[list[Point], list[str]]:
+    """Return all points, and why some are not among them. Collective."""
+    points, left_out = [], []
+    for text, method in methods.items():
+        for world in worlds:
+            try:
+                points.append(Point(text, world.ranks, replay(world, method, recorded)))
+            except (ValueError, NonFiniteGradient) as error:  # on all processes alike
+                left_out.append(f"# {text} on {world.ranks} ranks: left out: {error}")
+    if not points:
+        raise ConfigError(f"bench compress: no method could be run: {left_out[0]}")
+    return points, left_out
+
+
+COLUMNS = {  # heading -> width and digits
+    "bytes/rank": "11.0f",
+    "of float32": "10.2%",
+    "error": "9.3g",
+    "cosine": "7.4f",
+    "sum error": "9.3g",
+    "sent": "8.2%",
+    "non-zero": "8.2%",
+    "ms": "8.3g",
+} | {f"{phase} %": "8.0f" for phase in PHASES}
+SHOWN_RANKS = 8
+
+
+def table(points: Sequence[Point], values: int, processes: int) -> list[str]:
+    """Return the table of methods on 8 ranks, or the next smaller number.
+
+    values: of a gradient, whose float32 bytes the column "of float32" relates to
+    """
+    some = [p.ranks for p in points if p.ranks <= SHOWN_RANKS]
+    ranks = max(some) if some else min(p.ranks for p in points)
+    shown = [p for p in points if p.ranks == ranks]
+    width = max(len(p.method) for p in points)
+    heads = " ".join(f"{name:>{form.partition('.')[0]}}" for name, form in COLUMNS.items())
+    lines = [
+        f"# {ranks} ranks, {ranks // processes} a process; bytes sent by the rank that sends most "
+        "in an iteration, and relative to one float32 gradient",
+        "# error of the mean, cosine to the exact one, error of the sum of all iterations; sent: "
+        "share of its values that a rank sends; non-zero: share of the mean",
+        f"# {'method':<{width}} {heads}",
+    ]
+    for point in shown:
+        done = point.done
+        most = float(done.sent_bytes.max())
+        cells = [most, most / (4 * values), done.error, done.cosine, done.sum_error]
+        cells += [done.sent_share, done.nonzero_share, 1e3 * done.time_s]
+        cells += [100 * done.shares[phase] for phase in PHASES]
+        text = " ".join(f"{c:{form}}" for c, form in zip(cells, COLUMNS.values(), strict=True))
+        lines.append(f"  {point.method:<{width}} {text.replace('nan%', '   -')}")
+    return lines
+
+
+def growth(points: Sequence[Point]) -> list[str]:
+    """Return the bytes that a rank sends, and the share of the mean, by the number of ranks."""
+    ranks = sorted({p.ranks for p in points})
+    methods = list(dict.fromkeys(p.method for p in points))
+    width = max(map(len, methods))
+    found = {(p.method, p.ranks): p.done for p in points}
+    lines = ["# bytes sent by the rank that sends most, and share of the mean that is not zero"]
+    lines.append(f"# {'method':<{width}} " + " ".join(f"{f'{r} ranks':>17}" for r in ranks))
+    for method in methods:
+        cells = [found.get((method, each)) for each in ranks]
+        text = [
+            f"{'-':>17}" if c is None else f"{c.sent_bytes.max():>9.0f} {c.nonzero_share:>7.1%}"
+            for c in cells
+        ]
+        lines.append(f"  {method:<{width}} " + " ".join(text))
+    return lines
+
+
+def _write(
+    directory: Path,
+    points: Sequence[Point],
+    recorded: Sequence[Gradients],
+    notes: store.Attributes,
+    world: Ranks,
+) -> None:
+    """Write the file and the picture, on process 0."""
+    if world.process:
+        return
+    of_file = {
+        "schema": SCHEMA,
+        "benchmark": "compress",
+        "gradients": recorded[0].source,
+        "iterations": len(recorded),
+        **notes,
+    }
+    store.write(directory / "compress.h5", {"points": variables(points)}, of_file)
+    draw(points, directory / "compress.png")
+    print(f"wrote {directory / 'compress.h5'}, {directory / 'compress.png'}")
+
+
+def variables(points: Sequence[Point]) -> dict[str, Variable]:
+    """Return the points as labelled arrays; bytes of ranks that a point has not are NaN."""
+    done, by = [p.done for p in points], ("point",)
+    sent = np.full((len(points), max(p.ranks for p in points)), np.nan)
+    for row, each in zip(sent, done, strict=True):
+        row[: each.sent_bytes.size] = each.sent_bytes
+    figures = {
+        "error": "relative error of the mean",
+        "cosine": "cosine between the mean and the exact one",
+        "sum_error": "relative error of the sum of the means of all iterations",
+        "nonzero_share": "share of the mean's values that are not zero",
+        "sent_share": "share of its values that a rank sends; NaN: the method tells none",
+    }
+    return {
+        "point": Variable(by, np.arange(len(points)), "a method on a number of ranks"),
+        "rank": Variable(("rank",), np.arange(sent.shape[1]), "rank"),
+        "phase": Variable(("phase",), np.array(PHASES), "phase of an iteration"),
+        "method": Variable(by, np.array([p.method for p in points]), "compressor and options"),
+        "ranks": Variable(by, np.array([p.ranks for p in points]), "number of ranks"),
+        "sent_bytes": Variable(
+            (*by, "rank"), sent, "what a rank sends in an iteration, to ranks and MPI", "byte"
+        ),
+        "time_s": Variable(
+            by, np.array([d.time_s for d in done]), "time of an iteration, slowest process", "s"
+        ),
+        "phase_share": Variable(
+            (*by, "phase"),
+            np.array([[d.shares[phase] for phase in PHASES] for d in done]),
+            "share of the time, by a profile",
+        ),
+    } | {
+        name: Variable(by, np.array([getattr(d, name) for d in done]), long_name)
+        for name, long_name in figures.items()
+    }
+
+
+def draw(points: Sequence[Point], path: Path) -> None:
+    """Draw cosines against bytes on the most ranks; bytes, and shares of the mean, by ranks."""
+    from matplotlib.figure import Figure
+
+    methods = list(dict.fromkeys(p.method for p in points))
+    ranks = sorted({p.ranks for p in points})
+    figure = Figure(figsize=(15, 6), layout="constrained")
+    panels = figure.subplots(1, 3)
+    for i, method in enumerate(methods):
+        mine = [p for p in points if p.method == method]
+        sent = [p.done.sent_bytes.max() for p in mine]
+        counts = [p.ranks for p in mine]
+        look = {"color": f"C{i % 10}", "marker": MARKERS[i % len(MARKERS)], "label": method}
+        look["linestyle"] = ("-", "--", ":")[i // 10 % 3]
+        if counts[-1] == ranks[-1]:
+            panels[0].plot(sent[-1], mine[-1].done.cosine, **look)
+        panels[1].plot(counts, sent, **look)
+        panels[2].plot(counts, [p.done.nonzero_share for p in mine], **look)
+    of = f"bytes that a rank of {ranks[-1]} sends"
+    panels[0].set(xscale="log", xlabel=of, ylabel="cosine to the exact mean", ylim=(None, 1.03))
+    panels[1].set(yscale="log", ylabel="bytes that a rank sends")
+    panels[2].set(yscale="log", ylabel="share of the mean that is not zero")
+    for axes in panels[1:]:
+        axes.set(xlabel="ranks", xscale="log")
+        axes.set_xticks(ranks, map(str, ranks))
+        axes.minorticks_off()
+    for axes in panels:
+        axes.grid(alpha=0.3)
+    handles, labels = panels[1].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=9, handlelength=3)
+    with store.replacing(path) as temporary:
+        figure.savefig(temporary, dpi=120, format="png")

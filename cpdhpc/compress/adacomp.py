@@ -1,0 +1,159 @@
+"""AdaComp: of each bin of a layer the values that are about its largest, as signs of one scale.
+
+A value that is sent is a code of 8 bits where bins have less than 64 values, else of 16:
+
+    bits   15      14      13 ... 0            7       6       5 ... 0
+        +------+-------+------------+       +------+-------+-----------+
+        | last | minus |   index    |       | last | minus |   index   |
+        +------+-------+------------+       +------+-------+-----------+
+
+index: of the value in its bin; last: the next code is of the next bin. The largest index, which no
+bin has, passes over empty bins: one, and as many more as the upper two bits say. Bins behind the
+last code are empty too.
+
+    payload: of each layer its scale, float32, and the number of its codes, uint32 | all codes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from pydantic import Field
+
+from .base import Array, Context, Mean
+from .bucket import Bucket
+from .sparse import SparseLayers, SparseMessages, exchange
+
+HEAD = np.dtype([("scale", np.float32), ("codes", np.uint32)])  # of a layer
+SKIPPED = 4  # empty bins that a code passes over, at most
+BLOCK = 1 << 16  # values that are looked at together: they stay in a core's cache
+
+
+@dataclass(frozen=True)
+class AdaComp(SparseMessages):
+    """The mean of those values of each rank that are about the largest of their bin of a layer.
+
+    conv_bin_values: of a bin of weights of three dimensions or more; bin_values: of other weights
+    scale: a value is sent where what waits, with the gradient counted so many times, is no less
+        than the largest of its bin with the gradient counted once
+    The values become signs of one scale a layer, the mean of its bins' largest. What that leaves is
+    added to a rank's next gradient. Every rank gets the values of all, added in the order of ranks.
+    Source: Chen et al.: AdaComp: adaptive residual gradient compression for data-parallel
+    distributed training, AAAI 2018, arXiv 1712.02679; with a mark for the last value of a bin where
+    the paper has a second bit for signs.
+    """
+
+    aggregator: Literal["adacomp"] = "adacomp"
+    conv_bin_values: Annotated[int, Field(ge=1, lt=1 << 14)] = 50
+    bin_values: Annotated[int, Field(ge=1, lt=1 << 14)] = 500
+    scale: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 2.0
+
+    def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
+        """Return the mean over all ranks. See Aggregator.aggregate."""
+        layers = SparseLayers(bucket, self.exclude)
+        coded, waiting = layers.coded, layers.waiting(gradients, context)
+        layers.check(waiting, context)
+        payloads = [
+            self._encoded(x, own, coded)
+            for x, own in zip(waiting, layers.joined(gradients), strict=True)
+        ]
+        sent = exchange(
+            context.world, payloads, lambda each: self._decoded(each, coded), waiting, coded
+        )
+        flat = layers.mean(sent.mean, waiting, gradients, context, self.algorithm)
+        layers.keep(waiting, context)
+        return Mean(flat, {"sent_share": layers.shares(sent.shares)})
+
+    def _bins(self, coded: Bucket) -> Iterator[tuple[int, slice]]:
+        """Yield how many values a bin of each layer has, and where the layer lies."""
+        for shape, (_, start, stop) in zip(coded.shapes, coded.segments, strict=True):
+            bin_values = self.conv_bin_values if len(shape) > 2 else self.bin_values
+            yield bin_values, slice(start, stop)
+
+    def _encoded(self, x: Array, gradient: Array, coded: Bucket) -> Array:
+        """Return a rank's payload, uint8[bytes].
+
+        x: float32[coded.size], what waits, the gradient included; gradient: of the same size
+        """
+        head, codes = np.zeros(len(coded.names), HEAD), []
+        for i, (bin_values, part) in enumerate(self._bins(coded)):
+            indices, head["scale"][i] = _about_largest(
+                x[part], gradient[part], bin_values, np.float32(self.scale - 1)
+            )
+            codes.append(_codes(indices, x[part][indices] < 0, bin_values))
+            head["codes"][i] = codes[-1].size
+        return np.concatenate([each.view(np.uint8) for each in (head, *codes)])
+
+    def _decoded(self, payload: Array, coded: Bucket) -> tuple[Array, Array]:
+        """Return the indices in coded, uint32[k], and the values, float32[k], of a payload."""
+        end, found = len(coded.names) * HEAD.itemsize, []
+        for (bin_values, part), (scale, count) in zip(
+            self._bins(coded), payload[:end].view(HEAD), strict=True
+        ):
+            kind, _ = _coding(bin_values)
+            begin, end = end, end + int(count) * kind.itemsize
+            indices, is_minus = _places(payload[begin:end].view(kind), bin_values)
+            found.append((indices + part.start, np.where(is_minus, -scale, scale)))
+        indices, values = map(np.concatenate, zip(*found, strict=True))
+        return indices.astype(np.uint32), values
+
+
+def _about_largest(
+    x: Array, gradient: Array, bin_values: int, more: np.float32
+) -> tuple[Array, np.float32]:
+    """Return where x + more * gradient reaches the largest x of its bin, and the mean of those.
+
+    Values of 0 are never chosen, so nothing is of bins of zeros.
+    """
+    indices, largest = [], []
+    step = max(1, BLOCK // bin_values) * bin_values
+    for at in range(0, x.size, step):
+        own, rate = x[at : at + step], gradient[at : at + step]
+        if own.size % bin_values:  # the last bin
+            short = -own.size % bin_values
+            own, rate = np.pad(own, (0, short)), np.pad(rate, (0, short))
+        own, rate = own.reshape(-1, bin_values), rate.reshape(-1, bin_values)
+        largest.append(np.abs(own).max(axis=1))
+        with np.errstate(over="ignore"):  # infinity is the largest too
+            reach = rate * more
+            reach += own
+        is_chosen = np.abs(reach, out=reach) >= largest[-1][:, None]
+        is_chosen &= own != 0
+        indices.append(np.flatnonzero(is_chosen) + at)
+    scale = np.concatenate(largest).mean(dtype=np.float64)
+    return np.concatenate(indices), np.float32(scale)
+
+
+def _coding(bin_values: int) -> tuple[np.dtype[Any], int]:
+    """Return the dtype of codes and how many bits of them are the index."""
+    kind = np.dtype(np.uint8 if bin_values < 1 << 6 else np.uint16)
+    return kind, 8 * kind.itemsize - 2
+
+
+def _codes(indices: Array, is_minus: Array, bin_values: int) -> Array:
+    """Return the codes of a layer, uint8[codes] or uint16[codes]."""
+    kind, index_bits = _coding(bin_values)
+    bins, index = np.divmod(indices, bin_values)
+    empty = np.maximum(np.diff(bins, prepend=-1) - 1, 0)  # bins before the value's
+    place = np.cumsum(1 + -(-empty // SKIPPED)) - 1
+    codes = np.full(place[-1] + 1 if place.size else 0, (1 << index_bits + 2) - 1, kind)
+    is_last = np.diff(bins, append=-1) != 0
+    codes[place] = (
+        index | is_minus.astype(np.int64) << index_bits | is_last.astype(np.int64) << index_bits + 1
+    )
+    behind = empty > 0
+    codes[place[behind] - 1] = (1 << index_bits) - 1 | (empty[behind] - 1) % SKIPPED << index_bits
+    return codes
+
+
+def _places(codes: Array, bin_values: int) -> tuple[Array, Array]:
+    """Return the indices in the layer and whether values are below 0, of codes."""
+    _, index_bits = _coding(bin_values)
+    index, upper = codes & (1 << index_bits) - 1, codes >> index_bits
+    passes = index == (1 << index_bits) - 1
+    bins_on = np.where(passes, upper + 1, upper >> 1).astype(np.int64)
+    indices = (np.cumsum(bins_on) - bins_on) * bin_values + index
+    return indices[~passes], (upper & 1)[~passes].astype(bool)

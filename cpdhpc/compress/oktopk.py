@@ -1,0 +1,279 @@
+"""Ok-Topk: a sparse all-reduce whose messages do not grow with the number of ranks.
+
+Each rank owns a region of the values. Ranks send the largest values of what waits to the owners,
+who add them up; the owners gather the largest sums for all. Both thresholds and the regions are
+used again for some iterations:
+
+    local      |waiting| > local threshold              estimated anew: the k largest
+    regions    edges at equal shares of the local ones, mean over ranks
+    sums       of a region, in the order of ranks
+    global     |sum| > global threshold                 estimated anew: the k largest
+    all-gather of the global ones
+
+A threshold by which less than half of k would be sent, or more than twice k, is estimated anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
+
+import numpy as np
+from pydantic import Field
+
+from ..collectives.sparse import allgather, neighbours
+from ..collectives.sparse import sum as sum_of_ranks
+from ..ops import backend_of
+from ..ops.payloads import parse_wire
+from ..partition import split
+from ..world.ranks import Ranks
+from .base import Array, Column, Context, Mean
+from .bucket import Bucket
+from .payload import decode_sparse, encode_sparse
+from .sparse import Density, SparseLayers, SparseMessages, Warmup, count_of, density_at
+from .state import Entry
+
+UNEVEN = 4  # times the mean: a rank with more of the largest sums deals them out first
+INFINITY = 0x7F800000  # as bits: what a rank without sums finds
+Period = Annotated[int, Field(ge=1)]  # an option: iterations
+
+
+@dataclass(frozen=True)
+class OkTopk(SparseMessages):
+    """The mean of the values that are among the largest of a rank and of the sum over all ranks.
+
+    density: share of a bucket's values that all ranks get, one at least
+    warmup: density of the first epochs, one for each
+    estimate_every: iterations after which both thresholds are estimated anew
+    rebalance_every: iterations after which the ranks' regions are made anew
+    wire: of the values that are sent: "raw" or a format
+    What is not among the largest sums stays with each rank and is added to its next gradient, as is
+    what a wire rounds off. A rank sends about 2 (ranks - 1) / ranks times k values with their
+    indices, and twice as many at most before thresholds are estimated anew.
+    Source: Li, Hoefler: Near-optimal sparse allreduce for distributed deep learning, PPoPP 2022.
+    """
+
+    columns: ClassVar[Mapping[str, Column]] = {
+        "sent_share": Column("share of a layer's values that all ranks get"),
+    }
+
+    aggregator: Literal["oktopk"] = "oktopk"
+    density: Density = 0.01
+    warmup: Warmup = ()
+    estimate_every: Period = 32
+    rebalance_every: Period = 64
+    wire: str = "raw"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        parse_wire(self.wire)
+
+    def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
+        """Return the mean over all ranks. See Aggregator.aggregate."""
+        layers = SparseLayers(bucket, self.exclude)
+        coded, waiting = layers.coded, layers.waiting(gradients, context)
+        layers.check(waiting, context)
+        mean, indices = np.zeros(coded.size, np.float32), np.empty(0, np.uint32)
+        if coded.size:
+            k = count_of(density_at(context.epoch, self.warmup, self.density), coded.size)
+            indices, sums = self._summed(waiting, k, coded.names[0], context)
+            mean[indices] = sums / np.float32(context.world.ranks)
+        flat = layers.mean(mean, waiting, gradients, context, self.algorithm)
+        layers.keep(waiting, context)
+        borders = [*(start for _, start, _ in coded.segments), coded.size]
+        counts = np.diff(np.searchsorted(indices, borders))
+        return Mean(flat, {"sent_share": layers.shares(counts / np.diff(borders))})
+
+    @np.errstate(over="ignore", invalid="ignore")  # mean sees what is not finite
+    def _summed(
+        self, waiting: list[Array], k: int, layer: str, context: Context
+    ) -> tuple[Array, Array]:
+        """Return the about k largest sums over ranks, taken out of what waits. Collective.
+
+        layer: with which thresholds and regions are kept
+        Returns indices, uint32[m], ascending, and sums, float32[m], alike on all ranks.
+        """
+        world, n = context.world, waiting[0].size
+        chosen = self._chosen(waiting, k, layer, context)
+        edges = self._edges(chosen, n, layer, context)
+        sent, regions = self._reduced(waiting, chosen, edges, world)
+        indices, sums = self._gathered(regions, edges, k, layer, context)
+        borders = np.searchsorted(indices, edges)
+        for rank, x, own, values, region in zip(
+            world.hosted, waiting, chosen, sent, regions, strict=True
+        ):
+            is_global = np.isin(own, indices, assume_unique=True)
+            x[own[is_global]] -= values[is_global]
+            part = slice(borders[rank], borders[rank + 1])
+            x[indices[part]] += region[indices[part] - edges[rank]] - sums[part]
+        return indices, sums
+
+    def _chosen(self, waiting: list[Array], k: int, layer: str, context: Context) -> list[Array]:
+        """Return the indices of the about k largest values of each hosted rank, none of them 0."""
+        thresholds = context.state.own(layer, "threshold", (1,), "copy")
+        is_due, found = context.iteration % self.estimate_every == 0, []
+        for x, threshold in zip(waiting, thresholds, strict=True):
+            indices = np.empty(0, np.uint32) if is_due else _above(x, threshold[0])
+            if not _is_about(indices.size, k):
+                indices = backend_of(x).select_magnitude(x, k)
+                magnitudes = np.abs(x[indices])
+                threshold[0], indices = _below(magnitudes.min()), indices[magnitudes > 0]
+            found.append(indices)
+        return found
+
+    def _edges(self, chosen: list[Array], n: int, layer: str, context: Context) -> Array:
+        """Return where the ranks' regions of n values begin and end, int64[ranks + 1]. Collective.
+
+        chosen: what hosted ranks send, of which each region is to get the same share
+        """
+        ranks, key = context.world.ranks, (layer, "edges")
+        edges = context.state.shared(*key, lambda: np.zeros(ranks + 1, np.int64))
+        is_due = context.iteration % self.rebalance_every == 0
+        if is_due or edges.size != ranks + 1 or edges[-1] != n:  # of other ranks, other buckets
+            cuts = np.arange(ranks + 1)
+            own = [
+                np.append(i, n)[cuts * i.size // ranks] if i.size else cuts * n // ranks
+                for i in chosen
+            ]
+            edges = sum_of_ranks(context.world, [each.astype(np.int64) for each in own]) // ranks
+            edges[0] = 0
+            context.state.put(key, Entry(edges, None))
+        return edges
+
+    def _reduced(
+        self, waiting: list[Array], chosen: list[Array], edges: Array, world: Ranks
+    ) -> tuple[list[Array], list[Array]]:
+        """Send the chosen values to the owners of their regions, who add them up. Collective.
+
+        Returns, of each hosted rank, its values as they came there, and the sums of its region.
+        """
+        sizes, sends, sent = np.diff(edges).tolist(), [], []
+        for rank, x, indices in zip(world.hosted, waiting, chosen, strict=True):
+            values = backend_of(x).gather(x, indices)
+            borders, payloads = np.searchsorted(indices, edges).tolist(), {}
+            for owner, part in enumerate(map(slice, borders, borders[1:])):
+                if owner != rank and part.start < part.stop:
+                    at = indices[part] - np.uint32(edges[owner])
+                    payload = encode_sparse(at, values[part], sizes[owner], self.wire)
+                    values[part] = decode_sparse(payload, sizes[owner], self.wire)[1]
+                    payloads[owner] = payload
+            sends.append(payloads)
+            sent.append(values)
+        regions = []
+        for rank, indices, values, came in zip(
+            world.hosted, chosen, sent, neighbours(world, sends), strict=True
+        ):
+            region, size = np.zeros(sizes[rank], np.float32), sizes[rank]
+            part = slice(*np.searchsorted(indices, edges[rank : rank + 2]))
+            terms = {r: decode_sparse(payload, size, self.wire) for r, payload in came.items()}
+            terms[rank] = indices[part] - np.uint32(edges[rank]), values[part]
+            for source in sorted(terms):
+                backend_of(region).scatter_add(region, *terms[source])
+            regions.append(region)
+        return sent, regions
+
+    def _gathered(
+        self, regions: list[Array], edges: Array, k: int, layer: str, context: Context
+    ) -> tuple[Array, Array]:
+        """Return the about k largest sums, and where they are, alike on all ranks. Collective."""
+        world, n = context.world, int(edges[-1])
+        threshold = context.state.shared(layer, "sum_threshold", lambda: np.zeros(1, np.float32))
+        is_due = context.iteration % self.estimate_every == 0
+        if not is_due:
+            chosen = [_above(region, threshold[0]) for region in regions]
+            counts = _of_all(world, [each.size for each in chosen])
+            is_due = not _is_about(sum(counts), k)
+        if is_due:
+            least = _least(regions, k, world)
+            chosen = [_above(region, least) for region in regions]
+            counts = _of_all(world, [each.size for each in chosen])
+        found = [
+            (i + np.uint32(edges[rank]), backend_of(region).gather(region, i))
+            for rank, i, region in zip(world.hosted, chosen, regions, strict=True)
+        ]
+        if max(counts) > UNEVEN * -(-sum(counts) // world.ranks):
+            found = _dealt_out(found, counts, n, world)
+        payloads = [encode_sparse(*each, n, self.wire) for each in found]
+        parts = [decode_sparse(each, n, self.wire) for each in allgather(world, payloads)]
+        indices, sums = _joined(parts)
+        if is_due:
+            largest = backend_of(sums).select_magnitude(sums, min(k, sums.size))
+            indices, sums = indices[largest], sums[largest]
+            threshold[0] = _below(np.fmin.reduce(np.abs(sums), initial=np.inf))  # overflow: NaN
+        return indices, sums
+
+
+def _is_about(count: int, k: int) -> bool:
+    """Whether a threshold still serves."""
+    return k <= 2 * count <= 4 * k
+
+
+def _above(x: Array, threshold: np.float32) -> Array:
+    return backend_of(x).select_above(x, float(threshold))
+
+
+def _below(magnitude: np.float32) -> np.float32:
+    """Return the threshold that a magnitude is just above; 0 for 0."""
+    return np.nextafter(magnitude, np.float32(0))
+
+
+def _of_all(world: Ranks, numbers: Sequence[int]) -> list[int]:
+    """Return the numbers of all ranks, one each. Collective."""
+    return [int(each[0]) for each in allgather(world, [np.array([i]) for i in numbers])]
+
+
+def _least(regions: Sequence[Array], k: int, world: Ranks) -> np.float32:
+    """Return a threshold that the k largest sums are above, and as many others at most. Collective.
+
+    Each rank looks for its share of k, by the number of its sums; the smallest that any finds is
+    below all of the k largest. Then the same with what is left. Of equal sums there may be more.
+    """
+    least = np.float32(0)
+    while True:
+        sizes = [_above(region, least).size for region in regions]
+        total = sum(_of_all(world, sizes))
+        if total <= 2 * k:
+            return least
+        found = [
+            backend_of(region).kth_magnitude(region, -(-k * size // total)) if size else INFINITY
+            for region, size in zip(regions, sizes, strict=True)
+        ]
+        before, least = (
+            least,
+            _below(np.uint32(min(INFINITY, *_of_all(world, found))).view(np.float32)),
+        )
+        if least <= before:
+            return before
+
+
+def _dealt_out(
+    found: Sequence[tuple[Array, Array]], counts: Sequence[int], n: int, world: Ranks
+) -> list[tuple[Array, Array]]:
+    """Return the indices and sums of all ranks shared out evenly, in order. Collective.
+
+    found: of each hosted rank; counts: how many each rank has
+    """
+    total, begins = sum(counts), np.cumsum([0, *counts])
+    cuts = np.array([*(split(total, world.ranks, rank)[0] for rank in range(world.ranks)), total])
+    sends = []
+    for rank, (indices, sums) in zip(world.hosted, found, strict=True):
+        borders = np.clip(cuts - begins[rank], 0, counts[rank]).tolist()
+        sends.append(
+            {
+                to: encode_sparse(indices[part], sums[part], n)
+                for to, part in enumerate(map(slice, borders, borders[1:]))
+                if to == rank or part.start < part.stop
+            }
+        )
+    own = [each.pop(rank) for rank, each in zip(world.hosted, sends, strict=True)]
+    dealt = []
+    for rank, mine, came in zip(world.hosted, own, neighbours(world, sends), strict=True):
+        parts = [decode_sparse(each, n) for _, each in sorted({**came, rank: mine}.items())]
+        dealt.append(_joined(parts))
+    return dealt
+
+
+def _joined(parts: Sequence[tuple[Array, Array]]) -> tuple[Array, Array]:
+    """Return indices and values, one behind the other."""
+    return np.concatenate([i for i, _ in parts]), np.concatenate([x for _, x in parts])

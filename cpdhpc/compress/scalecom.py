@@ -1,0 +1,152 @@
+"""ScaleCom: one rank at a time chooses which values of all ranks are all-reduced."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, ClassVar, Literal
+
+import numpy as np
+from pydantic import Field
+
+from ..collectives.sparse import broadcast
+from .base import Array, Column, Context, DenseMessages, Layers, Mean, check_known
+from .bucket import Bucket
+from .sparse import SparseLayers, SparseMessages
+
+RATE_OF_COST = {196: 25, 128: 50, 0: 400}  # by the least operations a weight; Chen et al.
+LARGEST_CHUNK = 1 << 16  # positions have 16 bits at most
+
+
+@dataclass(frozen=True)
+class ScaleCom(DenseMessages):
+    """The mean of the values that are the largest of their chunk of a layer on the leading rank.
+
+    The ranks lead by turns: iteration modulo ranks. The bytes that a rank sends do not grow with
+    the number of ranks. What a wire rounds off is lost.
+    rate: of so many values one is sent
+    per_chunk: values that are chosen of each rate * per_chunk
+    rates: rate of some layers, by name
+    costs: of some layers, by name, the floating-point operations of a rank's batch for each
+        weight: the rate is 25 from 196 on, 50 from 128 on, and else 400
+    beta: share of what is not sent that goes into a rank's memory, a low-pass filter; 1: all of it,
+        as is usual; the paper takes less for learning rates of large batches
+    dense_epochs: until then everything is sent
+    exclude: layers that travel in float32, as the paper's first one; those of one dimension do
+    wire, algorithm, scaling: of the all-reduce of what is sent
+    Source: Chen et al.: ScaleCom: scalable sparsified gradient compression for
+    communication-efficient distributed training, NeurIPS 2020, arXiv 2104.11125.
+    """
+
+    columns: ClassVar[Mapping[str, Column]] = SparseMessages.columns
+
+    aggregator: Literal["scalecom"] = "scalecom"
+    rate: Annotated[int, Field(ge=1)] = 100
+    per_chunk: Annotated[int, Field(ge=1)] = 1
+    rates: Mapping[str, Annotated[int, Field(ge=1)]] = field(default_factory=dict, hash=False)
+    costs: Mapping[str, Annotated[float, Field(ge=0)]] = field(default_factory=dict, hash=False)
+    beta: Annotated[float, Field(gt=0, le=1)] = 0.3
+    dense_epochs: Annotated[float, Field(ge=0)] = 0.0
+    exclude: Layers = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in self.rates.keys() & self.costs.keys():
+            raise ValueError(f"ScaleCom: costs: {name!r} has a rate in rates: must be in one only")
+        largest = max(self.rate, *self.rates.values(), *map(_rate_of, self.costs.values()), 0)
+        if largest * self.per_chunk > LARGEST_CHUNK:
+            raise ValueError(
+                f"ScaleCom: per_chunk={self.per_chunk}: chunks have {largest} * per_chunk values: "
+                f"must be {LARGEST_CHUNK} at most"
+            )
+
+    def check_layers(self, names: Collection[str]) -> None:
+        """See Aggregator.check_layers."""
+        for option in ("exclude", "rates", "costs"):
+            check_known(f"ScaleCom.{option}", getattr(self, option), names)
+
+    def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
+        """Return the mean over all ranks. See Aggregator.aggregate."""
+        is_dense = context.epoch < self.dense_epochs
+        layers = SparseLayers(bucket, bucket.names if is_dense else self.exclude)
+        coded, total = layers.coded, np.zeros(layers.coded.size, np.float32)
+        waiting = layers.waiting(gradients, context)
+        layers.check(waiting, context)
+        chosen = self._chosen(waiting, coded, context) if coded.names else {}
+        parts = {start: [x[start:][i] for x in waiting] for start, i in chosen.items()}
+        for start, mean in (self._mean(parts, context) if parts else {}).items():
+            total[start:][chosen[start]] = mean
+        flat = layers.mean(total, waiting, gradients, context, self.algorithm)
+        for x in waiting:
+            for start, i in chosen.items():
+                x[start:][i] = 0
+            x *= np.float32(self.beta)
+        layers.add(waiting, context, factor=1 - self.beta)
+        layers.keep(waiting, context)
+        shares = [chosen[start].size / (stop - start) for _, start, stop in coded.segments]
+        return Mean(flat, {"sent_share": layers.shares(shares)})
+
+    def _chunk_values(self, name: str) -> int:
+        """Return how many values a chunk of a layer has."""
+        rate = _rate_of(self.costs[name]) if name in self.costs else self.rates.get(name, self.rate)
+        return rate * self.per_chunk
+
+    def _chosen(self, waiting: list[Array], coded: Bucket, context: Context) -> dict[int, Array]:
+        """Return what the leading rank chooses of each layer, by its start. Collective.
+
+        waiting: float32[coded.size] of each hosted rank
+        Positions in chunks travel, in one byte or in two.
+        """
+        world = context.world
+        leader = context.iteration % world.ranks
+        payload = broadcast(
+            world,
+            [
+                self._positions(x, coded) if rank == leader else None
+                for rank, x in zip(world.hosted, waiting, strict=True)
+            ],
+            leader,
+        )
+        found, end = {}, 0
+        for name, start, stop in coded.segments:
+            chunk_values = self._chunk_values(name)
+            chunks, kind = -(-(stop - start) // chunk_values), _kind(chunk_values)
+            begin, end = end, end + chunks * self.per_chunk * kind.itemsize
+            positions = payload[begin:end].view(kind).reshape(chunks, self.per_chunk)
+            indices = (np.arange(chunks)[:, None] * chunk_values + positions).ravel()
+            found[start] = indices[indices < stop - start]
+        return found
+
+    def _positions(self, x: Array, coded: Bucket) -> Array:
+        """Return the positions of the largest values in the chunks of all layers, as bytes."""
+        found = []
+        for name, start, stop in coded.segments:
+            chunk_values = self._chunk_values(name)
+            positions = _largest(x[start:stop], chunk_values, self.per_chunk)
+            found.append(positions.astype(_kind(chunk_values)).ravel().view(np.uint8))
+        return np.concatenate(found)
+
+
+def _rate_of(cost: float) -> int:
+    """Return the rate of a layer of so many operations a weight."""
+    return next(rate for least, rate in RATE_OF_COST.items() if cost >= least)
+
+
+def _kind(chunk_values: int) -> np.dtype[np.unsignedinteger]:
+    return np.dtype(np.uint8 if chunk_values <= 1 << 8 else np.uint16)
+
+
+def _largest(x: Array, chunk_values: int, per_chunk: int) -> Array:
+    """Return the positions of each chunk's largest values, ascending: int64[chunks, per_chunk].
+
+    Of values of one magnitude the first ones are taken. Those of the last chunk may be behind the
+    end, where it has too few values.
+    """
+    magnitudes = np.full(-(-x.size // chunk_values) * chunk_values, -1, np.float32)
+    np.abs(x, out=magnitudes[: x.size])
+    chunks = magnitudes.reshape(-1, chunk_values)
+    found = np.empty((len(chunks), per_chunk), np.int64)
+    for k in range(per_chunk):
+        found[:, k] = chunks.argmax(axis=1)
+        chunks[np.arange(len(chunks)), found[:, k]] = -np.inf
+    return np.sort(found, axis=1)
