@@ -226,6 +226,7 @@ class Command:
     name add_arguments and run, and its docstring is the long help.
     on_ranks: all processes of mpirun run it, as run(arguments, world); it has --timeout
     starts_mpi: it calls mpirun itself, and is refused where mpirun has started several of it
+    measures: run returns a benchmark's points, for the file of --out
     """
 
     summary: str
@@ -233,6 +234,7 @@ class Command:
     name: str = ""
     on_ranks: bool = False
     starts_mpi: bool = False
+    measures: bool = False
 
     def add(self, parser: argparse.ArgumentParser) -> None:
         """Add the command's arguments to its parser."""
@@ -247,7 +249,15 @@ class Command:
     def run(self, *given: Any) -> int:
         """Run it, collectively where it is on_ranks, and return the exit status."""
         module = import_module(f"cpdhpc.{self.module}")
-        return getattr(module, f"run_{self.name}" if self.name else "run")(*given) or 0
+        found = getattr(module, f"run_{self.name}" if self.name else "run")(*given)
+        if not self.measures:
+            return found or 0
+        from .study.benchmark import write_benchmark
+        from .world.ranks import Loopback
+
+        arguments, world = given if self.on_ranks else (*given, Loopback())
+        write_benchmark(arguments.out, found, world)
+        return 0
 
 
 @dataclass(frozen=True)
@@ -282,7 +292,9 @@ COMMANDS: dict[str, Command | Group] = {
                 "bench.accuracy",
             ),
             "codec": Command(
-                "codec rates on one core or more, in GB/s of float32, beside memcpy", "bench.codec"
+                "codec rates on one core or more, in GB/s of float32, beside memcpy",
+                "bench.codec",
+                measures=True,
             ),
             "rounding": Command(
                 "error of rounding once by format and by how many values share an exponent",
@@ -305,6 +317,7 @@ COMMANDS: dict[str, Command | Group] = {
                 "all-reduces by size, beside MPI_Allreduce and gloo; under mpirun",
                 "bench.allreduce",
                 on_ranks=True,
+                measures=True,
             ),
             "compress": Command(
                 "compressors on recorded gradients: bytes, errors, time; under mpirun or not",
@@ -315,6 +328,7 @@ COMMANDS: dict[str, Command | Group] = {
                 "latency of small all-reduces, tree beside MPI_Allreduce; under mpirun",
                 "bench.latency",
                 on_ranks=True,
+                measures=True,
             ),
             "fit": Command(
                 "measure links, additions and the codec, and fit the model of predictions; "
@@ -327,6 +341,7 @@ COMMANDS: dict[str, Command | Group] = {
                 "halo exchanges beside MPI's datatypes and neighbour collectives; under mpirun",
                 "bench.halo",
                 on_ranks=True,
+                measures=True,
             ),
         },
     ),

@@ -43,19 +43,25 @@ PyObject* collect_above(PyObject*, PyObject* args) {
     if (!PyArg_ParseTuple(args, "iIy*", &threads, &bits, &x.view)) return nullptr;
     i64 n = floats_in(x);
     std::vector<Above> parts((size_t)(n / (BLOCK_TILES * CPD_TILE) + 1));
+    std::atomic<bool> full{false};
     PyObject* done = in_blocks(threads, n, [&](const Block& b) {
         Above& part = parts[(size_t)(b.tile / BLOCK_TILES)];
         u32 places[CPD_TILE + 2];
         float values[CPD_TILE];
-        for (i64 i = b.first; i < b.first + b.n; i += CPD_TILE) {
-            i64 left = b.first + b.n - i, m = left < CPD_TILE ? left : CPD_TILE;
-            i64 count = loops->collect_tile(bits, x.at<float>(i), m, (u32)i, places, values);
-            part.places.insert(part.places.end(), places, places + count);
-            part.values.insert(part.values.end(), values, values + count);
+        try {
+            for (i64 i = b.first; i < b.first + b.n; i += CPD_TILE) {
+                i64 left = b.first + b.n - i, m = left < CPD_TILE ? left : CPD_TILE;
+                i64 count = loops->collect_tile(bits, x.at<float>(i), m, (u32)i, places, values);
+                part.places.insert(part.places.end(), places, places + count);
+                part.values.insert(part.values.end(), values, values + count);
+            }
+        } catch (const std::bad_alloc&) {
+            full = true;
         }
     });
     if (!done) return nullptr;
     Py_DECREF(done);
+    if (full) return PyErr_NoMemory();
     PyObject* places = joined(parts, &Above::places);
     PyObject* values = places ? joined(parts, &Above::values) : nullptr;
     PyObject* both = values ? PyTuple_Pack(2, places, values) : nullptr;

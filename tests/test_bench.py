@@ -8,12 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import xarray
 
 from cpdhpc.bench.allreduce import Data, TimedCase, cases_of_size, integer_data, normal_data
 from cpdhpc.bench.harness import interleave, interleave_ranks
 from cpdhpc.cli import main
 from cpdhpc.collectives.allreduce import Allreduce
+from cpdhpc.study.study_file import load_study_file
 from cpdhpc.world.cores import own_cores
 from cpdhpc.world.ranks import Loopback
 
@@ -109,15 +109,13 @@ def test_codec_writes_its_samples_without_mpi(
     options = ["--mib", "0.1", "--formats", "e4m3,e3m0", "--repeats", "2", "--out", str(path)]
     assert main(["bench", "codec", "--threads", "1,2", *options]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 3 + 2 * 2 + 2 + 10
-    with xarray.open_dataset(
-        path, group="samples", engine="h5netcdf", decode_timedelta=False
-    ) as samples:
-        assert dict(samples.sizes) == {"point": 30 + 19, "repeat": 3, "process": 1}
-        memcpy = samples["operation"].values == "memcpy"
-        assert samples["threads"].values[memcpy].tolist() == [1, 1, 1]
-        assert samples["threads"].values[~memcpy].tolist().count(2) == 14 + 9
-        assert set(samples["format"].values) == {"e4m3", "e3m0", ""}  # selection has none
-        assert "memcpy" in samples["operation"].values
+    memcpy, *others = load_study_file(path).points
+    assert memcpy.factors["operation"] == "memcpy" and "format" not in memcpy.factors
+    coded = [point.factors["format"] for point in others if "format" in point.factors]
+    assert sorted(coded) == ["e3m0"] * 14 + ["e4m3"] * 14 and len(others) - len(coded) == 18
+    assert sum(point.factors["threads"] == 2 for point in others) == 14 + 9
+    assert all(len(point.times_s) == 2 for point in others)
+    assert main(["report", str(path)]) == 0 and "scatter_add" in capsys.readouterr().out
     assert main(["bench", "codec", "--formats", "e9"]) == 2
 
 

@@ -253,7 +253,7 @@ def test_wires_of_mx_are_formats_with_blocks_of_32(wire: str) -> None:
 
 def test_bytes_sent_are_those_predicted() -> None:
     for wire, scaling in (("mxfp4", None), ("e3m0", "block16"), ("fp32", "block16")):
-        for ranks in (2, 9, 16):  # above 8 one rank stands for all
+        for ranks in (2, 9):  # above 8 one rank stands for all
             method, world, n = Allreduce(wire, scaling=scaling), Loopback(ranks), 1024 * 16 * 9
             method.run(world, gradients(ranks, n))
             sent = predict.predict(DEFAULT, method, world.nodes, n).wire_bytes
@@ -282,9 +282,9 @@ def test_benchmarks_and_studies_know_blocks(
     operations = ["encode block32", "decode_add block16", "hop block16"]
     choices = ["--mib", "0.1", "--formats", "e2m1fn", "--repeats", "2"]
     assert main(["bench", "codec", *choices, "--operations", ",".join(operations)]) == 0
-    *_, heads, row = capsys.readouterr().out.splitlines()
+    _, _, heads, row, *_ = capsys.readouterr().out.splitlines()
     assert [name for name in operations if name in heads] == operations
-    assert row.count("x") == 3
+    assert row.split()[0] == "e2m1fn" and row.count("x") == 3
     assert main(["bench", "codec", *choices, "--operations", "hop block8"]) == 2
     (tmp_path / "s.toml").write_text(
         "kind = 'allreduce'\n[sweep]\nranks = 2\nsize_bytes = [4096, 4100]\n"

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cpdhpc.compress.payload import ENCODINGS, decode_sparse, encode_sparse, sparse_bytes
-from cpdhpc.formats import INTEGERS, TILE, Cast, packed_bytes, parse_format, tiles
+from cpdhpc.formats import TILE, Cast, packed_bytes, shift_count, tiles, wire_format
 from cpdhpc.ops import reference
 
 BOUNDED = settings(max_examples=60, deadline=None, derandomize=True, database=None)
-WIRES = ("raw", "bf16", "e4m3", "int4", "ternary")
+WIRES = ("raw", "bf16", "e4m3", "int4", "ternary", "mxfp6")
 
 
 def some(kind: str, n: int, share: float) -> np.ndarray:
@@ -38,11 +38,12 @@ def values_of(m: int) -> np.ndarray:
 
 def rounded(values: np.ndarray, wire: str) -> np.ndarray:
     """What the specification makes of values that travel in a wire with a scale for each tile."""
-    if wire == "raw":
+    fmt = wire_format(wire)
+    if fmt is None:
         return values
-    fmt = INTEGERS[wire] if wire in INTEGERS else parse_format(wire)
     words = np.empty(packed_bytes(values.size, fmt.bits), np.uint8)
-    shifts, out = np.empty(tiles(values.size), np.uint8), np.empty_like(values)
+    shifts = np.empty(shift_count(values.size, 32 if wire == "mxfp6" else TILE), np.uint8)
+    out = np.empty_like(values)
     reference.encode_tiles(values, Cast(fmt), words, shifts, fit=True)
     reference.decode_tiles(words, shifts, fmt, out)
     return out
@@ -63,7 +64,7 @@ def shortest(indices: np.ndarray, n: int) -> int:
 @pytest.mark.parametrize("kind", ["chance", "run", "even", "clusters"])
 def test_what_is_sent_comes_back_in_few_bytes(kind: str, wire: str) -> None:
     seen = set()
-    bits = {"raw": 32, "bf16": 16, "e4m3": 8, "int4": 4, "ternary": 2}[wire]
+    bits = {"raw": 32, "bf16": 16, "e4m3": 8, "int4": 4, "ternary": 2, "mxfp6": 6}[wire]
     for n in (0, 1, 31, 33, TILE, TILE + 1, 20_000):
         for share in (0, 0.001, 0.01, 0.1, 0.4, 0.7, 1):
             indices = some(kind, n, share)
@@ -78,7 +79,7 @@ def test_what_is_sent_comes_back_in_few_bytes(kind: str, wire: str) -> None:
             # A header of 8 bytes, a shift for each tile, and at most three streams and the bytes
             # before them that each end in the middle of a word.
             streams = -(-shortest(indices, n) // 8) + -(-bits * indices.size // 8)
-            shifts = 0 if wire == "raw" else tiles(indices.size)
+            shifts = {"raw": 0, "mxfp6": 32}.get(wire, 1) * tiles(indices.size)
             assert payload.size <= streams + shifts + 8 + 4 * 4, (n, share)
             seen.add(ENCODINGS[payload[4]])
     assert seen >= {"chance": {*ENCODINGS}, "clusters": {*ENCODINGS}}.get(kind, {"deltas"})

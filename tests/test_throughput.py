@@ -54,12 +54,13 @@ def sent_bytes(name: str, bucket: Bucket, ranks: int) -> float:
 
 @pytest.mark.parametrize("name", COMPRESSORS)
 def test_calls_counted_once_give_the_bytes_at_any_number_of_ranks(name: str) -> None:
-    """Payloads that depend on values differ a little from rank to rank: hence 5 %."""
+    """Sparse methods select about 190 of these values, give or take their square root: 7 %, and
+    the two worlds differ by twice that at most."""
     method = COMPRESSORS[name]()
-    calls = count_calls(method, replace(SMALL, align=method.align))
-    for ranks in (1, 3, 8):
+    calls = calls_of(method, SMALL, 25.0)
+    for ranks in (3, 8):
         found = sum(price(DEFAULT, call, ranks, ["ring"])[1] for call in calls)
-        assert found == pytest.approx(sent_bytes(name, SMALL, ranks), rel=0.05)
+        assert found == pytest.approx(sent_bytes(name, SMALL, ranks), rel=0.15)
 
 
 @pytest.mark.parametrize("name", COMPRESSORS)

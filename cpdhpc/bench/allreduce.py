@@ -32,6 +32,8 @@ from ..ops.payloads import parse_wire
 from ..world.cores import own_cores
 from ..world.ranks import Ranks
 from .harness import (
+    Measured,
+    Point,
     Times,
     check_out,
     check_positive,
@@ -42,7 +44,6 @@ from .harness import (
     parse_names,
     parse_sizes,
     together,
-    write_samples,
 )
 
 Array = NDArray[np.float32]
@@ -218,7 +219,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--repeats", type=int, default=9, help="timed calls (default 9)")
     parser.add_argument("--warmup", type=int, default=2, help="calls before (default 2)")
-    parser.add_argument("--out", type=Path, metavar="FILE.h5", help="write every sample")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE.h5", help="write every sample, for report"
+    )
     parser.add_argument(
         "--predict", type=Path, metavar="MACHINE.toml", help="show predictions; used by auto"
     )
@@ -287,7 +290,7 @@ def parse_baselines(world: Ranks, text: str | None) -> list[str]:
     return [name for name in BASELINES if name in {"mpi", *names}]
 
 
-def run(arguments: argparse.Namespace, world: Ranks) -> None:
+def run(arguments: argparse.Namespace, world: Ranks) -> Measured:
     """Check and time every case at every size, and print a table. Collective."""
     check_positive(arguments, "repeats")
     check_whole(arguments, "warmup")
@@ -297,14 +300,13 @@ def run(arguments: argparse.Namespace, world: Ranks) -> None:
         machine = together(world, lambda: read_machine(arguments.predict)).machine
     methods, skipped = parse_methods(arguments, machine)
     baselines = parse_baselines(world, arguments.baselines)
-    together(world, lambda: check_out(arguments.out))
+    together(world, lambda: check_out(arguments.out, world))
     with own_cores(world) as cores, group_of(world, baselines):
         header = heading(machine_line(world), cores, arguments, skipped, machine)
         if world.process == 0:
             print("\n".join(header), flush=True)
         rows = measure(world, arguments, sizes, methods, baselines, machine)
-    times = [row.times_s for row in rows]
-    write_samples(arguments.out, world, "allreduce", columns(rows), times, arguments.warmup)
+    return Measured("allreduce", "allreduce", points(rows), arguments.warmup, cores)
 
 
 def group_of(world: Ranks, baselines: Sequence[str]) -> AbstractContextManager[None]:
@@ -403,16 +405,29 @@ def line(row: Row, mpi: Row, ranks: int, warmup: int, machine: Machine | None) -
     return text + f" {1e6 * row.predicted_s:>10.1f} {row.predicted_s / time_s:>9.2f}"
 
 
-def columns(rows: Sequence[Row]) -> dict[str, list[str] | list[int] | list[float]]:
-    """Return the factors of the rows for a file."""
-    return {
-        "algorithm": [row.case.algorithm for row in rows],
-        "chosen": [row.case.chosen or row.case.algorithm for row in rows],
-        "wire": [row.case.wire for row in rows],
-        "scaling": [row.case.scaling for row in rows],
-        "accumulate": [row.case.accumulate for row in rows],
-        "size_bytes": [row.size_bytes for row in rows],
-        "wire_bytes": [row.case.wire_bytes for row in rows],
-        "error": [row.case.error for row in rows],
-        "predicted_s": [row.predicted_s for row in rows],
+def points(rows: Sequence[Row]) -> list[Point]:
+    """Return the points of a study of all-reduces."""
+    return [Point(_factors(row), _outcomes(row), row.times_s) for row in rows]
+
+
+def _factors(row: Row) -> dict[str, int | str]:
+    case = row.case
+    found: dict[str, int | str] = {
+        "size_bytes": row.size_bytes,
+        "algorithm": case.algorithm,
+        "wire": case.wire,
     }
+    if case.algorithm == AUTO:
+        found["chosen"] = case.chosen
+    if case.method is None or case.method.fmt is None:
+        return found
+    return found | {"value_scaling": case.scaling, "accumulate": case.accumulate}
+
+
+def _outcomes(row: Row) -> dict[str, float]:
+    found = {
+        "error": row.case.error,
+        "wire_bytes": row.case.wire_bytes,
+        "payload_bytes": float(row.size_bytes),
+    }
+    return found if np.isnan(row.predicted_s) else found | {"predicted_s": row.predicted_s}

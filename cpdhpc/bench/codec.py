@@ -24,7 +24,8 @@ from ..ops import cpu, reference, set_kernel_threads
 from ..provenance import processor
 from ..world.ranks import Loopback
 from .harness import (
-    Column,
+    Measured,
+    Point,
     Times,
     check_out,
     check_positive,
@@ -32,7 +33,6 @@ from .harness import (
     known,
     parse_counts,
     parse_names,
-    write_samples,
 )
 
 DEFAULT_FORMATS = "e1m1,e3m0,e3m2,e4m3,e5m2,fp16"
@@ -55,7 +55,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--threads", default="1", help="numbers of threads, comma-separated (default 1)"
     )
-    parser.add_argument("--out", type=Path, metavar="FILE.h5", help="write every sample")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE.h5", help="write every sample, for report"
+    )
 
 
 def check_against_reference(x: NDArray[np.float32], cast: Cast) -> None:
@@ -153,14 +155,14 @@ def sparse_operations(x: NDArray[np.float32], density: float) -> dict[str, Calla
     }
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace) -> Measured:
     """Check and time the operations for each format, and print a table."""
     check_positive(args, "repeats")
     if not 0 < args.mib < MOST_MIB:
         raise UserError(f"--mib {args.mib:g}: must be above 0 and below {MOST_MIB}")
     if not 0 < args.density <= 1:
         raise UserError(f"--density {args.density:g}: must be above 0 and at most 1")
-    check_out(args.out)
+    check_out(args.out, Loopback())
     names = parse_names("--formats", args.formats, parse_format)
     chosen = parse_names("--operations", args.operations, known(CODEC_OPERATIONS))
     counts = parse_counts("--threads", args.threads)
@@ -169,14 +171,15 @@ def run(args: argparse.Namespace) -> None:
     print(f"codec on {processor()}, {os.cpu_count()} cores, clone {cpu.clone()}")
     print(f"{args.mib:g} MiB of float32, median of {args.repeats}, GB/s of float32")
     found = _codecs(x, names, chosen, counts, args.repeats) | _selections(x, args, counts)
-    columns: dict[str, Column] = {
-        "format": [name for name, _, _ in found],
-        "operation": [case for _, case, _ in found],
-        "threads": [count for _, _, count in found],
-        "size_bytes": [4 * n] * len(found),
-    }
-    times = [each[:, None] for each in found.values()]
-    write_samples(args.out, Loopback(), "codec", columns, times, WARMUP)
+    points = []
+    for (name, operation, count), times in found.items():
+        factors: dict[str, int | str] = {"size_bytes": 4 * n, "operation": operation}
+        factors["threads"] = count
+        if name and operation != MEMCPY:
+            factors["format"] = name
+        if operation != MEMCPY or name == names[0]:  # it is measured beside each format
+            points.append(Point(factors, {"payload_bytes": 4.0 * n}, times[:, None]))
+    return Measured("codec", "codec", points, WARMUP)
 
 
 def _codecs(
@@ -211,8 +214,8 @@ def _selections(
     print(f"the largest values, a share of {args.density:g}: GB/s of all of them")
     print(f"{'threads':>16} " + " ".join(f"{count:>11}" for count in counts))
     for name in cases:
-        cells = (_cells(samples, [name], count, x.nbytes)[0] for count in counts)
-        print(f"{name:>16} " + " ".join(cells))
+        cells = (_cells(samples, [name], count, x.nbytes)[0].strip() for count in counts)
+        print(f"{name:>16} " + " ".join(f"{cell:>11}" for cell in cells))
     return {("", *case): times for case, times in samples.items()}
 
 

@@ -2,8 +2,9 @@
 
 Bytes are counted in the messages, everything included, as in records of training. Times are those
 of one process, which plays several ranks unless mpirun has started as many: then their selecting
-and encoding come one after another, and what travels stays in memory. Phases are shares of a
-profile, by the names of functions: travel has the engine and the waits, decode the additions.
+and encoding come one after another, and what travels stays in memory. Phases are shares of
+a profile of processor time, by the names of functions: travel has the engine and the waits,
+decode the additions.
 """
 
 from __future__ import annotations
@@ -116,7 +117,9 @@ def _inputs(arguments: argparse.Namespace, processes: int) -> tuple[list[Gradien
         most = recorded[0].ranks
         for path, each in zip(arguments.gradients, recorded, strict=True):
             if _form(each) != _form(recorded[0]):
-                raise UserError(f"--gradients {path}: is of other layers or ranks than the first")
+                raise UserError(
+                    f"--gradients {path}: is of other layers, ranks or loss scale than the first"
+                )
         recorded.sort(key=lambda each: each.iteration)
     if max(ranks, default=0) > most:
         raise UserError(f"--ranks {max(ranks)}: the gradients are those of {most} ranks")
@@ -124,8 +127,8 @@ def _inputs(arguments: argparse.Namespace, processes: int) -> tuple[list[Gradien
     return recorded, ranks or several or [most]
 
 
-def _form(each: Gradients) -> list[tuple[str, tuple[int, ...]]]:
-    return [(name, values.shape) for name, values in each.layers.items()]
+def _form(each: Gradients) -> tuple[float, list[tuple[str, tuple[int, ...]]]]:
+    return each.loss_scale, [(name, values.shape) for name, values in each.layers.items()]
 
 
 def _check_out(directory: Path | None) -> None:
@@ -261,7 +264,7 @@ def variables(points: Sequence[Point]) -> dict[str, Variable]:
         "phase_share": Variable(
             (*by, "phase"),
             np.array([[d.shares[phase] for phase in PHASES] for d in done]),
-            "share of the time, by a profile",
+            "share of the processor time, by a profile",
         ),
     } | {
         name: Variable(by, np.array([getattr(d, name) for d in done]), long_name)

@@ -9,7 +9,7 @@ NumPy copied to buffers and back. What accumulates adds the halos to the cells t
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,6 +38,8 @@ from .halo_cases import (
     open_cases,
 )
 from .harness import (
+    Measured,
+    Point,
     Times,
     check_out,
     check_positive,
@@ -47,7 +49,6 @@ from .harness import (
     machine_line,
     parse_names,
     together,
-    write_samples,
 )
 
 GIGA = 1e9
@@ -113,7 +114,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--calls", type=int, default=0, help="calls of a sample (default: as fill a millisecond)"
     )
     halo_overlap.add_arguments(parser)
-    parser.add_argument("--out", type=Path, metavar="FILE.h5", help="write every sample")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE.h5", help="write every sample, for report"
+    )
 
 
 def settings_of(arguments: argparse.Namespace, ranks: int) -> list[Setting]:
@@ -161,14 +164,14 @@ def ways_of(text: str) -> list[str]:
     return names
 
 
-def run(arguments: argparse.Namespace, world: World) -> None:
+def run(arguments: argparse.Namespace, world: World) -> Measured:
     """Check and time every case, and print a table. Collective."""
     check_positive(arguments, "repeats")
     check_whole(arguments, "warmup", "calls")
     settings = settings_of(arguments, world.ranks)
     operations = parse_names("--operations", arguments.operations, known(OPERATIONS))
     ways = ways_of(arguments.ways)
-    together(world, lambda: check_out(arguments.out))
+    together(world, lambda: check_out(arguments.out, world))
     rows: list[Row] = []
     with own_cores(world) as cores:
         where = machine_line(world)
@@ -179,9 +182,7 @@ def run(arguments: argparse.Namespace, world: World) -> None:
                 halo_overlap.measure(world, setting, arguments)
             else:
                 rows += measure(world, setting, arguments, operations, ways)
-    if rows:
-        times = [row.times_s for row in rows]
-        write_samples(arguments.out, world, "halo", columns(rows), times, arguments.warmup)
+    return Measured("halo", "halo", [point(row) for row in rows], arguments.warmup, cores)
 
 
 def measure(
@@ -292,17 +293,21 @@ def line(row: Row, rows: Sequence[Row], warmup: int) -> str:
     )
 
 
-def columns(rows: Sequence[Row]) -> Mapping[str, list[str] | list[int]]:
-    """Return the factors of the rows for a file."""
-    keys = ("shape", "procs", "halo", "boundary", "dtype", "trail", "wire")
-    return {
-        "setting": [row.setting.name for row in rows],
-        **{key: [_text(getattr(row.setting.spec, key)) for row in rows] for key in keys},
-        "transfer": [row.case.operation for row in rows],
-        "way": [row.case.way for row in rows],
-        "sent_bytes": [row.size_bytes for row in rows],
-        "calls": [row.calls for row in rows],
+def point(row: Row) -> Point:
+    """Return a point of a study of halos."""
+    spec, sent_bytes = row.setting.spec, float(row.size_bytes)
+    factors = {
+        "setting": row.setting.name,
+        "widths": _text(spec.halo),
+        **{key: _text(getattr(spec, key)) for key in ("shape", "procs", "trail")},
+        **{key: _text(getattr(spec, key)) for key in ("boundary", "dtype", "wire")},
+        "transfer": row.case.operation,
+        "way": row.case.way,
     }
+    outcomes = {"payload_bytes": sent_bytes}
+    if spec.wire == "raw":
+        outcomes["wire_bytes"] = sent_bytes
+    return Point(factors, outcomes, row.times_s)
 
 
 def _text(value: Any) -> str:

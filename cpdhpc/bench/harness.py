@@ -1,4 +1,4 @@
-"""What benchmarks share: command lines, interleaved timing, files of every sample."""
+"""What benchmarks share: command lines, interleaved timing, points for the file of a study."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import argparse
 import os
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .. import store
 from ..config import ConfigError, UserError, parse_bytes
 from ..methods import suggest
-from ..provenance import attributes, cpu_clone, hosts, processor
-from ..store import Variable
+from ..provenance import cpu_clone, hosts, processor
 from ..world.mpi import library_version
 from ..world.ranks import Ranks
 
@@ -148,8 +148,13 @@ def check_whole(arguments: argparse.Namespace, *options: str) -> None:
             raise UserError(f"--{option} {getattr(arguments, option)}: must be 0 or more")
 
 
-def check_out(path: Path | None) -> None:
-    """Raise UserError where a file cannot be written there, before anything is measured."""
+def check_out(path: Path | None, world: Ranks | None = None) -> None:
+    """Raise UserError where a file cannot be written there, before anything is measured.
+
+    world: where the file is that of a study, whose nodes have equally many ranks
+    """
+    if path is not None and world is not None and len({*Counter(world.nodes).values()}) > 1:
+        raise UserError(f"--out {path}: the nodes have not equally many ranks: must be alike")
     if path is not None and not os.access(path.absolute().parent, os.W_OK):
         raise UserError(f"--out {path}: {path.parent} is no directory that can be written to")
 
@@ -173,79 +178,38 @@ def machine_line(world: Ranks) -> str:
     return f"{processor()}, {os.cpu_count()} cores, {ranks}, {library}, kernels {cpu_clone()}"
 
 
-SCHEMA = 1
-FACTORS = {  # name of a column -> (long name, unit)
-    "algorithm": ("algorithm of the all-reduce", "1"),
-    "chosen": ("algorithm that ran", "1"),
-    "wire": ("what travels: float32 as it is, or a format", "1"),
-    "scaling": ("scaling of values before they are encoded", "1"),
-    "accumulate": ("how partial sums are kept", "1"),
-    "operation": ("operation of the codec", "1"),
-    "format": ("format of the codec", "1"),
-    "threads": ("threads that share an operation; memcpy takes one", "1"),
-    "size_bytes": ("float32 data of a rank", "byte"),
-    "wire_bytes": ("left the rank that sent most in a call; nan: unknown to us", "byte"),
-    "error": ("relative error of the sum in the Euclidean norm", "1"),
-    "setting": ("name of a plan", "1"),
-    "shape": ("cells of the domain along each axis", "1"),
-    "procs": ("ranks along each axis", "1"),
-    "halo": ("cells around the box of a rank, below:above where they differ", "1"),
-    "boundary": ("what lies beyond the domain", "1"),
-    "dtype": ("dtype of the cells", "1"),
-    "trail": ("further axes, not split", "1"),
-    "transfer": ("exchange, or accumulation of halos", "1"),
-    "way": ("by which code cells travel", "1"),
-    "sent_bytes": ("cells that leave the rank that sends most in a call", "byte"),
-    "calls": ("calls of a sample, whose mean is its time", "1"),
-    "predicted_s": ("predicted time of a call; nan: none", "s"),
-}
-Column = Sequence[str] | Sequence[int] | Sequence[float]
+@dataclass(frozen=True)
+class Point:
+    """What was timed. factors, outcomes: by name, as studies of the benchmark's kind have them.
 
-
-def write_samples(
-    path: Path | None,
-    world: Ranks,
-    name: str,
-    columns: Mapping[str, Column],
-    times: Sequence[Times],
-    warmup: int,
-) -> None:
-    """Write the samples of a benchmark from process 0, if there is a path. Collective.
-
-    columns: the factors of every point; times: of each point, float64[repeats, processes]
-    xarray.open_dataset(path, group="samples", engine="h5netcdf") reads them.
-    Raises UserError on all processes where the file cannot be written.
+    times_s: float64[warmup + repeats, processes]
     """
-    if path is None:
-        return
-    notes = {"schema": SCHEMA, "benchmark": name, **attributes(world)}
 
-    def write() -> None:
-        if world.process == 0:
-            store.write(path, {"samples": _group(columns, times, warmup)}, notes)
-
-    together(world, write)
+    factors: Mapping[str, int | str]
+    outcomes: Mapping[str, float]
+    times_s: Times
 
 
-def _group(
-    columns: Mapping[str, Column], times: Sequence[Times], warmup: int
-) -> dict[str, Variable]:
-    by_rank = np.stack(times)
-    points, repeats, processes = by_rank.shape
-    flags = (np.arange(repeats) < warmup).astype(np.uint8)
-    return {
-        "point": Variable(("point",), np.arange(points), "a case at a size"),
-        "repeat": Variable(("repeat",), np.arange(repeats), "repeat, warm-ups first"),
-        "process": Variable(("process",), np.arange(processes), "MPI process"),
-        "is_warmup": Variable(("repeat",), flags, "1: a warm-up, in no figure that is shown"),
-        "time_s": Variable(
-            ("point", "repeat"), by_rank.max(axis=2), "time of the slowest process", "s"
-        ),
-        "process_time_s": Variable(
-            ("point", "repeat", "process"), by_rank, "time of each process from the barrier", "s"
-        ),
-        **{
-            column: Variable(("point",), np.array(values), *FACTORS[column])
-            for column, values in columns.items()
-        },
-    }
+@dataclass(frozen=True)
+class Measured:
+    """What a benchmark returns: points of a study of some kind; study.benchmark writes its file.
+
+    cores: what own_cores said
+    """
+
+    benchmark: str
+    kind: str
+    points: Sequence[Point]
+    warmup: int
+    cores: str = ""
+
+
+FURTHER = {  # factors of benchmarks that studies have not: long name
+    "chosen": "algorithm that auto has chosen",
+    "threads": "threads that share an operation; memcpy takes one",
+    "setting": "name of a plan",
+    "shape": "cells of the domain along each axis",
+    "procs": "ranks along each axis",
+    "widths": "cells around the box of a rank, below:above where they differ",
+    "trail": "further axes, not split",
+}

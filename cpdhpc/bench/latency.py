@@ -12,8 +12,9 @@ import numpy as np
 from ..collectives.allreduce import Allreduce
 from ..world.cores import own_cores
 from ..world.ranks import Ranks
-from .allreduce import Row, cases_of_size, columns
+from .allreduce import Row, cases_of_size, points
 from .harness import (
+    Measured,
     Times,
     check_out,
     check_positive,
@@ -22,7 +23,6 @@ from .harness import (
     machine_line,
     parse_sizes,
     together,
-    write_samples,
 )
 
 METHOD = Allreduce("raw", "tree")
@@ -36,15 +36,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--repeats", type=int, default=200, help="timed calls (default 200)")
     parser.add_argument("--warmup", type=int, default=20, help="calls before (default 20)")
-    parser.add_argument("--out", type=Path, metavar="FILE.h5", help="write every sample")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE.h5", help="write every sample, for report"
+    )
 
 
-def run(arguments: argparse.Namespace, world: Ranks) -> None:
+def run(arguments: argparse.Namespace, world: Ranks) -> Measured:
     """Check and time all three at every size, and print a table. Collective."""
     check_positive(arguments, "repeats")
     check_whole(arguments, "warmup")
     sizes = parse_sizes(arguments.sizes)
-    together(world, lambda: check_out(arguments.out))
+    together(world, lambda: check_out(arguments.out, world))
     rows: list[Row] = []
     with own_cores(world) as cores:
         where = machine_line(world)
@@ -52,8 +54,7 @@ def run(arguments: argparse.Namespace, world: Ranks) -> None:
             print("\n".join(heading(where, cores)), flush=True)
         for size_bytes in sizes:
             rows += measure(world, size_bytes, arguments)
-    times = [row.times_s for row in rows]
-    write_samples(arguments.out, world, "latency", columns(rows), times, arguments.warmup)
+    return Measured("latency", "allreduce", points(rows), arguments.warmup, cores)
 
 
 def measure(world: Ranks, size_bytes: int, arguments: argparse.Namespace) -> list[Row]:

@@ -38,7 +38,7 @@ class Replayed:
 
     sent_bytes: float64[ranks], of an iteration, the mean over iterations
     time_s: of an iteration, the median over iterations of the slowest process
-    shares: of the time, by phase
+    shares: of the processor time, by phase
     error: ||mean - exact|| / ||exact||, and cosine between them: medians over iterations
     sum_error: that error of the sums over all iterations, where what waits has arrived or not
     nonzero_share: of the mean's values; sent_share: of a rank's, NaN where the method tells none
@@ -74,7 +74,8 @@ def replay(world: Ranks, method: Aggregator, recorded: Sequence[Gradients]) -> R
     times, sent, means, told = [], [], [], []
     for number, each in enumerate([*rows, rows[-1]]):
         hosted = each[world.hosted.start : world.hosted.stop]
-        context = Context(world, state, iteration=LATE + number, epoch=float(LATE))
+        scale = recorded[0].loss_scale
+        context = Context(world, state, 0, LATE + number, float(LATE), scale)
         world.barrier("bench")
         before, start_s = world.bytes_sent + world.collective_bytes, time.perf_counter()
         if number == len(rows):
@@ -115,7 +116,7 @@ def _ratio(a: Any, b: Any) -> float:
 
 
 class Profile:
-    """The time of each phase, by the functions that are at work, in this thread.
+    """The processor time of each phase in this thread, by the functions that are at work.
 
     A function belongs to the phase that its name begins with, see BEGINNINGS, or of messages where
     it is of TRAVELS; else to that of its caller. Calls of Python functions take longer by it.
@@ -130,7 +131,7 @@ class Profile:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Profile the block."""
-        self._stack, self._since_s = [REST], time.perf_counter()
+        self._stack, self._since_s = [REST], time.thread_time()
         sys.setprofile(self._note)
         try:
             yield
@@ -139,7 +140,7 @@ class Profile:
             self._lap()
 
     def _lap(self) -> None:
-        now_s = time.perf_counter()
+        now_s = time.thread_time()
         self.time_s[self._stack[-1]] += now_s - self._since_s
         self._since_s = now_s
 
@@ -188,7 +189,7 @@ def of_digits(ranks: int) -> list[Gradients]:
     found, batch = [], job.train.batch
     for number in range(TRAINED + RECORDED):
         order = epoch_order(training.samples, job.seed, number)
-        step(training.update, *training.train, np.resize(order, batch))
+        step(training.update, training.train, np.resize(order, batch))
         if number >= TRAINED:
             bucket, flats = training.reducer.bucket, training.reducer.flats
             rows = zip(*(bucket.views(flat) for flat in flats), strict=True)

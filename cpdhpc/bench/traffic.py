@@ -35,15 +35,16 @@ Array = npt.NDArray[Any]
 
 
 class Call(NamedTuple):
-    """A collective; size_bytes: what a rank gives, the mean over ranks.
+    """A collective; size_bytes: what one of RANKS gives, the mean over them.
 
-    method, values: of an all-reduce
+    method, values: of an all-reduce; divided: all ranks together give as much however many they are
     """
 
     name: str
     size_bytes: float
     method: Allreduce | None = None
     values: float = 0.0
+    divided: bool = False
 
 
 class CountedRanks(Loopback):
@@ -147,7 +148,8 @@ def price(
         nodes, n = tuple(range(ranks)), round(call.values)
         found = min(predict(machine, way, nodes, n) for way in ways)
         return found.time_s, found.wire_bytes
-    cost = COSTS[call.name](ranks, call.size_bytes)
+    size = call.size_bytes * (RANKS / ranks if call.divided else 1.0)
+    cost = COSTS[call.name](ranks, size)
     call_s, step_s = machine.call_s, machine.step_s
     if call.name == "agreement":  # of MPI's own: no step of ours
         call_s, step_s = 0.0, 0.0
@@ -155,16 +157,17 @@ def price(
     return call_s + cost.messages * message_s + cost.path_bytes * byte_s, cost.sent_bytes
 
 
-def count_calls(method: Aggregator, bucket: Bucket) -> list[Call]:
+def count_calls(method: Aggregator, bucket: Bucket, ranks: int = RANKS) -> list[Call]:
     """Return the collectives of an iteration in which a method averages a bucket's gradients.
 
-    The gradients are random, of magnitudes that spread over many binades.
+    They are alike for any number of ranks. The gradients are random, of magnitudes that spread over
+    many binades.
     """
-    world = CountedRanks(RANKS)
-    state = State(world.hosted, RANKS)
+    world = CountedRanks(ranks)
+    state = State(world.hosted, ranks)
     for time in range(WARMUP + 1):
         world.calls.clear()
-        flats = contributions(RANKS, bucket.size, seed=time)
+        flats = contributions(ranks, bucket.size, seed=time)
         context = Context(world, state, iteration=LATE + time, epoch=float(LATE))
         method.aggregate(flats, bucket, context)
     world.close()
@@ -178,14 +181,32 @@ def calls_of(method: Aggregator, bucket: Bucket, bucket_mib: float) -> list[Call
     sends is linear in rows, so two sizes give the whole; a bucket whose calls differ between the
     two is run in full.
     """
-    found = []
+    found: list[Call] = []
     for part in split_bucket(Bucket(bucket.names, bucket.shapes, method.align), bucket_mib):
         factor = min(FACTORS, key=lambda f: _shrunk(part.bucket, f, 2).size)
-        small, large = (count_calls(method, _shrunk(part.bucket, factor, k)) for k in (1, 2))
-        if [(c.name, c.method) for c in small] != [(c.name, c.method) for c in large]:
-            small = large = count_calls(method, part.bucket)
-        found += [_extended(a, b, factor) for a, b in zip(small, large, strict=True)]
+        whole = _shrunk(part.bucket, factor, 1)
+        calls = _marked(method, whole)
+        more = count_calls(method, _shrunk(part.bucket, factor, 2)) if factor > 1 else calls
+        if _kinds(calls) != _kinds(more):
+            factor, calls = 1, _marked(method, part.bucket)
+            more = calls
+        found += [_extended(a, b, factor) for a, b in zip(calls, more, strict=True)]
     return found
+
+
+def _marked(method: Aggregator, bucket: Bucket) -> list[Call]:
+    """Return the calls of a bucket, divided where half as many ranks would give twice as much."""
+    calls, few = count_calls(method, bucket), count_calls(method, bucket, RANKS // 2)
+    if _kinds(calls) != _kinds(few):
+        return calls
+    return [
+        a._replace(divided=a.name == "allgather" and b.size_bytes > 2**0.5 * a.size_bytes)
+        for a, b in zip(calls, few, strict=True)
+    ]
+
+
+def _kinds(calls: Sequence[Call]) -> list[tuple[str, Allreduce | None]]:
+    return [(call.name, call.method) for call in calls]
 
 
 def _shrunk(bucket: Bucket, factor: int, times: int) -> Bucket:

@@ -5,8 +5,8 @@ A payload has whole 32-bit words, lowest bits and bytes first:
     byte 0      4          5              6      8
     | count m  | encoding | bits a value | 0 0  | bytes | index words | value words |
 
-    bytes        deltas: the width of each tile's codes; then, of wires but raw, the shift of each
-                 tile of values; then zeros up to a whole word
+    bytes        deltas: the width of each tile's codes; then, of wires but raw, the shifts of the
+                 tiles of values, of mxfp8 and its kin 32 each; then zeros up to a whole word
     value words  raw: float32; else m codes of a format, one after the other (ops.pack_stream)
 
 The index words are the smallest of three, in the order of ENCODINGS:
@@ -15,25 +15,34 @@ The index words are the smallest of three, in the order of ENCODINGS:
     deltas   how many places lie between an index and the one before, one code after the other, as
              wide in each tile of 1,024 as its largest needs; for indices in runs or evenly spread
     bins     bins of 2**b places: a bitmap with a one for each index and a zero after each bin, then
-             the lower b bits of each index, b + 2 bits an index or less; for indices by chance.
+             the lower b bits of each index, b + 2 to b + 3 bits an index; for indices by chance.
              Source: Elias: Efficient storage and retrieval by content and address of static files,
              J. ACM 21(2), 1974; Fano: On the number of bits required to implement an associative
              memory, MIT, 1971.
 
-So a payload is longer than its index words and values by 8 bytes, a byte for each 1,024 deltas and
-for each 1,024 values of wires but raw, and what rounding up to words takes.
+So a payload is longer than its indices and values by 8 bytes, a byte for each 1,024 deltas, the
+shifts, and what rounding up to words takes.
 """
 
 from __future__ import annotations
 
 import struct
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from ..formats import TILE, Cast, FloatFormat, packed_bytes, tiles
+from ..formats import (
+    SHARED,
+    TILE,
+    Cast,
+    FloatFormat,
+    packed_bytes,
+    shift_count,
+    tiles,
+    wire_scaling,
+)
 from ..ops import cpu
 from ..ops.payloads import parse_wire
 
@@ -49,22 +58,22 @@ def encode_sparse(indices: Array, values: Array, size: int, wire: str = "raw") -
 
     indices: uint32[m], ascending, distinct and below size; values: float32[m]
     wire: raw, bf16 or another format of cpdhpc.allreduce: values are rounded to nearest, each
-        1,024 of them scaled by a power of two so that the largest fits
+        1,024 of them scaled by a power of two so that the largest fits; 32 of mxfp8 and its kin
     Raises TypeError and ValueError for other arrays, sizes and wires.
     """
-    fmt = parse_wire(wire, "encode_sparse")
+    kind = _kind("encode_sparse", wire)
     _check_size("encode_sparse", size)
-    for name, array, kind in (("indices", indices, np.uint32), ("values", values, np.float32)):
-        if not isinstance(array, np.ndarray) or array.dtype != kind or array.ndim != 1:
+    for name, array, dtype in (("indices", indices, np.uint32), ("values", values, np.float32)):
+        if not isinstance(array, np.ndarray) or array.dtype != dtype or array.ndim != 1:
             given = getattr(array, "dtype", type(array).__name__)
-            raise TypeError(f"encode_sparse: {name}: {given}: must be {kind.__name__}, one axis")
+            raise TypeError(f"encode_sparse: {name}: {given}: must be {dtype.__name__}, one axis")
     if indices.size != values.size:
         raise ValueError(f"encode_sparse: {indices.size} indices, but {values.size} values")
     _check_ascending("encode_sparse", indices, size)
     encoding, widths, index_words = _packed_indices(indices, size)
-    shifts, value_words = _packed_values(values, fmt)
+    shifts, value_words = _packed_values(values, kind)
     some = np.concatenate([widths, shifts])
-    header = _HEADER.pack(indices.size, ENCODINGS.index(encoding), _width(fmt), 0)
+    header = _HEADER.pack(indices.size, ENCODINGS.index(encoding), kind.bits, 0)
     parts = [np.frombuffer(header, np.uint8), some, np.zeros(-some.size % 4, np.uint8)]
     return np.concatenate([*parts, index_words.view(np.uint8), value_words.view(np.uint8)])
 
@@ -76,8 +85,8 @@ def decode_sparse(payload: Array, size: int, wire: str = "raw") -> tuple[Array, 
     Raises TypeError and ValueError where it cannot be one: nothing outside of it is read, and
     the indices ascend and are below size.
     """
-    fmt = parse_wire(wire, "decode_sparse")
-    count, encoding, borders = _layout("decode_sparse", payload, size, fmt)
+    kind = _kind("decode_sparse", wire)
+    count, encoding, borders = _layout("decode_sparse", payload, size, kind)
     if payload.size != borders[-1]:
         raise ValueError(f"decode_sparse: payload: {payload.size} bytes: must be {borders[-1]}")
     aligned = np.ascontiguousarray(payload)
@@ -87,7 +96,7 @@ def decode_sparse(payload: Array, size: int, wire: str = "raw") -> tuple[Array, 
         aligned[start:stop] for start, stop in pairwise(borders)
     )
     found = _unpacked_indices(encoding, index_words.view("<u4"), widths, count, size)
-    return found, _unpacked_values(value_words.view("<u4"), shifts, count, fmt)
+    return found, _unpacked_values(value_words.view("<u4"), shifts, count, kind)
 
 
 def sparse_bytes(payload: Array, size: int, wire: str = "raw") -> int:
@@ -95,8 +104,7 @@ def sparse_bytes(payload: Array, size: int, wire: str = "raw") -> int:
 
     payload: uint8[...]; size, wire: those of encode_sparse. Raises as decode_sparse.
     """
-    fmt = parse_wire(wire, "sparse_bytes")
-    return _layout("sparse_bytes", payload, size, fmt)[2][-1]
+    return _layout("sparse_bytes", payload, size, _kind("sparse_bytes", wire))[2][-1]
 
 
 def _check_size(name: str, size: int) -> None:
@@ -109,9 +117,22 @@ def _check_ascending(name: str, indices: Array, size: int) -> None:
         raise ValueError(f"{name}: indices: must ascend, be distinct and be below size={size}")
 
 
-def _width(fmt: FloatFormat | None) -> int:
-    """Bits of a value."""
-    return 32 if fmt is None else fmt.bits
+class _Kind(NamedTuple):
+    """How values travel: in a format, and how many of them share a scale."""
+
+    fmt: FloatFormat | None
+    shared: int
+
+    @property
+    def bits(self) -> int:
+        return 32 if self.fmt is None else self.fmt.bits
+
+    def shifts(self, count: int) -> int:
+        return 0 if self.fmt is None else shift_count(count, self.shared)
+
+
+def _kind(name: str, wire: str) -> _Kind:
+    return _Kind(parse_wire(wire, name), SHARED[wire_scaling(wire)])
 
 
 def _bin_bits(count: int, size: int) -> int:
@@ -188,9 +209,9 @@ def _places(words: Array, count: int) -> Array:
     return found
 
 
-def _packed_values(values: Array, fmt: FloatFormat | None) -> tuple[Array, Array]:
+def _packed_values(values: Array, kind: _Kind) -> tuple[Array, Array]:
     """Return the shifts of the values' tiles, none for raw, and their words."""
-    shifts = np.empty(tiles(values.size) if fmt else 0, np.uint8)
+    shifts, fmt = np.empty(kind.shifts(values.size), np.uint8), kind.fmt
     if fmt is None:
         return shifts, values.view(np.uint32)
     packed = np.empty(packed_bytes(values.size, fmt.bits), np.uint8)
@@ -199,18 +220,16 @@ def _packed_values(values: Array, fmt: FloatFormat | None) -> tuple[Array, Array
     return shifts, cpu.pack_stream(codes, _alike(fmt.bits, values.size))
 
 
-def _unpacked_values(words: Array, shifts: Array, count: int, fmt: FloatFormat | None) -> Array:
-    if fmt is None:
+def _unpacked_values(words: Array, shifts: Array, count: int, kind: _Kind) -> Array:
+    if kind.fmt is None:
         return words.view(np.float32).copy()
     values = np.empty(count, np.float32)
-    codes = cpu.unpack_stream(words, _alike(fmt.bits, count), count)
-    cpu.decode_tiles(cpu.pack(codes, fmt.bits), shifts, fmt, values)
+    codes = cpu.unpack_stream(words, _alike(kind.bits, count), count)
+    cpu.decode_tiles(cpu.pack(codes, kind.bits), shifts, kind.fmt, values)
     return values
 
 
-def _layout(
-    name: str, payload: Array, size: int, fmt: FloatFormat | None
-) -> tuple[int, str, list[int]]:
+def _layout(name: str, payload: Array, size: int, kind: _Kind) -> tuple[int, str, list[int]]:
     """Return the count, the encoding, and where each part of a payload begins, and its end."""
     _check_size(name, size)
     if not isinstance(payload, np.ndarray) or payload.dtype != np.uint8 or payload.ndim != 1:
@@ -219,20 +238,20 @@ def _layout(
     if payload.size < _HEADER.size:
         raise ValueError(f"{name}: payload: {payload.size} bytes: must be {_HEADER.size} or more")
     count, number, width, zero = _HEADER.unpack(payload[: _HEADER.size].tobytes())
-    if count > size or number >= len(ENCODINGS) or width != _width(fmt) or zero:
+    if count > size or number >= len(ENCODINGS) or width != kind.bits or zero:
         raise ValueError(
             f"{name}: payload: {count} values of {width} bits, encoding {number}: must be 0..{size}"
-            f" values of {_width(fmt)} bits, encoding 0..{len(ENCODINGS) - 1}"
+            f" values of {kind.bits} bits, encoding 0..{len(ENCODINGS) - 1}"
         )
     encoding, start = ENCODINGS[number], _HEADER.size
     borders = [start, start + (tiles(count) if encoding == "deltas" else 0)]
-    borders.append(borders[-1] + (tiles(count) if fmt else 0))
+    borders.append(borders[-1] + kind.shifts(count))
     borders.append(borders[-1] + -(borders[-1] - start) % 4)
     widths = payload[start : borders[1]]
     if payload.size < borders[1] or widths.max(initial=0) > 32:
         raise ValueError(f"{name}: payload: widths of deltas: too few, or above 32 bits")
     borders.append(borders[-1] + 4 * _index_words(encoding, widths, count, size))
-    borders.append(borders[-1] + 4 * cpu.stream_words(_alike(_width(fmt), count), count))
+    borders.append(borders[-1] + 4 * cpu.stream_words(_alike(kind.bits, count), count))
     if payload.size < borders[-1]:
         raise ValueError(f"{name}: payload: {payload.size} bytes: must be {borders[-1]}")
     return count, encoding, borders

@@ -213,7 +213,7 @@ def _wire_size(factors: Factors) -> int:
 
 
 SHAPES = 3  # that have figures
-METHOD = ("algorithm", "wire", "value_scaling", "accumulate")
+METHOD = ("algorithm", "chosen", "wire", "value_scaling", "accumulate")
 CAPTION = (
     "Median of the slowest rank's times; n: repeats without warm-ups. busbw: 2 (p - 1) / p size / "
     "median, of p ranks. mpi: MPI_Allreduce of float32 in the same study, at the same size and "
@@ -253,6 +253,7 @@ def _table(file: StudyFile, groups: Sequence[SeedGroup]) -> Table:
 
     base = {(g.shape, _size(g)): g for g in groups if g.factors["algorithm"] == "mpi"}
     differing = varying([group.factors for group in groups])
+    predicted = any(point.outcomes.get("predicted_s", nan) >= 0 for point in file.points)
     columns: list[Column[SeedGroup]] = [
         Column("ranks", lambda g: str(g.ranks)),
         Column("size", lambda g: units.size(_size(g))),
@@ -264,6 +265,7 @@ def _table(file: StudyFile, groups: Sequence[SeedGroup]) -> Table:
         Column(
             "time by\nbound", lambda g: units.digits(quotient(g.time_s.value, g.mean("bound_s")))
         ),
+        *([Column("predicted", lambda g: units.time(g.mean("predicted_s")))] if predicted else []),
         Column("relative\nerror", lambda g: units.digits(g.mean("error"), 2)),
     ]
     return tabulate("All-reduce", columns, groups, CAPTION)
@@ -293,7 +295,7 @@ def _charts(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> lis
     baselines = [each for each in by_size if is_baseline(each[0].factors)]
     own = [each for each in by_size if not is_baseline(each[0].factors)]
     beside = [
-        Line(label(each[0].factors, METHOD[:2]), style, each)
+        Line(label(each[0].factors, METHOD[:3]), style, each)
         for style, each in zip(LIBRARIES, baselines, strict=False)
     ]
     panels = layout.arrange(own or baselines, without=["size_bytes"])

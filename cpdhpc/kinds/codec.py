@@ -145,6 +145,10 @@ def _place(group: SeedGroup) -> str:
     return label(group.factors, ("size_bytes", "ranks"))
 
 
+def _format(group: SeedGroup) -> str:
+    return str(group.factors.get("format", "no format"))
+
+
 def _is_base(group: SeedGroup) -> bool:
     return group.factors["operation"] == MEMCPY
 
@@ -158,13 +162,13 @@ def _panel(place: str, groups: Sequence[SeedGroup], drawn: Mapping[str, Style]) 
     from ..report.figures import IDEAL, Axis, Panel, Series
 
     own = [group for group in groups if not _is_base(group)]
-    rows = list(dict.fromkeys(str(group.factors["format"]) for group in own))
+    rows = list(dict.fromkeys(_format(group) for group in own))
     series = []
     for index, (name, style) in enumerate(drawn.items()):
         aside = APART * (index - (len(drawn) - 1) / 2)
         alike = [group for group in own if group.factors["operation"] == name]
         rates = [_rate(group) for group in alike]
-        at = [aside + rows.index(str(group.factors["format"])) for group in alike]
+        at = [aside + rows.index(_format(group)) for group in alike]
         x, low, high = (list(column) for column in zip(*rates, strict=True)) if rates else ([],) * 3
         series.append(Series(name, style, x, at, join="none", x_low=low, x_high=high))
     for group in filter(_is_base, groups):
@@ -179,9 +183,10 @@ def _table(file: StudyFile, groups: Sequence[SeedGroup]) -> Table:
     from ..report.tables import Column, tabulate
 
     base = {_place(group): group for group in groups if _is_base(group)}
+    threads = ["threads"] if any("threads" in group.factors for group in groups) else []
     columns: list[Column[SeedGroup]] = [
         Column("ranks", lambda g: str(g.ranks)),
-        *of_factors(("size_bytes", "operation", "format"), groups),
+        *of_factors(("size_bytes", "operation", "format", *threads), groups),
         *timing(file),
         Column("rate\nGB/s", lambda g: units.digits(_rate(g).value)),
         Column("of memcpy's", lambda g: times_as_fast(base.get(_place(g)), g)),

@@ -117,7 +117,7 @@ CAPTION = (
 def _sections(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> list[Section]:
     """Return rates of exchanges, beside the fastest of MPI's ways with datatypes."""
     from ..report import units
-    from ..report.points import of_factors, quotient, times_as_fast, timing
+    from ..report.points import of_factors, quotient, times_as_fast, timing, varying
     from ..report.tables import Column, Section, tabulate
 
     def rate(group: SeedGroup) -> str:
@@ -136,7 +136,11 @@ def _sections(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> l
         some = group.mean("payload_bytes")
         return times_as_fast(by_mpi.get(_cells(group)), group) if some else units.NONE
 
-    names = [name for name in HALO.factors if len({group.factors[name] for group in groups}) > 1]
+    known = list(HALO.factors)  # others are a benchmark's
+    names = sorted(
+        varying([group.factors for group in groups]),
+        key=lambda name: known.index(name) if name in known else -1,
+    )
     columns: list[Column[SeedGroup]] = [
         Column("ranks", lambda g: str(g.ranks)),
         *of_factors(names, groups),

@@ -63,14 +63,20 @@ class Place:
         """
         if self.world.process > 0:
             return {}
-        slurm = {name: os.environ[name] for name in SLURM if name in os.environ}
-        return {
-            "hosts": " ".join(dict.fromkeys(self._hosts)),
-            **identity(),
-            "cores": str(os.cpu_count()),
-            "placement": self.cores,
-            "versions": json.dumps(versions()),
-            "kernels": cpu_clone(),
-            "slurm": json.dumps(slurm),
-            **({"energy": self._meter.sources} if self._meter and self._meter.sources else {}),
-        }
+        found = environment(self._hosts, self.cores)
+        sources = self._meter.sources if self._meter else ""
+        return found | ({"energy": sources} if sources else {})
+
+
+def environment(names: list[str], placement: str) -> dict[str, str]:
+    """Return where something was measured; names: of all processes' hosts."""
+    slurm = {name: os.environ[name] for name in SLURM if name in os.environ}
+    return {
+        "hosts": " ".join(dict.fromkeys(names)),
+        **identity(),
+        "cores": str(os.cpu_count()),
+        "placement": placement,
+        "versions": json.dumps(versions()),
+        "kernels": cpu_clone(),
+        "slurm": json.dumps(slurm),
+    }

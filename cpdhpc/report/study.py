@@ -47,16 +47,29 @@ def rules(file: StudyFile) -> list[str]:
     return [
         f"A repeat is {file.attributes.get('sample', 'one call')}. Its time is that of the slowest "
         "rank.",
-        *(_trainings if file.kind == "train" else _calls)(file.toml.get("measure", {})),
+        *_repeats(file)(file.toml.get("measure", {})),
         f"Figures are medians with {file.percent} intervals from order statistics: no distribution "
         "is assumed, only that repeats are independent.",
         "The interval of a ratio takes in those of both medians, each wide enough for both to hold "
         f"with {file.percent} (Bonferroni).",
-        f"Base of speed-ups: {file.base_rule}.",
+        *([] if file.benchmark else [f"Base of speed-ups: {file.base_rule}."]),
         "Rates are bytes over the median time. Ratios are never averaged.",
         "Bytes and errors are counted or computed, not sampled: they have no interval. A bound is "
         "from one measurement of the ping-pong's rate.",
         "Lines join points only where values between them are meant; dotted ones lead the eye.",
+    ]
+
+
+def _repeats(file: StudyFile) -> Callable[[Mapping[str, Any]], list[str]]:
+    if file.benchmark:
+        return _turns
+    return _trainings if file.kind == "train" else _calls
+
+
+def _turns(asked: Mapping[str, Any]) -> list[str]:
+    return [
+        f"Warm-up calls: {asked.get('warmup', '?')}, in the file with a flag and in no figure "
+        f"here; then {asked.get('max_repeats', '?')} repeats, all cases in turns.",
     ]
 
 
@@ -127,6 +140,8 @@ def listed(file: StudyFile) -> list[Listed]:
 
 def _missing(file: StudyFile) -> list[Listed]:
     """Return the cases without a point, and what could not be measured, each with the reason."""
+    if file.benchmark:
+        return []  # its points are what was asked for
     try:
         study = validate(Study, dict(file.toml), str(file.path))
         found = expand(study)
@@ -182,16 +197,17 @@ def _shared(file: StudyFile) -> list[Listed]:
 
 
 def _reserves(file: StudyFile) -> list[Listed]:
-    relative = file.toml.get("measure", {}).get("relative", float("inf"))
+    asked = file.toml.get("measure", {}) if not file.benchmark else {}
+    relative = asked.get("relative", float("inf"))
     few = [point for point in file.points if isnan(point.summary["ci_low_s"])]
     stops = file.kind != "train"  # which goes to its end, however wide the interval is
     wide = [point for point in file.points if stops and _half_width(point) > relative]
     fast = [p for p in file.points if p.summary["median_s"] < p.outcomes.get("bound_s", 0.0)]
     restarted = [point for point in file.points if point.outcomes.get("restarts", 0) > 0]
-    asked = f"interval wider than the ±{100 * relative:g} % asked for"
+    too_wide = f"interval wider than the ±{100 * relative:g} % asked for"
     found = [
         ("no interval, too few repeats", [point.case_id for point in few]),
-        (asked, [f"{point.case_id} (±{100 * _half_width(point):.3g} %)" for point in wide]),
+        (too_wide, [f"{point.case_id} (±{100 * _half_width(point):.3g} %)" for point in wide]),
         ("faster than the bound, which then is none", [point.case_id for point in fast]),
         ("measured after a restart of the batch", [point.case_id for point in restarted]),
     ]
@@ -248,11 +264,16 @@ def _facts(file: StudyFile, found: Sequence[SeedGroup]) -> list[tuple[str, str]]
     same = [said(k, v) for k, v in constant(factors, SHAPE).items()]
     hosts = dict.fromkeys(each.get("hosts", "") for each in file.environments)
     return [
-        ("what", f"{file.scaling} scaling of {file.kind}"),
+        (
+            "what",
+            f"benchmark of {file.kind}"
+            if file.benchmark
+            else f"{file.scaling} scaling of {file.kind}",
+        ),
         ("points", f"{len(file.points)}" + (f", {missing} missing" if missing else "")),
         ("ranks", ", ".join(map(str, ranks))),
         ("repeats", f"{_range(repeats)} a point, without warm-ups"),
-        ("base", file.base_rule),
+        *([] if file.benchmark else [("base", file.base_rule)]),
         *([("the same in all", ", ".join(same))] if same else []),
         ("hosts", "; ".join(hosts)),
         ("written", str(file.attributes.get("date", ""))),

@@ -44,6 +44,7 @@ OUTCOMES: dict[str, tuple[type, str, str]] = {  # name: type, long name, units
         "s",
     ),
     "flop": (float, "floating-point operations of a repeat in matrix products; NaN: none", "1"),
+    "predicted_s": (float, "predicted time of a repeat; NaN: none", "s"),
     "energy_j": (
         float,
         "energy of the nodes in a repeat, mean over all, warm-ups and what is idle included",
@@ -55,7 +56,7 @@ OUTCOMES: dict[str, tuple[type, str, str]] = {  # name: type, long name, units
     "restarts": (int, "starts of the batch before this one", "1"),
     "date": (str, "end of the case, ISO 8601, UTC", "1"),
 }
-WHERE_KNOWN = ("energy_j",)  # outcomes without a column where no case has them
+WHERE_KNOWN = ("predicted_s", "energy_j")  # outcomes without a column where no case has them
 SERIES: dict[str, dict[str, tuple[str, str]]] = {  # group: column: long name, units
     "training": {
         "test_accuracy": ("test samples that are right", "%"),

@@ -118,9 +118,16 @@ IDEAL = {  # scaling: what efficiency is
 }
 
 
-def write_study(path: Path, study: Study, points: Points, missing: int = 0) -> None:
+def write_study(
+    path: Path,
+    study: Study,
+    points: Points,
+    missing: int = 0,
+    of_benchmark: Mapping[str, Factor] | None = None,
+) -> None:
     """Write a study file from finished cases; missing: how many others the study has.
 
+    of_benchmark: of points that no sweep has made, the factors that their kind has not
     docs/hdf5.md says what is in it. Raises OSError where it cannot be written, ValueError where
     there is no case.
     """
@@ -128,7 +135,8 @@ def write_study(path: Path, study: Study, points: Points, missing: int = 0) -> N
         raise ValueError("write_study: points: must be one or more")
     points = told_apart(points)
     environments = list(dict.fromkeys(_text(result.environment) for _, result in points))
-    samples = _samples(study, points, environments)
+    known = dict(study.factors) | dict(of_benchmark or {})
+    samples = _samples(known, points, environments)
     groups = {
         "samples": samples,
         "summary": _summary(study, points, samples),
@@ -142,7 +150,8 @@ def write_study(path: Path, study: Study, points: Points, missing: int = 0) -> N
         "base": str(Base.of(study)),
         "title": "medians over repeats, with intervals",
     }
-    store.write(path, groups, _attributes(study, missing), {"summary": of_summary})
+    attributes = _attributes(study, missing) | {"benchmark": int(of_benchmark is not None)}
+    store.write(path, groups, attributes, {"summary": of_summary})
 
 
 def told_apart(points: Points) -> Points:
@@ -191,7 +200,7 @@ def _point(points: Points) -> Variable:
     return Variable(BY, np.arange(len(points)), "point, in the order of the sweep")
 
 
-def _samples(study: Study, points: Points, environments: list[str]) -> Variables:
+def _samples(factors: Mapping[str, Factor], points: Points, environments: list[str]) -> Variables:
     repeats = max(len(result.times_s) for _, result in points)
     times_s = np.full((len(points), repeats, 3), np.nan)
     is_warmup = np.zeros((len(points), repeats), np.uint8)
@@ -207,7 +216,7 @@ def _samples(study: Study, points: Points, environments: list[str]) -> Variables
         "point": _point(points),
         "repeat": Variable(("repeat",), np.arange(repeats), "repeat, warm-ups included"),
         "case_id": Variable(BY, np.array([case.id for case, _ in points]), "id of the case"),
-        **_factors(study, points),
+        **_factors(factors, points),
         "time_s": Variable(both, times_s[:, :, 0], of + "the slowest", "s"),
         "min_rank_time_s": Variable(both, times_s[:, :, 1], of + "the fastest", "s"),
         "mean_rank_time_s": Variable(both, times_s[:, :, 2], of + "the mean", "s"),
@@ -217,10 +226,10 @@ def _samples(study: Study, points: Points, environments: list[str]) -> Variables
     }
 
 
-def _factors(study: Study, points: Points) -> Variables:
+def _factors(factors: Mapping[str, Factor], points: Points) -> Variables:
     """Return the shape, and every factor that a point uses."""
     used = {name for case, _ in points for name in case.all_factors}
-    known = {**SHAPE, **study.factors, **{k: Factor(text, str) for k, text in ALIKE.items()}}
+    known = {**SHAPE, **factors, **{k: Factor(text, str) for k, text in ALIKE.items()}}
     return {
         name: Variable(
             BY,

@@ -77,6 +77,11 @@ class StudyFile:
         return str(self.attributes["kind"])
 
     @property
+    def benchmark(self) -> bool:
+        """Whether the points are a benchmark's: of no sweep, and no repeat was asked for more."""
+        return bool(self.attributes.get("benchmark", 0))
+
+    @property
     def scaling(self) -> str:
         """strong, weak or throughput."""
         return str(self.attributes["scaling"])

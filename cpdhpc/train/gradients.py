@@ -24,12 +24,16 @@ KIND = GROUP = "gradients"
 
 @dataclass(frozen=True)
 class Gradients:
-    """layers: float32[ranks, *shape] by name, in the model's order; source: who recorded them."""
+    """layers: float32[ranks, *shape] by name, in the model's order, times loss_scale.
+
+    source: whose they are
+    """
 
     iteration: int
     ranks: int
     layers: dict[str, Array]
     source: str
+    loss_scale: float = 1.0
 
 
 def path_of(record: Path, iteration: int | str) -> Path:
@@ -91,4 +95,5 @@ def load(path: Path) -> Gradients:
         raise store.StoreError(f"{path}: has no recorded gradients: train.record_gradients does")
     names = json.loads(attributes["layers"])
     layers = {name: groups[GROUP][_key(name).removeprefix(f"{GROUP}/")] for name in names}
-    return Gradients(attributes["iteration"], attributes["ranks"], layers, attributes["source"])
+    of = attributes
+    return Gradients(of["iteration"], of["ranks"], layers, of["source"], of["loss_scale"])

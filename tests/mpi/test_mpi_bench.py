@@ -9,16 +9,18 @@ import numpy as np
 import pytest
 import xarray
 
-from cpdhpc import store
 from cpdhpc.bench.allreduce import BASELINES, cases_of_size
 from cpdhpc.bench.baselines import gloo, sum_bfloat16, sum_float32
-from cpdhpc.bench.harness import check_out, together, write_samples
+from cpdhpc.bench.harness import Measured, Point, check_out, together
 from cpdhpc.bench.replay import replay
 from cpdhpc.cli import main
 from cpdhpc.collectives.allreduce import Allreduce, allreduce
 from cpdhpc.collectives.method import DEFAULT, read_machine
+from cpdhpc.collectives.schedules import SCHEDULES
 from cpdhpc.compress import COMPRESSORS
 from cpdhpc.config import UserError
+from cpdhpc.study.benchmark import write_benchmark
+from cpdhpc.study.study_file import load_study_file
 from cpdhpc.train.gradients import Gradients
 from cpdhpc.world.ranks import Loopback
 
@@ -73,7 +75,8 @@ def test_what_one_process_finds_wrong_is_raised_by_all(world):
     with pytest.raises(UserError, match="nowhere is no directory"):
         together(world, lambda: check_out(path))
     with pytest.raises(UserError, match=r"nowhere/x\.h5: cannot be written"):
-        write_samples(Path("nowhere/x.h5"), world, "x", {}, [np.zeros((3, world.processes))], 1)
+        point = Point({"size_bytes": 4}, {}, np.zeros((3, world.processes)))
+        write_benchmark(Path("nowhere/x.h5"), Measured("x", "allreduce", [point], 1), world)
     assert together(world, lambda: world.process) == world.process
 
 
@@ -126,25 +129,43 @@ def test_the_table_of_allreduces(runs: tuple[Path, str]) -> None:
     assert "(us)" in shown and "busbw" in shown and "kernels" in shown
 
 
-def test_every_sample_is_in_the_file(runs: tuple[Path, str]) -> None:
+def test_every_sample_is_in_the_file_of_a_study(
+    runs: tuple[Path, str], capsys: pytest.CaptureFixture[str]
+) -> None:
     path = runs[0] / "allreduce.h5"
     with xarray.open_dataset(
         path, group="samples", engine="h5netcdf", decode_timedelta=False
     ) as samples:
-        assert set(samples.sizes) == {"point", "repeat", "process"}
-        assert (samples.sizes["repeat"], samples.sizes["process"]) == (4, 2)
-        assert samples["is_warmup"].values.tolist() == [1, 0, 0, 0]
-        slowest = samples["process_time_s"].max("process")
-        assert (slowest == samples["time_s"]).all() and (samples["time_s"] > 0).all()
+        assert set(samples.sizes) == {"point", "repeat"} and samples.sizes["repeat"] == 4
+        assert samples["is_warmup"].values.tolist() == [[1, 0, 0, 0]] * samples.sizes["point"]
+        assert (samples["min_rank_time_s"] > 0).all()
+        assert (samples["mean_rank_time_s"] <= samples["time_s"]).all()
         for name in samples.variables:
             assert samples[name].attrs["units"] and samples[name].attrs["long_name"]
-        assert samples["time_s"].attrs["units"] == "s"
         ours = samples.where(samples["predicted_s"].notnull(), drop=True)
         raw = (ours["wire"] == "raw") & (ours["algorithm"] == "ring") & (ours["size_bytes"] > 8)
         assert ours["wire_bytes"].values[raw.values].tolist() == [16384]  # 2 (p - 1) / p of them
         assert set(samples["algorithm"].values) >= {"mpi", "ring", "auto"}
-    notes = store.read_attributes(path)
-    assert notes["benchmark"] == "allreduce" and notes["ranks"] == 2 and notes["processor"]
+        auto = samples["algorithm"] == "auto"
+        assert set(samples["chosen"].values[auto]) <= {*SCHEDULES}
+        assert set(samples["chosen"].values[~auto]) == {""}
+        medians = samples["time_s"].values[:, 1:]
+    file = load_study_file(path)
+    assert file.benchmark and file.points[0].ranks == 2
+    assert [point.times_s.tolist() for point in file.points] == medians.tolist()
+    assert file.environments[0]["processor"] and file.environments[0]["placement"]
+    assert main(["report", str(path)]) == 0
+    shown = capsys.readouterr().out
+    assert "what: benchmark of allreduce" in shown and "predicted" in shown
+    assert "missing" not in shown and "speed-up" not in shown
+    (printed,) = rows_of(runs[1], "16384", "ring", "e4m3", "tile", "requantise")
+    (ring,) = (
+        point
+        for point in file.points
+        if [point.factors[name] for name in ("algorithm", "size_bytes")] == ["ring", 16384]
+        and point.factors.get("value_scaling") == "tile"
+    )
+    assert 1e6 * ring.summary["median_s"] == pytest.approx(float(printed[6]), abs=0.06)
 
 
 def test_latency_has_the_columns_of_osu(runs: tuple[Path, str]) -> None:
@@ -155,7 +176,9 @@ def test_latency_has_the_columns_of_osu(runs: tuple[Path, str]) -> None:
     for row in rows_of(table)[:3]:
         for average, least, most in (row[1:4], row[4:7], row[7:10]):
             assert float(least) <= float(average) <= float(most)
-    assert store.read(where / "latency.h5")[0]["samples"]["time_s"].shape == (9, 4)
+    prepared = load_study_file(where / "latency.h5").points[2::3]
+    assert [p.factors["algorithm"] for p in prepared] == ["tree prepared"] * 3
+    assert [len(p.times_s) for p in prepared] == [3] * 3
 
 
 def test_the_fit_is_used_for_predictions(

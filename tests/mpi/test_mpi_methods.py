@@ -81,6 +81,22 @@ def test_nan_on_the_last_rank_is_named_on_all(many, name):
     assert caught.value.segments == ("weight",) and caught.value.ranks == (many.ranks - 1,)
 
 
+@pytest.mark.parametrize("exchange", ["ring", "server"])
+def test_autoencoders_of_unlike_bits_are_told_on_all_ranks(many, exchange):
+    if many.processes == 1:
+        pytest.skip("one process has one autoencoder")
+    method = COMPRESSORS["lgc"](exchange=exchange, dense_steps=0, training_steps=1, density=0.5)
+    bucket, state = Bucket(("weight",), ((8, 9),)), State(many.hosted, many.ranks)
+    flats = [np.arange(bucket.size, dtype=np.float32) + rank for rank in many.hosted]
+    method.aggregate(flats, bucket, Context(many, state))
+    if many.process == many.processes - 1:
+        for (_, name), entry in state:
+            entry.array *= 1 + (name == "decoders") * 1e-3
+    last = many.ranks - many.virtual_ranks
+    with pytest.raises(ValueError, match=f"autoencoder of rank {last} has other bits than that"):
+        method.aggregate(flats, bucket, Context(many, state, iteration=1))
+
+
 def test_another_epoch_on_one_rank_is_told_to_all(many):
     """Densities differ then: who draws alike finds other lengths, who gathers does not mind."""
     if many.processes == 1:
@@ -98,19 +114,3 @@ def test_another_epoch_on_one_rank_is_told_to_all(many):
             said = str(error)
         expected = "x.shape=(1400,) on rank 0, x.shape=(28,)" if name == "randomk" else ""
         assert set(many.gather(expected in said and bool(expected) == bool(said))) == {True}
-
-
-@pytest.mark.parametrize("exchange", ["ring", "server"])
-def test_autoencoders_of_unlike_bits_are_told_on_all_ranks(many, exchange):
-    if many.processes == 1:
-        pytest.skip("one process has one autoencoder")
-    method = COMPRESSORS["lgc"](exchange=exchange, dense_steps=0, training_steps=1, density=0.5)
-    bucket, state = Bucket(("weight",), ((8, 9),)), State(many.hosted, many.ranks)
-    flats = [np.arange(bucket.size, dtype=np.float32) + rank for rank in many.hosted]
-    method.aggregate(flats, bucket, Context(many, state))
-    if many.process == many.processes - 1:
-        for (_, name), entry in state:
-            entry.array *= 1 + (name == "decoders") * 1e-3
-    last = many.ranks - many.virtual_ranks
-    with pytest.raises(ValueError, match=f"autoencoder of rank {last} has other bits than that"):
-        method.aggregate(flats, bucket, Context(many, state, iteration=1))

@@ -1,0 +1,63 @@
+"""The file of a benchmark: that of a study, whose points somebody has chosen on a command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from ..bench.harness import FURTHER, Measured, Point, together
+from ..kinds.base import Measure
+from ..kinds.factors import Case, Factor, Result
+from ..kinds.place import environment
+from ..provenance import hosts
+from ..world.ranks import Ranks
+from .cases import make_case
+from .collect import write_study
+from .spec import Study
+
+
+def write_benchmark(path: Path | None, measured: Measured, world: Ranks) -> None:
+    """Write what a benchmark has measured, if there is a path and a point. Collective.
+
+    Raises UserError on all processes where the file cannot be written.
+    """
+    if path is None or not measured.points:
+        return
+    where = hosts(world)
+
+    def write() -> None:
+        if world.process == 0:
+            places = environment(where, measured.cores)
+            points = [_result(study, point, measured.warmup, places, world) for point in found]
+            write_study(path, study, points, of_benchmark=further)
+
+    found = measured.points
+    study = _study(measured)
+    further = {
+        name: Factor(FURTHER[name], type(value))
+        for point in found
+        for name, value in point.factors.items()
+        if name not in study.factors
+    }
+    together(world, write)
+
+
+def _study(measured: Measured) -> Study:
+    """Return a study of the benchmark's name, with no sweep."""
+    repeats = max(1, len(measured.points[0].times_s) - measured.warmup)
+    measure = Measure(
+        warmup=measured.warmup, block=repeats, min_repeats=repeats, max_repeats=repeats
+    )
+    return Study(name=measured.benchmark, kind=measured.kind, measure=measure)
+
+
+def _result(
+    study: Study, point: Point, warmup: int, places: dict[str, str], world: Ranks
+) -> tuple[Case, Result]:
+    nodes = len(set(world.nodes))
+    case = make_case(study, point.factors, nodes, world.ranks // nodes)
+    times_s = point.times_s
+    over_ranks = times_s.max(axis=1), times_s.min(axis=1), times_s.mean(axis=1)
+    flags = (np.arange(len(times_s)) < warmup).astype(np.uint8)
+    return case, Result(np.stack(over_ranks, axis=1), flags, point.outcomes, places)
