@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -165,3 +165,17 @@ def test_decoders_are_taken_in_turn_by_more_ranks() -> None:
     step(method, 1, state, base)
     found, *_ = step(method, 2, state, base)
     assert np.isfinite(found.flat).all()
+
+
+@pytest.mark.parametrize("exchange", ["ring", "server"])
+def test_many_values_are_selected_by_kernels(exchange: Literal["ring", "server"]) -> None:
+    """Above 8,192 values another way is taken than in the tests above."""
+    method = Lgc(exchange=exchange, dense_steps=0, training_steps=1, density=1.0)
+    bucket = Bucket(("weight",), ((100, 90),))
+    flats = [
+        np.random.default_rng(rank).standard_normal(9000).astype(np.float32) for rank in (0, 1)
+    ]
+    state = State(range(2), 2)
+    for iteration in range(2):
+        mean = method.aggregate(flats, bucket, Context(Loopback(2), state, iteration=iteration))
+        assert np.isfinite(mean.flat).all()

@@ -127,7 +127,7 @@ class Lgc(DenseMessages):
         scale = np.abs(rows).mean() or 1.0
         rows /= scale
         innovations = np.zeros_like(rows)
-        for row, into in zip(rows.astype(np.float32), innovations, strict=True):
+        for row, into in zip(rows.astype(np.float32, order="C"), innovations, strict=True):
             at = self._innovation(row)
             into[at] = row[at]
         net = self._autoencoder(chosen, context)
