@@ -109,11 +109,8 @@ def _plain(value: Any) -> Any:
 
 
 _adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)  # to make one takes 1 ms
-
-
-@cache  # to make one takes 10 ms, and a study asks of each factor, in each row of a table
-def _schema(model: type[Any]) -> Raw:
-    return _adapter(model).json_schema()
+# 10 ms, and a study asks for each factor, in each row of a table
+_schema: Callable[[Any], Raw] = cache(lambda model: _adapter(model).json_schema())
 
 
 def read_toml(path: Path) -> Raw:
