@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from simulated_cupy import simulated
 
 from cpdhpc.collectives.checks import NonFiniteGradient
 from cpdhpc.compress import COMPRESSORS, Context, State
@@ -79,6 +80,37 @@ def test_nan_on_the_last_rank_is_named_on_all(many, name):
     with pytest.raises(NonFiniteGradient) as caught:
         method.aggregate(flats, bucket, Context(many, State(many.hosted, many.ranks)))
     assert caught.value.segments == ("weight",) and caught.value.ranks == (many.ranks - 1,)
+
+
+ON_CPU = ("terngrad", "qsgd", "onebit", "powersgd", "gradientflow", "adacomp", "oktopk")
+
+
+@pytest.mark.parametrize("name", ON_CPU)
+def test_a_gpu_on_the_last_process_alone_is_told_to_all(many, name):
+    method = COMPRESSORS[name]()
+    bucket = Bucket(("weight", "bias"), ((40, 70), (9,)), method.align)
+    flats = [np.ones(bucket.size, np.float32) for _ in many.hosted]
+    with simulated() as (_, cupy):
+        if many.process == many.processes - 1:
+            flats = [cupy.asarray(flat) for flat in flats]
+        with pytest.raises(TypeError, match=r"gradients: cupy\.ndarray: must be numpy\.ndarray$"):
+            method.aggregate(flats, bucket, Context(many, State(many.hosted, many.ranks)))
+
+
+@pytest.mark.parametrize("name", ["topk", "randomk", "lowbit"])
+def test_real_gpus_are_simulated_ones(many, name):
+    method = COMPRESSORS[name](error_feedback=True)
+    bucket = Bucket(("weight", "bias"), ((40, 70), (9,)), method.align)
+    found = []
+    with simulated() as (_, cupy):
+        for world in (many, Loopback(many.ranks)):
+            rngs = [np.random.default_rng(rank) for rank in world.hosted]
+            flats = [r.standard_normal(bucket.size, np.float32) for r in rngs]
+            if world is many:
+                flats = [cupy.asarray(flat) for flat in flats]
+            context = Context(world, State(world.hosted, world.ranks))
+            found.append(method.aggregate(flats, bucket, context).flat)
+        assert np.array_equal(cupy.asnumpy(found[0]), found[1])
 
 
 @pytest.mark.parametrize("exchange", ["ring", "server"])
