@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-from simulated_cupy import simulated
 
 from cpdhpc.collectives.checks import NonFiniteGradient
 from cpdhpc.compress import COMPRESSORS, Context, State
@@ -86,31 +85,31 @@ ON_CPU = ("terngrad", "qsgd", "onebit", "powersgd", "gradientflow", "adacomp", "
 
 
 @pytest.mark.parametrize("name", ON_CPU)
-def test_a_gpu_on_the_last_process_alone_is_told_to_all(many, name):
-    method = COMPRESSORS[name]()
+def test_a_gpu_on_the_last_process_alone_is_told_to_all(gpu, name):
+    method, world = COMPRESSORS[name](), gpu.world
     bucket = Bucket(("weight", "bias"), ((40, 70), (9,)), method.align)
-    flats = [np.ones(bucket.size, np.float32) for _ in many.hosted]
-    with simulated() as (_, cupy):
-        if many.process == many.processes - 1:
-            flats = [cupy.asarray(flat) for flat in flats]
-        with pytest.raises(TypeError, match=r"gradients: cupy\.ndarray: must be numpy\.ndarray$"):
-            method.aggregate(flats, bucket, Context(many, State(many.hosted, many.ranks)))
+    flat = np.ones(bucket.size, np.float32)
+    if world.process == world.processes - 1:
+        flat = gpu.cupy.asarray(flat)
+    context = Context(world, State(world.hosted, world.ranks))
+    with pytest.raises(TypeError, match=r"gradients: cupy\.ndarray: must be numpy\.ndarray$"):
+        method.aggregate([flat], bucket, context)
 
 
 @pytest.mark.parametrize("name", ["topk", "randomk", "lowbit"])
-def test_real_gpus_are_simulated_ones(many, name):
-    method = COMPRESSORS[name](error_feedback=True)
+def test_real_gpus_are_simulated_ranks(gpu, name):
+    method, found = COMPRESSORS[name](error_feedback=True), []
     bucket = Bucket(("weight", "bias"), ((40, 70), (9,)), method.align)
-    found = []
-    with simulated() as (_, cupy):
-        for world in (many, Loopback(many.ranks)):
-            rngs = [np.random.default_rng(rank) for rank in world.hosted]
-            flats = [r.standard_normal(bucket.size, np.float32) for r in rngs]
-            if world is many:
-                flats = [cupy.asarray(flat) for flat in flats]
-            context = Context(world, State(world.hosted, world.ranks))
-            found.append(method.aggregate(flats, bucket, context).flat)
-        assert np.array_equal(cupy.asnumpy(found[0]), found[1])
+    for world in (gpu.world, Loopback(gpu.world.ranks)):
+        flats = [
+            np.random.default_rng(rank).standard_normal(bucket.size, np.float32)
+            for rank in world.hosted
+        ]
+        if world is gpu.world:
+            flats = [gpu.cupy.asarray(flat) for flat in flats]
+        context = Context(world, State(world.hosted, world.ranks))
+        found.append(method.aggregate(flats, bucket, context).flat)
+    assert np.array_equal(gpu.cupy.asnumpy(found[0]), found[1])
 
 
 @pytest.mark.parametrize("exchange", ["ring", "server"])
