@@ -38,13 +38,14 @@ ON_CPU: list[tuple[str, dict[str, Any]]] = [
 
 
 def gradients(bucket: Bucket, ranks: int, iteration: int) -> list[np.ndarray]:
-    """Normal numbers, subnormal ones, and a layer's with more zeros than are left out."""
+    """Normal numbers, subnormal ones, and layers with fewer values than are sent."""
     rng = np.random.default_rng((ranks, iteration))
     flats = []
     for _ in range(ranks):
         weight, bias, kernel = (rng.standard_normal(shape, np.float32) for shape in SHAPES)
         weight[:40] *= np.float32(2.0**-140)
-        kernel[rng.random(kernel.shape) < 0.999] = 0
+        for layer in (kernel, weight) if iteration == 0 else (kernel,):
+            layer[rng.random(layer.shape) < 0.999] = 0
         flats.append(bucket.flatten([weight, bias, kernel]))
     return flats
 
