@@ -11,7 +11,7 @@ from pydantic import Field
 from ..collectives.sparse import allgather
 from ..formats import INTEGERS, SHIFT_BIAS, Cast, tiles
 from ..ops.payloads import Exact
-from .base import Aggregator, Array, Context, Mean, shared_largest
+from .base import Aggregator, Array, Context, Mean, check_place, shared_largest
 from .bucket import Bucket
 
 
@@ -40,6 +40,7 @@ class Qsgd(Aggregator):
         """Return the mean over all ranks. See Aggregator.aggregate."""
         world, n, wire = context.world, bucket.size, self._wire()
         starts = np.arange(0, n, self.bucket_values)
+        check_place(self, world, gradients, starts.size)
         norms = [self._norms(gradient, starts) for gradient in gradients]
         shared_largest(world, gradients, bucket, np.max(norms, axis=0))
         # Levels are integers: multiples of the format's smallest number.

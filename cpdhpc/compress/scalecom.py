@@ -10,6 +10,7 @@ import numpy as np
 from pydantic import Field
 
 from ..collectives.sparse import broadcast
+from ..ops import backend_of, placed, to_host
 from .base import Array, Column, Context, DenseMessages, Layers, Mean, check_known
 from .bucket import Bucket
 from .sparse import SparseLayers, SparseMessages
@@ -69,8 +70,9 @@ class ScaleCom(DenseMessages):
         """Return the mean over all ranks. See Aggregator.aggregate."""
         is_dense = context.epoch < self.dense_epochs
         layers = SparseLayers(bucket, bucket.names if is_dense else self.exclude)
-        coded, total = layers.coded, np.zeros(layers.coded.size, np.float32)
-        waiting = layers.waiting(gradients, context)
+        layers.check_place(self, gradients, context)
+        coded, waiting = layers.coded, layers.waiting(gradients, context)
+        total, multiply = np.zeros_like(waiting[0]), backend_of(waiting[0]).multiply
         layers.check(waiting, context)
         chosen = self._chosen(waiting, coded, context) if coded.names else {}
         if chosen:
@@ -81,7 +83,7 @@ class ScaleCom(DenseMessages):
         for x in waiting:
             for i in chosen.values():
                 x[i] = 0
-            x *= np.float32(self.beta)
+            multiply(x, np.float32(self.beta), x)
         layers.add(waiting, context, factor=1 - self.beta)
         layers.keep(waiting, context)
         shares = [chosen[name].size / (stop - start) for name, start, stop in coded.segments]
@@ -115,7 +117,7 @@ class ScaleCom(DenseMessages):
             begin, end = end, end + chunks * self.per_chunk * kind.itemsize
             positions = payload[begin:end].view(kind).reshape(chunks, self.per_chunk)
             indices = (start + np.arange(chunks)[:, None] * chunk_values + positions).ravel()
-            found[name] = indices[indices < stop]
+            found[name] = placed(indices[indices < stop], waiting[0])
         return found
 
     def _positions(self, x: Array, coded: Bucket) -> Array:
@@ -124,7 +126,7 @@ class ScaleCom(DenseMessages):
         for name, start, stop in coded.segments:
             chunk_values = self._chunk_values(name)
             positions = _largest(x[start:stop], chunk_values, self.per_chunk)
-            found.append(positions.astype(_kind(chunk_values)).ravel().view(np.uint8))
+            found.append(to_host(positions.astype(_kind(chunk_values))).ravel().view(np.uint8))
         return np.concatenate(found)
 
 
@@ -143,11 +145,12 @@ def _largest(x: Array, chunk_values: int, per_chunk: int) -> Array:
     Of values of one magnitude the first ones are taken. Those of the last chunk may be behind the
     end, where it has too few values.
     """
-    magnitudes = np.full(-(-x.size // chunk_values) * chunk_values, -1, np.float32)
-    np.abs(x, out=magnitudes[: x.size])
-    chunks = magnitudes.reshape(-1, chunk_values)
-    found = np.empty((len(chunks), per_chunk), np.int64)
-    for k in range(per_chunk):
-        found[:, k] = chunks.argmax(axis=1)
-        chunks[np.arange(len(chunks)), found[:, k]] = -np.inf
-    return np.sort(found, axis=1)
+    size = -(-x.size // chunk_values) * chunk_values
+    bits = np.full_like(x, -1, shape=(size,), dtype=np.int32)  # in the order of magnitudes
+    np.bitwise_and(x.view(np.int32), np.int32(0x7FFFFFFF), out=bits[: x.size])
+    chunks, found = bits.reshape(-1, chunk_values), []
+    rows = placed(np.arange(len(chunks)), x)
+    for _ in range(per_chunk):
+        found.append(chunks.argmax(axis=1))
+        chunks[rows, found[-1]] = -2
+    return np.sort(np.stack(found, axis=1), axis=1)

@@ -13,16 +13,18 @@ from pydantic import Field
 from ..collectives.allreduce import configured
 from ..collectives.checks import is_finite
 from ..collectives.sparse import allgather
-from ..ops import backend_of
+from ..ops import backend_of, placed, to_host
 from ..ops.payloads import parse_wire
 from ..world.ranks import Ranks
 from .base import (
+    EITHER,
     Aggregator,
     Array,
     Column,
     Context,
     Layers,
     check_known,
+    check_place,
     mean_in_float32,
     nonfinite,
     nonfinite_layers,
@@ -90,7 +92,7 @@ class LargestValues(SparseMessages):
         """Send the chosen values, and take them out of what waits. Collective. See exchange."""
         n, gather = coded.size, backend_of(waiting[0]).gather
         payloads = [
-            encode_sparse(indices, gather(x, indices), n, self.wire)
+            encode_sparse(to_host(indices), to_host(gather(x, indices)), n, self.wire)
             for x, indices in zip(waiting, chosen, strict=True)
         ]
         decode = partial(decode_sparse, size=n, wire=self.wire)
@@ -115,7 +117,7 @@ def largest(x: Array, coded: Bucket, density: float, within: Within) -> Array:
     select = backend_of(x).select_magnitude
     spans = [(0, x.size)] if within == "bucket" else [(a, b) for _, a, b in coded.segments]
     found = [select(x[a:b], count_of(density, b - a)) + np.uint32(a) for a, b in spans if a < b]
-    return np.concatenate(found) if found else np.empty(0, np.uint32)
+    return np.concatenate(found) if found else np.empty_like(x, shape=(0,), dtype=np.uint32)
 
 
 @dataclass(frozen=True)
@@ -144,41 +146,59 @@ class SparseLayers:
         lies = {name: slice(start, stop) for name, start, stop in self.bucket.segments}
         return [(lies[name], slice(start, stop)) for name, start, stop in self.coded.segments]
 
+    def check_place(
+        self,
+        method: Aggregator,
+        gradients: Sequence[Array],
+        context: Context,
+        allowed: str = EITHER,
+    ) -> None:
+        """See base.check_place. Who has called this goes on to check."""
+        if self.coded.size:  # else mean_in_float32 looks at them
+            check_place(method, context.world, gradients, allowed=allowed)
+
     def joined(self, gradients: Sequence[Array]) -> list[Array]:
         """Return the coded layers of each hosted rank's gradient, new float32[coded.size]."""
         sources = [source for source, _ in self._places]
-        none = np.empty(0, np.float32)
-        return [np.concatenate([none, *(x[source] for source in sources)]) for x in gradients]
+        return [np.concatenate([x[:0], *(x[source] for source in sources)]) for x in gradients]
 
     def waiting(self, gradients: Sequence[Array], context: Context) -> list[Array]:
         """Return joined(gradients) with the memory "residual" added to it."""
-        found = [np.empty(self.coded.size, np.float32) for _ in gradients]
-        memories = self._memories(context, "residual")
+        found = [np.empty_like(x, shape=(self.coded.size,)) for x in gradients]
+        memories, add = self._memories(found, context, "residual"), backend_of(found[0]).add
         with np.errstate(over="ignore", invalid="ignore"):  # check sees what is not finite
             for (source, _), (place, memory) in zip(self._places, memories, strict=True):
                 for x, gradient, kept in zip(found, gradients, memory, strict=True):
-                    np.add(gradient[source], kept, out=x[place])
+                    add(gradient[source], kept, x[place])
         return found
 
     def add(
         self, xs: Sequence[Array], context: Context, name: str = "residual", factor: float = 1.0
     ) -> None:
         """Add a memory, times factor, to each hosted rank's float32[coded.size]."""
+        kernels = backend_of(xs[0])
         with np.errstate(over="ignore", invalid="ignore"):  # check sees what is not finite
-            for place, memory in self._memories(context, name):
+            for place, memory in self._memories(xs, context, name):
                 for x, kept in zip(xs, memory, strict=True):
-                    x[place] += kept if factor == 1 else kept * np.float32(factor)
+                    more = kept if factor == 1 else kernels.multiply(kept, np.float32(factor))
+                    kernels.add(x[place], more, x[place])
 
     def keep(self, xs: Sequence[Array], context: Context, name: str = "residual") -> None:
         """Make float32[coded.size] of each hosted rank its memory."""
-        for place, memory in self._memories(context, name):
+        for place, memory in self._memories(xs, context, name):
             for x, kept in zip(xs, memory, strict=True):
                 kept[:] = x[place]
 
-    def _memories(self, context: Context, name: str) -> Iterator[tuple[slice, list[Array]]]:
-        """Yield where each coded layer lies in coded, and a memory of it of each hosted rank."""
+    def _memories(
+        self, xs: Sequence[Array], context: Context, name: str
+    ) -> Iterator[tuple[slice, list[Array]]]:
+        """Yield where each coded layer lies in coded, and a memory of it of each hosted rank.
+
+        xs: arrays that lie where the memories are to be
+        """
         for layer, start, stop in self.coded.segments:
-            yield slice(start, stop), context.state.own(layer, name, (stop - start,))
+            memory = context.state.own(layer, name, (stop - start,), like=xs[0])
+            yield slice(start, stop), memory
 
     def check(self, xs: Sequence[Array], context: Context) -> None:
         """Raise NonFiniteGradient on all ranks where one has NaN or infinity. Collective.
@@ -204,7 +224,7 @@ class SparseLayers:
         """
         if not is_finite(coded):
             raise nonfinite(context.world, xs, self.coded, nonfinite_layers(coded, self.coded))
-        flat = np.zeros(self.bucket.size, np.float32)
+        flat = np.zeros_like(coded, shape=(self.bucket.size,))
         for source, place in self._places:
             flat[source] = coded[place]
         whole = set(self.bucket.names) - set(self.coded.names)
@@ -246,13 +266,15 @@ def exchange(
     """
     n, kernels = coded.size, backend_of(waiting[0])
     borders = np.array([*(start for _, start, _ in coded.segments), n], np.int64)
-    total, counts = np.zeros(n, np.float32), np.zeros(len(coded.names), np.int64)
+    total, counts = np.zeros_like(waiting[0], shape=(n,)), np.zeros(len(coded.names), np.int64)
     with np.errstate(over="ignore", invalid="ignore"):  # mean sees what is not finite
         for rank, payload in enumerate(allgather(world, payloads) if n else ()):
             indices, values = decode(payload)
-            kernels.scatter_add(total, indices, values)
             counts += np.diff(np.searchsorted(indices, borders))
+            places = placed(indices, total)
+            kernels.scatter_add(total, places, placed(values, total))
             if world.hosts(rank):
-                kernels.scatter_add(waiting[rank - world.hosted.start], indices, -values)
-    total /= np.float32(world.ranks)
+                own = waiting[rank - world.hosted.start]
+                kernels.scatter_add(own, places, placed(-values, total))
+    kernels.divide(total, np.float32(world.ranks), total)
     return Sent(total, counts / (np.diff(borders) * world.ranks))

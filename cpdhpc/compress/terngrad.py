@@ -21,6 +21,7 @@ from .base import (
     Layers,
     Mean,
     check_known,
+    check_place,
     mean_in_float32,
     shared_largest,
 )
@@ -65,6 +66,7 @@ class TernGrad(Aggregator):
     def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
         """Return the mean over all ranks. See Aggregator.aggregate."""
         lengths = self._lengths(bucket)
+        check_place(self, context.world, gradients, lengths.size)
         clipped = [self._clipped(gradient, bucket) for gradient in gradients]
         scalers = self._scalers(clipped, lengths, bucket, context.world, gradients)
         for x, scaler in zip(clipped, scalers, strict=True):  # now -1 to 1
