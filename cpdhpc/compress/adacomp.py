@@ -55,7 +55,6 @@ class AdaComp(SparseMessages):
         """Return the mean over all ranks. See Aggregator.aggregate."""
         layers = SparseLayers(bucket, self.exclude)
         coded, waiting = layers.coded, layers.waiting(gradients, context)
-        layers.check(waiting, context)
         payloads = [
             self._encoded(x, own, coded)
             for x, own in zip(waiting, layers.joined(gradients), strict=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar
@@ -26,6 +26,7 @@ from .state import State
 
 Array = npt.NDArray[Any]
 Name = TypeVar("Name")
+BLOCK_VALUES = 1 << 15  # that are looked at together: a few arrays of them fit in a core's cache
 
 
 @dataclass(frozen=True)
@@ -209,6 +210,27 @@ def raise_unless_finite(world: Ranks, gradients: Sequence[Array], bucket: Bucket
     """Raise NonFiniteGradient on all ranks where one holds NaN or infinity. Collective."""
     found = [int(backend_of(x).amax_tiles(x).max(initial=0)) for x in gradients]
     shared_largest(world, gradients, bucket, np.array([max(found)], np.uint32).view(np.float32))
+
+
+def blocks(n: int, multiple: int = 1) -> Iterator[slice]:
+    """Yield slices of n values, one after the other, that stay in a core's cache.
+
+    multiple: all but the last are as long as a multiple of it, about BLOCK_VALUES
+    What takes several steps for each value goes through memory once if done block by block.
+    """
+    step = max(1, BLOCK_VALUES // multiple) * multiple
+    for start in range(0, n, step):
+        yield slice(start, min(start + step, n))
+
+
+def spread(each: Array, ends: Array, part: slice) -> Array:
+    """Return for each value of a slice that of its run: each[m] of runs that end at ends, int64[m].
+
+    The same as np.repeat(each, np.diff(ends, prepend=0))[part], but for the rest of it.
+    """
+    first, last = np.searchsorted(ends, [part.start, part.stop - 1], side="right")
+    inside = np.minimum(ends[first : last + 1], part.stop) - part.start
+    return np.repeat(each[first : last + 1], np.diff(inside, prepend=0))
 
 
 def machine_of_auto(

@@ -86,7 +86,6 @@ class Lgc(DenseMessages):
             mean_in_float32(gradients, bucket, bucket.names, context, flat, self.algorithm)
             return Mean(flat, {"sent_share": np.ones(len(bucket.names))})
         waiting = layers.waiting(gradients, context)
-        layers.check(waiting, context)
         chosen = self._chosen(waiting, layers.coded, context)
         values = [backend_of(x).gather(x, chosen.places) for x in waiting]
         training = context.iteration < self.dense_steps + self.training_steps

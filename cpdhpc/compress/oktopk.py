@@ -75,7 +75,6 @@ class OkTopk(SparseMessages):
         """Return the mean over all ranks. See Aggregator.aggregate."""
         layers = SparseLayers(bucket, self.exclude)
         coded, waiting = layers.coded, layers.waiting(gradients, context)
-        layers.check(waiting, context)
         mean, indices = np.zeros(coded.size, np.float32), np.empty(0, np.uint32)
         if coded.size:
             k = count_of(density_at(context.epoch, self.warmup, self.density), coded.size)

@@ -44,7 +44,8 @@ class RandomK(DenseMessages):
         layers = SparseLayers(bucket, self.exclude)
         feedback = self.error_feedback
         waiting = layers.waiting(gradients, context) if feedback else layers.joined(gradients)
-        layers.check(waiting, context)
+        if not feedback:
+            layers.check(waiting, context)
         density = density_at(context.epoch, self.warmup, self.density)
         drawn = {
             name: start

@@ -71,7 +71,6 @@ class ScaleCom(DenseMessages):
         layers = SparseLayers(bucket, bucket.names if is_dense else self.exclude)
         coded, total = layers.coded, np.zeros(layers.coded.size, np.float32)
         waiting = layers.waiting(gradients, context)
-        layers.check(waiting, context)
         chosen = self._chosen(waiting, coded, context) if coded.names else {}
         if chosen:
             parts = {name: [x[i] for x in waiting] for name, i in chosen.items()}
@@ -82,7 +81,7 @@ class ScaleCom(DenseMessages):
             for i in chosen.values():
                 x[i] = 0
             x *= np.float32(self.beta)
-        layers.add(waiting, context, factor=1 - self.beta)
+        layers.add(waiting, context, "residual", 1 - self.beta)
         layers.keep(waiting, context)
         shares = [chosen[name].size / (stop - start) for name, start, stop in coded.segments]
         return Mean(flat, {"sent_share": layers.shares(shares)})

@@ -22,11 +22,13 @@ from .base import (
     Column,
     Context,
     Layers,
+    blocks,
     check_known,
     mean_in_float32,
     nonfinite,
     nonfinite_layers,
     raise_unless_finite,
+    shared_largest,
 )
 from .bucket import Bucket
 from .payload import decode_sparse, encode_sparse
@@ -151,29 +153,34 @@ class SparseLayers:
         return [np.concatenate([none, *(x[source] for source in sources)]) for x in gradients]
 
     def waiting(self, gradients: Sequence[Array], context: Context) -> list[Array]:
-        """Return joined(gradients) with the memory "residual" added to it."""
-        found = [np.empty(self.coded.size, np.float32) for _ in gradients]
+        """Return joined(gradients) with the memory "residual" added to it. Collective.
+
+        Raises NonFiniteGradient as check.
+        """
+        found, largest = [np.empty(self.coded.size, np.float32) for _ in gradients], 0
         memories = self._memories(context, "residual")
-        with np.errstate(over="ignore", invalid="ignore"):  # check sees what is not finite
+        with np.errstate(over="ignore", invalid="ignore"):  # found in the same pass
             for (source, _), (place, memory) in zip(self._places, memories, strict=True):
                 for x, gradient, kept in zip(found, gradients, memory, strict=True):
-                    np.add(gradient[source], kept, out=x[place])
+                    largest = max(largest, _add(gradient[source], kept, x[place]))
+        if self.coded.size:
+            largest_float = np.array([largest], np.uint32).view(np.float32)
+            shared_largest(context.world, found, self.coded, largest_float)
         return found
 
-    def add(
-        self, xs: Sequence[Array], context: Context, name: str = "residual", factor: float = 1.0
-    ) -> None:
+    def add(self, xs: Sequence[Array], context: Context, name: str, factor: float) -> None:
         """Add a memory, times factor, to each hosted rank's float32[coded.size]."""
         with np.errstate(over="ignore", invalid="ignore"):  # check sees what is not finite
             for place, memory in self._memories(context, name):
-                for x, kept in zip(xs, memory, strict=True):
-                    x[place] += kept if factor == 1 else kept * np.float32(factor)
+                for x, kept in zip((x[place] for x in xs), memory, strict=True):
+                    for part in blocks(kept.size):
+                        x[part] += kept[part] * np.float32(factor)
 
     def keep(self, xs: Sequence[Array], context: Context, name: str = "residual") -> None:
-        """Make float32[coded.size] of each hosted rank its memory."""
-        for place, memory in self._memories(context, name):
-            for x, kept in zip(xs, memory, strict=True):
-                kept[:] = x[place]
+        """Make float32[coded.size] of each hosted rank, that nobody uses any more, its memory."""
+        for layer, start, stop in self.coded.segments:
+            context.state.own(layer, name, (stop - start,))
+            context.state.give(layer, name, [x[start:stop] for x in xs])
 
     def _memories(self, context: Context, name: str) -> Iterator[tuple[slice, list[Array]]]:
         """Yield where each coded layer lies in coded, and a memory of it of each hosted rank."""
@@ -198,12 +205,15 @@ class SparseLayers:
     ) -> Array:
         """Return the mean of all layers, float32[bucket.size]. Collective.
 
-        coded: float32[coded.size], that of the coded layers, alike on all ranks; xs: what it is of
+        coded: float32[coded.size], that of the coded layers, alike on all ranks, that nobody uses
+            any more; xs: what it is of
         gradients, algorithm: of the layers that travel whole
         Raises NonFiniteGradient on all ranks alike, also where finite values have no finite sum.
         """
         if not is_finite(coded):
             raise nonfinite(context.world, xs, self.coded, nonfinite_layers(coded, self.coded))
+        if self.coded.segments == self.bucket.segments:
+            return coded
         flat = np.zeros(self.bucket.size, np.float32)
         for source, place in self._places:
             flat[source] = coded[place]
@@ -218,6 +228,15 @@ class SparseLayers:
         """
         known = dict(zip(self.coded.names, coded, strict=True))
         return np.array([known.get(name, 1.0) for name in self.bucket.names])
+
+
+def _add(a: Array, b: Array, out: Array) -> int:
+    """Write a + b, float32[n], into out; return the float32 bits of the largest magnitude."""
+    kernels, largest = backend_of(out), 0
+    for part in blocks(out.size):
+        np.add(a[part], b[part], out=out[part])
+        largest = max(largest, int(kernels.amax_tiles(out[part]).max()))
+    return largest
 
 
 class Sent(NamedTuple):

@@ -27,7 +27,8 @@ class TopK(LargestValues):
         layers = SparseLayers(bucket, self.exclude)
         feedback = self.error_feedback
         waiting = layers.waiting(gradients, context) if feedback else layers.joined(gradients)
-        layers.check(waiting, context)
+        if not feedback:
+            layers.check(waiting, context)
         chosen = [self._chosen(x, layers.coded, context) for x in waiting]
         sent = self._send(waiting, chosen, layers.coded, context)
         flat = layers.mean(sent.mean, waiting, gradients, context, self.algorithm)
