@@ -16,7 +16,7 @@ last code are empty too.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -56,8 +56,8 @@ class AdaComp(SparseMessages):
         layers = SparseLayers(bucket, self.exclude)
         coded, waiting = layers.coded, layers.waiting(gradients, context)
         payloads = [
-            self._encoded(x, own, coded)
-            for x, own in zip(waiting, layers.joined(gradients), strict=True)
+            self._encoded(x, layers.parts(own), coded)
+            for x, own in zip(waiting, gradients, strict=True)
         ]
         sent = exchange(
             context.world, payloads, lambda each: self._decoded(each, coded), waiting, coded
@@ -72,15 +72,15 @@ class AdaComp(SparseMessages):
             bin_values = self.conv_bin_values if len(shape) > 2 else self.bin_values
             yield bin_values, slice(start, stop)
 
-    def _encoded(self, x: Array, gradient: Array, coded: Bucket) -> Array:
+    def _encoded(self, x: Array, gradients: Sequence[Array], coded: Bucket) -> Array:
         """Return a rank's payload, uint8[bytes].
 
-        x: float32[coded.size], what waits, the gradient included; gradient: of the same size
+        x: float32[coded.size], what waits, the gradients included; gradients: of each layer
         """
         head, codes = np.zeros(len(coded.names), HEAD), []
         for i, (bin_values, part) in enumerate(self._bins(coded)):
             indices, head["scale"][i] = _about_largest(
-                x[part], gradient[part], bin_values, np.float32(self.scale - 1)
+                x[part], gradients[i], bin_values, np.float32(self.scale - 1)
             )
             codes.append(_codes(indices, x[part][indices] < 0, bin_values))
             head["codes"][i] = codes[-1].size

@@ -148,9 +148,12 @@ class SparseLayers:
 
     def joined(self, gradients: Sequence[Array]) -> list[Array]:
         """Return the coded layers of each hosted rank's gradient, new float32[coded.size]."""
-        sources = [source for source, _ in self._places]
         none = np.empty(0, np.float32)
-        return [np.concatenate([none, *(x[source] for source in sources)]) for x in gradients]
+        return [np.concatenate([none, *self.parts(x)]) for x in gradients]
+
+    def parts(self, gradient: Array) -> list[Array]:
+        """Return the coded layers of a gradient, float32[bucket.size], as views."""
+        return [gradient[source] for source, _ in self._places]
 
     def waiting(self, gradients: Sequence[Array], context: Context) -> list[Array]:
         """Return joined(gradients) with the memory "residual" added to it. Collective.
