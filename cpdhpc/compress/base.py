@@ -226,11 +226,15 @@ def blocks(n: int, multiple: int = 1) -> Iterator[slice]:
 def spread(each: Array, ends: Array, part: slice) -> Array:
     """Return for each value of a slice that of its run: each[m] of runs that end at ends, int64[m].
 
-    The same as np.repeat(each, np.diff(ends, prepend=0))[part], but for the rest of it.
+    The same as np.repeat(each, np.diff(ends, prepend=0))[part]; a lone one where there is one run.
     """
     first, last = np.searchsorted(ends, [part.start, part.stop - 1], side="right")
-    inside = np.minimum(ends[first : last + 1], part.stop) - part.start
-    return np.repeat(each[first : last + 1], np.diff(inside, prepend=0))
+    if first == last:
+        return each[first : last + 1]
+    counts = np.minimum(ends[first : last + 1], part.stop)
+    counts[1:] -= counts[:-1]  # NumPy sees that they overlap
+    counts[0] -= part.start
+    return np.repeat(each[first : last + 1], counts)
 
 
 def machine_of_auto(
