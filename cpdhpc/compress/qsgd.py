@@ -13,7 +13,6 @@ from ..collectives.sparse import allgather
 from ..formats import INTEGERS, SHIFT_BIAS, TILE, Cast, tiles
 from ..ops.payloads import Exact
 from .base import (
-    BLOCK_VALUES,
     Aggregator,
     Array,
     Context,
@@ -90,11 +89,11 @@ def mean_of_levels(
     shifts: uint8[tiles], all alike; payloads: uint8[bytes] of each rank
     scales: float32[runs] of each rank, of runs that end at ends, int64[runs]
     """
-    total, terms = np.zeros(n, np.float32), np.empty(min(n, BLOCK_VALUES), np.float32)
+    total = np.zeros(n, np.float32)
     for part in blocks(n, TILE):
         into = total[part]
+        term = np.empty_like(into)
         for payload, scale in zip(payloads, scales, strict=True):
-            term = terms[: into.size]
             words = payload_part(wire, payload, part)
             wire.decode(words, shifts[: tiles(into.size)], term)
             term *= spread(scale, ends, part)

@@ -10,7 +10,7 @@ import numpy as np
 from pydantic import Field
 
 from ..collectives.sparse import broadcast
-from .base import Array, Column, Context, DenseMessages, Layers, Mean, check_known
+from .base import Array, Column, Context, DenseMessages, Layers, Mean, blocks, check_known
 from .bucket import Bucket
 from .sparse import SparseLayers, SparseMessages
 
@@ -80,8 +80,7 @@ class ScaleCom(DenseMessages):
         for x in waiting:
             for i in chosen.values():
                 x[i] = 0
-            x *= np.float32(self.beta)
-        layers.add(waiting, context, "residual", 1 - self.beta)
+        layers.add(waiting, context, "residual", 1 - self.beta, self.beta)
         layers.keep(waiting, context)
         shares = [chosen[name].size / (stop - start) for name, start, stop in coded.segments]
         return Mean(flat, {"sent_share": layers.shares(shares)})
@@ -142,11 +141,15 @@ def _largest(x: Array, chunk_values: int, per_chunk: int) -> Array:
     Of values of one magnitude the first ones are taken. Those of the last chunk may be behind the
     end, where it has too few values.
     """
-    magnitudes = np.full(-(-x.size // chunk_values) * chunk_values, -1, np.float32)
-    np.abs(x, out=magnitudes[: x.size])
-    chunks = magnitudes.reshape(-1, chunk_values)
-    found = np.empty((len(chunks), per_chunk), np.int64)
-    for k in range(per_chunk):
-        found[:, k] = chunks.argmax(axis=1)
-        chunks[np.arange(len(chunks)), found[:, k]] = -np.inf
-    return np.sort(found, axis=1)
+    found = []
+    for part in blocks(x.size, chunk_values):
+        own = x[part]
+        magnitudes = np.full(-(-own.size // chunk_values) * chunk_values, -1, np.float32)
+        np.abs(own, out=magnitudes[: own.size])
+        chunks = magnitudes.reshape(-1, chunk_values)
+        found.append(np.empty((len(chunks), per_chunk), np.int64))
+        for k in range(per_chunk):
+            found[-1][:, k] = chunks.argmax(axis=1)
+            chunks[np.arange(len(chunks)), found[-1][:, k]] = -np.inf
+        found[-1].sort(axis=1)
+    return np.concatenate(found)

@@ -171,12 +171,16 @@ class SparseLayers:
             shared_largest(context.world, found, self.coded, largest_float)
         return found
 
-    def add(self, xs: Sequence[Array], context: Context, name: str, factor: float) -> None:
-        """Add a memory, times factor, to each hosted rank's float32[coded.size]."""
+    def add(
+        self, xs: Sequence[Array], context: Context, name: str, factor: float, own: float = 1.0
+    ) -> None:
+        """Make each hosted rank's x, float32[coded.size], own * x + factor * its memory."""
         with np.errstate(over="ignore", invalid="ignore"):  # check sees what is not finite
             for place, memory in self._memories(context, name):
                 for x, kept in zip((x[place] for x in xs), memory, strict=True):
                     for part in blocks(kept.size):
+                        if own != 1:
+                            x[part] *= np.float32(own)
                         x[part] += kept[part] * np.float32(factor)
 
     def keep(self, xs: Sequence[Array], context: Context, name: str = "residual") -> None:
