@@ -55,7 +55,7 @@ class OneBit(Aggregator):
                 _, start, stop = bucket.segments[i]
                 rows, size_bytes = bucket.shapes[i][0], -(-(stop - start) // 8)
                 positive = np.unpackbits(sign[:size_bytes], count=stop - start).view(bool)
-                _add_decoded(
+                _decode_onto(
                     flat[start:stop].reshape(rows, -1), positive.reshape(rows, -1), pair[: 2 * rows]
                 )
                 sign, pair = sign[size_bytes:], pair[2 * rows :]
@@ -79,7 +79,7 @@ class OneBit(Aggregator):
         return positive, pairs.ravel()
 
 
-def _add_decoded(x: Array, positive: Array, pairs: Array) -> None:
+def _decode_onto(x: Array, positive: Array, pairs: Array) -> None:
     """Add to x, float32[rows, columns], what signs and float32[2 rows] stand for."""
     for part in _row_blocks(x):
         x[part] += _decoded(_mask(positive[part]), pairs.reshape(-1, 2)[part])

@@ -64,7 +64,7 @@ class Qsgd(Aggregator):
                 words = payload_part(wire, payloads[-1], part)
                 wire.encode(x, shifts[: tiles(x.size)], key, part.start, words)
         scales = [norm / np.float32(self.levels) for norm in allgather(world, norms)]
-        return Mean(mean_of_levels(wire, shifts, allgather(world, payloads), scales, ends, n))
+        return Mean(decoded_mean(wire, shifts, allgather(world, payloads), scales, ends, n))
 
     def _norms(self, gradient: Array, starts: Array) -> Array:
         """Return the 2-norm of each bucket, float32, no smaller than its largest value."""
@@ -76,7 +76,7 @@ class Qsgd(Aggregator):
         return np.sqrt(squares).astype(np.float32)
 
 
-def mean_of_levels(
+def decoded_mean(
     wire: Exact,
     shifts: Array,
     payloads: Sequence[Array],

@@ -28,7 +28,7 @@ from .base import (
     spread,
 )
 from .bucket import Bucket
-from .qsgd import mean_of_levels
+from .qsgd import decoded_mean
 
 TRITS = Exact(Cast(INTEGERS["ternary"], "stochastic"), trits=True)
 UNIT_SHIFT = 1 + SHIFT_BIAS  # the format's numbers are -2, 0 and 2: those of 2 x are wanted
@@ -116,7 +116,7 @@ class TernGrad(Aggregator):
         gradients: list[Array],
     ) -> list[Array]:
         """Return the largest values of each hosted rank, or of all ranks. Collective."""
-        own = [_largest_of_runs(x, ends) for x in clipped]
+        own = [_maxima(x, ends) for x in clipped]
         largest = shared_largest(world, gradients, bucket, np.max(own, axis=0))
         return [largest] * len(own) if self.share else own
 
@@ -130,7 +130,7 @@ class TernGrad(Aggregator):
             payloads.append(np.empty(TRITS.size_bytes(n), np.uint8))
             TRITS.encode(x, shifts, context.key("ternary", rank), 0, payloads[-1])
         scales = allgather(world, scalers)
-        return mean_of_levels(TRITS, shifts, allgather(world, payloads), scales, ends, n)
+        return decoded_mean(TRITS, shifts, allgather(world, payloads), scales, ends, n)
 
 
 def _deviation(x: Array) -> float:
@@ -152,7 +152,7 @@ def _deviation(x: Array) -> float:
     return float(np.sqrt(squares(0, x.size) / x.size))
 
 
-def _largest_of_runs(x: Array, ends: Array) -> Array:
+def _maxima(x: Array, ends: Array) -> Array:
     """Return the largest magnitude of each run of float32[n], float32[runs]; NaN where one is."""
     found, starts = np.zeros(ends.size, np.float32), np.concatenate([[0], ends])
     for part in blocks(x.size):
