@@ -273,6 +273,12 @@ __global__ void subtract_floats(const float* a, const float* b, float* out, i64 
         out[i] = subtract(a[i], b[i]);
 }
 
+__global__ void multiply_floats(const float* a, float b, float* out, i64 n) {
+    i64 stride = (i64)gridDim.x * blockDim.x;
+    for (i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += stride)
+        asm("mul.rn.f32 %0, %1, %2;" : "=f"(out[i]) : "f"(a[i]), "f"(b));
+}
+
 __global__ void divide_floats(const float* a, float b, float* out, i64 n) {
     i64 stride = (i64)gridDim.x * blockDim.x;
     for (i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += stride)

@@ -55,8 +55,42 @@ class Arrays:
     def empty_like(self, a: ndarray, dtype: Any = None, *, shape: Any = None) -> ndarray:
         return self.empty(a.shape if shape is None else shape, dtype or a.dtype)
 
-    def zeros_like(self, a: ndarray) -> ndarray:
-        return self.zeros(a.shape, a.dtype)
+    def zeros_like(self, a: ndarray, dtype: Any = None, *, shape: Any = None) -> ndarray:
+        return self.full_like(a, 0, dtype, shape=shape)
+
+    def full_like(
+        self, a: ndarray, fill_value: Any, dtype: Any = None, *, shape: Any = None
+    ) -> ndarray:
+        out = self.empty_like(a, dtype, shape=shape)
+        out[...] = fill_value
+        return out
+
+    def arange(self, stop: int, dtype: Any = int) -> ndarray:
+        return self.asarray(np.arange(stop, dtype=dtype))
+
+    def concatenate(self, arrays: Any) -> ndarray:
+        return self.move(lambda *each: np.concatenate(each), *arrays)
+
+    def stack(self, arrays: Any, axis: int = 0) -> ndarray:
+        return self.move(lambda *each: np.stack(each, axis), *arrays)
+
+    def sort(self, a: ndarray, axis: int = -1) -> ndarray:
+        return self.move(lambda each: np.sort(each, axis), a)
+
+    def cumsum(self, a: ndarray, dtype: Any) -> ndarray:
+        return self.move(lambda each: np.cumsum(each, dtype=dtype), a)
+
+    def atleast_1d(self, a: ndarray) -> ndarray:
+        return a if a.ndim else a.reshape(1)
+
+    def move(self, function: Callable[..., Any], *inputs: ndarray) -> ndarray:
+        """Give the stream what does no arithmetic with float32: subnormal numbers stay."""
+        given = [each.memory_view for each in inputs]  # a NumPy array has none, as in CuPy
+        like = function(*map(np.zeros_like, given))
+        out = self.empty(like.shape, like.dtype)
+        target = out.memory_view
+        self.give(lambda: np.copyto(target, function(*given)))
+        return out
 
     def asarray(self, a: Any) -> ndarray:
         if isinstance(a, ndarray):
@@ -121,6 +155,11 @@ class ndarray:
         return self.like(self.memory_view.view(dtype))
 
     def __getitem__(self, key: Any) -> ndarray:
+        if isinstance(key, ndarray):
+            if key.dtype == bool:  # how many are chosen has to be known
+                self.arrays.gpu.finish(self.arrays.gpu.current[-1])
+                key = self.arrays.asarray(np.flatnonzero(key.memory_view))
+            return self.arrays.move(lambda x, at: x[at], self, key)
         return self.like(
             self.memory_view[key, ...] if isinstance(key, int) else self.memory_view[key]
         )
@@ -128,10 +167,37 @@ class ndarray:
     def __setitem__(self, key: Any, value: Any) -> None:
         if isinstance(value, np.ndarray) and value.ndim:
             raise TypeError("non-scalar numpy.ndarray cannot be used for fill")
+        if isinstance(key, ndarray | tuple):
+            self.scatter(key if isinstance(key, tuple) else (key,), value)
+            return
         target = self.memory_view[key]
         given = isinstance(value, ndarray)
         source = value.memory_view if given else np.asarray(value).astype(self.dtype)  # as fill
         self.arrays.give(lambda: np.copyto(target, source))
+
+    def scatter(self, keys: tuple[ndarray, ...], value: Any) -> None:
+        """Overwrite values by arrays of indices."""
+        target, views = self.memory_view, [each.memory_view for each in keys]
+        source = value.memory_view if isinstance(value, ndarray) else value
+        self.arrays.give(lambda: target.__setitem__(tuple(views), source))
+
+    def __len__(self) -> int:
+        return len(self.memory_view)
+
+    def __iter__(self) -> Iterator[ndarray]:
+        return (self[i] for i in range(len(self)))
+
+    def copy(self) -> ndarray:
+        return self.arrays.move(np.copy, self)
+
+    def astype(self, dtype: Any) -> ndarray:
+        return self.arrays.move(lambda x: x.astype(dtype), self)
+
+    def ravel(self) -> ndarray:
+        return self.reshape(-1)
+
+    def argmax(self, axis: int) -> ndarray:
+        return self.arrays.compute(lambda x: np.argmax(x, axis), self)
 
     def get(self, out: np.ndarray | None = None) -> np.ndarray:
         self.arrays.gpu.finish(self.arrays.gpu.current[-1])
@@ -178,6 +244,23 @@ class ndarray:
     def __iadd__(self, other: Any) -> ndarray:
         return self.arrays.compute(np.add, self, other, out=self)
 
+    def __and__(self, other: Any) -> ndarray:
+        return self.arrays.compute(np.bitwise_and, self, other)
+
+    def __or__(self, other: Any) -> ndarray:
+        return self.arrays.compute(np.bitwise_or, self, other)
+
+    def __invert__(self) -> ndarray:
+        return self.arrays.compute(np.invert, self)
+
+    def __eq__(self, other: Any) -> ndarray:  # type: ignore[override]
+        return self.arrays.compute(np.equal, self, other)
+
+    def __le__(self, other: Any) -> ndarray:
+        return self.arrays.compute(np.less_equal, self, other)
+
+    __hash__ = None  # type: ignore[assignment]
+
     def __rmul__(self, other: Any) -> ndarray:
         return self.arrays.compute(np.multiply, other, self)
 
@@ -189,6 +272,9 @@ class ndarray:
 
     def sum(self) -> ndarray:
         return self.arrays.compute(np.sum, self)
+
+    def all(self) -> ndarray:
+        return self.arrays.compute(np.all, self)
 
     def max(self) -> ndarray:
         return self.arrays.compute(np.max, self)
@@ -226,6 +312,13 @@ def modules(gpu: Gpu) -> tuple[ModuleType, ModuleType]:
         "zeros",
         "empty_like",
         "zeros_like",
+        "full_like",
+        "arange",
+        "concatenate",
+        "stack",
+        "sort",
+        "cumsum",
+        "atleast_1d",
         "asarray",
         "may_share_memory",
         "shape",

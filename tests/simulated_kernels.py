@@ -130,5 +130,6 @@ BODIES: dict[str, Callable[[SimpleNamespace], object]] = {
     "clear": lambda a: _cpu.clear(1, a.x[: a.n], a.indices[: a.m]),
     "add_floats": lambda a: np.add(a.a, a.b, out=a.out),
     "subtract_floats": lambda a: np.subtract(a.a, a.b, out=a.out),
+    "multiply_floats": lambda a: np.multiply(a.a, np.float32(a.b), out=a.out),
     "divide_floats": lambda a: np.divide(a.a, np.float32(a.b), out=a.out),
 }

@@ -42,6 +42,7 @@ QUICK = (
 ONE_EPOCH = ("sweep.train.epochs=1", "sweep.schedule.warmup_epochs=0")
 SHORT = {  # further settings, by study
     "study_autoencoder": ("sweep.image=40",),
+    "study_codec": ('sweep.size_bytes=["4KiB", "16KiB", "64KiB"]',),
     "study_autoencoder_weak": ("sweep.image=[24,32,40]",),
     "study_train_strong": (*ONE_EPOCH, "sweep.train.batch=700"),
     "study_train_weak": (*ONE_EPOCH, "weak.train.batch=700"),

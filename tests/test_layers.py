@@ -66,6 +66,7 @@ ONLY_HERE = {  # outside package -> where it may be imported
     "h5py": ("store.py",),
     "simpleeval": ("study/spec.py",),
 }
+STATEMENTS = ast.stmt, ast.excepthandler, ast.match_case  # and what holds some
 NEVER_LOADED = ("mpi4py.MPI", "cupy", "matplotlib")
 
 
@@ -97,15 +98,14 @@ def all_imports() -> dict[str, tuple[str, ...]]:
 
 
 def nodes(tree: ast.AST, functions: bool) -> Iterator[ast.AST]:
-    """All nodes; or those that run on import, so none in functions or for type checkers alone."""
+    """All statements; or those that run on import: none in functions or for type checkers alone."""
     waiting = [tree]
     while waiting:
         node = waiting.pop()
         yield node
-        if functions:
-            waiting += ast.iter_child_nodes(node)
-        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-            waiting += [n for n in ast.iter_child_nodes(node) if not _for_type_checkers(n)]
+        if functions or not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            inner = (n for n in ast.iter_child_nodes(node) if isinstance(n, STATEMENTS))
+            waiting += [n for n in inner if functions or not _for_type_checkers(n)]
 
 
 def _for_type_checkers(node: ast.AST) -> bool:
@@ -221,7 +221,8 @@ def names_of(module: str) -> set[str]:
     path = PACKAGE.parent / module.replace(".", "/")
     names = {part.stem for part in path.glob("*")} if path.is_dir() else set()
     source = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-    for node in ast.walk(ast.parse(source.read_text())) if source.exists() else ():
+    tree = sources().get(source.relative_to(PACKAGE).as_posix())
+    for node in ast.walk(tree) if tree else ():
         if isinstance(node, ast.ClassDef | ast.FunctionDef):
             names.add(node.name)
         elif isinstance(node, ast.alias):
@@ -236,7 +237,7 @@ def test_what_tests_import_exists():
     missing = [
         f"{path.name}: {node.module}.{alias.name}"
         for path in Path(__file__).parent.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes(ast.parse(path.read_text()), functions=True)
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("cpdhpc")
         for alias in node.names
         if node.module != "cpdhpc._cpu" and alias.name not in names_of(node.module)

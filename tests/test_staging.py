@@ -23,6 +23,10 @@ from cpdhpc.world import gpu_messages
 from cpdhpc.world.ranks import Loopback
 
 N = 2500
+GPU_METHODS = (
+    "reshape", "view", "get", "sum", "max", "all", "argmax", "astype", "copy", "ravel",
+    "__array_function__", "__iter__", "__len__",
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -91,6 +95,7 @@ def sums() -> dict[str, tuple[list[Any], dict[str, Any]]]:
         "unpack_trits": ([trits, np.zeros_like(words)], {}),
         "add": ([x, x], {}),
         "subtract": ([x, x[::-1].copy()], {}),
+        "multiply": ([x, np.float32(2**-127)], {}),
         "divide": ([x, np.float32(3)], {}),
     }
 
@@ -208,5 +213,5 @@ def test_the_simulation_has_only_what_cupy_has(gpu: Any) -> None:
             ours = gpu[1].cuda if part == "cuda" else gpu[1].cuda.runtime
             assert all(hasattr(theirs, name) for name in vars(ours)), part
         assert hasattr(importlib.import_module("cupyx"), "empty_pinned")
-        for method in ("reshape", "view", "get", "sum", "max", "__array_function__"):
+        for method in GPU_METHODS:
             assert hasattr(cupy.ndarray, method)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -84,6 +85,11 @@ MODELS: dict[str, type[nn.Module]] = {
     "lstm": TiedLstm,
     "transformer": Transformer,
 }
+# The large one on two ranks only: what depends on their number, smaller models show.
+NETWORKS = [
+    pytest.param(name, marks=pytest.mark.two_ranks) if name == "resnet20" else name
+    for name in MODELS
+]
 
 
 def batch(name: str, seed: int, size: int = 3) -> tuple[torch.Tensor, torch.Tensor]:

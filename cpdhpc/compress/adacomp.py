@@ -53,6 +53,7 @@ class AdaComp(SparseMessages):
     def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
         """Return the mean over all ranks. See Aggregator.aggregate."""
         layers = SparseLayers(bucket, self.exclude)
+        layers.check_place(self, gradients, context, "numpy.ndarray")
         coded, waiting = layers.coded, layers.waiting(gradients, context)
         payloads = [
             self._encoded(x, layers.parts(own), coded)
@@ -108,7 +109,7 @@ def _about_largest(
     Values of 0 are never chosen, so nothing is of bins of zeros.
     """
     indices, largest = [], []
-    for part in blocks(x.size, bin_values):
+    for part in blocks(x, bin_values):
         own, rate = x[part], gradient[part]
         if own.size % bin_values:  # the last bin
             short = -own.size % bin_values

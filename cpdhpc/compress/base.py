@@ -18,7 +18,7 @@ from ..collectives.checks import NONFINITE_BITS, NonFiniteGradient
 from ..collectives.method import AUTO, Machine, as_machine
 from ..config import suggest
 from ..formats import TILE
-from ..ops import backend_of
+from ..ops import backend_of, on_gpu, to_host
 from ..randomness import Key, random_key
 from ..world.ranks import Ranks
 from .bucket import Bucket
@@ -91,7 +91,8 @@ class Aggregator(ABC):
     def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
         """Return the mean over all ranks of their gradients. Collective: all processes call.
 
-        gradients: one float32[bucket.size] per hosted rank, as bucket lays them out; unchanged
+        gradients: one float32[bucket.size] per hosted rank, as bucket lays them out; unchanged.
+            CuPy arrays where docs/compression.md says so: then the mean and what is kept are, too
         Raises NonFiniteGradient on all ranks alike where a gradient holds NaN or infinity.
         """
 
@@ -201,6 +202,8 @@ def shared_largest(
     Raises NonFiniteGradient on all ranks, naming the layers.
     """
     bits = world.max(largest.astype(np.float32).view(np.int32).astype(np.int64), "largest values")
+    if bits.size and bits.max() >= REFUSED:  # by check_place on some process
+        world.agree(None, "gradients")
     if bits.size and bits.max() >= NONFINITE_BITS:
         raise nonfinite(world, gradients, bucket)
     return bits.astype(np.int32).view(np.float32)
@@ -208,19 +211,20 @@ def shared_largest(
 
 def raise_unless_finite(world: Ranks, gradients: Sequence[Array], bucket: Bucket) -> None:
     """Raise NonFiniteGradient on all ranks where one holds NaN or infinity. Collective."""
-    found = [int(backend_of(x).amax_tiles(x).max(initial=0)) for x in gradients]
+    found = [int(to_host(backend_of(x).amax_tiles(x)).max(initial=0)) for x in gradients]
     shared_largest(world, gradients, bucket, np.array([max(found)], np.uint32).view(np.float32))
 
 
-def blocks(n: int, multiple: int = 1) -> Iterator[slice]:
-    """Yield slices of n values, one after the other, that stay in a core's cache.
+def blocks(x: Array, multiple: int = 1) -> Iterator[slice]:
+    """Yield slices of x.size values, one after the other, that stay in a core's cache.
 
-    multiple: all but the last are as long as a multiple of it, about BLOCK_VALUES
+    x: on a GPU there is one; multiple: all but the last are as long as a multiple of it, about
+        BLOCK_VALUES
     What takes several steps for each value goes through memory once if done block by block.
     """
-    step = max(1, BLOCK_VALUES // multiple) * multiple
-    for start in range(0, n, step):
-        yield slice(start, min(start + step, n))
+    step = max(1, x.size if on_gpu(x) else BLOCK_VALUES // multiple * multiple, multiple)
+    for start in range(0, x.size, step):
+        yield slice(start, min(start + step, x.size))
 
 
 def spread(each: Array, ends: Array, part: slice) -> Array:
@@ -235,6 +239,34 @@ def spread(each: Array, ends: Array, part: slice) -> Array:
     counts[1:] -= counts[:-1]  # NumPy sees that they overlap
     counts[0] -= part.start
     return np.repeat(each[first : last + 1], counts)
+
+
+REFUSED = 1 << 32  # above the bits of any float32
+EITHER = "numpy.ndarray or cupy.ndarray"  # allowed types of gradients
+
+
+def check_place(
+    method: Aggregator,
+    world: Ranks,
+    gradients: Sequence[Array],
+    count: int = 1,
+    allowed: str = "numpy.ndarray",
+) -> None:
+    """Raise TypeError on all ranks unless the gradients of each process are of an allowed type.
+
+    Collective where it raises: the other processes go on to shared_largest of count values, or to
+    raise_unless_finite, and hear of it there. allowed: "numpy.ndarray" or EITHER
+    """
+    came = sorted({f"{type(x).__module__}.{type(x).__qualname__}" for x in gradients})
+    if len(came) > 1 or came[0] not in allowed.split(" or "):
+        world.max(np.full(count, REFUSED), "largest values")
+        world.agree(
+            TypeError(
+                f"{type(method).__name__}: gradients: {' and '.join(came)}: must be {allowed}"
+                f"{', on all hosted ranks alike' if len(came) > 1 else ''}"
+            ),
+            "gradients",
+        )
 
 
 def machine_of_auto(

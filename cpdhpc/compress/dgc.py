@@ -10,7 +10,7 @@ import numpy as np
 from pydantic import Field
 
 from ..ops import backend_of
-from .base import Array, Context, Mean
+from .base import EITHER, Array, Context, Mean
 from .bucket import Bucket
 from .sparse import Density, LargestValues, SparseLayers, Warmup
 
@@ -40,6 +40,8 @@ class Dgc(LargestValues):
     def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
         """Return the mean over all ranks. See Aggregator.aggregate."""
         layers = SparseLayers(bucket, self.exclude)
+        # The 2-norm is a sum in the order of NumPy's additions.
+        layers.check_place(self, gradients, context, "numpy.ndarray" if self.clip_norm else EITHER)
         clipped = [self._clipped(x, bucket, context) for x in gradients]
         momenta = layers.joined(clipped)
         layers.add(momenta, context, "momentum", self.momentum)
@@ -72,11 +74,11 @@ class Dgc(LargestValues):
 
         What is shared does not follow the scale of losses, so it is kept without.
         """
-        scale = np.float32(context.loss_scale)
+        scale, kernels = np.float32(context.loss_scale), backend_of(flat)
         for name, start, stop in layers.bucket.segments:
             if name not in layers.coded.names:
                 x = flat[start:stop]
-                u = context.state.shared(name, "momentum", partial(np.zeros_like, x))
-                u *= np.float32(self.momentum)
-                u += x / scale
-                np.multiply(u, scale, out=x)
+                u = context.state.shared(name, "momentum", partial(np.zeros_like, x), x)
+                kernels.multiply(u, np.float32(self.momentum), u)
+                kernels.add(u, kernels.divide(x, scale), u)
+                kernels.multiply(u, scale, x)

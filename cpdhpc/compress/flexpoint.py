@@ -11,6 +11,7 @@ import numpy as np
 from pydantic import Field
 
 from ..collectives.allreduce import Allreduce, configured
+from ..collectives.checks import amax_of_segments
 from ..collectives.method import Shifts, integer_shift
 from ..formats import INTEGERS, TILE
 from .base import LOSSES, Aggregator, Array, Column, Context, Mean
@@ -67,8 +68,9 @@ class Flexpoint(Aggregator):
             shifts=self._expected(pasts, bucket, context.world.ranks),
         )
         mean = reduced.arrays[0]
-        for past, view in zip(pasts, bucket.views(mean), strict=True):
-            past[:] = [*past[1:], np.abs(view).max(initial=0)]
+        largest = amax_of_segments(mean, bucket.segments).astype(np.uint32).view(np.float32)
+        for past, value in zip(pasts, largest, strict=True):
+            past[:] = [*past[1:], value]
         return Mean(mean, {"aps_shift": np.array(reduced.sent_shifts, np.float64)})
 
     def _expected(self, pasts: list[Array], bucket: Bucket, ranks: int) -> Shifts | None:

@@ -10,7 +10,7 @@ import numpy as np
 from pydantic import Field
 
 from ..collectives.sparse import sum as sum_of_ranks
-from .base import Array, Column, Context, DenseMessages, Mean, raise_unless_finite
+from .base import Array, Column, Context, DenseMessages, Mean, check_place, raise_unless_finite
 from .bucket import Bucket
 
 
@@ -40,6 +40,7 @@ class GradientFlow(DenseMessages):
     def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
         """Return the mean over all ranks. See Aggregator.aggregate."""
         world, flat = context.world, np.zeros(bucket.size, np.float32)
+        check_place(self, world, gradients)
         raise_unless_finite(world, gradients, bucket)
         starts, stops = self._chunks(bucket)
         waiting = self._with_memory(gradients, bucket, context)

@@ -15,7 +15,7 @@ from pydantic import Field
 
 from ..collectives.sparse import allgather, broadcast
 from ..collectives.sparse import sum as sum_of_ranks
-from ..ops import backend_of
+from ..ops import backend_of, placed, to_host
 from ..world.ranks import Ranks
 from .base import Array, Column, Context, DenseMessages, Layers, Mean, check_known, mean_in_float32
 from .bucket import Bucket
@@ -82,18 +82,20 @@ class Lgc(DenseMessages):
         """Return the mean over all ranks. See Aggregator.aggregate."""
         layers = SparseLayers(bucket, self.exclude)
         if context.iteration < self.dense_steps or not layers.coded.size:
-            flat = np.zeros(bucket.size, np.float32)
+            flat = np.zeros_like(gradients[0], shape=(bucket.size,))
             mean_in_float32(gradients, bucket, bucket.names, context, flat, self.algorithm)
             return Mean(flat, {"sent_share": np.ones(len(bucket.names))})
+        layers.check_place(self, gradients, context)
         waiting = layers.waiting(gradients, context)
         chosen = self._chosen(waiting, layers.coded, context)
-        values = [backend_of(x).gather(x, chosen.places) for x in waiting]
+        places = placed(chosen.places, waiting[0])
+        values = [to_host(backend_of(x).gather(x, places)) for x in waiting]
         training = context.iteration < self.dense_steps + self.training_steps
         found = (self._trained if training else self._decoded)(values, chosen, context)
-        mean = np.zeros(layers.coded.size, np.float32)
-        mean[chosen.places] = found.values
+        mean = np.zeros_like(waiting[0])
+        mean[places] = placed(found.values, mean)
         for x in waiting:
-            backend_of(x).clear(x, chosen.places)
+            backend_of(x).clear(x, places)
         flat = layers.mean(mean, waiting, gradients, context, self.algorithm)
         layers.keep(waiting, context)
         return Mean(flat, self._telemetry(layers, chosen, found))
@@ -107,7 +109,7 @@ class Lgc(DenseMessages):
         if world.hosts(leader):
             i = leader - world.hosted.start
             places = largest(waiting[i], coded, self.density, "layer")
-            payloads[i] = encode_sparse(places, values, coded.size)[: -values.nbytes]
+            payloads[i] = encode_sparse(to_host(places), values, coded.size)[: -values.nbytes]
         came = broadcast(world, payloads, leader)
         whole = np.concatenate([came, values.view(np.uint8)])
         return Chosen(decode_sparse(whole, coded.size)[0], coded, tuple(counts), self.plain, leader)

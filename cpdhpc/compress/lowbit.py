@@ -22,14 +22,16 @@ from ..formats import (
     shift_count,
     tiles,
 )
-from ..ops import backend_of
+from ..ops import backend_of, placed, to_host
 from .base import (
+    EITHER,
     LOSSES,
     Aggregator,
     Array,
     Column,
     Context,
     Mean,
+    check_place,
     machine_of_auto,
     raise_unless_finite,
 )
@@ -114,13 +116,15 @@ class LowBit(Aggregator):
         Rounded here, the contributions are numbers of the format, which travel as they are.
         """
         world, segments = context.world, bucket.segments
+        check_place(self, world, gradients, allowed=EITHER)
         memory = [
-            context.state.own(name, "residual", (stop - start,)) for name, start, stop in segments
+            context.state.own(name, "residual", (stop - start,), like=gradients[0])
+            for name, start, stop in segments
         ]
-        wanted = [gradient.copy() for gradient in gradients]
+        wanted, kernels = [gradient.copy() for gradient in gradients], backend_of(gradients[0])
         for (_, start, stop), residuals in zip(segments, memory, strict=True):
             for x, residual in zip(wanted, residuals, strict=True):
-                x[start:stop] += residual
+                kernels.add(x[start:stop], residual, x[start:stop])
         raise_unless_finite(world, wanted, bucket)
         if method.algorithm == AUTO:
             method = method.chosen(world, wanted)
@@ -132,7 +136,7 @@ class LowBit(Aggregator):
         )
         for (_, start, stop), residuals in zip(segments, memory, strict=True):
             for x, q, residual in zip(wanted, sent, residuals, strict=True):
-                np.subtract(x[start:stop], q[start:stop], out=residual)
+                kernels.subtract(x[start:stop], q[start:stop], residual)
         return reduced
 
     def observe(self, gradient: Array, bucket: Bucket, mean: Mean) -> Mapping[str, Array]:
@@ -147,7 +151,7 @@ def _rounded(x: Array, method: Allreduce, shifts: Shifts, segments: Sequence[Seg
     """Return what a rank's contribution to an all-reduce is rounded to, float32[n]."""
     wire, out = method.payloads, np.empty_like(x)
     used = shift_bytes(shifts[0], segments, x.size, x) if shifts[0] else None
-    payload = np.empty(wire.size_bytes(x.size), np.uint8)
+    payload = np.empty_like(x, shape=(wire.size_bytes(x.size),), dtype=np.uint8)
     wire.encode(x, used, NO_KEY, 0, payload)
     wire.decode(payload, used, out)
     return out
@@ -168,11 +172,12 @@ def count_losses(
     stored = np.empty(shift_count(flat.size, shared), np.uint8)
     if shifts is not None:
         stored[:] = np.repeat(shifts.astype(np.int64) + SHIFT_BIAS, np.diff(edges))
-    counts = np.zeros((tiles(flat.size), 3), np.uint32)  # saturated, underflowed, not finite
-    words = np.empty(packed_bytes(flat.size, cast.fmt.bits), np.uint8)
-    fit = shifts is None
-    backend_of(flat).encode_tiles(flat, cast, words, stored, fit=fit, counts=counts)
+    # saturated, underflowed, not finite
+    counts = placed(np.zeros((tiles(flat.size), 3), np.uint32), flat)
+    words = np.empty_like(flat, shape=(packed_bytes(flat.size, cast.fmt.bits),), dtype=np.uint8)
+    fit, encode_tiles = shifts is None, backend_of(flat).encode_tiles
+    encode_tiles(flat, cast, words, placed(stored, flat), fit=fit, counts=counts)
     sums = np.zeros((tiles(flat.size) + 1, 2), np.int64)  # before each tile: a layer may be empty
-    np.cumsum(counts[:, :2], axis=0, out=sums[1:])
+    np.cumsum(to_host(counts)[:, :2], axis=0, out=sums[1:])
     saturated, underflowed = np.diff(sums[edges], axis=0).T
     return {"saturated_share": saturated, "underflow_share": underflowed}

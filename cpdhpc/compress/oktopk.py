@@ -74,6 +74,7 @@ class OkTopk(SparseMessages):
     def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
         """Return the mean over all ranks. See Aggregator.aggregate."""
         layers = SparseLayers(bucket, self.exclude)
+        layers.check_place(self, gradients, context, "numpy.ndarray")
         coded, waiting = layers.coded, layers.waiting(gradients, context)
         mean, indices = np.zeros(coded.size, np.float32), np.empty(0, np.uint32)
         if coded.size:

@@ -10,7 +10,16 @@ import numpy as np
 
 from ..collectives.allreduce import configured
 from ..collectives.sparse import allgather
-from .base import Aggregator, Array, Context, Mean, blocks, mean_in_float32, raise_unless_finite
+from .base import (
+    Aggregator,
+    Array,
+    Context,
+    Mean,
+    blocks,
+    check_place,
+    mean_in_float32,
+    raise_unless_finite,
+)
 from .bucket import Bucket
 
 
@@ -35,6 +44,7 @@ class OneBit(Aggregator):
     def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
         """Return the mean over all ranks. See Aggregator.aggregate."""
         world, flat = context.world, np.zeros(bucket.size, np.float32)
+        check_place(self, world, gradients)
         raise_unless_finite(world, gradients, bucket)
         coded = [i for i, shape in enumerate(bucket.shapes) if len(shape) > 1 and 0 not in shape]
         messages: list[tuple[list[Array], list[Array]]] = [([], []) for _ in gradients]
@@ -87,7 +97,7 @@ def _decode_onto(x: Array, positive: Array, pairs: Array) -> None:
 
 def _row_blocks(x: Array) -> Iterator[slice]:
     columns = x.shape[1]
-    return (slice(p.start // columns, p.stop // columns) for p in blocks(x.size, columns))
+    return (slice(p.start // columns, p.stop // columns) for p in blocks(x, columns))
 
 
 def _mask(positive: Array) -> Array:

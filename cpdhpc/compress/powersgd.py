@@ -9,7 +9,15 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import Field
 
-from .base import Array, Context, DenseMessages, Mean, mean_in_float32, raise_unless_finite
+from .base import (
+    Array,
+    Context,
+    DenseMessages,
+    Mean,
+    check_place,
+    mean_in_float32,
+    raise_unless_finite,
+)
 from .bucket import Bucket
 
 
@@ -34,6 +42,7 @@ class PowerSgd(DenseMessages):
 
     def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
         """Return the mean over all ranks. See Aggregator.aggregate."""
+        check_place(self, context.world, gradients)
         raise_unless_finite(context.world, gradients, bucket)
         flat, layers = np.zeros(bucket.size, np.float32), self._layers(bucket)
         dense = [name for i, name in enumerate(bucket.names) if i not in layers]

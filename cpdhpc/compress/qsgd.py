@@ -18,6 +18,7 @@ from .base import (
     Context,
     Mean,
     blocks,
+    check_place,
     shared_largest,
     spread,
 )
@@ -49,6 +50,7 @@ class Qsgd(Aggregator):
         """Return the mean over all ranks. See Aggregator.aggregate."""
         world, n, wire = context.world, bucket.size, self._wire()
         starts = np.arange(0, n, self.bucket_values)
+        check_place(self, world, gradients, starts.size)
         norms = [self._norms(gradient, starts) for gradient in gradients]
         shared_largest(world, gradients, bucket, np.max(norms, axis=0))
         # Levels are integers: multiples of the format's smallest number.
@@ -58,7 +60,7 @@ class Qsgd(Aggregator):
         for rank, gradient, norm in zip(world.hosted, gradients, norms, strict=True):
             key, divisors = context.key("levels", rank), np.where(norm == 0, np.float32(1), norm)
             payloads.append(np.empty(wire.size_bytes(n), np.uint8))
-            for part in blocks(n, TILE):
+            for part in blocks(gradient, TILE):
                 x = gradient[part] / spread(divisors, ends, part)
                 x *= np.float32(self.levels)
                 words = payload_part(wire, payloads[-1], part)
@@ -69,7 +71,7 @@ class Qsgd(Aggregator):
     def _norms(self, gradient: Array, starts: Array) -> Array:
         """Return the 2-norm of each bucket, float32, no smaller than its largest value."""
         squares = np.empty(starts.size)
-        for part in blocks(gradient.size, self.bucket_values):
+        for part in blocks(gradient, self.bucket_values):
             own = slice(part.start // self.bucket_values, -(-part.stop // self.bucket_values))
             wide = np.square(gradient[part], dtype=np.float64)
             squares[own] = np.add.reduceat(wide, starts[own] - part.start)
@@ -90,7 +92,7 @@ def decoded_mean(
     scales: float32[runs] of each rank, of runs that end at ends, int64[runs]
     """
     total = np.zeros(n, np.float32)
-    for part in blocks(n, TILE):
+    for part in blocks(total, TILE):
         into = total[part]
         term = np.empty_like(into)
         for payload, scale in zip(payloads, scales, strict=True):

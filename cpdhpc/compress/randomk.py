@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
+from ..ops import backend_of, placed
 from ..randomness import Key
 from .base import Array, Column, Context, DenseMessages, Layers, Mean, check_known
 from .bucket import Bucket
@@ -43,21 +44,26 @@ class RandomK(DenseMessages):
         """Return the mean over all ranks. See Aggregator.aggregate."""
         layers = SparseLayers(bucket, self.exclude)
         feedback = self.error_feedback
+        layers.check_place(self, gradients, context)
         waiting = layers.waiting(gradients, context) if feedback else layers.joined(gradients)
         if not feedback:
             layers.check(waiting, context)
         density = density_at(context.epoch, self.warmup, self.density)
         drawn = {
-            name: start
-            + drawn_alike(context.key(name), count_of(density, stop - start), stop - start)
+            name: placed(
+                start
+                + drawn_alike(context.key(name), count_of(density, stop - start), stop - start),
+                waiting[0],
+            )
             for name, start, stop in layers.coded.segments
         }
         means = self._mean({name: [x[i] for x in waiting] for name, i in drawn.items()}, context)
-        mean, shares = np.zeros(layers.coded.size, np.float32), []
+        mean, shares = np.zeros_like(waiting[0]), []
+        multiply = backend_of(mean).multiply
         for (name, start, stop), index in zip(layers.coded.segments, drawn.values(), strict=True):
             shares.append(index.size / (stop - start))
             factor = 1.0 if feedback else (stop - start) / index.size
-            mean[index] = means[name] * np.float32(factor)
+            mean[index] = multiply(means[name], np.float32(factor))
             for x in waiting:
                 x[index] = 0
         flat = layers.mean(mean, waiting, gradients, context, self.algorithm)

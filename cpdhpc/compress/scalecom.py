@@ -10,6 +10,7 @@ import numpy as np
 from pydantic import Field
 
 from ..collectives.sparse import broadcast
+from ..ops import placed, to_host
 from .base import Array, Column, Context, DenseMessages, Layers, Mean, blocks, check_known
 from .bucket import Bucket
 from .sparse import SparseLayers, SparseMessages
@@ -69,8 +70,9 @@ class ScaleCom(DenseMessages):
         """Return the mean over all ranks. See Aggregator.aggregate."""
         is_dense = context.epoch < self.dense_epochs
         layers = SparseLayers(bucket, bucket.names if is_dense else self.exclude)
-        coded, total = layers.coded, np.zeros(layers.coded.size, np.float32)
-        waiting = layers.waiting(gradients, context)
+        layers.check_place(self, gradients, context)
+        coded, waiting = layers.coded, layers.waiting(gradients, context)
+        total = np.zeros_like(waiting[0])
         chosen = self._chosen(waiting, coded, context) if coded.names else {}
         if chosen:
             parts = {name: [x[i] for x in waiting] for name, i in chosen.items()}
@@ -113,7 +115,7 @@ class ScaleCom(DenseMessages):
             begin, end = end, end + chunks * self.per_chunk * kind.itemsize
             positions = payload[begin:end].view(kind).reshape(chunks, self.per_chunk)
             indices = (start + np.arange(chunks)[:, None] * chunk_values + positions).ravel()
-            found[name] = indices[indices < stop]
+            found[name] = placed(indices[indices < stop], waiting[0])
         return found
 
     def _positions(self, x: Array, coded: Bucket) -> Array:
@@ -122,7 +124,7 @@ class ScaleCom(DenseMessages):
         for name, start, stop in coded.segments:
             chunk_values = self._chunk_values(name)
             positions = _largest(x[start:stop], chunk_values, self.per_chunk)
-            found.append(positions.astype(_kind(chunk_values)).ravel().view(np.uint8))
+            found.append(to_host(positions.astype(_kind(chunk_values))).ravel().view(np.uint8))
         return np.concatenate(found)
 
 
@@ -142,14 +144,15 @@ def _largest(x: Array, chunk_values: int, per_chunk: int) -> Array:
     end, where it has too few values.
     """
     found = []
-    for part in blocks(x.size, chunk_values):
+    for part in blocks(x, chunk_values):
         own = x[part]
-        magnitudes = np.full(-(-own.size // chunk_values) * chunk_values, -1, np.float32)
-        np.abs(own, out=magnitudes[: own.size])
-        chunks = magnitudes.reshape(-1, chunk_values)
-        found.append(np.empty((len(chunks), per_chunk), np.int64))
-        for k in range(per_chunk):
-            found[-1][:, k] = chunks.argmax(axis=1)
-            chunks[np.arange(len(chunks)), found[-1][:, k]] = -np.inf
-        found[-1].sort(axis=1)
+        size = -(-own.size // chunk_values) * chunk_values
+        bits = np.full_like(x, -1, shape=(size,), dtype=np.int32)  # in the order of magnitudes
+        np.bitwise_and(own.view(np.int32), np.int32(0x7FFFFFFF), out=bits[: own.size])
+        chunks, columns = bits.reshape(-1, chunk_values), []
+        rows = placed(np.arange(len(chunks)), x)
+        for _ in range(per_chunk):
+            columns.append(chunks.argmax(axis=1))
+            chunks[rows, columns[-1]] = -2
+        found.append(np.sort(np.stack(columns, axis=1), axis=1))
     return np.concatenate(found)

@@ -13,10 +13,11 @@ from pydantic import Field
 from ..collectives.allreduce import configured
 from ..collectives.checks import is_finite
 from ..collectives.sparse import allgather
-from ..ops import backend_of
+from ..ops import backend_of, placed, to_host
 from ..ops.payloads import parse_wire
 from ..world.ranks import Ranks
 from .base import (
+    EITHER,
     Aggregator,
     Array,
     Column,
@@ -24,6 +25,7 @@ from .base import (
     Layers,
     blocks,
     check_known,
+    check_place,
     mean_in_float32,
     nonfinite,
     nonfinite_layers,
@@ -92,7 +94,7 @@ class LargestValues(SparseMessages):
         """Send the chosen values, and take them out of what waits. Collective. See exchange."""
         n, gather = coded.size, backend_of(waiting[0]).gather
         payloads = [
-            encode_sparse(indices, gather(x, indices), n, self.wire)
+            encode_sparse(to_host(indices), to_host(gather(x, indices)), n, self.wire)
             for x, indices in zip(waiting, chosen, strict=True)
         ]
         decode = partial(decode_sparse, size=n, wire=self.wire)
@@ -117,7 +119,7 @@ def largest(x: Array, coded: Bucket, density: float, within: Within) -> Array:
     select = backend_of(x).select_magnitude
     spans = [(0, x.size)] if within == "bucket" else [(a, b) for _, a, b in coded.segments]
     found = [select(x[a:b], count_of(density, b - a)) + np.uint32(a) for a, b in spans if a < b]
-    return np.concatenate(found) if found else np.empty(0, np.uint32)
+    return np.concatenate(found) if found else np.empty_like(x, shape=(0,), dtype=np.uint32)
 
 
 @dataclass(frozen=True)
@@ -146,10 +148,20 @@ class SparseLayers:
         lies = {name: slice(start, stop) for name, start, stop in self.bucket.segments}
         return [(lies[name], slice(start, stop)) for name, start, stop in self.coded.segments]
 
+    def check_place(
+        self,
+        method: Aggregator,
+        gradients: Sequence[Array],
+        context: Context,
+        allowed: str = EITHER,
+    ) -> None:
+        """See base.check_place. Who has called this goes on to check."""
+        if self.coded.size:  # else mean_in_float32 looks at them
+            check_place(method, context.world, gradients, allowed=allowed)
+
     def joined(self, gradients: Sequence[Array]) -> list[Array]:
         """Return the coded layers of each hosted rank's gradient, new float32[coded.size]."""
-        none = np.empty(0, np.float32)
-        return [np.concatenate([none, *self.parts(x)]) for x in gradients]
+        return [np.concatenate([x[:0], *self.parts(x)]) for x in gradients]
 
     def parts(self, gradient: Array) -> list[Array]:
         """Return the coded layers of a gradient, float32[bucket.size], as views."""
@@ -160,8 +172,8 @@ class SparseLayers:
 
         Raises NonFiniteGradient as check.
         """
-        found, largest = [np.empty(self.coded.size, np.float32) for _ in gradients], 0
-        memories = self._memories(context, "residual")
+        found, largest = [np.empty_like(x, shape=(self.coded.size,)) for x in gradients], 0
+        memories = self._memories(found, context, "residual")
         with np.errstate(over="ignore", invalid="ignore"):  # found in the same pass
             for (source, _), (place, memory) in zip(self._places, memories, strict=True):
                 for x, gradient, kept in zip(found, gradients, memory, strict=True):
@@ -175,24 +187,31 @@ class SparseLayers:
         self, xs: Sequence[Array], context: Context, name: str, factor: float, own: float = 1.0
     ) -> None:
         """Make each hosted rank's x, float32[coded.size], own * x + factor * its memory."""
+        kernels = backend_of(xs[0])
         with np.errstate(over="ignore", invalid="ignore"):  # check sees what is not finite
-            for place, memory in self._memories(context, name):
+            for place, memory in self._memories(xs, context, name):
                 for x, kept in zip((x[place] for x in xs), memory, strict=True):
-                    for part in blocks(kept.size):
+                    for part in blocks(kept):
                         if own != 1:
-                            x[part] *= np.float32(own)
-                        x[part] += kept[part] * np.float32(factor)
+                            kernels.multiply(x[part], np.float32(own), x[part])
+                        more = kernels.multiply(kept[part], np.float32(factor))
+                        kernels.add(x[part], more, x[part])
 
     def keep(self, xs: Sequence[Array], context: Context, name: str = "residual") -> None:
         """Make float32[coded.size] of each hosted rank, that nobody uses any more, its memory."""
         for layer, start, stop in self.coded.segments:
-            context.state.own(layer, name, (stop - start,))
             context.state.give(layer, name, [x[start:stop] for x in xs])
 
-    def _memories(self, context: Context, name: str) -> Iterator[tuple[slice, list[Array]]]:
-        """Yield where each coded layer lies in coded, and a memory of it of each hosted rank."""
+    def _memories(
+        self, xs: Sequence[Array], context: Context, name: str
+    ) -> Iterator[tuple[slice, list[Array]]]:
+        """Yield where each coded layer lies in coded, and a memory of it of each hosted rank.
+
+        xs: arrays that lie where the memories are to be
+        """
         for layer, start, stop in self.coded.segments:
-            yield slice(start, stop), context.state.own(layer, name, (stop - start,))
+            memory = context.state.own(layer, name, (stop - start,), like=xs[0])
+            yield slice(start, stop), memory
 
     def check(self, xs: Sequence[Array], context: Context) -> None:
         """Raise NonFiniteGradient on all ranks where one has NaN or infinity. Collective.
@@ -221,7 +240,7 @@ class SparseLayers:
             raise nonfinite(context.world, xs, self.coded, nonfinite_layers(coded, self.coded))
         if self.coded.segments == self.bucket.segments:
             return coded
-        flat = np.zeros(self.bucket.size, np.float32)
+        flat = np.zeros_like(coded, shape=(self.bucket.size,))
         for source, place in self._places:
             flat[source] = coded[place]
         whole = set(self.bucket.names) - set(self.coded.names)
@@ -240,8 +259,8 @@ class SparseLayers:
 def _add(a: Array, b: Array, out: Array) -> int:
     """Write a + b, float32[n], into out; return the float32 bits of the largest magnitude."""
     kernels, largest = backend_of(out), 0
-    for part in blocks(out.size):
-        np.add(a[part], b[part], out=out[part])
+    for part in blocks(out):
+        kernels.add(a[part], b[part], out[part])
         largest = max(largest, int(kernels.amax_tiles(out[part]).max()))
     return largest
 
@@ -272,13 +291,15 @@ def exchange(
     """
     n, kernels = coded.size, backend_of(waiting[0])
     borders = np.array([*(start for _, start, _ in coded.segments), n], np.int64)
-    total, counts = np.zeros(n, np.float32), np.zeros(len(coded.names), np.int64)
+    total, counts = np.zeros_like(waiting[0], shape=(n,)), np.zeros(len(coded.names), np.int64)
     with np.errstate(over="ignore", invalid="ignore"):  # mean sees what is not finite
         for rank, payload in enumerate(allgather(world, payloads) if n else ()):
             indices, values = decode(payload)
-            kernels.scatter_add(total, indices, values)
             counts += np.diff(np.searchsorted(indices, borders))
+            places = placed(indices, total)
+            kernels.scatter_add(total, places, placed(values, total))
             if world.hosts(rank):
-                kernels.scatter_add(waiting[rank - world.hosted.start], indices, -values)
-    total /= np.float32(world.ranks)
+                own = waiting[rank - world.hosted.start]
+                kernels.scatter_add(own, places, placed(-values, total))
+    kernels.divide(total, np.float32(world.ranks), total)
     return Sent(total, counts / (np.diff(borders) * world.ranks))

@@ -9,11 +9,13 @@ from typing import Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
+from ..ops import backend_of, placed
 from ..partition import split
 
 Array = npt.NDArray[Any]
 Key = tuple[str, str]  # layer, name
 Redistribution = Literal["sum", "copy", "drop"]
+ON_CPU = np.empty(0)  # an array that lies there
 
 
 @dataclass
@@ -47,9 +49,11 @@ class State:
         shape: Sequence[int],
         redistribution: Redistribution = "sum",
         dtype: npt.DTypeLike = np.float32,
+        like: Array = ON_CPU,
     ) -> list[Array]:
         """Return dtype[shape] of each hosted rank, zeros at first.
 
+        like: an array, NumPy's or CuPy's, that lies where these are to be; they are moved there
         redistribution: at another number of ranks "sum" keeps the sum over ranks, as residuals
             need it, each rank getting that of a part of the values; "copy" gives rank r what r
             modulo the former number had; "drop" begins with zeros
@@ -60,7 +64,7 @@ class State:
             known = ", ".join(get_args(Redistribution))
             raise ValueError(f"State.own: redistribution={redistribution!r}: known are {known}")
         wanted = (len(self.hosted), *shape), np.dtype(dtype), redistribution
-        entry = self._entry(layer, name, lambda: Entry(np.zeros(*wanted[:2]), redistribution))
+        entry = self._entry(layer, name, lambda: Entry(np.zeros(*wanted[:2]), redistribution), like)
         found = entry.array.shape, entry.array.dtype, entry.redistribution
         if found != wanted:
             raise ValueError(
@@ -77,24 +81,28 @@ class State:
         entry = self._entries[layer, name]
         entry.array = rows[0][None] if len(rows) == 1 else np.stack(rows)
 
-    def shared(self, layer: str, name: str, make: Callable[[], Array]) -> Array:
+    def shared(
+        self, layer: str, name: str, make: Callable[[], Array], like: Array = ON_CPU
+    ) -> Array:
         """Return an array that all ranks hold alike; make returns the first one, alike everywhere.
 
-        It has one dimension at least.
+        It has one dimension at least. like: as for own
 
         Raises ValueError where ranks have an entry each of this name, or it has a "/" in it.
         """
-        entry = self._entry(layer, name, lambda: Entry(np.atleast_1d(make()), None))
+        entry = self._entry(layer, name, lambda: Entry(np.atleast_1d(make()), None), like)
         if entry.redistribution is not None:
             raise ValueError(f"State.shared: {name!r} of layer {layer!r}: each rank has its own")
         return entry.array
 
-    def _entry(self, layer: str, name: str, make: Callable[[], Entry]) -> Entry:
+    def _entry(self, layer: str, name: str, make: Callable[[], Entry], like: Array) -> Entry:
         if "/" in name:
             raise ValueError(f"State: name={name!r}: has a '/' in it")
         if (layer, name) not in self._entries:
             self._entries[layer, name] = make()
-        return self._entries[layer, name]
+        entry = self._entries[layer, name]
+        entry.array = placed(entry.array, like)
+        return entry
 
     def __iter__(self) -> Iterator[tuple[Key, Entry]]:
         """Yield all entries, in one order on all processes."""
@@ -111,7 +119,8 @@ class State:
         """Multiply what adds up over ranks as gradients do, whose unit is another from now on."""
         for _, entry in self:
             if entry.redistribution == "sum":
-                entry.array *= entry.array.dtype.type(factor)
+                number = entry.array.dtype.type(factor)
+                backend_of(entry.array).multiply(entry.array, number, entry.array)
 
     def put(self, key: Key, entry: Entry) -> None:
         """Set an entry, as a checkpoint does."""

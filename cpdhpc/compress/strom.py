@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import Field
 
-from ..ops import backend_of
+from ..ops import backend_of, to_host
 from .base import Array, Context, Mean
 from .bucket import Bucket
 from .payload import decode_sparse, encode_sparse
@@ -32,6 +32,7 @@ class Strom(SparseMessages):
     def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
         """Return the mean over all ranks. See Aggregator.aggregate."""
         layers, tau = SparseLayers(bucket, self.exclude), np.float32(self.tau * context.loss_scale)
+        layers.check_place(self, gradients, context)
         n, waiting = layers.coded.size, layers.waiting(gradients, context)
         payloads = [_encoded(x, float(tau)) for x in waiting]
 
@@ -49,5 +50,5 @@ def _encoded(x: Array, tau: float) -> Array:
     """Return which values are beyond tau, and their signs, as a payload."""
     kernels = backend_of(x)
     indices = kernels.select_above(x, tau)
-    signs = np.copysign(np.float32(1), kernels.gather(x, indices))
-    return encode_sparse(indices, signs, x.size, SIGN)
+    signs = np.copysign(np.float32(1), to_host(kernels.gather(x, indices)))
+    return encode_sparse(to_host(indices), signs, x.size, SIGN)

@@ -23,6 +23,7 @@ from .base import (
     Mean,
     blocks,
     check_known,
+    check_place,
     mean_in_float32,
     shared_largest,
     spread,
@@ -69,16 +70,17 @@ class TernGrad(Aggregator):
     def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
         """Return the mean over all ranks. See Aggregator.aggregate."""
         ends = self._ends(bucket)
+        check_place(self, context.world, gradients, ends.size)
         clipped = [self._clipped(gradient, bucket) for gradient in gradients]
         scalers = self._scalers(clipped, ends, bucket, context.world, gradients)
         for x, scaler in zip(clipped, scalers, strict=True):  # now -1 to 1
             divisors = np.where(scaler == 0, np.float32(1), scaler)
-            for part in blocks(x.size):
+            for part in blocks(x):
                 x[part] /= spread(divisors, ends, part)
         if self.share:
             method = self._allreduce(context.seed)
             flat = method.run(context.world, clipped, iteration=context.iteration).arrays[0]
-            for part in blocks(flat.size):
+            for part in blocks(flat):
                 flat[part] *= spread(scalers[0], ends, part)
         else:
             flat = self._mean_of_own(clipped, scalers, ends, context)
@@ -103,7 +105,7 @@ class TernGrad(Aggregator):
             elif self.clip and x.size:
                 with np.errstate(invalid="ignore"):  # of infinity: the scaler will show it
                     limit = np.float32(self.clip * _deviation(x))
-                for part in blocks(x.size):
+                for part in blocks(x):
                     np.clip(x[part], -limit, limit, out=x[part])
         return out
 
@@ -155,7 +157,7 @@ def _deviation(x: Array) -> float:
 def _maxima(x: Array, ends: Array) -> Array:
     """Return the largest magnitude of each run of float32[n], float32[runs]; NaN where one is."""
     found, starts = np.zeros(ends.size, np.float32), np.concatenate([[0], ends])
-    for part in blocks(x.size):
+    for part in blocks(x):
         first, last = np.searchsorted(ends, [part.start, part.stop - 1], side="right")
         own = found[first : last + 1]
         inside = np.maximum(starts[first : last + 1] - part.start, 0)

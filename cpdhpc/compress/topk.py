@@ -26,6 +26,7 @@ class TopK(LargestValues):
         """Return the mean over all ranks. See Aggregator.aggregate."""
         layers = SparseLayers(bucket, self.exclude)
         feedback = self.error_feedback
+        layers.check_place(self, gradients, context)
         waiting = layers.waiting(gradients, context) if feedback else layers.joined(gradients)
         if not feedback:
             layers.check(waiting, context)

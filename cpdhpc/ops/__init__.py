@@ -14,6 +14,7 @@ __all__ = [
     "kernel_threads",
     "omp_num_threads",
     "on_gpu",
+    "placed",
     "set_kernel_threads",
     "to_host",
 ]
@@ -27,6 +28,13 @@ def on_gpu(x: Any) -> bool:
 def to_host(x: Any) -> Any:
     """Return x as a NumPy array: x itself, or a copy of what the current stream makes of it."""
     return x.get() if on_gpu(x) else x
+
+
+def placed(x: Any, like: Any) -> Any:
+    """Return array x where like lies: x itself, or a copy, to or from the GPU."""
+    if on_gpu(x) == on_gpu(like):
+        return x
+    return backend_of(like).asarray(x) if on_gpu(like) else to_host(x)
 
 
 def backend_of(x: Any) -> ModuleType:

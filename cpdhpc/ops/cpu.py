@@ -52,6 +52,7 @@ __all__ = [
     "kth_magnitude",
     "load_acquire",
     "mark_above",
+    "multiply",
     "pack",
     "pack_bitmap",
     "pack_stream",
@@ -70,7 +71,8 @@ __all__ = [
 ]
 
 Array = np.ndarray[Any, np.dtype[Any]]
-add, subtract, divide = np.add, np.subtract, np.divide  # what the GPU needs kernels for
+# What the GPU needs kernels for
+add, subtract, multiply, divide = np.add, np.subtract, np.multiply, np.divide
 copy = np.copyto
 ROUNDINGS = {"nearest": 0, "zero": 1, "stochastic": 2}  # as float_format.h numbers them
 

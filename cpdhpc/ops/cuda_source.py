@@ -34,7 +34,7 @@ KERNELS = (
 )
 
 # What NumPy has already; CuPy has it too, but flushes subnormal numbers.
-ARITHMETIC = ("add_floats", "subtract_floats", "divide_floats")
+ARITHMETIC = ("add_floats", "subtract_floats", "multiply_floats", "divide_floats")
 
 
 def cuda_source() -> str:

@@ -22,7 +22,7 @@ from .gpu_runtime import (
     tile_blocks,
 )
 from .reference_sparse import MAGNITUDE, threshold_bits
-from .selection import check_rank, check_size, radix_select, without_last_ties
+from .selection import check_rank, check_size, radix_select
 
 Array = Any  # cupy.ndarray
 
@@ -268,14 +268,12 @@ def select_magnitude(x: Array, k: int) -> Array:
     """Return the indices of the k largest |x|, of equal ones the lower: uint32[k], ascending."""
     check_rank("select_magnitude", k, x.size, 0)
     kth = radix_select(count_digits, x, k) if k else 2**31
-    if kth:
-        found = unpack_bitmap(mark_above(x, kth - 1))
-    else:
-        found = cupy.asarray(np.arange(x.size, dtype=np.uint32))
+    found = unpack_bitmap(mark_above(x, kth - 1)) if kth else cupy.arange(x.size, dtype=np.uint32)
     if found.size == k:
         return found
-    magnitudes = cupy.asnumpy(gather(x, found)).view(np.uint32) & MAGNITUDE
-    return cupy.asarray(cupy.asnumpy(found)[without_last_ties(magnitudes, kth, k)])
+    is_tie = gather(x, found).view(np.uint32) & np.uint32(MAGNITUDE) == np.uint32(kth)
+    wanted = k - found.size + int(is_tie.sum())  # the first of the ties
+    return found[~is_tie | (cupy.cumsum(is_tie, dtype=np.int64) <= wanted)]
 
 
 def select_above(x: Array, threshold: float) -> Array:
@@ -311,6 +309,11 @@ def clear(x: Array, indices: Array) -> None:
     launch("clear", element_blocks(indices.size), *arrays)
 
 
+def asarray(x: Any) -> Array:
+    """Return a NumPy array's copy on CuPy's current GPU."""
+    return cupy.asarray(x)
+
+
 def copy(target: Array, source: Array) -> None:
     """Overwrite target by source."""
     target[...] = source
@@ -324,6 +327,11 @@ def add(a: Array, b: Array, out: Array | None = None) -> Array:
 def subtract(a: Array, b: Array, out: Array | None = None) -> Array:
     """Return a - b, float32, in out if given; rounded as by NumPy, subnormal numbers too."""
     return _floats("subtract_floats", a, b, out)
+
+
+def multiply(a: Array, b: np.float32, out: Array | None = None) -> Array:
+    """Return a * b, float32, in out if given; rounded as by NumPy, subnormal numbers too."""
+    return _floats("multiply_floats", a, np.float32(b), out)
 
 
 def divide(a: Array, b: np.float32, out: Array | None = None) -> Array:

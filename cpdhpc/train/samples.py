@@ -85,7 +85,7 @@ def _seeded(seed: int) -> Iterator[None]:
     before = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)
     try:
         yield
     finally:

@@ -163,7 +163,8 @@ def step(
         try:
             inputs, targets = samples.take(shard(batch, shares, rank // sharing), seed)
             watch.lap("data")
-            torch.manual_seed(random_key(*stream, rank // sharing)[0])  # of dropout
+            # Of dropout; torch.manual_seed would also write down the stack for three devices.
+            torch.default_generator.manual_seed(random_key(*stream, rank // sharing)[0])
             scale = update.reducer.loss_scale
             losses.append(
                 backward(model, update.optimizer, inputs, targets, batch.size, shares, scale)

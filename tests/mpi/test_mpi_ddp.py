@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch_models import MODELS, batch
+from torch_models import MODELS, NETWORKS, batch
 
 from cpdhpc.compress import COMPRESSORS
 from cpdhpc.train import GradientReducer, ddp_hook
@@ -65,7 +65,7 @@ def hooked(
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", NETWORKS)
 def test_gradients_are_those_of_ddp(world: World, group: None, name: str, overlap: bool) -> None:
     """Two accumulated backwards, then a synchronised one; buckets that DDP makes anew in step two.
 

@@ -81,6 +81,37 @@ def test_nan_on_the_last_rank_is_named_on_all(many, name):
     assert caught.value.segments == ("weight",) and caught.value.ranks == (many.ranks - 1,)
 
 
+ON_CPU = ("terngrad", "qsgd", "onebit", "powersgd", "gradientflow", "adacomp", "oktopk")
+
+
+@pytest.mark.parametrize("name", ON_CPU)
+def test_a_gpu_on_the_last_process_alone_is_told_to_all(gpu, name):
+    method, world = COMPRESSORS[name](), gpu.world
+    bucket = Bucket(("weight", "bias"), ((40, 70), (9,)), method.align)
+    flat = np.ones(bucket.size, np.float32)
+    if world.process == world.processes - 1:
+        flat = gpu.cupy.asarray(flat)
+    context = Context(world, State(world.hosted, world.ranks))
+    with pytest.raises(TypeError, match=r"gradients: cupy\.ndarray: must be numpy\.ndarray$"):
+        method.aggregate([flat], bucket, context)
+
+
+@pytest.mark.parametrize("name", ["topk", "randomk", "lowbit"])
+def test_real_gpus_are_simulated_ranks(gpu, name):
+    method, found = COMPRESSORS[name](error_feedback=True), []
+    bucket = Bucket(("weight", "bias"), ((40, 70), (9,)), method.align)
+    for world in (gpu.world, Loopback(gpu.world.ranks)):
+        flats = [
+            np.random.default_rng(rank).standard_normal(bucket.size, np.float32)
+            for rank in world.hosted
+        ]
+        if world is gpu.world:
+            flats = [gpu.cupy.asarray(flat) for flat in flats]
+        context = Context(world, State(world.hosted, world.ranks))
+        found.append(method.aggregate(flats, bucket, context).flat)
+    assert np.array_equal(gpu.cupy.asnumpy(found[0]), found[1])
+
+
 @pytest.mark.parametrize("exchange", ["ring", "server"])
 def test_autoencoders_of_unlike_bits_are_told_on_all_ranks(many, exchange):
     if many.processes == 1:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch_models import MODELS, batch
+from torch_models import MODELS, NETWORKS, batch
 
 from cpdhpc.train import gradients as gradients_of
 from cpdhpc.train.loss_scaling import LossScaler
@@ -20,11 +20,6 @@ from cpdhpc.world.mpi import World
 
 pytestmark = pytest.mark.mpi
 
-# The large one on two ranks only: what depends on their number, smaller models show.
-NETWORKS = [
-    pytest.param(name, marks=pytest.mark.two_ranks) if name == "resnet20" else name
-    for name in MODELS
-]
 U = 2.0**-24  # unit roundoff of float32
 WIRES: dict[str, dict[str, Any]] = {
     "raw": {"aggregator": "none"},

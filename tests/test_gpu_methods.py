@@ -1,0 +1,149 @@
+"""Gradients on a GPU: means and what is kept have the CPU's bits, and no gradient is copied."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import simulated_cupy
+from simulated_cupy import simulated
+
+from cpdhpc.collectives.checks import NonFiniteGradient
+from cpdhpc.compress import COMPRESSORS, Aggregator, Context, Mean, State
+from cpdhpc.compress.bucket import Bucket
+from cpdhpc.world.ranks import Loopback
+
+SHAPES = ((90, 120), (9,), (8, 3, 5, 5))
+NAMES = ("weight", "bias", "kernel")
+ON_GPU: list[tuple[str, dict[str, Any]]] = [
+    ("none", {}),
+    ("lowbit", {}),
+    ("lowbit", {"wire": "int4", "error_feedback": True}),
+    ("lowbit", {"wire": "e4m3", "scaling": "aps", "error_feedback": True}),
+    ("topk", {}),
+    ("topk", {"within": "bucket", "wire": "e4m3", "error_feedback": False}),
+    ("randomk", {}),
+    ("randomk", {"error_feedback": False, "wire": "e4m3", "scaling": "aps"}),
+    ("dgc", {"warmup": (0.05,)}),
+    ("strom", {"tau": 2.0, "exclude": ("kernel",)}),
+    ("scalecom", {"per_chunk": 2, "wire": "e4m3"}),
+    ("flexpoint", {"wire": "int8"}),
+    ("lgc", {"dense_steps": 1, "training_steps": 1, "density": 0.05}),
+]
+ON_CPU: list[tuple[str, dict[str, Any]]] = [
+    *((name, {}) for name in sorted({*COMPRESSORS} - {name for name, _ in ON_GPU})),
+    ("dgc", {"clip_norm": 1.0}),
+]
+
+
+def gradients(bucket: Bucket, ranks: int, iteration: int) -> list[np.ndarray]:
+    """Normal numbers, subnormal ones, and layers with fewer values than are sent."""
+    rng = np.random.default_rng((ranks, iteration))
+    flats = []
+    for _ in range(ranks):
+        weight, bias, kernel = (rng.standard_normal(shape, np.float32) for shape in SHAPES)
+        weight[:40] *= np.float32(2.0**-140)
+        for layer in (kernel, weight) if iteration == 0 else (kernel,):
+            layer[rng.random(layer.shape) < 0.999] = 0
+        flats.append(bucket.flatten([weight, bias, kernel]))
+    return flats
+
+
+def aggregate(
+    method: Aggregator, flats: list[Any], bucket: Bucket, state: State, iteration: int
+) -> Mean:
+    world = Loopback(len(flats))
+    context = Context(world, state, seed=3, iteration=iteration, epoch=iteration / 3)
+    return method.aggregate(flats, bucket, context)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize(("name", "options"), ON_GPU)
+def test_means_and_memories_have_the_bits_of_the_cpu(
+    monkeypatch: pytest.MonkeyPatch, name: str, options: dict[str, Any], ranks: int
+) -> None:
+    method = COMPRESSORS[name](**options)
+    bucket = Bucket(NAMES, SHAPES, method.align)
+    here, there = State(range(ranks), ranks), State(range(ranks), ranks)
+    copied, get = [0], simulated_cupy.ndarray.get
+    with simulated(ranks) as (_, cupy):
+        for iteration in range(3):
+            flats = gradients(bucket, ranks, iteration)
+            expected = aggregate(method, flats, bucket, here, iteration)
+            on_gpu = [cupy.asarray(flat) for flat in flats]
+            with monkeypatch.context() as patch:
+                patch.setattr(
+                    simulated_cupy.ndarray,
+                    "get",
+                    lambda self, out=None: (copied.append(self.nbytes), get(self, out))[1],
+                )
+                found = aggregate(method, on_gpu, bucket, there, iteration)
+            assert isinstance(found.flat, cupy.ndarray)
+            assert cupy.asnumpy(found.flat).tobytes() == expected.flat.tobytes()
+            assert all(map(np.array_equal, map(cupy.asnumpy, on_gpu), flats))
+            for column, values in expected.layers.items():
+                assert np.array_equal(found.layers[column], values, equal_nan=True)
+            seen = method.observe(flats[0], bucket, expected)
+            for column, values in method.observe(on_gpu[0], bucket, found).items():
+                assert np.array_equal(values, seen[column]) and column in seen
+            for (key, entry), (_, own) in zip(there, here, strict=True):
+                in_memory = isinstance(entry.array, cupy.ndarray)
+                kept = cupy.asnumpy(entry.array) if in_memory else entry.array
+                assert kept.tobytes() == own.array.tobytes(), key
+                assert in_memory == (key[1] in ("residual", "momentum")), key
+        assert max(copied) < bucket.size, "a fourth of a gradient at most comes down at once"
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("topk", {}), ("dgc", {}), ("lowbit", {"wire": "int4", "error_feedback": True})],
+)
+def test_a_state_of_the_cpu_goes_on_on_the_gpu_and_back(name: str, options: dict[str, Any]) -> None:
+    """As that of a checkpoint does; and a loss scale's change keeps subnormal numbers."""
+    method = COMPRESSORS[name](**options)
+    bucket = Bucket(NAMES, SHAPES, method.align)
+    here, moved = State(range(3), 3), State(range(3), 3)
+    with simulated() as (_, cupy):
+        for iteration, place in enumerate((np.asarray, cupy.asarray, cupy.asarray, np.asarray)):
+            flats = gradients(bucket, 3, iteration)
+            expected = aggregate(method, flats, bucket, here, iteration).flat
+            found = aggregate(method, [place(x) for x in flats], bucket, moved, iteration).flat
+            found = found if isinstance(found, np.ndarray) else cupy.asnumpy(found)
+            assert found.tobytes() == expected.tobytes()
+            here.scale(0.5)
+            moved = moved.copy()
+            moved.scale(0.5)
+
+
+@pytest.mark.parametrize(("name", "options"), ON_GPU)
+def test_nan_on_the_gpu_is_named(name: str, options: dict[str, Any]) -> None:
+    method = COMPRESSORS[name](**options)
+    bucket = Bucket(NAMES, SHAPES, method.align)
+    with simulated() as (_, cupy):
+        flats = gradients(bucket, 2, 0)
+        bucket.views(flats[1])[0][3, 3] = np.nan
+        with pytest.raises(NonFiniteGradient) as caught:
+            aggregate(method, [cupy.asarray(x) for x in flats], bucket, State(range(2), 2), 0)
+    assert caught.value.segments == ("weight",) and caught.value.ranks == (1,)
+
+
+@pytest.mark.parametrize(("name", "options"), ON_CPU)
+def test_other_methods_refuse_the_gpu(name: str, options: dict[str, Any]) -> None:
+    method = COMPRESSORS[name](**options)
+    bucket = Bucket(NAMES, SHAPES, method.align)
+    with simulated() as (_, cupy):
+        flats = [cupy.asarray(x) for x in gradients(bucket, 2, 0)]
+        says = f"{type(method).__name__}: gradients: cupy.ndarray: must be numpy.ndarray$"
+        with pytest.raises(TypeError, match=says):
+            aggregate(method, flats, bucket, State(range(2), 2), 0)
+
+
+@pytest.mark.parametrize(("name", "options"), [*ON_GPU, *ON_CPU])
+def test_ranks_of_a_process_must_agree(name: str, options: dict[str, Any]) -> None:
+    method = COMPRESSORS[name](**options)
+    bucket = Bucket(NAMES, SHAPES, method.align)
+    with simulated() as (_, cupy):
+        flats = gradients(bucket, 2, 0)
+        with pytest.raises(TypeError, match=r"cupy\.ndarray and numpy\.ndarray|is on the CPU"):
+            aggregate(method, [cupy.asarray(flats[0]), flats[1]], bucket, State(range(2), 2), 0)
