@@ -31,6 +31,7 @@ from .base import (
     nonfinite_layers,
     raise_unless_finite,
     shared_largest,
+    zeros,
 )
 from .bucket import Bucket
 from .payload import decode_sparse, encode_sparse
@@ -240,7 +241,7 @@ class SparseLayers:
             raise nonfinite(context.world, xs, self.coded, nonfinite_layers(coded, self.coded))
         if self.coded.segments == self.bucket.segments:
             return coded
-        flat = np.zeros_like(coded, shape=(self.bucket.size,))
+        flat = zeros(self.bucket.size, coded)
         for source, place in self._places:
             flat[source] = coded[place]
         whole = set(self.bucket.names) - set(self.coded.names)
@@ -291,7 +292,7 @@ def exchange(
     """
     n, kernels = coded.size, backend_of(waiting[0])
     borders = np.array([*(start for _, start, _ in coded.segments), n], np.int64)
-    total, counts = np.zeros_like(waiting[0], shape=(n,)), np.zeros(len(coded.names), np.int64)
+    total, counts = zeros(n, waiting[0]), np.zeros(len(coded.names), np.int64)
     with np.errstate(over="ignore", invalid="ignore"):  # mean sees what is not finite
         for rank, payload in enumerate(allgather(world, payloads) if n else ()):
             indices, values = decode(payload)
