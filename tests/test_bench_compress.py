@@ -142,6 +142,10 @@ def test_the_command_prints_writes_and_draws(
     text = capsys.readouterr().out
     assert "mine, 630 values in 2 layers, 2 iterations from 0" in text
     assert [line.split()[0] for line in text.splitlines() if line.startswith("  ")] == 2 * methods
+    row = next(line for line in text.splitlines() if line.startswith("  none"))  # 4 ranks
+    time_ms, value_ns = map(float, row.split()[9:11])
+    # Three digits are printed of each: errors up to half of 1 % and of 1 %.
+    assert value_ns == pytest.approx(time_ms * 1e6 / (630 * 4), rel=0.0101)
     groups, notes = store.read(out / "compress.h5")
     points = groups["points"]
     assert notes["benchmark"] == "compress" and notes["gradients"] == "mine"

@@ -17,6 +17,7 @@ from cpdhpc.compress import (
     AdaComp,
     Aggregator,
     Context,
+    Dgc,
     Flexpoint,
     GradientFlow,
     LowBit,
@@ -26,9 +27,13 @@ from cpdhpc.compress import (
     Qsgd,
     ScaleCom,
     State,
+    Strom,
     TernGrad,
+    TopK,
+    base,
 )
 from cpdhpc.compress.bucket import Bucket
+from cpdhpc.compress.terngrad import _deviation
 from cpdhpc.train import GradientReducer
 from cpdhpc.world.ranks import Loopback
 
@@ -406,3 +411,78 @@ def test_a_reducer_refuses_layers_that_its_model_has_not() -> None:
         ValueError, match=r"TernGrad.exclude: no layer is called 'weigt': did you mean weight"
     ):
         GradientReducer(model, Loopback(), "terngrad", exclude=("weigt",))
+
+
+LONG = Bucket(("w", "bias", "v", "u"), ((3, 2011), (7,), (300, 11), (5, 3, 25, 25)))
+BLOCKED = [
+    TernGrad(),
+    TernGrad(bucket_values=70, share=False, exclude=("v",)),
+    Qsgd(bucket_values=77),
+    OneBit(),
+    TopK(),
+    TopK(error_feedback=False, within="bucket"),
+    Dgc(warmup=()),
+    Strom(tau=0.5),
+    AdaComp(bin_values=37),
+    ScaleCom(rate=50),
+]
+
+
+@pytest.mark.parametrize("method", BLOCKED, ids=str)
+def test_blocks_change_no_bit(method: Aggregator, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for block_values in (1 << 30, 1000):  # whole arrays at once, and many blocks of each layer
+        monkeypatch.setattr(base, "BLOCK_VALUES", block_values)
+        state, bits = State(range(2), 2), []
+        for time in range(3):
+            flats = gradients(LONG, 2, time)
+            flats[0][2011:4022] = -0.0  # an output unit that sees nothing
+            given = [flat.copy() for flat in flats]
+            mean, _ = aggregate(method, flats, LONG, state, time)
+            assert [x.tobytes() for x in flats] == [x.tobytes() for x in given]
+            assert not any(np.shares_memory(mean, entry.array) for _, entry in state)
+            bits.append(mean.tobytes())
+        found.append((bits, [entry.array.tobytes() for _, entry in state]))
+    assert found[0] == found[1]
+
+
+def test_runs_are_spread_as_repeat_spreads_them() -> None:
+    ends, each = np.array([3, 3, 4, 70, 71, 90]), np.arange(6, dtype=np.float32)
+    wanted = np.repeat(each, np.diff(ends, prepend=0))
+    for start in range(90):
+        for stop in range(start + 1, 91):
+            part = slice(start, stop)
+            given = np.broadcast_to(base.spread(each, ends, part), stop - start)
+            assert given.tolist() == wanted[part].tolist()
+
+
+@pytest.mark.parametrize("n", [1, 7, 129, 70_001, 131_072, 300_007])
+def test_terngrads_deviation_has_the_bits_of_numpys(n: int) -> None:
+    x = gradients(whole(n), 1, seed=n)[0] * np.float32(3) + np.float32(1)
+    assert _deviation(x) == x.std(dtype=np.float64)
+
+
+def test_onebit_of_rows_longer_than_a_block() -> None:
+    bucket = Bucket(("w",), ((3, 40_000),))
+    (x,) = gradients(bucket, 1)
+    x = x.reshape(3, -1)
+    wanted = np.empty_like(x)
+    for row, out in zip(x, wanted, strict=True):  # the paper's, with indices in place of bits
+        for side in (row >= 0, row < 0):
+            out[side] = row[side].mean(dtype=np.float64)
+    found, _ = aggregate(OneBit(), [x.ravel()], bucket)
+    # A sum in another order: 40,000 additions in float64, then one rounding to float32.
+    np.testing.assert_allclose(found.reshape(3, -1), wanted, rtol=2**-23)
+
+
+def test_what_a_method_gives_becomes_the_entry() -> None:
+    for ranks in (1, 2):
+        state = State(range(ranks), ranks)
+        state.own("w", "residual", (5,))
+        rows = [np.arange(5, dtype=np.float32) + rank for rank in range(ranks)]
+        state.give("w", "residual", rows)
+        kept = state.own("w", "residual", (5,))
+        assert [x.tolist() for x in kept] == [x.tolist() for x in rows]
+        assert np.shares_memory(kept[0], rows[0]) == (ranks == 1)
+        with pytest.raises(ValueError, match="asked for"):
+            state.own("w", "residual", (6,))

@@ -166,6 +166,7 @@ COLUMNS = {  # heading -> width and digits
     "sent": "8.2%",
     "non-zero": "8.2%",
     "ms": "8.3g",
+    "ns/value": "8.3g",
 } | {f"{phase} %": "8.0f" for phase in PHASES}
 SHOWN_RANKS = 8
 
@@ -185,7 +186,7 @@ def table(points: Sequence[Point], values: int, processes: int) -> list[str]:
         "in an iteration, and relative to one float32 gradient; what a process hands to MPI's "
         "collectives",
         "# error of the mean, cosine to the exact one, error of the sum of all iterations; sent: "
-        "share of its values that a rank sends; non-zero: share of the mean",
+        "share of its values that a rank sends; non-zero: share of the mean; ns a value and rank",
         f"# {'method':<{width}} {heads}",
     ]
     for point in shown:
@@ -199,7 +200,8 @@ def table(points: Sequence[Point], values: int, processes: int) -> list[str]:
             done.cosine,
             done.sum_error,
         ]
-        cells += [done.sent_share, done.nonzero_share, 1e3 * done.time_s]
+        value_s = done.time_s / (values * ranks / processes)
+        cells += [done.sent_share, done.nonzero_share, 1e3 * done.time_s, 1e9 * value_s]
         cells += [100 * done.shares[phase] for phase in PHASES]
         text = " ".join(f"{c:{form}}" for c, form in zip(cells, COLUMNS.values(), strict=True))
         lines.append(f"  {point.method:<{width}} {text.replace('nan%', '   -')}")

@@ -16,20 +16,19 @@ last code are empty too.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import Field
 
-from .base import Array, Context, Mean
+from .base import Array, Context, Mean, blocks
 from .bucket import Bucket
 from .sparse import SparseLayers, SparseMessages, exchange
 
 HEAD = np.dtype([("scale", np.float32), ("codes", np.uint32)])  # of a layer
 SKIPPED = 4  # empty bins that a code passes over, at most
-BLOCK = 1 << 16  # values that are looked at together: they stay in a core's cache
 
 
 @dataclass(frozen=True)
@@ -56,10 +55,9 @@ class AdaComp(SparseMessages):
         layers = SparseLayers(bucket, self.exclude)
         layers.check_place(self, gradients, context, "numpy.ndarray")
         coded, waiting = layers.coded, layers.waiting(gradients, context)
-        layers.check(waiting, context)
         payloads = [
-            self._encoded(x, own, coded)
-            for x, own in zip(waiting, layers.joined(gradients), strict=True)
+            self._encoded(x, layers.parts(own), coded)
+            for x, own in zip(waiting, gradients, strict=True)
         ]
         sent = exchange(
             context.world, payloads, lambda each: self._decoded(each, coded), waiting, coded
@@ -74,15 +72,15 @@ class AdaComp(SparseMessages):
             bin_values = self.conv_bin_values if len(shape) > 2 else self.bin_values
             yield bin_values, slice(start, stop)
 
-    def _encoded(self, x: Array, gradient: Array, coded: Bucket) -> Array:
+    def _encoded(self, x: Array, gradients: Sequence[Array], coded: Bucket) -> Array:
         """Return a rank's payload, uint8[bytes].
 
-        x: float32[coded.size], what waits, the gradient included; gradient: of the same size
+        x: float32[coded.size], what waits, the gradients included; gradients: of each layer
         """
         head, codes = np.zeros(len(coded.names), HEAD), []
         for i, (bin_values, part) in enumerate(self._bins(coded)):
             indices, head["scale"][i] = _about_largest(
-                x[part], gradient[part], bin_values, np.float32(self.scale - 1)
+                x[part], gradients[i], bin_values, np.float32(self.scale - 1)
             )
             codes.append(_codes(indices, x[part][indices] < 0, bin_values))
             head["codes"][i] = codes[-1].size
@@ -97,7 +95,8 @@ class AdaComp(SparseMessages):
             kind, _ = _coding(bin_values)
             begin, end = end, end + int(count) * kind.itemsize
             indices, is_minus = _places(payload[begin:end].view(kind), bin_values)
-            found.append((indices + part.start, np.where(is_minus, -scale, scale)))
+            signs = np.array([scale, -scale])
+            found.append((indices + part.start, signs[is_minus.view(np.uint8)]))
         indices, values = map(np.concatenate, zip(*found, strict=True))
         return indices.astype(np.uint32), values
 
@@ -110,9 +109,8 @@ def _about_largest(
     Values of 0 are never chosen, so nothing is of bins of zeros.
     """
     indices, largest = [], []
-    step = max(1, BLOCK // bin_values) * bin_values
-    for at in range(0, x.size, step):
-        own, rate = x[at : at + step], gradient[at : at + step]
+    for part in blocks(x, bin_values):
+        own, rate = x[part], gradient[part]
         if own.size % bin_values:  # the last bin
             short = -own.size % bin_values
             own, rate = np.pad(own, (0, short)), np.pad(rate, (0, short))
@@ -123,7 +121,7 @@ def _about_largest(
             reach += own
         is_chosen = np.abs(reach, out=reach) >= largest[-1][:, None]
         is_chosen &= own != 0
-        indices.append(np.flatnonzero(is_chosen) + at)
+        indices.append(np.flatnonzero(is_chosen) + part.start)
     scale = np.concatenate(largest).mean(dtype=np.float64)
     return np.concatenate(indices), np.float32(scale)
 
@@ -137,16 +135,22 @@ def _coding(bin_values: int) -> tuple[np.dtype[Any], int]:
 def _codes(indices: Array, is_minus: Array, bin_values: int) -> Array:
     """Return the codes of a layer, uint8[codes] or uint16[codes]."""
     kind, index_bits = _coding(bin_values)
-    bins, index = np.divmod(indices, bin_values)
-    empty = np.maximum(np.diff(bins, prepend=-1) - 1, 0)  # bins before the value's
-    place = np.cumsum(1 + -(-empty // SKIPPED)) - 1
-    codes = np.full(place[-1] + 1 if place.size else 0, (1 << index_bits + 2) - 1, kind)
-    is_last = np.diff(bins, append=-1) != 0
-    codes[place] = (
-        index | is_minus.astype(np.int64) << index_bits | is_last.astype(np.int64) << index_bits + 1
-    )
-    behind = empty > 0
-    codes[place[behind] - 1] = (1 << index_bits) - 1 | (empty[behind] - 1) % SKIPPED << index_bits
+    bins = indices // bin_values
+    codes = (indices - bins * bin_values).astype(kind)
+    codes |= is_minus.astype(kind) << index_bits
+    bins_on = np.diff(bins)
+    codes[:-1] |= (bins_on != 0).astype(kind) << index_bits + 1
+    codes[-1:] |= 1 << index_bits + 1
+    behind = np.flatnonzero(bins_on > 1) + 1  # values with empty bins before theirs
+    empty = bins_on[behind - 1] - 1
+    if bins.size and bins[0]:
+        behind, empty = np.append(0, behind), np.append(bins[0], empty)
+    passing = np.repeat(behind, -(-empty // SKIPPED))
+    if not passing.size:
+        return codes
+    codes = np.insert(codes, passing, (1 << index_bits + 2) - 1)
+    last = behind + np.cumsum(-(-empty // SKIPPED)) - 1  # of those before a value
+    codes[last] = (1 << index_bits) - 1 | (empty - 1) % SKIPPED << index_bits
     return codes
 
 
@@ -154,7 +158,14 @@ def _places(codes: Array, bin_values: int) -> tuple[Array, Array]:
     """Return the indices in the layer and whether values are below 0, of codes."""
     _, index_bits = _coding(bin_values)
     index, upper = codes & (1 << index_bits) - 1, codes >> index_bits
-    passes = index == (1 << index_bits) - 1
-    bins_on = np.where(passes, upper + 1, upper >> 1).astype(np.int64)
-    indices = (np.cumsum(bins_on) - bins_on) * bin_values + index
-    return indices[~passes], (upper & 1)[~passes].astype(bool)
+    passing = np.flatnonzero(index == (1 << index_bits) - 1)
+    bins_on = upper >> 1
+    bins_on[passing] = upper[passing] + 1
+    indices = np.cumsum(bins_on, dtype=np.int64)
+    indices -= bins_on
+    indices *= bin_values
+    indices += index
+    is_minus = (upper & 1).astype(bool)
+    if passing.size:
+        return np.delete(indices, passing), np.delete(is_minus, passing)
+    return indices, is_minus

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar
@@ -18,7 +18,7 @@ from ..collectives.checks import NONFINITE_BITS, NonFiniteGradient
 from ..collectives.method import AUTO, Machine, as_machine
 from ..config import suggest
 from ..formats import TILE
-from ..ops import backend_of, to_host
+from ..ops import backend_of, on_gpu, to_host
 from ..randomness import Key, random_key
 from ..world.ranks import Ranks
 from .bucket import Bucket
@@ -26,6 +26,7 @@ from .state import State
 
 Array = npt.NDArray[Any]
 Name = TypeVar("Name")
+BLOCK_VALUES = 1 << 15  # that are looked at together: a few arrays of them fit in a core's cache
 
 
 @dataclass(frozen=True)
@@ -212,6 +213,37 @@ def raise_unless_finite(world: Ranks, gradients: Sequence[Array], bucket: Bucket
     """Raise NonFiniteGradient on all ranks where one holds NaN or infinity. Collective."""
     found = [int(to_host(backend_of(x).amax_tiles(x)).max(initial=0)) for x in gradients]
     shared_largest(world, gradients, bucket, np.array([max(found)], np.uint32).view(np.float32))
+
+
+def blocks(x: Array, multiple: int = 1) -> Iterator[slice]:
+    """Yield slices of x.size values, one after the other, that stay in a core's cache.
+
+    x: on a GPU there is one; multiple: all but the last are as long as a multiple of it, about
+        BLOCK_VALUES
+    What takes several steps for each value goes through memory once if done block by block.
+    """
+    step = max(1, x.size if on_gpu(x) else BLOCK_VALUES // multiple * multiple, multiple)
+    for start in range(0, x.size, step):
+        yield slice(start, min(start + step, x.size))
+
+
+def zeros(n: int, like: Array) -> Array:
+    """Return float32[n] where like lies, zeros that no pass over the CPU's memory has to write."""
+    return np.zeros_like(like, shape=(n,)) if on_gpu(like) else np.zeros(n, np.float32)
+
+
+def spread(each: Array, ends: Array, part: slice) -> Array:
+    """Return for each value of a slice that of its run: each[m] of runs that end at ends, int64[m].
+
+    The same as np.repeat(each, np.diff(ends, prepend=0))[part]; a lone one where there is one run.
+    """
+    first, last = np.searchsorted(ends, [part.start, part.stop - 1], side="right")
+    if first == last:
+        return each[first : last + 1]
+    counts = np.minimum(ends[first : last + 1], part.stop)
+    counts[1:] -= counts[:-1]  # NumPy sees that they overlap
+    counts[0] -= part.start
+    return np.repeat(each[first : last + 1], counts)
 
 
 REFUSED = 1 << 32  # above the bits of any float32

@@ -45,9 +45,7 @@ class Dgc(LargestValues):
         clipped = [self._clipped(x, bucket, context) for x in gradients]
         momenta = layers.joined(clipped)
         layers.add(momenta, context, "momentum", self.momentum)
-        waiting = [u.copy() for u in momenta]
-        layers.add(waiting, context)
-        layers.check(waiting, context)
+        waiting = SparseLayers(layers.coded).waiting(momenta, context)
         chosen = [self._chosen(x, layers.coded, context) for x in waiting]
         sent = self._send(waiting, chosen, layers.coded, context)
         flat = layers.mean(sent.mean, waiting, clipped, context, self.algorithm)

@@ -76,7 +76,6 @@ class OkTopk(SparseMessages):
         layers = SparseLayers(bucket, self.exclude)
         layers.check_place(self, gradients, context, "numpy.ndarray")
         coded, waiting = layers.coded, layers.waiting(gradients, context)
-        layers.check(waiting, context)
         mean, indices = np.zeros(coded.size, np.float32), np.empty(0, np.uint32)
         if coded.size:
             k = count_of(density_at(context.epoch, self.warmup, self.density), coded.size)

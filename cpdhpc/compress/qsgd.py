@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -9,9 +10,18 @@ import numpy as np
 from pydantic import Field
 
 from ..collectives.sparse import allgather
-from ..formats import INTEGERS, SHIFT_BIAS, Cast, tiles
+from ..formats import INTEGERS, SHIFT_BIAS, TILE, Cast, tiles
 from ..ops.payloads import Exact
-from .base import Aggregator, Array, Context, Mean, check_place, shared_largest
+from .base import (
+    Aggregator,
+    Array,
+    Context,
+    Mean,
+    blocks,
+    check_place,
+    shared_largest,
+    spread,
+)
 from .bucket import Bucket
 
 
@@ -46,25 +56,55 @@ class Qsgd(Aggregator):
         # Levels are integers: multiples of the format's smallest number.
         shift = int(np.log2(wire.cast.fmt.smallest))
         shifts, payloads = np.full(tiles(n), shift + SHIFT_BIAS, np.uint8), []
+        ends = np.minimum(starts + self.bucket_values, n)
         for rank, gradient, norm in zip(world.hosted, gradients, norms, strict=True):
-            x = gradient / self._spread(np.where(norm == 0, np.float32(1), norm), n)
-            x *= np.float32(self.levels)
+            key, divisors = context.key("levels", rank), np.where(norm == 0, np.float32(1), norm)
             payloads.append(np.empty(wire.size_bytes(n), np.uint8))
-            wire.encode(x, shifts, context.key("levels", rank), 0, payloads[-1])
-        total, terms = np.zeros(n, np.float32), np.empty(n, np.float32)
-        for payload, norm in zip(allgather(world, payloads), allgather(world, norms), strict=True):
-            wire.decode(payload, shifts, terms)
-            total += terms * self._spread(norm / np.float32(self.levels), n)
-        return Mean(total / np.float32(world.ranks))
+            for part in blocks(gradient, TILE):
+                x = gradient[part] / spread(divisors, ends, part)
+                x *= np.float32(self.levels)
+                words = payload_part(wire, payloads[-1], part)
+                wire.encode(x, shifts[: tiles(x.size)], key, part.start, words)
+        scales = [norm / np.float32(self.levels) for norm in allgather(world, norms)]
+        return Mean(decoded_mean(wire, shifts, allgather(world, payloads), scales, ends, n))
 
     def _norms(self, gradient: Array, starts: Array) -> Array:
         """Return the 2-norm of each bucket, float32, no smaller than its largest value."""
-        squares = (
-            np.add.reduceat(np.square(gradient, dtype=np.float64), starts)
-            if starts.size
-            else starts
-        )
+        squares = np.empty(starts.size)
+        for part in blocks(gradient, self.bucket_values):
+            own = slice(part.start // self.bucket_values, -(-part.stop // self.bucket_values))
+            wide = np.square(gradient[part], dtype=np.float64)
+            squares[own] = np.add.reduceat(wide, starts[own] - part.start)
         return np.sqrt(squares).astype(np.float32)
 
-    def _spread(self, each: Array, n: int) -> Array:
-        return np.repeat(each, self.bucket_values)[:n]
+
+def decoded_mean(
+    wire: Exact,
+    shifts: Array,
+    payloads: Sequence[Array],
+    scales: Sequence[Array],
+    ends: Array,
+    n: int,
+) -> Array:
+    """Return the mean of n integers times their scales, float32[n], added in the order of ranks.
+
+    shifts: uint8[tiles], all alike; payloads: uint8[bytes] of each rank
+    scales: float32[runs] of each rank, of runs that end at ends, int64[runs]
+    """
+    total = np.zeros(n, np.float32)
+    for part in blocks(total, TILE):
+        into = total[part]
+        term = np.empty_like(into)
+        for payload, scale in zip(payloads, scales, strict=True):
+            words = payload_part(wire, payload, part)
+            wire.decode(words, shifts[: tiles(into.size)], term)
+            term *= spread(scale, ends, part)
+            into += term
+        into /= np.float32(len(payloads))
+    return total
+
+
+def payload_part(wire: Exact, payload: Array, part: slice) -> Array:
+    """Return where a slice of values, from a whole tile on, lies in a payload."""
+    start = wire.size_bytes(part.start)
+    return payload[start : start + wire.size_bytes(part.stop - part.start)]

@@ -46,7 +46,8 @@ class RandomK(DenseMessages):
         feedback = self.error_feedback
         layers.check_place(self, gradients, context)
         waiting = layers.waiting(gradients, context) if feedback else layers.joined(gradients)
-        layers.check(waiting, context)
+        if not feedback:
+            layers.check(waiting, context)
         density = density_at(context.epoch, self.warmup, self.density)
         drawn = {
             name: placed(

@@ -10,8 +10,8 @@ import numpy as np
 from pydantic import Field
 
 from ..collectives.sparse import broadcast
-from ..ops import backend_of, placed, to_host
-from .base import Array, Column, Context, DenseMessages, Layers, Mean, check_known
+from ..ops import placed, to_host
+from .base import Array, Column, Context, DenseMessages, Layers, Mean, blocks, check_known
 from .bucket import Bucket
 from .sparse import SparseLayers, SparseMessages
 
@@ -72,8 +72,7 @@ class ScaleCom(DenseMessages):
         layers = SparseLayers(bucket, bucket.names if is_dense else self.exclude)
         layers.check_place(self, gradients, context)
         coded, waiting = layers.coded, layers.waiting(gradients, context)
-        total, multiply = np.zeros_like(waiting[0]), backend_of(waiting[0]).multiply
-        layers.check(waiting, context)
+        total = np.zeros_like(waiting[0])
         chosen = self._chosen(waiting, coded, context) if coded.names else {}
         if chosen:
             parts = {name: [x[i] for x in waiting] for name, i in chosen.items()}
@@ -83,8 +82,7 @@ class ScaleCom(DenseMessages):
         for x in waiting:
             for i in chosen.values():
                 x[i] = 0
-            multiply(x, np.float32(self.beta), x)
-        layers.add(waiting, context, factor=1 - self.beta)
+        layers.add(waiting, context, "residual", 1 - self.beta, self.beta)
         layers.keep(waiting, context)
         shares = [chosen[name].size / (stop - start) for name, start, stop in coded.segments]
         return Mean(flat, {"sent_share": layers.shares(shares)})
@@ -145,12 +143,16 @@ def _largest(x: Array, chunk_values: int, per_chunk: int) -> Array:
     Of values of one magnitude the first ones are taken. Those of the last chunk may be behind the
     end, where it has too few values.
     """
-    size = -(-x.size // chunk_values) * chunk_values
-    bits = np.full_like(x, -1, shape=(size,), dtype=np.int32)  # in the order of magnitudes
-    np.bitwise_and(x.view(np.int32), np.int32(0x7FFFFFFF), out=bits[: x.size])
-    chunks, found = bits.reshape(-1, chunk_values), []
-    rows = placed(np.arange(len(chunks)), x)
-    for _ in range(per_chunk):
-        found.append(chunks.argmax(axis=1))
-        chunks[rows, found[-1]] = -2
-    return np.sort(np.stack(found, axis=1), axis=1)
+    found = []
+    for part in blocks(x, chunk_values):
+        own = x[part]
+        size = -(-own.size // chunk_values) * chunk_values
+        bits = np.full_like(x, -1, shape=(size,), dtype=np.int32)  # in the order of magnitudes
+        np.bitwise_and(own.view(np.int32), np.int32(0x7FFFFFFF), out=bits[: own.size])
+        chunks, columns = bits.reshape(-1, chunk_values), []
+        rows = placed(np.arange(len(chunks)), x)
+        for _ in range(per_chunk):
+            columns.append(chunks.argmax(axis=1))
+            chunks[rows, columns[-1]] = -2
+        found.append(np.sort(np.stack(columns, axis=1), axis=1))
+    return np.concatenate(found)

@@ -23,12 +23,15 @@ from .base import (
     Column,
     Context,
     Layers,
+    blocks,
     check_known,
     check_place,
     mean_in_float32,
     nonfinite,
     nonfinite_layers,
     raise_unless_finite,
+    shared_largest,
+    zeros,
 )
 from .bucket import Bucket
 from .payload import decode_sparse, encode_sparse
@@ -159,35 +162,46 @@ class SparseLayers:
 
     def joined(self, gradients: Sequence[Array]) -> list[Array]:
         """Return the coded layers of each hosted rank's gradient, new float32[coded.size]."""
-        sources = [source for source, _ in self._places]
-        return [np.concatenate([x[:0], *(x[source] for source in sources)]) for x in gradients]
+        return [np.concatenate([x[:0], *self.parts(x)]) for x in gradients]
+
+    def parts(self, gradient: Array) -> list[Array]:
+        """Return the coded layers of a gradient, float32[bucket.size], as views."""
+        return [gradient[source] for source, _ in self._places]
 
     def waiting(self, gradients: Sequence[Array], context: Context) -> list[Array]:
-        """Return joined(gradients) with the memory "residual" added to it."""
-        found = [np.empty_like(x, shape=(self.coded.size,)) for x in gradients]
-        memories, add = self._memories(found, context, "residual"), backend_of(found[0]).add
-        with np.errstate(over="ignore", invalid="ignore"):  # check sees what is not finite
+        """Return joined(gradients) with the memory "residual" added to it. Collective.
+
+        Raises NonFiniteGradient as check.
+        """
+        found, largest = [np.empty_like(x, shape=(self.coded.size,)) for x in gradients], 0
+        memories = self._memories(found, context, "residual")
+        with np.errstate(over="ignore", invalid="ignore"):  # found in the same pass
             for (source, _), (place, memory) in zip(self._places, memories, strict=True):
                 for x, gradient, kept in zip(found, gradients, memory, strict=True):
-                    add(gradient[source], kept, x[place])
+                    largest = max(largest, _add(gradient[source], kept, x[place]))
+        if self.coded.size:
+            largest_float = np.array([largest], np.uint32).view(np.float32)
+            shared_largest(context.world, found, self.coded, largest_float)
         return found
 
     def add(
-        self, xs: Sequence[Array], context: Context, name: str = "residual", factor: float = 1.0
+        self, xs: Sequence[Array], context: Context, name: str, factor: float, own: float = 1.0
     ) -> None:
-        """Add a memory, times factor, to each hosted rank's float32[coded.size]."""
+        """Make each hosted rank's x, float32[coded.size], own * x + factor * its memory."""
         kernels = backend_of(xs[0])
         with np.errstate(over="ignore", invalid="ignore"):  # check sees what is not finite
             for place, memory in self._memories(xs, context, name):
-                for x, kept in zip(xs, memory, strict=True):
-                    more = kept if factor == 1 else kernels.multiply(kept, np.float32(factor))
-                    kernels.add(x[place], more, x[place])
+                for x, kept in zip((x[place] for x in xs), memory, strict=True):
+                    for part in blocks(kept):
+                        if own != 1:
+                            kernels.multiply(x[part], np.float32(own), x[part])
+                        more = kernels.multiply(kept[part], np.float32(factor))
+                        kernels.add(x[part], more, x[part])
 
     def keep(self, xs: Sequence[Array], context: Context, name: str = "residual") -> None:
-        """Make float32[coded.size] of each hosted rank its memory."""
-        for place, memory in self._memories(xs, context, name):
-            for x, kept in zip(xs, memory, strict=True):
-                kept[:] = x[place]
+        """Make float32[coded.size] of each hosted rank, that nobody uses any more, its memory."""
+        for layer, start, stop in self.coded.segments:
+            context.state.give(layer, name, [x[start:stop] for x in xs])
 
     def _memories(
         self, xs: Sequence[Array], context: Context, name: str
@@ -218,13 +232,16 @@ class SparseLayers:
     ) -> Array:
         """Return the mean of all layers, float32[bucket.size]. Collective.
 
-        coded: float32[coded.size], that of the coded layers, alike on all ranks; xs: what it is of
+        coded: float32[coded.size], that of the coded layers, alike on all ranks, that nobody uses
+            any more; xs: what it is of
         gradients, algorithm: of the layers that travel whole
         Raises NonFiniteGradient on all ranks alike, also where finite values have no finite sum.
         """
         if not is_finite(coded):
             raise nonfinite(context.world, xs, self.coded, nonfinite_layers(coded, self.coded))
-        flat = np.zeros_like(coded, shape=(self.bucket.size,))
+        if self.coded.segments == self.bucket.segments:
+            return coded
+        flat = zeros(self.bucket.size, coded)
         for source, place in self._places:
             flat[source] = coded[place]
         whole = set(self.bucket.names) - set(self.coded.names)
@@ -238,6 +255,15 @@ class SparseLayers:
         """
         known = dict(zip(self.coded.names, coded, strict=True))
         return np.array([known.get(name, 1.0) for name in self.bucket.names])
+
+
+def _add(a: Array, b: Array, out: Array) -> int:
+    """Write a + b, float32[n], into out; return the float32 bits of the largest magnitude."""
+    kernels, largest = backend_of(out), 0
+    for part in blocks(out):
+        kernels.add(a[part], b[part], out[part])
+        largest = max(largest, int(kernels.amax_tiles(out[part]).max()))
+    return largest
 
 
 class Sent(NamedTuple):
@@ -266,7 +292,7 @@ def exchange(
     """
     n, kernels = coded.size, backend_of(waiting[0])
     borders = np.array([*(start for _, start, _ in coded.segments), n], np.int64)
-    total, counts = np.zeros_like(waiting[0], shape=(n,)), np.zeros(len(coded.names), np.int64)
+    total, counts = zeros(n, waiting[0]), np.zeros(len(coded.names), np.int64)
     with np.errstate(over="ignore", invalid="ignore"):  # mean sees what is not finite
         for rank, payload in enumerate(allgather(world, payloads) if n else ()):
             indices, values = decode(payload)

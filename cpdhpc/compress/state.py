@@ -73,6 +73,14 @@ class State:
             )
         return list(entry.array)
 
+    def give(self, layer: str, name: str, rows: Sequence[Array]) -> None:
+        """Make arrays those of an entry that own made: rows of its dtype and shape, no more used.
+
+        The lone one of a process is not copied.
+        """
+        entry = self._entries[layer, name]
+        entry.array = rows[0][None] if len(rows) == 1 else np.stack(rows)
+
     def shared(
         self, layer: str, name: str, make: Callable[[], Array], like: Array = ON_CPU
     ) -> Array:

@@ -34,7 +34,6 @@ class Strom(SparseMessages):
         layers, tau = SparseLayers(bucket, self.exclude), np.float32(self.tau * context.loss_scale)
         layers.check_place(self, gradients, context)
         n, waiting = layers.coded.size, layers.waiting(gradients, context)
-        layers.check(waiting, context)
         payloads = [_encoded(x, float(tau)) for x in waiting]
 
         def decode(payload: Array) -> tuple[Array, Array]:

@@ -28,7 +28,8 @@ class TopK(LargestValues):
         feedback = self.error_feedback
         layers.check_place(self, gradients, context)
         waiting = layers.waiting(gradients, context) if feedback else layers.joined(gradients)
-        layers.check(waiting, context)
+        if not feedback:
+            layers.check(waiting, context)
         chosen = [self._chosen(x, layers.coded, context) for x in waiting]
         sent = self._send(waiting, chosen, layers.coded, context)
         flat = layers.mean(sent.mean, waiting, gradients, context, self.algorithm)
