@@ -96,6 +96,32 @@ def broken():
     return Broken(40, 0, False), Stripes(20, 0, False)
 
 
+class Classes(Stripes):
+    def __init__(self, *given):
+        super().__init__(*given[:-1])
+        self.label = given[-1]
+
+    def __getitem__(self, i):
+        return super().__getitem__(i)[0], self.label
+
+
+def minus():
+    return Classes(40, 0, False, -1), Stripes(20, 0, False)
+
+
+def between():
+    return Classes(40, 0, False, 0.5), Stripes(20, 0, False)
+
+
+class Unsure(Stripes):
+    def __len__(self):
+        raise RuntimeError("no length")
+
+
+def unsure():
+    return Unsure(40, 0, False), Stripes(20, 0, False)
+
+
 nothing = 3
 '''
 JOB = """
@@ -193,6 +219,9 @@ def test_a_study_sweeps_their_arguments(job_file: Path, tmp_path: Path) -> None:
         (["data.import={m}:no_length"], "train dataset range_iterator has no __len__"),
         (["data.import={m}:other_shapes"], "have shape (3,) for training, (4,) for the test"),
         (["data.import={m}:no_pairs"], "items do not make a pair of tensors"),
+        (["data.import={m}:minus"], "have classes -1 to -1: must be integers, 0 or more"),
+        (["data.import={m}:between"], "items 0 to 0 have dtype torch.float64: must be integers"),
+        (["data.import={m}:unsure"], "train dataset Unsure tells no length: RuntimeError: no len"),
     ],
 )
 def test_what_is_wrong_is_one_line(job_file: Path, settings: list[str], message: str) -> None:

@@ -168,6 +168,17 @@ def test_decoders_are_taken_in_turn_by_more_ranks() -> None:
 
 
 @pytest.mark.parametrize("exchange", ["ring", "server"])
+@pytest.mark.parametrize("count", [1, 15, 16, 17, 40])
+def test_few_values_have_codes_too(exchange: Literal["ring", "server"], count: int) -> None:
+    method = Lgc(exchange=exchange, dense_steps=0, training_steps=1, density=1.0)
+    bucket, state = Bucket(("weight",), ((1, count),)), State(range(2), 2)
+    for iteration in range(3):
+        flats = [np.arange(1, count + 1, dtype=np.float32)] * 2
+        mean = method.aggregate(flats, bucket, Context(Loopback(2), state, iteration=iteration))
+        assert mean.flat.shape == (count,) and np.isfinite(mean.flat).all()
+
+
+@pytest.mark.parametrize("exchange", ["ring", "server"])
 def test_many_values_are_selected_by_kernels(exchange: Literal["ring", "server"]) -> None:
     """Above 8,192 values another way is taken than in the tests above."""
     method = Lgc(exchange=exchange, dense_steps=0, training_steps=1, density=1.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 from typing import Any, get_args
 
@@ -258,3 +259,40 @@ def test_allreduce_takes_tensors() -> None:
     ):
         with pytest.raises(TypeError, match=says):
             cpdhpc.allreduce(Loopback(), x)
+
+
+@pytest.mark.parametrize("name", ["lowbit", "topk", "randomk", "onebit", "powersgd", "strom"])
+def test_what_waits_is_not_lost_in_a_step_without_the_layer(name: str) -> None:
+    """Sent and kept are the gradient and what was kept, also where no rank used the layer."""
+    options = {"lowbit": {"wire": "e3m0", "error_feedback": True}, "strom": {"tau": 0.5}}
+    model = torch.nn.ModuleDict({x: torch.nn.Linear(9, 40, bias=False) for x in "ab"})
+    reducer = GradientReducer(model, Loopback(), name, **options.get(name, {}))
+    given = torch.from_numpy(np.random.default_rng(5).standard_normal((40, 9)).astype(np.float32))
+    arrived = torch.zeros(40, 9, dtype=torch.float64)
+    for step in range(4):
+        model.zero_grad(set_to_none=True)
+        model["b"].weight.grad = given.clone()
+        if not step:
+            model["a"].weight.grad = given.clone()
+        reducer.reduce()
+        found = model["a"].weight.grad
+        arrived += 0 if found is None else found.double()
+    kept = {name: entry.array for (layer, name), entry in reducer.state if layer == "a.weight"}
+    waiting = torch.from_numpy(kept["residual"].astype(np.float64)).reshape(40, 9)
+    # four steps of an addition and a subtraction of numbers below 8
+    assert (arrived + waiting - given).abs().max() <= 8 * 8 * 2.0**-24
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"seed": None}, "seed=None: must be a whole number"),
+        ({"seed": 1.5}, "seed=1.5"),
+        ({"seed": -1}, "seed=-1: must be 0 or more"),
+        ({"overlap": "x"}, "overlap='x': must be True or False"),
+        ({"bucket_mib": None}, "bucket_mib=None: must be a number"),
+    ],
+)
+def test_what_is_no_option_is_refused(options: dict[str, Any], says: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=re.escape(f"GradientReducer: {says}")):
+        GradientReducer(torch.nn.Linear(2, 2), Loopback(), **options)

@@ -99,7 +99,8 @@ def method_of(text: str) -> Aggregator:
     """Return the method of "NAME" or "NAME:OPTION=VALUE,...". Raises UserError."""
     name, _, given = text.partition(":")
     if name not in COMPRESSORS:
-        raise UserError(f"--methods {text}: {suggest(name, COMPRESSORS)}")
+        hint = " (methods are separated by spaces)" if "," in name else ""
+        raise UserError(f"--methods {text}: {suggest(name, COMPRESSORS)}{hint}")
     options = override({}, given.split(",") if given else ())
     return validate(COMPRESSORS[name], options, f"--methods {text}")
 

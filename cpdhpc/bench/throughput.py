@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -144,6 +145,8 @@ def _checked(arguments: argparse.Namespace) -> dict[str, Any]:
         links = [0.0]
     if not all(0 < link < math.inf for link in links):
         raise UserError(f"--links {arguments.links}: must be numbers above 0, in Gb/s")
+    if arguments.png and not os.access(arguments.png.absolute().parent, os.W_OK):
+        raise UserError(f"--png {arguments.png}: its directory cannot be written to")
     methods = parse_names("--methods", arguments.methods, known(COMPRESSORS))
     algorithms = parse_names("--algorithms", arguments.algorithms, known(SCHEDULES))
     if not methods or not algorithms:

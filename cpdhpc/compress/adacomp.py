@@ -48,7 +48,7 @@ class AdaComp(SparseMessages):
     aggregator: Literal["adacomp"] = "adacomp"
     conv_bin_values: Annotated[int, Field(ge=1, lt=1 << 14)] = 50
     bin_values: Annotated[int, Field(ge=1, lt=1 << 14)] = 500
-    scale: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 2.0
+    scale: Annotated[float, Field(ge=1, le=1000)] = 2.0
 
     def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
         """Return the mean over all ranks. See Aggregator.aggregate."""

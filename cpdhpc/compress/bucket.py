@@ -117,6 +117,8 @@ def split_bucket(whole: Bucket, bucket_mib: float) -> list[Part]:
     they keep the model's order, so that one part is laid out as the model itself.
     Raises ValueError unless bucket_mib is above zero.
     """
+    if isinstance(bucket_mib, bool) or not isinstance(bucket_mib, int | float | np.number):
+        raise TypeError(f"GradientReducer: bucket_mib={bucket_mib!r}: must be a number")
     if not bucket_mib > 0:
         raise ValueError(f"GradientReducer: bucket_mib={bucket_mib}: should be above 0")
     parts, stop, size_bytes = [], len(whole.names), 0

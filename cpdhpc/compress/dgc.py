@@ -33,7 +33,7 @@ class Dgc(LargestValues):
     aggregator: Literal["dgc"] = "dgc"
     momentum: Annotated[float, Field(gt=0, lt=1)] = 0.9
     masking: bool = True
-    clip_norm: Annotated[float, Field(ge=0)] = 0.0
+    clip_norm: Annotated[float, Field(ge=0, le=1e30)] = 0.0
     density: Density = 0.001
     warmup: Warmup = (0.25, 0.0625, 0.015, 0.004)
 

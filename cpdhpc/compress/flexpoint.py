@@ -43,7 +43,7 @@ class Flexpoint(Aggregator):
     aggregator: Literal["flexpoint"] = "flexpoint"
     wire: str = "int16"
     algorithm: str = "ring"
-    history: Annotated[int, Field(ge=1)] = 16
+    history: Annotated[int, Field(ge=1, le=1024)] = 16
 
     def __post_init__(self) -> None:
         if self.wire not in INTEGERS or self.wire == "ternary":

@@ -69,7 +69,7 @@ class Lgc(DenseMessages):
     training_steps: Annotated[int, Field(ge=0)] = 300
     density: Density = 0.001
     innovation: Density = 0.05
-    learning_rate: Annotated[float, Field(gt=0)] = 1e-3
+    learning_rate: Annotated[float, Field(gt=0, le=1)] = 1e-3
     exclude: Layers = ()
     plain: Layers = ()
 
@@ -345,8 +345,12 @@ class Autoencoder:
 
 
 def _padded(rows: Array) -> Array:
-    """Return float64[vectors, n] with zeros behind, up to a multiple of SHORTER."""
-    return np.pad(rows, ((0, 0), (0, -rows.shape[1] % SHORTER)))
+    """Return float64[vectors, n] with zeros behind, up to a multiple of SHORTER, two at least.
+
+    A code of one place is too short for the decoder's convolutions.
+    """
+    n = max(2 * SHORTER, -(-rows.shape[1] // SHORTER) * SHORTER)
+    return np.pad(rows, ((0, 0), (0, n - rows.shape[1])))
 
 
 def _drawn(

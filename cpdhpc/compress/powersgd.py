@@ -36,7 +36,7 @@ class PowerSgd(DenseMessages):
 
     aggregator: Literal["powersgd"] = "powersgd"
     rank: Annotated[int, Field(ge=1)] = 2
-    min_rate: Annotated[float, Field(ge=1)] = 2.0
+    min_rate: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 2.0
     warm_start: bool = True
     error_feedback: bool = True
 

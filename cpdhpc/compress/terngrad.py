@@ -49,7 +49,7 @@ class TernGrad(Aggregator):
     """
 
     aggregator: Literal["terngrad"] = "terngrad"
-    clip: Annotated[float, Field(ge=0)] = 2.5
+    clip: Annotated[float, Field(ge=0, le=1e6)] = 2.5
     bucket_values: Annotated[int, Field(ge=0)] = 0
     share: bool = True
     exclude: Layers = ()

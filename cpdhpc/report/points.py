@@ -37,8 +37,10 @@ HEADINGS = {"size_bytes": "size", "value_scaling": "scaling", "gradient.aggregat
 COUNTED = {"ranks": "rank", "nodes": "node"}
 DERIVED = ("accumulate", "gradient.accumulate")  # said only where other factors leave it open
 SAID = {  # factor: value: what a name says of it
-    "gradient.aggregator": {"none": "float32", "lowbit": ""},
+    "gradient.aggregator": {"none": "float32"},
 }
+WIRE = "gradient.wire"
+IN_WIRE = {"gradient.aggregator": "lowbit"}  # factor: value that goes without saying beside a wire
 
 
 def in_order(names: Iterable[str]) -> list[str]:
@@ -83,7 +85,12 @@ def is_number(name: str, of: Iterable[Factors]) -> bool:
 def label(factors: Factors, names: Iterable[str]) -> str:
     """Return the values of factors as a name for people, without those that are not used."""
     used = [name for name in names if name in factors]
-    words = [said(name, factors[name]) for name in used if isinstance(factors[name], str)]
+    words = [
+        said(name, factors[name])
+        for name in used
+        if isinstance(factors[name], str)
+        and not (factors[name] == IN_WIRE.get(name) and WIRE in used)
+    ]
     numbers = [said(name, factors[name]) for name in used if not isinstance(factors[name], str)]
     return ", ".join([*numbers, " ".join(filter(None, words))]).removesuffix(", ")
 

@@ -157,7 +157,7 @@ def _reasons(folder: Folder, unfinished: Sequence[tuple[Batch, list[Case]]]) -> 
         if cases and job.nodes > 1:
             yield (
                 f"batch {job.number}: {len(cases)} case(s) left out: it needs {job.nodes} nodes, "
-                "and this machine is one"
+                f"and this machine is one (ppn is {job.ranks // job.nodes}: ranks on a node)"
             )
             continue
         for case in cases:

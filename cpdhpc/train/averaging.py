@@ -29,6 +29,16 @@ Stated = dict[str, Any]  # what state_dict returns
 STATED = {"iteration", "epoch", "rank", "ranks", "aggregator", "layers", "state"}
 
 
+def check_options(name: str, seed: object, overlap: object) -> None:
+    """Raise TypeError or ValueError unless these are a whole number of 63 bits and a bool."""
+    if isinstance(seed, bool) or not isinstance(seed, int | np.integer):
+        raise TypeError(f"{name}: seed={seed!r}: must be a whole number")
+    if not 0 <= seed < 1 << 63:
+        raise ValueError(f"{name}: seed={seed}: must be 0 or more and below 2**63")
+    if not isinstance(overlap, bool):
+        raise TypeError(f"{name}: overlap={overlap!r}: must be True or False")
+
+
 class Averaging:
     """What all ways of averaging a model's gradients have, whoever lays them into buckets.
 

@@ -17,7 +17,7 @@ from ..collectives.checks import check_alike
 from ..compress.base import Aggregator
 from ..compress.bucket import Bucket
 from ..world.ranks import Ranks
-from .averaging import Averaging, made, rounded
+from .averaging import Averaging, check_options, made, rounded
 from .overlap import check_overlap
 from .replicas import FLOATS, PLAIN, is_plain, kind
 
@@ -62,6 +62,7 @@ class DdpHook(Averaging):
         error: Exception | None = None
         settings: dict[str, object] = {}
         try:
+            check_options("ddp_hook", seed, overlap)
             self.aggregator = made("ddp_hook", aggregator, options)
             if model is not None:
                 self._learn(model)

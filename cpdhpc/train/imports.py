@@ -91,8 +91,11 @@ class ImportedData(Data):
             raise ConfigError(f"{where}: returned {type(found).__name__}: must be (train, test)")
         for name, dataset in zip(("train", "test"), found, strict=True):
             missing = [m for m in ("__len__", "__getitem__") if not hasattr(dataset, m)]
-            if missing or not len(dataset):
-                problem = f"has no {missing[0]}" if missing else "is empty"
+            try:
+                problem = f"has no {missing[0]}" if missing else "" if len(dataset) else "is empty"
+            except Exception as error:
+                problem = f"tells no length: {type(error).__name__}: {' '.join(str(error).split())}"
+            if problem:
                 raise ConfigError(f"{where}: {name} dataset {type(dataset).__name__} {problem}")
         train, test = (MapStyle(where, dataset) for dataset in found)
         if train.sample_shape != test.sample_shape:

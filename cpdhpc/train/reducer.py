@@ -14,7 +14,7 @@ import torch
 from ..collectives.checks import check_alike
 from ..compress.base import Aggregator, Mean
 from ..compress.bucket import Bucket, Part, split_bucket
-from .averaging import Averaging, made, rounded
+from .averaging import Averaging, check_options, made, rounded
 from .overlap import Overlap, check_overlap
 from .replicas import (
     BufferMode,
@@ -82,6 +82,7 @@ class GradientReducer(Averaging):
         error: Exception | None = None
         settings: dict[str, object] = {}
         try:
+            check_options(self._name, seed, overlap)
             self.aggregator = made(self._name, aggregator, options)
             tensors = tensors_of(model)
             self._lay_out(bucket_mib)
@@ -260,8 +261,9 @@ class GradientReducer(Averaging):
         factor = self._factor / self.loss_scale
         if factor != 1:
             mean = replace(mean, flat=mean.flat * np.float32(factor))
-        which = [layer for layer, is_used in enumerate(used) if is_used]
         names, views = self.bucket.names, self.bucket.views(mean.flat)
+        # What waited of an earlier step may arrive in one in which no rank used the layer.
+        which = [i for i, is_used in enumerate(used) if is_used or views[i].any()]
         gradients = rounded(
             [names[i] for i in which], [views[i] for i in which], [self._dtypes[i] for i in which]
         )
