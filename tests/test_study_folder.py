@@ -240,7 +240,10 @@ def test_shapes_of_several_nodes_are_left_out_here(
     path.write_text("kind = 'allreduce'\n[sweep]\nnodes = [2]\nppn = [2]\nsize_bytes = 4\n")
     status, shown = lines(capsys, "run", path, "--out", tmp_path / "out")
     assert status == 1
-    assert shown == "batch 0: 1 case(s) left out: it needs 2 nodes, and this machine is one\n"
+    assert shown == (
+        "batch 0: 1 case(s) left out: it needs 2 nodes, and this machine is one "
+        "(ppn is 2: ranks on a node)\n"
+    )
 
 
 def test_a_folder_that_is_being_measured_is_left_alone(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ class Strom(SparseMessages):
     """
 
     aggregator: Literal["strom"] = "strom"
-    tau: Annotated[float, Field(gt=1e-38, le=1e30)] = 0.01
+    tau: Annotated[float, Field(gt=1e-38, le=1e30, allow_inf_nan=False)] = 0.01
 
     def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
         """Return the mean over all ranks. See Aggregator.aggregate."""
