@@ -167,8 +167,9 @@ class ndarray:
     def __setitem__(self, key: Any, value: Any) -> None:
         if isinstance(value, np.ndarray) and value.ndim:
             raise TypeError("non-scalar numpy.ndarray cannot be used for fill")
-        if isinstance(key, ndarray | tuple):
-            self.scatter(key if isinstance(key, tuple) else (key,), value)
+        keys = key if isinstance(key, tuple) else (key,)
+        if any(isinstance(each, ndarray) for each in keys):
+            self.scatter(keys, value)
             return
         target = self.memory_view[key]
         given = isinstance(value, ndarray)
