@@ -17,7 +17,17 @@ from ..collectives.sparse import allgather, broadcast
 from ..collectives.sparse import sum as sum_of_ranks
 from ..ops import backend_of, placed, to_host
 from ..world.ranks import Ranks
-from .base import Array, Column, Context, DenseMessages, Layers, Mean, check_known, mean_in_float32
+from .base import (
+    Array,
+    Column,
+    Context,
+    DenseMessages,
+    Layers,
+    Mean,
+    check_known,
+    mean_in_float32,
+    zeros,
+)
 from .bucket import Bucket
 from .payload import decode_sparse, encode_sparse
 from .sparse import Density, SparseLayers, SparseMessages, count_of, largest
@@ -92,7 +102,7 @@ class Lgc(DenseMessages):
         values = [to_host(backend_of(x).gather(x, places)) for x in waiting]
         training = context.iteration < self.dense_steps + self.training_steps
         found = (self._trained if training else self._decoded)(values, chosen, context)
-        mean = np.zeros_like(waiting[0])
+        mean = zeros(waiting[0].size, waiting[0])
         mean[places] = placed(found.values, mean)
         for x in waiting:
             backend_of(x).clear(x, places)

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..ops import backend_of, placed
 from ..randomness import Key
-from .base import Array, Column, Context, DenseMessages, Layers, Mean, check_known
+from .base import Array, Column, Context, DenseMessages, Layers, Mean, check_known, zeros
 from .bucket import Bucket
 from .sparse import Density, SparseLayers, SparseMessages, Warmup, count_of, density_at
 
@@ -43,11 +43,8 @@ class RandomK(DenseMessages):
     def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
         """Return the mean over all ranks. See Aggregator.aggregate."""
         layers = SparseLayers(bucket, self.exclude)
-        feedback = self.error_feedback
         layers.check_place(self, gradients, context)
-        waiting = layers.waiting(gradients, context) if feedback else layers.joined(gradients)
-        if not feedback:
-            layers.check(waiting, context)
+        waiting = layers.waiting(gradients, context, self.error_feedback)
         density = density_at(context.epoch, self.warmup, self.density)
         drawn = {
             name: placed(
@@ -58,16 +55,16 @@ class RandomK(DenseMessages):
             for name, start, stop in layers.coded.segments
         }
         means = self._mean({name: [x[i] for x in waiting] for name, i in drawn.items()}, context)
-        mean, shares = np.zeros_like(waiting[0]), []
+        mean, shares = zeros(layers.coded.size, waiting[0]), []
         multiply = backend_of(mean).multiply
         for (name, start, stop), index in zip(layers.coded.segments, drawn.values(), strict=True):
             shares.append(index.size / (stop - start))
-            factor = 1.0 if feedback else (stop - start) / index.size
+            factor = 1.0 if self.error_feedback else (stop - start) / index.size
             mean[index] = multiply(means[name], np.float32(factor))
             for x in waiting:
                 x[index] = 0
         flat = layers.mean(mean, waiting, gradients, context, self.algorithm)
-        if feedback:
+        if self.error_feedback:
             layers.keep(waiting, context)
         return Mean(flat, {"sent_share": layers.shares(shares)})
 

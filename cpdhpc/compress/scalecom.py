@@ -11,7 +11,7 @@ from pydantic import Field
 
 from ..collectives.sparse import broadcast
 from ..ops import placed, to_host
-from .base import Array, Column, Context, DenseMessages, Layers, Mean, blocks, check_known
+from .base import Array, Column, Context, DenseMessages, Layers, Mean, blocks, check_known, zeros
 from .bucket import Bucket
 from .sparse import SparseLayers, SparseMessages
 
@@ -72,7 +72,7 @@ class ScaleCom(DenseMessages):
         layers = SparseLayers(bucket, bucket.names if is_dense else self.exclude)
         layers.check_place(self, gradients, context)
         coded, waiting = layers.coded, layers.waiting(gradients, context)
-        total = np.zeros_like(waiting[0])
+        total = zeros(coded.size, waiting[0])
         chosen = self._chosen(waiting, coded, context) if coded.names else {}
         if chosen:
             parts = {name: [x[i] for x in waiting] for name, i in chosen.items()}

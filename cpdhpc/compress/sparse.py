@@ -168,11 +168,18 @@ class SparseLayers:
         """Return the coded layers of a gradient, float32[bucket.size], as views."""
         return [gradient[source] for source, _ in self._places]
 
-    def waiting(self, gradients: Sequence[Array], context: Context) -> list[Array]:
+    def waiting(
+        self, gradients: Sequence[Array], context: Context, feedback: bool = True
+    ) -> list[Array]:
         """Return joined(gradients) with the memory "residual" added to it. Collective.
 
+        feedback: False for methods, or options, without a memory
         Raises NonFiniteGradient as check.
         """
+        if not feedback:
+            own = self.joined(gradients)
+            self.check(own, context)
+            return own
         found, largest = [np.empty_like(x, shape=(self.coded.size,)) for x in gradients], 0
         memories = self._memories(found, context, "residual")
         with np.errstate(over="ignore", invalid="ignore"):  # found in the same pass

@@ -25,14 +25,11 @@ class TopK(LargestValues):
     def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
         """Return the mean over all ranks. See Aggregator.aggregate."""
         layers = SparseLayers(bucket, self.exclude)
-        feedback = self.error_feedback
         layers.check_place(self, gradients, context)
-        waiting = layers.waiting(gradients, context) if feedback else layers.joined(gradients)
-        if not feedback:
-            layers.check(waiting, context)
+        waiting = layers.waiting(gradients, context, self.error_feedback)
         chosen = [self._chosen(x, layers.coded, context) for x in waiting]
         sent = self._send(waiting, chosen, layers.coded, context)
         flat = layers.mean(sent.mean, waiting, gradients, context, self.algorithm)
-        if feedback:
+        if self.error_feedback:
             layers.keep(waiting, context)
         return Mean(flat, {"sent_share": layers.shares(sent.shares)})

@@ -110,6 +110,13 @@ def _ratio(above: Tensor, below: Tensor, p: Tensor) -> Tensor:
     return torch.where(usable, above / below, torch.ones_like(above)).to(p.dtype)
 
 
+def _adapting(p: Tensor, gradient: Tensor, group: Group) -> tuple[Tensor, Tensor]:
+    """Return trust |w| and |g| + weight decay |w|, or 0 where |g| is: their ratio is the rate."""
+    weights, gradients = norm(p), norm(gradient)
+    decayed = gradients + group["weight_decay"] * weights
+    return group["trust"] * weights, torch.where(gradients > 0, decayed, gradients)
+
+
 class Lars(LayerWise):
     """Layer-wise adaptive rate scaling: momentum whose rate follows |w| / |g|.
 
@@ -142,16 +149,14 @@ class Lars(LayerWise):
         """See LayerWise.update."""
         rate = torch.ones((), dtype=p.dtype, device=p.device)
         if not _excluded(p, group):
-            decay, weights, gradients = group["weight_decay"], norm(p), norm(gradient)
-            gradient = gradient + decay * p
-            below = torch.where(gradients > 0, gradients + decay * weights, gradients)
-            rate = _ratio(group["trust"] * weights, below, p)
+            rate = _ratio(*_adapting(p, gradient, group), p)
+            gradient = gradient + group["weight_decay"] * p
         velocity = _zeros(state, "momentum", p)
         velocity.mul_(group["momentum"]).add_(group["lr"] * rate * gradient)
         p.sub_(velocity)
 
 
-class Larc(LayerWise):
+class Larc(Lars):
     """LARS whose rate of a layer is never above the global one.
 
     The momentum is that of torch's SGD: the rate stands outside of it.
@@ -169,27 +174,16 @@ class Larc(LayerWise):
         trust: float = 0.02,
         exclude: str = "one_dimensional",
     ) -> None:
-        super().__init__(
-            params,
-            {
-                "lr": lr,
-                "momentum": momentum,
-                "weight_decay": weight_decay,
-                "trust": trust,
-                "exclude": exclude,
-            },
-        )
+        super().__init__(params, lr, momentum, weight_decay, trust, exclude)
 
     def update(self, p: Tensor, gradient: Tensor, state: State, group: Group) -> None:
         """See LayerWise.update."""
         if not _excluded(p, group):
-            decay, weights, gradients = group["weight_decay"], norm(p), norm(gradient)
-            below = torch.where(gradients > 0, gradients + decay * weights, gradients)
-            local = torch.where(
-                (weights > 0) & (below > 0), group["trust"] * weights / below, group["lr"]
-            )
-            share = (local / group["lr"]).clamp(max=1.0) if group["lr"] > 0 else local * 0
-            gradient = (gradient + decay * p) * share.to(p.dtype)
+            above, below = _adapting(p, gradient, group)
+            bound = group["lr"] * torch.ones_like(above)
+            local = torch.where((above > 0) & (below > 0), above / below, bound)
+            share = (local / bound).clamp(max=1.0) if group["lr"] > 0 else local * 0
+            gradient = (gradient + group["weight_decay"] * p) * share.to(p.dtype)
         velocity = _zeros(state, "momentum", p)
         velocity.mul_(group["momentum"]).add_(gradient)
         p.sub_(group["lr"] * velocity)

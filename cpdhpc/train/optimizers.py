@@ -103,10 +103,13 @@ class Adam(Optimizer):
         import torch
 
         given = groups(parameters, self.exclude, self.weight_decay)
-        return torch.optim.Adam(given, lr=rate, betas=self.betas, eps=self.eps)
+        built: torch.optim.Optimizer = getattr(torch.optim, type(self).__name__)(
+            given, lr=rate, betas=self.betas, eps=self.eps
+        )
+        return built
 
 
-class AdamW(Optimizer):
+class AdamW(Adam):
     """[optimizer] name = "adamw": as torch.optim.AdamW, whose weight decay is apart from moments.
 
     betas: shares of the first and second moment that stay; eps: added to the root of the second
@@ -115,18 +118,8 @@ class AdamW(Optimizer):
     Source: Loshchilov, Hutter: Decoupled weight decay regularization, arXiv 1711.05101.
     """
 
-    name: Literal["adamw"] = "adamw"
-    betas: Betas = (0.9, 0.999)
-    eps: NotNegative = 1e-8
+    name: Literal["adamw"] = "adamw"  # type: ignore[assignment]
     weight_decay: NotNegative = 0.01
-    exclude: Exclude = "none"
-
-    def build(self, parameters: Iterable[torch.nn.Parameter], rate: float) -> torch.optim.Optimizer:
-        """Return torch's. See Optimizer.build."""
-        import torch
-
-        given = groups(parameters, self.exclude, self.weight_decay)
-        return torch.optim.AdamW(given, lr=rate, betas=self.betas, eps=self.eps)
 
 
 class LayerWise(Optimizer):
