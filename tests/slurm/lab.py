@@ -96,6 +96,13 @@ class Lab:
             assert time.monotonic() < end_s, states
             time.sleep(LOOK_S)
 
+    def until_running(self, job: int, limit_s: float = 1800.0) -> None:
+        """Wait until Slurm has started a job."""
+        end_s = time.monotonic() + limit_s
+        while "JobState=RUNNING" not in self.call("scontrol", "--oneliner", "show", "job", str(job)):
+            assert time.monotonic() < end_s, job
+            time.sleep(LOOK_S)
+
     def finish(self, folder: Folder) -> list[Job]:
         """Wait for all jobs of a study, and return them."""
         jobs = recorded(folder)

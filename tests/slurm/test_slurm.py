@@ -280,8 +280,9 @@ def test_cancel_ends_the_jobs_of_a_study(lab: Lab, openmpi: Mpi | str) -> None:
     other = int(lab.call("sbatch", "--parsable", "--wrap", "sleep 60", "--output=/dev/null"))
     study = lab.file("long.toml", LONG)
     folder = lab.submit(study, lab.site(openmpi, "mpirun"), "long")
-    assert "1 pending" in lab.study("status", str(folder.path), "--summary").splitlines()[-1]
     first, second, last = recorded(folder)
+    lab.until_running(first.number)  # the other waits, as the study has throttle = 1
+    assert "1 pending" in lab.study("status", str(folder.path), "--summary").splitlines()[-1]
     said = lab.study("cancel", str(folder.path)).splitlines()
     assert said == [f"job {job.number}, {job.name}: cancelled" for job in (first, second, last)]
     lab.wait([job.number for job in (first, second, last)])
