@@ -12,10 +12,13 @@ import torch
 from test_checkpoint import Stop, assert_same_records
 from training import model_bytes
 
+from cpdhpc.cli import main
 from cpdhpc.config import ConfigError
 from cpdhpc.report.trainings import load_run, run_groups, table
 from cpdhpc.signals import Caught, Interrupted
 from cpdhpc.study.cases import expand, load_study
+from cpdhpc.study.collect import collect
+from cpdhpc.study.folder import Folder
 from cpdhpc.train.job import Job, load
 from cpdhpc.train.loop import run
 from cpdhpc.train.progress import Display
@@ -223,7 +226,9 @@ def test_what_is_left_to_chance_depends_on_seed_and_sample_alone(
     assert none.shape == (0, 3, 6, 6)
 
 
-def test_a_study_sweeps_their_arguments(job_file: Path, tmp_path: Path) -> None:
+def test_a_study_sweeps_their_arguments(
+    job_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     study = tmp_path / "study.toml"
     study.write_text(
         'kind = "train"\n[train]\njob = "job.toml"\n'
@@ -234,6 +239,19 @@ def test_a_study_sweeps_their_arguments(job_file: Path, tmp_path: Path) -> None:
     for name in ("model", "data", "loss", "metric"):
         assert found.job[name]["import_from"] == str(tmp_path.resolve())
     assert json.dumps(found.job)  # it is kept with the study
+    settings = ("measure.warmup=0", "measure.max_repeats=1", "measure.min_repeats=1")
+    found, folder = load_study(study, settings), Folder(tmp_path / "folder")
+    folder.prepare(found)
+    assert main(["batch", str(folder.path), "0"]) == 0
+    assert f"{expand(found).cases[1].id}-s0: complete: among " in capsys.readouterr().out
+    results = collect(found, folder).results
+    for outcomes in (result.outcomes for result in results):
+        assert outcomes["score"] > 0.5 and "accuracy" not in outcomes  # of two among three
+        assert 0 < outcomes["data_share"] < 100
+    assert len(results) == 2
+    assert main(["study", "collect", str(folder.path)]) == 0
+    assert main(["report", str(folder.path / "study.h5")]) == 0
+    assert "among" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
