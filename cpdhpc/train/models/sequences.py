@@ -58,11 +58,12 @@ class LstmLanguageModel(Model):
     """[model] name = "lstm": says of each place of a sequence of classes what comes next.
 
     embedding: values of a class; hidden: values of each of the LSTM's layers; layers: their number
-    dropout: between layers, and before and behind them; tied: embedding and output share weights
+    dropout: between layers, and before and behind them; tied: embedding and output share
+        weights, Press, Wolf, arXiv 1608.05859
     uniform: weights and biases begin as numbers in -uniform..uniform
     Every sequence begins with a state of zeros.
     Source: Zaremba et al., Recurrent neural network regularization, arXiv 1409.2329, section 4.1,
-    whose small network is the default; tied: Press, Wolf, arXiv 1608.05859.
+    whose small network is the default.
     """
 
     name: Literal["lstm"] = "lstm"
@@ -106,8 +107,8 @@ class LstmLanguageModel(Model):
 class Transformer(Model):
     """[model] name = "transformer": says of each place what comes next, from all before it.
 
-    width: values of a place; heads: parts that attention has of them; layers: of attention and of
-    two linear layers with 4 width values between them, a norm before each of both
+    width: values of a place; heads: parts that attention has of them
+    layers: each of attention and two linear layers with 4 width values between, a norm before both
     dropout: of the embedding, of attention's weights and behind each linear layer
     Source: Vaswani et al., arXiv 1706.03762; norms, GELU and the normal numbers of deviation 0.02
     that weights begin with as Radford et al., Language models are unsupervised multitask learners,
