@@ -261,11 +261,11 @@ def test_rows_have_the_values_of_all_channels() -> None:
     assert torch.equal(blocks.Rows()(x[:, 0]), x[:, 0])
 
 
-def text(samples: int = 60, time: int = 10) -> Source:
+def text(samples: int = 60, time: int = 10, dtype: Any = np.int64) -> Source:
     """Counting modulo 7 from anywhere."""
-    x = (np.random.default_rng(0).integers(0, 7, (samples, 1)) + np.arange(time + 1)) % 7
-    both = torch.from_numpy(x)
-    parts = [InMemory(part[:, :-1], part[:, 1:]) for part in (both[:40], both[40:])]
+    counted = (np.random.default_rng(0).integers(0, 7, (samples, 1)) + np.arange(time + 1)) % 7
+    x, y = torch.from_numpy(counted[:, :-1].astype(dtype)), torch.from_numpy(counted[:, 1:])
+    parts = [InMemory(x[part], y[part]) for part in (slice(0, 40), slice(40, None))]
     return Source(*parts, (time,), 7)
 
 
@@ -281,6 +281,16 @@ def trained(name: str, directory: Path, **train: Any) -> Training:
     training = prepare(job, Loopback(2), data, Files.of(directory, job))
     run(training, Caught(), Display(False, 1))
     return training
+
+
+def test_samples_of_another_kind_are_one_line(tmp_path: Path) -> None:
+    """Of the right shape, so that only the network itself can tell."""
+    for name, data in (("mlp", text()), ("lstm", text(dtype=np.float32))):
+        job = validate(Job, {"name": "x", "model": {"name": name, **TINY[name]}}, "test")
+        with pytest.raises(
+            ConfigError, match=r"^x-s0: model: inputs [^\n]*: RuntimeError: [^\n]*$"
+        ):
+            prepare(job, Loopback(2), data, Files.of(tmp_path, job))
 
 
 @pytest.mark.parametrize("name", ["resnet_cifar", "row_lstm", "lstm", "transformer"])
