@@ -30,6 +30,7 @@ from .reducer import GradientReducer
 from .samples import InMemory
 from .step import naming_items
 from .update import Update
+from .update.own_models import OwnModelsRule
 
 T = TypeVar("T")
 Array = npt.NDArray[Any]
@@ -265,7 +266,14 @@ def prepare(job: Job, world: Ranks, data: Dataset | Source, files: Files) -> Tra
         job.update.build(model, optimizer, reducer),
         LossScaler(reducer, job.train.loss_scale, dynamic=job.train.loss_scaling == "dynamic"),
         job.controller.build(job.settings(len(train))),
-        Record(world.ranks, reducer.bucket.names, job.gradient.columns, job.loss, job.metric),
+        Record(
+            world.ranks,
+            reducer.bucket.names,
+            job.gradient.columns,
+            job.loss,
+            job.metric,
+            own_models=isinstance(job.update, OwnModelsRule),
+        ),
         train=train,
         test=test,
         loss=loss,

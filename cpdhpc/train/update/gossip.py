@@ -48,6 +48,10 @@ class Gossip(OwnModels):
     ) -> None:
         fmt, shared = parse_wire(wire), SHARED[wire_scaling(wire)]
         self.graph, self.momentum = graph, np.float32(momentum)
+        ranks, phases = reducer.world.hosted, range(graph.phases)
+        self._heard = [[graph.sources(rank, phase) for rank in ranks] for phase in phases]
+        self._told = [[graph.targets(rank, phase) for rank in ranks] for phase in phases]
+        self._slots = 1 + graph.most_sources
         self.packed = None if fmt is None else Packed(Cast(fmt), fit=True, shared=shared)
         super().__init__(model, optimizer, reducer, 1 if fmt is None else TILE)
 
@@ -63,7 +67,7 @@ class Gossip(OwnModels):
 
         By phase: its own, and then that of each source. Not there with wire "raw".
         """
-        shape = self.graph.phases * (1 + self.graph.most_sources), self.bucket.size
+        shape = self.graph.phases * self._slots, self.bucket.size
         return self.state.own("", "copies", shape, "drop")
 
     def reduce(self) -> Mean:
@@ -116,29 +120,25 @@ class Gossip(OwnModels):
     def _exchanged(self, ys: list[Array]) -> list[Array]:
         """Return what each hosted rank gains by its neighbours' vectors. Collective."""
         phase = (self.reducer.iteration - 1) % self.graph.phases
-        weights = [self.graph.sources(rank, phase) for rank in self.world.hosted]
+        heard, told = self._heard[phase], self._told[phase]
         sent, own = ys, ys
         if self.packed is not None:
-            per_phase = 1 + self.graph.most_sources
-            copies = [each[phase * per_phase :][:per_phase] for each in self._copies()]
+            copies = [each[phase * self._slots :][: self._slots] for each in self._copies()]
             sent = [self._encoded(y - each[0]) for y, each in zip(ys, copies, strict=True)]
             own = [self._added(*each) for each in zip([c[0] for c in copies], sent, strict=True)]
         came = sparse.neighbours(
             self.world,
-            [
-                dict.fromkeys(self.graph.targets(rank, phase), payload)
-                for rank, payload in zip(self.world.hosted, sent, strict=True)
-            ],
-            [list(each) for each in weights],
+            [dict.fromkeys(to, payload) for to, payload in zip(told, sent, strict=True)],
+            [list(each) for each in heard],
         )
         gains = []
-        for i, (each, mine) in enumerate(zip(weights, own, strict=True)):
+        for i, (each, mine) in enumerate(zip(heard, own, strict=True)):
             gain = np.zeros_like(mine)
             for slot, (source, weight) in enumerate(each.items(), 1):
-                heard = came[i][source]
+                theirs = came[i][source]
                 if self.packed is not None:
-                    heard = self._added(copies[i][slot], heard)
-                gain += np.float32(weight) * (heard - mine)
+                    theirs = self._added(copies[i][slot], theirs)
+                gain += np.float32(weight) * (theirs - mine)
             gains.append(gain)
         return gains
 

@@ -191,7 +191,13 @@ class OwnModels(Update):
 
 
 class OwnModelsRule(UpdateRule):
-    """A rule whose ranks have models of their own: gradients are theirs alone, and not averaged."""
+    """A rule whose ranks have models of their own: gradients are theirs alone, and not averaged.
+
+    evaluate_ranks: each epoch every rank's own model goes through all test samples, besides the
+        average of all models, which the ranks share out
+    """
+
+    evaluate_ranks: bool = True
 
     needs: ClassVar[Mapping[str, object]] = {
         "train.overlap": False,
