@@ -144,13 +144,15 @@ def contents(files: Files) -> list[tuple[str, str, bytes]]:
     A process alone has none for MPI's own collectives, which check the arguments and find APS's
     largest exponents.
     """
-    kept = files.checkpoint.parent.glob(state_file(files.checkpoint, "*").name)
+    (kept,) = [*files.checkpoint.parent.glob(state_file(files.checkpoint, "*").name)] or [None]
     return [
-        (group, name, array.tobytes())
-        for path in [files.checkpoint, *kept]
-        for group, arrays in store.read(path)[0].items()
-        for name, array in sorted(arrays.items())
-        if name not in ("time_s", "wire_bytes")
+        ("state", "", kept.read_bytes() if kept else b""),
+        *(
+            (group, name, array.tobytes())
+            for group, arrays in store.read(files.checkpoint)[0].items()
+            for name, array in sorted(arrays.items())
+            if name not in ("time_s", "wire_bytes")
+        ),
     ]
 
 
