@@ -13,6 +13,7 @@ import pytest
 import torch
 from training import small_data, small_job
 
+from cpdhpc.collectives.checks import NonFiniteGradient
 from cpdhpc.config import ConfigError, merge
 from cpdhpc.train.reducer import GradientReducer
 from cpdhpc.train.setup import Files, prepare
@@ -268,3 +269,14 @@ def test_what_does_not_go_together(
         job = small_job(**merge({"optimizer": plain}, changes))
         prepare(job, Loopback(ranks), small_data(), Files.of(tmp_path, job))
     assert "\n" not in str(found.value)
+
+
+@pytest.mark.parametrize("name", ["decentlam", "diloco"])
+def test_nan_on_one_rank_stops_all_with_their_models_as_they_were(name: str) -> None:
+    trial = Trial(3, np.ones(4), name=name)
+    trial.step(0.1, lambda rank, x: np.full(4, rank))
+    before = trial.xs.copy()
+    with pytest.raises(NonFiniteGradient) as found:
+        trial.step(0.1, lambda rank, x: np.full(4, np.nan if rank == 2 else 1.0))
+    assert (found.value.segments, found.value.ranks) == (("w",), (2,))
+    assert trial.xs.tobytes() == before.tobytes()
