@@ -156,6 +156,8 @@ def test_a_rate_of_zero_mixes_and_divides_by_nothing() -> None:
     assert np.allclose(trial.xs, mixed, atol=1e-6)
     trial.step(0.1, lambda rank, x: np.zeros(3))
     assert np.isfinite(trial.xs).all()
+    sent = trial.world.bytes_sent.tolist()
+    assert sent == [4 * 2 * trial.xs[0].nbytes] * 4  # 4 steps, 2 neighbours, and nothing else
 
 
 @pytest.mark.parametrize("graph, b, steps", [("ring", 0.8, 80), ("exponential", 0.9, 120)])
