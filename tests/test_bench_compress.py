@@ -161,6 +161,7 @@ def test_the_command_prints_writes_and_draws(
     ("given", "says"),
     [
         (["--methods", "topkk"], "--methods topkk: did you mean topk"),
+        (["--methods", "none,topk:wire=e3m0,density=.1,qsdg"], "--methods qsdg: did you mean qsgd"),
         (["--methods", "topk:density=2"], "--methods topk:density=2: density=2: should be less"),
         (["--methods", "topk:densty=1"], "unknown key densty: did you mean density"),
         (["--ranks", "2,8"], "--ranks 8: the gradients are those of 4 ranks"),

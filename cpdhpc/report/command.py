@@ -169,6 +169,8 @@ def report(
     if choice != ALL and not loaded.studies:
         raise ReportError("--where, --x, --y, --by, --panel: are for studies; came runs")
     reports = [study_report(file, choice) for file in loaded.studies]
+    if choice.draws and not (outputs.html or outputs.figures):
+        raise ReportError("--x, --y, --by, --panel: choose figures: go with --html or --figures")
     of_runs = runs_report(loaded.runs, run_groups(loaded.runs)) if loaded.runs else None
     if png is not None:
         if of_runs is None:
