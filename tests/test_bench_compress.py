@@ -154,6 +154,14 @@ def test_the_command_prints_writes_and_draws(
     assert np.isnan(points["sent_bytes"][0]).tolist() == [False, False, True, True]
     assert points["sent_share"][3] == pytest.approx((300 + 30) / 630)  # the bias is dense
     assert points["phase_share"].sum(axis=1) == pytest.approx(np.ones(6))
+    assert main(["report", str(out), "--html", str(tmp_path / "page.html")]) == 0
+    shown = capsys.readouterr().out
+    rows = [
+        line.split() for line in shown.splitlines() if line.split()[:1] in [[m] for m in methods]
+    ]
+    assert [row[:2] for row in rows] == [[m, str(r)] for m in methods for r in (2, 4)]
+    assert [row[5] for row in rows][:2] == ["1.00", "1.00"], "cosines of what none sends"
+    assert "topk:density=0.5" in (tmp_path / "page.html").read_text()
     assert (out / "compress.png").read_bytes()[:4] == b"\x89PNG"
 
 
