@@ -195,5 +195,6 @@ BATCH_SCALINGS = {
     "none": Scaling(0, 0),
     "linear": Scaling(1, 0),  # Goyal et al., arXiv 1706.02677, section 2.1
     "sqrt": Scaling(0.5, 0),
+    "linear_legw": Scaling(1, 1),
     "legw": Scaling(0.5, 1),  # You et al., arXiv 1901.08256: the warm-up keeps its iterations
 }
