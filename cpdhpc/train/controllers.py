@@ -37,7 +37,7 @@ class Schedule(Section):
     base_batch: for which the rate and the warm-up are given; 0: for whatever train.batch is
     batch_scaling: what a batch k times as large as base_batch changes, a name of
         BATCH_SCALINGS: "linear" rate k, "sqrt" rate sqrt(k), "legw" rate sqrt(k) and warm-up
-        epochs k
+        epochs k, "linear_legw" both k
     """
 
     warmup_epochs: Annotated[float, Field(ge=0)] = 0.0
