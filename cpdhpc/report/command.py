@@ -11,6 +11,7 @@ from gzip import compress
 from pathlib import Path
 
 from rich.console import Console
+from rich.table import Table as RichTable
 
 from .. import store
 from ..config import UserError
@@ -113,6 +114,7 @@ def address(chart: Chart) -> str:
 
 
 WIDTH = 140  # columns of a table that goes to no terminal
+MOST = 10_000  # columns that a table may need
 LINES = 5  # of what is listed below the tables
 INCOMPLETE = 1  # exit status where a file could not be read
 
@@ -244,11 +246,20 @@ def _print(console: Console, of: Report) -> None:
     for section in of.sections:
         for table in section.tables:
             if not table.page_only:
-                console.print(table.rich())
+                _print_table(console, table.rich())
                 if table.left:
                     console.print(table.left, markup=False, highlight=False)
         for note in section.notes:
             console.print(note, markup=False, highlight=False)
+
+
+def _print_table(console: Console, table: RichTable) -> None:
+    """Print a table, beyond the console's width where words would not fit: rich leaves them out."""
+    unbounded = console.options.update(width=MOST)
+    room, least = console.width, console.measure(table, options=unbounded).minimum
+    console.width = max(room, least)
+    console.print(table)
+    console.width = room
 
 
 def _put(directory: Path | None, name: str, content: bytes) -> None:
