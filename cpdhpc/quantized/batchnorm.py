@@ -52,12 +52,14 @@ def fold(
 class IntegerNorm:
     """clip((multiplier x + offset) >> shift, 0, 2^bits - 1) of each channel.
 
-    multiplier, offset, shift: int64[channels]
+    multiplier, offset, shift: int64[channels]; low, high: the same, of the x for which it was made
     """
 
     multiplier: Array
     offset: Array
     shift: Array
+    low: Array
+    high: Array
     bits: int
 
     def __call__(self, x: Array) -> Array:
@@ -68,11 +70,11 @@ class IntegerNorm:
         )
         return np.clip((a * x + b) >> n, 0, 2**self.bits - 1).astype(np.int32)
 
-    def widths(self, low: Array, high: Array) -> dict[str, Array]:
+    def widths(self) -> dict[str, Array]:
         """Return how many bits, sign included, each channel's numbers take for x in low..high."""
-        given = (self.multiplier, self.offset, low, high)
+        given = (self.multiplier, self.offset, self.low, self.high)
         columns = zip(*(each.tolist() for each in given), strict=True)
-        sums = [max(_width(a * x + b) for x in (x, y)) for a, b, x, y in columns]
+        sums = [max(_width(a * x + b) for x in ends) for a, b, *ends in columns]
         return {
             "multiplier": np.array([_width(a) for a in self.multiplier.tolist()]),
             "offset": np.array([_width(b) for b in self.offset.tolist()]),
@@ -107,8 +109,8 @@ def integer_norm(
         if form is None or any(_width(form[0] * x + form[1]) > 64 for x in (least, most)):
             raise ValueError(f"integer_norm: {given}: is so wide that A x + B overflows int64")
         forms.append(form)
-    columns = zip(*forms, strict=True) if forms else ([], [], [])
-    return IntegerNorm(*(np.array(column, np.int64) for column in columns), bits)
+    multiplier, offset, shift = np.array(forms, np.int64).reshape(-1, 3).T
+    return IntegerNorm(multiplier, offset, shift, lows.copy(), highs.copy(), bits)
 
 
 class Steps(NamedTuple):
