@@ -267,6 +267,10 @@ COMMANDS: dict[str, Command | Group] = {
     "train": Command(
         "train a job file's rows with all seeds, on all MPI ranks", "cli", "train", True
     ),
+    "export": Command(
+        "write a trained quantised network as integers, tested on all test samples; needs no MPI",
+        "train.export",
+    ),
     "autoencoder": Group(
         "train filters whose cells are split over ranks; probe shows what they have learned",
         {

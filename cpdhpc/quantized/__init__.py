@@ -1,4 +1,4 @@
-"""Networks of integers only: batch norms without fractions, inference in NumPy, trained by torch."""
+"""Networks of integers only: trained by torch, exported exactly, inference in NumPy."""
 
 from .batchnorm import IntegerNorm as IntegerNorm
 from .batchnorm import fold as fold

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ from ..config import UserError
 from .batchnorm import IntegerNorm
 
 Array = npt.NDArray[Any]
-Layer = Callable[[Array], Array]
 
 TOGETHER = 250  # images that go through the layers at once
 KIND = "integer network"
@@ -23,9 +22,9 @@ KIND = "integer network"
 
 @dataclass(frozen=True)
 class Input:
-    """The codes of images of values 0..1, to nearest, 0..2^bits - 1; images without channels get one.
+    """The codes of images of values 0..1, to nearest, 0..2^bits - 1; integers are codes already.
 
-    Integers are codes already. Raises UserError for values outside.
+    Images without channels get one. Raises UserError for values outside.
     """
 
     bits: int
@@ -45,7 +44,7 @@ class Input:
 
 @dataclass(frozen=True)
 class Convolution:
-    """Sums of products, without bias; zeros around. weight: int8[outputs, inputs, rows, columns]."""
+    """Sums of products; zeros around. weight: int8[outputs, inputs, rows, columns]."""
 
     weight: Array
     stride: int
@@ -95,6 +94,7 @@ class Flatten:
         return x.reshape(len(x), -1)
 
 
+Layer = Input | Convolution | IntegerNorm | MaxPool | Flatten | Linear
 LAYERS: dict[str, type[Any]] = {
     "input": Input,
     "convolution": Convolution,
@@ -126,7 +126,7 @@ class IntegerNetwork:
         return x
 
     def classes(self, images: Array) -> Array:
-        """Return int64[n], the class of the largest score of each image, the first of equal ones."""
+        """Return int64[n], each image's class of the largest score, the first of equal ones."""
         return np.asarray(self(images).argmax(axis=1))
 
     def save(self, path: Path, about: store.Attributes) -> None:

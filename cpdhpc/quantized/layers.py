@@ -188,7 +188,7 @@ class QuantizedNorm(nn.BatchNorm2d):
         nn.init.constant_(self.weight, 0.5)
         self.bits = bits
 
-    def _check_input_dim(self, input: torch.Tensor) -> None:  # noqa: A002  torch's name
+    def _check_input_dim(self, input: torch.Tensor) -> None:
         if input.ndim not in (2, 4):
             raise ValueError(f"QuantizedNorm: input has {input.ndim} axes: must be 2 or 4")
 
@@ -196,8 +196,9 @@ class QuantizedNorm(nn.BatchNorm2d):
         """Return a and b, float64[channels]. Raises ValueError as fold does."""
         assert self.running_mean is not None, "statistics are tracked"
         assert self.running_var is not None, "statistics are tracked"
-        given = (self.weight, self.bias, self.running_mean, self.running_var)
-        return fold(*(each.detach().numpy() for each in given), self.eps, self.bits)
+        gamma, beta = self.weight.detach().numpy(), self.bias.detach().numpy()
+        mean, variance = self.running_mean.numpy(), self.running_var.numpy()
+        return fold(gamma, beta, mean, variance, self.eps, self.bits)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the codes, whole numbers in float32, of x's shape."""
@@ -233,6 +234,11 @@ def _linear(layer: QuantizedLinear, given: Range) -> tuple[Layer, Range]:
     return Linear(weight, bias), _sums(weight, int(given[1].max()))
 
 
+def _norm(layer: QuantizedNorm, given: Range) -> tuple[Layer, Range]:
+    (a, b), (low, high) = layer.folded(), given
+    return integer_norm(a, b, low, high, layer.bits), _codes(layer.bits)
+
+
 def _maxpool(layer: nn.MaxPool2d, given: Range) -> tuple[Layer, Range]:
     size = layer.kernel_size
     rest = layer.stride, layer.padding, layer.dilation, layer.ceil_mode, layer.return_indices
@@ -266,11 +272,7 @@ FORMS: dict[type[nn.Module], Form] = {
     QuantizedInput: Form("images", "codes", lambda of, _: (Input(of.bits), _codes(of.bits))),
     QuantizedConv2d: Form("codes", "sums", _convolution),
     QuantizedLinear: Form("codes", "sums", _linear),
-    QuantizedNorm: Form(
-        "sums",
-        "codes",
-        lambda of, given: (integer_norm(*of.folded(), *given, of.bits), _codes(of.bits)),
-    ),
+    QuantizedNorm: Form("sums", "codes", _norm),
     QuantizedOutput: Form("codes", "scores", _linear),
     nn.MaxPool2d: Form("codes", "codes", _maxpool),
     nn.Flatten: Form("codes", "codes", _flatten),

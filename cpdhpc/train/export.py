@@ -59,7 +59,7 @@ def trained(path: Path, settings: list[str]) -> tuple[Job, torch.nn.Module, Samp
 
     settings: laid over keys of data. Raises UserError where the file is no checkpoint of train.
     """
-    from .checkpoint import CheckpointError, load_weights
+    from .checkpoint import CheckpointError, load_model
     from .setup import build_model, samples_of
 
     for setting in settings:
@@ -72,14 +72,12 @@ def trained(path: Path, settings: list[str]) -> tuple[Job, torch.nn.Module, Samp
     job = validate(Job, raw, str(path))
     data = job.data.load()
     model = build_model(job, data)
-    load_weights(groups, model)
+    load_model(groups, model)
     model.eval()
-    return job, model, samples_of(data, None)[1]
+    return job, model, samples_of(data)[1]
 
 
-def compare(
-    model: torch.nn.Module, network: IntegerNetwork, test: Samples
-) -> tuple[int, int]:
+def compare(model: torch.nn.Module, network: IntegerNetwork, test: Samples) -> tuple[int, int]:
     """Return how many test samples there are, and of how many the class is right.
 
     Raises ConfigError where model and network give one of them another class.

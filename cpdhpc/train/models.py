@@ -95,4 +95,49 @@ class Mlp(Model):
         return torch.nn.Sequential(*layers[:-1])
 
 
-MODELS: dict[str, type[Model]] = {"mlp": Mlp, "lenet": LeNet}
+class QuantizedCnn(Model):
+    """[model] name = "quantized_cnn": LeNet of codes, which `cpdhpc export` writes as integers.
+
+    channels: of the two convolutions; hidden: values of the layer between
+    weight_bits, activation_bits, input_bits: of the codes; images are 0..1
+    """
+
+    name: Literal["quantized_cnn"] = "quantized_cnn"
+    channels: Annotated[tuple[Width, Width], Field(strict=False)] = (8, 16)
+    hidden: Width = 64
+    weight_bits: Annotated[int, Field(ge=2, le=8)] = 4
+    activation_bits: Annotated[int, Field(ge=1, le=8)] = 4
+    input_bits: Annotated[int, Field(ge=1, le=8)] = 8
+
+    def build(self, image_shape: tuple[int, ...], classes: int) -> torch.nn.Module:
+        """Return the network. Raises ValueError for images that two poolings leave nothing of."""
+        from torch import nn
+
+        from ..quantized import layers
+
+        if len(image_shape) not in (2, 3) or min(image_shape[-2:]) < 4:
+            shape = " x ".join(map(str, image_shape))
+            raise ValueError(
+                f"QuantizedCnn: inputs of {shape}: must be images of at least 4 x 4 pixels"
+            )
+        height, width = image_shape[-2:]
+        inputs = image_shape[0] if len(image_shape) == 3 else 1
+        weight, codes = self.weight_bits, self.activation_bits
+        first, second = self.channels
+        values = second * (height // 4) * (width // 4)
+        return nn.Sequential(
+            layers.QuantizedInput(self.input_bits),
+            layers.QuantizedConv2d(inputs, first, kernel_size=5, padding=2, bits=weight),
+            layers.QuantizedNorm(first, codes),
+            nn.MaxPool2d(2),
+            layers.QuantizedConv2d(first, second, kernel_size=5, padding=2, bits=weight),
+            layers.QuantizedNorm(second, codes),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+            layers.QuantizedLinear(values, self.hidden, weight),
+            layers.QuantizedNorm(self.hidden, codes),
+            layers.QuantizedOutput(self.hidden, classes, weight, codes),
+        )
+
+
+MODELS: dict[str, type[Model]] = {"mlp": Mlp, "lenet": LeNet, "quantized_cnn": QuantizedCnn}

@@ -234,11 +234,11 @@ def prepare(job: Job, world: Ranks, data: Dataset | Source, files: Files) -> Tra
     threads = job.train.threads or threads_of_rank(world)
     torch.set_num_threads(threads)
     set_kernel_threads(1 if job.train.overlap else threads)  # else they would slow backward down
-    model = agreed(world, lambda: _model(job, data))
+    model = agreed(world, lambda: build_model(job, data))
     grid = None
     if job.train.image_grid != (1, 1):
         grid, model = _split(job, world, data, model)
-    train, test = _samples(data, grid)
+    train, test = samples_of(data, grid)
     loss = agreed(world, job.loss.build)
     if grid is None:  # else forward has messages, and partition has checked the layers
         agreed(world, lambda: _check_fit(job, model, loss, train, data.classes))
@@ -271,7 +271,7 @@ def prepare(job: Job, world: Ranks, data: Dataset | Source, files: Files) -> Tra
     )
 
 
-def _samples(data: Dataset | Source, grid: ImageGrid | None) -> tuple[Samples, Samples]:
+def samples_of(data: Dataset | Source, grid: ImageGrid | None = None) -> tuple[Samples, Samples]:
     """Return the samples of training and test; of split images this rank's parts."""
     if isinstance(data, Source):
         return data.train, data.test
@@ -294,7 +294,8 @@ def _split(
         raise ConfigError(f"{job.id}: train.image_grid={job.train.image_grid}: {error}") from None
 
 
-def _model(job: Job, data: Dataset | Source) -> torch.nn.Module:
+def build_model(job: Job, data: Dataset | Source) -> torch.nn.Module:
+    """Return a job's network, as its seed begins. Raises ConfigError, or the model's ValueError."""
     if not data.classes and not isinstance(job.model, ImportedModel):
         raise ConfigError(
             f"{job.id}: data.import: classes are unknown: the training dataset needs an attribute "
