@@ -289,6 +289,10 @@ COMMANDS: dict[str, Command | Group] = {
                 "error of the simulated sum by algorithm, accumulation and scaling",
                 "bench.accuracy",
             ),
+            "batchnorm": Command(
+                "batch norms of chance as integers: shifts, bits, results that differ",
+                "bench.batchnorm",
+            ),
             "codec": Command(
                 "codec rates on one core or more, in GB/s of float32, beside memcpy", "bench.codec"
             ),

@@ -33,7 +33,8 @@ MAY_IMPORT = {  # part of the package -> the parts it may import, besides itself
     "split_images": WORLD | {"darray"},
     "train": REDUCE | {"compress", "split_images", "quantized", "provenance", "signals"},
     "autoencoder": WORLD | {"darray", "train", "provenance", "signals"},
-    "bench": REDUCE | {"arrays", "compress", "darray", "train", "autoencoder", "provenance"},
+    "bench": REDUCE
+    | {"arrays", "compress", "darray", "quantized", "train", "autoencoder", "provenance"},
     "kinds": WORLD
     | {"collectives", "darray", "bench", "train", "autoencoder", "provenance", "signals"}
     | {"study", "report"},
