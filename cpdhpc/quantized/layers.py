@@ -205,6 +205,7 @@ class QuantizedNorm(nn.BatchNorm2d):
         top = 2**self.bits - 1
         if self.training:
             return to_nearest((super().forward(x) * top).clamp(0, top))
+        self._check_input_dim(x)
         shape = (-1, *[1] * (x.ndim - 2))
         a, b = (torch.from_numpy(each).reshape(shape) for each in self.folded())
         return torch.floor(x.double() * a + b + 0.5).clamp(0, top).float()
@@ -314,5 +315,6 @@ def _layers(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module
     if type(model) is not nn.Sequential:
         yield prefix.removesuffix("."), model
         return
-    for name, child in model.named_children():
+    for name, child in model._modules.items():  # named_children leaves out what comes again
+        assert child is not None, "a Sequential has no holes"
         yield from _layers(child, f"{prefix}{name}.")

@@ -72,7 +72,10 @@ def trained(path: Path, settings: list[str]) -> tuple[Job, torch.nn.Module, Samp
     job = validate(Job, raw, str(path))
     data = job.data.load()
     model = build_model(job, data)
-    load_model(groups, model)
+    try:
+        load_model(groups, model)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from None
     model.eval()
     return job, model, samples_of(data)[1]
 
