@@ -25,23 +25,27 @@ Array = npt.NDArray[Any]
 Range = tuple[Array, Array]  # int64[channels] each: the least and the largest integer there can be
 
 
-class Round(torch.autograd.Function):
-    """Round to nearest, with the gradient of what was rounded."""
+class StraightThrough(torch.autograd.Function):
+    """A rounding of values, with the gradient of what was rounded."""
 
     @staticmethod
-    def forward(context: Any, values: torch.Tensor) -> torch.Tensor:
-        """Return the nearest whole numbers."""
-        return torch.round(values)
+    def forward(
+        context: Any, values: torch.Tensor, rounding: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        """Return the whole numbers."""
+        return rounding(values)
 
     @staticmethod
-    def backward(context: Any, *gradients: torch.Tensor) -> torch.Tensor:
+    def backward(context: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
         """Return the gradient as it is."""
-        return gradients[0]
+        return gradients[0], None
 
 
-def to_nearest(values: torch.Tensor) -> torch.Tensor:
-    """Return the nearest whole numbers, with a straight-through gradient."""
-    rounded: torch.Tensor = Round.apply(values)  # type: ignore[no-untyped-call]
+def whole(
+    values: torch.Tensor, rounding: Callable[[torch.Tensor], torch.Tensor] = torch.round
+) -> torch.Tensor:
+    """Return values rounded to whole numbers, with a straight-through gradient."""
+    rounded: torch.Tensor = StraightThrough.apply(values, rounding)  # type: ignore[no-untyped-call]
     return rounded
 
 
@@ -72,7 +76,7 @@ def step_of(weight: torch.Tensor, bits: int) -> torch.Tensor:
 def codes_of(weight: torch.Tensor, bits: int) -> torch.Tensor:
     """Return the codes of weights, whole numbers in float32."""
     most = 2 ** (bits - 1) - 1
-    return to_nearest((weight / step_of(weight, bits)).clamp(-most, most))
+    return whole((weight / step_of(weight, bits)).clamp(-most, most))
 
 
 def _exactly(x: torch.Tensor, codes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -101,7 +105,7 @@ class QuantizedInput(nn.Module):
                 f"QuantizedInput: images: values {low:g}..{high:g}: must be 0..1, without "
                 "another normalisation"
             )
-        x = torch.round(images * (2**self.bits - 1))
+        x = whole(images * (2**self.bits - 1))
         return x[:, None] if x.ndim == 3 else x
 
 
@@ -165,7 +169,7 @@ class QuantizedOutput(QuantizedLinear):
 
     def bias_codes(self) -> torch.Tensor:
         """Return the bias in steps, whole numbers that fit int32 with the sums."""
-        return to_nearest((self.bias / self.step).clamp(-SUMS / 2, SUMS / 2 - 1))
+        return whole((self.bias / self.step).clamp(-SUMS / 2, SUMS / 2 - 1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return scores [n, classes]; where evaluated in float64, which no two sums share."""
@@ -204,11 +208,11 @@ class QuantizedNorm(nn.BatchNorm2d):
         """Return the codes, whole numbers in float32, of x's shape."""
         top = 2**self.bits - 1
         if self.training:
-            return to_nearest((super().forward(x) * top).clamp(0, top))
+            return whole((super().forward(x) * top).clamp(0, top))
         self._check_input_dim(x)
         shape = (-1, *[1] * (x.ndim - 2))
         a, b = (torch.from_numpy(each).reshape(shape) for each in self.folded())
-        return torch.floor(x.double() * a + b + 0.5).clamp(0, top).float()
+        return whole(x.double() * a + b + 0.5, torch.floor).clamp(0, top).float()
 
 
 def _int8(layer: QuantizedConv2d | QuantizedLinear) -> Array:

@@ -13,6 +13,7 @@ from ..config import UserError
 from ..randomness import random_key
 from ..signals import Caught, Interrupted
 from . import gradients
+from .adversary import Attacked
 from .data import Array, epoch_order
 from .progress import Display
 from .record import observe
@@ -75,21 +76,24 @@ def _epoch(training: Training, caught: Caught, display: Display) -> None:
         if signal and seen < len(order):
             _stop(training, signal, display)
     with training.update.evaluated():
-        score, loss = evaluate(
-            training.model,
-            training.world,
-            training.test,
-            training.loss,
-            job.metric,
-            training.sharing,
-        )
+        scores, loss = _evaluated(training)
     elapsed_ns = training.world.max(np.array([int((time.perf_counter() - began) * 1e9)]))
-    training.record.epoch(epoch + 1, score, loss, elapsed_ns[0] / 1e9)
-    display.epoch(job.id, epoch + 1, job.train.epochs, _told(training, score, loss))
+    training.record.epoch(epoch + 1, scores, loss, elapsed_ns[0] / 1e9)
+    display.epoch(job.id, epoch + 1, job.train.epochs, _told(training, *scores, loss))
     if signal:  # in the last iteration: the resumed run does not come back to this evaluation
         _stop(training, signal, display)
     if (epoch + 1) % job.train.checkpoint_every == 0 and epoch + 1 < job.train.epochs:
         training.save("running")
+
+
+def _evaluated(training: Training) -> tuple[list[float], float]:
+    """Return the scores by the metric, of copies too where there are some, and the loss."""
+    job, adversary, found = training.job, training.adversary, []
+    attacked = [Attacked(adversary, training.test, training.loss)] if adversary else []
+    for test in (training.test, *attacked):
+        given = test, training.loss, job.metric, training.sharing
+        found.append(evaluate(training.model, training.world, *given))
+    return [score for score, _ in found], found[0][1]
 
 
 def _stop(training: Training, signal: int, display: Display) -> NoReturn:
@@ -121,6 +125,7 @@ def _iteration(training: Training, rate: float, batch: Array, caught: Caught) ->
             training.sharing,
             seed,
             training.scaler,
+            training.adversary,
         )
     except NonFiniteGradient as error:
         _fail(training, str(error))

@@ -19,6 +19,7 @@ from ..split_images.grid import ImageGrid
 from ..world.cores import threads_of_rank
 from ..world.ranks import Ranks
 from . import checkpoint, gradients
+from .adversary import Adversary, add_statistics
 from .controllers import Controller
 from .data import Dataset, Samples, Source
 from .imports import ImportedModel, told
@@ -78,6 +79,7 @@ class Training:
     classes: of the samples; 0 where the data does not say
     iteration: the next one; samples_seen: before it, which is where the run stands
     grid: how images are split, None where they are not
+    adversary: what makes adversarial copies, None where there are none
     """
 
     job: Job
@@ -98,6 +100,7 @@ class Training:
     iteration: int = 0
     samples_seen: int = 0
     grid: ImageGrid | None = None
+    adversary: Adversary | None = None
 
     @property
     def sharing(self) -> int:
@@ -136,7 +139,8 @@ class Training:
     @property
     def states(self) -> checkpoint.States:
         """What methods keep of each rank, by who keeps it."""
-        return {"gradient": self.reducer.state, "update": self.update.state}
+        copies = {"adversarial": self.adversary.state} if self.adversary else {}
+        return {"gradient": self.reducer.state, "update": self.update.state} | copies
 
     def save(self, status: str) -> None:
         """Write what methods keep from all processes, the rest from process 0. Collective.
@@ -242,6 +246,7 @@ def prepare(job: Job, world: Ranks, data: Dataset | Source, files: Files) -> Tra
     loss = agreed(world, job.loss.build)
     if grid is None:  # else forward has messages, and partition has checked the layers
         agreed(world, lambda: _check_fit(job, model, loss, train, data.classes))
+    adversary = job.adversarial.build(model, world)
     reducer = GradientReducer(
         model,
         world,
@@ -260,7 +265,14 @@ def prepare(job: Job, world: Ranks, data: Dataset | Source, files: Files) -> Tra
         job.update.build(model, optimizer, reducer),
         LossScaler(reducer, job.train.loss_scale, dynamic=job.train.loss_scaling == "dynamic"),
         job.controller.build(job.settings(len(train))),
-        Record(world.ranks, reducer.bucket.names, job.gradient.columns, job.loss, job.metric),
+        Record(
+            world.ranks,
+            reducer.bucket.names,
+            job.gradient.columns,
+            job.loss,
+            job.metric,
+            copies=bool(job.adversarial.epsilon),
+        ),
         train=train,
         test=test,
         loss=loss,
@@ -268,6 +280,7 @@ def prepare(job: Job, world: Ranks, data: Dataset | Source, files: Files) -> Tra
         files=files,
         provenance=provenance.attributes(world) | {"torch_threads": torch.get_num_threads()},
         grid=grid,
+        adversary=adversary,
     )
 
 
@@ -303,7 +316,10 @@ def build_model(job: Job, data: Dataset | Source) -> torch.nn.Module:
         )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(job.seed)
-        return job.model.build(data.image_shape, data.classes)
+        model = job.model.build(data.image_shape, data.classes)
+    if job.adversarial.epsilon:
+        add_statistics(model)
+    return model
 
 
 def _check_fit(
