@@ -42,6 +42,13 @@ ROWS: dict[str, dict[str, Any]] = {
 }
 
 
+NORMALISED: dict[str, dict[str, Any]] = {
+    "normalised": {},
+    "codes": {"model": {"name": "quantized_cnn", "channels": [2, 2], "hidden": 4}},
+    "copies": {"adversarial": {"epsilon": 0.1, "tau": 2, "alternate": "ranks"}},
+}
+
+
 @pytest.fixture(scope="module")
 def world() -> World:
     return World(timeout_s=600)
@@ -70,9 +77,10 @@ def data() -> Dataset:
     return Dataset(x[:60], y[:60], x[60:], y[60:], classes=4)
 
 
-def normalised_job(**train: Any) -> Job:
+def normalised_job(row: str = "normalised", **train: Any) -> Job:
     train = {"epochs": 2, "threads": 1, "telemetry_every": 2, **train}
-    return validate(Job, {"name": "n", "model": {"name": "normalised"}, "train": train}, "test")
+    tables = {"name": "n", "model": {"name": "normalised"}, "train": train}
+    return validate(Job, merge(tables, NORMALISED[row]), "test")
 
 
 def test_what_forward_raises_on_one_rank_ends_all_alike(world: World, directory: Path) -> None:
@@ -108,12 +116,12 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(MODELS, "normalised", Normalised)
 
 
-@pytest.mark.parametrize("row", [*ROWS, "normalised"])
+@pytest.mark.parametrize("row", [*ROWS, *NORMALISED])
 def test_real_and_virtual_ranks_give_the_same_bits(world: World, directory: Path, row: str) -> None:
     """12 ranks on so many processes, and the 12 emulated by process 0 alone."""
     if RANKS % world.processes:
         pytest.skip(f"{world.processes} processes do not divide {RANKS} ranks")
-    job = job_of(gradient=ROWS[row]) if row in ROWS else normalised_job(batch=30)
+    job = job_of(gradient=ROWS[row]) if row in ROWS else normalised_job(row, batch=30)
     real = World(virtual_ranks=RANKS // world.processes)
     files = Files(directory / "real.h5", directory / "real.checkpoint.h5")
     run(prepare(job, real, data(), files), Caught(), quiet())
