@@ -14,7 +14,7 @@ from torch import nn
 from training import run_job, small_data, small_job
 
 from cpdhpc import quantized, store
-from cpdhpc.bench.batchnorm import drawn, independent
+from cpdhpc.bench.batchnorm import differing, drawn, independent
 from cpdhpc.cli import main
 from cpdhpc.config import UserError, validate
 from cpdhpc.quantized import fold, integer_norm, layers
@@ -55,6 +55,16 @@ def test_integers_give_the_same_on_the_whole_range(most: int, bits: int, channel
         assert (np.clip(np.floor(x * slope + start + 0.5), 0, 2**bits - 1) == wanted).all()  # fold
         assert norm.shift[channel] <= independent(slope, start, most, bits)
     assert norm.widths()["sum"].max() <= 40  # int64 has room
+
+
+def test_bench_counts_what_differs(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["bench", "batchnorm", "--channels", "5", "--settings", "300:4,90:2"]
+    assert main(arguments) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:-1]]
+    assert [row[:4] for row in rows] == [["300", "4", "5", "0"], ["90", "2", "5", "0"]]
+    a, b = drawn(np.random.default_rng(0), 5, 300, 4)
+    norm = integer_norm(a, b, -300, 300, 4)
+    assert differing(replace(norm, offset=norm.offset + (1 << norm.shift)), a, b, 300) > 0
 
 
 def test_no_smaller_shift_would_do() -> None:
