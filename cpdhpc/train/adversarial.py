@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from ..config import Section
-
-if TYPE_CHECKING:
-    import torch
-
-    from ..world.ranks import Ranks
-    from .adversary import Adversary
 
 
 class Adversarial(Section):
@@ -35,9 +29,3 @@ class Adversarial(Section):
     trained: bool = True
     low: float | None = None
     high: float | None = None
-
-    def build(self, model: torch.nn.Module, world: Ranks) -> Adversary | None:
-        """Return what makes the copies, None where there are none."""
-        from .adversary import Adversary
-
-        return Adversary(self, model, world) if self.epsilon else None

@@ -252,7 +252,8 @@ def prepare(job: Job, world: Ranks, data: Dataset | Source, files: Files) -> Tra
     loss = agreed(world, job.loss.build)
     if grid is None:  # else forward has messages, and partition has checked the layers
         agreed(world, lambda: _check_fit(job, model, loss, train, data.classes))
-    adversary = job.adversarial.build(model, world)
+    copies = job.adversarial
+    adversary = Adversary(copies, model, world) if copies.epsilon else None
     reducer = GradientReducer(
         model,
         world,
