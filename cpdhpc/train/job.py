@@ -25,6 +25,7 @@ from ..config import (
     read_toml,
     validate,
 )
+from .adversarial import Adversarial
 from .augment import Augment
 from .controllers import (
     BATCH_SCALINGS,
@@ -153,7 +154,18 @@ class Job(Section):
     controller: Annotated[Control, OneOf(CONTROLLERS, "name", "schedule")] = BySchedule()
     gradient: Annotated[Aggregator, OneOf(COMPRESSORS, "aggregator")] = NoCompression()
     update: Annotated[UpdateRule, OneOf(UPDATES, "name", "allreduce")] = ByAllreduce()
+    adversarial: Adversarial = Adversarial()
     train: Train = Train()
+
+    @model_validator(mode="after")
+    def _copies_have_one_model(self) -> Job:
+        if self.adversarial.epsilon and (
+            self.train.image_grid != (1, 1) or not isinstance(self.update, ByAllreduce)
+        ):
+            raise ValueError(
+                'adversarial: goes with update.name="allreduce" and train.image_grid=[1, 1] only'
+            )
+        return self
 
     @model_validator(mode="before")
     @classmethod

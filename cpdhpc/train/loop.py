@@ -15,6 +15,7 @@ from ..config import UserError
 from ..randomness import random_key
 from ..signals import Caught, Interrupted
 from . import gradients
+from .adversary import Attacked
 from .data import Array, epoch_order, shard
 from .loader import Prefetched
 from .progress import Display
@@ -81,18 +82,11 @@ def _epoch(training: Training, caught: Caught, display: Display) -> None:
         if signal and seen < len(order):
             _stop(training, signal, display)
     with training.update.evaluated():
-        score, loss = evaluate(
-            training.model,
-            training.world,
-            training.test,
-            training.loss,
-            job.metric,
-            training.sharing,
-        )
+        scores, loss = _evaluated(training)
     of_ranks = _of_ranks(training, epoch + 1)
     elapsed_ns = training.world.max(np.array([int((time.perf_counter() - began) * 1e9)]))
-    training.record.epoch(epoch + 1, score, loss, elapsed_ns[0] / 1e9)
-    told = _told(training, score, loss) + of_ranks
+    training.record.epoch(epoch + 1, scores, loss, elapsed_ns[0] / 1e9)
+    told = _told(training, *scores, loss) + of_ranks
     display.epoch(job.id, epoch + 1, job.train.epochs, told)
     if signal:  # in the last iteration: the resumed run does not come back to this evaluation
         _stop(training, signal, display)
@@ -128,6 +122,16 @@ _order = lru_cache(maxsize=2)(epoch_order)  # to sort a million takes 0.1 s
 def _seed(seed: int, epoch: int) -> int:
     """Return the seed of what samples are to chance in an epoch."""
     return random_key(seed, SAMPLES, epoch)[0]
+
+
+def _evaluated(training: Training) -> tuple[list[float], float]:
+    """Return the scores by the metric, of copies too where there are some, and the loss."""
+    job, adversary, found = training.job, training.adversary, []
+    attacked = [Attacked(adversary, training.test, training.loss)] if adversary else []
+    for test in (training.test, *attacked):
+        given = test, training.loss, job.metric, training.sharing
+        found.append(evaluate(training.model, training.world, *given))
+    return [score for score, _ in found], found[0][1]
 
 
 def _of_ranks(training: Training, epoch: int) -> str:
@@ -173,6 +177,7 @@ def _iteration(training: Training, rate: float, batch: Array, caught: Caught) ->
             training.sharing,
             seed,
             training.scaler,
+            training.adversary,
         )
     except NonFiniteGradient as error:
         _fail(training, str(error))

@@ -44,6 +44,7 @@ def observe(reducer: GradientReducer, mean: Mean) -> Layers:
 
 
 SCHEMA = 1
+FGSM = "_fgsm"  # ends the name of a score of adversarial copies
 GROUPS = {  # group: its columns; the first one labels the rows
     "steps": ("iteration", "loss", "learning_rate", "loss_scale", "time_s", "wire_bytes"),
     "epochs": ("epoch", "test_loss", "time_s"),  # and before the loss what the metric gives
@@ -59,6 +60,7 @@ class Record:
     ranks: of the run, the most it had; layers: names of the parameters, in the bucket's order
     columns: what the aggregator offers of each layer
     loss, metric: what is trained, and what is told of the test samples beside it
+    copies: whether the same is told of adversarial copies
     """
 
     def __init__(
@@ -69,12 +71,14 @@ class Record:
         loss: Loss | None = None,
         metric: Metric | None = None,
         *,
+        copies: bool = False,
         own_models: bool = False,
     ) -> None:
         self.ranks, self.layers, self.columns = ranks, list(layers), dict(columns or {})
         self.loss, self.metric = loss or CrossEntropy(), metric or Accuracy()
         epoch, *rest = GROUPS["epochs"]
-        scores = [] if self.metric.label == "loss" else [f"test_{self.metric.label}"]
+        score = f"test_{self.metric.label}"
+        scores = [] if self.metric.label == "loss" else [score, *[score + FGSM] * copies]
         self.names: dict[str, tuple[str, ...]] = GROUPS | {
             "epochs": (epoch, *scores, *rest),
             "layers": (*GROUPS["layers"], *self.columns),
@@ -97,12 +101,12 @@ class Record:
         row = iteration, loss, learning_rate, loss_scale, time_ns / 1e9, sent
         self.rows["steps"].append(row)
 
-    def epoch(self, epoch: int, score: float, loss: float, time_s: float) -> None:
-        """Add an epoch."""
-        self.rows["epochs"].append((epoch, *self._scores(score), loss, time_s))
+    def epoch(self, epoch: int, scores: Sequence[float], loss: float, time_s: float) -> None:
+        """Add an epoch; scores: by the metric, of test samples and of copies, if there are some."""
+        self.rows["epochs"].append((epoch, *self._scores(*scores), loss, time_s))
 
-    def _scores(self, score: float) -> list[float]:
-        return [score] if len(self.names["epochs"]) > len(GROUPS["epochs"]) else []
+    def _scores(self, *scores: float) -> tuple[float, ...]:
+        return scores[: len(self.names["epochs"]) - len(GROUPS["epochs"])]
 
     def epoch_of_ranks(
         self, epoch: int, distance: float, rank: int, score: float, loss: float
@@ -204,10 +208,12 @@ class Record:
 
     def _epochs(self, of: Mapping[str, Array]) -> dict[str, Variable]:
         by, label, units = ("epoch",), self.loss.label, self.loss.units
+        what = self.metric.long_name
         scores = [name for name in of if name not in GROUPS["epochs"]]
         return {
             "epoch": Variable(by, of["epoch"], "epoch, from 1"),
-            **{name: Variable(by, of[name], self.metric.long_name) for name in scores},
+            **{name: Variable(by, of[name], what) for name in scores[:1]},
+            **{name: Variable(by, of[name], f"{what}, of copies") for name in scores[1:]},
             "test_loss": Variable(by, of["test_loss"], f"mean {label} of test samples", units),
             "time_s": Variable(by, of["time_s"], "time of training and evaluation", "s"),
         }

@@ -19,6 +19,7 @@ from ..split_images.grid import ImageGrid
 from ..world.cores import threads_of_rank
 from ..world.ranks import Ranks
 from . import checkpoint, gradients
+from .adversary import Adversary, add_statistics
 from .augment import Augment
 from .controllers import Controller
 from .data import Dataset, Samples, Source
@@ -81,6 +82,7 @@ class Training:
     classes: of the samples; 0 where the data does not say
     iteration: the next one; samples_seen: before it, which is where the run stands
     grid: how images are split, None where they are not
+    adversary: what makes adversarial copies, None where there are none
     """
 
     job: Job
@@ -102,6 +104,7 @@ class Training:
     iteration: int = 0
     samples_seen: int = 0
     grid: ImageGrid | None = None
+    adversary: Adversary | None = None
 
     @property
     def sharing(self) -> int:
@@ -140,7 +143,8 @@ class Training:
     @property
     def states(self) -> checkpoint.States:
         """What methods keep of each rank, by who keeps it."""
-        return {"gradient": self.reducer.state, "update": self.update.state}
+        copies = {"adversarial": self.adversary.state} if self.adversary else {}
+        return {"gradient": self.reducer.state, "update": self.update.state} | copies
 
     def save(self, status: str) -> None:
         """Write what methods keep from all processes, the rest from process 0. Collective.
@@ -243,11 +247,11 @@ def prepare(job: Job, world: Ranks, data: Dataset | Source, files: Files) -> Tra
     threads = job.train.threads or threads_of_rank(world)
     torch.set_num_threads(threads)
     set_kernel_threads(1 if job.train.overlap else threads)  # else they would slow backward down
-    model = agreed(world, lambda: _model(job, data))
+    model = agreed(world, lambda: build_model(job, data))
     grid = None
     if job.train.image_grid != (1, 1):
         grid, model = _split(job, world, data, model)
-    train, test = _samples(data, grid)
+    train, test = samples_of(data, grid)
     train = job.augment.of(train)
     loss = agreed(world, job.loss.build)
     if grid is None:  # else forward has messages, and partition has checked the layers
@@ -258,6 +262,8 @@ def prepare(job: Job, world: Ranks, data: Dataset | Source, files: Files) -> Tra
     workers = agreed(world, lambda: Workers(job.loader, sources, directory, wait_s))
     if workers.count:
         train, test = Prefetched(workers, 0), Prefetched(workers, 1)
+    copies = job.adversarial
+    adversary = Adversary(copies, model, world) if copies.epsilon else None
     reducer = GradientReducer(
         model,
         world,
@@ -282,6 +288,7 @@ def prepare(job: Job, world: Ranks, data: Dataset | Source, files: Files) -> Tra
             job.gradient.columns,
             job.loss,
             job.metric,
+            copies=bool(job.adversarial.epsilon),
             own_models=isinstance(job.update, OwnModelsRule),
         ),
         train=train,
@@ -292,10 +299,11 @@ def prepare(job: Job, world: Ranks, data: Dataset | Source, files: Files) -> Tra
         files=files,
         provenance=provenance.attributes(world) | {"torch_threads": torch.get_num_threads()},
         grid=grid,
+        adversary=adversary,
     )
 
 
-def _samples(data: Dataset | Source, grid: ImageGrid | None) -> tuple[Samples, Samples]:
+def samples_of(data: Dataset | Source, grid: ImageGrid | None = None) -> tuple[Samples, Samples]:
     """Return the samples of training and test; of split images this rank's parts."""
     if isinstance(data, Source):
         return data.train, data.test
@@ -321,7 +329,8 @@ def _split(
         raise ConfigError(f"{job.id}: train.image_grid={job.train.image_grid}: {error}") from None
 
 
-def _model(job: Job, data: Dataset | Source) -> torch.nn.Module:
+def build_model(job: Job, data: Dataset | Source) -> torch.nn.Module:
+    """Return a job's network, as its seed begins. Raises ConfigError, or the model's ValueError."""
     if not data.classes and not isinstance(job.model, ImportedModel):
         raise ConfigError(
             f"{job.id}: data.import: classes are unknown: the training dataset needs an attribute "
@@ -329,7 +338,10 @@ def _model(job: Job, data: Dataset | Source) -> torch.nn.Module:
         )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(job.seed)
-        return job.model.build(data.image_shape, data.classes)
+        model = job.model.build(data.image_shape, data.classes)
+    if job.adversarial.epsilon:
+        add_statistics(model)
+    return model
 
 
 def _check_fit(

@@ -18,6 +18,7 @@ from ..config import ConfigError
 from ..partition import split
 from ..randomness import random_key
 from ..world.ranks import Loopback, Ranks
+from .adversary import Adversary
 from .data import Samples, shard
 from .loader import Prefetched
 from .loss_scaling import LossScaler
@@ -198,6 +199,7 @@ def step(
     sharing: int = 1,
     seed: int = 0,
     scaler: LossScaler | None = None,
+    adversary: Adversary | None = None,
 ) -> Step:
     """Train on one global batch. Collective.
 
@@ -205,27 +207,32 @@ def step(
     sharing: consecutive ranks that take the same samples, whose images are split over them
     seed: of what samples are to chance
     scaler: of the loss; None: nothing is scaled or skipped
+    adversary: what makes copies of samples that are trained on too; None: there are none
     Raises on all ranks alike, with the model untouched, NonFiniteGradient and what forward or
     backward raised on any rank; where images are split the latter on that rank alone.
     """
     world, model, watch, losses = update.world, update.model, Stopwatch.start(), []
     shares = world.ranks // sharing
-    stream = update.reducer.seed, FORWARD, update.reducer.iteration
+    iteration = update.reducer.iteration
+    stream = update.reducer.seed, FORWARD, iteration
     for hosted, rank in enumerate(world.hosted):
         update.reducer.begin(hosted)
         update.begin(hosted)
         try:
-            share = shard(batch, shares, rank // sharing)
+            part, parts = adversary.part(rank) if adversary else (rank // sharing, shares)
+            share = shard(batch, parts, part)
             inputs, targets = samples.take(share, seed)
             watch.lap("data")
             # Of dropout; torch.manual_seed would also write down the stack for three devices.
-            torch.default_generator.manual_seed(random_key(*stream, rank // sharing)[0])
+            torch.default_generator.manual_seed(random_key(*stream, part)[0])
             scale = update.reducer.loss_scale
-            weight = len(inputs) * shares / batch.size
+            weight = len(inputs) * parts / batch.size
+            given = update.optimizer, inputs, targets, loss, weight, scale
             with naming_items(share):
-                losses.append(
-                    backward(model, update.optimizer, inputs, targets, loss, weight, scale)
-                )
+                if adversary:
+                    losses.append(adversary.backward(rank, iteration, *given))
+                else:
+                    losses.append(backward(model, *given))
         except Exception as error:
             if sharing > 1:  # forward has messages: the other ranks may wait in it
                 raise
@@ -236,6 +243,9 @@ def step(
         watch.lap("reduce")
     mean = update.reduce() if scaler is None else scaler.reduce(update.reduce)
     watch.lap("reduce")
+    if adversary:
+        adversary.share()
+        adversary.remember(iteration)
     if mean is not None:
         update.step()
     watch.lap("optimizer")

@@ -54,6 +54,13 @@ RULES: dict[str, dict[str, Any]] = {
 }
 
 
+NORMALISED: dict[str, dict[str, Any]] = {
+    "normalised": {},
+    "codes": {"model": {"name": "quantized_cnn", "channels": [2, 2], "hidden": 4}},
+    "copies": {"adversarial": {"epsilon": 0.1, "tau": 2, "alternate": "ranks"}},
+}
+
+
 @pytest.fixture(scope="module")
 def world() -> World:
     return World(timeout_s=600)
@@ -82,10 +89,10 @@ def data() -> Dataset:
     return Dataset(x[:60], y[:60], x[60:], y[60:], classes=4)
 
 
-def normalised_job(row: str = "", **train: Any) -> Job:
+def normalised_job(row: str = "normalised", **train: Any) -> Job:
     train = {"epochs": 2, "threads": 1, "telemetry_every": 2, **train}
     tables = {"name": "n", "model": {"name": "normalised"}, "train": train}
-    return validate(Job, tables | RULES.get(row, {}), "test")
+    return validate(Job, merge(tables, (NORMALISED | RULES)[row]), "test")
 
 
 def test_what_forward_raises_on_one_rank_ends_all_alike(world: World, directory: Path) -> None:
@@ -121,7 +128,7 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(MODELS, "normalised", Normalised)
 
 
-@pytest.mark.parametrize("row", [*ROWS, "normalised", *RULES])
+@pytest.mark.parametrize("row", [*ROWS, *NORMALISED, *RULES])
 def test_real_and_virtual_ranks_give_the_same_bits(world: World, directory: Path, row: str) -> None:
     """12 ranks on so many processes, and the 12 emulated by process 0 alone."""
     if RANKS % world.processes:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from .base import Model
 from .plain import LeNet, Mlp
+from .quantized import QuantizedCnn
 from .residual import CifarResNet, ResNet, WideResNet
 from .sequences import LstmLanguageModel, RowLstm, Transformer
 
 MODELS: dict[str, type[Model]] = {
     "mlp": Mlp,
     "lenet": LeNet,
+    "quantized_cnn": QuantizedCnn,
     "resnet_cifar": CifarResNet,
     "wide_resnet": WideResNet,
     "resnet": ResNet,
@@ -25,6 +27,7 @@ __all__ = [
     "LstmLanguageModel",
     "Mlp",
     "Model",
+    "QuantizedCnn",
     "ResNet",
     "RowLstm",
     "Transformer",
