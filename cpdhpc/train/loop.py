@@ -12,7 +12,7 @@ from ..collectives.checks import NonFiniteGradient
 from ..config import UserError
 from ..randomness import random_key
 from ..signals import Caught, Interrupted
-from . import gradients
+from . import gradients, weights
 from .data import Array, epoch_order
 from .progress import Display
 from .record import observe
@@ -37,6 +37,9 @@ def run(training: Training, caught: Caught, display: Display) -> None:
     if recorded:
         mib = gradients.size_bytes(training.reducer) / 2**20
         display.line(f"{job.id}: records gradients: {len(recorded)} times {mib:.3g} MiB")
+    if kept := len(job.train.kept_epochs):
+        mib = weights.size_bytes(training.model) / 2**20
+        display.line(f"{job.id}: keeps weights: {kept} times {mib:.3g} MiB")
     display.start(job.id, training.samples * job.train.epochs, training.samples_seen)
     with training.reducer:
         while not training.ended:
@@ -73,6 +76,8 @@ def _epoch(training: Training, caught: Caught, display: Display) -> None:
     elapsed_ns = training.world.max(np.array([int((time.perf_counter() - began) * 1e9)]))
     training.record.epoch(epoch + 1, accuracy, loss, elapsed_ns[0] / 1e9)
     display.epoch(job.id, epoch + 1, job.train.epochs, accuracy, loss)
+    if epoch + 1 in job.train.kept_epochs:
+        training.save_weights(epoch + 1)
     if signal:  # in the last iteration: the resumed run does not come back to this evaluation
         _stop(training, signal, display)
     if (epoch + 1) % job.train.checkpoint_every == 0 and epoch + 1 < job.train.epochs:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,7 +18,7 @@ from ..split_images import partition
 from ..split_images.grid import ImageGrid
 from ..world.cores import threads_of_rank
 from ..world.ranks import Ranks
-from . import checkpoint, gradients
+from . import checkpoint, gradients, weights
 from .controllers import Controller
 from .data import Dataset, Samples, Source
 from .imports import ImportedModel
@@ -62,10 +62,11 @@ class Files:
         """Return the paths of a job's files in a directory."""
         return cls(directory / f"{job.id}.h5", directory / f"{job.id}.checkpoint.h5")
 
-    def written(self, recorded: Iterable[int]) -> list[Path]:
-        """Return all files, with those of the gradients of some iterations."""
-        several = [gradients.path_of(self.record, iteration) for iteration in recorded]
-        return [self.checkpoint, self.record, *several]
+    def written(self, job: Job) -> list[Path]:
+        """Return all files of a job's run, with those of gradients and weights that it keeps."""
+        several = [gradients.path_of(self.record, i) for i in job.train.record_gradients]
+        kept = [weights.path_of(self.record, epoch) for epoch in job.train.kept_epochs]
+        return [self.checkpoint, self.record, *several, *kept]
 
 
 @dataclass
@@ -76,6 +77,7 @@ class Training:
     classes: of the samples; 0 where the data does not say
     iteration: the next one; samples_seen: before it, which is where the run stands
     grid: how images are split, None where they are not
+    data_digest: of whole samples, where weights are kept; see weights.data_digest
     """
 
     job: Job
@@ -95,6 +97,7 @@ class Training:
     iteration: int = 0
     samples_seen: int = 0
     grid: ImageGrid | None = None
+    data_digest: str = ""
 
     @property
     def sharing(self) -> int:
@@ -183,6 +186,19 @@ class Training:
         path = gradients.path_of(self.files.record, self.iteration)
         gradients.save(self.reducer, path, self.iteration, self.job.id)
 
+    def save_weights(self, epoch: int) -> None:
+        """Write the weights after an epoch, from 1, that are evaluated. Collective.
+
+        Raises UserError on all processes alike where they cannot be written.
+        """
+        path, (*_, rate) = (
+            weights.path_of(self.files.record, epoch),
+            self.record.rows["steps"][-1][:3],
+        )
+        kept = weights.Kept(epoch, self.iteration, rate, self.data_digest, self.job.toml())
+        with self.update.evaluated():
+            self.world.on_first(lambda: weights.save(path, self.model, kept), "weights")
+
     def _write_record(self, status: str) -> None:
         attributes = {
             "kind": "run",
@@ -231,11 +247,15 @@ def prepare(job: Job, world: Ranks, data: Dataset | Source, files: Files) -> Tra
     threads = job.train.threads or threads_of_rank(world)
     torch.set_num_threads(threads)
     set_kernel_threads(1 if job.train.overlap else threads)  # else they would slow backward down
-    model = agreed(world, lambda: _model(job, data))
+    model = agreed(world, lambda: build_model(job, data))
     grid = None
     if job.train.image_grid != (1, 1):
         grid, model = _split(job, world, data, model)
-    train, test = _samples(data, grid)
+    train, test = samples_of(data, grid)
+    digest = ""
+    if job.train.keep_every:
+        whole = (train, test) if grid is None else samples_of(data)
+        digest = world.on_first(lambda: weights.data_digest(*whole), "data")
     reducer = GradientReducer(
         model,
         world,
@@ -261,10 +281,11 @@ def prepare(job: Job, world: Ranks, data: Dataset | Source, files: Files) -> Tra
         files=files,
         provenance=provenance.attributes(world) | {"torch_threads": torch.get_num_threads()},
         grid=grid,
+        data_digest=digest,
     )
 
 
-def _samples(data: Dataset | Source, grid: ImageGrid | None) -> tuple[Samples, Samples]:
+def samples_of(data: Dataset | Source, grid: ImageGrid | None = None) -> tuple[Samples, Samples]:
     """Return the samples of training and test; of split images this rank's parts."""
     if isinstance(data, Source):
         return data.train, data.test
@@ -287,7 +308,8 @@ def _split(
         raise ConfigError(f"{job.id}: train.image_grid={job.train.image_grid}: {error}") from None
 
 
-def _model(job: Job, data: Dataset | Source) -> torch.nn.Module:
+def build_model(job: Job, data: Dataset | Source) -> torch.nn.Module:
+    """Return a job's network, as its seed begins. Raises ConfigError, or ValueError of the model."""
     if not data.classes and not isinstance(job.model, ImportedModel):
         raise ConfigError(
             f"{job.id}: data.import: classes are unknown: the training dataset needs an attribute "
