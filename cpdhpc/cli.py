@@ -278,6 +278,11 @@ COMMANDS: dict[str, Command | Group] = {
         },
         Command("train filters whose cells are split over ranks", "cli", "autoencoder", True),
     ),
+    "influence": Command(
+        "find which training samples lowered or raised a loss, by the weights that a run kept",
+        "influence.command",
+        on_ranks=True,
+    ),
     "bench": Group(
         "measure this machine, predict others; codec needs no MPI",
         {

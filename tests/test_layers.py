@@ -31,6 +31,7 @@ MAY_IMPORT = {  # part of the package -> the parts it may import, besides itself
     "provenance": WORLD | {"_cpu"},
     "split_images": WORLD | {"darray"},
     "train": REDUCE | {"compress", "split_images", "provenance", "signals"},
+    "influence": REDUCE | {"train"},
     "autoencoder": WORLD | {"darray", "train", "provenance", "signals"},
     "bench": REDUCE | {"arrays", "compress", "darray", "train", "autoencoder", "provenance"},
     "kinds": WORLD
@@ -58,6 +59,7 @@ ONLY_HERE = {  # outside package -> where it may be imported
     "torch": (
         "compress/lgc.py",
         "train/",
+        "influence/",
         "split_images/",
         "autoencoder/",
         "darray/autograd.py",
@@ -191,7 +193,8 @@ def module_names() -> list[str]:
 def test_importing_starts_nothing() -> None:
     """In a fresh interpreter the public names, then all modules, those that need torch last."""
     with_torch = tuple(
-        f"cpdhpc.{place}" for place in ("train", "split_images", "autoencoder", "darray.autograd")
+        f"cpdhpc.{place}"
+        for place in ("train", "influence", "split_images", "autoencoder", "darray.autograd")
     )
     names = sorted(module_names(), key=lambda name: name.startswith(with_torch))
     first = next(i for i, name in enumerate(names) if name.startswith(with_torch))

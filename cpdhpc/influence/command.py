@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import tomllib
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,16 +21,17 @@ import numpy.typing as npt
 import torch
 
 from .. import store
-from ..config import IMPORT_FROM, ConfigError, dump_toml, override, validate
+from ..config import IMPORT_FROM, ConfigError, override, validate
 from ..ops import set_kernel_threads
 from ..train import weights
 from ..train.checkpoint import check_job
 from ..train.job import Job
-from ..train.progress import Display, on_terminal
-from ..train.setup import agreed, build_model, samples_of
+from ..train.losses import LossFunction
+from ..train.progress import Display
+from ..train.setup import agreed, build_model, check_fit, samples_of
 from ..world.cores import threads_of_rank
 from ..world.ranks import Ranks
-from .rows import LastLayer, Layers, Loss, Projection, SampleGradients
+from .rows import LastLayer, Layers, Projection, SampleGradients
 from .scores import KIND, Run, Scores, Wanted
 from .show import check_images, draw, tables
 
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="whose gradients: last (default), the linear layer that runs last; "
                         "all; or names of layers")  # fmt: skip
     parser.add_argument("--projection", type=int, metavar="D", default=0,
-                        help="compare D random signed sums of gradients instead, right on average")  # fmt: skip
+                        help="compare D random sums of gradients, right on average")  # fmt: skip
     parser.add_argument("--seed", type=int, default=0, help="of the projection")
     parser.add_argument("--epochs", metavar="N,...", default="",
                         help="which kept epochs (default: all)")  # fmt: skip
@@ -94,7 +94,7 @@ def run(arguments: argparse.Namespace, world: Ranks) -> int:
     display.line(
         f"{plan.job.id}: weights after epoch {epochs}; {len(wanted.test)} test samples, "
         f"{len(wanted.train)} training samples on {world.processes} processes; gradients of "
-        f"{plan.gradients.values:,} values; {len(scores.blocks)} pass(es) over them"
+        f"{plan.gradients.values:,} values; passes over them: {len(scores.blocks)}"
     )
     display.start("influence", scores.samples, 0)
     attributes = {
@@ -145,15 +145,16 @@ def planned(arguments: argparse.Namespace) -> Plan:
     )
     if arguments.png is not None:
         check_images(train)
-    model = build_model(job, data)
-    gradients = _gradients(arguments.layers, model, job.loss.build(), train)
+    model, loss = build_model(job, data), job.loss.build()
+    check_fit(job, model, loss, train, data.classes)
+    gradients = _gradients(arguments.layers, model, loss, train)
     width = arguments.projection
     projection = Projection(gradients.sizes, width, arguments.seed) if width else None
     return Plan(record, job, Run(model, train, test, kept), wanted, gradients, projection)
 
 
 def _gradients(
-    layers: list[str], model: torch.nn.Module, loss: Loss, train: Any
+    layers: list[str], model: torch.nn.Module, loss: LossFunction, train: Any
 ) -> SampleGradients:
     if len(layers) > 1 and {ALL, LAST} & {*layers}:
         raise ConfigError(f"--layers {' '.join(layers)}: must be last, all, or names")
@@ -209,17 +210,19 @@ def numbers(option: str, text: str, count: int) -> Array:
     found = list[int]()
     for part in text.split(",") if text else ():
         try:
-            ends = [int(each) if each.strip() else None for each in part.split(":")]
-            if len(ends) == 1:
-                several = [ends[0] + 0]  # type: ignore[operator]
-            else:
-                start, stop, step = *ends[:2], *(ends[2:] or [1])
-                several = range(start or 0, count if stop is None else stop, step)
-        except (TypeError, ValueError):
+            found += _range(part, count)
+        except ValueError:
             raise ConfigError(f"{option} {text}: must be as 0:100 or 3,7,90:99") from None
-        found += several
     outside = [each for each in found if not 0 <= each < count]
     if outside or (text and not found) or len({*found}) < len(found):
         what = f"{outside[0]} is not there" if outside else "nothing, or some twice"
         raise ConfigError(f"{option} {text}: {what}: must be of 0..{count - 1}, each once")
     return np.array(found, np.int64)
+
+
+def _range(text: str, count: int) -> range:
+    """Return the numbers of "3", "0:100", ":" or "0:100:2". Raises ValueError for other text."""
+    if ":" not in text:
+        return range(int(text), int(text) + 1)
+    start, stop, *step = (int(each) if each.strip() else None for each in text.split(":"))
+    return range(start or 0, count if stop is None else stop, *(each or 1 for each in step))

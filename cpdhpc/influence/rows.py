@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,8 +12,8 @@ from torch import nn
 from torch.func import functional_call, grad_and_value, vmap
 
 from ..config import ConfigError
+from ..train.losses import LossFunction
 
-Loss = Callable[..., torch.Tensor]  # (outputs, targets, reduction) -> a value a target
 Rows = tuple[torch.Tensor, torch.Tensor]
 
 _SIGNS = 1  # stream of random numbers
@@ -28,7 +28,7 @@ class SampleGradients(ABC):
     the model, in the order of a row.
     """
 
-    def __init__(self, model: nn.Module, loss: Loss) -> None:
+    def __init__(self, model: nn.Module, loss: LossFunction) -> None:
         self.model, self.loss, self.sizes = model.eval(), loss, dict[int, int]()
 
     @property
@@ -70,7 +70,7 @@ class LastLayer(SampleGradients):
     Raises ConfigError where there is no such layer, or its weight is not its alone or not trained.
     """
 
-    def __init__(self, model: nn.Module, loss: Loss, inputs: torch.Tensor) -> None:
+    def __init__(self, model: nn.Module, loss: LossFunction, inputs: torch.Tensor) -> None:
         super().__init__(model, loss)
         names = {each: name for name, each in model.named_modules() if isinstance(each, nn.Linear)}
         used = list[nn.Linear]()
@@ -147,7 +147,7 @@ class Layers(SampleGradients):
     Raises ConfigError for a name that the model has not, or whose parameters are not trained.
     """
 
-    def __init__(self, model: nn.Module, loss: Loss, names: Sequence[str] = ()) -> None:
+    def __init__(self, model: nn.Module, loss: LossFunction, names: Sequence[str] = ()) -> None:
         super().__init__(model, loss)
         trained = [name for name, p in model.named_parameters() if p.requires_grad]
         for name in names:

@@ -19,6 +19,7 @@ from ..config import ConfigError, UserError
 from ..partition import split
 from ..train import weights
 from ..train.data import Samples
+from ..train.imports import told
 from ..train.progress import Display
 from ..train.setup import agreed
 from ..world import files
@@ -81,8 +82,8 @@ class Found(NamedTuple):
     """Of some samples: rows [n, width], losses [n], targets [n] where they are classes, else 0."""
 
     rows: torch.Tensor
-    losses: Array
-    targets: Array
+    loss: Array
+    target: Array
 
 
 class Scores:
@@ -219,7 +220,7 @@ class Scores:
         """Add what a chunk of training samples, if there is one, gives at some weights."""
         for samples in chunks:
             found, here = self._rows(self.run.train, samples), slice(at, at + len(samples))
-            of_train["loss"][here], of_train["target"][here] = found.losses, found.targets
+            of_train["loss"][here], of_train["target"][here] = found.loss, found.target
             of_train["self_influence"][here] += rate * _double(self.gradients.squares(found.rows))
             rows, first = self._projected(found.rows), 0
             for each in of_test:
@@ -235,9 +236,9 @@ class Scores:
         found = agreed(self.world, lambda: [self._rows(self.run.test, each) for each in own])
         start = test[first] * self.chunk if own else 0
         none = np.zeros(0)
-        for name in ("losses", "targets"):
+        for name in ("loss", "target"):
             values = np.concatenate([none, *(getattr(each, name) for each in found)])
-            put(f"test_{name[:-1]}", (start,), values)
+            put(f"test_{name}", (start,), values)
         flat = [self._projected(each.rows).numpy().ravel() for each in found]
         if not test:
             return []
@@ -250,13 +251,8 @@ class Scores:
     def _rows(self, samples: Samples, index: Array) -> Found:
         """Return what there is of samples. Raises ConfigError where the model fails."""
         inputs, targets = samples.take(index, 0)
-        try:
+        with told(f"influence: gradients of samples {index[0]} to {index[-1]}"):
             rows, losses = self.gradients.rows(inputs, targets)
-        except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
-            said = " ".join(str(error).split())
-            raise ConfigError(
-                f"samples {index[0]} to {index[-1]}: {type(error).__name__}: {said:.300}"
-            ) from error
         classes = targets.ndim == 1 and not targets.is_floating_point()
         return Found(rows, losses.numpy(), targets.numpy() if classes else np.zeros(len(index)))
 
