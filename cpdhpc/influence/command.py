@@ -225,4 +225,6 @@ def _range(text: str, count: int) -> range:
     if ":" not in text:
         return range(int(text), int(text) + 1)
     start, stop, *step = (int(each) if each.strip() else None for each in text.split(":"))
-    return range(start or 0, count if stop is None else stop, *(each or 1 for each in step))
+    return range(
+        start or 0, count if stop is None else stop, *(1 if each is None else each for each in step)
+    )

@@ -119,7 +119,9 @@ def draw(path: Path, scores: Path, train: Samples, test: Samples, top: int) -> N
             for i in found.own(MOST_OWN)
         ]
         rows += [own[i : i + width] for i in range(0, len(own), width)]
-    figure = Figure(figsize=(1.0 * width, 1.25 * len(rows) + 0.6), layout="constrained")
+    height = 1.35 * len(rows) + 0.6  # inches
+    figure = Figure(figsize=(width, height))
+    figure.subplots_adjust(0.01, 0.2 / height, 0.99, 1 - 0.75 / height, wspace=0.12, hspace=0.45)
     grid = figure.subplots(len(rows), width, squeeze=False)
     for axes, line in zip(grid, rows, strict=True):
         for axis, cell in zip(axes, line, strict=False):
@@ -128,7 +130,11 @@ def draw(path: Path, scores: Path, train: Samples, test: Samples, top: int) -> N
             axis.set_axis_off()
     parts = [f"{top} proponents (blue), {top} opponents (orange)"] if found.listed else []
     parts += ["last rows: largest self-influence"] if "self_influence" in found.rooms else []
-    figure.suptitle(f"{found.attributes['run']}: {'; '.join(parts)}", fontsize=10)
+    figure.suptitle(
+        f"{found.attributes['run']}: {'; '.join(parts)}\nsample (class), below it the score",
+        fontsize=9,
+        y=1 - 0.1 / height,
+    )
     try:
         figure.savefig(path, dpi=100)
     except OSError as error:
