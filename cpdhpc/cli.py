@@ -278,11 +278,7 @@ COMMANDS: dict[str, Command | Group] = {
         },
         Command("train filters whose cells are split over ranks", "cli", "autoencoder", True),
     ),
-    "influence": Command(
-        "find which training samples lowered or raised a loss, by the weights that a run kept",
-        "influence.command",
-        on_ranks=True,
-    ),
+    "influence": Command("find which samples made a loss", "influence.command", on_ranks=True),
     "bench": Group(
         "measure this machine, predict others; codec needs no MPI",
         {
@@ -403,9 +399,7 @@ COMMANDS: dict[str, Command | Group] = {
             ),
         },
     ),
-    "scripts": Command(
-        "write sbatch scripts for a site; needs no MPI", "study.commands", "scripts"
-    ),
+    "scripts": Command("write sbatch scripts; needs no MPI", "study.commands", "scripts"),
     "darray": Group(
         "show plans of distributed arrays; needs no MPI",
         {

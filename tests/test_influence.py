@@ -13,7 +13,7 @@ import torch
 import xarray
 from test_checkpoint import Stop
 from torch import nn
-from training import model_bytes, run_job, small_data, small_job
+from training import ROOT, model_bytes, run_job, small_data, small_job
 
 from cpdhpc import store
 from cpdhpc.config import ConfigError, UserError, merge, validate
@@ -23,9 +23,11 @@ from cpdhpc.report.command import load
 from cpdhpc.signals import Caught, Interrupted
 from cpdhpc.train import loop, weights
 from cpdhpc.train.job import Job
+from cpdhpc.train.job import load as load_jobs
 from cpdhpc.train.losses import CrossEntropy, MeanSquares
+from cpdhpc.train.models import MODELS
 from cpdhpc.train.progress import Display
-from cpdhpc.train.setup import Files, prepare
+from cpdhpc.train.setup import Files, prepare, samples_of
 from cpdhpc.world.ranks import Loopback
 
 ENTROPY = CrossEntropy().build()
@@ -122,6 +124,32 @@ def test_chosen_layers_are_what_a_loop_of_autograd_says(names: list[str]) -> Non
         dict(model.named_parameters())[name].numel() for name in layers.names
     ]
     assert_products(layers.products(rows, rows[:2]), expected, expected[:2])
+
+
+@pytest.mark.parametrize("name", ["lstm", "transformer"])
+def test_gradients_of_texts_are_means_over_their_places(name: str) -> None:
+    """Layers that vmap goes through one by one; two samples of four classes each."""
+    torch.manual_seed(6)
+    keys = {"lstm": {"embedding": 3, "hidden": 4}, "transformer": {"width": 4, "heads": 2}}[name]
+    model = MODELS[name](**keys).build((4,), 5).double()  # type: ignore[arg-type]
+    x, y = torch.randint(0, 5, (2, 2, 4))
+    layers, last = Layers(model, ENTROPY), LastLayer(model.eval(), ENTROPY, x)
+    expected = by_autograd(model, layers.names, x, y)
+    assert_products(layers.products(*[layers.rows(x, y)[0]] * 2), expected, expected)
+    names = [f"{last.name}.{each}" for each, _ in last.layer.named_parameters()]
+    expected = by_autograd(model, names, x, y)
+    assert_products(last.products(*[last.rows(x, y)[0]] * 2), expected, expected)
+
+
+def test_the_claims_data_has_as_many_wrong_labels_as_it_says() -> None:
+    (job, *others) = load_jobs(ROOT / "inputs" / "claim_tracin.toml")
+    train, _ = samples_of(job.data.load())
+    assert len(others) == 2
+    assert job.train.kept_epochs == range(1, 13)
+    right = validate(Job, {"name": "x", "data": {"name": "digits"}}, "x").data.load().train_y
+    wrong = train.take(np.arange(len(train)), 0)[1].numpy() != right
+    assert wrong.sum() == round(0.1 * len(right))
+    assert wrong.tolist() == train.dataset.is_wrong.tolist()  # type: ignore[attr-defined]
 
 
 def test_projections_are_right_on_average() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -173,7 +174,9 @@ class Layers(SampleGradients):
             return self._losses(outputs, y[None])[0]
 
         each = vmap(grad_and_value(loss_of), in_dims=(None, 0, 0))
-        gradients, losses = each(chosen, inputs, targets)
+        with warnings.catch_warnings():  # vmap of LSTM and attention is a loop, as we know
+            warnings.filterwarnings("ignore", "There is a performance drop")
+            gradients, losses = each(chosen, inputs, targets)
         return torch.cat([gradients[name].flatten(1) for name in self.names], 1), losses
 
 
