@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import store
-from ..config import ConfigError, UserError
+from ..config import ConfigError
 from ..train.data import Samples
 
 Array = npt.NDArray[Any]
@@ -92,7 +93,7 @@ def check_images(samples: Samples) -> None:
 def draw(path: Path, scores: Path, train: Samples, test: Samples, top: int) -> None:
     """Draw test images with their proponents and opponents, and the largest self-influences.
 
-    Raises UserError where the picture cannot be written.
+    Raises StoreError where the picture cannot be written.
     """
     import matplotlib
 
@@ -135,10 +136,9 @@ def draw(path: Path, scores: Path, train: Samples, test: Samples, top: int) -> N
         fontsize=9,
         y=1 - 0.1 / height,
     )
-    try:
-        figure.savefig(path, dpi=100)
-    except OSError as error:
-        raise UserError(f"--png {path}: cannot be written: {error.strerror or error}") from None
+    image = io.BytesIO()
+    figure.savefig(image, dpi=100, format="png")
+    store.put(path, image.getvalue())
 
 
 def _image(

@@ -37,9 +37,9 @@ def run(training: Training, caught: Caught, display: Display) -> None:
     if recorded:
         mib = gradients.size_bytes(training.reducer) / 2**20
         display.line(f"{job.id}: records gradients: {len(recorded)} times {mib:.3g} MiB")
-    if kept := len(job.train.kept_epochs):
+    if job.train.keep_every:
         mib = weights.size_bytes(training.model) / 2**20
-        display.line(f"{job.id}: keeps weights: {kept} times {mib:.3g} MiB")
+        display.line(f"{job.id}: keeps weights: {len(job.train.kept_epochs)} times {mib:.3g} MiB")
     display.start(job.id, training.samples * job.train.epochs, training.samples_seen)
     with training.reducer:
         while not training.ended:
