@@ -25,6 +25,7 @@ from ..config import (
     read_toml,
     validate,
 )
+from .augment import Augment
 from .controllers import (
     BATCH_SCALINGS,
     CONTROLLERS,
@@ -34,8 +35,10 @@ from .controllers import (
     Schedule,
     Settings,
 )
-from .data import DATA, Data, Digits
+from .data import Data
+from .datasets import DATA, Digits
 from .imports import ImportedData, ImportedLoss, ImportedMetric, ImportedModel
+from .loader import Loader
 from .loss_scaling import check_scale
 from .losses import LOSSES, METRICS, Accuracy, CrossEntropy, Loss, Metric
 from .models import MODELS, Mlp, Model
@@ -56,6 +59,8 @@ MAY_DIFFER = (  # where a run is gone on with; all but virtual_ranks change no b
     "train.overlap",
     "model.import_from",
     "data.import_from",
+    "loader.workers",
+    "loader.prefetch",
     "loss.import_from",
     "metric.import_from",
     "train.record_gradients",
@@ -154,6 +159,8 @@ class Job(Section):
     model: Annotated[Model, OneOf(MODELS, "name", None, ImportedModel)] = Mlp()
     loss: Annotated[Loss, OneOf(LOSSES, "name", "cross_entropy", ImportedLoss)] = CrossEntropy()
     metric: Annotated[Metric, OneOf(METRICS, "name", None, ImportedMetric)] = Accuracy()
+    augment: Augment = Augment()
+    loader: Loader = Loader()
     optimizer: Annotated[Optimizer, OneOf(OPTIMIZERS, "name", "sgd")] = Sgd()
     schedule: Schedule = Schedule()
     controller: Annotated[Control, OneOf(CONTROLLERS, "name", "schedule")] = BySchedule()

@@ -71,7 +71,7 @@ class Record:
         self.ranks, self.layers, self.columns = ranks, list(layers), dict(columns or {})
         self.loss, self.metric = loss or CrossEntropy(), metric or Accuracy()
         epoch, *rest = GROUPS["epochs"]
-        scores = [] if self.metric.build() is None else [f"test_{self.metric.label}"]
+        scores = [] if self.metric.label == "loss" else [f"test_{self.metric.label}"]
         self.names = GROUPS | {
             "epochs": (epoch, *scores, *rest),
             "layers": (*GROUPS["layers"], *self.columns),

@@ -19,15 +19,17 @@ from ..split_images.grid import ImageGrid
 from ..world.cores import threads_of_rank
 from ..world.ranks import Ranks
 from . import checkpoint, gradients, weights
+from .augment import Augment
 from .controllers import Controller
 from .data import Dataset, Samples, Source
 from .imports import ImportedModel, told
 from .job import Job
+from .loader import Prefetched, Workers
 from .loss_scaling import LossScaler
 from .losses import LossFunction, shown
 from .record import SCHEMA, Record
 from .reducer import GradientReducer
-from .samples import InMemory
+from .samples import InMemory, Scaling
 from .step import naming_items
 from .update import Update
 
@@ -75,7 +77,7 @@ class Files:
 class Training:
     """A run and where it stands.
 
-    train, test: samples; of split images this rank's parts
+    train, test: samples; of split images this rank's parts; workers: that read them ahead
     classes: of the samples; 0 where the data does not say
     iteration: the next one; samples_seen: before it, which is where the run stands
     grid: how images are split, None where they are not
@@ -93,6 +95,7 @@ class Training:
     record: Record
     train: Samples
     test: Samples
+    workers: Workers
     loss: LossFunction
     classes: int
     files: Files
@@ -259,9 +262,16 @@ def prepare(job: Job, world: Ranks, data: Dataset | Source, files: Files) -> Tra
     if job.train.keep_every:
         whole = (train, test) if grid is None else samples_of(data)
         digest = world.on_first(lambda: weights.data_digest(*whole), "data")
+    train = job.augment.of(train)
     loss = agreed(world, job.loss.build)
     if grid is None:  # else forward has messages, and partition has checked the layers
         agreed(world, lambda: check_fit(job, model, loss, train, data.classes))
+    directory = data.directory if isinstance(data, Source) else None
+    wait_s = 0.9 * job.train.timeout_s  # before others give up that wait for this process
+    sources = train, test
+    workers = agreed(world, lambda: Workers(job.loader, sources, directory, wait_s))
+    if workers.count:
+        train, test = Prefetched(workers, 0), Prefetched(workers, 1)
     reducer = GradientReducer(
         model,
         world,
@@ -283,6 +293,7 @@ def prepare(job: Job, world: Ranks, data: Dataset | Source, files: Files) -> Tra
         Record(world.ranks, reducer.bucket.names, job.gradient.columns, job.loss, job.metric),
         train=train,
         test=test,
+        workers=workers,
         loss=loss,
         classes=data.classes,
         files=files,
@@ -299,7 +310,8 @@ def samples_of(data: Dataset | Source, grid: ImageGrid | None = None) -> tuple[S
     images = [torch.from_numpy(x) for x in (data.train_x, data.test_x)]
     train_x, test_x = images if grid is None else map(grid.cut, images)
     labels = torch.from_numpy(data.train_y), torch.from_numpy(data.test_y)
-    return InMemory(train_x, labels[0]), InMemory(test_x, labels[1])
+    scaling = Scaling(data.mean, data.deviation)
+    return InMemory(train_x, labels[0], scaling), InMemory(test_x, labels[1], scaling)
 
 
 def _split(
@@ -308,7 +320,9 @@ def _split(
     """Return how images are split, and the network that takes their parts. Collective."""
     try:
         if isinstance(data, Source):
-            raise ValueError("imported data is not split")
+            raise ValueError("only data in memory is split")
+        if job.augment != Augment():
+            raise ValueError("augmented images are not split")
         grid = ImageGrid(world, job.train.image_grid)
         return grid, partition(model, data.image_shape, grid)
     except (TypeError, ValueError) as error:  # alike on all ranks
