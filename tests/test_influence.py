@@ -372,6 +372,16 @@ def test_runs_that_kept_nothing_or_other_weights(tmp_path: Path, trained: Path) 
         influence(trained / "small-s0.weights-2.h5", "--self")
 
 
+def test_runs_of_a_version_that_had_fewer_keys(tmp_path: Path, trained: Path) -> None:
+    groups, notes = store.read(trained / "small-s0.h5")
+    fewer = str(notes["toml"]).replace('loss_scaling = "static"\n', "")
+    assert fewer != notes["toml"]
+    store.write(tmp_path / "small-s0.h5", groups, notes | {"toml": fewer})
+    name = "small-s0.weights-2.h5"
+    (tmp_path / name).write_bytes((trained / name).read_bytes())
+    assert influence(tmp_path, "--test", "0")["epoch"].tolist() == [2]
+
+
 def test_layers_without_a_closed_form_are_refused() -> None:
     x, _ = some(6)
     tied = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)).double()

@@ -108,7 +108,7 @@ def _kept(record: Path, job: Job, epochs: str) -> list[tuple[Path, weights.Kept]
     kept = sorted(((path, weights.read(path)) for path in paths), key=lambda each: each[1].epoch)
     if not kept:
         raise ConfigError(f"{record}: no weights were kept: train with train.keep_every")
-    of_run = str(store.read_attributes(record)["toml"])
+    of_run = _job(record, []).toml()  # with the defaults of keys that its version did not have
     for path, each in kept:
         check_job(path, each.job, of_run)
     if not epochs:
