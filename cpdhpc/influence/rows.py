@@ -142,7 +142,8 @@ class LastLayer(SampleGradients):
 
 
 class Layers(SampleGradients):
-    """Gradients of all parameters that are trained, or of those of some layers, by torch.func.
+    """Gradients of all parameters that are trained, or of those of some layers, by torch.func; those of
+    a model with recurrent layers one sample after the other.
 
     names: of parameters, or of modules, whose parameters all count; none: all
     Raises ConfigError for a name that the model has not, or whose parameters are not trained.
@@ -162,9 +163,14 @@ class Layers(SampleGradients):
                 )
         self.names = trained if not names else [p for p in trained if _within_any(p, names)]
         self.sizes = self._sizes(self.names)
+        # The LSTM of torch changes its state in place, where vmap cannot follow in all dtypes.
+        self.recurrent = any(isinstance(each, nn.RNNBase) for each in model.modules())
 
     def rows(self, inputs: torch.Tensor, targets: torch.Tensor) -> Rows:
         """Return gradients and losses. See SampleGradients.rows."""
+        if self.recurrent:
+            each = [self._row(x[None], y[None]) for x, y in zip(inputs, targets, strict=True)]
+            return torch.stack([row for row, _ in each]), torch.cat([loss for _, loss in each])
         rest = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
         rest = {name: tensor.detach() for name, tensor in rest.items()}
         chosen = {name: rest.pop(name) for name in self.names}
@@ -173,11 +179,19 @@ class Layers(SampleGradients):
             outputs = functional_call(self.model, (chosen, rest), (x[None],))
             return self._losses(outputs, y[None])[0]
 
-        each = vmap(grad_and_value(loss_of), in_dims=(None, 0, 0))
-        with warnings.catch_warnings():  # vmap of LSTM and attention is a loop, as we know
+        all_of = vmap(grad_and_value(loss_of), in_dims=(None, 0, 0))
+        with warnings.catch_warnings():  # vmap of attention is a loop, as we know
             warnings.filterwarnings("ignore", "There is a performance drop")
-            gradients, losses = each(chosen, inputs, targets)
+            gradients, losses = all_of(chosen, inputs, targets)
         return torch.cat([gradients[name].flatten(1) for name in self.names], 1), losses
+
+    def _row(self, inputs: torch.Tensor, targets: torch.Tensor) -> Rows:
+        """Return gradient and loss of one sample: [values], [1]."""
+        parameters = dict(self.model.named_parameters())
+        loss = self._losses(self.model(inputs), targets)
+        chosen = [parameters[name] for name in self.names]
+        found = torch.autograd.grad(loss, chosen, materialize_grads=True)
+        return torch.cat([each.flatten() for each in found]), loss.detach()
 
 
 def _within(name: str, parameters: Sequence[str]) -> list[str]:
