@@ -142,9 +142,9 @@ class LastLayer(SampleGradients):
 
 
 class Layers(SampleGradients):
-    """Gradients of all parameters that are trained, or of those of some layers, by torch.func; those of
-    a model with recurrent layers one sample after the other.
+    """Gradients of all parameters that are trained, or of those of some layers, by torch.func.
 
+    A model with recurrent layers takes one sample after the other.
     names: of parameters, or of modules, whose parameters all count; none: all
     Raises ConfigError for a name that the model has not, or whose parameters are not trained.
     """
