@@ -269,6 +269,7 @@ COMMANDS: dict[str, Command | Group] = {
         },
         Command("train filters whose cells are split over ranks", "cli", "autoencoder", True),
     ),
+    "influence": Command("find which samples made a loss", "influence.command", on_ranks=True),
     "bench": Group(
         "measure this machine, predict others; codec needs no MPI",
         {
@@ -384,9 +385,7 @@ COMMANDS: dict[str, Command | Group] = {
             ),
         },
     ),
-    "scripts": Command(
-        "write sbatch scripts for a site; needs no MPI", "study.commands", "scripts"
-    ),
+    "scripts": Command("write sbatch scripts; needs no MPI", "study.commands", "scripts"),
     "darray": Group(
         "show plans of distributed arrays; needs no MPI",
         {

@@ -65,6 +65,7 @@ MAY_DIFFER = (  # where a run is gone on with; all but virtual_ranks change no b
     "loss.import_from",
     "metric.import_from",
     "train.record_gradients",
+    "train.keep_every",
 )
 
 
@@ -84,6 +85,8 @@ class Train(Section):
         first, and with overlap while backward goes on; overlap changes no bit, bucket_mib may
     image_grid: rows and columns of ranks that share each image; [1, 1]: images are not split
     telemetry_every: iterations; checkpoint_every: epochs; timeout_s: the longest wait for others
+    keep_every: epochs, after each of which the weights are kept in a file of their own
+        (influence), beside the checkpoint, which is overwritten; 0: none are
     record_gradients: iterations, from 0, of which the gradients of every rank go to files of their
         own, 4 bytes a value and rank each (bench compress)
     """
@@ -101,8 +104,18 @@ class Train(Section):
     overlap: bool = False
     telemetry_every: Positive = 10
     checkpoint_every: Positive = 1
+    keep_every: Whole = 0
     timeout_s: Annotated[float, Field(gt=0)] = 600.0
     record_gradients: Annotated[tuple[Whole, ...], Field(strict=False, max_length=100)] = ()
+
+    @property
+    def kept_epochs(self) -> range:
+        """The epochs, from 1, after which weights are kept."""
+        return (
+            range(self.keep_every, self.epochs + 1, self.keep_every)
+            if self.keep_every
+            else range(0)
+        )
 
     @field_validator("seeds")
     @classmethod

@@ -14,7 +14,7 @@ from ..collectives.checks import NonFiniteGradient
 from ..config import UserError
 from ..randomness import random_key
 from ..signals import Caught, Interrupted
-from . import gradients
+from . import gradients, weights
 from .adversary import Attacked
 from .data import Array, epoch_order, shard
 from .loader import Prefetched
@@ -43,6 +43,9 @@ def run(training: Training, caught: Caught, display: Display) -> None:
     if recorded:
         mib = gradients.size_bytes(training.reducer) / 2**20
         display.line(f"{job.id}: records gradients: {len(recorded)} times {mib:.3g} MiB")
+    if job.train.keep_every:
+        mib = weights.size_bytes(training.model) / 2**20
+        display.line(f"{job.id}: keeps weights: {len(job.train.kept_epochs)} times {mib:.3g} MiB")
     display.start(job.id, training.samples * job.train.epochs, training.samples_seen)
     with training.reducer, training.workers:
         while not training.ended:
@@ -88,6 +91,8 @@ def _epoch(training: Training, caught: Caught, display: Display) -> None:
     training.record.epoch(epoch + 1, scores, loss, elapsed_ns[0] / 1e9)
     told = _told(training, *scores, loss) + of_ranks
     display.epoch(job.id, epoch + 1, job.train.epochs, told)
+    if epoch + 1 in job.train.kept_epochs:
+        training.save_weights(epoch + 1)
     if signal:  # in the last iteration: the resumed run does not come back to this evaluation
         _stop(training, signal, display)
     if (epoch + 1) % job.train.checkpoint_every == 0 and epoch + 1 < job.train.epochs:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,7 +18,7 @@ from ..split_images import partition
 from ..split_images.grid import ImageGrid
 from ..world.cores import threads_of_rank
 from ..world.ranks import Ranks
-from . import checkpoint, gradients
+from . import checkpoint, gradients, weights
 from .adversary import Adversary, add_statistics
 from .augment import Augment
 from .controllers import Controller
@@ -68,10 +68,11 @@ class Files:
         """Return the paths of a job's files in a directory."""
         return cls(directory / f"{job.id}.h5", directory / f"{job.id}.checkpoint.h5")
 
-    def written(self, recorded: Iterable[int]) -> list[Path]:
-        """Return all files, with those of the gradients of some iterations."""
-        several = [gradients.path_of(self.record, iteration) for iteration in recorded]
-        return [self.checkpoint, self.record, *several]
+    def written(self, job: Job) -> list[Path]:
+        """Return all files of a job's run, with those of gradients and weights that it keeps."""
+        several = [gradients.path_of(self.record, i) for i in job.train.record_gradients]
+        kept = [weights.path_of(self.record, epoch) for epoch in job.train.kept_epochs]
+        return [self.checkpoint, self.record, *several, *kept]
 
 
 @dataclass
@@ -83,6 +84,7 @@ class Training:
     iteration: the next one; samples_seen: before it, which is where the run stands
     grid: how images are split, None where they are not
     adversary: what makes adversarial copies, None where there are none
+    data_digest: of whole samples, where weights are kept; see weights.data_digest
     """
 
     job: Job
@@ -105,6 +107,7 @@ class Training:
     samples_seen: int = 0
     grid: ImageGrid | None = None
     adversary: Adversary | None = None
+    data_digest: str = ""
 
     @property
     def sharing(self) -> int:
@@ -195,6 +198,19 @@ class Training:
         path = gradients.path_of(self.files.record, self.iteration)
         gradients.save(self.reducer, path, self.iteration, self.job.id)
 
+    def save_weights(self, epoch: int) -> None:
+        """Write the weights after an epoch, from 1, that are evaluated. Collective.
+
+        Raises UserError on all processes alike where they cannot be written.
+        """
+        path, (*_, rate) = (
+            weights.path_of(self.files.record, epoch),
+            self.record.rows["steps"][-1][:3],
+        )
+        kept = weights.Kept(epoch, self.iteration, rate, self.data_digest, self.job.toml())
+        with self.update.evaluated():
+            self.world.on_first(lambda: weights.save(path, self.model, kept), "weights")
+
     def _write_record(self, status: str) -> None:
         attributes = {
             "kind": "run",
@@ -252,10 +268,14 @@ def prepare(job: Job, world: Ranks, data: Dataset | Source, files: Files) -> Tra
     if job.train.image_grid != (1, 1):
         grid, model = _split(job, world, data, model)
     train, test = samples_of(data, grid)
+    digest = ""
+    if job.train.keep_every:
+        whole = (train, test) if grid is None else samples_of(data)
+        digest = world.on_first(lambda: weights.data_digest(*whole), "data")
     train = job.augment.of(train)
     loss = agreed(world, job.loss.build)
     if grid is None:  # else forward has messages, and partition has checked the layers
-        agreed(world, lambda: _check_fit(job, model, loss, train, data.classes))
+        agreed(world, lambda: check_fit(job, model, loss, train, data.classes))
     directory = data.directory if isinstance(data, Source) else None
     wait_s = 0.9 * job.train.timeout_s  # before others give up that wait for this process
     sources = train, test
@@ -300,6 +320,7 @@ def prepare(job: Job, world: Ranks, data: Dataset | Source, files: Files) -> Tra
         provenance=provenance.attributes(world) | {"torch_threads": torch.get_num_threads()},
         grid=grid,
         adversary=adversary,
+        data_digest=digest,
     )
 
 
@@ -344,7 +365,7 @@ def build_model(job: Job, data: Dataset | Source) -> torch.nn.Module:
     return model
 
 
-def _check_fit(
+def check_fit(
     job: Job, model: torch.nn.Module, loss: LossFunction, samples: Samples, classes: int
 ) -> bool:
     """Run two samples through model, loss and metric, which leaves all as it was.
