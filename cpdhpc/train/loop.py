@@ -15,9 +15,8 @@ from ..signals import Caught, Interrupted
 from . import gradients
 from .data import Array, epoch_order
 from .progress import Display
-from .record import observe
 from .setup import Training
-from .step import evaluate, exchange, step
+from .step import evaluate, exchange
 
 SAMPLES = 3  # stream of random numbers: of what samples are to chance
 
@@ -68,11 +67,11 @@ def _epoch(training: Training, caught: Caught, display: Display) -> None:
     order = epoch_order(training.samples, job.seed, epoch)
     while seen < len(order):
         rate, size = training.controller.next(training.samples_seen)
-        batch = order[seen : seen + size]
+        batch = training.update.batch(order[seen:], size)
         signal = _iteration(training, rate, batch, caught)
         display.step(len(batch))
         seen += len(batch)
-        if signal and seen < len(order):
+        if signal and seen < len(order) and training.update.at_rest:
             _stop(training, signal, display)
     with training.update.evaluated():
         score, loss = evaluate(
@@ -113,15 +112,7 @@ def _iteration(training: Training, rate: float, batch: Array, caught: Caught) ->
     try:
         epoch = training.samples_seen // training.samples
         seed = random_key(job.seed, SAMPLES, epoch)[0]
-        done = step(
-            training.update,
-            training.train,
-            batch,
-            training.loss,
-            training.sharing,
-            seed,
-            training.scaler,
-        )
+        done = training.train_on(batch, seed)
     except NonFiniteGradient as error:
         _fail(training, str(error))
     sent = training.sent_bytes - before
@@ -132,7 +123,7 @@ def _iteration(training: Training, rate: float, batch: Array, caught: Caught) ->
     if iteration in job.train.record_gradients and done.mean is not None:
         training.save_gradients()
     if iteration % job.train.telemetry_every == 0 and done.mean is not None:
-        training.record.telemetry(iteration, observe(training.reducer, done.mean))
+        training.record.telemetry(iteration, training.observe(done.mean))
     training.iteration += 1
     training.samples_seen += len(batch)
     training.controller.observe(training.samples_seen, told.loss)

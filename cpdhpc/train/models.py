@@ -95,4 +95,33 @@ class Mlp(Model):
         return torch.nn.Sequential(*layers[:-1])
 
 
-MODELS: dict[str, type[Model]] = {"mlp": Mlp, "lenet": LeNet}
+class ResidualMlp(Model):
+    """[model] name = "residual_mlp": fully connected blocks, each added to what enters it.
+
+    width: values between blocks; blocks: of two layers each, with ReLU before both
+    """
+
+    name: Literal["residual_mlp"] = "residual_mlp"
+    width: Width = 64
+    blocks: Annotated[int, Field(ge=1)] = 12
+
+    def build(self, image_shape: tuple[int, ...], classes: int) -> torch.nn.Module:
+        """Return the network; its input is float32[batch, *image_shape]."""
+        import torch
+
+        from .residual import Residual
+
+        def layers() -> list[torch.nn.Module]:
+            pairs = [(torch.nn.ReLU(), torch.nn.Linear(self.width, self.width)) for _ in range(2)]
+            return [layer for pair in pairs for layer in pair]
+
+        return torch.nn.Sequential(
+            torch.nn.Flatten(),
+            torch.nn.Linear(prod(image_shape), self.width),
+            *(Residual(*layers()) for _ in range(self.blocks)),
+            torch.nn.ReLU(),
+            torch.nn.Linear(self.width, classes),
+        )
+
+
+MODELS: dict[str, type[Model]] = {"mlp": Mlp, "lenet": LeNet, "residual_mlp": ResidualMlp}

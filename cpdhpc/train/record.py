@@ -49,15 +49,18 @@ GROUPS = {  # group: its columns; the first one labels the rows
     "epochs": ("epoch", "test_loss", "time_s"),  # and before the loss what the metric gives
     "layers": ("iteration", "nonzero"),  # and what the aggregator offers
 }
+WINDOWS = "iteration", "violation", "time_s", "busy_time_s"  # where there are stages
+WINDOW_PHASES = "correction", "refresh", "local"
 WHOLE = dict.fromkeys(("iteration", "epoch", "wire_bytes", "nonzero"), np.int64)
 
 
 class Record:
-    """Rows of the three groups.
+    """Rows of the three groups, and of the windows of layer-parallel training.
 
     ranks: of the run, the most it had; layers: names of the parameters, in the bucket's order
     columns: what the aggregator offers of each layer
     loss, metric: what is trained, and what is told of the test samples beside it
+    stages: that the network is cut into
     """
 
     def __init__(
@@ -67,7 +70,9 @@ class Record:
         columns: Mapping[str, Column] | None = None,
         loss: Loss | None = None,
         metric: Metric | None = None,
+        stages: int = 1,
     ) -> None:
+        self.stages = stages
         self.ranks, self.layers, self.columns = ranks, list(layers), dict(columns or {})
         self.loss, self.metric = loss or CrossEntropy(), metric or Accuracy()
         epoch, *rest = GROUPS["epochs"]
@@ -76,7 +81,8 @@ class Record:
             "epochs": (epoch, *scores, *rest),
             "layers": (*GROUPS["layers"], *self.columns),
         }
-        self.rows: dict[str, list[tuple[Any, ...]]] = {name: [] for name in GROUPS}
+        self.names |= {"windows": WINDOWS} if stages > 1 else {}
+        self.rows: dict[str, list[tuple[Any, ...]]] = {name: [] for name in self.names}
 
     def step(
         self,
@@ -101,15 +107,25 @@ class Record:
         """Add what was observed of the layers in a step."""
         self.rows["layers"].append((iteration, *(layers[n] for n in self.names["layers"][1:])))
 
+    def window(self, iteration: int, violation: Array, time_ns: Array, busy_time_ns: Array) -> None:
+        """Add a window: its first iteration, float64[cuts], int64[phases], [phases, stages]."""
+        self.rows["windows"].append((iteration, violation, time_ns / 1e9, busy_time_ns / 1e9))
+
     def arrays(self) -> dict[str, dict[str, Array]]:
         """Return each group's columns as plain arrays, from which restore makes the rows again."""
-        return {name: self._columns(name) for name in GROUPS}
+        return {name: self._columns(name) for name in self.names}
 
     def _columns(self, group: str) -> dict[str, Array]:
         names, rows = self.names[group], self.rows[group]
-        width = {"time_s": len(PHASES), "wire_bytes": self.ranks} if group == "steps" else {}
-        width |= dict.fromkeys(names[1:], len(self.layers)) if group == "layers" else {}
-        shapes = [(len(rows), width[name]) if name in width else (len(rows),) for name in names]
+        phases = len(WINDOW_PHASES)
+        of_stages = (self.stages - 1,), (phases,), (phases, self.stages)
+        further: dict[str, dict[str, tuple[int, ...]]] = {  # axes behind that of the rows
+            "steps": {"time_s": (len(PHASES),), "wire_bytes": (self.ranks,)},
+            "layers": dict.fromkeys(names[1:], (len(self.layers),)),
+            "windows": dict(zip(WINDOWS[1:], of_stages, strict=True)),
+        }
+        shape = further.get(group, {})
+        shapes = [(len(rows), *shape.get(name, ())) for name in names]
         return {
             name: np.array([row[i] for row in rows], WHOLE.get(name, np.float64)).reshape(shape)
             for i, (name, shape) in enumerate(zip(names, shapes, strict=True))
@@ -132,7 +148,7 @@ class Record:
             "steps": self._steps(columns["steps"]),
             "epochs": self._epochs(columns["epochs"]),
             "layers": self._layers(columns["layers"]),
-        }
+        } | ({"windows": _windows(columns["windows"])} if self.stages > 1 else {})
 
     def _steps(self, of: Mapping[str, Array]) -> dict[str, Variable]:
         by = ("iteration",)
@@ -179,3 +195,27 @@ class Record:
             "test_loss": Variable(by, of["test_loss"], f"mean {label} of test samples", units),
             "time_s": Variable(by, of["time_s"], "time of training and evaluation", "s"),
         }
+
+
+def _windows(of: Mapping[str, Array]) -> dict[str, Variable]:
+    by = ("window",)
+    cuts, phases, stages = of["violation"].shape[1], *of["busy_time_s"].shape[1:]
+    assert phases == len(WINDOW_PHASES), "the columns have them"
+    return {
+        "iteration": Variable(by, of["iteration"], "first iteration of a window"),
+        "cut": Variable(("cut",), np.arange(1, cuts + 1), "cut, by the stage behind it"),
+        "stage": Variable(("stage",), np.arange(stages), "stage"),
+        "phase": Variable(("phase",), np.array(WINDOW_PHASES), "phase of a window"),
+        "violation": Variable(
+            (*by, "cut"), of["violation"], "mean square of what enters a stage less what is given"
+        ),
+        "time_s": Variable(
+            (*by, "phase"), of["time_s"], "time of a phase, the largest over processes", "s"
+        ),
+        "busy_time_s": Variable(
+            (*by, "phase", "stage"),
+            of["busy_time_s"],
+            "processor time of a stage in forward and backward, the largest over shares",
+            "s",
+        ),
+    }

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from .. import provenance, store
+from ..compress.base import Mean
 from ..config import ConfigError, UserError
 from ..ops import set_kernel_threads
 from ..split_images import partition
@@ -25,10 +26,12 @@ from .imports import ImportedModel, told
 from .job import Job
 from .loss_scaling import LossScaler
 from .losses import LossFunction, shown
-from .record import SCHEMA, Record
+from .record import SCHEMA, Layers, Record, observe
 from .reducer import GradientReducer
 from .samples import InMemory
-from .step import naming_items
+from .stages.cut import Stage, cut
+from .stages.staged import Placement, StagedUpdate, StageReducers
+from .step import Step, naming_items, step
 from .update import Update
 
 T = TypeVar("T")
@@ -85,7 +88,7 @@ class Training:
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
     reducer: GradientReducer
-    update: Update
+    update: Update | StagedUpdate
     scaler: LossScaler
     controller: Controller
     record: Record
@@ -110,13 +113,27 @@ class Training:
         worlds = {self.world} if self.grid is None else {self.world, self.grid.group}
         return sum(
             (each.bytes_sent + each.collective_bytes for each in worlds),
-            np.zeros(self.world.virtual_ranks, np.int64),
+            np.zeros(self.world.virtual_ranks, np.int64) + self.update.sent_bytes,
         )
+
+    def train_on(self, batch: Array, seed: int) -> Step:
+        """Train on a global batch, which update.batch gave. Collective. See step.step."""
+        if isinstance(self.update, StagedUpdate):
+            return self.update.train(self.train, seed)
+        return step(self.update, self.train, batch, self.loss, self.sharing, seed, self.scaler)
+
+    def observe(self, mean: Mean) -> Layers:
+        """Return what the aggregator has to say of each layer in the last step. Collective."""
+        if isinstance(self.update, StagedUpdate):
+            return self.update.observe()
+        return observe(self.reducer, mean)
 
     def close(self) -> None:
         """Free what the run alone used. Collective."""
         if self.grid is not None:
             self.grid.free()
+        if isinstance(self.update, StagedUpdate):
+            self.update.placement.free()
 
     @property
     def samples(self) -> int:
@@ -242,6 +259,8 @@ def prepare(job: Job, world: Ranks, data: Dataset | Source, files: Files) -> Tra
     loss = agreed(world, job.loss.build)
     if grid is None:  # else forward has messages, and partition has checked the layers
         agreed(world, lambda: _check_fit(job, model, loss, train, data.classes))
+    if job.stages.count > 1:
+        return staged(job, world, model, train, test, loss, data.classes, files)
     reducer = GradientReducer(
         model,
         world,
@@ -268,6 +287,55 @@ def prepare(job: Job, world: Ranks, data: Dataset | Source, files: Files) -> Tra
         files=files,
         provenance=provenance.attributes(world) | {"torch_threads": torch.get_num_threads()},
         grid=grid,
+    )
+
+
+def staged(
+    job: Job,
+    world: Ranks,
+    model: torch.nn.Module,
+    train: Samples,
+    test: Samples,
+    loss: LossFunction,
+    classes: int,
+    files: Files,
+) -> Training:
+    """Return a run whose network is cut into stages. Collective. See prepare."""
+
+    def cut_up() -> list[Stage]:
+        try:
+            job.stages.layout(world.processes)
+            two = train.take(np.arange(2) % len(train), 0)[0]
+            return cut(model, job.stages.count, job.stages.cut, job.stages.filter, two)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{job.id}: {error}") from None
+
+    stages = agreed(world, cut_up)
+    placement = Placement(job.stages, world)
+    reducers = StageReducers(
+        stages, placement, job.gradient, seed=job.seed, bucket_mib=job.train.bucket_mib
+    )
+    optimizer = job.optimizer.build(model.parameters(), job.train.learning_rate)
+    names = reducers.bucket.names
+    ranks, columns = placement.world.ranks, job.gradient.columns
+    record = Record(ranks, names, columns, job.loss, job.metric, job.stages.count)
+    reducer = cast(GradientReducer, reducers)  # which has what the loop asks of one
+    return Training(
+        job,
+        placement.world,
+        model,
+        optimizer,
+        reducer,
+        StagedUpdate(optimizer, reducers, job.stages, loss, train, record),
+        LossScaler(reducer, job.train.loss_scale),
+        job.controller.build(job.settings(len(train))),
+        record,
+        train=train,
+        test=test,
+        loss=loss,
+        classes=classes,
+        files=files,
+        provenance=provenance.attributes(world) | {"torch_threads": torch.get_num_threads()},
     )
 
 

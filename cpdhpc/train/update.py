@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal
 
-from ..compress.base import Mean
+from ..compress.base import Array, Mean
 from ..compress.state import State
 from ..config import Section
 
@@ -33,6 +33,17 @@ class Update(ABC):
         self.model, self.optimizer, self.reducer = model, optimizer, reducer
         self.world = reducer.world
         self.state = State(self.world.hosted, self.world.ranks)
+
+    at_rest = True  # whether a checkpoint may be taken now
+
+    def batch(self, coming: Array, size: int) -> Array:
+        """Return the next global batch; coming: int64[n], samples of the epoch not yet seen."""
+        return coming[:size]
+
+    @property
+    def sent_bytes(self) -> Array | int:
+        """int64[hosted], bytes that went through other worlds than the training's; or 0."""
+        return 0
 
     def begin(self, hosted: int) -> None:
         """Make the model that of a hosted rank, before its forward."""

@@ -8,6 +8,8 @@ from itertools import pairwise
 
 import torch
 
+from .link import Filter
+
 
 @dataclass(frozen=True)
 class Stage:
@@ -89,11 +91,12 @@ def _members(above: str, module: torch.nn.Module) -> list[tuple[str, torch.nn.Mo
 
 
 def cut(
-    model: torch.nn.Module, count: int, begins: Sequence[int], sample: torch.Tensor
+    model: torch.nn.Module, count: int, begins: Sequence[int], factor: int, sample: torch.Tensor
 ) -> list[Stage]:
     """Return the stages of a network.
 
     begins: blocks that stages after the first begin with; empty: by parameters
+    factor: of a filter, which must go with each cut
     sample: two inputs, with which the blocks are tried; no parameter or buffer changes
     Raises ValueError where the network cannot be cut so.
     """
@@ -102,7 +105,7 @@ def cut(
     if begins and begins[-1] >= len(blocks):
         raise ValueError(f"stages.cut={list(begins)}: should be below {len(blocks)}, the blocks")
     starts = [0, *begins] if begins else balanced(sizes, count)
-    stages = []
+    stages = list[Stage]()
     was_training = model.training
     model.eval()
     try:
@@ -113,8 +116,9 @@ def cut(
                     raise ValueError(f"stages.cut: stage {index} has nothing to train")
                 for name, block in blocks[start:stop]:
                     x = _tried(name, block, x, len(sample))
-                stage = _Blocks(blocks[start:stop])
-                stages.append(Stage(index, count, stage, tuple(x.shape[1:])))
+                shape = tuple(x.shape[1:])
+                stages.append(Stage(index, count, _Blocks(blocks[start:stop]), shape))
+                Filter(factor if index < count - 1 else 1, stages[-1].shape)
     finally:
         model.train(was_training)
     if not torch.equal(x, whole):
@@ -157,15 +161,16 @@ def balanced(sizes: Sequence[int], count: int) -> list[int]:
         raise ValueError(f"stages.count={count}: the network has {len(firsts)} blocks to train")
     firsts[0] = 0
     weights = [sum(sizes[a:b]) for a, b in pairwise([*firsts, len(sizes)])]
-    ways = [(sum(weights[: stop + 1]), (0,)) for stop in range(len(weights))]  # of one part
-    for parts in range(2, count + 1):
-        ways = [
-            min(
-                (max(ways[last - 1][0], sum(weights[last : stop + 1])), (*ways[last - 1][1], last))
-                for last in range(parts - 1, stop + 1)
+    # ways[n]: of the first n + 1 weights the largest part, and where parts begin; n >= parts - 1
+    ways: dict[int, tuple[int, list[int]]] = {
+        n: (sum(weights[: n + 1]), [0]) for n in range(len(weights))
+    }
+    for parts in range(1, count):
+        ways = {
+            n: min(
+                (max(ways[last - 1][0], sum(weights[last : n + 1])), [*ways[last - 1][1], last])
+                for last in range(parts, n + 1)
             )
-            if stop >= parts - 1
-            else (0, ())
-            for stop in range(len(weights))
-        ]
-    return [firsts[i] for i in ways[-1][1]]
+            for n in range(parts, len(weights))
+        }
+    return [firsts[i] for i in ways[len(weights) - 1][1]]

@@ -12,7 +12,7 @@ is made small. P takes means of neighbouring values, scaled so that P P^T = 1; w
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -21,79 +21,11 @@ import numpy.typing as npt
 import torch
 
 from ...collectives.engine import Exchange, Program
-from ...formats import SHARED, Cast, wire_scaling
-from ...ops.payloads import Packed, Raw, parse_wire
+from ..losses import LossFunction
+from ..step import naming_items
 from .cut import Stage
+from .link import Filter, Wire
 from .section import Stages
-
-Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # outputs, targets -> mean
-
-
-class Wire:
-    """How values travel: float32[batch, ...] as bytes."""
-
-    def __init__(self, name: str) -> None:
-        fmt = parse_wire(name, "stages")
-        scaling = SHARED[wire_scaling(name)]
-        self._raw = fmt is None
-        self._payloads = Raw() if fmt is None else Packed(Cast(fmt), fit=True, shared=scaling)
-
-    def size_bytes(self, count: int) -> int:
-        """Return the bytes of so many values."""
-        return self._payloads.size_bytes(count)
-
-    def encode(self, x: torch.Tensor) -> npt.NDArray[np.uint8]:
-        """Return the bytes of values; raw ones are the tensor's own."""
-        values = x.detach().contiguous().numpy().reshape(-1)
-        if self._raw:
-            return values.view(np.uint8)
-        payload = np.empty(self.size_bytes(values.size), np.uint8)
-        self._payloads.encode(values, None, (0, 0), 0, payload)
-        return payload
-
-    def decode(self, payload: npt.NDArray[np.uint8], shape: tuple[int, ...]) -> torch.Tensor:
-        """Return the values; raw ones are the payload's own memory, not to be changed."""
-        if self._raw:
-            return torch.from_numpy(payload.view(np.float32)).reshape(shape)
-        values = np.empty(int(np.prod(shape)), np.float32)
-        self._payloads.decode(payload, None, values)
-        return torch.from_numpy(values).reshape(shape)
-
-
-class Filter:
-    """P of the module's docstring, and its transpose.
-
-    factor: of maps [channels, height, width] squares of factor x factor pixels are one value, of
-        other samples so many values of the last axis
-    Raises ValueError for samples that the factor does not divide.
-    """
-
-    def __init__(self, factor: int, shape: tuple[int, ...]) -> None:
-        axes = 2 if len(shape) == 3 else 1
-        if any(n % factor for n in shape[-axes:]):
-            raise ValueError(
-                f"stages.filter={factor}: a cut has samples of {list(shape)}: should divide the "
-                f"last {'two axes' if axes == 2 else 'axis'}"
-            )
-        self.factor, self.axes = factor, axes
-        self.shape = (*shape[:-axes], *(n // factor for n in shape[-axes:]))
-        self._scale = factor ** (-axes / 2)
-
-    def means(self, x: torch.Tensor) -> torch.Tensor:
-        """Return P x of samples [batch, ...]."""
-        if self.factor == 1:
-            return x
-        for axis in range(-self.axes, 0):
-            x = x.unflatten(axis, (-1, self.factor)).sum(axis)
-        return x * self._scale
-
-    def spread(self, p: torch.Tensor) -> torch.Tensor:
-        """Return P^T p."""
-        if self.factor == 1:
-            return p
-        for axis in range(-self.axes, 0):
-            p = p.repeat_interleave(self.factor, axis)
-        return p * self._scale
 
 
 @dataclass
@@ -123,18 +55,23 @@ class Done:
 class Work:
     """A share of a batch, as a stage takes it.
 
-    number: of the batch, by which stages keep what enters them
-    count: samples of this of so many shares; size: of the whole batch
+    number: of the batch, by which stages keep what enters them; size: of all its samples
+    items: int64[b], the samples of this of so many shares
     inputs, targets: for the first and the last stage; key: of what the network is to chance
     """
 
     number: int
-    count: int
+    items: npt.NDArray[np.int64]
     shares: int
     size: int
     inputs: torch.Tensor | None
     targets: torch.Tensor | None
     key: int
+
+    @property
+    def count(self) -> int:
+        """Samples of the share."""
+        return len(self.items)
 
     @property
     def weight(self) -> float:
@@ -146,7 +83,7 @@ class Part:
     """A stage at work on one share of the batches.
 
     below, above: ranks of the stages before and after, None where there is none
-    below_shape: of a sample that enters; loss: of outputs and targets, their mean
+    below_shape: of a sample that enters; loss: of outputs and targets
     kept: by number of the batch
     """
 
@@ -157,7 +94,7 @@ class Part:
         below: int | None,
         above: int | None,
         below_shape: tuple[int, ...],
-        loss: Loss,
+        loss: LossFunction,
     ) -> None:
         self.stage, self.given, self.below, self.above = stage, given, below, above
         self.below_shape, self.loss, self.wire = below_shape, loss, Wire(given.wire)
@@ -270,7 +207,9 @@ class Part:
                 )
             if self.above is None:
                 assert work.targets is not None, "the last stage has targets"
-                y = self.loss(y, work.targets) * (work.count * work.shares / work.size)
+                with naming_items(work.items):
+                    y = self.loss(y, work.targets)
+                y = y * (work.count * work.shares / work.size)
                 done.loss = float(y.detach())
         except Exception as error:
             done.error = error
