@@ -198,7 +198,7 @@ class Record:
 
 
 def _windows(of: Mapping[str, Array]) -> dict[str, Variable]:
-    by = ("window",)
+    by = ("iteration",)
     cuts, phases, stages = of["violation"].shape[1], *of["busy_time_s"].shape[1:]
     assert phases == len(WINDOW_PHASES), "the columns have them"
     return {

@@ -126,7 +126,8 @@ class Part:
             gradient = self._backward(z, y, direction, train, done) if needed else None
         if self.below is not None:
             assert gradient is not None, "it was asked for"
-            yield from self._send(self.below, gradient)
+            if train or self.stage.index > 1:  # the first stage has nothing else to compute
+                yield from self._send(self.below, gradient)
             if not train:
                 with _busy(done):
                     self._keep(z.detach(), gradient, work)
