@@ -105,8 +105,8 @@ class Part:
     def serial(self, work: Work, train: bool) -> Program[Done]:
         """Forward and backward through all stages in turn.
 
-        train: leave gradients of parameters; else what enters the stages is computed anew, with a
-            step along the negative gradient, and kept, and the multipliers from 0
+        train: leave gradients of parameters; else what enters the stages is computed anew and kept,
+            with its gradient, as a step of z or as multipliers
         """
         done, z = Done(), work.inputs
         if not work.count:
@@ -134,13 +134,17 @@ class Part:
         return done
 
     def _keep(self, y: torch.Tensor, gradient: torch.Tensor, work: Work) -> None:
-        """Keep what came from the stage below, after a step along its negative gradient."""
+        """Keep what came from the stage below, and its gradient in what the method has for it.
+
+        The multipliers begin where z, which is y, would stay if z_rate is 1.
+        """
         below, given = self.filter_below, self.given
-        z = y - given.z_rate / (given.beta * work.weight) * gradient
-        multiplier = torch.zeros(work.count, *below.shape)
+        step = given.z_rate / work.weight * gradient
         if given.method == "lagrangian":
-            multiplier += given.beta * (below.means(z) - below.means(y))
-        self.kept[work.number] = Kept(z, multiplier)
+            self.kept[work.number] = Kept(y, -below.means(step))
+        else:
+            zeros = torch.zeros(work.count, *below.shape)
+            self.kept[work.number] = Kept(y - step / given.beta, zeros)
 
     def local(self, work: Work, last: bool) -> Program[Done]:
         """Forward and backward of this stage alone, from what it keeps of a batch.
