@@ -30,7 +30,6 @@ pytestmark = pytest.mark.mpi_skip
 RESIDUAL = {
     "name": "staged",
     "model": {"name": "residual_mlp", "width": 8, "blocks": 3},
-    "optimizer": {"momentum": 0.5},
     "train": {"epochs": 2, "batch": 24, "threads": 1, "telemetry_every": 2, "learning_rate": 0.05},
 }
 
@@ -46,10 +45,10 @@ def losses(training: Training) -> list[float]:
 @pytest.mark.parametrize(("count", "shares"), [(2, 1), (4, 1), (3, 2)])
 def test_all_stages_in_turn_are_ordinary_training(tmp_path: Path, count: int, shares: int) -> None:
     """correction = 1: backward through messages is backward, whatever the cut. Bit for bit."""
-    whole = run_job(job_of(1), Loopback(shares), tmp_path)
+    whole = run_job(job_of(1, optimizer={"momentum": 0.5}), Loopback(shares), tmp_path)
     files = Files.of(tmp_path / "cut", job_of(1))
     files.record.parent.mkdir()
-    job = job_of(count, stages={"correction": 1.0})
+    job = job_of(count, stages={"correction": 1.0}, optimizer={"momentum": 0.5})
     training = run_job(job, Loopback(shares), files.record.parent)
     assert training.world.ranks == count * shares
     assert model_bytes(files.checkpoint) == model_bytes(whole.files.checkpoint)
@@ -62,7 +61,7 @@ def test_all_stages_in_turn_are_ordinary_training(tmp_path: Path, count: int, sh
 
 def by_the_equations(given: Stages, steps: int) -> list[np.ndarray]:  # type: ignore[type-arg]
     """Parameters after a refresh and some local steps on one batch: whole graphs, in float64."""
-    job = job_of(1, optimizer={"momentum": 0.0})
+    job = job_of(1)
     data = small_data()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(job.seed)
@@ -128,7 +127,7 @@ def test_local_steps_are_those_of_the_equations(
         "beta": beta,
         "z_rate": 0.5,
     }
-    job = job_of(3, stages=stages, optimizer={"momentum": 0.0})
+    job = job_of(3, stages=stages)
     training = prepare(job, Loopback(1), small_data(), Files.of(tmp_path, job))
     before = [p.detach().numpy().copy() for p in training.model.parameters()]
     order = epoch_order(100, job.seed, 0)
@@ -204,8 +203,8 @@ def test_the_record_has_windows(tmp_path: Path) -> None:
     assert windows["iteration"].tolist() == [0, 3, 5, 8]
     # floor(0.4 i) rises at 3, 5, 8, 10: one correction in each window, first of its batches
     assert ((windows["busy_time_s"][:, 0] > 0).all(axis=1)).tolist() == [True] * 4
-    assert (windows["violation"] > 0).all()
-    assert windows["violation"].shape == (4, 3)
+    # of 3 batches 2 are local ones, and the second finds y changed; of 2 one, and z is y still
+    assert ((windows["violation"] > 0) == [[True] * 3, [False] * 3] * 2).all()
     assert (windows["time_s"] > 0).all()
 
 
@@ -248,6 +247,7 @@ def imported(directory: Path, monkeypatch: pytest.MonkeyPatch, body: str, count:
     (directory / f"{name}.py").write_text(f"import torch\n\n\ndef net():\n{lines}\n")
     model = {"import": f"{name}:net", "import_from": str(directory)}
     stages = {"count": count, "refresh_every": 1, "correction": 0.0}
+    stages |= {"cut": [3]} if body == NORMALISED and count > 1 else {}
     return validate(Job, RESIDUAL | {"model": model, "stages": stages}, "test")
 
 
@@ -348,5 +348,5 @@ def test_cuts_are_the_most_even_ones() -> None:
 
 def test_tied_parameters_are_not_cut_apart() -> None:
     one = torch.nn.Linear(4, 4)
-    with pytest.raises(ValueError, match=r"stages.cut: 1\.weight belongs to two stages"):
+    with pytest.raises(ValueError, match=r"stages.cut: 1\.0\.weight belongs to two stages"):
         cut(torch.nn.Sequential(one, torch.nn.Sequential(one)), 2, (), 1, torch.ones(2, 4))

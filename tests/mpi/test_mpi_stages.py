@@ -96,24 +96,27 @@ def test_stages_on_ranks_have_the_bits_of_one_process(
 
 
 def test_what_one_rank_finds_ends_all_alike(world: World, directory: Path) -> None:
-    """NaN among the first stage's samples, then data that fails there: nobody waits."""
+    """NaN among the first stage's samples, data that fails there or at the last: nobody waits."""
     job = validate(Job, merge(JOB, {"stages": {"count": COUNTS[world.processes]}}), "test")
     said = []
-    for damage in ("nan", "failure"):
+    for damage in ("nan", "inputs", "targets"):
         training = prepare(job, world, data(), Files.of(directory, job))
         before = [p.detach().clone() for p in training.model.parameters()]
         if world.process == 0 and damage == "nan":
             training.train.x[:] = np.nan  # type: ignore[attr-defined]
-        elif world.process == 0:
+        elif world.process == 0 and damage == "inputs":
             training.train.x = None  # type: ignore[attr-defined]
+        elif world.process == world.processes - 1 and damage == "targets":
+            training.train.y = np.zeros(2)  # type: ignore[attr-defined]
         try:
             run(training, Caught(), Display(False, 1))
-        except (Diverged, TypeError) as error:
+        except (Diverged, TypeError, IndexError) as error:
             same = all(a.equal(b) for a, b in zip(training.model.parameters(), before, strict=True))
             said.append((damage, type(error).__name__, str(error).splitlines()[0], same))
         training.close()
     told = world.gather(said)
-    assert [each[:2] for each in told[0]] == [("nan", "Diverged"), ("failure", "TypeError")]
+    kinds = [("nan", "Diverged"), ("inputs", "TypeError"), ("targets", "IndexError")]
+    assert [each[:2] for each in told[0]] == kinds
     assert told == [told[0]] * world.processes
     assert all(each[3] for each in told[0])
 

@@ -146,20 +146,24 @@ class StageReducers(Averaging):
         errors: by stage, what was found before. Raises on all processes alike one of these, or
         NonFiniteGradient, with p.grad of some stages set and no parameter changed.
         """
-        error: Exception | None = None
-        means = list[Mean]()
+        means, found = list[Mean](), list[Exception]()
         for stage, reducer in self.of.items():
             reducer.iteration, reducer.epoch = iteration, self.epoch
             if stage in errors:
                 reducer.fail(errors[stage])
             try:
                 means.append(reducer.reduce())
-            except NonFiniteGradient as found:
-                ranks = [self.placement.rank(stage, share) for share in found.ranks]
-                error = error or NonFiniteGradient(found.segments, ranks, found.dtype)
-            except Exception as found:
-                error = error or found
-        self.world.agree(error, "stages")
+            except NonFiniteGradient as error:
+                ranks = [self.placement.rank(stage, share) for share in error.ranks]
+                found.append(NonFiniteGradient(error.segments, ranks, error.dtype))
+            except Exception as error:
+                found.insert(0, error)
+        # What a stage raises gives NaN to the others, which is not to hide it.
+        worst = next(iter(found), None)
+        grave = 0 if worst is None else 1 if isinstance(worst, NonFiniteGradient) else 2
+        gravest = self.world.max(np.array([grave], np.int64), "stages")[0]
+        if gravest:
+            self.world.agree(worst if grave == gravest else None, "stages")
         return means
 
 
