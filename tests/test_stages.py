@@ -127,7 +127,7 @@ def test_local_steps_are_those_of_the_equations(
         "beta": beta,
         "z_rate": 0.5,
     }
-    job = job_of(3, stages=stages)
+    job = job_of(3, stages=stages, optimizer={"momentum": 0.0})
     training = prepare(job, Loopback(1), small_data(), Files.of(tmp_path, job))
     before = [p.detach().numpy().copy() for p in training.model.parameters()]
     order = epoch_order(100, job.seed, 0)
