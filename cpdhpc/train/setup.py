@@ -30,7 +30,8 @@ from .record import SCHEMA, Layers, Record, observe
 from .reducer import GradientReducer
 from .samples import InMemory
 from .stages.cut import Stage, cut
-from .stages.staged import Placement, StagedUpdate, StageReducers
+from .stages.placement import Placement
+from .stages.staged import StagedUpdate, StageReducers
 from .step import Step, naming_items, step
 from .update import Update
 
@@ -260,7 +261,7 @@ def prepare(job: Job, world: Ranks, data: Dataset | Source, files: Files) -> Tra
     if grid is None:  # else forward has messages, and partition has checked the layers
         agreed(world, lambda: _check_fit(job, model, loss, train, data.classes))
     if job.stages.count > 1:
-        return staged(job, world, model, train, test, loss, data.classes, files)
+        return _staged(job, world, model, train, test, loss, data.classes, files)
     reducer = GradientReducer(
         model,
         world,
@@ -290,7 +291,7 @@ def prepare(job: Job, world: Ranks, data: Dataset | Source, files: Files) -> Tra
     )
 
 
-def staged(
+def _staged(
     job: Job,
     world: Ranks,
     model: torch.nn.Module,
