@@ -364,38 +364,33 @@ class StagedUpdate:
         yield
 
     def _share_tensors(self) -> None:
-        mine = {i: self._kept_of(i) for i in self.placement.stages if 0 in self.placement.here}
-        described = [
-            {
-                i: [(p, name, x.dtype, tuple(x.shape)) for p, name, x in kept]
-                for i, kept in mine.items()
-            }
-        ]
-        told = {k: v for each in self.world.gather(described[0], "stages") for k, v in each.items()}
+        """Give all processes the tensors of all stages. Collective."""
+        mine = {index: self._described(index) for index in self.placement.stages}
+        told = {k: v for each in self.world.gather(mine, "stages") for k, v in each.items()}
         for stage in self.stages:
-            root = self.placement.rank(stage.index, 0)
+            held = stage.index in self.placement.stages
             parameters = list(stage.blocks.parameters())
             tensors = [*parameters, *stage.blocks.buffers()]
             for place, name, dtype, shape in told[stage.index]:
-                if stage.index not in mine:
-                    self.optimizer.state[parameters[place]][name] = torch.empty(shape, dtype=dtype)
-                tensors.append(self.optimizer.state[parameters[place]][name])
-            given = (
-                torch.cat([as_bytes(x) for x in tensors]).numpy()
-                if self.world.hosts(root)
-                else None
-            )
-            arrays = [given if rank == root else None for rank in self.world.hosted]
+                kept = self.optimizer.state[parameters[place]]
+                if not held:
+                    kept[name] = torch.empty(shape, dtype=dtype)
+                tensors.append(kept[name])
+            root = self.placement.rank(stage.index, 0)
+            arrays: list[Array | None] = [None] * len(self.world.hosted)
+            if self.world.hosts(root):
+                given = torch.cat([as_bytes(x) for x in tensors]).numpy()
+                arrays[root - self.world.hosted.start] = given
             found = torch.from_numpy(sparse.broadcast(self.world, arrays, root))
-            if stage.index not in self.placement.stages:
+            if not held:
                 sizes = [x.numel() * x.element_size() for x in tensors]
                 for x, values in zip(tensors, torch.split(found, sizes), strict=True):
                     x.copy_(values.clone().view(x.dtype).reshape(x.shape))
 
-    def _kept_of(self, stage: int) -> list[tuple[int, str, torch.Tensor]]:
+    def _described(self, stage: int) -> list[tuple[int, str, torch.dtype, tuple[int, ...]]]:
         """Return what the optimiser keeps of a stage: number of the parameter, name, tensor."""
         return [
-            (i, name, value)
+            (i, name, value.dtype, tuple(value.shape))
             for i, parameter in enumerate(self.stages[stage].blocks.parameters())
             for name, value in self.optimizer.state[parameter].items()
             if isinstance(value, torch.Tensor)
