@@ -49,13 +49,14 @@ GROUPS = {  # group: its columns; the first one labels the rows
     "epochs": ("epoch", "test_loss", "time_s"),  # and before the loss what the metric gives
     "layers": ("iteration", "nonzero"),  # and what the aggregator offers
 }
+OF_RANKS = ("epoch", "consensus_distance", "worst_rank", "test_loss")  # where models differ
 WINDOWS = "iteration", "violation", "time_s", "busy_time_s"  # where there are stages
 WINDOW_PHASES = "correction", "refresh", "local"
-WHOLE = dict.fromkeys(("iteration", "epoch", "wire_bytes", "nonzero"), np.int64)
+WHOLE = dict.fromkeys(("iteration", "epoch", "wire_bytes", "nonzero", "worst_rank"), np.int64)
 
 
 class Record:
-    """Rows of the three groups, and of the windows of layer-parallel training.
+    """Rows of the three groups, of "ranks" that have models of their own, of "windows" of stages.
 
     ranks: of the run, the most it had; layers: names of the parameters, in the bucket's order
     columns: what the aggregator offers of each layer
@@ -70,6 +71,8 @@ class Record:
         columns: Mapping[str, Column] | None = None,
         loss: Loss | None = None,
         metric: Metric | None = None,
+        *,
+        own_models: bool = False,
         stages: int = 1,
     ) -> None:
         self.stages = stages
@@ -77,11 +80,13 @@ class Record:
         self.loss, self.metric = loss or CrossEntropy(), metric or Accuracy()
         epoch, *rest = GROUPS["epochs"]
         scores = [] if self.metric.build() is None else [f"test_{self.metric.label}"]
-        self.names = GROUPS | {
+        self.names: dict[str, tuple[str, ...]] = GROUPS | {
             "epochs": (epoch, *scores, *rest),
             "layers": (*GROUPS["layers"], *self.columns),
         }
         self.names |= {"windows": WINDOWS} if stages > 1 else {}
+        if own_models:
+            self.names["ranks"] = (*OF_RANKS[:-1], *scores, OF_RANKS[-1])
         self.rows: dict[str, list[tuple[Any, ...]]] = {name: [] for name in self.names}
 
     def step(
@@ -100,8 +105,16 @@ class Record:
 
     def epoch(self, epoch: int, score: float, loss: float, time_s: float) -> None:
         """Add an epoch."""
-        scores = [score] if len(self.names["epochs"]) > len(GROUPS["epochs"]) else []
-        self.rows["epochs"].append((epoch, *scores, loss, time_s))
+        self.rows["epochs"].append((epoch, *self._scores(score), loss, time_s))
+
+    def _scores(self, score: float) -> list[float]:
+        return [score] if len(self.names["epochs"]) > len(GROUPS["epochs"]) else []
+
+    def epoch_of_ranks(
+        self, epoch: int, distance: float, rank: int, score: float, loss: float
+    ) -> None:
+        """Add how far apart the ranks' models are, and the one whose test loss is largest."""
+        self.rows["ranks"].append((epoch, distance, rank, *self._scores(score), loss))
 
     def telemetry(self, iteration: int, layers: Layers) -> None:
         """Add what was observed of the layers in a step."""
@@ -148,7 +161,14 @@ class Record:
             "steps": self._steps(columns["steps"]),
             "epochs": self._epochs(columns["epochs"]),
             "layers": self._layers(columns["layers"]),
-        } | ({"windows": _windows(columns["windows"])} if self.stages > 1 else {})
+        } | {
+            name: self._further(name, columns[name])
+            for name in ("ranks", "windows")
+            if name in columns
+        }
+
+    def _further(self, group: str, of: Mapping[str, Array]) -> dict[str, Variable]:
+        return self._of_ranks(of) if group == "ranks" else _windows(of)
 
     def _steps(self, of: Mapping[str, Array]) -> dict[str, Variable]:
         by = ("iteration",)
@@ -185,6 +205,25 @@ class Record:
             "layer": Variable(("layer",), np.array(self.layers), "parameter tensor"),
             "nonzero": Variable(by, of["nonzero"], "non-zero gradient values of all ranks"),
         } | offered
+
+    def _of_ranks(self, of: Mapping[str, Array]) -> dict[str, Variable]:
+        by = ("epoch",)
+        distance = "root mean square distance of the ranks' parameters to their mean"
+        return {
+            "epoch": Variable(by, of["epoch"], "epoch, from 1"),
+            "consensus_distance": Variable(by, of["consensus_distance"], distance),
+            "worst_rank": Variable(
+                by, of["worst_rank"], "rank whose own model has the largest test loss; -1: unknown"
+            ),
+            **{
+                name: Variable(by, of[name], f"{self.metric.long_name}, of that rank")
+                for name in of
+                if name not in OF_RANKS
+            },
+            "test_loss": Variable(
+                by, of["test_loss"], f"mean {self.loss.label}, of that rank", self.loss.units
+            ),
+        }
 
     def _epochs(self, of: Mapping[str, Array]) -> dict[str, Variable]:
         by, label, units = ("epoch",), self.loss.label, self.loss.units

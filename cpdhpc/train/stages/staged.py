@@ -141,8 +141,9 @@ class StagedUpdate:
     optimizer: of all parameters; those of other stages have no gradients here
     samples: one input and target of these become zeros where the data fails
     record: that windows are added to; state: nothing, as checkpoints are taken between windows
-    Raises ValueError on all processes alike where a filter does not go with a cut.
     """
+
+    interval = 1  # see Update
 
     def __init__(
         self,
