@@ -332,7 +332,7 @@ def _staged(
     optimizer = job.optimizer.build(model.parameters(), job.train.learning_rate)
     names = reducers.bucket.names
     ranks, columns = placement.world.ranks, job.gradient.columns
-    record = Record(ranks, names, columns, job.loss, job.metric, job.stages.count)
+    record = Record(ranks, names, columns, job.loss, job.metric, stages=job.stages.count)
     reducer = cast(GradientReducer, reducers)  # which has what the loop asks of one
     return Training(
         job,

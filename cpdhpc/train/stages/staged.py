@@ -189,6 +189,13 @@ class StagedUpdate:
         """Whether nothing is kept of samples, which checkpoints do not have."""
         return not self.window
 
+    def note(self) -> None:
+        """Nothing is kept between windows. See Update.note."""
+
+    def resumed(self, former_ranks: int) -> str:
+        """Nothing was kept. See Update.resumed."""
+        return ""
+
     @property
     def sent_bytes(self) -> Array:
         """int64[hosted], the bytes that reducers have sent in worlds of their own."""
