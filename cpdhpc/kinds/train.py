@@ -65,6 +65,15 @@ _ROWS: dict[str, tuple[type, str]] = {  # key of a job: its type and what it is
     "gradient.overflow": (str, "what gradients too large for the format become"),
     "gradient.headroom": (str, "headroom of the shared scaling"),
     "update.name": (str, "rule by which ranks update weights"),
+    "stages.count": (int, "stages that the network is cut into"),
+    "stages.method": (str, "what holds stages together"),
+    "stages.beta": (float, "factor of half the squared residual between stages"),
+    "stages.z_rate": (float, "step of what enters a stage, in 1 / beta"),
+    "stages.correction": (float, "share of iterations that go through all stages in turn"),
+    "stages.refresh_every": (int, "iterations between refreshes of what enters stages"),
+    "stages.local_steps": (int, "steps of all stages on a batch"),
+    "stages.filter": (int, "values of which only the mean travels between stages"),
+    "stages.wire": (str, "format of what travels between stages"),
     "train.epochs": (int, "epochs"),
     "train.batch": (int, "samples of a step, of all ranks together"),
     "train.learning_rate": (float, "learning rate"),
@@ -88,10 +97,11 @@ def _used(given: Factors) -> dict[str, Value]:
 def _fits(job: Raw, used: Factors, ranks: int) -> str | None:
     """Return what the job does not take; those ranks without a sample in a batch idle."""
     try:
-        train = _job(job, used, "case").train
-    except UserError as error:
+        given = _job(job, used, "case")
+        given.stages.layout(ranks)
+    except ValueError as error:  # a UserError is one
         return str(error)
-    rows, columns = train.image_grid
+    rows, columns = given.train.image_grid
     if ranks % (rows * columns):
         return f"train.image_grid={[rows, columns]}: {ranks} ranks are no multiple of its ranks"
     return None
@@ -140,6 +150,7 @@ class _Training(Measuring):
         self.starts = world.gather(noted)[0]
         before_j = place.read_energy()
         run(training, caught, Display(world.process == 0, 1))
+        training.close()
         self.used = place.energy_j(before_j)
         self.training, self.done = training, True
 

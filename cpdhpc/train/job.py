@@ -44,6 +44,7 @@ from .loss_scaling import check_scale
 from .losses import LOSSES, METRICS, Accuracy, CrossEntropy, Loss, Metric
 from .models import MODELS, Mlp, Model
 from .optimizers import OPTIMIZERS, Optimizer, Sgd
+from .stages.section import Stages
 from .update import UPDATES, ByAllreduce, UpdateRule
 
 Positive = Annotated[int, Field(ge=1)]
@@ -52,6 +53,7 @@ Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$")]  # part of a file name
 
 EPOCHS = "train.epochs"  # may be raised where a run is gone on with
+STATELESS = ("none", "lowbit", "qsgd", "terngrad")  # aggregators that keep nothing of a rank
 MAY_DIFFER = (  # where a run is gone on with; all but virtual_ranks change no bit
     "train.virtual_ranks",
     "train.checkpoint_every",
@@ -168,6 +170,7 @@ class Job(Section):
     gradient: Annotated[Aggregator, OneOf(COMPRESSORS, "aggregator")] = NoCompression()
     update: Annotated[UpdateRule, OneOf(UPDATES, "name", "allreduce")] = ByAllreduce()
     adversarial: Adversarial = Adversarial()
+    stages: Stages = Stages()
     train: Train = Train()
 
     @model_validator(mode="after")
@@ -188,6 +191,28 @@ class Job(Section):
         usual = Loss if IMPORT in raw["loss"] else CrossEntropy
         row = LOSSES.get(raw["loss"].get("name"), usual)
         return raw | {"metric": {"name": row.metric}}
+
+    @model_validator(mode="after")
+    def _stages_alone(self) -> Job:
+        train, stateless = self.train, [COMPRESSORS[name] for name in STATELESS]
+        usual = {
+            "train.image_grid": train.image_grid == (1, 1),
+            "train.overlap": not train.overlap,
+            "train.loss_scaling": train.loss_scaling == "static",
+            "train.loss_scale": train.loss_scale in (None, 1.0),
+            "train.record_gradients": not train.record_gradients,
+            "loader.workers": not self.loader.workers,
+            "adversarial.epsilon": not self.adversarial.epsilon,
+            "update": isinstance(self.update, ByAllreduce),
+            "controller": isinstance(self.controller, BySchedule),
+            "optimizer.clip_global_norm": not getattr(self.optimizer, "clip_global_norm", 0),
+            "gradient.aggregator": type(self.gradient) in stateless,
+            "gradient.error_feedback": not getattr(self.gradient, "error_feedback", False),
+        }
+        others = [key for key, is_usual in usual.items() if not is_usual]
+        if self.stages.count > 1 and others:
+            raise ValueError(f"stages.count={self.stages.count}: does not go with this {others[0]}")
+        return self
 
     @model_validator(mode="after")
     def _warmup_ends(self) -> Job:

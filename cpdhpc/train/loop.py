@@ -19,9 +19,8 @@ from .adversary import Attacked
 from .data import Array, epoch_order, shard
 from .loader import Prefetched
 from .progress import Display
-from .record import observe
 from .setup import Training
-from .step import evaluate, evaluate_each, exchange, step
+from .step import evaluate, evaluate_each, exchange
 from .update.base import NOTHING
 from .update.own_models import OwnModels, OwnModelsRule
 
@@ -77,12 +76,12 @@ def _epoch(training: Training, caught: Caught, display: Display) -> None:
     order = _order(training.samples, job.seed, epoch)
     while seen < len(order):
         rate, size = training.controller.next(training.samples_seen)
-        batch = order[seen : seen + size]
+        batch = training.update.batch(order[seen:], size)
         _plan(training, epoch, order[seen:], size)
         signal = _iteration(training, rate, batch, caught)
         display.step(len(batch))
         seen += len(batch)
-        if signal and seen < len(order):
+        if signal and seen < len(order) and training.update.at_rest:
             _stop(training, signal, display)
     with training.update.evaluated():
         scores, loss = _evaluated(training)
@@ -174,16 +173,7 @@ def _iteration(training: Training, rate: float, batch: Array, caught: Caught) ->
     try:
         epoch = training.samples_seen // training.samples
         seed = _seed(job.seed, epoch)
-        done = step(
-            training.update,
-            training.train,
-            batch,
-            training.loss,
-            training.sharing,
-            seed,
-            training.scaler,
-            training.adversary,
-        )
+        done = training.train_on(batch, seed)
     except NonFiniteGradient as error:
         _fail(training, str(error))
     sent = training.sent_bytes - before
@@ -196,7 +186,7 @@ def _iteration(training: Training, rate: float, batch: Array, caught: Caught) ->
     every, interval = job.train.telemetry_every, training.update.interval
     is_due = iteration // every != (iteration - interval) // every
     if is_due and done.mean is not None and done.mean is not NOTHING:
-        training.record.telemetry(iteration, observe(training.reducer, done.mean))
+        training.record.telemetry(iteration, training.observe(done.mean))
     training.iteration += 1
     training.samples_seen += len(batch)
     training.controller.observe(training.samples_seen, told.loss)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from .. import provenance, store
+from ..compress.base import Mean
 from ..config import ConfigError, UserError
 from ..ops import set_kernel_threads
 from ..split_images import partition
@@ -28,10 +29,13 @@ from .job import Job
 from .loader import Prefetched, Workers
 from .loss_scaling import LossScaler
 from .losses import LossFunction, shown
-from .record import SCHEMA, Record
+from .record import SCHEMA, Layers, Record, observe
 from .reducer import GradientReducer
 from .samples import InMemory, Scaling
-from .step import naming_items
+from .stages.cut import Stage, cut
+from .stages.placement import Placement
+from .stages.staged import StagedUpdate, StageReducers
+from .step import Step, naming_items, step
 from .update import Update
 from .update.own_models import OwnModelsRule
 
@@ -92,7 +96,7 @@ class Training:
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
     reducer: GradientReducer
-    update: Update
+    update: Update | StagedUpdate
     scaler: LossScaler
     controller: Controller
     record: Record
@@ -120,13 +124,36 @@ class Training:
         worlds = {self.world} if self.grid is None else {self.world, self.grid.group}
         return sum(
             (each.bytes_sent + each.collective_bytes for each in worlds),
-            np.zeros(self.world.virtual_ranks, np.int64),
+            np.zeros(self.world.virtual_ranks, np.int64) + self.update.sent_bytes,
         )
+
+    def train_on(self, batch: Array, seed: int) -> Step:
+        """Train on a global batch, which update.batch gave. Collective. See step.step."""
+        if isinstance(self.update, StagedUpdate):
+            return self.update.train(self.train, seed)
+        return step(
+            self.update,
+            self.train,
+            batch,
+            self.loss,
+            self.sharing,
+            seed,
+            self.scaler,
+            self.adversary,
+        )
+
+    def observe(self, mean: Mean) -> Layers:
+        """Return what the aggregator has to say of each layer in the last step. Collective."""
+        if isinstance(self.update, StagedUpdate):
+            return self.update.observe()
+        return observe(self.reducer, mean)
 
     def close(self) -> None:
         """Free what the run alone used. Collective."""
         if self.grid is not None:
             self.grid.free()
+        if isinstance(self.update, StagedUpdate):
+            self.update.placement.free()
 
     @property
     def samples(self) -> int:
@@ -284,6 +311,8 @@ def prepare(job: Job, world: Ranks, data: Dataset | Source, files: Files) -> Tra
         train, test = Prefetched(workers, 0), Prefetched(workers, 1)
     copies = job.adversarial
     adversary = Adversary(copies, model, world) if copies.epsilon else None
+    if job.stages.count > 1:
+        return _staged(job, world, model, train, test, workers, loss, data.classes, files, digest)
     reducer = GradientReducer(
         model,
         world,
@@ -320,6 +349,59 @@ def prepare(job: Job, world: Ranks, data: Dataset | Source, files: Files) -> Tra
         provenance=provenance.attributes(world) | {"torch_threads": torch.get_num_threads()},
         grid=grid,
         adversary=adversary,
+        data_digest=digest,
+    )
+
+
+def _staged(
+    job: Job,
+    world: Ranks,
+    model: torch.nn.Module,
+    train: Samples,
+    test: Samples,
+    workers: Workers,
+    loss: LossFunction,
+    classes: int,
+    files: Files,
+    digest: str,
+) -> Training:
+    """Return a run whose network is cut into stages. Collective. See prepare."""
+
+    def cut_up() -> list[Stage]:
+        try:
+            job.stages.layout(world.processes)
+            two = train.take(np.arange(2) % len(train), 0)[0]
+            return cut(model, job.stages.count, job.stages.cut, job.stages.filter, two)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{job.id}: {error}") from None
+
+    stages = agreed(world, cut_up)
+    placement = Placement(job.stages, world)
+    reducers = StageReducers(
+        stages, placement, job.gradient, seed=job.seed, bucket_mib=job.train.bucket_mib
+    )
+    optimizer = job.optimizer.build(model.parameters(), job.train.learning_rate)
+    names = reducers.bucket.names
+    ranks, columns = placement.world.ranks, job.gradient.columns
+    record = Record(ranks, names, columns, job.loss, job.metric, stages=job.stages.count)
+    reducer = cast(GradientReducer, reducers)  # which has what the loop asks of one
+    return Training(
+        job,
+        placement.world,
+        model,
+        optimizer,
+        reducer,
+        StagedUpdate(optimizer, reducers, job.stages, loss, train, record),
+        LossScaler(reducer, job.train.loss_scale),
+        job.controller.build(job.settings(len(train))),
+        record,
+        train=train,
+        test=test,
+        workers=workers,
+        loss=loss,
+        classes=classes,
+        files=files,
+        provenance=provenance.attributes(world) | {"torch_threads": torch.get_num_threads()},
         data_digest=digest,
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .base import Model
-from .plain import LeNet, Mlp
+from .plain import LeNet, Mlp, ResidualMlp
 from .quantized import QuantizedCnn
 from .residual import CifarResNet, ResNet, WideResNet
 from .sequences import LstmLanguageModel, RowLstm, Transformer
@@ -12,6 +12,7 @@ MODELS: dict[str, type[Model]] = {
     "mlp": Mlp,
     "lenet": LeNet,
     "quantized_cnn": QuantizedCnn,
+    "residual_mlp": ResidualMlp,
     "resnet_cifar": CifarResNet,
     "wide_resnet": WideResNet,
     "resnet": ResNet,
@@ -29,6 +30,7 @@ __all__ = [
     "Model",
     "QuantizedCnn",
     "ResNet",
+    "ResidualMlp",
     "RowLstm",
     "Transformer",
     "WideResNet",
