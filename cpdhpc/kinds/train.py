@@ -80,7 +80,9 @@ def _used(given: Factors) -> dict[str, Value]:
 def _fits(job: Raw, used: Factors, ranks: int) -> str | None:
     """Return what the job does not take; those ranks without a sample in a batch idle."""
     try:
-        train = _job(job, used, "case").train
+        asked = _job(job, used, "case")
+        train = asked.train
+        asked.check_ranks(ranks * train.virtual_ranks)
     except UserError as error:
         return str(error)
     rows, columns = train.image_grid

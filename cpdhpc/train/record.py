@@ -44,11 +44,14 @@ def observe(reducer: GradientReducer, mean: Mean) -> Layers:
 
 SCHEMA = 1
 GROUPS = {  # group: its columns; the first one labels the rows
-    "steps": ("iteration", "loss", "learning_rate", "loss_scale", "time_s", "wire_bytes"),
+    "steps": (  # and what the controller offers
+        *("iteration", "samples", "loss", "learning_rate", "loss_scale"),
+        *("time_s", "wire_bytes"),
+    ),
     "epochs": ("epoch", "test_accuracy", "test_loss", "time_s"),
     "layers": ("iteration", "nonzero"),  # and what the aggregator offers
 }
-WHOLE = dict.fromkeys(("iteration", "epoch", "wire_bytes", "nonzero"), np.int64)
+WHOLE = dict.fromkeys(("iteration", "epoch", "samples", "wire_bytes", "nonzero"), np.int64)
 
 
 class Record:
@@ -56,28 +59,39 @@ class Record:
 
     ranks: of the run, the most it had; layers: names of the parameters, in the bucket's order
     columns: what the aggregator offers of each layer
+    decided: what the controller offers of each step
     """
 
     def __init__(
-        self, ranks: int, layers: Sequence[str], columns: Mapping[str, Column] | None = None
+        self,
+        ranks: int,
+        layers: Sequence[str],
+        columns: Mapping[str, Column] | None = None,
+        decided: Mapping[str, Column] | None = None,
     ) -> None:
         self.ranks, self.layers, self.columns = ranks, list(layers), dict(columns or {})
-        self.names = GROUPS | {"layers": (*GROUPS["layers"], *self.columns)}
+        self.decided = dict(decided or {})
+        self.names = GROUPS | {
+            "steps": (*GROUPS["steps"], *self.decided),
+            "layers": (*GROUPS["layers"], *self.columns),
+        }
         self.rows: dict[str, list[tuple[Any, ...]]] = {name: [] for name in GROUPS}
 
     def step(
         self,
         iteration: int,
+        samples: int,
         loss: float,
         learning_rate: float,
         loss_scale: float,
         time_ns: Array,
         wire_bytes: Array,
+        decided: Mapping[str, float],
     ) -> None:
         """Add a step; time_ns: int64[phases], wire_bytes: int64[ranks] of this step."""
         sent = np.pad(wire_bytes, (0, self.ranks - wire_bytes.size))
-        row = iteration, loss, learning_rate, loss_scale, time_ns / 1e9, sent
-        self.rows["steps"].append(row)
+        row = iteration, samples, loss, learning_rate, loss_scale, time_ns / 1e9, sent
+        self.rows["steps"].append((*row, *(decided[name] for name in self.decided)))
 
     def epoch(self, epoch: int, accuracy: float, loss: float, time_s: float) -> None:
         """Add an epoch."""
@@ -126,6 +140,7 @@ class Record:
             "iteration": Variable(by, of["iteration"], "iteration, from 0"),
             "phase": Variable(("phase",), np.array(PHASES), "phase of a step"),
             "rank": Variable(("rank",), np.arange(self.ranks), "rank, virtual ones included"),
+            "samples": Variable(by, of["samples"], "samples of the global batch"),
             "loss": Variable(by, of["loss"], "cross entropy of the global batch", "nat"),
             "learning_rate": Variable(by, of["learning_rate"], "learning rate"),
             "loss_scale": Variable(
@@ -140,6 +155,9 @@ class Record:
                 "payload that a rank sends in a step, to ranks and to MPI's collectives",
                 "byte",
             ),
+        } | {
+            name: Variable(by, of[name], column.long_name, column.units)
+            for name, column in self.decided.items()
         }
 
     def _layers(self, of: Mapping[str, Array]) -> dict[str, Variable]:

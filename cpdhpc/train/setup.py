@@ -215,6 +215,9 @@ class Training:
             checkpoint.load_states(self.world, kept, here.state, self.states)
         self.scaler.note()
         self.controller.restore(groups.get("controller", {}))
+        if "samples" not in groups["steps"]:  # of versions whose batch was constant
+            before = [self._samples_seen(i) for i in range(len(groups["steps"]["iteration"]) + 1)]
+            groups["steps"]["samples"] = np.diff(before)
         self.record.restore(groups)
 
     def _samples_seen(self, iteration: int) -> int:
@@ -230,6 +233,7 @@ def prepare(job: Job, world: Ranks, data: Dataset | Source, files: Files) -> Tra
     """
     threads = job.train.threads or threads_of_rank(world)
     torch.set_num_threads(threads)
+    job.check_ranks(world.ranks)
     set_kernel_threads(1 if job.train.overlap else threads)  # else they would slow backward down
     model = agreed(world, lambda: _model(job, data))
     grid = None
@@ -244,6 +248,7 @@ def prepare(job: Job, world: Ranks, data: Dataset | Source, files: Files) -> Tra
         bucket_mib=job.train.bucket_mib,
         overlap=job.train.overlap,
     )
+    controller = job.controller.build(job.settings(len(train), world))
     optimizer = job.optimizer.build(model.parameters(), job.train.learning_rate)
     return Training(
         job,
@@ -253,8 +258,8 @@ def prepare(job: Job, world: Ranks, data: Dataset | Source, files: Files) -> Tra
         reducer,
         job.update.build(model, optimizer, reducer),
         LossScaler(reducer, job.train.loss_scale, dynamic=job.train.loss_scaling == "dynamic"),
-        job.controller.build(job.settings(len(train))),
-        Record(world.ranks, reducer.bucket.names, job.gradient.columns),
+        controller,
+        Record(world.ranks, reducer.bucket.names, job.gradient.columns, controller.columns),
         train=train,
         test=test,
         classes=data.classes,
