@@ -151,13 +151,11 @@ def test_a_run_with_a_growing_batch_sees_each_sample_once(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("least", [0.3, 0.5, 0.8])
 def test_autowu_finds_the_least_value_of_a_noisy_v(least: float) -> None:
-    """Within 5 % of the horizon, and alike where the loss has another unit."""
+    """Within 5 % of the horizon."""
     x = np.linspace(0, 1, 600)
     losses = 2 * np.abs(x - least) + np.random.default_rng(3).normal(0, 0.3, 600)
     risen, places = turning_point(losses, 0.95)
     assert risen and abs(places.mean() - least) < 0.05
-    again = turning_point(64 * losses, 0.95)
-    assert again[0] and again[1].tolist() == places.tolist()
 
 
 @pytest.mark.parametrize("noise", [1e-6, 1e-2, 10.0])
@@ -190,6 +188,7 @@ def test_autowu_waits_while_the_loss_does_not_rise(slope: float) -> None:
     x = np.linspace(0, 1, 300)
     assert not turning_point(slope * x + np.random.default_rng(0).normal(0, 0.3, 300), 0.95)[0]
     assert not turning_point(np.ones(30), 0.95)[0]
+    assert not turning_point(2.3 + np.linspace(0, 0.01, 300), 0.95)[0]  # sure, but too little
 
 
 def follow(wu: Controller, least: int, steps: int) -> list[float]:

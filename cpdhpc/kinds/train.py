@@ -184,7 +184,7 @@ class _Training(Measuring):
         environment = place.environment() | {
             "torch_threads": str(training.provenance["torch_threads"])
         }
-        series = _series(training.record, training.iterations_per_epoch)
+        series = _series(training.record, training.samples)
         return Result(times_s, is_warmup, outcomes, environment, series)
 
 
@@ -201,18 +201,26 @@ def _job(tables: Raw, factors: Factors, name: str) -> Job:
     return validate(Job, raw | {"name": name}, "job")
 
 
-def _series(record: Record, iterations_per_epoch: int) -> Series:
+def _series(record: Record, samples: int) -> Series:
+    from ..report.critical import critical_batch
+
     columns = record.arrays()
     steps, epochs, layers = columns["steps"], columns["epochs"], columns["layers"]
     unknown = np.full(layers["nonzero"].shape, np.nan)  # where the method does not count them
-    losses = steps["loss"].reshape(-1, iterations_per_epoch).mean(axis=1)
+    seen = np.cumsum(steps["samples"])
+    ends = 1 + np.searchsorted(seen, samples * epochs["epoch"])  # batches may grow
+    losses = [each.mean() for each in np.split(steps["loss"], ends[:-1])]
+    noise = steps.get("noise_scale", np.full(len(seen), np.nan))
     return {
         "training": {
             "epoch": epochs["epoch"],
             "test_accuracy": 100 * epochs["test_accuracy"],
             "test_loss": epochs["test_loss"],
-            "train_loss": losses,
+            "train_loss": np.array(losses),
             "epoch_time_s": epochs["time_s"],
+            "steps_done": ends,
+            "samples_seen": seen[ends - 1],
+            "critical_batch": critical_batch(steps["samples"], noise)[ends - 1],
         },
         "telemetry": {
             "iteration": layers["iteration"],
@@ -233,6 +241,7 @@ CAPTION = (
 
 def _sections(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> list[Section]:
     """Return a table, accuracy against bits and time, underflow by layer."""
+    from ..report.critical import critical
     from ..report.tables import Section, tabulate
     from ..report.trainings import LAYER_SHARES, accuracy_charts, layer_charts, learning_charts
 
@@ -247,7 +256,7 @@ def _sections(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> l
             file.name, name, [_observations(file, group, layout, name) for group in groups]
         )
     ]
-    found = [Section("Training", tables=[table], charts=charts)]
+    found = [Section("Training", tables=[table], charts=charts), *critical(file, groups)]
     return found + ([Section("Rounding by layer", charts=maps)] if maps else [])
 
 

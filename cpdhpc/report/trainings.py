@@ -15,6 +15,7 @@ from ..config import difference, value_of
 from ..kinds.factors import Array
 from ..study.study_file import ReportError
 from . import units
+from .critical import noise_charts, predicted
 from .figures import BLACK, Axis, Chart, Map, Panel, Series, Style, spread, styles
 from .points import finite
 from .tables import Column, Listed, Report, Section, Table, tabulate, words
@@ -366,7 +367,8 @@ def _learning(name: str, title: str, trained: Sequence[Trained], what: str, y: A
 TITLE = "Training runs"
 CAPTION = (
     "Accuracy: of test samples, mean ± sample standard deviation over seeds. Step: median. "
-    "Underflow: share of non-zero gradient values that become zero when a rank encodes its own."
+    "Underflow: share of non-zero gradient values that become zero when a rank encodes its own. "
+    "Critical batch: what the noise scale predicts for the whole run, mean over seeds."
 )
 NOT_SHOWN = ("kind", "schema", "name", "seed", "toml", "status", "parameters")
 
@@ -380,6 +382,8 @@ def runs_report(runs: Sequence[Run], groups: Sequence[RunGroup]) -> Report:
     trained = [_trained(group, drawn[group.name], base) for group in groups]
     observed = [_observed(group) for group in groups if group.compressed and group.observed]
     charts = [*accuracy_charts(TITLE, trained), *learning_charts(TITLE, trained)]
+    steps = [(g.name, drawn[g.name], [run.steps for run in g.runs]) for g in groups]
+    charts += noise_charts(TITLE, steps)
     maps = layer_charts(TITLE, "underflow", observed)
     left = [f"{run.path.name}: {run.attributes['status']}" for run in runs if not run.complete]
     return Report(
@@ -426,6 +430,9 @@ def table(groups: Sequence[RunGroup]) -> Table:
         Column("step\nms", lambda group: f"{group.step_time_ms:.2f}"),
         Column("under-\nflow %", underflow),
     ]
+    batches = {g.name: predicted([run.steps for run in g.runs]) for g in groups}
+    if not all(map(isnan, batches.values())):
+        columns.append(Column("critical\nbatch", lambda g: units.digits(batches[g.name])))
     return tabulate("", columns, groups, CAPTION)
 
 

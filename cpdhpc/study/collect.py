@@ -307,7 +307,7 @@ def _training(points: Points) -> Variables:
     for name, (text, units) in SERIES["training"].items():
         data = np.full((len(points), epochs), np.nan)
         for index, each in enumerate(series):
-            if each:
+            if name in each:  # files of older versions lack some
                 data[index, : len(each[name])] = each[name]
         found[name] = Variable((*BY, "epoch"), data, text, units)
     return found

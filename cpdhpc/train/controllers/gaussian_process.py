@@ -12,7 +12,7 @@ Array = npt.NDArray[Any]
 LENGTH = 0.2  # of the kernel
 NODES, SMALLEST = 32, 1e-13  # of the kernel's eigenvalues, which fall faster than exponentially
 RATIOS = np.geomspace(1e-6, 1e4, 101)  # variance of the noise by that of the function, tried
-JITTER = 1e-4  # of the function's variance, that a difference has in any case
+JITTER = 1e-4  # nat^2, a variance that a difference has in any case: else flat losses "rise"
 
 
 def kernel(one: Array, other: Array) -> Array:
@@ -82,6 +82,5 @@ def least(process: Process, x: Array, y: Array, places: Array) -> tuple[float, f
     from scipy.special import ndtr
 
     means, variances = process.posterior(x, y, places)
-    deviations = np.sqrt(process.variance * (np.maximum(variances, 0.0) + JITTER))
-    sure = ndtr((means[-1] - means) / deviations).max() if process.variance else 0.5
-    return float(places[np.argmin(means)]), float(sure)
+    deviations = np.sqrt(process.variance * np.maximum(variances, 0.0) + JITTER)
+    return float(places[np.argmin(means)]), float(ndtr((means[-1] - means) / deviations).max())
