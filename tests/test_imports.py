@@ -77,6 +77,10 @@ def other_shapes():
     return [(torch.zeros(3), 0)], [(torch.zeros(4), 0)]
 
 
+def flat():
+    return [(torch.zeros(3), 0)] * 2, [(torch.zeros(3), 0)]
+
+
 def no_pairs():
     return [torch.zeros(3)], [torch.zeros(3)]
 
@@ -219,17 +223,23 @@ def test_a_study_sweeps_their_arguments(job_file: Path, tmp_path: Path) -> None:
         (["data.import={m}:no_length"], "train dataset range_iterator has no __len__"),
         (["data.import={m}:other_shapes"], "have shape (3,) for training, (4,) for the test"),
         (["data.import={m}:no_pairs"], "items do not make a pair of tensors"),
-        (["data.import={m}:minus"], "have classes -1 to -1: must be integers, 0 or more"),
-        (["data.import={m}:between"], "items 0 to 0 have dtype torch.float64: must be integers"),
+        (["data.import={m}:minus"], "data: item 0: target -1: must be a class, 0 to 2"),
+        (["data.import={m}:between"], "cross_entropy: outputs float32[2, 3], targets float64[2]"),
+        (["data.import={m}:flat"], "job-s0: model: inputs float32[2, 3]: RuntimeError: "),
+        (["loss.name=mse"], "mse: outputs float32[2, 3], targets int64[2]: must have one shape"),
+        (["metric.name=top5"], "metric.name='top5': known are accuracy, loss, perplexity"),
+        (["loss.import={m}:data"], 'loss.import="{m}:data": TypeError'),
+        (["metric.import={m}:fails"], 'metric.import="{m}:fails": TypeError'),
         (["data.import={m}:unsure"], "train dataset Unsure tells no length: RuntimeError: no len"),
     ],
 )
-def test_what_is_wrong_is_one_line(job_file: Path, settings: list[str], message: str) -> None:
+def test_what_is_wrong_is_one_line(
+    job_file: Path, tmp_path: Path, settings: list[str], message: str
+) -> None:
     module = next(job_file.parent.glob("theirs_*.py")).stem
     with pytest.raises(ConfigError) as caught:
         (job,) = load(job_file, [each.format(m=module) for each in settings])
-        job.model.build((3, 6, 6), 3)
-        job.data.load()
+        prepared(job, Loopback(1), tmp_path / "x")
     assert message.format(m=module) in str(caught.value)
     assert "\n" not in str(caught.value)
 

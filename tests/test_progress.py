@@ -18,7 +18,7 @@ progress = runpy.run_path(sys.argv[1])  # the file alone: its package imports to
 print(progress["on_terminal"](), file=sys.stderr, flush=True)
 display = progress["Display"](True, 1)
 display.start("run", 2, 0)
-display.epoch("run", 1, 2, 0.5, 1.25)
+display.epoch("run", 1, 2, "accuracy 50.00%, loss 1.2500")
 display.end("run: complete")
 """
 PARENT = """

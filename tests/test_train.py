@@ -16,6 +16,7 @@ from cpdhpc.compress import COMPRESSORS
 from cpdhpc.compress.lowbit import LowBit
 from cpdhpc.train.controllers import DECAYS, Schedule
 from cpdhpc.train.loop import Diverged
+from cpdhpc.train.losses import Accuracy, CrossEntropy
 from cpdhpc.train.models import MODELS
 from cpdhpc.train.reducer import GradientReducer
 from cpdhpc.train.samples import InMemory
@@ -27,20 +28,7 @@ from cpdhpc.world.ranks import Loopback
 HIDDEN: dict[str, Any] = {"mlp": [8], "lenet": 16}
 U = 2.0**-24  # unit roundoff of float32
 
-
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("shape", [(8, 8), (28, 28), (9, 5)])
-def test_models_take_any_image_and_start_from_the_seed(name: str, shape: tuple[int, int]) -> None:
-    def build(seed: int) -> torch.nn.Module:
-        torch.manual_seed(seed)
-        return MODELS[name]().build(shape, 10)
-
-    model = build(0)
-    assert model(torch.zeros(3, *shape)).shape == (3, 10)
-    pairs = list(zip(model.parameters(), build(0).parameters(), strict=True))
-    assert all(torch.equal(a, b) for a, b in pairs)
-    assert all(a.dtype == torch.float32 for a, _ in pairs)
-    assert not torch.equal(next(build(1).parameters()), next(model.parameters()))
+LOSS = CrossEntropy().build()
 
 
 @pytest.mark.parametrize(("name", "row"), [("mlp", "stochastic"), ("lenet", "aps")])
@@ -80,7 +68,7 @@ def test_the_mean_over_ranks_is_the_gradient_of_the_batch(batch: int, ranks: int
     x, y = torch.from_numpy(data.train_x), torch.from_numpy(data.train_y)
     reducer = GradientReducer(model, Loopback(virtual_ranks=ranks))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    done = step(AllreduceUpdate(model, optimizer, reducer), InMemory(x, y), np.arange(batch))
+    done = step(AllreduceUpdate(model, optimizer, reducer), InMemory(x, y), np.arange(batch), LOSS)
     weight, bias = (p.detach().numpy().astype(np.float64) for p in model.parameters())
     inputs = data.train_x[:batch].reshape(batch, -1).astype(np.float64)
     logits = inputs @ weight.T + bias
@@ -105,9 +93,9 @@ def test_even_shards_are_not_scaled_and_empty_ones_are_zero() -> None:
     model, data = MODELS["mlp"](hidden=(4,)).build((8, 8), 8), small_data()
     x, y = torch.from_numpy(data.train_x[:4]), torch.from_numpy(data.train_y[:4])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    loss = backward(model, optimizer, x, y, batch=12, shares=3)
+    loss = backward(model, optimizer, x, y, LOSS, 4 * 3 / 12)
     assert loss == float(torch.nn.functional.cross_entropy(model(x), y).detach())
-    assert backward(model, optimizer, x[:0], y[:0], batch=12, shares=3) == 0.0
+    assert backward(model, optimizer, x[:0], y[:0], LOSS) == 0.0
     assert all(p.grad is None for p in model.parameters())
 
 
@@ -118,7 +106,9 @@ def test_evaluation_counts_every_sample_once_at_any_number_of_ranks() -> None:
     right = int((model(x).argmax(1) == y).sum())
     losses = []
     for ranks in (1, 3, 64):
-        accuracy, loss = evaluate(model, Loopback(virtual_ranks=ranks), InMemory(x, y))
+        accuracy, loss = evaluate(
+            model, Loopback(virtual_ranks=ranks), InMemory(x, y), LOSS, Accuracy()
+        )
         assert accuracy == right / len(y)
         losses.append(loss)
     # logits of different batch shapes differ by a few roundings; a sample too many by 1/40
@@ -132,7 +122,7 @@ def test_evaluation_is_without_what_only_training_does() -> None:
     model, data = torch.nn.Sequential(*layers), small_data()
     x, y = torch.from_numpy(data.test_x), torch.from_numpy(data.test_y)
     logits = layers[2](x.flatten(1)).detach().double()
-    _, loss = evaluate(model, Loopback(), InMemory(x, y))
+    _, loss = evaluate(model, Loopback(), InMemory(x, y), LOSS, Accuracy())
     assert loss == pytest.approx(float(torch.nn.functional.cross_entropy(logits, y)), rel=1e-6)
     assert model.training
 

@@ -194,7 +194,7 @@ def of_digits(ranks: int) -> list[Gradients]:
     found, batch = [], job.train.batch
     for number in range(TRAINED + RECORDED):
         order = epoch_order(training.samples, job.seed, number)
-        step(training.update, training.train, np.resize(order, batch))
+        step(training.update, training.train, np.resize(order, batch), training.loss)
         if number >= TRAINED:
             bucket, flats = training.reducer.bucket, training.reducer.flats
             rows = zip(*(bucket.views(flat) for flat in flats), strict=True)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, field_validator
 
 from ..config import ConfigError, UserError
 from .data import Data, Source
+from .losses import Loss, LossFunction, Metric, MetricFunction
 from .models import Model
 
 if TYPE_CHECKING:
@@ -19,27 +23,65 @@ Named = Annotated[str, Field(alias="import", pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_
 OWN_KEYS = ConfigDict(extra="allow", populate_by_name=True)
 
 
+@contextmanager
+def told(where: str) -> Iterator[None]:
+    """Raise ConfigError, one line that begins with where, for what the block raises."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        said = " ".join(str(error).split())
+        raise ConfigError(f"{where}: {type(error).__name__}: {said}") from error
+
+
+@contextmanager
+def _found(table: str, name: str, directory: str) -> Iterator[Callable[..., Any]]:
+    """Yield the function "package.module:name". Raises ConfigError, also for what the block does.
+
+    directory: where modules are looked for first, until the end of the block
+    """
+    module, _, function = name.partition(":")
+    where = f'{table}.import="{name}"'
+    sys.path.insert(0, directory)
+    try:
+        with told(where):
+            found = getattr(importlib.import_module(module), function, None)
+            if not callable(found):
+                raise ConfigError(f"{where}: module {module} has no function {function}")
+            yield found
+    finally:
+        sys.path.remove(directory)
+
+
 def call(table: str, name: str, directory: str, options: dict[str, Any]) -> Any:
     """Return what the function "package.module:name" returns for the options.
 
     directory: where modules are looked for first, until the function has returned
     Raises ConfigError, one line, for whatever it raises, or its import.
     """
-    module, _, function = name.partition(":")
+    with _found(table, name, directory) as function:
+        return function(**options)
+
+
+def with_options(
+    table: str, name: str, directory: str, options: dict[str, Any], *given: str
+) -> Callable[..., Any]:
+    """Return the function "package.module:name" that gets the options too when it is called.
+
+    given: further keyword arguments that it must take
+    Raises ConfigError, one line, for what is wrong with the import; what the function raises
+    becomes one.
+    """
     where = f'{table}.import="{name}"'
-    sys.path.insert(0, directory)
-    try:
-        made = getattr(importlib.import_module(module), function, None)
-        if not callable(made):
-            raise ConfigError(f"{where}: module {module} has no function {function}")
-        return made(**options)
-    except UserError:
-        raise
-    except Exception as error:
-        said = " ".join(str(error).split())
-        raise ConfigError(f"{where}: {type(error).__name__}: {said}") from error
-    finally:
-        sys.path.remove(directory)
+    with _found(table, name, directory) as function:
+        inspect.signature(function).bind(None, None, **options, **dict.fromkeys(given))
+
+    def called(*arguments: Any, **further: Any) -> Any:
+        with told(where):
+            return function(*arguments, **options, **further)
+
+    return called
 
 
 class ImportedModel(Model):
@@ -72,7 +114,7 @@ class ImportedData(Data):
 
     import: of any callable that returns the two; its arguments are the other keys of the table.
         Items are pairs (input, target), which torch's default_collate puts together; targets are
-        class numbers
+        what the loss takes
     import_from: directory that modules are looked for in first; the job file's where not given
     """
 
@@ -104,3 +146,64 @@ class ImportedData(Data):
                 f"{test.sample_shape} for the test"
             )
         return Source(train, test, train.sample_shape, train.classes)
+
+
+class ImportedLoss(Loss):
+    """[loss] import = "package.module:function": a function (outputs, targets, reduction).
+
+    import: of a function as those of torch.nn.functional: reduction is "mean", over all targets,
+        or "none", a value for each; its further arguments are the other keys of the table
+    import_from: directory that modules are looked for in first; the job file's where not given
+    """
+
+    model_config = OWN_KEYS
+
+    imported: Named
+    import_from: str = ""
+
+    @property
+    def label(self) -> str:
+        """See Loss.label."""
+        return self.imported.partition(":")[2]
+
+    def build(self) -> LossFunction:
+        """Return the function with its options. See Loss.build."""
+        options = dict(self.model_extra or {})
+        return with_options("loss", self.imported, self.import_from, options, "reduction")
+
+
+class ImportedMetric(Metric):
+    """[metric] import = "package.module:function": the mean of what a function (outputs, targets)
+
+    returns for each target or sample; its further arguments are the other keys of the table.
+    better: which scores are
+    import_from: directory that modules are looked for in first; the job file's where not given
+    """
+
+    model_config = OWN_KEYS
+
+    imported: Named
+    import_from: str = ""
+    better: Literal["higher", "lower"] = "higher"
+
+    @field_validator("imported")
+    @classmethod
+    def _is_not_the_loss(cls, imported: str) -> str:
+        if imported.endswith(":loss"):
+            raise ValueError("should be called otherwise: records have a test_loss already")
+        return imported
+
+    @property
+    def label(self) -> str:
+        """See Metric.label."""
+        return self.imported.partition(":")[2]
+
+    @property
+    def lower(self) -> bool:
+        """See Metric.lower."""
+        return self.better == "lower"
+
+    def build(self) -> MetricFunction:
+        """Return the function with its options. See Metric.build."""
+        options = dict(self.model_extra or {})
+        return with_options("metric", self.imported, self.import_from, options)

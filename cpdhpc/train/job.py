@@ -12,6 +12,7 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 from ..collectives.method import read_machine
 from ..compress import COMPRESSORS, Aggregator, NoCompression
 from ..config import (
+    IMPORT,
     ConfigError,
     OneOf,
     Raw,
@@ -36,8 +37,9 @@ from .controllers import (
     Settings,
 )
 from .data import DATA, Data, Digits
-from .imports import ImportedData, ImportedModel
+from .imports import ImportedData, ImportedLoss, ImportedMetric, ImportedModel
 from .loss_scaling import check_scale
+from .losses import LOSSES, METRICS, Accuracy, CrossEntropy, Loss, Metric
 from .models import MODELS, Mlp, Model
 from .optimizers import OPTIMIZERS, Optimizer, Sgd
 from .update import UPDATES, ByAllreduce, UpdateRule
@@ -56,6 +58,8 @@ MAY_DIFFER = (  # where a run is gone on with; all but virtual_ranks change no b
     "train.overlap",
     "model.import_from",
     "data.import_from",
+    "loss.import_from",
+    "metric.import_from",
     "train.record_gradients",
 )
 
@@ -137,12 +141,23 @@ class Job(Section):
     name: Name
     data: Annotated[Data, OneOf(DATA, "name", None, ImportedData)] = Digits()
     model: Annotated[Model, OneOf(MODELS, "name", None, ImportedModel)] = Mlp()
+    loss: Annotated[Loss, OneOf(LOSSES, "name", "cross_entropy", ImportedLoss)] = CrossEntropy()
+    metric: Annotated[Metric, OneOf(METRICS, "name", None, ImportedMetric)] = Accuracy()
     optimizer: Annotated[Optimizer, OneOf(OPTIMIZERS, "name", "sgd")] = Sgd()
     schedule: Schedule = Schedule()
     controller: Annotated[Control, OneOf(CONTROLLERS, "name", "schedule")] = BySchedule()
     gradient: Annotated[Aggregator, OneOf(COMPRESSORS, "aggregator")] = NoCompression()
     update: Annotated[UpdateRule, OneOf(UPDATES, "name", "allreduce")] = ByAllreduce()
     train: Train = Train()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _metric_of_the_loss(cls, raw: Any) -> Any:
+        if not isinstance(raw, dict) or "metric" in raw or not isinstance(raw.get("loss"), dict):
+            return raw
+        usual = Loss if IMPORT in raw["loss"] else CrossEntropy
+        row = LOSSES.get(raw["loss"].get("name"), usual)
+        return raw | {"metric": {"name": row.metric}}
 
     @model_validator(mode="after")
     def _warmup_ends(self) -> Job:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from math import inf, isfinite, log
+from math import isfinite
 from typing import NoReturn
 
 import numpy as np
@@ -43,10 +43,10 @@ def run(training: Training, caught: Caught, display: Display) -> None:
         while not training.ended:
             _epoch(training, caught, display)
     training.save("complete")
-    (_, accuracy, loss, _) = training.record.rows["epochs"][-1]
-    guessed = log(training.classes or inf)  # the loss where all classes are alike
+    _, *scores, loss, _ = training.record.rows["epochs"][-1]
+    guessed = job.loss.guessed(training.classes)
     verdict = "" if loss < guessed else f": no better than guessing, whose loss is {guessed:.4f}"
-    display.end(f"{job.id}: complete: accuracy {accuracy:.2%}, loss {loss:.4f}{verdict}")
+    display.end(f"{job.id}: complete: {_told(training, *scores, loss)}{verdict}")
     paths = {i: gradients.path_of(training.files.record, i) for i in recorded}
     missing = [str(i) for i, path in paths.items() if display.shown and not path.exists()]
     if missing:
@@ -54,6 +54,12 @@ def run(training: Training, caught: Caught, display: Display) -> None:
             f"{job.id}: no gradients of iteration {', '.join(missing)}: not among its "
             f"{training.iteration}, or its step was skipped"
         )
+
+
+def _told(training: Training, *scores: float) -> str:
+    """Return the score by the metric, where it is another than the loss, and the loss."""
+    loss, metric = f"loss {scores[-1]:.4f}", training.job.metric
+    return loss if metric.build() is None else f"{metric.told(scores[0])}, {loss}"
 
 
 def _epoch(training: Training, caught: Caught, display: Display) -> None:
@@ -70,10 +76,17 @@ def _epoch(training: Training, caught: Caught, display: Display) -> None:
         if signal and seen < len(order):
             _stop(training, signal, display)
     with training.update.evaluated():
-        accuracy, loss = evaluate(training.model, training.world, training.test, training.sharing)
+        score, loss = evaluate(
+            training.model,
+            training.world,
+            training.test,
+            training.loss,
+            job.metric,
+            training.sharing,
+        )
     elapsed_ns = training.world.max(np.array([int((time.perf_counter() - began) * 1e9)]))
-    training.record.epoch(epoch + 1, accuracy, loss, elapsed_ns[0] / 1e9)
-    display.epoch(job.id, epoch + 1, job.train.epochs, accuracy, loss)
+    training.record.epoch(epoch + 1, score, loss, elapsed_ns[0] / 1e9)
+    display.epoch(job.id, epoch + 1, job.train.epochs, _told(training, score, loss))
     if signal:  # in the last iteration: the resumed run does not come back to this evaluation
         _stop(training, signal, display)
     if (epoch + 1) % job.train.checkpoint_every == 0 and epoch + 1 < job.train.epochs:
@@ -110,7 +123,15 @@ def _iteration(training: Training, rate: float, batch: Array, caught: Caught) ->
     try:
         epoch = training.samples_seen // training.samples
         seed = random_key(job.seed, SAMPLES, epoch)[0]
-        done = step(training.update, training.train, batch, training.sharing, seed, training.scaler)
+        done = step(
+            training.update,
+            training.train,
+            batch,
+            training.loss,
+            training.sharing,
+            seed,
+            training.scaler,
+        )
     except NonFiniteGradient as error:
         _fail(training, str(error))
     norms = None

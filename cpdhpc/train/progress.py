@@ -50,9 +50,8 @@ class Display:
         if note is not None:
             self.bar.update(self.task, note=note)
 
-    def epoch(self, run_id: str, epoch: int, epochs: int, accuracy: float, loss: float) -> None:
-        """Tell how an epoch ended."""
-        note = f"accuracy {accuracy:.2%}, loss {loss:.4f}"
+    def epoch(self, run_id: str, epoch: int, epochs: int, note: str) -> None:
+        """Tell how an epoch ended, in the words of note."""
         if not self.has_bar and (self.runs == 1 or time.monotonic() - self.last_s > QUIET_S):
             self.line(f"{self._which()}{run_id}: epoch {epoch} of {epochs}: {note}")
         self.bar.update(self.task, note=note)

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from ..compress.base import Column, Mean
 from ..store import Variable
+from .losses import Accuracy, CrossEntropy, Loss, Metric
 from .reducer import GradientReducer
 from .step import PHASES
 
@@ -48,7 +49,7 @@ GROUPS = {  # group: its columns; the first one labels the rows
         *("iteration", "samples", "loss", "learning_rate", "loss_scale"),
         *("time_s", "wire_bytes"),
     ),
-    "epochs": ("epoch", "test_accuracy", "test_loss", "time_s"),
+    "epochs": ("epoch", "test_loss", "time_s"),  # and before the loss what the metric gives
     "layers": ("iteration", "nonzero"),  # and what the aggregator offers
 }
 WHOLE = dict.fromkeys(("iteration", "epoch", "samples", "wire_bytes", "nonzero"), np.int64)
@@ -59,6 +60,7 @@ class Record:
 
     ranks: of the run, the most it had; layers: names of the parameters, in the bucket's order
     columns: what the aggregator offers of each layer
+    loss, metric: what is trained, and what is told of the test samples beside it
     decided: what the controller offers of each step
     """
 
@@ -67,12 +69,18 @@ class Record:
         ranks: int,
         layers: Sequence[str],
         columns: Mapping[str, Column] | None = None,
+        loss: Loss | None = None,
+        metric: Metric | None = None,
         decided: Mapping[str, Column] | None = None,
     ) -> None:
         self.ranks, self.layers, self.columns = ranks, list(layers), dict(columns or {})
+        self.loss, self.metric = loss or CrossEntropy(), metric or Accuracy()
         self.decided = dict(decided or {})
+        epoch, *rest = GROUPS["epochs"]
+        scores = [] if self.metric.build() is None else [f"test_{self.metric.label}"]
         self.names = GROUPS | {
             "steps": (*GROUPS["steps"], *self.decided),
+            "epochs": (epoch, *scores, *rest),
             "layers": (*GROUPS["layers"], *self.columns),
         }
         self.rows: dict[str, list[tuple[Any, ...]]] = {name: [] for name in GROUPS}
@@ -93,9 +101,10 @@ class Record:
         row = iteration, samples, loss, learning_rate, loss_scale, time_ns / 1e9, sent
         self.rows["steps"].append((*row, *(decided[name] for name in self.decided)))
 
-    def epoch(self, epoch: int, accuracy: float, loss: float, time_s: float) -> None:
+    def epoch(self, epoch: int, score: float, loss: float, time_s: float) -> None:
         """Add an epoch."""
-        self.rows["epochs"].append((epoch, accuracy, loss, time_s))
+        scores = [score] if len(self.names["epochs"]) > len(GROUPS["epochs"]) else []
+        self.rows["epochs"].append((epoch, *scores, loss, time_s))
 
     def telemetry(self, iteration: int, layers: Layers) -> None:
         """Add what was observed of the layers in a step."""
@@ -130,7 +139,7 @@ class Record:
         columns = self.arrays()
         return {
             "steps": self._steps(columns["steps"]),
-            "epochs": _epochs(columns["epochs"]),
+            "epochs": self._epochs(columns["epochs"]),
             "layers": self._layers(columns["layers"]),
         }
 
@@ -141,7 +150,9 @@ class Record:
             "phase": Variable(("phase",), np.array(PHASES), "phase of a step"),
             "rank": Variable(("rank",), np.arange(self.ranks), "rank, virtual ones included"),
             "samples": Variable(by, of["samples"], "samples of the global batch"),
-            "loss": Variable(by, of["loss"], "cross entropy of the global batch", "nat"),
+            "loss": Variable(
+                by, of["loss"], f"{self.loss.label} of the global batch", self.loss.units
+            ),
             "learning_rate": Variable(by, of["learning_rate"], "learning rate"),
             "loss_scale": Variable(
                 by, of["loss_scale"], "factor on the loss; a step is skipped where the next is half"
@@ -172,12 +183,12 @@ class Record:
             "nonzero": Variable(by, of["nonzero"], "non-zero gradient values of all ranks"),
         } | offered
 
-
-def _epochs(of: Mapping[str, Array]) -> dict[str, Variable]:
-    by = ("epoch",)
-    return {
-        "epoch": Variable(by, of["epoch"], "epoch, from 1"),
-        "test_accuracy": Variable(by, of["test_accuracy"], "share of test samples that are right"),
-        "test_loss": Variable(by, of["test_loss"], "mean cross entropy of test samples", "nat"),
-        "time_s": Variable(by, of["time_s"], "time of training and evaluation", "s"),
-    }
+    def _epochs(self, of: Mapping[str, Array]) -> dict[str, Variable]:
+        by, label, units = ("epoch",), self.loss.label, self.loss.units
+        scores = [name for name in of if name not in GROUPS["epochs"]]
+        return {
+            "epoch": Variable(by, of["epoch"], "epoch, from 1"),
+            **{name: Variable(by, of[name], self.metric.long_name) for name in scores},
+            "test_loss": Variable(by, of["test_loss"], f"mean {label} of test samples", units),
+            "time_s": Variable(by, of["time_s"], "time of training and evaluation", "s"),
+        }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -72,26 +71,11 @@ class MapStyle:
         try:
             x, y = default_collate(items)
             if isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor):
-                self._check_classes(y, index)
                 return x, y
             problem = f"({type(x).__name__}, {type(y).__name__})"
         except (TypeError, ValueError, RuntimeError) as error:
             problem = " ".join(str(error).split())
         raise ConfigError(f"{self.where}: items do not make a pair of tensors: {problem}")
-
-    def _check_classes(self, y: torch.Tensor, index: Array) -> None:
-        most = self.classes or sys.maxsize
-        if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
-            wrong = f"dtype {y.dtype}"
-        elif y.numel() and not 0 <= int(y.min()) <= int(y.max()) < most:
-            wrong = f"classes {int(y.min())} to {int(y.max())}"
-        else:
-            return
-        top = f" and below {self.classes}" if self.classes else ""
-        items = f"{int(index.min())} to {int(index.max())}"
-        raise ConfigError(
-            f"{self.where}: targets of items {items} have {wrong}: must be integers, 0 or more{top}"
-        )
 
 
 @contextmanager

@@ -21,12 +21,14 @@ from ..world.ranks import Ranks
 from . import checkpoint, gradients
 from .controllers import Controller
 from .data import Dataset, Samples, Source
-from .imports import ImportedModel
+from .imports import ImportedModel, told
 from .job import Job
 from .loss_scaling import LossScaler
+from .losses import LossFunction, shown
 from .record import SCHEMA, Record
 from .reducer import GradientReducer
 from .samples import InMemory
+from .step import naming_items
 from .update import Update
 
 T = TypeVar("T")
@@ -89,6 +91,7 @@ class Training:
     record: Record
     train: Samples
     test: Samples
+    loss: LossFunction
     classes: int
     files: Files
     provenance: dict[str, str | int]
@@ -240,6 +243,9 @@ def prepare(job: Job, world: Ranks, data: Dataset | Source, files: Files) -> Tra
     if job.train.image_grid != (1, 1):
         grid, model = _split(job, world, data, model)
     train, test = _samples(data, grid)
+    loss = agreed(world, job.loss.build)
+    if grid is None:  # else forward has messages, and partition has checked the layers
+        agreed(world, lambda: _check_fit(job, model, loss, train, data.classes))
     reducer = GradientReducer(
         model,
         world,
@@ -259,9 +265,17 @@ def prepare(job: Job, world: Ranks, data: Dataset | Source, files: Files) -> Tra
         job.update.build(model, optimizer, reducer),
         LossScaler(reducer, job.train.loss_scale, dynamic=job.train.loss_scaling == "dynamic"),
         controller,
-        Record(world.ranks, reducer.bucket.names, job.gradient.columns, controller.columns),
+        Record(
+            world.ranks,
+            reducer.bucket.names,
+            job.gradient.columns,
+            job.loss,
+            job.metric,
+            controller.columns,
+        ),
         train=train,
         test=test,
+        loss=loss,
         classes=data.classes,
         files=files,
         provenance=provenance.attributes(world) | {"torch_threads": torch.get_num_threads()},
@@ -301,3 +315,35 @@ def _model(job: Job, data: Dataset | Source) -> torch.nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(job.seed)
         return job.model.build(data.image_shape, data.classes)
+
+
+def _check_fit(
+    job: Job, model: torch.nn.Module, loss: LossFunction, samples: Samples, classes: int
+) -> bool:
+    """Run two samples through model, loss and metric, which leaves all as it was.
+
+    Raises ConfigError, one line that names what does not go with what.
+    """
+    index = np.arange(min(2, len(samples)))
+    inputs, targets = samples.take(index, 0)
+    metric, training = job.metric.build(), model.training
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), naming_items(index):
+        torch.manual_seed(job.seed)  # of layers that are not initialised before
+        with told(f"{job.id}: model: inputs {shown(inputs)}"):
+            outputs = model.eval()(inputs)
+        model.train(training)
+        if not isinstance(outputs, torch.Tensor):
+            came = type(outputs).__name__
+            raise ConfigError(f"{job.id}: model: returned {came}: must be a tensor")
+        what = f"outputs {shown(outputs)}, targets {shown(targets)}"
+        with told(f"{job.id}: loss: {what}"):
+            mean, each = loss(outputs, targets), loss(outputs, targets, reduction="none")
+            job.loss.check(outputs, classes)
+        with told(f"{job.id}: metric: {what}"):
+            scores = each if metric is None else metric(outputs, targets)
+    for name, value, axes in (("loss", mean, 0), ("loss, none", each, 1), ("metric", scores, 1)):
+        if not isinstance(value, torch.Tensor) or value.shape[:1] != inputs.shape[:axes]:
+            came = shown(value) if isinstance(value, torch.Tensor) else type(value).__name__
+            should = f"a tensor [{len(inputs)}, ...]" if axes else "a tensor without axes"
+            raise ConfigError(f"{job.id}: {name}: {what}: returned {came}: must be {should}")
+    return True

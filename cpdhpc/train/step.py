@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import fsum
 from typing import Any
@@ -12,12 +14,13 @@ import numpy.typing as npt
 import torch
 
 from ..compress.base import Mean
-from ..config import UserError
+from ..config import ConfigError
 from ..partition import split
 from ..randomness import random_key
 from ..world.ranks import Ranks
 from .data import Samples, shard
 from .loss_scaling import LossScaler
+from .losses import LossFunction, Metric, MetricFunction, TargetError
 from .update import Update
 
 Array = npt.NDArray[Any]
@@ -75,43 +78,70 @@ CHUNK = 1000  # samples that go through the model at once
 
 
 def evaluate(
-    model: torch.nn.Module, world: Ranks, samples: Samples, sharing: int = 1
+    model: torch.nn.Module,
+    world: Ranks,
+    samples: Samples,
+    loss: LossFunction,
+    metric: Metric,
+    sharing: int = 1,
 ) -> tuple[float, float]:
-    """Return (accuracy, loss), means over all targets of all samples. Collective.
+    """Return (score by the metric, loss), over all targets of all samples. Collective.
 
     Each rank, virtual or not, goes through its own part, so that hosting changes no bit.
     sharing: consecutive ranks that go through a part together, as their images are split
+    Raises on all ranks alike what any rank raises; where images are split on that rank alone.
     """
     model.eval()
     shares = [split(len(samples), world.ranks // sharing, rank // sharing) for rank in world.hosted]
-    error, parts = None, list[tuple[int, float, int]]()
+    error, parts, function = None, list[Parts](), metric.build()
     try:
-        parts = [_part(model, samples, *share) for share in shares]
-    except UserError as found:  # of a dataset
+        parts = [_part(model, samples, loss, function, *share) for share in shares]
+    except Exception as found:  # of a dataset, model, loss or metric
         if sharing > 1:
             raise
         error = found
     world.agree(error)
     model.train()
     everywhere = [part for process in world.gather(parts)[::sharing] for part in process]
-    targets = sum(count for _, _, count in everywhere)
-    correct = sum(count for count, _, _ in everywhere)
-    return correct / targets, fsum(loss for _, loss, _ in everywhere) / targets
+    (values, scored), (losses, targets) = (
+        (fsum(part[at] for part in everywhere), sum(part[at + 1] for part in everywhere))
+        for at in (0, 2)
+    )
+    mean_loss = losses / targets
+    return metric.score(values / scored if function else mean_loss), mean_loss
+
+
+Parts = tuple[float, int, float, int]  # a metric's values and losses: their sums and numbers
 
 
 @torch.no_grad()
 def _part(
-    model: torch.nn.Module, samples: Samples, start: int, stop: int
-) -> tuple[int, float, int]:
-    """Return how many targets are right, the sum of their losses, and how many there are."""
-    correct, losses = 0, list[float]()
+    model: torch.nn.Module,
+    samples: Samples,
+    loss: LossFunction,
+    metric: MetricFunction | None,
+    start: int,
+    stop: int,
+) -> Parts:
+    values, losses = list[float](), list[float]()
     for first in range(start, stop, CHUNK):
-        inputs, targets = samples.take(np.arange(first, min(first + CHUNK, stop)), 0)
-        logits = model(inputs)
-        correct += int((logits.argmax(1) == targets).sum())
-        loss = torch.nn.functional.cross_entropy(logits.double(), targets, reduction="none")
-        losses += loss.flatten().tolist()
-    return correct, fsum(losses), len(losses)
+        index = np.arange(first, min(first + CHUNK, stop))
+        inputs, targets = samples.take(index, 0)
+        outputs = model(inputs)
+        with naming_items(index):
+            losses += loss(outputs, targets, reduction="none").flatten().tolist()
+            if metric is not None:
+                values += metric(outputs, targets).flatten().tolist()
+    return fsum(values), len(values), fsum(losses), len(losses)
+
+
+@contextmanager
+def naming_items(index: Array) -> Iterator[None]:
+    """Name the item where the block raises TargetError. index: int64[b], the items of the batch."""
+    try:
+        yield
+    except TargetError as error:
+        raise ConfigError(f"data: item {index[error.row]}: {error}") from None
 
 
 PHASES = ("data", "forward_backward", "reduce", "optimizer")
@@ -152,13 +182,14 @@ def step(
     update: Update,
     samples: Samples,
     batch: Array,
+    loss: LossFunction,
     sharing: int = 1,
     seed: int = 0,
     scaler: LossScaler | None = None,
 ) -> Step:
     """Train on one global batch. Collective.
 
-    samples: all of training; batch: int64[b], the same on all ranks
+    samples: all of training; batch: int64[b], the same on all ranks; loss: what becomes small
     sharing: consecutive ranks that take the same samples, whose images are split over them
     seed: of what samples are to chance
     scaler: of the loss; None: nothing is scaled or skipped
@@ -172,14 +203,17 @@ def step(
         update.reducer.begin(hosted)
         update.begin(hosted)
         try:
-            inputs, targets = samples.take(shard(batch, shares, rank // sharing), seed)
+            share = shard(batch, shares, rank // sharing)
+            inputs, targets = samples.take(share, seed)
             watch.lap("data")
             # Of dropout; torch.manual_seed would also write down the stack for three devices.
             torch.default_generator.manual_seed(random_key(*stream, rank // sharing)[0])
             scale = update.reducer.loss_scale
-            losses.append(
-                backward(model, update.optimizer, inputs, targets, batch.size, shares, scale)
-            )
+            weight = len(inputs) * shares / batch.size
+            with naming_items(share):
+                losses.append(
+                    backward(model, update.optimizer, inputs, targets, loss, weight, scale)
+                )
         except Exception as error:
             if sharing > 1:  # forward has messages: the other ranks may wait in it
                 raise
@@ -201,20 +235,18 @@ def backward(
     optimizer: torch.optim.Optimizer,
     inputs: torch.Tensor,
     targets: torch.Tensor,
-    batch: int,
-    shares: int,
+    loss: LossFunction,
+    weight: float = 1.0,
     scale: float = 1.0,
 ) -> float:
     """Leave in p.grad the gradient of this rank's share times scale, and return its loss.
 
-    The mean over a share's b samples is weighted by b * shares / batch, so that the mean over
-    shares, and over ranks, is the mean over the batch; it is exactly 1 where the batch divides
-    evenly.
+    weight: of the mean over a share's b samples, b * shares / batch, so that the mean over shares,
+        and over ranks, is the mean over the batch; exactly 1 where the batch divides evenly
     """
     optimizer.zero_grad(set_to_none=True)
     if not len(inputs):
         return 0.0
-    loss = torch.nn.functional.cross_entropy(model(inputs), targets)
-    loss = loss * (len(inputs) * shares / batch)
-    loss.backward(torch.full_like(loss, scale))  # type: ignore[no-untyped-call]
-    return float(loss.detach())
+    weighted = loss(model(inputs), targets) * weight
+    weighted.backward(torch.full_like(weighted, scale))  # type: ignore[no-untyped-call]
+    return float(weighted.detach())

@@ -14,6 +14,7 @@ import numpy as np
 
 POLLS = 50  # before a wait gives up the core for the first time
 GRACE_S = 1.0  # after a time-out: for the others to tell that they wait too
+PAUSE_S = 0.001  # between two looks, in that time
 ALARM_PERIOD_S = 0.1  # how often those who wait look for the time-out of another
 
 Lines = Callable[[float, list[int]], list[str]]  # (seconds waited, absent processes) -> message
@@ -77,7 +78,7 @@ class Timeout:
             while self._comm.Iprobe(self._mpi.ANY_SOURCE, self._tag, status):
                 self._comm.Recv(nothing, status.Get_source(), self._tag)
                 absent.discard(status.Get_source())
-            os.sched_yield()
+            time.sleep(PAUSE_S)
         say(lines(waited_s, sorted(absent)))
         time.sleep(GRACE_S)  # for the lines of the others
         del alarms

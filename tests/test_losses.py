@@ -1,0 +1,139 @@
+"""Losses and metrics beside NumPy in float64; what they refuse."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from training import small_data, small_job
+
+from cpdhpc import store
+from cpdhpc.config import ConfigError, validate
+from cpdhpc.report.figures import styles
+from cpdhpc.report.score import Score, Trained, score_charts
+from cpdhpc.report.trainings import load_run, run_groups, table
+from cpdhpc.signals import Caught
+from cpdhpc.train.job import Job
+from cpdhpc.train.loop import run
+from cpdhpc.train.losses import LOSSES, METRICS, CrossEntropy
+from cpdhpc.train.progress import Display
+from cpdhpc.train.samples import InMemory
+from cpdhpc.train.setup import Files, prepare
+from cpdhpc.train.step import evaluate
+from cpdhpc.world.ranks import Loopback
+
+pytestmark = pytest.mark.mpi_skip
+
+
+def surprise(outputs: np.ndarray, targets: np.ndarray, smoothing: float = 0.0) -> np.ndarray:
+    """-sum q log p of outputs [b, classes, T] in float64: q is the target, smoothed."""
+    logits = np.moveaxis(outputs.astype(np.float64), 1, -1)
+    log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    q = np.eye(logits.shape[-1])[targets] * (1 - smoothing) + smoothing / logits.shape[-1]
+    return -(q * log_p).sum(-1)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.25])
+def test_cross_entropy_of_several_targets_a_sample(smoothing: float) -> None:
+    rng = np.random.default_rng(1)
+    outputs, targets = rng.normal(size=(3, 5, 4)).astype(np.float32), rng.integers(0, 5, (3, 4))
+    loss = CrossEntropy(label_smoothing=smoothing).build()
+    given = torch.from_numpy(outputs), torch.from_numpy(targets)
+    each = loss(*given, reduction="none")
+    expected = surprise(outputs, targets, smoothing)
+    assert each.dtype == torch.float64
+    assert each.numpy() == pytest.approx(expected, rel=1e-13)  # some tens of roundings of float64
+    assert float(loss(*given)) == pytest.approx(expected.mean(), rel=1e-5)
+    if not smoothing:
+        assert torch.equal(loss(*given), torch.nn.functional.cross_entropy(*given))
+
+
+@pytest.mark.parametrize("wrong", [-1, -100, 5])
+def test_a_target_that_is_no_class_is_named(wrong: int) -> None:
+    """-100 is what torch would leave out without a word."""
+    x = torch.arange(12.0).reshape(6, 2)
+    samples = InMemory(x, torch.tensor([[0, 1]] * 4 + [[0, wrong]] * 2))
+    model = torch.nn.Sequential(torch.nn.Linear(2, 10), torch.nn.Unflatten(1, (5, 2)))
+    loss, metric = LOSSES["cross_entropy"]().build(), METRICS["accuracy"]()
+    with pytest.raises(ConfigError, match=f"item 4: target {wrong}: must be a class, 0 to 4"):
+        evaluate(model, Loopback(3), samples, loss, metric)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_scores_are_over_all_targets_of_all_samples(ranks: int) -> None:
+    rng = np.random.default_rng(2)
+    x, y = rng.normal(size=(7, 4, 3)).astype(np.float32), rng.integers(0, 4, (7, 3))
+    samples = InMemory(torch.from_numpy(x), torch.from_numpy(y))
+    same, world, expected = torch.nn.Identity(), Loopback(ranks), surprise(x, y).mean()
+    smoothed = CrossEntropy(label_smoothing=0.5).build()
+    told, loss = evaluate(same, world, samples, smoothed, METRICS["perplexity"]())
+    assert told == pytest.approx(np.exp(expected), rel=1e-13)
+    assert loss == pytest.approx(surprise(x, y, 0.5).mean(), rel=1e-13)
+    told, _ = evaluate(same, world, samples, smoothed, METRICS["accuracy"]())
+    assert told == (x.argmax(1) == y).mean()
+    squares = InMemory(torch.from_numpy(x), torch.from_numpy(x + y[:, None]))
+    both = evaluate(same, world, squares, LOSSES["mse"]().build(), METRICS["loss"]())
+    # the targets are rounded to float32, so a difference of at most 3 by 2**-23 of it
+    assert both == pytest.approx([np.square(y, dtype=float).mean()] * 2, rel=2**-21)
+
+
+def test_the_metric_is_that_of_the_loss_where_the_job_names_none() -> None:
+    def label(**tables: Any) -> str:
+        return validate(Job, {"name": "j", **tables}, "j").metric.label
+
+    assert label() == label(loss={"label_smoothing": 0.1}) == "accuracy"
+    assert label(loss={"name": "mse"}) == label(loss={"import": "a.b:c"}) == "loss"
+    assert label(loss={"name": "mse"}, metric={"import": "a.b:close"}) == "close"
+    with pytest.raises(ConfigError, match="known are cross_entropy, mse"):
+        label(loss={"name": "msE2"})
+
+
+@pytest.mark.parametrize(
+    ("tables", "column"),
+    [({}, ["test_accuracy"]), ({"metric": {"name": "perplexity"}}, ["test_perplexity"]),
+     ({"metric": {"name": "loss"}}, [])],
+)  # fmt: skip
+def test_records_have_the_columns_of_the_metric(
+    tmp_path: Path, tables: dict[str, Any], column: list[str]
+) -> None:
+    job, said = small_job(**tables), list[str]()
+    training = prepare(job, Loopback(2), small_data(), Files.of(tmp_path, job))
+
+    class Told(Display):
+        def end(self, text: str) -> None:
+            said.append(text)
+
+    run(training, Caught(), Told(False, 1))
+    epochs = store.read(training.files.record)[0]["epochs"]
+    assert {*epochs} == {"epoch", *column, "test_loss", "time_s"}
+    if column == ["test_perplexity"]:
+        assert epochs[column[0]] == pytest.approx(np.exp(epochs["test_loss"]), rel=1e-13)
+    score = {"test_accuracy": "accuracy ", "test_perplexity": "perplexity "}.get(
+        *column or [""], ""
+    )
+    assert f"complete: {score}" in said[0] and "loss " in said[0]
+    measured = Score.of(job.toml())
+    (row,) = table(run_groups([load_run(training.files.record)])).rows
+    last = epochs[measured.column][-1]
+    assert row[2] == (f"{100 * last:.2f}" if measured.unit else f"{last:.4g}")
+    again = prepare(job, Loopback(2), small_data(), Files.of(tmp_path, job))
+    again.resume()
+    assert again.record.rows["epochs"] == training.record.rows["epochs"]
+
+
+def test_less_is_better_where_the_metric_says_so() -> None:
+    """Of three trainings the cheap one and the one of the least perplexity are the front."""
+    job = validate(Job, {"name": "j", "metric": {"name": "perplexity"}}, "j")
+    drawn = styles("abc")
+    none = np.empty(0)
+    trained = [
+        Trained("", name, drawn[name], np.array([score]), sent, 1.0, none, none, none, none)
+        for name, score, sent in (("a", 9.0, 1e3), ("b", 9.5, 2e3), ("c", 2.0, 3e3))
+    ]
+    chart = score_charts("t", trained, Score.of(job.toml()))[0]
+    front = next(each for each in chart.panels[0].series if each.label == "Pareto front")
+    assert (list(front.x)[:2], list(front.y)[:2]) == ([1.0, 3.0], [9.0, 2.0])
+    assert chart.name == "perplexity_by_bits"
