@@ -180,6 +180,16 @@ class Job(Section):
         return self
 
     @model_validator(mode="after")
+    def _update_has_what_it_needs(self) -> Job:
+        for key, wanted in self.update.needs.items():
+            table, _, name = key.partition(".")
+            given = getattr(getattr(self, table), name)
+            if given != wanted:
+                must = f"must be {wanted!r}" if wanted is not None else "must not be given"
+                raise ValueError(f"{key}={given!r}: {must} with update.name={self.update.name!r}")
+        return self
+
+    @model_validator(mode="after")
     def _controlled(self) -> Job:
         name = f"controller.name={self.controller.name!r}"
         try:

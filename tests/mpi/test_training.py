@@ -21,6 +21,7 @@ from cpdhpc.cli import main
 from cpdhpc.collectives.checks import NonFiniteGradient
 from cpdhpc.config import dump_toml, merge, validate
 from cpdhpc.signals import Caught, Interrupted, catching
+from cpdhpc.train.checkpoint import state_file
 from cpdhpc.train.controllers import Scheduled
 from cpdhpc.train.data import Dataset
 from cpdhpc.train.job import Job
@@ -40,6 +41,17 @@ ROWS: dict[str, dict[str, Any]] = {
     "float32": {"aggregator": "none"},
     "stochastic": {"aggregator": "lowbit", "wire": "e4m3", "rounding": "stochastic"},
     "aps": {"aggregator": "lowbit", "wire": "e5m2", "scaling": "aps", "algorithm": "tree"},
+}
+RULES: dict[str, dict[str, Any]] = {
+    "decentlam": {
+        "update": {"name": "decentlam", "graph": "exponential", "wire": "e4m3"},
+        "optimizer": {"momentum": 0.0},
+    },
+    "diloco": {
+        "update": {"name": "diloco", "period": 3},
+        "optimizer": {"name": "adamw"},
+        "gradient": {"aggregator": "lowbit", "wire": "e4m3", "error_feedback": True},
+    },
 }
 
 
@@ -71,9 +83,10 @@ def data() -> Dataset:
     return Dataset(x[:60], y[:60], x[60:], y[60:], classes=4)
 
 
-def normalised_job(**train: Any) -> Job:
+def normalised_job(row: str = "", **train: Any) -> Job:
     train = {"epochs": 2, "threads": 1, "telemetry_every": 2, **train}
-    return validate(Job, {"name": "n", "model": {"name": "normalised"}, "train": train}, "test")
+    tables = {"name": "n", "model": {"name": "normalised"}, "train": train}
+    return validate(Job, tables | RULES.get(row, {}), "test")
 
 
 def test_what_forward_raises_on_one_rank_ends_all_alike(world: World, directory: Path) -> None:
@@ -124,12 +137,12 @@ CONTROLLED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("row", [*ROWS, "normalised", *CONTROLLED])
+@pytest.mark.parametrize("row", [*ROWS, "normalised", *RULES, *CONTROLLED])
 def test_real_and_virtual_ranks_give_the_same_bits(world: World, directory: Path, row: str) -> None:
     """12 ranks on so many processes, and the 12 emulated by process 0 alone."""
     if RANKS % world.processes:
         pytest.skip(f"{world.processes} processes do not divide {RANKS} ranks")
-    job = job_of(gradient=ROWS[row]) if row in ROWS else normalised_job(batch=30)
+    job = job_of(gradient=ROWS[row]) if row in ROWS else normalised_job(row, batch=30)
     job = job_of(**CONTROLLED[row]) if row in CONTROLLED else job
     real = World(virtual_ranks=RANKS // world.processes)
     files = Files(directory / "real.h5", directory / "real.checkpoint.h5")
@@ -181,15 +194,20 @@ def test_ranks_that_decide_differently_are_told(world: World, directory: Path) -
 
 
 def contents(files: Files) -> list[tuple[str, str, bytes]]:
-    """Weights, momentum and records, but for the times, and the bytes: a process alone has none
+    """Weights, momentum, what each rank keeps, and records, but for the times, and the bytes.
 
-    for MPI's own collectives, which check the arguments and find APS's largest exponents.
+    A process alone has none for MPI's own collectives, which check the arguments and find APS's
+    largest exponents.
     """
+    (kept,) = [*files.checkpoint.parent.glob(state_file(files.checkpoint, "*").name)] or [None]
     return [
-        (group, name, array.tobytes())
-        for group, arrays in store.read(files.checkpoint)[0].items()
-        for name, array in sorted(arrays.items())
-        if name not in ("time_s", "wire_bytes")
+        ("state", "", kept.read_bytes() if kept else b""),
+        *(
+            (group, name, array.tobytes())
+            for group, arrays in store.read(files.checkpoint)[0].items()
+            for name, array in sorted(arrays.items())
+            if name not in ("time_s", "wire_bytes")
+        ),
     ]
 
 
