@@ -83,6 +83,7 @@ def study(target: float | None) -> tuple[Any, list[SeedGroup]]:
                 steps.append(done)
                 samples.append(done * batch)
             factors = {"ranks": 1, "train.batch": batch, "train.learning_rate": rate}
+            factors["train.epochs"] = batch  # larger batches are given more of them
             groups.append(SeedGroup(factors, cast(Any, tuple(points)), (), 0.95))
     training = {
         "test_loss": np.array(loss),

@@ -21,6 +21,7 @@ from .points import UNKNOWN, Estimate, SeedGroup, label, varying
 from .tables import Column, Section, tabulate
 
 BATCH, RATE = "train.batch", "train.learning_rate"
+FREE = (BATCH, RATE, "train.epochs")  # the last only says when a run ends
 WIDEST = 10.0  # upper by lower end of an interval: beyond it, nothing is determined
 
 
@@ -130,10 +131,10 @@ def critical(file: StudyFile, groups: Sequence[SeedGroup]) -> list[Section]:
         return []
     alike: dict[Any, list[SeedGroup]] = {}
     for group in groups:
-        key = frozenset((k, v) for k, v in group.factors.items() if k not in (BATCH, RATE))
+        key = frozenset((k, v) for k, v in group.factors.items() if k not in FREE)
         alike.setdefault(key, []).append(group)
     several = [each for each in alike.values() if len({g.factors.get(BATCH) for g in each}) > 2]
-    names = varying([each[0].factors for each in several], {BATCH, RATE})
+    names = varying([each[0].factors for each in several], FREE)
     curves = [_curve(file, label(each[0].factors, names), each) for each in several]
     if not curves:
         return []
