@@ -98,6 +98,7 @@ def _fits(job: Raw, used: Factors, ranks: int) -> str | None:
     """Return what the job does not take; those ranks without a sample in a batch idle."""
     try:
         given = _job(job, used, "case")
+        given.check_ranks(ranks * given.train.virtual_ranks)
         given.stages.layout(ranks)
     except ValueError as error:  # a UserError is one
         return str(error)
@@ -192,7 +193,7 @@ class _Training(Measuring):
         is_warmup = np.zeros(len(times_s), np.uint8)
         for first in self.starts:  # each process is cold at first
             is_warmup[first : first + self.study.measure.warmup] = 1
-        series = _series(training.record, training.iterations_per_epoch)
+        series = _series(training.record, training.samples)
         waited_s = steps["time_s"][:, PHASES.index("data")].sum()
         scores = series["training"].keys() & SCORES.keys()
         outcomes: Outcomes = {
@@ -226,13 +227,17 @@ def _job(tables: Raw, factors: Factors, name: str) -> Job:
 SCORES = {"test_accuracy": "accuracy", "test_score": "score"}  # by epoch: and at the end
 
 
-def _series(record: Record, iterations_per_epoch: int) -> Series:
+def _series(record: Record, samples: int) -> Series:
+    from ..report.critical import critical_batch
     from ..train.record import GROUPS
 
     columns = record.arrays()
     steps, epochs, layers = columns["steps"], columns["epochs"], columns["layers"]
     unknown = np.full(layers["nonzero"].shape, np.nan)  # where the method does not count them
-    losses = steps["loss"].reshape(-1, iterations_per_epoch).mean(axis=1)
+    seen = np.cumsum(steps["samples"])
+    ends = 1 + np.searchsorted(seen, samples * epochs["epoch"])  # batches may grow
+    losses = [each.mean() for each in np.split(steps["loss"], ends[:-1])]
+    noise = steps.get("noise_scale", np.full(len(seen), np.nan))
     score = next((epochs[name] for name in epochs if name not in GROUPS["epochs"]), None)
     scores = {} if score is None else {"test_score": score}
     if "test_accuracy" in epochs:
@@ -242,8 +247,11 @@ def _series(record: Record, iterations_per_epoch: int) -> Series:
             "epoch": epochs["epoch"],
             **scores,
             "test_loss": epochs["test_loss"],
-            "train_loss": losses,
+            "train_loss": np.array(losses),
             "epoch_time_s": epochs["time_s"],
+            "steps_done": ends,
+            "samples_seen": seen[ends - 1],
+            "critical_batch": critical_batch(steps["samples"], noise)[ends - 1],
         },
         "telemetry": {
             "iteration": layers["iteration"],
@@ -265,6 +273,7 @@ CAPTION = (
 
 def _sections(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> list[Section]:
     """Return a table, the score against bits and time, underflow by layer."""
+    from ..report.critical import critical
     from ..report.score import learning_charts, score_charts
     from ..report.tables import Section, tabulate
     from ..report.trainings import LAYER_SHARES, layer_charts
@@ -284,7 +293,7 @@ def _sections(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> l
             file.name, name, [_observations(file, group, layout, name) for group in groups]
         )
     ]
-    found = [Section("Training", tables=[table], charts=charts)]
+    found = [Section("Training", tables=[table], charts=charts), *critical(file, groups)]
     return found + ([Section("Rounding by layer", charts=maps)] if maps else [])
 
 

@@ -25,12 +25,14 @@ from ..config import (
     read_toml,
     validate,
 )
+from ..world.ranks import Loopback, Ranks
 from .adversarial import Adversarial
 from .augment import Augment
 from .controllers import (
     BATCH_SCALINGS,
     CONTROLLERS,
     DECAYS,
+    DEFAULT_RATE,
     BySchedule,
     Control,
     Schedule,
@@ -95,7 +97,7 @@ class Train(Section):
 
     epochs: Positive = 10
     batch: Positive = 64
-    learning_rate: Annotated[float, Field(gt=0)] = 0.1
+    learning_rate: Annotated[float, Field(gt=0)] = DEFAULT_RATE
     seeds: Annotated[tuple[Seed, ...], Field(strict=False, min_length=1)] = (0,)
     virtual_ranks: Positive = 1
     image_grid: Annotated[tuple[Positive, Positive], Field(strict=False)] = (1, 1)
@@ -244,6 +246,31 @@ class Job(Section):
                 raise ValueError(f"{key}={given!r}: {must} with update.name={self.update.name!r}")
         return self
 
+    @model_validator(mode="after")
+    def _controlled(self) -> Job:
+        name = f"controller.name={self.controller.name!r}"
+        try:
+            self.controller.check(self.settings(0))
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+        if self.controller.measures_norms:
+            if not isinstance(self.update, ByAllreduce):
+                raise ValueError(f'{name}: needs the mean gradient: update.name="allreduce"')
+            if self.train.image_grid != (1, 1):
+                raise ValueError(f"{name}: needs samples of each rank: train.image_grid=[1, 1]")
+            if self.train.batch < 2:
+                raise ValueError(f"{name}: train.batch=1: should be 2 or more")
+        return self
+
+    def check_ranks(self, ranks: int) -> None:
+        """Raise ConfigError where the job cannot do with so many ranks, virtual ones included."""
+        try:
+            self.controller.check_ranks(ranks)
+        except ValueError as error:
+            raise ConfigError(
+                f"{self.name}: controller.name={self.controller.name!r}: {error}"
+            ) from None
+
     def plain(self) -> Raw:
         """Return the job as tables of plain values, every default filled in."""
         return self.model_dump(mode="python")
@@ -266,10 +293,11 @@ class Job(Section):
         """What the files of a run are called."""
         return f"{self.name}-s{self.seed}"
 
-    def settings(self, samples: int) -> Settings:
+    def settings(self, samples: int, world: Ranks | None = None) -> Settings:
         """Return what the controller of a run on so many training samples begins with."""
         train = self.train
-        return Settings(self.schedule, train.learning_rate, train.batch, train.epochs, samples)
+        told = self.schedule, train.learning_rate, train.batch, train.epochs, samples
+        return Settings(*told, world or Loopback())
 
     def toml(self) -> str:
         """Return the job as TOML text, every default filled in."""

@@ -18,6 +18,7 @@ from . import gradients, weights
 from .adversary import Attacked
 from .data import Array, epoch_order, shard
 from .loader import Prefetched
+from .norms import of_samples, squared_norms
 from .progress import Display
 from .setup import Training
 from .step import evaluate, evaluate_each, exchange
@@ -75,7 +76,7 @@ def _epoch(training: Training, caught: Caught, display: Display) -> None:
     epoch, seen = divmod(training.samples_seen, training.samples)
     order = _order(training.samples, job.seed, epoch)
     while seen < len(order):
-        rate, size = training.controller.next(training.samples_seen)
+        rate, size = _decided(training)
         batch = training.update.batch(order[seen:], size)
         _plan(training, epoch, order[seen:], size)
         signal = _iteration(training, rate, batch, caught)
@@ -163,11 +164,20 @@ def _fail(training: Training, why: str) -> NoReturn:
     raise Diverged(f"{training.job.id}: iteration {training.iteration}: {why}")
 
 
+def _decided(training: Training) -> tuple[float, int]:
+    """Return what the controller says, unless a step with it cannot be."""
+    rate, size = training.controller.next(training.samples_seen)
+    if not (isfinite(rate) and rate >= 0 and size >= 1):
+        _fail(training, f"controller: learning rate {rate} and batch {size}: cannot be")
+    return rate, size
+
+
 def _iteration(training: Training, rate: float, batch: Array, caught: Caught) -> int:
     """Do one iteration, and return the signal that any process has caught, or 0."""
     job, world, iteration = training.job, training.world, training.iteration
     for group in training.optimizer.param_groups:
         group["lr"] = rate
+    training.reducer.alike = {"learning rate": rate, "batch": len(batch)}
     training.reducer.epoch = training.samples_seen / training.samples
     before, scale = training.sent_bytes, training.scaler.scale
     try:
@@ -176,11 +186,20 @@ def _iteration(training: Training, rate: float, batch: Array, caught: Caught) ->
         done = training.train_on(batch, seed)
     except NonFiniteGradient as error:
         _fail(training, str(error))
+    norms = None
+    if job.controller.measures_norms and done.mean is not None:
+        norms = squared_norms(training.reducer, done.mean, scale)
     sent = training.sent_bytes - before
-    told = exchange(world, done.losses, done.time_ns, sent, caught.number)
+    told = exchange(world, done.losses, done.time_ns, sent, caught.number, norms)
     if not isfinite(told.loss):
         _fail(training, f"the loss is {told.loss}")
-    training.record.step(iteration, told.loss, rate, scale, told.time_ns, told.wire_bytes)
+    training.samples_seen += len(batch)
+    if job.controller.measures_norms:
+        training.controller.observe_norms(of_samples(told.norms, len(batch)))
+    training.controller.observe(training.samples_seen, told.loss)
+    decided = training.controller.telemetry()
+    row = told.loss, rate, scale, told.time_ns, told.wire_bytes, decided
+    training.record.step(iteration, len(batch), *row)
     if iteration in job.train.record_gradients and done.mean is not None:
         training.save_gradients()
     every, interval = job.train.telemetry_every, training.update.interval
@@ -188,6 +207,4 @@ def _iteration(training: Training, rate: float, batch: Array, caught: Caught) ->
     if is_due and done.mean is not None and done.mean is not NOTHING:
         training.record.telemetry(iteration, training.observe(done.mean))
     training.iteration += 1
-    training.samples_seen += len(batch)
-    training.controller.observe(training.samples_seen, told.loss)
     return told.signal

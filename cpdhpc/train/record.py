@@ -46,14 +46,19 @@ def observe(reducer: GradientReducer, mean: Mean) -> Layers:
 SCHEMA = 1
 FGSM = "_fgsm"  # ends the name of a score of adversarial copies
 GROUPS = {  # group: its columns; the first one labels the rows
-    "steps": ("iteration", "loss", "learning_rate", "loss_scale", "time_s", "wire_bytes"),
+    "steps": (  # and what the controller offers
+        *("iteration", "samples", "loss", "learning_rate", "loss_scale"),
+        *("time_s", "wire_bytes"),
+    ),
     "epochs": ("epoch", "test_loss", "time_s"),  # and before the loss what the metric gives
     "layers": ("iteration", "nonzero"),  # and what the aggregator offers
 }
 OF_RANKS = ("epoch", "consensus_distance", "worst_rank", "test_loss")  # where models differ
 WINDOWS = "iteration", "violation", "time_s", "busy_time_s"  # where there are stages
 WINDOW_PHASES = "correction", "refresh", "local"
-WHOLE = dict.fromkeys(("iteration", "epoch", "wire_bytes", "nonzero", "worst_rank"), np.int64)
+WHOLE = dict.fromkeys(
+    ("iteration", "epoch", "samples", "wire_bytes", "nonzero", "worst_rank"), np.int64
+)
 
 
 class Record:
@@ -64,6 +69,7 @@ class Record:
     loss, metric: what is trained, and what is told of the test samples beside it
     copies: whether the same is told of adversarial copies
     stages: that the network is cut into
+    decided: what the controller offers of each step
     """
 
     def __init__(
@@ -73,6 +79,7 @@ class Record:
         columns: Mapping[str, Column] | None = None,
         loss: Loss | None = None,
         metric: Metric | None = None,
+        decided: Mapping[str, Column] | None = None,
         *,
         copies: bool = False,
         own_models: bool = False,
@@ -81,10 +88,12 @@ class Record:
         self.stages = stages
         self.ranks, self.layers, self.columns = ranks, list(layers), dict(columns or {})
         self.loss, self.metric = loss or CrossEntropy(), metric or Accuracy()
+        self.decided = dict(decided or {})
         epoch, *rest = GROUPS["epochs"]
         score = f"test_{self.metric.label}"
         scores = [] if self.metric.label == "loss" else [score, *[score + FGSM] * copies]
         self.names: dict[str, tuple[str, ...]] = GROUPS | {
+            "steps": (*GROUPS["steps"], *self.decided),
             "epochs": (epoch, *scores, *rest),
             "layers": (*GROUPS["layers"], *self.columns),
         }
@@ -96,16 +105,18 @@ class Record:
     def step(
         self,
         iteration: int,
+        samples: int,
         loss: float,
         learning_rate: float,
         loss_scale: float,
         time_ns: Array,
         wire_bytes: Array,
+        decided: Mapping[str, float],
     ) -> None:
         """Add a step; time_ns: int64[phases], wire_bytes: int64[ranks] of this step."""
         sent = np.pad(wire_bytes, (0, self.ranks - wire_bytes.size))
-        row = iteration, loss, learning_rate, loss_scale, time_ns / 1e9, sent
-        self.rows["steps"].append(row)
+        row = iteration, samples, loss, learning_rate, loss_scale, time_ns / 1e9, sent
+        self.rows["steps"].append((*row, *(decided[name] for name in self.decided)))
 
     def epoch(self, epoch: int, scores: Sequence[float], loss: float, time_s: float) -> None:
         """Add an epoch; scores: by the metric, of test samples and of copies, if there are some."""
@@ -180,6 +191,7 @@ class Record:
             "iteration": Variable(by, of["iteration"], "iteration, from 0"),
             "phase": Variable(("phase",), np.array(PHASES), "phase of a step"),
             "rank": Variable(("rank",), np.arange(self.ranks), "rank, virtual ones included"),
+            "samples": Variable(by, of["samples"], "samples of the global batch"),
             "loss": Variable(
                 by, of["loss"], f"{self.loss.label} of the global batch", self.loss.units
             ),
@@ -196,6 +208,9 @@ class Record:
                 "payload that a rank sends in a step, to ranks and to MPI's collectives",
                 "byte",
             ),
+        } | {
+            name: Variable(by, of[name], column.long_name, column.units)
+            for name, column in self.decided.items()
         }
 
     def _layers(self, of: Mapping[str, Array]) -> dict[str, Variable]:

@@ -230,10 +230,8 @@ class Training:
 
         Raises UserError on all processes alike where they cannot be written.
         """
-        path, (*_, rate) = (
-            weights.path_of(self.files.record, epoch),
-            self.record.rows["steps"][-1][:3],
-        )
+        path = weights.path_of(self.files.record, epoch)
+        rate = self.optimizer.param_groups[0]["lr"]  # of the last step
         kept = weights.Kept(epoch, self.iteration, rate, self.data_digest, self.job.toml())
         with self.update.evaluated():
             self.world.on_first(lambda: weights.save(path, self.model, kept), "weights")
@@ -273,6 +271,9 @@ class Training:
             said = self.update.resumed(former)
         self.scaler.note()
         self.controller.restore(groups.get("controller", {}))
+        if "samples" not in groups["steps"]:  # of versions whose batch was constant
+            before = [self._samples_seen(i) for i in range(len(groups["steps"]["iteration"]) + 1)]
+            groups["steps"]["samples"] = np.diff(before)
         self.record.restore(groups)
         return said
 
@@ -289,6 +290,7 @@ def prepare(job: Job, world: Ranks, data: Dataset | Source, files: Files) -> Tra
     """
     threads = job.train.threads or threads_of_rank(world)
     torch.set_num_threads(threads)
+    job.check_ranks(world.ranks)
     set_kernel_threads(1 if job.train.overlap else threads)  # else they would slow backward down
     model = agreed(world, lambda: build_model(job, data))
     grid = None
@@ -321,6 +323,7 @@ def prepare(job: Job, world: Ranks, data: Dataset | Source, files: Files) -> Tra
         bucket_mib=job.train.bucket_mib,
         overlap=job.train.overlap,
     )
+    controller = job.controller.build(job.settings(len(train), world))
     optimizer = job.optimizer.build(model.parameters(), job.train.learning_rate)
     return Training(
         job,
@@ -330,13 +333,14 @@ def prepare(job: Job, world: Ranks, data: Dataset | Source, files: Files) -> Tra
         reducer,
         job.update.build(model, optimizer, reducer),
         LossScaler(reducer, job.train.loss_scale, dynamic=job.train.loss_scaling == "dynamic"),
-        job.controller.build(job.settings(len(train))),
+        controller,
         Record(
             world.ranks,
             reducer.bucket.names,
             job.gradient.columns,
             job.loss,
             job.metric,
+            controller.columns,
             copies=bool(job.adversarial.epsilon),
             own_models=isinstance(job.update, OwnModelsRule),
         ),
@@ -393,7 +397,7 @@ def _staged(
         reducer,
         StagedUpdate(optimizer, reducers, job.stages, loss, train, record),
         LossScaler(reducer, job.train.loss_scale),
-        job.controller.build(job.settings(len(train))),
+        job.controller.build(job.settings(len(train), world)),
         record,
         train=train,
         test=test,

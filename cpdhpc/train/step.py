@@ -34,34 +34,45 @@ _NOTHING = np.iinfo(np.int64).min  # below everything that a process says of its
 @dataclass(frozen=True)
 class Exchanged:
     """loss: of the global batch; time_ns: int64[phases], the slowest process's;
-    wire_bytes: int64[ranks], sent so far; signal: number of one that any process caught, or 0."""
+    wire_bytes: int64[ranks], sent so far; signal: number of one that any process caught, or 0;
+    norms: float64[ranks + 1], of all ranks and of the mean, where they were measured."""
 
     loss: float
     time_ns: Array
     wire_bytes: Array
     signal: int
+    norms: Array | None = None
 
 
 def exchange(
-    world: Ranks, losses: list[float], time_ns: list[int], sent: Array, signal: int
+    world: Ranks,
+    losses: list[float],
+    time_ns: list[int],
+    sent: Array,
+    signal: int,
+    norms: Array | None = None,
 ) -> Exchanged:
     """Return what all processes say. Collective: one MAX all-reduce of 2 ranks + phases + 1 words.
 
     losses: one per hosted rank, their mean over all ranks is the loss of the batch
     sent: int64[hosted], cumulative bytes
+    norms: float64[hosted + 1] of 0 or more: ranks + 1 words more; or None on all processes
     """
     ranks, hosted = world.ranks, slice(world.hosted.start, world.hosted.stop)
-    words = np.full(2 * ranks + len(time_ns) + 1, _NOTHING, np.int64)
-    words[:ranks][hosted] = np.array(losses, np.float64).view(np.int64)  # bits: only one rank's
-    words[ranks : 2 * ranks][hosted] = sent
-    words[2 * ranks : -1] = time_ns
-    words[-1] = signal
+    tail = [*time_ns, signal] if norms is None else [*norms[-1:].view(np.int64), *time_ns, signal]
+    rows = [np.array(losses, np.float64).view(np.int64), sent]  # bits: only one rank's
+    rows += [] if norms is None else [norms[:-1].view(np.int64)]
+    words = np.full(len(rows) * ranks + len(tail), _NOTHING, np.int64)
+    for i, row in enumerate(rows):
+        words[i * ranks : (i + 1) * ranks][hosted] = row
+    words[len(rows) * ranks :] = tail
     words = world.max(words)
     return Exchanged(
         loss=fsum(words[:ranks].view(np.float64)) / ranks,
-        time_ns=words[2 * ranks : -1],
+        time_ns=words[-1 - len(time_ns) : -1],
         wire_bytes=words[ranks : 2 * ranks],
         signal=int(words[-1]),
+        norms=None if norms is None else words[2 * ranks : 3 * ranks + 1].view(np.float64),
     )
 
 
