@@ -8,12 +8,18 @@ import pytest
 from training import ROOT, write_idx
 
 from cpdhpc.cli import main
+from cpdhpc.config import read_toml
 from cpdhpc.study.cases import expand, load_study
 from cpdhpc.study.collect import collect
 from cpdhpc.study.folder import Folder
 from cpdhpc.train.job import load
 
-INPUTS = sorted((ROOT / "inputs").glob("train_*.toml"))
+INPUTS = [
+    path
+    for name in ("claim_*", "train_*")
+    for path in sorted((ROOT / "inputs").glob(f"{name}.toml"))
+    if "kind" not in read_toml(path)
+]
 SMALL = ("train.epochs=1", "train.seeds=[0]", "train.threads=1", "schedule.warmup_epochs=0")
 
 
@@ -34,13 +40,30 @@ def test_inputs_run(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert {line.split()[0] for line in shown.splitlines() if line.split()} >= rows
 
 
-STUDIES = sorted((ROOT / "inputs").glob("study_*.toml"))
+STUDIES = [
+    path
+    for name in ("claim_*", "study_*")
+    for path in sorted((ROOT / "inputs").glob(f"{name}.toml"))
+    if "kind" in read_toml(path)
+]
 QUICK = (
     *("sweep.ranks=[1]", "measure.warmup=0", "measure.block=1"),
     *("measure.min_repeats=1", "measure.max_repeats=1"),
 )
 ONE_EPOCH = ("sweep.train.epochs=1", "sweep.schedule.warmup_epochs=0")
 SHORT = {  # further settings, by study
+    "claim_legw": (
+        *("job.train.epochs=2", "sweep.seed=[0]", "sweep.train.batch=[256]"),
+        "sweep.train.learning_rate=[0.1]",
+    ),
+    "claim_optimizers": (
+        *("job.train.epochs=2", "sweep.seed=[0]", "sweep.train.batch=[700]"),
+        "constraints=['train.learning_rate == 0.3']",
+    ),
+    "study_batch": (
+        *("sweep.ppn=[1]", "job.train.epochs=2", "sweep.seed=[0]", "sweep.train.batch=[32, 600]"),
+        "constraints=['train.batch == 600']",
+    ),
     "study_autoencoder": ("sweep.image=40",),
     "study_codec": ('sweep.size_bytes=["4KiB", "16KiB", "64KiB"]',),
     "study_autoencoder_weak": ("sweep.image=[24,32,40]",),

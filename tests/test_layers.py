@@ -32,6 +32,7 @@ MAY_IMPORT = {  # part of the package -> the parts it may import, besides itself
     "provenance": WORLD | {"_cpu"},
     "split_images": WORLD | {"darray"},
     "train": REDUCE | {"compress", "split_images", "quantized", "provenance", "signals"},
+    "influence": REDUCE | {"train"},
     "autoencoder": WORLD | {"darray", "train", "provenance", "signals"},
     "bench": REDUCE
     | {"arrays", "compress", "darray", "quantized", "train", "autoencoder", "provenance"},
@@ -55,11 +56,12 @@ MAY_IMPORT = {  # part of the package -> the parts it may import, besides itself
 }
 ONLY_HERE = {  # outside package -> where it may be imported
     "mpi4py": ("world/mpi.py",),
-    "cupy": ("ops/gpu.py", "ops/gpu_runtime.py"),
+    "cupy": ("ops/gpu.py", "ops/gpu_runtime.py", "ops/gpu_sums.py"),
     "cupyx": ("ops/gpu_runtime.py",),
     "torch": (
         "compress/lgc.py",
         "train/",
+        "influence/",
         "split_images/",
         "autoencoder/",
         "darray/autograd.py",
@@ -195,7 +197,16 @@ def test_importing_starts_nothing() -> None:
     """In a fresh interpreter the public names, then all modules, those that need torch last."""
     with_torch = tuple(
         f"cpdhpc.{place}"
-        for place in ("train", "split_images", "autoencoder", "darray.autograd", "quantized.layers")
+        for place in (
+            "train",
+            "influence.plan",
+            "influence.rows",
+            "influence.scores",
+            "split_images",
+            "autoencoder",
+            "darray.autograd",
+            "quantized.layers",
+        )
     )
     names = sorted(module_names(), key=lambda name: name.startswith(with_torch))
     first = next(i for i, name in enumerate(names) if name.startswith(with_torch))

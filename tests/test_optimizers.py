@@ -288,11 +288,14 @@ def test_legw_keeps_the_iterations_of_the_warmup() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "factor"), [("none", 1.0), ("linear", 4.0), ("sqrt", 2.0), ("legw", 2.0)]
+    ("name", "factor", "warmup"),
+    [("none", 1, 1), ("linear", 4, 1), ("linear_legw", 4, 4), ("sqrt", 2, 1), ("legw", 2, 4)],
 )
-def test_the_rate_follows_the_batch(name: str, factor: float) -> None:
+def test_rate_and_warmup_follow_the_batch(name: str, factor: int, warmup: int) -> None:
     base = {} if name == "none" else {"base_batch": 16}
     assert Scheduled(settings(64, batch_scaling=name, **base)).next(0)[0] == 0.125 * factor
+    schedule = Schedule(warmup_epochs=0.25, batch_scaling=name, **base)
+    assert schedule.scaled(64)[1].warmup_epochs == 0.25 * warmup
 
 
 @pytest.mark.parametrize(

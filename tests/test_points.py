@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any, cast
+
 import pytest
 
-from cpdhpc.report.points import Factors, label
+from cpdhpc.report.points import Factors, Layout, label
 
 pytestmark = pytest.mark.mpi_skip
 
@@ -21,3 +24,20 @@ pytestmark = pytest.mark.mpi_skip
 )
 def test_a_compressor_is_named_unless_its_wire_is(factors: Factors, name: str) -> None:
     assert label(factors, factors) == name
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_rates_that_optimizers_decide_have_no_panels_of_their_own(several: bool) -> None:
+    """So that optimizers stand side by side; a grid of rates for each has a panel a rate."""
+    rates = {"sgd": [0.1, 1.0], "lamb": [0.01, 0.1]} if several else {"sgd": [0.1], "lamb": [0.01]}
+    factors = [
+        {"optimizer.name": name, "train.learning_rate": rate, "train.batch": batch}
+        for name, each in rates.items()
+        for rate in each
+        for batch in (32, 256)
+    ]
+    groups: Any = [SimpleNamespace(factors=each, ranks=1) for each in factors]
+    layout = Layout.of(cast(Any, SimpleNamespace(weak=(), over="ranks")), groups, ())
+    rate = ["train.learning_rate"]
+    assert sorted(layout.panels) == ["train.batch", *(rate if several else [])]
+    assert sorted(layout.lines) == ["optimizer.name", *([] if several else rate)]

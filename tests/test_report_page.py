@@ -23,10 +23,11 @@ from cpdhpc.cli import main
 from cpdhpc.config import UserError
 from cpdhpc.report.choice import Choice
 from cpdhpc.report.command import ROWS as FIRST
-from cpdhpc.report.command import Outputs, page, report
+from cpdhpc.report.command import Outputs, page, report, show
 from cpdhpc.report.figures import draw
 from cpdhpc.report.points import seed_groups
 from cpdhpc.report.study import study_report
+from cpdhpc.report.tables import Column, Report, Section, tabulate
 from cpdhpc.study.study_file import StudyFile, load_study_file
 from cpdhpc.world.ranks import Loopback
 
@@ -248,6 +249,11 @@ def test_axes_series_and_panels_can_be_chosen(two_shapes: StudyFile, name: str) 
     draw(chart).draw_without_rendering()
 
 
+def test_a_choice_of_figures_that_nothing_shows_is_refused(allreduce: Path) -> None:
+    with pytest.raises(UserError, match="choose figures: go with --html or --figures"):
+        report([allreduce], choice=Choice(x="ranks"))
+
+
 REFUSED = {
     "--x rank": ["did you mean ranks"],
     "--by wires": ["did you mean wire"],
@@ -280,3 +286,18 @@ def test_command_line(allreduce: Path, tmp_path: Path, capsys: Any) -> None:
     nowhere = str(tmp_path / "no" / "a.html")
     assert main(["report", str(allreduce), "--quiet", "--html", nowhere]) == 2
     assert "a.html: cannot be written: there is no such directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_table_without_room_keeps_the_names_of_its_rows(
+    terminal: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    numbers = [Column(f"quantity {i}", lambda _: "123.45") for i in range(15)]
+    method = Column[str]("method", lambda name: f"e4m3 {name}", numbers=False)
+    table = tabulate("", [*numbers, method], ["sqrt", "legw"])
+    show(
+        [Report("title", [], sections=[Section("section", tables=[table])])], terminal, quiet=False
+    )
+    told = capsys.readouterr().out
+    assert "sqrt" in told and "legw" in told and told.count("123.45") == 30

@@ -37,6 +37,14 @@ _ROWS: dict[str, tuple[type, str]] = {  # key of a job: its type and what it is
     "data.split_seed": (int, "seed of the split into training and test samples"),
     "model.name": (str, "model"),
     "model.hidden": (int, "values of the hidden layer of lenet"),
+    "loss.name": (str, "loss"),
+    "loss.label_smoothing": (float, "share of targets that goes to all classes alike"),
+    "metric.name": (str, "what is told of the test samples beside the loss"),
+    "augment.crop": (int, "zeros around images, of which their size is cut out"),
+    "augment.flip": (bool, "whether half of the images are mirrored"),
+    "augment.cutout": (int, "side of the square that is cut out of images"),
+    "loader.workers": (int, "workers of a rank that read samples ahead"),
+    "loader.prefetch": (int, "batches that each worker reads ahead"),
     "optimizer.name": (str, "optimizer"),
     "optimizer.momentum": (float, "momentum"),
     "optimizer.weight_decay": (float, "weight decay"),
@@ -196,9 +204,9 @@ def _job(tables: Raw, factors: Factors, name: str) -> Job:
     from ..train.job import Job
 
     raw = tables
-    for name, value in factors.items():
+    for key, value in factors.items():
         change: Any = value
-        for part in reversed(("train.seed" if name == "seed" else name).split(".")):
+        for part in reversed(("train.seed" if key == "seed" else key).split(".")):
             change = {part: change}
         raw = merge(raw, change)
     return validate(Job, raw | {"name": name}, "job")
@@ -276,7 +284,7 @@ def _measure(file: StudyFile, groups: Sequence[SeedGroup]) -> Score:
     found = set()
     for group in groups:
         swept = {k: v for k, v in group.factors.items() if k.startswith(("loss.", "metric."))}
-        found.add(Score.of(_job(file.toml.get("job", {}), swept, file.name).toml()))
+        found.add(Score.of(_job(file.toml.get("job", {}), swept, "case").toml()))
     return found.pop() if len(found) == 1 else Score("loss", "", lower=True, loss_unit="")
 
 

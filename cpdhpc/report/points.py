@@ -354,13 +354,16 @@ class Layout:
     def of(cls, file: StudyFile, groups: Sequence[SeedGroup], apart: Sequence[str]) -> Layout:
         """Return the layout of a study's figures.
 
-        apart: words that have panels of their own; numbers always have
+        apart: words that have panels of their own; numbers have that words do not decide
         """
         factors = [group.factors for group in groups]
         hidden = {*SHAPE, *file.weak} - ({"ppn"} if tells_apart(groups) else set())
         free = hidden if file.over == "ranks" else {file.over}
         names = varying(factors, hidden | free)
-        panels = [n for n in names if n in apart or is_number(n, factors)]
+        words = [n for n in names if not is_number(n, factors)]
+        # A number that words leave no choice, as each optimizer's rate, stands beside the words.
+        numbers = {n for n in names if is_number(n, factors) and not decided(n, words, factors)}
+        panels = [n for n in names if n in apart or n in numbers]
         return cls.named(panels, [n for n in names if n not in panels], free, factors)
 
     @classmethod

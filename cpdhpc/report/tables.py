@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from io import StringIO
 from math import isfinite
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, TypeVar
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table as RichTable
@@ -56,9 +56,13 @@ class Table:
             caption=Text(self.caption, "dim") if self.caption else None,
             caption_justify="left",
         )
-        for column in self.columns:
-            justify: Literal["right", "left"] = "right" if column.numbers else "left"
-            result.add_column(column.heading, justify=justify, no_wrap=column.numbers)
+        for at, column in enumerate(self.columns):
+            if column.numbers:
+                lines = [*column.heading.split("\n"), *(row[at] for row in self.rows[:SHOWN])]
+                whole = max(map(len, lines))
+                result.add_column(column.heading, justify="right", no_wrap=True, min_width=whole)
+            else:
+                result.add_column(column.heading)
         for row in self.rows[:SHOWN]:
             result.add_row(*(Text(cell) for cell in row))
         return result

@@ -31,7 +31,7 @@ def train(
     jobs = agreed(world, lambda: load(path, settings))
     agreed(world, lambda: _check_grids(jobs, world))
     files = {job.id: Files.of(directory, job) for job in jobs}
-    written = {job.id: files[job.id].written(job.train.record_gradients) for job in jobs}
+    written = {job.id: files[job.id].written(job) for job in jobs}
     with claimed(world, directory, written, resume), catching() as caught:
         todo = world.on_first(lambda: _todo(jobs, files, resume), "resume")
         display = Display(world.process == 0, len(todo))

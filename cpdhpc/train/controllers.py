@@ -37,7 +37,7 @@ class Schedule(Section):
     base_batch: for which the rate and the warm-up are given; 0: for whatever train.batch is
     batch_scaling: what a batch k times as large as base_batch changes, a name of
         BATCH_SCALINGS: "linear" rate k, "sqrt" rate sqrt(k), "legw" rate sqrt(k) and warm-up
-        epochs k
+        epochs k, "linear_legw" both k
     """
 
     warmup_epochs: Annotated[float, Field(ge=0)] = 0.0
@@ -195,5 +195,6 @@ BATCH_SCALINGS = {
     "none": Scaling(0, 0),
     "linear": Scaling(1, 0),  # Goyal et al., arXiv 1706.02677, section 2.1
     "sqrt": Scaling(0.5, 0),
+    "linear_legw": Scaling(1, 1),
     "legw": Scaling(0.5, 1),  # You et al., arXiv 1901.08256: the warm-up keeps its iterations
 }

@@ -26,6 +26,7 @@ from ..config import (
     validate,
 )
 from .adversarial import Adversarial
+from .augment import Augment
 from .controllers import (
     BATCH_SCALINGS,
     CONTROLLERS,
@@ -35,8 +36,10 @@ from .controllers import (
     Schedule,
     Settings,
 )
-from .data import DATA, Data, Digits
+from .data import Data
+from .datasets import DATA, Digits
 from .imports import ImportedData, ImportedLoss, ImportedMetric, ImportedModel
+from .loader import Loader
 from .loss_scaling import check_scale
 from .losses import LOSSES, METRICS, Accuracy, CrossEntropy, Loss, Metric
 from .models import MODELS, Mlp, Model
@@ -57,9 +60,12 @@ MAY_DIFFER = (  # where a run is gone on with; all but virtual_ranks change no b
     "train.overlap",
     "model.import_from",
     "data.import_from",
+    "loader.workers",
+    "loader.prefetch",
     "loss.import_from",
     "metric.import_from",
     "train.record_gradients",
+    "train.keep_every",
 )
 
 
@@ -79,6 +85,8 @@ class Train(Section):
         first, and with overlap while backward goes on; overlap changes no bit, bucket_mib may
     image_grid: rows and columns of ranks that share each image; [1, 1]: images are not split
     telemetry_every: iterations; checkpoint_every: epochs; timeout_s: the longest wait for others
+    keep_every: epochs, after each of which the weights are kept in a file of their own
+        (influence), beside the checkpoint, which is overwritten; 0: none are
     record_gradients: iterations, from 0, of which the gradients of every rank go to files of their
         own, 4 bytes a value and rank each (bench compress)
     """
@@ -96,8 +104,18 @@ class Train(Section):
     overlap: bool = False
     telemetry_every: Positive = 10
     checkpoint_every: Positive = 1
+    keep_every: Whole = 0
     timeout_s: Annotated[float, Field(gt=0)] = 600.0
     record_gradients: Annotated[tuple[Whole, ...], Field(strict=False, max_length=100)] = ()
+
+    @property
+    def kept_epochs(self) -> range:
+        """The epochs, from 1, after which weights are kept."""
+        return (
+            range(self.keep_every, self.epochs + 1, self.keep_every)
+            if self.keep_every
+            else range(0)
+        )
 
     @field_validator("seeds")
     @classmethod
@@ -142,6 +160,8 @@ class Job(Section):
     model: Annotated[Model, OneOf(MODELS, "name", None, ImportedModel)] = Mlp()
     loss: Annotated[Loss, OneOf(LOSSES, "name", "cross_entropy", ImportedLoss)] = CrossEntropy()
     metric: Annotated[Metric, OneOf(METRICS, "name", None, ImportedMetric)] = Accuracy()
+    augment: Augment = Augment()
+    loader: Loader = Loader()
     optimizer: Annotated[Optimizer, OneOf(OPTIMIZERS, "name", "sgd")] = Sgd()
     schedule: Schedule = Schedule()
     controller: Annotated[Control, OneOf(CONTROLLERS, "name", "schedule")] = BySchedule()

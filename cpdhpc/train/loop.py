@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import lru_cache
 from math import isfinite
 from typing import NoReturn
 
@@ -13,9 +14,10 @@ from ..collectives.checks import NonFiniteGradient
 from ..config import UserError
 from ..randomness import random_key
 from ..signals import Caught, Interrupted
-from . import gradients
+from . import gradients, weights
 from .adversary import Attacked
-from .data import Array, epoch_order
+from .data import Array, epoch_order, shard
+from .loader import Prefetched
 from .progress import Display
 from .record import observe
 from .setup import Training
@@ -41,8 +43,11 @@ def run(training: Training, caught: Caught, display: Display) -> None:
     if recorded:
         mib = gradients.size_bytes(training.reducer) / 2**20
         display.line(f"{job.id}: records gradients: {len(recorded)} times {mib:.3g} MiB")
+    if job.train.keep_every:
+        mib = weights.size_bytes(training.model) / 2**20
+        display.line(f"{job.id}: keeps weights: {len(job.train.kept_epochs)} times {mib:.3g} MiB")
     display.start(job.id, training.samples * job.train.epochs, training.samples_seen)
-    with training.reducer:
+    with training.reducer, training.workers:
         while not training.ended:
             _epoch(training, caught, display)
     training.save("complete")
@@ -62,17 +67,18 @@ def run(training: Training, caught: Caught, display: Display) -> None:
 def _told(training: Training, *scores: float) -> str:
     """Return the score by the metric, where it is another than the loss, and the loss."""
     loss, metric = f"loss {scores[-1]:.4f}", training.job.metric
-    return loss if metric.build() is None else f"{metric.told(scores[0])}, {loss}"
+    return loss if metric.label == "loss" else f"{metric.told(scores[0])}, {loss}"
 
 
 def _epoch(training: Training, caught: Caught, display: Display) -> None:
     """Finish the epoch that the run stands in."""
     job, began = training.job, time.perf_counter()
     epoch, seen = divmod(training.samples_seen, training.samples)
-    order = epoch_order(training.samples, job.seed, epoch)
+    order = _order(training.samples, job.seed, epoch)
     while seen < len(order):
         rate, size = training.controller.next(training.samples_seen)
         batch = order[seen : seen + size]
+        _plan(training, epoch, order[seen:], size)
         signal = _iteration(training, rate, batch, caught)
         display.step(len(batch))
         seen += len(batch)
@@ -85,10 +91,42 @@ def _epoch(training: Training, caught: Caught, display: Display) -> None:
     training.record.epoch(epoch + 1, scores, loss, elapsed_ns[0] / 1e9)
     told = _told(training, *scores, loss) + of_ranks
     display.epoch(job.id, epoch + 1, job.train.epochs, told)
+    if epoch + 1 in job.train.kept_epochs:
+        training.save_weights(epoch + 1)
     if signal:  # in the last iteration: the resumed run does not come back to this evaluation
         _stop(training, signal, display)
     if (epoch + 1) % job.train.checkpoint_every == 0 and epoch + 1 < job.train.epochs:
         training.save("running")
+
+
+def _plan(training: Training, epoch: int, order: Array, size: int) -> None:
+    """Tell workers, if there are any, what this process takes in the batches from now on.
+
+    order: what is left of the epoch; size: of its batches, and of the next ones' while nobody knows
+    """
+    if not isinstance(training.train, Prefetched):
+        return
+    count, job = training.workers.ahead + 1, training.job
+    batches = [
+        (epoch, order[at : at + size]) for at in range(0, min(len(order), count * size), size)
+    ]
+    if len(batches) < count and epoch + 1 < job.train.epochs:
+        order = _order(training.samples, job.seed, epoch + 1)
+        batches += [(epoch + 1, order[at : at + size]) for at in range(0, len(order), size)[:count]]
+    shares = training.world.ranks // training.sharing
+    training.train.plan(
+        (shard(batch, shares, rank // training.sharing), _seed(job.seed, of_epoch))
+        for of_epoch, batch in batches[:count]
+        for rank in training.world.hosted
+    )
+
+
+_order = lru_cache(maxsize=2)(epoch_order)  # to sort a million takes 0.1 s
+
+
+def _seed(seed: int, epoch: int) -> int:
+    """Return the seed of what samples are to chance in an epoch."""
+    return random_key(seed, SAMPLES, epoch)[0]
 
 
 def _evaluated(training: Training) -> tuple[list[float], float]:
@@ -135,7 +173,7 @@ def _iteration(training: Training, rate: float, batch: Array, caught: Caught) ->
     before, scale = training.sent_bytes, training.scaler.scale
     try:
         epoch = training.samples_seen // training.samples
-        seed = random_key(job.seed, SAMPLES, epoch)[0]
+        seed = _seed(job.seed, epoch)
         done = step(
             training.update,
             training.train,

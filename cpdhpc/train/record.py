@@ -78,7 +78,7 @@ class Record:
         self.loss, self.metric = loss or CrossEntropy(), metric or Accuracy()
         epoch, *rest = GROUPS["epochs"]
         score = f"test_{self.metric.label}"
-        scores = [] if self.metric.build() is None else [score, *[score + FGSM] * copies]
+        scores = [] if self.metric.label == "loss" else [score, *[score + FGSM] * copies]
         self.names: dict[str, tuple[str, ...]] = GROUPS | {
             "epochs": (epoch, *scores, *rest),
             "layers": (*GROUPS["layers"], *self.columns),

@@ -264,6 +264,14 @@ class GradientReducer(Averaging):
         )
 
     def _aggregate_all(self) -> list[Mean]:
+        """Return the means of all parts. Collective.
+
+        NaN is found before the first of several parts moves what a method keeps; with overlap they
+        are on their way by then.
+        """
+        keeps = self.iteration == 0 or any(self.state)  # the first step shows whether it does
+        if len(self.parts) > 1 and keeps and self._overlap is None:
+            raise_unless_finite(self.world, self.flats, self.bucket)
         return [self._of_part(index) for index in range(len(self.parts))]
 
     def _first_or_next(self, index: int) -> Mean:

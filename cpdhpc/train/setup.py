@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,17 +18,19 @@ from ..split_images import partition
 from ..split_images.grid import ImageGrid
 from ..world.cores import threads_of_rank
 from ..world.ranks import Ranks
-from . import checkpoint, gradients
+from . import checkpoint, gradients, weights
 from .adversary import Adversary, add_statistics
+from .augment import Augment
 from .controllers import Controller
 from .data import Dataset, Samples, Source
 from .imports import ImportedModel, told
 from .job import Job
+from .loader import Prefetched, Workers
 from .loss_scaling import LossScaler
 from .losses import LossFunction, shown
 from .record import SCHEMA, Record
 from .reducer import GradientReducer
-from .samples import InMemory
+from .samples import InMemory, Scaling
 from .step import naming_items
 from .update import Update
 from .update.own_models import OwnModelsRule
@@ -66,21 +68,23 @@ class Files:
         """Return the paths of a job's files in a directory."""
         return cls(directory / f"{job.id}.h5", directory / f"{job.id}.checkpoint.h5")
 
-    def written(self, recorded: Iterable[int]) -> list[Path]:
-        """Return all files, with those of the gradients of some iterations."""
-        several = [gradients.path_of(self.record, iteration) for iteration in recorded]
-        return [self.checkpoint, self.record, *several]
+    def written(self, job: Job) -> list[Path]:
+        """Return all files of a job's run, with those of gradients and weights that it keeps."""
+        several = [gradients.path_of(self.record, i) for i in job.train.record_gradients]
+        kept = [weights.path_of(self.record, epoch) for epoch in job.train.kept_epochs]
+        return [self.checkpoint, self.record, *several, *kept]
 
 
 @dataclass
 class Training:
     """A run and where it stands.
 
-    train, test: samples; of split images this rank's parts
+    train, test: samples; of split images this rank's parts; workers: that read them ahead
     classes: of the samples; 0 where the data does not say
     iteration: the next one; samples_seen: before it, which is where the run stands
     grid: how images are split, None where they are not
     adversary: what makes adversarial copies, None where there are none
+    data_digest: of whole samples, where weights are kept; see weights.data_digest
     """
 
     job: Job
@@ -94,6 +98,7 @@ class Training:
     record: Record
     train: Samples
     test: Samples
+    workers: Workers
     loss: LossFunction
     classes: int
     files: Files
@@ -102,6 +107,7 @@ class Training:
     samples_seen: int = 0
     grid: ImageGrid | None = None
     adversary: Adversary | None = None
+    data_digest: str = ""
 
     @property
     def sharing(self) -> int:
@@ -192,6 +198,19 @@ class Training:
         path = gradients.path_of(self.files.record, self.iteration)
         gradients.save(self.reducer, path, self.iteration, self.job.id)
 
+    def save_weights(self, epoch: int) -> None:
+        """Write the weights after an epoch, from 1, that are evaluated. Collective.
+
+        Raises UserError on all processes alike where they cannot be written.
+        """
+        path, (*_, rate) = (
+            weights.path_of(self.files.record, epoch),
+            self.record.rows["steps"][-1][:3],
+        )
+        kept = weights.Kept(epoch, self.iteration, rate, self.data_digest, self.job.toml())
+        with self.update.evaluated():
+            self.world.on_first(lambda: weights.save(path, self.model, kept), "weights")
+
     def _write_record(self, status: str) -> None:
         attributes = {
             "kind": "run",
@@ -249,9 +268,20 @@ def prepare(job: Job, world: Ranks, data: Dataset | Source, files: Files) -> Tra
     if job.train.image_grid != (1, 1):
         grid, model = _split(job, world, data, model)
     train, test = samples_of(data, grid)
+    digest = ""
+    if job.train.keep_every:
+        whole = (train, test) if grid is None else samples_of(data)
+        digest = world.on_first(lambda: weights.data_digest(*whole), "data")
+    train = job.augment.of(train)
     loss = agreed(world, job.loss.build)
     if grid is None:  # else forward has messages, and partition has checked the layers
-        agreed(world, lambda: _check_fit(job, model, loss, train, data.classes))
+        agreed(world, lambda: check_fit(job, model, loss, train, data.classes))
+    directory = data.directory if isinstance(data, Source) else None
+    wait_s = 0.9 * job.train.timeout_s  # before others give up that wait for this process
+    sources = train, test
+    workers = agreed(world, lambda: Workers(job.loader, sources, directory, wait_s))
+    if workers.count:
+        train, test = Prefetched(workers, 0), Prefetched(workers, 1)
     copies = job.adversarial
     adversary = Adversary(copies, model, world) if copies.epsilon else None
     reducer = GradientReducer(
@@ -283,12 +313,14 @@ def prepare(job: Job, world: Ranks, data: Dataset | Source, files: Files) -> Tra
         ),
         train=train,
         test=test,
+        workers=workers,
         loss=loss,
         classes=data.classes,
         files=files,
         provenance=provenance.attributes(world) | {"torch_threads": torch.get_num_threads()},
         grid=grid,
         adversary=adversary,
+        data_digest=digest,
     )
 
 
@@ -299,7 +331,8 @@ def samples_of(data: Dataset | Source, grid: ImageGrid | None = None) -> tuple[S
     images = [torch.from_numpy(x) for x in (data.train_x, data.test_x)]
     train_x, test_x = images if grid is None else map(grid.cut, images)
     labels = torch.from_numpy(data.train_y), torch.from_numpy(data.test_y)
-    return InMemory(train_x, labels[0]), InMemory(test_x, labels[1])
+    scaling = Scaling(data.mean, data.deviation)
+    return InMemory(train_x, labels[0], scaling), InMemory(test_x, labels[1], scaling)
 
 
 def _split(
@@ -308,7 +341,9 @@ def _split(
     """Return how images are split, and the network that takes their parts. Collective."""
     try:
         if isinstance(data, Source):
-            raise ValueError("imported data is not split")
+            raise ValueError("only data in memory is split")
+        if job.augment != Augment():
+            raise ValueError("augmented images are not split")
         grid = ImageGrid(world, job.train.image_grid)
         return grid, partition(model, data.image_shape, grid)
     except (TypeError, ValueError) as error:  # alike on all ranks
@@ -330,7 +365,7 @@ def build_model(job: Job, data: Dataset | Source) -> torch.nn.Module:
     return model
 
 
-def _check_fit(
+def check_fit(
     job: Job, model: torch.nn.Module, loss: LossFunction, samples: Samples, classes: int
 ) -> bool:
     """Run two samples through model, loss and metric, which leaves all as it was.

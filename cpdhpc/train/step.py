@@ -20,6 +20,7 @@ from ..randomness import random_key
 from ..world.ranks import Loopback, Ranks
 from .adversary import Adversary
 from .data import Samples, shard
+from .loader import Prefetched
 from .loss_scaling import LossScaler
 from .losses import LossFunction, Metric, MetricFunction, TargetError
 from .update import Update
@@ -83,8 +84,9 @@ def evaluate(
     """
     model.eval()
     shares = [split(len(samples), world.ranks // sharing, rank // sharing) for rank in world.hosted]
-    error, parts, function = None, list[Parts](), metric.build()
+    error, parts = None, list[Parts]()
     try:
+        function = metric.build()
         parts = [_part(model, samples, loss, function, *share) for share in shares]
     except Exception as found:  # of a dataset, model, loss or metric
         if sharing > 1:
@@ -98,7 +100,7 @@ def evaluate(
         for at in (0, 2)
     )
     mean_loss = losses / targets
-    return metric.score(values / scored if function else mean_loss), mean_loss
+    return metric.score(values / scored if scored else mean_loss), mean_loss
 
 
 def evaluate_each(
@@ -133,8 +135,10 @@ def _part(
     stop: int,
 ) -> Parts:
     values, losses = list[float](), list[float]()
-    for first in range(start, stop, CHUNK):
-        index = np.arange(first, min(first + CHUNK, stop))
+    chunks = [np.arange(at, min(at + CHUNK, stop)) for at in range(start, stop, CHUNK)]
+    if isinstance(samples, Prefetched):
+        samples.plan((index, 0) for index in chunks)
+    for index in chunks:
         inputs, targets = samples.take(index, 0)
         outputs = model(inputs)
         with naming_items(index):

@@ -203,7 +203,13 @@ def _known_wire(name: str) -> str:
 
 
 class GossipRule(OwnModelsRule):
-    """A rule whose ranks hear their neighbours in a graph; its steps are those of plain SGD."""
+    """A rule whose ranks hear their neighbours in a graph; its steps are those of plain SGD.
+
+    graph: who they are: "ring", "grid", "exponential" (distances 1, 2, 4, ... both ways) or
+        "one_peer" (one of those distances a step, one way)
+    wire: in what models travel, as in cpdhpc.allreduce; those but "raw" keep a copy of each
+        neighbour's model
+    """
 
     needs: ClassVar[Mapping[str, object]] = {
         **OwnModelsRule.needs,
@@ -233,10 +239,7 @@ class GossipRule(OwnModelsRule):
 class DSgd(GossipRule):
     """[update] name = "dsgd": each rank steps by its own gradient, and mixes with its neighbours.
 
-    graph: who they are: "ring", "grid", "exponential" (distances 1, 2, 4, ... both ways) or
-        "one_peer" (one of those distances a step, one way)
-    wire: in what models travel, as in cpdhpc.allreduce; those but "raw" keep a copy of each
-        neighbour's model
+    Its optimiser is sgd with momentum = 0, of which it has the rate and the weight decay.
     Source: Lian et al.: Can decentralized algorithms outperform centralized algorithms?, arXiv
     1705.09056, algorithm 1, mixing behind the step.
     """
@@ -253,7 +256,8 @@ class DSgd(GossipRule):
 class DmSgd(GossipRule):
     """[update] name = "dmsgd": DSGD whose ranks step by momentum of their own gradients.
 
-    graph, wire: as of "dsgd"; momentum: share of the last step that is added
+    Its optimiser is sgd with momentum = 0: the momentum is the rule's.
+    momentum: share of the last step that is added
     Source: Yuan et al.: DecentLaM, arXiv 2104.11981, algorithm 1.
     """
 
@@ -271,8 +275,9 @@ class DecentLaM(GossipRule):
     """[update] name = "decentlam": DSGD with momentum of steps that have the mixing in them.
 
     So the momentum does not enlarge the bias of ranks whose data differ, as that of "dmsgd" does.
-    graph: as of "dsgd", but for "one_peer": momentum across graphs that change with each step
-        grows without end (tests/test_decentralised.py); wire: as of "dsgd"
+    Its optimiser is sgd with momentum = 0: the momentum is the rule's.
+    graph: "ring", "grid" or "exponential"; momentum across graphs that change with each step, as
+        "one_peer", grows without end (tests/test_decentralised.py)
     momentum: share of the last step that is added
     Source: Yuan et al.: DecentLaM, arXiv 2104.11981, algorithm 2.
     """

@@ -114,8 +114,9 @@ class DiLoCo(LocalSgd):
     """[update] name = "diloco": ranks step alone; then an outer step along the mean of their ways.
 
     period: local steps, by the optimiser of the job, from one outer step to the next
-    outer_rate, outer_momentum: of the outer step, SGD with Nesterov's momentum. What it goes by is
-        averaged by [gradient], so in any wire, with error feedback too
+    outer_rate: of the outer step, along the mean way, which [gradient] forms: in any wire, with
+        error feedback too
+    outer_momentum: Nesterov's, of the outer step
     Source: Douillard et al.: DiLoCo, arXiv 2311.08105, algorithm 1.
     """
 
