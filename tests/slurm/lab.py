@@ -99,7 +99,9 @@ class Lab:
     def until_running(self, job: int, limit_s: float = 1800.0) -> None:
         """Wait until Slurm has started a job."""
         end_s = time.monotonic() + limit_s
-        while "JobState=RUNNING" not in self.call("scontrol", "--oneliner", "show", "job", str(job)):
+        while "JobState=RUNNING" not in self.call(
+            "scontrol", "--oneliner", "show", "job", str(job)
+        ):
             assert time.monotonic() < end_s, job
             time.sleep(LOOK_S)
 
