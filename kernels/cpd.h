@@ -60,6 +60,7 @@ CPD_FN F narrowed(D x) {
 }
 CPD_FN L above(D a, D b) { return a > b ? -1 : 0; }
 CPD_FN L above(L a, L b) { return a > b ? -1 : 0; }
+CPD_FN bool any(I lane) { return lane; }
 CPD_FN bool any(L lane) { return lane; }
 CPD_FN I less(U a, U b) { return (int)a < (int)b ? -1 : 0; }
 CPD_FN I equal(U a, U b) { return a == b ? -1 : 0; }

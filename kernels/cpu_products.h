@@ -3,8 +3,12 @@
 
 namespace {
 
+// Rows of a that go through a panel together: their sums do not wait for one another.
+#if defined(CPD_AVX512)
 const int ROWS = 4;
-                        // one another
+#else
+const int ROWS = 2;  // where a group takes two registers or four
+#endif
 const int LEVELS = 64;  // of a pairwise sum
 
 CPD_FN F each_lane(float x, F) {
@@ -41,7 +45,8 @@ void sum_ascending(const Products& given, const Part& part, N* totals) {
             N b = number(load(p.panel, i * CPD_GROUP, 0), N{});
             for (int r = 0; r < R; ++r) {
                 u64 index = p.index + (u64)(r * p.n);
-                N term = term_of(how, each_lane(p.a[r * p.k + i], N{}), b, (u64)i, p.outputs, index);
+                N term =
+                    term_of(how, each_lane(p.a[r * p.k + i], N{}), b, (u64)i, p.outputs, index);
                 add_term<KAHAN>(how, how.sum, sums[r], term, (u64)i, p.outputs, index);
             }
         }
@@ -103,7 +108,8 @@ void multiply_panel(const Products& how, Part part, i64 m, i64 columns, float* o
         bool several = m - i >= ROWS;
         (several ? multiply_rows<N, ROWS> : multiply_rows<N, 1>)(how, part, columns, out);
         i64 rows = several ? ROWS : 1;
-        i += rows, out += rows * part.n, part.a += rows * part.k, part.index += (u64)(rows * part.n);
+        i += rows, out += rows * part.n, part.a += rows * part.k,
+            part.index += (u64)(rows * part.n);
     }
 }
 

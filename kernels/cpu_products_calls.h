@@ -3,7 +3,7 @@
 
 namespace {
 
-const i64 COLUMNS = 16;  // of a panel: CPD_GROUP of the loops
+const i64 COLUMNS = 16;     // of a panel: CPD_GROUP of the loops
 const i64 MOST_ROWS = 256;  // of a that go through a panel before another is made
 
 int to_rounding(PyObject* object, void* target) {
@@ -26,7 +26,7 @@ PyObject* matmul(PyObject*, PyObject* args) {
     int threads, wide;
     long long batch, m, k, n, chunk;
     Buffer a, b, out;
-    if (!PyArg_ParseTuple(args, "ipO&O&O&pppLO&LLLLy*y*w*", &threads, &wide, to_rounding,
+    if (!PyArg_ParseTuple(args, "ipO&O&O&(iiiL)O&LLLLy*y*w*", &threads, &wide, to_rounding,
                           &how.product, to_rounding, &how.sum, to_rounding, &how.between,
                           &how.exact, &how.pairwise, &how.kahan, &chunk, to_key, &how.key, &batch,
                           &m, &k, &n, &a.view, &b.view, &out.view))

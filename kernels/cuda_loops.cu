@@ -287,4 +287,5 @@ __global__ void divide_floats(const float* a, float b, float* out, i64 n) {
 
 }  // extern "C"
 
+#include "cuda_products.h"
 #include "cuda_sparse.h"

@@ -106,8 +106,8 @@ CPD_FN void add_term(const Products& how, const Rounding& to, Sum<N>& sum, N ter
     N total = round_number(to, exact_sum(sum.total, own), how, number, index);
     N gained = round_number(to, exact_sum(total, negated(sum.total)), how,
                             number + CPD_GAINED * outputs, index);
-    sum.rest = round_number(to, exact_sum(gained, negated(own)), how, number + CPD_REST * outputs,
-                            index);
+    sum.rest =
+        round_number(to, exact_sum(gained, negated(own)), how, number + CPD_REST * outputs, index);
     sum.total = total;
 }
 

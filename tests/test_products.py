@@ -74,6 +74,16 @@ def test_kernels_give_the_bits_of_the_specification(clone: str) -> None:
     assert in_float32 > 5
 
 
+def test_every_backend_gives_the_same_bits(ops: Any) -> None:
+    rng = np.random.default_rng(11)
+    for _ in range(12):
+        inputs, how = random_products(rng)
+        a, b = numbers(rng, inputs, (2, 5, 9)), numbers(rng, inputs, (2, 9, 19))
+        got = ops.matmul(a, b, how, (5, 6))
+        expected = reference.matmul(a, b, how, (5, 6))
+        assert np.array_equal(got.view(np.uint32), expected.view(np.uint32)), how
+
+
 FAST = [(name, Products(Cast(parse_format(name)), Cast(parse_format(name)), **options))
         for name in ("e5m10", "e4m3", "e5m2", "e3m0", "e2m1fn")
         for options in ({}, {"kahan": True}, {"chunk": 5}, {"order": "pairwise"})]  # type: ignore[arg-type]  # fmt: skip

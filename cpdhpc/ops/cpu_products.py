@@ -46,6 +46,13 @@ def _bits(value: float) -> int:
     return int(struct.unpack("<I", struct.pack("<f", value))[0])
 
 
+def product_numbers(how: Products, wide: bool) -> tuple[tuple[int, ...], ...]:
+    """Return the numbers of the kernels' struct Products, of each rounding and of the rest."""
+    roundings = (rounding_numbers(cast or how.accumulate, wide) for cast in how.casts)
+    rest = (how.products is None, how.order == "pairwise", how.kahan, how.chunk)
+    return (*roundings, tuple(map(int, rest)))
+
+
 def matmul(
     a: Array, b: Array, how: Products, key: Key = (0, 0), inputs: FloatFormat = FLOAT32
 ) -> Array:
@@ -57,21 +64,7 @@ def matmul(
     batch, m, k = a.shape
     wide = not how.single(inputs)
     out = np.empty((batch, m, b.shape[2]), np.float32)
-    _cpu.matmul(
-        kernel_threads(),
-        wide,
-        *(rounding_numbers(cast or how.accumulate, wide) for cast in how.casts),
-        how.products is None,
-        how.order == "pairwise",
-        how.kahan,
-        how.chunk,
-        key,
-        batch,
-        m,
-        k,
-        b.shape[2],
-        np.ascontiguousarray(a),
-        np.ascontiguousarray(b),
-        out,
-    )
+    left, right = np.ascontiguousarray(a), np.ascontiguousarray(b)
+    numbers = product_numbers(how, wide)
+    _cpu.matmul(kernel_threads(), wide, *numbers, key, batch, m, k, b.shape[2], left, right, out)
     return out

@@ -33,8 +33,8 @@ def matmul(
 ) -> Any:
     """Return a @ b, of which each product and each partial sum is rounded to a format.
 
-    a: float32[..., m, k]; b: float32[..., k, n]; NumPy arrays or torch tensors on the CPU, not
-        changed; the axes in front are broadcast, and one axis alone is a row of a, a column of b
+    a: float32[..., m, k]; b: float32[..., k, n]; NumPy or CuPy arrays or torch tensors on the CPU,
+        not changed; the axes in front are broadcast; one axis alone is a row of a, a column of b
     inputs: both are rounded to nearest in it first; None: they are taken as they are
     products: each product is rounded to it; None: to accumulate; "exact": it is not rounded, but
         once with the sum, as by a fused multiply-add
