@@ -12,6 +12,9 @@ from training import small_data, small_job
 
 from cpdhpc import store
 from cpdhpc.config import ConfigError, validate
+from cpdhpc.report.figures import styles
+from cpdhpc.report.score import Score, Trained, score_charts
+from cpdhpc.report.trainings import load_run, run_groups, table
 from cpdhpc.signals import Caught
 from cpdhpc.train.job import Job
 from cpdhpc.train.loop import run
@@ -112,6 +115,25 @@ def test_records_have_the_columns_of_the_metric(
         *column or [""], ""
     )
     assert f"complete: {score}" in said[0] and "loss " in said[0]
+    measured = Score.of(job.toml())
+    (row,) = table(run_groups([load_run(training.files.record)])).rows
+    last = epochs[measured.column][-1]
+    assert row[2] == (f"{100 * last:.2f}" if measured.unit else f"{last:.4g}")
     again = prepare(job, Loopback(2), small_data(), Files.of(tmp_path, job))
     again.resume()
     assert again.record.rows["epochs"] == training.record.rows["epochs"]
+
+
+def test_less_is_better_where_the_metric_says_so() -> None:
+    """Of three trainings the cheap one and the one of the least perplexity are the front."""
+    job = validate(Job, {"name": "j", "metric": {"name": "perplexity"}}, "j")
+    drawn = styles("abc")
+    none = np.empty(0)
+    trained = [
+        Trained("", name, drawn[name], np.array([score]), sent, 1.0, none, none, none, none)
+        for name, score, sent in (("a", 9.0, 1e3), ("b", 9.5, 2e3), ("c", 2.0, 3e3))
+    ]
+    chart = score_charts("t", trained, Score.of(job.toml()))[0]
+    front = next(each for each in chart.panels[0].series if each.label == "Pareto front")
+    assert (list(front.x)[:2], list(front.y)[:2]) == ([1.0, 3.0], [9.0, 2.0])
+    assert chart.name == "perplexity_by_bits"

@@ -15,11 +15,11 @@ from cpdhpc import store
 from cpdhpc.config import UserError
 from cpdhpc.report.command import Outputs, load, report
 from cpdhpc.report.figures import draw
+from cpdhpc.report.score import pareto
 from cpdhpc.report.trainings import (
     RunGroup,
     baseline,
     overview,
-    pareto,
     run_groups,
     runs_report,
     table,
@@ -63,9 +63,9 @@ def test_groups_over_seeds(directory: Path) -> None:
         store.read(directory / f"float32-s{seed}.h5")[0]["epochs"]["test_accuracy"][-1]
         for seed in (0, 1)
     ]
-    assert base.accuracy == pytest.approx(100 * np.mean(accuracies), rel=1e-12)
+    assert base.score == pytest.approx(100 * np.mean(accuracies), rel=1e-12)
     deviation = 100 * abs(np.diff(accuracies)[0]) / 2**0.5
-    assert table(groups).rows[0][2] == f"{base.accuracy:.2f} ± {deviation:.2f}"
+    assert table(groups).rows[0][2] == f"{base.score:.2f} ± {deviation:.2f}"
 
 
 def test_the_table_counts_bytes_beside_float32(directory: Path) -> None:
@@ -76,7 +76,7 @@ def test_the_table_counts_bytes_beside_float32(directory: Path) -> None:
     assert cells["tile"][4] == f"{4 * (1024 + 1):,}"  # 4 tensors, each a tile and its shift
     assert cells["tile"][5] == f"{4 * 1025 / (4 * values):.3f}"
     assert cells["tile"][1] == "2 of 3"
-    assert cells["float32"][3] == cells["float32"][7] == "-"
+    assert cells["float32"][3] == cells["float32"][8] == "-"
     assert re.fullmatch(r"[+-]\d+\.\d\d", cells["aps"][3])
     assert re.fullmatch(r"\d+\.\d\d ± \d+\.\d\d", cells["aps"][2])
 
@@ -102,7 +102,7 @@ def test_the_pareto_figure_draws_points_where_they_are(directory: Path) -> None:
     drawn = {each.label: (list(each.x), list(each.y)) for each in panel.series}
     for group in groups:
         sent_kb = np.mean([run.steps["wire_bytes"].mean() for run in group.runs]) / 1e3
-        assert drawn[group.name] == ([sent_kb], [group.accuracies.mean()])
+        assert drawn[group.name] == ([sent_kb], [group.scores.mean()])
 
 
 def test_pareto_front() -> None:

@@ -19,8 +19,8 @@ from .factors import ABSENT, Array, Factor, Factors, Outcomes, Result, Series, V
 if TYPE_CHECKING:
     from ..report.figures import Map
     from ..report.points import Layout, SeedGroup
+    from ..report.score import Score, Trained
     from ..report.tables import Column, Section
-    from ..report.trainings import Trained
     from ..signals import Caught
     from ..study.study_file import StudyFile
     from ..train.job import Job
@@ -162,6 +162,8 @@ class _Training(Measuring):
 
     def result(self, place: Place) -> Result:
         """Return the times of all steps, and how training went."""
+        from ..train.step import PHASES
+
         assert self.training is not None, "visit has come to its end"
         training = self.training
         columns = training.record.arrays()
@@ -171,18 +173,21 @@ class _Training(Measuring):
         is_warmup = np.zeros(len(times_s), np.uint8)
         for first in self.starts:  # each process is cold at first
             is_warmup[first : first + self.study.measure.warmup] = 1
+        series = _series(training.record, training.iterations_per_epoch)
+        waited_s = steps["time_s"][:, PHASES.index("data")].sum()
+        scores = series["training"].keys() & SCORES.keys()
         outcomes: Outcomes = {
             "wire_bytes": float(steps["wire_bytes"].max(axis=1).mean()),
             "payload_bytes": 4 * sum(p.numel() for p in training.reducer.parameters),
-            "accuracy": 100 * float(epochs["test_accuracy"][-1]),
             "loss": float(epochs["test_loss"][-1]),
+            "data_share": 100 * float(waited_s / steps["time_s"].sum()),
+            **{SCORES[name]: float(series["training"][name][-1]) for name in scores},
         }
         done = len(times_s) - self.starts[-1]  # steps of this process, whose energy is known
         outcomes |= {name: float(value) / done for name, value in self.used.items() if done}
         environment = place.environment() | {
             "torch_threads": str(training.provenance["torch_threads"])
         }
-        series = _series(training.record, training.iterations_per_epoch)
         return Result(times_s, is_warmup, outcomes, environment, series)
 
 
@@ -199,15 +204,24 @@ def _job(tables: Raw, factors: Factors, name: str) -> Job:
     return validate(Job, raw | {"name": name}, "job")
 
 
+SCORES = {"test_accuracy": "accuracy", "test_score": "score"}  # by epoch: and at the end
+
+
 def _series(record: Record, iterations_per_epoch: int) -> Series:
+    from ..train.record import GROUPS
+
     columns = record.arrays()
     steps, epochs, layers = columns["steps"], columns["epochs"], columns["layers"]
     unknown = np.full(layers["nonzero"].shape, np.nan)  # where the method does not count them
     losses = steps["loss"].reshape(-1, iterations_per_epoch).mean(axis=1)
+    score = next((epochs[name] for name in epochs if name not in GROUPS["epochs"]), None)
+    scores = {} if score is None else {"test_score": score}
+    if "test_accuracy" in epochs:
+        scores = {"test_accuracy": 100 * epochs["test_accuracy"]}
     return {
         "training": {
             "epoch": epochs["epoch"],
-            "test_accuracy": 100 * epochs["test_accuracy"],
+            **scores,
             "test_loss": epochs["test_loss"],
             "train_loss": losses,
             "epoch_time_s": epochs["time_s"],
@@ -222,21 +236,27 @@ def _series(record: Record, iterations_per_epoch: int) -> Series:
 
 
 CAPTION = (
-    "Accuracy: of test samples at the end, mean ± sample standard deviation over seeds. Step: "
-    "median over the steps of all seeds. Training: mean over seeds of the time of all epochs. Bits "
-    "per value: bytes sent by the least number of values that must leave a rank, 2 (p - 1) / p of "
-    "all. Underflow: mean over layers and steps observed."
+    "Accuracy, or other score: of test samples at the end, mean ± sample standard deviation over "
+    "seeds. Step: median over the steps of all seeds. Training: mean over seeds of the time of all "
+    "epochs. Data: share of the time of all steps that a rank waits for samples. Bits per value: "
+    "bytes sent by the least number of values that must leave a rank, 2 (p - 1) / p of all. "
+    "Underflow: mean over layers and steps observed."
 )
 
 
 def _sections(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> list[Section]:
-    """Return a table, accuracy against bits and time, underflow by layer."""
+    """Return a table, the score against bits and time, underflow by layer."""
+    from ..report.score import learning_charts, score_charts
     from ..report.tables import Section, tabulate
-    from ..report.trainings import LAYER_SHARES, accuracy_charts, layer_charts, learning_charts
+    from ..report.trainings import LAYER_SHARES, layer_charts
 
-    trained = [_trained(file, group, layout) for group in groups]
-    charts = [*accuracy_charts(file.name, trained), *learning_charts(file.name, trained)]
-    table = tabulate("Training", _columns(file, groups, layout), groups, CAPTION)
+    measure = _measure(file, groups)
+    trained = [_trained(file, group, layout, measure) for group in groups]
+    charts = [
+        *score_charts(file.name, trained, measure),
+        *learning_charts(file.name, trained, measure),
+    ]
+    table = tabulate("Training", _columns(file, groups, layout, measure), groups, CAPTION)
     maps = [
         chart
         for name in LAYER_SHARES
@@ -249,9 +269,25 @@ def _sections(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> l
     return found + ([Section("Rounding by layer", charts=maps)] if maps else [])
 
 
-def _trained(file: StudyFile, group: SeedGroup, layout: Layout) -> Trained:
+def _measure(file: StudyFile, groups: Sequence[SeedGroup]) -> Score:
+    """Return what tells how well the trainings went: their loss where metrics or losses vary."""
+    from ..report.score import Score
+
+    found = set()
+    for group in groups:
+        swept = {k: v for k, v in group.factors.items() if k.startswith(("loss.", "metric."))}
+        found.add(Score.of(_job(file.toml.get("job", {}), swept, file.name).toml()))
+    return found.pop() if len(found) == 1 else Score("loss", "", lower=True, loss_unit="")
+
+
+def _outcome(measure: Score) -> str:
+    """Return the name of the outcome and of the series, behind "test_", that have the score."""
+    return measure.label if measure.label in ("accuracy", "loss") else "score"
+
+
+def _trained(file: StudyFile, group: SeedGroup, layout: Layout, measure: Score) -> Trained:
     from ..report.points import label
-    from ..report.trainings import Trained
+    from ..report.score import Trained
 
     line = layout.line([group])
     bit_bytes = 2 * (group.ranks - 1) / group.ranks * group.mean("payload_bytes") / 32
@@ -259,11 +295,11 @@ def _trained(file: StudyFile, group: SeedGroup, layout: Layout) -> Trained:
         label(group.factors, ["ranks", *layout.panels]),
         line.name,
         line.style,
-        group.outcome("accuracy"),
+        group.outcome(_outcome(measure)),
         group.mean("wire_bytes") if group.ranks > 1 else 0.0,
         bit_bytes or nan,
         _times_s(file, group),
-        *_curves(file, group),
+        *_curves(file, group, measure),
     )
 
 
@@ -278,30 +314,32 @@ def _times_s(file: StudyFile, group: SeedGroup) -> Array:
     return np.nansum(file.training["epoch_time_s"][_rows(group)], axis=1)
 
 
-def _curves(file: StudyFile, group: SeedGroup) -> tuple[Array, Array, Array]:
-    """Return epochs, and means over seeds of accuracy and loss by epoch."""
+def _curves(file: StudyFile, group: SeedGroup, measure: Score) -> tuple[Array, Array, Array]:
+    """Return epochs, and means over seeds of score and loss by epoch."""
     if "epoch" not in file.training:
         return np.empty(0), np.empty(0), np.empty(0)
-    accuracy, loss = (file.training[f"test_{name}"][_rows(group)] for name in ("accuracy", "loss"))
-    ran = ~np.isnan(accuracy).all(axis=0)
-    means = accuracy[:, ran].mean(axis=0), loss[:, ran].mean(axis=0)
+    names = f"test_{_outcome(measure)}", "test_loss"
+    score, loss = (file.training[name][_rows(group)] for name in names)
+    ran = ~np.isnan(score).all(axis=0)
+    means = score[:, ran].mean(axis=0), loss[:, ran].mean(axis=0)
     return file.training["epoch"][ran], *means
 
 
 def _columns(
-    file: StudyFile, groups: Sequence[SeedGroup], layout: Layout
+    file: StudyFile, groups: Sequence[SeedGroup], layout: Layout, measure: Score
 ) -> list[Column[SeedGroup]]:
     from ..report import units
     from ..report.points import of_factors, timing
     from ..report.tables import Column
 
+    score = _outcome(measure)
     float32 = {_rest(g): g for g in reversed(groups) if g.factors.get(AGGREGATOR) == "none"}
 
     def beside(group: SeedGroup) -> str:
         base = float32.get(_rest(group))
         if base is None or base is group:
             return units.NONE
-        return units.signed(group.mean("accuracy") - base.mean("accuracy"))
+        return measure.difference(group.mean(score) - base.mean(score))
 
     def sent(group: SeedGroup) -> str:
         some = group.mean("wire_bytes")
@@ -311,15 +349,17 @@ def _columns(
         least = 2 * (group.ranks - 1) / group.ranks * group.mean("payload_bytes")
         return units.digits(32 * group.mean("wire_bytes") / least) if least else units.NONE
 
+    known = any("data_share" in point.outcomes for point in file.points)
     _, *step = timing(file, "step")
     return [
         Column("ranks", lambda g: str(g.ranks)),
         *of_factors([*file.weak, *layout.panels], groups),
         Column("gradients", lambda g: layout.line([g]).name, numbers=False),
         Column("seeds", lambda g: str(len(g.points))),
-        Column("accuracy\n%", lambda g: units.with_deviation(g.outcome("accuracy"))),
-        Column("to float32\npoints", beside),
+        Column(measure.heading, lambda g: measure.told(g.outcome(score))),
+        Column(f"to float32\n{measure.points}".strip(), beside),
         *step,
+        *([Column("data\n%", lambda g: f"{g.mean('data_share'):.0f}")] if known else []),
         Column("training\ns", lambda g: units.digits(float(_times_s(file, g).mean()))),
         Column("sent per\nstep, rank", sent),
         Column("bits per\nvalue", bits),

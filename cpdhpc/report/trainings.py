@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import isnan, nan
 from pathlib import Path
@@ -15,8 +15,8 @@ from ..config import difference, value_of
 from ..kinds.factors import Array
 from ..study.study_file import ReportError
 from . import units
-from .figures import BLACK, Axis, Chart, Map, Panel, Series, Style, spread, styles
-from .points import finite
+from .figures import Axis, Chart, Map, Style, styles
+from .score import Score, Trained, learning_charts, score_charts
 from .tables import Column, Listed, Report, Section, Table, tabulate, words
 
 
@@ -41,9 +41,20 @@ class Run:
         return bool(self.attributes["status"] == "complete")
 
     @property
-    def accuracy(self) -> float:
-        """Share of the test samples that are right at the end."""
-        return float(self.epochs["test_accuracy"][-1])
+    def measure(self) -> Score:
+        """What tells how well it went."""
+        return Score.of(str(self.attributes["toml"]))
+
+    @property
+    def score(self) -> float:
+        """The score of the test samples at the end."""
+        return self.measure.factor * float(self.epochs[self.measure.column][-1])
+
+    @property
+    def data_share(self) -> float:
+        """Share of the steps' time in which the slowest rank waited for samples."""
+        waited_s = self.steps["time_s"][:, list(self.steps["phase"]).index("data")]
+        return float(waited_s.sum() / max(self.steps["time_s"].sum(), 1e-9))
 
     @property
     def wire_bytes(self) -> float:
@@ -87,14 +98,19 @@ class RunGroup:
         return all("underflow_share" in run.layers for run in self.runs)
 
     @property
-    def accuracies(self) -> Array:
-        """float64[runs], in percent."""
-        return 100 * np.array([run.accuracy for run in self.runs])
+    def scores(self) -> Array:
+        """float64[runs], an accuracy in percent."""
+        return np.array([run.score for run in self.runs])
 
     @property
-    def accuracy(self) -> float:
-        """Mean over seeds, in percent."""
-        return float(self.accuracies.mean())
+    def score(self) -> float:
+        """Mean over seeds."""
+        return float(self.scores.mean())
+
+    @property
+    def data_share(self) -> float:
+        """Mean over the runs."""
+        return float(np.mean([run.data_share for run in self.runs]))
 
     @property
     def wire_bytes(self) -> float:
@@ -113,8 +129,8 @@ class RunGroup:
 
 
 NEEDED = {  # of a record, which a damaged one may lack
-    "steps": ("time_s", "wire_bytes"),
-    "epochs": ("epoch", "test_accuracy", "test_loss", "time_s"),
+    "steps": ("phase", "time_s", "wire_bytes"),
+    "epochs": ("epoch", "test_loss", "time_s"),
     "layers": ("layer", "iteration", "nonzero"),
 }
 NEEDED_NOTES = ("name", "status", "toml", "date", "seed")
@@ -131,7 +147,10 @@ def load_run(path: Path) -> Run:
         lost = [name for name in names if name not in groups.get(group, {})]
         if lost:
             raise ReportError(f"{path}: has no /{group}/{lost[0]}: is not the file of a run")
-    return Run(path, attributes, groups["steps"], groups["epochs"], groups["layers"])
+    run = Run(path, attributes, groups["steps"], groups["epochs"], groups["layers"])
+    if run.measure.column not in run.epochs:
+        raise ReportError(f"{path}: has no /epochs/{run.measure.column}: is not the file of a run")
+    return run
 
 
 def run_groups(runs: Iterable[Run]) -> list[RunGroup]:
@@ -202,171 +221,11 @@ def layer_map(name: str, iterations: Array, layers: Sequence[str], values: Array
     return Map(name, Axis("iteration"), Axis(""), iterations, layers, values)
 
 
-FRONT = Style(BLACK, "", (0, (2, 2)))
-NEAR = 2.0  # points of accuracy below the best that a closer look takes in
-
-
-@dataclass(frozen=True)
-class Trained:
-    """Trainings that differ only in the seed.
-
-    panel: what it shares with others of a panel; accuracies: float64[seeds], %
-    sent_bytes: mean that the rank that sends most sends in a step; bit_bytes: what it would send
-        with a bit a value, NaN if not known
-    times_s: float64[seeds] of the whole training; accuracy, loss: means over seeds by epoch
-    """
-
-    panel: str
-    name: str
-    style: Style
-    accuracies: Array
-    sent_bytes: float
-    bit_bytes: float
-    times_s: Array
-    epochs: Array
-    accuracy: Array
-    loss: Array
-
-
-def accuracy_charts(title: str, trained: Sequence[Trained]) -> list[Chart]:
-    """Return accuracy against bytes, where any are sent, and against time."""
-    sending = [each for each in trained if each.sent_bytes > 0]
-    timed = [each for each in trained if finite(each.times_s)]
-    cost = "the bytes that a rank sends in a step"
-    rows = (
-        (sending, _by_bits, "accuracy_by_bits", "bits sent", cost),
-        (timed, _by_time, "accuracy_by_time", "time", "the time of the training"),
-    )
-    return [
-        Chart(
-            name,
-            f"{title}: accuracy against {what}",
-            [SEEDS],
-            f"Test accuracy at the end against {said}. {FRONTS}",
-            panels := _by_panel(shown, draw),
-            2 if any(panel.title.endswith(CLOSER) for panel in panels) else 3,
-            shared=False,
-        )
-        for shown, draw, name, what, said in rows
-        if shown
-    ]
-
-
-SEEDS = "Mean over seeds; bars: from the least to the greatest of the seeds."
-FRONTS = (
-    "Pareto front: no other has a mean as high for less; differences within the bars may be chance."
-)
-
-
-def _by_panel(
-    trained: Sequence[Trained], draw: Callable[[str, Sequence[Trained]], Panel]
-) -> list[Panel]:
-    """Return a panel for each title, and beside it a closer look at the best where it helps."""
-    groups: dict[str, list[Trained]] = {}
-    for each in trained:
-        groups.setdefault(each.panel, []).append(each)
-    best = {name: _near(group) for name, group in groups.items()}
-    closer = any(0 < len(best[name]) < len(group) for name, group in groups.items())
-    panels = []
-    for name, group in groups.items():
-        panel = draw(name or ("all" if closer else ""), group)
-        panels.append(panel)
-        if closer:
-            near = best[name] or group
-            ends = [end for each in near for end in (min(each.accuracies), max(each.accuracies))]
-            room = 0.1 * (max(ends) - min(ends)) + 0.05
-            y = Axis(panel.y.label, limits=(min(ends) - room, max(ends) + room))
-            title = f"{name}: {CLOSER}" if name else CLOSER
-            panels.append(Panel(title, panel.x, y, panel.series, top=panel.top))
-    return panels
-
-
-CLOSER = "the best, closer"
-
-
-def _near(group: Sequence[Trained]) -> list[Trained]:
-    """Return those of which every seed is near the best mean."""
-    best = max(each.accuracies.mean() for each in group)
-    return [each for each in group if each.accuracies.min() >= best - NEAR]
-
-
-def _by_bits(title: str, group: Sequence[Trained]) -> Panel:
-    sizes = [each.sent_bytes / 1e3 for each in group]
-    bit = [each.bit_bytes for each in group if each.bit_bytes > 0]
-    top = ("bits sent per value", 1e3 / bit[0], (1, 2, 4, 8, 16, 32)) if bit else None
-    x = spread("sent per step and rank / kB", sizes, "log", 1.5)
-    return _against(title, group, sizes, x, top)
-
-
-def _by_time(title: str, group: Sequence[Trained]) -> Panel:
-    times_s = [float(each.times_s.mean()) for each in group]
-    x = spread("time of the training / s", times_s, "log", 10, start=None)
-    return _against(title, group, times_s, x, bars=True)
-
-
-def _against(
-    title: str,
-    group: Sequence[Trained],
-    costs: Sequence[float],
-    x: Axis,
-    top: tuple[str, float, Sequence[float]] | None = None,
-    bars: bool = False,
-) -> Panel:
-    """Return accuracy by cost with its Pareto front; bars: of the times too."""
-    means = [float(each.accuracies.mean()) for each in group]
-    series = []
-    for each, cost, mean in zip(group, costs, means, strict=True):
-        low, high = [each.accuracies.min()], [each.accuracies.max()]
-        reach = ([each.times_s.min()], [each.times_s.max()]) if bars else (None, None)
-        series.append(Series(each.name, each.style, [cost], [mean], low, high, "none", *reach))
-    front = pareto(costs, means)
-    along, best = [costs[i] for i in front], [means[i] for i in front]
-    along, best = [*along, max(costs)], [*best, best[-1]]
-    series.append(Series("Pareto front", FRONT, along, best, join="steps"))
-    return Panel(title, x, Axis("test accuracy / %"), series, top=top)
-
-
-def pareto(costs: Sequence[float], gains: Sequence[float]) -> list[int]:
-    """Return which have a gain that nothing of no more cost has, cheapest first."""
-    order = sorted(range(len(costs)), key=lambda i: (costs[i], -gains[i]))
-    front: list[int] = []
-    for i in order:
-        if not front or gains[i] > gains[front[-1]]:
-            front.append(i)
-    return front
-
-
-def learning_charts(title: str, trained: Sequence[Trained]) -> list[Chart]:
-    """Return test accuracy and test loss by epoch, where they were kept."""
-    kept = [each for each in trained if len(each.epochs)]
-    if not kept:
-        return []
-    accuracy = Axis("test accuracy / %")
-    loss = spread("test loss / nat", [x for each in kept for x in each.loss], "log", 3)
-    return [
-        _learning(
-            "accuracy_by_epoch", f"{title}: accuracy over epochs", kept, "accuracy", accuracy
-        ),
-        _learning("loss_by_epoch", f"{title}: loss over epochs", kept, "loss", loss),
-    ]
-
-
-def _learning(name: str, title: str, trained: Sequence[Trained], what: str, y: Axis) -> Chart:
-    groups: dict[str, list[Series]] = {}
-    for each in trained:
-        lines = groups.setdefault(each.panel, [])
-        apart = max(1, len(each.epochs) // 5)
-        every = (len(lines) % apart, apart)
-        lines.append(Series(each.name, each.style, each.epochs, getattr(each, what), every=every))
-    panels = [Panel(panel, Axis("epoch", "whole"), y, lines) for panel, lines in groups.items()]
-    caption = "Mean over seeds after each epoch; markers now and then."
-    return Chart(name, title, [caption], caption, panels)
-
-
 TITLE = "Training runs"
 CAPTION = (
-    "Accuracy: of test samples, mean ± sample standard deviation over seeds. Step: median. "
-    "Underflow: share of non-zero gradient values that become zero when a rank encodes its own."
+    "Accuracy, or other score: of test samples, mean ± sample standard deviation over seeds. Step: "
+    "median. Data: share of the time of all steps that a rank waits for samples. Underflow: share "
+    "of non-zero gradient values that become zero when a rank encodes its own."
 )
 NOT_SHOWN = ("kind", "schema", "name", "seed", "toml", "status", "parameters")
 
@@ -376,10 +235,10 @@ def runs_report(runs: Sequence[Run], groups: Sequence[RunGroup]) -> Report:
     if not groups:
         raise ReportError(f"none of {len(runs)} runs is complete")
     drawn = styles(group.name for group in groups)
-    base = baseline(groups)
+    base, measure = baseline(groups), _measure(groups)
     trained = [_trained(group, drawn[group.name], base) for group in groups]
     observed = [_observed(group) for group in groups if group.compressed and group.observed]
-    charts = [*accuracy_charts(TITLE, trained), *learning_charts(TITLE, trained)]
+    charts = [*score_charts(TITLE, trained, measure), *learning_charts(TITLE, trained, measure)]
     maps = layer_charts(TITLE, "underflow", observed)
     left = [f"{run.path.name}: {run.attributes['status']}" for run in runs if not run.complete]
     return Report(
@@ -395,14 +254,27 @@ def runs_report(runs: Sequence[Run], groups: Sequence[RunGroup]) -> Report:
     )
 
 
+def _measure(groups: Sequence[RunGroup]) -> Score:
+    """Return what tells how well all went. Raises ReportError where it is not the same."""
+    found = {group.name: group.runs[0].measure for group in groups}
+    (name, first), *others = found.items()
+    for other, measure in others:
+        if measure != first:
+            raise ReportError(
+                f"{name} has {first.column} by {first.loss_unit or 'another'} loss and {other} "
+                f"{measure.column}: runs of one report must have one metric and loss"
+            )
+    return first
+
+
 def table(groups: Sequence[RunGroup]) -> Table:
-    """Return the table with a row for each group."""
-    base = baseline(groups)
+    """Return the table with a row for each group. Raises ReportError for several metrics."""
+    base, measure = baseline(groups), _measure(groups)
 
     def beside(group: RunGroup) -> str:
         if base is None or group is base:
             return units.NONE
-        return units.signed(group.accuracy - base.accuracy)
+        return measure.difference(group.score - base.score)
 
     def share(group: RunGroup) -> str:
         whole = base.wire_bytes if base else 0
@@ -419,11 +291,12 @@ def table(groups: Sequence[RunGroup]) -> Table:
     columns: list[Column[RunGroup]] = [
         Column("run", lambda group: group.name, numbers=False),
         Column("seeds", seeds),
-        Column("accuracy\n%", lambda group: units.with_deviation(group.accuracies)),
-        Column("to float32\npoints", beside),
+        Column(measure.heading, lambda group: measure.told(group.scores)),
+        Column(f"to float32\n{measure.points}".strip(), beside),
         Column("bytes per\nstep, rank", lambda group: f"{group.wire_bytes:,.0f}"),
         Column("of\nfloat32", share),
         Column("step\nms", lambda group: f"{group.step_time_ms:.2f}"),
+        Column("data\n%", lambda group: f"{100 * group.data_share:.0f}"),
         Column("under-\nflow %", underflow),
     ]
     return tabulate("", columns, groups, CAPTION)
@@ -431,16 +304,17 @@ def table(groups: Sequence[RunGroup]) -> Table:
 
 def _trained(group: RunGroup, style: Style, base: RunGroup | None) -> Trained:
     first = group.runs[0]
+    measure = first.measure
     return Trained(
         "",
         group.name,
         style,
-        group.accuracies,
+        group.scores,
         group.wire_bytes,
         base.wire_bytes / 32 if base and base.wire_bytes else nan,
         np.array([run.epochs["time_s"].sum() for run in group.runs]),
         first.epochs["epoch"],
-        100 * np.mean([run.epochs["test_accuracy"] for run in group.runs], axis=0),
+        measure.factor * np.mean([run.epochs[measure.column] for run in group.runs], axis=0),
         np.mean([run.epochs["test_loss"] for run in group.runs], axis=0),
     )
 
@@ -453,28 +327,30 @@ def _observed(group: RunGroup) -> tuple[str, Map]:
 
 
 def overview(charts: Sequence[Chart]) -> Chart:
-    """Return the figure of accuracy and of loss."""
+    """Return the figure of the score and of the loss."""
     shown = {chart.name: chart for chart in charts}
-    accuracy = shown.get("accuracy_by_bits", shown["accuracy_by_time"])
+    first = next(chart for chart in charts if chart.name.endswith(("_by_bits", "_by_time")))
     return Chart(
         "overview",
         TITLE,
-        accuracy.notes,
+        first.notes,
         "",
-        [*accuracy.panels, *shown["loss_by_epoch"].panels],
+        [*first.panels, *shown["loss_by_epoch"].panels],
         shared=False,
     )
 
 
 def _files(runs: Sequence[Run]) -> Table:
-    def accuracy(run: Run) -> str:
-        return f"{100 * run.accuracy:.2f}" if run.complete else units.NONE
+    measure = runs[0].measure
+
+    def score(run: Run) -> str:
+        return measure.told(np.array([run.score])) if run.complete else units.NONE
 
     columns: list[Column[Run]] = [
         Column("file", lambda run: run.path.name, numbers=False),
         Column("seed", lambda run: str(run.attributes["seed"])),
         Column("status", lambda run: str(run.attributes["status"]), numbers=False),
-        Column("test accuracy\n%", accuracy),
+        Column(f"test {measure.heading}", score),
     ]
     return tabulate("Runs", columns, runs, page_only=True)
 

@@ -52,16 +52,20 @@ OUTCOMES: dict[str, tuple[type, str, str]] = {  # name: type, long name, units
     ),
     "accuracy": (float, "test samples that are right at the end; NaN: no training", "%"),
     "loss": (float, "test loss at the end; NaN: no training", "nat"),
+    "score": (float, "test score at the end by the job's metric; NaN: accuracy or loss", "1"),
+    "data_share": (float, "share of the time of all steps that a rank waits for samples", "%"),
     "job_id": (str, "job of Slurm; empty: none", "1"),
     "restarts": (int, "starts of the batch before this one", "1"),
     "date": (str, "end of the case, ISO 8601, UTC", "1"),
 }
-WHERE_KNOWN = ("predicted_s", "energy_j")  # outcomes without a column where no case has them
+# without a column where no case has them
+WHERE_KNOWN = ("predicted_s", "energy_j", "score", "data_share", "test_score")
 SERIES: dict[str, dict[str, tuple[str, str]]] = {  # group: column: long name, units
     "training": {
         "test_accuracy": ("test samples that are right", "%"),
-        "test_loss": ("mean cross entropy of test samples", "nat"),
-        "train_loss": ("mean cross entropy of the epoch's batches", "nat"),
+        "test_score": ("score of the test samples by the job's metric", "1"),
+        "test_loss": ("mean loss of test samples", "nat"),
+        "train_loss": ("mean loss of the epoch's batches", "nat"),
         "epoch_time_s": ("time of training and evaluation, the slowest rank", "s"),
     },
     "telemetry": {

@@ -305,9 +305,11 @@ def _training(points: Points) -> Variables:
         "epoch": Variable(("epoch",), np.arange(1, epochs + 1), "epoch, from 1"),
     }
     for name, (text, units) in SERIES["training"].items():
+        if name in WHERE_KNOWN and not any(name in each for each in series):
+            continue
         data = np.full((len(points), epochs), np.nan)
         for index, each in enumerate(series):
-            if each:
+            if name in each:
                 data[index, : len(each[name])] = each[name]
         found[name] = Variable((*BY, "epoch"), data, text, units)
     return found

@@ -46,7 +46,9 @@ def train(
                 data[repr(job.data)] = agreed(world, job.data.load)
             training = prepare(job, worlds[shape], data[repr(job.data)], files[job.id])
             if resume:
-                training.resume()
+                said = training.resume()
+                if said:
+                    display.line(f"{job.id}: {said}")
                 if not _same_rates(training, former_epochs):
                     display.line(
                         f"{job.id}: it began as a run of {former_epochs} epochs, whose learning "

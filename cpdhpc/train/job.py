@@ -177,6 +177,16 @@ class Job(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _update_has_what_it_needs(self) -> Job:
+        for key, wanted in self.update.needs.items():
+            table, _, name = key.partition(".")
+            given = getattr(getattr(self, table), name)
+            if given != wanted:
+                must = f"must be {wanted!r}" if wanted is not None else "must not be given"
+                raise ValueError(f"{key}={given!r}: {must} with update.name={self.update.name!r}")
+        return self
+
     def plain(self) -> Raw:
         """Return the job as tables of plain values, every default filled in."""
         return self.model_dump(mode="python")

@@ -7,6 +7,7 @@ from math import isfinite
 from typing import NoReturn
 
 import numpy as np
+from numpy import inf, nan, nan_to_num
 
 from ..collectives.checks import NonFiniteGradient
 from ..config import UserError
@@ -17,7 +18,9 @@ from .data import Array, epoch_order
 from .progress import Display
 from .record import observe
 from .setup import Training
-from .step import evaluate, exchange, step
+from .step import evaluate, evaluate_each, exchange, step
+from .update.base import NOTHING
+from .update.own_models import OwnModels, OwnModelsRule
 
 SAMPLES = 3  # stream of random numbers: of what samples are to chance
 
@@ -83,13 +86,29 @@ def _epoch(training: Training, caught: Caught, display: Display) -> None:
             job.metric,
             training.sharing,
         )
+    of_ranks = _of_ranks(training, epoch + 1)
     elapsed_ns = training.world.max(np.array([int((time.perf_counter() - began) * 1e9)]))
     training.record.epoch(epoch + 1, score, loss, elapsed_ns[0] / 1e9)
-    display.epoch(job.id, epoch + 1, job.train.epochs, _told(training, score, loss))
+    told = _told(training, score, loss) + of_ranks
+    display.epoch(job.id, epoch + 1, job.train.epochs, told)
     if signal:  # in the last iteration: the resumed run does not come back to this evaluation
         _stop(training, signal, display)
     if (epoch + 1) % job.train.checkpoint_every == 0 and epoch + 1 < job.train.epochs:
         training.save("running")
+
+
+def _of_ranks(training: Training, epoch: int) -> str:
+    """Record and return how the ranks' own models do, where they have some. Collective."""
+    rule, update = training.job.update, training.update
+    if not (isinstance(rule, OwnModelsRule) and isinstance(update, OwnModels)):
+        return ""
+    rank, worst, said = -1, (nan, nan), ""
+    if rule.evaluate_ranks:
+        found = evaluate_each(update, training.test, training.loss, training.job.metric)
+        rank = max(range(len(found)), key=lambda i: nan_to_num(found[i][1], nan=inf))
+        worst, said = found[rank], f"; worst rank {rank}: {_told(training, *found[rank])}"
+    training.record.epoch_of_ranks(epoch, update.consensus_distance, rank, *worst)
+    return f"{said}; consensus distance {update.consensus_distance:.3g}"
 
 
 def _stop(training: Training, signal: int, display: Display) -> NoReturn:
@@ -131,7 +150,9 @@ def _iteration(training: Training, rate: float, batch: Array, caught: Caught) ->
     training.record.step(iteration, told.loss, rate, scale, told.time_ns, told.wire_bytes)
     if iteration in job.train.record_gradients and done.mean is not None:
         training.save_gradients()
-    if iteration % job.train.telemetry_every == 0 and done.mean is not None:
+    every, interval = job.train.telemetry_every, training.update.interval
+    is_due = iteration // every != (iteration - interval) // every
+    if is_due and done.mean is not None and done.mean is not NOTHING:
         training.record.telemetry(iteration, observe(training.reducer, done.mean))
     training.iteration += 1
     training.samples_seen += len(batch)

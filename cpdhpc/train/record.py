@@ -49,11 +49,12 @@ GROUPS = {  # group: its columns; the first one labels the rows
     "epochs": ("epoch", "test_loss", "time_s"),  # and before the loss what the metric gives
     "layers": ("iteration", "nonzero"),  # and what the aggregator offers
 }
-WHOLE = dict.fromkeys(("iteration", "epoch", "wire_bytes", "nonzero"), np.int64)
+OF_RANKS = ("epoch", "consensus_distance", "worst_rank", "test_loss")  # where models differ
+WHOLE = dict.fromkeys(("iteration", "epoch", "wire_bytes", "nonzero", "worst_rank"), np.int64)
 
 
 class Record:
-    """Rows of the three groups.
+    """Rows of the three groups, and of "ranks" where they have models of their own.
 
     ranks: of the run, the most it had; layers: names of the parameters, in the bucket's order
     columns: what the aggregator offers of each layer
@@ -67,16 +68,20 @@ class Record:
         columns: Mapping[str, Column] | None = None,
         loss: Loss | None = None,
         metric: Metric | None = None,
+        *,
+        own_models: bool = False,
     ) -> None:
         self.ranks, self.layers, self.columns = ranks, list(layers), dict(columns or {})
         self.loss, self.metric = loss or CrossEntropy(), metric or Accuracy()
         epoch, *rest = GROUPS["epochs"]
         scores = [] if self.metric.build() is None else [f"test_{self.metric.label}"]
-        self.names = GROUPS | {
+        self.names: dict[str, tuple[str, ...]] = GROUPS | {
             "epochs": (epoch, *scores, *rest),
             "layers": (*GROUPS["layers"], *self.columns),
         }
-        self.rows: dict[str, list[tuple[Any, ...]]] = {name: [] for name in GROUPS}
+        if own_models:
+            self.names["ranks"] = (*OF_RANKS[:-1], *scores, OF_RANKS[-1])
+        self.rows: dict[str, list[tuple[Any, ...]]] = {name: [] for name in self.names}
 
     def step(
         self,
@@ -94,8 +99,16 @@ class Record:
 
     def epoch(self, epoch: int, score: float, loss: float, time_s: float) -> None:
         """Add an epoch."""
-        scores = [score] if len(self.names["epochs"]) > len(GROUPS["epochs"]) else []
-        self.rows["epochs"].append((epoch, *scores, loss, time_s))
+        self.rows["epochs"].append((epoch, *self._scores(score), loss, time_s))
+
+    def _scores(self, score: float) -> list[float]:
+        return [score] if len(self.names["epochs"]) > len(GROUPS["epochs"]) else []
+
+    def epoch_of_ranks(
+        self, epoch: int, distance: float, rank: int, score: float, loss: float
+    ) -> None:
+        """Add how far apart the ranks' models are, and the one whose test loss is largest."""
+        self.rows["ranks"].append((epoch, distance, rank, *self._scores(score), loss))
 
     def telemetry(self, iteration: int, layers: Layers) -> None:
         """Add what was observed of the layers in a step."""
@@ -103,7 +116,7 @@ class Record:
 
     def arrays(self) -> dict[str, dict[str, Array]]:
         """Return each group's columns as plain arrays, from which restore makes the rows again."""
-        return {name: self._columns(name) for name in GROUPS}
+        return {name: self._columns(name) for name in self.names}
 
     def _columns(self, group: str) -> dict[str, Array]:
         names, rows = self.names[group], self.rows[group]
@@ -132,7 +145,7 @@ class Record:
             "steps": self._steps(columns["steps"]),
             "epochs": self._epochs(columns["epochs"]),
             "layers": self._layers(columns["layers"]),
-        }
+        } | ({"ranks": self._of_ranks(columns["ranks"])} if "ranks" in columns else {})
 
     def _steps(self, of: Mapping[str, Array]) -> dict[str, Variable]:
         by = ("iteration",)
@@ -169,6 +182,25 @@ class Record:
             "layer": Variable(("layer",), np.array(self.layers), "parameter tensor"),
             "nonzero": Variable(by, of["nonzero"], "non-zero gradient values of all ranks"),
         } | offered
+
+    def _of_ranks(self, of: Mapping[str, Array]) -> dict[str, Variable]:
+        by = ("epoch",)
+        distance = "root mean square distance of the ranks' parameters to their mean"
+        return {
+            "epoch": Variable(by, of["epoch"], "epoch, from 1"),
+            "consensus_distance": Variable(by, of["consensus_distance"], distance),
+            "worst_rank": Variable(
+                by, of["worst_rank"], "rank whose own model has the largest test loss; -1: unknown"
+            ),
+            **{
+                name: Variable(by, of[name], f"{self.metric.long_name}, of that rank")
+                for name in of
+                if name not in OF_RANKS
+            },
+            "test_loss": Variable(
+                by, of["test_loss"], f"mean {self.loss.label}, of that rank", self.loss.units
+            ),
+        }
 
     def _epochs(self, of: Mapping[str, Array]) -> dict[str, Variable]:
         by, label, units = ("epoch",), self.loss.label, self.loss.units

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from ..collectives.checks import check_alike
-from ..compress.base import Aggregator, Mean
+from ..compress.base import Aggregator, Mean, raise_unless_finite
 from ..compress.bucket import Bucket, Part, split_bucket
 from .averaging import Averaging, check_options, made, rounded
 from .overlap import Overlap, check_overlap
@@ -214,6 +214,29 @@ class GradientReducer(Averaging):
             return self._finish(self._aggregate_all(), used)
         finally:
             self._begin()
+
+    def collect(self) -> Sequence[int]:
+        """Return, by layer, whether any rank has a gradient, where none is averaged. Collective.
+
+        For update rules whose ranks step by themselves: flats hold what was stashed.
+        Raises as reduce, on all ranks alike.
+        """
+        if self._closed:
+            raise RuntimeError("GradientReducer.collect: the reducer is closed")
+        try:
+            used = self._agree()
+            raise_unless_finite(self.world, self.flats, self.bucket)
+            self.iteration += 1
+            return used
+        finally:
+            self._begin()
+
+    def average(self) -> Mean:
+        """Return the mean over all ranks of what flats hold, by the aggregator. Collective.
+
+        Gradients and buffers of the model stay as they are. Raises NonFiniteGradient as reduce.
+        """
+        return _joined(self.bucket.size, self.parts, self._aggregate_all())
 
     def _agree(self) -> Sequence[int]:
         """Return, by layer, whether any rank has a gradient; raise what any found. Collective."""

@@ -30,6 +30,7 @@ from .reducer import GradientReducer
 from .samples import InMemory
 from .step import naming_items
 from .update import Update
+from .update.own_models import OwnModelsRule
 
 T = TypeVar("T")
 Array = npt.NDArray[Any]
@@ -148,6 +149,7 @@ class Training:
         """
         path = self.files.checkpoint
         kept = checkpoint.state_file(path, self.iteration)
+        self.update.note()
         state = checkpoint.save_states(self.world, kept, self.states)
 
         def write() -> None:
@@ -199,15 +201,17 @@ class Training:
         }
         store.write(self.files.record, self.record.groups(), attributes)
 
-    def resume(self) -> None:
+    def resume(self) -> str:
         """Take over the checkpoint, where there is one, made by any number of ranks. Collective.
 
-        Raises CheckpointError or StoreError on all processes alike.
+        Returns what is to be said of it, mostly nothing. Raises CheckpointError or StoreError on
+        all processes alike.
         """
         path = self.files.checkpoint
         loaded = checkpoint.load_on_all(self.world, path, self.job.toml(), self._samples_seen)
+        said = ""
         if loaded is None:
-            return
+            return said
         groups, here = loaded
         self.iteration, self.samples_seen = here.iteration, here.samples_seen
         self.reducer.iteration = self.iteration
@@ -215,10 +219,12 @@ class Training:
         self.scaler.restore(groups.get("loss_scaling", {}))
         if here.state:
             kept = checkpoint.state_file(path, self.iteration)
-            checkpoint.load_states(self.world, kept, here.state, self.states)
+            former = checkpoint.load_states(self.world, kept, here.state, self.states)
+            said = self.update.resumed(former)
         self.scaler.note()
         self.controller.restore(groups.get("controller", {}))
         self.record.restore(groups)
+        return said
 
     def _samples_seen(self, iteration: int) -> int:
         """Return the samples seen before an iteration, where the batch is constant."""
@@ -260,7 +266,14 @@ def prepare(job: Job, world: Ranks, data: Dataset | Source, files: Files) -> Tra
         job.update.build(model, optimizer, reducer),
         LossScaler(reducer, job.train.loss_scale, dynamic=job.train.loss_scaling == "dynamic"),
         job.controller.build(job.settings(len(train))),
-        Record(world.ranks, reducer.bucket.names, job.gradient.columns, job.loss, job.metric),
+        Record(
+            world.ranks,
+            reducer.bucket.names,
+            job.gradient.columns,
+            job.loss,
+            job.metric,
+            own_models=isinstance(job.update, OwnModelsRule),
+        ),
         train=train,
         test=test,
         loss=loss,

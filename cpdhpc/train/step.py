@@ -17,7 +17,7 @@ from ..compress.base import Mean
 from ..config import ConfigError
 from ..partition import split
 from ..randomness import random_key
-from ..world.ranks import Ranks
+from ..world.ranks import Loopback, Ranks
 from .data import Samples, shard
 from .loss_scaling import LossScaler
 from .losses import LossFunction, Metric, MetricFunction, TargetError
@@ -98,6 +98,25 @@ def evaluate(
     )
     mean_loss = losses / targets
     return metric.score(values / scored if function else mean_loss), mean_loss
+
+
+def evaluate_each(
+    update: Update, samples: Samples, loss: LossFunction, metric: Metric
+) -> list[tuple[float, float]]:
+    """Return what evaluate returns, of each rank's own model on all samples. Collective.
+
+    Raises on all ranks alike what any rank raises.
+    """
+
+    def own() -> list[tuple[float, float]]:
+        found, alone = [], Loopback()
+        for hosted in range(update.world.virtual_ranks):
+            update.begin(hosted)
+            found.append(evaluate(update.model, alone, samples, loss, metric))
+        return found
+
+    everyone = update.world.gather_from(own, "evaluation")
+    return [scores for process in everyone for scores in process]
 
 
 Parts = tuple[float, int, float, int]  # a metric's values and losses: their sums and numbers

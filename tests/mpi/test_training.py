@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from test_checkpoint import Stop
+from test_models import SEQUENCES, TINY, text
 from training import write_idx
 
 from cpdhpc import store
@@ -20,6 +21,7 @@ from cpdhpc.cli import main
 from cpdhpc.collectives.checks import NonFiniteGradient
 from cpdhpc.config import dump_toml, merge, validate
 from cpdhpc.signals import Caught, Interrupted, catching
+from cpdhpc.train.checkpoint import state_file
 from cpdhpc.train.data import Dataset
 from cpdhpc.train.job import Job
 from cpdhpc.train.loop import Diverged, run
@@ -38,6 +40,17 @@ ROWS: dict[str, dict[str, Any]] = {
     "float32": {"aggregator": "none"},
     "stochastic": {"aggregator": "lowbit", "wire": "e4m3", "rounding": "stochastic"},
     "aps": {"aggregator": "lowbit", "wire": "e5m2", "scaling": "aps", "algorithm": "tree"},
+}
+RULES: dict[str, dict[str, Any]] = {
+    "decentlam": {
+        "update": {"name": "decentlam", "graph": "exponential", "wire": "e4m3"},
+        "optimizer": {"momentum": 0.0},
+    },
+    "diloco": {
+        "update": {"name": "diloco", "period": 3},
+        "optimizer": {"name": "adamw"},
+        "gradient": {"aggregator": "lowbit", "wire": "e4m3", "error_feedback": True},
+    },
 }
 
 
@@ -69,9 +82,10 @@ def data() -> Dataset:
     return Dataset(x[:60], y[:60], x[60:], y[60:], classes=4)
 
 
-def normalised_job(**train: Any) -> Job:
+def normalised_job(row: str = "", **train: Any) -> Job:
     train = {"epochs": 2, "threads": 1, "telemetry_every": 2, **train}
-    return validate(Job, {"name": "n", "model": {"name": "normalised"}, "train": train}, "test")
+    tables = {"name": "n", "model": {"name": "normalised"}, "train": train}
+    return validate(Job, tables | RULES.get(row, {}), "test")
 
 
 def test_what_forward_raises_on_one_rank_ends_all_alike(world: World, directory: Path) -> None:
@@ -107,12 +121,12 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(MODELS, "normalised", Normalised)
 
 
-@pytest.mark.parametrize("row", [*ROWS, "normalised"])
+@pytest.mark.parametrize("row", [*ROWS, "normalised", *RULES])
 def test_real_and_virtual_ranks_give_the_same_bits(world: World, directory: Path, row: str) -> None:
     """12 ranks on so many processes, and the 12 emulated by process 0 alone."""
     if RANKS % world.processes:
         pytest.skip(f"{world.processes} processes do not divide {RANKS} ranks")
-    job = job_of(gradient=ROWS[row]) if row in ROWS else normalised_job(batch=30)
+    job = job_of(gradient=ROWS[row]) if row in ROWS else normalised_job(row, batch=30)
     real = World(virtual_ranks=RANKS // world.processes)
     files = Files(directory / "real.h5", directory / "real.checkpoint.h5")
     run(prepare(job, real, data(), files), Caught(), quiet())
@@ -126,16 +140,43 @@ def test_real_and_virtual_ranks_give_the_same_bits(world: World, directory: Path
 
 
 def contents(files: Files) -> list[tuple[str, str, bytes]]:
-    """Weights, momentum and records, but for the times, and the bytes: a process alone has none
+    """Weights, momentum, what each rank keeps, and records, but for the times, and the bytes.
 
-    for MPI's own collectives, which check the arguments and find APS's largest exponents.
+    A process alone has none for MPI's own collectives, which check the arguments and find APS's
+    largest exponents.
     """
+    (kept,) = [*files.checkpoint.parent.glob(state_file(files.checkpoint, "*").name)] or [None]
     return [
-        (group, name, array.tobytes())
-        for group, arrays in store.read(files.checkpoint)[0].items()
-        for name, array in sorted(arrays.items())
-        if name not in ("time_s", "wire_bytes")
+        ("state", "", kept.read_bytes() if kept else b""),
+        *(
+            (group, name, array.tobytes())
+            for group, arrays in store.read(files.checkpoint)[0].items()
+            for name, array in sorted(arrays.items())
+            if name not in ("time_s", "wire_bytes")
+        ),
     ]
+
+
+@pytest.mark.parametrize("name", ["resnet_cifar", "wide_resnet", "row_lstm", *SEQUENCES])
+def test_the_models_give_the_same_bits_on_real_and_virtual_ranks(
+    world: World, directory: Path, name: str
+) -> None:
+    """Batch norm, dropout, weights that layers share: 4 ranks here, and played by process 0."""
+    if 4 % world.processes:
+        pytest.skip(f"{world.processes} processes do not divide 4 ranks")
+    source = text() if name in SEQUENCES else data()
+    job = job_of(train={"epochs": 1, "batch": 20})
+    job = validate(Job, job.plain() | {"model": {"name": name, **TINY[name]}}, "test")
+    real = World(virtual_ranks=4 // world.processes)
+    files = Files(directory / "real.h5", directory / "real.checkpoint.h5")
+    run(prepare(job, real, source, files), Caught(), quiet())
+    same = True
+    if world.process == 0:
+        alone = Files(directory / "alone.h5", directory / "alone.checkpoint.h5")
+        run(prepare(job, Loopback(4), source, alone), Caught(), quiet())
+        same = contents(files) == contents(alone)
+    together(world, same)
+    real.free()
 
 
 @pytest.mark.parametrize("later", [True, False])

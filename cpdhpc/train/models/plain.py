@@ -1,30 +1,17 @@
-"""Models: a class and a row in MODELS each."""
+"""Networks of few layers, one after the other."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from itertools import pairwise
 from math import prod
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from ..config import Section
+from .base import Model, Positive, image_shape, to_channels
 
 if TYPE_CHECKING:
     import torch
-
-
-class Model(Section):
-    """[model]: a network, named in MODELS."""
-
-    @abstractmethod
-    def build(self, image_shape: tuple[int, ...], classes: int) -> torch.nn.Module:
-        """Return the network; its input is [batch, *image_shape].
-
-        classes: 0 where the data does not say. Raises ValueError where it does not go with the
-        images.
-        """
 
 
 class LeNet(Model):
@@ -36,29 +23,20 @@ class LeNet(Model):
     """
 
     name: Literal["lenet"] = "lenet"
-    channels: Annotated[
-        tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)]], Field(strict=False)
-    ] = (16, 32)
-    hidden: Annotated[int, Field(ge=1)] = 128
+    channels: Annotated[tuple[Positive, Positive], Field(strict=False)] = (16, 32)
+    hidden: Positive = 128
 
-    def build(self, image_shape: tuple[int, ...], classes: int) -> torch.nn.Module:
+    def build(self, sample_shape: tuple[int, ...], classes: int) -> torch.nn.Module:
         """Return the network; its input is float32[batch, height, width].
 
         Raises ValueError for images that two poolings leave nothing of.
         """
         import torch
 
-        if len(image_shape) not in (2, 3) or min(image_shape[-2:]) < 4:
-            shape = " x ".join(map(str, image_shape))
-            raise ValueError(
-                f"LeNet: inputs of {shape}: must be images of at least 4 x 4 pixels, channels first"
-            )
-        height, width = image_shape[-2:]
-        inputs = image_shape[0] if len(image_shape) == 3 else 1
+        inputs, height, width = image_shape("LeNet", sample_shape, 4)
         first, second = self.channels
-        gray = [torch.nn.Unflatten(1, (1, height))] if len(image_shape) == 2 else []
         return torch.nn.Sequential(
-            *gray,
+            *to_channels(sample_shape),
             torch.nn.Conv2d(inputs, first, kernel_size=5, padding=2),
             torch.nn.ReLU(),
             torch.nn.MaxPool2d(2),
@@ -72,9 +50,6 @@ class LeNet(Model):
         )
 
 
-Width = Annotated[int, Field(ge=1)]
-
-
 class Mlp(Model):
     """[model] name = "mlp": fully connected layers with ReLU between them.
 
@@ -82,17 +57,14 @@ class Mlp(Model):
     """
 
     name: Literal["mlp"] = "mlp"
-    hidden: Annotated[tuple[Width, ...], Field(strict=False)] = (64,)
+    hidden: Annotated[tuple[Positive, ...], Field(strict=False)] = (64,)
 
-    def build(self, image_shape: tuple[int, ...], classes: int) -> torch.nn.Module:
+    def build(self, sample_shape: tuple[int, ...], classes: int) -> torch.nn.Module:
         """Return the network; its input is float32[batch, height, width]."""
         import torch
 
-        widths = (prod(image_shape), *self.hidden, classes)
+        widths = (prod(sample_shape), *self.hidden, classes)
         layers: list[torch.nn.Module] = [torch.nn.Flatten()]
         for inputs, outputs in pairwise(widths):
             layers += [torch.nn.Linear(inputs, outputs), torch.nn.ReLU()]
         return torch.nn.Sequential(*layers[:-1])
-
-
-MODELS: dict[str, type[Model]] = {"mlp": Mlp, "lenet": LeNet}

@@ -1,20 +1,22 @@
-"""Update rules: how the gradients of all ranks become the next parameters."""
+"""What an update rule is: how the gradients of all ranks become the next parameters."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar
 
-from ..compress.base import Mean
-from ..compress.state import State
-from ..config import Section
+import numpy as np
+
+from ...compress.base import Mean
+from ...compress.state import State
+from ...config import Section
 
 if TYPE_CHECKING:
     import torch
 
-    from .reducer import GradientReducer
+    from ..reducer import GradientReducer
 
 
 class Update(ABC):
@@ -25,7 +27,10 @@ class Update(ABC):
 
     model: the one model of a process, which plays its hosted ranks one after the other
     state: what the rule keeps of each rank, as parameters that differ; it is in checkpoints
+    interval: steps from one reduce that averages to the next
     """
+
+    interval = 1
 
     def __init__(
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, reducer: GradientReducer
@@ -45,8 +50,8 @@ class Update(ABC):
     def reduce(self) -> Mean:
         """Exchange what the ranks need of one another. Collective.
 
-        Returns the mean of the gradients, for telemetry. Raises NonFiniteGradient on all ranks
-        alike, with all parameters as they were.
+        Returns the mean of the gradients, for telemetry, or NOTHING where a step has none. Raises
+        NonFiniteGradient on all ranks alike, with all parameters as they were.
         """
 
     @abstractmethod
@@ -58,44 +63,32 @@ class Update(ABC):
         """Make the model the one that is evaluated and saved, alike on all ranks. Collective."""
         yield
 
+    def note(self) -> None:
+        """Bring state up to date, as it is about to be saved."""
 
-class AllreduceUpdate(Update):
-    """The mean gradient, then the optimiser's step: all ranks hold the same parameters."""
+    def resumed(self, former_ranks: int) -> str:
+        """Go on from what a checkpoint has put into model and state.
 
-    def keep(self, hosted: int) -> None:
-        """Take p.grad. See Update.keep."""
-        if self.world.virtual_ranks > 1:  # else reduce takes p.grad itself
-            self.reducer.stash(hosted)
+        former_ranks: how many ranks the run had that saved state. Returns what is to be said of it.
+        """
+        return ""
 
-    def reduce(self) -> Mean:
-        """Set p.grad to the mean over all ranks. Collective. See Update.reduce."""
-        return self.reducer.reduce()
 
-    def step(self) -> None:
-        """Let the optimiser step."""
-        self.optimizer.step()
+NOTHING = Mean(np.empty(0, np.float32))  # of a step in which no mean is formed
 
 
 class UpdateRule(Section):
-    """[update]: the rule, named in UPDATES."""
+    """[update]: the rule, named in UPDATES.
+
+    needs: the one value that other keys of a job may have, by table.key
+    """
+
+    needs: ClassVar[Mapping[str, object]] = {}
+
+    name: str
 
     @abstractmethod
     def build(
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, reducer: GradientReducer
     ) -> Update:
         """Return the rule at work. Collective where it gives ranks what they begin with."""
-
-
-class ByAllreduce(UpdateRule):
-    """[update] name = "allreduce": the optimiser steps with the mean gradient."""
-
-    name: Literal["allreduce"] = "allreduce"
-
-    def build(
-        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, reducer: GradientReducer
-    ) -> Update:
-        """Return the rule at work. See UpdateRule.build."""
-        return AllreduceUpdate(model, optimizer, reducer)
-
-
-UPDATES: dict[str, type[UpdateRule]] = {"allreduce": ByAllreduce}

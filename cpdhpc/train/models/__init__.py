@@ -1,0 +1,32 @@
+"""Models: a class and a row in MODELS each."""
+
+from __future__ import annotations
+
+from .base import Model
+from .plain import LeNet, Mlp
+from .residual import CifarResNet, ResNet, WideResNet
+from .sequences import LstmLanguageModel, RowLstm, Transformer
+
+MODELS: dict[str, type[Model]] = {
+    "mlp": Mlp,
+    "lenet": LeNet,
+    "resnet_cifar": CifarResNet,
+    "wide_resnet": WideResNet,
+    "resnet": ResNet,
+    "row_lstm": RowLstm,
+    "lstm": LstmLanguageModel,
+    "transformer": Transformer,
+}
+
+__all__ = [
+    "MODELS",
+    "CifarResNet",
+    "LeNet",
+    "LstmLanguageModel",
+    "Mlp",
+    "Model",
+    "ResNet",
+    "RowLstm",
+    "Transformer",
+    "WideResNet",
+]
