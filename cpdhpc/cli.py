@@ -255,6 +255,9 @@ COMMANDS: dict[str, Command | Group] = {
     "train": Command(
         "train a job file's rows with all seeds, on all MPI ranks", "cli", "train", True
     ),
+    "export": Command(
+        "write a trained quantised network as integers; needs no MPI", "train.export"
+    ),
     "autoencoder": Group(
         "train filters whose cells are split over ranks; probe shows what they have learned",
         {
@@ -266,6 +269,7 @@ COMMANDS: dict[str, Command | Group] = {
         },
         Command("train filters whose cells are split over ranks", "cli", "autoencoder", True),
     ),
+    "influence": Command("find which samples made a loss", "influence.command", on_ranks=True),
     "bench": Group(
         "measure this machine, predict others; codec needs no MPI",
         {
@@ -273,6 +277,7 @@ COMMANDS: dict[str, Command | Group] = {
                 "error of the simulated sum by algorithm, accumulation and scaling",
                 "bench.accuracy",
             ),
+            "batchnorm": Command("batch norms as integers: shifts, differences", "bench.batchnorm"),
             "codec": Command(
                 "codec rates on one core or more, in GB/s of float32, beside memcpy", "bench.codec"
             ),
@@ -366,21 +371,13 @@ COMMANDS: dict[str, Command | Group] = {
                 "resume",
                 starts_mpi=True,
             ),
-            "cancel": Command(
-                "take the study's jobs out of Slurm's queue, and no others",
-                "study.commands",
-                "cancel",
-            ),
+            "cancel": Command("take the study's jobs out of the queue", "study.commands", "cancel"),
             "extend": Command(
                 "add levels to the study of a folder; what is finished stays and counts",
                 "study.commands",
                 "extend",
             ),
-            "collect": Command(
-                "write study.h5 from the finished cases; status complete or partial",
-                "study.commands",
-                "collect",
-            ),
+            "collect": Command("write study.h5 of what is finished", "study.commands", "collect"),
             "freeze": Command(
                 "make the folder of a study and print its path, for job scripts of your own",
                 "study.commands",
@@ -388,9 +385,7 @@ COMMANDS: dict[str, Command | Group] = {
             ),
         },
     ),
-    "scripts": Command(
-        "write sbatch scripts for a site; needs no MPI", "study.commands", "scripts"
-    ),
+    "scripts": Command("write sbatch scripts; needs no MPI", "study.commands", "scripts"),
     "darray": Group(
         "show plans of distributed arrays; needs no MPI",
         {
@@ -422,8 +417,8 @@ def started_by_mpirun() -> int:
 class Parser(argparse.ArgumentParser):
     """Says what a command does not know with that command's usage, not with the top-level one."""
 
-    def parse_known_args(self, *given: Any, **named: Any) -> Any:
-        found, unknown = super().parse_known_args(*given, **named)
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        found, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
         return found, []

@@ -256,11 +256,16 @@ def _write_group(target: Any, group: Group) -> None:
         dataset = target.create_dataset(name, data=_storable(variable.data))
         dataset.attrs["long_name"], dataset.attrs["units"] = variable.long_name, variable.units
         dataset.attrs.update(variable.notes)
-        if name in labels:
-            dataset.make_scale(name)
-            continue
-        for axis, dim in enumerate(variable.dims):
-            dataset.dims[axis].attach_scale(target[dim])
+        _label(target, name, variable.dims)
+
+
+def _label(group: Any, name: str, dims: tuple[str, ...]) -> None:
+    """Let a dataset label its axis, or others of its group its axes."""
+    if dims == (name,):
+        group[name].make_scale(name)
+        return
+    for axis, dim in enumerate(dims):
+        group[name].dims[axis].attach_scale(group[dim])
 
 
 def _storable(data: Array) -> Any:
@@ -303,11 +308,15 @@ def _plain(attributes: Attributes) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Room:
-    """A dataset whose values are written or read in parts: its shape, dtype and attributes."""
+    """A dataset whose values are written or read in parts: its shape, dtype and attributes.
+
+    dims: the datasets that label its axes, as those of Variable; none: no labels
+    """
 
     shape: tuple[int, ...]
     dtype: npt.DTypeLike
     attributes: Attributes = field(default_factory=dict)
+    dims: tuple[str, ...] = ()
 
 
 def create(
@@ -337,6 +346,8 @@ def create(
                 raise StoreError(f"dataset {name!r} of {room.dtype}: {error}") from None
             dataset.attrs.update(room.attributes)
             offsets[name] = dataset.id.get_offset()
+        for name in sorted(rooms, key=lambda name: rooms[name].dims != (name,)):  # labels first
+            _label(file, name, rooms[name].dims)
     _reserve(path)
     return offsets
 

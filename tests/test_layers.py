@@ -24,15 +24,19 @@ MAY_IMPORT = {  # part of the package -> the parts it may import, besides itself
     "signals": set(),
     "ops": BASE | {"_cpu", "kernels"},
     "arrays": BASE | {"ops"},
+    "precision": BASE | {"arrays", "ops"},
     "world": WORLD,
     "collectives": WORLD,
     "compress": REDUCE,
     "darray": REDUCE,
+    "quantized": BASE,
     "provenance": WORLD | {"_cpu"},
     "split_images": WORLD | {"darray"},
-    "train": REDUCE | {"compress", "split_images", "provenance", "signals"},
+    "train": REDUCE | {"compress", "split_images", "quantized", "provenance", "signals"},
+    "influence": REDUCE | {"train"},
     "autoencoder": WORLD | {"darray", "train", "provenance", "signals"},
-    "bench": REDUCE | {"arrays", "compress", "darray", "train", "autoencoder", "provenance"},
+    "bench": REDUCE
+    | {"arrays", "compress", "darray", "quantized", "train", "autoencoder", "provenance"},
     "kinds": WORLD
     | {"collectives", "darray", "bench", "train", "autoencoder", "provenance", "signals"}
     | {"study", "report"},
@@ -58,10 +62,12 @@ ONLY_HERE = {  # outside package -> where it may be imported
     "torch": (
         "compress/lgc.py",
         "train/",
+        "influence/",
         "split_images/",
         "autoencoder/",
         "darray/autograd.py",
         "bench/baselines.py",
+        "quantized/layers.py",
     ),
     "h5py": ("store.py",),
     "simpleeval": ("study/spec.py",),
@@ -191,7 +197,17 @@ def module_names() -> list[str]:
 def test_importing_starts_nothing() -> None:
     """In a fresh interpreter the public names, then all modules, those that need torch last."""
     with_torch = tuple(
-        f"cpdhpc.{place}" for place in ("train", "split_images", "autoencoder", "darray.autograd")
+        f"cpdhpc.{place}"
+        for place in (
+            "train",
+            "influence.plan",
+            "influence.rows",
+            "influence.scores",
+            "split_images",
+            "autoencoder",
+            "darray.autograd",
+            "quantized.layers",
+        )
     )
     names = sorted(module_names(), key=lambda name: name.startswith(with_torch))
     first = next(i for i, name in enumerate(names) if name.startswith(with_torch))

@@ -16,6 +16,7 @@ from training import model_bytes, run_job, small_data, small_job
 from cpdhpc import store
 from cpdhpc.collectives import sparse
 from cpdhpc.compress.base import Mean
+from cpdhpc.config import merge
 from cpdhpc.signals import Caught, Interrupted
 from cpdhpc.train.controllers import CONTROLLERS, Control, Controller, Scheduled, Settings
 from cpdhpc.train.loop import run
@@ -111,6 +112,18 @@ class DoublingControl(Control):
 CHANGES: dict[str, dict[str, Any]] = {
     "local": {"update": {"name": "local"}, "optimizer": {"momentum": 0.0}},
     "doubling": {"controller": {"name": "doubling"}},
+    "noise": {
+        "controller": {"name": "noise_scale"},
+        "gradient": {"aggregator": "lowbit", "wire": "e3m0"},
+    },
+    "adaptive": {
+        "controller": {"name": "adaptive_batch", "smoothing": 0.5, "share": 1e6},
+        "train": {"batch": 12},
+    },
+    "autowu": {
+        "controller": {"name": "autowu", "max_rate": 9.0, "patience": 1, "confidence": 0.51},
+        "train": {"epochs": 4},
+    },
     "decentlam": {
         "update": {"name": "decentlam", "graph": "ring", "wire": "e4m3"},
         "optimizer": {"momentum": 0.0, "weight_decay": 0.01},
@@ -134,7 +147,7 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", CHANGES)
 @pytest.mark.parametrize("after", [1, 4, 6])
 def test_resumed_is_undisturbed(tmp_path: Path, name: str, after: int) -> None:
-    job = small_job(train={"telemetry_every": 2}, **CHANGES[name])
+    job = small_job(**merge({"train": {"telemetry_every": 2}}, CHANGES[name]))
     (tmp_path / "whole").mkdir()
     whole = run_job(job, Loopback(3), tmp_path / "whole")
     files, caught = Files.of(tmp_path, job), Caught()

@@ -44,8 +44,8 @@ def tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Groups:
     }
 
 
-def load_tensors(groups: Groups, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Set model and optimizer to what tensors returned.
+def load_model(groups: Groups, model: torch.nn.Module) -> None:
+    """Set a model's parameters and buffers to what tensors returned.
 
     Raises CheckpointError, naming the tensor, where the model has other ones.
     """
@@ -56,6 +56,11 @@ def load_tensors(groups: Groups, model: torch.nn.Module, optimizer: torch.optim.
         if here != there:
             raise CheckpointError(f"tensor {name} is {there} there and {here} here")
     model.load_state_dict({k: torch.from_numpy(v.copy()) for k, v in groups["model"].items()})
+
+
+def load_tensors(groups: Groups, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Set model and optimizer to what tensors returned. Raises CheckpointError as load_model."""
+    load_model(groups, model)
     state = optimizer.state_dict()
     for key, values in groups["optimizer"].items():
         index, _, name = key.partition(".")

@@ -29,9 +29,9 @@ def train(
     Raises UserError or Interrupted on all processes alike.
     """
     jobs = agreed(world, lambda: load(path, settings))
-    agreed(world, lambda: _check_grids(jobs, world))
+    agreed(world, lambda: _check_ranks(jobs, world))
     files = {job.id: Files.of(directory, job) for job in jobs}
-    written = {job.id: files[job.id].written(job.train.record_gradients) for job in jobs}
+    written = {job.id: files[job.id].written(job) for job in jobs}
     with claimed(world, directory, written, resume), catching() as caught:
         todo = world.on_first(lambda: _todo(jobs, files, resume), "resume")
         display = Display(world.process == 0, len(todo))
@@ -59,8 +59,9 @@ def train(
     return [each.record for each in files.values()]
 
 
-def _check_grids(jobs: list[Job], world: World) -> bool:
+def _check_ranks(jobs: list[Job], world: World) -> bool:
     for job in jobs:
+        job.check_ranks(world.processes * job.train.virtual_ranks)
         rows, columns = job.train.image_grid
         if world.processes % (rows * columns):
             raise ConfigError(

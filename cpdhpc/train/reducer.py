@@ -51,6 +51,7 @@ class GradientReducer(Averaging):
         ranks of floating-point ones and rank 0's others, "none" each its own
     iteration, epoch: of the next reduce; the epoch is the caller's to set, for methods that ask
     state: what the aggregator keeps, in checkpoints together with iteration
+    alike: what else must be the same on all ranks in the next reduce, by name
     loss_scale: what losses are multiplied by, the caller's to set between steps, or a LossScaler's:
         means are divided by it, and what the aggregator keeps follows it
     Raises on all ranks alike ValueError or TypeError for an unknown name, unknown options, other
@@ -105,6 +106,7 @@ class GradientReducer(Averaging):
         self._refuse_momentum()
         for _, tensor in tensors:
             broadcast(self.world, tensor)
+        self.alike: dict[str, object] = {}
         self._active = [True] * self.world.processes
         self._joining = False
         self._closed = False
@@ -245,7 +247,7 @@ class GradientReducer(Averaging):
             self.fail(self._unknown())
         size_bytes = self._buffers.size_bytes(self._live)
         alike: dict[str, object] = {"iteration": self.iteration, "bytes of buffers": size_bytes}
-        alike["loss_scale"] = self.loss_scale
+        alike |= {"loss_scale": self.loss_scale, **self.alike}
         missing = [not all(self._used)]
         if not any(check_alike(self.world, self._error, alike, missing, "GradientReducer.reduce")):
             return self._used

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from ...compress.base import Mean
+from ...compress.base import Array, Mean
 from ...compress.state import State
 from ...config import Section
 
@@ -31,6 +31,7 @@ class Update(ABC):
     """
 
     interval = 1
+    at_rest = True  # whether a checkpoint may be taken now
 
     def __init__(
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, reducer: GradientReducer
@@ -38,6 +39,15 @@ class Update(ABC):
         self.model, self.optimizer, self.reducer = model, optimizer, reducer
         self.world = reducer.world
         self.state = State(self.world.hosted, self.world.ranks)
+
+    def batch(self, coming: Array, size: int) -> Array:
+        """Return the next global batch; coming: int64[n], samples of the epoch not yet seen."""
+        return coming[:size]
+
+    @property
+    def sent_bytes(self) -> Array | int:
+        """int64[hosted], bytes that went through other worlds than the training's; or 0."""
+        return 0
 
     def begin(self, hosted: int) -> None:
         """Make the model that of a hosted rank, before its forward."""
