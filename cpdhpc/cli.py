@@ -206,18 +206,6 @@ def run_report(arguments: argparse.Namespace) -> int:
     return SLOWER if slower and of.fail_on_slower else 0
 
 
-def add_info(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of info: none."""
-
-
-def run_info(arguments: argparse.Namespace, world: World) -> int:
-    """Print what this machine has. Collective."""
-    from .provenance import print_info
-
-    print_info(world)
-    return 0
-
-
 @dataclass(frozen=True)
 class Command:
     """A command, or an action of one; its module is imported when it is the one asked for.
@@ -267,6 +255,9 @@ COMMANDS: dict[str, Command | Group] = {
     "train": Command(
         "train a job file's rows with all seeds, on all MPI ranks", "cli", "train", True
     ),
+    "export": Command(
+        "write a trained quantised network as integers; needs no MPI", "train.export"
+    ),
     "autoencoder": Group(
         "train filters whose cells are split over ranks; probe shows what they have learned",
         {
@@ -278,6 +269,7 @@ COMMANDS: dict[str, Command | Group] = {
         },
         Command("train filters whose cells are split over ranks", "cli", "autoencoder", True),
     ),
+    "influence": Command("find which samples made a loss", "influence.command", on_ranks=True),
     "bench": Group(
         "measure this machine, predict others; codec needs no MPI",
         {
@@ -285,6 +277,7 @@ COMMANDS: dict[str, Command | Group] = {
                 "error of the simulated sum by algorithm, accumulation and scaling",
                 "bench.accuracy",
             ),
+            "batchnorm": Command("batch norms as integers: shifts, differences", "bench.batchnorm"),
             "codec": Command(
                 "codec rates on one core or more, in GB/s of float32, beside memcpy", "bench.codec"
             ),
@@ -340,7 +333,9 @@ COMMANDS: dict[str, Command | Group] = {
         "batch",
         True,
     ),
-    "info": Command("show versions, the MPI library, hosts, kernels, the GPU", "cli", "info", True),
+    "info": Command(
+        "show versions, the MPI library, hosts, kernels, the GPU", "provenance", "info", True
+    ),
     "study": Group(
         "plan and run a sweep here or by Slurm, collect it; needs no MPI",
         {
@@ -376,21 +371,13 @@ COMMANDS: dict[str, Command | Group] = {
                 "resume",
                 starts_mpi=True,
             ),
-            "cancel": Command(
-                "take the study's jobs out of Slurm's queue, and no others",
-                "study.commands",
-                "cancel",
-            ),
+            "cancel": Command("take the study's jobs out of the queue", "study.commands", "cancel"),
             "extend": Command(
                 "add levels to the study of a folder; what is finished stays and counts",
                 "study.commands",
                 "extend",
             ),
-            "collect": Command(
-                "write study.h5 from the finished cases; status complete or partial",
-                "study.commands",
-                "collect",
-            ),
+            "collect": Command("write study.h5 of what is finished", "study.commands", "collect"),
             "freeze": Command(
                 "make the folder of a study and print its path, for job scripts of your own",
                 "study.commands",
@@ -398,9 +385,7 @@ COMMANDS: dict[str, Command | Group] = {
             ),
         },
     ),
-    "scripts": Command(
-        "write sbatch scripts for a site; needs no MPI", "study.commands", "scripts"
-    ),
+    "scripts": Command("write sbatch scripts; needs no MPI", "study.commands", "scripts"),
     "darray": Group(
         "show plans of distributed arrays; needs no MPI",
         {
@@ -429,9 +414,19 @@ def started_by_mpirun() -> int:
     return max(int(os.environ.get(name, 1)) for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"))
 
 
-def parser(argv: list[str]) -> argparse.ArgumentParser:
+class Parser(argparse.ArgumentParser):
+    """Says what a command does not know with that command's usage, not with the top-level one."""
+
+    def parse_known_args(self, *given: Any) -> Any:
+        found, unknown = super().parse_known_args(*given)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return found, []
+
+
+def parser(argv: list[str]) -> Parser:
     """Return the parser of a command line: all commands, the arguments of the one that it names."""
-    top = argparse.ArgumentParser(
+    top = Parser(
         prog="cpdhpc", description="Distributed deep learning over MPI with gradients of few bits."
     )
     _add_commands(top, COMMANDS, argv, "COMMAND")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import platform
 import socket
@@ -113,7 +114,11 @@ def attributes(world: Ranks) -> dict[str, str | int]:
     }
 
 
-def print_info(world: Ranks) -> None:
+def add_info(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of info: none."""
+
+
+def run_info(arguments: argparse.Namespace, world: Ranks) -> None:
     """Print a table from process 0. Collective."""
     names = hosts(world)
     threads = str(threads_of_rank(world))  # of torch in train, of kernels in train and bench

@@ -7,6 +7,7 @@ import errno
 import hashlib
 import io
 import os
+import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -255,11 +256,16 @@ def _write_group(target: Any, group: Group) -> None:
         dataset = target.create_dataset(name, data=_storable(variable.data))
         dataset.attrs["long_name"], dataset.attrs["units"] = variable.long_name, variable.units
         dataset.attrs.update(variable.notes)
-        if name in labels:
-            dataset.make_scale(name)
-            continue
-        for axis, dim in enumerate(variable.dims):
-            dataset.dims[axis].attach_scale(target[dim])
+        _label(target, name, variable.dims)
+
+
+def _label(group: Any, name: str, dims: tuple[str, ...]) -> None:
+    """Let a dataset label its axis, or others of its group its axes."""
+    if dims == (name,):
+        group[name].make_scale(name)
+        return
+    for axis, dim in enumerate(dims):
+        group[name].dims[axis].attach_scale(group[dim])
 
 
 def _storable(data: Array) -> Any:
@@ -302,11 +308,15 @@ def _plain(attributes: Attributes) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Room:
-    """A dataset whose values are written or read in parts: its shape, dtype and attributes."""
+    """A dataset whose values are written or read in parts: its shape, dtype and attributes.
+
+    dims: the datasets that label its axes, as those of Variable; none: no labels
+    """
 
     shape: tuple[int, ...]
     dtype: npt.DTypeLike
     attributes: Attributes = field(default_factory=dict)
+    dims: tuple[str, ...] = ()
 
 
 def create(
@@ -336,6 +346,8 @@ def create(
                 raise StoreError(f"dataset {name!r} of {room.dtype}: {error}") from None
             dataset.attrs.update(room.attributes)
             offsets[name] = dataset.id.get_offset()
+        for name in sorted(rooms, key=lambda name: rooms[name].dims != (name,)):  # labels first
+            _label(file, name, rooms[name].dims)
     _reserve(path)
     return offsets
 
@@ -399,3 +411,63 @@ def read_box(path: Path, name: str, box: tuple[slice, ...]) -> Array:
     """Return a box of a dataset that is there. Raises StoreError where it cannot be read."""
     with _opened(path, checked=True) as file:
         return np.asarray(file[name][box])
+
+
+class Tables:
+    """Datasets of an HDF5 file of anybody's, read by rows; each process opens it when it reads.
+
+    names: of the datasets; rooms: what they are
+    Raises StoreError where the file is missing, no HDF5 or lacks one of them.
+    """
+
+    def __init__(self, path: Path, names: tuple[str, ...]) -> None:
+        self.path, self.names = path, names
+        self._forget()
+        with self._told(""):
+            self.rooms = [Room(tuple(s.shape), s.dtype) for s in map(self._dataset, names)]
+
+    def _forget(self) -> None:
+        self._file: Any = None
+        self._process, self._lock = 0, threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: self.__dict__[name] for name in ("path", "names", "rooms")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._forget()
+
+    def _dataset(self, name: str) -> Any:
+        import h5py
+
+        with self._lock:
+            if self._file is None or self._process != os.getpid():  # no file is shared by a fork
+                if not self.path.is_file():
+                    raise StoreError(f"{self.path}: there is no such file")
+                self._file = h5py.File(self.path, "r", locking="best-effort")
+                self._process = os.getpid()
+            found = self._file.get(name)
+        if not isinstance(found, h5py.Dataset):
+            raise StoreError(f"{self.path}: has no dataset {name!r}")
+        return found
+
+    @contextmanager
+    def _told(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except UNREADABLE as error:
+            raise StoreError(f"{self.path}{what}: cannot be read: {error}") from None
+
+    def read(self, name: str, rows: slice) -> Array:
+        """Return rows of a dataset. Raises StoreError where they cannot be read."""
+        with self._told(f": {name}"):
+            return np.asarray(self._dataset(name)[rows])
+
+    def take(self, name: str, index: Array) -> Array:
+        """Return the rows int64[b] of a dataset, one by one. Raises StoreError, naming the row."""
+        room = self.rooms[self.names.index(name)]
+        rows = np.empty((len(index), *room.shape[1:]), room.dtype)
+        for at, row in enumerate(index.tolist()):
+            with self._told(f": {name}: item {row}"):
+                rows[at] = self._dataset(name)[row]
+        return rows

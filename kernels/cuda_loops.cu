@@ -288,3 +288,4 @@ __global__ void divide_floats(const float* a, float b, float* out, i64 n) {
 }  // extern "C"
 
 #include "cuda_sparse.h"
+#include "cuda_sums.h"

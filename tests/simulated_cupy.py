@@ -13,7 +13,7 @@ import numpy as np
 import simulated_kernels
 from simulated_gpu import Event, Gpu, Owner, Stream
 
-OURS = ("gpu", "gpu_runtime")  # modules of cpdhpc.ops that import cupy
+OURS = ("gpu", "gpu_runtime", "gpu_sums")  # modules of cpdhpc.ops that import cupy
 
 
 class Error(RuntimeError):
@@ -79,6 +79,16 @@ class Arrays:
 
     def cumsum(self, a: ndarray, dtype: Any) -> ndarray:
         return self.move(lambda each: np.cumsum(each, dtype=dtype), a)
+
+    def flatnonzero(self, a: ndarray) -> ndarray:
+        self.gpu.finish(self.gpu.current[-1])  # how many there are has to be known
+        return self.asarray(np.flatnonzero(a.memory_view))
+
+    def packbits(self, a: ndarray) -> ndarray:
+        return self.move(np.packbits, a)
+
+    def unpackbits(self, a: ndarray) -> ndarray:
+        return self.move(np.unpackbits, a)
 
     def atleast_1d(self, a: ndarray) -> ndarray:
         return a if a.ndim else a.reshape(1)
@@ -248,6 +258,15 @@ class ndarray:
     def __and__(self, other: Any) -> ndarray:
         return self.arrays.compute(np.bitwise_and, self, other)
 
+    def __iand__(self, other: Any) -> ndarray:
+        return self.arrays.compute(np.bitwise_and, self, other, out=self)
+
+    def __xor__(self, other: Any) -> ndarray:
+        return self.arrays.compute(np.bitwise_xor, self, other)
+
+    def __ixor__(self, other: Any) -> ndarray:
+        return self.arrays.compute(np.bitwise_xor, self, other, out=self)
+
     def __or__(self, other: Any) -> ndarray:
         return self.arrays.compute(np.bitwise_or, self, other)
 
@@ -256,6 +275,12 @@ class ndarray:
 
     def __eq__(self, other: Any) -> ndarray:  # type: ignore[override]
         return self.arrays.compute(np.equal, self, other)
+
+    def __ne__(self, other: Any) -> ndarray:  # type: ignore[override]
+        return self.arrays.compute(np.not_equal, self, other)
+
+    def __ge__(self, other: Any) -> ndarray:
+        return self.arrays.compute(np.greater_equal, self, other)
 
     def __le__(self, other: Any) -> ndarray:
         return self.arrays.compute(np.less_equal, self, other)
@@ -271,14 +296,14 @@ class ndarray:
     def __rsub__(self, other: Any) -> ndarray:
         return self.arrays.compute(np.subtract, other, self)
 
-    def sum(self) -> ndarray:
-        return self.arrays.compute(np.sum, self)
+    def sum(self, axis: int | None = None, dtype: Any = None) -> ndarray:
+        return self.arrays.compute(lambda x: np.sum(x, axis, dtype), self)
 
     def all(self) -> ndarray:
         return self.arrays.compute(np.all, self)
 
-    def max(self) -> ndarray:
-        return self.arrays.compute(np.max, self)
+    def max(self, axis: int | None = None) -> ndarray:
+        return self.arrays.compute(lambda x: np.max(x, axis), self)
 
     def __int__(self) -> int:
         return int(self.get())
@@ -319,6 +344,9 @@ def modules(gpu: Gpu) -> tuple[ModuleType, ModuleType]:
         "stack",
         "sort",
         "cumsum",
+        "flatnonzero",
+        "packbits",
+        "unpackbits",
         "atleast_1d",
         "asarray",
         "may_share_memory",

@@ -17,9 +17,12 @@ POINTERS = {  # C type -> the dtypes that an argument may have, and its alignmen
     "u32": (("uint8", "uint32"), 4),
     "u64": (("uint64",), 8),
     "int": (("int32",), 4),
+    "i64": (("int64",), 8),
+    "double": (("float64",), 8),
 }
 SCALARS = {
     "int": np.int32, "u32": np.uint32, "u64": np.uint64, "i64": np.int64, "float": np.float32,
+    "double": np.float64,
 }  # fmt: skip
 NULL = ("counts", "out", "nonfinite")  # pointers that may be missing
 UNSIGNED = (3, 4, 5, 6, 7, 11)  # of the numbers of a cast, as load_cast has them
@@ -104,6 +107,24 @@ def _count_digits(a: SimpleNamespace) -> None:
     a.counts += counts
 
 
+def _leaf_sums(a: SimpleNamespace) -> None:
+    for leaf, (start, size) in enumerate(zip(a.starts, a.sizes, strict=True)):
+        assert size <= 128  # NumPy does not halve these
+        x = a.x[start : start + size].astype(np.float64)
+        terms = (x, np.abs(x), np.square(x - a.center))[a.of]
+        a.sums[leaf] = terms.sum() if size else -0.0
+
+
+def _of_runs(a: SimpleNamespace) -> np.ndarray:
+    assert a.ends.size == a.each.size == a.runs and a.ends[-1] >= a.n
+    return a.each[np.searchsorted(a.ends, np.arange(a.n), side="right")]
+
+
+def _add_outer(a: SimpleNamespace) -> None:
+    for column, row in zip(a.firsts, a.seconds, strict=True):
+        a.total += column[:, None] * row
+
+
 BODIES: dict[str, Callable[[SimpleNamespace], object]] = {
     "encode": lambda a: _cpu.encode(1, a.cast, a.k, a.key, a.offset, a.x, a.codes),
     "decode": lambda a: _cpu.decode(1, a.cast, a.k, a.codes, a.out),
@@ -132,4 +153,10 @@ BODIES: dict[str, Callable[[SimpleNamespace], object]] = {
     "subtract_floats": lambda a: np.subtract(a.a, a.b, out=a.out),
     "multiply_floats": lambda a: np.multiply(a.a, np.float32(a.b), out=a.out),
     "divide_floats": lambda a: np.divide(a.a, np.float32(a.b), out=a.out),
+    "leaf_sums": _leaf_sums,
+    "multiply_runs": lambda a: np.multiply(a.x, _of_runs(a), out=a.out),
+    "divide_runs": lambda a: np.divide(a.x, _of_runs(a), out=a.out),
+    "row_products": lambda a: np.einsum("ij,rj->ri", a.m, a.rows, out=a.out),
+    "column_products": lambda a: np.einsum("ij,ri->rj", a.m, a.rows, out=a.out),
+    "add_outer": _add_outer,
 }

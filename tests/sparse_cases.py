@@ -63,6 +63,16 @@ def calls(world, root_rank, longest):
         came = {source: sent[rank] for source, sent in enumerate(sends) if rank in sent}
         assert list(each) == list(came)
         found[f"neighbours {rank}"] = list(each.values()), list(came.values())
+    if ranks > 1:  # who sends, and how much, is known: to the next one, and to the last
+        x = arrays(ranks, "uint16", [longest] * ranks)
+        tos = [sorted({(rank + 1) % ranks, ranks - 1} - {rank}) for rank in range(ranks)]
+        tos = [to or [0] for to in tos]
+        froms = [[s for s in range(ranks) if rank in tos[s]] for rank in range(ranks)]
+        sends = [dict.fromkeys(tos[rank], x[rank]) for rank in hosted]
+        got = sparse.neighbours(world, sends, [froms[rank] for rank in hosted])
+        for rank, each in zip(hosted, got, strict=True):
+            assert list(each) == froms[rank]
+            found[f"known {rank}"] = list(each.values()), [x[source] for source in froms[rank]]
     return found
 
 
@@ -93,7 +103,7 @@ def wrong_calls(world, wrong):
     def root(bad):
         return one(bad, [x if rank == 0 else None for rank in world.hosted])
 
-    empty = [{} for _ in world.hosted]
+    empty, nobody = [{} for _ in world.hosted], [() for _ in world.hosted]
     return [
         (lambda: sparse.allgather(world, one([1, 2])), TypeError, "must be a NumPy array"),
         (lambda: sparse.allgather(world, one(x.astype(">f4"))), TypeError, "known are float32"),
@@ -113,6 +123,8 @@ def wrong_calls(world, wrong):
         (lambda: sparse.neighbours(world, one([1], empty)), TypeError, "must be a dict"),
         (lambda: sparse.neighbours(world, one(None, empty)), TypeError, "must be a dict"),
         (lambda: sparse.neighbours(world, None if wrong else empty), TypeError, "must be a list"),
+        (lambda: sparse.neighbours(world, empty, nobody if wrong else None), ValueError, "nothing"),
+        (lambda: sparse.neighbours(world, empty, [] if wrong else None), ValueError, "hosted rank"),
         (lambda: sparse.sum(world, None if wrong else good), TypeError, "must be a list"),
         (lambda: sparse.broadcast(world, root(x), "0" if wrong else 0), ValueError, "0.."),
     ]  # fmt: skip

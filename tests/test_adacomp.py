@@ -11,7 +11,7 @@ import torch
 
 from cpdhpc.compress import AdaComp, Context, State
 from cpdhpc.compress.bucket import Bucket
-from cpdhpc.train.data import DATA
+from cpdhpc.train.datasets import DATA
 from cpdhpc.train.models import LeNet
 from cpdhpc.world.ranks import Loopback
 

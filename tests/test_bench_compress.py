@@ -154,6 +154,14 @@ def test_the_command_prints_writes_and_draws(
     assert np.isnan(points["sent_bytes"][0]).tolist() == [False, False, True, True]
     assert points["sent_share"][3] == pytest.approx((300 + 30) / 630)  # the bias is dense
     assert points["phase_share"].sum(axis=1) == pytest.approx(np.ones(6))
+    assert main(["report", str(out), "--html", str(tmp_path / "page.html")]) == 0
+    shown = capsys.readouterr().out
+    rows = [
+        line.split() for line in shown.splitlines() if line.split()[:1] in [[m] for m in methods]
+    ]
+    assert [row[:2] for row in rows] == [[m, str(r)] for m in methods for r in (2, 4)]
+    assert [row[5] for row in rows][:2] == ["1.00", "1.00"], "cosines of what none sends"
+    assert "topk:density=0.5" in (tmp_path / "page.html").read_text()
     assert (out / "compress.png").read_bytes()[:4] == b"\x89PNG"
 
 
@@ -161,6 +169,7 @@ def test_the_command_prints_writes_and_draws(
     ("given", "says"),
     [
         (["--methods", "topkk"], "--methods topkk: did you mean topk"),
+        (["--methods", "none,topk:wire=e3m0,density=.1,qsdg"], "--methods qsdg: did you mean qsgd"),
         (["--methods", "topk:density=2"], "--methods topk:density=2: density=2: should be less"),
         (["--methods", "topk:densty=1"], "unknown key densty: did you mean density"),
         (["--ranks", "2,8"], "--ranks 8: the gradients are those of 4 ranks"),

@@ -36,6 +36,8 @@ def test_counts() -> None:
 @pytest.mark.parametrize(
     "command, words",
     [
+        ("batchnorm --channels 0", "--channels 0: must be 1 or more"),
+        ("batchnorm --settings 9:4,9:9", "--settings 9:9: must be RANGE:BITS, 1..16777216"),
         ("codec --mib -1", "--mib -1: must be above 0"),
         ("codec --mib 0", "--mib 0: must be above 0"),
         ("codec --mib nan", "--mib nan: must be above 0"),

@@ -36,6 +36,15 @@ def test_help_tells_what_there_is(command: list[str], capsys: pytest.CaptureFixt
     assert len(shown.splitlines()) >= 5
 
 
+def test_unknown_arguments_show_their_commands_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in (["bench", "throughput"], ["info"], ["study", "status", "x"]):
+        with pytest.raises(SystemExit) as caught:
+            main([*command, "--nope"])
+        assert caught.value.code == 2
+        name, shown = " ".join(["cpdhpc", *command[:2]]), capsys.readouterr().err
+        assert shown.startswith(f"usage: {name}") and "unrecognized arguments: --nope" in shown
+
+
 def test_help_and_report_need_neither_torch_nor_mpi(tmp_path: Path) -> None:
     program = (
         "import sys; from cpdhpc.cli import main\n"

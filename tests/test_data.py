@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from training import IDX, idx_bytes, write_idx
 
-from cpdhpc.train.data import DataError, Digits, Idx, epoch_order, read_idx, shard
+from cpdhpc.train.data import DataError, epoch_order, shard
+from cpdhpc.train.datasets import Digits, Idx, read_idx
 
 
 def test_digits_are_split_without_overlap_and_lie_in_0_to_1() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from importlib import import_module
+from platform import machine
 from typing import Any
 
 import numpy as np
@@ -12,6 +15,7 @@ from simulated_cupy import simulated
 from cpdhpc.collectives.checks import NonFiniteGradient
 from cpdhpc.compress import COMPRESSORS, Aggregator, Context, Mean, State
 from cpdhpc.compress.bucket import Bucket
+from cpdhpc.ops import cpu
 from cpdhpc.world.ranks import Loopback
 
 SHAPES = ((90, 120), (9,), (8, 3, 5, 5))
@@ -30,10 +34,21 @@ ON_GPU: list[tuple[str, dict[str, Any]]] = [
     ("scalecom", {"per_chunk": 2, "wire": "e4m3"}),
     ("flexpoint", {"wire": "int8"}),
     ("lgc", {"dense_steps": 1, "training_steps": 1, "density": 0.05}),
+    ("dgc", {"clip_norm": 1.0, "warmup": (0.05,)}),
+    ("terngrad", {}),
+    ("terngrad", {"bucket_values": 500, "share": False, "clip": 0.0, "exclude": ("bias",)}),
+    ("qsgd", {}),
+    ("qsgd", {"levels": 1, "bucket_values": 4000}),
+    ("onebit", {}),
+    ("powersgd", {}),
+    ("powersgd", {"wire": "e4m3", "warm_start": False, "error_feedback": False}),
+    ("gradientflow", {"chunk_values": 300, "dense_epochs": 0.5}),
+    ("adacomp", {}),
+    ("adacomp", {"bin_values": 20, "scale": 1.0}),
 ]
+SUMS = (1, 2, 7, 9, 128, 129, 137, 1000, 8192, 8193, 20_011)  # halves, buffers, what is left over
 ON_CPU: list[tuple[str, dict[str, Any]]] = [
-    *((name, {}) for name in sorted({*COMPRESSORS} - {name for name, _ in ON_GPU})),
-    ("dgc", {"clip_norm": 1.0}),
+    (name, {}) for name in sorted({*COMPRESSORS} - {name for name, _ in ON_GPU})
 ]
 
 
@@ -147,3 +162,46 @@ def test_ranks_of_a_process_must_agree(name: str, options: dict[str, Any]) -> No
         flats = gradients(bucket, 2, 0)
         with pytest.raises(TypeError, match=r"cupy\.ndarray and numpy\.ndarray|is on the CPU"):
             aggregate(method, [cupy.asarray(flats[0]), flats[1]], bucket, State(range(2), 2), 0)
+
+
+@pytest.mark.parametrize("where", ["simulated", pytest.param("GPU", marks=pytest.mark.gpu)])
+def test_sums_have_the_bits_of_numpys(where: str) -> None:
+    """Terms of many magnitudes, so that another order of additions shows."""
+    with (
+        simulated() if where == "simulated" else nullcontext((None, import_module("cupy"))) as all_
+    ):
+        cupy, gpu = all_[1], import_module("cpdhpc.ops.gpu")
+        for n in SUMS:
+            rng = np.random.default_rng(n)
+            x = (rng.standard_normal(3 * n) * 10.0 ** rng.integers(-9, 9, 3 * n)).astype(np.float32)
+            there, starts = cupy.asarray(x), np.array([0, n, n + 1])[: n + 1]
+            rows = there.reshape(3, n), x.reshape(3, n)
+            assert gpu.row_sums(rows[0]).tobytes() == rows[1].sum(axis=1, dtype=float).tobytes()
+            for of, terms in (
+                ("magnitude", np.abs),
+                ("square", lambda x: np.square(x, dtype=float)),
+            ):
+                expected = np.add.reduceat(terms(x), starts, dtype=float)
+                assert gpu.run_sums(there, starts, of).tobytes() == expected.tobytes()
+            assert gpu.square_sum(there, 0.1) == np.square(x - np.float64(0.1)).sum()
+        assert gpu.square_sum(there[:0]) == 0 and gpu.row_sums(there[:0].reshape(3, 0)).sum() == 0
+
+
+@pytest.mark.skipif(machine() not in ("x86_64", "AMD64"), reason="elsewhere einsum fuses products")
+def test_einsum_adds_as_the_cuda_kernels_do() -> None:
+    """The order that kernels/cuda_sums.h writes down, in NumPy's elementwise operations."""
+    for columns in (3, 16, 23, 75):
+        rng = np.random.default_rng(columns)
+        m, rows = (rng.standard_normal((n, columns)).astype(np.float32) for n in (30, 2))
+        products = np.zeros((2, 30, -(-columns // 4), 4), np.float32)
+        products.reshape(2, 30, -1)[:, :, :columns] = rows[:, None] * m
+        side, fours = np.zeros((2, 30, 4), np.float32), [*range(products.shape[2])]
+        whole = columns // 16 * 4
+        for k in [at + 3 - i for at in range(0, whole, 4) for i in range(4)] + fours[whole:]:
+            side = products[:, :, k] + side
+        expected = (side[..., 0] + side[..., 1]) + (side[..., 2] + side[..., 3])
+        assert cpu.row_products(m, rows).tobytes() == expected.tobytes()
+        total = np.zeros((2, columns), np.float32)
+        for i, row in enumerate(m):
+            total += expected[:, i, None] * row
+        assert cpu.column_products(m, expected).tobytes() == total.tobytes()

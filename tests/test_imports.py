@@ -12,9 +12,13 @@ import torch
 from test_checkpoint import Stop, assert_same_records
 from training import model_bytes
 
+from cpdhpc.cli import main
 from cpdhpc.config import ConfigError
+from cpdhpc.report.trainings import load_run, run_groups, table
 from cpdhpc.signals import Caught, Interrupted
 from cpdhpc.study.cases import expand, load_study
+from cpdhpc.study.collect import collect
+from cpdhpc.study.folder import Folder
 from cpdhpc.train.job import Job, load
 from cpdhpc.train.loop import run
 from cpdhpc.train.progress import Display
@@ -63,6 +67,17 @@ class Stripes(torch.utils.data.Dataset):
             x = torch.roll(x, int(torch.randint(6, ())), 2) + 0.1 * torch.rand(())
             x = x + 0.01 * random.random() + 0.01 * np.random.rand()
         return x, label
+
+
+def focal(outputs, targets, power=0.0, reduction="mean"):
+    """Lin et al.: samples that are right already count less."""
+    each = torch.nn.functional.cross_entropy(outputs, targets, reduction="none")
+    each = (1 - torch.exp(-each)) ** power * each
+    return each.mean() if reduction == "mean" else each
+
+
+def among(outputs, targets, k):
+    return (outputs.topk(k).indices == targets[:, None]).any(1)
 
 
 def data(n=40, augment=True):
@@ -126,6 +141,10 @@ def unsure():
     return Unsure(40, 0, False), Stripes(20, 0, False)
 
 
+def count(outputs, targets, k):
+    return len(targets)
+
+
 nothing = 3
 '''
 JOB = """
@@ -135,6 +154,14 @@ width = 3
 
 [data]
 import = "theirs_{name}:data"
+
+[loss]
+import = "theirs_{name}:focal"
+power = 0.5
+
+[metric]
+import = "theirs_{name}:among"
+k = 2
 
 [optimizer]
 name = "lamb"
@@ -168,7 +195,9 @@ def test_a_third_partys_model_trains_stops_and_goes_on(job_file: Path, tmp_path:
     (job,) = load(job_file)
     whole = prepared(job, Loopback(2), tmp_path / "whole")
     run(whole, Caught(), Display(False, 1))
-    assert whole.record.rows["epochs"][-1][1] > 0.4  # a third is chance
+    assert whole.record.rows["epochs"][-1][1] > 0.8  # two thirds are chance
+    (row,) = table(run_groups([load_run(whole.files.record)])).rows
+    assert row[2] == f"{whole.record.rows['epochs'][-1][1]:.4g}"
     parts = tmp_path / "parts"
     stopped, caught = prepared(job, Loopback(2), parts), Caught()
     with pytest.raises(Interrupted):
@@ -197,16 +226,31 @@ def test_what_is_left_to_chance_depends_on_seed_and_sample_alone(
     assert none.shape == (0, 3, 6, 6)
 
 
-def test_a_study_sweeps_their_arguments(job_file: Path, tmp_path: Path) -> None:
+def test_a_study_sweeps_their_arguments(
+    job_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     study = tmp_path / "study.toml"
     study.write_text(
         'kind = "train"\n[train]\njob = "job.toml"\n'
-        '[sweep]\nranks = [1]\n"model.width" = [2, 5]\n"data.n" = [30]\n'
+        '[sweep]\nranks = [1]\n"model.width" = [2, 5]\n"data.n" = [30]\n"loss.power" = [1.0]\n'
     )
     found = load_study(study)
     assert [case.factors["model.width"] for case in expand(found).cases] == [2, 5]
-    assert found.job["model"]["import_from"] == str(tmp_path.resolve())
+    for name in ("model", "data", "loss", "metric"):
+        assert found.job[name]["import_from"] == str(tmp_path.resolve())
     assert json.dumps(found.job)  # it is kept with the study
+    settings = ("measure.warmup=0", "measure.max_repeats=1", "measure.min_repeats=1")
+    found, folder = load_study(study, settings), Folder(tmp_path / "folder")
+    folder.prepare(found)
+    assert main(["batch", str(folder.path), "0"]) == 0
+    assert f"{expand(found).cases[1].id}-s0: complete: among " in capsys.readouterr().out
+    results = collect(found, folder).results
+    for outcomes in (result.outcomes for _, result in results):
+        assert outcomes["score"] > 0.5 and "accuracy" not in outcomes  # of two among three
+        assert 0 < outcomes["data_share"] < 100
+    assert len(results) == 2
+    assert main(["report", str(folder.path / "study.h5")]) == 0
+    assert "among" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -223,13 +267,14 @@ def test_a_study_sweeps_their_arguments(job_file: Path, tmp_path: Path) -> None:
         (["data.import={m}:no_length"], "train dataset range_iterator has no __len__"),
         (["data.import={m}:other_shapes"], "have shape (3,) for training, (4,) for the test"),
         (["data.import={m}:no_pairs"], "items do not make a pair of tensors"),
-        (["data.import={m}:minus"], "data: item 0: target -1: must be a class, 0 to 2"),
-        (["data.import={m}:between"], "cross_entropy: outputs float32[2, 3], targets float64[2]"),
+        (["data.import={m}:minus"], 'loss.import="{m}:focal": IndexError: Target -1 is out of'),
+        (["data.import={m}:between"], 'loss.import="{m}:focal": RuntimeError: '),
+        (["loss.power=x"], 'loss.import="{m}:focal": TypeError: unsupported operand'),
+        (["loss.strength=1"], "TypeError: got an unexpected keyword argument 'strength'"),
+        (["metric.import={m}:count"], "metric: outputs float32[2, 3], targets int64[2]: returned"),
         (["data.import={m}:flat"], "job-s0: model: inputs float32[2, 3]: RuntimeError: "),
-        (["loss.name=mse"], "mse: outputs float32[2, 3], targets int64[2]: must have one shape"),
-        (["metric.name=top5"], "metric.name='top5': known are accuracy, loss, perplexity"),
         (["loss.import={m}:data"], 'loss.import="{m}:data": TypeError'),
-        (["metric.import={m}:fails"], 'metric.import="{m}:fails": TypeError'),
+        (["metric.k=7"], 'metric.import="{m}:among": RuntimeError: selected index k out of range'),
         (["data.import={m}:unsure"], "train dataset Unsure tells no length: RuntimeError: no len"),
     ],
 )

@@ -64,6 +64,10 @@ SHORT = {  # further settings, by study
         *("sweep.ppn=[1]", "job.train.epochs=2", "sweep.seed=[0]", "sweep.train.batch=[32, 600]"),
         "constraints=['train.batch == 600']",
     ),
+    "claim_critical_batch": (
+        *("sweep.seed=[0]", "constraints=['train.batch == 432']"),
+        "sweep.train.learning_rate=[0.1, 0.2, 0.3]",
+    ),
     "study_autoencoder": ("sweep.image=40",),
     "study_codec": ('sweep.size_bytes=["4KiB", "16KiB", "64KiB"]',),
     "study_autoencoder_weak": ("sweep.image=[24,32,40]",),

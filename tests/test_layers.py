@@ -28,11 +28,14 @@ MAY_IMPORT = {  # part of the package -> the parts it may import, besides itself
     "collectives": WORLD,
     "compress": REDUCE,
     "darray": REDUCE,
+    "quantized": BASE,
     "provenance": WORLD | {"_cpu"},
     "split_images": WORLD | {"darray"},
-    "train": REDUCE | {"compress", "split_images", "provenance", "signals"},
+    "train": REDUCE | {"compress", "split_images", "quantized", "provenance", "signals"},
+    "influence": REDUCE | {"train"},
     "autoencoder": WORLD | {"darray", "train", "provenance", "signals"},
-    "bench": REDUCE | {"arrays", "compress", "darray", "train", "autoencoder", "provenance"},
+    "bench": REDUCE
+    | {"arrays", "compress", "darray", "quantized", "train", "autoencoder", "provenance"},
     "kinds": WORLD
     | {"collectives", "darray", "bench", "train", "autoencoder", "provenance", "signals"}
     | {"study", "report"},
@@ -53,15 +56,17 @@ MAY_IMPORT = {  # part of the package -> the parts it may import, besides itself
 }
 ONLY_HERE = {  # outside package -> where it may be imported
     "mpi4py": ("world/mpi.py",),
-    "cupy": ("ops/gpu.py", "ops/gpu_runtime.py"),
+    "cupy": ("ops/gpu.py", "ops/gpu_runtime.py", "ops/gpu_sums.py"),
     "cupyx": ("ops/gpu_runtime.py",),
     "torch": (
         "compress/lgc.py",
         "train/",
+        "influence/",
         "split_images/",
         "autoencoder/",
         "darray/autograd.py",
         "bench/baselines.py",
+        "quantized/layers.py",
     ),
     "h5py": ("store.py",),
     "simpleeval": ("study/spec.py",),
@@ -191,7 +196,17 @@ def module_names() -> list[str]:
 def test_importing_starts_nothing() -> None:
     """In a fresh interpreter the public names, then all modules, those that need torch last."""
     with_torch = tuple(
-        f"cpdhpc.{place}" for place in ("train", "split_images", "autoencoder", "darray.autograd")
+        f"cpdhpc.{place}"
+        for place in (
+            "train",
+            "influence.plan",
+            "influence.rows",
+            "influence.scores",
+            "split_images",
+            "autoencoder",
+            "darray.autograd",
+            "quantized.layers",
+        )
     )
     names = sorted(module_names(), key=lambda name: name.startswith(with_torch))
     first = next(i for i, name in enumerate(names) if name.startswith(with_torch))

@@ -154,7 +154,7 @@ def test_scales_that_are_no_powers_of_two_are_refused(scale: float) -> None:
 
 def test_records_of_older_files_have_no_scales() -> None:
     record = Record(1, ["w"])
-    record.step(0, 2.0, 0.1, 8.0, np.zeros(4), np.zeros(1))
+    record.step(0, 4, 2.0, 0.1, 8.0, np.zeros(4), np.zeros(1), {})
     groups = record.arrays()
     del groups["steps"]["loss_scale"]
     record.restore(groups)

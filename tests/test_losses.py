@@ -89,6 +89,10 @@ def test_the_metric_is_that_of_the_loss_where_the_job_names_none() -> None:
     assert label(loss={"name": "mse"}, metric={"import": "a.b:close"}) == "close"
     with pytest.raises(ConfigError, match="known are cross_entropy, mse"):
         label(loss={"name": "msE2"})
+    with pytest.raises(ConfigError, match="known are accuracy, loss, perplexity"):
+        label(metric={"name": "top5"})
+    with pytest.raises(ConfigError, match=r"metric.import='a.b:loss': should be called otherwise"):
+        label(metric={"import": "a.b:loss"})
 
 
 @pytest.mark.parametrize(

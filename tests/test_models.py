@@ -27,6 +27,7 @@ from cpdhpc.world.ranks import Loopback
 TINY: dict[str, dict[str, Any]] = {  # options of small networks
     "mlp": {"hidden": [8]},
     "lenet": {"channels": [4, 4], "hidden": 8},
+    "quantized_cnn": {"channels": [4, 4], "hidden": 8},
     "resnet_cifar": {"n": 1, "width": 4},
     "wide_resnet": {"depth": 10, "widen": 1, "dropout": 0.1},
     "resnet": {"width": 4, "stem": "cifar"},

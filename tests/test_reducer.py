@@ -15,6 +15,7 @@ from torch import nn
 from torch_models import MODELS, batch
 
 import cpdhpc
+from cpdhpc.collectives.checks import NonFiniteGradient
 from cpdhpc.compress import COMPRESSORS, Aggregator, Dgc, TopK
 from cpdhpc.train.reducer import GradientReducer
 from cpdhpc.train.replicas import BufferMode
@@ -296,3 +297,26 @@ def test_what_waits_is_not_lost_in_a_step_without_the_layer(name: str) -> None:
 def test_what_is_no_option_is_refused(options: dict[str, Any], says: str) -> None:
     with pytest.raises((TypeError, ValueError), match=re.escape(f"GradientReducer: {says}")):
         GradientReducer(torch.nn.Linear(2, 2), Loopback(), **options)
+
+
+@pytest.mark.parametrize("aggregator", ["topk", "powersgd", "onebit"])
+def test_nan_in_the_last_of_several_buckets_moves_no_memory(aggregator: str) -> None:
+    """In a first step and in a later one; the run goes on as if the step had not been."""
+    found = []
+    for poisoned in ((), (0, 2)):
+        model = model_of()
+        reducer = GradientReducer(model, Loopback(2), aggregator, bucket_mib=1e-6)
+        for step in range(4):
+            if step in poisoned:
+                for hosted in range(2):
+                    backward(model, step)
+                    model[0].weight.grad[0, 0] = torch.nan if hosted else 0.0
+                    reducer.stash(hosted)
+                with pytest.raises(NonFiniteGradient, match=r"'0\.weight' on rank 1"):
+                    reducer.reduce()
+            for hosted in range(2):
+                backward(model, step)
+                reducer.stash(hosted)
+            reducer.reduce()
+        found.append((gradients(model), [(k, e.array.tobytes()) for k, e in reducer.state]))
+    assert found[0] == found[1] and found[0][1]

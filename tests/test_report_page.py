@@ -249,6 +249,11 @@ def test_axes_series_and_panels_can_be_chosen(two_shapes: StudyFile, name: str) 
     draw(chart).draw_without_rendering()
 
 
+def test_a_choice_of_figures_that_nothing_shows_is_refused(allreduce: Path) -> None:
+    with pytest.raises(UserError, match="choose figures: go with --html or --figures"):
+        report([allreduce], choice=Choice(x="ranks"))
+
+
 REFUSED = {
     "--x rank": ["did you mean ranks"],
     "--by wires": ["did you mean wire"],

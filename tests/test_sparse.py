@@ -75,5 +75,13 @@ def test_arrays_that_do_not_go_together():
         sparse.allgather(world, [x, x.astype(np.float64)])
     with pytest.raises(ValueError, match=r"rank 1 has shape \(2,\), of rank 0 \(3,\)"):
         sparse.sum(world, [x, x[:2]])
+    with pytest.raises(
+        ValueError, match=r"neighbours: arrays are float32\[2\], float32\[3\]: with"
+    ):
+        sparse.neighbours(world, [{1: x}, {0: x[:2]}], [[1], [0]])
+    with pytest.raises(
+        ValueError, match=r"neighbours: sources of rank 1: \[1\]: must be others of"
+    ):
+        sparse.neighbours(world, [{1: x}, {0: x}], [[1], [1]])
     with pytest.raises(ValueError, match="rank 1 gives an array: must be None"):
         sparse.broadcast(world, [x, x], 0)

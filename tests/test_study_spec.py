@@ -249,6 +249,10 @@ JOBS = {  # what only the job's own models know: (the study, its impossible case
         "job: train.epochs=0: should be greater than or equal to 1",
         "train.image_grid=[1, 2]: 1 ranks are no multiple of its ranks",
     ],
+    "kind = 'train'\n[sweep]\nranks = [1, 2]\nppn = 2\n"
+    "'controller.name' = ['schedule', 'noise_scale']": [
+        "case: controller.name='noise_scale': 1 rank: the noise is in the differences between",
+    ],
     "kind = 'autoencoder'\n[sweep]\nimage = 20\nmaps = 1\nchannels = [1, 2]": [
         "job: data.channels=2: should be 1 or 3"
     ],

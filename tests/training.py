@@ -17,7 +17,8 @@ import pytest
 from cpdhpc import store
 from cpdhpc.config import merge, validate
 from cpdhpc.signals import Caught
-from cpdhpc.train.data import Dataset, Idx
+from cpdhpc.train.data import Dataset
+from cpdhpc.train.datasets import Idx
 from cpdhpc.train.job import Job
 from cpdhpc.train.loop import run
 from cpdhpc.train.progress import Display

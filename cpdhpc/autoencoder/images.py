@@ -14,7 +14,8 @@ import numpy.typing as npt
 from pydantic import Field, model_validator
 
 from ..config import Section
-from ..train.data import DataError, find, read_idx
+from ..train.data import DataError
+from ..train.datasets import find, read_idx
 
 Array = npt.NDArray[Any]
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".ppm", ".pgm", ".tif", ".tiff")

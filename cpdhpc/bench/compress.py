@@ -28,7 +28,7 @@ from ..store import Variable
 from ..train.gradients import Gradients, load
 from ..world.mpi import World
 from ..world.ranks import Ranks
-from .harness import machine_line, parse_counts, together
+from .harness import machine_line, parse_counts, parse_methods, together
 from .replay import PHASES, Replayed, of_digits, replay
 
 MARKERS = "os^Dv<>pPX*hd"
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=list(COMPRESSORS),
         metavar="NAME[:OPTION=VALUE,...]",
-        help="compressors, as lowbit:wire=e3m0 (default: all)",
+        help="compressors, apart by spaces or commas, as lowbit:wire=e3m0 (default: all)",
     )
     parser.add_argument(
         "--ranks", help="comma-separated numbers of ranks (default: 2,4,... up to those recorded)"
@@ -71,7 +71,9 @@ class Point:
 
 def run(arguments: argparse.Namespace, world: World) -> None:
     """Average the gradients by each method on each number of ranks; print, write, draw."""
-    methods = together(world, lambda: {text: method_of(text) for text in arguments.methods})
+    methods = together(
+        world, lambda: {text: method_of(text) for text in parse_methods(arguments.methods)}
+    )
     recorded, ranks = together(world, lambda: _inputs(arguments, world.processes))
     together(world, lambda: _check_out(arguments.out))
     worlds = [
@@ -99,8 +101,7 @@ def method_of(text: str) -> Aggregator:
     """Return the method of "NAME" or "NAME:OPTION=VALUE,...". Raises UserError."""
     name, _, given = text.partition(":")
     if name not in COMPRESSORS:
-        hint = " (methods are separated by spaces)" if "," in name else ""
-        raise UserError(f"--methods {text}: {suggest(name, COMPRESSORS)}{hint}")
+        raise UserError(f"--methods {text}: {suggest(name, COMPRESSORS)}")
     options = override({}, given.split(",") if given else ())
     return validate(COMPRESSORS[name], options, f"--methods {text}")
 

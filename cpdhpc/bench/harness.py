@@ -114,6 +114,17 @@ def parse_names(option: str, text: str, check: Callable[[str], object]) -> list[
     return names
 
 
+def parse_methods(texts: Iterable[str]) -> list[str]:
+    """Return methods, NAME or NAME:OPTION=VALUE,..., given apart by spaces or by commas."""
+    found: list[str] = []
+    for part in (part.strip() for text in texts for part in text.split(",")):
+        if found and ":" in found[-1] and "=" in part.partition(":")[0]:
+            found[-1] += f",{part}"  # another option
+        elif part:
+            found.append(part)
+    return found
+
+
 def known(names: Iterable[str]) -> Callable[[str], object]:
     """Return a check for parse_names: of names that are these."""
     allowed = tuple(names)

@@ -184,7 +184,6 @@ def of_digits(ranks: int) -> list[Gradients]:
     from ..train.data import epoch_order
     from ..train.job import Job
     from ..train.setup import Files, prepare
-    from ..train.step import step
     from ..world.ranks import Loopback
 
     train = {"batch": SAMPLES * ranks, "threads": 1, "learning_rate": 0.05}
@@ -194,7 +193,7 @@ def of_digits(ranks: int) -> list[Gradients]:
     found, batch = [], job.train.batch
     for number in range(TRAINED + RECORDED):
         order = epoch_order(training.samples, job.seed, number)
-        step(training.update, training.train, np.resize(order, batch), training.loss)
+        training.train_on(np.resize(order, batch), 0)
         if number >= TRAINED:
             bucket, flats = training.reducer.bucket, training.reducer.flats
             rows = zip(*(bucket.views(flat) for flat in flats), strict=True)

@@ -37,7 +37,13 @@ MARKERS = "os^Dv<>pPX*hd"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the benchmark's options to its command-line parser."""
     parser.add_argument("--network", default="resnet50", help=", ".join(NETWORKS))
-    parser.add_argument("--methods", default=",".join(COMPRESSORS), help="compressors (all)")
+    parser.add_argument(
+        "--methods",
+        nargs="+",
+        default=list(COMPRESSORS),
+        metavar="NAME",
+        help="compressors, apart by spaces or commas (default: all)",
+    )
     parser.add_argument("--batch", type=int, default=32, help="samples of a worker (default 32)")
     parser.add_argument(
         "--workers", default="1,2,4,8,16,32,64,128,256,512", help="comma-separated numbers"
@@ -147,7 +153,7 @@ def _checked(arguments: argparse.Namespace) -> dict[str, Any]:
         raise UserError(f"--links {arguments.links}: must be numbers above 0, in Gb/s")
     if arguments.png and not os.access(arguments.png.absolute().parent, os.W_OK):
         raise UserError(f"--png {arguments.png}: its directory cannot be written to")
-    methods = parse_names("--methods", arguments.methods, known(COMPRESSORS))
+    methods = parse_names("--methods", ",".join(arguments.methods), known(COMPRESSORS))
     algorithms = parse_names("--algorithms", arguments.algorithms, known(SCHEDULES))
     if not methods or not algorithms:
         raise UserError("--methods, --algorithms: must name one at least")

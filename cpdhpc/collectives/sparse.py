@@ -7,7 +7,7 @@ the same bits and bytes in a simulation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -119,34 +119,79 @@ def sum(world: Ranks, arrays: Sequence[Array]) -> Array:
     return total.reshape(arrays[0].shape)
 
 
-def neighbours(world: Ranks, sends: Sequence[Mapping[int, Array]]) -> list[dict[int, Array]]:
+def neighbours(
+    world: Ranks,
+    sends: Sequence[Mapping[int, Array]],
+    sources: Sequence[Collection[int]] | None = None,
+) -> list[dict[int, Array]]:
     """Send arrays to some ranks; return what came from others, {rank: array}. Collective.
 
     sends: for each hosted rank, what goes to which other rank: dtype[n], dtype from DTYPES and
     any n; all ranks call, with nothing in it where nothing is sent
-    Who sends to whom, and how much, is gathered first: some bytes a message, from all to all.
+    sources: for each hosted rank, who sends to it, where that is known: every rank sends then, all
+    arrays have one dtype and length, and nothing but the arrays travels. None: who sends to whom,
+    and how much, is gathered first: some bytes a message, from all to all.
     Returns a dict for each hosted rank, in the order of the ranks that sent; arrays of length 0
     come too. Between ranks of a process they may be the sender's very arrays.
     Raises TypeError and ValueError on all ranks alike, before arrays move; else as engine.run.
     """
     error: Exception | None = None
+    alike: dict[str, object] = {}
     try:
-        _check_number("neighbours", world, sends)
-        for rank, each in zip(world.hosted, sends, strict=True):
-            if not isinstance(each, Mapping):
-                raise TypeError(
-                    f"neighbours: sends of rank {rank} is {type(each).__name__}: must be a dict"
-                )
-            for to, x in each.items():
-                if not _is_rank(to, world) or to == rank:
-                    raise ValueError(
-                        f"neighbours: rank {rank} sends to {to!r}: must be another of "
-                        f"0..{world.ranks - 1}"
-                    )
-                _check_vector(f"neighbours: array of rank {rank} to {to}", x)
+        _check_sends(world, sends)
+        if sources is not None:
+            alike = _one_kind(world, sends, sources)
     except Exception as found:  # whatever: the other ranks are to hear of it
         error = found
-    check_alike(world, error, {}, [], "neighbours: arguments")
+    check_alike(world, error, alike, [], "neighbours: arguments")
+    if sources is None:
+        comes = _told(world, sends)
+    else:
+        kind = str(alike["dtype"]), int(str(alike["length"]))
+        comes = [[(source, *kind) for source in each] for each in sources]
+    return _run(world, "neighbours", lambda rank, i: _exchanged(sends[i], comes[i]))
+
+
+def _check_sends(world: Ranks, sends: Sequence[Mapping[int, Array]]) -> None:
+    _check_number("neighbours", world, sends)
+    for rank, each in zip(world.hosted, sends, strict=True):
+        if not isinstance(each, Mapping):
+            raise TypeError(
+                f"neighbours: sends of rank {rank} is {type(each).__name__}: must be a dict"
+            )
+        for to, x in each.items():
+            if not _is_rank(to, world) or to == rank:
+                raise ValueError(
+                    f"neighbours: rank {rank} sends to {to!r}: must be another of "
+                    f"0..{world.ranks - 1}"
+                )
+            _check_vector(f"neighbours: array of rank {rank} to {to}", x)
+
+
+def _one_kind(
+    world: Ranks, sends: Sequence[Mapping[int, Array]], sources: Sequence[Collection[int]]
+) -> dict[str, object]:
+    """Return the dtype and length of all arrays. Raises ValueError where there are several."""
+    _check_number("neighbours: sources", world, sources)
+    kinds = set[tuple[str, int]]()
+    for rank, each, heard in zip(world.hosted, sends, sources, strict=True):
+        if not each:
+            raise ValueError(f"neighbours: rank {rank} sends nothing: with sources all ranks must")
+        if not all(_is_rank(source, world) and source != rank for source in heard):
+            raise ValueError(
+                f"neighbours: sources of rank {rank}: {sorted(heard)}: must be others of "
+                f"0..{world.ranks - 1}"
+            )
+        kinds |= {(x.dtype.name, x.size) for x in each.values()}
+    if len(kinds) > 1:
+        shown = ", ".join(f"{dtype}[{n}]" for dtype, n in sorted(kinds))
+        raise ValueError(f"neighbours: arrays are {shown}: with sources they must be alike")
+    ((dtype, length),) = kinds
+    return {"dtype": dtype, "length": length}
+
+
+def _told(world: Ranks, sends: Sequence[Mapping[int, Array]]) -> list[list[tuple[int, str, int]]]:
+    """Return for each hosted rank who sends to it, and what: (rank, dtype, n). Collective."""
     mine = [
         (rank, to, x.dtype.name, x.size)
         for rank, each in zip(world.hosted, sends, strict=True)
@@ -157,7 +202,7 @@ def neighbours(world: Ranks, sends: Sequence[Mapping[int, Array]]) -> list[dict[
         for source, to, dtype, length in process:
             if world.hosts(to):
                 comes[to].append((source, dtype, length))
-    return _run(world, "neighbours", lambda rank, i: _exchanged(sends[i], comes[rank]))
+    return list(comes.values())
 
 
 def _is_rank(given: object, world: Ranks) -> bool:

@@ -23,7 +23,9 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import Field
 
-from .base import Array, Context, Mean, blocks
+from ..ops import backend_of, placed, to_host
+from ..ops.reference_sparse import MAGNITUDE
+from .base import Array, Context, Mean, blocks, zeros
 from .bucket import Bucket
 from .sparse import SparseLayers, SparseMessages, exchange
 
@@ -53,7 +55,7 @@ class AdaComp(SparseMessages):
     def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
         """Return the mean over all ranks. See Aggregator.aggregate."""
         layers = SparseLayers(bucket, self.exclude)
-        layers.check_place(self, gradients, context, "numpy.ndarray")
+        layers.check_place(self, gradients, context)
         coded, waiting = layers.coded, layers.waiting(gradients, context)
         payloads = [
             self._encoded(x, layers.parts(own), coded)
@@ -82,7 +84,8 @@ class AdaComp(SparseMessages):
             indices, head["scale"][i] = _about_largest(
                 x[part], gradients[i], bin_values, np.float32(self.scale - 1)
             )
-            codes.append(_codes(indices, x[part][indices] < 0, bin_values))
+            chosen = to_host(x[part][placed(indices, x)])
+            codes.append(_codes(indices, chosen < 0, bin_values))
             head["codes"][i] = codes[-1].size
         return np.concatenate([each.view(np.uint8) for each in (head, *codes)])
 
@@ -108,22 +111,29 @@ def _about_largest(
 
     Values of 0 are never chosen, so nothing is of bins of zeros.
     """
-    indices, largest = [], []
+    indices, largest, kernels = [], [], backend_of(x)
     for part in blocks(x, bin_values):
         own, rate = x[part], gradient[part]
         if own.size % bin_values:  # the last bin
-            short = -own.size % bin_values
-            own, rate = np.pad(own, (0, short)), np.pad(rate, (0, short))
-        own, rate = own.reshape(-1, bin_values), rate.reshape(-1, bin_values)
-        largest.append(np.abs(own).max(axis=1))
+            short = zeros(-own.size % bin_values, x)
+            own, rate = np.concatenate([own, short]), np.concatenate([rate, short])
         with np.errstate(over="ignore"):  # infinity is the largest too
-            reach = rate * more
-            reach += own
-        is_chosen = np.abs(reach, out=reach) >= largest[-1][:, None]
-        is_chosen &= own != 0
-        indices.append(np.flatnonzero(is_chosen) + part.start)
+            reach = kernels.multiply(rate, more)
+            kernels.add(reach, own, reach)
+        magnitudes, reached = (_magnitudes(each, bin_values) for each in (own, reach))
+        highest = magnitudes.max(axis=1)
+        is_chosen = reached >= highest[:, None]
+        is_chosen &= magnitudes != 0
+        indices.append(to_host(np.flatnonzero(is_chosen)) + part.start)
+        largest.append(to_host(highest).view(np.float32))
     scale = np.concatenate(largest).mean(dtype=np.float64)
     return np.concatenate(indices), np.float32(scale)
+
+
+def _magnitudes(x: Array, bin_values: int) -> Array:
+    """Return the bits of |x|, which compare as they do, by bins: uint32[bins, bin_values]."""
+    bits = x.view(np.uint32) & np.uint32(MAGNITUDE)
+    return bits.reshape(-1, bin_values)
 
 
 def _coding(bin_values: int) -> tuple[np.dtype[Any], int]:

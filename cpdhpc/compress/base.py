@@ -232,20 +232,6 @@ def zeros(n: int, like: Array) -> Array:
     return np.zeros_like(like, shape=(n,)) if on_gpu(like) else np.zeros(n, np.float32)
 
 
-def spread(each: Array, ends: Array, part: slice) -> Array:
-    """Return for each value of a slice that of its run: each[m] of runs that end at ends, int64[m].
-
-    The same as np.repeat(each, np.diff(ends, prepend=0))[part]; a lone one where there is one run.
-    """
-    first, last = np.searchsorted(ends, [part.start, part.stop - 1], side="right")
-    if first == last:
-        return each[first : last + 1]
-    counts = np.minimum(ends[first : last + 1], part.stop)
-    counts[1:] -= counts[:-1]  # NumPy sees that they overlap
-    counts[0] -= part.start
-    return np.repeat(each[first : last + 1], counts)
-
-
 REFUSED = 1 << 32  # above the bits of any float32
 EITHER = "numpy.ndarray or cupy.ndarray"  # allowed types of gradients
 

@@ -10,7 +10,7 @@ import numpy as np
 from pydantic import Field
 
 from ..ops import backend_of
-from .base import EITHER, Array, Context, Mean
+from .base import Array, Context, Mean
 from .bucket import Bucket
 from .sparse import Density, LargestValues, SparseLayers, Warmup
 
@@ -40,8 +40,7 @@ class Dgc(LargestValues):
     def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
         """Return the mean over all ranks. See Aggregator.aggregate."""
         layers = SparseLayers(bucket, self.exclude)
-        # The 2-norm is a sum in the order of NumPy's additions.
-        layers.check_place(self, gradients, context, "numpy.ndarray" if self.clip_norm else EITHER)
+        layers.check_place(self, gradients, context)
         clipped = [self._clipped(x, bucket, context) for x in gradients]
         momenta = layers.joined(clipped)
         layers.add(momenta, context, "momentum", self.momentum)
@@ -61,12 +60,12 @@ class Dgc(LargestValues):
         """Return a rank's gradient, its layers shortened where they are too long."""
         if not self.clip_norm:
             return gradient
-        out = gradient.copy()
+        out, kernels = gradient.copy(), backend_of(gradient)
         limit = self.clip_norm * context.loss_scale / context.world.ranks**0.5
         for x in bucket.views(out):
-            norm = np.sqrt(np.square(x, dtype=np.float64).sum())
+            norm = np.sqrt(kernels.square_sum(x.reshape(-1)))
             if limit < norm < np.inf:  # what is not finite is left for check
-                x *= np.float32(limit / norm)
+                kernels.multiply(x, np.float32(limit / norm), x)
         return out
 
     def _push_whole(self, flat: Array, layers: SparseLayers, context: Context) -> None:

@@ -10,7 +10,18 @@ import numpy as np
 from pydantic import Field
 
 from ..collectives.sparse import sum as sum_of_ranks
-from .base import Array, Column, Context, DenseMessages, Mean, check_place, raise_unless_finite
+from ..ops import backend_of, placed
+from .base import (
+    EITHER,
+    Array,
+    Column,
+    Context,
+    DenseMessages,
+    Mean,
+    check_place,
+    raise_unless_finite,
+    zeros,
+)
 from .bucket import Bucket
 
 
@@ -39,8 +50,8 @@ class GradientFlow(DenseMessages):
 
     def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
         """Return the mean over all ranks. See Aggregator.aggregate."""
-        world, flat = context.world, np.zeros(bucket.size, np.float32)
-        check_place(self, world, gradients)
+        world, flat = context.world, zeros(bucket.size, gradients[0])
+        check_place(self, world, gradients, allowed=EITHER)
         raise_unless_finite(world, gradients, bucket)
         starts, stops = self._chunks(bucket)
         waiting = self._with_memory(gradients, bucket, context)
@@ -48,13 +59,14 @@ class GradientFlow(DenseMessages):
         where = np.zeros(bucket.size, bool)
         for start, stop in zip(starts[chosen], stops[chosen], strict=True):
             where[start:stop] = True
-        method = self._allreduce(context.seed)
-        sent = method.run(world, [x[where] for x in waiting], iteration=context.iteration)
-        flat[where] = sent.arrays[0]
+        method, is_sent = self._allreduce(context.seed), placed(where, flat)
+        parts = [x[is_sent] for x in waiting]
+        flat[is_sent] = method.run(world, parts, iteration=context.iteration).arrays[0]
+        kernels = backend_of(flat)
+        for x, part in zip(waiting, parts, strict=True):
+            x[is_sent] = kernels.multiply(part, np.float32(0))  # with the signs that they had
         for name, start, stop in bucket.segments:
-            memory = context.state.own(name, "residual", (stop - start,))
-            for kept, x in zip(memory, waiting, strict=True):
-                np.multiply(x[start:stop], ~where[start:stop], out=kept)
+            context.state.give(name, "residual", [x[start:stop] for x in waiting])
         shares = [
             where[start:stop].mean() if start < stop else 0.0 for _, start, stop in bucket.segments
         ]
@@ -71,19 +83,18 @@ class GradientFlow(DenseMessages):
 
     def _with_memory(self, gradients: list[Array], bucket: Bucket, context: Context) -> list[Array]:
         """Return the gradients of the hosted ranks with what waits."""
-        found = [gradient.copy() for gradient in gradients]
+        found, add = [gradient.copy() for gradient in gradients], backend_of(gradients[0]).add
         for name, start, stop in bucket.segments:
-            for x, kept in zip(
-                found, context.state.own(name, "residual", (stop - start,)), strict=True
-            ):
-                x[start:stop] += kept
+            memory = context.state.own(name, "residual", (stop - start,), like=found[0])
+            for x, kept in zip(found, memory, strict=True):
+                add(x[start:stop], kept, x[start:stop])
         return found
 
     def _chosen(self, waiting: list[Array], starts: Array, context: Context) -> Array:
         """Return the numbers of the chunks to send, in order, alike on all ranks. Collective."""
         if not starts.size or context.epoch < self.dense_epochs:
             return np.arange(starts.size)
-        norms = [np.add.reduceat(np.abs(x), starts, dtype=np.float64) for x in waiting]
+        norms = [backend_of(x).run_sums(x, starts, "magnitude") for x in waiting]
         total = sum_of_ranks(context.world, norms)
         count = max(1, round(self.density * starts.size))
         return np.sort(np.argsort(-total, kind="stable")[:count])

@@ -9,7 +9,9 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import Field
 
+from ..ops import backend_of, placed, to_host
 from .base import (
+    EITHER,
     Array,
     Context,
     DenseMessages,
@@ -17,6 +19,7 @@ from .base import (
     check_place,
     mean_in_float32,
     raise_unless_finite,
+    zeros,
 )
 from .bucket import Bucket
 
@@ -42,35 +45,34 @@ class PowerSgd(DenseMessages):
 
     def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
         """Return the mean over all ranks. See Aggregator.aggregate."""
-        check_place(self, context.world, gradients)
+        check_place(self, context.world, gradients, allowed=EITHER)
         raise_unless_finite(context.world, gradients, bucket)
-        flat, layers = np.zeros(bucket.size, np.float32), self._layers(bucket)
+        flat, layers = zeros(bucket.size, gradients[0]), self._layers(bucket)
         dense = [name for i, name in enumerate(bucket.names) if i not in layers]
         mean_in_float32(gradients, bucket, dense, context, flat, self.algorithm)
         if not layers:
             return Mean(flat)
+        kernels = backend_of(flat)
         matrices = {i: self._with_memory(i, gradients, bucket, context) for i in layers}
         second = {i: self._second(i, bucket, context) for i in layers}
+        on_rows = {i: placed(rows, flat) for i, rows in second.items()}
         first = self._mean(
-            {i: [np.einsum("ij,rj->ri", m, second[i]) for m in matrices[i]] for i in layers},
-            context,
+            {i: [kernels.row_products(m, on_rows[i]) for m in matrices[i]] for i in layers}, context
         )
-        for p in first.values():
-            _orthonormalise(p)
+        first = {i: placed(_orthonormal(to_host(p)), flat) for i, p in first.items()}
         found = self._mean(
-            {i: [np.einsum("ij,ri->rj", m, first[i]) for m in matrices[i]] for i in layers},
+            {i: [kernels.column_products(m, first[i]) for m in matrices[i]] for i in layers},
             context,
         )
         for i, q in found.items():
             name, start, stop = bucket.segments[i]
-            second[i][:] = q
+            second[i][:] = to_host(q)
             mean = flat[start:stop].reshape(matrices[i][0].shape)
-            for column, row in zip(first[i], q, strict=True):  # elementwise: alike on all ranks
-                mean += column[:, None] * row
+            kernels.add_outer(mean, first[i], q)  # elementwise: alike on all ranks
             if self.error_feedback:
-                memory = context.state.own(name, "residual", (stop - start,))
+                memory = context.state.own(name, "residual", (stop - start,), like=flat)
                 for residual, matrix in zip(memory, matrices[i], strict=True):
-                    residual[:] = (matrix - mean).ravel()
+                    kernels.subtract(matrix, mean, residual.reshape(mean.shape))
         return Mean(flat)
 
     def _layers(self, bucket: Bucket) -> list[int]:
@@ -89,9 +91,10 @@ class PowerSgd(DenseMessages):
     ) -> list[Array]:
         """Return a layer's gradients with what was lost before, float32[n, m] of each rank."""
         name, start, stop = bucket.segments[i]
-        memory = context.state.own(name, "residual", (stop - start,))
+        memory = context.state.own(name, "residual", (stop - start,), like=gradients[0])
+        add = backend_of(gradients[0]).add
         return [
-            (gradient[start:stop] + residual).reshape(bucket.shapes[i][0], -1)
+            add(gradient[start:stop], residual).reshape(bucket.shapes[i][0], -1)
             for gradient, residual in zip(gradients, memory, strict=True)
         ]
 
@@ -113,8 +116,8 @@ class PowerSgd(DenseMessages):
         return second
 
 
-def _orthonormalise(rows: Array) -> None:
-    """Make the rows of float32[rank, n] orthonormal, in place; a row of nothing becomes zeros.
+def _orthonormal(rows: Array) -> Array:
+    """Return the rows of float32[rank, n] made orthonormal; a row of nothing becomes zeros.
 
     Gram and Schmidt's way, modified, in float64 and elementwise, so that no order of additions
     depends on the machine: all ranks do it by themselves.
@@ -125,4 +128,4 @@ def _orthonormalise(rows: Array) -> None:
             row -= (before * row).sum() * before
         norm = np.sqrt(np.square(row).sum())
         row *= 0.0 if norm == 0 else 1 / norm
-    rows[:] = wide
+    return wide.astype(np.float32)

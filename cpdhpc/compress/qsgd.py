@@ -11,8 +11,10 @@ from pydantic import Field
 
 from ..collectives.sparse import allgather
 from ..formats import INTEGERS, SHIFT_BIAS, TILE, Cast, tiles
+from ..ops import backend_of, placed, to_host
 from ..ops.payloads import Exact
 from .base import (
+    EITHER,
     Aggregator,
     Array,
     Context,
@@ -20,7 +22,7 @@ from .base import (
     blocks,
     check_place,
     shared_largest,
-    spread,
+    zeros,
 )
 from .bucket import Bucket
 
@@ -50,31 +52,35 @@ class Qsgd(Aggregator):
         """Return the mean over all ranks. See Aggregator.aggregate."""
         world, n, wire = context.world, bucket.size, self._wire()
         starts = np.arange(0, n, self.bucket_values)
-        check_place(self, world, gradients, starts.size)
+        check_place(self, world, gradients, starts.size, EITHER)
         norms = [self._norms(gradient, starts) for gradient in gradients]
         shared_largest(world, gradients, bucket, np.max(norms, axis=0))
         # Levels are integers: multiples of the format's smallest number.
         shift = int(np.log2(wire.cast.fmt.smallest))
-        shifts, payloads = np.full(tiles(n), shift + SHIFT_BIAS, np.uint8), []
-        ends = np.minimum(starts + self.bucket_values, n)
+        shifts = placed(np.full(tiles(n), shift + SHIFT_BIAS, np.uint8), gradients[0])
+        ends, payloads = np.minimum(starts + self.bucket_values, n), []
         for rank, gradient, norm in zip(world.hosted, gradients, norms, strict=True):
             key, divisors = context.key("levels", rank), np.where(norm == 0, np.float32(1), norm)
-            payloads.append(np.empty(wire.size_bytes(n), np.uint8))
+            payload = np.empty_like(gradient, shape=(wire.size_bytes(n),), dtype=np.uint8)
+            kernels = backend_of(gradient)
             for part in blocks(gradient, TILE):
-                x = gradient[part] / spread(divisors, ends, part)
-                x *= np.float32(self.levels)
-                words = payload_part(wire, payloads[-1], part)
+                x = np.empty_like(gradient[part])
+                kernels.divide_runs(gradient[part], divisors, ends, x, part.start)
+                kernels.multiply(x, np.float32(self.levels), x)
+                words = payload_part(wire, payload, part)
                 wire.encode(x, shifts[: tiles(x.size)], key, part.start, words)
+            payloads.append(to_host(payload))
         scales = [norm / np.float32(self.levels) for norm in allgather(world, norms)]
-        return Mean(decoded_mean(wire, shifts, allgather(world, payloads), scales, ends, n))
+        total = zeros(n, gradients[0])
+        return Mean(decoded_mean(wire, shifts, allgather(world, payloads), scales, ends, total))
 
     def _norms(self, gradient: Array, starts: Array) -> Array:
         """Return the 2-norm of each bucket, float32, no smaller than its largest value."""
         squares = np.empty(starts.size)
         for part in blocks(gradient, self.bucket_values):
             own = slice(part.start // self.bucket_values, -(-part.stop // self.bucket_values))
-            wide = np.square(gradient[part], dtype=np.float64)
-            squares[own] = np.add.reduceat(wide, starts[own] - part.start)
+            runs = starts[own] - part.start
+            squares[own] = backend_of(gradient).run_sums(gradient[part], runs, "square")
         return np.sqrt(squares).astype(np.float32)
 
 
@@ -84,23 +90,24 @@ def decoded_mean(
     payloads: Sequence[Array],
     scales: Sequence[Array],
     ends: Array,
-    n: int,
+    total: Array,
 ) -> Array:
-    """Return the mean of n integers times their scales, float32[n], added in the order of ranks.
+    """Return the mean of integers times their scales, added onto total in the order of ranks.
 
-    shifts: uint8[tiles], all alike; payloads: uint8[bytes] of each rank
+    shifts: uint8[tiles], all alike, where total lies; payloads: uint8[bytes] of each rank
     scales: float32[runs] of each rank, of runs that end at ends, int64[runs]
+    total: float32[n], zeros at first
     """
-    total = np.zeros(n, np.float32)
+    kernels = backend_of(total)
     for part in blocks(total, TILE):
         into = total[part]
         term = np.empty_like(into)
         for payload, scale in zip(payloads, scales, strict=True):
-            words = payload_part(wire, payload, part)
+            words = placed(payload_part(wire, payload, part), total)
             wire.decode(words, shifts[: tiles(into.size)], term)
-            term *= spread(scale, ends, part)
-            into += term
-        into /= np.float32(len(payloads))
+            kernels.multiply_runs(term, scale, ends, term, part.start)
+            kernels.add(into, term, into)
+        kernels.divide(into, np.float32(len(payloads)), into)
     return total
 
 

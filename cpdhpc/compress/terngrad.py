@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Annotated, Literal
 
 import numpy as np
@@ -12,10 +13,12 @@ from pydantic import Field
 from ..collectives.allreduce import Allreduce, configured
 from ..collectives.sparse import allgather
 from ..formats import INTEGERS, SHIFT_BIAS, Cast, tiles
+from ..ops import backend_of, on_gpu, placed, to_host
 from ..ops.payloads import Exact
+from ..ops.reference_sparse import MAGNITUDE
 from ..world.ranks import Ranks
 from .base import (
-    BLOCK_VALUES,
+    EITHER,
     Aggregator,
     Array,
     Context,
@@ -26,7 +29,7 @@ from .base import (
     check_place,
     mean_in_float32,
     shared_largest,
-    spread,
+    zeros,
 )
 from .bucket import Bucket
 from .qsgd import decoded_mean
@@ -70,18 +73,18 @@ class TernGrad(Aggregator):
     def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
         """Return the mean over all ranks. See Aggregator.aggregate."""
         ends = self._ends(bucket)
-        check_place(self, context.world, gradients, ends.size)
+        check_place(self, context.world, gradients, ends.size, EITHER)
         clipped = [self._clipped(gradient, bucket) for gradient in gradients]
         scalers = self._scalers(clipped, ends, bucket, context.world, gradients)
         for x, scaler in zip(clipped, scalers, strict=True):  # now -1 to 1
             divisors = np.where(scaler == 0, np.float32(1), scaler)
             for part in blocks(x):
-                x[part] /= spread(divisors, ends, part)
+                backend_of(x).divide_runs(x[part], divisors, ends, x[part], part.start)
         if self.share:
             method = self._allreduce(context.seed)
             flat = method.run(context.world, clipped, iteration=context.iteration).arrays[0]
             for part in blocks(flat):
-                flat[part] *= spread(scalers[0], ends, part)
+                backend_of(flat).multiply_runs(flat[part], scalers[0], ends, flat[part], part.start)
         else:
             flat = self._mean_of_own(clipped, scalers, ends, context)
         mean_in_float32(gradients, bucket, self.exclude, context, flat, self.algorithm)
@@ -105,8 +108,7 @@ class TernGrad(Aggregator):
             elif self.clip and x.size:
                 with np.errstate(invalid="ignore"):  # of infinity: the scaler will show it
                     limit = np.float32(self.clip * _deviation(x))
-                for part in blocks(x):
-                    np.clip(x[part], -limit, limit, out=x[part])
+                _cut(x, limit)
         return out
 
     def _scalers(
@@ -126,40 +128,58 @@ class TernGrad(Aggregator):
         self, clipped: list[Array], scalers: list[Array], ends: Array, context: Context
     ) -> Array:
         """Return the mean of ternary values with scalers by rank, added in the order of ranks."""
-        world, n = context.world, clipped[0].size
-        shifts, payloads = np.full(tiles(n), UNIT_SHIFT, np.uint8), []
+        world, n, payloads = context.world, clipped[0].size, []
+        shifts = placed(np.full(tiles(n), UNIT_SHIFT, np.uint8), clipped[0])
         for rank, x in zip(world.hosted, clipped, strict=True):
-            payloads.append(np.empty(TRITS.size_bytes(n), np.uint8))
-            TRITS.encode(x, shifts, context.key("ternary", rank), 0, payloads[-1])
-        scales = allgather(world, scalers)
-        return decoded_mean(TRITS, shifts, allgather(world, payloads), scales, ends, n)
+            payload = np.empty_like(x, shape=(TRITS.size_bytes(n),), dtype=np.uint8)
+            TRITS.encode(x, shifts, context.key("ternary", rank), 0, payload)
+            payloads.append(to_host(payload))
+        scales, total = allgather(world, scalers), zeros(n, clipped[0])
+        return decoded_mean(TRITS, shifts, allgather(world, payloads), scales, ends, total)
 
 
 def _deviation(x: Array) -> float:
-    """Return x.std(dtype=np.float64) of float32[n], the same bits, without arrays as long as x.
+    """Return x.std(dtype=np.float64) of float32[n], the same bits, without arrays as long as x."""
+    kernels = backend_of(x)
+    mean = kernels.row_sums(x.reshape(1, -1))[0] / x.size
+    return float(np.sqrt(kernels.square_sum(x, mean) / x.size))
 
-    Squares are added in halves of halves, as NumPy adds those of a whole array.
-    """
-    mean = x.sum(dtype=np.float64) / x.size
 
-    def squares(start: int, stop: int) -> float:
-        if stop - start <= BLOCK_VALUES:
-            difference = x[start:stop] - mean
-            difference *= difference
-            return float(difference.sum())
-        half = (stop - start) // 2
-        middle = start + half - half % 8
-        return squares(start, middle) + squares(middle, stop)
-
-    return float(np.sqrt(squares(0, x.size) / x.size))
+def _cut(x: Array, limit: np.float32) -> None:
+    """Cut float32[n] to +-limit; where that is not finite, nor is x, and it stays so."""
+    if on_gpu(x):  # whose minimum of floats makes zeros of subnormal numbers
+        if np.isfinite(limit):
+            bits = x.view(np.uint32)
+            sign = bits & np.uint32(~MAGNITUDE)
+            bits[...] = np.minimum(bits & np.uint32(MAGNITUDE), limit.view(np.uint32)) | sign
+        return
+    for part in blocks(x):
+        np.clip(x[part], -limit, limit, out=x[part])
 
 
 def _maxima(x: Array, ends: Array) -> Array:
     """Return the largest magnitude of each run of float32[n], float32[runs]; NaN where one is."""
-    found, starts = np.zeros(ends.size, np.float32), np.concatenate([[0], ends])
+    starts = np.concatenate([[0], ends])
+    if on_gpu(x):
+        return _maxima_on_gpu(x, starts)
+    found = np.zeros(ends.size, np.float32)
     for part in blocks(x):
         first, last = np.searchsorted(ends, [part.start, part.stop - 1], side="right")
         own = found[first : last + 1]
         inside = np.maximum(starts[first : last + 1] - part.start, 0)
         np.maximum(own, np.maximum.reduceat(np.abs(x[part]), inside), out=own)
     return found
+
+
+def _maxima_on_gpu(x: Array, borders: Array) -> Array:
+    """Return _maxima of a CuPy array: of equally long runs those of all, of a lone one by tiles."""
+    found, sizes = [], np.diff(borders)
+    first_of_equals = np.flatnonzero(np.diff(sizes, prepend=-1, append=-1))
+    for first, behind in pairwise(first_of_equals):
+        part = x[borders[first] : borders[behind]]
+        if behind - first == 1:
+            rows = backend_of(x).amax_tiles(part).reshape(1, -1)
+        else:
+            rows = part.view(np.uint32).reshape(behind - first, -1) & np.uint32(MAGNITUDE)
+        found.append(to_host(rows.max(axis=1)))
+    return np.concatenate([np.empty(0, np.uint32), *found]).view(np.float32)

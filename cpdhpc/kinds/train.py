@@ -37,6 +37,14 @@ _ROWS: dict[str, tuple[type, str]] = {  # key of a job: its type and what it is
     "data.split_seed": (int, "seed of the split into training and test samples"),
     "model.name": (str, "model"),
     "model.hidden": (int, "values of the hidden layer of lenet"),
+    "loss.name": (str, "loss"),
+    "loss.label_smoothing": (float, "share of targets that goes to all classes alike"),
+    "metric.name": (str, "what is told of the test samples beside the loss"),
+    "augment.crop": (int, "zeros around images, of which their size is cut out"),
+    "augment.flip": (bool, "whether half of the images are mirrored"),
+    "augment.cutout": (int, "side of the square that is cut out of images"),
+    "loader.workers": (int, "workers of a rank that read samples ahead"),
+    "loader.prefetch": (int, "batches that each worker reads ahead"),
     "optimizer.name": (str, "optimizer"),
     "optimizer.momentum": (float, "momentum"),
     "optimizer.weight_decay": (float, "weight decay"),
@@ -57,6 +65,15 @@ _ROWS: dict[str, tuple[type, str]] = {  # key of a job: its type and what it is
     "gradient.overflow": (str, "what gradients too large for the format become"),
     "gradient.headroom": (str, "headroom of the shared scaling"),
     "update.name": (str, "rule by which ranks update weights"),
+    "stages.count": (int, "stages that the network is cut into"),
+    "stages.method": (str, "what holds stages together"),
+    "stages.beta": (float, "factor of half the squared residual between stages"),
+    "stages.z_rate": (float, "step of what enters a stage, in 1 / beta"),
+    "stages.correction": (float, "share of iterations that go through all stages in turn"),
+    "stages.refresh_every": (int, "iterations between refreshes of what enters stages"),
+    "stages.local_steps": (int, "steps of all stages on a batch"),
+    "stages.filter": (int, "values of which only the mean travels between stages"),
+    "stages.wire": (str, "format of what travels between stages"),
     "train.epochs": (int, "epochs"),
     "train.batch": (int, "samples of a step, of all ranks together"),
     "train.learning_rate": (float, "learning rate"),
@@ -80,10 +97,12 @@ def _used(given: Factors) -> dict[str, Value]:
 def _fits(job: Raw, used: Factors, ranks: int) -> str | None:
     """Return what the job does not take; those ranks without a sample in a batch idle."""
     try:
-        train = _job(job, used, "case").train
-    except UserError as error:
+        given = _job(job, used, "case")
+        given.check_ranks(ranks * given.train.virtual_ranks)
+        given.stages.layout(ranks)
+    except ValueError as error:  # a UserError is one
         return str(error)
-    rows, columns = train.image_grid
+    rows, columns = given.train.image_grid
     if ranks % (rows * columns):
         return f"train.image_grid={[rows, columns]}: {ranks} ranks are no multiple of its ranks"
     return None
@@ -132,6 +151,7 @@ class _Training(Measuring):
         self.starts = world.gather(noted)[0]
         before_j = place.read_energy()
         run(training, caught, Display(world.process == 0, 1))
+        training.close()
         self.used = place.energy_j(before_j)
         self.training, self.done = training, True
 
@@ -173,7 +193,7 @@ class _Training(Measuring):
         is_warmup = np.zeros(len(times_s), np.uint8)
         for first in self.starts:  # each process is cold at first
             is_warmup[first : first + self.study.measure.warmup] = 1
-        series = _series(training.record, training.iterations_per_epoch)
+        series = _series(training.record, training.samples)
         waited_s = steps["time_s"][:, PHASES.index("data")].sum()
         scores = series["training"].keys() & SCORES.keys()
         outcomes: Outcomes = {
@@ -196,9 +216,9 @@ def _job(tables: Raw, factors: Factors, name: str) -> Job:
     from ..train.job import Job
 
     raw = tables
-    for name, value in factors.items():
+    for key, value in factors.items():
         change: Any = value
-        for part in reversed(("train.seed" if name == "seed" else name).split(".")):
+        for part in reversed(("train.seed" if key == "seed" else key).split(".")):
             change = {part: change}
         raw = merge(raw, change)
     return validate(Job, raw | {"name": name}, "job")
@@ -207,13 +227,17 @@ def _job(tables: Raw, factors: Factors, name: str) -> Job:
 SCORES = {"test_accuracy": "accuracy", "test_score": "score"}  # by epoch: and at the end
 
 
-def _series(record: Record, iterations_per_epoch: int) -> Series:
+def _series(record: Record, samples: int) -> Series:
+    from ..report.critical import critical_batch
     from ..train.record import GROUPS
 
     columns = record.arrays()
     steps, epochs, layers = columns["steps"], columns["epochs"], columns["layers"]
     unknown = np.full(layers["nonzero"].shape, np.nan)  # where the method does not count them
-    losses = steps["loss"].reshape(-1, iterations_per_epoch).mean(axis=1)
+    seen = np.cumsum(steps["samples"])
+    ends = 1 + np.searchsorted(seen, samples * epochs["epoch"])  # batches may grow
+    losses = [each.mean() for each in np.split(steps["loss"], ends[:-1])]
+    noise = steps.get("noise_scale", np.full(len(seen), np.nan))
     score = next((epochs[name] for name in epochs if name not in GROUPS["epochs"]), None)
     scores = {} if score is None else {"test_score": score}
     if "test_accuracy" in epochs:
@@ -223,8 +247,11 @@ def _series(record: Record, iterations_per_epoch: int) -> Series:
             "epoch": epochs["epoch"],
             **scores,
             "test_loss": epochs["test_loss"],
-            "train_loss": losses,
+            "train_loss": np.array(losses),
             "epoch_time_s": epochs["time_s"],
+            "steps_done": ends,
+            "samples_seen": seen[ends - 1],
+            "critical_batch": critical_batch(steps["samples"], noise)[ends - 1],
         },
         "telemetry": {
             "iteration": layers["iteration"],
@@ -246,6 +273,7 @@ CAPTION = (
 
 def _sections(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> list[Section]:
     """Return a table, the score against bits and time, underflow by layer."""
+    from ..report.critical import critical
     from ..report.score import learning_charts, score_charts
     from ..report.tables import Section, tabulate
     from ..report.trainings import LAYER_SHARES, layer_charts
@@ -265,7 +293,7 @@ def _sections(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> l
             file.name, name, [_observations(file, group, layout, name) for group in groups]
         )
     ]
-    found = [Section("Training", tables=[table], charts=charts)]
+    found = [Section("Training", tables=[table], charts=charts), *critical(file, groups)]
     return found + ([Section("Rounding by layer", charts=maps)] if maps else [])
 
 
@@ -276,7 +304,7 @@ def _measure(file: StudyFile, groups: Sequence[SeedGroup]) -> Score:
     found = set()
     for group in groups:
         swept = {k: v for k, v in group.factors.items() if k.startswith(("loss.", "metric."))}
-        found.add(Score.of(_job(file.toml.get("job", {}), swept, file.name).toml()))
+        found.add(Score.of(_job(file.toml.get("job", {}), swept, "case").toml()))
     return found.pop() if len(found) == 1 else Score("loss", "", lower=True, loss_unit="")
 
 

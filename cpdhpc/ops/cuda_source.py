@@ -33,8 +33,19 @@ KERNELS = (
     "clear",
 )
 
-# What NumPy has already; CuPy has it too, but flushes subnormal numbers.
-ARITHMETIC = ("add_floats", "subtract_floats", "multiply_floats", "divide_floats")
+# What NumPy has already; CuPy has it too, but flushes subnormal numbers, or adds in another order.
+ARITHMETIC = (
+    "add_floats",
+    "subtract_floats",
+    "multiply_floats",
+    "divide_floats",
+    "leaf_sums",
+    "multiply_runs",
+    "divide_runs",
+    "row_products",
+    "column_products",
+    "add_outer",
+)
 
 
 def cuda_source() -> str:

@@ -21,8 +21,29 @@ from .gpu_runtime import (
     launch,
     tile_blocks,
 )
+from .gpu_sums import (
+    add_outer,
+    column_products,
+    divide_runs,
+    multiply_runs,
+    row_products,
+    row_sums,
+    run_sums,
+    square_sum,
+)
 from .reference_sparse import MAGNITUDE, threshold_bits
 from .selection import check_rank, check_size, radix_select
+
+__all__ = [  # of what is imported
+    "add_outer",
+    "column_products",
+    "divide_runs",
+    "multiply_runs",
+    "row_products",
+    "row_sums",
+    "run_sums",
+    "square_sum",
+]
 
 Array = Any  # cupy.ndarray
 

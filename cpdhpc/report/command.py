@@ -19,6 +19,7 @@ from ..study.study_file import ReportError, StudyFile, load_study_file
 from . import units
 from .choice import ALL, Choice
 from .compare import compare, compare_report, load_reference, verdict
+from .compressors import BENCHMARK, compress_report
 from .figures import Chart, image
 from .study import study_report
 from .tables import Listed, Report, Table, slug
@@ -29,11 +30,15 @@ STUDY = "study.h5"  # in the folder of a study
 
 @dataclass(frozen=True)
 class Loaded:
-    """The studies in the order given, the runs, oldest first, and what could not be read."""
+    """The studies in the order given, the runs, oldest first, and what could not be read.
+
+    compressors: reports of files of bench compress
+    """
 
     studies: list[StudyFile]
     runs: list[Run]
     unreadable: list[str]
+    compressors: Sequence[Report] = ()
 
 
 def load(paths: Sequence[Path]) -> Loaded:
@@ -43,6 +48,7 @@ def load(paths: Sequence[Path]) -> Loaded:
     nothing can be read.
     """
     studies, runs, errors = list[StudyFile](), list[Run](), list[UserError]()
+    compressors: list[Report] = []
     for path in paths:
         try:
             files = _files(path) if path.is_dir() else [path]
@@ -54,16 +60,17 @@ def load(paths: Sequence[Path]) -> Loaded:
                 attributes = store.read_attributes(file)
                 if "study" in attributes:
                     studies.append(load_study_file(file))
+                elif attributes.get("benchmark") == BENCHMARK:
+                    compressors.append(compress_report(file))
                 elif not path.is_dir() or attributes.get("kind") == "run":
                     runs.append(load_run(file))
             except UserError as error:
                 errors.append(error)
-    if not studies and not runs:
+    if not studies and not runs and not compressors:
         none = f"{', '.join(map(str, paths))}: there is no file of a study or of a run"
         raise errors[0] if errors else ReportError(none)
-    return Loaded(
-        studies, sorted(runs, key=lambda run: str(run.attributes["date"])), list(map(str, errors))
-    )
+    by_age = sorted(runs, key=lambda run: str(run.attributes["date"]))
+    return Loaded(studies, by_age, list(map(str, errors)), compressors)
 
 
 def _files(directory: Path) -> list[Path]:
@@ -169,8 +176,10 @@ def report(
     check_place(png)
     loaded = load(paths)
     if choice != ALL and not loaded.studies:
-        raise ReportError("--where, --x, --y, --by, --panel: are for studies; came runs")
+        raise ReportError("--where, --x, --y, --by, --panel: are for studies; came none")
     reports = [study_report(file, choice) for file in loaded.studies]
+    if choice.draws and not (outputs.html or outputs.figures):
+        raise ReportError("--x, --y, --by, --panel: choose figures: go with --html or --figures")
     of_runs = runs_report(loaded.runs, run_groups(loaded.runs)) if loaded.runs else None
     if png is not None:
         if of_runs is None:
@@ -178,7 +187,8 @@ def report(
                 f"--png {png}: is of training runs; --figures DIR writes those of studies"
             )
         _write(png, image(overview(of_runs.charts), "png"))
-    return outputs.give([*reports, *([of_runs] if of_runs else [])], loaded.unreadable)
+    shown = [*reports, *([of_runs] if of_runs else []), *loaded.compressors]
+    return outputs.give(shown, loaded.unreadable)
 
 
 def compare_files(
@@ -199,7 +209,7 @@ def compare_files(
 
 def _study(path: Path) -> StudyFile:
     loaded = load([path])
-    if len(loaded.studies) != 1 or loaded.runs:
+    if len(loaded.studies) != 1 or loaded.runs or loaded.compressors:
         raise ReportError(f"--compare: {path}: is no study")
     return loaded.studies[0]
 

@@ -15,6 +15,7 @@ from ..config import difference, value_of
 from ..kinds.factors import Array
 from ..study.study_file import ReportError
 from . import units
+from .critical import noise_charts, predicted
 from .figures import Axis, Chart, Map, Style, styles
 from .score import Score, Trained, learning_charts, score_charts
 from .tables import Column, Listed, Report, Section, Table, tabulate, words
@@ -225,7 +226,8 @@ TITLE = "Training runs"
 CAPTION = (
     "Accuracy, or other score: of test samples, mean ± sample standard deviation over seeds. Step: "
     "median. Data: share of the time of all steps that a rank waits for samples. Underflow: share "
-    "of non-zero gradient values that become zero when a rank encodes its own."
+    "of non-zero gradient values that become zero when a rank encodes its own. Critical batch: "
+    "what the noise scale predicts for the whole run, mean over seeds."
 )
 NOT_SHOWN = ("kind", "schema", "name", "seed", "toml", "status", "parameters")
 
@@ -239,6 +241,8 @@ def runs_report(runs: Sequence[Run], groups: Sequence[RunGroup]) -> Report:
     trained = [_trained(group, drawn[group.name], base) for group in groups]
     observed = [_observed(group) for group in groups if group.compressed and group.observed]
     charts = [*score_charts(TITLE, trained, measure), *learning_charts(TITLE, trained, measure)]
+    steps = [(g.name, drawn[g.name], [run.steps for run in g.runs]) for g in groups]
+    charts += noise_charts(TITLE, steps)
     maps = layer_charts(TITLE, "underflow", observed)
     left = [f"{run.path.name}: {run.attributes['status']}" for run in runs if not run.complete]
     return Report(
@@ -299,6 +303,9 @@ def table(groups: Sequence[RunGroup]) -> Table:
         Column("data\n%", lambda group: f"{100 * group.data_share:.0f}"),
         Column("under-\nflow %", underflow),
     ]
+    batches = {g.name: predicted([run.steps for run in g.runs]) for g in groups}
+    if not all(map(isnan, batches.values())):
+        columns.append(Column("critical\nbatch", lambda g: units.digits(batches[g.name])))
     return tabulate("", columns, groups, CAPTION)
 
 

@@ -67,6 +67,12 @@ SERIES: dict[str, dict[str, tuple[str, str]]] = {  # group: column: long name, u
         "test_loss": ("mean loss of test samples", "nat"),
         "train_loss": ("mean loss of the epoch's batches", "nat"),
         "epoch_time_s": ("time of training and evaluation, the slowest rank", "s"),
+        "steps_done": ("steps up to the end of the epoch", "1"),
+        "samples_seen": ("samples up to the end of the epoch, repeats included", "1"),
+        "critical_batch": (
+            "critical batch that the noise scale up to there predicts; NaN: it was not measured",
+            "1",
+        ),
     },
     "telemetry": {
         "underflow": ("non-zero gradient values that become zero on the wire", "%"),

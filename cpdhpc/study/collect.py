@@ -309,7 +309,7 @@ def _training(points: Points) -> Variables:
             continue
         data = np.full((len(points), epochs), np.nan)
         for index, each in enumerate(series):
-            if name in each:
+            if name in each:  # files of older versions lack some
                 data[index, : len(each[name])] = each[name]
         found[name] = Variable((*BY, "epoch"), data, text, units)
     return found

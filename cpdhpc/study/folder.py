@@ -13,7 +13,12 @@ from ..kinds.factors import Case
 from .cases import load_study
 from .spec import Study
 
-MAY_CHANGE = ("run.throttle", "run.retries", "run.case_time_s")  # neither cases nor numbers
+MAY_CHANGE = (  # neither cases nor numbers
+    "run.throttle",
+    "run.retries",
+    "run.case_time_s",
+    "train.target_loss",
+)
 
 
 class FolderError(UserError):

@@ -86,9 +86,12 @@ class TrainedJob(Section):
     """[train]: the job file of a study of trainings.
 
     job: its path, from the study file's directory
+    target_loss: test loss whose steps and samples the report compares over batches; not given: the
+        least that all batches reach
     """
 
     job: str
+    target_loss: Annotated[float | None, Field(gt=0)] = None
 
 
 class Run(Section):

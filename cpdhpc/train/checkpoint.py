@@ -44,8 +44,8 @@ def tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Groups:
     }
 
 
-def load_tensors(groups: Groups, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Set model and optimizer to what tensors returned.
+def load_model(groups: Groups, model: torch.nn.Module) -> None:
+    """Set a model's parameters and buffers to what tensors returned.
 
     Raises CheckpointError, naming the tensor, where the model has other ones.
     """
@@ -56,6 +56,11 @@ def load_tensors(groups: Groups, model: torch.nn.Module, optimizer: torch.optim.
         if here != there:
             raise CheckpointError(f"tensor {name} is {there} there and {here} here")
     model.load_state_dict({k: torch.from_numpy(v.copy()) for k, v in groups["model"].items()})
+
+
+def load_tensors(groups: Groups, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Set model and optimizer to what tensors returned. Raises CheckpointError as load_model."""
+    load_model(groups, model)
     state = optimizer.state_dict()
     for key, values in groups["optimizer"].items():
         index, _, name = key.partition(".")
@@ -186,17 +191,21 @@ def _write_rows(world: Ranks, path: Path, offset: int | None, entry: Entry) -> N
         world.write_box(path, offset, (world.ranks, *shape[1:]), start, array)
 
 
-def load_states(world: Ranks, path: Path, checksum: str, states: States) -> None:
+def load_states(world: Ranks, path: Path, checksum: str, states: States) -> int:
     """Give methods what they kept, redistributed where the number of ranks is another. Collective.
 
-    checksum: as save_states returned it. Raises UserError on all processes alike where the file is
+    checksum: as save_states returned it. Returns the former number of ranks, this one's where
+    nothing tells it. Raises UserError on all processes alike where the file is
     missing, damaged or of another checkpoint.
     """
     if files.check(world, path) not in (checksum, ""):  # "": a version without checksums
         raise CheckpointError(f"{path}: is not the state that belongs to the checkpoint")
     error: Exception | None = None
+    former = world.ranks
     try:
         for name, room in store.contents(path)[1].items():
+            if room.attributes[REDISTRIBUTION] != SHARED:
+                former = room.shape[0]
             who, _, key = name.partition("/")
             layer, _, entry = key.rpartition("/")
             states[who].put((layer, entry), _read_rows(world, path, name, room))
@@ -205,6 +214,7 @@ def load_states(world: Ranks, path: Path, checksum: str, states: States) -> None
     except (KeyError, IndexError) as found:
         error = CheckpointError(f"{path}: is no state of a checkpoint: {found}")
     world.agree(error, "resume")
+    return former
 
 
 def _read_rows(world: Ranks, path: Path, name: str, room: store.Room) -> Entry:
@@ -212,6 +222,8 @@ def _read_rows(world: Ranks, path: Path, name: str, room: store.Room) -> Entry:
     kind, rows = room.attributes[REDISTRIBUTION], room.shape[0]
     same = kind != SHARED and rows == world.ranks
     mine = slice(world.hosted.start, world.hosted.stop) if same else slice(0, rows)
+    if kind == "drop" and not same:
+        mine = slice(0, 0)  # a model of each rank, say, which fits nowhere
     array = store.read_box(path, name, (mine,))
     if kind == SHARED:
         return Entry(array, None)

@@ -29,9 +29,9 @@ def train(
     Raises UserError or Interrupted on all processes alike.
     """
     jobs = agreed(world, lambda: load(path, settings))
-    agreed(world, lambda: _check_grids(jobs, world))
+    agreed(world, lambda: _check_ranks(jobs, world))
     files = {job.id: Files.of(directory, job) for job in jobs}
-    written = {job.id: files[job.id].written(job.train.record_gradients) for job in jobs}
+    written = {job.id: files[job.id].written(job) for job in jobs}
     with claimed(world, directory, written, resume), catching() as caught:
         todo = world.on_first(lambda: _todo(jobs, files, resume), "resume")
         display = Display(world.process == 0, len(todo))
@@ -46,7 +46,9 @@ def train(
                 data[repr(job.data)] = agreed(world, job.data.load)
             training = prepare(job, worlds[shape], data[repr(job.data)], files[job.id])
             if resume:
-                training.resume()
+                said = training.resume()
+                if said:
+                    display.line(f"{job.id}: {said}")
                 if not _same_rates(training, former_epochs):
                     display.line(
                         f"{job.id}: it began as a run of {former_epochs} epochs, whose learning "
@@ -57,8 +59,9 @@ def train(
     return [each.record for each in files.values()]
 
 
-def _check_grids(jobs: list[Job], world: World) -> bool:
+def _check_ranks(jobs: list[Job], world: World) -> bool:
     for job in jobs:
+        job.check_ranks(world.processes * job.train.virtual_ranks)
         rows, columns = job.train.image_grid
         if world.processes % (rows * columns):
             raise ConfigError(

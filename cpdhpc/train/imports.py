@@ -145,7 +145,7 @@ class ImportedData(Data):
                 f"{where}: inputs have shape {train.sample_shape} for training, "
                 f"{test.sample_shape} for the test"
             )
-        return Source(train, test, train.sample_shape, train.classes)
+        return Source(train, test, train.sample_shape, train.classes, self.import_from)
 
 
 class ImportedLoss(Loss):

@@ -25,21 +25,28 @@ from ..config import (
     read_toml,
     validate,
 )
+from ..world.ranks import Loopback, Ranks
+from .adversarial import Adversarial
+from .augment import Augment
 from .controllers import (
     BATCH_SCALINGS,
     CONTROLLERS,
     DECAYS,
+    DEFAULT_RATE,
     BySchedule,
     Control,
     Schedule,
     Settings,
 )
-from .data import DATA, Data, Digits
+from .data import Data
+from .datasets import DATA, Digits
 from .imports import ImportedData, ImportedLoss, ImportedMetric, ImportedModel
+from .loader import Loader
 from .loss_scaling import check_scale
 from .losses import LOSSES, METRICS, Accuracy, CrossEntropy, Loss, Metric
 from .models import MODELS, Mlp, Model
 from .optimizers import OPTIMIZERS, Optimizer, Sgd
+from .stages.section import Stages
 from .update import UPDATES, ByAllreduce, UpdateRule
 
 Positive = Annotated[int, Field(ge=1)]
@@ -48,6 +55,7 @@ Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$")]  # part of a file name
 
 EPOCHS = "train.epochs"  # may be raised where a run is gone on with
+STATELESS = ("none", "lowbit", "qsgd", "terngrad")  # aggregators that keep nothing of a rank
 MAY_DIFFER = (  # where a run is gone on with; all but virtual_ranks change no bit
     "train.virtual_ranks",
     "train.checkpoint_every",
@@ -56,9 +64,12 @@ MAY_DIFFER = (  # where a run is gone on with; all but virtual_ranks change no b
     "train.overlap",
     "model.import_from",
     "data.import_from",
+    "loader.workers",
+    "loader.prefetch",
     "loss.import_from",
     "metric.import_from",
     "train.record_gradients",
+    "train.keep_every",
 )
 
 
@@ -78,13 +89,15 @@ class Train(Section):
         first, and with overlap while backward goes on; overlap changes no bit, bucket_mib may
     image_grid: rows and columns of ranks that share each image; [1, 1]: images are not split
     telemetry_every: iterations; checkpoint_every: epochs; timeout_s: the longest wait for others
+    keep_every: epochs, after each of which the weights are kept in a file of their own
+        (influence), beside the checkpoint, which is overwritten; 0: none are
     record_gradients: iterations, from 0, of which the gradients of every rank go to files of their
         own, 4 bytes a value and rank each (bench compress)
     """
 
     epochs: Positive = 10
     batch: Positive = 64
-    learning_rate: Annotated[float, Field(gt=0)] = 0.1
+    learning_rate: Annotated[float, Field(gt=0)] = DEFAULT_RATE
     seeds: Annotated[tuple[Seed, ...], Field(strict=False, min_length=1)] = (0,)
     virtual_ranks: Positive = 1
     image_grid: Annotated[tuple[Positive, Positive], Field(strict=False)] = (1, 1)
@@ -95,8 +108,18 @@ class Train(Section):
     overlap: bool = False
     telemetry_every: Positive = 10
     checkpoint_every: Positive = 1
+    keep_every: Whole = 0
     timeout_s: Annotated[float, Field(gt=0)] = 600.0
     record_gradients: Annotated[tuple[Whole, ...], Field(strict=False, max_length=100)] = ()
+
+    @property
+    def kept_epochs(self) -> range:
+        """The epochs, from 1, after which weights are kept."""
+        return (
+            range(self.keep_every, self.epochs + 1, self.keep_every)
+            if self.keep_every
+            else range(0)
+        )
 
     @field_validator("seeds")
     @classmethod
@@ -141,12 +164,26 @@ class Job(Section):
     model: Annotated[Model, OneOf(MODELS, "name", None, ImportedModel)] = Mlp()
     loss: Annotated[Loss, OneOf(LOSSES, "name", "cross_entropy", ImportedLoss)] = CrossEntropy()
     metric: Annotated[Metric, OneOf(METRICS, "name", None, ImportedMetric)] = Accuracy()
+    augment: Augment = Augment()
+    loader: Loader = Loader()
     optimizer: Annotated[Optimizer, OneOf(OPTIMIZERS, "name", "sgd")] = Sgd()
     schedule: Schedule = Schedule()
     controller: Annotated[Control, OneOf(CONTROLLERS, "name", "schedule")] = BySchedule()
     gradient: Annotated[Aggregator, OneOf(COMPRESSORS, "aggregator")] = NoCompression()
     update: Annotated[UpdateRule, OneOf(UPDATES, "name", "allreduce")] = ByAllreduce()
+    adversarial: Adversarial = Adversarial()
+    stages: Stages = Stages()
     train: Train = Train()
+
+    @model_validator(mode="after")
+    def _copies_have_one_model(self) -> Job:
+        if self.adversarial.epsilon and (
+            self.train.image_grid != (1, 1) or not isinstance(self.update, ByAllreduce)
+        ):
+            raise ValueError(
+                'adversarial: goes with update.name="allreduce" and train.image_grid=[1, 1] only'
+            )
+        return self
 
     @model_validator(mode="before")
     @classmethod
@@ -156,6 +193,28 @@ class Job(Section):
         usual = Loss if IMPORT in raw["loss"] else CrossEntropy
         row = LOSSES.get(raw["loss"].get("name"), usual)
         return raw | {"metric": {"name": row.metric}}
+
+    @model_validator(mode="after")
+    def _stages_alone(self) -> Job:
+        train, stateless = self.train, [COMPRESSORS[name] for name in STATELESS]
+        usual = {
+            "train.image_grid": train.image_grid == (1, 1),
+            "train.overlap": not train.overlap,
+            "train.loss_scaling": train.loss_scaling == "static",
+            "train.loss_scale": train.loss_scale in (None, 1.0),
+            "train.record_gradients": not train.record_gradients,
+            "loader.workers": not self.loader.workers,
+            "adversarial.epsilon": not self.adversarial.epsilon,
+            "update": isinstance(self.update, ByAllreduce),
+            "controller": isinstance(self.controller, BySchedule),
+            "optimizer.clip_global_norm": not getattr(self.optimizer, "clip_global_norm", 0),
+            "gradient.aggregator": type(self.gradient) in stateless,
+            "gradient.error_feedback": not getattr(self.gradient, "error_feedback", False),
+        }
+        others = [key for key, is_usual in usual.items() if not is_usual]
+        if self.stages.count > 1 and others:
+            raise ValueError(f"stages.count={self.stages.count}: does not go with this {others[0]}")
+        return self
 
     @model_validator(mode="after")
     def _warmup_ends(self) -> Job:
@@ -176,6 +235,41 @@ class Job(Section):
                 f"{type(self.gradient).__name__}: should be sgd with momentum=0"
             )
         return self
+
+    @model_validator(mode="after")
+    def _update_has_what_it_needs(self) -> Job:
+        for key, wanted in self.update.needs.items():
+            table, _, name = key.partition(".")
+            given = getattr(getattr(self, table), name)
+            if given != wanted:
+                must = f"must be {wanted!r}" if wanted is not None else "must not be given"
+                raise ValueError(f"{key}={given!r}: {must} with update.name={self.update.name!r}")
+        return self
+
+    @model_validator(mode="after")
+    def _controlled(self) -> Job:
+        name = f"controller.name={self.controller.name!r}"
+        try:
+            self.controller.check(self.settings(0))
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+        if self.controller.measures_norms:
+            if not isinstance(self.update, ByAllreduce):
+                raise ValueError(f'{name}: needs the mean gradient: update.name="allreduce"')
+            if self.train.image_grid != (1, 1):
+                raise ValueError(f"{name}: needs samples of each rank: train.image_grid=[1, 1]")
+            if self.train.batch < 2:
+                raise ValueError(f"{name}: train.batch=1: should be 2 or more")
+        return self
+
+    def check_ranks(self, ranks: int) -> None:
+        """Raise ConfigError where the job cannot do with so many ranks, virtual ones included."""
+        try:
+            self.controller.check_ranks(ranks)
+        except ValueError as error:
+            raise ConfigError(
+                f"{self.name}: controller.name={self.controller.name!r}: {error}"
+            ) from None
 
     def plain(self) -> Raw:
         """Return the job as tables of plain values, every default filled in."""
@@ -199,10 +293,11 @@ class Job(Section):
         """What the files of a run are called."""
         return f"{self.name}-s{self.seed}"
 
-    def settings(self, samples: int) -> Settings:
+    def settings(self, samples: int, world: Ranks | None = None) -> Settings:
         """Return what the controller of a run on so many training samples begins with."""
         train = self.train
-        return Settings(self.schedule, train.learning_rate, train.batch, train.epochs, samples)
+        told = self.schedule, train.learning_rate, train.batch, train.epochs, samples
+        return Settings(*told, world or Loopback())
 
     def toml(self) -> str:
         """Return the job as TOML text, every default filled in."""

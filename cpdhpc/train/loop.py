@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import time
+from functools import lru_cache
 from math import isfinite
 from typing import NoReturn
 
 import numpy as np
+from numpy import inf, nan, nan_to_num
 
 from ..collectives.checks import NonFiniteGradient
 from ..config import UserError
 from ..randomness import random_key
 from ..signals import Caught, Interrupted
-from . import gradients
-from .data import Array, epoch_order
+from . import gradients, weights
+from .adversary import Attacked
+from .data import Array, epoch_order, shard
+from .loader import Prefetched
+from .norms import of_samples, squared_norms
 from .progress import Display
-from .record import observe
 from .setup import Training
-from .step import evaluate, exchange, step
+from .step import evaluate, evaluate_each, exchange
+from .update.base import NOTHING
+from .update.own_models import OwnModels, OwnModelsRule
 
 SAMPLES = 3  # stream of random numbers: of what samples are to chance
 
@@ -37,8 +43,11 @@ def run(training: Training, caught: Caught, display: Display) -> None:
     if recorded:
         mib = gradients.size_bytes(training.reducer) / 2**20
         display.line(f"{job.id}: records gradients: {len(recorded)} times {mib:.3g} MiB")
+    if job.train.keep_every:
+        mib = weights.size_bytes(training.model) / 2**20
+        display.line(f"{job.id}: keeps weights: {len(job.train.kept_epochs)} times {mib:.3g} MiB")
     display.start(job.id, training.samples * job.train.epochs, training.samples_seen)
-    with training.reducer:
+    with training.reducer, training.workers:
         while not training.ended:
             _epoch(training, caught, display)
     training.save("complete")
@@ -58,38 +67,90 @@ def run(training: Training, caught: Caught, display: Display) -> None:
 def _told(training: Training, *scores: float) -> str:
     """Return the score by the metric, where it is another than the loss, and the loss."""
     loss, metric = f"loss {scores[-1]:.4f}", training.job.metric
-    return loss if metric.build() is None else f"{metric.told(scores[0])}, {loss}"
+    return loss if metric.label == "loss" else f"{metric.told(scores[0])}, {loss}"
 
 
 def _epoch(training: Training, caught: Caught, display: Display) -> None:
     """Finish the epoch that the run stands in."""
     job, began = training.job, time.perf_counter()
     epoch, seen = divmod(training.samples_seen, training.samples)
-    order = epoch_order(training.samples, job.seed, epoch)
+    order = _order(training.samples, job.seed, epoch)
     while seen < len(order):
-        rate, size = training.controller.next(training.samples_seen)
-        batch = order[seen : seen + size]
+        rate, size = _decided(training)
+        batch = training.update.batch(order[seen:], size)
+        _plan(training, epoch, order[seen:], size)
         signal = _iteration(training, rate, batch, caught)
         display.step(len(batch))
         seen += len(batch)
-        if signal and seen < len(order):
+        if signal and seen < len(order) and training.update.at_rest:
             _stop(training, signal, display)
     with training.update.evaluated():
-        score, loss = evaluate(
-            training.model,
-            training.world,
-            training.test,
-            training.loss,
-            job.metric,
-            training.sharing,
-        )
+        scores, loss = _evaluated(training)
+    of_ranks = _of_ranks(training, epoch + 1)
     elapsed_ns = training.world.max(np.array([int((time.perf_counter() - began) * 1e9)]))
-    training.record.epoch(epoch + 1, score, loss, elapsed_ns[0] / 1e9)
-    display.epoch(job.id, epoch + 1, job.train.epochs, _told(training, score, loss))
+    training.record.epoch(epoch + 1, scores, loss, elapsed_ns[0] / 1e9)
+    told = _told(training, *scores, loss) + of_ranks
+    display.epoch(job.id, epoch + 1, job.train.epochs, told)
+    if epoch + 1 in job.train.kept_epochs:
+        training.save_weights(epoch + 1)
     if signal:  # in the last iteration: the resumed run does not come back to this evaluation
         _stop(training, signal, display)
     if (epoch + 1) % job.train.checkpoint_every == 0 and epoch + 1 < job.train.epochs:
         training.save("running")
+
+
+def _plan(training: Training, epoch: int, order: Array, size: int) -> None:
+    """Tell workers, if there are any, what this process takes in the batches from now on.
+
+    order: what is left of the epoch; size: of its batches, and of the next ones' while nobody knows
+    """
+    if not isinstance(training.train, Prefetched):
+        return
+    count, job = training.workers.ahead + 1, training.job
+    batches = [
+        (epoch, order[at : at + size]) for at in range(0, min(len(order), count * size), size)
+    ]
+    if len(batches) < count and epoch + 1 < job.train.epochs:
+        order = _order(training.samples, job.seed, epoch + 1)
+        batches += [(epoch + 1, order[at : at + size]) for at in range(0, len(order), size)[:count]]
+    shares = training.world.ranks // training.sharing
+    training.train.plan(
+        (shard(batch, shares, rank // training.sharing), _seed(job.seed, of_epoch))
+        for of_epoch, batch in batches[:count]
+        for rank in training.world.hosted
+    )
+
+
+_order = lru_cache(maxsize=2)(epoch_order)  # to sort a million takes 0.1 s
+
+
+def _seed(seed: int, epoch: int) -> int:
+    """Return the seed of what samples are to chance in an epoch."""
+    return random_key(seed, SAMPLES, epoch)[0]
+
+
+def _evaluated(training: Training) -> tuple[list[float], float]:
+    """Return the scores by the metric, of copies too where there are some, and the loss."""
+    job, adversary, found = training.job, training.adversary, []
+    attacked = [Attacked(adversary, training.test, training.loss)] if adversary else []
+    for test in (training.test, *attacked):
+        given = test, training.loss, job.metric, training.sharing
+        found.append(evaluate(training.model, training.world, *given))
+    return [score for score, _ in found], found[0][1]
+
+
+def _of_ranks(training: Training, epoch: int) -> str:
+    """Record and return how the ranks' own models do, where they have some. Collective."""
+    rule, update = training.job.update, training.update
+    if not (isinstance(rule, OwnModelsRule) and isinstance(update, OwnModels)):
+        return ""
+    rank, worst, said = -1, (nan, nan), ""
+    if rule.evaluate_ranks:
+        found = evaluate_each(update, training.test, training.loss, training.job.metric)
+        rank = max(range(len(found)), key=lambda i: nan_to_num(found[i][1], nan=inf))
+        worst, said = found[rank], f"; worst rank {rank}: {_told(training, *found[rank])}"
+    training.record.epoch_of_ranks(epoch, update.consensus_distance, rank, *worst)
+    return f"{said}; consensus distance {update.consensus_distance:.3g}"
 
 
 def _stop(training: Training, signal: int, display: Display) -> NoReturn:
@@ -103,37 +164,47 @@ def _fail(training: Training, why: str) -> NoReturn:
     raise Diverged(f"{training.job.id}: iteration {training.iteration}: {why}")
 
 
+def _decided(training: Training) -> tuple[float, int]:
+    """Return what the controller says, unless a step with it cannot be."""
+    rate, size = training.controller.next(training.samples_seen)
+    if not (isfinite(rate) and rate >= 0 and size >= 1):
+        _fail(training, f"controller: learning rate {rate} and batch {size}: cannot be")
+    return rate, size
+
+
 def _iteration(training: Training, rate: float, batch: Array, caught: Caught) -> int:
     """Do one iteration, and return the signal that any process has caught, or 0."""
     job, world, iteration = training.job, training.world, training.iteration
     for group in training.optimizer.param_groups:
         group["lr"] = rate
+    training.reducer.alike = {"learning rate": rate, "batch": len(batch)}
     training.reducer.epoch = training.samples_seen / training.samples
     before, scale = training.sent_bytes, training.scaler.scale
     try:
         epoch = training.samples_seen // training.samples
-        seed = random_key(job.seed, SAMPLES, epoch)[0]
-        done = step(
-            training.update,
-            training.train,
-            batch,
-            training.loss,
-            training.sharing,
-            seed,
-            training.scaler,
-        )
+        seed = _seed(job.seed, epoch)
+        done = training.train_on(batch, seed)
     except NonFiniteGradient as error:
         _fail(training, str(error))
+    norms = None
+    if job.controller.measures_norms and done.mean is not None:
+        norms = squared_norms(training.reducer, done.mean, scale)
     sent = training.sent_bytes - before
-    told = exchange(world, done.losses, done.time_ns, sent, caught.number)
+    told = exchange(world, done.losses, done.time_ns, sent, caught.number, norms)
     if not isfinite(told.loss):
         _fail(training, f"the loss is {told.loss}")
-    training.record.step(iteration, told.loss, rate, scale, told.time_ns, told.wire_bytes)
+    training.samples_seen += len(batch)
+    if job.controller.measures_norms:
+        training.controller.observe_norms(of_samples(told.norms, len(batch)))
+    training.controller.observe(training.samples_seen, told.loss)
+    decided = training.controller.telemetry()
+    row = told.loss, rate, scale, told.time_ns, told.wire_bytes, decided
+    training.record.step(iteration, len(batch), *row)
     if iteration in job.train.record_gradients and done.mean is not None:
         training.save_gradients()
-    if iteration % job.train.telemetry_every == 0 and done.mean is not None:
-        training.record.telemetry(iteration, observe(training.reducer, done.mean))
+    every, interval = job.train.telemetry_every, training.update.interval
+    is_due = iteration // every != (iteration - interval) // every
+    if is_due and done.mean is not None and done.mean is not NOTHING:
+        training.record.telemetry(iteration, training.observe(done.mean))
     training.iteration += 1
-    training.samples_seen += len(batch)
-    training.controller.observe(training.samples_seen, told.loss)
     return told.signal

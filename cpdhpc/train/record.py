@@ -44,20 +44,32 @@ def observe(reducer: GradientReducer, mean: Mean) -> Layers:
 
 
 SCHEMA = 1
+FGSM = "_fgsm"  # ends the name of a score of adversarial copies
 GROUPS = {  # group: its columns; the first one labels the rows
-    "steps": ("iteration", "loss", "learning_rate", "loss_scale", "time_s", "wire_bytes"),
+    "steps": (  # and what the controller offers
+        *("iteration", "samples", "loss", "learning_rate", "loss_scale"),
+        *("time_s", "wire_bytes"),
+    ),
     "epochs": ("epoch", "test_loss", "time_s"),  # and before the loss what the metric gives
     "layers": ("iteration", "nonzero"),  # and what the aggregator offers
 }
-WHOLE = dict.fromkeys(("iteration", "epoch", "wire_bytes", "nonzero"), np.int64)
+OF_RANKS = ("epoch", "consensus_distance", "worst_rank", "test_loss")  # where models differ
+WINDOWS = "iteration", "violation", "time_s", "busy_time_s"  # where there are stages
+WINDOW_PHASES = "correction", "refresh", "local"
+WHOLE = dict.fromkeys(
+    ("iteration", "epoch", "samples", "wire_bytes", "nonzero", "worst_rank"), np.int64
+)
 
 
 class Record:
-    """Rows of the three groups.
+    """Rows of the three groups, of "ranks" that have models of their own, of "windows" of stages.
 
     ranks: of the run, the most it had; layers: names of the parameters, in the bucket's order
     columns: what the aggregator offers of each layer
     loss, metric: what is trained, and what is told of the test samples beside it
+    copies: whether the same is told of adversarial copies
+    stages: that the network is cut into
+    decided: what the controller offers of each step
     """
 
     def __init__(
@@ -67,49 +79,81 @@ class Record:
         columns: Mapping[str, Column] | None = None,
         loss: Loss | None = None,
         metric: Metric | None = None,
+        decided: Mapping[str, Column] | None = None,
+        *,
+        copies: bool = False,
+        own_models: bool = False,
+        stages: int = 1,
     ) -> None:
+        self.stages = stages
         self.ranks, self.layers, self.columns = ranks, list(layers), dict(columns or {})
         self.loss, self.metric = loss or CrossEntropy(), metric or Accuracy()
+        self.decided = dict(decided or {})
         epoch, *rest = GROUPS["epochs"]
-        scores = [] if self.metric.build() is None else [f"test_{self.metric.label}"]
-        self.names = GROUPS | {
+        score = f"test_{self.metric.label}"
+        scores = [] if self.metric.label == "loss" else [score, *[score + FGSM] * copies]
+        self.names: dict[str, tuple[str, ...]] = GROUPS | {
+            "steps": (*GROUPS["steps"], *self.decided),
             "epochs": (epoch, *scores, *rest),
             "layers": (*GROUPS["layers"], *self.columns),
         }
-        self.rows: dict[str, list[tuple[Any, ...]]] = {name: [] for name in GROUPS}
+        self.names |= {"windows": WINDOWS} if stages > 1 else {}
+        if own_models:
+            self.names["ranks"] = (*OF_RANKS[:-1], *scores[:1], OF_RANKS[-1])
+        self.rows: dict[str, list[tuple[Any, ...]]] = {name: [] for name in self.names}
 
     def step(
         self,
         iteration: int,
+        samples: int,
         loss: float,
         learning_rate: float,
         loss_scale: float,
         time_ns: Array,
         wire_bytes: Array,
+        decided: Mapping[str, float],
     ) -> None:
         """Add a step; time_ns: int64[phases], wire_bytes: int64[ranks] of this step."""
         sent = np.pad(wire_bytes, (0, self.ranks - wire_bytes.size))
-        row = iteration, loss, learning_rate, loss_scale, time_ns / 1e9, sent
-        self.rows["steps"].append(row)
+        row = iteration, samples, loss, learning_rate, loss_scale, time_ns / 1e9, sent
+        self.rows["steps"].append((*row, *(decided[name] for name in self.decided)))
 
-    def epoch(self, epoch: int, score: float, loss: float, time_s: float) -> None:
-        """Add an epoch."""
-        scores = [score] if len(self.names["epochs"]) > len(GROUPS["epochs"]) else []
-        self.rows["epochs"].append((epoch, *scores, loss, time_s))
+    def epoch(self, epoch: int, scores: Sequence[float], loss: float, time_s: float) -> None:
+        """Add an epoch; scores: by the metric, of test samples and of copies, if there are some."""
+        self.rows["epochs"].append((epoch, *self._scores(*scores), loss, time_s))
+
+    def _scores(self, *scores: float) -> tuple[float, ...]:
+        return scores[: len(self.names["epochs"]) - len(GROUPS["epochs"])]
+
+    def epoch_of_ranks(
+        self, epoch: int, distance: float, rank: int, score: float, loss: float
+    ) -> None:
+        """Add how far apart the ranks' models are, and the one whose test loss is largest."""
+        self.rows["ranks"].append((epoch, distance, rank, *self._scores(score), loss))
 
     def telemetry(self, iteration: int, layers: Layers) -> None:
         """Add what was observed of the layers in a step."""
         self.rows["layers"].append((iteration, *(layers[n] for n in self.names["layers"][1:])))
 
+    def window(self, iteration: int, violation: Array, time_ns: Array, busy_time_ns: Array) -> None:
+        """Add a window: its first iteration, float64[cuts], int64[phases], [phases, stages]."""
+        self.rows["windows"].append((iteration, violation, time_ns / 1e9, busy_time_ns / 1e9))
+
     def arrays(self) -> dict[str, dict[str, Array]]:
         """Return each group's columns as plain arrays, from which restore makes the rows again."""
-        return {name: self._columns(name) for name in GROUPS}
+        return {name: self._columns(name) for name in self.names}
 
     def _columns(self, group: str) -> dict[str, Array]:
         names, rows = self.names[group], self.rows[group]
-        width = {"time_s": len(PHASES), "wire_bytes": self.ranks} if group == "steps" else {}
-        width |= dict.fromkeys(names[1:], len(self.layers)) if group == "layers" else {}
-        shapes = [(len(rows), width[name]) if name in width else (len(rows),) for name in names]
+        phases = len(WINDOW_PHASES)
+        of_stages = (self.stages - 1,), (phases,), (phases, self.stages)
+        further: dict[str, dict[str, tuple[int, ...]]] = {  # axes behind that of the rows
+            "steps": {"time_s": (len(PHASES),), "wire_bytes": (self.ranks,)},
+            "layers": dict.fromkeys(names[1:], (len(self.layers),)),
+            "windows": dict(zip(WINDOWS[1:], of_stages, strict=True)),
+        }
+        shape = further.get(group, {})
+        shapes = [(len(rows), *shape.get(name, ())) for name in names]
         return {
             name: np.array([row[i] for row in rows], WHOLE.get(name, np.float64)).reshape(shape)
             for i, (name, shape) in enumerate(zip(names, shapes, strict=True))
@@ -132,7 +176,14 @@ class Record:
             "steps": self._steps(columns["steps"]),
             "epochs": self._epochs(columns["epochs"]),
             "layers": self._layers(columns["layers"]),
+        } | {
+            name: self._further(name, columns[name])
+            for name in ("ranks", "windows")
+            if name in columns
         }
+
+    def _further(self, group: str, of: Mapping[str, Array]) -> dict[str, Variable]:
+        return self._of_ranks(of) if group == "ranks" else _windows(of)
 
     def _steps(self, of: Mapping[str, Array]) -> dict[str, Variable]:
         by = ("iteration",)
@@ -140,6 +191,7 @@ class Record:
             "iteration": Variable(by, of["iteration"], "iteration, from 0"),
             "phase": Variable(("phase",), np.array(PHASES), "phase of a step"),
             "rank": Variable(("rank",), np.arange(self.ranks), "rank, virtual ones included"),
+            "samples": Variable(by, of["samples"], "samples of the global batch"),
             "loss": Variable(
                 by, of["loss"], f"{self.loss.label} of the global batch", self.loss.units
             ),
@@ -156,6 +208,9 @@ class Record:
                 "payload that a rank sends in a step, to ranks and to MPI's collectives",
                 "byte",
             ),
+        } | {
+            name: Variable(by, of[name], column.long_name, column.units)
+            for name, column in self.decided.items()
         }
 
     def _layers(self, of: Mapping[str, Array]) -> dict[str, Variable]:
@@ -170,12 +225,57 @@ class Record:
             "nonzero": Variable(by, of["nonzero"], "non-zero gradient values of all ranks"),
         } | offered
 
+    def _of_ranks(self, of: Mapping[str, Array]) -> dict[str, Variable]:
+        by = ("epoch",)
+        distance = "root mean square distance of the ranks' parameters to their mean"
+        return {
+            "epoch": Variable(by, of["epoch"], "epoch, from 1"),
+            "consensus_distance": Variable(by, of["consensus_distance"], distance),
+            "worst_rank": Variable(
+                by, of["worst_rank"], "rank whose own model has the largest test loss; -1: unknown"
+            ),
+            **{
+                name: Variable(by, of[name], f"{self.metric.long_name}, of that rank")
+                for name in of
+                if name not in OF_RANKS
+            },
+            "test_loss": Variable(
+                by, of["test_loss"], f"mean {self.loss.label}, of that rank", self.loss.units
+            ),
+        }
+
     def _epochs(self, of: Mapping[str, Array]) -> dict[str, Variable]:
         by, label, units = ("epoch",), self.loss.label, self.loss.units
+        what = self.metric.long_name
         scores = [name for name in of if name not in GROUPS["epochs"]]
         return {
             "epoch": Variable(by, of["epoch"], "epoch, from 1"),
-            **{name: Variable(by, of[name], self.metric.long_name) for name in scores},
+            **{name: Variable(by, of[name], what) for name in scores[:1]},
+            **{name: Variable(by, of[name], f"{what}, of copies") for name in scores[1:]},
             "test_loss": Variable(by, of["test_loss"], f"mean {label} of test samples", units),
             "time_s": Variable(by, of["time_s"], "time of training and evaluation", "s"),
         }
+
+
+def _windows(of: Mapping[str, Array]) -> dict[str, Variable]:
+    by = ("iteration",)
+    cuts, phases, stages = of["violation"].shape[1], *of["busy_time_s"].shape[1:]
+    assert phases == len(WINDOW_PHASES), "the columns have them"
+    return {
+        "iteration": Variable(by, of["iteration"], "first iteration of a window"),
+        "cut": Variable(("cut",), np.arange(1, cuts + 1), "cut, by the stage behind it"),
+        "stage": Variable(("stage",), np.arange(stages), "stage"),
+        "phase": Variable(("phase",), np.array(WINDOW_PHASES), "phase of a window"),
+        "violation": Variable(
+            (*by, "cut"), of["violation"], "mean square of what enters a stage less what is given"
+        ),
+        "time_s": Variable(
+            (*by, "phase"), of["time_s"], "time of a phase, the largest over processes", "s"
+        ),
+        "busy_time_s": Variable(
+            (*by, "phase", "stage"),
+            of["busy_time_s"],
+            "processor time of a stage in forward and backward, the largest over shares",
+            "s",
+        ),
+    }

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from ..collectives.checks import check_alike
-from ..compress.base import Aggregator, Mean
+from ..compress.base import Aggregator, Mean, raise_unless_finite
 from ..compress.bucket import Bucket, Part, split_bucket
 from .averaging import Averaging, check_options, made, rounded
 from .overlap import Overlap, check_overlap
@@ -51,6 +51,7 @@ class GradientReducer(Averaging):
         ranks of floating-point ones and rank 0's others, "none" each its own
     iteration, epoch: of the next reduce; the epoch is the caller's to set, for methods that ask
     state: what the aggregator keeps, in checkpoints together with iteration
+    alike: what else must be the same on all ranks in the next reduce, by name
     loss_scale: what losses are multiplied by, the caller's to set between steps, or a LossScaler's:
         means are divided by it, and what the aggregator keeps follows it
     Raises on all ranks alike ValueError or TypeError for an unknown name, unknown options, other
@@ -105,6 +106,7 @@ class GradientReducer(Averaging):
         self._refuse_momentum()
         for _, tensor in tensors:
             broadcast(self.world, tensor)
+        self.alike: dict[str, object] = {}
         self._active = [True] * self.world.processes
         self._joining = False
         self._closed = False
@@ -215,6 +217,29 @@ class GradientReducer(Averaging):
         finally:
             self._begin()
 
+    def collect(self) -> Sequence[int]:
+        """Return, by layer, whether any rank has a gradient, where none is averaged. Collective.
+
+        For update rules whose ranks step by themselves: flats hold what was stashed.
+        Raises as reduce, on all ranks alike.
+        """
+        if self._closed:
+            raise RuntimeError("GradientReducer.collect: the reducer is closed")
+        try:
+            used = self._agree()
+            raise_unless_finite(self.world, self.flats, self.bucket)
+            self.iteration += 1
+            return used
+        finally:
+            self._begin()
+
+    def average(self) -> Mean:
+        """Return the mean over all ranks of what flats hold, by the aggregator. Collective.
+
+        Gradients and buffers of the model stay as they are. Raises NonFiniteGradient as reduce.
+        """
+        return _joined(self.bucket.size, self.parts, self._aggregate_all())
+
     def _agree(self) -> Sequence[int]:
         """Return, by layer, whether any rank has a gradient; raise what any found. Collective."""
         parameters, self._live = survey(self.model)
@@ -222,7 +247,7 @@ class GradientReducer(Averaging):
             self.fail(self._unknown())
         size_bytes = self._buffers.size_bytes(self._live)
         alike: dict[str, object] = {"iteration": self.iteration, "bytes of buffers": size_bytes}
-        alike["loss_scale"] = self.loss_scale
+        alike |= {"loss_scale": self.loss_scale, **self.alike}
         missing = [not all(self._used)]
         if not any(check_alike(self.world, self._error, alike, missing, "GradientReducer.reduce")):
             return self._used
@@ -241,6 +266,14 @@ class GradientReducer(Averaging):
         )
 
     def _aggregate_all(self) -> list[Mean]:
+        """Return the means of all parts. Collective.
+
+        NaN is found before the first of several parts moves what a method keeps; with overlap they
+        are on their way by then.
+        """
+        keeps = self.iteration == 0 or any(self.state)  # the first step shows whether it does
+        if len(self.parts) > 1 and keeps and self._overlap is None:
+            raise_unless_finite(self.world, self.flats, self.bucket)
         return [self._of_part(index) for index in range(len(self.parts))]
 
     def _first_or_next(self, index: int) -> Mean:

@@ -2,34 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from .. import provenance, store
+from ..compress.base import Mean
 from ..config import ConfigError, UserError
 from ..ops import set_kernel_threads
 from ..split_images import partition
 from ..split_images.grid import ImageGrid
 from ..world.cores import threads_of_rank
 from ..world.ranks import Ranks
-from . import checkpoint, gradients
+from . import checkpoint, gradients, weights
+from .adversary import Adversary, add_statistics
+from .augment import Augment
 from .controllers import Controller
 from .data import Dataset, Samples, Source
 from .imports import ImportedModel, told
 from .job import Job
+from .loader import Prefetched, Workers
 from .loss_scaling import LossScaler
 from .losses import LossFunction, shown
-from .record import SCHEMA, Record
+from .record import SCHEMA, Layers, Record, observe
 from .reducer import GradientReducer
-from .samples import InMemory
-from .step import naming_items
+from .samples import InMemory, Scaling
+from .stages.cut import Stage, cut
+from .stages.placement import Placement
+from .stages.staged import StagedUpdate, StageReducers
+from .step import Step, naming_items, step
 from .update import Update
+from .update.own_models import OwnModelsRule
 
 T = TypeVar("T")
 Array = npt.NDArray[Any]
@@ -64,20 +72,23 @@ class Files:
         """Return the paths of a job's files in a directory."""
         return cls(directory / f"{job.id}.h5", directory / f"{job.id}.checkpoint.h5")
 
-    def written(self, recorded: Iterable[int]) -> list[Path]:
-        """Return all files, with those of the gradients of some iterations."""
-        several = [gradients.path_of(self.record, iteration) for iteration in recorded]
-        return [self.checkpoint, self.record, *several]
+    def written(self, job: Job) -> list[Path]:
+        """Return all files of a job's run, with those of gradients and weights that it keeps."""
+        several = [gradients.path_of(self.record, i) for i in job.train.record_gradients]
+        kept = [weights.path_of(self.record, epoch) for epoch in job.train.kept_epochs]
+        return [self.checkpoint, self.record, *several, *kept]
 
 
 @dataclass
 class Training:
     """A run and where it stands.
 
-    train, test: samples; of split images this rank's parts
+    train, test: samples; of split images this rank's parts; workers: that read them ahead
     classes: of the samples; 0 where the data does not say
     iteration: the next one; samples_seen: before it, which is where the run stands
     grid: how images are split, None where they are not
+    adversary: what makes adversarial copies, None where there are none
+    data_digest: of whole samples, where weights are kept; see weights.data_digest
     """
 
     job: Job
@@ -85,12 +96,13 @@ class Training:
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
     reducer: GradientReducer
-    update: Update
+    update: Update | StagedUpdate
     scaler: LossScaler
     controller: Controller
     record: Record
     train: Samples
     test: Samples
+    workers: Workers
     loss: LossFunction
     classes: int
     files: Files
@@ -98,6 +110,8 @@ class Training:
     iteration: int = 0
     samples_seen: int = 0
     grid: ImageGrid | None = None
+    adversary: Adversary | None = None
+    data_digest: str = ""
 
     @property
     def sharing(self) -> int:
@@ -110,13 +124,36 @@ class Training:
         worlds = {self.world} if self.grid is None else {self.world, self.grid.group}
         return sum(
             (each.bytes_sent + each.collective_bytes for each in worlds),
-            np.zeros(self.world.virtual_ranks, np.int64),
+            np.zeros(self.world.virtual_ranks, np.int64) + self.update.sent_bytes,
         )
+
+    def train_on(self, batch: Array, seed: int) -> Step:
+        """Train on a global batch, which update.batch gave. Collective. See step.step."""
+        if isinstance(self.update, StagedUpdate):
+            return self.update.train(self.train, seed)
+        return step(
+            self.update,
+            self.train,
+            batch,
+            self.loss,
+            self.sharing,
+            seed,
+            self.scaler,
+            self.adversary,
+        )
+
+    def observe(self, mean: Mean) -> Layers:
+        """Return what the aggregator has to say of each layer in the last step. Collective."""
+        if isinstance(self.update, StagedUpdate):
+            return self.update.observe()
+        return observe(self.reducer, mean)
 
     def close(self) -> None:
         """Free what the run alone used. Collective."""
         if self.grid is not None:
             self.grid.free()
+        if isinstance(self.update, StagedUpdate):
+            self.update.placement.free()
 
     @property
     def samples(self) -> int:
@@ -136,7 +173,8 @@ class Training:
     @property
     def states(self) -> checkpoint.States:
         """What methods keep of each rank, by who keeps it."""
-        return {"gradient": self.reducer.state, "update": self.update.state}
+        copies = {"adversarial": self.adversary.state} if self.adversary else {}
+        return {"gradient": self.reducer.state, "update": self.update.state} | copies
 
     def save(self, status: str) -> None:
         """Write what methods keep from all processes, the rest from process 0. Collective.
@@ -148,6 +186,7 @@ class Training:
         """
         path = self.files.checkpoint
         kept = checkpoint.state_file(path, self.iteration)
+        self.update.note()
         state = checkpoint.save_states(self.world, kept, self.states)
 
         def write() -> None:
@@ -186,6 +225,17 @@ class Training:
         path = gradients.path_of(self.files.record, self.iteration)
         gradients.save(self.reducer, path, self.iteration, self.job.id)
 
+    def save_weights(self, epoch: int) -> None:
+        """Write the weights after an epoch, from 1, that are evaluated. Collective.
+
+        Raises UserError on all processes alike where they cannot be written.
+        """
+        path = weights.path_of(self.files.record, epoch)
+        rate = self.optimizer.param_groups[0]["lr"]  # of the last step
+        kept = weights.Kept(epoch, self.iteration, rate, self.data_digest, self.job.toml())
+        with self.update.evaluated():
+            self.world.on_first(lambda: weights.save(path, self.model, kept), "weights")
+
     def _write_record(self, status: str) -> None:
         attributes = {
             "kind": "run",
@@ -199,15 +249,17 @@ class Training:
         }
         store.write(self.files.record, self.record.groups(), attributes)
 
-    def resume(self) -> None:
+    def resume(self) -> str:
         """Take over the checkpoint, where there is one, made by any number of ranks. Collective.
 
-        Raises CheckpointError or StoreError on all processes alike.
+        Returns what is to be said of it, mostly nothing. Raises CheckpointError or StoreError on
+        all processes alike.
         """
         path = self.files.checkpoint
         loaded = checkpoint.load_on_all(self.world, path, self.job.toml(), self._samples_seen)
+        said = ""
         if loaded is None:
-            return
+            return said
         groups, here = loaded
         self.iteration, self.samples_seen = here.iteration, here.samples_seen
         self.reducer.iteration = self.iteration
@@ -215,10 +267,15 @@ class Training:
         self.scaler.restore(groups.get("loss_scaling", {}))
         if here.state:
             kept = checkpoint.state_file(path, self.iteration)
-            checkpoint.load_states(self.world, kept, here.state, self.states)
+            former = checkpoint.load_states(self.world, kept, here.state, self.states)
+            said = self.update.resumed(former)
         self.scaler.note()
         self.controller.restore(groups.get("controller", {}))
+        if "samples" not in groups["steps"]:  # of versions whose batch was constant
+            before = [self._samples_seen(i) for i in range(len(groups["steps"]["iteration"]) + 1)]
+            groups["steps"]["samples"] = np.diff(before)
         self.record.restore(groups)
+        return said
 
     def _samples_seen(self, iteration: int) -> int:
         """Return the samples seen before an iteration, where the batch is constant."""
@@ -233,15 +290,31 @@ def prepare(job: Job, world: Ranks, data: Dataset | Source, files: Files) -> Tra
     """
     threads = job.train.threads or threads_of_rank(world)
     torch.set_num_threads(threads)
+    job.check_ranks(world.ranks)
     set_kernel_threads(1 if job.train.overlap else threads)  # else they would slow backward down
-    model = agreed(world, lambda: _model(job, data))
+    model = agreed(world, lambda: build_model(job, data))
     grid = None
     if job.train.image_grid != (1, 1):
         grid, model = _split(job, world, data, model)
-    train, test = _samples(data, grid)
+    train, test = samples_of(data, grid)
+    digest = ""
+    if job.train.keep_every:
+        whole = (train, test) if grid is None else samples_of(data)
+        digest = world.on_first(lambda: weights.data_digest(*whole), "data")
+    train = job.augment.of(train)
     loss = agreed(world, job.loss.build)
     if grid is None:  # else forward has messages, and partition has checked the layers
-        agreed(world, lambda: _check_fit(job, model, loss, train, data.classes))
+        agreed(world, lambda: check_fit(job, model, loss, train, data.classes))
+    directory = data.directory if isinstance(data, Source) else None
+    wait_s = 0.9 * job.train.timeout_s  # before others give up that wait for this process
+    sources = train, test
+    workers = agreed(world, lambda: Workers(job.loader, sources, directory, wait_s))
+    if workers.count:
+        train, test = Prefetched(workers, 0), Prefetched(workers, 1)
+    copies = job.adversarial
+    adversary = Adversary(copies, model, world) if copies.epsilon else None
+    if job.stages.count > 1:
+        return _staged(job, world, model, train, test, workers, loss, data.classes, files, digest)
     reducer = GradientReducer(
         model,
         world,
@@ -250,6 +323,7 @@ def prepare(job: Job, world: Ranks, data: Dataset | Source, files: Files) -> Tra
         bucket_mib=job.train.bucket_mib,
         overlap=job.train.overlap,
     )
+    controller = job.controller.build(job.settings(len(train), world))
     optimizer = job.optimizer.build(model.parameters(), job.train.learning_rate)
     return Training(
         job,
@@ -259,26 +333,92 @@ def prepare(job: Job, world: Ranks, data: Dataset | Source, files: Files) -> Tra
         reducer,
         job.update.build(model, optimizer, reducer),
         LossScaler(reducer, job.train.loss_scale, dynamic=job.train.loss_scaling == "dynamic"),
-        job.controller.build(job.settings(len(train))),
-        Record(world.ranks, reducer.bucket.names, job.gradient.columns, job.loss, job.metric),
+        controller,
+        Record(
+            world.ranks,
+            reducer.bucket.names,
+            job.gradient.columns,
+            job.loss,
+            job.metric,
+            controller.columns,
+            copies=bool(job.adversarial.epsilon),
+            own_models=isinstance(job.update, OwnModelsRule),
+        ),
         train=train,
         test=test,
+        workers=workers,
         loss=loss,
         classes=data.classes,
         files=files,
         provenance=provenance.attributes(world) | {"torch_threads": torch.get_num_threads()},
         grid=grid,
+        adversary=adversary,
+        data_digest=digest,
     )
 
 
-def _samples(data: Dataset | Source, grid: ImageGrid | None) -> tuple[Samples, Samples]:
+def _staged(
+    job: Job,
+    world: Ranks,
+    model: torch.nn.Module,
+    train: Samples,
+    test: Samples,
+    workers: Workers,
+    loss: LossFunction,
+    classes: int,
+    files: Files,
+    digest: str,
+) -> Training:
+    """Return a run whose network is cut into stages. Collective. See prepare."""
+
+    def cut_up() -> list[Stage]:
+        try:
+            job.stages.layout(world.processes)
+            two = train.take(np.arange(2) % len(train), 0)[0]
+            return cut(model, job.stages.count, job.stages.cut, job.stages.filter, two)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{job.id}: {error}") from None
+
+    stages = agreed(world, cut_up)
+    placement = Placement(job.stages, world)
+    reducers = StageReducers(
+        stages, placement, job.gradient, seed=job.seed, bucket_mib=job.train.bucket_mib
+    )
+    optimizer = job.optimizer.build(model.parameters(), job.train.learning_rate)
+    names = reducers.bucket.names
+    ranks, columns = placement.world.ranks, job.gradient.columns
+    record = Record(ranks, names, columns, job.loss, job.metric, stages=job.stages.count)
+    reducer = cast(GradientReducer, reducers)  # which has what the loop asks of one
+    return Training(
+        job,
+        placement.world,
+        model,
+        optimizer,
+        reducer,
+        StagedUpdate(optimizer, reducers, job.stages, loss, train, record),
+        LossScaler(reducer, job.train.loss_scale),
+        job.controller.build(job.settings(len(train), world)),
+        record,
+        train=train,
+        test=test,
+        workers=workers,
+        loss=loss,
+        classes=classes,
+        files=files,
+        provenance=provenance.attributes(world) | {"torch_threads": torch.get_num_threads()},
+        data_digest=digest,
+    )
+
+
+def samples_of(data: Dataset | Source, grid: ImageGrid | None = None) -> tuple[Samples, Samples]:
     """Return the samples of training and test; of split images this rank's parts."""
     if isinstance(data, Source):
         return data.train, data.test
     images = [torch.from_numpy(x) for x in (data.train_x, data.test_x)]
     train_x, test_x = images if grid is None else map(grid.cut, images)
     labels = torch.from_numpy(data.train_y), torch.from_numpy(data.test_y)
-    return InMemory(train_x, labels[0]), InMemory(test_x, labels[1])
+    scaling = Scaling(data.mean, data.deviation)
+    return InMemory(train_x, labels[0], scaling), InMemory(test_x, labels[1], scaling)
 
 
 def _split(
@@ -287,14 +427,17 @@ def _split(
     """Return how images are split, and the network that takes their parts. Collective."""
     try:
         if isinstance(data, Source):
-            raise ValueError("imported data is not split")
+            raise ValueError("only data in memory is split")
+        if job.augment != Augment():
+            raise ValueError("augmented images are not split")
         grid = ImageGrid(world, job.train.image_grid)
         return grid, partition(model, data.image_shape, grid)
     except (TypeError, ValueError) as error:  # alike on all ranks
         raise ConfigError(f"{job.id}: train.image_grid={job.train.image_grid}: {error}") from None
 
 
-def _model(job: Job, data: Dataset | Source) -> torch.nn.Module:
+def build_model(job: Job, data: Dataset | Source) -> torch.nn.Module:
+    """Return a job's network, as its seed begins. Raises ConfigError, or the model's ValueError."""
     if not data.classes and not isinstance(job.model, ImportedModel):
         raise ConfigError(
             f"{job.id}: data.import: classes are unknown: the training dataset needs an attribute "
@@ -302,10 +445,13 @@ def _model(job: Job, data: Dataset | Source) -> torch.nn.Module:
         )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(job.seed)
-        return job.model.build(data.image_shape, data.classes)
+        model = job.model.build(data.image_shape, data.classes)
+    if job.adversarial.epsilon:
+        add_statistics(model)
+    return model
 
 
-def _check_fit(
+def check_fit(
     job: Job, model: torch.nn.Module, loss: LossFunction, samples: Samples, classes: int
 ) -> bool:
     """Run two samples through model, loss and metric, which leaves all as it was.

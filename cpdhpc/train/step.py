@@ -17,8 +17,10 @@ from ..compress.base import Mean
 from ..config import ConfigError
 from ..partition import split
 from ..randomness import random_key
-from ..world.ranks import Ranks
+from ..world.ranks import Loopback, Ranks
+from .adversary import Adversary
 from .data import Samples, shard
+from .loader import Prefetched
 from .loss_scaling import LossScaler
 from .losses import LossFunction, Metric, MetricFunction, TargetError
 from .update import Update
@@ -32,34 +34,45 @@ _NOTHING = np.iinfo(np.int64).min  # below everything that a process says of its
 @dataclass(frozen=True)
 class Exchanged:
     """loss: of the global batch; time_ns: int64[phases], the slowest process's;
-    wire_bytes: int64[ranks], sent so far; signal: number of one that any process caught, or 0."""
+    wire_bytes: int64[ranks], sent so far; signal: number of one that any process caught, or 0;
+    norms: float64[ranks + 1], of all ranks and of the mean, where they were measured."""
 
     loss: float
     time_ns: Array
     wire_bytes: Array
     signal: int
+    norms: Array | None = None
 
 
 def exchange(
-    world: Ranks, losses: list[float], time_ns: list[int], sent: Array, signal: int
+    world: Ranks,
+    losses: list[float],
+    time_ns: list[int],
+    sent: Array,
+    signal: int,
+    norms: Array | None = None,
 ) -> Exchanged:
     """Return what all processes say. Collective: one MAX all-reduce of 2 ranks + phases + 1 words.
 
     losses: one per hosted rank, their mean over all ranks is the loss of the batch
     sent: int64[hosted], cumulative bytes
+    norms: float64[hosted + 1] of 0 or more: ranks + 1 words more; or None on all processes
     """
     ranks, hosted = world.ranks, slice(world.hosted.start, world.hosted.stop)
-    words = np.full(2 * ranks + len(time_ns) + 1, _NOTHING, np.int64)
-    words[:ranks][hosted] = np.array(losses, np.float64).view(np.int64)  # bits: only one rank's
-    words[ranks : 2 * ranks][hosted] = sent
-    words[2 * ranks : -1] = time_ns
-    words[-1] = signal
+    tail = [*time_ns, signal] if norms is None else [*norms[-1:].view(np.int64), *time_ns, signal]
+    rows = [np.array(losses, np.float64).view(np.int64), sent]  # bits: only one rank's
+    rows += [] if norms is None else [norms[:-1].view(np.int64)]
+    words = np.full(len(rows) * ranks + len(tail), _NOTHING, np.int64)
+    for i, row in enumerate(rows):
+        words[i * ranks : (i + 1) * ranks][hosted] = row
+    words[len(rows) * ranks :] = tail
     words = world.max(words)
     return Exchanged(
         loss=fsum(words[:ranks].view(np.float64)) / ranks,
-        time_ns=words[2 * ranks : -1],
+        time_ns=words[-1 - len(time_ns) : -1],
         wire_bytes=words[ranks : 2 * ranks],
         signal=int(words[-1]),
+        norms=None if norms is None else words[2 * ranks : 3 * ranks + 1].view(np.float64),
     )
 
 
@@ -82,8 +95,9 @@ def evaluate(
     """
     model.eval()
     shares = [split(len(samples), world.ranks // sharing, rank // sharing) for rank in world.hosted]
-    error, parts, function = None, list[Parts](), metric.build()
+    error, parts = None, list[Parts]()
     try:
+        function = metric.build()
         parts = [_part(model, samples, loss, function, *share) for share in shares]
     except Exception as found:  # of a dataset, model, loss or metric
         if sharing > 1:
@@ -97,7 +111,26 @@ def evaluate(
         for at in (0, 2)
     )
     mean_loss = losses / targets
-    return metric.score(values / scored if function else mean_loss), mean_loss
+    return metric.score(values / scored if scored else mean_loss), mean_loss
+
+
+def evaluate_each(
+    update: Update, samples: Samples, loss: LossFunction, metric: Metric
+) -> list[tuple[float, float]]:
+    """Return what evaluate returns, of each rank's own model on all samples. Collective.
+
+    Raises on all ranks alike what any rank raises.
+    """
+
+    def own() -> list[tuple[float, float]]:
+        found, alone = [], Loopback()
+        for hosted in range(update.world.virtual_ranks):
+            update.begin(hosted)
+            found.append(evaluate(update.model, alone, samples, loss, metric))
+        return found
+
+    everyone = update.world.gather_from(own, "evaluation")
+    return [scores for process in everyone for scores in process]
 
 
 Parts = tuple[float, int, float, int]  # a metric's values and losses: their sums and numbers
@@ -113,8 +146,10 @@ def _part(
     stop: int,
 ) -> Parts:
     values, losses = list[float](), list[float]()
-    for first in range(start, stop, CHUNK):
-        index = np.arange(first, min(first + CHUNK, stop))
+    chunks = [np.arange(at, min(at + CHUNK, stop)) for at in range(start, stop, CHUNK)]
+    if isinstance(samples, Prefetched):
+        samples.plan((index, 0) for index in chunks)
+    for index in chunks:
         inputs, targets = samples.take(index, 0)
         outputs = model(inputs)
         with naming_items(index):
@@ -175,6 +210,7 @@ def step(
     sharing: int = 1,
     seed: int = 0,
     scaler: LossScaler | None = None,
+    adversary: Adversary | None = None,
 ) -> Step:
     """Train on one global batch. Collective.
 
@@ -182,27 +218,32 @@ def step(
     sharing: consecutive ranks that take the same samples, whose images are split over them
     seed: of what samples are to chance
     scaler: of the loss; None: nothing is scaled or skipped
+    adversary: what makes copies of samples that are trained on too; None: there are none
     Raises on all ranks alike, with the model untouched, NonFiniteGradient and what forward or
     backward raised on any rank; where images are split the latter on that rank alone.
     """
     world, model, watch, losses = update.world, update.model, Stopwatch.start(), []
     shares = world.ranks // sharing
-    stream = update.reducer.seed, FORWARD, update.reducer.iteration
+    iteration = update.reducer.iteration
+    stream = update.reducer.seed, FORWARD, iteration
     for hosted, rank in enumerate(world.hosted):
         update.reducer.begin(hosted)
         update.begin(hosted)
         try:
-            share = shard(batch, shares, rank // sharing)
+            part, parts = adversary.part(rank) if adversary else (rank // sharing, shares)
+            share = shard(batch, parts, part)
             inputs, targets = samples.take(share, seed)
             watch.lap("data")
             # Of dropout; torch.manual_seed would also write down the stack for three devices.
-            torch.default_generator.manual_seed(random_key(*stream, rank // sharing)[0])
+            torch.default_generator.manual_seed(random_key(*stream, part)[0])
             scale = update.reducer.loss_scale
-            weight = len(inputs) * shares / batch.size
+            weight = len(inputs) * parts / batch.size
+            given = update.optimizer, inputs, targets, loss, weight, scale
             with naming_items(share):
-                losses.append(
-                    backward(model, update.optimizer, inputs, targets, loss, weight, scale)
-                )
+                if adversary:
+                    losses.append(adversary.backward(rank, iteration, *given))
+                else:
+                    losses.append(backward(model, *given))
         except Exception as error:
             if sharing > 1:  # forward has messages: the other ranks may wait in it
                 raise
@@ -213,6 +254,9 @@ def step(
         watch.lap("reduce")
     mean = update.reduce() if scaler is None else scaler.reduce(update.reduce)
     watch.lap("reduce")
+    if adversary:
+        adversary.share()
+        adversary.remember(iteration)
     if mean is not None:
         update.step()
     watch.lap("optimizer")

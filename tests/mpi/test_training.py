@@ -21,6 +21,8 @@ from cpdhpc.cli import main
 from cpdhpc.collectives.checks import NonFiniteGradient
 from cpdhpc.config import dump_toml, merge, validate
 from cpdhpc.signals import Caught, Interrupted, catching
+from cpdhpc.train.checkpoint import state_file
+from cpdhpc.train.controllers import Scheduled
 from cpdhpc.train.data import Dataset
 from cpdhpc.train.job import Job
 from cpdhpc.train.loop import Diverged, run
@@ -39,6 +41,24 @@ ROWS: dict[str, dict[str, Any]] = {
     "float32": {"aggregator": "none"},
     "stochastic": {"aggregator": "lowbit", "wire": "e4m3", "rounding": "stochastic"},
     "aps": {"aggregator": "lowbit", "wire": "e5m2", "scaling": "aps", "algorithm": "tree"},
+}
+RULES: dict[str, dict[str, Any]] = {
+    "decentlam": {
+        "update": {"name": "decentlam", "graph": "exponential", "wire": "e4m3"},
+        "optimizer": {"momentum": 0.0},
+    },
+    "diloco": {
+        "update": {"name": "diloco", "period": 3},
+        "optimizer": {"name": "adamw"},
+        "gradient": {"aggregator": "lowbit", "wire": "e4m3", "error_feedback": True},
+    },
+}
+
+
+NORMALISED: dict[str, dict[str, Any]] = {
+    "normalised": {},
+    "codes": {"model": {"name": "quantized_cnn", "channels": [2, 2], "hidden": 4}},
+    "copies": {"adversarial": {"epsilon": 0.1, "tau": 2, "alternate": "ranks"}},
 }
 
 
@@ -70,9 +90,10 @@ def data() -> Dataset:
     return Dataset(x[:60], y[:60], x[60:], y[60:], classes=4)
 
 
-def normalised_job(**train: Any) -> Job:
+def normalised_job(row: str = "normalised", **train: Any) -> Job:
     train = {"epochs": 2, "threads": 1, "telemetry_every": 2, **train}
-    return validate(Job, {"name": "n", "model": {"name": "normalised"}, "train": train}, "test")
+    tables = {"name": "n", "model": {"name": "normalised"}, "train": train}
+    return validate(Job, merge(tables, (NORMALISED | RULES)[row]), "test")
 
 
 def test_what_forward_raises_on_one_rank_ends_all_alike(world: World, directory: Path) -> None:
@@ -108,12 +129,28 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(MODELS, "normalised", Normalised)
 
 
-@pytest.mark.parametrize("row", [*ROWS, "normalised"])
+CONTROLLED: dict[str, dict[str, Any]] = {
+    "noise_scale": {"controller": {"name": "noise_scale"}, "gradient": ROWS["stochastic"]},
+    "adaptive_batch": {
+        "controller": {"name": "adaptive_batch", "smoothing": 0.5, "share": 1e6},
+    },
+    "autowu": {
+        "controller": {
+            **{"name": "autowu", "patience": 1, "warmup_share": 0.9},
+            **{"min_rate": 0.01, "max_rate": 50.0},
+        },
+        "train": {"epochs": 4, "batch": 10},
+    },
+}
+
+
+@pytest.mark.parametrize("row", [*ROWS, *NORMALISED, *RULES, *CONTROLLED])
 def test_real_and_virtual_ranks_give_the_same_bits(world: World, directory: Path, row: str) -> None:
     """12 ranks on so many processes, and the 12 emulated by process 0 alone."""
     if RANKS % world.processes:
         pytest.skip(f"{world.processes} processes do not divide {RANKS} ranks")
-    job = job_of(gradient=ROWS[row]) if row in ROWS else normalised_job(batch=30)
+    job = job_of(gradient=ROWS[row]) if row in ROWS else normalised_job(row, batch=30)
+    job = job_of(**CONTROLLED[row]) if row in CONTROLLED else job
     real = World(virtual_ranks=RANKS // world.processes)
     files = Files(directory / "real.h5", directory / "real.checkpoint.h5")
     run(prepare(job, real, data(), files), Caught(), quiet())
@@ -126,16 +163,58 @@ def test_real_and_virtual_ranks_give_the_same_bits(world: World, directory: Path
     real.free()
 
 
-def contents(files: Files) -> list[tuple[str, str, bytes]]:
-    """Weights, momentum and records, but for the times, and the bytes: a process alone has none
+@pytest.mark.parametrize("name", sorted(CONTROLLED))
+def test_decisions_are_taken_in_the_runs_above(world: World, directory: Path, name: str) -> None:
+    """The batch grows, and the rate falls before the 22 steps of the warm-up are over."""
+    job = job_of(**CONTROLLED[name])
+    training = prepare(job, World(virtual_ranks=2), data(), Files.of(directory, job))
+    run(training, Caught(), quiet())
+    steps = training.record.arrays()["steps"]
+    verdict = {
+        "noise_scale": lambda: np.isfinite(steps["gradient_norm2"]).all(),
+        "adaptive_batch": lambda: steps["samples"].max() >= 40,
+        "autowu": lambda: np.argmax(steps["learning_rate"]) <= 18,
+    }
+    together(world, bool(verdict[name]()))
 
-    for MPI's own collectives, which check the arguments and find APS's largest exponents.
+
+class Uneven(Scheduled):
+    """The last process goes another way."""
+
+    def next(self, samples_seen: int) -> tuple[float, int]:
+        rate, batch = super().next(samples_seen)
+        return rate * (1 + (self.settings.world.rank == self.settings.world.ranks - 1)), batch
+
+
+def test_ranks_that_decide_differently_are_told(world: World, directory: Path) -> None:
+    if world.processes == 1:
+        pytest.skip("one process decides alike")
+    job = job_of()
+    training = prepare(job, world, data(), Files.of(directory, job))
+    training.controller = Uneven(job.settings(60, world))
+    said = ""
+    try:
+        run(training, Caught(), quiet())
+    except ValueError as error:
+        said = str(error)
+    together(world, "learning rate" in said, training.iteration == 0)
+
+
+def contents(files: Files) -> list[tuple[str, str, bytes]]:
+    """Weights, momentum, what each rank keeps, and records, but for the times, and the bytes.
+
+    A process alone has none for MPI's own collectives, which check the arguments and find APS's
+    largest exponents.
     """
+    (kept,) = [*files.checkpoint.parent.glob(state_file(files.checkpoint, "*").name)] or [None]
     return [
-        (group, name, array.tobytes())
-        for group, arrays in store.read(files.checkpoint)[0].items()
-        for name, array in sorted(arrays.items())
-        if name not in ("time_s", "wire_bytes")
+        ("state", "", kept.read_bytes() if kept else b""),
+        *(
+            (group, name, array.tobytes())
+            for group, arrays in store.read(files.checkpoint)[0].items()
+            for name, array in sorted(arrays.items())
+            if name not in ("time_s", "wire_bytes")
+        ),
     ]
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from .base import Model
-from .plain import LeNet, Mlp
+from .plain import LeNet, Mlp, ResidualMlp
+from .quantized import QuantizedCnn
 from .residual import CifarResNet, ResNet, WideResNet
 from .sequences import LstmLanguageModel, RowLstm, Transformer
 
 MODELS: dict[str, type[Model]] = {
     "mlp": Mlp,
     "lenet": LeNet,
+    "quantized_cnn": QuantizedCnn,
+    "residual_mlp": ResidualMlp,
     "resnet_cifar": CifarResNet,
     "wide_resnet": WideResNet,
     "resnet": ResNet,
@@ -25,7 +28,9 @@ __all__ = [
     "LstmLanguageModel",
     "Mlp",
     "Model",
+    "QuantizedCnn",
     "ResNet",
+    "ResidualMlp",
     "RowLstm",
     "Transformer",
     "WideResNet",

@@ -68,3 +68,32 @@ class Mlp(Model):
         for inputs, outputs in pairwise(widths):
             layers += [torch.nn.Linear(inputs, outputs), torch.nn.ReLU()]
         return torch.nn.Sequential(*layers[:-1])
+
+
+class ResidualMlp(Model):
+    """[model] name = "residual_mlp": fully connected blocks, each added to what enters it.
+
+    width: values between blocks; blocks: of two layers each, with ReLU before both
+    """
+
+    name: Literal["residual_mlp"] = "residual_mlp"
+    width: Positive = 64
+    blocks: Positive = 12
+
+    def build(self, sample_shape: tuple[int, ...], classes: int) -> torch.nn.Module:
+        """Return the network; its input is float32[batch, *sample_shape]."""
+        import torch
+
+        from .blocks import Residual
+
+        def layers() -> list[torch.nn.Module]:
+            pairs = [(torch.nn.ReLU(), torch.nn.Linear(self.width, self.width)) for _ in range(2)]
+            return [layer for pair in pairs for layer in pair]
+
+        return torch.nn.Sequential(
+            torch.nn.Flatten(),
+            torch.nn.Linear(prod(sample_shape), self.width),
+            *(Residual(torch.nn.Sequential(*layers())) for _ in range(self.blocks)),
+            torch.nn.ReLU(),
+            torch.nn.Linear(self.width, classes),
+        )

@@ -1,19 +1,14 @@
-"""Controllers: the learning rate and the batch of every step, by a schedule or by what they see."""
+"""Schedules: the factor on the learning rate by the time of the run and by the batch."""
 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal, NamedTuple
+from collections.abc import Callable
+from typing import Annotated, NamedTuple
 
-import numpy.typing as npt
 from pydantic import AfterValidator, Field, model_validator
 
-from ..config import Section, suggest
-
-Array = npt.NDArray[Any]
+from ...config import Section, suggest
 
 
 def _known(name: str) -> str:
@@ -73,76 +68,6 @@ class Schedule(Section):
         if epoch < self.warmup_epochs:
             return epoch / self.warmup_epochs
         return DECAYS[self.decay](self, epoch, epochs)
-
-
-class Controller(ABC):
-    """Decides the learning rate and the batch of each step, alike on all ranks.
-
-    It is asked before each step and told of each step; all it is told is shared by all ranks.
-    """
-
-    @abstractmethod
-    def next(self, samples_seen: int) -> tuple[float, int]:
-        """Return (learning rate, samples of all ranks together) of the step that begins there."""
-
-    def observe(self, samples_seen: int, loss: float) -> None:
-        """Take note of a step: the samples seen behind it, the loss of its global batch."""
-
-    def state(self) -> dict[str, Array]:
-        """Return what it must know to go on, as arrays, for a checkpoint."""
-        return {}
-
-    def restore(self, state: Mapping[str, Array]) -> None:
-        """Take over what state returned."""
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What a job says of rate and batch; samples: of the training set."""
-
-    schedule: Schedule
-    rate: float
-    batch: int
-    epochs: int
-    samples: int
-
-
-class Scheduled(Controller):
-    """A constant batch, and a rate that follows the schedule, changed with every iteration."""
-
-    def __init__(self, settings: Settings) -> None:
-        self.settings = settings
-        factor, self.schedule = settings.schedule.scaled(settings.batch)
-        self.rate = settings.rate * factor
-
-    def next(self, samples_seen: int) -> tuple[float, int]:
-        """Return the scheduled rate, and the batch. See Controller.next."""
-        job = self.settings
-        epoch, inside = divmod(samples_seen, job.samples)
-        per_epoch = -(-job.samples // job.batch)  # the last batch of an epoch may be smaller
-        time = (epoch * per_epoch + inside // job.batch) / per_epoch
-        return self.rate * self.schedule.factor(time, job.epochs), job.batch
-
-
-class Control(Section):
-    """[controller]: who decides rate and batch, named in CONTROLLERS."""
-
-    @abstractmethod
-    def build(self, settings: Settings) -> Controller:
-        """Return the controller of a run that begins."""
-
-
-class BySchedule(Control):
-    """[controller] name = "schedule": as [schedule] and [train] say."""
-
-    name: Literal["schedule"] = "schedule"
-
-    def build(self, settings: Settings) -> Controller:
-        """Return the controller. See Control.build."""
-        return Scheduled(settings)
-
-
-CONTROLLERS: dict[str, type[Control]] = {"schedule": BySchedule}
 
 
 def constant(schedule: Schedule, epoch: float, epochs: int) -> float:

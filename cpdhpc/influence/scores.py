@@ -1,0 +1,299 @@
+"""Scores of training samples for test samples, dealt to processes, block by block into a file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from .. import store
+from ..collectives import sparse
+from ..config import ConfigError, UserError
+from ..partition import split
+from ..train import weights
+from ..train.data import Samples
+from ..train.imports import told
+from ..train.progress import Display
+from ..train.setup import agreed
+from ..world import files
+from ..world.ranks import Ranks
+from .rows import Projection, SampleGradients
+
+Array = npt.NDArray[Any]
+Put = Callable[[str, tuple[int, ...], Array], None]
+
+KIND = "influence"
+MOST = 64  # samples that go through the model at once
+CHUNK_BYTES = 64 * 2**20  # of their gradients
+TEXTS = {  # dataset: its axes, dtype, what it is
+    "epoch": (("epoch",), np.int64, "epoch, from 1, after which weights were kept"),
+    "learning_rate": (("epoch",), np.float64, "learning rate of its last step"),
+    "test": (("test",), np.int64, "number of the test sample"),
+    "test_target": (("test",), np.int64, "class of the test sample"),
+    "test_loss": (("test",), np.float32, "its loss after the last epoch"),
+    "train": (("train",), np.int64, "number of the training sample"),
+    "train_target": (("train",), np.int64, "class of the training sample, as it was trained on"),
+    "train_loss": (("train",), np.float32, "its loss after the last epoch"),
+    "scores": (
+        ("test", "train"),
+        np.float32,
+        "sum over epochs: learning rate times inner product of both gradients; above 0: a "
+        "proponent, training on it has lowered the loss of the test sample",
+    ),
+    "self_influence": (
+        ("train",),
+        np.float32,
+        "sum over epochs: learning rate times squared length of its gradient",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run: its model, whose weights are overwritten, its samples, and the weights it kept."""
+
+    model: torch.nn.Module
+    train: Samples
+    test: Samples
+    kept: Sequence[tuple[Path, weights.Kept]]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which samples, by number; test: may be none.
+
+    own: whether self-influence is wanted; memory_bytes: of rows and scores of a process
+    """
+
+    test: Array
+    train: Array
+    own: bool
+    memory_bytes: int = 2**30
+
+
+class Found(NamedTuple):
+    """Of some samples: rows [n, width], losses [n], targets [n] where they are classes, else 0."""
+
+    rows: torch.Tensor
+    loss: Array
+    target: Array
+
+
+class Scores:
+    """TracInCP: the sum over kept weights of rate times inner product (arXiv 2002.08484, 3.3).
+
+    What goes through the model at once, a chunk, depends on the gradients' length alone, and
+    products are of two chunks: the number of processes and the memory change no bit.
+    Raises ConfigError where the model does not take the samples.
+    """
+
+    def __init__(
+        self,
+        world: Ranks,
+        run: Run,
+        gradients: SampleGradients,
+        projection: Projection | None,
+        wanted: Wanted,
+    ) -> None:
+        self.world, self.run, self.wanted = world, run, wanted
+        self.gradients, self.projection = gradients, projection
+        self.chunk = max(1, min(MOST, CHUNK_BYTES // (4 * gradients.values)))
+        self.test, self.train = (
+            [each[i : i + self.chunk] for i in range(0, len(each), self.chunk)]
+            for each in (wanted.test, wanted.train)
+        )
+        row = self._projected(self._rows(run.train, wanted.train[:1]).rows).numpy()
+        self.width, self.dtype = row.shape[1], row.dtype
+        self.blocks = self._blocks()
+
+    def _blocks(self) -> list[tuple[range, range]]:
+        """Return which chunks of test samples go with which steps, alike on all processes.
+
+        A step is a chunk of training samples of each process. Half of the memory is for rows of
+        test samples, half for scores, of 12 bytes: a float64 sum and what is written of it.
+        """
+        steps = -(-len(self.train) // self.world.processes)
+        half = self.wanted.memory_bytes // (2 * self.chunk)
+        rows = max(1, min(half // (4 * self.width), len(self.test)))
+        columns = max(1, half // (12 * rows * self.chunk))
+        several = range(0, max(1, len(self.test)), rows), range(0, steps, columns)
+        return [
+            (range(i, min(i + rows, len(self.test))), range(j, min(j + columns, steps)))
+            for j, i in product(*reversed(several))
+        ]
+
+    @property
+    def samples(self) -> int:
+        """How many samples go through the model, over all blocks and kept weights."""
+        of_blocks = (len(test) + len(steps) * self.world.processes for test, steps in self.blocks)
+        return self.chunk * len(self.run.kept) * sum(of_blocks)
+
+    def save(self, path: Path, attributes: store.Attributes, display: Display) -> None:
+        """Compute the scores and write them. Collective.
+
+        Raises UserError on all processes alike where they are not finite, or cannot be written.
+        """
+        attributes = {"kind": KIND, **attributes}
+        files.save(self.world, path, self._rooms(), attributes, partial(self._fill, display))
+
+    def _rooms(self) -> dict[str, store.Room]:
+        lengths = {
+            "epoch": len(self.run.kept),
+            "test": len(self.wanted.test),
+            "train": len(self.wanted.train),
+        }
+        left_out = set() if self.wanted.own else {"self_influence"}
+        target = self.run.train.take(self.wanted.train[:1], 0)[1]
+        if target.ndim != 1 or target.is_floating_point():
+            left_out |= {"test_target", "train_target"}
+        return {
+            name: store.Room(
+                tuple(lengths[dim] for dim in dims), dtype, {"long_name": text, "units": "1"}, dims
+            )
+            for name, (dims, dtype, text) in TEXTS.items()
+            if name not in left_out and all(lengths[dim] for dim in dims)
+        }
+
+    def _fill(self, display: Display, path: Path, offsets: files.Offsets) -> None:
+        """Write everything. Collective; on all processes alike."""
+        rooms = self._rooms()
+
+        def put(name: str, start: tuple[int, ...], box: Array) -> None:
+            if name in rooms:
+                room, offset = rooms[name], offsets[name]
+                assert offset is not None, "it has values"
+                data = np.ascontiguousarray(box, room.dtype)
+                self.world.write_box(path, offset, room.shape, start, data)
+
+        kept = [each for _, each in self.run.kept]
+        of_first = {
+            "epoch": np.array([each.epoch for each in kept]),
+            "learning_rate": np.array([each.learning_rate for each in kept]),
+            "test": self.wanted.test,
+            "train": self.wanted.train,
+        }
+        for name, values in of_first.items():
+            put(name, (0,), values if self.world.process == 0 else values[:0])
+        for test, steps in self.blocks:
+            self._block(test, steps, put, display)
+
+    def _block(self, test: range, steps: range, put: Put, display: Display) -> None:
+        """Compute and write the scores of a block. Collective."""
+        processes, process, chunk = self.world.processes, self.world.process, self.chunk
+        first, stop = split(len(self.train), processes, process)
+        own = self.train[first:stop][steps.start : steps.stop]
+        sums = np.zeros((sum(len(self.test[i]) for i in test), sum(map(len, own))))
+        of_train = _columns(sums.shape[1])
+        for path, kept in self.run.kept:
+            take_over(self.world, self.run.model, path)
+            of_test = self._of_test(test, put)
+            display.step(len(test) * chunk)
+            for step in range(len(steps)):
+                some = own[step : step + 1]
+                at = step * chunk, kept.learning_rate
+                agreed(self.world, partial(self._add, some, *at, of_test, sums, of_train))
+                display.step(processes * chunk)
+            all_sums = sums, of_train["self_influence"]
+            agreed(self.world, partial(_check_finite, path, *all_sums))
+        start = (first + steps.start) * chunk if own else 0
+        put("scores", (test.start * chunk if own else 0, start), sums)
+        if test.start == 0:
+            for name, values in of_train.items():
+                put(name if name in TEXTS else f"train_{name}", (start,), values)
+
+    def _add(
+        self,
+        chunks: Sequence[Array],
+        at: int,
+        rate: float,
+        of_test: Sequence[torch.Tensor],
+        sums: Array,
+        of_train: Mapping[str, Array],
+    ) -> bool:
+        """Add what a chunk of training samples, if there is one, gives at some weights."""
+        for samples in chunks:
+            found, here = self._rows(self.run.train, samples), slice(at, at + len(samples))
+            of_train["loss"][here], of_train["target"][here] = found.loss, found.target
+            of_train["self_influence"][here] += rate * _double(self.gradients.squares(found.rows))
+            rows, first = self._projected(found.rows), 0
+            for each in of_test:
+                inner = each @ rows.T if self.projection else self.gradients.products(each, rows)
+                sums[first : first + len(each), here] += rate * _double(inner)
+                first += len(each)
+        return True
+
+    def _of_test(self, test: range, put: Put) -> list[torch.Tensor]:
+        """Return the rows of chunks of test samples, each process finding a part. Collective."""
+        first, stop = split(len(test), self.world.processes, self.world.process)
+        own = [self.test[i] for i in test[first:stop]]
+        found = agreed(self.world, lambda: [self._rows(self.run.test, each) for each in own])
+        start = test[first] * self.chunk if own else 0
+        none = np.zeros(0)
+        for name in ("loss", "target"):
+            values = np.concatenate([none, *(getattr(each, name) for each in found)])
+            put(f"test_{name}", (start,), values)
+        flat = [self._projected(each.rows).numpy().ravel() for each in found]
+        if not test:
+            return []
+        everyone = sparse.allgather(self.world, [np.concatenate([none.astype(self.dtype), *flat])])
+        rows = torch.from_numpy(np.concatenate(everyone)).reshape(-1, self.width)
+        return [
+            each.clone() for each in torch.split(rows, self.chunk)
+        ]  # aligned alike: the same bits
+
+    def _rows(self, samples: Samples, index: Array) -> Found:
+        """Return what there is of samples. Raises ConfigError where the model fails."""
+        inputs, targets = samples.take(index, 0)
+        with told(f"influence: gradients of samples {index[0]} to {index[-1]}"):
+            rows, losses = self.gradients.rows(inputs, targets)
+        classes = targets.ndim == 1 and not targets.is_floating_point()
+        return Found(rows, losses.numpy(), targets.numpy() if classes else np.zeros(len(index)))
+
+    def _projected(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows if self.projection is None else self.projection(self.gradients.dense(rows))
+
+
+def take_over(world: Ranks, model: torch.nn.Module, path: Path) -> None:
+    """Set a model's parameters and buffers to those of a file. Collective.
+
+    Raises UserError on all processes alike, naming the tensor, where the model has other ones.
+    """
+    own = model.state_dict()
+
+    def read() -> None:
+        there, _ = weights.load(path)
+        for name in sorted(own.keys() | there.keys()):
+            shapes = [tuple(each[name].shape) if name in each else None for each in (there, own)]
+            if shapes[0] != shapes[1]:
+                raise ConfigError(
+                    f"{path}: tensor {name} is {shapes[0]} there and {shapes[1]} here"
+                )
+        for name, tensor in own.items():
+            tensor.copy_(torch.from_numpy(there[name]))
+
+    world.on_first(read, "weights")
+    for tensor in own.values():
+        array = np.ascontiguousarray(tensor.numpy())
+        world.broadcast(array, "weights")
+        tensor.copy_(torch.from_numpy(array).reshape(tensor.shape))
+
+
+def _columns(n: int) -> dict[str, Array]:
+    return {"loss": np.zeros(n), "target": np.zeros(n, np.int64), "self_influence": np.zeros(n)}
+
+
+def _check_finite(path: Path, *sums: Array) -> bool:
+    if not all(np.isfinite(each).all() for each in sums):
+        raise UserError(f"{path}: the gradients of its weights are not finite, or too large")
+    return True
+
+
+def _double(values: torch.Tensor) -> Array:
+    return values.double().numpy()

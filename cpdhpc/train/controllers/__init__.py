@@ -1,0 +1,33 @@
+"""Controllers: the learning rate and the batch of every step, by a schedule or by what they see.
+
+A file for each way of deciding, and a row each in CONTROLLERS.
+"""
+
+from __future__ import annotations
+
+from .adaptive import ByAdaptiveBatch
+from .autowu import ByAutoWu
+from .base import DEFAULT_RATE, BySchedule, Control, Controller, Norms, Scheduled, Settings
+from .noise import ByNoiseScale
+from .schedule import BATCH_SCALINGS, DECAYS, Schedule
+
+CONTROLLERS: dict[str, type[Control]] = {
+    "schedule": BySchedule,
+    "noise_scale": ByNoiseScale,
+    "adaptive_batch": ByAdaptiveBatch,
+    "autowu": ByAutoWu,
+}
+
+__all__ = [
+    "BATCH_SCALINGS",
+    "CONTROLLERS",
+    "DECAYS",
+    "DEFAULT_RATE",
+    "BySchedule",
+    "Control",
+    "Controller",
+    "Norms",
+    "Schedule",
+    "Scheduled",
+    "Settings",
+]

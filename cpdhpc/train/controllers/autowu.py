@@ -1,0 +1,154 @@
+"""AutoWU: the learning rate rises until the loss does, and falls from where the loss was least."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import ceil, cos, pi
+from typing import Annotated, Literal
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from .base import DEFAULT_RATE, Array, Control, Controller, Settings
+from .gaussian_process import Process, least
+from .schedule import Schedule
+
+DRAWN_TO_FIT, DRAWN_TO_TEST, PLACES, TESTS = 100, 500, 500, 5  # of the method
+
+
+def turning_point(losses: Array, confidence: float) -> tuple[bool, Array]:
+    """Return whether the loss has risen since its least value, and where that was.
+
+    losses: float64[n] of the steps so far; places: float64[TESTS], 0..1 of the steps
+    Each test has its own draw of steps, seeded by their number; most tests decide.
+    Source: Kim et al., arXiv 2107.05855, section 3.
+    """
+    n = len(losses)
+    chance = np.random.default_rng(n)
+    x, y = np.linspace(0, 1, n), losses - losses.mean()
+
+    def drawn(most: int) -> Array:
+        which: Array = np.sort(chance.choice(n, min(n, most), replace=False))
+        return which
+
+    few = drawn(DRAWN_TO_FIT)
+    process, grid = Process.likeliest(x[few], y[few]), np.linspace(0, 1, PLACES)
+    found = []
+    for _ in range(TESTS):
+        some = drawn(DRAWN_TO_TEST)
+        found.append(least(process, x[some], y[some], grid))
+    risen = sum(sure > confidence for _, sure in found) > TESTS // 2
+    return risen, np.array([place for place, _ in found])
+
+
+class AutoWu(Controller):
+    """Raises the rate exponentially, step by step, and lets it decay once the loss has risen.
+
+    losses: float64, of the steps of the warm-up so far; votes: epochs one after the other whose
+    end found that the loss had risen
+    start, peak: the step that the decay begins at, and its first rate
+    """
+
+    def __init__(self, settings: Settings, options: ByAutoWu) -> None:
+        self.settings, self.options = settings, options
+        _, per_epoch = settings.iteration(0)
+        self.steps = settings.epochs * per_epoch
+        self.warmup = options.warmup_share * self.steps
+        self.losses, self.votes = np.zeros(0), 0
+        self.start, self.peak = ceil(self.warmup), options.max_rate
+
+    def rising(self, step: float) -> float:
+        """Return the rate of the warm-up at a step."""
+        low, high = self.options.min_rate, self.options.max_rate
+        return float(low * (high / low) ** (step / self.warmup))
+
+    def next(self, samples_seen: int) -> tuple[float, int]:
+        """Return the rate and the batch. See Controller.next."""
+        step, _ = self.settings.iteration(samples_seen)
+        rate = self.rising(step) if step < self.start else self.peak * self.decay(step)
+        return rate, self.settings.batch
+
+    def decay(self, step: int) -> float:
+        """Return the factor on the peak: half a cosine, behind a constant part where asked for."""
+        first = self.start
+        if self.options.decay == "constant_cosine":
+            first = max(first, ceil((1 - self.options.cooldown_share) * self.steps))
+        return 0.5 * (1 + cos(pi * max(step - first, 0) / max(self.steps - first, 1)))
+
+    def observe(self, samples_seen: int, loss: float) -> None:
+        """Take note of the loss; at the end of an epoch judge all so far. Collective then.
+
+        Process 0 judges for all: linear algebra may round otherwise on another processor.
+        """
+        step, per_epoch = self.settings.iteration(samples_seen)
+        if step > self.start:
+            return
+        self.losses = np.append(self.losses, loss)
+        if step % per_epoch or step < 2:
+            return
+        risen, places = self.settings.world.on_first(
+            lambda: turning_point(self.losses, self.options.confidence), "controller"
+        )
+        self.votes = self.votes + 1 if risen else 0
+        if self.votes >= self.options.patience:
+            rates = [self.rising(place * (len(self.losses) - 1)) for place in places]
+            self.start, self.peak = step, sum(rates) / len(rates)
+
+    def state(self) -> dict[str, Array]:
+        """Return the losses and what was decided. See Controller.state."""
+        return {
+            "losses": self.losses,
+            "decided": np.array([self.start, self.votes]),
+            "rise": np.array([self.warmup, self.peak]),
+        }
+
+    def restore(self, state: Mapping[str, Array]) -> None:
+        """Take over what state returned."""
+        self.losses = np.array(state["losses"])
+        self.start, self.votes = map(int, state["decided"])
+        self.warmup, self.peak = map(float, state["rise"])  # of a run that may have been shorter
+
+
+class ByAutoWu(Control):
+    """[controller] name = "autowu": the rate rises until the loss does, and falls from its best.
+
+    It has rates of its own, so train.learning_rate and [schedule] are left out. The weights are
+    not taken back to those of the best rate: runs of less than some 60 epochs overshoot.
+
+    min_rate, max_rate: that the warm-up begins at, and would end at
+    warmup_share: of all steps, that the warm-up takes at most; then the rate falls from max_rate
+    patience: epochs one after the other that have to find that the loss has risen
+    confidence: with which they find it
+    decay: "cosine" falls at once, "constant_cosine" in the last steps; cooldown_share: their share
+    Source: Kim et al., arXiv 2107.05855, with its defaults.
+    """
+
+    name: Literal["autowu"] = "autowu"
+    min_rate: Annotated[float, Field(gt=0)] = 1e-5
+    max_rate: Annotated[float, Field(gt=0)] = 1.0
+    warmup_share: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    patience: Annotated[int, Field(ge=1)] = 3
+    confidence: Annotated[float, Field(gt=0.5, lt=1)] = 0.95
+    decay: Literal["cosine", "constant_cosine"] = "cosine"
+    cooldown_share: Annotated[float, Field(gt=0, le=1)] = 0.2
+
+    @model_validator(mode="after")
+    def _rates_rise(self) -> ByAutoWu:
+        if self.min_rate >= self.max_rate:
+            raise ValueError(
+                f"min_rate={self.min_rate:g}: should be below max_rate={self.max_rate:g}"
+            )
+        return self
+
+    def check(self, settings: Settings) -> None:
+        """Raise ValueError where the job has rates too. See Control.check."""
+        if settings.schedule != Schedule():
+            raise ValueError("has a warm-up and a decay of its own: [schedule] should be left out")
+        if settings.rate != DEFAULT_RATE:
+            raise ValueError(
+                f"train.learning_rate={settings.rate:g}: has rates of its own: should be left out"
+            )
+
+    def build(self, settings: Settings) -> Controller:
+        """Return the controller. See Control.build."""
+        return AutoWu(settings, self)

@@ -1,0 +1,83 @@
+"""Squared norms of the ranks' gradients and of their mean, before any compression."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import fsum
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..collectives import sparse
+from ..compress import NoCompression
+from ..compress.base import Mean
+from ..compress.bucket import Bucket
+from ..partition import split
+from ..randomness import random_key
+from .controllers import Norms
+from .reducer import GradientReducer
+
+Array = npt.NDArray[Any]
+
+SIGNS = 6  # stream of random numbers: of sketches
+BUCKETS = 4093  # of a sketch; prime, so that no stride of a layer meets the same ones
+BLOCK = 256 * BUCKETS  # values that are looked at together
+
+
+def squared(flat: Array, bucket: Bucket) -> float:
+    """Return the sum of the squares of float32[bucket.size], in float64."""
+    return fsum(float(np.square(v, dtype=np.float64).sum()) for v in bucket.views(flat))
+
+
+def squared_norms(reducer: GradientReducer, mean: Mean, loss_scale: float) -> Array:
+    """Return float64[hosted + 1]: of each hosted rank's gradient, of the exact mean. Collective.
+
+    After a reduce, whose gradients were those of a loss times loss_scale; mean: what it returned
+    Float32 gradients have an exact mean already. The one of any other method is what its wire, its
+    memory and its momentum made of it, whose norm says nothing of the noise, so the exact
+    gradients are summed as sketches.
+    """
+    own = [squared(flat, reducer.bucket) / loss_scale**2 for flat in reducer.flats]
+    if isinstance(reducer.aggregator, NoCompression):
+        return np.array([*own, squared(mean.flat, reducer.bucket)])
+    key = random_key(reducer.seed, SIGNS, reducer.iteration)
+    total = sparse.sum(reducer.world, sketches(reducer.flats, key))
+    return np.array([*own, float(np.square(total / (reducer.world.ranks * loss_scale)).sum())])
+
+
+def of_samples(norms: Array | None, batch: int) -> Norms | None:
+    """Return what controllers are told of the norms that all ranks shared; None: there are none.
+
+    A rank's gradient was that of its samples' mean loss times their share of the batch and ranks,
+    so that the mean over ranks is that over samples.
+    """
+    if norms is None:
+        return None
+    ranks = len(norms) - 1
+    shares = (split(batch, ranks, rank) for rank in range(ranks))
+    samples = np.array([stop - start for start, stop in shares])
+    weights = np.maximum(samples, 1) * (ranks / batch)
+    return Norms(norms[:-1] / weights**2, float(norms[-1]), samples)
+
+
+def sketches(flats: Sequence[Array], key: tuple[int, int]) -> list[Array]:
+    """Return float64[BUCKETS] of each of float32[n], with the same random signs for all.
+
+    Value i is added, with its sign, to element i modulo BUCKETS. Over the signs the squared norm
+    has the mean |flat|^2, and a variance of 2 |flat|^4 / BUCKETS where values are dealt evenly;
+    up to n = BUCKETS it is |flat|^2 itself.
+    Source: Charikar, Chen, Farach-Colton: Finding frequent items in data streams, ICALP 2002.
+    """
+    size, bits = flats[0].size, np.random.Philox(key=key[0] | key[1] << 32)
+    found = [np.zeros(BUCKETS) for _ in flats]
+    for start in range(0, size, BLOCK):
+        here = slice(start, min(start + BLOCK, size))
+        count = here.stop - start
+        words = np.asarray(bits.random_raw(-(-count // 64)), "<u8")
+        signs = np.unpackbits(words.view(np.uint8))[:count] * np.float32(2) - 1
+        for total, flat in zip(found, flats, strict=True):
+            rows = np.zeros(-(-count // BUCKETS) * BUCKETS)
+            rows[:count] = flat[here] * signs
+            total += rows.reshape(-1, BUCKETS).sum(axis=0)
+    return found

@@ -1,0 +1,30 @@
+"""Update rules: how the gradients of all ranks become the next parameters."""
+
+from __future__ import annotations
+
+from .allreduce import AllreduceUpdate, ByAllreduce
+from .base import Update, UpdateRule
+from .gossip import DecentLaM, DmSgd, DSgd
+from .periodic import DiLoCo, LocalSgd
+
+UPDATES: dict[str, type[UpdateRule]] = {
+    "allreduce": ByAllreduce,
+    "decentlam": DecentLaM,
+    "dmsgd": DmSgd,
+    "dsgd": DSgd,
+    "localsgd": LocalSgd,
+    "diloco": DiLoCo,
+}
+
+__all__ = [
+    "UPDATES",
+    "AllreduceUpdate",
+    "ByAllreduce",
+    "DSgd",
+    "DecentLaM",
+    "DiLoCo",
+    "DmSgd",
+    "LocalSgd",
+    "Update",
+    "UpdateRule",
+]

@@ -1,0 +1,301 @@
+"""Decentralised training: a rank mixes its model with those of its neighbours, and no others."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+import numpy as np
+from pydantic import AfterValidator, Field, field_validator
+
+from ...collectives import sparse
+from ...collectives.rank_program import NO_KEY
+from ...compress.base import Mean
+from ...config import ConfigError, suggest
+from ...formats import SHARED, TILE, Cast, wire_scaling
+from ...ops.payloads import Packed, parse_wire
+from .base import NOTHING
+from .graphs import GRAPHS, ONE_PEER, STATIC, Graph
+from .own_models import Array, OwnModels, OwnModelsRule
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..reducer import GradientReducer
+
+
+class Gossip(OwnModels):
+    """Sends each rank's next parameters to its neighbours, and takes a share of the differences.
+
+    What rank i gains in a step is sum_j W_ij (v_j - v_i): v is what was sent, with wire "raw" the
+    vectors y themselves. Other wires send the change of y since the last step of that phase, and v
+    is the sum of what was decoded, the same bits at both ends: so what is lost is made up for
+    later, as errors enter the next change. As a rank's own v_i takes part, and not its y_i, the
+    columns of W add up to 1, and the mean over ranks stays where it is.
+    Source: Koloskova, Stich, Jaggi: Decentralized stochastic optimization and gossip algorithms
+    with compressed communication, ICML 2019, arXiv 1902.00340, with consensus step size 1.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        reducer: GradientReducer,
+        graph: Graph,
+        wire: str,
+        momentum: float,
+    ) -> None:
+        fmt, shared = parse_wire(wire), SHARED[wire_scaling(wire)]
+        self.graph, self.momentum = graph, np.float32(momentum)
+        ranks, phases = reducer.world.hosted, range(graph.phases)
+        self._heard = [[graph.sources(rank, phase) for rank in ranks] for phase in phases]
+        self._told = [[graph.targets(rank, phase) for rank in ranks] for phase in phases]
+        self._slots = 1 + graph.most_sources
+        self.packed = None if fmt is None else Packed(Cast(fmt), fit=True, shared=shared)
+        super().__init__(model, optimizer, reducer, 1 if fmt is None else TILE)
+
+    def _start(self) -> None:
+        super()._start()
+        if self.packed is None:
+            return
+        for copies, parameters in zip(self._copies(), self.parameters, strict=True):
+            copies[...] = parameters  # all ranks begin alike
+
+    def _copies(self) -> list[Array]:
+        """Return what each hosted rank knows of what was sent, float32[copies, bucket.size].
+
+        By phase: its own, and then that of each source. Not there with wire "raw".
+        """
+        shape = self.graph.phases * self._slots, self.bucket.size
+        return self.state.own("", "copies", shape, "drop")
+
+    def reduce(self) -> Mean:
+        """Send what each rank would have without the others, and hear it. Collective.
+
+        See Update.reduce.
+        """
+        used = self.reducer.collect()
+        pairs = zip(self.reducer.flats, self.parameters, strict=True)
+        self._gradients = [self._decayed(*each, used) for each in pairs]
+        self._ys = [self._next(x, g, i) for i, (x, g) in enumerate(self._rows())]
+        self._gains = self._exchanged(self._ys)
+        return NOTHING
+
+    def step(self) -> None:
+        """Mix. See Update.step."""
+        for i, (x, gradient) in enumerate(self._rows()):
+            self._mix(x, gradient, i)
+        self._playing = None
+
+    def _rows(self) -> list[tuple[Array, Array]]:
+        """Return parameters and gradient of each hosted rank."""
+        return list(zip(self.parameters, self._gradients, strict=True))
+
+    @property
+    def rate(self) -> np.float32:
+        """The learning rate of this step."""
+        return np.float32(self.optimizer.param_groups[0]["lr"])
+
+    def _decayed(self, flat: Array, parameters: Array, used: Sequence[int]) -> Array:
+        """Return a gradient, with weight decay where any rank has one, as bucket lays it out."""
+        decays = {
+            id(p): g["weight_decay"] for g in self.optimizer.param_groups for p in g["params"]
+        }
+        gradient = self.bucket.flatten(self.reducer.bucket.views(flat))
+        layers = zip(self.bucket.views(gradient), self.bucket.views(parameters), strict=True)
+        for p, (layer, values), is_used in zip(self.reducer.parameters, layers, used, strict=True):
+            if is_used and decays[id(p)]:
+                layer += np.float32(decays[id(p)]) * values
+        return gradient
+
+    @abstractmethod
+    def _next(self, x: Array, gradient: Array, hosted: int) -> Array:
+        """Return what a rank sends, float32[bucket.size], new."""
+
+    @abstractmethod
+    def _mix(self, x: Array, gradient: Array, hosted: int) -> None:
+        """Make of parameters x, in place, the next ones, of what was sent and gained."""
+
+    def _exchanged(self, ys: list[Array]) -> list[Array]:
+        """Return what each hosted rank gains by its neighbours' vectors. Collective."""
+        phase = (self.reducer.iteration - 1) % self.graph.phases
+        heard, told = self._heard[phase], self._told[phase]
+        sent, own = ys, ys
+        if self.packed is not None:
+            copies = [each[phase * self._slots :][: self._slots] for each in self._copies()]
+            sent = [self._encoded(y - each[0]) for y, each in zip(ys, copies, strict=True)]
+            own = [self._added(*each) for each in zip([c[0] for c in copies], sent, strict=True)]
+        came = sparse.neighbours(
+            self.world,
+            [dict.fromkeys(to, payload) for to, payload in zip(told, sent, strict=True)],
+            [list(each) for each in heard],
+        )
+        gains = []
+        for i, (each, mine) in enumerate(zip(heard, own, strict=True)):
+            gain = np.zeros_like(mine)
+            for slot, (source, weight) in enumerate(each.items(), 1):
+                theirs = came[i][source]
+                if self.packed is not None:
+                    theirs = self._added(copies[i][slot], theirs)
+                gain += np.float32(weight) * (theirs - mine)
+            gains.append(gain)
+        return gains
+
+    def _encoded(self, x: Array) -> Array:
+        assert self.packed is not None
+        payload = np.empty(self.packed.size_bytes(x.size), np.uint8)
+        self.packed.encode(x, None, NO_KEY, 0, payload)
+        return payload
+
+    def _added(self, copy: Array, payload: Array) -> Array:
+        """Add what a payload says to a copy, in place; return the copy."""
+        assert self.packed is not None
+        self.packed.add(payload, None, copy, copy)
+        return copy
+
+
+class DmSgdUpdate(Gossip):
+    """m = b m + g, y = x - rate m, x = y + gain, with b the momentum; b = 0 is DSGD."""
+
+    def _next(self, x: Array, gradient: Array, hosted: int) -> Array:
+        direction = gradient
+        if self.momentum:
+            direction = self._own("momentum")[hosted]
+            direction *= self.momentum
+            direction += gradient
+        return x - self.rate * direction
+
+    def _mix(self, x: Array, gradient: Array, hosted: int) -> None:
+        np.add(self._ys[hosted], self._gains[hosted], out=x)
+
+
+class DecentLaMUpdate(Gossip):
+    """y = x - rate g, gt = (x - (y + gain)) / rate, m = b m + gt, x = x - rate m.
+
+    Computed as gt = g - gain / rate and x = y + gain - rate b m, with the m before: so differences
+    of nearby vectors are formed once, of neighbours', and a rate of 0, as a warm-up begins with,
+    mixes without a division. What is gained then is in x, and not in m.
+    """
+
+    def _next(self, x: Array, gradient: Array, hosted: int) -> Array:
+        return x - self.rate * gradient
+
+    def _mix(self, x: Array, gradient: Array, hosted: int) -> None:
+        m, gain, rate = self._own("momentum")[hosted], self._gains[hosted], self.rate
+        m *= self.momentum
+        np.add(self._ys[hosted], gain, out=x)
+        x -= rate * m
+        m += gradient
+        if rate:
+            m -= gain / rate
+
+
+def _known_graph(name: str) -> str:
+    if name not in GRAPHS:
+        raise ValueError(suggest(name, GRAPHS))
+    return name
+
+
+def _known_wire(name: str) -> str:
+    parse_wire(name, "update")
+    return name
+
+
+class GossipRule(OwnModelsRule):
+    """A rule whose ranks hear their neighbours in a graph; its steps are those of plain SGD.
+
+    graph: who they are: "ring", "grid", "exponential" (distances 1, 2, 4, ... both ways) or
+        "one_peer" (one of those distances a step, one way)
+    wire: in what models travel, as in cpdhpc.allreduce; those but "raw" keep a copy of each
+        neighbour's model
+    """
+
+    needs: ClassVar[Mapping[str, object]] = {
+        **OwnModelsRule.needs,
+        "optimizer.name": "sgd",
+        "optimizer.momentum": 0.0,
+        "gradient.aggregator": "none",
+    }
+
+    graph: Annotated[str, AfterValidator(_known_graph)] = "exponential"
+    wire: Annotated[str, AfterValidator(_known_wire)] = "raw"
+
+    def _build(
+        self,
+        kind: type[Gossip],
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        reducer: GradientReducer,
+        momentum: float = 0.0,
+    ) -> Gossip:
+        try:
+            graph = Graph(self.graph, reducer.world.ranks)
+        except ValueError as error:  # alike on all ranks
+            raise ConfigError(f"update.name={self.name!r}: {error}") from None
+        return kind(model, optimizer, reducer, graph, self.wire, momentum)
+
+
+class DSgd(GossipRule):
+    """[update] name = "dsgd": each rank steps by its own gradient, and mixes with its neighbours.
+
+    Its optimiser is sgd with momentum = 0, of which it has the rate and the weight decay.
+    Source: Lian et al.: Can decentralized algorithms outperform centralized algorithms?, arXiv
+    1705.09056, algorithm 1, mixing behind the step.
+    """
+
+    name: Literal["dsgd"] = "dsgd"
+
+    def build(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, reducer: GradientReducer
+    ) -> Gossip:
+        """Return the rule at work. See UpdateRule.build. Raises ConfigError for too few ranks."""
+        return self._build(DmSgdUpdate, model, optimizer, reducer)
+
+
+class DmSgd(GossipRule):
+    """[update] name = "dmsgd": DSGD whose ranks step by momentum of their own gradients.
+
+    Its optimiser is sgd with momentum = 0: the momentum is the rule's.
+    momentum: share of the last step that is added
+    Source: Yuan et al.: DecentLaM, arXiv 2104.11981, algorithm 1.
+    """
+
+    name: Literal["dmsgd"] = "dmsgd"
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+
+    def build(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, reducer: GradientReducer
+    ) -> Gossip:
+        """Return the rule at work. See UpdateRule.build. Raises ConfigError for too few ranks."""
+        return self._build(DmSgdUpdate, model, optimizer, reducer, self.momentum)
+
+
+class DecentLaM(GossipRule):
+    """[update] name = "decentlam": DSGD with momentum of steps that have the mixing in them.
+
+    So the momentum does not enlarge the bias of ranks whose data differ, as that of "dmsgd" does.
+    Its optimiser is sgd with momentum = 0: the momentum is the rule's.
+    graph: "ring", "grid" or "exponential"; momentum across graphs that change with each step, as
+        "one_peer", grows without end (tests/test_decentralised.py)
+    momentum: share of the last step that is added
+    Source: Yuan et al.: DecentLaM, arXiv 2104.11981, algorithm 2.
+    """
+
+    name: Literal["decentlam"] = "decentlam"
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+
+    @field_validator("graph")
+    @classmethod
+    def _stays(cls, graph: str) -> str:
+        if graph == ONE_PEER:
+            raise ValueError(
+                f"momentum diverges where graphs change: known are {', '.join(STATIC)}"
+            )
+        return graph
+
+    def build(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, reducer: GradientReducer
+    ) -> Gossip:
+        """Return the rule at work. See UpdateRule.build. Raises ConfigError for too few ranks."""
+        return self._build(DecentLaMUpdate, model, optimizer, reducer, self.momentum)

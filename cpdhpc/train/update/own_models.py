@@ -1,0 +1,207 @@
+"""Ranks whose models differ: what each keeps, their average, and how far apart they are."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from math import fsum, sqrt
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from ...collectives import sparse
+from ...compress.bucket import Bucket
+from ...compress.state import Entry, State
+from .base import Update, UpdateRule
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..reducer import GradientReducer
+
+Array = npt.NDArray[Any]
+MOMENTS = "optimizer."  # before the names of what the optimiser keeps, in state
+
+
+class OwnModels(Update):
+    """A model for each rank, of which a process's one plays its hosted ones in turn.
+
+    Parameters lie in state as float32 buffers laid out by bucket. Buffers of the model, as
+    statistics of batch norm, stay with their rank, which has seen its own samples alone; the
+    average has the mean over ranks of floating-point ones, and rank 0's others.
+    align: each layer starts on a multiple of it
+    consensus_distance: root of the mean over ranks of |x_i - mean x|**2, of all parameters
+        together, where evaluated() was entered last
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        reducer: GradientReducer,
+        align: int = 1,
+    ) -> None:
+        from ..replicas import Buffers
+
+        super().__init__(model, optimizer, reducer)
+        self.bucket = Bucket(reducer.bucket.names, reducer.bucket.shapes, align)
+        self.consensus_distance = 0.0
+        self._buffers = Buffers(model, self.world, "mean")
+        self._moments: list[Any] = []
+        self._start()
+
+    def _start(self) -> None:
+        """Let all ranks have the model as it is, and nothing else."""
+        self._playing: int | None = None
+        self._moments = [defaultdict(dict) for _ in self.world.hosted]
+        for hosted in range(self.world.virtual_ranks):
+            self._store(hosted)
+
+    def _own(self, name: str) -> list[Array]:
+        """Return float32[bucket.size] of each hosted rank."""
+        return self.state.own("", name, (self.bucket.size,), "drop")
+
+    @property
+    def parameters(self) -> list[Array]:
+        """The parameters of each hosted rank, float32[bucket.size]."""
+        return self._own("parameters")
+
+    def _buffer_bytes(self) -> list[Array]:
+        """Return the buffers of each hosted rank, uint8[bytes]."""
+        size_bytes = sum(each.nbytes for each in self.model.buffers())
+        return self.state.own("", "buffers", (size_bytes,), "drop", np.uint8)
+
+    def _store(self, hosted: int) -> None:
+        """Keep the model as that of a hosted rank."""
+        values = [p.detach().float().numpy() for p in self.reducer.parameters]
+        self.bucket.flatten(values, self.parameters[hosted])
+        self._store_buffers(hosted)
+
+    def _store_buffers(self, hosted: int) -> None:
+        from ..replicas import as_bytes
+
+        end, kept = 0, self._buffer_bytes()[hosted]
+        for each in self.model.buffers():
+            kept[end : end + each.nbytes] = as_bytes(each).numpy()
+            end += each.nbytes
+
+    def _load_parameters(self, flat: Array) -> None:
+        import torch
+
+        for p, values in zip(self.reducer.parameters, self.bucket.views(flat), strict=True):
+            p.data.copy_(torch.from_numpy(values))
+
+    def _load_buffers(self, hosted: int) -> None:
+        import torch
+
+        end, kept = 0, torch.from_numpy(self._buffer_bytes()[hosted])
+        for each in self.model.buffers():
+            part = kept[end : end + each.nbytes].clone()  # views must be aligned
+            each.detach().copy_(part.view(each.dtype).reshape(each.shape))
+            end += each.nbytes
+
+    def begin(self, hosted: int) -> None:
+        """Make the model that of a hosted rank. See Update.begin."""
+        if self._playing != hosted:
+            self._load_parameters(self.parameters[hosted])
+            self._load_buffers(hosted)
+            self._playing = hosted
+
+    def keep(self, hosted: int) -> None:
+        """Stash p.grad, and keep the buffers as forward has left them. See Update.keep."""
+        self.reducer.stash(hosted)
+        self._store_buffers(hosted)
+
+    def mean(self) -> Array:
+        """Return the mean of all ranks' parameters, rounded once, float32[n]. Collective."""
+        total = sparse.sum(self.world, [x.astype(np.float64) for x in self.parameters])
+        return np.asarray(total / self.world.ranks, np.float32)
+
+    def _distance(self, mean: Array) -> float:
+        """Return the root of the mean square of distances to the mean. Collective."""
+        own = [float(np.square(x - mean, dtype=np.float64).sum()) for x in self.parameters]
+        everyone = [square for process in self.world.gather(own) for square in process]
+        return sqrt(fsum(everyone) / self.world.ranks)
+
+    @contextmanager
+    def evaluated(self) -> Iterator[None]:
+        """Make the model the average of all ranks'. Collective. See Update.evaluated.
+
+        Meanwhile the optimiser has no state: it is that of no rank.
+        """
+        if next(self.model.buffers(), None) is not None:
+            self._average_buffers()
+        mean = self.mean()
+        self.consensus_distance = self._distance(mean)
+        self._load_parameters(mean)
+        self._playing = None
+        here, self.optimizer.state = self.optimizer.state, defaultdict(dict)
+        try:
+            yield
+        finally:
+            self.optimizer.state = here
+
+    def _average_buffers(self) -> None:
+        """Make the model's buffers the average. Collective."""
+        for hosted in range(self.world.virtual_ranks):
+            self._load_buffers(hosted)
+            self._buffers.keep(hosted)
+        self._buffers.share(list(self.model.buffers()), [True] * self.world.processes)
+
+    def note(self) -> None:
+        """Bring into state what the optimiser keeps of each rank. See Update.note."""
+        names = dict(zip(self.reducer.parameters, self.bucket.names, strict=True))
+        for parameter, first in self._moments[0].items():
+            for name, tensor in first.items():
+                if tensor is not None:  # SGD has no buffer where there is no momentum
+                    rows = [moments[parameter][name].numpy() for moments in self._moments]
+                    key = names[parameter], MOMENTS + name
+                    self.state.put(key, Entry(np.stack(rows), "drop"))
+
+    def resumed(self, former_ranks: int) -> str:
+        """Take over each rank's model and optimiser; with other ranks the average alone.
+
+        What all ranks hold alike stays. See Update.resumed.
+        """
+        if former_ranks != self.world.ranks:
+            shared = [(k, e) for k, e in self.state if e.redistribution is None]
+            self.state = State(self.world.hosted, self.world.ranks)
+            for key, entry in shared:
+                self.state.put(key, entry)
+            self._start()
+            return (
+                f"{former_ranks} ranks before, {self.world.ranks} now: all begin with the average "
+                "of their models, and with new momentum"
+            )
+        self._playing = None
+        self._take_moments()
+        return ""
+
+    def _take_moments(self) -> None:
+        import torch
+
+        parameters = dict(zip(self.bucket.names, self.reducer.parameters, strict=True))
+        for (layer, name), entry in self.state:
+            if name.startswith(MOMENTS):
+                for moments, row in zip(self._moments, entry.array, strict=True):
+                    tensor = torch.from_numpy(np.array(row))
+                    moments[parameters[layer]][name.removeprefix(MOMENTS)] = tensor
+
+
+class OwnModelsRule(UpdateRule):
+    """A rule whose ranks have models of their own: gradients are theirs alone, and not averaged.
+
+    evaluate_ranks: each epoch every rank's own model goes through all test samples, besides the
+        average of all models, which the ranks share out
+    """
+
+    evaluate_ranks: bool = True
+
+    needs: ClassVar[Mapping[str, object]] = {
+        "train.overlap": False,
+        "train.image_grid": (1, 1),
+        "train.loss_scaling": "static",
+        "train.loss_scale": None,
+    }
