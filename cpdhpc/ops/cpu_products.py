@@ -46,11 +46,14 @@ def _bits(value: float) -> int:
     return int(struct.unpack("<I", struct.pack("<f", value))[0])
 
 
-def product_numbers(how: Products, wide: bool) -> tuple[tuple[int, ...], ...]:
+Numbers = tuple[int, ...]
+
+
+def product_numbers(how: Products, wide: bool) -> tuple[Numbers, Numbers, Numbers, Numbers]:
     """Return the numbers of the kernels' struct Products, of each rounding and of the rest."""
-    roundings = (rounding_numbers(cast or how.accumulate, wide) for cast in how.casts)
+    product, total, between = (rounding_numbers(cast or how.accumulate, wide) for cast in how.casts)
     rest = (how.products is None, how.order == "pairwise", how.kahan, how.chunk)
-    return (*roundings, tuple(map(int, rest)))
+    return product, total, between, tuple(map(int, rest))
 
 
 def matmul(
@@ -65,6 +68,9 @@ def matmul(
     wide = not how.single(inputs)
     out = np.empty((batch, m, b.shape[2]), np.float32)
     left, right = np.ascontiguousarray(a), np.ascontiguousarray(b)
-    numbers = product_numbers(how, wide)
-    _cpu.matmul(kernel_threads(), wide, *numbers, key, batch, m, k, b.shape[2], left, right, out)
+    product, total, between, rest = product_numbers(how, wide)
+    sizes = batch, m, k, b.shape[2]
+    _cpu.matmul(
+        kernel_threads(), wide, product, total, between, rest, key, *sizes, left, right, out
+    )
     return out

@@ -63,9 +63,9 @@ class Products:
         """
         products, *sums = self.casts
         if products is not None and _is_float32(products):
-            terms = FLOAT32  # one operation of float32
+            terms = _grid(FLOAT32)  # one operation of float32
         elif _product_fits(inputs) and (products is None or _fits(products)):
-            terms = _exact_product(inputs) if products is None else products.fmt
+            terms = _exact_product(inputs) if products is None else _grid(products.fmt)
         else:
             return False
         return all(_sum_fits(terms, each) for each in sums)
@@ -103,8 +103,7 @@ def _product_fits(fmt: FloatFormat) -> bool:
     return exact.bits <= _LIMIT and exact.low >= -149 and exact.high <= 100
 
 
-def _sum_fits(terms: FloatFormat | _Grid, cast: Cast) -> bool:
-    term = terms if isinstance(terms, _Grid) else _grid(terms)
+def _sum_fits(term: _Grid, cast: Cast) -> bool:
     own = _grid(cast.fmt)
     if _is_float32(cast):
         return term.low >= -149 and term.high <= 128 and term.bits <= _LIMIT
