@@ -26,6 +26,7 @@ from cpdhpc.train.loop import run
 from cpdhpc.train.progress import Display
 from cpdhpc.train.samples import InMemory, MapStyle
 from cpdhpc.train.setup import Files, Training, prepare
+from cpdhpc.train.step import PHASES
 from cpdhpc.world.ranks import Loopback
 
 pytestmark = pytest.mark.mpi_skip
@@ -110,8 +111,8 @@ def test_time_that_ranks_wait_is_less_with_workers(tmp_path: Path) -> None:
         training = prepare(job, Loopback(1), source, Files.of(tmp_path / name, job))
         training.model.__class__ = Busy
         run(training, Caught(), Display(False, 1))
-        times_s = np.array([row[4] for row in training.record.rows["steps"]])
-        return float(np.median(times_s[2:, 0]))
+        times_s = training.record.arrays()["steps"]["time_s"]
+        return float(np.median(times_s[2:, PHASES.index("data")]))
 
     assert waited("alone") > 0.004
     assert waited("ahead", workers=1) < 0.002
