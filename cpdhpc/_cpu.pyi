@@ -93,3 +93,20 @@ def load_acquire(source: Any, /) -> int: ...
 def clone() -> str: ...
 def clones() -> list[str]: ...
 def use_clone(name: str, /) -> None: ...
+def matmul(
+    threads: int,
+    wide: bool,
+    product: tuple[int, ...],
+    total: tuple[int, ...],
+    between: tuple[int, ...],
+    rest: tuple[int, ...],
+    key: _Key,
+    batch: int,
+    m: int,
+    k: int,
+    n: int,
+    a: Any,
+    b: Any,
+    out: Any,
+    /,
+) -> None: ...

@@ -156,6 +156,14 @@ def _checked_codes(function: str, codes: Any, bits: int) -> Any:
     return wide
 
 
+def flat_floats(function: str, argument: str, array: Any) -> tuple[Any, Callable[..., Any]]:
+    """Return a float32 array flat, as NumPy or CuPy has it, and what brings results to its kind.
+
+    Raises TypeError, naming the function and the argument, for anything else.
+    """
+    return _flat(function, argument, array, ("float32",))
+
+
 def _flat(
     function: str, argument: str, array: Any, dtypes: tuple[str, ...]
 ) -> tuple[Any, Callable[..., Any]]:

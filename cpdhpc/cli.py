@@ -417,8 +417,8 @@ def started_by_mpirun() -> int:
 class Parser(argparse.ArgumentParser):
     """Says what a command does not know with that command's usage, not with the top-level one."""
 
-    def parse_known_args(self, *given: Any) -> Any:
-        found, unknown = super().parse_known_args(*given)
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        found, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
         return found, []

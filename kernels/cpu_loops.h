@@ -343,6 +343,7 @@ i64 decode_add_encode_tiles(const Cast& cast, int blocks, bool fit, Key key, u64
 }  // namespace
 
 #include "cpu_integers.h"
+#include "cpu_products.h"
 #include "cpu_sparse.h"
 
 extern const Loops CPD_TABLE = {CPD_TABLE_NAME,
@@ -364,4 +365,5 @@ extern const Loops CPD_TABLE = {CPD_TABLE_NAME,
                                 count_digits,
                                 count_bits,
                                 unpack_bitmap,
-                                collect_tile};
+                                collect_tile,
+                                matmul};

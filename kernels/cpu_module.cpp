@@ -13,6 +13,7 @@ const Loops* loops = &cpd_loops_portable;  // the fastest that this processor ru
 
 #include "cpu_integers_calls.h"
 #include "cpu_moves_calls.h"
+#include "cpu_products_calls.h"
 #include "cpu_sparse_calls.h"
 
 namespace {
@@ -238,6 +239,7 @@ PyMethodDef methods[] = {
     {"gather", gather, METH_VARARGS, nullptr},
     {"scatter_add", scatter_add, METH_VARARGS, nullptr},
     {"clear", clear, METH_VARARGS, nullptr},
+    {"matmul", matmul, METH_VARARGS, nullptr},
     {"make_moves", make_moves, METH_VARARGS, nullptr},
     {"read_loan", read_loan, METH_VARARGS, nullptr},
     {"read_memory", read_memory, METH_VARARGS, nullptr},

@@ -125,9 +125,18 @@ def _add_outer(a: SimpleNamespace) -> None:
         a.total += column[:, None] * row
 
 
+def _matmul(a: SimpleNamespace) -> None:
+    numbers = [
+        v & 0xFFFFFFFF if i < 24 and i % 8 > 2 else v for i, v in enumerate(a.how_numbers.tolist())
+    ]
+    parts = [tuple(numbers[i : i + 8]) for i in range(0, 28, 8)]
+    _cpu.matmul(1, bool(a.wide), *parts, a.key, a.batch, a.m, a.k, a.n, a.a, a.b, a.out)
+
+
 BODIES: dict[str, Callable[[SimpleNamespace], object]] = {
     "encode": lambda a: _cpu.encode(1, a.cast, a.k, a.key, a.offset, a.x, a.codes),
     "decode": lambda a: _cpu.decode(1, a.cast, a.k, a.codes, a.out),
+    "matmul": _matmul,
     "pack": lambda a: _cpu.pack(1, a.bits, a.codes, a.words),
     "unpack": lambda a: _cpu.unpack(1, a.bits, a.words, a.codes),
     "amax_tiles": lambda a: _cpu.amax_tiles(1, a.x, a.amax),

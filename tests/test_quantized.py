@@ -19,7 +19,7 @@ from cpdhpc.cli import main
 from cpdhpc.config import UserError, validate
 from cpdhpc.quantized import fold, integer_norm, layers
 from cpdhpc.signals import Caught, Interrupted
-from cpdhpc.train.data import Digits
+from cpdhpc.train.datasets import Digits
 from cpdhpc.train.job import Job
 from cpdhpc.train.loop import run
 from cpdhpc.train.progress import Display

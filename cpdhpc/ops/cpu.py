@@ -10,6 +10,7 @@ import numpy as np
 from .. import _cpu
 from ..formats import Cast, FloatFormat, tiles
 from ..randomness import Key
+from .cpu_products import matmul
 from .cpu_sparse import (
     clear,
     count_bits,
@@ -65,6 +66,7 @@ __all__ = [
     "kth_magnitude",
     "load_acquire",
     "mark_above",
+    "matmul",
     "multiply",
     "multiply_runs",
     "pack",

@@ -31,6 +31,7 @@ KERNELS = (
     "gather",
     "scatter_add",
     "clear",
+    "matmul",
 )
 
 # What NumPy has already; CuPy has it too, but flushes subnormal numbers, or adds in another order.

@@ -19,6 +19,7 @@ from .gpu_runtime import (
     element_blocks,
     key_numbers,
     launch,
+    products_on_device,
     tile_blocks,
 )
 from .gpu_sums import (
@@ -31,6 +32,7 @@ from .gpu_sums import (
     run_sums,
     square_sum,
 )
+from .products import FLOAT32, Products
 from .reference_sparse import MAGNITUDE, threshold_bits
 from .selection import check_rank, check_size, radix_select
 
@@ -47,6 +49,7 @@ __all__ = [  # of what is imported
 
 Array = Any  # cupy.ndarray
 
+_ROWS, _COLUMNS = 8, 16  # of a block's outputs of a matrix product
 _COUNTING_BLOCKS = 512  # each of their warps adds a table at the end: rather few, and long at work
 
 
@@ -367,4 +370,20 @@ def _floats(name: str, a: Array, b: Any, out: Array | None) -> Array:
     out = cupy.empty(a.shape, np.float32) if out is None else out
     check("out", out, np.float32, a.size)
     launch(name, element_blocks(a.size), a, b, out, np.int64(a.size))
+    return out
+
+
+def matmul(
+    a: Array, b: Array, how: Products, key: Key = (0, 0), inputs: FloatFormat = FLOAT32
+) -> Array:
+    """Return the products of the rows of a and the columns of b; see ops.cpu.matmul."""
+    batch, m, k = a.shape
+    n = b.shape[2]
+    check("a", a, np.float32)
+    check("b", b, np.float32, batch * k * n)
+    out = cupy.empty((batch, m, n), np.float32)
+    wide = not how.single(inputs)
+    sizes = (np.int64(size) for size in (batch, m, k, n))
+    numbers = (products_on_device(how, wide), np.int32(wide), *key_numbers(key, 0)[:2])
+    launch("matmul", batch * -(-m // _ROWS) * -(-n // _COLUMNS), *numbers, a, b, *sizes, out)
     return out

@@ -12,6 +12,8 @@ import numpy as np
 
 from ..formats import LANES, SHIFT_BIAS, SHIFT_NONFINITE, TILE, TRIT_BYTES, Cast, FloatFormat, tiles
 from ..randomness import Key
+from . import reference_products
+from .products import Products
 from .reference_sparse import (
     clear,
     count_bits,
@@ -246,6 +248,25 @@ def unpack_trits(trits: Array, words: Array) -> None:
     words[:] = pack(np.array([0, 1, 3], np.uint32)[rows.reshape(-1)], 2)
 
 
+def matmul(a: Array, b: Array, how: Products, key: Key = (0, 0)) -> Array:
+    """Return the products of the rows of a and the columns of b, rounded as how says.
+
+    a: float32[batch, m, k]; b: float32[batch, k, n]; returns float32[batch, m, n]
+    A sum begins with +0. Rounding 8 s + j belongs to step s: the number of the term; of the sum of
+    chunks, or of the additions of a pairwise sum, k and their number. j is 0 for the sum, with
+    kahan 1 for the term, 2 for what the sum gained and 3 for the rest, and 4 for the product.
+    Rounding r of output o, of all batches in order, draws random31(key, r * outputs + o).
+    """
+
+    def round_to(exact: Array, cast: Cast, number: int) -> Array:
+        index = np.uint64(number) * np.uint64(exact.size) + np.arange(exact.size, dtype=np.uint64)
+        shift = np.zeros(exact.shape, np.int64)
+        codes = encode_with_events(exact, cast, shift, key, index.reshape(exact.shape))[0]
+        return decode(codes, cast.fmt).astype(np.float64)
+
+    return reference_products.matmul(a, b, how, round_to).astype(np.float32)
+
+
 __all__ = [
     "NONFINITE",
     "NONFINITE_BITS",
@@ -268,6 +289,7 @@ __all__ = [
     "gather",
     "kth_magnitude",
     "mark_above",
+    "matmul",
     "pack",
     "pack_bitmap",
     "pack_stream",

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from test_imports import JOB, THEIRS
 
 from cpdhpc import store
@@ -14,8 +15,11 @@ from cpdhpc.config import ConfigError
 from cpdhpc.signals import Caught
 from cpdhpc.train.job import load
 from cpdhpc.train.loop import run
+from cpdhpc.train.losses import Accuracy, CrossEntropy
 from cpdhpc.train.progress import Display
+from cpdhpc.train.samples import InMemory
 from cpdhpc.train.setup import Files, agreed, prepare
+from cpdhpc.train.step import evaluate
 from cpdhpc.world.mpi import World
 from cpdhpc.world.ranks import Loopback, Ranks
 
@@ -84,6 +88,25 @@ def test_a_third_partys_training_has_the_same_bits_with_workers(
     ended = not multiprocessing.active_children()
     assert world.gather((same, ended)) == [(True, True)] * world.processes
     real.free()
+
+
+class Picky(torch.nn.Module):
+    """It does not take the last sample, which comes to the last rank alone."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if (x == 11).any():
+            raise RuntimeError("no elevens")
+        return x.expand(-1, 3)
+
+
+def test_what_evaluation_raises_on_one_rank_ends_all_alike(world: World) -> None:
+    samples = InMemory(torch.arange(12.0)[:, None], torch.zeros(12, dtype=torch.int64))
+    told = ""
+    try:
+        evaluate(Picky(), world, samples, CrossEntropy().build(), Accuracy())
+    except RuntimeError as error:
+        told = str(error)
+    assert world.gather(told) == ["no elevens"] * world.processes
 
 
 @pytest.mark.parametrize(

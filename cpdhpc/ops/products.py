@@ -1,0 +1,114 @@
+"""How a sum of products is rounded: the formats, the order, and what they may be computed in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from ..formats import Cast, FloatFormat
+from ..methods import suggest
+
+Order = Literal["ascending", "pairwise"]
+FLOAT32 = FloatFormat(8, 23)
+# Roundings of a step, by which their random bits are numbered
+SUM, TERM, GAINED, REST, PRODUCT = range(5)
+DRAWS = 8
+_LIMIT = 24  # bits of float32's significand
+
+
+@dataclass(frozen=True)
+class Products:
+    """How the products of a row and a column become their sum.
+
+    products: each product is rounded so; None: it is exact, and rounded once with the sum
+    accumulate: each partial sum is rounded so
+    order: "ascending": one after the other; "pairwise": the first 2**j and the rest, where 2**j is
+        the largest power of two below their number, and each of the two so again
+    chunk: so many are summed in ascending order, then the sums of chunks are; 0: all in one
+    between: the sums of chunks are added so; None: as accumulate
+    kahan: what rounding takes from a sum is taken off the next term, in accumulate and in between
+    Raises ValueError for another order, chunk < 0, and chunks or kahan where it is pairwise.
+    Source: of chunks Wang et al., NeurIPS 2018, arXiv 1812.08011, section 3.2.1; of kahan
+    W. Kahan, CACM 8 (1965) 40.
+    """
+
+    accumulate: Cast
+    products: Cast | None = None
+    order: Order = "ascending"
+    chunk: int = 0
+    between: Cast | None = None
+    kahan: bool = False
+
+    def __post_init__(self) -> None:
+        if self.order not in get_args(Order):
+            raise ValueError(
+                f"Products: order={self.order!r}: {suggest(self.order, get_args(Order))}"
+            )
+        if self.chunk < 0:
+            raise ValueError(f"Products: chunk={self.chunk}: should be 0 or more")
+        if self.order == "pairwise" and (self.chunk or self.kahan):
+            raise ValueError("Products: order='pairwise': goes with chunk=0 and kahan=False")
+
+    @property
+    def casts(self) -> tuple[Cast | None, Cast, Cast]:
+        """products, accumulate and between."""
+        return self.products, self.accumulate, self.between or self.accumulate
+
+    def single(self, inputs: FloatFormat) -> bool:
+        """Whether float32 gives the bits of the specification, for numbers of a format.
+
+        An exact product is a float32. Rounding a float32 sum again is then as good as rounding
+        the sum: it was exact, or rounds to float32 itself, or has 2 p + 2 bits of which p stay
+        (Figueroa, "When is double rounding innocuous?", SIGNUM Newsletter 30 (1995) 21).
+        """
+        products, *sums = self.casts
+        if products is not None and _is_float32(products):
+            terms = FLOAT32  # one operation of float32
+        elif _product_fits(inputs) and (products is None or _fits(products)):
+            terms = _exact_product(inputs) if products is None else products.fmt
+        else:
+            return False
+        return all(_sum_fits(terms, each) for each in sums)
+
+
+@dataclass(frozen=True)
+class _Grid:
+    """Numbers that are multiples of 2**low, below 2**high, with so many bits at most."""
+
+    low: int
+    high: int
+    bits: int
+
+
+def _grid(fmt: FloatFormat) -> _Grid:
+    return _Grid(fmt.emin - fmt.man, fmt.emax + 1, fmt.man + 1)
+
+
+def _exact_product(fmt: FloatFormat) -> _Grid:
+    one = _grid(fmt)
+    return _Grid(2 * one.low, 2 * one.high, 2 * one.bits)
+
+
+def _is_float32(cast: Cast) -> bool:
+    return cast.fmt == FLOAT32 and cast.rounding == "nearest" and cast.overflow == "inf"
+
+
+def _fits(cast: Cast) -> bool:
+    """Whether the kernels round float32 to it: they add a power of two that must be finite."""
+    return cast.rounding == "nearest" and cast.fmt.exp < 8 and cast.fmt.man < 23
+
+
+def _product_fits(fmt: FloatFormat) -> bool:
+    exact = _exact_product(fmt)
+    return exact.bits <= _LIMIT and exact.low >= -149 and exact.high <= 100
+
+
+def _sum_fits(terms: FloatFormat | _Grid, cast: Cast) -> bool:
+    term = terms if isinstance(terms, _Grid) else _grid(terms)
+    own = _grid(cast.fmt)
+    if _is_float32(cast):
+        return term.low >= -149 and term.high <= 128 and term.bits <= _LIMIT
+    if not _fits(cast) or term.high > 100:
+        return False
+    exact = max(term.high, own.high) + 1 - min(term.low, own.low) <= _LIMIT
+    return exact or (term.bits <= own.bits and 2 * own.bits + 2 <= _LIMIT)

@@ -1,0 +1,114 @@
+"""Products of matrices in which each product and each partial sum is rounded to a format."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from ..arrays import flat_floats
+from ..formats import Cast, FloatFormat, Overflow, Rounding, parse_format
+from ..ops import backend_of
+from ..ops.products import FLOAT32, Order, Products
+from ..randomness import random_key
+
+Format = str | FloatFormat
+
+
+def matmul(
+    a: Any,
+    b: Any,
+    *,
+    inputs: Format | None = None,
+    products: Format | None = None,
+    accumulate: Format = "fp32",
+    order: Order = "ascending",
+    rounding: Rounding = "nearest",
+    overflow: Overflow = "inf",
+    chunk: int = 0,
+    between: Format | None = None,
+    kahan: bool = False,
+    seed: int = 0,
+) -> Any:
+    """Return a @ b, of which each product and each partial sum is rounded to a format.
+
+    a: float32[..., m, k]; b: float32[..., k, n]; NumPy or CuPy arrays or torch tensors on the CPU,
+        not changed; the axes in front are broadcast; one axis alone is a row of a, a column of b
+    inputs: both are rounded to nearest in it first; None: they are taken as they are
+    products: each product is rounded to it; None: to accumulate; "exact": it is not rounded, but
+        once with the sum, as by a fused multiply-add
+    accumulate: each partial sum is rounded to it; order: of the sums, see ops.products.Products
+    rounding: of products and sums; overflow: what a finite number too large becomes; see Cast
+    chunk: so many products are summed, then the sums of chunks in the format between, which is
+        accumulate where not given; 0: all are one chunk
+    kahan: sums are compensated; every operation of the compensation is rounded as sums are
+    seed: picks the random bits of rounding "stochastic"
+    Returns float32[..., m, n] of a's kind, the same bits for any number of threads. A sum begins
+    with +0. In formats without NaN it becomes the largest number.
+    Raises TypeError where a or b is something else; ValueError for shapes that do not go together,
+    an unknown format or word, and chunk, between and kahan that do not go with order.
+    Source: of rounded products and sums Han et al., arXiv 1911.08907; of chunks Wang et al., arXiv
+    1812.08011.
+    """
+    how = _products(products, accumulate, between, order, chunk, kahan, rounding, overflow)
+    left, restore = flat_floats("matmul", "a", a)
+    right, _ = flat_floats("matmul", "b", b)
+    x, y, shape = _matrices(left.reshape(a.shape), right.reshape(b.shape))
+    backend = backend_of(x)
+    if inputs is not None:
+        cast = Cast(_format(inputs), "nearest", overflow)
+        x, y = (
+            backend.decode(backend.encode(v.ravel(), cast), cast.fmt).reshape(v.shape)
+            for v in (x, y)
+        )
+    held = FLOAT32 if inputs is None else _format(inputs)
+    return restore(backend.matmul(x, y, how, random_key(seed), held), shape)
+
+
+def _products(
+    products: Format | None,
+    accumulate: Format,
+    between: Format | None,
+    order: Order,
+    chunk: int,
+    kahan: bool,
+    rounding: Rounding,
+    overflow: Overflow,
+) -> Products:
+    if between is not None and not chunk:
+        raise ValueError(f"matmul: between={between!r}: needs chunk, of 1 or more")
+
+    def cast(name: Format) -> Cast:
+        return Cast(_format(name), rounding, overflow)
+
+    each = None if products == "exact" else cast(accumulate if products is None else products)
+    wider = None if between is None else cast(between)
+    return Products(cast(accumulate), each, order, chunk, wider, kahan)
+
+
+def _format(name: Format) -> FloatFormat:
+    return parse_format(name) if isinstance(name, str) else name
+
+
+def _matrices(a: Any, b: Any) -> tuple[Any, Any, tuple[int, ...]]:
+    """Return float32[batch, m, k], float32[batch, k, n], and the shape of their product."""
+    if not a.ndim or not b.ndim:
+        raise ValueError(f"matmul: a of {a.shape}, b of {b.shape}: each needs an axis")
+    x = a[None, :] if a.ndim == 1 else a
+    y = b[:, None] if b.ndim == 1 else b
+    try:
+        front = np.broadcast_shapes(x.shape[:-2], y.shape[:-2])
+    except ValueError:
+        front = None
+    if front is None or x.shape[-1] != y.shape[-2]:
+        raise ValueError(
+            f"matmul: a of {a.shape}, b of {b.shape}: the last axis of a and the last but one of b "
+            "must be equal, and the axes in front go together by NumPy's rules"
+        )
+    shape = (*front, *(x.shape[-2:-1] if a.ndim > 1 else ()), *(y.shape[-1:] if b.ndim > 1 else ()))
+    batch = math.prod(front)
+    x, y = (
+        np.broadcast_to(v, (*front, *v.shape[-2:])).reshape(batch, *v.shape[-2:]) for v in (x, y)
+    )
+    return x, y, shape
