@@ -64,9 +64,7 @@ __global__ void multiply_runs(const float* x, i64 n, const float* each, const i6
 __global__ void divide_runs(const float* x, i64 n, const float* each, const i64* ends, i64 runs,
                             float* out) {
     for (i64 i = first_thread(); i < n; i += thread_stride())
-        asm("div.rn.f32 %0, %1, %2;"
-            : "=f"(out[i])
-            : "f"(x[i]), "f"(each[run_of(ends, runs, i)]));
+        asm("div.rn.f32 %0, %1, %2;" : "=f"(out[i]) : "f"(x[i]), "f"(each[run_of(ends, runs, i)]));
 }
 
 // out[r][i] = sum over j of m[i][j] * rows[r][j], four sums side by side: of 16 products the last
@@ -105,8 +103,8 @@ __global__ void add_outer(float* total, i64 n, i64 columns, const float* firsts,
     for (i64 at = first_thread(); at < n * columns; at += thread_stride()) {
         float sum = total[at];
         for (i64 r = 0; r < count; ++r)
-            sum = add(sum, multiply(firsts[r * n + at / columns],
-                                    seconds[r * columns + at % columns]));
+            sum = add(sum,
+                      multiply(firsts[r * n + at / columns], seconds[r * columns + at % columns]));
         total[at] = sum;
     }
 }
