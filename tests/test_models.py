@@ -27,6 +27,7 @@ from cpdhpc.world.ranks import Loopback
 TINY: dict[str, dict[str, Any]] = {  # options of small networks
     "mlp": {"hidden": [8]},
     "lenet": {"channels": [4, 4], "hidden": 8},
+    "residual_mlp": {"width": 8, "blocks": 2},
     "quantized_cnn": {"channels": [4, 4], "hidden": 8},
     "resnet_cifar": {"n": 1, "width": 4},
     "wide_resnet": {"depth": 10, "widen": 1, "dropout": 0.1},
@@ -147,7 +148,7 @@ def test_models_take_what_they_are_for_and_start_from_the_seed(name: str) -> Non
         assert any(not torch.equal(a, b) for a, b in others)
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "mlp"])
+@pytest.mark.parametrize("name", sorted({*MODELS} - {"mlp", "residual_mlp"}))
 def test_models_refuse_samples_of_other_shapes(name: str) -> None:
     shape = (8, 8) if name in SEQUENCES else (64,)
     text = "x 8: must be sequences" if name in SEQUENCES else "64: must be images of at least"

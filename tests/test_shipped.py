@@ -61,6 +61,15 @@ def test_a_script_beside_the_clone_finds_the_package(tmp_path: Path) -> None:
     assert shown == f"{__version__}\n"
 
 
+def files_of(folder: Path) -> set[Path]:
+    """The files of a folder and those below it, but for compiled ones."""
+    return {
+        path.relative_to(folder)
+        for path in folder.rglob("*.*")
+        if path.parent.name != "__pycache__"
+    }
+
+
 def test_examples_are_written_from_a_wheel_too(tmp_path: Path) -> None:
     """build_py makes what a wheel has, but for the compiled module."""
     built, out = tmp_path / "built", tmp_path / "out"
@@ -68,8 +77,7 @@ def test_examples_are_written_from_a_wheel_too(tmp_path: Path) -> None:
     program = "import sys; from cpdhpc.cli import main; sys.exit(main(['examples', sys.argv[1]]))"
     python("-c", f"import sys; sys.path.insert(0, {str(built)!r}); {program}", out, cwd=tmp_path)
     for name in EXAMPLES:
-        files = {path.relative_to(ROOT / name) for path in (ROOT / name).rglob("*.*")}
-        assert files == {path.relative_to(out / name) for path in (out / name).rglob("*.*")}
+        assert files_of(ROOT / name) == files_of(out / name)
     assert (out / "inputs" / "train_digits.toml").stat().st_size
     assert (out / "slurm" / "mpirun-local").exists()
     assert (built / "cpdhpc" / "kernels" / "cuda_loops.cu").exists()

@@ -135,6 +135,7 @@ def test_factors_of_training_are_keys_of_a_job() -> None:
         "train.telemetry_every",
         "train.checkpoint_every",
         "train.timeout_s",
+        "train.keep_every",
         *(f"gradient.machine.{name}" for name in UNITS),
     }
 

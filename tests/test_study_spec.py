@@ -244,12 +244,12 @@ JOBS = {  # what only the job's own models know: (the study, its impossible case
         "job: unknown key gradient.wire: known are",
     ],
     "kind = 'train'\n[job.train]\nimage_grid = [1, 2]\n[sweep]\nranks = [1, 2]\nppn = 2\n"
-    "'model.name' = ['mlp', 'resnet']\n'train.epochs' = [0, 2]": [
-        "job: model.name='resnet': did you mean lenet?",
+    "'model.name' = ['mlp', 'lennet']\n'train.epochs' = [0, 2]": [
+        "job: model.name='lennet': did you mean lenet",
         "job: train.epochs=0: should be greater than or equal to 1",
         "train.image_grid=[1, 2]: 1 ranks are no multiple of its ranks",
     ],
-    "kind = 'train'\n[sweep]\nranks = [1, 2]\nppn = 2\n"
+    "kind = 'train'\n[job.data]\nname = 'digits'\n[sweep]\nranks = [1, 2]\nppn = 2\n"
     "'controller.name' = ['schedule', 'noise_scale']": [
         "case: controller.name='noise_scale': 1 rank: the noise is in the differences between",
     ],

@@ -30,7 +30,7 @@ def told(where: str) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         said = " ".join(str(error).split())
         raise ConfigError(f"{where}: {type(error).__name__}: {said}") from error
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
@@ -315,10 +315,13 @@ def choices() -> dict[str, list[str]]:
 
 
 def keys_of(table: str) -> set[str]:
-    """Return the keys that any row has of a table that jobs choose from; none of other tables."""
+    """Return the keys of a table, of [train] none; those of any row where jobs choose from rows."""
     field = Job.model_fields.get(table)
-    rows = [one for one in field.metadata if isinstance(one, OneOf)] if field else []
-    return {key for one in rows for row in one.rows for key in keys(row)}
+    if field is None or field.annotation in (str, Train):
+        return set()
+    choices = [one for one in field.metadata if isinstance(one, OneOf)]
+    rows = [row for one in choices for row in one.rows] or [cast(type[Section], field.annotation)]
+    return {key for row in rows for key in keys(row)}
 
 
 def load(path: Path, settings: Iterable[str] = ()) -> list[Job]:

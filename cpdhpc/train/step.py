@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import fsum
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from ..compress.base import Mean
-from ..config import ConfigError
+from ..config import ConfigError, UserError
 from ..partition import split
 from ..randomness import random_key
 from ..world.ranks import Loopback, Ranks
@@ -219,8 +221,8 @@ def step(
     seed: of what samples are to chance
     scaler: of the loss; None: nothing is scaled or skipped
     adversary: what makes copies of samples that are trained on too; None: there are none
-    Raises on all ranks alike, with the model untouched, NonFiniteGradient and what forward or
-    backward raised on any rank; where images are split the latter on that rank alone.
+    Raises on all ranks alike, with the model untouched, NonFiniteGradient, and UserError for what
+    forward or backward raised on any rank; where images are split the latter on that rank alone.
     """
     world, model, watch, losses = update.world, update.model, Stopwatch.start(), []
     shares = world.ranks // sharing
@@ -247,7 +249,7 @@ def step(
         except Exception as error:
             if sharing > 1:  # forward has messages: the other ranks may wait in it
                 raise
-            update.reducer.fail(error)
+            update.reducer.fail(_told(error, iteration, rank))
             losses.append(0.0)
         watch.lap("forward_backward")
         update.keep(hosted)
@@ -261,6 +263,21 @@ def step(
         update.step()
     watch.lap("optimizer")
     return Step(losses, mean, watch.time_ns)
+
+
+def _told(error: Exception, iteration: int, rank: int) -> UserError:
+    """Return a line for what a rank's forward or backward raised, with the place in its file."""
+    if isinstance(error, UserError):
+        return error
+    others = Path(torch.__file__).parent, Path(__file__).parents[1]
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if not any(Path(f.filename).is_relative_to(o) for o in others)]
+    place = f" at {own[-1].filename}:{own[-1].lineno}" if own else ""
+    said = " ".join(str(error).split())
+    return UserError(
+        f"iteration {iteration}: rank {rank}: forward or backward: "
+        f"{type(error).__name__}{place}: {said}"
+    )
 
 
 def backward(

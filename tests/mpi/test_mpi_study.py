@@ -22,7 +22,7 @@ from cpdhpc.study.cases import batches, expand, load_study
 from cpdhpc.study.collect import collect, find
 from cpdhpc.study.folder import Folder
 from cpdhpc.study.repeats import PlacementError, prove
-from cpdhpc.train import loop
+from cpdhpc.train import setup
 
 pytestmark = pytest.mark.mpi
 
@@ -191,7 +191,7 @@ def test_a_training_goes_on_from_its_checkpoint(world, shared, monkeypatch):
         folder.prepare(study)
     world.barrier()
     (case,) = expand(study).cases
-    step, calls = loop.step, []
+    step, calls = setup.step, []
 
     def stopping(*arguments):
         calls.append(1)
@@ -199,7 +199,7 @@ def test_a_training_goes_on_from_its_checkpoint(world, shared, monkeypatch):
             os.kill(os.getpid(), signal.SIGUSR1)
         return step(*arguments)
 
-    monkeypatch.setattr(loop, "step", stopping)
+    monkeypatch.setattr(setup, "step", stopping)
     assert measure_batch(world, folder.path, 0) == UNFINISHED
     assert len(calls) == 4 and not folder.finished(case)
     there = provenance.identity()
