@@ -294,6 +294,23 @@ def read_attributes(path: Path, group: str = "/") -> dict[str, Any]:
         return _plain(file[group].attrs)
 
 
+def check_target(path: Path, kind: str) -> None:
+    """Raise StoreError where a file cannot be written, or one of another kind would be replaced.
+
+    kind: the attribute "kind" of the files that may be: records, checkpoints and data are kept
+    """
+    if not os.access(path.absolute().parent, os.W_OK):
+        raise StoreError(f"{path}: cannot be written: its directory is missing or read-only")
+    if not path.exists():
+        return
+    try:
+        found = read_attributes(path).get("kind", "")
+    except StoreError:
+        found = ""
+    if found != kind:
+        raise StoreError(f"{path}: is there already, and no file of kind {kind!r}: not replaced")
+
+
 def _readable(dataset: Any) -> Array:
     import h5py
 

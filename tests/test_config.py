@@ -42,6 +42,8 @@ def write(tmp_path: Path, text: str) -> Path:
         ("[train]\nlearning_rate = 'x'", "train.learning_rate='x': should be a valid number"),
         ("[train]\nseed = 1\nseeds = [1]", "train: seed and seeds: give one of them"),
         ("[train]\nseeds = []", "train.seeds"),
+        ("[train]\nepochs = 4\nkeep_every = 9", "keep_every=9: should be up to epochs=4"),
+        ("[adversarial]\nlow = 1.0\nhigh = 0.0", "low=1.0: should be below high=0.0"),
         ("[train]\nseeds = [0, -1]", "train.seeds.1=-1: should be greater than or equal to 0"),
         ("[model]\nname = 'lenett'", "model.name='lenett': did you mean lenet or resnet?"),
         ("[model]\nhidden = [3]", "model.name: is missing"),

@@ -28,7 +28,7 @@ from cpdhpc.report.figures import draw
 from cpdhpc.report.points import seed_groups
 from cpdhpc.report.study import study_report
 from cpdhpc.report.tables import Column, Report, Section, tabulate
-from cpdhpc.study.study_file import StudyFile, load_study_file
+from cpdhpc.study.study_file import ReportError, StudyFile, load_study_file
 from cpdhpc.world.ranks import Loopback
 
 SMALL: dict[str, Any] = {"ranks": (2,), "sizes": (2**12, 2**20), "algorithms": ()}
@@ -93,6 +93,14 @@ def test_page_needs_nothing_else(allreduce: Path, tmp_path: Path) -> None:
         assert said in text
     for chart in reports[0].charts:
         assert chart.title in text
+
+
+def test_a_page_replaces_no_data(allreduce: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "study.h5"
+    copy.write_bytes(allreduce.read_bytes())
+    with pytest.raises(ReportError, match=r"study.h5: is an HDF5 file: not replaced"):
+        report([copy], Outputs(copy, quiet=True))
+    assert copy.read_bytes() == allreduce.read_bytes()
 
 
 def test_figures_of_each_chart(allreduce: Path, tmp_path: Path) -> None:

@@ -211,3 +211,18 @@ def test_files_of_other_programs_are_read_without_a_checksum(tmp_path: Path) -> 
         file["g/a"] = ARRAY
     assert np.array_equal(store.read(path)[0]["g"]["a"], ARRAY)
     assert files.check(Loopback(), path) == ""
+
+
+def test_only_files_of_the_same_kind_are_replaced(tmp_path: Path) -> None:
+    record, data, text = tmp_path / "run.h5", tmp_path / "data.h5", tmp_path / "notes.txt"
+    store.write(record, {"x": {"y": np.zeros(3)}}, {"kind": "run"})
+    with h5py.File(data, "w") as file:
+        file["x"] = np.zeros(3)
+    text.write_text("mine")
+    store.check_target(record, "run")
+    store.check_target(tmp_path / "new.h5", "run")
+    for path in (record, data, text):
+        with pytest.raises(store.StoreError, match=f"{path.name}: is there already, and no file"):
+            store.check_target(path, "influence")
+    with pytest.raises(store.StoreError, match="directory is missing or read-only"):
+        store.check_target(tmp_path / "nowhere" / "x.h5", "run")

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from .. import store
 from ..ops import set_kernel_threads
 from ..train.progress import Display
 from ..world.cores import threads_of_rank
@@ -64,6 +65,7 @@ def run(arguments: argparse.Namespace, world: Ranks) -> int:
     wanted = plan.wanted
     scores = agreed(world, lambda: Scores(world, plan.run, plan.gradients, plan.projection, wanted))
     out = arguments.out or plan.record.with_suffix(f".{KIND}.h5")
+    world.on_first(lambda: store.check_target(out, KIND), "output")
     display = Display(world.process == 0, 1)
     epochs = ", ".join(str(kept.epoch) for _, kept in plan.run.kept)
     display.line(

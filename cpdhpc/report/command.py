@@ -214,10 +214,17 @@ def _study(path: Path) -> StudyFile:
     return loaded.studies[0]
 
 
+HDF5 = b"\x89HDF\r\n\x1a\n"  # how such files begin
+
+
 def check_place(path: Path | None) -> None:
-    """Raise ReportError for a file whose directory is not there."""
+    """Raise ReportError for a file whose directory is not there, or that holds data."""
     if path is not None and not path.parent.is_dir():
         raise ReportError(f"{path}: cannot be written: there is no such directory")
+    if path is not None and path.is_file():
+        with path.open("rb") as file:
+            if file.read(8) == HDF5:
+                raise ReportError(f"{path}: is an HDF5 file: not replaced")
 
 
 def show(reports: Sequence[Report], terminal: bool | None, quiet: bool) -> None:

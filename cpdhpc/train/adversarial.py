@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from ..config import Section
 
@@ -29,3 +29,9 @@ class Adversarial(Section):
     trained: bool = True
     low: float | None = None
     high: float | None = None
+
+    @model_validator(mode="after")
+    def _low_is_below_high(self) -> Adversarial:
+        if self.low is not None and self.high is not None and self.low >= self.high:
+            raise ValueError(f"low={self.low}: should be below high={self.high}")
+        return self

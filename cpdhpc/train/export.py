@@ -38,8 +38,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Export a checkpoint's model. Raises UserError, one line, where it has no integer form."""
+    from ..quantized.integers import KIND
     from ..quantized.layers import to_integers
 
+    store.check_target(arguments.out, KIND)
     job, model, test = trained(arguments.checkpoint, arguments.set)
     try:
         network = to_integers(model)

@@ -121,6 +121,12 @@ class Train(Section):
             else range(0)
         )
 
+    @model_validator(mode="after")
+    def _weights_are_kept(self) -> Train:
+        if self.keep_every > self.epochs:
+            raise ValueError(f"keep_every={self.keep_every}: should be up to epochs={self.epochs}")
+        return self
+
     @field_validator("seeds")
     @classmethod
     def _each_seed_once(cls, seeds: tuple[int, ...]) -> tuple[int, ...]:
