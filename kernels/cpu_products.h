@@ -102,12 +102,12 @@ void multiply_rows(const Products& how, const Part& part, i64 columns, float* ou
     }
 }
 
-template <class N>
+// R: rows that go together while there are as many.
+template <class N, int R>
 void multiply_panel(const Products& how, Part part, i64 m, i64 columns, float* out) {
     for (i64 i = 0; i < m;) {
-        bool several = m - i >= ROWS;
-        (several ? multiply_rows<N, ROWS> : multiply_rows<N, 1>)(how, part, columns, out);
-        i64 rows = several ? ROWS : 1;
+        i64 rows = m - i >= R ? R : 1;
+        (rows == R ? multiply_rows<N, R> : multiply_rows<N, 1>)(how, part, columns, out);
         i += rows, out += rows * part.n, part.a += rows * part.k,
             part.index += (u64)(rows * part.n);
     }
@@ -121,7 +121,7 @@ void matmul(const Products& how, bool wide, const float* a, i64 m, i64 k, const 
     for (i64 i = 0; i < k; ++i)
         memcpy(panel + i * CPD_GROUP, b + i * n + column, (size_t)columns * sizeof(float));
     Part part = {a, panel, k, n, index + (u64)column, outputs};
-    (wide ? multiply_panel<D> : multiply_panel<F>)(how, part, m, columns, out + column);
+    (wide ? multiply_panel<D, 1> : multiply_panel<F, ROWS>)(how, part, m, columns, out + column);
 }
 
 }  // namespace
