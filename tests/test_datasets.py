@@ -124,6 +124,8 @@ def write_tables(path: Path, x: np.ndarray, y: np.ndarray) -> None:
     with h5py.File(path, "w") as file:
         file.create_dataset("x", data=x, chunks=(2, *x.shape[1:]), compression="gzip")
         file.create_dataset("deep/y", data=y)
+        file.create_dataset("one", data=y[:1])
+        file.create_dataset("below", data=-1 - y)
 
 
 def hdf5_data(directory: Path, **keys: Any) -> Source:
@@ -154,7 +156,9 @@ def test_rows_of_hdf5_files(tmp_path: Path) -> None:
     [
         ({"x": "z"}, "train.h5: has no dataset 'z'"),
         ({"y": "deep"}, "train.h5: has no dataset 'deep'"),
-        ({"x": "deep/y"}, r"have shapes \(21,\) and \(21,\): must be \[n, ...\]"),
+        ({"x": "deep/y"}, "have dtypes int16, int16: inputs must be uint8 or floats"),
+        ({"y": "one"}, r"have shapes \(21, 5, 4, 3\) and \(1,\): must be \[n, ...\]"),
+        ({"y": "below"}, "train.h5: below: -3: must be 0 or more"),
         ({"mean": [0.5], "deviation": [0.5]}, "mean has 1 channels"),
         ({"mean": [0.5]}, "mean and deviation: must have a value for each channel"),
         ({"train": "nowhere.h5"}, "nowhere.h5: there is no such file"),

@@ -89,12 +89,12 @@ class Rows:
         self.scaling = Scaling(mean, deviation)
         (x, y), (self.x, self.y) = tables.rooms, tables.names
         kinds = np.dtype(x.dtype), np.dtype(y.dtype)
-        if len(x.shape) < 2 or not y.shape or x.shape[0] != y.shape[0] or not x.shape[0]:
-            problem = f"have shapes {x.shape} and {y.shape}: must be [n, ...], n alike, 1 or more"
-        elif kinds[0] != np.uint8 and kinds[0].kind != "f":
+        if kinds[0] != np.uint8 and kinds[0].kind != "f":
             problem = f"have dtypes {kinds[0]}, {kinds[1]}: inputs must be uint8 or floats"
         elif kinds[1].kind not in "iuf":
             problem = f"have dtypes {kinds[0]}, {kinds[1]}: targets must be integers or floats"
+        elif len(x.shape) < 2 or not y.shape or x.shape[0] != y.shape[0] or not x.shape[0]:
+            problem = f"have shapes {x.shape} and {y.shape}: must be [n, ...], n alike, 1 or more"
         elif len(mean) and len(mean) != self._shape(x.shape)[0]:
             problem = f"have shapes {x.shape} and {y.shape}: mean has {len(mean)} channels"
         else:
@@ -110,10 +110,16 @@ class Rows:
         return int(self.tables.rooms[0].shape[0])
 
     def classes(self) -> int:
-        """Return one more than the largest class, or the number of values of a target."""
+        """Return one more than the largest class, or the number of values of a target.
+
+        Raises DataError for classes below 0.
+        """
         if self.values:
             return math.prod(self.target)
-        return int(self.tables.read(self.y, slice(None)).max()) + 1
+        classes = self.tables.read(self.y, slice(None))
+        if classes.min() < 0:
+            raise DataError(f"{self.tables.path}: {self.y}: {classes.min()}: must be 0 or more")
+        return int(classes.max()) + 1
 
     def take(self, index: Array, seed: int) -> Pair:
         """Return the samples int64[b]. See data.Samples. Raises StoreError for what is damaged."""
