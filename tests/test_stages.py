@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 from test_checkpoint import Stop
-from training import ROOT, model_bytes, run_job, small_data
+from training import model_bytes, run_job, small_data
 
 from cpdhpc import store
 from cpdhpc.config import ConfigError, merge, validate
 from cpdhpc.signals import Caught, Interrupted
 from cpdhpc.train.data import epoch_order
-from cpdhpc.train.job import Job, load
+from cpdhpc.train.job import Job
 from cpdhpc.train.loop import Diverged, run
 from cpdhpc.train.progress import Display
 from cpdhpc.train.setup import Files, Training, prepare
@@ -344,12 +344,6 @@ def test_cuts_are_the_most_even_ones() -> None:
             assert min(found) > 0
         with pytest.raises(ValueError, match=f"the network has {some} blocks"):
             balanced(sizes, some + 1)
-
-
-def test_the_claim_is_a_job_of_five_rows() -> None:
-    jobs = load(ROOT / "inputs" / "claim_layer_parallel.toml")
-    assert {job.stages.correction for job in jobs if job.stages.count == 4} == {0.0, 0.5}
-    assert len({job.name for job in jobs}) == 5
 
 
 def test_tied_parameters_are_not_cut_apart() -> None:
