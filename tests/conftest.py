@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,6 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 from stand_ins import Slurm
+
+from cpdhpc import _cpu
 
 
 class OnGpu:
@@ -87,3 +90,12 @@ def fake_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     return Slurm(tmp_path)
+
+
+@pytest.fixture(params=_cpu.clones())
+def clone(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Each of the loops that this processor runs, in use."""
+    before = _cpu.clone()
+    _cpu.use_clone(request.param)
+    yield request.param
+    _cpu.use_clone(before)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
 from itertools import cycle, product
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from hypothesis import strategies as st
 from test_allreduce import WAYS, assert_same_bits, gradients
 from test_packing import some_values
 
-from cpdhpc import _cpu, store
+from cpdhpc import store
 from cpdhpc.bench import allreduce as bench_allreduce
 from cpdhpc.bench import rounding as bench_rounding
 from cpdhpc.cli import main
@@ -132,15 +131,6 @@ def test_golden_bytes(ops: Any, rows: int, name: str) -> None:
     assert oracle_bytes(name, x, rows) == golden
     words, shifts = encoded(ops, x, Cast(parse_format(name)), rows)
     assert words.tobytes() + shifts.tobytes() == golden
-
-
-@pytest.fixture(params=_cpu.clones())
-def clone(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Each of the loops that this processor runs, in use."""
-    before = _cpu.clone()
-    _cpu.use_clone(request.param)
-    yield request.param
-    _cpu.use_clone(before)
 
 
 def everything(ops: Any, x: Array, y: Array, cast: Cast, rows: int) -> list[Array]:

@@ -2,24 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 from test_integers import N, format_of, shifts_of, values
 
-from cpdhpc import _cpu
 from cpdhpc.formats import TRIT_BYTES, Cast, packed_bytes, sum_bits, tiles
 from cpdhpc.ops import cpu, reference
-
-
-@pytest.fixture(params=_cpu.clones())
-def clone(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Each of the loops that this processor runs, in use."""
-    before = _cpu.clone()
-    _cpu.use_clone(request.param)
-    yield request.param
-    _cpu.use_clone(before)
 
 
 @pytest.mark.parametrize("name", ["int7", "e4m3"])

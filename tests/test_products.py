@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import gmpy2
 import numpy as np
 import pytest
 
-from cpdhpc import _cpu, quantize, set_kernel_threads
+from cpdhpc import quantize, set_kernel_threads
 from cpdhpc.formats import Cast, FloatFormat, parse_format
 from cpdhpc.ops import cpu, reference
 from cpdhpc.ops.products import Products
@@ -47,15 +46,6 @@ def random_products(rng: np.random.Generator) -> tuple[FloatFormat, Products]:
     chunk, kahan = int(rng.choice([0, 0, 3, 8])), bool(rng.random() < 0.3)
     between = None if rng.random() < 0.5 else cast(formats[2])
     return inputs, Products(cast(formats[1]), product, "ascending", chunk, between, kahan)
-
-
-@pytest.fixture(params=_cpu.clones())
-def clone(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Each of the loops that this processor runs, in use."""
-    before = _cpu.clone()
-    _cpu.use_clone(request.param)
-    yield request.param
-    _cpu.use_clone(before)
 
 
 def test_kernels_give_the_bits_of_the_specification(clone: str) -> None:
