@@ -24,7 +24,7 @@ MAY_IMPORT = {  # part of the package -> the parts it may import, besides itself
     "signals": set(),
     "ops": BASE | {"_cpu", "kernels"},
     "arrays": BASE | {"ops"},
-    "precision": BASE | {"arrays", "ops"},
+    "precision": REDUCE | {"arrays"},
     "world": WORLD,
     "collectives": WORLD,
     "compress": REDUCE,
@@ -36,7 +36,8 @@ MAY_IMPORT = {  # part of the package -> the parts it may import, besides itself
     "influence": REDUCE | {"train"},
     "autoencoder": WORLD | {"darray", "train", "provenance", "signals"},
     "bench": REDUCE
-    | {"arrays", "compress", "darray", "quantized", "train", "autoencoder", "provenance"},
+    | {"arrays", "precision", "compress", "darray", "quantized", "train", "autoencoder"}
+    | {"provenance"},
     "kinds": WORLD
     | {"collectives", "darray", "bench", "train", "autoencoder", "provenance", "signals"}
     | {"study", "report"},

@@ -30,7 +30,6 @@ from ..formats import (
 from ..ops import backend_of, placed, to_host
 from ..randomness import random_key
 from .base import (
-    EITHER,
     LOSSES,
     Aggregator,
     Array,
@@ -215,7 +214,7 @@ class LowBit(Aggregator):
         Rounded here, the contributions are numbers of the format, which travel as they are.
         """
         world, segments = context.world, bucket.segments
-        check_place(self, world, gradients, allowed=EITHER)
+        check_place(self, world, gradients)
         memory = [
             context.state.own(name, "residual", (stop - start,), like=gradients[0])
             for name, start, stop in segments
