@@ -216,6 +216,7 @@ class Job(Section):
             "optimizer.clip_global_norm": not getattr(self.optimizer, "clip_global_norm", 0),
             "gradient.aggregator": type(self.gradient) in stateless,
             "gradient.error_feedback": not getattr(self.gradient, "error_feedback", False),
+            "gradient.layers": not getattr(self.gradient, "layers", {}),  # of other stages
         }
         others = [key for key, is_usual in usual.items() if not is_usual]
         if self.stages.count > 1 and others:
