@@ -70,6 +70,9 @@ ONLY_HERE = {  # outside package -> where it may be imported
         "darray/autograd.py",
         "bench/baselines.py",
         "quantized/layers.py",
+        "precision/arithmetic.py",
+        "precision/conversion.py",
+        "precision/layers.py",
         "precision/quantizers.py",
     ),
     "h5py": ("store.py",),
@@ -210,6 +213,9 @@ def test_importing_starts_nothing() -> None:
             "autoencoder",
             "darray.autograd",
             "quantized.layers",
+            "precision.arithmetic",
+            "precision.conversion",
+            "precision.layers",
             "precision.quantizers",
         )
     )
