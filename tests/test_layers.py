@@ -71,6 +71,7 @@ ONLY_HERE = {  # outside package -> where it may be imported
         "bench/baselines.py",
         "quantized/layers.py",
         "precision/quantizers.py",
+        "precision/updates.py",
     ),
     "h5py": ("store.py",),
     "simpleeval": ("study/spec.py",),
@@ -211,6 +212,7 @@ def test_importing_starts_nothing() -> None:
             "darray.autograd",
             "quantized.layers",
             "precision.quantizers",
+            "precision.updates",
         )
     )
     names = sorted(module_names(), key=lambda name: name.startswith(with_torch))
