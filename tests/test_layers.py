@@ -74,6 +74,7 @@ ONLY_HERE = {  # outside package -> where it may be imported
         "precision/conversion.py",
         "precision/layers.py",
         "precision/quantizers.py",
+        "precision/updates.py",
     ),
     "h5py": ("store.py",),
     "simpleeval": ("study/spec.py",),
@@ -217,6 +218,7 @@ def test_importing_starts_nothing() -> None:
             "precision.conversion",
             "precision.layers",
             "precision.quantizers",
+            "precision.updates",
         )
     )
     names = sorted(module_names(), key=lambda name: name.startswith(with_torch))

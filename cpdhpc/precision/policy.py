@@ -16,7 +16,7 @@ from ..methods import suggest
 from ..ops.products import Order
 from .presets import PRESETS
 from .products import matmul
-from .tensors import TensorFormat
+from .tensors import TensorFormat, UpdateFormat
 
 TORCH = "torch"  # in place of a format of sums
 FIRST, LAST = "<first>", "<last>"  # patterns: of the layers with products
@@ -58,24 +58,6 @@ class Sums(Section):
         return self
 
 
-class Update(Section):
-    """update: how the optimizer changes weights.
-
-    format, rounding: of the weights behind each step
-    master: false: the rounded weights are all there is; true: steps go to a float32 copy of them
-    """
-
-    format: str = "fp32"
-    rounding: Rounding = "nearest"
-    master: bool = True
-
-    @field_validator("format")
-    @classmethod
-    def _is_known(cls, name: str) -> str:
-        parse_format(name)
-        return name
-
-
 def _named(key: str) -> tuple[BeforeValidator, PlainSerializer]:
     """Let a string stand for a table of which it is one key, read and written."""
 
@@ -91,7 +73,7 @@ def _named(key: str) -> tuple[BeforeValidator, PlainSerializer]:
 
 Tensor = Annotated[TensorFormat | None, *_named("format")]
 Summed = Annotated[Sums | None, *_named("accumulate")]
-Updated = Annotated[Update | None, *_named("format")]
+Updated = Annotated[UpdateFormat | None, *_named("format")]
 
 
 class LayerPolicy(Section):
@@ -197,7 +179,7 @@ class Policy(Section):
     def _of_preset(self) -> Policy:
         if not self.preset:
             return NOTHING
-        return validate(Policy, PRESETS[self.preset], f"preset {self.preset}")
+        return validate(Policy, PRESETS[self.preset].policy, f"preset {self.preset}")
 
     def of(self, name: str, products: Sequence[str] = ()) -> LayerPolicy:
         """Return what the rules say of the module of a name.
@@ -269,5 +251,5 @@ NOTHING = Policy()
 
 def presets() -> Iterator[tuple[str, str]]:
     """Yield the name and the TOML text of each preset."""
-    for name, raw in PRESETS.items():
-        yield name, validate(Policy, raw, f"preset {name}").toml()
+    for name, each in PRESETS.items():
+        yield name, validate(Policy, each.policy, f"preset {name}").toml()

@@ -166,6 +166,24 @@ class TensorFormat(Section):
         return rounded.reshape(x.shape)
 
 
+class UpdateFormat(TensorFormat):
+    """update: the format of weights behind each step of an optimiser, and what helps it.
+
+    master: steps go to a float32 copy of the weights, which is rounded; false: there is none
+    kahan: what rounding took from a step is kept in the same format, and added to the next step
+    the other keys: as of any tensor
+    """
+
+    master: bool = True
+    kahan: bool = False
+
+    @model_validator(mode="after")
+    def _kahan_alone(self) -> UpdateFormat:
+        if self.kahan and (self.master or self.scaling != "none"):
+            raise ValueError('kahan=true: goes with master=false and scaling="none" only')
+        return self
+
+
 Scale = int | np.float32  # the exponent of a power of two, or a factor
 
 
