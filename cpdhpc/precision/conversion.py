@@ -53,17 +53,17 @@ def convert(model: nn.Module, policy: Policy, seed: int = 0) -> nn.Module:
     obeying = next((n for n, layer in layers.items() if isinstance(layer, Obedient)), None)
     if obeying is not None:
         raise ConfigError(f"convert: model: layer {obeying!r} obeys a policy already: convert once")
-    found = {name: of for name, of in resolved(model, policy).items() if of.said().keys() & CHANGE}
+    found = obeyed(model, policy)
     _check_tensors(layers, found)
     for name, layer in layers.items():  # whose forward takes no notice of out_proj's
         if isinstance(layer, nn.MultiheadAttention) and _joined(name, "out_proj") in found:
             found.setdefault(name, LayerPolicy())
     rows = {name: _row(layers[name]) for name in found}
     for name, row in rows.items():
-        if row is not None:
-            _obey(layers[name], row, found[name], name, seed)
-        elif found[name].outputs is not None:
+        if row is None:
             _round_outputs(layers[name], found[name], name, seed)
+        else:
+            _obey(layers[name], row, found[name], name, seed)
     for layer in layers.values():
         for kind, (attribute, value) in ENCODERS.items():
             if isinstance(layer, kind) and any(isinstance(m, Obedient) for m in layer.modules()):
@@ -83,9 +83,11 @@ def resolved(model: nn.Module, policy: Policy) -> dict[str, LayerPolicy]:
         if len(names[id(layer)]) == 1 and (_row(layer) or layer._parameters):
             layers[name] = layer
     with_products = [name for name, layer in layers.items() if _row(layer)]
-    found = policy.of_layers(with_products, [name for name in layers if name not in with_products])
+    others = [name for name in layers if name not in with_products]
+    more = {name: names[id(layer)][1:] for name, layer in layers.items()}
+    found = policy.of_layers(with_products, others, more)
     for name, of in found.items():
-        for other in names[id(layers[name])][1:]:
+        for other in more[name]:
             if policy.of(other, with_products) != of:
                 raise ConfigError(
                     f"precision: {name} and {other} are one layer, and rules say different things "
@@ -99,6 +101,17 @@ def resolved(model: nn.Module, policy: Policy) -> dict[str, LayerPolicy]:
             f"torch's products: rounded are those of {known}"
         )
     return {name: found[name] for name in layers if found[name].said()}
+
+
+def obeyed(model: nn.Module, policy: Policy) -> dict[str, LayerPolicy]:
+    """Return what changes in each layer that convert would change, by name; see resolved."""
+    found = {}
+    for name, of in resolved(model, policy).items():
+        keys = CHANGE if _row(model.get_submodule(name)) else {"outputs"}
+        said = {key: value for key, value in of.said().items() if key in keys}
+        if said:
+            found[name] = LayerPolicy(**said)
+    return found
 
 
 def unconverted(model: nn.Module) -> list[str]:
@@ -143,7 +156,7 @@ def _obey(layer: nn.Module, becomes: type[Obedient], of: LayerPolicy, name: str,
 
 def _round_outputs(layer: nn.Module, of: LayerPolicy, name: str, seed: int) -> None:
     """Let a layer without products round what it gives."""
-    arithmetic = Arithmetic(LayerPolicy(outputs=of.outputs), name, seed)
+    arithmetic = Arithmetic(of, name, seed)
     if arithmetic.keeps:
         layer.add_module("precision", arithmetic)
     layer.register_forward_hook(arithmetic.round_output)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from types import MappingProxyType
 from typing import Annotated, Any
 
 import numpy as np
@@ -191,16 +192,23 @@ class Policy(Section):
                 said |= rule.said()
         return LayerPolicy(**said)
 
-    def of_layers(self, products: Sequence[str], others: Sequence[str]) -> dict[str, LayerPolicy]:
+    def of_layers(
+        self,
+        products: Sequence[str],
+        others: Sequence[str],
+        more: Mapping[str, Sequence[str]] = MappingProxyType({}),
+    ) -> dict[str, LayerPolicy]:
         """Return what the rules say of each layer of a network, by name.
 
         products: names of the layers with products, in their order; others: that have parameters
+        more: further names of layers that have several
         Raises ConfigError for a rule that no layer obeys, for products and no layer that has some,
         and, where the policy is complete, for a layer with products that no rule is for.
         """
         for index, rule in enumerate(self.rule):
             obeys = rule.said().keys()
-            known = [*products, *others] if obeys - PRODUCTS else products
+            known = [*products, *others] if obeys - PRODUCTS else [*products]
+            known += [also for name in known for also in more.get(name, ())]
             if not any(rule.matches(name, products) for name in known):
                 what = "layer" if obeys - PRODUCTS else "layer with products"
                 raise ConfigError(
