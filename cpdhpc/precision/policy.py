@@ -11,7 +11,7 @@ import numpy as np
 from pydantic import BeforeValidator, Field, PlainSerializer, field_validator, model_validator
 
 from ..config import ConfigError, Raw, Section, dump_toml, validate
-from ..formats import Overflow, Rounding, parse_format, wire_format
+from ..formats import Overflow, Rounding, wire_format
 from ..methods import suggest
 from ..ops.products import Order
 from .presets import PRESETS
