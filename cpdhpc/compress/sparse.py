@@ -17,7 +17,6 @@ from ..ops import backend_of, placed, to_host
 from ..ops.payloads import parse_wire
 from ..world.ranks import Ranks
 from .base import (
-    EITHER,
     Aggregator,
     Array,
     Column,
@@ -149,16 +148,10 @@ class SparseLayers:
         lies = {name: slice(start, stop) for name, start, stop in self.bucket.segments}
         return [(lies[name], slice(start, stop)) for name, start, stop in self.coded.segments]
 
-    def check_place(
-        self,
-        method: Aggregator,
-        gradients: Sequence[Array],
-        context: Context,
-        allowed: str = EITHER,
-    ) -> None:
+    def check_place(self, method: Aggregator, gradients: Sequence[Array], context: Context) -> None:
         """See base.check_place. Who has called this goes on to check."""
         if self.coded.size:  # else mean_in_float32 looks at them
-            check_place(method, context.world, gradients, allowed=allowed)
+            check_place(method, context.world, gradients)
 
     def joined(self, gradients: Sequence[Array]) -> list[Array]:
         """Return the coded layers of each hosted rank's gradient, new float32[coded.size]."""
