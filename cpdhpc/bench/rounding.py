@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..config import UserError
-from ..formats import SHARED, Cast, FloatFormat, packed_bytes, parse_format, shift_count, tiles
+from ..formats import SHARED, Cast, Format, packed_bytes, parse_format, shift_count, tiles
 from ..ops import cpu
 from .harness import check_positive, parse_names
 
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def rounded(x: Values, fmt: FloatFormat, scaling: str) -> Values:
+def rounded(x: Values, fmt: Format, scaling: str) -> Values:
     """Return x rounded to a format, with one shift for all of it (LAYER), or as in SHARED."""
     out, words = np.empty_like(x), np.empty(packed_bytes(x.size, fmt.bits), np.uint8)
     if scaling in SHARED:
@@ -57,7 +57,7 @@ def rounded(x: Values, fmt: FloatFormat, scaling: str) -> Values:
     return out
 
 
-def error(arrays: Sequence[Values], fmt: FloatFormat, scaling: str) -> float:
+def error(arrays: Sequence[Values], fmt: Format, scaling: str) -> float:
     """Return the relative error of all arrays together; NaN where all values are zero."""
     wrong = whole = 0.0
     for x in arrays:

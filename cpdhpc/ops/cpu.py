@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from .. import _cpu
-from ..formats import Cast, FloatFormat, tiles
+from ..formats import Cast, Format, tiles
 from ..randomness import Key
 from .cpu_products import matmul
 from .cpu_sparse import (
@@ -100,7 +100,7 @@ ROUNDINGS = {"nearest": 0, "zero": 1, "stochastic": 2}  # as float_format.h numb
 @lru_cache(maxsize=256)
 def cast_numbers(cast: Cast) -> tuple[int, ...]:
     """Return the numbers of the kernels' struct Cast."""
-    fmt = cast.fmt
+    fmt = cast.float_format
     first_nan = {"ieee": fmt.inf_code + 1, "nan": fmt.nan_code, "none": fmt.max_code + 1}
     return (
         fmt.exp,
@@ -119,7 +119,7 @@ def cast_numbers(cast: Cast) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=256)
-def _format_numbers(fmt: FloatFormat) -> tuple[int, ...]:
+def _format_numbers(fmt: Format) -> tuple[int, ...]:
     return cast_numbers(Cast(fmt))
 
 
@@ -141,7 +141,7 @@ def encode(x: Array, cast: Cast, shift: int = 0, key: Key = (0, 0), offset: int 
     return codes
 
 
-def decode(codes: Array, fmt: FloatFormat, shift: int = 0) -> Array:
+def decode(codes: Array, fmt: Format, shift: int = 0) -> Array:
     """Return the number of each code times 2**-shift: uint32[n] to float32[n]."""
     _check("codes", codes, np.uint32)
     out = np.empty(codes.shape, np.float32)
@@ -192,13 +192,13 @@ def encode_tiles(
     )
 
 
-def decode_tiles(words: Array, shifts: Array, fmt: FloatFormat, out: Array) -> int:
+def decode_tiles(words: Array, shifts: Array, fmt: Format, out: Array) -> int:
     """Unpack and decode into out, and return how many values are not finite."""
     _check("out", out, np.float32)
     return int(_cpu.decode_tiles(kernel_threads(), _format_numbers(fmt), words, shifts, out))
 
 
-def decode_add_tiles(words: Array, shifts: Array, fmt: FloatFormat, x: Array, out: Array) -> None:
+def decode_add_tiles(words: Array, shifts: Array, fmt: Format, x: Array, out: Array) -> None:
     """Write x + decoded, summed in float32, into out; out may be x."""
     _check("x", x, np.float32)
     _check("out", out, np.float32)
@@ -233,7 +233,7 @@ def decode_add_encode_tiles(
 
 
 def add_integers_tiles(
-    a: Array, bits_a: int, b: Array, bits_b: int, fmt: FloatFormat, words: Array, bits: int
+    a: Array, bits_a: int, b: Array, bits_b: int, fmt: Format, words: Array, bits: int
 ) -> None:
     """Write the sums of the integers of a and b into words; see ops.reference_integers."""
     _cpu.add_integers_tiles(
@@ -272,9 +272,7 @@ def add_encode_integers_tiles(
     )
 
 
-def decode_integers_tiles(
-    words: Array, bits: int, shifts: Array, fmt: FloatFormat, out: Array
-) -> int:
+def decode_integers_tiles(words: Array, bits: int, shifts: Array, fmt: Format, out: Array) -> int:
     """Write the integers as float32 into out, and return how many are not finite."""
     _check("out", out, np.float32)
     return int(

@@ -22,7 +22,7 @@ _INF, _NAN = 0x7F800000, 0x7FC00000
 @lru_cache(maxsize=256)
 def rounding_numbers(cast: Cast, wide: bool) -> tuple[int, ...]:
     """Return the numbers of the kernels' struct Rounding; wide: float32 is rounded to as well."""
-    fmt = cast.fmt
+    fmt = cast.float_format
     by_code = {fmt.max_code: _bits(fmt.max), fmt.inf_code: _INF, fmt.nan_code: _NAN}
     if fmt.special == "none":  # NaN and infinity become the largest number
         by_code = dict.fromkeys(by_code, _bits(fmt.max))

@@ -9,7 +9,7 @@ import cupy
 import cupyx
 import numpy as np
 
-from ..formats import LANES, SHARED, TILE, Cast, FloatFormat, shift_count, tiles
+from ..formats import LANES, SHARED, TILE, Cast, Format, shift_count, tiles
 from ..randomness import Key
 from .cpu import cast_numbers
 from .cpu_products import product_numbers
@@ -85,7 +85,7 @@ def check(name: str, array: Array, dtype: type[np.generic], size: int | None = N
         raise ValueError(f"{name}: {array.size} elements given, {size} needed")
 
 
-def check_tiles(words: Array, shifts: Array, n: int, fmt: FloatFormat) -> Any:
+def check_tiles(words: Array, shifts: Array, n: int, fmt: Format) -> Any:
     """Return the blocks of a lane's column by the number of shifts, 0 where a tile has one; int32.
 
     Raises TypeError or ValueError unless words and shifts hold n values of a format.

@@ -65,7 +65,7 @@ class Products:
         if products is not None and _is_float32(products):
             terms = _grid(FLOAT32)  # one operation of float32
         elif _product_fits(inputs) and (products is None or _fits(products)):
-            terms = _exact_product(inputs) if products is None else _grid(products.fmt)
+            terms = _exact_product(inputs) if products is None else _grid(products.float_format)
         else:
             return False
         return all(_sum_fits(terms, each) for each in sums)
@@ -95,7 +95,7 @@ def _is_float32(cast: Cast) -> bool:
 
 def _fits(cast: Cast) -> bool:
     """Whether the kernels round float32 to it: they add a power of two that must be finite."""
-    return cast.rounding == "nearest" and cast.fmt.exp < 8 and cast.fmt.man < 23
+    return cast.rounding == "nearest" and cast.float_format.exp < 8 and cast.float_format.man < 23
 
 
 def _product_fits(fmt: FloatFormat) -> bool:
@@ -104,7 +104,7 @@ def _product_fits(fmt: FloatFormat) -> bool:
 
 
 def _sum_fits(term: _Grid, cast: Cast) -> bool:
-    own = _grid(cast.fmt)
+    own = _grid(cast.float_format)
     if _is_float32(cast):
         return term.low >= -149 and term.high <= 128 and term.bits <= _LIMIT
     if not _fits(cast) or term.high > 100:
