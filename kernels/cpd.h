@@ -58,6 +58,8 @@ CPD_FN F narrowed(D x) {
     asm("cvt.rn.f32.f64 %0, %1;" : "=f"(narrow) : "d"(x));
     return narrow;
 }
+CPD_FN I narrowed(L mask) { return (int)mask; }
+CPD_FN U gather(const int* table, U place) { return (U)table[place]; }
 CPD_FN L above(D a, D b) { return a > b ? -1 : 0; }
 CPD_FN L above(L a, L b) { return a > b ? -1 : 0; }
 CPD_FN bool any(I lane) { return lane; }
@@ -111,6 +113,23 @@ CPD_FN D to_double(L integer) { return __builtin_convertvector(integer, D); }
 CPD_FN D widened(F x) { return __builtin_convertvector(x, D); }
 CPD_FN L widened(U x) { return __builtin_convertvector(x, L); }
 CPD_FN F narrowed(D x) { return __builtin_convertvector(x, F); }
+CPD_FN I narrowed(L mask) { return __builtin_convertvector(mask, I); }
+CPD_FN U gather(const int* table, U place) {
+#if defined(CPD_AVX512)
+    return (U)__builtin_ia32_gathersiv16si(I{}, table, (I)place, (short)-1, 4);
+#elif defined(CPD_AVX2)
+    typedef int Half __attribute__((vector_size(32)));
+    Half halves[2];
+    memcpy(halves, &place, sizeof halves);
+    for (Half& half : halves) half = __builtin_ia32_gathersiv8si(Half{}, table, half, ~Half{}, 4);
+    memcpy(&place, halves, sizeof halves);
+    return place;
+#else
+    U found;
+    for (int lane = 0; lane < CPD_GROUP; ++lane) found[lane] = (u32)table[place[lane]];
+    return found;
+#endif
+}
 CPD_FN L above(D a, D b) { return a > b; }
 CPD_FN L above(L a, L b) { return a > b; }
 CPD_FN I less(U a, U b) { return (I)a < (I)b; }

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
 from .. import _cpu
-from ..formats import Cast, Format, tiles
+from ..formats import Cast, Format, Rounding, TableFormat, tiles
 from ..randomness import Key
 from .cpu_products import matmul
 from .cpu_sparse import (
@@ -38,6 +38,7 @@ from .cpu_sums import (
     square_sum,
 )
 from .reference import fitting_shift
+from .search_tables import search_table
 from .threads import kernel_threads
 
 __all__ = [
@@ -94,32 +95,29 @@ Array = np.ndarray[Any, np.dtype[Any]]
 # What the GPU needs kernels for
 add, subtract, multiply, divide = np.add, np.subtract, np.multiply, np.divide
 copy = np.copyto
-ROUNDINGS = {"nearest": 0, "zero": 1, "stochastic": 2}  # as float_format.h numbers them
+ROUNDINGS = {word: code for code, word in enumerate(get_args(Rounding))}  # as in cast.h
+Numbers = tuple[Any, ...]
 
 
-@lru_cache(maxsize=256)
-def cast_numbers(cast: Cast) -> tuple[int, ...]:
-    """Return the numbers of the kernels' struct Cast."""
-    fmt = cast.float_format
+@lru_cache(maxsize=64)
+def cast_numbers(cast: Cast) -> Numbers:
+    """Return the kernels' struct Cast: 14 numbers, its table's address or 0, and what owns it."""
+    fmt = cast.fmt
+    overflow, overflow_below = cast.overflow_codes
+    limits = (fmt.shift_min, fmt.shift_max, fmt.emax, fmt.max_significand)
+    rest = (overflow_below, cast.random_mask)
+    rounding = ROUNDINGS[cast.rounding]
+    if isinstance(fmt, TableFormat):  # exp and man say no more than the width
+        table = search_table(cast, fmt)
+        codes = (fmt.ends[0], fmt.inf_codes[0], fmt.nan_code, overflow, 0)
+        return fmt.bits - 1, 0, rounding, *codes, *limits, *rest, table.ctypes.data, table
     first_nan = {"ieee": fmt.inf_code + 1, "nan": fmt.nan_code, "none": fmt.max_code + 1}
-    return (
-        fmt.exp,
-        fmt.man,
-        ROUNDINGS[cast.rounding],
-        fmt.max_code,
-        fmt.inf_code,
-        fmt.nan_code,
-        cast.overflow_code,
-        first_nan[fmt.special],
-        fmt.shift_min,
-        fmt.shift_max,
-        fmt.emax,
-        fmt.max_significand,
-    )
+    codes = (fmt.max_code, fmt.inf_code, fmt.nan_code, overflow, first_nan[fmt.special])
+    return fmt.exp, fmt.man, rounding, *codes, *limits, *rest, 0
 
 
-@lru_cache(maxsize=256)
-def _format_numbers(fmt: Format) -> tuple[int, ...]:
+@lru_cache(maxsize=64)
+def _format_numbers(fmt: Format) -> Numbers:
     return cast_numbers(Cast(fmt))
 
 
