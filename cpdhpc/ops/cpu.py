@@ -96,12 +96,13 @@ Array = np.ndarray[Any, np.dtype[Any]]
 add, subtract, multiply, divide = np.add, np.subtract, np.multiply, np.divide
 copy = np.copyto
 ROUNDINGS = {word: code for code, word in enumerate(get_args(Rounding))}  # as in cast.h
+CAST_NUMBERS = 15  # before what owns a table
 Numbers = tuple[Any, ...]
 
 
 @lru_cache(maxsize=64)
 def cast_numbers(cast: Cast) -> Numbers:
-    """Return the kernels' struct Cast: 14 numbers, its table's address or 0, and what owns it."""
+    """Return the kernels' struct Cast: 14 numbers, its table's address or 0, what owns it."""
     fmt = cast.fmt
     overflow, overflow_below = cast.overflow_codes
     limits = (fmt.shift_min, fmt.shift_max, fmt.emax, fmt.max_significand)

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..formats import LANES, SHARED, TILE, Cast, Format, shift_count, tiles
 from ..randomness import Key
-from .cpu import cast_numbers
+from .cpu import CAST_NUMBERS, cast_numbers
 from .cpu_products import product_numbers
 from .cuda_source import OPTIONS, cuda_source
 from .products import Products
@@ -42,10 +42,13 @@ def _kernel(name: str, device: int) -> Any:
 @cache
 def _cast_of(cast: Cast, device: int) -> Array:
     """Copy the numbers in a stream of their own and wait: later calls may be in any stream."""
+    *plain, address = cast_numbers(cast)[:CAST_NUMBERS]
+    table = cast_numbers(cast)[CAST_NUMBERS] if address else np.empty(0, np.int32)
+    numbers = np.append(np.array([*plain, table.size], np.int64), table).astype(np.int32)
     with cupy.cuda.Stream(non_blocking=True) as stream:
-        numbers = cupy.asarray(np.array(cast_numbers(cast), np.int64).astype(np.int32))
+        copied = cupy.asarray(numbers)
         stream.synchronize()
-    return numbers
+    return copied
 
 
 @cache
@@ -64,7 +67,7 @@ def products_on_device(how: Products, wide: bool) -> Array:
 
 
 def cast_on_device(cast: Cast) -> Array:
-    """Return the numbers of a cast, int32[12], on CuPy's current GPU."""
+    """Return the numbers of a cast, the size of its table and the table, int32[15 + size]."""
     return _cast_of(cast, current_device())
 
 
