@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .formats import Cast, FloatFormat, Overflow, Rounding, packed_bytes, parse_format
+from .formats import Cast, Format, Overflow, Rounding, packed_bytes, parse_format
 from .ops import backend_of
 from .randomness import random_key
 
@@ -17,7 +17,7 @@ CODE_DTYPES = ("uint8", "uint16", "uint32")
 
 def quantize(
     x: Any,
-    fmt: str | FloatFormat,
+    fmt: str | Format,
     rounding: Rounding = "nearest",
     overflow: Overflow = "inf",
     *,
@@ -45,7 +45,7 @@ def quantize(
 
 def encode(
     x: Any,
-    fmt: str | FloatFormat,
+    fmt: str | Format,
     rounding: Rounding = "nearest",
     overflow: Overflow = "inf",
     *,
@@ -63,7 +63,7 @@ def encode(
     return restore(codes.astype(_code_dtype(cast.fmt.bits)))
 
 
-def decode(codes: Any, fmt: str | FloatFormat, shift: int = 0) -> Any:
+def decode(codes: Any, fmt: str | Format, shift: int = 0) -> Any:
     """Return the number of each code times 2**-shift.
 
     codes: uint8, uint16 or uint32, any shape; NumPy array, CuPy array or torch tensor on the CPU
@@ -114,7 +114,7 @@ def unpack(packed: Any, bits: int, n: int) -> Any:
 
 
 def _cast(
-    function: str, fmt: str | FloatFormat, rounding: Rounding, overflow: Overflow, shift: int
+    function: str, fmt: str | Format, rounding: Rounding, overflow: Overflow, shift: int
 ) -> Cast:
     """The checked Cast; a shift is exact only within the limits of the format."""
     cast = Cast(parse_format(fmt) if isinstance(fmt, str) else fmt, rounding, overflow)

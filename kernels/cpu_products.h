@@ -73,7 +73,7 @@ struct Draws {
                 draw(p, number, rounding);
     }
     static bool is_random(int way, const Rounder<N>& to) {
-        return (way == CPD_ANY ? to.way : way) == CPD_AT_RANDOM;
+        return (way == CPD_ANY ? to.way : way) == CPD_ROUND_RANDOM;
     }
 };
 
@@ -168,8 +168,8 @@ struct Loop {
 template <class N, int PRODUCT, int SUM, int ARITHMETIC>
 constexpr Loop<N> loops_for() {
     constexpr bool odd = ARITHMETIC == CPD_FLOAT64_ODD, any = SUM == CPD_ANY;
-    constexpr bool nearest = PRODUCT == CPD_TO_NEAREST && SUM == CPD_TO_NEAREST;
-    constexpr int WAY = nearest ? (int)CPD_TO_NEAREST : (int)CPD_ANY;
+    constexpr bool nearest = PRODUCT == CPD_ROUND_NEAREST && SUM == CPD_ROUND_NEAREST;
+    constexpr int WAY = nearest ? (int)CPD_ROUND_NEAREST : (int)CPD_ANY;
     return {PRODUCT,
             SUM,
             ARITHMETIC,
@@ -184,19 +184,19 @@ constexpr Loop<N> loops_for() {
 // The first that fits is taken: CPD_ANY fits all, and CPD_FLOAT64_ODD what is exact without.
 constexpr Loop<S> LOOPS_S[] = {
     loops_for<S, CPD_AS_IS, CPD_AS_IS, CPD_FLOAT32>(),
-    loops_for<S, CPD_TO_NEAREST, CPD_TO_NEAREST, CPD_FLOAT32>(),
-    loops_for<S, CPD_AS_IS, CPD_TO_NEAREST, CPD_FLOAT32>(),
+    loops_for<S, CPD_ROUND_NEAREST, CPD_ROUND_NEAREST, CPD_FLOAT32>(),
+    loops_for<S, CPD_AS_IS, CPD_ROUND_NEAREST, CPD_FLOAT32>(),
     loops_for<S, CPD_ANY, CPD_ANY, CPD_FLOAT32>(),
 };
-constexpr Loop<D> LOOPS_D[] = {
-    loops_for<D, CPD_TO_NEAREST, CPD_TO_NEAREST, CPD_FLOAT64>(),
-    loops_for<D, CPD_AS_IS, CPD_TO_NEAREST, CPD_FLOAT64>(),
-    loops_for<D, CPD_AS_IS, CPD_TO_NEAREST, CPD_FLOAT64_ODD>(),
-    loops_for<D, CPD_TO_FLOOR, CPD_TO_FLOOR, CPD_FLOAT64_ODD>(),
-    loops_for<D, CPD_AS_IS, CPD_TO_FLOOR, CPD_FLOAT64_ODD>(),
-    loops_for<D, CPD_AT_RANDOM, CPD_AT_RANDOM, CPD_FLOAT64_ODD>(),
-    loops_for<D, CPD_AS_IS, CPD_AT_RANDOM, CPD_FLOAT64_ODD>(),
-    loops_for<D, CPD_ANY, CPD_ANY, CPD_FLOAT64_ODD>(),
+constexpr Loop<W> LOOPS_D[] = {
+    loops_for<W, CPD_ROUND_NEAREST, CPD_ROUND_NEAREST, CPD_FLOAT64>(),
+    loops_for<W, CPD_AS_IS, CPD_ROUND_NEAREST, CPD_FLOAT64>(),
+    loops_for<W, CPD_AS_IS, CPD_ROUND_NEAREST, CPD_FLOAT64_ODD>(),
+    loops_for<W, CPD_ROUND_FLOOR, CPD_ROUND_FLOOR, CPD_FLOAT64_ODD>(),
+    loops_for<W, CPD_AS_IS, CPD_ROUND_FLOOR, CPD_FLOAT64_ODD>(),
+    loops_for<W, CPD_ROUND_RANDOM, CPD_ROUND_RANDOM, CPD_FLOAT64_ODD>(),
+    loops_for<W, CPD_AS_IS, CPD_ROUND_RANDOM, CPD_FLOAT64_ODD>(),
+    loops_for<W, CPD_ANY, CPD_ANY, CPD_FLOAT64_ODD>(),
 };
 
 bool fits(int way, int wanted) { return way == CPD_ANY || way == wanted; }

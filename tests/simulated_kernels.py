@@ -25,7 +25,7 @@ SCALARS = {
     "double": np.float64,
 }  # fmt: skip
 NULL = ("counts", "out", "nonfinite")  # pointers that may be missing
-UNSIGNED = (3, 4, 5, 6, 7, 11)  # of the numbers of a cast, as load_cast has them
+UNSIGNED = (3, 4, 5, 6, 7, 11, 12, 13)  # of the numbers of a cast, as load_cast has them
 
 
 def signature(source: str, name: str) -> list[tuple[str, bool, str]]:
@@ -59,8 +59,10 @@ def arguments(source: str, name: str, args: tuple[Any, ...]) -> SimpleNamespace:
 def run(name: str, a: SimpleNamespace) -> None:
     """Do what a kernel does."""
     if hasattr(a, "cast_numbers"):
-        numbers = enumerate(a.cast_numbers.tolist())
-        a.cast = tuple(v & 0xFFFFFFFF if i in UNSIGNED else v for i, v in numbers)
+        *plain, size = a.cast_numbers[:15].tolist()
+        table = a.cast_numbers[15:] if size else None
+        numbers = [v & 0xFFFFFFFF if i in UNSIGNED else v for i, v in enumerate(plain)]
+        a.cast = (*numbers, 0 if table is None else table.ctypes.data, table)
     if hasattr(a, "key_low"):
         a.key = (a.key_low, a.key_high)
     if hasattr(a, "blocks"):  # what the CPU's kernels find out by themselves
@@ -127,10 +129,10 @@ def _add_outer(a: SimpleNamespace) -> None:
 
 def _matmul(a: SimpleNamespace) -> None:
     numbers = [
-        v & 0xFFFFFFFF if i < 24 and i % 8 > 2 else v for i, v in enumerate(a.how_numbers.tolist())
+        v & 0xFFFFFFFF if i < 33 and i % 11 > 4 else v for i, v in enumerate(a.how_numbers.tolist())
     ]
-    parts = [tuple(numbers[i : i + 8]) for i in range(0, 28, 8)]
-    _cpu.matmul(1, bool(a.wide), *parts, a.key, a.batch, a.m, a.k, a.n, a.a, a.b, a.out)
+    parts = [tuple(numbers[i : i + 11]) for i in range(0, 37, 11)]
+    _cpu.matmul(1, *parts, a.key, a.batch, a.m, a.k, a.n, a.a, a.b, a.out)
 
 
 BODIES: dict[str, Callable[[SimpleNamespace], object]] = {

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 import numpy.typing as npt
 
-from ..formats import SHARED, FloatFormat, Overflow, Rounding
+from ..formats import SHARED, Format, Overflow, Rounding
 from ..ops import backend_of, on_gpu
 from ..world.gpu_messages import carrier_of
 from ..world.mpi import as_world
@@ -395,7 +395,7 @@ def _sum_by_mpi(world: Ranks, flat: Sequence[Array], totals: Sequence[Array]) ->
 def allreduce(
     world: Any,
     x: Array | Sequence[Array],
-    wire: str | FloatFormat = "raw",
+    wire: str | Format = "raw",
     algorithm: str = "ring",
     scaling: str | None = None,
     accumulate: str | None = None,

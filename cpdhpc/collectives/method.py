@@ -23,7 +23,7 @@ from ..formats import (
     SHIFT_BIAS,
     TILE,
     Cast,
-    FloatFormat,
+    Format,
     Overflow,
     Rounding,
     tiles,
@@ -61,7 +61,7 @@ class Scaling(NamedTuple):
     shift: int
 
 
-def parse_scaling(text: str, fmt: FloatFormat | None) -> Scaling:
+def parse_scaling(text: str, fmt: Format | None) -> Scaling:
     """Return the meaning of a scaling's name; static's shift must suit the format, if any.
 
     Raises ValueError for unknown names and shifts out of range.
@@ -103,7 +103,7 @@ def check_segments(segments: Sequence[Segment], n: int, on_tiles: bool) -> None:
 
 
 def check_shifts(
-    shifts: Sequence[Sequence[int]], segments: Sequence[Segment], fmt: FloatFormat | None
+    shifts: Sequence[Sequence[int]], segments: Sequence[Segment], fmt: Format | None
 ) -> None:
     """Raise ValueError unless these are shifts of a format for each segment."""
     low, high = (fmt.shift_min, fmt.shift_max) if fmt else (0, -1)
@@ -119,7 +119,7 @@ def tile_span(segment: Segment) -> slice:
     return slice(tiles(segment.start), tiles(segment.stop))
 
 
-def aps_shift(amax_bits: int, fmt: FloatFormat, ranks: int, headroom: str) -> int:
+def aps_shift(amax_bits: int, fmt: Format, ranks: int, headroom: str) -> int:
     """Return k = emax - ceil(log2(H * amax)), so that H * amax * 2**k fits the format.
 
     amax_bits: float32 bits of max|g| over all ranks, finite; zero gives k = 0
@@ -140,7 +140,7 @@ def aps_shift(amax_bits: int, fmt: FloatFormat, ranks: int, headroom: str) -> in
     return max(fmt.shift_min, min(k, fmt.shift_max))
 
 
-def integer_shift(amax_bits: int, fmt: FloatFormat) -> int:
+def integer_shift(amax_bits: int, fmt: Format) -> int:
     """Return the largest k with amax * 2**k <= fmt.max, so that no integer saturates.
 
     amax_bits: as for aps_shift; k stays within fmt.shift_min .. fmt.shift_max
@@ -262,7 +262,7 @@ class Method:
     Raises ValueError for unknown names and what does not go together, TypeError for other types.
     """
 
-    wire: str | FloatFormat = "raw"
+    wire: str | Format = "raw"
     algorithm: str = "ring"
     scaling: str | None = None
     accumulate: str | None = None
@@ -349,7 +349,7 @@ class Method:
         return repr(self)
 
     @cached_property
-    def fmt(self) -> FloatFormat | None:
+    def fmt(self) -> Format | None:
         """The format of a packed wire, None for raw."""
         return parse_wire(self.wire)
 

@@ -33,16 +33,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..formats import (
-    SHARED,
-    TILE,
-    Cast,
-    FloatFormat,
-    packed_bytes,
-    shift_count,
-    tiles,
-    wire_scaling,
-)
+from ..formats import SHARED, TILE, Cast, Format, packed_bytes, shift_count, tiles, wire_scaling
 from ..ops import cpu
 from ..ops.payloads import parse_wire
 
@@ -120,7 +111,7 @@ def _check_ascending(name: str, indices: Array, size: int) -> None:
 class _Kind(NamedTuple):
     """How values travel: in a format, and how many of them share a scale."""
 
-    fmt: FloatFormat | None
+    fmt: Format | None
     shared: int
 
     @property

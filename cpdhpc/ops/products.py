@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, get_args
 
-from ..formats import Cast, FloatFormat
+import numpy as np
+
+from ..formats import Cast, FloatFormat, Format, TableFormat
 from ..methods import suggest
 
 Order = Literal["ascending", "pairwise"]
 Arithmetic = Literal["float32", "float64", "odd"]  # odd: float64, sums rounded to odd
+Inputs = tuple[Format, Format]  # of a and of b
 FLOAT32 = FloatFormat(8, 23)
 # Roundings of a step, by which their random bits are numbered
 SUM, TERM, GAINED, REST, PRODUCT = range(5)
@@ -54,7 +58,7 @@ class Products:
         """products, accumulate and between."""
         return self.products, self.accumulate, self.between or self.accumulate
 
-    def arithmetic(self, a: FloatFormat, b: FloatFormat) -> Arithmetic:
+    def arithmetic(self, a: Format, b: Format) -> Arithmetic:
         """What gives the bits of the specification, for numbers of two formats.
 
         An exact product of float32 is a float64. Rounding a sum that was rounded already is as good
@@ -68,7 +72,7 @@ class Products:
             single = True  # one operation of float32
         else:
             single = (products is None or _fits(products)) and _in_float32(exact)
-        terms = exact if products is None else _grid(products.fmt)
+        terms = exact if products is None else _grid(products.float_format)
         if single and all(_sum_in_float32(terms, each) for each in sums):
             return "float32"
         return "float64" if all(_sum_fits(terms, each, 53) for each in sums) else "odd"
@@ -83,7 +87,13 @@ class _Grid:
     bits: int
 
 
-def _grid(fmt: FloatFormat) -> _Grid:
+@lru_cache(maxsize=256)
+def _grid(fmt: Format) -> _Grid:
+    if isinstance(fmt, TableFormat):
+        significand, exponent = np.frexp(fmt.numbers[fmt.numbers != 0])
+        whole = np.abs(significand * 2.0**24).astype(np.int64)
+        bits = 25 - np.frexp((whole & -whole).astype(np.float64))[1]  # without zeros at the end
+        return _Grid(int((exponent - bits).min()), int(exponent.max()), int(bits.max()))
     return _Grid(fmt.emin - fmt.man, fmt.emax + 1, fmt.man + 1)
 
 
@@ -98,7 +108,7 @@ def _is_float32(cast: Cast) -> bool:
 def _fits(cast: Cast) -> bool:
     """Whether the kernels round float32 to it: the power of two that they add must be finite, and
     the sum stay below the next one."""
-    return cast.rounding == "nearest" and cast.fmt.exp < 8 and cast.fmt.man < 22
+    return cast.rounding == "nearest" and cast.float_format.exp < 8 and cast.float_format.man < 22
 
 
 def _in_float32(term: _Grid) -> bool:
@@ -113,7 +123,7 @@ def _sum_in_float32(term: _Grid, cast: Cast) -> bool:
 
 def _sum_fits(term: _Grid, cast: Cast, bits: int) -> bool:
     """Whether sums need no more than so many bits to be rounded to it."""
-    own = _grid(cast.fmt)
+    own = _grid(cast.float_format)
     if max(term.high, own.high) + 1 - min(term.low, own.low) <= bits:
         return True  # they are exact
     return cast.rounding == "nearest" and term.bits <= own.bits and 2 * own.bits + 2 <= bits
