@@ -54,19 +54,23 @@ struct Draws {
         u32 random[together];
         if (apart || low + most < low)
             for (int i = 0; i < together; ++i)
-                random[i] = random32(p.key, first - p.index[0] + p.index[i / lanes] + (u64)(i % lanes), 0u, 1);
+                random[i] = random32(
+                    p.key, first - p.index[0] + p.index[i / lanes] + (u64)(i % lanes), 0u, 1);
         else
             for (int i = 0; i < together; i += (int)Number<S>::lanes) {
                 Many at;
                 memcpy(&at, places + i, sizeof at);
-                at = hashed(at + low, Many{} + first_key(p.key, high), Many{} + second_key(p.key, high));
+                at = hashed(at + low, Many{} + first_key(p.key, high),
+                            Many{} + second_key(p.key, high));
                 memcpy(random + i, &at, sizeof at);
             }
         for (int r = 0; r < ROWS; ++r) memcpy(&of[r][rounding], random + r * lanes, sizeof(Bits));
     }
     // way: what a loop is compiled for, or CPD_ANY
-    inline __attribute__((always_inline)) void step(const Part& p, int product, const Rounder<N>& of_product, int sum,
-                         const Rounder<N>& of_sum, bool kahan, u64 number) {
+    inline __attribute__((always_inline)) void step(const Part& p, int product,
+                                                    const Rounder<N>& of_product, int sum,
+                                                    const Rounder<N>& of_sum, bool kahan,
+                                                    u64 number) {
         if (is_random(product, of_product)) draw(p, number, CPD_PRODUCT);
         if (is_random(sum, of_sum))
             for (int rounding = CPD_SUM; rounding <= (kahan ? CPD_REST : CPD_SUM); ++rounding)
@@ -131,8 +135,8 @@ void sum_pairwise(const Products&, const Steps<N>& given, const Part& part, N* t
         for (int r = 0; r < ROWS; ++r) {
             Sum<N> one = {};
             N product = multiply(each(p.rows[r] + i, N{}), b);
-            N term = rounded<PRODUCT, CHECK>(s.product, product, tops.product,
-                                             draws.of[r][CPD_PRODUCT]);
+            N term =
+                rounded<PRODUCT, CHECK>(s.product, product, tops.product, draws.of[r][CPD_PRODUCT]);
             add_term<SUM, ODD, false, CHECK>(s.sum, one, term, tops.sum, draws.of[r]);
             stack[height][r] = one.total;
         }

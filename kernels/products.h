@@ -12,10 +12,10 @@ enum { CPD_ANY = -1 };  // a way of rounding that is known when the loop runs
 template <class N>
 struct Rounder {
     typedef typename Number<N>::Bits Bits;
-    N least, scale;       // the smallest normal number; times a power of two: what is added
-    Bits kept, flipped;   // of x: which bits, and then which are turned over
-    Bits parity;          // 1 where the last bit of a code is that of its exponent
-    Bits cut;             // bits that stay when random ones have been added
+    N least, scale;      // the smallest normal number; times a power of two: what is added
+    Bits kept, flipped;  // of x: which bits, and then which are turned over
+    Bits parity;         // 1 where the last bit of a code is that of its exponent
+    Bits cut;            // bits that stay when random ones have been added
     Bits max, over, under, inf, nan;
     typename Number<N>::Draws drop;  // bits of a draw that do not count
     int way;
@@ -74,7 +74,8 @@ CPD_FN N power_under(N x) {
 template <class N>
 CPD_FN N settled(const Rounder<N>& to, N x, N value) {
     typedef typename Number<N>::Bits Bits;
-    Bits sign = raw(x) & sign_bit<N>(), a = raw(x) & ~sign_bit<N>(), v = raw(value) & ~sign_bit<N>();
+    Bits sign = raw(x) & sign_bit<N>(), a = raw(x) & ~sign_bit<N>(),
+         v = raw(value) & ~sign_bit<N>();
     Bits infinite = more(a, infinity<N>() - 1), over = more(v, to.max) | infinite;
     Bits special = pick(more(fill<N>(0), sign), to.under, to.over);
     special = pick(infinite, to.inf, special) | sign;
@@ -82,18 +83,17 @@ CPD_FN N settled(const Rounder<N>& to, N x, N value) {
     return number(pick(over, special, v | sign));
 }
 
-// x rounded, float32 to nearest alone. CHECK: else x is finite and below the power of two of the largest number. top: becomes
-// the largest power of two under any x. draw: 32 random bits. A number is added whose last bit is worth what the last bit
-// of the result is: it rounds to nearest, or shows on which side x is.
+// x rounded, float32 to nearest alone. CHECK: else x is finite and below the power of two of the
+// largest number. top: becomes the largest power of two under any x. draw: 32 random bits. A number
+// is added whose last bit is worth what the last bit of the result is: it rounds to nearest, or
+// shows on which side x is.
 template <int WAY, bool CHECK, class N>
 CPD_FN N rounded(const Rounder<N>& to, N x, N& top, typename Number<N>::Draws draw) {
     typedef typename Number<N>::Bits Bits;
     if constexpr (WAY == CPD_ANY) {
-        if (to.way == CPD_ROUND_NEAREST)
-            return rounded<CPD_ROUND_NEAREST, CHECK>(to, x, top, draw);
+        if (to.way == CPD_ROUND_NEAREST) return rounded<CPD_ROUND_NEAREST, CHECK>(to, x, top, draw);
         if constexpr ((int)Number<N>::mantissa == 52) {
-            if (to.way == CPD_ROUND_FLOOR)
-                return rounded<CPD_ROUND_FLOOR, CHECK>(to, x, top, draw);
+            if (to.way == CPD_ROUND_FLOOR) return rounded<CPD_ROUND_FLOOR, CHECK>(to, x, top, draw);
             if (to.way == CPD_ROUND_RANDOM)
                 return rounded<CPD_ROUND_RANDOM, CHECK>(to, x, top, draw);
             if (to.way == CPD_ROUND_ODD) return rounded<CPD_ROUND_ODD, CHECK>(to, x, top, draw);
