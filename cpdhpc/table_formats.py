@@ -24,7 +24,8 @@ class TableFormat:
         lowest is written.
     midpoints: where rounding to nearest passes from a number to the next one in order; None: half
         way. target: the magnitude that fitting scalings move the largest value to; None: the
-        largest that both signs have.
+        largest that both signs have. nan: the code that NaN takes, None: the lowest that stands
+        for it.
     Raises ValueError for another count, magnitudes out of range, and less than two numbers.
     """
 
@@ -34,6 +35,7 @@ class TableFormat:
         values: Sequence[float] | npt.NDArray[np.float32],
         midpoints: Sequence[float] | None = None,
         target: float | None = None,
+        nan: int | None = None,
     ) -> None:
         self.name = name
         with np.errstate(over="ignore"):
@@ -60,6 +62,7 @@ class TableFormat:
         ends = [float(end) for end in (self.numbers[-1], -self.numbers[0]) if end > 0]
         self.target = min(ends) if target is None else target
         self.largest = float(magnitudes.max())
+        self._nan = self._first(np.isnan(table)) if nan is None else nan
         self._digest = hashlib.sha256(
             table.tobytes() + self.midpoints.tobytes() + np.float64(self.target).tobytes()
         ).hexdigest()
@@ -86,10 +89,6 @@ class TableFormat:
     def ends(self) -> tuple[int, int]:
         """Codes of the largest number and of the smallest, which may be negative."""
         return int(self.codes[-1]), int(self.codes[0])
-
-    @cached_property
-    def _nan(self) -> int | None:
-        return self._first(np.isnan(self.values))
 
     @cached_property
     def nan_code(self) -> int:
@@ -235,7 +234,7 @@ def _mirrored(
     between = np.array([magnitude(bits + 1, 2 * int(code) + 1) for code in codes[:-1]])
     zero = known[codes[0] - 1] / 2 if beside_zero is None else beside_zero
     midpoints = np.concatenate([-between[::-1], [-zero, zero], between])
-    return TableFormat(name, values, midpoints.tolist(), target)
+    return TableFormat(name, values, midpoints.tolist(), target, nan=half)
 
 
 def _posit(bits: int, es: int) -> TableFormat:

@@ -64,6 +64,7 @@ class LowBit(Aggregator):
     accumulate: str | None = None
     rounding: Rounding | None = None
     overflow: Overflow = "saturate"
+    random_bits: int = 0
     headroom: str = "n"
     machine: Machine | None = None
     error_feedback: bool = False
@@ -91,6 +92,7 @@ class LowBit(Aggregator):
             op="mean",
             rounding=self.rounding,
             overflow=self.overflow,
+            random_bits=self.random_bits,
             headroom=self.headroom,
             seed=seed,
             machine=self.machine,
