@@ -21,7 +21,7 @@ from cpdhpc.train.progress import Display
 from cpdhpc.train.setup import Files, prepare
 from cpdhpc.world.ranks import Loopback
 
-OPTIONS = {"accumulate": "e6m9", "chunk": 8, "rounding": "stochastic"}
+OPTIONS: dict[str, Any] = {"accumulate": "e6m9", "chunk": 8, "rounding": "stochastic"}
 PRECISION: dict[str, Any] = {  # with state and chance in each pass
     "rule": [
         {
@@ -31,6 +31,8 @@ PRECISION: dict[str, Any] = {  # with state and chance in each pass
             "errors": {"format": "e5m2", "rounding": "stochastic", "scaling": "aps"},
             "forward": "e6m9",
             "weight_gradient": OPTIONS,
+            "states": "bf16",
+            "update": {"format": "bf16", "rounding": "stochastic", "master": False},
         },
         {"layers": "<last>", "weights": "e5m10", "forward": "torch"},
     ]

@@ -80,9 +80,9 @@ def resolved(model: nn.Module, policy: Policy) -> dict[str, LayerPolicy]:
     layers: dict[str, nn.Module] = {}
     for name, layer in model.named_modules(remove_duplicate=False):
         names.setdefault(id(layer), []).append(name)
-        if len(names[id(layer)]) == 1 and (_row(layer) or layer._parameters):
+        if len(names[id(layer)]) == 1 and (_has_products(layer) or layer._parameters):
             layers[name] = layer
-    with_products = [name for name, layer in layers.items() if _row(layer)]
+    with_products = [name for name, layer in layers.items() if _has_products(layer)]
     others = [name for name in layers if name not in with_products]
     more = {name: names[id(layer)][1:] for name, layer in layers.items()}
     found = policy.of_layers(with_products, others, more)
@@ -117,7 +117,24 @@ def obeyed(model: nn.Module, policy: Policy) -> dict[str, LayerPolicy]:
 def unconverted(model: nn.Module) -> list[str]:
     """Return the names of the layers whose products stay torch's whatever a policy says."""
     kinds: tuple[type[nn.Module], ...] = (*CONVERTED, *UNKNOWN)
-    return [n for n, m in model.named_modules() if isinstance(m, kinds) and not _row(m)]
+    return [n for n, m in model.named_modules() if isinstance(m, kinds) and not _has_products(m)]
+
+
+def by_parameter(model: nn.Module, policy: Policy) -> dict[torch.Tensor, LayerPolicy]:
+    """Return what the policy says of updates and states, by parameter; see resolved.
+
+    model: converted or not; a parameter of several layers obeys the first one's rules
+    """
+    found: dict[torch.Tensor, LayerPolicy] = {}
+    for name, of in resolved(model, policy).items():
+        if of.update is not None or of.states is not None:
+            for parameter in model.get_submodule(name).parameters(recurse=False):
+                found.setdefault(parameter, of)
+    return found
+
+
+def _has_products(layer: nn.Module) -> bool:
+    return isinstance(layer, Obedient) or _row(layer) is not None
 
 
 def _row(layer: nn.Module) -> type[Obedient] | None:

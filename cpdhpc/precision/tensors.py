@@ -53,7 +53,8 @@ class TensorFormat(Section):
             so then; numbers up to 2^exponent fit at first, by default the first tensor
         "flexpoint": a power of two for what is expected of the last history amax: 2 (m + 3 s),
             with their mean m and standard deviation s
-    rounding, overflow, random_bits: as Cast's
+    rounding, overflow: as Cast's; history: calls; margin: a power of two; expect: of the history
+    exponent, overflow_rate: see "fixed"
     Source: amax, delayed: Micikevicius et al., arXiv 2209.05433, as in NVIDIA's Transformer
     Engine; aps: Han et al., arXiv 1911.08907; blocks: OCP Microscaling Formats v1.0, section 6.3;
     fixed: Courbariaux et al., arXiv 1412.7024, section 5; flexpoint: Koester et al., NIPS 2017.

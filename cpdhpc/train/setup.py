@@ -15,7 +15,8 @@ from .. import provenance, store
 from ..compress.base import Mean
 from ..config import ConfigError, UserError
 from ..ops import set_kernel_threads
-from ..precision.conversion import convert, obeyed
+from ..precision.conversion import by_parameter, convert, obeyed
+from ..precision.updates import RoundedUpdates
 from ..split_images import partition
 from ..split_images.grid import ImageGrid
 from ..world.cores import threads_of_rank
@@ -354,6 +355,8 @@ def _whole(job: Job, world: Ranks, model: torch.nn.Module, given: Given) -> Trai
     )
     controller = job.controller.build(job.settings(len(given.train), world))
     optimizer = job.optimizer.build(model.parameters(), job.train.learning_rate)
+    if rows := by_parameter(model, job.precision):
+        RoundedUpdates(optimizer, rows, job.seed)
     record = Record(
         world.ranks,
         reducer.bucket.names,
