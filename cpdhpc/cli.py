@@ -314,7 +314,21 @@ COMMANDS: dict[str, Command | Group] = {
         "shipped",
         "examples",
     ),
-    "precision": Group("arithmetic in small formats", {}),
+    "precision": Group(
+        "arithmetic in small formats",
+        {
+            "presets": Command(
+                "list the presets of [precision], or print one as TOML; needs no MPI",
+                "precision.show",
+                "presets",
+            ),
+            "show": Command(
+                "what [precision] of a job file says of each layer; needs no MPI",
+                "precision.show",
+                "show",
+            ),
+        },
+    ),
     "report": Command(
         "show studies and runs: tables, figures, a page; needs no MPI", "report.command"
     ),
