@@ -32,7 +32,8 @@ MAY_IMPORT = {  # part of the package -> the parts it may import, besides itself
     "quantized": BASE,
     "provenance": WORLD | {"_cpu"},
     "split_images": WORLD | {"darray"},
-    "train": REDUCE | {"compress", "split_images", "quantized", "provenance", "signals"},
+    "train": REDUCE
+    | {"precision", "compress", "split_images", "quantized", "provenance", "signals"},
     "influence": REDUCE | {"train"},
     "autoencoder": WORLD | {"darray", "train", "provenance", "signals"},
     "bench": REDUCE
@@ -69,6 +70,7 @@ ONLY_HERE = {  # outside package -> where it may be imported
         "darray/autograd.py",
         "bench/baselines.py",
         "quantized/layers.py",
+        "precision/recorder.py",
     ),
     "h5py": ("store.py",),
     "simpleeval": ("study/spec.py",),

@@ -15,6 +15,7 @@ from .. import provenance, store
 from ..compress.base import Mean
 from ..config import ConfigError, UserError
 from ..ops import set_kernel_threads
+from ..precision.recorder import Recorder
 from ..split_images import partition
 from ..split_images.grid import ImageGrid
 from ..world.cores import threads_of_rank
@@ -76,7 +77,13 @@ class Files:
         """Return all files of a job's run, with those of gradients and weights that it keeps."""
         several = [gradients.path_of(self.record, i) for i in job.train.record_gradients]
         kept = [weights.path_of(self.record, epoch) for epoch in job.train.kept_epochs]
-        return [self.checkpoint, self.record, *several, *kept]
+        recordings = [self.recording(job)] if job.record.number else []
+        return [self.checkpoint, self.record, *several, *kept, *recordings]
+
+    def recording(self, job: Job) -> Path:
+        """Return where [record] of a job goes."""
+        beside = self.record.with_name(f"{self.record.stem}.recording.h5")
+        return Path(job.record.file) if job.record.file else beside
 
 
 @dataclass
@@ -106,6 +113,7 @@ class Training(Given):
 
     iteration: the next one; samples_seen: before it, which is where the run stands
     adversary: what makes adversarial copies, None where there are none
+    recorder: of [record], while the run goes on; None: nothing is recorded
     """
 
     job: Job
@@ -118,6 +126,7 @@ class Training(Given):
     controller: Controller
     record: Record
     adversary: Adversary | None = None
+    recorder: Recorder | None = None
     iteration: int = 0
     samples_seen: int = 0
 
