@@ -314,7 +314,22 @@ COMMANDS: dict[str, Command | Group] = {
         "shipped",
         "examples",
     ),
-    "precision": Group("arithmetic in small formats", {}),
+    "precision": Group(
+        "arithmetic in small formats",
+        {
+            "record": Command(
+                "train and record gradients, activations, errors and weights of layers",
+                "precision.commands",
+                "record",
+                on_ranks=True,
+            ),
+            "replay": Command(
+                "what formats, sums and products do to recorded tensors; needs no MPI",
+                "precision.commands",
+                "replay",
+            ),
+        },
+    ),
     "report": Command(
         "show studies and runs: tables, figures, a page; needs no MPI", "report.command"
     ),

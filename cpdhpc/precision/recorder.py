@@ -174,7 +174,7 @@ class Recorder:
             if self._most is None:
                 self._most = self._fitting(parts)
             if self._wanted:
-                self._write(parts)
+                self._write([self._thinned(each) for each in parts])
         self.begin(self.iteration + 1)
 
     def _of_parameters(self, mean: Any) -> Iterator[_Part]:
@@ -211,16 +211,17 @@ class Recorder:
             yield from self._parts(kind, self.world.hosted[hosted], {name: whole})
 
     def _parts(self, kind: KindName, rank: int, arrays: Mapping[str, Array]) -> Iterator[_Part]:
-        """Yield arrays of a kind, thinned where that is settled already, if it is recorded."""
-        if kind not in self.settings.tensors:
-            return
-        for name, values in arrays.items():
-            rows = values if values.ndim else values.reshape(1)
-            most = (self._most or {}).get((kind, name), len(rows))
-            yield _Part(kind, name, rank, len(rows), rows[self._kept(len(rows), most)])
+        """Yield arrays of a kind, whole, if it is recorded."""
+        if kind in self.settings.tensors:
+            for name, values in arrays.items():
+                rows = values if values.ndim else values.reshape(1)
+                yield _Part(kind, name, rank, len(rows), rows)
 
-    def _kept(self, rows: int, most: int) -> Array | slice:
-        return slice(None) if rows <= most else kept_rows(self.settings.seed, rows, most)
+    def _thinned(self, part: _Part) -> _Part:
+        most = (self._most or {}).get((part.kind, part.name), part.rows)
+        if part.rows <= most:
+            return part
+        return part._replace(values=part.values[kept_rows(self.settings.seed, part.rows, most)])
 
     def _fitting(self, parts: Sequence[_Part]) -> dict[tuple[str, str], int]:
         """Return how many rows of an array are kept at most, by kind and name. Collective.
@@ -354,9 +355,13 @@ def _datasets(
     for (kind, name), each in grouped.items():
         arrays = [part.values for part in each]
         values = np.stack(arrays) if kind == "gradients" else _joined(arrays)
-        notes = {"long_name": KINDS[kind].long_name, "units": "1", "name": name}
-        notes["rows"] = [part.rows for part in each]
-        notes["loss_scale"] = scale
+        notes = {
+            "long_name": KINDS[kind].long_name,
+            "units": "1",
+            "name": name,
+            "rows": [part.rows for part in each],
+            "loss_scale": scale,
+        }
         found[f"{iteration}/{kind}/{name.replace('/', ':') or '(model)'}"] = values, notes
     return found
 
