@@ -54,6 +54,9 @@ def run(training: Training, caught: Caught, display: Display) -> None:
             f"{job.id}: records up to {job.record.number} iterations into "
             f"{training.files.recording(job)}"
         )
+    obeying = training.provenance["precision"]
+    if obeying:
+        display.line(f"{job.id}: [precision] in {len(str(obeying).splitlines())} layers")
     steps, interval = job.train.epochs * training.iterations_per_epoch, training.update.interval
     if interval > steps:
         display.line(f"{job.id}: update.period={interval}: no mean over ranks in {steps} steps")
