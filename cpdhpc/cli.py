@@ -327,6 +327,17 @@ COMMANDS: dict[str, Command | Group] = {
                 "precision.show",
                 "show",
             ),
+            "record": Command(
+                "train and record gradients, activations, errors and weights of layers",
+                "precision.commands",
+                "record",
+                on_ranks=True,
+            ),
+            "replay": Command(
+                "what formats, sums and products do to recorded tensors; needs no MPI",
+                "precision.commands",
+                "replay",
+            ),
         },
     ),
     "report": Command(
