@@ -125,6 +125,10 @@ class World(Ranks):
         waits = self._mpi, self._duplicate, self._alarm_tag, timeout_s, self._end, self._look
         self._timeout = Timeout(*waits)
         self.nodes = numbered([first for first in firsts for _ in range(virtual_ranks)])
+        if "cupy" in sys.modules:  # else the caller has no arrays there yet: cpdhpc.use_gpu
+            from .gpu_messages import use_own_gpu
+
+            use_own_gpu(self)
         self._share = share_memory
         self._shared: tuple[Shared | None, str] | None = None
 
