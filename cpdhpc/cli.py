@@ -314,7 +314,16 @@ COMMANDS: dict[str, Command | Group] = {
         "shipped",
         "examples",
     ),
-    "precision": Group("arithmetic in small formats", {}),
+    "precision": Group(
+        "arithmetic in small formats",
+        {
+            "search": Command(
+                "the fewest bits of each layer within a budget of accuracy; under mpirun or not",
+                "precision.search",
+                on_ranks=True,
+            ),
+        },
+    ),
     "report": Command(
         "show studies and runs: tables, figures, a page; needs no MPI", "report.command"
     ),
