@@ -25,8 +25,8 @@ class Layer:
     """A module with parameters, and the formats that its gradients may travel in.
 
     sizes: values of its parameters; low, high: exponents between which its gradients are
-    formats, errors: from the most bits to the fewest, so from the least error to the largest: parts
-        of the error of the whole gradient, relative to that
+    formats, errors: from float32 to the fewest bits, so from no error to the largest: parts of the
+        error of the whole gradient, relative to that
     """
 
     name: str

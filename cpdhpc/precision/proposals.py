@@ -17,7 +17,7 @@ from ..compress.bucket import Bucket
 from ..formats import TILE, parse_format
 from ..train.gradients import Gradients, load
 from ..world.ranks import Loopback
-from .evidence import Layer
+from .evidence import RAW, Layer
 from .measures import LOWEST, exponents
 
 Array = npt.NDArray[Any]
@@ -40,7 +40,11 @@ def modules_of(names: Iterable[str]) -> dict[str, list[str]]:
 def proposed(
     name: str, parameters: Sequence[str], method: LowBit, recorded: Sequence[Gradients]
 ) -> Layer:
-    """Return a layer with the formats of which none has fewer bits and no larger error."""
+    """Return a layer with float32 and the formats of use.
+
+    These have fewer bits than float32, whole tiles counted; none has fewer bits than another and no
+    larger error; and some of the gradient arrives.
+    """
     shapes = [recorded[0].layers[each].shape[1:] for each in parameters]
     bucket = Bucket(tuple(parameters), tuple(shapes), TILE)
     rows = [
@@ -51,8 +55,12 @@ def proposed(
              for each in recorded]  # fmt: skip
     owns = [float(np.sum(np.square(np.mean(row, axis=0, dtype=np.float64)))) for row in rows]
     own = math.sqrt(math.fsum(o / (n or 1.0) for o, n in zip(owns, norms, strict=True)) / len(rows))
+    sizes = tuple(int(np.prod(shape)) for shape in shapes)
+    plain = Layer(name, sizes, 0, 0, (RAW,), (0.0,))
     ladder: list[tuple[str, float]] = []  # from the fewest bits on
     for wire in sorted(FORMATS, key=lambda wire: parse_format(wire).bits):
+        if plain.bits(wire) >= plain.bits(RAW):  # few values, whose tiles are mostly empty
+            continue
         try:
             squares = [
                 squared_error(replace(method, wire=wire), bucket, row) / (norm or 1.0)
@@ -69,9 +77,8 @@ def proposed(
     counts = sum(exponents(row).counts for each in rows for row in each)
     (there,) = np.nonzero(counts)
     low, high = (int(there[0]) + LOWEST, int(there[-1]) + LOWEST) if there.size else (0, 0)
-    sizes = tuple(int(np.prod(shape)) for shape in shapes)
-    wires, errors = zip(*reversed(ladder), strict=True) if ladder else ((), ())
-    return Layer(name, sizes, low, high, tuple(wires), tuple(errors))
+    wires, errors = zip(*[(RAW, 0.0), *reversed(ladder)], strict=True)
+    return Layer(name, sizes, low, high, wires, errors)
 
 
 def squared_error(method: Aggregator, bucket: Bucket, rows: list[Array]) -> float:

@@ -191,8 +191,10 @@ class Search:
         if math.isnan(self._trial(float32, "float32").score):
             raise UserError(f"search: float32 fails: {self.evidence.trials[0].verdict}")
         self._trial(uniform, f"uniform {UNIFORM}")
-        levels = self._bisected(narrowing(layers))
-        found = float32 if levels is None else formats_of(layers, self._narrowed(levels))
+        steps = narrowing(layers)
+        if len(steps) == 1:
+            raise UserError("search: nothing can be saved: float32 has the fewest bits everywhere")
+        found = formats_of(layers, self._narrowed(self._bisected(steps)))
         if self.asked.further:
             for formats in dict.fromkeys((float32, uniform, found)):
                 self._trial(formats, TESTED, self.asked.further)
@@ -337,13 +339,13 @@ class Search:
         """Whether there may be another training."""
         return sum(t.what in (BISECTION, STEP) for t in self.evidence.trials) < self.asked.most
 
-    def _bisected(self, steps: list[Levels]) -> Levels | None:
-        """Return the last of some steps that is within the budget; None: not even the first."""
-        low, high = -1, len(steps)
+    def _bisected(self, steps: list[Levels]) -> Levels:
+        """Return the last of some steps that is within the budget; the first one is float32."""
+        low, high = 0, len(steps)
         while high - low > 1 and self._may_go_on:
             middle = (low + high) // 2
             low, high = (middle, high) if self._passes(steps[middle], BISECTION) else (low, middle)
-        return steps[low] if low >= 0 else None
+        return steps[low]
 
     def _narrowed(self, levels: Levels) -> Levels:
         """Return levels of which none can be one more within the budget."""

@@ -16,12 +16,14 @@ from rich.table import Table as RichTable
 
 from .. import store
 from ..config import UserError
+from ..precision.evidence import KIND as SEARCH
 from ..study.study_file import ReportError, StudyFile, load_study_file
 from . import units
 from .choice import ALL, Choice
 from .compare import compare, compare_report, load_reference, verdict
 from .compressors import BENCHMARK, compress_report
 from .figures import Chart, image
+from .search import search_report
 from .study import study_report
 from .tables import Listed, Report, Table, slug
 from .trainings import Run, load_run, overview, run_groups, runs_report
@@ -33,7 +35,7 @@ STUDY = "study.h5"  # in the folder of a study
 class Loaded:
     """The studies in the order given, the runs, oldest first, and what could not be read.
 
-    compressors: reports of files of bench compress
+    compressors: reports of files of bench compress, and of searches
     """
 
     studies: list[StudyFile]
@@ -63,6 +65,8 @@ def load(paths: Sequence[Path]) -> Loaded:
                     studies.append(load_study_file(file))
                 elif attributes.get("benchmark") == BENCHMARK:
                     compressors.append(compress_report(file))
+                elif attributes.get("kind") == SEARCH:
+                    compressors.append(search_report(file))
                 elif not path.is_dir() or attributes.get("kind") == "run":
                     runs.append(load_run(file))
             except UserError as error:
