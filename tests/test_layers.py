@@ -70,7 +70,11 @@ ONLY_HERE = {  # outside package -> where it may be imported
         "darray/autograd.py",
         "bench/baselines.py",
         "quantized/layers.py",
+        "precision/arithmetic.py",
+        "precision/conversion.py",
+        "precision/layers.py",
         "precision/quantizers.py",
+        "precision/updates.py",
     ),
     "h5py": ("store.py",),
     "simpleeval": ("study/spec.py",),
@@ -210,7 +214,11 @@ def test_importing_starts_nothing() -> None:
             "autoencoder",
             "darray.autograd",
             "quantized.layers",
+            "precision.arithmetic",
+            "precision.conversion",
+            "precision.layers",
             "precision.quantizers",
+            "precision.updates",
         )
     )
     names = sorted(module_names(), key=lambda name: name.startswith(with_torch))

@@ -26,6 +26,7 @@ from ..config import (
     read_toml,
     validate,
 )
+from ..precision.policy import Policy
 from ..world.ranks import Loopback, Ranks
 from .adversarial import Adversarial
 from .augment import Augment
@@ -178,6 +179,7 @@ class Job(Section):
     controller: Annotated[Control, OneOf(CONTROLLERS, "name", "schedule")] = BySchedule()
     gradient: Annotated[Aggregator, OneOf(COMPRESSORS, "aggregator")] = NoCompression()
     update: Annotated[UpdateRule, OneOf(UPDATES, "name", "allreduce")] = ByAllreduce()
+    precision: Policy = Policy()
     adversarial: Adversarial = Adversarial()
     stages: Stages = Stages()
     train: Train = Train()
@@ -190,6 +192,12 @@ class Job(Section):
             raise ValueError(
                 'adversarial: goes with update.name="allreduce" and train.image_grid=[1, 1] only'
             )
+        return self
+
+    @model_validator(mode="after")
+    def _split_images_are_float32(self) -> Job:
+        if self.train.image_grid != (1, 1) and not self.precision.empty:
+            raise ValueError("precision: goes with train.image_grid=[1, 1] only")
         return self
 
     @model_validator(mode="before")
@@ -216,6 +224,7 @@ class Job(Section):
             "controller": isinstance(self.controller, BySchedule),
             "optimizer.clip_global_norm": not getattr(self.optimizer, "clip_global_norm", 0),
             "gradient.aggregator": type(self.gradient) in stateless,
+            "precision": self.precision.empty,
             "gradient.error_feedback": not getattr(self.gradient, "error_feedback", False),
             "gradient.layers": not getattr(self.gradient, "layers", {}),  # of other stages
         }

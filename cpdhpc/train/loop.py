@@ -46,6 +46,9 @@ def run(training: Training, caught: Caught, display: Display) -> None:
     if job.train.keep_every:
         mib = weights.size_bytes(training.model) / 2**20
         display.line(f"{job.id}: keeps weights: {len(job.train.kept_epochs)} times {mib:.3g} MiB")
+    obeying = training.provenance["precision"]
+    if obeying:
+        display.line(f"{job.id}: [precision] in {len(str(obeying).splitlines())} layers")
     steps, interval = job.train.epochs * training.iterations_per_epoch, training.update.interval
     if interval > steps:
         display.line(f"{job.id}: update.period={interval}: no mean over ranks in {steps} steps")

@@ -15,6 +15,8 @@ from .. import provenance, store
 from ..compress.base import Mean
 from ..config import ConfigError, UserError
 from ..ops import set_kernel_threads
+from ..precision.conversion import by_parameter, convert, obeyed
+from ..precision.updates import RoundedUpdates
 from ..split_images import partition
 from ..split_images.grid import ImageGrid
 from ..world.cores import threads_of_rank
@@ -327,6 +329,7 @@ def _given(
     loss = agreed(world, job.loss.build)
     if grid is None:  # else forward has messages, and partition has checked the layers
         agreed(world, lambda: check_fit(job, model, loss, train, data.classes))
+    obeying = agreed(world, lambda: _obeying(job, model))
     directory = data.directory if isinstance(data, Source) else None
     wait_s = 0.9 * job.train.timeout_s  # before others give up that wait for this process
     sources = train, test
@@ -334,6 +337,7 @@ def _given(
     if workers.count:
         train, test = Prefetched(workers, 0), Prefetched(workers, 1)
     machine = provenance.attributes(world) | {"torch_threads": torch.get_num_threads()}
+    machine |= {"precision": obeying}
     return Given(train, test, workers, loss, data.classes, files, machine, grid, digest)
 
 
@@ -351,6 +355,8 @@ def _whole(job: Job, world: Ranks, model: torch.nn.Module, given: Given) -> Trai
     )
     controller = job.controller.build(job.settings(len(given.train), world))
     optimizer = job.optimizer.build(model.parameters(), job.train.learning_rate)
+    if rows := by_parameter(model, job.precision):
+        RoundedUpdates(optimizer, rows, job.seed)
     record = Record(
         world.ranks,
         reducer.bucket.names,
@@ -452,6 +458,16 @@ def build_model(job: Job, data: Dataset | Source) -> torch.nn.Module:
     if job.adversarial.epsilon:
         add_statistics(model)
     return model
+
+
+def _obeying(job: Job, model: torch.nn.Module) -> str:
+    """Let layers obey the policy of a job, and return which do; "" without one."""
+    try:
+        found = obeyed(model, job.precision)
+        convert(model, job.precision, job.seed)
+    except ConfigError as error:
+        raise ConfigError(f"{job.id}: {error}") from None
+    return "\n".join(f"{name}: {of.told()}" for name, of in found.items())
 
 
 def check_fit(
