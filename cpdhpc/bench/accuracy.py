@@ -28,6 +28,8 @@ SCALINGS = {  # label: (scaling, headroom)
     "aps": ("aps", "n"),
     "aps, no headroom": ("aps", "none"),
     "tile": ("tile", "n"),
+    "block32": ("block32", "n"),
+    "block16": ("block16", "n"),
 }
 MARKERS = "os^Dv<>pPX*hd"
 ANY = "any"  # algorithm: exact sums are the same in all
