@@ -15,7 +15,6 @@ from ..collectives.checks import is_finite
 from ..collectives.sparse import allgather
 from ..ops import backend_of, placed, to_host
 from ..ops.payloads import parse_wire
-from ..ops.reference_sparse import MAGNITUDE
 from ..world.ranks import Ranks
 from .base import (
     Aggregator,
@@ -23,6 +22,7 @@ from .base import (
     Column,
     Context,
     Layers,
+    amax,
     blocks,
     check_known,
     check_place,
@@ -97,14 +97,11 @@ class LargestValues(SparseMessages):
         coded, gather = layers.coded, backend_of(waiting[0]).gather
         density = density_at(context.epoch, self.warmup, self.density)
         chosen = [largest(x, coded, density, self.within) for x in waiting]
-        values = [to_host(gather(x, i)) for x, i in zip(waiting, chosen, strict=True)]
+        values = [gather(x, i) for x, i in zip(waiting, chosen, strict=True)]
         layers.check_largest(waiting, values, context)
-        n = coded.size
-        payloads = [
-            encode_sparse(to_host(indices), own, n, self.wire)
-            for indices, own in zip(chosen, values, strict=True)
-        ]
-        decode = partial(decode_sparse, size=n, wire=self.wire)
+        n, wire = coded.size, self.wire
+        payloads = [encode_sparse(*each, n, wire) for each in zip(chosen, values, strict=True)]
+        decode = partial(decode_sparse, size=n, wire=wire, like=waiting[0])
         return exchange(context.world, payloads, decode, waiting, coded), chosen
 
 
@@ -242,9 +239,7 @@ class SparseLayers:
     ) -> None:
         """Raise as check does, by the largest values of each x: NaN and infinity are among them."""
         if self.coded.size:
-            bits = max(int((each.view(np.uint32) & MAGNITUDE).max(initial=0)) for each in largest)
-            found = np.array([bits], np.uint32).view(np.float32)
-            shared_largest(context.world, xs, self.coded, found)
+            shared_largest(context.world, xs, self.coded, amax(largest))
 
     def mean(
         self,
@@ -324,12 +319,14 @@ def exchange(
     with np.errstate(over="ignore", invalid="ignore"):  # mean sees what is not finite
         for rank, payload in enumerate(allgather(world, payloads) if n else ()):
             indices, values = decode(payload)
-            counts += np.diff(np.searchsorted(indices, borders))
-            sent.append(placed(indices, total))
-            kernels.scatter_add(total, sent[-1], placed(values, total))
+            ends = np.searchsorted(indices, placed(borders.astype(np.uint32), indices))
+            counts += np.diff(to_host(ends))
+            at, terms = placed(indices, total), placed(values, total)
+            kernels.scatter_add(total, at, terms)
             if world.hosts(rank):
                 own = waiting[rank - world.hosted.start]
-                kernels.scatter_add(own, sent[-1], placed(-values, total))
+                kernels.scatter_add(own, at, kernels.multiply(terms, np.float32(-1)))
+            sent.append(at)
         values = _divide(total, sent, world.ranks)
     return Sent(total, values, counts / (np.diff(borders) * world.ranks))
 

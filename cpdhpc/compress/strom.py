@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import Field
 
-from ..ops import backend_of, to_host
+from ..ops import backend_of
 from .base import Array, Context, Mean
 from .bucket import Bucket
 from .payload import decode_sparse, encode_sparse
@@ -40,8 +40,8 @@ class Strom(SparseMessages):
         payloads = [encode_sparse(i, np.copysign(ONE, x), n, SIGN) for i, x in chosen]
 
         def decode(payload: Array) -> tuple[Array, Array]:
-            indices, signs = decode_sparse(payload, n, SIGN)
-            return indices, signs * tau
+            indices, signs = decode_sparse(payload, n, SIGN, waiting[0])
+            return indices, backend_of(signs).multiply(signs, tau)
 
         sent = exchange(context.world, payloads, decode, waiting, layers.coded)
         flat = layers.mean(sent.mean, waiting, gradients, context, self.algorithm, sent.values)
@@ -50,7 +50,6 @@ class Strom(SparseMessages):
 
 
 def _beyond(x: Array, tau: float) -> tuple[Array, Array]:
-    """Return which values are beyond tau, uint32[m], and the values, NumPy's."""
-    kernels = backend_of(x)
-    indices = kernels.select_above(x, tau)
-    return to_host(indices), to_host(kernels.gather(x, indices))
+    """Return which values are beyond tau, uint32[m], and the values."""
+    indices = backend_of(x).select_above(x, tau)
+    return indices, backend_of(x).gather(x, indices)
