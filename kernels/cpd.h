@@ -21,8 +21,18 @@ typedef int I;
 typedef double D;
 typedef i64 L;
 
-CPD_FN U bits_of(F x) { return __float_as_uint(x); }
-CPD_FN F from_bits(U u) { return __uint_as_float(u); }
+// Moves that the compiler does not see through: for compute_100 and later NVRTC would make abs.ftz
+// and neg.ftz of masks between them, which flush subnormal numbers.
+CPD_FN U bits_of(F x) {
+    U u;
+    asm("mov.b32 %0, %1;" : "=r"(u) : "f"(x));
+    return u;
+}
+CPD_FN F from_bits(U u) {
+    F x;
+    asm("mov.b32 %0, %1;" : "=f"(x) : "r"(u));
+    return x;
+}
 CPD_FN F add(F a, F b) {
     F sum;
     asm("add.rn.f32 %0, %1, %2;" : "=f"(sum) : "f"(a), "f"(b));

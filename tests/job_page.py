@@ -34,8 +34,9 @@ TRAIN = """
 ## Trainings: `python -m cpdhpc train FILE.toml`
 
 The tables below, each of which may be left out. A row of `[[compare]]` has the same tables and a
-`name`, and is laid over those of the file; each row is run once for each seed. `seed = 3` in
-`[train]` is `seeds = [3]`. `docs/tutorial.md` has an example.
+`name`, and is laid over those of the file; each row is run once for each seed. Where it, or
+`--set`, names another model, data set and so on, the keys go that only the former one has.
+`seed = 3` in `[train]` is `seeds = [3]`. `docs/tutorial.md` has an example.
 """
 STUDIES = """
 ## Studies: `python -m cpdhpc study ACTION FILE.toml`

@@ -6,6 +6,7 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -157,7 +158,7 @@ class ndarray:
         )  # fmt: skip
         self.flags = SimpleNamespace(c_contiguous=memory_view.flags.c_contiguous)
         self.data = SimpleNamespace(ptr=memory_view.__array_interface__["data"][0])
-        self.device = SimpleNamespace(id=0)
+        self.device = SimpleNamespace(id=owner.device)
 
     def like(self, memory_view: np.ndarray) -> ndarray:
         assert np.may_share_memory(memory_view, self.memory_view) or not memory_view.size
@@ -227,8 +228,8 @@ class ndarray:
     def set(self, array: np.ndarray) -> None:
         if not self.flags.c_contiguous or (array.shape, array.dtype) != (self.shape, self.dtype):
             raise ValueError("set: array must be contiguous, and of this shape and dtype")
-        copy, target = array.copy(), self.memory_view  # memory that is not pinned is staged at once
-        self.arrays.give(lambda: np.copyto(target, copy))
+        target = self.memory_view  # pageable memory may be read as late as pinned (HMM, GH200)
+        self.arrays.give(lambda: np.copyto(target, array))
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         raise TypeError("Implicit conversion to a NumPy array is not allowed")
@@ -332,6 +333,18 @@ class ndarray:
 ndarray.__module__ = "cupy"  # as backend_of looks at it
 
 
+class Device:
+    """cupy.cuda.Device: the current one, or one by its number."""
+
+    def __init__(self, gpu: Gpu, number: int | None) -> None:
+        self.gpu, self.id = gpu, gpu.device_id if number is None else number
+        assert self.id < gpu.count
+        self.pci_bus_id = f"0000:{gpu.first + self.id:02x}:00.0"
+
+    def use(self) -> None:
+        self.gpu.device_id = self.id
+
+
 class RawModule:
     """cupy.RawModule: kernels by name, as late as all work."""
 
@@ -371,11 +384,11 @@ def modules(gpu: Gpu) -> tuple[ModuleType, ModuleType]:
         "copyto",
     )
     vars(cupy).update({name: getattr(arrays, name) for name in names})
-    device = SimpleNamespace(id=0)
     runtime = SimpleNamespace(
         CUDARuntimeError=Error, memcpyHostToDevice=1, memcpyDeviceToHost=2,
         eventQuery=gpu.query, memcpyAsync=gpu.copy,
         getDeviceProperties=lambda number: {"name": b"simulated"},
+        getDeviceCount=lambda: gpu.count,
     )  # fmt: skip
     vars(cupy).update(
         ndarray=ndarray,
@@ -384,11 +397,12 @@ def modules(gpu: Gpu) -> tuple[ModuleType, ModuleType]:
         cuda=SimpleNamespace(
             Stream=lambda non_blocking: Stream(gpu),
             Event=lambda disable_timing: Event(gpu),
-            Device=lambda: device,
+            Device=lambda number=None: Device(gpu, number),
             get_current_stream=lambda: gpu.current[-1],
             runtime=runtime,
         ),
     )
+    cupy.__spec__ = ModuleSpec("cupy", None)
     vars(cupyx).update(empty_pinned=gpu.pinned)
     return cupy, cupyx
 

@@ -34,11 +34,14 @@ class Gpu:
 
     aware: whether MPI may be given this GPU's memory, which is the host's
     copies_last: do the work of other streams only when the null stream cannot go on
+    count, device_id: GPUs that this process sees, and the current one of them
+    first: the place on the bus of the first of them
     stalled: a stream whose work is not done but when somebody waits for all of it
     """
 
     def __init__(self, seed: int = 0) -> None:
         self.aware = self.copies_last = False
+        self.count, self.device_id, self.first = 1, 0, 0
         self.stalled: Stream | None = None
         self.random = random.Random(seed)
         self.streams: dict[int, Stream] = {}
@@ -91,7 +94,8 @@ class Gpu:
     def take(self, kind: str, size_bytes: int, free: Callable[[np.ndarray], None]) -> Owner:
         """Return new memory; free is called with it once nobody refers to it any more."""
         raw = np.full(max(1, size_bytes), GARBAGE, np.uint8)
-        owner, pool, address = Owner(raw[:size_bytes]), self.memory[kind], raw.ctypes.data
+        owner = Owner(raw[:size_bytes], self.device_id)
+        pool, address = self.memory[kind], raw.ctypes.data
         pool[address] = raw
 
         def finalize() -> None:
@@ -118,8 +122,8 @@ def spoil(raw: np.ndarray) -> None:
 class Owner:
     """What keeps memory from being freed; work that was given to a stream does not."""
 
-    def __init__(self, raw: np.ndarray) -> None:
-        self.raw = raw
+    def __init__(self, raw: np.ndarray, device: int) -> None:
+        self.raw, self.device = raw, device
         self.__array_interface__ = raw.__array_interface__
 
 

@@ -24,19 +24,21 @@ MAY_IMPORT = {  # part of the package -> the parts it may import, besides itself
     "signals": set(),
     "ops": BASE | {"_cpu", "kernels"},
     "arrays": BASE | {"ops"},
-    "precision": BASE | {"arrays", "ops"},
+    "precision": REDUCE | {"arrays"},
     "world": WORLD,
     "collectives": WORLD,
-    "compress": REDUCE,
+    "compress": REDUCE | {"precision"},
     "darray": REDUCE,
     "quantized": BASE,
     "provenance": WORLD | {"_cpu"},
     "split_images": WORLD | {"darray"},
-    "train": REDUCE | {"compress", "split_images", "quantized", "provenance", "signals"},
+    "train": REDUCE
+    | {"compress", "precision", "split_images", "quantized", "provenance", "signals"},
     "influence": REDUCE | {"train"},
     "autoencoder": WORLD | {"darray", "train", "provenance", "signals"},
     "bench": REDUCE
-    | {"arrays", "compress", "darray", "quantized", "train", "autoencoder", "provenance"},
+    | {"arrays", "precision", "compress", "darray", "quantized", "train", "autoencoder"}
+    | {"provenance"},
     "kinds": WORLD
     | {"collectives", "darray", "bench", "train", "autoencoder", "provenance", "signals"}
     | {"study", "report"},
@@ -68,6 +70,7 @@ ONLY_HERE = {  # outside package -> where it may be imported
         "darray/autograd.py",
         "bench/baselines.py",
         "quantized/layers.py",
+        "precision/quantizers.py",
     ),
     "h5py": ("store.py",),
     "simpleeval": ("study/spec.py",),
@@ -207,6 +210,7 @@ def test_importing_starts_nothing() -> None:
             "autoencoder",
             "darray.autograd",
             "quantized.layers",
+            "precision.quantizers",
         )
     )
     names = sorted(module_names(), key=lambda name: name.startswith(with_torch))

@@ -12,9 +12,11 @@ from ..randomness import Key
 from . import reference
 from .gpu_runtime import (
     NULL,
+    WORD_BYTES,
     cast_on_device,
     check,
     check_tiles,
+    check_words,
     counts_or_null,
     element_blocks,
     key_numbers,
@@ -85,7 +87,9 @@ def pack(codes: Array, bits: int) -> Array:
 
 def unpack(packed: Array, bits: int, n: int) -> Array:
     """Return the first n codes of packed tiles: uint8[tiles(n) * 128 * bits] to uint32[n]."""
-    check("packed", packed, np.uint8, tiles(n) * 128 * bits)
+    if packed.data.ptr % WORD_BYTES:
+        packed = packed.copy()  # a part of an array of bytes may begin anywhere
+    check_words("packed", packed, tiles(n) * 128 * bits)
     codes = cupy.empty(n, np.uint32)
     launch("unpack", tile_blocks(n), np.int32(bits), packed, np.int64(n), codes)
     return codes
@@ -190,7 +194,7 @@ def add_integers_tiles(
     """Write the sums of the integers of a and b into words; see ops.reference_integers."""
     n = words.size // (TILE // 8 * bits) * TILE
     for name, array, width in (("words", words, bits), ("a", a, bits_a), ("b", b, bits_b)):
-        check(name, array, np.uint8, packed_bytes(n, width or fmt.bits))
+        check_words(name, array, packed_bytes(n, width or fmt.bits))
     numbers = (a, np.int32(bits_a), b, np.int32(bits_b), np.int64(tiles(n)), words, np.int32(bits))
     launch("add_integers_tiles", tile_blocks(n), cast_on_device(Cast(fmt)), *numbers)
 
@@ -210,9 +214,9 @@ def add_encode_integers_tiles(
 ) -> None:
     """Write the sums of the integers of words_in and of x, rounded by cast, into words."""
     check("x", x, np.float32)
-    check("words_in", words_in, np.uint8, packed_bytes(x.size, bits_in or cast.fmt.bits))
+    check_words("words_in", words_in, packed_bytes(x.size, bits_in or cast.fmt.bits))
     check("shifts", shifts, np.uint8, tiles(x.size))
-    check("words", words, np.uint8, packed_bytes(x.size, bits))
+    check_words("words", words, packed_bytes(x.size, bits))
     came = (words_in, np.int32(bits_in), shifts, x, np.int64(x.size))
     gone = (words, np.int32(bits), counts_or_null(counts, x.size))
     numbers = (cast_on_device(cast), *key_numbers(key, offset))
@@ -224,7 +228,7 @@ def decode_integers_tiles(
 ) -> Array:
     """Write the integers as float32 into out; return how many are not finite, uint64[]."""
     check("out", out, np.float32)
-    check("words", words, np.uint8, packed_bytes(out.size, bits or fmt.bits))
+    check_words("words", words, packed_bytes(out.size, bits or fmt.bits))
     check("shifts", shifts, np.uint8, tiles(out.size))
     nonfinite = cupy.zeros((), np.uint64)
     arrays = (words, np.int32(bits), shifts, out, np.int64(out.size), nonfinite)
@@ -236,7 +240,7 @@ def pack_trits(words: Array, trits: Array) -> None:
     """Write ternary codes, five in a byte, into trits."""
     n = trits.size // TRIT_BYTES * TILE
     check("trits", trits, np.uint8, tiles(n) * TRIT_BYTES)
-    check("words", words, np.uint8, packed_bytes(n, 2))
+    check_words("words", words, packed_bytes(n, 2))
     launch("pack_trits", tile_blocks(n), words, np.int64(tiles(n)), trits)
 
 
@@ -244,7 +248,7 @@ def unpack_trits(trits: Array, words: Array) -> None:
     """Write the codes that pack_trits packed into words."""
     n = trits.size // TRIT_BYTES * TILE
     check("trits", trits, np.uint8, tiles(n) * TRIT_BYTES)
-    check("words", words, np.uint8, packed_bytes(n, 2))
+    check_words("words", words, packed_bytes(n, 2))
     launch("unpack_trits", tile_blocks(n), trits, np.int64(tiles(n)), words)
 
 

@@ -1,7 +1,8 @@
-"""python -m cpdhpc report: tables, and on demand figures and a page that needs no other file."""
+"""Tables of studies and training runs; on demand figures, and a page that needs no other file."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from base64 import b64encode
@@ -283,3 +284,86 @@ def _put(directory: Path | None, name: str, content: bytes) -> None:
 def _write(path: Path, content: bytes) -> None:
     store.put(path, content)
     print(f"wrote {path}")
+
+
+SLOWER = 1  # exit status of --compare --fail-on-slower
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of report."""
+    parser.add_argument(
+        "files",
+        type=Path,
+        nargs="+",
+        metavar="FILE.h5",
+        help="studies and records of training runs, or directories of them",
+    )
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write one self-contained page")
+    parser.add_argument("--figures", type=Path, metavar="DIR", help="write every figure: PNG, SVG")
+    parser.add_argument("--csv", type=Path, metavar="DIR", help="write every table, all digits")
+    parser.add_argument("--latex", type=Path, metavar="DIR", help="write every table for booktabs")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="draw training runs into an image")
+    parser.add_argument("--quiet", action="store_true", help="print no table")
+    _add_choice(parser)
+    _add_compare(parser)
+
+
+def _add_choice(parser: argparse.ArgumentParser) -> None:
+    for_figures = parser.add_argument_group("points and figures of studies, by names of factors")
+    for_figures.add_argument(
+        "--where",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE,...",
+        help="only such points; also != < <= > >=; may be repeated",
+    )
+    for_figures.add_argument("--x", default="", metavar="NAME", help="factor along the x axis")
+    for_figures.add_argument(
+        "--y", default="", metavar="NAME", help="time (default), speedup, efficiency, an outcome"
+    )
+    for name, text in (("by", "a series"), ("panel", "a panel")):
+        for_figures.add_argument(
+            f"--{name}",
+            type=lambda given: given.split(","),
+            default=[],
+            metavar="NAME,...",
+            help=f"{text} for each value of these",
+        )
+
+
+def _add_compare(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--compare",
+        type=Path,
+        metavar="REFERENCE",
+        help="what changed since this study, or the one that a TOML file names with tolerances",
+    )
+    parser.add_argument(
+        "--tolerance",
+        type=float,
+        metavar="SHARE",
+        help="with --compare: how much longer a point may take, as 0.05",
+    )
+    parser.add_argument(
+        "--fail-on-slower",
+        action="store_true",
+        help=f"with --compare: exit status {SLOWER} where a point is slower",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Show studies and training runs that are files already, or what changed between two."""
+    of = arguments
+    outputs = Outputs(of.html, of.figures, of.csv, of.latex, of.quiet)
+    choice = Choice(of.x, of.y, tuple(of.by), tuple(of.panel), tuple(of.where))
+    if of.compare is None:
+        for name in ("fail_on_slower", "tolerance"):
+            if getattr(of, name):
+                raise UserError(f"--{name.replace('_', '-')}: goes with --compare")
+        return report(of.files, outputs, of.png, choice)
+    if of.png or choice != ALL:
+        raise UserError("--compare: goes not with --png, --where, --x, --y, --by, --panel")
+    if len(of.files) != 1:
+        raise UserError(f"--compare: needs one study beside the reference; came {len(of.files)}")
+    slower = compare_files(of.files[0], of.compare, outputs, of.tolerance)
+    return SLOWER if slower and of.fail_on_slower else 0

@@ -18,6 +18,7 @@ from ..config import (
     Raw,
     Section,
     dump_toml,
+    flatten,
     keys,
     located,
     merge,
@@ -216,6 +217,7 @@ class Job(Section):
             "optimizer.clip_global_norm": not getattr(self.optimizer, "clip_global_norm", 0),
             "gradient.aggregator": type(self.gradient) in stateless,
             "gradient.error_feedback": not getattr(self.gradient, "error_feedback", False),
+            "gradient.layers": not getattr(self.gradient, "layers", {}),  # of other stages
         }
         others = [key for key, is_usual in usual.items() if not is_usual]
         if self.stages.count > 1 and others:
@@ -320,6 +322,36 @@ def choices() -> dict[str, list[str]]:
     }
 
 
+def laid_over(base: Raw, change: Raw) -> Raw:
+    """Return a job's tables with change laid over them.
+
+    A table whose row is another one then loses what only the former row has: the width of an mlp
+    is no key of a lenet. See OneOf.stays.
+    """
+    kept = dict(base)
+    for name, field in Job.model_fields.items():
+        former, new = base.get(name), change.get(name)
+        for one in field.metadata:
+            if isinstance(one, OneOf) and isinstance(former, dict) and isinstance(new, dict):
+                kept[name] = one.stays(former, new)
+    return merge(kept, change)
+
+
+def read(raw: Raw, where: str) -> Job:
+    """Return the job of tables that a user wrote, which may not say what its controller decides.
+
+    Raises ConfigError, which begins with where.
+    """
+    job = validate(Job, raw, where)
+    for key in flatten(raw):
+        if key.startswith(job.controller.decides):
+            raise ConfigError(
+                f"{where}: {key}: should be left out: controller.name={job.controller.name!r} "
+                "has a rate and a schedule of its own"
+            )
+    return job
+
+
 def keys_of(table: str) -> set[str]:
     """Return the keys of a table, of [train] none; those of any row where jobs choose from rows."""
     field = Job.model_fields.get(table)
@@ -337,7 +369,7 @@ def load(path: Path, settings: Iterable[str] = ()) -> list[Job]:
     gradient.machine, a file of bench fit for algorithm "auto", is relative to the job file.
     Raises ConfigError for whatever is wrong in the file.
     """
-    raw = override(read_toml(path), settings)
+    raw = override(read_toml(path), settings, laid_over)
     rows = raw.pop("compare", [{}])
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows) or not rows:
         raise ConfigError(f"{path}: compare: should be one or more [[compare]] tables")
@@ -352,9 +384,9 @@ def load(path: Path, settings: Iterable[str] = ()) -> list[Job]:
 
 
 def _row(raw: Raw, row: Raw, index: int, path: Path) -> Job:
-    merged = merge({"name": path.stem} | raw, row)
+    merged = laid_over({"name": path.stem} | raw, row)
     where = f"{path}: compare row {row.get('name', index)}" if row else str(path)
-    return validate(Job, located(_with_machine(merged, path.parent, where), path.parent), where)
+    return read(located(_with_machine(merged, path.parent, where), path.parent), where)
 
 
 def _with_machine(raw: Raw, directory: Path, where: str) -> Raw:

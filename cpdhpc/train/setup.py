@@ -80,15 +80,32 @@ class Files:
 
 
 @dataclass
-class Training:
-    """A run and where it stands.
+class Given:
+    """What a run learns from, and where its files are.
 
     train, test: samples; of split images this rank's parts; workers: that read them ahead
     classes: of the samples; 0 where the data does not say
-    iteration: the next one; samples_seen: before it, which is where the run stands
     grid: how images are split, None where they are not
-    adversary: what makes adversarial copies, None where there are none
     data_digest: of whole samples, where weights are kept; see weights.data_digest
+    """
+
+    train: Samples
+    test: Samples
+    workers: Workers
+    loss: LossFunction
+    classes: int
+    files: Files
+    provenance: dict[str, str | int]
+    grid: ImageGrid | None
+    data_digest: str
+
+
+@dataclass
+class Training(Given):
+    """A run and where it stands.
+
+    iteration: the next one; samples_seen: before it, which is where the run stands
+    adversary: what makes adversarial copies, None where there are none
     """
 
     job: Job
@@ -100,18 +117,9 @@ class Training:
     scaler: LossScaler
     controller: Controller
     record: Record
-    train: Samples
-    test: Samples
-    workers: Workers
-    loss: LossFunction
-    classes: int
-    files: Files
-    provenance: dict[str, str | int]
+    adversary: Adversary | None = None
     iteration: int = 0
     samples_seen: int = 0
-    grid: ImageGrid | None = None
-    adversary: Adversary | None = None
-    data_digest: str = ""
 
     @property
     def sharing(self) -> int:
@@ -296,6 +304,20 @@ def prepare(job: Job, world: Ranks, data: Dataset | Source, files: Files) -> Tra
     grid = None
     if job.train.image_grid != (1, 1):
         grid, model = _split(job, world, data, model)
+    given = _given(job, world, data, files, model, grid)
+    train = _in_stages if job.stages.count > 1 else _whole
+    return train(job, world, model, given)
+
+
+def _given(
+    job: Job,
+    world: Ranks,
+    data: Dataset | Source,
+    files: Files,
+    model: torch.nn.Module,
+    grid: ImageGrid | None,
+) -> Given:
+    """Return samples and loss, which go with the model, and who reads them. Collective."""
     train, test = samples_of(data, grid)
     digest = ""
     if job.train.keep_every:
@@ -311,10 +333,14 @@ def prepare(job: Job, world: Ranks, data: Dataset | Source, files: Files) -> Tra
     workers = agreed(world, lambda: Workers(job.loader, sources, directory, wait_s))
     if workers.count:
         train, test = Prefetched(workers, 0), Prefetched(workers, 1)
+    machine = provenance.attributes(world) | {"torch_threads": torch.get_num_threads()}
+    return Given(train, test, workers, loss, data.classes, files, machine, grid, digest)
+
+
+def _whole(job: Job, world: Ranks, model: torch.nn.Module, given: Given) -> Training:
+    """Return a run whose ranks have the whole network. Collective. See prepare."""
     copies = job.adversarial
     adversary = Adversary(copies, model, world) if copies.epsilon else None
-    if job.stages.count > 1:
-        return _staged(job, world, model, train, test, workers, loss, data.classes, files, digest)
     reducer = GradientReducer(
         model,
         world,
@@ -323,58 +349,42 @@ def prepare(job: Job, world: Ranks, data: Dataset | Source, files: Files) -> Tra
         bucket_mib=job.train.bucket_mib,
         overlap=job.train.overlap,
     )
-    controller = job.controller.build(job.settings(len(train), world))
+    controller = job.controller.build(job.settings(len(given.train), world))
     optimizer = job.optimizer.build(model.parameters(), job.train.learning_rate)
+    record = Record(
+        world.ranks,
+        reducer.bucket.names,
+        job.gradient.columns,
+        job.loss,
+        job.metric,
+        controller.columns,
+        copies=bool(copies.epsilon),
+        own_models=isinstance(job.update, OwnModelsRule),
+    )
     return Training(
-        job,
-        world,
-        model,
-        optimizer,
-        reducer,
-        job.update.build(model, optimizer, reducer),
-        LossScaler(reducer, job.train.loss_scale, dynamic=job.train.loss_scaling == "dynamic"),
-        controller,
-        Record(
-            world.ranks,
-            reducer.bucket.names,
-            job.gradient.columns,
-            job.loss,
-            job.metric,
-            controller.columns,
-            copies=bool(job.adversarial.epsilon),
-            own_models=isinstance(job.update, OwnModelsRule),
+        **vars(given),
+        job=job,
+        world=world,
+        model=model,
+        optimizer=optimizer,
+        reducer=reducer,
+        update=job.update.build(model, optimizer, reducer),
+        scaler=LossScaler(
+            reducer, job.train.loss_scale, dynamic=job.train.loss_scaling == "dynamic"
         ),
-        train=train,
-        test=test,
-        workers=workers,
-        loss=loss,
-        classes=data.classes,
-        files=files,
-        provenance=provenance.attributes(world) | {"torch_threads": torch.get_num_threads()},
-        grid=grid,
+        controller=controller,
+        record=record,
         adversary=adversary,
-        data_digest=digest,
     )
 
 
-def _staged(
-    job: Job,
-    world: Ranks,
-    model: torch.nn.Module,
-    train: Samples,
-    test: Samples,
-    workers: Workers,
-    loss: LossFunction,
-    classes: int,
-    files: Files,
-    digest: str,
-) -> Training:
+def _in_stages(job: Job, world: Ranks, model: torch.nn.Module, given: Given) -> Training:
     """Return a run whose network is cut into stages. Collective. See prepare."""
 
     def cut_up() -> list[Stage]:
         try:
             job.stages.layout(world.processes)
-            two = train.take(np.arange(2) % len(train), 0)[0]
+            two = given.train.take(np.arange(2) % len(given.train), 0)[0]
             return cut(model, job.stages.count, job.stages.cut, job.stages.filter, two)
         except (TypeError, ValueError) as error:
             raise ConfigError(f"{job.id}: {error}") from None
@@ -390,23 +400,16 @@ def _staged(
     record = Record(ranks, names, columns, job.loss, job.metric, stages=job.stages.count)
     reducer = cast(GradientReducer, reducers)  # which has what the loop asks of one
     return Training(
-        job,
-        placement.world,
-        model,
-        optimizer,
-        reducer,
-        StagedUpdate(optimizer, reducers, job.stages, loss, train, record),
-        LossScaler(reducer, job.train.loss_scale),
-        job.controller.build(job.settings(len(train), world)),
-        record,
-        train=train,
-        test=test,
-        workers=workers,
-        loss=loss,
-        classes=classes,
-        files=files,
-        provenance=provenance.attributes(world) | {"torch_threads": torch.get_num_threads()},
-        data_digest=digest,
+        **vars(given),
+        job=job,
+        world=placement.world,
+        model=model,
+        optimizer=optimizer,
+        reducer=reducer,
+        update=StagedUpdate(optimizer, reducers, job.stages, given.loss, given.train, record),
+        scaler=LossScaler(reducer, job.train.loss_scale),
+        controller=job.controller.build(job.settings(len(given.train), world)),
+        record=record,
     )
 
 
