@@ -338,7 +338,6 @@ COMMANDS: dict[str, Command | Group] = {
                 "precision.commands",
                 "replay",
             ),
-            ),
             "search": Command(
                 "the fewest bits of each layer within a budget of accuracy; under mpirun or not",
                 "precision.search",
