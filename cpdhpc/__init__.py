@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .formats import parse_format as parse_format
     from .ops import kernel_threads as kernel_threads
     from .ops import set_kernel_threads as set_kernel_threads
+    from .world.gpu_messages import use_gpu as use_gpu
     from .world.mpi import World as World
     from .world.ranks import RankFailure as RankFailure
 
@@ -39,6 +40,7 @@ _EXPORTS = {  # public name -> the module that has it, imported when first asked
     "set_kernel_threads": "cpdhpc.ops",
     "simulate": "cpdhpc.collectives.allreduce",
     "unpack": "cpdhpc.arrays",
+    "use_gpu": "cpdhpc.world.gpu_messages",
 }
 
 

@@ -17,8 +17,6 @@ from .methods import suggest
 if TYPE_CHECKING:
     from .world.mpi import World
 
-SLOWER = 1  # exit status of report --compare --fail-on-slower
-
 
 def seconds(text: str) -> float:
     """Return a time, above zero; ValueError, which argparse shows, for anything else."""
@@ -73,68 +71,6 @@ def add_autoencoder(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_report(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of report."""
-    parser.add_argument(
-        "files",
-        type=Path,
-        nargs="+",
-        metavar="FILE.h5",
-        help="studies and records of training runs, or directories of them",
-    )
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write one self-contained page")
-    parser.add_argument("--figures", type=Path, metavar="DIR", help="write every figure: PNG, SVG")
-    parser.add_argument("--csv", type=Path, metavar="DIR", help="write every table, all digits")
-    parser.add_argument("--latex", type=Path, metavar="DIR", help="write every table for booktabs")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="draw training runs into an image")
-    parser.add_argument("--quiet", action="store_true", help="print no table")
-    _add_choice(parser)
-    _add_compare(parser)
-
-
-def _add_choice(parser: argparse.ArgumentParser) -> None:
-    for_figures = parser.add_argument_group("points and figures of studies, by names of factors")
-    for_figures.add_argument(
-        "--where",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE,...",
-        help="only such points; also != < <= > >=; may be repeated",
-    )
-    for_figures.add_argument("--x", default="", metavar="NAME", help="factor along the x axis")
-    for_figures.add_argument(
-        "--y", default="", metavar="NAME", help="time (default), speedup, efficiency, an outcome"
-    )
-    for name, text in (("by", "a series"), ("panel", "a panel")):
-        for_figures.add_argument(
-            f"--{name}",
-            type=lambda given: given.split(","),
-            default=[],
-            metavar="NAME,...",
-            help=f"{text} for each value of these",
-        )
-
-
-def _add_compare(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--compare",
-        type=Path,
-        metavar="REFERENCE",
-        help="what changed since this study, or the one that a TOML file names with tolerances",
-    )
-    parser.add_argument(
-        "--tolerance",
-        type=float,
-        metavar="SHARE",
-        help="with --compare: how much longer a point may take, as 0.05",
-    )
-    parser.add_argument(
-        "--fail-on-slower",
-        action="store_true",
-        help=f"with --compare: exit status {SLOWER} where a point is slower",
-    )
-
-
 TIMEOUT_S = 600.0  # of every wait for other processes
 USER_ERROR = 2  # exit status, as argparse has it
 
@@ -182,28 +118,6 @@ def _settings(arguments: argparse.Namespace) -> list[str]:
     if arguments.timeout is None:
         return list(arguments.set)
     return [*arguments.set, f"train.timeout_s={arguments.timeout!r}"]
-
-
-def run_report(arguments: argparse.Namespace) -> int:
-    """Show studies and training runs that are files already, or what changed between two."""
-    from .config import UserError
-    from .report import command
-    from .report.choice import ALL, Choice
-
-    of = arguments
-    outputs = command.Outputs(of.html, of.figures, of.csv, of.latex, of.quiet)
-    choice = Choice(of.x, of.y, tuple(of.by), tuple(of.panel), tuple(of.where))
-    if of.compare is None:
-        for name in ("fail_on_slower", "tolerance"):
-            if getattr(of, name):
-                raise UserError(f"--{name.replace('_', '-')}: goes with --compare")
-        return command.report(of.files, outputs, of.png, choice)
-    if of.png or choice != ALL:
-        raise UserError("--compare: goes not with --png, --where, --x, --y, --by, --panel")
-    if len(of.files) != 1:
-        raise UserError(f"--compare: needs one study beside the reference; came {len(of.files)}")
-    slower = command.compare_files(of.files[0], of.compare, outputs, of.tolerance)
-    return SLOWER if slower and of.fail_on_slower else 0
 
 
 @dataclass(frozen=True)
@@ -400,8 +314,39 @@ COMMANDS: dict[str, Command | Group] = {
         "shipped",
         "examples",
     ),
+    "precision": Group(
+        "arithmetic in small formats",
+        {
+            "presets": Command(
+                "list the presets of [precision], or print one as TOML; needs no MPI",
+                "precision.show",
+                "presets",
+            ),
+            "show": Command(
+                "what [precision] of a job file says of each layer; needs no MPI",
+                "precision.show",
+                "show",
+            ),
+            "record": Command(
+                "train and record gradients, activations, errors and weights of layers",
+                "precision.commands",
+                "record",
+                on_ranks=True,
+            ),
+            "replay": Command(
+                "what formats, sums and products do to recorded tensors; needs no MPI",
+                "precision.commands",
+                "replay",
+            ),
+            "search": Command(
+                "the fewest bits of each layer within a budget of accuracy; under mpirun or not",
+                "precision.search",
+                on_ranks=True,
+            ),
+        },
+    ),
     "report": Command(
-        "show studies and runs: tables, figures, a page; needs no MPI", "cli", "report"
+        "show studies and runs: tables, figures, a page; needs no MPI", "report.command"
     ),
 }
 

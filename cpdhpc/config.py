@@ -68,6 +68,27 @@ class OneOf:
         """Everything that a table may be."""
         return (*self.known.values(), *([self.imported] if self.imported else []))
 
+    def row(self, raw: Raw) -> type[Any] | None:
+        """Return what a table is, None where its name is missing or unknown."""
+        if IMPORT in raw and self.imported is not None:
+            return self.imported
+        return self.known.get(str(raw.get(self.key, self.default)))
+
+    def stays(self, former: Raw, change: Raw) -> Raw:
+        """Return what is left of a table where change, which will be laid over it, names a row.
+
+        Keys that only the former row has go, and those that are of another type in the new one.
+        What neither has stays, to be an error.
+        """
+        before, now = self.row(former), self.row(change)
+        if not {self.key, IMPORT} & change.keys() or before is now or None in (before, now):
+            return former
+        if before is self.imported:  # anything may be an argument
+            return {}
+        known, new = _types(before), _types(now)
+        gone = {key for key, kind in known.items() if new.get(key, not kind) != kind}
+        return {key: value for key, value in former.items() if key not in gone | {self.key}}
+
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
         """Return how pydantic reads and writes such a table."""
         return core_schema.no_info_plain_validator_function(
@@ -113,6 +134,11 @@ _adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)  # to make one 
 _schema: Callable[[Any], Raw] = cache(lambda model: _adapter(model).json_schema())
 
 
+def _types(row: Any) -> dict[str, Any]:
+    """Return the JSON types of the keys of a row, None for those of several types."""
+    return {key: each.get("type") for key, each in _schema(row).get("properties", {}).items()}
+
+
 def read_toml(path: Path) -> Raw:
     """Return the tables of a TOML file.
 
@@ -126,12 +152,15 @@ def read_toml(path: Path) -> Raw:
         raise ConfigError(f"{path}: is not TOML: {error}") from None
 
 
-def override(raw: Raw, settings: Iterable[str]) -> Raw:
+def override(
+    raw: Raw, settings: Iterable[str], lay: Callable[[Raw, Raw], Raw] | None = None
+) -> Raw:
     """Return raw with "a.b=value" settings applied; values are TOML, a bare word is a string.
 
+    lay: how all of them together are laid over raw; None: by merge
     Raises ConfigError for a setting of another form, or one that goes through a plain value.
     """
-    result = raw
+    changes: Raw = {}
     for setting in settings:
         key, equals, text = setting.partition("=")
         parts = key.strip().split(".")
@@ -140,9 +169,9 @@ def override(raw: Raw, settings: Iterable[str]) -> Raw:
         change: Any = _value(text.strip())
         for part in reversed(parts):
             change = {part: change}
-        _check_path(result, parts, setting)
-        result = merge(result, change)
-    return result
+        _check_path(merge(raw, changes), parts, setting)
+        changes = merge(changes, change)
+    return (lay or merge)(raw, changes)
 
 
 def _value(text: str) -> Any:
@@ -222,11 +251,17 @@ def _explain(model: type[Any], raw: Raw, problem: Any, above: Sequence[str] = ()
 def keys(model: type[Any], loc: tuple[Any, ...] = ()) -> list[str]:
     """Return the keys a table of the model may have, by the JSON schema that pydantic derives."""
     schema = _schema(model)
-    definitions, here = schema.get("$defs", {}), schema
+    here = schema
     for part in loc:
-        here = here.get("properties", {}).get(part) or {}
-        here = definitions[here["$ref"].rpartition("/")[2]] if "$ref" in here else here
+        inner = here.get("items") if isinstance(part, int) else here.get("properties", {}).get(part)
+        here = _table(inner or {}, schema.get("$defs", {}))
     return list(here.get("properties", {}))
+
+
+def _table(schema: Raw, definitions: Raw) -> Raw:
+    """Return what a schema refers to; of one that may be null the other."""
+    one = next((each for each in schema.get("anyOf", ()) if "$ref" in each), schema)
+    return definitions[one["$ref"].rpartition("/")[2]] if "$ref" in one else one
 
 
 def dump_toml(raw: Raw) -> str:

@@ -22,7 +22,7 @@ import cpdhpc
 
 from .ops import kernel_threads
 from .world.cores import threads_of_rank
-from .world.gpu_messages import Answer, find_out
+from .world.gpu_messages import Answer, find_out, use_own_gpu
 from .world.mpi import library_version
 from .world.ranks import Ranks
 
@@ -150,10 +150,13 @@ def gpu() -> str:
 
 
 def gpu_rows(world: Ranks) -> list[tuple[str, str]]:
-    """Return whether MPI takes GPU memory, why, and how GPU arrays travel then. Collective."""
-    if not all(world.gather(bool(gpu()), "GPU")):
+    """Return each process's GPU, whether MPI takes GPU memory, how arrays travel. Collective."""
+    _, address = use_own_gpu(world)
+    found = world.gather(address, "GPU")
+    if not all(found):
         missing = Answer(False, "CuPy and a GPU are not there on every process")
         return [("GPU-aware MPI", str(missing))]
+    own = ", ".join(f"{process}: {gpu}" for process, gpu in enumerate(found))
     answer = find_out(world)
     travel = "go to MPI as they are" if answer.yes else "are staged through pinned host memory"
-    return [("GPU-aware MPI", str(answer)), ("GPU arrays", travel)]
+    return [("GPU of process", own), ("GPU-aware MPI", str(answer)), ("GPU arrays", travel)]

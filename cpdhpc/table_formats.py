@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from functools import cached_property, lru_cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -126,6 +127,16 @@ class TableFormat:
         return float(np.abs(self.numbers[self.numbers != 0]).min())
 
     @property
+    def emin(self) -> int:
+        """Exponent of the smallest magnitude: none is subnormal."""
+        return math.frexp(self.smallest)[1] - 1
+
+    @property
+    def top(self) -> int:
+        """Exponent of the largest magnitude."""
+        return math.frexp(self.largest)[1] - 1
+
+    @property
     def emax(self) -> int:
         """Exponent of max."""
         return math.frexp(self.max)[1] - 1
@@ -138,7 +149,7 @@ class TableFormat:
     @property
     def shift_min(self) -> int:
         """The smallest k for which the largest number times 2**-k stays within float32."""
-        return math.frexp(self.largest)[1] - 1 - 127
+        return self.top - 127
 
     @property
     def shift_max(self) -> int:
@@ -276,12 +287,48 @@ FAMILIES: dict[str, tuple[str, Callable[..., TableFormat]]] = {
 }
 
 
+OWN = "NAME=[NUMBER, ...]"
+
+
+def with_own_formats(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return the tables of a file with the names of its table [formats] spelled out, as OWN.
+
+    So whatever reads a value, on another machine or years later, needs nothing else. The values of
+    keys "name" stay. Raises ValueError for what is no table of formats.
+    """
+    names = {}
+    for name, given in raw.get("formats", {}).items():
+        values = given.get("values") if isinstance(given, dict) and len(given) == 1 else None
+        if not isinstance(values, list) or not all(type(v) in (int, float) for v in values):
+            raise ValueError(f"formats.{name}: the form is [formats.{name}] values = [NUMBER, ...]")
+        names[name] = f"{name}={[float(v) for v in values]}".replace(" ", "")
+        table_format(names[name])
+
+    def spelled(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {k: v if k == "name" else spelled(v) for k, v in value.items()}
+        if isinstance(value, list):
+            return [spelled(each) for each in value]
+        return names.get(value, value) if isinstance(value, str) else value
+
+    plain = {key: value for key, value in raw.items() if key != "formats"}
+    return spelled(plain) if names else plain
+
+
 @lru_cache(maxsize=64)
 def table_format(name: str) -> TableFormat | None:
-    """Return the table of a family's name, None for a name of no family.
+    """Return the table of a family's name, or of one that says its numbers, as OWN; else None.
 
-    Raises ValueError for numbers out of a family's range.
+    Raises ValueError for numbers out of a family's range, or that make no table.
     """
+    label, equals, text = name.partition("=")
+    if equals:
+        try:
+            values = [float(each) for each in text.removeprefix("[").removesuffix("]").split(",")]
+        except ValueError:
+            raise ValueError(f"parse_format: {name!r}: {OWN} is the form") from None
+        TableFormat(label, values)  # errors are better with the short name
+        return TableFormat(name, values)
     for pattern, make in FAMILIES.values():
         if match := re.fullmatch(pattern, name):
             return make(*map(int, match.groups()))

@@ -6,6 +6,7 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -80,6 +81,11 @@ class Arrays:
     def cumsum(self, a: ndarray, dtype: Any) -> ndarray:
         return self.move(lambda each: np.cumsum(each, dtype=dtype), a)
 
+    def searchsorted(self, a: ndarray, v: ndarray) -> ndarray:
+        if a.dtype != v.dtype:
+            raise TypeError("Both arrays must have the same type")  # as CuPy's
+        return self.compute(np.searchsorted, a, v)
+
     def flatnonzero(self, a: ndarray) -> ndarray:
         self.gpu.finish(self.gpu.current[-1])  # how many there are has to be known
         return self.asarray(np.flatnonzero(a.memory_view))
@@ -110,6 +116,9 @@ class Arrays:
         view = out.memory_view
         self.give(lambda: np.copyto(view, copy))
         return out
+
+    def array(self, a: Any, dtype: Any = None) -> ndarray:
+        return a.copy() if isinstance(a, ndarray) else self.asarray(np.array(a, dtype))
 
     def may_share_memory(self, a: ndarray, b: ndarray) -> bool:
         return np.may_share_memory(a.memory_view, b.memory_view)
@@ -152,13 +161,15 @@ class ndarray:
         )  # fmt: skip
         self.flags = SimpleNamespace(c_contiguous=memory_view.flags.c_contiguous)
         self.data = SimpleNamespace(ptr=memory_view.__array_interface__["data"][0])
-        self.device = SimpleNamespace(id=0)
+        self.device = SimpleNamespace(id=owner.device)
 
     def like(self, memory_view: np.ndarray) -> ndarray:
         assert np.may_share_memory(memory_view, self.memory_view) or not memory_view.size
         return ndarray(self.arrays, self.owner, memory_view)
 
     def reshape(self, *shape: Any) -> ndarray:
+        if not self.flags.c_contiguous:
+            return self.copy().reshape(*shape)
         return self.like(self.memory_view.reshape(*shape))
 
     def view(self, dtype: Any) -> ndarray:
@@ -204,6 +215,10 @@ class ndarray:
     def astype(self, dtype: Any) -> ndarray:
         return self.arrays.move(lambda x: x.astype(dtype), self)
 
+    @property
+    def T(self) -> ndarray:
+        return self.like(self.memory_view.T)
+
     def ravel(self) -> ndarray:
         return self.reshape(-1)
 
@@ -222,8 +237,8 @@ class ndarray:
     def set(self, array: np.ndarray) -> None:
         if not self.flags.c_contiguous or (array.shape, array.dtype) != (self.shape, self.dtype):
             raise ValueError("set: array must be contiguous, and of this shape and dtype")
-        copy, target = array.copy(), self.memory_view  # memory that is not pinned is staged at once
-        self.arrays.give(lambda: np.copyto(target, copy))
+        target = self.memory_view  # pageable memory may be read as late as pinned (HMM, GH200)
+        self.arrays.give(lambda: np.copyto(target, array))
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         raise TypeError("Implicit conversion to a NumPy array is not allowed")
@@ -270,6 +285,15 @@ class ndarray:
     def __or__(self, other: Any) -> ndarray:
         return self.arrays.compute(np.bitwise_or, self, other)
 
+    def __ior__(self, other: Any) -> ndarray:
+        return self.arrays.compute(np.bitwise_or, self, other, out=self)
+
+    def __lshift__(self, other: Any) -> ndarray:
+        return self.arrays.compute(np.left_shift, self, other)
+
+    def __rshift__(self, other: Any) -> ndarray:
+        return self.arrays.compute(np.right_shift, self, other)
+
     def __invert__(self) -> ndarray:
         return self.arrays.compute(np.invert, self)
 
@@ -299,6 +323,12 @@ class ndarray:
     def sum(self, axis: int | None = None, dtype: Any = None) -> ndarray:
         return self.arrays.compute(lambda x: np.sum(x, axis, dtype), self)
 
+    def any(self) -> ndarray:
+        return self.arrays.compute(np.any, self)
+
+    def __abs__(self) -> ndarray:
+        return self.arrays.compute(np.abs, self)
+
     def all(self) -> ndarray:
         return self.arrays.compute(np.all, self)
 
@@ -313,6 +343,18 @@ class ndarray:
 
 
 ndarray.__module__ = "cupy"  # as backend_of looks at it
+
+
+class Device:
+    """cupy.cuda.Device: the current one, or one by its number."""
+
+    def __init__(self, gpu: Gpu, number: int | None) -> None:
+        self.gpu, self.id = gpu, gpu.device_id if number is None else number
+        assert self.id < gpu.count
+        self.pci_bus_id = f"0000:{gpu.first + self.id:02x}:00.0"
+
+    def use(self) -> None:
+        self.gpu.device_id = self.id
 
 
 class RawModule:
@@ -348,17 +390,18 @@ def modules(gpu: Gpu) -> tuple[ModuleType, ModuleType]:
         "packbits",
         "unpackbits",
         "atleast_1d",
+        "array",
         "asarray",
         "may_share_memory",
         "shape",
         "copyto",
     )
     vars(cupy).update({name: getattr(arrays, name) for name in names})
-    device = SimpleNamespace(id=0)
     runtime = SimpleNamespace(
         CUDARuntimeError=Error, memcpyHostToDevice=1, memcpyDeviceToHost=2,
         eventQuery=gpu.query, memcpyAsync=gpu.copy,
         getDeviceProperties=lambda number: {"name": b"simulated"},
+        getDeviceCount=lambda: gpu.count,
     )  # fmt: skip
     vars(cupy).update(
         ndarray=ndarray,
@@ -367,11 +410,12 @@ def modules(gpu: Gpu) -> tuple[ModuleType, ModuleType]:
         cuda=SimpleNamespace(
             Stream=lambda non_blocking: Stream(gpu),
             Event=lambda disable_timing: Event(gpu),
-            Device=lambda: device,
+            Device=lambda number=None: Device(gpu, number),
             get_current_stream=lambda: gpu.current[-1],
             runtime=runtime,
         ),
     )
+    cupy.__spec__ = ModuleSpec("cupy", None)
     vars(cupyx).update(empty_pinned=gpu.pinned)
     return cupy, cupyx
 

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 GARBAGE = 0xA5
+MARGIN = 64  # bytes before and after a piece of memory, which nobody may write
 
 
 class Ticket:
@@ -34,11 +35,14 @@ class Gpu:
 
     aware: whether MPI may be given this GPU's memory, which is the host's
     copies_last: do the work of other streams only when the null stream cannot go on
+    count, device_id: GPUs that this process sees, and the current one of them
+    first: the place on the bus of the first of them
     stalled: a stream whose work is not done but when somebody waits for all of it
     """
 
     def __init__(self, seed: int = 0) -> None:
         self.aware = self.copies_last = False
+        self.count, self.device_id, self.first = 1, 0, 0
         self.stalled: Stream | None = None
         self.random = random.Random(seed)
         self.streams: dict[int, Stream] = {}
@@ -90,8 +94,10 @@ class Gpu:
 
     def take(self, kind: str, size_bytes: int, free: Callable[[np.ndarray], None]) -> Owner:
         """Return new memory; free is called with it once nobody refers to it any more."""
-        raw = np.full(max(1, size_bytes), GARBAGE, np.uint8)
-        owner, pool, address = Owner(raw[:size_bytes]), self.memory[kind], raw.ctypes.data
+        whole = np.full(size_bytes + 2 * MARGIN, GARBAGE, np.uint8)
+        raw = whole[MARGIN : MARGIN + max(1, size_bytes)]
+        owner = Owner(raw[:size_bytes], self.device_id, whole)
+        pool, address = self.memory[kind], raw.ctypes.data
         pool[address] = raw
 
         def finalize() -> None:
@@ -118,9 +124,14 @@ def spoil(raw: np.ndarray) -> None:
 class Owner:
     """What keeps memory from being freed; work that was given to a stream does not."""
 
-    def __init__(self, raw: np.ndarray) -> None:
-        self.raw = raw
+    def __init__(self, raw: np.ndarray, device: int, whole: np.ndarray) -> None:
+        self.raw, self.device, self.whole = raw, device, whole
         self.__array_interface__ = raw.__array_interface__
+
+    def check(self, who: str) -> None:
+        """Fail where something was written beside the memory."""
+        before, after = self.whole[:MARGIN], self.whole[MARGIN + self.raw.size :]
+        assert (before == GARBAGE).all() and (after == GARBAGE).all(), f"{who} wrote out of bounds"
 
 
 class Stream:

@@ -5,12 +5,28 @@ from __future__ import annotations
 import tomllib
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cpdhpc.collectives.method import DEFAULT
-from cpdhpc.config import ConfigError, difference, dump_toml, merge, override, read_toml
-from cpdhpc.train.job import load
+from cpdhpc.config import (
+    ConfigError,
+    difference,
+    dump_toml,
+    flatten,
+    merge,
+    override,
+    read_toml,
+    validate,
+)
+from cpdhpc.kinds.train import TRAIN
+from cpdhpc.study.cases import load_study
+from cpdhpc.train.datasets import Idx
+from cpdhpc.train.job import Job, load
+from cpdhpc.train.models import Mlp
+from cpdhpc.train.models.plain import LeNet
+from cpdhpc.train.optimizers import AdamW
 
 BASE = """
 [model]
@@ -108,6 +124,50 @@ def test_one_line_says_what_is_wrong(tmp_path: Path, text: str, says: str) -> No
     assert says in message
     assert str(path) in message
     assert "\n" not in message
+
+
+ROWS = {  # table of the file -> what is laid over it, and what is left of the file's
+    "model = { name = 'lenet', channels = [4, 8], hidden = 64 }": [
+        ("model = { name = 'mlp' }", Mlp()),  # whose hidden are several numbers
+        ("model = { name = 'mlp', hidden = [3] }", Mlp(hidden=(3,))),
+        ("model = { name = 'lenet', hidden = 9 }", LeNet(channels=(4, 8), hidden=9)),
+    ],
+    "optimizer = { momentum = 0.5, weight_decay = 0.1 }": [  # of sgd, by default
+        ("optimizer = { name = 'adamw' }", AdamW(weight_decay=0.1)),
+    ],
+    "model = { import = 'torch.nn:Identity', width = 3 }": [("model = { name = 'mlp' }", Mlp())],
+    "data = { name = 'digits', split_seed = 3 }": [
+        ("data = { name = 'idx', dir = '/d' }", Idx(dir="/d")),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("table", "change", "left"), [(t, c, left) for t, rows in ROWS.items() for c, left in rows]
+)
+def test_another_row_of_a_table_leaves_the_keys_of_the_former(
+    tmp_path: Path, table: str, change: str, left: Any
+) -> None:
+    """By [[compare]], by --set in any order, by a sweep of a study and by --set of that."""
+    key = table.partition(" ")[0]
+    (job,) = load(write(tmp_path, f"{table}\n[[compare]]\nname = 'a'\n{change}"))
+    assert getattr(job, key) == left
+    path = write(tmp_path, f"{table}\ntrain.epochs = 3")
+    factors = flatten(tomllib.loads(change))
+    settings = [f"{name}={value!r}" for name, value in factors.items()]
+    for order in (settings, settings[::-1]):
+        assert getattr(load(path, order)[0], key) == left
+    swept = {name: value for name, value in factors.items() if not isinstance(value, list)}
+    assert TRAIN.fits(read_toml(path), swept, 1) is None
+    study = write(tmp_path, f"kind = 'train'\njob.{table}\nsweep.'train.batch' = [8]")
+    given = load_study(study, [f"job.{each}" for each in settings]).job
+    assert getattr(validate(Job, given | {"name": "a"}, "study"), key) == left
+
+
+def test_a_key_of_neither_row_is_still_an_error(tmp_path: Path) -> None:
+    text = "model = { name = 'lenet', hiden = 64 }\n[[compare]]\nname = 'a'\nmodel.name = 'mlp'"
+    with pytest.raises(ConfigError, match=r"compare row a: unknown key model\.hiden: did"):
+        load(write(tmp_path, text))
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,15 @@ from training import run_job, small_data, small_job
 
 from cpdhpc import store
 from cpdhpc.cli import main
-from cpdhpc.config import ConfigError, dump_toml
+from cpdhpc.config import ConfigError, dump_toml, validate
+from cpdhpc.kinds.train import TRAIN
 from cpdhpc.signals import Caught
 from cpdhpc.train.controllers import CONTROLLERS, Controller, Norms, Schedule, Settings
 from cpdhpc.train.controllers.autowu import turning_point
 from cpdhpc.train.controllers.gaussian_process import Process, kernel
 from cpdhpc.train.controllers.noise import NoiseScale, moments
 from cpdhpc.train.data import epoch_order, shard
+from cpdhpc.train.job import Job, load
 from cpdhpc.train.loop import Diverged, run
 from cpdhpc.train.norms import BUCKETS, sketches
 from cpdhpc.train.progress import Display
@@ -241,6 +244,23 @@ def test_bad_tables(tables: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message) as raised:
         small_job(**tables)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "table", [{"train": {"learning_rate": 0.1}}, {"schedule": {"decay": "constant"}}]
+)
+def test_autowu_refuses_a_rate_that_is_the_default_too(tmp_path: Path, table: Any) -> None:
+    """Else a study has the same training twice: without the key, and with it."""
+    (tmp_path / "job.toml").write_text(dump_toml({"controller": {"name": "autowu"}, **table}))
+    with pytest.raises(ConfigError, match=r"job\.toml: .*: should be left out: controller\.name"):
+        load(tmp_path / "job.toml")
+    factors = {f"{a}.{b}": v for a, row in table.items() for b, v in row.items()}
+    said = TRAIN.fits({"controller": {"name": "autowu"}}, factors, 1)
+    assert said and "should be left out" in said
+    assert TRAIN.fits({"controller": {"name": "schedule"}}, factors, 1) is None
+    (tmp_path / "job.toml").write_text('controller.name = "autowu"')
+    (job,) = load(tmp_path / "job.toml")
+    assert validate(Job, tomllib.loads(job.toml()), "stored") == job  # with all defaults
 
 
 def test_one_rank_is_too_few_before_any_run_begins(

@@ -10,23 +10,28 @@ import pytest
 
 from cpdhpc.ops.cuda_source import ARITHMETIC, KERNELS, OPTIONS, cuda_source
 
+# What may appear in PTX of float32 and float64: nothing that flushes subnormal numbers or fuses.
+# cvt.rzi.ftz: of a subnormal number the integer part is 0 either way.
+EXACT = re.compile(
+    r"(?:add|sub|mul|div)\.rn\.f(?:32|64)|(?:abs|neg)\.f64|cvt\.rzi\.ftz\.s32\.f32|cvt\.rzi\.s64\.f64"
+    r"|cvt\.rn\.f(?:32|64)\.[su](?:32|64)|cvt\.rn\.f32\.f64|cvt\.f64\.f32|setp\.\w+\.f64"
+    r"|(?:mov|selp)(?:\.v\d)?\.f(?:32|64)|(?:ld|st)\.\w+(?:\.nc)?(?:\.v\d)?\.f(?:32|64)"
+)
+VERSIONS = {12: "nvidia-cuda-nvrtc-cu12", 13: "nvidia-cuda-nvrtc"}
 
-def _nvrtc() -> ctypes.CDLL:
-    nvidia = pytest.importorskip("nvidia", reason="NVRTC (nvidia-cuda-nvrtc-cu12) is missing")
-    found = [
-        path
-        for folder in nvidia.__path__
-        for path in Path(folder).glob("*/lib/libnvrtc.so*")
-        if "alt" not in path.name and "builtins" not in path.name
-    ]
+
+def _nvrtc(version: int) -> ctypes.CDLL:
+    missing = f"NVRTC ({VERSIONS[version]}) is missing"
+    nvidia = pytest.importorskip("nvidia", reason=missing)
+    found = [p for f in nvidia.__path__ for p in Path(f).glob(f"*/lib/libnvrtc.so.{version}")]
     if not found:
-        pytest.skip("NVRTC (nvidia-cuda-nvrtc-cu12) is missing")
+        pytest.skip(missing)
     return ctypes.CDLL(str(found[0]))
 
 
-def _compile(source: str, *options: str) -> tuple[str, str]:
+def _compile(source: str, *options: str, version: int = 12) -> tuple[str, str]:
     """Return NVRTC's log and PTX."""
-    nvrtc = _nvrtc()
+    nvrtc = _nvrtc(version)
     program = ctypes.c_void_p()
     name = b"cuda_loops.cu"
     status = nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), name, 0, None, None)
@@ -46,18 +51,26 @@ def _compile(source: str, *options: str) -> tuple[str, str]:
     return log, text("PTX")
 
 
+QUICK = {(12, 75), (12, 100), (13, 120)}
+
+
 @pytest.mark.parametrize(
-    "architecture",  # no line of ours depends on it
-    ["compute_75", pytest.param("compute_90", marks=pytest.mark.slow)],
+    ("version", "architecture"),
+    [
+        pytest.param(v, a, marks=() if (v, a) in QUICK else pytest.mark.slow)
+        for v in VERSIONS
+        for a in (75, 80, 86, 89, 90, 100, 103, 120)
+    ],
 )
-def test_every_kernel_compiles(architecture: str) -> None:
+def test_every_kernel_compiles_to_exact_instructions(version: int, architecture: int) -> None:
     # CuPy appends -ftz=true, whatever is asked for.
-    log, ptx = _compile(cuda_source(), f"-arch={architecture}", *OPTIONS, "-ftz=true")
+    options = f"-arch=compute_{architecture}", *OPTIONS, "-ftz=true"
+    log, ptx = _compile(cuda_source(), *options, version=version)
     assert "warning" not in log
     assert sorted(re.findall(r"\.entry (\w+)\(", ptx)) == sorted((*KERNELS, *ARITHMETIC))
-    # Subnormal numbers survive, and no product is fused into a sum.
-    arithmetic = re.findall(r"\b((?:add|sub|mul|fma|mad|div)\.[\w.]*f32)\b", ptx)
-    assert set(arithmetic) == {"add.rn.f32", "sub.rn.f32", "mul.rn.f32", "div.rn.f32"}
+    used = set(re.findall(r"\b([a-z]+\.[\w.]*\bf(?:32|64)\b[\w.]*)", ptx))
+    assert {"add.rn.f32", "mul.rn.f32"} < used
+    assert {word for word in used if not EXACT.fullmatch(word)} == set()
 
 
 def test_messages_name_our_files() -> None:

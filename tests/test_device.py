@@ -1,4 +1,4 @@
-"""Whether MPI takes GPU memory: how the library is asked, and that a no is not tried."""
+"""Which GPU a process takes, what kernels refuse, and whether MPI takes GPU memory."""
 
 from __future__ import annotations
 
@@ -6,9 +6,16 @@ import ctypes
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+from simulated_cupy import simulated
 
+from cpdhpc import arrays
+from cpdhpc.config import UserError
+from cpdhpc.formats import Cast, parse_format
+from cpdhpc.ops import cpu
 from cpdhpc.world import gpu_messages
+from cpdhpc.world.gpu_messages import use_gpu
 from cpdhpc.world.ranks import Loopback
 
 
@@ -67,3 +74,68 @@ def test_a_no_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     world = Loopback()
     world.gpu_direct = False
     assert "gpu_direct=False" in gpu_messages.find_out(world).why
+
+
+class Processes(Loopback):
+    """One of several processes of two nodes, and what the others tell."""
+
+    def __init__(self, process: int, nodes: list[int], told: list[str]) -> None:
+        super().__init__(len(nodes), nodes=nodes)
+        self.virtual_ranks, self.process, self._told = 1, process, told
+
+    def gather(self, value: Any, what: str = "gather") -> list[Any]:
+        return [value if i == self.process else each for i, each in enumerate(self._told)]
+
+
+def bus(place: int) -> str:
+    return f"0000:{place:02x}:00.0"
+
+
+def test_processes_of_a_node_take_gpus_of_their_own() -> None:
+    nodes, told = [0, 0, 1, 1], [bus(0), bus(1), bus(0), bus(1)]
+    for process, expected in enumerate([0, 1, 0, 1]):
+        with simulated() as (gpu, cupy):
+            gpu.count = 4
+            assert use_gpu(Processes(process, nodes, told)) == expected == gpu.device_id
+            assert cupy.zeros(3, np.float32).device.id == expected
+    with simulated() as (gpu, cupy):  # Slurm's --gpus-per-task: each process sees one, its own
+        gpu.first = 1
+        assert use_gpu(Processes(1, nodes, told)) == 0
+    with simulated() as (gpu, cupy):
+        gpu.count = 4
+        cupy.cuda.Device(3).use()  # chosen already
+        assert use_gpu(Processes(1, nodes, told)) == 3
+
+
+def test_too_few_gpus_are_an_error_on_all_processes() -> None:
+    nodes, told = [0, 0, 1], [bus(0), bus(0), bus(0)]
+    for process in range(3):
+        world = Processes(process, nodes, told)
+        with simulated():
+            with pytest.raises(UserError, match="processes 0, 1 would share GPUs of their node"):
+                use_gpu(world)
+            assert use_gpu(world, oversubscribe=True) == 0
+            world = Processes(process, nodes, [bus(0), bus(1), ""])
+            if process != 2:
+                with pytest.raises(UserError, match="process 2 sees no GPU"):
+                    use_gpu(world)
+
+
+def test_kernels_refuse_what_would_end_the_context() -> None:
+    with simulated() as (gpu, cupy):
+        from cpdhpc.ops import gpu as ops
+
+        codes = np.arange(2000, dtype=np.uint8) % 16
+        packed = cpu.pack(codes.astype(np.uint32), 4)
+        there = cupy.asarray(np.concatenate([[np.uint8(0)], packed]))
+        assert arrays.unpack(there[1:], 4, 2000).get().tolist() == codes.tolist()
+        x, shifts = cupy.zeros(1024, np.float32), cupy.zeros(1, np.uint8)
+        with pytest.raises(ValueError, match="words: begins at an odd address"):
+            ops.encode_tiles(x, Cast(parse_format("e4m3")), cupy.zeros(1025, np.uint8)[1:], shifts)
+        odd = cupy.zeros(4097, np.uint8)[1:].view(np.float32)
+        with pytest.raises(ValueError, match="x: begins at an odd address: must at a multiple"):
+            ops.amax_tiles(odd)
+        gpu.count = 2
+        cupy.cuda.Device(1).use()
+        with pytest.raises(ValueError, match="x: is on GPU 0: must be on CuPy's current one, 1"):
+            ops.amax_tiles(x)

@@ -28,7 +28,7 @@ def test_info_prints_what_is_there(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_without_a_gpu_mpi_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(provenance, "gpu", lambda: "")
+    monkeypatch.setattr(provenance, "use_own_gpu", lambda world: (-1, ""))
     monkeypatch.setattr(provenance, "find_out", pytest.fail)
     ((_, text),) = provenance.gpu_rows(Loopback())
     assert text.startswith("no (CuPy and a GPU are not there")
@@ -38,7 +38,8 @@ def test_without_a_gpu_mpi_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None
 def test_how_gpu_arrays_travel_is_shown(
     monkeypatch: pytest.MonkeyPatch, yes: bool, words: str
 ) -> None:
-    monkeypatch.setattr(provenance, "gpu", lambda: "a GPU")
+    monkeypatch.setattr(provenance, "use_own_gpu", lambda world: (2, "0000:41:00.0"))
     monkeypatch.setattr(provenance, "find_out", lambda world: gpu_messages.Answer(yes, "the query"))
     rows = dict(provenance.gpu_rows(Loopback()))
+    assert rows["GPU of process"] == "0: 0000:41:00.0"
     assert rows["GPU-aware MPI"].endswith("(the query)") and words in rows["GPU arrays"]

@@ -25,24 +25,26 @@ MAY_IMPORT = {  # part of the package -> the parts it may import, besides itself
     "signals": set(),
     "ops": BASE | {"_cpu", "kernels"},
     "arrays": BASE | {"ops"},
-    "precision": BASE | {"arrays", "ops"},
+    "precision": REDUCE | {"arrays", "compress", "train", "provenance", "signals", "report"},
     "world": WORLD,
     "collectives": WORLD,
-    "compress": REDUCE,
+    "compress": REDUCE | {"precision"},
     "darray": REDUCE,
     "quantized": BASE,
     "provenance": WORLD | {"_cpu"},
     "split_images": WORLD | {"darray"},
-    "train": REDUCE | {"compress", "split_images", "quantized", "provenance", "signals"},
+    "train": REDUCE
+    | {"compress", "precision", "split_images", "quantized", "provenance", "signals"},
     "influence": REDUCE | {"train"},
     "autoencoder": WORLD | {"darray", "train", "provenance", "signals"},
     "bench": REDUCE
-    | {"arrays", "compress", "darray", "quantized", "train", "autoencoder", "provenance"},
+    | {"arrays", "precision", "compress", "darray", "quantized", "train", "autoencoder"}
+    | {"provenance"},
     "kinds": WORLD
     | {"collectives", "darray", "bench", "train", "autoencoder", "provenance", "signals"}
     | {"study", "report"},
     "study": WORLD | {"collectives", "kinds", "bench", "provenance", "signals"},
-    "report": {"config", "store", "methods", "kinds", "study"},
+    "report": {"config", "store", "methods", "formats", "kinds", "study", "precision"},
     "cli": {
         "autoencoder",
         "config",
@@ -69,6 +71,12 @@ ONLY_HERE = {  # outside package -> where it may be imported
         "darray/autograd.py",
         "bench/baselines.py",
         "quantized/layers.py",
+        "precision/arithmetic.py",
+        "precision/conversion.py",
+        "precision/layers.py",
+        "precision/quantizers.py",
+        "precision/updates.py",
+        "precision/recorder.py",
     ),
     "h5py": ("store.py",),
     "simpleeval": ("study/spec.py",),
@@ -208,6 +216,11 @@ def test_importing_starts_nothing() -> None:
             "autoencoder",
             "darray.autograd",
             "quantized.layers",
+            "precision.arithmetic",
+            "precision.conversion",
+            "precision.layers",
+            "precision.quantizers",
+            "precision.updates",
         )
     )
     names = sorted(module_names(), key=lambda name: name.startswith(with_torch))

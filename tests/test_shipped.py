@@ -46,6 +46,15 @@ def python(
     return done
 
 
+def test_an_installation_has_every_package() -> None:
+    setup = ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    folders = {path.parent.relative_to(ROOT) for path in ROOT.glob("cpdhpc/**/*.py")}
+    assert {".".join(folder.parts) for folder in folders} <= set(
+        setup["options"]["packages"].split()
+    )
+
+
 def test_a_script_beside_the_clone_finds_the_package(tmp_path: Path) -> None:
     """There the clone's folder, of the package's name, is on the path too, and before it."""
     made, site, home = tmp_path / "made", tmp_path / "site", tmp_path / "home"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from pathlib import Path
 from typing import Any, get_args
 
 import gmpy2
@@ -13,8 +14,10 @@ from allreduce_oracle import expected
 
 import cpdhpc
 from cpdhpc.collectives.allreduce import simulate
+from cpdhpc.config import ConfigError
 from cpdhpc.formats import Cast, Overflow, Rounding, TableFormat, parse_format, shift_count
 from cpdhpc.ops import reference
+from cpdhpc.train.job import load
 
 NF4 = TableFormat(  # Dettmers et al., QLoRA, arXiv 2305.14314, appendix E
     "nf4",
@@ -275,3 +278,23 @@ def test_what_tables_refuse() -> None:
                          ([0, 2.0**-126], "two numbers"), ([np.nan, 1], "two n")):  # fmt: skip
         with pytest.raises(ValueError, match=rf"^TableFormat: mine: .*{said}"):
             TableFormat("mine", values)
+
+
+def test_a_job_file_names_its_own_formats(tmp_path: Path) -> None:
+    """What is read says the numbers themselves, so that a record or a checkpoint needs no more."""
+    path, rest = tmp_path / "own.toml", '[data]\nname = "digits"\n[model]\nname = "mlp"\n'
+    wire = '[gradient]\naggregator = "lowbit"\nwire = "quarters"\nlayers = {"0*" = "quarters"}\n'
+    own = "[formats.quarters]\nvalues = [-1, -0.25, 0, 0.25]\n"
+    path.write_text(own + wire + rest)
+    (job,) = load(path)
+    method = job.gradient._allreduce(0, 0)  # type: ignore[attr-defined]
+    assert isinstance(method.fmt, TableFormat) and method.fmt.bits == 2
+    assert method.fmt.values.tolist() == [-1, -0.25, 0, 0.25]
+    path.write_text(job.toml())
+    assert load(path) == [job] and "quarters=[-1.0,-0.25,0.0,0.25]" in job.toml()
+    for values, said in (("[1, 2, 3]", "quarters: 3 values given"), ("7", "formats.quarters: the")):
+        path.write_text(f"[formats.quarters]\nvalues = {values}\n" + wire + rest)
+        with pytest.raises(ConfigError, match=said):
+            load(path)
+    with pytest.raises(ValueError, match=r"^parse_format: 'q=\[1,x\]': NAME=\[NUMBER, \.\.\.\] is"):
+        parse_format("q=[1,x]")

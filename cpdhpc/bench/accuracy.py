@@ -16,11 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import store
-from ..collectives.allreduce import Allreduce
-from ..collectives.schedules import SCHEDULES
 from ..config import ConfigError
 from ..formats import parse_format
-from ..world.ranks import Loopback
+from ..precision.measures import WAYS, sum_error
 from .harness import check_positive, parse_counts
 
 SCALINGS = {  # label: (scaling, headroom)
@@ -28,9 +26,10 @@ SCALINGS = {  # label: (scaling, headroom)
     "aps": ("aps", "n"),
     "aps, no headroom": ("aps", "none"),
     "tile": ("tile", "n"),
+    "block32": ("block32", "n"),
+    "block16": ("block16", "n"),
 }
 MARKERS = "os^Dv<>pPX*hd"
-ANY = "any"  # algorithm: exact sums are the same in all
 
 
 class AccuracyCase(NamedTuple):
@@ -66,26 +65,17 @@ def contributions(ranks: int, n: int, seed: int) -> list[npt.NDArray[np.float32]
     return [(scale * (shared + rng.normal(size=n))).astype(np.float32) for _ in range(ranks)]
 
 
-def error(xs: list[npt.NDArray[np.float32]], method: Allreduce) -> float:
-    """Return the relative error of one simulated sum."""
-    exact = np.sum(xs, axis=0, dtype=np.float64)
-    result = method.run(Loopback(len(xs)), xs).arrays[0]
-    return float(np.linalg.norm(result - exact) / np.linalg.norm(exact))
-
-
 def cases(ranks: int, wire: str, n: int, seeds: int) -> Iterator[AccuracyCase]:
     """Yield every way of summing that fits the format, with its error."""
     inputs = [contributions(ranks, n, seed) for seed in range(seeds)]
-    ways = [(name, each) for name, row in SCHEDULES.items() for each in row.accumulates]
-    for algorithm, accumulate in [*ways, (ANY, "exact")]:
-        name = "ring" if algorithm == ANY else algorithm
+    for way in WAYS:
         for label, (scaling, headroom) in SCALINGS.items():
             try:
-                method = Allreduce(wire, name, scaling, accumulate, headroom=headroom)
-                errors = [error(xs, method) for xs in inputs]
+                found = [sum_error(xs, wire, way, scaling, headroom=headroom) for xs in inputs]
             except ValueError:  # exact sums: not with tile scaling, nor of too wide a range
                 continue
-            yield AccuracyCase(ranks, wire, algorithm, accumulate, label, float(np.median(errors)))
+            middle = float(np.median([each.relative for each in found]))
+            yield AccuracyCase(ranks, wire, *way, label, middle)
 
 
 def table(found: list[AccuracyCase]) -> str:

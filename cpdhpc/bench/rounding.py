@@ -15,8 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ..config import UserError
-from ..formats import SHARED, Cast, Format, packed_bytes, parse_format, shift_count, tiles
+from ..formats import SHARED, SHIFT_BIAS, Cast, Format, parse_format
 from ..ops import cpu
+from ..precision import measures
 from .harness import check_positive, parse_names
 
 Values = npt.NDArray[np.float32]
@@ -46,15 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def rounded(x: Values, fmt: Format, scaling: str) -> Values:
     """Return x rounded to a format, with one shift for all of it (LAYER), or as in SHARED."""
-    out, words = np.empty_like(x), np.empty(packed_bytes(x.size, fmt.bits), np.uint8)
-    if scaling in SHARED:
-        shifts = np.empty(shift_count(x.size, SHARED[scaling]), np.uint8)
-    else:
-        most = cpu.amax_tiles(x).max(keepdims=True, initial=0)
-        shifts = np.repeat(cpu.fitting_shift(most, fmt), tiles(x.size))
-    cpu.encode_tiles(x, Cast(fmt), words, shifts, fit=scaling in SHARED)
-    cpu.decode_tiles(words, shifts, fmt, out)
-    return out
+    largest = cpu.amax_tiles(x).max(keepdims=True, initial=0)
+    one = int(cpu.fitting_shift(largest, fmt)[0]) - SHIFT_BIAS
+    return measures.rounded(x, Cast(fmt), one if scaling == LAYER else scaling).values
 
 
 def error(arrays: Sequence[Values], fmt: Format, scaling: str) -> float:

@@ -31,6 +31,7 @@ from ..formats import (
     wire_scaling,
 )
 from ..methods import EXACT, SCALINGS, suggest
+from ..ops import placed
 from ..ops.payloads import Exact, Packed, Raw, Wire, parse_wire
 from ..ops.reference import fitting_shift
 from ..world.ranks import check_integer
@@ -149,11 +150,14 @@ def integer_shift(amax_bits: int, fmt: Format) -> int:
 
 
 def shift_bytes(shifts: Sequence[int], segments: Sequence[Segment], n: int, like: Array) -> Array:
-    """Return the shift byte of each tile, uint8[tiles(n)], from the shift of each segment."""
-    out = np.empty_like(like, shape=(tiles(n),), dtype=np.uint8)
+    """Return the shift byte of each tile, uint8[tiles(n)], from the shift of each segment.
+
+    It is made on the host: a GPU would be given a fill for each segment.
+    """
+    out = np.empty(tiles(n), np.uint8)
     for shift, segment in zip(shifts, segments, strict=True):
         out[tile_span(segment)] = shift + SHIFT_BIAS
-    return out
+    return placed(out, like)
 
 
 UNITS = {

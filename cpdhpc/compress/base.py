@@ -92,7 +92,7 @@ class Aggregator(ABC):
         """Return the mean over all ranks of their gradients. Collective: all processes call.
 
         gradients: one float32[bucket.size] per hosted rank, as bucket lays them out; unchanged.
-            CuPy arrays where docs/compression.md says so: then the mean and what is kept are, too
+            CuPy arrays, too: then the mean and what is kept of each value are CuPy's
         Raises NonFiniteGradient on all ranks alike where a gradient holds NaN or infinity.
         """
 
@@ -211,8 +211,13 @@ def shared_largest(
 
 def raise_unless_finite(world: Ranks, gradients: Sequence[Array], bucket: Bucket) -> None:
     """Raise NonFiniteGradient on all ranks where one holds NaN or infinity. Collective."""
-    found = [int(to_host(backend_of(x).amax_tiles(x)).max(initial=0)) for x in gradients]
-    shared_largest(world, gradients, bucket, np.array([max(found)], np.uint32).view(np.float32))
+    shared_largest(world, gradients, bucket, amax(gradients))
+
+
+def amax(xs: Sequence[Array]) -> Array:
+    """Return the largest magnitude of all float32[n], float32[1], NumPy's: NaN where one is."""
+    found = [int(to_host(backend_of(x).amax_tiles(x)).max(initial=0)) for x in xs]
+    return np.array([max(found)], np.uint32).view(np.float32)
 
 
 def blocks(x: Array, multiple: int = 1) -> Iterator[slice]:
@@ -233,27 +238,24 @@ def zeros(n: int, like: Array) -> Array:
 
 
 REFUSED = 1 << 32  # above the bits of any float32
-EITHER = "numpy.ndarray or cupy.ndarray"  # allowed types of gradients
+PLACES = ("numpy.ndarray", "cupy.ndarray")  # allowed types of gradients
 
 
 def check_place(
-    method: Aggregator,
-    world: Ranks,
-    gradients: Sequence[Array],
-    count: int = 1,
-    allowed: str = "numpy.ndarray",
+    method: Aggregator, world: Ranks, gradients: Sequence[Array], count: int = 1
 ) -> None:
-    """Raise TypeError on all ranks unless the gradients of each process are of an allowed type.
+    """Raise TypeError on all ranks unless the gradients of each process are NumPy's or CuPy's.
 
     Collective where it raises: the other processes go on to shared_largest of count values, or to
-    raise_unless_finite, and hear of it there. allowed: "numpy.ndarray" or EITHER
+    raise_unless_finite, and hear of it there.
     """
     came = sorted({f"{type(x).__module__}.{type(x).__qualname__}" for x in gradients})
-    if len(came) > 1 or came[0] not in allowed.split(" or "):
+    if len(came) > 1 or came[0] not in PLACES:
         world.max(np.full(count, REFUSED), "largest values")
         world.agree(
             TypeError(
-                f"{type(method).__name__}: gradients: {' and '.join(came)}: must be {allowed}"
+                f"{type(method).__name__}: gradients: {' and '.join(came)}: must be "
+                f"{' or '.join(PLACES)}"
                 f"{', on all hosted ranks alike' if len(came) > 1 else ''}"
             ),
             "gradients",

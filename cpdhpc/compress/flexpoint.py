@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
@@ -14,12 +13,10 @@ from ..collectives.allreduce import Allreduce, configured
 from ..collectives.checks import amax_of_segments
 from ..collectives.method import Shifts, integer_shift
 from ..formats import INTEGERS, TILE
+from ..precision.tensors import NEVER, autoflex
 from .base import LOSSES, Aggregator, Array, Column, Context, Mean
 from .bucket import Bucket
 from .lowbit import count_losses
-
-NEVER = -1.0  # in a history: no iteration yet
-MARGIN, DEVIATIONS = 2.0, 3.0
 
 
 @dataclass(frozen=True)
@@ -83,12 +80,8 @@ class Flexpoint(Aggregator):
             known = [each for each in past.tolist() if each != NEVER]
             if not any(known):
                 return None
-            middle = math.fsum(known) / len(known)  # fsum: one result on all processors
-            spread = math.sqrt(math.fsum((each - middle) ** 2 for each in known) / len(known))
-            largest = MARGIN * ranks * (middle + DEVIATIONS * spread)
-            limits = np.finfo(np.float32)
-            limited = min(max(largest, float(limits.smallest_subnormal)), float(limits.max))
-            shifts.append(integer_shift(int(np.float32(limited).view(np.uint32)), fmt))
+            largest = min(ranks * autoflex(known), float(np.finfo(np.float32).max))
+            shifts.append(integer_shift(int(np.float32(largest).view(np.uint32)), fmt))
         return shifts, shifts
 
     def observe(self, gradient: Array, bucket: Bucket, mean: Mean) -> Mapping[str, Array]:

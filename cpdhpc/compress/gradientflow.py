@@ -12,7 +12,6 @@ from pydantic import Field
 from ..collectives.sparse import sum as sum_of_ranks
 from ..ops import backend_of, placed
 from .base import (
-    EITHER,
     Array,
     Column,
     Context,
@@ -51,7 +50,7 @@ class GradientFlow(DenseMessages):
     def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
         """Return the mean over all ranks. See Aggregator.aggregate."""
         world, flat = context.world, zeros(bucket.size, gradients[0])
-        check_place(self, world, gradients, allowed=EITHER)
+        check_place(self, world, gradients)
         raise_unless_finite(world, gradients, bucket)
         starts, stops = self._chunks(bucket)
         waiting = self._with_memory(gradients, bucket, context)

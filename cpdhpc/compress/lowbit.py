@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from fnmatch import fnmatchcase
+from functools import cached_property
+from typing import Annotated, Any, ClassVar, Literal
+from zlib import crc32
 
 import numpy as np
+from pydantic import BeforeValidator
 
 from ..collectives.allreduce import Allreduce, Reduced, configured
 from ..collectives.method import AUTO, Machine, Segment, Shifts, shift_bytes
 from ..collectives.rank_program import NO_KEY
+from ..config import suggest
 from ..formats import (
     SHARED,
     SHIFT_BIAS,
@@ -23,8 +28,8 @@ from ..formats import (
     tiles,
 )
 from ..ops import backend_of, placed, to_host
+from ..randomness import random_key
 from .base import (
-    EITHER,
     LOSSES,
     Aggregator,
     Array,
@@ -39,6 +44,26 @@ from .bucket import Bucket
 
 
 @dataclass(frozen=True)
+class LayerWire:
+    """How the gradients of some layers travel; what is not given is that of the others."""
+
+    __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
+
+    wire: str
+    scaling: str | None = None
+    accumulate: str | None = None
+    rounding: Rounding | None = None
+    overflow: Overflow | None = None
+    random_bits: int | None = None
+    headroom: str | None = None
+
+    @classmethod
+    def of(cls, given: Any) -> Any:
+        """Return the row of a wire's name; anything else as it is."""
+        return cls(given) if isinstance(given, str) else given
+
+
+@dataclass(frozen=True)
 class LowBit(Aggregator):
     """The mean of gradients that are rounded to a format before they travel.
 
@@ -50,6 +75,11 @@ class LowBit(Aggregator):
         partial sums lose on their way (accumulate "float32" and "exact" round none). Rounding is
         to nearest then: a value rounded up by chance may leave more behind than there was, so
         that what is kept may grow without end
+    layers: another wire for some layers, by patterns as "conv*" of the names of parameters or of
+        their modules: its name, or a table {wire, scaling, accumulate, rounding, overflow,
+        random_bits, headroom}; of several patterns that match the last one counts. Layers of one
+        wire travel together, with the bits that they would have without the others; "raw" is
+        float32 here
     Source: Han, Demmel, You: Auto-precision scaling, arXiv 1911.08907 (scaling "aps"); Karimireddy
     et al.: Error feedback fixes SignSGD and other gradient compression schemes, ICML 2019.
     """
@@ -68,47 +98,116 @@ class LowBit(Aggregator):
     headroom: str = "n"
     machine: Machine | None = None
     error_feedback: bool = False
+    layers: Mapping[str, Annotated[LayerWire, BeforeValidator(LayerWire.of)]] = field(
+        default_factory=dict
+    )
 
     def __post_init__(self) -> None:
         machine = machine_of_auto("LowBit", self.algorithm, self.machine)
         object.__setattr__(self, "machine", machine)
+        rows = {pattern: LayerWire.of(given) for pattern, given in self.layers.items()}
+        object.__setattr__(self, "layers", rows)
         if self.rounding is None:
-            chance = self.wire == "ternary" and not self.error_feedback
-            object.__setattr__(self, "rounding", "stochastic" if chance else "nearest")
-        if self.wire == "raw":
+            object.__setattr__(self, "rounding", self._usual_rounding(self.wire))
+        if self.wire == "raw" and not self.layers:
             raise ValueError("LowBit: wire='raw': is the aggregator 'none'")
-        if self.error_feedback and self.rounding != "nearest":
-            raise ValueError(
-                f"LowBit: rounding={self.rounding!r}: error_feedback=true needs 'nearest'"
-            )
-        self._allreduce(seed=0)
+        for way, pattern in enumerate(("", *self.layers)):
+            where = f"LowBit: layers[{pattern!r}]: " if way else ""
+            try:
+                rounding = self._allreduce(way, 0).rounding
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"{where}{error}") from None
+            if self.error_feedback and rounding != "nearest":
+                raise ValueError(
+                    f"{where or 'LowBit: '}rounding={rounding!r}: error_feedback=true needs "
+                    "'nearest'"
+                )
 
-    def _allreduce(self, seed: int) -> Allreduce:
-        return configured(
-            wire=self.wire,
-            algorithm=self.algorithm,
-            scaling=self.scaling,
-            accumulate=self.accumulate,
-            op="mean",
-            rounding=self.rounding,
-            overflow=self.overflow,
-            random_bits=self.random_bits,
-            headroom=self.headroom,
-            seed=seed,
-            machine=self.machine,
-        )
+    def _usual_rounding(self, wire: str) -> Rounding | None:
+        """Return how a wire is rounded for which nothing is said."""
+        chance = wire == "ternary" and not self.error_feedback
+        return "stochastic" if chance else self.rounding or "nearest"
+
+    @cached_property
+    def _ways(self) -> list[dict[str, Any]]:
+        """The choices of the all-reduces: of layers that no pattern matches, then by pattern."""
+        common = {"algorithm": self.algorithm, "op": "mean", "machine": self.machine}
+        ways = []
+        for number, own in enumerate((LayerWire(self.wire), *self.layers.values())):
+            row = asdict(own)
+            chosen = {name: getattr(self, name) for name in row}
+            if number:
+                chosen["rounding"] = self._usual_rounding(row["wire"])
+            chosen |= {name: value for name, value in row.items() if value is not None}
+            ways.append(common | ({"wire": "raw"} if row["wire"] == "raw" else chosen))
+        return ways
+
+    def _allreduce(self, way: int, seed: int) -> Allreduce:
+        """Return how layers of a way travel."""
+        return configured(seed=seed, **self._ways[way])
+
+    def _way(self, layer: str) -> int:
+        """Return the way of a layer; of ways that are alike the first one."""
+        module, way = layer.rpartition(".")[0], 0
+        for number, pattern in enumerate(self.layers, 1):
+            if fnmatchcase(layer, pattern) or fnmatchcase(module, pattern):
+                way = number
+        return self._ways.index(self._ways[way])
+
+    @cached_property
+    def _known(self) -> dict[tuple[str, ...], dict[int, list[int]]]:
+        return {}
+
+    def _groups(self, bucket: Bucket) -> dict[int, list[int]]:
+        """Return which layers of a bucket travel together, by their way."""
+        groups = self._known.setdefault(bucket.names, {})
+        for layer, name in enumerate(bucket.names if not groups else ()):
+            groups.setdefault(self._way(name), []).append(layer)
+        return groups
+
+    def check_layers(self, names: Collection[str]) -> None:
+        """Raise ValueError for a pattern that matches no layer. See Aggregator.check_layers."""
+        modules = {name.rpartition(".")[0] for name in names} - {""}
+        for pattern in self.layers:
+            if not any(fnmatchcase(each, pattern) for each in (*names, *modules)):
+                known = suggest(pattern, modules or names)
+                raise ValueError(f"LowBit: layers: no layer matches {pattern!r}: {known}")
 
     def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
         """Return the mean over all ranks. See Aggregator.aggregate."""
-        method = self._allreduce(context.seed)
-        if self.error_feedback:
+        groups = self._groups(bucket)
+        if len(groups) == 1:
+            return self._mean(next(iter(groups)), gradients, bucket, context)
+        if self.error_feedback:  # before the first group moves what is kept
+            raise_unless_finite(context.world, gradients, bucket)
+        flat, shifts = np.zeros_like(gradients[0]), np.full(len(bucket.names), np.nan)
+        for way, layers in groups.items():
+            part = _part(bucket, layers)
+            given = [part.flatten([bucket.views(x)[i] for i in layers]) for x in gradients]
+            mean = self._mean(way, given, part, context)
+            for i, values in zip(layers, part.views(mean.flat), strict=True):
+                bucket.views(flat)[i][...] = values
+            shifts[layers] = mean.layers["aps_shift"]
+        return Mean(flat, {"aps_shift": shifts})
+
+    def _mean(self, way: int, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
+        """Return the mean of a bucket whose layers travel one way. Collective."""
+        seed = context.seed
+        if way:  # other random numbers than those of the layers before
+            low, high = random_key(seed, crc32(b"layers"), way)
+            seed = low | high << 32
+        method = self._allreduce(way, seed)
+        if self.error_feedback and method.fmt is not None:
             reduced = self._run_with_memory(method, gradients, bucket, context)
         else:
             reduced = method.run(
                 context.world, gradients, iteration=context.iteration, segments=bucket.segments
             )
-        shifts = {"aps_shift": np.array(reduced.sent_shifts, np.float64)}
-        return Mean(reduced.arrays[0], shifts if reduced.sent_shifts else {})
+        shifts: Any = reduced.sent_shifts
+        if self.layers and not shifts:  # so that all parts of a model have the column
+            shifts = np.full(len(bucket.names), np.nan)
+        layers = {"aps_shift": np.array(shifts, np.float64)} if len(shifts) else {}
+        return Mean(reduced.arrays[0], layers)
 
     def _run_with_memory(
         self, method: Allreduce, gradients: list[Array], bucket: Bucket, context: Context
@@ -118,7 +217,7 @@ class LowBit(Aggregator):
         Rounded here, the contributions are numbers of the format, which travel as they are.
         """
         world, segments = context.world, bucket.segments
-        check_place(self, world, gradients, allowed=EITHER)
+        check_place(self, world, gradients)
         memory = [
             context.state.own(name, "residual", (stop - start,), like=gradients[0])
             for name, start, stop in segments
@@ -146,7 +245,29 @@ class LowBit(Aggregator):
 
         Rounding is to nearest here whatever the wire's, so that the count has no chance in it.
         """
-        return count_losses(gradient, bucket, self._allreduce(seed=0), mean)
+        if not self.layers:
+            return count_losses(gradient, bucket, self._allreduce(0, 0), mean)
+        counts = {name: np.zeros(len(bucket.names), np.int64) for name in LOST}
+        for way, layers in self._groups(bucket).items():
+            method = self._allreduce(way, 0)
+            if method.fmt is None:  # float32 loses nothing
+                continue
+            part, shared = _part(bucket, layers), method.parsed_scaling.kind in SHARED
+            shifts = {} if shared else {"aps_shift": mean.layers["aps_shift"][layers]}
+            flat = part.flatten([bucket.views(gradient)[i] for i in layers])
+            found = count_losses(flat, part, method, Mean(mean.flat, shifts))
+            for name in LOST:
+                counts[name][layers] = found[name]
+        return counts
+
+
+LOST = "saturated_share", "underflow_share"
+
+
+def _part(bucket: Bucket, layers: Sequence[int]) -> Bucket:
+    """Return the layout of some layers of a bucket."""
+    names, shapes = (bucket.names[i] for i in layers), (bucket.shapes[i] for i in layers)
+    return Bucket(tuple(names), tuple(shapes), bucket.align)
 
 
 def _rounded(x: Array, method: Allreduce, shifts: Shifts, segments: Sequence[Segment]) -> Array:
@@ -182,4 +303,4 @@ def count_losses(
     sums = np.zeros((tiles(flat.size) + 1, 2), np.int64)  # before each tile: a layer may be empty
     np.cumsum(to_host(counts)[:, :2], axis=0, out=sums[1:])
     saturated, underflowed = np.diff(sums[edges], axis=0).T
-    return {"saturated_share": saturated, "underflow_share": underflowed}
+    return dict(zip(LOST, (saturated, underflowed), strict=True))

@@ -25,11 +25,11 @@ from pydantic import Field
 from ..collectives.checks import is_finite
 from ..collectives.sparse import allgather, neighbours
 from ..collectives.sparse import sum as sum_of_ranks
-from ..ops import backend_of
+from ..ops import backend_of, placed, to_host
 from ..ops.payloads import parse_wire
 from ..partition import split
 from ..world.ranks import Ranks
-from .base import Array, Column, Context, Mean
+from .base import Array, Column, Context, Mean, zeros
 from .bucket import Bucket
 from .payload import decode_sparse, encode_sparse
 from .sparse import Density, SparseLayers, SparseMessages, Warmup, count_of, density_at
@@ -74,13 +74,13 @@ class OkTopk(SparseMessages):
     def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
         """Return the mean over all ranks. See Aggregator.aggregate."""
         layers = SparseLayers(bucket, self.exclude)
-        layers.check_place(self, gradients, context, "numpy.ndarray")
+        layers.check_place(self, gradients, context)
         coded, waiting = layers.coded, layers.waiting(gradients, context)
-        mean, indices = np.zeros(coded.size, np.float32), np.empty(0, np.uint32)
+        mean, indices = zeros(coded.size, waiting[0]), np.empty(0, np.uint32)
         if coded.size:
             k = count_of(density_at(context.epoch, self.warmup, self.density), coded.size)
             indices, sums = self._summed(waiting, k, coded.names[0], context)
-            mean[indices] = sums / np.float32(context.world.ranks)
+            mean[placed(indices, mean)] = placed(sums / np.float32(context.world.ranks), mean)
         flat = layers.mean(mean, waiting, gradients, context, self.algorithm)
         layers.keep(waiting, context)
         borders = [*(start for _, start, _ in coded.segments), coded.size]
@@ -106,9 +106,10 @@ class OkTopk(SparseMessages):
             world.hosted, waiting, chosen, sent, regions, strict=True
         ):
             is_global = np.isin(own, indices, assume_unique=True)
-            x[own[is_global]] -= values[is_global]
+            _add(x, own[is_global], -values[is_global])
             part = slice(borders[rank], borders[rank + 1])
-            x[indices[part]] += region[indices[part] - edges[rank]] - sums[part]
+            before = _taken(region, indices[part] - np.uint32(edges[rank]))
+            _add(x, indices[part], before - sums[part])
         return indices, sums
 
     def _chosen(self, waiting: list[Array], k: int, layer: str, context: Context) -> list[Array]:
@@ -119,11 +120,11 @@ class OkTopk(SparseMessages):
         for x, threshold in zip(waiting, thresholds, strict=True):
             indices = np.empty(0, np.uint32) if is_due else _above(x, threshold[0] * scale)
             if not _is_about(indices.size, k):
-                indices = backend_of(x).select_magnitude(x, k)
-                magnitudes = np.abs(x[indices])
+                largest = to_host(backend_of(x).select_magnitude(x, k))
+                magnitudes = np.abs(_taken(x, largest))
                 threshold[0] = _below(magnitudes.min()) / scale
-                indices = indices[magnitudes > 0]
-            found.append(indices)
+                indices = largest[magnitudes > 0]
+            found.append(to_host(indices))
         return found
 
     def _edges(self, chosen: list[Array], n: int, layer: str, context: Context) -> Array:
@@ -154,7 +155,7 @@ class OkTopk(SparseMessages):
         """
         sizes, sends, sent = np.diff(edges).tolist(), [], []
         for rank, x, indices in zip(world.hosted, waiting, chosen, strict=True):
-            values = backend_of(x).gather(x, indices)
+            values = _taken(x, indices)
             borders, payloads = np.searchsorted(indices, edges).tolist(), {}
             for owner, part in enumerate(map(slice, borders, borders[1:])):
                 if owner != rank and part.start < part.stop:
@@ -165,15 +166,15 @@ class OkTopk(SparseMessages):
             sends.append(payloads)
             sent.append(values)
         regions = []
-        for rank, indices, values, came in zip(
-            world.hosted, chosen, sent, neighbours(world, sends), strict=True
+        for rank, x, indices, values, came in zip(
+            world.hosted, waiting, chosen, sent, neighbours(world, sends), strict=True
         ):
-            region, size = np.zeros(sizes[rank], np.float32), sizes[rank]
+            region, size = zeros(sizes[rank], x), sizes[rank]
             part = slice(*np.searchsorted(indices, edges[rank : rank + 2]))
             terms = {r: decode_sparse(payload, size, self.wire) for r, payload in came.items()}
             terms[rank] = indices[part] - np.uint32(edges[rank]), values[part]
             for source in sorted(terms):
-                backend_of(region).scatter_add(region, *terms[source])
+                _add(region, *terms[source])
             regions.append(region)
         return sent, regions
 
@@ -194,8 +195,8 @@ class OkTopk(SparseMessages):
             chosen = [_above(region, least) for region in regions]
             counts = _of_all(world, [each.size for each in chosen])
         found = [
-            (i + np.uint32(edges[rank]), backend_of(region).gather(region, i))
-            for rank, i, region in zip(world.hosted, chosen, regions, strict=True)
+            (i + np.uint32(edges[rank]), _taken(region, i))
+            for rank, i, region in zip(world.hosted, map(to_host, chosen), regions, strict=True)
         ]
         if max(counts) > UNEVEN * -(-sum(counts) // world.ranks):
             found = _dealt_out(found, counts, n, world)
@@ -218,6 +219,16 @@ def _is_about(count: int, k: int) -> bool:
 
 def _above(x: Array, threshold: np.float32) -> Array:
     return backend_of(x).select_above(x, float(threshold))
+
+
+def _taken(x: Array, indices: Array) -> Array:
+    """Return x[indices], wherever x lies, as a NumPy array."""
+    return to_host(backend_of(x).gather(x, placed(indices, x)))
+
+
+def _add(x: Array, indices: Array, values: Array) -> None:
+    """Add values, NumPy's as indices are, to x[indices], wherever x lies."""
+    backend_of(x).scatter_add(x, placed(indices, x), placed(values, x))
 
 
 def _below(magnitude: np.float32) -> np.float32:

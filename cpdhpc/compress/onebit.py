@@ -12,7 +12,6 @@ from ..collectives.allreduce import configured
 from ..collectives.sparse import allgather
 from ..ops import backend_of, on_gpu, placed, to_host
 from .base import (
-    EITHER,
     Aggregator,
     Array,
     Context,
@@ -47,7 +46,7 @@ class OneBit(Aggregator):
     def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
         """Return the mean over all ranks. See Aggregator.aggregate."""
         world, flat = context.world, zeros(bucket.size, gradients[0])
-        check_place(self, world, gradients, allowed=EITHER)
+        check_place(self, world, gradients)
         raise_unless_finite(world, gradients, bucket)
         coded = [i for i, shape in enumerate(bucket.shapes) if len(shape) > 1 and 0 not in shape]
         messages: list[tuple[list[Array], list[Array]]] = [([], []) for _ in gradients]

@@ -11,7 +11,6 @@ from pydantic import Field
 
 from ..ops import backend_of, placed, to_host
 from .base import (
-    EITHER,
     Array,
     Context,
     DenseMessages,
@@ -45,7 +44,7 @@ class PowerSgd(DenseMessages):
 
     def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
         """Return the mean over all ranks. See Aggregator.aggregate."""
-        check_place(self, context.world, gradients, allowed=EITHER)
+        check_place(self, context.world, gradients)
         raise_unless_finite(context.world, gradients, bucket)
         flat, layers = zeros(bucket.size, gradients[0]), self._layers(bucket)
         dense = [name for i, name in enumerate(bucket.names) if i not in layers]

@@ -14,7 +14,6 @@ from ..formats import INTEGERS, SHIFT_BIAS, TILE, Cast, tiles
 from ..ops import backend_of, placed, to_host
 from ..ops.payloads import Exact
 from .base import (
-    EITHER,
     Aggregator,
     Array,
     Context,
@@ -52,7 +51,7 @@ class Qsgd(Aggregator):
         """Return the mean over all ranks. See Aggregator.aggregate."""
         world, n, wire = context.world, bucket.size, self._wire()
         starts = np.arange(0, n, self.bucket_values)
-        check_place(self, world, gradients, starts.size, EITHER)
+        check_place(self, world, gradients, starts.size)
         norms = [self._norms(gradient, starts) for gradient in gradients]
         shared_largest(world, gradients, bucket, np.max(norms, axis=0))
         # Levels are integers: multiples of the format's smallest number.

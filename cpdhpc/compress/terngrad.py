@@ -18,7 +18,6 @@ from ..ops.payloads import Exact
 from ..ops.reference_sparse import MAGNITUDE
 from ..world.ranks import Ranks
 from .base import (
-    EITHER,
     Aggregator,
     Array,
     Context,
@@ -73,7 +72,7 @@ class TernGrad(Aggregator):
     def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
         """Return the mean over all ranks. See Aggregator.aggregate."""
         ends = self._ends(bucket)
-        check_place(self, context.world, gradients, ends.size, EITHER)
+        check_place(self, context.world, gradients, ends.size)
         clipped = [self._clipped(gradient, bucket) for gradient in gradients]
         scalers = self._scalers(clipped, ends, bucket, context.world, gradients)
         for x, scaler in zip(clipped, scalers, strict=True):  # now -1 to 1

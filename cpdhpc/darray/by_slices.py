@@ -111,6 +111,8 @@ class _Cupy(ArrayBackend):
 
     def push(self, stage: Array, memory: Bytes) -> None:
         stage.set(memory.view(stage.dtype))
+        # The copy may go on where memory is pageable, and the next message would overwrite that.
+        sys.modules["cupy"].cuda.get_current_stream().synchronize()
 
 
 class _Torch(ArrayBackend):
@@ -168,6 +170,7 @@ class _TorchGpu(_Torch):
 
     def push(self, stage: Array, memory: Bytes) -> None:
         stage.copy_(super().stage(stage, memory))
+        sys.modules["torch"].cuda.current_stream(stage.device).synchronize()
 
 
 NUMPY, CUPY, TORCH, TORCH_GPU = ArrayBackend(), _Cupy(), _Torch(), _TorchGpu()

@@ -16,7 +16,7 @@ from .. import store
 from ..config import IMPORT_FROM, ConfigError, override, validate
 from ..train import weights
 from ..train.checkpoint import check_job
-from ..train.job import Job
+from ..train.job import Job, laid_over
 from ..train.losses import LossFunction
 from ..train.setup import build_model, check_fit, samples_of
 from .rows import LastLayer, Layers, Projection, SampleGradients
@@ -51,6 +51,8 @@ def planned(arguments: argparse.Namespace) -> Plan:
             raise ConfigError(f"{place}: cannot be written: there is no such directory")
     record = record_of(arguments.run_of)
     job = _job(record, arguments.set)
+    if not job.precision.empty:
+        raise ConfigError(f"{record}: precision: gradients of single samples are float32's only")
     kept = _kept(record, job, arguments.epochs)
     data = job.data.load()
     train, test = samples_of(data)
@@ -99,7 +101,7 @@ def _job(record: Path, settings: list[str]) -> Job:
         if not setting.startswith(movable):
             raise ConfigError(f"--set {setting}: must be of data, as data.dir=DIR")
     toml = str(store.read_attributes(record).get("toml", ""))
-    return validate(Job, override(tomllib.loads(toml), settings), str(record))
+    return validate(Job, override(tomllib.loads(toml), settings, laid_over), str(record))
 
 
 def _kept(record: Path, job: Job, epochs: str) -> list[tuple[Path, weights.Kept]]:

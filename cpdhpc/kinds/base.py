@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Protocol
 
 from pydantic import Field, model_validator
 
-from ..config import Raw, Section
+from ..config import Raw, Section, merge
 from .factors import Case, Factor, Factors, Outcomes, Result, Value
 
 if TYPE_CHECKING:
@@ -127,6 +127,7 @@ class Kind:
         first seen to do what it should; collective. A class, where a repeat is no call
     sections: (study file, its points, layout) -> what a report shows besides the scaling
     panels: factors whose words have panels of their own in figures
+    laid_over: (tables of a job, changes) -> the tables with changes laid over them
     """
 
     factors: Mapping[str, Factor]
@@ -139,5 +140,6 @@ class Kind:
     sections: Callable[[StudyFile, Sequence[SeedGroup], Layout], list[tables.Section]]
     panels: tuple[str, ...]
     needs_job: bool = False
+    laid_over: Callable[[Raw, Raw], Raw] = merge
     groups: tuple[str, ...] = ()  # of a study file, besides those of all kinds
     further: Callable[[str, Value, Raw], Factor | None] = lambda name, value, job: None

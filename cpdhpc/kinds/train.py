@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .. import store
-from ..config import IMPORT, Raw, UserError, merge, validate
+from ..config import IMPORT, Raw, UserError, merge
 from .base import Kind, Measuring
 from .factors import ABSENT, Array, Factor, Factors, Outcomes, Result, Series, Value, at_least
 
@@ -139,8 +139,9 @@ class _Training(Measuring):
     def visit(self, place: Place, caught: Caught) -> None:
         """Train from the last checkpoint to the end. Collective; see Measuring.visit."""
         from ..train.loop import run
+        from ..train.output import Files
         from ..train.progress import Display
-        from ..train.setup import Files, agreed, prepare
+        from ..train.setup import agreed, prepare
 
         world = place.world
         place.cores = "as the launcher has bound the ranks"
@@ -212,17 +213,23 @@ class _Training(Measuring):
         return Result(times_s, is_warmup, outcomes, environment, series)
 
 
+def _laid_over(tables: Raw, changes: Raw) -> Raw:
+    from ..train.job import laid_over
+
+    return laid_over(tables, changes)
+
+
 def _job(tables: Raw, factors: Factors, name: str) -> Job:
     """Return a study's job with a case's factors laid over it. Raises ConfigError."""
-    from ..train.job import Job
+    from ..train.job import read
 
-    raw = tables
+    changes: Raw = {}
     for key, value in factors.items():
         change: Any = value
         for part in reversed(("train.seed" if key == "seed" else key).split(".")):
             change = {part: change}
-        raw = merge(raw, change)
-    return validate(Job, raw | {"name": name}, "job")
+        changes = merge(changes, change)
+    return read(_laid_over(tables, changes) | {"name": name}, "job")
 
 
 SCORES = {"test_accuracy": "accuracy", "test_score": "score"}  # by epoch: and at the end
@@ -451,4 +458,5 @@ TRAIN = Kind(
     needs_job=True,
     groups=("training", "telemetry"),
     further=_further,
+    laid_over=_laid_over,
 )

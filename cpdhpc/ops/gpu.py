@@ -12,9 +12,11 @@ from ..randomness import Key
 from . import reference
 from .gpu_runtime import (
     NULL,
+    WORD_BYTES,
     cast_on_device,
     check,
     check_tiles,
+    check_words,
     counts_or_null,
     element_blocks,
     key_numbers,
@@ -33,7 +35,7 @@ from .gpu_sums import (
     square_sum,
 )
 from .products import FLOAT32, Products
-from .reference_sparse import MAGNITUDE, threshold_bits
+from .reference_sparse import MAGNITUDE, stream_words, threshold_bits
 from .selection import check_rank, check_size, radix_select
 
 __all__ = [  # of what is imported
@@ -45,9 +47,11 @@ __all__ = [  # of what is imported
     "row_sums",
     "run_sums",
     "square_sum",
+    "stream_words",
 ]
 
 Array = Any  # cupy.ndarray
+HostArray = np.ndarray[Any, np.dtype[Any]]
 
 _ROWS, _COLUMNS = 8, 16  # of a block's outputs of a matrix product
 _COUNTING_BLOCKS = 512  # each of their warps adds a table at the end: rather few, and long at work
@@ -83,7 +87,9 @@ def pack(codes: Array, bits: int) -> Array:
 
 def unpack(packed: Array, bits: int, n: int) -> Array:
     """Return the first n codes of packed tiles: uint8[tiles(n) * 128 * bits] to uint32[n]."""
-    check("packed", packed, np.uint8, tiles(n) * 128 * bits)
+    if packed.data.ptr % WORD_BYTES:
+        packed = packed.copy()  # a part of an array of bytes may begin anywhere
+    check_words("packed", packed, tiles(n) * 128 * bits)
     codes = cupy.empty(n, np.uint32)
     launch("unpack", tile_blocks(n), np.int32(bits), packed, np.int64(n), codes)
     return codes
@@ -188,7 +194,7 @@ def add_integers_tiles(
     """Write the sums of the integers of a and b into words; see ops.reference_integers."""
     n = words.size // (TILE // 8 * bits) * TILE
     for name, array, width in (("words", words, bits), ("a", a, bits_a), ("b", b, bits_b)):
-        check(name, array, np.uint8, packed_bytes(n, width or fmt.bits))
+        check_words(name, array, packed_bytes(n, width or fmt.bits))
     numbers = (a, np.int32(bits_a), b, np.int32(bits_b), np.int64(tiles(n)), words, np.int32(bits))
     launch("add_integers_tiles", tile_blocks(n), cast_on_device(Cast(fmt)), *numbers)
 
@@ -208,9 +214,9 @@ def add_encode_integers_tiles(
 ) -> None:
     """Write the sums of the integers of words_in and of x, rounded by cast, into words."""
     check("x", x, np.float32)
-    check("words_in", words_in, np.uint8, packed_bytes(x.size, bits_in or cast.fmt.bits))
+    check_words("words_in", words_in, packed_bytes(x.size, bits_in or cast.fmt.bits))
     check("shifts", shifts, np.uint8, tiles(x.size))
-    check("words", words, np.uint8, packed_bytes(x.size, bits))
+    check_words("words", words, packed_bytes(x.size, bits))
     came = (words_in, np.int32(bits_in), shifts, x, np.int64(x.size))
     gone = (words, np.int32(bits), counts_or_null(counts, x.size))
     numbers = (cast_on_device(cast), *key_numbers(key, offset))
@@ -220,7 +226,7 @@ def add_encode_integers_tiles(
 def decode_integers_tiles(words: Array, bits: int, shifts: Array, fmt: Format, out: Array) -> Array:
     """Write the integers as float32 into out; return how many are not finite, uint64[]."""
     check("out", out, np.float32)
-    check("words", words, np.uint8, packed_bytes(out.size, bits or fmt.bits))
+    check_words("words", words, packed_bytes(out.size, bits or fmt.bits))
     check("shifts", shifts, np.uint8, tiles(out.size))
     nonfinite = cupy.zeros((), np.uint64)
     arrays = (words, np.int32(bits), shifts, out, np.int64(out.size), nonfinite)
@@ -232,7 +238,7 @@ def pack_trits(words: Array, trits: Array) -> None:
     """Write ternary codes, five in a byte, into trits."""
     n = trits.size // TRIT_BYTES * TILE
     check("trits", trits, np.uint8, tiles(n) * TRIT_BYTES)
-    check("words", words, np.uint8, packed_bytes(n, 2))
+    check_words("words", words, packed_bytes(n, 2))
     launch("pack_trits", tile_blocks(n), words, np.int64(tiles(n)), trits)
 
 
@@ -240,7 +246,7 @@ def unpack_trits(trits: Array, words: Array) -> None:
     """Write the codes that pack_trits packed into words."""
     n = trits.size // TRIT_BYTES * TILE
     check("trits", trits, np.uint8, tiles(n) * TRIT_BYTES)
-    check("words", words, np.uint8, packed_bytes(n, 2))
+    check_words("words", words, packed_bytes(n, 2))
     launch("unpack_trits", tile_blocks(n), trits, np.int64(tiles(n)), words)
 
 
@@ -278,6 +284,40 @@ def unpack_bitmap(words: Array) -> Array:
     arrays = (words, np.int64(words.size), cupy.asarray(ends - counts), places)
     launch("unpack_bitmap", tile_blocks(32 * words.size), *arrays, np.int64(places.size))
     return places
+
+
+def pack_bitmap(indices: Array, size: int) -> Array:
+    """Return a bit for each of size places, set at the indices: uint32[m] to uint32 words."""
+    check("indices", indices, np.uint32)
+    words = cupy.zeros(-(-size // 32), np.uint32)
+    arrays = (indices, np.int64(indices.size), words, np.int64(words.size))
+    launch("pack_bitmap", element_blocks(indices.size), *arrays)
+    return words
+
+
+def pack_stream(codes: Array, widths: HostArray) -> Array:
+    """Return codes as a stream of bits, each tile at its width, NumPy's; see ops.reference."""
+    check("codes", codes, np.uint32)
+    words = cupy.empty(stream_words(widths, codes.size), np.uint32)
+    arrays = (codes, np.int64(codes.size), *_stream(widths, codes.size), words)
+    launch("pack_stream", tile_blocks(codes.size), *arrays)
+    return words
+
+
+def unpack_stream(words: Array, widths: HostArray, n: int) -> Array:
+    """Return the n codes that pack_stream packed: uint32[n]."""
+    check("words", words, np.uint32, stream_words(widths, n))
+    codes = cupy.empty(n, np.uint32)
+    launch("unpack_stream", tile_blocks(n), words, *_stream(widths, n), codes, np.int64(n))
+    return codes
+
+
+def _stream(widths: HostArray, n: int) -> tuple[Array, Array]:
+    """Return the widths of the tiles of n codes, and where each begins in the words."""
+    if widths.dtype != np.uint8 or widths.size != tiles(n) or widths.max(initial=0) > 32:
+        raise ValueError(f"widths: {widths.dtype}[{widths.size}]: must be uint8[{tiles(n)}], 0..32")
+    starts = 32 * (np.cumsum(widths, dtype=np.int64) - widths)
+    return cupy.asarray(widths), cupy.asarray(starts)
 
 
 def kth_magnitude(x: Array, k: int) -> int:

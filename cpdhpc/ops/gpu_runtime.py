@@ -29,6 +29,21 @@ def current_device() -> int:
     return int(cupy.cuda.Device().id)
 
 
+def use_device(place: int) -> tuple[int, str]:
+    """Make a GPU CuPy's current one, by the place of this process on its node.
+
+    One that was chosen already, which shows where it is not the first, stays. Returns its number
+    and its address on the node's bus; -1 and "" where there is none.
+    """
+    try:
+        count = int(cupy.cuda.runtime.getDeviceCount())
+    except cupy.cuda.runtime.CUDARuntimeError:  # there is no driver
+        return -1, ""
+    if count > 1 and not current_device():
+        cupy.cuda.Device(place % count).use()
+    return current_device(), str(cupy.cuda.Device().pci_bus_id)
+
+
 @cache
 def _module(device: int) -> Any:
     return cupy.RawModule(code=cuda_source(), options=OPTIONS)
@@ -78,14 +93,37 @@ def launch(name: str, blocks: int, *args: Any) -> None:
         kernel((min(blocks, _MAX_BLOCKS),), (_BLOCK,), args)
 
 
-def check(name: str, array: Array, dtype: type[np.generic], size: int | None = None) -> None:
-    """Raise TypeError or ValueError unless array is contiguous and of this dtype and size."""
+WORD_BYTES = 4  # packed codes are read by words: at another address that would end the context
+
+
+def check(
+    name: str,
+    array: Array,
+    dtype: type[np.generic],
+    size: int | None = None,
+    alignment: int | None = None,
+) -> None:
+    """Raise TypeError or ValueError unless array is contiguous and of this dtype and size.
+
+    It must lie on CuPy's current GPU, at a multiple of alignment bytes, by default of its dtype's.
+    """
     if array.dtype != dtype:
         raise TypeError(f"{name}: {array.dtype} given, {np.dtype(dtype)} needed")
     if not array.flags.c_contiguous:
         raise ValueError(f"{name}: a contiguous array needed")
     if size is not None and array.size != size:
         raise ValueError(f"{name}: {array.size} elements given, {size} needed")
+    current, needed = current_device(), alignment or array.dtype.itemsize
+    if array.device.id != current:
+        here = array.device.id
+        raise ValueError(f"{name}: is on GPU {here}: must be on CuPy's current one, {current}")
+    if array.size and array.data.ptr % needed:
+        raise ValueError(f"{name}: begins at an odd address: must at a multiple of {needed} bytes")
+
+
+def check_words(name: str, array: Array, size_bytes: int) -> None:
+    """Raise TypeError or ValueError unless array is packed codes, uint8[size_bytes]."""
+    check(name, array, np.uint8, size_bytes, WORD_BYTES)
 
 
 def check_tiles(words: Array, shifts: Array, n: int, fmt: Format) -> Any:
@@ -93,7 +131,7 @@ def check_tiles(words: Array, shifts: Array, n: int, fmt: Format) -> Any:
 
     Raises TypeError or ValueError unless words and shifts hold n values of a format.
     """
-    check("words", words, np.uint8, tiles(n) * 128 * fmt.bits)
+    check_words("words", words, tiles(n) * 128 * fmt.bits)
     found = [size for size in SHARED.values() if shifts.size == shift_count(n, size)]
     check("shifts", shifts, np.uint8, None if found else tiles(n))
     return np.int32(TILE // LANES // found[0])

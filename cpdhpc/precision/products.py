@@ -64,7 +64,7 @@ def matmul(
         )
     held = FLOAT32 if inputs is None else _format(inputs)
     held = held if isinstance(held, FloatFormat) else FLOAT32
-    return restore(backend.matmul(x, y, how, random_key(seed), held), shape)
+    return restore(backend.matmul(x, y, how, random_key(seed), (held, held)), shape)
 
 
 def _products(

@@ -1,7 +1,8 @@
-"""python -m cpdhpc report: tables, and on demand figures and a page that needs no other file."""
+"""Tables of studies and training runs; on demand figures, and a page that needs no other file."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from base64 import b64encode
@@ -15,30 +16,35 @@ from rich.table import Table as RichTable
 
 from .. import store
 from ..config import UserError
+from ..precision.evidence import KIND as SEARCH
 from ..study.study_file import ReportError, StudyFile, load_study_file
 from . import units
 from .choice import ALL, Choice
 from .compare import compare, compare_report, load_reference, verdict
 from .compressors import BENCHMARK, compress_report
 from .figures import Chart, image
+from .replayed import KIND as REPLAY
+from .replayed import replay_report
+from .search import search_report
 from .study import study_report
 from .tables import Listed, Report, Table, slug
 from .trainings import Run, load_run, overview, run_groups, runs_report
 
 STUDY = "study.h5"  # in the folder of a study
+OF_KIND = {REPLAY: replay_report, SEARCH: search_report}  # by the attribute of their files
 
 
 @dataclass(frozen=True)
 class Loaded:
     """The studies in the order given, the runs, oldest first, and what could not be read.
 
-    compressors: reports of files of bench compress
+    others: reports of files of bench compress, precision replay and precision search
     """
 
     studies: list[StudyFile]
     runs: list[Run]
     unreadable: list[str]
-    compressors: Sequence[Report] = ()
+    others: Sequence[Report] = ()
 
 
 def load(paths: Sequence[Path]) -> Loaded:
@@ -48,7 +54,7 @@ def load(paths: Sequence[Path]) -> Loaded:
     nothing can be read.
     """
     studies, runs, errors = list[StudyFile](), list[Run](), list[UserError]()
-    compressors: list[Report] = []
+    others: list[Report] = []
     for path in paths:
         try:
             files = _files(path) if path.is_dir() else [path]
@@ -61,16 +67,18 @@ def load(paths: Sequence[Path]) -> Loaded:
                 if "study" in attributes:
                     studies.append(load_study_file(file))
                 elif attributes.get("benchmark") == BENCHMARK:
-                    compressors.append(compress_report(file))
+                    others.append(compress_report(file))
+                elif of_kind := OF_KIND.get(str(attributes.get("kind"))):
+                    others.append(of_kind(file))
                 elif not path.is_dir() or attributes.get("kind") == "run":
                     runs.append(load_run(file))
             except UserError as error:
                 errors.append(error)
-    if not studies and not runs and not compressors:
+    if not studies and not runs and not others:
         none = f"{', '.join(map(str, paths))}: there is no file of a study or of a run"
         raise errors[0] if errors else ReportError(none)
     by_age = sorted(runs, key=lambda run: str(run.attributes["date"]))
-    return Loaded(studies, by_age, list(map(str, errors)), compressors)
+    return Loaded(studies, by_age, list(map(str, errors)), others)
 
 
 def _files(directory: Path) -> list[Path]:
@@ -187,7 +195,7 @@ def report(
                 f"--png {png}: is of training runs; --figures DIR writes those of studies"
             )
         _write(png, image(overview(of_runs.charts), "png"))
-    shown = [*reports, *([of_runs] if of_runs else []), *loaded.compressors]
+    shown = [*reports, *([of_runs] if of_runs else []), *loaded.others]
     return outputs.give(shown, loaded.unreadable)
 
 
@@ -209,7 +217,7 @@ def compare_files(
 
 def _study(path: Path) -> StudyFile:
     loaded = load([path])
-    if len(loaded.studies) != 1 or loaded.runs or loaded.compressors:
+    if len(loaded.studies) != 1 or loaded.runs or loaded.others:
         raise ReportError(f"--compare: {path}: is no study")
     return loaded.studies[0]
 
@@ -283,3 +291,86 @@ def _put(directory: Path | None, name: str, content: bytes) -> None:
 def _write(path: Path, content: bytes) -> None:
     store.put(path, content)
     print(f"wrote {path}")
+
+
+SLOWER = 1  # exit status of --compare --fail-on-slower
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of report."""
+    parser.add_argument(
+        "files",
+        type=Path,
+        nargs="+",
+        metavar="FILE.h5",
+        help="studies and records of training runs, or directories of them",
+    )
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write one self-contained page")
+    parser.add_argument("--figures", type=Path, metavar="DIR", help="write every figure: PNG, SVG")
+    parser.add_argument("--csv", type=Path, metavar="DIR", help="write every table, all digits")
+    parser.add_argument("--latex", type=Path, metavar="DIR", help="write every table for booktabs")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="draw training runs into an image")
+    parser.add_argument("--quiet", action="store_true", help="print no table")
+    _add_choice(parser)
+    _add_compare(parser)
+
+
+def _add_choice(parser: argparse.ArgumentParser) -> None:
+    for_figures = parser.add_argument_group("points and figures of studies, by names of factors")
+    for_figures.add_argument(
+        "--where",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE,...",
+        help="only such points; also != < <= > >=; may be repeated",
+    )
+    for_figures.add_argument("--x", default="", metavar="NAME", help="factor along the x axis")
+    for_figures.add_argument(
+        "--y", default="", metavar="NAME", help="time (default), speedup, efficiency, an outcome"
+    )
+    for name, text in (("by", "a series"), ("panel", "a panel")):
+        for_figures.add_argument(
+            f"--{name}",
+            type=lambda given: given.split(","),
+            default=[],
+            metavar="NAME,...",
+            help=f"{text} for each value of these",
+        )
+
+
+def _add_compare(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--compare",
+        type=Path,
+        metavar="REFERENCE",
+        help="what changed since this study, or the one that a TOML file names with tolerances",
+    )
+    parser.add_argument(
+        "--tolerance",
+        type=float,
+        metavar="SHARE",
+        help="with --compare: how much longer a point may take, as 0.05",
+    )
+    parser.add_argument(
+        "--fail-on-slower",
+        action="store_true",
+        help=f"with --compare: exit status {SLOWER} where a point is slower",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Show studies and training runs that are files already, or what changed between two."""
+    of = arguments
+    outputs = Outputs(of.html, of.figures, of.csv, of.latex, of.quiet)
+    choice = Choice(of.x, of.y, tuple(of.by), tuple(of.panel), tuple(of.where))
+    if of.compare is None:
+        for name in ("fail_on_slower", "tolerance"):
+            if getattr(of, name):
+                raise UserError(f"--{name.replace('_', '-')}: goes with --compare")
+        return report(of.files, outputs, of.png, choice)
+    if of.png or choice != ALL:
+        raise UserError("--compare: goes not with --png, --where, --x, --y, --by, --panel")
+    if len(of.files) != 1:
+        raise UserError(f"--compare: needs one study beside the reference; came {len(of.files)}")
+    slower = compare_files(of.files[0], of.compare, outputs, of.tolerance)
+    return SLOWER if slower and of.fail_on_slower else 0

@@ -18,6 +18,7 @@ from ..config import (
     Raw,
     flatten,
     located,
+    merge,
     override,
     read_toml,
     suggest,
@@ -85,11 +86,20 @@ def load_study(path: Path, settings: Iterable[str] = ()) -> Study:
 
     Raises ConfigError for whatever is wrong in it, with a suggestion for what is unknown.
     """
-    raw = {"name": path.stem} | override(read_toml(path), settings)
+    raw = {"name": path.stem} | override(read_toml(path), settings, _laid_over)
     raw |= _flat_factors(raw) | {"job": _job(path, raw)}
     study = validate(Study, raw, str(path))
     check_factors(study, str(path))
     return study
+
+
+def _laid_over(raw: Raw, changes: Raw) -> Raw:
+    """Return a study's tables with changes laid over them, over its job as its kind does that."""
+    job, change, kind = raw.get("job"), changes.get("job"), KINDS.get(str(raw.get("kind")))
+    laid = merge(raw, changes)
+    if kind is not None and isinstance(job, dict) and isinstance(change, dict):
+        laid["job"] = kind.laid_over(job, change)
+    return laid
 
 
 def _flat_factors(raw: Raw) -> Raw:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from .. import store
 from ..config import ConfigError, override, validate
-from .job import Job
+from .job import Job, laid_over
 
 if TYPE_CHECKING:
     import torch
@@ -70,7 +70,7 @@ def trained(path: Path, settings: list[str]) -> tuple[Job, torch.nn.Module, Samp
     groups, attributes = store.read(path)
     if attributes.get("kind") != "checkpoint":
         raise CheckpointError(f"{path}: is no checkpoint of cpdhpc train")
-    raw = override(tomllib.loads(attributes["toml"]), settings)
+    raw = override(tomllib.loads(attributes["toml"]), settings, laid_over)
     job = validate(Job, raw, str(path))
     data = job.data.load()
     model = build_model(job, data)

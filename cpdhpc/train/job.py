@@ -18,6 +18,7 @@ from ..config import (
     Raw,
     Section,
     dump_toml,
+    flatten,
     keys,
     located,
     merge,
@@ -25,6 +26,10 @@ from ..config import (
     read_toml,
     validate,
 )
+from ..precision.policy import Policy
+from ..precision.presets import PRESETS
+from ..precision.recording import Recording
+from ..table_formats import with_own_formats
 from ..world.ranks import Loopback, Ranks
 from .adversarial import Adversarial
 from .augment import Augment
@@ -70,6 +75,7 @@ MAY_DIFFER = (  # where a run is gone on with; all but virtual_ranks change no b
     "metric.import_from",
     "train.record_gradients",
     "train.keep_every",
+    *(f"record.{key}" for key in Recording.model_fields),
 )
 
 
@@ -177,9 +183,11 @@ class Job(Section):
     controller: Annotated[Control, OneOf(CONTROLLERS, "name", "schedule")] = BySchedule()
     gradient: Annotated[Aggregator, OneOf(COMPRESSORS, "aggregator")] = NoCompression()
     update: Annotated[UpdateRule, OneOf(UPDATES, "name", "allreduce")] = ByAllreduce()
+    precision: Policy = Policy()
     adversarial: Adversarial = Adversarial()
     stages: Stages = Stages()
     train: Train = Train()
+    record: Recording = Recording()
 
     @model_validator(mode="after")
     def _copies_have_one_model(self) -> Job:
@@ -190,6 +198,39 @@ class Job(Section):
                 'adversarial: goes with update.name="allreduce" and train.image_grid=[1, 1] only'
             )
         return self
+
+    @model_validator(mode="before")
+    @classmethod
+    def _train_of_the_preset(cls, raw: Any) -> Any:
+        train = raw.get("train", {}) if isinstance(raw, dict) else None
+        section = raw.get("precision") if isinstance(train, dict) else None
+        name = section.get("preset") if isinstance(section, dict) else None
+        preset = PRESETS.get(name) if isinstance(name, str) else None
+        return raw if preset is None else raw | {"train": preset.train | train}
+
+    @model_validator(mode="after")
+    def _recorded_is_whole(self) -> Job:
+        usual = {
+            "stages.count": self.stages.count == 1,
+            "train.image_grid": self.train.image_grid == (1, 1),
+            "adversarial.epsilon": not self.adversarial.epsilon,
+            "update": isinstance(self.update, ByAllreduce),
+        }
+        others = [key for key, is_usual in usual.items() if not is_usual]
+        if self.record.number and others:
+            raise ValueError(f"record: does not go with this {others[0]}")
+        return self
+
+    @model_validator(mode="after")
+    def _split_images_are_float32(self) -> Job:
+        if self.train.image_grid != (1, 1) and not self.precision.empty:
+            raise ValueError("precision: goes with train.image_grid=[1, 1] only")
+        return self
+
+    @model_validator(mode="before")
+    @classmethod
+    def _own_formats(cls, raw: Any) -> Any:
+        return with_own_formats(raw) if isinstance(raw, dict) and "formats" in raw else raw
 
     @model_validator(mode="before")
     @classmethod
@@ -215,7 +256,9 @@ class Job(Section):
             "controller": isinstance(self.controller, BySchedule),
             "optimizer.clip_global_norm": not getattr(self.optimizer, "clip_global_norm", 0),
             "gradient.aggregator": type(self.gradient) in stateless,
+            "precision": self.precision.empty,
             "gradient.error_feedback": not getattr(self.gradient, "error_feedback", False),
+            "gradient.layers": not getattr(self.gradient, "layers", {}),  # of other stages
         }
         others = [key for key, is_usual in usual.items() if not is_usual]
         if self.stages.count > 1 and others:
@@ -320,6 +363,36 @@ def choices() -> dict[str, list[str]]:
     }
 
 
+def laid_over(base: Raw, change: Raw) -> Raw:
+    """Return a job's tables with change laid over them.
+
+    A table whose row is another one then loses what only the former row has: the width of an mlp
+    is no key of a lenet. See OneOf.stays.
+    """
+    kept = dict(base)
+    for name, field in Job.model_fields.items():
+        former, new = base.get(name), change.get(name)
+        for one in field.metadata:
+            if isinstance(one, OneOf) and isinstance(former, dict) and isinstance(new, dict):
+                kept[name] = one.stays(former, new)
+    return merge(kept, change)
+
+
+def read(raw: Raw, where: str) -> Job:
+    """Return the job of tables that a user wrote, which may not say what its controller decides.
+
+    Raises ConfigError, which begins with where.
+    """
+    job = validate(Job, raw, where)
+    for key in flatten(raw):
+        if key.startswith(job.controller.decides):
+            raise ConfigError(
+                f"{where}: {key}: should be left out: controller.name={job.controller.name!r} "
+                "has a rate and a schedule of its own"
+            )
+    return job
+
+
 def keys_of(table: str) -> set[str]:
     """Return the keys of a table, of [train] none; those of any row where jobs choose from rows."""
     field = Job.model_fields.get(table)
@@ -337,7 +410,7 @@ def load(path: Path, settings: Iterable[str] = ()) -> list[Job]:
     gradient.machine, a file of bench fit for algorithm "auto", is relative to the job file.
     Raises ConfigError for whatever is wrong in the file.
     """
-    raw = override(read_toml(path), settings)
+    raw = override(read_toml(path), settings, laid_over)
     rows = raw.pop("compare", [{}])
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows) or not rows:
         raise ConfigError(f"{path}: compare: should be one or more [[compare]] tables")
@@ -348,13 +421,20 @@ def load(path: Path, settings: Iterable[str] = ()) -> list[Job]:
             raise ConfigError(f"{path}: compare: {names.count(name)} rows are called {name!r}")
     if not any(table.keys() - {"name"} for table in (raw, *rows)):
         raise ConfigError(f"{path}: model and data are missing: the file says nothing of a job")
-    return [run for job in jobs for run in job.seeds()]
+    runs = [run for job in jobs for run in job.seeds()]
+    files = [run.record.file for run in runs if run.record.number and run.record.file]
+    for file in files:
+        if files.count(file) > 1:
+            raise ConfigError(
+                f"{path}: record.file={file!r}: {files.count(file)} runs would write it"
+            )
+    return runs
 
 
 def _row(raw: Raw, row: Raw, index: int, path: Path) -> Job:
-    merged = merge({"name": path.stem} | raw, row)
+    merged = laid_over({"name": path.stem} | raw, row)
     where = f"{path}: compare row {row.get('name', index)}" if row else str(path)
-    return validate(Job, located(_with_machine(merged, path.parent, where), path.parent), where)
+    return read(located(_with_machine(merged, path.parent, where), path.parent), where)
 
 
 def _with_machine(raw: Raw, directory: Path, where: str) -> Raw:

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, get_args
 
+import numpy as np
 import torch
 
 from ..collectives import sparse
+from ..precision.quantizers import STATE, newest
+from ..precision.tensors import NEVER
 from ..world.ranks import Ranks
 
 BufferMode = Literal["broadcast", "mean", "none"]
@@ -56,25 +59,26 @@ def tensors_of(model: torch.nn.Module) -> Named:
     return tensors
 
 
-def survey(model: torch.nn.Module) -> tuple[list[torch.nn.Parameter], Tensors]:
+def survey(model: torch.nn.Module) -> tuple[list[torch.nn.Parameter], Named]:
     """Return the parameters that require a gradient now, and the buffers, in one quick walk.
 
-    It is done in each step: model.parameters() and model.buffers() take several times as long.
+    Names are those within a module. It is done in each step: model.parameters() and
+    model.buffers() take several times as long.
     """
     parameters: list[torch.nn.Parameter | None] = []
-    buffers: list[torch.Tensor | None] = []
+    buffers: list[tuple[str, torch.Tensor | None]] = []
     modules, seen = [model], {id(model)}
     for module in modules:  # which grows
         if module._parameters:
             parameters += module._parameters.values()
         if module._buffers:
-            buffers += module._buffers.values()
+            buffers += module._buffers.items()
         for each in module._modules.values():
             if each is not None and id(each) not in seen:
                 seen.add(id(each))
                 modules.append(each)
     trained = [p for p in parameters if p is not None and p.requires_grad]
-    return trained, [b for b in buffers if b is not None]
+    return trained, [(name, b) for name, b in buffers if b is not None]
 
 
 def description(name: str, tensor: torch.Tensor) -> str:
@@ -101,7 +105,8 @@ class Buffers:
 
     mode: whose all ranks go on with after a step: "broadcast" those of rank 0, "mean" the mean
         over ranks of floating-point and complex ones, formed in float64, and rank 0's others,
-        "none" each its own
+        "none" each its own. Of the state of a scale (Quantizer) that of the ranks that have learnt
+        most counts, the largest values of all of them; their calls are alike then
     Raises ValueError for another mode, or "none" with virtual ranks.
     """
 
@@ -118,9 +123,9 @@ class Buffers:
         self._first: Tensors = []
         self._kept: list[Tensors] = [[] for _ in world.hosted]
 
-    def size_bytes(self, live: Tensors) -> int:
+    def size_bytes(self, live: Named) -> int:
         """Return the bytes that ranks exchange; to be the same on all of them."""
-        return 0 if self.mode == "none" else sum(b.nbytes for b in live)
+        return 0 if self.mode == "none" else sum(b.nbytes for _, b in live)
 
     def begin(self, hosted: int) -> None:
         """Give a hosted rank the buffers that the first one began its step with."""
@@ -128,7 +133,7 @@ class Buffers:
             if hosted == 0:
                 self._first = self._copies()
             else:
-                _put(survey(self.model)[1], self._first)
+                _put([b for _, b in survey(self.model)[1]], self._first)
 
     def keep(self, hosted: int) -> None:
         """Take the model's buffers as a hosted rank's."""
@@ -136,42 +141,62 @@ class Buffers:
             self._kept[hosted] = self._copies()
 
     def _copies(self) -> Tensors:
-        return [buffer.detach().clone() for buffer in survey(self.model)[1]]
+        return [buffer.detach().clone() for _, buffer in survey(self.model)[1]]
 
-    def share(self, live: Tensors, active: Sequence[bool]) -> None:
+    def share(self, named: Named, active: Sequence[bool]) -> None:
         """Give all ranks the same buffers, unless mode is "none". Collective.
 
-        live: the model's, as survey finds them
+        named: the model's, as survey finds them
         active: by process; the ranks of others do not count, and the first active one is "rank 0"
         """
-        if self.mode == "none" or not live:
+        if self.mode == "none" or not named:
             return
+        live = [buffer for _, buffer in named]
         ranks = self._kept if len(self._kept) > 1 else [live]
-        count = len(live)
-        averaged = {i for i in range(count) if self.mode == "mean" and _has_mean(ranks[0][i])}
+        scales = {i for i, (name, _) in enumerate(named) if name == STATE}
+        means = {i for i, b in enumerate(ranks[0]) if self.mode == "mean" and _has_mean(b)} - scales
+        first = set(range(len(live))) - scales - means
         new: dict[int, torch.Tensor] = {}
-        if len(averaged) < count:
-            which = [i for i in range(count) if i not in averaged]
-            new |= zip(which, self._of_first([ranks[0][i] for i in which], active), strict=True)
-        if averaged:
-            which = sorted(averaged)
+        for chosen, combined in (
+            (first, self._of_first),
+            (means, self._means),
+            (scales, self._newest),
+        ):
+            which = sorted(chosen)
             own = [[each[i] for i in which] for each in ranks]
-            new |= zip(which, self._means(own, active), strict=True)
-        _put(live, [new[i] for i in range(count)])
+            new |= zip(which, combined(own, active) if which else [], strict=True)
+        _put(live, [new[i] for i in range(len(live))])
 
-    def _of_first(self, own: Tensors, active: Sequence[bool]) -> Tensors:
+    def _of_first(self, own: list[Tensors], active: Sequence[bool]) -> Tensors:
         """Return the tensors of the first active rank. Collective."""
         root_rank = list(active).index(True) * self.world.virtual_ranks
-        data = torch.cat([as_bytes(tensor) for tensor in own]).numpy()
+        data = torch.cat([as_bytes(tensor) for tensor in own[0]]).numpy()
         given = [data if rank == root_rank else None for rank in self.world.hosted]
         parts = torch.split(
             torch.from_numpy(sparse.broadcast(self.world, given, root_rank)),
-            [tensor.nbytes for tensor in own],
+            [tensor.nbytes for tensor in own[0]],
         )
         return [
             part.clone().view(tensor.dtype).reshape(tensor.shape)  # clone: views must be aligned
-            for part, tensor in zip(parts, own, strict=True)
+            for part, tensor in zip(parts, own[0], strict=True)
         ]
+
+    def _newest(self, own: list[Tensors], active: Sequence[bool]) -> Tensors:
+        """Return of the states of each scale the newest of the active ranks. Collective.
+
+        The largest of words (calls, value) is both: NEVER, which is below 0, counts as nothing.
+        """
+        words = np.zeros(sum(state.numel() for state in own[0]), np.int64)
+        if active[self.world.process]:
+            best = [newest(list(of_ranks)) for of_ranks in zip(*own, strict=True)]
+            values = [state.numpy() for state in best]
+            bits = [np.where(v < 0, 0, v.view(np.int32).astype(np.int64) + 1) for v in values]
+            words = np.concatenate(
+                [(int(v[0]) << 32) + b for v, b in zip(values, bits, strict=True)]
+            )
+        found = self.world.max(words, "buffers") & 0xFFFFFFFF
+        largest = np.where(found, (found - 1).astype(np.int32).view(np.float32), np.float32(NEVER))
+        return list(torch.split(torch.from_numpy(largest), [state.numel() for state in own[0]]))
 
     def _means(self, own: list[Tensors], active: Sequence[bool]) -> Tensors:
         """Return the means over the active ranks of the tensors of each hosted rank. Collective."""

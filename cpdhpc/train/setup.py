@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -15,6 +14,9 @@ from .. import provenance, store
 from ..compress.base import Mean
 from ..config import ConfigError, UserError
 from ..ops import set_kernel_threads
+from ..precision.conversion import by_parameter, convert, obeyed
+from ..precision.recorder import Recorder
+from ..precision.updates import RoundedUpdates
 from ..split_images import partition
 from ..split_images.grid import ImageGrid
 from ..world.cores import threads_of_rank
@@ -29,6 +31,7 @@ from .job import Job
 from .loader import Prefetched, Workers
 from .loss_scaling import LossScaler
 from .losses import LossFunction, shown
+from .output import Files
 from .record import SCHEMA, Layers, Record, observe
 from .reducer import GradientReducer
 from .samples import InMemory, Scaling
@@ -60,35 +63,34 @@ def agreed(world: Ranks, make: Callable[[], T]) -> T:
     return result
 
 
-@dataclass(frozen=True)
-class Files:
-    """Where the files of a run are."""
-
-    record: Path
-    checkpoint: Path
-
-    @classmethod
-    def of(cls, directory: Path, job: Job) -> Files:
-        """Return the paths of a job's files in a directory."""
-        return cls(directory / f"{job.id}.h5", directory / f"{job.id}.checkpoint.h5")
-
-    def written(self, job: Job) -> list[Path]:
-        """Return all files of a job's run, with those of gradients and weights that it keeps."""
-        several = [gradients.path_of(self.record, i) for i in job.train.record_gradients]
-        kept = [weights.path_of(self.record, epoch) for epoch in job.train.kept_epochs]
-        return [self.checkpoint, self.record, *several, *kept]
-
-
 @dataclass
-class Training:
-    """A run and where it stands.
+class Given:
+    """What a run learns from, and where its files are.
 
     train, test: samples; of split images this rank's parts; workers: that read them ahead
     classes: of the samples; 0 where the data does not say
-    iteration: the next one; samples_seen: before it, which is where the run stands
     grid: how images are split, None where they are not
-    adversary: what makes adversarial copies, None where there are none
     data_digest: of whole samples, where weights are kept; see weights.data_digest
+    """
+
+    train: Samples
+    test: Samples
+    workers: Workers
+    loss: LossFunction
+    classes: int
+    files: Files
+    provenance: dict[str, str | int]
+    grid: ImageGrid | None
+    data_digest: str
+
+
+@dataclass
+class Training(Given):
+    """A run and where it stands.
+
+    iteration: the next one; samples_seen: before it, which is where the run stands
+    adversary: what makes adversarial copies, None where there are none
+    recorder: of [record], while the run goes on; None: nothing is recorded
     """
 
     job: Job
@@ -100,18 +102,10 @@ class Training:
     scaler: LossScaler
     controller: Controller
     record: Record
-    train: Samples
-    test: Samples
-    workers: Workers
-    loss: LossFunction
-    classes: int
-    files: Files
-    provenance: dict[str, str | int]
+    adversary: Adversary | None = None
+    recorder: Recorder | None = None
     iteration: int = 0
     samples_seen: int = 0
-    grid: ImageGrid | None = None
-    adversary: Adversary | None = None
-    data_digest: str = ""
 
     @property
     def sharing(self) -> int:
@@ -296,6 +290,20 @@ def prepare(job: Job, world: Ranks, data: Dataset | Source, files: Files) -> Tra
     grid = None
     if job.train.image_grid != (1, 1):
         grid, model = _split(job, world, data, model)
+    given = _given(job, world, data, files, model, grid)
+    train = _in_stages if job.stages.count > 1 else _whole
+    return train(job, world, model, given)
+
+
+def _given(
+    job: Job,
+    world: Ranks,
+    data: Dataset | Source,
+    files: Files,
+    model: torch.nn.Module,
+    grid: ImageGrid | None,
+) -> Given:
+    """Return samples and loss, which go with the model, and who reads them. Collective."""
     train, test = samples_of(data, grid)
     digest = ""
     if job.train.keep_every:
@@ -305,16 +313,22 @@ def prepare(job: Job, world: Ranks, data: Dataset | Source, files: Files) -> Tra
     loss = agreed(world, job.loss.build)
     if grid is None:  # else forward has messages, and partition has checked the layers
         agreed(world, lambda: check_fit(job, model, loss, train, data.classes))
+    obeying = agreed(world, lambda: _obeying(job, model))
     directory = data.directory if isinstance(data, Source) else None
     wait_s = 0.9 * job.train.timeout_s  # before others give up that wait for this process
     sources = train, test
     workers = agreed(world, lambda: Workers(job.loader, sources, directory, wait_s))
     if workers.count:
         train, test = Prefetched(workers, 0), Prefetched(workers, 1)
+    machine = provenance.attributes(world) | {"torch_threads": torch.get_num_threads()}
+    machine |= {"precision": obeying}
+    return Given(train, test, workers, loss, data.classes, files, machine, grid, digest)
+
+
+def _whole(job: Job, world: Ranks, model: torch.nn.Module, given: Given) -> Training:
+    """Return a run whose ranks have the whole network. Collective. See prepare."""
     copies = job.adversarial
     adversary = Adversary(copies, model, world) if copies.epsilon else None
-    if job.stages.count > 1:
-        return _staged(job, world, model, train, test, workers, loss, data.classes, files, digest)
     reducer = GradientReducer(
         model,
         world,
@@ -323,58 +337,44 @@ def prepare(job: Job, world: Ranks, data: Dataset | Source, files: Files) -> Tra
         bucket_mib=job.train.bucket_mib,
         overlap=job.train.overlap,
     )
-    controller = job.controller.build(job.settings(len(train), world))
+    controller = job.controller.build(job.settings(len(given.train), world))
     optimizer = job.optimizer.build(model.parameters(), job.train.learning_rate)
+    if rows := by_parameter(model, job.precision):
+        RoundedUpdates(optimizer, rows, job.seed)
+    record = Record(
+        world.ranks,
+        reducer.bucket.names,
+        job.gradient.columns,
+        job.loss,
+        job.metric,
+        controller.columns,
+        copies=bool(copies.epsilon),
+        own_models=isinstance(job.update, OwnModelsRule),
+    )
     return Training(
-        job,
-        world,
-        model,
-        optimizer,
-        reducer,
-        job.update.build(model, optimizer, reducer),
-        LossScaler(reducer, job.train.loss_scale, dynamic=job.train.loss_scaling == "dynamic"),
-        controller,
-        Record(
-            world.ranks,
-            reducer.bucket.names,
-            job.gradient.columns,
-            job.loss,
-            job.metric,
-            controller.columns,
-            copies=bool(job.adversarial.epsilon),
-            own_models=isinstance(job.update, OwnModelsRule),
+        **vars(given),
+        job=job,
+        world=world,
+        model=model,
+        optimizer=optimizer,
+        reducer=reducer,
+        update=job.update.build(model, optimizer, reducer),
+        scaler=LossScaler(
+            reducer, job.train.loss_scale, dynamic=job.train.loss_scaling == "dynamic"
         ),
-        train=train,
-        test=test,
-        workers=workers,
-        loss=loss,
-        classes=data.classes,
-        files=files,
-        provenance=provenance.attributes(world) | {"torch_threads": torch.get_num_threads()},
-        grid=grid,
+        controller=controller,
+        record=record,
         adversary=adversary,
-        data_digest=digest,
     )
 
 
-def _staged(
-    job: Job,
-    world: Ranks,
-    model: torch.nn.Module,
-    train: Samples,
-    test: Samples,
-    workers: Workers,
-    loss: LossFunction,
-    classes: int,
-    files: Files,
-    digest: str,
-) -> Training:
+def _in_stages(job: Job, world: Ranks, model: torch.nn.Module, given: Given) -> Training:
     """Return a run whose network is cut into stages. Collective. See prepare."""
 
     def cut_up() -> list[Stage]:
         try:
             job.stages.layout(world.processes)
-            two = train.take(np.arange(2) % len(train), 0)[0]
+            two = given.train.take(np.arange(2) % len(given.train), 0)[0]
             return cut(model, job.stages.count, job.stages.cut, job.stages.filter, two)
         except (TypeError, ValueError) as error:
             raise ConfigError(f"{job.id}: {error}") from None
@@ -390,23 +390,16 @@ def _staged(
     record = Record(ranks, names, columns, job.loss, job.metric, stages=job.stages.count)
     reducer = cast(GradientReducer, reducers)  # which has what the loop asks of one
     return Training(
-        job,
-        placement.world,
-        model,
-        optimizer,
-        reducer,
-        StagedUpdate(optimizer, reducers, job.stages, loss, train, record),
-        LossScaler(reducer, job.train.loss_scale),
-        job.controller.build(job.settings(len(train), world)),
-        record,
-        train=train,
-        test=test,
-        workers=workers,
-        loss=loss,
-        classes=classes,
-        files=files,
-        provenance=provenance.attributes(world) | {"torch_threads": torch.get_num_threads()},
-        data_digest=digest,
+        **vars(given),
+        job=job,
+        world=placement.world,
+        model=model,
+        optimizer=optimizer,
+        reducer=reducer,
+        update=StagedUpdate(optimizer, reducers, job.stages, given.loss, given.train, record),
+        scaler=LossScaler(reducer, job.train.loss_scale),
+        controller=job.controller.build(job.settings(len(given.train), world)),
+        record=record,
     )
 
 
@@ -449,6 +442,16 @@ def build_model(job: Job, data: Dataset | Source) -> torch.nn.Module:
     if job.adversarial.epsilon:
         add_statistics(model)
     return model
+
+
+def _obeying(job: Job, model: torch.nn.Module) -> str:
+    """Let layers obey the policy of a job, and return which do; "" without one."""
+    try:
+        found = obeyed(model, job.precision)
+        convert(model, job.precision, job.seed)
+    except ConfigError as error:
+        raise ConfigError(f"{job.id}: {error}") from None
+    return "\n".join(f"{name}: {of.told()}" for name, of in found.items())
 
 
 def check_fit(

@@ -6,11 +6,13 @@ import ctypes
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from ..config import UserError
 from ..ops import on_gpu, to_host
 from .ranks import Array, Cache, Ranks, Wait
 
@@ -18,6 +20,41 @@ if TYPE_CHECKING:
     from ..ops.gpu_runtime import Event, Streams
 
 SIZE_BYTES = 1 << 20  # of the trial; more than MPI libraries send along with the envelope
+
+
+def use_gpu(world: Ranks, *, oversubscribe: bool = False) -> int:
+    """Make CuPy's current GPU one that no other process of the node has; return its number.
+
+    A process that sees one GPU, as under Slurm's --gpus-per-task, takes that; one that has chosen
+    another than the first keeps it. World does the same, without complaint, where CuPy is loaded
+    already. A thread takes it by cupy.cuda.Device(number).use(). Collective.
+    oversubscribe: processes may share a GPU
+    Raises UserError on all processes where one sees no GPU, or shares it.
+    """
+    number, address = use_own_gpu(world)
+    places = list(
+        zip(world.nodes[:: world.virtual_ranks], world.gather(address, "GPU"), strict=True)
+    )
+    without = [process for process, (_, gpu) in enumerate(places) if not gpu]
+    if without:
+        raise UserError(f"use_gpu: process {without[0]} sees no GPU, or has no CuPy")
+    shared = [str(process) for process, place in enumerate(places) if places.count(place) > 1]
+    if shared and not oversubscribe:
+        raise UserError(
+            f"use_gpu: processes {', '.join(shared)} would share GPUs of their node: "
+            "start fewer, or give oversubscribe=True"
+        )
+    return number
+
+
+def use_own_gpu(world: Ranks) -> tuple[int, str]:
+    """Make CuPy's current GPU that of this process; return its number and address, or (-1, "")."""
+    if find_spec("cupy") is None:
+        return -1, ""
+    from ..ops import gpu_runtime
+
+    nodes = world.nodes[:: world.virtual_ranks]
+    return gpu_runtime.use_device(nodes[: world.process].count(nodes[world.process]))
 
 
 TRIAL = "GPU memory: waited {:.1f} s for the trial of MPI; World(gpu_direct=False) leaves it out"

@@ -5,8 +5,10 @@ The only file that imports mpi4py, and only when it is used.
 
 from __future__ import annotations
 
+import os
 import pickle
 import sys
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -38,6 +40,7 @@ def running_mpi() -> Any:
     From then on an error that nobody catches ends the job, as other processes may wait for this.
     Raises RuntimeError where MPI is not running, UserError where there is no library of MPI.
     """
+    starts = "mpi4py.MPI" not in sys.modules
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
@@ -48,6 +51,8 @@ def running_mpi() -> Any:
     if not MPI.Is_initialized() or MPI.Is_finalized():
         state = "finalized already" if MPI.Is_finalized() else "not initialized"
         raise RuntimeError(f"World: MPI is {state}")
+    if starts and os.environ.get("PMIX_NAMESPACE", "").startswith("slurm."):
+        time.sleep(SETTLE_S)
     if MPI.COMM_WORLD.Get_size() > 1 and not isinstance(sys.excepthook, EndsJob):
         sys.excepthook = EndsJob(sys.excepthook, f"rank {MPI.COMM_WORLD.Get_rank()} | ")
     return MPI
@@ -65,6 +70,9 @@ def library_version() -> str:
     return text.partition("\n")[0].partition(",")[0].rstrip("\0 ")
 
 
+# Open MPI 5 under srun: a process still in MPI_Init dies of a message from one that has left it
+# (open-mpi/ompi issue 12495). The first message waits for those that are a little later.
+SETTLE_S = 0.2
 MESSAGE_BYTES = 1 << 30  # longer ones go in pieces: Open MPI 5 counts with 31 bits
 STREAMS = 64  # that have tags of their own; more than are under way at a time
 
@@ -117,6 +125,10 @@ class World(Ranks):
         waits = self._mpi, self._duplicate, self._alarm_tag, timeout_s, self._end, self._look
         self._timeout = Timeout(*waits)
         self.nodes = numbered([first for first in firsts for _ in range(virtual_ranks)])
+        if "cupy" in sys.modules:  # else the caller has no arrays there yet: cpdhpc.use_gpu
+            from .gpu_messages import use_own_gpu
+
+            use_own_gpu(self)
         self._share = share_memory
         self._shared: tuple[Shared | None, str] | None = None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import ceil, cos, pi
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -112,8 +112,8 @@ class AutoWu(Controller):
 class ByAutoWu(Control):
     """[controller] name = "autowu": the rate rises until the loss does, and falls from its best.
 
-    It has rates of its own, so train.learning_rate and [schedule] are left out. The weights are
-    not taken back to those of the best rate: runs of less than some 60 epochs overshoot.
+    It has rates of its own: train.learning_rate and [schedule] are refused beside it. The weights
+    are not taken back to those of the best rate: runs of less than some 60 epochs overshoot.
 
     min_rate, max_rate: that the warm-up begins at, and would end at
     warmup_share: of all steps, that the warm-up takes at most; then the rate falls from max_rate
@@ -122,6 +122,8 @@ class ByAutoWu(Control):
     decay: "cosine" falls at once, "constant_cosine" in the last steps; cooldown_share: their share
     Source: Kim et al., arXiv 2107.05855, with its defaults.
     """
+
+    decides: ClassVar[tuple[str, ...]] = ("train.learning_rate", "schedule.")
 
     name: Literal["autowu"] = "autowu"
     min_rate: Annotated[float, Field(gt=0)] = 1e-5

@@ -106,9 +106,11 @@ class Control(Section):
     """[controller]: who decides rate and batch, named in CONTROLLERS.
 
     measures_norms: whether it is told the norms of gradients, for which two ranks are needed
+    decides: keys of a job, or how they begin, that have no meaning beside it
     """
 
     name: str
+    decides: ClassVar[tuple[str, ...]] = ()
     measures_norms: ClassVar[bool] = False
 
     @abstractmethod

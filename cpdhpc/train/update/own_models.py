@@ -145,10 +145,12 @@ class OwnModels(Update):
 
     def _average_buffers(self) -> None:
         """Make the model's buffers the average. Collective."""
+        from ..replicas import survey
+
         for hosted in range(self.world.virtual_ranks):
             self._load_buffers(hosted)
             self._buffers.keep(hosted)
-        self._buffers.share(list(self.model.buffers()), [True] * self.world.processes)
+        self._buffers.share(survey(self.model)[1], [True] * self.world.processes)
 
     def note(self) -> None:
         """Bring into state what the optimiser keeps of each rank. See Update.note."""
