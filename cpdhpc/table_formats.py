@@ -290,6 +290,30 @@ FAMILIES: dict[str, tuple[str, Callable[..., TableFormat]]] = {
 OWN = "NAME=[NUMBER, ...]"
 
 
+def _family(name: str) -> tuple[Callable[..., TableFormat], list[int]] | None:
+    for pattern, make in FAMILIES.values():
+        if match := re.fullmatch(pattern, name):
+            return make, [int(each) for each in match.groups()]
+    return None
+
+
+def _own(name: str, values: list[float]) -> str:
+    return f"{name}={values}".replace(" ", "")
+
+
+def spelled(fmt: TableFormat) -> str:
+    """Return the name by which parse_format finds a table, as OWN where it is of no family.
+
+    Raises ValueError where midpoints, target or nan were given, which no such name says.
+    """
+    values = fmt.values.tolist()
+    if ("=" in fmt.name or _family(fmt.name)) and table_format(fmt.name) == fmt:
+        return fmt.name
+    if fmt != TableFormat(fmt.name, values):
+        raise ValueError(f"TableFormat: {fmt.name}: no name tells its midpoints or target")
+    return _own(fmt.name, values)
+
+
 def with_own_formats(raw: dict[str, Any]) -> dict[str, Any]:
     """Return the tables of a file with the names of its table [formats] spelled out, as OWN.
 
@@ -301,18 +325,18 @@ def with_own_formats(raw: dict[str, Any]) -> dict[str, Any]:
         values = given.get("values") if isinstance(given, dict) and len(given) == 1 else None
         if not isinstance(values, list) or not all(type(v) in (int, float) for v in values):
             raise ValueError(f"formats.{name}: the form is [formats.{name}] values = [NUMBER, ...]")
-        names[name] = f"{name}={[float(v) for v in values]}".replace(" ", "")
+        names[name] = _own(name, [float(v) for v in values])
         table_format(names[name])
 
-    def spelled(value: Any) -> Any:
+    def replaced(value: Any) -> Any:
         if isinstance(value, dict):
-            return {k: v if k == "name" else spelled(v) for k, v in value.items()}
+            return {k: v if k == "name" else replaced(v) for k, v in value.items()}
         if isinstance(value, list):
-            return [spelled(each) for each in value]
+            return [replaced(each) for each in value]
         return names.get(value, value) if isinstance(value, str) else value
 
     plain = {key: value for key, value in raw.items() if key != "formats"}
-    return spelled(plain) if names else plain
+    return replaced(plain) if names else plain
 
 
 @lru_cache(maxsize=64)
@@ -329,7 +353,5 @@ def table_format(name: str) -> TableFormat | None:
             raise ValueError(f"parse_format: {name!r}: {OWN} is the form") from None
         TableFormat(label, values)  # errors are better with the short name
         return TableFormat(name, values)
-    for pattern, make in FAMILIES.values():
-        if match := re.fullmatch(pattern, name):
-            return make(*map(int, match.groups()))
-    return None
+    found = _family(name)
+    return found and found[0](*found[1])

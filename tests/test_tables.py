@@ -17,6 +17,7 @@ from cpdhpc.collectives.allreduce import simulate
 from cpdhpc.config import ConfigError
 from cpdhpc.formats import Cast, Overflow, Rounding, TableFormat, parse_format, shift_count
 from cpdhpc.ops import reference
+from cpdhpc.table_formats import spelled
 from cpdhpc.train.job import load
 
 NF4 = TableFormat(  # Dettmers et al., QLoRA, arXiv 2305.14314, appendix E
@@ -296,5 +297,9 @@ def test_a_job_file_names_its_own_formats(tmp_path: Path) -> None:
         path.write_text(f"[formats.quarters]\nvalues = {values}\n" + wire + rest)
         with pytest.raises(ConfigError, match=said):
             load(path)
+    assert parse_format(spelled(NF4)).values.tolist() == NF4.values.tolist()  # type: ignore[union-attr]
+    assert spelled(table("takum8")) == "takum8" and spelled(method.fmt) == method.fmt.name
+    with pytest.raises(ValueError, match=r"^TableFormat: posit: no name tells its midpoints"):
+        spelled(TableFormat("posit", [0, 1], target=0.5))
     with pytest.raises(ValueError, match=r"^parse_format: 'q=\[1,x\]': NAME=\[NUMBER, \.\.\.\] is"):
         parse_format("q=[1,x]")

@@ -22,6 +22,7 @@ from ..config import validate
 from ..formats import FloatFormat, TableFormat
 from ..methods import suggest
 from ..randomness import random_key
+from ..table_formats import spelled
 from ..world.mpi import as_world
 from ..world.ranks import Ranks
 
@@ -176,7 +177,8 @@ def made(who: str, aggregator: str | Aggregator, options: dict[str, Any]) -> Agg
     if aggregator not in COMPRESSORS:
         raise ValueError(f"{who}: aggregator={aggregator!r}: {suggest(aggregator, COMPRESSORS)}")
     named = {
-        k: v.name if isinstance(v, FloatFormat | TableFormat) else v for k, v in options.items()
+        k: v.name if isinstance(v, FloatFormat) else spelled(v) if isinstance(v, TableFormat) else v
+        for k, v in options.items()
     }
     return validate(COMPRESSORS[aggregator], named, f"{who}: {aggregator}")
 
