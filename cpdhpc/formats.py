@@ -128,6 +128,11 @@ class FloatFormat:
         return (_float32_bits(self.max) >> 23) - 127
 
     @property
+    def top(self) -> int:
+        """The same: tables move values below their largest number."""
+        return self.emax
+
+    @property
     def max_significand(self) -> int:
         """The 23 fraction bits of the largest finite number, as float32 holds them."""
         return _float32_bits(self.max) & 0x7FFFFF

@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from functools import cached_property, lru_cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +25,8 @@ class TableFormat:
         lowest is written.
     midpoints: where rounding to nearest passes from a number to the next one in order; None: half
         way. target: the magnitude that fitting scalings move the largest value to; None: the
-        largest that both signs have.
+        largest that both signs have. nan: the code that NaN takes, None: the lowest that stands
+        for it.
     Raises ValueError for another count, magnitudes out of range, and less than two numbers.
     """
 
@@ -34,6 +36,7 @@ class TableFormat:
         values: Sequence[float] | npt.NDArray[np.float32],
         midpoints: Sequence[float] | None = None,
         target: float | None = None,
+        nan: int | None = None,
     ) -> None:
         self.name = name
         with np.errstate(over="ignore"):
@@ -60,6 +63,7 @@ class TableFormat:
         ends = [float(end) for end in (self.numbers[-1], -self.numbers[0]) if end > 0]
         self.target = min(ends) if target is None else target
         self.largest = float(magnitudes.max())
+        self._nan = self._first(np.isnan(table)) if nan is None else nan
         self._digest = hashlib.sha256(
             table.tobytes() + self.midpoints.tobytes() + np.float64(self.target).tobytes()
         ).hexdigest()
@@ -86,10 +90,6 @@ class TableFormat:
     def ends(self) -> tuple[int, int]:
         """Codes of the largest number and of the smallest, which may be negative."""
         return int(self.codes[-1]), int(self.codes[0])
-
-    @cached_property
-    def _nan(self) -> int | None:
-        return self._first(np.isnan(self.values))
 
     @cached_property
     def nan_code(self) -> int:
@@ -127,6 +127,16 @@ class TableFormat:
         return float(np.abs(self.numbers[self.numbers != 0]).min())
 
     @property
+    def emin(self) -> int:
+        """Exponent of the smallest magnitude: none is subnormal."""
+        return math.frexp(self.smallest)[1] - 1
+
+    @property
+    def top(self) -> int:
+        """Exponent of the largest magnitude."""
+        return math.frexp(self.largest)[1] - 1
+
+    @property
     def emax(self) -> int:
         """Exponent of max."""
         return math.frexp(self.max)[1] - 1
@@ -139,7 +149,7 @@ class TableFormat:
     @property
     def shift_min(self) -> int:
         """The smallest k for which the largest number times 2**-k stays within float32."""
-        return math.frexp(self.largest)[1] - 1 - 127
+        return self.top - 127
 
     @property
     def shift_max(self) -> int:
@@ -235,7 +245,7 @@ def _mirrored(
     between = np.array([magnitude(bits + 1, 2 * int(code) + 1) for code in codes[:-1]])
     zero = known[codes[0] - 1] / 2 if beside_zero is None else beside_zero
     midpoints = np.concatenate([-between[::-1], [-zero, zero], between])
-    return TableFormat(name, values, midpoints.tolist(), target)
+    return TableFormat(name, values, midpoints.tolist(), target, nan=half)
 
 
 def _posit(bits: int, es: int) -> TableFormat:
@@ -277,13 +287,71 @@ FAMILIES: dict[str, tuple[str, Callable[..., TableFormat]]] = {
 }
 
 
-@lru_cache(maxsize=64)
-def table_format(name: str) -> TableFormat | None:
-    """Return the table of a family's name, None for a name of no family.
+OWN = "NAME=[NUMBER, ...]"
 
-    Raises ValueError for numbers out of a family's range.
-    """
+
+def _family(name: str) -> tuple[Callable[..., TableFormat], list[int]] | None:
     for pattern, make in FAMILIES.values():
         if match := re.fullmatch(pattern, name):
-            return make(*map(int, match.groups()))
+            return make, [int(each) for each in match.groups()]
     return None
+
+
+def _own(name: str, values: list[float]) -> str:
+    return f"{name}={values}".replace(" ", "")
+
+
+def spelled(fmt: TableFormat) -> str:
+    """Return the name by which parse_format finds a table, as OWN where it is of no family.
+
+    Raises ValueError where midpoints, target or nan were given, which no such name says.
+    """
+    values = fmt.values.tolist()
+    if ("=" in fmt.name or _family(fmt.name)) and table_format(fmt.name) == fmt:
+        return fmt.name
+    if fmt != TableFormat(fmt.name, values):
+        raise ValueError(f"TableFormat: {fmt.name}: no name tells its midpoints or target")
+    return _own(fmt.name, values)
+
+
+def with_own_formats(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return the tables of a file with the names of its table [formats] spelled out, as OWN.
+
+    So whatever reads a value, on another machine or years later, needs nothing else. The values of
+    keys "name" stay. Raises ValueError for what is no table of formats.
+    """
+    names = {}
+    for name, given in raw.get("formats", {}).items():
+        values = given.get("values") if isinstance(given, dict) and len(given) == 1 else None
+        if not isinstance(values, list) or not all(type(v) in (int, float) for v in values):
+            raise ValueError(f"formats.{name}: the form is [formats.{name}] values = [NUMBER, ...]")
+        names[name] = _own(name, [float(v) for v in values])
+        table_format(names[name])
+
+    def replaced(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {k: v if k == "name" else replaced(v) for k, v in value.items()}
+        if isinstance(value, list):
+            return [replaced(each) for each in value]
+        return names.get(value, value) if isinstance(value, str) else value
+
+    plain = {key: value for key, value in raw.items() if key != "formats"}
+    return replaced(plain) if names else plain
+
+
+@lru_cache(maxsize=64)
+def table_format(name: str) -> TableFormat | None:
+    """Return the table of a family's name, or of one that says its numbers, as OWN; else None.
+
+    Raises ValueError for numbers out of a family's range, or that make no table.
+    """
+    label, equals, text = name.partition("=")
+    if equals:
+        try:
+            values = [float(each) for each in text.removeprefix("[").removesuffix("]").split(",")]
+        except ValueError:
+            raise ValueError(f"parse_format: {name!r}: {OWN} is the form") from None
+        TableFormat(label, values)  # errors are better with the short name
+        return TableFormat(name, values)
+    found = _family(name)
+    return found and found[0](*found[1])

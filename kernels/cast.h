@@ -31,7 +31,7 @@ typedef int64_t i64;
 enum { CPD_NEAREST = 0, CPD_ZERO = 1, CPD_STOCHASTIC = 2, CPD_UP = 3, CPD_DOWN = 4, CPD_ODD = 5 };
 
 // Ways to find a code, for each of which the loops are compiled.
-enum Way { CPD_TO_NEAREST, CPD_BY_ADDING, CPD_BY_DIRECTION, CPD_BY_TABLE };
+enum Way { CPD_BY_NEAREST, CPD_BY_ADDING, CPD_BY_DIRECTION, CPD_BY_TABLE };
 
 // A Cast of formats.py, as numbers.
 struct Cast {

@@ -18,10 +18,19 @@ typedef float F;
 typedef u32 U;
 typedef int I;
 typedef double D;
-typedef i64 L;
 
-CPD_FN U bits_of(F x) { return __float_as_uint(x); }
-CPD_FN F from_bits(U u) { return __uint_as_float(u); }
+// Moves that the compiler does not see through: for compute_100 and later NVRTC would make abs.ftz
+// and neg.ftz of masks between them, which flush subnormal numbers.
+CPD_FN U bits_of(F x) {
+    U u;
+    asm("mov.b32 %0, %1;" : "=r"(u) : "f"(x));
+    return u;
+}
+CPD_FN F from_bits(U u) {
+    F x;
+    asm("mov.b32 %0, %1;" : "=f"(x) : "r"(u));
+    return x;
+}
 CPD_FN F add(F a, F b) {
     F sum;
     asm("add.rn.f32 %0, %1, %2;" : "=f"(sum) : "f"(a), "f"(b));
@@ -39,30 +48,25 @@ CPD_FN F multiply(F a, F b) {
 }
 CPD_FN U truncate(F x) { return (U)(int)x; }
 CPD_FN F to_float(U integer) { return __int2float_rn((int)integer); }
-CPD_FN L bits_of(D x) { return __double_as_longlong(x); }
-CPD_FN D from_bits(L u) { return __longlong_as_double(u); }
 CPD_FN D add(D a, D b) { return __dadd_rn(a, b); }
 CPD_FN D subtract(D a, D b) { return __dsub_rn(a, b); }
 CPD_FN D multiply(D a, D b) { return __dmul_rn(a, b); }
-CPD_FN L truncate(D x) { return (i64)x; }
-CPD_FN D to_double(L integer) { return (double)integer; }
 CPD_FN D widened(F x) {
     D wide;
     asm("cvt.f64.f32 %0, %1;" : "=d"(wide) : "f"(x));
     return wide;
 }
-CPD_FN L widened(U x) { return (i64)x; }
 CPD_FN F narrowed(D x) {
     F narrow;
     asm("cvt.rn.f32.f64 %0, %1;" : "=f"(narrow) : "d"(x));
     return narrow;
 }
-CPD_FN I narrowed(L mask) { return (int)mask; }
+typedef double W;  // float64 in each lane
+CPD_FN W wide(F x) { return widened(x); }
+CPD_FN W wide(U x) { return (double)x; }
+CPD_FN I reaches(W a, W b) { return a >= b ? -1 : 0; }
 CPD_FN U gather(const int* table, U place) { return (U)table[place]; }
-CPD_FN L above(D a, D b) { return a > b ? -1 : 0; }
-CPD_FN L above(L a, L b) { return a > b ? -1 : 0; }
 CPD_FN bool any(I lane) { return lane; }
-CPD_FN bool any(L lane) { return lane; }
 CPD_FN I less(U a, U b) { return (int)a < (int)b ? -1 : 0; }
 CPD_FN I equal(U a, U b) { return a == b ? -1 : 0; }
 CPD_FN U lane_numbers() { return 0; }
@@ -91,8 +95,6 @@ CPD_FN void store_bytes(u8* x, U value) { *x = (u8)value; }
 typedef float F __attribute__((vector_size(64)));
 typedef u32 U __attribute__((vector_size(64)));
 typedef int32_t I __attribute__((vector_size(64)));
-typedef double D __attribute__((vector_size(128)));
-typedef i64 L __attribute__((vector_size(128)));
 
 CPD_FN U bits_of(F x) { return (U)x; }
 CPD_FN F from_bits(U u) { return (F)u; }
@@ -110,14 +112,10 @@ CPD_FN N multiply(N a, N b) {
 }
 CPD_FN U truncate(F x) { return (U) __builtin_convertvector(x, I); }
 CPD_FN F to_float(U integer) { return __builtin_convertvector((I)integer, F); }
-CPD_FN L bits_of(D x) { return (L)x; }
-CPD_FN D from_bits(L u) { return (D)u; }
-CPD_FN L truncate(D x) { return __builtin_convertvector(x, L); }
-CPD_FN D to_double(L integer) { return __builtin_convertvector(integer, D); }
-CPD_FN D widened(F x) { return __builtin_convertvector(x, D); }
-CPD_FN L widened(U x) { return __builtin_convertvector(x, L); }
-CPD_FN F narrowed(D x) { return __builtin_convertvector(x, F); }
-CPD_FN I narrowed(L mask) { return __builtin_convertvector(mask, I); }
+typedef double W __attribute__((vector_size(128)));  // float64 in each lane
+CPD_FN W wide(F x) { return __builtin_convertvector(x, W); }
+CPD_FN W wide(U x) { return __builtin_convertvector(x, W); }
+CPD_FN I reaches(W a, W b) { return __builtin_convertvector(a >= b, I); }
 CPD_FN U gather(const int* table, U place) {
 #if defined(CPD_AVX512)
     return (U)__builtin_ia32_gathersiv16si(I{}, table, (I)place, (short)-1, 4);
@@ -134,8 +132,6 @@ CPD_FN U gather(const int* table, U place) {
     return found;
 #endif
 }
-CPD_FN L above(D a, D b) { return a > b; }
-CPD_FN L above(L a, L b) { return a > b; }
 CPD_FN I less(U a, U b) { return (I)a < (I)b; }
 CPD_FN I equal(U a, U b) { return (I)a == (I)b; }
 CPD_FN U lane_numbers() { return U{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
@@ -184,11 +180,6 @@ CPD_FN u32 signs(I v) {
 #endif
 }
 CPD_FN bool any(I mask) { return signs(mask) != 0; }
-CPD_FN bool any(L mask) {
-    I halves[2];
-    memcpy(halves, &mask, sizeof halves);
-    return any(halves[0] | halves[1]);
-}
 
 #endif
 

@@ -64,11 +64,11 @@ CPD_FN u32 amax_tile(const float* x) {
 }
 
 // Whether there are loops for values that are known to stay inside the format.
-constexpr bool knows_inside(int way) { return way == CPD_TO_NEAREST || way == CPD_BY_ADDING; }
+constexpr bool knows_inside(int way) { return way == CPD_BY_NEAREST || way == CPD_BY_ADDING; }
 
 // A loop by its template arguments: the way to find codes, and whether counts are kept.
 #define CPD_PICK_WAY(loop, cast, COUNT)                             \
-    (way_of(cast) == CPD_TO_NEAREST     ? loop<CPD_TO_NEAREST, COUNT>   \
+    (way_of(cast) == CPD_BY_NEAREST     ? loop<CPD_BY_NEAREST, COUNT>   \
      : way_of(cast) == CPD_BY_ADDING    ? loop<CPD_BY_ADDING, COUNT>    \
      : way_of(cast) == CPD_BY_DIRECTION ? loop<CPD_BY_DIRECTION, COUNT> \
                                         : loop<CPD_BY_TABLE, COUNT>)

@@ -192,15 +192,15 @@ constexpr Loop<S> LOOPS_S[] = {
     loops_for<S, CPD_AS_IS, CPD_ROUND_NEAREST, CPD_FLOAT32>(),
     loops_for<S, CPD_ANY, CPD_ANY, CPD_FLOAT32>(),
 };
-constexpr Loop<W> LOOPS_D[] = {
-    loops_for<W, CPD_ROUND_NEAREST, CPD_ROUND_NEAREST, CPD_FLOAT64>(),
-    loops_for<W, CPD_AS_IS, CPD_ROUND_NEAREST, CPD_FLOAT64>(),
-    loops_for<W, CPD_AS_IS, CPD_ROUND_NEAREST, CPD_FLOAT64_ODD>(),
-    loops_for<W, CPD_ROUND_FLOOR, CPD_ROUND_FLOOR, CPD_FLOAT64_ODD>(),
-    loops_for<W, CPD_AS_IS, CPD_ROUND_FLOOR, CPD_FLOAT64_ODD>(),
-    loops_for<W, CPD_ROUND_RANDOM, CPD_ROUND_RANDOM, CPD_FLOAT64_ODD>(),
-    loops_for<W, CPD_AS_IS, CPD_ROUND_RANDOM, CPD_FLOAT64_ODD>(),
-    loops_for<W, CPD_ANY, CPD_ANY, CPD_FLOAT64_ODD>(),
+constexpr Loop<D> LOOPS_D[] = {
+    loops_for<D, CPD_ROUND_NEAREST, CPD_ROUND_NEAREST, CPD_FLOAT64>(),
+    loops_for<D, CPD_AS_IS, CPD_ROUND_NEAREST, CPD_FLOAT64>(),
+    loops_for<D, CPD_AS_IS, CPD_ROUND_NEAREST, CPD_FLOAT64_ODD>(),
+    loops_for<D, CPD_ROUND_FLOOR, CPD_ROUND_FLOOR, CPD_FLOAT64_ODD>(),
+    loops_for<D, CPD_AS_IS, CPD_ROUND_FLOOR, CPD_FLOAT64_ODD>(),
+    loops_for<D, CPD_ROUND_RANDOM, CPD_ROUND_RANDOM, CPD_FLOAT64_ODD>(),
+    loops_for<D, CPD_AS_IS, CPD_ROUND_RANDOM, CPD_FLOAT64_ODD>(),
+    loops_for<D, CPD_ANY, CPD_ANY, CPD_FLOAT64_ODD>(),
 };
 
 bool fits(int way, int wanted) { return way == CPD_ANY || way == wanted; }

@@ -9,7 +9,7 @@ CPD_FN int width(const Cast& cast) { return 1 + cast.exp + cast.man; }
 
 CPD_FN Way way_of(const Cast& cast) {
     if (cast.table) return CPD_BY_TABLE;
-    return cast.rounding == CPD_NEAREST ? CPD_TO_NEAREST
+    return cast.rounding == CPD_NEAREST ? CPD_BY_NEAREST
            : cast.rounding >= CPD_UP    ? CPD_BY_DIRECTION
                                         : CPD_BY_ADDING;
 }

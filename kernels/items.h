@@ -32,7 +32,7 @@ CPD_FN U encode_value(const Cast& cast, const E& e, F x, Key key, u64 index, Cou
     if constexpr (WAY == CPD_BY_TABLE) {
         code = table_code(cast, e, x, key, index, events);
     } else {
-        if constexpr (WAY == CPD_TO_NEAREST) {
+        if constexpr (WAY == CPD_BY_NEAREST) {
             code = round_nearest(cast, e, a);
         } else if constexpr (WAY == CPD_BY_ADDING) {
             U random = cast.rounding == CPD_STOCHASTIC ? random31(key, index) & cast.random_mask

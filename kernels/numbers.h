@@ -23,7 +23,6 @@ struct Number;
 #ifdef __CUDACC__
 
 typedef float S;
-typedef double W;
 template <>
 struct Number<float> : Layout<4> {
     typedef int Bits;
@@ -42,6 +41,7 @@ CPD_FN float number(int bits) { return from_bits((u32)bits); }
 CPD_FN i64 raw(double x) { return __double_as_longlong(x); }
 CPD_FN double number(i64 bits) { return __longlong_as_double(bits); }
 CPD_FN int above(float a, float b) { return a > b ? -1 : 0; }
+CPD_FN i64 above(double a, double b) { return a > b ? -1 : 0; }
 CPD_FN int more(int a, int b) { return a > b ? -1 : 0; }
 CPD_FN i64 more(i64 a, i64 b) { return a > b ? -1 : 0; }
 CPD_FN int pick(int which, int a, int b) { return which ? a : b; }
@@ -66,9 +66,9 @@ CPD_FN i64 widened(u32 draw, double) { return (i64)draw; }
 #define CPD_VECTOR(bytes) __attribute__((vector_size(bytes)))
 
 typedef float S CPD_VECTOR(CPD_REGISTER);
-typedef double W CPD_VECTOR(CPD_REGISTER);
+typedef double D CPD_VECTOR(CPD_REGISTER);
 typedef int SBits CPD_VECTOR(CPD_REGISTER);
-typedef i64 WBits CPD_VECTOR(CPD_REGISTER);
+typedef i64 DBits CPD_VECTOR(CPD_REGISTER);
 
 template <>
 struct Number<S> : Layout<4> {
@@ -78,8 +78,8 @@ struct Number<S> : Layout<4> {
     enum { lanes = CPD_REGISTER / 4 };
 };
 template <>
-struct Number<W> : Layout<8> {
-    typedef WBits Bits;
+struct Number<D> : Layout<8> {
+    typedef DBits Bits;
     typedef u32 Draws CPD_VECTOR(CPD_REGISTER / 2);
     typedef float Floats CPD_VECTOR(CPD_REGISTER / 2);
     enum { lanes = CPD_REGISTER / 8 };
@@ -87,10 +87,10 @@ struct Number<W> : Layout<8> {
 
 CPD_FN SBits raw(S x) { return (SBits)x; }
 CPD_FN S number(SBits bits) { return (S)bits; }
-CPD_FN WBits raw(W x) { return (WBits)x; }
-CPD_FN W number(WBits bits) { return (W)bits; }
+CPD_FN DBits raw(D x) { return (DBits)x; }
+CPD_FN D number(DBits bits) { return (D)bits; }
 CPD_FN SBits above(S a, S b) { return a > b; }
-CPD_FN WBits above(W a, W b) { return a > b; }
+CPD_FN DBits above(D a, D b) { return a > b; }
 template <class B>
 CPD_FN B more(B a, B b) {
     return a > b;
@@ -102,13 +102,13 @@ CPD_FN B pick(B which, B a, B b) {
 CPD_FN S widened(Number<S>::Floats x, S) { return x; }
 CPD_FN SBits widened(Number<S>::Draws draw, S) { return (SBits)draw; }
 #if defined(CPD_AVX512)  // g++ 12 does these by halves
-CPD_FN W widened(Number<W>::Floats x, W) { return _mm512_maskz_cvtps_pd(0xff, x); }
-CPD_FN WBits widened(Number<W>::Draws draw, W) {
-    return (WBits)_mm512_maskz_cvtepu32_epi64(0xff, (__m256i)draw);
+CPD_FN D widened(Number<D>::Floats x, D) { return _mm512_maskz_cvtps_pd(0xff, x); }
+CPD_FN DBits widened(Number<D>::Draws draw, D) {
+    return (DBits)_mm512_maskz_cvtepu32_epi64(0xff, (__m256i)draw);
 }
 #else
-CPD_FN W widened(Number<W>::Floats x, W) { return __builtin_convertvector(x, W); }
-CPD_FN WBits widened(Number<W>::Draws draw, W) { return __builtin_convertvector(draw, WBits); }
+CPD_FN D widened(Number<D>::Floats x, D) { return __builtin_convertvector(x, D); }
+CPD_FN DBits widened(Number<D>::Draws draw, D) { return __builtin_convertvector(draw, DBits); }
 #endif
 template <class N>
 CPD_FN N read(const float* x, N) {
@@ -157,18 +157,18 @@ CPD_FN N subtract_exact(N a, N b, N c) {
 }
 
 // a + b rounded to odd: rounding it again gives what rounding the exact sum would.
-CPD_FN W odd_sum(W a, W b) {
+CPD_FN D odd_sum(D a, D b) {
 #if defined(CPD_AVX512) && !defined(__CUDACC__)  // of the two neighbours the odd one
-    W under = _mm512_maskz_add_round_pd(0xff, a, b, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
-    W over = _mm512_maskz_add_round_pd(0xff, a, b, _MM_FROUND_TO_POS_INF | _MM_FROUND_NO_EXC);
+    D under = _mm512_maskz_add_round_pd(0xff, a, b, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+    D over = _mm512_maskz_add_round_pd(0xff, a, b, _MM_FROUND_TO_POS_INF | _MM_FROUND_NO_EXC);
     return number(pick((raw(under) & 1) != 0, raw(under), raw(over)));
 #else
-    typedef Number<W>::Bits Bits;
-    W total = add(a, b);
-    W part = subtract(total, a);
-    W rest = add(subtract(a, subtract(total, part)), subtract(b, part));
+    typedef Number<D>::Bits Bits;
+    D total = add(a, b);
+    D part = subtract(total, a);
+    D rest = add(subtract(a, subtract(total, part)), subtract(b, part));
     Bits bits = raw(total);
-    Bits inexact = above(rest, W{}) | above(W{}, rest);  // none where it is NaN, beside infinity
+    Bits inexact = above(rest, D{}) | above(D{}, rest);  // none where it is NaN, beside infinity
     Bits step = ((raw(rest) ^ bits) >> 63) | 1;          // -1 towards zero, 1 away from it
     return number(bits + (inexact & ((bits & 1) - 1) & step));
 #endif
@@ -177,20 +177,20 @@ CPD_FN W odd_sum(W a, W b) {
 #if defined(CPD_AVX512) && !defined(__CUDACC__)
 // The same in fewer instructions; maskz: g++ 12 warns of the others.
 CPD_FN S larger(S a, S b) { return _mm512_maskz_max_ps(0xffff, a, b); }
-CPD_FN W larger(W a, W b) { return _mm512_maskz_max_pd(0xff, a, b); }
+CPD_FN D larger(D a, D b) { return _mm512_maskz_max_pd(0xff, a, b); }
 #define CPD_CHOICE 0xd8  // of the bits of x those that are not set in the third
 CPD_FN S with_sign(S x, S of) {
     return (S)_mm512_ternarylogic_epi32((__m512i)x, (__m512i)of, (__m512i)sign_bit<S>(),
                                         CPD_CHOICE);
 }
-CPD_FN W with_sign(W x, W of) {
-    return (W)_mm512_ternarylogic_epi64((__m512i)x, (__m512i)of, (__m512i)sign_bit<W>(),
+CPD_FN D with_sign(D x, D of) {
+    return (D)_mm512_ternarylogic_epi64((__m512i)x, (__m512i)of, (__m512i)sign_bit<D>(),
                                         CPD_CHOICE);
 }
 CPD_FN S add_exact(S a, S b, S c) { return _mm512_fmadd_ps(b, c, a); }
-CPD_FN W add_exact(W a, W b, W c) { return _mm512_fmadd_pd(b, c, a); }
+CPD_FN D add_exact(D a, D b, D c) { return _mm512_fmadd_pd(b, c, a); }
 CPD_FN S subtract_exact(S a, S b, S c) { return _mm512_fnmadd_ps(b, c, a); }
-CPD_FN W subtract_exact(W a, W b, W c) { return _mm512_fnmadd_pd(b, c, a); }
+CPD_FN D subtract_exact(D a, D b, D c) { return _mm512_fnmadd_pd(b, c, a); }
 #endif
 
 #endif

@@ -144,7 +144,7 @@ struct Tops {
 };
 
 CPD_FN S sum_of(S a, S b, bool) { return add(a, b); }
-CPD_FN W sum_of(W a, W b, bool odd) { return odd ? odd_sum(a, b) : add(a, b); }
+CPD_FN D sum_of(D a, D b, bool odd) { return odd ? odd_sum(a, b) : add(a, b); }
 template <class N>
 CPD_FN N negated(N x) {
     return number(raw(x) ^ sign_bit<N>());

@@ -43,6 +43,12 @@ struct TableDecoderOf {
     F scale;  // 2^-k
 };
 
+// 2^k, k from -127 on, where it is subnormal.
+CPD_FN F power_of(U k) {
+    U field = k + 127u;
+    return from_bits(less(lanes(0), field) ? field << 23 : lanes(0x400000u));
+}
+
 template <class V>
 CPD_FN TableEncoderOf<V> make_table_encoder(const Cast& cast, V k) {
     return TableEncoderOf<V>{make_search(cast.table), k};
@@ -50,10 +56,8 @@ CPD_FN TableEncoderOf<V> make_table_encoder(const Cast& cast, V k) {
 
 template <class V>
 CPD_FN TableDecoderOf<V> make_table_decoder(const Cast& cast, V k) {
-    U field = lanes(127u - k);
-    U power = less(lanes(0), field) ? field << 23 : lanes(0x400000u);  // 2^-127 is subnormal
     u32 mask = (1u << width(cast)) - 1;
-    return TableDecoderOf<V>{make_search(cast.table).values, mask, from_bits(power)};
+    return TableDecoderOf<V>{make_search(cast.table).values, mask, power_of(lanes(0u - k))};
 }
 
 template <class V>
@@ -85,13 +89,11 @@ CPD_FN U place_of(const Search& s, U magnitude, U key) {
 
 // Whether x * 2^k goes from the number at its place to the next one, with this random number.
 CPD_FN I rises(const Search& s, F x, U k, U place, U random) {
-    D below = widened(from_bits(gather(s.numbers, place)));
-    D above_it = widened(from_bits(gather(s.numbers, place + 1u)));
-    D scaled = multiply(widened(x), from_bits(widened(k + 1023u) << 52));
-    D share = multiply(to_double(widened(lanes(0x80000000u) - random)),
-                       from_bits((L{} + (1023 - 31)) << 52));
-    return ~narrowed(
-        above(multiply(subtract(above_it, below), share), subtract(scaled, below)));
+    W below = wide(from_bits(gather(s.numbers, place)));
+    W gap = subtract(wide(from_bits(gather(s.numbers, place + 1u))), below);
+    W scaled = multiply(wide(x), wide(power_of(k)));
+    W share = multiply(wide(lanes(0x80000000u) - random), wide(power_of(lanes(0u - 31u))));
+    return reaches(subtract(scaled, below), multiply(gap, share));
 }
 
 template <class V>

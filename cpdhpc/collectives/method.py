@@ -26,6 +26,7 @@ from ..formats import (
     Format,
     Overflow,
     Rounding,
+    TableFormat,
     tiles,
     wire_scaling,
 )
@@ -269,6 +270,7 @@ class Method:
     op: Op = "sum"
     rounding: Rounding = "nearest"
     overflow: Overflow = "saturate"
+    random_bits: int = 0
     headroom: str = "n"
     seed: int = 0
     machine: Machine | str | Path | None = None
@@ -279,11 +281,12 @@ class Method:
             if not isinstance(value, str) and not (name == "accumulate" and value is None):
                 raise TypeError(f"allreduce: {name}={value!r}: must be a string")
         check_integer("allreduce: seed", self.seed)
+        check_integer("allreduce: random_bits", self.random_bits)
         object.__setattr__(self, "seed", int(self.seed))  # ranks that give NumPy's are alike
         if self.machine is not None:  # its numbers, so that ranks whose files differ are noticed
             object.__setattr__(self, "machine", as_machine(self.machine))
         if self.fmt is not None:
-            Cast(self.fmt, self.rounding, self.overflow)
+            self._cast(self.fmt)
         assert self.parsed_scaling  # raises for an unknown name
         known: dict[str, Sequence[str]] = {
             "algorithm": (*SCHEDULES, MPI_ALLREDUCE, AUTO),
@@ -310,8 +313,16 @@ class Method:
                 f"{own}: for another scaling name its format, {MICROSCALING[self.wire].name}"
             )
 
+    def _cast(self, fmt: Format) -> Cast:
+        return Cast(fmt, self.rounding, self.overflow, self.random_bits)
+
     def _check_exact(self) -> None:
         """Raise ValueError for what has no exact sum."""
+        if isinstance(self.fmt, TableFormat):
+            raise ValueError(
+                f"allreduce: accumulate='exact': wire={self.wire!r}: exact sums are of "
+                "floating-point formats and integers"
+            )
         if self.algorithm == AUTO:
             raise ValueError(
                 "allreduce: algorithm='auto': bench fit measures no exact sums: name one of "
@@ -445,7 +456,7 @@ class Method:
         """What values become while they travel."""
         if self.fmt is None:
             return Raw()
-        cast = Cast(self.fmt, self.rounding, self.overflow)
+        cast = self._cast(self.fmt)
         if self.exact:
             return Exact(cast, trits=self.wire == "ternary")
         kind = self.parsed_scaling.kind

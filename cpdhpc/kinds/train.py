@@ -63,6 +63,7 @@ _ROWS: dict[str, tuple[type, str]] = {  # key of a job: its type and what it is
     "gradient.accumulate": (str, "how partial sums are kept"),
     "gradient.rounding": (str, "rounding of gradients"),
     "gradient.overflow": (str, "what gradients too large for the format become"),
+    "gradient.random_bits": (int, "random bits of stochastic rounding, 0 for all"),
     "gradient.headroom": (str, "headroom of the shared scaling"),
     "update.name": (str, "rule by which ranks update weights"),
     "stages.count": (int, "stages that the network is cut into"),
@@ -138,8 +139,9 @@ class _Training(Measuring):
     def visit(self, place: Place, caught: Caught) -> None:
         """Train from the last checkpoint to the end. Collective; see Measuring.visit."""
         from ..train.loop import run
+        from ..train.output import Files
         from ..train.progress import Display
-        from ..train.setup import Files, agreed, prepare
+        from ..train.setup import agreed, prepare
 
         world = place.world
         place.cores = "as the launcher has bound the ranks"

@@ -7,7 +7,7 @@ import re
 from ..shipped import folder
 
 # -fmad=false: a fused multiply-add would round differently from the CPU.
-OPTIONS = ("-std=c++17", "-fmad=false")
+OPTIONS = ("-std=c++17", "-fmad=false", "-default-device")
 
 KERNELS = (
     "encode",
@@ -27,6 +27,9 @@ KERNELS = (
     "mark_above",
     "count_bits",
     "unpack_bitmap",
+    "pack_bitmap",
+    "pack_stream",
+    "unpack_stream",
     "count_digits",
     "gather",
     "scatter_add",
