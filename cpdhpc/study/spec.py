@@ -88,10 +88,18 @@ class TrainedJob(Section):
     job: its path, from the study file's directory
     target_loss: test loss whose steps and samples the report compares over batches; not given: the
         least that all batches reach
+    target_accuracy: in place of a loss, %
     """
 
     job: str
     target_loss: Annotated[float | None, Field(gt=0)] = None
+    target_accuracy: Annotated[float | None, Field(gt=0, lt=100)] = None
+
+    @model_validator(mode="after")
+    def _one_target(self) -> TrainedJob:
+        if self.target_loss is not None and self.target_accuracy is not None:
+            raise ValueError("target_loss and target_accuracy: give one of them")
+        return self
 
 
 class Run(Section):
