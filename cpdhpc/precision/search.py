@@ -25,9 +25,11 @@ from ..provenance import attributes
 from ..signals import Interrupted, catching
 from ..train import gradients
 from ..train.command import Trainer
+from ..train.fitting import samples_of
 from ..train.job import MAY_DIFFER, Job, load
 from ..train.loop import Diverged
-from ..train.setup import Files, agreed, samples_of
+from ..train.output import Files
+from ..train.setup import agreed
 from ..train.update import ByAllreduce
 from ..world.mpi import World
 from .evidence import FILE, RAW, Evidence, Layer, Trial
