@@ -2,6 +2,7 @@
 # make test         install what tests need, run the serial tests, then the MPI tests
 # make test-slow    what takes minutes or more than 2 GiB, on 2 ranks
 # make test-gpu     operations and all-reduces bit for bit against the CPU, on this machine's GPU
+# make test-gpu-emulated   the CUDA kernels themselves on the CPU, bit for bit; needs no GPU
 # make test-slurm   studies under a real Slurm of four nodes on this machine, with both MPIs
 # make lint         formatting, style, types
 # make bench-codec  rates of the codec beside memcpy
@@ -48,7 +49,7 @@ SCRIPTS = .ci/run slurm/mpirun-local $(patsubst %,tests/%,limited slurm/install 
     $(wildcard slurm/*.sbatch tests/golden/slurm/*.sbatch)
 SOURCES = setup.cfg setup.py pyproject.toml constraints.txt $(wildcard kernels/*)
 
-.PHONY: quickstart test test-serial test-mpi test-slow test-gpu test-slurm lint bench-codec soak \
+.PHONY: quickstart test test-serial test-mpi test-slow test-gpu test-gpu-emulated test-slurm lint bench-codec soak \
     kill-study install clean
 
 quickstart: install
@@ -76,6 +77,13 @@ test-gpu: $(VENV)/.installed-test
 	$(PIP) install --constraint constraints.txt -e ".[gpu]"
 	$(SERIAL_TESTS) -m gpu
 	for ranks in 2 4; do $(LIMITED_MPIRUN) $$ranks $(MPI_TESTS) tests/mpi -m gpu || exit 1; done
+
+# The CUDA kernels themselves, compiled for the CPU (tests/emulated_gpu.py).
+EMULATED = PYTHONPATH=tests
+test-gpu-emulated: $(VENV)/.installed-test
+	$(EMULATED) $(SERIAL_TESTS) -p emulated_gpu --ignore=tests/slurm -m "gpu and not slow"
+	$(EMULATED) $(subst pytest tests,pytest,$(SERIAL_TESTS)) tests/test_gpu_methods.py -p emulated_gpu -m "not gpu and not slow"
+	$(EMULATED) $(LIMITED_MPIRUN) 2 $(MPI_TESTS) -p emulated_gpu -m "not gpu and not slow" tests/mpi/test_mpi_gpu.py
 
 # tests/slurm/install gets Slurm; test-mpi MPI=mpich makes the environment of the other MPI.
 test-slurm: $(VENV)/.installed-test

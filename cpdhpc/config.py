@@ -251,11 +251,17 @@ def _explain(model: type[Any], raw: Raw, problem: Any, above: Sequence[str] = ()
 def keys(model: type[Any], loc: tuple[Any, ...] = ()) -> list[str]:
     """Return the keys a table of the model may have, by the JSON schema that pydantic derives."""
     schema = _schema(model)
-    definitions, here = schema.get("$defs", {}), schema
+    here = schema
     for part in loc:
-        here = here.get("properties", {}).get(part) or {}
-        here = definitions[here["$ref"].rpartition("/")[2]] if "$ref" in here else here
+        inner = here.get("items") if isinstance(part, int) else here.get("properties", {}).get(part)
+        here = _table(inner or {}, schema.get("$defs", {}))
     return list(here.get("properties", {}))
+
+
+def _table(schema: Raw, definitions: Raw) -> Raw:
+    """Return what a schema refers to; of one that may be null the other."""
+    one = next((each for each in schema.get("anyOf", ()) if "$ref" in each), schema)
+    return definitions[one["$ref"].rpartition("/")[2]] if "$ref" in one else one
 
 
 def dump_toml(raw: Raw) -> str:

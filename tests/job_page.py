@@ -19,6 +19,7 @@ from cpdhpc.config import OneOf, Section
 from cpdhpc.kinds import KINDS
 from cpdhpc.kinds.factors import ABSENT, SHAPE, Factor
 from cpdhpc.methods import ACCUMULATES, EXACT, SCALINGS
+from cpdhpc.precision.tensors import SCALINGS as TENSOR_SCALINGS
 from cpdhpc.study.spec import Study
 from cpdhpc.train.controllers import BATCH_SCALINGS, DECAYS
 from cpdhpc.train.job import Job
@@ -73,6 +74,12 @@ NAMES = {  # of keys that a table of the package checks
     "batch_scaling": BATCH_SCALINGS,
     "kind": KINDS,
 }
+
+
+def known_names(model: type[Any], name: str) -> Iterable[str]:
+    """The names that a key of a model takes; those of tensors and of sums are others."""
+    own = {"scaling": TENSOR_SCALINGS}
+    return (own if model.__module__.startswith("cpdhpc.precision") else NAMES).get(name, ())
 
 
 def entries(text: str | None, names: Iterable[str]) -> dict[str, str]:
@@ -174,7 +181,7 @@ def keys_table(model: type[Any], leave_out: Iterable[str] = ()) -> Iterator[str]
             raise ValueError(f"{model.__name__}: no line of its docstring begins with {name}:")
         given = name in schema.get("required", ())
         names = ", ".join(
-            f"`{json.dumps(each)}`" for each in NAMES.get(name, ()) if takes(model, name, each)
+            f"`{json.dumps(each)}`" for each in known_names(model, name) if takes(model, name, each)
         )
         cells = shown_type(of), default(of, given), allowed(of) or names, words
         yield f"| `{name}` | " + " | ".join(each.replace("|", "\\|") for each in cells) + " |"
@@ -196,6 +203,31 @@ def tables(model: type[Section], skip: Iterable[str] = ()) -> Iterator[str]:
                 several = "[" if kind is not field.annotation and kind is Layer else ""
                 yield f"\n### `{several}[{name}]{several and ']'}`\n\n{summary(kind)}"
                 yield from keys_table(kind)
+                yield from nested(name, kind)
+
+
+def sections(kind: Any) -> list[type[Section]]:
+    """The tables that an annotation has within it, but for itself."""
+    found = [each for each in get_args(kind) if isinstance(each, type)]
+    inner = [each for other in get_args(kind) for each in sections(other)]
+    return [each for each in found if issubclass(each, Section)] + inner
+
+
+def nested(name: str, model: type[Section]) -> Iterator[str]:
+    """The tables within one, and those that their keys take, each once."""
+    for key, field in model.model_fields.items():
+        for row in sections(field.annotation):
+            yield f"\n### `[[{name}.{key}]]`\n\n{summary(row)}"
+            yield from keys_table(row)
+            kinds = {
+                each: None for f in row.model_fields.values() for each in sections(f.annotation)
+            }
+            shown: set[str] = set()
+            for table in kinds:
+                yield f"\n### A table of `{name}.{key}`: {table.__name__}\n\n{summary(table)}"
+                own = issubclass(table, tuple(k for k in kinds if k is not table))
+                yield from keys_table(table, shown if own else ())
+                shown |= set(table.model_fields)
 
 
 def factor_rows(factors: dict[str, Factor], kind: str) -> Iterator[str]:

@@ -117,6 +117,9 @@ class Arrays:
         self.give(lambda: np.copyto(view, copy))
         return out
 
+    def array(self, a: Any, dtype: Any = None) -> ndarray:
+        return a.copy() if isinstance(a, ndarray) else self.asarray(np.array(a, dtype))
+
     def may_share_memory(self, a: ndarray, b: ndarray) -> bool:
         return np.may_share_memory(a.memory_view, b.memory_view)
 
@@ -165,6 +168,8 @@ class ndarray:
         return ndarray(self.arrays, self.owner, memory_view)
 
     def reshape(self, *shape: Any) -> ndarray:
+        if not self.flags.c_contiguous:
+            return self.copy().reshape(*shape)
         return self.like(self.memory_view.reshape(*shape))
 
     def view(self, dtype: Any) -> ndarray:
@@ -209,6 +214,10 @@ class ndarray:
 
     def astype(self, dtype: Any) -> ndarray:
         return self.arrays.move(lambda x: x.astype(dtype), self)
+
+    @property
+    def T(self) -> ndarray:
+        return self.like(self.memory_view.T)
 
     def ravel(self) -> ndarray:
         return self.reshape(-1)
@@ -317,6 +326,9 @@ class ndarray:
     def any(self) -> ndarray:
         return self.arrays.compute(np.any, self)
 
+    def __abs__(self) -> ndarray:
+        return self.arrays.compute(np.abs, self)
+
     def all(self) -> ndarray:
         return self.arrays.compute(np.all, self)
 
@@ -378,6 +390,7 @@ def modules(gpu: Gpu) -> tuple[ModuleType, ModuleType]:
         "packbits",
         "unpackbits",
         "atleast_1d",
+        "array",
         "asarray",
         "may_share_memory",
         "shape",

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 GARBAGE = 0xA5
+MARGIN = 64  # bytes before and after a piece of memory, which nobody may write
 
 
 class Ticket:
@@ -93,8 +94,9 @@ class Gpu:
 
     def take(self, kind: str, size_bytes: int, free: Callable[[np.ndarray], None]) -> Owner:
         """Return new memory; free is called with it once nobody refers to it any more."""
-        raw = np.full(max(1, size_bytes), GARBAGE, np.uint8)
-        owner = Owner(raw[:size_bytes], self.device_id)
+        whole = np.full(size_bytes + 2 * MARGIN, GARBAGE, np.uint8)
+        raw = whole[MARGIN : MARGIN + max(1, size_bytes)]
+        owner = Owner(raw[:size_bytes], self.device_id, whole)
         pool, address = self.memory[kind], raw.ctypes.data
         pool[address] = raw
 
@@ -122,9 +124,14 @@ def spoil(raw: np.ndarray) -> None:
 class Owner:
     """What keeps memory from being freed; work that was given to a stream does not."""
 
-    def __init__(self, raw: np.ndarray, device: int) -> None:
-        self.raw, self.device = raw, device
+    def __init__(self, raw: np.ndarray, device: int, whole: np.ndarray) -> None:
+        self.raw, self.device, self.whole = raw, device, whole
         self.__array_interface__ = raw.__array_interface__
+
+    def check(self, who: str) -> None:
+        """Fail where something was written beside the memory."""
+        before, after = self.whole[:MARGIN], self.whole[MARGIN + self.raw.size :]
+        assert (before == GARBAGE).all() and (after == GARBAGE).all(), f"{who} wrote out of bounds"
 
 
 class Stream:

@@ -242,7 +242,8 @@ def of_digits(ranks: int) -> list[Gradients]:
     from ..config import validate
     from ..train.data import epoch_order
     from ..train.job import Job
-    from ..train.setup import Files, prepare
+    from ..train.output import Files
+    from ..train.setup import prepare
     from ..world.ranks import Loopback
 
     train = {"batch": SAMPLES * ranks, "threads": 1, "learning_rate": 0.05}

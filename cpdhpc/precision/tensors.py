@@ -53,7 +53,8 @@ class TensorFormat(Section):
             so then; numbers up to 2^exponent fit at first, by default the first tensor
         "flexpoint": a power of two for what is expected of the last history amax: 2 (m + 3 s),
             with their mean m and standard deviation s
-    rounding, overflow, random_bits: as Cast's
+    rounding, overflow: as Cast's; history: calls; margin: a power of two; expect: of the history
+    exponent, overflow_rate: see "fixed"
     Source: amax, delayed: Micikevicius et al., arXiv 2209.05433, as in NVIDIA's Transformer
     Engine; aps: Han et al., arXiv 1911.08907; blocks: OCP Microscaling Formats v1.0, section 6.3;
     fixed: Courbariaux et al., arXiv 1412.7024, section 5; flexpoint: Koester et al., NIPS 2017.
@@ -164,6 +165,24 @@ class TensorFormat(Section):
         if not finite and not self.cast.fmt.carries_nonfinite:
             rounded[~np.isfinite(flat)] = np.nan
         return rounded.reshape(x.shape)
+
+
+class UpdateFormat(TensorFormat):
+    """update: the format of weights behind each step of an optimiser, and what helps it.
+
+    master: steps go to a float32 copy of the weights, which is rounded; false: there is none
+    kahan: what rounding took from a step is kept in the same format, and added to the next step
+    the other keys: as of any tensor
+    """
+
+    master: bool = True
+    kahan: bool = False
+
+    @model_validator(mode="after")
+    def _kahan_alone(self) -> UpdateFormat:
+        if self.kahan and (self.master or self.scaling != "none"):
+            raise ValueError('kahan=true: goes with master=false and scaling="none" only')
+        return self
 
 
 Scale = int | np.float32  # the exponent of a power of two, or a factor

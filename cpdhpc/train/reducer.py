@@ -107,6 +107,7 @@ class GradientReducer(Averaging):
         for _, tensor in tensors:
             broadcast(self.world, tensor)
         self.alike: dict[str, object] = {}
+        self.playing = 0  # the hosted rank whose forward and backward are under way
         self._active = [True] * self.world.processes
         self._joining = False
         self._closed = False
@@ -152,6 +153,7 @@ class GradientReducer(Averaging):
 
         Only models with buffers on virtual ranks need it; hosted: 0 first, then the others
         """
+        self.playing = hosted
         self._buffers.begin(hosted)
 
     def stash(self, hosted: int = 0) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -15,6 +14,9 @@ from .. import provenance, store
 from ..compress.base import Mean
 from ..config import ConfigError, UserError
 from ..ops import set_kernel_threads
+from ..precision.conversion import by_parameter, convert, obeyed
+from ..precision.recorder import Recorder
+from ..precision.updates import RoundedUpdates
 from ..split_images import partition
 from ..split_images.grid import ImageGrid
 from ..world.cores import threads_of_rank
@@ -29,6 +31,7 @@ from .job import Job
 from .loader import Prefetched, Workers
 from .loss_scaling import LossScaler
 from .losses import LossFunction, shown
+from .output import Files
 from .record import SCHEMA, Layers, Record, observe
 from .reducer import GradientReducer
 from .samples import InMemory, Scaling
@@ -60,25 +63,6 @@ def agreed(world: Ranks, make: Callable[[], T]) -> T:
     return result
 
 
-@dataclass(frozen=True)
-class Files:
-    """Where the files of a run are."""
-
-    record: Path
-    checkpoint: Path
-
-    @classmethod
-    def of(cls, directory: Path, job: Job) -> Files:
-        """Return the paths of a job's files in a directory."""
-        return cls(directory / f"{job.id}.h5", directory / f"{job.id}.checkpoint.h5")
-
-    def written(self, job: Job) -> list[Path]:
-        """Return all files of a job's run, with those of gradients and weights that it keeps."""
-        several = [gradients.path_of(self.record, i) for i in job.train.record_gradients]
-        kept = [weights.path_of(self.record, epoch) for epoch in job.train.kept_epochs]
-        return [self.checkpoint, self.record, *several, *kept]
-
-
 @dataclass
 class Given:
     """What a run learns from, and where its files are.
@@ -106,6 +90,7 @@ class Training(Given):
 
     iteration: the next one; samples_seen: before it, which is where the run stands
     adversary: what makes adversarial copies, None where there are none
+    recorder: of [record], while the run goes on; None: nothing is recorded
     """
 
     job: Job
@@ -118,6 +103,7 @@ class Training(Given):
     controller: Controller
     record: Record
     adversary: Adversary | None = None
+    recorder: Recorder | None = None
     iteration: int = 0
     samples_seen: int = 0
 
@@ -327,6 +313,7 @@ def _given(
     loss = agreed(world, job.loss.build)
     if grid is None:  # else forward has messages, and partition has checked the layers
         agreed(world, lambda: check_fit(job, model, loss, train, data.classes))
+    obeying = agreed(world, lambda: _obeying(job, model))
     directory = data.directory if isinstance(data, Source) else None
     wait_s = 0.9 * job.train.timeout_s  # before others give up that wait for this process
     sources = train, test
@@ -334,6 +321,7 @@ def _given(
     if workers.count:
         train, test = Prefetched(workers, 0), Prefetched(workers, 1)
     machine = provenance.attributes(world) | {"torch_threads": torch.get_num_threads()}
+    machine |= {"precision": obeying}
     return Given(train, test, workers, loss, data.classes, files, machine, grid, digest)
 
 
@@ -351,6 +339,8 @@ def _whole(job: Job, world: Ranks, model: torch.nn.Module, given: Given) -> Trai
     )
     controller = job.controller.build(job.settings(len(given.train), world))
     optimizer = job.optimizer.build(model.parameters(), job.train.learning_rate)
+    if rows := by_parameter(model, job.precision):
+        RoundedUpdates(optimizer, rows, job.seed)
     record = Record(
         world.ranks,
         reducer.bucket.names,
@@ -452,6 +442,16 @@ def build_model(job: Job, data: Dataset | Source) -> torch.nn.Module:
     if job.adversarial.epsilon:
         add_statistics(model)
     return model
+
+
+def _obeying(job: Job, model: torch.nn.Module) -> str:
+    """Let layers obey the policy of a job, and return which do; "" without one."""
+    try:
+        found = obeyed(model, job.precision)
+        convert(model, job.precision, job.seed)
+    except ConfigError as error:
+        raise ConfigError(f"{job.id}: {error}") from None
+    return "\n".join(f"{name}: {of.told()}" for name, of in found.items())
 
 
 def check_fit(

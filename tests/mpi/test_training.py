@@ -14,6 +14,7 @@ import pytest
 import torch
 from test_checkpoint import Stop
 from test_models import SEQUENCES, TINY, text
+from test_precision_policy import PRECISION
 from training import write_idx
 
 from cpdhpc import store
@@ -59,6 +60,7 @@ NORMALISED: dict[str, dict[str, Any]] = {
     "normalised": {},
     "codes": {"model": {"name": "quantized_cnn", "channels": [2, 2], "hidden": 4}},
     "copies": {"adversarial": {"epsilon": 0.1, "tau": 2, "alternate": "ranks"}},
+    "rounded": {"precision": PRECISION},
 }
 
 

@@ -1,0 +1,468 @@
+"""Layers of torch whose tensors and products are rounded as a policy says.
+
+They are torch's own, with the same arguments, parameters and names of parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod, sqrt
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ..config import validate
+from .arithmetic import Arithmetic, Operation, parameters, products
+from .policy import LayerPolicy
+
+Given = LayerPolicy | Mapping[str, Any] | None
+CONVOLUTIONS = functional.conv1d, functional.conv2d, functional.conv3d
+
+
+class _Linear(Operation):
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return functional.linear(x, weight, bias)
+
+    def gradients(self, g: Tensor, x: Tensor, weight: Tensor, mask: list[bool]) -> list[Tensor]:
+        g = self.rows(g)
+        of_x = (g @ weight).reshape(self.x) if mask[0] else g
+        of_weight = g.t() @ x.reshape(-1, self.x[-1]) if mask[1] else g
+        return [of_x, of_weight, g.sum(0) if mask[2] else g]
+
+    def for_forward(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        return x.reshape(1, -1, self.x[-1]), weight.t()[None]
+
+    def output(self, product: Tensor) -> Tensor:
+        return product.reshape(*self.x[:-1], self.weight[0])
+
+    def for_input(self, g: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        return self.rows(g)[None], weight[None]
+
+    def input(self, product: Tensor) -> Tensor:
+        return product.reshape(self.x)
+
+    def for_weight(self, g: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.rows(g).t()[None], x.reshape(1, -1, self.x[-1])
+
+    def rows(self, g: Tensor) -> Tensor:
+        return g.reshape(-1, self.weight[0])
+
+
+class _Convolution(Operation):
+    """Of any number of axes; its products are those of columns, which have what a filter sees."""
+
+    def __init__(
+        self, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], groups: int
+    ) -> None:
+        self.stride, self.padding, self.dilation = stride, padding, dilation
+        self.groups, self.axes = groups, len(stride)
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        how = self.stride, self.padding, self.dilation, self.groups
+        result: Tensor = CONVOLUTIONS[self.axes - 1](x, weight, bias, *how)
+        return result
+
+    def gradients(self, g: Tensor, x: Tensor, weight: Tensor, mask: list[bool]) -> list[Tensor]:
+        how = self.stride, self.padding, self.dilation, False, [0] * self.axes, self.groups
+        sizes = [len(weight)]  # of bias
+        return list(torch.ops.aten.convolution_backward(g, x, weight, sizes, *how, mask))
+
+    def for_forward(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        around = [(each, each) for each in self.padding]
+        return self._columns(x, around, self.stride), self._grouped(weight).flatten(2).mT
+
+    def output(self, product: Tensor) -> Tensor:
+        return self._images(product, self._places)
+
+    def for_input(self, g: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Between the pixels of g are stride - 1 zeros; filters are flipped, in and out change."""
+        sizes = [(n - 1) * s + 1 for n, s in zip(g.shape[2:], self.stride, strict=True)]
+        spread = g.new_zeros(*g.shape[:2], *sizes)
+        pixels = tuple(slice(None, None, s) for s in self.stride)
+        spread[(slice(None), slice(None), *pixels)] = g
+        around = []
+        for size, there, kernel, pad, gap in zip(
+            *(self.x[2:], spread.shape[2:], self.weight[2:], self.padding, self.dilation),
+            strict=True,
+        ):
+            before = gap * (kernel - 1) - pad
+            around.append((before, size - there + gap * (kernel - 1) - before))
+        flipped = self._grouped(weight).flip(*range(3, 3 + self.axes)).transpose(1, 2)
+        return self._columns(spread, around, [1] * self.axes), flipped.flatten(2).mT
+
+    def input(self, product: Tensor) -> Tensor:
+        return self._images(product, self.x[2:])
+
+    def for_weight(self, g: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        grouped = g.reshape(len(g), self.groups, self.weight[0] // self.groups, -1)
+        rows = grouped.permute(1, 2, 0, 3).flatten(2)  # [groups, outputs, batch * places]
+        around = [(each, each) for each in self.padding]
+        return rows, self._columns(x, around, self.stride)
+
+    def rows(self, g: Tensor) -> Tensor:
+        return g.transpose(0, 1).flatten(1).t()
+
+    def biased(self, output: Tensor, bias: Tensor) -> Tensor:
+        return output + bias.reshape(-1, *[1] * self.axes)
+
+    @property
+    def _places(self) -> list[int]:
+        """The size of the images that come out."""
+        sizes = zip(
+            *(self.x[2:], self.padding, self.dilation, self.weight[2:], self.stride), strict=True
+        )
+        return [(n + 2 * p - d * (k - 1) - 1) // s + 1 for n, p, d, k, s in sizes]
+
+    def _grouped(self, weight: Tensor) -> Tensor:
+        """Return weight as [groups, outputs, inputs, *kernel]."""
+        return weight.reshape(self.groups, -1, *self.weight[1:])
+
+    def _images(self, product: Tensor, size: Sequence[int]) -> Tensor:
+        """Return [batch, channels, *size] of [groups, batch * places, channels of a group]."""
+        groups, _, channels = product.shape
+        batched = product.reshape(groups, self.x[0], -1, channels).permute(1, 0, 3, 2)
+        return batched.reshape(self.x[0], groups * channels, *size)
+
+    def _columns(
+        self, x: Tensor, around: Sequence[tuple[int, int]], stride: Sequence[int]
+    ) -> Tensor:
+        """Return what a filter sees of each place: [groups, batch * places, inputs * kernel].
+
+        around: zeros before and behind each axis; fewer than none: values are left out
+        """
+        x = functional.pad(x, [each for pair in reversed(around) for each in pair]).contiguous()
+        kernel = self.weight[2:]
+        places = [
+            (n - d * (k - 1) - 1) // s + 1
+            for n, d, k, s in zip(x.shape[2:], self.dilation, kernel, stride, strict=True)
+        ]
+        batch, channels, *steps = x.stride()
+        inputs = x.shape[1] // self.groups
+        seen = x.as_strided(
+            (self.groups, x.shape[0], *places, inputs, *kernel),
+            (
+                *(channels * inputs, batch, *(a * b for a, b in zip(steps, stride, strict=True))),
+                *(channels, *(a * b for a, b in zip(steps, self.dilation, strict=True))),
+            ),
+        )
+        return seen.reshape(self.groups, x.shape[0] * prod(places), inputs * prod(kernel))
+
+
+class _Batched(Operation):
+    """Of [batch, m, k] and [batch, k, n]; the second one's gradient is that of a weight."""
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return torch.matmul(x, weight)
+
+    def gradients(self, g: Tensor, x: Tensor, weight: Tensor, mask: list[bool]) -> list[Tensor]:
+        return [g @ weight.mT if mask[0] else g, x.mT @ g if mask[1] else g, g]
+
+    def for_forward(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        return x, weight
+
+    def output(self, product: Tensor) -> Tensor:
+        return product
+
+    def for_input(self, g: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        return g, weight.mT
+
+    def input(self, product: Tensor) -> Tensor:
+        return product
+
+    def for_weight(self, g: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        return g.mT, x
+
+    def of_weight(self, product: Tensor) -> Tensor:
+        return product.mT
+
+    def rows(self, g: Tensor) -> Tensor:
+        raise NotImplementedError("it has no bias")
+
+
+class Obedient(nn.Module):
+    """A layer that obeys a policy; policy: LayerPolicy, or a table with its keys.
+
+    parts: names of what has products of its own
+    """
+
+    precision: nn.ModuleDict
+    policy: LayerPolicy
+
+    def __init__(self, *arguments: Any, policy: Given = None, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.obey(policy)
+
+    @property
+    def parts(self) -> Sequence[str]:
+        """The names of what has products of its own."""
+        return ("product",)
+
+    def policy_of(self, part: str) -> LayerPolicy:
+        """Return what a part obeys."""
+        return self.policy
+
+    def obey(self, policy: Given, name: str = "", seed: int = 0) -> None:
+        """Take a policy. name: of the layer, in errors; with seed it picks random bits.
+
+        Raises ConfigError where the policy is none.
+        """
+        given = policy if isinstance(policy, LayerPolicy) else dict(policy or {})
+        where = name or type(self).__name__
+        self.policy = validate(LayerPolicy, cast(Any, given), where)
+        found = {
+            part: Arithmetic(self.policy_of(part), f"{where}.{part}", seed) for part in self.parts
+        }
+        if any(each.keeps for each in found.values()):
+            self.precision = nn.ModuleDict(found)
+        else:  # so that a layer without state has no modules within, as torch's own
+            self.__dict__["precision"] = nn.ModuleDict(found)
+
+    def part(self, name: str) -> Arithmetic:
+        """Return the roundings of a part."""
+        found = cast(Arithmetic, self.precision[name])
+        return found if found.training is self.training else found.train(self.training)
+
+    def extra_repr(self) -> str:
+        """Return what printing a model shows."""
+        return ", ".join(filter(None, [super().extra_repr(), self.policy.told()]))
+
+
+class Linear(Obedient, nn.Linear):
+    """torch.nn.Linear whose tensors and products are rounded; policy: see LayerPolicy."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return float[..., outputs] of float[..., inputs]."""
+        of = self.part("product")
+        return products(_Linear(), of, x, *parameters(of, self.weight, self.bias))
+
+
+class _Conv(Obedient):
+    """What convolutions of all numbers of axes have in common."""
+
+    def _conv_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        layer = cast(nn.Conv2d, self)
+        around, axes = layer._reversed_padding_repeated_twice, len(layer.stride)
+        batched = x.dim() == axes + 2
+        x = x if batched else x[None]
+        padding: Sequence[int] = around[::-2]
+        if layer.padding_mode != "zeros":
+            x, padding = functional.pad(x, around, layer.padding_mode), [0] * axes
+        elif around[::2] != around[1::2]:  # padding="same" and a kernel of even size
+            x, padding = functional.pad(x, around), [0] * axes
+        of = self.part("product")
+        how = _Convolution(layer.stride, padding, layer.dilation, layer.groups)
+        output = products(how, of, x, *parameters(of, weight, bias))
+        return output if batched else output[0]
+
+
+class Conv1d(_Conv, nn.Conv1d):
+    """torch.nn.Conv1d whose tensors and products are rounded; policy: see LayerPolicy."""
+
+
+class Conv2d(_Conv, nn.Conv2d):
+    """torch.nn.Conv2d whose tensors and products are rounded; policy: see LayerPolicy."""
+
+
+class Conv3d(_Conv, nn.Conv3d):
+    """torch.nn.Conv3d whose tensors and products are rounded; policy: see LayerPolicy."""
+
+
+def _of_activations(policy: LayerPolicy) -> LayerPolicy:
+    """Return the policy of products without parameters: both operands are activations."""
+    return policy.model_copy(
+        update={
+            "weights": policy.activations,
+            "weight_gradients": None,
+            "weight_gradient": policy.input_gradient,
+        }
+    )
+
+
+class BatchMatmul(Obedient):
+    """torch.matmul of two activations; both gradients are summed as input_gradient says."""
+
+    def policy_of(self, part: str) -> LayerPolicy:
+        """See Obedient.policy_of."""
+        return _of_activations(self.policy)
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        """Return float[..., m, n] of float[..., m, k] and float[..., k, n], broadcast as torch."""
+        return _batch_matmul(self.part("product"), a, b)
+
+
+def _batch_matmul(of: Arithmetic, a: Tensor, b: Tensor) -> Tensor:
+    front = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    x, y = (each.expand(*front, *each.shape[-2:]).reshape(-1, *each.shape[-2:]) for each in (a, b))
+    weight, _ = parameters(of, y, None)
+    return products(_Batched(), of, x, weight).reshape(*front, a.shape[-2], b.shape[-1])
+
+
+class Attention(Obedient, nn.MultiheadAttention):
+    """torch.nn.MultiheadAttention whose products are rounded; policy: see LayerPolicy.
+
+    Those of query, key and value with their weights, of scores, and of weights with values. The
+    softmax is torch's. out_proj is a Linear.
+    """
+
+    def __init__(self, *arguments: Any, policy: Given = None, **options: Any) -> None:
+        super().__init__(*arguments, policy=policy, **options)
+        out_proj: nn.Module = self.out_proj
+        out_proj.__class__ = Linear
+        cast(Linear, out_proj).obey(self.policy, "Attention.out_proj")
+
+    @property
+    def parts(self) -> Sequence[str]:
+        """See Obedient.parts."""
+        return ("query", "key", "value", "scores", "mixture")
+
+    def policy_of(self, part: str) -> LayerPolicy:
+        """See Obedient.policy_of."""
+        return _of_activations(self.policy) if part in ("scores", "mixture") else self.policy
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return what torch.nn.MultiheadAttention returns. Raises ValueError as it does."""
+        if is_causal and attn_mask is None:
+            raise ValueError("Attention: is_causal=True: needs attn_mask, as torch's")
+        batched = query.dim() == 3
+        given = [x if batched else x[None] for x in (query, key, value)]
+        if batched and not self.batch_first:
+            given = [x.transpose(0, 1) for x in given]
+        q, k, v = self._projected(given)
+        if self.bias_k is not None and self.bias_v is not None:
+            k, v = (
+                torch.cat([x, more.expand(len(x), 1, -1)], 1)
+                for x, more in ((k, self.bias_k), (v, self.bias_v))
+            )
+        if self.add_zero_attn:
+            k, v = (functional.pad(x, (0, 0, 0, 1)) for x in (k, v))
+        q, k, v = (x.reshape(*x.shape[:2], self.num_heads, -1).transpose(1, 2) for x in (q, k, v))
+        scores = _batch_matmul(self.part("scores"), q / sqrt(q.shape[-1]), k.mT)
+        scores = self._masked(scores, attn_mask, key_padding_mask, batched)
+        weights = functional.dropout(scores.softmax(-1), self.dropout, self.training)
+        mixture = _batch_matmul(self.part("mixture"), weights, v).transpose(1, 2).flatten(2)
+        output: Tensor = self.out_proj(mixture)
+        if not batched:
+            output, weights = output[0], weights[0]
+        elif not self.batch_first:
+            output = output.transpose(0, 1)
+        if not need_weights:
+            return output, None
+        return output, weights.mean(-3) if average_attn_weights else weights
+
+    def _projected(self, given: Sequence[Tensor]) -> list[Tensor]:
+        """Return float[batch, time, embedding], of query, key and value, with their weights."""
+        packed: Tensor | None = self.in_proj_weight
+        own = self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
+        weights = own if packed is None else packed.chunk(3)
+        biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+        found = []
+        for name, x, weight, bias in zip(self.parts, given, weights, biases, strict=False):
+            of = self.part(name)
+            found.append(products(_Linear(), of, x, *parameters(of, weight, bias)))
+        return found
+
+    def _masked(
+        self, scores: Tensor, mask: Tensor | None, padding: Tensor | None, batched: bool
+    ) -> Tensor:
+        """Return float[batch, heads, time, of keys], with what masks add; true: minus infinity."""
+        if mask is not None:
+            mask = mask if mask.dim() == 2 else mask.reshape(-1, self.num_heads, *mask.shape[1:])
+            scores = scores + _added(mask, scores)
+        if padding is not None:
+            padding = padding if batched else padding[None]
+            scores = scores + _added(padding, scores)[:, None, None]
+        return scores
+
+
+def _added(mask: Tensor, scores: Tensor) -> Tensor:
+    """Return what a mask adds to scores; the keys that bias_k and add_zero_attn add it leaves."""
+    if mask.dtype is torch.bool:
+        mask = torch.zeros_like(mask, dtype=scores.dtype).masked_fill(mask, float("-inf"))
+    return functional.pad(mask, (0, scores.shape[-1] - mask.shape[-1]))
+
+
+class Lstm(Obedient, nn.LSTM):
+    """torch.nn.LSTM whose products are rounded; policy: see LayerPolicy.
+
+    Of inputs all times are one product, of the values before each time is one of its own. Sums of
+    gradients over times are float32's.
+    """
+
+    @property
+    def parts(self) -> Sequence[str]:
+        """See Obedient.parts."""
+        return [n.removeprefix("weight_") for n, _ in self.named_parameters() if "weight_" in n]
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, hx: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Return what torch.nn.LSTM returns. Raises TypeError for packed sequences."""
+        if not isinstance(x, Tensor):
+            raise TypeError(f"Lstm: x is {type(x).__name__}: a tensor is allowed")
+        batched = x.dim() == 3
+        x = x if batched else x[:, None]
+        x = x.transpose(0, 1) if batched and self.batch_first else x
+        hidden, cells = self._begun(x, hx, batched)
+        ends: list[tuple[Tensor, Tensor]] = []
+        for layer in range(self.num_layers):
+            if layer:
+                x = functional.dropout(x, self.dropout, self.training)
+            outputs = []
+            for suffix in (f"l{layer}", f"l{layer}_reverse")[: 1 + self.bidirectional]:
+                begun = hidden[len(ends)], cells[len(ends)]
+                output, end = self._run(x, suffix, *begun)
+                outputs.append(output)
+                ends.append(end)
+            x = torch.cat(outputs, -1)
+        last = tuple(torch.stack(each) for each in zip(*ends, strict=True))
+        if not batched:
+            return x[:, 0], (last[0][:, 0], last[1][:, 0])
+        return x.transpose(0, 1) if self.batch_first else x, (last[0], last[1])
+
+    def _begun(
+        self, x: Tensor, hx: tuple[Tensor, Tensor] | None, batched: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Return the values before the first time: float[layers * directions, batch, values]."""
+        if hx is not None:
+            return hx if batched else (hx[0][:, None], hx[1][:, None])
+        count = self.num_layers * (1 + self.bidirectional), x.shape[1]
+        hidden = x.new_zeros(*count, self.proj_size or self.hidden_size)
+        return hidden, x.new_zeros(*count, self.hidden_size)
+
+    def _run(
+        self, x: Tensor, suffix: str, hidden: Tensor, cells: Tensor
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Return one layer's values in one direction: of all times, and of the last one."""
+        entering = self._parameters_of("ih", suffix)
+        recurrent = self._parameters_of("hh", suffix)
+        projection = self._parameters_of("hr", suffix) if self.proj_size else None
+        gates = products(_Linear(), self.part(f"ih_{suffix}"), x, *entering)
+        backwards, found = suffix.endswith("_reverse"), []
+        for time in gates.flip(0) if backwards else gates:
+            added = products(_Linear(), self.part(f"hh_{suffix}"), hidden, *recurrent)
+            i, f, g, o = (time + added).chunk(4, -1)
+            cells = f.sigmoid() * cells + i.sigmoid() * g.tanh()
+            hidden = o.sigmoid() * cells.tanh()
+            if projection is not None:
+                hidden = products(_Linear(), self.part(f"hr_{suffix}"), hidden, *projection)
+            found.append(hidden)
+        values = torch.stack(found[::-1] if backwards else found)
+        return values, (hidden, cells)
+
+    def _parameters_of(self, kind: str, suffix: str) -> tuple[Tensor, Tensor | None]:
+        weight, bias = (getattr(self, f"{of}_{kind}_{suffix}", None) for of in ("weight", "bias"))
+        assert weight is not None, "torch makes them"
+        return parameters(self.part(f"{kind}_{suffix}"), weight, bias)

@@ -1,0 +1,191 @@
+"""The CUDA kernels themselves on the CPU: pytest -p emulated_gpu puts them under simulated_cupy.
+
+kernels/cuda_loops.cu is compiled for the host behind cuda_on_cpu.h, its PTX instructions as C++.
+Tests marked gpu then run too, on the simulated GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import importlib
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import simulated_cupy
+import simulated_kernels
+
+from cpdhpc.ops.cuda_source import ARITHMETIC, KERNELS, cuda_source
+
+HERE = Path(__file__).parent
+FLAGS = ["-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-shared", "-fno-strict-aliasing", "-w"]
+INSTRUCTIONS = {  # PTX -> C++ of the operands
+    "mov.b32": "cuda::same_bits<std::remove_reference_t<decltype({0})>>({1})",
+    "add.rn.f32": "({1}) + ({2})",
+    "sub.rn.f32": "({1}) - ({2})",
+    "mul.rn.f32": "({1}) * ({2})",
+    "div.rn.f32": "({1}) / ({2})",
+    "cvt.f64.f32": "(double)({1})",
+    "cvt.rn.f32.f64": "(float)({1})",
+}
+TRUNCATIONS = {  # what C++ leaves open where the value is too large
+    "return (U)(int)x;": "return (U)cuda::toward_zero<int>(x);",
+    "return (i64)x; }": "return cuda::toward_zero<i64>(x); }",
+}
+SEED = 1
+launched: Counter[str] = Counter()
+
+
+def on_host(source: str) -> str:
+    """Return CUDA source as C++."""
+    for cuda, host in TRUNCATIONS.items():
+        assert cuda in source, cuda
+        source = source.replace(cuda, host)
+    while (start := source.find("asm(")) >= 0:
+        stop = closing(source, start + 3)
+        words = re.match(r'"([\w.]+) %0, %1(?:, %2)?;" : ', source[start + 4 : stop])
+        assert words, source[start : stop + 1]
+        operands = []
+        at = start + 4 + words.end()
+        while at < stop:
+            opened = source.index("(", at)
+            closed = closing(source, opened)
+            operands.append(source[opened + 1 : closed])
+            at = closed + 1
+        value = INSTRUCTIONS[words[1]].format(*operands)
+        source = f"{source[:start]}{operands[0]} = {value}{source[stop + 1 :]}"
+    return source
+
+
+def closing(text: str, opened: int) -> int:
+    """Return the place of the parenthesis that closes the one at a place."""
+    depth = 0
+    for at in range(opened, len(text)):
+        depth += (text[at] == "(") - (text[at] == ")")
+        if not depth:
+            return at
+    raise AssertionError(text[opened : opened + 80])
+
+
+def program(source: str) -> str:
+    """Return the C++ program of all kernels, and of a call of each with pointers to arguments."""
+    calls = []
+    for name in (*KERNELS, *ARITHMETIC):
+        given = ", ".join(
+            f"*({kind}{'*' * pointer}*)a[{i}]"
+            for i, (kind, pointer, _) in enumerate(simulated_kernels.signature(source, name))
+        )
+        calls.append(
+            f"const char* run_{name}(unsigned blocks, void** a) "
+            f"{{ return cuda::launch(blocks, [=] {{ {name}({given}); }}); }}"
+        )
+    calls.append("void seed(unsigned number) { cuda::chance.seed(number); }")
+    calls.append("long operations() { return cuda::operations; }")
+    body = "\n".join(calls)
+    return f'#include "cuda_on_cpu.h"\n{on_host(source)}\nextern "C" {{\n{body}\n}}\n'
+
+
+@cache
+def library(source: str) -> Any:
+    """Return the compiled kernels; a library is kept for as long as its source stays the same."""
+    if planted:
+        assert source.count(planted[0]) == 1, planted[0]
+        source = source.replace(*planted)
+    text = program(source)
+    content = (text + (HERE / "cuda_on_cpu.h").read_text()).encode()
+    place = (
+        Path(tempfile.gettempdir()) / f"cpdhpc-kernels-{hashlib.sha256(content).hexdigest()[:20]}"
+    )
+    made = place / "kernels.so"
+    if not made.exists():
+        place.mkdir(exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=place) as work:
+            code, out = Path(work) / "kernels.cpp", Path(work) / "kernels.so"
+            code.write_text(text)
+            subprocess.run(["g++", *FLAGS, f"-I{HERE}", code, "-o", out], check=True)
+            out.replace(made)
+    found = ctypes.CDLL(str(made))
+    found.operations.restype = ctypes.c_long
+    found.seed(SEED)
+    return found
+
+
+class RawModule(simulated_cupy.RawModule):
+    """cupy.RawModule, whose kernels are those of the source."""
+
+    def get_function(self, name: str) -> Callable[..., None]:
+        call = getattr(library(self.code), f"run_{name}")
+        call.restype = ctypes.c_char_p
+        parameters = simulated_kernels.signature(self.code, name)
+
+        def kernel(grid: tuple[int], block: tuple[int], args: tuple[Any, ...]) -> None:
+            assert 0 < grid[0] <= 65535 and block == (128,)
+            simulated_kernels.arguments(self.code, name, args)
+            self.arrays.give(lambda: run(grid[0], args))
+
+        def run(blocks: int, args: tuple[Any, ...]) -> None:
+            pointers = (pointer for _, pointer, _ in parameters)
+            cells = [cell(*each) for each in zip(args, pointers, strict=True)]
+            addresses = (ctypes.c_void_p * len(cells))(*(c.ctypes.data for c in cells))
+            trouble = call(ctypes.c_uint(blocks), addresses)
+            assert trouble is None, f"{name}: {trouble.decode()}"
+            for value in args:
+                if hasattr(value, "owner"):
+                    value.owner.check(name)
+            launched[name] += 1
+
+        return kernel
+
+
+def cell(value: Any, pointer: bool) -> np.ndarray:
+    """Return memory that holds an argument: a number, or the address of an array."""
+    if not pointer:
+        return np.array(value)
+    return np.array(0 if isinstance(value, np.uint64) else value.data.ptr, np.uint64)
+
+
+everywhere = ExitStack()
+planted: list[str] = []  # a fault: what of the source becomes what
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--plant", nargs=2, metavar=("CODE", "FAULT"), help="change the kernels so")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Give all tests the simulated CuPy, with these kernels."""
+    planted.extend(config.getoption("--plant") or ())
+    simulated_cupy.RawModule = RawModule  # type: ignore[misc]
+    library(cuda_source())
+    everywhere.enter_context(simulated_cupy.simulated())
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Let the fixtures find it too."""
+    for module in list(sys.modules.values()):
+        if hasattr(module, "_cupy"):
+            module._cupy = lambda: importlib.import_module("cupy")  # type: ignore[attr-defined]
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    everywhere.close()
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> Iterator[None]:
+    """Tell which kernels ran how often."""
+    counts = ", ".join(f"{name} {count}" for name, count in sorted(launched.items()))
+    terminalreporter.write_line(f"kernels of cuda_loops.cu on the CPU: {counts}")
+    terminalreporter.write_line(f"not run: {sorted({*KERNELS, *ARITHMETIC} - set(launched))}")
+    terminalreporter.write_line(
+        f"shuffles, ballots and barriers: {library(cuda_source()).operations()}"
+    )

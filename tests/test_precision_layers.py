@@ -1,0 +1,471 @@
+"""Layers that obey a policy: torch's bits, its values in float32, and each rounding by gfloat."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from copy import deepcopy
+from math import prod
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from oracles import gfloat_round
+from test_models import SEQUENCES, tiny
+from torch import Tensor, nn
+
+from cpdhpc.config import ConfigError
+from cpdhpc.formats import parse_format
+from cpdhpc.precision import Policy, convert, layers, quantize
+from cpdhpc.train.models import MODELS
+
+Array = np.ndarray[Any, np.dtype[Any]]
+UNIT = 2.0**-24  # of rounding to float32
+SUMS = ("forward", "input_gradient", "weight_gradient")
+FLOAT32 = dict.fromkeys(SUMS, "fp32")
+CONVOLUTIONS: list[dict[str, Any]] = [  # options of torch's
+    {"kernel_size": 3},
+    {"kernel_size": 3, "stride": 2, "padding": 1, "groups": 2},
+    {"kernel_size": 2, "padding": "same"},
+    {"kernel_size": 3, "padding": "same", "dilation": 2, "padding_mode": "reflect"},
+    {"kernel_size": 3, "stride": 2, "padding": 2, "dilation": 2, "padding_mode": "circular"},
+    {"kernel_size": 1, "stride": 2, "groups": 4, "padding_mode": "replicate", "bias": False},
+    {"kernel_size": 4, "stride": 3, "padding": 5},
+]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def policy(*rules: dict[str, Any], **keys: Any) -> Policy:
+    return Policy.model_validate({"rule": list(rules), **keys})
+
+
+def everywhere(**keys: Any) -> Policy:
+    return policy({"layers": "*", **keys})
+
+
+def passed(layer: nn.Module, x: Tensor, g: Tensor | None = None) -> list[Tensor]:
+    """What a layer gives, and the gradients of its input and parameters."""
+    layer.zero_grad()
+    x = x.clone().requires_grad_()
+    y = layer(x)
+    y.backward(torch.ones_like(y) if g is None else g)
+    return [y.detach(), x.grad, *(p.grad for p in layer.parameters())]
+
+
+def cases() -> Iterator[tuple[nn.Module, Tensor]]:
+    torch.manual_seed(1)
+    yield nn.Linear(7, 5), torch.randn(9, 7)
+    yield nn.Linear(7, 5, bias=False), torch.randn(2, 3, 7)
+    for axes, kind in enumerate((nn.Conv1d, nn.Conv2d, nn.Conv3d), 1):
+        for options in CONVOLUTIONS if axes == 2 else CONVOLUTIONS[1:6:2]:
+            yield kind(4, 8, **options), torch.randn(2, 4, *(7, 6, 5)[:axes])
+        yield kind(4, 8, 3), torch.randn(4, *(7, 6, 5)[:axes])
+
+
+def test_without_rounding_layers_have_the_bits_of_torch() -> None:
+    """By torch's products: all three, and one or two of them beside our sums."""
+    for layer, x in cases():
+        wanted = passed(layer, x)
+        for own in ((), ("forward",), ("input_gradient",), ("weight_gradient",)):
+            ours = convert(
+                deepcopy(layer), everywhere(weights="fp32", **dict.fromkeys(own, "fp32"))
+            )
+            assert isinstance(ours, layers.Obedient)
+            found = passed(ours, x)
+            exact = {"forward": [0], "input_gradient": [1], "weight_gradient": [2, 3]}
+            mine = {at for name in own for at in exact[name]}
+            for at, (want, got) in enumerate(zip(wanted, found, strict=True)):
+                assert at in mine or torch.equal(want, got), (layer, own, at)
+
+
+def test_sums_in_float32_are_those_of_torch_in_float64() -> None:
+    """Within the error of sums: n u / (1 - n u) of the sum of magnitudes, n roundings of a term.
+
+    Higham, Accuracy and Stability of Numerical Algorithms, section 3.1. A bias adds one rounding;
+    a sum of magnitudes is what the layer makes of magnitudes.
+    """
+    for layer, x in cases():
+        torch.manual_seed(2)
+        g = torch.randn_like(layer(x))
+        found = passed(convert(deepcopy(layer), everywhere(**FLOAT32)), x, g)
+        exact = passed(deepcopy(layer).double(), x.double(), g.double())
+        positive = deepcopy(layer).double()
+        for p in positive.parameters():
+            p.data.abs_()
+        magnitudes = passed(positive, x.double().abs(), g.double().abs())
+        seen = prod(layer.weight.shape[1:])
+        groups = getattr(layer, "groups", 1)
+        back = seen // layer.weight.shape[1] * len(layer.weight) // groups
+        rows = g.numel() // len(layer.weight)
+        # Padding by other than zeros adds gradients of pixels that are copied, at most 2 an axis
+        # and side, in float32: 9 more additions are above that for the images here.
+        terms = [seen + 1, back + 9, rows + 1, rows]
+        for at, (want, got) in enumerate(zip(exact, found, strict=True)):
+            n = terms[at] + 1
+            bound = n * UNIT / (1 - n * UNIT) * magnitudes[at]
+            assert (abs(got.double() - want) <= bound).all(), (layer, at)
+
+
+def rounded(x: Array, name: str) -> Array:
+    return gfloat_round(np.asarray(x, np.float64), parse_format(name))
+
+
+def summed(a: Array, b: Array, name: str, chunk: int) -> Array:
+    """Rows of a times columns of b in ascending order, each product and sum rounded by gfloat.
+
+    float64 is exact: numbers of few bits, within 2**40 of each other.
+    """
+    total = np.zeros((len(a), b.shape[1]))
+    for begin in range(0, a.shape[1], chunk):
+        part = np.zeros_like(total)
+        for k in range(begin, min(begin + chunk, a.shape[1])):
+            part = rounded(part + rounded(a[:, k, None] * b[None, k], name), name)
+        total = rounded(total + part, name)
+    return total
+
+
+def columns(x: Array, kernel: int, stride: int, before: int, behind: int) -> Array:
+    """What a filter sees of each place of [batch, channels, n, n], by loops over its pixels."""
+    around = ((0, 0), (0, 0), (before, behind), (before, behind))
+    wide = np.pad(x, around)
+    size = (wide.shape[2] - kernel) // stride + 1
+    return np.array(
+        [
+            [
+                image[c, i * stride + p, j * stride + q]
+                for c in range(x.shape[1])
+                for p in range(kernel)
+                for q in range(kernel)
+            ]
+            for image in wide
+            for i in range(size)
+            for j in range(size)
+        ]
+    )
+
+
+FEW_BITS = {
+    "weights": "e4m3",
+    "activations": "e4m3",
+    "errors": "e5m2",
+    "weight_gradients": "e5m2",
+    "outputs": "e4m3",
+    **{key: {"accumulate": "e6m9", "chunk": 8} for key in SUMS},
+}
+
+
+def test_every_rounding_of_a_linear_layer() -> None:
+    torch.manual_seed(3)
+    layer, x, g = nn.Linear(19, 4), torch.randn(11, 19), torch.randn(11, 4)
+    found = passed(convert(deepcopy(layer), everywhere(**FEW_BITS)), x, g)
+    a, w = rounded(x.numpy(), "e4m3"), rounded(layer.weight.detach().numpy(), "e4m3")
+    e, bias = rounded(g.numpy(), "e5m2"), layer.bias.detach().numpy()
+    output = summed(a, w.T, "e6m9", 8).astype(np.float32) + bias
+    wanted = [
+        rounded(output, "e4m3"),
+        summed(e, w, "e6m9", 8),
+        rounded(summed(e.T, a, "e6m9", 8), "e5m2"),
+        rounded(summed(np.ones((1, 11)), e, "e6m9", 8)[0], "e5m2"),
+    ]
+    for want, got in zip(wanted, found, strict=True):
+        assert np.array_equal(want, got.double().numpy())
+
+
+def test_every_rounding_of_a_convolution() -> None:
+    """Its products are those of columns; of errors the pixels lie stride apart."""
+    torch.manual_seed(4)
+    layer, x = nn.Conv2d(2, 3, 3, stride=2, padding=1), torch.randn(2, 2, 6, 6)
+    g = torch.randn(2, 3, 3, 3)
+    found = passed(convert(deepcopy(layer), everywhere(**FEW_BITS)), x, g)
+    a, w = rounded(x.numpy(), "e4m3"), rounded(layer.weight.detach().numpy(), "e4m3")
+    e, bias = rounded(g.numpy(), "e5m2"), layer.bias.detach().numpy()
+    seen = columns(a, 3, 2, 1, 1)
+    output = summed(seen, w.reshape(3, -1).T, "e6m9", 8).astype(np.float32) + bias
+    spread = np.zeros((2, 3, 5, 5))
+    spread[:, :, ::2, ::2] = e
+    flipped = w[:, :, ::-1, ::-1].transpose(0, 2, 3, 1).reshape(-1, 2)
+    rows = e.transpose(1, 0, 2, 3).reshape(3, -1)
+    wanted = [
+        rounded(output, "e4m3").reshape(2, 3, 3, 3).transpose(0, 3, 1, 2),
+        summed(columns(spread, 3, 1, 1, 2), flipped, "e6m9", 8)
+        .reshape(2, 6, 6, 2)
+        .transpose(0, 3, 1, 2),
+        rounded(summed(rows, seen, "e6m9", 8), "e5m2").reshape(3, 2, 3, 3),
+        rounded(summed(np.ones((1, 18)), rows.T, "e6m9", 8)[0], "e5m2"),
+    ]
+    for want, got in zip(wanted, found, strict=True):
+        assert np.array_equal(want, got.double().numpy())
+
+
+def in_blocks(x: Array) -> Array:
+    """MXFP4 along the last axis: OCP Microscaling Formats v1.0, section 6.3."""
+    out = np.empty_like(x)
+    for begin in range(0, x.shape[-1], 32):
+        part = x[..., begin : begin + 32]
+        scale = 2.0 ** (np.floor(np.log2(abs(part).max(-1, keepdims=True))) - 2)  # of E2M1: 2**2
+        out[..., begin : begin + 32] = scale * gfloat_round(
+            part / scale, parse_format("e2m1fn"), overflow="saturate"
+        )
+    return out
+
+
+def test_blocks_lie_along_what_each_product_sums() -> None:
+    """float64 is exact, and torch's float32 too: 4 bits a number, within 2**9 of each other."""
+    torch.manual_seed(5)
+    layer = nn.Linear(40, 36)
+    x, g = torch.rand(35, 40) + 0.5, torch.rand(35, 36) + 0.5
+    keys = dict.fromkeys(("weights", "activations", "errors"), "mxfp4")
+    layer.bias.data.zero_()
+    _, of_x, of_w, of_b = passed(convert(deepcopy(layer), everywhere(**keys)), x, g)
+    a, e = x.double().numpy(), g.double().numpy()
+    w = layer.weight.detach().double().numpy()
+    assert np.array_equal(of_x.numpy(), in_blocks(e) @ in_blocks(w.T).T)
+    assert np.array_equal(of_w.numpy(), in_blocks(e.T) @ in_blocks(a.T).T)
+    assert np.array_equal(of_b.numpy(), in_blocks(e.T).sum(1))
+
+
+def test_batches_of_matrices_are_broadcast_and_rounded() -> None:
+    torch.manual_seed(6)
+    a, b = torch.randn(2, 1, 3, 5), torch.randn(4, 5, 6)
+    ours = layers.BatchMatmul(policy={"activations": "e4m3", "errors": "e5m2", **FLOAT32})
+    one, two = a.clone().requires_grad_(), b.clone().requires_grad_()
+    y = ours(one, two)
+    assert y.shape == (2, 4, 3, 6)
+    g = torch.randn_like(y)
+    y.backward(g)
+    x, z = (torch.from_numpy(rounded(each.numpy(), "e4m3")) for each in (a, b))
+    e = torch.from_numpy(rounded(g.numpy(), "e5m2"))
+    wanted = [x @ z, (e @ z.mT).sum(1, keepdim=True), (x.mT @ e).sum(0)]
+    for want, got in zip(wanted, (y, one.grad, two.grad), strict=True):
+        # at most 6 products and 4 sums of the batch, each term below 2**7
+        assert abs(want - got).max() <= 10 * UNIT * 6 * 2**7
+
+
+ATTENTIONS: list[dict[str, Any]] = [
+    {},
+    {"batch_first": True, "add_bias_kv": True, "add_zero_attn": True},
+    {"bias": False, "kdim": 8, "vdim": 8},
+]
+
+
+def relative(found: Tensor, exact: Tensor) -> float:
+    return float((abs(found.detach().double() - exact).max() / abs(exact).max()).detach())
+
+
+@pytest.mark.parametrize("options", ATTENTIONS, ids=str)
+def test_attention_is_that_of_torch(options: dict[str, Any]) -> None:
+    """With every mask. 2**-18: 64 roundings, of values not far below the largest."""
+    torch.manual_seed(7)
+    theirs = nn.MultiheadAttention(8, 2, **options)
+    ours = convert(deepcopy(theirs), everywhere(**FLOAT32))
+    double = deepcopy(theirs).double()
+    later = torch.ones(5, 5, dtype=torch.bool).triu(1)
+    for x, batch in ((torch.randn(5, 5, 8), 5), (torch.randn(5, 8), 1)):
+        ends = torch.zeros(batch, 5, dtype=torch.bool)
+        ends[0, -1] = True
+        for named in (
+            {},
+            {"attn_mask": later, "key_padding_mask": ends if x.dim() == 3 else ends[0]},
+            {"attn_mask": torch.randn(2 * batch, 5, 5), "average_attn_weights": False},
+            {"need_weights": False},
+        ):
+            exact = {k: v.double() if getattr(v, "is_floating_point", bool)() else v
+                     for k, v in named.items()}  # fmt: skip
+            got, want = ours(x, x, x, **named), double(*[x.double()] * 3, **exact)
+            for mine, other in zip(got, want, strict=True):
+                assert (mine is None) == (other is None)
+                assert mine is None or mine.shape == other.shape
+                assert mine is None or relative(mine, other) <= 2**-18
+            got[0].square().sum().backward()
+            want[0].square().sum().backward()
+    for mine, other in zip(ours.parameters(), double.parameters(), strict=True):
+        assert relative(mine.grad, other.grad) <= 2**-18
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"num_layers": 2, "bidirectional": True, "batch_first": True}, {"proj_size": 3}],
+    ids=str,
+)
+def test_an_lstm_is_that_of_torch(options: dict[str, Any]) -> None:
+    """2**-16: sums over times of gradients of both signs lose two bits more than above."""
+    torch.manual_seed(8)
+    theirs = nn.LSTM(5, 6, **options)
+    ours, double = convert(deepcopy(theirs), everywhere(**FLOAT32)), deepcopy(theirs).double()
+    for x in (torch.randn(4, 3, 5), torch.randn(4, 5)):
+        mine, (h, c) = ours(x)
+        other, (p, q) = double(x.double())
+        for got, want in ((mine, other), (h, p), (c, q)):
+            assert got.shape == want.shape
+            assert relative(got, want) <= 2**-18
+        mine.square().sum().backward()
+        other.square().sum().backward()
+    for got, want in zip(ours.parameters(), double.parameters(), strict=True):
+        assert relative(got.grad, want.grad) <= 2**-16
+    with pytest.raises(TypeError, match="Lstm: x is PackedSequence: a tensor is allowed"):
+        ours(nn.utils.rnn.pack_sequence([torch.randn(3, 5)]))
+
+
+def test_quantize_rounds_values_and_gradients() -> None:
+    x = torch.tensor([0.3, -500.0, 1.06, 0.0], requires_grad=True)
+    y = quantize(x, "e4m3", "e5m2")
+    assert y.tolist() == [0.3125, -240.0, 1.0, 0.0]
+    y.backward(torch.tensor([0.3, 1.0, -1.1, 3.3]))
+    assert x.grad is not None
+    assert x.grad.tolist() == [0.3125, 1.0, -1.0, 3.5]
+    half = torch.tensor([1.0, 3.3], dtype=torch.bfloat16)
+    assert quantize(half, "e2m1fn").dtype is torch.bfloat16
+    with pytest.raises(TypeError, match=r"quantize: x is torch\.float64: allowed are float32"):
+        quantize(torch.ones(2, dtype=torch.float64), "e4m3")
+    (first,) = torch.autograd.grad(quantize(x, "e4m3").square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.sum().backward()
+
+
+class Network(nn.Module):
+    """A layer under two names, tied weights, a norm, and torch's encoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(9, 8)
+        self.encoder = nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), 1
+        )
+        self.first = self.second = nn.Linear(8, 8)
+        self.norm = nn.LayerNorm(8)
+        self.out = nn.Linear(8, 9, bias=False)
+        self.out.weight = self.embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.norm(self.second(self.first(self.encoder(self.embedding(x))))))
+
+
+def test_a_converted_model_stays_the_same_model() -> None:
+    torch.manual_seed(9)
+    model = Network()
+    plain, keys, x = deepcopy(model), list(model.state_dict()), torch.arange(8).reshape(2, 4)
+    found = convert(model, policy({"layers": "*", **FEW_BITS, "outputs": "fp32"}))
+    assert found is model
+    assert list(model.state_dict()) == keys
+    assert model.first is model.second
+    assert model.out.weight is model.embedding.weight
+    assert type(model.norm) is nn.LayerNorm
+    model.load_state_dict(plain.state_dict())
+    trained = model(x)
+    assert abs(trained - plain(x)).max() > 1e-3
+    with torch.no_grad():  # where torch's encoder would go round the layers in it
+        assert torch.equal(model.eval()(x), trained)
+    assert torch.equal(deepcopy(model)(x), trained)
+    trained.sum().backward()
+    with pytest.raises(ConfigError, match=r"layer '\S+' obeys a policy already: convert once"):
+        convert(model, everywhere(weights="e4m3"))
+
+
+def test_outputs_of_norms_are_rounded_where_a_rule_says_so() -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6))
+    delayed = {"format": "e4m3", "scaling": "delayed"}
+    convert(model, policy({"layers": "1", "outputs": "e3m1"}, {"layers": "0", "outputs": delayed}))
+    x = torch.randn(3, 6)
+    y, inner = model(x), model[0](x)
+    plain = nn.functional.layer_norm(inner, (6,))
+    assert np.array_equal(y.detach().double().numpy(), rounded(plain.detach().numpy(), "e3m1"))
+    own = [key for key in model.state_dict() if "scale_state" in key]
+    assert own == ["0.precision.product.outputs.scale_state"]
+    model.load_state_dict(nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6)).state_dict())
+
+
+class Doubled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+class Aside(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight)
+
+
+def test_layers_derived_from_torch() -> None:
+    """A forward that asks torch's keeps working; one that computes by itself is not converted."""
+    torch.manual_seed(10)
+    doubled, x = Doubled(8, 4), torch.randn(5, 8)
+    plain = nn.Linear(8, 4)
+    plain.load_state_dict(doubled.state_dict())
+    rule = {"weights": "e4m3", "forward": "e6m9"}
+    assert torch.equal(
+        convert(doubled, everywhere(**rule))(x), 2 * convert(plain, everywhere(**rule))(x)
+    )
+    with pytest.raises(ConfigError, match="'\\*': matches no layer with products: there is none"):
+        convert(Aside(8, 4), everywhere(**rule))
+
+
+def test_chance_is_that_of_torchs_generator_in_training_alone() -> None:
+    chance = {"format": "e3m1", "rounding": "stochastic"}
+    sums = {"accumulate": "e5m2", "rounding": "stochastic"}
+    torch.manual_seed(11)
+    keys = dict.fromkeys(("weights", "activations", "errors"), chance)
+    layer = convert(nn.Linear(30, 8), everywhere(**keys, **dict.fromkeys(SUMS, sums)))
+    x = torch.randn(4, 30)
+
+    def drawn(seed: int) -> list[Tensor]:
+        torch.manual_seed(seed)
+        return passed(layer, x, torch.linspace(-1, 1, 32).reshape(4, 8))
+
+    assert all(map(torch.equal, drawn(1), drawn(1)))
+    assert not any(map(torch.equal, drawn(1), drawn(2)))
+    layer.eval()
+    state = torch.get_rng_state()
+    first = layer(x)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(layer(x), first)
+
+
+@pytest.mark.parametrize(
+    ("model", "rules", "says"),
+    [
+        (nn.Linear(2, 2).double(), {}, "model: weight is torch.float64: allowed are float32"),
+        (nn.Sequential(nn.LazyLinear(2)), {}, "0.weight is not initialised: run a batch through"),
+        (nn.Sequential(nn.GRU(2, 2)), {}, "'\\*': matches no layer with products: there is none"),
+        (nn.Sequential(nn.Linear(2, 2), nn.GRU(2, 2)), {"complete": True}, "layer 1 .GRU. keeps"),
+    ],
+)
+def test_models_that_no_policy_can_have(model: nn.Module, rules: Any, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        convert(model, policy({"layers": "*", "weights": "e4m3"}, **rules))
+
+
+def test_one_layer_under_two_names_has_one_policy() -> None:
+    with pytest.raises(ConfigError, match="first and second are one layer, and rules say differ"):
+        convert(
+            Network(),
+            policy({"layers": "second", "weights": "e4m3"}, {"layers": "first", "weights": "e5m2"}),
+        )
+
+
+def test_half_precision_models_compute_in_float32() -> None:
+    torch.manual_seed(12)
+    layer, x = nn.Linear(40, 3), torch.randn(2, 40).bfloat16()
+    half = deepcopy(layer).bfloat16()
+    wide = deepcopy(half).float()
+    got = passed(convert(half, everywhere(activations="e4m3", **FLOAT32)), x)
+    want = passed(convert(wide, everywhere(activations="e4m3", **FLOAT32)), x.float())
+    for mine, other in zip(got, want, strict=True):
+        assert mine.dtype is torch.bfloat16
+        assert torch.equal(mine, other.bfloat16())
+
+
+@pytest.mark.parametrize("name", sorted({*MODELS} - {"quantized_cnn"}))
+def test_every_model_trains_with_few_bits(name: str) -> None:
+    torch.manual_seed(13)
+    shape = (6,) if name in SEQUENCES else (8, 8)
+    model = tiny(name).build(shape, 5)
+    x = torch.randint(5, (3, 6)) if name in SEQUENCES else torch.rand(3, 8, 8)
+    convert(model, policy({"layers": "*", **FEW_BITS, "outputs": "bf16"}, complete=True))
+    model(x).sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
