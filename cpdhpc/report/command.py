@@ -16,25 +16,29 @@ from rich.table import Table as RichTable
 
 from .. import store
 from ..config import UserError
+from ..precision.evidence import KIND as SEARCH
 from ..study.study_file import ReportError, StudyFile, load_study_file
 from . import units
 from .choice import ALL, Choice
 from .compare import compare, compare_report, load_reference, verdict
 from .compressors import BENCHMARK, compress_report
 from .figures import Chart, image
-from .replayed import KIND, replay_report
+from .replayed import KIND as REPLAY
+from .replayed import replay_report
+from .search import search_report
 from .study import study_report
 from .tables import Listed, Report, Table, slug
 from .trainings import Run, load_run, overview, run_groups, runs_report
 
 STUDY = "study.h5"  # in the folder of a study
+OF_KIND = {REPLAY: replay_report, SEARCH: search_report}  # by the attribute of their files
 
 
 @dataclass(frozen=True)
 class Loaded:
     """The studies in the order given, the runs, oldest first, and what could not be read.
 
-    others: reports of files of bench compress and precision replay
+    others: reports of files of bench compress, precision replay and precision search
     """
 
     studies: list[StudyFile]
@@ -64,8 +68,8 @@ def load(paths: Sequence[Path]) -> Loaded:
                     studies.append(load_study_file(file))
                 elif attributes.get("benchmark") == BENCHMARK:
                     others.append(compress_report(file))
-                elif attributes.get("kind") == KIND:
-                    others.append(replay_report(file))
+                elif of_kind := OF_KIND.get(str(attributes.get("kind"))):
+                    others.append(of_kind(file))
                 elif not path.is_dir() or attributes.get("kind") == "run":
                     runs.append(load_run(file))
             except UserError as error:

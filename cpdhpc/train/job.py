@@ -27,6 +27,7 @@ from ..config import (
     validate,
 )
 from ..precision.policy import Policy
+from ..precision.presets import PRESETS
 from ..precision.recording import Recording
 from ..world.ranks import Loopback, Ranks
 from .adversarial import Adversarial
@@ -196,6 +197,15 @@ class Job(Section):
                 'adversarial: goes with update.name="allreduce" and train.image_grid=[1, 1] only'
             )
         return self
+
+    @model_validator(mode="before")
+    @classmethod
+    def _train_of_the_preset(cls, raw: Any) -> Any:
+        train = raw.get("train", {}) if isinstance(raw, dict) else None
+        section = raw.get("precision") if isinstance(train, dict) else None
+        name = section.get("preset") if isinstance(section, dict) else None
+        preset = PRESETS.get(name) if isinstance(name, str) else None
+        return raw if preset is None else raw | {"train": preset.train | train}
 
     @model_validator(mode="after")
     def _recorded_is_whole(self) -> Job:
