@@ -24,7 +24,7 @@ MAY_IMPORT = {  # part of the package -> the parts it may import, besides itself
     "signals": set(),
     "ops": BASE | {"_cpu", "kernels"},
     "arrays": BASE | {"ops"},
-    "precision": REDUCE | {"arrays"},
+    "precision": REDUCE | {"arrays", "compress", "train", "provenance", "signals", "report"},
     "world": WORLD,
     "collectives": WORLD,
     "compress": REDUCE | {"precision"},
@@ -43,7 +43,7 @@ MAY_IMPORT = {  # part of the package -> the parts it may import, besides itself
     | {"collectives", "darray", "bench", "train", "autoencoder", "provenance", "signals"}
     | {"study", "report"},
     "study": WORLD | {"collectives", "kinds", "bench", "provenance", "signals"},
-    "report": {"config", "store", "methods", "kinds", "study"},
+    "report": {"config", "store", "methods", "formats", "kinds", "study", "precision"},
     "cli": {
         "autoencoder",
         "config",
@@ -75,6 +75,7 @@ ONLY_HERE = {  # outside package -> where it may be imported
         "precision/layers.py",
         "precision/quantizers.py",
         "precision/updates.py",
+        "precision/recorder.py",
     ),
     "h5py": ("store.py",),
     "simpleeval": ("study/spec.py",),

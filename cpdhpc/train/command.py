@@ -8,15 +8,15 @@ from pathlib import Path
 
 from .. import store
 from ..config import ConfigError, value_of
-from ..signals import catching
+from ..signals import Caught, catching
 from ..world.mpi import World
 from .checkpoint import check_job
 from .data import Dataset, Source
 from .job import EPOCHS, Job, load
 from .loop import run
-from .output import claimed
+from .output import Files, claimed
 from .progress import Display
-from .setup import Files, Training, agreed, prepare
+from .setup import Training, agreed, prepare
 
 
 def train(
@@ -29,34 +29,63 @@ def train(
     Raises UserError or Interrupted on all processes alike.
     """
     jobs = agreed(world, lambda: load(path, settings))
-    agreed(world, lambda: _check_ranks(jobs, world))
-    files = {job.id: Files.of(directory, job) for job in jobs}
-    written = {job.id: files[job.id].written(job) for job in jobs}
-    with claimed(world, directory, written, resume), catching() as caught:
-        todo = world.on_first(lambda: _todo(jobs, files, resume), "resume")
-        display = Display(world.process == 0, len(todo))
-        display.line(_announcement(world, len(jobs), len(todo), directory))
-        worlds: dict[tuple[int, float], World] = {}
-        data: dict[str, Dataset | Source] = {}
-        for job, former_epochs in todo:
-            shape = job.train.virtual_ranks, job.train.timeout_s
-            if shape not in worlds:
-                worlds[shape] = World(virtual_ranks=shape[0], timeout_s=shape[1])
-            if repr(job.data) not in data:
-                data[repr(job.data)] = agreed(world, job.data.load)
-            training = prepare(job, worlds[shape], data[repr(job.data)], files[job.id])
-            if resume:
-                said = training.resume()
-                if said:
-                    display.line(f"{job.id}: {said}")
-                if not _same_rates(training, former_epochs):
-                    display.line(
-                        f"{job.id}: it began as a run of {former_epochs} epochs, whose learning "
-                        f"rates are not those of one of {job.train.epochs}"
-                    )
-            run(training, caught, display)
-            training.close()
-    return [each.record for each in files.values()]
+    with catching() as caught:
+        return Trainer(world, caught).train(jobs, directory, resume)
+
+
+class Trainer:
+    """Trains the runs of jobs, in one call or many; ranks and data are made once. Collective.
+
+    caught: signals, that end a run behind the iteration; quiet: show nothing
+    """
+
+    def __init__(self, world: World, caught: Caught, *, quiet: bool = False) -> None:
+        self.world, self.caught, self.shown = world, caught, world.process == 0 and not quiet
+        self._worlds: dict[tuple[int, float], World] = {}
+        self._data: dict[str, Dataset | Source] = {}
+
+    def world_of(self, job: Job) -> World:
+        """Return the ranks of a job, virtual ones included. Collective."""
+        shape = job.train.virtual_ranks, job.train.timeout_s
+        if shape not in self._worlds:
+            self._worlds[shape] = World(virtual_ranks=shape[0], timeout_s=shape[1])
+        return self._worlds[shape]
+
+    def data_of(self, job: Job) -> Dataset | Source:
+        """Return the samples of a job. Collective. Raises UserError on all processes alike."""
+        if repr(job.data) not in self._data:
+            self._data[repr(job.data)] = agreed(self.world, job.data.load)
+        return self._data[repr(job.data)]
+
+    def train(self, jobs: list[Job], directory: Path, resume: bool) -> list[Path]:
+        """Run jobs and return the files of their records. Collective. See train."""
+        world = self.world
+        agreed(world, lambda: _check_ranks(jobs, world))
+        files = {job.id: Files.of(directory, job) for job in jobs}
+        written = {job.id: files[job.id].written(job) for job in jobs}
+        with claimed(world, directory, written, resume):
+            todo = world.on_first(lambda: _todo(jobs, files, resume), "resume")
+            display = Display(self.shown, len(todo))
+            display.line(_announcement(world, len(jobs), len(todo), directory))
+            for job, former_epochs in todo:
+                training = prepare(job, self.world_of(job), self.data_of(job), files[job.id])
+                if resume:
+                    _resume(training, former_epochs, display)
+                run(training, self.caught, display)
+                training.close()
+        return [each.record for each in files.values()]
+
+
+def _resume(training: Training, former_epochs: int, display: Display) -> None:
+    """Go on from the checkpoint, if there is one. Collective."""
+    job, said = training.job, training.resume()
+    if said:
+        display.line(f"{job.id}: {said}")
+    if not _same_rates(training, former_epochs):
+        display.line(
+            f"{job.id}: it began as a run of {former_epochs} epochs, whose learning "
+            f"rates are not those of one of {job.train.epochs}"
+        )
 
 
 def _check_ranks(jobs: list[Job], world: World) -> bool:
