@@ -16,7 +16,9 @@ from .threads import kernel_threads
 
 Array = np.ndarray[Any, np.dtype[Any]]
 _INF, _NAN = 0x7F800000, 0x7FC00000
-TO_NEAREST, TO_FLOOR, AT_RANDOM, TO_ODD = range(1, 5)  # ways of rounding, as products_how.h has them
+TO_NEAREST, TO_FLOOR, AT_RANDOM, TO_ODD = range(
+    1, 5
+)  # ways of rounding, as products_how.h has them
 # The way of each rounding, and of what: of |x| or x, of -x or x.
 WAYS = {
     "nearest": (TO_NEAREST, 0, 0),
