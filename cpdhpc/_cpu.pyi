@@ -95,7 +95,6 @@ def clones() -> list[str]: ...
 def use_clone(name: str, /) -> None: ...
 def matmul(
     threads: int,
-    wide: bool,
     product: tuple[int, ...],
     total: tuple[int, ...],
     between: tuple[int, ...],

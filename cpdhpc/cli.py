@@ -317,9 +317,31 @@ COMMANDS: dict[str, Command | Group] = {
     "precision": Group(
         "arithmetic in small formats",
         {
+            "presets": Command(
+                "list the presets of [precision], or print one as TOML; needs no MPI",
+                "precision.show",
+                "presets",
+            ),
+            "show": Command(
+                "what [precision] of a job file says of each layer; needs no MPI",
+                "precision.show",
+                "show",
+            ),
+            "record": Command(
+                "train and record gradients, activations, errors and weights of layers",
+                "precision.commands",
+                "record",
+                on_ranks=True,
+            ),
+            "replay": Command(
+                "what formats, sums and products do to recorded tensors; needs no MPI",
+                "precision.commands",
+                "replay",
+            ),
             "search": Command(
                 "the fewest bits of each layer within a budget of accuracy; under mpirun or not",
-                "precision.search",
+                "precision.commands",
+                "search",
                 on_ranks=True,
             ),
         },

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from shutil import copyfile
 from typing import Any, Literal
 
 import numpy as np
@@ -252,8 +253,9 @@ def _write_group(target: Any, group: Group) -> None:
     for name in group.keys() - labelled.keys():
         target.create_dataset(name, data=group[name])
     for name in sorted(labelled, key=lambda name: name not in labels):  # labels first
-        variable = labelled[name]
-        dataset = target.create_dataset(name, data=_storable(variable.data))
+        variable, data = labelled[name], labelled[name].data
+        data = data.astype(object) if data.dtype.kind == "U" else data
+        dataset = target.create_dataset(name, data=data)
         dataset.attrs["long_name"], dataset.attrs["units"] = variable.long_name, variable.units
         dataset.attrs.update(variable.notes)
         _label(target, name, variable.dims)
@@ -268,10 +270,6 @@ def _label(group: Any, name: str, dims: tuple[str, ...]) -> None:
         group[name].dims[axis].attach_scale(group[dim])
 
 
-def _storable(data: Array) -> Any:
-    return data.astype(object) if data.dtype.kind == "U" else data
-
-
 def read(
     path: Path, only: Collection[str] | None = None
 ) -> tuple[dict[str, dict[str, Array]], dict[str, Any]]:
@@ -281,11 +279,10 @@ def read(
     Raises StoreError where the file is missing, damaged or not HDF5.
     """
     with _opened(path) as file:
-        groups = {
+        return {
             name: {key: _readable(group[key]) for key in group if only is None or key in only}
             for name, group in file.items()
-        }
-        return groups, _plain(file.attrs)
+        }, _plain(file.attrs)
 
 
 def read_attributes(path: Path, group: str = "/") -> dict[str, Any]:
@@ -386,6 +383,25 @@ def _reserve(path: Path) -> None:
                 raise OSError(code, os.strerror(code), str(path))
 
 
+def append(
+    path: Path, arrays: Mapping[str, tuple[Array, Attributes]], without: Collection[str]
+) -> None:
+    """Add compressed datasets to a copy of a file, which takes its place when complete.
+
+    arrays: by names with groups; without: groups that go. Raises StoreError as replacing.
+    """
+    with replacing(path) as temporary:
+        copyfile(path, temporary)
+        with _changed(temporary, "r+") as file:
+            for group in without:
+                del file[group]
+            for name, (data, attributes) in arrays.items():
+                options = {"compression": 1, "shuffle": True} if data.size else {}
+                file.create_dataset(name, data=data, **options).attrs.update(attributes)
+        with temporary.open("rb") as whole:
+            seal(temporary, block_digests(whole))
+
+
 def _make(file: Any, name: str, room: Room, chunks: Any, compression: str | None) -> Any:
     import h5py
 
@@ -411,17 +427,11 @@ def contents(path: Path) -> tuple[dict[str, Any], dict[str, Room]]:
     Of a file that was checked, as it and read_box look at no checksum. Raises StoreError where the
     file is missing or is not HDF5.
     """
-    import h5py
-
-    found: dict[str, Room] = {}
-
-    def visit(name: str, item: Any) -> None:
-        if isinstance(item, h5py.Dataset):
-            found[name] = Room(tuple(item.shape), item.dtype, _plain(item.attrs))
-
+    names = list[str]()
     with _opened(path, checked=True) as file:
-        file.visititems(visit)
-        return _plain(file.attrs), found
+        file.visit(names.append)
+        items = ((name, file[name]) for name in names if hasattr(file[name], "shape"))
+        return _plain(file.attrs), {n: Room(x.shape, x.dtype, _plain(x.attrs)) for n, x in items}
 
 
 def read_box(path: Path, name: str, box: tuple[slice, ...]) -> Array:

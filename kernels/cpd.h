@@ -13,13 +13,11 @@
 // One lane a thread. CuPy compiles with -ftz=true, which would flush subnormal numbers in + and -:
 // the PTX instructions without .ftz keep them.
 #define CPD_FN static __device__ __forceinline__
-#define CPD_CALLED static __device__ __noinline__
 #define CPD_GROUP 1
 typedef float F;
 typedef u32 U;
 typedef int I;
 typedef double D;
-typedef i64 L;
 
 // Moves that the compiler does not see through: for compute_100 and later NVRTC would make abs.ftz
 // and neg.ftz of masks between them, which flush subnormal numbers.
@@ -50,28 +48,20 @@ CPD_FN F multiply(F a, F b) {
 }
 CPD_FN U truncate(F x) { return (U)(int)x; }
 CPD_FN F to_float(U integer) { return __int2float_rn((int)integer); }
-CPD_FN L bits_of(D x) { return __double_as_longlong(x); }
-CPD_FN D from_bits(L u) { return __longlong_as_double(u); }
 CPD_FN D add(D a, D b) { return __dadd_rn(a, b); }
 CPD_FN D subtract(D a, D b) { return __dsub_rn(a, b); }
 CPD_FN D multiply(D a, D b) { return __dmul_rn(a, b); }
-CPD_FN L truncate(D x) { return (i64)x; }
-CPD_FN D to_double(L integer) { return (double)integer; }
 CPD_FN D widened(F x) {
     D wide;
     asm("cvt.f64.f32 %0, %1;" : "=d"(wide) : "f"(x));
     return wide;
 }
-CPD_FN L widened(U x) { return (i64)x; }
 CPD_FN F narrowed(D x) {
     F narrow;
     asm("cvt.rn.f32.f64 %0, %1;" : "=f"(narrow) : "d"(x));
     return narrow;
 }
-CPD_FN L above(D a, D b) { return a > b ? -1 : 0; }
-CPD_FN L above(L a, L b) { return a > b ? -1 : 0; }
 CPD_FN bool any(I lane) { return lane; }
-CPD_FN bool any(L lane) { return lane; }
 CPD_FN I less(U a, U b) { return (int)a < (int)b ? -1 : 0; }
 CPD_FN I equal(U a, U b) { return a == b ? -1 : 0; }
 CPD_FN U lane_numbers() { return 0; }
@@ -96,33 +86,27 @@ CPD_FN void store_bytes(u8* x, U value) { *x = (u8)value; }
 
 // Inlined by force: a call would pass these vectors through memory.
 #define CPD_FN static inline __attribute__((always_inline))
-#define CPD_CALLED static __attribute__((noinline))  // where a call costs less than its code
 #define CPD_GROUP 16
 typedef float F __attribute__((vector_size(64)));
 typedef u32 U __attribute__((vector_size(64)));
 typedef int32_t I __attribute__((vector_size(64)));
-typedef double D __attribute__((vector_size(128)));
-typedef i64 L __attribute__((vector_size(128)));
 
 CPD_FN U bits_of(F x) { return (U)x; }
 CPD_FN F from_bits(U u) { return (F)u; }
-CPD_FN F add(F a, F b) { return a + b; }
-CPD_FN F subtract(F a, F b) { return a - b; }
-CPD_FN F multiply(F a, F b) { return a * b; }
+template <class N>
+CPD_FN N add(N a, N b) {
+    return a + b;
+}
+template <class N>
+CPD_FN N subtract(N a, N b) {
+    return a - b;
+}
+template <class N>
+CPD_FN N multiply(N a, N b) {
+    return a * b;
+}
 CPD_FN U truncate(F x) { return (U) __builtin_convertvector(x, I); }
 CPD_FN F to_float(U integer) { return __builtin_convertvector((I)integer, F); }
-CPD_FN L bits_of(D x) { return (L)x; }
-CPD_FN D from_bits(L u) { return (D)u; }
-CPD_FN D add(D a, D b) { return a + b; }
-CPD_FN D subtract(D a, D b) { return a - b; }
-CPD_FN D multiply(D a, D b) { return a * b; }
-CPD_FN L truncate(D x) { return __builtin_convertvector(x, L); }
-CPD_FN D to_double(L integer) { return __builtin_convertvector(integer, D); }
-CPD_FN D widened(F x) { return __builtin_convertvector(x, D); }
-CPD_FN L widened(U x) { return __builtin_convertvector(x, L); }
-CPD_FN F narrowed(D x) { return __builtin_convertvector(x, F); }
-CPD_FN L above(D a, D b) { return a > b; }
-CPD_FN L above(L a, L b) { return a > b; }
 CPD_FN I less(U a, U b) { return (I)a < (I)b; }
 CPD_FN I equal(U a, U b) { return (I)a == (I)b; }
 CPD_FN U lane_numbers() { return U{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
@@ -171,11 +155,6 @@ CPD_FN u32 signs(I v) {
 #endif
 }
 CPD_FN bool any(I mask) { return signs(mask) != 0; }
-CPD_FN bool any(L mask) {
-    I halves[2];
-    memcpy(halves, &mask, sizeof halves);
-    return any(halves[0] | halves[1]);
-}
 
 #endif
 

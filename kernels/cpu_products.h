@@ -5,123 +5,267 @@ namespace {
 
 // Rows of a that go through a panel together: their sums do not wait for one another.
 #if defined(CPD_AVX512)
-const int ROWS = 4;
+const int ROWS = 8;
 #else
-const int ROWS = 2;  // where a group takes two registers or four
+const int ROWS = 4;
 #endif
 const int LEVELS = 64;  // of a pairwise sum
 
-CPD_FN F each_lane(float x, F) {
-    u32 bits;
-    memcpy(&bits, &x, sizeof bits);
-    return from_bits(lanes(bits));
-}
-CPD_FN D each_lane(float x, D) { return widened(each_lane(x, F{})); }
-CPD_FN F number(F x, F) { return x; }
-CPD_FN D number(F x, D) { return widened(x); }
 // Processors differ in the sign of NaN.
-CPD_FN F float_of(F x) {
-    return less(lanes(CPD_INF), bits_of(x) & 0x7fffffffu) ? from_bits(lanes(CPD_NAN)) : x;
+template <class N>
+CPD_FN void store_row(N x, i64 columns, float* out) {
+    auto floats = to_float32(x);
+    typedef int Bits CPD_VECTOR(sizeof floats);
+    Bits bits = (Bits)floats;
+    bits = (bits & 0x7fffffff) > (int)CPD_INF ? Bits{} + (int)CPD_NAN : bits;
+    memcpy(out, &bits, (size_t)columns * sizeof(float));
 }
-CPD_FN F float_of(D x) { return float_of(narrowed(x)); }
 
-// R rows of a and a panel of b: k rows of CPD_GROUP columns.
+// Rows of a and so many columns of a panel of b, which has k rows of CPD_GROUP columns.
 struct Part {
-    const float *a, *panel;
-    i64 k, n;
-    u64 index, outputs;
+    const float *rows[ROWS], *panel;
+    i64 k;
+    Key key;
+    u64 index[ROWS], outputs;  // of the first column; by which random bits are numbered
 };
 
-template <class N, int R, bool KAHAN>
-void sum_ascending(const Products& given, const Part& part, N* totals) {
-    const Products how = given;  // copies, which no store can change
+// Random bits for one step: for each row those of the roundings CPD_SUM to CPD_PRODUCT.
+template <class N>
+struct Draws {
+    typedef typename Number<N>::Draws Bits;
+    enum { lanes = Number<N>::lanes, together = ROWS * lanes };
+    Bits of[ROWS][CPD_PRODUCT + 1] = {};
+    u32 places[together];  // of the outputs, from that of the first on
+    bool apart;            // whether a place may be above 32 bits
+
+    void start(const Part& p) {
+        u64 last = 0;
+        for (int i = 0; i < together; ++i) {
+            last = p.index[i / lanes] - p.index[0] + (u64)(i % lanes);
+            places[i] = (u32)last;
+        }
+        apart = last >> 32;
+    }
+    // For a rounding of this step: the index of each output of each row, hashed.
+    void draw(const Part& p, u64 step, int rounding) {
+        typedef typename Number<S>::Draws Many;
+        const u64 first = (CPD_DRAWS * step + (u64)rounding) * p.outputs + p.index[0];
+        const u32 low = (u32)first, high = (u32)(first >> 32), most = places[together - 1];
+        u32 random[together];
+        if (apart || low + most < low)
+            for (int i = 0; i < together; ++i)
+                random[i] = random32(p.key, first - p.index[0] + p.index[i / lanes] + (u64)(i % lanes), 0u, 1);
+        else
+            for (int i = 0; i < together; i += (int)Number<S>::lanes) {
+                Many at;
+                memcpy(&at, places + i, sizeof at);
+                at = hashed(at + low, Many{} + first_key(p.key, high), Many{} + second_key(p.key, high));
+                memcpy(random + i, &at, sizeof at);
+            }
+        for (int r = 0; r < ROWS; ++r) memcpy(&of[r][rounding], random + r * lanes, sizeof(Bits));
+    }
+    // way: what a loop is compiled for, or CPD_ANY
+    inline __attribute__((always_inline)) void step(const Part& p, int product, const Rounder<N>& of_product, int sum,
+                         const Rounder<N>& of_sum, bool kahan, u64 number) {
+        if (is_random(product, of_product)) draw(p, number, CPD_PRODUCT);
+        if (is_random(sum, of_sum))
+            for (int rounding = CPD_SUM; rounding <= (kahan ? CPD_REST : CPD_SUM); ++rounding)
+                draw(p, number, rounding);
+    }
+    static bool is_random(int way, const Rounder<N>& to) {
+        return (way == CPD_ANY ? to.way : way) == CPD_AT_RANDOM;
+    }
+};
+
+template <class N, int PRODUCT, int SUM, bool ODD, bool KAHAN, bool CHECK>
+void sum_ascending(const Products& how, const Steps<N>& given, const Part& part, N* totals,
+                   Tops<N>& largest) {
+    const Steps<N> s = given;  // copies, which no store can change
     const Part p = part;
+    Tops<N> tops = largest;
+    Draws<N> draws;
+    draws.start(p);
     const i64 chunk = how.chunk ? how.chunk : p.k;
-    Sum<N> all[R] = {};
+    Sum<N> all[ROWS] = {};
     for (i64 first = 0, step = p.k; first < p.k; first += chunk, ++step) {
-        Sum<N> sums[R] = {};
+        Sum<N> sums[ROWS] = {};
         i64 stop = p.k - first < chunk ? p.k : first + chunk;
         for (i64 i = first; i < stop; ++i) {
-            N b = number(load(p.panel, i * CPD_GROUP, 0), N{});
-            for (int r = 0; r < R; ++r) {
-                u64 index = p.index + (u64)(r * p.n);
-                N term =
-                    term_of(how, each_lane(p.a[r * p.k + i], N{}), b, (u64)i, p.outputs, index);
-                add_term<KAHAN>(how, how.sum, sums[r], term, (u64)i, p.outputs, index);
+            draws.step(p, PRODUCT, s.product, SUM, s.sum, KAHAN, (u64)i);
+            N b = read(p.panel + i * CPD_GROUP, N{});
+#pragma GCC unroll 8
+            for (int r = 0; r < ROWS; ++r) {
+                N product = multiply(each(p.rows[r] + i, N{}), b);
+                N term = rounded<PRODUCT, CHECK>(s.product, product, tops.product,
+                                                 draws.of[r][CPD_PRODUCT]);
+                add_term<SUM, ODD, KAHAN, CHECK>(s.sum, sums[r], term, tops.sum, draws.of[r]);
             }
         }
-        for (int r = 0; r < R; ++r)
+        if (how.chunk) draws.step(p, CPD_AS_IS, s.product, CPD_ANY, s.between, KAHAN, (u64)step);
+        for (int r = 0; r < ROWS; ++r)
             if (!how.chunk)
                 all[r] = sums[r];
             else
-                add_term<KAHAN>(how, how.between, all[r], sums[r].total, (u64)step, p.outputs,
-                                p.index + (u64)(r * p.n));
+                add_term<CPD_ANY, ODD, KAHAN, true>(s.between, all[r], sums[r].total, tops.sum,
+                                                    draws.of[r]);
     }
-    for (int r = 0; r < R; ++r) totals[r] = all[r].total;
+    for (int r = 0; r < ROWS; ++r) totals[r] = all[r].total;
+    largest = tops;
 }
 
-template <class N, int R, bool>
-void sum_pairwise(const Products& given, const Part& part, N* totals) {
-    const Products how = given;
+template <class N, int PRODUCT, int SUM, bool ODD, bool, bool CHECK>
+void sum_pairwise(const Products&, const Steps<N>& given, const Part& part, N* totals,
+                  Tops<N>& largest) {
+    const Steps<N> s = given;
     const Part p = part;
-    N stack[LEVELS][R] = {};
+    Tops<N> tops = largest;
+    Draws<N> draws;
+    draws.start(p);
+    N stack[LEVELS][ROWS] = {};
     int height = 0;
     u64 step = (u64)p.k;
     for (i64 i = 0; i < p.k; ++i) {
-        N b = number(load(p.panel, i * CPD_GROUP, 0), N{});
-        for (int r = 0; r < R; ++r) {
-            u64 index = p.index + (u64)(r * p.n);
+        draws.step(p, PRODUCT, s.product, SUM, s.sum, false, (u64)i);
+        N b = read(p.panel + i * CPD_GROUP, N{});
+#pragma GCC unroll 8
+        for (int r = 0; r < ROWS; ++r) {
             Sum<N> one = {};
-            N term = term_of(how, each_lane(p.a[r * p.k + i], N{}), b, (u64)i, p.outputs, index);
-            add_term<false>(how, how.sum, one, term, (u64)i, p.outputs, index);
+            N product = multiply(each(p.rows[r] + i, N{}), b);
+            N term = rounded<PRODUCT, CHECK>(s.product, product, tops.product,
+                                             draws.of[r][CPD_PRODUCT]);
+            add_term<SUM, ODD, false, CHECK>(s.sum, one, term, tops.sum, draws.of[r]);
             stack[height][r] = one.total;
         }
         ++height;
         int pairs = i + 1 < p.k ? __builtin_ctzll((u64)i + 1) : height - 1;
-        for (; pairs > 0; --pairs, --height, ++step)
-            for (int r = 0; r < R; ++r) {
+        for (; pairs > 0; --pairs, --height, ++step) {
+            draws.step(p, CPD_AS_IS, s.product, SUM, s.sum, false, step);
+#pragma GCC unroll 8
+            for (int r = 0; r < ROWS; ++r) {
                 Sum<N> both = {stack[height - 2][r], N{}};
-                add_term<false>(how, how.sum, both, stack[height - 1][r], step, p.outputs,
-                                p.index + (u64)(r * p.n));
+                add_term<SUM, ODD, false, CHECK>(s.sum, both, stack[height - 1][r], tops.sum,
+                                                 draws.of[r]);
                 stack[height - 2][r] = both.total;
             }
+        }
     }
-    for (int r = 0; r < R; ++r) totals[r] = stack[0][r];
+    for (int r = 0; r < ROWS; ++r) totals[r] = stack[0][r];
+    largest = tops;
 }
 
-template <class N, int R>
-void multiply_rows(const Products& how, const Part& part, i64 columns, float* out) {
-    N totals[R];
-    auto sum = how.pairwise ? sum_pairwise<N, R, false>
-               : how.kahan  ? sum_ascending<N, R, true>
-                            : sum_ascending<N, R, false>;
-    sum(how, part, totals);
-    for (int r = 0; r < R; ++r) {
-        F row = float_of(totals[r]);
-        memcpy(out + r * part.n, &row, (size_t)columns * sizeof(float));
+template <class N>
+using SumOf = void (*)(const Products&, const Steps<N>&, const Part&, N*, Tops<N>&);
+
+// Loops for one pair of roundings, unchecked and checked.
+template <class N>
+struct Loop {
+    int product, sum, arithmetic;
+    SumOf<N> ascending[2], kahan[2], pairwise[2];
+};
+
+// Compensated and pairwise sums have loops of their own only where all is rounded to nearest. What
+// asks for its way checks always.
+template <class N, int PRODUCT, int SUM, int ARITHMETIC>
+constexpr Loop<N> loops_for() {
+    constexpr bool odd = ARITHMETIC == CPD_FLOAT64_ODD, any = SUM == CPD_ANY;
+    constexpr bool nearest = PRODUCT == CPD_TO_NEAREST && SUM == CPD_TO_NEAREST;
+    constexpr int WAY = nearest ? (int)CPD_TO_NEAREST : (int)CPD_ANY;
+    return {PRODUCT,
+            SUM,
+            ARITHMETIC,
+            {sum_ascending<N, PRODUCT, SUM, odd, false, any>,
+             sum_ascending<N, PRODUCT, SUM, odd, false, true>},
+            {sum_ascending<N, WAY, WAY, !nearest, true, !nearest>,
+             sum_ascending<N, WAY, WAY, !nearest, true, true>},
+            {sum_pairwise<N, WAY, WAY, !nearest, false, !nearest>,
+             sum_pairwise<N, WAY, WAY, !nearest, false, true>}};
+}
+
+// The first that fits is taken: CPD_ANY fits all, and CPD_FLOAT64_ODD what is exact without.
+constexpr Loop<S> LOOPS_S[] = {
+    loops_for<S, CPD_AS_IS, CPD_AS_IS, CPD_FLOAT32>(),
+    loops_for<S, CPD_TO_NEAREST, CPD_TO_NEAREST, CPD_FLOAT32>(),
+    loops_for<S, CPD_AS_IS, CPD_TO_NEAREST, CPD_FLOAT32>(),
+    loops_for<S, CPD_ANY, CPD_ANY, CPD_FLOAT32>(),
+};
+constexpr Loop<D> LOOPS_D[] = {
+    loops_for<D, CPD_TO_NEAREST, CPD_TO_NEAREST, CPD_FLOAT64>(),
+    loops_for<D, CPD_AS_IS, CPD_TO_NEAREST, CPD_FLOAT64>(),
+    loops_for<D, CPD_AS_IS, CPD_TO_NEAREST, CPD_FLOAT64_ODD>(),
+    loops_for<D, CPD_TO_FLOOR, CPD_TO_FLOOR, CPD_FLOAT64_ODD>(),
+    loops_for<D, CPD_AS_IS, CPD_TO_FLOOR, CPD_FLOAT64_ODD>(),
+    loops_for<D, CPD_AT_RANDOM, CPD_AT_RANDOM, CPD_FLOAT64_ODD>(),
+    loops_for<D, CPD_AS_IS, CPD_AT_RANDOM, CPD_FLOAT64_ODD>(),
+    loops_for<D, CPD_ANY, CPD_ANY, CPD_FLOAT64_ODD>(),
+};
+
+bool fits(int way, int wanted) { return way == CPD_ANY || way == wanted; }
+
+template <class N>
+const SumOf<N>* loop_of(const Products& how, const Loop<N>* loops) {
+    while (!(fits(loops->product, how.product.way) && fits(loops->sum, how.sum.way) &&
+             how.arithmetic <= loops->arithmetic))
+        ++loops;
+    return how.pairwise ? loops->pairwise : how.kahan ? loops->kahan : loops->ascending;
+}
+
+// The power of two from which on a number may be above the largest of the format.
+template <class N>
+CPD_FN bool is_below(N top, const Rounding& r) {
+    if (r.way == CPD_AS_IS) return true;
+    auto reached = more(raw(top), bits_from<N>(r.max & CPD_INF) - 1);
+    for (int lane = 0; lane < (int)Number<N>::lanes; ++lane)
+        if (reached[lane]) return false;
+    return true;
+}
+
+// Rows go through a panel unchecked first. Where one was too large they go again, checked, and so
+// do all that follow.
+template <class N>
+void multiply_panel(const Products& how, const Loop<N>* loops, const float* a, i64 m, i64 k,
+                    const float* panel, i64 columns, i64 n, float* out, u64 index, u64 outputs) {
+    const SumOf<N>* loop = loop_of(how, loops);
+    const Steps<N> steps = make_steps<N>(how);
+    bool checked = false;
+    for (i64 row = 0; row < m; row += ROWS) {
+        Part part;
+        part.panel = panel, part.k = k, part.key = how.key, part.outputs = outputs;
+        for (int r = 0; r < ROWS; ++r) {  // below the last row there is the last row again
+            i64 i = row + r < m ? row + r : m - 1;
+            part.rows[r] = a + i * k, part.index[r] = index + (u64)(i * n);
+        }
+        N totals[ROWS];
+        Tops<N> tops = {};
+        loop[checked](how, steps, part, totals, tops);
+        if (!is_below(tops.product, how.product) || !is_below(tops.sum, how.sum))
+            checked = true, loop[1](how, steps, part, totals, tops);
+        for (int r = 0; r < ROWS && row + r < m; ++r)
+            store_row(totals[r], columns, out + (row + r) * n);
     }
 }
 
-// R: rows that go together while there are as many.
-template <class N, int R>
-void multiply_panel(const Products& how, Part part, i64 m, i64 columns, float* out) {
-    for (i64 i = 0; i < m;) {
-        i64 rows = m - i >= R ? R : 1;
-        (rows == R ? multiply_rows<N, R> : multiply_rows<N, 1>)(how, part, columns, out);
-        i += rows, out += rows * part.n, part.a += rows * part.k,
-            part.index += (u64)(rows * part.n);
-    }
+template <class N>
+void multiply_columns(const Products& how, const Loop<N>* loops, const float* a, i64 m, i64 k,
+                      const float* panel, i64 columns, i64 n, float* out, u64 index, u64 outputs) {
+    const i64 lanes = Number<N>::lanes;
+    for (i64 c = 0; c < columns; c += lanes)
+        multiply_panel(how, loops, a, m, k, panel + c, columns - c < lanes ? columns - c : lanes, n,
+                       out + c, index + (u64)c, outputs);
 }
 
 // A panel is k * CPD_GROUP floats to work in.
-void matmul(const Products& how, bool wide, const float* a, i64 m, i64 k, const float* b, i64 n,
-            i64 column, float* panel, float* out, u64 index, u64 outputs) {
+void matmul(const Products& how, const float* a, i64 m, i64 k, const float* b, i64 n, i64 column,
+            float* panel, float* out, u64 index, u64 outputs) {
     i64 columns = n - column < CPD_GROUP ? n - column : CPD_GROUP;
     memset(panel, 0, (size_t)(k * CPD_GROUP) * sizeof(float));
     for (i64 i = 0; i < k; ++i)
         memcpy(panel + i * CPD_GROUP, b + i * n + column, (size_t)columns * sizeof(float));
-    Part part = {a, panel, k, n, index + (u64)column, outputs};
-    (wide ? multiply_panel<D, 1> : multiply_panel<F, ROWS>)(how, part, m, columns, out + column);
+    if (how.arithmetic == CPD_FLOAT32)
+        multiply_columns(how, LOOPS_S, a, m, k, panel, columns, n, out + column,
+                         index + (u64)column, outputs);
+    else
+        multiply_columns(how, LOOPS_D, a, m, k, panel, columns, n, out + column,
+                         index + (u64)column, outputs);
 }
 
 }  // namespace

@@ -8,8 +8,9 @@ const i64 MOST_ROWS = 256;  // of a that go through a panel before another is ma
 
 int to_rounding(PyObject* object, void* target) {
     Rounding* r = static_cast<Rounding*>(target);
-    return PyArg_ParseTuple(object, "iiiIIIII;rounding: 8 numbers", &r->man, &r->rounding,
-                            &r->identity, &r->least, &r->max, &r->over, &r->inf, &r->nan);
+    return PyArg_ParseTuple(object, "iiiiiIIIIII;rounding: 11 numbers", &r->man, &r->way,
+                            &r->magnitude, &r->flipped, &r->random_bits, &r->least,
+                            &r->max, &r->over, &r->under, &r->inf, &r->nan);
 }
 
 // The panels of a product of batch matrices, as tasks.
@@ -23,12 +24,12 @@ struct Panels {
 PyObject* matmul(PyObject*, PyObject* args) {
     Products how;
     Panels p;
-    int threads, wide;
+    int threads;
     long long batch, m, k, n, chunk;
     Buffer a, b, out;
-    if (!PyArg_ParseTuple(args, "ipO&O&O&(iiiL)O&LLLLy*y*w*", &threads, &wide, to_rounding,
+    if (!PyArg_ParseTuple(args, "iO&O&O&(iiiL)O&LLLLy*y*w*", &threads, to_rounding,
                           &how.product, to_rounding, &how.sum, to_rounding, &how.between,
-                          &how.exact, &how.pairwise, &how.kahan, &chunk, to_key, &how.key, &batch,
+                          &how.arithmetic, &how.pairwise, &how.kahan, &chunk, to_key, &how.key, &batch,
                           &m, &k, &n, &a.view, &b.view, &out.view))
         return nullptr;
     p = {batch, m, k, n};
@@ -46,7 +47,7 @@ PyObject* matmul(PyObject*, PyObject* args) {
             i64 row = t % p.down() * MOST_ROWS;
             i64 rows = p.m - row < MOST_ROWS ? p.m - row : MOST_ROWS;
             i64 first = (each * p.m + row) * p.n;
-            loops->matmul(how, wide, a.at<float>((each * p.m + row) * p.k), rows, p.k,
+            loops->matmul(how, a.at<float>((each * p.m + row) * p.k), rows, p.k,
                           b.at<float>(each * p.k * p.n), p.n, column, panel.data(),
                           out.at<float>(first), (u64)first, (u64)(p.batch * p.m * p.n));
         }

@@ -1,4 +1,6 @@
 // The module's functions for sparse arrays; a part of cpu_module.cpp, which includes it.
+#include "sparse.h"
+
 namespace {
 
 i64 words_in(const Buffer& words) { return words.view.len / (i64)sizeof(u32); }
@@ -188,38 +190,18 @@ struct Stream {
     i64 n;
     int width;
     u32* words;
-
-    u32 mask() const { return (u32)(((u64)1 << width) - 1); }
 };
 
+int run_at(const Stream& s, i64 i) { return (int)(s.n - i < CPD_RUN ? s.n - i : CPD_RUN); }
+
 void pack_tile(const Stream& s) {
-    u64 open = 0;
-    int filled = 0;
-    u32* next = s.words;
-    for (i64 i = 0; i < s.n; ++i) {
-        open |= (u64)(s.codes[i] & s.mask()) << filled;
-        filled += s.width;
-        if (filled < 32) continue;
-        *next++ = (u32)open;
-        open >>= 32;
-        filled -= 32;
-    }
-    if (filled) *next = (u32)open;
+    for (i64 i = 0; i < s.n; i += CPD_RUN)
+        pack_run(s.codes + i, run_at(s, i), s.width, s.words + i / CPD_RUN * s.width);
 }
 
 void unpack_tile(const Stream& s) {
-    u64 open = 0;
-    int left = 0;
-    const u32* next = s.words;
-    for (i64 i = 0; i < s.n; ++i) {
-        if (left < s.width) {
-            open |= (u64)*next++ << left;
-            left += 32;
-        }
-        s.codes[i] = (u32)open & s.mask();
-        open >>= s.width;
-        left -= s.width;
-    }
+    for (i64 i = 0; i < s.n; i += CPD_RUN)
+        unpack_run(s.words + i / CPD_RUN * s.width, run_at(s, i), s.width, s.codes + i);
 }
 
 // Does what is to be done for each tile. Returns null with an error set where codes, widths and

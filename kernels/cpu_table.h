@@ -44,9 +44,9 @@ struct Loops {
     // Of a tile of n values; places has room for CPD_TILE + 2. Returns how many are above bits.
     i64 (*collect_tile)(u32 bits, const float* x, i64 n, u32 first, u32* places, float* values);
     // CPD_GROUP columns from column on of out[m][n], by a[m][k] and b[k][n]; panel: room for k *
-    // CPD_GROUP floats; wide: in float64; index: of out[0][0], of so many outputs.
-    void (*matmul)(const Products& how, bool wide, const float* a, i64 m, i64 k, const float* b,
-                   i64 n, i64 column, float* panel, float* out, u64 index, u64 outputs);
+    // CPD_GROUP floats; index: of out[0][0], of so many outputs.
+    void (*matmul)(const Products& how, const float* a, i64 m, i64 k, const float* b, i64 n,
+                   i64 column, float* panel, float* out, u64 index, u64 outputs);
 };
 
 // Compilers other than gcc, and other processors, get the portable loops alone.

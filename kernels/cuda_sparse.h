@@ -56,6 +56,32 @@ __global__ void unpack_bitmap(const u32* words, i64 n, const u32* starts, u32* p
     }
 }
 
+// words: zeros at first
+__global__ void pack_bitmap(const u32* indices, i64 m, u32* words, i64 n) {
+    i64 stride = (i64)gridDim.x * blockDim.x;
+    for (i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x; i < m; i += stride)
+        if (indices[i] / 32 < n) atomicOr(words + indices[i] / 32, 1u << indices[i] % 32);
+}
+
+// Streams of bits, a lane a run of 32 codes. starts: the first word of each tile
+__global__ void pack_stream(const u32* codes, i64 n, const u8* widths, const i64* starts,
+                            u32* words) {
+    for (i64 t = first_tile(); t * CPD_TILE < n; t += tile_stride()) {
+        i64 i = t * CPD_TILE + CPD_RUN * lane_of_thread();
+        u32* to = words + starts[t] + widths[t] * lane_of_thread();
+        if (i < n) pack_run(codes + i, n - i < CPD_RUN ? (int)(n - i) : CPD_RUN, widths[t], to);
+    }
+}
+
+__global__ void unpack_stream(const u32* words, const u8* widths, const i64* starts, u32* codes,
+                              i64 n) {
+    for (i64 t = first_tile(); t * CPD_TILE < n; t += tile_stride()) {
+        i64 i = t * CPD_TILE + CPD_RUN * lane_of_thread();
+        const u32* from = words + starts[t] + widths[t] * lane_of_thread();
+        if (i < n) unpack_run(from, n - i < CPD_RUN ? (int)(n - i) : CPD_RUN, widths[t], codes + i);
+    }
+}
+
 // Each warp counts in a table of its own, and adds it to counts at the end.
 __global__ void count_digits(u32 low, int shift, u32 buckets, const float* x, i64 n, u32* counts) {
     __shared__ u32 tables[CPD_WARPS][CPD_BUCKETS];

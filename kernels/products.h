@@ -1,89 +1,129 @@
 // Sums of products whose roundings are chosen: one lane an output, in float32 where that gives the
-// bits of the specification (Products.single of ops/products.py), else in float64.
+// bits of the specification, else in float64 (arithmetic of ops/products.py).
 #ifndef CPD_PRODUCTS_H
 #define CPD_PRODUCTS_H
 
-#include "cpd.h"
+#include "numbers.h"
 #include "products_how.h"
-#include "random.h"
 
-CPD_FN F plus_sign(U magnitude, U of) { return from_bits(magnitude | (of & 0x80000000u)); }
+enum { CPD_ANY = -1 };  // a way of rounding that is known when the loop runs
 
-// What a magnitude above the largest number becomes: a, the exact one, may be infinite or NaN.
-CPD_FN F settled(const Rounding& to, U u) {
-    U a = u & 0x7fffffffu;
-    U value = less(a, lanes(CPD_INF)) ? lanes(to.over) : lanes(to.inf);
-    return less(lanes(CPD_INF), a) ? from_bits(lanes(to.nan)) : plus_sign(value, u);
+// A Rounding in the numbers that it is done in.
+template <class N>
+struct Rounder {
+    typedef typename Number<N>::Bits Bits;
+    N least, scale;       // the smallest normal number; times a power of two: what is added
+    Bits kept, flipped;   // of x: which bits, and then which are turned over
+    Bits parity;          // 1 where the last bit of a code is that of its exponent
+    Bits cut;             // bits that stay when random ones have been added
+    Bits max, over, under, inf, nan;
+    typename Number<N>::Draws drop;  // bits of a draw that do not count
+    int way;
+};
+
+template <class N>
+CPD_FN N power_of_two(int exponent) {
+    typedef Number<N> K;
+    return number(fill<N>((typename K::Int)(exponent + K::bias) << K::mantissa));
+}
+// Bits of a number of float32 that is no subnormal of it.
+template <class N>
+CPD_FN typename Number<N>::Bits bits_from(u32 bits) {
+    typedef Number<N> K;
+    const int moved = K::mantissa - 23;
+    typename K::Int field = (bits >> 23) + (K::bias - 127), fraction = bits & 0x7fffffu;
+    if (bits >= CPD_INF) field = 2 * K::bias + 1;
+    if (!bits) field = 0;
+    return fill<N>((field << K::mantissa) | (fraction << moved));
 }
 
-// To the nearest number. A power of two is added whose last bit is worth what the last bit of the
-// number is, so that the addition rounds; taking it off is exact.
-CPD_FN F round_number(const Rounding& to, F x, const Products&, u64, u64) {
-    if (to.identity) return x;
-    U u = bits_of(x), a = u & 0x7fffffffu;
-    // Of infinity and NaN this is some tiny number, beside which they stay what they are.
-    F power = from_bits(larger(u & CPD_INF, lanes(to.least)) + ((u32)(23 - to.man) << 23));
-    U rounded = bits_of(subtract(add(from_bits(a), power), power));
-    I over = less(lanes(to.max), rounded);
-    F value = plus_sign(rounded, u);
-    if (!any(over)) return value;
-    return over ? settled(to, u) : value;
+// The bits of infinity, which are those of the exponent.
+template <class N>
+CPD_FN typename Number<N>::Bits infinity() {
+    return bits_from<N>(CPD_INF);
 }
 
-CPD_FN F exact_sum(F a, F b) { return add(a, b); }
-CPD_FN F exact_product(F a, F b) { return multiply(a, b); }
-CPD_FN F negated(F x) { return from_bits(bits_of(x) ^ 0x80000000u); }
-
-// The same in float64, for any rounding: sums are rounded to odd, so that rounding them again gives
-// what rounding the exact sum would.
-CPD_FN D exact_sum(D a, D b) {
-    D total = add(a, b);
-    D part = subtract(total, a);
-    D rest = add(subtract(a, subtract(total, part)), subtract(b, part));
-    L bits = bits_of(total);
-    L inexact = above(rest, D{}) | above(D{}, rest);  // none where it is NaN, beside infinity
-    L step = ((bits_of(rest) ^ bits) >> 63) | 1;      // -1 towards zero, 1 away from it
-    return from_bits(bits + (inexact & ((bits & 1) - 1) & step));
+template <class N>
+CPD_FN Rounder<N> make_rounder(const Rounding& r) {
+    typedef Number<N> K;
+    typedef typename K::Int Int;
+    Rounder<N> to;
+    const int grain = r.man + r.random_bits;  // bits after the point of what is added
+    to.least = number(bits_from<N>(r.least));
+    to.scale = power_of_two<N>(K::mantissa - 1 - grain);
+    to.scale = add(to.scale, add(to.scale, to.scale));  // so that no sum leaves its power of two
+    to.kept = r.magnitude ? ~sign_bit<N>() : fill<N>(-1);
+    to.flipped = r.flipped ? sign_bit<N>() : fill<N>(0);
+    to.parity = fill<N>(r.man == 0);
+    to.cut = fill<N>(-((Int)1 << r.random_bits));
+    to.max = bits_from<N>(r.max), to.over = bits_from<N>(r.over), to.under = bits_from<N>(r.under);
+    to.inf = bits_from<N>(r.inf), to.nan = bits_from<N>(r.nan);
+    to.way = r.way;
+    to.drop = typename K::Draws{} + (u32)(32 - r.random_bits);
+    return to;
 }
-CPD_FN D exact_product(D a, D b) { return multiply(a, b); }
-CPD_FN D negated(D x) { return from_bits(bits_of(x) ^ ((L{} + 1) << 63)); }
 
-#define CPD_FIELD 0x7ff0000000000000ll  // exponent bits of float64
+// The largest power of two up to |x|; 0 of a subnormal number, infinity of what is not finite.
+template <class N>
+CPD_FN N power_under(N x) {
+    return number(raw(x) & infinity<N>());
+}
 
-CPD_FN D power_of_two(L exponent) { return from_bits((exponent + 1023) << 52); }
+// value, x rounded, with x's sign, and with what becomes of it where it is too large, or x is not
+// finite.
+template <class N>
+CPD_FN N settled(const Rounder<N>& to, N x, N value) {
+    typedef typename Number<N>::Bits Bits;
+    Bits sign = raw(x) & sign_bit<N>(), a = raw(x) & ~sign_bit<N>(), v = raw(value) & ~sign_bit<N>();
+    Bits infinite = more(a, infinity<N>() - 1), over = more(v, to.max) | infinite;
+    Bits special = pick(more(fill<N>(0), sign), to.under, to.over);
+    special = pick(infinite, to.inf, special) | sign;
+    special = pick(more(a, infinity<N>()), to.nan, special);
+    return number(pick(over, special, v | sign));
+}
 
-CPD_CALLED void round_wide(const Rounding& to, D& x, const Products& how, u64 number, u64 index) {
-    L u = bits_of(x), a = u & 0x7fffffffffffffffll;
-    L exponent = (a >> 52) - 1023, least = L{} + ((i64)(to.least >> 23) - 127);
-    L finite = above(L{} + CPD_FIELD, a);
-    exponent = above(exponent, least) ? exponent : least;
-    exponent = finite ? exponent : least;
-    D magnitude = from_bits(finite ? a : L{}), value;
-    if (to.rounding == CPD_NEAREST) {
-        D power = power_of_two(exponent + (52 - to.man));
-        value = subtract(add(magnitude, power), power);
-    } else {
-        // An integer of 32 bits: those of the number, and those that are compared with the random.
-        L fixed = truncate(multiply(magnitude, power_of_two(31 - exponent)));
-        if (to.rounding == CPD_STOCHASTIC)
-            fixed += widened(random31(how.key, number + index) >> to.man);
-        value = multiply(to_double(fixed >> (31 - to.man)), power_of_two(exponent - to.man));
+// x rounded. CHECK: else x is finite and below the power of two of the largest number. top: becomes
+// the largest power of two under any x. draw: 32 random bits. A number is added whose last bit is worth what the last bit
+// of the result is: it rounds to nearest, or shows on which side x is.
+template <int WAY, bool CHECK, class N>
+CPD_FN N rounded(const Rounder<N>& to, N x, N& top, typename Number<N>::Draws draw) {
+    typedef typename Number<N>::Bits Bits;
+    if (WAY == CPD_ANY) {
+        if (to.way == CPD_TO_NEAREST) return rounded<CPD_TO_NEAREST, CHECK>(to, x, top, draw);
+        if (to.way == CPD_TO_FLOOR) return rounded<CPD_TO_FLOOR, CHECK>(to, x, top, draw);
+        if (to.way == CPD_AT_RANDOM) return rounded<CPD_AT_RANDOM, CHECK>(to, x, top, draw);
+        if (to.way == CPD_TO_ODD) return rounded<CPD_TO_ODD, CHECK>(to, x, top, draw);
     }
-    L over = above(value, widened(from_bits(lanes(to.max)))) | ~finite;
-    L sign = u & ((L{} + 1) << 63);
-    value = from_bits(bits_of(value) | sign);
-    x = value;
-    if (!any(over)) return;
-    D special = widened(from_bits(lanes(to.over)));
-    special = finite ? special : widened(from_bits(lanes(to.inf)));
-    special = from_bits(bits_of(special) | sign);
-    special = above(a, L{} + CPD_FIELD) ? widened(from_bits(lanes(to.nan))) : special;
-    x = over ? special : value;
+    if (WAY == CPD_AS_IS || WAY == CPD_ANY) return x;
+    N power = power_under(x);
+    if (!CHECK) top = larger(top, power);
+    N unit = larger(power, to.least);
+    N y = WAY == CPD_TO_NEAREST ? x : number((raw(x) & to.kept) ^ to.flipped);
+    N fixed = add_exact(y, unit, to.scale);
+    N value = subtract_exact(fixed, unit, to.scale);
+    if (WAY != CPD_TO_NEAREST) {
+        Bits whole = raw(fixed) + above(value, y);  // not above y
+        if (WAY == CPD_AT_RANDOM) whole = (whole + widened(draw >> to.drop, N{})) & to.cut;
+        if (WAY == CPD_TO_ODD) {
+            Bits exponent = (raw(unit) ^ raw(to.least)) >> (int)Number<N>::mantissa;
+            Bits inexact = above(value, y) | above(y, value);
+            whole += inexact & ~(whole ^ (exponent & to.parity)) & 1;
+        }
+        value = subtract_exact(number(whole), unit, to.scale);
+    }
+    if (CHECK) return settled(to, x, value);
+    return with_sign(value, x);
 }
 
-CPD_FN D round_number(const Rounding& to, D x, const Products& how, u64 number, u64 index) {
-    round_wide(to, x, how, number, index);
-    return x;
+// Everything that the sums of one matrix are made with.
+template <class N>
+struct Steps {
+    Rounder<N> product, sum, between;
+};
+
+template <class N>
+CPD_FN Steps<N> make_steps(const Products& how) {
+    return {make_rounder<N>(how.product), make_rounder<N>(how.sum), make_rounder<N>(how.between)};
 }
 
 // A sum so far, and with kahan what it has too much.
@@ -92,31 +132,33 @@ struct Sum {
     N total, rest;
 };
 
-// step: see CPD_DRAWS; outputs: by which random bits are numbered; index: of the first lane's.
-template <bool KAHAN, class N>
-CPD_FN void add_term(const Products& how, const Rounding& to, Sum<N>& sum, N term, u64 step,
-                     u64 outputs, u64 index) {
-    u64 number = CPD_DRAWS * step * outputs;
-    if (!KAHAN) {
-        sum.total = round_number(to, exact_sum(sum.total, term), how, number, index);
-        return;
-    }
-    N own = round_number(to, exact_sum(term, negated(sum.rest)), how, number + CPD_TERM * outputs,
-                         index);
-    N total = round_number(to, exact_sum(sum.total, own), how, number, index);
-    N gained = round_number(to, exact_sum(total, negated(sum.total)), how,
-                            number + CPD_GAINED * outputs, index);
-    sum.rest =
-        round_number(to, exact_sum(gained, negated(own)), how, number + CPD_REST * outputs, index);
-    sum.total = total;
+// What was largest before rounding: of products and of sums.
+template <class N>
+struct Tops {
+    N product, sum;
+};
+
+CPD_FN S sum_of(S a, S b, bool) { return add(a, b); }
+CPD_FN D sum_of(D a, D b, bool odd) { return odd ? odd_sum(a, b) : add(a, b); }
+template <class N>
+CPD_FN N negated(N x) {
+    return number(raw(x) ^ sign_bit<N>());
 }
 
-template <class N>
-CPD_FN N term_of(const Products& how, N a, N b, u64 step, u64 outputs, u64 index) {
-    N product = exact_product(a, b);
-    if (how.exact) return product;
-    return round_number(how.product, product, how, (CPD_DRAWS * step + CPD_PRODUCT) * outputs,
-                        index);
+// draws: one for each of the roundings, CPD_SUM to CPD_REST.
+template <int WAY, bool ODD, bool KAHAN, bool CHECK, class N>
+CPD_FN void add_term(const Rounder<N>& to, Sum<N>& sum, N term, N& top,
+                     const typename Number<N>::Draws* draws) {
+    auto round = [&](N x, int draw) { return rounded<WAY, CHECK>(to, x, top, draws[draw]); };
+    if (!KAHAN) {
+        sum.total = round(sum_of(sum.total, term, ODD), CPD_SUM);
+        return;
+    }
+    N own = round(sum_of(term, negated(sum.rest), ODD), CPD_TERM);
+    N total = round(sum_of(sum.total, own, ODD), CPD_SUM);
+    N gained = round(sum_of(total, negated(sum.total), ODD), CPD_GAINED);
+    sum.rest = round(sum_of(gained, negated(own), ODD), CPD_REST);
+    sum.total = total;
 }
 
 #endif

@@ -5,18 +5,26 @@
 #include "cast.h"
 
 enum { CPD_SUM = 0, CPD_TERM = 1, CPD_GAINED = 2, CPD_REST = 3, CPD_PRODUCT = 4, CPD_DRAWS = 8 };
+// What is computed in; ODD: float64, its sums rounded to odd.
+enum { CPD_FLOAT32 = 0, CPD_FLOAT64 = 1, CPD_FLOAT64_ODD = 2 };
+// What a rounding is made of: nothing is to be done, or the nearest number, or the one that is not
+// above, or this when random bits have been added, or the odd code of the two beside.
+enum { CPD_AS_IS = 0, CPD_TO_NEAREST = 1, CPD_TO_FLOOR = 2, CPD_AT_RANDOM = 3, CPD_TO_ODD = 4 };
 
-// A Cast as rounding values, not codes, needs it; bits of float32, or of float64 (wide).
+// A Cast as rounding values, not codes, needs it; bits of float32.
 struct Rounding {
-    int man, rounding, identity;  // identity: of float32 in float32, nothing is to be done
-    u32 least;                    // exponent field of the smallest normal number
-    u32 max, over, inf, nan;      // the largest number; what is above it, infinite or NaN becomes
+    int man, way;
+    int magnitude, flipped;  // of |x|; of -x
+    int random_bits;         // so many of a draw are added
+    u32 least;               // exponent field of the smallest normal number
+    u32 max, over, under;    // the largest number; what is above it and below its negative becomes
+    u32 inf, nan;            // what infinity and NaN become
 };
+#define CPD_ROUNDING_NUMBERS 11
 
 struct Products {
-    Rounding product, sum, between;
-    int exact;  // products are exact
-    int pairwise, kahan;
+    Rounding product, sum, between;  // exact products are as they are
+    int arithmetic, pairwise, kahan;
     i64 chunk;  // terms of a chunk; 0: there are none
     Key key;
 };

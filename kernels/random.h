@@ -8,21 +8,32 @@
 CPD_FN u32 first_key(Key key, u32 high) { return key.low ^ high * 0x85ebca6bu; }
 CPD_FN u32 second_key(Key key, u32 high) { return key.high ^ high * 0x9e3779b9u; }
 
-// 31 random bits for elements index, index + 1, ... of the lanes.
-CPD_FN U random31(Key key, u64 index) {
-    u32 low_index = (u32)index, high = (u32)(index >> 32);
-    U low = lane_numbers() + low_index;
-    U first = lanes(first_key(key, high)), second = lanes(second_key(key, high));
-    if (low_index > 0u - CPD_GROUP) {  // lanes whose low word has wrapped round, and is small
-        I next = less(low, lanes(CPD_GROUP)) & ~less(low, lanes(0));
-        first = next ? lanes(first_key(key, high + 1)) : first;
-        second = next ? lanes(second_key(key, high + 1)) : second;
-    }
-    // C. Wellons' lowbias32 ("Prospecting for hash functions", 2018), the second key half-way.
-    U h = low ^ first;
+// C. Wellons' lowbias32 ("Prospecting for hash functions", 2018), the second key half-way.
+template <class V>
+CPD_FN V hashed(V low, V first, V second) {
+    V h = low ^ first;
     h = (h ^ (h >> 16)) * 0x7feb352du;
     h = (h ^ (h >> 15) ^ second) * 0x846ca68bu;
-    return (h ^ (h >> 16)) >> 1;
+    return h ^ (h >> 16);
+}
+
+// 32 random bits for elements index + numbers of the lanes, which are 0, 1, ... count - 1.
+template <class V>
+CPD_FN V random32(Key key, u64 index, V numbers, u32 count) {
+    u32 low_index = (u32)index, high = (u32)(index >> 32);
+    V first = V{} + first_key(key, high), second = V{} + second_key(key, high);
+    V low = numbers + low_index;
+    if (low_index > 0u - count) {  // lanes whose low word has wrapped round
+        V next = (V)(low < low_index);
+        first ^= next & (first_key(key, high) ^ first_key(key, high + 1));
+        second ^= next & (second_key(key, high) ^ second_key(key, high + 1));
+    }
+    return hashed(low, first, second);
+}
+
+// 31 of them for elements index, index + 1, ... of the lanes.
+CPD_FN U random31(Key key, u64 index) {
+    return random32(key, index, lane_numbers(), CPD_GROUP) >> 1;
 }
 
 #endif

@@ -15,4 +15,39 @@ CPD_FN u32 bucket_of(u32 bits, u32 low, int shift) {
     return ((bits & CPD_MAGNITUDE) - low) >> shift;
 }
 
+// Streams of bits go by runs of 32 codes, which fill whole words, as many as a code has bits.
+#define CPD_RUN 32
+
+// Writes up to CPD_RUN codes of width bits, one after the other, into words.
+CPD_FN void pack_run(const u32* codes, int n, int width, u32* words) {
+    u32 mask = (u32)(((u64)1 << width) - 1);
+    u64 open = 0;
+    int filled = 0;
+    for (int i = 0; i < n; ++i) {
+        open |= (u64)(codes[i] & mask) << filled;
+        filled += width;
+        if (filled < 32) continue;
+        *words++ = (u32)open;
+        open >>= 32;
+        filled -= 32;
+    }
+    if (filled) *words = (u32)open;
+}
+
+// Reads up to CPD_RUN codes that pack_run wrote.
+CPD_FN void unpack_run(const u32* words, int n, int width, u32* codes) {
+    u32 mask = (u32)(((u64)1 << width) - 1);
+    u64 open = 0;
+    int left = 0;
+    for (int i = 0; i < n; ++i) {
+        if (left < width) {
+            open |= (u64)*words++ << left;
+            left += 32;
+        }
+        codes[i] = (u32)open & mask;
+        open >>= width;
+        left -= width;
+    }
+}
+
 #endif

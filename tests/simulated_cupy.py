@@ -81,6 +81,11 @@ class Arrays:
     def cumsum(self, a: ndarray, dtype: Any) -> ndarray:
         return self.move(lambda each: np.cumsum(each, dtype=dtype), a)
 
+    def searchsorted(self, a: ndarray, v: ndarray) -> ndarray:
+        if a.dtype != v.dtype:
+            raise TypeError("Both arrays must have the same type")  # as CuPy's
+        return self.compute(np.searchsorted, a, v)
+
     def flatnonzero(self, a: ndarray) -> ndarray:
         self.gpu.finish(self.gpu.current[-1])  # how many there are has to be known
         return self.asarray(np.flatnonzero(a.memory_view))
@@ -279,6 +284,15 @@ class ndarray:
 
     def __or__(self, other: Any) -> ndarray:
         return self.arrays.compute(np.bitwise_or, self, other)
+
+    def __ior__(self, other: Any) -> ndarray:
+        return self.arrays.compute(np.bitwise_or, self, other, out=self)
+
+    def __lshift__(self, other: Any) -> ndarray:
+        return self.arrays.compute(np.left_shift, self, other)
+
+    def __rshift__(self, other: Any) -> ndarray:
+        return self.arrays.compute(np.right_shift, self, other)
 
     def __invert__(self) -> ndarray:
         return self.arrays.compute(np.invert, self)

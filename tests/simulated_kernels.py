@@ -107,6 +107,11 @@ def _count_digits(a: SimpleNamespace) -> None:
     a.counts += counts
 
 
+def _stream(kernel: Callable[..., object], a: SimpleNamespace, *arrays: np.ndarray) -> None:
+    assert a.starts.tolist() == [32 * sum(a.widths[:t].tolist()) for t in range(a.widths.size)]
+    kernel(*arrays)
+
+
 def _leaf_sums(a: SimpleNamespace) -> None:
     for leaf, (start, size) in enumerate(zip(a.starts, a.sizes, strict=True)):
         assert size <= 128  # NumPy does not halve these
@@ -154,6 +159,9 @@ BODIES: dict[str, Callable[[SimpleNamespace], object]] = {
     "mark_above": lambda a: _cpu.mark_above(1, a.bits, a.x[: a.n], a.words),
     "count_bits": lambda a: _cpu.count_bits(1, a.words[: a.n], a.counts),
     "unpack_bitmap": lambda a: _cpu.unpack_bitmap(1, a.words[: a.n], a.starts, a.places[: a.end]),
+    "pack_bitmap": lambda a: _cpu.pack_bitmap(a.indices[: a.m], a.words[: a.n]),
+    "pack_stream": lambda a: _stream(_cpu.pack_stream, a, a.codes[: a.n], a.widths, a.words),
+    "unpack_stream": lambda a: _stream(_cpu.unpack_stream, a, a.words, a.widths, a.codes[: a.n]),
     "count_digits": _count_digits,
     "gather": lambda a: _cpu.gather(1, a.x[: a.n], a.indices[: a.m], a.values),
     "scatter_add": lambda a: _cpu.scatter_add(1, a.total[: a.n], a.indices[: a.m], a.values),

@@ -12,8 +12,10 @@ import pytest
 import torch
 
 from cpdhpc import store
-from cpdhpc.bench.replay import PACKAGE, PHASES, Profile, of_digits, phase_of, replay
+from cpdhpc.bench.replay import PACKAGE, PHASES, Clock, Profile, of_digits, phase_of, replay
 from cpdhpc.cli import main
+from cpdhpc.collectives import sparse
+from cpdhpc.collectives.allreduce import Allreduce
 from cpdhpc.compress import COMPRESSORS, TopK
 from cpdhpc.train import GradientReducer, gradients
 from cpdhpc.train.gradients import Gradients
@@ -68,10 +70,39 @@ def test_figures_are_those_of_sums_by_hand() -> None:
     assert done.sent_share == pytest.approx(0.1)
     # Two others get 70 values of 4 bytes, and indices of at most 700 bits: a bitmap of them.
     assert 2 * 70 * 4 < done.sent_bytes.min() <= done.sent_bytes.max() < 2 * (70 * 4 + 88 + 100)
+    assert done.travel_s > 0 and done.local_s > 0
     assert done.time_s > 0 and sum(done.shares.values()) == pytest.approx(1)
     exact_one = replay(Loopback(4), COMPRESSORS["none"](), recorded)
     assert exact_one.error < 4 * 2**-23 and np.isnan(exact_one.sent_share)
     assert exact_one.sent_bytes.sum() == 2 * 3 * SIZE * 4  # a ring's
+
+
+def test_collectives_are_timed_from_a_barrier_and_all_else_by_processor_time() -> None:
+    """Neither the wait at the barrier nor sleep is in the one or the other."""
+    waits_s, slept_s, worked_s = [], 0.03, 0.02
+
+    class Late(Loopback):
+        def barrier(self, what: str = "barrier") -> None:
+            start_s = time.perf_counter()
+            time.sleep(slept_s)
+            waits_s.append(time.perf_counter() - start_s)
+
+    world, start_s = Late(2), time.perf_counter()
+    clock = Clock(world)
+    with clock.running():
+        end_s = time.thread_time() + worked_s
+        while time.thread_time() < end_s:
+            pass
+        time.sleep(slept_s)
+        sparse.allgather(world, [np.ones(3), np.ones(5)])  # whose own agreement is within
+        Allreduce("raw").run(world, [np.ones(3, np.float32)] * 2)
+        world.max(np.zeros(1, np.int64))
+        with pytest.raises(TypeError, match="must be a list"):
+            sparse.allgather(world, None)  # type: ignore[arg-type]
+    whole_s = time.perf_counter() - start_s
+    assert sys.getprofile() is None and len(waits_s) == 4
+    assert clock.local_s >= worked_s and clock.travel_s > 0
+    assert clock.local_s + clock.travel_s + slept_s + sum(waits_s) <= whole_s
 
 
 SOURCE = """

@@ -75,6 +75,7 @@ ONLY_HERE = {  # outside package -> where it may be imported
         "precision/layers.py",
         "precision/quantizers.py",
         "precision/updates.py",
+        "precision/recorder.py",
     ),
     "h5py": ("store.py",),
     "simpleeval": ("study/spec.py",),
@@ -218,6 +219,7 @@ def test_importing_starts_nothing() -> None:
             "precision.conversion",
             "precision.layers",
             "precision.quantizers",
+            "precision.search",
             "precision.updates",
         )
     )

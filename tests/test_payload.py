@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import struct
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from simulated_cupy import simulated
 
 from cpdhpc.compress.payload import ENCODINGS, decode_sparse, encode_sparse, sparse_bytes
 from cpdhpc.formats import TILE, Cast, packed_bytes, shift_count, tiles, wire_format
@@ -83,6 +84,29 @@ def test_what_is_sent_comes_back_in_few_bytes(kind: str, wire: str) -> None:
             assert payload.size <= streams + shifts + 8 + 4 * 4, (n, share)
             seen.add(ENCODINGS[payload[4]])
     assert seen >= {"chance": {*ENCODINGS}, "clusters": {*ENCODINGS}}.get(kind, {"deltas"})
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_a_simulated_gpu_makes_and_reads_the_same_payloads(wire: str) -> None:
+    seen = set()
+    with simulated() as (_, cupy):
+        for kind, n in product(("chance", "even"), (0, 33, TILE + 1, 5000)):
+            for share in (0, 0.01, 0.4, 0.7):
+                indices = some(kind, n, share)
+                values = values_of(indices.size)
+                there = cupy.asarray(indices), cupy.asarray(values)
+                payload = encode_sparse(*there, n, wire)
+                assert payload.tobytes() == encode_sparse(indices, values, n, wire).tobytes()
+                found, decoded = decode_sparse(payload, n, wire, there[0])
+                assert np.array_equal(cupy.asnumpy(found), indices)
+                assert cupy.asnumpy(decoded).tobytes() == rounded(values, wire).tobytes()
+                seen.add(ENCODINGS[payload[4]])
+        with pytest.raises(TypeError, match="indices and values: one on the CPU: must be both"):
+            encode_sparse(there[0], values, n, wire)
+        turned = cupy.asarray(np.array([3, 2], np.uint32))
+        with pytest.raises(ValueError, match="must ascend"):
+            encode_sparse(turned, cupy.asarray(np.ones(2, np.float32)), 9, wire)
+    assert seen == {*ENCODINGS}
 
 
 def test_bits_of_an_index_by_chance() -> None:

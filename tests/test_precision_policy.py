@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 from test_checkpoint import Stop, assert_same_records
-from training import model_bytes, run_job, small_data, small_job
+from test_influence import influence
+from training import ROOT, model_bytes, run_job, small_data, small_job
 
 from cpdhpc import store
+from cpdhpc.cli import main
 from cpdhpc.config import ConfigError, validate
 from cpdhpc.precision import Policy
 from cpdhpc.precision.policy import Sums
+from cpdhpc.precision.presets import PRESETS
 from cpdhpc.signals import Caught, Interrupted
 from cpdhpc.train.job import Job
 from cpdhpc.train.loop import run
@@ -163,3 +167,57 @@ def test_a_job_whose_rule_matches_nothing_is_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError, match=said):
         prepare(job, Loopback(), small_data(), Files.of(tmp_path, job))
+
+
+def test_commands_print_what_a_job_file_takes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, preset in PRESETS.items():
+        assert main(["precision", "presets", name]) == 0
+        shown = capsys.readouterr().out
+        assert preset.leaves_out in shown
+        raw = tomllib.loads(shown)
+        assert policy(raw.get("precision", {})).rules == policy({"preset": name}).rules
+        assert validate(Job, {"name": "x", **raw}, name).precision.preset == ""
+    assert main(["precision", "presets"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [*PRESETS]
+    assert main(["precision", "presets", "fp8-hybird"]) == 2
+    assert "NAME=fp8-hybird: did you mean fp8-hybrid?" in capsys.readouterr().err
+
+
+def test_show_prints_a_line_for_each_layer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text(
+        "model = {name = 'resnet_cifar', n = 1, width = 4}\n[precision]\n"
+        "rule = [{layers = '1', weights = 'e4m3', forward = {accumulate = 'e6m9', chunk = 64}},"
+        "{layers = '4*norm*', outputs = 'bf16'}, {layers = '2', outputs = 'bf16', wire = 'e3m0'}]"
+    )
+    assert main(["precision", "show", str(path)]) == 2
+    assert "rule.1.layers='4*norm*': matches no layer" in capsys.readouterr().err
+    path.write_text(path.read_text().replace("4*norm*", "<last>"))
+    assert main(["precision", "show", str(path)]) == 0
+    title, *rows = capsys.readouterr().out.splitlines()
+    words = [row.split(maxsplit=2) for row in rows]
+    assert title == "job"
+    assert words[0] == ["1", "Conv2d", "weights=e4m3, forward={accumulate = e6m9, chunk = 64}"]
+    assert words[1] == ["2", "BatchNorm2d", "outputs=bf16, wire=e3m0"]
+    assert words[-1][1:] == ["Linear", "outputs=bf16"]
+    assert {row[2] for row in words[2:-1]} == {"float32"}
+
+
+def test_influence_is_of_float32_networks(tmp_path: Path) -> None:
+    run_job(small_job(precision=PRECISION, train={"keep_every": 2}), Loopback(), tmp_path)
+    with pytest.raises(ConfigError, match="gradients of single samples are float32's only"):
+        influence(tmp_path, "--self")
+
+
+def test_the_page_has_an_example_that_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (ROOT / "docs" / "precision.md").read_text()
+    (example,) = (e for e in re.findall(r"```python\n(.*?)```", text, re.S) if "convert(" in e)
+    exec(example, {})
+    shown = capsys.readouterr().out
+    assert "weights=fp16, activations=fp16, errors=e5m2, forward=torch" in shown
+    (section,) = re.findall(r"```toml\n(\[precision\].*?)```", text, re.S)
+    assert policy(tomllib.loads(section)["precision"]).is_complete

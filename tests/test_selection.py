@@ -200,6 +200,18 @@ def test_a_simulated_gpu_selects_the_same() -> None:
             assert np.array_equal(cupy.asnumpy(x), np.where(np.abs(host) > 1.5, 2 * host, host))
             gpu.clear(x, found)
             assert np.array_equal(cupy.asnumpy(x), np.where(np.abs(host) > 1.5, 0, host))
+            marks, some = gpu.pack_bitmap(found, x.size), cupy.asnumpy(found)
+            assert np.array_equal(cupy.asnumpy(marks), cpu.pack_bitmap(some, x.size))
+            widths = np.random.default_rng(0).integers(0, 33, -(-some.size // TILE)).astype("u1")
+            words = gpu.pack_stream(found, widths)
+            assert np.array_equal(cupy.asnumpy(words), cpu.pack_stream(some, widths))
+            codes = cupy.asnumpy(gpu.unpack_stream(words, widths, some.size))
+            assert np.array_equal(codes, cpu.unpack_stream(cupy.asnumpy(words), widths, some.size))
+        for wrong in (np.array([33], "u1"), np.array([7, 7], "u1"), np.array([7])):
+            with pytest.raises(
+                ValueError, match=r"widths: u?int\d+\[.\]: must be uint8\[1\], 0..32"
+            ):
+                gpu.pack_stream(cupy.zeros(5, np.uint32), wrong)
 
 
 def test_a_wrong_length_is_an_error_and_never_a_crash() -> None:

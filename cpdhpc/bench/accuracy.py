@@ -26,6 +26,8 @@ SCALINGS = {  # label: (scaling, headroom)
     "aps": ("aps", "n"),
     "aps, no headroom": ("aps", "none"),
     "tile": ("tile", "n"),
+    "block32": ("block32", "n"),
+    "block16": ("block16", "n"),
 }
 MARKERS = "os^Dv<>pPX*hd"
 

@@ -169,6 +169,8 @@ COLUMNS = {  # heading -> width and digits
     "non-zero": "8.2%",
     "ms": "8.3g",
     "ns/value": "8.3g",
+    "travel ms": "9.3g",
+    "local ms": "8.3g",
 } | {f"{phase} %": "8.0f" for phase in PHASES}
 SHOWN_RANKS = 8
 
@@ -189,6 +191,7 @@ def table(points: Sequence[Point], values: int, processes: int) -> list[str]:
         "collectives",
         "# error of the mean, cosine to the exact one, error of the sum of all iterations; sent: "
         "share of its values that a rank sends; non-zero: share of the mean; ns a value and rank",
+        "# travel: in collectives, each from a barrier on; local: processor time of all else",
         f"# {'method':<{width}} {heads}",
     ]
     for point in shown:
@@ -204,6 +207,7 @@ def table(points: Sequence[Point], values: int, processes: int) -> list[str]:
         ]
         value_s = done.time_s / (values * ranks / processes)
         cells += [done.sent_share, done.nonzero_share, 1e3 * done.time_s, 1e9 * value_s]
+        cells += [1e3 * done.travel_s, 1e3 * done.local_s]
         cells += [100 * done.shares[phase] for phase in PHASES]
         text = " ".join(f"{c:{form}}" for c, form in zip(cells, COLUMNS.values(), strict=True))
         lines.append(f"  {point.method:<{width}} {text.replace('nan%', '   -')}")
@@ -280,6 +284,18 @@ def variables(points: Sequence[Point]) -> dict[str, Variable]:
         ),
         "time_s": Variable(
             by, np.array([d.time_s for d in done]), "time of an iteration, slowest process", "s"
+        ),
+        "travel_s": Variable(
+            by,
+            np.array([d.travel_s for d in done]),
+            "time of an iteration in collectives, each from a barrier on, slowest process",
+            "s",
+        ),
+        "local_s": Variable(
+            by,
+            np.array([d.local_s for d in done]),
+            "processor time of an iteration outside of collectives, slowest process",
+            "s",
         ),
         "phase_share": Variable(
             (*by, "phase"),

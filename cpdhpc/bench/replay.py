@@ -13,6 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from ..collectives import sparse
+from ..collectives.allreduce import Allreduce
+from ..collectives.sparse import allgather, broadcast, neighbours
 from ..compress.base import Aggregator, Array, Context
 from ..compress.bucket import Bucket
 from ..compress.state import State
@@ -20,6 +23,7 @@ from ..train.gradients import Gradients
 from ..world.ranks import Ranks
 from .traffic import LATE
 
+COLLECTIVES = (allgather, broadcast, neighbours, sparse.sum, Allreduce.run)
 REST = "rest"
 PHASES = ("select", "encode", "travel", "decode", REST)
 PACKAGE = Path(__file__).parent.parent
@@ -39,6 +43,8 @@ class Replayed:
     sent_bytes: float64[ranks], messages of an iteration, the mean over iterations
     collective_bytes: what a process hands to MPI's own collectives, for all its ranks together
     time_s: of an iteration, the median over iterations of the slowest process
+    travel_s, local_s: in collectives, each from a barrier on, so that nobody waits for one who
+        computes yet; processor time of all else: medians over iterations of the slowest process
     shares: of the processor time, by phase
     error: ||mean - exact|| / ||exact||, and cosine between them: medians over iterations
     sum_error: that error of the sums over all iterations, where what waits has arrived or not
@@ -48,6 +54,8 @@ class Replayed:
     sent_bytes: Array
     collective_bytes: float
     time_s: float
+    travel_s: float
+    local_s: float
     shares: dict[str, float]
     error: float
     cosine: float
@@ -60,38 +68,41 @@ def replay(world: Ranks, method: Aggregator, recorded: Sequence[Gradients]) -> R
     """Return what a method does with the gradients of the first world.ranks ranks. Collective.
 
     Nothing is kept from training: the memory is empty at first, and the epoch is late, so that no
-    method warms up. The last gradients come once more, with the profile. Raises as the method does.
+    method warms up. All gradients come once more, by the clock of collectives, and the last ones
+    again, with the profile. Raises as the method does.
     """
     names = tuple(recorded[0].layers)
     shapes = tuple(values.shape[1:] for values in recorded[0].layers.values())
     bucket = Bucket(names, shapes, method.align)
     method.check_layers(names)
     rows = [
-        [bucket.flatten([v[rank] for v in each.layers.values()]) for rank in range(world.ranks)]
+        [bucket.flatten([v[rank] for v in each.layers.values()]) for rank in world.hosted]
         for each in recorded
     ]
-    exact = [np.asarray(np.mean(each, axis=0, dtype=np.float64)) for each in rows]
-    profile = Profile()
+    exact = [_exact(each, bucket, world.ranks) for each in recorded]
+    profile, clocks = Profile(), [Clock(world) for _ in rows]
     state = State(world.hosted, world.ranks)
     times, sent, collective, means, told = [], [], [], [], []
-    for number, each in enumerate([*rows, rows[-1]]):
-        hosted = each[world.hosted.start : world.hosted.stop]
+    watches = [None] * len(rows) + [*clocks, profile]
+    for number, (hosted, watch) in enumerate(zip([*rows, *rows, rows[-1]], watches, strict=True)):
         scale = recorded[0].loss_scale
         context = Context(world, state, 0, LATE + number, float(LATE), scale)
         world.barrier("bench")
         before, start_s = world.bytes_sent.copy(), time.perf_counter()
         given = world.collective_bytes
-        if number == len(rows):
-            with profile.running():
+        if watch is not None:
+            with watch.running():
                 method.aggregate(hosted, bucket, context)
-            break
+            continue
         mean = method.aggregate(hosted, bucket, context)
         times.append(time.perf_counter() - start_s)
         sent.append(world.bytes_sent - before)
         collective.append(world.collective_bytes - given)
         means.append(mean.flat.astype(np.float64))
         told.append(mean.layers.get("sent_share"))
-    everyone = world.gather((times, sent, profile.time_s, collective), "bench")
+    apart = [(each.travel_s, each.local_s) for each in clocks]
+    everyone = world.gather((times, sent, profile.time_s, collective, apart), "bench")
+    travel_s, local_s = np.median(np.max([each[4] for each in everyone], axis=0), axis=0)
     total_s = {phase: sum(each[2][phase] for each in everyone) for phase in PHASES}
     spent_s = sum(total_s.values())
     sizes = [stop - start for _, start, stop in bucket.segments]
@@ -99,6 +110,8 @@ def replay(world: Ranks, method: Aggregator, recorded: Sequence[Gradients]) -> R
         np.concatenate([np.mean(each[1], axis=0) for each in everyone]),
         float(np.max([np.mean(each[3]) for each in everyone])),
         float(np.median(np.max([each[0] for each in everyone], axis=0))),
+        float(travel_s),
+        float(local_s),
         {phase: each_s / spent_s for phase, each_s in total_s.items()},
         float(np.median([_error(a, b) for a, b in zip(means, exact, strict=True)])),
         float(np.median([_cosine(a, b) for a, b in zip(means, exact, strict=True)])),
@@ -106,6 +119,14 @@ def replay(world: Ranks, method: Aggregator, recorded: Sequence[Gradients]) -> R
         float(np.mean([np.count_nonzero(mean) / sum(sizes) for mean in means])),
         float(np.mean([np.nan if x is None else np.average(x, weights=sizes) for x in told])),
     )
+
+
+def _exact(recorded: Gradients, bucket: Bucket, ranks: int) -> Array:
+    """Return the mean of the gradients of the first ranks, float64[bucket.size]."""
+    total = np.zeros(bucket.size)
+    for rank in range(ranks):
+        total += bucket.flatten([values[rank] for values in recorded.layers.values()])
+    return total / ranks
 
 
 def _error(found: Array, exact: Array) -> float:
@@ -118,6 +139,44 @@ def _cosine(found: Array, exact: Array) -> float:
 
 def _ratio(a: Any, b: Any) -> float:
     return float(a / b) if b else float("nan")
+
+
+class Clock:
+    """The time of collectives, each from a barrier on; processor time of all else in this thread.
+
+    Ranks that share cores compute one after another, and who is done first would wait in his next
+    collective: the barrier takes this wait away, so what is left is the messages'. An all-reduce
+    encodes, adds and decodes while its messages travel: that is in its time.
+    """
+
+    def __init__(self, world: Ranks) -> None:
+        self.travel_s = self.local_s = 0.0
+        self._world, self._depth, self._since_s, self._start_s = world, 0, 0.0, 0.0
+        methods = (getattr(type(world), name) for name in ("max", "gather", "agree"))
+        self._codes = {each.__code__ for each in (*COLLECTIVES, *methods)}
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Time the block, in which all processes call the same collectives. Collective."""
+        self._depth, self._since_s = 0, time.thread_time()
+        sys.setprofile(self._note)
+        try:
+            yield
+        finally:
+            sys.setprofile(None)
+            self.local_s += time.thread_time() - self._since_s
+
+    def _note(self, frame: FrameType, event: str, _: Any) -> None:
+        if frame.f_code not in self._codes or event not in ("call", "return"):
+            return
+        self._depth += 1 if event == "call" else -1
+        if event == "call" and self._depth == 1:
+            self.local_s += time.thread_time() - self._since_s
+            self._world.barrier("bench")
+            self._start_s = time.perf_counter()
+        elif event == "return" and self._depth == 0:
+            self.travel_s += time.perf_counter() - self._start_s
+            self._since_s = time.thread_time()
 
 
 class Profile:
@@ -183,7 +242,8 @@ def of_digits(ranks: int) -> list[Gradients]:
     from ..config import validate
     from ..train.data import epoch_order
     from ..train.job import Job
-    from ..train.setup import Files, prepare
+    from ..train.output import Files
+    from ..train.setup import prepare
     from ..world.ranks import Loopback
 
     train = {"batch": SAMPLES * ranks, "threads": 1, "learning_rate": 0.05}

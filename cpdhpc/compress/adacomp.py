@@ -64,7 +64,7 @@ class AdaComp(SparseMessages):
         sent = exchange(
             context.world, payloads, lambda each: self._decoded(each, coded), waiting, coded
         )
-        flat = layers.mean(sent.mean, waiting, gradients, context, self.algorithm)
+        flat = layers.mean(sent.mean, waiting, gradients, context, self.algorithm, sent.values)
         layers.keep(waiting, context)
         return Mean(flat, {"sent_share": layers.shares(sent.shares)})
 

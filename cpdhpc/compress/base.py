@@ -211,8 +211,13 @@ def shared_largest(
 
 def raise_unless_finite(world: Ranks, gradients: Sequence[Array], bucket: Bucket) -> None:
     """Raise NonFiniteGradient on all ranks where one holds NaN or infinity. Collective."""
-    found = [int(to_host(backend_of(x).amax_tiles(x)).max(initial=0)) for x in gradients]
-    shared_largest(world, gradients, bucket, np.array([max(found)], np.uint32).view(np.float32))
+    shared_largest(world, gradients, bucket, amax(gradients))
+
+
+def amax(xs: Sequence[Array]) -> Array:
+    """Return the largest magnitude of all float32[n], float32[1], NumPy's: NaN where one is."""
+    found = [int(to_host(backend_of(x).amax_tiles(x)).max(initial=0)) for x in xs]
+    return np.array([max(found)], np.uint32).view(np.float32)
 
 
 def blocks(x: Array, multiple: int = 1) -> Iterator[slice]:

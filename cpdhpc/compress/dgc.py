@@ -44,10 +44,9 @@ class Dgc(LargestValues):
         clipped = [self._clipped(x, bucket, context) for x in gradients]
         momenta = layers.joined(clipped)
         layers.add(momenta, context, "momentum", self.momentum)
-        waiting = SparseLayers(layers.coded).waiting(momenta, context)
-        chosen = [self._chosen(x, layers.coded, context) for x in waiting]
-        sent = self._send(waiting, chosen, layers.coded, context)
-        flat = layers.mean(sent.mean, waiting, clipped, context, self.algorithm)
+        waiting = SparseLayers(layers.coded).waiting(momenta, context, check=False)
+        sent, chosen = self._send(waiting, layers, context)
+        flat = layers.mean(sent.mean, waiting, clipped, context, self.algorithm, sent.values)
         for u, indices in zip(momenta, chosen, strict=True):
             if self.masking:
                 backend_of(u).clear(u, indices)

@@ -43,20 +43,22 @@ from ..formats import (
     tiles,
     wire_scaling,
 )
-from ..ops import cpu
+from ..ops import backend_of, cpu, on_gpu, placed, to_host
 from ..ops.payloads import parse_wire
 
 Array = npt.NDArray[Any]
 
+ON_CPU = np.empty(0)  # an array that lies there
 ENCODINGS = ("bitmap", "deltas", "bins")
 _HEADER = struct.Struct("<IBBH")
 _LARGEST = 2**32 - 1  # of sizes: an index has 32 bits
 
 
 def encode_sparse(indices: Array, values: Array, size: int, wire: str = "raw") -> Array:
-    """Return some of size values, and which they are, as a payload, uint8[sparse_bytes].
+    """Return some of size values, and which they are, as a payload, NumPy's uint8[sparse_bytes].
 
-    indices: uint32[m], ascending, distinct and below size; values: float32[m]
+    indices: uint32[m], ascending, distinct and below size; values: float32[m]; both NumPy's, or
+        both CuPy's: then only the payload comes to the host
     wire: raw, bf16 or another format of cpdhpc.allreduce: values are rounded to nearest, each
         1,024 of them scaled by a power of two so that the largest fits; 32 of mxfp8 and its kin
     Raises TypeError and ValueError for other arrays, sizes and wires.
@@ -64,9 +66,11 @@ def encode_sparse(indices: Array, values: Array, size: int, wire: str = "raw") -
     kind = _kind("encode_sparse", wire)
     _check_size("encode_sparse", size)
     for name, array, dtype in (("indices", indices, np.uint32), ("values", values, np.float32)):
-        if not isinstance(array, np.ndarray) or array.dtype != dtype or array.ndim != 1:
+        if not _is_array(array) or array.dtype != dtype or array.ndim != 1:
             given = getattr(array, "dtype", type(array).__name__)
             raise TypeError(f"encode_sparse: {name}: {given}: must be {dtype.__name__}, one axis")
+    if on_gpu(indices) != on_gpu(values):
+        raise TypeError("encode_sparse: indices and values: one on the CPU: must be both, or none")
     if indices.size != values.size:
         raise ValueError(f"encode_sparse: {indices.size} indices, but {values.size} values")
     _check_ascending("encode_sparse", indices, size)
@@ -78,10 +82,13 @@ def encode_sparse(indices: Array, values: Array, size: int, wire: str = "raw") -
     return np.concatenate([*parts, index_words.view(np.uint8), value_words.view(np.uint8)])
 
 
-def decode_sparse(payload: Array, size: int, wire: str = "raw") -> tuple[Array, Array]:
+def decode_sparse(
+    payload: Array, size: int, wire: str = "raw", like: Array = ON_CPU
+) -> tuple[Array, Array]:
     """Return the indices, uint32[m], and the values, float32[m], of a payload.
 
-    payload: uint8[sparse_bytes], of encode_sparse with the same size and wire
+    payload: NumPy's uint8[sparse_bytes], of encode_sparse with the same size and wire
+    like: an array, NumPy's or CuPy's, that lies where these are to be
     Raises TypeError and ValueError where it cannot be one: nothing outside of it is read, and
     the indices ascend and are below size.
     """
@@ -95,8 +102,9 @@ def decode_sparse(payload: Array, size: int, wire: str = "raw") -> tuple[Array, 
     widths, shifts, _, index_words, value_words = (
         aligned[start:stop] for start, stop in pairwise(borders)
     )
-    found = _unpacked_indices(encoding, index_words.view("<u4"), widths, count, size)
-    return found, _unpacked_values(value_words.view("<u4"), shifts, count, kind)
+    words = placed(index_words.view("<u4"), like), placed(value_words.view("<u4"), like)
+    found = _unpacked_indices(encoding, words[0], widths, count, size)
+    return found, _unpacked_values(words[1], placed(shifts, like), count, kind)
 
 
 def sparse_bytes(payload: Array, size: int, wire: str = "raw") -> int:
@@ -112,8 +120,12 @@ def _check_size(name: str, size: int) -> None:
         raise ValueError(f"{name}: size={size}: must be 0..{_LARGEST}")
 
 
+def _is_array(x: Any) -> bool:
+    return isinstance(x, np.ndarray) or type(x).__module__ == "cupy"
+
+
 def _check_ascending(name: str, indices: Array, size: int) -> None:
-    if indices.size and (int(indices[-1]) >= size or (indices[1:] <= indices[:-1]).any()):
+    if indices.size and (int(indices[-1]) >= size or bool((indices[1:] <= indices[:-1]).any())):
         raise ValueError(f"{name}: indices: must ascend, be distinct and be below size={size}")
 
 
@@ -163,69 +175,75 @@ def _index_words(encoding: str, widths: Array, count: int, size: int) -> int:
 
 
 def _packed_indices(indices: Array, size: int) -> tuple[str, Array, Array]:
-    """Return the smallest encoding, the widths of its tiles, and its words."""
-    count, none = indices.size, np.empty(0, np.uint8)
-    gaps = np.diff(indices, prepend=np.uint32(_LARGEST)) - np.uint32(1)  # of the first one: itself
-    largest = np.zeros(tiles(count) * TILE, np.uint32)
+    """Return the smallest encoding, the widths of its tiles, and its words, all NumPy's."""
+    count, none, ops = indices.size, np.empty(0, np.uint8), backend_of(indices)
+    gaps = indices.copy()  # of the first one: itself
+    gaps[1:] = indices[1:] - indices[:-1] - np.uint32(1)
+    largest = np.zeros_like(indices, shape=(tiles(count) * TILE,))
     largest[:count] = gaps
-    bits = np.frexp(largest.reshape(-1, TILE).max(1).astype(np.float64))[1].astype(np.uint8)
+    largest = to_host(largest.reshape(-1, TILE).max(1)).astype(np.float64)
+    bits = np.frexp(largest)[1].astype(np.uint8)
     widths = {"bitmap": none, "deltas": bits, "bins": none}
     cost = {e: 4 * _index_words(e, widths[e], count, size) + widths[e].size for e in ENCODINGS}
     best = min(ENCODINGS, key=cost.__getitem__)
     if best == "bitmap":
-        return best, none, cpu.pack_bitmap(indices, size)
+        return best, none, to_host(ops.pack_bitmap(indices, size))
     if best == "deltas":
-        return best, bits, cpu.pack_stream(gaps, bits)
+        return best, bits, to_host(ops.pack_stream(gaps, bits))
     b = _bin_bits(count, size)
-    places = (indices >> np.uint32(b)) + np.arange(count, dtype=np.uint32)
-    lower = cpu.pack_stream(indices & np.uint32((1 << b) - 1), _alike(b, count))
-    return best, none, np.concatenate([cpu.pack_bitmap(places, count + _bins(count, size)), lower])
+    places = (indices >> np.uint32(b)) + np.arange(count, dtype=np.uint32, like=indices)
+    lower = ops.pack_stream(indices & np.uint32((1 << b) - 1), _alike(b, count))
+    marks = ops.pack_bitmap(places, count + _bins(count, size))
+    return best, none, np.concatenate([to_host(marks), to_host(lower)])
 
 
 def _unpacked_indices(encoding: str, words: Array, widths: Array, count: int, size: int) -> Array:
     """Return the indices. Raises ValueError where they do not ascend below size."""
+    ops = backend_of(words)
     if encoding == "bitmap":
         found = _places(words, count)
     elif encoding == "deltas":
-        gaps = cpu.unpack_stream(words, widths, count)
-        wide = np.cumsum(gaps, dtype=np.uint64) + np.arange(count, dtype=np.uint64)
+        gaps = ops.unpack_stream(words, widths, count)
+        steps = np.arange(count, dtype=np.uint64, like=words)
+        wide = np.cumsum(gaps, dtype=np.uint64) + steps
         if count and int(wide[-1]) >= size:
             raise ValueError(f"decode_sparse: payload: index {wide[-1]}: must be below {size}")
         return wide.astype(np.uint32)
     else:
         b, border = _bin_bits(count, size), -(-(count + _bins(count, size)) // 32)
-        places = _places(words[:border], count) - np.arange(count, dtype=np.uint32)
-        found = places << np.uint32(b)
-        found |= cpu.unpack_stream(words[border:], _alike(b, count), count)
+        steps = np.arange(count, dtype=np.uint32, like=words)
+        found = _places(words[:border], count) - steps << np.uint32(b)
+        found |= ops.unpack_stream(words[border:], _alike(b, count), count)
     _check_ascending("decode_sparse", found, size)
     return found
 
 
 def _places(words: Array, count: int) -> Array:
     """Return where bits are set. Raises ValueError unless just count are."""
-    found = cpu.unpack_bitmap(words)
+    found: Array = backend_of(words).unpack_bitmap(words)
     if found.size != count:
         raise ValueError(f"decode_sparse: payload: {found.size} bits are set: must be {count}")
     return found
 
 
 def _packed_values(values: Array, kind: _Kind) -> tuple[Array, Array]:
-    """Return the shifts of the values' tiles, none for raw, and their words."""
-    shifts, fmt = np.empty(kind.shifts(values.size), np.uint8), kind.fmt
+    """Return the shifts of the values' tiles, none for raw, and their words, all NumPy's."""
+    fmt, ops = kind.fmt, backend_of(values)
+    shifts = np.empty_like(values, shape=(kind.shifts(values.size),), dtype=np.uint8)
     if fmt is None:
-        return shifts, values.view(np.uint32)
-    packed = np.empty(packed_bytes(values.size, fmt.bits), np.uint8)
-    cpu.encode_tiles(values, Cast(fmt), packed, shifts, fit=True)
-    codes = cpu.unpack(packed, fmt.bits, values.size)  # whole tiles: too long for few values
-    return shifts, cpu.pack_stream(codes, _alike(fmt.bits, values.size))
+        return to_host(shifts), to_host(values).view(np.uint32)
+    packed = np.empty_like(shifts, shape=(packed_bytes(values.size, fmt.bits),))
+    ops.encode_tiles(values, Cast(fmt), packed, shifts, fit=True)
+    codes = ops.unpack(packed, fmt.bits, values.size)  # whole tiles: too long for few values
+    return to_host(shifts), to_host(ops.pack_stream(codes, _alike(fmt.bits, values.size)))
 
 
 def _unpacked_values(words: Array, shifts: Array, count: int, kind: _Kind) -> Array:
     if kind.fmt is None:
         return words.view(np.float32).copy()
-    values = np.empty(count, np.float32)
-    codes = cpu.unpack_stream(words, _alike(kind.bits, count), count)
-    cpu.decode_tiles(cpu.pack(codes, kind.bits), shifts, kind.fmt, values)
+    values, ops = np.empty_like(words, shape=(count,), dtype=np.float32), backend_of(words)
+    codes = ops.unpack_stream(words, _alike(kind.bits, count), count)
+    ops.decode_tiles(ops.pack(codes, kind.bits), shifts, kind.fmt, values)
     return values
 
 

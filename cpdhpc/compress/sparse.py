@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property, partial, reduce
 from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import numpy as np
@@ -22,6 +22,7 @@ from .base import (
     Column,
     Context,
     Layers,
+    amax,
     blocks,
     check_known,
     check_place,
@@ -38,6 +39,7 @@ from .payload import decode_sparse, encode_sparse
 Density = Annotated[float, Field(gt=0, le=1)]  # an option: share of values
 Warmup = Annotated[tuple[Density, ...], Field(strict=False)]  # an option: densities of epochs
 Within = Literal["layer", "bucket"]
+FEW = 8  # of so many values one may be sent, and to look for these takes less than a pass over all
 
 
 @dataclass(frozen=True)
@@ -84,21 +86,23 @@ class LargestValues(SparseMessages):
         super().__post_init__()
         parse_wire(self.wire)
 
-    def _chosen(self, x: Array, coded: Bucket, context: Context) -> Array:
-        """Return which values of a rank's float32[coded.size] are sent, uint32[m], ascending."""
-        return largest(x, coded, density_at(context.epoch, self.warmup, self.density), self.within)
-
     def _send(
-        self, waiting: Sequence[Array], chosen: Sequence[Array], coded: Bucket, context: Context
-    ) -> Sent:
-        """Send the chosen values, and take them out of what waits. Collective. See exchange."""
-        n, gather = coded.size, backend_of(waiting[0]).gather
-        payloads = [
-            encode_sparse(to_host(indices), to_host(gather(x, indices)), n, self.wire)
-            for x, indices in zip(waiting, chosen, strict=True)
-        ]
-        decode = partial(decode_sparse, size=n, wire=self.wire)
-        return exchange(context.world, payloads, decode, waiting, coded)
+        self, waiting: Sequence[Array], layers: SparseLayers, context: Context
+    ) -> tuple[Sent, list[Array]]:
+        """Send the largest values, and take them out of what waits. Collective. See exchange.
+
+        waiting: float32[layers.coded.size] of each hosted rank, not checked yet
+        Returns which values each of them sends, uint32[m], as well.
+        """
+        coded, gather = layers.coded, backend_of(waiting[0]).gather
+        density = density_at(context.epoch, self.warmup, self.density)
+        chosen = [largest(x, coded, density, self.within) for x in waiting]
+        values = [gather(x, i) for x, i in zip(waiting, chosen, strict=True)]
+        layers.check_largest(waiting, values, context)
+        n, wire = coded.size, self.wire
+        payloads = [encode_sparse(*each, n, wire) for each in zip(chosen, values, strict=True)]
+        decode = partial(decode_sparse, size=n, wire=wire, like=waiting[0])
+        return exchange(context.world, payloads, decode, waiting, coded), chosen
 
 
 def density_at(epoch: float, warmup: Sequence[float], density: float) -> float:
@@ -162,24 +166,32 @@ class SparseLayers:
         return [gradient[source] for source, _ in self._places]
 
     def waiting(
-        self, gradients: Sequence[Array], context: Context, feedback: bool = True
+        self,
+        gradients: Sequence[Array],
+        context: Context,
+        feedback: bool = True,
+        check: bool = True,
     ) -> list[Array]:
         """Return joined(gradients) with the memory "residual" added to it. Collective.
 
         feedback: False for methods, or options, without a memory
-        Raises NonFiniteGradient as check.
+        check: raise NonFiniteGradient as check; False where check_largest follows
         """
         if not feedback:
             own = self.joined(gradients)
-            self.check(own, context)
+            if check:
+                self.check(own, context)
             return own
         found, largest = [np.empty_like(x, shape=(self.coded.size,)) for x in gradients], 0
         memories = self._memories(found, context, "residual")
-        with np.errstate(over="ignore", invalid="ignore"):  # found in the same pass
+        with np.errstate(over="ignore", invalid="ignore"):  # found in the same pass, or later
             for (source, _), (place, memory) in zip(self._places, memories, strict=True):
                 for x, gradient, kept in zip(found, gradients, memory, strict=True):
-                    largest = max(largest, _add(gradient[source], kept, x[place]))
-        if self.coded.size:
+                    if check:
+                        largest = max(largest, _add(gradient[source], kept, x[place]))
+                    else:
+                        backend_of(x).add(gradient[source], kept, x[place])
+        if check and self.coded.size:
             largest_float = np.array([largest], np.uint32).view(np.float32)
             shared_largest(context.world, found, self.coded, largest_float)
         return found
@@ -222,6 +234,13 @@ class SparseLayers:
         if self.coded.size:
             raise_unless_finite(context.world, xs, self.coded)
 
+    def check_largest(
+        self, xs: Sequence[Array], largest: Sequence[Array], context: Context
+    ) -> None:
+        """Raise as check does, by the largest values of each x: NaN and infinity are among them."""
+        if self.coded.size:
+            shared_largest(context.world, xs, self.coded, amax(largest))
+
     def mean(
         self,
         coded: Array,
@@ -229,15 +248,16 @@ class SparseLayers:
         gradients: Sequence[Array],
         context: Context,
         algorithm: str,
+        values: Array | None = None,
     ) -> Array:
         """Return the mean of all layers, float32[bucket.size]. Collective.
 
         coded: float32[coded.size], that of the coded layers, alike on all ranks, that nobody uses
-            any more; xs: what it is of
+            any more; xs: what it is of; values: all of it that may not be 0, if that is known
         gradients, algorithm: of the layers that travel whole
         Raises NonFiniteGradient on all ranks alike, also where finite values have no finite sum.
         """
-        if not is_finite(coded):
+        if not is_finite(coded if values is None else values):
             raise nonfinite(context.world, xs, self.coded, nonfinite_layers(coded, self.coded))
         if self.coded.segments == self.bucket.segments:
             return coded
@@ -269,10 +289,12 @@ def _add(a: Array, b: Array, out: Array) -> int:
 class Sent(NamedTuple):
     """What an exchange of payloads gives, alike on all ranks.
 
-    mean: float32[n]; shares: of each layer that a rank sends, mean over ranks, float64[layers]
+    mean: float32[n]; values: of it, all that may not be 0, float32[any]
+    shares: of each layer that a rank sends, mean over ranks, float64[layers]
     """
 
     mean: Array
+    values: Array
     shares: Array
 
 
@@ -293,14 +315,32 @@ def exchange(
     n, kernels = coded.size, backend_of(waiting[0])
     borders = np.array([*(start for _, start, _ in coded.segments), n], np.int64)
     total, counts = zeros(n, waiting[0]), np.zeros(len(coded.names), np.int64)
+    sent = []
     with np.errstate(over="ignore", invalid="ignore"):  # mean sees what is not finite
         for rank, payload in enumerate(allgather(world, payloads) if n else ()):
             indices, values = decode(payload)
-            counts += np.diff(np.searchsorted(indices, borders))
-            places = placed(indices, total)
-            kernels.scatter_add(total, places, placed(values, total))
+            ends = np.searchsorted(indices, placed(borders.astype(np.uint32), indices))
+            counts += np.diff(to_host(ends))
+            at, terms = placed(indices, total), placed(values, total)
+            kernels.scatter_add(total, at, terms)
             if world.hosts(rank):
                 own = waiting[rank - world.hosted.start]
-                kernels.scatter_add(own, places, placed(-values, total))
-    kernels.divide(total, np.float32(world.ranks), total)
-    return Sent(total, counts / (np.diff(borders) * world.ranks))
+                kernels.scatter_add(own, at, kernels.multiply(terms, np.float32(-1)))
+            sent.append(at)
+        values = _divide(total, sent, world.ranks)
+    return Sent(total, values, counts / (np.diff(borders) * world.ranks))
+
+
+def _divide(total: Array, sent: Sequence[Array], ranks: int) -> Array:
+    """Divide a sum by ranks; return all of the mean's values that may not be 0, float32[any].
+
+    sent: where the terms of each rank are, uint32[m]; what no rank sends, 0, is left as it is
+    """
+    kernels, n = backend_of(total), total.size
+    if FEW * sum(indices.size for indices in sent) >= n:
+        return kernels.divide(total, np.float32(ranks), total)
+    marks = reduce(np.bitwise_or, (kernels.pack_bitmap(indices, n) for indices in sent))
+    at = kernels.unpack_bitmap(marks)
+    values = kernels.divide(kernels.gather(total, at), np.float32(ranks))
+    total[at] = values
+    return values

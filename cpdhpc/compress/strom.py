@@ -8,13 +8,14 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import Field
 
-from ..ops import backend_of, to_host
+from ..ops import backend_of
 from .base import Array, Context, Mean
 from .bucket import Bucket
 from .payload import decode_sparse, encode_sparse
 from .sparse import SparseLayers, SparseMessages, exchange
 
 SIGN = "ternary"  # the wire of -1 and 1
+ONE = np.float32(1)
 
 
 @dataclass(frozen=True)
@@ -33,22 +34,22 @@ class Strom(SparseMessages):
         """Return the mean over all ranks. See Aggregator.aggregate."""
         layers, tau = SparseLayers(bucket, self.exclude), np.float32(self.tau * context.loss_scale)
         layers.check_place(self, gradients, context)
-        n, waiting = layers.coded.size, layers.waiting(gradients, context)
-        payloads = [_encoded(x, float(tau)) for x in waiting]
+        n, waiting = layers.coded.size, layers.waiting(gradients, context, check=False)
+        chosen = [_beyond(x, float(tau)) for x in waiting]
+        layers.check_largest(waiting, [values for _, values in chosen], context)
+        payloads = [encode_sparse(i, np.copysign(ONE, x), n, SIGN) for i, x in chosen]
 
         def decode(payload: Array) -> tuple[Array, Array]:
-            indices, signs = decode_sparse(payload, n, SIGN)
-            return indices, signs * tau
+            indices, signs = decode_sparse(payload, n, SIGN, waiting[0])
+            return indices, backend_of(signs).multiply(signs, tau)
 
         sent = exchange(context.world, payloads, decode, waiting, layers.coded)
-        flat = layers.mean(sent.mean, waiting, gradients, context, self.algorithm)
+        flat = layers.mean(sent.mean, waiting, gradients, context, self.algorithm, sent.values)
         layers.keep(waiting, context)
         return Mean(flat, {"sent_share": layers.shares(sent.shares)})
 
 
-def _encoded(x: Array, tau: float) -> Array:
-    """Return which values are beyond tau, and their signs, as a payload."""
-    kernels = backend_of(x)
-    indices = kernels.select_above(x, tau)
-    signs = np.copysign(np.float32(1), to_host(kernels.gather(x, indices)))
-    return encode_sparse(to_host(indices), signs, x.size, SIGN)
+def _beyond(x: Array, tau: float) -> tuple[Array, Array]:
+    """Return which values are beyond tau, uint32[m], and the values."""
+    indices = backend_of(x).select_above(x, tau)
+    return indices, backend_of(x).gather(x, indices)

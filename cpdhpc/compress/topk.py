@@ -26,10 +26,9 @@ class TopK(LargestValues):
         """Return the mean over all ranks. See Aggregator.aggregate."""
         layers = SparseLayers(bucket, self.exclude)
         layers.check_place(self, gradients, context)
-        waiting = layers.waiting(gradients, context, self.error_feedback)
-        chosen = [self._chosen(x, layers.coded, context) for x in waiting]
-        sent = self._send(waiting, chosen, layers.coded, context)
-        flat = layers.mean(sent.mean, waiting, gradients, context, self.algorithm)
+        waiting = layers.waiting(gradients, context, self.error_feedback, check=False)
+        sent, _ = self._send(waiting, layers, context)
+        flat = layers.mean(sent.mean, waiting, gradients, context, self.algorithm, sent.values)
         if self.error_feedback:
             layers.keep(waiting, context)
         return Mean(flat, {"sent_share": layers.shares(sent.shares)})

@@ -51,6 +51,8 @@ def planned(arguments: argparse.Namespace) -> Plan:
             raise ConfigError(f"{place}: cannot be written: there is no such directory")
     record = record_of(arguments.run_of)
     job = _job(record, arguments.set)
+    if not job.precision.empty:
+        raise ConfigError(f"{record}: precision: gradients of single samples are float32's only")
     kept = _kept(record, job, arguments.epochs)
     data = job.data.load()
     train, test = samples_of(data)

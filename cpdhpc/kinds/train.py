@@ -138,8 +138,9 @@ class _Training(Measuring):
     def visit(self, place: Place, caught: Caught) -> None:
         """Train from the last checkpoint to the end. Collective; see Measuring.visit."""
         from ..train.loop import run
+        from ..train.output import Files
         from ..train.progress import Display
-        from ..train.setup import Files, agreed, prepare
+        from ..train.setup import agreed, prepare
 
         world = place.world
         place.cores = "as the launcher has bound the ranks"

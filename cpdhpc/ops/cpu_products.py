@@ -4,24 +4,38 @@ from __future__ import annotations
 
 import struct
 from functools import lru_cache
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
 from .. import _cpu
 from ..formats import Cast, FloatFormat
 from ..randomness import Key
-from .products import FLOAT32, Products
+from .products import FLOAT32, Arithmetic, Products
 from .threads import kernel_threads
 
 Array = np.ndarray[Any, np.dtype[Any]]
-ROUNDINGS = {"nearest": 0, "zero": 1, "stochastic": 2}  # as cast.h numbers them
 _INF, _NAN = 0x7F800000, 0x7FC00000
+TO_NEAREST, TO_FLOOR, AT_RANDOM, TO_ODD = range(
+    1, 5
+)  # ways of rounding, as products_how.h has them
+# The way of each rounding, and of what: of |x| or x, of -x or x.
+WAYS = {
+    "nearest": (TO_NEAREST, 0, 0),
+    "zero": (TO_FLOOR, 1, 0),
+    "down": (TO_FLOOR, 0, 0),
+    "up": (TO_FLOOR, 0, 1),
+    "odd": (TO_ODD, 1, 0),
+    "stochastic": (AT_RANDOM, 1, 0),
+}
+Numbers = tuple[int, ...]
 
 
 @lru_cache(maxsize=256)
-def rounding_numbers(cast: Cast, wide: bool) -> tuple[int, ...]:
-    """Return the numbers of the kernels' struct Rounding; wide: float32 is rounded to as well."""
+def rounding_numbers(cast: Cast | None, single: bool) -> Numbers:
+    """Return the numbers of the kernels' struct Rounding; single: float32 is rounded to as well."""
+    if cast is None or (single and cast.fmt == FLOAT32):
+        return (0,) * 11
     fmt = cast.fmt
     by_code = {fmt.max_code: _bits(fmt.max), fmt.inf_code: _INF, fmt.nan_code: _NAN}
     if fmt.special == "none":  # NaN and infinity become the largest number
@@ -30,12 +44,14 @@ def rounding_numbers(cast: Cast, wide: bool) -> tuple[int, ...]:
         by_code[fmt.inf_code] = _NAN
     elif not fmt.man:
         by_code[fmt.nan_code] = _INF
+    random_bits = 31 - fmt.man if cast.rounding == "stochastic" else 0
     return (
         fmt.man,
-        ROUNDINGS[cast.rounding],
-        int(fmt == FLOAT32 and not wide),
+        *WAYS[cast.rounding],
+        random_bits,
         (fmt.emin + 127) << 23,
         _bits(fmt.max),
+        by_code[cast.overflow_code],
         by_code[cast.overflow_code],
         by_code[fmt.inf_code],
         by_code[fmt.nan_code],
@@ -46,31 +62,32 @@ def _bits(value: float) -> int:
     return int(struct.unpack("<I", struct.pack("<f", value))[0])
 
 
-Numbers = tuple[int, ...]
-
-
-def product_numbers(how: Products, wide: bool) -> tuple[Numbers, Numbers, Numbers, Numbers]:
+def product_numbers(
+    how: Products, arithmetic: Arithmetic
+) -> tuple[Numbers, Numbers, Numbers, Numbers]:
     """Return the numbers of the kernels' struct Products, of each rounding and of the rest."""
-    product, total, between = (rounding_numbers(cast or how.accumulate, wide) for cast in how.casts)
-    rest = (how.products is None, how.order == "pairwise", how.kahan, how.chunk)
-    return product, total, between, tuple(map(int, rest))
+    product, total, between = (
+        rounding_numbers(cast, arithmetic == "float32") for cast in how.casts
+    )
+    number = get_args(Arithmetic).index(arithmetic)
+    return product, total, between, (number, how.order == "pairwise", int(how.kahan), how.chunk)
 
 
 def matmul(
-    a: Array, b: Array, how: Products, key: Key = (0, 0), inputs: FloatFormat = FLOAT32
+    a: Array,
+    b: Array,
+    how: Products,
+    key: Key = (0, 0),
+    inputs: tuple[FloatFormat, FloatFormat] = (FLOAT32, FLOAT32),
 ) -> Array:
     """Return the products of the rows of a and the columns of b, rounded as how says.
 
     a: float32[batch, m, k]; b: float32[batch, k, n]; returns float32[batch, m, n]
-    inputs: a format that holds all values of both: float32 arithmetic may then be enough
+    inputs: formats that hold all values of a and of b: less precise arithmetic may be enough then
     """
     batch, m, k = a.shape
-    wide = not how.single(inputs)
     out = np.empty((batch, m, b.shape[2]), np.float32)
     left, right = np.ascontiguousarray(a), np.ascontiguousarray(b)
-    product, total, between, rest = product_numbers(how, wide)
-    sizes = batch, m, k, b.shape[2]
-    _cpu.matmul(
-        kernel_threads(), wide, product, total, between, rest, key, *sizes, left, right, out
-    )
+    numbers = product_numbers(how, how.arithmetic(*inputs))
+    _cpu.matmul(kernel_threads(), *numbers, key, batch, m, k, b.shape[2], left, right, out)
     return out

@@ -35,7 +35,7 @@ from .gpu_sums import (
     square_sum,
 )
 from .products import FLOAT32, Products
-from .reference_sparse import MAGNITUDE, threshold_bits
+from .reference_sparse import MAGNITUDE, stream_words, threshold_bits
 from .selection import check_rank, check_size, radix_select
 
 __all__ = [  # of what is imported
@@ -47,9 +47,11 @@ __all__ = [  # of what is imported
     "row_sums",
     "run_sums",
     "square_sum",
+    "stream_words",
 ]
 
 Array = Any  # cupy.ndarray
+HostArray = np.ndarray[Any, np.dtype[Any]]
 
 _ROWS, _COLUMNS = 8, 16  # of a block's outputs of a matrix product
 _COUNTING_BLOCKS = 512  # each of their warps adds a table at the end: rather few, and long at work
@@ -284,6 +286,40 @@ def unpack_bitmap(words: Array) -> Array:
     arrays = (words, np.int64(words.size), cupy.asarray(ends - counts), places)
     launch("unpack_bitmap", tile_blocks(32 * words.size), *arrays, np.int64(places.size))
     return places
+
+
+def pack_bitmap(indices: Array, size: int) -> Array:
+    """Return a bit for each of size places, set at the indices: uint32[m] to uint32 words."""
+    check("indices", indices, np.uint32)
+    words = cupy.zeros(-(-size // 32), np.uint32)
+    arrays = (indices, np.int64(indices.size), words, np.int64(words.size))
+    launch("pack_bitmap", element_blocks(indices.size), *arrays)
+    return words
+
+
+def pack_stream(codes: Array, widths: HostArray) -> Array:
+    """Return codes as a stream of bits, each tile at its width, NumPy's; see ops.reference."""
+    check("codes", codes, np.uint32)
+    words = cupy.empty(stream_words(widths, codes.size), np.uint32)
+    arrays = (codes, np.int64(codes.size), *_stream(widths, codes.size), words)
+    launch("pack_stream", tile_blocks(codes.size), *arrays)
+    return words
+
+
+def unpack_stream(words: Array, widths: HostArray, n: int) -> Array:
+    """Return the n codes that pack_stream packed: uint32[n]."""
+    check("words", words, np.uint32, stream_words(widths, n))
+    codes = cupy.empty(n, np.uint32)
+    launch("unpack_stream", tile_blocks(n), words, *_stream(widths, n), codes, np.int64(n))
+    return codes
+
+
+def _stream(widths: HostArray, n: int) -> tuple[Array, Array]:
+    """Return the widths of the tiles of n codes, and where each begins in the words."""
+    if widths.dtype != np.uint8 or widths.size != tiles(n) or widths.max(initial=0) > 32:
+        raise ValueError(f"widths: {widths.dtype}[{widths.size}]: must be uint8[{tiles(n)}], 0..32")
+    starts = 32 * (np.cumsum(widths, dtype=np.int64) - widths)
+    return cupy.asarray(widths), cupy.asarray(starts)
 
 
 def kth_magnitude(x: Array, k: int) -> int:

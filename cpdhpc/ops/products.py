@@ -9,11 +9,11 @@ from ..formats import Cast, FloatFormat
 from ..methods import suggest
 
 Order = Literal["ascending", "pairwise"]
+Arithmetic = Literal["float32", "float64", "odd"]  # odd: float64, sums rounded to odd
 FLOAT32 = FloatFormat(8, 23)
 # Roundings of a step, by which their random bits are numbered
 SUM, TERM, GAINED, REST, PRODUCT = range(5)
 DRAWS = 8
-_LIMIT = 24  # bits of float32's significand
 
 
 @dataclass(frozen=True)
@@ -54,21 +54,24 @@ class Products:
         """products, accumulate and between."""
         return self.products, self.accumulate, self.between or self.accumulate
 
-    def single(self, inputs: FloatFormat) -> bool:
-        """Whether float32 gives the bits of the specification, for numbers of a format.
+    def arithmetic(self, a: FloatFormat, b: FloatFormat) -> Arithmetic:
+        """What gives the bits of the specification, for numbers of two formats.
 
-        An exact product is a float32. Rounding a float32 sum again is then as good as rounding
-        the sum: it was exact, or rounds to float32 itself, or has 2 p + 2 bits of which p stay
-        (Figueroa, "When is double rounding innocuous?", SIGNUM Newsletter 30 (1995) 21).
+        An exact product of float32 is a float64. Rounding a sum that was rounded already is as good
+        as rounding the sum where that was exact, or rounds to what it is rounded to first itself,
+        or is of numbers of p bits that p stay of, with 2 p + 2 bits between (Figueroa, "When is
+        double rounding innocuous?", SIGNUM Newsletter 30 (1995) 21), or was rounded to odd.
         """
         products, *sums = self.casts
+        exact = _exact_product(_grid(a), _grid(b))
         if products is not None and _is_float32(products):
-            terms = _grid(FLOAT32)  # one operation of float32
-        elif _product_fits(inputs) and (products is None or _fits(products)):
-            terms = _exact_product(inputs) if products is None else _grid(products.fmt)
+            single = True  # one operation of float32
         else:
-            return False
-        return all(_sum_fits(terms, each) for each in sums)
+            single = (products is None or _fits(products)) and _in_float32(exact)
+        terms = exact if products is None else _grid(products.fmt)
+        if single and all(_sum_in_float32(terms, each) for each in sums):
+            return "float32"
+        return "float64" if all(_sum_fits(terms, each, 53) for each in sums) else "odd"
 
 
 @dataclass(frozen=True)
@@ -84,9 +87,8 @@ def _grid(fmt: FloatFormat) -> _Grid:
     return _Grid(fmt.emin - fmt.man, fmt.emax + 1, fmt.man + 1)
 
 
-def _exact_product(fmt: FloatFormat) -> _Grid:
-    one = _grid(fmt)
-    return _Grid(2 * one.low, 2 * one.high, 2 * one.bits)
+def _exact_product(a: _Grid, b: _Grid) -> _Grid:
+    return _Grid(a.low + b.low, a.high + b.high, a.bits + b.bits)
 
 
 def _is_float32(cast: Cast) -> bool:
@@ -94,20 +96,24 @@ def _is_float32(cast: Cast) -> bool:
 
 
 def _fits(cast: Cast) -> bool:
-    """Whether the kernels round float32 to it: they add a power of two that must be finite."""
-    return cast.rounding == "nearest" and cast.fmt.exp < 8 and cast.fmt.man < 23
+    """Whether the kernels round float32 to it: the power of two that they add must be finite, and
+    the sum stay below the next one."""
+    return cast.rounding == "nearest" and cast.fmt.exp < 8 and cast.fmt.man < 22
 
 
-def _product_fits(fmt: FloatFormat) -> bool:
-    exact = _exact_product(fmt)
-    return exact.bits <= _LIMIT and exact.low >= -149 and exact.high <= 100
+def _in_float32(term: _Grid) -> bool:
+    return term.bits <= 24 and term.low >= -149 and term.high <= 100
 
 
-def _sum_fits(term: _Grid, cast: Cast) -> bool:
-    own = _grid(cast.fmt)
+def _sum_in_float32(term: _Grid, cast: Cast) -> bool:
     if _is_float32(cast):
-        return term.low >= -149 and term.high <= 128 and term.bits <= _LIMIT
-    if not _fits(cast) or term.high > 100:
-        return False
-    exact = max(term.high, own.high) + 1 - min(term.low, own.low) <= _LIMIT
-    return exact or (term.bits <= own.bits and 2 * own.bits + 2 <= _LIMIT)
+        return term.low >= -149 and term.high <= 128 and term.bits <= 24
+    return _fits(cast) and term.high <= 100 and _sum_fits(term, cast, 24)
+
+
+def _sum_fits(term: _Grid, cast: Cast, bits: int) -> bool:
+    """Whether sums need no more than so many bits to be rounded to it."""
+    own = _grid(cast.fmt)
+    if max(term.high, own.high) + 1 - min(term.low, own.low) <= bits:
+        return True  # they are exact
+    return cast.rounding == "nearest" and term.bits <= own.bits and 2 * own.bits + 2 <= bits

@@ -14,7 +14,7 @@ from ..compress.lowbit import LayerWire
 from ..config import ConfigError
 from .arithmetic import IN_FLOAT32, Arithmetic
 from .layers import Attention, Conv1d, Conv2d, Conv3d, Linear, Lstm, Obedient
-from .policy import PRODUCTS, LayerPolicy, Policy
+from .policy import OTHERS, PRODUCTS, LayerPolicy, Policy
 
 CONVERTED: dict[type[nn.Module], type[Obedient]] = {
     nn.Linear: Linear,
@@ -77,7 +77,8 @@ def convert(model: nn.Module, policy: Policy, seed: int = 0) -> nn.Module:
 def resolved(model: nn.Module, policy: Policy) -> dict[str, LayerPolicy]:
     """Return what the policy says of each layer that it says something of, by name.
 
-    Of those with products and of all that have parameters. Raises ConfigError as convert.
+    Of those with products and of all that have parameters, which do not hear keys of products.
+    Raises ConfigError as convert.
     """
     names: dict[int, list[str]] = {}
     layers: dict[str, nn.Module] = {}
@@ -103,18 +104,14 @@ def resolved(model: nn.Module, policy: Policy) -> dict[str, LayerPolicy]:
             f"precision.complete=true: layer {left[0]} ({type(layers[left[0]]).__name__}) keeps "
             f"torch's products: rounded are those of {known}"
         )
-    return {name: found[name] for name in layers if found[name].said()}
+    heard = {n: of if n in with_products else of.only(OTHERS) for n, of in found.items()}
+    return {name: heard[name] for name in layers if heard[name].said()}
 
 
 def obeyed(model: nn.Module, policy: Policy) -> dict[str, LayerPolicy]:
     """Return what changes in each layer that convert would change, by name; see resolved."""
-    found = {}
-    for name, of in resolved(model, policy).items():
-        keys = CHANGE if _row(model.get_submodule(name)) else {"outputs"}
-        said = {key: value for key, value in of.said().items() if key in keys}
-        if said:
-            found[name] = LayerPolicy(**said)
-    return found
+    found = {name: of.only(CHANGE) for name, of in resolved(model, policy).items()}
+    return {name: of for name, of in found.items() if of.said()}
 
 
 def unconverted(model: nn.Module) -> list[str]:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..collectives.allreduce import Allreduce
-from ..collectives.method import aps_shift
+from ..collectives.method import Segment, aps_shift
 from ..collectives.schedules import SCHEDULES
 from ..formats import SHARED, SHIFT_BIAS, Cast, packed_bytes, shift_count, tiles
 from ..methods import EXACT, suggest
@@ -93,10 +93,11 @@ def error(found: Array, exact: Array) -> Error:
     largest = float(np.abs(whole).max(initial=0.0))
     if not (0 < largest < math.inf) or not np.isfinite(wrong).all():
         return UNKNOWN
-    norm = float(np.linalg.norm(whole / largest))  # squares neither overflow nor vanish
-    return Error(
-        float(np.linalg.norm(wrong / largest)) / norm, float(np.abs(wrong).max() / largest)
-    )
+    wrong /= largest  # so that squares neither overflow nor vanish
+    whole /= largest
+    # By pairs, which is the same for any number of threads
+    relative = math.sqrt(np.square(wrong).sum() / np.square(whole).sum())
+    return Error(relative, float(np.abs(wrong).max()))
 
 
 @dataclass(frozen=True)
@@ -186,11 +187,18 @@ WAYS = (
 )
 
 
-def sum_error(rows: Sequence[Floats], wire: str, way: Way, scaling: str, **options: Any) -> Error:
+def sum_error(
+    rows: Sequence[Floats],
+    wire: str,
+    way: Way,
+    scaling: str,
+    segments: Sequence[Segment] | None = None,
+    **options: Any,
+) -> Error:
     """Return the error of the sum over ranks, as training on so many ranks would have it.
 
     rows: float32, of one shape, a contribution for each rank
-    wire, scaling, options: as of cpdhpc.allreduce
+    wire, scaling, segments, options: as of cpdhpc.allreduce
     UNKNOWN where a value is not finite. Raises ValueError for what does not go together, as exact
     sums of too wide a range.
     """
@@ -199,7 +207,8 @@ def sum_error(rows: Sequence[Floats], wire: str, way: Way, scaling: str, **optio
     if not all(np.isfinite(row).all() for row in rows):
         return UNKNOWN
     exact = np.asarray(np.sum(rows, axis=0, dtype=np.float64))
-    return error(method.run(Loopback(len(rows)), list(rows)).arrays[0], exact)
+    done = method.run(Loopback(len(rows)), list(rows), segments=segments)
+    return error(done.arrays[0], exact)
 
 
 def product_error(a: Floats, b: Floats, **how: Any) -> Error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import Annotated, Any
@@ -111,6 +111,10 @@ class LayerPolicy(Section):
         each = ((key, getattr(self, key)) for key in LayerPolicy.model_fields)
         return {key: value for key, value in each if value is not None}
 
+    def only(self, keys: Collection[str]) -> LayerPolicy:
+        """Return what is said by some keys."""
+        return LayerPolicy(**{key: value for key, value in self.said().items() if key in keys})
+
     def told(self) -> str:
         """Return the keys that are given as people read them, in one line."""
         return ", ".join(
@@ -124,6 +128,7 @@ PRODUCTS = {  # keys that need a layer with products
     *("weights", "activations", "errors", "weight_gradients"),
     *("forward", "input_gradient", "weight_gradient"),
 }
+OTHERS = {*LayerPolicy.model_fields} - PRODUCTS
 
 
 class Rule(LayerPolicy):
@@ -247,9 +252,3 @@ def _shown(pattern: str, names: Sequence[str]) -> str:
 
 
 NOTHING = Policy()
-
-
-def presets() -> Iterator[tuple[str, str]]:
-    """Yield the name and the TOML text of each preset."""
-    for name, each in PRESETS.items():
-        yield name, validate(Policy, each.policy, f"preset {name}").toml()

@@ -63,7 +63,7 @@ def matmul(
             for v in (x, y)
         )
     held = FLOAT32 if inputs is None else _format(inputs)
-    return restore(backend.matmul(x, y, how, random_key(seed), held), shape)
+    return restore(backend.matmul(x, y, how, random_key(seed), (held, held)), shape)
 
 
 def _products(

@@ -23,25 +23,28 @@ from .choice import ALL, Choice
 from .compare import compare, compare_report, load_reference, verdict
 from .compressors import BENCHMARK, compress_report
 from .figures import Chart, image
+from .replayed import KIND as REPLAY
+from .replayed import replay_report
 from .search import search_report
 from .study import study_report
 from .tables import Listed, Report, Table, slug
 from .trainings import Run, load_run, overview, run_groups, runs_report
 
 STUDY = "study.h5"  # in the folder of a study
+OF_KIND = {REPLAY: replay_report, SEARCH: search_report}  # by the attribute of their files
 
 
 @dataclass(frozen=True)
 class Loaded:
     """The studies in the order given, the runs, oldest first, and what could not be read.
 
-    compressors: reports of files of bench compress, and of searches
+    others: reports of files of bench compress, precision replay and precision search
     """
 
     studies: list[StudyFile]
     runs: list[Run]
     unreadable: list[str]
-    compressors: Sequence[Report] = ()
+    others: Sequence[Report] = ()
 
 
 def load(paths: Sequence[Path]) -> Loaded:
@@ -51,7 +54,7 @@ def load(paths: Sequence[Path]) -> Loaded:
     nothing can be read.
     """
     studies, runs, errors = list[StudyFile](), list[Run](), list[UserError]()
-    compressors: list[Report] = []
+    others: list[Report] = []
     for path in paths:
         try:
             files = _files(path) if path.is_dir() else [path]
@@ -64,18 +67,18 @@ def load(paths: Sequence[Path]) -> Loaded:
                 if "study" in attributes:
                     studies.append(load_study_file(file))
                 elif attributes.get("benchmark") == BENCHMARK:
-                    compressors.append(compress_report(file))
-                elif attributes.get("kind") == SEARCH:
-                    compressors.append(search_report(file))
+                    others.append(compress_report(file))
+                elif of_kind := OF_KIND.get(str(attributes.get("kind"))):
+                    others.append(of_kind(file))
                 elif not path.is_dir() or attributes.get("kind") == "run":
                     runs.append(load_run(file))
             except UserError as error:
                 errors.append(error)
-    if not studies and not runs and not compressors:
+    if not studies and not runs and not others:
         none = f"{', '.join(map(str, paths))}: there is no file of a study or of a run"
         raise errors[0] if errors else ReportError(none)
     by_age = sorted(runs, key=lambda run: str(run.attributes["date"]))
-    return Loaded(studies, by_age, list(map(str, errors)), compressors)
+    return Loaded(studies, by_age, list(map(str, errors)), others)
 
 
 def _files(directory: Path) -> list[Path]:
@@ -192,7 +195,7 @@ def report(
                 f"--png {png}: is of training runs; --figures DIR writes those of studies"
             )
         _write(png, image(overview(of_runs.charts), "png"))
-    shown = [*reports, *([of_runs] if of_runs else []), *loaded.compressors]
+    shown = [*reports, *([of_runs] if of_runs else []), *loaded.others]
     return outputs.give(shown, loaded.unreadable)
 
 
@@ -214,7 +217,7 @@ def compare_files(
 
 def _study(path: Path) -> StudyFile:
     loaded = load([path])
-    if len(loaded.studies) != 1 or loaded.runs or loaded.compressors:
+    if len(loaded.studies) != 1 or loaded.runs or loaded.others:
         raise ReportError(f"--compare: {path}: is no study")
     return loaded.studies[0]
 

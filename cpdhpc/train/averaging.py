@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -74,10 +75,13 @@ class Averaging:
         return type(self).__name__
 
     def _aggregate(self, index: int, gradients: list[Array], bucket: Bucket) -> Mean:
-        """Return the mean of a bucket of a step. Collective. A random stream has one bucket."""
+        """Return the mean of a bucket of a step, new. Collective. A random stream is a bucket's."""
         seed = part_seed(self.seed, index)
         context = Context(self.world, self.state, seed, self.iteration, self.epoch, self.loss_scale)
-        return self.aggregator.aggregate(gradients, bucket, context)
+        mean = self.aggregator.aggregate(gradients, bucket, context)
+        kept = [*gradients, *(entry.array for _, entry in self.state)]
+        is_new = not any(np.may_share_memory(mean.flat, each) for each in kept)
+        return mean if is_new else replace(mean, flat=mean.flat.copy())
 
     def _refuse_momentum(self) -> None:
         """Let steps of optimisers with momentum raise ValueError where means have some already."""
@@ -186,11 +190,11 @@ def part_seed(seed: int, index: int) -> int:
 def rounded(
     names: Sequence[str], views: Sequence[Array], dtypes: Sequence[torch.dtype]
 ) -> list[torch.Tensor]:
-    """Return copies of float32 means in the layers' dtypes, rounded to nearest.
+    """Return float32 means, that nobody else uses, in the layers' dtypes, rounded to nearest.
 
     Raises NonFiniteGradient, alike where the means are, for layers whose dtype ends before them.
     """
-    found = [torch.from_numpy(v.copy()).to(t) for v, t in zip(views, dtypes, strict=True)]
+    found = [torch.from_numpy(v).to(t) for v, t in zip(views, dtypes, strict=True)]
     beyond = [
         i
         for i, each in enumerate(found)

@@ -14,9 +14,9 @@ from .checkpoint import check_job
 from .data import Dataset, Source
 from .job import EPOCHS, Job, load
 from .loop import run
-from .output import claimed
+from .output import Files, claimed
 from .progress import Display
-from .setup import Files, Training, agreed, prepare
+from .setup import Training, agreed, prepare
 
 
 def train(

@@ -27,6 +27,8 @@ from ..config import (
     validate,
 )
 from ..precision.policy import Policy
+from ..precision.presets import PRESETS
+from ..precision.recording import Recording
 from ..world.ranks import Loopback, Ranks
 from .adversarial import Adversarial
 from .augment import Augment
@@ -72,6 +74,7 @@ MAY_DIFFER = (  # where a run is gone on with; all but virtual_ranks change no b
     "metric.import_from",
     "train.record_gradients",
     "train.keep_every",
+    *(f"record.{key}" for key in Recording.model_fields),
 )
 
 
@@ -183,6 +186,7 @@ class Job(Section):
     adversarial: Adversarial = Adversarial()
     stages: Stages = Stages()
     train: Train = Train()
+    record: Recording = Recording()
 
     @model_validator(mode="after")
     def _copies_have_one_model(self) -> Job:
@@ -192,6 +196,28 @@ class Job(Section):
             raise ValueError(
                 'adversarial: goes with update.name="allreduce" and train.image_grid=[1, 1] only'
             )
+        return self
+
+    @model_validator(mode="before")
+    @classmethod
+    def _train_of_the_preset(cls, raw: Any) -> Any:
+        train = raw.get("train", {}) if isinstance(raw, dict) else None
+        section = raw.get("precision") if isinstance(train, dict) else None
+        name = section.get("preset") if isinstance(section, dict) else None
+        preset = PRESETS.get(name) if isinstance(name, str) else None
+        return raw if preset is None else raw | {"train": preset.train | train}
+
+    @model_validator(mode="after")
+    def _recorded_is_whole(self) -> Job:
+        usual = {
+            "stages.count": self.stages.count == 1,
+            "train.image_grid": self.train.image_grid == (1, 1),
+            "adversarial.epsilon": not self.adversarial.epsilon,
+            "update": isinstance(self.update, ByAllreduce),
+        }
+        others = [key for key, is_usual in usual.items() if not is_usual]
+        if self.record.number and others:
+            raise ValueError(f"record: does not go with this {others[0]}")
         return self
 
     @model_validator(mode="after")
@@ -389,7 +415,14 @@ def load(path: Path, settings: Iterable[str] = ()) -> list[Job]:
             raise ConfigError(f"{path}: compare: {names.count(name)} rows are called {name!r}")
     if not any(table.keys() - {"name"} for table in (raw, *rows)):
         raise ConfigError(f"{path}: model and data are missing: the file says nothing of a job")
-    return [run for job in jobs for run in job.seeds()]
+    runs = [run for job in jobs for run in job.seeds()]
+    files = [run.record.file for run in runs if run.record.number and run.record.file]
+    for file in files:
+        if files.count(file) > 1:
+            raise ConfigError(
+                f"{path}: record.file={file!r}: {files.count(file)} runs would write it"
+            )
+    return runs
 
 
 def _row(raw: Raw, row: Raw, index: int, path: Path) -> Job:

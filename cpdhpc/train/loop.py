@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from math import isfinite
 from typing import NoReturn
@@ -12,6 +14,7 @@ from numpy import inf, nan, nan_to_num
 
 from ..collectives.checks import NonFiniteGradient
 from ..config import UserError
+from ..precision.recorder import Recorder
 from ..randomness import random_key
 from ..signals import Caught, Interrupted
 from . import gradients, weights
@@ -46,6 +49,11 @@ def run(training: Training, caught: Caught, display: Display) -> None:
     if job.train.keep_every:
         mib = weights.size_bytes(training.model) / 2**20
         display.line(f"{job.id}: keeps weights: {len(job.train.kept_epochs)} times {mib:.3g} MiB")
+    if job.record.number:
+        display.line(
+            f"{job.id}: records up to {job.record.number} iterations into "
+            f"{training.files.recording(job)}"
+        )
     obeying = training.provenance["precision"]
     if obeying:
         display.line(f"{job.id}: [precision] in {len(str(obeying).splitlines())} layers")
@@ -53,7 +61,7 @@ def run(training: Training, caught: Caught, display: Display) -> None:
     if interval > steps:
         display.line(f"{job.id}: update.period={interval}: no mean over ranks in {steps} steps")
     display.start(job.id, training.samples * job.train.epochs, training.samples_seen)
-    with training.reducer, training.workers:
+    with training.reducer, training.workers, _recording(training):
         while not training.ended:
             _epoch(training, caught, display)
     training.save("complete")
@@ -68,6 +76,19 @@ def run(training: Training, caught: Caught, display: Display) -> None:
             f"{job.id}: no gradients of iteration {', '.join(missing)}: not among its "
             f"{training.iteration}, or its step was skipped"
         )
+
+
+@contextmanager
+def _recording(training: Training) -> Iterator[None]:
+    """Record what [record] says in the block, from the next iteration on. Collective."""
+    if not training.job.record.number:
+        yield
+        return
+    file, settings = training.files.recording(training.job), training.job.record.model_dump()
+    recorder = Recorder(training.model, file, training.reducer, resume=True, **settings)
+    with recorder as training.recorder:
+        recorder.begin(training.iteration)
+        yield
 
 
 def _told(training: Training, *scores: float) -> str:
@@ -191,11 +212,15 @@ def _iteration(training: Training, rate: float, batch: Array, caught: Caught) ->
         seed = _seed(job.seed, epoch)
         done = training.train_on(batch, seed)
     except NonFiniteGradient as error:
+        if training.recorder is not None:
+            training.recorder.step()
         _fail(training, str(error))
     norms = None
     if job.controller.measures_norms and done.mean is not None:
         norms = squared_norms(training.reducer, done.mean, scale)
     sent = training.sent_bytes - before
+    if training.recorder is not None:
+        training.recorder.step(done.mean)
     told = exchange(world, done.losses, done.time_ns, sent, caught.number, norms)
     if not isfinite(told.loss):
         _fail(training, f"the loss is {told.loss}")

@@ -107,6 +107,7 @@ class GradientReducer(Averaging):
         for _, tensor in tensors:
             broadcast(self.world, tensor)
         self.alike: dict[str, object] = {}
+        self.playing = 0  # the hosted rank whose forward and backward are under way
         self._active = [True] * self.world.processes
         self._joining = False
         self._closed = False
@@ -152,6 +153,7 @@ class GradientReducer(Averaging):
 
         Only models with buffers on virtual ranks need it; hosted: 0 first, then the others
         """
+        self.playing = hosted
         self._buffers.begin(hosted)
 
     def stash(self, hosted: int = 0) -> None:
@@ -290,11 +292,13 @@ class GradientReducer(Averaging):
 
     def _finish(self, means: list[Mean], used: Sequence[int]) -> Mean:
         """Set gradients and buffers, and return the mean of the whole model. Collective."""
-        mean = _joined(self.bucket.size, self.parts, means)
         factor = self._factor / self.loss_scale
         if factor != 1:
-            mean = replace(mean, flat=mean.flat * np.float32(factor))
-        names, views = self.bucket.names, self.bucket.views(mean.flat)
+            means = [replace(mean, flat=mean.flat * np.float32(factor)) for mean in means]
+        mean = _joined(self.bucket.size, self.parts, means)
+        flats = [each.flat for each in means] if len(means) > 1 else [mean.flat.copy()]
+        found = [part.bucket.views(x) for part, x in zip(self.parts, flats, strict=True)]
+        names, views = self.bucket.names, [view for part in reversed(found) for view in part]
         # What waited of an earlier step may arrive in one in which no rank used the layer.
         which = [i for i, is_used in enumerate(used) if is_used or views[i].any()]
         gradients = rounded(
@@ -384,9 +388,11 @@ def _joined(whole_size: int, parts: list[Part], means: list[Mean]) -> Mean:
     """Return the mean of the whole model, its layers in the model's order, from that of parts."""
     if len(means) == 1:
         return means[0]
-    flat = np.zeros(whole_size, np.float32)
-    for part, mean in zip(parts, means, strict=True):
+    flat, end = np.empty(whole_size, np.float32), whole_size
+    for part, mean in zip(parts, means, strict=True):  # the last ones first
         flat[part.start : part.stop] = mean.flat
+        flat[part.stop : end] = 0
+        end = part.start
     names = set.intersection(*(set(mean.layers) for mean in means))
     layers = {n: np.concatenate([mean.layers[n] for mean in reversed(means)]) for n in names}
     return Mean(flat, layers)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -16,6 +15,7 @@ from ..compress.base import Mean
 from ..config import ConfigError, UserError
 from ..ops import set_kernel_threads
 from ..precision.conversion import aggregator_of, by_parameter, convert, obeyed
+from ..precision.recorder import Recorder
 from ..precision.updates import RoundedUpdates
 from ..split_images import partition
 from ..split_images.grid import ImageGrid
@@ -31,6 +31,7 @@ from .job import Job
 from .loader import Prefetched, Workers
 from .loss_scaling import LossScaler
 from .losses import LossFunction, shown
+from .output import Files
 from .record import SCHEMA, Layers, Record, observe
 from .reducer import GradientReducer
 from .samples import InMemory, Scaling
@@ -62,25 +63,6 @@ def agreed(world: Ranks, make: Callable[[], T]) -> T:
     return result
 
 
-@dataclass(frozen=True)
-class Files:
-    """Where the files of a run are."""
-
-    record: Path
-    checkpoint: Path
-
-    @classmethod
-    def of(cls, directory: Path, job: Job) -> Files:
-        """Return the paths of a job's files in a directory."""
-        return cls(directory / f"{job.id}.h5", directory / f"{job.id}.checkpoint.h5")
-
-    def written(self, job: Job) -> list[Path]:
-        """Return all files of a job's run, with those of gradients and weights that it keeps."""
-        several = [gradients.path_of(self.record, i) for i in job.train.record_gradients]
-        kept = [weights.path_of(self.record, epoch) for epoch in job.train.kept_epochs]
-        return [self.checkpoint, self.record, *several, *kept]
-
-
 @dataclass
 class Given:
     """What a run learns from, and where its files are.
@@ -108,6 +90,7 @@ class Training(Given):
 
     iteration: the next one; samples_seen: before it, which is where the run stands
     adversary: what makes adversarial copies, None where there are none
+    recorder: of [record], while the run goes on; None: nothing is recorded
     """
 
     job: Job
@@ -120,6 +103,7 @@ class Training(Given):
     controller: Controller
     record: Record
     adversary: Adversary | None = None
+    recorder: Recorder | None = None
     iteration: int = 0
     samples_seen: int = 0
 

@@ -1,0 +1,180 @@
+"""python -m cpdhpc precision record, replay, search: what tensors of a training need."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .. import store
+from .recording import KINDS, load
+from .replay import KIND, Question, replay
+
+if TYPE_CHECKING:
+    from ..world.mpi import World
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(each.strip() for each in text.split(",") if each.strip())
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    return tuple(int(each) for each in _names(text))
+
+
+def add_record(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of precision record."""
+    parser.description = (
+        "Train a job file's run as train does, and record what passes through layers: keys of "
+        "[record]. The run's own files go to results/ + the name of FILE.toml."
+    )
+    parser.add_argument("file", type=Path, metavar="FILE.toml", help="the job, of one run")
+    parser.add_argument("--layers", type=_names, metavar="PATTERN,...", help='as "conv*" (all)')
+    parser.add_argument("--tensors", type=_names, metavar="KIND,...", help=f"of {', '.join(KINDS)}")
+    parser.add_argument("--every", type=int, metavar="N", help="iterations, from 0")
+    parser.add_argument("--count", type=int, metavar="N", help="so many of them at most (20)")
+    parser.add_argument("--iterations", type=_counts, metavar="N,...", help="in place of --every")
+    parser.add_argument("--max-mib", type=float, metavar="MIB", help="of all arrays (256)")
+    parser.add_argument(
+        "--thin", action="store_true", default=None, help="keep rows that fit, not refuse"
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE.h5", help="the recording")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="as train")
+    parser.add_argument("--resume", action="store_true", help="as train")
+
+
+OPTIONS = ("layers", "tensors", "every", "count", "iterations", "max_mib", "thin")
+
+
+def run_record(arguments: argparse.Namespace, world: World) -> int:
+    """Train, and record what the options say. Collective."""
+    from ..config import dump_toml
+    from ..signals import Interrupted
+    from ..train.command import train
+
+    given = {name: getattr(arguments, name) for name in OPTIONS}
+    settings = [
+        f"record.{dump_toml({name: value}).strip()}"
+        for name, value in given.items()
+        if value is not None
+    ]
+    if arguments.every is None and arguments.iterations is None:
+        settings.append("record.every=1")
+    if arguments.out is not None:
+        settings.append(f"record.{dump_toml({'file': str(arguments.out)}).strip()}")
+    if arguments.timeout is not None:
+        settings.append(f"train.timeout_s={arguments.timeout!r}")
+    directory = Path("results") / arguments.file.stem
+    try:
+        train(world, arguments.file, [*settings, *arguments.set], directory, arguments.resume)
+    except Interrupted as stop:
+        return stop.status
+    if world.process == 0:
+        print(f"recording: {arguments.out or f'{directory}/*.recording.h5'}")
+    return 0
+
+
+def add_replay(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of precision replay."""
+    asked = Question()
+    parser.description = (
+        "What formats, sums over ranks and products do to the tensors of a recording, without "
+        "training. Needs neither torch nor MPI."
+    )
+    parser.add_argument("file", type=Path, metavar="FILE.h5", help="of precision record")
+    for name, metavar, text, default in (
+        ("formats", "NAME", "tensors are rounded to", asked.formats),
+        ("scalings", "NAME", "how they are brought into the range", asked.scalings),
+        ("accumulates", "NAME", "products are summed in", asked.accumulates),
+    ):
+        shown = f"{text} ({','.join(default)})"
+        parser.add_argument(f"--{name}", type=_names, metavar=f"{metavar},...", help=shown)
+    parser.add_argument(
+        "--ranks", type=_counts, metavar="N,...", help="gradients are summed over (2,4,...)"
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE.h5", help="the results (FILE.replay.h5)")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write one self-contained page")
+    parser.add_argument("--figures", type=Path, metavar="DIR", help="write every figure: PNG, SVG")
+    parser.add_argument("--csv", type=Path, metavar="DIR", help="write every table, all digits")
+    parser.add_argument("--quiet", action="store_true", help="print no table")
+
+
+def run_replay(arguments: argparse.Namespace) -> int:
+    """Replay a recording, write the results and show them as report does."""
+    from ..report.command import Outputs, report
+
+    of = arguments
+    asked = {
+        name: getattr(of, name)
+        for name in ("formats", "scalings", "ranks", "accumulates")
+        if getattr(of, name) is not None
+    }
+    outputs = Outputs(of.html, of.figures, of.csv, None, of.quiet)
+    outputs.check()
+    question = Question(**asked)
+    out = of.out or of.file.with_suffix(".replay.h5")
+    store.check_target(out, KIND)
+    answers = replay(load(of.file), question)
+    notes = {"kind": KIND, "recording": str(of.file), "left_out": "\n".join(answers.left_out)}
+    store.write(out, answers.groups, notes)
+    print(f"wrote {out}")
+    return report([out], outputs)
+
+
+def add_search(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of precision search."""
+    parser.description = (
+        "Find the fewest bits in which the gradients of each layer can travel, by trainings of a "
+        "job of one row, under a budget of accuracy or of the gradient's error."
+    )
+    parser.add_argument("file", type=Path, metavar="JOB.toml", help="a job of one row, with seeds")
+    parser.add_argument(
+        "--budget", type=float, metavar="POINTS", help="accuracy below float32, mean over seeds"
+    )
+    parser.add_argument(
+        "--gradient-error",
+        type=float,
+        metavar="SHARE",
+        help="in place of it: error of the mean gradient relative to the float64 one",
+    )
+    parser.add_argument(
+        "--trials", type=int, default=40, metavar="N", help="trainings at most (default 40)"
+    )
+    parser.add_argument(
+        "--test-seeds",
+        type=int,
+        default=1,
+        metavar="N",
+        help="seeds beyond the job's to test the result with (default 1)",
+    )
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="of the job"
+    )
+    parser.add_argument("--out", type=Path, metavar="DIR", help="default: results/ + JOB + -search")
+    parser.add_argument("--resume", action="store_true", help="go on with the search in DIR")
+
+
+def run_search(arguments: argparse.Namespace, world: World) -> int:
+    """Search, print the tables, write evidence and policy. Collective."""
+    from ..signals import Interrupted, catching
+    from ..train.command import Trainer
+    from ..train.setup import agreed
+    from .evidence import FILE
+    from .search import POLICY, Search, asked_of
+
+    settings = list(arguments.set)
+    if arguments.timeout is not None:
+        settings.append(f"train.timeout_s={arguments.timeout!r}")
+    asked = agreed(world, lambda: asked_of(arguments, settings, world.processes))
+    directory = arguments.out or Path("results") / f"{arguments.file.stem}-search"
+    try:
+        with catching() as caught:
+            Search(asked, directory, Trainer(world, caught, quiet=True), arguments.resume).run()
+    except Interrupted as stop:
+        return stop.status
+    if world.process == 0:
+        from ..report.command import report
+
+        report([directory / FILE])
+        print(f"evidence: {directory / FILE}, policy: {directory / POLICY}")
+    return 0

@@ -1,0 +1,194 @@
+// float and double under the same names, for code that is compiled for both: one number on the
+// GPU, on the CPU the lanes of one register, which stay in it.
+#ifndef CPD_NUMBERS_H
+#define CPD_NUMBERS_H
+
+#include "random.h"
+
+template <int BYTES>
+struct Layout;
+template <>
+struct Layout<4> {
+    typedef int Int;
+    enum { mantissa = 23, bias = 127 };
+};
+template <>
+struct Layout<8> {
+    typedef i64 Int;
+    enum { mantissa = 52, bias = 1023 };
+};
+template <class N>
+struct Number;
+
+#ifdef __CUDACC__
+
+typedef float S;
+template <>
+struct Number<float> : Layout<4> {
+    typedef int Bits;
+    typedef u32 Draws;
+    enum { lanes = 1 };
+};
+template <>
+struct Number<double> : Layout<8> {
+    typedef i64 Bits;
+    typedef u32 Draws;
+    enum { lanes = 1 };
+};
+
+CPD_FN int raw(float x) { return (int)bits_of(x); }
+CPD_FN float number(int bits) { return from_bits((u32)bits); }
+CPD_FN i64 raw(double x) { return __double_as_longlong(x); }
+CPD_FN double number(i64 bits) { return __longlong_as_double(bits); }
+CPD_FN int above(float a, float b) { return a > b ? -1 : 0; }
+CPD_FN i64 above(double a, double b) { return a > b ? -1 : 0; }
+CPD_FN int more(int a, int b) { return a > b ? -1 : 0; }
+CPD_FN i64 more(i64 a, i64 b) { return a > b ? -1 : 0; }
+CPD_FN int pick(int which, int a, int b) { return which ? a : b; }
+CPD_FN i64 pick(i64 which, i64 a, i64 b) { return which ? a : b; }
+CPD_FN float read(const float* x, float) { return *x; }
+CPD_FN double read(const float* x, double) { return widened(*x); }
+CPD_FN float to_float32(float x) { return x; }
+CPD_FN float to_float32(double x) { return narrowed(x); }
+CPD_FN int widened(u32 draw, float) { return (int)draw; }
+CPD_FN i64 widened(u32 draw, double) { return (i64)draw; }
+
+#else
+
+#if defined(CPD_AVX512)
+#include <immintrin.h>
+#define CPD_REGISTER 64
+#elif defined(CPD_AVX2)
+#define CPD_REGISTER 32
+#else
+#define CPD_REGISTER 16
+#endif
+#define CPD_VECTOR(bytes) __attribute__((vector_size(bytes)))
+
+typedef float S CPD_VECTOR(CPD_REGISTER);
+typedef double D CPD_VECTOR(CPD_REGISTER);
+typedef int SBits CPD_VECTOR(CPD_REGISTER);
+typedef i64 DBits CPD_VECTOR(CPD_REGISTER);
+
+template <>
+struct Number<S> : Layout<4> {
+    typedef SBits Bits;
+    typedef u32 Draws CPD_VECTOR(CPD_REGISTER);
+    typedef S Floats;  // as many of float32
+    enum { lanes = CPD_REGISTER / 4 };
+};
+template <>
+struct Number<D> : Layout<8> {
+    typedef DBits Bits;
+    typedef u32 Draws CPD_VECTOR(CPD_REGISTER / 2);
+    typedef float Floats CPD_VECTOR(CPD_REGISTER / 2);
+    enum { lanes = CPD_REGISTER / 8 };
+};
+
+CPD_FN SBits raw(S x) { return (SBits)x; }
+CPD_FN S number(SBits bits) { return (S)bits; }
+CPD_FN DBits raw(D x) { return (DBits)x; }
+CPD_FN D number(DBits bits) { return (D)bits; }
+CPD_FN SBits above(S a, S b) { return a > b; }
+CPD_FN DBits above(D a, D b) { return a > b; }
+template <class B>
+CPD_FN B more(B a, B b) {
+    return a > b;
+}
+template <class B>
+CPD_FN B pick(B which, B a, B b) {
+    return which ? a : b;
+}
+CPD_FN S widened(Number<S>::Floats x, S) { return x; }
+CPD_FN SBits widened(Number<S>::Draws draw, S) { return (SBits)draw; }
+#if defined(CPD_AVX512)  // g++ 12 does these by halves
+CPD_FN D widened(Number<D>::Floats x, D) { return _mm512_maskz_cvtps_pd(0xff, x); }
+CPD_FN DBits widened(Number<D>::Draws draw, D) {
+    return (DBits)_mm512_maskz_cvtepu32_epi64(0xff, (__m256i)draw);
+}
+#else
+CPD_FN D widened(Number<D>::Floats x, D) { return __builtin_convertvector(x, D); }
+CPD_FN DBits widened(Number<D>::Draws draw, D) { return __builtin_convertvector(draw, DBits); }
+#endif
+template <class N>
+CPD_FN N read(const float* x, N) {
+    typename Number<N>::Floats floats;
+    memcpy(&floats, x, sizeof floats);
+    return widened(floats, N{});
+}
+template <class N>
+CPD_FN N each(const float* x, N) {  // the same in all lanes
+    u32 bits;
+    memcpy(&bits, x, sizeof bits);  // added to zero as a float it would go through a register
+    return widened((typename Number<N>::Floats)(typename Number<N>::Draws{} + bits), N{});
+}
+template <class N>
+CPD_FN typename Number<N>::Floats to_float32(N x) {
+    return __builtin_convertvector(x, typename Number<N>::Floats);
+}
+#endif
+
+template <class N>
+CPD_FN typename Number<N>::Bits fill(typename Number<N>::Int bits) {
+    return typename Number<N>::Bits{} + bits;
+}
+template <class N>
+CPD_FN typename Number<N>::Bits sign_bit() {
+    return fill<N>((typename Number<N>::Int)1 << (8 * (int)sizeof(typename Number<N>::Int) - 1));
+}
+// Of positive numbers, or infinity.
+template <class N>
+CPD_FN N larger(N a, N b) {
+    return number(pick(more(raw(a), raw(b)), raw(a), raw(b)));
+}
+template <class N>
+CPD_FN N with_sign(N x, N of) {
+    typename Number<N>::Bits sign = sign_bit<N>();
+    return number((raw(x) & ~sign) | (raw(of) & sign));
+}
+// a + b * c and a - b * c where the product is exact, as in its powers of two.
+template <class N>
+CPD_FN N add_exact(N a, N b, N c) {
+    return add(a, multiply(b, c));
+}
+template <class N>
+CPD_FN N subtract_exact(N a, N b, N c) {
+    return subtract(a, multiply(b, c));
+}
+
+// a + b rounded to odd: rounding it again gives what rounding the exact sum would.
+CPD_FN D odd_sum(D a, D b) {
+#if defined(CPD_AVX512) && !defined(__CUDACC__)  // of the two neighbours the odd one
+    D under = _mm512_maskz_add_round_pd(0xff, a, b, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+    D over = _mm512_maskz_add_round_pd(0xff, a, b, _MM_FROUND_TO_POS_INF | _MM_FROUND_NO_EXC);
+    return number(pick((raw(under) & 1) != 0, raw(under), raw(over)));
+#else
+    typedef Number<D>::Bits Bits;
+    D total = add(a, b);
+    D part = subtract(total, a);
+    D rest = add(subtract(a, subtract(total, part)), subtract(b, part));
+    Bits bits = raw(total);
+    Bits inexact = above(rest, D{}) | above(D{}, rest);  // none where it is NaN, beside infinity
+    Bits step = ((raw(rest) ^ bits) >> 63) | 1;          // -1 towards zero, 1 away from it
+    return number(bits + (inexact & ((bits & 1) - 1) & step));
+#endif
+}
+
+#if defined(CPD_AVX512) && !defined(__CUDACC__)
+// The same in fewer instructions; maskz: g++ 12 warns of the others.
+CPD_FN S larger(S a, S b) { return _mm512_maskz_max_ps(0xffff, a, b); }
+CPD_FN D larger(D a, D b) { return _mm512_maskz_max_pd(0xff, a, b); }
+#define CPD_CHOICE 0xd8  // of the bits of x those that are not set in the third
+CPD_FN S with_sign(S x, S of) {
+    return (S)_mm512_ternarylogic_epi32((__m512i)x, (__m512i)of, (__m512i)sign_bit<S>(), CPD_CHOICE);
+}
+CPD_FN D with_sign(D x, D of) {
+    return (D)_mm512_ternarylogic_epi64((__m512i)x, (__m512i)of, (__m512i)sign_bit<D>(), CPD_CHOICE);
+}
+CPD_FN S add_exact(S a, S b, S c) { return _mm512_fmadd_ps(b, c, a); }
+CPD_FN D add_exact(D a, D b, D c) { return _mm512_fmadd_pd(b, c, a); }
+CPD_FN S subtract_exact(S a, S b, S c) { return _mm512_fnmadd_ps(b, c, a); }
+CPD_FN D subtract_exact(D a, D b, D c) { return _mm512_fnmadd_pd(b, c, a); }
+#endif
+
+#endif
