@@ -34,6 +34,7 @@ from .proposals import mean_error, modules_of, proposed
 
 UNIFORM = "e4m3"  # what the result is compared with
 POLICY, RUNS = "policy.toml", "runs"
+COUNTS = "search.trials", "search.test_seeds"  # may be others where a search goes on
 WITHIN, BEYOND = "within", "beyond"
 BISECTION, STEP, TESTED = "bisection", "one step more", "unseen seeds"
 RECORDED = (0.02, 0.15, 0.5, 0.98)  # of the iterations of a run: when gradients are looked at
@@ -166,9 +167,9 @@ class Search:
                     "another directory"
                 )
             there = Evidence.read(path)
-            if key := difference(there.asked, self.evidence.asked, MAY_DIFFER):
+            if key := difference(there.asked, self.evidence.asked, (*MAY_DIFFER, *COUNTS)):
                 raise ConfigError(f"{path}: is a search with another {key}: --out DIR for this one")
-            return there
+            return replace(there, asked=self.evidence.asked)
 
         there = self.world.on_first(read, "search")
         if there is not None:
