@@ -348,7 +348,8 @@ COMMANDS: dict[str, Command | Group] = {
             ),
             "search": Command(
                 "the fewest bits of each layer within a budget of accuracy; under mpirun or not",
-                "precision.search",
+                "precision.commands",
+                "search",
                 on_ranks=True,
             ),
         },

@@ -44,7 +44,7 @@ def test_inputs_run(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 STUDIES = [
     path
-    for name in ("claim_*", "study_*")
+    for name in ("bits_*", "claim_*", "study_*")
     for path in sorted((ROOT / "inputs").glob(f"{name}.toml"))
     if "kind" in read_toml(path)
 ]
@@ -54,6 +54,11 @@ QUICK = (
 )
 ONE_EPOCH = ("sweep.train.epochs=1", "sweep.schedule.warmup_epochs=0")
 SHORT = {  # further settings, by study
+    "bits_against_batch": (
+        *("job.train.epochs=1", "job.schedule.warmup_epochs=0", "sweep.seed=[0]"),
+        *("sweep.train.batch=[512]", "sweep.train.virtual_ranks=[16]"),
+        'sweep.gradient.wire=["", "e3m0"]',
+    ),
     "claim_legw": (
         *("job.train.epochs=2", "sweep.seed=[0]", "sweep.train.batch=[256]"),
         "sweep.train.learning_rate=[0.1]",

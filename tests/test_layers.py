@@ -219,6 +219,7 @@ def test_importing_starts_nothing() -> None:
             "precision.conversion",
             "precision.layers",
             "precision.quantizers",
+            "precision.search",
             "precision.updates",
         )
     )

@@ -282,6 +282,7 @@ CAPTION = (
 
 def _sections(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> list[Section]:
     """Return a table, the score against bits and time, underflow by layer."""
+    from ..report.bits import bits_by_batch
     from ..report.critical import critical
     from ..report.score import PADDED, learning_charts, score_charts
     from ..report.tables import Section, tabulate
@@ -303,6 +304,7 @@ def _sections(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> l
         )
     ]
     found = [Section("Training", tables=[table], charts=charts), *critical(file, groups)]
+    found += bits_by_batch(file, groups, measure)
     return found + ([Section("Rounding by layer", charts=maps)] if maps else [])
 
 

@@ -19,6 +19,7 @@ MAY_CHANGE = (  # neither cases nor numbers
     "run.case_time_s",
     "train.target_loss",
     "train.target_accuracy",
+    "train.tolerance",
 )
 
 

@@ -14,7 +14,7 @@ from .. import provenance, store
 from ..compress.base import Mean
 from ..config import ConfigError, UserError
 from ..ops import set_kernel_threads
-from ..precision.conversion import by_parameter, convert, obeyed
+from ..precision.conversion import aggregator_of, by_parameter, convert, obeyed
 from ..precision.recorder import Recorder
 from ..precision.updates import RoundedUpdates
 from ..split_images import partition
@@ -355,7 +355,7 @@ def _whole(job: Job, world: Ranks, model: torch.nn.Module, given: Given) -> Trai
     reducer = GradientReducer(
         model,
         world,
-        job.gradient,
+        agreed(world, lambda: aggregator_of(model, job.precision, job.gradient)),
         seed=job.seed,
         bucket_mib=job.train.bucket_mib,
         overlap=job.train.overlap,
@@ -367,7 +367,7 @@ def _whole(job: Job, world: Ranks, model: torch.nn.Module, given: Given) -> Trai
     record = Record(
         world.ranks,
         reducer.bucket.names,
-        job.gradient.columns,
+        reducer.aggregator.columns,
         job.loss,
         job.told,
         controller.columns,
