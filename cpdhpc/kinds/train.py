@@ -63,6 +63,7 @@ _ROWS: dict[str, tuple[type, str]] = {  # key of a job: its type and what it is
     "gradient.accumulate": (str, "how partial sums are kept"),
     "gradient.rounding": (str, "rounding of gradients"),
     "gradient.overflow": (str, "what gradients too large for the format become"),
+    "gradient.random_bits": (int, "random bits of stochastic rounding, 0 for all"),
     "gradient.headroom": (str, "headroom of the shared scaling"),
     "update.name": (str, "rule by which ranks update weights"),
     "stages.count": (int, "stages that the network is cut into"),

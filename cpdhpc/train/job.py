@@ -29,6 +29,7 @@ from ..config import (
 from ..precision.policy import Policy
 from ..precision.presets import PRESETS
 from ..precision.recording import Recording
+from ..table_formats import with_own_formats
 from ..world.ranks import Loopback, Ranks
 from .adversarial import Adversarial
 from .augment import Augment
@@ -230,6 +231,11 @@ class Job(Section):
         if self.train.image_grid != (1, 1) and not self.precision.empty:
             raise ValueError("precision: goes with train.image_grid=[1, 1] only")
         return self
+
+    @model_validator(mode="before")
+    @classmethod
+    def _own_formats(cls, raw: Any) -> Any:
+        return with_own_formats(raw) if isinstance(raw, dict) and "formats" in raw else raw
 
     @model_validator(mode="before")
     @classmethod
