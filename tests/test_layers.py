@@ -220,6 +220,7 @@ def test_importing_starts_nothing() -> None:
             "precision.conversion",
             "precision.layers",
             "precision.quantizers",
+            "precision.search",
             "precision.updates",
         )
     )

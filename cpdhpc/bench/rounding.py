@@ -64,9 +64,10 @@ def error(arrays: Sequence[Values], fmt: Format, scaling: str) -> float:
 
 def recorded(path: Path) -> list[Values]:
     """Return an array for each layer and rank of recorded gradients. Raises UserError."""
-    from ..train.gradients import load
+    from ..train.gradients import load_all
 
-    arrays = [rank.reshape(-1) for layer in load(path).layers.values() for rank in layer]
+    layers = [layer for each in load_all(path) for layer in each.layers.values()]
+    arrays = [rank.reshape(-1) for layer in layers for rank in layer]
     if not all(np.isfinite(x).all() for x in arrays):
         raise UserError(f"bench rounding: {path}: holds NaN or infinity")
     return arrays

@@ -167,10 +167,10 @@ class LowBit(Aggregator):
 
     def check_layers(self, names: Collection[str]) -> None:
         """Raise ValueError for a pattern that matches no layer. See Aggregator.check_layers."""
-        modules = {name.rpartition(".")[0] for name in names} - {""}
+        modules = {name.rpartition(".")[0] for name in names}
         for pattern in self.layers:
             if not any(fnmatchcase(each, pattern) for each in (*names, *modules)):
-                known = suggest(pattern, modules or names)
+                known = suggest(pattern, modules - {""} or names)
                 raise ValueError(f"LowBit: layers: no layer matches {pattern!r}: {known}")
 
     def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
