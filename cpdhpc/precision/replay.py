@@ -166,7 +166,7 @@ def _ranges(question: Question) -> dict[str, Variable]:
         "bits": Variable(by, np.array([fmt.bits for fmt in formats]), "bits of a value"),
         "lowest": Variable(by, lowest, "exponent of the smallest positive number"),
         "normal": Variable(by, np.array([f.emin for f in formats]), "of the smallest normal one"),
-        "highest": Variable(by, np.array([f.emax for f in formats]), "of the largest number"),
+        "highest": Variable(by, np.array([f.top for f in formats]), "of the largest number"),
     }
 
 
