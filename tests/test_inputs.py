@@ -31,6 +31,8 @@ def test_inputs_run(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
         rows = path.read_text().replace("[2, 1]", "[1, 1]").replace("[2, 2]", "[1, 1]")
         path = tmp_path / path.name
         path.write_text(rows)
+    if path.stem == "claim_autowu":  # which has warm-ups of its own
+        settings.remove("schedule.warmup_epochs=0")
     if path.stem == "train_mnist":
         settings.append(f"data.dir={tmp_path}")
     arguments = [word for setting in settings for word in ("--set", setting)]

@@ -24,10 +24,10 @@ from ..config import ConfigError, UserError, difference, dump_toml, override, re
 from ..provenance import attributes
 from ..train import gradients
 from ..train.command import Trainer
+from ..train.fitting import samples_of
 from ..train.job import MAY_DIFFER, Job, load
 from ..train.loop import Diverged
 from ..train.output import Files
-from ..train.setup import samples_of
 from ..train.update import ByAllreduce
 from .evidence import FILE, RAW, Evidence, Layer, Trial
 from .proposals import mean_error, modules_of, proposed
