@@ -237,6 +237,12 @@ inline T atomicAdd(T* at, T value) {
     *at += value;
     return before;
 }
+template <class T>
+inline T atomicOr(T* at, T value) {
+    T before = *at;
+    *at |= value;
+    return before;
+}
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
 inline int __ffsll(long long x) { return __builtin_ffsll(x); }

@@ -40,7 +40,6 @@ INSTRUCTIONS = {  # PTX -> C++ of the operands
 }
 TRUNCATIONS = {  # what C++ leaves open where the value is too large
     "return (U)(int)x;": "return (U)cuda::toward_zero<int>(x);",
-    "return (i64)x; }": "return cuda::toward_zero<i64>(x); }",
 }
 SEED = 1
 launched: Counter[str] = Counter()
