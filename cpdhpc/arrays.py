@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .formats import Cast, FloatFormat, Overflow, Rounding, packed_bytes, parse_format
+from .formats import Cast, Format, Overflow, Rounding, packed_bytes, parse_format
 from .ops import backend_of
 from .randomness import random_key
 
@@ -17,18 +17,19 @@ CODE_DTYPES = ("uint8", "uint16", "uint32")
 
 def quantize(
     x: Any,
-    fmt: str | FloatFormat,
+    fmt: str | Format,
     rounding: Rounding = "nearest",
     overflow: Overflow = "inf",
     *,
     shift: int = 0,
     seed: int = 0,
+    random_bits: int = 0,
 ) -> Any:
     """Return the numbers of a format that x rounds to, as a new array (CPD's float_quantize).
 
     x: float32, any shape; NumPy array, CuPy array or torch tensor on the CPU; not changed
-    fmt: a FloatFormat or its name, as "e5m2", "e4m3fn", "bf16"
-    rounding, overflow: as in Cast
+    fmt: a FloatFormat or TableFormat or its name, as "e5m2", "e4m3fn", "bf16", "posit8es1"
+    rounding, overflow, random_bits: as in Cast
     shift: round x * 2**shift and divide again: moves the range of the format, exactly
     seed: picks the random bits of rounding "stochastic"; the same seed gives the same result
     Returns float32 of x's kind and shape. NaN stays NaN and infinity stays infinity, or becomes
@@ -37,7 +38,7 @@ def quantize(
     outside the format's shift_min..shift_max, and where x holds NaN or infinity and the format
     can hold neither (e2m1fn), or NaN and the format has only infinity (man = 0).
     """
-    cast = _cast("quantize", fmt, rounding, overflow, shift)
+    cast = _cast("quantize", fmt, rounding, overflow, shift, random_bits)
     flat, restore = _flat("quantize", "x", x, ("float32",))
     codes = _encode("quantize", flat, cast, shift, seed)
     return restore(backend_of(flat).decode(codes, cast.fmt, shift))
@@ -45,25 +46,26 @@ def quantize(
 
 def encode(
     x: Any,
-    fmt: str | FloatFormat,
+    fmt: str | Format,
     rounding: Rounding = "nearest",
     overflow: Overflow = "inf",
     *,
     shift: int = 0,
     seed: int = 0,
+    random_bits: int = 0,
 ) -> Any:
     """Return the code of each x * 2**shift, one integer each.
 
     x: float32, any shape, and the other arguments and errors as for quantize
     Returns x's kind and shape: uint8 for formats up to 8 bits, uint16 up to 16, else uint32.
     """
-    cast = _cast("encode", fmt, rounding, overflow, shift)
+    cast = _cast("encode", fmt, rounding, overflow, shift, random_bits)
     flat, restore = _flat("encode", "x", x, ("float32",))
     codes = _encode("encode", flat, cast, shift, seed)
     return restore(codes.astype(_code_dtype(cast.fmt.bits)))
 
 
-def decode(codes: Any, fmt: str | FloatFormat, shift: int = 0) -> Any:
+def decode(codes: Any, fmt: str | Format, shift: int = 0) -> Any:
     """Return the number of each code times 2**-shift.
 
     codes: uint8, uint16 or uint32, any shape; NumPy array, CuPy array or torch tensor on the CPU
@@ -114,10 +116,16 @@ def unpack(packed: Any, bits: int, n: int) -> Any:
 
 
 def _cast(
-    function: str, fmt: str | FloatFormat, rounding: Rounding, overflow: Overflow, shift: int
+    function: str,
+    fmt: str | Format,
+    rounding: Rounding,
+    overflow: Overflow,
+    shift: int,
+    random_bits: int = 0,
 ) -> Cast:
     """The checked Cast; a shift is exact only within the limits of the format."""
-    cast = Cast(parse_format(fmt) if isinstance(fmt, str) else fmt, rounding, overflow)
+    known = parse_format(fmt) if isinstance(fmt, str) else fmt
+    cast = Cast(known, rounding, overflow, random_bits)
     low, high = cast.fmt.shift_min, cast.fmt.shift_max
     if not low <= shift <= high:
         raise ValueError(

@@ -76,21 +76,29 @@ USER_ERROR = 2  # exit status, as argparse has it
 
 
 def run_train(arguments: argparse.Namespace, world: World) -> int:
-    """Run a job file and print the table of its runs. Collective."""
+    """Run a job file and print the table of its runs. Collective.
+
+    Raises UserError where runs diverged, behind the table of the others.
+    """
+    from .config import UserError
     from .signals import Interrupted
     from .train.command import train as run
 
     directory = arguments.out or Path("results") / arguments.file.stem
     try:
-        files = run(world, arguments.file, _settings(arguments), directory, arguments.resume)
+        files, diverged = run(
+            world, arguments.file, _settings(arguments), directory, arguments.resume
+        )
     except Interrupted as stop:
         return stop.status
-    if world.process == 0:
+    if world.process == 0 and len(diverged) < len(files):
         from .report.command import Outputs, report
         from .train.progress import on_terminal
 
         report(files, Outputs(terminal=on_terminal()))
         print(f"records: {directory}/*.h5")
+    if diverged:
+        raise UserError(f"{len(diverged)} of {len(files)} runs: {'; '.join(diverged)}")
     return 0
 
 
@@ -340,7 +348,8 @@ COMMANDS: dict[str, Command | Group] = {
             ),
             "search": Command(
                 "the fewest bits of each layer within a budget of accuracy; under mpirun or not",
-                "precision.search",
+                "precision.commands",
+                "search",
                 on_ranks=True,
             ),
         },

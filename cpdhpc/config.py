@@ -39,10 +39,13 @@ IMPORT, IMPORT_FROM = "import", "import_from"  # keys of tables that name a func
 def located(raw: Raw, directory: Path) -> Raw:
     """Return tables with the directory that imports are looked for in, where they say none."""
     here = {IMPORT_FROM: str(directory.resolve())}
-    return {
-        key: here | table if isinstance(table, dict) and IMPORT in table else table
-        for key, table in raw.items()
-    }
+
+    def placed(table: Any) -> Any:
+        if isinstance(table, list):
+            return [placed(row) for row in table]
+        return here | table if isinstance(table, dict) and IMPORT in table else table
+
+    return {key: placed(table) for key, table in raw.items()}
 
 
 class OneOf:
@@ -290,9 +293,11 @@ def value_of(text: str, key: str) -> Any:
 
 
 def flatten(raw: Raw, prefix: str = "") -> Raw:
-    """Return tables within tables as one table with keys as "table.key"."""
+    """Return tables within tables as one table with keys as "table.key", "tables.0.key"."""
     result: Raw = {}
     for key, value in raw.items():
+        if isinstance(value, list) and value and all(isinstance(row, dict) for row in value):
+            value = {str(i): row for i, row in enumerate(value)}
         inner = flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {}
         result |= inner or {prefix + key: value}
     return result

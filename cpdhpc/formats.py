@@ -1,4 +1,4 @@
-"""Small floating-point formats: their names, their codes, and the limits of scaling them."""
+"""Small number formats: their names, their codes, rounding, and the limits of scaling them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from functools import cached_property
 from typing import Literal, get_args
 
 from .methods import suggest
+from .table_formats import FAMILIES, table_format
+from .table_formats import TableFormat as TableFormat
 
 Special = Literal["ieee", "nan", "none"]
-Rounding = Literal["nearest", "zero", "stochastic"]
+Rounding = Literal["nearest", "zero", "stochastic", "up", "down", "odd"]
 Overflow = Literal["saturate", "inf"]
 
 TILE = 1024  # values in a tile; chunks and layers start on tiles
@@ -20,6 +22,7 @@ SHARED = {"tile": TILE, "block32": 32, "block16": 16}  # scalings whose shifts t
 SHIFT_BIAS = 127  # a shift k is stored as the byte k + 127
 SHIFT_NONFINITE = 255  # stored instead of a shift: the tile holds NaN or infinity
 TRIT_BYTES = 205  # of a tile of ternary values, five in a byte
+RANDOM_BITS = 31  # of a draw
 
 
 @dataclass(frozen=True)
@@ -125,6 +128,11 @@ class FloatFormat:
         return (_float32_bits(self.max) >> 23) - 127
 
     @property
+    def top(self) -> int:
+        """The same: tables move values below their largest number."""
+        return self.emax
+
+    @property
     def max_significand(self) -> int:
         """The 23 fraction bits of the largest finite number, as float32 holds them."""
         return _float32_bits(self.max) & 0x7FFFFF
@@ -167,18 +175,25 @@ INTEGERS = {
 }
 
 
-def parse_format(name: str) -> FloatFormat:
-    """Return the format of a name: eXmY (IEEE style), eXmYfn (OCP style), bf16, fp16 or fp32.
+Format = FloatFormat | TableFormat
+
+
+def parse_format(name: str) -> Format:
+    """Return the format of a name: eXmY (IEEE style), eXmYfn (OCP style), bf16, fp16, fp32, or of
+    a family of tables: positN, positNesE, takumN, lnsEmF.
 
     Raises ValueError for any other name.
     """
     if name in NAMED:
         return NAMED[name]
+    table = table_format(name)
+    if table is not None:
+        return table
     match = re.fullmatch(r"e(\d{1,2})m(\d{1,2})(fn)?", name)
     if match is None:
         raise ValueError(
             f"parse_format: {name!r}: known are eXmY and eXmYfn (as e4m3, e5m2, e3m0, e2m1fn) "
-            f"with X 1..8 and Y 0..23, and {', '.join(NAMED)}"
+            f"with X 1..8 and Y 0..23, {', '.join((*FAMILIES, *NAMED))}"
         )
     exp, man = int(match[1]), int(match[2])
     return FloatFormat(exp, man, _fn_special(1 + exp + man) if match[3] else "ieee")
@@ -196,7 +211,7 @@ MICROSCALING = {
 NAMED_WIRES = {**INTEGERS, **MICROSCALING}
 
 
-def wire_format(wire: str) -> FloatFormat | None:
+def wire_format(wire: str) -> Format | None:
     """Return the format of a wire's name, None for "raw". Raises ValueError for an unknown name."""
     if wire in NAMED_WIRES:
         return NAMED_WIRES[wire]
@@ -213,17 +228,25 @@ class Cast:
     """How float32 becomes a format.
 
     rounding: "nearest" (ties to even; where man = 0 and both neighbours are odd, to the larger
-        magnitude, IEEE 754-2019 4.3.1), "zero", or "stochastic" (up with the probability of the
-        part cut off, to 31 - man bits).
+        magnitude, IEEE 754-2019 4.3.1; of a table to the even code, or where that is both or none
+        to the lower one), "zero", "up" (towards infinity), "down" (towards -infinity), "odd" (of
+        the two neighbours the one whose code is odd), or "stochastic" (up with the probability of
+        the part cut off, to 31 - man bits).
     overflow: what a finite number too large becomes, tested after rounding: "saturate" (the
-        largest finite number) or "inf" (infinity, else NaN, else the largest number). With
-        rounding "zero" it is always the largest number. Infinity itself stays infinity.
-    Raises ValueError for other words.
+        largest finite number) or "inf" (infinity, else NaN, else the largest number; of a table
+        infinity, else the largest number). By IEEE 754-2019 7.4 it is always the largest number
+        where rounding is "zero", "odd", or in the other direction: "up" below, "down" above zero.
+        Infinity itself stays infinity.
+    random_bits: so many bits of the part cut off and of the draw count with "stochastic", which is
+        then biased towards zero (of a table downwards) by less than 2**-random_bits of the
+        spacing; 0: all that there are
+    Raises ValueError for other words, and random_bits out of range or with another rounding.
     """
 
-    fmt: FloatFormat
+    fmt: Format
     rounding: Rounding = "nearest"
     overflow: Overflow = "saturate"
+    random_bits: int = 0
 
     def __post_init__(self) -> None:
         if self.rounding not in get_args(Rounding):
@@ -234,12 +257,47 @@ class Cast:
             raise ValueError(
                 f"Cast: overflow={self.overflow!r}: {suggest(self.overflow, get_args(Overflow))}"
             )
+        most = RANDOM_BITS - (self.fmt.man if isinstance(self.fmt, FloatFormat) else 0)
+        if not 0 <= self.random_bits <= (most if self.rounding == "stochastic" else 0):
+            raise ValueError(
+                f"Cast: random_bits={self.random_bits}: {self.fmt.name} allows 0..{most} with "
+                f"rounding='stochastic', and 0 with others"
+            )
+
+    @property
+    def float_format(self) -> FloatFormat:
+        """The format, where it is no table; raises ValueError where it is."""
+        if isinstance(self.fmt, TableFormat):
+            raise ValueError(f"Cast: {self.fmt.name}: a floating-point format is needed here")
+        return self.fmt
+
+    @property
+    def random_mask(self) -> int:
+        """The bits of a draw of 31 that count."""
+        return (1 << RANDOM_BITS) - (1 << (RANDOM_BITS - (self.random_bits or RANDOM_BITS)))
 
     @property
     def overflow_code(self) -> int:
         """Code of a finite number that is too large."""
-        saturates = self.overflow == "saturate" or self.rounding == "zero"
-        return self.fmt.max_code if saturates else self.fmt.inf_code
+        return self.overflow_codes[0]
+
+    @property
+    def overflow_codes(self) -> tuple[int, int]:
+        """Codes of finite numbers that are too large: of one above zero, and of one below.
+
+        Of a FloatFormat both without sign.
+        """
+        fmt = self.fmt
+        if isinstance(fmt, TableFormat):
+            ends, beyond = fmt.ends, fmt.infinities
+        else:
+            ends, beyond = (fmt.max_code, fmt.max_code), (fmt.inf_code, fmt.inf_code)
+        outward = [self.rounding in ("nearest", "stochastic", way) for way in ("up", "down")]
+        above, below = (
+            end if code is None or self.overflow == "saturate" or not out else code
+            for end, code, out in zip(ends, beyond, outward, strict=True)
+        )
+        return above, below
 
 
 def tiles(n: int) -> int:
@@ -260,9 +318,12 @@ def shift_count(n: int, shared: int) -> int:
     return tiles(n) * (TILE // shared)
 
 
-def sum_bits(fmt: FloatFormat, terms: int) -> int:
+def sum_bits(fmt: Format, terms: int) -> int:
     """Bits of a two's-complement integer that holds any sum of so many numbers of a format.
 
+    Raises ValueError for a table, whose numbers need not be multiples of one.
     ceil(log2(2 m + 1)), where m = terms * fmt.max_integer and the unit is the smallest number.
     """
+    if isinstance(fmt, TableFormat):
+        raise ValueError(f"{fmt.name} is a table: exact sums are of floating-point formats")
     return (terms * fmt.max_integer).bit_length() + 1

@@ -28,7 +28,10 @@ typedef int64_t i64;
 
 #define CPD_SHIFTS_OF_TILE(blocks) ((blocks) ? CPD_LANES * (blocks) : 1)
 
-enum { CPD_NEAREST = 0, CPD_ZERO = 1, CPD_STOCHASTIC = 2 };
+enum { CPD_NEAREST = 0, CPD_ZERO = 1, CPD_STOCHASTIC = 2, CPD_UP = 3, CPD_DOWN = 4, CPD_ODD = 5 };
+
+// Ways to find a code, for each of which the loops are compiled.
+enum Way { CPD_BY_NEAREST, CPD_BY_ADDING, CPD_BY_DIRECTION, CPD_BY_TABLE };
 
 // A Cast of formats.py, as numbers.
 struct Cast {
@@ -36,10 +39,13 @@ struct Cast {
     u32 max_code;       // of the largest finite number
     u32 inf_code;       // what infinity becomes
     u32 nan_code;       // what NaN becomes
-    u32 overflow_code;  // what a finite number too large becomes
+    u32 overflow_code;  // what a finite number too large becomes, above zero
     u32 first_nan;  // codes from here on decode to NaN, those between max_code and it to infinity
     int shift_min, shift_max, emax;
     u32 max_significand;  // fraction bits of the largest number as float32
+    u32 overflow_below;   // as overflow_code, below zero
+    u32 random_mask;      // the bits of a draw of 31 that count
+    const int* table;     // as table_format.h reads it; null where exp and man say all
 };
 
 // A stream of random bits.

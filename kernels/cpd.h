@@ -61,6 +61,11 @@ CPD_FN F narrowed(D x) {
     asm("cvt.rn.f32.f64 %0, %1;" : "=f"(narrow) : "d"(x));
     return narrow;
 }
+typedef double W;  // float64 in each lane
+CPD_FN W wide(F x) { return widened(x); }
+CPD_FN W wide(U x) { return (double)x; }
+CPD_FN I reaches(W a, W b) { return a >= b ? -1 : 0; }
+CPD_FN U gather(const int* table, U place) { return (U)table[place]; }
 CPD_FN bool any(I lane) { return lane; }
 CPD_FN I less(U a, U b) { return (int)a < (int)b ? -1 : 0; }
 CPD_FN I equal(U a, U b) { return a == b ? -1 : 0; }
@@ -107,6 +112,26 @@ CPD_FN N multiply(N a, N b) {
 }
 CPD_FN U truncate(F x) { return (U) __builtin_convertvector(x, I); }
 CPD_FN F to_float(U integer) { return __builtin_convertvector((I)integer, F); }
+typedef double W __attribute__((vector_size(128)));  // float64 in each lane
+CPD_FN W wide(F x) { return __builtin_convertvector(x, W); }
+CPD_FN W wide(U x) { return __builtin_convertvector(x, W); }
+CPD_FN I reaches(W a, W b) { return __builtin_convertvector(a >= b, I); }
+CPD_FN U gather(const int* table, U place) {
+#if defined(CPD_AVX512)
+    return (U)__builtin_ia32_gathersiv16si(I{}, table, (I)place, (short)-1, 4);
+#elif defined(CPD_AVX2)
+    typedef int Half __attribute__((vector_size(32)));
+    Half halves[2];
+    memcpy(halves, &place, sizeof halves);
+    for (Half& half : halves) half = __builtin_ia32_gathersiv8si(Half{}, table, half, ~Half{}, 4);
+    memcpy(&place, halves, sizeof halves);
+    return place;
+#else
+    U found;
+    for (int lane = 0; lane < CPD_GROUP; ++lane) found[lane] = (u32)table[place[lane]];
+    return found;
+#endif
+}
 CPD_FN I less(U a, U b) { return (I)a < (I)b; }
 CPD_FN I equal(U a, U b) { return (I)a == (I)b; }
 CPD_FN U lane_numbers() { return U{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }

@@ -19,16 +19,17 @@ void add_integers_tiles(const Cast& given, const u32* a, int bits_a, const u32* 
                                 words + t * CPD_LANES * bits, bits, lane);
 }
 
-template <bool NEAREST, bool COUNT>
-CPD_FN void integers_hop_loop(const Cast& cast, Key key, u64 offset, const u32* words_in,
+template <int WAY, bool COUNT>
+void integers_hop_loop(const Cast& given, Key key, u64 offset, const u32* words_in,
                               int bits_in, const u8* shifts, const float* x, i64 n, u32* words,
                               int bits, u32* counts) {
+    const Cast cast = given;  // a copy, which no store can change
     Padded<float> pad;
     for (i64 t = 0; t * CPD_TILE < n; ++t) {
         const float* tile = pad.read(x + t * CPD_TILE, n - t * CPD_TILE);
         Counts c = {};
         for (int lane = 0; lane < CPD_LANES; lane += CPD_GROUP)
-            add_encode_integers_column<NEAREST, COUNT>(
+            add_encode_integers_column<WAY, COUNT>(
                 cast, shifts[t] - CPD_SHIFT_BIAS, words_in + t * words_of_tile(cast, bits_in),
                 bits_in, tile, CPD_TILE, words + t * CPD_LANES * bits, bits, lane, key,
                 offset + t * CPD_TILE, c);
@@ -36,22 +37,11 @@ CPD_FN void integers_hop_loop(const Cast& cast, Key key, u64 offset, const u32* 
     }
 }
 
-void add_encode_integers_tiles(const Cast& given, Key key, u64 offset, const u32* words_in,
+void add_encode_integers_tiles(const Cast& cast, Key key, u64 offset, const u32* words_in,
                                int bits_in, const u8* shifts, const float* x, i64 n, u32* words,
                                int bits, u32* counts) {
-    const Cast cast = given;  // a copy, which no store can change
-    if (cast.rounding == CPD_NEAREST && counts)
-        integers_hop_loop<true, true>(cast, key, offset, words_in, bits_in, shifts, x, n, words,
-                                      bits, counts);
-    else if (cast.rounding == CPD_NEAREST)
-        integers_hop_loop<true, false>(cast, key, offset, words_in, bits_in, shifts, x, n, words,
-                                       bits, counts);
-    else if (counts)
-        integers_hop_loop<false, true>(cast, key, offset, words_in, bits_in, shifts, x, n, words,
-                                       bits, counts);
-    else
-        integers_hop_loop<false, false>(cast, key, offset, words_in, bits_in, shifts, x, n, words,
-                                        bits, counts);
+    CPD_PICK(integers_hop_loop, cast, counts)
+    (cast, key, offset, words_in, bits_in, shifts, x, n, words, bits, counts);
 }
 
 i64 decode_integers_tiles(const Cast& given, const u32* words, int bits, const u8* shifts,

@@ -63,31 +63,44 @@ CPD_FN u32 amax_tile(const float* x) {
     return largest_lane(larger(amax_column(x, CPD_TILE, 0), amax_column(x, CPD_TILE, CPD_GROUP)));
 }
 
-template <bool NEAREST, bool COUNT, bool INSIDE>
+// Whether there are loops for values that are known to stay inside the format.
+constexpr bool knows_inside(int way) { return way == CPD_BY_NEAREST || way == CPD_BY_ADDING; }
+
+// A loop by its template arguments: the way to find codes, and whether counts are kept.
+#define CPD_PICK_WAY(loop, cast, COUNT)                             \
+    (way_of(cast) == CPD_BY_NEAREST     ? loop<CPD_BY_NEAREST, COUNT>   \
+     : way_of(cast) == CPD_BY_ADDING    ? loop<CPD_BY_ADDING, COUNT>    \
+     : way_of(cast) == CPD_BY_DIRECTION ? loop<CPD_BY_DIRECTION, COUNT> \
+                                        : loop<CPD_BY_TABLE, COUNT>)
+#define CPD_PICK(loop, cast, counts) \
+    (counts ? CPD_PICK_WAY(loop, cast, true) : CPD_PICK_WAY(loop, cast, false))
+
+template <int WAY, bool COUNT, bool INSIDE>
 CPD_FN void encode_tile(const Cast& cast, u8 shift, Key key, u64 index, const float* x, u32* words,
                         u32* counts, const float* ahead) {
     Counts c = {};
     int k = shift == CPD_SHIFT_NONFINITE ? 0 : shift - CPD_SHIFT_BIAS;
     for (int lane = 0; lane < CPD_LANES; lane += CPD_GROUP)
-        encode_column<NEAREST, COUNT, INSIDE>(cast, k, x, CPD_TILE, words, lane, key, index, c,
+        encode_column<WAY, COUNT, INSIDE>(cast, k, x, CPD_TILE, words, lane, key, index, c,
                                               ahead);
     if (COUNT) write_counts(c, counts);
 }
 
 // Chooses the shift of a tile with this largest magnitude if it is to fit, and encodes the tile.
-template <bool NEAREST, bool COUNT>
+template <int WAY, bool COUNT>
 CPD_FN void encode_fitting(const Cast& cast, bool fit, u32 amax, Key key, u64 index, const float* x,
                            u32* words, u8& shift, u32* counts, const float* ahead) {
     if (fit) shift = fitting_shift(cast, amax);
-    if (fit && stays_inside(cast, amax, shift))
-        encode_tile<NEAREST, COUNT, true>(cast, shift, key, index, x, words, counts, ahead);
+    if (knows_inside(WAY) && fit && stays_inside(cast, amax, shift))
+        encode_tile<WAY, COUNT, knows_inside(WAY)>(cast, shift, key, index, x, words, counts,
+                                                   ahead);
     else
-        encode_tile<NEAREST, COUNT, false>(cast, shift, key, index, x, words, counts, ahead);
+        encode_tile<WAY, COUNT, false>(cast, shift, key, index, x, words, counts, ahead);
 }
 
 // The largest magnitude is found one tile ahead: its latency, and that of memory, passes while
 // another tile is encoded.
-template <bool NEAREST, bool COUNT>
+template <int WAY, bool COUNT>
 void encode_loop(const Cast& given, bool fit, Key key, u64 offset, const float* x, i64 n,
                  u32* words, u8* shifts, u32* counts) {
     const Cast cast = given;  // a copy, which no store can change
@@ -100,26 +113,28 @@ void encode_loop(const Cast& given, bool fit, Key key, u64 offset, const float* 
         i64 left = n - (t + 1) * CPD_TILE;
         if (left > 0) next = pad.read(x + (t + 1) * CPD_TILE, left);
         if (left > 0 && fit) next_amax = amax_tile(next);
-        encode_fitting<NEAREST, COUNT>(cast, fit, amax, key, offset + t * CPD_TILE, tile,
+        encode_fitting<WAY, COUNT>(cast, fit, amax, key, offset + t * CPD_TILE, tile,
                                        words + t * CPD_LANES * width(cast), shifts[t],
                                        counts + 3 * t, x + (t + CPD_AHEAD) * CPD_TILE);
     }
 }
 
 // sum = x + the decoded tile, n values and zeros; returns max|sum| as float32 bits.
+template <bool TABLE>
 CPD_FN u32 sum_tile(const Cast& cast, u8 shift, const u32* words, const float* x, i64 n,
                     float* sum) {
     Padded<float> pad;
     const float* tile = pad.read(x, n);
     U most = lanes(0);
     for (int lane = 0; lane < CPD_LANES; lane += CPD_GROUP)
-        most = larger(most, sum_column(cast, shift, words, lane, tile, CPD_TILE, sum, CPD_TILE));
+        most = larger(most, sum_column<TABLE>(cast, shift, words, lane, tile, CPD_TILE, sum, CPD_TILE));
     if (n >= CPD_TILE) return largest_lane(most);
     memset(sum + n, 0, (size_t)(CPD_TILE - n) * sizeof(float));
     return amax_tile(sum);  // what the padding of the words decodes to does not count
 }
 
 // out = the decoded tile, n values; returns how many are not finite. blocks: 0 for one shift.
+template <bool TABLE>
 CPD_FN i64 decode_tile(const Cast& cast, int blocks, const u8* shifts, const u32* words, float* out,
                        i64 n) {
     Padded<float> pad;
@@ -127,9 +142,9 @@ CPD_FN i64 decode_tile(const Cast& cast, int blocks, const u8* shifts, const u32
     I count = {};
     for (int lane = 0; lane < CPD_LANES; lane += CPD_GROUP)
         if (blocks)
-            decode_blocks(cast, blocks, shifts, words, lane, target, CPD_TILE, count);
+            decode_blocks<TABLE>(cast, blocks, shifts, words, lane, target, CPD_TILE, count);
         else
-            decode_column(cast, *shifts, words, lane, target, CPD_TILE, count);
+            decode_column<TABLE>(cast, *shifts, words, lane, target, CPD_TILE, count);
     u32 found = sum_lanes(count);
     pad.write(out, n);
     return found && n < CPD_TILE ? nonfinite_in(out, n) : found;
@@ -140,40 +155,41 @@ CPD_FN void expect_words(const u32* words, i64 count) {
     for (i64 i = 0; i < count; i += 16) expect((const float*)(words + i));
 }
 
-template <bool NEAREST, bool COUNT>
+template <int WAY, bool COUNT>
 void hop_loop(const Cast& given, bool fit, Key key, u64 offset, const u32* words_in,
               const u8* shifts_in, const float* x, i64 n, u32* words, u8* shifts, u32* counts) {
     const Cast cast = given;  // a copy, which no store can change
     alignas(64) float sums[2][CPD_TILE];
     const i64 stride = CPD_LANES * width(cast);
-    u32 next_amax = n > 0 ? sum_tile(cast, shifts_in[0], words_in, x, n, sums[0]) : 0;
+    constexpr bool table = WAY == CPD_BY_TABLE;
+    u32 next_amax = n > 0 ? sum_tile<table>(cast, shifts_in[0], words_in, x, n, sums[0]) : 0;
     for (i64 t = 0; t * CPD_TILE < n; ++t) {
         u32 amax = next_amax;
         i64 done = t * CPD_TILE, next = done + CPD_TILE;
         expect_words(words_in + (t + CPD_HOP_AHEAD) * stride, stride);
         if (next < n)
-            next_amax = sum_tile(cast, shifts_in[t + 1], words_in + (t + 1) * stride, x + next,
+            next_amax = sum_tile<table>(cast, shifts_in[t + 1], words_in + (t + 1) * stride, x + next,
                                  n - next, sums[(t + 1) % 2]);
-        encode_fitting<NEAREST, COUNT>(cast, fit, amax, key, offset + done, sums[t % 2],
+        encode_fitting<WAY, COUNT>(cast, fit, amax, key, offset + done, sums[t % 2],
                                        words + t * stride, shifts[t], counts + 3 * t,
                                        x + done + CPD_HOP_AHEAD * CPD_TILE);
     }
 }
 
-template <bool NEAREST, bool COUNT, bool INSIDE>
+template <int WAY, bool COUNT, bool INSIDE>
 CPD_FN void encode_tile_of_blocks(const Cast& cast, int blocks, const u8* shifts, Key key,
                                   u64 index, const float* x, u32* words, u32* counts,
                                   const float* ahead) {
     Counts c = {};
     for (int lane = 0; lane < CPD_LANES; lane += CPD_GROUP)
-        encode_blocks<NEAREST, COUNT, INSIDE>(cast, blocks, shifts, x, CPD_TILE, words, lane, key,
+        encode_blocks<WAY, COUNT, INSIDE>(cast, blocks, shifts, x, CPD_TILE, words, lane, key,
                                               index, c, ahead);
     if (COUNT) write_counts(c, counts);
 }
 
 // Encodes x, or where words_in are not null its sum with what they decode to, where the blocks of
 // each lane have shifts of their own. No lane waits for another's, so no tile is looked at ahead.
-template <bool NEAREST, bool COUNT>
+template <int WAY, bool COUNT>
 void blocks_loop(const Cast& given, int blocks, bool fit, Key key, u64 offset, const u32* words_in,
                  const u8* shifts_in, const float* x, i64 n, u32* words, u8* shifts, u32* counts) {
     const Cast cast = given;  // a copy, which no store can change
@@ -187,7 +203,7 @@ void blocks_loop(const Cast& given, int blocks, bool fit, Key key, u64 offset, c
         if (words_in) {
             expect_words(words_in + (t + CPD_HOP_AHEAD) * stride, stride);
             for (int lane = 0; lane < CPD_LANES; lane += CPD_GROUP)
-                sum_blocks(cast, blocks, shifts_in + shift, words_in + t * stride, lane, tile,
+                sum_blocks<WAY == CPD_BY_TABLE>(cast, blocks, shifts_in + shift, words_in + t * stride, lane, tile,
                            CPD_TILE, sum, CPD_TILE, most[lane / CPD_GROUP]);
             // What the padding of the words decodes to does not count.
             if (left < CPD_TILE) memset(sum + left, 0, (size_t)(CPD_TILE - left) * sizeof(float));
@@ -198,17 +214,20 @@ void blocks_loop(const Cast& given, int blocks, bool fit, Key key, u64 offset, c
             if (!words_in || left < CPD_TILE) amax_blocks(blocks, tile, CPD_TILE, lane, largest);
             all = larger(all, fit_blocks(cast, blocks, largest, shifts + shift, lane));
         }
-        const bool inside = fit && !any(less(lanes(largest_inside(cast)), all));
-        auto encode = inside ? encode_tile_of_blocks<NEAREST, COUNT, true>
-                             : encode_tile_of_blocks<NEAREST, COUNT, false>;
+        const bool inside =
+            knows_inside(WAY) && fit && !any(less(lanes(largest_inside(cast)), all));
+        auto encode = inside ? encode_tile_of_blocks<WAY, COUNT, knows_inside(WAY)>
+                             : encode_tile_of_blocks<WAY, COUNT, false>;
         encode(cast, blocks, shifts + shift, key, offset + t * CPD_TILE, tile, words + t * stride,
                counts + 3 * t, ahead + CPD_HOP_AHEAD * CPD_TILE);
     }
 }
 
-void encode(const Cast& given, int k, Key key, u64 offset, const float* x, i64 n, u32* codes) {
+template <int WAY, bool>
+void encode_values(const Cast& given, int k, Key key, u64 offset, const float* x, i64 n,
+                   u32* codes) {
     const Cast cast = given;  // a copy, which no store can change
-    Encoder e = make_encoder(cast, (u32)k);
+    const auto e = make_encoder_of<WAY>(cast, (u32)k);
     Padded<float> pad;
     Padded<u32> pad_codes;
     Counts counts;
@@ -217,20 +236,21 @@ void encode(const Cast& given, int k, Key key, u64 offset, const float* x, i64 n
         u32* out = pad_codes.target(codes + t, n - t);
         for (int i = 0; i < CPD_TILE; i += CPD_GROUP) {
             F value = load(tile, i, CPD_TILE);
-            U code =
-                cast.rounding == CPD_NEAREST
-                    ? encode_value<true, false, false>(cast, e, value, key, offset + t + i, counts)
-                    : encode_value<false, false, false>(cast, e, value, key, offset + t + i,
-                                                        counts);
-            store(out, i, CPD_TILE, code);
+            store(out, i, CPD_TILE,
+                  encode_value<WAY, false, false>(cast, e, value, key, offset + t + i, counts));
         }
         pad_codes.write(codes + t, n - t);
     }
 }
 
-void decode(const Cast& given, int k, const u32* codes, i64 n, float* out) {
+void encode(const Cast& cast, int k, Key key, u64 offset, const float* x, i64 n, u32* codes) {
+    CPD_PICK_WAY(encode_values, cast, false)(cast, k, key, offset, x, n, codes);
+}
+
+template <bool TABLE>
+void decode_values(const Cast& given, int k, const u32* codes, i64 n, float* out) {
     const Cast cast = given;  // a copy, which no store can change
-    Decoder d = make_decoder(cast, (u32)k);
+    const auto d = make_scale<TABLE>(cast, (u32)k, false).decoder;
     Padded<u32> pad;
     Padded<float> pad_out;
     for (i64 t = 0; t < n; t += CPD_TILE) {
@@ -240,6 +260,10 @@ void decode(const Cast& given, int k, const u32* codes, i64 n, float* out) {
             store(target, i, CPD_TILE, decode_code(cast, d, load(tile, i, CPD_TILE)));
         pad_out.write(out + t, n - t);
     }
+}
+
+void decode(const Cast& cast, int k, const u32* codes, i64 n, float* out) {
+    (cast.table ? decode_values<true> : decode_values<false>)(cast, k, codes, n, out);
 }
 
 void pack(int bits, const u32* codes, i64 n, u32* words) {
@@ -271,30 +295,35 @@ void amax_tiles(const float* x, i64 n, u32* amax) {
 
 void encode_tiles(const Cast& cast, int blocks, bool fit, Key key, u64 offset, const float* x,
                   i64 n, u32* words, u8* shifts, u32* counts) {
-    const bool nearest = cast.rounding == CPD_NEAREST;
-    if (blocks) {
-        auto loop = nearest ? (counts ? blocks_loop<true, true> : blocks_loop<true, false>)
-                            : (counts ? blocks_loop<false, true> : blocks_loop<false, false>);
-        return loop(cast, blocks, fit, key, offset, nullptr, nullptr, x, n, words, shifts, counts);
-    }
-    auto loop = nearest ? (counts ? encode_loop<true, true> : encode_loop<true, false>)
-                        : (counts ? encode_loop<false, true> : encode_loop<false, false>);
-    loop(cast, fit, key, offset, x, n, words, shifts, counts);
+    if (blocks)
+        CPD_PICK(blocks_loop, cast, counts)
+        (cast, blocks, fit, key, offset, nullptr, nullptr, x, n, words, shifts, counts);
+    else
+        CPD_PICK(encode_loop, cast, counts)
+        (cast, fit, key, offset, x, n, words, shifts, counts);
 }
 
-i64 decode_tiles(const Cast& given, int blocks, const u32* words, const u8* shifts, float* out,
-                 i64 n) {
+template <bool TABLE>
+i64 decode_loop(const Cast& given, int blocks, const u32* words, const u8* shifts, float* out,
+                i64 n) {
     const Cast cast = given;  // a copy, which no store can change
     i64 nonfinite = 0;
     for (i64 t = 0; t * CPD_TILE < n; ++t)
-        nonfinite +=
-            decode_tile(cast, blocks, shifts + t * CPD_SHIFTS_OF_TILE(blocks),
-                        words + t * CPD_LANES * width(cast), out + t * CPD_TILE, n - t * CPD_TILE);
+        nonfinite += decode_tile<TABLE>(cast, blocks, shifts + t * CPD_SHIFTS_OF_TILE(blocks),
+                                        words + t * CPD_LANES * width(cast), out + t * CPD_TILE,
+                                        n - t * CPD_TILE);
     return nonfinite;
 }
 
-void decode_add_tiles(const Cast& given, int blocks, const u32* words, const u8* shifts,
-                      const float* x, float* out, i64 n) {
+i64 decode_tiles(const Cast& cast, int blocks, const u32* words, const u8* shifts, float* out,
+                 i64 n) {
+    return (cast.table ? decode_loop<true> : decode_loop<false>)(cast, blocks, words, shifts, out,
+                                                                 n);
+}
+
+template <bool TABLE>
+void add_loop(const Cast& given, int blocks, const u32* words, const u8* shifts, const float* x,
+              float* out, i64 n) {
     const Cast cast = given;  // a copy, which no store can change
     Padded<float> pad, pad_out;
     U most[CPD_MOST_BLOCKS];
@@ -305,12 +334,17 @@ void decode_add_tiles(const Cast& given, int blocks, const u32* words, const u8*
         const u32* in = words + t * CPD_LANES * width(cast);
         for (int lane = 0; lane < CPD_LANES; lane += CPD_GROUP)
             if (blocks)
-                sum_blocks(cast, blocks, shifts + t * CPD_SHIFTS_OF_TILE(blocks), in, lane, tile,
-                           CPD_TILE, target, CPD_TILE, most);
+                sum_blocks<TABLE>(cast, blocks, shifts + t * CPD_SHIFTS_OF_TILE(blocks), in, lane,
+                                  tile, CPD_TILE, target, CPD_TILE, most);
             else
-                sum_column(cast, shifts[t], in, lane, tile, CPD_TILE, target, CPD_TILE);
+                sum_column<TABLE>(cast, shifts[t], in, lane, tile, CPD_TILE, target, CPD_TILE);
         pad_out.write(out + t * CPD_TILE, left);
     }
+}
+
+void decode_add_tiles(const Cast& cast, int blocks, const u32* words, const u8* shifts,
+                      const float* x, float* out, i64 n) {
+    (cast.table ? add_loop<true> : add_loop<false>)(cast, blocks, words, shifts, x, out, n);
 }
 
 // Decodes while the words are in the cache, but not tile by tile: stores that wait for memory would
@@ -318,11 +352,8 @@ void decode_add_tiles(const Cast& given, int blocks, const u32* words, const u8*
 i64 decode_add_encode_tiles(const Cast& cast, int blocks, bool fit, Key key, u64 offset,
                             const u32* words_in, const u8* shifts_in, const float* x, i64 n,
                             u32* words, u8* shifts, float* out, u32* counts) {
-    const bool nearest = cast.rounding == CPD_NEAREST;
-    auto one = nearest ? (counts ? hop_loop<true, true> : hop_loop<true, false>)
-                       : (counts ? hop_loop<false, true> : hop_loop<false, false>);
-    auto several = nearest ? (counts ? blocks_loop<true, true> : blocks_loop<true, false>)
-                           : (counts ? blocks_loop<false, true> : blocks_loop<false, false>);
+    auto one = CPD_PICK(hop_loop, cast, counts);
+    auto several = CPD_PICK(blocks_loop, cast, counts);
     const i64 most = out ? 64 * CPD_TILE : n;
     i64 nonfinite = 0;
     for (i64 i = 0; i < n; i += most) {

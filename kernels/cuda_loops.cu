@@ -9,9 +9,30 @@
 namespace {
 
 __device__ Cast load_cast(const int* numbers) {
-    return Cast{numbers[0],      numbers[1],      numbers[2],      (u32)numbers[3],
-                (u32)numbers[4], (u32)numbers[5], (u32)numbers[6], (u32)numbers[7],
-                numbers[8],      numbers[9],      numbers[10],     (u32)numbers[11]};
+    return Cast{numbers[0],       numbers[1],       numbers[2],
+                (u32)numbers[3],  (u32)numbers[4],  (u32)numbers[5],
+                (u32)numbers[6],  (u32)numbers[7],  numbers[8],
+                numbers[9],       numbers[10],      (u32)numbers[11],
+                (u32)numbers[12], (u32)numbers[13], numbers[14] ? numbers + 15 : nullptr};
+}
+
+// Calls a function of a Way, or of whether the format is given by a table, as a constant.
+template <int N>
+struct Constant {
+    static constexpr int value = N;
+};
+template <class Body>
+__device__ void by_way(const Cast& cast, Body body) {
+    switch (way_of(cast)) {
+        case CPD_BY_NEAREST: return body(Constant<CPD_BY_NEAREST>{});
+        case CPD_BY_ADDING: return body(Constant<CPD_BY_ADDING>{});
+        case CPD_BY_DIRECTION: return body(Constant<CPD_BY_DIRECTION>{});
+        case CPD_BY_TABLE: return body(Constant<CPD_BY_TABLE>{});
+    }
+}
+template <class Body>
+__device__ void by_table(const Cast& cast, Body body) {
+    cast.table ? body(Constant<1>{}) : body(Constant<0>{});
 }
 
 __device__ int lane_of_thread() { return threadIdx.x % CPD_LANES; }
@@ -51,24 +72,20 @@ __device__ u8 encode_tile(const Cast& cast, int blocks, bool fit, const u32* mos
                           Key key, u64 index, const float* x, i64 n, u32* words, u32* counts) {
     Counts c = {};
     const int lane = lane_of_thread();
-    const bool nearest = cast.rounding == CPD_NEAREST;
     u8 shift = CPD_SHIFT_BIAS;
     if (blocks) {
         if (fit) fit_blocks(cast, blocks, most, shifts, lane);  // a thread reads what it wrote
-        if (nearest)
-            encode_blocks<true, true, false>(cast, blocks, shifts, x, n, words, lane, key, index, c,
-                                             x);
-        else
-            encode_blocks<false, true, false>(cast, blocks, shifts, x, n, words, lane, key, index,
-                                              c, x);
+        by_way(cast, [&](auto way) {
+            encode_blocks<way.value, true, false>(cast, blocks, shifts, x, n, words, lane, key,
+                                                  index, c, x);
+        });
     } else {
         shift = fit ? fitting_shift(cast, warp_largest(*most)) : *shifts;
         if (fit && lane == 0) *shifts = shift;
         const int k = shift == CPD_SHIFT_NONFINITE ? 0 : shift - CPD_SHIFT_BIAS;
-        if (nearest)
-            encode_column<true, true, false>(cast, k, x, n, words, lane, key, index, c, x);
-        else
-            encode_column<false, true, false>(cast, k, x, n, words, lane, key, index, c, x);
+        by_way(cast, [&](auto way) {
+            encode_column<way.value, true, false>(cast, k, x, n, words, lane, key, index, c, x);
+        });
     }
     write_counts(c, counts);
     return shift;
@@ -78,19 +95,23 @@ __device__ u8 encode_tile(const Cast& cast, int blocks, bool fit, const u32* mos
 __device__ void sum_tile(const Cast& cast, int blocks, const u8* shifts, const u32* words,
                          const float* x, i64 n, float* out, i64 room, u32* most) {
     const int lane = lane_of_thread();
-    if (blocks)
-        sum_blocks(cast, blocks, shifts, words, lane, x, n, out, room, most);
-    else
-        *most = sum_column(cast, *shifts, words, lane, x, n, out, room);
+    by_table(cast, [&](auto table) {
+        if (blocks)
+            sum_blocks<table.value>(cast, blocks, shifts, words, lane, x, n, out, room, most);
+        else
+            *most = sum_column<table.value>(cast, *shifts, words, lane, x, n, out, room);
+    });
 }
 
 __device__ void decode_tile(const Cast& cast, int blocks, const u8* shifts, const u32* words,
                             float* out, i64 n, I& nonfinite) {
     const int lane = lane_of_thread();
-    if (blocks)
-        decode_blocks(cast, blocks, shifts, words, lane, out, n, nonfinite);
-    else
-        decode_column(cast, *shifts, words, lane, out, n, nonfinite);
+    by_table(cast, [&](auto table) {
+        if (blocks)
+            decode_blocks<table.value>(cast, blocks, shifts, words, lane, out, n, nonfinite);
+        else
+            decode_column<table.value>(cast, *shifts, words, lane, out, n, nonfinite);
+    });
 }
 
 // Words of a tile of integers of bits bits, or of codes where bits is 0.
@@ -105,22 +126,24 @@ extern "C" {
 __global__ void encode(const int* cast_numbers, int k, u32 key_low, u32 key_high, u64 offset,
                        const float* x, i64 n, u32* codes) {
     Cast cast = load_cast(cast_numbers);
-    Encoder e = make_encoder(cast, (u32)k);
     Key key{key_low, key_high};
     Counts counts;
-    i64 stride = (i64)gridDim.x * blockDim.x;
-    for (i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += stride)
-        codes[i] = cast.rounding == CPD_NEAREST
-                       ? encode_value<true, false, false>(cast, e, x[i], key, offset + i, counts)
-                       : encode_value<false, false, false>(cast, e, x[i], key, offset + i, counts);
+    i64 first = (i64)blockIdx.x * blockDim.x + threadIdx.x, stride = (i64)gridDim.x * blockDim.x;
+    by_way(cast, [&](auto way) {
+        const auto e = make_encoder_of<way.value>(cast, (u32)k);
+        for (i64 i = first; i < n; i += stride)
+            codes[i] =
+                encode_value<way.value, false, false>(cast, e, x[i], key, offset + i, counts);
+    });
 }
 
 __global__ void decode(const int* cast_numbers, int k, const u32* codes, i64 n, float* out) {
     Cast cast = load_cast(cast_numbers);
-    Decoder d = make_decoder(cast, (u32)k);
-    i64 stride = (i64)gridDim.x * blockDim.x;
-    for (i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += stride)
-        out[i] = decode_code(cast, d, codes[i]);
+    i64 first = (i64)blockIdx.x * blockDim.x + threadIdx.x, stride = (i64)gridDim.x * blockDim.x;
+    by_table(cast, [&](auto table) {
+        const auto d = make_scale<table.value>(cast, (u32)k, false).decoder;
+        for (i64 i = first; i < n; i += stride) out[i] = decode_code(cast, d, codes[i]);
+    });
 }
 
 __global__ void pack(int bits, const u32* codes, i64 n, u32* words) {
@@ -227,12 +250,10 @@ __global__ void add_encode_integers_tiles(const int* cast_numbers, u32 key_low, 
         u32* out = words + t * CPD_LANES * bits;
         i64 first = t * CPD_TILE;
         int k = shifts[t] - CPD_SHIFT_BIAS, lane = lane_of_thread();
-        if (cast.rounding == CPD_NEAREST)
-            add_encode_integers_column<true, true>(cast, k, in, bits_in, x + first, n - first, out,
-                                                   bits, lane, key, offset + first, c);
-        else
-            add_encode_integers_column<false, true>(cast, k, in, bits_in, x + first, n - first, out,
-                                                    bits, lane, key, offset + first, c);
+        by_way(cast, [&](auto way) {
+            add_encode_integers_column<way.value, true>(cast, k, in, bits_in, x + first, n - first,
+                                                        out, bits, lane, key, offset + first, c);
+        });
         write_counts(c, counts ? counts + 3 * t : nullptr);
     }
 }

@@ -7,8 +7,15 @@
 
 CPD_FN int width(const Cast& cast) { return 1 + cast.exp + cast.man; }
 
+CPD_FN Way way_of(const Cast& cast) {
+    if (cast.table) return CPD_BY_TABLE;
+    return cast.rounding == CPD_NEAREST ? CPD_BY_NEAREST
+           : cast.rounding >= CPD_UP    ? CPD_BY_DIRECTION
+                                        : CPD_BY_ADDING;
+}
+
 // Exponent of the smallest normal number of the format, seen from before the scaling by 2^k.
-CPD_FN int scaled_emin(const Cast& cast, int k) { return 2 - (1 << (cast.exp - 1)) - k; }
+CPD_FN int scaled_emin(const Cast& cast, int k) { return 2 - ((1 << cast.exp) >> 1) - k; }
 
 // Constants that a shift moves are V: u32, one for all lanes, or U, one for each.
 template <class V>
@@ -96,6 +103,22 @@ CPD_FN U round_nearest(const Cast& cast, const EncoderOf<V>& e, U a) {
     return less(a, lanes(e.normal_from)) ? small : normal;
 }
 
+// Bits u to a code, up, down or to odd: what is cut off may be anywhere.
+template <class V>
+CPD_FN U round_directed(const Cast& cast, const EncoderOf<V>& e, U u) {
+    U a = u & 0x7fffffffu, exponent = a >> 23, zero = lanes(0), emin = lanes(e.emin_field);
+    U field = larger(exponent, lanes(1));
+    U significand = (a & 0x7fffffu) | (less(zero, exponent) ? lanes(0x800000u) : zero);
+    U cut = smaller(larger(emin - field, zero) + (u32)e.drop, lanes(31));
+    U kept = significand >> cut;
+    U code = kept + ((larger(field, emin) - emin) << cast.man);
+    I negative = less(u, zero);
+    I away = cast.rounding == CPD_ODD  ? equal(code & 1u, zero)
+             : cast.rounding == CPD_UP ? ~negative
+                                       : negative;
+    return code - (U)(away & ~equal(kept << cut, significand));
+}
+
 // round_random where the fixed point below would leave float32: shifts each lane by its own count.
 template <class V>
 CPD_FN U round_random_tiny(const Cast& cast, const EncoderOf<V>& e, U a, U random) {
@@ -129,9 +152,9 @@ struct Events {
 };
 
 // The code with its sign, special values and overflow settled.
-// INSIDE: x is known to be finite and not to overflow.
+// INSIDE: x is known to be finite and not to overflow. overflow: what it becomes where it does.
 template <bool INSIDE>
-CPD_FN U finish_code(const Cast& cast, U x_bits, U code, Events& events) {
+CPD_FN U finish_code(const Cast& cast, U x_bits, U code, U overflow, Events& events) {
     U a = x_bits & 0x7fffffffu;
     if (INSIDE) {
         events.saturated = events.nonfinite = I{};
@@ -141,7 +164,7 @@ CPD_FN U finish_code(const Cast& cast, U x_bits, U code, Events& events) {
     I over = less(lanes(cast.max_code), code);
     I finite = less(a, lanes(CPD_INF));
     U sign = (x_bits & 0x80000000u) >> (32 - width(cast));
-    U special = (finite ? lanes(cast.overflow_code) : lanes(cast.inf_code)) | sign;
+    U special = (finite ? overflow : lanes(cast.inf_code)) | sign;
     special = less(lanes(CPD_INF), a) ? lanes(cast.nan_code) : special;  // NaN has no sign
     events.saturated = over & finite;
     events.nonfinite = ~finite;

@@ -43,17 +43,17 @@ CPD_FN void add_integers_column(const Cast& cast, const u32* a, int bits_a, cons
 }
 
 // The sum of a column and of x rounded to the format; x, n, index as for encode_column.
-template <bool NEAREST, bool COUNT>
+template <int WAY, bool COUNT>
 CPD_FN void add_encode_integers_column(const Cast& cast, int k, const u32* words_in, int bits_in,
                                        const float* x, i64 n, u32* words, int bits, int lane,
                                        Key key, u64 index, Counts& counts) {
-    Encoder e = make_encoder(cast, (u32)k);
+    const auto e = make_encoder_of<WAY>(cast, (u32)k);
     IntegerReader reader = make_integer_reader(cast, words_in, bits_in, lane);
     Packer packer = make_packer(words, lane);
     u32 mask = mask_of(bits);
     for (int i = lane; i < CPD_TILE; i += CPD_LANES) {
         U code =
-            encode_value<NEAREST, COUNT, false>(cast, e, load(x, i, n), key, index + i, counts);
+            encode_value<WAY, COUNT, false>(cast, e, load(x, i, n), key, index + i, counts);
         U sum = read_integer(cast, reader) + integer_of(cast, reader.decoder, code);
         put(packer, sum & mask, bits);
     }

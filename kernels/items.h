@@ -5,28 +5,45 @@
 #include "bitpack.h"
 #include "float_format.h"
 #include "random.h"
+#include "table_format.h"
 
 // Per lane, how many values saturated, became zero or were not finite.
 struct Counts {
     I saturated, underflowed, nonfinite;
 };
 
-// NEAREST: rounding to nearest, else towards zero or stochastic. COUNT: whether counts are kept.
-// INSIDE: all values are finite and none overflows.
-template <bool NEAREST, bool COUNT, bool INSIDE, class V>
-CPD_FN U encode_value(const Cast& cast, const EncoderOf<V>& e, F x, Key key, u64 index,
-                      Counts& counts) {
+// The constants of a way to find codes, with one shift.
+template <int WAY, class V>
+CPD_FN auto make_encoder_of(const Cast& cast, V k) {
+    if constexpr (WAY == CPD_BY_TABLE)
+        return make_table_encoder(cast, k);
+    else
+        return make_encoder(cast, k);
+}
+
+// WAY: of enum Way. COUNT: whether counts are kept. INSIDE: all values are finite and none
+// overflows; of no use by direction or table.
+template <int WAY, bool COUNT, bool INSIDE, class E>
+CPD_FN U encode_value(const Cast& cast, const E& e, F x, Key key, u64 index, Counts& counts) {
     U u = bits_of(x);
     U a = u & 0x7fffffffu;
-    U code;
-    if (NEAREST) {
-        code = round_nearest(cast, e, a);
-    } else {
-        U random = cast.rounding == CPD_STOCHASTIC ? random31(key, index) : lanes(0);
-        code = round_random(cast, e, a, random >> cast.man);
-    }
+    U code, overflow = lanes(cast.overflow_code);
     Events events;
-    code = finish_code<INSIDE>(cast, u, code, events);
+    if constexpr (WAY == CPD_BY_TABLE) {
+        code = table_code(cast, e, x, key, index, events);
+    } else {
+        if constexpr (WAY == CPD_BY_NEAREST) {
+            code = round_nearest(cast, e, a);
+        } else if constexpr (WAY == CPD_BY_ADDING) {
+            U random = cast.rounding == CPD_STOCHASTIC ? random31(key, index) & cast.random_mask
+                                                       : lanes(0);
+            code = round_random(cast, e, a, random >> cast.man);
+        } else {
+            code = round_directed(cast, e, u);
+            overflow = less(u, lanes(0)) ? lanes(cast.overflow_below) : overflow;
+        }
+        code = finish_code<INSIDE>(cast, u, code, overflow, events);
+    }
     if (COUNT) {
         counts.saturated -= events.saturated;
         counts.underflowed -= events.underflowed;
@@ -50,30 +67,30 @@ CPD_FN Rows rows_of(int lane, int blocks, int b) {
 
 // x: the tile's values, the first n of them real; index: of the tile's first value.
 // ahead: values that will be read soon.
-template <bool NEAREST, bool COUNT, bool INSIDE, class V>
-CPD_FN void encode_rows(const Cast& cast, const EncoderOf<V>& e, Packer& packer, Rows rows,
+template <int WAY, bool COUNT, bool INSIDE, class E>
+CPD_FN void encode_rows(const Cast& cast, const E& e, Packer& packer, Rows rows,
                         const float* x, i64 n, Key key, u64 index, Counts& counts,
                         const float* ahead) {
     int bits = width(cast);
     for (int i = rows.first; i < rows.stop; i += CPD_LANES) {
         U code =
-            encode_value<NEAREST, COUNT, INSIDE>(cast, e, load(x, i, n), key, index + i, counts);
+            encode_value<WAY, COUNT, INSIDE>(cast, e, load(x, i, n), key, index + i, counts);
         put(packer, code, bits);
         expect(ahead + i);
     }
 }
 
 // A whole column with the shift k.
-template <bool NEAREST, bool COUNT, bool INSIDE>
+template <int WAY, bool COUNT, bool INSIDE>
 CPD_FN void encode_column(const Cast& cast, int k, const float* x, i64 n, u32* words, int lane,
                           Key key, u64 index, Counts& counts, const float* ahead) {
     Packer packer = make_packer(words, lane);
-    encode_rows<NEAREST, COUNT, INSIDE>(cast, make_encoder(cast, (u32)k), packer, all_rows(lane), x,
+    encode_rows<WAY, COUNT, INSIDE>(cast, make_encoder_of<WAY>(cast, (u32)k), packer, all_rows(lane), x,
                                         n, key, index, counts, ahead);
 }
 
 // A column of blocks, each with its own shift: shifts are [block][lane].
-template <bool NEAREST, bool COUNT, bool INSIDE>
+template <int WAY, bool COUNT, bool INSIDE>
 CPD_FN void encode_blocks(const Cast& cast, int blocks, const u8* shifts, const float* x, i64 n,
                           u32* words, int lane, Key key, u64 index, Counts& counts,
                           const float* ahead) {
@@ -81,7 +98,7 @@ CPD_FN void encode_blocks(const Cast& cast, int blocks, const u8* shifts, const 
     for (int b = 0; b < blocks; ++b) {
         U stored = load_bytes(shifts + b * CPD_LANES + lane);
         U k = equal(stored, lanes(CPD_SHIFT_NONFINITE)) ? lanes(0) : stored - CPD_SHIFT_BIAS;
-        encode_rows<NEAREST, COUNT, INSIDE>(cast, make_encoder(cast, k), packer,
+        encode_rows<WAY, COUNT, INSIDE>(cast, make_encoder_of<WAY>(cast, k), packer,
                                             rows_of(lane, blocks, b), x, n, key, index, counts,
                                             ahead);
     }
@@ -89,35 +106,45 @@ CPD_FN void encode_blocks(const Cast& cast, int blocks, const u8* shifts, const 
 
 // How rows that share a shift are decoded; marked ones are NaN throughout.
 // M: bool, or I where each lane has its own shift.
-template <class V, class M>
+template <class D, class M>
 struct Scale {
-    DecoderOf<V> decoder;
+    D decoder;
     M marked;
 };
 
-CPD_FN Scale<u32, bool> scale_of(const Cast& cast, u8 shift) {
+// TABLE: whether the format is given by a table.
+template <bool TABLE, class V, class M>
+CPD_FN auto make_scale(const Cast& cast, V k, M marked) {
+    if constexpr (TABLE)
+        return Scale<TableDecoderOf<V>, M>{make_table_decoder(cast, k), marked};
+    else
+        return Scale<DecoderOf<V>, M>{make_decoder(cast, k), marked};
+}
+
+template <bool TABLE>
+CPD_FN auto scale_of(const Cast& cast, u8 shift) {
     bool marked = shift == CPD_SHIFT_NONFINITE;
-    u32 k = marked ? 0u : shift - (u32)CPD_SHIFT_BIAS;
-    return Scale<u32, bool>{make_decoder(cast, k), marked};
+    return make_scale<TABLE>(cast, marked ? 0u : shift - (u32)CPD_SHIFT_BIAS, marked);
 }
 
 // The scale of block b of a column, by its lanes' shifts.
-CPD_FN Scale<U, I> scale_of_block(const Cast& cast, const u8* shifts, int lane, int b) {
+template <bool TABLE>
+CPD_FN auto scale_of_block(const Cast& cast, const u8* shifts, int lane, int b) {
     U stored = load_bytes(shifts + b * CPD_LANES + lane);
     I marked = equal(stored, lanes(CPD_SHIFT_NONFINITE));
     U k = marked ? lanes(0) : stored - CPD_SHIFT_BIAS;
-    return Scale<U, I>{make_decoder(cast, k), marked};
+    return make_scale<TABLE>(cast, k, marked);
 }
 
-template <class V, class M>
-CPD_FN F read(const Cast& cast, const Scale<V, M>& scale, Unpacker& unpacker) {
+template <class D, class M>
+CPD_FN F read(const Cast& cast, const Scale<D, M>& scale, Unpacker& unpacker) {
     F value = decode_code(cast, scale.decoder, take(unpacker, width(cast)));
     return scale.marked ? from_bits(lanes(CPD_NAN)) : value;
 }
 
 // out = the decoded rows; nonfinite counts their values that are not finite.
-template <class V, class M>
-CPD_FN void decode_rows(const Cast& cast, const Scale<V, M>& scale, Unpacker& unpacker, Rows rows,
+template <class D, class M>
+CPD_FN void decode_rows(const Cast& cast, const Scale<D, M>& scale, Unpacker& unpacker, Rows rows,
                         float* out, i64 n, I& nonfinite) {
     for (int i = rows.first; i < rows.stop; i += CPD_LANES) {
         F value = read(cast, scale, unpacker);
@@ -127,24 +154,26 @@ CPD_FN void decode_rows(const Cast& cast, const Scale<V, M>& scale, Unpacker& un
     }
 }
 
+template <bool TABLE>
 CPD_FN void decode_column(const Cast& cast, u8 shift, const u32* words, int lane, float* out, i64 n,
                           I& nonfinite) {
     Unpacker unpacker = make_unpacker(words, lane);
-    decode_rows(cast, scale_of(cast, shift), unpacker, all_rows(lane), out, n, nonfinite);
+    decode_rows(cast, scale_of<TABLE>(cast, shift), unpacker, all_rows(lane), out, n, nonfinite);
 }
 
+template <bool TABLE>
 CPD_FN void decode_blocks(const Cast& cast, int blocks, const u8* shifts, const u32* words,
                           int lane, float* out, i64 n, I& nonfinite) {
     Unpacker unpacker = make_unpacker(words, lane);
     for (int b = 0; b < blocks; ++b)
-        decode_rows(cast, scale_of_block(cast, shifts, lane, b), unpacker, rows_of(lane, blocks, b),
+        decode_rows(cast, scale_of_block<TABLE>(cast, shifts, lane, b), unpacker, rows_of(lane, blocks, b),
                     out, n, nonfinite);
 }
 
 // out = x + the decoded rows, zero from value n on; returns max|out| as float32 bits.
 // room: how many values out holds, n or a whole tile.
-template <class V, class M>
-CPD_FN U sum_rows(const Cast& cast, const Scale<V, M>& scale, Unpacker& unpacker, Rows rows,
+template <class D, class M>
+CPD_FN U sum_rows(const Cast& cast, const Scale<D, M>& scale, Unpacker& unpacker, Rows rows,
                   const float* x, i64 n, float* out, i64 room) {
     U most = lanes(0);
     for (int i = rows.first; i < rows.stop; i += CPD_LANES) {
@@ -156,18 +185,20 @@ CPD_FN U sum_rows(const Cast& cast, const Scale<V, M>& scale, Unpacker& unpacker
     return most;
 }
 
+template <bool TABLE>
 CPD_FN U sum_column(const Cast& cast, u8 shift, const u32* words, int lane, const float* x, i64 n,
                     float* out, i64 room) {
     Unpacker unpacker = make_unpacker(words, lane);
-    return sum_rows(cast, scale_of(cast, shift), unpacker, all_rows(lane), x, n, out, room);
+    return sum_rows(cast, scale_of<TABLE>(cast, shift), unpacker, all_rows(lane), x, n, out, room);
 }
 
 // most: of each block.
+template <bool TABLE>
 CPD_FN void sum_blocks(const Cast& cast, int blocks, const u8* shifts, const u32* words, int lane,
                        const float* x, i64 n, float* out, i64 room, U* most) {
     Unpacker unpacker = make_unpacker(words, lane);
     for (int b = 0; b < blocks; ++b)
-        most[b] = sum_rows(cast, scale_of_block(cast, shifts, lane, b), unpacker,
+        most[b] = sum_rows(cast, scale_of_block<TABLE>(cast, shifts, lane, b), unpacker,
                            rows_of(lane, blocks, b), x, n, out, room);
 }
 

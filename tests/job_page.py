@@ -240,7 +240,12 @@ def factor_rows(factors: dict[str, Factor], kind: str) -> Iterator[str]:
 def page() -> str:
     """The whole page."""
     own = [name for name in Study.model_fields if name not in ("measure", "run", "train")]
-    parts = [HEAD, TRAIN, "\n### The file\n", *keys_table(Job, set(Job.model_fields) - {"name"})]
+    parts = [
+        HEAD,
+        TRAIN,
+        "\n### The file\n",
+        *keys_table(Job, set(Job.model_fields) - {"name", "metrics"}),
+    ]
     parts += [*tables(Job, ["name"]), STUDIES, "\n### The file\n"]
     parts += keys_table(Study, set(Study.model_fields) - set(own))
     parts += [*tables(Study, own), FACTORS, "\n| kind | factor | type | default | what it is |"]

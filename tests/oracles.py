@@ -58,17 +58,20 @@ def gfloat_round(
     rounding: str = "nearest",
     overflow: str = "inf",
     bits: np.ndarray | None = None,
+    count: int | None = None,
 ) -> np.ndarray:
     """x rounded by gfloat, in x's dtype, with this package's rule that infinity never saturates.
 
-    bits: int64[n], 31 random bits each, for stochastic rounding, of which the first 31 - man count
+    bits: int64[n], for stochastic rounding: count random bits each, or 31 of which the first
+        31 - man count
     """
     saturate = overflow == "saturate" or fmt.special == "none"
     info, finite = gfloat_info(fmt), np.isfinite(x)
     safe = np.where(finite, x, x.dtype.type(0))
-    count = 0 if bits is None else 31 - fmt.man
-    used = None if bits is None else bits >> fmt.man
-    y = round_ndarray(info, safe, MODES[rounding], saturate, used, count)
+    used = bits
+    if bits is not None and count is None:
+        count, used = 31 - fmt.man, bits >> fmt.man
+    y = round_ndarray(info, safe, MODES[rounding], saturate, used, count or 0)
     infinity = {"ieee": np.inf, "nan": np.nan, "none": info.max}[fmt.special]
     y = np.where(finite, y, np.copysign(x.dtype.type(infinity), x))
     return np.where(np.isnan(x), x.dtype.type(np.nan), y)

@@ -25,7 +25,7 @@ SCALARS = {
     "double": np.float64,
 }  # fmt: skip
 NULL = ("counts", "out", "nonfinite")  # pointers that may be missing
-UNSIGNED = (3, 4, 5, 6, 7, 11)  # of the numbers of a cast, as load_cast has them
+UNSIGNED = (3, 4, 5, 6, 7, 11, 12, 13)  # of the numbers of a cast, as load_cast has them
 
 
 def signature(source: str, name: str) -> list[tuple[str, bool, str]]:
@@ -59,8 +59,10 @@ def arguments(source: str, name: str, args: tuple[Any, ...]) -> SimpleNamespace:
 def run(name: str, a: SimpleNamespace) -> None:
     """Do what a kernel does."""
     if hasattr(a, "cast_numbers"):
-        numbers = enumerate(a.cast_numbers.tolist())
-        a.cast = tuple(v & 0xFFFFFFFF if i in UNSIGNED else v for i, v in numbers)
+        *plain, size = a.cast_numbers[:15].tolist()
+        table = a.cast_numbers[15:] if size else None
+        numbers = [v & 0xFFFFFFFF if i in UNSIGNED else v for i, v in enumerate(plain)]
+        a.cast = (*numbers, 0 if table is None else table.ctypes.data, table)
     if hasattr(a, "key_low"):
         a.key = (a.key_low, a.key_high)
     if hasattr(a, "blocks"):  # what the CPU's kernels find out by themselves

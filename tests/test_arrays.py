@@ -206,5 +206,5 @@ def test_arguments_out_of_range_are_errors() -> None:
         cpdhpc.unpack(codes, 8, -1)
     with pytest.raises(ValueError, match="parse_format: 'fp8'"):
         cpdhpc.quantize(x, "fp8")
-    with pytest.raises(ValueError, match="rounding='up'"):
-        cpdhpc.quantize(x, FloatFormat(5, 2), "up")
+    with pytest.raises(ValueError, match="rounding='upwards'"):
+        cpdhpc.quantize(x, FloatFormat(5, 2), "upwards")

@@ -96,6 +96,14 @@ def test_checkpoints_of_other_jobs_are_refused(
     assert str(files.checkpoint) in str(caught.value)
 
 
+def test_a_resumed_run_says_that_its_samples_are_others(tmp_path: Path) -> None:
+    job = small_job(train={"epochs": 1})
+    run_job(job, Loopback(2), tmp_path)
+    for seed, said in ((0, ""), (1, "the samples are others than before")):
+        training = prepare(job, Loopback(2), small_data(seed), Files.of(tmp_path, job))
+        assert training.resume() == said
+
+
 def test_settings_that_change_no_bit_may_differ(tmp_path: Path) -> None:
     run_job(small_job(), Loopback(2), tmp_path)
     job = small_job(train={"checkpoint_every": 7, "timeout_s": 5.0, "telemetry_every": 3})

@@ -68,6 +68,7 @@ def test_moments_are_unbiased_for_uneven_shares() -> None:
 ROWS = {
     "none": {"aggregator": "none"},
     "e3m0": {"aggregator": "lowbit", "wire": "e3m0", "error_feedback": True},
+    "e8m23": {"aggregator": "lowbit", "wire": "e8m23"},  # sums of float32, by sketches
     "topk": {"aggregator": "topk", "density": 0.01},
     "scaled": {"aggregator": "none"},
 }
@@ -103,6 +104,51 @@ def test_norms_are_those_before_compression(tmp_path: Path, row: str) -> None:
     assert found == pytest.approx(wanted, rel=1e-4)
     assert wanted[0] > 0 > wanted[1] and steps["noise_scale"][0] == np.inf
     assert steps["samples"].tolist() == [25, 25, 25, 25]
+
+
+@pytest.mark.parametrize(
+    ("name", "row"), [("adam", "e8m23"), ("adamp", "none"), ("novograd", "none")]
+)
+def test_norms_are_those_of_steps_that_are_preconditioned(
+    tmp_path: Path, name: str, row: str
+) -> None:
+    """Of the second step, by P of the first one's gradient alone, in float64 beside plain torch.
+
+    Sums of float32 gradients and their roots are rounded: some 25 * 2**-24 of values that are up to
+    1 / eps = 100 times as sure to be seen.
+    """
+    optimizer = {"name": name, "eps": 0.01}
+    job = small_job(
+        controller={"name": "noise_scale"}, gradient=ROWS[row], optimizer=optimizer,
+        train={"epochs": 1, "batch": 25, "learning_rate": 0.01},
+    )  # fmt: skip
+    training = run_job(job, Loopback(3), tmp_path)
+    steps = store.read(training.files.record)[0]["steps"]
+    assert np.isnan(steps["gradient_variance"][0])
+    data = small_data()
+    model = prepare(job, Loopback(3), data, training.files).model
+    order = epoch_order(100, job.seed, 0)
+
+    def gradients(index: Array) -> list[Array]:
+        model.zero_grad()
+        logits = model(torch.from_numpy(data.train_x[index]))
+        loss = torch.nn.functional.cross_entropy(logits, torch.from_numpy(data.train_y[index]))
+        loss.backward()  # type: ignore[no-untyped-call]
+        return [p.grad.double().numpy() for p in model.parameters() if p.grad is not None]
+
+    before = gradients(order[:25])
+    factor = {"novograd": lambda g: 1 / (np.linalg.norm(g) + 0.01)}.get(name)
+    factors = [factor(g) if factor else 1 / (np.abs(g) + 0.01) for g in before]
+    job.optimizer.build(model.parameters(), 0.01).step()
+
+    def squared(index: Array) -> float:
+        return sum(float((p * g**2).sum()) for p, g in zip(factors, gradients(index), strict=True))
+
+    parts = [shard(order[25:50], 3, rank) for rank in range(3)]
+    own = np.array([squared(part) for part in parts])
+    wanted = moments(Norms(own, squared(order[25:50]), np.array([len(part) for part in parts])))
+    found = steps["gradient_variance"][1], steps["gradient_norm2"][1]
+    assert found == pytest.approx(wanted, rel=100 * 25 * 2**-24)
 
 
 def test_sketches_have_the_norm_on_average() -> None:
@@ -232,6 +278,7 @@ def test_autowu_falls_from_the_highest_rate_where_the_loss_never_rises() -> None
         ({"controller": {"name": "autowu"}, "train": {"learning_rate": 1.0}}, "be left out"),
         ({"controller": {"name": "noise_scale", "smoothing": 1.0}}, "controller.smoothing"),
         ({"controller": {"name": "noise_scale"}, "train": {"batch": 1}}, "should be 2 or more"),
+        ({"controller": {"name": "noise_scale"}, "optimizer": {"name": "lamb"}}, "Lamb: takes the"),
         (
             {"controller": {"name": "noise_scale"}, "train": {"image_grid": [2, 1]}},
             "train.image_grid",

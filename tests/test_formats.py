@@ -109,8 +109,8 @@ def test_unknown_words_are_errors() -> None:
     fmt = FloatFormat(4, 3)
     with pytest.raises(ValueError, match=r"special='fn': known are ieee, nan, none"):
         FloatFormat(4, 3, "fn")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="rounding='up': known are nearest, stochastic, zero"):
-        Cast(fmt, "up")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="rounding='upwards': known are down, nearest, odd"):
+        Cast(fmt, "upwards")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="overflow='nan': known are inf, saturate"):
         Cast(fmt, "nearest", "nan")  # type: ignore[arg-type]
 

@@ -257,7 +257,7 @@ def test_a_study_sweeps_their_arguments(
     ("settings", "message"),
     [
         (["model.import=x"], "model.import='x': should match pattern"),
-        (["model.name=mlp"], "model: has name and import: give one"),
+        (["model.name=mlp", "model.import=a:b"], "model: has name and import: give one"),
         (["model.import=nowhere_at_all:Net"], "ModuleNotFoundError: No module named 'nowhere_at"),
         (["model.import={m}:nothing"], 'model.import="{m}:nothing": module {m} has no function'),
         (["model.depth=3"], "TypeError: Net.__init__() got an unexpected keyword argument 'depth'"),

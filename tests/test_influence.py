@@ -22,12 +22,13 @@ from cpdhpc.influence.rows import LastLayer, Layers, Projection
 from cpdhpc.report.command import load
 from cpdhpc.signals import Caught, Interrupted
 from cpdhpc.train import loop, weights
+from cpdhpc.train.fitting import samples_of
 from cpdhpc.train.job import Job
 from cpdhpc.train.job import load as load_jobs
 from cpdhpc.train.losses import CrossEntropy, MeanSquares
 from cpdhpc.train.models import MODELS
 from cpdhpc.train.progress import Display
-from cpdhpc.train.setup import Files, prepare, samples_of
+from cpdhpc.train.setup import Files, prepare
 from cpdhpc.world.ranks import Loopback
 
 ENTROPY = CrossEntropy().build()

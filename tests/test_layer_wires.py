@@ -186,6 +186,28 @@ def test_what_is_no_wire_of_a_layer_is_refused(options: dict[str, Any], says: st
         GradientReducer(model_of(), Loopback(2), "lowbit", **options)
 
 
+def test_wires_of_a_policy_are_those_of_layers(tmp_path: Path) -> None:
+    """Over lowbit and over float32; the weights have the same bits."""
+    rules = [{"layers": "*", "wire": "e5m2"}, {"layers": "3", "wire": "e3m0"}]
+    found = []
+    for number, (gradient, precision) in enumerate(
+        [
+            ({"aggregator": "lowbit", "layers": {"1": "e5m2", "3": "e3m0"}}, {}),
+            ({"aggregator": "lowbit"}, {"rule": rules}),
+            ({"aggregator": "none"}, {"rule": rules}),
+        ]
+    ):
+        directory = tmp_path / str(number)
+        directory.mkdir()
+        job = small_job(gradient=gradient, precision=precision, train={"epochs": 1})
+        training = run_job(job, Loopback(2), directory)
+        found.append((model_bytes(training.files.checkpoint), training.sent_bytes.tolist()))
+    assert found[0] == found[1] == found[2]
+    job = small_job(gradient={"aggregator": "topk"}, precision={"rule": rules})
+    with pytest.raises(ConfigError, match="wire: goes with gradient"):
+        run_job(job, Loopback(2), tmp_path)
+
+
 def test_stages_refuse_what_names_layers_of_others() -> None:
     gradient = {"aggregator": "lowbit", "layers": {"*": "e3m0"}}
     with pytest.raises(ConfigError, match=r"does not go with this gradient\.layers"):

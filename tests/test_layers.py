@@ -14,7 +14,8 @@ import pytest
 import cpdhpc
 
 PACKAGE = Path(cpdhpc.__file__).parent
-BASE = {"formats", "methods", "randomness", "partition", "config", "store", "claim", "shipped"}
+BASE = {"formats", "table_formats", "methods", "randomness", "partition", "config", "store"}
+BASE |= {"claim", "shipped"}
 WORLD = BASE | {"ops", "world"}
 REDUCE = WORLD | {"collectives"}
 MAY_IMPORT = {  # part of the package -> the parts it may import, besides itself
@@ -219,6 +220,7 @@ def test_importing_starts_nothing() -> None:
             "precision.conversion",
             "precision.layers",
             "precision.quantizers",
+            "precision.search",
             "precision.updates",
         )
     )

@@ -112,6 +112,24 @@ def test_a_skipped_step_leaves_all_as_it_was_but_the_scale() -> None:
     assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), grads, strict=True))
 
 
+def test_a_skipped_step_leaves_all_ranks_the_buffers_of_the_first() -> None:
+    """As real ranks have them: batch norm has seen the first rank's samples, and no other's."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(2), torch.nn.Linear(2, 1))
+    scaler = LossScaler(GradientReducer(model, Loopback(2)), 2.0, dynamic=True)
+    alone = torch.nn.BatchNorm1d(2)
+    for factor in (float("inf"), 1.0):
+        for hosted, x in enumerate(SHARDS):
+            scaler.reducer.begin(hosted)
+            model.zero_grad()
+            (model(x).sum() * factor).backward()
+            scaler.reducer.stash(hosted)
+        assert (scaler.reduce() is None) == (factor > 1)
+        alone(SHARDS[0])
+        for found, expected in zip(model[0].buffers(), alone.buffers(), strict=True):
+            assert torch.equal(found, expected)
+
+
 def test_clean_steps_double_the_scale_and_memory_follows() -> None:
     model, scaler = scaled_reducer(4.0)
     scaler.clean_steps = PATIENCE - 2

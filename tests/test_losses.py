@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from training import small_data, small_job
+from training import SMALL, small_data, small_job
 
 from cpdhpc import store
-from cpdhpc.config import ConfigError, validate
+from cpdhpc.config import ConfigError, dump_toml, validate
 from cpdhpc.report.figures import styles
 from cpdhpc.report.score import Score, Trained, score_charts
 from cpdhpc.report.trainings import load_run, run_groups, table
 from cpdhpc.signals import Caught
-from cpdhpc.train.job import Job
+from cpdhpc.train.job import Job, load
 from cpdhpc.train.loop import run
 from cpdhpc.train.losses import LOSSES, METRICS, CrossEntropy
 from cpdhpc.train.progress import Display
@@ -59,7 +59,7 @@ def test_a_target_that_is_no_class_is_named(wrong: int) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 10), torch.nn.Unflatten(1, (5, 2)))
     loss, metric = LOSSES["cross_entropy"]().build(), METRICS["accuracy"]()
     with pytest.raises(ConfigError, match=f"item 4: target {wrong}: must be a class, 0 to 4"):
-        evaluate(model, Loopback(3), samples, loss, metric)
+        evaluate(model, Loopback(3), samples, loss, [metric])
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
@@ -69,15 +69,15 @@ def test_scores_are_over_all_targets_of_all_samples(ranks: int) -> None:
     samples = InMemory(torch.from_numpy(x), torch.from_numpy(y))
     same, world, expected = torch.nn.Identity(), Loopback(ranks), surprise(x, y).mean()
     smoothed = CrossEntropy(label_smoothing=0.5).build()
-    told, loss = evaluate(same, world, samples, smoothed, METRICS["perplexity"]())
+    both = METRICS["perplexity"](), METRICS["accuracy"]()
+    (told, right), loss = evaluate(same, world, samples, smoothed, both)
     assert told == pytest.approx(np.exp(expected), rel=1e-13)
     assert loss == pytest.approx(surprise(x, y, 0.5).mean(), rel=1e-13)
-    told, _ = evaluate(same, world, samples, smoothed, METRICS["accuracy"]())
-    assert told == (x.argmax(1) == y).mean()
+    assert right == (x.argmax(1) == y).mean()
     squares = InMemory(torch.from_numpy(x), torch.from_numpy(x + y[:, None]))
-    both = evaluate(same, world, squares, LOSSES["mse"]().build(), METRICS["loss"]())
+    (told,), loss = evaluate(same, world, squares, LOSSES["mse"]().build(), [METRICS["loss"]()])
     # the targets are rounded to float32, so a difference of at most 3 by 2**-23 of it
-    assert both == pytest.approx([np.square(y, dtype=float).mean()] * 2, rel=2**-21)
+    assert [told, loss] == pytest.approx([np.square(y, dtype=float).mean()] * 2, rel=2**-21)
 
 
 def test_the_metric_is_that_of_the_loss_where_the_job_names_none() -> None:
@@ -126,6 +126,43 @@ def test_records_have_the_columns_of_the_metric(
     again = prepare(job, Loopback(2), small_data(), Files.of(tmp_path, job))
     again.resume()
     assert again.record.rows["epochs"] == training.record.rows["epochs"]
+
+
+def test_further_metrics_are_recorded_and_reported(tmp_path: Path) -> None:
+    """As a run has them that goes by them; gone on with where their module has moved to."""
+    further = [{"name": "perplexity"}, {"import": "thirds_of_labels:third", "better": "lower"}]
+    found = []
+    for place in ("here", "there"):
+        (tmp_path / place).mkdir()
+        (tmp_path / place / "thirds_of_labels.py").write_text(
+            "def third(outputs, targets):\n    return (targets % 3 == 0).float()\n"
+        )
+        path = tmp_path / place / "job.toml"
+        path.write_text(dump_toml(SMALL | {"metrics": further}))
+        (job,) = load(path)
+        training = prepare(job, Loopback(2), small_data(), Files.of(tmp_path, job))
+        training.resume()
+        run(training, Caught(), Display(False, 1))
+        found.append(store.read(training.files.record)[0]["epochs"])
+    assert all(np.array_equal(found[0][name], found[1][name]) for name in found[0])
+    alone = small_job(metric=further[0], name="alone")
+    training = prepare(alone, Loopback(2), small_data(), Files.of(tmp_path, alone))
+    run(training, Caught(), Display(False, 1))
+    expected = training.record.arrays()["epochs"]["test_perplexity"]
+    assert np.array_equal(found[0]["test_perplexity"], expected)
+    thirds = (small_data().test_y % 3 == 0).mean()
+    assert found[0]["test_third"] == pytest.approx(np.full(2, thirds), rel=1e-13)
+    shown = table(run_groups([load_run(tmp_path / f"{job.id}.h5")]))
+    assert [column.heading for column in shown.columns][2:5] == [
+        *("accuracy\n%", "perplexity", "third")
+    ]
+    assert shown.rows[0][3:5] == [f"{expected[-1]:.4g}", f"{thirds:.4g}"]
+
+
+@pytest.mark.parametrize("names", [["accuracy"], ["loss"], ["perplexity", "perplexity"]])
+def test_a_metric_is_told_once(names: list[str]) -> None:
+    with pytest.raises(ConfigError, match=f"metrics: '{names[-1]}': is told already"):
+        small_job(metrics=[{"name": name} for name in names])
 
 
 def test_less_is_better_where_the_metric_says_so() -> None:

@@ -235,6 +235,7 @@ def test_an_exported_network_gives_the_class_of_the_trained_one(
 
     check("q-s0.h5: is no checkpoint of cpdhpc train", str(tmp_path / "q-s0.h5"))
     check("only keys of data may be set", checkpoint, "--set", "model.weight_bits=3")
+    check("is another one than the run's", checkpoint, "--set", "data.split_seed=5")
     with pytest.raises(store.StoreError, match="is no file of cpdhpc export"):
         quantized.load(training.files.checkpoint)
     monkeypatch.setattr(quantized.IntegerNetwork, "classes", lambda of, x: np.full(len(x), 3))
@@ -248,10 +249,12 @@ def test_a_model_of_floats_is_not_exported(
         job = small_job(data={"name": "digits"})
         data = replace(small_data(), classes=classes)
         training = prepare(job, Loopback(1), data, Files.of(tmp_path, job))
+        training.data_sample = ""  # as in versions that did not keep it
         training.save("running")
         path = str(training.files.checkpoint)
         assert main(["export", path, "--out", str(tmp_path / "no.h5")]) == 2
-        shown = capsys.readouterr().err
+        told, shown = capsys.readouterr()
+        assert "has no digest of its data" in told or "tensor" in shown
         assert shown.startswith(f"cpdhpc: error: {path}: ")
         assert words in shown
         assert shown.count("\n") == 1

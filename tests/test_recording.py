@@ -17,6 +17,7 @@ from cpdhpc.config import ConfigError, UserError, dump_toml
 from cpdhpc.precision.recorder import Recorder
 from cpdhpc.precision.recording import KINDS, Recorded, Tensor, kept_rows, load
 from cpdhpc.signals import Caught, Interrupted
+from cpdhpc.train import gradients
 from cpdhpc.train import job as jobs
 from cpdhpc.train.loop import Diverged, run
 from cpdhpc.train.progress import Display
@@ -215,6 +216,27 @@ def test_gradients_that_are_not_finite_are_there_to_be_looked_at(tmp_path: Path)
     found = by_name(load(training.files.recording(job)), 0)
     assert "mean" not in {kind for kind, _ in found}
     assert any(np.isnan(t.read()).any() for (kind, _), t in found.items() if kind == "gradients")
+
+
+def test_files_of_gradients_are_read_by_the_same_commands(tmp_path: Path):
+    """Those of train.record_gradients by replay, recordings by bench compress and rounding."""
+    model, path = network(), tmp_path / "one.h5"
+    reducer = GradientReducer(model, Loopback())
+    with Recorder(model, tmp_path / "all.h5", reducer, every=1) as recorder:
+        NN.functional.cross_entropy(model(samples(0, 0)[0]), samples(0, 0)[1]).backward()
+        recorder.step(reducer.reduce())
+    gradients.save(reducer, path, 0, "mine")
+    (whole,), one = gradients.load_all(tmp_path / "all.h5"), gradients.load(path)
+    assert (whole.iteration, whole.ranks, whole.loss_scale) == (0, 1, 1.0)
+    assert {*whole.layers} == {*one.layers}
+    again = {each.name: each for each in load(path).tensors}
+    for name, values in one.layers.items():
+        np.testing.assert_array_equal(whole.layers[name], values)
+        np.testing.assert_array_equal(again[name].read(), values)
+        assert again[name].kind == "gradients" and not again[name].is_thinned
+    trained(tmp_path / "none.h5", steps=1, iterations=(0,), tensors=("weights",))
+    with pytest.raises(UserError, match=r"none\.h5: has no recorded gradients"):
+        gradients.load_all(tmp_path / "none.h5")
 
 
 def test_wrong_settings_and_files_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

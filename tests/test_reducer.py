@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
@@ -16,7 +17,8 @@ from torch_models import MODELS, batch
 
 import cpdhpc
 from cpdhpc.collectives.checks import NonFiniteGradient
-from cpdhpc.compress import COMPRESSORS, Aggregator, Dgc, TopK
+from cpdhpc.compress import COMPRESSORS, Aggregator, Context, Dgc, Mean, TopK
+from cpdhpc.compress.bucket import Bucket
 from cpdhpc.train.reducer import GradientReducer
 from cpdhpc.train.replicas import BufferMode
 from cpdhpc.world.ranks import Loopback
@@ -320,3 +322,35 @@ def test_nan_in_the_last_of_several_buckets_moves_no_memory(aggregator: str) -> 
             reducer.reduce()
         found.append((gradients(model), [(k, e.array.tobytes()) for k, e in reducer.state]))
     assert found[0] == found[1] and found[0][1]
+
+
+@dataclass(frozen=True)
+class Keeping(Aggregator):
+    """Returns what it keeps, or the very gradient that it was given."""
+
+    keeps: bool
+
+    def aggregate(self, gradients: list[Any], bucket: Bucket, context: Context) -> Mean:
+        if not self.keeps:
+            return Mean(gradients[0])
+        (kept,) = context.state.own(bucket.names[0], "sum", (bucket.size,))
+        kept += gradients[0]
+        return Mean(kept)
+
+
+@pytest.mark.parametrize("bucket_mib", [25.0, 1e-6])
+@pytest.mark.parametrize("keeps", [False, True])
+def test_changed_gradients_change_nothing_else(keeps: bool, bucket_mib: float) -> None:
+    """As clipping does: neither what is kept, nor the mean that was returned."""
+    model = model_of()
+    reducer = GradientReducer(model, Loopback(), Keeping(keeps), bucket_mib=bucket_mib)
+    for step in range(1, 3):
+        backward(model, 0)
+        given = np.concatenate([p.grad.numpy().ravel().copy() for p in model.parameters()])
+        mean = reducer.reduce()
+        found = np.concatenate([p.grad.numpy().ravel() for p in model.parameters()])
+        expected = step * given if keeps else given  # twice a float32 is exact
+        assert np.array_equal(found, expected) and np.array_equal(mean.flat, expected)
+        for parameter in model.parameters():
+            parameter.grad.fill_(torch.nan)
+        assert np.array_equal(mean.flat, expected)

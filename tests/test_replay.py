@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from training import ROOT
 
 from cpdhpc import store
-from cpdhpc.cli import main
+from cpdhpc.cli import main, parser
 from cpdhpc.collectives.allreduce import simulate
 from cpdhpc.config import ConfigError, UserError
 from cpdhpc.formats import Cast, parse_format
@@ -141,6 +142,25 @@ def test_the_command_writes_a_page_without_torch_or_mpi(
         "exponents.csv", "rounding.csv", "sums.csv", "products.csv"
     }  # fmt: skip
     assert main(["report", str(out), "--quiet"]) == 0
+
+
+def test_the_page_is_true(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """The commands are known, the first one run on two big batches; the script runs."""
+    page = (ROOT / "docs" / "precision.md").read_text().partition("## What passes through")[2]
+    commands = [line.split()[3:] for line in page.splitlines() if line.startswith("    python -m")]
+    monkeypatch.chdir(tmp_path)
+    for each in commands:
+        parser(each).parse_args(each)
+    job = ROOT / commands[0][2]
+    small = ["--set", "train.epochs=1", "--set", "train.batch=720", "--layers", "10"]
+    assert main(["precision", "record", str(job), *commands[0][3:], *small]) == 0
+    assert "recording: digits.h5" in capsys.readouterr().out
+    assert load(tmp_path / "digits.h5").layers.keys() == {"10"}
+    script = page.partition("```python\n")[2].partition("```")[0]
+    exec(script, {})
+    assert load(tmp_path / "mine.h5").iterations == [0, 2, 4]
 
 
 def test_what_cannot_be_replayed_is_told_in_a_line(file: Path, tmp_path: Path, capsys: Any):

@@ -75,6 +75,7 @@ def test_the_table_counts_bytes_beside_float32(directory: Path) -> None:
     assert cells["float32"][4] == f"{4 * values:,}"
     assert cells["tile"][4] == f"{4 * (1024 + 1):,}"  # 4 tensors, each a tile and its shift
     assert cells["tile"][5] == f"{4 * 1025 / (4 * values):.3f}"
+    assert "in tiles of 1,024 values" in table(groups_in(directory)).caption
     assert cells["tile"][1] == "2 of 3"
     assert cells["float32"][3] == cells["float32"][8] == "-"
     assert re.fullmatch(r"[+-]\d+\.\d\d", cells["aps"][3])

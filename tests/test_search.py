@@ -20,6 +20,7 @@ from cpdhpc import store
 from cpdhpc.cli import main
 from cpdhpc.compress.bucket import Bucket
 from cpdhpc.precision import search as searching
+from cpdhpc.precision.commands import add_search
 from cpdhpc.precision.evidence import RAW, Evidence, Layer, Trial
 from cpdhpc.precision.search import BEYOND, WITHIN, Search, narrowing
 from cpdhpc.report.search import search_report
@@ -50,8 +51,8 @@ def asked(directory: Path, *words: str, job: str = JOB) -> searching.Asked:
     path = directory / "job.toml"
     path.write_text(job)
     parser = argparse.ArgumentParser()
-    searching.add_arguments(parser)
-    return searching._asked(parser.parse_args([str(path), *words]), [], 1)
+    add_search(parser)
+    return searching.asked_of(parser.parse_args([str(path), *words]), [], 1)
 
 
 def layer(name: str, size: int, *errors: float) -> Layer:

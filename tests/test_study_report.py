@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import h5py
@@ -11,17 +12,20 @@ import pytest
 from studies import fill, small_study
 from synthetic_points import GRADIENTS
 from synthetic_study import write_study
+from training import run_job
 
+from cpdhpc.kinds.train import TRAIN
 from cpdhpc.report.command import Outputs, report
 from cpdhpc.report.compare import compare
 from cpdhpc.report.figures import draw
 from cpdhpc.report.study import study_report
 from cpdhpc.report.tables import Report, Table
-from cpdhpc.study.case_file import OUTCOMES
-from cpdhpc.study.cases import load_study
+from cpdhpc.study.case_file import OUTCOMES, write_result
+from cpdhpc.study.cases import expand, load_study
 from cpdhpc.study.collect import collect
 from cpdhpc.study.folder import Folder
 from cpdhpc.study.study_file import load_study_file
+from cpdhpc.world.ranks import Loopback
 
 SMALL: dict[str, Any] = {"ranks": (2, 4), "sizes": (2**12, 2**20), "algorithms": ("ring",)}
 
@@ -166,6 +170,36 @@ def test_what_collect_writes_is_read(tmp_path: Path) -> None:
     assert "measured after a restart of the batch, 5 points" in listed
     assert dict(found.facts)["points"] == "5, 1 missing"
     assert len(cells(folder.path / "study.h5", "Scaling")) == 5
+
+
+METRICS = """
+kind = "train"
+job.metrics = [{ name = "perplexity" }]
+job.train = { epochs = 1, batch = 25, threads = 1 }
+[sweep]
+ranks = [1]
+seed = [0, 1]
+"""
+
+
+def test_further_metrics_of_trainings_are_columns(tmp_path: Path) -> None:
+    (tmp_path / "s.toml").write_text(METRICS)
+    study, folder = load_study(tmp_path / "s.toml"), Folder(tmp_path / "results")
+    folder.prepare(study)
+    found, place = [], SimpleNamespace(environment=dict)
+    for case in expand(study).cases:
+        each = TRAIN.measure(study, case, tmp_path)  # type: ignore[call-arg, arg-type]
+        each.training = run_job(each.job, Loopback(1), tmp_path)
+        each.starts = [0]
+        write_result(folder.case_file(case), case, each.result(place))
+        found.append(each.training.record.arrays()["epochs"]["test_perplexity"][-1])
+    collect(study, folder)
+    (row,) = cells(folder.path / "study.h5", "Training")
+    assert row["perplexity"] == f"{np.mean(found):.4g} ± {np.std(found, ddof=1):.2g}"
+    assert row["seeds"] == "2"  # a score is no factor
+    assert "trainings" in row  # no key of [gradient] was swept
+    caption = table(folder.path / "study.h5", "Training").caption
+    assert "in tiles of 1,024 values, and every layer fills up its last one" in caption
 
 
 CODEC = """

@@ -9,15 +9,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from training import ROWS, model_bytes, run_job, small_data, small_job
+from training import ROWS, SMALL, model_bytes, run_job, small_data, small_job, write_idx
 
+from cpdhpc import store
+from cpdhpc.cli import main
 from cpdhpc.collectives.checks import NonFiniteGradient
 from cpdhpc.compress import COMPRESSORS
 from cpdhpc.compress.lowbit import LowBit
+from cpdhpc.config import dump_toml
+from cpdhpc.signals import Caught
 from cpdhpc.train.controllers import DECAYS, Schedule
-from cpdhpc.train.loop import Diverged
+from cpdhpc.train.loop import Diverged, run
 from cpdhpc.train.losses import Accuracy, CrossEntropy
 from cpdhpc.train.models import MODELS
+from cpdhpc.train.progress import Display
 from cpdhpc.train.reducer import GradientReducer
 from cpdhpc.train.samples import InMemory
 from cpdhpc.train.setup import Files, prepare
@@ -106,8 +111,8 @@ def test_evaluation_counts_every_sample_once_at_any_number_of_ranks() -> None:
     right = int((model(x).argmax(1) == y).sum())
     losses = []
     for ranks in (1, 3, 64):
-        accuracy, loss = evaluate(
-            model, Loopback(virtual_ranks=ranks), InMemory(x, y), LOSS, Accuracy()
+        (accuracy,), loss = evaluate(
+            model, Loopback(virtual_ranks=ranks), InMemory(x, y), LOSS, [Accuracy()]
         )
         assert accuracy == right / len(y)
         losses.append(loss)
@@ -122,7 +127,7 @@ def test_evaluation_is_without_what_only_training_does() -> None:
     model, data = torch.nn.Sequential(*layers), small_data()
     x, y = torch.from_numpy(data.test_x), torch.from_numpy(data.test_y)
     logits = layers[2](x.flatten(1)).detach().double()
-    _, loss = evaluate(model, Loopback(), InMemory(x, y), LOSS, Accuracy())
+    _, loss = evaluate(model, Loopback(), InMemory(x, y), LOSS, [Accuracy()])
     assert loss == pytest.approx(float(torch.nn.functional.cross_entropy(logits, y)), rel=1e-6)
     assert model.training
 
@@ -208,11 +213,6 @@ def test_the_reducer_refuses_models_it_cannot_reduce() -> None:
 
 @pytest.mark.parametrize("row", ROWS)
 def test_divergence_names_layer_and_rank_and_keeps_the_checkpoint(tmp_path: Path, row: str) -> None:
-    from cpdhpc import store
-    from cpdhpc.signals import Caught
-    from cpdhpc.train.loop import run
-    from cpdhpc.train.progress import Display
-
     job = small_job(gradient=ROWS[row], train={"epochs": 1})
     files = Files.of(tmp_path, job)
     run_job(job, Loopback(2), tmp_path)
@@ -243,6 +243,54 @@ def test_a_loss_that_is_not_finite_ends_the_run(
     job = small_job(train={"epochs": 1})
     with pytest.raises(Diverged, match="small-s0: iteration 2: the loss is inf"):
         run_job(job, Loopback(2), tmp_path)
+
+
+def test_a_row_that_diverges_leaves_the_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Table, exit status and last line say which; resumed, it is the only one that is tried."""
+    write_idx(tmp_path)
+    rates = {"before": 0.1, "wild": 1e30, "after": 0.1}
+    rows = [{"name": name, "train": {"learning_rate": rate}} for name, rate in rates.items()]
+    tables = SMALL | {"data": {"name": "idx", "dir": str(tmp_path)}, "compare": rows}
+    (tmp_path / "job.toml").write_text(dump_toml(tables))
+    command = ["train", str(tmp_path / "job.toml"), "--out", str(tmp_path / "out")]
+    for resumed, options in enumerate(([], ["--resume"])):
+        assert main([*command, *options]) == 2
+        shown, error = capsys.readouterr()
+        assert "wild-s0.h5: failed" in shown
+        assert ("[3/3] after-s0: complete" in shown) == (not resumed)
+        assert error.count("\n") == 1
+        assert error.startswith("cpdhpc: error: 1 of 3 runs: wild-s0: iteration ")
+    status = {
+        name: store.read_attributes(tmp_path / f"out/{name}-s0.h5")["status"] for name in rates
+    }
+    assert status == {"before": "complete", "wild": "failed", "after": "complete"}
+    (tmp_path / "job.toml").write_text(dump_toml(tables | {"compare": rows[1:2]}))
+    assert main([*command[:-1], str(tmp_path / "alone")]) == 2  # none is complete: no table
+
+
+@pytest.mark.parametrize(("name", "limit"), [("LARGEST_BYTES", 5 * 256), ("KEPT_BYTES", 1)])
+def test_evaluation_takes_as_many_samples_as_memory_is_to_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, limit: int
+) -> None:
+    """The first layer gives 64 values, 256 bytes: 5 of the 40 samples have room, with copies one.
+
+    Sums of 64 products may round otherwise in other chunks, so losses agree to some 64 * 2**-24.
+    """
+    import cpdhpc.train.step as steps
+
+    copies = {"epsilon": 0.1} if name == "KEPT_BYTES" else {}
+    job, sizes = small_job(adversarial=copies, train={"epochs": 1}), list[int]()
+    whole = run_job(job, Loopback(1), tmp_path).record.rows["epochs"][0]
+    monkeypatch.setattr(steps, name, limit)
+    training = prepare(job, Loopback(1), small_data(), Files.of(tmp_path, job))
+    training.model.register_forward_hook(
+        lambda model, given, output: None if model.training else sizes.append(len(output))
+    )
+    run(training, Caught(), Display(False, 1))
+    assert set(sizes) == {1 if copies else 5}
+    assert training.record.rows["epochs"][0][1:-1] == pytest.approx(whole[1:-1], rel=64 * U)
 
 
 def test_a_run_that_learns_nothing_says_so(

@@ -25,7 +25,7 @@ from ..config import ConfigError, UserError, override, validate
 from ..methods import suggest
 from ..provenance import attributes
 from ..store import Variable
-from ..train.gradients import Gradients, load
+from ..train.gradients import Gradients, load_all
 from ..world.mpi import World
 from ..world.ranks import Ranks
 from .harness import machine_line, parse_counts, parse_methods, together
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         nargs="+",
         metavar="FILE",
-        help="of train.record_gradients, of one run (default: digits, recorded now)",
+        help="of precision record or train.record_gradients, of one run (default: digits, now)",
     )
     parser.add_argument(
         "--methods",
@@ -116,9 +116,10 @@ def _inputs(arguments: argparse.Namespace, processes: int) -> tuple[list[Gradien
         most = max(ranks, default=max(MOST_RANKS // processes, 1) * processes)
         recorded = of_digits(most)
     else:
-        recorded = [load(path) for path in arguments.gradients]
+        found = [(path, each) for path in arguments.gradients for each in load_all(path)]
+        recorded = [each for _, each in found]
         most = recorded[0].ranks
-        for path, each in zip(arguments.gradients, recorded, strict=True):
+        for path, each in found:
             if _form(each) != _form(recorded[0]):
                 raise UserError(
                     f"--gradients {path}: is of other layers, ranks or loss scale than the first"

@@ -16,7 +16,7 @@ from ..collectives.allreduce import Allreduce
 from ..collectives.method import AUTO, DEFAULT, UNITS, Machine, MachineFile, Method, read_machine
 from ..collectives.predict import Prediction, predict
 from ..config import UserError, dump_toml
-from ..formats import Cast, FloatFormat, packed_bytes, parse_format, tiles
+from ..formats import Cast, Format, packed_bytes, parse_format, tiles
 from ..ops import cpu
 from ..provenance import attributes
 from ..world.cores import own_cores
@@ -146,7 +146,7 @@ def operations(world: Ranks, arguments: argparse.Namespace) -> dict[str, float]:
     }
 
 
-def _format(name: str) -> FloatFormat:
+def _format(name: str) -> Format:
     try:
         return parse_format(name)
     except ValueError as error:

@@ -83,7 +83,7 @@ def replay(world: Ranks, method: Aggregator, recorded: Sequence[Gradients]) -> R
     profile, clocks = Profile(), [Clock(world) for _ in rows]
     state = State(world.hosted, world.ranks)
     times, sent, collective, means, told = [], [], [], [], []
-    watches = [None] * len(rows) + [*clocks, profile]
+    watches: list[Clock | Profile | None] = [*[None] * len(rows), *clocks, profile]
     for number, (hosted, watch) in enumerate(zip([*rows, *rows, rows[-1]], watches, strict=True)):
         scale = recorded[0].loss_scale
         context = Context(world, state, 0, LATE + number, float(LATE), scale)

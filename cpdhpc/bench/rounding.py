@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..config import UserError
-from ..formats import SHARED, SHIFT_BIAS, Cast, FloatFormat, parse_format
+from ..formats import SHARED, SHIFT_BIAS, Cast, Format, parse_format
 from ..ops import cpu
 from ..precision import measures
 from .harness import check_positive, parse_names
@@ -45,14 +45,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def rounded(x: Values, fmt: FloatFormat, scaling: str) -> Values:
+def rounded(x: Values, fmt: Format, scaling: str) -> Values:
     """Return x rounded to a format, with one shift for all of it (LAYER), or as in SHARED."""
     largest = cpu.amax_tiles(x).max(keepdims=True, initial=0)
     one = int(cpu.fitting_shift(largest, fmt)[0]) - SHIFT_BIAS
     return measures.rounded(x, Cast(fmt), one if scaling == LAYER else scaling).values
 
 
-def error(arrays: Sequence[Values], fmt: FloatFormat, scaling: str) -> float:
+def error(arrays: Sequence[Values], fmt: Format, scaling: str) -> float:
     """Return the relative error of all arrays together; NaN where all values are zero."""
     wrong = whole = 0.0
     for x in arrays:
@@ -64,9 +64,10 @@ def error(arrays: Sequence[Values], fmt: FloatFormat, scaling: str) -> float:
 
 def recorded(path: Path) -> list[Values]:
     """Return an array for each layer and rank of recorded gradients. Raises UserError."""
-    from ..train.gradients import load
+    from ..train.gradients import load_all
 
-    arrays = [rank.reshape(-1) for layer in load(path).layers.values() for rank in layer]
+    layers = [layer for each in load_all(path) for layer in each.layers.values()]
+    arrays = [rank.reshape(-1) for layer in layers for rank in layer]
     if not all(np.isfinite(x).all() for x in arrays):
         raise UserError(f"bench rounding: {path}: holds NaN or infinity")
     return arrays

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 import numpy.typing as npt
 
-from ..formats import SHARED, FloatFormat, Overflow, Rounding
+from ..formats import SHARED, Format, Overflow, Rounding
 from ..ops import backend_of, on_gpu
 from ..world.gpu_messages import carrier_of
 from ..world.mpi import as_world
@@ -395,7 +395,7 @@ def _sum_by_mpi(world: Ranks, flat: Sequence[Array], totals: Sequence[Array]) ->
 def allreduce(
     world: Any,
     x: Array | Sequence[Array],
-    wire: str | FloatFormat = "raw",
+    wire: str | Format = "raw",
     algorithm: str = "ring",
     scaling: str | None = None,
     accumulate: str | None = None,
@@ -404,6 +404,7 @@ def allreduce(
     *,
     rounding: Rounding = "nearest",
     overflow: Overflow = "saturate",
+    random_bits: int = 0,
     headroom: str = "n",
     seed: int = 0,
     iteration: int = 0,
@@ -416,8 +417,8 @@ def allreduce(
     x: float32, C-contiguous, of one shape everywhere, all NumPy or all CuPy arrays or torch tensors
         on the CPU, which are not copied; where the world has virtual ranks, a sequence of one array
         for each; never written, unless out shares its memory
-    wire: "raw" (float32 bytes), a format's name or a FloatFormat, "int2" .. "int16" (integers
-        times a power of two) or "ternary" (-1, 0, 1 times a power of two, 1.6 bits a value);
+    wire: "raw" (float32 bytes), a Format or its name, "int2" .. "int16" (integers times a power of
+        two) or "ternary" (-1, 0, 1 times a power of two, 1.6 bits a value);
         "mxfp8", "mxfp8-e5m2", "mxfp6", "mxfp6-e3m2" and "mxfp4" are formats with "block32"
     algorithm: a name from SCHEDULES ("ring", "rhd", "tree", "dbtree", "direct", "hier", "gather"),
         or "mpi" (MPI_Allreduce, wire "raw"). hier sums inside nodes first: world.nodes. "auto" is
@@ -439,11 +440,10 @@ def allreduce(
     out: float32, like x, for the result, and returned. Default: a new array of x's kind. Where it
         shares memory with x, x is untouched on error, at the price of one more copy; else it then
         holds anything
-    rounding, overflow: as formats.Cast. By default a value or partial sum beyond the largest number
+    rounding, overflow, random_bits: as formats.Cast. By default what is beyond the largest number
         of the format becomes that number, and is not counted: 1e38 becomes 240 in e4m3 with
         scaling "none". The others but "static:K" move the range, so that contributions fit it;
-        with overflow "inf" what does not fit raises NonFiniteGradient where the format has
-        infinity
+        with overflow "inf" what does not raises NonFiniteGradient where the format has infinity
     headroom: what aps leaves room for in the sum of p ranks: "n" p times the largest value,
         "sqrt" sqrt(p) times, "none"; with accumulate "float32" contributions need none, and with
         "exact" nothing does
@@ -465,8 +465,8 @@ def allreduce(
     try:
         config = configured(
             wire=wire, algorithm=algorithm, scaling=scaling, accumulate=accumulate, op=op,
-            rounding=rounding, overflow=overflow, headroom=headroom, seed=seed,
-            machine=None if machine is None else as_machine(machine),
+            rounding=rounding, overflow=overflow, random_bits=random_bits, headroom=headroom,
+            seed=seed, machine=None if machine is None else as_machine(machine),
         )  # fmt: skip
     except Exception as found:  # whatever: the other ranks are to hear of it
         config, error = Allreduce(), found  # the default only serves to raise the error

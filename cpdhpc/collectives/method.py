@@ -23,9 +23,10 @@ from ..formats import (
     SHIFT_BIAS,
     TILE,
     Cast,
-    FloatFormat,
+    Format,
     Overflow,
     Rounding,
+    TableFormat,
     tiles,
     wire_scaling,
 )
@@ -61,7 +62,7 @@ class Scaling(NamedTuple):
     shift: int
 
 
-def parse_scaling(text: str, fmt: FloatFormat | None) -> Scaling:
+def parse_scaling(text: str, fmt: Format | None) -> Scaling:
     """Return the meaning of a scaling's name; static's shift must suit the format, if any.
 
     Raises ValueError for unknown names and shifts out of range.
@@ -103,7 +104,7 @@ def check_segments(segments: Sequence[Segment], n: int, on_tiles: bool) -> None:
 
 
 def check_shifts(
-    shifts: Sequence[Sequence[int]], segments: Sequence[Segment], fmt: FloatFormat | None
+    shifts: Sequence[Sequence[int]], segments: Sequence[Segment], fmt: Format | None
 ) -> None:
     """Raise ValueError unless these are shifts of a format for each segment."""
     low, high = (fmt.shift_min, fmt.shift_max) if fmt else (0, -1)
@@ -119,7 +120,7 @@ def tile_span(segment: Segment) -> slice:
     return slice(tiles(segment.start), tiles(segment.stop))
 
 
-def aps_shift(amax_bits: int, fmt: FloatFormat, ranks: int, headroom: str) -> int:
+def aps_shift(amax_bits: int, fmt: Format, ranks: int, headroom: str) -> int:
     """Return k = emax - ceil(log2(H * amax)), so that H * amax * 2**k fits the format.
 
     amax_bits: float32 bits of max|g| over all ranks, finite; zero gives k = 0
@@ -140,7 +141,7 @@ def aps_shift(amax_bits: int, fmt: FloatFormat, ranks: int, headroom: str) -> in
     return max(fmt.shift_min, min(k, fmt.shift_max))
 
 
-def integer_shift(amax_bits: int, fmt: FloatFormat) -> int:
+def integer_shift(amax_bits: int, fmt: Format) -> int:
     """Return the largest k with amax * 2**k <= fmt.max, so that no integer saturates.
 
     amax_bits: as for aps_shift; k stays within fmt.shift_min .. fmt.shift_max
@@ -262,13 +263,14 @@ class Method:
     Raises ValueError for unknown names and what does not go together, TypeError for other types.
     """
 
-    wire: str | FloatFormat = "raw"
+    wire: str | Format = "raw"
     algorithm: str = "ring"
     scaling: str | None = None
     accumulate: str | None = None
     op: Op = "sum"
     rounding: Rounding = "nearest"
     overflow: Overflow = "saturate"
+    random_bits: int = 0
     headroom: str = "n"
     seed: int = 0
     machine: Machine | str | Path | None = None
@@ -279,11 +281,12 @@ class Method:
             if not isinstance(value, str) and not (name == "accumulate" and value is None):
                 raise TypeError(f"allreduce: {name}={value!r}: must be a string")
         check_integer("allreduce: seed", self.seed)
+        check_integer("allreduce: random_bits", self.random_bits)
         object.__setattr__(self, "seed", int(self.seed))  # ranks that give NumPy's are alike
         if self.machine is not None:  # its numbers, so that ranks whose files differ are noticed
             object.__setattr__(self, "machine", as_machine(self.machine))
         if self.fmt is not None:
-            Cast(self.fmt, self.rounding, self.overflow)
+            self._cast(self.fmt)
         assert self.parsed_scaling  # raises for an unknown name
         known: dict[str, Sequence[str]] = {
             "algorithm": (*SCHEDULES, MPI_ALLREDUCE, AUTO),
@@ -310,8 +313,16 @@ class Method:
                 f"{own}: for another scaling name its format, {MICROSCALING[self.wire].name}"
             )
 
+    def _cast(self, fmt: Format) -> Cast:
+        return Cast(fmt, self.rounding, self.overflow, self.random_bits)
+
     def _check_exact(self) -> None:
         """Raise ValueError for what has no exact sum."""
+        if isinstance(self.fmt, TableFormat):
+            raise ValueError(
+                f"allreduce: accumulate='exact': wire={self.wire!r}: exact sums are of "
+                "floating-point formats and integers"
+            )
         if self.algorithm == AUTO:
             raise ValueError(
                 "allreduce: algorithm='auto': bench fit measures no exact sums: name one of "
@@ -349,7 +360,7 @@ class Method:
         return repr(self)
 
     @cached_property
-    def fmt(self) -> FloatFormat | None:
+    def fmt(self) -> Format | None:
         """The format of a packed wire, None for raw."""
         return parse_wire(self.wire)
 
@@ -445,7 +456,7 @@ class Method:
         """What values become while they travel."""
         if self.fmt is None:
             return Raw()
-        cast = Cast(self.fmt, self.rounding, self.overflow)
+        cast = self._cast(self.fmt)
         if self.exact:
             return Exact(cast, trits=self.wire == "ternary")
         kind = self.parsed_scaling.kind

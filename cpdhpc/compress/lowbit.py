@@ -54,6 +54,7 @@ class LayerWire:
     accumulate: str | None = None
     rounding: Rounding | None = None
     overflow: Overflow | None = None
+    random_bits: int | None = None
     headroom: str | None = None
 
     @classmethod
@@ -76,8 +77,9 @@ class LowBit(Aggregator):
         that what is kept may grow without end
     layers: another wire for some layers, by patterns as "conv*" of the names of parameters or of
         their modules: its name, or a table {wire, scaling, accumulate, rounding, overflow,
-        headroom}; of several patterns that match the last one counts. Layers of one wire travel
-        together, with the bits that they would have without the others; "raw" is float32 here
+        random_bits, headroom}; of several patterns that match the last one counts. Layers of one
+        wire travel together, with the bits that they would have without the others; "raw" is
+        float32 here
     Source: Han, Demmel, You: Auto-precision scaling, arXiv 1911.08907 (scaling "aps"); Karimireddy
     et al.: Error feedback fixes SignSGD and other gradient compression schemes, ICML 2019.
     """
@@ -92,6 +94,7 @@ class LowBit(Aggregator):
     accumulate: str | None = None
     rounding: Rounding | None = None
     overflow: Overflow = "saturate"
+    random_bits: int = 0
     headroom: str = "n"
     machine: Machine | None = None
     error_feedback: bool = False
@@ -164,10 +167,10 @@ class LowBit(Aggregator):
 
     def check_layers(self, names: Collection[str]) -> None:
         """Raise ValueError for a pattern that matches no layer. See Aggregator.check_layers."""
-        modules = {name.rpartition(".")[0] for name in names} - {""}
+        modules = {name.rpartition(".")[0] for name in names}
         for pattern in self.layers:
             if not any(fnmatchcase(each, pattern) for each in (*names, *modules)):
-                known = suggest(pattern, modules or names)
+                known = suggest(pattern, modules - {""} or names)
                 raise ValueError(f"LowBit: layers: no layer matches {pattern!r}: {known}")
 
     def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:

@@ -37,7 +37,7 @@ from ..formats import (
     SHARED,
     TILE,
     Cast,
-    FloatFormat,
+    Format,
     packed_bytes,
     shift_count,
     tiles,
@@ -132,7 +132,7 @@ def _check_ascending(name: str, indices: Array, size: int) -> None:
 class _Kind(NamedTuple):
     """How values travel: in a format, and how many of them share a scale."""
 
-    fmt: FloatFormat | None
+    fmt: Format | None
     shared: int
 
     @property

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..formats import INTEGERS, SHARED, Cast, FloatFormat, wire_scaling
+from ..formats import INTEGERS, SHARED, Cast, Format, wire_scaling
 from ..ops.payloads import Packed, parse_wire
 from ..world.ranks import Ranks
 from .layout import Box
@@ -118,7 +118,7 @@ def _imbalance(values: Sequence[int]) -> float:
     return max(values) * len(values) / total if total else 1.0
 
 
-def packed_wire(wire: str | FloatFormat) -> Packed | None:
+def packed_wire(wire: str | Format) -> Packed | None:
     """Return what encodes the cells that travel; None for "raw". Raises TypeError or ValueError."""
     try:
         fmt = parse_wire(wire)

@@ -9,7 +9,7 @@ from typing import Any, NoReturn, Self
 import numpy as np
 
 from ..collectives.engine import give_up
-from ..formats import FloatFormat
+from ..formats import Format
 from ..ops.moves import run_moves
 from ..ops.payloads import Packed
 from ..world.mpi import as_world
@@ -291,7 +291,7 @@ class WindowPlan(RankPieces):
         window: Box,
         boundary: Boundary = "zero",
         *,
-        wire: str | FloatFormat = "raw",
+        wire: str | Format = "raw",
         name: str = "windows",
     ) -> None:
         self.world, self.wire, self.name = as_world(world), wire, name
@@ -394,7 +394,7 @@ def _agree(
     layout: Layout,
     window: Box,
     boundary: Boundary,
-    wire: str | FloatFormat,
+    wire: str | Format,
     name: str,
 ) -> tuple[list[Box], tuple[Any, ...], Packed | None]:
     """Return the windows of all ranks, modes and wire; raise a rank's error on all. Collective."""
@@ -417,7 +417,7 @@ def _agree(
 
 
 def _checked(
-    world: Ranks, layout: Layout, window: Box, boundary: Boundary, wire: str | FloatFormat
+    world: Ranks, layout: Layout, window: Box, boundary: Boundary, wire: str | Format
 ) -> tuple[Box, tuple[Any, ...], Packed | None]:
     """Return window, modes and wire of this rank, checked."""
     if world.virtual_ranks != 1:

@@ -16,9 +16,9 @@ from .. import store
 from ..config import IMPORT_FROM, ConfigError, override, validate
 from ..train import weights
 from ..train.checkpoint import check_job
+from ..train.fitting import build_model, check_fit, samples_of
 from ..train.job import Job, laid_over
 from ..train.losses import LossFunction
-from ..train.setup import build_model, check_fit, samples_of
 from .rows import LastLayer, Layers, Projection, SampleGradients
 from .scores import Run, Wanted
 from .show import check_images

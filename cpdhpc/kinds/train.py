@@ -63,6 +63,7 @@ _ROWS: dict[str, tuple[type, str]] = {  # key of a job: its type and what it is
     "gradient.accumulate": (str, "how partial sums are kept"),
     "gradient.rounding": (str, "rounding of gradients"),
     "gradient.overflow": (str, "what gradients too large for the format become"),
+    "gradient.random_bits": (int, "random bits of stochastic rounding, 0 for all"),
     "gradient.headroom": (str, "headroom of the shared scaling"),
     "update.name": (str, "rule by which ranks update weights"),
     "stages.count": (int, "stages that the network is cut into"),
@@ -197,7 +198,9 @@ class _Training(Measuring):
         series = _series(training.record, training.samples)
         waited_s = steps["time_s"][:, PHASES.index("data")].sum()
         scores = series["training"].keys() & SCORES.keys()
+        further = [metric.column for metric in training.job.told[1:]]
         outcomes: Outcomes = {
+            **{name: float(epochs[name][-1]) for name in further},
             "wire_bytes": float(steps["wire_bytes"].max(axis=1).mean()),
             "payload_bytes": 4 * sum(p.numel() for p in training.reducer.parameters),
             "loss": float(epochs["test_loss"][-1]),
@@ -280,8 +283,9 @@ CAPTION = (
 
 def _sections(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> list[Section]:
     """Return a table, the score against bits and time, underflow by layer."""
+    from ..report.bits import bits_by_batch
     from ..report.critical import critical
-    from ..report.score import learning_charts, score_charts
+    from ..report.score import PADDED, learning_charts, score_charts
     from ..report.tables import Section, tabulate
     from ..report.trainings import LAYER_SHARES, layer_charts
 
@@ -291,7 +295,7 @@ def _sections(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> l
         *score_charts(file.name, trained, measure),
         *learning_charts(file.name, trained, measure),
     ]
-    table = tabulate("Training", _columns(file, groups, layout, measure), groups, CAPTION)
+    table = tabulate("Training", _columns(file, groups, layout, measure), groups, CAPTION + PADDED)
     maps = [
         chart
         for name in LAYER_SHARES
@@ -301,6 +305,7 @@ def _sections(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> l
         )
     ]
     found = [Section("Training", tables=[table], charts=charts), *critical(file, groups)]
+    found += bits_by_batch(file, groups, measure)
     return found + ([Section("Rounding by layer", charts=maps)] if maps else [])
 
 
@@ -365,8 +370,14 @@ def _columns(
 ) -> list[Column[SeedGroup]]:
     from ..report import units
     from ..report.points import of_factors, timing
+    from ..report.score import Score
     from ..report.tables import Column
 
+    def told(more: Score, group: SeedGroup) -> units.Cell:
+        return more.told(more.factor * group.outcome(more.column))
+
+    job = _job(file.toml.get("job", {}), {}, "case").toml()
+    further = [each for each in Score.further(job) if _known(groups, each.column)]
     score = _outcome(measure)
     float32 = {_rest(g): g for g in reversed(groups) if g.factors.get(AGGREGATOR) == "none"}
 
@@ -384,14 +395,17 @@ def _columns(
         least = 2 * (group.ranks - 1) / group.ranks * group.mean("payload_bytes")
         return units.digits(32 * group.mean("wire_bytes") / least) if least else units.NONE
 
+    swept = any(name.startswith("gradient.") for g in groups for name in g.factors)
+    lines = "gradients" if swept else "trainings"
     known = any("data_share" in point.outcomes for point in file.points)
     _, *step = timing(file, "step")
     return [
         Column("ranks", lambda g: str(g.ranks)),
         *of_factors([*file.weak, *layout.panels], groups),
-        Column("gradients", lambda g: layout.line([g]).name, numbers=False),
+        Column(lines, lambda g: layout.line([g]).name, numbers=False),
         Column("seeds", lambda g: str(len(g.points))),
         Column(measure.heading, lambda g: measure.told(g.outcome(score))),
+        *(Column(each.heading, partial(told, each)) for each in further),
         Column(f"to float32\n{measure.points}".strip(), beside),
         *step,
         *([Column("data\n%", lambda g: f"{g.mean('data_share'):.0f}")] if known else []),
@@ -400,6 +414,10 @@ def _columns(
         Column("bits per\nvalue", bits),
         Column("under-\nflow %", partial(_underflow, file)),
     ]
+
+
+def _known(groups: Sequence[SeedGroup], outcome: str) -> bool:
+    return all(outcome in point.outcomes for group in groups for point in group.points)
 
 
 AGGREGATOR = "gradient.aggregator"

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
 from .. import _cpu
-from ..formats import Cast, FloatFormat, tiles
+from ..formats import Cast, Format, Rounding, TableFormat, tiles
 from ..randomness import Key
 from .cpu_products import matmul
 from .cpu_sparse import (
@@ -38,6 +38,7 @@ from .cpu_sums import (
     square_sum,
 )
 from .reference import fitting_shift
+from .search_tables import search_table
 from .threads import kernel_threads
 
 __all__ = [
@@ -94,32 +95,30 @@ Array = np.ndarray[Any, np.dtype[Any]]
 # What the GPU needs kernels for
 add, subtract, multiply, divide = np.add, np.subtract, np.multiply, np.divide
 copy = np.copyto
-ROUNDINGS = {"nearest": 0, "zero": 1, "stochastic": 2}  # as float_format.h numbers them
+ROUNDINGS = {word: code for code, word in enumerate(get_args(Rounding))}  # as in cast.h
+CAST_NUMBERS = 15  # before what owns a table
+Numbers = tuple[Any, ...]
 
 
-@lru_cache(maxsize=256)
-def cast_numbers(cast: Cast) -> tuple[int, ...]:
-    """Return the numbers of the kernels' struct Cast."""
+@lru_cache(maxsize=64)
+def cast_numbers(cast: Cast) -> Numbers:
+    """Return the kernels' struct Cast: 14 numbers, its table's address or 0, what owns it."""
     fmt = cast.fmt
+    overflow, overflow_below = cast.overflow_codes
+    limits = (fmt.shift_min, fmt.shift_max, fmt.emax, fmt.max_significand)
+    rest = (overflow_below, cast.random_mask)
+    rounding = ROUNDINGS[cast.rounding]
+    if isinstance(fmt, TableFormat):  # exp and man say no more than the width
+        table = search_table(cast, fmt)
+        codes = (fmt.ends[0], fmt.inf_codes[0], fmt.nan_code, overflow, 0)
+        return fmt.bits - 1, 0, rounding, *codes, *limits, *rest, table.ctypes.data, table
     first_nan = {"ieee": fmt.inf_code + 1, "nan": fmt.nan_code, "none": fmt.max_code + 1}
-    return (
-        fmt.exp,
-        fmt.man,
-        ROUNDINGS[cast.rounding],
-        fmt.max_code,
-        fmt.inf_code,
-        fmt.nan_code,
-        cast.overflow_code,
-        first_nan[fmt.special],
-        fmt.shift_min,
-        fmt.shift_max,
-        fmt.emax,
-        fmt.max_significand,
-    )
+    codes = (fmt.max_code, fmt.inf_code, fmt.nan_code, overflow, first_nan[fmt.special])
+    return fmt.exp, fmt.man, rounding, *codes, *limits, *rest, 0
 
 
-@lru_cache(maxsize=256)
-def _format_numbers(fmt: FloatFormat) -> tuple[int, ...]:
+@lru_cache(maxsize=64)
+def _format_numbers(fmt: Format) -> Numbers:
     return cast_numbers(Cast(fmt))
 
 
@@ -141,7 +140,7 @@ def encode(x: Array, cast: Cast, shift: int = 0, key: Key = (0, 0), offset: int 
     return codes
 
 
-def decode(codes: Array, fmt: FloatFormat, shift: int = 0) -> Array:
+def decode(codes: Array, fmt: Format, shift: int = 0) -> Array:
     """Return the number of each code times 2**-shift: uint32[n] to float32[n]."""
     _check("codes", codes, np.uint32)
     out = np.empty(codes.shape, np.float32)
@@ -192,13 +191,13 @@ def encode_tiles(
     )
 
 
-def decode_tiles(words: Array, shifts: Array, fmt: FloatFormat, out: Array) -> int:
+def decode_tiles(words: Array, shifts: Array, fmt: Format, out: Array) -> int:
     """Unpack and decode into out, and return how many values are not finite."""
     _check("out", out, np.float32)
     return int(_cpu.decode_tiles(kernel_threads(), _format_numbers(fmt), words, shifts, out))
 
 
-def decode_add_tiles(words: Array, shifts: Array, fmt: FloatFormat, x: Array, out: Array) -> None:
+def decode_add_tiles(words: Array, shifts: Array, fmt: Format, x: Array, out: Array) -> None:
     """Write x + decoded, summed in float32, into out; out may be x."""
     _check("x", x, np.float32)
     _check("out", out, np.float32)
@@ -233,7 +232,7 @@ def decode_add_encode_tiles(
 
 
 def add_integers_tiles(
-    a: Array, bits_a: int, b: Array, bits_b: int, fmt: FloatFormat, words: Array, bits: int
+    a: Array, bits_a: int, b: Array, bits_b: int, fmt: Format, words: Array, bits: int
 ) -> None:
     """Write the sums of the integers of a and b into words; see ops.reference_integers."""
     _cpu.add_integers_tiles(
@@ -272,9 +271,7 @@ def add_encode_integers_tiles(
     )
 
 
-def decode_integers_tiles(
-    words: Array, bits: int, shifts: Array, fmt: FloatFormat, out: Array
-) -> int:
+def decode_integers_tiles(words: Array, bits: int, shifts: Array, fmt: Format, out: Array) -> int:
     """Write the integers as float32 into out, and return how many are not finite."""
     _check("out", out, np.float32)
     return int(

@@ -9,14 +9,15 @@ from typing import Any, get_args
 import numpy as np
 
 from .. import _cpu
-from ..formats import Cast, FloatFormat
+from ..formats import RANDOM_BITS, Cast, FloatFormat
 from ..randomness import Key
 from .products import FLOAT32, Arithmetic, Products
 from .threads import kernel_threads
 
 Array = np.ndarray[Any, np.dtype[Any]]
 _INF, _NAN = 0x7F800000, 0x7FC00000
-TO_NEAREST, TO_FLOOR, AT_RANDOM, TO_ODD = range(1, 5)  # ways of rounding, as products_how.h has them
+# Ways of rounding, as products_how.h has them.
+TO_NEAREST, TO_FLOOR, AT_RANDOM, TO_ODD = range(1, 5)
 # The way of each rounding, and of what: of |x| or x, of -x or x.
 WAYS = {
     "nearest": (TO_NEAREST, 0, 0),
@@ -34,7 +35,7 @@ def rounding_numbers(cast: Cast | None, single: bool) -> Numbers:
     """Return the numbers of the kernels' struct Rounding; single: float32 is rounded to as well."""
     if cast is None or (single and cast.fmt == FLOAT32):
         return (0,) * 11
-    fmt = cast.fmt
+    fmt = cast.float_format
     by_code = {fmt.max_code: _bits(fmt.max), fmt.inf_code: _INF, fmt.nan_code: _NAN}
     if fmt.special == "none":  # NaN and infinity become the largest number
         by_code = dict.fromkeys(by_code, _bits(fmt.max))
@@ -42,15 +43,15 @@ def rounding_numbers(cast: Cast | None, single: bool) -> Numbers:
         by_code[fmt.inf_code] = _NAN
     elif not fmt.man:
         by_code[fmt.nan_code] = _INF
-    random_bits = 31 - fmt.man if cast.rounding == "stochastic" else 0
+    most = RANDOM_BITS - fmt.man
+    random_bits = min(cast.random_bits or most, most) if cast.rounding == "stochastic" else 0
     return (
         fmt.man,
         *WAYS[cast.rounding],
         random_bits,
         (fmt.emin + 127) << 23,
         _bits(fmt.max),
-        by_code[cast.overflow_code],
-        by_code[cast.overflow_code],
+        *(by_code[code] for code in cast.overflow_codes),
         by_code[fmt.inf_code],
         by_code[fmt.nan_code],
     )

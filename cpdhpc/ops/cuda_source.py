@@ -7,7 +7,7 @@ import re
 from ..shipped import folder
 
 # -fmad=false: a fused multiply-add would round differently from the CPU.
-OPTIONS = ("-std=c++17", "-fmad=false")
+OPTIONS = ("-std=c++17", "-fmad=false", "-default-device")
 
 KERNELS = (
     "encode",

@@ -7,7 +7,7 @@ from typing import Any
 import cupy
 import numpy as np
 
-from ..formats import TILE, TRIT_BYTES, Cast, FloatFormat, packed_bytes, tiles
+from ..formats import TILE, TRIT_BYTES, Cast, FloatFormat, Format, packed_bytes, tiles
 from ..randomness import Key
 from . import reference
 from .gpu_runtime import (
@@ -66,7 +66,7 @@ def encode(x: Array, cast: Cast, shift: int = 0, key: Key = (0, 0), offset: int 
     return codes
 
 
-def decode(codes: Array, fmt: FloatFormat, shift: int = 0) -> Array:
+def decode(codes: Array, fmt: Format, shift: int = 0) -> Array:
     """Return the number of each code times 2**-shift: uint32[n] to float32[n]."""
     check("codes", codes, np.uint32)
     out = cupy.empty(codes.shape, np.float32)
@@ -103,7 +103,7 @@ def amax_tiles(x: Array) -> Array:
     return amax
 
 
-def fitting_shift(amax_bits: Array, fmt: FloatFormat) -> Array:
+def fitting_shift(amax_bits: Array, fmt: Format) -> Array:
     """Return per tile the stored byte of the largest k with amax * 2**k <= fmt.max."""
     return cupy.asarray(reference.fitting_shift(cupy.asnumpy(amax_bits), fmt))
 
@@ -127,7 +127,7 @@ def encode_tiles(
     launch("encode_tiles", tile_blocks(x.size), *numbers, *arrays)
 
 
-def decode_tiles(words: Array, shifts: Array, fmt: FloatFormat, out: Array) -> Array:
+def decode_tiles(words: Array, shifts: Array, fmt: Format, out: Array) -> Array:
     """Unpack and decode into out; return how many values are not finite, uint64[], on the GPU."""
     check("out", out, np.float32)
     blocks = check_tiles(words, shifts, out.size, fmt)
@@ -137,7 +137,7 @@ def decode_tiles(words: Array, shifts: Array, fmt: FloatFormat, out: Array) -> A
     return nonfinite
 
 
-def decode_add_tiles(words: Array, shifts: Array, fmt: FloatFormat, x: Array, out: Array) -> None:
+def decode_add_tiles(words: Array, shifts: Array, fmt: Format, x: Array, out: Array) -> None:
     """Write x + decoded, summed in float32, into out; out may be x."""
     check("x", x, np.float32)
     check("out", out, np.float32, x.size)
@@ -189,7 +189,7 @@ def decode_add_encode_tiles(
 
 
 def add_integers_tiles(
-    a: Array, bits_a: int, b: Array, bits_b: int, fmt: FloatFormat, words: Array, bits: int
+    a: Array, bits_a: int, b: Array, bits_b: int, fmt: Format, words: Array, bits: int
 ) -> None:
     """Write the sums of the integers of a and b into words; see ops.reference_integers."""
     n = words.size // (TILE // 8 * bits) * TILE
@@ -223,9 +223,7 @@ def add_encode_integers_tiles(
     launch("add_encode_integers_tiles", tile_blocks(x.size), *numbers, *came, *gone)
 
 
-def decode_integers_tiles(
-    words: Array, bits: int, shifts: Array, fmt: FloatFormat, out: Array
-) -> Array:
+def decode_integers_tiles(words: Array, bits: int, shifts: Array, fmt: Format, out: Array) -> Array:
     """Write the integers as float32 into out; return how many are not finite, uint64[]."""
     check("out", out, np.float32)
     check_words("words", words, packed_bytes(out.size, bits or fmt.bits))

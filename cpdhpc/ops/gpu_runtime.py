@@ -9,9 +9,9 @@ import cupy
 import cupyx
 import numpy as np
 
-from ..formats import LANES, SHARED, TILE, Cast, FloatFormat, shift_count, tiles
+from ..formats import LANES, SHARED, TILE, Cast, Format, shift_count, tiles
 from ..randomness import Key
-from .cpu import cast_numbers
+from .cpu import CAST_NUMBERS, cast_numbers
 from .cpu_products import product_numbers
 from .cuda_source import OPTIONS, cuda_source
 from .products import Products
@@ -57,10 +57,13 @@ def _kernel(name: str, device: int) -> Any:
 @cache
 def _cast_of(cast: Cast, device: int) -> Array:
     """Copy the numbers in a stream of their own and wait: later calls may be in any stream."""
+    *plain, address = cast_numbers(cast)[:CAST_NUMBERS]
+    table = cast_numbers(cast)[CAST_NUMBERS] if address else np.empty(0, np.int32)
+    numbers = np.append(np.array([*plain, table.size], np.int64), table).astype(np.int32)
     with cupy.cuda.Stream(non_blocking=True) as stream:
-        numbers = cupy.asarray(np.array(cast_numbers(cast), np.int64).astype(np.int32))
+        copied = cupy.asarray(numbers)
         stream.synchronize()
-    return numbers
+    return copied
 
 
 @cache
@@ -79,7 +82,7 @@ def products_on_device(how: Products, wide: bool) -> Array:
 
 
 def cast_on_device(cast: Cast) -> Array:
-    """Return the numbers of a cast, int32[12], on CuPy's current GPU."""
+    """Return the numbers of a cast, the size of its table and the table, int32[15 + size]."""
     return _cast_of(cast, current_device())
 
 
@@ -123,7 +126,7 @@ def check_words(name: str, array: Array, size_bytes: int) -> None:
     check(name, array, np.uint8, size_bytes, WORD_BYTES)
 
 
-def check_tiles(words: Array, shifts: Array, n: int, fmt: FloatFormat) -> Any:
+def check_tiles(words: Array, shifts: Array, n: int, fmt: Format) -> Any:
     """Return the blocks of a lane's column by the number of shifts, 0 where a tile has one; int32.
 
     Raises TypeError or ValueError unless words and shifts hold n values of a format.

@@ -20,6 +20,8 @@ from ..formats import (
     TRIT_BYTES,
     Cast,
     FloatFormat,
+    Format,
+    TableFormat,
     packed_bytes,
     shift_count,
     sum_bits,
@@ -225,16 +227,16 @@ class Packed:
 Wire = Raw | Packed | Exact
 
 
-def parse_wire(wire: str | FloatFormat, name: str = "allreduce") -> FloatFormat | None:
+def parse_wire(wire: str | Format, name: str = "allreduce") -> Format | None:
     """Return the format of a wire that a user names; None for "raw".
 
     name: of the function that is called, for errors
-    Raises ValueError for unknown names, TypeError for anything but a name or a FloatFormat.
+    Raises ValueError for unknown names, TypeError for anything but a name or a format.
     """
-    if isinstance(wire, FloatFormat):
+    if isinstance(wire, FloatFormat | TableFormat):
         return wire
     if not isinstance(wire, str):
-        raise TypeError(f"{name}: wire={wire!r}: must be 'raw', a format's name or FloatFormat")
+        raise TypeError(f"{name}: wire={wire!r}: must be 'raw', a format or its name")
     try:
         return wire_format(wire)
     except ValueError as error:

@@ -68,7 +68,7 @@ class Products:
             single = True  # one operation of float32
         else:
             single = (products is None or _fits(products)) and _in_float32(exact)
-        terms = exact if products is None else _grid(products.fmt)
+        terms = exact if products is None else _grid(products.float_format)
         if single and all(_sum_in_float32(terms, each) for each in sums):
             return "float32"
         return "float64" if all(_sum_fits(terms, each, 53) for each in sums) else "odd"
@@ -98,7 +98,7 @@ def _is_float32(cast: Cast) -> bool:
 def _fits(cast: Cast) -> bool:
     """Whether the kernels round float32 to it: the power of two that they add must be finite, and
     the sum stay below the next one."""
-    return cast.rounding == "nearest" and cast.fmt.exp < 8 and cast.fmt.man < 22
+    return cast.rounding == "nearest" and cast.float_format.exp < 8 and cast.float_format.man < 22
 
 
 def _in_float32(term: _Grid) -> bool:
@@ -113,7 +113,7 @@ def _sum_in_float32(term: _Grid, cast: Cast) -> bool:
 
 def _sum_fits(term: _Grid, cast: Cast, bits: int) -> bool:
     """Whether sums need no more than so many bits to be rounded to it."""
-    own = _grid(cast.fmt)
+    own = _grid(cast.float_format)
     if max(term.high, own.high) + 1 - min(term.low, own.low) <= bits:
         return True  # they are exact
     return cast.rounding == "nearest" and term.bits <= own.bits and 2 * own.bits + 2 <= bits

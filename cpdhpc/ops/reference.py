@@ -10,9 +10,21 @@ from typing import Any
 
 import numpy as np
 
-from ..formats import LANES, SHIFT_BIAS, SHIFT_NONFINITE, TILE, TRIT_BYTES, Cast, FloatFormat, tiles
+from ..formats import (
+    LANES,
+    RANDOM_BITS,
+    SHIFT_BIAS,
+    SHIFT_NONFINITE,
+    TILE,
+    TRIT_BYTES,
+    Cast,
+    FloatFormat,
+    Format,
+    TableFormat,
+    tiles,
+)
 from ..randomness import Key
-from . import reference_products
+from . import reference_products, reference_tables
 from .products import Products
 from .reference_sparse import (
     clear,
@@ -56,27 +68,33 @@ def encode_with_events(
 ) -> tuple[Array, tuple[Array, Array, Array]]:
     """Encode x * 2**shift; also return which values saturated, underflowed, are not finite."""
     fmt = cast.fmt
-    finite = np.isfinite(x)
+    chance = cast.rounding == "stochastic"
+    draws = random31(key, index) if chance else np.zeros(x.shape, np.uint32)
+    random = draws & np.uint32(cast.random_mask)
+    if isinstance(fmt, TableFormat):
+        return reference_tables.encode(x, cast, fmt, shift, random)
+    finite, sign = np.isfinite(x), np.signbit(x) & ~np.isnan(x)  # hardware differs in NaN's
     scaled = np.ldexp(np.abs(np.where(finite, x, 0).astype(np.float64)), shift)  # exact
     exponent = np.maximum(np.where(scaled > 0, np.frexp(scaled)[1] - 1, fmt.emin), fmt.emin)
     multiple = np.ldexp(scaled, fmt.man - exponent)  # of the spacing of numbers there; exact
     whole = np.floor(multiple)
     rest = multiple - whole
+    code = whole.astype(np.int64) + ((exponent - fmt.emin).astype(np.int64) << fmt.man)
     if cast.rounding == "nearest":
         up = (rest > 0.5) | ((rest == 0.5) & (whole % 2 == 1))
     elif cast.rounding == "stochastic":
-        bits = 31 - fmt.man  # of the rest that count, and of the random number
-        random = random31(key, index) >> np.uint32(fmt.man)
-        up = np.floor(np.ldexp(rest, bits)) + random >= 2.0**bits
+        bits = RANDOM_BITS - fmt.man  # of the rest that count, and of the draw
+        up = np.floor(np.ldexp(rest, bits)) + (random >> np.uint32(fmt.man)) >= 2.0**bits
     else:
-        up = np.zeros(x.shape, bool)
-    # A carry out of the mantissa moves into the exponent by itself.
-    code = (whole + up).astype(np.int64) + ((exponent - fmt.emin).astype(np.int64) << fmt.man)
+        no = np.zeros(x.shape, bool)
+        up = {"zero": no, "up": ~sign, "down": sign, "odd": code % 2 == 0}[cast.rounding]
+        up = up & (rest > 0)
+    code = code + up  # a carry out of the mantissa moves into the exponent by itself
     over = finite & (code > fmt.max_code)
-    code = np.where(over, cast.overflow_code, code)
+    above, below = cast.overflow_codes
+    code = np.where(over, np.where(sign, below, above), code)
     code = np.where(finite, code, np.where(np.isnan(x), fmt.nan_code, fmt.inf_code))
     under = (code == 0) & (x != 0)
-    sign = np.signbit(x) & ~np.isnan(x)  # NaN has none: hardware differs in which one it gives
     code = code | (sign.astype(np.int64) << (fmt.bits - 1))
     return code.astype(np.uint32), (over, under, ~finite)
 
@@ -91,7 +109,7 @@ def encode(x: Array, cast: Cast, shift: int = 0, key: Key = (0, 0), offset: int 
     return encode_with_events(x, cast, np.full(x.shape, shift), key, index)[0]
 
 
-def decode(codes: Array, fmt: FloatFormat, shift: int = 0) -> Array:
+def decode(codes: Array, fmt: Format, shift: int = 0) -> Array:
     """Return the number of each code times 2**-shift.
 
     codes: uint32[n]; returns float32[n]
@@ -99,7 +117,9 @@ def decode(codes: Array, fmt: FloatFormat, shift: int = 0) -> Array:
     return decode_shifted(codes, fmt, np.full(codes.shape, shift))
 
 
-def decode_shifted(codes: Array, fmt: FloatFormat, shift: Array) -> Array:
+def decode_shifted(codes: Array, fmt: Format, shift: Array) -> Array:
+    if isinstance(fmt, TableFormat):
+        return reference_tables.decode(codes, fmt, shift)
     magnitude = (codes & np.uint32((1 << (fmt.bits - 1)) - 1)).astype(np.int64)
     field = magnitude >> fmt.man
     whole = (magnitude & ((1 << fmt.man) - 1)) + np.where(field > 0, 1 << fmt.man, 0)
@@ -194,8 +214,9 @@ def add_encode_integers_tiles(
     k = np.repeat(shifts.astype(np.int64) - SHIFT_BIAS, TILE)
     index = np.uint64(offset) + np.arange(padded.size, dtype=np.uint64)
     codes, events = encode_with_events(padded, cast, k, key, index)
-    own = _integers(pack(codes, cast.fmt.bits), 0, cast.fmt, padded.size)
-    words[:] = _pack_integers(_integers(words_in, bits_in, cast.fmt, padded.size) + own, bits)
+    fmt = cast.float_format
+    own = _integers(pack(codes, fmt.bits), 0, fmt, padded.size)
+    words[:] = _pack_integers(_integers(words_in, bits_in, fmt, padded.size) + own, bits)
     if counts is not None:
         for column, event in enumerate(events):
             counts[:, column] = event.reshape(count, TILE).sum(1)
@@ -337,7 +358,7 @@ def _per_value(shifts: Array, count: int) -> Array:
     return spread
 
 
-def fitting_shift(amax_bits: Array, fmt: FloatFormat) -> Array:
+def fitting_shift(amax_bits: Array, fmt: Format) -> Array:
     """Return per tile the stored byte of the largest k with amax * 2**k <= fmt.max.
 
     amax_bits: uint32[tiles] as from amax_tiles; returns uint8[tiles]
@@ -388,7 +409,7 @@ def encode_tiles(
             counts[:, column] = event.reshape(count, TILE).sum(1)
 
 
-def decode_tiles(words: Array, shifts: Array, fmt: FloatFormat, out: Array) -> int:
+def decode_tiles(words: Array, shifts: Array, fmt: Format, out: Array) -> int:
     """Unpack and decode into out, and return how many values are not finite.
 
     words, shifts: as encode_tiles made them; out: float32[n], written
@@ -403,7 +424,7 @@ def decode_tiles(words: Array, shifts: Array, fmt: FloatFormat, out: Array) -> i
     return int(out.size - np.isfinite(out).sum())
 
 
-def decode_add_tiles(words: Array, shifts: Array, fmt: FloatFormat, x: Array, out: Array) -> None:
+def decode_add_tiles(words: Array, shifts: Array, fmt: Format, x: Array, out: Array) -> None:
     """Write x + decoded, summed in float32, into out; out may be x.
 
     x, out: float32[n]

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .layers import Conv3d as Conv3d
     from .layers import Linear as Linear
     from .layers import Lstm as Lstm
+    from .recorder import Recorder as Recorder
 
 __all__ = ["LayerPolicy", "Policy", "matmul"]
 
@@ -24,6 +25,7 @@ _NEED_TORCH = {  # public name -> the module that has it, imported when first as
     "convert": "conversion",
     **dict.fromkeys(("Attention", "BatchMatmul", "Linear", "Lstm"), "layers"),
     **dict.fromkeys(("Conv1d", "Conv2d", "Conv3d"), "layers"),
+    "Recorder": "recorder",
 }
 
 

@@ -1,4 +1,4 @@
-"""python -m cpdhpc precision record, replay: tensors of a training into a file, and out of it."""
+"""python -m cpdhpc precision record, replay, search: what tensors of a training need."""
 
 from __future__ import annotations
 
@@ -119,3 +119,62 @@ def run_replay(arguments: argparse.Namespace) -> int:
     store.write(out, answers.groups, notes)
     print(f"wrote {out}")
     return report([out], outputs)
+
+
+def add_search(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of precision search."""
+    parser.description = (
+        "Find the fewest bits in which the gradients of each layer can travel, by trainings of a "
+        "job of one row, under a budget of accuracy or of the gradient's error."
+    )
+    parser.add_argument("file", type=Path, metavar="JOB.toml", help="a job of one row, with seeds")
+    parser.add_argument(
+        "--budget", type=float, metavar="POINTS", help="accuracy below float32, mean over seeds"
+    )
+    parser.add_argument(
+        "--gradient-error",
+        type=float,
+        metavar="SHARE",
+        help="in place of it: error of the mean gradient relative to the float64 one",
+    )
+    parser.add_argument(
+        "--trials", type=int, default=40, metavar="N", help="trainings at most (default 40)"
+    )
+    parser.add_argument(
+        "--test-seeds",
+        type=int,
+        default=1,
+        metavar="N",
+        help="seeds beyond the job's to test the result with (default 1)",
+    )
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="of the job"
+    )
+    parser.add_argument("--out", type=Path, metavar="DIR", help="default: results/ + JOB + -search")
+    parser.add_argument("--resume", action="store_true", help="go on with the search in DIR")
+
+
+def run_search(arguments: argparse.Namespace, world: World) -> int:
+    """Search, print the tables, write evidence and policy. Collective."""
+    from ..signals import Interrupted, catching
+    from ..train.command import Trainer
+    from ..train.setup import agreed
+    from .evidence import FILE
+    from .search import POLICY, Search, asked_of
+
+    settings = list(arguments.set)
+    if arguments.timeout is not None:
+        settings.append(f"train.timeout_s={arguments.timeout!r}")
+    asked = agreed(world, lambda: asked_of(arguments, settings, world.processes))
+    directory = arguments.out or Path("results") / f"{arguments.file.stem}-search"
+    try:
+        with catching() as caught:
+            Search(asked, directory, Trainer(world, caught, quiet=True), arguments.resume).run()
+    except Interrupted as stop:
+        return stop.status
+    if world.process == 0:
+        from ..report.command import report
+
+        report([directory / FILE])
+        print(f"evidence: {directory / FILE}, policy: {directory / POLICY}")
+    return 0

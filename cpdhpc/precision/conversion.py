@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..compress import Aggregator, LowBit, NoCompression
+from ..compress.lowbit import LayerWire
 from ..config import ConfigError
 from .arithmetic import IN_FLOAT32, Arithmetic
 from .layers import Attention, Conv1d, Conv2d, Conv3d, Linear, Lstm, Obedient
@@ -134,6 +137,24 @@ def by_parameter(model: nn.Module, policy: Policy) -> dict[torch.Tensor, LayerPo
             for parameter in model.get_submodule(name).parameters(recurse=False):
                 found.setdefault(parameter, of)
     return found
+
+
+def aggregator_of(model: nn.Module, policy: Policy, given: Aggregator) -> Aggregator:
+    """Return how gradients travel: as given, but for the wires of the policy; see resolved.
+
+    Raises ConfigError where there are some and given is neither "none" nor "lowbit".
+    """
+    rows = resolved(model, policy).items()
+    layers = {name: LayerWire(of.wire) for name, of in rows if of.wire is not None}
+    if not layers:
+        return given
+    if isinstance(given, NoCompression):
+        return LowBit("lowbit", "raw", given.algorithm, machine=given.machine, layers=layers)
+    if isinstance(given, LowBit):
+        return replace(given, layers={**given.layers, **layers})
+    raise ConfigError(
+        f"precision: wire: goes with gradient.aggregator none or lowbit: came {given!r:.60}"
+    )
 
 
 def _has_products(layer: nn.Module) -> bool:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from ..collectives.allreduce import Allreduce
 from ..collectives.method import Segment, aps_shift
 from ..collectives.schedules import SCHEDULES
-from ..formats import SHARED, SHIFT_BIAS, Cast, packed_bytes, shift_count, tiles
+from ..formats import SHARED, SHIFT_BIAS, Cast, TableFormat, packed_bytes, shift_count, tiles
 from ..methods import EXACT, suggest
 from ..ops import cpu
 from ..randomness import random_key
@@ -145,7 +145,8 @@ def rounded(x: Floats, cast: Cast, scaling: str | int = "none", seed: int = 0) -
     values = np.empty(flat.size, np.float32)
     cpu.decode_tiles(words, shifts, fmt, values)
     magnitudes = cpu.unpack(words, fmt.bits, flat.size) & np.uint32((1 << (fmt.bits - 1)) - 1)
-    subnormal = (magnitudes > 0) & (magnitudes < 1 << fmt.man)
+    least_normal = 0 if isinstance(fmt, TableFormat) else 1 << fmt.man  # tables have none
+    subnormal = (magnitudes > 0) & (magnitudes < least_normal)
     saturated, underflowed, nonfinite = (int(each) for each in counts.sum(0, dtype=np.int64))
     return Rounded(
         values.reshape(x.shape),

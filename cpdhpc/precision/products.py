@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 
 from ..arrays import flat_floats
-from ..formats import Cast, FloatFormat, Overflow, Rounding, parse_format
+from ..formats import Cast, FloatFormat, Overflow, Rounding, TableFormat, parse_format
 from ..ops import backend_of
 from ..ops.products import FLOAT32, Order, Products
 from ..randomness import random_key
 
-Format = str | FloatFormat
+Format = str | FloatFormat | TableFormat
 
 
 def matmul(
@@ -63,6 +63,7 @@ def matmul(
             for v in (x, y)
         )
     held = FLOAT32 if inputs is None else _format(inputs)
+    held = held if isinstance(held, FloatFormat) else FLOAT32
     return restore(backend.matmul(x, y, how, random_key(seed), (held, held)), shape)
 
 
@@ -80,14 +81,17 @@ def _products(
         raise ValueError(f"matmul: between={between!r}: needs chunk, of 1 or more")
 
     def cast(name: Format) -> Cast:
-        return Cast(_format(name), rounding, overflow)
+        given = _format(name)
+        if isinstance(given, TableFormat):
+            raise ValueError(f"matmul: {given.name}: products and sums are rounded to eXmY formats")
+        return Cast(given, rounding, overflow)
 
     each = None if products == "exact" else cast(accumulate if products is None else products)
     wider = None if between is None else cast(between)
     return Products(cast(accumulate), each, order, chunk, wider, kahan)
 
 
-def _format(name: Format) -> FloatFormat:
+def _format(name: Format) -> FloatFormat | TableFormat:
     return parse_format(name) if isinstance(name, str) else name
 
 

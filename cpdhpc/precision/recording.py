@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -19,7 +20,7 @@ from ..config import Section
 
 Array = npt.NDArray[Any]
 KindName = Literal["gradients", "mean", "weights", "updates", "activations", "errors"]
-KIND = "recording"  # of the file
+KIND, GRADIENTS = "recording", "gradients"  # of files; the latter of train.record_gradients
 
 
 class Kind(NamedTuple):
@@ -131,8 +132,10 @@ class Recorded:
 
 
 def load(file: Path) -> Recorded:
-    """Return what a Recorder wrote. Raises StoreError for any other file."""
+    """Return what a Recorder or train.record_gradients wrote. Raises StoreError for other files."""
     notes = store.read_attributes(file)  # and its checksum is right
+    if notes.get("kind") == GRADIENTS:
+        return Recorded(file, tuple(_gradients(file, notes)), {})
     if notes.get("kind") != KIND:
         raise store.StoreError(f"{file}: is no recording: precision record makes one")
     try:
@@ -148,6 +151,16 @@ def load(file: Path) -> Recorded:
         return each.iteration, kinds.index(each.kind), order.get(layer, len(order)), each.name
 
     return Recorded(file, tuple(sorted(found, key=place)), layers)
+
+
+def _gradients(file: Path, notes: dict[str, Any]) -> Iterator[Tensor]:
+    iteration, scale = int(notes["iteration"]), float(notes["loss_scale"])
+    rooms = store.contents(file)[1]
+    for name in json.loads(notes["layers"]):
+        dataset = f"{GRADIENTS}/{name.replace('/', ':')}"
+        shape = rooms[dataset].shape
+        rows = shape[1:2] * shape[0]
+        yield Tensor(file, dataset, iteration, "gradients", name, shape, rows, scale)
 
 
 def _tensor(file: Path, dataset: str, room: store.Room) -> Tensor:

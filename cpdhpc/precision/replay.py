@@ -13,7 +13,7 @@ import numpy as np
 from ..collectives.method import Segment
 from ..compress.bucket import Bucket
 from ..config import ConfigError
-from ..formats import TILE, Cast, parse_format, tiles
+from ..formats import TILE, Cast, FloatFormat, parse_format, tiles
 from ..store import Variable
 from .measures import (
     HIGHEST,
@@ -60,10 +60,12 @@ class Question:
 
     def __post_init__(self) -> None:
         try:
-            for name in (*self.formats, *self.accumulates):
-                parse_format(name)
+            found = {name: parse_format(name) for name in (*self.formats, *self.accumulates)}
         except ValueError as problem:
             raise ConfigError(f"precision replay: {problem}") from None
+        for name in self.accumulates:
+            if not isinstance(found[name], FloatFormat):
+                raise ConfigError(f"precision replay: --accumulates {name}: should be as e5m10")
         for scaling in self.scalings:
             if scaling not in SCALINGS:
                 known = ", ".join(SCALINGS)
@@ -164,7 +166,7 @@ def _ranges(question: Question) -> dict[str, Variable]:
         "bits": Variable(by, np.array([fmt.bits for fmt in formats]), "bits of a value"),
         "lowest": Variable(by, lowest, "exponent of the smallest positive number"),
         "normal": Variable(by, np.array([f.emin for f in formats]), "of the smallest normal one"),
-        "highest": Variable(by, np.array([f.emax for f in formats]), "of the largest number"),
+        "highest": Variable(by, np.array([f.top for f in formats]), "of the largest number"),
     }
 
 

@@ -1,4 +1,4 @@
-"""Find the fewest bits in which the gradients of each layer can travel, by trainings.
+"""The fewest bits in which the gradients of each layer can travel, by trainings.
 
 A job of one row is trained in float32, with every seed. From gradients recorded there each layer
 gets its formats, those with the least error for their bits, and all layers an order of steps:
@@ -22,19 +22,19 @@ from ..compress import Aggregator, LowBit, NoCompression
 from ..compress.lowbit import LayerWire
 from ..config import ConfigError, UserError, difference, dump_toml, override, read_toml
 from ..provenance import attributes
-from ..signals import Interrupted, catching
 from ..train import gradients
 from ..train.command import Trainer
+from ..train.fitting import samples_of
 from ..train.job import MAY_DIFFER, Job, load
 from ..train.loop import Diverged
-from ..train.setup import Files, agreed, samples_of
+from ..train.output import Files
 from ..train.update import ByAllreduce
-from ..world.mpi import World
 from .evidence import FILE, RAW, Evidence, Layer, Trial
 from .proposals import mean_error, modules_of, proposed
 
 UNIFORM = "e4m3"  # what the result is compared with
 POLICY, RUNS = "policy.toml", "runs"
+COUNTS = "search.trials", "search.test_seeds"  # may be others where a search goes on
 WITHIN, BEYOND = "within", "beyond"
 BISECTION, STEP, TESTED = "bisection", "one step more", "unseen seeds"
 RECORDED = (0.02, 0.15, 0.5, 0.98)  # of the iterations of a run: when gradients are looked at
@@ -87,56 +87,7 @@ class Asked:
         return dump_toml(self.jobs[0].plain() | {"search": search})
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the search."""
-    parser.add_argument("file", type=Path, metavar="JOB.toml", help="a job of one row, with seeds")
-    parser.add_argument(
-        "--budget", type=float, metavar="POINTS", help="accuracy below float32, mean over seeds"
-    )
-    parser.add_argument(
-        "--gradient-error",
-        type=float,
-        metavar="SHARE",
-        help="in place of it: error of the mean gradient relative to the float64 one",
-    )
-    parser.add_argument(
-        "--trials", type=int, default=40, metavar="N", help="trainings at most (default 40)"
-    )
-    parser.add_argument(
-        "--test-seeds",
-        type=int,
-        default=1,
-        metavar="N",
-        help="seeds beyond the job's to test the result with (default 1)",
-    )
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="of the job"
-    )
-    parser.add_argument("--out", type=Path, metavar="DIR", help="default: results/ + JOB + -search")
-    parser.add_argument("--resume", action="store_true", help="go on with the search in DIR")
-
-
-def run(arguments: argparse.Namespace, world: World) -> int:
-    """Search, print the tables, write evidence and policy. Collective."""
-    settings = list(arguments.set)
-    if arguments.timeout is not None:
-        settings.append(f"train.timeout_s={arguments.timeout!r}")
-    asked = agreed(world, lambda: _asked(arguments, settings, world.processes))
-    directory = arguments.out or Path("results") / f"{arguments.file.stem}-search"
-    try:
-        with catching() as caught:
-            Search(asked, directory, Trainer(world, caught, quiet=True), arguments.resume).run()
-    except Interrupted as stop:
-        return stop.status
-    if world.process == 0:
-        from ..report.command import report
-
-        report([directory / FILE])
-        print(f"evidence: {directory / FILE}, policy: {directory / POLICY}")
-    return 0
-
-
-def _asked(arguments: argparse.Namespace, settings: Sequence[str], processes: int) -> Asked:
+def asked_of(arguments: argparse.Namespace, settings: Sequence[str], processes: int) -> Asked:
     """Return what is asked for. Raises ConfigError for what cannot be searched."""
     of = arguments
     if (of.budget is None) == (of.gradient_error is None):
@@ -216,9 +167,9 @@ class Search:
                     "another directory"
                 )
             there = Evidence.read(path)
-            if key := difference(there.asked, self.evidence.asked, MAY_DIFFER):
+            if key := difference(there.asked, self.evidence.asked, (*MAY_DIFFER, *COUNTS)):
                 raise ConfigError(f"{path}: is a search with another {key}: --out DIR for this one")
-            return there
+            return replace(there, asked=self.evidence.asked)
 
         there = self.world.on_first(read, "search")
         if there is not None:

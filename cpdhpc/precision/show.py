@@ -54,7 +54,7 @@ def run_show(arguments: argparse.Namespace) -> None:
 
 def _table(job: Job) -> list[str]:
     """Return a line for each layer that has parameters or products."""
-    from ..train.setup import build_model
+    from ..train.fitting import build_model
     from .conversion import BY_TORCH, resolved, unconverted
 
     model = build_model(job, job.data.load())

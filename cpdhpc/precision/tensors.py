@@ -19,6 +19,7 @@ from ..formats import (
     TILE,
     Cast,
     FloatFormat,
+    Format,
     Overflow,
     Rounding,
     packed_bytes,
@@ -53,7 +54,8 @@ class TensorFormat(Section):
             so then; numbers up to 2^exponent fit at first, by default the first tensor
         "flexpoint": a power of two for what is expected of the last history amax: 2 (m + 3 s),
             with their mean m and standard deviation s
-    rounding, overflow: as Cast's; history: calls; margin: a power of two; expect: of the history
+    rounding, overflow, random_bits: as Cast's; history: calls; margin: a power of two; expect: of
+        the history
     exponent, overflow_rate: see "fixed"
     Source: amax, delayed: Micikevicius et al., arXiv 2209.05433, as in NVIDIA's Transformer
     Engine; aps: Han et al., arXiv 1911.08907; blocks: OCP Microscaling Formats v1.0, section 6.3;
@@ -64,6 +66,7 @@ class TensorFormat(Section):
     scaling: str = "none"
     rounding: Rounding = "nearest"
     overflow: Overflow = "saturate"
+    random_bits: Annotated[int, Field(ge=0, le=31)] = 0
     history: Annotated[int, Field(ge=1, le=65536)] = 16
     margin: Annotated[int, Field(ge=0, le=64)] = 0
     expect: Literal["max", "recent"] = "max"
@@ -100,6 +103,7 @@ class TensorFormat(Section):
             raise ValueError(
                 f"{key} goes with scaling {' or '.join(having)}, and it is {self.scaling}"
             )
+        assert self.cast  # raises for random_bits out of range
         if self.scaling != "none" and not self.rounds:
             raise ValueError(
                 f"scaling={self.scaling!r}: {self.format} is not rounded: must be none"
@@ -111,7 +115,7 @@ class TensorFormat(Section):
         """How numbers are rounded."""
         fmt = wire_format(self.format)
         assert fmt is not None, "a validator has asked"
-        return Cast(fmt, self.rounding, self.overflow)
+        return Cast(fmt, self.rounding, self.overflow, self.random_bits)
 
     @property
     def rounds(self) -> bool:
@@ -197,7 +201,7 @@ def amax_of(x: Array) -> tuple[float, bool]:
     return float(abs(finite).max(initial=0)), False
 
 
-def factor_of(amax: float, fmt: FloatFormat, margin: int = 0) -> np.float32:
+def factor_of(amax: float, fmt: Format, margin: int = 0) -> np.float32:
     """Return float32's fmt.max / amax / 2^margin; of zeros 1."""
     if amax == 0:
         return np.float32(1)
@@ -206,7 +210,7 @@ def factor_of(amax: float, fmt: FloatFormat, margin: int = 0) -> np.float32:
     return min(factor, np.finfo(np.float32).max)
 
 
-def shift_of(amax: float, fmt: FloatFormat) -> int:
+def shift_of(amax: float, fmt: Format) -> int:
     """Return the largest k with amax * 2^k <= fmt.max, within the format's limits; of zeros 0."""
     bits = np.array([amax], np.float32).view(np.uint32)
     return int(fitting_shift(bits, fmt)[0]) - SHIFT_BIAS

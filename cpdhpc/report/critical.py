@@ -96,11 +96,29 @@ class Reached:
 
 
 @dataclass(frozen=True)
+class Target:
+    """What trainings are to reach: a test loss, or an accuracy in %; series: which of both."""
+
+    value: float
+    series: str = "test_loss"
+
+    @property
+    def told(self) -> str:
+        """What it is, with its unit."""
+        return f"{units.digits(self.value)} {'nat' if self.series == 'test_loss' else '%'}"
+
+    def crossing(self, score: Array, values: Array) -> float:
+        """Return a value where the score first reaches the target. See crossing."""
+        sign = 1.0 if self.series == "test_loss" else -1.0
+        return crossing(sign * score, sign * self.value, values)
+
+
+@dataclass(frozen=True)
 class Curve:
     """Trainings alike in all but batch and rate, with the best rate for each batch."""
 
     name: str
-    target: float
+    target: Target
     points: Sequence[Reached]
     found: Tradeoff
     at_the_end: Sequence[int]
@@ -139,10 +157,10 @@ def critical(file: StudyFile, groups: Sequence[SeedGroup]) -> list[Section]:
     if not curves:
         return []
     caption = (
-        "Steps and samples to the target, a test loss: of the study's train.target_loss, else the "
-        "least that all batches reach; on lines between epochs. Of several learning rates the one "
-        "that takes the fewest steps. By noise: median over batches of what the noise scale up to "
-        f"the target predicts. In brackets: {file.percent} CI."
+        "Steps and samples to the target: the study's train.target_loss or train.target_accuracy, "
+        "else the least test loss that all batches reach; on lines between epochs. Of several "
+        "learning rates the one that takes the fewest steps. By noise: median over batches of what "
+        f"the noise scale up to the target predicts. In brackets: {file.percent} CI."
     )
     notes = [
         f"{curve.name or 'all'}: batch {batch}: the best learning rate is the last one tried"
@@ -173,26 +191,28 @@ def _curve(file: StudyFile, name: str, groups: Sequence[SeedGroup]) -> Curve:
     return Curve(name, target, best, found, ends)
 
 
-def _target(file: StudyFile, groups: Sequence[SeedGroup]) -> float:
-    """Return the test loss asked for, or the least that all seeds of some rate reach, by batch."""
-    asked = file.toml.get("train", {}).get("target_loss")
-    if asked is not None:
-        return float(asked)
+def _target(file: StudyFile, groups: Sequence[SeedGroup]) -> Target:
+    """Return what was asked for, or the least loss that all seeds of some rate reach, by batch."""
+    asked = file.toml.get("train", {})
+    for name in ("loss", "accuracy"):
+        if f"target_{name}" in asked:
+            return Target(float(asked[f"target_{name}"]), f"test_{name}")
     least: dict[int, float] = {}
     for group in groups:
         batch, rows = int(group.factors[BATCH]), [point.index for point in group.points]
         worst = float(np.nanmin(file.training["test_loss"][rows], axis=1).max())
         least[batch] = min(worst, least.get(batch, inf))
-    return max(least.values())
+    return Target(max(least.values()))
 
 
-def _reached(file: StudyFile, group: SeedGroup, target: float) -> Reached:
+def _reached(file: StudyFile, group: SeedGroup, target: Target) -> Reached:
     rows = [point.index for point in group.points]
-    loss = file.training["test_loss"]
+    unknown = np.full(file.training["test_loss"].shape, nan)  # where trainings have no accuracy
+    score = file.training.get(target.series, unknown)
 
     def at(name: str) -> Array:
-        values = file.training.get(name, np.full(loss.shape, nan))
-        return np.array([crossing(loss[row], target, values[row]) for row in rows])
+        values = file.training.get(name, unknown)
+        return np.array([target.crossing(score[row], values[row]) for row in rows])
 
     return Reached(group, at("steps_done"), at("samples_seen"), at("critical_batch"))
 
@@ -206,7 +226,7 @@ def _columns() -> list[Column[Curve]]:
 
     return [
         Column("trainings", lambda c: c.name or "all", numbers=False),
-        Column("target\nnat", lambda c: units.digits(c.target)),
+        Column("target", lambda c: c.target.told),
         Column("batches", lambda c: str(len(c.points))),
         Column("least\nsteps", lambda c: three(c.found.steps)),
         Column("least\nsamples", lambda c: three(c.found.samples)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -30,7 +31,19 @@ class Score:
     @classmethod
     def of(cls, toml: str) -> Score:
         """Return the score by a job, as TOML text; jobs of older versions have an accuracy."""
-        keys = "metric.name", "metric.import", "metric.better", "loss.name", "loss.import"
+        return cls._of(toml, "metric")
+
+    @classmethod
+    def further(cls, toml: str) -> list[Score]:
+        """Return what is told beside it, by the [[metrics]] of a job."""
+        return [
+            cls._of(toml, f"metrics.{i}")
+            for i in range(len(tomllib.loads(toml).get("metrics", [])))
+        ]
+
+    @classmethod
+    def _of(cls, toml: str, table: str) -> Score:
+        keys = f"{table}.name", f"{table}.import", f"{table}.better", "loss.name", "loss.import"
         name, imported, better, loss, own_loss = (value_of(toml, key) for key in keys)
         label = imported.partition(":")[2] if imported else name or "accuracy"
         lower = better == "lower" if imported else label != "accuracy"
@@ -88,6 +101,10 @@ class Score:
         return 2.0 if self.unit else 0.02 * abs(best)
 
 
+PADDED = (  # a caption, where bytes are shown
+    " Formats of few bits travel in tiles of 1,024 values, and every layer fills up its last one: "
+    "small layers take more than their bits."
+)
 FRONT = Style(BLACK, "", (0, (2, 2)))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import isnan, nan
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from ..study.study_file import ReportError
 from . import units
 from .critical import noise_charts, predicted
 from .figures import Axis, Chart, Map, Style, styles
-from .score import Score, Trained, learning_charts, score_charts
+from .score import PADDED, Score, Trained, learning_charts, score_charts
 from .tables import Column, Listed, Report, Section, Table, tabulate, words
 
 
@@ -292,10 +293,18 @@ def table(groups: Sequence[RunGroup]) -> Table:
         share = group.underflow_share
         return units.NONE if isnan(share) or not group.compressed else f"{100 * share:.2f}"
 
+    def told(more: Score, group: RunGroup) -> str | units.Cell:
+        if any(more.column not in run.epochs for run in group.runs):
+            return units.NONE
+        return more.told(more.factor * np.array([r.epochs[more.column][-1] for r in group.runs]))
+
+    more = [Score.further(str(group.runs[0].attributes["toml"])) for group in groups]
+    further = list(dict.fromkeys(each for several in more for each in several if each != measure))
     columns: list[Column[RunGroup]] = [
         Column("run", lambda group: group.name, numbers=False),
         Column("seeds", seeds),
         Column(measure.heading, lambda group: measure.told(group.scores)),
+        *(Column(each.heading, partial(told, each)) for each in further),
         Column(f"to float32\n{measure.points}".strip(), beside),
         Column("bytes per\nstep, rank", lambda group: f"{group.wire_bytes:,.0f}"),
         Column("of\nfloat32", share),
@@ -306,7 +315,7 @@ def table(groups: Sequence[RunGroup]) -> Table:
     batches = {g.name: predicted([run.steps for run in g.runs]) for g in groups}
     if not all(map(isnan, batches.values())):
         columns.append(Column("critical\nbatch", lambda g: units.digits(batches[g.name])))
-    return tabulate("", columns, groups, CAPTION)
+    return tabulate("", columns, groups, CAPTION + PADDED)
 
 
 def _trained(group: RunGroup, style: Style, base: RunGroup | None) -> Trained:

@@ -58,6 +58,7 @@ OUTCOMES: dict[str, tuple[type, str, str]] = {  # name: type, long name, units
     "restarts": (int, "starts of the batch before this one", "1"),
     "date": (str, "end of the case, ISO 8601, UTC", "1"),
 }
+FURTHER = "test_"  # begins the names of outcomes by further metrics, as jobs call them
 # without a column where no case has them
 WHERE_KNOWN = ("predicted_s", "energy_j", "score", "data_share", "test_score")
 SERIES: dict[str, dict[str, tuple[str, str]]] = {  # group: column: long name, units

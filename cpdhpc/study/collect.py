@@ -15,7 +15,7 @@ import numpy.typing as npt
 from .. import __version__, store
 from ..kinds.factors import SHAPE, Array, Case, Factor, Result, Value
 from ..store import StoreError, Variable
-from .case_file import ALIKE, OUTCOMES, SCHEMA, SERIES, WHERE_KNOWN, read_result
+from .case_file import ALIKE, FURTHER, OUTCOMES, SCHEMA, SERIES, WHERE_KNOWN, read_result
 from .cases import SAME, base_factors, expand
 from .folder import Folder, FolderError
 from .spec import Study
@@ -248,11 +248,13 @@ def _column(kind: type, values: list[Any]) -> Array:
 
 
 def _outcomes(points: Points) -> Variables:
+    named = {n: None for _, result in points for n in result.outcomes if n.startswith(FURTHER)}
+    further = {name: (float, "test score at the end by a further metric", "1") for name in named}
     return {
         name: Variable(
             BY, _column(kind, [result.outcomes.get(name) for _, result in points]), text, units
         )
-        for name, (kind, text, units) in OUTCOMES.items()
+        for name, (kind, text, units) in (OUTCOMES | further).items()
         if name not in WHERE_KNOWN or any(name in result.outcomes for _, result in points)
     }
 

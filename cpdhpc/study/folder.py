@@ -18,6 +18,8 @@ MAY_CHANGE = (  # neither cases nor numbers
     "run.retries",
     "run.case_time_s",
     "train.target_loss",
+    "train.target_accuracy",
+    "train.tolerance",
 )
 
 

@@ -88,10 +88,21 @@ class TrainedJob(Section):
     job: its path, from the study file's directory
     target_loss: test loss whose steps and samples the report compares over batches; not given: the
         least that all batches reach
+    target_accuracy: in place of a loss, %
+    tolerance: points below float32 that count as the same accuracy where the report draws the bits
+        that batches need
     """
 
-    job: str
+    job: str = ""
     target_loss: Annotated[float | None, Field(gt=0)] = None
+    target_accuracy: Annotated[float | None, Field(gt=0, lt=100)] = None
+    tolerance: Annotated[float, Field(gt=0)] = 1.0
+
+    @model_validator(mode="after")
+    def _one_target(self) -> TrainedJob:
+        if self.target_loss is not None and self.target_accuracy is not None:
+            raise ValueError("target_loss and target_accuracy: give one of them")
+        return self
 
 
 class Run(Section):
@@ -146,7 +157,7 @@ class Study(Section):
             raise ValueError(
                 f"scaling={self.scaling!r}: [weak] is needed with scaling='weak', and only there"
             )
-        if self.of_kind.needs_job and not (self.train or self.job):
+        if self.of_kind.needs_job and not ((self.train and self.train.job) or self.job):
             raise ValueError(f"kind={self.kind!r}: needs [train] job = 'FILE.toml', or [job]")
         if not self.of_kind.needs_job and (self.train or self.job):
             raise ValueError(f"kind={self.kind!r}: has no job: [train] and [job] are of trainings")

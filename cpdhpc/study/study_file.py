@@ -15,7 +15,7 @@ import numpy as np
 from .. import store
 from ..config import UserError
 from ..kinds.factors import Array, Factors, Value
-from .case_file import OUTCOMES, SCHEMA
+from .case_file import FURTHER, OUTCOMES, SCHEMA
 
 Groups = Mapping[str, Mapping[str, Array]]
 LEVEL = 0.95
@@ -159,8 +159,9 @@ def _points(groups: Groups) -> list[Point]:
     samples, summary = groups["samples"], groups["summary"]
     count = len(samples["case_id"])
     columns = {k: v for k, v in samples.items() if v.shape == (count,) and k != "repeat"}
-    factors = {k: v.tolist() for k, v in columns.items() if k not in NO_FACTORS}
-    outcomes = {k: columns[k].tolist() for k in NUMBERS if k in columns}
+    scores = [name for name in columns if name.startswith(FURTHER)]
+    factors = {k: v.tolist() for k, v in columns.items() if k not in (*NO_FACTORS, *scores)}
+    outcomes = {k: columns[k].tolist() for k in (*NUMBERS, *scores) if k in columns}
     figures = {k: v.tolist() for k, v in summary.items() if v.shape == (count,)}
     counted = np.isfinite(samples["time_s"]) & (samples["is_warmup"] == 0)
     return [

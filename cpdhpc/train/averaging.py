@@ -19,9 +19,10 @@ from ..compress.base import Aggregator, Context, Mean
 from ..compress.bucket import Bucket
 from ..compress.state import Entry, State, redistributed
 from ..config import validate
-from ..formats import FloatFormat
+from ..formats import FloatFormat, TableFormat
 from ..methods import suggest
 from ..randomness import random_key
+from ..table_formats import spelled
 from ..world.mpi import as_world
 from ..world.ranks import Ranks
 
@@ -175,7 +176,10 @@ def made(who: str, aggregator: str | Aggregator, options: dict[str, Any]) -> Agg
         return aggregator
     if aggregator not in COMPRESSORS:
         raise ValueError(f"{who}: aggregator={aggregator!r}: {suggest(aggregator, COMPRESSORS)}")
-    named = {k: v.name if isinstance(v, FloatFormat) else v for k, v in options.items()}
+    named = {
+        k: v.name if isinstance(v, FloatFormat) else spelled(v) if isinstance(v, TableFormat) else v
+        for k, v in options.items()
+    }
     return validate(COMPRESSORS[aggregator], named, f"{who}: {aggregator}")
 
 

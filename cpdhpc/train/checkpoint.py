@@ -15,7 +15,7 @@ import torch
 
 from .. import store
 from ..compress.state import Entry, State, redistributed
-from ..config import ConfigError, UserError, difference, validate, value_of
+from ..config import IMPORT_FROM, ConfigError, UserError, difference, flatten, validate, value_of
 from ..world import files
 from ..world.ranks import Ranks
 from .job import EPOCHS, MAY_DIFFER, Job
@@ -73,12 +73,14 @@ class Position:
     """Where a run stands: its next iteration, the samples seen, the ranks it had so far.
 
     state: checksum of the file of its own in which what methods keep is; "" for nothing
+    data: what tells its data set from others; "" where nobody knows
     """
 
     iteration: int
     samples_seen: int
     ranks: int
     state: str = ""
+    data: str = ""
 
 
 def save(path: Path, groups: Groups, position: Position, toml: str) -> None:
@@ -94,7 +96,8 @@ def check_job(path: Path, there: str, here: str) -> None:
     with suppress(ConfigError):
         there = validate(Job, tomllib.loads(there), str(path)).toml()
     longer = value_of(here, EPOCHS) >= value_of(there, EPOCHS)
-    key = difference(here, there, (*MAY_DIFFER, EPOCHS) if longer else MAY_DIFFER)
+    moved = [key for key in flatten(tomllib.loads(here)) if key.endswith(f".{IMPORT_FROM}")]
+    key = difference(here, there, (*MAY_DIFFER, *moved, *[EPOCHS] * longer))
     if key is not None:
         values = value_of(there, key), value_of(here, key)
         raise CheckpointError(f"{path}: {key} is {values[0]!r} there and {values[1]!r} here")
@@ -114,8 +117,8 @@ def load(path: Path, toml: str, samples_seen: Callable[[int], int]) -> tuple[Gro
     check_job(path, attributes["toml"], toml)
     iteration = attributes["iteration"]
     seen = attributes.get("samples_seen", samples_seen(iteration))
-    state = str(attributes.get("state", ""))
-    return groups, Position(iteration, seen, attributes["ranks"], state)
+    kept = (str(attributes.get(name, "")) for name in ("state", "data"))
+    return groups, Position(iteration, seen, attributes["ranks"], *kept)
 
 
 def load_on_all(

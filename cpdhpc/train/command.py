@@ -13,7 +13,7 @@ from ..world.mpi import World
 from .checkpoint import check_job
 from .data import Dataset, Source
 from .job import EPOCHS, Job, load
-from .loop import run
+from .loop import Diverged, run
 from .output import Files, claimed
 from .progress import Display
 from .setup import Training, agreed, prepare
@@ -21,16 +21,19 @@ from .setup import Training, agreed, prepare
 
 def train(
     world: World, path: Path, settings: Iterable[str], directory: Path, resume: bool
-) -> list[Path]:
-    """Run all of a job file's runs and return the files of their records. Collective.
+) -> tuple[list[Path], list[str]]:
+    """Run all of a job file's runs; return their records, and what is said of those that diverged.
+
+    Collective. A run that diverges ends alone: the others are trained.
 
     resume: go on from checkpoints and skip the runs that are complete; else the directory must
         not hold files of these runs
     Raises UserError or Interrupted on all processes alike.
     """
     jobs = agreed(world, lambda: load(path, settings))
+    diverged: list[str] = []
     with catching() as caught:
-        return Trainer(world, caught).train(jobs, directory, resume)
+        return Trainer(world, caught).train(jobs, directory, resume, diverged), diverged
 
 
 class Trainer:
@@ -57,8 +60,13 @@ class Trainer:
             self._data[repr(job.data)] = agreed(self.world, job.data.load)
         return self._data[repr(job.data)]
 
-    def train(self, jobs: list[Job], directory: Path, resume: bool) -> list[Path]:
-        """Run jobs and return the files of their records. Collective. See train."""
+    def train(
+        self, jobs: list[Job], directory: Path, resume: bool, diverged: list[str] | None = None
+    ) -> list[Path]:
+        """Run jobs and return the files of their records. Collective. See train.
+
+        diverged: gets what is said of runs that diverge; without it the first one raises Diverged
+        """
         world = self.world
         agreed(world, lambda: _check_ranks(jobs, world))
         files = {job.id: Files.of(directory, job) for job in jobs}
@@ -71,7 +79,13 @@ class Trainer:
                 training = prepare(job, self.world_of(job), self.data_of(job), files[job.id])
                 if resume:
                     _resume(training, former_epochs, display)
-                run(training, self.caught, display)
+                try:
+                    run(training, self.caught, display)
+                except Diverged as error:  # on all processes alike
+                    if diverged is None:
+                        raise
+                    diverged.append(str(error))
+                    display.end(f"{error}: ended")
                 training.close()
         return [each.record for each in files.values()]
 

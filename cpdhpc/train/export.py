@@ -59,10 +59,12 @@ def run(arguments: argparse.Namespace) -> None:
 def trained(path: Path, settings: list[str]) -> tuple[Job, torch.nn.Module, Samples]:
     """Return the job of a checkpoint, its model as it is evaluated, and the test samples.
 
-    settings: laid over keys of data. Raises UserError where the file is no checkpoint of train.
+    settings: laid over keys of data. Raises UserError where the file is no checkpoint of train, or
+    the data is not the run's.
     """
+    from . import weights
     from .checkpoint import CheckpointError, load_model
-    from .setup import build_model, samples_of
+    from .fitting import build_model, samples_of
 
     for setting in settings:
         if not setting.startswith("data."):
@@ -79,7 +81,13 @@ def trained(path: Path, settings: list[str]) -> tuple[Job, torch.nn.Module, Samp
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
     model.eval()
-    return job, model, samples_of(data)[1]
+    train, test = samples_of(data)
+    known = attributes.get("data", "")  # older versions did not keep it
+    if known and known != weights.data_digest(train, test, weights.FEW):
+        raise ConfigError(f"{path}: the data set is another one than the run's")
+    if not known:
+        print(f"{path}: has no digest of its data: whether this is the run's is not known")
+    return job, model, test
 
 
 def compare(model: torch.nn.Module, network: IntegerNetwork, test: Samples) -> tuple[int, int]:
@@ -89,11 +97,12 @@ def compare(model: torch.nn.Module, network: IntegerNetwork, test: Samples) -> t
     """
     import torch
 
-    from .step import CHUNK
+    from .step import samples_at_once
 
     correct = differing = 0
-    for first in range(0, len(test), CHUNK):
-        index = np.arange(first, min(first + CHUNK, len(test)))
+    at_once = samples_at_once(model, test)
+    for first in range(0, len(test), at_once):
+        index = np.arange(first, min(first + at_once, len(test)))
         inputs, targets = test.take(index, 0)
         with torch.no_grad():
             wanted = model(inputs).argmax(1).numpy()

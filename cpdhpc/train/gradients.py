@@ -14,6 +14,7 @@ import numpy as np
 
 from .. import store
 from ..compress.base import Array
+from ..precision import recording
 from ..world import files
 
 if TYPE_CHECKING:
@@ -86,6 +87,26 @@ def save(reducer: GradientReducer, path: Path, iteration: int, source: str = "")
 def _key(name: str) -> str:
     """Return the dataset of a layer; "/" would make groups of HDF5."""
     return f"{GROUP}/{name.replace('/', ':')}"
+
+
+def load_all(path: Path) -> list[Gradients]:
+    """Return the gradients of each iteration in a file of save, or of precision record.
+
+    Raises StoreError for any other file, and where none were recorded.
+    """
+    if store.read_attributes(path).get("kind") != recording.KIND:
+        return [load(path)]
+    recorded = recording.load(path)
+    of = [each for each in recorded.tensors if each.kind == "gradients"]
+    if not of:
+        raise store.StoreError(f"{path}: has no recorded gradients: --tensors gradients")
+    found = []
+    for iteration in recorded.iterations:
+        tensors = [each for each in of if each.iteration == iteration]
+        layers = {each.name: each.read() for each in tensors}
+        first = tensors[0]
+        found.append(Gradients(iteration, first.shape[0], layers, path.stem, first.loss_scale))
+    return found
 
 
 def load(path: Path) -> Gradients:

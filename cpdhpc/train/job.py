@@ -29,6 +29,7 @@ from ..config import (
 from ..precision.policy import Policy
 from ..precision.presets import PRESETS
 from ..precision.recording import Recording
+from ..table_formats import with_own_formats
 from ..world.ranks import Loopback, Ranks
 from .adversarial import Adversarial
 from .augment import Augment
@@ -164,10 +165,14 @@ class Train(Section):
         }
 
 
+Further = Annotated[Metric, OneOf(METRICS, "name", None, ImportedMetric)]
+
+
 class Job(Section):
     """One row of a job file: a configuration that is run once per seed.
 
     name: part of file names; the job file's where it is not given
+    metrics: each told beside metric, which is what reports and studies go by; as [[metrics]]
     """
 
     name: Name
@@ -175,6 +180,7 @@ class Job(Section):
     model: Annotated[Model, OneOf(MODELS, "name", None, ImportedModel)] = Mlp()
     loss: Annotated[Loss, OneOf(LOSSES, "name", "cross_entropy", ImportedLoss)] = CrossEntropy()
     metric: Annotated[Metric, OneOf(METRICS, "name", None, ImportedMetric)] = Accuracy()
+    metrics: Annotated[tuple[Further, ...], Field(strict=False)] = ()
     augment: Augment = Augment()
     loader: Loader = Loader()
     optimizer: Annotated[Optimizer, OneOf(OPTIMIZERS, "name", "sgd")] = Sgd()
@@ -202,10 +208,12 @@ class Job(Section):
     @classmethod
     def _train_of_the_preset(cls, raw: Any) -> Any:
         train = raw.get("train", {}) if isinstance(raw, dict) else None
-        section = raw.get("precision") if isinstance(train, dict) else None
+        section = raw.get("precision") if isinstance(raw, dict) else None
         name = section.get("preset") if isinstance(section, dict) else None
         preset = PRESETS.get(name) if isinstance(name, str) else None
-        return raw if preset is None else raw | {"train": preset.train | train}
+        if preset is None or not isinstance(train, dict):
+            return raw
+        return raw | {"train": preset.train | train}
 
     @model_validator(mode="after")
     def _recorded_is_whole(self) -> Job:
@@ -228,12 +236,25 @@ class Job(Section):
 
     @model_validator(mode="before")
     @classmethod
+    def _own_formats(cls, raw: Any) -> Any:
+        return with_own_formats(raw) if isinstance(raw, dict) and "formats" in raw else raw
+
+    @model_validator(mode="before")
+    @classmethod
     def _metric_of_the_loss(cls, raw: Any) -> Any:
         if not isinstance(raw, dict) or "metric" in raw or not isinstance(raw.get("loss"), dict):
             return raw
         usual = Loss if IMPORT in raw["loss"] else CrossEntropy
         row = LOSSES.get(raw["loss"].get("name"), usual)
         return raw | {"metric": {"name": row.metric}}
+
+    @model_validator(mode="after")
+    def _metrics_differ(self) -> Job:
+        labels = [metric.label for metric in (self.metric, *self.metrics)]
+        twice = [label for label in labels[1:] if label == "loss" or labels.count(label) > 1]
+        if twice:
+            raise ValueError(f"metrics: {twice[0]!r}: is told already")
+        return self
 
     @model_validator(mode="after")
     def _stages_alone(self) -> Job:
@@ -301,9 +322,19 @@ class Job(Section):
                 raise ValueError(f'{name}: needs the mean gradient: update.name="allreduce"')
             if self.train.image_grid != (1, 1):
                 raise ValueError(f"{name}: needs samples of each rank: train.image_grid=[1, 1]")
+            if not self.optimizer.has_noise_scale:
+                raise ValueError(
+                    f"{name}: optimizer {type(self.optimizer).__name__}: takes the length of a "
+                    "layer's gradient out of its step, of which the noise scale says nothing"
+                )
             if self.train.batch < 2:
                 raise ValueError(f"{name}: train.batch=1: should be 2 or more")
         return self
+
+    @property
+    def told(self) -> list[Metric]:
+        """What is told of the test samples beside the loss: first what reports go by."""
+        return [metric for metric in (self.metric, *self.metrics) if metric.label != "loss"]
 
     def check_ranks(self, ranks: int) -> None:
         """Raise ConfigError where the job cannot do with so many ranks, virtual ones included."""

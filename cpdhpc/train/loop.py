@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
 from math import isfinite
@@ -22,8 +22,9 @@ from . import gradients, weights
 from .adversary import Attacked
 from .data import Array, epoch_order, shard
 from .loader import Prefetched
-from .norms import of_samples, squared_norms
+from .norms import of_samples, roots, squared_norms
 from .progress import Display
+from .record import FGSM
 from .setup import Training
 from .step import evaluate, evaluate_each, exchange
 from .update.base import NOTHING
@@ -68,10 +69,13 @@ def run(training: Training, caught: Caught, display: Display) -> None:
         while not training.ended:
             _epoch(training, caught, display)
     training.save("complete")
-    _, *scores, loss, _ = training.record.rows["epochs"][-1]
+    scores = dict(
+        zip(training.record.names["epochs"], training.record.rows["epochs"][-1], strict=True)
+    )
+    loss = scores["test_loss"]
     guessed = job.loss.guessed(training.classes)
     verdict = "" if loss < guessed else f": no better than guessing, whose loss is {guessed:.4f}"
-    display.end(f"{job.id}: complete: {_told(training, *scores, loss)}{verdict}")
+    display.end(f"{job.id}: complete: {_told(training, scores, loss)}{verdict}")
     paths = {i: gradients.path_of(training.files.record, i) for i in recorded}
     missing = [str(i) for i, path in paths.items() if display.shown and not path.exists()]
     if missing:
@@ -94,10 +98,10 @@ def _recording(training: Training) -> Iterator[None]:
         yield
 
 
-def _told(training: Training, *scores: float) -> str:
-    """Return the score by the metric, where it is another than the loss, and the loss."""
-    loss, metric = f"loss {scores[-1]:.4f}", training.job.metric
-    return loss if metric.label == "loss" else f"{metric.told(scores[0])}, {loss}"
+def _told(training: Training, scores: Mapping[str, float], loss: float) -> str:
+    """Return the scores, by column, of the metrics that are other than the loss, and the loss."""
+    told = [m.told(scores[m.column]) for m in training.job.told if m.column in scores]
+    return ", ".join([*told, f"loss {loss:.4f}"])
 
 
 def _epoch(training: Training, caught: Caught, display: Display) -> None:
@@ -119,7 +123,7 @@ def _epoch(training: Training, caught: Caught, display: Display) -> None:
     of_ranks = _of_ranks(training, epoch + 1)
     elapsed_ns = training.world.max(np.array([int((time.perf_counter() - began) * 1e9)]))
     training.record.epoch(epoch + 1, scores, loss, elapsed_ns[0] / 1e9)
-    told = _told(training, *scores, loss) + of_ranks
+    told = _told(training, scores, loss) + of_ranks
     display.epoch(job.id, epoch + 1, job.train.epochs, told)
     if epoch + 1 in job.train.kept_epochs:
         training.save_weights(epoch + 1)
@@ -159,14 +163,17 @@ def _seed(seed: int, epoch: int) -> int:
     return random_key(seed, SAMPLES, epoch)[0]
 
 
-def _evaluated(training: Training) -> tuple[list[float], float]:
-    """Return the scores by the metric, of copies too where there are some, and the loss."""
-    job, adversary, found = training.job, training.adversary, []
-    attacked = [Attacked(adversary, training.test, training.loss)] if adversary else []
-    for test in (training.test, *attacked):
-        given = test, training.loss, job.metric, training.sharing
-        found.append(evaluate(training.model, training.world, *given))
-    return [score for score, _ in found], found[0][1]
+def _evaluated(training: Training) -> tuple[dict[str, float], float]:
+    """Return the scores by column, by the metric of copies too where there are some; the loss."""
+    job, adversary, of = training.job, training.adversary, (training.model, training.world)
+    how = training.sharing, training.at_once
+    found, loss = evaluate(*of, training.test, training.loss, job.told, *how)
+    scores = {metric.column: score for metric, score in zip(job.told, found, strict=True)}
+    if adversary and job.metric in job.told:
+        attacked = Attacked(adversary, training.test, training.loss)
+        (score,), _ = evaluate(*of, attacked, training.loss, [job.metric], *how)
+        scores[job.metric.column + FGSM] = score
+    return scores, loss
 
 
 def _of_ranks(training: Training, epoch: int) -> str:
@@ -176,9 +183,12 @@ def _of_ranks(training: Training, epoch: int) -> str:
         return ""
     rank, worst, said = -1, (nan, nan), ""
     if rule.evaluate_ranks:
-        found = evaluate_each(update, training.test, training.loss, training.job.metric)
+        given = training.test, training.loss, training.job.metric, training.at_once
+        found = evaluate_each(update, *given)
         rank = max(range(len(found)), key=lambda i: nan_to_num(found[i][1], nan=inf))
-        worst, said = found[rank], f"; worst rank {rank}: {_told(training, *found[rank])}"
+        worst = found[rank]
+        told = _told(training, {training.job.metric.column: worst[0]}, worst[1])
+        said = f"; worst rank {rank}: {told}"
     training.record.epoch_of_ranks(epoch, update.consensus_distance, rank, *worst)
     return f"{said}; consensus distance {update.consensus_distance:.3g}"
 
@@ -210,6 +220,10 @@ def _iteration(training: Training, rate: float, batch: Array, caught: Caught) ->
     training.reducer.alike = {"learning rate": rate, "batch": len(batch)}
     training.reducer.epoch = training.samples_seen / training.samples
     before, scale = training.sent_bytes, training.scaler.scale
+    measured, by = job.controller.measures_norms, None
+    if measured and job.optimizer.preconditions:
+        by = roots(training.reducer, job.optimizer, training.optimizer)
+        measured = by is not None
     try:
         epoch = training.samples_seen // training.samples
         seed = _seed(job.seed, epoch)
@@ -219,8 +233,8 @@ def _iteration(training: Training, rate: float, batch: Array, caught: Caught) ->
             training.recorder.step()
         _fail(training, str(error))
     norms = None
-    if job.controller.measures_norms and done.mean is not None:
-        norms = squared_norms(training.reducer, done.mean, scale)
+    if measured and done.mean is not None:
+        norms = squared_norms(training.reducer, done.mean, scale, by)
     sent = training.sent_bytes - before
     if training.recorder is not None:
         training.recorder.step(done.mean)

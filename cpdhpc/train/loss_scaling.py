@@ -78,7 +78,8 @@ class LossScaler:
     def reduce(self, reduce: Callable[[], Mean] | None = None) -> Mean | None:
         """Return what reduce returns, the reducer's own one by default. Collective.
 
-        None, with gradients, parameters and memory as they were: the step is to be skipped.
+        None, with gradients, parameters and memory as they were: the step is to be skipped. Buffers
+        of the model, as statistics of batch norm, are those behind its forward, alike on all ranks.
         Raises NonFiniteGradient as reduce unless dynamic, and where no scale helps.
         """
         try:
@@ -87,6 +88,7 @@ class LossScaler:
             if not self.dynamic or self.scale <= LEAST:
                 raise
             self.reducer.state, self.clean_steps = self._before, 0
+            self.reducer.share_buffers()  # else virtual ranks would go on with the last one's
             self.reducer.iteration += 1  # the numbers of the loop and of the reducer stay alike
             self._begin(self.scale / 2)
             return None

@@ -185,6 +185,11 @@ class Metric(Section):
         """What records and reports call it."""
 
     @property
+    def column(self) -> str:
+        """What records call it, behind which they have the loss."""
+        return f"test_{self.label}"
+
+    @property
     def long_name(self) -> str:
         """What the score is."""
         return f"{self.label} of test samples"

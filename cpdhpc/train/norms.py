@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from ..collectives import sparse
 from ..compress import NoCompression
@@ -16,6 +17,7 @@ from ..compress.bucket import Bucket
 from ..partition import split
 from ..randomness import random_key
 from .controllers import Norms
+from .optimizers import Optimizer
 from .reducer import GradientReducer
 
 Array = npt.NDArray[Any]
@@ -30,19 +32,43 @@ def squared(flat: Array, bucket: Bucket) -> float:
     return fsum(float(np.square(v, dtype=np.float64).sum()) for v in bucket.views(flat))
 
 
-def squared_norms(reducer: GradientReducer, mean: Mean, loss_scale: float) -> Array:
+def roots(
+    reducer: GradientReducer, given: Optimizer, optimizer: torch.optim.Optimizer
+) -> Array | None:
+    """Return the roots of what the next step multiplies gradients by, float32[bucket.size].
+
+    None where nothing is known, as before the first step. A parameter without a state has 0.
+    For steps along P g the gradient in the coordinates w / sqrt(P), of which steps are plain, is
+    sqrt(P) g, whose noise scale tr(P Sigma) / (G' P G) is that of the batch. Taken before the step:
+    a P that has seen the step's own gradients would hide their noise.
+    Source: McCandlish et al., arXiv 1812.06162, with a preconditioner.
+    """
+    found = np.zeros(reducer.bucket.size, np.float32)
+    for parameter, view in zip(reducer.parameters, reducer.bucket.views(found), strict=True):
+        state = optimizer.state.get(parameter)
+        if state:
+            view[...] = np.sqrt(np.asarray(given.factors(state)))
+    return found if found.any() else None
+
+
+def squared_norms(
+    reducer: GradientReducer, mean: Mean, loss_scale: float, by: Array | None = None
+) -> Array:
     """Return float64[hosted + 1]: of each hosted rank's gradient, of the exact mean. Collective.
 
     After a reduce, whose gradients were those of a loss times loss_scale; mean: what it returned
+    by: float32[bucket.size], what gradients are multiplied by before; None: nothing
     Float32 gradients have an exact mean already. The one of any other method is what its wire, its
     memory and its momentum made of it, whose norm says nothing of the noise, so the exact
     gradients are summed as sketches.
     """
-    own = [squared(flat, reducer.bucket) / loss_scale**2 for flat in reducer.flats]
+    flats = reducer.flats if by is None else [flat * by for flat in reducer.flats]
+    own = [squared(flat, reducer.bucket) / loss_scale**2 for flat in flats]
     if isinstance(reducer.aggregator, NoCompression):
-        return np.array([*own, squared(mean.flat, reducer.bucket)])
+        exact = mean.flat if by is None else mean.flat * by
+        return np.array([*own, squared(exact, reducer.bucket)])
     key = random_key(reducer.seed, SIGNS, reducer.iteration)
-    total = sparse.sum(reducer.world, sketches(reducer.flats, key))
+    total = sparse.sum(reducer.world, sketches(flats, key))
     return np.array([*own, float(np.square(total / (reducer.world.ranks * loss_scale)).sum())])
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -15,7 +15,18 @@ if TYPE_CHECKING:
 
 
 class Optimizer(Section):
-    """[optimizer]: how an averaged gradient changes the parameters."""
+    """[optimizer]: how an averaged gradient changes the parameters.
+
+    has_noise_scale: whether its steps are along gradients times factors that are known before
+    preconditions: whether those factors are other than 1
+    """
+
+    has_noise_scale: ClassVar[bool] = True
+    preconditions: ClassVar[bool] = False
+
+    def factors(self, state: Mapping[str, Any]) -> torch.Tensor | float:
+        """Return what the next step multiplies gradients by, of a parameter with this state."""
+        return 1.0
 
     @property
     def has_momentum(self) -> bool:
@@ -83,6 +94,13 @@ class Sgd(Optimizer):
         return torch.optim.SGD(given, lr=rate, momentum=self.momentum, nesterov=self.nesterov)
 
 
+def _of_second_moment(self: Adam | AdamP, state: Mapping[str, Any]) -> torch.Tensor:
+    """Return 1 / (sqrt(v) + eps) of the state before a step, whose bias is corrected."""
+    unbiased = state["exp_avg_sq"] / (1 - self.betas[1] ** float(state["step"]))
+    factors: torch.Tensor = 1 / (unbiased.sqrt() + self.eps)
+    return factors
+
+
 class Adam(Optimizer):
     """[optimizer] name = "adam": as torch.optim.Adam, whose weight decay is part of the gradient.
 
@@ -91,6 +109,9 @@ class Adam(Optimizer):
     exclude: "one_dimensional" leaves biases and norms without decay, "none" nothing
     Source: Kingma, Ba: Adam, arXiv 1412.6980, algorithm 1.
     """
+
+    preconditions: ClassVar[bool] = True
+    factors = _of_second_moment
 
     name: Literal["adam"] = "adam"
     betas: Betas = (0.9, 0.999)
@@ -144,6 +165,8 @@ class Lars(LayerWise):
     Source: You, Gitman, Ginsburg, arXiv 1708.03888, algorithm 1.
     """
 
+    has_noise_scale: ClassVar[bool] = False
+
     name: Literal["lars"] = "lars"
     momentum: Share = 0.9
     weight_decay: NotNegative = 0.0
@@ -159,6 +182,8 @@ class Larc(LayerWise):
     exclude: "one_dimensional" leaves biases and norms without adaptation and decay
     Source: You, Gitman, Ginsburg, arXiv 1708.03888; the bound as in NVIDIA's apex.
     """
+
+    has_noise_scale: ClassVar[bool] = False
 
     name: Literal["larc"] = "larc"
     momentum: Share = 0.9
@@ -176,6 +201,8 @@ class Lamb(LayerWise):
     exclude: "one_dimensional" leaves biases and norms without adaptation and decay
     Source: You et al., arXiv 1904.00962, algorithm 2.
     """
+
+    has_noise_scale: ClassVar[bool] = False
 
     name: Literal["lamb"] = "lamb"
     betas: Betas = (0.9, 0.999)
@@ -195,11 +222,17 @@ class NovoGrad(LayerWise):
     Source: Ginsburg et al., arXiv 1905.11286, algorithm 1.
     """
 
+    preconditions: ClassVar[bool] = True
+
     name: Literal["novograd"] = "novograd"
     betas: Betas = (0.95, 0.98)
     eps: NotNegative = 1e-8
     weight_decay: NotNegative = 0.0
     exclude: Exclude = "one_dimensional"
+
+    def factors(self, state: Mapping[str, Any]) -> float:
+        """Return 1 / (norm + eps). See Optimizer.factors."""
+        return 1 / (float(state["norm"]) + self.eps)
 
 
 class AdamP(LayerWise):
@@ -212,6 +245,9 @@ class AdamP(LayerWise):
     exclude: "one_dimensional" leaves biases and norms without decay
     Source: Heo et al., arXiv 2006.08217, algorithm 2.
     """
+
+    preconditions: ClassVar[bool] = True
+    factors = _of_second_moment
 
     name: Literal["adamp"] = "adamp"
     betas: Betas = (0.9, 0.999)

@@ -66,8 +66,8 @@ class Record:
 
     ranks: of the run, the most it had; layers: names of the parameters, in the bucket's order
     columns: what the aggregator offers of each layer
-    loss, metric: what is trained, and what is told of the test samples beside it
-    copies: whether the same is told of adversarial copies
+    loss, metrics: what is trained, and what is told of the test samples beside it
+    copies: whether the first metric is told of adversarial copies too
     stages: that the network is cut into
     decided: what the controller offers of each step
     """
@@ -78,7 +78,7 @@ class Record:
         layers: Sequence[str],
         columns: Mapping[str, Column] | None = None,
         loss: Loss | None = None,
-        metric: Metric | None = None,
+        metrics: Sequence[Metric] = (Accuracy(),),
         decided: Mapping[str, Column] | None = None,
         *,
         copies: bool = False,
@@ -87,19 +87,22 @@ class Record:
     ) -> None:
         self.stages = stages
         self.ranks, self.layers, self.columns = ranks, list(layers), dict(columns or {})
-        self.loss, self.metric = loss or CrossEntropy(), metric or Accuracy()
+        self.loss = loss or CrossEntropy()
         self.decided = dict(decided or {})
         epoch, *rest = GROUPS["epochs"]
-        score = f"test_{self.metric.label}"
-        scores = [] if self.metric.label == "loss" else [score, *[score + FGSM] * copies]
+        first = [metric.column for metric in metrics[:1]]
+        self.scores = {metric.column: metric.long_name for metric in metrics}
+        self.scores |= {
+            f"{each}{FGSM}": f"{self.scores[each]}, of copies" for each in first * copies
+        }
         self.names: dict[str, tuple[str, ...]] = GROUPS | {
             "steps": (*GROUPS["steps"], *self.decided),
-            "epochs": (epoch, *scores, *rest),
+            "epochs": (epoch, *self.scores, *rest),
             "layers": (*GROUPS["layers"], *self.columns),
         }
         self.names |= {"windows": WINDOWS} if stages > 1 else {}
         if own_models:
-            self.names["ranks"] = (*OF_RANKS[:-1], *scores[:1], OF_RANKS[-1])
+            self.names["ranks"] = (*OF_RANKS[:-1], *first, OF_RANKS[-1])
         self.rows: dict[str, list[tuple[Any, ...]]] = {name: [] for name in self.names}
 
     def step(
@@ -118,18 +121,16 @@ class Record:
         row = iteration, samples, loss, learning_rate, loss_scale, time_ns / 1e9, sent
         self.rows["steps"].append((*row, *(decided[name] for name in self.decided)))
 
-    def epoch(self, epoch: int, scores: Sequence[float], loss: float, time_s: float) -> None:
-        """Add an epoch; scores: by the metric, of test samples and of copies, if there are some."""
-        self.rows["epochs"].append((epoch, *self._scores(*scores), loss, time_s))
-
-    def _scores(self, *scores: float) -> tuple[float, ...]:
-        return scores[: len(self.names["epochs"]) - len(GROUPS["epochs"])]
+    def epoch(self, epoch: int, scores: Mapping[str, float], loss: float, time_s: float) -> None:
+        """Add an epoch; scores: of test samples, and of copies if there are some, by column."""
+        self.rows["epochs"].append((epoch, *map(scores.__getitem__, self.scores), loss, time_s))
 
     def epoch_of_ranks(
         self, epoch: int, distance: float, rank: int, score: float, loss: float
     ) -> None:
         """Add how far apart the ranks' models are, and the one whose test loss is largest."""
-        self.rows["ranks"].append((epoch, distance, rank, *self._scores(score), loss))
+        scores = [score] * (len(self.names["ranks"]) - len(OF_RANKS))
+        self.rows["ranks"].append((epoch, distance, rank, *scores, loss))
 
     def telemetry(self, iteration: int, layers: Layers) -> None:
         """Add what was observed of the layers in a step."""
@@ -235,7 +236,7 @@ class Record:
                 by, of["worst_rank"], "rank whose own model has the largest test loss; -1: unknown"
             ),
             **{
-                name: Variable(by, of[name], f"{self.metric.long_name}, of that rank")
+                name: Variable(by, of[name], f"{self.scores[name]}, of that rank")
                 for name in of
                 if name not in OF_RANKS
             },
@@ -246,12 +247,9 @@ class Record:
 
     def _epochs(self, of: Mapping[str, Array]) -> dict[str, Variable]:
         by, label, units = ("epoch",), self.loss.label, self.loss.units
-        what = self.metric.long_name
-        scores = [name for name in of if name not in GROUPS["epochs"]]
         return {
             "epoch": Variable(by, of["epoch"], "epoch, from 1"),
-            **{name: Variable(by, of[name], what) for name in scores[:1]},
-            **{name: Variable(by, of[name], f"{what}, of copies") for name in scores[1:]},
+            **{name: Variable(by, of[name], what) for name, what in self.scores.items()},
             "test_loss": Variable(by, of["test_loss"], f"mean {label} of test samples", units),
             "time_s": Variable(by, of["time_s"], "time of training and evaluation", "s"),
         }

@@ -242,6 +242,13 @@ class GradientReducer(Averaging):
         """
         return _joined(self.bucket.size, self.parts, self._aggregate_all())
 
+    def share_buffers(self) -> None:
+        """Give all ranks the buffers that reduce gives them, where it raised NonFiniteGradient.
+
+        For steps that are skipped: what their forward has changed stays. Collective.
+        """
+        self._buffers.share(self._live, self._active)
+
     def _agree(self) -> Sequence[int]:
         """Return, by layer, whether any rank has a gradient; raise what any found. Collective."""
         parameters, self._live = survey(self.model)

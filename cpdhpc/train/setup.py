@@ -14,7 +14,14 @@ from .. import provenance, store
 from ..compress.base import Mean
 from ..config import ConfigError, UserError
 from ..ops import set_kernel_threads
-from ..precision.conversion import BY_TORCH, by_parameter, convert, obeyed, unheard
+from ..precision.conversion import (
+    BY_TORCH,
+    aggregator_of,
+    by_parameter,
+    convert,
+    obeyed,
+    unheard,
+)
 from ..precision.recorder import Recorder
 from ..precision.updates import RoundedUpdates
 from ..split_images import partition
@@ -22,23 +29,22 @@ from ..split_images.grid import ImageGrid
 from ..world.cores import threads_of_rank
 from ..world.ranks import Ranks
 from . import checkpoint, gradients, weights
-from .adversary import Adversary, add_statistics
+from .adversary import Adversary
 from .augment import Augment
 from .controllers import Controller
 from .data import Dataset, Samples, Source
-from .imports import ImportedModel, told
+from .fitting import build_model, check_fit, samples_of
 from .job import Job
 from .loader import Prefetched, Workers
 from .loss_scaling import LossScaler
-from .losses import LossFunction, shown
+from .losses import LossFunction
 from .output import Files
 from .record import SCHEMA, Layers, Record, observe
 from .reducer import GradientReducer
-from .samples import InMemory, Scaling
 from .stages.cut import Stage, cut
 from .stages.placement import Placement
 from .stages.staged import StagedUpdate, StageReducers
-from .step import Step, naming_items, step
+from .step import Step, samples_at_once, step
 from .update import Update
 from .update.own_models import OwnModelsRule
 
@@ -70,7 +76,9 @@ class Given:
     train, test: samples; of split images this rank's parts; workers: that read them ahead
     classes: of the samples; 0 where the data does not say
     grid: how images are split, None where they are not
+    at_once: samples that are evaluated at once
     data_digest: of whole samples, where weights are kept; see weights.data_digest
+    data_sample: the same of few samples, for checkpoints; "" where they cannot be read
     """
 
     train: Samples
@@ -81,7 +89,9 @@ class Given:
     files: Files
     provenance: dict[str, str | int]
     grid: ImageGrid | None
+    at_once: int
     data_digest: str
+    data_sample: str
 
 
 @dataclass
@@ -187,7 +197,8 @@ class Training(Given):
             groups = checkpoint.tensors(self.model, self.optimizer) | self.record.arrays()
             groups["controller"] = self.controller.state()
             groups["loss_scaling"] = self.scaler.state()
-            here = checkpoint.Position(self.iteration, self.samples_seen, self.record.ranks, state)
+            where = self.iteration, self.samples_seen, self.record.ranks
+            here = checkpoint.Position(*where, state, self.data_sample)
             try:
                 checkpoint.save(path, groups, here, self.job.toml())
             except store.StoreError:
@@ -269,6 +280,8 @@ class Training(Given):
             before = [self._samples_seen(i) for i in range(len(groups["steps"]["iteration"]) + 1)]
             groups["steps"]["samples"] = np.diff(before)
         self.record.restore(groups)
+        if here.data and here.data != self.data_sample:
+            said = "; ".join(filter(None, [said, "the samples are others than before"]))
         return said
 
     def _samples_seen(self, iteration: int) -> int:
@@ -305,15 +318,17 @@ def _given(
 ) -> Given:
     """Return samples and loss, which go with the model, and who reads them. Collective."""
     train, test = samples_of(data, grid)
-    digest = ""
-    if job.train.keep_every:
-        whole = (train, test) if grid is None else samples_of(data)
-        digest = world.on_first(lambda: weights.data_digest(*whole), "data")
+    digests = _digests(job, world, samples_of(data))
     train = job.augment.of(train)
     loss = agreed(world, job.loss.build)
     if grid is None:  # else forward has messages, and partition has checked the layers
         agreed(world, lambda: check_fit(job, model, loss, train, data.classes))
     obeying = agreed(world, lambda: _obeying(job, model))
+
+    def counted() -> int:
+        return samples_at_once(model, train, bool(job.adversarial.epsilon))
+
+    at_once = agreed(world, counted) if grid is None else counted()  # which has messages then
     directory = data.directory if isinstance(data, Source) else None
     wait_s = 0.9 * job.train.timeout_s  # before others give up that wait for this process
     sources = train, test
@@ -322,7 +337,22 @@ def _given(
         train, test = Prefetched(workers, 0), Prefetched(workers, 1)
     machine = provenance.attributes(world) | {"torch_threads": torch.get_num_threads()}
     machine |= {"precision": obeying}
-    return Given(train, test, workers, loss, data.classes, files, machine, grid, digest)
+    return Given(train, test, workers, loss, data.classes, files, machine, grid, at_once, *digests)
+
+
+def _digests(job: Job, world: Ranks, whole: tuple[Samples, Samples]) -> tuple[str, str]:
+    """Return what tells data sets apart, for kept weights and for checkpoints. Collective."""
+    digest = ""
+    if job.train.keep_every:
+        digest = world.on_first(lambda: weights.data_digest(*whole), "data")
+
+    def of_few() -> str:
+        try:
+            return weights.data_digest(*whole, weights.FEW)
+        except Exception:  # of an item, which is told where training takes it
+            return ""
+
+    return digest, world.on_first(of_few, "data")
 
 
 def _whole(job: Job, world: Ranks, model: torch.nn.Module, given: Given) -> Training:
@@ -332,7 +362,7 @@ def _whole(job: Job, world: Ranks, model: torch.nn.Module, given: Given) -> Trai
     reducer = GradientReducer(
         model,
         world,
-        job.gradient,
+        agreed(world, lambda: aggregator_of(model, job.precision, job.gradient)),
         seed=job.seed,
         bucket_mib=job.train.bucket_mib,
         overlap=job.train.overlap,
@@ -344,9 +374,9 @@ def _whole(job: Job, world: Ranks, model: torch.nn.Module, given: Given) -> Trai
     record = Record(
         world.ranks,
         reducer.bucket.names,
-        job.gradient.columns,
+        reducer.aggregator.columns,
         job.loss,
-        job.metric,
+        job.told,
         controller.columns,
         copies=bool(copies.epsilon),
         own_models=isinstance(job.update, OwnModelsRule),
@@ -387,7 +417,7 @@ def _in_stages(job: Job, world: Ranks, model: torch.nn.Module, given: Given) -> 
     optimizer = job.optimizer.build(model.parameters(), job.train.learning_rate)
     names = reducers.bucket.names
     ranks, columns = placement.world.ranks, job.gradient.columns
-    record = Record(ranks, names, columns, job.loss, job.metric, stages=job.stages.count)
+    record = Record(ranks, names, columns, job.loss, job.told, stages=job.stages.count)
     reducer = cast(GradientReducer, reducers)  # which has what the loop asks of one
     return Training(
         **vars(given),
@@ -401,17 +431,6 @@ def _in_stages(job: Job, world: Ranks, model: torch.nn.Module, given: Given) -> 
         controller=job.controller.build(job.settings(len(given.train), world)),
         record=record,
     )
-
-
-def samples_of(data: Dataset | Source, grid: ImageGrid | None = None) -> tuple[Samples, Samples]:
-    """Return the samples of training and test; of split images this rank's parts."""
-    if isinstance(data, Source):
-        return data.train, data.test
-    images = [torch.from_numpy(x) for x in (data.train_x, data.test_x)]
-    train_x, test_x = images if grid is None else map(grid.cut, images)
-    labels = torch.from_numpy(data.train_y), torch.from_numpy(data.test_y)
-    scaling = Scaling(data.mean, data.deviation)
-    return InMemory(train_x, labels[0], scaling), InMemory(test_x, labels[1], scaling)
 
 
 def _split(
@@ -429,21 +448,6 @@ def _split(
         raise ConfigError(f"{job.id}: train.image_grid={job.train.image_grid}: {error}") from None
 
 
-def build_model(job: Job, data: Dataset | Source) -> torch.nn.Module:
-    """Return a job's network, as its seed begins. Raises ConfigError, or the model's ValueError."""
-    if not data.classes and not isinstance(job.model, ImportedModel):
-        raise ConfigError(
-            f"{job.id}: data.import: classes are unknown: the training dataset needs an attribute "
-            "classes for models that are not imported"
-        )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(job.seed)
-        model = job.model.build(data.image_shape, data.classes)
-    if job.adversarial.epsilon:
-        add_statistics(model)
-    return model
-
-
 def _obeying(job: Job, model: torch.nn.Module) -> str:
     """Let layers obey the policy of a job, and return which do; "" without one."""
     try:
@@ -452,37 +456,5 @@ def _obeying(job: Job, model: torch.nn.Module) -> str:
         convert(model, job.precision, job.seed)
     except ConfigError as error:
         raise ConfigError(f"{job.id}: {error}") from None
-    told = [f"{name}: {of.told()}" for name, of in found.items()]
-    return "\n".join(told + [f"{name}: {BY_TORCH}" for name in left])
-
-
-def check_fit(
-    job: Job, model: torch.nn.Module, loss: LossFunction, samples: Samples, classes: int
-) -> bool:
-    """Run two samples through model, loss and metric, which leaves all as it was.
-
-    Raises ConfigError, one line that names what does not go with what.
-    """
-    index = np.arange(min(2, len(samples)))
-    inputs, targets = samples.take(index, 0)
-    metric, training = job.metric.build(), model.training
-    with torch.no_grad(), torch.random.fork_rng(devices=[]), naming_items(index):
-        torch.manual_seed(job.seed)  # of layers that are not initialised before
-        with told(f"{job.id}: model: inputs {shown(inputs)}"):
-            outputs = model.eval()(inputs)
-        model.train(training)
-        if not isinstance(outputs, torch.Tensor):
-            came = type(outputs).__name__
-            raise ConfigError(f"{job.id}: model: returned {came}: must be a tensor")
-        what = f"outputs {shown(outputs)}, targets {shown(targets)}"
-        with told(f"{job.id}: loss: {what}"):
-            mean, each = loss(outputs, targets), loss(outputs, targets, reduction="none")
-            job.loss.check(outputs, classes)
-        with told(f"{job.id}: metric: {what}"):
-            scores = each if metric is None else metric(outputs, targets)
-    for name, value, axes in (("loss", mean, 0), ("loss, none", each, 1), ("metric", scores, 1)):
-        if not isinstance(value, torch.Tensor) or value.shape[:1] != inputs.shape[:axes]:
-            came = shown(value) if isinstance(value, torch.Tensor) else type(value).__name__
-            should = f"a tensor [{len(inputs)}, ...]" if axes else "a tensor without axes"
-            raise ConfigError(f"{job.id}: {name}: {what}: returned {came}: must be {should}")
-    return True
+    lines = [f"{name}: {of.told()}" for name, of in found.items()]
+    return "\n".join(lines + [f"{name}: {BY_TORCH}" for name in left])

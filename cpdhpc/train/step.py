@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import fsum
@@ -78,7 +78,33 @@ def exchange(
     )
 
 
-CHUNK = 1000  # samples that go through the model at once
+CHUNK = 1000  # samples that are evaluated at once, at most
+LARGEST_BYTES = 2**28  # of what a layer gives for them: a few such tensors live at once
+KEPT_BYTES = 2**30  # of what all layers give, where backward keeps it
+
+
+def samples_at_once(model: torch.nn.Module, samples: Samples, keeps: bool = False) -> int:
+    """Return how many samples are evaluated at once: CHUNK, or fewer if their layers are large.
+
+    By a forward of the first one, which is collective where images are split.
+    keeps: whether backward follows, as for adversarial copies
+    """
+    sizes, training = [1], model.training
+
+    def note(module: torch.nn.Module, inputs: Any, output: Any) -> None:
+        several = output if isinstance(output, tuple | list) else (output,)
+        sizes.extend(each.nbytes for each in several if isinstance(each, torch.Tensor))
+
+    hooks = [module.register_forward_hook(note) for module in model.modules()]
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            model.eval()(samples.take(np.zeros(1, np.int64), 0)[0])
+    finally:
+        model.train(training)
+        for hook in hooks:
+            hook.remove()
+    most = KEPT_BYTES // sum(sizes) if keeps else LARGEST_BYTES // max(sizes)
+    return max(1, min(CHUNK, most))
 
 
 def evaluate(
@@ -86,21 +112,23 @@ def evaluate(
     world: Ranks,
     samples: Samples,
     loss: LossFunction,
-    metric: Metric,
+    metrics: Sequence[Metric],
     sharing: int = 1,
-) -> tuple[float, float]:
-    """Return (score by the metric, loss), over all targets of all samples. Collective.
+    at_once: int = CHUNK,
+) -> tuple[list[float], float]:
+    """Return (scores by the metrics, loss), over all targets of all samples. Collective.
 
     Each rank, virtual or not, goes through its own part, so that hosting changes no bit.
     sharing: consecutive ranks that go through a part together, as their images are split
+    at_once: samples that go through the model together; see samples_at_once
     Raises on all ranks alike what any rank raises; where images are split on that rank alone.
     """
     model.eval()
     shares = [split(len(samples), world.ranks // sharing, rank // sharing) for rank in world.hosted]
-    error, parts = None, list[Parts]()
+    error, parts = None, list[list[Sum]]()
     try:
-        function = metric.build()
-        parts = [_part(model, samples, loss, function, *share) for share in shares]
+        functions = [metric.build() for metric in metrics]
+        parts = [_part(model, samples, loss, functions, at_once, *share) for share in shares]
     except Exception as found:  # of a dataset, model, loss or metric
         if sharing > 1:
             raise
@@ -108,18 +136,17 @@ def evaluate(
     world.agree(error)
     model.train()
     everywhere = [part for process in world.gather(parts)[::sharing] for part in process]
-    (values, scored), (losses, targets) = (
-        (fsum(part[at] for part in everywhere), sum(part[at + 1] for part in everywhere))
-        for at in (0, 2)
-    )
-    mean_loss = losses / targets
-    return metric.score(values / scored if scored else mean_loss), mean_loss
+    sums = [zip(*each, strict=True) for each in zip(*everywhere, strict=True)]
+    (loss_sum, targets), *others = ((fsum(values), sum(counts)) for values, counts in sums)
+    mean_loss = loss_sum / targets
+    means = (values / count if count else mean_loss for values, count in others)
+    return [metric.score(mean) for metric, mean in zip(metrics, means, strict=True)], mean_loss
 
 
 def evaluate_each(
-    update: Update, samples: Samples, loss: LossFunction, metric: Metric
+    update: Update, samples: Samples, loss: LossFunction, metric: Metric, at_once: int = CHUNK
 ) -> list[tuple[float, float]]:
-    """Return what evaluate returns, of each rank's own model on all samples. Collective.
+    """Return (score, loss) of each rank's own model on all samples. Collective. See evaluate.
 
     Raises on all ranks alike what any rank raises.
     """
@@ -128,14 +155,16 @@ def evaluate_each(
         found, alone = [], Loopback()
         for hosted in range(update.world.virtual_ranks):
             update.begin(hosted)
-            found.append(evaluate(update.model, alone, samples, loss, metric))
+            given = update.model, alone, samples, loss, [metric], 1, at_once
+            (score,), mean_loss = evaluate(*given)
+            found.append((score, mean_loss))
         return found
 
     everyone = update.world.gather_from(own, "evaluation")
     return [scores for process in everyone for scores in process]
 
 
-Parts = tuple[float, int, float, int]  # a metric's values and losses: their sums and numbers
+Sum = tuple[float, int]  # of values, and their number
 
 
 @torch.no_grad()
@@ -143,22 +172,25 @@ def _part(
     model: torch.nn.Module,
     samples: Samples,
     loss: LossFunction,
-    metric: MetricFunction | None,
+    metrics: Sequence[MetricFunction | None],
+    at_once: int,
     start: int,
     stop: int,
-) -> Parts:
-    values, losses = list[float](), list[float]()
-    chunks = [np.arange(at, min(at + CHUNK, stop)) for at in range(start, stop, CHUNK)]
+) -> list[Sum]:
+    """Return the sums of losses, and of the values of each metric; of None there are none."""
+    values = [list[float]() for _ in (loss, *metrics)]
+    chunks = [np.arange(at, min(at + at_once, stop)) for at in range(start, stop, at_once)]
     if isinstance(samples, Prefetched):
         samples.plan((index, 0) for index in chunks)
     for index in chunks:
         inputs, targets = samples.take(index, 0)
         outputs = model(inputs)
         with naming_items(index):
-            losses += loss(outputs, targets, reduction="none").flatten().tolist()
-            if metric is not None:
-                values += metric(outputs, targets).flatten().tolist()
-    return fsum(values), len(values), fsum(losses), len(losses)
+            values[0] += loss(outputs, targets, reduction="none").flatten().tolist()
+            for found, metric in zip(values[1:], metrics, strict=True):
+                if metric is not None:
+                    found += metric(outputs, targets).flatten().tolist()
+    return [(fsum(each), len(each)) for each in values]
 
 
 @contextmanager

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 KIND = "weights"
 LOOKED_AT = 128  # samples of training and of the test that tell one data set from another
+FEW = 8  # of them, where each run has to wait for them
 
 
 @dataclass(frozen=True)
@@ -40,11 +41,11 @@ def path_of(record: Path, epoch: int | str) -> Path:
     return record.with_name(f"{record.stem}.{KIND}-{epoch}.h5")
 
 
-def data_digest(train: Samples, test: Samples) -> str:
+def data_digest(train: Samples, test: Samples, looked_at: int = LOOKED_AT) -> str:
     """Return what tells data sets apart: how many samples there are, and some from everywhere."""
     digest = hashlib.sha256()
     for samples in (train, test):
-        some = np.unique(np.linspace(0, len(samples) - 1, LOOKED_AT).astype(np.int64))
+        some = np.unique(np.linspace(0, len(samples) - 1, looked_at).astype(np.int64))
         digest.update(f"{len(samples)} samples".encode())
         for tensor in samples.take(some, 0):
             digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())

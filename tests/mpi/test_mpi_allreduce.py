@@ -15,7 +15,7 @@ from cpdhpc.world.ranks import numbered
 
 pytestmark = pytest.mark.mpi
 
-WIRES = ["raw", "e4m3", "e5m2", "e3m0", "e2m1fn", "bf16"]
+WIRES = ["raw", "e4m3", "e5m2", "e3m0", "e2m1fn", "bf16", "posit6es1"]
 SCALINGS = ["none", "static:0", "aps", "tile"]
 WAYS = [(name, way) for name, row in SCHEDULES.items() for way in row.accumulates]
 N = 2500

@@ -103,7 +103,7 @@ def test_what_evaluation_raises_on_one_rank_ends_all_alike(world: World) -> None
     samples = InMemory(torch.arange(12.0)[:, None], torch.zeros(12, dtype=torch.int64))
     told = ""
     try:
-        evaluate(Picky(), world, samples, CrossEntropy().build(), Accuracy())
+        evaluate(Picky(), world, samples, CrossEntropy().build(), [Accuracy()])
     except RuntimeError as error:
         told = str(error)
     assert world.gather(told) == ["no elevens"] * world.processes

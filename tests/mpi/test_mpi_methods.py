@@ -81,19 +81,21 @@ def test_nan_on_the_last_rank_is_named_on_all(many, name):
     assert caught.value.segments == ("weight",) and caught.value.ranks == (many.ranks - 1,)
 
 
-def test_a_gpu_on_the_last_process_alone_is_told_to_all(gpu):
-    method, world = COMPRESSORS["oktopk"](), gpu.world
+@pytest.mark.parametrize("name", ["oktopk", "topk", "qsgd"])
+def test_what_the_last_process_alone_refuses_is_told_to_all(many, name):
+    method = COMPRESSORS[name]()
     bucket = Bucket(("weight", "bias"), ((40, 70), (9,)), method.align)
-    flat = np.ones(bucket.size, np.float32)
-    if world.process == world.processes - 1:
-        flat = gpu.cupy.asarray(flat)
-    context = Context(world, State(world.hosted, world.ranks))
-    with pytest.raises(TypeError, match=r"gradients: cupy\.ndarray: must be numpy\.ndarray$"):
-        method.aggregate([flat], bucket, context)
+    flats = [np.ones(bucket.size, np.float32) for _ in many.hosted]
+    if many.process == many.processes - 1:
+        flats = [np.ma.masked_array(flat) for flat in flats]
+    context = Context(many, State(many.hosted, many.ranks))
+    with pytest.raises(TypeError, match=r"MaskedArray: must be numpy.ndarray or cupy.ndarray$"):
+        method.aggregate(flats, bucket, context)
 
 
 ON_GPU = [(name, {"error_feedback": True}) for name in ("topk", "randomk", "lowbit")] + [
-    (name, {}) for name in ("terngrad", "qsgd", "onebit", "powersgd", "gradientflow", "adacomp")
+    (name, {})
+    for name in ("terngrad", "qsgd", "onebit", "powersgd", "gradientflow", "adacomp", "oktopk")
 ]
 
 

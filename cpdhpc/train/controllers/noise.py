@@ -12,7 +12,7 @@ from pydantic import Field
 from ...compress.base import Column
 from .base import Array, Control, Controller, Norms, Scheduled, Settings
 
-COLUMNS = {
+COLUMNS = {  # with optimisers that precondition, of gradients times sqrt(P)
     "gradient_variance": Column(
         "estimate of the trace of the covariance of the gradients of single samples"
     ),

@@ -1,0 +1,75 @@
+"""A job's samples and network, and that they go together, before anything is trained."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from ..config import ConfigError
+from ..split_images.grid import ImageGrid
+from .adversary import add_statistics
+from .data import Dataset, Samples, Source
+from .imports import ImportedModel, told
+from .job import Job
+from .losses import LossFunction, shown
+from .samples import InMemory, Scaling
+from .step import naming_items
+
+
+def samples_of(data: Dataset | Source, grid: ImageGrid | None = None) -> tuple[Samples, Samples]:
+    """Return the samples of training and test; of split images this rank's parts."""
+    if isinstance(data, Source):
+        return data.train, data.test
+    images = [torch.from_numpy(x) for x in (data.train_x, data.test_x)]
+    train_x, test_x = images if grid is None else map(grid.cut, images)
+    labels = torch.from_numpy(data.train_y), torch.from_numpy(data.test_y)
+    scaling = Scaling(data.mean, data.deviation)
+    return InMemory(train_x, labels[0], scaling), InMemory(test_x, labels[1], scaling)
+
+
+def build_model(job: Job, data: Dataset | Source) -> torch.nn.Module:
+    """Return a job's network, as its seed begins. Raises ConfigError, or the model's ValueError."""
+    if not data.classes and not isinstance(job.model, ImportedModel):
+        raise ConfigError(
+            f"{job.id}: data.import: classes are unknown: the training dataset needs an attribute "
+            "classes for models that are not imported"
+        )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(job.seed)
+        model = job.model.build(data.image_shape, data.classes)
+    if job.adversarial.epsilon:
+        add_statistics(model)
+    return model
+
+
+def check_fit(
+    job: Job, model: torch.nn.Module, loss: LossFunction, samples: Samples, classes: int
+) -> bool:
+    """Run two samples through model, loss and metric, which leaves all as it was.
+
+    Raises ConfigError, one line that names what does not go with what.
+    """
+    index = np.arange(min(2, len(samples)))
+    inputs, targets = samples.take(index, 0)
+    metrics, training = [metric.build() for metric in job.told], model.training
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), naming_items(index):
+        torch.manual_seed(job.seed)  # of layers that are not initialised before
+        with told(f"{job.id}: model: inputs {shown(inputs)}"):
+            outputs = model.eval()(inputs)
+        model.train(training)
+        if not isinstance(outputs, torch.Tensor):
+            came = type(outputs).__name__
+            raise ConfigError(f"{job.id}: model: returned {came}: must be a tensor")
+        what = f"outputs {shown(outputs)}, targets {shown(targets)}"
+        with told(f"{job.id}: loss: {what}"):
+            mean, each = loss(outputs, targets), loss(outputs, targets, reduction="none")
+            job.loss.check(outputs, classes)
+        with told(f"{job.id}: metric: {what}"):
+            scores = [metric(outputs, targets) for metric in metrics if metric is not None]
+    values = [("loss", mean, 0), ("loss, none", each, 1), *(("metric", s, 1) for s in scores)]
+    for name, value, axes in values:
+        if not isinstance(value, torch.Tensor) or value.shape[:1] != inputs.shape[:axes]:
+            came = shown(value) if isinstance(value, torch.Tensor) else type(value).__name__
+            should = f"a tensor [{len(inputs)}, ...]" if axes else "a tensor without axes"
+            raise ConfigError(f"{job.id}: {name}: {what}: returned {came}: must be {should}")
+    return True

@@ -1,0 +1,83 @@
+"""Bits that batches need, by made-up accuracies, and the study that asks for them."""
+
+from __future__ import annotations
+
+from math import isnan
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from training import ROOT
+
+from cpdhpc.config import ConfigError
+from cpdhpc.report.bits import bits_by_batch, needed
+from cpdhpc.report.score import Score
+from cpdhpc.study.cases import expand, load_study
+
+INPUT = ROOT / "inputs" / "bits_against_batch.toml"
+ACCURACY = Score("accuracy", "%", lower=False, loss_unit="nat")
+
+
+def group(accuracy: float, **factors: Any) -> Any:
+    """What the report knows of trainings that differ in the seed."""
+    named = {name.replace("_", ".", 1): value for name, value in factors.items()}
+    return SimpleNamespace(factors=named, mean=lambda name: accuracy)
+
+
+def lowbit(wire: str, accuracy: float, batch: int, scaling: str = "tile") -> Any:
+    return group(
+        accuracy, train_batch=batch, gradient_aggregator="lowbit", gradient_wire=wire,
+        gradient_scaling=scaling, gradient_accumulate="requantise",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("differences", "bits", "wire"),
+    [
+        ({"e2m0": -0.1, "e3m0": 0.2, "e4m3": 0.0}, 3, "e2m0"),
+        ({"e2m0": -9.0, "e3m0": -1.0, "e4m3": 0.0}, 4, "e3m0"),  # the tolerance itself is within
+        ({"e2m0": 0.0, "e3m0": -1.1, "e4m3": 0.0}, 8, "e4m3"),  # by chance: more bits are not
+        ({"e3m0": -5.0, "e4m3": -2.0, "e5m2": -0.5}, 8, "e5m2"),  # the best of one width
+        ({"e3m0": 0.0, "e4m3": np.nan}, None, ""),
+        ({"e3m0": -3.0, "e4m3": -2.0}, None, ""),
+    ],
+)
+def test_fewest_bits(differences: dict[str, float], bits: int | None, wire: str) -> None:
+    found = needed([(lowbit(w, 0, 1), d) for w, d in differences.items()], 1.0)
+    assert found.wire == wire and (found.bits == bits or (bits is None and isnan(found.bits)))
+
+
+def test_each_batch_is_compared_with_float32_at_that_batch() -> None:
+    groups = []
+    for batch, base, loss in ((64, 95.0, 0.0), (512, 80.0, 2.0)):
+        groups.append(group(base, train_batch=batch, gradient_aggregator="none"))
+        for scaling, harm in (("tile", 0.0), ("none", 20.0)):
+            groups += [
+                lowbit("e2m0", base - harm - loss, batch, scaling),
+                lowbit("e4m3", base - harm / 20, batch, scaling),
+                lowbit("e5m10", base, batch, scaling),
+            ]
+    file: Any = SimpleNamespace(name="x", toml={"train": {"tolerance": 0.5}})
+    (section,) = bits_by_batch(file, groups, ACCURACY)
+    (table,), (chart,) = section.tables, section.charts
+    cells = {row[0]: [cell.split(" ")[0] for cell in row[1:]] for row in table.rows}
+    assert cells == {"tile": ["3", "8"], "none": ["16", "16"]} or cells == {
+        "tile requantise": ["3", "8"], "none requantise": ["16", "16"],
+    }  # fmt: skip
+    assert [list(series.y) for series in chart.panels[0].series] == [[3, 8], [16, 16]]
+    assert "float32 95.0 %" in table.columns[1].heading
+    assert bits_by_batch(file, groups[1:], ACCURACY) == []  # one batch is left that has float32
+
+
+def test_the_study_has_float32_at_every_batch_and_one_rank_for_32_samples() -> None:
+    study = load_study(INPUT, ["sweep.seed=[0]"])
+    cases = [case.factors for case in expand(study).cases]
+    batches = {64, 128, 256, 512, 1024}
+    assert {c["train.batch"] for c in cases if c["gradient.aggregator"] == "none"} == batches
+    assert len(cases) == 5 * (1 + 9 * 3 + 3)
+    for case in cases:
+        assert case["train.batch"] == 32 * int(case["train.virtual_ranks"])
+    assert study.train is not None and study.train.tolerance == 1.0
+    with pytest.raises(ConfigError, match=r"train\.tolerance=0"):
+        load_study(INPUT, ["train.tolerance=0.0"])
