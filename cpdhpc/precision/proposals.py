@@ -74,7 +74,7 @@ def proposed(
         if ladder and parse_format(ladder[-1][0]).bits == parse_format(wire).bits:
             ladder.pop()
         ladder.append((wire, error))
-    counts = sum(exponents(row).counts for each in rows for row in each)
+    counts = np.sum([exponents(row).counts for each in rows for row in each], axis=0)
     (there,) = np.nonzero(counts)
     low, high = (int(there[0]) + LOWEST, int(there[-1]) + LOWEST) if there.size else (0, 0)
     wires, errors = zip(*[(RAW, 0.0), *reversed(ladder)], strict=True)
