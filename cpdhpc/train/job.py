@@ -208,10 +208,12 @@ class Job(Section):
     @classmethod
     def _train_of_the_preset(cls, raw: Any) -> Any:
         train = raw.get("train", {}) if isinstance(raw, dict) else None
-        section = raw.get("precision") if isinstance(train, dict) else None
+        section = raw.get("precision") if isinstance(raw, dict) else None
         name = section.get("preset") if isinstance(section, dict) else None
         preset = PRESETS.get(name) if isinstance(name, str) else None
-        return raw if preset is None else raw | {"train": preset.train | train}
+        if preset is None or not isinstance(train, dict):
+            return raw
+        return raw | {"train": preset.train | train}
 
     @model_validator(mode="after")
     def _recorded_is_whole(self) -> Job:
