@@ -54,26 +54,30 @@ struct Draws {
         u32 random[together];
         if (apart || low + most < low)
             for (int i = 0; i < together; ++i)
-                random[i] = random32(p.key, first - p.index[0] + p.index[i / lanes] + (u64)(i % lanes), 0u, 1);
+                random[i] = random32(
+                    p.key, first - p.index[0] + p.index[i / lanes] + (u64)(i % lanes), 0u, 1);
         else
             for (int i = 0; i < together; i += (int)Number<S>::lanes) {
                 Many at;
                 memcpy(&at, places + i, sizeof at);
-                at = hashed(at + low, Many{} + first_key(p.key, high), Many{} + second_key(p.key, high));
+                at = hashed(at + low, Many{} + first_key(p.key, high),
+                            Many{} + second_key(p.key, high));
                 memcpy(random + i, &at, sizeof at);
             }
         for (int r = 0; r < ROWS; ++r) memcpy(&of[r][rounding], random + r * lanes, sizeof(Bits));
     }
     // way: what a loop is compiled for, or CPD_ANY
-    inline __attribute__((always_inline)) void step(const Part& p, int product, const Rounder<N>& of_product, int sum,
-                         const Rounder<N>& of_sum, bool kahan, u64 number) {
+    inline __attribute__((always_inline)) void step(const Part& p, int product,
+                                                    const Rounder<N>& of_product, int sum,
+                                                    const Rounder<N>& of_sum, bool kahan,
+                                                    u64 number) {
         if (is_random(product, of_product)) draw(p, number, CPD_PRODUCT);
         if (is_random(sum, of_sum))
             for (int rounding = CPD_SUM; rounding <= (kahan ? CPD_REST : CPD_SUM); ++rounding)
                 draw(p, number, rounding);
     }
     static bool is_random(int way, const Rounder<N>& to) {
-        return (way == CPD_ANY ? to.way : way) == CPD_AT_RANDOM;
+        return (way == CPD_ANY ? to.way : way) == CPD_ROUND_RANDOM;
     }
 };
 
@@ -131,8 +135,8 @@ void sum_pairwise(const Products&, const Steps<N>& given, const Part& part, N* t
         for (int r = 0; r < ROWS; ++r) {
             Sum<N> one = {};
             N product = multiply(each(p.rows[r] + i, N{}), b);
-            N term = rounded<PRODUCT, CHECK>(s.product, product, tops.product,
-                                             draws.of[r][CPD_PRODUCT]);
+            N term =
+                rounded<PRODUCT, CHECK>(s.product, product, tops.product, draws.of[r][CPD_PRODUCT]);
             add_term<SUM, ODD, false, CHECK>(s.sum, one, term, tops.sum, draws.of[r]);
             stack[height][r] = one.total;
         }
@@ -168,8 +172,8 @@ struct Loop {
 template <class N, int PRODUCT, int SUM, int ARITHMETIC>
 constexpr Loop<N> loops_for() {
     constexpr bool odd = ARITHMETIC == CPD_FLOAT64_ODD, any = SUM == CPD_ANY;
-    constexpr bool nearest = PRODUCT == CPD_TO_NEAREST && SUM == CPD_TO_NEAREST;
-    constexpr int WAY = nearest ? (int)CPD_TO_NEAREST : (int)CPD_ANY;
+    constexpr bool nearest = PRODUCT == CPD_ROUND_NEAREST && SUM == CPD_ROUND_NEAREST;
+    constexpr int WAY = nearest ? (int)CPD_ROUND_NEAREST : (int)CPD_ANY;
     return {PRODUCT,
             SUM,
             ARITHMETIC,
@@ -184,18 +188,18 @@ constexpr Loop<N> loops_for() {
 // The first that fits is taken: CPD_ANY fits all, and CPD_FLOAT64_ODD what is exact without.
 constexpr Loop<S> LOOPS_S[] = {
     loops_for<S, CPD_AS_IS, CPD_AS_IS, CPD_FLOAT32>(),
-    loops_for<S, CPD_TO_NEAREST, CPD_TO_NEAREST, CPD_FLOAT32>(),
-    loops_for<S, CPD_AS_IS, CPD_TO_NEAREST, CPD_FLOAT32>(),
+    loops_for<S, CPD_ROUND_NEAREST, CPD_ROUND_NEAREST, CPD_FLOAT32>(),
+    loops_for<S, CPD_AS_IS, CPD_ROUND_NEAREST, CPD_FLOAT32>(),
     loops_for<S, CPD_ANY, CPD_ANY, CPD_FLOAT32>(),
 };
 constexpr Loop<D> LOOPS_D[] = {
-    loops_for<D, CPD_TO_NEAREST, CPD_TO_NEAREST, CPD_FLOAT64>(),
-    loops_for<D, CPD_AS_IS, CPD_TO_NEAREST, CPD_FLOAT64>(),
-    loops_for<D, CPD_AS_IS, CPD_TO_NEAREST, CPD_FLOAT64_ODD>(),
-    loops_for<D, CPD_TO_FLOOR, CPD_TO_FLOOR, CPD_FLOAT64_ODD>(),
-    loops_for<D, CPD_AS_IS, CPD_TO_FLOOR, CPD_FLOAT64_ODD>(),
-    loops_for<D, CPD_AT_RANDOM, CPD_AT_RANDOM, CPD_FLOAT64_ODD>(),
-    loops_for<D, CPD_AS_IS, CPD_AT_RANDOM, CPD_FLOAT64_ODD>(),
+    loops_for<D, CPD_ROUND_NEAREST, CPD_ROUND_NEAREST, CPD_FLOAT64>(),
+    loops_for<D, CPD_AS_IS, CPD_ROUND_NEAREST, CPD_FLOAT64>(),
+    loops_for<D, CPD_AS_IS, CPD_ROUND_NEAREST, CPD_FLOAT64_ODD>(),
+    loops_for<D, CPD_ROUND_FLOOR, CPD_ROUND_FLOOR, CPD_FLOAT64_ODD>(),
+    loops_for<D, CPD_AS_IS, CPD_ROUND_FLOOR, CPD_FLOAT64_ODD>(),
+    loops_for<D, CPD_ROUND_RANDOM, CPD_ROUND_RANDOM, CPD_FLOAT64_ODD>(),
+    loops_for<D, CPD_AS_IS, CPD_ROUND_RANDOM, CPD_FLOAT64_ODD>(),
     loops_for<D, CPD_ANY, CPD_ANY, CPD_FLOAT64_ODD>(),
 };
 

@@ -9,8 +9,8 @@ const i64 MOST_ROWS = 256;  // of a that go through a panel before another is ma
 int to_rounding(PyObject* object, void* target) {
     Rounding* r = static_cast<Rounding*>(target);
     return PyArg_ParseTuple(object, "iiiiiIIIIII;rounding: 11 numbers", &r->man, &r->way,
-                            &r->magnitude, &r->flipped, &r->random_bits, &r->least,
-                            &r->max, &r->over, &r->under, &r->inf, &r->nan);
+                            &r->magnitude, &r->flipped, &r->random_bits, &r->least, &r->max,
+                            &r->over, &r->under, &r->inf, &r->nan);
 }
 
 // The panels of a product of batch matrices, as tasks.
@@ -27,10 +27,10 @@ PyObject* matmul(PyObject*, PyObject* args) {
     int threads;
     long long batch, m, k, n, chunk;
     Buffer a, b, out;
-    if (!PyArg_ParseTuple(args, "iO&O&O&(iiiL)O&LLLLy*y*w*", &threads, to_rounding,
-                          &how.product, to_rounding, &how.sum, to_rounding, &how.between,
-                          &how.arithmetic, &how.pairwise, &how.kahan, &chunk, to_key, &how.key, &batch,
-                          &m, &k, &n, &a.view, &b.view, &out.view))
+    if (!PyArg_ParseTuple(args, "iO&O&O&(iiiL)O&LLLLy*y*w*", &threads, to_rounding, &how.product,
+                          to_rounding, &how.sum, to_rounding, &how.between, &how.arithmetic,
+                          &how.pairwise, &how.kahan, &chunk, to_key, &how.key, &batch, &m, &k, &n,
+                          &a.view, &b.view, &out.view))
         return nullptr;
     p = {batch, m, k, n};
     how.chunk = chunk;

@@ -9,17 +9,19 @@ namespace {
 enum { CPD_ASCENDING, CPD_COMPENSATED, CPD_PAIRWISE };
 
 __device__ Rounding load_rounding(const int* n) {
-    return Rounding{n[0], n[1], n[2], (u32)n[3], (u32)n[4], (u32)n[5], (u32)n[6], (u32)n[7]};
+    return Rounding{n[0],      n[1],      n[2],      n[3],      n[4],      (u32)n[5],
+                    (u32)n[6], (u32)n[7], (u32)n[8], (u32)n[9], (u32)n[10]};
 }
 
 __device__ Products load_products(const int* n, Key key) {
+    const int* rest = n + 3 * CPD_ROUNDING_NUMBERS;
     return Products{load_rounding(n),
-                    load_rounding(n + 8),
-                    load_rounding(n + 16),
-                    n[24],
-                    n[25],
-                    n[26],
-                    n[27],
+                    load_rounding(n + CPD_ROUNDING_NUMBERS),
+                    load_rounding(n + 2 * CPD_ROUNDING_NUMBERS),
+                    rest[0],
+                    rest[1],
+                    rest[2],
+                    rest[3],
                     key};
 }
 
@@ -37,30 +39,48 @@ struct Running {
     N stack[HOW == CPD_PAIRWISE ? 64 : 1];
     int height;
     u64 step;  // of the next addition that belongs to no term
+    Key key;
+    u64 outputs, index;
 
-    __device__ void take(const Products& how, N term, i64 i, i64 k, u64 outputs, u64 index) {
+    __device__ N term(const Steps<N>& s, N a, N b, i64 i) const {
+        u32 random[CPD_PRODUCT + 1] = {};
+        draw(s.product, CPD_PRODUCT, CPD_PRODUCT, (u64)i, random);
+        N top = {};
+        return rounded<CPD_ANY, true>(s.product, multiply(a, b), top, random[CPD_PRODUCT]);
+    }
+    __device__ void take(const Products& how, const Steps<N>& s, N term, i64 i, i64 k) {
         if (HOW == CPD_PAIRWISE) {
             Sum<N> one = {};
-            add_term<false>(how, how.sum, one, term, (u64)i, outputs, index);
+            add(s.sum, one, term, (u64)i);
             stack[height++] = one.total;
             int pairs = i + 1 < k ? __ffsll(i + 1) - 1 : height - 1;
             for (; pairs > 0; --pairs, --height, ++step) {
                 Sum<N> both = {stack[height - 2], N{}};
-                add_term<false>(how, how.sum, both, stack[height - 1], step, outputs, index);
+                add(s.sum, both, stack[height - 1], step);
                 stack[height - 2] = both.total;
             }
             return;
         }
-        const bool kahan = HOW == CPD_COMPENSATED;
-        add_term<kahan>(how, how.sum, chunk, term, (u64)i, outputs, index);
+        add(s.sum, chunk, term, (u64)i);
         if (how.chunk ? (i + 1) % how.chunk && i + 1 < k : i + 1 < k) return;
         if (how.chunk)
-            add_term<kahan>(how, how.between, all, chunk.total, step++, outputs, index);
+            add(s.between, all, chunk.total, step++);
         else
             all = chunk;
         chunk = Sum<N>{};
     }
-
+    __device__ void add(const Rounder<N>& to, Sum<N>& sum, N term, u64 number) const {
+        const bool kahan = HOW == CPD_COMPENSATED;
+        u32 random[CPD_PRODUCT + 1] = {};
+        draw(to, CPD_SUM, kahan ? CPD_REST : CPD_SUM, number, random);
+        N top = {};
+        add_term<CPD_ANY, true, kahan, true>(to, sum, term, top, random);
+    }
+    __device__ void draw(const Rounder<N>& to, int first, int last, u64 number, u32* random) const {
+        if (to.way != CPD_ROUND_RANDOM) return;
+        for (int r = first; r <= last; ++r)
+            random[r] = random32(key, (CPD_DRAWS * number + (u64)r) * outputs + index, 0u, 1u);
+    }
     __device__ N total() const { return HOW == CPD_PAIRWISE ? stack[0] : all.total; }
 };
 
@@ -71,8 +91,10 @@ __device__ void multiply_block(const Products& how, const float* a, const float*
     __shared__ float rows[CPD_ROWS][CPD_SIDE], columns[CPD_SIDE][CPD_SIDE];
     const int x = threadIdx.x % CPD_SIDE, y = threadIdx.x / CPD_SIDE;
     const i64 i = row + y, j = column + x;
+    const Steps<N> steps = make_steps<N>(how);
     Running<N, HOW> sum = {};
-    sum.step = (u64)k;
+    sum.step = (u64)k, sum.key = how.key, sum.outputs = outputs;
+    sum.index = first + (u64)(i * n + j);
     for (i64 start = 0; start < k; start += CPD_SIDE) {
         rows[y][x] = i < m && start + x < k ? a[i * k + start + x] : 0.0f;
         for (int r = y; r < CPD_SIDE; r += CPD_ROWS)
@@ -80,9 +102,7 @@ __device__ void multiply_block(const Products& how, const float* a, const float*
         __syncthreads();
         for (int t = 0; t < CPD_SIDE && start + t < k; ++t) {
             N left = as_number(rows[y][t], N{}), right = as_number(columns[t][x], N{});
-            u64 index = first + (u64)(i * n + j);
-            N term = term_of(how, left, right, (u64)(start + t), outputs, index);
-            sum.take(how, term, start + t, k, outputs, index);
+            sum.take(how, steps, sum.term(steps, left, right, start + t), start + t, k);
         }
         __syncthreads();
     }
@@ -116,12 +136,11 @@ __device__ void multiply_as(const Products& how, const float* a, const float* b,
 
 extern "C" {
 
-// how_numbers: of the struct Products without the key; wide: in float64. Blocks of CPD_ROWS *
-// CPD_SIDE threads.
-__global__ void matmul(const int* how_numbers, int wide, u32 key_low, u32 key_high, const float* a,
+// how_numbers: of the struct Products without the key. Blocks of CPD_ROWS * CPD_SIDE threads.
+__global__ void matmul(const int* how_numbers, u32 key_low, u32 key_high, const float* a,
                        const float* b, i64 batch, i64 m, i64 k, i64 n, float* out) {
     const Products how = load_products(how_numbers, Key{key_low, key_high});
-    if (wide)
+    if (how.arithmetic != CPD_FLOAT32)
         multiply_as<double>(how, a, b, batch, m, k, n, out);
     else
         multiply_as<float>(how, a, b, batch, m, k, n, out);

@@ -180,10 +180,12 @@ CPD_FN S larger(S a, S b) { return _mm512_maskz_max_ps(0xffff, a, b); }
 CPD_FN D larger(D a, D b) { return _mm512_maskz_max_pd(0xff, a, b); }
 #define CPD_CHOICE 0xd8  // of the bits of x those that are not set in the third
 CPD_FN S with_sign(S x, S of) {
-    return (S)_mm512_ternarylogic_epi32((__m512i)x, (__m512i)of, (__m512i)sign_bit<S>(), CPD_CHOICE);
+    return (S)_mm512_ternarylogic_epi32((__m512i)x, (__m512i)of, (__m512i)sign_bit<S>(),
+                                        CPD_CHOICE);
 }
 CPD_FN D with_sign(D x, D of) {
-    return (D)_mm512_ternarylogic_epi64((__m512i)x, (__m512i)of, (__m512i)sign_bit<D>(), CPD_CHOICE);
+    return (D)_mm512_ternarylogic_epi64((__m512i)x, (__m512i)of, (__m512i)sign_bit<D>(),
+                                        CPD_CHOICE);
 }
 CPD_FN S add_exact(S a, S b, S c) { return _mm512_fmadd_ps(b, c, a); }
 CPD_FN D add_exact(D a, D b, D c) { return _mm512_fmadd_pd(b, c, a); }

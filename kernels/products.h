@@ -12,10 +12,10 @@ enum { CPD_ANY = -1 };  // a way of rounding that is known when the loop runs
 template <class N>
 struct Rounder {
     typedef typename Number<N>::Bits Bits;
-    N least, scale;       // the smallest normal number; times a power of two: what is added
-    Bits kept, flipped;   // of x: which bits, and then which are turned over
-    Bits parity;          // 1 where the last bit of a code is that of its exponent
-    Bits cut;             // bits that stay when random ones have been added
+    N least, scale;      // the smallest normal number; times a power of two: what is added
+    Bits kept, flipped;  // of x: which bits, and then which are turned over
+    Bits parity;         // 1 where the last bit of a code is that of its exponent
+    Bits cut;            // bits that stay when random ones have been added
     Bits max, over, under, inf, nan;
     typename Number<N>::Draws drop;  // bits of a draw that do not count
     int way;
@@ -74,7 +74,8 @@ CPD_FN N power_under(N x) {
 template <class N>
 CPD_FN N settled(const Rounder<N>& to, N x, N value) {
     typedef typename Number<N>::Bits Bits;
-    Bits sign = raw(x) & sign_bit<N>(), a = raw(x) & ~sign_bit<N>(), v = raw(value) & ~sign_bit<N>();
+    Bits sign = raw(x) & sign_bit<N>(), a = raw(x) & ~sign_bit<N>(),
+         v = raw(value) & ~sign_bit<N>();
     Bits infinite = more(a, infinity<N>() - 1), over = more(v, to.max) | infinite;
     Bits special = pick(more(fill<N>(0), sign), to.under, to.over);
     special = pick(infinite, to.inf, special) | sign;
@@ -82,29 +83,33 @@ CPD_FN N settled(const Rounder<N>& to, N x, N value) {
     return number(pick(over, special, v | sign));
 }
 
-// x rounded. CHECK: else x is finite and below the power of two of the largest number. top: becomes
-// the largest power of two under any x. draw: 32 random bits. A number is added whose last bit is worth what the last bit
-// of the result is: it rounds to nearest, or shows on which side x is.
+// x rounded, float32 to nearest alone. CHECK: else x is finite and below the power of two of the
+// largest number. top: becomes the largest power of two under any x. draw: 32 random bits. A number
+// is added whose last bit is worth what the last bit of the result is: it rounds to nearest, or
+// shows on which side x is.
 template <int WAY, bool CHECK, class N>
 CPD_FN N rounded(const Rounder<N>& to, N x, N& top, typename Number<N>::Draws draw) {
     typedef typename Number<N>::Bits Bits;
-    if (WAY == CPD_ANY) {
-        if (to.way == CPD_TO_NEAREST) return rounded<CPD_TO_NEAREST, CHECK>(to, x, top, draw);
-        if (to.way == CPD_TO_FLOOR) return rounded<CPD_TO_FLOOR, CHECK>(to, x, top, draw);
-        if (to.way == CPD_AT_RANDOM) return rounded<CPD_AT_RANDOM, CHECK>(to, x, top, draw);
-        if (to.way == CPD_TO_ODD) return rounded<CPD_TO_ODD, CHECK>(to, x, top, draw);
+    if constexpr (WAY == CPD_ANY) {
+        if (to.way == CPD_ROUND_NEAREST) return rounded<CPD_ROUND_NEAREST, CHECK>(to, x, top, draw);
+        if constexpr ((int)Number<N>::mantissa == 52) {
+            if (to.way == CPD_ROUND_FLOOR) return rounded<CPD_ROUND_FLOOR, CHECK>(to, x, top, draw);
+            if (to.way == CPD_ROUND_RANDOM)
+                return rounded<CPD_ROUND_RANDOM, CHECK>(to, x, top, draw);
+            if (to.way == CPD_ROUND_ODD) return rounded<CPD_ROUND_ODD, CHECK>(to, x, top, draw);
+        }
     }
     if (WAY == CPD_AS_IS || WAY == CPD_ANY) return x;
     N power = power_under(x);
     if (!CHECK) top = larger(top, power);
     N unit = larger(power, to.least);
-    N y = WAY == CPD_TO_NEAREST ? x : number((raw(x) & to.kept) ^ to.flipped);
+    N y = WAY == CPD_ROUND_NEAREST ? x : number((raw(x) & to.kept) ^ to.flipped);
     N fixed = add_exact(y, unit, to.scale);
     N value = subtract_exact(fixed, unit, to.scale);
-    if (WAY != CPD_TO_NEAREST) {
+    if constexpr (WAY != CPD_ROUND_NEAREST && WAY != CPD_AS_IS && WAY != CPD_ANY) {
         Bits whole = raw(fixed) + above(value, y);  // not above y
-        if (WAY == CPD_AT_RANDOM) whole = (whole + widened(draw >> to.drop, N{})) & to.cut;
-        if (WAY == CPD_TO_ODD) {
+        if (WAY == CPD_ROUND_RANDOM) whole = (whole + widened(draw >> to.drop, N{})) & to.cut;
+        if (WAY == CPD_ROUND_ODD) {
             Bits exponent = (raw(unit) ^ raw(to.least)) >> (int)Number<N>::mantissa;
             Bits inexact = above(value, y) | above(y, value);
             whole += inexact & ~(whole ^ (exponent & to.parity)) & 1;
@@ -149,15 +154,17 @@ CPD_FN N negated(N x) {
 template <int WAY, bool ODD, bool KAHAN, bool CHECK, class N>
 CPD_FN void add_term(const Rounder<N>& to, Sum<N>& sum, N term, N& top,
                      const typename Number<N>::Draws* draws) {
-    auto round = [&](N x, int draw) { return rounded<WAY, CHECK>(to, x, top, draws[draw]); };
     if (!KAHAN) {
-        sum.total = round(sum_of(sum.total, term, ODD), CPD_SUM);
+        sum.total = rounded<WAY, CHECK>(to, sum_of(sum.total, term, ODD), top, draws[CPD_SUM]);
         return;
     }
-    N own = round(sum_of(term, negated(sum.rest), ODD), CPD_TERM);
-    N total = round(sum_of(sum.total, own, ODD), CPD_SUM);
-    N gained = round(sum_of(total, negated(sum.total), ODD), CPD_GAINED);
-    sum.rest = round(sum_of(gained, negated(own), ODD), CPD_REST);
+    N own = sum_of(term, negated(sum.rest), ODD);
+    own = rounded<WAY, CHECK>(to, own, top, draws[CPD_TERM]);
+    N total = rounded<WAY, CHECK>(to, sum_of(sum.total, own, ODD), top, draws[CPD_SUM]);
+    N gained = sum_of(total, negated(sum.total), ODD);
+    gained = rounded<WAY, CHECK>(to, gained, top, draws[CPD_GAINED]);
+    N rest = sum_of(gained, negated(own), ODD);
+    sum.rest = rounded<WAY, CHECK>(to, rest, top, draws[CPD_REST]);
     sum.total = total;
 }
 

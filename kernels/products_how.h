@@ -9,7 +9,13 @@ enum { CPD_SUM = 0, CPD_TERM = 1, CPD_GAINED = 2, CPD_REST = 3, CPD_PRODUCT = 4,
 enum { CPD_FLOAT32 = 0, CPD_FLOAT64 = 1, CPD_FLOAT64_ODD = 2 };
 // What a rounding is made of: nothing is to be done, or the nearest number, or the one that is not
 // above, or this when random bits have been added, or the odd code of the two beside.
-enum { CPD_AS_IS = 0, CPD_TO_NEAREST = 1, CPD_TO_FLOOR = 2, CPD_AT_RANDOM = 3, CPD_TO_ODD = 4 };
+enum {
+    CPD_AS_IS = 0,
+    CPD_ROUND_NEAREST = 1,
+    CPD_ROUND_FLOOR = 2,
+    CPD_ROUND_RANDOM = 3,
+    CPD_ROUND_ODD = 4
+};
 
 // A Cast as rounding values, not codes, needs it; bits of float32.
 struct Rounding {

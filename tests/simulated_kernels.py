@@ -134,10 +134,10 @@ def _add_outer(a: SimpleNamespace) -> None:
 
 def _matmul(a: SimpleNamespace) -> None:
     numbers = [
-        v & 0xFFFFFFFF if i < 24 and i % 8 > 2 else v for i, v in enumerate(a.how_numbers.tolist())
+        v & 0xFFFFFFFF if i < 33 and i % 11 > 4 else v for i, v in enumerate(a.how_numbers.tolist())
     ]
-    parts = [tuple(numbers[i : i + 8]) for i in range(0, 28, 8)]
-    _cpu.matmul(1, bool(a.wide), *parts, a.key, a.batch, a.m, a.k, a.n, a.a, a.b, a.out)
+    parts = [tuple(numbers[i : i + 11]) for i in range(0, 37, 11)]
+    _cpu.matmul(1, *parts, a.key, a.batch, a.m, a.k, a.n, a.a, a.b, a.out)
 
 
 BODIES: dict[str, Callable[[SimpleNamespace], object]] = {

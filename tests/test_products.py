@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections import Counter
+from typing import Any, get_args
 
 import gmpy2
 import numpy as np
+import oracles
 import pytest
+from gfloat import RoundMode, round_ndarray
 
 from cpdhpc import quantize, set_kernel_threads
-from cpdhpc.formats import Cast, FloatFormat, parse_format
+from cpdhpc.formats import Cast, FloatFormat, Rounding, TableFormat, parse_format
 from cpdhpc.ops import cpu, reference
 from cpdhpc.ops.products import Products
 from cpdhpc.ops.threads import kernel_threads
 from cpdhpc.precision import matmul
+from cpdhpc.randomness import random_key
 
 Array = np.ndarray[Any, np.dtype[Any]]
+ROUNDINGS = get_args(Rounding)
 NAMES = [
     *("e5m10", "e4m3", "e5m2", "e3m0", "e8m7", "e8m23", "e4m3fn"),
     *("e2m1fn", "e6m9", "e8m10", "e7m15", "e1m3", "e5m0", "e2m3fn"),
 ]
+
+
+def floats(name: str) -> FloatFormat:
+    return Cast(parse_format(name)).float_format
 
 
 def numbers(rng: np.random.Generator, fmt: FloatFormat, shape: tuple[int, ...]) -> Array:
@@ -33,12 +42,16 @@ def numbers(rng: np.random.Generator, fmt: FloatFormat, shape: tuple[int, ...]) 
     return reference.decode(codes, fmt).reshape(shape)
 
 
-def random_products(rng: np.random.Generator) -> tuple[FloatFormat, Products]:
-    inputs, *formats = (parse_format(NAMES[i]) for i in rng.integers(len(NAMES), size=4))
+def random_products(rng: np.random.Generator) -> tuple[tuple[FloatFormat, FloatFormat], Products]:
+    """Formats of both matrices, and how their products are summed; often in one format alone."""
+    one, other, *formats = (floats(NAMES[i]) for i in rng.integers(len(NAMES), size=5))
+    formats = formats[:1] * 3 if rng.random() < 0.3 else formats
+    inputs = one, other if rng.random() < 0.5 else one
 
     def cast(fmt: FloatFormat) -> Cast:
-        rounding = rng.choice(["nearest", "nearest", "nearest", "zero", "stochastic"])
-        return Cast(fmt, str(rounding), str(rng.choice(["inf", "saturate"])))  # type: ignore[arg-type]
+        rounding: Any = str(rng.choice(["nearest"] * 5 + list(ROUNDINGS)))
+        bits = int(rng.integers(0, 9)) if rounding == "stochastic" else 0
+        return Cast(fmt, rounding, str(rng.choice(["inf", "saturate"])), bits)  # type: ignore[arg-type]
 
     product = None if rng.random() < 0.3 else cast(formats[0])
     if rng.random() < 0.25:
@@ -48,33 +61,85 @@ def random_products(rng: np.random.Generator) -> tuple[FloatFormat, Products]:
     return inputs, Products(cast(formats[1]), product, "ascending", chunk, between, kahan)
 
 
+def same_bits(x: Array, y: Array) -> bool:
+    return np.array_equal(x.view(np.uint32), y.view(np.uint32))
+
+
 def test_kernels_give_the_bits_of_the_specification(clone: str) -> None:
-    """Of random roundings, orders and shapes; in float32 where that is enough, and in float64."""
+    """Of random roundings, orders and shapes, in whatever arithmetic is enough, and in all."""
     rng = np.random.default_rng(len(clone))
-    in_float32 = 0
-    for _ in range(120):
+    found = Counter[str]()
+    for _ in range(160):
         inputs, how = random_products(rng)
-        batch, m, k, n = rng.integers((1, 0, 0, 0), (3, 7, 20, 20)).tolist()
-        a, b = numbers(rng, inputs, (batch, m, k)), numbers(rng, inputs, (batch, k, n))
+        batch, m, k, n = rng.integers((1, 0, 0, 0), (3, 12, 20, 20)).tolist()
+        a, b = numbers(rng, inputs[0], (batch, m, k)), numbers(rng, inputs[1], (batch, k, n))
         key = int(rng.integers(2**32)), int(rng.integers(2**32))
         expected = reference.matmul(a, b, how, key)
-        in_float32 += how.single(inputs)
+        found[how.arithmetic(*inputs)] += 1
         for got in (cpu.matmul(a, b, how, key, inputs), cpu.matmul(a, b, how, key)):
-            assert np.array_equal(got.view(np.uint32), expected.view(np.uint32)), (how, inputs)
-    assert in_float32 > 5
+            assert same_bits(got, expected), (how, inputs)
+    assert min(found[each] for each in ("float32", "float64", "odd")) > 5, found
+
+
+def edges(fmt: FloatFormat) -> Array:
+    """What is hard to round to a format: its edges, what lies half-way, and the float32 beside."""
+    each = [fmt.smallest, 2.0**fmt.emin, 1.0, fmt.max, 2.0 ** (fmt.emax + 1)]
+    near = np.array(
+        [x * (1 + s * 2.0**-j / 2) for x in each for s in (-1, 1) for j in (fmt.man, fmt.man + 1)]
+    )
+    with np.errstate(over="ignore"):
+        x = np.array(
+            [*each, *near, 0.5 * fmt.smallest, 1.5 * fmt.smallest, 1e-45, 3e38], np.float32
+        )
+        x = np.concatenate([x, np.nextafter(x, np.float32(np.inf)), np.nextafter(x, np.float32(0))])
+    return np.concatenate([x, -x, np.float32([0, -0.0, np.inf, -np.inf, np.nan])])
+
+
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+def test_edges_of_formats(clone: str, rounding: Any) -> None:
+    """Products of all edges by one, a tie and a tiny number, then the sums of such products."""
+    for name in ("e4m3", "e5m2", "e3m0", "e2m1fn", "e8m7", "e8m23"):
+        fmt = floats(name)
+        x = edges(fmt)
+        y = np.float32([1, -1, 1 + 2.0**-fmt.man, 1.5, fmt.smallest / 2, 2.0**-149])
+        pairs = np.stack([np.repeat(x, 8), np.tile(x[:8], x.size)], 1)
+        for product in (None, Cast(fmt, rounding, "inf")):
+            for kahan in (False, True):
+                how = Products(Cast(fmt, rounding, "inf"), product, kahan=kahan)
+                for a, b in ((x[:, None], y[None]), (pairs, np.ones((2, 1), np.float32))):
+                    got, expected = (
+                        f(a[None], b[None], how, (3, 4)) for f in (cpu.matmul, reference.matmul)
+                    )
+                    assert same_bits(got, expected), (name, how)
+
+
+@pytest.mark.slow
+def test_random_bits_wrap_round(clone: str) -> None:
+    """Rounding r of output o draws number r * outputs + o: here of more than 32 bits."""
+    k, n = 3000, 200_000  # the last product is number 24,000 * 200,000
+    a, b = np.zeros((1, 1, k), np.float32), np.zeros((1, k, 8), np.float32)
+    a[0, 0, -1], b[0, -1] = 1, 1.3
+    cast = Cast(floats("e4m3"), "stochastic")
+    b = np.repeat(b, n // 8, 2)
+    got = cpu.matmul(a, b, Products(cast), (7, 8))[0, 0]
+    index = np.uint64(8 * (k - 1)) * np.uint64(n) + np.arange(n, dtype=np.uint64)
+    assert int(index[-1]) > 2**32
+    draws = reference.random31((7, 8), index) >> np.uint32(3)
+    up = np.float64(np.float32(1.3)) % 0.125 / 0.125 * 2.0**28 // 1 + draws >= 2.0**28
+    assert np.array_equal(got, np.where(up, 1.375, 1.25)) and 0.3 < up.mean() < 0.5
 
 
 def test_every_backend_gives_the_same_bits(ops: Any) -> None:
     rng = np.random.default_rng(11)
     for _ in range(12):
         inputs, how = random_products(rng)
-        a, b = numbers(rng, inputs, (2, 5, 9)), numbers(rng, inputs, (2, 9, 19))
+        a, b = numbers(rng, inputs[0], (2, 5, 9)), numbers(rng, inputs[1], (2, 9, 19))
         got = ops.matmul(a, b, how, (5, 6))
         expected = reference.matmul(a, b, how, (5, 6))
         assert np.array_equal(got.view(np.uint32), expected.view(np.uint32)), how
 
 
-FAST = [(name, Products(Cast(parse_format(name)), Cast(parse_format(name)), **options))
+FAST = [(name, Products(Cast(floats(name)), Cast(floats(name)), **options))
         for name in ("e5m10", "e4m3", "e5m2", "e3m0", "e2m1fn")
         for options in ({}, {"kahan": True}, {"chunk": 5}, {"order": "pairwise"})]  # type: ignore[arg-type]  # fmt: skip
 
@@ -82,18 +147,30 @@ FAST = [(name, Products(Cast(parse_format(name)), Cast(parse_format(name)), **op
 def test_float32_is_enough_for_common_formats(clone: str) -> None:
     rng = np.random.default_rng(7)
     for name, how in FAST:
-        inputs = parse_format(name)
-        assert how.single(inputs)
+        inputs = floats(name)
+        assert how.arithmetic(inputs, inputs) == "float32"
         a, b = numbers(rng, inputs, (1, 6, 33)), numbers(rng, inputs, (1, 33, 18))
         expected = reference.matmul(a, b, how)
-        got = cpu.matmul(a, b, how, inputs=inputs)
+        got = cpu.matmul(a, b, how, inputs=(inputs, inputs))
         assert np.array_equal(got.view(np.uint32), expected.view(np.uint32)), (name, how)
 
 
-def mpfr(fmt: FloatFormat) -> gmpy2.context:
+MPFR = {
+    "nearest": gmpy2.RoundToNearest,
+    "zero": gmpy2.RoundToZero,
+    "up": gmpy2.RoundUp,
+    "down": gmpy2.RoundDown,
+}
+
+
+def mpfr(fmt: FloatFormat, rounding: str = "nearest") -> gmpy2.context:
     """Arithmetic that rounds each result to a format of IEEE style."""
     return gmpy2.context(
-        precision=fmt.man + 1, emax=fmt.bias + 1, emin=2 - fmt.bias - fmt.man, subnormalize=True
+        precision=fmt.man + 1,
+        emax=fmt.bias + 1,
+        emin=2 - fmt.bias - fmt.man,
+        subnormalize=True,
+        round=MPFR[rounding],
     )
 
 
@@ -102,7 +179,7 @@ def mpfr(fmt: FloatFormat) -> gmpy2.context:
 def test_each_operation_is_rounded_as_mpfr_does(name: str, kahan: bool) -> None:
     """Sums of 13 terms; MPFR rounds each product, each sum and each step of the compensation."""
     rng = np.random.default_rng(3)
-    fmt = parse_format(name)
+    fmt = floats(name)
     a, b = numbers(rng, fmt, (12, 13)), numbers(rng, fmt, (13, 11))
     a[~np.isfinite(a)], b[~np.isfinite(b)] = 1, 1
     got = matmul(a, b, inputs=fmt, accumulate=fmt, kahan=kahan)
@@ -117,6 +194,52 @@ def test_each_operation_is_rounded_as_mpfr_does(name: str, kahan: bool) -> None:
                     rest = context.sub(context.sub(new, total), own)
                     total = new
                 assert np.array_equal(got[i, j], np.float32(total), equal_nan=True), (i, j)
+
+
+@pytest.mark.parametrize("rounding", ["zero", "up", "down"])
+def test_directed_roundings_are_those_of_mpfr(rounding: Any) -> None:
+    sums_by_mpfr("e5m2", rounding, (6, 9, 5))
+    sums_by_mpfr("e8m10", rounding, (6, 9, 5))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["e5m10", "e4m3", "e5m2", "e8m7", "e6m9", "e3m4", "e8m23", "e5m1"])
+@pytest.mark.parametrize("rounding", MPFR)
+def test_a_hundred_thousand_products_are_those_of_mpfr(name: str, rounding: Any) -> None:
+    sums_by_mpfr(name, rounding, (50, 40, 50))
+
+
+def sums_by_mpfr(name: str, rounding: Any, shape: tuple[int, int, int]) -> None:
+    """m k n products, each rounded, as each of their sums."""
+    m, k, n = shape
+    rng = np.random.default_rng(k)
+    fmt = floats(name)
+    a, b = numbers(rng, fmt, (m, k)), numbers(rng, fmt, (k, n))
+    a[~np.isfinite(a)], b[~np.isfinite(b)] = 1, 1
+    got = matmul(a, b, inputs=fmt, accumulate=fmt, rounding=rounding)
+    with mpfr(fmt, rounding) as context:
+        exact = [[[gmpy2.mpfr(v) for v in row] for row in x] for x in (a.tolist(), b.T.tolist())]
+        for i, row in enumerate(exact[0]):
+            for j, column in enumerate(exact[1]):
+                total = gmpy2.mpfr(0)
+                for x, y in zip(row, column, strict=True):
+                    total = context.add(total, context.mul(x, y))
+                assert np.array_equal(got[i, j], np.float32(total), equal_nan=True), (i, j)
+
+
+@pytest.mark.parametrize("bits", [1, 4, 20])
+def test_stated_random_bits_are_those_of_gfloat(bits: int) -> None:
+    """Exact products, rounded once, with the draws that the specification numbers."""
+    rng = np.random.default_rng(bits)
+    a, b = rng.standard_normal((80, 1), np.float32), rng.standard_normal((1, 50), np.float32)
+    how: dict[str, Any] = {"rounding": "stochastic", "random_bits": bits, "seed": 9}
+    got = matmul(a, b, accumulate="e4m3", products="exact", **how)
+    exact = a.astype(np.float64) * b
+    draws = reference.random31(random_key(9), np.arange(exact.size, dtype=np.uint64))
+    used = (draws >> np.uint32(31 - bits)).astype(np.int64).reshape(exact.shape)
+    info = oracles.gfloat_info(floats("e4m3"))
+    expected = round_ndarray(info, exact, RoundMode.StochasticFastest, False, used, bits)
+    assert np.array_equal(got, expected)
 
 
 def test_exact_products_round_once() -> None:
@@ -164,6 +287,22 @@ def test_chunks_keep_long_sums_of_few_bits() -> None:
         assert chunked < 0.02 and chunked < naive and naive >= least
 
 
+def test_a_sum_does_not_depend_on_its_neighbours() -> None:
+    """One of the rows that go together is too large: all are done again. Blocks do not show."""
+    rng = np.random.default_rng(4)
+    a, b = rng.standard_normal((40, 30), np.float32), rng.standard_normal((30, 33), np.float32)
+    for name in ("e4m3", "e8m7"):
+        whole = matmul(a, b, inputs=name, accumulate=name)
+        large = a.copy()
+        large[5] *= 2.0**120
+        assert np.array_equal(
+            np.delete(matmul(large, b, inputs=name, accumulate=name), 5, 0), np.delete(whole, 5, 0)
+        )
+        for rows, columns in ((slice(3, 12), slice(0, 1)), (slice(39, 40), slice(7, 30))):
+            part = matmul(a[rows], b[:, columns], inputs=name, accumulate=name)
+            assert np.array_equal(part, whole[rows, columns])
+
+
 def test_bits_do_not_depend_on_threads() -> None:
     rng = np.random.default_rng(2)
     a, b = rng.standard_normal((3, 300, 40), np.float32), rng.standard_normal((40, 70), np.float32)
@@ -186,6 +325,9 @@ def test_bits_do_not_depend_on_threads() -> None:
         (((2, 3), (3,)), {"between": "fp32"}, "needs chunk"),
         (((2, 3), (3,)), {"accumulate": "e9m3"}, "exp=9"),
         (((2, 3), (3,)), {"chunk": -1}, "chunk=-1"),
+        (((2, 3), (3,)), {"rounding": "upwards"}, "rounding='upwards'"),
+        (((2, 3), (3,)), {"accumulate": "posit8"}, "posit8es2: products and sums"),
+        (((), (3,)), {}, "each needs an axis"),
     ],
 )
 def test_what_does_not_go_together(
@@ -205,5 +347,43 @@ def test_kinds_and_shapes_are_those_of_numpy() -> None:
     assert matmul(a, torch.ones(4)).shape == (2, 1, 3)
     assert matmul(torch.ones(4), torch.ones(4)).shape == ()
     assert matmul(np.ones((0, 3), np.float32), np.ones((3, 2), np.float32)).shape == (0, 2)
-    with pytest.raises(TypeError, match="matmul: b is ndarray of float64"):
-        matmul(np.ones((2, 2), np.float32), np.ones((2, 2)))
+    for other in (np.ones((2, 2)), np.ones((2, 2), np.int32), np.ones((2, 2), np.float16)):
+        with pytest.raises(TypeError, match=f"matmul: b is ndarray of {other.dtype}"):
+            matmul(np.ones((2, 2), np.float32), other)
+
+
+EMPTY = [((0, 3), (3, 2)), ((2, 0), (0, 4)), ((3, 0, 2), (2, 2)), ((0,), (0,)), ((5,), (2, 5, 0))]
+
+
+@pytest.mark.parametrize("shapes", EMPTY)
+def test_axes_without_elements(shapes: Any) -> None:
+    a, b = (np.ones(shape, np.float32) for shape in shapes)
+    for how in ({}, {"kahan": True}, {"order": "pairwise"}, {"chunk": 2, "rounding": "up"}):
+        got = matmul(a, b, accumulate="e4m3", **how)  # type: ignore[arg-type]
+        assert got.shape == (a @ b).shape and not got.any()
+
+
+def test_strides_do_not_matter() -> None:
+    import torch
+
+    rng = np.random.default_rng(6)
+    a, b = rng.standard_normal((4, 6, 10), np.float32), rng.standard_normal((9, 4), np.float32)
+    expected = matmul(
+        np.ascontiguousarray(a[:, ::2, 3:7]), np.ascontiguousarray(b.T), accumulate="e4m3"
+    )
+    assert np.array_equal(matmul(a[:, ::2, 3:7], b.T, accumulate="e4m3"), expected)
+    tensors = torch.from_numpy(a)[:, ::2, 3:7], torch.from_numpy(b).T
+    assert np.array_equal(matmul(*tensors, accumulate="e4m3").numpy(), expected)
+
+
+def test_inputs_may_be_tables_and_differ() -> None:
+    rng = np.random.default_rng(8)
+    a, b = rng.standard_normal((5, 30), np.float32), rng.standard_normal((30, 7), np.float32)
+    for pair in (("posit8es1", "posit8es1"), ("lns4m3", "e5m2"), ("takum8", "fp32")):
+        x, y = (quantize(v, name) for v, name in zip((a, b), pair, strict=True))
+        how = Products(Cast(floats("e5m10")), Cast(floats("e5m10")))
+        expected = reference.matmul(x[None], y[None], how)[0]
+        assert same_bits(matmul(a, b, inputs=pair, accumulate="e5m10"), expected), pair
+    few = TableFormat("few", [0, 1, -1, 0.75])  # their products are exact in float32
+    assert how.arithmetic(few, few) == "float32"
+    assert same_bits(matmul(a, b, inputs=few), quantize(a, few) @ quantize(b, few))

@@ -168,7 +168,12 @@ INF, NAN = np.inf, np.nan
 @pytest.mark.parametrize("scaling", ["none", "amax", "delayed", "aps", "fixed", "flexpoint"])
 @pytest.mark.parametrize(
     ("name", "becomes"),
-    [("e5m2", (INF, -INF, NAN)), ("e4m3fn", (NAN,) * 3), ("int8", (NAN,) * 3)],
+    [
+        ("e5m2", (INF, -INF, NAN)),
+        ("e4m3fn", (NAN,) * 3),
+        ("int8", (NAN,) * 3),
+        ("posit8", (NAN,) * 3),
+    ],
 )
 def test_what_is_not_finite_stays_so_and_teaches_nothing(
     scaling: str, name: str, becomes: tuple[float, ...]
@@ -282,6 +287,7 @@ def test_states_are_in_checkpoints_and_one_without_loads() -> None:
         ),
         ({"scaling": "aps"}, "fp32 is not rounded: must be none"),
         ({"format": "e4m3", "rounding": "up-ish"}, "rounding"),
+        ({"format": "e4m3", "random_bits": 3}, "random_bits=3: e4m3 allows"),
         ({"format": "e4m3", "scaling": "delayed", "history": 0}, "history=0"),
     ],
 )

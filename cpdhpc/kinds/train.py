@@ -315,7 +315,7 @@ def _measure(file: StudyFile, groups: Sequence[SeedGroup]) -> Score:
 
     found = set()
     for group in groups:
-        swept = {k: v for k, v in group.factors.items() if k.startswith(("loss.", "metric."))}
+        swept = {k: v for k, v in group.factors.items() if "." in k}  # a job may need any of them
         found.add(Score.of(_job(file.toml.get("job", {}), swept, "case").toml()))
     return found.pop() if len(found) == 1 else Score("loss", "", lower=True, loss_unit="")
 

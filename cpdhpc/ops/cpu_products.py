@@ -9,9 +9,9 @@ from typing import Any, get_args
 import numpy as np
 
 from .. import _cpu
-from ..formats import RANDOM_BITS, Cast, FloatFormat
+from ..formats import RANDOM_BITS, Cast
 from ..randomness import Key
-from .products import FLOAT32, Arithmetic, Products
+from .products import FLOAT32, Arithmetic, Inputs, Products
 from .threads import kernel_threads
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -73,11 +73,7 @@ def product_numbers(
 
 
 def matmul(
-    a: Array,
-    b: Array,
-    how: Products,
-    key: Key = (0, 0),
-    inputs: tuple[FloatFormat, FloatFormat] = (FLOAT32, FLOAT32),
+    a: Array, b: Array, how: Products, key: Key = (0, 0), inputs: Inputs = (FLOAT32, FLOAT32)
 ) -> Array:
     """Return the products of the rows of a and the columns of b, rounded as how says.
 

@@ -7,7 +7,7 @@ from typing import Any
 import cupy
 import numpy as np
 
-from ..formats import TILE, TRIT_BYTES, Cast, FloatFormat, Format, packed_bytes, tiles
+from ..formats import TILE, TRIT_BYTES, Cast, Format, packed_bytes, tiles
 from ..randomness import Key
 from . import reference
 from .gpu_runtime import (
@@ -34,7 +34,7 @@ from .gpu_sums import (
     run_sums,
     square_sum,
 )
-from .products import FLOAT32, Products
+from .products import FLOAT32, Inputs, Products
 from .reference_sparse import MAGNITUDE, stream_words, threshold_bits
 from .selection import check_rank, check_size, radix_select
 
@@ -412,7 +412,7 @@ def _floats(name: str, a: Array, b: Any, out: Array | None) -> Array:
 
 
 def matmul(
-    a: Array, b: Array, how: Products, key: Key = (0, 0), inputs: FloatFormat = FLOAT32
+    a: Array, b: Array, how: Products, key: Key = (0, 0), inputs: Inputs = (FLOAT32, FLOAT32)
 ) -> Array:
     """Return the products of the rows of a and the columns of b; see ops.cpu.matmul."""
     batch, m, k = a.shape
@@ -420,8 +420,7 @@ def matmul(
     check("a", a, np.float32)
     check("b", b, np.float32, batch * k * n)
     out = cupy.empty((batch, m, n), np.float32)
-    wide = not how.single(inputs)
     sizes = (np.int64(size) for size in (batch, m, k, n))
-    numbers = (products_on_device(how, wide), np.int32(wide), *key_numbers(key, 0)[:2])
+    numbers = (products_on_device(how, how.arithmetic(*inputs)), *key_numbers(key, 0)[:2])
     launch("matmul", batch * -(-m // _ROWS) * -(-n // _COLUMNS), *numbers, a, b, *sizes, out)
     return out

@@ -14,7 +14,7 @@ from ..randomness import Key
 from .cpu import CAST_NUMBERS, cast_numbers
 from .cpu_products import product_numbers
 from .cuda_source import OPTIONS, cuda_source
-from .products import Products
+from .products import Arithmetic, Products
 
 Array = Any  # cupy.ndarray
 
@@ -67,18 +67,18 @@ def _cast_of(cast: Cast, device: int) -> Array:
 
 
 @cache
-def _products_of(how: Products, wide: bool, device: int) -> Array:
+def _products_of(how: Products, arithmetic: Arithmetic, device: int) -> Array:
     """Copy the numbers as _cast_of does."""
     with cupy.cuda.Stream(non_blocking=True) as stream:
-        flat = [number for part in product_numbers(how, wide) for number in part]
+        flat = [number for part in product_numbers(how, arithmetic) for number in part]
         numbers = cupy.asarray(np.array(flat, np.int64).astype(np.int32))
         stream.synchronize()
     return numbers
 
 
-def products_on_device(how: Products, wide: bool) -> Array:
-    """Return the numbers of a sum of products, int32[28], on CuPy's current GPU."""
-    return _products_of(how, wide, current_device())
+def products_on_device(how: Products, arithmetic: Arithmetic) -> Array:
+    """Return the numbers of a sum of products, int32[37], on CuPy's current GPU."""
+    return _products_of(how, arithmetic, current_device())
 
 
 def cast_on_device(cast: Cast) -> Array:

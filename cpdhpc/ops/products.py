@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, get_args
 
-from ..formats import Cast, FloatFormat
+import numpy as np
+
+from ..formats import Cast, FloatFormat, Format, TableFormat
 from ..methods import suggest
 
 Order = Literal["ascending", "pairwise"]
 Arithmetic = Literal["float32", "float64", "odd"]  # odd: float64, sums rounded to odd
+Inputs = tuple[Format, Format]  # of a and of b
 FLOAT32 = FloatFormat(8, 23)
 # Roundings of a step, by which their random bits are numbered
 SUM, TERM, GAINED, REST, PRODUCT = range(5)
@@ -54,7 +58,7 @@ class Products:
         """products, accumulate and between."""
         return self.products, self.accumulate, self.between or self.accumulate
 
-    def arithmetic(self, a: FloatFormat, b: FloatFormat) -> Arithmetic:
+    def arithmetic(self, a: Format, b: Format) -> Arithmetic:
         """What gives the bits of the specification, for numbers of two formats.
 
         An exact product of float32 is a float64. Rounding a sum that was rounded already is as good
@@ -83,7 +87,13 @@ class _Grid:
     bits: int
 
 
-def _grid(fmt: FloatFormat) -> _Grid:
+@lru_cache(maxsize=256)
+def _grid(fmt: Format) -> _Grid:
+    if isinstance(fmt, TableFormat):
+        significand, exponent = np.frexp(fmt.numbers[fmt.numbers != 0])
+        whole = np.abs(significand * 2.0**24).astype(np.int64)
+        bits = 25 - np.frexp((whole & -whole).astype(np.float64))[1]  # without zeros at the end
+        return _Grid(int((exponent - bits).min()), int(exponent.max()), int(bits.max()))
     return _Grid(fmt.emin - fmt.man, fmt.emax + 1, fmt.man + 1)
 
 

@@ -26,7 +26,7 @@ def add_record(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of precision record."""
     parser.description = (
         "Train a job file's run as train does, and record what passes through layers: keys of "
-        "[record]. The run's own files go to results/ + the name of FILE.toml."
+        "[record]. Exit statuses and the run's own files are those of train."
     )
     parser.add_argument("file", type=Path, metavar="FILE.toml", help="the job, of one run")
     parser.add_argument("--layers", type=_names, metavar="PATTERN,...", help='as "conv*" (all)')
@@ -39,6 +39,9 @@ def add_record(parser: argparse.ArgumentParser) -> None:
         "--thin", action="store_true", default=None, help="keep rows that fit, not refuse"
     )
     parser.add_argument("--out", type=Path, metavar="FILE.h5", help="the recording")
+    parser.add_argument(
+        "--results", type=Path, metavar="DIR", help="the run's own files (results/ + FILE's name)"
+    )
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="as train")
     parser.add_argument("--resume", action="store_true", help="as train")
 
@@ -64,7 +67,7 @@ def run_record(arguments: argparse.Namespace, world: World) -> int:
         settings.append(f"record.{dump_toml({'file': str(arguments.out)}).strip()}")
     if arguments.timeout is not None:
         settings.append(f"train.timeout_s={arguments.timeout!r}")
-    directory = Path("results") / arguments.file.stem
+    directory = arguments.results or Path("results") / arguments.file.stem
     try:
         train(world, arguments.file, [*settings, *arguments.set], directory, arguments.resume)
     except Interrupted as stop:

@@ -8,26 +8,27 @@ from typing import Any
 import numpy as np
 
 from ..arrays import flat_floats
-from ..formats import Cast, FloatFormat, Overflow, Rounding, TableFormat, parse_format
+from ..formats import Cast, Format, Overflow, Rounding, TableFormat, parse_format
 from ..ops import backend_of
-from ..ops.products import FLOAT32, Order, Products
+from ..ops.products import FLOAT32, Inputs, Order, Products
 from ..randomness import random_key
 
-Format = str | FloatFormat | TableFormat
+Name = str | Format
 
 
 def matmul(
     a: Any,
     b: Any,
     *,
-    inputs: Format | None = None,
-    products: Format | None = None,
-    accumulate: Format = "fp32",
+    inputs: Name | tuple[Name, Name] | None = None,
+    products: Name | None = None,
+    accumulate: Name = "fp32",
     order: Order = "ascending",
     rounding: Rounding = "nearest",
+    random_bits: int = 0,
     overflow: Overflow = "inf",
     chunk: int = 0,
-    between: Format | None = None,
+    between: Name | None = None,
     kahan: bool = False,
     seed: int = 0,
 ) -> Any:
@@ -35,11 +36,13 @@ def matmul(
 
     a: float32[..., m, k]; b: float32[..., k, n]; NumPy or CuPy arrays or torch tensors on the CPU,
         not changed; the axes in front are broadcast; one axis alone is a row of a, a column of b
-    inputs: both are rounded to nearest in it first; None: they are taken as they are
+    inputs: both are rounded to nearest in it first, or each in its own of two; a table will do;
+        None: they are taken as they are
     products: each product is rounded to it; None: to accumulate; "exact": it is not rounded, but
         once with the sum, as by a fused multiply-add
     accumulate: each partial sum is rounded to it; order: of the sums, see ops.products.Products
-    rounding: of products and sums; overflow: what a finite number too large becomes; see Cast
+    rounding, random_bits: of products and sums; overflow: what a finite number too large becomes;
+        see Cast
     chunk: so many products are summed, then the sums of chunks in the format between, which is
         accumulate where not given; 0: all are one chunk
     kahan: sums are compensated; every operation of the compensation is rounded as sums are
@@ -51,47 +54,54 @@ def matmul(
     Source: of rounded products and sums Han et al., arXiv 1911.08907; of chunks Wang et al., arXiv
     1812.08011.
     """
-    how = _products(products, accumulate, between, order, chunk, kahan, rounding, overflow)
+    how = _products(
+        products, accumulate, between, order, chunk, kahan, (rounding, overflow, random_bits)
+    )
     left, restore = flat_floats("matmul", "a", a)
     right, _ = flat_floats("matmul", "b", b)
-    x, y, shape = _matrices(left.reshape(a.shape), right.reshape(b.shape))
-    backend = backend_of(x)
+    backend = backend_of(left)
+    held = _held(inputs)
     if inputs is not None:
-        cast = Cast(_format(inputs), "nearest", overflow)
-        x, y = (
-            backend.decode(backend.encode(v.ravel(), cast), cast.fmt).reshape(v.shape)
-            for v in (x, y)
+        left, right = (
+            backend.decode(backend.encode(values, Cast(fmt, "nearest", overflow)), fmt)
+            for values, fmt in zip((left, right), held, strict=True)
         )
-    held = FLOAT32 if inputs is None else _format(inputs)
-    held = held if isinstance(held, FloatFormat) else FLOAT32
-    return restore(backend.matmul(x, y, how, random_key(seed), (held, held)), shape)
+    x, y, shape = _matrices(left.reshape(a.shape), right.reshape(b.shape))
+    return restore(backend.matmul(x, y, how, random_key(seed), held), shape)
+
+
+def _held(inputs: Name | tuple[Name, Name] | None) -> Inputs:
+    """Return formats that hold all numbers of a and of b."""
+    if inputs is None:
+        return FLOAT32, FLOAT32
+    of_a, of_b = inputs if isinstance(inputs, tuple) else (inputs, inputs)
+    return _format(of_a), _format(of_b)
 
 
 def _products(
-    products: Format | None,
-    accumulate: Format,
-    between: Format | None,
+    products: Name | None,
+    accumulate: Name,
+    between: Name | None,
     order: Order,
     chunk: int,
     kahan: bool,
-    rounding: Rounding,
-    overflow: Overflow,
+    rounding: tuple[Rounding, Overflow, int],
 ) -> Products:
     if between is not None and not chunk:
         raise ValueError(f"matmul: between={between!r}: needs chunk, of 1 or more")
 
-    def cast(name: Format) -> Cast:
+    def cast(name: Name) -> Cast:
         given = _format(name)
         if isinstance(given, TableFormat):
             raise ValueError(f"matmul: {given.name}: products and sums are rounded to eXmY formats")
-        return Cast(given, rounding, overflow)
+        return Cast(given, *rounding)
 
     each = None if products == "exact" else cast(accumulate if products is None else products)
     wider = None if between is None else cast(between)
     return Products(cast(accumulate), each, order, chunk, wider, kahan)
 
 
-def _format(name: Format) -> FloatFormat | TableFormat:
+def _format(name: Name) -> Format:
     return parse_format(name) if isinstance(name, str) else name
 
 

@@ -104,6 +104,7 @@ class TensorFormat(Section):
                 f"{key} goes with scaling {' or '.join(having)}, and it is {self.scaling}"
             )
         assert self.cast  # raises for random_bits out of range
+        _ = self.cast  # random_bits that do not go with the format or the rounding
         if self.scaling != "none" and not self.rounds:
             raise ValueError(
                 f"scaling={self.scaling!r}: {self.format} is not rounded: must be none"

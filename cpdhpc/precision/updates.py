@@ -101,7 +101,7 @@ class RoundedUpdates:
             return
         step = p - before + own.get(RESIDUAL, 0)
         p.copy_(self._rounded(before + step, how, "", p, own))
-        nearest = how.model_copy(update={"rounding": "nearest"})
+        nearest = how.model_copy(update={"rounding": "nearest", "random_bits": 0})
         own[RESIDUAL] = self._rounded(step - (p - before), nearest, RESIDUAL, p, own)
 
     def _rounded(self, x: Tensor, how: TensorFormat, name: str, p: Tensor, own: State) -> Tensor:

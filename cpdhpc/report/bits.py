@@ -19,6 +19,7 @@ from .score import Score
 from .tables import Column, Section, tabulate
 
 BATCH, WIRE, AGGREGATOR = "train.batch", "gradient.wire", "gradient.aggregator"
+SCALING = "gradient.scaling"
 FREE = (BATCH, WIRE, AGGREGATOR, "train.virtual_ranks")  # ranks of their own may go with batches
 APART = 0.04  # of the places of neighbouring lines on the logarithmic axis
 
@@ -48,18 +49,18 @@ def bits_by_batch(file: StudyFile, groups: Sequence[SeedGroup], measure: Score) 
     if measure.unit != "%" or len(batches) < 2 or len({_width(g) for g in sent}) < 3:
         return []
     names = varying([g.factors for g in sent], ("ranks", "nodes", "ppn", *FREE))
-    names += [n for n in ("gradient.accumulate",) if n not in names]
     lines: dict[str, dict[int, list[tuple[SeedGroup, float]]]] = {}
     for group in sent:
         below = group.mean("accuracy") - float32[_rest(group)].mean("accuracy")
-        line = lines.setdefault(label(group.factors, names), {})
+        unscaled = {SCALING: "unscaled"} if group.factors.get(SCALING) == "none" else {}
+        line = lines.setdefault(label({**group.factors, **unscaled}, names), {})
         line.setdefault(int(group.factors[BATCH]), []).append((group, below))
     found = {
         name: {batch: needed(each, tolerance) for batch, each in line.items()}
         for name, line in lines.items()
     }
     base = {int(group.factors[BATCH]): group.mean("accuracy") for group in float32.values()}
-    return [_section(file.name, found, batches, base, tolerance)]
+    return [_section(found, batches, base, tolerance)]
 
 
 def _rest(group: SeedGroup) -> frozenset[Any]:
@@ -90,7 +91,6 @@ def needed(of: Sequence[tuple[SeedGroup, float]], tolerance: float) -> Needed:
 
 
 def _section(
-    title: str,
     found: dict[str, dict[int, Needed]],
     batches: Sequence[int],
     base: dict[int, float],
@@ -128,7 +128,7 @@ def _section(
     axes = Axis("batch", "log2", ticks=batches), Axis("bits needed", limits=(0, most + 2))
     chart = Chart(
         "bits_by_batch",
-        f"{title}: bits that gradients need, by batch",
+        "Bits that gradients need, by batch",
         [f"At most {tolerance:g} points below float32 at the same batch. No point: more bits."],
         told,
         [Panel("", *axes, series)],

@@ -37,7 +37,7 @@ ENDS = ("lowest", "normal", "highest")  # of the range of a format
 FAR = 40  # exponents beyond it are not drawn for the sake of a format
 MOST_ROWS = 30  # of a map
 Place = tuple[int, ...]  # of a cell, by axis
-LEAST = 1e-4  # share of which a map is drawn
+LEAST = 5e-3  # share of which a map is drawn
 RULES = (
     "Exponent: floor of the binary logarithm. Zeros, subnormals of float32, infinities and NaN are "
     "counted apart.",
@@ -164,7 +164,7 @@ def _histograms(of: Group, formats: Group, kind: str, rows: list[int]) -> Chart:
     return Chart(
         f"exponents_{kind}",
         f"{kind.capitalize()}: exponents, and the range of each format",
-        ["Bars: normal numbers dark, subnormal ones light; what is left of a bar becomes zero."],
+        ["Bars: normal numbers dark, subnormal ones light; left of a bar: too small."],
         f"Values by exponent in {kind}, without scaling. A scaling moves the values as one.",
         panels,
         shared=False,
@@ -173,8 +173,9 @@ def _histograms(of: Group, formats: Group, kind: str, rows: list[int]) -> Chart:
 
 def _lines(of: Group, row: int) -> Iterator[Series]:
     recorded = [i for i in range(len(of["iteration"])) if of["count"][row, i].sum() >= 0]
-    shades = SHADES if len(recorded) > 1 else SHADES[-1:]
-    for shade, i in zip(shades, thinned(recorded, len(shades)), strict=False):
+    seen = thinned(recorded, len(SHADES))
+    shades = thinned(SHADES, len(seen)) if len(seen) > 1 else SHADES[-1:]
+    for shade, i in zip(shades, seen, strict=False):
         counts = np.maximum(of["count"][row, i], 0)
         share = 100 * counts / max(counts.sum(), 1)
         label = f"iteration {of['iteration'][i]}"
