@@ -36,7 +36,7 @@ DELAYED = {"scaling": "delayed", "history": 16}
 WANG_SUMS = {"accumulate": "e6m9", "chunk": 64, "overflow": "saturate"}
 WANG_STEP = {"format": "e6m9", "rounding": "stochastic"}
 FLEX = {"format": "int16", "scaling": "flexpoint", "history": 16}
-FIXED = {"scaling": "fixed", "history": 20, "overflow_rate": 1e-4}
+FIXED = {"scaling": "fixed", "history": 100, "overflow_rate": 1e-4}
 OPERANDS, TENSORS = "weights activations errors", "weights activations outputs errors"
 
 PRESETS: dict[str, Preset] = {
@@ -128,7 +128,8 @@ PRESETS: dict[str, Preset] = {
         ),
         "Courbariaux et al., Training deep neural networks with low precision multiplications, "
         "arXiv 1412.7024: dynamic fixed point, 10 bits and 12 for updates, overflow of 0.01 %",
-        "first scales of a run in more bits: here those of the first tensors; an interval of "
-        "10,000 samples: here 20 iterations; maxout and dropout",
+        "first scales of a run in more bits: here those of the first tensors, which training "
+        "outgrows (state exponent in rules of your own); an interval of 10,000 samples: here 100 "
+        "iterations; maxout and dropout",
     ),
 }
