@@ -126,7 +126,7 @@ def test_bad_arrays(bad, kind, words):
         ({"accumulate": "exact", "algorithm": "direct"}, "float32, kahan"),
         ({"op": "max"}, "mean, sum"),
         ({"headroom": "2"}, "n, none, sqrt"),
-        ({"wire": "e4m3", "rounding": "up"}, "stochastic"),
+        ({"wire": "e4m3", "rounding": "upwards"}, "stochastic"),
         ({"wire": "e4m3", "overflow": "wrap"}, "saturate"),
         ({"algorithm": "mpi"}, "no schedule to simulate"),
         ({"algorithm": "mpi", "wire": "e4m3"}, "must be 'raw'"),

@@ -83,7 +83,7 @@ def write(tmp_path: Path, text: str) -> Path:
         ("[gradient]\naggregator='lowbit'\nscaling='ap'", "scaling='ap': did you mean aps?"),
         ("[gradient]\naggregator='none'\nalgorithm='rin'", "algorithm='rin': did you mean ring?"),
         ("[gradient]\naggregator='lowbit'\nalgorithm='mpi'", "algorithm='mpi'"),
-        ("[gradient]\naggregator='lowbit'\nrounding='up'", "gradient.rounding='up'"),
+        ("[gradient]\naggregator='lowbit'\nrounding='upwards'", "gradient.rounding='upwards'"),
         (
             "[gradient]\naggregator='lowbit'\nalgorithm='auto'\nmachine='gone.toml'",
             "gone.toml: cannot be read: No such file",

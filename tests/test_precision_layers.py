@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator
 from copy import deepcopy
 from math import prod
@@ -15,8 +16,11 @@ from test_models import SEQUENCES, tiny
 from torch import Tensor, nn
 
 from cpdhpc.config import ConfigError
-from cpdhpc.formats import parse_format
+from cpdhpc.formats import Cast, parse_format
+from cpdhpc.ops import reference
 from cpdhpc.precision import Policy, convert, layers, quantize
+from cpdhpc.precision.arithmetic import _held
+from cpdhpc.precision.tensors import TensorFormat
 from cpdhpc.train.models import MODELS
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -231,6 +235,18 @@ def test_blocks_lie_along_what_each_product_sums() -> None:
     assert np.array_equal(of_b.numpy(), in_blocks(e.T).sum(1))
 
 
+@pytest.mark.parametrize("names", [("e4m3fn", "e5m2"), ("int8", "e2m1fn"), ("e3m0", "bf16")])
+def test_a_format_that_holds_two_has_all_their_numbers(names: tuple[str, ...]) -> None:
+    """matmul is told so, and may then use float32: else bits of e4m3fn, say, would be others."""
+    held = _held(tuple(TensorFormat(format=name) for name in names))
+    assert held is not None
+    for name in names:
+        fmt = TensorFormat(format=name).cast.fmt
+        values = reference.decode(np.arange(2**fmt.bits, dtype=np.uint32), fmt)
+        again = reference.decode(reference.encode(values, Cast(held, "nearest", "inf")), held)
+        assert np.array_equal(values, again, equal_nan=True)
+
+
 def test_batches_of_matrices_are_broadcast_and_rounded() -> None:
     torch.manual_seed(6)
     a, b = torch.randn(2, 1, 3, 5), torch.randn(4, 5, 6)
@@ -363,6 +379,7 @@ def test_a_converted_model_stays_the_same_model() -> None:
     with torch.no_grad():  # where torch's encoder would go round the layers in it
         assert torch.equal(model.eval()(x), trained)
     assert torch.equal(deepcopy(model)(x), trained)
+    assert torch.equal(pickle.loads(pickle.dumps(model))(x), trained)
     trained.sum().backward()
     with pytest.raises(ConfigError, match=r"layer '\S+' obeys a policy already: convert once"):
         convert(model, everywhere(weights="e4m3"))

@@ -19,6 +19,7 @@ from cpdhpc.precision import Policy
 from cpdhpc.precision.policy import Sums
 from cpdhpc.precision.presets import PRESETS
 from cpdhpc.signals import Caught, Interrupted
+from cpdhpc.train.imports import ImportedModel
 from cpdhpc.train.job import Job
 from cpdhpc.train.loop import run
 from cpdhpc.train.progress import Display
@@ -205,6 +206,28 @@ def test_show_prints_a_line_for_each_layer(
     assert words[1] == ["2", "BatchNorm2d", "outputs=bf16, wire=e3m0"]
     assert words[-1][1:] == ["Linear", "outputs=bf16"]
     assert {row[2] for row in words[2:-1]} == {"float32"}
+
+
+def test_products_that_stay_torchs_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "own_gru.py").write_text(
+        "from torch import nn\n"
+        "class Net(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.gru, self.fc = nn.GRU(8, 4, batch_first=True), nn.Linear(4, 8)\n"
+        "    def forward(self, x):\n"
+        "        return self.fc(self.gru(x)[0][:, -1])\n"
+    )
+    job = small_job(
+        precision=rules({"layers": "*", "weights": "e4m3"}), train={"epochs": 1}
+    ).model_copy(update={"model": ImportedModel(imported="own_gru:Net", import_from=str(tmp_path))})
+    training = prepare(job, Loopback(), small_data(), Files.of(tmp_path, job))
+    run(training, Caught(), Display(True, 1))
+    said = "small-s0: [precision] in 1 layers; not in gru, whose products are torch's"
+    assert said in "".join(capsys.readouterr())
+    assert training.provenance["precision"] == "fc: weights=e4m3\ngru: products are torch's"
 
 
 def test_influence_is_of_float32_networks(tmp_path: Path) -> None:

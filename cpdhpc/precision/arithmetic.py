@@ -185,7 +185,8 @@ class Arithmetic(nn.Module):
         """Return the sum over m of errors float32[m, n]."""
         if self.by_blocks("errors"):
             rows = self.round("errors", rows, 0)
-        return self._summed("bias_gradient", torch.ones(1, len(rows)), rows, None)[0]
+        held = _held((self.rows.get("errors"),))  # which has 1
+        return self._summed("bias_gradient", torch.ones(1, len(rows)), rows, held)[0]
 
 
 class Operation(ABC):

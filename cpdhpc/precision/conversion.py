@@ -28,6 +28,7 @@ UNKNOWN = (  # whose products stay torch's, beside what is derived and does them
     *(nn.RNN, nn.GRU, nn.RNNCellBase, nn.Bilinear),
     *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
 )
+BY_TORCH = "products are torch's"  # what is told of them
 CHANGE = {*PRODUCTS, "outputs"}  # keys that change what a layer computes
 ENCODERS: dict[
     type[nn.Module], tuple[str, object]
@@ -118,6 +119,11 @@ def unconverted(model: nn.Module) -> list[str]:
     """Return the names of the layers whose products stay torch's whatever a policy says."""
     kinds: tuple[type[nn.Module], ...] = (*CONVERTED, *UNKNOWN)
     return [n for n, m in model.named_modules() if isinstance(m, kinds) and not _has_products(m)]
+
+
+def unheard(model: nn.Module, policy: Policy) -> list[str]:
+    """Return the names of those that rules for products match all the same."""
+    return [name for name in unconverted(model) if policy.of(name).said().keys() & PRODUCTS]
 
 
 def by_parameter(model: nn.Module, policy: Policy) -> dict[torch.Tensor, LayerPolicy]:

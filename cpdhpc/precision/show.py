@@ -11,8 +11,6 @@ from ..config import ConfigError, dump_toml, suggest, validate
 from .policy import Policy
 from .presets import PRESETS
 
-BY_TORCH = "; products are torch's"
-
 if TYPE_CHECKING:
     from ..train.job import Job
 
@@ -57,7 +55,7 @@ def run_show(arguments: argparse.Namespace) -> None:
 def _table(job: Job) -> list[str]:
     """Return a line for each layer that has parameters or products."""
     from ..train.fitting import build_model
-    from .conversion import resolved, unconverted
+    from .conversion import BY_TORCH, resolved, unconverted
 
     model = build_model(job, job.data.load())
     said, left = resolved(model, job.precision), unconverted(model)
@@ -65,6 +63,7 @@ def _table(job: Job) -> list[str]:
     for name, layer in model.named_modules():
         if layer._parameters or name in said:
             told = said[name].told() if name in said else "float32"
-            rows.append((name, type(layer).__name__, told + (BY_TORCH if name in left else "")))
+            told += f"; {BY_TORCH}" if name in left else ""
+            rows.append((name, type(layer).__name__, told))
     widths = [max(len(row[at]) for row in rows) for at in (0, 1)]
     return [f"  {name:{widths[0]}}  {kind:{widths[1]}}  {told}" for name, kind, told in rows]

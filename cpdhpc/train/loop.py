@@ -14,6 +14,7 @@ from numpy import inf, nan, nan_to_num
 
 from ..collectives.checks import NonFiniteGradient
 from ..config import UserError
+from ..precision.conversion import BY_TORCH
 from ..precision.recorder import Recorder
 from ..randomness import random_key
 from ..signals import Caught, Interrupted
@@ -55,9 +56,11 @@ def run(training: Training, caught: Caught, display: Display) -> None:
             f"{job.id}: records up to {job.record.number} iterations into "
             f"{training.files.recording(job)}"
         )
-    obeying = training.provenance["precision"]
+    obeying = str(training.provenance["precision"]).splitlines()
     if obeying:
-        display.line(f"{job.id}: [precision] in {len(str(obeying).splitlines())} layers")
+        left = [line.partition(":")[0] for line in obeying if line.endswith(BY_TORCH)]
+        told = f"; not in {', '.join(left)}, whose {BY_TORCH}" if left else ""
+        display.line(f"{job.id}: [precision] in {len(obeying) - len(left)} layers{told}")
     steps, interval = job.train.epochs * training.iterations_per_epoch, training.update.interval
     if interval > steps:
         display.line(f"{job.id}: update.period={interval}: no mean over ranks in {steps} steps")

@@ -14,7 +14,14 @@ from .. import provenance, store
 from ..compress.base import Mean
 from ..config import ConfigError, UserError
 from ..ops import set_kernel_threads
-from ..precision.conversion import aggregator_of, by_parameter, convert, obeyed
+from ..precision.conversion import (
+    BY_TORCH,
+    aggregator_of,
+    by_parameter,
+    convert,
+    obeyed,
+    unheard,
+)
 from ..precision.recorder import Recorder
 from ..precision.updates import RoundedUpdates
 from ..split_images import partition
@@ -445,7 +452,9 @@ def _obeying(job: Job, model: torch.nn.Module) -> str:
     """Let layers obey the policy of a job, and return which do; "" without one."""
     try:
         found = obeyed(model, job.precision)
+        left = unheard(model, job.precision)
         convert(model, job.precision, job.seed)
     except ConfigError as error:
         raise ConfigError(f"{job.id}: {error}") from None
-    return "\n".join(f"{name}: {of.told()}" for name, of in found.items())
+    lines = [f"{name}: {of.told()}" for name, of in found.items()]
+    return "\n".join(lines + [f"{name}: {BY_TORCH}" for name in left])
