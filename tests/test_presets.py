@@ -181,14 +181,14 @@ def test_errors_of_four_bits_are_rounded_by_chance() -> None:
     assert np.array_equal(y.detach().numpy(), of["activations"](x, 1) @ of["weights"](w, 1).T)
     error, draws = np.zeros((N, N), "f4"), []
     error[0, :16] = np.linspace(0.05, 1, 16)  # a block
-    for _ in range(300):
+    for _ in range(100):
         layer.weight.grad = None
         layer(torch.eye(N)).backward(torch.from_numpy(error.T.copy()))
         draws.append(layer.weight.grad.numpy()[0, :16].copy())
     # Numbers of e2m1 below its 4, here 1, are 1/8 apart, or 1/4: the deviation of a draw is at
-    # most 1/8, of a mean of 300 it is 0.0072; six of them.
-    assert np.abs(np.mean(draws, 0) - error[0, :16]).max() < 6 * 0.125 / math.sqrt(300)
-    assert len(np.unique(draws, axis=0)) > 100
+    # most 1/8, of a mean of 100 it is 0.0125; six of them.
+    assert np.abs(np.mean(draws, 0) - error[0, :16]).max() < 6 * 0.125 / math.sqrt(100)
+    assert len(np.unique(draws, axis=0)) > 50
 
 
 def test_wang_sums_in_chunks_with_16_bits_at_both_ends_and_steps_by_chance() -> None:
@@ -261,7 +261,7 @@ def test_each_preset_trains(tmp_path: Path) -> None:
         assert (weights == plain) == (preset == "float32"), preset
 
 
-@pytest.mark.parametrize("preset", ["fp8-hybrid", "wang2018", "flexpoint16"])
+@pytest.mark.parametrize("preset", ["fp8-hybrid", "flexpoint16"])
 def test_what_scales_and_updates_keep_is_in_checkpoints(tmp_path: Path, preset: str) -> None:
     whole, _ = ended({"preset": preset}, tmp_path / "whole")
     job, caught, world = small_job(precision={"preset": preset}, train=SHORT), Caught(), Loopback(2)
