@@ -20,9 +20,8 @@ void add_integers_tiles(const Cast& given, const u32* a, int bits_a, const u32* 
 }
 
 template <int WAY, bool COUNT>
-void integers_hop_loop(const Cast& given, Key key, u64 offset, const u32* words_in,
-                              int bits_in, const u8* shifts, const float* x, i64 n, u32* words,
-                              int bits, u32* counts) {
+void integers_hop_loop(const Cast& given, Key key, u64 offset, const u32* words_in, int bits_in,
+                       const u8* shifts, const float* x, i64 n, u32* words, int bits, u32* counts) {
     const Cast cast = given;  // a copy, which no store can change
     Padded<float> pad;
     for (i64 t = 0; t * CPD_TILE < n; ++t) {

@@ -67,7 +67,7 @@ CPD_FN u32 amax_tile(const float* x) {
 constexpr bool knows_inside(int way) { return way == CPD_BY_NEAREST || way == CPD_BY_ADDING; }
 
 // A loop by its template arguments: the way to find codes, and whether counts are kept.
-#define CPD_PICK_WAY(loop, cast, COUNT)                             \
+#define CPD_PICK_WAY(loop, cast, COUNT)                                 \
     (way_of(cast) == CPD_BY_NEAREST     ? loop<CPD_BY_NEAREST, COUNT>   \
      : way_of(cast) == CPD_BY_ADDING    ? loop<CPD_BY_ADDING, COUNT>    \
      : way_of(cast) == CPD_BY_DIRECTION ? loop<CPD_BY_DIRECTION, COUNT> \
@@ -81,8 +81,7 @@ CPD_FN void encode_tile(const Cast& cast, u8 shift, Key key, u64 index, const fl
     Counts c = {};
     int k = shift == CPD_SHIFT_NONFINITE ? 0 : shift - CPD_SHIFT_BIAS;
     for (int lane = 0; lane < CPD_LANES; lane += CPD_GROUP)
-        encode_column<WAY, COUNT, INSIDE>(cast, k, x, CPD_TILE, words, lane, key, index, c,
-                                              ahead);
+        encode_column<WAY, COUNT, INSIDE>(cast, k, x, CPD_TILE, words, lane, key, index, c, ahead);
     if (COUNT) write_counts(c, counts);
 }
 
@@ -114,8 +113,8 @@ void encode_loop(const Cast& given, bool fit, Key key, u64 offset, const float* 
         if (left > 0) next = pad.read(x + (t + 1) * CPD_TILE, left);
         if (left > 0 && fit) next_amax = amax_tile(next);
         encode_fitting<WAY, COUNT>(cast, fit, amax, key, offset + t * CPD_TILE, tile,
-                                       words + t * CPD_LANES * width(cast), shifts[t],
-                                       counts + 3 * t, x + (t + CPD_AHEAD) * CPD_TILE);
+                                   words + t * CPD_LANES * width(cast), shifts[t], counts + 3 * t,
+                                   x + (t + CPD_AHEAD) * CPD_TILE);
     }
 }
 
@@ -127,7 +126,8 @@ CPD_FN u32 sum_tile(const Cast& cast, u8 shift, const u32* words, const float* x
     const float* tile = pad.read(x, n);
     U most = lanes(0);
     for (int lane = 0; lane < CPD_LANES; lane += CPD_GROUP)
-        most = larger(most, sum_column<TABLE>(cast, shift, words, lane, tile, CPD_TILE, sum, CPD_TILE));
+        most = larger(most,
+                      sum_column<TABLE>(cast, shift, words, lane, tile, CPD_TILE, sum, CPD_TILE));
     if (n >= CPD_TILE) return largest_lane(most);
     memset(sum + n, 0, (size_t)(CPD_TILE - n) * sizeof(float));
     return amax_tile(sum);  // what the padding of the words decodes to does not count
@@ -168,11 +168,11 @@ void hop_loop(const Cast& given, bool fit, Key key, u64 offset, const u32* words
         i64 done = t * CPD_TILE, next = done + CPD_TILE;
         expect_words(words_in + (t + CPD_HOP_AHEAD) * stride, stride);
         if (next < n)
-            next_amax = sum_tile<table>(cast, shifts_in[t + 1], words_in + (t + 1) * stride, x + next,
-                                 n - next, sums[(t + 1) % 2]);
+            next_amax = sum_tile<table>(cast, shifts_in[t + 1], words_in + (t + 1) * stride,
+                                        x + next, n - next, sums[(t + 1) % 2]);
         encode_fitting<WAY, COUNT>(cast, fit, amax, key, offset + done, sums[t % 2],
-                                       words + t * stride, shifts[t], counts + 3 * t,
-                                       x + done + CPD_HOP_AHEAD * CPD_TILE);
+                                   words + t * stride, shifts[t], counts + 3 * t,
+                                   x + done + CPD_HOP_AHEAD * CPD_TILE);
     }
 }
 
@@ -183,7 +183,7 @@ CPD_FN void encode_tile_of_blocks(const Cast& cast, int blocks, const u8* shifts
     Counts c = {};
     for (int lane = 0; lane < CPD_LANES; lane += CPD_GROUP)
         encode_blocks<WAY, COUNT, INSIDE>(cast, blocks, shifts, x, CPD_TILE, words, lane, key,
-                                              index, c, ahead);
+                                          index, c, ahead);
     if (COUNT) write_counts(c, counts);
 }
 
@@ -203,8 +203,9 @@ void blocks_loop(const Cast& given, int blocks, bool fit, Key key, u64 offset, c
         if (words_in) {
             expect_words(words_in + (t + CPD_HOP_AHEAD) * stride, stride);
             for (int lane = 0; lane < CPD_LANES; lane += CPD_GROUP)
-                sum_blocks<WAY == CPD_BY_TABLE>(cast, blocks, shifts_in + shift, words_in + t * stride, lane, tile,
-                           CPD_TILE, sum, CPD_TILE, most[lane / CPD_GROUP]);
+                sum_blocks<WAY == CPD_BY_TABLE>(cast, blocks, shifts_in + shift,
+                                                words_in + t * stride, lane, tile, CPD_TILE, sum,
+                                                CPD_TILE, most[lane / CPD_GROUP]);
             // What the padding of the words decodes to does not count.
             if (left < CPD_TILE) memset(sum + left, 0, (size_t)(CPD_TILE - left) * sizeof(float));
             tile = sum;
@@ -295,12 +296,9 @@ void amax_tiles(const float* x, i64 n, u32* amax) {
 
 void encode_tiles(const Cast& cast, int blocks, bool fit, Key key, u64 offset, const float* x,
                   i64 n, u32* words, u8* shifts, u32* counts) {
-    if (blocks)
-        CPD_PICK(blocks_loop, cast, counts)
-        (cast, blocks, fit, key, offset, nullptr, nullptr, x, n, words, shifts, counts);
-    else
-        CPD_PICK(encode_loop, cast, counts)
-        (cast, fit, key, offset, x, n, words, shifts, counts);
+    if (blocks) CPD_PICK(blocks_loop, cast, counts)
+    (cast, blocks, fit, key, offset, nullptr, nullptr, x, n, words, shifts, counts);
+    else CPD_PICK(encode_loop, cast, counts)(cast, fit, key, offset, x, n, words, shifts, counts);
 }
 
 template <bool TABLE>

@@ -24,10 +24,14 @@ struct Constant {
 template <class Body>
 __device__ void by_way(const Cast& cast, Body body) {
     switch (way_of(cast)) {
-        case CPD_BY_NEAREST: return body(Constant<CPD_BY_NEAREST>{});
-        case CPD_BY_ADDING: return body(Constant<CPD_BY_ADDING>{});
-        case CPD_BY_DIRECTION: return body(Constant<CPD_BY_DIRECTION>{});
-        case CPD_BY_TABLE: return body(Constant<CPD_BY_TABLE>{});
+        case CPD_BY_NEAREST:
+            return body(Constant<CPD_BY_NEAREST>{});
+        case CPD_BY_ADDING:
+            return body(Constant<CPD_BY_ADDING>{});
+        case CPD_BY_DIRECTION:
+            return body(Constant<CPD_BY_DIRECTION>{});
+        case CPD_BY_TABLE:
+            return body(Constant<CPD_BY_TABLE>{});
     }
 }
 template <class Body>

@@ -52,8 +52,7 @@ CPD_FN void add_encode_integers_column(const Cast& cast, int k, const u32* words
     Packer packer = make_packer(words, lane);
     u32 mask = mask_of(bits);
     for (int i = lane; i < CPD_TILE; i += CPD_LANES) {
-        U code =
-            encode_value<WAY, COUNT, false>(cast, e, load(x, i, n), key, index + i, counts);
+        U code = encode_value<WAY, COUNT, false>(cast, e, load(x, i, n), key, index + i, counts);
         U sum = read_integer(cast, reader) + integer_of(cast, reader.decoder, code);
         put(packer, sum & mask, bits);
     }

@@ -68,13 +68,11 @@ CPD_FN Rows rows_of(int lane, int blocks, int b) {
 // x: the tile's values, the first n of them real; index: of the tile's first value.
 // ahead: values that will be read soon.
 template <int WAY, bool COUNT, bool INSIDE, class E>
-CPD_FN void encode_rows(const Cast& cast, const E& e, Packer& packer, Rows rows,
-                        const float* x, i64 n, Key key, u64 index, Counts& counts,
-                        const float* ahead) {
+CPD_FN void encode_rows(const Cast& cast, const E& e, Packer& packer, Rows rows, const float* x,
+                        i64 n, Key key, u64 index, Counts& counts, const float* ahead) {
     int bits = width(cast);
     for (int i = rows.first; i < rows.stop; i += CPD_LANES) {
-        U code =
-            encode_value<WAY, COUNT, INSIDE>(cast, e, load(x, i, n), key, index + i, counts);
+        U code = encode_value<WAY, COUNT, INSIDE>(cast, e, load(x, i, n), key, index + i, counts);
         put(packer, code, bits);
         expect(ahead + i);
     }
@@ -85,8 +83,8 @@ template <int WAY, bool COUNT, bool INSIDE>
 CPD_FN void encode_column(const Cast& cast, int k, const float* x, i64 n, u32* words, int lane,
                           Key key, u64 index, Counts& counts, const float* ahead) {
     Packer packer = make_packer(words, lane);
-    encode_rows<WAY, COUNT, INSIDE>(cast, make_encoder_of<WAY>(cast, (u32)k), packer, all_rows(lane), x,
-                                        n, key, index, counts, ahead);
+    encode_rows<WAY, COUNT, INSIDE>(cast, make_encoder_of<WAY>(cast, (u32)k), packer,
+                                    all_rows(lane), x, n, key, index, counts, ahead);
 }
 
 // A column of blocks, each with its own shift: shifts are [block][lane].
@@ -99,8 +97,7 @@ CPD_FN void encode_blocks(const Cast& cast, int blocks, const u8* shifts, const 
         U stored = load_bytes(shifts + b * CPD_LANES + lane);
         U k = equal(stored, lanes(CPD_SHIFT_NONFINITE)) ? lanes(0) : stored - CPD_SHIFT_BIAS;
         encode_rows<WAY, COUNT, INSIDE>(cast, make_encoder_of<WAY>(cast, k), packer,
-                                            rows_of(lane, blocks, b), x, n, key, index, counts,
-                                            ahead);
+                                        rows_of(lane, blocks, b), x, n, key, index, counts, ahead);
     }
 }
 
@@ -166,8 +163,8 @@ CPD_FN void decode_blocks(const Cast& cast, int blocks, const u8* shifts, const 
                           int lane, float* out, i64 n, I& nonfinite) {
     Unpacker unpacker = make_unpacker(words, lane);
     for (int b = 0; b < blocks; ++b)
-        decode_rows(cast, scale_of_block<TABLE>(cast, shifts, lane, b), unpacker, rows_of(lane, blocks, b),
-                    out, n, nonfinite);
+        decode_rows(cast, scale_of_block<TABLE>(cast, shifts, lane, b), unpacker,
+                    rows_of(lane, blocks, b), out, n, nonfinite);
 }
 
 // out = x + the decoded rows, zero from value n on; returns max|out| as float32 bits.

@@ -11,22 +11,22 @@
 
 // Keys are float32 bits without sign, negative for negative numbers.
 struct Search {
-    int steps;             // of the search in a bucket
-    int low_bits;          // of a key below its bucket's
-    u32 first, buckets;    // the number of the first bucket, and how many a sign has
-    const int* starts;     // limits that the first key of each bucket has reached
-    const int* limits;     // in order; a number's place is how many of them its key has reached
-    const int* codes;      // by place
-    const int* values;     // float32 bits by code
-    const int* numbers;    // float32 bits by place, and infinity
-    u32 least, most;       // keys of the first and of the last number
-    u32 zero, inf_below;   // codes of zero, ~0 where there is none, and of -infinity
+    int steps;            // of the search in a bucket
+    int low_bits;         // of a key below its bucket's
+    u32 first, buckets;   // the number of the first bucket, and how many a sign has
+    const int* starts;    // limits that the first key of each bucket has reached
+    const int* limits;    // in order; a number's place is how many of them its key has reached
+    const int* codes;     // by place
+    const int* values;    // float32 bits by code
+    const int* numbers;   // float32 bits by place, and infinity
+    u32 least, most;      // keys of the first and of the last number
+    u32 zero, inf_below;  // codes of zero, ~0 where there is none, and of -infinity
 };
 
 CPD_FN Search make_search(const int* t) {
-    return Search{t[0],      t[1],     (u32)t[2], (u32)t[3],  t + CPD_SEARCH_HEADER, t + t[4],
-                  t + t[5],  t + t[6], t + t[7],  (u32)t[8],  (u32)t[9],             (u32)t[10],
-                  (u32)t[11]};
+    return Search{t[0],      t[1],       (u32)t[2], (u32)t[3], t + CPD_SEARCH_HEADER,
+                  t + t[4],  t + t[5],   t + t[6],  t + t[7],  (u32)t[8],
+                  (u32)t[9], (u32)t[10], (u32)t[11]};
 }
 
 // V: u32, one shift for all lanes, or U, one for each.

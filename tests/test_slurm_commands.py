@@ -20,7 +20,17 @@ from cpdhpc.study import commands
 from cpdhpc.study.folder import Folder, recorded
 
 pytestmark = pytest.mark.mpi_skip
-LIGHT = {"cli", "config", "formats", "kinds", "methods", "partition", "store", "study"}
+LIGHT = {
+    "table_formats",
+    "cli",
+    "config",
+    "formats",
+    "kinds",
+    "methods",
+    "partition",
+    "store",
+    "study",
+}
 JOBS = {"autoencoder", "train"}  # kinds whose job's own models are asked, without torch and MPI
 INPUTS = sorted((ROOT / "inputs").glob("study_*.toml"))
 SITE = str(ROOT / "slurm" / "sites" / "openmpi_gpu.toml")

@@ -297,6 +297,9 @@ def test_a_job_file_names_its_own_formats(tmp_path: Path) -> None:
         path.write_text(f"[formats.quarters]\nvalues = {values}\n" + wire + rest)
         with pytest.raises(ConfigError, match=said):
             load(path)
+    path.write_text("[formats.e4m3]\nvalues = [0, 1]\n" + rest)
+    with pytest.raises(ConfigError, match=r"formats\.e4m3: is the name of a format already"):
+        load(path)
     assert parse_format(spelled(NF4)).values.tolist() == NF4.values.tolist()  # type: ignore[union-attr]
     assert spelled(table("takum8")) == "takum8" and spelled(method.fmt) == method.fmt.name
     with pytest.raises(ValueError, match=r"^TableFormat: posit: no name tells its midpoints"):

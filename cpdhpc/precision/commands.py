@@ -141,7 +141,11 @@ def add_search(parser: argparse.ArgumentParser) -> None:
         help="in place of it: error of the mean gradient relative to the float64 one",
     )
     parser.add_argument(
-        "--trials", type=int, default=40, metavar="N", help="trainings at most (default 40)"
+        "--trials",
+        type=int,
+        default=40,
+        metavar="N",
+        help="trainings with other bits, at most (default 40)",
     )
     parser.add_argument(
         "--test-seeds",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -106,7 +106,26 @@ def resolved(model: nn.Module, policy: Policy) -> dict[str, LayerPolicy]:
             f"torch's products: rounded are those of {known}"
         )
     heard = {n: of if n in with_products else of.only(OTHERS) for n, of in found.items()}
+    _check_tied(layers, heard)
     return {name: heard[name] for name in layers if heard[name].said()}
+
+
+OF_PARAMETERS = ("update", "states", "wire")  # keys that a parameter of several layers has once
+
+
+def _check_tied(layers: dict[str, nn.Module], found: dict[str, LayerPolicy]) -> None:
+    """Raise ConfigError where layers that share a parameter are to change it in other ways."""
+    first: dict[torch.Tensor, str] = {}
+    for name, layer in layers.items():
+        for parameter in filter(lambda each: each is not None, layer._parameters.values()):
+            other = first.setdefault(cast(torch.Tensor, parameter), name)
+            for key in OF_PARAMETERS:
+                ways = [getattr(found[each], key) for each in (other, name)]
+                if None not in ways and ways[0] != ways[1]:
+                    raise ConfigError(
+                        f"precision: {other} and {name} share a parameter, and rules say different "
+                        f"things of its {key}"
+                    )
 
 
 def obeyed(model: nn.Module, policy: Policy) -> dict[str, LayerPolicy]:
@@ -210,6 +229,11 @@ def _joined(*names: str) -> str:
 def _check_tensors(layers: dict[str, nn.Module], found: dict[str, LayerPolicy]) -> None:
     """Raise ConfigError for parameters that are not there yet, or that float32 does not hold."""
     for name in found:
+        if torch.nn.utils.parametrize.is_parametrized(layers[name]):
+            raise ConfigError(
+                f"convert: model: {name} is parametrized: convert before parametrizations are "
+                "registered, or take them off"
+            )
         for key, parameter in layers[name].named_parameters(recurse=False):
             where = f"convert: model: {_joined(name, key)}"
             if torch.nn.parameter.is_lazy(parameter):

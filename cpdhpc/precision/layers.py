@@ -97,7 +97,8 @@ class _Convolution(Operation):
         return self._images(product, self.x[2:])
 
     def for_weight(self, g: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        grouped = g.reshape(len(g), self.groups, self.weight[0] // self.groups, -1)
+        outputs = self.weight[0] // self.groups
+        grouped = g.reshape(len(g), self.groups, outputs, prod(g.shape[2:]))
         rows = grouped.permute(1, 2, 0, 3).flatten(2)  # [groups, outputs, batch * places]
         around = [(each, each) for each in self.padding]
         return rows, self._columns(x, around, self.stride)
@@ -123,7 +124,8 @@ class _Convolution(Operation):
     def _images(self, product: Tensor, size: Sequence[int]) -> Tensor:
         """Return [batch, channels, *size] of [groups, batch * places, channels of a group]."""
         groups, _, channels = product.shape
-        batched = product.reshape(groups, self.x[0], -1, channels).permute(1, 0, 3, 2)
+        places = (groups, self.x[0], prod(size), channels)
+        batched = product.reshape(places).permute(1, 0, 3, 2)
         return batched.reshape(self.x[0], groups * channels, *size)
 
     def _columns(

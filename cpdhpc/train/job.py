@@ -26,6 +26,7 @@ from ..config import (
     read_toml,
     validate,
 )
+from ..formats import wire_format
 from ..precision.policy import Policy
 from ..precision.presets import PRESETS
 from ..precision.recording import Recording
@@ -237,7 +238,15 @@ class Job(Section):
     @model_validator(mode="before")
     @classmethod
     def _own_formats(cls, raw: Any) -> Any:
-        return with_own_formats(raw) if isinstance(raw, dict) and "formats" in raw else raw
+        if not isinstance(raw, dict) or not isinstance(raw.get("formats"), dict):
+            return raw
+        for name in raw["formats"]:
+            try:
+                wire_format(name)
+            except ValueError:
+                continue
+            raise ValueError(f"formats.{name}: is the name of a format already")
+        return with_own_formats(raw)
 
     @model_validator(mode="before")
     @classmethod

@@ -68,6 +68,8 @@ def run(training: Training, caught: Caught, display: Display) -> None:
     with training.reducer, training.workers, _recording(training):
         while not training.ended:
             _epoch(training, caught, display)
+    if job.record.iterations and min(job.record.iterations) >= training.iteration:
+        display.line(f"{job.id}: [record]: none of its {training.iteration} iterations is recorded")
     training.save("complete")
     scores = dict(
         zip(training.record.names["epochs"], training.record.rows["epochs"][-1], strict=True)

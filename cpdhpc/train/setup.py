@@ -359,14 +359,18 @@ def _whole(job: Job, world: Ranks, model: torch.nn.Module, given: Given) -> Trai
     """Return a run whose ranks have the whole network. Collective. See prepare."""
     copies = job.adversarial
     adversary = Adversary(copies, model, world) if copies.epsilon else None
-    reducer = GradientReducer(
-        model,
-        world,
-        agreed(world, lambda: aggregator_of(model, job.precision, job.gradient)),
-        seed=job.seed,
-        bucket_mib=job.train.bucket_mib,
-        overlap=job.train.overlap,
-    )
+    aggregator = agreed(world, lambda: aggregator_of(model, job.precision, job.gradient))
+    try:
+        reducer = GradientReducer(
+            model,
+            world,
+            aggregator,
+            seed=job.seed,
+            bucket_mib=job.train.bucket_mib,
+            overlap=job.train.overlap,
+        )
+    except ValueError as error:  # on all ranks alike, as a pattern that matches no layer
+        raise ConfigError(str(error)) from None
     controller = job.controller.build(job.settings(len(given.train), world))
     optimizer = job.optimizer.build(model.parameters(), job.train.learning_rate)
     if rows := by_parameter(model, job.precision):
