@@ -37,7 +37,8 @@ LIMITED = tests/limited $(LIMIT_S)
 # worker and rank would compile all modules and tests anew, which takes longer than many a test.
 SPARING = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 PYTEST = -m pytest -q --color=no -p no:cacheprovider -o faulthandler_timeout=$(HANG_S)
-SERIAL_TESTS = $(ACTIVATE) $(SPARING) $(LIMITED) python $(PYTEST) tests --ignore=tests/mpi
+SERIAL = $(ACTIVATE) $(SPARING) $(LIMITED) python $(PYTEST)
+SERIAL_TESTS = $(SERIAL) tests --ignore=tests/mpi
 MPI_TESTS = python -m mpi4py $(PYTEST) --with-mpi -o faulthandler_exit_on_timeout=true
 # Models split over ranks, and what depends on the numbers of ranks and of nodes beyond 2 and 3.
 SPLIT = $(patsubst %,tests/mpi/test_mpi_%.py,autoencoder autograd spatial)
@@ -81,8 +82,9 @@ test-gpu: $(VENV)/.installed-test
 # The CUDA kernels themselves, compiled for the CPU (tests/emulated_gpu.py).
 EMULATED = PYTHONPATH=tests
 test-gpu-emulated: $(VENV)/.installed-test
-	$(EMULATED) $(SERIAL_TESTS) -p emulated_gpu --ignore=tests/slurm -m "gpu and not slow"
-	$(EMULATED) $(subst pytest tests,pytest,$(SERIAL_TESTS)) tests/test_gpu_methods.py -p emulated_gpu -m "not gpu and not slow"
+	$(EMULATED) $(SERIAL_TESTS) -p emulated_gpu --ignore=tests/slurm -m "gpu and not slow" \
+	    -n $(WORKERS) --dist loadfile
+	$(EMULATED) $(SERIAL) tests/test_gpu_methods.py -p emulated_gpu -n $(WORKERS) -m "not gpu and not slow"
 	$(EMULATED) $(LIMITED_MPIRUN) 2 $(MPI_TESTS) -p emulated_gpu -m "not gpu and not slow" tests/mpi/test_mpi_gpu.py
 
 # tests/slurm/install gets Slurm; test-mpi MPI=mpich makes the environment of the other MPI.

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
@@ -180,11 +180,23 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     everywhere.close()
 
 
-def pytest_terminal_summary(terminalreporter: Any) -> Iterator[None]:
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Let a worker of xdist tell what it ran."""
+    launched["operations"] += library(cuda_source()).operations()
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["launched"] = dict(launched)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Add what a worker ran."""
+    launched.update(getattr(node, "workeroutput", {}).get("launched", {}))
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Tell which kernels ran how often."""
-    counts = ", ".join(f"{name} {count}" for name, count in sorted(launched.items()))
+    counts = ", ".join(f"{name} {launched[name]}" for name in sorted({*launched} - {"operations"}))
     terminalreporter.write_line(f"kernels of cuda_loops.cu on the CPU: {counts}")
     terminalreporter.write_line(f"not run: {sorted({*KERNELS, *ARITHMETIC} - set(launched))}")
-    terminalreporter.write_line(
-        f"shuffles, ballots and barriers: {library(cuda_source()).operations()}"
-    )
+    operations = launched["operations"]
+    terminalreporter.write_line(f"shuffles, ballots and barriers: {operations}")
