@@ -50,8 +50,8 @@ SCRIPTS = .ci/run slurm/mpirun-local $(patsubst %,tests/%,limited slurm/install 
     $(wildcard slurm/*.sbatch tests/golden/slurm/*.sbatch)
 SOURCES = setup.cfg setup.py pyproject.toml constraints.txt $(wildcard kernels/*)
 
-.PHONY: quickstart test test-serial test-mpi test-slow test-gpu test-gpu-emulated test-slurm lint bench-codec soak \
-    kill-study install clean
+.PHONY: quickstart test test-serial test-mpi test-slow test-gpu test-gpu-emulated \
+    test-slurm lint bench-codec soak kill-study install clean
 
 quickstart: install
 	$(MPIRUN) $(RANKS) python -m cpdhpc train inputs/train_digits.toml --out $(OUT) --resume
@@ -82,7 +82,7 @@ test-gpu: $(VENV)/.installed-test
 # The CUDA kernels themselves, compiled for the CPU (tests/emulated_gpu.py).
 EMULATED = PYTHONPATH=tests
 test-gpu-emulated: $(VENV)/.installed-test
-	$(EMULATED) $(SERIAL_TESTS) -p emulated_gpu --ignore=tests/slurm -m "gpu and not slow" \
+	$(EMULATED) $(SERIAL_TESTS) -p emulated_gpu -m "gpu and not slow" \
 	    -n $(WORKERS) --dist loadfile
 	$(EMULATED) $(SERIAL) tests/test_gpu_methods.py -p emulated_gpu -n $(WORKERS) -m "not gpu and not slow"
 	$(EMULATED) $(LIMITED_MPIRUN) 2 $(MPI_TESTS) -p emulated_gpu -m "not gpu and not slow" tests/mpi/test_mpi_gpu.py

@@ -495,18 +495,3 @@ def test_a_batch_without_samples_goes_through_convolutions() -> None:
     y = model(x)
     y.sum().backward()
     assert y.shape == (0, 4, 4, 4) and x.grad is not None and x.grad.shape == x.shape
-
-
-def test_layers_that_share_a_parameter_change_it_alike() -> None:
-    model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 5, bias=False))
-    model[1].weight = model[0].weight
-    rules = {"layers": "0", "update": "bf16"}, {"layers": "1", "update": "e4m3"}
-    with pytest.raises(ConfigError, match=r"0 and 1 share a parameter, .* things of its update"):
-        convert(model, policy(*rules))
-    convert(model, policy(rules[0], {"layers": "1", "weights": "e4m3"}))
-
-
-def test_parametrized_layers_are_refused() -> None:
-    model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)))
-    with pytest.raises(ConfigError, match="0 is parametrized: convert before"):
-        convert(model, everywhere(weights="e4m3"))

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 from test_checkpoint import Stop, assert_same_records
 from test_influence import influence
+from torch import nn
 from training import ROOT, model_bytes, run_job, small_data, small_job
 
 from cpdhpc import store
 from cpdhpc.cli import main
 from cpdhpc.config import ConfigError, validate
-from cpdhpc.precision import Policy
+from cpdhpc.precision import Policy, convert
 from cpdhpc.precision.policy import Sums
 from cpdhpc.precision.presets import PRESETS
 from cpdhpc.signals import Caught, Interrupted
@@ -23,6 +24,7 @@ from cpdhpc.train.imports import ImportedModel
 from cpdhpc.train.job import Job
 from cpdhpc.train.loop import run
 from cpdhpc.train.progress import Display
+from cpdhpc.train.replicas import policies_of
 from cpdhpc.train.setup import Files, prepare
 from cpdhpc.world.ranks import Loopback
 
@@ -244,3 +246,26 @@ def test_the_page_has_an_example_that_runs(capsys: pytest.CaptureFixture[str]) -
     assert "weights=fp16, activations=fp16, errors=e5m2, forward=torch" in shown
     (section,) = re.findall(r"```toml\n(\[precision\].*?)```", text, re.S)
     assert policy(tomllib.loads(section)["precision"]).is_complete
+
+
+def test_layers_that_share_a_parameter_change_it_alike() -> None:
+    model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 5, bias=False))
+    model[1].weight = model[0].weight
+    rules = {"layers": "0", "update": "bf16"}, {"layers": "1", "update": "e4m3"}
+    with pytest.raises(ConfigError, match=r"0 and 1 share a parameter, .* things of its update"):
+        convert(model, policy({"rule": list(rules)}))
+    convert(model, policy({"rule": [rules[0], {"layers": "1", "weights": "e4m3"}]}))
+
+
+def test_parametrized_layers_are_refused() -> None:
+    model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)))
+    with pytest.raises(ConfigError, match="0 is parametrized: convert before"):
+        convert(model, policy({"rule": [{"layers": "*", "weights": "e4m3"}]}))
+
+
+def test_ranks_compare_policies_and_nothing_else_of_that_name() -> None:
+    model = nn.Sequential(nn.Linear(3, 3))
+    model.policy = object()  # of a user, and at another address on each rank
+    assert policies_of(model) == {}
+    convert(model, policy({"rule": [{"layers": "*", "weights": "e4m3"}]}))
+    assert "e4m3" in str(policies_of(model)["0"])

@@ -80,13 +80,10 @@ def test_the_sample_never_decides(fast_ops: Any, kind: str) -> None:
         assert fast_ops.kth_magnitude(x, k) == bits[order[k - 1]]
 
 
-@pytest.fixture(params=_cpu.clones())
-def clone(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Each of the loops that this processor runs, in use; and one thread again at the end."""
-    before = _cpu.clone()
-    _cpu.use_clone(request.param)
-    yield request.param
-    _cpu.use_clone(before)
+@pytest.fixture
+def clone(clone: str) -> Iterator[str]:
+    """As elsewhere, and one thread again at the end."""
+    yield clone
     set_kernel_threads(1)
 
 

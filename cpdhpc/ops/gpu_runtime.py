@@ -118,7 +118,8 @@ def check(
         here = array.device.id
         raise ValueError(f"{name}: is on GPU {here}: must be on CuPy's current one, {current}")
     if array.size and array.data.ptr % needed:
-        raise ValueError(f"{name}: begins at an odd address: must at a multiple of {needed} bytes")
+        came = array.data.ptr
+        raise ValueError(f"{name}: begins at {came}: must begin at a multiple of {needed} bytes")
 
 
 def check_words(name: str, array: Array, size_bytes: int) -> None:

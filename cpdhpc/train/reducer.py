@@ -23,6 +23,7 @@ from .replicas import (
     description,
     is_plain,
     kind,
+    policies_of,
     survey,
     tensors_of,
 )
@@ -99,8 +100,7 @@ class GradientReducer(Averaging):
                 "buffers": buffers,
                 "virtual_ranks": self.world.virtual_ranks,
             }
-            policies = ((n, getattr(m, "policy", None)) for n, m in model.named_modules())
-            settings["precision"] = str([each for each in policies if each[1] is not None])
+            settings["precision"] = str(policies_of(model))
             settings |= {f"tensor {i} of model": description(*t) for i, t in enumerate(tensors)}
         except Exception as found:  # whatever it is, no other rank may wait
             error = found

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from ..collectives import sparse
+from ..precision.policy import LayerPolicy
 from ..precision.quantizers import STATE, newest
 from ..precision.tensors import NEVER
 from ..world.ranks import Ranks
@@ -79,6 +80,12 @@ def survey(model: torch.nn.Module) -> tuple[list[torch.nn.Parameter], Named]:
                 modules.append(each)
     trained = [p for p in parameters if p is not None and p.requires_grad]
     return trained, [(name, b) for name, b in buffers if b is not None]
+
+
+def policies_of(model: torch.nn.Module) -> dict[str, LayerPolicy]:
+    """Return what the layers of a model obey that precision.convert has changed, by name."""
+    found = ((name, getattr(layer, "policy", None)) for name, layer in model.named_modules())
+    return {name: policy for name, policy in found if isinstance(policy, LayerPolicy)}
 
 
 def description(name: str, tensor: torch.Tensor) -> str:
