@@ -18,7 +18,7 @@ from cpdhpc.config import ConfigError, merge
 from cpdhpc.train.reducer import GradientReducer
 from cpdhpc.train.setup import Files, prepare
 from cpdhpc.train.update import UPDATES, Update
-from cpdhpc.train.update.graphs import GRAPHS, STATIC, Graph
+from cpdhpc.train.update.gossip import GRAPHS, STATIC, Graph
 from cpdhpc.train.update.own_models import OwnModels
 from cpdhpc.world.ranks import Loopback
 
