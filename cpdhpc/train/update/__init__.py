@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .base import AllreduceUpdate, ByAllreduce, Update, UpdateRule
 from .gossip import DecentLaM, DmSgd, DSgd
-from .periodic import DiLoCo, LocalSgd
+from .own_models import DiLoCo, LocalSgd
 
 UPDATES: dict[str, type[UpdateRule]] = {
     "allreduce": ByAllreduce,
