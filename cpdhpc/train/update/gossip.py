@@ -1,4 +1,8 @@
-"""Decentralised updates: ranks mix their models with those of their neighbours in a graph."""
+"""Decentralised training: a rank mixes its model with those of its neighbours in a graph.
+
+The weights of a step are a doubly stochastic matrix: rows and columns add up to 1, with what a rank
+gives to itself. So mixing leaves the mean over all ranks where it is.
+"""
 
 from __future__ import annotations
 
