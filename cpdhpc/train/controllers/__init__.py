@@ -7,9 +7,19 @@ from __future__ import annotations
 
 from .adaptive import ByAdaptiveBatch
 from .autowu import ByAutoWu
-from .base import DEFAULT_RATE, BySchedule, Control, Controller, Norms, Scheduled, Settings
+from .base import (
+    BATCH_SCALINGS,
+    DECAYS,
+    DEFAULT_RATE,
+    BySchedule,
+    Control,
+    Controller,
+    Norms,
+    Schedule,
+    Scheduled,
+    Settings,
+)
 from .noise import ByNoiseScale
-from .schedule import BATCH_SCALINGS, DECAYS, Schedule
 
 CONTROLLERS: dict[str, type[Control]] = {
     "schedule": BySchedule,

@@ -9,9 +9,15 @@ from typing import Annotated, ClassVar, Literal
 import numpy as np
 from pydantic import Field, model_validator
 
-from .base import DEFAULT_RATE, Array, Control, Controller, Settings
+from .base import (
+    DEFAULT_RATE,
+    Array,
+    Control,
+    Controller,
+    Schedule,
+    Settings,
+)
 from .gaussian_process import Process, least
-from .schedule import Schedule
 
 DRAWN_TO_FIT, DRAWN_TO_TEST, PLACES, TESTS = 100, 500, 500, 5  # of the method
 

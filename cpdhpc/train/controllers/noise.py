@@ -10,7 +10,14 @@ import numpy as np
 from pydantic import Field
 
 from ...compress.base import Column
-from .base import Array, Control, Controller, Norms, Scheduled, Settings
+from .base import (
+    Array,
+    Control,
+    Controller,
+    Norms,
+    Scheduled,
+    Settings,
+)
 
 COLUMNS = {  # with optimisers that precondition, of gradients times sqrt(P)
     "gradient_variance": Column(
