@@ -30,7 +30,7 @@ COMPRESS = ["compress", "training_oracle", "new_compressor"]
 TESTS = {  # file of cpdhpc: the files of tests that cover it, the fastest first
     **dict.fromkeys((f"train/{name}.py" for name in ("loop", "setup", "step", "update")), TRAIN),
     "train/controllers/base.py": ["training_oracle", "train", "update_rules"],
-    "train/controllers/noise.py": ["controllers"],
+    "train/controllers/adaptive.py": ["controllers"],
     "train/controllers/adaptive.py": ["controllers"],
     "train/controllers/autowu.py": ["controllers"],
     "train/controllers/gaussian_process.py": ["controllers"],

@@ -5,7 +5,7 @@ A file for each way of deciding, and a row each in CONTROLLERS.
 
 from __future__ import annotations
 
-from .adaptive import ByAdaptiveBatch
+from .adaptive import ByAdaptiveBatch, ByNoiseScale
 from .autowu import ByAutoWu
 from .base import (
     BATCH_SCALINGS,
@@ -19,7 +19,6 @@ from .base import (
     Scheduled,
     Settings,
 )
-from .noise import ByNoiseScale
 
 CONTROLLERS: dict[str, type[Control]] = {
     "schedule": BySchedule,
