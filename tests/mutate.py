@@ -33,7 +33,7 @@ TESTS = {  # file of cpdhpc: the files of tests that cover it, the fastest first
     "train/controllers/adaptive.py": ["controllers"],
     "train/controllers/adaptive.py": ["controllers"],
     "train/controllers/autowu.py": ["controllers"],
-    "train/controllers/gaussian_process.py": ["controllers"],
+    "train/controllers/autowu.py": ["controllers"],
     "report/critical.py": ["critical"],
     "train/optimizers.py": ["training_oracle", "config"],
     "train/data.py": ["data", "training_oracle"],
