@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from .base import Model
-from .plain import LeNet, Mlp, ResidualMlp
-from .quantized import QuantizedCnn
+from .plain import LeNet, Mlp, Model, QuantizedCnn, ResidualMlp
 from .residual import CifarResNet, ResNet, WideResNet
 from .sequences import LstmLanguageModel, RowLstm, Transformer
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from .base import Model, Positive, image_shape, to_channels
+from .plain import Model, Positive, image_shape, to_channels
 
 if TYPE_CHECKING:
     import torch

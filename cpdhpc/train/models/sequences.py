@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from .base import Model, Positive, image_shape
+from .plain import Model, Positive, image_shape
 
 if TYPE_CHECKING:
     import torch
