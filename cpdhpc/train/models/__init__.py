@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from .networks import CifarResNet, LstmLanguageModel, ResNet, RowLstm, Transformer, WideResNet
 from .plain import LeNet, Mlp, Model, QuantizedCnn, ResidualMlp
-from .residual import CifarResNet, ResNet, WideResNet
-from .sequences import LstmLanguageModel, RowLstm, Transformer
 
 MODELS: dict[str, type[Model]] = {
     "mlp": Mlp,
