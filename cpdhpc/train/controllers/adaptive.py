@@ -1,4 +1,4 @@
-"""The gradient noise scale: the batch beyond which more samples gain little; a batch that follows."""
+"""The gradient noise scale, beyond which more samples gain little; a batch that follows it."""
 
 from __future__ import annotations
 

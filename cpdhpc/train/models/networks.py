@@ -1,4 +1,4 @@
-"""Residual networks for images, and networks for sequences: rows of an image, classes as characters."""
+"""Residual networks for images; networks for sequences, of rows of an image or of characters."""
 
 from __future__ import annotations
 
