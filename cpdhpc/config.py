@@ -256,7 +256,8 @@ def keys(model: type[Any], loc: tuple[Any, ...] = ()) -> list[str]:
     schema = _schema(model)
     here = schema
     for part in loc:
-        inner = here.get("items") if isinstance(part, int) else here.get("properties", {}).get(part)
+        named = here.get("properties", {}).get(part, here.get("additionalProperties"))
+        inner = here.get("items") if isinstance(part, int) else named
         here = _table(inner or {}, schema.get("$defs", {}))
     return list(here.get("properties", {}))
 
