@@ -161,7 +161,7 @@ def test_what_is_wrong_is_told_by_the_row() -> None:
         assert says in str(caught.value)
 
 
-@pytest.mark.usefixtures("row")
+@pytest.mark.usefixtures("row", "without_figures")
 def test_a_file_and_a_row_train_and_report(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
