@@ -47,7 +47,7 @@ TESTS = {  # file of cpdhpc: the files of tests that cover it, the fastest first
     "ops/selection.py": ["selection"],
     "compress/lowbit.py": [*COMPRESS, "config"],
     "compress/lowbit.py": COMPRESS,
-    "compress/state.py": [*COMPRESS, "checkpoint"],
+    "compress/bucket.py": [*COMPRESS, "checkpoint"],
     "ops/reference.py": ["trits", "packing", "shifts", "integers", "ops", "stochastic", "oracles"],
     "collectives/schedules.py": ["schedule", "allreduce"],
     "collectives/rank_program.py": ["allreduce", "exact"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .base import Aggregator, Column, Context, Mean
+from .bucket import State
 from .few_bits import OneBit, Qsgd, TernGrad
 from .gradientflow import GradientFlow
 from .lgc import Lgc
@@ -11,7 +12,6 @@ from .oktopk import OkTopk
 from .powersgd import PowerSgd
 from .scalecom import ScaleCom
 from .sparsifiers import AdaComp, Dgc, RandomK, Strom, TopK
-from .state import State
 
 COMPRESSORS: dict[str, type[Aggregator]] = {
     "none": NoCompression,
