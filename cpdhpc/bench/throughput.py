@@ -33,8 +33,8 @@ from ..collectives.schedules import SCHEDULES
 from ..compress import COMPRESSORS
 from ..compress.bucket import Bucket
 from ..config import UserError
+from .accuracy import Call, calls_of, price
 from .harness import check_positive, known, parse_counts, parse_names
-from .traffic import Call, calls_of, price
 
 
 class Layer(NamedTuple):
