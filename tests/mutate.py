@@ -60,7 +60,7 @@ TESTS = {  # file of cpdhpc: the files of tests that cover it, the fastest first
     "study/study_file.py": ["studyfile", "study_report", "report_page"],
     "study/collect.py": ["study_folder", "study_report", "studyfile"],
     "study/status.py": ["study_folder", "submit", "slurm_commands"],
-    "study/repeats.py": ["study_repeats", "inputs"],
+    "study/batch.py": ["study_repeats", "inputs"],
     "study/batch.py": ["inputs", "study_run"],
     "study/run_here.py": ["study_folder", "study_run"],
 }
