@@ -30,7 +30,7 @@ def zone(powercap: Path, number: str, name: str, microjoules: str) -> Path:
 def test_packages_and_memory_count_once_and_wrap(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(energy, "_gpus", list)
+    monkeypatch.setattr(place, "_gpus", list)
     nothing = place.Meter(tmp_path)
     assert isnan(nothing.joules()) and nothing.sources == ""
     package = zone(tmp_path, "0", "package-0", str(WRAPS_UJ - 3 * 10**6))

@@ -1,11 +1,4 @@
-"""Times of a step of known networks by formulas: with gradients of each method, on many ranks.
-
-Networks of the literature as data: the layers whose gradients travel, and what they compute.
-
-Each is a rule of its architecture, not a list of numbers: a test holds the totals against the
-published ones. What has no parameters, as pools and activations, is not there.
-
-Samples a second that many workers would train on, by compressor, over links of several speeds.
+"""Samples a second that many workers would train on, by compressor, over links of several speeds.
 
 A worker computes a batch, then all average their gradients: the time of a step is the sum of both,
 nothing overlaps. Computation is measured once, or given. What the averaging takes is predicted
@@ -37,6 +30,9 @@ from .accuracy import Call, calls_of, price
 from .harness import check_positive, known, parse_counts, parse_names
 
 
+# Networks of the literature as data: the layers whose gradients travel, and what they compute. Each
+# is a rule of its architecture, not a list of numbers: a test holds the totals against the
+# published ones. What has no parameters, as pools and activations, is not there.
 class Layer(NamedTuple):
     """Parameters that are one tensor; shape as torch has it: outputs, inputs, window.
 

@@ -12,9 +12,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import autoencoders as serial  # noqa: E402
 
 from cpdhpc.autoencoder import files, probe  # noqa: E402
-from cpdhpc.autoencoder import job as geometry
+from cpdhpc.autoencoder import job as geometry  # noqa: E402
 from cpdhpc.autoencoder.files import resume, save  # noqa: E402
-from cpdhpc.autoencoder.job import Autoencoder, procs_of
+from cpdhpc.autoencoder.job import Autoencoder, procs_of  # noqa: E402
 from cpdhpc.autoencoder.training import Stack  # noqa: E402
 from cpdhpc.bench.layer import layer_costs  # noqa: E402
 from cpdhpc.config import UserError  # noqa: E402
