@@ -9,16 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cpdhpc.bench import accuracy
-from cpdhpc.bench.accuracy import (
-    LATE,
-    Call,
-    calls_of,
-    contributions,
-    count_calls,
-    price,
-)
+from cpdhpc.bench import traffic
+from cpdhpc.bench.accuracy import contributions
 from cpdhpc.bench.throughput import NETWORKS, Layer, Model, Network
+from cpdhpc.bench.traffic import LATE, Call, calls_of, count_calls, price
 from cpdhpc.cli import main
 from cpdhpc.collectives import sparse
 from cpdhpc.collectives.method import DEFAULT
@@ -75,19 +69,19 @@ def test_rows_that_are_left_out_are_counted(name: str) -> None:
     method = COMPRESSORS[name]()
     shapes = (128, 64, 3, 3), (128,), (512, 160)
     bucket = Bucket(("conv", "bias", "fc"), shapes, method.align)
-    assert accuracy._shrunk(bucket, 8, 2).shapes == ((32, 64, 3, 3), (128,), (128, 160))
+    assert traffic._shrunk(bucket, 8, 2).shapes == ((32, 64, 3, 3), (128,), (128, 160))
     found, whole = calls_of(method, bucket, 25.0), count_calls(method, bucket)
     assert [call.name for call in found] == [call.name for call in whole]
     sizes = [sum(call.size_bytes for call in calls) for calls in (found, whole)]
     assert sizes[0] == pytest.approx(sizes[1], rel=0.1)
     assert sizes[0] > 1.2 * sum(
-        c.size_bytes for c in count_calls(method, accuracy._shrunk(bucket, 8, 2))
+        c.size_bytes for c in count_calls(method, traffic._shrunk(bucket, 8, 2))
     )
 
 
 def test_neighbours_are_counted_when_they_are_over() -> None:
     """Each rank keeps one of equal parts of its 840 bytes, and gives the others away."""
-    four, seven = (accuracy.CountedRanks(ranks) for ranks in (accuracy.RANKS, 7))
+    four, seven = (traffic.CountedRanks(ranks) for ranks in (traffic.RANKS, 7))
     for world in (four, seven):
         part, ranks = np.zeros(840 // world.ranks, np.uint8), range(world.ranks)
         sparse.neighbours(world, [{} for _ in ranks])

@@ -20,7 +20,7 @@ from ..compress.base import Aggregator, Array, Context
 from ..compress.bucket import Bucket, State
 from ..train.gradients import Gradients
 from ..world.ranks import Ranks
-from .accuracy import LATE
+from .traffic import LATE
 
 COLLECTIVES = (allgather, broadcast, neighbours, sparse.sum, Allreduce.run)
 REST = "rest"

@@ -26,8 +26,8 @@ from ..collectives.schedules import SCHEDULES
 from ..compress import COMPRESSORS
 from ..compress.bucket import Bucket
 from ..config import UserError
-from .accuracy import Call, calls_of, price
 from .harness import check_positive, known, parse_counts, parse_names
+from .traffic import Call, calls_of, price
 
 
 # Networks of the literature as data: the layers whose gradients travel, and what they compute. Each
