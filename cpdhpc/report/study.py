@@ -16,11 +16,10 @@ import numpy as np
 from ..config import UserError, suggest, validate
 from ..kinds import KINDS
 from ..kinds.factors import SHAPE, Array, Case, Value
-from ..study.case_file import ALIKE, read_result
 from ..study.cases import expand
 from ..study.folder import Folder
 from ..study.spec import Study
-from ..study.study_file import Point, ReportError, StudyFile
+from ..study.study_file import ALIKE, Point, ReportError, StudyFile, read_result
 from . import units
 from .choice import ALL, Choice, chosen
 from .points import (
