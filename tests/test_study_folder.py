@@ -20,8 +20,14 @@ from cpdhpc.cli import COMMANDS, main
 from cpdhpc.config import ConfigError, UserError
 from cpdhpc.study.cases import expand
 from cpdhpc.study.collect import collect, find
-from cpdhpc.study.extend import extend
-from cpdhpc.study.folder import Folder, FolderError, Job, record, recorded
+from cpdhpc.study.folder import (
+    Folder,
+    FolderError,
+    Job,
+    extend,
+    record,
+    recorded,
+)
 from cpdhpc.study.run_here import measure
 from cpdhpc.study.status import states
 from cpdhpc.study.study_file import read_result, write_result

@@ -340,7 +340,7 @@ def run_cancel(arguments: argparse.Namespace) -> int:
 
 def run_extend(arguments: argparse.Namespace) -> int:
     """Give a folder a study of more cases; what is finished stays and counts."""
-    from .extend import extend
+    from .folder import extend
 
     extend(*study_of(arguments))
     return 0

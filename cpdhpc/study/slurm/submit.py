@@ -9,7 +9,13 @@ from ... import store
 from ...claim import alone
 from ...config import UserError
 from ..cases import Batch, batches, expand
-from ..folder import LOCK, Folder, Job, record, recorded
+from ..folder import (
+    LOCK,
+    Folder,
+    Job,
+    record,
+    recorded,
+)
 from ..spec import Study
 from . import queue
 from .script import Array, array_script, arrays, collect_script
