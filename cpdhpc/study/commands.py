@@ -401,7 +401,7 @@ def run_scripts(arguments: argparse.Namespace) -> int:
 
     Raises UserError where the profile cannot be used, or a file not be written.
     """
-    from .slurm.script import scripts
+    from .slurm.site import scripts
 
     for name, text in scripts(load_site(arguments.site)).items():
         path = arguments.out / name

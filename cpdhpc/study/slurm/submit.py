@@ -18,8 +18,7 @@ from ..folder import (
 )
 from ..spec import Study
 from . import queue
-from .script import Array, array_script, arrays, collect_script
-from .site import Site
+from .site import Array, Site, array_script, arrays, collect_script
 
 SITE = "site.toml"  # in the folder: the profile of the last submit
 Say = Callable[[str], None]
