@@ -27,7 +27,7 @@ from ..train.command import Trainer
 from ..train.fitting import samples_of
 from ..train.job import MAY_DIFFER, Job, load
 from ..train.loop import Diverged
-from ..train.output import Files
+from ..train.progress import Files
 from ..train.update import ByAllreduce
 from .evidence import FILE, RAW, Evidence, Layer, Trial
 from .proposals import mean_error, modules_of, proposed
