@@ -1,11 +1,4 @@
-"""X
-
-Exchange and computation one after the other, and one behind the other, with equal results.
-
-The computation is a stencil: each cell becomes a weighted sum of itself and of the cells at the
-ends of its halo, corners included, in parts that fit a cache.
-
-Benchmark of halo exchanges beside MPI's own ways, on the same arrays.
+"""Benchmark of halo exchanges beside MPI's own ways, on the same arrays.
 
 Ours and MPI's work in an array that holds the halo around the rank's own cells; "copied" is ours
 with the cells elsewhere, which are copied too. subarray: Isend and Irecv of subarray datatypes, as
