@@ -5,9 +5,11 @@ from __future__ import annotations
 from .base import Aggregator, Column, Context, Mean
 from .bucket import State
 from .few_bits import OneBit, Qsgd, TernGrad
+from .flexpoint import Flexpoint
 from .gradientflow import GradientFlow
 from .lgc import Lgc
-from .lowbit import Flexpoint, LowBit, NoCompression
+from .lowbit import LowBit
+from .none import NoCompression
 from .oktopk import OkTopk
 from .powersgd import PowerSgd
 from .scalecom import ScaleCom
