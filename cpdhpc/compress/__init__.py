@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from .base import Aggregator, Column, Context, Mean
 from .bucket import State
-from .few_bits import OneBit, Qsgd, TernGrad
 from .flexpoint import Flexpoint
 from .gradientflow import GradientFlow
 from .lgc import Lgc
 from .lowbit import LowBit
 from .none import NoCompression
 from .oktopk import OkTopk
+from .onebit import OneBit
 from .powersgd import PowerSgd
+from .qsgd import Qsgd
 from .scalecom import ScaleCom
 from .sparsifiers import AdaComp, Dgc, RandomK, Strom, TopK
+from .terngrad import TernGrad
 
 COMPRESSORS: dict[str, type[Aggregator]] = {
     "none": NoCompression,
