@@ -302,6 +302,8 @@ def test_states_are_in_checkpoints_and_one_without_loads() -> None:
             "margin goes with scaling amax or delayed, and it is none",
         ),
         ({"scaling": "aps"}, "fp32 is not rounded: must be none"),
+        ({"format": "mxfp8", "scaling": "none"}, "mxfp8 has block32: for another one name e4m3fn"),
+        ({"format": "mxfp4", "scaling": "aps"}, "scaling='aps': mxfp4 has block32"),
         ({"format": "e4m3", "rounding": "up-ish"}, "rounding"),
         ({"format": "e4m3", "random_bits": 3}, "random_bits=3: e4m3 allows"),
         ({"format": "e4m3", "scaling": "delayed", "history": 0}, "history=0"),
@@ -316,4 +318,4 @@ def test_bad_tables_are_one_line(table: dict[str, Any], said: str) -> None:
 def test_a_name_alone_is_a_format_and_mx_names_have_blocks() -> None:
     assert TensorFormat.model_validate("e4m3") == tensor_format(format="e4m3")
     assert TensorFormat.model_validate("mxfp4").scaling == "block32"
-    assert tensor_format(format="mxfp4", scaling="aps").scaling == "aps"
+    assert tensor_format(format="mxfp4", scaling="block32").scaling == "block32"

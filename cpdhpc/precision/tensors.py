@@ -13,6 +13,7 @@ from pydantic import Field, field_validator, model_validator
 
 from ..config import Section
 from ..formats import (
+    MICROSCALING,
     SHARED,
     SHIFT_BIAS,
     SHIFT_NONFINITE,
@@ -81,7 +82,11 @@ class TensorFormat(Section):
         table = {"format": raw} if isinstance(raw, str) else raw
         if not isinstance(table, dict) or wire_scaling(table.get("format")) not in SCALINGS:
             return table
-        return {"scaling": wire_scaling(table["format"])} | table
+        name, own = table["format"], wire_scaling(table["format"])
+        given, fmt = table.get("scaling", own), MICROSCALING[name].name
+        if given != own:
+            raise ValueError(f"scaling={given!r}: {name} has {own}: for another one name {fmt}")
+        return {"scaling": own} | table
 
     @field_validator("format")
     @classmethod

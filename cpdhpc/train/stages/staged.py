@@ -29,8 +29,7 @@ from ..replicas import as_bytes
 from ..step import FORWARD, Step, Stopwatch
 from .cut import Stage
 from .pipeline import Done, Part, Work
-from .placement import Placement
-from .section import Stages
+from .section import Placement, Stages
 
 Array = npt.NDArray[Any]
 SEEDS = 2**63 - 1  # the largest
