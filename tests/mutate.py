@@ -46,6 +46,7 @@ TESTS = {  # file of cpdhpc: the files of tests that cover it, the fastest first
     "ops/selection.py": ["selection"],
     "compress/lowbit.py": [*COMPRESS, "config"],
     "compress/bucket.py": ["bucket", *COMPRESS, "checkpoint"],
+    "compress/none.py": COMPRESS,
     "ops/reference.py": ["trits", "packing", "shifts", "integers", "ops", "stochastic", "oracles"],
     "collectives/schedules.py": ["schedule", "allreduce"],
     "collectives/rank_program.py": ["allreduce", "exact"],

@@ -11,7 +11,7 @@ from training import ROWS
 
 from cpdhpc.compress.base import Context, Mean
 from cpdhpc.compress.bucket import Bucket
-from cpdhpc.compress.lowbit import NoCompression
+from cpdhpc.compress.none import NoCompression
 
 SIZES_MIB = (25.0, 0.005, 1e-6)  # all layers in one bucket, some, and one in each
 

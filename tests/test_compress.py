@@ -14,7 +14,8 @@ from cpdhpc.collectives.checks import NonFiniteGradient
 from cpdhpc.collectives.method import DEFAULT
 from cpdhpc.compress import COMPRESSORS, Context, State
 from cpdhpc.compress.bucket import Bucket
-from cpdhpc.compress.lowbit import LowBit, NoCompression
+from cpdhpc.compress.lowbit import LowBit
+from cpdhpc.compress.none import NoCompression
 from cpdhpc.config import dump_toml
 from cpdhpc.formats import Cast, parse_format
 from cpdhpc.ops import reference

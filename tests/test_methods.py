@@ -33,7 +33,7 @@ from cpdhpc.compress import (
     base,
 )
 from cpdhpc.compress.bucket import Bucket
-from cpdhpc.compress.few_bits import _deviation
+from cpdhpc.compress.terngrad import _deviation
 from cpdhpc.ops import cpu
 from cpdhpc.train import GradientReducer
 from cpdhpc.world.ranks import Loopback

@@ -15,7 +15,7 @@ from training import small_job
 
 from cpdhpc.collectives.checks import NonFiniteGradient
 from cpdhpc.compress.base import Mean
-from cpdhpc.compress.lowbit import NoCompression
+from cpdhpc.compress.none import NoCompression
 from cpdhpc.config import ConfigError, UserError
 from cpdhpc.train.reducer import GradientReducer
 from cpdhpc.world.mpi import World

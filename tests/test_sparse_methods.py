@@ -26,7 +26,7 @@ from cpdhpc.compress import (
     TopK,
 )
 from cpdhpc.compress.bucket import BYTES, MIB, Bucket, split_bucket
-from cpdhpc.compress.sparsifiers import drawn_alike
+from cpdhpc.compress.randomk import drawn_alike
 from cpdhpc.config import ConfigError
 from cpdhpc.train import GradientReducer
 from cpdhpc.world.ranks import Loopback

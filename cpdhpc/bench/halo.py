@@ -57,6 +57,9 @@ GIGABIT = 1e9 / 8  # bytes
 BLOCKING, OVERLAPPED, WITH_PROGRESS = "blocking", "overlapped", "overlapped, with progress"
 
 
+# Exchange and computation one after the other, and one behind the other, with equal results. The
+# computation is a stencil: each cell becomes a weighted sum of itself and of the cells at the ends
+# of its halo, corners included, in parts that fit a cache.
 def add_overlap(parser: argparse.ArgumentParser) -> None:
     """Add the options of overlap."""
     parser.add_argument(

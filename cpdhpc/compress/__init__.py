@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from .adacomp import AdaComp
 from .base import Aggregator, Column, Context, Mean
 from .bucket import State
-from .few_bits import OneBit, Qsgd, TernGrad
+from .dgc import Dgc
+from .flexpoint import Flexpoint
 from .gradientflow import GradientFlow
 from .lgc import Lgc
-from .lowbit import Flexpoint, LowBit, NoCompression
+from .lowbit import LowBit
+from .none import NoCompression
 from .oktopk import OkTopk
+from .onebit import OneBit
 from .powersgd import PowerSgd
+from .qsgd import Qsgd
+from .randomk import RandomK
 from .scalecom import ScaleCom
-from .sparsifiers import AdaComp, Dgc, RandomK, Strom, TopK
+from .strom import Strom
+from .terngrad import TernGrad
+from .topk import TopK
 
 COMPRESSORS: dict[str, type[Aggregator]] = {
     "none": NoCompression,

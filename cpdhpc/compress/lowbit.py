@@ -1,4 +1,4 @@
-"""Every value travels: in float32, in a small format, or as Flexpoint's integers."""
+"""Gradients travel in a small floating-point format."""
 
 from __future__ import annotations
 
@@ -10,15 +10,13 @@ from typing import Annotated, Any, ClassVar, Literal
 from zlib import crc32
 
 import numpy as np
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator
 
 from ..collectives.allreduce import Allreduce, Reduced, configured
-from ..collectives.checks import amax_of_segments
-from ..collectives.method import AUTO, Machine, Segment, Shifts, integer_shift, shift_bytes
+from ..collectives.method import AUTO, Machine, Segment, Shifts, shift_bytes
 from ..collectives.rank_program import NO_KEY
 from ..config import suggest
 from ..formats import (
-    INTEGERS,
     SHARED,
     SHIFT_BIAS,
     TILE,
@@ -30,7 +28,6 @@ from ..formats import (
     tiles,
 )
 from ..ops import backend_of, placed, to_host
-from ..precision.tensors import NEVER, autoflex
 from ..randomness import random_key
 from .base import (
     LOSSES,
@@ -41,113 +38,9 @@ from .base import (
     Mean,
     check_place,
     machine_of_auto,
-    nonfinite,
-    nonfinite_layers,
     raise_unless_finite,
 )
 from .bucket import Bucket
-
-
-@dataclass(frozen=True)
-class NoCompression(Aggregator):
-    """The mean in float32. algorithm: that of the all-reduce; "mpi" is the library's own.
-
-    machine: for "auto", as for cpdhpc.allreduce; a file is read once
-    Raises ValueError for an unknown algorithm, or a machine for another one than "auto".
-    """
-
-    columns: ClassVar[Mapping[str, Column]] = LOSSES  # none at all
-
-    aggregator: Literal["none"] = "none"
-    algorithm: str = "ring"
-    machine: Machine | None = None
-
-    def __post_init__(self) -> None:
-        machine = machine_of_auto("NoCompression", self.algorithm, self.machine)
-        object.__setattr__(self, "machine", machine)
-        self._allreduce()
-
-    def _allreduce(self) -> Allreduce:
-        return configured(wire="raw", algorithm=self.algorithm, op="mean", machine=self.machine)
-
-    def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
-        """Return the mean over all ranks. See Aggregator.aggregate."""
-        reduced = self._allreduce().run(context.world, gradients, iteration=context.iteration)
-        mean = reduced.arrays[0]
-        bad = nonfinite_layers(mean, bucket)  # the same bits, so the same answer, on all ranks
-        if bad:
-            raise nonfinite(context.world, gradients, bucket, bad)  # or the sum overflowed
-        return Mean(mean)
-
-
-@dataclass(frozen=True)
-class Flexpoint(Aggregator):
-    """The mean of gradients that travel as integers, and of exponents that nobody sends.
-
-    What a layer's largest value will be is expected from the largest ones of its last means, which
-    all ranks know: 2 ranks (m + 3 s), where m and s are their mean and standard deviation. The
-    exponent is the one with which that fits; larger values saturate, which the record counts. The
-    largest values of all ranks are told only while a layer has had no gradient.
-    wire: int2 .. int16, whose integers are added exactly; algorithm: of the all-reduce
-    history: so many means are looked at
-    Source: Koester et al.: Flexpoint: an adaptive numerical format for efficient training of deep
-    neural networks, NIPS 2017 (Autoflex, which looks at the maxima of each tensor where it is; a
-    gradient of one rank may be ranks times its share of the mean).
-    """
-
-    columns: ClassVar[Mapping[str, Column]] = LOSSES
-    align: ClassVar[int] = TILE
-
-    aggregator: Literal["flexpoint"] = "flexpoint"
-    wire: str = "int16"
-    algorithm: str = "ring"
-    history: Annotated[int, Field(ge=1, le=1024)] = 16
-
-    def __post_init__(self) -> None:
-        if self.wire not in INTEGERS or self.wire == "ternary":
-            raise ValueError(f"Flexpoint: wire={self.wire!r}: known are int2 .. int16")
-        self._allreduce()
-
-    def _allreduce(self) -> Allreduce:
-        return configured(wire=self.wire, algorithm=self.algorithm, op="mean")
-
-    def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
-        """Return the mean over all ranks. See Aggregator.aggregate."""
-
-        def never() -> Array:
-            return np.full(self.history, NEVER)
-
-        pasts = [context.state.shared(name, "maxima", never) for name in bucket.names]
-        reduced = self._allreduce().run(
-            context.world,
-            gradients,
-            iteration=context.iteration,
-            segments=bucket.segments,
-            shifts=self._expected(pasts, bucket, context.world.ranks),
-        )
-        mean = reduced.arrays[0]
-        largest = amax_of_segments(mean, bucket.segments).astype(np.uint32).view(np.float32)
-        for past, value in zip(pasts, largest, strict=True):
-            past[:] = [*past[1:], value]
-        return Mean(mean, {"aps_shift": np.array(reduced.sent_shifts, np.float64)})
-
-    def _expected(self, pasts: list[Array], bucket: Bucket, ranks: int) -> Shifts | None:
-        """Return the shift of each layer; None where one has had no gradient."""
-        fmt, shifts = INTEGERS[self.wire], list[int]()
-        for past, (_, start, stop) in zip(pasts, bucket.segments, strict=True):
-            if start == stop:
-                shifts.append(0)
-                continue
-            known = [each for each in past.tolist() if each != NEVER]
-            if not any(known):
-                return None
-            largest = min(ranks * autoflex(known), float(np.finfo(np.float32).max))
-            shifts.append(integer_shift(int(np.float32(largest).view(np.uint32)), fmt))
-        return shifts, shifts
-
-    def observe(self, gradient: Array, bucket: Bucket, mean: Mean) -> Mapping[str, Array]:
-        """Count what encoding a rank's own gradient loses. See Aggregator.observe."""
-        return count_losses(gradient, bucket, self._allreduce(), mean)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ import torch
 
 from cpdhpc.collectives.checks import NonFiniteGradient
 from cpdhpc.compress.base import Aggregator, Mean
-from cpdhpc.compress.lowbit import LowBit, NoCompression
+from cpdhpc.compress.lowbit import LowBit
+from cpdhpc.compress.none import NoCompression
 from cpdhpc.config import UserError
 from cpdhpc.train.reducer import GradientReducer
 from cpdhpc.world.mpi import World

@@ -1,0 +1,82 @@
+"""Deep gradient compression: top-k of gradients that have gathered momentum."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, ClassVar, Literal
+
+import numpy as np
+from pydantic import Field
+
+from ..ops import backend_of
+from .base import Array, Context, Mean
+from .bucket import Bucket
+from .sparse import Density, LargestValues, SparseLayers, Warmup
+
+
+@dataclass(frozen=True)
+class Dgc(LargestValues):
+    """The mean of the largest values of what each rank's gradients with momentum add up to.
+
+    The optimiser must be SGD without momentum of its own: u = momentum u + gradient, v = v + u, and
+    the largest values of v are sent. What travels whole gets its momentum from the mean.
+    momentum: of the method, in place of the optimiser's
+    masking: set u, too, to 0 where a value is sent, else it goes on
+    clip_norm: a rank's gradient of a layer is shortened to this 2-norm times ranks**-0.5; 0: none
+    Source: Lin et al.: Deep gradient compression, ICLR 2018: momentum correction, local gradient
+    clipping, momentum factor masking, warm-up.
+    """
+
+    has_momentum: ClassVar[bool] = True
+
+    aggregator: Literal["dgc"] = "dgc"
+    momentum: Annotated[float, Field(gt=0, lt=1)] = 0.9
+    masking: bool = True
+    clip_norm: Annotated[float, Field(ge=0, le=1e30)] = 0.0
+    density: Density = 0.001
+    warmup: Warmup = (0.25, 0.0625, 0.015, 0.004)
+
+    def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
+        """Return the mean over all ranks. See Aggregator.aggregate."""
+        layers = SparseLayers(bucket, self.exclude)
+        layers.check_place(self, gradients, context)
+        clipped = [self._clipped(x, bucket, context) for x in gradients]
+        momenta = layers.joined(clipped)
+        layers.add(momenta, context, "momentum", self.momentum)
+        waiting = SparseLayers(layers.coded).waiting(momenta, context, check=False)
+        sent, chosen = self._send(waiting, layers, context)
+        flat = layers.mean(sent.mean, waiting, clipped, context, self.algorithm, sent.values)
+        for u, indices in zip(momenta, chosen, strict=True):
+            if self.masking:
+                backend_of(u).clear(u, indices)
+        layers.keep(waiting, context)
+        layers.keep(momenta, context, "momentum")
+        self._push_whole(flat, layers, context)
+        return Mean(flat, {"sent_share": layers.shares(sent.shares)})
+
+    def _clipped(self, gradient: Array, bucket: Bucket, context: Context) -> Array:
+        """Return a rank's gradient, its layers shortened where they are too long."""
+        if not self.clip_norm:
+            return gradient
+        out, kernels = gradient.copy(), backend_of(gradient)
+        limit = self.clip_norm * context.loss_scale / context.world.ranks**0.5
+        for x in bucket.views(out):
+            norm = np.sqrt(kernels.square_sum(x.reshape(-1)))
+            if limit < norm < np.inf:  # what is not finite is left for check
+                kernels.multiply(x, np.float32(limit / norm), x)
+        return out
+
+    def _push_whole(self, flat: Array, layers: SparseLayers, context: Context) -> None:
+        """Give momentum to the mean of the layers that travel whole, alike on all ranks.
+
+        What is shared does not follow the scale of losses, so it is kept without.
+        """
+        scale, kernels = np.float32(context.loss_scale), backend_of(flat)
+        for name, start, stop in layers.bucket.segments:
+            if name not in layers.coded.names:
+                x = flat[start:stop]
+                u = context.state.shared(name, "momentum", partial(np.zeros_like, x), x)
+                kernels.multiply(u, np.float32(self.momentum), u)
+                kernels.add(u, kernels.divide(x, scale), u)
+                kernels.multiply(u, scale, x)

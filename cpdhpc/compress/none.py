@@ -1,0 +1,54 @@
+"""No compression: float32 gradients as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from ..collectives.allreduce import Allreduce, configured
+from ..collectives.method import Machine
+from .base import (
+    LOSSES,
+    Aggregator,
+    Array,
+    Column,
+    Context,
+    Mean,
+    machine_of_auto,
+    nonfinite,
+    nonfinite_layers,
+)
+from .bucket import Bucket
+
+
+@dataclass(frozen=True)
+class NoCompression(Aggregator):
+    """The mean in float32. algorithm: that of the all-reduce; "mpi" is the library's own.
+
+    machine: for "auto", as for cpdhpc.allreduce; a file is read once
+    Raises ValueError for an unknown algorithm, or a machine for another one than "auto".
+    """
+
+    columns: ClassVar[Mapping[str, Column]] = LOSSES  # none at all
+
+    aggregator: Literal["none"] = "none"
+    algorithm: str = "ring"
+    machine: Machine | None = None
+
+    def __post_init__(self) -> None:
+        machine = machine_of_auto("NoCompression", self.algorithm, self.machine)
+        object.__setattr__(self, "machine", machine)
+        self._allreduce()
+
+    def _allreduce(self) -> Allreduce:
+        return configured(wire="raw", algorithm=self.algorithm, op="mean", machine=self.machine)
+
+    def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
+        """Return the mean over all ranks. See Aggregator.aggregate."""
+        reduced = self._allreduce().run(context.world, gradients, iteration=context.iteration)
+        mean = reduced.arrays[0]
+        bad = nonfinite_layers(mean, bucket)  # the same bits, so the same answer, on all ranks
+        if bad:
+            raise nonfinite(context.world, gradients, bucket, bad)  # or the sum overflowed
+        return Mean(mean)

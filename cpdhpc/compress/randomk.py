@@ -1,0 +1,83 @@
+"""Random-k: some values, drawn alike on all ranks, so that an all-reduce adds them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import numpy as np
+
+from ..ops import backend_of, placed
+from ..randomness import Key
+from .base import Array, Column, Context, DenseMessages, Layers, Mean, check_known, zeros
+from .bucket import Bucket
+from .sparse import Density, SparseLayers, SparseMessages, Warmup, count_of, density_at
+
+
+@dataclass(frozen=True)
+class RandomK(DenseMessages):
+    """The mean of values of each layer that all ranks draw alike, so that no index travels.
+
+    density: share of a layer's values that are sent, one at least
+    warmup: densities of the first epochs, one for each
+    error_feedback: what is not sent is added to a rank's next gradient; else what is sent is
+        multiplied by n / k, so that the mean has no bias
+    exclude: layers that travel whole in float32, as do all layers of one dimension
+    wire, algorithm, scaling: of the all-reduce of what is sent
+    Source: Stich, Cordonnier, Jaggi: Sparsified SGD with memory, NeurIPS 2018 (rand-k).
+    """
+
+    columns: ClassVar[Mapping[str, Column]] = SparseMessages.columns
+
+    aggregator: Literal["randomk"] = "randomk"
+    density: Density = 0.01
+    warmup: Warmup = ()
+    error_feedback: bool = True
+    exclude: Layers = ()
+
+    def check_layers(self, names: Collection[str]) -> None:
+        """See Aggregator.check_layers."""
+        check_known("RandomK.exclude", self.exclude, names)
+
+    def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
+        """Return the mean over all ranks. See Aggregator.aggregate."""
+        layers = SparseLayers(bucket, self.exclude)
+        layers.check_place(self, gradients, context)
+        waiting = layers.waiting(gradients, context, self.error_feedback)
+        density = density_at(context.epoch, self.warmup, self.density)
+        drawn = {
+            name: placed(
+                start
+                + drawn_alike(context.key(name), count_of(density, stop - start), stop - start),
+                waiting[0],
+            )
+            for name, start, stop in layers.coded.segments
+        }
+        means = self._mean({name: [x[i] for x in waiting] for name, i in drawn.items()}, context)
+        mean, shares = zeros(layers.coded.size, waiting[0]), []
+        multiply = backend_of(mean).multiply
+        for (name, start, stop), index in zip(layers.coded.segments, drawn.values(), strict=True):
+            shares.append(index.size / (stop - start))
+            factor = 1.0 if self.error_feedback else (stop - start) / index.size
+            mean[index] = multiply(means[name], np.float32(factor))
+            for x in waiting:
+                x[index] = 0
+        flat = layers.mean(mean, waiting, gradients, context, self.algorithm)
+        if self.error_feedback:
+            layers.keep(waiting, context)
+        return Mean(flat, {"sent_share": layers.shares(shares)})
+
+
+def drawn_alike(key: Key, k: int, n: int) -> Array:
+    """Return k of 0..n - 1 by chance, ascending, int64[k]; each choice of k is as likely.
+
+    Numbers are drawn until there are enough different ones: those to take, or those to leave.
+    """
+    stream = np.random.Philox(np.random.SeedSequence(key))
+    taken, few = np.zeros(n, bool), min(k, n - k)
+    missing = few
+    while missing:
+        taken[stream.random_raw(missing) % np.uint64(n)] = True
+        missing = few - int(np.count_nonzero(taken))
+    return np.flatnonzero(taken == (few == k))

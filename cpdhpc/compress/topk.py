@@ -1,0 +1,34 @@
+"""Top-k: each rank sends its largest values, and keeps the others for later."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from .base import Array, Context, Mean
+from .bucket import Bucket
+from .sparse import LargestValues, SparseLayers
+
+
+@dataclass(frozen=True)
+class TopK(LargestValues):
+    """The mean of what each rank sends: the largest values of its gradient and of what waits.
+
+    error_feedback: what is not sent waits, and is added to a rank's next gradient
+    Source: Aji, Heafield: Sparse communication for distributed gradient descent, EMNLP 2017;
+    Stich, Cordonnier, Jaggi: Sparsified SGD with memory, NeurIPS 2018.
+    """
+
+    aggregator: Literal["topk"] = "topk"
+    error_feedback: bool = True
+
+    def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
+        """Return the mean over all ranks. See Aggregator.aggregate."""
+        layers = SparseLayers(bucket, self.exclude)
+        layers.check_place(self, gradients, context)
+        waiting = layers.waiting(gradients, context, self.error_feedback, check=False)
+        sent, _ = self._send(waiting, layers, context)
+        flat = layers.mean(sent.mean, waiting, gradients, context, self.algorithm, sent.values)
+        if self.error_feedback:
+            layers.keep(waiting, context)
+        return Mean(flat, {"sent_share": layers.shares(sent.shares)})
