@@ -29,7 +29,7 @@ from cpdhpc.study.folder import (
     recorded,
 )
 from cpdhpc.study.run_here import measure
-from cpdhpc.study.status import states
+from cpdhpc.study.slurm.submit import states
 from cpdhpc.study.study_file import read_result, write_result
 
 
