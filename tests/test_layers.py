@@ -209,7 +209,6 @@ def test_importing_starts_nothing() -> None:
         f"cpdhpc.{place}"
         for place in (
             "train",
-            "influence.plan",
             "influence.rows",
             "influence.scores",
             "split_images",

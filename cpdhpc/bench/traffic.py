@@ -170,10 +170,10 @@ def count_calls(method: Aggregator, bucket: Bucket, ranks: int = RANKS) -> list[
     """
     world = CountedRanks(ranks)
     state = State(world.hosted, ranks)
-    for time in range(WARMUP + 1):
+    for step in range(WARMUP + 1):
         world.calls.clear()
-        flats = contributions(ranks, bucket.size, seed=time)
-        context = Context(world, state, iteration=LATE + time, epoch=float(LATE))
+        flats = contributions(ranks, bucket.size, seed=step)
+        context = Context(world, state, iteration=LATE + step, epoch=float(LATE))
         method.aggregate(flats, bucket, context)
     world.close()
     return world.calls
