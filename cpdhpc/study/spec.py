@@ -14,7 +14,6 @@ from ..config import (
     Raw,
     Section,
     dump_toml,
-    merge,
     suggest,
 )
 from ..kinds import KINDS
@@ -65,11 +64,14 @@ class Constraint:
 def _nested(factors: Factors) -> Raw:
     """Return "gradient.wire" as a table, so that an expression can name it."""
     result: Raw = {}
-    for name, value in factors.items():
-        change: Any = value
-        for part in reversed(name.split(".")):
-            change = {part: change}
-        result = merge(result, change)
+    for name, value in factors.items():  # of each constraint and point: no table is copied
+        *tables, last = name.split(".")
+        here = result
+        for part in tables:
+            if not isinstance(here.get(part), dict):
+                here[part] = {}
+            here = here[part]
+        here[last] = value
     return result
 
 
