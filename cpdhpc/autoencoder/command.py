@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 from ..config import ConfigError
 from ..signals import Caught, Interrupted, catching
-from ..train.progress import Display, claimed
+from ..train.output import claimed
+from ..train.progress import Display
 from ..train.setup import agreed
 from ..world.mpi import World
 from . import files

@@ -14,7 +14,8 @@ from .checkpoint import check_job
 from .data import Dataset, Source
 from .job import EPOCHS, Job, load
 from .loop import Diverged, run
-from .progress import Display, Files, claimed
+from .output import Files, claimed
+from .progress import Display
 from .setup import Training, agreed, prepare
 
 

@@ -38,7 +38,7 @@ from .job import Job
 from .loader import Prefetched, Workers
 from .loss_scaling import LossScaler
 from .losses import LossFunction
-from .progress import Files
+from .output import Files
 from .record import SCHEMA, Layers, Record, observe
 from .reducer import GradientReducer
 from .stages.cut import Stage, cut
