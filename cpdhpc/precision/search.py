@@ -31,10 +31,9 @@ from ..provenance import attributes
 from ..train import gradients
 from ..train.command import Trainer
 from ..train.fitting import samples_of
-<<<<<<< HEAD
 from ..train.job import MAY_DIFFER, Job
 from ..train.loop import Diverged, gradient_of
-from ..train.output import Files
+from ..train.progress import Files
 from ..train.setup import prepare
 from . import recording
 from .asked import Asked
@@ -42,14 +41,6 @@ from .evidence import FILE, OPERANDS, RAW, SUMS, WIRE, Evidence, Place, Trial
 from .policy import Policy
 from .proposals import SATURATED, SCALED, in_products, mean_error, modules_of, proposed
 from .replay import Missing
-=======
-from ..train.job import MAY_DIFFER, Job, load
-from ..train.loop import Diverged
-from ..train.output import Files
-from ..train.update import ByAllreduce
-from .evidence import FILE, RAW, Evidence, Layer, Trial
-from .proposals import mean_error, modules_of, proposed
->>>>>>> parent of 815a49a (Output files stand with the display of progress)
 
 UNIFORM = "e4m3"  # what the result is compared with
 UNIFORM_SUMS = "e6m9"  # for it: Wang et al., arXiv 1812.08011, without their chunks
