@@ -19,6 +19,7 @@ from cpdhpc.study.slurm.site import (
     load_site,
     minutes,
     ranges,
+    scripts,
 )
 
 TEXTS = golden()
@@ -131,7 +132,7 @@ def test_an_array_lasts_as_long_as_its_longest_batch() -> None:
 
 def test_standalone_scripts_of_a_site() -> None:
     site = load_site(ROOT / "slurm" / "sites" / "openmpi_gpu.toml")
-    texts = site.scripts(site)
+    texts = scripts(site)
     assert list(texts) == ["train.sbatch", "allreduce_scaling.sbatch"]
     for text in texts.values():
         assert "module load openmpi/5.0" in text
