@@ -241,7 +241,7 @@ def of_digits(ranks: int) -> list[Gradients]:
     from ..config import validate
     from ..train.data import epoch_order
     from ..train.job import Job
-    from ..train.output import Files
+    from ..train.progress import Files
     from ..train.setup import prepare
     from ..world.ranks import Loopback
 

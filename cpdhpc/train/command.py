@@ -14,8 +14,7 @@ from .checkpoint import check_job
 from .data import Dataset, Source
 from .job import EPOCHS, Job, load
 from .loop import Diverged, run
-from .output import Files, claimed
-from .progress import Display
+from .progress import Display, Files, claimed
 from .setup import Training, agreed, prepare
 
 

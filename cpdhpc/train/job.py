@@ -33,7 +33,6 @@ from ..precision.recording import Recording
 from ..table_formats import with_own_formats
 from ..world.ranks import Loopback, Ranks
 from .adversarial import Adversarial
-from .augment import Augment
 from .controllers import (
     BATCH_SCALINGS,
     CONTROLLERS,
@@ -45,7 +44,7 @@ from .controllers import (
     Settings,
 )
 from .data import Data
-from .datasets import DATA, Digits
+from .datasets import DATA, Augment, Digits
 from .imports import ImportedData, ImportedLoss, ImportedMetric, ImportedModel
 from .loader import Loader
 from .loss_scaling import check_scale

@@ -30,15 +30,15 @@ from ..world.cores import threads_of_rank
 from ..world.ranks import Ranks
 from . import checkpoint, gradients, weights
 from .adversary import Adversary
-from .augment import Augment
 from .controllers import Controller
 from .data import Dataset, Samples, Source
+from .datasets import Augment
 from .fitting import build_model, check_fit, samples_of
 from .job import Job
 from .loader import Prefetched, Workers
 from .loss_scaling import LossScaler
 from .losses import LossFunction
-from .output import Files
+from .progress import Files
 from .record import SCHEMA, Layers, Record, observe
 from .reducer import GradientReducer
 from .stages.cut import Stage, cut
