@@ -163,7 +163,6 @@ def check_alike(
     name = what.split()[0].rstrip(":")
     text = f"{name} {text or arguments}"
     digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
-    world.shared()
     if world.board is not None:
         said = 0 if error is not None else digest ^ hash(tuple(map(int, numbers))) >> 8
         if world.board.agrees(said, what):

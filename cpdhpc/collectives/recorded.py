@@ -75,7 +75,7 @@ class Recording:
         """Run the programs of all parts up to their ends, and write them down."""
         parts = self._parts()
         # One part has two slots by turns, so that a run need not wait for the readers of the last.
-        turns = 2 if len(parts) == 1 and self._near else 1
+        turns = 2 if len(parts) == 1 and self._world.board is not None else 1
         window = self.plan.schedule.window(self._world.ranks)
         slots = min(window, len(parts) * turns)
         self._ended = [self._word() for _ in range(slots)]
@@ -96,7 +96,7 @@ class Recording:
     def _parts(self) -> list[Piece]:
         """Return the parts of the data: pieces, cut smaller where no message leaves the node."""
         pieces = self.plan.pieces(self.x.size)
-        if len(self._near) < self._world.processes - 1:
+        if self._world.board is None:  # as on all processes
             return list(pieces)
         found = []
         for piece in pieces:
