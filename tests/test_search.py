@@ -20,8 +20,9 @@ from cpdhpc import store
 from cpdhpc.cli import main
 from cpdhpc.compress.bucket import Bucket
 from cpdhpc.precision import search as searching
+from cpdhpc.precision.asked import Asked, asked_of
 from cpdhpc.precision.commands import add_search
-from cpdhpc.precision.evidence import RAW, Evidence, Layer, Trial
+from cpdhpc.precision.evidence import RAW, Evidence, Place, Trial
 from cpdhpc.precision.search import BEYOND, WITHIN, Search, narrowing
 from cpdhpc.report.search import search_report
 from cpdhpc.signals import Caught
@@ -47,31 +48,31 @@ telemetry_every = 1000
 """
 
 
-def asked(directory: Path, *words: str, job: str = JOB) -> searching.Asked:
+def asked(directory: Path, *words: str, job: str = JOB) -> Asked:
     path = directory / "job.toml"
     path.write_text(job)
     parser = argparse.ArgumentParser()
     add_search(parser)
-    return searching.asked_of(parser.parse_args([str(path), *words]), [], 1)
+    return asked_of(parser.parse_args([str(path), *words]), [], 1)
 
 
-def layer(name: str, size: int, *errors: float) -> Layer:
+def layer(name: str, size: int, *errors: float) -> Place:
     formats = (RAW, "e5m10", "e4m3", "e3m2", "e3m0", "e2m0")[: len(errors) + 1]
-    return Layer(name, (size,), -20, 0, formats, (0.0, *errors))
+    return Place(name, (size,), -20, 0, formats, (0.0, *errors))
 
 
 class Fake(Search):
     """A search whose trainings lose what errors say: nothing is trained or written."""
 
-    def __init__(self, layers: tuple[Layer, ...], budget: float, most: int = 1000) -> None:
-        self.asked = searching.Asked([], budget, None, most, 0)
+    def __init__(self, layers: tuple[Place, ...], budget: float, most: int = 1000) -> None:
+        self.asked = Asked([], budget, None, most, 0)
         self.evidence = Evidence("", layers)
         self.budget = budget
 
     def _trial(self, formats: Any, what: str, seeds: Any = None) -> Trial:
         if known := self.evidence.trial(formats, ()):
             return known
-        pairs = zip(self.evidence.layers, formats, strict=True)
+        pairs = zip(self.evidence.places, formats, strict=True)
         lost = sum(each.errors[each.formats.index(wire)] for each, wire in pairs)
         trial = Trial(formats, (), what, (), 0, 0, WITHIN if lost <= self.budget else BEYOND)
         self.evidence = replace(self.evidence, trials=(*self.evidence.trials, trial))
@@ -131,7 +132,7 @@ class Killed(BaseException):
     """As if by SIGKILL: nobody catches it."""
 
 
-def searched(directory: Path, of: searching.Asked, resume: bool = False) -> Evidence:
+def searched(directory: Path, of: Asked, resume: bool = False) -> Evidence:
     search = Search(of, directory, Trainer(World(), Caught(), quiet=True), resume)
     search.run()
     return Evidence.read(directory / searching.FILE)
@@ -140,7 +141,7 @@ def searched(directory: Path, of: searching.Asked, resume: bool = False) -> Evid
 def test_a_killed_search_goes_on_to_the_same_evidence_without_a_training_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    of, trained = asked(tmp_path, "--budget", "4", "--trials", "2"), list[str]()
+    of, trained = asked(tmp_path, "--budget", "4", "--trials", "7"), list[str]()
     whole = Trainer.train
 
     def train(self: Trainer, jobs: list[Job], directory: Path, resume: bool) -> list[Path]:
@@ -150,7 +151,7 @@ def test_a_killed_search_goes_on_to_the_same_evidence_without_a_training_twice(
         trained.append(jobs[0].id)
         return whole(self, jobs, directory, resume)
 
-    words = ["--budget", "4", "--trials", "2", "--out", str(tmp_path / "a")]
+    words = ["--budget", "4", "--trials", "7", "--out", str(tmp_path / "a")]
     assert main(["precision", "search", str(tmp_path / "job.toml"), *words]) == 0
     shown = capsys.readouterr().out
     assert "uniform e4m3" in shown and "fewer bytes than e4m3" in shown
@@ -167,24 +168,24 @@ def test_a_killed_search_goes_on_to_the_same_evidence_without_a_training_twice(
     policy = (tmp_path / "a" / searching.POLICY).read_text()
     assert policy == (tmp_path / "b" / searching.POLICY).read_text()
     rules = tomllib.loads(policy)["precision"]["rule"]
-    names = [each.name for each in again.layers]
+    names = [each.name for each in again.places]
     assert [(rule["layers"], rule["wire"]) for rule in rules] == list(
         zip(names, again.found, strict=True)
     )
     with pytest.raises(ValueError, match=r"is a search with another search\.budget"):
-        searched(tmp_path / "b", asked(tmp_path, "--budget", "3", "--trials", "2"), resume=True)
+        searched(tmp_path / "b", asked(tmp_path, "--budget", "3", "--trials", "7"), resume=True)
     check_verdicts(tmp_path / "a", again)
 
 
 def check_verdicts(directory: Path, evidence: Evidence) -> None:
     """By the records, read by themselves."""
-    base = evidence.trial((RAW,) * len(evidence.layers), (0, 1))
+    base = evidence.trial((RAW,) * len(evidence.places), (0, 1))
     assert base is not None and base.score > 20
     for trial in evidence.trials:
         if trial.seeds == base.seeds:
             assert (trial.verdict == WITHIN) == (trial.score >= base.score - 4)
     found = evidence.trial(evidence.found, (0, 1))
-    uniform = evidence.trial(("e4m3",) * len(evidence.layers), (0, 1))
+    uniform = evidence.trial(("e4m3",) * len(evidence.places), (0, 1))
     assert found is not None and uniform is not None and found.verdict == WITHIN
     assert found.sent_bytes < min(uniform.sent_bytes, base.sent_bytes)
     records = {
@@ -199,7 +200,7 @@ def check_verdicts(directory: Path, evidence: Evidence) -> None:
 
 def mean_error(evidence: Evidence, files: list[Path]) -> float:
     """Of the mean gradient, by the specification: layers of one format are summed together."""
-    modules = [each.name for each in evidence.layers]
+    modules = [each.name for each in evidence.places]
     squares = []
     for path in files:
         recorded, lost, norm = load(path).layers, 0.0, 0.0
@@ -217,7 +218,7 @@ def mean_error(evidence: Evidence, files: list[Path]) -> float:
 
 def test_a_budget_of_the_gradients_error_is_kept(tmp_path: Path) -> None:
     """Measured anew by the specification on the gradients that the run has recorded."""
-    of = asked(tmp_path, "--gradient-error", "0.05", "--trials", "2", "--test-seeds", "0")
+    of = asked(tmp_path, "--gradient-error", "0.05", "--trials", "4", "--test-seeds", "0")
     evidence = searched(tmp_path / "out", of)
     found = evidence.trial(evidence.found, (0, 1))
     assert found is not None and 0.005 < found.error <= 0.05
@@ -242,7 +243,7 @@ ONE_RANK = JOB.replace("virtual_ranks = 2", "")
         ("--budget 0", JOB, "--budget 0: must be above 0"),
         ("--budget -1", JOB, "--budget -1: must be above 0"),
         ("--gradient-error nan", JOB, "--gradient-error nan: must be above 0"),
-        ("--budget 1 --trials 0", JOB, "--trials 0"),
+        ("--budget 1 --trials 5", JOB, "--trials 5, --test-seeds 1: must be 6 or more"),
         ("--budget 1", NO_SEEDS, "train.seeds: is missing"),
         ("--budget 1", ROWS, "compare: has rows x, y: a search takes one"),
         ("--budget 1", ONE_RANK, "one rank sends no gradient, nothing can be saved"),
