@@ -34,9 +34,9 @@ PyObject* add_encode_integers_tiles(PyObject*, PyObject* args) {
     unsigned long long offset;
     int threads, bits_in, bits;
     Buffer words_in, shifts, x, words, counts;
-    if (!PyArg_ParseTuple(args, "iO&O&Ky*iy*y*w*i|w*", &threads, to_cast, &cast, to_key_argument, &key,
-                          &offset, &words_in.view, &bits_in, &shifts.view, &x.view, &words.view,
-                          &bits, &counts.view) ||
+    if (!PyArg_ParseTuple(args, "iO&O&Ky*iy*y*w*i|w*", &threads, to_cast, &cast, to_key_argument,
+                          &key, &offset, &words_in.view, &bits_in, &shifts.view, &x.view,
+                          &words.view, &bits, &counts.view) ||
         !is_width(bits))
         return nullptr;
     i64 n = floats_in(x);

@@ -87,8 +87,8 @@ PyObject* encode_tiles(PyObject*, PyObject* args) {
     int threads, fit, blocks;
     unsigned long long offset;
     Buffer x, words, shifts, counts;
-    if (!PyArg_ParseTuple(args, "iO&pO&Ky*w*w*|w*", &threads, to_cast, &cast, &fit, to_key_argument, &key,
-                          &offset, &x.view, &words.view, &shifts.view, &counts.view))
+    if (!PyArg_ParseTuple(args, "iO&pO&Ky*w*w*|w*", &threads, to_cast, &cast, &fit, to_key_argument,
+                          &key, &offset, &x.view, &words.view, &shifts.view, &counts.view))
         return nullptr;
     i64 n = floats_in(x), bits = width_of(cast);
     if (!has_blocks(words, shifts, n, bits, &blocks) || !has_counts(counts, n)) return nullptr;
@@ -139,9 +139,9 @@ PyObject* decode_add_encode_tiles(PyObject*, PyObject* args) {
     int threads, fit, blocks, blocks_in;
     unsigned long long offset;
     Buffer words_in, shifts_in, x, words, shifts, out, counts;
-    if (!PyArg_ParseTuple(args, "iO&pO&Ky*y*y*w*w*O&O&", &threads, to_cast, &cast, &fit, to_key_argument,
-                          &key, &offset, &words_in.view, &shifts_in.view, &x.view, &words.view,
-                          &shifts.view, to_optional, &out, to_optional, &counts))
+    if (!PyArg_ParseTuple(args, "iO&pO&Ky*y*y*w*w*O&O&", &threads, to_cast, &cast, &fit,
+                          to_key_argument, &key, &offset, &words_in.view, &shifts_in.view, &x.view,
+                          &words.view, &shifts.view, to_optional, &out, to_optional, &counts))
         return nullptr;
     i64 n = floats_in(x), bits = width_of(cast);
     if (!has_blocks(words_in, shifts_in, n, bits, &blocks_in) ||

@@ -29,9 +29,9 @@ enum StepKind { KERNEL, TELL, HEAR, START, TEST };
 
 struct Step {
     StepKind kind;
-    bool counts;    // whether what the call returns is values of the result that are not finite
-    i64 n, label;   // of values; of a wait, for the caller
-    void* target;   // a word that is shared, or a request
+    bool counts;   // whether what the call returns is values of the result that are not finite
+    i64 n, label;  // of values; of a wait, for the caller
+    void* target;  // a word that is shared, or a request
     std::function<i64(const Block&)> body;
 };
 
@@ -51,7 +51,7 @@ struct Tape : Held {
     std::vector<std::vector<const i64*>> all;  // the words of all processes of the node, by slot
     std::vector<i64> used;                     // the serial of the last segment, by slot
     i64 serial = 0, threads = 1;
-    bool counts = false;  // of the calls that are written down now
+    bool counts = false;         // of the calls that are written down now
     size_t turns = 1, turn = 0;  // a run does one of so many equal parts of the segments
     struct {
         i64 *counter, amount;

@@ -17,8 +17,8 @@ CPD_CLONES void divide_values(const float* x, float divisor, i64 n, float* out) 
     for (i64 i = 0; i < n; ++i) out[i] = x[i] / divisor;
 }
 
-// copy(threads, x, out), of any bytes; add(threads, a, b, out) and divide(threads, x, divisor, out),
-// of float32.
+// copy(threads, x, out), of any bytes; add(threads, a, b, out) and divide(threads, x, divisor,
+// out), of float32.
 PyObject* copy(PyObject*, PyObject* args) {
     int threads;
     Buffer x, out;
@@ -58,9 +58,7 @@ PyObject* divide(PyObject*, PyObject* args) {
 
 const char* const TAPE = "cpdhpc.tape";
 
-Tape* tape_of(PyObject* capsule) {
-    return static_cast<Tape*>(PyCapsule_GetPointer(capsule, TAPE));
-}
+Tape* tape_of(PyObject* capsule) { return static_cast<Tape*>(PyCapsule_GetPointer(capsule, TAPE)); }
 
 void drop_tape(PyObject* capsule) { delete tape_of(capsule); }
 
@@ -244,8 +242,7 @@ PyObject* run_tape(PyObject*, PyObject* const* args, Py_ssize_t count) {
     Tape* tape = tape_of(args[0]);
     const i64 threads = PyLong_AsLongLong(args[1]), looks = PyLong_AsLongLong(args[2]);
     Buffer arrays[2];
-    if (!tape || PyErr_Occurred() ||
-        PyObject_GetBuffer(args[3], &arrays[0].view, PyBUF_SIMPLE) ||
+    if (!tape || PyErr_Occurred() || PyObject_GetBuffer(args[3], &arrays[0].view, PyBUF_SIMPLE) ||
         PyObject_GetBuffer(args[4], &arrays[1].view, PyBUF_WRITABLE))
         return nullptr;
     u8 *x = arrays[0].at<u8>(0), *out = arrays[1].at<u8>(0);

@@ -5,16 +5,15 @@ A world keeps such a recording for each method and size that comes again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
 
-from .. import _cpu
-from ..ops import cpu
+from ..ops import tape
 from ..ops.payloads import Array
+from ..ops.tape import FEW_LOOKS, LOOKS, OVERLAPS, WAITING, Kernels
 from ..ops.threads import kernel_threads
 from ..world.node_memory import NOTE_BYTES, Shared
 from ..world.ranks import Ranks, Wait
@@ -24,8 +23,6 @@ from .rank_program import Piece, Plan, program, spans
 
 WORD_BYTES = 8
 PART_VALUES = 1 << 15  # of a chunk, that is worked on at a time inside a node: stays in the cache
-LOOKS, FEW_LOOKS = 20_000, 100  # in vain, before the world waits; and each time that it looks
-WAITING, OVERLAPS = -1, -2  # as cpu_tape_calls.h has them
 
 
 class Recording:
@@ -63,7 +60,6 @@ class Recording:
         self._notes: list[Wait] = []  # of where payloads lie, on their way
         self._waits: list[Wait] = []  # by label
         self._found = 0
-        self._kernels = _Recorder(self)
         try:
             self._record()
         except Exception as error:
@@ -79,19 +75,20 @@ class Recording:
         window = self.plan.schedule.window(self._world.ranks)
         slots = min(window, len(parts) * turns)
         self._ended = [self._word() for _ in range(slots)]
-        self._tape = _cpu.make_tape(self.x, self.out, tuple(self._all_ended()))
+        self._tape = tape.make_tape(self.x, self.out, tuple(self._all_ended()))
+        self._kernels = Kernels(self._tape, self.out)
         pools = [BufferPool(self._take) for _ in range(slots)]
         wire = replace(self.plan.wire, kernels=self._kernels)
         plan = replace(self.plan, wire=wire, copy=self._kernels.copy)
         for number, part in enumerate(parts * turns):
             slot = number % slots
-            _cpu.begin_segment(self._tape, slot)
+            tape.begin_segment(self._tape, slot)
             pools[slot].rewind()
             self._record_part(plan, part, number, pools[slot])
         self._world_waits(self._notes)
         world = self._world
         sent = world.bytes_sent[:1], self._sent_bytes // turns
-        _cpu.end_tape(self._tape, turns, *sent, world.messages_sent[:1], self._sent // turns)
+        tape.end_tape(self._tape, turns, *sent, world.messages_sent[:1], self._sent // turns)
 
     def _parts(self) -> list[Piece]:
         """Return the parts of the data: pieces, cut smaller where no message leaves the node."""
@@ -119,25 +116,11 @@ class Recording:
             self._send(exchange, number, pool, ends)
             received = self._receive(exchange, number, pool)
         for address, wait in ends:
-            _cpu.add_test(self._tape, address, self._label(wait))
+            tape.add_test(self._tape, address, self._label(wait))
         if self._divisor is not None:
             for start, stop in spans(self.plan, part):
                 values = self.out[start:stop]
-                self.add(partial(_cpu.divide, 1), values, float(self._divisor), values)
-
-    def add(self, kernel: Callable[..., Any], *arguments: Any, **options: Any) -> int:
-        """Write down a call of a kernel, unless it is about nothing.
-
-        What it finds not finite in its out counts where that is in the result; returns 0.
-        """
-        if all(each.size for each in arguments if isinstance(each, np.ndarray)):
-            out = options.get("out")
-            _cpu.record(self._tape, out is not None and np.may_share_memory(out, self.out))
-            try:
-                kernel(*arguments, **options)
-            finally:
-                _cpu.record(None, False)
-        return 0
+                self._kernels.divide(values, float(self._divisor), values)
 
     def _send(
         self, exchange: Exchange, number: int, pool: BufferPool, ends: list[tuple[int, Wait]]
@@ -154,7 +137,7 @@ class Recording:
                 self._kernels.copy(copy, payload)
                 note = self._shared.note(copy)
             word = self._word()
-            _cpu.add_word(self._tape, word, -1)
+            tape.add_word(self._tape, word, -1)
             message = np.concatenate([note, self._shared.note(word)])
             requests = self._world.isend(self._rank, to, message)
             self._notes.append(wait_to_send(requests, self._rank, self.what, exchange))
@@ -163,7 +146,7 @@ class Recording:
         for request in self._world.send_init(self._rank, to, payload, number):
             self._requests.append(request)
             address = self._world.handle(request)
-            _cpu.add_start(self._tape, address, False)
+            tape.add_start(self._tape, address, False)
             ends.append((address, wait_to_send([request], self._rank, self.what, exchange)))
 
     def _receive(self, exchange: Exchange, number: int, pool: BufferPool) -> Array:
@@ -178,16 +161,16 @@ class Recording:
             wait = wait_to_receive(requests, self._rank, self.what, exchange)
             self._world_waits([wait])
             word = self._shared.payload(note[NOTE_BYTES:])
-            _cpu.add_word(self._tape, word, self._label(wait))
+            tape.add_word(self._tape, word, self._label(wait))
             return self._shared.payload(note[:NOTE_BYTES])
         buffer = pool.take(exchange.nbytes) if exchange.place is None else exchange.place
         self._fix(buffer)
         for request in self._world.recv_init(source, self._rank, buffer, number):
             self._requests.append(request)
             address = self._world.handle(request)
-            _cpu.add_start(self._tape, address, True)
+            tape.add_start(self._tape, address, True)
             wait = wait_to_receive([request], self._rank, self.what, exchange)
-            _cpu.add_test(self._tape, address, self._label(wait))
+            tape.add_test(self._tape, address, self._label(wait))
         return buffer
 
     def _fix(self, message: Array) -> None:
@@ -242,7 +225,7 @@ class Recording:
             raise RuntimeError(f"{self.what}: is freed, or was ended by a failure")
         x, out = self.x if x is None else x, self.out if out is None else out
         try:
-            found = _cpu.run_tape(self._tape, kernel_threads(), LOOKS, x, out)
+            found = tape.run_tape(self._tape, kernel_threads(), LOOKS, x, out)
             if found == WAITING:
                 self._world.wait_any([Wait([self], self._rank, self._reason)])
                 found = self._found
@@ -264,11 +247,11 @@ class Recording:
 
     def Test(self) -> bool:
         """Go on with the run under way; whether it is at its end: as a request of MPI's."""
-        self._found = _cpu.resume_tape(self._tape, FEW_LOOKS)
+        self._found = tape.resume_tape(self._tape, FEW_LOOKS)
         return self._found != WAITING
 
     def _reason(self) -> str:
-        labels = _cpu.waits_of(self._tape)
+        labels = tape.waits_of(self._tape)
         if not labels:
             return f"{self.what}: waited {{:.1f}} s for the ranks of this node to end a part"
         reason = self._waits[labels[0]].reason
@@ -285,7 +268,7 @@ class Recording:
 
     def free(self) -> None:
         """Free the requests, and memory that nobody reads; the recording cannot be run any more."""
-        if self._shared is not None and not self.freed and _cpu.is_read(self._tape):
+        if self._shared is not None and not self.freed and tape.is_read(self._tape):
             for each in self._taken:
                 self._shared.give_back(each)
         self.freed = True
@@ -294,24 +277,6 @@ class Recording:
             request.Free()
         self._requests, self._taken, self._waits = [], [], []
         self._tape = None
-
-
-class _Recorder:
-    """Stands for the kernels of a wire, and has what is asked of them written down."""
-
-    def __init__(self, recording: Recording) -> None:
-        self._recording = recording
-
-    def __getattr__(self, name: str) -> Callable[..., int]:
-        return partial(self._recording.add, getattr(cpu, name))
-
-    def add(self, a: Array, b: Array, out: Array) -> int:
-        """Add float32 values."""
-        return self._recording.add(partial(_cpu.add, 1), a, b, out)
-
-    def copy(self, out: Array, x: Array) -> int:
-        """Copy values."""
-        return self._recording.add(partial(_cpu.copy, 1), x, out)
 
 
 KEPT = 64  # methods and sizes, those that were used last

@@ -17,8 +17,8 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from .._cpu import use_library
 from ..config import UserError
+from ..ops.tape import use_library
 from .ending import EndsJob, Timeout, finalise_at_exit, say
 from .files import write_box
 from .node_memory import Board, Shared, share

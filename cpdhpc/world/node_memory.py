@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .._cpu import absent_from, make_board, meet, meet_again
 from ..ops.cpu import load_acquire, read_memory, store_release
+from ..ops.tape import FEW_LOOKS, LOOKS, WAITING, absent_from, make_board, meet, meet_again
 from .ranks import Array, Ranks, Wait
 
 BLOCK_BYTES = 8 << 20  # the least that is asked of the system
@@ -23,8 +23,6 @@ ALIGNED_BYTES = 64  # a line of the cache, so that no two processes write into o
 NOTE_BYTES = 32  # of a message: process, descriptor, offset, size, int64 each
 COUNTER_BYTES, SECRET_BYTES = 8, 16  # at the beginning of a process's first block
 BOARD = slice(ALIGNED_BYTES, 3 * ALIGNED_BYTES)  # of a process's first block
-LOOKS, FEW_LOOKS = 20_000, 100  # in vain, before the world waits; and each time that it looks
-WAITING = -1  # as cpu_tape_calls.h has it
 
 
 class Name(NamedTuple):

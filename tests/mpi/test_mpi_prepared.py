@@ -87,13 +87,13 @@ def test_sizes_and_messages(world, messages, algorithm):
     """The tape sends what the engine sends, to the byte; chunks without values send nothing."""
     for n in (0, 1, 1025, 1024 * world.ranks + 3):
         xs = gradients(world.ranks, n)
-        for wire, world in product(("raw", "e2m1fn"), (world, messages)):  # noqa: PLR1704
+        for wire, way in product(("raw", "e2m1fn"), (world, messages)):
             method = Allreduce(wire, algorithm)
-            with method.prepare(world, [xs[world.process]]) as prepared:
+            with method.prepare(way, [xs[world.process]]) as prepared:
                 assert prepared.is_fast
-                before = world.bytes_sent[0], world.messages_sent[0]
+                before = way.bytes_sent[0], way.messages_sent[0]
                 assert bits(prepared.run().arrays[0]) == bits(simulate(xs, wire, algorithm))
-                after = world.bytes_sent[0], world.messages_sent[0]
+                after = way.bytes_sent[0], way.messages_sent[0]
             simulated = Loopback(world.ranks)
             method.run(simulated, xs)
             assert after[0] - before[0] == simulated.bytes_sent[world.process]
