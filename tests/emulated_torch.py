@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import os
 import subprocess
 import sys
 import tempfile
@@ -44,6 +45,7 @@ def guard(lib: Path) -> Path:
 def load() -> None:
     """Load the guard before torch looks for CUDA, which it does once."""
     assert "torch" not in sys.modules, "torch was imported before -p emulated_torch"
+    os.environ["OMP_NUM_THREADS"] = "1"  # of the engine's thread too, which sums else by several
     found = find_spec("torch")
     assert found and found.origin, "torch is not installed"
     lib = Path(found.origin).parent / "lib"
@@ -114,7 +116,7 @@ class CudaTensor(torch.Tensor):
 def from_dlpack(array: Any) -> torch.Tensor:
     """torch.utils.dlpack.from_dlpack, of CuPy's arrays."""
     stream = current().cuda_stream
-    return CudaTensor(torch.from_numpy(array.__dlpack__(stream=stream or 1)))
+    return CudaTensor(torch.from_numpy(array.dlpack(stream or 1)))
 
 
 def on_gpu(device: Any) -> bool:

@@ -252,14 +252,11 @@ class ndarray:
         target = self.memory_view  # pageable memory may be read as late as pinned (HMM, GH200)
         self.arrays.give(lambda: np.copyto(target, array))
 
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return CUDA, self.owner.device
-
-    def __dlpack__(self, stream: int | None = None, **options: Any) -> np.ndarray:
-        """Give the memory away, once a stream is behind the current one."""
+    def dlpack(self, stream: int) -> np.ndarray:
+        """As __dlpack__, under which name MPI would find it before __cuda_array_interface__."""
         event = Event(self.arrays.gpu)
         event.record(self.arrays.gpu.current[-1])
-        self.arrays.gpu.streams[0 if stream in (None, LEGACY) else stream].wait_event(event)
+        self.arrays.gpu.streams[0 if stream == LEGACY else stream].wait_event(event)
         whole = np.asarray(self.owner)  # which keeps the owner
         start = self.data.ptr - whole.ctypes.data if self.size else 0
         return np.ndarray(self.shape, self.dtype, whole.data, start, self.strides)

@@ -49,9 +49,7 @@ def roots(
     for parameter, view in zip(reducer.parameters, reducer.bucket.views(found), strict=True):
         state = optimizer.state.get(parameter)
         if state:
-            factors = given.factors(state)
-            is_tensor = isinstance(factors, torch.Tensor)
-            view[...] = np.sqrt(values_of(factors) if is_tensor else np.asarray(factors))
+            view[...] = np.sqrt(values_of(torch.as_tensor(given.factors(state))))
     return found if found.any() else None
 
 
