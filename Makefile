@@ -97,6 +97,7 @@ lint: $(VENV)/.installed-lint
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/shellcheck --exclude=SC1091 $(SCRIPTS)
+	! git grep --line-number --extended-regexp '^(<<<<<<<|>>>>>>>) '  # what a merge left behind
 	$(VENV)/bin/clang-format --dry-run -Werror kernels/*.h kernels/*.cpp kernels/*.cu
 
 bench-codec: install

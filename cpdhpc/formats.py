@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, get_args
 
-from .methods import suggest
+from .methods import check_integer, suggest
 from .table_formats import FAMILIES, table_format
 from .table_formats import TableFormat as TableFormat
 
@@ -178,12 +178,16 @@ INTEGERS = {
 Format = FloatFormat | TableFormat
 
 
-def parse_format(name: str) -> Format:
+def parse_format(name: str | Format) -> Format:
     """Return the format of a name: eXmY (IEEE style), eXmYfn (OCP style), bf16, fp16, fp32, or of
-    a family of tables: positN, positNesE, takumN, lnsEmF.
+    a family of tables: positN, positNesE, takumN, lnsEmF; a format is returned itself.
 
-    Raises ValueError for any other name.
+    Raises ValueError for any other name, TypeError for what is none.
     """
+    if not isinstance(name, str):
+        if not isinstance(name, Format):
+            raise TypeError(f"parse_format: {name!r}: should be a format or its name")
+        return name
     if name in NAMED:
         return NAMED[name]
     table = table_format(name)
@@ -257,6 +261,7 @@ class Cast:
             raise ValueError(
                 f"Cast: overflow={self.overflow!r}: {suggest(self.overflow, get_args(Overflow))}"
             )
+        check_integer("Cast: random_bits", self.random_bits)
         most = RANDOM_BITS - (self.fmt.man if isinstance(self.fmt, FloatFormat) else 0)
         if not 0 <= self.random_bits <= (most if self.rounding == "stochastic" else 0):
             raise ValueError(

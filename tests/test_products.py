@@ -328,13 +328,19 @@ def test_bits_do_not_depend_on_threads() -> None:
         (((2, 3), (3,)), {"rounding": "upwards"}, "rounding='upwards'"),
         (((2, 3), (3,)), {"accumulate": "posit8"}, "posit8es2: products and sums"),
         (((), (3,)), {}, "each needs an axis"),
+        (((2, 3), (3,)), {"chunk": 2.5}, "chunk=2.5: should be a whole number"),
+        (((2, 3), (3,)), {"kahan": "no"}, "kahan='no': should be a whole number"),
+        (((2, 3), (3,)), {"random_bits": "3"}, "random_bits='3': should be a whole number"),
+        (((2, 3), (3,)), {"seed": 1.5}, "seed=1.5: should be a whole number"),
+        (((2, 3), (3,)), {"accumulate": 5}, "5: should be a format or its name"),
+        (((2, 3), (3,)), {"inputs": ("e4m3",)}, "one format, or one of a and one of b"),
     ],
 )
 def test_what_does_not_go_together(
     shapes: tuple[tuple[int, ...], ...], options: dict[str, Any], said: str
 ) -> None:
     a, b = (np.ones(shape, np.float32) for shape in shapes)
-    with pytest.raises(ValueError) as error:
+    with pytest.raises((TypeError, ValueError)) as error:
         matmul(a, b, **options)
     assert said in str(error.value)
 

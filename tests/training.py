@@ -30,7 +30,10 @@ IDX = Idx(dir="")
 SMALL = {
     "name": "small",
     "model": {"name": "mlp", "hidden": [8]},
-    "train": {"epochs": 2, "batch": 24, "threads": 1, "telemetry_every": 2},
+    "train": {
+        **{"epochs": 2, "batch": 24, "threads": 1, "telemetry_every": 2},
+        "checkpoint_every": 9,  # epochs; a file takes longer than one of these
+    },
 }
 ROWS: dict[str, dict[str, Any]] = {
     "float32": {"aggregator": "none", "algorithm": "tree"},

@@ -17,8 +17,7 @@ from ..collectives import sparse
 from ..collectives.allreduce import Allreduce
 from ..collectives.sparse import allgather, broadcast, neighbours
 from ..compress.base import Aggregator, Array, Context
-from ..compress.bucket import Bucket
-from ..compress.state import State
+from ..compress.bucket import Bucket, State
 from ..train.gradients import Gradients
 from ..world.ranks import Ranks
 from .traffic import LATE

@@ -9,7 +9,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from ..formats import Cast, FloatFormat, Format, TableFormat
-from ..methods import suggest
+from ..methods import check_integer, suggest
 
 Order = Literal["ascending", "pairwise"]
 Arithmetic = Literal["float32", "float64", "odd"]  # odd: float64, sums rounded to odd
@@ -31,7 +31,8 @@ class Products:
     chunk: so many are summed in ascending order, then the sums of chunks are; 0: all in one
     between: the sums of chunks are added so; None: as accumulate
     kahan: what rounding takes from a sum is taken off the next term, in accumulate and in between
-    Raises ValueError for another order, chunk < 0, and chunks or kahan where it is pairwise.
+    Raises TypeError where chunk or kahan is no integer; ValueError for another order,
+    chunk < 0, and chunks or kahan where it is pairwise.
     Source: of chunks Wang et al., NeurIPS 2018, arXiv 1812.08011, section 3.2.1; of kahan
     W. Kahan, CACM 8 (1965) 40.
     """
@@ -48,6 +49,8 @@ class Products:
             raise ValueError(
                 f"Products: order={self.order!r}: {suggest(self.order, get_args(Order))}"
             )
+        check_integer("Products: chunk", self.chunk)
+        check_integer("Products: kahan", self.kahan)
         if self.chunk < 0:
             raise ValueError(f"Products: chunk={self.chunk}: should be 0 or more")
         if self.order == "pairwise" and (self.chunk or self.kahan):

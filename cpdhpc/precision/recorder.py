@@ -114,6 +114,7 @@ class Recorder:
 
     def _open(self, resume: bool) -> None:
         """Make the file, or see that it is one to go on with."""
+        self._made = False
         notes = {
             "kind": KIND,
             "settings": self.settings.model_dump_json(exclude={"file"}),
@@ -123,6 +124,7 @@ class Recorder:
             if self.path.exists():
                 raise ConfigError(f"Recorder: path={self.path}: is there already: not replaced")
             store.write(self.path, {}, notes)
+            self._made = True
             return
         there = store.read_attributes(self.path)
         for key, value in notes.items():
@@ -131,6 +133,11 @@ class Recorder:
                     f"Recorder: path={self.path}: has other {key}: {there.get(key)} there, "
                     f"{value} here"
                 )
+
+    def _take_back(self) -> None:
+        """Leave no empty file behind, which would keep the next run from its place."""
+        if self._made:
+            self.path.unlink()
 
     def begin(self, iteration: int) -> None:
         """Say which iteration is the next: 0 without it, and one more with each step.
@@ -173,7 +180,11 @@ class Recorder:
                 error = found
             self.world.agree(error, "Recorder.step")
             if self._most is None:
-                self._most = self._fitting(parts)
+                try:
+                    self._most = self._fitting(parts)
+                except ConfigError:  # on all processes alike
+                    self.world.on_first(self._take_back, "Recorder.step")
+                    raise
             if self._wanted:
                 self._write([self._thinned(each) for each in parts])
         self.begin(self.iteration + 1)

@@ -10,7 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..collectives import sparse
 from ..compress.base import Array
-from ..compress.state import State
+from ..compress.bucket import State
 from ..config import ConfigError
 from ..ops.tensors import values_of
 from ..world.ranks import Ranks

@@ -16,8 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ..collectives.checks import NonFiniteGradient, check_alike
 from ..compress import COMPRESSORS
 from ..compress.base import Aggregator, Context, Mean
-from ..compress.bucket import Bucket
-from ..compress.state import Entry, State, redistributed
+from ..compress.bucket import Bucket, Entry, State, redistributed
 from ..config import validate
 from ..formats import FloatFormat, TableFormat
 from ..methods import suggest

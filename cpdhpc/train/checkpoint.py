@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from .. import store
-from ..compress.state import Entry, State, redistributed
+from ..compress.bucket import Entry, State, redistributed
 from ..config import IMPORT_FROM, ConfigError, UserError, difference, flatten, validate, value_of
 from ..ops import to_host
 from ..ops.tensors import values_of

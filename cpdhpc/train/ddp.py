@@ -19,7 +19,7 @@ from ..compress.bucket import Bucket
 from ..world.ranks import Ranks
 from .averaging import Averaging, check_options, made, rounded
 from .overlap import check_overlap
-from .replicas import FLOATS, PLAIN, is_plain, kind
+from .replicas import FLOATS, PLAIN, Buffers, is_plain, kind, policies_of, scales_of, survey
 
 Array = npt.NDArray[Any]
 Future = torch.futures.Future[torch.Tensor]
@@ -58,6 +58,7 @@ class DdpHook(Averaging):
         self._names: dict[int, str] = {}  # of a parameter, by id, in the model's order
         self.parameters = []  # so that ids stay theirs
         self._layouts: dict[tuple[int, ...], Layout] = {}
+        self._scales: Buffers | None = None
         self._executor = ThreadPoolExecutor(1, "cpdhpc-reduce") if overlap else None
         error: Exception | None = None
         settings: dict[str, object] = {}
@@ -75,6 +76,7 @@ class DdpHook(Averaging):
                 "seed": seed,
                 "overlap": overlap,
                 "layers": self.layers,
+                "precision": str(policies_of(model)) if model else "",
             }
         except Exception as found:  # whatever it is, no other rank may wait
             error = found
@@ -88,6 +90,8 @@ class DdpHook(Averaging):
         for name, parameter in bare.named_parameters():
             if parameter.requires_grad:
                 self._name_it(parameter, name)
+        if scales_of(survey(model)[1]):
+            self._scales = Buffers(model, self.world, "broadcast")
 
     def _name_it(self, parameter: torch.nn.Parameter, name: str) -> None:
         self._names[id(parameter)] = name
@@ -130,6 +134,9 @@ class DdpHook(Averaging):
         try:
             if self._error is None:
                 self._reduce(index, parameters, gradients, buffer)
+            if last and self._error is None and self._scales is not None:
+                named = scales_of(survey(self._scales.model)[1])
+                self._scales.share(named, [True] * self.world.processes)
         except Exception as found:
             self._error = found
         if last:
@@ -256,7 +263,8 @@ def ddp_hook(
         it alone carries gradients
     aggregator, seed, options: as of GradientReducer
     model: names the layers, for options, errors and the saved state; without it they are numbers,
-        in the order in which DDP brings them
+        in the order in which DDP brings them. Scales of precision.convert that remember former
+        calls need it: after each backward all ranks have those of all ranks
     overlap: average buckets in a thread while backward goes on, with the same bits; no other call
         of MPI until backward returns; MPI must give the thread level "serialized"
     Gradients are float32, bfloat16 or float16 on the CPU. What is wrong with them, as NaN, is

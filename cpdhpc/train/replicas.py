@@ -96,6 +96,11 @@ def survey(model: torch.nn.Module) -> tuple[list[torch.nn.Parameter], Named]:
     return trained, [(name, b) for name, b in buffers if b is not None]
 
 
+def scales_of(buffers: Named) -> Named:
+    """Return the states of scales of precision.convert."""
+    return [(name, buffer) for name, buffer in buffers if name == STATE]
+
+
 def policies_of(model: torch.nn.Module) -> dict[str, LayerPolicy]:
     """Return what the layers of a model obey that precision.convert has changed, by name."""
     found = ((name, getattr(layer, "policy", None)) for name, layer in model.named_modules())
@@ -174,7 +179,8 @@ class Buffers:
             return
         live = [buffer for _, buffer in named]
         ranks = self._kept if len(self._kept) > 1 else [live]
-        scales = {i for i, (name, _) in enumerate(named) if name == STATE}
+        shared = {id(buffer) for _, buffer in scales_of(named)}
+        scales = {i for i, buffer in enumerate(live) if id(buffer) in shared}
         means = {i for i, b in enumerate(ranks[0]) if self.mode == "mean" and _has_mean(b)} - scales
         first = set(range(len(live))) - scales - means
         new: dict[int, torch.Tensor] = {}

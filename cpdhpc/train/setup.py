@@ -43,7 +43,7 @@ from .output import Files
 from .record import SCHEMA, Layers, Record, observe
 from .reducer import GradientReducer
 from .stages.cut import Stage, cut
-from .stages.placement import Placement
+from .stages.section import Placement
 from .stages.staged import StagedUpdate, StageReducers
 from .step import Step, samples_at_once, step
 from .update import Update
