@@ -64,6 +64,7 @@ ONLY_HERE = {  # outside package -> where it may be imported
     "cupyx": ("ops/gpu_runtime.py",),
     "torch": (
         "compress/lgc.py",
+        "ops/tensors.py",
         "train/",
         "influence/",
         "split_images/",
@@ -240,6 +241,7 @@ def test_importing_starts_nothing() -> None:
         f"cpdhpc.{place}"
         for place in (
             "train",
+            "ops.tensors",
             "influence.rows",
             "influence.scores",
             "split_images",
