@@ -86,6 +86,7 @@ test-gpu-emulated: $(VENV)/.installed-test
 	    -n $(WORKERS) --dist loadfile
 	$(EMULATED) $(SERIAL) tests/test_gpu_methods.py -p emulated_gpu -n $(WORKERS) -m "not gpu and not slow"
 	$(EMULATED) $(LIMITED_MPIRUN) 2 $(MPI_TESTS) -p emulated_gpu -m "not gpu and not slow" tests/mpi/test_mpi_gpu.py
+	$(EMULATED) $(LIMITED_MPIRUN) 2 $(MPI_TESTS) -p emulated_gpu -m gpu tests/mpi/test_mpi_gpu_training.py
 
 # tests/slurm/install gets Slurm; test-mpi MPI=mpich makes the environment of the other MPI.
 test-slurm: $(VENV)/.installed-test

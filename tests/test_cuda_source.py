@@ -51,7 +51,7 @@ def _compile(source: str, *options: str, version: int = 12) -> tuple[str, str]:
     return log, text("PTX")
 
 
-QUICK = {(12, 75), (12, 100), (13, 120)}
+QUICK = {(12, 75)}  # the least of instructions
 
 
 @pytest.mark.parametrize(

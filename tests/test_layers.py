@@ -64,12 +64,13 @@ ONLY_HERE = {  # outside package -> where it may be imported
     "cupyx": ("ops/gpu_runtime.py",),
     "torch": (
         "compress/lgc.py",
+        "ops/tensors.py",
         "train/",
         "influence/",
         "split_images/",
         "autoencoder/",
         "darray/autograd.py",
-        "bench/baselines.py",
+        "bench/harness.py",
         "quantized/layers.py",
         "precision/arithmetic.py",
         "precision/conversion.py",
@@ -209,6 +210,7 @@ def test_importing_starts_nothing() -> None:
         f"cpdhpc.{place}"
         for place in (
             "train",
+            "ops.tensors",
             "influence.plan",
             "influence.rows",
             "influence.scores",

@@ -14,7 +14,7 @@ import pytest
 
 from cpdhpc.claim import Claim, ClaimError, alone
 from cpdhpc.config import UserError
-from cpdhpc.train.output import claimed
+from cpdhpc.train.progress import claimed
 from cpdhpc.world.ranks import Loopback
 
 DEAD = 2**22 + 1  # no process has a number above 2^22

@@ -16,7 +16,13 @@ from cpdhpc import store
 from cpdhpc.claim import ClaimError
 from cpdhpc.config import UserError
 from cpdhpc.kinds.factors import Case
-from cpdhpc.study.folder import Folder, FolderError, Job, record, recorded
+from cpdhpc.study.folder import (
+    Folder,
+    FolderError,
+    Job,
+    record,
+    recorded,
+)
 from cpdhpc.study.slurm import queue
 from cpdhpc.study.slurm.queue import JobState
 from cpdhpc.study.slurm.site import Site

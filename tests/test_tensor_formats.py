@@ -148,6 +148,22 @@ def test_fixed_point_follows_the_share_that_overflows() -> None:
     assert same(begins.round(x / 4, state=state, learns=True), grid(x / 4, 10, 6))
 
 
+def test_fixed_point_begins_where_a_warm_up_in_float32_says() -> None:
+    """Courbariaux's first scales: numbers of the first calls fit, though the first one is small."""
+    how = tensor_format(format="int10", scaling="fixed", warmup=3)
+    state = how.state()
+    for size in (0.0, 5.0, 0.7):
+        x = np.array([size, -size / 3], np.float32)
+        assert same(how.round(x, state=state, learns=False), x)  # evaluation does not count
+        assert same(how.round(x, state=state, learns=True), x)
+    x = np.array([7.9, -0.3, 1e-4], np.float32)
+    assert same(how.round(x, state=state, learns=True), grid(x, 10, 6))
+    with pytest.raises(ConfigError, match="warmup and exponent: give one"):
+        tensor_format(format="int10", scaling="fixed", warmup=3, exponent=1)
+    with pytest.raises(ConfigError, match="warmup goes with scaling fixed"):
+        tensor_format(format="int10", scaling="aps", warmup=3)
+
+
 def test_flexpoint_expects_mean_and_deviations_of_saturated_maxima() -> None:
     how = tensor_format(format="int16", scaling="flexpoint", history=4)
     state, past, saturated = how.state(), deque[float](maxlen=4), 0

@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 from ..config import ConfigError
 from ..signals import Caught, Interrupted, catching
-from ..train.output import claimed
-from ..train.progress import Display
+from ..train.progress import Display, claimed
 from ..train.setup import agreed
 from ..world.mpi import World
 from . import files

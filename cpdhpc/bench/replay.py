@@ -17,8 +17,7 @@ from ..collectives import sparse
 from ..collectives.allreduce import Allreduce
 from ..collectives.sparse import allgather, broadcast, neighbours
 from ..compress.base import Aggregator, Array, Context
-from ..compress.bucket import Bucket
-from ..compress.state import State
+from ..compress.bucket import Bucket, State
 from ..train.gradients import Gradients
 from ..world.ranks import Ranks
 from .traffic import LATE
@@ -242,7 +241,7 @@ def of_digits(ranks: int) -> list[Gradients]:
     from ..config import validate
     from ..train.data import epoch_order
     from ..train.job import Job
-    from ..train.output import Files
+    from ..train.progress import Files
     from ..train.setup import prepare
     from ..world.ranks import Loopback
 

@@ -20,8 +20,7 @@ from ..collectives.method import Machine
 from ..collectives.predict import predict
 from ..collectives.sparse import DTYPES, GATHERED_BYTES
 from ..compress.base import Aggregator, Context
-from ..compress.bucket import Bucket, split_bucket
-from ..compress.state import State
+from ..compress.bucket import Bucket, State, split_bucket
 from ..world.ranks import Loopback
 from .accuracy import contributions
 

@@ -139,8 +139,7 @@ class _Training(Measuring):
     def visit(self, place: Place, caught: Caught) -> None:
         """Train from the last checkpoint to the end. Collective; see Measuring.visit."""
         from ..train.loop import run
-        from ..train.output import Files
-        from ..train.progress import Display
+        from ..train.progress import Display, Files
         from ..train.setup import agreed, prepare
 
         world = place.world

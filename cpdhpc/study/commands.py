@@ -340,7 +340,7 @@ def run_cancel(arguments: argparse.Namespace) -> int:
 
 def run_extend(arguments: argparse.Namespace) -> int:
     """Give a folder a study of more cases; what is finished stays and counts."""
-    from .extend import extend
+    from .folder import extend
 
     extend(*study_of(arguments))
     return 0
@@ -401,7 +401,7 @@ def run_scripts(arguments: argparse.Namespace) -> int:
 
     Raises UserError where the profile cannot be used, or a file not be written.
     """
-    from .slurm.script import scripts
+    from .slurm.site import scripts
 
     for name, text in scripts(load_site(arguments.site)).items():
         path = arguments.out / name

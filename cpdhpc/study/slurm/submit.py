@@ -9,11 +9,16 @@ from ... import store
 from ...claim import alone
 from ...config import UserError
 from ..cases import Batch, batches, expand
-from ..folder import LOCK, Folder, Job, record, recorded
+from ..folder import (
+    LOCK,
+    Folder,
+    Job,
+    record,
+    recorded,
+)
 from ..spec import Study
 from . import queue
-from .script import Array, array_script, arrays, collect_script
-from .site import Site
+from .site import Array, Site, array_script, arrays, collect_script
 
 SITE = "site.toml"  # in the folder: the profile of the last submit
 Say = Callable[[str], None]
