@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -224,10 +225,11 @@ def current(device: Any = None) -> Stream:
 
 @contextmanager
 def stream_in_use(stream: Stream) -> Iterator[None]:
-    """torch.cuda.stream."""
+    """torch.cuda.stream; in other threads than the test's, functions make tensors there too."""
     ON.gpu.of_torch().append(stream.of)
     try:
-        yield
+        with Cuda():
+            yield
     finally:
         ON.gpu.of_torch().pop()
 
@@ -237,6 +239,23 @@ def device_in_use(device: Any) -> Iterator[None]:
     """torch.cuda.device."""
     assert torch.device(device) == DEVICE
     yield
+
+
+class Future:
+    """torch.futures.Future of a device: who waits is behind the stream that set the result."""
+
+    def __init__(self, *, devices: list[torch.device] | None = None) -> None:
+        self.done, self.devices = threading.Event(), devices
+
+    def set_result(self, value: torch.Tensor) -> None:
+        self.value, self.event = value, current().record_event()
+        self.done.set()
+
+    def wait(self) -> torch.Tensor:
+        assert self.done.wait(600)
+        if self.devices:
+            current().wait_event(self.event)
+        return self.value
 
 
 REPLACED = {
@@ -262,6 +281,7 @@ def cuda(gpu: Gpu) -> Iterator[None]:
         with (
             patch.multiple(torch.cuda, **REPLACED),
             patch.object(torch.utils.dlpack, "from_dlpack", from_dlpack),
+            patch.object(torch.futures, "Future", Future),
             Cuda(),
         ):
             yield

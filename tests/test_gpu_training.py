@@ -23,6 +23,7 @@ from cpdhpc.collectives.checks import NonFiniteGradient
 from cpdhpc.config import ConfigError, UserError, validate
 from cpdhpc.ops.tensors import CPU, values_of
 from cpdhpc.train import gradients
+from cpdhpc.train.ddp import ddp_hook
 from cpdhpc.train.job import Job
 from cpdhpc.train.loss_scaling import LossScaler
 from cpdhpc.train.reducer import GradientReducer
@@ -125,6 +126,54 @@ def test_a_model_half_on_the_gpu_is_refused(gpu: Gpu | None) -> None:
     backward(model, 0)
     with pytest.raises(ValueError, match=r"is torch\.float32 on cuda:0: should be dense .* on cpu"):
         reducer.reduce()
+
+
+class GradBucket:
+    """What DDP gives its hook: some parameters, last ones first, and one buffer of gradients."""
+
+    def __init__(self, number: int, parameters: list[torch.nn.Parameter], last: bool) -> None:
+        self.number, self.of, self.last = number, parameters, last
+        self.flat = torch.cat([p.grad.reshape(-1) for p in parameters])
+
+    def index(self) -> int:
+        return self.number
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        return self.of
+
+    def buffer(self) -> torch.Tensor:
+        return self.flat
+
+    def gradients(self) -> list[torch.Tensor]:
+        parts = torch.split(self.flat, [p.numel() for p in self.of])
+        return [part.view(p.shape) for part, p in zip(parts, self.of, strict=True)]
+
+    def is_last(self) -> bool:
+        return self.last
+
+
+def hooked(device: torch.device, dtype: torch.dtype, overlap: bool) -> list[bytes]:
+    """Return the bits that a hook of DDP leaves in two buckets of three steps."""
+    model, found = network(device, dtype), []
+    options = {"wire": "e4m3", "error_feedback": True, "overlap": overlap}
+    state, hook = ddp_hook(Loopback(), "lowbit", model=model, **options)
+    parameters = list(model.parameters())[::-1]
+    for step in range(3):
+        model.zero_grad()
+        state.loss_scale = (1.0, 4.0, 4.0)[step]
+        backward(model, step)
+        buckets = [GradBucket(0, parameters[:2], False), GradBucket(1, parameters[2:], True)]
+        for future in [hook(state, bucket) for bucket in buckets]:
+            found.append(values_of(future.wait().float()).tobytes())
+    state.close()
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_hook_of_ddp_has_the_bits_of_the_cpu(gpu: Gpu | None, dtype: torch.dtype) -> None:
+    expected = hooked(CPU, dtype, False)
+    for overlap in (False, True):
+        assert hooked(DEVICE, dtype, overlap) == expected, overlap
 
 
 def tiny_job(name: str, row: str, train: dict[str, Any]) -> Job:

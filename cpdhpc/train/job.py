@@ -26,11 +26,10 @@ from ..config import (
     read_toml,
     validate,
 )
-from ..formats import wire_format
+from ..formats import with_own_formats
 from ..precision.policy import Policy
 from ..precision.presets import PRESETS
 from ..precision.recording import Recording
-from ..table_formats import with_own_formats
 from ..world.ranks import Loopback, Ranks
 from .adversarial import Adversarial
 from .controllers import (
@@ -262,14 +261,6 @@ class Job(Section):
     @model_validator(mode="before")
     @classmethod
     def _own_formats(cls, raw: Any) -> Any:
-        if not isinstance(raw, dict) or not isinstance(raw.get("formats"), dict):
-            return raw
-        for name in raw["formats"]:
-            try:
-                wire_format(name)
-            except ValueError:
-                continue
-            raise ValueError(f"formats.{name}: is the name of a format already")
         return with_own_formats(raw)
 
     @model_validator(mode="before")
