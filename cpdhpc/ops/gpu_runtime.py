@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -168,6 +168,7 @@ __all__ = [
     "Streams",
     "current_device",
     "device_name",
+    "finished",
     "from_dlpack",
     "in_stream",
     "to_device",
@@ -264,6 +265,17 @@ def to_device(x: Any) -> Array:
     copy = cupy.asarray(x)
     cupy.cuda.get_current_stream().synchronize()
     return copy
+
+
+def finished(run: Callable[[], Any]) -> Callable[[], Any]:
+    """Return what calls run, and waits until CuPy's current stream is done with it."""
+
+    def call() -> Any:
+        found = run()
+        cupy.cuda.get_current_stream().synchronize()
+        return found
+
+    return call
 
 
 def from_dlpack(x: Any) -> Array:
