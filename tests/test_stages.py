@@ -20,8 +20,7 @@ from cpdhpc.train.job import Job
 from cpdhpc.train.loop import Diverged, run
 from cpdhpc.train.progress import Display
 from cpdhpc.train.setup import Files, Training, prepare
-from cpdhpc.train.stages.cut import balanced, cut
-from cpdhpc.train.stages.link import Filter, Wire
+from cpdhpc.train.stages.cut import Filter, Wire, balanced, cut
 from cpdhpc.train.stages.section import Stages
 from cpdhpc.world.ranks import Loopback
 

@@ -18,7 +18,7 @@ from ...collectives import sparse
 from ...collectives.checks import NonFiniteGradient
 from ...collectives.engine import Program, run
 from ...compress.base import Aggregator, Mean
-from ...compress.state import State
+from ...compress.bucket import State
 from ...randomness import random_key
 from ..averaging import Averaging, part_seed
 from ..data import Samples, shard

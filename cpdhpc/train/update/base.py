@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import numpy as np
 
 from ...compress.base import Array, Mean
-from ...compress.state import State
+from ...compress.bucket import State
 from ...config import Section
 
 if TYPE_CHECKING:

@@ -14,8 +14,7 @@ from pydantic import Field
 
 from ...collectives import sparse
 from ...compress.base import Mean
-from ...compress.bucket import Bucket
-from ...compress.state import Entry, State
+from ...compress.bucket import Bucket, Entry, State
 from .base import NOTHING, Update, UpdateRule
 
 if TYPE_CHECKING:
