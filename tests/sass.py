@@ -26,7 +26,7 @@ ROWS = 32  # values of a thread in a tile
 
 
 class Gpu(NamedTuple):
-    """What NVIDIA's data sheets say; clock_ghz is the one of their peak float32 rate."""
+    """NVIDIA's data sheets; the clock is that of the peak rate of float32 they give."""
 
     architecture: int
     processors: int
@@ -39,20 +39,21 @@ GPUS = {
     "A100": Gpu(80, 108, 1.41, 2.039, 64),
     "H100": Gpu(90, 132, 1.98, 3.35, 128),
     "H200": Gpu(90, 132, 1.98, 4.8, 128),
-    "B200": Gpu(100, 148, 1.965, 8.0, 128),
+    "B200": Gpu(100, 148, 1.98, 8.0, 128),
 }
-COPY = 0.92  # of the memory's rate, which a copy reaches
-# CUDA C++ Programming Guide, throughput of native arithmetic instructions: a processor issues four
-# warps a clock, and does 64 integer operations.
-ISSUED, INTEGERS = 128, 64
+COPY = 0.92  # of the memory's rate: what a copy is taken to reach
+# Of a processor in a clock, by the CUDA C++ Programming Guide: threads that it starts instructions
+# of, integer operations, products of integers.
+ISSUED, INTEGERS, PRODUCTS = 128, 64, 64
 
 
 class Kernel(NamedTuple):
     """What a thread executes of a kernel for each of its values, and what it needs."""
 
     total: float
-    floats: float
     integers: float
+    products: float  # and what ptxas makes of them, so that both units have work
+    floats: float
     registers: int
     spilled_bytes: int
 
@@ -72,7 +73,8 @@ def kernels(
         needs = {name: (int(r), int(s)) for name, s, r in re.findall(used, log)}
         for name, code in functions(sass_of(cubin)).items():
             counts = Counter(kind(each) for each in shortest(code))
-            each = [count / ROWS for count in (counts.total(), counts["float"], counts["integer"])]
+            units = (counts.total(), counts["integer"], counts["product"], counts["float"])
+            each = [count / ROWS for count in units]
             found[NAMES[name]] = Kernel(*each, *needs[name])
     return {name: found[name] for name in NAMES.values()}
 
@@ -125,22 +127,27 @@ def kind(instruction: str) -> str:
     name = re.sub(r"^@\S+ ", "", instruction).split()[0].partition(".")[0]
     if name in ("FADD", "FMUL", "FFMA"):
         return "float"
+    if name == "IMAD":
+        return "product"
     others = (
         r"LD.*|ST.*|SHFL|VOTE.*|BRA|BSSY|BSYNC|WARPSYNC|EXIT|NOP|S2.*|U.*|R2U.*|BREAK|NANOSLEEP"
     )
     return "other" if re.fullmatch(others, name) else "integer"
 
 
-def share_of_copy(gpu: Gpu, kernel: Kernel, value_bytes: float) -> float:
-    """Return the kernel's predicted rate over a copy's: memory and units work at the same time.
+def work_over_copy(gpu: Gpu, kernel: Kernel, value_bytes: float) -> float:
+    """Return the time of the unit that has most to do over a copy's of as many bytes.
 
-    Products with integers share a unit with sums of float32, of 64 lanes, so the compiler deals
-    integer operations out to both: their rate is bounded by the two together.
+    Below 1 the kernel is predicted to be as fast as a copy, as memory and units work side by side.
+    Products of integers and float32 share a unit.
     """
-    rate = gpu.processors * gpu.clock_ghz * 1e9
-    arithmetic = (kernel.floats + kernel.integers) / (INTEGERS + gpu.floats / 2)
-    clocks = max(kernel.total / ISSUED, arithmetic)
-    return min(1.0, value_bytes / (COPY * gpu.memory_tb_s * 1e12) / (clocks / rate))
+    clocks = max(
+        kernel.total / ISSUED,
+        kernel.integers / INTEGERS,
+        kernel.products / PRODUCTS + kernel.floats / gpu.floats,
+    )
+    work_s = clocks / (gpu.processors * gpu.clock_ghz * 1e9)
+    return work_s / (value_bytes / (COPY * gpu.memory_tb_s * 1e12))
 
 
 def moved_bytes(name: str, bits: int) -> float:
@@ -151,7 +158,7 @@ def moved_bytes(name: str, bits: int) -> float:
 
 
 def main() -> None:
-    """Print instructions a value and registers, then predicted shares of copy bandwidth."""
+    """Print instructions a value (registers); predicted shares of copy speed (work over copy)."""
     names = tuple(NAMES.values())
     table = {(fmt, a): kernels(fmt, a) for fmt in FORMATS for a in ARCHITECTURES}
     print(f"| format | architecture | {' | '.join(names)} |")
@@ -163,10 +170,9 @@ def main() -> None:
     for gpu, sheet in GPUS.items():
         for fmt in FORMATS:
             bits = parse_format(fmt).bits
-            cells = [
-                f"{share_of_copy(sheet, kernel, moved_bytes(name, bits)):.0%}"
-                for name, kernel in table[fmt, sheet.architecture].items()
-            ]
+            found = table[fmt, sheet.architecture].items()
+            busy = [work_over_copy(sheet, k, moved_bytes(name, bits)) for name, k in found]
+            cells = [f"{min(1, 1 / each):.0%} ({each:.2f})" for each in busy]
             print(f"| {gpu} | {fmt} | {' | '.join(cells)} |")
 
 
