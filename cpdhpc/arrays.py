@@ -124,7 +124,7 @@ def _cast(
     random_bits: int = 0,
 ) -> Cast:
     """The checked Cast; a shift is exact only within the limits of the format."""
-    known = parse_format(fmt) if isinstance(fmt, str) else fmt
+    known = parse_format(fmt)
     cast = Cast(known, rounding, overflow, random_bits)
     low, high = cast.fmt.shift_min, cast.fmt.shift_max
     if not low <= shift <= high:

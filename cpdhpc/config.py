@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -256,7 +256,8 @@ def keys(model: type[Any], loc: tuple[Any, ...] = ()) -> list[str]:
     schema = _schema(model)
     here = schema
     for part in loc:
-        inner = here.get("items") if isinstance(part, int) else here.get("properties", {}).get(part)
+        named = here.get("properties", {}).get(part, here.get("additionalProperties"))
+        inner = here.get("items") if isinstance(part, int) else named
         here = _table(inner or {}, schema.get("$defs", {}))
     return list(here.get("properties", {}))
 
@@ -282,14 +283,19 @@ def _without_none(value: Any) -> Any:
 
 def difference(one: str, other: str, ignored: Iterable[str] = ()) -> str | None:
     """Return the first key, as table.key, in which two TOML texts differ; None where none does."""
-    left, right = flatten(tomllib.loads(one)), flatten(tomllib.loads(other))
+    left, right = _flat(one), _flat(other)
     keys = sorted((left.keys() | right.keys()) - set(ignored))
     return next((key for key in keys if left.get(key) != right.get(key)), None)
 
 
 def value_of(text: str, key: str) -> Any:
     """Return what a TOML text has under table.key; None where it has nothing."""
-    return flatten(tomllib.loads(text)).get(key)
+    return _flat(text).get(key)
+
+
+@lru_cache(64)  # reports ask for many keys of the same jobs
+def _flat(text: str) -> Raw:
+    return flatten(tomllib.loads(text))
 
 
 def flatten(raw: Raw, prefix: str = "") -> Raw:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from numbers import Integral
 from typing import NamedTuple
 
 ACCUMULATES = ("requantise", "float32", "kahan")
@@ -63,3 +64,9 @@ def suggest(word: str, known: Iterable[str]) -> str:
     names = sorted(known)
     close = difflib.get_close_matches(word, names)
     return f"did you mean {' or '.join(close)}?" if close else f"known are {', '.join(names)}"
+
+
+def check_integer(argument: str, value: object) -> None:
+    """Raise TypeError for a value that is no integer; argument: its name, behind its function's."""
+    if not isinstance(value, Integral):
+        raise TypeError(f"{argument}={value!r}: should be a whole number")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from .methods import check_integer
+
 Key = tuple[int, int]
 
 _MASK = (1 << 64) - 1
@@ -16,6 +18,7 @@ def random_key(seed: int, *path: int) -> Key:
     """
     state = 0
     for part in (seed, *path):
+        check_integer("random_key: seed", part)
         state = (state + (int(part) & _MASK) + 0x9E3779B97F4A7C15) & _MASK
         state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
         state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK

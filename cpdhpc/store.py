@@ -250,24 +250,25 @@ def write(
 def _write_group(target: Any, group: Group) -> None:
     labelled = {name: item for name, item in group.items() if isinstance(item, Variable)}
     labels = {name for name, variable in labelled.items() if variable.dims == (name,)}
-    for name in group.keys() - labelled.keys():
-        target.create_dataset(name, data=group[name])
+    plain = group.keys() - labelled.keys()
+    datasets = {name: target.create_dataset(name, data=group[name]) for name in plain}
     for name in sorted(labelled, key=lambda name: name not in labels):  # labels first
         variable, data = labelled[name], labelled[name].data
         data = data.astype(object) if data.dtype.kind == "U" else data
-        dataset = target.create_dataset(name, data=data)
+        dataset = datasets[name] = target.create_dataset(name, data=data)
         dataset.attrs["long_name"], dataset.attrs["units"] = variable.long_name, variable.units
         dataset.attrs.update(variable.notes)
-        _label(target, name, variable.dims)
+        _label(datasets, name, variable.dims)
 
 
-def _label(group: Any, name: str, dims: tuple[str, ...]) -> None:
+def _label(datasets: Mapping[str, Any], name: str, dims: tuple[str, ...]) -> None:
     """Let a dataset label its axis, or others of its group its axes."""
+    from h5py import h5ds  # its Dataset.dims opens each of them anew
+
     if dims == (name,):
-        group[name].make_scale(name)
-        return
-    for axis, dim in enumerate(dims):
-        group[name].dims[axis].attach_scale(group[dim])
+        h5ds.set_scale(datasets[name].id, name.encode())
+    for axis, dim in enumerate(dims if dims != (name,) else ()):
+        h5ds.attach_scale(datasets[name].id, datasets[dim].id, axis)
 
 
 def read(
@@ -300,10 +301,9 @@ def check_target(path: Path, kind: str) -> None:
         raise StoreError(f"{path}: cannot be written: its directory is missing or read-only")
     if not path.exists():
         return
-    try:
+    found = ""
+    with suppress(StoreError):
         found = read_attributes(path).get("kind", "")
-    except StoreError:
-        found = ""
     if found != kind:
         raise StoreError(f"{path}: is there already, and no file of kind {kind!r}: not replaced")
 

@@ -66,6 +66,12 @@ def fake_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
     return Slurm(tmp_path)
 
 
+@pytest.fixture
+def without_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages of reports with empty images: for what their text says."""
+    monkeypatch.setattr("cpdhpc.report.command.image", lambda chart, kind: b"")
+
+
 @pytest.fixture(params=_cpu.clones())
 def clone(request: pytest.FixtureRequest) -> Iterator[str]:
     """Each of the loops that this processor runs, in use."""

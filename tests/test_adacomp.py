@@ -132,6 +132,7 @@ def trained(method: AdaComp, steps: int) -> tuple[Array, dict[int, Array]]:
     return losses, shares
 
 
+@pytest.mark.slow
 def test_rates_of_a_network_that_learns_and_the_threshold_that_it_needs() -> None:
     """All overheads counted; the paper says 40 and 200. With a hard threshold little is learnt."""
     losses, shares = trained(AdaComp(), 180)

@@ -21,7 +21,7 @@ SCALINGS = ["none", "static", "aps", "tile"]
 STATIC = {"bf16": "static:0"}  # e8m7 leaves no other shift
 WAYS = [(name, way) for name, row in SCHEDULES.items() for way in row.accumulates]
 NODES = [(0, 1, 0, 1), (0, 0, 0, 1), (0, 1, 1, 2, 2, 2, 1)]
-SIZES = [0, 1, 1023, 1024, 1025, 2500]
+SIZES = [0, 1, 1023, 1025, 2500]
 
 
 def gradients(ranks, n, seed=0):
@@ -47,7 +47,7 @@ def test_every_combination(algorithm, accumulate):
         assert_same_bits(got, expected(xs, wire, algorithm, scaling, accumulate))
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize("ranks", [1, 2, 4, 7])
 def test_every_size_and_number_of_ranks(ranks):
     """With every wire and scaling in turn; among them fewer tiles than ranks."""
     turn = cycle(product(SCALINGS, WIRES))
@@ -85,7 +85,8 @@ def test_rounding_and_random_streams(algorithm, accumulate, scaling, rounding, o
 @pytest.mark.parametrize("accumulate", SCHEDULES["hier"].accumulates)
 def test_nodes(accumulate, nodes):
     turn = product(["nearest", "stochastic"], SCALINGS, WIRES)
-    own = [each for i, each in enumerate(turn) if i % len(NODES) == NODES.index(nodes)]
+    parts = 2 * len(NODES)  # of all combinations
+    own = [each for i, each in enumerate(turn) if i % parts == 2 * NODES.index(nodes)]
     xs = gradients(len(nodes), 4000)
     for rounding, scaling, wire in own:
         scaling = STATIC.get(wire, "static:3") if scaling == "static" else scaling

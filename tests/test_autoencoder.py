@@ -18,12 +18,13 @@ from training import ROOT, write_idx
 from cpdhpc import store
 from cpdhpc.autoencoder import probe
 from cpdhpc.autoencoder.files import mosaic
-from cpdhpc.autoencoder.images import Images, Source
 from cpdhpc.autoencoder.job import (
     MMAP_MAX,
     TRIM_THRESHOLD,
     Geometry,
+    Images,
     Layer,
+    Source,
     keep_freed_memory,
     load,
     stack,

@@ -43,9 +43,7 @@ class Stop(Display):
         ("float32", 1),
         ("float32", 14),
         ("tile", 6),
-        ("aps", 4),
         ("stochastic", 4),
-        ("stochastic", 6),
     ],
 )
 def test_interrupted_and_resumed_is_undisturbed(tmp_path: Path, row: str, after: int) -> None:

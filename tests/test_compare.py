@@ -34,7 +34,9 @@ def changed(comparison: Comparison, verdict: Any) -> set[int]:
     return {change.before.index for change in comparison.having(verdict)}
 
 
-@pytest.mark.parametrize("seed", [2, 3, 4])
+@pytest.mark.parametrize(
+    "seed", [2, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (3, 4))]
+)
 def test_a_fifth_is_found_and_noise_is_not(before: Path, tmp_path: Path, seed: int) -> None:
     """Noise of 3 % in 16 repeats: the intervals of the medians are within some 3 %."""
     after = write_study(tmp_path / "b.h5", seed=seed, factor=SLOWER | FASTER, **OPTIONS)

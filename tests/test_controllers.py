@@ -17,9 +17,8 @@ from cpdhpc.config import ConfigError, dump_toml, validate
 from cpdhpc.kinds.train import TRAIN
 from cpdhpc.signals import Caught
 from cpdhpc.train.controllers import CONTROLLERS, Controller, Norms, Schedule, Settings
-from cpdhpc.train.controllers.autowu import turning_point
-from cpdhpc.train.controllers.gaussian_process import Process, kernel
-from cpdhpc.train.controllers.noise import NoiseScale, moments
+from cpdhpc.train.controllers.adaptive import NoiseScale, moments
+from cpdhpc.train.controllers.autowu import Process, kernel, turning_point
 from cpdhpc.train.data import epoch_order, shard
 from cpdhpc.train.job import Job, load
 from cpdhpc.train.loop import Diverged, run

@@ -18,7 +18,7 @@ from cpdhpc.config import ConfigError, merge
 from cpdhpc.train.reducer import GradientReducer
 from cpdhpc.train.setup import Files, prepare
 from cpdhpc.train.update import UPDATES, Update
-from cpdhpc.train.update.graphs import GRAPHS, STATIC, Graph
+from cpdhpc.train.update.gossip import GRAPHS, STATIC, Graph
 from cpdhpc.train.update.own_models import OwnModels
 from cpdhpc.world.ranks import Loopback
 
@@ -160,7 +160,10 @@ def test_a_rate_of_zero_mixes_and_divides_by_nothing() -> None:
     assert sent == [4 * 2 * trial.xs[0].nbytes] * 4  # 4 steps, 2 neighbours, and nothing else
 
 
-@pytest.mark.parametrize("graph, b, steps", [("ring", 0.8, 80), ("exponential", 0.9, 120)])
+@pytest.mark.parametrize(
+    "graph, b, steps",
+    [("ring", 0.8, 80), pytest.param("exponential", 0.9, 120, marks=pytest.mark.slow)],
+)
 def test_limiting_bias(graph: str, b: float, steps: int) -> None:
     """Ranks with least squares of their own: where full gradients end, apart from the optimum.
 

@@ -9,11 +9,11 @@ import pytest
 from studies import fill, small_study, some_result
 
 from cpdhpc import store
+from cpdhpc.kinds import place
 from cpdhpc.kinds.factors import Result
-from cpdhpc.study import energy
-from cpdhpc.study.case_file import write_result
 from cpdhpc.study.collect import collect
 from cpdhpc.study.folder import Folder
+from cpdhpc.study.study_file import write_result
 
 WRAPS_UJ = 1000 * 10**6
 
@@ -30,15 +30,15 @@ def zone(powercap: Path, number: str, name: str, microjoules: str) -> Path:
 def test_packages_and_memory_count_once_and_wrap(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(energy, "_gpus", list)
-    nothing = energy.Meter(tmp_path)
+    monkeypatch.setattr(place, "_gpus", list)
+    nothing = place.Meter(tmp_path)
     assert isnan(nothing.joules()) and nothing.sources == ""
     package = zone(tmp_path, "0", "package-0", str(WRAPS_UJ - 3 * 10**6))
     memory = zone(tmp_path, "0:1", "dram", "0")
     zone(tmp_path, "0:0", "core", "5")  # a part of the package
     zone(tmp_path, "1", "psys", "5")  # holds the package
     zone(tmp_path, "2", "package-1", "not for you")
-    meter = energy.Meter(tmp_path)
+    meter = place.Meter(tmp_path)
     assert meter.sources == "2 RAPL zones"
     assert meter.joules() == 0
     package.write_text(str(4 * 10**6))  # 3 J to its end, where it begins anew, and 4 J

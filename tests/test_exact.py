@@ -128,7 +128,7 @@ def test_ternary_is_int2_in_fewer_bytes():
 def test_the_largest_sums_fit(algorithm, wire):
     """All ranks have the largest number, or its negative, so each sum is as wide as can be."""
     fmt = format_of(wire)
-    for ranks in (2, 15, 16, 17):
+    for ranks in (2, 16, 17):
         x = np.array([fmt.max, -fmt.max, 0, fmt.smallest], np.float32)
         scaling = "aps" if wire in INTEGERS else "none"
         got = run([x] * ranks, wire, algorithm, scaling)

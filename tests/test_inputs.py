@@ -20,6 +20,11 @@ INPUTS = [
     for path in sorted((ROOT / "inputs").glob(f"{name}.toml"))
     if "kind" not in read_toml(path)
 ]
+NARROW = {  # rows that differ in other things than the size of layers
+    "claim_accumulators": ["model.hidden=[8]"],
+    "claim_precision": ["model.hidden=[8]"],
+    "train_methods": ["model.hidden=[8, 8]"],
+}
 SMALL = ("train.epochs=1", "train.seeds=[0]", "train.threads=1", "schedule.warmup_epochs=0")
 
 
@@ -33,6 +38,7 @@ def test_inputs_run(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
         path.write_text(rows)
     if path.stem == "claim_autowu":  # which has warm-ups of its own
         settings.remove("schedule.warmup_epochs=0")
+    settings += NARROW.get(path.stem, [])
     if path.stem == "train_mnist":
         settings.append(f"data.dir={tmp_path}")
     arguments = [word for setting in settings for word in ("--set", setting)]
@@ -72,8 +78,8 @@ SHORT = {  # further settings, by study
         "constraints=['train.batch == 600']",
     ),
     "claim_critical_batch": (
-        *("sweep.seed=[0]", "constraints=['train.batch == 432']"),
-        "sweep.train.learning_rate=[0.1, 0.2, 0.3]",
+        *("sweep.seed=[0]", "zip=[{train={batch=[144, 432],epochs=[1, 2]}}]"),
+        "sweep.train.learning_rate=[0.1, 0.2]",
     ),
     "study_autoencoder": ("sweep.image=40",),
     "study_codec": ('sweep.size_bytes=["4KiB", "16KiB", "64KiB"]',),

@@ -65,15 +65,14 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.usefixtures("row")
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("after", [2, 6])
-def test_resumed_is_undisturbed(tmp_path: Path, case: str, after: int) -> None:
+def test_resumed_is_undisturbed(tmp_path: Path, case: str) -> None:
     ranks, train, tables = CASES[case]
     job = small_job(train={"telemetry_every": 2, "epochs": 2, **train}, **tables)
     (tmp_path / "whole").mkdir()
     whole = run_job(job, Loopback(ranks), tmp_path / "whole")
     files, caught = Files.of(tmp_path, job), Caught()
     with pytest.raises(Interrupted):
-        run(prepare(job, Loopback(ranks), small_data(), files), caught, Stop(caught, after))
+        run(prepare(job, Loopback(ranks), small_data(), files), caught, Stop(caught, 6))
     training = prepare(job, Loopback(ranks), small_data(), files)
     training.resume()
     run(training, Caught(), Display(False, 1))
@@ -90,7 +89,7 @@ def residuals(training: Any) -> list[tuple[object, bytes]]:
 
 
 @pytest.mark.usefixtures("row")
-@pytest.mark.parametrize("later", [1, 2, 5])
+@pytest.mark.parametrize("later", [2, 5])
 def test_at_another_number_of_ranks_the_sum_is_kept(tmp_path: Path, later: int) -> None:
     """Sums in float64, rounded once: a fourth of a unit in the last place would be seen."""
     job = small_job(train={"epochs": 2}, **TOPK)
@@ -136,7 +135,7 @@ def test_residuals_that_are_lost_are_told(tmp_path: Path, damage: str) -> None:
         job = small_job(**TOPK)
     else:
         rng = np.random.default_rng(0)
-        for _ in range(20):
+        for _ in range(8):
             bad = bytearray(content)
             bad[rng.integers(len(bad))] ^= 1 << int(rng.integers(8))
             kept.write_bytes(bad)
@@ -162,7 +161,7 @@ def test_what_is_wrong_is_told_by_the_row() -> None:
         assert says in str(caught.value)
 
 
-@pytest.mark.usefixtures("row")
+@pytest.mark.usefixtures("row", "without_figures")
 def test_a_file_and_a_row_train_and_report(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -198,8 +197,7 @@ def test_a_file_and_a_row_are_studied(tmp_path: Path, capsys: pytest.CaptureFixt
     assert main(["batch", str(folder.path), "0"]) == 0
     collect(study, folder)
     assert len(store.read(folder.study_file)[0]["summary"]["n"]) == 2
-    page = tmp_path / "page.html"
-    assert main(["report", str(folder.path), "--html", str(page)]) == 0
-    assert "density" in capsys.readouterr().out and "density" in page.read_text()
+    assert main(["report", str(folder.path)]) == 0
+    assert "density" in capsys.readouterr().out
     assert main(["study", "plan", str(path), "--set", "sweep.gradient.densty=[1.0]"]) == 2
     assert "did you mean gradient.density" in capsys.readouterr().err

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from cpdhpc.compress import Aggregator, Context, OkTopk, State, TopK, oktopk
-from cpdhpc.compress.bucket import Bucket
-from cpdhpc.compress.state import Entry
+from cpdhpc.compress.bucket import Bucket, Entry
 from cpdhpc.world.ranks import Loopback
 
 Array = Any

@@ -15,7 +15,8 @@ from oracles import gfloat_round
 from test_models import SEQUENCES, tiny
 from torch import Tensor, nn
 
-from cpdhpc.config import ConfigError
+from cpdhpc import precision
+from cpdhpc.config import ConfigError, validate
 from cpdhpc.formats import Cast, parse_format
 from cpdhpc.ops import reference
 from cpdhpc.precision import Policy, convert, layers, quantize
@@ -74,10 +75,10 @@ def cases() -> Iterator[tuple[nn.Module, Tensor]]:
 
 
 def test_without_rounding_layers_have_the_bits_of_torch() -> None:
-    """By torch's products: all three, and one or two of them beside our sums."""
+    """By torch's products: two of them beside our sums."""
     for layer, x in cases():
         wanted = passed(layer, x)
-        for own in ((), ("forward",), ("input_gradient",), ("weight_gradient",)):
+        for own in (("forward",), ("input_gradient",), ("weight_gradient",)):
             ours = convert(
                 deepcopy(layer), everywhere(weights="fp32", **dict.fromkeys(own, "fp32"))
             )
@@ -87,6 +88,72 @@ def test_without_rounding_layers_have_the_bits_of_torch() -> None:
             mine = {at for name in own for at in exact[name]}
             for at, (want, got) in enumerate(zip(wanted, found, strict=True)):
                 assert at in mine or torch.equal(want, got), (layer, own, at)
+
+
+class Block(nn.Module):
+    """Dropout in attention, with and without its weights, and between layers of an LSTM."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(6, 2, dropout=0.5)  # torch scales by sqrt(1 / 3)
+        self.lstm = nn.LSTM(6, 6, 2, dropout=0.5)
+        self.fc = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixture, _ = self.attention(x, x, x)
+        quick, _ = self.attention(x, x, mixture, need_weights=False)
+        values, _ = self.lstm(quick)
+        self.values = values.detach()
+        return torch.as_tensor(self.fc(values))
+
+
+def test_layers_of_which_nothing_is_asked_stay_torchs() -> None:
+    """In training, with dropout, and in evaluation."""
+    torch.manual_seed(10)
+    block, x = Block(), torch.randn(5, 4, 6)
+    nothing = {"forward": "torch", "weights": "fp32", "outputs": "fp32"}
+    for training in (True, False):
+        found = []
+        for model in (
+            block,
+            convert(deepcopy(block), everywhere(**nothing)),
+            convert(deepcopy(block), policy({"layers": "fc", "weights": "e4m3"})),
+        ):
+            torch.manual_seed(11)
+            found.append([*passed(model.train(training), x)[:2], model.values])
+        assert all(map(torch.equal, found[0], found[1]))
+        assert torch.equal(found[0][2], found[2][2])
+        assert not torch.equal(found[0][0], found[2][0])
+
+
+def test_what_comes_before_a_rounded_projection_is_torchs() -> None:
+    """Where a rule is for out_proj alone: weights and mixtures of attention have torch's bits."""
+    torch.manual_seed(12)
+    theirs, x = nn.MultiheadAttention(6, 2, dropout=0.5), torch.randn(5, 4, 6)
+    ours = convert(deepcopy(theirs), policy({"layers": "out_proj", "outputs": "e4m3"}))
+    assert isinstance(ours, layers.Attention)
+    for needed in (True, False):
+        torch.manual_seed(13)
+        want, weights = theirs(x, x, x, need_weights=needed)
+        torch.manual_seed(13)
+        got, own = ours(x, x, x, need_weights=needed)
+        assert np.array_equal(got.detach().double().numpy(), rounded(want.detach().numpy(), "e4m3"))
+        assert weights is own is None or torch.equal(weights, own)
+
+
+def test_layers_without_a_policy_are_torchs() -> None:
+    torch.manual_seed(14)
+    x = torch.randn(5, 4, 6)
+    for kind, own in ((nn.MultiheadAttention, layers.Attention), (nn.LSTM, layers.Lstm)):
+        theirs, ours = kind(6, 2), own(6, 2)
+        ours.load_state_dict(theirs.state_dict())
+        given = (x, x, x) if own is layers.Attention else (x,)
+        assert torch.equal(theirs(*given)[0], ours(*given)[0])
+
+
+def test_all_names_of_the_package_are_told() -> None:
+    assert set(precision.__all__) == {*precision._NEED_TORCH, "LayerPolicy", "Policy", "matmul"}
+    assert all(getattr(precision, name) for name in precision.__all__)
 
 
 def test_sums_in_float32_are_those_of_torch_in_float64() -> None:
@@ -245,6 +312,24 @@ def test_a_format_that_holds_two_has_all_their_numbers(names: tuple[str, ...]) -
         values = reference.decode(np.arange(2**fmt.bits, dtype=np.uint32), fmt)
         again = reference.decode(reference.encode(values, Cast(held, "nearest", "inf")), held)
         assert np.array_equal(values, again, equal_nan=True)
+
+
+def test_sums_take_few_random_bits() -> None:
+    """As matmul, and so gfloat: in evaluation the seed follows from the layer's name."""
+    torch.manual_seed(15)
+    layer, x = nn.Linear(9, 4, bias=False).eval(), torch.randn(6, 9)
+    found = []
+    for bits in (0, 2):
+        sums = {"accumulate": "e4m3", "rounding": "stochastic", "random_bits": bits}
+        ours = convert(deepcopy(layer), everywhere(forward=sums))
+        assert isinstance(ours, layers.Linear)
+        low, high = ours.part("product").key
+        found.append(ours(x).detach())
+        wanted = precision.matmul(x, layer.weight.detach().t(), seed=high << 32 | low, **sums)
+        assert torch.equal(found[-1], wanted)
+    assert not torch.equal(*found)
+    with pytest.raises(ConfigError, match="random_bits=2: e4m3 allows 0"):
+        validate(Policy, {"rule": [{"layers": "*", "forward": {**sums, "rounding": "up"}}]}, "x")
 
 
 def test_batches_of_matrices_are_broadcast_and_rounded() -> None:

@@ -116,10 +116,17 @@ def rules(*given: dict[str, Any]) -> dict[str, Any]:
         (rules({"layers": "*", "wire": "e4"}), "rule.0.wire='e4': parse_format: 'e4': known are"),
         (rules({"layers": "cnov*", "weights": "e4m3"}), "rule.0.layers='cnov*': matches no layer"),
         (rules({"layers": "norm", "weights": "e4m3"}), "matches no layer with products: known are"),
+        (rules({"layers": "*"}), "rule.0: layers='*': says nothing: allowed beside it are weights"),
+        (rules({"layers": "[1", "weights": "e4m3"}), "rule.0.layers='[1': a [ without its ]"),
+        (rules({"layers": "[[][]!]f[]a", "weights": "e4m3"}), "a [ without its ]"),
+        (rules({"layers": "[[][]!]", "weights": "e4m3"}), "matches no layer"),
         (rules({"layers": "norn", "outputs": "e4m3"}), "no layer: did you mean norm?"),
         (
-            {"complete": True, **rules({"layers": "conv*", "weights": "e4m3"})},
-            "precision.complete=true: no rule is for fc: each layer with products needs one",
+            {
+                "complete": True,
+                **rules({"layers": "conv*", "weights": "e4m3"}, {"layers": "fc", "wire": "e4m3"}),
+            },
+            "precision.complete=true: no rule is for fc: each layer with products needs one of its",
         ),
     ],
 )

@@ -137,7 +137,7 @@ def test_arrays_are_bounded_by_refusal_or_by_rows(tmp_path: Path):
     trained(tmp_path / "fits.h5", iterations=(2,), max_mib=limit)
     with pytest.raises(ConfigError, match=r"1 iterations take 0\.0\d+ MiB: .*, or thin=true"):
         trained(tmp_path / "not.h5", iterations=(2,), max_mib=limit * 0.999)
-    assert load(tmp_path / "not.h5").tensors == ()  # in the first iteration, not in the third
+    assert not (tmp_path / "not.h5").exists()  # so the next run has its place
     trained(tmp_path / "thin.h5", iterations=(2,), max_mib=limit / 3, thin=True, seed=5)
     whole, thin = (by_name(load(tmp_path / f"{name}.h5"), 2) for name in ("fits", "thin"))
     size_bytes = 0

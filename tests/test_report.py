@@ -142,6 +142,7 @@ def test_what_is_no_run_is_refused(directory: Path, tmp_path: Path) -> None:
     refused(directory / "tile-s2.h5", "none of 1 runs is complete")
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_a_file_that_cannot_be_read_keeps_no_other_back(
     directory: Path, tmp_path: Path, capsys: Any
 ) -> None:

@@ -65,7 +65,8 @@ class Page(HTMLParser):
 
 def test_page_needs_nothing_else(allreduce: Path, tmp_path: Path) -> None:
     toml = 'name = "s"\n# <b>&amp; "quoted"</b>\n'
-    other = write_study(tmp_path / "t.h5", "train", ranks=(2,), seeds=(0,), toml=toml)
+    few: dict[str, Any] = {"ranks": (2,), "sizes": (2**12,), "algorithms": ()}
+    other = write_study(tmp_path / "t.h5", toml=toml, **few)
     run_job(small_job(name="aps", gradient=ROWS["aps"]), Loopback(2), tmp_path)
     html = tmp_path / "page.html"
     report([allreduce, other, tmp_path / "aps-s0.h5"], Outputs(html, quiet=True))

@@ -78,7 +78,7 @@ CONSERVING = [
 ]
 
 
-@pytest.mark.parametrize("ranks", range(1, 9))
+@pytest.mark.parametrize("ranks", [1, 2, 7])
 @pytest.mark.parametrize("method", CONSERVING, ids=str)
 def test_nothing_is_lost(method: Aggregator, ranks: int) -> None:
     """Sent + kept = gradients + kept before, exactly: integers, of any layers.

@@ -6,7 +6,6 @@ from math import comb
 
 import numpy as np
 import pytest
-from scipy.stats import binom
 
 from cpdhpc.study.statistics import (
     is_enough,
@@ -29,6 +28,8 @@ def coverage(n: int, j: int) -> float:
 
 @pytest.mark.parametrize("confidence", [0.6, 0.9, 0.95, 0.99, 0.999])
 def test_coverage_is_enough_and_no_wider_interval_is_needed(confidence: float) -> None:
+    from scipy.stats import binom  # a second, which collecting need not take
+
     for n in range(1, 200):
         j = median_rank(n, confidence)
         assert 2 * j <= n + 1

@@ -15,9 +15,9 @@ from training import ROOT
 from cpdhpc.config import ConfigError, dump_toml, merge
 from cpdhpc.kinds import KINDS
 from cpdhpc.kinds.base import Call, Measure
+from cpdhpc.study.batch import TimedCalls
 from cpdhpc.study.cases import START_S, batches, case_time_s, expand, load_study, shown
 from cpdhpc.study.folder import Folder
-from cpdhpc.study.repeats import TimedCalls
 from cpdhpc.study.spec import Constraint, Run, Study
 
 INPUTS = sorted((ROOT / "inputs").glob("study_*.toml"))

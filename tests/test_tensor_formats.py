@@ -148,6 +148,22 @@ def test_fixed_point_follows_the_share_that_overflows() -> None:
     assert same(begins.round(x / 4, state=state, learns=True), grid(x / 4, 10, 6))
 
 
+def test_fixed_point_begins_where_a_warm_up_in_float32_says() -> None:
+    """Courbariaux's first scales: numbers of the first calls fit, though the first one is small."""
+    how = tensor_format(format="int10", scaling="fixed", warmup=3)
+    state = how.state()
+    for size in (0.0, 5.0, 0.7):
+        x = np.array([size, -size / 3], np.float32)
+        assert same(how.round(x, state=state, learns=False), x)  # evaluation does not count
+        assert same(how.round(x, state=state, learns=True), x)
+    x = np.array([7.9, -0.3, 1e-4], np.float32)
+    assert same(how.round(x, state=state, learns=True), grid(x, 10, 6))
+    with pytest.raises(ConfigError, match="warmup and exponent: give one"):
+        tensor_format(format="int10", scaling="fixed", warmup=3, exponent=1)
+    with pytest.raises(ConfigError, match="warmup goes with scaling fixed"):
+        tensor_format(format="int10", scaling="aps", warmup=3)
+
+
 def test_flexpoint_expects_mean_and_deviations_of_saturated_maxima() -> None:
     how = tensor_format(format="int16", scaling="flexpoint", history=4)
     state, past, saturated = how.state(), deque[float](maxlen=4), 0
@@ -286,6 +302,8 @@ def test_states_are_in_checkpoints_and_one_without_loads() -> None:
             "margin goes with scaling amax or delayed, and it is none",
         ),
         ({"scaling": "aps"}, "fp32 is not rounded: must be none"),
+        ({"format": "mxfp8", "scaling": "none"}, "mxfp8 has block32: for another one name e4m3fn"),
+        ({"format": "mxfp4", "scaling": "aps"}, "scaling='aps': mxfp4 has block32"),
         ({"format": "e4m3", "rounding": "up-ish"}, "rounding"),
         ({"format": "e4m3", "random_bits": 3}, "random_bits=3: e4m3 allows"),
         ({"format": "e4m3", "scaling": "delayed", "history": 0}, "history=0"),
@@ -300,4 +318,4 @@ def test_bad_tables_are_one_line(table: dict[str, Any], said: str) -> None:
 def test_a_name_alone_is_a_format_and_mx_names_have_blocks() -> None:
     assert TensorFormat.model_validate("e4m3") == tensor_format(format="e4m3")
     assert TensorFormat.model_validate("mxfp4").scaling == "block32"
-    assert tensor_format(format="mxfp4", scaling="aps").scaling == "aps"
+    assert tensor_format(format="mxfp4", scaling="block32").scaling == "block32"

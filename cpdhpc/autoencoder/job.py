@@ -1,20 +1,230 @@
-"""The file of an autoencoder: every key, its type and its default, and the sizes that follow."""
+"""Job files of the autoencoder: its images, layers and training.
+
+[data]: where images come from, and what is done to them before training.
+
+Every rank reads all images and takes the same random crops, of which it keeps its own cells.
+"""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
+import numpy as np
+import numpy.typing as npt
 from pydantic import Field, model_validator
 
 from ..config import ConfigError, Section, dump_toml, override, read_toml, validate
 from ..darray.layout import balanced_grid
+from ..train.data import DataError
+from ..train.datasets import find, read_idx
 from ..world.cores import threads_of_rank
 from ..world.ranks import Ranks
-from .images import Source
+
+Array = npt.NDArray[Any]
+SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".ppm", ".pgm", ".tif", ".tiff")
+_CROP, _NOISE = 2, 3  # streams of random numbers
+MARGIN = 8  # cells around a square that are whitened with it; what its edges do ends before them
+CUTOFF = 0.8  # of the whitening's low pass, of the highest frequency: 200 of 256 cycles there
+
+
+class Source(Section):
+    """[data]: images, float32[n, height, width, channels] in 0..1.
+
+    name: digits: of scikit-learn, 8 x 8; idx: the file path, as MNIST's; array: a .npy file,
+        path, [n, height, width] or with channels last, uint8 or floats in 0..1, read as needed;
+        folder: image files in path, of one size or larger than size; synthetic: noise
+    path: of the file or folder, where name needs one
+    tile: images are laid side by side, so many in a row and a column, each time in another order
+    held_out: share of the images that training never sees, evenly spaced; for probe
+    size: side of the random squares that are cut out; 0: nothing is cut
+    channels: of synthetic images; 1 or 3 of files: grey or colours
+    prepare: none; contrast: each square to mean 0 and variance 1; whiten: the same after a filter
+        f exp(-(f / f0)^4) that evens out the spectrum of natural images
+    Source of whiten: Olshausen, Field: Emergence of simple-cell receptive field properties, Nature
+    381, 1996.
+    """
+
+    name: Literal["digits", "idx", "array", "folder", "synthetic"]
+    path: str = ""
+    tile: Annotated[int, Field(ge=1)] = 1
+    size: Annotated[int, Field(ge=0)] = 0
+    held_out: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    channels: Literal[1, 3] = 1
+    prepare: Literal["none", "contrast", "whiten"] = "contrast"
+
+    @model_validator(mode="after")
+    def _has_what_it_needs(self) -> Source:
+        if self.name in ("idx", "array", "folder") and not self.path:
+            raise ValueError(f"name={self.name!r} needs path")
+        if self.name in ("folder", "synthetic") and not self.size:
+            raise ValueError(f"name={self.name!r} needs size")
+        return self
+
+    def load(self, held_out: bool = False) -> Images:
+        """Return the images for training, or those that are held out.
+
+        Raises DataError, naming the file, where one is unfit or none is held out.
+        """
+        return Images(self, *LOADERS[self.name](self), held_out)
+
+
+class Images:
+    """Images to take batches from. Raises DataError where they are smaller than the squares.
+
+    whole: [height, width, channels] each; white: their value for 1
+    shape: height and width of a square; channels: of its cells
+    """
+
+    def __init__(
+        self, source: Source, whole: Sequence[Array], white: int, held_out: bool = False
+    ) -> None:
+        self.source, self.whole, self.white = source, whole, white
+        n = len(whole)
+        held = np.linspace(0, max(0, n - 1), round(n * source.held_out)).round().astype(int)
+        self.used = held if held_out else np.setdiff1d(np.arange(n), held)
+        if n and not self.used.size:
+            raise DataError(f"data.held_out={source.held_out}: leaves none of {n} images")
+        alike = isinstance(whole, np.ndarray)
+        shapes = {each.shape for each in (whole[:1] if alike else whole)}
+        if not shapes:
+            raise DataError(f"{source.path}: holds no images")
+        if len(shapes) > 1 and (source.tile > 1 or not source.size):
+            raise DataError(
+                f"{source.path}: images differ in size: data.size must cut squares, without tile"
+            )
+        side = min(min(shape[:2]) for shape in shapes) * source.tile
+        if source.size > side:
+            raise DataError(f"data.size={source.size}: an image has {side} cells on a side")
+        first, size = next(iter(shapes)), source.size
+        self.shape = (size, size) if size else (first[0] * source.tile, first[1] * source.tile)
+        self.channels = int(first[2])
+
+    def batch(self, n: int, seed: int, number: int) -> Array:
+        """Return float32[height, width, channels, n], the number-th batch; alike on all ranks.
+
+        Raises DataError where a value is not finite.
+        """
+        words = np.random.SeedSequence([seed, _CROP, number])
+        draws = np.random.Philox(words).random_raw(n * (self.source.tile**2 + 2)).reshape(n, -1)
+        squares = [self._square(draw) for draw in draws]
+        return np.ascontiguousarray(np.stack(squares, axis=3), np.float32)
+
+    def _square(self, draw: Array) -> Array:
+        tile = self.source.tile
+        chosen = [self.whole[self.used[int(i % len(self.used))]] for i in draw[:-2]]
+        rows = [np.concatenate(chosen[k * tile : (k + 1) * tile], axis=1) for k in range(tile)]
+        canvas = np.concatenate(rows, axis=0)
+        room = [a - b + 1 for a, b in zip(canvas.shape, self.shape, strict=False)]
+        top, left = (int(word % extent) for word, extent in zip(draw[-2:], room, strict=True))
+        return self.prepared(canvas, top, left)
+
+    def prepared(self, canvas: Array, top: int, left: int) -> Array:
+        """Return float64 of a square of a canvas, as layers get it.
+
+        Raises DataError where a value is not finite.
+        """
+        (height, width), margin = self.shape, MARGIN if self.source.prepare == "whiten" else 0
+        above, before = min(margin, top), min(margin, left)
+        wide = canvas[top - above : top + height + margin, left - before : left + width + margin]
+        if not np.isfinite(wide).all():
+            raise DataError(f"{self.source.path}: an image holds NaN or infinity")
+        inner = slice(above, above + height), slice(before, before + width)
+        return PREPARE[self.source.prepare](np.asarray(wide, np.float64) / self.white, inner)
+
+
+Inner = tuple[slice, slice]  # the square in what is given, which may have a margin
+
+
+def _standard(wide: Array, inner: Inner) -> Array:
+    """Return values of mean 0 and variance 1; a constant square becomes zeros."""
+    square = wide[inner]
+    centred = square - square.mean()
+    deviation = centred.std()
+    return centred / deviation if deviation > 1e-6 else np.zeros_like(centred)
+
+
+def _whitened(wide: Array, inner: Inner) -> Array:
+    """Return a filtered square. It is filtered with its margin, and mirrored: else the jumps from
+    edge to edge, which the periodic transform sees, would hold most of the energy.
+    """
+    mirrored = np.concatenate([wide, wide[::-1]])
+    mirrored = np.concatenate([mirrored, mirrored[:, ::-1]], axis=1)
+    frequencies = np.meshgrid(*(np.fft.fftfreq(n) for n in mirrored.shape[:2]), indexing="ij")
+    f = np.hypot(*frequencies) / 0.5  # 1: the highest along an axis
+    response = (f * np.exp(-((f / CUTOFF) ** 4)))[..., None]
+    spectrum = np.fft.fft2(mirrored, axes=(0, 1)) * response
+    return _standard(np.fft.ifft2(spectrum, axes=(0, 1)).real, inner)
+
+
+PREPARE: dict[str, Callable[[Array, Inner], Array]] = {
+    "none": lambda wide, inner: wide[inner],
+    "contrast": _standard,
+    "whiten": _whitened,
+}
+
+
+Loaded = tuple[Sequence[Array], int]
+
+
+def _digits(source: Source) -> Loaded:
+    from sklearn.datasets import load_digits
+
+    return list(load_digits().images[..., None]), 16
+
+
+def _idx(source: Source) -> Loaded:
+    path = Path(source.path)
+    return list(read_idx(find(path.parent, path.name), dims=3)[..., None]), 255
+
+
+def _array(source: Source) -> Loaded:
+    try:
+        values = np.load(source.path, allow_pickle=False, mmap_mode="r")
+    except (OSError, ValueError) as error:
+        raise DataError(f"{source.path}: cannot be read as .npy: {error}") from None
+    if values.ndim not in (3, 4) or not values.size:
+        raise DataError(f"{source.path}: shape {values.shape}: must be images, maybe with channels")
+    if values.dtype != np.uint8 and values.dtype.kind != "f":
+        raise DataError(f"{source.path}: is of {values.dtype}: must be uint8, or floats in 0..1")
+    values = values[..., None] if values.ndim == 3 else values
+    return values, 255 if values.dtype == np.uint8 else 1
+
+
+def _folder(source: Source) -> Loaded:
+    from PIL import Image, UnidentifiedImageError
+
+    found = []
+    for path in sorted(Path(source.path).rglob("*")):
+        if path.suffix.lower() not in SUFFIXES:
+            continue
+        try:
+            with Image.open(path) as image:
+                pixels = np.asarray(image.convert("L" if source.channels == 1 else "RGB"))
+        except (OSError, UnidentifiedImageError) as error:
+            raise DataError(f"{path}: cannot be read: {error}") from None
+        found.append(pixels.reshape(*pixels.shape[:2], source.channels))
+    if not found:
+        raise DataError(f"{source.path}: holds no image files ({', '.join(SUFFIXES)})")
+    return found, 255
+
+
+def _synthetic(source: Source) -> Loaded:
+    shape = 4, source.size, source.size, source.channels
+    return list(np.random.Generator(np.random.Philox(_NOISE)).random(shape)), 1
+
+
+LOADERS = {
+    "digits": _digits,
+    "idx": _idx,
+    "array": _array,
+    "folder": _folder,
+    "synthetic": _synthetic,
+}
+
 
 TRIM_THRESHOLD, MMAP_MAX = -1, -4  # of glibc's mallopt, malloc.h
 NEVER = 2**31 - 1  # bytes at the end of the heap, from which they would be given back

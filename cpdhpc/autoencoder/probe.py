@@ -20,7 +20,7 @@ import torch
 from ..darray.array import DistArray
 from ..train.data import DataError
 from ..world.ranks import Ranks
-from .images import Images
+from .job import Images
 from .training import Stack
 
 Array = npt.NDArray[Any]

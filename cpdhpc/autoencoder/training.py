@@ -13,8 +13,7 @@ import torch
 from ..config import UserError
 from ..darray.layout import Layout
 from ..world.ranks import Ranks
-from .images import Images
-from .job import Autoencoder, procs_of, stack
+from .job import Autoencoder, Images, procs_of, stack
 from .layer import MacroLayer, Terms
 
 Array = npt.NDArray[Any]

@@ -162,7 +162,7 @@ def _mpi(world: Ranks, ints: Data, normal: Data, out: Array) -> TimedCase:
 
 def _gloo(world: Ranks, ints: Data, normal: Data, out: Array) -> TimedCase:
     """Gloo in float32, in place, as DDP does."""
-    from .baselines import sum_float32
+    from .harness import sum_float32
 
     def fill() -> None:
         out[:] = ints.x
@@ -174,7 +174,7 @@ def _gloo(world: Ranks, ints: Data, normal: Data, out: Array) -> TimedCase:
 
 def _gloo_bfloat16(world: Ranks, ints: Data, normal: Data, out: Array) -> TimedCase:
     """Gloo in bfloat16, with the conversions, as DDP's hook does."""
-    from .baselines import sum_bfloat16
+    from .harness import sum_bfloat16
 
     run = lambda: sum_bfloat16(normal.x, out)  # noqa: E731
     return TimedCase("gloo", "bf16", "none", "requantise", normal, out, run, exact=False)
@@ -313,7 +313,7 @@ def group_of(world: Ranks, baselines: Sequence[str]) -> AbstractContextManager[N
     """Return torch's process group where a baseline needs it. Collective."""
     if not any(name.startswith("gloo") for name in baselines):
         return nullcontext()
-    from .baselines import gloo
+    from .harness import gloo
 
     return gloo(world)
 

@@ -407,6 +407,10 @@ class Method:
             return False
         return SCHEDULES[self.algorithm].result_travels or self.accumulating != "float32"
 
+    def divisor(self, ranks: int) -> np.float32 | None:
+        """Return by what a sum is divided, None where it is the result."""
+        return np.float32(ranks) if self.op == "mean" else None
+
     def is_small(self, ranks: int, n: int) -> bool:
         """Whether calls with n values are recorded, where each process has one rank."""
         size_bytes = 4 * n

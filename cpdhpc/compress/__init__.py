@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .adacomp import AdaComp
 from .base import Aggregator, Column, Context, Mean
+from .bucket import State
 from .dgc import Dgc
 from .flexpoint import Flexpoint
 from .gradientflow import GradientFlow
@@ -16,7 +17,6 @@ from .powersgd import PowerSgd
 from .qsgd import Qsgd
 from .randomk import RandomK
 from .scalecom import ScaleCom
-from .state import State
 from .strom import Strom
 from .terngrad import TernGrad
 from .topk import TopK

@@ -21,8 +21,7 @@ from ..formats import TILE
 from ..ops import backend_of, on_gpu, to_host
 from ..randomness import Key, random_key
 from ..world.ranks import Ranks
-from .bucket import Bucket
-from .state import State
+from .bucket import Bucket, State
 
 Array = npt.NDArray[Any]
 Name = TypeVar("Name")

@@ -30,10 +30,9 @@ from ..ops.payloads import parse_wire
 from ..partition import split
 from ..world.ranks import Ranks
 from .base import Array, Column, Context, Mean, zeros
-from .bucket import Bucket
+from .bucket import Bucket, Entry
 from .payload import decode_sparse, encode_sparse
 from .sparse import Density, SparseLayers, SparseMessages, Warmup, count_of, density_at
-from .state import Entry
 
 UNEVEN = 4  # times the mean: a rank with more of the largest sums deals them out first
 INFINITY = 0x7F800000  # as bits: what a rank without sums finds

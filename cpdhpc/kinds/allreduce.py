@@ -179,7 +179,7 @@ def _gloo(world: World) -> Iterator[None]:
         return True
 
     together(world, installed)
-    from ..bench.baselines import gloo
+    from ..bench.harness import gloo
 
     with gloo(world):
         yield

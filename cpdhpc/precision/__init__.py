@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from .layers import Lstm as Lstm
     from .recorder import Recorder as Recorder
 
-__all__ = ["LayerPolicy", "Policy", "matmul"]
-
 _NEED_TORCH = {  # public name -> the module that has it, imported when first asked for
     "quantize": "arithmetic",
     "convert": "conversion",
@@ -27,6 +25,21 @@ _NEED_TORCH = {  # public name -> the module that has it, imported when first as
     **dict.fromkeys(("Conv1d", "Conv2d", "Conv3d"), "layers"),
     "Recorder": "recorder",
 }
+__all__ = [
+    "Attention",
+    "BatchMatmul",
+    "Conv1d",
+    "Conv2d",
+    "Conv3d",
+    "LayerPolicy",
+    "Linear",
+    "Lstm",
+    "Policy",
+    "Recorder",
+    "convert",
+    "matmul",
+    "quantize",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .. import store
+from .evidence import OVER
 from .recording import KINDS, load
 from .replay import KIND, Question, replay
 
@@ -127,10 +128,18 @@ def run_replay(arguments: argparse.Namespace) -> int:
 def add_search(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of precision search."""
     parser.description = (
-        "Find the fewest bits in which the gradients of each layer can travel, by trainings of a "
-        "job of one row, under a budget of accuracy or of the gradient's error."
+        "Find the fewest bits of each layer, in which its gradients travel or its products are "
+        "computed, by trainings of a job of one row, under a budget of accuracy or of the "
+        "gradient's error. What it may cost is printed first."
     )
     parser.add_argument("file", type=Path, metavar="JOB.toml", help="a job of one row, with seeds")
+    parser.add_argument(
+        "--over",
+        choices=OVER,
+        default=OVER[0],
+        help="what has few bits: gradients that travel (wire, the default), operands and sums of "
+        "products (arithmetic), or both",
+    )
     parser.add_argument(
         "--budget", type=float, metavar="POINTS", help="accuracy below float32, mean over seeds"
     )
@@ -145,7 +154,8 @@ def add_search(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=40,
         metavar="N",
-        help="trainings with other bits, at most (default 40)",
+        help="trainings at most, each of all seeds, float32, uniform and unseen ones included "
+        "(default 40)",
     )
     parser.add_argument(
         "--test-seeds",
@@ -166,8 +176,9 @@ def run_search(arguments: argparse.Namespace, world: World) -> int:
     from ..signals import Interrupted, catching
     from ..train.command import Trainer
     from ..train.setup import agreed
+    from .asked import asked_of
     from .evidence import FILE
-    from .search import POLICY, Search, asked_of
+    from .search import POLICY, Search
 
     settings = list(arguments.set)
     if arguments.timeout is not None:

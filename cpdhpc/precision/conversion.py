@@ -14,7 +14,7 @@ from ..compress.lowbit import LayerWire
 from ..config import ConfigError
 from .arithmetic import IN_FLOAT32, Arithmetic
 from .layers import Attention, Conv1d, Conv2d, Conv3d, Linear, Lstm, Obedient
-from .policy import OTHERS, PRODUCTS, LayerPolicy, Policy
+from .policy import CHANGE, OTHERS, PRODUCTS, LayerPolicy, Policy
 
 CONVERTED: dict[type[nn.Module], type[Obedient]] = {
     nn.Linear: Linear,
@@ -29,7 +29,6 @@ UNKNOWN = (  # whose products stay torch's, beside what is derived and does them
     *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
 )
 BY_TORCH = "products are torch's"  # what is told of them
-CHANGE = {*PRODUCTS, "outputs"}  # keys that change what a layer computes
 ENCODERS: dict[
     type[nn.Module], tuple[str, object]
 ] = {  # modules of torch that may go round the forwards of those within -> what forbids it
@@ -45,7 +44,7 @@ def convert(model: nn.Module, policy: Policy, seed: int = 0) -> nn.Module:
         checkpoints load and shared modules and tied weights stay so. Linear, Conv1d, Conv2d,
         Conv3d, MultiheadAttention, LSTM and what is derived from them have products; others with
         parameters, as norms and embeddings, obey the key outputs alone. Functions that a forward
-        calls itself are not seen.
+        calls itself are not seen. Layers of which nothing is asked but float32 stay torch's.
     policy: see Policy; seed: of random numbers where a model is evaluated
     bfloat16 and float16 layers compute in float32 and give their own dtype.
     Raises ConfigError, with the model untouched, where the policy and the model do not go together,
@@ -130,8 +129,8 @@ def _check_tied(layers: dict[str, nn.Module], found: dict[str, LayerPolicy]) -> 
 
 def obeyed(model: nn.Module, policy: Policy) -> dict[str, LayerPolicy]:
     """Return what changes in each layer that convert would change, by name; see resolved."""
-    found = {name: of.only(CHANGE) for name, of in resolved(model, policy).items()}
-    return {name: of for name, of in found.items() if of.said()}
+    rows = resolved(model, policy).items()
+    return {name: of.only(CHANGE) for name, of in rows if of.changes}
 
 
 def unconverted(model: nn.Module) -> list[str]:

@@ -20,13 +20,27 @@ KIND, FILE = "precision search", "search.h5"
 RAW = "raw"  # float32
 
 
-@dataclass(frozen=True)
-class Layer:
-    """A module with parameters, and the formats that its gradients may travel in.
+WIRE, SUMS = "wire", "accumulators"
+OPERANDS = "weights", "activations", "errors"
+OVER = "wire", "arithmetic", "both"  # what a search is over
 
-    sizes: values of its parameters; low, high: exponents between which its gradients are
-    formats, errors: from float32 to the fewest bits, so from no error to the largest: parts of the
-        error of the whole gradient, relative to that
+
+def width(name: str) -> int:
+    """Return the bits of a value in a format."""
+    fmt = wire_format(name)
+    return 32 if fmt is None else fmt.bits
+
+
+@dataclass(frozen=True)
+class Place:
+    """A tensor of a layer, or its sums, and the formats that it may have.
+
+    name: of the layer; tensor: WIRE: its gradients as they travel; SUMS: partial sums of its three
+        products; else a key of a policy
+    sizes: values: of its parameters; of a batch; SUMS: of all that is summed up to
+    low, high: exponents between which its values are
+    formats, errors: from float32 to the fewest bits, so from no error to the largest. WIRE: part of
+        the error of the whole gradient, relative to that; else error of the layer's products
     """
 
     name: str
@@ -35,23 +49,31 @@ class Layer:
     high: int
     formats: tuple[str, ...]
     errors: tuple[float, ...]
+    tensor: str = WIRE
+
+    @property
+    def label(self) -> str:
+        """What it is called."""
+        return self.name if self.tensor == WIRE else f"{self.name} {self.tensor}"
 
     @property
     def values(self) -> int:
         """Number of values."""
         return sum(self.sizes)
 
-    def bits(self, wire: str) -> int:
-        """Return the bits of its gradient in a format, of whole tiles as it travels."""
-        fmt = wire_format(wire)
-        return sum(32 * n if fmt is None else 8 * packed_bytes(n, fmt.bits) for n in self.sizes)
+    def bits(self, name: str) -> int:
+        """Return the bits of its values in a format; WIRE: of whole tiles as they travel."""
+        fmt = wire_format(name)
+        if self.tensor != WIRE or fmt is None:
+            return self.values * width(name)
+        return sum(8 * packed_bytes(n, fmt.bits) for n in self.sizes)
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A training with some format for each layer, all seeds together.
+    """A training with some format for each place, all seeds together.
 
-    formats: by layer; seeds: of its runs; scores: of the test samples, by seed, NaN: none
+    formats: by place; seeds: of its runs; scores: of the test samples, by seed, NaN: none
     sent_bytes: in a step, of the rank that sends most; error: of the mean gradient, NaN: not known
     what: why it was done; verdict: "within" the budget, "beyond" it, or why it failed
     """
@@ -74,11 +96,11 @@ class Trial:
 class Evidence:
     """A search as its file holds it; asked: the job and what is searched for, TOML.
 
-    found: the format of each layer, () while it goes on
+    found: the format of each place, () while it goes on
     """
 
     asked: str
-    layers: tuple[Layer, ...] = ()
+    places: tuple[Place, ...] = ()
     trials: tuple[Trial, ...] = ()
     found: tuple[str, ...] = ()
     provenance: dict[str, Any] = field(default_factory=dict)
@@ -88,48 +110,61 @@ class Evidence:
         wanted = tuple(formats), tuple(seeds)
         return next((t for t in self.trials if (t.formats, t.seeds) == wanted), None)
 
+    def widths(self, formats: Sequence[str]) -> dict[str, float]:
+        """Return the bits of a value in these formats, by tensor: means over its places."""
+        pairs = list(zip(self.places, formats, strict=True))
+        found = {}
+        for tensor in dict.fromkeys(place.tensor for place in self.places):
+            some = [(place, name) for place, name in pairs if place.tensor == tensor]
+            found[tensor] = sum(p.bits(n) for p, n in some) / sum(p.values for p, _ in some)
+        return found
+
     def write(self, path: Path) -> None:
         """Write it. Raises StoreError where it cannot be written."""
         attributes = {"kind": KIND, "asked": self.asked, "found": "\n".join(self.found)}
         store.write(path, self._groups(), self.provenance | attributes)
 
     def _groups(self) -> dict[str, dict[str, Variable]]:
-        layers, trials = self.layers, self.trials
-        formats = list(dict.fromkeys(name for layer in layers for name in layer.formats))
-        errors = np.full((len(layers), len(formats)), np.nan)
-        for row, layer in zip(errors, layers, strict=True):
-            row[[formats.index(name) for name in layer.formats]] = layer.errors
-        of, sizes = _ragged([layer.sizes for layer in layers])
+        places, trials = self.places, self.trials
+        formats = list(dict.fromkeys(name for place in places for name in place.formats))
+        errors = np.full((len(places), len(formats)), np.nan)
+        for row, place in zip(errors, places, strict=True):
+            row[[formats.index(name) for name in place.formats]] = place.errors
+        of, sizes = _ragged([place.sizes for place in places])
         runs = max((len(t.seeds) for t in trials), default=0)
         scores = np.full((len(trials), runs), np.nan)
         seeds = np.full((len(trials), runs), -1, np.int64)
         for i, t in enumerate(trials):
             scores[i, : len(t.seeds)], seeds[i, : len(t.seeds)] = t.scores, t.seeds
-        names = _texts(("layer",), [x.name for x in layers], "module")
-        by = ("trial",)
+        at, by = ("place",), ("trial",)
+        number = _ints(at, range(len(places)), "tensor of a layer")
         return {
-            "layers": {
-                "layer": names,
+            "places": {
+                "place": number,
                 "format": _texts(("format",), formats, "format"),
-                "exponent_low": _ints(("layer",), [x.low for x in layers], "least exponent"),
-                "exponent_high": _ints(("layer",), [x.high for x in layers], "largest exponent"),
+                "layer": _texts(at, [x.name for x in places], "module"),
+                "tensor": _texts(at, [x.tensor for x in places], "wire, or what is rounded"),
+                "exponent_low": _ints(at, [x.low for x in places], "least exponent"),
+                "exponent_high": _ints(at, [x.high for x in places], "largest exponent"),
                 "error": Variable(
-                    ("layer", "format"), errors, "error of the layer over the whole gradient"
+                    ("place", "format"),
+                    errors,
+                    "wire: part of the whole gradient's error; else error of the layer's products",
                 ),
             },
             "parameters": {
                 "parameter": _ints(("parameter",), range(len(sizes)), "parameter tensor"),
-                "layer": _ints(("parameter",), of, "layer that it belongs to"),
+                "place": _ints(("parameter",), of, "place that it belongs to"),
                 "values": _ints(("parameter",), sizes, "number of values"),
             },
             "trials": {
                 "trial": _ints(by, range(len(trials)), "training"),
-                "layer": names,
+                "place": number,
                 "run": _ints(("run",), range(runs), "run of a training"),
                 "format": Variable(
-                    (*by, "layer"),
-                    np.array([t.formats for t in trials], dtype=str).reshape(-1, len(layers)),
-                    "format of the layer's gradients",
+                    (*by, "place"),
+                    np.array([t.formats for t in trials], dtype=str).reshape(-1, len(places)),
+                    "format of the place",
                 ),
                 "seed": Variable((*by, "run"), seeds, "seed, -1: there is no such run"),
                 "score": Variable((*by, "run"), scores, "score of the test samples"),
@@ -155,20 +190,23 @@ class Evidence:
         groups, attributes = store.read(path)
         if attributes.get("kind") != KIND:
             raise store.StoreError(f"{path}: is no evidence of a search of precision")
-        of, parameters, trials = groups["layers"], groups["parameters"], groups["trials"]
-        layers = []
+        if "places" not in groups:
+            raise store.StoreError(f"{path}: is a search of another version: begin anew")
+        of, parameters, trials = groups["places"], groups["parameters"], groups["trials"]
+        places = []
         for i, name in enumerate(of["layer"].tolist()):
             (known,) = np.nonzero(~np.isnan(of["error"][i]))
             order = known[np.argsort(of["error"][i][known], kind="stable")]
-            sizes = parameters["values"][parameters["layer"] == i]
-            layers.append(
-                Layer(
+            sizes = parameters["values"][parameters["place"] == i]
+            places.append(
+                Place(
                     name,
                     tuple(sizes.tolist()),
                     int(of["exponent_low"][i]),
                     int(of["exponent_high"][i]),
                     tuple(of["format"][order].tolist()),
                     tuple(of["error"][i][order].tolist()),
+                    str(of["tensor"][i]),
                 )
             )
         rows = [
@@ -184,7 +222,7 @@ class Evidence:
             for i, seeds in enumerate(trials["seed"])
         ]
         found = tuple(attributes["found"].split("\n")) if attributes["found"] else ()
-        return cls(attributes["asked"], tuple(layers), tuple(rows), found)
+        return cls(attributes["asked"], tuple(places), tuple(rows), found)
 
 
 def _ints(dims: tuple[str, ...], values: Sequence[int], long_name: str) -> Variable:

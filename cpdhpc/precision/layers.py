@@ -6,6 +6,7 @@ They are torch's own, with the same arguments, parameters and names of parameter
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from math import prod, sqrt
 from typing import Any, cast
 
@@ -338,6 +339,9 @@ class Attention(Obedient, nn.MultiheadAttention):
         """Return what torch.nn.MultiheadAttention returns. Raises ValueError as it does."""
         if is_causal and attn_mask is None:
             raise ValueError("Attention: is_causal=True: needs attn_mask, as torch's")
+        if not self.policy.changes:
+            masks = key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
+            return self._by_torch(query, key, value, *masks)
         batched = query.dim() == 3
         given = [x if batched else x[None] for x in (query, key, value)]
         if batched and not self.batch_first:
@@ -363,6 +367,18 @@ class Attention(Obedient, nn.MultiheadAttention):
         if not need_weights:
             return output, None
         return output, weights.mean(-3) if average_attn_weights else weights
+
+    def _by_torch(self, query: Tensor, *given: Any) -> tuple[Tensor, Tensor | None]:
+        """Return what forward does where out_proj alone is rounded: all before it has torch's bits.
+
+        torch applies the weights of out_proj itself: it gets those that change nothing.
+        """
+        bare, same = copy(self), nn.Module()
+        same.weight = torch.eye(self.embed_dim, dtype=query.dtype, device=query.device)
+        same.register_parameter("bias", None)
+        bare._modules = {"out_proj": same}
+        mixture, weights = nn.MultiheadAttention.forward(bare, query, *given)
+        return self.out_proj(mixture), weights
 
     def _projected(self, given: Sequence[Tensor]) -> list[Tensor]:
         """Return float[batch, time, embedding], of query, key and value, with their weights."""
@@ -414,6 +430,8 @@ class Lstm(Obedient, nn.LSTM):
         """Return what torch.nn.LSTM returns. Raises TypeError for packed sequences."""
         if not isinstance(x, Tensor):
             raise TypeError(f"Lstm: x is {type(x).__name__}: a tensor is allowed")
+        if not self.policy.changes:
+            return super().forward(x, hx)
         batched = x.dim() == 3
         x = x if batched else x[:, None]
         x = x.transpose(0, 1) if batched and self.batch_first else x

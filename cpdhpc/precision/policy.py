@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from types import MappingProxyType
@@ -27,13 +28,14 @@ class Sums(Section):
     """forward, input_gradient, weight_gradient: how products are summed, see precision.matmul.
 
     accumulate: format of each partial sum; "torch": torch's own float32 product, with its bits
-    products, order, rounding, overflow, chunk, between, kahan: see precision.matmul
+    products, order, rounding, random_bits, overflow, chunk, between, kahan: see precision.matmul
     """
 
     accumulate: str = "fp32"
     products: str | None = None
     order: Order = "ascending"
     rounding: Rounding = "nearest"
+    random_bits: Annotated[int, Field(ge=0, le=31)] = 0
     overflow: Overflow = "inf"
     chunk: Annotated[int, Field(ge=0)] = 0
     between: str | None = None
@@ -115,6 +117,12 @@ class LayerPolicy(Section):
         """Return what is said by some keys."""
         return LayerPolicy(**{key: value for key, value in self.said().items() if key in keys})
 
+    @property
+    def changes(self) -> bool:
+        """Whether a layer computes anything else than torch's would."""
+        found = self.only(CHANGE).said().values()
+        return any(not each.by_torch if isinstance(each, Sums) else each.rounds for each in found)
+
     def told(self) -> str:
         """Return the keys that are given as people read them, in one line."""
         return ", ".join(
@@ -129,6 +137,7 @@ PRODUCTS = {  # keys that need a layer with products
     *("forward", "input_gradient", "weight_gradient"),
 }
 OTHERS = {*LayerPolicy.model_fields} - PRODUCTS
+CHANGE = {*PRODUCTS, "outputs"}  # keys that change what a layer computes
 
 
 class Rule(LayerPolicy):
@@ -139,6 +148,20 @@ class Rule(LayerPolicy):
     """
 
     layers: Annotated[str, Field(min_length=1)]
+
+    @field_validator("layers")
+    @classmethod
+    def _is_pattern(cls, pattern: str) -> str:
+        if "[" in re.sub(r"\[!?.[^]]*]", "", pattern):  # what is left of it has no end
+            raise ValueError("a [ without its ]: sets of characters are [ab] or [!ab], [ is [[]")
+        return pattern
+
+    @model_validator(mode="after")
+    def _says_something(self) -> Rule:
+        if not self.said():
+            known = ", ".join(LayerPolicy.model_fields)
+            raise ValueError(f"layers={self.layers!r}: says nothing: allowed beside it are {known}")
+        return self
 
     def matches(self, name: str, products: Sequence[str] = ()) -> bool:
         """Return whether it is for a layer; products: the names of those with products."""
@@ -223,11 +246,12 @@ class Policy(Section):
         found = {name: self.of(name, products) for name in (*products, *others)}
         if not products and any(rule.said().keys() & PRODUCTS for rule in self.rules):
             raise ConfigError("precision: the model has no layer with products that is converted")
-        free = [n for n in products if not any(r.matches(n, products) for r in self.rules)]
+        heard = [rule for rule in self.rules if rule.said().keys() & CHANGE]
+        free = [n for n in products if not any(rule.matches(n, products) for rule in heard)]
         if free and self.is_complete:
             raise ConfigError(
                 f"precision.complete=true: no rule is for {', '.join(free[:SHOWN])}: each layer "
-                "with products needs one"
+                "with products needs one of its tensors or sums"
             )
         return found
 

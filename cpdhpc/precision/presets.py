@@ -36,7 +36,7 @@ DELAYED = {"scaling": "delayed", "history": 16}
 WANG_SUMS = {"accumulate": "e6m9", "chunk": 64, "overflow": "saturate"}
 WANG_STEP = {"format": "e6m9", "rounding": "stochastic"}
 FLEX = {"format": "int16", "scaling": "flexpoint", "history": 16}
-FIXED = {"scaling": "fixed", "history": 100, "overflow_rate": 1e-4}
+FIXED = {"scaling": "fixed", "history": 100, "overflow_rate": 1e-4, "warmup": 100}
 OPERANDS, TENSORS = "weights activations errors", "weights activations outputs errors"
 
 PRESETS: dict[str, Preset] = {

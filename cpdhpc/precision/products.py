@@ -50,8 +50,8 @@ def matmul(
     Returns float32[..., m, n] of a's kind, the same bits for any number of threads. A sum begins
     with +0. In formats without NaN it becomes infinity, or else the largest
         number.
-    Raises TypeError where a or b is something else; ValueError for shapes that do not go together,
-    an unknown format or word, and chunk, between and kahan that do not go with order.
+    Raises TypeError where an argument is something else; ValueError for shapes that do not go
+    together, an unknown format or word, and chunk, between and kahan that do not go with order.
     Source: of rounded products and sums Han et al., arXiv 1911.08907; of chunks Wang et al., arXiv
     1812.08011.
     """
@@ -75,8 +75,10 @@ def _held(inputs: Name | tuple[Name, Name] | None) -> Inputs:
     """Return formats that hold all numbers of a and of b."""
     if inputs is None:
         return FLOAT32, FLOAT32
-    of_a, of_b = inputs if isinstance(inputs, tuple) else (inputs, inputs)
-    return _format(of_a), _format(of_b)
+    both = inputs if isinstance(inputs, tuple) else (inputs, inputs)
+    if len(both) != 2:
+        raise ValueError(f"matmul: inputs={inputs!r}: one format, or one of a and one of b")
+    return parse_format(both[0]), parse_format(both[1])
 
 
 def _products(
@@ -92,7 +94,7 @@ def _products(
         raise ValueError(f"matmul: between={between!r}: needs chunk, of 1 or more")
 
     def cast(name: Name) -> Cast:
-        given = _format(name)
+        given = parse_format(name)
         if isinstance(given, TableFormat):
             raise ValueError(f"matmul: {given.name}: products and sums are rounded to eXmY formats")
         return Cast(given, *rounding)
@@ -100,10 +102,6 @@ def _products(
     each = None if products == "exact" else cast(accumulate if products is None else products)
     wider = None if between is None else cast(between)
     return Products(cast(accumulate), each, order, chunk, wider, kahan)
-
-
-def _format(name: Name) -> Format:
-    return parse_format(name) if isinstance(name, str) else name
 
 
 def _matrices(a: Any, b: Any) -> tuple[Any, Any, tuple[int, ...]]:

@@ -1,10 +1,11 @@
-"""Formats that the gradients of each layer may travel in, by gradients that were recorded."""
+"""Formats of use for each layer's gradients on the wire, operands and sums, by recordings."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,11 @@ from ..compress.bucket import Bucket
 from ..formats import TILE, parse_format
 from ..train.gradients import Gradients, load
 from ..world.ranks import Loopback
-from .evidence import RAW, Layer
-from .measures import LOWEST, exponents
+from .evidence import OPERANDS, RAW, SUMS, Place, width
+from .measures import LOWEST, error, exponents, product_error
+from .recording import Recorded
+from .replay import operands, tensor_of
+from .tensors import TensorFormat
 
 Array = npt.NDArray[Any]
 
@@ -27,6 +31,19 @@ FORMATS = (  # bf16, and of each width all that have 2 to 5 exponent bits
     "bf16",
     *(f"e{e}m{bits - 1 - e}" for bits in BITS for e in range(2, min(5, bits - 1) + 1)),
 )
+
+
+ACCUMULATORS = (  # wider ranges too: nothing scales a sum
+    "bf16",
+    *(f"e{e}m{bits - 1 - e}" for bits in (24, 20, 16, 14, 12, 10, 9, 8) for e in range(4, 8)),
+)
+SCALED = "aps"  # operands have a power of two each, so that only their spread counts
+SATURATED = {"overflow": "saturate"}  # sums
+USED = {  # by products, as replay names them
+    "weights": ("forward", "input gradient"),
+    "activations": ("forward", "weight gradient"),
+    "errors": ("input gradient", "weight gradient"),
+}
 
 
 def modules_of(names: Iterable[str]) -> dict[str, list[str]]:
@@ -39,8 +56,8 @@ def modules_of(names: Iterable[str]) -> dict[str, list[str]]:
 
 def proposed(
     name: str, parameters: Sequence[str], method: LowBit, recorded: Sequence[Gradients]
-) -> Layer:
-    """Return a layer with float32 and the formats of use.
+) -> Place:
+    """Return a layer's gradients with float32 and the formats of use.
 
     These have fewer bits than float32, whole tiles counted; none has fewer bits than another and no
     larger error; and some of the gradient arrives.
@@ -56,29 +73,106 @@ def proposed(
     owns = [float(np.sum(np.square(np.mean(row, axis=0, dtype=np.float64)))) for row in rows]
     own = math.sqrt(math.fsum(o / (n or 1.0) for o, n in zip(owns, norms, strict=True)) / len(rows))
     sizes = tuple(int(np.prod(shape)) for shape in shapes)
-    plain = Layer(name, sizes, 0, 0, (RAW,), (0.0,))
-    ladder: list[tuple[str, float]] = []  # from the fewest bits on
-    for wire in sorted(FORMATS, key=lambda wire: parse_format(wire).bits):
+    plain = Place(name, sizes, *span([row for each in rows for row in each]), (RAW,), (0.0,))
+
+    def lost(wire: str) -> float:
         if plain.bits(wire) >= plain.bits(RAW):  # few values, whose tiles are mostly empty
-            continue
+            return math.inf
         try:
             squares = [
                 squared_error(replace(method, wire=wire), bucket, row) / (norm or 1.0)
                 for row, norm in zip(rows, norms, strict=True)
             ]
         except (ValueError, NonFiniteGradient):  # what the options do not take, or overflows
+            return math.inf
+        return math.sqrt(math.fsum(squares) / len(squares))
+
+    return laddered(plain, FORMATS, lost, own or 1.0)  # own: nothing would arrive
+
+
+def laddered(
+    plain: Place, names: Iterable[str], lost: Callable[[str], float], most: float
+) -> Place:
+    """Return a place with float32 and those formats of which none has fewer bits and less error.
+
+    lost: error of a format; most: what it must be below
+    """
+    ladder: list[tuple[str, float]] = []  # from the fewest bits on
+    for name in sorted(names, key=lambda name: parse_format(name).bits):
+        found = lost(name)
+        if not found < (ladder[-1][1] if ladder else most):  # NaN: it overflows
             continue
-        error = math.sqrt(math.fsum(squares) / len(squares))
-        if error >= (ladder[-1][1] if ladder else own or 1.0):  # own: nothing would arrive
-            continue
-        if ladder and parse_format(ladder[-1][0]).bits == parse_format(wire).bits:
+        if ladder and width(ladder[-1][0]) == width(name):
             ladder.pop()
-        ladder.append((wire, error))
-    counts = np.sum([exponents(row).counts for each in rows for row in each], axis=0)
-    (there,) = np.nonzero(counts)
-    low, high = (int(there[0]) + LOWEST, int(there[-1]) + LOWEST) if there.size else (0, 0)
-    wires, errors = zip(*[(RAW, 0.0), *reversed(ladder)], strict=True)
-    return Layer(name, sizes, low, high, wires, errors)
+        ladder.append((name, found))
+    formats, errors = zip(*[(RAW, 0.0), *reversed(ladder)], strict=True)
+    return replace(plain, formats=formats, errors=errors)
+
+
+def span(arrays: Iterable[Array]) -> tuple[int, int]:
+    """Return the least and the largest exponent of values; of zeros alone 0 and 0."""
+    (there,) = np.nonzero(np.sum([exponents(each).counts for each in arrays], axis=0))
+    return (int(there[0]) + LOWEST, int(there[-1]) + LOWEST) if there.size else (0, 0)
+
+
+def in_products(recorded: Recorded, name: str) -> list[Place]:
+    """Return a layer's operands, weight gradients and sums with float32 and the formats of use.
+
+    Errors are those of its three products against float64, root mean squares over those that a
+    tensor is used in and over iterations; of weight gradients that of rounding.
+    Raises replay.Missing where a tensor was not recorded whole, or its products are not known.
+    """
+    layer = recorded.layers[name]
+    tensors = {i: {kind: tensor_of(recorded, i, name, kind) for kind in OPERANDS}
+               for i in recorded.iterations}  # fmt: skip
+    whole = {i: operands(layer, each.__getitem__) for i, each in tensors.items()}
+    exact = {(i, product): a.astype(np.float64) @ b.astype(np.float64)
+             for i, each in whole.items() for product, (a, b) in each.items()}  # fmt: skip
+    gradients = [exact[i, "weight gradient"].astype(np.float32) for i in whole]
+    sizes = {kind: values.size for kind, values in next(iter(tensors.values())).items()}
+
+    def of_operand(kind: str, fmt: str) -> float:
+        how, found = scaled(fmt), []
+        for i, each in tensors.items():
+            some = operands(layer, {**each, kind: how.round(each[kind])}.__getitem__)
+            for product in USED[kind]:
+                a, b = (each.astype(np.float64) for each in some[product])
+                found.append(error(a @ b, exact[i, product]).relative)
+        return _mean_square(found)
+
+    def of_gradients(fmt: str) -> float:
+        return _mean_square([error(scaled(fmt).round(g), g).relative for g in gradients])
+
+    def of_sums(fmt: str) -> float:
+        how = {"accumulate": fmt} | SATURATED
+        return _mean_square([product_error(a, b, **how).relative
+                             for each in whole.values() for a, b in each.values()])  # fmt: skip
+
+    def plain(kind: str, size: int, arrays: Sequence[Array]) -> Place:
+        return Place(name, (size,), *span(arrays), (RAW,), (0.0,), kind)
+
+    found = [
+        laddered(
+            plain(kind, size, [each[kind] for each in tensors.values()]),
+            FORMATS,
+            partial(of_operand, kind),
+            1.0,
+        )
+        for kind, size in sizes.items()
+    ]
+    weights = plain("weight_gradients", sizes["weights"], gradients)
+    sums = plain(SUMS, sum(sizes.values()), [x.astype(np.float32) for x in exact.values()])
+    return [*found, laddered(weights, FORMATS, of_gradients, 1.0),
+            laddered(sums, ACCUMULATORS, of_sums, 1.0)]  # fmt: skip
+
+
+def scaled(fmt: str) -> TensorFormat:
+    """Return how a tensor is rounded to a format that the search has found."""
+    return TensorFormat(format=fmt, scaling=SCALED)
+
+
+def _mean_square(found: Sequence[float]) -> float:
+    return math.sqrt(math.fsum(each * each for each in found) / len(found))
 
 
 def squared_error(method: Aggregator, bucket: Bucket, rows: list[Array]) -> float:

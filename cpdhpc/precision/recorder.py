@@ -17,6 +17,7 @@ from ..collectives import sparse
 from ..collectives.checks import check_alike
 from ..config import ConfigError, validate
 from ..methods import suggest
+from ..ops import to_host
 from ..world.ranks import Loopback, Ranks
 from .recording import KIND, KINDS, Array, KindName, Recording, kept_rows
 
@@ -113,6 +114,7 @@ class Recorder:
 
     def _open(self, resume: bool) -> None:
         """Make the file, or see that it is one to go on with."""
+        self._made = False
         notes = {
             "kind": KIND,
             "settings": self.settings.model_dump_json(exclude={"file"}),
@@ -122,6 +124,7 @@ class Recorder:
             if self.path.exists():
                 raise ConfigError(f"Recorder: path={self.path}: is there already: not replaced")
             store.write(self.path, {}, notes)
+            self._made = True
             return
         there = store.read_attributes(self.path)
         for key, value in notes.items():
@@ -130,6 +133,11 @@ class Recorder:
                     f"Recorder: path={self.path}: has other {key}: {there.get(key)} there, "
                     f"{value} here"
                 )
+
+    def _take_back(self) -> None:
+        """Leave no empty file behind, which would keep the next run from its place."""
+        if self._made:
+            self.path.unlink()
 
     def begin(self, iteration: int) -> None:
         """Say which iteration is the next: 0 without it, and one more with each step.
@@ -172,7 +180,11 @@ class Recorder:
                 error = found
             self.world.agree(error, "Recorder.step")
             if self._most is None:
-                self._most = self._fitting(parts)
+                try:
+                    self._most = self._fitting(parts)
+                except ConfigError:  # on all processes alike
+                    self.world.on_first(self._take_back, "Recorder.step")
+                    raise
             if self._wanted:
                 self._write([self._thinned(each) for each in parts])
         self.begin(self.iteration + 1)
@@ -184,7 +196,7 @@ class Recorder:
         if self.world.process or not self._wanted:
             return
         if mean is not None and self.reducer is not None:
-            yield from self._parts("mean", -1, self._gradients(mean.flat))
+            yield from self._parts("mean", -1, self._gradients(to_host(mean.flat)))
         yield from self._parts("weights", -1, self._before)
         after = {name: _copied(each) for name, each in self.parameters.items()}
         with np.errstate(invalid="ignore"):
@@ -193,7 +205,7 @@ class Recorder:
 
     @property
     def _flats(self) -> Sequence[Array | None]:
-        return [None] if self.reducer is None else self.reducer.flats
+        return [None] if self.reducer is None else [to_host(x) for x in self.reducer.flats]
 
     def _gradients(self, flat: Array | None) -> dict[str, Array]:
         """Return the gradients in a buffer of the reducer, or p.grad, by the parameter's name."""

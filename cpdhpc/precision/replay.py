@@ -299,7 +299,7 @@ def _products(
                 of = _Layer(layer, partial(_tensor, by_name, iteration, name))
                 try:
                     operands = PRODUCTS[product](of)
-                except _Missing as why:
+                except Missing as why:
                     left_out.append(f"{product} of {name or '(model)'}: {why}")
                     break
                 terms[i] = operands.a.shape[1]
@@ -334,8 +334,26 @@ def _errors(operands: Operands, accumulates: Iterable[str]) -> list[list[float]]
     ]
 
 
-class _Missing(Exception):
+class Missing(Exception):
     """What a product lacks."""
+
+
+def operands(layer: dict[str, Any], read: Callable[[str], Array]) -> dict[str, Operands]:
+    """Return some rows and columns of a layer's products, by name in PRODUCTS.
+
+    layer: its type and geometry; read: its tensor of a kind. Raises Missing where its products are
+    not known, or read does.
+    """
+    of = _Layer(layer, read)
+    return {name: take(of) for name, take in PRODUCTS.items()}
+
+
+def tensor_of(recorded: Recorded, iteration: int, layer: str, kind: str) -> Array:
+    """Return a tensor of a layer for its products. Raises Missing where it is not there whole."""
+    by_name: dict[tuple[int, str, str], Tensor] = {
+        (t.iteration, t.kind, t.name): t for t in recorded.tensors
+    }
+    return _tensor(by_name, iteration, layer, kind)
 
 
 def _tensor(
@@ -344,9 +362,9 @@ def _tensor(
     name = f"{layer}.weight".lstrip(".") if kind == "weights" else layer
     found = by_name.get((iteration, kind, name))
     if found is None:
-        raise _Missing(f"its {kind} were not recorded")
+        raise Missing(f"its {kind} were not recorded")
     if found.is_thinned and kind != "weights":
-        raise _Missing(f"rows of its {kind} were left out")
+        raise Missing(f"rows of its {kind} were left out")
     return found.read()
 
 
@@ -354,7 +372,7 @@ def _tensor(
 class _Layer:
     """A layer as products of matrices: convolutions by the patches of their inputs, first group.
 
-    layer: type and geometry; read: the tensor of a kind. Raises _Missing where there is none.
+    layer: type and geometry; read: the tensor of a kind. Raises Missing where there is none.
     """
 
     layer: dict[str, Any]
@@ -362,13 +380,13 @@ class _Layer:
 
     @cached_property
     def spatial(self) -> int:
-        """Number of spatial axes, 0 of a linear layer. Raises _Missing for other layers."""
+        """Number of spatial axes, 0 of a linear layer. Raises Missing for other layers."""
         kind = str(self.layer["type"])
         if "kernel_size" in self.layer and "Conv" in kind and "Transpose" not in kind:
             return len(self.layer["kernel_size"])
         if "kernel_size" not in self.layer and "groups" not in self.layer and "Linear" in kind:
             return 0
-        raise _Missing(f"a layer of type {kind} has none that are known")
+        raise Missing(f"a layer of type {kind} has none that are known")
 
     @cached_property
     def groups(self) -> int:
@@ -420,9 +438,9 @@ def _patches(x: Array, layer: dict[str, Any]) -> Array:
 
 
 def _operands(a: Array, b: Array) -> Operands:
-    """Return some rows of a and columns of b. Raises _Missing where they do not go together."""
+    """Return some rows of a and columns of b. Raises Missing where they do not go together."""
     if a.shape[1] != b.shape[0] or not a.size or not b.size:
-        raise _Missing(f"matrices of {a.shape} and {b.shape} do not go together")
+        raise Missing(f"matrices of {a.shape} and {b.shape} do not go together")
     rows, columns = _spread(a.shape[0], OUTPUTS), _spread(b.shape[1], OUTPUTS)
     return Operands(np.ascontiguousarray(a[rows]), np.ascontiguousarray(b[:, columns]))
 

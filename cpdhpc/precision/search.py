@@ -1,129 +1,57 @@
-"""The fewest bits in which the gradients of each layer can travel, by trainings.
+"""The fewest bits of each layer, in which gradients travel and in its arithmetic, by trainings.
 
-A job of one row is trained in float32, with every seed. From gradients recorded there each layer
-gets its formats, those with the least error for their bits, and all layers an order of steps:
-first the one that saves the most bits for its error. Trainings tell how many of these steps the
-budget allows (bisection), and then layer by layer whether one more is possible, until none is.
-Every training is one more row of search.h5, which report shows; policy.toml has what was found.
-Seeds that the search has not seen tell what it is worth. --resume goes on after a kill.
+A job of one row is trained in float32, with every seed. From tensors recorded there each place (the
+gradients of a layer that travel, its operands, its sums) gets its formats, those with the least
+error for their bits, and all places an order of steps: first the one that saves the most bits for
+its error. Trainings tell how many of these steps the budget allows (bisection), and then place by
+place whether one more is possible, until none is. Every training is one more row of search.h5,
+which report shows; policy.toml has what was found. Seeds that the search has not seen tell what it
+is worth. --resume goes on after a kill.
 """
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from .. import store
-from ..compress import Aggregator, LowBit, NoCompression
+from ..collectives.checks import NonFiniteGradient
+from ..compress import Aggregator, NoCompression
 from ..compress.lowbit import LayerWire
-from ..config import ConfigError, UserError, difference, dump_toml, override, read_toml
+from ..config import ConfigError, Raw, UserError, difference, dump_toml, validate
 from ..provenance import attributes
 from ..train import gradients
 from ..train.command import Trainer
 from ..train.fitting import samples_of
-from ..train.job import MAY_DIFFER, Job, load
-from ..train.loop import Diverged
-from ..train.output import Files
-from ..train.update import ByAllreduce
-from .evidence import FILE, RAW, Evidence, Layer, Trial
-from .proposals import mean_error, modules_of, proposed
+from ..train.job import MAY_DIFFER, Job
+from ..train.loop import Diverged, gradient_of
+from ..train.progress import Files
+from ..train.setup import prepare
+from . import recording
+from .asked import Asked
+from .evidence import FILE, OPERANDS, RAW, SUMS, WIRE, Evidence, Place, Trial
+from .policy import Policy
+from .proposals import SATURATED, SCALED, in_products, mean_error, modules_of, proposed
+from .replay import Missing
 
 UNIFORM = "e4m3"  # what the result is compared with
+UNIFORM_SUMS = "e6m9"  # for it: Wang et al., arXiv 1812.08011, without their chunks
 POLICY, RUNS = "policy.toml", "runs"
 COUNTS = "search.trials", "search.test_seeds"  # may be others where a search goes on
 WITHIN, BEYOND = "within", "beyond"
 BISECTION, STEP, TESTED = "bisection", "one step more", "unseen seeds"
-RECORDED = (0.02, 0.15, 0.5, 0.98)  # of the iterations of a run: when gradients are looked at
-Levels = tuple[int, ...]  # of each layer: which of its formats
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What is searched for.
-
-    jobs: one for each seed; budget: points that the accuracy may be below that of float32
-    gradient_error: that the mean gradient may have, relative to the float64 one; one of the two
-    most: trainings at most, those of reference apart; unseen: seeds to test with
-    """
-
-    jobs: list[Job]
-    budget: float | None
-    gradient_error: float | None
-    most: int
-    unseen: int
-
-    @property
-    def seeds(self) -> tuple[int, ...]:
-        """The seeds of the search."""
-        return tuple(job.seed for job in self.jobs)
-
-    @property
-    def further(self) -> tuple[int, ...]:
-        """Seeds that the search does not see."""
-        return tuple(range(max(self.seeds) + 1, max(self.seeds) + 1 + self.unseen))
-
-    @property
-    def method(self) -> LowBit:
-        """How gradients travel, but for the format."""
-        given = self.jobs[0].gradient
-        if isinstance(given, LowBit):
-            return replace(given, layers={})
-        assert isinstance(given, NoCompression), "check has seen it"
-        return LowBit(algorithm=given.algorithm, machine=given.machine)
-
-    def toml(self) -> str:
-        """Return all of it as TOML text."""
-        search = {
-            "budget": self.budget,
-            "gradient_error": self.gradient_error,
-            "trials": self.most,
-            "test_seeds": self.unseen,
-            "seeds": list(self.seeds),
-        }
-        return dump_toml(self.jobs[0].plain() | {"search": search})
-
-
-def asked_of(arguments: argparse.Namespace, settings: Sequence[str], processes: int) -> Asked:
-    """Return what is asked for. Raises ConfigError for what cannot be searched."""
-    of = arguments
-    if (of.budget is None) == (of.gradient_error is None):
-        raise ConfigError("search: --budget POINTS or --gradient-error SHARE: give one of them")
-    for name, value in (("--budget", of.budget), ("--gradient-error", of.gradient_error)):
-        if value is not None and not (0 < value < math.inf):
-            raise ConfigError(f"search: {name} {value:g}: must be above 0")
-    if of.trials < 1 or of.test_seeds < 0:
-        raise ConfigError(
-            f"search: --trials {of.trials}, --test-seeds {of.test_seeds}: must be 1 or more, and 0 "
-            "or more"
-        )
-    jobs, train = load(of.file, settings), override(read_toml(of.file), settings).get("train", {})
-    if len({job.name for job in jobs}) > 1:
-        names = ", ".join(dict.fromkeys(job.name for job in jobs))
-        raise ConfigError(f"{of.file}: compare: has rows {names}: a search takes one")
-    if not {"seed", "seeds"} & train.keys():
-        raise ConfigError(f"{of.file}: train.seeds: is missing: a search needs to know them")
-    job = jobs[0]
-    wrong = {
-        "gradient.aggregator": (type(job.gradient) in (LowBit, NoCompression), "none or lowbit"),
-        "update.name": (isinstance(job.update, ByAllreduce), "allreduce"),
-        "stages.count": (job.stages.count == 1, "1"),
-        "metric.name": (of.budget is None or job.metric.label == "accuracy", "accuracy: --budget "
-            "counts its points; other metrics take --gradient-error"),
-        "gradient.algorithm": (getattr(job.gradient, "algorithm", "") != "mpi", "one that rounds"),
-    }  # fmt: skip
-    for key, (fits, allowed) in wrong.items():
-        if not fits:
-            raise ConfigError(f"{of.file}: {key}: a search takes {allowed}")
-    if processes * job.train.virtual_ranks == 1:
-        raise ConfigError(
-            f"{of.file}: one rank sends no gradient, nothing can be saved: mpirun or "
-            "train.virtual_ranks=2 or more"
-        )
-    return Asked(jobs, of.budget, of.gradient_error, of.trials, of.test_seeds)
+RECORDED = (0.02, 0.15, 0.5, 0.98)  # of the iterations of a run: when tensors are looked at
+PRODUCTS_OF_A_LAYER = "forward", "input_gradient", "weight_gradient"
+Task = tuple[str, Callable[[], list[Place]]]  # of a layer: what gives its places
+Levels = tuple[int, ...]  # of each place: which of its formats
 
 
 class Search:
@@ -136,22 +64,30 @@ class Search:
 
     def run(self) -> None:
         """Search to the end. Collective. Raises UserError or Interrupted on all alike."""
+        self._say(f"search: {self.asked.cost}")
+        began = time.perf_counter()
         self._begin()
-        layers = self.evidence.layers
-        float32, uniform = (RAW,) * len(layers), (UNIFORM,) * len(layers)
+        places = self.evidence.places
+        float32 = (RAW,) * len(places)
+        uniform = tuple(UNIFORM_SUMS if each.tensor == SUMS else UNIFORM for each in places)
         if math.isnan(self._trial(float32, "float32").score):
             raise UserError(f"search: float32 fails: {self.evidence.trials[0].verdict}")
+        self._say(f"float32 took {time.perf_counter() - began:.0f} s, formats proposed")
         self._trial(uniform, f"uniform {UNIFORM}")
-        steps = narrowing(layers)
+        steps = narrowing(places)
         if len(steps) == 1:
             raise UserError("search: nothing can be saved: float32 has the fewest bits everywhere")
-        found = formats_of(layers, self._narrowed(self._bisected(steps)))
+        found = formats_of(places, self._narrowed(self._bisected(steps)))
         if self.asked.further:
             for formats in dict.fromkeys((float32, uniform, found)):
                 self._trial(formats, TESTED, self.asked.further)
         self._keep(replace(self.evidence, found=found))
         text = policy(self.evidence, self.asked)
         self.world.on_first(lambda: store.put(self.directory / POLICY, text), "search")
+
+    def _say(self, line: str) -> None:
+        if self.world.process == 0:
+            print(line, flush=True)
 
     def _begin(self) -> None:
         """Take over the evidence in the directory; else train in float32, and propose formats."""
@@ -175,8 +111,9 @@ class Search:
         if there is not None:
             self.evidence = replace(there, provenance=self.evidence.provenance)
             return
-        files = self._train(self._jobs((), self.asked.seeds))
-        self.evidence = replace(self.evidence, layers=self._proposed(files))
+        jobs = self._jobs((), self.asked.seeds)
+        places = self._proposed(jobs[0], self._train(jobs))
+        self.evidence = replace(self.evidence, places=places)
 
     def _keep(self, evidence: Evidence) -> None:
         """Go on with some evidence, written. Collective."""
@@ -184,18 +121,29 @@ class Search:
         self.world.on_first(lambda: evidence.write(self.directory / FILE), "search")
 
     def _jobs(self, formats: tuple[str, ...], seeds: Sequence[int]) -> list[Job]:
-        """Return the jobs of a trial; formats: by layer, () for float32. Collective."""
+        """Return the jobs of a trial; formats: by place, () for float32. Collective."""
         base, plain = self.asked.jobs[0], not set(formats) - {RAW}
         code = hashlib.sha256(" ".join(formats).encode()).hexdigest()[:10]
-        looked = plain or self.asked.gradient_error is not None
-        recorded = self._iterations() if looked else ()
+        by_run = self.asked.gradient_error is not None and not self.asked.arithmetic
+        looked = self._iterations() if plain or by_run else ()
+        rules = validate(
+            Policy, {"rule": rules_of(self.evidence.places, formats, wires=False)}, "search"
+        )
+        common = {
+            "name": f"{base.name}-{'float32' if plain else code}",
+            "gradient": self._method(formats),
+            "precision": base.precision.model_copy(
+                update={"rule": (*base.precision.rule, *rules.rule)}
+            ),
+        }
         jobs = []
         for seed in seeds:
-            here = recorded if seed == self.asked.seeds[0] else ()
+            here = looked if seed == self.asked.seeds[0] else ()
             train = base.train.model_copy(update={"seeds": (seed,), "record_gradients": here})
-            name = f"{base.name}-{'float32' if plain else code}"
-            update = {"name": name, "gradient": self._method(formats), "train": train}
-            jobs.append(base.model_copy(update=update))
+            whole = here if plain and self.asked.arithmetic else ()
+            kept = {"every": 0, "iterations": whole, "tensors": OPERANDS, "file": ""}
+            record = base.record.model_copy(update=kept)
+            jobs.append(base.model_copy(update={**common, "train": train, "record": record}))
         return jobs
 
     def _iterations(self) -> tuple[int, ...]:
@@ -207,13 +155,15 @@ class Search:
 
     def _method(self, formats: tuple[str, ...]) -> Aggregator:
         """Return how gradients travel in a trial."""
-        method = self.asked.method
-        if not set(formats) - {RAW}:
+        if not self.asked.wire:
+            return self.asked.jobs[0].gradient
+        method, rows = self.asked.method, zip(self.evidence.places, formats, strict=False)
+        wires = {place.name: wire for place, wire in rows if place.tensor == WIRE}
+        if not {*wires.values()} - {RAW}:
             return NoCompression(algorithm=method.algorithm, machine=method.machine)
-        if len(set(formats)) == 1:
-            return replace(method, wire=formats[0])
-        rows = zip(self.evidence.layers, formats, strict=True)
-        return replace(method, layers={layer.name: LayerWire(wire) for layer, wire in rows})
+        if len({*wires.values()}) == 1:
+            return replace(method, wire=next(iter(wires.values())))
+        return replace(method, layers={name: LayerWire(wire) for name, wire in wires.items()})
 
     def _train(self, jobs: list[Job]) -> list[Path]:
         """Train, and return the files of the first run's gradients. Collective."""
@@ -227,19 +177,36 @@ class Search:
 
         return self.world.on_first(tidied, "search")
 
-    def _proposed(self, files: list[Path]) -> tuple[Layer, ...]:
-        """Return the layers with their formats, by the gradients of float32. Collective."""
-        world = self.world
+    def _proposed(self, job: Job, files: list[Path]) -> tuple[Place, ...]:
+        """Return the places with their formats, by what float32 has recorded. Collective."""
+        world, asked = self.world, self.asked
+        path = Files.of(self.directory / RUNS, job).recording(job)
 
-        def of_process() -> dict[int, Layer]:
-            recorded = [gradients.load(path) for path in files]
-            modules = list(modules_of(recorded[0].layers).items())
-            mine = range(world.process, len(modules), world.processes)
-            return {i: proposed(*modules[i], self.asked.method, recorded) for i in mine}
+        def of_process() -> list[tuple[int, list[Place], str]]:
+            recorded, tasks = [gradients.load(each) for each in files], list[Task]()
+            if asked.wire:
+                for name, names in modules_of(recorded[0].layers).items():
+                    tasks.append((name, partial(_sent, name, names, asked.method, recorded)))
+            if asked.arithmetic:
+                tensors = recording.load(path)
+                tasks += [(name, partial(in_products, tensors, name)) for name in tensors.layers]
+            found = []
+            for i in range(world.process, len(tasks), world.processes):
+                name, places = tasks[i]
+                try:
+                    found.append((i, places(), ""))
+                except Missing as why:
+                    found.append((i, [], f"{name}: {why}"))
+            return found
 
-        parts = world.gather_from(of_process, "search: formats of layers")
-        known = {i: layer for part in parts for i, layer in part.items()}
-        return tuple(known[i] for i in range(len(known)))
+        parts = world.gather_from(of_process, "search: formats of places")
+        known = sorted((each for part in parts for each in part), key=lambda each: each[0])
+        for left in filter(None, (why for _, _, why in known)):
+            self._say(f"left in float32: {left}")
+        places = tuple(place for _, some, _ in known for place in some)
+        if asked.arithmetic and all(place.tensor == WIRE for place in places):
+            raise UserError("search: no layer with products was recorded: --over wire searches on")
+        return places
 
     def _trial(
         self, formats: tuple[str, ...], what: str, seeds: tuple[int, ...] | None = None
@@ -251,18 +218,52 @@ class Search:
         jobs = self._jobs(formats, seeds)
         try:
             files = self._train(jobs)
-            trial = self.world.on_first(lambda: self._judged(jobs, formats, what, files), "search")
+            error = self._error(jobs[0], formats, files)
+            judged = partial(self._judged, jobs, formats, what, error)
+            trial = self.world.on_first(judged, "search")
         except Diverged as error:
             nothing = (math.nan,) * len(seeds)
             trial = Trial(formats, seeds, what, nothing, math.nan, math.nan, str(error))
         self._keep(replace(self.evidence, trials=(*self.evidence.trials, trial)))
-        if self.world.process == 0:
-            print(f"[{len(self.evidence.trials)}] {told(self.evidence, trial)}", flush=True)
+        self._say(f"[{len(self.evidence.trials)}] {told(self.evidence, trial)}")
         return trial
 
-    def _judged(
-        self, jobs: list[Job], formats: tuple[str, ...], what: str, files: list[Path]
-    ) -> Trial:
+    def _error(self, job: Job, formats: tuple[str, ...], files: list[Path]) -> float:
+        """Return the error of the mean gradient of a trial, NaN where nobody asks. Collective.
+
+        Over wires of gradients that the run has recorded; over arithmetic of those at the weights
+        and with the batches that float32 recorded.
+        """
+        if not self.asked.arithmetic:
+            return self.world.on_first(
+                lambda: mean_error(job.gradient, files) if files else math.nan, "search"
+            )
+        if self.asked.gradient_error is None:
+            return math.nan
+        base = self._jobs((), self.asked.seeds[:1])[0]
+        before = Files.of(self.directory / RUNS, base)
+        tensors, squares = recording.load(before.recording(base)), []
+        training = prepare(job, self.trainer.world_of(job), self.trainer.data_of(job), before)
+        with training.reducer, training.workers:
+            for i in tensors.iterations:
+                weights = {t.name: t.read() for t in tensors.tensors
+                           if t.iteration == i and t.kind == "weights"}  # fmt: skip
+                exact = gradients.load(gradients.path_of(before.record, i))
+                try:
+                    found = gradient_of(training, weights, i)
+                except NonFiniteGradient:  # on all processes alike
+                    squares.append(math.inf)
+                    break
+                square = norm = 0.0
+                for name, each in exact.layers.items():
+                    mean = each.mean(0, np.float64) / exact.loss_scale
+                    square += float(np.sum(np.square(found[name] - mean)))
+                    norm += float(np.sum(np.square(mean)))
+                squares.append(square / (norm or 1.0))
+        training.close()
+        return math.sqrt(math.fsum(squares) / len(squares))
+
+    def _judged(self, jobs: list[Job], formats: tuple[str, ...], what: str, error: float) -> Trial:
         """Return a trial whose runs are complete, with its verdict."""
         column, scores, sent = f"test_{jobs[0].metric.label}", [], []
         factor = 100 if jobs[0].metric.label == "accuracy" else 1
@@ -270,7 +271,6 @@ class Search:
             groups, _ = store.read(Files.of(self.directory / RUNS, job).record)
             scores.append(factor * float(groups["epochs"][column][-1]))
             sent.append(float(groups["steps"]["wire_bytes"].max(axis=1).mean()))
-        error = mean_error(jobs[0].gradient, files) if files else math.nan
         trial = Trial(
             formats, tuple(job.seed for job in jobs), what, tuple(scores), max(sent), error, WITHIN
         )
@@ -283,12 +283,13 @@ class Search:
         return trial if is_within else replace(trial, verdict=BEYOND)
 
     def _passes(self, levels: Levels, what: str) -> bool:
-        return self._trial(formats_of(self.evidence.layers, levels), what).verdict == WITHIN
+        return self._trial(formats_of(self.evidence.places, levels), what).verdict == WITHIN
 
     @property
     def _may_go_on(self) -> bool:
         """Whether there may be another training."""
-        return sum(t.what in (BISECTION, STEP) for t in self.evidence.trials) < self.asked.most
+        done = sum(trial.what != TESTED for trial in self.evidence.trials)
+        return done + self.asked.reserved < self.asked.most
 
     def _bisected(self, steps: list[Levels]) -> Levels:
         """Return the last of some steps that is within the budget; the first one is float32."""
@@ -300,13 +301,13 @@ class Search:
 
     def _narrowed(self, levels: Levels) -> Levels:
         """Return levels of which none can be one more within the budget."""
-        layers, closed = self.evidence.layers, set[int]()
+        places, closed = self.evidence.places, set[int]()
         while self._may_go_on:
-            able = [i for i, at in enumerate(levels) if at + 1 < len(layers[i].formats)]
+            able = [i for i, at in enumerate(levels) if at + 1 < len(places[i].formats)]
             able = [i for i in able if i not in closed]
             if not able:
                 break
-            best = max(able, key=lambda i: saved(layers[i], levels[i]))
+            best = max(able, key=lambda i: saved(places[i], levels[i]))
             tried = stepped(levels, best)
             if self._passes(tried, STEP):
                 levels = tried
@@ -315,33 +316,51 @@ class Search:
         return levels
 
 
-def saved(layer: Layer, level: int) -> int:
-    """Return the bits that a layer's next format saves."""
-    return layer.bits(layer.formats[level]) - layer.bits(layer.formats[level + 1])
+def _sent(*of: Any) -> list[Place]:
+    return [proposed(*of)]
 
 
-def stepped(levels: Levels, layer: int) -> Levels:
-    """Return levels with the next format of a layer."""
-    return (*levels[:layer], levels[layer] + 1, *levels[layer + 1 :])
+def saved(place: Place, level: int) -> int:
+    """Return the bits that a place's next format saves."""
+    return place.bits(place.formats[level]) - place.bits(place.formats[level + 1])
 
 
-def formats_of(layers: Sequence[Layer], levels: Levels) -> tuple[str, ...]:
-    """Return the format of each layer."""
-    return tuple(layer.formats[at] for layer, at in zip(layers, levels, strict=True))
+def stepped(levels: Levels, place: int) -> Levels:
+    """Return levels with the next format of a place."""
+    return (*levels[:place], levels[place] + 1, *levels[place + 1 :])
 
 
-def narrowing(layers: Sequence[Layer]) -> list[Levels]:
+def formats_of(places: Sequence[Place], levels: Levels) -> tuple[str, ...]:
+    """Return the format of each place."""
+    return tuple(place.formats[at] for place, at in zip(places, levels, strict=True))
+
+
+def rules_of(places: Sequence[Place], formats: Sequence[str], wires: bool) -> list[Raw]:
+    """Return the rules of [precision] of what is rounded; wires: and of what travels."""
+    rules: dict[str, Raw] = {}
+    for place, name in zip(places, formats, strict=False):
+        rule = rules.setdefault(place.name, {"layers": place.name or "*"})
+        if place.tensor == WIRE:
+            rule |= {WIRE: name} if wires else {}
+        elif name != RAW and place.tensor == SUMS:
+            rule |= dict.fromkeys(PRODUCTS_OF_A_LAYER, {"accumulate": name} | SATURATED)
+        elif name != RAW:
+            rule[place.tensor] = {"format": name, "scaling": SCALED}
+    return [rule for rule in rules.values() if len(rule) > 1]
+
+
+def narrowing(places: Sequence[Place]) -> list[Levels]:
     """Return steps from the most bits to the fewest, each that saves the most bits for its error.
 
-    The squares of the layers' errors add up to that of the whole gradient.
+    The squares of the places' errors add up, as if they were independent.
     """
-    levels = (0,) * len(layers)
+    levels = (0,) * len(places)
     steps = [levels]
-    while able := [i for i, at in enumerate(levels) if at + 1 < len(layers[i].formats)]:
+    while able := [i for i, at in enumerate(levels) if at + 1 < len(places[i].formats)]:
 
         def worth(i: int, levels: Levels = levels) -> float:
-            before, after = layers[i].errors[levels[i] : levels[i] + 2]
-            return saved(layers[i], levels[i]) / max(after**2 - before**2, 1e-300)
+            before, after = places[i].errors[levels[i] : levels[i] + 2]
+            return saved(places[i], levels[i]) / max(after**2 - before**2, 1e-300)
 
         levels = stepped(levels, max(able, key=worth))
         steps.append(levels)
@@ -350,11 +369,11 @@ def narrowing(layers: Sequence[Layer]) -> list[Levels]:
 
 def told(evidence: Evidence, trial: Trial) -> str:
     """Return a line about a trial."""
-    width = sum(x.bits(w) for x, w in zip(evidence.layers, trial.formats, strict=True))
-    bits = f"{width / sum(layer.values for layer in evidence.layers):.2f} bits a value"
+    widths = evidence.widths(trial.formats)
+    bits = ", ".join(f"{tensor} {width:.2f}" for tensor, width in widths.items())
     score = "" if math.isnan(trial.score) else f", score {trial.score:.2f}"
     error = "" if math.isnan(trial.error) else f", error of the mean {trial.error:.2g}"
-    return f"{trial.what}: {bits}{score}{error}: {trial.verdict}"
+    return f"{trial.what}: {bits} bits a value{score}{error}: {trial.verdict}"
 
 
 def policy(evidence: Evidence, asked: Asked) -> str:
@@ -366,11 +385,10 @@ def policy(evidence: Evidence, asked: Asked) -> str:
     )
     lines = [f"# cpdhpc precision search: budget {limit}; {len(evidence.trials)} trainings"]
     for seeds in filter(None, (asked.seeds, asked.further)):
-        for formats in dict.fromkeys(((RAW,) * len(evidence.layers), evidence.found)):
+        for formats in dict.fromkeys(((RAW,) * len(evidence.places), evidence.found)):
             trial = evidence.trial(formats, seeds)
             if trial is not None:
                 numbers = ", ".join(map(str, seeds))
                 lines.append(f"# seeds {numbers}: {told(evidence, trial)}")
-    rows = zip(evidence.layers, evidence.found, strict=True)
-    rules = [{"layers": layer.name, "wire": wire} for layer, wire in rows]
+    rules = rules_of(evidence.places, evidence.found, wires=True)
     return "\n".join(lines) + "\n" + dump_toml({"precision": {"rule": rules}})

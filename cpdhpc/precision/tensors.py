@@ -13,6 +13,7 @@ from pydantic import Field, field_validator, model_validator
 
 from ..config import Section
 from ..formats import (
+    MICROSCALING,
     SHARED,
     SHIFT_BIAS,
     SHIFT_NONFINITE,
@@ -51,12 +52,13 @@ class TensorFormat(Section):
             format less floor(log2(amax)), so that values may saturate
         "fixed": a power of two that follows how often values overflow: every history calls it is
             halved where the share is above overflow_rate, and doubled where the share would not be
-            so then; numbers up to 2^exponent fit at first, by default the first tensor
+            so then; numbers up to 2^exponent fit at first, by default the first tensor; or those of
+            the first warmup calls, which are not rounded
         "flexpoint": a power of two for what is expected of the last history amax: 2 (m + 3 s),
             with their mean m and standard deviation s
     rounding, overflow, random_bits: as Cast's; history: calls; margin: a power of two; expect: of
         the history
-    exponent, overflow_rate: see "fixed"
+    exponent, overflow_rate, warmup: see "fixed"
     Source: amax, delayed: Micikevicius et al., arXiv 2209.05433, as in NVIDIA's Transformer
     Engine; aps: Han et al., arXiv 1911.08907; blocks: OCP Microscaling Formats v1.0, section 6.3;
     fixed: Courbariaux et al., arXiv 1412.7024, section 5; flexpoint: Koester et al., NIPS 2017.
@@ -72,6 +74,7 @@ class TensorFormat(Section):
     expect: Literal["max", "recent"] = "max"
     exponent: Annotated[int, Field(ge=-126, le=127)] | None = None
     overflow_rate: Annotated[float, Field(ge=0, lt=1)] = 1e-4
+    warmup: Annotated[int, Field(ge=0, lt=2**24)] = 0
 
     @model_validator(mode="before")
     @classmethod
@@ -79,7 +82,11 @@ class TensorFormat(Section):
         table = {"format": raw} if isinstance(raw, str) else raw
         if not isinstance(table, dict) or wire_scaling(table.get("format")) not in SCALINGS:
             return table
-        return {"scaling": wire_scaling(table["format"])} | table
+        name, own = table["format"], wire_scaling(table["format"])
+        given, fmt = table.get("scaling", own), MICROSCALING[name].name
+        if given != own:
+            raise ValueError(f"scaling={given!r}: {name} has {own}: for another one name {fmt}")
+        return {"scaling": own} | table
 
     @field_validator("format")
     @classmethod
@@ -109,6 +116,8 @@ class TensorFormat(Section):
             raise ValueError(
                 f"scaling={self.scaling!r}: {self.format} is not rounded: must be none"
             )
+        if self.warmup and self.exponent is not None:
+            raise ValueError("warmup and exponent: give one of them")
         return self
 
     @property
@@ -162,6 +171,11 @@ class TensorFormat(Section):
             return _in_blocks(x, self.cast, SHARED[self.scaling], axis, key)
         amax, finite = amax_of(flat)
         known = self.state() if state is None else state
+        if state is not None and known[0] < self.warmup:
+            if learns:
+                known[0] += 1
+                _learn_range(known, amax)
+            return x.copy()
         scale = scaling.scale(self, known, amax)
         if learns and scaling.learn:
             known[0] += 1
@@ -323,6 +337,12 @@ def _fixed(how: TensorFormat, state: Array, amax: float) -> Scale:
     return max(fmt.emax + 1 - exponent, fmt.shift_min)
 
 
+def _learn_range(state: Array, amax: float) -> None:
+    """Let "fixed" begin where numbers up to the largest of the warm-up fit."""
+    if amax:
+        state[1] = max(float(state[1]), 2.0 ** min(math.frexp(amax)[1], 127))
+
+
 def _learn_shares(how: TensorFormat, state: Array, x: Array, amax: float, scale: Scale) -> None:
     if amax == 0 and state[1] == NEVER:
         return  # zeros do not say where to begin
@@ -364,7 +384,10 @@ SCALINGS: dict[str, Scaling] = {
     "block32": Scaling(None),
     "block16": Scaling(None),
     "fixed": Scaling(
-        _fixed, ("history", "exponent", "overflow_rate"), _learn_shares, lambda n: 2 * n + 1
+        _fixed,
+        ("history", "exponent", "overflow_rate", "warmup"),
+        _learn_shares,
+        lambda n: 2 * n + 1,
     ),
     "flexpoint": Scaling(_flexpoint, ("history",), _learn_saturated, lambda n: n),
 }

@@ -1,27 +1,27 @@
-"""What is shown of a search of bits: the layers, its trainings, where the bits go."""
+"""What is shown of a search of bits: layers and their tensors, trainings, where the bits go."""
 
 from __future__ import annotations
 
 import json
 import tomllib
+from collections.abc import Sequence
 from math import isnan
 from pathlib import Path
 
 import numpy as np
 
-from ..formats import wire_format
-from ..precision.evidence import RAW, Evidence, Layer, Trial
+from ..precision.evidence import RAW, WIRE, Evidence, Place, Trial, width
 from . import units
 from .figures import GREY, Axis, Chart, Panel, Series, Style, styles
 from .tables import Column, Report, Section, tabulate
 
 CAPTION = (
-    "Bits: of a value's code. Share: of all bits that travel, whole tiles of 1,024 values. "
-    "Exponents: of the gradients that were looked at. Error: of the layer, relative to the whole "
-    "mean gradient in float64."
+    "Wire: gradients that travel. Bits: of a value's code. Share: of all bits, of a batch; of what "
+    "travels whole tiles of 1,024 values. Exponents: of what was looked at. Error: wire: of the "
+    "layer, relative to the whole mean gradient in float64; others: of the layer's products."
 )
 TRAININGS = (
-    "Bits: that travel, over the number of values. Sent: in a step, by the rank that sends most. "
+    "Bits: over the number of values, by tensor. Sent: in a step, by the rank that sends most. "
     "Score: mean over seeds, an accuracy in percent. To float32: with the same seeds."
 )
 
@@ -40,41 +40,36 @@ def search_report(path: Path) -> Report:
     )
 
 
-def width(wire: str) -> int:
-    """Return the bits of a value's code."""
-    fmt = wire_format(wire)
-    return 32 if fmt is None else fmt.bits
-
-
 def _layers(of: Evidence) -> list[Section]:
-    pairs = list(zip(of.layers, of.found, strict=True))
-    total = sum(layer.bits(wire) for layer, wire in pairs)
+    pairs = list(zip(of.places, of.found, strict=True))
+    total = sum(place.bits(name) for place, name in pairs)
 
-    def error(pair: tuple[Layer, str]) -> str:
-        layer, wire = pair
-        return units.digits(layer.errors[layer.formats.index(wire)])
+    def error(pair: tuple[Place, str]) -> str:
+        place, name = pair
+        return units.digits(place.errors[place.formats.index(name)])
 
     columns = [
-        Column[tuple[Layer, str]]("layer", lambda p: p[0].name, numbers=False),
-        Column[tuple[Layer, str]]("values", lambda p: f"{p[0].values:,}"),
-        Column[tuple[Layer, str]]("exponents", lambda p: f"{p[0].low} .. {p[0].high}"),
-        Column[tuple[Layer, str]]("format", lambda p: p[1], numbers=False),
-        Column[tuple[Layer, str]]("bits", lambda p: str(width(p[1]))),
-        Column[tuple[Layer, str]]("share\n%", lambda p: f"{100 * p[0].bits(p[1]) / total:.1f}"),
-        Column[tuple[Layer, str]]("error", error),
+        Column[tuple[Place, str]]("layer", lambda p: p[0].name, numbers=False),
+        Column[tuple[Place, str]]("tensor", lambda p: p[0].tensor, numbers=False),
+        Column[tuple[Place, str]]("values", lambda p: f"{p[0].values:,}"),
+        Column[tuple[Place, str]]("exponents", lambda p: f"{p[0].low} .. {p[0].high}"),
+        Column[tuple[Place, str]]("format", lambda p: p[1], numbers=False),
+        Column[tuple[Place, str]]("bits", lambda p: str(width(p[1]))),
+        Column[tuple[Place, str]]("share\n%", lambda p: f"{100 * p[0].bits(p[1]) / total:.1f}"),
+        Column[tuple[Place, str]]("error", error),
     ]
-    names = [layer.name for layer in of.layers]
+    names = [place.label for place in of.places]
     at = np.arange(len(names), dtype=float)
     style = styles(["found", "share"])
-    bits = [float(width(wire)) for _, wire in pairs]
-    shares = [100 * layer.bits(wire) / total for layer, wire in pairs]
-    least = [float(width(layer.formats[-1])) for layer, _ in pairs]
+    bits = [float(width(name)) for _, name in pairs]
+    shares = [100 * place.bits(name) / total for place, name in pairs]
+    least = [float(width(place.formats[-1])) for place, _ in pairs]
     rows = Axis("layer", names=names)
     chart = Chart(
         "bits_by_layer",
         "Bits by layer",
-        ["Found by the search; the line: eight bits for all layers."],
-        "Bits of the gradients of each layer, and which share of all bits it takes.",
+        ["Found by the search; the line: eight bits."],
+        "Bits of each layer's tensors, and which share of all bits they take.",
         [
             Panel(
                 "",
@@ -103,24 +98,34 @@ def _worth(of: Evidence) -> str:
     """Return what was found is worth, by seeds that the search has not seen if there are some."""
     float32, *others = [t for t in of.trials if t.seeds == of.trials[-1].seeds]
     found = next((t for t in others if t.formats == of.found), float32)
-    uniform = next((t for t in others if len(set(t.formats)) == 1), float32)
-    less = 100 * (1 - found.sent_bytes / uniform.sent_bytes)
+    alike = next((t.formats for t in of.trials if t.what.startswith("uniform")), float32.formats)
+    uniform = next((t for t in others if t.formats == alike), float32)
     seeds = ", ".join(map(str, found.seeds))
-    return (
-        f"With seeds {seeds}: {found.score - float32.score:+.2f} to float32, {less:.0f} % fewer "
-        f"bytes than {uniform.formats[0]} for all layers."
-    )
+    less = []
+    widths = zip(of.widths(found.formats).items(), of.widths(alike).values(), strict=True)
+    for (tensor, bits), before in widths:
+        if tensor == WIRE:
+            share = 1 - found.sent_bytes / uniform.sent_bytes
+            less.append(f"{100 * share:.0f} % fewer bytes than {_named(of, alike)} for all layers")
+        else:
+            less.append(f"{tensor} of {bits:.2f} bits ({before:g})")
+    return f"With seeds {seeds}: {found.score - float32.score:+.2f} to float32, {', '.join(less)}."
+
+
+def _named(of: Evidence, formats: Sequence[str]) -> str:
+    """Return the format of what travels."""
+    return next(f for p, f in zip(of.places, formats, strict=True) if p.tensor == WIRE)
 
 
 def _trainings(of: Evidence) -> Section:
-    values = sum(layer.values for layer in of.layers)
+    values = sum(place.values for place in of.places)
 
     def bits(trial: Trial) -> float:
-        rows = zip(of.layers, trial.formats, strict=True)
-        return sum(layer.bits(wire) for layer, wire in rows) / values
+        rows = zip(of.places, trial.formats, strict=True)
+        return sum(place.bits(name) for place, name in rows) / values
 
     def beside(trial: Trial) -> str:
-        base = of.trial((RAW,) * len(of.layers), trial.seeds)
+        base = of.trial((RAW,) * len(of.places), trial.seeds)
         if base is None or base is trial or isnan(trial.score):
             return units.NONE
         return units.signed(trial.score - base.score)
@@ -128,7 +133,13 @@ def _trainings(of: Evidence) -> Section:
     columns = [
         Column[Trial]("why", lambda t: t.what, numbers=False),
         Column[Trial]("seeds", lambda t: ", ".join(map(str, t.seeds)), numbers=False),
-        Column[Trial]("bits", lambda t: f"{bits(t):.2f}"),
+        *(
+            Column[Trial](
+                f"bits\n{tensor}".replace("_", "\n"),
+                lambda t, tensor=tensor: f"{of.widths(t.formats)[tensor]:.2f}",  # type: ignore[misc]
+            )
+            for tensor in dict.fromkeys(place.tensor for place in of.places)
+        ),
         Column[Trial]("sent", lambda t: f"{t.sent_bytes:,.0f} B"),
         Column[Trial]("score", lambda t: units.with_deviation(np.array(t.scores))),
         Column[Trial]("to float32", beside),

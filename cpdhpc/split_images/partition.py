@@ -13,7 +13,13 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from .grid import ImageGrid, Shape
-from .layers import INSTEAD, KNOWN, LAYERS, EachPixel, Unflatten
+from .layers import (
+    INSTEAD,
+    KNOWN,
+    LAYERS,
+    EachPixel,
+    Unflatten,
+)
 from .windowed import Gather
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")

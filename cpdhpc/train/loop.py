@@ -157,6 +157,27 @@ def _plan(training: Training, epoch: int, order: Array, size: int) -> None:
     )
 
 
+def gradient_of(
+    training: Training, weights: Mapping[str, Array], iteration: int
+) -> dict[str, Array]:
+    """Return the mean gradient at some weights on the batch of an iteration, by name. Collective.
+
+    weights: by the name of the parameter, all others stay; they are others afterwards
+    The batch is that of a controller that never changes it. Raises NonFiniteGradient on all
+    processes alike.
+    """
+    for name, parameter in training.model.named_parameters():
+        if name in weights:
+            parameter.data.copy_(parameter.new_tensor(weights[name]))
+    training.reducer.iteration = iteration
+    epoch, inside = divmod(iteration, training.iterations_per_epoch)
+    size, bucket = training.job.train.batch, training.reducer.bucket
+    batch = _order(training.samples, training.job.seed, epoch)[inside * size :][:size]
+    done = training.train_on(batch, _seed(training.job.seed, epoch))
+    assert done.mean is not None, "static loss scales skip no step"
+    return dict(zip(bucket.names, bucket.views(done.mean.flat), strict=True))
+
+
 _order = lru_cache(maxsize=2)(epoch_order)  # to sort a million takes 0.1 s
 
 

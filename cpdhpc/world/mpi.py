@@ -5,6 +5,7 @@ The only file that imports mpi4py, and only when it is used.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import pickle
 import sys
@@ -17,9 +18,10 @@ from typing import Any, NoReturn
 import numpy as np
 
 from ..config import UserError
+from ..ops.tape import use_library
 from .ending import EndsJob, Timeout, finalise_at_exit, say
 from .files import write_box
-from .node_memory import Shared, share
+from .node_memory import Board, Shared, share
 from .ranks import (
     Array,
     RankFailure,
@@ -166,6 +168,9 @@ class World(Ranks):
         """Return the memory that the processes of a node share, if they do. Collective."""
         if self._shared is None:
             self._shared = share(self, self._share and self.virtual_ranks == 1)
+            shared = self._shared[0]
+            if shared is not None and len(shared.near) == self.processes - 1:
+                self.board = Board(self, shared)
         return self._shared[0]
 
     def part(
@@ -300,6 +305,14 @@ class World(Ranks):
         """Return persistent requests to receive for a hosted rank from another process's."""
         return self._requests(self._comm.Recv_init, buffer, source, (source, rank, stream))
 
+    def handle(self, request: Any) -> int:
+        """Return the address of a request's handle, for the compiled calls of MPI."""
+        if not _library:
+            _library.append(ctypes.CDLL(self._mpi.__file__))
+            calls = (_library[0].MPI_Start, _library[0].MPI_Test)
+            use_library(*(ctypes.cast(call, ctypes.c_void_p).value or 0 for call in calls))
+        return int(self._mpi._addressof(request))
+
     def write_box(
         self, path: Path, offset: int, shape: Sequence[int], start: Sequence[int], box: Array
     ) -> None:
@@ -358,7 +371,12 @@ class World(Ranks):
         return self._meet(error)
 
     def _look(self) -> None:
-        """Raise the error of a process that refused what others wait for."""
+        """Raise the error of a process that refused what others wait for, or MPI's of a death.
+
+        Who waits for a word in memory hears of a death here alone.
+        """
+        if self._damaged():
+            raise self._mpi.Exception(self._mpi.ERR_PROC_FAILED)
         if self._duplicate.Iprobe(self._mpi.ANY_SOURCE, self._most_tag):
             self.refusal, _ = self._meet(None)
             raise self.refusal
@@ -466,6 +484,7 @@ def _raise_first(errors: Sequence[Exception | None]) -> None:
             raise error
 
 
+_library: list[ctypes.CDLL] = []  # of MPI, as mpi4py has loaded it, once compiled code calls it
 _keyval: list[int] = []  # of the attribute that holds a communicator's world
 
 

@@ -118,6 +118,8 @@ class Ranks(ABC):
     thread_level: what MPI allows: "single", "funneled", "serialized" or "multiple"
     refusal: the error of another process that ended a wait here, see refuse; or None
     lent_by: the thread that must not communicate at the moment, as another does it; or None
+    board: where all processes of a node agree, once shared() was called; None where they are on
+        several, or share nothing
     account: called with what is asked for, arguments and numbers, before each collective of
         cpdhpc.collectives; or None
     """
@@ -129,6 +131,7 @@ class Ranks(ABC):
     refusal: Exception | None = None
     lent_by: int | None = None
     account: Callable[[str, Mapping[str, object], Sequence[int]], None] | None = None
+    board: Any = None
 
     def __init__(self, process: int, processes: int, virtual_ranks: int) -> None:
         check_whole("World: virtual_ranks", virtual_ranks, 1)
@@ -281,6 +284,10 @@ class Ranks(ABC):
     @abstractmethod
     def recv_init(self, source: int, rank: int, buffer: Array, stream: int = 0) -> list[Any]:
         """Return persistent requests to receive for a hosted rank from another process's."""
+
+    def handle(self, request: Any) -> int:
+        """Return the address of a request's handle, for the compiled calls of MPI."""
+        raise ValueError("Loopback: there is no request of MPI's")
 
     @abstractmethod
     def write_box(

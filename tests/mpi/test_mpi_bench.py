@@ -11,9 +11,16 @@ import pytest
 import xarray
 
 from cpdhpc.bench.allreduce import BASELINES, cases_of_size
-from cpdhpc.bench.baselines import gloo, sum_bfloat16, sum_float32
-from cpdhpc.bench.harness import Measured, Point, check_out, together
-from cpdhpc.bench.replay import replay
+from cpdhpc.bench.harness import (
+    Measured,
+    Point,
+    check_out,
+    gloo,
+    sum_bfloat16,
+    sum_float32,
+    together,
+)
+from cpdhpc.bench.traffic import replay
 from cpdhpc.cli import main
 from cpdhpc.collectives.allreduce import Allreduce, allreduce
 from cpdhpc.collectives.method import DEFAULT, read_machine

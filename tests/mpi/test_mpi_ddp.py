@@ -15,6 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_models import MODELS, NETWORKS, batch
 
 from cpdhpc.compress import COMPRESSORS
+from cpdhpc.precision import Policy, convert
+from cpdhpc.precision.conversion import by_parameter
+from cpdhpc.precision.updates import RoundedUpdates
 from cpdhpc.train import GradientReducer, ddp_hook
 from cpdhpc.world.mpi import World
 from cpdhpc.world.ranks import Loopback
@@ -118,6 +121,80 @@ def test_compressed_means_are_those_of_the_reducer(world: World, group: None, na
         verdicts += [torch.equal(here[k]["values"], there[k]["values"]) for k in here]
     state.close()
     together(world, *verdicts)
+
+
+ROUNDED = Policy.model_validate(
+    {  # scales that learn, and chance in each pass
+        "rule": [
+            {
+                "layers": "*",
+                "weights": "e4m3",
+                "activations": {"format": "e4m3", "scaling": "delayed", "history": 2},
+                "errors": {"format": "e5m2", "rounding": "stochastic"},
+                "forward": "e6m9",
+                "update": {"format": "bf16", "rounding": "stochastic", "master": False},
+            }
+        ]
+    }
+)
+
+
+class Rounded:
+    """A converted model on some ranks, trained by hand as scripts do."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = convert(nn.Sequential(*map(nn.Linear, (8, 16), (16, 4))), ROUNDED)
+        optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        RoundedUpdates(optimizer, by_parameter(self.model, ROUNDED), seed=2)
+        self.optimizer = optimizer
+
+    def backward(self, step: int, rank: int, forward: Any = None) -> None:
+        self.model.zero_grad()
+        torch.manual_seed(100 * step + rank)  # of the errors' roundings too
+        x = torch.randn(5, 8) * (rank + 1)
+        (forward or self.model)(x).square().mean().backward()
+
+    @property
+    def bits(self) -> list[bytes]:
+        return [v.numpy().tobytes() for v in self.model.state_dict().values()]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("name", ["none", "lowbit"])
+def test_converted_models_have_the_bits_of_virtual_ranks(
+    world: World, group: None, name: str, overlap: bool
+) -> None:
+    """By the reducer and by the hook, in three steps; weights, momentum's effect and scales."""
+    by_reducer, by_hook, alone = Rounded(), Rounded(), Rounded()
+    ddp, state = hooked(world, by_hook.model, name, seed=1, overlap=overlap)
+    reducer = GradientReducer(by_reducer.model, world, name, seed=1, overlap=overlap)
+    virtual = GradientReducer(alone.model, Loopback(world.ranks), name, seed=1)
+    verdicts = []
+    for step in range(3):
+        by_hook.backward(step, world.rank, ddp)
+        by_reducer.backward(step, world.rank)
+        reducer.reduce()
+        for rank in range(world.ranks):
+            virtual.begin(rank)
+            alone.backward(step, rank)
+            virtual.stash(rank)
+        virtual.reduce()
+        for each in (by_reducer, by_hook, alone):
+            each.optimizer.step()
+        verdicts += [by_reducer.bits == alone.bits, by_hook.bits == alone.bits]
+    reducer.close()
+    state.close()
+    together(world, *verdicts)
+
+
+def test_ranks_with_other_policies_are_told_by_the_hook(world: World, group: None) -> None:
+    if world.processes == 1:
+        pytest.skip("needs a second rank")
+    model, last = linear(4, 3), world.process == world.processes - 1
+    convert(model, Policy.model_validate({"rule": [{"layers": "*", "forward": f"e5m{2 + last}"}]}))
+    told = said(lambda: ddp_hook(world, model=model))
+    together(world, re.search("ValueError: ddp_hook: arguments differ: .*e5m3", told) is not None)
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -61,6 +61,11 @@ NORMALISED: dict[str, dict[str, Any]] = {
     "codes": {"model": {"name": "quantized_cnn", "channels": [2, 2], "hidden": 4}},
     "copies": {"adversarial": {"epsilon": 0.1, "tau": 2, "alternate": "ranks"}},
     "rounded": {"precision": PRECISION},
+    "outer": {
+        "precision": PRECISION,
+        "update": {"name": "diloco", "period": 2},
+        "optimizer": {"name": "adamw"},
+    },
     "scales": {"precision": {"preset": "fp8-hybrid"}},
     "skipped": {"precision": {"preset": "fp16"}, "train": {"loss_scale": 2.0**24}},
 }

@@ -5,11 +5,20 @@ A file for each way of deciding, and a row each in CONTROLLERS.
 
 from __future__ import annotations
 
-from .adaptive import ByAdaptiveBatch
+from .adaptive import ByAdaptiveBatch, ByNoiseScale
 from .autowu import ByAutoWu
-from .base import DEFAULT_RATE, BySchedule, Control, Controller, Norms, Scheduled, Settings
-from .noise import ByNoiseScale
-from .schedule import BATCH_SCALINGS, DECAYS, Schedule
+from .base import (
+    BATCH_SCALINGS,
+    DECAYS,
+    DEFAULT_RATE,
+    BySchedule,
+    Control,
+    Controller,
+    Norms,
+    Schedule,
+    Scheduled,
+    Settings,
+)
 
 CONTROLLERS: dict[str, type[Control]] = {
     "schedule": BySchedule,

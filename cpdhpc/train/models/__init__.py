@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from .base import Model
-from .plain import LeNet, Mlp, ResidualMlp
-from .quantized import QuantizedCnn
-from .residual import CifarResNet, ResNet, WideResNet
-from .sequences import LstmLanguageModel, RowLstm, Transformer
+from .networks import CifarResNet, LstmLanguageModel, ResNet, RowLstm, Transformer, WideResNet
+from .plain import LeNet, Mlp, Model, QuantizedCnn, ResidualMlp
 
 MODELS: dict[str, type[Model]] = {
     "mlp": Mlp,

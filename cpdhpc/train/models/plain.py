@@ -1,17 +1,54 @@
-"""Networks of few layers, one after the other."""
+"""What a model of a job file is, and networks of few layers."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from itertools import pairwise
 from math import prod
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from .base import Model, Positive, image_shape, to_channels
+from ...config import Section
 
 if TYPE_CHECKING:
     import torch
+
+
+Positive = Annotated[int, Field(ge=1)]
+
+
+class Model(Section):
+    """[model]: a network, named in MODELS."""
+
+    @abstractmethod
+    def build(self, sample_shape: tuple[int, ...], classes: int) -> torch.nn.Module:
+        """Return the network; its input is [batch, *sample_shape].
+
+        classes: 0 where the data does not say. Raises ValueError where it does not go with the
+        samples.
+        """
+
+
+def image_shape(model: str, shape: tuple[int, ...], least: int) -> tuple[int, int, int]:
+    """Return channels, height and width of images [height, width] or [channels, height, width].
+
+    model: what the error begins with
+    Raises ValueError for other shapes, and for images of fewer rows or columns than least.
+    """
+    if len(shape) not in (2, 3) or min(shape[-2:]) < least:
+        raise ValueError(
+            f"{model}: inputs of {' x '.join(map(str, shape))}: must be images of at least "
+            f"{least} x {least} pixels, channels first"
+        )
+    return shape[0] if len(shape) == 3 else 1, shape[-2], shape[-1]
+
+
+def to_channels(shape: tuple[int, ...]) -> list[torch.nn.Module]:
+    """Return the layer that gives images of two axes a third, of channels; none for others."""
+    import torch
+
+    return [torch.nn.Unflatten(1, (1, shape[0]))] if len(shape) == 2 else []
 
 
 class LeNet(Model):
@@ -96,4 +133,45 @@ class ResidualMlp(Model):
             *(Residual(torch.nn.Sequential(*layers())) for _ in range(self.blocks)),
             torch.nn.ReLU(),
             torch.nn.Linear(self.width, classes),
+        )
+
+
+Bits = Annotated[int, Field(ge=1, le=8)]
+
+
+class QuantizedCnn(Model):
+    """[model] name = "quantized_cnn": LeNet of codes, which `cpdhpc export` writes as integers.
+
+    channels: of the two convolutions; hidden: values of the layer between
+    weight_bits, activation_bits, input_bits: of the codes; images are 0..1
+    """
+
+    name: Literal["quantized_cnn"] = "quantized_cnn"
+    channels: Annotated[tuple[Positive, Positive], Field(strict=False)] = (8, 16)
+    hidden: Positive = 64
+    weight_bits: Annotated[int, Field(ge=2, le=8)] = 4
+    activation_bits: Bits = 4
+    input_bits: Bits = 8
+
+    def build(self, sample_shape: tuple[int, ...], classes: int) -> torch.nn.Module:
+        """Return the network. Raises ValueError for images that two poolings leave nothing of."""
+        from torch import nn
+
+        from ...quantized import layers
+
+        inputs, height, width = image_shape("QuantizedCnn", sample_shape, least=4)
+        weight, codes = self.weight_bits, self.activation_bits
+        first, second = self.channels
+        return nn.Sequential(
+            layers.QuantizedInput(self.input_bits),
+            layers.QuantizedConv2d(inputs, first, kernel_size=5, padding=2, bits=weight),
+            layers.QuantizedNorm(first, codes),
+            nn.MaxPool2d(2),
+            layers.QuantizedConv2d(first, second, kernel_size=5, padding=2, bits=weight),
+            layers.QuantizedNorm(second, codes),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+            layers.QuantizedLinear(second * (height // 4) * (width // 4), self.hidden, weight),
+            layers.QuantizedNorm(self.hidden, codes),
+            layers.QuantizedOutput(self.hidden, classes, weight, codes),
         )

@@ -23,8 +23,7 @@ import torch
 from ...collectives.engine import Exchange, Program
 from ..losses import LossFunction
 from ..step import naming_items
-from .cut import Stage
-from .link import Filter, Wire
+from .cut import Filter, Stage, Wire
 from .section import Stages
 
 

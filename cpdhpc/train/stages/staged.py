@@ -18,7 +18,7 @@ from ...collectives import sparse
 from ...collectives.checks import NonFiniteGradient
 from ...collectives.engine import Program, run
 from ...compress.base import Aggregator, Mean
-from ...compress.state import State
+from ...compress.bucket import State
 from ...randomness import random_key
 from ..averaging import Averaging, part_seed
 from ..data import Samples, shard
@@ -29,8 +29,7 @@ from ..replicas import as_bytes
 from ..step import FORWARD, Step, Stopwatch
 from .cut import Stage
 from .pipeline import Done, Part, Work
-from .placement import Placement
-from .section import Stages
+from .section import Placement, Stages
 
 Array = npt.NDArray[Any]
 SEEDS = 2**63 - 1  # the largest

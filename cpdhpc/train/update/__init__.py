@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from .allreduce import AllreduceUpdate, ByAllreduce
-from .base import Update, UpdateRule
+from .base import AllreduceUpdate, ByAllreduce, Update, UpdateRule
 from .gossip import DecentLaM, DmSgd, DSgd
-from .periodic import DiLoCo, LocalSgd
+from .own_models import DiLoCo, LocalSgd
 
 UPDATES: dict[str, type[UpdateRule]] = {
     "allreduce": ByAllreduce,

@@ -5,12 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 
 from ...compress.base import Array, Mean
-from ...compress.state import State
+from ...compress.bucket import State
 from ...config import Section
 
 if TYPE_CHECKING:
@@ -102,3 +102,32 @@ class UpdateRule(Section):
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, reducer: GradientReducer
     ) -> Update:
         """Return the rule at work. Collective where it gives ranks what they begin with."""
+
+
+class AllreduceUpdate(Update):
+    """The mean gradient, then the optimiser's step: all ranks hold the same parameters."""
+
+    def keep(self, hosted: int) -> None:
+        """Take p.grad. See Update.keep."""
+        if self.world.virtual_ranks > 1:  # else reduce takes p.grad itself
+            self.reducer.stash(hosted)
+
+    def reduce(self) -> Mean:
+        """Set p.grad to the mean over all ranks. Collective. See Update.reduce."""
+        return self.reducer.reduce()
+
+    def step(self) -> None:
+        """Let the optimiser step."""
+        self.optimizer.step()
+
+
+class ByAllreduce(UpdateRule):
+    """[update] name = "allreduce": the optimiser steps with the mean gradient."""
+
+    name: Literal["allreduce"] = "allreduce"
+
+    def build(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, reducer: GradientReducer
+    ) -> Update:
+        """Return the rule at work. See UpdateRule.build."""
+        return AllreduceUpdate(model, optimizer, reducer)

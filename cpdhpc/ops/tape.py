@@ -1,0 +1,96 @@
+"""Tapes: kernels and messages written down once, and run time after time without the interpreter.
+
+kernels/cpu_tape_calls.h says what each of the compiled functions does. A run that waits goes on by
+resume_tape, and a board by meet_again: as MPI's requests are tested.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from .. import _cpu
+from .._cpu import (
+    absent_from,
+    add_start,
+    add_test,
+    add_word,
+    begin_segment,
+    end_tape,
+    is_read,
+    make_board,
+    make_tape,
+    meet,
+    meet_again,
+    resume_tape,
+    run_tape,
+    use_library,
+    waits_of,
+)
+from . import cpu
+from .payloads import Array
+
+__all__ = [
+    "FEW_LOOKS",
+    "LOOKS",
+    "OVERLAPS",
+    "WAITING",
+    "Kernels",
+    "absent_from",
+    "add_start",
+    "add_test",
+    "add_word",
+    "begin_segment",
+    "end_tape",
+    "is_read",
+    "make_board",
+    "make_tape",
+    "meet",
+    "meet_again",
+    "resume_tape",
+    "run_tape",
+    "use_library",
+    "waits_of",
+]
+
+WAITING, OVERLAPS = -1, -2  # as cpu_tape_calls.h has them
+LOOKS, FEW_LOOKS = 20_000, 100  # in vain, before the world waits; and each time that it looks
+
+
+class Kernels:
+    """Stands for the kernels of a wire, and has what is asked of them written down.
+
+    tape: of make_tape, with a segment; out: its result, where what is not finite counts
+    """
+
+    def __init__(self, tape: Any, out: Array) -> None:
+        self._tape, self._out = tape, out
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        return partial(self._write, getattr(cpu, name))
+
+    def add(self, a: Array, b: Array, out: Array) -> int:
+        """Add float32 values."""
+        return self._write(_cpu.add, 1, a, b, out)
+
+    def copy(self, out: Array, x: Array) -> int:
+        """Copy values or bytes."""
+        return self._write(_cpu.copy, 1, x, out)
+
+    def divide(self, x: Array, divisor: float, out: Array) -> int:
+        """Divide float32 values."""
+        return self._write(_cpu.divide, 1, x, divisor, out)
+
+    def _write(self, kernel: Callable[..., Any], *arguments: Any, **options: Any) -> int:
+        """Write down a call, unless it is about nothing; return 0, as nothing is found yet."""
+        if all(each.size for each in arguments if isinstance(each, np.ndarray)):
+            out = options.get("out")
+            _cpu.record(self._tape, out is not None and np.may_share_memory(out, self._out))
+            try:
+                kernel(*arguments, **options)
+            finally:
+                _cpu.record(None, False)
+        return 0
