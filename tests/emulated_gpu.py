@@ -1,5 +1,7 @@
 """The CUDA kernels themselves on the CPU: pytest -p emulated_gpu puts them under simulated_cupy.
 
+CUDA tensors come from emulated_torch, in tests that ask for them.
+
 kernels/cuda_loops.cu is compiled for the host behind cuda_on_cpu.h, its PTX instructions as C++.
 Tests marked gpu then run too, on the simulated GPU.
 """
@@ -20,6 +22,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import emulated_torch  # noqa: F401  # before torch is imported
 import numpy as np
 import pytest
 import simulated_cupy

@@ -17,6 +17,9 @@ from simulated_gpu import Event, Gpu, Owner, Stream
 OURS = ("gpu", "gpu_runtime", "gpu_sums")  # modules of cpdhpc.ops that import cupy
 
 
+CUDA, LEGACY = 2, 1  # DLPack's numbers of the device, and of the null stream
+
+
 class Error(RuntimeError):
     """CUDARuntimeError."""
 
@@ -40,7 +43,7 @@ class Arrays:
         self.gpu = gpu
 
     def give(self, work: Callable[[], Any]) -> None:
-        self.gpu.current[-1].work.append(work)
+        self.gpu.give(work)
 
     def empty(self, shape: Any, dtype: Any = float) -> ndarray:
         shape, kind = np.empty(shape, []).shape if shape == () else shape, np.dtype(dtype)
@@ -116,6 +119,15 @@ class Arrays:
         view = out.memory_view
         self.give(lambda: np.copyto(view, copy))
         return out
+
+    def from_dlpack(self, a: Any) -> ndarray:
+        """Take what says where its memory is, once the current stream is behind its writer's."""
+        assert a.__dlpack_device__() == (CUDA, self.gpu.device_id)
+        values = a.__dlpack__(stream=self.gpu.current[-1].ptr or LEGACY)
+        raw = values.reshape(-1).view(np.uint8) if values.size else np.empty(0, np.uint8)
+        owner = Owner(raw, self.gpu.device_id, None)
+        self.gpu.foreign.add(owner)
+        return ndarray(self, owner, values)
 
     def array(self, a: Any, dtype: Any = None) -> ndarray:
         return a.copy() if isinstance(a, ndarray) else self.asarray(np.array(a, dtype))
@@ -240,6 +252,15 @@ class ndarray:
         target = self.memory_view  # pageable memory may be read as late as pinned (HMM, GH200)
         self.arrays.give(lambda: np.copyto(target, array))
 
+    def dlpack(self, stream: int) -> np.ndarray:
+        """As __dlpack__, under which name MPI would find it before __cuda_array_interface__."""
+        event = Event(self.arrays.gpu)
+        event.record(self.arrays.gpu.current[-1])
+        self.arrays.gpu.streams[0 if stream == LEGACY else stream].wait_event(event)
+        whole = np.asarray(self.owner)  # which keeps the owner
+        start = self.data.ptr - whole.ctypes.data if self.size else 0
+        return np.ndarray(self.shape, self.dtype, whole.data, start, self.strides)
+
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         raise TypeError("Implicit conversion to a NumPy array is not allowed")
 
@@ -356,6 +377,26 @@ class Device:
     def use(self) -> None:
         self.gpu.device_id = self.id
 
+    def __enter__(self) -> Device:
+        self.before, self.gpu.device_id = self.gpu.device_id, self.id
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        self.gpu.device_id = self.before
+
+
+class External:
+    """cupy.cuda.ExternalStream: another library's stream."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+
+    def __enter__(self) -> Stream:
+        return self.stream.__enter__()
+
+    def __exit__(self, *args: object) -> None:
+        self.stream.__exit__(*args)
+
 
 class RawModule:
     """cupy.RawModule: kernels by name, as late as all work."""
@@ -395,6 +436,7 @@ def modules(gpu: Gpu) -> tuple[ModuleType, ModuleType]:
         "may_share_memory",
         "shape",
         "copyto",
+        "from_dlpack",
     )
     vars(cupy).update({name: getattr(arrays, name) for name in names})
     runtime = SimpleNamespace(
@@ -409,6 +451,7 @@ def modules(gpu: Gpu) -> tuple[ModuleType, ModuleType]:
         RawModule=lambda code, options: RawModule(arrays, code, options),
         cuda=SimpleNamespace(
             Stream=lambda non_blocking: Stream(gpu),
+            ExternalStream=lambda address, device: External(gpu.streams[address]),
             Event=lambda disable_timing: Event(gpu),
             Device=lambda number=None: Device(gpu, number),
             get_current_stream=lambda: gpu.current[-1],

@@ -9,6 +9,7 @@ whoever reads too early, writes too early or lets go too early gets wrong number
 from __future__ import annotations
 
 import random
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -36,35 +37,63 @@ class Gpu:
     aware: whether MPI may be given this GPU's memory, which is the host's
     copies_last: do the work of other streams only when the null stream cannot go on
     count, device_id: GPUs that this process sees, and the current one of them
+        which each thread has its own of, as of the current stream
     first: the place on the bus of the first of them
+    foreign: memory of the GPU that another library has taken
     stalled: a stream whose work is not done but when somebody waits for all of it
     """
 
     def __init__(self, seed: int = 0) -> None:
         self.aware = self.copies_last = False
-        self.count, self.device_id, self.first = 1, 0, 0
+        self.count, self.first = 1, 0
+        self.lock = threading.RLock()
+        self.of_thread = threading.local()
         self.stalled: Stream | None = None
         self.random = random.Random(seed)
         self.streams: dict[int, Stream] = {}
         self.events: weakref.WeakValueDictionary[int, Event] = weakref.WeakValueDictionary()
         self.numbers = count(1)
         self.null = Stream(self, 0)
-        self.current = [self.null]
         self.memory: dict[str, dict[int, np.ndarray]] = {"device": {}, "pinned": {}}
+        self.foreign: weakref.WeakSet[Owner] = weakref.WeakSet()
+
+    @property
+    def current(self) -> list[Stream]:
+        """The current stream of this thread, behind those that it comes back to."""
+        return self.of_thread.__dict__.setdefault("streams", [self.null])
+
+    def of_torch(self) -> list[Stream]:
+        """The current stream of torch in this thread, which is not CuPy's of itself."""
+        return self.of_thread.__dict__.setdefault("torch", [self.null])
+
+    @property
+    def device_id(self) -> int:
+        """The current GPU of this thread, the first one at first."""
+        return self.of_thread.__dict__.setdefault("device", 0)
+
+    @device_id.setter
+    def device_id(self, number: int) -> None:
+        self.of_thread.device = number
+
+    def give(self, work: Callable[[], Any], stream: Stream | None = None) -> None:
+        """Give a stream work, CuPy's current one by default."""
+        (stream or self.current[-1]).work.append(work)
 
     def step(self) -> bool:
         """Do one piece of work of any stream that can go on; return whether there was one."""
-        able = [stream for stream in self.streams.values() if stream is not self.stalled]
-        ready = [stream for stream in able if stream.ready()]
-        if ready:
-            (ready[0] if self.copies_last else self.random.choice(ready)).work.popleft()()
-        return bool(ready)
+        with self.lock:
+            able = [stream for stream in self.streams.values() if stream is not self.stalled]
+            ready = [stream for stream in able if stream.ready()]
+            if ready:
+                (ready[0] if self.copies_last else self.random.choice(ready)).work.popleft()()
+            return bool(ready)
 
     def finish(self, stream: Stream) -> None:
         """Wait for a stream; others may go on or not."""
-        self.stalled = None
-        while stream.work:
-            assert self.step() or not stream.work, "streams wait for one another for ever"
+        with self.lock:
+            self.stalled = None
+            while stream.work:
+                assert self.step() or not stream.work, "streams wait for one another for ever"
 
     def delay(self) -> None:
         """Keep the current stream busy for longer than any copy takes."""
@@ -87,7 +116,8 @@ class Gpu:
 
     def find(self, kind: str, address: int, size_bytes: int) -> np.ndarray:
         """Return the bytes at an address, which must lie in one piece of memory of this kind."""
-        for start, raw in self.memory[kind].items():
+        others = {owner.raw.ctypes.data: owner.raw for owner in self.foreign}
+        for start, raw in (self.memory[kind] | (others if kind == "device" else {})).items():
             if start <= address and address + size_bytes <= start + raw.size:
                 return raw[address - start : address - start + size_bytes]
         raise AssertionError(f"{size_bytes} bytes at {address:x} are not {kind} memory")
@@ -124,12 +154,14 @@ def spoil(raw: np.ndarray) -> None:
 class Owner:
     """What keeps memory from being freed; work that was given to a stream does not."""
 
-    def __init__(self, raw: np.ndarray, device: int, whole: np.ndarray) -> None:
+    def __init__(self, raw: np.ndarray, device: int, whole: np.ndarray | None) -> None:
         self.raw, self.device, self.whole = raw, device, whole
         self.__array_interface__ = raw.__array_interface__
 
     def check(self, who: str) -> None:
-        """Fail where something was written beside the memory."""
+        """Fail where something was written beside the memory, unless that is another library's."""
+        if self.whole is None:
+            return
         before, after = self.whole[:MARGIN], self.whole[MARGIN + self.raw.size :]
         assert (before == GARBAGE).all() and (after == GARBAGE).all(), f"{who} wrote out of bounds"
 

@@ -50,7 +50,7 @@ def write(tmp_path: Path, text: str) -> Path:
         ("[trian]\nepochs = 3", "unknown key trian: did you mean train?"),
         (
             "[train]\nxyz = 3",
-            "unknown key train.xyz: known are batch, bucket_mib, checkpoint_every",
+            "unknown key train.xyz: known are autocast, batch, bucket_mib",
         ),
         ("[train]\nepochs = '3'", "train.epochs='3': should be a valid integer"),
         ("[train]\nepochs = 0", "train.epochs=0: should be greater than or equal to 1"),

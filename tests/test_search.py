@@ -13,20 +13,29 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from allreduce_oracle import expected
 from training import small_data
 
 from cpdhpc import store
 from cpdhpc.cli import main
 from cpdhpc.compress.bucket import Bucket
+from cpdhpc.config import validate
 from cpdhpc.precision import search as searching
 from cpdhpc.precision.asked import Asked, asked_of
 from cpdhpc.precision.commands import add_search
-from cpdhpc.precision.evidence import RAW, Evidence, Place, Trial
+from cpdhpc.precision.conversion import convert
+from cpdhpc.precision.evidence import RAW, Evidence, Place, Trial, width
+from cpdhpc.precision.policy import Policy
+from cpdhpc.precision.proposals import in_products
+from cpdhpc.precision.recorder import Recorder
+from cpdhpc.precision.recording import load as load_recording
 from cpdhpc.precision.search import BEYOND, WITHIN, Search, narrowing
 from cpdhpc.report.search import search_report
 from cpdhpc.signals import Caught
 from cpdhpc.train.command import Trainer
+from cpdhpc.train.data import epoch_order
+from cpdhpc.train.fitting import build_model
 from cpdhpc.train.gradients import load
 from cpdhpc.train.job import Job
 from cpdhpc.world.mpi import World
@@ -230,8 +239,104 @@ def test_a_budget_of_the_gradients_error_is_kept(tmp_path: Path) -> None:
     assert any(trial.verdict == BEYOND for trial in evidence.trials)
 
 
+def by_definition(x: Any, exp: int, man: int) -> Any:
+    """To nearest, ties to even, after the largest power of two with which all of x fits."""
+    bias = 2 ** (exp - 1) - 1
+    scale = 2.0 ** math.floor(math.log2((2 - 2.0**-man) * 2.0**bias / np.abs(x).max()))
+    with np.errstate(divide="ignore"):
+        exponents = np.maximum(np.floor(np.log2(np.abs(x * scale))), 1 - bias)
+    spacing = 2.0 ** (exponents - man)
+    return np.round(x * scale / spacing) * spacing / scale
+
+
+def test_errors_of_operands_are_those_of_their_products(tmp_path: Path) -> None:
+    """Against IEEE 754's definition and products in float64, of a layer that is seen whole."""
+    torch.manual_seed(1)
+    layer = torch.nn.Linear(14, 10)
+    with Recorder(layer, tmp_path / "r.h5", every=1, count=1, layers=("*",)) as recorder:
+        layer(torch.randn(12, 14) ** 3).square().sum().backward()
+        recorder.step()
+    recorded = load_recording(tmp_path / "r.h5")
+    of = {tensor.kind: tensor.read().astype(np.float64) for tensor in recorded.tensors
+          if not tensor.name.endswith("bias")}  # fmt: skip
+    names = {"weights": "w", "activations": "x", "errors": "e"}
+
+    def products(w: Any, x: Any, e: Any) -> dict[str, Any]:
+        return {"wx": x @ w.T, "we": e @ w, "ex": e.T @ x}
+
+    exact = products(*(of[kind] for kind in names))
+    found = {place.tensor: place for place in in_products(recorded, "")}
+    assert [*found] == [*names, "weight_gradients", "accumulators"]
+    for kind, letter in names.items():
+        place = found[kind]
+        assert place.sizes == (of[kind].size,) and place.formats[0] == RAW
+        assert list(place.errors) == sorted(place.errors)
+        widths = [width(name) for name in place.formats]
+        assert widths == sorted(set(widths), reverse=True)
+        checked = 0
+        for name, error in zip(place.formats, place.errors, strict=True):
+            parts = re.fullmatch(r"e(\d)m([1-9]\d*)", name)
+            if parts is None:  # float32, bf16, and those whose top is another
+                continue
+            rounded = by_definition(of[kind], int(parts[1]), int(parts[2]))
+            there = products(*(rounded if each == kind else of[each] for each in names))
+            lost = [np.linalg.norm(there[p] - exact[p]) / np.linalg.norm(exact[p])
+                     for p in exact if letter in p]  # fmt: skip
+            assert error == pytest.approx(math.hypot(*lost) / math.sqrt(2), rel=1e-9), name
+            checked += 1
+        assert checked
+
+
+ARITHMETIC = JOB.replace("virtual_ranks = 2", "").replace("64]", "12]").replace("[0, 1]", "[0]")
+
+
+def test_a_search_over_arithmetic_keeps_the_error_of_the_gradient(tmp_path: Path) -> None:
+    """Measured anew by plain torch, at the weights and on the batches that were recorded."""
+    words = [
+        "--over",
+        "arithmetic",
+        "--gradient-error",
+        "0.03",
+        "--trials",
+        "6",
+        "--test-seeds",
+        "0",
+    ]
+    of, out = asked(tmp_path, *words, job=ARITHMETIC), tmp_path / "out"
+    evidence = searched(out, of)
+    found = evidence.trial(evidence.found, (0,))
+    assert found is not None and 0 < found.error <= 0.03 and len(evidence.trials) == 6
+    assert any(trial.verdict == BEYOND for trial in evidence.trials)
+    section = tomllib.loads((out / searching.POLICY).read_text())["precision"]
+    policy = validate(Policy, section, "found")
+    squares = []
+    (recorded,) = (load_recording(path) for path in (out / searching.RUNS).glob("*recording.h5"))
+    data = small_data()
+    for i in recorded.iterations:
+        whole = {t.name: torch.from_numpy(t.read()) for t in recorded.tensors
+                 if t.iteration == i and t.kind == "weights"}  # fmt: skip
+        epoch, inside = divmod(i, 5)  # batches of 24 of 100 samples
+        batch = epoch_order(100, 0, epoch)[24 * inside :][:24]
+        gradients = []
+        for rules in (Policy(), policy):
+            model = build_model(of.jobs[0], data)
+            model.load_state_dict(whole)
+            convert(model, rules)
+            given = torch.from_numpy(data.train_x[batch]), torch.from_numpy(data.train_y[batch])
+            torch.nn.functional.cross_entropy(model(given[0]), given[1]).backward()
+            gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]).double())
+        lost = (gradients[1] - gradients[0]).norm() / gradients[0].norm()
+        squares.append(float(lost) ** 2)
+    # float32 sums of two programs: n * 2^-24 of at most 784 terms
+    assert math.sqrt(np.mean(squares)) == pytest.approx(found.error, abs=1e-4)
+    report = search_report(out / searching.FILE)
+    assert "accumulators of" in report.sections[0].notes[0]
+
+
 NO_SEEDS = JOB.replace("seeds = [0, 1]\n", "")
 ROWS = JOB + "[[compare]]\nname = 'x'\n[[compare]]\nname = 'y'\n"
+DYNAMIC = "loss_scaling = 'dynamic'"
+RULED = JOB + "[[precision.rule]]\nlayers='*'\nweights='e4m3'\nupdate='bf16'\n"
 ONE_RANK = JOB.replace("virtual_ranks = 2", "")
 
 
@@ -244,6 +349,12 @@ ONE_RANK = JOB.replace("virtual_ranks = 2", "")
         ("--budget -1", JOB, "--budget -1: must be above 0"),
         ("--gradient-error nan", JOB, "--gradient-error nan: must be above 0"),
         ("--budget 1 --trials 5", JOB, "--trials 5, --test-seeds 1: must be 6 or more"),
+        ("--budget 1 --over both", RULED, "precision: a search takes no rule of weights where"),
+        (
+            "--gradient-error 1 --over both",
+            JOB + "loss_scaling='dynamic'",
+            "takes a constant batch",
+        ),
         ("--budget 1", NO_SEEDS, "train.seeds: is missing"),
         ("--budget 1", ROWS, "compare: has rows x, y: a search takes one"),
         ("--budget 1", ONE_RANK, "one rank sends no gradient, nothing can be saved"),

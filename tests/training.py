@@ -57,9 +57,11 @@ def small_data(seed: int = 0) -> Dataset:
     return Dataset(images[:100], labels[:100], images[100:], labels[100:], classes=8)
 
 
-def run_job(job: Job, world: Ranks, directory: Path) -> Training:
-    """Run a job on the small data."""
+def run_job(job: Job, world: Ranks, directory: Path, *, resume: bool = False) -> Training:
+    """Run a job on the small data; resume: from its checkpoint where there is one."""
     training = prepare(job, world, small_data(), Files.of(directory, job))
+    if resume:
+        training.resume()
     run(training, Caught(), Display(False, 1))
     return training
 

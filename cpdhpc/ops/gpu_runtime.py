@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -161,7 +163,15 @@ def counts_or_null(counts: Array | None, n: int) -> Any:
     return counts
 
 
-__all__ = ["Event", "Streams", "current_device", "device_name", "to_device"]
+__all__ = [
+    "Event",
+    "Streams",
+    "current_device",
+    "device_name",
+    "from_dlpack",
+    "in_stream",
+    "to_device",
+]
 
 
 Host = np.ndarray[Any, np.dtype[Any]]
@@ -254,3 +264,15 @@ def to_device(x: Any) -> Array:
     copy = cupy.asarray(x)
     cupy.cuda.get_current_stream().synchronize()
     return copy
+
+
+def from_dlpack(x: Any) -> Array:
+    """Return the memory of another library's array; CuPy's current stream waits for its writer."""
+    return cupy.from_dlpack(x)
+
+
+@contextmanager
+def in_stream(device: int, address: int) -> Iterator[None]:
+    """Make a GPU and a stream of another library's CuPy's current ones, in this thread's block."""
+    with cupy.cuda.Device(device), cupy.cuda.ExternalStream(address, device):
+        yield

@@ -21,7 +21,7 @@ from ..world.ranks import Loopback
 from .evidence import OPERANDS, RAW, SUMS, Place, width
 from .measures import LOWEST, error, exponents, product_error
 from .recording import Recorded
-from .replay import operands
+from .replay import operands, tensor_of
 from .tensors import TensorFormat
 
 Array = npt.NDArray[Any]
@@ -122,18 +122,19 @@ def in_products(recorded: Recorded, name: str) -> list[Place]:
     tensor is used in and over iterations; of weight gradients that of rounding.
     Raises replay.Missing where a tensor was not recorded whole, or its products are not known.
     """
-    whole = {i: operands(recorded, i, name) for i in recorded.iterations}
+    layer = recorded.layers[name]
+    tensors = {i: {kind: tensor_of(recorded, i, name, kind) for kind in OPERANDS}
+               for i in recorded.iterations}  # fmt: skip
+    whole = {i: operands(layer, each.__getitem__) for i, each in tensors.items()}
     exact = {(i, product): a.astype(np.float64) @ b.astype(np.float64)
              for i, each in whole.items() for product, (a, b) in each.items()}  # fmt: skip
     gradients = [exact[i, "weight gradient"].astype(np.float32) for i in whole]
-    here = [t for t in recorded.tensors if t.name in (name, f"{name}.weight".lstrip("."))]
-    tensors = {kind: [t.read() for t in here if t.kind == kind] for kind in OPERANDS}
-    sizes = {kind: each[0].size for kind, each in tensors.items()}
+    sizes = {kind: values.size for kind, values in next(iter(tensors.values())).items()}
 
     def of_operand(kind: str, fmt: str) -> float:
         how, found = scaled(fmt), []
-        for i in whole:
-            some = operands(recorded, i, name, lambda k, x: how.round(x) if k == kind else x)
+        for i, each in tensors.items():
+            some = operands(layer, {**each, kind: how.round(each[kind])}.__getitem__)
             for product in USED[kind]:
                 a, b = (each.astype(np.float64) for each in some[product])
                 found.append(error(a @ b, exact[i, product]).relative)
@@ -151,8 +152,13 @@ def in_products(recorded: Recorded, name: str) -> list[Place]:
         return Place(name, (size,), *span(arrays), (RAW,), (0.0,), kind)
 
     found = [
-        laddered(plain(kind, sizes[kind], each), FORMATS, partial(of_operand, kind), 1.0)
-        for kind, each in tensors.items()
+        laddered(
+            plain(kind, size, [each[kind] for each in tensors.values()]),
+            FORMATS,
+            partial(of_operand, kind),
+            1.0,
+        )
+        for kind, size in sizes.items()
     ]
     weights = plain("weight_gradients", sizes["weights"], gradients)
     sums = plain(SUMS, sum(sizes.values()), [x.astype(np.float32) for x in exact.values()])

@@ -17,6 +17,7 @@ from ..collectives import sparse
 from ..collectives.checks import check_alike
 from ..config import ConfigError, validate
 from ..methods import suggest
+from ..ops import to_host
 from ..world.ranks import Loopback, Ranks
 from .recording import KIND, KINDS, Array, KindName, Recording, kept_rows
 
@@ -195,7 +196,7 @@ class Recorder:
         if self.world.process or not self._wanted:
             return
         if mean is not None and self.reducer is not None:
-            yield from self._parts("mean", -1, self._gradients(mean.flat))
+            yield from self._parts("mean", -1, self._gradients(to_host(mean.flat)))
         yield from self._parts("weights", -1, self._before)
         after = {name: _copied(each) for name, each in self.parameters.items()}
         with np.errstate(invalid="ignore"):
@@ -204,7 +205,7 @@ class Recorder:
 
     @property
     def _flats(self) -> Sequence[Array | None]:
-        return [None] if self.reducer is None else self.reducer.flats
+        return [None] if self.reducer is None else [to_host(x) for x in self.reducer.flats]
 
     def _gradients(self, flat: Array | None) -> dict[str, Array]:
         """Return the gradients in a buffer of the reducer, or p.grad, by the parameter's name."""

@@ -338,26 +338,22 @@ class Missing(Exception):
     """What a product lacks."""
 
 
-def operands(
-    recorded: Recorded,
-    iteration: int,
-    layer: str,
-    changed: Callable[[str, Array], Array] = lambda kind, values: values,
-) -> dict[str, Operands]:
-    """Return some rows and columns of a layer's products in an iteration, by name in PRODUCTS.
+def operands(layer: dict[str, Any], read: Callable[[str], Array]) -> dict[str, Operands]:
+    """Return some rows and columns of a layer's products, by name in PRODUCTS.
 
-    changed: what becomes of a tensor, of a kind, before they are taken
-    Raises Missing where one was not recorded whole, or the layer's products are not known.
+    layer: its type and geometry; read: its tensor of a kind. Raises Missing where its products are
+    not known, or read does.
     """
+    of = _Layer(layer, read)
+    return {name: take(of) for name, take in PRODUCTS.items()}
+
+
+def tensor_of(recorded: Recorded, iteration: int, layer: str, kind: str) -> Array:
+    """Return a tensor of a layer for its products. Raises Missing where it is not there whole."""
     by_name: dict[tuple[int, str, str], Tensor] = {
         (t.iteration, t.kind, t.name): t for t in recorded.tensors
     }
-
-    def read(kind: str) -> Array:
-        return changed(kind, _tensor(by_name, iteration, layer, kind))
-
-    of = _Layer(recorded.layers[layer], read)
-    return {name: take(of) for name, take in PRODUCTS.items()}
+    return _tensor(by_name, iteration, layer, kind)
 
 
 def _tensor(

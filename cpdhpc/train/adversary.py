@@ -12,9 +12,11 @@ from ..collectives import sparse
 from ..compress.base import Array
 from ..compress.bucket import State
 from ..config import ConfigError
+from ..ops.tensors import values_of
 from ..world.ranks import Ranks
 from .adversarial import Adversarial
 from .data import Samples
+from .device import device_of, taken
 from .losses import LossFunction
 from .replicas import as_bytes
 
@@ -123,7 +125,7 @@ class Adversary:
     def _kept(self, name: str, parameter: torch.Tensor) -> Array:
         """Return float32[tau, ...] of a parameter; at first what it is now, the beginning."""
         shape = (self.of.tau, *[1] * parameter.dim())
-        return self.state.shared(name, BEFORE, lambda: parameter.repeat(shape).numpy())
+        return self.state.shared(name, BEFORE, lambda: values_of(parameter.repeat(shape)))
 
     def _old(self, iteration: int) -> dict[str, torch.Tensor]:
         """Return the parameters of tau steps ago; of the first step where there were fewer."""
@@ -131,13 +133,14 @@ class Adversary:
             return self.now()
         slot = iteration % self.of.tau
         kept = {name: self._kept(name, each) for name, each in self.now().items()}
-        return {name: torch.from_numpy(each[slot]) for name, each in kept.items()}
+        device = device_of(self.model)
+        return {name: torch.from_numpy(each[slot]).to(device) for name, each in kept.items()}
 
     def remember(self, iteration: int) -> None:
         """Keep the parameters of a step, in the place of those that were tau steps old."""
         if self.of.tau and self.of.trained:
             for name, parameter in self.now().items():
-                self._kept(name, parameter)[iteration % self.of.tau] = parameter.numpy()
+                self._kept(name, parameter)[iteration % self.of.tau] = values_of(parameter)
 
     @contextmanager
     def _of_copies(self) -> Iterator[None]:
@@ -167,7 +170,7 @@ class Adversary:
         if self._groups == 1 or not buffers:
             return
         root = self.world.ranks // 2
-        data = torch.cat([as_bytes(each) for each in self._statistics or buffers]).numpy()
+        data = values_of(torch.cat([as_bytes(each) for each in self._statistics or buffers]))
         given = [data if rank == root else None for rank in self.world.hosted]
         found = torch.from_numpy(sparse.broadcast(self.world, given, root))
         sizes = [each.nbytes for each in buffers]
@@ -186,6 +189,6 @@ class Attacked:
 
     def take(self, index: Array, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the samples of an index. See Samples.take."""
-        inputs, targets = self.samples.take(index, seed)
+        inputs, targets = taken(self.samples, index, seed, device_of(self.adversary.model))
         now = self.adversary.now()
         return self.adversary.copies(inputs, targets, self.loss, now), targets

@@ -20,6 +20,8 @@ from ..compress.bucket import Bucket, Entry, State, redistributed
 from ..config import validate
 from ..formats import FloatFormat, TableFormat
 from ..methods import suggest
+from ..ops import on_gpu, to_host
+from ..ops.tensors import CPU, in_stream, tensor_of
 from ..randomness import random_key
 from ..table_formats import spelled
 from ..world.mpi import as_world
@@ -48,11 +50,13 @@ class Averaging:
         by it, and what the aggregator keeps follows it
     state: what the aggregator keeps; layers: the shape of each, by name; {} while unknown
     parameters: those whose gradients are averaged, as far as they are known
+    device: where they are
     """
 
     aggregator: Aggregator
     layers: dict[str, list[int]]
     parameters: list[torch.nn.Parameter]
+    device = CPU
 
     def __init__(self, world: Any, seed: int) -> None:
         self.world: Ranks = as_world(world)
@@ -67,7 +71,8 @@ class Averaging:
     @loss_scale.setter
     def loss_scale(self, scale: float) -> None:
         if scale != self._loss_scale:
-            self.state.scale(scale / self._loss_scale)
+            with in_stream(self.device):
+                self.state.scale(scale / self._loss_scale)
         self._loss_scale = scale
 
     @property
@@ -80,7 +85,8 @@ class Averaging:
         context = Context(self.world, self.state, seed, self.iteration, self.epoch, self.loss_scale)
         mean = self.aggregator.aggregate(gradients, bucket, context)
         kept = [*gradients, *(entry.array for _, entry in self.state)]
-        is_new = not any(np.may_share_memory(mean.flat, each) for each in kept)
+        near = [each for each in kept if on_gpu(each) == on_gpu(mean.flat)]
+        is_new = not any(np.may_share_memory(mean.flat, each) for each in near)
         return mean if is_new else replace(mean, flat=mean.flat.copy())
 
     def _refuse_momentum(self) -> None:
@@ -94,13 +100,14 @@ class Averaging:
 
         A method that keeps arrays of each rank needs the dict of every process; else any will do.
         """
-        kept = {
-            f"{layer}/{name}": {
-                "values": torch.from_numpy(entry.array.copy()),
-                "redistribution": entry.redistribution,
+        with in_stream(self.device):
+            kept = {
+                f"{layer}/{name}": {
+                    "values": torch.from_numpy(to_host(entry.array.copy())),
+                    "redistribution": entry.redistribution,
+                }
+                for (layer, name), entry in self.state
             }
-            for (layer, name), entry in self.state
-        }
         return {
             "iteration": self.iteration,
             "epoch": self.epoch,
@@ -197,7 +204,7 @@ def rounded(
 
     Raises NonFiniteGradient, alike where the means are, for layers whose dtype ends before them.
     """
-    found = [torch.from_numpy(v).to(t) for v, t in zip(views, dtypes, strict=True)]
+    found = [tensor_of(v).to(t) for v, t in zip(views, dtypes, strict=True)]
     beyond = [
         i
         for i, each in enumerate(found)
@@ -218,7 +225,10 @@ def _entries(states: Sequence[Stated], world: Ranks) -> dict[tuple[str, str], En
     own = [(each["rank"], each["ranks"]) for each in states] == [(world.rank, world.ranks)]
     for key, first in states[0]["state"].items():
         layer, _, name = key.rpartition("/")
-        kind, rows = first["redistribution"], [each["state"][key]["values"] for each in states]
+        kind, rows = (
+            first["redistribution"],
+            [each["state"][key]["values"] for each in states],
+        )
         array = rows[0].numpy().copy()
         if kind is not None and not (own and len(array) == world.virtual_ranks):
             starts = [0, *np.cumsum([len(row) for row in rows]).tolist()]

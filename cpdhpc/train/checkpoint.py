@@ -16,6 +16,8 @@ import torch
 from .. import store
 from ..compress.bucket import Entry, State, redistributed
 from ..config import IMPORT_FROM, ConfigError, UserError, difference, flatten, validate, value_of
+from ..ops import to_host
+from ..ops.tensors import values_of
 from ..world import files
 from ..world.ranks import Ranks
 from .job import EPOCHS, MAY_DIFFER, Job
@@ -34,9 +36,9 @@ def tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Groups:
     """Return the state of model and optimizer as groups of arrays."""
     moments = optimizer.state_dict()["state"]
     return {
-        "model": {name: tensor.numpy() for name, tensor in model.state_dict().items()},
+        "model": {name: values_of(tensor) for name, tensor in model.state_dict().items()},
         "optimizer": {
-            f"{index}.{name}": tensor.numpy()
+            f"{index}.{name}": values_of(tensor)
             for index, state in moments.items()
             for name, tensor in state.items()
             if tensor is not None  # SGD has no buffer where there is no momentum
@@ -185,7 +187,7 @@ def _write_rows(world: Ranks, path: Path, offset: int | None, entry: Entry) -> N
     """Write an entry: own ones row by row, shared ones from process 0. Collective."""
     if offset is None:  # no byte in it
         return
-    array, shape = np.ascontiguousarray(entry.array), entry.array.shape
+    array, shape = np.ascontiguousarray(to_host(entry.array)), entry.array.shape
     if entry.redistribution is None:
         mine = array.reshape(-1)[: array.size if world.process == 0 else 0]
         world.write_box(path, offset, (array.size,), (0,), mine)

@@ -44,14 +44,17 @@ class Trainer:
 
     def __init__(self, world: World, caught: Caught, *, quiet: bool = False) -> None:
         self.world, self.caught, self.shown = world, caught, world.process == 0 and not quiet
-        self._worlds: dict[tuple[int, float], World] = {}
+        self._worlds: dict[tuple[int, float, bool], World] = {}
         self._data: dict[str, Dataset | Source] = {}
 
     def world_of(self, job: Job) -> World:
         """Return the ranks of a job, virtual ones included. Collective."""
-        shape = job.train.virtual_ranks, job.train.timeout_s
+        shape = job.train.virtual_ranks, job.train.timeout_s, job.train.gpu_direct != "never"
         if shape not in self._worlds:
-            self._worlds[shape] = World(virtual_ranks=shape[0], timeout_s=shape[1])
+            virtual_ranks, timeout_s, direct = shape
+            self._worlds[shape] = World(
+                virtual_ranks=virtual_ranks, timeout_s=timeout_s, gpu_direct=direct
+            )
         return self._worlds[shape]
 
     def data_of(self, job: Job) -> Dataset | Source:

@@ -16,6 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from ..collectives.checks import check_alike
 from ..compress.base import Aggregator
 from ..compress.bucket import Bucket
+from ..ops import backend_of
+from ..ops.tensors import CPU, OwnStream, array_of, check_device, in_stream, put
 from ..world.ranks import Ranks
 from .averaging import Averaging, check_options, made, rounded
 from .overlap import check_overlap
@@ -28,13 +30,14 @@ Future = torch.futures.Future[torch.Tensor]
 class Layout(NamedTuple):
     """Layers of one of DDP's buckets in the model's order, and their gradients as float32.
 
-    order: the place of each in DDP's bucket; flat: float32[bucket.size]; views: of it, by layer
+    order: the place of each in DDP's bucket; flat: float32[bucket.size] where the gradients are;
+    views: tensors of it, by layer
     """
 
     bucket: Bucket
     order: list[int]
     flat: Array
-    views: list[Array]
+    views: list[torch.Tensor]
 
 
 class DdpHook(Averaging):
@@ -60,6 +63,7 @@ class DdpHook(Averaging):
         self._layouts: dict[tuple[int, ...], Layout] = {}
         self._scales: Buffers | None = None
         self._executor = ThreadPoolExecutor(1, "cpdhpc-reduce") if overlap else None
+        self._stream = OwnStream(CPU)
         error: Exception | None = None
         settings: dict[str, object] = {}
         try:
@@ -106,17 +110,25 @@ class DdpHook(Averaging):
         """Return the future of the mean of a bucket, torch's GradBucket. Collective."""
         if bucket.index() == 0:
             self._begin()
-        future: Future = Future()
         given = bucket.index(), bucket.parameters(), bucket.gradients(), bucket.buffer()
-        last = bucket.is_last()
+        last, device = bucket.is_last(), bucket.buffer().device
+        future: Future = torch.futures.Future(devices=[device] if device.type == "cuda" else None)
         if self._executor is None:
-            self._average(*given, last, future)
+            with in_stream(device):
+                self._average(*given, last, future)
         else:
+            if self._stream.device != device:
+                self._stream = OwnStream(device)
             self.world.lent_by = threading.get_ident()
-            self._executor.submit(self._average, *given, last, future)
+            self._executor.submit(self._behind, self._stream.mark(), *given, last, future)
         if last:
             _after_backward(lambda: self._end(future))
         return future
+
+    def _behind(self, gathered: Any, *given: Any) -> None:
+        """Average a bucket in the thread, behind what backward has put into it."""
+        with self._stream.after(gathered):
+            self._average(*given)
 
     def _average(
         self,
@@ -162,13 +174,15 @@ class DdpHook(Averaging):
                     f"{self.world.rank} is {kind(buffer)}: should be {PLAIN}"
                 )
             for i, view in zip(layout.order, layout.views, strict=True):
-                view[...] = gradients[i].float().numpy()
+                put(gradients[i], view.numpy() if view.is_cpu else view)
         except Exception as found:  # whatever it is, no other rank may wait
             error = found
         check_alike(self.world, error, alike, [0], "ddp_hook: bucket")
         mean = self._aggregate(index, [layout.flat], layout.bucket)
         dtypes = [gradients[i].dtype for i in layout.order]
-        flat = mean.flat if self.loss_scale == 1 else mean.flat * np.float32(1 / self.loss_scale)
+        flat = mean.flat
+        if self.loss_scale != 1:
+            flat = backend_of(flat).multiply(flat, np.float32(1 / self.loss_scale))
         names, views = layout.bucket.names, layout.bucket.views(flat)
         means = rounded(names, views, dtypes)
         self._done.append((layout, parameters))
@@ -187,10 +201,15 @@ class DdpHook(Averaging):
             order = sorted(range(len(key)), key=lambda i: place[names[i]])
             shapes = tuple(tuple(parameters[i].shape) for i in order)
             bucket = Bucket(tuple(names[i] for i in order), shapes, self.aggregator.align)
-            flat = np.zeros(bucket.size, np.float32)
+            flat = torch.zeros(bucket.size, device=parameters[0].device)
+            check_device(f"ddp_hook: {bucket.names[0]!r}", flat.device)
+            views = [
+                flat[start:stop].reshape(shape)
+                for (_, start, stop), shape in zip(bucket.segments, shapes, strict=True)
+            ]
             if any(key[0] in other for other in self._layouts):
                 self._layouts.clear()  # of the buckets before
-            self._layouts[key] = Layout(bucket, order, flat, bucket.views(flat))
+            self._layouts[key] = Layout(bucket, order, array_of(flat), views)
         return self._layouts[key]
 
     def _end(self, last: Future) -> None:
@@ -200,7 +219,7 @@ class DdpHook(Averaging):
             for layout, parameters in self._done:
                 for i, view in zip(layout.order, layout.views, strict=True):
                     if (gradient := parameters[i].grad) is not None:
-                        gradient.copy_(torch.from_numpy(view))
+                        gradient.copy_(view)
             raise self._error
         self.iteration += 1
 
@@ -267,9 +286,9 @@ def ddp_hook(
         calls need it: after each backward all ranks have those of all ranks
     overlap: average buckets in a thread while backward goes on, with the same bits; no other call
         of MPI until backward returns; MPI must give the thread level "serialized"
-    Gradients are float32, bfloat16 or float16 on the CPU. What is wrong with them, as NaN, is
-    raised on all ranks alike by backward(), which leaves each its own gradients; the next step may
-    follow.
+    Gradients are float32, bfloat16 or float16 on the CPU or on a GPU, where they stay, whatever
+    DDP's own process group is made of. What is wrong with them, as NaN, is raised on all ranks
+    alike by backward(), which leaves each its own gradients; the next step may follow.
     Raises on all ranks alike ValueError or TypeError for an unknown name, unknown options, another
     number of ranks than DDP's; ValueError where ranks have other options or models.
     """

@@ -9,6 +9,7 @@ from ..config import ConfigError
 from ..split_images.grid import ImageGrid
 from .adversary import add_statistics
 from .data import Dataset, Samples, Source
+from .device import device_of, taken
 from .imports import ImportedModel, told
 from .job import Job
 from .losses import LossFunction, shown
@@ -50,7 +51,7 @@ def check_fit(
     Raises ConfigError, one line that names what does not go with what.
     """
     index = np.arange(min(2, len(samples)))
-    inputs, targets = samples.take(index, 0)
+    inputs, targets = taken(samples, index, 0, device_of(model))
     metrics, training = [metric.build() for metric in job.told], model.training
     with torch.no_grad(), torch.random.fork_rng(devices=[]), naming_items(index):
         torch.manual_seed(job.seed)  # of layers that are not initialised before

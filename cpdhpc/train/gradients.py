@@ -14,6 +14,7 @@ import numpy as np
 
 from .. import store
 from ..compress.base import Array
+from ..ops import to_host
 from ..precision import recording
 from ..world import files
 
@@ -54,7 +55,7 @@ def save(reducer: GradientReducer, path: Path, iteration: int, source: str = "")
     source: whose they are. Raises UserError on all processes alike where it cannot be written.
     """
     world, bucket = reducer.world, reducer.bucket
-    views = [bucket.views(flat) for flat in reducer.flats]
+    views = [bucket.views(to_host(flat)) for flat in reducer.flats]
     rooms = {
         _key(name): store.Room(
             (world.ranks, *shape),

@@ -26,14 +26,12 @@ from ..config import (
     read_toml,
     validate,
 )
-from ..formats import wire_format
+from ..formats import with_own_formats
 from ..precision.policy import Policy
 from ..precision.presets import PRESETS
 from ..precision.recording import Recording
-from ..table_formats import with_own_formats
 from ..world.ranks import Loopback, Ranks
 from .adversarial import Adversarial
-from .augment import Augment
 from .controllers import (
     BATCH_SCALINGS,
     CONTROLLERS,
@@ -45,7 +43,7 @@ from .controllers import (
     Settings,
 )
 from .data import Data
-from .datasets import DATA, Digits
+from .datasets import DATA, Augment, Digits
 from .imports import ImportedData, ImportedLoss, ImportedMetric, ImportedModel
 from .loader import Loader
 from .loss_scaling import check_scale
@@ -62,12 +60,15 @@ Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$")]  # part o
 
 EPOCHS = "train.epochs"  # may be raised where a run is gone on with
 STATELESS = ("none", "lowbit", "qsgd", "terngrad")  # aggregators that keep nothing of a rank
-MAY_DIFFER = (  # where a run is gone on with; all but virtual_ranks change no bit
+MAY_DIFFER = (  # where a run is gone on with; virtual_ranks and device change bits
     "train.virtual_ranks",
     "train.checkpoint_every",
     "train.telemetry_every",
     "train.timeout_s",
     "train.overlap",
+    "train.device",
+    "train.gpu_direct",
+    "train.oversubscribe_gpus",
     "model.import_from",
     "data.import_from",
     "loader.workers",
@@ -100,6 +101,11 @@ class Train(Section):
         (influence), beside the checkpoint, which is overwritten; 0: none are
     record_gradients: iterations, from 0, of which the gradients of every rank go to files of their
         own, 4 bytes a value and rank each (bench compress)
+    device: where models compute and gradients are averaged; "gpu": each process on one of its own
+    oversubscribe_gpus: let processes of a node share GPUs where there are too few
+    gpu_direct: whether MPI is given GPU memory: "auto" where it takes it, else it goes through the
+        host; "required" refuses to begin where it does not; "never"
+    autocast: the dtype of torch.autocast in forward; "float16" wants loss_scaling = "dynamic"
     """
 
     epochs: Positive = 10
@@ -118,6 +124,10 @@ class Train(Section):
     keep_every: Whole = 0
     timeout_s: Annotated[float, Field(gt=0)] = 600.0
     record_gradients: Annotated[tuple[Whole, ...], Field(strict=False, max_length=100)] = ()
+    device: Literal["cpu", "gpu"] = "cpu"
+    gpu_direct: Literal["auto", "required", "never"] = "auto"
+    oversubscribe_gpus: bool = False
+    autocast: Literal["none", "bfloat16", "float16"] = "none"
 
     @property
     def kept_epochs(self) -> range:
@@ -235,17 +245,22 @@ class Job(Section):
             raise ValueError("precision: goes with train.image_grid=[1, 1] only")
         return self
 
+    @model_validator(mode="after")
+    def _gpus_alone(self) -> Job:
+        usual = {
+            "stages.count": self.stages.count == 1,
+            "train.image_grid": self.train.image_grid == (1, 1),
+            "update": isinstance(self.update, ByAllreduce),
+            "precision": self.precision.empty,
+        }
+        others = [key for key, is_usual in usual.items() if not is_usual]
+        if self.train.device == "gpu" and others:
+            raise ValueError(f"train.device='gpu': does not go with this {others[0]}")
+        return self
+
     @model_validator(mode="before")
     @classmethod
     def _own_formats(cls, raw: Any) -> Any:
-        if not isinstance(raw, dict) or not isinstance(raw.get("formats"), dict):
-            return raw
-        for name in raw["formats"]:
-            try:
-                wire_format(name)
-            except ValueError:
-                continue
-            raise ValueError(f"formats.{name}: is the name of a format already")
         return with_own_formats(raw)
 
     @model_validator(mode="before")

@@ -114,6 +114,8 @@ def _cross_entropy(
 
     classes = _check_classes("loss: cross_entropy", outputs, targets)
     try:
+        if targets.is_cuda and bool(((targets < 0) | (targets >= classes)).any()):
+            raise IndexError  # the kernel would end the context
         return cross_entropy(
             outputs.double() if reduction == "none" else outputs,
             targets.long(),

@@ -14,6 +14,8 @@ from ..collectives import sparse
 from ..compress import NoCompression
 from ..compress.base import Mean
 from ..compress.bucket import Bucket
+from ..ops import to_host
+from ..ops.tensors import values_of
 from ..partition import split
 from ..randomness import random_key
 from .controllers import Norms
@@ -47,7 +49,7 @@ def roots(
     for parameter, view in zip(reducer.parameters, reducer.bucket.views(found), strict=True):
         state = optimizer.state.get(parameter)
         if state:
-            view[...] = np.sqrt(np.asarray(given.factors(state)))
+            view[...] = np.sqrt(values_of(torch.as_tensor(given.factors(state))))
     return found if found.any() else None
 
 
@@ -62,10 +64,11 @@ def squared_norms(
     memory and its momentum made of it, whose norm says nothing of the noise, so the exact
     gradients are summed as sketches.
     """
-    flats = reducer.flats if by is None else [flat * by for flat in reducer.flats]
+    given, mean_flat = [to_host(flat) for flat in reducer.flats], to_host(mean.flat)
+    flats = given if by is None else [flat * by for flat in given]
     own = [squared(flat, reducer.bucket) / loss_scale**2 for flat in flats]
     if isinstance(reducer.aggregator, NoCompression):
-        exact = mean.flat if by is None else mean.flat * by
+        exact = mean_flat if by is None else mean_flat * by
         return np.array([*own, squared(exact, reducer.bucket)])
     key = random_key(reducer.seed, SIGNS, reducer.iteration)
     total = sparse.sum(reducer.world, sketches(flats, key))

@@ -6,12 +6,14 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 from ..compress.base import Mean
 from ..compress.bucket import Part
 from ..config import UserError
+from ..ops.tensors import OwnStream
 from ..world.ranks import Ranks
 
 ENOUGH = ("serialized", "multiple")  # thread levels with which another thread may call MPI
@@ -40,6 +42,7 @@ class Overlap:
     thread that computes, so that MPI is called by one thread at a time.
     take: gathers the gradient of a layer; aggregate: reduces a part, by index, in the thread
     again: told of a layer whose gradient comes a second time within a step
+    stream: of the thread, which begins a part when backward's stream has gathered it
     """
 
     def __init__(
@@ -50,8 +53,9 @@ class Overlap:
         take: Callable[[int], None],
         aggregate: Callable[[int], Mean],
         again: Callable[[int], None],
+        stream: OwnStream,
     ) -> None:
-        self.world, self.parts = world, parts
+        self.world, self.parts, self.stream = world, parts, stream
         self.take, self.aggregate, self.again = take, aggregate, again
         self.executor: ThreadPoolExecutor | None = None
         self._paused = False
@@ -90,13 +94,15 @@ class Overlap:
             self.world.lent_by = threading.get_ident()
             previous = self._futures[-1] if self._futures else None
             index = len(self._futures)
-            self._futures.append(self.executor.submit(self._reduce, index, previous))
+            gathered = self.stream.mark()
+            self._futures.append(self.executor.submit(self._reduce, index, previous, gathered))
 
-    def _reduce(self, index: int, previous: Future[Mean] | None) -> Mean:
+    def _reduce(self, index: int, previous: Future[Mean] | None, gathered: Any) -> Mean:
         """Reduce a part, in the thread; after an error, which all ranks have, none is any more."""
         if previous is not None:
             previous.result()  # is there already: raises the step's first error
-        return self.aggregate(index)
+        with self.stream.after(gathered):
+            return self.aggregate(index)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -118,6 +124,7 @@ class Overlap:
                 self._take(layer)
         self._submit()
         wait(self._futures)
+        self.stream.join()
         self.world.lent_by = None
         futures = self._futures
         self._begin()

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..compress.base import Column, Mean
+from ..ops import on_gpu
 from ..store import Variable
 from .losses import Accuracy, CrossEntropy, Loss, Metric
 from .reducer import GradientReducer
@@ -18,6 +19,14 @@ Array = npt.NDArray[Any]
 
 
 Layers = dict[str, Array]  # [layers] by column
+
+
+def count_nonzero(x: Array) -> int:
+    """Return how many of float32 values are not zero; on a GPU, too, where CuPy drops small ones.
+
+    Bits are compared, as CuPy's own arithmetic takes subnormal numbers for zero.
+    """
+    return int((x.view(np.uint32) << 1 != 0).sum() if on_gpu(x) else np.count_nonzero(x))
 
 
 def observe(reducer: GradientReducer, mean: Mean) -> Layers:
@@ -30,7 +39,7 @@ def observe(reducer: GradientReducer, mean: Mean) -> Layers:
     counted = [name for name, column in columns.items() if column.counted]
     counts = {name: np.zeros(len(bucket.names), np.int64) for name in ("nonzero", *counted)}
     for flat in reducer.flats:
-        counts["nonzero"] += [np.count_nonzero(view) for view in bucket.views(flat)]
+        counts["nonzero"] += [count_nonzero(view) for view in bucket.views(flat)]
         for name, of_rank in reducer.aggregator.observe(flat, bucket, mean).items():
             counts[name] += of_rank
     everyone = reducer.world.gather(counts)

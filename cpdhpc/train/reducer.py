@@ -14,6 +14,8 @@ import torch
 from ..collectives.checks import check_alike
 from ..compress.base import Aggregator, Mean, raise_unless_finite
 from ..compress.bucket import Bucket, Part, split_bucket
+from ..ops import backend_of
+from ..ops.tensors import OwnStream, array_of, in_stream, put
 from .averaging import Averaging, check_options, made, rounded
 from .overlap import Overlap, check_overlap
 from .replicas import (
@@ -21,6 +23,7 @@ from .replicas import (
     Buffers,
     broadcast,
     description,
+    device_of,
     is_plain,
     kind,
     policies_of,
@@ -38,7 +41,8 @@ class GradientReducer(Averaging):
     the parameters and buffers of process 0.
 
     world: World, Loopback or an mpi4py communicator
-    model: its parameters that require a gradient must be float32, bfloat16 or float16 on the CPU;
+    model: on the CPU or on one GPU, where its gradients stay: work goes on in torch's current
+        stream. Its parameters that require a gradient must be float32, bfloat16 or float16;
         which do is settled here. One frozen later counts as one without gradient. Gradients are
         raised to float32, averaged, and rounded to nearest to their own dtype.
     aggregator: a name in COMPRESSORS with its options, or an Aggregator without any
@@ -87,6 +91,7 @@ class GradientReducer(Averaging):
             check_options(self._name, seed, overlap)
             self.aggregator = made(self._name, aggregator, options)
             tensors = tensors_of(model)
+            self.device = device_of(tensors)
             self._lay_out(bucket_mib)
             self.aggregator.check_layers(self.bucket.names)
             self._buffers = Buffers(model, self.world, buffers)
@@ -99,6 +104,7 @@ class GradientReducer(Averaging):
                 "overlap": overlap,
                 "buffers": buffers,
                 "virtual_ranks": self.world.virtual_ranks,
+                "device": self.device.type,
             }
             settings["precision"] = str(policies_of(model))
             settings |= {f"tensor {i} of model": description(*t) for i, t in enumerate(tensors)}
@@ -122,6 +128,7 @@ class GradientReducer(Averaging):
                 self._take,
                 self._first_or_next,
                 self._again,
+                OwnStream(self.device),
             )
             if overlap
             else None
@@ -142,8 +149,17 @@ class GradientReducer(Averaging):
         self.parts = split_bucket(self.bucket, bucket_mib)
         self.layers = {name: list(p.shape) for name, p in named}
         self._dtypes = [parameter.dtype for parameter in self.parameters]
-        self.flats = [np.zeros(self.bucket.size, np.float32) for _ in self.world.hosted]
-        self._views = [self.bucket.views(flat) for flat in self.flats]
+        tensors = [torch.zeros(self.bucket.size, device=self.device) for _ in self.world.hosted]
+        with in_stream(self.device):
+            self.flats = [array_of(each) for each in tensors]
+        writable = self.flats if self.device.type == "cpu" else tensors
+        self._views = [
+            [
+                flat[start:stop].reshape(p.shape)
+                for (_, start, stop), p in zip(self.bucket.segments, self.parameters, strict=True)
+            ]
+            for flat in writable
+        ]
 
     def _begin(self) -> None:
         """Forget what was found in a step. _used: by layer, whether it has a gradient here."""
@@ -176,15 +192,19 @@ class GradientReducer(Averaging):
         parameter, view = self.parameters[layer], self._views[hosted][layer]
         gradient = parameter.grad if parameter.requires_grad else None
         if gradient is not None:
-            if gradient.dtype is self._dtypes[layer] and is_plain(gradient):
-                view[...] = gradient.detach().float().numpy()
+            if (
+                gradient.dtype is self._dtypes[layer]
+                and gradient.device == self.device
+                and is_plain(gradient)
+            ):
+                put(gradient, view)
                 self._used[layer] = True
                 return
             self.fail(
                 ValueError(
                     f"GradientReducer.reduce: the gradient of {self.bucket.names[layer]!r} on rank "
                     f"{self.world.hosted[hosted]} is {kind(gradient)}: should be dense "
-                    f"{self._dtypes[layer]} on cpu"
+                    f"{self._dtypes[layer]} on {self.device}"
                 )
             )
         view[...] = 0
@@ -211,13 +231,14 @@ class GradientReducer(Averaging):
         if self._closed:
             raise RuntimeError("GradientReducer.reduce: the reducer is closed")
         try:
-            if self._overlap is not None:
-                return self._finish(self._overlap.wait(), self._agree())
-            self._roll_call(True)
-            if len(self.flats) == 1:
-                self.stash()
-            used = self._agree()
-            return self._finish(self._aggregate_all(), used)
+            with in_stream(self.device):
+                if self._overlap is not None:
+                    return self._finish(self._overlap.wait(), self._agree())
+                self._roll_call(True)
+                if len(self.flats) == 1:
+                    self.stash()
+                used = self._agree()
+                return self._finish(self._aggregate_all(), used)
         finally:
             self._begin()
 
@@ -231,7 +252,8 @@ class GradientReducer(Averaging):
             raise RuntimeError("GradientReducer.collect: the reducer is closed")
         try:
             used = self._agree()
-            raise_unless_finite(self.world, self.flats, self.bucket)
+            with in_stream(self.device):
+                raise_unless_finite(self.world, self.flats, self.bucket)
             self.iteration += 1
             return used
         finally:
@@ -242,7 +264,8 @@ class GradientReducer(Averaging):
 
         Gradients and buffers of the model stay as they are. Raises NonFiniteGradient as reduce.
         """
-        return _joined(self.bucket.size, self.parts, self._aggregate_all())
+        with in_stream(self.device):
+            return _joined(self.bucket.size, self.parts, self._aggregate_all())
 
     def share_buffers(self) -> None:
         """Give all ranks the buffers that reduce gives them, where it raised NonFiniteGradient.
@@ -303,7 +326,8 @@ class GradientReducer(Averaging):
         """Set gradients and buffers, and return the mean of the whole model. Collective."""
         factor = self._factor / self.loss_scale
         if factor != 1:
-            means = [replace(mean, flat=mean.flat * np.float32(factor)) for mean in means]
+            by = np.float32(factor)
+            means = [replace(m, flat=backend_of(m.flat).multiply(m.flat, by)) for m in means]
         mean = _joined(self.bucket.size, self.parts, means)
         flats = [each.flat for each in means] if len(means) > 1 else [mean.flat.copy()]
         found = [part.bucket.views(x) for part, x in zip(self.parts, flats, strict=True)]
@@ -364,15 +388,16 @@ class GradientReducer(Averaging):
 
     def _reduce_nothing(self) -> None:
         """Take part in a reduce of the ranks that are still in the loop. Collective."""
-        for flat in self.flats:
-            flat[...] = 0
         try:
-            if self._overlap is not None:
-                means = self._aggregate_all()
-                self._finish(means, self._agree())
-            else:
-                used = self._agree()
-                self._finish(self._aggregate_all(), used)
+            with in_stream(self.device):
+                for flat in self.flats:
+                    flat[...] = 0
+                if self._overlap is not None:
+                    means = self._aggregate_all()
+                    self._finish(means, self._agree())
+                else:
+                    used = self._agree()
+                    self._finish(self._aggregate_all(), used)
         finally:
             self._begin()
 
@@ -397,7 +422,7 @@ def _joined(whole_size: int, parts: list[Part], means: list[Mean]) -> Mean:
     """Return the mean of the whole model, its layers in the model's order, from that of parts."""
     if len(means) == 1:
         return means[0]
-    flat, end = np.empty(whole_size, np.float32), whole_size
+    flat, end = np.empty_like(means[0].flat, shape=(whole_size,)), whole_size
     for part, mean in zip(parts, means, strict=True):  # the last ones first
         flat[part.start : part.stop] = mean.flat
         flat[part.stop : end] = 0

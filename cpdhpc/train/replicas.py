@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from ..collectives import sparse
+from ..ops.tensors import PLACES, check_device, values_of
 from ..precision.policy import LayerPolicy
 from ..precision.quantizers import STATE, newest
 from ..precision.tensors import NEVER
@@ -20,12 +21,12 @@ Named = list[tuple[str, torch.Tensor]]
 
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # of gradients
-PLAIN = "dense float32, bfloat16 or float16 on cpu"
+PLAIN = "dense float32, bfloat16 or float16 on cpu or cuda"
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's values lie in memory of the host."""
-    return tensor.layout is torch.strided and tensor.is_cpu
+    """Whether a tensor's values lie in memory of the host or of a GPU."""
+    return tensor.layout is torch.strided and tensor.device.type in PLACES
 
 
 def kind(tensor: torch.Tensor) -> str:
@@ -46,7 +47,7 @@ def tensors_of(model: torch.nn.Module) -> Named:
                 f"GradientReducer: model: {name} is not initialised: run a batch through it first"
             )
         if (tensor.requires_grad and tensor.dtype not in FLOATS) or not is_plain(tensor):
-            should = PLAIN if tensor.requires_grad else "dense on cpu"
+            should = PLAIN if tensor.requires_grad else "dense on cpu or cuda"
             raise ValueError(
                 f"GradientReducer: model: {name} is {kind(tensor)}: should be {should}"
             )
@@ -58,6 +59,19 @@ def tensors_of(model: torch.nn.Module) -> Named:
                 "values are one in memory: should be a clone"
             )
     return tensors
+
+
+def device_of(tensors: Named) -> torch.device:
+    """Return the device of a model's tensors. Raises ValueError where there are several."""
+    (first, tensor), *others = tensors
+    for name, other in others:
+        if other.device != tensor.device:
+            raise ValueError(
+                f"GradientReducer: model: {first} is on {tensor.device}, {name} on "
+                f"{other.device}: should be on one device"
+            )
+    check_device(f"GradientReducer: model: {first}", tensor.device)
+    return tensor.device
 
 
 def survey(model: torch.nn.Module) -> tuple[list[torch.nn.Parameter], Named]:
@@ -101,14 +115,14 @@ def description(name: str, tensor: torch.Tensor) -> str:
 
 def broadcast(world: Ranks, tensor: torch.Tensor) -> None:
     """Give all processes the tensor of process 0, in place."""
-    values = as_bytes(tensor)
+    values = as_bytes(tensor).cpu()
     world.broadcast(values.numpy())
-    if values.data_ptr() != tensor.data_ptr():
+    if not tensor.is_cpu or values.data_ptr() != tensor.data_ptr():
         tensor.detach().copy_(values.view(tensor.dtype).reshape(tensor.shape))
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return uint8[bytes], a CPU tensor's values in their order, of any strides and dtype."""
+    """Return uint8[bytes], a tensor's values in their order, of any strides and dtype."""
     return tensor.detach().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
 
 
@@ -183,7 +197,7 @@ class Buffers:
     def _of_first(self, own: list[Tensors], active: Sequence[bool]) -> Tensors:
         """Return the tensors of the first active rank. Collective."""
         root_rank = list(active).index(True) * self.world.virtual_ranks
-        data = torch.cat([as_bytes(tensor) for tensor in own[0]]).numpy()
+        data = values_of(torch.cat([as_bytes(tensor) for tensor in own[0]]))
         given = [data if rank == root_rank else None for rank in self.world.hosted]
         parts = torch.split(
             torch.from_numpy(sparse.broadcast(self.world, given, root_rank)),
@@ -202,7 +216,7 @@ class Buffers:
         words = np.zeros(sum(state.numel() for state in own[0]), np.int64)
         if active[self.world.process]:
             best = [newest(list(of_ranks)) for of_ranks in zip(*own, strict=True)]
-            values = [state.numpy() for state in best]
+            values = [values_of(state) for state in best]
             bits = [np.where(v < 0, 0, v.view(np.int32).astype(np.int64) + 1) for v in values]
             words = np.concatenate(
                 [(int(v[0]) << 32) + b for v, b in zip(values, bits, strict=True)]
@@ -215,7 +229,7 @@ class Buffers:
         """Return the means over the active ranks of the tensors of each hosted rank. Collective."""
         here = active[self.world.process]
         rows = [torch.cat([_wide(tensor) for tensor in each]) for each in own]
-        given = [(row if here else torch.zeros_like(row)).numpy() for row in rows]
+        given = [values_of(row if here else torch.zeros_like(row)) for row in rows]
         total = torch.from_numpy(sparse.sum(self.world, given))
         total /= sum(active) * self.world.virtual_ranks
         parts = torch.split(total, [_wide(tensor).numel() for tensor in own[0]])
@@ -245,6 +259,6 @@ def _put(buffers: Tensors, tensors: Tensors) -> None:
     What autograd keeps of a buffer for another backward may then still be used.
     """
     for buffer, tensor in zip(buffers, tensors, strict=True):
-        values = tensor.to(buffer.dtype)
+        values = tensor.to(buffer.device, buffer.dtype)
         if not torch.equal(as_bytes(buffer), as_bytes(values)):
             buffer.copy_(values)

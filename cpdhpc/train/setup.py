@@ -30,9 +30,10 @@ from ..world.cores import threads_of_rank
 from ..world.ranks import Ranks
 from . import checkpoint, gradients, weights
 from .adversary import Adversary
-from .augment import Augment
 from .controllers import Controller
 from .data import Dataset, Samples, Source
+from .datasets import Augment
+from .device import cast_forward, own_device
 from .fitting import build_model, check_fit, samples_of
 from .job import Job
 from .loader import Prefetched, Workers
@@ -299,7 +300,9 @@ def prepare(job: Job, world: Ranks, data: Dataset | Source, files: Files) -> Tra
     torch.set_num_threads(threads)
     job.check_ranks(world.ranks)
     set_kernel_threads(1 if job.train.overlap else threads)  # else they would slow backward down
-    model = agreed(world, lambda: build_model(job, data))
+    device = own_device(job.train, world)
+    model = agreed(world, lambda: build_model(job, data)).to(device)
+    cast_forward(model, job.train, device)
     grid = None
     if job.train.image_grid != (1, 1):
         grid, model = _split(job, world, data, model)

@@ -17,11 +17,13 @@ import torch
 
 from ..compress.base import Mean
 from ..config import ConfigError, UserError
+from ..ops import tensors
 from ..partition import split
 from ..randomness import random_key
 from ..world.ranks import Loopback, Ranks
 from .adversary import Adversary
 from .data import Samples, shard
+from .device import device_of, taken
 from .loader import Prefetched
 from .loss_scaling import LossScaler
 from .losses import LossFunction, Metric, MetricFunction, TargetError
@@ -98,7 +100,7 @@ def samples_at_once(model: torch.nn.Module, samples: Samples, keeps: bool = Fals
     hooks = [module.register_forward_hook(note) for module in model.modules()]
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            model.eval()(samples.take(np.zeros(1, np.int64), 0)[0])
+            model.eval()(taken(samples, np.zeros(1, np.int64), 0, device_of(model))[0])
     finally:
         model.train(training)
         for hook in hooks:
@@ -183,7 +185,7 @@ def _part(
     if isinstance(samples, Prefetched):
         samples.plan((index, 0) for index in chunks)
     for index in chunks:
-        inputs, targets = samples.take(index, 0)
+        inputs, targets = taken(samples, index, 0, device_of(model))
         outputs = model(inputs)
         with naming_items(index):
             values[0] += loss(outputs, targets, reduction="none").flatten().tolist()
@@ -266,10 +268,9 @@ def step(
         try:
             part, parts = adversary.part(rank) if adversary else (rank // sharing, shares)
             share = shard(batch, parts, part)
-            inputs, targets = samples.take(share, seed)
+            inputs, targets = taken(samples, share, seed, update.reducer.device)
             watch.lap("data")
-            # Of dropout; torch.manual_seed would also write down the stack for three devices.
-            torch.default_generator.manual_seed(random_key(*stream, part)[0])
+            tensors.seed(random_key(*stream, part)[0], update.reducer.device)  # of dropout
             scale = update.reducer.loss_scale
             weight = len(inputs) * parts / batch.size
             given = update.optimizer, inputs, targets, loss, weight, scale

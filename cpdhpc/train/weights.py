@@ -63,7 +63,7 @@ def save(path: Path, model: torch.nn.Module, here: Kept) -> None:
 
     Raises StoreError where it cannot be written.
     """
-    tensors = {name: tensor.numpy() for name, tensor in model.state_dict().items()}
+    tensors = {name: tensor.cpu().numpy() for name, tensor in model.state_dict().items()}
     store.write(path, {"model": tensors}, {"kind": KIND, **asdict(here)})
 
 

@@ -1,0 +1,94 @@
+"""Training on GPUs over real messages: a process each, staged and direct, with the CPU's bits.
+
+On the emulated GPU whole runs have them, as the model's own arithmetic is torch's on the CPU; on
+real ones the averaging alone, of gradients that depend on no sum.
+"""
+
+import pytest
+import torch
+from cards import DEVICE, card
+from test_gpu_training import WAYS, network, steps
+from training import model_bytes
+
+from cpdhpc.config import UserError, validate
+from cpdhpc.ops.tensors import CPU
+from cpdhpc.signals import Caught
+from cpdhpc.train.datasets import Digits
+from cpdhpc.train.job import Job
+from cpdhpc.train.loop import run
+from cpdhpc.train.progress import Display, Files
+from cpdhpc.train.reducer import GradientReducer
+from cpdhpc.train.setup import prepare
+from cpdhpc.world.mpi import World
+
+pytestmark = [pytest.mark.mpi, pytest.mark.gpu]
+TIMEOUT_S = 600.0
+
+
+@pytest.fixture(params=[False, True], ids=["staged", "direct"])
+def direct(request):
+    return request.param
+
+
+@pytest.fixture
+def gpu(direct, world):
+    with card(direct, world.process) as found:
+        yield found
+
+
+def digits(train):
+    """Half an epoch of a small network is enough to see a bit."""
+    row = {"aggregator": "lowbit", "wire": "e4m3", "scaling": "aps", "algorithm": "direct"}
+    fixed = {"epochs": 1, "batch": 256, "threads": 1, "bucket_mib": 0.01, "timeout_s": TIMEOUT_S}
+    job = {"name": "digits", "model": {"name": "mlp", "hidden": [16]}, "gradient": row}
+    return validate(Job, job | {"train": fixed | train}, "test")
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_digits_have_the_bits_of_the_cpu(gpu, world, direct, tmp_path_factory, overlap):
+    directory = world.gather(tmp_path_factory.mktemp("run"))[0]
+    found, data = {}, Digits().load()
+    for device in ("cpu", "gpu"):
+        given = World(timeout_s=TIMEOUT_S, gpu_direct=direct)
+        wanted = "required" if direct else "auto"
+        job = digits({"device": device, "overlap": overlap, "gpu_direct": wanted})
+        (directory / device).mkdir(exist_ok=True)
+        training = prepare(job, given, data, Files.of(directory / device, job))
+        run(training, Caught(), Display(False, 1))
+        training.close()
+        given.free()
+        losses = training.record.arrays()["steps"]["loss"]
+        found[device] = model_bytes(training.files.checkpoint), losses.tobytes()
+    if gpu is not None:
+        assert found["gpu"] == found["cpu"]
+
+
+@pytest.mark.parametrize(("name", "options"), WAYS[:2], ids=["none", "lowbit"])
+def test_means_have_the_bits_of_the_cpu(gpu, direct, name, options):
+    """With overlap, whose thread has a stream of its own, under which MPI's messages go on."""
+    world = World(timeout_s=TIMEOUT_S, gpu_direct=direct)
+    expected, _ = steps(CPU, name, options, torch.float32, world=world)
+    found, _ = steps(DEVICE, name, options, torch.float32, world=world, overlap=True)
+    world.free()
+    assert found == expected
+
+
+@pytest.mark.two_ranks
+def test_what_differs_between_ranks_is_said_on_all(gpu, world, direct):
+    if gpu is None or direct:
+        pytest.skip("says the same")
+    device = DEVICE if world.process else CPU
+    with pytest.raises(ValueError, match=r"device='cpu' on rank 0, device='cuda' on rank 1"):
+        GradientReducer(network(device), world)
+    if not world.process:
+        model = network(DEVICE)
+        model[1].to(CPU)
+    with pytest.raises(ValueError, match=r"0\.weight is on cuda:0, 1\.weight on cpu: should be on"):
+        GradientReducer(network(DEVICE) if world.process else model, world)
+    gpu.first = 0  # so that both processes see the same one
+    job, data = digits({"device": "gpu"}), Digits().load()
+    with pytest.raises(UserError, match=r"processes 0, 1 would share GPUs of their node"):
+        prepare(job, world, data, None)
+    job = digits({"device": "gpu", "gpu_direct": "required", "oversubscribe_gpus": True})
+    with pytest.raises(UserError, match=r"train.gpu_direct='required': GPU-aware MPI: no \(sim"):
+        prepare(job, world, data, None)

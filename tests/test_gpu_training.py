@@ -1,0 +1,246 @@
+"""Training on a GPU: the reducer has the CPU's bits there, and runs move between the two.
+
+On the emulated GPU the model's own arithmetic is torch's on the CPU, so whole runs have the same
+bits; on a real one they are near.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cards import DEVICE, card
+from simulated_gpu import Gpu
+from test_models import TINY
+from training import ROWS, SMALL, model_bytes, run_job, small_job
+
+from cpdhpc.collectives.checks import NonFiniteGradient
+from cpdhpc.config import ConfigError, UserError, validate
+from cpdhpc.ops.tensors import CPU, values_of
+from cpdhpc.train import gradients
+from cpdhpc.train.ddp import ddp_hook
+from cpdhpc.train.job import Job
+from cpdhpc.train.loss_scaling import LossScaler
+from cpdhpc.train.reducer import GradientReducer
+from cpdhpc.world.ranks import Loopback, Ranks
+
+pytestmark = pytest.mark.gpu
+WAYS: list[tuple[str, dict[str, Any]]] = [
+    ("none", {}),
+    ("lowbit", {"wire": "e4m3", "scaling": "aps", "error_feedback": True}),
+    ("powersgd", {}),
+    ("topk", {"density": 0.1}),
+]
+
+
+@pytest.fixture
+def gpu() -> Iterator[Gpu | None]:
+    with card() as found:
+        yield found
+
+
+def network(device: torch.device, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    """Layers of several sizes, of one dtype, and buffers."""
+    torch.manual_seed(0)
+    sizes = (30, 40, 50)
+    layers = [torch.nn.Linear(a, b) for a, b in pairwise(sizes)]
+    model = torch.nn.Sequential(*layers, torch.nn.BatchNorm1d(50, affine=False))
+    return model.to(device, dtype)
+
+
+def backward(model: torch.nn.Module, step: int, scale: float = 1.0) -> None:
+    """Give each parameter a gradient that depends on the step alone, by a backward."""
+    rng = np.random.default_rng(step)
+    terms = []
+    for p in model.parameters():
+        wanted = torch.from_numpy(rng.standard_normal(p.shape).astype(np.float32) * scale)
+        terms.append((p * wanted.to(p.device, p.dtype)).sum())
+    torch.stack(terms).sum().backward()
+    model[-1].running_mean.fill_(float(step))
+
+
+def steps(
+    device: torch.device,
+    name: str,
+    options: dict[str, Any],
+    dtype: torch.dtype,
+    world: Ranks | None = None,
+    **more: Any,
+) -> tuple[list[bytes], dict[str, Any]]:
+    """Return the bits of all means and buffers of three steps, and what the method kept."""
+    model, found, world = network(device, dtype), [], world or Loopback()
+    reducer = GradientReducer(model, world, name, bucket_mib=0.002, **more, **options)
+    for step in range(3):
+        model.zero_grad()
+        reducer.loss_scale = (1.0, 4.0, 4.0)[step]
+        backward(model, step + 3 * world.rank)
+        reducer.reduce()
+        for tensor in [p.grad for p in model.parameters()] + list(model.buffers()):
+            assert tensor is not None and tensor.device == device
+            found.append(values_of(tensor.float()).tobytes())
+    kept = {key: entry["values"] for key, entry in reducer.state_dict()["state"].items()}
+    reducer.close()
+    return found, kept
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("name", "options"), WAYS, ids=[name for name, _ in WAYS])
+def test_means_have_the_bits_of_the_cpu(
+    gpu: Gpu | None, name: str, options: dict[str, Any], dtype: torch.dtype
+) -> None:
+    expected, kept = steps(CPU, name, options, dtype)
+    for overlap in (False, True):
+        found, there = steps(DEVICE, name, options, dtype, overlap=overlap)
+        assert found == expected, overlap
+        assert kept.keys() == there.keys()
+        assert all(torch.equal(kept[key], there[key]) for key in kept)
+
+
+def test_a_nan_leaves_gradients_and_a_scaler_skips_the_step(gpu: Gpu | None) -> None:
+    model = network(DEVICE)
+    reducer = GradientReducer(model, Loopback(), "lowbit", overflow="inf", error_feedback=True)
+    scaler = LossScaler(reducer, dynamic=True)
+    backward(model, 0, scaler.scale)
+    assert scaler.reduce() is not None
+    backward(model, 1)
+    model[0].weight.grad[3, 3] = np.nan
+    assert scaler.reduce() is None and scaler.scale == 2.0**15
+    with pytest.raises(NonFiniteGradient, match=r"'0\.weight' on rank 0"):
+        reducer.reduce()
+
+
+def test_a_model_half_on_the_gpu_is_refused(gpu: Gpu | None) -> None:
+    model = network(CPU)
+    model[1].to(DEVICE)
+    says = r"0\.weight is on cpu, 1\.weight on cuda:0: should be on one device"
+    with pytest.raises(ValueError, match=says):
+        GradientReducer(model, Loopback())
+    model = network(CPU)
+    reducer = GradientReducer(model, Loopback())
+    model.to(DEVICE)
+    backward(model, 0)
+    with pytest.raises(ValueError, match=r"is torch\.float32 on cuda:0: should be dense .* on cpu"):
+        reducer.reduce()
+
+
+class GradBucket:
+    """What DDP gives its hook: some parameters, last ones first, and one buffer of gradients."""
+
+    def __init__(self, number: int, parameters: list[torch.nn.Parameter], last: bool) -> None:
+        self.number, self.of, self.last = number, parameters, last
+        self.flat = torch.cat([p.grad.reshape(-1) for p in parameters])
+
+    def index(self) -> int:
+        return self.number
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        return self.of
+
+    def buffer(self) -> torch.Tensor:
+        return self.flat
+
+    def gradients(self) -> list[torch.Tensor]:
+        parts = torch.split(self.flat, [p.numel() for p in self.of])
+        return [part.view(p.shape) for part, p in zip(parts, self.of, strict=True)]
+
+    def is_last(self) -> bool:
+        return self.last
+
+
+def hooked(device: torch.device, dtype: torch.dtype, overlap: bool) -> list[bytes]:
+    """Return the bits that a hook of DDP leaves in two buckets of three steps."""
+    model, found = network(device, dtype), []
+    options = {"wire": "e4m3", "error_feedback": True, "overlap": overlap}
+    state, hook = ddp_hook(Loopback(), "lowbit", model=model, **options)
+    parameters = list(model.parameters())[::-1]
+    for step in range(3):
+        model.zero_grad()
+        state.loss_scale = (1.0, 4.0, 4.0)[step]
+        backward(model, step)
+        buckets = [GradBucket(0, parameters[:2], False), GradBucket(1, parameters[2:], True)]
+        for future in [hook(state, bucket) for bucket in buckets]:
+            found.append(values_of(future.wait().float()).tobytes())
+    state.close()
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_hook_of_ddp_has_the_bits_of_the_cpu(gpu: Gpu | None, dtype: torch.dtype) -> None:
+    expected = hooked(CPU, dtype, False)
+    for overlap in (False, True):
+        assert hooked(DEVICE, dtype, overlap) == expected, overlap
+
+
+def tiny_job(name: str, row: str, train: dict[str, Any]) -> Job:
+    rest = {"gradient": ROWS[row], "train": SMALL["train"] | train}
+    return validate(Job, {"name": "tiny", "model": {"name": name, **TINY[name]}, **rest}, "test")
+
+
+@pytest.mark.parametrize(("name", "row"), [("lenet", "tile"), ("resnet_cifar", "float32")])
+def test_runs_have_the_bits_of_the_cpu_and_go_on_there(
+    gpu: Gpu | None, tmp_path: Path, name: str, row: str
+) -> None:
+    """Two epochs on the CPU; one on the GPU and one on the CPU; the other way round."""
+    runs = {"cpu": ("cpu", "cpu"), "down": ("gpu", "cpu"), "up": ("cpu", "gpu")}
+    bits, losses = {}, {}
+    for case, devices in runs.items():
+        (tmp_path / case).mkdir()
+        for epochs, device in enumerate(devices, 1):
+            job = tiny_job(name, row, {"epochs": epochs, "device": device, "record_gradients": [1]})
+            done = resumed(job, tmp_path / case)
+        bits[case] = model_bytes(done.files.checkpoint)
+        losses[case] = done.record.arrays()["steps"]["loss"]
+        recorded = gradients.load(gradients.path_of(done.files.record, 1))
+        assert all(np.isfinite(each).all() for each in recorded.layers.values())
+    for case in ("down", "up"):
+        if gpu is not None:
+            assert bits[case] == bits["cpu"]
+        # Of a real GPU, whose products are summed in another order: the losses of few steps.
+        assert np.allclose(losses[case], losses["cpu"], rtol=0.05)
+
+
+def resumed(job: Any, directory: Path) -> Any:
+    """Run a job on two virtual ranks, from its checkpoint where there is one."""
+    return run_job(job, Loopback(virtual_ranks=2), directory, resume=True)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_autocast_trains(gpu: Gpu | None, tmp_path: Path, dtype: str) -> None:
+    train = {"device": "gpu", "autocast": dtype, "loss_scaling": "dynamic", "loss_scale": 256.0}
+    job = tiny_job("mlp", "float32", {**train, "epochs": 4, "learning_rate": 0.1})
+    done = run_job(job, Loopback(), tmp_path)
+    losses = done.record.arrays()["steps"]["loss"]
+    assert losses[-5:].mean() < 0.95 * losses[:5].mean()
+    assert {p.dtype for p in done.model.parameters()} == {torch.float32}
+
+
+def test_what_is_missing_is_said_in_a_line(
+    gpu: Gpu | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = small_job(train={"device": "gpu"})
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: False)
+        with pytest.raises(UserError, match=r"^train.device='gpu': torch \S+ finds no GPU on rank"):
+            run_job(job, Loopback(), tmp_path)
+    others: list[dict[str, Any]] = [
+        {"stages": {"count": 2}},
+        {"update": {"name": "localsgd"}},
+        {"precision": {"rule": [{"layers": "*", "weights": "e4m3"}]}},
+    ]
+    for other in others:
+        with pytest.raises(ConfigError, match=r"train.device='gpu': does not go with this"):
+            small_job(train={"device": "gpu"}, **other)
+
+
+def test_a_target_that_is_no_class_is_named(gpu: Gpu | None) -> None:
+    """Where torch's kernel would end the context."""
+    from cpdhpc.train.losses import CrossEntropy, TargetError
+
+    outputs = torch.zeros(3, 4, device=DEVICE)
+    with pytest.raises(TargetError, match="target 7: must be a class, 0 to 3"):
+        CrossEntropy().build()(outputs, torch.tensor([0, 7, 1]).to(DEVICE))
