@@ -27,7 +27,7 @@ TESTS = [
 ]
 FAULTS = {  # what is wrong: the code, and what it becomes
     "a lane is not counted as one of the warp's": (
-        "value = max(value, __shfl_xor_sync(0xffffffffu, value, step));",
+        "value = max(value, __shfl_xor_sync(ALL_LANES, value, step));",
         "value = max(value, __shfl_xor_sync(0x7fffffffu, value, step));",
     ),
     "the largest of half a warp": (
@@ -51,7 +51,8 @@ FAULTS = {  # what is wrong: the code, and what it becomes
         "CPD_FN void store(float* x, i64 i, i64 n, F value) { x[i] = value; }",
     ),
     "values that are not finite are counted per thread only": (
-        "if (count) atomicAdd(nonfinite, (u64)count);\n}\n\nCPD_BOUNDED __global__ void decode_add_tiles",
+        "if (count) atomicAdd(nonfinite, (u64)count);\n}\n\n"
+        "CPD_BOUNDED __global__ void decode_add_tiles",
         "if (count) *nonfinite = (u64)count;\n}\n\nCPD_BOUNDED __global__ void decode_add_tiles",
     ),
     "random bits by the place in the tile": (
