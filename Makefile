@@ -19,8 +19,9 @@ RANKS ?= 2
 OUT ?= results/quickstart
 MINUTES ?= 30
 KILLS ?= 100
-# Of serial tests: one more than there are cores, as those of time-outs only wait; 4 at most.
-WORKERS ?= $(shell n=$$(($$(getconf _NPROCESSORS_ONLN) + 1)); echo $$((n < 4 ? n : 4)))
+# Of serial tests: as many as there are cores, 4 at most, as each imports torch and all tests. Who is
+# through takes tests of others, so that all work to the end.
+WORKERS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN); echo $$((n < 4 ? n : 4)))
 VENV = $(if $(filter auto,$(MPI)),.venv,.venv-$(MPI))
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check --quiet
 ACTIVATE = PATH="$(CURDIR)/$(VENV)/bin:$$PATH"
@@ -60,7 +61,7 @@ quickstart: install
 test: test-serial test-mpi
 
 test-serial: $(VENV)/.installed-test
-	$(SERIAL_TESTS) -m "not gpu and not slow and not slurm" -n $(WORKERS) --dist loadfile
+	$(SERIAL_TESTS) -m "not gpu and not slow and not slurm" -n $(WORKERS) --dist worksteal
 
 # On each number of ranks what meets something new there.
 test-mpi: $(VENV)/.installed-test

@@ -6,10 +6,10 @@ import re
 import struct
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from .methods import check_integer, suggest
-from .table_formats import FAMILIES, table_format
+from .table_formats import FAMILIES, spelled_out, table_format
 from .table_formats import TableFormat as TableFormat
 
 Special = Literal["ieee", "nan", "none"]
@@ -220,6 +220,47 @@ def wire_format(wire: str) -> Format | None:
     if wire in NAMED_WIRES:
         return NAMED_WIRES[wire]
     return None if wire == "raw" else parse_format(wire)
+
+
+def with_own_formats(raw: Any) -> Any:
+    """Return the tables of a file with the names of its table [formats] spelled out, as OWN.
+
+    So whatever reads a value, on another machine or years later, needs nothing else. The values of
+    keys "name" stay, and names in quotes within others, as in constraints, are spelled out too.
+    Raises ValueError for what is no table of formats, and for a name of a format.
+    """
+    given = raw.get("formats") if isinstance(raw, dict) else None
+    if not isinstance(given, dict):
+        return raw
+    names = {}
+    for name, table in given.items():
+        if _is_wire(name):
+            raise ValueError(f"formats.{name}: is the name of a format already")
+        values = table.get("values") if isinstance(table, dict) and len(table) == 1 else None
+        if not isinstance(values, list) or not all(type(v) in (int, float) for v in values):
+            raise ValueError(f"formats.{name}: the form is [formats.{name}] values = [NUMBER, ...]")
+        names[name] = spelled_out(name, [float(v) for v in values])
+        table_format(names[name])
+    quoted = re.compile(rf"(['\"])({'|'.join(map(re.escape, names))})\1") if names else None
+
+    def replaced(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {k: v if k == "name" else replaced(v) for k, v in value.items()}
+        if isinstance(value, list):
+            return [replaced(each) for each in value]
+        if not isinstance(value, str) or not quoted or value in names:
+            return names.get(value, value) if isinstance(value, str) else value
+        return quoted.sub(lambda found: found[1] + names[found[2]] + found[1], value)
+
+    return replaced({key: value for key, value in raw.items() if key != "formats"})
+
+
+def _is_wire(name: str) -> bool:
+    try:
+        wire_format(name)
+    except ValueError:
+        return False
+    return True
 
 
 def wire_scaling(wire: object) -> str:

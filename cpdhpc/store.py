@@ -250,17 +250,14 @@ def write(
 def _write_group(target: Any, group: Group) -> None:
     labelled = {name: item for name, item in group.items() if isinstance(item, Variable)}
     labels = {name for name, variable in labelled.items() if variable.dims == (name,)}
-    datasets = {
-        name: target.create_dataset(name, data=group[name])
-        for name in group.keys() - labelled.keys()
-    }
+    plain = group.keys() - labelled.keys()
+    datasets = {name: target.create_dataset(name, data=group[name]) for name in plain}
     for name in sorted(labelled, key=lambda name: name not in labels):  # labels first
         variable, data = labelled[name], labelled[name].data
         data = data.astype(object) if data.dtype.kind == "U" else data
         dataset = datasets[name] = target.create_dataset(name, data=data)
-        dataset.attrs.update(
-            {"long_name": variable.long_name, "units": variable.units, **variable.notes}
-        )
+        dataset.attrs["long_name"], dataset.attrs["units"] = variable.long_name, variable.units
+        dataset.attrs.update(variable.notes)
         _label(datasets, name, variable.dims)
 
 
@@ -270,8 +267,7 @@ def _label(datasets: Mapping[str, Any], name: str, dims: tuple[str, ...]) -> Non
 
     if dims == (name,):
         h5ds.set_scale(datasets[name].id, name.encode())
-        return
-    for axis, dim in enumerate(dims):
+    for axis, dim in enumerate(dims if dims != (name,) else ()):
         h5ds.attach_scale(datasets[name].id, datasets[dim].id, axis)
 
 
@@ -305,10 +301,9 @@ def check_target(path: Path, kind: str) -> None:
         raise StoreError(f"{path}: cannot be written: its directory is missing or read-only")
     if not path.exists():
         return
-    try:
+    found = ""
+    with suppress(StoreError):
         found = read_attributes(path).get("kind", "")
-    except StoreError:
-        found = ""
     if found != kind:
         raise StoreError(f"{path}: is there already, and no file of kind {kind!r}: not replaced")
 

@@ -7,7 +7,6 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from functools import cached_property, lru_cache
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -297,7 +296,8 @@ def _family(name: str) -> tuple[Callable[..., TableFormat], list[int]] | None:
     return None
 
 
-def _own(name: str, values: list[float]) -> str:
+def spelled_out(name: str, values: list[float]) -> str:
+    """Return the name by which parse_format finds a table of numbers, as OWN."""
     return f"{name}={values}".replace(" ", "")
 
 
@@ -311,32 +311,7 @@ def spelled(fmt: TableFormat) -> str:
         return fmt.name
     if fmt != TableFormat(fmt.name, values):
         raise ValueError(f"TableFormat: {fmt.name}: no name tells its midpoints or target")
-    return _own(fmt.name, values)
-
-
-def with_own_formats(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return the tables of a file with the names of its table [formats] spelled out, as OWN.
-
-    So whatever reads a value, on another machine or years later, needs nothing else. The values of
-    keys "name" stay. Raises ValueError for what is no table of formats.
-    """
-    names = {}
-    for name, given in raw.get("formats", {}).items():
-        values = given.get("values") if isinstance(given, dict) and len(given) == 1 else None
-        if not isinstance(values, list) or not all(type(v) in (int, float) for v in values):
-            raise ValueError(f"formats.{name}: the form is [formats.{name}] values = [NUMBER, ...]")
-        names[name] = _own(name, [float(v) for v in values])
-        table_format(names[name])
-
-    def replaced(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {k: v if k == "name" else replaced(v) for k, v in value.items()}
-        if isinstance(value, list):
-            return [replaced(each) for each in value]
-        return names.get(value, value) if isinstance(value, str) else value
-
-    plain = {key: value for key, value in raw.items() if key != "formats"}
-    return replaced(plain) if names else plain
+    return spelled_out(fmt.name, values)
 
 
 @lru_cache(maxsize=64)

@@ -5,20 +5,52 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include <vector>
+
 #include "cpu_table.h"
 
 namespace {
 
-// A buffer argument, released at the end of the scope.
+// What recorded calls need for as long as they are kept. X and OUT are two arrays that may lie
+// elsewhere in every run; all others stay where they are.
+struct Held {
+    u8 *low[2] = {}, *high[2] = {}, *now[2] = {};  // of X and OUT: when recorded, and in this run
+    std::vector<Py_buffer> views;
+    std::vector<PyObject*> objects;
+};
+
+// Where calls of this thread are written down instead of being done, see cpu_tape.h; or null.
+thread_local Held* recording = nullptr;
+
+// A buffer argument, released at the end of the scope; a recorded call keeps it. A copy, as a call
+// that is recorded has one, only knows where the array lies.
 struct Buffer {
     Py_buffer view = {};
+    u8* const* base = nullptr;  // of X or OUT: where it begins, and how far into it the array does
+    i64 into = 0;
+    bool is_copy = false;
+
+    Buffer() {}
+    Buffer(const Buffer& other)
+        : view(other.view), base(other.base), into(other.into), is_copy(true) {
+        u8* start = static_cast<u8*>(view.buf);
+        for (int i = 0; recording && !base && i < 2; ++i)
+            if (recording->low[i] <= start && start < recording->high[i])
+                base = &recording->now[i], into = start - recording->low[i];
+    }
+    Buffer& operator=(const Buffer&) = delete;
     ~Buffer() {
-        if (view.buf) PyBuffer_Release(&view);
+        if (is_copy || !view.buf) return;
+        if (recording)
+            recording->views.push_back(view);
+        else
+            PyBuffer_Release(&view);
     }
     // Where element index lies; null where the argument was left out.
     template <class T>
     T* at(i64 index) const {
-        return view.buf ? static_cast<T*>(view.buf) + index : nullptr;
+        u8* start = base ? *base + into : static_cast<u8*>(view.buf);
+        return start ? reinterpret_cast<T*>(start) + index : nullptr;
     }
 };
 
@@ -56,12 +88,32 @@ int to_cast(PyObject* object, void* target) {
                           &kept))
         return 0;
     c->table = reinterpret_cast<const int*>(static_cast<uintptr_t>(address));
+    if (recording && kept) {
+        Py_IncRef(kept);
+        recording->objects.push_back(kept);
+    }
     return 1;
 }
 
 int to_key(PyObject* object, void* target) {
     Key* k = static_cast<Key*>(target);
     return PyArg_ParseTuple(object, "II;key: 2 numbers", &k->low, &k->high);
+}
+
+// A key that is given as a tuple, or lies in an array, where it may be another in every run.
+struct KeyArgument {
+    Key own = {};
+    Buffer words;
+    operator Key() const { return words.view.buf ? *words.at<Key>(0) : own; }
+};
+
+int to_key_argument(PyObject* object, void* target) {
+    KeyArgument* key = static_cast<KeyArgument*>(target);
+    if (PyTuple_Check(object)) return to_key(object, &key->own);
+    if (PyObject_GetBuffer(object, &key->words.view, PyBUF_WRITABLE)) return 0;
+    if (key->words.view.len == sizeof(Key)) return 1;
+    PyErr_SetString(PyExc_ValueError, "key: an array must have 8 bytes");
+    return 0;
 }
 
 int width_of(const Cast& cast) { return 1 + cast.exp + cast.man; }

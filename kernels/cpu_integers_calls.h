@@ -20,7 +20,7 @@ PyObject* add_integers_tiles(PyObject*, PyObject* args) {
     if (!has_integers(words, "words", tiles, cast, bits) ||
         !has_integers(a, "a", tiles, cast, bits_a) || !has_integers(b, "b", tiles, cast, bits_b))
         return nullptr;
-    return in_blocks(threads, tiles * CPD_TILE, [&](const Block& block) {
+    return kept(threads, tiles * CPD_TILE, [=](const Block& block) {
         i64 lane = block.tile * CPD_LANES;
         loops->add_integers_tiles(cast, a.at<u32>(lane * width_of(cast, bits_a)), bits_a,
                                   b.at<u32>(lane * width_of(cast, bits_b)), bits_b,
@@ -30,20 +30,20 @@ PyObject* add_integers_tiles(PyObject*, PyObject* args) {
 
 PyObject* add_encode_integers_tiles(PyObject*, PyObject* args) {
     Cast cast;
-    Key key;
+    KeyArgument key;
     unsigned long long offset;
     int threads, bits_in, bits;
     Buffer words_in, shifts, x, words, counts;
-    if (!PyArg_ParseTuple(args, "iO&O&Ky*iy*y*w*i|w*", &threads, to_cast, &cast, to_key, &key,
-                          &offset, &words_in.view, &bits_in, &shifts.view, &x.view, &words.view,
-                          &bits, &counts.view) ||
+    if (!PyArg_ParseTuple(args, "iO&O&Ky*iy*y*w*i|w*", &threads, to_cast, &cast, to_key_argument,
+                          &key, &offset, &words_in.view, &bits_in, &shifts.view, &x.view,
+                          &words.view, &bits, &counts.view) ||
         !is_width(bits))
         return nullptr;
     i64 n = floats_in(x);
     if (!has_integers(words_in, "words_in", tiles_of(n), cast, bits_in) ||
         !has_tiles(words, shifts, n, bits) || !has_counts(counts, n))
         return nullptr;
-    return in_blocks(threads, n, [&](const Block& b) {
+    return kept(threads, n, [=](const Block& b) {
         i64 lane = b.tile * CPD_LANES;
         loops->add_encode_integers_tiles(
             cast, key, offset + b.first, words_in.at<u32>(lane * width_of(cast, bits_in)), bits_in,
@@ -61,7 +61,7 @@ PyObject* decode_integers_tiles(PyObject*, PyObject* args) {
         !(bits == 0 || is_width(bits)) ||
         !has_tiles(words, shifts, floats_in(out), width_of(cast, bits)))
         return nullptr;
-    return count_in_blocks(threads, floats_in(out), [&](const Block& b) {
+    return count_kept(threads, floats_in(out), [=](const Block& b) {
         return loops->decode_integers_tiles(
             cast, words.at<u32>(b.tile * CPD_LANES * width_of(cast, bits)), bits,
             shifts.at<u8>(b.tile), out.at<float>(b.first), b.n);
@@ -81,7 +81,7 @@ PyObject* pack_trits(PyObject*, PyObject* args) {
     if (!PyArg_ParseTuple(args, "iy*w*", &threads, &words.view, &trits.view)) return nullptr;
     i64 tiles = trits.view.len / CPD_TRIT_BYTES;
     if (!has_trits(trits, words, tiles)) return nullptr;
-    return in_blocks(threads, tiles * CPD_TILE, [&](const Block& b) {
+    return kept(threads, tiles * CPD_TILE, [=](const Block& b) {
         loops->pack_trits(words.at<u32>(b.tile * 2 * CPD_LANES), tiles_of(b.n),
                           trits.at<u8>(b.tile * CPD_TRIT_BYTES));
     });
@@ -93,7 +93,7 @@ PyObject* unpack_trits(PyObject*, PyObject* args) {
     if (!PyArg_ParseTuple(args, "iy*w*", &threads, &trits.view, &words.view)) return nullptr;
     i64 tiles = trits.view.len / CPD_TRIT_BYTES;
     if (!has_trits(trits, words, tiles)) return nullptr;
-    return in_blocks(threads, tiles * CPD_TILE, [&](const Block& b) {
+    return kept(threads, tiles * CPD_TILE, [=](const Block& b) {
         loops->unpack_trits(trits.at<u8>(b.tile * CPD_TRIT_BYTES), tiles_of(b.n),
                             words.at<u32>(b.tile * 2 * CPD_LANES));
     });

@@ -11,6 +11,8 @@ const Loops* loops = &cpd_loops_portable;  // the fastest that this processor ru
 
 }  // namespace
 
+#include "cpu_tape_calls.h"  // the others' calls can be written down
+//
 #include "cpu_integers_calls.h"
 #include "cpu_moves_calls.h"
 #include "cpu_products_calls.h"
@@ -81,16 +83,16 @@ PyObject* amax_tiles(PyObject*, PyObject* args) {
 
 PyObject* encode_tiles(PyObject*, PyObject* args) {
     Cast cast;
-    Key key;
+    KeyArgument key;
     int threads, fit, blocks;
     unsigned long long offset;
     Buffer x, words, shifts, counts;
-    if (!PyArg_ParseTuple(args, "iO&pO&Ky*w*w*|w*", &threads, to_cast, &cast, &fit, to_key, &key,
-                          &offset, &x.view, &words.view, &shifts.view, &counts.view))
+    if (!PyArg_ParseTuple(args, "iO&pO&Ky*w*w*|w*", &threads, to_cast, &cast, &fit, to_key_argument,
+                          &key, &offset, &x.view, &words.view, &shifts.view, &counts.view))
         return nullptr;
     i64 n = floats_in(x), bits = width_of(cast);
     if (!has_blocks(words, shifts, n, bits, &blocks) || !has_counts(counts, n)) return nullptr;
-    return in_blocks(threads, n, [&](const Block& b) {
+    return kept(threads, n, [=](const Block& b) {
         loops->encode_tiles(cast, blocks, fit, key, offset + b.first, x.at<float>(b.first), b.n,
                             words.at<u32>(b.tile * CPD_LANES * bits),
                             shifts.at<u8>(b.tile * CPD_SHIFTS_OF_TILE(blocks)),
@@ -107,7 +109,7 @@ PyObject* decode_tiles(PyObject*, PyObject* args) {
         return nullptr;
     i64 n = floats_in(out), bits = width_of(cast);
     if (!has_blocks(words, shifts, n, bits, &blocks)) return nullptr;
-    return count_in_blocks(threads, n, [&](const Block& b) {
+    return count_kept(threads, n, [=](const Block& b) {
         return loops->decode_tiles(cast, blocks, words.at<u32>(b.tile * CPD_LANES * bits),
                                    shifts.at<u8>(b.tile * CPD_SHIFTS_OF_TILE(blocks)),
                                    out.at<float>(b.first), b.n);
@@ -124,7 +126,7 @@ PyObject* decode_add_tiles(PyObject*, PyObject* args) {
     i64 n = floats_in(x), bits = width_of(cast);
     if (!has_blocks(words, shifts, n, bits, &blocks) || !has_length(out, "out", x.view.len))
         return nullptr;
-    return in_blocks(threads, n, [&](const Block& b) {
+    return kept(threads, n, [=](const Block& b) {
         loops->decode_add_tiles(cast, blocks, words.at<u32>(b.tile * CPD_LANES * bits),
                                 shifts.at<u8>(b.tile * CPD_SHIFTS_OF_TILE(blocks)),
                                 x.at<float>(b.first), out.at<float>(b.first), b.n);
@@ -133,13 +135,13 @@ PyObject* decode_add_tiles(PyObject*, PyObject* args) {
 
 PyObject* decode_add_encode_tiles(PyObject*, PyObject* args) {
     Cast cast;
-    Key key;
+    KeyArgument key;
     int threads, fit, blocks, blocks_in;
     unsigned long long offset;
     Buffer words_in, shifts_in, x, words, shifts, out, counts;
-    if (!PyArg_ParseTuple(args, "iO&pO&Ky*y*y*w*w*O&O&", &threads, to_cast, &cast, &fit, to_key,
-                          &key, &offset, &words_in.view, &shifts_in.view, &x.view, &words.view,
-                          &shifts.view, to_optional, &out, to_optional, &counts))
+    if (!PyArg_ParseTuple(args, "iO&pO&Ky*y*y*w*w*O&O&", &threads, to_cast, &cast, &fit,
+                          to_key_argument, &key, &offset, &words_in.view, &shifts_in.view, &x.view,
+                          &words.view, &shifts.view, to_optional, &out, to_optional, &counts))
         return nullptr;
     i64 n = floats_in(x), bits = width_of(cast);
     if (!has_blocks(words_in, shifts_in, n, bits, &blocks_in) ||
@@ -147,7 +149,7 @@ PyObject* decode_add_encode_tiles(PyObject*, PyObject* args) {
         !has_length(shifts, "shifts", shifts_in.view.len) || !has_counts(counts, n) ||
         (out.view.buf && !has_length(out, "out", x.view.len)))
         return nullptr;
-    return count_in_blocks(threads, n, [&](const Block& b) {
+    return count_kept(threads, n, [=](const Block& b) {
         i64 word = b.tile * CPD_LANES * bits, shift = b.tile * CPD_SHIFTS_OF_TILE(blocks);
         return loops->decode_add_encode_tiles(
             cast, blocks, fit, key, offset + b.first, words_in.at<u32>(word),
@@ -244,6 +246,25 @@ PyMethodDef methods[] = {
     {"read_loan", read_loan, METH_VARARGS, nullptr},
     {"read_memory", read_memory, METH_VARARGS, nullptr},
     {"run_moves", (PyCFunction)(void (*)(void))run_moves, METH_FASTCALL, nullptr},
+    {"copy", copy, METH_VARARGS, nullptr},
+    {"add", add, METH_VARARGS, nullptr},
+    {"divide", divide, METH_VARARGS, nullptr},
+    {"make_tape", make_tape, METH_VARARGS, nullptr},
+    {"begin_segment", begin_segment, METH_VARARGS, nullptr},
+    {"record", record, METH_VARARGS, nullptr},
+    {"add_word", add_word, METH_VARARGS, nullptr},
+    {"add_start", add_start, METH_VARARGS, nullptr},
+    {"add_test", add_test, METH_VARARGS, nullptr},
+    {"use_library", use_library, METH_VARARGS, nullptr},
+    {"run_tape", (PyCFunction)(void (*)(void))run_tape, METH_FASTCALL, nullptr},
+    {"resume_tape", resume_tape, METH_VARARGS, nullptr},
+    {"end_tape", end_tape, METH_VARARGS, nullptr},
+    {"make_board", make_board, METH_O, nullptr},
+    {"meet", meet, METH_VARARGS, nullptr},
+    {"meet_again", meet_again, METH_VARARGS, nullptr},
+    {"absent_from", absent_from, METH_O, nullptr},
+    {"is_read", is_read, METH_O, nullptr},
+    {"waits_of", waits_of, METH_O, nullptr},
     {"store_release", store_release, METH_VARARGS, nullptr},
     {"load_acquire", load_acquire, METH_VARARGS, nullptr},
     {"clone", clone, METH_NOARGS, nullptr},

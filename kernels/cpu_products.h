@@ -34,7 +34,7 @@ template <class N>
 struct Draws {
     typedef typename Number<N>::Draws Bits;
     enum { lanes = Number<N>::lanes, together = ROWS * lanes };
-    Bits of[ROWS][CPD_PRODUCT + 1] = {};
+    Bits of[CPD_PRODUCT + 1][ROWS] = {};
     u32 places[together];  // of the outputs, from that of the first on
     bool apart;            // whether a place may be above 32 bits
 
@@ -51,20 +51,32 @@ struct Draws {
         typedef typename Number<S>::Draws Many;
         const u64 first = (CPD_DRAWS * step + (u64)rounding) * p.outputs + p.index[0];
         const u32 low = (u32)first, high = (u32)(first >> 32), most = places[together - 1];
-        u32 random[together];
-        if (apart || low + most < low)
+        char* random = reinterpret_cast<char*>(of[rounding]);
+        if (apart || low + most < low) {
+            u32 each[together];
             for (int i = 0; i < together; ++i)
-                random[i] = random32(
+                each[i] = random32(
                     p.key, first - p.index[0] + p.index[i / lanes] + (u64)(i % lanes), 0u, 1);
-        else
+            memcpy(random, each, sizeof each);
+        } else {
+            const Many one = Many{} + first_key(p.key, high),
+                       two = Many{} + second_key(p.key, high);
+#pragma GCC unroll 8
             for (int i = 0; i < together; i += (int)Number<S>::lanes) {
                 Many at;
                 memcpy(&at, places + i, sizeof at);
-                at = hashed(at + low, Many{} + first_key(p.key, high),
-                            Many{} + second_key(p.key, high));
-                memcpy(random + i, &at, sizeof at);
+                at = hashed(at + low, one, two);
+                memcpy(random + i * (int)sizeof(u32), &at, sizeof at);
             }
-        for (int r = 0; r < ROWS; ++r) memcpy(&of[r][rounding], random + r * lanes, sizeof(Bits));
+        }
+    }
+    // Those of a row, by rounding.
+    struct Row {
+        Bits of[CPD_PRODUCT + 1];
+    };
+    inline __attribute__((always_inline)) Row row(int r) const {
+        return {{of[CPD_SUM][r], of[CPD_TERM][r], of[CPD_GAINED][r], of[CPD_REST][r],
+                 of[CPD_PRODUCT][r]}};
     }
     // way: what a loop is compiled for, or CPD_ANY
     inline __attribute__((always_inline)) void step(const Part& p, int product,
@@ -100,9 +112,10 @@ void sum_ascending(const Products& how, const Steps<N>& given, const Part& part,
 #pragma GCC unroll 8
             for (int r = 0; r < ROWS; ++r) {
                 N product = multiply(each(p.rows[r] + i, N{}), b);
+                const auto drawn = draws.row(r);
                 N term = rounded<PRODUCT, CHECK>(s.product, product, tops.product,
-                                                 draws.of[r][CPD_PRODUCT]);
-                add_term<SUM, ODD, KAHAN, CHECK>(s.sum, sums[r], term, tops.sum, draws.of[r]);
+                                                 drawn.of[CPD_PRODUCT]);
+                add_term<SUM, ODD, KAHAN, CHECK>(s.sum, sums[r], term, tops.sum, drawn.of);
             }
         }
         if (how.chunk) draws.step(p, CPD_AS_IS, s.product, CPD_ANY, s.between, KAHAN, (u64)step);
@@ -111,7 +124,7 @@ void sum_ascending(const Products& how, const Steps<N>& given, const Part& part,
                 all[r] = sums[r];
             else
                 add_term<CPD_ANY, ODD, KAHAN, true>(s.between, all[r], sums[r].total, tops.sum,
-                                                    draws.of[r]);
+                                                    draws.row(r).of);
     }
     for (int r = 0; r < ROWS; ++r) totals[r] = all[r].total;
     largest = tops;
@@ -135,9 +148,10 @@ void sum_pairwise(const Products&, const Steps<N>& given, const Part& part, N* t
         for (int r = 0; r < ROWS; ++r) {
             Sum<N> one = {};
             N product = multiply(each(p.rows[r] + i, N{}), b);
+            const auto drawn = draws.row(r);
             N term =
-                rounded<PRODUCT, CHECK>(s.product, product, tops.product, draws.of[r][CPD_PRODUCT]);
-            add_term<SUM, ODD, false, CHECK>(s.sum, one, term, tops.sum, draws.of[r]);
+                rounded<PRODUCT, CHECK>(s.product, product, tops.product, drawn.of[CPD_PRODUCT]);
+            add_term<SUM, ODD, false, CHECK>(s.sum, one, term, tops.sum, drawn.of);
             stack[height][r] = one.total;
         }
         ++height;
@@ -148,7 +162,7 @@ void sum_pairwise(const Products&, const Steps<N>& given, const Part& part, N* t
             for (int r = 0; r < ROWS; ++r) {
                 Sum<N> both = {stack[height - 2][r], N{}};
                 add_term<SUM, ODD, false, CHECK>(s.sum, both, stack[height - 1][r], tops.sum,
-                                                 draws.of[r]);
+                                                 draws.row(r).of);
                 stack[height - 2][r] = both.total;
             }
         }
@@ -171,26 +185,33 @@ struct Loop {
 // asks for its way checks always.
 template <class N, int PRODUCT, int SUM, int ARITHMETIC>
 constexpr Loop<N> loops_for() {
-    constexpr bool odd = ARITHMETIC == CPD_FLOAT64_ODD, any = SUM == CPD_ANY;
+    constexpr bool odd = ARITHMETIC >= CPD_FLOAT64_ODD, any = SUM == CPD_ANY;
     constexpr bool nearest = PRODUCT == CPD_ROUND_NEAREST && SUM == CPD_ROUND_NEAREST;
+    constexpr bool to_odd = !nearest && ARITHMETIC != CPD_FLOAT32;
     constexpr int WAY = nearest ? (int)CPD_ROUND_NEAREST : (int)CPD_ANY;
     return {PRODUCT,
             SUM,
             ARITHMETIC,
             {sum_ascending<N, PRODUCT, SUM, odd, false, any>,
              sum_ascending<N, PRODUCT, SUM, odd, false, true>},
-            {sum_ascending<N, WAY, WAY, !nearest, true, !nearest>,
-             sum_ascending<N, WAY, WAY, !nearest, true, true>},
-            {sum_pairwise<N, WAY, WAY, !nearest, false, !nearest>,
-             sum_pairwise<N, WAY, WAY, !nearest, false, true>}};
+            {sum_ascending<N, WAY, WAY, to_odd, true, !nearest>,
+             sum_ascending<N, WAY, WAY, to_odd, true, true>},
+            {sum_pairwise<N, WAY, WAY, to_odd, false, !nearest>,
+             sum_pairwise<N, WAY, WAY, to_odd, false, true>}};
 }
 
-// The first that fits is taken: CPD_ANY fits all, and CPD_FLOAT64_ODD what is exact without.
+// The first that fits is taken: CPD_ANY fits all, and sums to odd what is exact without.
 constexpr Loop<S> LOOPS_S[] = {
     loops_for<S, CPD_AS_IS, CPD_AS_IS, CPD_FLOAT32>(),
     loops_for<S, CPD_ROUND_NEAREST, CPD_ROUND_NEAREST, CPD_FLOAT32>(),
     loops_for<S, CPD_AS_IS, CPD_ROUND_NEAREST, CPD_FLOAT32>(),
     loops_for<S, CPD_ANY, CPD_ANY, CPD_FLOAT32>(),
+    loops_for<S, CPD_ROUND_FLOOR, CPD_ROUND_FLOOR, CPD_FLOAT32_ODD>(),
+    loops_for<S, CPD_AS_IS, CPD_ROUND_FLOOR, CPD_FLOAT32_ODD>(),
+    loops_for<S, CPD_ROUND_RANDOM, CPD_ROUND_RANDOM, CPD_FLOAT32_ODD>(),
+    loops_for<S, CPD_AS_IS, CPD_ROUND_RANDOM, CPD_FLOAT32_ODD>(),
+    loops_for<S, CPD_ROUND_ODD, CPD_ROUND_ODD, CPD_FLOAT32_ODD>(),
+    loops_for<S, CPD_ANY, CPD_ANY, CPD_FLOAT32_ODD>(),
 };
 constexpr Loop<D> LOOPS_D[] = {
     loops_for<D, CPD_ROUND_NEAREST, CPD_ROUND_NEAREST, CPD_FLOAT64>(),
@@ -200,6 +221,7 @@ constexpr Loop<D> LOOPS_D[] = {
     loops_for<D, CPD_AS_IS, CPD_ROUND_FLOOR, CPD_FLOAT64_ODD>(),
     loops_for<D, CPD_ROUND_RANDOM, CPD_ROUND_RANDOM, CPD_FLOAT64_ODD>(),
     loops_for<D, CPD_AS_IS, CPD_ROUND_RANDOM, CPD_FLOAT64_ODD>(),
+    loops_for<D, CPD_ROUND_ODD, CPD_ROUND_ODD, CPD_FLOAT64_ODD>(),
     loops_for<D, CPD_ANY, CPD_ANY, CPD_FLOAT64_ODD>(),
 };
 
@@ -264,7 +286,7 @@ void matmul(const Products& how, const float* a, i64 m, i64 k, const float* b, i
     memset(panel, 0, (size_t)(k * CPD_GROUP) * sizeof(float));
     for (i64 i = 0; i < k; ++i)
         memcpy(panel + i * CPD_GROUP, b + i * n + column, (size_t)columns * sizeof(float));
-    if (how.arithmetic == CPD_FLOAT32)
+    if (how.arithmetic == CPD_FLOAT32 || how.arithmetic == CPD_FLOAT32_ODD)
         multiply_columns(how, LOOPS_S, a, m, k, panel, columns, n, out + column,
                          index + (u64)column, outputs);
     else

@@ -128,6 +128,10 @@ Helpers& helpers() {
 // with an error set where the system starts no threads.
 template <class Work>
 PyObject* in_blocks(int threads, i64 n, const Work& body) {
+    if (recording) {
+        PyErr_SetString(PyExc_RuntimeError, "record: this kernel cannot be written down");
+        return nullptr;
+    }
     if (threads < 2 || n < SHARED_TILES * CPD_TILE) {
         Unlocked unlocked;
         body(Block{0, 0, n});

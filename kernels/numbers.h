@@ -27,13 +27,13 @@ template <>
 struct Number<float> : Layout<4> {
     typedef int Bits;
     typedef u32 Draws;
-    enum { lanes = 1 };
+    enum { lanes = 1, any_way = 0 };
 };
 template <>
 struct Number<double> : Layout<8> {
     typedef i64 Bits;
     typedef u32 Draws;
-    enum { lanes = 1 };
+    enum { lanes = 1, any_way = 1 };  // of rounding; else to nearest alone
 };
 
 CPD_FN int raw(float x) { return (int)bits_of(x); }
@@ -75,14 +75,14 @@ struct Number<S> : Layout<4> {
     typedef SBits Bits;
     typedef u32 Draws CPD_VECTOR(CPD_REGISTER);
     typedef S Floats;  // as many of float32
-    enum { lanes = CPD_REGISTER / 4 };
+    enum { lanes = CPD_REGISTER / 4, any_way = 1 };
 };
 template <>
 struct Number<D> : Layout<8> {
     typedef DBits Bits;
     typedef u32 Draws CPD_VECTOR(CPD_REGISTER / 2);
     typedef float Floats CPD_VECTOR(CPD_REGISTER / 2);
-    enum { lanes = CPD_REGISTER / 8 };
+    enum { lanes = CPD_REGISTER / 8, any_way = 1 };
 };
 
 CPD_FN SBits raw(S x) { return (SBits)x; }
@@ -146,6 +146,11 @@ CPD_FN N with_sign(N x, N of) {
     typename Number<N>::Bits sign = sign_bit<N>();
     return number((raw(x) & ~sign) | (raw(of) & sign));
 }
+// Whether no lane is set, where that is quickly said, else false.
+template <class B>
+CPD_FN bool is_none(B) {
+    return false;
+}
 // a + b * c and a - b * c where the product is exact, as in its powers of two.
 template <class N>
 CPD_FN N add_exact(N a, N b, N c) {
@@ -156,22 +161,31 @@ CPD_FN N subtract_exact(N a, N b, N c) {
     return subtract(a, multiply(b, c));
 }
 
+// a + b * c rounded down.
+template <class N>
+CPD_FN N add_below(N a, N b, N c) {
+    N total = add_exact(a, b, c);
+    return number(raw(total) + above(subtract_exact(total, b, c), a));
+}
+
 // a + b rounded to odd: rounding it again gives what rounding the exact sum would.
-CPD_FN D odd_sum(D a, D b) {
-#if defined(CPD_AVX512) && !defined(__CUDACC__)  // of the two neighbours the odd one
-    D under = _mm512_maskz_add_round_pd(0xff, a, b, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
-    D over = _mm512_maskz_add_round_pd(0xff, a, b, _MM_FROUND_TO_POS_INF | _MM_FROUND_NO_EXC);
-    return number(pick((raw(under) & 1) != 0, raw(under), raw(over)));
-#else
-    typedef Number<D>::Bits Bits;
-    D total = add(a, b);
-    D part = subtract(total, a);
-    D rest = add(subtract(a, subtract(total, part)), subtract(b, part));
+template <class N>
+CPD_FN N odd_sum(N a, N b) {
+    typedef typename Number<N>::Bits Bits;
+    N total = add(a, b);
+    N part = subtract(total, a);
+    N rest = add(subtract(a, subtract(total, part)), subtract(b, part));
     Bits bits = raw(total);
-    Bits inexact = above(rest, D{}) | above(D{}, rest);  // none where it is NaN, beside infinity
-    Bits step = ((raw(rest) ^ bits) >> 63) | 1;          // -1 towards zero, 1 away from it
+    Bits inexact = above(rest, N{}) | above(N{}, rest);  // none where it is NaN, beside infinity
+    const int sign = 8 * (int)sizeof(typename Number<N>::Int) - 1;
+    Bits step = ((raw(rest) ^ bits) >> sign) | 1;  // -1 towards zero, 1 away from it
     return number(bits + (inexact & ((bits & 1) - 1) & step));
-#endif
+}
+// a + b rounded down; both are positive, and b is 0 or above a.
+template <class N>
+CPD_FN N sum_below(N a, N b) {
+    N total = add(a, b);
+    return number(raw(total) + above(subtract(total, b), a));
 }
 
 #if defined(CPD_AVX512) && !defined(__CUDACC__)
@@ -187,8 +201,28 @@ CPD_FN D with_sign(D x, D of) {
     return (D)_mm512_ternarylogic_epi64((__m512i)x, (__m512i)of, (__m512i)sign_bit<D>(),
                                         CPD_CHOICE);
 }
+CPD_FN bool is_none(SBits lanes) { return !_mm512_test_epi32_mask((__m512i)lanes, (__m512i)lanes); }
+CPD_FN bool is_none(DBits lanes) { return !_mm512_test_epi64_mask((__m512i)lanes, (__m512i)lanes); }
+#define CPD_ROUND_DOWN (_MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC)
+#define CPD_ROUND_UP (_MM_FROUND_TO_POS_INF | _MM_FROUND_NO_EXC)
+CPD_FN S sum_below(S a, S b) { return _mm512_maskz_add_round_ps(0xffff, a, b, CPD_ROUND_DOWN); }
+CPD_FN D sum_below(D a, D b) { return _mm512_maskz_add_round_pd(0xff, a, b, CPD_ROUND_DOWN); }
+CPD_FN S odd_sum(S a, S b) {  // of the two neighbours the odd one
+    S under = sum_below(a, b), over = _mm512_maskz_add_round_ps(0xffff, a, b, CPD_ROUND_UP);
+    return number(pick((raw(under) & 1) != 0, raw(under), raw(over)));
+}
+CPD_FN D odd_sum(D a, D b) {
+    D under = sum_below(a, b), over = _mm512_maskz_add_round_pd(0xff, a, b, CPD_ROUND_UP);
+    return number(pick((raw(under) & 1) != 0, raw(under), raw(over)));
+}
 CPD_FN S add_exact(S a, S b, S c) { return _mm512_fmadd_ps(b, c, a); }
 CPD_FN D add_exact(D a, D b, D c) { return _mm512_fmadd_pd(b, c, a); }
+CPD_FN S add_below(S a, S b, S c) {
+    return _mm512_maskz_fmadd_round_ps(0xffff, b, c, a, CPD_ROUND_DOWN);
+}
+CPD_FN D add_below(D a, D b, D c) {
+    return _mm512_maskz_fmadd_round_pd(0xff, b, c, a, CPD_ROUND_DOWN);
+}
 CPD_FN S subtract_exact(S a, S b, S c) { return _mm512_fnmadd_ps(b, c, a); }
 CPD_FN D subtract_exact(D a, D b, D c) { return _mm512_fnmadd_pd(b, c, a); }
 #endif

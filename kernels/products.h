@@ -15,9 +15,9 @@ struct Rounder {
     N least, scale;      // the smallest normal number; times a power of two: what is added
     Bits kept, flipped;  // of x: which bits, and then which are turned over
     Bits parity;         // 1 where the last bit of a code is that of its exponent
-    Bits cut;            // bits that stay when random ones have been added
+    Bits cut;            // bits that stay when random ones have been added to those behind them
     Bits max, over, under, inf, nan;
-    typename Number<N>::Draws drop;  // bits of a draw that do not count
+    int drop, lift;  // bits of a draw that do not count; and where the others are added
     int way;
 };
 
@@ -48,18 +48,19 @@ CPD_FN Rounder<N> make_rounder(const Rounding& r) {
     typedef Number<N> K;
     typedef typename K::Int Int;
     Rounder<N> to;
-    const int grain = r.man + r.random_bits;  // bits after the point of what is added
+    const int behind = K::mantissa - r.man;  // bits that are cut off; no more random ones count
+    const int random_bits = r.random_bits < behind ? r.random_bits : behind;
     to.least = number(bits_from<N>(r.least));
-    to.scale = power_of_two<N>(K::mantissa - 1 - grain);
+    to.scale = power_of_two<N>(behind - 1);
     to.scale = add(to.scale, add(to.scale, to.scale));  // so that no sum leaves its power of two
     to.kept = r.magnitude ? ~sign_bit<N>() : fill<N>(-1);
     to.flipped = r.flipped ? sign_bit<N>() : fill<N>(0);
     to.parity = fill<N>(r.man == 0);
-    to.cut = fill<N>(-((Int)1 << r.random_bits));
+    to.cut = fill<N>(-((Int)1 << behind));
     to.max = bits_from<N>(r.max), to.over = bits_from<N>(r.over), to.under = bits_from<N>(r.under);
     to.inf = bits_from<N>(r.inf), to.nan = bits_from<N>(r.nan);
     to.way = r.way;
-    to.drop = typename K::Draws{} + (u32)(32 - r.random_bits);
+    to.drop = 32 - random_bits, to.lift = behind - random_bits;
     return to;
 }
 
@@ -77,22 +78,37 @@ CPD_FN N settled(const Rounder<N>& to, N x, N value) {
     Bits sign = raw(x) & sign_bit<N>(), a = raw(x) & ~sign_bit<N>(),
          v = raw(value) & ~sign_bit<N>();
     Bits infinite = more(a, infinity<N>() - 1), over = more(v, to.max) | infinite;
+    if (is_none(over)) return with_sign(value, x);
     Bits special = pick(more(fill<N>(0), sign), to.under, to.over);
     special = pick(infinite, to.inf, special) | sign;
     special = pick(more(a, infinity<N>()), to.nan, special);
     return number(pick(over, special, v | sign));
 }
 
-// x rounded, float32 to nearest alone. CHECK: else x is finite and below the power of two of the
-// largest number. top: becomes the largest power of two under any x. draw: 32 random bits. A number
-// is added whose last bit is worth what the last bit of the result is: it rounds to nearest, or
-// shows on which side x is.
+// x rounded by a draw of 32 random bits, which are added to the bits of |x| that are cut off. Below
+// the smallest normal number that is added first, so that these bits lie at one place.
+template <bool CHECK, class N>
+CPD_FN N rounded_at_random(const Rounder<N>& to, N x, N& top, typename Number<N>::Draws draw) {
+    typedef typename Number<N>::Bits Bits;
+    Bits a = raw(x) & ~sign_bit<N>();
+    if (!CHECK) top = larger(top, power_under(x));  // of NaN infinity, which the largest stays
+    N least = number(more(raw(to.least), a) & raw(to.least));
+    Bits added = widened(draw >> to.drop, N{}) << to.lift;
+    Bits whole = (raw(sum_below(number(a), least)) + added) & to.cut;
+    N value = subtract(number(whole), least);
+    return CHECK ? settled(to, x, value) : with_sign(value, x);
+}
+
+// x rounded. CHECK: else x is finite and below the power of two of the largest number. top: becomes
+// the largest power of two under any x. A number is added whose last bit is worth what the
+// last bit of the result is: it rounds to nearest, or down.
 template <int WAY, bool CHECK, class N>
 CPD_FN N rounded(const Rounder<N>& to, N x, N& top, typename Number<N>::Draws draw) {
     typedef typename Number<N>::Bits Bits;
+    if constexpr (WAY == CPD_ROUND_RANDOM) return rounded_at_random<CHECK>(to, x, top, draw);
     if constexpr (WAY == CPD_ANY) {
         if (to.way == CPD_ROUND_NEAREST) return rounded<CPD_ROUND_NEAREST, CHECK>(to, x, top, draw);
-        if constexpr ((int)Number<N>::mantissa == 52) {
+        if constexpr (Number<N>::any_way) {
             if (to.way == CPD_ROUND_FLOOR) return rounded<CPD_ROUND_FLOOR, CHECK>(to, x, top, draw);
             if (to.way == CPD_ROUND_RANDOM)
                 return rounded<CPD_ROUND_RANDOM, CHECK>(to, x, top, draw);
@@ -104,17 +120,13 @@ CPD_FN N rounded(const Rounder<N>& to, N x, N& top, typename Number<N>::Draws dr
     if (!CHECK) top = larger(top, power);
     N unit = larger(power, to.least);
     N y = WAY == CPD_ROUND_NEAREST ? x : number((raw(x) & to.kept) ^ to.flipped);
-    N fixed = add_exact(y, unit, to.scale);
+    N fixed =
+        WAY == CPD_ROUND_NEAREST ? add_exact(y, unit, to.scale) : add_below(y, unit, to.scale);
     N value = subtract_exact(fixed, unit, to.scale);
-    if constexpr (WAY != CPD_ROUND_NEAREST && WAY != CPD_AS_IS && WAY != CPD_ANY) {
-        Bits whole = raw(fixed) + above(value, y);  // not above y
-        if (WAY == CPD_ROUND_RANDOM) whole = (whole + widened(draw >> to.drop, N{})) & to.cut;
-        if (WAY == CPD_ROUND_ODD) {
-            Bits exponent = (raw(unit) ^ raw(to.least)) >> (int)Number<N>::mantissa;
-            Bits inexact = above(value, y) | above(y, value);
-            whole += inexact & ~(whole ^ (exponent & to.parity)) & 1;
-        }
-        value = subtract_exact(number(whole), unit, to.scale);
+    if constexpr (WAY == CPD_ROUND_ODD) {
+        Bits exponent = (raw(unit) ^ raw(to.least)) >> (int)Number<N>::mantissa;
+        Bits even = ~(raw(fixed) ^ (exponent & to.parity)) & 1;
+        value = subtract_exact(number(raw(fixed) + (above(y, value) & even)), unit, to.scale);
     }
     if (CHECK) return settled(to, x, value);
     return with_sign(value, x);
@@ -143,8 +155,10 @@ struct Tops {
     N product, sum;
 };
 
-CPD_FN S sum_of(S a, S b, bool) { return add(a, b); }
-CPD_FN D sum_of(D a, D b, bool odd) { return odd ? odd_sum(a, b) : add(a, b); }
+template <class N>
+CPD_FN N sum_of(N a, N b, bool odd) {
+    return odd && Number<N>::any_way ? odd_sum(a, b) : add(a, b);
+}
 template <class N>
 CPD_FN N negated(N x) {
     return number(raw(x) ^ sign_bit<N>());

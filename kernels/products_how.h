@@ -5,8 +5,8 @@
 #include "cast.h"
 
 enum { CPD_SUM = 0, CPD_TERM = 1, CPD_GAINED = 2, CPD_REST = 3, CPD_PRODUCT = 4, CPD_DRAWS = 8 };
-// What is computed in; ODD: float64, its sums rounded to odd.
-enum { CPD_FLOAT32 = 0, CPD_FLOAT64 = 1, CPD_FLOAT64_ODD = 2 };
+// What is computed in; ODD: sums are rounded to odd.
+enum { CPD_FLOAT32 = 0, CPD_FLOAT64 = 1, CPD_FLOAT64_ODD = 2, CPD_FLOAT32_ODD = 3 };
 // What a rounding is made of: nothing is to be done, or the nearest number, or the one that is not
 // above, or this when random bits have been added, or the odd code of the two beside.
 enum {

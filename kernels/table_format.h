@@ -6,7 +6,8 @@
 #include "float_format.h"
 #include "random.h"
 
-#define CPD_SEARCH_HEADER 12
+#define CPD_SEARCH_HEADER 15
+#define CPD_SEARCH_SHIFT 17       // of an entry: above the limits before its bucket
 #define CPD_MOST_KEY 0x7f7fffffu  // of the largest float32
 
 // Keys are float32 bits without sign, negative for negative numbers.
@@ -14,19 +15,22 @@ struct Search {
     int steps;            // of the search in a bucket
     int low_bits;         // of a key below its bucket's
     u32 first, buckets;   // the number of the first bucket, and how many a sign has
-    const int* starts;    // limits that the first key of each bucket has reached
+    const int* entries;   // of each bucket: the limits before it, and a shift; see place_of
     const int* limits;    // in order; a number's place is how many of them its key has reached
     const int* codes;     // by place
     const int* values;    // float32 bits by code
     const int* numbers;   // float32 bits by place, and infinity
     u32 least, most;      // keys of the first and of the last number
     u32 zero, inf_below;  // codes of zero, ~0 where there is none, and of -infinity
+    u32 code, mask;       // the first number's code where those of the others follow, else ~0
+    int shifted;          // whether entries have shifts
 };
 
 CPD_FN Search make_search(const int* t) {
-    return Search{t[0],      t[1],       (u32)t[2], (u32)t[3], t + CPD_SEARCH_HEADER,
-                  t + t[4],  t + t[5],   t + t[6],  t + t[7],  (u32)t[8],
-                  (u32)t[9], (u32)t[10], (u32)t[11]};
+    return Search{t[0],      t[1],       (u32)t[2],  (u32)t[3],  t + CPD_SEARCH_HEADER,
+                  t + t[4],  t + t[5],   t + t[6],   t + t[7],   (u32)t[8],
+                  (u32)t[9], (u32)t[10], (u32)t[11], (u32)t[12], (u32)t[13],
+                  t[14]};
 }
 
 // V: u32, one shift for all lanes, or U, one for each.
@@ -76,12 +80,18 @@ CPD_FN U scaled_magnitude(U a, U k) {
     return equal(a, lanes(0)) ? lanes(0) : scaled;
 }
 
-// How many limits a key has reached.
+// How many limits a key has reached: those before its bucket, then as many as its lower bits say
+// by the bucket's shift, then what a search finds behind these.
 CPD_FN U place_of(const Search& s, U magnitude, U key) {
-    U last = lanes(s.first + s.buckets - 1);
-    U bucket = larger(smaller(magnitude >> s.low_bits, last), lanes(s.first)) - s.first;
-    bucket = less(key, lanes(0)) ? bucket + s.buckets : bucket;
-    U place = gather(s.starts, bucket);
+    U least = lanes(s.first << s.low_bits), most = lanes(((s.first + s.buckets) << s.low_bits) - 1);
+    U inside = larger(smaller(magnitude, most), least);
+    I negative = less(key, lanes(0));
+    U bucket = (inside >> s.low_bits) - s.first;
+    U place = gather(s.entries, negative ? bucket + s.buckets : bucket);
+    if (s.shifted) {
+        U behind = (negative ? ~inside : inside) & ((1u << s.low_bits) - 1);
+        place = (place & ((1u << CPD_SEARCH_SHIFT) - 1)) + (behind >> (place >> CPD_SEARCH_SHIFT));
+    }
     for (u32 step = (1u << s.steps) >> 1; step; step >>= 1)
         place = less(key, gather(s.limits, place + (step - 1))) ? place : place + step;
     return place;
@@ -107,7 +117,7 @@ CPD_FN U table_code(const Cast& cast, const TableEncoderOf<V>& e, F x, Key key, 
     U place = place_of(s, magnitude, signed_key);
     if (cast.rounding == CPD_STOCHASTIC)
         place -= (U)rises(s, x, k, place, random31(key, index) & cast.random_mask);
-    U code = gather(s.codes, place);
+    U code = s.code == ~0u ? gather(s.codes, place) : (place + s.code) & s.mask;
     I too_large = less(lanes(s.most), signed_key), too_small = less(signed_key, lanes(s.least));
     I finite = less(a, lanes(CPD_INF));
     code = too_large ? lanes(cast.overflow_code) : code;

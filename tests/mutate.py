@@ -28,7 +28,9 @@ TRAIN = ["training_oracle", "checkpoint", "update_rules", "train", "data"]
 STUDY = ["study_spec", "study_kinds", "render", "study_folder"]
 COMPRESS = ["compress", "training_oracle", "new_compressor"]
 TESTS = {  # file of cpdhpc: the files of tests that cover it, the fastest first
-    **dict.fromkeys((f"train/{name}.py" for name in ("loop", "setup", "step", "update")), TRAIN),
+    **dict.fromkeys(
+        (f"train/{name}.py" for name in ("loop", "setup", "step", "update/base")), TRAIN
+    ),
     "train/controllers/base.py": ["training_oracle", "train", "update_rules"],
     "train/controllers/adaptive.py": ["controllers"],
     "train/controllers/autowu.py": ["controllers"],
@@ -55,10 +57,9 @@ TESTS = {  # file of cpdhpc: the files of tests that cover it, the fastest first
     "study/cases.py": STUDY,
     "study/spec.py": STUDY,
     "study/folder.py": ["study_folder", "submit", "study_spec", "slurm_commands"],
-    "study/case_file.py": ["study_folder", "studyfile"],
-    "study/study_file.py": ["studyfile", "study_report", "report_page"],
+    "study/study_file.py": ["study_folder", "studyfile", "study_report", "report_page"],
     "study/collect.py": ["study_folder", "study_report", "studyfile"],
-    "study/status.py": ["study_folder", "submit", "slurm_commands"],
+    "study/slurm/submit.py": ["study_folder", "submit", "slurm_commands"],
     "study/batch.py": ["study_repeats", "inputs", "study_run"],
     "study/run_here.py": ["study_folder", "study_run"],
 }

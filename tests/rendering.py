@@ -6,8 +6,15 @@ from pathlib import Path
 
 from cpdhpc.config import validate
 from cpdhpc.study.cases import Batch, batches, expand
-from cpdhpc.study.slurm.script import array_script, arrays, collect_script, scripts
-from cpdhpc.study.slurm.site import LAUNCHERS, Site, load_site
+from cpdhpc.study.slurm.site import (
+    LAUNCHERS,
+    Site,
+    array_script,
+    arrays,
+    collect_script,
+    load_site,
+    scripts,
+)
 from cpdhpc.study.spec import Study
 
 ROOT = Path(__file__).parent.parent

@@ -13,10 +13,10 @@ from training import environment
 
 from cpdhpc.config import dump_toml, merge
 from cpdhpc.kinds.factors import Case, Result
-from cpdhpc.study.case_file import write_result
 from cpdhpc.study.cases import expand, load_study
 from cpdhpc.study.folder import Folder
 from cpdhpc.study.spec import Study
+from cpdhpc.study.study_file import write_result
 
 SMALL = {
     "name": "small",

@@ -11,7 +11,7 @@ import torch
 from training import model_bytes, run_job, small_job
 
 from cpdhpc.config import ConfigError
-from cpdhpc.train.augment import Augment
+from cpdhpc.train.datasets import Augment
 from cpdhpc.train.samples import InMemory
 from cpdhpc.train.setup import Files, prepare
 from cpdhpc.world.ranks import Loopback

@@ -12,7 +12,15 @@ import pytest
 import torch
 
 from cpdhpc import store
-from cpdhpc.bench.replay import PACKAGE, PHASES, Clock, Profile, of_digits, phase_of, replay
+from cpdhpc.bench.traffic import (
+    PACKAGE,
+    PHASES,
+    Clock,
+    Profile,
+    of_digits,
+    phase_of,
+    replay,
+)
 from cpdhpc.cli import main
 from cpdhpc.collectives import sparse
 from cpdhpc.collectives.allreduce import Allreduce

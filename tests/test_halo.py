@@ -8,7 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cpdhpc.bench.halo import ALL_WAYS, USUAL, settings_of, usual, ways_of
+from cpdhpc.bench.halo import (
+    ALL_WAYS,
+    USUAL,
+    settings_of,
+    usual,
+    ways_of,
+)
 from cpdhpc.bench.halo_cases import (
     ACCUMULATE,
     EXCHANGE,

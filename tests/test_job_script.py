@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from rendering import STUDY, array_of
 
-from cpdhpc.study.slurm import script as standalone
+from cpdhpc.study.slurm import site as standalone
 from cpdhpc.study.slurm.site import Site
 
 pytestmark = pytest.mark.mpi_skip

@@ -173,15 +173,46 @@ def circles(graph: dict[str, set[str]]) -> list[str]:
     return sorted(left)
 
 
-def test_no_module_imports_itself_through_others() -> None:
+@cache
+def graph() -> dict[str, set[str]]:
+    """Module, as "train/loop" -> those of the package that it imports, anywhere in it."""
     names = {path: path.removesuffix(".py").removesuffix("/__init__") for path in sources()}
-    graph = {}
+    found = {}
     for path, imported in all_imports().items():
-        found = {name.removeprefix("cpdhpc.").replace(".", "/") for name in imported}
-        found |= {name.rpartition("/")[0] for name in found if name not in names.values()}
-        graph[names[path]] = (found & set(names.values())) - {names[path]}
-    assert circles(graph) == []
+        others = {name.removeprefix("cpdhpc.").replace(".", "/") for name in imported}
+        others |= {name.rpartition("/")[0] for name in others if name not in names.values()}
+        found[names[path]] = (others & set(names.values())) - {names[path]}
+    return found
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    assert circles(graph()) == []
     assert circles({"a": {"b"}, "b": {"a", "c"}, "c": set()}) == ["a", "b"]
+
+
+LONGEST = 500  # lines of a module
+ALONE = {  # module that only one of its room imports -> why it is one
+    "ops/cuda_source": "CUDA's text, which compilers without a GPU take too",
+    "ops/search_tables": "data",
+    "train/norms": "what is observed of a step, not how it goes",
+}
+
+
+def test_a_module_with_one_importer_has_a_reason() -> None:
+    """It is of another room, a row of its package's table, too long together, or in ALONE."""
+    lines = {
+        path.removesuffix(".py").removesuffix("/__init__"): len((PACKAGE / path).open().readlines())
+        for path in sources()
+    }
+    few = set()
+    for module in graph():
+        importers = [name for name, others in graph().items() if module in others]
+        if len(importers) == 1 and part(importers[0]) == part(module):
+            together = lines[module] + lines[importers[0]]
+            if importers[0] != module.rpartition("/")[0] and together <= LONGEST:
+                few.add(module)
+    assert few ^ set(ALONE) == set(), "move it into its importer, or say in ALONE why not"
+    assert [name for name, count in lines.items() if count > LONGEST] == []
 
 
 def test_the_rules_can_fail() -> None:
@@ -211,7 +242,6 @@ def test_importing_starts_nothing() -> None:
         for place in (
             "train",
             "ops.tensors",
-            "influence.plan",
             "influence.rows",
             "influence.scores",
             "split_images",

@@ -16,7 +16,7 @@ from test_models import SEQUENCES, tiny
 from torch import Tensor, nn
 
 from cpdhpc import precision
-from cpdhpc.config import ConfigError
+from cpdhpc.config import ConfigError, validate
 from cpdhpc.formats import Cast, parse_format
 from cpdhpc.ops import reference
 from cpdhpc.precision import Policy, convert, layers, quantize
@@ -312,6 +312,24 @@ def test_a_format_that_holds_two_has_all_their_numbers(names: tuple[str, ...]) -
         values = reference.decode(np.arange(2**fmt.bits, dtype=np.uint32), fmt)
         again = reference.decode(reference.encode(values, Cast(held, "nearest", "inf")), held)
         assert np.array_equal(values, again, equal_nan=True)
+
+
+def test_sums_take_few_random_bits() -> None:
+    """As matmul, and so gfloat: in evaluation the seed follows from the layer's name."""
+    torch.manual_seed(15)
+    layer, x = nn.Linear(9, 4, bias=False).eval(), torch.randn(6, 9)
+    found = []
+    for bits in (0, 2):
+        sums = {"accumulate": "e4m3", "rounding": "stochastic", "random_bits": bits}
+        ours = convert(deepcopy(layer), everywhere(forward=sums))
+        assert isinstance(ours, layers.Linear)
+        low, high = ours.part("product").key
+        found.append(ours(x).detach())
+        wanted = precision.matmul(x, layer.weight.detach().t(), seed=high << 32 | low, **sums)
+        assert torch.equal(found[-1], wanted)
+    assert not torch.equal(*found)
+    with pytest.raises(ConfigError, match="random_bits=2: e4m3 allows 0"):
+        validate(Policy, {"rule": [{"layers": "*", "forward": {**sums, "rounding": "up"}}]}, "x")
 
 
 def test_batches_of_matrices_are_broadcast_and_rounded() -> None:

@@ -9,9 +9,18 @@ import pytest
 from rendering import GOLDEN, ROOT, STUDY, array_of, golden, some_batches
 
 from cpdhpc.study.cases import Batch
-from cpdhpc.study.slurm import script
-from cpdhpc.study.slurm.script import array_script, arrays, collect_script, minutes, ranges
-from cpdhpc.study.slurm.site import LAUNCHERS, Site, launch, load_site
+from cpdhpc.study.slurm.site import (
+    LAUNCHERS,
+    Site,
+    array_script,
+    arrays,
+    collect_script,
+    launch,
+    load_site,
+    minutes,
+    ranges,
+    scripts,
+)
 
 TEXTS = golden()
 NAMES = [str(path.relative_to(ROOT)) for path in TEXTS]
@@ -123,7 +132,7 @@ def test_an_array_lasts_as_long_as_its_longest_batch() -> None:
 
 def test_standalone_scripts_of_a_site() -> None:
     site = load_site(ROOT / "slurm" / "sites" / "openmpi_gpu.toml")
-    texts = script.scripts(site)
+    texts = scripts(site)
     assert list(texts) == ["train.sbatch", "allreduce_scaling.sbatch"]
     for text in texts.values():
         assert "module load openmpi/5.0" in text

@@ -22,6 +22,7 @@ from cpdhpc.study.folder import Folder, recorded
 pytestmark = pytest.mark.mpi_skip
 LIGHT = {
     "table_formats",
+    "claim",
     "cli",
     "config",
     "formats",

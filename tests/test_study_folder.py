@@ -18,13 +18,19 @@ from cpdhpc import store
 from cpdhpc.claim import Claim, read_claim
 from cpdhpc.cli import COMMANDS, main
 from cpdhpc.config import ConfigError, UserError
-from cpdhpc.study.case_file import read_result, write_result
 from cpdhpc.study.cases import expand
 from cpdhpc.study.collect import collect, find
-from cpdhpc.study.extend import extend
-from cpdhpc.study.folder import Folder, FolderError, Job, record, recorded
+from cpdhpc.study.folder import (
+    Folder,
+    FolderError,
+    Job,
+    extend,
+    record,
+    recorded,
+)
 from cpdhpc.study.run_here import measure
-from cpdhpc.study.status import states
+from cpdhpc.study.slurm.submit import states
+from cpdhpc.study.study_file import read_result, write_result
 
 
 def contents(folder: Folder) -> dict[str, bytes]:

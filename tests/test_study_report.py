@@ -20,11 +20,10 @@ from cpdhpc.report.compare import compare
 from cpdhpc.report.figures import draw
 from cpdhpc.report.study import study_report
 from cpdhpc.report.tables import Report, Table
-from cpdhpc.study.case_file import OUTCOMES, write_result
 from cpdhpc.study.cases import expand, load_study
 from cpdhpc.study.collect import collect
 from cpdhpc.study.folder import Folder
-from cpdhpc.study.study_file import load_study_file
+from cpdhpc.study.study_file import OUTCOMES, load_study_file, write_result
 from cpdhpc.world.ranks import Loopback
 
 SMALL: dict[str, Any] = {"ranks": (2, 4), "sizes": (2**12, 2**20), "algorithms": ("ring",)}

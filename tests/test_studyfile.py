@@ -18,12 +18,17 @@ from training import ROOT, environment
 from cpdhpc import store
 from cpdhpc.kinds.factors import Result
 from cpdhpc.report.study import listed
-from cpdhpc.study.case_file import OUTCOMES, WHERE_KNOWN, read_result, write_result
 from cpdhpc.study.cases import expand, load_study
 from cpdhpc.study.collect import SUMMARY, Base, collect, find, write_study
 from cpdhpc.study.folder import Folder
 from cpdhpc.study.spec import Study
-from cpdhpc.study.study_file import load_study_file
+from cpdhpc.study.study_file import (
+    OUTCOMES,
+    WHERE_KNOWN,
+    load_study_file,
+    read_result,
+    write_result,
+)
 
 PAGE = (ROOT / "docs" / "hdf5.md").read_text()
 READERS = ("h5netcdf", "netcdf4")

@@ -16,12 +16,25 @@ from cpdhpc import store
 from cpdhpc.claim import ClaimError
 from cpdhpc.config import UserError
 from cpdhpc.kinds.factors import Case
-from cpdhpc.study.folder import Folder, FolderError, Job, record, recorded
+from cpdhpc.study.folder import (
+    Folder,
+    FolderError,
+    Job,
+    record,
+    recorded,
+)
 from cpdhpc.study.slurm import queue
 from cpdhpc.study.slurm.queue import JobState
 from cpdhpc.study.slurm.site import Site
-from cpdhpc.study.slurm.submit import cancel, submit
-from cpdhpc.study.status import State, endings, states, tail, with_slurm
+from cpdhpc.study.slurm.submit import (
+    State,
+    cancel,
+    endings,
+    states,
+    submit,
+    tail,
+    with_slurm,
+)
 
 pytestmark = pytest.mark.mpi_skip
 

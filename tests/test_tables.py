@@ -14,9 +14,10 @@ from allreduce_oracle import expected
 
 import cpdhpc
 from cpdhpc.collectives.allreduce import simulate
-from cpdhpc.config import ConfigError
+from cpdhpc.config import ConfigError, dump_toml
 from cpdhpc.formats import Cast, Overflow, Rounding, TableFormat, parse_format, shift_count
 from cpdhpc.ops import reference
+from cpdhpc.study.cases import expand, load_study
 from cpdhpc.table_formats import spelled
 from cpdhpc.train.job import load
 
@@ -281,7 +282,7 @@ def test_what_tables_refuse() -> None:
             TableFormat("mine", values)
 
 
-def test_a_job_file_names_its_own_formats(tmp_path: Path) -> None:
+def test_files_of_jobs_and_studies_name_their_own_formats(tmp_path: Path) -> None:
     """What is read says the numbers themselves, so that a record or a checkpoint needs no more."""
     path, rest = tmp_path / "own.toml", '[data]\nname = "digits"\n[model]\nname = "mlp"\n'
     wire = '[gradient]\naggregator = "lowbit"\nwire = "quarters"\nlayers = {"0*" = "quarters"}\n'
@@ -300,6 +301,23 @@ def test_a_job_file_names_its_own_formats(tmp_path: Path) -> None:
     path.write_text("[formats.e4m3]\nvalues = [0, 1]\n" + rest)
     with pytest.raises(ConfigError, match=r"formats\.e4m3: is the name of a format already"):
         load(path)
+    study, sizes = tmp_path / "study.toml", {"ranks": [1], "size_bytes": [4096]}
+    for kind, key, work in (
+        ("allreduce", "wire", {"algorithm": ["ring"]}),
+        ("codec", "format", {"operation": ["hop"]}),
+    ):
+        tables: dict[str, Any] = {"kind": kind, "sweep": {key: ["e4m3", "quarters"]} | sizes | work}
+        study.write_text(dump_toml(tables) + own)
+        found = load_study(study)
+        assert [case.factors[key] for case in expand(found).cases] == ["e4m3", method.fmt.name]
+        study.write_text(found.toml())
+        assert load_study(study) == found
+        tables["constraints"] = [f"{key} != 'quarters'"]
+        study.write_text(dump_toml(tables) + own)
+        assert [case.factors[key] for case in expand(load_study(study)).cases] == ["e4m3"]
+    study.write_text(dump_toml(tables) + "[formats.e4m3]\nvalues = [0, 1]\n")
+    with pytest.raises(ConfigError, match=r"formats\.e4m3: is the name of a format already"):
+        load_study(study)
     assert parse_format(spelled(NF4)).values.tolist() == NF4.values.tolist()  # type: ignore[union-attr]
     assert spelled(table("takum8")) == "takum8" and spelled(method.fmt) == method.fmt.name
     with pytest.raises(ValueError, match=r"^TableFormat: posit: no name tells its midpoints"):

@@ -12,7 +12,13 @@ import pytest
 from cpdhpc.bench import traffic
 from cpdhpc.bench.accuracy import contributions
 from cpdhpc.bench.throughput import NETWORKS, Layer, Model, Network
-from cpdhpc.bench.traffic import LATE, Call, calls_of, count_calls, price
+from cpdhpc.bench.traffic import (
+    LATE,
+    Call,
+    calls_of,
+    count_calls,
+    price,
+)
 from cpdhpc.cli import main
 from cpdhpc.collectives import sparse
 from cpdhpc.collectives.method import DEFAULT

@@ -13,7 +13,7 @@ import torch
 
 from .. import provenance, store
 from ..config import ConfigError, difference, value_of
-from ..darray.files import read_all, save_all
+from ..darray.array import read_all, save_all
 from ..store import Variable
 from ..train.checkpoint import CheckpointError
 from ..world.files import check

@@ -172,7 +172,7 @@ def export(world: Ranks, path: Path, stack: Any, answers: list[Any], labels: Arr
 
     Collective. Raises UserError on all ranks alike.
     """
-    from ..darray.files import save_all
+    from ..darray.array import save_all
     from ..darray.layout import Layout
 
     arrays = {

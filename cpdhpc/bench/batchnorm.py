@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from ..config import UserError
 from ..quantized import fold, integer_norm
-from ..quantized.batchnorm import MOST_BITS, steps
+from ..quantized.integers import MOST_BITS, steps
 from .harness import check_positive
 
 Array = npt.NDArray[Any]

@@ -29,7 +29,7 @@ from ..train.gradients import Gradients, load_all
 from ..world.mpi import World
 from ..world.ranks import Ranks
 from .harness import machine_line, parse_counts, parse_methods, together
-from .replay import PHASES, Replayed, of_digits, replay
+from .traffic import PHASES, Replayed, of_digits, replay
 
 MARKERS = "os^Dv<>pPX*hd"
 MOST_RANKS = 64

@@ -163,6 +163,13 @@ def check_alike(
     name = what.split()[0].rstrip(":")
     text = f"{name} {text or arguments}"
     digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
+    if world.board is not None:
+        given = [int(each) for each in numbers]
+        said = 0 if error is not None else digest ^ hash(tuple(given)) >> 8
+        if world.board.agrees(said, what):
+            if world.account is not None:
+                world.account(name, arguments, given)
+            return given
     mine = np.zeros(max(NUMBERS, 3 + len(numbers)), np.int64)
     mine[: 3 + len(numbers)] = error is not None, digest, -digest, *numbers
     failed, largest, smallest, *most = world.max(mine, what).tolist()

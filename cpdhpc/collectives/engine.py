@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from ..world.gpu_messages import carrier_of
 from ..world.node_memory import NOTE_BYTES, Shared
-from ..world.ranks import Ranks, Wait
+from ..world.ranks import RankFailure, Ranks, Wait
 
 Array = npt.NDArray[Any]
 Result = TypeVar("Result")
@@ -131,7 +131,7 @@ def run(
 
 def give_up(world: Ranks, error: Exception, what: str) -> NoReturn:
     """Raise what follows from an error in the middle of a run, or end the job: see run."""
-    failure = world.failure(error, what)
+    failure = error if isinstance(error, RankFailure) else world.failure(error, what)
     if failure is not None:
         raise failure from None
     if world.processes == 1:

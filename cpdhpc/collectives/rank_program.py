@@ -88,11 +88,16 @@ CONTRIBUTION, FINAL, BETWEEN = range(3)  # phases of random streams; BETWEEN and
 
 
 class Piece(NamedTuple):
-    """Values start..stop of the data, which are reduced by themselves."""
+    """Values start..stop of the data, which are reduced by themselves.
+
+    part, parts: which part of each of its chunks alone, cut on tiles: that changes no bit
+    """
 
     number: int
     start: int
     stop: int
+    part: int = 0
+    parts: int = 1
 
 
 @dataclass(frozen=True)
@@ -157,11 +162,17 @@ def _rounds(
 ) -> tuple[Sequence[tuple[int, int]], Sequence[Step]]:
     """Return the (start, stop) of a piece's chunks, and a rank's steps."""
     layout, n = Layout(nodes, piece.number), piece.stop - piece.start
-    spans = (chunk(n, count, i) for count in [schedule.chunks(layout)] for i in range(count))
-    return (
-        [(piece.start + start, piece.start + stop) for start, stop in spans],
-        list(schedule.steps(rank, layout)),
-    )
+    found = []
+    for i in range(schedule.chunks(layout)):
+        start, stop = chunk(n, schedule.chunks(layout), i)
+        first, last = chunk(stop - start, piece.parts, piece.part)
+        found.append((piece.start + start + first, piece.start + start + last))
+    return found, list(schedule.steps(rank, layout))
+
+
+def spans(plan: Plan, piece: Piece) -> Sequence[tuple[int, int]]:
+    """Return the (start, stop) of a piece's chunks, or of the part that it says."""
+    return _rounds(plan.schedule, plan.nodes, 0, piece)[0]
 
 
 class Chunk:
@@ -405,9 +416,9 @@ def program(
     process writes it; take: for payloads
     Returns how many values of the result are not finite; 0 for a raw wire.
     """
-    spans, steps = _rounds(plan.schedule, plan.nodes, rank, piece)
+    where, steps = _rounds(plan.schedule, plan.nodes, rank, piece)
     kind = ExactChunk if isinstance(plan.wire, Exact) else Chunk
-    chunks = [kind(plan, rank, i, span, x, out, take) for i, span in enumerate(spans)]
+    chunks = [kind(plan, rank, i, span, x, out, take) for i, span in enumerate(where)]
     for number, step in enumerate(steps):
         into = [chunks[i] for i in step.recv_chunks]
         sizes = _sizes(into, step.recv_terms)

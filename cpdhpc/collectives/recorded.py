@@ -1,220 +1,277 @@
-"""All-reduces written down once as kernels and persistent requests on arrays that stay the same.
-
-A world keeps such a recording for each small method and size that comes again.
-"""
+"""All-reduces written down once, as compiled kernels and messages, and run time after time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
-from ..ops import backend_of
+from ..ops import tape
 from ..ops.payloads import Array
-from ..world.ending import POLLS
+from ..ops.tape import FEW_LOOKS, LOOKS, WAITING, Kernels
+from ..ops.threads import kernel_threads
+from ..world.mpi import World
+from ..world.node_memory import NOTE_BYTES, Shared
 from ..world.ranks import Ranks, Wait
-from .engine import Exchange, fresh, give_up, wait_to_receive, wait_to_send
-from .method import Method, Segment, shift_bytes
-from .rank_program import Plan, program
+from .engine import BufferPool, Exchange, fresh, give_up, wait_to_receive, wait_to_send
+from .rank_program import Piece, Plan, program, spans
 
-Call = Callable[[], Any]
-POLLED = range(POLLS)  # how often a message is asked for before the world waits for it
-
-
-class _Round(NamedTuple):
-    """A message to wait for, and what is done when it is there."""
-
-    done: Callable[[], bool]
-    wait: Wait
-    calls: list[Call]
+WORD_BYTES = 8
+PART_VALUES = 1 << 15  # of a chunk, that is worked on at a time inside a node: stays in the cache
 
 
 class Recording:
-    """What the rank of this process does in an all-reduce of one piece, from start to end.
+    """What the rank of this process does in an all-reduce, from start to end. Collective.
 
-    Its program runs once, on a wire whose kernels write down what they are asked for instead of
-    doing it. So every schedule can be recorded, and what is done later are the calls of the
-    program in its order, on arrays that are made here, with persistent requests.
+    Its program runs once for each part of the data, on a wire whose kernels are written down
+    instead of done. So every schedule can be recorded. Payloads for processes of this node lie in
+    memory that they share, and words there tell that they are ready; others go by persistent
+    requests. What is done later is the tape of all that, without the interpreter.
     plan: of a method that repeats; its shifts may be overwritten from run to run
-    x, out: float32[n], that do not overlap: where the values and the result will be
-    what: named in messages; freed: whether run is an error
+    x, out: float32[n], that do not overlap: what run takes by default
+    what: named in messages; divisor: of the result, None for 1
+    freed: whether run is an error; is_fixed: whether MPI has the addresses of x and out, so that
+        a run takes no others
     """
 
-    def __init__(self, world: Ranks, plan: Plan, x: Array, out: Array, what: str) -> None:
+    def __init__(
+        self,
+        world: Ranks,
+        plan: Plan,
+        x: Array,
+        out: Array,
+        what: str,
+        divisor: np.float32 | None = None,
+    ) -> None:
         self.plan, self.x, self.out = plan, x, out
-        self.sent_bytes, self.sent, self.freed = 0, 0, False
-        self._world, self._rank, self._what = world, world.hosted.start, what
-        self._first: list[Call] = []
-        self._calls = self._first  # to which a call is added
-        self._rounds: list[_Round] = []
-        self._sends: list[_Round] = []
-        self._bad = 0  # values of the result that are not finite, in this run
-        self._record()
-        self._first[:0] = [each.wait.requests[0].Start for each in self._rounds]
-        if self._rounds or self._sends:
+        self.freed, self.is_fixed = False, False
+        self._sent, self._sent_bytes = 0, 0
+        self._world, self._rank, self.what = world, world.hosted.start, what
+        self._mpi: Any = world.plain_mpi()[0] if isinstance(world, World) else None
+        self._divisor = divisor
+        self._shared: Shared | None = world.shared()
+        self._near = {} if self._shared is None else self._shared.near
+        self._taken: list[Array] = []  # of the memory that is shared
+        self._requests: list[Any] = []
+        self._notes: list[Wait] = []  # of where payloads lie, on their way
+        self._waits: list[Wait] = []  # by label
+        self._found = 0
+        try:
+            self._record()
+        except Exception as error:
+            give_up(world, error, what)
+        if self._requests or self._taken:
             world.cache.hold(self)
 
     def _record(self) -> None:
-        """Run the program up to its end, and write it down."""
-        (piece,) = self.plan.pieces(self.x.size)
-        wire = replace(self.plan.wire, kernels=_Recorder(self))
-        plan = replace(self.plan, wire=wire, copy=partial(self.add, np.copyto))
-        take = partial(fresh, self.x)
-        steps = program(plan, piece, self._rank, self.x, self.out, take)
+        """Run the programs of all parts up to their ends, and write them down."""
+        parts = self._parts()
+        # One part has two slots by turns, so that a run need not wait for the readers of the last.
+        turns = 2 if len(parts) == 1 and self._world.board is not None else 1
+        window = self.plan.schedule.window(self._world.ranks)
+        slots = min(window, len(parts) * turns)
+        self._ended = [self._word() for _ in range(slots)]
+        self._tape = tape.make_tape(self.x, self.out, tuple(self._all_ended()))
+        self._kernels = Kernels(self._tape, self.out)
+        pools = [BufferPool(self._take) for _ in range(slots)]
+        wire = replace(self.plan.wire, kernels=self._kernels)
+        plan = replace(self.plan, wire=wire, copy=self._kernels.copy)
+        for number, part in enumerate(parts * turns):
+            slot = number % slots
+            tape.begin_segment(self._tape, slot)
+            pools[slot].rewind()
+            self._record_part(plan, part, number, pools[slot])
+        self._world_waits(self._notes)
+        world = self._world
+        sent = world.bytes_sent[:1], self._sent_bytes // turns
+        tape.end_tape(self._tape, turns, *sent, world.messages_sent[:1], self._sent // turns)
+
+    def _parts(self) -> list[Piece]:
+        """Return the parts of the data: pieces, cut smaller where no message leaves the node."""
+        pieces = self.plan.pieces(self.x.size)
+        if self._world.board is None:  # as on all processes
+            return list(pieces)
+        found = []
+        for piece in pieces:
+            longest = max(stop - start for start, stop in spans(self.plan, piece))
+            count = max(1, -(-longest // PART_VALUES))
+            found += [piece._replace(part=i, parts=count) for i in range(count)]
+        return found
+
+    def _record_part(self, plan: Plan, part: Piece, number: int, pool: BufferPool) -> None:
+        steps = program(plan, part, self._rank, self.x, self.out, pool.take)
+        ends: list[tuple[int, Wait]] = []  # of what is sent by requests
         received = None
         while True:
             try:
                 exchange = next(steps) if received is None else steps.send(received)
             except StopIteration:
-                return
-            self._send(exchange)
-            received = self._receive(exchange)
+                break
+            if part.part == 0:  # what the engine calls a message goes in parts here
+                self._sent += exchange.payload is not None and exchange.payload.size > 0
+            self._send(exchange, number, pool, ends)
+            received = self._receive(exchange, number, pool)
+        for address, wait in ends:
+            tape.add_test(self._tape, address, self._label(wait))
+        if self._divisor is not None:
+            for start, stop in spans(self.plan, part):
+                values = self.out[start:stop]
+                self._kernels.divide(values, float(self._divisor), values)
 
-    def add(self, kernel: Callable[..., Any], *arguments: Any, **options: Any) -> int:
-        """Write down a call of a kernel, unless it is about nothing.
-
-        What it finds not finite in its out counts where that is in the result; returns 0.
-        """
-        if all(each.size for each in arguments if isinstance(each, np.ndarray)):
-            out, call = options.get("out"), partial(kernel, *arguments, **options)
-            counts = out is not None and np.may_share_memory(out, self.out)
-            self._calls.append(partial(self._count, call) if counts else call)
-        return 0
-
-    def _count(self, call: Callable[[], int]) -> None:
-        self._bad += call()
-
-    def _send(self, exchange: Exchange) -> None:
+    def _send(
+        self, exchange: Exchange, number: int, pool: BufferPool, ends: list[tuple[int, Wait]]
+    ) -> None:
         to, payload = exchange.send_to, exchange.payload
         if to is None or payload is None or payload.size == 0:
             return
-        self.sent, self.sent_bytes = self.sent + 1, self.sent_bytes + payload.size
-        for request in self._world.send_init(self._rank, to, payload):
-            self._calls.append(request.Start)
-            wait = wait_to_send([request], self._rank, self._what, exchange)
-            self._sends.append(_Round(request.Test, wait, []))
+        self._sent_bytes += payload.size
+        if to in self._near:
+            assert self._shared is not None, "else nobody is near"
+            note = self._shared.note(payload)
+            if note is None:
+                copy = pool.take(payload.size)
+                self._kernels.copy(copy, payload)
+                note = self._shared.note(copy)
+            word = self._word()
+            tape.add_word(self._tape, word, -1)
+            message = np.concatenate([note, self._shared.note(word)])
+            requests = self._world.isend(self._rank, to, message)
+            self._notes.append(wait_to_send(requests, self._rank, self.what, exchange))
+            return
+        self._fix(payload)
+        for request in self._world.send_init(self._rank, to, payload, number):
+            self._requests.append(request)
+            address = tape.handle_of(self._mpi, request)
+            tape.add_start(self._tape, address, False)
+            ends.append((address, wait_to_send([request], self._rank, self.what, exchange)))
 
-    def _receive(self, exchange: Exchange) -> Array:
+    def _receive(self, exchange: Exchange, number: int, pool: BufferPool) -> Array:
         """Return where the message in will be."""
         source = exchange.recv_from
         if source is None or exchange.nbytes == 0:
             return fresh(self.x, 0)
-        place = exchange.place
-        buffer = fresh(self.x, exchange.nbytes) if place is None else place
-        for request in self._world.recv_init(source, self._rank, buffer):
-            self._calls = []
-            wait = wait_to_receive([request], self._rank, self._what, exchange)
-            self._rounds.append(_Round(request.Test, wait, self._calls))
+        if source in self._near:
+            assert self._shared is not None, "else nobody is near"
+            note = np.empty(2 * NOTE_BYTES, np.uint8)
+            requests = self._world.irecv(source, self._rank, note)
+            wait = wait_to_receive(requests, self._rank, self.what, exchange)
+            self._world_waits([wait])
+            word = self._shared.payload(note[NOTE_BYTES:])
+            tape.add_word(self._tape, word, self._label(wait))
+            return self._shared.payload(note[:NOTE_BYTES])
+        buffer = pool.take(exchange.nbytes) if exchange.place is None else exchange.place
+        self._fix(buffer)
+        for request in self._world.recv_init(source, self._rank, buffer, number):
+            self._requests.append(request)
+            address = tape.handle_of(self._mpi, request)
+            tape.add_start(self._tape, address, True)
+            wait = wait_to_receive([request], self._rank, self.what, exchange)
+            tape.add_test(self._tape, address, self._label(wait))
         return buffer
 
-    def run(self) -> int:
+    def _fix(self, message: Array) -> None:
+        mine = np.may_share_memory(message, self.x) or np.may_share_memory(message, self.out)
+        self.is_fixed = self.is_fixed or mine
+
+    def _label(self, wait: Wait) -> int:
+        self._waits.append(wait)
+        return len(self._waits) - 1
+
+    def _world_waits(self, waits: Sequence[Wait]) -> None:
+        for wait in waits:
+            if not self._world.done(wait):
+                self._world.wait_any([wait])
+
+    def _take(self, size_bytes: int) -> Array:
+        """Return memory that the node shares, where there is somebody to share it with."""
+        if not self._near:
+            return fresh(self.x, size_bytes)
+        assert self._shared is not None, "else nobody is near"
+        self._taken.append(self._shared.take(size_bytes))
+        return self._taken[-1]
+
+    def _word(self) -> Array:
+        word = self._take(WORD_BYTES)
+        word[:] = 0
+        return word
+
+    def _all_ended(self) -> list[tuple[Array, ...]]:
+        """Return for each slot the words by which the processes of the node tell what they ended.
+
+        Collective.
+        """
+        if self._shared is None:
+            return [(word,) for word in self._ended]
+        notes = [self._shared.note(word) for word in self._ended]
+        told = self._world.gather(notes, self.what)
+        return [
+            (word, *(self._shared.payload(told[process][slot]) for process in self._near))
+            for slot, word in enumerate(self._ended)
+        ]
+
+    def run(self, x: Array | None = None, out: Array | None = None) -> int:
         """Do it: from x as it is now to out; return how many values are not finite. Collective.
 
+        x, out: float32[n], C-contiguous, others than those of the recording unless it is fixed
+        Returns OVERLAPS, with nothing done, where out has memory of x.
         Raises RankFailure, or ends the job, as engine.run does; RuntimeError where it is freed or
         did not get to its end before.
         """
         if self.freed:
-            raise RuntimeError(f"{self._what}: is freed, or was ended by a failure")
-        self._bad = 0
+            raise RuntimeError(f"{self.what}: is freed, or was ended by a failure")
+        x, out = self.x if x is None else x, self.out if out is None else out
         try:
-            for call in self._first:
-                call()
-            self._go_through(self._rounds)
-            self._go_through(self._sends)
+            found = tape.run_tape(self._tape, kernel_threads(), LOOKS, x, out)
+            if found == WAITING:
+                self._world.wait_any([Wait([self], self._rank, self._reason)])
+                found = self._found
         except BaseException as error:
-            self.freed = bool(self._rounds or self._sends)  # which may be under way
+            self.freed = bool(self._waits)  # messages may be under way
             if isinstance(error, Exception):
-                give_up(self._world, error, self._what)
+                give_up(self._world, self._explained(error), self.what)
             raise
-        self._world.bytes_sent[0] += self.sent_bytes
-        self._world.messages_sent[0] += self.sent
-        return self._bad
+        return found
 
-    def _go_through(self, rounds: list[_Round]) -> None:
-        for done, wait, calls in rounds:
-            for _ in POLLED:
-                if done():
-                    break
-            else:
-                self._world.wait_any([wait])
-            for call in calls:
-                call()
+    def run_on(self, x: Array, out: Array) -> int:
+        """Do what run does with any such arrays, which must not overlap. Collective."""
+        if not self.is_fixed:
+            return self.run(x, out)
+        np.copyto(self.x, x)
+        bad = self.run()
+        np.copyto(out, self.out)
+        return bad
+
+    def Test(self) -> bool:
+        """Go on with the run under way; whether it is at its end: as a request of MPI's."""
+        self._found = tape.resume_tape(self._tape, FEW_LOOKS)
+        return self._found != WAITING
+
+    def _reason(self) -> str:
+        labels = tape.waits_of(self._tape)
+        if not labels:
+            return f"{self.what}: waited {{:.1f}} s for the ranks of this node to end a part"
+        reason = self._waits[labels[0]].reason
+        return reason if isinstance(reason, str) else reason()
+
+    def _explained(self, error: Exception) -> Exception:
+        """Return what MPI says of an error, if it is one of MPI's."""
+        try:
+            for request in self._requests:
+                request.Test()
+        except Exception as found:
+            return found
+        return error
 
     def free(self) -> None:
-        """Free the requests; the recording cannot be run any more."""
+        """Free the requests, and memory that nobody reads; the recording cannot be run any more."""
+        if self._shared is not None and not self.freed and tape.is_read(self._tape):
+            for each in self._taken:
+                self._shared.give_back(each)
         self.freed = True
         self._world.cache.release(self)
-        for each in (*self._rounds, *self._sends):
-            each.wait.requests[0].Free()
-        self._rounds, self._sends = [], []
-
-
-class _Recorder:
-    """Stands for the kernels of a wire, and writes down what is asked of them."""
-
-    def __init__(self, recording: Recording) -> None:
-        self._recording, self._kernels = recording, backend_of(recording.x)
-
-    def __getattr__(self, name: str) -> Callable[..., int]:
-        return partial(self._recording.add, getattr(self._kernels, name))
-
-
-KEPT = 64  # methods and sizes, those that were used last
-
-
-@dataclass
-class _Entry:
-    """What a world knows of a method and a size: the nodes and the number of its calls."""
-
-    nodes: tuple[int, ...]
-    calls: int = 0
-    recording: Recording | None = None
-
-    def free(self) -> None:
-        if self.recording is not None:
-            self.recording.free()
-
-
-class Recordings(dict[tuple[Method, int], _Entry]):
-    """The entries of a world for methods and sizes, those used last at the end."""
-
-    def entry(self, method: Method, n: int, nodes: tuple[int, ...]) -> _Entry:
-        """Return the entry of a method and a size; forget the one that was not used longest."""
-        entry = self.pop((method, n), None)
-        if entry is None or entry.nodes is not nodes:
-            if entry is not None:
-                entry.free()
-            entry = _Entry(nodes)
-        self[method, n] = entry
-        if len(self) > KEPT:
-            self.pop(next(iter(self))).free()
-        return entry
-
-
-def recording_of(
-    world: Ranks,
-    method: Method,
-    x: Array,
-    segments: Sequence[Segment],
-    shifts: tuple[Sequence[int], Sequence[int]],
-) -> Recording | None:
-    """Return the recording for arrays like x with these shifts, from the second call on.
-
-    A function of the calls, so the same on all processes, as it must be: programs may exchange
-    notes of where payloads lie instead. The arguments are those of Method.plan; method.is_small.
-    """
-    entry = world.cache.get(Recordings, Recordings).entry(method, x.size, world.nodes)
-    entry.calls += 1
-    if entry.calls == 2:
-        plan = method.plan(world.nodes, x, segments, shifts, 0)
-        arrays = np.empty(x.size, np.float32), np.empty(x.size, np.float32)
-        entry.recording = Recording(world, plan, *arrays, f"allreduce {method.algorithm}")
-    elif entry.recording is not None and method.shares_shifts:
-        plan = entry.recording.plan
-        for place, each in zip((plan.sent_shifts, plan.result_shifts), shifts, strict=True):
-            assert place is not None, "they are what the ranks share"
-            place[:] = shift_bytes(each, segments, x.size, x)
-    return entry.recording
+        for request in self._requests:
+            request.Free()
+        self._requests, self._taken, self._waits = [], [], []
+        self._tape = None

@@ -55,8 +55,7 @@ def run(arguments: argparse.Namespace, world: Ranks) -> int:
     import torch
 
     from ..train.setup import agreed
-    from .plan import planned
-    from .scores import KIND, Scores
+    from .scores import KIND, Scores, planned
 
     plan = agreed(world, lambda: planned(arguments))
     threads = plan.job.train.threads or threads_of_rank(world)

@@ -12,7 +12,8 @@ from ..formats import Cast, FloatFormat, Format, TableFormat
 from ..methods import check_integer, suggest
 
 Order = Literal["ascending", "pairwise"]
-Arithmetic = Literal["float32", "float64", "odd"]  # odd: float64, sums rounded to odd
+# odd: float64, sums rounded to odd; odd32: float32, where a CPU's registers hold twice as many
+Arithmetic = Literal["float32", "float64", "odd", "odd32"]
 Inputs = tuple[Format, Format]  # of a and of b
 FLOAT32 = FloatFormat(8, 23)
 # Roundings of a step, by which their random bits are numbered
@@ -78,7 +79,29 @@ class Products:
         terms = exact if products is None else _grid(products.float_format)
         if single and all(_sum_in_float32(terms, each) for each in sums):
             return "float32"
+        if self._by_odd32(exact, terms):
+            return "odd32"
         return "float64" if all(_sum_fits(terms, each, 53) for each in sums) else "odd"
+
+    def _by_odd32(self, exact: _Grid, terms: _Grid) -> bool:
+        """Whether sums in float32 that are rounded to odd are enough, where not all is to nearest.
+
+        Rounding such a sum again is as good as rounding the exact one where two bits or more are
+        cut off (Boldo, Melquiond, as in ops.reference_products), and so many random bits as lie
+        before the last of them.
+        """
+        products, accumulate, between = self.casts
+        used = [each for each in (products, accumulate, between) if each is not None]
+        if all(each.rounding == "nearest" for each in used) or not _in_float32(exact):
+            return False
+        if products is not None and not _rounds_in_float32(products, exact, exact):
+            return False
+        of_chunk = _grid(accumulate.float_format)
+        sums = [(accumulate, terms), *([(between, of_chunk)] if self.chunk else [])]
+        return all(
+            term.high <= 100 and _rounds_in_float32(cast, term, _sum(cast, term))
+            for cast, term in sums
+        )
 
 
 @dataclass(frozen=True)
@@ -102,6 +125,24 @@ def _grid(fmt: Format) -> _Grid:
 
 def _exact_product(a: _Grid, b: _Grid) -> _Grid:
     return _Grid(a.low + b.low, a.high + b.high, a.bits + b.bits)
+
+
+def _sum(cast: Cast, term: _Grid) -> _Grid:
+    """Return what sums of a number of its format and a term lie on."""
+    own = _grid(cast.float_format)
+    low, high = min(own.low, term.low), max(own.high, term.high) + 1
+    return _Grid(low, high, high - low)
+
+
+def _rounds_in_float32(cast: Cast, term: _Grid, rounded: _Grid) -> bool:
+    """Whether the kernels round float32 to it; rounded: the numbers that they round, exact or to
+    odd."""
+    fmt = cast.float_format
+    if fmt.exp == 8 or fmt.man >= 22 or term.low < -149:
+        return False
+    if cast.rounding != "stochastic" or 0 < cast.random_bits <= 22 - fmt.man:
+        return True
+    return rounded.bits <= 24 and fmt.emin - rounded.low <= 23
 
 
 def _is_float32(cast: Cast) -> bool:

@@ -11,7 +11,8 @@ from .reference_tables import passing, rises_on_middle
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-_HEADER = 12  # integers in front, in the order of struct Search of table_format.h
+_HEADER = 15  # integers in front, in the order of struct Search of table_format.h
+_SHIFT = 17  # of a bucket's entry: above the count of limits, which are fewer than 2**16
 _MOST_BUCKETS = 1 << 14  # of a sign: what a processor's second cache holds beside the rest
 _NEVER = 0x7FFFFFFF  # above every key
 
@@ -20,15 +21,23 @@ def search_table(cast: Cast, fmt: TableFormat) -> Array:
     """Return what struct Search of table_format.h reads: int32[n].
 
     A key is a float32's bits without sign, negated where the number is negative. A value's place
-    among the numbers in order is the count of limits that its key has reached. It is found from
-    the bucket of the key's upper bits, in so many steps as the fullest bucket asks for.
+    among the numbers in order is the count of limits that its key has reached. The bucket of the
+    key's upper bits knows how many come before it. Where more than one lies in a bucket, it also
+    knows the shift by which the lower bits become how many more are reached at least: of limits
+    that are equally far apart, as in an octave of a posit, one at most is left then. The steps of a
+    search among what is left are those of the worst bucket.
     """
     limits = _limits(cast, fmt)
     sign_free = np.abs(limits)
-    low_bits, first, starts, steps = _buckets(limits, int(sign_free.min()), int(sign_free.max()))
+    ends = int(sign_free.min()), int(sign_free.max())
+    low_bits, first, entries, steps = _buckets(limits, *ends, shifted=False)
+    if shifted := steps > 1:
+        low_bits, first, entries, steps = _buckets(limits, *ends, shifted=True)
     zero = np.flatnonzero(fmt.numbers == 0)
+    mask = (1 << fmt.bits) - 1
+    in_order = np.array_equal(fmt.codes, (int(fmt.codes[0]) + np.arange(fmt.codes.size)) & mask)
     parts = [
-        starts,
+        entries,
         np.concatenate([limits, np.full(1 << steps, _NEVER)]),
         fmt.codes.astype(np.int64),
         fmt.values.view(np.int32).astype(np.int64),
@@ -36,8 +45,9 @@ def search_table(cast: Cast, fmt: TableFormat) -> Array:
     ]
     offsets = _HEADER + np.cumsum([0] + [part.size for part in parts[:-1]])
     least, most = _keys(fmt.numbers[[0, -1]].astype(np.float32))
-    header = [steps, low_bits, first, starts.size // 2, *offsets[1:], least, most]
+    header = [steps, low_bits, first, entries.size // 2, *offsets[1:], least, most]
     header += [int(fmt.codes[zero[0]]) if zero.size else -1, fmt.inf_codes[1]]
+    header += [int(fmt.codes[0]) if in_order else -1, mask, shifted]
     return np.concatenate([np.array(header, np.int64), *parts]).astype(np.int32)
 
 
@@ -60,23 +70,52 @@ def _limits(cast: Cast, fmt: TableFormat) -> Array:
     return _keys(below) + ~((below == middle) & rises_on_middle(cast, fmt))
 
 
-def _buckets(limits: Array, least: int, most: int) -> tuple[int, int, Array, int]:
-    """Return the bits below a bucket's, the first bucket, the counts where each starts, the steps.
+def _buckets(limits: Array, least: int, most: int, shifted: bool) -> tuple[int, int, Array, int]:
+    """Return the bits below a bucket's, the first bucket, all entries, and the steps that remain.
 
-    The buckets of magnitudes are those of values above zero, then those below.
+    The buckets of magnitudes are those of values above zero, then those below. shifted: entries
+    have shifts
     """
     best: tuple[int, int, Array, int] | None = None
     for low_bits in range(30, -1, -1):
         first, count = least >> low_bits, (most >> low_bits) - (least >> low_bits) + 1
-        if count > _MOST_BUCKETS:
+        if count > _MOST_BUCKETS or (best is not None and best[3] <= 1):
             break
         edges = (first + np.arange(count + 1, dtype=np.int64)) << low_bits
-        edges[0], edges[-1] = 0, _NEVER
         begin = np.concatenate([edges[:-1], 1 - edges[1:]])
-        end = np.concatenate([edges[1:] - 1, -edges[:-1]])
-        starts = np.searchsorted(limits, begin, "right")
-        fullest = int((np.searchsorted(limits, end, "right") - starts).max())
-        if best is None or fullest.bit_length() < best[3]:
-            best = low_bits, first, starts.astype(np.int64), fullest.bit_length()
+        outer = begin.copy()  # keys of the first and the last bucket may lie beyond it
+        outer[0], outer[-1] = 0, 1 - _NEVER
+        starts = np.searchsorted(limits, outer, "right")
+        shifts, left = _shifts(limits, begin, starts, low_bits, first, (2, 1, 0) if shifted else ())
+        if best is None or left.bit_length() < best[3]:
+            entries = starts | shifts << _SHIFT if shifted else starts
+            best = low_bits, first, entries, left.bit_length()
     assert best is not None, "30 low bits make a bucket or two"
     return best
+
+
+def _shifts(
+    limits: Array,
+    begin: Array,
+    starts: Array,
+    low_bits: int,
+    first: int,
+    tries: tuple[int, ...],
+) -> tuple[Array, int]:
+    """Return the shift of each bucket, and how many limits it leaves to a search at most.
+
+    (key - begin) >> shift is never above the number of the bucket's limits that the key has
+    reached. tries: beyond the least shift that may be so; without one it is low_bits
+    """
+    bucket = (np.abs(limits) >> low_bits) - first
+    bucket = np.where(limits < 0, bucket + begin.size // 2, bucket)
+    rank = np.arange(1, limits.size + 1) - starts[bucket]  # 0: reached by the bucket's first key
+    behind = limits - begin[bucket]
+    count = np.bincount(bucket[rank > 0], minlength=begin.size)
+    least = low_bits - (np.frexp(count + 1.0)[1] - 1)
+    shifts = np.full(begin.size, low_bits)
+    for more in tries:
+        tried = np.minimum(least + more, low_bits)
+        early = np.bincount(bucket[behind > rank << tried[bucket]], minlength=begin.size)
+        shifts = np.where(early == 0, tried, shifts)
+    return shifts, max(0, int((rank - (behind >> shifts[bucket])).max()))

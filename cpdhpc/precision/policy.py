@@ -28,13 +28,14 @@ class Sums(Section):
     """forward, input_gradient, weight_gradient: how products are summed, see precision.matmul.
 
     accumulate: format of each partial sum; "torch": torch's own float32 product, with its bits
-    products, order, rounding, overflow, chunk, between, kahan: see precision.matmul
+    products, order, rounding, random_bits, overflow, chunk, between, kahan: see precision.matmul
     """
 
     accumulate: str = "fp32"
     products: str | None = None
     order: Order = "ascending"
     rounding: Rounding = "nearest"
+    random_bits: Annotated[int, Field(ge=0, le=31)] = 0
     overflow: Overflow = "inf"
     chunk: Annotated[int, Field(ge=0)] = 0
     between: str | None = None

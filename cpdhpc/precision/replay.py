@@ -350,7 +350,9 @@ def operands(layer: dict[str, Any], read: Callable[[str], Array]) -> dict[str, O
 
 def tensor_of(recorded: Recorded, iteration: int, layer: str, kind: str) -> Array:
     """Return a tensor of a layer for its products. Raises Missing where it is not there whole."""
-    by_name = {(t.iteration, t.kind, t.name): t for t in recorded.tensors}
+    by_name: dict[tuple[int, str, str], Tensor] = {
+        (t.iteration, t.kind, t.name): t for t in recorded.tensors
+    }
     return _tensor(by_name, iteration, layer, kind)
 
 

@@ -18,8 +18,19 @@ import torch
 from torch import nn
 
 from ..config import UserError
-from .batchnorm import MOST_BITS, SUMS, fold, integer_norm
-from .integers import Convolution, Flatten, Input, IntegerNetwork, Layer, Linear, MaxPool
+from .integers import (
+    MOST_BITS,
+    SUMS,
+    Convolution,
+    Flatten,
+    Input,
+    IntegerNetwork,
+    Layer,
+    Linear,
+    MaxPool,
+    fold,
+    integer_norm,
+)
 
 Array = npt.NDArray[Any]
 Range = tuple[Array, Array]  # int64[channels] each: the least and the largest integer there can be

@@ -12,8 +12,7 @@ from typing import Any
 
 from ..config import ConfigError, parse_bytes, suggest
 from ..kinds.factors import SHAPE, Factors, Value
-from ..study.case_file import OUTCOMES
-from ..study.study_file import ReportError, StudyFile
+from ..study.study_file import OUTCOMES, ReportError, StudyFile
 from . import units
 from .figures import Axis, Chart, Join, Series, panels_with, spread
 from .points import (

@@ -21,12 +21,11 @@ from ..study.study_file import ReportError, StudyFile, load_study_file
 from . import units
 from .choice import ALL, Choice
 from .compare import compare, compare_report, load_reference, verdict
-from .compressors import BENCHMARK, compress_report
 from .figures import Chart, image
 from .replayed import KIND as REPLAY
 from .replayed import replay_report
 from .search import search_report
-from .study import study_report
+from .study import BENCHMARK, compress_report, study_report
 from .tables import Listed, Report, Table, slug
 from .trainings import Run, load_run, overview, run_groups, runs_report
 

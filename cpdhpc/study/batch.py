@@ -26,11 +26,11 @@ from ..signals import Caught, Interrupted, catching
 from ..store import StoreError
 from ..world.cores import own_cores
 from ..world.mpi import World, library_version
-from .case_file import read_environment, write_result
 from .cases import Batch, batches, expand
 from .folder import Folder, FolderError
 from .spec import Study
 from .statistics import is_enough
+from .study_file import read_environment, write_result
 
 ADVICE = (
     "start it by the mpirun that belongs to {library}, or by srun --mpi=pmix (Open MPI) or "

@@ -15,11 +15,19 @@ import numpy.typing as npt
 from .. import __version__, store
 from ..kinds.factors import SHAPE, Array, Case, Factor, Result, Value
 from ..store import StoreError, Variable
-from .case_file import ALIKE, FURTHER, OUTCOMES, SCHEMA, SERIES, WHERE_KNOWN, read_result
 from .cases import SAME, base_factors, expand
 from .folder import Folder, FolderError
 from .spec import Study
 from .statistics import ratio_intervals, summarise
+from .study_file import (
+    ALIKE,
+    FURTHER,
+    OUTCOMES,
+    SCHEMA,
+    SERIES,
+    WHERE_KNOWN,
+    read_result,
+)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from .spec import Study
 
 if TYPE_CHECKING:
     from ..world.mpi import World
-    from .status import Standing
+    from .slurm.submit import Standing
 
 RESULTS = Path("results")
 HASH = 8  # hexadecimal digits in the name of a folder
@@ -267,7 +267,7 @@ INTERRUPTED = 130  # as a shell reports Ctrl-C
 
 def run_status(arguments: argparse.Namespace) -> int:
     """Print the states of all cases, and the ends of the logs of jobs that failed."""
-    from .status import look
+    from .slurm.submit import look
 
     study, folder = folder_of(arguments)
     every_s = arguments.watch
@@ -289,7 +289,7 @@ def run_status(arguments: argparse.Namespace) -> int:
 
 
 def _status_lines(study: Study, standing: Standing, summary: bool) -> Iterator[str]:
-    from .status import STATES
+    from .slurm.submit import STATES
 
     if summary:
         shapes = standing.by_shape
@@ -312,7 +312,7 @@ def _status_lines(study: Study, standing: Standing, summary: bool) -> Iterator[s
 
 
 def _status_json(study: Study, folder: Folder, standing: Standing, summary: bool) -> dict[str, Any]:
-    from .status import STATES
+    from .slurm.submit import STATES
 
     found: dict[str, Any] = {
         "study": study.name,
@@ -340,7 +340,7 @@ def run_cancel(arguments: argparse.Namespace) -> int:
 
 def run_extend(arguments: argparse.Namespace) -> int:
     """Give a folder a study of more cases; what is finished stays and counts."""
-    from .extend import extend
+    from .folder import extend
 
     extend(*study_of(arguments))
     return 0
@@ -401,7 +401,7 @@ def run_scripts(arguments: argparse.Namespace) -> int:
 
     Raises UserError where the profile cannot be used, or a file not be written.
     """
-    from .slurm.script import scripts
+    from .slurm.site import scripts
 
     for name, text in scripts(load_site(arguments.site)).items():
         path = arguments.out / name

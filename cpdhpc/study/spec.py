@@ -14,9 +14,9 @@ from ..config import (
     Raw,
     Section,
     dump_toml,
-    merge,
     suggest,
 )
+from ..formats import with_own_formats
 from ..kinds import KINDS
 from ..kinds.base import Kind, Measure, Seconds, Whole
 from ..kinds.factors import ABSENT, SHAPE, Factor, Factors
@@ -65,11 +65,14 @@ class Constraint:
 def _nested(factors: Factors) -> Raw:
     """Return "gradient.wire" as a table, so that an expression can name it."""
     result: Raw = {}
-    for name, value in factors.items():
-        change: Any = value
-        for part in reversed(name.split(".")):
-            change = {part: change}
-        result = merge(result, change)
+    for name, value in factors.items():  # of each constraint and point: no table is copied
+        *tables, last = name.split(".")
+        here = result
+        for part in tables:
+            if not isinstance(here.get(part), dict):
+                here[part] = {}
+            here = here[part]
+        here[last] = value
     return result
 
 
@@ -135,6 +138,8 @@ class Study(Section):
     weak: with weak scaling: a factor's value for each rank
     base: what the base point of a speed-up has; ranks = "same": as many ranks as the point
     job: the tables of the job file, which load_study puts here
+    formats: tables [formats.NAME] of formats of one's own, as in job files; where values name one,
+        its numbers take the place of the name
     """
 
     name: Name
@@ -150,6 +155,11 @@ class Study(Section):
     run: Run = Run()
     train: TrainedJob | None = None
     job: Raw = Field(default_factory=dict)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _own_formats(cls, raw: Any) -> Any:
+        return with_own_formats(raw)
 
     @model_validator(mode="after")
     def _sections_go_together(self) -> Study:

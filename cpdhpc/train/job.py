@@ -26,14 +26,12 @@ from ..config import (
     read_toml,
     validate,
 )
-from ..formats import wire_format
+from ..formats import with_own_formats
 from ..precision.policy import Policy
 from ..precision.presets import PRESETS
 from ..precision.recording import Recording
-from ..table_formats import with_own_formats
 from ..world.ranks import Loopback, Ranks
 from .adversarial import Adversarial
-from .augment import Augment
 from .controllers import (
     BATCH_SCALINGS,
     CONTROLLERS,
@@ -45,7 +43,7 @@ from .controllers import (
     Settings,
 )
 from .data import Data
-from .datasets import DATA, Digits
+from .datasets import DATA, Augment, Digits
 from .imports import ImportedData, ImportedLoss, ImportedMetric, ImportedModel
 from .loader import Loader
 from .loss_scaling import check_scale
@@ -263,14 +261,6 @@ class Job(Section):
     @model_validator(mode="before")
     @classmethod
     def _own_formats(cls, raw: Any) -> Any:
-        if not isinstance(raw, dict) or not isinstance(raw.get("formats"), dict):
-            return raw
-        for name in raw["formats"]:
-            try:
-                wire_format(name)
-            except ValueError:
-                continue
-            raise ValueError(f"formats.{name}: is the name of a format already")
         return with_own_formats(raw)
 
     @model_validator(mode="before")
@@ -416,10 +406,8 @@ def choices() -> dict[str, list[str]]:
     """Return the names that each table of a job file knows, by the key that gives them."""
     rows = ((name, each) for name, f in Job.model_fields.items() for each in f.metadata)
     found = {f"{n}.{one.key}": sorted(one.known) for n, one in rows if isinstance(one, OneOf)}
-    return found | {
-        "schedule.decay": sorted(DECAYS),
-        "schedule.batch_scaling": sorted(BATCH_SCALINGS),
-    }
+    schedule: Raw = {"decay": DECAYS, "batch_scaling": BATCH_SCALINGS}
+    return found | {f"schedule.{key}": sorted(known) for key, known in schedule.items()}
 
 
 def laid_over(base: Raw, change: Raw) -> Raw:

@@ -30,9 +30,9 @@ from ..world.cores import threads_of_rank
 from ..world.ranks import Ranks
 from . import checkpoint, gradients, weights
 from .adversary import Adversary
-from .augment import Augment
 from .controllers import Controller
 from .data import Dataset, Samples, Source
+from .datasets import Augment
 from .device import cast_forward, own_device
 from .fitting import build_model, check_fit, samples_of
 from .job import Job

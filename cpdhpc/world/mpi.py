@@ -201,9 +201,9 @@ class World(Ranks):
             raise TypeError(f"broadcast: array is {type(array).__name__}: must be a NumPy array")
         if not array.flags.c_contiguous:
             raise ValueError(f"broadcast: array has strides {array.strides}: must be C-contiguous")
+        self.collective_bytes += array.nbytes
         for piece in pieces(array.reshape(-1).view(np.uint8)):
             self._complete(partial(self._comm.Ibcast, [piece, self._mpi.BYTE], 0), what)
-            self.collective_bytes += piece.size
 
     def gather(self, value: Any, what: str = "gather") -> list[Any]:
         """Return the small Python values of all processes in order. Collective.
@@ -309,9 +309,9 @@ class World(Ranks):
         Where some write for others and fail, Open MPI 5 leaves those waiting: who failed then ends
         the job after the time-out.
         """
-        where = path, offset, shape, start
-        self.agree(_caught(lambda: check_box(*where, box)), "writing a file")
-        self.agree(write_box(self._mpi, self._comm, *where, box), "writing a file")
+        where = path, offset, shape, start, box
+        self.agree(_caught(lambda: check_box(*where)), "writing a file")
+        self.agree(write_box(self._mpi, self._comm, *where), "writing a file")
 
     def done(self, wait: Wait) -> bool:
         """Whether all requests are complete."""
@@ -358,7 +358,9 @@ class World(Ranks):
         return self._meet(error)
 
     def _look(self) -> None:
-        """Raise the error of a process that refused what others wait for."""
+        """Raise the error of a process that refused what others wait for, or MPI's of a death."""
+        if self._damaged():  # who waits for a word in memory hears of it here alone
+            raise self._mpi.Exception(self._mpi.ERR_PROC_FAILED)
         if self._duplicate.Iprobe(self._mpi.ANY_SOURCE, self._most_tag):
             self.refusal, _ = self._meet(None)
             raise self.refusal
@@ -366,8 +368,7 @@ class World(Ranks):
     def _meet(self, mine: Exception | None) -> tuple[Exception, bool]:
         told = None if mine is None else of_rank(self.rank, mine)
         try:
-            wait_s = min(self.timeout_s, REFUSAL_S)
-            return meet(self._duplicate, self._most_tag, told, wait_s)
+            return meet(self._duplicate, self._most_tag, told, min(self.timeout_s, REFUSAL_S))
         except TimeoutError as late:  # abort says which rank this is
             self.abort(f"{mine or 'another rank refused a call'}: {late}")
 
@@ -485,9 +486,9 @@ def as_world(world_or_comm: Any) -> Ranks:
         return world_or_comm
     mpi = running_mpi()
     if not isinstance(world_or_comm, mpi.Intracomm):
+        given = type(world_or_comm).__name__
         raise TypeError(
-            f"as_world: {type(world_or_comm).__name__}: known are World, Loopback and an mpi4py "
-            "intra-communicator"
+            f"as_world: {given}: known are World, Loopback and an mpi4py intra-communicator"
         )
     if not _keyval:
         _keyval.append(mpi.Comm.Create_keyval(delete_fn=_forget))

@@ -15,12 +15,14 @@ from typing import NamedTuple
 import numpy as np
 
 from ..ops.cpu import load_acquire, read_memory, store_release
-from .ranks import Array, Ranks
+from ..ops.tape import FEW_LOOKS, LOOKS, WAITING, absent_from, make_board, meet, meet_again
+from .ranks import Array, Ranks, Wait
 
 BLOCK_BYTES = 8 << 20  # the least that is asked of the system
 ALIGNED_BYTES = 64  # a line of the cache, so that no two processes write into one
 NOTE_BYTES = 32  # of a message: process, descriptor, offset, size, int64 each
 COUNTER_BYTES, SECRET_BYTES = 8, 16  # at the beginning of a process's first block
+BOARD = slice(ALIGNED_BYTES, 3 * ALIGNED_BYTES)  # of a process's first block
 
 
 class Name(NamedTuple):
@@ -69,13 +71,14 @@ class Shared:
         self.counter = self._free[:COUNTER_BYTES]
         self.secret = self._free[COUNTER_BYTES : COUNTER_BYTES + SECRET_BYTES]
         self.secret[:] = np.frombuffer(secrets.token_bytes(SECRET_BYTES), np.uint8)
-        self._free = self._free[ALIGNED_BYTES:]
+        self._free = self._free[BOARD.stop :]
         self._opened = 0
         self._ended: set[int] = set()
         self._used: dict[int, int] = {}  # slot -> the last piece that took its arrays
         self.near: dict[
             int, Array
         ] = {}  # process of this node, which payloads reach -> its counter
+        self.boards: dict[int, Array] = {}
         self._back: dict[int, list[Array]] = {}  # size -> arrays that were given back
         self._unread: set[int] = set()  # processes whose own memory cannot be read
 
@@ -94,6 +97,7 @@ class Shared:
         except OSError:
             return False
         self.near[process] = memory[:COUNTER_BYTES]
+        self.boards[process] = memory[BOARD]
         found = np.zeros(SECRET_BYTES, np.uint8)
         try:
             read_memory(pid, address, found)
@@ -102,6 +106,11 @@ class Shared:
         if found.tobytes() != secret:
             self._unread.add(process)
         return memory[COUNTER_BYTES : COUNTER_BYTES + SECRET_BYTES].tobytes() == secret
+
+    @property
+    def board(self) -> Array:
+        """The place where this process tells what it is about to do."""
+        return self._blocks[0].memory[BOARD]
 
     @property
     def reads(self) -> bool:
@@ -193,6 +202,49 @@ def _mapped(pid: int, descriptor: int, here: int) -> Block:
     return Block(pid, descriptor, array, array.__array_interface__["data"][0])
 
 
+class Board:
+    """Where all processes of a world, on one node, find out whether they are about to do the same.
+
+    Without a message: each tells a number, and looks at those of the others.
+    has_failed: whether a guess was wrong, and the next answer stands
+    """
+
+    def __init__(self, world: Ranks, shared: Shared) -> None:
+        self._world, self._processes = world, list(shared.boards)
+        self._board = make_board((shared.board, *shared.boards.values()))
+        self._found = 0
+        self.has_failed = False
+
+    def agrees(self, number: int, what: str, *, first: bool = False) -> bool:
+        """Return whether all processes give the same number, which is not 0. Collective.
+
+        what: named in messages. first: where they do not, the next answer is that they do not:
+        for a guess, before all that a call says is looked at
+        """
+        if self.has_failed:
+            self.has_failed = False
+            return False
+        found = meet(self._board, number, LOOKS)
+        if found == WAITING:
+            wait = Wait([self], self._world.rank, lambda: self._reason(what))
+            try:
+                self._world.wait_any([wait])
+            except Exception as error:
+                raise self._world.failure(error, what) or error from None
+            found = self._found
+        self.has_failed = first and not found
+        return bool(found)
+
+    def Test(self) -> bool:
+        """Whether all have come: as a request of MPI's."""
+        self._found = meet_again(self._board, FEW_LOOKS)
+        return self._found != WAITING
+
+    def _reason(self, what: str) -> str:
+        absent = [self._processes[place - 1] for place in absent_from(self._board)]
+        return f"{what}: waited {{:.1f}} s for rank {', '.join(map(str, absent))}"
+
+
 def share(world: Ranks, wanted: bool) -> tuple[Shared | None, str]:
     """Return what the processes of a node share, or None, and why. Collective.
 
@@ -224,4 +276,6 @@ def share(world: Ranks, wanted: bool) -> tuple[Shared | None, str]:
         return None, problems[0]
     assert shared is not None, "else there is a problem"
     shared.lends = all(reads for _, reads in found)
+    if len(near) == world.processes - 1:
+        world.board = Board(world, shared)
     return shared, "memory that the processes of a node share"

@@ -118,6 +118,8 @@ class Ranks(ABC):
     thread_level: what MPI allows: "single", "funneled", "serialized" or "multiple"
     refusal: the error of another process that ended a wait here, see refuse; or None
     lent_by: the thread that must not communicate at the moment, as another does it; or None
+    board: where all processes of a node agree, once shared() was called; None where they are on
+        several, or share nothing
     account: called with what is asked for, arguments and numbers, before each collective of
         cpdhpc.collectives; or None
     """
@@ -129,6 +131,7 @@ class Ranks(ABC):
     refusal: Exception | None = None
     lent_by: int | None = None
     account: Callable[[str, Mapping[str, object], Sequence[int]], None] | None = None
+    board: Any = None
 
     def __init__(self, process: int, processes: int, virtual_ranks: int) -> None:
         check_whole("World: virtual_ranks", virtual_ranks, 1)

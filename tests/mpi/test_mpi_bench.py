@@ -20,7 +20,7 @@ from cpdhpc.bench.harness import (
     sum_float32,
     together,
 )
-from cpdhpc.bench.replay import replay
+from cpdhpc.bench.traffic import replay
 from cpdhpc.cli import main
 from cpdhpc.collectives.allreduce import Allreduce, allreduce
 from cpdhpc.collectives.method import DEFAULT, read_machine

@@ -112,7 +112,7 @@ def test_xarray_opens_it_and_an_old_file_is_replaced(world: World, folder: Path)
 
 
 def test_a_layout_of_many_ranks_has_no_room_in_attributes(tmp_path: Path) -> None:
-    from cpdhpc.darray import files
+    from cpdhpc.darray import array
     from cpdhpc.world.ranks import Loopback
 
     class Many(Loopback):
@@ -123,7 +123,7 @@ def test_a_layout_of_many_ranks_has_no_room_in_attributes(tmp_path: Path) -> Non
             self.size = 1500
 
     layout = Layout.at((2, 2, 2), 0, 1500)
-    files.save(Many(), tmp_path / "many.h5", layout, np.ones((2, 2, 2)))
+    array.save(Many(), tmp_path / "many.h5", layout, np.ones((2, 2, 2)))
     assert (whole(tmp_path / "many.h5") == 1).all()
 
 

@@ -8,8 +8,7 @@ import pytest
 
 from cpdhpc import store
 from cpdhpc.config import UserError
-from cpdhpc.darray.array import DistArray
-from cpdhpc.darray.files import load, save_all
+from cpdhpc.darray.array import DistArray, load, save_all
 from cpdhpc.darray.layout import Box, Layout
 from cpdhpc.world.ranks import Loopback
 

@@ -9,9 +9,16 @@ import numpy as np
 import pytest
 
 from cpdhpc.bench import halo
-from cpdhpc.bench.halo import ALL_WAYS, OPERATIONS
+from cpdhpc.bench.halo import (
+    ALL_WAYS,
+    BLOCKING,
+    OPERATIONS,
+    OVERLAPPED,
+    WITH_PROGRESS,
+    Stencil,
+    check,
+)
 from cpdhpc.bench.halo_cases import OURS, WAYS, Setting, open_cases
-from cpdhpc.bench.halo_overlap import BLOCKING, OVERLAPPED, WITH_PROGRESS, Stencil, check
 from cpdhpc.darray.layout import Box, Layout
 from cpdhpc.darray.plan import WindowPlan
 from cpdhpc.darray.show import spec_of

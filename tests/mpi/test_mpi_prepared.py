@@ -3,16 +3,17 @@
 import gc
 import importlib
 import tracemalloc
+from itertools import product
 
 import numpy as np
 import pytest
 
 from cpdhpc.collectives import method as choices
 from cpdhpc.collectives import rank_program
-from cpdhpc.collectives.allreduce import Allreduce, simulate
+from cpdhpc.collectives.allreduce import Allreduce, allreduce, simulate
 from cpdhpc.collectives.checks import NonFiniteGradient
+from cpdhpc.collectives.known import KEPT, Recordings
 from cpdhpc.collectives.method import Segment
-from cpdhpc.collectives.recorded import KEPT, Recordings
 from cpdhpc.collectives.schedules import SCHEDULES
 from cpdhpc.formats import sum_bits
 from cpdhpc.world.mpi import World
@@ -48,11 +49,18 @@ def methods(algorithm, ranks):
                     yield method
 
 
+@pytest.fixture(scope="module")
+def messages(world):
+    """All ranks, every payload a message of MPI's."""
+    return World(timeout_s=world.timeout_s, share_memory=False)
+
+
 @pytest.mark.parametrize("algorithm", SCHEDULES)
-def test_every_run_has_the_bits_of_the_simulation(world, algorithm):
+def test_every_run_has_the_bits_of_the_simulation(world, messages, algorithm):
     """Of a prepared one, and of plain ones: the first by the engine, then by a kept tape."""
-    fast = 0
-    for method in methods(algorithm, world.ranks):
+    worlds, fast = (world, messages), 0
+    for number, method in enumerate(methods(algorithm, world.ranks)):
+        world = worlds[number % 2]
         x, out = np.empty(N, np.float32), np.empty(N, np.float32)
         with method.prepare(world, [x], [out]) as prepared:
             fast += prepared.is_fast
@@ -70,21 +78,22 @@ def test_every_run_has_the_bits_of_the_simulation(world, algorithm):
                     assert plain[1:] == got[1:]
                 np.testing.assert_array_equal(x, xs[world.process])
     assert fast >= 8
+    assert worlds[0].board is not None or world.processes == 1
     assert len(world.cache.get(Recordings, Recordings)) <= KEPT
 
 
 @pytest.mark.parametrize("algorithm", SCHEDULES)
-def test_sizes_and_messages(world, algorithm):
+def test_sizes_and_messages(world, messages, algorithm):
     """The tape sends what the engine sends, to the byte; chunks without values send nothing."""
     for n in (0, 1, 1025, 1024 * world.ranks + 3):
         xs = gradients(world.ranks, n)
-        for wire in ("raw", "e2m1fn"):
+        for wire, way in product(("raw", "e2m1fn"), (world, messages)):
             method = Allreduce(wire, algorithm)
-            with method.prepare(world, [xs[world.process]]) as prepared:
+            with method.prepare(way, [xs[world.process]]) as prepared:
                 assert prepared.is_fast
-                before = world.bytes_sent[0], world.messages_sent[0]
+                before = way.bytes_sent[0], way.messages_sent[0]
                 assert bits(prepared.run().arrays[0]) == bits(simulate(xs, wire, algorithm))
-                after = world.bytes_sent[0], world.messages_sent[0]
+                after = way.bytes_sent[0], way.messages_sent[0]
             simulated = Loopback(world.ranks)
             method.run(simulated, xs)
             assert after[0] - before[0] == simulated.bytes_sent[world.process]
@@ -105,6 +114,54 @@ def test_stochastic_rounding_has_the_bits_of_its_iteration(world, algorithm):
         if world.processes > 1:
             with pytest.raises(ValueError, match="arguments differ"):
                 prepared.run(iteration=world.process)
+
+
+def test_known_calls_differ_like_others(world):
+    """A call that is run at once meets others, errors and NaN: all ranks raise the same."""
+    own, n, me = World(timeout_s=world.timeout_s), 1500, world.process
+    xs, last = gradients(world.ranks, n), world.processes - 1
+    method, segments = Allreduce("e4m3", "direct", op="mean"), (Segment("w", 0, n),)
+    wanted = bits(simulate(xs, "e4m3", "direct", op="mean"))
+
+    def calls(**options):
+        known = len(own.cache.get(Recordings, Recordings).known)
+        plain = allreduce(own, xs[me], "e4m3", "direct", op="mean", **options)
+        reduced = method.run(own, [xs[me]], segments=segments, **options)
+        assert bits(plain) == bits(reduced.arrays[0]) == wanted
+        assert reduced[1:] == ((), (), "direct")
+        return known
+
+    assert [calls() for _ in range(4)][-1] == (3 if world.processes > 1 else 0)
+    calls(iteration=3)
+    in_place = xs[me].copy()
+    allreduce(own, in_place, "e4m3", "direct", op="mean", out=in_place)
+    assert bits(in_place) == wanted
+    different = [
+        lambda: allreduce(own, xs[me], "e4m3", "direct", op="mean", iteration=me // last),
+        lambda: allreduce(own, xs[me], "e4m3", "direct", op=("mean", "sum")[me // last]),
+        lambda: method.run(own, [xs[me][me // last :]], segments=segments if me < last else None),
+    ]
+    for call in different if last else []:
+        with pytest.raises(ValueError, match="arguments differ"):
+            call()
+        calls()
+    with pytest.raises(TypeError, match="float64"):
+        x = xs[me].astype(np.float64 if me == last else np.float32)
+        allreduce(own, x, "e4m3", "direct", op="mean")
+    calls()
+    bad = xs[me].copy()
+    bad[7] = np.nan if me == last else 0
+    for call, name in (
+        (lambda: allreduce(own, bad, "e4m3", "direct", op="mean", out=bad), "x"),
+        (lambda: method.run(own, [bad], segments=segments), "w"),
+    ):
+        before = bits(bad)
+        with pytest.raises(NonFiniteGradient) as caught:
+            call()
+        assert caught.value.segments == (name,) and caught.value.ranks == (last,)
+        assert bits(bad) == before
+    calls()
+    own.free()
 
 
 @pytest.mark.two_ranks
@@ -146,7 +203,7 @@ def test_nodes_virtual_ranks_pieces_and_mpi(world, monkeypatch):
     monkeypatch.setattr(rank_program, "PIECE_VALUES", (1024, 1024))
     xs = gradients(world.ranks, 6 * 1024 * world.ranks + 5)
     with Allreduce("raw", "tree").prepare(world, [xs[world.process]]) as prepared:
-        assert not prepared.is_fast
+        assert prepared.is_fast
         assert bits(prepared.run().arrays[0]) == bits(simulate(xs, "raw", "tree"))
 
 
@@ -232,7 +289,7 @@ def requests():
 @pytest.mark.two_ranks
 def test_free(world):
     """By itself or with the world; afterwards run is an error, and no request is left."""
-    own = World(timeout_s=world.timeout_s)
+    own = World(timeout_s=world.timeout_s, share_memory=False)
     before, x = requests(), np.ones(N, np.float32)
     prepared, left = (Allreduce(wire).prepare(own, [x]) for wire in ("raw", "e4m3"))
     prepared.run()
@@ -280,7 +337,8 @@ def test_nothing_grows_with_the_number_of_calls(world):
 
 @pytest.mark.two_ranks
 def test_recordings_are_few_and_small(world, monkeypatch):
-    own, method = World(timeout_s=world.timeout_s), Allreduce("raw", "tree")
+    own = World(timeout_s=world.timeout_s, share_memory=False)
+    method = Allreduce("raw", "tree")
     x, recordings = np.ones(2 * KEPT, np.float32), own.cache.get(Recordings, Recordings)
 
     def call(n):

@@ -23,12 +23,18 @@ def message_world(world):
 
 @pytest.mark.parametrize("algorithm, accumulate", WAYS)
 def test_memory_and_messages_agree(world, message_world, algorithm, accumulate, monkeypatch):
-    """In many small pieces, and calls after one another without a barrier."""
-    monkeypatch.setattr("cpdhpc.collectives.rank_program.PIECE_VALUES", (1024, 2048))
+    """In many small pieces and parts, and calls after one another without a barrier.
+
+    The first call with a size is the engine's, later ones are a tape.
+    """
+    monkeypatch.setattr("cpdhpc.collectives.rank_program.PIECE_VALUES", (4096, 8192))
+    monkeypatch.setattr("cpdhpc.collectives.recorded.PART_VALUES", 1024)
     assert PIECES > 4, "more pieces than are under way at a time: their arrays are written again"
-    for n in SIZES:
-        xs = gradients(world.ranks, n)
-        arguments = ("e4m3", algorithm, "aps", accumulate)
+    for call, n in enumerate(3 * SIZES):
+        xs = [np.roll(x, call) for x in gradients(world.ranks, n)]
+        arguments = (("raw", "e4m3")[n % 2], algorithm, "aps", accumulate)
+        if arguments[0] == "raw" and accumulate not in ("float32", "requantise"):
+            arguments = ("e4m3", *arguments[1:])
         results = [
             allreduce(each, xs[world.process], *arguments) for each in (world, message_world)
         ]

@@ -17,10 +17,10 @@ from cpdhpc.claim import Claim, read_claim
 from cpdhpc.config import UserError
 from cpdhpc.store import StoreError
 from cpdhpc.study.batch import FAILED, FINISHED, UNFINISHED, PlacementError, measure_batch, prove
-from cpdhpc.study.case_file import ALIKE
 from cpdhpc.study.cases import batches, expand, load_study
 from cpdhpc.study.collect import collect, find
 from cpdhpc.study.folder import Folder
+from cpdhpc.study.study_file import ALIKE
 from cpdhpc.train import setup
 
 pytestmark = pytest.mark.mpi

@@ -1,0 +1,111 @@
+"""Tapes: kernels and messages written down once, and run time after time without the interpreter.
+
+kernels/cpu_tape_calls.h says what each of the compiled functions does. A run that waits goes on by
+resume_tape, and a board by meet_again: as MPI's requests are tested.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from .. import _cpu
+from .._cpu import (
+    absent_from,
+    add_start,
+    add_test,
+    add_word,
+    begin_segment,
+    end_tape,
+    is_read,
+    make_board,
+    make_tape,
+    meet,
+    meet_again,
+    resume_tape,
+    run_tape,
+    waits_of,
+)
+from . import cpu
+from .payloads import Array
+
+__all__ = [
+    "FEW_LOOKS",
+    "LOOKS",
+    "OVERLAPS",
+    "WAITING",
+    "Kernels",
+    "absent_from",
+    "add_start",
+    "add_test",
+    "add_word",
+    "begin_segment",
+    "end_tape",
+    "handle_of",
+    "is_read",
+    "make_board",
+    "make_tape",
+    "meet",
+    "meet_again",
+    "resume_tape",
+    "run_tape",
+    "waits_of",
+]
+
+WAITING, OVERLAPS = -1, -2  # as cpu_tape_calls.h has them
+LOOKS, FEW_LOOKS = 20_000, 100  # in vain, before the world waits; and each time that it looks
+
+
+_library: list[ctypes.CDLL] = []  # of MPI, once compiled code calls it
+
+
+def handle_of(mpi: Any, request: Any) -> int:
+    """Return the address of the handle of a request, for add_start and add_test.
+
+    mpi: the module mpi4py.MPI; the library is the one that it has loaded
+    """
+    if not _library:
+        _library.append(ctypes.CDLL(mpi.__file__))
+        calls = _library[0].MPI_Start, _library[0].MPI_Test
+        _cpu.use_library(*(ctypes.cast(call, ctypes.c_void_p).value or 0 for call in calls))
+    return int(mpi._addressof(request))
+
+
+class Kernels:
+    """Stands for the kernels of a wire, and has what is asked of them written down.
+
+    tape: of make_tape, with a segment; out: its result, where what is not finite counts
+    """
+
+    def __init__(self, tape: Any, out: Array) -> None:
+        self._tape, self._out = tape, out
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        return partial(self._write, getattr(cpu, name))
+
+    def add(self, a: Array, b: Array, out: Array) -> int:
+        """Add float32 values."""
+        return self._write(_cpu.add, 1, a, b, out)
+
+    def copy(self, out: Array, x: Array) -> int:
+        """Copy values or bytes."""
+        return self._write(_cpu.copy, 1, x, out)
+
+    def divide(self, x: Array, divisor: float, out: Array) -> int:
+        """Divide float32 values."""
+        return self._write(_cpu.divide, 1, x, divisor, out)
+
+    def _write(self, kernel: Callable[..., Any], *arguments: Any, **options: Any) -> int:
+        """Write down a call, unless it is about nothing; return 0, as nothing is found yet."""
+        if all(each.size for each in arguments if isinstance(each, np.ndarray)):
+            out = options.get("out")
+            _cpu.record(self._tape, out is not None and np.may_share_memory(out, self._out))
+            try:
+                kernel(*arguments, **options)
+            finally:
+                _cpu.record(None, False)
+        return 0

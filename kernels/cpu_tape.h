@@ -1,0 +1,182 @@
+// Tapes: calls of kernels and messages that were written down once, and are run time after time
+// without the interpreter. A part of cpu_module.cpp; collectives/recorded.py writes them.
+//
+// A tape has segments, parts of the data that are worked on by themselves. Of those that are under
+// way each goes on as far as what it waits for is there, the oldest first. A segment has a slot,
+// whose memory it shares with others: it begins when all processes of the node have ended the one
+// before in that slot. Its serial number is the same in all of them, and is what they tell each
+// other through words of shared memory: "this message lies there", "this slot is ended".
+#ifndef CPD_CPU_TAPE_H
+#define CPD_CPU_TAPE_H
+
+#include <memory>
+
+#include "cpu_threads.h"
+#include "loans.h"
+
+namespace {
+
+// Of the library of MPI that mpi4py has loaded: int MPI_Start(MPI_Request*), and
+// int MPI_Test(MPI_Request*, int* flag, MPI_Status*), whose status is at most 64 bytes anywhere.
+typedef int (*Start)(void* request);
+typedef int (*Test)(void* request, int* flag, void* status);
+struct Library {
+    Start start;
+    Test test;
+} library = {};
+
+enum StepKind { KERNEL, TELL, HEAR, START, TEST };
+
+struct Step {
+    StepKind kind;
+    bool counts;   // whether what the call returns is values of the result that are not finite
+    i64 n, label;  // of values; of a wait, for the caller
+    void* target;  // a word that is shared, or a request
+    std::function<i64(const Block&)> body;
+};
+
+struct Segment {
+    i64 slot, serial = 0;
+    size_t next = 0, starts = 0;  // the step to do; those in front, which start to receive
+    std::vector<Step> steps;
+};
+
+i64 word_of(const i64* word) { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
+
+const int SPINS = 200;  // looks before the core is given up
+
+struct Tape : Held {
+    std::vector<Segment> segments;
+    std::vector<i64*> ended;                   // this process's words, by slot
+    std::vector<std::vector<const i64*>> all;  // the words of all processes of the node, by slot
+    std::vector<i64> used;                     // the serial of the last segment, by slot
+    i64 serial = 0, threads = 1;
+    bool counts = false;         // of the calls that are written down now
+    size_t turns = 1, turn = 0;  // a run does one of so many equal parts of the segments
+    struct {
+        i64 *counter, amount;
+    } sent[2] = {};  // bytes and messages of a run, and where they are counted
+
+    // The run under way.
+    std::vector<Segment*> under_way;
+    size_t opened = 0, last = 0;
+    i64 bad = 0;
+    int error = 0;  // of MPI
+    Helpers* helping = nullptr;
+
+    ~Tape() {
+        for (Py_buffer& view : views) PyBuffer_Release(&view);
+        for (PyObject* object : objects) Py_DecRef(object);
+    }
+    bool is_free(i64 slot) const {
+        for (const i64* word : all[slot])
+            if (word_of(word) < used[slot]) return false;
+        return true;
+    }
+    i64 called(const Step& step) const {
+        if (threads < 2 || step.n < SHARED_TILES * CPD_TILE) return step.body(Block{0, 0, step.n});
+        std::atomic<i64> count{0};
+        const Body body = [&](const Block& b) { count += step.body(b); };
+        helping->run((int)threads, step.n, body);
+        return count;
+    }
+    // Does a step, or returns false where it waits.
+    bool done(const Step& step, i64 number) {
+        i64* word = static_cast<i64*>(step.target);
+        alignas(16) char status[64];
+        int flag = 1;
+        switch (step.kind) {
+            case KERNEL: {
+                i64 found = called(step);
+                if (step.counts) bad += found;
+                return true;
+            }
+            case TELL:
+                __atomic_store_n(word, number, __ATOMIC_RELEASE);
+                return true;
+            case HEAR:
+                return word_of(word) >= number;
+            case START:
+                error = library.start(step.target);
+                return !error;
+            case TEST:
+                error = library.test(step.target, &flag, status);
+                return !error && flag;
+        }
+        return true;
+    }
+    // Goes as far as it can now; whether anything was done.
+    bool advance() {
+        bool moved = false;
+        for (; opened < last && is_free(segments[opened].slot); ++opened, moved = true) {
+            Segment& segment = segments[opened];
+            used[segment.slot] = segment.serial = ++serial;
+            segment.next = 0;
+            under_way.push_back(&segment);
+        }
+        for (size_t i = 0; i < under_way.size() && !error;) {
+            Segment& segment = *under_way[i];
+            for (; segment.next < segment.steps.size(); ++segment.next, moved = true)
+                if (!done(segment.steps[segment.next], segment.serial)) break;
+            if (segment.next < segment.steps.size()) {
+                ++i;
+                continue;
+            }
+            __atomic_store_n(ended[segment.slot], segment.serial, __ATOMIC_RELEASE);
+            under_way.erase(under_way.begin() + (long)i);
+            moved = true;
+        }
+        return moved;
+    }
+    bool is_over() const { return under_way.empty() && opened == last; }
+    void begin(u8* x, u8* out) {
+        now[0] = x, now[1] = out;
+        const size_t count = segments.size() / turns;
+        turn = (turn + 1) % turns;
+        opened = turn * count, last = opened + count;
+        bad = 0;
+        for (auto& each : sent)
+            if (each.counter) *each.counter += each.amount;
+    }
+    // Goes on up to the end, an error, or so many looks in vain after one another.
+    void run(i64 looks) {
+        for (i64 i = 0; !is_over() && !error && i < looks;) {
+            if (advance())
+                i = 0;
+            else if (++i < SPINS)
+                pause_core();
+            else
+                sched_yield();
+        }
+    }
+};
+
+Tape* recording_tape() { return static_cast<Tape*>(recording); }
+
+// As in_blocks and count_in_blocks; or the call is written down. The body must hold copies.
+template <class Work>
+PyObject* write_down(int threads, i64 n, const Work& body) {
+    Tape& tape = *recording_tape();
+    if (tape.segments.empty()) {
+        PyErr_SetString(PyExc_ValueError, "tape: has no segment yet");
+        return nullptr;
+    }
+    std::function<i64(const Block&)> kept(body);
+    tape.segments.back().steps.push_back(Step{KERNEL, tape.counts, n, 0, nullptr, std::move(kept)});
+    return PyLong_FromLong(0);
+}
+
+template <class Work>
+PyObject* kept(int threads, i64 n, const Work& body) {
+    if (!recording) return in_blocks(threads, n, body);
+    return write_down(threads, n, [body](const Block& b) { return body(b), (i64)0; });
+}
+
+template <class Work>
+PyObject* count_kept(int threads, i64 n, const Work& body) {
+    return recording ? write_down(threads, n, body) : count_in_blocks(threads, n, body);
+}
+
+}  // namespace
+
+#endif

@@ -1,0 +1,404 @@
+// The module's functions for tapes; a part of cpu_module.cpp, which includes it.
+#include "cpu_tape.h"
+
+namespace {
+
+#ifdef CPD_HAS_X86_CLONES
+#define CPD_CLONES __attribute__((target_clones("default", "arch=x86-64-v3")))
+#else
+#define CPD_CLONES
+#endif
+
+CPD_CLONES void add_values(const float* a, const float* b, i64 n, float* out) {
+    for (i64 i = 0; i < n; ++i) out[i] = a[i] + b[i];
+}
+
+CPD_CLONES void divide_values(const float* x, float divisor, i64 n, float* out) {
+    for (i64 i = 0; i < n; ++i) out[i] = x[i] / divisor;
+}
+
+// copy(threads, x, out), of any bytes; add(threads, a, b, out) and divide(threads, x, divisor,
+// out), of float32.
+PyObject* copy(PyObject*, PyObject* args) {
+    int threads;
+    Buffer x, out;
+    if (!PyArg_ParseTuple(args, "iy*w*", &threads, &x.view, &out.view) ||
+        !has_length(out, "out", x.view.len))
+        return nullptr;
+    const i64 size = x.view.len, n = (size + 3) / 4;
+    return kept(threads, n, [=](const Block& b) {
+        const i64 start = 4 * b.first, end = b.first + b.n == n ? size : start + 4 * b.n;
+        memcpy(out.at<u8>(start), x.at<u8>(start), (size_t)(end - start));
+    });
+}
+
+PyObject* add(PyObject*, PyObject* args) {
+    int threads;
+    Buffer a, b, out;
+    if (!PyArg_ParseTuple(args, "iy*y*w*", &threads, &a.view, &b.view, &out.view) ||
+        !has_length(b, "b", a.view.len) || !has_length(out, "out", a.view.len))
+        return nullptr;
+    return kept(threads, floats_in(a), [=](const Block& block) {
+        add_values(a.at<float>(block.first), b.at<float>(block.first), block.n,
+                   out.at<float>(block.first));
+    });
+}
+
+PyObject* divide(PyObject*, PyObject* args) {
+    int threads;
+    float divisor;
+    Buffer x, out;
+    if (!PyArg_ParseTuple(args, "iy*fw*", &threads, &x.view, &divisor, &out.view) ||
+        !has_length(out, "out", x.view.len))
+        return nullptr;
+    return kept(threads, floats_in(x), [=](const Block& b) {
+        divide_values(x.at<float>(b.first), divisor, b.n, out.at<float>(b.first));
+    });
+}
+
+const char* const TAPE = "cpdhpc.tape";
+
+Tape* tape_of(PyObject* capsule) { return static_cast<Tape*>(PyCapsule_GetPointer(capsule, TAPE)); }
+
+void drop_tape(PyObject* capsule) { delete tape_of(capsule); }
+
+// A word that is shared, int64; its memory is held by the tape.
+bool keep_word(Tape& tape, PyObject* object, i64** word) {
+    Py_buffer view;
+    if (PyObject_GetBuffer(object, &view, PyBUF_WRITABLE)) return false;
+    tape.views.push_back(view);
+    *word = static_cast<i64*>(view.buf);
+    if (view.len == 8 && (uintptr_t)view.buf % 8 == 0) return true;
+    PyErr_SetString(PyExc_ValueError, "tape: a word must have 8 bytes, aligned");
+    return false;
+}
+
+// make_tape(x, out, slots): an empty tape for arrays like x and out; slots: for each a tuple of
+// the words that tell up to where the processes of the node are, this process's first.
+PyObject* make_tape(PyObject*, PyObject* args) {
+    Buffer x, out;
+    PyObject* slots;
+    if (!PyArg_ParseTuple(args, "y*w*O!", &x.view, &out.view, &PyTuple_Type, &slots))
+        return nullptr;
+    Tape* tape = new Tape();
+    PyObject* capsule = PyCapsule_New(tape, TAPE, drop_tape);
+    if (!capsule) return delete tape, nullptr;
+    const Buffer* arrays[] = {&x, &out};
+    for (int i = 0; i < 2; ++i) {
+        tape->low[i] = tape->now[i] = arrays[i]->at<u8>(0);
+        tape->high[i] = tape->low[i] + arrays[i]->view.len;
+    }
+    for (Py_ssize_t i = 0; i < PyTuple_Size(slots); ++i) {
+        PyObject* words = PyTuple_GetItem(slots, i);
+        const Py_ssize_t count = PyTuple_Size(words);
+        tape->all.emplace_back();
+        for (Py_ssize_t j = 0; j < count; ++j) {
+            i64* word;
+            if (!keep_word(*tape, PyTuple_GetItem(words, j), &word))
+                return Py_DecRef(capsule), nullptr;
+            tape->all.back().push_back(word);
+            if (j == 0) tape->ended.push_back(word);
+        }
+        if (count < 1) {
+            if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "tape: a slot has no word");
+            return Py_DecRef(capsule), nullptr;
+        }
+        tape->used.push_back(0);
+    }
+    return capsule;
+}
+
+// begin_segment(tape, slot): what is written down from here on belongs to a new segment.
+PyObject* begin_segment(PyObject*, PyObject* args) {
+    PyObject* capsule;
+    long long slot;
+    if (!PyArg_ParseTuple(args, "OL", &capsule, &slot)) return nullptr;
+    Tape* tape = tape_of(capsule);
+    if (!tape) return nullptr;
+    if (slot < 0 || slot >= (long long)tape->all.size())
+        return PyErr_Format(PyExc_ValueError, "tape: slot %lld: there is none", slot);
+    tape->segments.emplace_back();
+    tape->segments.back().slot = slot;
+    Py_RETURN_NONE;
+}
+
+// record(tape, counts): kernels that this thread calls from here on are written down; counts:
+// whether what they find not finite is in the result. record(None, False): they are done again.
+PyObject* record(PyObject*, PyObject* args) {
+    PyObject* capsule;
+    int counts;
+    if (!PyArg_ParseTuple(args, "Op", &capsule, &counts)) return nullptr;
+    Tape* tape = capsule == Py_None ? nullptr : tape_of(capsule);
+    if (!tape && capsule != Py_None) return nullptr;
+    if (tape) tape->counts = counts;
+    recording = tape;
+    Py_RETURN_NONE;
+}
+
+PyObject* add_step(Tape* tape, Step step, bool in_front) {
+    if (!tape) return nullptr;
+    if (tape->segments.empty()) {
+        PyErr_SetString(PyExc_ValueError, "tape: has no segment yet");
+        return nullptr;
+    }
+    Segment& segment = tape->segments.back();
+    auto place = in_front ? segment.steps.begin() + (long)segment.starts++ : segment.steps.end();
+    segment.steps.insert(place, std::move(step));
+    Py_RETURN_NONE;
+}
+
+// add_word(tape, word, label): tells others by a word that a message is there, where label is
+// negative; else waits for it.
+PyObject* add_word(PyObject*, PyObject* args) {
+    PyObject *capsule, *object;
+    long long label;
+    if (!PyArg_ParseTuple(args, "OOL", &capsule, &object, &label)) return nullptr;
+    Tape* tape = tape_of(capsule);
+    i64* word;
+    if (!tape || !keep_word(*tape, object, &word)) return nullptr;
+    return add_step(tape, Step{label < 0 ? TELL : HEAR, false, 0, label, word, {}}, false);
+}
+
+// add_start(tape, address, first), add_test(tape, address, label): start a request of MPI's, in
+// front of the segment or here, and wait for it. address: of the handle, which the caller keeps.
+PyObject* add_start(PyObject*, PyObject* args) {
+    PyObject* capsule;
+    unsigned long long address;
+    int first;
+    if (!PyArg_ParseTuple(args, "OKp", &capsule, &address, &first)) return nullptr;
+    void* request = reinterpret_cast<void*>(static_cast<uintptr_t>(address));
+    return add_step(tape_of(capsule), Step{START, false, 0, 0, request, {}}, first);
+}
+
+PyObject* add_test(PyObject*, PyObject* args) {
+    PyObject* capsule;
+    unsigned long long address;
+    long long label;
+    if (!PyArg_ParseTuple(args, "OKL", &capsule, &address, &label)) return nullptr;
+    void* request = reinterpret_cast<void*>(static_cast<uintptr_t>(address));
+    return add_step(tape_of(capsule), Step{TEST, false, 0, label, request, {}}, false);
+}
+
+// use_library(start, test): the addresses of MPI_Start and MPI_Test.
+PyObject* use_library(PyObject*, PyObject* args) {
+    unsigned long long start, test;
+    if (!PyArg_ParseTuple(args, "KK", &start, &test)) return nullptr;
+    library.start = reinterpret_cast<Start>(static_cast<uintptr_t>(start));
+    library.test = reinterpret_cast<Test>(static_cast<uintptr_t>(test));
+    Py_RETURN_NONE;
+}
+
+const i64 WAITING = -1, OVERLAPS = -2;
+
+// What a run has come to: how many values are not finite, or WAITING.
+PyObject* go_on(Tape* tape, i64 threads, i64 looks) {
+    if (threads > 1) {
+        tape->helping = &helpers();
+        try {
+            tape->helping->start((int)threads - 1);
+        } catch (const std::system_error& error) {
+            return PyErr_Format(PyExc_RuntimeError, "threads: %lld asked for: %s",
+                                (long long)threads, error.what());
+        }
+    }
+    tape->threads = threads;
+    {
+        Unlocked unlocked;
+        tape->run(looks);
+    }
+    if (tape->error) return PyErr_Format(PyExc_RuntimeError, "tape: MPI error %d", tape->error);
+    return PyLong_FromLongLong(tape->is_over() ? tape->bad : WAITING);
+}
+
+// end_tape(tape, turns, bytes_sent, bytes, messages_sent, messages): nothing is written down any
+// more; a run does one of so many equal parts by turns, and adds what it sends to two counters.
+PyObject* end_tape(PyObject*, PyObject* args) {
+    PyObject *capsule, *counters[2];
+    long long turns, amounts[2];
+    if (!PyArg_ParseTuple(args, "OLOLOL", &capsule, &turns, &counters[0], &amounts[0], &counters[1],
+                          &amounts[1]))
+        return nullptr;
+    Tape* tape = tape_of(capsule);
+    if (!tape) return nullptr;
+    if (turns < 1 || tape->segments.size() % (size_t)turns)
+        return PyErr_Format(PyExc_ValueError, "tape: %lld turns: cannot be", turns);
+    tape->turns = (size_t)turns;
+    for (int i = 0; i < 2; ++i) {
+        if (!keep_word(*tape, counters[i], &tape->sent[i].counter)) return nullptr;
+        tape->sent[i].amount = amounts[i];
+    }
+    Py_RETURN_NONE;
+}
+
+// run_tape(tape, threads, looks, x, out): does what is written on x and out; returns how many
+// values of the result are not finite, WAITING where what it waits for did not come in so many
+// looks, or OVERLAPS, with nothing done, where out has memory of x.
+// Raises RuntimeError for an error of MPI, ValueError for arrays of another size.
+PyObject* run_tape(PyObject*, PyObject* const* args, Py_ssize_t count) {
+    if (count != 5) {
+        PyErr_SetString(PyExc_TypeError, "run_tape: 5 arguments are needed");
+        return nullptr;
+    }
+    Tape* tape = tape_of(args[0]);
+    const i64 threads = PyLong_AsLongLong(args[1]), looks = PyLong_AsLongLong(args[2]);
+    Buffer arrays[2];
+    if (!tape || PyErr_Occurred() || PyObject_GetBuffer(args[3], &arrays[0].view, PyBUF_SIMPLE) ||
+        PyObject_GetBuffer(args[4], &arrays[1].view, PyBUF_WRITABLE))
+        return nullptr;
+    u8 *x = arrays[0].at<u8>(0), *out = arrays[1].at<u8>(0);
+    for (int i = 0; i < 2; ++i)
+        if (!has_length(arrays[i], i ? "out" : "x", tape->high[i] - tape->low[i])) return nullptr;
+    if (!tape->is_over()) {
+        PyErr_SetString(PyExc_ValueError, "run_tape: a run is under way");
+        return nullptr;
+    }
+    if (x < out + arrays[1].view.len && out < x + arrays[0].view.len)
+        return PyLong_FromLongLong(OVERLAPS);
+    tape->begin(x, out);
+    return go_on(tape, threads, looks);
+}
+
+// resume_tape(tape, looks): goes on with the run under way.
+PyObject* resume_tape(PyObject*, PyObject* args) {
+    PyObject* capsule;
+    long long looks;
+    if (!PyArg_ParseTuple(args, "OL", &capsule, &looks)) return nullptr;
+    Tape* tape = tape_of(capsule);
+    return tape ? go_on(tape, tape->threads, looks) : nullptr;
+}
+
+// Boards: where the processes of a node find out whether all give the same number, as a digest of
+// what they are about to do. Each has two lines of its own, used by turns: who is a meeting ahead
+// does not disturb who still reads.
+struct Board {
+    std::vector<Py_buffer> views;
+    std::vector<i64*> boards;  // this process's first
+    i64 serial = 0, number = 0;
+    static const i64 LINE = 8;  // words: the serial, the number
+
+    ~Board() {
+        for (Py_buffer& view : views) PyBuffer_Release(&view);
+    }
+    i64* line(size_t i) const { return boards[i] + serial % 2 * LINE; }
+    bool has_come(size_t i) const { return word_of(line(i)) >= serial; }
+    void come(i64 given) {
+        ++serial, number = given;
+        line(0)[1] = given;
+        __atomic_store_n(line(0), serial, __ATOMIC_RELEASE);
+    }
+    bool meet(i64 looks) const {
+        i64 spent = 0;
+        for (size_t i = 1; i < boards.size(); ++i)
+            for (; !has_come(i); ++spent) {
+                if (spent == looks) return false;
+                if (spent < SPINS)
+                    pause_core();
+                else
+                    sched_yield();
+            }
+        return true;
+    }
+    bool is_same() const {
+        bool same = number != 0;
+        for (size_t i = 1; i < boards.size(); ++i) same = same && line(i)[1] == number;
+        return same;
+    }
+};
+
+const char* const BOARD = "cpdhpc.board";
+
+Board* board_of(PyObject* capsule) {
+    return static_cast<Board*>(PyCapsule_GetPointer(capsule, BOARD));
+}
+
+void drop_board(PyObject* capsule) { delete board_of(capsule); }
+
+// make_board(boards): of 128 bytes each, zero at first, this process's in front.
+PyObject* make_board(PyObject*, PyObject* boards) {
+    if (!PyTuple_Check(boards) || PyTuple_Size(boards) < 1) {
+        PyErr_SetString(PyExc_TypeError, "make_board: boards must be a tuple");
+        return nullptr;
+    }
+    Board* board = new Board();
+    PyObject* capsule = PyCapsule_New(board, BOARD, drop_board);
+    if (!capsule) return delete board, nullptr;
+    for (Py_ssize_t i = 0; i < PyTuple_Size(boards); ++i) {
+        Py_buffer view;
+        if (PyObject_GetBuffer(PyTuple_GetItem(boards, i), &view, PyBUF_WRITABLE))
+            return Py_DecRef(capsule), nullptr;
+        board->views.push_back(view);
+        board->boards.push_back(static_cast<i64*>(view.buf));
+        if (view.len != 2 * Board::LINE * (i64)sizeof(i64) || (uintptr_t)view.buf % 8) {
+            PyErr_SetString(PyExc_ValueError, "make_board: a board must have 128 bytes, aligned");
+            return Py_DecRef(capsule), nullptr;
+        }
+    }
+    return capsule;
+}
+
+PyObject* met(const Board* board, i64 looks) {
+    bool all;
+    {
+        Unlocked unlocked;
+        all = board->meet(looks);
+    }
+    return PyLong_FromLong(all ? board->is_same() : (long)WAITING);
+}
+
+// meet(board, number, looks): comes to the next meeting; returns whether all have given the same
+// number, which is not 0, or WAITING where some did not come in so many looks.
+PyObject* meet(PyObject*, PyObject* args) {
+    PyObject* capsule;
+    long long number, looks;
+    if (!PyArg_ParseTuple(args, "OLL", &capsule, &number, &looks)) return nullptr;
+    Board* board = board_of(capsule);
+    if (!board) return nullptr;
+    board->come(number);
+    return met(board, looks);
+}
+
+// meet_again(board, looks): the same, of the meeting that this process has come to.
+PyObject* meet_again(PyObject*, PyObject* args) {
+    PyObject* capsule;
+    long long looks;
+    if (!PyArg_ParseTuple(args, "OL", &capsule, &looks)) return nullptr;
+    Board* board = board_of(capsule);
+    return board ? met(board, looks) : nullptr;
+}
+
+// absent_from(board): the places of those that have not come.
+PyObject* absent_from(PyObject*, PyObject* capsule) {
+    Board* board = board_of(capsule);
+    PyObject* places = board ? PyList_New(0) : nullptr;
+    for (size_t i = 1; places && i < board->boards.size(); ++i) {
+        if (board->has_come(i)) continue;
+        PyObject* place = PyLong_FromSize_t(i);
+        if (!place || PyList_Append(places, place)) Py_CLEAR(places);
+        Py_XDECREF(place);
+    }
+    return places;
+}
+
+// is_read(tape): whether all processes have ended what this one has begun.
+PyObject* is_read(PyObject*, PyObject* capsule) {
+    Tape* tape = tape_of(capsule);
+    if (!tape) return nullptr;
+    bool free = tape->is_over();
+    for (size_t slot = 0; slot < tape->all.size(); ++slot) free = free && tape->is_free((i64)slot);
+    return PyBool_FromLong(free);
+}
+
+// waits_of(tape): the labels of what the run under way waits for; none where it waits for a slot.
+PyObject* waits_of(PyObject*, PyObject* capsule) {
+    Tape* tape = tape_of(capsule);
+    PyObject* labels = tape ? PyList_New(0) : nullptr;
+    for (size_t i = 0; labels && i < tape->under_way.size(); ++i) {
+        const Segment& segment = *tape->under_way[i];
+        PyObject* label = PyLong_FromLongLong(segment.steps[segment.next].label);
+        if (!label || PyList_Append(labels, label)) Py_CLEAR(labels);
+        Py_XDECREF(label);
+    }
+    return labels;
+}
+
+}  // namespace
