@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..formats import SHARED, Format, Overflow, Rounding
-from ..ops import backend_of, on_gpu
+from ..ops import backend_of, on_gpu, to_host
 from ..world.gpu_messages import carrier_of
 from ..world.mpi import as_world
 from ..world.ranks import Loopback, Ranks
@@ -56,13 +56,12 @@ from .recorded import Recording
 class Prepared:
     """An all-reduce of arrays that stay where they are; made by Allreduce.prepare. Collective.
 
-    is_fast: whether run is a list of kernels and persistent requests. It is where a call is the
-        same operations every time and needs no other collective: one rank a process, NumPy arrays
-        of one piece (up to 1 MiB for each of the schedule's chunks), wire "raw", or a format with
-        any scaling but "aps". Not fast are that, exact sums, rounding "stochastic", accumulate
-        "kahan", gather with accumulate "float32", formats without NaN and infinity where no shifts
-        travel, and algorithm "mpi": they do what Allreduce.run does, without the comparison of the
-        arguments.
+    is_fast: whether run is a tape, without the interpreter. It is where a call is the same
+        operations every time and needs no other collective: one rank a process, NumPy arrays, wire
+        "raw", or a format with any scaling but "aps". Not fast are that, exact sums, rounding
+        "stochastic", accumulate "kahan", gather with accumulate "float32", formats without NaN and
+        infinity where no shifts travel, and algorithm "mpi": they do what Allreduce.run does,
+        without the comparison of the arguments.
     """
 
     def __init__(
@@ -85,7 +84,7 @@ class Prepared:
 
     @property
     def is_fast(self) -> bool:
-        """Whether run is a list of kernels and persistent requests."""
+        """Whether run is a tape."""
         return self._recording is not None
 
     def _record(self) -> None:
@@ -329,7 +328,7 @@ class Allreduce(Method):
         packed = self.fmt is not None and isinstance(flat[0], np.ndarray)
         shared = world.shared() if packed else None
         found = run(world, start, len(pieces), flat[0], what, window, shared)
-        return sum(piece[0] for piece in found)
+        return sum(int(to_host(bad)) if hasattr(bad, "get") else bad for bad, *_ in found)
 
     def shifts(self, world: Ranks, flat: Sequence[Array], parts: Sequence[Segment]) -> Shifts:
         """Return the shift of each segment, for contributions, and for sums and the result."""
