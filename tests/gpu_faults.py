@@ -67,10 +67,6 @@ FAULTS = {  # what is wrong: the code, and what it becomes
         "return r * CPD_LANES < n - lane_of_thread();",
         "return r * CPD_LANES <= n - lane_of_thread();",
     ),
-    "sums beyond the end are kept": (
-        "if (n == CPD_TILE) return;",
-        "return;",
-    ),
     "all lanes are taken to stay inside where one does": (
         "largest_inside(how.cast)) == ALL_LANES;",
         "largest_inside(how.cast)) != 0;",
