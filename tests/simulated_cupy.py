@@ -20,6 +20,32 @@ OURS = ("gpu", "gpu_runtime", "gpu_sums")  # modules of cpdhpc.ops that import c
 CUDA, LEGACY = 2, 1  # DLPack's numbers of the device, and of the null stream
 
 
+class OnGpu:
+    """ops.gpu for NumPy arrays: moves the arguments over, and what was written back."""
+
+    def __init__(self, ops: ModuleType, cupy: ModuleType) -> None:
+        self._ops, self._cupy = ops, cupy
+
+    def __getattr__(self, name: str) -> Any:
+        function, cupy = getattr(self._ops, name), self._cupy
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            moved: dict[int, Any] = {}
+
+            def move(value: Any) -> Any:
+                if not isinstance(value, np.ndarray):
+                    return value
+                return moved.setdefault(id(value), cupy.asarray(value))
+
+            result = function(*map(move, args), **{k: move(v) for k, v in kwargs.items()})
+            for value in (*args, *kwargs.values()):
+                if isinstance(value, np.ndarray) and value.flags.writeable:
+                    value[...] = cupy.asnumpy(moved[id(value)])
+            return cupy.asnumpy(result) if isinstance(result, cupy.ndarray) else result
+
+        return call
+
+
 class Error(RuntimeError):
     """CUDARuntimeError."""
 
@@ -439,11 +465,17 @@ def modules(gpu: Gpu) -> tuple[ModuleType, ModuleType]:
         "from_dlpack",
     )
     vars(cupy).update({name: getattr(arrays, name) for name in names})
+
+    def count() -> int:
+        if not gpu.count:
+            raise Error(100)
+        return gpu.count
+
     runtime = SimpleNamespace(
         CUDARuntimeError=Error, memcpyHostToDevice=1, memcpyDeviceToHost=2,
         eventQuery=gpu.query, memcpyAsync=gpu.copy,
         getDeviceProperties=lambda number: {"name": b"simulated"},
-        getDeviceCount=lambda: gpu.count,
+        getDeviceCount=count,
     )  # fmt: skip
     vars(cupy).update(
         ndarray=ndarray,

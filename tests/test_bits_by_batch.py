@@ -29,8 +29,12 @@ def group(accuracy: float, **factors: Any) -> Any:
 def lowbit(wire: str, accuracy: float, batch: int, scaling: str = "tile") -> Any:
     return group(
         accuracy, train_batch=batch, gradient_aggregator="lowbit", gradient_wire=wire,
-        gradient_scaling=scaling, gradient_accumulate="requantise",
+        gradient_scaling=scaling, gradient_accumulate="requantise", **by_batch(batch),
     )  # fmt: skip
+
+
+def by_batch(batch: int) -> dict[str, int]:
+    return {"train_epochs": batch // 32}
 
 
 @pytest.mark.parametrize(
@@ -51,8 +55,8 @@ def test_fewest_bits(differences: dict[str, float], bits: int | None, wire: str)
 
 def test_each_batch_is_compared_with_float32_at_that_batch() -> None:
     groups = []
-    for batch, base, loss in ((64, 95.0, 0.0), (512, 80.0, 2.0)):
-        groups.append(group(base, train_batch=batch, gradient_aggregator="none"))
+    for batch, base, loss in ((64, 95.0, 0.0), (512, 80.0, 2.0)):  # epochs go with them: no line
+        groups.append(group(base, train_batch=batch, gradient_aggregator="none", **by_batch(batch)))
         for scaling, harm in (("tile", 0.0), ("none", 20.0)):
             groups += [
                 lowbit("e2m0", base - harm - loss, batch, scaling),
@@ -81,7 +85,7 @@ def test_the_study_has_float32_at_every_batch_and_one_rank_for_32_samples() -> N
     cases = [case.factors for case in expand(study).cases]
     batches = {64, 128, 256, 512, 1024}
     assert {c["train.batch"] for c in cases if c["gradient.aggregator"] == "none"} == batches
-    assert len(cases) == 5 * (1 + 9 * 3 + 3)
+    assert len(cases) == 5 * (1 + 11 * 3 * 2 + 7)  # rounded and float32 sums; exact ones
     for case in cases:
         assert case["train.batch"] == 32 * int(case["train.virtual_ranks"])
     assert study.train is not None and study.train.tolerance == 1.0

@@ -10,6 +10,7 @@ import numpy as np
 from ..formats import TILE, TRIT_BYTES, Cast, Format, packed_bytes, tiles
 from ..randomness import Key
 from . import reference
+from .cuda_source import Fixed
 from .gpu_runtime import (
     NULL,
     WORD_BYTES,
@@ -21,6 +22,7 @@ from .gpu_runtime import (
     element_blocks,
     key_numbers,
     launch,
+    launch_codec,
     products_on_device,
     tile_blocks,
 )
@@ -122,9 +124,10 @@ def encode_tiles(
     """Encode and pack x into words, each tile scaled by its shift; see ops.reference."""
     check("x", x, np.float32)
     blocks = check_tiles(words, shifts, x.size, cast.fmt)
-    numbers = (cast_on_device(cast), blocks, np.int32(fit), *key_numbers(key, offset))
+    fixed = Fixed(cast, blocks, fit, counts is not None)
+    numbers = (np.int32(fit), *key_numbers(key, offset))
     arrays = (x, np.int64(x.size), words, shifts, counts_or_null(counts, x.size))
-    launch("encode_tiles", tile_blocks(x.size), *numbers, *arrays)
+    launch_codec("encode_tiles", x.size, fixed, *numbers, *arrays)
 
 
 def decode_tiles(words: Array, shifts: Array, fmt: Format, out: Array) -> Array:
@@ -132,8 +135,8 @@ def decode_tiles(words: Array, shifts: Array, fmt: Format, out: Array) -> Array:
     check("out", out, np.float32)
     blocks = check_tiles(words, shifts, out.size, fmt)
     nonfinite = cupy.zeros((), np.uint64)
-    arrays = (blocks, words, shifts, out, np.int64(out.size), nonfinite)
-    launch("decode_tiles", tile_blocks(out.size), cast_on_device(Cast(fmt)), *arrays)
+    arrays = (words, shifts, out, np.int64(out.size), nonfinite)
+    launch_codec("decode_tiles", out.size, Fixed(Cast(fmt), blocks), *arrays)
     return nonfinite
 
 
@@ -142,8 +145,8 @@ def decode_add_tiles(words: Array, shifts: Array, fmt: Format, x: Array, out: Ar
     check("x", x, np.float32)
     check("out", out, np.float32, x.size)
     blocks = check_tiles(words, shifts, x.size, fmt)
-    arrays = (blocks, words, shifts, x, out, np.int64(x.size))
-    launch("decode_add_tiles", tile_blocks(x.size), cast_on_device(Cast(fmt)), *arrays)
+    arrays = (words, shifts, x, out, np.int64(x.size))
+    launch_codec("decode_add_tiles", x.size, Fixed(Cast(fmt), blocks), *arrays)
 
 
 def decode_add_encode_tiles(
@@ -171,7 +174,8 @@ def decode_add_encode_tiles(
     check("shifts", shifts, np.uint8, shifts_in.size)
     if out is not None:
         check("out", out, np.float32, x.size)
-    numbers = (cast_on_device(cast), blocks, np.int32(fit), *key_numbers(key, offset))
+    fixed = Fixed(cast, blocks, fit, counts is not None)
+    numbers = (np.int32(fit), *key_numbers(key, offset))
     nonfinite: Any = NULL if out is None else cupy.zeros((), np.uint64)
     arrays = (
         words_in,
@@ -184,7 +188,7 @@ def decode_add_encode_tiles(
         nonfinite,
         counts_or_null(counts, x.size),
     )
-    launch("decode_add_encode_tiles", tile_blocks(x.size), *numbers, *arrays)
+    launch_codec("decode_add_encode_tiles", x.size, fixed, *numbers, *arrays)
     return 0 if out is None else nonfinite
 
 

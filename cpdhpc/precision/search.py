@@ -33,7 +33,7 @@ from ..train.command import Trainer
 from ..train.fitting import samples_of
 from ..train.job import MAY_DIFFER, Job
 from ..train.loop import Diverged, gradient_of
-from ..train.progress import Files
+from ..train.output import Files
 from ..train.setup import prepare
 from . import recording
 from .asked import Asked

@@ -14,12 +14,12 @@ from ..formats import wire_format
 from ..study.study_file import StudyFile
 from . import units
 from .figures import Axis, Chart, Panel, Series, styles
-from .points import SeedGroup, label, varying
+from .points import SeedGroup, decided, label, varying
 from .score import Score
 from .tables import Column, Section, tabulate
 
 BATCH, WIRE, AGGREGATOR = "train.batch", "gradient.wire", "gradient.aggregator"
-SCALING = "gradient.scaling"
+SCALING, ACCUMULATE, ALGORITHM = "gradient.scaling", "gradient.accumulate", "gradient.algorithm"
 FREE = (BATCH, WIRE, AGGREGATOR, "train.virtual_ranks")  # ranks of their own may go with batches
 APART = 0.04  # of the places of neighbouring lines on the logarithmic axis
 
@@ -48,7 +48,12 @@ def bits_by_batch(file: StudyFile, groups: Sequence[SeedGroup], measure: Score) 
     batches = sorted({int(g.factors[BATCH]) for g in sent})
     if measure.unit != "%" or len(batches) < 2 or len({_width(g) for g in sent}) < 3:
         return []
-    names = varying([g.factors for g in sent], ("ranks", "nodes", "ppn", *FREE))
+    of = [g.factors for g in sent]
+    names = [
+        n for n in varying(of, ("ranks", "nodes", "ppn", *FREE)) if not decided(n, [BATCH], of)
+    ]
+    if ALGORITHM in names and decided(ALGORITHM, [ACCUMULATE], of):
+        names.remove(ALGORITHM)
     lines: dict[str, dict[int, list[tuple[SeedGroup, float]]]] = {}
     for group in sent:
         below = group.mean("accuracy") - float32[_rest(group)].mean("accuracy")

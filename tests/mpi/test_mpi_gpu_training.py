@@ -16,7 +16,8 @@ from cpdhpc.signals import Caught
 from cpdhpc.train.datasets import Digits
 from cpdhpc.train.job import Job
 from cpdhpc.train.loop import run
-from cpdhpc.train.progress import Display, Files
+from cpdhpc.train.output import Files
+from cpdhpc.train.progress import Display
 from cpdhpc.train.reducer import GradientReducer
 from cpdhpc.train.setup import prepare
 from cpdhpc.world.mpi import World
