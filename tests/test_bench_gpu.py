@@ -38,18 +38,8 @@ def test_all_reduces_and_their_sums_are_on_the_gpu() -> None:
 def test_the_codec_is_timed_on_the_gpu(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    names = [
-        "--device",
-        "gpu",
-        "--formats",
-        "e4m3",
-        "--operations",
-        "encode,hop",
-        "--mib",
-        "0.02",
-        "--repeats",
-        "1",
-    ]
+    names = ["--device=gpu", "--formats=e4m3", "--mib=0.02", "--repeats=1"]
+    names += ["--operations=encode,hop"]
     synchronised: list[Gpu] = []
     with simulated() as (gpu, _):
         finish = gpu.finish

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..formats import SHARED, Format, Overflow, Rounding
-from ..ops import backend_of, on_gpu
+from ..ops import backend_of, on_gpu, to_host
 from ..world.gpu_messages import carrier_of
 from ..world.mpi import as_world
 from ..world.ranks import Loopback, Ranks
@@ -328,7 +328,7 @@ class Allreduce(Method):
         packed = self.fmt is not None and isinstance(flat[0], np.ndarray)
         shared = world.shared() if packed else None
         found = run(world, start, len(pieces), flat[0], what, window, shared)
-        return sum(piece[0] for piece in found)
+        return sum(int(to_host(bad)) if hasattr(bad, "get") else bad for bad, *_ in found)
 
     def shifts(self, world: Ranks, flat: Sequence[Array], parts: Sequence[Segment]) -> Shifts:
         """Return the shift of each segment, for contributions, and for sums and the result."""

@@ -25,6 +25,7 @@ from .gpu_runtime import (
     launch_codec,
     products_on_device,
     tile_blocks,
+    to_host,
 )
 from .gpu_sums import (
     add_outer,
@@ -107,7 +108,7 @@ def amax_tiles(x: Array) -> Array:
 
 def fitting_shift(amax_bits: Array, fmt: Format) -> Array:
     """Return per tile the stored byte of the largest k with amax * 2**k <= fmt.max."""
-    return cupy.asarray(reference.fitting_shift(cupy.asnumpy(amax_bits), fmt))
+    return cupy.asarray(reference.fitting_shift(to_host(amax_bits), fmt))
 
 
 def encode_tiles(
@@ -261,7 +262,7 @@ def count_digits(x: Array, low: int, shift: int, buckets: int) -> Any:
     numbers = (np.uint32(low), np.int32(shift), np.uint32(buckets))
     blocks = min(tile_blocks(x.size), _COUNTING_BLOCKS)
     launch("count_digits", blocks, *numbers, x, np.int64(x.size), counts)
-    return cupy.asnumpy(counts)
+    return to_host(counts)
 
 
 def mark_above(x: Array, bits: int) -> Array:
@@ -282,7 +283,7 @@ def count_bits(words: Array) -> Array:
 
 def unpack_bitmap(words: Array) -> Array:
     """Return where bits are set, ascending: uint32[w] to uint32[m]. Waits for the counts."""
-    counts = cupy.asnumpy(count_bits(words))
+    counts = to_host(count_bits(words))
     ends = np.cumsum(counts, dtype=np.uint32)
     places = cupy.empty(int(ends[-1]) if ends.size else 0, np.uint32)
     arrays = (words, np.int64(words.size), cupy.asarray(ends - counts), places)
@@ -338,7 +339,7 @@ def select_magnitude(x: Array, k: int) -> Array:
     if found.size == k:
         return found
     is_tie = gather(x, found).view(np.uint32) & np.uint32(MAGNITUDE) == np.uint32(kth)
-    wanted = k - found.size + int(is_tie.sum())  # the first of the ties
+    wanted = k - found.size + int(to_host(is_tie.sum()))  # the first of the ties
     return found[~is_tie | (cupy.cumsum(is_tie, dtype=np.int64) <= wanted)]
 
 

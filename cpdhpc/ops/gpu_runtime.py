@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -196,6 +197,7 @@ __all__ = [
     "from_dlpack",
     "in_stream",
     "to_device",
+    "to_host",
 ]
 
 
@@ -289,6 +291,22 @@ def to_device(x: Any) -> Array:
     copy = cupy.asarray(x)
     cupy.cuda.get_current_stream().synchronize()
     return copy
+
+
+WAIT_S = 600.0  # for a GPU to do what it was given, as a World waits for its ranks
+
+
+def to_host(array: Array) -> Host:
+    """Return a copy in the host's memory, once CuPy's current stream is done with the array.
+
+    Raises TimeoutError after WAIT_S: array.get() would wait for a GPU that hangs for ever.
+    """
+    done, start = Event(cupy.cuda.get_current_stream()), time.monotonic()
+    while not done.Test():
+        if time.monotonic() - start > WAIT_S:
+            raise TimeoutError(f"GPU {current_device()}: is at work for more than {WAIT_S:g} s")
+    host: Host = array.get()
+    return host
 
 
 def finished(run: Callable[[], Any]) -> Callable[[], Any]:
