@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from simulated_cupy import OnGpu
+from on_gpu import OnGpu
 from stand_ins import Slurm
 
 from cpdhpc import _cpu

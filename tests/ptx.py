@@ -72,6 +72,8 @@ def _kernel(given: str, body: str) -> Kernel:
     }
     depot = re.search(r"\.local .*__local_depot\d+\[(\d+)\]", body)
     kernel = Kernel(parameters, int(depot[1]) if depot else 0, [], {})
+    # Of a pair of halves one may be a register of its own block: nobody reads it.
+    body = re.sub(r"\{\s*\.reg \.b32 (\w+);\s*(mov\.b64\s+\{)\1(.*?;)\s*\}", r"\2_\3", body)
     for line in re.sub(r"//.*", "", body).splitlines():
         line = line.strip().rstrip(";").replace("\t", " ")
         if label := re.fullmatch(r"(\$\w+):", line):

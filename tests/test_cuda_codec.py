@@ -13,7 +13,7 @@ import pytest
 import simulated_cupy
 import simulated_kernels
 from nvrtc import VERSIONS, ptx_of
-from simulated_cupy import OnGpu
+from on_gpu import OnGpu
 
 from cpdhpc.formats import Cast, parse_format, shift_count, tiles
 from cpdhpc.ops import reference

@@ -34,9 +34,7 @@ COLUMNS = ("MPI_Allreduce", "tree, raw", "tree, raw, prepared")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the benchmark's options to its command-line parser."""
-    parser.add_argument(
-        "--sizes", default="8:16KiB:x2", help="bytes of float32 (default 8:16KiB:x2)"
-    )
+    parser.add_argument("--sizes", default="8:4MiB:x4", help="bytes of float32 (default 8:4MiB:x4)")
     add_device(parser)
     parser.add_argument("--repeats", type=int, default=200, help="timed calls (default 200)")
     parser.add_argument("--warmup", type=int, default=20, help="calls before (default 20)")

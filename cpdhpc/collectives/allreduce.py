@@ -56,13 +56,12 @@ from .recorded import Recording
 class Prepared:
     """An all-reduce of arrays that stay where they are; made by Allreduce.prepare. Collective.
 
-    is_fast: whether run is a list of kernels and persistent requests. It is where a call is the
-        same operations every time and needs no other collective: one rank a process, NumPy arrays
-        of one piece (up to 1 MiB for each of the schedule's chunks), wire "raw", or a format with
-        any scaling but "aps". Not fast are that, exact sums, rounding "stochastic", accumulate
-        "kahan", gather with accumulate "float32", formats without NaN and infinity where no shifts
-        travel, and algorithm "mpi": they do what Allreduce.run does, without the comparison of the
-        arguments.
+    is_fast: whether run is a tape, without the interpreter. It is where a call is the same
+        operations every time and needs no other collective: one rank a process, NumPy arrays, wire
+        "raw", or a format with any scaling but "aps". Not fast are that, exact sums, rounding
+        "stochastic", accumulate "kahan", gather with accumulate "float32", formats without NaN and
+        infinity where no shifts travel, and algorithm "mpi": they do what Allreduce.run does,
+        without the comparison of the arguments.
     """
 
     def __init__(
@@ -85,7 +84,7 @@ class Prepared:
 
     @property
     def is_fast(self) -> bool:
-        """Whether run is a list of kernels and persistent requests."""
+        """Whether run is a tape."""
         return self._recording is not None
 
     def _record(self) -> None:
