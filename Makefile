@@ -80,11 +80,13 @@ test-gpu: $(VENV)/.installed-test
 	$(SERIAL_TESTS) -m gpu
 	for ranks in 2 4; do $(LIMITED_MPIRUN) $$ranks $(MPI_TESTS) tests/mpi -m gpu || exit 1; done
 
-# The CUDA kernels themselves, compiled for the CPU (tests/emulated_gpu.py).
+# The CUDA kernels themselves, compiled for the CPU (tests/emulated_gpu.py), and the PTX that NVRTC
+# makes of the codec for each architecture.
 EMULATED = PYTHONPATH=tests
 test-gpu-emulated: $(VENV)/.installed-test
 	$(EMULATED) $(SERIAL_TESTS) -p emulated_gpu -m "gpu and not slow" \
 	    -n $(WORKERS) --dist loadfile
+	$(SERIAL) tests/test_cuda_codec.py -m slow -n $(WORKERS)
 	$(EMULATED) $(SERIAL) tests/test_gpu_methods.py -p emulated_gpu -n $(WORKERS) -m "not gpu and not slow"
 	$(EMULATED) $(LIMITED_MPIRUN) 2 $(MPI_TESTS) -p emulated_gpu -m "not gpu and not slow" tests/mpi/test_mpi_gpu.py
 	$(EMULATED) $(LIMITED_MPIRUN) 2 $(MPI_TESTS) -p emulated_gpu -m gpu tests/mpi/test_mpi_gpu_training.py

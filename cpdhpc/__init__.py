@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .ops import set_kernel_threads as set_kernel_threads
     from .world.gpu_messages import use_gpu as use_gpu
     from .world.mpi import World as World
+    from .world.node_memory import empty_shared as empty_shared
     from .world.ranks import RankFailure as RankFailure
 
 __version__ = "0.2.0"
@@ -32,6 +33,7 @@ _EXPORTS = {  # public name -> the module that has it, imported when first asked
     "World": "cpdhpc.world.mpi",
     "allreduce": "cpdhpc.collectives.allreduce",
     "decode": "cpdhpc.arrays",
+    "empty_shared": "cpdhpc.world.node_memory",
     "encode": "cpdhpc.arrays",
     "kernel_threads": "cpdhpc.ops",
     "pack": "cpdhpc.arrays",

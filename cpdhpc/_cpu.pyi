@@ -101,6 +101,7 @@ def use_library(start: int, test: int, /) -> None: ...
 def end_tape(
     tape: Any,
     turns: int,
+    lends: bool,
     bytes_sent: Any,
     size_bytes: int,
     messages_sent: Any,

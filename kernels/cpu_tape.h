@@ -51,7 +51,8 @@ struct Tape : Held {
     std::vector<std::vector<const i64*>> all;  // the words of all processes of the node, by slot
     std::vector<i64> used;                     // the serial of the last segment, by slot
     i64 serial = 0, threads = 1;
-    bool counts = false;         // of the calls that are written down now
+    bool counts = false;  // of the calls that are written down now
+    bool lends = false;   // whether others read x or out where they lie: a run ends when they have
     size_t turns = 1, turn = 0;  // a run does one of so many equal parts of the segments
     struct {
         i64 *counter, amount;
@@ -128,7 +129,14 @@ struct Tape : Held {
         }
         return moved;
     }
-    bool is_over() const { return under_way.empty() && opened == last; }
+    bool is_read() const {
+        for (size_t slot = 0; slot < all.size(); ++slot)
+            if (!is_free((i64)slot)) return false;
+        return true;
+    }
+    bool is_over() const {
+        return under_way.empty() && opened == last && (!lends || error || is_read());
+    }
     void begin(u8* x, u8* out) {
         now[0] = x, now[1] = out;
         const size_t count = segments.size() / turns;

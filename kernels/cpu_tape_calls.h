@@ -210,19 +210,21 @@ PyObject* go_on(Tape* tape, i64 threads, i64 looks) {
     return PyLong_FromLongLong(tape->is_over() ? tape->bad : WAITING);
 }
 
-// end_tape(tape, turns, bytes_sent, bytes, messages_sent, messages): nothing is written down any
-// more; a run does one of so many equal parts by turns, and adds what it sends to two counters.
+// end_tape(tape, turns, lends, bytes_sent, bytes, messages_sent, messages): nothing is written down
+// any more; a run does one of so many equal parts by turns, and adds what it sends to two counters;
+// lends: it waits for those who read x or out.
 PyObject* end_tape(PyObject*, PyObject* args) {
     PyObject *capsule, *counters[2];
     long long turns, amounts[2];
-    if (!PyArg_ParseTuple(args, "OLOLOL", &capsule, &turns, &counters[0], &amounts[0], &counters[1],
-                          &amounts[1]))
+    int lends;
+    if (!PyArg_ParseTuple(args, "OLpOLOL", &capsule, &turns, &lends, &counters[0], &amounts[0],
+                          &counters[1], &amounts[1]))
         return nullptr;
     Tape* tape = tape_of(capsule);
     if (!tape) return nullptr;
     if (turns < 1 || tape->segments.size() % (size_t)turns)
         return PyErr_Format(PyExc_ValueError, "tape: %lld turns: cannot be", turns);
-    tape->turns = (size_t)turns;
+    tape->turns = (size_t)turns, tape->lends = lends;
     for (int i = 0; i < 2; ++i) {
         if (!keep_word(*tape, counters[i], &tape->sent[i].counter)) return nullptr;
         tape->sent[i].amount = amounts[i];
@@ -383,9 +385,7 @@ PyObject* absent_from(PyObject*, PyObject* capsule) {
 PyObject* is_read(PyObject*, PyObject* capsule) {
     Tape* tape = tape_of(capsule);
     if (!tape) return nullptr;
-    bool free = tape->is_over();
-    for (size_t slot = 0; slot < tape->all.size(); ++slot) free = free && tape->is_free((i64)slot);
-    return PyBool_FromLong(free);
+    return PyBool_FromLong(tape->is_over() && tape->is_read());
 }
 
 // waits_of(tape): the labels of what the run under way waits for; none where it waits for a slot.

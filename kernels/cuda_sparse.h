@@ -4,8 +4,6 @@
 
 namespace {
 
-const u32 ALL_LANES = 0xffffffffu;
-
 // The sum over the lanes before this one.
 __device__ u32 sum_before(u32 value) {
     u32 sum = value;

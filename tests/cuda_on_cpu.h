@@ -19,6 +19,7 @@
 #define __device__
 #define __global__
 #define __forceinline__ inline __attribute__((always_inline))
+#define __launch_bounds__(...)
 #define __noinline__ __attribute__((noinline))
 #define __shared__ static  // blocks run one after the other
 

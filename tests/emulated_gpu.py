@@ -80,28 +80,33 @@ def closing(text: str, opened: int) -> int:
 
 
 def program(source: str) -> str:
-    """Return the C++ program of all kernels, and of a call of each with pointers to arguments."""
-    calls = []
-    for name in (*KERNELS, *ARITHMETIC):
+    """Return the C++ program of all kernels, behind each a call of it by pointers to arguments."""
+
+    def with_call(found: re.Match[str]) -> str:
+        name = found[1]
         given = ", ".join(
             f"*({kind}{'*' * pointer}*)a[{i}]"
             for i, (kind, pointer, _) in enumerate(simulated_kernels.signature(source, name))
         )
-        calls.append(
-            f"const char* run_{name}(unsigned blocks, void** a) "
-            f"{{ return cuda::launch(blocks, [=] {{ {name}({given}); }}); }}"
+        return (
+            f"{found[0]}const char* run_{name}(unsigned blocks, void** a) "
+            f"{{ return cuda::launch(blocks, [=] {{ {name}({given}); }}); }}\n"
         )
-    calls.append("void seed(unsigned number) { cuda::chance.seed(number); }")
-    calls.append("long operations() { return cuda::operations; }")
-    body = "\n".join(calls)
-    return f'#include "cuda_on_cpu.h"\n{on_host(source)}\nextern "C" {{\n{body}\n}}\n'
+
+    kernels = re.sub(r"(?ms)^[\w ]*__global__ void (\w+)\(.*?^}\n", with_call, on_host(source))
+    return f"""#include "cuda_on_cpu.h"
+{kernels}
+extern "C" {{
+void seed(unsigned number) {{ cuda::chance.seed(number); }}
+long operations() {{ return cuda::operations; }}
+}}
+"""
 
 
 @cache
 def library(source: str) -> Any:
     """Return the compiled kernels; a library is kept for as long as its source stays the same."""
     if planted:
-        assert source.count(planted[0]) == 1, planted[0]
         source = source.replace(*planted)
     text = program(source)
     content = (text + (HERE / "cuda_on_cpu.h").read_text()).encode()
@@ -168,7 +173,9 @@ def pytest_configure(config: pytest.Config) -> None:
     """Give all tests the simulated CuPy, with these kernels."""
     planted.extend(config.getoption("--plant") or ())
     simulated_cupy.RawModule = RawModule  # type: ignore[misc]
-    library(cuda_source())
+    source = cuda_source()
+    assert not planted or source.count(planted[0]) == 1, planted[0]
+    library(source)
     everywhere.enter_context(simulated_cupy.simulated())
 
 

@@ -14,11 +14,20 @@ from training import environment
 HERE = Path(__file__).parent
 TESTS = [
     HERE / f"test_{name}.py"
-    for name in ("ops", "blocks", "selection", "gpu_methods", "products", "integers", "trits")
+    for name in (
+        "cuda_codec",
+        "ops",
+        "blocks",
+        "selection",
+        "gpu_methods",
+        "products",
+        "integers",
+        "trits",
+    )
 ]
 FAULTS = {  # what is wrong: the code, and what it becomes
     "a lane is not counted as one of the warp's": (
-        "value = max(value, __shfl_xor_sync(0xffffffffu, value, step));",
+        "value = max(value, __shfl_xor_sync(ALL_LANES, value, step));",
         "value = max(value, __shfl_xor_sync(0x7fffffffu, value, step));",
     ),
     "the largest of half a warp": (
@@ -30,8 +39,8 @@ FAULTS = {  # what is wrong: the code, and what it becomes
         "u32 saturated = lane_of_thread() ? warp_sum(c.saturated) : c.saturated;",
     ),
     "every lane writes the tile's shift, before it is known": (
-        "if (fit && lane == 0) *shifts = shift;",
-        "if (fit) shifts[lane] = shift;",
+        "if (how.blocks || lane == 0) shifts[",
+        "shifts[",
     ),
     "a block's tiles are counted once": (
         "__device__ i64 tile_stride() { return (i64)gridDim.x * CPD_WARPS; }",
@@ -41,19 +50,42 @@ FAULTS = {  # what is wrong: the code, and what it becomes
         "CPD_FN void store(float* x, i64 i, i64 n, F value) {\n    if (i < n) x[i] = value;\n}",
         "CPD_FN void store(float* x, i64 i, i64 n, F value) { x[i] = value; }",
     ),
-    "sums in shared memory of another warp": (
-        "float* sum = sums[threadIdx.x / CPD_LANES];",
-        "float* sum = sums[0];",
-    ),
     "values that are not finite are counted per thread only": (
-        "if (count) atomicAdd(nonfinite, (u64)count);\n}\n\n__global__ void decode_add_tiles",
-        "if (count) *nonfinite = (u64)count;\n}\n\n__global__ void decode_add_tiles",
+        "if (count) atomicAdd(nonfinite, (u64)count);\n}\n\n"
+        "CPD_BOUNDED __global__ void decode_add_tiles",
+        "if (count) *nonfinite = (u64)count;\n}\n\nCPD_BOUNDED __global__ void decode_add_tiles",
     ),
     "random bits by the place in the tile": (
-        "encode_tile(cast, blocks, fit, most, shifts + t * CPD_SHIFTS_OF_TILE(blocks), key,\n"
-        "                    offset + t * CPD_TILE,",
-        "encode_tile(cast, blocks, fit, most, shifts + t * CPD_SHIFTS_OF_TILE(blocks), key,\n"
-        "                    offset,",
+        "key, offset + t * CPD_TILE, counts + 3 * t);\n    }\n}\n\nCPD_BOUNDED",
+        "key, offset, counts + 3 * t);\n    }\n}\n\nCPD_BOUNDED",
+    ),
+    "the last tile is taken for a whole one": (
+        "return n - t * CPD_TILE < CPD_TILE ? (int)(n - t * CPD_TILE) : CPD_TILE;",
+        "return CPD_TILE;",
+    ),
+    "a row too many of the last tile": (
+        "return r * CPD_LANES < n - lane_of_thread();",
+        "return r * CPD_LANES <= n - lane_of_thread();",
+    ),
+    "sums beyond the end are kept": (
+        "if (n == CPD_TILE) return;",
+        "return;",
+    ),
+    "all lanes are taken to stay inside where one does": (
+        "largest_inside(how.cast)) == ALL_LANES;",
+        "largest_inside(how.cast)) != 0;",
+    ),
+    "the largest magnitude of half its size": (
+        "most >>= 1;",
+        "most >>= 2;",
+    ),
+    "the second block is decoded over the first": (
+        "body(b * rows + r, read(",
+        "body(r, read(",
+    ),
+    "shifts of the first lane for all blocks": (
+        "if (how.blocks) shifts += lane_of_thread();",
+        "",
     ),
     "no barrier before shared memory is read": (
         "        __syncthreads();\n        for (int t = 0; t < CPD_SIDE",

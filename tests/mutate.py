@@ -28,7 +28,9 @@ TRAIN = ["training_oracle", "checkpoint", "update_rules", "train", "data"]
 STUDY = ["study_spec", "study_kinds", "render", "study_folder"]
 COMPRESS = ["compress", "training_oracle", "new_compressor"]
 TESTS = {  # file of cpdhpc: the files of tests that cover it, the fastest first
-    **dict.fromkeys((f"train/{name}.py" for name in ("loop", "setup", "step", "update")), TRAIN),
+    **dict.fromkeys(
+        (f"train/{name}.py" for name in ("loop", "setup", "step", "update/base")), TRAIN
+    ),
     "train/controllers/base.py": ["training_oracle", "train", "update_rules"],
     "train/controllers/adaptive.py": ["controllers"],
     "train/controllers/autowu.py": ["controllers"],

@@ -439,11 +439,17 @@ def modules(gpu: Gpu) -> tuple[ModuleType, ModuleType]:
         "from_dlpack",
     )
     vars(cupy).update({name: getattr(arrays, name) for name in names})
+
+    def count() -> int:
+        if not gpu.count:
+            raise Error(100)
+        return gpu.count
+
     runtime = SimpleNamespace(
         CUDARuntimeError=Error, memcpyHostToDevice=1, memcpyDeviceToHost=2,
         eventQuery=gpu.query, memcpyAsync=gpu.copy,
         getDeviceProperties=lambda number: {"name": b"simulated"},
-        getDeviceCount=lambda: gpu.count,
+        getDeviceCount=count,
     )  # fmt: skip
     vars(cupy).update(
         ndarray=ndarray,

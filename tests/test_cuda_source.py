@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import re
-from pathlib import Path
 
 import pytest
+import sass
+from nvrtc import VERSIONS, compiled, ptx_of
 
 from cpdhpc.ops.cuda_source import ARITHMETIC, KERNELS, OPTIONS, cuda_source
 
@@ -17,40 +17,6 @@ EXACT = re.compile(
     r"|cvt\.rn\.f(?:32|64)\.[su](?:32|64)|cvt\.rn\.f32\.f64|cvt\.f64\.f32|setp\.\w+\.f64"
     r"|(?:mov|selp)(?:\.v\d)?\.f(?:32|64)|(?:ld|st)\.\w+(?:\.nc)?(?:\.v\d)?\.f(?:32|64)"
 )
-VERSIONS = {12: "nvidia-cuda-nvrtc-cu12", 13: "nvidia-cuda-nvrtc"}
-
-
-def _nvrtc(version: int) -> ctypes.CDLL:
-    missing = f"NVRTC ({VERSIONS[version]}) is missing"
-    nvidia = pytest.importorskip("nvidia", reason=missing)
-    found = [p for f in nvidia.__path__ for p in Path(f).glob(f"*/lib/libnvrtc.so.{version}")]
-    if not found:
-        pytest.skip(missing)
-    return ctypes.CDLL(str(found[0]))
-
-
-def _compile(source: str, *options: str, version: int = 12) -> tuple[str, str]:
-    """Return NVRTC's log and PTX."""
-    nvrtc = _nvrtc(version)
-    program = ctypes.c_void_p()
-    name = b"cuda_loops.cu"
-    status = nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), name, 0, None, None)
-    assert status == 0
-    flags = (ctypes.c_char_p * len(options))(*[option.encode() for option in options])
-    failed = nvrtc.nvrtcCompileProgram(program, len(options), flags)
-
-    def text(what: str) -> str:
-        size = ctypes.c_size_t()
-        getattr(nvrtc, f"nvrtcGet{what}Size")(program, ctypes.byref(size))
-        buffer = ctypes.create_string_buffer(size.value)
-        getattr(nvrtc, f"nvrtcGet{what}")(program, buffer)
-        return buffer.value.decode()
-
-    log = text("ProgramLog")
-    assert not failed, log
-    return log, text("PTX")
-
-
 QUICK = {(12, 75)}  # the least of instructions
 
 
@@ -63,20 +29,48 @@ QUICK = {(12, 75)}  # the least of instructions
     ],
 )
 def test_every_kernel_compiles_to_exact_instructions(version: int, architecture: int) -> None:
-    # CuPy appends -ftz=true, whatever is asked for.
-    options = f"-arch=compute_{architecture}", *OPTIONS, "-ftz=true"
-    log, ptx = _compile(cuda_source(), *options, version=version)
-    assert "warning" not in log
+    ptx = ptx_of(cuda_source(), architecture, *OPTIONS, version=version)
     assert sorted(re.findall(r"\.entry (\w+)\(", ptx)) == sorted((*KERNELS, *ARITHMETIC))
     used = set(re.findall(r"\b([a-z]+\.[\w.]*\bf(?:32|64)\b[\w.]*)", ptx))
     assert {"add.rn.f32", "mul.rn.f32"} < used
     assert {word for word in used if not EXACT.fullmatch(word)} == set()
 
 
+# Of each value: more than this is a step back. docs/performance.md has the table.
+MOST_INSTRUCTIONS = {"encode": 18, "decode": 22, "decode_add": 20, "hop": 36}
+MOST_REGISTERS = 64
+
+
+@pytest.mark.parametrize(
+    ("fmt", "architecture"),
+    [
+        pytest.param(fmt, a, marks=() if (fmt, a) == ("e4m3", 90) else pytest.mark.slow)
+        for fmt in sass.FORMATS
+        for a in sass.ARCHITECTURES
+    ],
+)
+def test_the_codec_takes_few_instructions_and_registers(fmt: str, architecture: int) -> None:
+    """Neither do other scalings or counts spill registers."""
+    quick = (fmt, architecture) == ("e4m3", 90)
+    for name, kernel in sass.kernels(fmt, architecture).items():
+        assert 10 < kernel.total <= MOST_INSTRUCTIONS[name] + (architecture == 80), name
+        assert kernel.registers <= MOST_REGISTERS and not kernel.spilled_bytes, name
+    for shared, counted in () if quick else (("block16", True), ("tile", True)):
+        for name, kernel in sass.kernels(fmt, architecture, shared, counted).items():
+            assert kernel.registers <= MOST_REGISTERS and not kernel.spilled_bytes, name
+
+
+def test_the_shortest_way_round_a_loop_is_counted() -> None:
+    code = ["MOV", ".L_x_1", "LDG", "@P0 BRA `(.L_x_2)", "IADD3", "FADD", ".L_x_2", "STG"]
+    assert sass.shortest([*code, "@!P1 BRA `(.L_x_1)", "EXIT"]) == [
+        "@!P1 BRA `(.L_x_1)", "STG", "@P0 BRA `(.L_x_2)", "LDG",
+    ]  # fmt: skip
+
+
 def test_messages_name_our_files() -> None:
     source = cuda_source().replace("p.filled += bits;", "p.filled += bits; oops;", 1)
     with pytest.raises(AssertionError, match=r"kernels/bitpack\.h\(\d+\): error"):
-        _compile(source, "-arch=compute_80", *OPTIONS)
+        compiled(source, "-arch=compute_80", *OPTIONS)
 
 
 def test_kernels_match_the_operations() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,9 +12,11 @@ import pytest
 from simulated_cupy import simulated
 
 from cpdhpc import arrays
+from cpdhpc.collectives.allreduce import allreduce
+from cpdhpc.collectives.checks import is_finite
 from cpdhpc.config import UserError
 from cpdhpc.formats import Cast, parse_format
-from cpdhpc.ops import cpu
+from cpdhpc.ops import cpu, to_host
 from cpdhpc.world import gpu_messages
 from cpdhpc.world.gpu_messages import use_gpu
 from cpdhpc.world.ranks import Loopback
@@ -143,3 +146,23 @@ def test_kernels_refuse_what_would_end_the_context() -> None:
         cupy.cuda.Device(1).use()
         with pytest.raises(ValueError, match="x: is on GPU 0: must be on CuPy's current one, 1"):
             ops.amax_tiles(x)
+
+
+def test_a_gpu_that_hangs_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever needs a value of the GPU's on the host: the sum of bad values, a copy, a count."""
+    with simulated() as (gpu, cupy):
+        x = cupy.asarray(np.ones(5000, np.float32))
+        runtime = importlib.import_module("cpdhpc.ops.gpu_runtime")
+        monkeypatch.setattr(runtime, "WAIT_S", 0.0)
+        kernels = importlib.import_module("cpdhpc.ops.gpu")
+        waits = [
+            lambda: to_host(x),
+            lambda: allreduce(Loopback(), x, "e4m3"),
+            lambda: is_finite(x),
+            lambda: kernels.kth_magnitude(x, 3),
+            lambda: kernels.square_sum(x),
+        ]
+        for wait in waits:
+            gpu.stalled = gpu.null
+            with pytest.raises(TimeoutError, match=r"GPU 0: is at work for more than 0 s"):
+                wait()

@@ -61,9 +61,9 @@ QUICK = (
 ONE_EPOCH = ("sweep.train.epochs=1", "sweep.schedule.warmup_epochs=0")
 SHORT = {  # further settings, by study
     "bits_against_batch": (
-        *("job.train.epochs=1", "job.schedule.warmup_epochs=0", "sweep.seed=[0]"),
-        *("sweep.train.batch=[512]", "sweep.train.virtual_ranks=[16]"),
-        'sweep.gradient.wire=["", "e3m0"]',
+        *("job.schedule.warmup_epochs=0", "sweep.seed=[0]"),
+        "zip=[{train={batch=[512],virtual_ranks=[16],epochs=[1]}}]",
+        *('sweep.gradient.wire=["", "e3m0"]', 'sweep.gradient.accumulate=["", "requantise"]'),
     ),
     "claim_legw": (
         *("job.train.epochs=2", "sweep.seed=[0]", "sweep.train.batch=[256]"),

@@ -28,22 +28,28 @@ from ..collectives.schedules import SCHEDULES
 from ..config import UserError
 from ..formats import MICROSCALING, wire_scaling
 from ..methods import SCALINGS
+from ..ops import to_host
 from ..ops.payloads import parse_wire
 from ..world.cores import own_cores
+from ..world.gpu_messages import carrier_of
 from ..world.ranks import Ranks
 from .harness import (
     Measured,
     Point,
     Times,
+    add_device,
     check_out,
     check_positive,
     check_whole,
     interleave_ranks,
     known,
     machine_line,
+    on_device,
     parse_names,
     parse_sizes,
+    take_device,
     together,
+    whole,
 )
 
 Array = NDArray[np.float32]
@@ -115,13 +121,14 @@ class TimedCase:
         Raises ArithmeticError on all processes where ranks differ in a bit, or the sum of integers
         is not exact.
         """
-        self.out.fill(np.nan)
+        self.out[...] = np.nan
         sent = world.bytes_sent.copy()
         self.prepare()
         reduced: Any = self.run()
         sent_bytes = world.bytes_sent - sent
-        exact = not self.exact or np.array_equal(self.out, self.data.total)
-        digest = hashlib.blake2b(self.out.tobytes()).hexdigest()
+        out = to_host(self.out)
+        exact = not self.exact or np.array_equal(out, self.data.total)
+        digest = hashlib.blake2b(out.tobytes()).hexdigest()
         found = world.gather((exact, digest, int(sent_bytes.max())), "bench: results")
         what = f"bench: {self.algorithm} {self.wire} {self.scaling} {self.accumulate}"
         if len({digest for _, digest, _ in found}) > 1:
@@ -132,7 +139,7 @@ class TimedCase:
             self.wire_bytes = max(size for _, _, size in found)
             self.chosen = reduced.algorithm
         norm = float(np.linalg.norm(self.data.total))
-        self.error = float(np.linalg.norm(self.out - self.data.total)) / norm if norm else 0.0
+        self.error = float(np.linalg.norm(out - self.data.total)) / norm if norm else 0.0
 
 
 def schedule_case(world: Ranks, method: Allreduce, data: Data, out: Array) -> TimedCase:
@@ -148,7 +155,7 @@ def schedule_case(world: Ranks, method: Allreduce, data: Data, out: Array) -> Ti
         else "float32",
         data=data,
         out=out,
-        run=lambda: method.run(world, [data.x], [out]),
+        run=whole(lambda: method.run(world, [data.x], [out]), out),
         exact=not packed,
         method=method,
     )
@@ -156,7 +163,7 @@ def schedule_case(world: Ranks, method: Allreduce, data: Data, out: Array) -> Ti
 
 def _mpi(world: Ranks, ints: Data, normal: Data, out: Array) -> TimedCase:
     """MPI_Allreduce of float32, called without any of ours around it."""
-    run = lambda: world.sum_by_mpi(out, ints.x)  # noqa: E731
+    run = lambda: carrier_of(world, out).sum_by_mpi(out, ints.x)  # noqa: E731
     return TimedCase("mpi", "raw", "-", "float32", ints, out, run)
 
 
@@ -185,11 +192,17 @@ BASELINES: dict[str, Baseline] = {"mpi": _mpi, "gloo": _gloo, "gloo-bf16": _gloo
 
 
 def cases_of_size(
-    world: Ranks, size_bytes: int, methods: Sequence[Allreduce], baselines: Sequence[str]
+    world: Ranks,
+    size_bytes: int,
+    methods: Sequence[Allreduce],
+    baselines: Sequence[str],
+    device: str = "cpu",
 ) -> list[TimedCase]:
     """Return the checked cases of a size, baselines first. Collective."""
     n = size_bytes // 4
-    ints, normal, out = integer_data(n, world), normal_data(n, world), np.empty(n, np.float32)
+    made = integer_data(n, world), normal_data(n, world)
+    ints, normal = (Data(on_device(each.x, device), each.total) for each in made)
+    out = np.empty_like(ints.x)
     cases = [BASELINES[name](world, ints, normal, out) for name in baselines]
     cases += [
         schedule_case(world, method, normal if method.fmt else ints, out) for method in methods
@@ -214,6 +227,7 @@ class Row(NamedTuple):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the benchmark's options to its command-line parser."""
     add_choices(parser)
+    add_device(parser)
     parser.add_argument(
         "--baselines", help=f"of {','.join(BASELINES)} (default: mpi, and gloo where torch is)"
     )
@@ -300,9 +314,14 @@ def run(arguments: argparse.Namespace, world: Ranks) -> Measured:
         machine = together(world, lambda: read_machine(arguments.predict)).machine
     methods, skipped = parse_methods(arguments, machine)
     baselines = parse_baselines(world, arguments.baselines)
+    if arguments.device == "gpu":
+        baselines = [name for name in baselines if not name.startswith("gloo")]
+        skipped.append("gloo: its arrays are the host's")
+    where = take_device(arguments, world)
     together(world, lambda: check_out(arguments.out, world))
     with own_cores(world) as cores, group_of(world, baselines):
         header = heading(machine_line(world), cores, arguments, skipped, machine)
+        header += [f"# {where}"] if where else []
         if world.process == 0:
             print("\n".join(header), flush=True)
         rows = measure(world, arguments, sizes, methods, baselines, machine)
@@ -329,7 +348,7 @@ def measure(
     """Return the rows of all sizes; print each size's when they are there. Collective."""
     rows: list[Row] = []
     for size_bytes in sizes:
-        cases = cases_of_size(world, size_bytes, methods, baselines)
+        cases = cases_of_size(world, size_bytes, methods, baselines, arguments.device)
         times = interleave_ranks(
             world,
             {i: case.run for i, case in enumerate(cases)},

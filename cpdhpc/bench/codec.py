@@ -12,6 +12,7 @@ import argparse
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,20 +21,26 @@ from ..compress.payload import decode_sparse, encode_sparse
 from ..config import UserError
 from ..formats import SHARED, Cast, packed_bytes, parse_format, shift_count, tiles
 from ..methods import CODEC_OPERATIONS, MEMCPY
-from ..ops import cpu, reference, set_kernel_threads
+from ..ops import backend_of, cpu, reference, set_kernel_threads, to_host
 from ..provenance import processor
 from ..world.ranks import Loopback
 from .harness import (
     Measured,
     Point,
     Times,
+    add_device,
     check_out,
     check_positive,
     interleave,
     known,
+    on_device,
     parse_counts,
     parse_names,
+    take_device,
+    whole,
 )
+
+Array = Any  # NumPy's, or CuPy's
 
 DEFAULT_FORMATS = "e1m1,e3m0,e3m2,e4m3,e5m2,fp16"
 DEFAULT_OPERATIONS = "encode,encode tile,stochastic,decode,decode_add,hop,hop tile"
@@ -43,6 +50,7 @@ MOST_MIB = 1 << 20  # of the host's memory
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the benchmark's options to its command-line parser."""
+    add_device(parser)
     parser.add_argument("--mib", type=float, default=64, help="MiB of float32 (default 64)")
     parser.add_argument("--formats", default=DEFAULT_FORMATS, help="comma-separated names")
     parser.add_argument("--density", type=float, default=0.01, help="share selected (default 0.01)")
@@ -60,66 +68,73 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def check_against_reference(x: NDArray[np.float32], cast: Cast) -> None:
-    """Raise ArithmeticError unless the first tiles come out as the specification says."""
-    head = x[:5000]
+def check_against_reference(x: Array, cast: Cast) -> None:
+    """Raise ArithmeticError unless the first tiles come out as the specification says.
+
+    x: NumPy's, or CuPy's for the operations on GPUs
+    """
     for scaling, shared in SHARED.items():
         results = []
-        for ops in (cpu, reference):
-            words = np.zeros(packed_bytes(head.size, cast.fmt.bits), np.uint8)
-            shifts = np.zeros(shift_count(head.size, shared), np.uint8)
+        for ops, head in ((backend_of(x), x[:5000]), (reference, to_host(x[:5000]))):
+            words = zeros(head, packed_bytes(head.size, cast.fmt.bits))
+            shifts = zeros(head, shift_count(head.size, shared))
             hop, hop_shifts = np.zeros_like(words), np.zeros_like(shifts)
             ops.encode_tiles(head, cast, words, shifts, fit=True)
             ops.decode_add_encode_tiles(words, shifts, cast, head, hop, hop_shifts, fit=True)
-            results.append(np.concatenate([words, shifts, hop, hop_shifts]))
+            results.append(np.concatenate([*map(to_host, (words, shifts, hop, hop_shifts))]))
         if not np.array_equal(results[0], results[1]):
             name = cast.fmt.name
             raise ArithmeticError(f"bench codec: {name}, {scaling}: differs from ops.reference")
 
 
-def operations(x: NDArray[np.float32], cast: Cast) -> dict[str, Callable[[], object]]:
+def zeros(like: Array, size: int) -> Array:
+    """Return uint8[size] where an array is."""
+    return np.zeros_like(like, shape=(size,), dtype=np.uint8)
+
+
+def operations(x: Array, cast: Cast) -> dict[str, Callable[[], object]]:
     """Return the operations on x, as the all-reduce uses them, by name; memcpy beside them.
 
     decode_add goes into its accumulator.
     """
-    fmt = cast.fmt
-    words = np.zeros(packed_bytes(x.size, fmt.bits), np.uint8)
-    hop_words, shifts = np.zeros_like(words), np.full(tiles(x.size), 127, np.uint8)
-    fixed = shifts.copy()
+    fmt, ops = cast.fmt, backend_of(x)
+    words, shifts = zeros(x, packed_bytes(x.size, fmt.bits)), zeros(x, tiles(x.size))
+    shifts[...] = 127
+    hop_words, fixed = np.zeros_like(words), shifts.copy()
     out, total = np.zeros_like(x), np.zeros_like(x)
     stochastic = Cast(fmt, "stochastic")
-    cpu.encode_tiles(x, cast, words, shifts)
+    ops.encode_tiles(x, cast, words, shifts)
     found: dict[str, Callable[[], object]] = {
         MEMCPY: lambda: np.copyto(out, x),
-        "encode": lambda: cpu.encode_tiles(x, cast, words, fixed),
-        "stochastic": lambda: cpu.encode_tiles(x, stochastic, hop_words, fixed),
-        "decode": lambda: cpu.decode_tiles(words, shifts, fmt, out),
-        "decode_add": lambda: cpu.decode_add_tiles(words, shifts, fmt, total, total),
-        "hop": lambda: cpu.decode_add_encode_tiles(words, shifts, cast, x, hop_words, fixed),
+        "encode": lambda: ops.encode_tiles(x, cast, words, fixed),
+        "stochastic": lambda: ops.encode_tiles(x, stochastic, hop_words, fixed),
+        "decode": lambda: ops.decode_tiles(words, shifts, fmt, out),
+        "decode_add": lambda: ops.decode_add_tiles(words, shifts, fmt, total, total),
+        "hop": lambda: ops.decode_add_encode_tiles(words, shifts, cast, x, hop_words, fixed),
     }
     for scaling, shared in SHARED.items():
         found |= _fitted(scaling, shared, x, cast, hop_words, total)
-    return {name: found[name] for name in (MEMCPY, *CODEC_OPERATIONS)}
+    return {name: whole(found[name], x) for name in (MEMCPY, *CODEC_OPERATIONS)}
 
 
 def _fitted(
     scaling: str,
     shared: int,
-    x: NDArray[np.float32],
+    x: Array,
     cast: Cast,
-    hop_words: NDArray[np.uint8],
-    total: NDArray[np.float32],
+    hop_words: Array,
+    total: Array,
 ) -> dict[str, Callable[[], object]]:
     """The operations with shifts that are chosen on the way, as many values share one."""
-    words, shifts = np.zeros_like(hop_words), np.zeros(shift_count(x.size, shared), np.uint8)
-    hop_shifts = np.zeros_like(shifts)
-    cpu.encode_tiles(x, cast, words, shifts, fit=True)
+    words, shifts = np.zeros_like(hop_words), zeros(x, shift_count(x.size, shared))
+    hop_shifts, ops = np.zeros_like(shifts), backend_of(x)
+    ops.encode_tiles(x, cast, words, shifts, fit=True)
     return {
-        f"encode {scaling}": lambda: cpu.encode_tiles(x, cast, words, shifts, fit=True),
-        f"decode_add {scaling}": lambda: cpu.decode_add_tiles(
+        f"encode {scaling}": lambda: ops.encode_tiles(x, cast, words, shifts, fit=True),
+        f"decode_add {scaling}": lambda: ops.decode_add_tiles(
             words, shifts, cast.fmt, total, total
         ),
-        f"hop {scaling}": lambda: cpu.decode_add_encode_tiles(
+        f"hop {scaling}": lambda: ops.decode_add_encode_tiles(
             words, shifts, cast, x, hop_words, hop_shifts, fit=True
         ),
     }
@@ -167,10 +182,16 @@ def run(args: argparse.Namespace) -> Measured:
     chosen = parse_names("--operations", args.operations, known(CODEC_OPERATIONS))
     counts = parse_counts("--threads", args.threads)
     n = max(1, int(args.mib * 2**20 / 4))
-    x = np.random.default_rng(0).standard_normal(n).astype(np.float32)
+    where = take_device(args, Loopback())
+    if where:
+        print(where)
+    normal = np.random.default_rng(0).standard_normal(n).astype(np.float32)
+    x = on_device(normal, args.device)
     print(f"codec on {processor()}, {os.cpu_count()} cores, clone {cpu.clone()}")
     print(f"{args.mib:g} MiB of float32, median of {args.repeats}, GB/s of float32")
-    found = _codecs(x, names, chosen, counts, args.repeats) | _selections(x, args, counts)
+    found = _codecs(x, names, chosen, counts, args.repeats)
+    if args.device == "cpu":
+        found |= _selections(x, args, counts)
     points = []
     for (name, operation, count), times in found.items():
         factors: dict[str, int | str] = {"size_bytes": 4 * n, "operation": operation}
@@ -183,7 +204,7 @@ def run(args: argparse.Namespace) -> Measured:
 
 
 def _codecs(
-    x: NDArray[np.float32],
+    x: Array,
     names: Sequence[str],
     chosen: Sequence[str],
     counts: Sequence[int],

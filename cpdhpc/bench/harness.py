@@ -21,8 +21,10 @@ from numpy.typing import NDArray
 
 from ..config import ConfigError, UserError, parse_bytes
 from ..methods import suggest
+from ..ops import on_gpu
 from ..provenance import cpu_clone, hosts, processor
 from ..world.cores import threads_of_rank
+from ..world.gpu_messages import gpu_aware, use_gpu
 from ..world.mpi import library_version
 from ..world.ranks import Ranks
 
@@ -184,6 +186,49 @@ def together(world: Ranks, make: Callable[[], Value]) -> Value:
         error = found
     world.agree(error)
     return value  # bound: agree has raised otherwise
+
+
+def add_device(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say where arrays are."""
+    parser.add_argument(
+        "--device", choices=["cpu", "gpu"], default="cpu", help="where arrays are (default cpu)"
+    )
+    parser.add_argument(
+        "--oversubscribe-gpus", action="store_true", help="let processes of a node share GPUs"
+    )
+
+
+def take_device(arguments: argparse.Namespace, world: Ranks) -> str:
+    """Return what is said of the GPUs that the processes take, "" where they take none. Collective.
+
+    Raises UserError on all processes where one finds no GPU, or shares it.
+    """
+    if arguments.device == "cpu":
+        return ""
+    use_gpu(world, oversubscribe=arguments.oversubscribe_gpus)
+    from ..ops import gpu_runtime
+
+    names = sorted(set(world.gather(gpu_runtime.device_name(), "GPU")))
+    direct = gpu_aware(world) if world.has_mpi else "no MPI"
+    return f"arrays on a GPU of each process, {', '.join(names)}; MPI takes its memory: {direct}"
+
+
+def on_device(x: NDArray[np.float32], device: str) -> Any:
+    """Return x, or its copy on CuPy's current GPU."""
+    if device == "cpu":
+        return x
+    from ..ops import gpu_runtime
+
+    return gpu_runtime.to_device(x)
+
+
+def whole(run: Callable[[], object], like: Any) -> Callable[[], object]:
+    """Return a call as it is timed: with GPU arrays it ends when the GPU is done."""
+    if not on_gpu(like):
+        return run
+    from ..ops import gpu_runtime
+
+    return gpu_runtime.finished(run)
 
 
 def machine_line(world: Ranks) -> str:

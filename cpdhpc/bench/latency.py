@@ -16,13 +16,16 @@ from .allreduce import Row, cases_of_size, points
 from .harness import (
     Measured,
     Times,
+    add_device,
     check_out,
     check_positive,
     check_whole,
     interleave_ranks,
     machine_line,
     parse_sizes,
+    take_device,
     together,
+    whole,
 )
 
 METHOD = Allreduce("raw", "tree")
@@ -31,9 +34,8 @@ COLUMNS = ("MPI_Allreduce", "tree, raw", "tree, raw, prepared")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the benchmark's options to its command-line parser."""
-    parser.add_argument(
-        "--sizes", default="8:16KiB:x2", help="bytes of float32 (default 8:16KiB:x2)"
-    )
+    parser.add_argument("--sizes", default="8:4MiB:x4", help="bytes of float32 (default 8:4MiB:x4)")
+    add_device(parser)
     parser.add_argument("--repeats", type=int, default=200, help="timed calls (default 200)")
     parser.add_argument("--warmup", type=int, default=20, help="calls before (default 20)")
     parser.add_argument(
@@ -49,7 +51,8 @@ def run(arguments: argparse.Namespace, world: Ranks) -> Measured:
     together(world, lambda: check_out(arguments.out, world))
     rows: list[Row] = []
     with own_cores(world) as cores:
-        where = machine_line(world)
+        taken = take_device(arguments, world)
+        where = "; ".join(filter(None, [machine_line(world), taken]))
         if world.process == 0:
             print("\n".join(heading(where, cores)), flush=True)
         for size_bytes in sizes:
@@ -59,10 +62,12 @@ def run(arguments: argparse.Namespace, world: Ranks) -> Measured:
 
 def measure(world: Ranks, size_bytes: int, arguments: argparse.Namespace) -> list[Row]:
     """Return the rows of a size, and print them as one. Collective."""
-    cases = cases_of_size(world, size_bytes, [METHOD], ["mpi"])
+    cases = cases_of_size(world, size_bytes, [METHOD], ["mpi"], arguments.device)
     called = cases[-1]
     with METHOD.prepare(world, [called.data.x], [called.out]) as prepared:
-        cases.append(replace(called, algorithm="tree prepared", run=prepared.run))
+        cases.append(
+            replace(called, algorithm="tree prepared", run=whole(prepared.run, called.out))
+        )
         cases[-1].check(world)
         runs = {case.algorithm: case.run for case in cases}
         times = interleave_ranks(world, runs, arguments.repeats, arguments.warmup)

@@ -11,13 +11,13 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from ..formats import SHARED, Format, Overflow, Rounding
-from ..ops import backend_of, on_gpu
+from ..ops import backend_of, on_gpu, to_host
 from ..world.gpu_messages import carrier_of
 from ..world.mpi import as_world
 from ..world.ranks import Loopback, Ranks
@@ -33,12 +33,14 @@ from .checks import (
     shared_amax,
 )
 from .engine import Program, Take, run
+from .known import are_plain, know, recording_of, run_known
 from .method import (
     AUTO,
     MPI_ALLREDUCE,
     Machine,
     Method,
     Op,
+    Reduced,
     Segment,
     Shifts,
     aps_shift,
@@ -48,19 +50,18 @@ from .method import (
 )
 from .predict import choose
 from .rank_program import program
-from .recorded import NOT_KNOWN, Recording, Recordings
+from .recorded import Recording
 
 
 class Prepared:
     """An all-reduce of arrays that stay where they are; made by Allreduce.prepare. Collective.
 
-    is_fast: whether run is a list of kernels and persistent requests. It is where a call is the
-        same operations every time and needs no other collective: one rank a process, NumPy arrays
-        of one piece (up to 1 MiB for each of the schedule's chunks), wire "raw", or a format with
-        any scaling but "aps". Not fast are that, exact sums, rounding "stochastic", accumulate
-        "kahan", gather with accumulate "float32", formats without NaN and infinity where no shifts
-        travel, and algorithm "mpi": they do what Allreduce.run does, without the comparison of the
-        arguments.
+    is_fast: whether run is a tape, without the interpreter. It is where a call is the same
+        operations every time and needs no other collective: one rank a process, NumPy arrays, wire
+        "raw", or a format with any scaling but "aps". Not fast are that, exact sums, rounding
+        "stochastic", accumulate "kahan", gather with accumulate "float32", formats without NaN and
+        infinity where no shifts travel, and algorithm "mpi": they do what Allreduce.run does,
+        without the comparison of the arguments.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class Prepared:
 
     @property
     def is_fast(self) -> bool:
-        """Whether run is a list of kernels and persistent requests."""
+        """Whether run is a tape."""
         return self._recording is not None
 
     def _record(self) -> None:
@@ -99,7 +100,6 @@ class Prepared:
             tuple(self._outs), tuple(shifts[0]), tuple(shifts[1]), method.algorithm
         )
 
-    @np.errstate(over="ignore", invalid="ignore")
     def run(self, *, iteration: int = 0) -> Reduced:
         """All-reduce what the arrays hold now; return what Allreduce.run returns. Collective.
 
@@ -109,7 +109,8 @@ class Prepared:
         """
         if self._freed:
             raise RuntimeError("Prepared.run: is freed")
-        self._world.check_thread()
+        if self._world.lent_by is not None:
+            self._world.check_thread()
         if self._recording is None:
             return self._run_in_full(iteration)
         if self._recording.run():
@@ -143,21 +144,6 @@ class Prepared:
         self.free()
 
 
-class Reduced(NamedTuple):
-    """What an all-reduce returns.
-
-    arrays: the result, float32, one array, or with every one for each hosted rank: the same bits
-    sent_shifts, result_shifts: the k of each segment by which contributions, and partial sums
-        and the result, were scaled; empty where they travel, and for wire "raw"
-    algorithm: the one that was used: what "auto" has chosen
-    """
-
-    arrays: tuple[Array, ...]
-    sent_shifts: tuple[int, ...]
-    result_shifts: tuple[int, ...]
-    algorithm: str
-
-
 @dataclass(frozen=True)
 class Allreduce(Method):
     """An all-reduce with its choices made and checked."""
@@ -187,9 +173,19 @@ class Allreduce(Method):
                 world, xs, outs,
                 iteration=iteration, segments=segments, every=every, error=error, shifts=shifts,
             )  # fmt: skip
+        key = None
+        if not every and error is None and shifts is None and are_plain(xs, outs):
+            key = id(self), xs[0].shape, None if segments is None else tuple(segments)
+            out = np.empty_like(xs[0]) if outs is None else outs[0]
+            known = run_known(world, key, iteration, xs[0], out)
+            if known is not None:
+                return Reduced((out,), *known.shifts, self.algorithm)
         error = error or iteration_error(iteration)
         parts = self.check(world, xs, outs, iteration, segments, every, error, shifts)
-        return self.reduce(world, xs, outs, parts, iteration, every, shifts)
+        reduced = self.reduce(world, xs, outs, parts, iteration, every, shifts)
+        if key is not None:
+            know(world, key, self, xs[0].size, parts, reduced)
+        return reduced
 
     def prepare(
         self,
@@ -294,7 +290,7 @@ class Allreduce(Method):
         iteration: int,
     ) -> None:
         """Write the sum or mean into totals, of the first hosted ranks or of all."""
-        recording = self._recording(world, flat[0], parts, shifts)
+        recording = recording_of(world, self, flat[0], parts, shifts)
         if recording is not None:
             bad = recording.run_on(flat[0], totals[0])
         elif self.algorithm == MPI_ALLREDUCE:
@@ -306,18 +302,6 @@ class Allreduce(Method):
         divisor = self.divisor(world.ranks) if recording is None else None
         for total in [] if divisor is None else totals:
             backend_of(total).divide(total, divisor, total)
-
-    def _recording(
-        self, world: Ranks, x: Array, parts: Sequence[Segment], shifts: Shifts
-    ) -> Recording | None:
-        """Return the recording of such a call, if there is one. Collective."""
-        if world.virtual_ranks > 1 or not isinstance(x, np.ndarray) or not self.repeats:
-            return None
-        world.shared()  # which sets the board, where all are on one node
-        if world.board is None and not self.is_small(world.ranks, x.size):
-            return None
-        recordings = world.cache.get(Recordings, Recordings)
-        return recordings.call(world, self, x, parts, shifts)
 
     def _run_programs(
         self,
@@ -344,7 +328,7 @@ class Allreduce(Method):
         packed = self.fmt is not None and isinstance(flat[0], np.ndarray)
         shared = world.shared() if packed else None
         found = run(world, start, len(pieces), flat[0], what, window, shared)
-        return sum(piece[0] for piece in found)
+        return sum(int(to_host(bad)) if hasattr(bad, "get") else bad for bad, *_ in found)
 
     def shifts(self, world: Ranks, flat: Sequence[Array], parts: Sequence[Segment]) -> Shifts:
         """Return the shift of each segment, for contributions, and for sums and the result."""
@@ -464,14 +448,13 @@ def allreduce(
     cupy.from_dlpack and out through torch.from_dlpack, which let one stream wait for the other.
     """
     ranks = world if isinstance(world, Ranks) else as_world(world)
-    key = (
-        wire, algorithm, scaling, accumulate, op, rounding, overflow, random_bits, headroom, seed,
-    )  # fmt: skip
-    is_plain = segments is None and machine is None and _is_plain(x, x if out is None else out)
-    if is_plain and type(iteration) is type(seed) is type(random_bits) is int:
+    key = wire, algorithm, scaling, accumulate, op, rounding, overflow, random_bits, headroom, seed
+    is_plain = segments is None and machine is None and type(seed) is type(random_bits) is int
+    is_plain = is_plain and are_plain((x,), None if out is None else (out,))
+    if is_plain:
         assert isinstance(x, np.ndarray)
         total = np.empty_like(x) if out is None else out
-        if _run_known(ranks, (x.shape, *key), iteration, x, total):
+        if run_known(ranks, (x.shape, *key), iteration, x, total) is not None:
             return total
     error: Exception | None = None
     try:
@@ -491,8 +474,8 @@ def allreduce(
     except TypeError as found:
         error = error or found
     reduced = config.run(ranks, xs, outs, iteration=iteration, segments=segments, error=error)
-    if is_plain and ranks.board is not None:
-        ranks.cache.get(Recordings, Recordings).know((xs[0].shape, *key), config, xs[0].size)
+    if is_plain:
+        know(ranks, (xs[0].shape, *key), config, xs[0].size, (), reduced)
     if out is not None:
         return out
     result = reduced.arrays[0]
@@ -500,31 +483,6 @@ def allreduce(
 
 
 Array = npt.NDArray[Any]
-
-
-FLOAT32 = np.dtype(np.float32)
-
-
-def _is_plain(x: Any, out: Any) -> bool:
-    """Whether both are NumPy arrays that nothing can be wrong with."""
-    if not (type(x) is type(out) is np.ndarray and x.dtype is out.dtype is FLOAT32):
-        return False
-    return x.shape == out.shape and x.flags.c_contiguous and out.flags.carray
-
-
-def _run_known(world: Ranks, key: Hashable, iteration: int, x: Array, out: Array) -> bool:
-    """Run a call whose arguments were seen before; return False with nothing done if it was not.
-
-    Collective. Raises NonFiniteGradient, as run.
-    """
-    recordings = world.cache.get(Recordings, Recordings)
-    bad = recordings.run_known(world, key, iteration, x, out)
-    if bad == NOT_KNOWN:
-        return False
-    if bad:
-        whole = (Segment("x", 0, x.size),)
-        raise_nonfinite(world, [x.reshape(-1)], whole, out.reshape(-1))
-    return True
 
 
 def simulate(

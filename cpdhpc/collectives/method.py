@@ -160,6 +160,21 @@ def shift_bytes(shifts: Sequence[int], segments: Sequence[Segment], n: int, like
     return placed(out, like)
 
 
+class Reduced(NamedTuple):
+    """What an all-reduce returns.
+
+    arrays: the result, float32, one array, or with every one for each hosted rank: the same bits
+    sent_shifts, result_shifts: the k of each segment by which contributions, and partial sums
+        and the result, were scaled; empty where they travel, and for wire "raw"
+    algorithm: the one that was used: what "auto" has chosen
+    """
+
+    arrays: tuple[Array, ...]
+    sent_shifts: tuple[int, ...]
+    result_shifts: tuple[int, ...]
+    algorithm: str
+
+
 UNITS = {
     "alpha_s": "s per message",
     "beta_s": "s per byte on the wire",

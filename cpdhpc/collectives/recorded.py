@@ -1,28 +1,26 @@
-"""All-reduces written down once, as compiled kernels and messages, and run time after time.
-
-A world keeps such a recording for each method and size that comes again.
-"""
+"""All-reduces written down once, as compiled kernels and messages, and run time after time."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from ..ops import tape
 from ..ops.payloads import Array
-from ..ops.tape import FEW_LOOKS, LOOKS, OVERLAPS, WAITING, Kernels
+from ..ops.tape import FEW_LOOKS, LOOKS, WAITING, Kernels
 from ..ops.threads import kernel_threads
+from ..world.mpi import World
 from ..world.node_memory import NOTE_BYTES, Shared
 from ..world.ranks import Ranks, Wait
 from .engine import BufferPool, Exchange, fresh, give_up, wait_to_receive, wait_to_send
-from .method import Method, Segment, shift_bytes
 from .rank_program import Piece, Plan, program, spans
 
 WORD_BYTES = 8
-PART_VALUES = 1 << 15  # of a chunk, that is worked on at a time inside a node: stays in the cache
+PART_VALUES = 1 << 16  # of a chunk, that is worked on at a time inside a node: stays in the cache
+MOST_PARTS = 128  # as each takes some 0.2 ms to be written down
 
 
 class Recording:
@@ -52,6 +50,7 @@ class Recording:
         self.freed, self.is_fixed = False, False
         self._sent, self._sent_bytes = 0, 0
         self._world, self._rank, self.what = world, world.hosted.start, what
+        self._mpi: Any = world.plain_mpi()[0] if isinstance(world, World) else None
         self._divisor = divisor
         self._shared: Shared | None = world.shared()
         self._near = {} if self._shared is None else self._shared.near
@@ -59,7 +58,7 @@ class Recording:
         self._requests: list[Any] = []
         self._notes: list[Wait] = []  # of where payloads lie, on their way
         self._waits: list[Wait] = []  # by label
-        self._found = 0
+        self._found, self._lends = 0, False
         try:
             self._record()
         except Exception as error:
@@ -88,7 +87,9 @@ class Recording:
         self._world_waits(self._notes)
         world = self._world
         sent = world.bytes_sent[:1], self._sent_bytes // turns
-        tape.end_tape(self._tape, turns, *sent, world.messages_sent[:1], self._sent // turns)
+        tape.end_tape(
+            self._tape, turns, self._lends, *sent, world.messages_sent[:1], self._sent // turns
+        )
 
     def _parts(self) -> list[Piece]:
         """Return the parts of the data: pieces, cut smaller where no message leaves the node."""
@@ -98,7 +99,7 @@ class Recording:
         found = []
         for piece in pieces:
             longest = max(stop - start for start, stop in spans(self.plan, piece))
-            count = max(1, -(-longest // PART_VALUES))
+            count = max(1, min(-(-longest // PART_VALUES), MOST_PARTS // len(pieces)))
             found += [piece._replace(part=i, parts=count) for i in range(count)]
         return found
 
@@ -132,6 +133,10 @@ class Recording:
         if to in self._near:
             assert self._shared is not None, "else nobody is near"
             note = self._shared.note(payload)
+            given = self._is_given(payload)
+            if self._divisor is not None and np.may_share_memory(payload, self.out):  # divided then
+                note = None
+            self._lends = self._lends or (given and note is not None)
             if note is None:
                 copy = pool.take(payload.size)
                 self._kernels.copy(copy, payload)
@@ -145,7 +150,7 @@ class Recording:
         self._fix(payload)
         for request in self._world.send_init(self._rank, to, payload, number):
             self._requests.append(request)
-            address = self._world.handle(request)
+            address = tape.handle_of(self._mpi, request)
             tape.add_start(self._tape, address, False)
             ends.append((address, wait_to_send([request], self._rank, self.what, exchange)))
 
@@ -167,15 +172,18 @@ class Recording:
         self._fix(buffer)
         for request in self._world.recv_init(source, self._rank, buffer, number):
             self._requests.append(request)
-            address = self._world.handle(request)
+            address = tape.handle_of(self._mpi, request)
             tape.add_start(self._tape, address, True)
             wait = wait_to_receive([request], self._rank, self.what, exchange)
             tape.add_test(self._tape, address, self._label(wait))
         return buffer
 
     def _fix(self, message: Array) -> None:
-        mine = np.may_share_memory(message, self.x) or np.may_share_memory(message, self.out)
-        self.is_fixed = self.is_fixed or mine
+        self.is_fixed = self.is_fixed or self._is_given(message)
+
+    def _is_given(self, message: Array) -> bool:
+        """Whether a message lies in x or out."""
+        return np.may_share_memory(message, self.x) or np.may_share_memory(message, self.out)
 
     def _label(self, wait: Wait) -> int:
         self._waits.append(wait)
@@ -253,7 +261,7 @@ class Recording:
     def _reason(self) -> str:
         labels = tape.waits_of(self._tape)
         if not labels:
-            return f"{self.what}: waited {{:.1f}} s for the ranks of this node to end a part"
+            return f"{self.what}: waited {{:.1f}} s for the ranks of this node to have read a part"
         reason = self._waits[labels[0]].reason
         return reason if isinstance(reason, str) else reason()
 
@@ -277,120 +285,3 @@ class Recording:
             request.Free()
         self._requests, self._taken, self._waits = [], [], []
         self._tape = None
-
-
-KEPT = 64  # methods and sizes, those that were used last
-
-
-@dataclass
-class Entry:
-    """What a world knows of a method and a size: the nodes and the number of its calls."""
-
-    nodes: tuple[int, ...]
-    calls: int = 0
-    recording: Recording | None = None
-    digest: int = 0  # of the recording, the same on all processes
-
-    def free(self) -> None:
-        """Free the recording."""
-        if self.recording is not None:
-            self.recording.free()
-
-
-class Recordings(dict[tuple[Method, int], Entry]):
-    """The entries of a world for methods and sizes, those used last at the end.
-
-    known: by the arguments of a call of all-reduce, those whose calls are nothing else
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.known: dict[Hashable, Entry] = {}
-        self._made = 0
-
-    def entry(self, method: Method, n: int, nodes: tuple[int, ...]) -> Entry:
-        """Return the entry of a method and a size; forget the one that was not used longest."""
-        entry = self.pop((method, n), None)
-        if entry is None or entry.nodes is not nodes:
-            if entry is not None:
-                entry.free()
-            entry = Entry(nodes)
-        self[method, n] = entry
-        if len(self) > KEPT:
-            self.pop(next(iter(self))).free()
-        return entry
-
-    def call(
-        self,
-        world: Ranks,
-        method: Method,
-        x: Array,
-        segments: Sequence[Segment],
-        shifts: tuple[Sequence[int], Sequence[int]],
-    ) -> Recording | None:
-        """Return the recording for arrays like x with these shifts, from the second call on.
-
-        A function of the calls, so the same on all processes, as it must be: programs may be told
-        where payloads lie instead. The arguments are those of Method.plan; method.repeats.
-        """
-        entry = self.entry(method, x.size, world.nodes)
-        entry.calls += 1
-        if entry.calls == 2:
-            plan = method.plan(world.nodes, x, segments, shifts, 0)
-            arrays = np.empty(x.size, np.float32), np.empty(x.size, np.float32)
-            what = f"allreduce {method.algorithm}"
-            entry.recording = Recording(world, plan, *arrays, what, method.divisor(world.ranks))
-            self._made += 1
-            entry.digest = DIGEST * self._made & MASK
-        elif entry.recording is not None and method.shares_shifts:
-            plan = entry.recording.plan
-            for place, each in zip((plan.sent_shifts, plan.result_shifts), shifts, strict=True):
-                assert place is not None, "they are what the ranks share"
-                place[:] = shift_bytes(each, segments, x.size, x)
-        return entry.recording
-
-    def know(self, key: Hashable, method: Method, n: int) -> None:
-        """Let a call with these arguments be run at once from now on, if it is a recording alone.
-
-        segments must not matter: there is one.
-        """
-        entry = self.get((method, n))
-        if entry is None or entry.recording is None or entry.recording.is_fixed:
-            return
-        if not (method.shares_shifts or method.hides_nonfinite):
-            if len(self.known) >= KEPT:
-                self.known.clear()
-            self.known[key] = entry
-
-    def run_known(self, world: Ranks, key: Hashable, iteration: int, x: Array, out: Array) -> int:
-        """Run a call that is known, without a look at its arguments. Collective.
-
-        x, out: float32 and C-contiguous; iteration: compared over the ranks, if nothing else
-        Returns how many values are not finite, or NOT_KNOWN with nothing done: here or elsewhere,
-        or other processes are about to do something else.
-        """
-        try:
-            entry = self.known.get(key)
-        except TypeError:  # a choice that cannot be hashed: what is wrong with it is said later
-            return NOT_KNOWN
-        if entry is None or world.board is None or world.account is not None:
-            return NOT_KNOWN
-        recording = entry.recording
-        assert recording is not None, "it is known"
-        if recording.freed or world.nodes is not entry.nodes or world.lent_by is not None:
-            return NOT_KNOWN
-        number = (entry.digest + DIGEST * iteration) & MASK | 1
-        if not world.board.agrees(number, recording.what, first=True):
-            return NOT_KNOWN
-        bad = recording.run(x, out)
-        if bad == OVERLAPS:
-            total = np.empty_like(x)
-            bad = recording.run(x, total)
-            if not bad:  # else x is left alone
-                np.copyto(out, total)
-        return bad
-
-
-# Of 62 bits, so that hardly one is a digest of check_alike, of 56.
-DIGEST, MASK = 0x1E3779B97F4A7C15, (1 << 62) - 1
-NOT_KNOWN = -3

@@ -12,8 +12,8 @@ from zlib import crc32
 import numpy as np
 from pydantic import BeforeValidator
 
-from ..collectives.allreduce import Allreduce, Reduced, configured
-from ..collectives.method import AUTO, Machine, Segment, Shifts, shift_bytes
+from ..collectives.allreduce import Allreduce, configured
+from ..collectives.method import AUTO, Machine, Reduced, Segment, Shifts, shift_bytes
 from ..collectives.rank_program import NO_KEY
 from ..config import suggest
 from ..formats import (

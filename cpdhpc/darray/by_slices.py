@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..ops import backend_of
+from ..ops import backend_of, to_host
 from .layout import Box
 from .windows import Piece, RankPieces
 
@@ -90,7 +90,7 @@ class _Cupy(ArrayBackend):
         return None
 
     def host(self, x: Array) -> npt.NDArray[Any]:
-        return np.asarray(x.get())
+        return np.asarray(to_host(x))
 
     def sum(self, a: Array, b: Array) -> Array:
         """CuPy's own sums of float32 lose subnormal numbers; those of ops do not."""

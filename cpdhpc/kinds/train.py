@@ -84,6 +84,10 @@ _ROWS: dict[str, tuple[type, str]] = {  # key of a job: its type and what it is
     "train.threads": (int, "threads of torch of a rank; 0: the cores it owns"),
     "train.bucket_mib": (float, "MiB of gradients that are reduced together"),
     "train.overlap": (bool, "whether gradients are reduced while backward goes on"),
+    "train.device": (str, "where models compute: cpu, gpu"),
+    "train.gpu_direct": (str, "whether MPI is given GPU memory"),
+    "train.oversubscribe_gpus": (bool, "whether processes of a node share GPUs"),
+    "train.autocast": (str, "dtype of torch.autocast in forward"),
 }
 
 

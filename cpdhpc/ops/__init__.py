@@ -26,8 +26,15 @@ def on_gpu(x: Any) -> bool:
 
 
 def to_host(x: Any) -> Any:
-    """Return x as a NumPy array: x itself, or a copy of what the current stream makes of it."""
-    return x.get() if on_gpu(x) else x
+    """Return x as a NumPy array: x itself, or a copy of what the current stream makes of it.
+
+    Raises TimeoutError where the GPU is not done with it after gpu_runtime.WAIT_S.
+    """
+    if not on_gpu(x):
+        return x
+    from . import gpu_runtime
+
+    return gpu_runtime.to_host(x)
 
 
 def placed(x: Any, like: Any) -> Any:

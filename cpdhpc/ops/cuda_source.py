@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+from typing import NamedTuple
 
+from ..formats import Cast
 from ..shipped import folder
+from .cpu import CAST_NUMBERS, cast_numbers
 
 # -fmad=false: a fused multiply-add would round differently from the CPU.
 OPTIONS = ("-std=c++17", "-fmad=false", "-default-device")
@@ -52,8 +55,32 @@ ARITHMETIC = (
 )
 
 
-def cuda_source() -> str:
-    """Return kernels/cuda_loops.cu with our own headers put in place of their #include lines.
+class Fixed(NamedTuple):
+    """What kernels of the codec are compiled for: a cast, and how they are called."""
+
+    cast: Cast
+    blocks: int  # of a lane's column, 0 where a tile has one shift
+    fit: bool | None = None  # whether shifts are chosen; None for the kernels that decode only
+    counted: bool = False
+
+
+def codec_source(fixed: Fixed) -> str:
+    """Return the kernels of the codec that decode, or where fit is given encode, for one cast."""
+    *numbers, table = cast_numbers(fixed.cast)[:CAST_NUMBERS]
+    constants = {
+        "CAST": ", ".join(map(str, numbers)),
+        "TABLE": int(table != 0),
+        "BLOCKS": fixed.blocks,
+    }
+    if fixed.fit is not None:
+        constants |= {"FIT": int(fixed.fit), "COUNTED": int(fixed.counted)}
+    lines = [f"#define CPD_FIXED_{name} {value}" for name, value in constants.items()]
+    unused = "#pragma nv_diag_suppress 177"  # functions that other kernels call
+    return "\n".join((*lines, unused, cuda_source("cuda_codec.h")))
+
+
+def cuda_source(root: str = "cuda_loops.cu") -> str:
+    """Return a file of kernels/ with our own headers put in place of their #include lines.
 
     CuPy's cache of compiled kernels looks at the source alone: a header that is changed but
     only included would go unnoticed. #line keeps the compiler's messages right.
@@ -74,4 +101,4 @@ def cuda_source() -> str:
                 lines.append(line)
         return "\n".join(lines)
 
-    return expand("cuda_loops.cu") + "\n"
+    return expand(root) + "\n"

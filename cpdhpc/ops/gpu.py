@@ -10,6 +10,7 @@ import numpy as np
 from ..formats import TILE, TRIT_BYTES, Cast, Format, packed_bytes, tiles
 from ..randomness import Key
 from . import reference
+from .cuda_source import Fixed
 from .gpu_runtime import (
     NULL,
     WORD_BYTES,
@@ -21,8 +22,10 @@ from .gpu_runtime import (
     element_blocks,
     key_numbers,
     launch,
+    launch_codec,
     products_on_device,
     tile_blocks,
+    to_host,
 )
 from .gpu_sums import (
     add_outer,
@@ -105,7 +108,7 @@ def amax_tiles(x: Array) -> Array:
 
 def fitting_shift(amax_bits: Array, fmt: Format) -> Array:
     """Return per tile the stored byte of the largest k with amax * 2**k <= fmt.max."""
-    return cupy.asarray(reference.fitting_shift(cupy.asnumpy(amax_bits), fmt))
+    return cupy.asarray(reference.fitting_shift(to_host(amax_bits), fmt))
 
 
 def encode_tiles(
@@ -122,9 +125,10 @@ def encode_tiles(
     """Encode and pack x into words, each tile scaled by its shift; see ops.reference."""
     check("x", x, np.float32)
     blocks = check_tiles(words, shifts, x.size, cast.fmt)
-    numbers = (cast_on_device(cast), blocks, np.int32(fit), *key_numbers(key, offset))
+    fixed = Fixed(cast, blocks, fit, counts is not None)
+    numbers = (np.int32(fit), *key_numbers(key, offset))
     arrays = (x, np.int64(x.size), words, shifts, counts_or_null(counts, x.size))
-    launch("encode_tiles", tile_blocks(x.size), *numbers, *arrays)
+    launch_codec("encode_tiles", x.size, fixed, *numbers, *arrays)
 
 
 def decode_tiles(words: Array, shifts: Array, fmt: Format, out: Array) -> Array:
@@ -132,8 +136,8 @@ def decode_tiles(words: Array, shifts: Array, fmt: Format, out: Array) -> Array:
     check("out", out, np.float32)
     blocks = check_tiles(words, shifts, out.size, fmt)
     nonfinite = cupy.zeros((), np.uint64)
-    arrays = (blocks, words, shifts, out, np.int64(out.size), nonfinite)
-    launch("decode_tiles", tile_blocks(out.size), cast_on_device(Cast(fmt)), *arrays)
+    arrays = (words, shifts, out, np.int64(out.size), nonfinite)
+    launch_codec("decode_tiles", out.size, Fixed(Cast(fmt), blocks), *arrays)
     return nonfinite
 
 
@@ -142,8 +146,8 @@ def decode_add_tiles(words: Array, shifts: Array, fmt: Format, x: Array, out: Ar
     check("x", x, np.float32)
     check("out", out, np.float32, x.size)
     blocks = check_tiles(words, shifts, x.size, fmt)
-    arrays = (blocks, words, shifts, x, out, np.int64(x.size))
-    launch("decode_add_tiles", tile_blocks(x.size), cast_on_device(Cast(fmt)), *arrays)
+    arrays = (words, shifts, x, out, np.int64(x.size))
+    launch_codec("decode_add_tiles", x.size, Fixed(Cast(fmt), blocks), *arrays)
 
 
 def decode_add_encode_tiles(
@@ -171,7 +175,8 @@ def decode_add_encode_tiles(
     check("shifts", shifts, np.uint8, shifts_in.size)
     if out is not None:
         check("out", out, np.float32, x.size)
-    numbers = (cast_on_device(cast), blocks, np.int32(fit), *key_numbers(key, offset))
+    fixed = Fixed(cast, blocks, fit, counts is not None)
+    numbers = (np.int32(fit), *key_numbers(key, offset))
     nonfinite: Any = NULL if out is None else cupy.zeros((), np.uint64)
     arrays = (
         words_in,
@@ -184,7 +189,7 @@ def decode_add_encode_tiles(
         nonfinite,
         counts_or_null(counts, x.size),
     )
-    launch("decode_add_encode_tiles", tile_blocks(x.size), *numbers, *arrays)
+    launch_codec("decode_add_encode_tiles", x.size, fixed, *numbers, *arrays)
     return 0 if out is None else nonfinite
 
 
@@ -257,7 +262,7 @@ def count_digits(x: Array, low: int, shift: int, buckets: int) -> Any:
     numbers = (np.uint32(low), np.int32(shift), np.uint32(buckets))
     blocks = min(tile_blocks(x.size), _COUNTING_BLOCKS)
     launch("count_digits", blocks, *numbers, x, np.int64(x.size), counts)
-    return cupy.asnumpy(counts)
+    return to_host(counts)
 
 
 def mark_above(x: Array, bits: int) -> Array:
@@ -278,7 +283,7 @@ def count_bits(words: Array) -> Array:
 
 def unpack_bitmap(words: Array) -> Array:
     """Return where bits are set, ascending: uint32[w] to uint32[m]. Waits for the counts."""
-    counts = cupy.asnumpy(count_bits(words))
+    counts = to_host(count_bits(words))
     ends = np.cumsum(counts, dtype=np.uint32)
     places = cupy.empty(int(ends[-1]) if ends.size else 0, np.uint32)
     arrays = (words, np.int64(words.size), cupy.asarray(ends - counts), places)
@@ -334,7 +339,7 @@ def select_magnitude(x: Array, k: int) -> Array:
     if found.size == k:
         return found
     is_tie = gather(x, found).view(np.uint32) & np.uint32(MAGNITUDE) == np.uint32(kth)
-    wanted = k - found.size + int(is_tie.sum())  # the first of the ties
+    wanted = k - found.size + int(to_host(is_tie.sum()))  # the first of the ties
     return found[~is_tie | (cupy.cumsum(is_tie, dtype=np.int64) <= wanted)]
 
 

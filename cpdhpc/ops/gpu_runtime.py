@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -15,7 +16,7 @@ from ..formats import LANES, SHARED, TILE, Cast, Format, shift_count, tiles
 from ..randomness import Key
 from .cpu import CAST_NUMBERS, cast_numbers
 from .cpu_products import product_numbers
-from .cuda_source import OPTIONS, cuda_source
+from .cuda_source import OPTIONS, Fixed, codec_source, cuda_source
 from .products import Arithmetic, Products
 
 Array = Any  # cupy.ndarray
@@ -23,6 +24,7 @@ Array = Any  # cupy.ndarray
 _BLOCK = 128  # threads: CPD_WARPS warps of 32
 _TILES_PER_BLOCK = 4
 _MAX_BLOCKS = 65535
+FIXED_CASTS = 32  # of a process; each takes NVRTC seconds the first time, and memory of the GPU
 NULL = np.uint64(0)  # a pointer to nothing
 
 
@@ -54,6 +56,19 @@ def _module(device: int) -> Any:
 @cache
 def _kernel(name: str, device: int) -> Any:
     return _module(device).get_function(name)
+
+
+@cache
+def _codec(fixed: Fixed, device: int) -> Any:
+    """Compile the codec for one cast; casts beyond FIXED_CASTS share the kernels for all."""
+    if _codec.cache_info().currsize >= FIXED_CASTS:
+        return _module(device)
+    return cupy.RawModule(code=codec_source(fixed), options=OPTIONS)
+
+
+@cache
+def _codec_kernel(name: str, fixed: Fixed, device: int) -> Any:
+    return _codec(fixed, device).get_function(name)
 
 
 @cache
@@ -91,8 +106,18 @@ def cast_on_device(cast: Cast) -> Array:
 def launch(name: str, blocks: int, *args: Any) -> None:
     """Launch a kernel on CuPy's current stream; nothing for no work."""
     if blocks:
-        kernel = _kernel(name, current_device())
-        kernel((min(blocks, _MAX_BLOCKS),), (_BLOCK,), args)
+        _run(_kernel(name, current_device()), blocks, args)
+
+
+def launch_codec(name: str, n: int, fixed: Fixed, *args: Any) -> None:
+    """Launch a kernel of the codec, compiled for its cast, on n values in tiles."""
+    if n:
+        kernel = _codec_kernel(name, fixed, current_device())
+        _run(kernel, tile_blocks(n), (cast_on_device(fixed.cast), np.int32(fixed.blocks), *args))
+
+
+def _run(kernel: Any, blocks: int, args: tuple[Any, ...]) -> None:
+    kernel((min(blocks, _MAX_BLOCKS),), (_BLOCK,), args)
 
 
 WORD_BYTES = 4  # packed codes are read by words: at another address that would end the context
@@ -129,15 +154,15 @@ def check_words(name: str, array: Array, size_bytes: int) -> None:
     check(name, array, np.uint8, size_bytes, WORD_BYTES)
 
 
-def check_tiles(words: Array, shifts: Array, n: int, fmt: Format) -> Any:
-    """Return the blocks of a lane's column by the number of shifts, 0 where a tile has one; int32.
+def check_tiles(words: Array, shifts: Array, n: int, fmt: Format) -> int:
+    """Return the blocks of a lane's column by the number of shifts, 0 where a tile has one.
 
     Raises TypeError or ValueError unless words and shifts hold n values of a format.
     """
     check_words("words", words, tiles(n) * 128 * fmt.bits)
     found = [size for size in SHARED.values() if shifts.size == shift_count(n, size)]
     check("shifts", shifts, np.uint8, None if found else tiles(n))
-    return np.int32(TILE // LANES // found[0])
+    return TILE // LANES // found[0]
 
 
 def element_blocks(n: int) -> int:
@@ -168,9 +193,11 @@ __all__ = [
     "Streams",
     "current_device",
     "device_name",
+    "finished",
     "from_dlpack",
     "in_stream",
     "to_device",
+    "to_host",
 ]
 
 
@@ -264,6 +291,33 @@ def to_device(x: Any) -> Array:
     copy = cupy.asarray(x)
     cupy.cuda.get_current_stream().synchronize()
     return copy
+
+
+WAIT_S = 600.0  # for a GPU to do what it was given, as a World waits for its ranks
+
+
+def to_host(array: Array) -> Host:
+    """Return a copy in the host's memory, once CuPy's current stream is done with the array.
+
+    Raises TimeoutError after WAIT_S: array.get() would wait for a GPU that hangs for ever.
+    """
+    done, start = Event(cupy.cuda.get_current_stream()), time.monotonic()
+    while not done.Test():
+        if time.monotonic() - start > WAIT_S:
+            raise TimeoutError(f"GPU {current_device()}: is at work for more than {WAIT_S:g} s")
+    host: Host = array.get()
+    return host
+
+
+def finished(run: Callable[[], Any]) -> Callable[[], Any]:
+    """Return what calls run, and waits until CuPy's current stream is done with it."""
+
+    def call() -> Any:
+        found = run()
+        cupy.cuda.get_current_stream().synchronize()
+        return found
+
+    return call
 
 
 def from_dlpack(x: Any) -> Array:

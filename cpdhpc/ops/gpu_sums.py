@@ -12,7 +12,7 @@ import cupy
 import numpy as np
 
 from .cpu_sums import Term
-from .gpu_runtime import check, element_blocks, launch
+from .gpu_runtime import check, element_blocks, launch, to_host
 
 Array = Any  # cupy.ndarray
 HostArray = np.ndarray[Any, np.dtype[Any]]
@@ -37,7 +37,7 @@ def _pairwise(x: Array, starts: HostArray, stops: HostArray, of: int, center: fl
     found = cupy.empty(starts.size, np.float64)
     leaves = (cupy.asarray(starts), cupy.asarray(sizes), np.int64(starts.size), found)
     launch("leaf_sums", element_blocks(starts.size), np.int32(of), np.float64(center), x, *leaves)
-    sums = cupy.asnumpy(found)
+    sums = to_host(found)
     for is_long in reversed(halved):
         first = np.cumsum(1 + is_long) - (1 + is_long)
         joined = sums[first]
@@ -68,7 +68,7 @@ def run_sums(x: Array, starts: HostArray, of: Term) -> HostArray:
     NumPy's reduceat adds to the first term the sum of the others.
     """
     check("x", x, np.float32)
-    first = cupy.asnumpy(x[cupy.asarray(starts)]).astype(np.float64)
+    first = to_host(x[cupy.asarray(starts)]).astype(np.float64)
     if of == "magnitude":
         kind, sums = MAGNITUDES, np.abs(first)
     else:

@@ -6,6 +6,7 @@ resume_tape, and a board by meet_again: as MPI's requests are tested.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -27,7 +28,6 @@ from .._cpu import (
     meet_again,
     resume_tape,
     run_tape,
-    use_library,
     waits_of,
 )
 from . import cpu
@@ -45,6 +45,7 @@ __all__ = [
     "add_word",
     "begin_segment",
     "end_tape",
+    "handle_of",
     "is_read",
     "make_board",
     "make_tape",
@@ -52,12 +53,26 @@ __all__ = [
     "meet_again",
     "resume_tape",
     "run_tape",
-    "use_library",
     "waits_of",
 ]
 
 WAITING, OVERLAPS = -1, -2  # as cpu_tape_calls.h has them
 LOOKS, FEW_LOOKS = 20_000, 100  # in vain, before the world waits; and each time that it looks
+
+
+_library: list[ctypes.CDLL] = []  # of MPI, once compiled code calls it
+
+
+def handle_of(mpi: Any, request: Any) -> int:
+    """Return the address of the handle of a request, for add_start and add_test.
+
+    mpi: the module mpi4py.MPI; the library is the one that it has loaded
+    """
+    if not _library:
+        _library.append(ctypes.CDLL(mpi.__file__))
+        calls = _library[0].MPI_Start, _library[0].MPI_Test
+        _cpu.use_library(*(ctypes.cast(call, ctypes.c_void_p).value or 0 for call in calls))
+    return int(mpi._addressof(request))
 
 
 class Kernels:

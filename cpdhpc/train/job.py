@@ -406,10 +406,8 @@ def choices() -> dict[str, list[str]]:
     """Return the names that each table of a job file knows, by the key that gives them."""
     rows = ((name, each) for name, f in Job.model_fields.items() for each in f.metadata)
     found = {f"{n}.{one.key}": sorted(one.known) for n, one in rows if isinstance(one, OneOf)}
-    return found | {
-        "schedule.decay": sorted(DECAYS),
-        "schedule.batch_scaling": sorted(BATCH_SCALINGS),
-    }
+    schedule: Raw = {"decay": DECAYS, "batch_scaling": BATCH_SCALINGS}
+    return found | {f"schedule.{key}": sorted(known) for key, known in schedule.items()}
 
 
 def laid_over(base: Raw, change: Raw) -> Raw:

@@ -5,7 +5,6 @@ The only file that imports mpi4py, and only when it is used.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import pickle
 import sys
@@ -18,10 +17,9 @@ from typing import Any, NoReturn
 import numpy as np
 
 from ..config import UserError
-from ..ops.tape import use_library
 from .ending import EndsJob, Timeout, finalise_at_exit, say
 from .files import write_box
-from .node_memory import Board, Shared, share
+from .node_memory import Shared, share
 from .ranks import (
     Array,
     RankFailure,
@@ -168,9 +166,6 @@ class World(Ranks):
         """Return the memory that the processes of a node share, if they do. Collective."""
         if self._shared is None:
             self._shared = share(self, self._share and self.virtual_ranks == 1)
-            shared = self._shared[0]
-            if shared is not None and len(shared.near) == self.processes - 1:
-                self.board = Board(self, shared)
         return self._shared[0]
 
     def part(
@@ -206,9 +201,9 @@ class World(Ranks):
             raise TypeError(f"broadcast: array is {type(array).__name__}: must be a NumPy array")
         if not array.flags.c_contiguous:
             raise ValueError(f"broadcast: array has strides {array.strides}: must be C-contiguous")
+        self.collective_bytes += array.nbytes
         for piece in pieces(array.reshape(-1).view(np.uint8)):
             self._complete(partial(self._comm.Ibcast, [piece, self._mpi.BYTE], 0), what)
-            self.collective_bytes += piece.size
 
     def gather(self, value: Any, what: str = "gather") -> list[Any]:
         """Return the small Python values of all processes in order. Collective.
@@ -305,14 +300,6 @@ class World(Ranks):
         """Return persistent requests to receive for a hosted rank from another process's."""
         return self._requests(self._comm.Recv_init, buffer, source, (source, rank, stream))
 
-    def handle(self, request: Any) -> int:
-        """Return the address of a request's handle, for the compiled calls of MPI."""
-        if not _library:
-            _library.append(ctypes.CDLL(self._mpi.__file__))
-            calls = (_library[0].MPI_Start, _library[0].MPI_Test)
-            use_library(*(ctypes.cast(call, ctypes.c_void_p).value or 0 for call in calls))
-        return int(self._mpi._addressof(request))
-
     def write_box(
         self, path: Path, offset: int, shape: Sequence[int], start: Sequence[int], box: Array
     ) -> None:
@@ -322,9 +309,9 @@ class World(Ranks):
         Where some write for others and fail, Open MPI 5 leaves those waiting: who failed then ends
         the job after the time-out.
         """
-        where = path, offset, shape, start
-        self.agree(_caught(lambda: check_box(*where, box)), "writing a file")
-        self.agree(write_box(self._mpi, self._comm, *where, box), "writing a file")
+        where = path, offset, shape, start, box
+        self.agree(_caught(lambda: check_box(*where)), "writing a file")
+        self.agree(write_box(self._mpi, self._comm, *where), "writing a file")
 
     def done(self, wait: Wait) -> bool:
         """Whether all requests are complete."""
@@ -371,11 +358,8 @@ class World(Ranks):
         return self._meet(error)
 
     def _look(self) -> None:
-        """Raise the error of a process that refused what others wait for, or MPI's of a death.
-
-        Who waits for a word in memory hears of a death here alone.
-        """
-        if self._damaged():
+        """Raise the error of a process that refused what others wait for, or MPI's of a death."""
+        if self._damaged():  # who waits for a word in memory hears of it here alone
             raise self._mpi.Exception(self._mpi.ERR_PROC_FAILED)
         if self._duplicate.Iprobe(self._mpi.ANY_SOURCE, self._most_tag):
             self.refusal, _ = self._meet(None)
@@ -384,8 +368,7 @@ class World(Ranks):
     def _meet(self, mine: Exception | None) -> tuple[Exception, bool]:
         told = None if mine is None else of_rank(self.rank, mine)
         try:
-            wait_s = min(self.timeout_s, REFUSAL_S)
-            return meet(self._duplicate, self._most_tag, told, wait_s)
+            return meet(self._duplicate, self._most_tag, told, min(self.timeout_s, REFUSAL_S))
         except TimeoutError as late:  # abort says which rank this is
             self.abort(f"{mine or 'another rank refused a call'}: {late}")
 
@@ -484,7 +467,6 @@ def _raise_first(errors: Sequence[Exception | None]) -> None:
             raise error
 
 
-_library: list[ctypes.CDLL] = []  # of MPI, as mpi4py has loaded it, once compiled code calls it
 _keyval: list[int] = []  # of the attribute that holds a communicator's world
 
 
@@ -504,9 +486,9 @@ def as_world(world_or_comm: Any) -> Ranks:
         return world_or_comm
     mpi = running_mpi()
     if not isinstance(world_or_comm, mpi.Intracomm):
+        given = type(world_or_comm).__name__
         raise TypeError(
-            f"as_world: {type(world_or_comm).__name__}: known are World, Loopback and an mpi4py "
-            "intra-communicator"
+            f"as_world: {given}: known are World, Loopback and an mpi4py intra-communicator"
         )
     if not _keyval:
         _keyval.append(mpi.Comm.Create_keyval(delete_fn=_forget))

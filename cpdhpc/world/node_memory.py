@@ -206,13 +206,14 @@ class Board:
     """Where all processes of a world, on one node, find out whether they are about to do the same.
 
     Without a message: each tells a number, and looks at those of the others.
+    has_failed: whether a guess was wrong, and the next answer stands
     """
 
     def __init__(self, world: Ranks, shared: Shared) -> None:
         self._world, self._processes = world, list(shared.boards)
         self._board = make_board((shared.board, *shared.boards.values()))
         self._found = 0
-        self._has_failed = False
+        self.has_failed = False
 
     def agrees(self, number: int, what: str, *, first: bool = False) -> bool:
         """Return whether all processes give the same number, which is not 0. Collective.
@@ -220,8 +221,8 @@ class Board:
         what: named in messages. first: where they do not, the next answer is that they do not:
         for a guess, before all that a call says is looked at
         """
-        if self._has_failed:
-            self._has_failed = False
+        if self.has_failed:
+            self.has_failed = False
             return False
         found = meet(self._board, number, LOOKS)
         if found == WAITING:
@@ -231,7 +232,7 @@ class Board:
             except Exception as error:
                 raise self._world.failure(error, what) or error from None
             found = self._found
-        self._has_failed = first and not found
+        self.has_failed = first and not found
         return bool(found)
 
     def Test(self) -> bool:
@@ -275,4 +276,20 @@ def share(world: Ranks, wanted: bool) -> tuple[Shared | None, str]:
         return None, problems[0]
     assert shared is not None, "else there is a problem"
     shared.lends = all(reads for _, reads in found)
+    if len(near) == world.processes - 1:
+        world.board = Board(world, shared)
     return shared, "memory that the processes of a node share"
+
+
+def empty_shared(world: Ranks, shape: int | Sequence[int]) -> Array:
+    """Return an array, float32[shape], that the processes of this node can read where it lies.
+
+    Prepared all-reduces of such arrays copy nothing for the others. Where memory cannot be shared
+    it is like any other. Its memory is the world's, until that is freed. Collective.
+    """
+    shared = world.shared()
+    like = np.empty(shape, np.float32)
+    if shared is None:
+        return like
+    taken: Array = shared.take(like.nbytes)
+    return taken.view(np.float32).reshape(like.shape)

@@ -285,10 +285,6 @@ class Ranks(ABC):
     def recv_init(self, source: int, rank: int, buffer: Array, stream: int = 0) -> list[Any]:
         """Return persistent requests to receive for a hosted rank from another process's."""
 
-    def handle(self, request: Any) -> int:
-        """Return the address of a request's handle, for the compiled calls of MPI."""
-        raise ValueError("Loopback: there is no request of MPI's")
-
     @abstractmethod
     def write_box(
         self, path: Path, offset: int, shape: Sequence[int], start: Sequence[int], box: Array

@@ -106,6 +106,17 @@ def test_a_prepared_call_that_never_comes(doomed, said):
     assert re.fullmatch(expected, zero) and one is None
 
 
+def test_a_call_that_is_known_and_never_comes(doomed, said):
+    """Ranks of a node agree through memory, and name who does not come."""
+    for _ in range(4):
+        allreduce(doomed, X, "e4m3", "tree")
+    assert doomed.board is not None
+    doomed.hurry()
+    zero, one = said(lambda: allreduce(doomed, X, "e4m3", "tree"), nothing)
+    assert re.fullmatch(r"rank 0 \| allreduce tree: waited [\d.]+ s for rank 1\n", zero)
+    assert one is None
+
+
 def test_a_gpu_that_is_never_done(doomed, said):
     with simulated() as (gpu, cupy):
         x = cupy.asarray(X)

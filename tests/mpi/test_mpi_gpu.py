@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from gpus import N, gradients, late, same
 
+from cpdhpc.bench.allreduce import cases_of_size
 from cpdhpc.collectives import rank_program
 from cpdhpc.collectives.allreduce import Allreduce, allreduce, simulate
 from cpdhpc.collectives.checks import NonFiniteGradient
@@ -148,6 +149,16 @@ def test_a_nan_on_one_rank_is_named_on_all(gpu):
         with pytest.raises(NonFiniteGradient) as caught:
             allreduce(world, late(gpu, x), wire, algorithm, segments=segments)
         assert caught.value.segments == ("b",) and caught.value.ranks == (world.processes - 1,)
+
+
+@pytest.mark.two_ranks
+def test_benchmarks_check_sums_on_the_gpu(gpu):
+    """Beside MPI_Allreduce, which takes GPU arrays as they are, or staged."""
+    cases = cases_of_size(gpu.world, 4096, [Allreduce("e4m3", "direct")], ["mpi"], "gpu")
+    assert isinstance(cases[0].out, gpu.cupy.ndarray)
+    cases[0].run()
+    assert np.array_equal(cases[0].out.get(), cases[0].data.total)
+    assert 0 < cases[1].error < 0.1
 
 
 def test_arrays_of_two_kinds_are_refused(gpu):

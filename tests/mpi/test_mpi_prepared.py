@@ -10,10 +10,10 @@ import pytest
 
 from cpdhpc.collectives import method as choices
 from cpdhpc.collectives import rank_program
-from cpdhpc.collectives.allreduce import Allreduce, simulate
+from cpdhpc.collectives.allreduce import Allreduce, allreduce, simulate
 from cpdhpc.collectives.checks import NonFiniteGradient
+from cpdhpc.collectives.known import KEPT, Recordings
 from cpdhpc.collectives.method import Segment
-from cpdhpc.collectives.recorded import KEPT, Recordings
 from cpdhpc.collectives.schedules import SCHEDULES
 from cpdhpc.formats import sum_bits
 from cpdhpc.world.mpi import World
@@ -114,6 +114,54 @@ def test_stochastic_rounding_has_the_bits_of_its_iteration(world, algorithm):
         if world.processes > 1:
             with pytest.raises(ValueError, match="arguments differ"):
                 prepared.run(iteration=world.process)
+
+
+def test_known_calls_differ_like_others(world):
+    """A call that is run at once meets others, errors and NaN: all ranks raise the same."""
+    own, n, me = World(timeout_s=world.timeout_s), 1500, world.process
+    xs, last = gradients(world.ranks, n), world.processes - 1
+    method, segments = Allreduce("e4m3", "direct", op="mean"), (Segment("w", 0, n),)
+    wanted = bits(simulate(xs, "e4m3", "direct", op="mean"))
+
+    def calls(**options):
+        known = len(own.cache.get(Recordings, Recordings).known)
+        plain = allreduce(own, xs[me], "e4m3", "direct", op="mean", **options)
+        reduced = method.run(own, [xs[me]], segments=segments, **options)
+        assert bits(plain) == bits(reduced.arrays[0]) == wanted
+        assert reduced[1:] == ((), (), "direct")
+        return known
+
+    assert [calls() for _ in range(4)][-1] == (3 if world.processes > 1 else 0)
+    calls(iteration=3)
+    in_place = xs[me].copy()
+    allreduce(own, in_place, "e4m3", "direct", op="mean", out=in_place)
+    assert bits(in_place) == wanted
+    different = [
+        lambda: allreduce(own, xs[me], "e4m3", "direct", op="mean", iteration=me // last),
+        lambda: allreduce(own, xs[me], "e4m3", "direct", op=("mean", "sum")[me // last]),
+        lambda: method.run(own, [xs[me][me // last :]], segments=segments if me < last else None),
+    ]
+    for call in different if last else []:
+        with pytest.raises(ValueError, match="arguments differ"):
+            call()
+        calls()
+    with pytest.raises(TypeError, match="float64"):
+        x = xs[me].astype(np.float64 if me == last else np.float32)
+        allreduce(own, x, "e4m3", "direct", op="mean")
+    calls()
+    bad = xs[me].copy()
+    bad[7] = np.nan if me == last else 0
+    for call, name in (
+        (lambda: allreduce(own, bad, "e4m3", "direct", op="mean", out=bad), "x"),
+        (lambda: method.run(own, [bad], segments=segments), "w"),
+    ):
+        before = bits(bad)
+        with pytest.raises(NonFiniteGradient) as caught:
+            call()
+        assert caught.value.segments == (name,) and caught.value.ranks == (last,)
+        assert bits(bad) == before
+    calls()
+    own.free()
 
 
 @pytest.mark.two_ranks

@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 from test_mpi_allreduce import assert_simulated, gradients
 
-from cpdhpc.collectives.allreduce import allreduce
+from cpdhpc.collectives.allreduce import Allreduce, allreduce, simulate
 from cpdhpc.collectives.rank_program import PIECES
 from cpdhpc.collectives.schedules import SCHEDULES
 from cpdhpc.world.mpi import World
+from cpdhpc.world.node_memory import empty_shared
 
 pytestmark = pytest.mark.mpi
 
@@ -50,6 +51,30 @@ def test_memory_is_shared_where_there_is_somebody(world, message_world):
         assert [i in shared.near for i in range(world.processes)] == [
             i != world.process for i in range(world.processes)
         ]
+
+
+@pytest.mark.parametrize("algorithm", SCHEDULES)
+def test_arrays_that_the_node_can_read(world, algorithm, monkeypatch):
+    """They are read where they lie, and a run ends when nobody reads them any more."""
+    monkeypatch.setattr("cpdhpc.collectives.recorded.PART_VALUES", 1024)
+    own, n = World(timeout_s=world.timeout_s), 70_001
+    x, out = empty_shared(own, (n,)), empty_shared(own, n)
+    assert x.dtype == np.float32 and x.shape == (n,) and x.flags.carray
+    plain = np.empty(n, np.float32)
+    for wire in ("raw", "e4m3"):
+        method = Allreduce(wire, algorithm, op="mean")
+        with method.prepare(own, [x], [out]) as prepared, method.prepare(own, [x], [x]) as inside:
+            for call in range(8):
+                xs = [np.roll(each, call) for each in gradients(own.ranks, n)]
+                x[:] = plain[:] = xs[own.process]
+                wanted = simulate(xs, wire, algorithm, op="mean")
+                same = [np.array_equal(prepared.run().arrays[0].view("u4"), wanted.view("u4"))]
+                same.append(np.array_equal(x, plain))
+                out[:] = -1
+                same.append(np.array_equal(inside.run().arrays[0].view("u4"), wanted.view("u4")))
+                x[:] = -1
+                assert own.gather(all(same), "verdict") == [True] * own.processes
+    own.free()
 
 
 def test_all_share_or_none(world):

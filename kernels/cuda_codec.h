@@ -1,0 +1,318 @@
+// The codec of tiles for the GPU, a warp a tile and a thread a lane, whose 32 values stay in
+// registers. Same names and meaning as in cpu_table.h; ops/gpu.py launches these kernels.
+//
+// It is compiled once for casts that come at run time, and for a cast of its own where
+// ops/cuda_source.py says so by CPD_FIXED_*: then the compiler knows all of a How but the table.
+#ifndef CPD_CUDA_CODEC_H
+#define CPD_CUDA_CODEC_H
+
+#include "items.h"
+
+#define CPD_WARPS 4                        // of a block
+#define CPD_COLUMN (CPD_TILE / CPD_LANES)  // values of a lane
+
+#ifdef CPD_FIXED_CAST
+#define CPD_UNROLL 32
+#else
+#define CPD_UNROLL 1  // a column lies in local memory: unrolled code would be long
+#endif
+
+namespace {
+
+const u32 ALL_LANES = 0xffffffffu;
+
+__device__ Cast load_cast(const int* numbers) {
+    return Cast{numbers[0],       numbers[1],       numbers[2],
+                (u32)numbers[3],  (u32)numbers[4],  (u32)numbers[5],
+                (u32)numbers[6],  (u32)numbers[7],  numbers[8],
+                numbers[9],       numbers[10],      (u32)numbers[11],
+                (u32)numbers[12], (u32)numbers[13], numbers[14] ? numbers + 15 : nullptr};
+}
+
+// Calls a function of a Way, or of whether the format is given by a table, as a constant.
+template <int N>
+struct Constant {
+    static constexpr int value = N;
+};
+template <class Body>
+__device__ void by_way(const Cast& cast, Body body) {
+    switch (way_of(cast)) {
+        case CPD_BY_NEAREST:
+            return body(Constant<CPD_BY_NEAREST>{});
+        case CPD_BY_ADDING:
+            return body(Constant<CPD_BY_ADDING>{});
+        case CPD_BY_DIRECTION:
+            return body(Constant<CPD_BY_DIRECTION>{});
+        case CPD_BY_TABLE:
+            return body(Constant<CPD_BY_TABLE>{});
+    }
+}
+template <class Body>
+__device__ void by_table(const Cast& cast, Body body) {
+    cast.table ? body(Constant<1>{}) : body(Constant<0>{});
+}
+
+__device__ int lane_of_thread() { return threadIdx.x % CPD_LANES; }
+
+// The first tile of this warp, and how far to the next.
+__device__ i64 first_tile() { return (i64)blockIdx.x * CPD_WARPS + threadIdx.x / CPD_LANES; }
+__device__ i64 tile_stride() { return (i64)gridDim.x * CPD_WARPS; }
+
+__device__ int values_of_tile(i64 n, i64 t) {
+    return n - t * CPD_TILE < CPD_TILE ? (int)(n - t * CPD_TILE) : CPD_TILE;
+}
+
+__device__ u32 warp_largest(u32 value) {
+    for (int step = CPD_LANES / 2; step; step /= 2)
+        value = max(value, __shfl_xor_sync(ALL_LANES, value, step));
+    return value;
+}
+
+__device__ u32 warp_sum(u32 value) {
+    for (int step = CPD_LANES / 2; step; step /= 2)
+        value += __shfl_xor_sync(ALL_LANES, value, step);
+    return value;
+}
+
+__device__ void write_counts(const Counts& c, u32* counts) {
+    u32 saturated = warp_sum(c.saturated);
+    u32 underflowed = warp_sum(c.underflowed);
+    u32 nonfinite = warp_sum(c.nonfinite);
+    if (lane_of_thread() == 0) {
+        counts[0] = saturated;
+        counts[1] = underflowed;
+        counts[2] = nonfinite;
+    }
+}
+
+// What a launch does: parts of a column have shifts of their own where blocks is not 0.
+struct How {
+    Cast cast;
+    int blocks;
+    bool fit, counted;
+
+    __device__ int parts() const { return blocks ? blocks : 1; }
+    __device__ int rows_of_part() const { return CPD_COLUMN / parts(); }
+    __device__ i64 words_of_tile() const { return CPD_LANES * width(cast); }
+    __device__ i64 shifts_of_tile() const { return CPD_SHIFTS_OF_TILE(blocks); }
+};
+
+__device__ How make_how(const int* cast_numbers, int blocks, bool fit, bool counted) {
+    Cast cast = load_cast(cast_numbers);
+#ifdef CPD_FIXED_CAST
+    cast = Cast{CPD_FIXED_CAST, CPD_FIXED_TABLE ? cast_numbers + 15 : nullptr};
+    blocks = CPD_FIXED_BLOCKS;
+#endif
+#ifdef CPD_FIXED_FIT
+    fit = CPD_FIXED_FIT, counted = CPD_FIXED_COUNTED;
+#endif
+    return How{cast, blocks, fit, counted};
+}
+
+// The values of a lane, and the shift of each part as it is stored.
+struct Column {
+    float rows[CPD_COLUMN];
+    u32 shifts[CPD_MOST_BLOCKS];
+};
+
+// Calls a function of 0 .. count - 1.
+template <class Body>
+__device__ __forceinline__ void each(int count, Body body) {
+#pragma unroll CPD_UNROLL
+    for (int i = 0; i < count; ++i) body(i);
+}
+
+// Whether row r of this lane is one of the n values of a tile.
+__device__ bool has_row(int r, int n) { return r * CPD_LANES < n - lane_of_thread(); }
+
+// Values from n on, where the last tile ends, read as zero and are not written.
+__device__ void load_column(Column& c, const float* x, int n) {
+    x += lane_of_thread();
+    if (n == CPD_TILE) {
+        each(CPD_COLUMN, [&](int r) { c.rows[r] = x[r * CPD_LANES]; });
+    } else {
+        each(CPD_COLUMN, [&](int r) { c.rows[r] = has_row(r, n) ? x[r * CPD_LANES] : 0.0f; });
+    }
+}
+
+__device__ void store_column(const Column& c, float* out, int n) {
+    out += lane_of_thread();
+    if (n == CPD_TILE) {
+        each(CPD_COLUMN, [&](int r) { out[r * CPD_LANES] = c.rows[r]; });
+    } else {
+        each(CPD_COLUMN, [&](int r) {
+            if (has_row(r, n)) out[r * CPD_LANES] = c.rows[r];
+        });
+    }
+}
+
+__device__ void clear_beyond(Column& c, int n) {
+    if (n == CPD_TILE) return;
+    each(CPD_COLUMN, [&](int r) {
+        if (!has_row(r, n)) c.rows[r] = 0.0f;
+    });
+}
+
+__device__ void load_shifts(const How& how, Column& c, const u8* shifts) {
+    if (how.blocks) shifts += lane_of_thread();
+    each(how.parts(), [&](int b) { c.shifts[b] = shifts[b * CPD_LANES]; });
+}
+
+// Chooses the shifts and writes them; returns whether no value of the warp will overflow.
+__device__ bool fit_column(const How& how, Column& c, u8* shifts) {
+    const int rows = how.rows_of_part(), lane = lane_of_thread();
+    u32 all = 0;
+    each(how.parts(), [&](int b) {
+        u32 most = 0;  // twice the magnitude: masked ones would be kept, in 32 registers more
+        each(rows, [&](int r) { most = max(most, bits_of(c.rows[b * rows + r]) << 1); });
+        most >>= 1;
+        if (!how.blocks) most = warp_largest(most);
+        c.shifts[b] = fitting_shifts(how.cast, most);
+        if (how.blocks || lane == 0) shifts[b * CPD_LANES + lane] = (u8)c.shifts[b];
+        all = larger(all, most);
+    });
+    return __ballot_sync(ALL_LANES, all <= largest_inside(how.cast)) == ALL_LANES;
+}
+
+template <int WAY, bool INSIDE>
+__device__ void pack_rows(const How& how, const Column& c, u32* words, Key key, u64 index,
+                          Counts& counts) {
+    const int rows = how.rows_of_part(), lane = lane_of_thread();
+    Packer packer = make_packer(words, lane);
+    each(how.parts(), [&](int b) {
+        u32 k = c.shifts[b] == CPD_SHIFT_NONFINITE ? 0 : c.shifts[b] - CPD_SHIFT_BIAS;
+        const auto e = make_encoder_of<WAY>(how.cast, k);
+        each(rows, [&](int r) {
+            const u64 i = index + ((b * rows + r) * CPD_LANES + lane);
+            put(packer,
+                encode_value<WAY, true, INSIDE>(how.cast, e, c.rows[b * rows + r], key, i, counts),
+                width(how.cast));
+        });
+    });
+}
+
+// Encodes a column and writes the tile's counts, if wanted.
+__device__ void encode_column(const How& how, Column& c, u8* shifts, u32* words, Key key, u64 index,
+                              u32* counts) {
+    Counts found = {};
+    bool inside = false;
+    if (how.fit)
+        inside = fit_column(how, c, shifts);
+    else
+        load_shifts(how, c, shifts);
+    by_way(how.cast, [&](auto way) {
+        constexpr bool knows = way.value == CPD_BY_NEAREST || way.value == CPD_BY_ADDING;
+        if (knows && inside)
+            pack_rows<way.value, knows>(how, c, words, key, index, found);
+        else
+            pack_rows<way.value, false>(how, c, words, key, index, found);
+    });
+    if (how.counted) write_counts(found, counts);
+}
+
+// Calls a function of each row's number and value.
+template <class Body>
+__device__ void decode_rows(const How& how, const Column& c, const u32* words, Body body) {
+    const int rows = how.rows_of_part();
+    Unpacker unpacker = make_unpacker(words, lane_of_thread());
+    by_table(how.cast, [&](auto table) {
+        constexpr bool is_table = table.value;
+        each(how.parts(), [&](int b) {
+            bool marked = c.shifts[b] == CPD_SHIFT_NONFINITE;
+            u32 k = marked ? 0 : c.shifts[b] - CPD_SHIFT_BIAS;
+            const auto scale = make_scale<is_table>(how.cast, k, marked);
+            each(rows, [&](int r) { body(b * rows + r, read(how.cast, scale, unpacker)); });
+        });
+    });
+}
+
+// Decodes a tile into out; nonfinite counts its values that are not finite.
+__device__ void decode_column(const How& how, Column& c, const u32* words, float* out, int n,
+                              I& nonfinite) {
+    decode_rows(how, c, words, [&](int r, float value) { c.rows[r] = value; });
+    clear_beyond(c, n);
+    each(CPD_COLUMN, [&](int r) { nonfinite += (bits_of(c.rows[r]) & 0x7fffffffu) >= CPD_INF; });
+    store_column(c, out, n);
+}
+
+// The sums of x and a decoded tile, zero from value n on.
+__device__ void sum_column(const How& how, Column& c, const u8* shifts, const u32* words,
+                           const float* x, int n) {
+    load_column(c, x, n);
+    load_shifts(how, c, shifts);
+    decode_rows(how, c, words, [&](int r, float value) { c.rows[r] = add(c.rows[r], value); });
+    clear_beyond(c, n);
+}
+
+}  // namespace
+
+// 64 registers a thread, so that an SM holds half the threads that it could.
+#define CPD_BOUNDED __launch_bounds__(CPD_WARPS* CPD_LANES, 8)
+
+extern "C" {
+
+#ifndef CPD_FIXED_FIT
+CPD_BOUNDED __global__ void decode_tiles(const int* cast_numbers, int blocks, const u32* words,
+                                         const u8* shifts, float* out, i64 n, u64* nonfinite) {
+    const How how = make_how(cast_numbers, blocks, false, false);
+    I count = 0;
+    for (i64 t = first_tile(); t * CPD_TILE < n; t += tile_stride()) {
+        Column c;
+        load_shifts(how, c, shifts + t * how.shifts_of_tile());
+        decode_column(how, c, words + t * how.words_of_tile(), out + t * CPD_TILE,
+                      values_of_tile(n, t), count);
+    }
+    if (count) atomicAdd(nonfinite, (u64)count);
+}
+
+CPD_BOUNDED __global__ void decode_add_tiles(const int* cast_numbers, int blocks, const u32* words,
+                                             const u8* shifts, const float* x, float* out, i64 n) {
+    const How how = make_how(cast_numbers, blocks, false, false);
+    for (i64 t = first_tile(); t * CPD_TILE < n; t += tile_stride()) {
+        Column c;
+        sum_column(how, c, shifts + t * how.shifts_of_tile(), words + t * how.words_of_tile(),
+                   x + t * CPD_TILE, values_of_tile(n, t));
+        store_column(c, out + t * CPD_TILE, values_of_tile(n, t));
+    }
+}
+#endif
+
+#if !defined(CPD_FIXED_CAST) || defined(CPD_FIXED_FIT)
+CPD_BOUNDED __global__ void encode_tiles(const int* cast_numbers, int blocks, int fit, u32 key_low,
+                                         u32 key_high, u64 offset, const float* x, i64 n,
+                                         u32* words, u8* shifts, u32* counts) {
+    const How how = make_how(cast_numbers, blocks, fit, counts);
+    const Key key{key_low, key_high};
+    for (i64 t = first_tile(); t * CPD_TILE < n; t += tile_stride()) {
+        Column c;
+        load_column(c, x + t * CPD_TILE, values_of_tile(n, t));
+        encode_column(how, c, shifts + t * how.shifts_of_tile(), words + t * how.words_of_tile(),
+                      key, offset + t * CPD_TILE, counts + 3 * t);
+    }
+}
+
+CPD_BOUNDED __global__ void decode_add_encode_tiles(const int* cast_numbers, int blocks, int fit,
+                                                    u32 key_low, u32 key_high, u64 offset,
+                                                    const u32* words_in, const u8* shifts_in,
+                                                    const float* x, i64 n, u32* words, u8* shifts,
+                                                    float* out, u64* nonfinite, u32* counts) {
+    const How how = make_how(cast_numbers, blocks, fit, counts);
+    const Key key{key_low, key_high};
+    I count = 0;
+    for (i64 t = first_tile(); t * CPD_TILE < n; t += tile_stride()) {
+        const i64 first = t * how.words_of_tile(), shift = t * how.shifts_of_tile();
+        Column c;
+        sum_column(how, c, shifts_in + shift, words_in + first, x + t * CPD_TILE,
+                   values_of_tile(n, t));
+        encode_column(how, c, shifts + shift, words + first, key, offset + t * CPD_TILE,
+                      counts + 3 * t);
+        if (out)  // a thread reads the words that it wrote itself
+            decode_column(how, c, words + first, out + t * CPD_TILE, values_of_tile(n, t), count);
+    }
+    if (count) atomicAdd(nonfinite, (u64)count);
+}
+#endif
+
+}  // extern "C"
+
+#endif
