@@ -19,6 +19,7 @@ from training import small_data
 
 from cpdhpc import store
 from cpdhpc.cli import main
+from cpdhpc.compress import Context, LowBit, State
 from cpdhpc.compress.bucket import Bucket
 from cpdhpc.config import validate
 from cpdhpc.precision import search as searching
@@ -39,6 +40,7 @@ from cpdhpc.train.fitting import build_model
 from cpdhpc.train.gradients import load
 from cpdhpc.train.job import Job
 from cpdhpc.world.mpi import World
+from cpdhpc.world.ranks import Loopback
 
 JOB = """
 [data]
@@ -129,6 +131,21 @@ def test_steps_save_the_most_bits_for_their_error() -> None:
     assert steps[1] == (0, 1, 0)  # 100,000 values in 16 bits fewer, without error
     for before, after in itertools.pairwise(steps):
         assert sum(np.subtract(after, before)) == 1
+
+
+def test_bits_are_those_that_travel_beside_other_layers() -> None:
+    """float32 fills up tiles too, where others have few bits: small layers are worth narrowing."""
+    bucket, sent = Bucket(("a.w", "a.b", "b.w"), ((200,), (8,), (3000,)), 1024), {}
+    rows = [np.ones(bucket.size, np.float32)] * 2
+    for wire in (RAW, "e5m10", "e4m3", "e2m0"):
+        method, world = LowBit(wire="e5m10", layers={"a": wire, "b": "e3m0"}), Loopback(2)
+        before = world.bytes_sent.copy()
+        method.aggregate(rows, bucket, Context(world, State(world.hosted, world.ranks)))
+        sent[wire] = 8 * float((world.bytes_sent - before).mean())  # 2 (p - 1) / p is 1
+    place = Place("a", (200, 8), 0, 0, (RAW,), (0.0,))
+    for wire, bits in sent.items():  # but for a shift a tile, and what tells layers apart
+        found = place.bits(wire) - place.bits("e2m0")
+        assert bits - sent["e2m0"] == pytest.approx(found, abs=8 * 64)
 
 
 @pytest.fixture(autouse=True)

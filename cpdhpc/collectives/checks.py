@@ -231,7 +231,7 @@ class NonFiniteGradient(ArithmeticError):
 
 def is_finite(x: Array) -> bool:
     """Whether all values of x, float32[n], are finite."""
-    return x.size == 0 or int(to_host(backend_of(x).amax_tiles(x).max())) < NONFINITE_BITS
+    return x.size == 0 or int(to_host(backend_of(x).amax_tiles(x)).max()) < NONFINITE_BITS
 
 
 def _names(ranks: Sequence[int]) -> str:

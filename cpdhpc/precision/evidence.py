@@ -63,10 +63,11 @@ class Place:
 
     def bits(self, name: str) -> int:
         """Return the bits of its values in a format; WIRE: of whole tiles as they travel."""
-        fmt = wire_format(name)
-        if self.tensor != WIRE or fmt is None:
+        if self.tensor != WIRE:
             return self.values * width(name)
-        return sum(8 * packed_bytes(n, fmt.bits) for n in self.sizes)
+        whole = [8 * packed_bytes(n, width(name)) for n in self.sizes]
+        last = 32 * self.sizes[-1] if name == RAW else whole[-1]  # nothing follows, alone at least
+        return sum(whole[:-1]) + last
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,8 @@ class Evidence:
         for tensor in dict.fromkeys(place.tensor for place in self.places):
             some = [(place, name) for place, name in pairs if place.tensor == tensor]
             found[tensor] = sum(p.bits(n) for p, n in some) / sum(p.values for p, _ in some)
+            if tensor == WIRE and all(name == RAW for _, name in some):
+                found[tensor] = 32.0  # without lowbit no tile is filled up
         return found
 
     def write(self, path: Path) -> None:

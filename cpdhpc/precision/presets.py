@@ -128,8 +128,8 @@ PRESETS: dict[str, Preset] = {
         ),
         "Courbariaux et al., Training deep neural networks with low precision multiplications, "
         "arXiv 1412.7024: dynamic fixed point, 10 bits and 12 for updates, overflow of 0.01 %",
-        "first scales of a run in more bits: here those of the first tensors, which training "
-        "outgrows (state exponent in rules of your own); an interval of 10,000 samples: here 100 "
+        "scales of a whole run in more bits, after which it begins anew: here of 100 calls in "
+        "float32, which go on; an interval of 10,000 samples: here 100 "
         "iterations; maxout and dropout",
     ),
 }

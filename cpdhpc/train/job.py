@@ -227,7 +227,7 @@ class Job(Section):
         return raw | {"train": preset.train | train}
 
     @model_validator(mode="after")
-    def _recorded_is_whole(self) -> Job:
+    def _plain_where_recorded_or_on_gpus(self) -> Job:
         usual = {
             "stages.count": self.stages.count == 1,
             "train.image_grid": self.train.image_grid == (1, 1),
@@ -237,25 +237,16 @@ class Job(Section):
         others = [key for key, is_usual in usual.items() if not is_usual]
         if self.record.number and others:
             raise ValueError(f"record: does not go with this {others[0]}")
+        others = [key for key in others if not key.startswith("adversarial")]
+        others += [] if self.precision.empty else ["precision"]
+        if self.train.device == "gpu" and others:
+            raise ValueError(f"train.device='gpu': does not go with this {others[0]}")
         return self
 
     @model_validator(mode="after")
     def _split_images_are_float32(self) -> Job:
         if self.train.image_grid != (1, 1) and not self.precision.empty:
             raise ValueError("precision: goes with train.image_grid=[1, 1] only")
-        return self
-
-    @model_validator(mode="after")
-    def _gpus_alone(self) -> Job:
-        usual = {
-            "stages.count": self.stages.count == 1,
-            "train.image_grid": self.train.image_grid == (1, 1),
-            "update": isinstance(self.update, ByAllreduce),
-            "precision": self.precision.empty,
-        }
-        others = [key for key, is_usual in usual.items() if not is_usual]
-        if self.train.device == "gpu" and others:
-            raise ValueError(f"train.device='gpu': does not go with this {others[0]}")
         return self
 
     @model_validator(mode="before")
