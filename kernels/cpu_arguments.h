@@ -19,7 +19,7 @@ struct Held {
     std::vector<PyObject*> objects;
 };
 
-// Where calls of this thread are written down instead of being done, see cpu_tape.h; or null.
+// Where calls of this thread are written down instead of being done, see cpu_call_list.h; or null.
 thread_local Held* recording = nullptr;
 
 // A buffer argument, released at the end of the scope; a recorded call keeps it. A copy, as a call

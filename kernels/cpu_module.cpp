@@ -11,7 +11,7 @@ const Loops* loops = &cpd_loops_portable;  // the fastest that this processor ru
 
 }  // namespace
 
-#include "cpu_tape_calls.h"  // the others' calls can be written down
+#include "cpu_call_list_calls.h"  // the others' calls can be written down
 //
 #include "cpu_integers_calls.h"
 #include "cpu_moves_calls.h"
@@ -249,16 +249,16 @@ PyMethodDef methods[] = {
     {"copy", copy, METH_VARARGS, nullptr},
     {"add", add, METH_VARARGS, nullptr},
     {"divide", divide, METH_VARARGS, nullptr},
-    {"make_tape", make_tape, METH_VARARGS, nullptr},
+    {"make_list", make_list, METH_VARARGS, nullptr},
     {"begin_segment", begin_segment, METH_VARARGS, nullptr},
     {"record", record, METH_VARARGS, nullptr},
     {"add_word", add_word, METH_VARARGS, nullptr},
     {"add_start", add_start, METH_VARARGS, nullptr},
     {"add_test", add_test, METH_VARARGS, nullptr},
     {"use_library", use_library, METH_VARARGS, nullptr},
-    {"run_tape", (PyCFunction)(void (*)(void))run_tape, METH_FASTCALL, nullptr},
-    {"resume_tape", resume_tape, METH_VARARGS, nullptr},
-    {"end_tape", end_tape, METH_VARARGS, nullptr},
+    {"run_list", (PyCFunction)(void (*)(void))run_list, METH_FASTCALL, nullptr},
+    {"resume_list", resume_list, METH_VARARGS, nullptr},
+    {"end_list", end_list, METH_VARARGS, nullptr},
     {"make_board", make_board, METH_O, nullptr},
     {"meet", meet, METH_VARARGS, nullptr},
     {"meet_again", meet_again, METH_VARARGS, nullptr},

@@ -56,7 +56,7 @@ from .recorded import Recording
 class Prepared:
     """An all-reduce of arrays that stay where they are; made by Allreduce.prepare. Collective.
 
-    is_fast: whether run is a tape, without the interpreter. It is where a call is the same
+    is_fast: whether run is a call list, without the interpreter. It is where a call is the same
         operations every time and needs no other collective: one rank a process, NumPy arrays, wire
         "raw", or a format with any scaling but "aps". Not fast are that, exact sums, rounding
         "stochastic", accumulate "kahan", gather with accumulate "float32", formats without NaN and
@@ -84,7 +84,7 @@ class Prepared:
 
     @property
     def is_fast(self) -> bool:
-        """Whether run is a tape."""
+        """Whether run is a call list."""
         return self._recording is not None
 
     def _record(self) -> None:

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..ops.call_list import OVERLAPS
 from ..ops.payloads import Array
-from ..ops.tape import OVERLAPS
 from ..world.ranks import Ranks
 from .checks import raise_nonfinite
 from .method import Method, Reduced, Segment, shift_bytes

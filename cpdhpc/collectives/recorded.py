@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from ..ops import tape
+from ..ops import call_list
+from ..ops.call_list import FEW_LOOKS, LOOKS, WAITING, Kernels
 from ..ops.payloads import Array
-from ..ops.tape import FEW_LOOKS, LOOKS, WAITING, Kernels
 from ..ops.threads import kernel_threads
 from ..world.mpi import World
 from ..world.node_memory import NOTE_BYTES, Shared
@@ -29,7 +29,7 @@ class Recording:
     Its program runs once for each part of the data, on a wire whose kernels are written down
     instead of done. So every schedule can be recorded. Payloads for processes of this node lie in
     memory that they share, and words there tell that they are ready; others go by persistent
-    requests. What is done later is the tape of all that, without the interpreter.
+    requests. What is done later is the call list of all that, without the interpreter.
     plan: of a method that repeats; its shifts may be overwritten from run to run
     x, out: float32[n], that do not overlap: what run takes by default
     what: named in messages; divisor: of the result, None for 1
@@ -74,21 +74,21 @@ class Recording:
         window = self.plan.schedule.window(self._world.ranks)
         slots = min(window, len(parts) * turns)
         self._ended = [self._word() for _ in range(slots)]
-        self._tape = tape.make_tape(self.x, self.out, tuple(self._all_ended()))
-        self._kernels = Kernels(self._tape, self.out)
+        self._list = call_list.make_list(self.x, self.out, tuple(self._all_ended()))
+        self._kernels = Kernels(self._list, self.out)
         pools = [BufferPool(self._take) for _ in range(slots)]
         wire = replace(self.plan.wire, kernels=self._kernels)
         plan = replace(self.plan, wire=wire, copy=self._kernels.copy)
         for number, part in enumerate(parts * turns):
             slot = number % slots
-            tape.begin_segment(self._tape, slot)
+            call_list.begin_segment(self._list, slot)
             pools[slot].rewind()
             self._record_part(plan, part, number, pools[slot])
         self._world_waits(self._notes)
         world = self._world
         sent = world.bytes_sent[:1], self._sent_bytes // turns
-        tape.end_tape(
-            self._tape, turns, self._lends, *sent, world.messages_sent[:1], self._sent // turns
+        call_list.end_list(
+            self._list, turns, self._lends, *sent, world.messages_sent[:1], self._sent // turns
         )
 
     def _parts(self) -> list[Piece]:
@@ -117,7 +117,7 @@ class Recording:
             self._send(exchange, number, pool, ends)
             received = self._receive(exchange, number, pool)
         for address, wait in ends:
-            tape.add_test(self._tape, address, self._label(wait))
+            call_list.add_test(self._list, address, self._label(wait))
         if self._divisor is not None:
             for start, stop in spans(self.plan, part):
                 values = self.out[start:stop]
@@ -142,7 +142,7 @@ class Recording:
                 self._kernels.copy(copy, payload)
                 note = self._shared.note(copy)
             word = self._word()
-            tape.add_word(self._tape, word, -1)
+            call_list.add_word(self._list, word, -1)
             message = np.concatenate([note, self._shared.note(word)])
             requests = self._world.isend(self._rank, to, message)
             self._notes.append(wait_to_send(requests, self._rank, self.what, exchange))
@@ -150,8 +150,8 @@ class Recording:
         self._fix(payload)
         for request in self._world.send_init(self._rank, to, payload, number):
             self._requests.append(request)
-            address = tape.handle_of(self._mpi, request)
-            tape.add_start(self._tape, address, False)
+            address = call_list.handle_of(self._mpi, request)
+            call_list.add_start(self._list, address, False)
             ends.append((address, wait_to_send([request], self._rank, self.what, exchange)))
 
     def _receive(self, exchange: Exchange, number: int, pool: BufferPool) -> Array:
@@ -166,16 +166,16 @@ class Recording:
             wait = wait_to_receive(requests, self._rank, self.what, exchange)
             self._world_waits([wait])
             word = self._shared.payload(note[NOTE_BYTES:])
-            tape.add_word(self._tape, word, self._label(wait))
+            call_list.add_word(self._list, word, self._label(wait))
             return self._shared.payload(note[:NOTE_BYTES])
         buffer = pool.take(exchange.nbytes) if exchange.place is None else exchange.place
         self._fix(buffer)
         for request in self._world.recv_init(source, self._rank, buffer, number):
             self._requests.append(request)
-            address = tape.handle_of(self._mpi, request)
-            tape.add_start(self._tape, address, True)
+            address = call_list.handle_of(self._mpi, request)
+            call_list.add_start(self._list, address, True)
             wait = wait_to_receive([request], self._rank, self.what, exchange)
-            tape.add_test(self._tape, address, self._label(wait))
+            call_list.add_test(self._list, address, self._label(wait))
         return buffer
 
     def _fix(self, message: Array) -> None:
@@ -233,7 +233,7 @@ class Recording:
             raise RuntimeError(f"{self.what}: is freed, or was ended by a failure")
         x, out = self.x if x is None else x, self.out if out is None else out
         try:
-            found = tape.run_tape(self._tape, kernel_threads(), LOOKS, x, out)
+            found = call_list.run_list(self._list, kernel_threads(), LOOKS, x, out)
             if found == WAITING:
                 self._world.wait_any([Wait([self], self._rank, self._reason)])
                 found = self._found
@@ -255,11 +255,11 @@ class Recording:
 
     def Test(self) -> bool:
         """Go on with the run under way; whether it is at its end: as a request of MPI's."""
-        self._found = tape.resume_tape(self._tape, FEW_LOOKS)
+        self._found = call_list.resume_list(self._list, FEW_LOOKS)
         return self._found != WAITING
 
     def _reason(self) -> str:
-        labels = tape.waits_of(self._tape)
+        labels = call_list.waits_of(self._list)
         if not labels:
             return f"{self.what}: waited {{:.1f}} s for the ranks of this node to have read a part"
         reason = self._waits[labels[0]].reason
@@ -276,7 +276,7 @@ class Recording:
 
     def free(self) -> None:
         """Free the requests, and memory that nobody reads; the recording cannot be run any more."""
-        if self._shared is not None and not self.freed and tape.is_read(self._tape):
+        if self._shared is not None and not self.freed and call_list.is_read(self._list):
             for each in self._taken:
                 self._shared.give_back(each)
         self.freed = True
@@ -284,4 +284,4 @@ class Recording:
         for request in self._requests:
             request.Free()
         self._requests, self._taken, self._waits = [], [], []
-        self._tape = None
+        self._list = None

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..ops.call_list import FEW_LOOKS, LOOKS, WAITING, absent_from, make_board, meet, meet_again
 from ..ops.cpu import load_acquire, read_memory, store_release
-from ..ops.tape import FEW_LOOKS, LOOKS, WAITING, absent_from, make_board, meet, meet_again
 from .ranks import Array, Ranks, Wait
 
 BLOCK_BYTES = 8 << 20  # the least that is asked of the system

@@ -57,7 +57,7 @@ def messages(world):
 
 @pytest.mark.parametrize("algorithm", SCHEDULES)
 def test_every_run_has_the_bits_of_the_simulation(world, messages, algorithm):
-    """Of a prepared one, and of plain ones: the first by the engine, then by a kept tape."""
+    """Of a prepared one, and of plain ones: the first by the engine, then by a kept call list."""
     worlds, fast = (world, messages), 0
     for number, method in enumerate(methods(algorithm, world.ranks)):
         world = worlds[number % 2]
@@ -84,7 +84,7 @@ def test_every_run_has_the_bits_of_the_simulation(world, messages, algorithm):
 
 @pytest.mark.parametrize("algorithm", SCHEDULES)
 def test_sizes_and_messages(world, messages, algorithm):
-    """The tape sends what the engine sends, to the byte; chunks without values send nothing."""
+    """The call list sends what the engine sends, to the byte; chunks without values send nothing."""
     for n in (0, 1, 1025, 1024 * world.ranks + 3):
         xs = gradients(world.ranks, n)
         for wire, way in product(("raw", "e2m1fn"), (world, messages)):
@@ -218,7 +218,7 @@ def test_hier_between_nodes(world, uneven):
             assert prepared.is_fast and bits(prepared.run().arrays[0]) == bits(wanted)
         for _ in range(3):
             assert bits(Allreduce(wire, "hier").run(own, [xs[own.rank]]).arrays[0]) == bits(wanted)
-    own.nodes = (0,) * own.ranks  # other nodes are other steps: the kept tape must not be used
+    own.nodes = (0,) * own.ranks  # other nodes are other steps: the kept call list must not be used
     got = Allreduce("raw", "hier").run(own, [xs[own.rank]]).arrays[0]
     assert bits(got) == bits(simulate(xs, "raw", "hier"))
     own.free()

@@ -26,7 +26,7 @@ def message_world(world):
 def test_memory_and_messages_agree(world, message_world, algorithm, accumulate, monkeypatch):
     """In many small pieces and parts, and calls after one another without a barrier.
 
-    The first call with a size is the engine's, later ones are a tape.
+    The first call with a size is the engine's, later ones are a call list.
     """
     monkeypatch.setattr("cpdhpc.collectives.rank_program.PIECE_VALUES", (4096, 8192))
     monkeypatch.setattr("cpdhpc.collectives.recorded.PART_VALUES", 1024)

@@ -1,13 +1,13 @@
-// Tapes: calls of kernels and messages that were written down once, and are run time after time
-// without the interpreter. A part of cpu_module.cpp; collectives/recorded.py writes them.
+// Call lists: calls of kernels and messages that were written down once, and are run time after
+// time without the interpreter. A part of cpu_module.cpp; collectives/recorded.py writes them.
 //
-// A tape has segments, parts of the data that are worked on by themselves. Of those that are under
+// A list has segments, parts of the data that are worked on by themselves. Of those that are under
 // way each goes on as far as what it waits for is there, the oldest first. A segment has a slot,
 // whose memory it shares with others: it begins when all processes of the node have ended the one
 // before in that slot. Its serial number is the same in all of them, and is what they tell each
 // other through words of shared memory: "this message lies there", "this slot is ended".
-#ifndef CPD_CPU_TAPE_H
-#define CPD_CPU_TAPE_H
+#ifndef CPD_CPU_CALL_LIST_H
+#define CPD_CPU_CALL_LIST_H
 
 #include <memory>
 
@@ -45,7 +45,7 @@ i64 word_of(const i64* word) { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
 
 const int SPINS = 200;  // looks before the core is given up
 
-struct Tape : Held {
+struct CallList : Held {
     std::vector<Segment> segments;
     std::vector<i64*> ended;                   // this process's words, by slot
     std::vector<std::vector<const i64*>> all;  // the words of all processes of the node, by slot
@@ -65,7 +65,7 @@ struct Tape : Held {
     int error = 0;  // of MPI
     Helpers* helping = nullptr;
 
-    ~Tape() {
+    ~CallList() {
         for (Py_buffer& view : views) PyBuffer_Release(&view);
         for (PyObject* object : objects) Py_DecRef(object);
     }
@@ -159,18 +159,18 @@ struct Tape : Held {
     }
 };
 
-Tape* recording_tape() { return static_cast<Tape*>(recording); }
+CallList* recording_list() { return static_cast<CallList*>(recording); }
 
 // As in_blocks and count_in_blocks; or the call is written down. The body must hold copies.
 template <class Work>
 PyObject* write_down(int threads, i64 n, const Work& body) {
-    Tape& tape = *recording_tape();
-    if (tape.segments.empty()) {
-        PyErr_SetString(PyExc_ValueError, "tape: has no segment yet");
+    CallList& list = *recording_list();
+    if (list.segments.empty()) {
+        PyErr_SetString(PyExc_ValueError, "call list: has no segment yet");
         return nullptr;
     }
     std::function<i64(const Block&)> kept(body);
-    tape.segments.back().steps.push_back(Step{KERNEL, tape.counts, n, 0, nullptr, std::move(kept)});
+    list.segments.back().steps.push_back(Step{KERNEL, list.counts, n, 0, nullptr, std::move(kept)});
     return PyLong_FromLong(0);
 }
 

@@ -1,5 +1,5 @@
-// The module's functions for tapes; a part of cpu_module.cpp, which includes it.
-#include "cpu_tape.h"
+// The module's functions for call lists; a part of cpu_module.cpp, which includes it.
+#include "cpu_call_list.h"
 
 namespace {
 
@@ -56,110 +56,113 @@ PyObject* divide(PyObject*, PyObject* args) {
     });
 }
 
-const char* const TAPE = "cpdhpc.tape";
+const char* const CALL_LIST = "cpdhpc.call_list";
 
-Tape* tape_of(PyObject* capsule) { return static_cast<Tape*>(PyCapsule_GetPointer(capsule, TAPE)); }
+CallList* list_of(PyObject* capsule) {
+    return static_cast<CallList*>(PyCapsule_GetPointer(capsule, CALL_LIST));
+}
 
-void drop_tape(PyObject* capsule) { delete tape_of(capsule); }
+void drop_list(PyObject* capsule) { delete list_of(capsule); }
 
-// A word that is shared, int64; its memory is held by the tape.
-bool keep_word(Tape& tape, PyObject* object, i64** word) {
+// A word that is shared, int64; its memory is held by the list.
+bool keep_word(CallList& list, PyObject* object, i64** word) {
     Py_buffer view;
     if (PyObject_GetBuffer(object, &view, PyBUF_WRITABLE)) return false;
-    tape.views.push_back(view);
+    list.views.push_back(view);
     *word = static_cast<i64*>(view.buf);
     if (view.len == 8 && (uintptr_t)view.buf % 8 == 0) return true;
-    PyErr_SetString(PyExc_ValueError, "tape: a word must have 8 bytes, aligned");
+    PyErr_SetString(PyExc_ValueError, "call list: a word must have 8 bytes, aligned");
     return false;
 }
 
-// make_tape(x, out, slots): an empty tape for arrays like x and out; slots: for each a tuple of
+// make_list(x, out, slots): an empty list for arrays like x and out; slots: for each a tuple of
 // the words that tell up to where the processes of the node are, this process's first.
-PyObject* make_tape(PyObject*, PyObject* args) {
+PyObject* make_list(PyObject*, PyObject* args) {
     Buffer x, out;
     PyObject* slots;
     if (!PyArg_ParseTuple(args, "y*w*O!", &x.view, &out.view, &PyTuple_Type, &slots))
         return nullptr;
-    Tape* tape = new Tape();
-    PyObject* capsule = PyCapsule_New(tape, TAPE, drop_tape);
-    if (!capsule) return delete tape, nullptr;
+    CallList* list = new CallList();
+    PyObject* capsule = PyCapsule_New(list, CALL_LIST, drop_list);
+    if (!capsule) return delete list, nullptr;
     const Buffer* arrays[] = {&x, &out};
     for (int i = 0; i < 2; ++i) {
-        tape->low[i] = tape->now[i] = arrays[i]->at<u8>(0);
-        tape->high[i] = tape->low[i] + arrays[i]->view.len;
+        list->low[i] = list->now[i] = arrays[i]->at<u8>(0);
+        list->high[i] = list->low[i] + arrays[i]->view.len;
     }
     for (Py_ssize_t i = 0; i < PyTuple_Size(slots); ++i) {
         PyObject* words = PyTuple_GetItem(slots, i);
         const Py_ssize_t count = PyTuple_Size(words);
-        tape->all.emplace_back();
+        list->all.emplace_back();
         for (Py_ssize_t j = 0; j < count; ++j) {
             i64* word;
-            if (!keep_word(*tape, PyTuple_GetItem(words, j), &word))
+            if (!keep_word(*list, PyTuple_GetItem(words, j), &word))
                 return Py_DecRef(capsule), nullptr;
-            tape->all.back().push_back(word);
-            if (j == 0) tape->ended.push_back(word);
+            list->all.back().push_back(word);
+            if (j == 0) list->ended.push_back(word);
         }
         if (count < 1) {
-            if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "tape: a slot has no word");
+            if (!PyErr_Occurred())
+                PyErr_SetString(PyExc_ValueError, "call list: a slot has no word");
             return Py_DecRef(capsule), nullptr;
         }
-        tape->used.push_back(0);
+        list->used.push_back(0);
     }
     return capsule;
 }
 
-// begin_segment(tape, slot): what is written down from here on belongs to a new segment.
+// begin_segment(list, slot): what is written down from here on belongs to a new segment.
 PyObject* begin_segment(PyObject*, PyObject* args) {
     PyObject* capsule;
     long long slot;
     if (!PyArg_ParseTuple(args, "OL", &capsule, &slot)) return nullptr;
-    Tape* tape = tape_of(capsule);
-    if (!tape) return nullptr;
-    if (slot < 0 || slot >= (long long)tape->all.size())
-        return PyErr_Format(PyExc_ValueError, "tape: slot %lld: there is none", slot);
-    tape->segments.emplace_back();
-    tape->segments.back().slot = slot;
+    CallList* list = list_of(capsule);
+    if (!list) return nullptr;
+    if (slot < 0 || slot >= (long long)list->all.size())
+        return PyErr_Format(PyExc_ValueError, "call list: slot %lld: there is none", slot);
+    list->segments.emplace_back();
+    list->segments.back().slot = slot;
     Py_RETURN_NONE;
 }
 
-// record(tape, counts): kernels that this thread calls from here on are written down; counts:
+// record(list, counts): kernels that this thread calls from here on are written down; counts:
 // whether what they find not finite is in the result. record(None, False): they are done again.
 PyObject* record(PyObject*, PyObject* args) {
     PyObject* capsule;
     int counts;
     if (!PyArg_ParseTuple(args, "Op", &capsule, &counts)) return nullptr;
-    Tape* tape = capsule == Py_None ? nullptr : tape_of(capsule);
-    if (!tape && capsule != Py_None) return nullptr;
-    if (tape) tape->counts = counts;
-    recording = tape;
+    CallList* list = capsule == Py_None ? nullptr : list_of(capsule);
+    if (!list && capsule != Py_None) return nullptr;
+    if (list) list->counts = counts;
+    recording = list;
     Py_RETURN_NONE;
 }
 
-PyObject* add_step(Tape* tape, Step step, bool in_front) {
-    if (!tape) return nullptr;
-    if (tape->segments.empty()) {
-        PyErr_SetString(PyExc_ValueError, "tape: has no segment yet");
+PyObject* add_step(CallList* list, Step step, bool in_front) {
+    if (!list) return nullptr;
+    if (list->segments.empty()) {
+        PyErr_SetString(PyExc_ValueError, "call list: has no segment yet");
         return nullptr;
     }
-    Segment& segment = tape->segments.back();
+    Segment& segment = list->segments.back();
     auto place = in_front ? segment.steps.begin() + (long)segment.starts++ : segment.steps.end();
     segment.steps.insert(place, std::move(step));
     Py_RETURN_NONE;
 }
 
-// add_word(tape, word, label): tells others by a word that a message is there, where label is
+// add_word(list, word, label): tells others by a word that a message is there, where label is
 // negative; else waits for it.
 PyObject* add_word(PyObject*, PyObject* args) {
     PyObject *capsule, *object;
     long long label;
     if (!PyArg_ParseTuple(args, "OOL", &capsule, &object, &label)) return nullptr;
-    Tape* tape = tape_of(capsule);
+    CallList* list = list_of(capsule);
     i64* word;
-    if (!tape || !keep_word(*tape, object, &word)) return nullptr;
-    return add_step(tape, Step{label < 0 ? TELL : HEAR, false, 0, label, word, {}}, false);
+    if (!list || !keep_word(*list, object, &word)) return nullptr;
+    return add_step(list, Step{label < 0 ? TELL : HEAR, false, 0, label, word, {}}, false);
 }
 
-// add_start(tape, address, first), add_test(tape, address, label): start a request of MPI's, in
+// add_start(list, address, first), add_test(list, address, label): start a request of MPI's, in
 // front of the segment or here, and wait for it. address: of the handle, which the caller keeps.
 PyObject* add_start(PyObject*, PyObject* args) {
     PyObject* capsule;
@@ -167,7 +170,7 @@ PyObject* add_start(PyObject*, PyObject* args) {
     int first;
     if (!PyArg_ParseTuple(args, "OKp", &capsule, &address, &first)) return nullptr;
     void* request = reinterpret_cast<void*>(static_cast<uintptr_t>(address));
-    return add_step(tape_of(capsule), Step{START, false, 0, 0, request, {}}, first);
+    return add_step(list_of(capsule), Step{START, false, 0, 0, request, {}}, first);
 }
 
 PyObject* add_test(PyObject*, PyObject* args) {
@@ -176,7 +179,7 @@ PyObject* add_test(PyObject*, PyObject* args) {
     long long label;
     if (!PyArg_ParseTuple(args, "OKL", &capsule, &address, &label)) return nullptr;
     void* request = reinterpret_cast<void*>(static_cast<uintptr_t>(address));
-    return add_step(tape_of(capsule), Step{TEST, false, 0, label, request, {}}, false);
+    return add_step(list_of(capsule), Step{TEST, false, 0, label, request, {}}, false);
 }
 
 // use_library(start, test): the addresses of MPI_Start and MPI_Test.
@@ -191,82 +194,83 @@ PyObject* use_library(PyObject*, PyObject* args) {
 const i64 WAITING = -1, OVERLAPS = -2;
 
 // What a run has come to: how many values are not finite, or WAITING.
-PyObject* go_on(Tape* tape, i64 threads, i64 looks) {
+PyObject* go_on(CallList* list, i64 threads, i64 looks) {
     if (threads > 1) {
-        tape->helping = &helpers();
+        list->helping = &helpers();
         try {
-            tape->helping->start((int)threads - 1);
+            list->helping->start((int)threads - 1);
         } catch (const std::system_error& error) {
             return PyErr_Format(PyExc_RuntimeError, "threads: %lld asked for: %s",
                                 (long long)threads, error.what());
         }
     }
-    tape->threads = threads;
+    list->threads = threads;
     {
         Unlocked unlocked;
-        tape->run(looks);
+        list->run(looks);
     }
-    if (tape->error) return PyErr_Format(PyExc_RuntimeError, "tape: MPI error %d", tape->error);
-    return PyLong_FromLongLong(tape->is_over() ? tape->bad : WAITING);
+    if (list->error)
+        return PyErr_Format(PyExc_RuntimeError, "call list: MPI error %d", list->error);
+    return PyLong_FromLongLong(list->is_over() ? list->bad : WAITING);
 }
 
-// end_tape(tape, turns, lends, bytes_sent, bytes, messages_sent, messages): nothing is written down
+// end_list(list, turns, lends, bytes_sent, bytes, messages_sent, messages): nothing is written down
 // any more; a run does one of so many equal parts by turns, and adds what it sends to two counters;
 // lends: it waits for those who read x or out.
-PyObject* end_tape(PyObject*, PyObject* args) {
+PyObject* end_list(PyObject*, PyObject* args) {
     PyObject *capsule, *counters[2];
     long long turns, amounts[2];
     int lends;
     if (!PyArg_ParseTuple(args, "OLpOLOL", &capsule, &turns, &lends, &counters[0], &amounts[0],
                           &counters[1], &amounts[1]))
         return nullptr;
-    Tape* tape = tape_of(capsule);
-    if (!tape) return nullptr;
-    if (turns < 1 || tape->segments.size() % (size_t)turns)
-        return PyErr_Format(PyExc_ValueError, "tape: %lld turns: cannot be", turns);
-    tape->turns = (size_t)turns, tape->lends = lends;
+    CallList* list = list_of(capsule);
+    if (!list) return nullptr;
+    if (turns < 1 || list->segments.size() % (size_t)turns)
+        return PyErr_Format(PyExc_ValueError, "call list: %lld turns: cannot be", turns);
+    list->turns = (size_t)turns, list->lends = lends;
     for (int i = 0; i < 2; ++i) {
-        if (!keep_word(*tape, counters[i], &tape->sent[i].counter)) return nullptr;
-        tape->sent[i].amount = amounts[i];
+        if (!keep_word(*list, counters[i], &list->sent[i].counter)) return nullptr;
+        list->sent[i].amount = amounts[i];
     }
     Py_RETURN_NONE;
 }
 
-// run_tape(tape, threads, looks, x, out): does what is written on x and out; returns how many
+// run_list(list, threads, looks, x, out): does what is written on x and out; returns how many
 // values of the result are not finite, WAITING where what it waits for did not come in so many
 // looks, or OVERLAPS, with nothing done, where out has memory of x.
 // Raises RuntimeError for an error of MPI, ValueError for arrays of another size.
-PyObject* run_tape(PyObject*, PyObject* const* args, Py_ssize_t count) {
+PyObject* run_list(PyObject*, PyObject* const* args, Py_ssize_t count) {
     if (count != 5) {
-        PyErr_SetString(PyExc_TypeError, "run_tape: 5 arguments are needed");
+        PyErr_SetString(PyExc_TypeError, "run_list: 5 arguments are needed");
         return nullptr;
     }
-    Tape* tape = tape_of(args[0]);
+    CallList* list = list_of(args[0]);
     const i64 threads = PyLong_AsLongLong(args[1]), looks = PyLong_AsLongLong(args[2]);
     Buffer arrays[2];
-    if (!tape || PyErr_Occurred() || PyObject_GetBuffer(args[3], &arrays[0].view, PyBUF_SIMPLE) ||
+    if (!list || PyErr_Occurred() || PyObject_GetBuffer(args[3], &arrays[0].view, PyBUF_SIMPLE) ||
         PyObject_GetBuffer(args[4], &arrays[1].view, PyBUF_WRITABLE))
         return nullptr;
     u8 *x = arrays[0].at<u8>(0), *out = arrays[1].at<u8>(0);
     for (int i = 0; i < 2; ++i)
-        if (!has_length(arrays[i], i ? "out" : "x", tape->high[i] - tape->low[i])) return nullptr;
-    if (!tape->is_over()) {
-        PyErr_SetString(PyExc_ValueError, "run_tape: a run is under way");
+        if (!has_length(arrays[i], i ? "out" : "x", list->high[i] - list->low[i])) return nullptr;
+    if (!list->is_over()) {
+        PyErr_SetString(PyExc_ValueError, "run_list: a run is under way");
         return nullptr;
     }
     if (x < out + arrays[1].view.len && out < x + arrays[0].view.len)
         return PyLong_FromLongLong(OVERLAPS);
-    tape->begin(x, out);
-    return go_on(tape, threads, looks);
+    list->begin(x, out);
+    return go_on(list, threads, looks);
 }
 
-// resume_tape(tape, looks): goes on with the run under way.
-PyObject* resume_tape(PyObject*, PyObject* args) {
+// resume_list(list, looks): goes on with the run under way.
+PyObject* resume_list(PyObject*, PyObject* args) {
     PyObject* capsule;
     long long looks;
     if (!PyArg_ParseTuple(args, "OL", &capsule, &looks)) return nullptr;
-    Tape* tape = tape_of(capsule);
-    return tape ? go_on(tape, tape->threads, looks) : nullptr;
+    CallList* list = list_of(capsule);
+    return list ? go_on(list, list->threads, looks) : nullptr;
 }
 
 // Boards: where the processes of a node find out whether all give the same number, as a digest of
@@ -381,19 +385,19 @@ PyObject* absent_from(PyObject*, PyObject* capsule) {
     return places;
 }
 
-// is_read(tape): whether all processes have ended what this one has begun.
+// is_read(list): whether all processes have ended what this one has begun.
 PyObject* is_read(PyObject*, PyObject* capsule) {
-    Tape* tape = tape_of(capsule);
-    if (!tape) return nullptr;
-    return PyBool_FromLong(tape->is_over() && tape->is_read());
+    CallList* list = list_of(capsule);
+    if (!list) return nullptr;
+    return PyBool_FromLong(list->is_over() && list->is_read());
 }
 
-// waits_of(tape): the labels of what the run under way waits for; none where it waits for a slot.
+// waits_of(list): the labels of what the run under way waits for; none where it waits for a slot.
 PyObject* waits_of(PyObject*, PyObject* capsule) {
-    Tape* tape = tape_of(capsule);
-    PyObject* labels = tape ? PyList_New(0) : nullptr;
-    for (size_t i = 0; labels && i < tape->under_way.size(); ++i) {
-        const Segment& segment = *tape->under_way[i];
+    CallList* list = list_of(capsule);
+    PyObject* labels = list ? PyList_New(0) : nullptr;
+    for (size_t i = 0; labels && i < list->under_way.size(); ++i) {
+        const Segment& segment = *list->under_way[i];
         PyObject* label = PyLong_FromLongLong(segment.steps[segment.next].label);
         if (!label || PyList_Append(labels, label)) Py_CLEAR(labels);
         Py_XDECREF(label);

@@ -1,7 +1,7 @@
-"""Tapes: kernels and messages written down once, and run time after time without the interpreter.
+"""Call lists: kernels and messages written down once, and run time after time without the interpreter.
 
-kernels/cpu_tape_calls.h says what each of the compiled functions does. A run that waits goes on by
-resume_tape, and a board by meet_again: as MPI's requests are tested.
+kernels/cpu_call_list_calls.h says what each of the compiled functions does. A run that waits goes on by
+resume_list, and a board by meet_again: as MPI's requests are tested.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from .._cpu import (
     add_test,
     add_word,
     begin_segment,
-    end_tape,
+    end_list,
     is_read,
     make_board,
-    make_tape,
+    make_list,
     meet,
     meet_again,
-    resume_tape,
-    run_tape,
+    resume_list,
+    run_list,
     waits_of,
 )
 from . import cpu
@@ -44,19 +44,19 @@ __all__ = [
     "add_test",
     "add_word",
     "begin_segment",
-    "end_tape",
+    "end_list",
     "handle_of",
     "is_read",
     "make_board",
-    "make_tape",
+    "make_list",
     "meet",
     "meet_again",
-    "resume_tape",
-    "run_tape",
+    "resume_list",
+    "run_list",
     "waits_of",
 ]
 
-WAITING, OVERLAPS = -1, -2  # as cpu_tape_calls.h has them
+WAITING, OVERLAPS = -1, -2  # as cpu_call_list_calls.h has them
 LOOKS, FEW_LOOKS = 20_000, 100  # in vain, before the world waits; and each time that it looks
 
 
@@ -78,11 +78,11 @@ def handle_of(mpi: Any, request: Any) -> int:
 class Kernels:
     """Stands for the kernels of a wire, and has what is asked of them written down.
 
-    tape: of make_tape, with a segment; out: its result, where what is not finite counts
+    calls: of make_list, with a segment; out: its result, where what is not finite counts
     """
 
-    def __init__(self, tape: Any, out: Array) -> None:
-        self._tape, self._out = tape, out
+    def __init__(self, calls: Any, out: Array) -> None:
+        self._list, self._out = calls, out
 
     def __getattr__(self, name: str) -> Callable[..., int]:
         return partial(self._write, getattr(cpu, name))
@@ -103,7 +103,7 @@ class Kernels:
         """Write down a call, unless it is about nothing; return 0, as nothing is found yet."""
         if all(each.size for each in arguments if isinstance(each, np.ndarray)):
             out = options.get("out")
-            _cpu.record(self._tape, out is not None and np.may_share_memory(out, self._out))
+            _cpu.record(self._list, out is not None and np.may_share_memory(out, self._out))
             try:
                 kernel(*arguments, **options)
             finally:
