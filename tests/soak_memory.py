@@ -16,7 +16,8 @@ from cpdhpc.world.mpi import World
 from cpdhpc.world.node_memory import Shared
 
 # What is no leak. Buffers that are kept grow until the largest of each kind has been drawn, which
-# took 25 minutes of 30; objects until all caches of formats, methods and call lists are full, as long.
+# took 25 minutes of 30; objects until all caches of formats, methods and call lists are full,
+# as long.
 PAGE_BYTES = 4096
 SHARE, GROWTH = 0.02, {"kept_mib": 256, "other_mib": 8, "objects": 5000}
 

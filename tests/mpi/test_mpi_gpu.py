@@ -116,7 +116,7 @@ def test_virtual_ranks(gpu, algorithm):
 
 
 def test_prepared(gpu):
-    """There are no call lists of GPU arrays: each run is a whole call, on what the array holds then."""
+    """Of GPU arrays there are no call lists: each run is a whole call, on what they hold then."""
     world, xs = gpu.world, gradients(gpu.world.ranks)
     for wire in ("raw", "e4m3"):
         x = gpu.cupy.zeros(N, np.float32)

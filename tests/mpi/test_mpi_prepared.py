@@ -84,7 +84,8 @@ def test_every_run_has_the_bits_of_the_simulation(world, messages, algorithm):
 
 @pytest.mark.parametrize("algorithm", SCHEDULES)
 def test_sizes_and_messages(world, messages, algorithm):
-    """The call list sends what the engine sends, to the byte; chunks without values send nothing."""
+    """The call list sends what the engine sends, to the byte;
+    chunks without values send nothing."""
     for n in (0, 1, 1025, 1024 * world.ranks + 3):
         xs = gradients(world.ranks, n)
         for wire, way in product(("raw", "e2m1fn"), (world, messages)):
