@@ -417,6 +417,6 @@ def policy(evidence: Evidence, asked: Asked) -> str:
     pairs = zip(evidence.places, evidence.found, strict=True)
     narrow = any(place.tensor == WIRE and name != RAW for place, name in pairs)
     if asked.wire and not narrow:
-        lines.append("# gradients: nothing sends fewer bytes than float32, aggregator = \"none\"")
+        lines.append('# gradients: nothing sends fewer bytes than float32, aggregator = "none"')
     rules = rules_of(evidence.places, evidence.found, wires=narrow)
     return "\n".join(lines) + "\n" + dump_toml({"precision": {"rule": rules}})

@@ -133,14 +133,14 @@ def _section(
         beyond = [x for x, (_, one) in zip(series[-1].x, line, strict=True) if not one.wire]
         if beyond:
             top = [most + 1.5] * len(beyond)
-            series.append(Series("", replace(style, marker="^"), beyond, top, join="none"))
+            series.append(Series("", replace(style, marker="+"), beyond, top, join="none"))
     axes = Axis("batch", "log2", ticks=batches), Axis("bits needed", limits=(0, most + 3))
     chart = Chart(
         "bits_by_batch",
         "Bits that gradients need, by batch",
         [
             f"At most {tolerance:g} point{'s' * (tolerance != 1)} below float32 at the same batch. "
-            "Triangles at the top: more bits. No mark: not measured."
+            "+ at the top: more bits. No mark: not measured."
         ],
         told,
         [Panel("", *axes, series)],
