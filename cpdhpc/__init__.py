@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from .collectives.allreduce import allreduce as allreduce
     from .collectives.allreduce import simulate as simulate
     from .collectives.checks import NonFiniteGradient as NonFiniteGradient
+    from .collectives.recorded import empty_shared as empty_shared
     from .formats import Cast as Cast
     from .formats import FloatFormat as FloatFormat
     from .formats import parse_format as parse_format
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from .ops import set_kernel_threads as set_kernel_threads
     from .world.gpu_messages import use_gpu as use_gpu
     from .world.mpi import World as World
-    from .world.node_memory import empty_shared as empty_shared
     from .world.ranks import RankFailure as RankFailure
 
 __version__ = "0.2.0"
@@ -33,7 +33,7 @@ _EXPORTS = {  # public name -> the module that has it, imported when first asked
     "World": "cpdhpc.world.mpi",
     "allreduce": "cpdhpc.collectives.allreduce",
     "decode": "cpdhpc.arrays",
-    "empty_shared": "cpdhpc.world.node_memory",
+    "empty_shared": "cpdhpc.collectives.recorded",
     "encode": "cpdhpc.arrays",
     "kernel_threads": "cpdhpc.ops",
     "pack": "cpdhpc.arrays",

@@ -12,12 +12,13 @@ from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Self
+from weakref import finalize
 
 import numpy as np
-import numpy.typing as npt
 
 from ..formats import SHARED, Format, Overflow, Rounding
 from ..ops import backend_of, on_gpu, to_host
+from ..ops.payloads import Array
 from ..world.gpu_messages import carrier_of
 from ..world.mpi import as_world
 from ..world.ranks import Loopback, Ranks
@@ -95,6 +96,7 @@ class Prepared:
         plan = method.plan(world.nodes, flat, self._parts, shifts, 0)
         what, divisor = f"allreduce {method.algorithm}", method.divisor(world.ranks)
         self._recording = Recording(world, plan, flat, total.reshape(-1), what, divisor)
+        finalize(self, self._recording.drop)
         self._copies = total is not out  # what is found not finite must leave x alone
         self._reduced = Reduced(
             tuple(self._outs), tuple(shifts[0]), tuple(shifts[1]), method.algorithm
@@ -132,7 +134,10 @@ class Prepared:
         return method.reduce(world, self._xs, self._outs, self._parts, iteration)
 
     def free(self) -> None:
-        """Free the requests; after that only run is an error. Of this process: not collective."""
+        """Free the requests; after that only run is an error. Of this process: not collective.
+
+        What is dropped is freed, too. Memory of the node is used again once all have freed it.
+        """
         self._freed = True
         if self._recording is not None:
             self._recording.free()
@@ -419,10 +424,10 @@ def allreduce(
         for the algorithm's own: float32 for direct and hier, requantise for the others. ring,
         rhd, tree and dbtree know requantise only, and hier rounds between nodes whatever happens
         inside them; for wire "raw" requantise and float32 are the same.
-        "exact", in every algorithm: contributions are rounded to one grid for all ranks, and their
-        integer sums travel unrounded, as wide as they need, and become float32 at the end. No
-        order changes a bit of the result. Integers know only this, float formats where scaling
-        is "aps", "static:K" or "none" and the sums take at most 32 bits.
+        "exact", in all algorithms but "mpi" and wires but "raw": contributions are rounded to one
+        grid for all ranks; their integer sums travel unrounded and become float32 at the end: no
+        order changes a bit of the result. Integers know only this, float formats where scaling is
+        "aps", "static:K" or "none" and the sums take at most 32 bits.
     op: "mean" divides the sum by the number of ranks, in float32
     out: float32, like x, for the result, and returned. Default: a new array of x's kind. Where it
         shares memory with x, x is untouched on error, at the price of one more copy; else it then
@@ -480,9 +485,6 @@ def allreduce(
         return out
     result = reduced.arrays[0]
     return result if not given or given[0] is xs[0] else sys.modules["torch"].from_numpy(result)
-
-
-Array = npt.NDArray[Any]
 
 
 def simulate(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,9 +13,9 @@ from ..ops import call_list
 from ..ops.call_list import FEW_LOOKS, LOOKS, WAITING, Kernels
 from ..ops.payloads import Array
 from ..ops.threads import kernel_threads
-from ..world.mpi import World
+from ..world.mpi import World, as_world
 from ..world.node_memory import NOTE_BYTES, Shared
-from ..world.ranks import Ranks, Wait
+from ..world.ranks import Ranks, Wait, check_whole
 from .engine import BufferPool, Exchange, fresh, give_up, wait_to_receive, wait_to_send
 from .rank_program import Piece, Plan, program, spans
 
@@ -54,16 +55,18 @@ class Recording:
         self._divisor = divisor
         self._shared: Shared | None = world.shared()
         self._near = {} if self._shared is None else self._shared.near
+        self._lease = 0 if self._shared is None else self._shared.open_lease()
         self._taken: list[Array] = []  # of the memory that is shared
         self._requests: list[Any] = []
         self._notes: list[Wait] = []  # of where payloads lie, on their way
         self._waits: list[Wait] = []  # by label
         self._found, self._lends = 0, False
+        world.cache.free_dropped()
         try:
             self._record()
         except Exception as error:
             give_up(world, error, what)
-        if self._requests or self._taken:
+        if self._requests or self._shared is not None:
             world.cache.hold(self)
 
     def _record(self) -> None:
@@ -215,9 +218,10 @@ class Recording:
         if self._shared is None:
             return [(word,) for word in self._ended]
         notes = [self._shared.note(word) for word in self._ended]
-        told = self._world.gather(notes, self.what)
+        told = self._world.gather((notes, self._shared.untold), self.what)
+        self._shared.hear([untold for _, untold in told], self._world.process)
         return [
-            (word, *(self._shared.payload(told[process][slot]) for process in self._near))
+            (word, *(self._shared.payload(told[process][0][slot]) for process in self._near))
             for slot, word in enumerate(self._ended)
         ]
 
@@ -275,13 +279,47 @@ class Recording:
         return error
 
     def free(self) -> None:
-        """Free the requests, and memory that nobody reads; the recording cannot be run any more."""
-        if self._shared is not None and not self.freed and call_list.is_read(self._list):
-            for each in self._taken:
-                self._shared.give_back(each)
-        self.freed = True
+        """Free the requests, and leave memory of the node; it cannot be run any more."""
+        if self._shared is not None:
+            self._shared.leave(self._lease, self._taken)
+        self.freed, self._shared = True, None
         self._world.cache.release(self)
         for request in self._requests:
             request.Free()
         self._requests, self._taken, self._waits = [], [], []
         self._list = None
+
+    def drop(self) -> None:
+        """Free it, from any thread and at any time, as a garbage collector may."""
+        if self._requests:  # MPI is not to be called now: the next recording does it
+            self._world.cache.drop(self)
+        else:
+            self.free()
+
+
+def empty_shared(world: Any, shape: int | Sequence[int]) -> Array:
+    """Return an array, float32[shape], that the processes of this node can read where it lies.
+
+    Prepared all-reduces of such arrays copy nothing for the others. Where memory cannot be shared
+    it is like any other. Its memory is the world's, until that is freed. Collective.
+    world: World, Loopback or an mpi4py communicator; shape: may differ between ranks
+    Raises, on all ranks alike, TypeError, ValueError or MemoryError for a shape that is wrong, or
+    too large, on any.
+    """
+    ranks = as_world(world)
+    shared, array = ranks.shared(), np.empty(0, np.float32)
+    error: Exception | None = None
+    try:
+        sides = list(shape) if isinstance(shape, Iterable) else [shape]
+        for side in sides:
+            check_whole("empty_shared: shape", side, 0)
+        size_bytes = math.prod(map(int, sides), start=array.itemsize)
+        check_whole("empty_shared: bytes of the array", size_bytes, 0)
+        taken = np.empty(size_bytes, np.uint8) if shared is None else shared.take(size_bytes)
+        array = taken.view(np.float32).reshape(sides)
+    except (TypeError, ValueError) as found:
+        error = found
+    except (OSError, MemoryError) as found:
+        error = MemoryError(f"empty_shared: shape={shape}: {found}")
+    ranks.agree(error, "empty_shared")
+    return array

@@ -201,7 +201,7 @@ class Outbox(Mailbox):
         for last in range(max(1, serial - SLOTS + 1), serial + 1):
             self.reserve(last % SLOTS, last + SLOTS)
         if self.shared is not None:
-            self.shared.give_back(self.room)
+            self.shared.give_back([self.room])
         self.free()
 
 

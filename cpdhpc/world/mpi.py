@@ -90,6 +90,7 @@ class World(Ranks):
     gpu_direct: give GPU arrays to MPI as they are where it takes them; False: nowhere
     share_memory: whether packed payloads stay in memory that the processes of a node share, where
         that is possible; else they all travel as messages
+    One thread at a time may call it, whatever the thread level: threads take a world each.
     Raises TypeError for other communicators; on all processes alike TypeError and ValueError for
     numbers that are wrong on any, or virtual_ranks that differ; RuntimeError where MPI is not
     running.
@@ -113,7 +114,8 @@ class World(Ranks):
         here.Free()
         error = self._error(virtual_ranks, timeout_s)
         firsts, asked, errors = zip(*comm.allgather((first, virtual_ranks, error)), strict=True)
-        _raise_first(errors)
+        for each in filter(None, errors):
+            raise each
         if len(set(asked)) > 1:
             raise ValueError(f"World: virtual_ranks={asked}, by process: must be the same")
         super().__init__(comm.Get_rank(), comm.Get_size(), virtual_ranks)
@@ -160,7 +162,7 @@ class World(Ranks):
         if self._shared is not None and self._shared[0] is not None:
             self._shared[0].free()
         self._comm.Free()
-        self._duplicate = _Freed()
+        self._duplicate, self._shared, self.board = _Freed(), None, None
 
     def shared(self) -> Shared | None:
         """Return the memory that the processes of a node share, if they do. Collective."""
@@ -344,7 +346,8 @@ class World(Ranks):
             failure = self.failure(error, what)
             if failure is not None or self.processes == 1:
                 raise failure or error from None
-            told = f"{name} {self.process} | {what}: {error}: is another process in another call?"
+            asked = "is another process, or thread, in another call?"
+            told = f"{name} {self.process} | {what}: {error}: {asked}"
             self._timeout.give_up(0.0, lambda waited_s, absent: [told])
 
     def refuse(self, error: Exception) -> tuple[Exception, bool]:
@@ -377,6 +380,8 @@ class World(Ranks):
 
         The communicator is revoked, so that all others leave their waits with a failure too.
         """
+        if isinstance(self._duplicate, _Freed):  # no message can have been sent
+            raise error
         mpi = self._mpi
         classes = (mpi.ERR_PROC_FAILED, mpi.ERR_PROC_FAILED_PENDING, mpi.ERR_REVOKED)
         if not isinstance(error, mpi.Exception):
@@ -458,13 +463,6 @@ def _caught(check: Callable[[], object]) -> Exception | None:
     except Exception as error:
         return error
     return None
-
-
-def _raise_first(errors: Sequence[Exception | None]) -> None:
-    """Raise the error of the lowest process that has one."""
-    for error in errors:
-        if error is not None:
-            raise error
 
 
 _keyval: list[int] = []  # of the attribute that holds a communicator's world

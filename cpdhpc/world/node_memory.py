@@ -67,11 +67,12 @@ class Shared:
     def __init__(self, size_bytes: int = BLOCK_BYTES) -> None:
         self._blocks: list[Block] = []
         self._met: dict[tuple[int, int], Block] = {}
-        self._free = self._new_block(size_bytes).memory
-        self.counter = self._free[:COUNTER_BYTES]
-        self.secret = self._free[COUNTER_BYTES : COUNTER_BYTES + SECRET_BYTES]
+        self._free: list[tuple[int, int, int]] = []  # block, start and stop of what can be taken
+        self._new_block(size_bytes)
+        first = self.take(BOARD.stop)
+        self.counter = first[:COUNTER_BYTES]
+        self.secret = first[COUNTER_BYTES : COUNTER_BYTES + SECRET_BYTES]
         self.secret[:] = np.frombuffer(secrets.token_bytes(SECRET_BYTES), np.uint8)
-        self._free = self._free[BOARD.stop :]
         self._opened = 0
         self._ended: set[int] = set()
         self._used: dict[int, int] = {}  # slot -> the last piece that took its arrays
@@ -79,7 +80,10 @@ class Shared:
             int, Array
         ] = {}  # process of this node, which payloads reach -> its counter
         self.boards: dict[int, Array] = {}
-        self._back: dict[int, list[Array]] = {}  # size -> arrays that were given back
+        self._leases = 0
+        self._left: dict[int, list[Array]] = {}  # lease -> arrays that this process has left
+        self._untold: set[int] = set()  # leases that it has left and not told of
+        self._left_by: dict[int, set[int]] = {}  # lease -> processes that told that they left it
         self._unread: set[int] = set()  # processes whose own memory cannot be read
 
     @property
@@ -119,17 +123,59 @@ class Shared:
 
     def take(self, size_bytes: int) -> Array:
         """Return uint8[size_bytes] that the others can read, for as long as this object lives."""
-        room = -(-size_bytes // ALIGNED_BYTES) * ALIGNED_BYTES
-        if self._back.get(size_bytes):
-            return self._back[size_bytes].pop()
-        if room > self._free.size:
-            self._free = self._new_block(max(room, BLOCK_BYTES)).memory
-        taken, self._free = self._free[:size_bytes], self._free[room:]
-        return taken
+        room = _room(size_bytes)
+        fits = (i for i, (_, start, stop) in enumerate(self._free) if stop - start >= room)
+        place = next(fits, None)
+        if place is None:
+            self._new_block(max(room, BLOCK_BYTES))
+            place = len(self._free) - 1
+        number, start, stop = self._free[place]
+        self._free[place] = number, start + room, stop
+        return self._blocks[number].memory[start : start + size_bytes]
 
-    def give_back(self, taken: Array) -> None:
-        """Let an array be taken again, which no other process reads any more."""
-        self._back.setdefault(taken.size, []).append(taken)
+    def give_back(self, taken: Sequence[Array]) -> None:
+        """Let arrays be taken again, which no other process reads any more."""
+        spans = self._free
+        for each in taken:
+            address = each.__array_interface__["data"][0]
+            for number, block in enumerate(self._blocks):
+                start = address - block.address
+                if 0 <= start < block.memory.size:
+                    spans.append((number, start, start + _room(each.size)))
+        self._free = []
+        for number, start, stop in sorted(spans):
+            if self._free and self._free[-1][::2] == (number, start):
+                self._free[-1] = number, self._free[-1][1], stop
+            elif start < stop:
+                self._free.append((number, start, stop))
+
+    def open_lease(self) -> int:
+        """Return the number of arrays that all leave before any are taken again. Collective.
+
+        Without a message.
+        """
+        self._leases += 1
+        return self._leases
+
+    def leave(self, lease: int, taken: list[Array]) -> None:
+        """Note that this process neither reads nor writes a lease, whose own arrays are taken."""
+        self._left[lease] = taken
+        self._untold.add(lease)
+
+    @property
+    def untold(self) -> list[int]:
+        """The leases that this process has left, and the others do not know it."""
+        return sorted(self._untold)
+
+    def hear(self, told: Sequence[Sequence[int]], process: int) -> None:
+        """Give back what all have left. told: untold of all processes; process: this one."""
+        self._untold.difference_update(told[process])
+        for number, leases in enumerate(told):
+            for lease in leases:
+                self._left_by.setdefault(lease, set()).add(number)
+        for lease in [each for each, by in self._left_by.items() if len(by) == len(told)]:
+            del self._left_by[lease]
+            self.give_back(self._left.pop(lease))
 
     def note(self, payload: Array) -> Array | None:
         """Return where a payload lies, uint8[NOTE_BYTES]; None if not in memory that is shared."""
@@ -175,13 +221,17 @@ class Shared:
             os.close(block.descriptor)
         self._blocks.clear()
 
-    def _new_block(self, size_bytes: int) -> Block:
-        """Return new memory. It has no name in any file system, so nothing is left of it."""
+    def _new_block(self, size_bytes: int) -> None:
+        """Add new memory. It has no name in any file system, so nothing is left of it."""
         descriptor = os.memfd_create("cpdhpc")
-        os.ftruncate(descriptor, size_bytes)
-        block = _mapped(os.getpid(), descriptor, descriptor)
+        try:
+            os.ftruncate(descriptor, size_bytes)
+            block = _mapped(os.getpid(), descriptor, descriptor)
+        except Exception:
+            os.close(descriptor)
+            raise
+        self._free.append((len(self._blocks), 0, size_bytes))
         self._blocks.append(block)
-        return block
 
     def _block(self, pid: int, descriptor: int) -> Block:
         """Return a block of another process, mapped when it is first met."""
@@ -192,6 +242,10 @@ class Shared:
             finally:
                 os.close(path)
         return self._met[pid, descriptor]
+
+
+def _room(size_bytes: int) -> int:
+    return -(-size_bytes // ALIGNED_BYTES) * ALIGNED_BYTES
 
 
 def _mapped(pid: int, descriptor: int, here: int) -> Block:
@@ -279,17 +333,3 @@ def share(world: Ranks, wanted: bool) -> tuple[Shared | None, str]:
     if len(near) == world.processes - 1:
         world.board = Board(world, shared)
     return shared, "memory that the processes of a node share"
-
-
-def empty_shared(world: Ranks, shape: int | Sequence[int]) -> Array:
-    """Return an array, float32[shape], that the processes of this node can read where it lies.
-
-    Prepared all-reduces of such arrays copy nothing for the others. Where memory cannot be shared
-    it is like any other. Its memory is the world's, until that is freed. Collective.
-    """
-    shared = world.shared()
-    like = np.empty(shape, np.float32)
-    if shared is None:
-        return like
-    taken: Array = shared.take(like.nbytes)
-    return taken.view(np.float32).reshape(like.shape)

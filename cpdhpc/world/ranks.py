@@ -69,6 +69,7 @@ class Cache:
     def __init__(self) -> None:
         self._kept: dict[Hashable, Any] = {}
         self._held: set[Freeable] = set()
+        self._dropped: list[Freeable] = []
 
     def get(self, key: Hashable, make: Callable[[], T]) -> T:
         """Return what is kept under key; the first time what make returns."""
@@ -94,8 +95,18 @@ class Cache:
         """Forget a thing that frees itself; call it from its free."""
         self._held.discard(thing)
 
+    def drop(self, thing: Freeable) -> None:
+        """Let a thing that is held be freed by the next free_dropped."""
+        self._dropped.append(thing)
+
+    def free_dropped(self) -> None:
+        """Free what was dropped since the last time."""
+        while self._dropped:
+            self._dropped.pop().free()
+
     def free(self) -> None:
         """Free what is held, and let go of what is kept."""
+        self._dropped.clear()
         for thing in list(self._held):
             thing.free()
         self._kept.clear()
