@@ -177,6 +177,27 @@ def override(
     return (lay or merge)(raw, changes)
 
 
+def blaming(load: Callable[[list[str]], T], settings: Iterable[str], path: Path) -> T:
+    """Return what a file is with settings; the setting without which it can be used is blamed.
+
+    Raises ConfigError.
+    """
+    given = list(settings)
+    try:
+        return load(given)
+    except ConfigError as error:
+        said = re.sub(rf"^{re.escape(str(path))}: (compare row [^:]*: )?", "", str(error))
+        if said.startswith("--set"):
+            raise
+        for i, setting in enumerate(given):
+            try:
+                load(given[:i] + given[i + 1 :])
+            except ConfigError:
+                continue
+            raise ConfigError(f"--set {setting}: {said}") from None
+        raise
+
+
 def _value(text: str) -> Any:
     try:
         return tomllib.loads(f"value = {text}")["value"]
@@ -246,6 +267,7 @@ def _explain(model: type[Any], raw: Raw, problem: Any, above: Sequence[str] = ()
     if problem["type"] in ("missing", "missing_argument"):
         return f"{key}: is missing"
     said = re.sub(r"^(Value error, |\w+ should )", "", problem["msg"])
+    said = said.replace(" after validation", "")
     kind = "" if problem["type"] == "value_error" else "should "
     shown = "" if isinstance(given, dict) else f"={given!r}"
     return f"{key}{shown}: {kind}{said}" if key else f"{kind}{said}"  # no key: of the whole

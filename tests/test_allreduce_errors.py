@@ -1,11 +1,13 @@
 """What an all-reduce refuses, and that nothing of the caller is written when it does."""
 
 import pickle
+import sys
 from itertools import product
 
 import numpy as np
 import pytest
 
+from cpdhpc import ops
 from cpdhpc.collectives.allreduce import Allreduce, allreduce, simulate
 from cpdhpc.collectives.checks import NonFiniteGradient
 from cpdhpc.collectives.method import Segment
@@ -196,3 +198,11 @@ def test_abort_without_mpi_ends_the_process(capsys):
     with pytest.raises(SystemExit):
         Loopback().abort("why")
     assert capsys.readouterr().err == "rank 0 | why\n"
+
+
+def test_a_machine_without_cupy_sums_where_a_format_has_no_nan(monkeypatch):
+    """All ranks look for NaN first, on arrays of NumPy."""
+    monkeypatch.setitem(sys.modules, "cpdhpc.ops.gpu_runtime", None)
+    monkeypatch.delattr(ops, "gpu_runtime", raising=False)
+    got = allreduce(Loopback(), np.ones(9, np.float32), wire="e2m1fn", scaling="none")
+    assert got.tolist() == [1.0] * 9

@@ -73,6 +73,25 @@ def test_each_batch_is_compared_with_float32_at_that_batch() -> None:
     assert bits_by_batch(file, groups[1:], ACCURACY) == []  # one batch is left that has float32
 
 
+def test_what_was_not_measured_is_not_drawn_as_more_bits() -> None:
+    groups = [
+        group(90.0, train_batch=b, gradient_aggregator="none", **by_batch(b)) for b in (8, 64)
+    ]
+    for wire, accuracy in (("e2m0", 10.0), ("e3m0", 90.0), ("e4m3", 90.0)):
+        groups += [
+            lowbit(wire, accuracy, 8),
+            lowbit(wire, 10.0, 64),
+            lowbit(wire, accuracy, 8, "aps"),
+        ]
+    file: Any = SimpleNamespace(toml={})
+    (section,) = bits_by_batch(file, groups, ACCURACY)
+    (chart,) = section.charts
+    first, beyond, second = chart.panels[0].series
+    np.testing.assert_array_equal([*first.y, *second.y], [4, np.nan, 4])
+    assert [*beyond.x] == [first.x[1]] and beyond.y[0] > 4 and not beyond.label
+    assert "more bits" in chart.notes[0] and "not measured" in chart.notes[0]
+
+
 def test_a_job_whose_aggregator_is_swept_alone_is_reported() -> None:
     """Its tables say how gradients travel but for the aggregator, which each case adds."""
     file: Any = SimpleNamespace(toml={"job": {"gradient": {"algorithm": "tree"}}})

@@ -170,6 +170,25 @@ def test_a_key_of_neither_row_is_still_an_error(tmp_path: Path) -> None:
         load(write(tmp_path, text))
 
 
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (["train.epocs=3"], "--set train.epocs=3: unknown key train.epocs: did you mean epochs?"),
+        (["train.batch=0", "train.epochs=1"], "--set train.batch=0: train.batch=0: should be"),
+        (["train.seeds=[]"], "--set train.seeds=[]: train.seeds=[]: should have at least 1 item, "),
+    ],
+)
+def test_a_wrong_setting_is_told_as_one(tmp_path: Path, settings: list[str], says: str) -> None:
+    """And not as the file's, or a row's that has nothing to do with it."""
+    job = write(tmp_path, "model.name = 'mlp'\n[[compare]]\nname = 'a'\n[[compare]]\nname = 'b'")
+    with pytest.raises(ConfigError) as caught:
+        load(job, settings)
+    assert str(caught.value).startswith(says)
+    study = write(tmp_path, "kind = 'train'\njob.model.name = 'mlp'\nsweep.'train.batch' = [8]")
+    with pytest.raises(ConfigError, match=r"^--set train\.levl=1: unknown key train\.levl"):
+        load_study(study, ["train.levl=1"])
+
+
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none\.toml: cannot be read: No such file"):
         read_toml(tmp_path / "none.toml")

@@ -580,3 +580,21 @@ def test_a_batch_without_samples_goes_through_convolutions() -> None:
     y = model(x)
     y.sum().backward()
     assert y.shape == (0, 4, 4, 4) and x.grad is not None and x.grad.shape == x.shape
+
+
+@pytest.mark.parametrize(
+    ("ask", "says"),
+    [
+        (lambda: quantize(torch.ones(2), "bla"), "quantize: format='bla': parse_format: 'bla': kn"),
+        (
+            lambda: convert(nn.Linear(2, 2), {"rule": [{"layers": "*", "weigths": "e4m3"}]}),
+            "convert: unknown key rule.0.weigths: did you mean weights?",
+        ),
+    ],
+)
+def test_one_line_tells_what_is_unknown(ask: Any, says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ask()
+    assert str(caught.value).startswith(says) and "\n" not in str(caught.value)
+    model = nn.Linear(2, 2)
+    assert convert(model, {"rule": []}) is model

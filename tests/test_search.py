@@ -32,7 +32,7 @@ from cpdhpc.precision.proposals import in_products
 from cpdhpc.precision.recorder import Recorder
 from cpdhpc.precision.recording import load as load_recording
 from cpdhpc.precision.search import BEYOND, WITHIN, Search, narrowing
-from cpdhpc.report.search import search_report
+from cpdhpc.report.search import _worth, search_report
 from cpdhpc.signals import Caught
 from cpdhpc.train.command import Trainer
 from cpdhpc.train.data import epoch_order
@@ -146,6 +146,40 @@ def test_bits_are_those_that_travel_beside_other_layers() -> None:
     for wire, bits in sent.items():  # but for a shift a tile, and what tells layers apart
         found = place.bits(wire) - place.bits("e2m0")
         assert bits - sent["e2m0"] == pytest.approx(found, abs=8 * 64)
+
+
+def test_bits_of_a_mixture_are_what_travels() -> None:
+    """Several layers of less than a tile in float32 fill up tiles but for the last one."""
+    bucket = Bucket(("a.w", "b.w", "b.b", "c.w"), ((72,), (8,), (8,), (1290,)), 1024)
+    world, formats = Loopback(2), (RAW, RAW, "e3m0")
+    method = LowBit(wire="e3m0", layers={"a": RAW, "b": RAW}, algorithm="direct")
+    rows = [np.ones(bucket.size, np.float32)] * 2
+    method.aggregate(rows, bucket, Context(world, State(world.hosted, world.ranks)))
+    sizes = {"a": (72,), "b": (8, 8), "c": (1290,)}
+    of = Evidence("", tuple(Place(n, s, 0, 0, (RAW,), (0.0,)) for n, s in sizes.items()))
+    counted = of.widths(formats)["wire"] * 1378
+    # but for a shift a tile, and what ranks tell each other
+    assert counted == pytest.approx(8 * float(world.bytes_sent.mean()), abs=8 * 64)
+
+
+def test_nothing_that_sends_more_than_float32_is_called_fewer_bits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All layers are smaller than a tile, which formats of few bits fill up."""
+    job = JOB.replace("[64]", "[4]") + '[gradient]\naggregator = "lowbit"\nalgorithm = "direct"\n'
+    of = asked(tmp_path, "--budget", "100", "--trials", "5", "--test-seeds", "0", job=job)
+    evidence = searched(tmp_path / "out", of)
+    base, uniform = evidence.trials[:2]
+    found = evidence.trial(evidence.found, (0, 1))
+    assert uniform.sent_bytes > base.sent_bytes and found == base
+    assert any(t.verdict == WITHIN and t.sent_bytes > base.sent_bytes for t in evidence.trials[2:])
+    assert f"{base.sent_bytes:,.0f} B a step sent" in capsys.readouterr().out
+    policy = (tmp_path / "out" / searching.POLICY).read_text()
+    assert "nothing sends fewer bytes" in policy
+    assert validate(Policy, tomllib.loads(policy)["precision"], "policy").empty
+    worse = replace(evidence.trials[2], sent_bytes=1.5 * uniform.sent_bytes)
+    more = replace(evidence, found=worse.formats, trials=(base, uniform, worse))
+    assert "50 % more bytes than e4m3" in _worth(more)
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field, model_validator
 
-from ..config import ConfigError, Section, dump_toml, override, read_toml, validate
+from ..config import ConfigError, Section, blaming, dump_toml, override, read_toml, validate
 from ..darray.layout import balanced_grid
 from ..train.data import DataError
 from ..train.datasets import find, read_idx
@@ -416,8 +416,12 @@ class Autoencoder(Section):
 
 def load(path: Path, settings: Iterable[str] = ()) -> Autoencoder:
     """Return the job of a file. Raises ConfigError for whatever is wrong in it."""
-    raw = override(read_toml(path), settings)
-    return validate(Autoencoder, {"name": path.stem} | raw, str(path))
+
+    def read(some: Iterable[str]) -> Autoencoder:
+        raw = override(read_toml(path), some)
+        return validate(Autoencoder, {"name": path.stem} | raw, str(path))
+
+    return blaming(read, settings, path)
 
 
 def procs_of(given: tuple[int, int] | None, ranks: int, key: str) -> tuple[int, int]:

@@ -410,7 +410,8 @@ def heading(where: str, cores: str, arguments: argparse.Namespace) -> list[str]:
         f"time: of a call, the slowest rank, median of {arguments.repeats} samples of many calls "
         f"after {arguments.warmup} warm-ups, cases in turns",
         "GB/s: 1e9 byte/s of cells that leave the rank that sends most",
-        "x MPI: how many times as fast as the fastest of subarray, persistent, alltoallw",
+        "x MPI: how many times as fast as the fastest of subarray, persistent, alltoallw "
+        "in each sample, median over samples: not the ratio of the medians shown",
     ]
     return [f"# {text}" for text in lines]
 

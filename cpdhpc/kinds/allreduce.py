@@ -217,8 +217,10 @@ METHOD = ("algorithm", "chosen", "wire", "value_scaling", "accumulate")
 CAPTION = (
     "Median of the slowest rank's times; n: repeats without warm-ups. busbw: 2 (p - 1) / p size / "
     "median, of p ranks. mpi: MPI_Allreduce of float32 in the same study, at the same size and "
-    "ranks; in brackets the interval, which takes in both medians'. Bound: the bytes that a rank "
-    "must send, at the rate of a ping-pong in the same job. Error: in the Euclidean norm."
+    "ranks; in brackets the interval, which takes in both medians'. Times as fast: the ratio "
+    "of the medians; bench allreduce prints the median of the ratios of single calls. Bound: the "
+    "bytes that a rank must send, at the rate of a ping-pong in the same job. Error: in the "
+    "Euclidean norm."
 )
 BOUNDED = "Bound: the bytes that a rank must send, at the rate of a ping-pong in the same job."
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from ..config import validate
 from ..formats import FloatFormat
 from ..randomness import random_key
 from .policy import LayerPolicy, Sums
@@ -77,7 +78,8 @@ def quantize(x: Tensor, forward: Given = None, backward: Given = None) -> Tensor
     forward, backward: names of formats, TensorFormats or Quantizers, which keep the state of
         their scale; None: values stay as they are
     Stochastic roundings draw from torch's default generator.
-    Raises TypeError for another dtype; ValueError for an unknown format; RuntimeError where the
+    A finite number too large saturates: cpdhpc.quantize makes infinity of it, unless told so.
+    Raises TypeError for another dtype; ConfigError for an unknown format; RuntimeError where the
     gradient of the gradient is asked for. Source: Han et al., arXiv 1911.08907, whose quantizer
     this is; Bengio et al., arXiv 1308.3432, of the gradient that goes through.
     """
@@ -94,7 +96,7 @@ def through(x: Tensor, forward: Rounded | None, backward: Rounded | None) -> Ten
 
 def _rounded(given: Given) -> Rounded | None:
     if isinstance(given, str):
-        given = TensorFormat(format=given)
+        given = validate(TensorFormat, {"format": given}, "quantize")
     return Quantizer(given, "quantize") if isinstance(given, TensorFormat) else given
 
 

@@ -98,7 +98,7 @@ def asked_of(arguments: argparse.Namespace, settings: Sequence[str], processes: 
         raise ConfigError("search: --budget POINTS or --gradient-error SHARE: give one of them")
     for name, value in (("--budget", of.budget), ("--gradient-error", of.gradient_error)):
         if value is not None and not (0 < value < math.inf):
-            raise ConfigError(f"search: {name} {value:g}: must be above 0")
+            raise ConfigError(f"search: {name} {value:g}: must be above 0, and finite")
     least = BEFORE + 1 + (UNSEEN if of.test_seeds else 0)
     if of.trials < least or of.test_seeds < 0:
         raise ConfigError(

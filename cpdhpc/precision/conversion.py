@@ -11,7 +11,7 @@ from torch import nn
 
 from ..compress import Aggregator, LowBit, NoCompression
 from ..compress.lowbit import LayerWire
-from ..config import ConfigError
+from ..config import ConfigError, Raw, validate
 from .arithmetic import IN_FLOAT32, Arithmetic
 from .layers import Attention, Conv1d, Conv2d, Conv3d, Linear, Lstm, Obedient
 from .policy import CHANGE, OTHERS, PRODUCTS, LayerPolicy, Policy
@@ -37,7 +37,7 @@ ENCODERS: dict[
 }
 
 
-def convert(model: nn.Module, policy: Policy, seed: int = 0) -> nn.Module:
+def convert(model: nn.Module, policy: Policy | Raw, seed: int = 0) -> nn.Module:
     """Return the model, changed in place: layers that the policy has rules for obey them.
 
     model: any network of torch. Layers keep their names, parameters and buffers, so that former
@@ -45,11 +45,14 @@ def convert(model: nn.Module, policy: Policy, seed: int = 0) -> nn.Module:
         Conv3d, MultiheadAttention, LSTM and what is derived from them have products; others with
         parameters, as norms and embeddings, obey the key outputs alone. Functions that a forward
         calls itself are not seen. Layers of which nothing is asked but float32 stay torch's.
-    policy: see Policy; seed: of random numbers where a model is evaluated
+    policy: a Policy, or its tables as in a job file
+    seed: of random numbers where a model is evaluated
     bfloat16 and float16 layers compute in float32 and give their own dtype.
     Raises ConfigError, with the model untouched, where the policy and the model do not go together,
     for parameters of another dtype, and where a layer obeys a policy already.
     """
+    if not isinstance(policy, Policy):
+        policy = validate(Policy, policy, "convert")
     if policy.empty:
         return model
     layers = dict(model.named_modules())

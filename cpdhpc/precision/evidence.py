@@ -117,7 +117,11 @@ class Evidence:
         found = {}
         for tensor in dict.fromkeys(place.tensor for place in self.places):
             some = [(place, name) for place, name in pairs if place.tensor == tensor]
-            found[tensor] = sum(p.bits(n) for p, n in some) / sum(p.values for p, _ in some)
+            bits = sum(p.bits(n) for p, n in some)
+            for place in [p for p, n in some if n == RAW and tensor == WIRE][:-1]:
+                last = place.sizes[-1]  # others in float32 follow it, behind a whole tile
+                bits += 8 * packed_bytes(last, 32) - 32 * last
+            found[tensor] = bits / sum(p.values for p, _ in some)
             if tensor == WIRE and all(name == RAW for _, name in some):
                 found[tensor] = 32.0  # without lowbit no tile is filled up
         return found

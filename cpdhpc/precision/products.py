@@ -48,8 +48,8 @@ def matmul(
     kahan: sums are compensated; every operation of the compensation is rounded as sums are
     seed: picks the random bits of rounding "stochastic"
     Returns float32[..., m, n] of a's kind, the same bits for any number of threads. A sum begins
-    with +0. In formats without NaN it becomes infinity, or else the largest
-        number.
+    with +0. NaN, of a and b too, becomes infinity in formats that have no NaN, and the largest
+        number in those that have neither.
     Raises TypeError where an argument is something else; ValueError for shapes that do not go
     together, an unknown format or word, and chunk, between and kahan that do not go with order.
     Source: of rounded products and sums Han et al., arXiv 1911.08907; of chunks Wang et al., arXiv

@@ -386,7 +386,7 @@ class _Layer:
             return len(self.layer["kernel_size"])
         if "kernel_size" not in self.layer and "groups" not in self.layer and "Linear" in kind:
             return 0
-        raise Missing(f"a layer of type {kind} has none that are known")
+        raise Missing(f"a layer of type {kind} has no products that are known")
 
     @cached_property
     def groups(self) -> int:

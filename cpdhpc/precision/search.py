@@ -77,7 +77,7 @@ class Search:
         steps = narrowing(places)
         if len(steps) == 1:
             raise UserError("search: nothing can be saved: float32 has the fewest bits everywhere")
-        found = formats_of(places, self._narrowed(self._bisected(steps)))
+        found = self._fewest(formats_of(places, self._narrowed(self._bisected(steps))))
         if self.asked.further:
             for formats in dict.fromkeys((float32, uniform, found)):
                 self._trial(formats, TESTED, self.asked.further)
@@ -315,6 +315,29 @@ class Search:
                 closed.add(best)
         return levels
 
+    def _fewest(self, formats: tuple[str, ...]) -> tuple[str, ...]:
+        """Return these formats, or others within the budget with which fewer bytes travel.
+
+        Layers smaller than a tile may send more in a mixture than all of them in float32.
+        """
+        places = self.evidence.places
+        if not self.asked.wire:
+            return formats
+
+        def bits(trial: Trial) -> float:
+            rows = zip(places, trial.formats, strict=True)
+            return 8 * trial.sent_bytes + sum(p.bits(f) for p, f in rows if p.tensor != WIRE)
+
+        first = self.evidence.trial(formats, self.asked.seeds)
+        known = [t for t in (first, *self.evidence.trials) if t and t.seeds == self.asked.seeds]
+        most = next(t.sent_bytes for t in known if not set(t.formats) - {RAW})
+        able = [t for t in known if t.verdict == WITHIN and t.sent_bytes <= most]
+        return min((t for t in able if _offered(places, t.formats)), key=bits).formats
+
+
+def _offered(places: Sequence[Place], formats: Sequence[str]) -> bool:
+    return all(name in place.formats for place, name in zip(places, formats, strict=True))
+
 
 def _sent(*of: Any) -> list[Place]:
     return [proposed(*of)]
@@ -373,7 +396,8 @@ def told(evidence: Evidence, trial: Trial) -> str:
     bits = ", ".join(f"{tensor} {width:.2f}" for tensor, width in widths.items())
     score = "" if math.isnan(trial.score) else f", score {trial.score:.2f}"
     error = "" if math.isnan(trial.error) else f", error of the mean {trial.error:.2g}"
-    return f"{trial.what}: {bits} bits a value{score}{error}: {trial.verdict}"
+    sent = "" if math.isnan(trial.sent_bytes) else f", {trial.sent_bytes:,.0f} B a step sent"
+    return f"{trial.what}: {bits} bits a value{sent}{score}{error}: {trial.verdict}"
 
 
 def policy(evidence: Evidence, asked: Asked) -> str:
@@ -390,5 +414,9 @@ def policy(evidence: Evidence, asked: Asked) -> str:
             if trial is not None:
                 numbers = ", ".join(map(str, seeds))
                 lines.append(f"# seeds {numbers}: {told(evidence, trial)}")
-    rules = rules_of(evidence.places, evidence.found, wires=True)
+    pairs = zip(evidence.places, evidence.found, strict=True)
+    narrow = any(place.tensor == WIRE and name != RAW for place, name in pairs)
+    if asked.wire and not narrow:
+        lines.append('# gradients: nothing sends fewer bytes than float32, aggregator = "none"')
+    rules = rules_of(evidence.places, evidence.found, wires=narrow)
     return "\n".join(lines) + "\n" + dump_toml({"precision": {"rule": rules}})

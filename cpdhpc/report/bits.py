@@ -6,7 +6,7 @@ Source of the question: Han, Demmel, You: Auto-precision scaling, arXiv 1911.089
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import nan
 from typing import Any
 
@@ -118,6 +118,7 @@ def _section(
         f"{tolerance:g} points below float32 at the same batch; means over seeds. In brackets: "
         "that format, and its points to float32. more: the most bits measured are not enough."
     )
+    most = max(one.bits for line in found.values() for one in line.values() if one.wire)
     series = []
     for number, (name, style) in enumerate(styles(found).items()):
         line = sorted(found[name].items())
@@ -129,12 +130,18 @@ def _section(
                 [one.bits for _, one in line],
             )
         )
-    most = max(one.bits for line in found.values() for one in line.values() if one.wire)
-    axes = Axis("batch", "log2", ticks=batches), Axis("bits needed", limits=(0, most + 2))
+        beyond = [x for x, (_, one) in zip(series[-1].x, line, strict=True) if not one.wire]
+        if beyond:
+            top = [most + 1.5] * len(beyond)
+            series.append(Series("", replace(style, marker="+"), beyond, top, join="none"))
+    axes = Axis("batch", "log2", ticks=batches), Axis("bits needed", limits=(0, most + 3))
     chart = Chart(
         "bits_by_batch",
         "Bits that gradients need, by batch",
-        [f"At most {tolerance:g} points below float32 at the same batch. No point: more bits."],
+        [
+            f"At most {tolerance:g} point{'s' * (tolerance != 1)} below float32 at the same batch. "
+            "+ at the top: more bits. No mark: not measured."
+        ],
         told,
         [Panel("", *axes, series)],
         scale=(1.6, 1.1),

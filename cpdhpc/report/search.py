@@ -106,7 +106,9 @@ def _worth(of: Evidence) -> str:
     for (tensor, bits), before in widths:
         if tensor == WIRE:
             share = 1 - found.sent_bytes / uniform.sent_bytes
-            less.append(f"{100 * share:.0f} % fewer bytes than {_named(of, alike)} for all layers")
+            way = "fewer" if share >= 0 else "more"
+            of_all = f"{way} bytes than {_named(of, alike)} for all layers"
+            less.append(f"{100 * abs(share):.0f} % {of_all}")
         else:
             less.append(f"{tensor} of {bits:.2f} bits ({before:g})")
     return f"With seeds {seeds}: {found.score - float32.score:+.2f} to float32, {', '.join(less)}."

@@ -16,6 +16,7 @@ from ..config import (
     UNITS,
     ConfigError,
     Raw,
+    blaming,
     flatten,
     located,
     merge,
@@ -86,6 +87,10 @@ def load_study(path: Path, settings: Iterable[str] = ()) -> Study:
 
     Raises ConfigError for whatever is wrong in it, with a suggestion for what is unknown.
     """
+    return blaming(lambda some: _load(path, some), settings, path)
+
+
+def _load(path: Path, settings: Iterable[str]) -> Study:
     raw = {"name": path.stem} | override(read_toml(path), settings, _laid_over)
     raw |= _flat_factors(raw) | {"job": _job(path, raw)}
     study = validate(Study, raw, str(path))

@@ -17,6 +17,7 @@ from ..config import (
     OneOf,
     Raw,
     Section,
+    blaming,
     dump_toml,
     flatten,
     keys,
@@ -446,8 +447,12 @@ def load(path: Path, settings: Iterable[str] = ()) -> list[Job]:
 
     settings: "table.key=value", laid over the file before the rows are laid over that
     gradient.machine, a file of bench fit for algorithm "auto", is relative to the job file.
-    Raises ConfigError for whatever is wrong in the file.
+    Raises ConfigError for whatever is wrong in the file or in a setting.
     """
+    return blaming(lambda some: _load(path, some), settings, path)
+
+
+def _load(path: Path, settings: Iterable[str]) -> list[Job]:
     raw = override(read_toml(path), settings, laid_over)
     rows = raw.pop("compare", [{}])
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows) or not rows:
