@@ -78,7 +78,7 @@ def test_calls_whose_messages_do_not_fit_are_both_named(doomed, said):
         lambda: doomed.max(np.zeros(2, np.int64), "two"),
         lambda: doomed.max(np.zeros(5, np.int64), "five"),
     )
-    assert re.search(r"rank 0 \| two: .*TRUNCATE.*: is another process in another call\?", zero)
+    assert re.search(r"rank 0 \| two: .*TRUNCATE.*process, or thread, in another call\?", zero)
     assert "rank 1 | five: waited" in one
 
 

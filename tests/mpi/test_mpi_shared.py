@@ -87,10 +87,10 @@ def test_all_share_or_none(world):
     other.free()
 
 
-@pytest.mark.parametrize("ending", ["free", "drop"])
+@pytest.mark.parametrize("ending", ["free", "drop", "drop requests"])
 def test_memory_of_prepared_calls_is_used_again(world, ending):
     """In sizes that grow, and with one that stays: all that the others know of is taken again."""
-    own = World(timeout_s=world.timeout_s)
+    own = World(timeout_s=world.timeout_s, share_memory="requests" not in ending)
     method, blocks, right = Allreduce("e4m3", "ring"), [], []
     kept = method.prepare(own, [np.ones(5000, np.float32)])
     for call in range(60):
