@@ -179,7 +179,8 @@ class Allreduce(Method):
                 iteration=iteration, segments=segments, every=every, error=error, shifts=shifts,
             )  # fmt: skip
         key = None
-        if not every and error is None and shifts is None and are_plain(xs, outs):
+        is_plain = not every and error is None and shifts is None and are_plain(xs, outs)
+        if is_plain and isinstance(segments, Sequence | None):
             key = id(self), xs[0].shape, None if segments is None else tuple(segments)
             out = np.empty_like(xs[0]) if outs is None else outs[0]
             known = run_known(world, key, iteration, xs[0], out)
