@@ -75,7 +75,7 @@ def test_a_search_under_mpirun_goes_on_and_refuses_alike(
         "epochs = 1\nbatch = 24\nthreads = 1\nseeds = [0]\n"
     )
     words = ["precision", "search", str(path), "--out", str(directory / "out")]
-    limits = ["--gradient-error", "0.2", "--trials", "2"]
+    limits = ["--gradient-error", "0.2", "--trials", "7"]
     few = world.ranks == 1
     status = [main([*words, *limits])]
     again = [main([*words, *limits]), main([*words, *limits, "--resume"])]
