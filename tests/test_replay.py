@@ -115,7 +115,9 @@ def test_answers_are_those_of_the_measures(file: Path):
     assert "sums over 8 ranks: gradients of 4 were recorded" in answers.left_out
     products = groups["products"]
     assert products["terms"][:, 0].tolist() == [6, 4, 120, 24, 3, 20]
-    assert "forward of 1: a layer of type GroupNorm has no products that are known" in answers.left_out
+    assert (
+        "forward of 1: a layer of type GroupNorm has no products that are known" in answers.left_out
+    )
     ascending, *_, kahan = products["relative_error"][2, 0, 0]  # of 120 terms
     assert 0 < 2 * kahan < ascending
 
