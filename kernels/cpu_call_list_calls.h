@@ -385,13 +385,6 @@ PyObject* absent_from(PyObject*, PyObject* capsule) {
     return places;
 }
 
-// is_read(list): whether all processes have ended what this one has begun.
-PyObject* is_read(PyObject*, PyObject* capsule) {
-    CallList* list = list_of(capsule);
-    if (!list) return nullptr;
-    return PyBool_FromLong(list->is_over() && list->is_read());
-}
-
 // waits_of(list): the labels of what the run under way waits for; none where it waits for a slot.
 PyObject* waits_of(PyObject*, PyObject* capsule) {
     CallList* list = list_of(capsule);

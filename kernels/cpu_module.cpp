@@ -263,7 +263,6 @@ PyMethodDef methods[] = {
     {"meet", meet, METH_VARARGS, nullptr},
     {"meet_again", meet_again, METH_VARARGS, nullptr},
     {"absent_from", absent_from, METH_O, nullptr},
-    {"is_read", is_read, METH_O, nullptr},
     {"waits_of", waits_of, METH_O, nullptr},
     {"store_release", store_release, METH_VARARGS, nullptr},
     {"load_acquire", load_acquire, METH_VARARGS, nullptr},

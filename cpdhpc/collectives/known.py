@@ -16,6 +16,9 @@ from .method import Method, Reduced, Segment, shift_bytes
 from .recorded import Recording
 
 KEPT = 64  # methods and sizes, those that were used last
+# Of 62 bits, so that hardly one is a digest of check_alike, of 56.
+DIGEST, MASK = 0x1E3779B97F4A7C15, (1 << 62) - 1
+FLOAT32 = np.dtype(np.float32)
 
 
 @dataclass
@@ -66,34 +69,10 @@ class Recordings(dict[tuple[Method, int], Entry]):
             self.pop(next(iter(self))).free()
         return entry
 
-    def call(
-        self,
-        world: Ranks,
-        method: Method,
-        x: Array,
-        segments: Sequence[Segment],
-        shifts: tuple[Sequence[int], Sequence[int]],
-    ) -> Recording | None:
-        """Return the recording for arrays like x with these shifts, from the second call on.
-
-        A function of the calls, so the same on all processes, as it must be: programs may be told
-        where payloads lie instead. The arguments are those of Method.plan; method.repeats.
-        """
-        entry = self.entry(method, x.size, world.nodes)
-        entry.calls += 1
-        if entry.calls == 2:
-            plan = method.plan(world.nodes, x, segments, shifts, 0)
-            arrays = np.empty(x.size, np.float32), np.empty(x.size, np.float32)
-            what = f"allreduce {method.algorithm}"
-            entry.recording = Recording(world, plan, *arrays, what, method.divisor(world.ranks))
-            self._made += 1
-            entry.digest = DIGEST * self._made & MASK
-        elif entry.recording is not None and method.shares_shifts:
-            plan = entry.recording.plan
-            for place, each in zip((plan.sent_shifts, plan.result_shifts), shifts, strict=True):
-                assert place is not None, "they are what the ranks share"
-                place[:] = shift_bytes(each, segments, x.size, x)
-        return entry.recording
+    def next_digest(self) -> int:
+        """Return the digest of one more recording, the same on all processes."""
+        self._made += 1
+        return DIGEST * self._made & MASK
 
     def run(
         self, world: Ranks, key: Hashable, iteration: int, x: Array, out: Array
@@ -125,13 +104,6 @@ class Recordings(dict[tuple[Method, int], Entry]):
         return known, bad
 
 
-# Of 62 bits, so that hardly one is a digest of check_alike, of 56.
-DIGEST, MASK = 0x1E3779B97F4A7C15, (1 << 62) - 1
-
-
-FLOAT32 = np.dtype(np.float32)
-
-
 def recording_of(
     world: Ranks,
     method: Method,
@@ -139,13 +111,32 @@ def recording_of(
     segments: Sequence[Segment],
     shifts: tuple[Sequence[int], Sequence[int]],
 ) -> Recording | None:
-    """Return the recording of a call, where it is one: see Recordings.call. Collective."""
+    """Return the recording for arrays like x with these shifts, from the second call on.
+
+    None where a call is not recorded. A function of the calls, so the same on all processes, as it
+    must be: programs may be told where payloads lie instead. Collective.
+    The arguments are those of Method.plan.
+    """
     if world.virtual_ranks > 1 or not isinstance(x, np.ndarray) or not method.repeats:
         return None
     world.shared()  # which sets the board, where all are on one node
     if world.board is None and not method.is_small(world.ranks, x.size):
         return None
-    return world.cache.get(Recordings, Recordings).call(world, method, x, segments, shifts)
+    recordings = world.cache.get(Recordings, Recordings)
+    entry = recordings.entry(method, x.size, world.nodes)
+    entry.calls += 1
+    if entry.calls == 2:
+        plan = method.plan(world.nodes, x, segments, shifts, 0)
+        arrays = np.empty(x.size, np.float32), np.empty(x.size, np.float32)
+        what = f"allreduce {method.algorithm}"
+        entry.recording = Recording(world, plan, *arrays, what, method.divisor(world.ranks))
+        entry.digest = recordings.next_digest()
+    elif entry.recording is not None and method.shares_shifts:
+        plan = entry.recording.plan
+        for place, each in zip((plan.sent_shifts, plan.result_shifts), shifts, strict=True):
+            assert place is not None, "they are what the ranks share"
+            place[:] = shift_bytes(each, segments, x.size, x)
+    return entry.recording
 
 
 def are_plain(xs: Any, outs: Any) -> bool:
