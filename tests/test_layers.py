@@ -264,6 +264,8 @@ def test_importing_starts_nothing() -> None:
         "assert not before, before\n"
         "assert {'quantize', 'allreduce', '__version__'} <= set(dir(cpdhpc))\n"
         "for name in cpdhpc._EXPORTS: assert callable(getattr(cpdhpc, name)), name\n"
+        "import numpy; cpdhpc.simulate([numpy.ones(9, 'f4')] * 3, 'e4m3', 'direct', 'aps')\n"
+        "assert 'mpi4py' not in sys.modules\n"
         f"for name in {names[:first]!r}: importlib.import_module(name)\n"
         "assert 'torch' not in sys.modules\n"
         f"for name in {names[first:]!r}: importlib.import_module(name)\n"
