@@ -1,5 +1,5 @@
 // Sums and products in NumPy's order of additions, a thread a sum; the rest of cuda_loops.cu, which
-// includes it. ops/cpu_sums.py is what they have to equal.
+// includes it. ops/cpu.py is what they have to equal.
 
 namespace {
 

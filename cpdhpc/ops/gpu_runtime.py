@@ -14,8 +14,7 @@ import numpy as np
 
 from ..formats import LANES, SHARED, TILE, Cast, Format, shift_count, tiles
 from ..randomness import Key
-from .cpu import CAST_NUMBERS, cast_numbers
-from .cpu_products import product_numbers
+from .cpu import CAST_NUMBERS, cast_numbers, product_numbers
 from .cuda_source import OPTIONS, Fixed, codec_source, cuda_source
 from .products import Arithmetic, Products
 

@@ -11,7 +11,7 @@ from typing import Any
 import cupy
 import numpy as np
 
-from .cpu_sums import Term
+from .cpu import Term
 from .gpu_runtime import check, element_blocks, launch, to_host
 
 Array = Any  # cupy.ndarray
