@@ -29,7 +29,7 @@ from .cpu_sparse import (
 )
 from .products import FLOAT32, Arithmetic, Inputs, Products
 from .reference import fitting_shift
-from .search_tables import search_table
+from .tables import search_table
 from .threads import kernel_threads
 
 __all__ = [
