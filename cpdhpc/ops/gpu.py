@@ -38,8 +38,14 @@ from .gpu_sums import (
     square_sum,
 )
 from .products import FLOAT32, Inputs, Products
-from .reference_sparse import MAGNITUDE, stream_words, threshold_bits
-from .selection import check_rank, check_size, radix_select
+from .reference_sparse import (
+    MAGNITUDE,
+    check_rank,
+    check_size,
+    radix_select,
+    stream_words,
+    threshold_bits,
+)
 
 __all__ = [  # of what is imported
     "add_outer",
