@@ -24,7 +24,7 @@ from ..formats import (
     tiles,
 )
 from ..randomness import Key
-from . import reference_products, tables
+from . import products, tables
 from .products import Products
 from .reference_sparse import (
     clear,
@@ -285,7 +285,7 @@ def matmul(a: Array, b: Array, how: Products, key: Key = (0, 0)) -> Array:
         codes = encode_with_events(exact, cast, shift, key, index.reshape(exact.shape))[0]
         return decode(codes, cast.fmt).astype(np.float64)
 
-    return reference_products.matmul(a, b, how, round_to).astype(np.float32)
+    return products.matmul(a, b, how, round_to).astype(np.float32)
 
 
 __all__ = [
