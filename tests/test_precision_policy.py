@@ -17,8 +17,7 @@ from cpdhpc import store
 from cpdhpc.cli import main
 from cpdhpc.config import ConfigError, validate
 from cpdhpc.precision import Policy, convert
-from cpdhpc.precision.policy import Sums
-from cpdhpc.precision.presets import PRESETS
+from cpdhpc.precision.policy import PRESETS, Sums
 from cpdhpc.signals import Caught, Interrupted
 from cpdhpc.train.imports import ImportedModel
 from cpdhpc.train.job import Job

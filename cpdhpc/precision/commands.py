@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 from .. import store
 from ..config import ConfigError, dump_toml, suggest, validate
 from .evidence import OVER
-from .policy import Policy
-from .presets import PRESETS
+from .policy import PRESETS, Policy
 from .recording import KINDS, load
 from .replay import KIND, Question, replay
 
