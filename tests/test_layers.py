@@ -192,7 +192,6 @@ def test_no_module_imports_itself_through_others() -> None:
 
 LONGEST = 500  # lines of a module
 ALONE = {  # module that only one of its room imports -> why it is one
-    "ops/search_tables": "data",
     "train/norms": "what is observed of a step, not how it goes",
 }
 

@@ -373,17 +373,11 @@ def matmul(
     return out
 
 
-__all__ = [
-    "add_outer",
-    "column_products",
-    "divide_runs",
-    "multiply_runs",
-    "row_products",
-    "row_sums",
-    "run_sums",
-    "square_sum",
-]
-
+# Sums and products whose order of additions is NumPy's, as the GPU's are. Sums are in float64 and
+# add in pairs: halves of halves, down to 128 values, of which eight are summed side by side.
+# np.einsum's products are in float32: sums over columns have four sums side by side, those over
+# rows are in the order of rows. On x86-64, that is: NumPy on other processors fuses products into
+# sums.
 Term = Literal["magnitude", "square"]
 
 BLOCK_VALUES = 1 << 15  # whose float64 fit in a core's cache

@@ -87,12 +87,12 @@ def square_sum(x: Array, center: float = 0.0) -> float:
 
 
 def multiply_runs(x: Array, each: HostArray, ends: HostArray, out: Array, start: int = 0) -> None:
-    """Write x times its runs' numbers into out; see ops.cpu_sums."""
+    """Write x times its runs' numbers into out; see ops.cpu."""
     _runs("multiply_runs", x, each, ends, out, start)
 
 
 def divide_runs(x: Array, each: HostArray, ends: HostArray, out: Array, start: int = 0) -> None:
-    """Write x over its runs' numbers into out; see ops.cpu_sums."""
+    """Write x over its runs' numbers into out; see ops.cpu."""
     _runs("divide_runs", x, each, ends, out, start)
 
 

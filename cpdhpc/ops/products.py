@@ -1,17 +1,18 @@
-"""How a sum of products is rounded: the formats, the order, and what they may be computed in."""
+"""How a sum of products is rounded: the formats, the order, and the specification of both."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 
 from ..formats import Cast, FloatFormat, Format, TableFormat
 from ..methods import check_integer, suggest
 
+Array = np.ndarray[Any, np.dtype[Any]]
 Order = Literal["ascending", "pairwise"]
 # odd: float64, sums rounded to odd; odd32: float32, where a CPU's registers hold twice as many
 Arithmetic = Literal["float32", "float64", "odd", "odd32"]
@@ -88,7 +89,7 @@ class Products:
         """Whether sums in float32 that are rounded to odd are enough, where not all is to nearest.
 
         Rounding such a sum again is as good as rounding the exact one where two bits or more are
-        cut off (Boldo, Melquiond, as in ops.reference_products), and so many random bits as lie
+        cut off (Boldo, Melquiond, as in add_exactly), and so many random bits as lie
         before the last of them.
         """
         products, accumulate, between = self.casts
