@@ -18,7 +18,7 @@ from .points import SeedGroup, decided, label, varying
 from .score import Score
 from .tables import Column, Section, tabulate
 
-BATCH, WIRE, AGGREGATOR = "train.batch", "gradient.wire", "gradient.aggregator"
+WIRE, AGGREGATOR = "gradient.wire", "gradient.aggregator"
 SCALING, ACCUMULATE, ALGORITHM = "gradient.scaling", "gradient.accumulate", "gradient.algorithm"
 FREE = (BATCH, WIRE, AGGREGATOR, "train.virtual_ranks")  # ranks of their own may go with batches
 APART = 0.04  # of the places of neighbouring lines on the logarithmic axis
