@@ -180,8 +180,7 @@ def run_search(arguments: argparse.Namespace, world: World) -> int:
     from ..signals import Interrupted, catching
     from ..train.command import Trainer
     from ..train.setup import agreed
-    from .asked import asked_of
-    from .evidence import FILE
+    from .evidence import FILE, asked_of
     from .search import POLICY, Search
 
     settings = list(arguments.set)
