@@ -19,11 +19,11 @@ from cpdhpc.config import ConfigError, validate
 from cpdhpc.precision import Policy, convert
 from cpdhpc.precision.policy import PRESETS, Sums
 from cpdhpc.signals import Caught, Interrupted
+from cpdhpc.train.averaging import policies_of
 from cpdhpc.train.imports import ImportedModel
 from cpdhpc.train.job import Job
 from cpdhpc.train.loop import run
 from cpdhpc.train.progress import Display
-from cpdhpc.train.replicas import policies_of
 from cpdhpc.train.setup import Files, prepare
 from cpdhpc.world.ranks import Loopback
 
