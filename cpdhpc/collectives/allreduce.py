@@ -16,7 +16,7 @@ from weakref import finalize
 
 import numpy as np
 
-from ..formats import SHARED, Format, Overflow, Rounding
+from ..formats import Format, Overflow, Rounding
 from ..ops import backend_of, on_gpu, to_host
 from ..ops.payloads import Array
 from ..world.gpu_messages import carrier_of
@@ -59,11 +59,9 @@ class Prepared:
     """An all-reduce of arrays that stay where they are; made by Allreduce.prepare. Collective.
 
     is_fast: whether run is a call list, without the interpreter: with one rank a process and NumPy
-        arrays, unless algorithm is "mpi". Of all that Allreduce.run does it then does what depends
-        on the values: a small collective before where scaling is "aps", one that compares the
-        iteration where rounding is "stochastic", and one that looks for NaN where neither codes nor
-        shifts would show it. Where it is not fast it does what Allreduce.run does after the
-        comparison of the arguments.
+        arrays, unless algorithm is "mpi". Else it does what Allreduce.run does, but for comparing
+        the arguments. A small collective comes first where something depends on all values, or on
+        the call: scaling "aps", rounding "stochastic", NaN that neither codes nor shifts show.
     """
 
     def __init__(
@@ -239,10 +237,20 @@ class Allreduce(Method):
         # What is found not finite must leave the xs alone.
         given = None if any(np.may_share_memory(o, x) for o in outs or () for x in xs) else outs
         totals = list(given or [np.empty_like(x) for x in (xs if every else xs[:1])])
+        sums = [total.reshape(-1) for total in totals]
+        recording = recording_of(world, self, flat[0], parts, shifts)
         with np.errstate(over="ignore", invalid="ignore"):
-            self._sum(
-                world, flat, [total.reshape(-1) for total in totals], parts, shifts, iteration
-            )
+            if recording is not None:
+                bad = recording.run(flat[0], sums[0], iteration)
+            elif self.algorithm == MPI_ALLREDUCE:
+                bad = _sum_by_mpi(world, flat, sums)
+            else:
+                bad = self._run_programs(world, flat, sums, parts, shifts, iteration)
+            if bad:
+                raise_nonfinite(world, flat, parts, sums[0])
+            divisor = self.divisor(world.ranks) if recording is None else None
+            for total in [] if divisor is None else sums:
+                backend_of(total).divide(total, divisor, total)
         if outs is not None and given is None:
             for out, total in zip(outs, totals, strict=True):
                 out[...] = total
@@ -301,29 +309,6 @@ class Allreduce(Method):
         """All choices by name."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
-    def _sum(
-        self,
-        world: Ranks,
-        flat: Sequence[Array],
-        totals: Sequence[Array],
-        parts: Sequence[Segment],
-        shifts: Shifts,
-        iteration: int,
-    ) -> None:
-        """Write the sum or mean into totals, of the first hosted ranks or of all."""
-        recording = recording_of(world, self, flat[0], parts, shifts)
-        if recording is not None:
-            bad = recording.run(flat[0], totals[0], iteration)
-        elif self.algorithm == MPI_ALLREDUCE:
-            bad = _sum_by_mpi(world, flat, totals)
-        else:
-            bad = self._run_programs(world, flat, totals, parts, shifts, iteration)
-        if bad:
-            raise_nonfinite(world, flat, parts, totals[0])
-        divisor = self.divisor(world.ranks) if recording is None else None
-        for total in [] if divisor is None else totals:
-            backend_of(total).divide(total, divisor, total)
-
     def _run_programs(
         self,
         world: Ranks,
@@ -333,7 +318,7 @@ class Allreduce(Method):
         shifts: Shifts,
         iteration: int,
     ) -> int:
-        """Run the programs of the hosted ranks; return how many values are not finite."""
+        """Sum into totals, of the first hosted ranks or of all; count what is not finite."""
         plan = self.plan(world.nodes, flat[0], parts, shifts, iteration)
         places = [*totals, *[None] * (len(flat) - len(totals))]
         pieces = plan.pieces(flat[0].size)
@@ -348,13 +333,6 @@ class Allreduce(Method):
         found = run(world, start, len(pieces), flat[0], what, window)
         bad = sum(int(to_host(bad)) if hasattr(bad, "get") else bad for bad, *_ in found)
         return int(not is_finite(totals[0])) if self.result_unseen else bad
-
-    def first_shifts(self, parts: Sequence[Segment]) -> Shifts:
-        """Return the shift of each segment before anything is known of values: see shifts."""
-        kind, shift = self.parsed_scaling
-        if self.fmt is None or kind in SHARED:
-            return (), ()
-        return [shift] * len(parts), [shift] * len(parts)
 
     def shifts(self, world: Ranks, flat: Sequence[Array], parts: Sequence[Segment]) -> Shifts:
         """Return the shift of each segment, for contributions, and for sums and the result."""

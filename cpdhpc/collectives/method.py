@@ -443,6 +443,13 @@ class Method:
         """Whether the shifts of a call come from the data of all ranks."""
         return self.fmt is not None and self.parsed_scaling.kind == "aps"
 
+    def first_shifts(self, parts: Sequence[Segment]) -> Shifts:
+        """Return the shift of each segment before anything is known of the values."""
+        kind, shift = self.parsed_scaling
+        if self.fmt is None or kind in SHARED:
+            return (), ()
+        return [shift] * len(parts), [shift] * len(parts)
+
     def plan(
         self,
         nodes: tuple[int, ...],

@@ -16,8 +16,9 @@ from cpdhpc.collectives.known import KEPT, Recordings
 from cpdhpc.collectives.method import Segment
 from cpdhpc.collectives.schedules import SCHEDULES
 from cpdhpc.formats import sum_bits
+from cpdhpc.ops import call_list
 from cpdhpc.world.mpi import World
-from cpdhpc.world.ranks import Loopback, numbered
+from cpdhpc.world.ranks import Loopback, Wait, numbered
 
 pytestmark = pytest.mark.mpi
 
@@ -157,6 +158,41 @@ def test_large_plain_calls_between_nodes(world, messages, pairs, monkeypatch):
             assert bits(out if call % 2 else x) == wanted, method
         assert sent == sent[:1] * 4
         assert recording(way, method, n) is not None
+
+
+@pytest.mark.two_ranks
+def test_messages_move_while_a_list_waits_for_a_word(world):
+    """The word is written by who has received the message: MPI must be called meanwhile.
+
+    It fails without that where long messages go in pieces: OMPI_MCA_smsc=^cma,xpmem,knem.
+    """
+    own, verdict = World(timeout_s=world.timeout_s), True
+    shared, payload = own.shared(), np.ones(32 << 20, np.uint8)
+    if shared is not None and own.rank < 2:
+        word, counter = shared.take(8), np.zeros(1, np.int64)
+        word[:] = 0
+        notes = own.gather(shared.note(word), "words")
+        if own.rank == 1:
+            buffer = np.zeros_like(payload)
+            own.wait_any([Wait(own.irecv(0, 1, buffer), 1, "waited {:.1f}")])
+            shared.payload(notes[0]).view(np.int64)[0] = 1
+            verdict = bool(buffer.all())
+        else:
+            (request,) = own.send_init(0, 1, payload)
+            address = call_list.handle_of(own.plain_mpi()[0], request)
+            calls = call_list.make_list(payload, payload.copy(), ((np.zeros(8, np.uint8),),))
+            call_list.begin_segment(calls, 0)
+            call_list.add_start(calls, address, False)
+            call_list.add_word(calls, word, 0)
+            call_list.add_test(calls, address, 1)
+            call_list.end_list(calls, 1, False, counter, 0, counter, 0)
+            arrays, looks = (payload, payload.copy()), 10_000_000
+            verdict = call_list.run_list(calls, 1, looks, *arrays) == 0
+            request.Free()
+    elif shared is not None:
+        own.gather(None, "words")
+    assert own.gather(verdict, "verdict") == [True] * own.processes
+    own.free()
 
 
 def test_known_calls_differ_like_others(world):
