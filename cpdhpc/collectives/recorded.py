@@ -68,7 +68,7 @@ class Recording:
         self._sent, self._sent_bytes = 0, 0
         self._world, self._rank = world, world.hosted.start
         self._mpi: Any = world.plain_mpi()[0] if isinstance(world, World) else None
-        self._divisor = method.divisor(world.ranks)
+        self._divisor, self._unseen = method.divisor(world.ranks), method.result_unseen
         self._shared: Shared | None = world.shared()
         self._near = () if self._shared is None else self._shared.near
         self._lease = 0 if self._shared is None else self._shared.open_lease()
@@ -306,7 +306,7 @@ class Recording:
             if isinstance(error, Exception):
                 give_up(self._world, self._explained(error), self.what)
             raise
-        if found == 0 and self._method.result_unseen:
+        if found == 0 and self._unseen:
             return int(not is_finite(out))
         return found
 
