@@ -181,7 +181,7 @@ def test_nothing_that_sends_more_than_float32_is_called_fewer_bits(
     assert uniform.sent_bytes > base.sent_bytes and found == base
     assert any(t.verdict == WITHIN and t.sent_bytes > base.sent_bytes for t in evidence.trials[2:])
     shown = capsys.readouterr().out
-    assert shown.startswith(f"{tmp_path / 'out' / searching.FILE}: is not there: a new search\n")
+    assert f"{tmp_path / 'out' / searching.FILE}: is not there: a new search\n" in shown
     assert f"{base.sent_bytes:,.0f} B a step sent" in shown
     policy = (tmp_path / "out" / searching.POLICY).read_text()
     assert "nothing sends fewer bytes" in policy
