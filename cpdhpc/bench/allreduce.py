@@ -1,4 +1,4 @@
-"""Benchmark of all-reduces beside MPI_Allreduce and gloo, in the columns of nccl-tests.
+"""Benchmark of all-reduces beside MPI_Allreduce, gloo and NCCL, in the columns of nccl-tests.
 
 algbw is size / time; busbw is algbw times 2 (p - 1) / p, which for the least traffic possible is
 the rate of a rank's link; wirebw is the bytes that left the rank that sent most / time.
@@ -12,6 +12,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
@@ -27,11 +28,11 @@ from ..collectives.rank_program import ACCUMULATES
 from ..collectives.schedules import SCHEDULES
 from ..config import UserError
 from ..formats import MICROSCALING, wire_scaling
-from ..methods import SCALINGS
-from ..ops import to_host
+from ..methods import BASELINE_DEVICES, SCALINGS
+from ..ops import on_gpu, to_host
 from ..ops.payloads import parse_wire
 from ..world.cores import own_cores
-from ..world.gpu_messages import carrier_of
+from ..world.gpu_messages import carrier_of, use_own_gpu
 from ..world.ranks import Ranks
 from .harness import (
     Measured,
@@ -161,34 +162,85 @@ def schedule_case(world: Ranks, method: Allreduce, data: Data, out: Array) -> Ti
     )
 
 
+Baseline = Callable[[Ranks, Data, Data, Array], TimedCase]
+
+
 def _mpi(world: Ranks, ints: Data, normal: Data, out: Array) -> TimedCase:
     """MPI_Allreduce of float32, called without any of ours around it."""
     run = lambda: carrier_of(world, out).sum_by_mpi(out, ints.x)  # noqa: E731
     return TimedCase("mpi", "raw", "-", "float32", ints, out, run)
 
 
-def _gloo(world: Ranks, ints: Data, normal: Data, out: Array) -> TimedCase:
-    """Gloo in float32, in place, as DDP does."""
-    from .harness import sum_float32
+def _float32(library: str) -> Baseline:
+    """A library of torch.distributed in float32, in place, as DDP does."""
 
-    def fill() -> None:
-        out[:] = ints.x
+    def case(world: Ranks, ints: Data, normal: Data, out: Array) -> TimedCase:
+        from .harness import sum_float32
 
-    return TimedCase(
-        "gloo", "raw", "-", "float32", ints, out, lambda: sum_float32(out), prepare=fill
-    )
+        run, fill = (
+            whole(each, out) for each in (partial(sum_float32, out), partial(_fill, out, ints.x))
+        )
+        return TimedCase(library, "raw", "-", "float32", ints, out, run, prepare=fill)
 
-
-def _gloo_bfloat16(world: Ranks, ints: Data, normal: Data, out: Array) -> TimedCase:
-    """Gloo in bfloat16, with the conversions, as DDP's hook does."""
-    from .harness import sum_bfloat16
-
-    run = lambda: sum_bfloat16(normal.x, out)  # noqa: E731
-    return TimedCase("gloo", "bf16", "none", "requantise", normal, out, run, exact=False)
+    return case
 
 
-Baseline = Callable[[Ranks, Data, Data, Array], TimedCase]
-BASELINES: dict[str, Baseline] = {"mpi": _mpi, "gloo": _gloo, "gloo-bf16": _gloo_bfloat16}
+def _fill(out: Array, x: Array) -> None:
+    out[:] = x
+
+
+def _half(library: str, wire: str, dtype: str) -> Baseline:
+    """A library of torch.distributed in 16 bits, with the conversions, as DDP's hooks do."""
+
+    def case(world: Ranks, ints: Data, normal: Data, out: Array) -> TimedCase:
+        from .harness import sum_half
+
+        run = whole(lambda: sum_half(normal.x, out, dtype), out)
+        return TimedCase(library, wire, "none", "requantise", normal, out, run, exact=False)
+
+    return case
+
+
+BASELINES: dict[str, Baseline] = {
+    "mpi": _mpi,
+    "gloo": _float32("gloo"),
+    "gloo-bf16": _half("gloo", "bf16", "bfloat16"),
+    "nccl": _float32("nccl"),
+    "nccl-bf16": _half("nccl", "bf16", "bfloat16"),
+    "nccl-fp16": _half("nccl", "fp16", "float16"),
+}
+
+
+def library_of(baseline: str) -> str:
+    """Return the library whose all-reduce a baseline is."""
+    return baseline.partition("-")[0]
+
+
+def missing(world: Ranks, library: str) -> str:
+    """Return why a library cannot run on these processes and their GPUs, or "". Collective."""
+    if library == "mpi":
+        return ""
+    found = world.gather(_lacks(library))
+    reason = next(filter(None, found), "")
+    if reason or library != "nccl":
+        return reason
+    gpus = [
+        *zip(world.nodes[:: world.virtual_ranks], world.gather(use_own_gpu(world)), strict=True)
+    ]
+    return "processes share GPUs" if len({*gpus}) < len(gpus) else ""
+
+
+def _lacks(library: str) -> str:
+    """Return what a library of torch.distributed lacks in this process, or ""."""
+    if find_spec("torch") is None:
+        return "torch is not installed on every process"
+    if library != "nccl":
+        return ""
+    import torch
+
+    if not torch.distributed.is_nccl_available():
+        return f"torch {torch.__version__} is built without NCCL"
+    return "" if torch.cuda.is_available() else f"torch {torch.__version__} finds no GPU"
 
 
 def cases_of_size(
@@ -229,7 +281,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_choices(parser)
     add_device(parser)
     parser.add_argument(
-        "--baselines", help=f"of {','.join(BASELINES)} (default: mpi, and gloo where torch is)"
+        "--baselines", help=f"of {','.join(BASELINES)} (default: those that can run)"
     )
     parser.add_argument("--repeats", type=int, default=9, help="timed calls (default 9)")
     parser.add_argument("--warmup", type=int, default=2, help="calls before (default 2)")
@@ -291,17 +343,25 @@ def parse_methods(
     return list(methods), skipped
 
 
-def parse_baselines(world: Ranks, text: str | None) -> list[str]:
-    """Return the baselines to run, mpi first. Collective. Raises UserError."""
-    has_torch = all(world.gather(find_spec("torch") is not None))
-    available = [name for name in BASELINES if has_torch or not name.startswith("gloo")]
-    if text is None:
-        return available
-    names = parse_names("--baselines", text, known(BASELINES))
-    missing = [name for name in names if name not in available]
-    if missing:
-        raise UserError(f"--baselines {missing[0]}: torch is not installed on every process")
-    return [name for name in BASELINES if name in {"mpi", *names}]
+def parse_baselines(
+    world: Ranks, text: str | None, device: str
+) -> tuple[list[str], dict[str, str]]:
+    """Return the baselines to run, mpi first, and by library why others are left out. Collective.
+
+    Raises UserError where text names one that cannot run.
+    """
+    asked = None if text is None else parse_names("--baselines", text, known(BASELINES))
+    why = {}
+    for library, devices in BASELINE_DEVICES.items():
+        reason = missing(world, library) if device in devices else f"takes no {device} arrays"
+        if reason:
+            why[library] = reason
+    for name in asked or ():
+        if library_of(name) in why:
+            raise UserError(f"--baselines {name}: {why[library_of(name)]}")
+    wanted = BASELINES if asked is None else {"mpi", *asked}
+    found = [name for name in BASELINES if name in wanted and library_of(name) not in why]
+    return found, why if asked is None else {}
 
 
 def run(arguments: argparse.Namespace, world: Ranks) -> Measured:
@@ -313,11 +373,9 @@ def run(arguments: argparse.Namespace, world: Ranks) -> Measured:
     if arguments.predict is not None:
         machine = together(world, lambda: read_machine(arguments.predict)).machine
     methods, skipped = parse_methods(arguments, machine)
-    baselines = parse_baselines(world, arguments.baselines)
-    if arguments.device == "gpu":
-        baselines = [name for name in baselines if not name.startswith("gloo")]
-        skipped.append("gloo: its arrays are the host's")
     where = take_device(arguments, world)
+    baselines, why = parse_baselines(world, arguments.baselines, arguments.device)
+    skipped += [f"{library}: {reason}" for library, reason in why.items()]
     together(world, lambda: check_out(arguments.out, world))
     with own_cores(world) as cores, group_of(world, baselines):
         header = heading(machine_line(world), cores, arguments, skipped, machine)
@@ -330,11 +388,12 @@ def run(arguments: argparse.Namespace, world: Ranks) -> Measured:
 
 def group_of(world: Ranks, baselines: Sequence[str]) -> AbstractContextManager[None]:
     """Return torch's process group where a baseline needs it. Collective."""
-    if not any(name.startswith("gloo") for name in baselines):
+    backend = next((name for name in map(library_of, baselines) if name != "mpi"), None)
+    if backend is None:
         return nullcontext()
-    from .harness import gloo
+    from .harness import torch_group
 
-    return gloo(world)
+    return torch_group(world, backend)
 
 
 def measure(
@@ -436,6 +495,8 @@ def _factors(row: Row) -> dict[str, int | str]:
         "algorithm": case.algorithm,
         "wire": case.wire,
     }
+    if on_gpu(case.out):
+        found["device"] = "gpu"
     if case.algorithm == AUTO:
         found["chosen"] = case.chosen
     if case.method is None or case.method.fmt is None:

@@ -281,15 +281,22 @@ TIMEOUT_S = 600.0
 
 
 @contextmanager
-def gloo(world: Ranks) -> Iterator[None]:
+def torch_group(world: Ranks, backend: str) -> Iterator[None]:
     """Open torch's default process group over the processes of world, and close it. Collective.
 
     They find one another by a TCP store of process 0, on a port that is free.
+    backend: gloo, or nccl for arrays on CuPy's current GPU
     """
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(threads_of_rank(world))
+    device = None
+    if backend == "nccl":
+        from ..ops import gpu_runtime
+
+        device = torch.device("cuda", gpu_runtime.current_device())
+        torch.cuda.set_device(device)
     names = world.gather(socket.gethostname())
     host = names[0] if len(set(names)) > 1 else "127.0.0.1"
     timeout = timedelta(seconds=TIMEOUT_S)
@@ -301,11 +308,12 @@ def gloo(world: Ranks) -> Iterator[None]:
     first = store(0) if world.process == 0 else None
     port = world.gather(first.port if first else 0)[0]
     dist.init_process_group(
-        "gloo",
+        backend,
         store=first or store(port),
         rank=world.process,
         world_size=world.processes,
         timeout=timeout,
+        device_id=device,
     )
     try:
         yield
@@ -313,22 +321,25 @@ def gloo(world: Ranks) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def sum_float32(array: Array) -> None:
-    """Sum float32[n] over processes in place. Collective."""
-    import torch
+def sum_float32(array: Any) -> None:
+    """Sum float32[n], of NumPy or CuPy, over processes in place. Collective."""
     import torch.distributed as dist
 
-    dist.all_reduce(torch.from_numpy(array))
+    from ..ops.tensors import tensor_of
+
+    dist.all_reduce(tensor_of(array))
 
 
-def sum_bfloat16(x: Array, out: Array) -> None:
-    """Sum float32[n] over processes into out in bfloat16, as DDP's bf16_compress_hook. Collective.
+def sum_half(x: Any, out: Any, dtype: str) -> None:
+    """Sum float32[n] over processes into out in bfloat16 or float16, as DDP's hooks. Collective.
 
-    Conversion there and back is part of it.
+    Conversion there and back is part of it, and the division by the number of processes is not.
     """
     import torch
     import torch.distributed as dist
 
-    small = torch.from_numpy(x).to(torch.bfloat16)
+    from ..ops.tensors import tensor_of
+
+    small = tensor_of(x).to(getattr(torch, dtype))
     dist.all_reduce(small)
-    torch.from_numpy(out).copy_(small)
+    tensor_of(out).copy_(small)
