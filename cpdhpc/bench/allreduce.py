@@ -10,10 +10,8 @@ from __future__ import annotations
 import argparse
 import hashlib
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,7 +30,7 @@ from ..methods import BASELINE_DEVICES, SCALINGS
 from ..ops import on_gpu, to_host
 from ..ops.payloads import parse_wire
 from ..world.cores import own_cores
-from ..world.gpu_messages import carrier_of, use_own_gpu
+from ..world.gpu_messages import carrier_of
 from ..world.ranks import Ranks
 from .harness import (
     Measured,
@@ -52,6 +50,7 @@ from .harness import (
     together,
     whole,
 )
+from .libraries import group_of, library_of, missing, sum_float32, sum_half
 
 Array = NDArray[np.float32]
 LARGEST = 8  # of the integers: their sum is exact in float32 for 2**21 ranks
@@ -175,8 +174,6 @@ def _float32(library: str) -> Baseline:
     """A library of torch.distributed in float32, in place, as DDP does."""
 
     def case(world: Ranks, ints: Data, normal: Data, out: Array) -> TimedCase:
-        from .harness import sum_float32
-
         run, fill = (
             whole(each, out) for each in (partial(sum_float32, out), partial(_fill, out, ints.x))
         )
@@ -193,8 +190,6 @@ def _half(library: str, wire: str, dtype: str) -> Baseline:
     """A library of torch.distributed in 16 bits, with the conversions, as DDP's hooks do."""
 
     def case(world: Ranks, ints: Data, normal: Data, out: Array) -> TimedCase:
-        from .harness import sum_half
-
         run = whole(lambda: sum_half(normal.x, out, dtype), out)
         return TimedCase(library, wire, "none", "requantise", normal, out, run, exact=False)
 
@@ -209,38 +204,6 @@ BASELINES: dict[str, Baseline] = {
     "nccl-bf16": _half("nccl", "bf16", "bfloat16"),
     "nccl-fp16": _half("nccl", "fp16", "float16"),
 }
-
-
-def library_of(baseline: str) -> str:
-    """Return the library whose all-reduce a baseline is."""
-    return baseline.partition("-")[0]
-
-
-def missing(world: Ranks, library: str) -> str:
-    """Return why a library cannot run on these processes and their GPUs, or "". Collective."""
-    if library == "mpi":
-        return ""
-    found = world.gather(_lacks(library))
-    reason = next(filter(None, found), "")
-    if reason or library != "nccl":
-        return reason
-    gpus = [
-        *zip(world.nodes[:: world.virtual_ranks], world.gather(use_own_gpu(world)), strict=True)
-    ]
-    return "processes share GPUs" if len({*gpus}) < len(gpus) else ""
-
-
-def _lacks(library: str) -> str:
-    """Return what a library of torch.distributed lacks in this process, or ""."""
-    if find_spec("torch") is None:
-        return "torch is not installed on every process"
-    if library != "nccl":
-        return ""
-    import torch
-
-    if not torch.distributed.is_nccl_available():
-        return f"torch {torch.__version__} is built without NCCL"
-    return "" if torch.cuda.is_available() else f"torch {torch.__version__} finds no GPU"
 
 
 def cases_of_size(
@@ -384,16 +347,6 @@ def run(arguments: argparse.Namespace, world: Ranks) -> Measured:
             print("\n".join(header), flush=True)
         rows = measure(world, arguments, sizes, methods, baselines, machine)
     return Measured("allreduce", "allreduce", points(rows), arguments.warmup, cores)
-
-
-def group_of(world: Ranks, baselines: Sequence[str]) -> AbstractContextManager[None]:
-    """Return torch's process group where a baseline needs it. Collective."""
-    backend = next((name for name in map(library_of, baselines) if name != "mpi"), None)
-    if backend is None:
-        return nullcontext()
-    from .harness import torch_group
-
-    return torch_group(world, backend)
 
 
 def measure(

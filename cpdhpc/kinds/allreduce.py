@@ -185,12 +185,12 @@ def _torch_group(world: World, factors: Factors) -> Iterator[None]:
 
     Raises UserError on all ranks where torch or what it needs is missing.
     """
-    from ..bench import allreduce as bench
+    from ..bench.libraries import group_of, missing
 
     library = str(factors["algorithm"])
-    if library in BASELINES and (reason := bench.missing(world, library)):
+    if library in BASELINES and (reason := missing(world, library)):
         raise UserError(f"algorithm {library}: {reason}")
-    with bench.group_of(world, [library] if library in BASELINES else []):
+    with group_of(world, [library] if library in BASELINES else []):
         yield
 
 

@@ -15,11 +15,9 @@ from cpdhpc.bench.harness import (
     Measured,
     Point,
     check_out,
-    sum_float32,
-    sum_half,
     together,
-    torch_group,
 )
+from cpdhpc.bench.libraries import sum_float32, sum_half, torch_group
 from cpdhpc.bench.traffic import replay
 from cpdhpc.cli import main
 from cpdhpc.collectives.allreduce import Allreduce, allreduce
