@@ -15,7 +15,8 @@ from simulated_cupy import simulated
 from simulated_gpu import Gpu
 
 from cpdhpc.bench import codec, latency, libraries
-from cpdhpc.bench.allreduce import cases_of_size, parse_baselines
+from cpdhpc.bench.allreduce import parse_baselines
+from cpdhpc.bench.allreduce_cases import cases_of_size
 from cpdhpc.bench.harness import take_device
 from cpdhpc.bench.traffic import replay
 from cpdhpc.collectives.allreduce import Allreduce
@@ -111,7 +112,7 @@ def test_a_baseline_that_cannot_run_is_said() -> None:
     world = Loopback()
     with simulated():
         found, why = parse_baselines(world, None, "gpu")
-        assert found == ["mpi"] and why["gloo"] == "takes no gpu arrays"
+        assert found == ["mpi", "memcpy"] and why["gloo"] == "takes no gpu arrays"
         assert re.fullmatch(r"torch \S+ (is built without NCCL|finds no GPU)", why["nccl"])
         with pytest.raises(UserError, match=r"^--baselines nccl-bf16: torch \S+ "):
             parse_baselines(world, "nccl-bf16", "gpu")

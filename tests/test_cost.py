@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cpdhpc.bench.machine import Sample, fit, line, nonnegative
+from cpdhpc.bench.harness import line, nonnegative
+from cpdhpc.bench.machine import Sample, fit
 from cpdhpc.collectives import predict as model
 from cpdhpc.collectives.allreduce import Allreduce, allreduce, simulate
 from cpdhpc.collectives.method import DEFAULT, UNITS, Machine, as_machine, read_machine

@@ -14,6 +14,7 @@ from ..world.gpu_messages import use_own_gpu
 from ..world.ranks import Ranks
 
 TIMEOUT_S = 600.0
+GROUPS = ("gloo", "nccl")  # of torch.distributed
 
 
 @contextmanager
@@ -88,7 +89,7 @@ def library_of(baseline: str) -> str:
 
 def missing(world: Ranks, library: str) -> str:
     """Return why a library cannot run on these processes and their GPUs, or "". Collective."""
-    if library == "mpi":
+    if library not in GROUPS:
         return ""
     found = world.gather(_lacks(library))
     reason = next(filter(None, found), "")
@@ -115,7 +116,7 @@ def _lacks(library: str) -> str:
 
 def group_of(world: Ranks, baselines: Sequence[str]) -> AbstractContextManager[None]:
     """Return torch's process group where a baseline needs it. Collective."""
-    backend = next((name for name in map(library_of, baselines) if name != "mpi"), None)
+    backend = next((name for name in map(library_of, baselines) if name in GROUPS), None)
     if backend is None:
         return nullcontext()
     return torch_group(world, backend)

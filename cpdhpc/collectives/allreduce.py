@@ -34,7 +34,7 @@ from .checks import (
     shared_amax,
 )
 from .engine import Program, Take, run
-from .known import are_plain, know, recording_of, run_known
+from .known import are_plain, know, know_as, recording_of, run_known
 from .method import (
     AUTO,
     MPI_ALLREDUCE,
@@ -173,24 +173,20 @@ class Allreduce(Method):
         error: of this process, known before the call: raised on all
         Other arguments, and errors: as allreduce.
         """
-        if self.algorithm == AUTO:  # what is chosen is compared over ranks like all arguments
-            return self.chosen(world, xs).run(
-                world, xs, outs,
-                iteration=iteration, segments=segments, every=every, error=error, shifts=shifts,
-            )  # fmt: skip
         key = None
         is_plain = not every and error is None and shifts is None and are_plain(xs, outs)
-        if is_plain and isinstance(segments, Sequence | None):
+        if is_plain and (segments is None or type(segments) in (list, tuple)):
             key = id(self), xs[0].shape, None if segments is None else tuple(segments)
-            out = np.empty_like(xs[0]) if outs is None else outs[0]
-            known = run_known(world, key, iteration, xs[0], out)
+            known = run_known(world, key, iteration, xs, outs)
             if known is not None:
-                return Reduced((out,), *known.shifts, self.algorithm)
+                return known
+        # What is chosen is compared over ranks like all arguments.
+        method = self.chosen(world, xs) if self.algorithm == AUTO else self
         error = error or iteration_error(iteration)
-        parts = self.check(world, xs, outs, iteration, segments, every, error, shifts)
-        reduced = self.reduce(world, xs, outs, parts, iteration, every, shifts)
+        parts = method.check(world, xs, outs, iteration, segments, every, error, shifts)
+        reduced = method.reduce(world, xs, outs, parts, iteration, every, shifts)
         if key is not None:
-            know(world, key, self, xs[0].size, parts, reduced)
+            know(world, key, self, method, xs[0].size, parts, reduced)
         return reduced
 
     def prepare(
@@ -459,9 +455,9 @@ def allreduce(
     is_plain = is_plain and are_plain((x,), None if out is None else (out,))
     if is_plain:
         assert isinstance(x, np.ndarray)
-        total = np.empty_like(x) if out is None else out
-        if run_known(ranks, (x.shape, *key), iteration, x, total) is not None:
-            return total
+        known = run_known(ranks, (x.shape, *key), iteration, (x,), None if out is None else (out,))
+        if known is not None:
+            return known.arrays[0]
     error: Exception | None = None
     try:
         config = configured(
@@ -481,7 +477,7 @@ def allreduce(
         error = error or found
     reduced = config.run(ranks, xs, outs, iteration=iteration, segments=segments, error=error)
     if is_plain:
-        know(ranks, (xs[0].shape, *key), config, xs[0].size, (), reduced)
+        know_as(ranks, (xs[0].shape, *key), (id(config), xs[0].shape, None))
     if out is not None:
         return out
     result = reduced.arrays[0]

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from ..ops import call_list
-from ..ops.call_list import FEW_LOOKS, LOOKS, WAITING, Kernels
+from ..ops.call_list import (
+    ABSENT,
+    FEW_LOOKS,
+    LOOKS,
+    UNLIKE,
+    WAITING,
+    Kernels,
+    run_agreed,
+    run_list,
+)
 from ..ops.payloads import Array
 from ..ops.threads import kernel_threads
 from ..world.mpi import World, as_world
@@ -236,8 +245,26 @@ class Recording:
         if self.freed:
             raise RuntimeError(f"{self.what}: is freed, or was ended by a failure")
         x, out = self.x if x is None else x, self.out if out is None else out
+        return self._to_its_end(run_list, self._list, kernel_threads(), LOOKS, x, out)
+
+    def run_agreed(self, number: int, x: Array, out: Array) -> int:
+        """Do what run does, once all processes of the node have given the same number. Collective.
+
+        The recording is not fixed, nor freed. Returns also, with nothing done, UNLIKE where they
+        have not, and STRANGE where x or out is not what run takes, which the others are not told.
+        """
+        board = self._world.board
+        found = self._to_its_end(
+            run_agreed, board.calls, number, self._list, kernel_threads(), LOOKS, x, out
+        )
+        if found == ABSENT:
+            return self.run(x, out) if board.wait(self.what) else UNLIKE
+        return found
+
+    def _to_its_end(self, begin: Callable[..., int], *arguments: Any) -> int:
+        """Return what a run comes to that begins here and may have to be waited for."""
         try:
-            found = call_list.run_list(self._list, kernel_threads(), LOOKS, x, out)
+            found = begin(*arguments)
             if found == WAITING:
                 self._world.wait_any([Wait([self], self._rank, self._reason)])
                 found = self._found

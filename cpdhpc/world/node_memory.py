@@ -260,12 +260,12 @@ class Board:
     """Where all processes of a world, on one node, find out whether they are about to do the same.
 
     Without a message: each tells a number, and looks at those of the others.
-    has_failed: whether a guess was wrong, and the next answer stands
+    calls: of make_board; has_failed: whether a guess was wrong, and the next answer stands
     """
 
     def __init__(self, world: Ranks, shared: Shared) -> None:
         self._world, self._processes = world, list(shared.boards)
-        self._board = make_board((shared.board, *shared.boards.values()))
+        self.calls = make_board((shared.board, *shared.boards.values()))
         self._found = 0
         self.has_failed = False
 
@@ -278,24 +278,28 @@ class Board:
         if self.has_failed:
             self.has_failed = False
             return False
-        found = meet(self._board, number, LOOKS)
+        found = meet(self.calls, number, LOOKS)
         if found == WAITING:
-            wait = Wait([self], self._world.rank, lambda: self._reason(what))
-            try:
-                self._world.wait_any([wait])
-            except Exception as error:
-                raise self._world.failure(error, what) or error from None
-            found = self._found
+            found = self.wait(what)
         self.has_failed = first and not found
         return bool(found)
 
+    def wait(self, what: str) -> bool:
+        """Wait for those that have not come; return whether all give the same number."""
+        wait = Wait([self], self._world.rank, lambda: self._reason(what))
+        try:
+            self._world.wait_any([wait])
+        except Exception as error:
+            raise self._world.failure(error, what) or error from None
+        return bool(self._found)
+
     def Test(self) -> bool:
         """Whether all have come: as a request of MPI's."""
-        self._found = meet_again(self._board, FEW_LOOKS)
+        self._found = meet_again(self.calls, FEW_LOOKS)
         return self._found != WAITING
 
     def _reason(self, what: str) -> str:
-        absent = [self._processes[place - 1] for place in absent_from(self._board)]
+        absent = [self._processes[place - 1] for place in absent_from(self.calls)]
         return f"{what}: waited {{:.1f}} s for rank {', '.join(map(str, absent))}"
 
 

@@ -166,6 +166,39 @@ def test_known_calls_differ_like_others(world):
 
 
 @pytest.mark.two_ranks
+def test_no_iteration_of_a_call_is_taken_for_another_call(world):
+    """All that processes compare of known calls is a number, made of both."""
+    own, last = World(timeout_s=world.timeout_s), world.process == world.processes - 1
+    x, methods = np.ones(8, np.float32), [Allreduce("raw", name) for name in ("ring", "tree")]
+    for _ in range(3):
+        for method in methods:
+            method.run(own, [x])
+    for iteration in range(1, 4) if world.processes > 1 else []:
+        wrong = None
+        try:
+            methods[last].run(own, [x], iteration=iteration - last)
+        except ValueError as error:
+            wrong = "arguments differ" in str(error)
+        assert world.gather(wrong) == [True] * world.processes
+    own.free()
+
+
+@pytest.mark.two_ranks
+def test_what_auto_has_chosen_is_run_at_once(world):
+    """As other known calls are: with its own name in what is returned, and the same bits."""
+    own, xs = World(timeout_s=world.timeout_s), gradients(world.ranks)
+    method, x = Allreduce("e4m3", "auto"), xs[world.process]
+    for _ in range(3):
+        reduced = method.run(own, [x])
+        plain = allreduce(own, x, "e4m3", "auto")
+        wanted = bits(simulate(xs, "e4m3", reduced.algorithm))
+        assert bits(reduced.arrays[0]) == bits(plain) == wanted
+    known = own.cache.get(Recordings, Recordings).known
+    assert ((id(method), x.shape, None) in known) == (world.processes > 1)
+    own.free()
+
+
+@pytest.mark.two_ranks
 @pytest.mark.parametrize("wire, scaling", [("raw", "none"), ("e4m3", "tile"), ("e4m3", "aps")])
 def test_mean_in_place_of_segments(world, wire, scaling):
     segments = [Segment("a", 0, 1000), Segment("b", 1024, N)]

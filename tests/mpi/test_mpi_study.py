@@ -12,7 +12,7 @@ from studies import small_study
 from training import write_idx
 
 from cpdhpc import provenance
-from cpdhpc.bench.allreduce import TimedCase
+from cpdhpc.bench.allreduce_cases import TimedCase
 from cpdhpc.claim import Claim, read_claim
 from cpdhpc.config import UserError
 from cpdhpc.store import StoreError
