@@ -21,7 +21,7 @@ from cpdhpc.autoencoder.job import Autoencoder
 from cpdhpc.autoencoder.training import Stack
 from cpdhpc.bench.allreduce import parse_baselines
 from cpdhpc.bench.allreduce_cases import cases_of_size
-from cpdhpc.bench.libraries import group_of
+from cpdhpc.bench.libraries import group_of, missing
 from cpdhpc.config import UserError, validate
 from cpdhpc.ops.tensors import CPU
 from cpdhpc.signals import Caught
@@ -54,6 +54,7 @@ def digits(train):
     """Half an epoch of a small network is enough to see a bit."""
     row = {"aggregator": "lowbit", "wire": "e4m3", "scaling": "aps", "algorithm": "direct"}
     fixed = {"epochs": 1, "batch": 256, "threads": 1, "bucket_mib": 0.01, "timeout_s": TIMEOUT_S}
+    fixed["oversubscribe_gpus"] = True  # of a machine that has one
     job = {"name": "digits", "model": {"name": "mlp", "hidden": [16]}, "gradient": row}
     return validate(Job, job | {"train": fixed | train}, "test")
 
@@ -101,7 +102,7 @@ def test_what_differs_between_ranks_is_said_on_all(gpu, world, direct):
     with pytest.raises(ValueError, match=r"0\.weight is on cuda:0, 1\.weight on cpu: should be on"):
         GradientReducer(network(DEVICE) if world.process else model, world)
     gpu.first = 0  # so that both processes see the same one
-    job, data = digits({"device": "gpu"}), Digits().load()
+    job, data = digits({"device": "gpu", "oversubscribe_gpus": False}), Digits().load()
     with pytest.raises(UserError, match=r"processes 0, 1 would share GPUs of their node"):
         prepare(job, world, data, None)
     job = digits({"device": "gpu", "gpu_direct": "required", "oversubscribe_gpus": True})
@@ -114,6 +115,7 @@ def stacked(world, device):
     layers = [{"field": 4, "step": 2, "maps": 3, "pool": 2, "contrast": 3}, {"field": 2, "maps": 2}]
     data = {"name": "digits", "tile": 2, "size": 14}
     train = {"iterations": 2, "batch": 4, "threads": 1, "learning_rate": 0.01, "device": device}
+    train["oversubscribe_gpus"] = True
     raw = {"name": "a", "data": data, "layer": layers, "train": train}
     job = validate(Autoencoder, raw, "test")
     return Stack(job, world, job.data.load())
@@ -170,7 +172,9 @@ def nccl(world):
 @pytest.mark.parametrize("direct", [False], ids=["staged"], indirect=True)  # NCCL knows no MPI
 def test_nccl_sums_arrays_where_they_are(gpu, world, direct):
     with nccl(world):
-        use_gpu(world)
+        use_gpu(world, oversubscribe=True)
+        if gpu is None and (reason := missing(world, "nccl")):
+            pytest.skip(reason)
         found, why = parse_baselines(world, "nccl,nccl-bf16,nccl-fp16", "gpu")
         with group_of(world, found):
             cases = cases_of_size(world, 8192, [], found[2:], "gpu")
