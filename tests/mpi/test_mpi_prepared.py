@@ -282,6 +282,17 @@ def test_what_auto_has_chosen_is_run_at_once(world):
 
 
 @pytest.mark.two_ranks
+def test_segments_may_be_lists_on_some_ranks(world):
+    """They cannot be hashed, so one rank does not know a call that another knows."""
+    method, xs = Allreduce("e4m3", "direct"), gradients(world.ranks)
+    wanted = bits(simulate(xs, "e4m3", "direct"))
+    segments = [["w", 0, N] if world.process else ("w", 0, N)]
+    results = [method.run(world, [xs[world.process]], segments=segments) for _ in range(5)]
+    same = [bits(each.arrays[0]) == wanted for each in results]
+    assert world.gather(all(same), "verdict") == [True] * world.processes
+
+
+@pytest.mark.two_ranks
 @pytest.mark.parametrize("wire, scaling", [("raw", "none"), ("e4m3", "tile"), ("e4m3", "aps")])
 def test_mean_in_place_of_segments(world, wire, scaling):
     segments = [Segment("a", 0, 1000), Segment("b", 1024, N)]
