@@ -248,7 +248,7 @@ class Recording:
     def _follow(self, x: Array, out: Array) -> None:
         """Make the requests for messages in x and out anew, where these lie elsewhere now."""
         places = self._places_of(x, out)
-        if not self._followed or places == self._places:
+        if places == self._places:
             return
         memory = x.view(np.uint8), out.view(np.uint8)
         for each in self._followed:
@@ -313,10 +313,9 @@ class Recording:
 
     def _draw(self, iteration: int) -> None:
         """Let runs round by the random numbers of an iteration."""
-        if self.plan.slots and iteration != self._iteration:
-            for path, slot in self.plan.slots.items():
-                slot[:] = random_key(self._method.seed, iteration, *path)
-            self._iteration = iteration
+        self._iteration = iteration
+        for path, slot in (self.plan.slots or {}).items():
+            slot[:] = random_key(self._method.seed, iteration, *path)
 
     def run(self, x: Array | None = None, out: Array | None = None, iteration: int = 0) -> int:
         """Do it: from x as it is now to out; return how many values are not finite. Collective.
@@ -330,8 +329,10 @@ class Recording:
         if self.freed:
             raise RuntimeError(f"{self.what}: is freed, or was ended by a failure")
         x, out = self.x if x is None else x, self.out if out is None else out
-        self._draw(iteration)
-        self._follow(x, out)
+        if iteration != self._iteration:
+            self._draw(iteration)
+        if self._followed:
+            self._follow(x, out)
         return self._to_its_end(out, run_list, self._list, kernel_threads(), LOOKS, x, out)
 
     def run_agreed(self, number: int, x: Array, out: Array, iteration: int) -> int:
@@ -341,7 +342,8 @@ class Recording:
         have not, and STRANGE where x or out is not what run takes, which the others are not told.
         """
         board = self._world.board
-        self._draw(iteration)
+        if iteration != self._iteration:
+            self._draw(iteration)
         arguments = board.calls, number, self._list, kernel_threads(), LOOKS, x, out
         found = self._to_its_end(out, run_agreed, *arguments)
         if found == ABSENT:
