@@ -101,6 +101,7 @@ class Recording:
             self._record()
         except Exception as error:
             give_up(world, error, self.what)
+        self._differs = bool(self.plan.slots or self._followed)  # whether runs adjust it
         if self._requests or self._shared is not None:
             world.cache.hold(self)
 
@@ -248,7 +249,7 @@ class Recording:
     def _follow(self, x: Array, out: Array) -> None:
         """Make the requests for messages in x and out anew, where these lie elsewhere now."""
         places = self._places_of(x, out)
-        if places == self._places:
+        if not self._followed or places == self._places:
             return
         memory = x.view(np.uint8), out.view(np.uint8)
         for each in self._followed:
@@ -313,9 +314,10 @@ class Recording:
 
     def _draw(self, iteration: int) -> None:
         """Let runs round by the random numbers of an iteration."""
-        self._iteration = iteration
-        for path, slot in (self.plan.slots or {}).items():
-            slot[:] = random_key(self._method.seed, iteration, *path)
+        if iteration != self._iteration:
+            for path, slot in (self.plan.slots or {}).items():
+                slot[:] = random_key(self._method.seed, iteration, *path)
+            self._iteration = iteration
 
     def run(self, x: Array | None = None, out: Array | None = None, iteration: int = 0) -> int:
         """Do it: from x as it is now to out; return how many values are not finite. Collective.
@@ -329,9 +331,8 @@ class Recording:
         if self.freed:
             raise RuntimeError(f"{self.what}: is freed, or was ended by a failure")
         x, out = self.x if x is None else x, self.out if out is None else out
-        if iteration != self._iteration:
+        if self._differs:
             self._draw(iteration)
-        if self._followed:
             self._follow(x, out)
         return self._to_its_end(out, run_list, self._list, kernel_threads(), LOOKS, x, out)
 
@@ -342,7 +343,7 @@ class Recording:
         have not, and STRANGE where x or out is not what run takes, which the others are not told.
         """
         board = self._world.board
-        if iteration != self._iteration:
+        if self._differs:
             self._draw(iteration)
         arguments = board.calls, number, self._list, kernel_threads(), LOOKS, x, out
         found = self._to_its_end(out, run_agreed, *arguments)
