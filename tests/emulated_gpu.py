@@ -40,6 +40,8 @@ INSTRUCTIONS = {  # PTX -> C++ of the operands
     "div.rn.f32": "({1}) / ({2})",
     "cvt.f64.f32": "(double)({1})",
     "cvt.rn.f32.f64": "(float)({1})",
+    "cvt.f32.f16": "(float)cuda::same_bits<_Float16>({1})",
+    "cvt.rn.f16.f32": "cuda::same_bits<unsigned short>((_Float16)({1}))",
 }
 TRUNCATIONS = {  # what C++ leaves open where the value is too large
     "return (U)(int)x;": "return (U)cuda::toward_zero<int>(x);",
@@ -158,7 +160,7 @@ def cell(value: Any, pointer: bool) -> np.ndarray:
     """Return memory that holds an argument: a number, or the address of an array."""
     if not pointer:
         return np.array(value)
-    return np.array(0 if isinstance(value, np.uint64) else value.data.ptr, np.uint64)
+    return np.array(value if isinstance(value, np.uint64) else value.data.ptr, np.uint64)
 
 
 everywhere = ExitStack()

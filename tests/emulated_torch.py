@@ -101,6 +101,9 @@ class CudaTensor(torch.Tensor):
     def numpy(self, *args: Any) -> Any:
         raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu()")
 
+    def data_ptr(self) -> int:
+        return self.values_on_gpu.data_ptr()
+
     def tolist(self) -> Any:
         return self.cpu().tolist()
 
