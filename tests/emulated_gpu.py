@@ -140,6 +140,7 @@ class RawModule(simulated_cupy.RawModule):
         def kernel(grid: tuple[int], block: tuple[int], args: tuple[Any, ...]) -> None:
             assert 0 < grid[0] <= 65535 and block == (128,)
             simulated_kernels.arguments(self.code, name, args)
+            self.arrays.gpu.launched[name] += 1
             self.arrays.give(lambda: run(grid[0], args))
 
         def run(blocks: int, args: tuple[Any, ...]) -> None:

@@ -149,8 +149,8 @@ def _matmul(a: SimpleNamespace) -> None:
 def _at(address: int, dtype: str, counts: list[int], strides: list[int]) -> np.ndarray:
     """Return the units at an address."""
     interface = {
-        "shape": counts, "typestr": dtype, "strides": strides, "data": (address, False),
-        "version": 3,
+        "shape": tuple(counts), "strides": tuple(strides), "typestr": dtype, "version": 3,
+        "data": (address, False),
     }  # fmt: skip
     return np.asarray(SimpleNamespace(__array_interface__=interface))
 

@@ -234,7 +234,8 @@ def _loops(moved: Moved, itemsize: int) -> Iterator[_Loops]:
     still = tuple(int(side.base % BEGINS != TABLE) for side in sides)
     axes = [(itemsize, still)]
     strides = [side.strides or (0,) * len(shape) for side in sides]
-    for n, *steps in reversed(list(zip(shape, *strides, strict=True))):
+    along = sorted(zip(shape, *strides, strict=True), key=lambda axis: abs(axis[1]))
+    for n, *steps in along:  # threads side by side write side by side
         inner, below = axes[0]
         if n > 1 and tuple(steps) == tuple(inner * step for step in below):
             axes[0] = n * inner, below

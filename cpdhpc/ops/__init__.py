@@ -28,7 +28,7 @@ def on_gpu(x: Any) -> bool:
 def to_host(x: Any) -> Any:
     """Return x as a NumPy array: x itself, or a copy of what the current stream makes of it.
 
-    Raises TimeoutError where the GPU is not done with it after gpu_runtime.WAIT_S.
+    Raises TimeoutError where the GPU is not done with it in time, as gpu_runtime.wait.
     """
     if not on_gpu(x):
         return x

@@ -197,6 +197,7 @@ __all__ = [
     "to_host",
     "wait",
     "wait_at_most",
+    "wait_for_stream",
     "zeros",
 ]
 
@@ -327,12 +328,17 @@ def wait(event: Event) -> None:
             raise TimeoutError(f"GPU {current_device()}: is at work for more than {most_s:g} s")
 
 
+def wait_for_stream() -> None:
+    """Wait for all that CuPy's current stream was given. Raises as wait."""
+    wait(Event(cupy.cuda.get_current_stream()))
+
+
 def to_host(array: Array) -> Host:
     """Return a copy in the host's memory, once CuPy's current stream is done with the array.
 
     Raises as wait.
     """
-    wait(Event(cupy.cuda.get_current_stream()))
+    wait_for_stream()
     host: Host = array.get()
     return host
 
@@ -342,7 +348,7 @@ def finished(run: Callable[[], Any]) -> Callable[[], Any]:
 
     def call() -> Any:
         found = run()
-        wait(Event(cupy.cuda.get_current_stream()))
+        wait_for_stream()
         return found
 
     return call

@@ -18,6 +18,7 @@ from ..collectives.checks import check_alike
 from ..config import ConfigError, validate
 from ..methods import suggest
 from ..ops import to_host
+from ..ops.tensors import values_of
 from ..world.ranks import Loopback, Ranks
 from .recording import KIND, KINDS, Array, KindName, Recording, kept_rows
 
@@ -309,7 +310,7 @@ def _keep(left: dict[int, Array], number: int, gradient: Any) -> None:
 
 
 def _copied(tensor: Any) -> Array:
-    return np.array(tensor.detach().float().cpu().numpy())
+    return np.array(values_of(tensor.detach().float()))
 
 
 def _first(given: Any) -> Any:

@@ -21,7 +21,7 @@ from ..config import validate
 from ..formats import FloatFormat, TableFormat
 from ..methods import suggest
 from ..ops import on_gpu, to_host
-from ..ops.tensors import CPU, in_stream, tensor_of
+from ..ops.tensors import CPU, in_stream, tensor_of, values_of
 from ..randomness import random_key
 from ..table_formats import spelled
 from ..world.mpi import as_world
@@ -208,7 +208,7 @@ def rounded(
     beyond = [
         i
         for i, each in enumerate(found)
-        if each.dtype is not torch.float32 and not bool(torch.isfinite(each).all())
+        if each.dtype is not torch.float32 and not values_of(torch.isfinite(each).all())
     ]
     if beyond:
         kind = str(dtypes[beyond[0]]).removeprefix("torch.")

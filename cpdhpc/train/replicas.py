@@ -115,7 +115,7 @@ def description(name: str, tensor: torch.Tensor) -> str:
 
 def broadcast(world: Ranks, tensor: torch.Tensor) -> None:
     """Give all processes the tensor of process 0, in place."""
-    values = as_bytes(tensor).cpu()
+    values = torch.from_numpy(values_of(as_bytes(tensor)))
     world.broadcast(values.numpy())
     if not tensor.is_cpu or values.data_ptr() != tensor.data_ptr():
         tensor.detach().copy_(values.view(tensor.dtype).reshape(tensor.shape))
