@@ -144,7 +144,7 @@ def operate(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
                     f"devices, cuda:0 and cpu! ({name})"
                 )
     ON.gpu.finish(ON.gpu.of_torch()[-1])
-    if target is not None:
+    if target is not None and torch.device(target).type != "meta":
         kwargs = kwargs | {"device": torch.device("cpu")}
     of = {id(each.values_on_gpu): each for each in ours}
     with torch.no_grad():

@@ -136,10 +136,7 @@ class DeviceChannel:
         Waits until the GPU has packed: MPI moves messages while the GPU and the caller go on.
         """
         room = self._rooms[slot]
-        if room.sends:
-            others = ", ".join(str(outbox.other) for outbox, _ in self._sending)
-            self._wait(room.sends, f"ranks {others} to receive")
-            room.sends = []
+        self._await_sends(room)
         program = self._program(x, out)
         self._streams.follow(room.read)  # the call before may have been in another stream
         self._launch(program.tables.begin, program.begin, x, out, room.cells[0])
@@ -183,6 +180,12 @@ class DeviceChannel:
                 payload = room.travelling[0][part]
                 room.sends += self._world.isend(here, outbox.other, payload, self._stream)
 
+    def _await_sends(self, room: Room) -> None:
+        if room.sends:
+            others = ", ".join(str(outbox.other) for outbox, _ in self._sending)
+            self._wait(room.sends, f"ranks {others} to receive")
+            room.sends = []
+
     def come(self, slot: int) -> bool:
         """Whether all cells that MPI brings have come; gives it the time to move them."""
         room = self._rooms[slot]
@@ -223,7 +226,8 @@ class DeviceChannel:
         key = x.strides, out.strides, in_place, gcd(WIDEST_BYTES, *places)
         if key not in self._programs:
             if len(self._programs) == PROGRAMS:
-                self._wait([room.read for room in self._rooms], "the GPU")  # it may read tables
+                for room in self._rooms:
+                    gpu_runtime.wait(room.read)  # the GPU may read a table until then
                 del self._programs[next(iter(self._programs))]
             made = tables(
                 self._pieces, self._out.places, self._in.places, self._values, x, out,
@@ -245,5 +249,9 @@ class DeviceChannel:
 
     def free(self) -> None:
         """Wait until nothing reads or writes the memory."""
+        from ..ops import gpu_runtime
+
         for room in self._rooms:
-            self._wait([*room.sends, room.landed, room.read], "the GPU")
+            self._await_sends(room)
+            gpu_runtime.wait(room.landed)
+            gpu_runtime.wait(room.read)

@@ -225,14 +225,16 @@ class _Loops(NamedTuple):
     axes: list[tuple[int, tuple[int, ...]]]
 
 
-def _loops(moved: Moved, itemsize: int) -> Iterator[_Loops]:
-    """Yield boxes of at most AXES axes, the last one of bytes that lie together."""
+def _loops(moved: Moved, itemsize: int, still: bool) -> Iterator[_Loops]:
+    """Yield boxes of at most AXES axes, the last one of bytes that lie together.
+
+    still: whether units are whole elements, so that values that fill do not move within one
+    """
     shape, target, terms = moved
     if 0 in shape:
         return
     sides = (target, *terms)
-    still = tuple(int(side.base % BEGINS != TABLE) for side in sides)
-    axes = [(itemsize, still)]
+    axes = [(itemsize, tuple(int(not still or s.base % BEGINS != TABLE) for s in sides))]
     strides = [side.strides or (0,) * len(shape) for side in sides]
     along = sorted(zip(shape, *strides, strict=True), key=lambda axis: abs(axis[1]))
     for n, *steps in along:  # threads side by side write side by side
@@ -267,13 +269,15 @@ def _table(
     added: str | None,
 ) -> Table | None:
     """Return the table of some boxes; added: the dtype of sums, None where cells are copied."""
-    boxes = [loops for each in moved for loops in _loops(each, itemsize)]
+    boxes = [loops for each in moved for loops in _loops(each, itemsize, still=True)]
     if not boxes:
         return None
     for box in boxes if added is None else ():
         sides = (side for side in (box.target, *box.terms) if side.base % BEGINS != TABLE)
         steps = (step for _, each in box.axes[:-1] for step in each)
         unit_bytes = gcd(unit_bytes, box.axes[-1][0], *steps, *(side.offset for side in sides))
+    if unit_bytes < itemsize:
+        boxes = [loops for each in moved for loops in _loops(each, itemsize, still=False)]
     heads, terms, units = list[list[int]](), list[list[int]](), 0
     for box in boxes:
         counts, strides = _by_units(box, unit_bytes)

@@ -43,7 +43,7 @@ def stand_in(stack, direct):
 
 
 def opened(kind, direct, request):
-    """Yield cupy, world, world_of(virtual ranks), delay() of the current stream, direct, simulation.
+    """Yield cupy, world, world_of(virtual), delay() of the current stream, direct, simulation.
 
     simulation: of the GPU, None of the machine's
     """

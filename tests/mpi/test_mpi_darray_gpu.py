@@ -38,7 +38,7 @@ def laid_late(gpu: Any, rng: np.random.Generator, values: np.ndarray) -> Any:
     how = rng.choice(["plain", "gaps", "backwards", "odd"])
     if how == "odd" and values.size:
         raw = gpu.cupy.empty(values.nbytes + 1, np.uint8)[1:]
-        late(gpu, values.reshape(-1).view(np.uint8), raw)
+        late(gpu, np.ascontiguousarray(values).reshape(-1).view(np.uint8), raw)
         return raw.view(values.dtype).reshape(values.shape)
     shape, key = list(values.shape), [slice(None)] * values.ndim
     for axis in range(values.ndim if how != "plain" else 0):
