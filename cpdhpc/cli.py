@@ -221,7 +221,7 @@ COMMANDS: dict[str, Command | Group] = {
                 "bench.throughput",
             ),
             "allreduce": Command(
-                "all-reduces by size, beside MPI_Allreduce and gloo; under mpirun",
+                "all-reduces by size, beside MPI_Allreduce, gloo, memcpy and a bound; under mpirun",
                 "bench.allreduce",
                 on_ranks=True,
             ),
@@ -231,7 +231,7 @@ COMMANDS: dict[str, Command | Group] = {
                 on_ranks=True,
             ),
             "latency": Command(
-                "latency of small all-reduces, tree beside MPI_Allreduce; under mpirun",
+                "latency of all-reduces, tree beside MPI_Allreduce and memcpy; under mpirun",
                 "bench.latency",
                 on_ranks=True,
             ),
@@ -327,12 +327,12 @@ COMMANDS: dict[str, Command | Group] = {
         {
             "presets": Command(
                 "list the presets of [precision], or print one as TOML; needs no MPI",
-                "precision.show",
+                "precision.commands",
                 "presets",
             ),
             "show": Command(
                 "what [precision] of a job file says of each layer; needs no MPI",
-                "precision.show",
+                "precision.commands",
                 "show",
             ),
             "record": Command(

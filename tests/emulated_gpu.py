@@ -141,9 +141,11 @@ class RawModule(simulated_cupy.RawModule):
             assert 0 < grid[0] <= 65535 and block == (128,)
             simulated_kernels.arguments(self.code, name, args)
             self.arrays.gpu.launched[name] += 1
-            self.arrays.give(lambda: run(grid[0], args))
+            addresses = (int(value) for value in args if isinstance(value, np.uint64))
+            kept = [emulated_torch.named.get(address) for address in addresses]
+            self.arrays.give(lambda: run(grid[0], args, kept))
 
-        def run(blocks: int, args: tuple[Any, ...]) -> None:
+        def run(blocks: int, args: tuple[Any, ...], kept: list[Any]) -> None:
             pointers = (pointer for _, pointer, _ in parameters)
             cells = [cell(*each) for each in zip(args, pointers, strict=True)]
             addresses = (ctypes.c_void_p * len(cells))(*(c.ctypes.data for c in cells))

@@ -21,6 +21,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
+from weakref import WeakValueDictionary
 
 import simulated_gpu
 from simulated_gpu import GARBAGE, Event, Gpu
@@ -64,6 +65,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only  # noqa: E402
 
 DEVICE = torch.device("cuda", 0)
 ON = SimpleNamespace(gpu=Gpu())  # the GPU of now
+# By address. Memory that is freed stays as it is until its stream has come so far, as with torch's
+# allocator: who is given an address keeps the memory.
+named: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
 
 
 class CudaTensor(torch.Tensor):
@@ -102,7 +106,9 @@ class CudaTensor(torch.Tensor):
         raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu()")
 
     def data_ptr(self) -> int:
-        return self.values_on_gpu.data_ptr()
+        address = self.values_on_gpu.data_ptr()
+        named[address] = self.values_on_gpu
+        return address
 
     def tolist(self) -> Any:
         return self.cpu().tolist()

@@ -9,10 +9,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cpdhpc.bench.allreduce import Data, TimedCase, cases_of_size, integer_data, normal_data
+from cpdhpc.bench.allreduce_cases import (
+    Data,
+    TimedCase,
+    bound_s,
+    cases_of_size,
+    integer_data,
+    normal_data,
+    schedule_case,
+    wire_bytes,
+)
 from cpdhpc.bench.harness import interleave, interleave_ranks
 from cpdhpc.cli import main
 from cpdhpc.collectives.allreduce import Allreduce
+from cpdhpc.methods import MEMCPY
 from cpdhpc.study.study_file import load_study_file
 from cpdhpc.world.cores import own_cores
 from cpdhpc.world.ranks import Loopback
@@ -85,6 +95,33 @@ def test_the_rows_of_a_size_know_what_was_sent() -> None:
     assert np.isnan(mpi.wire_bytes) and ring.wire_bytes == 0 and ring.error == 0
     assert 0 < auto.error < 2**-4  # half of a unit in the last of four significant bits
     assert auto.name == f"auto({auto.chosen})" and mpi.name == "mpi"
+
+
+def test_what_only_copies_sums_nothing() -> None:
+    """Its results differ between ranks, which is no error."""
+    (copy,) = cases_of_size(_Rank(1, 3), 64, [], [MEMCPY])
+    assert np.array_equal(copy.out, copy.data.x) and not np.array_equal(copy.out, copy.data.total)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "wire", "seconds"),
+    [
+        ((0, 0, 0, 0), "raw", 1e-6),  # memory alone, which is slow here
+        ((0, 0, 1, 1), "raw", 8192e-6),  # half of the data, there and back, at 1 us a byte
+        ((0, 1, 2, 3), "raw", 12288e-6),
+        ((0, 1, 2, 3), "e4m3", 3075e-6),  # a byte a value, and one of each tile's shift
+        ((0, 1), "bf16", 4098e-6),
+    ],
+)
+def test_the_bound_is_what_memory_and_the_links_of_nodes_take(
+    nodes: tuple[int, ...], wire: str, seconds: float
+) -> None:
+    world = Loopback(len(nodes), nodes=nodes)
+    method, data = Allreduce(wire), Data(np.zeros(2048, np.float32), np.zeros(2048))
+    case = schedule_case(world, method, data, data.x)
+    least_s = bound_s(world, wire_bytes(case), 1e-6, link_s=1e-6)
+    assert least_s == pytest.approx(seconds, rel=1e-12)
+    assert bound_s(world, wire_bytes(case), 1.0, link_s=1e-6) == 1.0
 
 
 def test_cores_are_given_back() -> None:

@@ -10,7 +10,7 @@ from simulated_cupy import simulated
 from simulated_gpu import Gpu
 
 from cpdhpc.bench import codec, latency
-from cpdhpc.bench.allreduce import cases_of_size
+from cpdhpc.bench.allreduce_cases import cases_of_size
 from cpdhpc.bench.harness import take_device
 from cpdhpc.collectives.allreduce import Allreduce
 from cpdhpc.config import UserError

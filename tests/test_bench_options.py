@@ -89,6 +89,9 @@ def test_ranges(command: str, words: str) -> None:
         (["--repeats", "0"], "--repeats 0: must be 1 or more"),
         (["--warmup", "-1"], "--warmup -1: must be 0 or more"),
         (["--out", "nowhere/x.h5"], "--out nowhere/x.h5: nowhere is no directory"),
+        (["--calls", "again"], "--calls again: did you mean plain?"),
+        (["--calls", ","], "--calls ,: no names are given"),
+        (["--link", "0"], "--link 0: must be above 0"),
         (["--predict", "none.toml"], "none.toml: cannot be read"),
     ],
 )

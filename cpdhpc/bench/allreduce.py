@@ -1,4 +1,4 @@
-"""Benchmark of all-reduces beside MPI_Allreduce and gloo, in the columns of nccl-tests.
+"""Benchmark of all-reduces beside MPI_Allreduce, gloo and memcpy, in the columns of nccl-tests.
 
 algbw is size / time; busbw is algbw times 2 (p - 1) / p, which for the least traffic possible is
 the rate of a rank's link; wirebw is the bytes that left the rank that sent most / time.
@@ -8,31 +8,28 @@ GB/s are 1e9 byte/s.
 from __future__ import annotations
 
 import argparse
-import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..collectives.allreduce import Allreduce
 from ..collectives.method import AUTO, Machine, parse_scaling, read_machine
 from ..collectives.predict import predict
 from ..collectives.rank_program import ACCUMULATES
+from ..collectives.recorded import empty_shared
 from ..collectives.schedules import SCHEDULES
 from ..config import UserError
 from ..formats import MICROSCALING, wire_scaling
-from ..methods import SCALINGS
-from ..ops import to_host
+from ..methods import MEMCPY, SCALINGS
 from ..ops.payloads import parse_wire
 from ..world.cores import own_cores
-from ..world.gpu_messages import carrier_of
 from ..world.ranks import Ranks
+from .allreduce_cases import BASELINES, CALLS, Array, TimedCase, bound_s, cases_of_size, wire_bytes
 from .harness import (
     Measured,
     Point,
@@ -44,192 +41,52 @@ from .harness import (
     interleave_ranks,
     known,
     machine_line,
-    on_device,
     parse_names,
     parse_sizes,
+    ping_pong,
     take_device,
     together,
-    whole,
 )
-
-Array = NDArray[np.float32]
-LARGEST = 8  # of the integers: their sum is exact in float32 for 2**21 ranks
-APART = 97  # places between the windows of two ranks in the common numbers
-
-
-class Data(NamedTuple):
-    """A rank's contribution, float32[n], and the sum of all ranks', float64[n], exact to 2**-53."""
-
-    x: Array
-    total: NDArray[np.float64]
-
-
-def window_data(numbers: Array, n: int, world: Ranks) -> Data:
-    """Return the data of this rank: a window of common numbers, at a place of its own."""
-    total = np.zeros(n)
-    for rank in range(world.ranks):
-        total += numbers[rank * APART : rank * APART + n]
-    start = world.hosted.start * APART
-    return Data(numbers[start : start + n].copy(), total)
-
-
-def integer_data(n: int, world: Ranks) -> Data:
-    """Return small integers: every order of summation gives their exact sum."""
-    rng = np.random.default_rng(0)
-    size = n + world.ranks * APART
-    return window_data(rng.integers(-LARGEST, LARGEST + 1, size).astype(np.float32), n, world)
-
-
-def normal_data(n: int, world: Ranks) -> Data:
-    """Return standard normal values."""
-    rng = np.random.default_rng(0)
-    return window_data(rng.standard_normal(n + world.ranks * APART, np.float32), n, world)
-
-
-@dataclass
-class TimedCase:
-    """A call to time, and what is known of it.
-
-    exact: whether the sum must be exact, and so the data integers
-    prepare: done before each call, and not timed
-    chosen: the algorithm that ran; wire_bytes: what left the rank that sent most, nan where only
-        the library knows; error: of the sum, relative, in the Euclidean norm
-    """
-
-    algorithm: str
-    wire: str
-    scaling: str
-    accumulate: str
-    data: Data
-    out: Array
-    run: Callable[[], object]
-    exact: bool = True
-    prepare: Callable[[], object] = lambda: None
-    method: Allreduce | None = None
-    chosen: str = ""
-    wire_bytes: float = np.nan
-    error: float = np.nan
-
-    @property
-    def name(self) -> str:
-        """The algorithm as shown: with what auto has chosen."""
-        return f"{self.algorithm}({self.chosen})" if self.algorithm == AUTO else self.algorithm
-
-    def check(self, world: Ranks) -> None:
-        """Run once; set what is known afterwards. Collective.
-
-        Raises ArithmeticError on all processes where ranks differ in a bit, or the sum of integers
-        is not exact.
-        """
-        self.out[...] = np.nan
-        sent = world.bytes_sent.copy()
-        self.prepare()
-        reduced: Any = self.run()
-        sent_bytes = world.bytes_sent - sent
-        out = to_host(self.out)
-        exact = not self.exact or np.array_equal(out, self.data.total)
-        digest = hashlib.blake2b(out.tobytes()).hexdigest()
-        found = world.gather((exact, digest, int(sent_bytes.max())), "bench: results")
-        what = f"bench: {self.algorithm} {self.wire} {self.scaling} {self.accumulate}"
-        if len({digest for _, digest, _ in found}) > 1:
-            raise ArithmeticError(f"{what}: the ranks' results differ")
-        if not all(right for right, _, _ in found):
-            raise ArithmeticError(f"{what}: the sum of integers is not exact")
-        if self.method is not None:
-            self.wire_bytes = max(size for _, _, size in found)
-            self.chosen = reduced.algorithm
-        norm = float(np.linalg.norm(self.data.total))
-        self.error = float(np.linalg.norm(out - self.data.total)) / norm if norm else 0.0
-
-
-def schedule_case(world: Ranks, method: Allreduce, data: Data, out: Array) -> TimedCase:
-    """Return the case of an all-reduce of ours."""
-    packed = method.fmt is not None
-    is_ours = method.algorithm in SCHEDULES
-    return TimedCase(
-        algorithm=method.algorithm,
-        wire=str(method.wire),
-        scaling=(method.scaling or method.parsed_scaling.kind) if packed else "-",
-        accumulate=(method.accumulating if is_ours else method.accumulate or "default")
-        if packed
-        else "float32",
-        data=data,
-        out=out,
-        run=whole(lambda: method.run(world, [data.x], [out]), out),
-        exact=not packed,
-        method=method,
-    )
-
-
-def _mpi(world: Ranks, ints: Data, normal: Data, out: Array) -> TimedCase:
-    """MPI_Allreduce of float32, called without any of ours around it."""
-    run = lambda: carrier_of(world, out).sum_by_mpi(out, ints.x)  # noqa: E731
-    return TimedCase("mpi", "raw", "-", "float32", ints, out, run)
-
-
-def _gloo(world: Ranks, ints: Data, normal: Data, out: Array) -> TimedCase:
-    """Gloo in float32, in place, as DDP does."""
-    from .harness import sum_float32
-
-    def fill() -> None:
-        out[:] = ints.x
-
-    return TimedCase(
-        "gloo", "raw", "-", "float32", ints, out, lambda: sum_float32(out), prepare=fill
-    )
-
-
-def _gloo_bfloat16(world: Ranks, ints: Data, normal: Data, out: Array) -> TimedCase:
-    """Gloo in bfloat16, with the conversions, as DDP's hook does."""
-    from .harness import sum_bfloat16
-
-    run = lambda: sum_bfloat16(normal.x, out)  # noqa: E731
-    return TimedCase("gloo", "bf16", "none", "requantise", normal, out, run, exact=False)
-
-
-Baseline = Callable[[Ranks, Data, Data, Array], TimedCase]
-BASELINES: dict[str, Baseline] = {"mpi": _mpi, "gloo": _gloo, "gloo-bf16": _gloo_bfloat16}
-
-
-def cases_of_size(
-    world: Ranks,
-    size_bytes: int,
-    methods: Sequence[Allreduce],
-    baselines: Sequence[str],
-    device: str = "cpu",
-) -> list[TimedCase]:
-    """Return the checked cases of a size, baselines first. Collective."""
-    n = size_bytes // 4
-    made = integer_data(n, world), normal_data(n, world)
-    ints, normal = (Data(on_device(each.x, device), each.total) for each in made)
-    out = np.empty_like(ints.x)
-    cases = [BASELINES[name](world, ints, normal, out) for name in baselines]
-    cases += [
-        schedule_case(world, method, normal if method.fmt else ints, out) for method in methods
-    ]
-    for case in cases:
-        case.check(world)
-    return cases
-
 
 GIGA = 1e9
 
 
 class Row(NamedTuple):
-    """A case at a size: times_s float64[repeats, processes], predicted_s or nan."""
+    """A case at a size: times_s float64[repeats, processes], bound_s, predicted_s or nan."""
 
     size_bytes: int
     case: TimedCase
     times_s: Times
+    bound_s: float
     predicted_s: float
+
+    def median_s(self, warmup: int) -> float:
+        """Return the median of the slowest rank's times."""
+        return float(np.median(self.times_s[warmup:].max(axis=1)))
+
+
+class Asked(NamedTuple):
+    """What to measure at every size.
+
+    lent: as in cases_of_size; link_s: of a byte on a node's link; machine: for predictions
+    """
+
+    methods: Sequence[Allreduce]
+    baselines: Sequence[str]
+    calls: Sequence[str]
+    lent: Array | None
+    link_s: float
+    machine: Machine | None = None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the benchmark's options to its command-line parser."""
     add_choices(parser)
     add_device(parser)
+    add_beside(parser)
     parser.add_argument(
-        "--baselines", help=f"of {','.join(BASELINES)} (default: mpi, and gloo where torch is)"
+        "--baselines",
+        help=f"of {','.join(BASELINES)} (default: mpi, memcpy, and gloo where torch is)",
     )
     parser.add_argument("--repeats", type=int, default=9, help="timed calls (default 9)")
     parser.add_argument("--warmup", type=int, default=2, help="calls before (default 2)")
@@ -238,6 +95,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--predict", type=Path, metavar="MACHINE.toml", help="show predictions; used by auto"
+    )
+
+
+def add_beside(parser: argparse.ArgumentParser) -> None:
+    """Add the options of how all-reduces are called, and of the bound beside their times."""
+    parser.add_argument(
+        "--calls",
+        default=",".join(CALLS),
+        help="plain; prepared; shared: prepared, with arrays of empty_shared where ranks of a node "
+        "share memory (default all)",
+    )
+    parser.add_argument(
+        "--link",
+        type=float,
+        metavar="GBIT",
+        help="rate of a node's link each way, 1e9 bit/s, for the bound (default: by a ping-pong); "
+        "bound: the longer of memcpy, of the array by all ranks at once, and of 2 (N - 1) / N of "
+        "the bytes on the wire at that rate, N nodes",
     )
 
 
@@ -301,7 +176,26 @@ def parse_baselines(world: Ranks, text: str | None) -> list[str]:
     missing = [name for name in names if name not in available]
     if missing:
         raise UserError(f"--baselines {missing[0]}: torch is not installed on every process")
-    return [name for name in BASELINES if name in {"mpi", *names}]
+    return [name for name in BASELINES if name in {"mpi", MEMCPY, *names}]
+
+
+def parse_beside(
+    arguments: argparse.Namespace, world: Ranks, sizes: Sequence[int]
+) -> tuple[Asked, list[str]]:
+    """Return what add_beside's options ask for, and what is left out. Collective."""
+    calls, skipped = parse_names("--calls", arguments.calls, known(CALLS)), []
+    if not calls:
+        raise UserError(f"--calls {arguments.calls}: no names are given")
+    if arguments.link is not None and not 0 < arguments.link < np.inf:
+        raise UserError(f"--link {arguments.link:g}: must be above 0")
+    if "shared" in calls and (arguments.device == "gpu" or world.shared() is None):
+        calls.remove("shared")
+        skipped.append("shared: the arrays are in no memory that processes of a node share")
+    lent = empty_shared(world, (3, -(-max(sizes) // 64) * 16)) if "shared" in calls else None
+    link_s = 0.0
+    if len(set(world.nodes)) > 1:
+        link_s = ping_pong(world)[1] if arguments.link is None else 8 / GIGA / arguments.link
+    return Asked([], [], calls, lent, link_s), skipped
 
 
 def run(arguments: argparse.Namespace, world: Ranks) -> Measured:
@@ -320,11 +214,19 @@ def run(arguments: argparse.Namespace, world: Ranks) -> Measured:
     where = take_device(arguments, world)
     together(world, lambda: check_out(arguments.out, world))
     with own_cores(world) as cores, group_of(world, baselines):
-        header = heading(machine_line(world), cores, arguments, skipped, machine)
+        beside, further = parse_beside(arguments, world, sizes)
+        asked = beside._replace(methods=methods, baselines=baselines, machine=machine)
+        header = heading(machine_line(world), cores, arguments, skipped + further, machine)
         header += [f"# {where}"] if where else []
         if world.process == 0:
             print("\n".join(header), flush=True)
-        rows = measure(world, arguments, sizes, methods, baselines, machine)
+        rows = []
+        for size_bytes in sizes:
+            found = measure(world, arguments, size_bytes, asked)
+            if world.process == 0:
+                lines = (line(row, found, world.ranks, arguments.warmup, machine) for row in found)
+                print("\n".join(lines), flush=True)
+            rows += found
     return Measured("allreduce", "allreduce", points(rows), arguments.warmup, cores)
 
 
@@ -338,38 +240,37 @@ def group_of(world: Ranks, baselines: Sequence[str]) -> AbstractContextManager[N
 
 
 def measure(
-    world: Ranks,
-    arguments: argparse.Namespace,
-    sizes: Sequence[int],
-    methods: Sequence[Allreduce],
-    baselines: Sequence[str],
-    machine: Machine | None,
+    world: Ranks, arguments: argparse.Namespace, size_bytes: int, asked: Asked
 ) -> list[Row]:
-    """Return the rows of all sizes; print each size's when they are there. Collective."""
-    rows: list[Row] = []
-    for size_bytes in sizes:
-        cases = cases_of_size(world, size_bytes, methods, baselines, arguments.device)
-        times = interleave_ranks(
-            world,
-            {i: case.run for i, case in enumerate(cases)},
-            arguments.repeats,
-            arguments.warmup,
-            lambda i: cases[i].prepare(),  # noqa: B023
+    """Return the rows of a size, MPI_Allreduce and memcpy first. Collective."""
+    cases = cases_of_size(
+        world, size_bytes, asked.methods, asked.baselines, arguments.device, asked.calls, asked.lent
+    )
+    times = interleave_ranks(
+        world,
+        {i: case.run for i, case in enumerate(cases)},
+        arguments.repeats,
+        arguments.warmup,
+        lambda i: cases[i].prepare(),
+    )
+    copies_s = times[asked.baselines.index(MEMCPY)][arguments.warmup :].max(axis=1)
+    for case in cases:
+        case.free()
+    return [
+        Row(
+            size_bytes,
+            case,
+            times[i],
+            bound_s(world, wire_bytes(case), float(np.median(copies_s)), asked.link_s),
+            predicted_s(asked.machine, case, world),
         )
-        found = [
-            Row(size_bytes, case, times[i], predicted_s(machine, case, world))
-            for i, case in enumerate(cases)
-        ]
-        if world.process == 0:
-            for row in found:
-                print(line(row, found[0], world.ranks, arguments.warmup, machine), flush=True)
-        rows += found
-    return rows
+        for i, case in enumerate(cases)
+    ]
 
 
 def predicted_s(machine: Machine | None, case: TimedCase, world: Ranks) -> float:
-    """Return the predicted time of a case, nan where there is no machine, or not our algorithm."""
-    if machine is None or case.method is None:
+    """Return the predicted time of a plain call, nan for others or where there is no machine."""
+    if machine is None or case.method is None or case.call != "plain":
         return np.nan
     method = Allreduce(case.method.wire, case.chosen, case.method.scaling, case.method.accumulate)
     return predict(machine, method, world.nodes, case.out.size).time_s
@@ -390,32 +291,37 @@ def heading(
         f"{arguments.warmup} warm-ups, cases in turns; GB/s: 1e9 byte/s",
         "busbw: 2 (p - 1) / p of size / time; wirebw: bytes that left a rank / time; "
         "error: relative, Euclidean norm",
-        "x mpi: how many times as fast as MPI_Allreduce (mpi), median over calls",
+        "x mpi: how many times as fast as MPI_Allreduce (mpi), median over calls; / memcpy: of the "
+        "array by all ranks at once",
+        "/ bound: the longer of memcpy and 2 (N - 1) / N of the bytes on the wire over the link of "
+        "each of N nodes",
         *(f"left out: {text}" for text in skipped),
-        f"{'size':>11} {'':>11} {'':>13} {'':>6} {'':>9} {'':>10} {'time':>10} {'min':>10} "
-        f"{'max':>10} {'algbw':>7} {'busbw':>7} {'wirebw':>7} {'':>8} {'':>6}"
+        f"{'size':>11} {'':>11} {'':>13} {'':>8} {'':>6} {'':>9} {'':>10} {'time':>10} {'min':>10} "
+        f"{'max':>10} {'algbw':>7} {'busbw':>7} {'wirebw':>7} {'':>8} {'':>6} {'/':>6} {'/':>6}"
         + (f" {'predicted':>10} {'predicted':>9}" if machine else ""),
-        f"{'(B)':>11} {'count':>11} {'algorithm':>13} {'wire':>6} {'scaling':>9} "
+        f"{'(B)':>11} {'count':>11} {'algorithm':>13} {'call':>8} {'wire':>6} {'scaling':>9} "
         f"{'accumulate':>10} {'(us)':>10} {'(us)':>10} {'(us)':>10} {'(GB/s)':>7} {'(GB/s)':>7} "
-        f"{'(GB/s)':>7} {'error':>8} {'x mpi':>6}"
+        f"{'(GB/s)':>7} {'error':>8} {'x mpi':>6} {'memcpy':>6} {'bound':>6}"
         + (f" {'(us)':>10} {'/ time':>9}" if machine else ""),
     ]
     return [f"# {text}" for text in lines]
 
 
-def line(row: Row, mpi: Row, ranks: int, warmup: int, machine: Machine | None) -> str:
-    """Return a row of the table; time is the median."""
+def line(row: Row, rows: Sequence[Row], ranks: int, warmup: int, machine: Machine | None) -> str:
+    """Return a row of the table, of those of its size, mpi and memcpy first; time is the median."""
     case, size = row.case, row.size_bytes
-    times_s, mpi_s = (each.times_s[warmup:].max(axis=1) for each in (row, mpi))
+    times_s, mpi_s, copy_s = (each.times_s[warmup:].max(axis=1) for each in (row, *rows[:2]))
     time_s = float(np.median(times_s))
     bus_bytes = size * 2 * (ranks - 1) / ranks
     wire = f"{case.wire_bytes / time_s / GIGA:>7.2f}" if case.method else f"{'-':>7}"
     text = (
-        f"  {size:>11} {size // 4:>11} {case.name:>13} {case.wire:>6} {case.scaling:>9} "
+        f"  {size:>11} {size // 4:>11} {case.name:>13} {case.call:>8} {case.wire:>6} "
+        f"{case.scaling:>9} "
         f"{case.accumulate:>10} {1e6 * time_s:>10.1f} {1e6 * times_s.min():>10.1f} "
         f"{1e6 * times_s.max():>10.1f} {size / time_s / GIGA:>7.2f} "
         f"{bus_bytes / time_s / GIGA:>7.2f} {wire} {case.error:>8.1e} "
-        f"{np.median(mpi_s / times_s):>6.2f}"
+        f"{np.median(mpi_s / times_s):>6.2f} {np.median(times_s / copy_s):>6.2f} "
+        f"{time_s / row.bound_s:>6.2f}"
     )
     if machine is None:
         return text
@@ -438,6 +344,8 @@ def _factors(row: Row) -> dict[str, int | str]:
     }
     if case.algorithm == AUTO:
         found["chosen"] = case.chosen
+    if case.method is not None:
+        found["call"] = case.call
     if case.method is None or case.method.fmt is None:
         return found
     return found | {"value_scaling": case.scaling, "accumulate": case.accumulate}
@@ -448,5 +356,6 @@ def _outcomes(row: Row) -> dict[str, float]:
         "error": row.case.error,
         "wire_bytes": row.case.wire_bytes,
         "payload_bytes": float(row.size_bytes),
+        "bound_s": row.bound_s,
     }
     return found if np.isnan(row.predicted_s) else found | {"predicted_s": row.predicted_s}

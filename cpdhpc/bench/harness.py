@@ -26,10 +26,11 @@ from ..provenance import cpu_clone, hosts, processor
 from ..world.cores import threads_of_rank
 from ..world.gpu_messages import gpu_aware, use_gpu
 from ..world.mpi import library_version
-from ..world.ranks import Ranks
+from ..world.ranks import Ranks, Wait
 
 Name = TypeVar("Name")
-Times = NDArray[np.float64]
+Floats = NDArray[np.float64]
+Times = Floats
 Before = Callable[[Name], object]
 
 
@@ -265,8 +266,63 @@ class Measured:
     cores: str = ""
 
 
+PING_BYTES = [1 << i for i in range(3, 22, 3)]  # 8 B to 2 MiB
+
+
+def ping_pong(
+    world: Ranks, sizes: Sequence[int] = PING_BYTES, repeats: int = 10, warmup: int = 2
+) -> tuple[float, float]:
+    """Return seconds per message and per byte between the first and the last process. Collective.
+
+    sizes: of the messages, in bytes
+    Half of a message's way there and back, polled as the all-reduce does.
+    """
+    first, last = 0, world.processes - 1
+    other = {first: last, last: first}.get(world.process)
+
+    def bounce(size: int) -> Callable[[], None]:
+        ball, caught = np.zeros(size, np.uint8), np.empty(size, np.uint8)
+
+        def send() -> None:
+            requests = world.isend(world.process, other or 0, ball)
+            world.wait_any([Wait(requests, world.process, "ping-pong: waited {:.1f} s to send")])
+
+        def receive() -> None:
+            requests = world.irecv(other or 0, world.process, caught)
+            world.wait_any([Wait(requests, world.process, "ping-pong: waited {:.1f} s")])
+
+        calls = (send, receive) if world.process == first else (receive, send)
+
+        def both() -> None:
+            for call in calls if other is not None else ():
+                call()
+
+        return both
+
+    times = interleave_ranks(world, {size: bounce(size) for size in sizes}, repeats, warmup)
+    halves = [float(np.median(times[size][warmup:, first])) / 2 for size in sizes]
+    return line(sizes, halves)
+
+
+def nonnegative(a: Floats, b: Floats) -> Floats:
+    """Return the x >= 0 with which a @ x is nearest to b, whatever the columns' units."""
+    from scipy.optimize import nnls
+
+    scale = np.maximum(np.abs(a).max(axis=0), np.finfo(float).tiny)
+    return nnls(a / scale, b)[0] / scale
+
+
+def line(sizes: Sequence[int], times_s: Sequence[float]) -> tuple[float, float]:
+    """Return (a, b), not negative, of times_s = a + b * sizes, the least squares of the ratios."""
+    weight = 1 / np.array(times_s)
+    a = np.stack([weight, weight * np.array(sizes, np.float64)], axis=1)
+    first, second = nonnegative(a, np.ones(len(weight))).tolist()
+    return first, second
+
+
 FURTHER = {  # factors of benchmarks that studies have not: long name
     "chosen": "algorithm that auto has chosen",
+    "call": "plain, prepared, or shared: prepared, with arrays that the node shares",
     "threads": "threads that share an operation; memcpy takes one",
     "setting": "name of a plan",
     "shape": "cells of the domain along each axis",

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from .. import store
 from ..collectives.allreduce import Allreduce
@@ -20,15 +19,19 @@ from ..formats import Cast, Format, packed_bytes, parse_format, tiles
 from ..ops import cpu
 from ..provenance import attributes
 from ..world.cores import own_cores
-from ..world.ranks import Ranks, Wait
-from .allreduce import add_choices, cases_of_size, parse_methods
+from ..world.ranks import Ranks
+from .allreduce import add_choices, parse_methods
+from .allreduce_cases import cases_of_size
 from .harness import (
+    Floats,
     check_out,
     check_positive,
     check_whole,
     interleave_ranks,
     machine_line,
+    nonnegative,
     parse_sizes,
+    ping_pong,
     together,
 )
 
@@ -40,8 +43,6 @@ CHECKED_BYTES = (1 << 12, 1 << 18, 1 << 24)  # of those it does not see
 STREAM = 1 << 22  # values: more than caches hold, as of a gradient
 WIRES = ("raw", "e4m3")
 SHORTENED = 5  # lengths of a step that the fit tries
-
-Floats = npt.NDArray[np.float64]
 
 
 class Sample(NamedTuple):
@@ -83,39 +84,6 @@ def run_fit(arguments: argparse.Namespace, world: Ranks) -> None:
     if world.process == 0:
         print(f"# {where}\n# {cores}")
         show(machine, samples, checked)
-
-
-def ping_pong(world: Ranks, sizes: Sequence[int], repeats: int, warmup: int) -> tuple[float, float]:
-    """Return seconds per message and per byte between the first and the last process. Collective.
-
-    sizes: of the messages, in bytes
-    Half of a message's way there and back, polled as the all-reduce does.
-    """
-    first, last = 0, world.processes - 1
-    other = {first: last, last: first}.get(world.process)
-
-    def bounce(size: int) -> Callable[[], None]:
-        ball, caught = np.zeros(size, np.uint8), np.empty(size, np.uint8)
-
-        def send() -> None:
-            requests = world.isend(world.process, other or 0, ball)
-            world.wait_any([Wait(requests, world.process, "ping-pong: waited {:.1f} s to send")])
-
-        def receive() -> None:
-            requests = world.irecv(other or 0, world.process, caught)
-            world.wait_any([Wait(requests, world.process, "ping-pong: waited {:.1f} s")])
-
-        calls = (send, receive) if world.process == first else (receive, send)
-
-        def both() -> None:
-            for call in calls if other is not None else ():
-                call()
-
-        return both
-
-    times = interleave_ranks(world, {size: bounce(size) for size in sizes}, repeats, warmup)
-    halves = [float(np.median(times[size][warmup:, first])) / 2 for size in sizes]
-    return line(sizes, halves)
 
 
 def operations(world: Ranks, arguments: argparse.Namespace) -> dict[str, float]:
@@ -165,22 +133,6 @@ def allreduces(world: Ranks, arguments: argparse.Namespace, sizes: Sequence[int]
             time_s = float(np.median(times[i][arguments.warmup :].max(axis=1)))
             samples.append(Sample(method, world.nodes, size // 4, time_s))
     return samples
-
-
-def nonnegative(a: Floats, b: Floats) -> Floats:
-    """Return the x >= 0 with which a @ x is nearest to b, whatever the columns' units."""
-    from scipy.optimize import nnls
-
-    scale = np.maximum(np.abs(a).max(axis=0), np.finfo(float).tiny)
-    return nnls(a / scale, b)[0] / scale
-
-
-def line(sizes: Sequence[int], times_s: Sequence[float]) -> tuple[float, float]:
-    """Return (a, b), not negative, of times_s = a + b * sizes, the least squares of the ratios."""
-    weight = 1 / np.array(times_s)
-    a = np.stack([weight, weight * np.array(sizes, np.float64)], axis=1)
-    first, second = nonnegative(a, np.ones(len(weight))).tolist()
-    return first, second
 
 
 def fit(

@@ -15,20 +15,16 @@ from ..formats import (
     INTEGERS,
     MICROSCALING,
     SHARED,
-    TRIT_BYTES,
-    packed_bytes,
-    shift_count,
     sum_bits,
-    tiles,
     wire_format,
     wire_scaling,
 )
-from ..methods import ACCUMULATES, ALGORITHMS, BASELINES, EXACT, MAX_SUM_BITS, SCALINGS
+from ..methods import ACCUMULATES, ALGORITHMS, BASELINES, EXACT, MAX_SUM_BITS, MEMCPY, SCALINGS
 from .base import Call, Kind
 from .factors import ABSENT, Factor, Factors, Value, float32_size, one_of
 
 if TYPE_CHECKING:
-    from ..bench.allreduce import TimedCase
+    from ..bench.allreduce_cases import TimedCase
     from ..report.figures import Chart, Series
     from ..report.points import Estimate, Layout, Line, Panels, SeedGroup
     from ..report.tables import Section, Table
@@ -123,7 +119,7 @@ CACHED_SIZES = 2  # whose data stay from one visit to the next
 
 @lru_cache(maxsize=CACHED_SIZES)
 def _data(n: int, world: World, integers: bool) -> Any:
-    from ..bench.allreduce import integer_data, normal_data
+    from ..bench.allreduce_cases import integer_data, normal_data
 
     return (integer_data if integers else normal_data)(n, world)
 
@@ -141,7 +137,7 @@ def _measure(study: Asked, case: Case, place: Place, check: bool) -> Iterator[Ca
                 "error": timed.error,
                 "wire_bytes": timed.wire_bytes,
                 "payload_bytes": int(factors["size_bytes"]),
-                "bound_s": _bound_s(place, factors),
+                "bound_s": _bound_s(place, timed),
             }
         yield call
 
@@ -150,7 +146,7 @@ def _timed(world: World, factors: Factors) -> TimedCase:
     """Return the call of a case, not checked yet."""
     import numpy as np
 
-    from ..bench import allreduce as bench
+    from ..bench import allreduce_cases as bench
     from ..collectives.allreduce import Allreduce
 
     n, algorithm, wire = int(factors["size_bytes"]) // 4, factors["algorithm"], str(factors["wire"])
@@ -185,14 +181,24 @@ def _gloo(world: World) -> Iterator[None]:
         yield
 
 
-def _bound_s(place: Place, factors: Factors) -> float:
-    """Return the least time for the bytes that each rank must send. Collective.
+COPIES = 5  # that are timed
 
-    2 (p - 1) / p of the payload, whatever the algorithm: Patarasuk, Yuan: Bandwidth optimal
-    all-reduce algorithms for clusters of workstations, JPDC 69(2), 2009, theorem 1.
-    """
-    ranks = place.world.ranks
-    return _share(ranks) * _wire_size(factors) * place.seconds_per_byte if ranks > 1 else nan
+
+def _bound_s(place: Place, timed: TimedCase) -> float:
+    """Return the least time of an all-reduce of several ranks, see bench.bound_s. Collective."""
+    import numpy as np
+
+    from ..bench import allreduce_cases as bench
+    from ..bench.harness import interleave_ranks
+
+    world, data = place.world, timed.data
+    if world.ranks == 1:
+        return nan
+    copy = bench.BASELINES[MEMCPY](world, data, data, np.empty_like(data.x))
+    times = interleave_ranks(world, {MEMCPY: copy.run}, COPIES)[MEMCPY][1:]
+    link_s = place.seconds_per_byte if len(set(world.nodes)) > 1 else 0.0
+    copy_s = float(np.median(times.max(axis=1)))
+    return bench.bound_s(world, bench.wire_bytes(timed), copy_s, link_s)
 
 
 def _share(ranks: int) -> float:
@@ -200,29 +206,20 @@ def _share(ranks: int) -> float:
     return 2 * (ranks - 1) / ranks
 
 
-def _wire_size(factors: Factors) -> int:
-    """Return the bytes of a rank's data on the wire."""
-    n, wire = int(factors["size_bytes"]) // 4, str(factors["wire"])
-    fmt = wire_format(wire)
-    if fmt is None:
-        return 4 * n
-    if wire == "ternary":
-        return tiles(n) * TRIT_BYTES
-    shared = SHARED.get(str(factors.get("value_scaling")))
-    return packed_bytes(n, fmt.bits) + (shift_count(n, shared) if shared else 0)
-
-
 SHAPES = 3  # that have figures
-METHOD = ("algorithm", "chosen", "wire", "value_scaling", "accumulate")
+METHOD = ("algorithm", "chosen", "call", "wire", "value_scaling", "accumulate")
 CAPTION = (
     "Median of the slowest rank's times; n: repeats without warm-ups. busbw: 2 (p - 1) / p size / "
     "median, of p ranks. mpi: MPI_Allreduce of float32 in the same study, at the same size and "
     "ranks; in brackets the interval, which takes in both medians'. Times as fast: the ratio "
     "of the medians; bench allreduce prints the median of the ratios of single calls. Bound: the "
-    "bytes that a rank must send, at the rate of a ping-pong in the same job. Error: in the "
-    "Euclidean norm."
+    "longer of a copy of the data by all ranks at once (memcpy) and of 2 (N - 1) / N of the bytes "
+    "on the wire over the link of each of N nodes. Error: in the Euclidean norm."
 )
-BOUNDED = "Bound: the bytes that a rank must send, at the rate of a ping-pong in the same job."
+BOUNDED = (
+    "Bound: the longer of a copy of the data by all ranks at once and of 2 (N - 1) / N of the "
+    "bytes on the wire over the link of each of N nodes."
+)
 
 
 def _sections(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> list[Section]:
@@ -253,9 +250,17 @@ def _table(file: StudyFile, groups: Sequence[SeedGroup]) -> Table:
     from ..report.points import of_factors, quotient, times_as_fast, timing, varying
     from ..report.tables import Column, tabulate
 
-    base = {(g.shape, _size(g)): g for g in groups if g.factors["algorithm"] == "mpi"}
+    base, copies = (
+        {(g.shape, _size(g)): g for g in groups if g.factors["algorithm"] == name}
+        for name in ("mpi", MEMCPY)
+    )
     differing = varying([group.factors for group in groups])
     predicted = any(point.outcomes.get("predicted_s", nan) >= 0 for point in file.points)
+
+    def by_memcpy(group: SeedGroup) -> str:
+        copy = copies.get((group.shape, _size(group)))
+        return units.digits(quotient(group.time_s.value, copy.time_s.value)) if copy else "-"
+
     columns: list[Column[SeedGroup]] = [
         Column("ranks", lambda g: str(g.ranks)),
         Column("size", lambda g: units.size(_size(g))),
@@ -263,6 +268,7 @@ def _table(file: StudyFile, groups: Sequence[SeedGroup]) -> Table:
         *timing(file),
         Column("busbw\nGB/s", lambda g: units.digits(_bus_bandwidth(g, g.time_s).value)),
         Column("times as\nfast as mpi", lambda g: times_as_fast(base.get((g.shape, _size(g))), g)),
+        *([Column("time by\nmemcpy", by_memcpy)] if copies else []),
         Column("bound", lambda g: units.time(g.mean("bound_s"))),
         Column(
             "time by\nbound", lambda g: units.digits(quotient(g.time_s.value, g.mean("bound_s")))

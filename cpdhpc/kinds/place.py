@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ..bench.machine import ping_pong
+from ..bench.harness import ping_pong
 from ..provenance import cpu_clone, hosts, identity, versions
 from ..world.mpi import World
 from .factors import Outcomes
@@ -118,8 +118,6 @@ SLURM = (  # what Slurm says of a job, as far as it is the same for jobs of one 
     "SLURM_NTASKS_PER_NODE",
     "SLURM_CPUS_PER_TASK",
 )
-PING_BYTES = [1 << i for i in range(3, 22, 3)]  # 8 B to 2 MiB
-PINGS, PING_WARMUP = 10, 2
 
 
 class Place:
@@ -139,7 +137,7 @@ class Place:
     @cached_property
     def seconds_per_byte(self) -> float:
         """Time of a byte between the first and the last rank, by a ping-pong. Collective."""
-        return ping_pong(self.world, PING_BYTES, PINGS, PING_WARMUP)[1]
+        return ping_pong(self.world)[1]
 
     def read_energy(self) -> float:
         """Return what the counters of the node say, in J; 0 but on its first process of these."""

@@ -46,7 +46,12 @@ class Style:
 
 BOUND = Style(BLACK, "", (0, (1, 1.2)))
 IDEAL = Style(GREY, "", (0, (7, 3)))
-LIBRARIES = (Style(GREY, "x"), Style(GREY, "+", (0, (6, 2))), Style(GREY, "1", (0, (2, 2))))
+LIBRARIES = (
+    Style(GREY, "x"),
+    Style(GREY, "+", (0, (6, 2))),
+    Style(GREY, "1", (0, (2, 2))),
+    Style(GREY, "2", (0, (4, 1))),
+)
 
 
 def styles(names: Iterable[str]) -> dict[str, Style]:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..kinds.factors import SHAPE, Array, Factors, Value
-from ..methods import BASELINES
+from ..methods import BASELINES, MEMCPY
 from ..study.statistics import median_interval, ratio_intervals
 from ..study.study_file import Point, StudyFile
 from . import units
@@ -427,8 +427,8 @@ def _grouped(groups: Iterable[SeedGroup], free: Collection[str]) -> list[list[Se
 
 
 def is_baseline(factors: Factors) -> bool:
-    """Return whether an all-reduce is another library's."""
-    return factors.get("algorithm") in BASELINES
+    """Return whether an all-reduce is another library's, or a copy."""
+    return factors.get("algorithm") in (*BASELINES, MEMCPY)
 
 
 def drawn(

@@ -18,6 +18,7 @@ from .. import store
 from ..config import UserError, suggest, validate
 from ..kinds import KINDS
 from ..kinds.factors import SHAPE, Array, Case, Value
+from ..methods import MEMCPY
 from ..study.cases import expand
 from ..study.folder import Folder
 from ..study.spec import Study
@@ -283,6 +284,7 @@ def _facts(file: StudyFile, found: Sequence[SeedGroup]) -> list[tuple[str, str]]
 
 def _fastest(found: Sequence[SeedGroup]) -> list[Section]:
     """Return how often each method is the fastest; nothing without several methods and places."""
+    found = [group for group in found if group.factors.get("algorithm") != MEMCPY]  # sums nothing
     factors = [group.factors for group in found]
     differing = varying(factors, ())
     numbers = [name for name in differing if is_number(name, factors)]

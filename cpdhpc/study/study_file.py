@@ -35,8 +35,8 @@ OUTCOMES: dict[str, tuple[type, str, str]] = {  # name: type, long name, units
     "payload_bytes": (float, "float32 data that a rank sums or codes in a repeat", "byte"),
     "bound_s": (
         float,
-        "least time for the bytes that a rank must send, 2 (p - 1) / p of the payload on the "
-        "wire, at the rate of a ping-pong in the same job; NaN: not known",
+        "least time: the longer of a copy of the data by all ranks at once and of 2 (N - 1) / N of "
+        "the payload on the wire at the rate of the link of each of N nodes; NaN: not known",
         "s",
     ),
     "plan_bytes": (

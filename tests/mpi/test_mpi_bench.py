@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import xarray
 
-from cpdhpc.bench.allreduce import BASELINES, cases_of_size
+from cpdhpc.bench.allreduce_cases import BASELINES, cases_of_size
 from cpdhpc.bench.harness import (
     Measured,
     Point,
@@ -55,9 +55,9 @@ def test_gloo_sums(world):
         sum_float32(x)
         np.testing.assert_array_equal(x, expected)
         cases = cases_of_size(world, 4096, [Allreduce("e4m3", "direct")], list(BASELINES))
-    errors = [case.error for case in cases]
+    errors = [case.error for case in cases if case.is_sum]
     assert errors[:2] == [0, 0] and 0 < errors[2] < errors[3] < 2**-3
-    assert cases[3].wire_bytes > 0
+    assert cases[-1].wire_bytes > 0
 
 
 def test_auto_is_one_algorithm_on_all_ranks(world):
@@ -130,11 +130,21 @@ def rows_of(shown: str, *words: str) -> list[list[str]]:
 def test_the_table_of_allreduces(runs: tuple[Path, str]) -> None:
     _, shown = runs
     (mpi,) = rows_of(shown, "16384", "mpi", "-")
-    assert mpi[:6] == ["16384", "4096", "mpi", "raw", "-", "float32"] and mpi[13] == "1.00"
-    assert len(rows_of(shown, "8", "2", "ring")) == 3  # raw, tile, aps
+    assert mpi[:7] == ["16384", "4096", "mpi", "-", "raw", "-", "float32"] and mpi[14] == "1.00"
+    (copy,) = rows_of(shown, "16384", "memcpy")
+    assert copy[13] == "nan" and copy[15:] == [
+        "1.00",
+        "1.00",
+        "-",
+        "-",
+    ]  # one node: it is the bound
+    for call in ("plain", "prepared", "shared"):
+        assert len(rows_of(shown, "8", "2", "ring", call)) == 3  # raw, tile, aps
     assert "left out: accumulate='kahan': known are exact, requantise" in shown
-    (ring,) = rows_of(shown, "16384", "ring", "e4m3", "tile", "requantise")
-    assert 0 < float(ring[12]) < 2**-3 and float(ring[14]) > 0
+    (ring,) = rows_of(shown, "16384", "ring", "plain", "e4m3", "tile", "requantise")
+    assert 0 < float(ring[13]) < 2**-3 and float(ring[15]) > 0
+    ratio = float(ring[7]) / float(copy[7])
+    assert float(ring[16]) == pytest.approx(ratio, rel=0.01, abs=0.006)  # two and one decimal
     assert "(us)" in shown and "busbw" in shown and "kernels" in shown
 
 
@@ -152,6 +162,12 @@ def test_every_sample_is_in_the_file_of_a_study(
         for name in samples.variables:
             assert samples[name].attrs["units"] and samples[name].attrs["long_name"]
         ours = samples.where(samples["predicted_s"].notnull(), drop=True)
+        assert set(ours["call"].values) == {"plain"}
+        assert set(samples["call"].values) == {"", "plain", "prepared", "shared"}
+        copies = samples["algorithm"] == "memcpy"
+        bounds = samples["bound_s"].groupby(samples["size_bytes"])
+        assert all(len(set(each.values)) == 1 for _, each in bounds)  # of memory, on one node
+        assert (samples["bound_s"].values[copies.values] > 0).all()
         raw = (ours["wire"] == "raw") & (ours["algorithm"] == "ring") & (ours["size_bytes"] > 8)
         assert ours["wire_bytes"].values[raw.values].tolist() == [16384]  # 2 (p - 1) / p of them
         assert set(samples["algorithm"].values) >= {"mpi", "ring", "auto"}
@@ -167,26 +183,29 @@ def test_every_sample_is_in_the_file_of_a_study(
     shown = capsys.readouterr().out
     assert "what: benchmark of allreduce" in shown and "predicted" in shown
     assert "missing" not in shown and "speed-up" not in shown
-    (printed,) = rows_of(runs[1], "16384", "ring", "e4m3", "tile", "requantise")
+    assert "memcpy" in shown.split("Fastest methods")[1].split("All-reduce")[1]
+    (printed,) = rows_of(runs[1], "16384", "ring", "plain", "e4m3", "tile", "requantise")
     (ring,) = (
         point
         for point in file.points
         if [point.factors[name] for name in ("algorithm", "size_bytes")] == ["ring", 16384]
-        and point.factors.get("value_scaling") == "tile"
+        and (point.factors["call"], point.factors.get("value_scaling")) == ("plain", "tile")
     )
-    assert 1e6 * ring.summary["median_s"] == pytest.approx(float(printed[6]), abs=0.06)
+    assert 1e6 * ring.summary["median_s"] == pytest.approx(float(printed[7]), abs=0.06)
 
 
 def test_latency_has_the_columns_of_osu(runs: tuple[Path, str]) -> None:
     where, shown = runs
     table = shown[shown.rindex("# Size(B)") :]
-    assert table.splitlines()[0].count("Latency(us)") == 9
+    assert table.splitlines()[0].count("Latency(us)") == 15
     assert [row[0] for row in rows_of(table)[:3]] == ["8", "16", "32"]
     for row in rows_of(table)[:3]:
-        for average, least, most in (row[1:4], row[4:7], row[7:10]):
+        for start in range(1, 16, 3):
+            average, least, most = row[start : start + 3]
             assert float(least) <= float(average) <= float(most)
-    prepared = load_study_file(where / "latency.h5").points[2::3]
-    assert [p.factors["algorithm"] for p in prepared] == ["tree prepared"] * 3
+        assert row[16] == row[17]  # on one node memory is the bound
+    prepared = load_study_file(where / "latency.h5").points[3::5]
+    assert [p.factors["call"] for p in prepared] == ["prepared"] * 3
     assert [len(p.times_s) for p in prepared] == [3] * 3
 
 

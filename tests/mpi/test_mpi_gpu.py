@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from gpus import N, gradients, late, same
 
-from cpdhpc.bench.allreduce import cases_of_size
+from cpdhpc.bench.allreduce_cases import cases_of_size
 from cpdhpc.collectives import rank_program
 from cpdhpc.collectives.allreduce import Allreduce, allreduce, simulate
 from cpdhpc.collectives.checks import NonFiniteGradient
