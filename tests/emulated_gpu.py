@@ -22,7 +22,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import emulated_torch  # noqa: F401  # before torch is imported
+import emulated_torch  # before torch is imported
 import numpy as np
 import pytest
 import simulated_cupy
