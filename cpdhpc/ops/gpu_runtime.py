@@ -343,7 +343,7 @@ def to_host(array: Array) -> Host:
 
 
 def finished(run: Callable[[], Any]) -> Callable[[], Any]:
-    """Return what calls run, and waits until CuPy's current stream is done with it."""
+    """Return what calls run, and waits until CuPy's current stream is done. Raises as wait."""
 
     def call() -> Any:
         found = run()
