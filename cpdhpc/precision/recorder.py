@@ -18,7 +18,6 @@ from ..collectives.checks import check_alike
 from ..config import ConfigError, validate
 from ..methods import suggest
 from ..ops import to_host
-from ..ops.tensors import values_of
 from ..world.ranks import Loopback, Ranks
 from .recording import KIND, KINDS, Array, KindName, Recording, kept_rows
 
@@ -310,6 +309,8 @@ def _keep(left: dict[int, Array], number: int, gradient: Any) -> None:
 
 
 def _copied(tensor: Any) -> Array:
+    from ..ops.tensors import values_of
+
     return np.array(values_of(tensor.detach().float()))
 
 
