@@ -28,6 +28,9 @@ class Error(RuntimeError):
         super().__init__(f"CUDA error {status}")
 
 
+Error.__module__ = "cupy_backends.cuda.api.runtime"  # as CuPy's
+
+
 def without_subnormals(array: Any) -> Any:
     """Return what CuPy's own arithmetic makes of float32, as it is compiled with -ftz=true."""
     if getattr(array, "dtype", None) != np.float32:
@@ -408,6 +411,7 @@ class RawModule:
         def kernel(grid: tuple[int], block: tuple[int], args: tuple[Any, ...]) -> None:
             assert 0 < grid[0] <= 65535 and block == (128,)
             given = simulated_kernels.arguments(self.code, name, args)
+            self.arrays.gpu.launched[name] += 1
             self.arrays.give(lambda: simulated_kernels.run(name, given))
 
         return kernel

@@ -238,7 +238,7 @@ class Job(Section):
         others = [key for key, is_usual in usual.items() if not is_usual]
         if self.record.number and others:
             raise ValueError(f"record: does not go with this {others[0]}")
-        others = [key for key in others if not key.startswith("adversarial")]
+        others = [key for key in others if key not in ("adversarial.epsilon", "train.image_grid")]
         others += [] if self.precision.empty else ["precision"]
         if self.train.device == "gpu" and others:
             raise ValueError(f"train.device='gpu': does not go with this {others[0]}")
