@@ -26,9 +26,14 @@ PyObject* copy(PyObject*, PyObject* args) {
         !has_length(out, "out", x.view.len))
         return nullptr;
     const i64 size = x.view.len, n = (size + 3) / 4;
+    const bool streamed =
+        recording && recording_list()->streams && Buffer(out).base == &recording->now[1];
     return kept(threads, n, [=](const Block& b) {
         const i64 start = 4 * b.first, end = b.first + b.n == n ? size : start + 4 * b.n;
-        memcpy(out.at<u8>(start), x.at<u8>(start), (size_t)(end - start));
+        if (streamed)
+            stream(out.at<u8>(start), x.at<u8>(start), (size_t)(end - start));
+        else
+            memcpy(out.at<u8>(start), x.at<u8>(start), (size_t)(end - start));
     });
 }
 
@@ -75,14 +80,17 @@ bool keep_word(CallList& list, PyObject* object, i64** word) {
     return false;
 }
 
-// make_list(x, out, slots): an empty list for arrays like x and out; slots: for each a tuple of
-// the words that tell up to where the processes of the node are, this process's first.
+// make_list(x, out, slots, streams): an empty list for arrays like x and out; slots: for each a
+// tuple of the words that tell up to where the processes of the node are, this process's first;
+// streams: whether copies to out go past the caches.
 PyObject* make_list(PyObject*, PyObject* args) {
     Buffer x, out;
     PyObject* slots;
-    if (!PyArg_ParseTuple(args, "y*w*O!", &x.view, &out.view, &PyTuple_Type, &slots))
+    int streams;
+    if (!PyArg_ParseTuple(args, "y*w*O!p", &x.view, &out.view, &PyTuple_Type, &slots, &streams))
         return nullptr;
     CallList* list = new CallList();
+    list->streams = streams;
     PyObject* capsule = PyCapsule_New(list, CALL_LIST, drop_list);
     if (!capsule) return delete list, nullptr;
     const Buffer* arrays[] = {&x, &out};
