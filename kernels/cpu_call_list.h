@@ -46,14 +46,18 @@ struct Segment {
 
 i64 word_of(const i64* word) { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
 
-const int SPINS = 200;  // looks before the core is given up
+// Looks before the core is given up: none where so many processes of a node outnumber its cores,
+// as who spins there keeps another from what it waits for.
+i64 spins_of(size_t processes) {
+    return (long)processes > sysconf(_SC_NPROCESSORS_ONLN) ? 0 : 200;
+}
 
 struct CallList : Held {
     std::vector<Segment> segments;
     std::vector<i64*> ended;                   // this process's words, by slot
     std::vector<std::vector<const i64*>> all;  // the words of all processes of the node, by slot
     std::vector<i64> used;                     // the serial of the last segment, by slot
-    i64 serial = 0, threads = 1;
+    i64 serial = 0, threads = 1, spins = 0;
     bool counts = false;  // of the calls that are written down now
     bool lends = false;   // whether others read x or out where they lie: a run ends when they have
     bool streams = false;  // whether copies to OUT, which no cache holds, go past the caches
@@ -155,7 +159,7 @@ struct CallList : Held {
         for (i64 i = 0; !is_over() && !error && i < looks;) {
             if (advance())
                 i = 0;
-            else if (++i < SPINS)
+            else if (++i < spins)
                 pause_core();
             else
                 sched_yield();

@@ -115,6 +115,7 @@ PyObject* make_list(PyObject*, PyObject* args) {
             return Py_DecRef(capsule), nullptr;
         }
         list->used.push_back(0);
+        list->spins = spins_of((size_t)count);
     }
     return capsule;
 }
@@ -296,7 +297,7 @@ PyObject* resume_list(PyObject*, PyObject* args) {
 struct Board {
     std::vector<Py_buffer> views;
     std::vector<i64*> boards;  // this process's first
-    i64 serial = 0, number = 0;
+    i64 serial = 0, number = 0, spins = 0;
     static const i64 LINE = 8;  // words: the serial, the number
 
     ~Board() {
@@ -314,7 +315,7 @@ struct Board {
         for (size_t i = 1; i < boards.size(); ++i)
             for (; !has_come(i); ++spent) {
                 if (spent == looks) return false;
-                if (spent < SPINS)
+                if (spent < spins)
                     pause_core();
                 else
                     sched_yield();
@@ -356,6 +357,7 @@ PyObject* make_board(PyObject*, PyObject* boards) {
             return Py_DecRef(capsule), nullptr;
         }
     }
+    board->spins = spins_of(board->boards.size());
     return capsule;
 }
 
@@ -427,7 +429,7 @@ PyObject* run_agreed(PyObject*, PyObject* const* args, Py_ssize_t count) {
         return PyLong_FromLongLong(STRANGE);
     if (overlap(arrays)) return PyLong_FromLongLong(OVERLAPS);
     board->come(number);
-    if (!board->meet(SPINS)) {  // most come in less: the GIL stays where it is
+    if (!board->meet(board->spins)) {  // most come in less: the GIL stays where it is
         Unlocked unlocked;
         if (!board->meet(looks)) count = 0;
     }
