@@ -12,7 +12,7 @@ from ..ops.call_list import OVERLAPS, STRANGE, UNLIKE
 from ..ops.payloads import Array
 from ..world.ranks import Ranks
 from .checks import raise_nonfinite
-from .method import Method, Reduced, Segment, shift_bytes
+from .method import Method, Reduced, Segment, Shifts
 from .recorded import Recording
 
 KEPT = 64  # methods and sizes, those that were used last
@@ -94,37 +94,26 @@ class Recordings(dict[tuple[Method, int], Entry]):
 
 
 def recording_of(
-    world: Ranks,
-    method: Method,
-    x: Array,
-    segments: Sequence[Segment],
-    shifts: tuple[Sequence[int], Sequence[int]],
+    world: Ranks, method: Method, x: Array, segments: Sequence[Segment], shifts: Shifts
 ) -> Recording | None:
     """Return the recording for arrays like x with these shifts, from the second call on.
 
     None where a call is not recorded. A function of the calls, so the same on all processes, as it
-    must be: programs may be told where payloads lie instead. Collective.
+    must be. Collective.
     The arguments are those of Method.plan.
     """
-    if world.virtual_ranks > 1 or not isinstance(x, np.ndarray) or not method.repeats:
-        return None
-    world.shared()  # which sets the board, where all are on one node
-    if world.board is None and not method.is_small(world.ranks, x.size):
+    is_list = world.virtual_ranks == 1 and isinstance(x, np.ndarray)
+    if not (is_list and method.is_recorded(world.nodes)):
         return None
     recordings = world.cache.get(Recordings, Recordings)
     entry = recordings.entry(method, x.size, world.nodes)
     entry.calls += 1
     if entry.calls == 2:
-        plan = method.plan(world.nodes, x, segments, shifts, 0)
         arrays = np.empty(x.size, np.float32), np.empty(x.size, np.float32)
-        what = f"allreduce {method.algorithm}"
-        entry.recording = Recording(world, plan, *arrays, what, method.divisor(world.ranks))
+        entry.recording = Recording(world, method, *arrays, segments, shifts, moves=True)
         entry.digest = recordings.next_digest()
     elif entry.recording is not None and method.shares_shifts:
-        plan = entry.recording.plan
-        for place, each in zip((plan.sent_shifts, plan.result_shifts), shifts, strict=True):
-            assert place is not None, "they are what the ranks share"
-            place[:] = shift_bytes(each, segments, x.size, x)
+        entry.recording.adapt(segments, shifts)
     return entry.recording
 
 
@@ -154,7 +143,7 @@ def know(
     entry = recordings.get((method, n))
     if world.board is None or entry is None or entry.recording is None:
         return
-    if not (entry.recording.is_fixed or method.shares_shifts or method.hides_nonfinite):
+    if not (method.shares_shifts or method.hides_nonfinite):
         whole = segments or (Segment("x", 0, n),)
         recordings.keep(key, Known(entry, entry.recording, keeps, whole, reduced[1:]))
 
@@ -188,10 +177,10 @@ def run_known(
         number = (number + ITERATION * iteration) & MASK | 1
     x, recording = xs[0], known.recording
     total = np.empty(x.shape, np.float32) if outs is None else outs[0]
-    bad = recording.run_agreed(number, x, total)
+    bad = recording.run_agreed(number, x, total, iteration)
     if bad == OVERLAPS:
         total = np.empty(x.shape, np.float32)
-        bad = recording.run_agreed(number, x, total)
+        bad = recording.run_agreed(number, x, total, iteration)
     if bad == UNLIKE:
         world.board.has_failed = True  # a guess was wrong
     if bad in (UNLIKE, STRANGE):

@@ -94,6 +94,11 @@ class Kernels:
         """Add float32 values."""
         return self._write(_cpu.add, 1, a, b, out)
 
+    def subtract(self, a: Array, b: Array, out: Array) -> int:
+        """Write a - b, as a + b / -1, which has the same bits; out is not a."""
+        self.divide(b, -1.0, out)
+        return self.add(a, out, out)
+
     def copy(self, out: Array, x: Array) -> int:
         """Copy values or bytes."""
         return self._write(_cpu.copy, 1, x, out)
