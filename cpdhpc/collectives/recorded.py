@@ -34,6 +34,7 @@ from .rank_program import Piece, Plan, program, spans
 
 WORD_BYTES = 8
 PART_VALUES = 1 << 16  # of a chunk, that is worked on at a time inside a node: stays in the cache
+STREAMED_BYTES = 1 << 24  # of a result from which on it is written past the caches
 MOST_PARTS = 128  # as each takes some 0.2 ms to be written down
 FOLLOWED_BYTES = 1 << 20  # of float32: to copy more takes longer than to make requests anew
 
@@ -113,7 +114,9 @@ class Recording:
         window = self.plan.schedule.window(self._world.ranks)
         slots = min(window, len(parts) * turns)
         self._ended = [self._word() for _ in range(slots)]
-        self._list = call_list.make_list(self.x, self.out, tuple(self._all_ended()))
+        # What no cache holds is written past them, unless it is divided afterwards.
+        streams = self.out.nbytes >= STREAMED_BYTES and self._divisor is None
+        self._list = call_list.make_list(self.x, self.out, tuple(self._all_ended()), streams)
         self._kernels = Kernels(self._list, self.out)
         pools = [self._pool(slot) for slot in range(slots)]
         wire = replace(self.plan.wire, kernels=self._kernels)

@@ -185,7 +185,7 @@ def test_messages_move_while_a_list_waits_for_a_word(world):
         else:
             (request,) = own.send_init(0, 1, payload)
             address = call_list.handle_of(own.plain_mpi()[0], request)
-            calls = call_list.make_list(payload, payload.copy(), ((np.zeros(8, np.uint8),),))
+            calls = call_list.make_list(payload, payload.copy(), ((np.zeros(8, np.uint8),),), False)
             call_list.begin_segment(calls, 0)
             call_list.add_start(calls, address, False)
             call_list.add_word(calls, word, 0)
