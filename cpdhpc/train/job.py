@@ -154,6 +154,12 @@ class Train(Section):
         return seeds
 
     @model_validator(mode="after")
+    def _mpi_is_given_what_gpus_have(self) -> Train:
+        if self.gpu_direct == "required" and self.device != "gpu":
+            raise ValueError("gpu_direct='required' needs device='gpu'")
+        return self
+
+    @model_validator(mode="after")
     def _overlap_has_one_rank(self) -> Train:
         if self.overlap and self.virtual_ranks > 1:
             raise ValueError("overlap=true needs virtual_ranks=1")
