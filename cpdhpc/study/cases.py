@@ -323,7 +323,7 @@ class Batch:
         return self.nodes * self.ppn
 
     @property
-    def core_hours(self) -> float:
+    def rank_hours(self) -> float:
         """Time of all ranks together."""
         return self.time_s * self.ranks / 3600
 

@@ -106,7 +106,8 @@ class Train(Section):
     oversubscribe_gpus: let processes of a node share GPUs where there are too few
     gpu_direct: whether MPI is given GPU memory: "auto" where it takes it, else it goes through the
         host; "required" refuses to begin where it does not; "never"
-    autocast: the dtype of torch.autocast in forward; "float16" wants loss_scaling = "dynamic"
+    autocast: the dtype of torch.autocast in forward; "float16" is best with
+        loss_scaling = "dynamic"
     """
 
     epochs: Positive = 10
