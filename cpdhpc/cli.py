@@ -327,12 +327,12 @@ COMMANDS: dict[str, Command | Group] = {
         {
             "presets": Command(
                 "list the presets of [precision], or print one as TOML; needs no MPI",
-                "precision.show",
+                "precision.commands",
                 "presets",
             ),
             "show": Command(
                 "what [precision] of a job file says of each layer; needs no MPI",
-                "precision.show",
+                "precision.commands",
                 "show",
             ),
             "record": Command(

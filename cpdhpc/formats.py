@@ -76,7 +76,7 @@ class FloatFormat:
         """Exponent of the smallest normal number, and of the subnormals."""
         return 1 - self.bias
 
-    @property
+    @cached_property
     def max_code(self) -> int:
         """Code of the largest finite number."""
         top = 1 << (self.exp + self.man)

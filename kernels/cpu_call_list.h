@@ -129,6 +129,15 @@ struct CallList : Held {
         }
         return moved;
     }
+    // Lets MPI move messages while all segments wait for words: it does so only when it is called.
+    // One request that is not complete is enough; one that is not active counts as complete.
+    void poke() {
+        for (const Segment* segment : under_way)
+            if (segment->steps[segment->next].kind == TEST) return;  // it was called just now
+        for (const Segment* segment : under_way)
+            for (size_t i = segment->next; i < segment->steps.size() && !error; ++i)
+                if (segment->steps[i].kind == TEST && !done(segment->steps[i], 0)) return;
+    }
     bool is_read() const {
         for (size_t slot = 0; slot < all.size(); ++slot)
             if (!is_free((i64)slot)) return false;
@@ -149,9 +158,12 @@ struct CallList : Held {
     // Goes on up to the end, an error, or so many looks in vain after one another.
     void run(i64 looks) {
         for (i64 i = 0; !is_over() && !error && i < looks;) {
-            if (advance())
+            if (advance()) {
                 i = 0;
-            else if (++i < SPINS)
+                continue;
+            }
+            poke();
+            if (++i < SPINS)
                 pause_core();
             else
                 sched_yield();

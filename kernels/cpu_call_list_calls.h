@@ -191,7 +191,8 @@ PyObject* use_library(PyObject*, PyObject* args) {
     Py_RETURN_NONE;
 }
 
-const i64 WAITING = -1, OVERLAPS = -2;
+// What a run may come to besides a number of values, see run_list and run_agreed.
+const i64 WAITING = -1, OVERLAPS = -2, UNLIKE = -3, ABSENT = -4, STRANGE = -5;
 
 // What a run has come to: how many values are not finite, or WAITING.
 PyObject* go_on(CallList* list, i64 threads, i64 looks) {
@@ -236,6 +237,17 @@ PyObject* end_list(PyObject*, PyObject* args) {
     Py_RETURN_NONE;
 }
 
+// Has a run begin, unless out has memory of x. arrays: x and out, of the length that was recorded.
+PyObject* start_list(CallList* list, const Buffer* arrays, i64 threads, i64 looks) {
+    list->begin(arrays[0].at<u8>(0), arrays[1].at<u8>(0));
+    return go_on(list, threads, looks);
+}
+
+bool overlap(const Buffer* arrays) {
+    const u8 *x = arrays[0].at<u8>(0), *out = arrays[1].at<u8>(0);
+    return x < out + arrays[1].view.len && out < x + arrays[0].view.len;
+}
+
 // run_list(list, threads, looks, x, out): does what is written on x and out; returns how many
 // values of the result are not finite, WAITING where what it waits for did not come in so many
 // looks, or OVERLAPS, with nothing done, where out has memory of x.
@@ -251,17 +263,14 @@ PyObject* run_list(PyObject*, PyObject* const* args, Py_ssize_t count) {
     if (!list || PyErr_Occurred() || PyObject_GetBuffer(args[3], &arrays[0].view, PyBUF_SIMPLE) ||
         PyObject_GetBuffer(args[4], &arrays[1].view, PyBUF_WRITABLE))
         return nullptr;
-    u8 *x = arrays[0].at<u8>(0), *out = arrays[1].at<u8>(0);
     for (int i = 0; i < 2; ++i)
         if (!has_length(arrays[i], i ? "out" : "x", list->high[i] - list->low[i])) return nullptr;
     if (!list->is_over()) {
         PyErr_SetString(PyExc_ValueError, "run_list: a run is under way");
         return nullptr;
     }
-    if (x < out + arrays[1].view.len && out < x + arrays[0].view.len)
-        return PyLong_FromLongLong(OVERLAPS);
-    list->begin(x, out);
-    return go_on(list, threads, looks);
+    if (overlap(arrays)) return PyLong_FromLongLong(OVERLAPS);
+    return start_list(list, arrays, threads, looks);
 }
 
 // resume_list(list, looks): goes on with the run under way.
@@ -370,6 +379,53 @@ PyObject* meet_again(PyObject*, PyObject* args) {
     if (!PyArg_ParseTuple(args, "OL", &capsule, &looks)) return nullptr;
     Board* board = board_of(capsule);
     return board ? met(board, looks) : nullptr;
+}
+
+// Whether an object holds float32 values one after another; its memory is then the buffer's.
+bool holds_floats(PyObject* object, int flags, Buffer& buffer) {
+    flags |= PyBUF_FORMAT | PyBUF_C_CONTIGUOUS;
+    if (PyObject_GetBuffer(object, &buffer.view, flags)) return PyErr_Clear(), false;
+    const char* format = buffer.view.format;
+    return format[0] == 'f' && !format[1];
+}
+
+bool have_one_shape(const Py_buffer& a, const Py_buffer& b) {
+    if (a.ndim != b.ndim) return false;
+    for (int i = 0; i < a.ndim; ++i)
+        if (a.shape[i] != b.shape[i]) return false;
+    return true;
+}
+
+// run_agreed(board, number, list, threads, looks, x, out): meet, and run_list where all have given
+// the same number. Returns what run_list does, or: STRANGE, with nothing done, where x and out are
+// not float32 of one shape and of the list's size, C-contiguous, out writable; ABSENT where some
+// did not come in so many looks, after which meet_again and run_list go on; UNLIKE.
+PyObject* run_agreed(PyObject*, PyObject* const* args, Py_ssize_t count) {
+    if (count != 7) {
+        PyErr_SetString(PyExc_TypeError, "run_agreed: 7 arguments are needed");
+        return nullptr;
+    }
+    Board* board = board_of(args[0]);
+    CallList* list = board ? list_of(args[2]) : nullptr;
+    if (!list) return nullptr;
+    const i64 number = PyLong_AsLongLong(args[1]), threads = PyLong_AsLongLong(args[3]);
+    const i64 looks = PyLong_AsLongLong(args[4]);
+    if (PyErr_Occurred()) return nullptr;
+    Buffer arrays[2];
+    if (!holds_floats(args[5], 0, arrays[0]) ||
+        !holds_floats(args[6], PyBUF_WRITABLE, arrays[1]) || !list->is_over() ||
+        !have_one_shape(arrays[0].view, arrays[1].view) ||
+        arrays[0].view.len != list->high[0] - list->low[0])
+        return PyLong_FromLongLong(STRANGE);
+    if (overlap(arrays)) return PyLong_FromLongLong(OVERLAPS);
+    board->come(number);
+    if (!board->meet(SPINS)) {  // most come in less: the GIL stays where it is
+        Unlocked unlocked;
+        if (!board->meet(looks)) count = 0;
+    }
+    if (!count) return PyLong_FromLongLong(ABSENT);
+    if (!board->is_same()) return PyLong_FromLongLong(UNLIKE);
+    return start_list(list, arrays, threads, looks);
 }
 
 // absent_from(board): the places of those that have not come.

@@ -257,6 +257,7 @@ PyMethodDef methods[] = {
     {"add_test", add_test, METH_VARARGS, nullptr},
     {"use_library", use_library, METH_VARARGS, nullptr},
     {"run_list", (PyCFunction)(void (*)(void))run_list, METH_FASTCALL, nullptr},
+    {"run_agreed", (PyCFunction)(void (*)(void))run_agreed, METH_FASTCALL, nullptr},
     {"resume_list", resume_list, METH_VARARGS, nullptr},
     {"end_list", end_list, METH_VARARGS, nullptr},
     {"make_board", make_board, METH_O, nullptr},

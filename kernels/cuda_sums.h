@@ -1,9 +1,9 @@
 // Sums and products in NumPy's order of additions, a thread a sum; the rest of cuda_loops.cu, which
-// includes it. ops/cpu_sums.py is what they have to equal.
+// includes it. ops/cpu.py is what they have to equal.
 
 namespace {
 
-enum { CPD_VALUE, CPD_MAGNITUDES, CPD_SQUARES };  // ops/gpu_sums.py has the same numbers
+enum { CPD_VALUE, CPD_MAGNITUDES, CPD_SQUARES };  // ops/gpu_runtime.py has the same numbers
 
 // What is added of a value, exact but for the square of a difference. -ftz=true would flush
 // subnormal numbers in a conversion of C++.

@@ -1,5 +1,5 @@
 // Codes of formats that are given by a table of numbers, by a search among the limits between them.
-// ops/search_tables.py makes the table; ops/reference_tables.py says what the codes are.
+// ops/tables.py makes the table; ops/tables.py says what the codes are.
 #ifndef CPD_TABLE_FORMAT_H
 #define CPD_TABLE_FORMAT_H
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import importlib.util
 import os
@@ -15,6 +16,12 @@ from on_gpu import OnGpu
 from stand_ins import Slurm
 
 from cpdhpc import _cpu
+from cpdhpc.report.figures import draw
+
+
+def pytest_collection_finish() -> None:
+    """Torch and all tests stay: the garbage collector need not look at them again and again."""
+    gc.freeze()
 
 
 def _cupy() -> ModuleType:
@@ -68,8 +75,10 @@ def fake_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
 
 @pytest.fixture
 def without_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pages of reports with empty images: for what their text says."""
-    monkeypatch.setattr("cpdhpc.report.command.image", lambda chart, kind: b"")
+    """Figures of reports are put together but not painted: that takes most of their time."""
+    monkeypatch.setattr(
+        "cpdhpc.report.command.image", lambda chart, kind: repr(draw(chart)).encode()
+    )
 
 
 @pytest.fixture(params=_cpu.clones())

@@ -45,7 +45,7 @@ TESTS = {  # file of cpdhpc: the files of tests that cover it, the fastest first
     "train/reducer.py": ["training_oracle", "train", "overlap", "overlap_errors", "parts"],
     "compress/payload.py": ["payload"],
     "ops/cpu_sparse.py": ["selection"],
-    "ops/selection.py": ["selection"],
+    "ops/reference_sparse.py": ["selection"],
     "compress/lowbit.py": [*COMPRESS, "config"],
     "compress/bucket.py": ["bucket", *COMPRESS, "checkpoint"],
     "compress/none.py": COMPRESS,

@@ -32,9 +32,8 @@ STUDIES: dict[str, dict[str, Any]] = {
     "weak": {"scaling": "weak", "sizes": (2**20,)},
     "training": {"kind": "train"},
 }
-CHARTS = [  # a grid of panels with a legend of many lines; one panel; no lines; a map
+CHARTS = [  # a grid of panels with a legend of many lines; no lines; a map
     ("strong", "time_by_size_2x4"),
-    ("weak", "time"),
     ("training", "accuracy_by_bits"),
     ("training", "underflow_4_ranks"),
 ]

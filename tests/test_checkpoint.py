@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import resource
 import signal
-import subprocess
-import sys
 import time
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import pytest
-from training import ROOT, ROWS, environment, model_bytes, run_job, small_data, small_job, write_idx
+from training import ROWS, model_bytes, run_job, small_data, small_job, write_idx
 
 from cpdhpc import store
 from cpdhpc.cli import main
@@ -152,14 +151,16 @@ def killed_and_resumed(tmp_path: Path, out: Path, epochs: int) -> bool:
     }
     file, whole = tmp_path / "k.toml", tmp_path / "whole"
     file.write_text(dump_toml(job))
-    command = [sys.executable, "-m", "cpdhpc", "train", str(file), "--out", str(out)]
     checkpoint, record = out / "k-s0.checkpoint.h5", out / "k-s0.h5"
-    killed = subprocess.Popen(command, env=environment(), cwd=ROOT)
-    while not record.exists() and killed.poll() is None:
+    words = ["train", str(file), "--out", str(out)]
+    killed = get_context("fork").Process(target=main, args=(words,))  # which has torch already
+    killed.start()
+    while not record.exists() and killed.is_alive():
         time.sleep(0.01)
     killed.kill()
-    if killed.wait() != -signal.SIGKILL:
-        assert killed.returncode == 0
+    killed.join()
+    if killed.exitcode != -signal.SIGKILL:
+        assert killed.exitcode == 0
         return False
     assert store.read_attributes(record)["status"] == "running"
     assert 0 < store.read_attributes(checkpoint)["iteration"] < epochs * per_epoch

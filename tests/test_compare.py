@@ -137,6 +137,7 @@ def test_outcomes_that_are_no_samples(tmp_path: Path) -> None:
     assert "wire_bytes differs" not in " ".join(listed)
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_exit_status_and_files(before: Path, tmp_path: Path, capsys: Any) -> None:
     after = write_study(tmp_path / "b.h5", seed=2, factor=SLOWER, **OPTIONS)
     words = ["report", str(after), "--compare", str(before), "--quiet", "--fail-on-slower"]

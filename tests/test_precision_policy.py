@@ -17,14 +17,13 @@ from cpdhpc import store
 from cpdhpc.cli import main
 from cpdhpc.config import ConfigError, validate
 from cpdhpc.precision import Policy, convert
-from cpdhpc.precision.policy import Sums
-from cpdhpc.precision.presets import PRESETS
+from cpdhpc.precision.policy import PRESETS, Sums
 from cpdhpc.signals import Caught, Interrupted
+from cpdhpc.train.averaging import policies_of
 from cpdhpc.train.imports import ImportedModel
 from cpdhpc.train.job import Job
 from cpdhpc.train.loop import run
 from cpdhpc.train.progress import Display
-from cpdhpc.train.replicas import policies_of
 from cpdhpc.train.setup import Files, prepare
 from cpdhpc.world.ranks import Loopback
 

@@ -21,7 +21,7 @@ from training import model_bytes, run_job, small_data, small_job
 from cpdhpc import store
 from cpdhpc.config import validate
 from cpdhpc.precision import Policy, convert
-from cpdhpc.precision.presets import PRESETS
+from cpdhpc.precision.policy import PRESETS
 from cpdhpc.precision.updates import RoundedUpdates
 from cpdhpc.signals import Caught, Interrupted
 from cpdhpc.train.loop import run

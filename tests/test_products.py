@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any, get_args
 
 import gmpy2
@@ -11,7 +12,7 @@ import oracles
 import pytest
 from gfloat import RoundMode, round_ndarray
 
-from cpdhpc import quantize, set_kernel_threads
+from cpdhpc import _cpu, quantize, set_kernel_threads
 from cpdhpc.formats import Cast, FloatFormat, Rounding, TableFormat, parse_format
 from cpdhpc.ops import cpu, reference
 from cpdhpc.ops.products import Arithmetic, Products
@@ -65,9 +66,17 @@ def same_bits(x: Array, y: Array) -> bool:
     return np.array_equal(x.view(np.uint32), y.view(np.uint32))
 
 
-def test_kernels_give_the_bits_of_the_specification(clone: str) -> None:
+@pytest.fixture
+def clones() -> Iterator[Any]:
+    """Give what uses each of the CPU's sets of instructions in turn."""
+    before = _cpu.clone()
+    yield lambda: (_cpu.use_clone(name) or name for name in _cpu.clones())  # type: ignore[func-returns-value]
+    _cpu.use_clone(before)
+
+
+def test_kernels_give_the_bits_of_the_specification(clones: Any) -> None:
     """Of random roundings, orders and shapes, in whatever arithmetic is enough, and in all."""
-    rng = np.random.default_rng(len(clone))
+    rng = np.random.default_rng(9)
     found = Counter[str]()
     for _ in range(160):
         inputs, how = random_products(rng)
@@ -76,8 +85,9 @@ def test_kernels_give_the_bits_of_the_specification(clone: str) -> None:
         key = int(rng.integers(2**32)), int(rng.integers(2**32))
         expected = reference.matmul(a, b, how, key)
         found[how.arithmetic(*inputs)] += 1
-        for got in (cpu.matmul(a, b, how, key, inputs), cpu.matmul(a, b, how, key)):
-            assert same_bits(got, expected), (how, inputs)
+        for clone in clones():
+            for got in (cpu.matmul(a, b, how, key, inputs), cpu.matmul(a, b, how, key)):
+                assert same_bits(got, expected), (clone, how, inputs)
     assert min(found[each] for each in get_args(Arithmetic)) > 5, found
 
 
@@ -96,7 +106,7 @@ def edges(fmt: FloatFormat) -> Array:
 
 
 @pytest.mark.parametrize("rounding", ROUNDINGS)
-def test_edges_of_formats(clone: str, rounding: Any) -> None:
+def test_edges_of_formats(clones: Any, rounding: Any) -> None:
     """Products of all edges by one, a tie and a tiny number, then the sums of such products."""
     for name in ("e4m3", "e5m2", "e3m0", "e2m1fn", "e8m7", "e8m23"):
         fmt = floats(name)
@@ -107,10 +117,10 @@ def test_edges_of_formats(clone: str, rounding: Any) -> None:
             for kahan in (False, True):
                 how = Products(Cast(fmt, rounding, "inf"), product, kahan=kahan)
                 for a, b in ((x[:, None], y[None]), (pairs, np.ones((2, 1), np.float32))):
-                    got, expected = (
-                        f(a[None], b[None], how, (3, 4)) for f in (cpu.matmul, reference.matmul)
-                    )
-                    assert same_bits(got, expected), (name, how)
+                    expected = reference.matmul(a[None], b[None], how, (3, 4))
+                    for clone in clones():
+                        got = cpu.matmul(a[None], b[None], how, (3, 4))
+                        assert same_bits(got, expected), (clone, name, how)
 
 
 @pytest.mark.slow
@@ -144,15 +154,16 @@ FAST = [(name, Products(Cast(floats(name)), Cast(floats(name)), **options))
         for options in ({}, {"kahan": True}, {"chunk": 5}, {"order": "pairwise"})]  # type: ignore[arg-type]  # fmt: skip
 
 
-def test_float32_is_enough_for_common_formats(clone: str) -> None:
+def test_float32_is_enough_for_common_formats(clones: Any) -> None:
     rng = np.random.default_rng(7)
     for name, how in FAST:
         inputs = floats(name)
         assert how.arithmetic(inputs, inputs) == "float32"
         a, b = numbers(rng, inputs, (1, 6, 33)), numbers(rng, inputs, (1, 33, 18))
         expected = reference.matmul(a, b, how)
-        got = cpu.matmul(a, b, how, inputs=(inputs, inputs))
-        assert np.array_equal(got.view(np.uint32), expected.view(np.uint32)), (name, how)
+        for clone in clones():
+            got = cpu.matmul(a, b, how, inputs=(inputs, inputs))
+            assert same_bits(got, expected), (clone, name, how)
 
 
 MPFR = {

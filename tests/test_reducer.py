@@ -19,8 +19,8 @@ import cpdhpc
 from cpdhpc.collectives.checks import NonFiniteGradient
 from cpdhpc.compress import COMPRESSORS, Aggregator, Context, Dgc, Mean, TopK
 from cpdhpc.compress.bucket import Bucket
+from cpdhpc.train.averaging import BufferMode
 from cpdhpc.train.reducer import GradientReducer
-from cpdhpc.train.replicas import BufferMode
 from cpdhpc.world.ranks import Loopback
 
 

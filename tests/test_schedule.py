@@ -16,6 +16,15 @@ from cpdhpc.collectives.schedules import (
     tree_children,
     tree_parent,
 )
+from cpdhpc.ops.call_list import (
+    WAITING,
+    add_word,
+    begin_segment,
+    end_list,
+    make_list,
+    resume_list,
+    run_list,
+)
 from cpdhpc.partition import chunk
 from cpdhpc.world.ranks import Loopback, numbered
 
@@ -390,3 +399,78 @@ def test_shifts_travel_only_with_tile_scaling():
     for scaling in ("none", "static:2", "aps"):
         sent, _ = sent_bytes("ring", "e4m3", 2, 4096, scaling)
         assert (sent == 4096).all()
+
+
+def written(schedule, nodes, pieces):
+    """Return the call list of each rank, as Recording writes it, with words for all messages.
+
+    A message to another node is told when it is started, and has left when the receiver has begun
+    the same piece, as long ones do that MPI does not buffer.
+    """
+    words = defaultdict(lambda: np.zeros(8, np.uint8))
+    ranks, slots = len(nodes), min(schedule.window(len(nodes)), pieces)
+    arrays = [(np.zeros(1, np.float32), np.zeros(1, np.float32)) for _ in nodes]
+    lists = []
+    for rank in range(ranks):
+        near = [other for other in range(ranks) if other != rank and nodes[other] == nodes[rank]]
+        ended = tuple(
+            tuple(words["ended", slot, other] for other in (rank, *near)) for slot in range(slots)
+        )
+        calls = make_list(*arrays[rank], ended)
+        for piece in range(pieces):
+            begin_segment(calls, piece % slots)
+            counts, steps, ends = defaultdict(int), [], []
+            for step in schedule.steps(rank, Layout(nodes, piece)):
+                ways = (rank, step.send_to), (step.recv_from, rank)
+                for (source, to), label in zip(ways, (-1, 0), strict=True):
+                    if source is None or to is None:
+                        continue
+                    message = piece, source, to, counts[source, to]
+                    counts[source, to] += 1
+                    steps.append((words[message], label))
+                    if nodes[source] != nodes[to]:
+                        begun = words["begun", *message]
+                        ends.append((begun, 0)) if to != rank else steps.insert(0, (begun, -1))
+            for word, label in (*steps, *ends):
+                add_word(calls, word, label)
+        end_list(calls, 1, False, np.zeros(1, np.int64), 0, np.zeros(1, np.int64), 0)
+        lists.append((calls, *arrays[rank]))
+    return lists
+
+
+def come_to_their_ends(lists, rng):
+    """Run them by turns, in any order; whether all come to their ends.
+
+    What can be done once can be done until it is done, so one order that ends stands for all.
+    """
+    waiting = [calls for calls, x, out in lists if run_list(calls, 1, 1, x, out) == WAITING]
+    for _ in range(100 * len(lists)):
+        rng.shuffle(waiting)
+        waiting = [calls for calls in waiting if resume_list(calls, 1) == WAITING]
+        if not waiting:
+            return True
+    return False
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(
+    "sizes", [(1, 2, 3, 4, 5, 8, 13), pytest.param(range(1, 34), marks=pytest.mark.slow)]
+)
+def test_call_lists_come_to_their_ends(name, sizes):
+    """In the compiled runner, with more pieces than are under way, on one node and on several."""
+    schedule, rng = SCHEDULES[name], np.random.default_rng(1)
+    for ranks in sizes:
+        for nodes in ((0,) * ranks, range(ranks), [r // 2 for r in range(ranks)]):
+            lists = written(schedule, numbered(list(nodes)), schedule.window(ranks) + 3)
+            assert come_to_their_ends(lists, rng), (ranks, nodes)
+            assert come_to_their_ends(lists, rng), (ranks, nodes, "again")
+
+
+def test_call_lists_that_wait_for_each_other_do_not_end():
+    def patient(rank, layout):
+        yield Step("copy", None, (), (), 1 - rank, (0,), (2,))
+        yield Step("copy", 1 - rank, (0,), (2,))
+
+    schedule = Schedule(patient, lambda layout: 1, ("requantise",), "requantise")
+    for nodes in ((0, 0), (0, 1)):
+        assert not come_to_their_ends(written(schedule, nodes, 2), np.random.default_rng(1))

@@ -23,10 +23,17 @@ from cpdhpc.compress import Context, LowBit, State
 from cpdhpc.compress.bucket import Bucket
 from cpdhpc.config import validate
 from cpdhpc.precision import search as searching
-from cpdhpc.precision.asked import Asked, asked_of
 from cpdhpc.precision.commands import add_search
 from cpdhpc.precision.conversion import convert
-from cpdhpc.precision.evidence import RAW, Evidence, Place, Trial, width
+from cpdhpc.precision.evidence import (
+    RAW,
+    Asked,
+    Evidence,
+    Place,
+    Trial,
+    asked_of,
+    width,
+)
 from cpdhpc.precision.policy import Policy
 from cpdhpc.precision.proposals import in_products
 from cpdhpc.precision.recorder import Recorder

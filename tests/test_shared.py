@@ -54,18 +54,6 @@ def test_what_is_not_shared_has_no_note(two):
     assert two[0].note(two[1].take(100)) is None, "it knows the memory by its own address"
 
 
-def test_arrays_are_free_when_all_others_have_ended_their_piece(two):
-    writer, reader = two
-    assert writer.readers(0).Test(), "nobody has read anything"
-    first, second = writer.open(0), writer.open(1)
-    assert not writer.readers(0).Test() and not writer.readers(1).Test()
-    reader.end(second)
-    assert not writer.readers(0).Test(), "the piece before is not ended"
-    assert not writer.readers(1).Test(), "nor told, as pieces count in order"
-    reader.end(first)
-    assert writer.readers(0).Test() and writer.readers(1).Test()
-
-
 def test_a_stranger_is_not_met(two):
     name = two[1].name
     assert not two[0].meet(2, name._replace(secret=bytes(len(name.secret))))

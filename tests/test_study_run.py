@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from kill_study import Storm
-from studies import small_study, start, study_file
+from studies import small_study, study_file
 from training import leave_sessions
 
 from cpdhpc import store
@@ -173,17 +173,15 @@ def test_a_launcher_that_fails_is_shown(
     assert lines[last - LOG_LINES + 1 : last] == [*map(str, range(132 - LOG_LINES, 131))]
 
 
-def test_processes_that_are_all_alone_are_an_error(tmp_path: Path) -> None:
-    """Two processes that no launcher has joined, as after srun with the wrong --mpi."""
+def test_processes_that_are_all_alone_are_an_error(tmp_path: Path, run: Run) -> None:
+    """One of two that no launcher has joined, as after srun with the wrong --mpi."""
     folder = Folder(tmp_path / "x")
     folder.prepare(small_study(tmp_path))
-    two = [start("batch", folder.path, 1) for _ in range(2)]
-    for process in two:
-        out, error = process.communicate(timeout=1800)
-        assert process.returncode == 2 and out == ""
-        assert error.startswith(
-            "cpdhpc: error: batch: MPI has 1 process, asked for were 2 (nodes x ranks per node: "
-            "1 x 2): every process is alone: start it by the mpirun that belongs to "
-        )
-        assert "srun --mpi=pmix (Open MPI) or --mpi=pmi2 (MPICH)" in error
+    status, error = run("batch", folder.path, 1)
+    assert status == 2
+    assert error.startswith(
+        "cpdhpc: error: batch: MPI has 1 process, asked for were 2 (nodes x ranks per node: "
+        "1 x 2): every process is alone: start it by the mpirun that belongs to "
+    )
+    assert "srun --mpi=pmix (Open MPI) or --mpi=pmi2 (MPICH)" in error
     assert not list(folder.logs.iterdir()) and not list(folder.cases.iterdir())

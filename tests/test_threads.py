@@ -14,7 +14,13 @@ import pytest
 
 from cpdhpc.config import UserError
 from cpdhpc.formats import TILE, TRIT_BYTES, Cast, FloatFormat, packed_bytes, parse_format, tiles
-from cpdhpc.ops import cpu, kernel_threads, omp_num_threads, set_kernel_threads, threads
+from cpdhpc.ops import (
+    cpu,
+    kernel_threads,
+    omp_num_threads,
+    set_kernel_threads,
+    threads,
+)
 from cpdhpc.world.cores import threads_of_rank
 from cpdhpc.world.ranks import Loopback
 

@@ -21,7 +21,13 @@ from ..compress.payload import decode_sparse, encode_sparse
 from ..config import UserError
 from ..formats import SHARED, Cast, packed_bytes, parse_format, shift_count, tiles
 from ..methods import CODEC_OPERATIONS, MEMCPY
-from ..ops import backend_of, cpu, reference, set_kernel_threads, to_host
+from ..ops import (
+    backend_of,
+    cpu,
+    reference,
+    set_kernel_threads,
+    to_host,
+)
 from ..provenance import processor
 from ..world.ranks import Loopback
 from .harness import (

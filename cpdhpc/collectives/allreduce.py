@@ -16,7 +16,7 @@ from weakref import finalize
 
 import numpy as np
 
-from ..formats import SHARED, Format, Overflow, Rounding
+from ..formats import Format, Overflow, Rounding
 from ..ops import backend_of, on_gpu, to_host
 from ..ops.payloads import Array
 from ..world.gpu_messages import carrier_of
@@ -34,7 +34,7 @@ from .checks import (
     shared_amax,
 )
 from .engine import Program, Take, run
-from .known import are_plain, know, recording_of, run_known
+from .known import are_plain, know, know_as, recording_of, run_known
 from .method import (
     AUTO,
     MPI_ALLREDUCE,
@@ -52,17 +52,16 @@ from .method import (
 from .predict import choose
 from .rank_program import program
 from .recorded import Recording
+from .schedules import SCHEDULES
 
 
 class Prepared:
     """An all-reduce of arrays that stay where they are; made by Allreduce.prepare. Collective.
 
-    is_fast: whether run is a call list, without the interpreter. It is where a call is the same
-        operations every time and needs no other collective: one rank a process, NumPy arrays, wire
-        "raw", or a format with any scaling but "aps". Not fast are that, exact sums, rounding
-        "stochastic", accumulate "kahan", gather with accumulate "float32", formats without NaN and
-        infinity where no shifts travel, and algorithm "mpi": they do what Allreduce.run does,
-        without the comparison of the arguments.
+    is_fast: whether run is a call list, without the interpreter: with one rank a process and NumPy
+        arrays, unless algorithm is "mpi". Else it does what Allreduce.run does, but for comparing
+        the arguments. A small collective comes first where something depends on all values, or on
+        the call: scaling "aps", rounding "stochastic", NaN that neither codes nor shifts show.
     """
 
     def __init__(
@@ -79,8 +78,9 @@ class Prepared:
         self._outs = list(outs) if outs is not None else [np.empty_like(xs[0])]
         self._recording: Recording | None = None
         self._freed = False
-        alone = method.repeats and not (method.shares_shifts or method.hides_nonfinite)
-        if alone and world.virtual_ranks == 1 and isinstance(xs[0], np.ndarray):
+        self._asks = method.shares_shifts or method.hides_nonfinite or method.is_random
+        is_list = world.virtual_ranks == 1 and isinstance(xs[0], np.ndarray)
+        if is_list and method.algorithm in SCHEDULES:
             self._record()
 
     @property
@@ -90,16 +90,20 @@ class Prepared:
 
     def _record(self) -> None:
         """Record the call."""
-        method, world, x, out = self._method, self._world, self._xs[0], self._outs[0]
+        x, out = self._xs[0], self._outs[0]
         flat, total = x.reshape(-1), np.empty_like(x) if np.may_share_memory(x, out) else out
-        shifts = method.shifts(world, [flat], self._parts)
-        plan = method.plan(world.nodes, flat, self._parts, shifts, 0)
-        what, divisor = f"allreduce {method.algorithm}", method.divisor(world.ranks)
-        self._recording = Recording(world, plan, flat, total.reshape(-1), what, divisor)
+        shifts = self._method.first_shifts(self._parts)
+        arrays = flat, total.reshape(-1)
+        self._recording = Recording(
+            self._world, self._method, *arrays, self._parts, shifts, moves=False
+        )
         finalize(self, self._recording.drop)
         self._copies = total is not out  # what is found not finite must leave x alone
-        self._reduced = Reduced(
-            tuple(self._outs), tuple(shifts[0]), tuple(shifts[1]), method.algorithm
+        self._reduced = self._returned(shifts)
+
+    def _returned(self, shifts: Shifts) -> Reduced:
+        return Reduced(
+            tuple(self._outs), tuple(shifts[0]), tuple(shifts[1]), self._method.algorithm
         )
 
     def run(self, *, iteration: int = 0) -> Reduced:
@@ -113,25 +117,34 @@ class Prepared:
             raise RuntimeError("Prepared.run: is freed")
         if self._world.lent_by is not None:
             self._world.check_thread()
+        shifts = self._ask(iteration) if self._asks else None
         if self._recording is None:
-            return self._run_in_full(iteration)
-        if self._recording.run():
+            return self._method.reduce(
+                self._world, self._xs, self._outs, self._parts, iteration, shifts=shifts
+            )
+        if self._recording.run(iteration=iteration):
             raise_nonfinite(self._world, [self._recording.x], self._parts, self._recording.out)
         if self._copies:
             np.copyto(self._outs[0].reshape(-1), self._recording.out)
         return self._reduced
 
-    def _run_in_full(self, iteration: int) -> Reduced:
-        """Run as Allreduce.run does after its check, but for what can be wrong with the values."""
+    def _ask(self, iteration: int) -> Shifts | None:
+        """Find out what all values decide, and whether all ranks give the same iteration."""
         method, world = self._method, self._world
+        flat = [x.reshape(-1) for x in self._xs]
         if method.hides_nonfinite or method.is_random:
-            flat = [x.reshape(-1) for x in self._xs]
             what = f"allreduce {method.algorithm}: iteration"
             suspect = method.hides_nonfinite and not all(map(is_finite, flat))
             error = iteration_error(iteration)
             if any(check_alike(world, error, {"iteration": iteration}, [suspect], what)):
                 raise_nonfinite(world, flat, self._parts, None)
-        return method.reduce(world, self._xs, self._outs, self._parts, iteration)
+        if not method.shares_shifts:
+            return None
+        shifts = method.shifts(world, flat, self._parts)
+        if self._recording is not None:
+            self._recording.adapt(self._parts, shifts)
+            self._reduced = self._returned(shifts)
+        return shifts
 
     def free(self) -> None:
         """Free the requests; after that only run is an error. Of this process: not collective.
@@ -173,24 +186,20 @@ class Allreduce(Method):
         error: of this process, known before the call: raised on all
         Other arguments, and errors: as allreduce.
         """
-        if self.algorithm == AUTO:  # what is chosen is compared over ranks like all arguments
-            return self.chosen(world, xs).run(
-                world, xs, outs,
-                iteration=iteration, segments=segments, every=every, error=error, shifts=shifts,
-            )  # fmt: skip
         key = None
         is_plain = not every and error is None and shifts is None and are_plain(xs, outs)
-        if is_plain and isinstance(segments, Sequence | None):
+        if is_plain and (segments is None or type(segments) in (list, tuple)):
             key = id(self), xs[0].shape, None if segments is None else tuple(segments)
-            out = np.empty_like(xs[0]) if outs is None else outs[0]
-            known = run_known(world, key, iteration, xs[0], out)
+            known = run_known(world, key, iteration, xs, outs)
             if known is not None:
-                return Reduced((out,), *known.shifts, self.algorithm)
+                return known
+        # What is chosen is compared over ranks like all arguments.
+        method = self.chosen(world, xs) if self.algorithm == AUTO else self
         error = error or iteration_error(iteration)
-        parts = self.check(world, xs, outs, iteration, segments, every, error, shifts)
-        reduced = self.reduce(world, xs, outs, parts, iteration, every, shifts)
+        parts = method.check(world, xs, outs, iteration, segments, every, error, shifts)
+        reduced = method.reduce(world, xs, outs, parts, iteration, every, shifts)
         if key is not None:
-            know(world, key, self, xs[0].size, parts, reduced)
+            know(world, key, self, method, xs[0].size, parts, reduced)
         return reduced
 
     def prepare(
@@ -224,10 +233,20 @@ class Allreduce(Method):
         # What is found not finite must leave the xs alone.
         given = None if any(np.may_share_memory(o, x) for o in outs or () for x in xs) else outs
         totals = list(given or [np.empty_like(x) for x in (xs if every else xs[:1])])
+        sums = [total.reshape(-1) for total in totals]
+        recording = recording_of(world, self, flat[0], parts, shifts)
         with np.errstate(over="ignore", invalid="ignore"):
-            self._sum(
-                world, flat, [total.reshape(-1) for total in totals], parts, shifts, iteration
-            )
+            if recording is not None:
+                bad = recording.run(flat[0], sums[0], iteration)
+            elif self.algorithm == MPI_ALLREDUCE:
+                bad = _sum_by_mpi(world, flat, sums)
+            else:
+                bad = self._run_programs(world, flat, sums, parts, shifts, iteration)
+            if bad:
+                raise_nonfinite(world, flat, parts, sums[0])
+            divisor = self.divisor(world.ranks) if recording is None else None
+            for total in [] if divisor is None else sums:
+                backend_of(total).divide(total, divisor, total)
         if outs is not None and given is None:
             for out, total in zip(outs, totals, strict=True):
                 out[...] = total
@@ -286,29 +305,6 @@ class Allreduce(Method):
         """All choices by name."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
-    def _sum(
-        self,
-        world: Ranks,
-        flat: Sequence[Array],
-        totals: Sequence[Array],
-        parts: Sequence[Segment],
-        shifts: Shifts,
-        iteration: int,
-    ) -> None:
-        """Write the sum or mean into totals, of the first hosted ranks or of all."""
-        recording = recording_of(world, self, flat[0], parts, shifts)
-        if recording is not None:
-            bad = recording.run_on(flat[0], totals[0])
-        elif self.algorithm == MPI_ALLREDUCE:
-            bad = _sum_by_mpi(world, flat, totals)
-        else:
-            bad = self._run_programs(world, flat, totals, parts, shifts, iteration)
-        if bad:
-            raise_nonfinite(world, flat, parts, totals[0])
-        divisor = self.divisor(world.ranks) if recording is None else None
-        for total in [] if divisor is None else totals:
-            backend_of(total).divide(total, divisor, total)
-
     def _run_programs(
         self,
         world: Ranks,
@@ -318,7 +314,7 @@ class Allreduce(Method):
         shifts: Shifts,
         iteration: int,
     ) -> int:
-        """Run the programs of the hosted ranks; return how many values are not finite."""
+        """Sum into totals, of the first hosted ranks or of all; count what is not finite."""
         plan = self.plan(world.nodes, flat[0], parts, shifts, iteration)
         places = [*totals, *[None] * (len(flat) - len(totals))]
         pieces = plan.pieces(flat[0].size)
@@ -330,19 +326,15 @@ class Allreduce(Method):
             ]
 
         what, window = f"allreduce {self.algorithm}", plan.schedule.window(world.ranks)
-        # A raw payload is the caller's array itself.
-        packed = self.fmt is not None and isinstance(flat[0], np.ndarray)
-        shared = world.shared() if packed else None
-        found = run(world, start, len(pieces), flat[0], what, window, shared)
-        return sum(int(to_host(bad)) if hasattr(bad, "get") else bad for bad, *_ in found)
+        found = run(world, start, len(pieces), flat[0], what, window)
+        bad = sum(int(to_host(bad)) if hasattr(bad, "get") else bad for bad, *_ in found)
+        return int(not is_finite(totals[0])) if self.result_unseen else bad
 
     def shifts(self, world: Ranks, flat: Sequence[Array], parts: Sequence[Segment]) -> Shifts:
         """Return the shift of each segment, for contributions, and for sums and the result."""
-        kind, shift = self.parsed_scaling
-        if self.fmt is None or kind in SHARED:
-            return (), ()
-        if kind != "aps":
-            return [shift] * len(parts), [shift] * len(parts)
+        if not self.shares_shifts:
+            return self.first_shifts(parts)
+        assert self.fmt is not None, "else none are shared"
         fmt, sent = self.fmt, "none" if self.accumulating == "float32" else self.headroom
         amax = shared_amax(world, flat, parts, f"allreduce {self.algorithm}: exponents")
         if self.exact:  # sums become wider: they need no headroom
@@ -459,9 +451,9 @@ def allreduce(
     is_plain = is_plain and are_plain((x,), None if out is None else (out,))
     if is_plain:
         assert isinstance(x, np.ndarray)
-        total = np.empty_like(x) if out is None else out
-        if run_known(ranks, (x.shape, *key), iteration, x, total) is not None:
-            return total
+        known = run_known(ranks, (x.shape, *key), iteration, (x,), None if out is None else (out,))
+        if known is not None:
+            return known.arrays[0]
     error: Exception | None = None
     try:
         config = configured(
@@ -481,7 +473,7 @@ def allreduce(
         error = error or found
     reduced = config.run(ranks, xs, outs, iteration=iteration, segments=segments, error=error)
     if is_plain:
-        know(ranks, (xs[0].shape, *key), config, xs[0].size, (), reduced)
+        know_as(ranks, (xs[0].shape, *key), (id(config), xs[0].shape, None))
     if out is not None:
         return out
     result = reduced.arrays[0]

@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 
 from ..world.gpu_messages import carrier_of
-from ..world.node_memory import NOTE_BYTES, Shared
 from ..world.ranks import RankFailure, Ranks, Wait
 
 Array = npt.NDArray[Any]
@@ -110,21 +109,19 @@ def run(
     like: Array,
     what: str,
     window: int = 1,
-    shared: Shared | None = None,
 ) -> list[list[Result]]:
     """Run the programs of all pieces to their ends; return what they return, by piece and rank.
 
     Collective: all processes of world run the programs of their ranks, of the same pieces.
     start: called for each piece in order; like: an array of the kind that received bytes are to
     be stored in; what: named in messages, as "allreduce ring"; window: how many pieces after the
-    first one that has not ended, itself included, may be under way; shared: how payloads reach
-    the processes of this node, None for messages; the same on all processes
+    first one that has not ended, itself included, may be under way; the same on all processes
     Raises ScheduleError in a world of one process. Where others take part they cannot be told
     any more, so this and every other error then ends the job with a message; but for RankFailure,
     after the death of a process, which all that are left raise.
     """
     try:
-        return _Run(world, start, pieces, like, what, window, shared).run()
+        return _Run(world, start, pieces, like, what, window).run()
     except Exception as error:
         give_up(world, error, what)
 
@@ -144,7 +141,6 @@ class _Piece(Generic[Result]):
 
     def __init__(self, number: int, take: Take) -> None:
         self.number, self.take = number, take
-        self.serial = 0  # among all pieces that share memory
         self.programs: dict[int, Program[Result]] = {}
         self.running = 0
         self.results: dict[int, Result] = {}
@@ -162,11 +158,9 @@ class _Run(Generic[Result]):
         like: Array,
         what: str,
         window: int,
-        shared: Shared | None,
     ) -> None:
         self.world, self.start, self.pieces, self.like, self.what = world, start, pieces, like, what
-        self.window, self.shared = window, shared
-        self.near = {} if shared is None else shared.near  # processes that read payloads here
+        self.window = window
         self.carrier = world if isinstance(like, np.ndarray) else carrier_of(world, like)
         self.results: list[list[Result]] = [[]] * pieces
         self.opened = 0
@@ -174,7 +168,7 @@ class _Run(Generic[Result]):
         self.runnable: deque[tuple[_Piece[Result], int, Array | None]] = deque()
         self.mail: dict[tuple[int, int, int], deque[Exchange]] = {}  # (piece, from, to): waiting
         self.local: dict[tuple[int, int], tuple[_Piece[Result], Exchange]] = {}  # (piece, rank)
-        self.remote: list[tuple[_Piece[Result], int, int, Wait, Array]] = []
+        self.remote: list[tuple[_Piece[Result], int, Wait, Array]] = []
 
     def run(self) -> list[list[Result]]:
         while True:
@@ -182,13 +176,10 @@ class _Run(Generic[Result]):
                 self._advance(*self.runnable.popleft())
             self._close()
             oldest = self.under_way[0].number if self.under_way else self.opened
-            may_open = self.opened < self.pieces and self.opened - oldest < self.window
-            readers = self._readers() if may_open and self.shared is not None else None
-            if may_open and (readers is None or self.world.done(readers)):
+            if self.opened < self.pieces and self.opened - oldest < self.window:
                 self._open()
                 continue
-            waits = [wait for _, _, _, wait, _ in self.remote]
-            waits += [] if readers is None else [readers]
+            waits = [wait for _, _, wait, _ in self.remote]
             for piece in self.under_way:
                 waits += [] if piece.running else piece.sends
             if not waits:
@@ -204,13 +195,10 @@ class _Run(Generic[Result]):
         number, slot = self.opened, self.opened % self.window
         take: Take = partial(fresh, self.like)
         if self.world.virtual_ranks == 1:  # else ranks hand payloads to one another as they are
-            kind = type(self.like) if self.shared is None else Shared
-            pool = self.carrier.cache.get((BufferPool, kind, slot), self._new_pool)
+            pool = self.carrier.cache.get((BufferPool, type(self.like), slot), self._new_pool)
             pool.rewind()
             take = pool.take
         piece: _Piece[Result] = _Piece(number, take)
-        if self.shared is not None:
-            piece.serial = self.shared.open(slot)
         programs = self.start(number, take)
         piece.programs = dict(zip(self.world.hosted, programs, strict=True))
         piece.running = len(piece.programs)
@@ -221,16 +209,7 @@ class _Run(Generic[Result]):
 
     def _new_pool(self) -> BufferPool:
         """Return a pool of arrays like the caller's, but without a hold on it."""
-        if self.shared is not None:
-            return BufferPool(self.shared.take)
         return BufferPool(partial(fresh, np.empty_like(self.like, shape=(0,))))
-
-    def _readers(self) -> Wait:
-        """Return the wait for those who still read what the next piece will overwrite."""
-        assert self.shared is not None, "else nobody reads"
-        rank, slot = self.world.hosted.start, self.opened % self.window
-        reason = f"{self.what}: waited {{:.1f}} s for the ranks of this node to end a piece"
-        return Wait([self.shared.readers(slot)], rank, reason)
 
     def _close(self) -> None:
         """Leave pieces that have ended and whose messages have left."""
@@ -241,8 +220,6 @@ class _Run(Generic[Result]):
             if not piece.sends:
                 self.results[piece.number] = [piece.results[rank] for rank in self.world.hosted]
                 self.under_way.remove(piece)
-                if self.shared is not None:
-                    self.shared.end(piece.serial)
 
     def _advance(self, piece: _Piece[Result], rank: int, received: Array | None) -> None:
         """Resume a program up to its next exchange, send its message, look for the other."""
@@ -265,32 +242,18 @@ class _Run(Generic[Result]):
             else:
                 self.local[piece.number, rank] = piece, exchange
         else:
-            if source // self.world.virtual_ranks in self.near:
-                buffer = np.empty(NOTE_BYTES, np.uint8)
-            elif exchange.place is not None:
-                buffer = exchange.place
-            else:
-                buffer = piece.take(exchange.nbytes)
+            buffer = piece.take(exchange.nbytes) if exchange.place is None else exchange.place
             requests = self.carrier.irecv(source, rank, buffer, piece.number)
             wait = wait_to_receive(requests, rank, self.what, exchange)
-            self.remote.append((piece, rank, source, wait, buffer))
+            self.remote.append((piece, rank, wait, buffer))
 
     def _send(
         self, piece: _Piece[Result], rank: int, to: int, payload: Array, exchange: Exchange
     ) -> None:
-        """Send a message, or hand it to a rank of this process; near ones get a note of it."""
+        """Send a message, or hand it to a rank of this process."""
         self.world.count(rank, payload.size)
         if to not in self.world.hosted:
-            message = payload
-            if self.shared is not None and to // self.world.virtual_ranks in self.near:
-                note = self.shared.note(payload)
-                if note is None:
-                    copy = piece.take(payload.size)
-                    copy[:] = payload
-                    note = self.shared.note(copy)
-                assert note is not None, "what a piece takes is shared"
-                message = note
-            requests = self.carrier.isend(rank, to, message, piece.number)
+            requests = self.carrier.isend(rank, to, payload, piece.number)
             piece.sends.append(wait_to_send(requests, rank, self.what, exchange))
             return
         waiting = self.local.get((piece.number, to))
@@ -303,13 +266,11 @@ class _Run(Generic[Result]):
     def _receive(self) -> None:
         """Resume all programs whose message from another process is complete."""
         waiting, self.remote = self.remote, []
-        for piece, rank, source, wait, buffer in waiting:
-            if not self.world.done(wait):
-                self.remote.append((piece, rank, source, wait, buffer))
-            elif self.shared is not None and source // self.world.virtual_ranks in self.near:
-                self.runnable.append((piece, rank, self.shared.payload(buffer)))
-            else:
+        for piece, rank, wait, buffer in waiting:
+            if self.world.done(wait):
                 self.runnable.append((piece, rank, buffer))
+            else:
+                self.remote.append((piece, rank, wait, buffer))
 
     def _raise_what_is_left(self) -> NoReturn:
         """Raise ScheduleError for ranks that wait for ever, or messages that nobody takes."""

@@ -8,17 +8,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..ops.call_list import OVERLAPS
+from ..ops.call_list import OVERLAPS, STRANGE, UNLIKE
 from ..ops.payloads import Array
 from ..world.ranks import Ranks
 from .checks import raise_nonfinite
-from .method import Method, Reduced, Segment, shift_bytes
+from .method import Method, Reduced, Segment, Shifts
 from .recorded import Recording
 
 KEPT = 64  # methods and sizes, those that were used last
-# Of 62 bits, so that hardly one is a digest of check_alike, of 56.
-DIGEST, MASK = 0x1E3779B97F4A7C15, (1 << 62) - 1
-FLOAT32 = np.dtype(np.float32)
+# Of 62 bits, so that hardly one is a digest of check_alike, of 56. Two numbers, so that no
+# iteration of one recording is one of another.
+DIGEST, ITERATION, MASK = 0x1E3779B97F4A7C15, 0x2545F4914F6CDD1D, (1 << 62) - 1
 
 
 @dataclass
@@ -41,9 +41,9 @@ class Known(NamedTuple):
 
     entry: Entry
     recording: Recording
-    method: Method  # kept, as it may be known by its identity
+    keeps: object  # as it may be known by its identity
     segments: tuple[Segment, ...]
-    shifts: tuple[tuple[int, ...], tuple[int, ...]]
+    told: tuple[tuple[int, ...], tuple[int, ...], str]  # of Reduced, but for the arrays
 
 
 class Recordings(dict[tuple[Method, int], Entry]):
@@ -72,90 +72,64 @@ class Recordings(dict[tuple[Method, int], Entry]):
     def next_digest(self) -> int:
         """Return the digest of one more recording, the same on all processes."""
         self._made += 1
-        return DIGEST * self._made & MASK
+        return DIGEST * self._made & MASK | 1
 
-    def run(
-        self, world: Ranks, key: Hashable, iteration: int, x: Array, out: Array
-    ) -> tuple[Known | None, int]:
-        """Run a call that is known, without a look at its arguments. Collective.
+    def keep(self, key: Hashable, known: Known) -> None:
+        """Keep what is known of a call; forget all where it is too much."""
+        if len(self.known) >= KEPT:
+            self.known.clear()
+        self.known[key] = known
 
-        x, out: float32 and C-contiguous; iteration: compared over the ranks, if nothing else
-        Returns what is known of it, and how many values are not finite; None with nothing done
-        where it is not known here or elsewhere, or others are about to do something else.
-        """
+    def usable(self, world: Ranks, key: Hashable) -> Known | None:
+        """Return what is known of a call, None where it is not, or cannot be run at once."""
         try:
             known = self.known.get(key)
         except TypeError:  # a choice that cannot be hashed: what is wrong with it is said later
-            return None, 0
+            return None
         if known is None or world.board.has_failed or world.account is not None:
-            return None, 0
-        entry, recording = known.entry, known.recording
-        if recording.freed or world.nodes is not entry.nodes or world.lent_by is not None:
-            return None, 0
-        number = (entry.digest + DIGEST * iteration) & MASK | 1
-        if not world.board.agrees(number, recording.what, first=True):
-            return None, 0
-        bad = recording.run(x, out)
-        if bad == OVERLAPS:
-            total = np.empty_like(x)
-            bad = recording.run(x, total)
-            if not bad:  # else x is left alone
-                np.copyto(out, total)
-        return known, bad
+            return None
+        if known.recording.freed or world.nodes is not known.entry.nodes:
+            return None
+        return known if world.lent_by is None else None
 
 
 def recording_of(
-    world: Ranks,
-    method: Method,
-    x: Array,
-    segments: Sequence[Segment],
-    shifts: tuple[Sequence[int], Sequence[int]],
+    world: Ranks, method: Method, x: Array, segments: Sequence[Segment], shifts: Shifts
 ) -> Recording | None:
     """Return the recording for arrays like x with these shifts, from the second call on.
 
     None where a call is not recorded. A function of the calls, so the same on all processes, as it
-    must be: programs may be told where payloads lie instead. Collective.
+    must be. Collective.
     The arguments are those of Method.plan.
     """
-    if world.virtual_ranks > 1 or not isinstance(x, np.ndarray) or not method.repeats:
-        return None
-    world.shared()  # which sets the board, where all are on one node
-    if world.board is None and not method.is_small(world.ranks, x.size):
+    is_list = world.virtual_ranks == 1 and isinstance(x, np.ndarray)
+    if not (is_list and method.is_recorded(world.nodes)):
         return None
     recordings = world.cache.get(Recordings, Recordings)
     entry = recordings.entry(method, x.size, world.nodes)
     entry.calls += 1
     if entry.calls == 2:
-        plan = method.plan(world.nodes, x, segments, shifts, 0)
         arrays = np.empty(x.size, np.float32), np.empty(x.size, np.float32)
-        what = f"allreduce {method.algorithm}"
-        entry.recording = Recording(world, plan, *arrays, what, method.divisor(world.ranks))
+        entry.recording = Recording(world, method, *arrays, segments, shifts, moves=True)
         entry.digest = recordings.next_digest()
     elif entry.recording is not None and method.shares_shifts:
-        plan = entry.recording.plan
-        for place, each in zip((plan.sent_shifts, plan.result_shifts), shifts, strict=True):
-            assert place is not None, "they are what the ranks share"
-            place[:] = shift_bytes(each, segments, x.size, x)
+        entry.recording.adapt(segments, shifts)
     return entry.recording
 
 
 def are_plain(xs: Any, outs: Any) -> bool:
-    """Whether these are one NumPy array, and none or one, that nothing can be wrong with."""
+    """Whether these are one NumPy array, and none or one."""
     if not (type(xs) in (list, tuple) and len(xs) == 1 and type(xs[0]) is np.ndarray):
         return False
-    x = xs[0]
-    if not (x.dtype is FLOAT32 and x.flags.c_contiguous):
-        return False
-    if outs is None:
-        return True
-    if not (type(outs) in (list, tuple) and len(outs) == 1 and type(outs[0]) is np.ndarray):
-        return False
-    return outs[0].dtype is FLOAT32 and outs[0].shape == x.shape and outs[0].flags.carray
+    return outs is None or (
+        type(outs) in (list, tuple) and len(outs) == 1 and type(outs[0]) is np.ndarray
+    )
 
 
 def know(
     world: Ranks,
     key: Hashable,
+    keeps: object,
     method: Method,
     n: int,
     segments: tuple[Segment, ...],
@@ -163,28 +137,58 @@ def know(
 ) -> None:
     """Let a call with these arguments be run at once from now on, if it is a recording alone.
 
-    segments: none for one; reduced: what the call has given
+    keeps: what the key knows by its identity; segments: none for one; reduced: what the call gave
     """
     recordings = world.cache.get(Recordings, Recordings)
     entry = recordings.get((method, n))
     if world.board is None or entry is None or entry.recording is None:
         return
-    if not (entry.recording.is_fixed or method.shares_shifts or method.hides_nonfinite):
-        if len(recordings.known) >= KEPT:
-            recordings.known.clear()
+    if not (method.shares_shifts or method.hides_nonfinite):
         whole = segments or (Segment("x", 0, n),)
-        shifts = reduced.sent_shifts, reduced.result_shifts
-        recordings.known[key] = Known(entry, entry.recording, method, whole, shifts)
+        recordings.keep(key, Known(entry, entry.recording, keeps, whole, reduced[1:]))
 
 
-def run_known(world: Ranks, key: Hashable, iteration: int, x: Array, out: Array) -> Known | None:
-    """Run a call whose arguments were seen before; None, with nothing done, if they were not.
+def know_as(world: Ranks, key: Hashable, other: Hashable) -> None:
+    """Let what is known by another key be known by this one, too."""
+    recordings = world.cache.get(Recordings, Recordings)
+    known = recordings.known.get(other)
+    if known is not None:
+        recordings.keep(key, known)
 
-    Collective. Raises NonFiniteGradient, as run.
+
+def run_known(
+    world: Ranks,
+    key: Hashable,
+    iteration: object,
+    xs: Sequence[Array],
+    outs: Sequence[Array] | None,
+) -> Reduced | None:
+    """Run a call whose arguments were seen before, without a look at them. Collective.
+
+    xs, outs: plain ones; iteration: compared over the ranks, if nothing else
+    Returns None, with nothing done, where it is not known here or elsewhere, or others are about
+    to do something else. Raises NonFiniteGradient, as run.
     """
-    if type(iteration) is not int:
+    known = world.cache.get(Recordings, Recordings).usable(world, key)
+    if known is None or type(iteration) is not int:
         return None
-    known, bad = world.cache.get(Recordings, Recordings).run(world, key, iteration, x, out)
-    if known is not None and bad:
-        raise_nonfinite(world, [x.reshape(-1)], known.segments, out.reshape(-1))
-    return known
+    number = known.entry.digest
+    if iteration:
+        number = (number + ITERATION * iteration) & MASK | 1
+    x, recording = xs[0], known.recording
+    total = np.empty(x.shape, np.float32) if outs is None else outs[0]
+    bad = recording.run_agreed(number, x, total, iteration)
+    if bad == OVERLAPS:
+        total = np.empty(x.shape, np.float32)
+        bad = recording.run_agreed(number, x, total, iteration)
+    if bad == UNLIKE:
+        world.board.has_failed = True  # a guess was wrong
+    if bad in (UNLIKE, STRANGE):
+        return None
+    if bad:
+        raise_nonfinite(world, [x.reshape(-1)], known.segments, total.reshape(-1))
+    if outs is None:
+        return Reduced((total,), *known.told)
+    if total is not outs[0]:
+        np.copyto(outs[0], total)
+    return Reduced((outs[0],), *known.told)

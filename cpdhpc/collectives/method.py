@@ -273,9 +273,8 @@ Op = Literal["sum", "mean"]
 MPI_ALLREDUCE = "mpi"  # the one algorithm that is no schedule
 AUTO = "auto"  # the schedule that is predicted to be fastest
 
-SMALL_BYTES = 1 << 16  # of float32: copies to and from a recording cost little up to here
-MOST_RANKS = 64  # a recording has a request for each message, up to four for each other rank
-MOST_BYTES = 1 << 20  # over all ranks, whose contributions it may hold
+MOST_RANKS = 64  # on several nodes: a recording has a request for each message of a piece
+SMALL_BYTES = 1 << 16  # of float32: where predictions know no time of steps
 
 
 @dataclass(frozen=True)
@@ -421,28 +420,42 @@ class Method:
         return self.fmt is not None and (self.exact or not self.fmt.carries_nonfinite)
 
     @cached_property
-    def repeats(self) -> bool:
-        """Whether a call is the same operations of the wire every time, shifts aside."""
-        if self.algorithm not in SCHEDULES or self.accumulating == "kahan":
-            return False
-        if self.is_random:
-            return False
+    def result_rounded(self) -> bool:
+        """Whether the result is rounded to the wire."""
         return SCHEDULES[self.algorithm].result_travels or self.accumulating != "float32"
+
+    @property
+    def result_unseen(self) -> bool:
+        """Whether no code shows what is not finite in the result: it is to be looked at itself."""
+        return self.fmt is not None and not self.result_rounded
 
     def divisor(self, ranks: int) -> np.float32 | None:
         """Return by what a sum is divided, None where it is the result."""
         return np.float32(ranks) if self.op == "mean" else None
 
+    def is_recorded(self, nodes: tuple[int, ...]) -> bool:
+        """Whether calls that come again are call lists, where each process has one rank.
+
+        nodes: the node of each rank
+        """
+        few = len(nodes) <= MOST_RANKS or len(set(nodes)) == 1
+        return few and self.algorithm in SCHEDULES
+
     def is_small(self, ranks: int, n: int) -> bool:
-        """Whether calls with n values are recorded, where each process has one rank."""
-        size_bytes = 4 * n
-        fits = size_bytes <= SMALL_BYTES and size_bytes * ranks <= MOST_BYTES
-        return fits and ranks <= MOST_RANKS and self.repeats
+        """Whether predictions leave out the time of steps."""
+        return ranks <= MOST_RANKS and 4 * n <= min(SMALL_BYTES, (1 << 20) // ranks)
 
     @cached_property
     def shares_shifts(self) -> bool:
         """Whether the shifts of a call come from the data of all ranks."""
         return self.fmt is not None and self.parsed_scaling.kind == "aps"
+
+    def first_shifts(self, parts: Sequence[Segment]) -> Shifts:
+        """Return the shift of each segment before anything is known of the values."""
+        kind, shift = self.parsed_scaling
+        if self.fmt is None or kind in SHARED:
+            return (), ()
+        return [shift] * len(parts), [shift] * len(parts)
 
     def plan(
         self,
@@ -467,7 +480,7 @@ class Method:
             wire=wire,
             sent_shifts=sent,
             result_shifts=result,
-            result_rounded=schedule.result_travels or self.accumulating != "float32",
+            result_rounded=self.result_rounded,
             nodes=nodes,
             stream=(self.seed, iteration) if self.is_random else None,
         )

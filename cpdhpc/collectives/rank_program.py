@@ -58,8 +58,13 @@ def _kahan(chunk: Chunk, payloads: Sequence[Array]) -> Sum:
     """
     keys, shifts = chunk.keys, chunk.result
     sum_ = Sum(chunk.values(payloads[0], chunk.sent), None, shifts)
-    subtract = (chunk.wire.kernels or backend_of(sum_.total)).subtract
+    kernels = chunk.wire.kernels or backend_of(sum_.total)
     c = np.zeros_like(sum_.total)
+
+    def subtract(a: Array, b: Array) -> Array:
+        out = chunk.room()
+        kernels.subtract(a, b, out)
+        return out
 
     def rounded(x: Array) -> Array:
         return chunk.values(chunk.encode(x, shifts, next(keys)), shifts)
@@ -111,6 +116,8 @@ class Plan:
     nodes: the node of each rank
     stream: (seed, iteration) of the random numbers, None where nothing is rounded by chance
     copy: (place, payload) copies a payload that must lie elsewhere
+    slots: where keys lie by rank and phase, uint32[2], for those who write them there later; None
+        to give the keys themselves
     """
 
     schedule: Schedule
@@ -122,6 +129,7 @@ class Plan:
     nodes: tuple[int, ...]
     stream: tuple[int, int] | None
     copy: Callable[[Array, Array], object] = np.copyto
+    slots: dict[tuple[int, int], Any] | None = None
 
     def pieces(self, n: int) -> Sequence[Piece]:
         """Return the pieces of n values.
@@ -139,7 +147,11 @@ class Plan:
         the order in which they happen. Results, and the sums of all contributions that every rank
         forms by itself, take the number of the chunk for the rank: all get the same.
         """
-        return NO_KEY if self.stream is None else random_key(*self.stream, rank, phase)
+        if self.stream is None:
+            return NO_KEY
+        if self.slots is not None:
+            return self.slots.setdefault((rank, phase), np.zeros(2, np.uint32))
+        return random_key(*self.stream, rank, phase)
 
     def keys_between(self, rank: int, index: int) -> Iterator[Key]:
         """Yield the random streams of a rank's roundings in between, in chunk index."""
@@ -242,9 +254,13 @@ class Chunk:
             self.nonfinite = found
         return payload
 
+    def room(self) -> Array:
+        """Return an array for values, float32[n]."""
+        return self.take(4 * self.n).view(np.float32)
+
     def values(self, payload: Array, shifts: Array | None) -> Array:
         """Return the values in an array of their own, float32."""
-        out = self.take(4 * self.n).view(np.float32)
+        out = self.room()
         self.wire.decode(payload, shifts, out)
         return out
 
@@ -320,15 +336,19 @@ class Chunk:
         return self.plan.accumulate(self, payloads)
 
     def write(self) -> int:
-        """Write the result, float32, into out, if there is one; count what is not finite."""
+        """Write the result, float32, into out, if there is one; count what is not finite.
+
+        In results that are not rounded nothing is counted: the caller looks at them as a whole.
+        """
         if self.out is None:
             return 0
         if self.final is None and not self.plan.result_rounded:
             total, last, shifts = self._held_sum()
-            if last is not None:
-                self.floats.add(last, shifts, total, total)
-            self.out[:] = total
-            return self.out.size - np.isfinite(self.out).sum()
+            if last is None:
+                self.plan.copy(self.out, total)
+            else:
+                self.floats.add(last, shifts, total, self.out)
+            return 0
         final = self.finished()
         if self.nonfinite is None:
             in_place = final is self.place

@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from ..ops import call_list
-from ..ops.call_list import FEW_LOOKS, LOOKS, WAITING, Kernels
+from ..ops.call_list import (
+    ABSENT,
+    FEW_LOOKS,
+    LOOKS,
+    UNLIKE,
+    WAITING,
+    Kernels,
+    run_agreed,
+    run_list,
+)
 from ..ops.payloads import Array
 from ..ops.threads import kernel_threads
+from ..randomness import random_key
 from ..world.mpi import World, as_world
 from ..world.node_memory import NOTE_BYTES, Shared
 from ..world.ranks import Ranks, Wait, check_whole
+from .checks import is_finite
 from .engine import BufferPool, Exchange, fresh, give_up, wait_to_receive, wait_to_send
+from .method import Method, Segment, Shifts, shift_bytes
 from .rank_program import Piece, Plan, program, spans
 
 WORD_BYTES = 8
@@ -44,41 +57,45 @@ class Recording:
     instead of done. So every schedule can be recorded. Payloads for processes of this node lie in
     memory that they share, and words there tell that they are ready; others go by persistent
     requests. What is done later is the call list of all that, without the interpreter.
-    plan: of a method that repeats; its shifts may be overwritten from run to run
     x, out: float32[n], that do not overlap: what run takes by default
-    what: named in messages; divisor: of the result, None for 1
-    freed: whether run is an error; is_fixed: whether MPI has the addresses of x and out, so that
-        a run takes no others
+    segments, shifts: as Method.plan; adapt gives others
+    moves: whether each run has arrays of its own, and follows a meeting of all processes. Then
+        nothing is sent or received in x and out, and memory is that of all such recordings
+    freed: whether run is an error; what: named in messages
     """
 
     def __init__(
         self,
         world: Ranks,
-        plan: Plan,
+        method: Method,
         x: Array,
         out: Array,
-        what: str,
-        divisor: np.float32 | None = None,
+        segments: Sequence[Segment],
+        shifts: Shifts,
+        *,
+        moves: bool,
     ) -> None:
-        self.plan, self.x, self.out = plan, x, out
-        self.freed, self.is_fixed = False, False
+        self._method, self.x, self.out, self._moves = method, x, out, moves
+        self.plan = replace(method.plan(world.nodes, x, segments, shifts, 0), slots={})
+        self.freed, self.what = False, f"allreduce {method.algorithm}"
         self._sent, self._sent_bytes = 0, 0
-        self._world, self._rank, self.what = world, world.hosted.start, what
+        self._world, self._rank = world, world.hosted.start
         self._mpi: Any = world.plain_mpi()[0] if isinstance(world, World) else None
-        self._divisor = divisor
+        self._divisor, self._unseen = method.divisor(world.ranks), method.result_unseen
         self._shared: Shared | None = world.shared()
-        self._near = {} if self._shared is None else self._shared.near
+        self._near = () if self._shared is None else self._shared.near
         self._lease = 0 if self._shared is None else self._shared.open_lease()
         self._taken: list[Array] = []  # of the memory that is shared
         self._requests: list[Any] = []
         self._notes: list[Wait] = []  # of where payloads lie, on their way
         self._waits: list[Wait] = []  # by label
         self._found, self._lends = 0, False
+        self._iteration: int | None = None  # whose random numbers lie in the plan's slots
         world.cache.free_dropped()
         try:
             self._record()
         except Exception as error:
-            give_up(world, error, what)
+            give_up(world, error, self.what)
         if self._requests or self._shared is not None:
             world.cache.hold(self)
 
@@ -86,13 +103,13 @@ class Recording:
         """Run the programs of all parts up to their ends, and write them down."""
         parts = parts_of(self.plan, self.x.size, self._world.board is not None)
         # One part has two slots by turns, so that a run need not wait for the readers of the last.
-        turns = 2 if len(parts) == 1 and self._world.board is not None else 1
+        turns = 2 if len(parts) == 1 and self._world.board is not None and not self._moves else 1
         window = self.plan.schedule.window(self._world.ranks)
         slots = min(window, len(parts) * turns)
         self._ended = [self._word() for _ in range(slots)]
         self._list = call_list.make_list(self.x, self.out, tuple(self._all_ended()))
         self._kernels = Kernels(self._list, self.out)
-        pools = [BufferPool(self._take) for _ in range(slots)]
+        pools = [self._pool(slot) for slot in range(slots)]
         wire = replace(self.plan.wire, kernels=self._kernels)
         plan = replace(self.plan, wire=wire, copy=self._kernels.copy)
         for number, part in enumerate(parts * turns):
@@ -127,6 +144,14 @@ class Recording:
                 values = self.out[start:stop]
                 self._kernels.divide(values, float(self._divisor), values)
 
+    def _pool(self, slot: int) -> BufferPool:
+        """Return where the payloads of a slot are taken from."""
+        if not self._moves:
+            return BufferPool(self._take)
+        shared, near = self._shared, self._near
+        make = shared.take if near and shared is not None else partial(np.empty, dtype=np.uint8)
+        return self._world.cache.get((Recording, slot), lambda: BufferPool(make))
+
     def _send(
         self, exchange: Exchange, number: int, pool: BufferPool, ends: list[tuple[int, Wait]]
     ) -> None:
@@ -134,6 +159,8 @@ class Recording:
         if to is None or payload is None or payload.size == 0:
             return
         self._sent_bytes += payload.size
+        if self._moves and self._is_given(payload):
+            payload = self._copied(payload, pool)
         if to in self._near:
             assert self._shared is not None, "else nobody is near"
             note = self._shared.note(payload)
@@ -142,16 +169,13 @@ class Recording:
                 note = None
             self._lends = self._lends or (given and note is not None)
             if note is None:
-                copy = pool.take(payload.size)
-                self._kernels.copy(copy, payload)
-                note = self._shared.note(copy)
+                note = self._shared.note(self._copied(payload, pool))
             word = self._word()
             call_list.add_word(self._list, word, -1)
             message = np.concatenate([note, self._shared.note(word)])
             requests = self._world.isend(self._rank, to, message)
             self._notes.append(wait_to_send(requests, self._rank, self.what, exchange))
             return
-        self._fix(payload)
         for request in self._world.send_init(self._rank, to, payload, number):
             self._requests.append(request)
             address = call_list.handle_of(self._mpi, request)
@@ -172,8 +196,8 @@ class Recording:
             word = self._shared.payload(note[NOTE_BYTES:])
             call_list.add_word(self._list, word, self._label(wait))
             return self._shared.payload(note[:NOTE_BYTES])
-        buffer = pool.take(exchange.nbytes) if exchange.place is None else exchange.place
-        self._fix(buffer)
+        buffer = None if self._moves else exchange.place
+        buffer = pool.take(exchange.nbytes) if buffer is None else buffer
         for request in self._world.recv_init(source, self._rank, buffer, number):
             self._requests.append(request)
             address = call_list.handle_of(self._mpi, request)
@@ -182,8 +206,10 @@ class Recording:
             call_list.add_test(self._list, address, self._label(wait))
         return buffer
 
-    def _fix(self, message: Array) -> None:
-        self.is_fixed = self.is_fixed or self._is_given(message)
+    def _copied(self, payload: Array, pool: BufferPool) -> Array:
+        copy = pool.take(payload.size)
+        self._kernels.copy(copy, payload)
+        return copy
 
     def _is_given(self, message: Array) -> bool:
         """Whether a message lies in x or out."""
@@ -226,10 +252,25 @@ class Recording:
             for slot, word in enumerate(self._ended)
         ]
 
-    def run(self, x: Array | None = None, out: Array | None = None) -> int:
+    def adapt(self, segments: Sequence[Segment], shifts: Shifts) -> None:
+        """Let runs scale by these shifts of segments."""
+        plan = self.plan
+        for place, each in zip((plan.sent_shifts, plan.result_shifts), shifts, strict=True):
+            if place is not None:
+                place[:] = shift_bytes(each, segments, self.x.size, self.x)
+
+    def _draw(self, iteration: int) -> None:
+        """Let runs round by the random numbers of an iteration."""
+        if self.plan.slots and iteration != self._iteration:
+            for path, slot in self.plan.slots.items():
+                slot[:] = random_key(self._method.seed, iteration, *path)
+            self._iteration = iteration
+
+    def run(self, x: Array | None = None, out: Array | None = None, iteration: int = 0) -> int:
         """Do it: from x as it is now to out; return how many values are not finite. Collective.
 
-        x, out: float32[n], C-contiguous, others than those of the recording unless it is fixed
+        x, out: float32[n], C-contiguous; others than those of the recording only if it moves
+        iteration: of the random numbers
         Returns OVERLAPS, with nothing done, where out has memory of x.
         Raises RankFailure, or ends the job, as engine.run does; RuntimeError where it is freed or
         did not get to its end before.
@@ -237,8 +278,27 @@ class Recording:
         if self.freed:
             raise RuntimeError(f"{self.what}: is freed, or was ended by a failure")
         x, out = self.x if x is None else x, self.out if out is None else out
+        self._draw(iteration)
+        return self._to_its_end(out, run_list, self._list, kernel_threads(), LOOKS, x, out)
+
+    def run_agreed(self, number: int, x: Array, out: Array, iteration: int) -> int:
+        """Do what run does, once all processes of the node have given the same number. Collective.
+
+        The recording moves, and is not freed. Returns also, with nothing done, UNLIKE where they
+        have not, and STRANGE where x or out is not what run takes, which the others are not told.
+        """
+        board = self._world.board
+        self._draw(iteration)
+        arguments = board.calls, number, self._list, kernel_threads(), LOOKS, x, out
+        found = self._to_its_end(out, run_agreed, *arguments)
+        if found == ABSENT:
+            return self.run(x, out, iteration) if board.wait(self.what) else UNLIKE
+        return found
+
+    def _to_its_end(self, out: Array, begin: Callable[..., int], *arguments: Any) -> int:
+        """Return what a run into out comes to that begins here and may have to be waited for."""
         try:
-            found = call_list.run_list(self._list, kernel_threads(), LOOKS, x, out)
+            found = begin(*arguments)
             if found == WAITING:
                 self._world.wait_any([Wait([self], self._rank, self._reason)])
                 found = self._found
@@ -247,16 +307,9 @@ class Recording:
             if isinstance(error, Exception):
                 give_up(self._world, self._explained(error), self.what)
             raise
+        if found == 0 and self._unseen:
+            return int(not is_finite(out))
         return found
-
-    def run_on(self, x: Array, out: Array) -> int:
-        """Do what run does with any such arrays, which must not overlap. Collective."""
-        if not self.is_fixed:
-            return self.run(x, out)
-        np.copyto(self.x, x)
-        bad = self.run()
-        np.copyto(out, self.out)
-        return bad
 
     def Test(self) -> bool:
         """Go on with the run under way; whether it is at its end: as a request of MPI's."""

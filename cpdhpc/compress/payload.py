@@ -43,7 +43,13 @@ from ..formats import (
     tiles,
     wire_scaling,
 )
-from ..ops import backend_of, cpu, on_gpu, placed, to_host
+from ..ops import (
+    backend_of,
+    cpu,
+    on_gpu,
+    placed,
+    to_host,
+)
 from ..ops.payloads import parse_wire
 
 Array = npt.NDArray[Any]

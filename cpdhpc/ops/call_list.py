@@ -26,6 +26,7 @@ from .._cpu import (
     meet,
     meet_again,
     resume_list,
+    run_agreed,
     run_list,
     waits_of,
 )
@@ -33,9 +34,12 @@ from . import cpu
 from .payloads import Array
 
 __all__ = [
+    "ABSENT",
     "FEW_LOOKS",
     "LOOKS",
     "OVERLAPS",
+    "STRANGE",
+    "UNLIKE",
     "WAITING",
     "Kernels",
     "absent_from",
@@ -50,11 +54,12 @@ __all__ = [
     "meet",
     "meet_again",
     "resume_list",
+    "run_agreed",
     "run_list",
     "waits_of",
 ]
 
-WAITING, OVERLAPS = -1, -2  # as cpu_call_list_calls.h has them
+WAITING, OVERLAPS, UNLIKE, ABSENT, STRANGE = -1, -2, -3, -4, -5  # as cpu_call_list_calls.h
 LOOKS, FEW_LOOKS = 20_000, 100  # in vain, before the world waits; and each time that it looks
 
 
@@ -88,6 +93,11 @@ class Kernels:
     def add(self, a: Array, b: Array, out: Array) -> int:
         """Add float32 values."""
         return self._write(_cpu.add, 1, a, b, out)
+
+    def subtract(self, a: Array, b: Array, out: Array) -> int:
+        """Write a - b, as a + b / -1, which has the same bits; out is not a."""
+        self.divide(b, -1.0, out)
+        return self.add(a, out, out)
 
     def copy(self, out: Array, x: Array) -> int:
         """Copy values or bytes."""

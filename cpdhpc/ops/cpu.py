@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import struct
 from functools import lru_cache
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 
 from .. import _cpu
-from ..formats import Cast, Format, Rounding, TableFormat, tiles
+from ..formats import RANDOM_BITS, Cast, Format, Rounding, TableFormat, tiles
 from ..randomness import Key
-from .cpu_products import matmul
 from .cpu_sparse import (
     clear,
     count_bits,
@@ -27,18 +27,9 @@ from .cpu_sparse import (
     unpack_bitmap,
     unpack_stream,
 )
-from .cpu_sums import (
-    add_outer,
-    column_products,
-    divide_runs,
-    multiply_runs,
-    row_products,
-    row_sums,
-    run_sums,
-    square_sum,
-)
+from .products import FLOAT32, Arithmetic, Inputs, Products
 from .reference import fitting_shift
-from .search_tables import search_table
+from .tables import search_table
 from .threads import kernel_threads
 
 __all__ = [
@@ -308,3 +299,153 @@ def read_memory(process: int, address: int, out: Array) -> None:
 def load_acquire(source: Array) -> int:
     """Return the int64 in source, uint8[8], that another process writes by store_release."""
     return _cpu.load_acquire(source)
+
+
+_INF, _NAN = 0x7F800000, 0x7FC00000
+# Ways of rounding, as products_how.h has them.
+TO_NEAREST, TO_FLOOR, AT_RANDOM, TO_ODD = range(1, 5)
+# The way of each rounding, and of what: of |x| or x, of -x or x.
+WAYS = {
+    "nearest": (TO_NEAREST, 0, 0),
+    "zero": (TO_FLOOR, 1, 0),
+    "down": (TO_FLOOR, 0, 0),
+    "up": (TO_FLOOR, 0, 1),
+    "odd": (TO_ODD, 1, 0),
+    "stochastic": (AT_RANDOM, 1, 0),
+}
+
+
+@lru_cache(maxsize=256)
+def rounding_numbers(cast: Cast | None, single: bool) -> Numbers:
+    """Return the numbers of the kernels' struct Rounding; single: float32 is rounded to as well."""
+    if cast is None or (single and cast.fmt == FLOAT32):
+        return (0,) * 11
+    fmt = cast.float_format
+    by_code = {fmt.max_code: _bits(fmt.max), fmt.inf_code: _INF, fmt.nan_code: _NAN}
+    if fmt.special == "none":  # NaN and infinity become the largest number
+        by_code = dict.fromkeys(by_code, _bits(fmt.max))
+    elif fmt.special == "nan":
+        by_code[fmt.inf_code] = _NAN
+    elif not fmt.man:
+        by_code[fmt.nan_code] = _INF
+    most = RANDOM_BITS - fmt.man
+    random_bits = min(cast.random_bits or most, most) if cast.rounding == "stochastic" else 0
+    return (
+        fmt.man,
+        *WAYS[cast.rounding],
+        random_bits,
+        (fmt.emin + 127) << 23,
+        _bits(fmt.max),
+        *(by_code[code] for code in cast.overflow_codes),
+        by_code[fmt.inf_code],
+        by_code[fmt.nan_code],
+    )
+
+
+def _bits(value: float) -> int:
+    return int(struct.unpack("<I", struct.pack("<f", value))[0])
+
+
+def product_numbers(
+    how: Products, arithmetic: Arithmetic
+) -> tuple[Numbers, Numbers, Numbers, Numbers]:
+    """Return the numbers of the kernels' struct Products, of each rounding and of the rest."""
+    product, total, between = (
+        rounding_numbers(cast, arithmetic == "float32") for cast in how.casts
+    )
+    number = get_args(Arithmetic).index(arithmetic)
+    return product, total, between, (number, how.order == "pairwise", int(how.kahan), how.chunk)
+
+
+def matmul(
+    a: Array, b: Array, how: Products, key: Key = (0, 0), inputs: Inputs = (FLOAT32, FLOAT32)
+) -> Array:
+    """Return the products of the rows of a and the columns of b, rounded as how says.
+
+    a: float32[batch, m, k]; b: float32[batch, k, n]; returns float32[batch, m, n]
+    inputs: formats that hold all values of a and of b: less precise arithmetic may be enough then
+    """
+    batch, m, k = a.shape
+    out = np.empty((batch, m, b.shape[2]), np.float32)
+    left, right = np.ascontiguousarray(a), np.ascontiguousarray(b)
+    numbers = product_numbers(how, how.arithmetic(*inputs))
+    _cpu.matmul(kernel_threads(), *numbers, key, batch, m, k, b.shape[2], left, right, out)
+    return out
+
+
+# Sums and products whose order of additions is NumPy's, as the GPU's are. Sums are in float64 and
+# add in pairs: halves of halves, down to 128 values, of which eight are summed side by side.
+# np.einsum's products are in float32: sums over columns have four sums side by side, those over
+# rows are in the order of rows. On x86-64, that is: NumPy on other processors fuses products into
+# sums.
+Term = Literal["magnitude", "square"]
+
+BLOCK_VALUES = 1 << 15  # whose float64 fit in a core's cache
+
+
+def row_sums(x: Array) -> Array:
+    """Return the sum of each row: float32[rows, columns] to float64[rows]."""
+    return np.asarray(x.sum(axis=1, dtype=np.float64))
+
+
+def run_sums(x: Array, starts: Array, of: Term) -> Array:
+    """Return the sum of magnitudes or squares of each run: float32[n], int64[runs] to float64."""
+    terms = np.abs(x) if of == "magnitude" else np.square(x, dtype=np.float64)
+    return np.add.reduceat(terms, starts, dtype=np.float64)
+
+
+def square_sum(x: Array, center: float = 0.0) -> float:
+    """Return the sum of squares of x - center, float32[n], without arrays as long as x."""
+
+    def squares(start: int, stop: int) -> float:
+        if stop - start <= BLOCK_VALUES:
+            difference = x[start:stop] - np.float64(center)
+            difference *= difference
+            return float(difference.sum())
+        half = (stop - start) // 2
+        middle = start + half - half % 8  # as NumPy halves a whole array
+        return squares(start, middle) + squares(middle, stop)
+
+    return squares(0, x.size)
+
+
+def multiply_runs(x: Array, each: Array, ends: Array, out: Array, start: int = 0) -> None:
+    """Write x times its runs' numbers into out: runs of float32[runs] end at ends, int64[runs].
+
+    start: the place of x, float32[n], in what the runs are of
+    """
+    np.multiply(x, _spread(each, ends, start, start + x.size), out=out)
+
+
+def divide_runs(x: Array, each: Array, ends: Array, out: Array, start: int = 0) -> None:
+    """Write x over its runs' numbers into out; see multiply_runs."""
+    np.divide(x, _spread(each, ends, start, start + x.size), out=out)
+
+
+def _spread(each: Array, ends: Array, start: int, stop: int) -> Array:
+    """Return np.repeat(each, np.diff(ends, prepend=0))[start:stop]; a lone one of a lone run."""
+    if start == stop:
+        return each[:0]
+    first, last = np.searchsorted(ends, [start, stop - 1], side="right")
+    if first == last:
+        return each[first : last + 1]
+    counts = np.minimum(ends[first : last + 1], stop)
+    counts[1:] -= counts[:-1]  # NumPy sees that they overlap
+    counts[0] -= start
+    return np.repeat(each[first : last + 1], counts)
+
+
+def row_products(m: Array, rows: Array) -> Array:
+    """Return the product of m with each of some rows: float32[n, k], [r, k] to [r, n]."""
+    return np.asarray(np.einsum("ij,rj->ri", m, rows))
+
+
+def column_products(m: Array, rows: Array) -> Array:
+    """Return the product of m, transposed, with each of some rows: [n, k], [r, n] to [r, k]."""
+    return np.asarray(np.einsum("ij,ri->rj", m, rows))
+
+
+def add_outer(total: Array, firsts: Array, seconds: Array) -> None:
+    """Add the products of columns and rows to a matrix: float32[n, k], [r, n], [r, k]."""
+    for column, row in zip(firsts, seconds, strict=True):
+        total += column[:, None] * row

@@ -13,8 +13,15 @@ from typing import Any
 import numpy as np
 
 from .. import _cpu
-from .reference_sparse import MAGNITUDE, stream_words, threshold_bits
-from .selection import check_rank, check_size, radix_select, without_last_ties
+from .reference_sparse import (
+    MAGNITUDE,
+    check_rank,
+    check_size,
+    radix_select,
+    stream_words,
+    threshold_bits,
+    without_last_ties,
+)
 from .threads import kernel_threads
 
 __all__ = [

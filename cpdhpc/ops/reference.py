@@ -24,7 +24,7 @@ from ..formats import (
     tiles,
 )
 from ..randomness import Key
-from . import reference_products, reference_tables
+from . import products, tables
 from .products import Products
 from .reference_sparse import (
     clear,
@@ -72,7 +72,7 @@ def encode_with_events(
     draws = random31(key, index) if chance else np.zeros(x.shape, np.uint32)
     random = draws & np.uint32(cast.random_mask)
     if isinstance(fmt, TableFormat):
-        return reference_tables.encode(x, cast, fmt, shift, random)
+        return tables.encode(x, cast, fmt, shift, random)
     finite, sign = np.isfinite(x), np.signbit(x) & ~np.isnan(x)  # hardware differs in NaN's
     scaled = np.ldexp(np.abs(np.where(finite, x, 0).astype(np.float64)), shift)  # exact
     exponent = np.maximum(np.where(scaled > 0, np.frexp(scaled)[1] - 1, fmt.emin), fmt.emin)
@@ -119,7 +119,7 @@ def decode(codes: Array, fmt: Format, shift: int = 0) -> Array:
 
 def decode_shifted(codes: Array, fmt: Format, shift: Array) -> Array:
     if isinstance(fmt, TableFormat):
-        return reference_tables.decode(codes, fmt, shift)
+        return tables.decode(codes, fmt, shift)
     magnitude = (codes & np.uint32((1 << (fmt.bits - 1)) - 1)).astype(np.int64)
     field = magnitude >> fmt.man
     whole = (magnitude & ((1 << fmt.man) - 1)) + np.where(field > 0, 1 << fmt.man, 0)
@@ -285,7 +285,7 @@ def matmul(a: Array, b: Array, how: Products, key: Key = (0, 0)) -> Array:
         codes = encode_with_events(exact, cast, shift, key, index.reshape(exact.shape))[0]
         return decode(codes, cast.fmt).astype(np.float64)
 
-    return reference_products.matmul(a, b, how, round_to).astype(np.float32)
+    return products.matmul(a, b, how, round_to).astype(np.float32)
 
 
 __all__ = [

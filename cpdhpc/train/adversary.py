@@ -15,10 +15,10 @@ from ..config import ConfigError
 from ..ops.tensors import values_of
 from ..world.ranks import Ranks
 from .adversarial import Adversarial
+from .averaging import as_bytes
 from .data import Samples
 from .device import device_of, taken
 from .losses import LossFunction
-from .replicas import as_bytes
 
 OF_COPIES = "adversarial_"  # begins the names of the statistics that copies have
 BEFORE = "before"  # entry of the state: float32[tau, ...], parameters of the last steps

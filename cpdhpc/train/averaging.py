@@ -6,13 +6,14 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from ..collectives import sparse
 from ..collectives.checks import NonFiniteGradient, check_alike
 from ..compress import COMPRESSORS
 from ..compress.base import Aggregator, Context, Mean
@@ -21,7 +22,10 @@ from ..config import validate
 from ..formats import FloatFormat, TableFormat
 from ..methods import suggest
 from ..ops import on_gpu, to_host
-from ..ops.tensors import CPU, in_stream, tensor_of
+from ..ops.tensors import CPU, PLACES, check_device, in_stream, tensor_of, values_of
+from ..precision.policy import LayerPolicy
+from ..precision.quantizers import STATE, newest
+from ..precision.tensors import NEVER
 from ..randomness import random_key
 from ..table_formats import spelled
 from ..world.mpi import as_world
@@ -241,3 +245,252 @@ def _entries(states: Sequence[Stated], world: Ranks) -> dict[tuple[str, str], En
             array = redistributed(np.concatenate(rows), kind, world.hosted, world.ranks)
         entries[layer, name] = Entry(array, kind)
     return entries
+
+
+BufferMode = Literal["broadcast", "mean", "none"]
+Tensors = list[torch.Tensor]
+Named = list[tuple[str, torch.Tensor]]
+
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # of gradients
+PLAIN = "dense float32, bfloat16 or float16 on cpu or cuda"
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's values lie in memory of the host or of a GPU."""
+    return tensor.layout is torch.strided and tensor.device.type in PLACES
+
+
+def kind(tensor: torch.Tensor) -> str:
+    """Return layout, dtype and device of a tensor, for messages."""
+    layout = "" if tensor.layout is torch.strided else f"{tensor.layout} of "
+    return f"{layout}{tensor.dtype} on {tensor.device}"
+
+
+def tensors_of(model: torch.nn.Module) -> Named:
+    """Return all parameters and buffers of a model, which process 0 gives to the others.
+
+    Raises ValueError for one that cannot be reduced or given.
+    """
+    tensors: Named = [*model.named_parameters(), *model.named_buffers()]
+    for name, tensor in tensors:
+        if torch.nn.parameter.is_lazy(tensor):
+            raise ValueError(
+                f"GradientReducer: model: {name} is not initialised: run a batch through it first"
+            )
+        if (tensor.requires_grad and tensor.dtype not in FLOATS) or not is_plain(tensor):
+            should = PLAIN if tensor.requires_grad else "dense on cpu or cuda"
+            raise ValueError(
+                f"GradientReducer: model: {name} is {kind(tensor)}: should be {should}"
+            )
+        if any(
+            n > 1 and not stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        ):
+            raise ValueError(
+                f"GradientReducer: model: {name} has strides {tensor.stride()}: several of its "
+                "values are one in memory: should be a clone"
+            )
+    return tensors
+
+
+def device_of(tensors: Named) -> torch.device:
+    """Return the device of a model's tensors. Raises ValueError where there are several."""
+    (first, tensor), *others = tensors
+    for name, other in others:
+        if other.device != tensor.device:
+            raise ValueError(
+                f"GradientReducer: model: {first} is on {tensor.device}, {name} on "
+                f"{other.device}: should be on one device"
+            )
+    check_device(f"GradientReducer: model: {first}", tensor.device)
+    return tensor.device
+
+
+def survey(model: torch.nn.Module) -> tuple[list[torch.nn.Parameter], Named]:
+    """Return the parameters that require a gradient now, and the buffers, in one quick walk.
+
+    Names are those within a module. It is done in each step: model.parameters() and
+    model.buffers() take several times as long.
+    """
+    parameters: list[torch.nn.Parameter | None] = []
+    buffers: list[tuple[str, torch.Tensor | None]] = []
+    modules, seen = [model], {id(model)}
+    for module in modules:  # which grows
+        if module._parameters:
+            parameters += module._parameters.values()
+        if module._buffers:
+            buffers += module._buffers.items()
+        for each in module._modules.values():
+            if each is not None and id(each) not in seen:
+                seen.add(id(each))
+                modules.append(each)
+    trained = [p for p in parameters if p is not None and p.requires_grad]
+    return trained, [(name, b) for name, b in buffers if b is not None]
+
+
+def scales_of(buffers: Named) -> Named:
+    """Return the states of scales of precision.convert."""
+    return [(name, buffer) for name, buffer in buffers if name == STATE]
+
+
+def policies_of(model: torch.nn.Module) -> dict[str, LayerPolicy]:
+    """Return what the layers of a model obey that precision.convert has changed, by name."""
+    found = ((name, getattr(layer, "policy", None)) for name, layer in model.named_modules())
+    return {name: policy for name, policy in found if isinstance(policy, LayerPolicy)}
+
+
+def description(name: str, tensor: torch.Tensor) -> str:
+    """Return what must be the same of a parameter or buffer on all ranks."""
+    grad = ", requires_grad" if tensor.requires_grad else ""
+    return f"{name} of {tensor.dtype}{list(tensor.shape)}{grad}"
+
+
+def broadcast(world: Ranks, tensor: torch.Tensor) -> None:
+    """Give all processes the tensor of process 0, in place."""
+    values = as_bytes(tensor).cpu()
+    world.broadcast(values.numpy())
+    if not tensor.is_cpu or values.data_ptr() != tensor.data_ptr():
+        tensor.detach().copy_(values.view(tensor.dtype).reshape(tensor.shape))
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return uint8[bytes], a tensor's values in their order, of any strides and dtype."""
+    return tensor.detach().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
+
+
+class Buffers:
+    """The buffers of a model, which each hosted rank's forward may change.
+
+    mode: whose all ranks go on with after a step: "broadcast" those of rank 0, "mean" the mean
+        over ranks of floating-point and complex ones, formed in float64, and rank 0's others,
+        "none" each its own. Of the state of a scale (Quantizer) that of the ranks that have learnt
+        most counts, the largest values of all of them; their calls are alike then
+    Raises ValueError for another mode, or "none" with virtual ranks.
+    """
+
+    def __init__(self, model: torch.nn.Module, world: Ranks, mode: str) -> None:
+        if mode not in get_args(BufferMode):
+            known = ", ".join(map(repr, get_args(BufferMode)))
+            raise ValueError(f"GradientReducer: buffers={mode!r}: known are {known}")
+        if mode == "none" and world.virtual_ranks > 1:
+            raise ValueError(
+                f"GradientReducer: buffers='none': virtual_ranks={world.virtual_ranks}: should be "
+                "1: a process has one model, whose buffers are those of one rank"
+            )
+        self.model, self.world, self.mode = model, world, mode
+        self._first: Tensors = []
+        self._kept: list[Tensors] = [[] for _ in world.hosted]
+
+    def size_bytes(self, live: Named) -> int:
+        """Return the bytes that ranks exchange; to be the same on all of them."""
+        return 0 if self.mode == "none" else sum(b.nbytes for _, b in live)
+
+    def begin(self, hosted: int) -> None:
+        """Give a hosted rank the buffers that the first one began its step with."""
+        if len(self._kept) > 1:
+            if hosted == 0:
+                self._first = self._copies()
+            else:
+                _put([b for _, b in survey(self.model)[1]], self._first)
+
+    def keep(self, hosted: int) -> None:
+        """Take the model's buffers as a hosted rank's."""
+        if len(self._kept) > 1:
+            self._kept[hosted] = self._copies()
+
+    def _copies(self) -> Tensors:
+        return [buffer.detach().clone() for _, buffer in survey(self.model)[1]]
+
+    def share(self, named: Named, active: Sequence[bool]) -> None:
+        """Give all ranks the same buffers, unless mode is "none". Collective.
+
+        named: the model's, as survey finds them
+        active: by process; the ranks of others do not count, and the first active one is "rank 0"
+        """
+        if self.mode == "none" or not named:
+            return
+        live = [buffer for _, buffer in named]
+        ranks = self._kept if len(self._kept) > 1 else [live]
+        shared = {id(buffer) for _, buffer in scales_of(named)}
+        scales = {i for i, buffer in enumerate(live) if id(buffer) in shared}
+        means = {i for i, b in enumerate(ranks[0]) if self.mode == "mean" and _has_mean(b)} - scales
+        first = set(range(len(live))) - scales - means
+        new: dict[int, torch.Tensor] = {}
+        for chosen, combined in (
+            (first, self._of_first),
+            (means, self._means),
+            (scales, self._newest),
+        ):
+            which = sorted(chosen)
+            own = [[each[i] for i in which] for each in ranks]
+            new |= zip(which, combined(own, active) if which else [], strict=True)
+        _put(live, [new[i] for i in range(len(live))])
+
+    def _of_first(self, own: list[Tensors], active: Sequence[bool]) -> Tensors:
+        """Return the tensors of the first active rank. Collective."""
+        root_rank = list(active).index(True) * self.world.virtual_ranks
+        data = values_of(torch.cat([as_bytes(tensor) for tensor in own[0]]))
+        given = [data if rank == root_rank else None for rank in self.world.hosted]
+        parts = torch.split(
+            torch.from_numpy(sparse.broadcast(self.world, given, root_rank)),
+            [tensor.nbytes for tensor in own[0]],
+        )
+        return [
+            part.clone().view(tensor.dtype).reshape(tensor.shape)  # clone: views must be aligned
+            for part, tensor in zip(parts, own[0], strict=True)
+        ]
+
+    def _newest(self, own: list[Tensors], active: Sequence[bool]) -> Tensors:
+        """Return of the states of each scale the newest of the active ranks. Collective.
+
+        The largest of words (calls, value) is both: NEVER, which is below 0, counts as nothing.
+        """
+        words = np.zeros(sum(state.numel() for state in own[0]), np.int64)
+        if active[self.world.process]:
+            best = [newest(list(of_ranks)) for of_ranks in zip(*own, strict=True)]
+            values = [values_of(state) for state in best]
+            bits = [np.where(v < 0, 0, v.view(np.int32).astype(np.int64) + 1) for v in values]
+            words = np.concatenate(
+                [(int(v[0]) << 32) + b for v, b in zip(values, bits, strict=True)]
+            )
+        found = self.world.max(words, "buffers") & 0xFFFFFFFF
+        largest = np.where(found, (found - 1).astype(np.int32).view(np.float32), np.float32(NEVER))
+        return list(torch.split(torch.from_numpy(largest), [state.numel() for state in own[0]]))
+
+    def _means(self, own: list[Tensors], active: Sequence[bool]) -> Tensors:
+        """Return the means over the active ranks of the tensors of each hosted rank. Collective."""
+        here = active[self.world.process]
+        rows = [torch.cat([_wide(tensor) for tensor in each]) for each in own]
+        given = [values_of(row if here else torch.zeros_like(row)) for row in rows]
+        total = torch.from_numpy(sparse.sum(self.world, given))
+        total /= sum(active) * self.world.virtual_ranks
+        parts = torch.split(total, [_wide(tensor).numel() for tensor in own[0]])
+        return [
+            (torch.view_as_complex(part.reshape(-1, 2)) if tensor.is_complex() else part).reshape(
+                tensor.shape
+            )
+            for part, tensor in zip(parts, own[0], strict=True)
+        ]
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the values as float64[n], of complex ones both parts."""
+    if tensor.is_complex():
+        return torch.view_as_real(tensor.detach().to(torch.complex128).resolve_conj()).reshape(-1)
+    return tensor.detach().double().reshape(-1)
+
+
+def _has_mean(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+@torch.no_grad()
+def _put(buffers: Tensors, tensors: Tensors) -> None:
+    """Set buffers to tensors; those that have the values already are not touched.
+
+    What autograd keeps of a buffer for another backward may then still be used.
+    """
+    for buffer, tensor in zip(buffers, tensors, strict=True):
+        values = tensor.to(buffer.device, buffer.dtype)
+        if not torch.equal(as_bytes(buffer), as_bytes(values)):
+            buffer.copy_(values)

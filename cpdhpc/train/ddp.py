@@ -19,9 +19,21 @@ from ..compress.bucket import Bucket
 from ..ops import backend_of
 from ..ops.tensors import CPU, OwnStream, array_of, check_device, in_stream, put
 from ..world.ranks import Ranks
-from .averaging import Averaging, check_options, made, rounded
+from .averaging import (
+    FLOATS,
+    PLAIN,
+    Averaging,
+    Buffers,
+    check_options,
+    is_plain,
+    kind,
+    made,
+    policies_of,
+    rounded,
+    scales_of,
+    survey,
+)
 from .overlap import check_overlap
-from .replicas import FLOATS, PLAIN, Buffers, is_plain, kind, policies_of, scales_of, survey
 
 Array = npt.NDArray[Any]
 Future = torch.futures.Future[torch.Tensor]

@@ -28,8 +28,7 @@ from ..config import (
     validate,
 )
 from ..formats import with_own_formats
-from ..precision.policy import Policy
-from ..precision.presets import PRESETS
+from ..precision.policy import PRESETS, Policy
 from ..precision.recording import Recording
 from ..world.ranks import Loopback, Ranks
 from .adversarial import Adversarial

@@ -16,20 +16,23 @@ from ..compress.base import Aggregator, Mean, raise_unless_finite
 from ..compress.bucket import Bucket, Part, split_bucket
 from ..ops import backend_of
 from ..ops.tensors import OwnStream, array_of, in_stream, put
-from .averaging import Averaging, check_options, made, rounded
-from .overlap import Overlap, check_overlap
-from .replicas import (
+from .averaging import (
+    Averaging,
     BufferMode,
     Buffers,
     broadcast,
+    check_options,
     description,
     device_of,
     is_plain,
     kind,
+    made,
     policies_of,
+    rounded,
     survey,
     tensors_of,
 )
+from .overlap import Overlap, check_overlap
 
 Array = npt.NDArray[Any]
 

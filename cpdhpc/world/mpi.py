@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from ..config import UserError
-from .ending import EndsJob, Timeout, finalise_at_exit, say
+from .ending import REFUSAL_S, EndsJob, Timeout, finalise_at_exit, meet, say
 from .files import write_box
 from .node_memory import Shared, share
 from .ranks import (
@@ -31,7 +31,6 @@ from .ranks import (
     numbered,
     of_rank,
 )
-from .refusal import REFUSAL_S, meet
 
 
 def running_mpi() -> Any:

@@ -1,7 +1,7 @@
-"""Payloads in memory that the processes of a node share: read where they were written.
+"""Memory that the processes of a node share: what one writes others read where it lies.
 
-A message within a node then is a note of where its payload lies. MPI's own ways between two
-processes of a node copy it: once with the help of the kernel, page by page, else twice.
+A note tells others where. MPI's own ways between two processes of a node copy: once with the help
+of the kernel, page by page, else twice.
 """
 
 from __future__ import annotations
@@ -9,19 +9,19 @@ from __future__ import annotations
 import mmap
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from ..ops.call_list import FEW_LOOKS, LOOKS, WAITING, absent_from, make_board, meet, meet_again
-from ..ops.cpu import load_acquire, read_memory, store_release
+from ..ops.cpu import read_memory
 from .ranks import Array, Ranks, Wait
 
 BLOCK_BYTES = 8 << 20  # the least that is asked of the system
 ALIGNED_BYTES = 64  # a line of the cache, so that no two processes write into one
 NOTE_BYTES = 32  # of a message: process, descriptor, offset, size, int64 each
-COUNTER_BYTES, SECRET_BYTES = 8, 16  # at the beginning of a process's first block
+SECRET_BYTES = 16  # at the beginning of a process's first block
 BOARD = slice(ALIGNED_BYTES, 3 * ALIGNED_BYTES)  # of a process's first block
 
 
@@ -43,22 +43,10 @@ class Block(NamedTuple):
     address: int
 
 
-class Readers:
-    """Requests, as MPI's: done when all processes of the node have ended all pieces up to one."""
-
-    def __init__(self, counters: Sequence[Array], serial: int) -> None:
-        self._counters, self._serial = counters, serial
-
-    def Test(self) -> bool:
-        """Whether the last of them has."""
-        return all(load_acquire(each) > self._serial for each in self._counters)
-
-
 class Shared:
     """The blocks of this process, and those of others of its node that it has met.
 
-    A payload stays until every process of the node has ended the piece in which it was written:
-    pieces are numbered alike in all processes, and each tells in its counter up to where it is.
+    boards: the boards of the others of this node, by process
     lends: whether all processes of the node can read one another's own memory, too
     """
 
@@ -70,15 +58,8 @@ class Shared:
         self._free: list[tuple[int, int, int]] = []  # block, start and stop of what can be taken
         self._new_block(size_bytes)
         first = self.take(BOARD.stop)
-        self.counter = first[:COUNTER_BYTES]
-        self.secret = first[COUNTER_BYTES : COUNTER_BYTES + SECRET_BYTES]
+        self.secret = first[:SECRET_BYTES]
         self.secret[:] = np.frombuffer(secrets.token_bytes(SECRET_BYTES), np.uint8)
-        self._opened = 0
-        self._ended: set[int] = set()
-        self._used: dict[int, int] = {}  # slot -> the last piece that took its arrays
-        self.near: dict[
-            int, Array
-        ] = {}  # process of this node, which payloads reach -> its counter
         self.boards: dict[int, Array] = {}
         self._leases = 0
         self._left: dict[int, list[Array]] = {}  # lease -> arrays that this process has left
@@ -90,8 +71,7 @@ class Shared:
     def name(self) -> Name:
         """What another process needs in order to find the first block, and to know it."""
         first = self._blocks[0]
-        address = first.address + COUNTER_BYTES
-        return Name(first.pid, first.descriptor, address, self.secret.tobytes())
+        return Name(first.pid, first.descriptor, first.address, self.secret.tobytes())
 
     def meet(self, process: int, name: Name) -> bool:
         """Map the first block of another process; return whether it is that."""
@@ -100,7 +80,6 @@ class Shared:
             memory = self._block(pid, descriptor).memory
         except OSError:
             return False
-        self.near[process] = memory[:COUNTER_BYTES]
         self.boards[process] = memory[BOARD]
         found = np.zeros(SECRET_BYTES, np.uint8)
         try:
@@ -109,7 +88,12 @@ class Shared:
             self._unread.add(process)
         if found.tobytes() != secret:
             self._unread.add(process)
-        return memory[COUNTER_BYTES : COUNTER_BYTES + SECRET_BYTES].tobytes() == secret
+        return memory[:SECRET_BYTES].tobytes() == secret
+
+    @property
+    def near(self) -> Collection[int]:
+        """The other processes of this node, which all can map this one's memory."""
+        return self.boards.keys()
 
     @property
     def board(self) -> Array:
@@ -196,25 +180,6 @@ class Shared:
         """Return the operating system's number of the process that wrote a note."""
         return int(note.view(np.int64)[0])
 
-    def readers(self, slot: int) -> Readers:
-        """Return what is done when the arrays of a slot can be written again."""
-        return Readers(tuple(self.near.values()), self._used.get(slot, -1))
-
-    def open(self, slot: int) -> int:
-        """Return the number of the next piece, which takes the arrays of a slot."""
-        serial = self._used[slot] = self._opened
-        self._opened += 1
-        return serial
-
-    def end(self, serial: int) -> None:
-        """Tell the others that this process reads nothing of a piece any more."""
-        self._ended.add(serial)
-        upto = load_acquire(self.counter)
-        while upto in self._ended:
-            self._ended.remove(upto)
-            upto += 1
-        store_release(self.counter, upto)
-
     def free(self) -> None:
         """Let go of the memory; whoever has mapped it keeps it."""
         for block in self._blocks:
@@ -260,12 +225,12 @@ class Board:
     """Where all processes of a world, on one node, find out whether they are about to do the same.
 
     Without a message: each tells a number, and looks at those of the others.
-    has_failed: whether a guess was wrong, and the next answer stands
+    calls: of make_board; has_failed: whether a guess was wrong, and the next answer stands
     """
 
     def __init__(self, world: Ranks, shared: Shared) -> None:
         self._world, self._processes = world, list(shared.boards)
-        self._board = make_board((shared.board, *shared.boards.values()))
+        self.calls = make_board((shared.board, *shared.boards.values()))
         self._found = 0
         self.has_failed = False
 
@@ -278,24 +243,28 @@ class Board:
         if self.has_failed:
             self.has_failed = False
             return False
-        found = meet(self._board, number, LOOKS)
+        found = meet(self.calls, number, LOOKS)
         if found == WAITING:
-            wait = Wait([self], self._world.rank, lambda: self._reason(what))
-            try:
-                self._world.wait_any([wait])
-            except Exception as error:
-                raise self._world.failure(error, what) or error from None
-            found = self._found
+            found = self.wait(what)
         self.has_failed = first and not found
         return bool(found)
 
+    def wait(self, what: str) -> bool:
+        """Wait for those that have not come; return whether all give the same number."""
+        wait = Wait([self], self._world.rank, lambda: self._reason(what))
+        try:
+            self._world.wait_any([wait])
+        except Exception as error:
+            raise self._world.failure(error, what) or error from None
+        return bool(self._found)
+
     def Test(self) -> bool:
         """Whether all have come: as a request of MPI's."""
-        self._found = meet_again(self._board, FEW_LOOKS)
+        self._found = meet_again(self.calls, FEW_LOOKS)
         return self._found != WAITING
 
     def _reason(self, what: str) -> str:
-        absent = [self._processes[place - 1] for place in absent_from(self._board)]
+        absent = [self._processes[place - 1] for place in absent_from(self.calls)]
         return f"{what}: waited {{:.1f}} s for rank {', '.join(map(str, absent))}"
 
 

@@ -50,7 +50,7 @@ def drawn(world: World, number: int) -> tuple[Layout, Layout, np.ndarray]:
 
 
 def test_a_saved_array_is_the_whole_one_in_any_layout(world: World, folder: Path) -> None:
-    for number in range(3 * len(DTYPES)):
+    for number in range(2 * len(DTYPES)):
         one, other, data = drawn(world, number)
         path = folder / f"{number}.h5"
         DistArray.from_global(world, one, data).save(path)

@@ -64,6 +64,7 @@ def test_a_job_with_wires_of_a_policy_has_the_bits_of_virtual_ranks(
     )
 
 
+@pytest.mark.two_ranks
 def test_a_search_under_mpirun_goes_on_and_refuses_alike(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

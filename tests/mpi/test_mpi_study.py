@@ -126,6 +126,7 @@ def test_smaller_cases_run_on_some_of_the_ranks(world, shared):
     world.barrier()
 
 
+@pytest.mark.two_ranks
 def test_a_case_that_fails_stops_no_other(world, shared, monkeypatch):
     size = world.processes
     folder = freeze(
@@ -173,6 +174,7 @@ def test_a_signal_to_one_rank_stops_all_between_two_visits(world, shared, monkey
     world.barrier()
 
 
+@pytest.mark.two_ranks
 def test_a_training_goes_on_from_its_checkpoint(world, shared, monkeypatch):
     size = world.processes
     path = shared / "train.toml"
@@ -224,6 +226,7 @@ def test_a_training_goes_on_from_its_checkpoint(world, shared, monkeypatch):
     world.barrier()
 
 
+@pytest.mark.two_ranks
 def test_cases_of_two_libraries_are_not_mixed(world, shared, monkeypatch):
     size = world.processes
     folder = freeze(world, shared, sweep={"ranks": [size], "ppn": size})

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from itertools import groupby
 from pathlib import Path
 from shlex import quote
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import (
     AfterValidator,
@@ -22,6 +23,9 @@ from pydantic import (
 from ...config import Section, dump_toml, read_toml, suggest, validate
 from ..cases import Batch
 from ..spec import Study
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
 
 
 @dataclass(frozen=True)
@@ -321,7 +325,8 @@ def parallel_script(
     )
 
 
-def _render(template: str, **values: Any) -> str:
+@cache
+def _environment() -> Environment:
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
@@ -332,7 +337,11 @@ def _render(template: str, **values: Any) -> str:
         keep_trailing_newline=True,
     )
     environment.filters["quote"] = lambda text: quote(str(text))
-    return environment.get_template(f"{template}.sbatch.j2").render(**values)
+    return environment
+
+
+def _render(template: str, **values: Any) -> str:
+    return _environment().get_template(f"{template}.sbatch.j2").render(**values)
 
 
 @dataclass(frozen=True)

@@ -20,12 +20,11 @@ from ...collectives.engine import Program, run
 from ...compress.base import Aggregator, Mean
 from ...compress.bucket import State
 from ...randomness import random_key
-from ..averaging import Averaging, part_seed
+from ..averaging import Averaging, as_bytes, part_seed
 from ..data import Samples, shard
 from ..losses import LossFunction
 from ..record import WINDOW_PHASES, Layers, Record, observe
 from ..reducer import GradientReducer
-from ..replicas import as_bytes
 from ..step import FORWARD, Step, Stopwatch
 from .cut import Stage
 from .pipeline import Done, Part, Work

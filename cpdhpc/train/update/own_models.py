@@ -45,7 +45,7 @@ class OwnModels(Update):
         reducer: GradientReducer,
         align: int = 1,
     ) -> None:
-        from ..replicas import Buffers
+        from ..averaging import Buffers
 
         super().__init__(model, optimizer, reducer)
         self.bucket = Bucket(reducer.bucket.names, reducer.bucket.shapes, align)
@@ -82,7 +82,7 @@ class OwnModels(Update):
         self._store_buffers(hosted)
 
     def _store_buffers(self, hosted: int) -> None:
-        from ..replicas import as_bytes
+        from ..averaging import as_bytes
 
         end, kept = 0, self._buffer_bytes()[hosted]
         for each in self.model.buffers():
@@ -147,7 +147,7 @@ class OwnModels(Update):
 
     def _average_buffers(self) -> None:
         """Make the model's buffers the average. Collective."""
-        from ..replicas import survey
+        from ..averaging import survey
 
         for hosted in range(self.world.virtual_ranks):
             self._load_buffers(hosted)
