@@ -274,7 +274,6 @@ MPI_ALLREDUCE = "mpi"  # the one algorithm that is no schedule
 AUTO = "auto"  # the schedule that is predicted to be fastest
 
 MOST_RANKS = 64  # on several nodes: a recording has a request for each message of a piece
-SMALL_BYTES = 1 << 16  # of float32: where predictions know no time of steps
 
 
 @dataclass(frozen=True)
@@ -440,10 +439,6 @@ class Method:
         """
         few = len(nodes) <= MOST_RANKS or len(set(nodes)) == 1
         return few and self.algorithm in SCHEDULES
-
-    def is_small(self, ranks: int, n: int) -> bool:
-        """Whether predictions leave out the time of steps."""
-        return ranks <= MOST_RANKS and 4 * n <= min(SMALL_BYTES, (1 << 20) // ranks)
 
     @cached_property
     def shares_shifts(self) -> bool:
