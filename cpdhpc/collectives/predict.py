@@ -38,6 +38,11 @@ class Kernels:
         beyond = max(0.0, 1 - self.machine.cache_bytes / size_bytes)
         self.memory_s = beyond * self.machine.memory_s
 
+    def _code(self, time_s: float, n: int, read: Sequence[Array], out: Array | None = None) -> int:
+        """Take the time of a call of the codec."""
+        self.seconds += self.machine.codec_s
+        return self._work(time_s, n, read, out)
+
     def _work(self, time_s: float, n: int, read: Sequence[Array], out: Array | None = None) -> int:
         """Take the time of n values in the cache, or that of the memory where it is longer."""
         far = sum(np.may_share_memory(each, self.x) for each in read)
@@ -58,15 +63,15 @@ class Kernels:
 
     def encode_tiles(self, x: Array, *_: Any, **__: Any) -> None:
         """Take the time of encoding."""
-        self._work(self.machine.encode_s, x.size, [x])
+        self._code(self.machine.encode_s, x.size, [x])
 
     def decode_tiles(self, *_: Any, out: Array) -> int:
         """Take the time of decoding."""
-        return self._work(self.machine.decode_s, out.size, [], out)
+        return self._code(self.machine.decode_s, out.size, [], out)
 
     def decode_add_tiles(self, words: Array, shifts: Array, fmt: Any, x: Array, out: Array) -> None:
         """Take the time of decoding into a sum."""
-        self._work(self.machine.decode_add_s, x.size, [x], out)
+        self._code(self.machine.decode_add_s, x.size, [x], out)
 
     def decode_add_encode_tiles(
         self,
@@ -80,7 +85,7 @@ class Kernels:
     ) -> int:
         """Take the time of a hop, and of decoding to out."""
         decode_s = 0.0 if out is None else self.machine.decode_s
-        return self._work(self.machine.hop_s + decode_s, x.size, [x], out)
+        return self._code(self.machine.hop_s + decode_s, x.size, [x], out)
 
     def pack_trits(self, *_: Any) -> None:
         """Take no time: it is in that of encoding."""
@@ -97,13 +102,13 @@ class Kernels:
         self, a: Array, a_bits: int, b: Array, b_bits: int, fmt: Any, out: Array, bits: int
     ) -> None:
         """Take the time of a hop."""
-        self._work(self.machine.hop_s, 8 * out.size // bits, [])
+        self._code(self.machine.hop_s, 8 * out.size // bits, [])
 
     def add_encode_integers_tiles(
         self, words: Array, bits: int, cast: Any, x: Array, *_: Any, **__: Any
     ) -> None:
         """Take the time of a hop."""
-        self._work(self.machine.hop_s, x.size, [x])
+        self._code(self.machine.hop_s, x.size, [x])
 
 
 @dataclass
@@ -209,8 +214,8 @@ class Simulation:
         if state.ready and state.ready[0][0] <= time_s:
             piece = heapq.heappop(state.ready)[1]
             message, is_far = state.expected[piece]
-            if is_far:
-                state.work(state.expected_share[piece] * message.size * self.machine.host_s)
+            byte_s = self.machine.host_s if is_far else self.machine.near_s
+            state.work(state.expected_share[piece] * message.size * byte_s)
             self._advance(rank, piece, message)
         else:
             piece, state.opened = state.opened, state.opened + 1
