@@ -1,7 +1,8 @@
 # make quickstart   install into .venv, train on 2 ranks, print the table of formats
 # make test         install what tests need, run the serial tests, then the MPI tests
 # make test-slow    what takes minutes or more than 2 GiB, on 2 ranks
-# make test-gpu     operations and all-reduces bit for bit against the CPU, on this machine's GPU
+# make test-gpu     operations and all-reduces bit for bit against the CPU, on this machine's GPUs,
+#                   and kernels under compute-sanitizer
 # make test-gpu-emulated   the CUDA kernels themselves on the CPU, bit for bit; needs no GPU
 # make test-slurm   studies under a real Slurm of four nodes on this machine, with both MPIs
 # make lint         formatting, style, types
@@ -75,10 +76,17 @@ test-slow: $(VENV)/.installed-test
 	$(SERIAL_TESTS) -m slow
 	$(LIMITED_MPIRUN) 2 $(MPI_TESTS) tests/mpi -m slow
 
+# Kernels by compute-sanitizer: those of the codec and of sparse methods.
+SANITIZED = $(patsubst %,tests/test_%.py,cuda_codec blocks selection products integers trits)
 test-gpu: $(VENV)/.installed-test
 	$(PIP) install --constraint constraints.txt -e ".[gpu]"
 	$(SERIAL_TESTS) -m gpu
 	for ranks in 2 4; do $(LIMITED_MPIRUN) $$ranks $(MPI_TESTS) tests/mpi -m gpu || exit 1; done
+	command -v compute-sanitizer >/dev/null || { \
+	    echo "compute-sanitizer is not on PATH: module load cuda, and make test-gpu again" >&2; exit 1; }
+	for tool in memcheck racecheck synccheck; do \
+	    $(EMULATED) $(ACTIVATE) $(LIMITED) compute-sanitizer --tool $$tool --error-exitcode 1 \
+	        python $(PYTEST) -p unpooled_cupy -m "gpu and not slow" $(SANITIZED) || exit 1; done
 
 # The CUDA kernels themselves, compiled for the CPU (tests/emulated_gpu.py), and the PTX that NVRTC
 # makes of the codec for each architecture.

@@ -34,7 +34,9 @@ ALGORITHMS = {  # of the all-reduce; collectives.schedules has their rounds
 BASELINES = {  # all-reduces of other libraries: the wires they know, and how they sum in them
     "mpi": {"raw": "float32"},
     "gloo": {"raw": "float32", "bf16": "requantise"},
+    "nccl": {"raw": "float32", "bf16": "requantise", "fp16": "requantise"},
 }
+BASELINE_DEVICES = {"mpi": ("cpu", "gpu"), "gloo": ("cpu",), "nccl": ("gpu",)}  # of their arrays
 
 MEMCPY = "memcpy"
 CODEC_OPERATIONS = (  # bench.codec carries them out

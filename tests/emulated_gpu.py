@@ -9,12 +9,9 @@ Tests marked gpu then run too, on the simulated GPU.
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import importlib
 import re
-import subprocess
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -22,7 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import emulated_torch  # noqa: F401  # before torch is imported
+import emulated_torch  # before torch is imported
 import numpy as np
 import pytest
 import simulated_cupy
@@ -31,7 +28,8 @@ import simulated_kernels
 from cpdhpc.ops.cuda_source import ARITHMETIC, KERNELS, cuda_source
 
 HERE = Path(__file__).parent
-FLAGS = ["-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-shared", "-fno-strict-aliasing", "-w"]
+FLAGS = ["-std=c++17", "-O1", "-ffp-contract=off", "-fno-strict-aliasing"]
+FIXED = re.compile(r"(?m)^#define CPD_FIXED_(CAST|TABLE|BLOCKS|FIT|COUNTED) (.*)\n")
 INSTRUCTIONS = {  # PTX -> C++ of the operands
     "mov.b32": "cuda::same_bits<std::remove_reference_t<decltype({0})>>({1})",
     "add.rn.f32": "({1}) + ({2})",
@@ -45,7 +43,9 @@ TRUNCATIONS = {  # what C++ leaves open where the value is too large
     "return (U)(int)x;": "return (U)cuda::toward_zero<int>(x);",
 }
 SEED = 1
+SLOTS = 32  # for what a kernel of the codec is compiled for
 launched: Counter[str] = Counter()
+loaded: list[Any] = []  # libraries: of all kernels, of the codec's that decode and that encode
 
 
 def on_host(source: str) -> str:
@@ -95,6 +95,8 @@ def program(source: str) -> str:
 
     kernels = re.sub(r"(?ms)^[\w ]*__global__ void (\w+)\(.*?^}\n", with_call, on_host(source))
     return f"""#include "cuda_on_cpu.h"
+extern "C" int fixed[{SLOTS}];
+int fixed[{SLOTS}];
 {kernels}
 extern "C" {{
 void seed(unsigned number) {{ cuda::chance.seed(number); }}
@@ -103,27 +105,33 @@ long operations() {{ return cuda::operations; }}
 """
 
 
+def at_run_time(source: str) -> tuple[str, list[int]]:
+    """Return the codec's source with what it is compiled for as variables, and their values.
+
+    So one library serves all casts. That NVRTC makes the same of constants is for the PTX to show.
+    """
+    values: list[int] = []
+
+    def variable(found: re.Match[str]) -> str:
+        first = len(values)
+        values.extend(int(each) for each in found[2].split(","))
+        names = ", ".join(f"fixed[{i}]" for i in range(first, len(values)))
+        return f"#define CPD_FIXED_{found[1]} {names}\n"
+
+    source = FIXED.sub(variable, source)
+    return source, values
+
+
 @cache
 def library(source: str) -> Any:
-    """Return the compiled kernels; a library is kept for as long as its source stays the same."""
+    """Return the compiled kernels of a source, where what is fixed stands as variables."""
     if planted:
         source = source.replace(*planted)
-    text = program(source)
-    content = (text + (HERE / "cuda_on_cpu.h").read_text()).encode()
-    place = (
-        Path(tempfile.gettempdir()) / f"cpdhpc-kernels-{hashlib.sha256(content).hexdigest()[:20]}"
-    )
-    made = place / "kernels.so"
-    if not made.exists():
-        place.mkdir(exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=place) as work:
-            code, out = Path(work) / "kernels.cpp", Path(work) / "kernels.so"
-            code.write_text(text)
-            subprocess.run(["g++", *FLAGS, f"-I{HERE}", code, "-o", out], check=True)
-            out.replace(made)
-    found = ctypes.CDLL(str(made))
+    header = (HERE / "cuda_on_cpu.h").read_text()
+    found = ctypes.CDLL(str(emulated_torch.built(program(source).encode(), header, *FLAGS)))
     found.operations.restype = ctypes.c_long
     found.seed(SEED)
+    loaded.append(found)
     return found
 
 
@@ -131,7 +139,9 @@ class RawModule(simulated_cupy.RawModule):
     """cupy.RawModule, whose kernels are those of the source."""
 
     def get_function(self, name: str) -> Callable[..., None]:
-        call = getattr(library(self.code), f"run_{name}")
+        source, values = at_run_time(self.code)
+        kernels = library(source)
+        call = getattr(kernels, f"run_{name}")
         call.restype = ctypes.c_char_p
         parameters = simulated_kernels.signature(self.code, name)
 
@@ -143,6 +153,8 @@ class RawModule(simulated_cupy.RawModule):
         def run(blocks: int, args: tuple[Any, ...]) -> None:
             pointers = (pointer for _, pointer, _ in parameters)
             cells = [cell(*each) for each in zip(args, pointers, strict=True)]
+            fixed = (ctypes.c_int * SLOTS).in_dll(kernels, "fixed")
+            fixed[: len(values)] = [ctypes.c_int(each).value for each in values]
             addresses = (ctypes.c_void_p * len(cells))(*(c.ctypes.data for c in cells))
             trouble = call(ctypes.c_uint(blocks), addresses)
             assert trouble is None, f"{name}: {trouble.decode()}"
@@ -192,7 +204,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Let a worker of xdist tell what it ran."""
-    launched["operations"] += library(cuda_source()).operations()
+    launched["operations"] += sum(each.operations() for each in loaded)
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["launched"] = dict(launched)
 

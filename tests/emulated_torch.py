@@ -28,19 +28,26 @@ from simulated_gpu import GARBAGE, Event, Gpu
 HERE = Path(__file__).parent
 
 
-def guard(lib: Path) -> Path:
-    """Return cuda_guard.cpp compiled against torch, which is kept while both stay the same."""
-    source = HERE / "cuda_guard.cpp"
-    content = source.read_bytes() + str((lib / "libc10.so").stat().st_mtime_ns).encode()
-    made = Path(tempfile.gettempdir()) / f"cpdhpc-{hashlib.sha256(content).hexdigest()[:20]}.so"
+def built(code: bytes, key: str, *flags: str) -> Path:
+    """Return C++ as a library, which is kept in build/ while code, key and flags stay the same."""
+    content = b"\0".join([code, *(each.encode() for each in (key, *flags))])
+    made = HERE.parent / "build" / "emulated" / f"{hashlib.sha256(content).hexdigest()[:20]}.so"
     if not made.exists():
-        with tempfile.TemporaryDirectory() as work:
-            out = Path(work) / made.name
-            flags = ["-std=c++20", "-O0", "-fPIC", "-shared", "-w", f"-I{lib.parent / 'include'}"]
-            linked = [f"-L{lib}", "-lc10", "-ltorch_cpu"]
-            subprocess.run(["g++", *flags, source, "-o", out, *linked], check=True)
-            made.write_bytes(out.read_bytes())
+        made.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=made.parent) as work:
+            source, out = Path(work) / "code.cpp", Path(work) / made.name
+            source.write_bytes(code)
+            common = ["g++", "-fPIC", "-shared", "-w", f"-I{HERE}"]
+            subprocess.run([*common, source, "-o", out, *flags], check=True)
+            out.replace(made)
     return made
+
+
+def guard(lib: Path) -> Path:
+    """Return cuda_guard.cpp compiled against this torch."""
+    flags = ["-std=c++20", "-O0", f"-I{lib.parent / 'include'}", f"-L{lib}"]
+    torch_s = str((lib / "libc10.so").stat().st_mtime_ns)
+    return built((HERE / "cuda_guard.cpp").read_bytes(), torch_s, *flags, "-lc10", "-ltorch_cpu")
 
 
 def load() -> None:

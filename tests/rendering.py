@@ -31,28 +31,35 @@ STUDY = validate(
     "demo.toml",
 )
 
+GPU_STUDY = STUDY.model_copy(update={"sweep": {**STUDY.sweep, "device": ["gpu"]}})
 
-def some_batches() -> list[Batch]:
+
+def some_batches(study: Study = STUDY) -> list[Batch]:
     """The batches of the study: two on 1 x 2 ranks, two on 2 x 2."""
-    return batches(STUDY, expand(STUDY).cases)
+    return batches(study, expand(study).cases)
 
 
 def array_of(site: Site, nodes: int = 2, study: Study = STUDY) -> str:
     """The script of the array on so many nodes."""
-    array = next(each for each in arrays(some_batches(), site) if each.nodes == nodes)
+    array = next(each for each in arrays(some_batches(study), site) if each.nodes == nodes)
     return array_script(array, site, study, FOLDER)
 
 
 def golden() -> dict[Path, str]:
-    """Text by path: an array for each launcher with CPUs and GPUs, the sites' and slurm/'s own."""
+    """Text by path: an array for each launcher with CPUs and GPUs, the sites' and slurm/'s own.
+
+    A site with GPUs has the array of the study on GPUs.
+    """
     found: dict[Path, str] = {}
     for launcher in LAUNCHERS:
         for kind, gpus in (("cpu", 0), ("gpu", 4)):
             site = Site(launcher=launcher, gpus_per_node=gpus, cpus_per_rank=4 if gpus else 1)
-            found[GOLDEN / f"array-{launcher}-{kind}.sbatch"] = array_of(site)
+            study = GPU_STUDY if gpus else STUDY
+            found[GOLDEN / f"array-{launcher}-{kind}.sbatch"] = array_of(site, study=study)
     for path in sorted((ROOT / "slurm" / "sites").glob("*.toml")):
         site = load_site(path)
-        found[GOLDEN / f"array-site-{site.name}.sbatch"] = array_of(site)
+        study = GPU_STUDY if site.gpus_per_node else STUDY
+        found[GOLDEN / f"array-site-{site.name}.sbatch"] = array_of(site, study=study)
         found[GOLDEN / f"collect-site-{site.name}.sbatch"] = collect_script(site, "demo", FOLDER)
     return found | {ROOT / "slurm" / name: text for name, text in scripts(Site()).items()}
 

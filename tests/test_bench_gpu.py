@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 import argparse
+import re
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
+import numpy as np
 import pytest
 from simulated_cupy import simulated
 from simulated_gpu import Gpu
 
-from cpdhpc.bench import codec, latency
+from cpdhpc.bench import codec, latency, libraries
+from cpdhpc.bench.allreduce import parse_baselines
 from cpdhpc.bench.allreduce_cases import cases_of_size
 from cpdhpc.bench.harness import take_device
+from cpdhpc.bench.traffic import replay
 from cpdhpc.collectives.allreduce import Allreduce
-from cpdhpc.config import UserError
+from cpdhpc.compress import TopK
+from cpdhpc.config import UserError, validate
+from cpdhpc.kinds.place import Place
+from cpdhpc.signals import Caught
+from cpdhpc.study.batch import TimedCalls
+from cpdhpc.study.cases import expand
+from cpdhpc.study.spec import Study
+from cpdhpc.train.gradients import Gradients
 from cpdhpc.world.ranks import Loopback
 
 
@@ -48,6 +62,70 @@ def test_the_codec_is_timed_on_the_gpu(
     assert {point.factors["operation"] for point in measured.points} == {"memcpy", "encode", "hop"}
     assert "arrays on a GPU of each process, simulated" in capsys.readouterr().out
     assert len(synchronised) >= 6  # two calls of three operations
+
+
+@pytest.mark.parametrize(
+    ("kind", "factors"),
+    [
+        ("allreduce", {"algorithm": "direct", "wire": "e4m3"}),
+        ("codec", {"operation": "hop tile", "format": "e4m3"}),
+    ],
+)
+def test_studies_measure_on_the_gpu_what_they_do_on_the_cpu(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str, factors: dict[str, str]
+) -> None:
+    given = {"name": "s", "kind": kind, "sweep": {"size_bytes": 8192, **factors}}
+    found = {}
+    for device in ("cpu", "gpu"):
+        study = validate(Study, given | {"sweep": given["sweep"] | {"device": device}}, "test")
+        (case,) = expand(study).cases
+        assert case.factors.get("device", "cpu") == device
+        with simulated() as (gpu, _):
+            monkeypatch.setattr(gpu, "give", work := Mock(wraps=gpu.give))
+            place: Any = Place(Loopback())  # type: ignore[arg-type]
+            measuring = TimedCalls(study, case, tmp_path, study.of_kind.measure)  # type: ignore[arg-type]
+            measuring.visit(place, Caught())
+            assert work.called == (device == "gpu")
+            assert (device == "gpu") == ("gpu" in place.environment())
+        found[device] = measuring.outcomes
+    assert found["cpu"].keys() == found["gpu"].keys()
+    assert found["cpu"].get("error") == found["gpu"].get("error")
+
+
+def test_compressors_see_gradients_on_the_gpu_and_send_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rng = np.random.default_rng(0)
+    layers = {"w": rng.standard_normal((2, 30, 20)).astype(np.float32)}
+    recorded = [Gradients(0, 2, layers, "made"), Gradients(1, 2, layers, "made")]
+    expected = replay(Loopback(2), TopK(density=0.1), recorded)
+    with simulated() as (gpu, _):
+        monkeypatch.setattr(gpu, "give", work := Mock(wraps=gpu.give))
+        found = replay(Loopback(2), TopK(density=0.1), recorded, "gpu")
+        assert work.called
+    for name in ("error", "cosine", "sum_error", "nonzero_share"):
+        assert getattr(found, name) == getattr(expected, name), name
+    assert (found.sent_bytes == expected.sent_bytes).all()
+
+
+def test_a_baseline_that_cannot_run_is_said() -> None:
+    world = Loopback()
+    with simulated():
+        found, why = parse_baselines(world, None, "gpu")
+        assert found == ["mpi", "memcpy"] and why["gloo"] == "takes no gpu arrays"
+        assert re.fullmatch(r"torch \S+ (is built without NCCL|finds no GPU)", why["nccl"])
+        with pytest.raises(UserError, match=r"^--baselines nccl-bf16: torch \S+ "):
+            parse_baselines(world, "nccl-bf16", "gpu")
+    with pytest.raises(UserError, match=r"^--baselines nccl: takes no cpu arrays$"):
+        parse_baselines(world, "nccl", "cpu")
+
+
+def test_processes_that_share_a_gpu_have_no_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(libraries, "_lacks", lambda library: "")
+    both = SimpleNamespace(gather=lambda x: [x, x], nodes=(0, 0), virtual_ranks=1)
+    with simulated():
+        monkeypatch.setattr(libraries, "use_own_gpu", lambda world: (0, "0000:01:00.0"))
+        assert libraries.missing(both, "nccl") == "processes share GPUs"  # type: ignore[arg-type]
 
 
 def test_without_a_gpu_a_line_says_so() -> None:

@@ -157,6 +157,8 @@ def test_a_gpu_that_hangs_is_not_waited_for_without_end(monkeypatch: pytest.Monk
         kernels = importlib.import_module("cpdhpc.ops.gpu")
         waits = [
             lambda: to_host(x),
+            runtime.finished(lambda: x.copy()),
+            lambda: runtime.to_device(np.ones(3, np.float32)),
             lambda: allreduce(Loopback(), x, "e4m3"),
             lambda: is_finite(x),
             lambda: kernels.kth_magnitude(x, 3),

@@ -6,8 +6,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from rendering import GOLDEN, ROOT, STUDY, array_of, golden, some_batches
+from rendering import GOLDEN, GPU_STUDY, ROOT, STUDY, array_of, golden, some_batches
 
+from cpdhpc.kinds import KINDS
 from cpdhpc.study.cases import Batch
 from cpdhpc.study.slurm.site import (
     LAUNCHERS,
@@ -21,6 +22,7 @@ from cpdhpc.study.slurm.site import (
     ranges,
     scripts,
 )
+from cpdhpc.study.spec import Study
 
 TEXTS = golden()
 NAMES = [str(path.relative_to(ROOT)) for path in TEXTS]
@@ -60,16 +62,21 @@ def test_scripts_are_sound(name: str) -> None:
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-@pytest.mark.parametrize("gpus", [0, 2])
-def test_options_of_a_launcher(launcher: str, gpus: int) -> None:
-    text = array_of(Site(launcher=launcher, gpus_per_node=gpus))
+@pytest.mark.parametrize("study", [STUDY, GPU_STUDY], ids=["cpu", "gpu"])
+def test_options_of_a_launcher(launcher: str, study: Study) -> None:
+    """GPUs are asked for where cases use them, whatever the site has."""
+    site = Site(launcher=launcher, gpus_per_node=4)
+    text = array_of(site, study=study)
     given = directives(text)
     to_the_script = not launcher.startswith("srun")
     assert ("--signal=B:USR1@120" in given) == to_the_script
     assert ("--signal=USR1@120" in given) == (not to_the_script)
-    assert ("--gpus-per-node=2" in given) == bool(gpus)
+    assert [each for each in given if "gpu" in each] == (
+        ["--job-name=demo-2x2-gpu", "--gpus-per-node=2"] if study is GPU_STUDY else []
+    )
+    assert (" --distribution=block:block --cpu-bind=cores " in text) == (not to_the_script)
     assert {"--requeue", "--open-mode=append", "--array=2-3%8", "--nodes=2"} <= set(given)
-    assert f"{launch(launcher, '4', '2', 1)} python -m cpdhpc batch" in text
+    assert f"{launch(launcher, '4', '2', 1, near_gpus=True)} python -m cpdhpc batch" in text
 
 
 def test_many_cores_a_rank_and_flags() -> None:
@@ -130,13 +137,40 @@ def test_an_array_lasts_as_long_as_its_longest_batch() -> None:
     assert "--time=33" in directives(array_script(array, Site(), STUDY, Path("f")))
 
 
+def test_cases_on_gpus_have_jobs_of_their_own() -> None:
+    both = STUDY.model_copy(update={"sweep": {**STUDY.sweep, "device": ["cpu", "gpu"]}})
+    shapes = [each.shape for each in arrays(some_batches(both), Site())]
+    assert shapes == [
+        "1 x 2 ranks", "1 x 2 ranks, 2 GPUs a node", "2 x 2 ranks", "2 x 2 ranks, 2 GPUs a node"
+    ]  # fmt: skip
+    ids = [case.id for batch in some_batches(both) for case in batch.cases if not batch.has_gpus]
+    assert ids == [case.id for batch in some_batches() for case in batch.cases], "as ever"
+    nested = both.model_copy(update={"run": both.run.model_copy(update={"bundle": "nested"})})
+    assert [each.has_gpus for each in some_batches(nested)] == [True]
+
+
+@pytest.mark.parametrize(
+    ("job", "factor", "device"),
+    [
+        ({}, {}, "cpu"),
+        ({"device": "gpu"}, {}, "gpu"),
+        ({"device": "gpu"}, {"train.device": "cpu"}, "cpu"),
+        ({}, {"train.device": "gpu"}, "gpu"),
+    ],
+)
+def test_where_a_training_computes(
+    job: dict[str, str], factor: dict[str, str], device: str
+) -> None:
+    assert KINDS["train"].device({"train": job}, factor) == device
+
+
 def test_standalone_scripts_of_a_site() -> None:
     site = load_site(ROOT / "slurm" / "sites" / "openmpi_gpu.toml")
     texts = scripts(site)
     assert list(texts) == ["train.sbatch", "allreduce_scaling.sbatch"]
     for text in texts.values():
         assert "module load openmpi/5.0" in text
-        assert "--gpus-per-node=2" in directives(text)
+        assert not [each for each in directives(text) if "gpus" in each], "the job file decides"
 
 
 def test_the_study_of_the_golden_files() -> None:

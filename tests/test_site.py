@@ -63,10 +63,13 @@ def test_profiles_that_can_be(tmp_path: Path) -> None:
             {"cores_per_node": 8, "cpus_per_rank": 2},
             "5 ranks per node with 2 cores each: a node of site s has 8 cores",
         ),
-        ((1, 3), {"gpus_per_node": 2}, "3 ranks per node: a node of site s has 2 GPUs"),
+        ((1, 3), {"gpus_per_node": 2}, None),
+        ((1, 2, True), {"gpus_per_node": 2}, None),
+        ((1, 3, True), {"gpus_per_node": 2}, "3 ranks per node: a node of site s has 2 GPUs"),
+        ((1, 1, True), {}, "device gpu: site s has no GPUs (gpus_per_node = 0)"),
     ],
 )
 def test_shapes_that_a_site_refuses(
-    shape: tuple[int, int], given: dict[str, Any], words: str | None
+    shape: tuple[Any, ...], given: dict[str, Any], words: str | None
 ) -> None:
     assert Site(name="s", **given).refusal(*shape) == words

@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 
 import pytest
-from rendering import STUDY, some_batches
+from rendering import GPU_STUDY, STUDY, some_batches
 from stand_ins import Slurm
 
 from cpdhpc import store
@@ -127,6 +127,15 @@ def test_shapes_that_the_site_lacks_are_left_out(fake_slurm: Slurm) -> None:
     assert "left out: batch 2, 1 case(s): 2 nodes: site s gives a job 1 at most" in said
     with pytest.raises(UserError, match="nothing can be submitted: 2 ranks per node"):
         submit(STUDY, FOLDER, Site(cores_per_node=1), said.append)
+
+
+def test_gpus_that_the_site_lacks_are_told_before_slurm_is_asked(fake_slurm: Slurm) -> None:
+    said: list[str] = []
+    with pytest.raises(UserError, match="nothing can be submitted: device gpu: site s has no GPUs"):
+        submit(GPU_STUDY, FOLDER, Site(name="s"), said.append)
+    assert not fake_slurm.calls()
+    submit(GPU_STUDY, FOLDER, Site(gpus_per_node=4), said.append)
+    assert "job 10: 1 x 2 ranks, 2 GPUs a node, elements 0-1" in said
 
 
 def test_another_study_in_the_folder(fake_slurm: Slurm) -> None:

@@ -360,6 +360,8 @@ MAY_DIFFER = (  # from the job of a checkpoint: the model is the same but for ro
     "train.block_procs",
     "train.threads",
     "train.keep_memory",
+    "train.device",
+    "train.oversubscribe_gpus",
 )
 
 
@@ -374,6 +376,7 @@ class Train(Section):
     threads: of torch, 0 for the cores that the rank owns
     keep_memory: freed memory stays with the process, see keep_freed_memory: iterations on
         large layers take half the time or less, and up to 1.6 times the memory
+    device: where layers compute: cpu, gpu; oversubscribe_gpus: processes of a node may share GPUs
     """
 
     iterations: Count = 200
@@ -386,6 +389,8 @@ class Train(Section):
     block_procs: Pair | None = None
     threads: Annotated[int, Field(ge=0)] = 0
     keep_memory: bool = True
+    device: Literal["cpu", "gpu"] = "cpu"
+    oversubscribe_gpus: bool = False
     checkpoint_every: Count = 100
     timeout_s: Annotated[float, Field(gt=0)] = 600.0
 

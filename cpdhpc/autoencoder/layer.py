@@ -22,6 +22,7 @@ from ..darray.array import DistArray
 from ..darray.autograd import accumulate, exchange
 from ..darray.layout import Box, Layout, receptive
 from ..darray.plan import WindowPlan
+from ..ops.tensors import CPU, values_of
 from ..world.ranks import Ranks
 from .job import Geometry
 
@@ -175,6 +176,7 @@ class MacroLayer(torch.nn.Module):
         seed: int,
         number: int = 0,
         dtype: torch.dtype = torch.float32,
+        device: torch.device = CPU,
     ) -> None:
         super().__init__()
         layer, self.geometry, self.clock = geometry.layer, geometry, Clock()
@@ -195,7 +197,7 @@ class MacroLayer(torch.nn.Module):
             "contrast": plan("contrast", self.pools, near, "symmetric"),
         }
         first = _random_rows(geometry, block, seed, number)
-        self.weight = torch.nn.Parameter(first.to(dtype))
+        self.weight = torch.nn.Parameter(first.to(device, dtype))
         self.normalise_rows()
 
     def rows(self) -> Tensor:
@@ -204,9 +206,12 @@ class MacroLayer(torch.nn.Module):
         return rows
 
     def over_blocks(self, values: Tensor) -> DistArray:
-        """Return [blocks, blocks, maps, inputs] over ranks, sharing memory; values: as weight."""
-        local = values.detach().reshape(*self.own_blocks, *self.weight.shape[1:])
-        return DistArray(self.world, self.blocks, local.numpy())
+        """Return [blocks, blocks, maps, inputs] over ranks in the host's memory, shared on the CPU.
+
+        values: as weight
+        """
+        local = values_of(values).reshape(*self.own_blocks, *self.weight.shape[1:])
+        return DistArray(self.world, self.blocks, local)
 
     @torch.no_grad()
     def normalise_rows(self) -> None:

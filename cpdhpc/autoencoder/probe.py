@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 
 from ..darray.array import DistArray
+from ..ops.tensors import values_of
 from ..train.data import DataError
 from ..world.ranks import Ranks
 from .job import Images
@@ -106,13 +107,16 @@ def batches(stack: Stack, images: Array) -> Iterator[Tensor]:
 
 
 def responses(stack: Stack, images: Array) -> list[Tensor]:
-    """Return the responses of all layers' neurons, [owned pools, maps, images] each. Collective."""
+    """Return the responses of all layers' neurons, [owned pools, maps, images] each. Collective.
+
+    On the CPU, whatever layers compute on.
+    """
     parts: list[list[Tensor]] = [[] for _ in stack.layers]
     for x in batches(stack, images):
         for number, layer in enumerate(stack.layers):
             with torch.no_grad():
                 x = layer(x)
-            parts[number].append(x)
+            parts[number].append(x.cpu())
     return [torch.cat(each, dim=3) for each in parts]
 
 
@@ -226,7 +230,7 @@ def stimuli(
         (slope,) = torch.autograd.grad(loss, x)
         share = FIRST_STEP * (LAST_STEP / FIRST_STEP) ** (step / (STEPS - 1))
         x = _normalised(world, (1 - share) * x.detach() + share * _normalised(world, slope))
-    whole = DistArray(world, stack.cells, x.detach().numpy()).gather()
+    whole = DistArray(world, stack.cells, values_of(x)).gather()
     assert whole is not None, "all ranks gather"
     return whole, np.asarray(answers)
 
@@ -235,9 +239,9 @@ def _normalised(world: Ranks, x: Tensor) -> Tensor:
     """Return images of mean 0 and mean square 1 over all ranks' cells; zeros stay. Collective."""
 
     def mean(values: Tensor) -> Tensor:
-        mine = (values.double().sum((0, 1, 2)).numpy(), values[..., 0].numel())
+        mine = (values_of(values.double().sum((0, 1, 2))), values[..., 0].numel())
         sums, cells = zip(*world.gather(mine, "norm"), strict=True)
-        return torch.from_numpy(sum(sums) / sum(cells)).to(x.dtype)
+        return torch.from_numpy(sum(sums) / sum(cells)).to(x)
 
     centred = x - mean(x)
     return centred / mean(centred**2).sqrt().clamp(min=1e-30)

@@ -87,7 +87,7 @@ def run(arguments: argparse.Namespace, world: Ranks) -> int:
         ],
         probe.selectivity(
             world,
-            stack.own(labelled.images).numpy(),
+            stack.own(labelled.images).cpu().numpy(),
             stack.cells.owner(world.rank).start,
             labelled,
         ),

@@ -12,9 +12,12 @@ import torch
 
 from ..config import UserError
 from ..darray.layout import Layout
+from ..ops import to_host
+from ..ops.tensors import array_of, in_stream
+from ..train.device import own_device
 from ..world.ranks import Ranks
 from .job import Autoencoder, Images, procs_of, stack
-from .layer import MacroLayer, Terms
+from .layer import MacroLayer
 
 Array = npt.NDArray[Any]
 Tensor = torch.Tensor
@@ -41,7 +44,8 @@ class Stack:
     """The layers of a job on a world, and where training stands. Collective.
 
     layer, iteration: the next one to be done
-    Raises ConfigError or ValueError on all ranks alike where the job does not go with the images.
+    Raises UserError or ValueError on all ranks alike where the job does not go with the images, or
+    one has no GPU for it.
     """
 
     def __init__(self, job: Autoencoder, world: Ranks, images: Images) -> None:
@@ -52,6 +56,7 @@ class Stack:
         geometries = stack(job.layer, images.shape, images.channels)
         self.cells = cells = Layout.grid(images.shape, cell_procs)
         self.dtype: torch.dtype = getattr(torch, train.dtype)
+        self.device = own_device(world, train.device, oversubscribe=train.oversubscribe_gpus)
         self.layers: list[MacroLayer] = []
         for number, geometry in enumerate(geometries):
             self.layers.append(
@@ -63,6 +68,7 @@ class Stack:
                     seed=train.seed,
                     number=number,
                     dtype=self.dtype,
+                    device=self.device,
                 )
             )
             cells = self.layers[-1].pools
@@ -91,7 +97,7 @@ class Stack:
     def own(self, whole: Array) -> Tensor:
         """Return the cells that this rank owns of images [height, width, channels, n]."""
         box = self.cells.owner(self.world.rank)
-        return torch.from_numpy(whole[box.slices((0, 0))].copy()).to(self.dtype)
+        return torch.from_numpy(whole[box.slices((0, 0))].copy()).to(self.device, self.dtype)
 
     @torch.no_grad()
     def features(self, x: Tensor, layers: int) -> Tensor:
@@ -115,16 +121,20 @@ class Stack:
         terms.loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         layer.normalise_rows()
+        with in_stream(self.device):  # waits for a GPU, whose work is part of the time
+            told = to_host(array_of(torch.stack(terms))).tolist()
         spent_s = time.perf_counter() - began_s
-        done = self._agreed(terms, spent_s, *layer.clock.take())
+        done = self._agreed(told, spent_s, *layer.clock.take())
         self.iteration += 1
         if self.iteration == self.job.train.iterations:
             self.layer, self.iteration = self.layer + 1, 0
         return done
 
-    def _agreed(self, terms: Terms, spent_s: float, exchange_s: float, sent_bytes: int) -> Step:
+    def _agreed(
+        self, terms: list[float], spent_s: float, exchange_s: float, sent_bytes: int
+    ) -> Step:
         """Return the sums over ranks, in their order, and the slowest rank's times. Collective."""
-        mine = [term.item() for term in terms], (spent_s, exchange_s, sent_bytes)
+        mine = terms, (spent_s, exchange_s, sent_bytes)
         everyone = self.world.gather(mine, "iteration")
         if not all(np.isfinite(values).all() for values, _ in everyone):
             bad = [r for r, (values, _) in enumerate(everyone) if not np.isfinite(values).all()]

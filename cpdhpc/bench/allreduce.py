@@ -1,4 +1,4 @@
-"""Benchmark of all-reduces beside MPI_Allreduce, gloo and memcpy, in the columns of nccl-tests.
+"""Benchmark of all-reduces beside other libraries' and memcpy, in the columns of nccl-tests.
 
 algbw is size / time; busbw is algbw times 2 (p - 1) / p, which for the least traffic possible is
 the rate of a rank's link; wirebw is the bytes that left the rank that sent most / time.
@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
@@ -25,7 +23,8 @@ from ..collectives.recorded import empty_shared
 from ..collectives.schedules import SCHEDULES
 from ..config import UserError
 from ..formats import MICROSCALING, wire_scaling
-from ..methods import MEMCPY, SCALINGS
+from ..methods import BASELINE_DEVICES, MEMCPY, SCALINGS
+from ..ops import on_gpu
 from ..ops.payloads import parse_wire
 from ..world.cores import own_cores
 from ..world.ranks import Ranks
@@ -47,6 +46,7 @@ from .harness import (
     take_device,
     together,
 )
+from .libraries import group_of, library_of, missing
 
 GIGA = 1e9
 
@@ -86,7 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_beside(parser)
     parser.add_argument(
         "--baselines",
-        help=f"of {','.join(BASELINES)} (default: mpi, memcpy, and gloo where torch is)",
+        help=f"of {','.join(BASELINES)} (default: those that can run)",
     )
     parser.add_argument("--repeats", type=int, default=9, help="timed calls (default 9)")
     parser.add_argument("--warmup", type=int, default=2, help="calls before (default 2)")
@@ -166,17 +166,26 @@ def parse_methods(
     return list(methods), skipped
 
 
-def parse_baselines(world: Ranks, text: str | None) -> list[str]:
-    """Return the baselines to run, mpi first. Collective. Raises UserError."""
-    has_torch = all(world.gather(find_spec("torch") is not None))
-    available = [name for name in BASELINES if has_torch or not name.startswith("gloo")]
-    if text is None:
-        return available
-    names = parse_names("--baselines", text, known(BASELINES))
-    missing = [name for name in names if name not in available]
-    if missing:
-        raise UserError(f"--baselines {missing[0]}: torch is not installed on every process")
-    return [name for name in BASELINES if name in {"mpi", MEMCPY, *names}]
+def parse_baselines(
+    world: Ranks, text: str | None, device: str
+) -> tuple[list[str], dict[str, str]]:
+    """Return the baselines to run, mpi and memcpy first, and why others are left out. Collective.
+
+    Raises UserError where text names one that cannot run.
+    """
+    asked = None if text is None else parse_names("--baselines", text, known(BASELINES))
+    why = {}
+    for library, devices in BASELINE_DEVICES.items():
+        reason = missing(world, library) if device in devices else f"takes no {device} arrays"
+        if reason:
+            why[library] = reason
+    for name in asked or ():
+        if library_of(name) in why:
+            raise UserError(f"--baselines {name}: {why[library_of(name)]}")
+    wanted = BASELINES if asked is None else {"mpi", MEMCPY, *asked}
+    found = [name for name in BASELINES if name in wanted and library_of(name) not in why]
+    told = why if device == "gpu" else {name: why[name] for name in why if name != "nccl"}
+    return found, told if asked is None else {}
 
 
 def parse_beside(
@@ -207,11 +216,9 @@ def run(arguments: argparse.Namespace, world: Ranks) -> Measured:
     if arguments.predict is not None:
         machine = together(world, lambda: read_machine(arguments.predict)).machine
     methods, skipped = parse_methods(arguments, machine)
-    baselines = parse_baselines(world, arguments.baselines)
-    if arguments.device == "gpu":
-        baselines = [name for name in baselines if not name.startswith("gloo")]
-        skipped.append("gloo: its arrays are the host's")
     where = take_device(arguments, world)
+    baselines, why = parse_baselines(world, arguments.baselines, arguments.device)
+    skipped += [f"{library}: {reason}" for library, reason in why.items()]
     together(world, lambda: check_out(arguments.out, world))
     with own_cores(world) as cores, group_of(world, baselines):
         beside, further = parse_beside(arguments, world, sizes)
@@ -228,15 +235,6 @@ def run(arguments: argparse.Namespace, world: Ranks) -> Measured:
                 print("\n".join(lines), flush=True)
             rows += found
     return Measured("allreduce", "allreduce", points(rows), arguments.warmup, cores)
-
-
-def group_of(world: Ranks, baselines: Sequence[str]) -> AbstractContextManager[None]:
-    """Return torch's process group where a baseline needs it. Collective."""
-    if not any(name.startswith("gloo") for name in baselines):
-        return nullcontext()
-    from .harness import gloo
-
-    return gloo(world)
 
 
 def measure(
@@ -342,6 +340,8 @@ def _factors(row: Row) -> dict[str, int | str]:
         "algorithm": case.algorithm,
         "wire": case.wire,
     }
+    if on_gpu(case.out):
+        found["device"] = "gpu"
     if case.algorithm == AUTO:
         found["chosen"] = case.chosen
     if case.method is not None:

@@ -1,4 +1,4 @@
-"""Calls that all-reduces are timed by: ours, MPI_Allreduce, gloo, memcpy; checked, with bounds."""
+"""Calls that all-reduces are timed by: ours, other libraries', memcpy; checked, with bounds."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from ..ops import to_host
 from ..world.gpu_messages import carrier_of
 from ..world.ranks import Ranks
 from .harness import on_device, whole
+from .libraries import sum_float32, sum_half
 
 Array = NDArray[np.float32]
 LARGEST = 8  # of the integers: their sum is exact in float32 for 2**21 ranks
@@ -146,6 +147,9 @@ def schedule_case(
     )
 
 
+Baseline = Callable[[Ranks, Data, Data, Array], TimedCase]
+
+
 def _mpi(world: Ranks, ints: Data, normal: Data, out: Array) -> TimedCase:
     """MPI_Allreduce of float32, called without any of ours around it."""
     run = lambda: carrier_of(world, out).sum_by_mpi(out, ints.x)  # noqa: E731
@@ -161,30 +165,39 @@ def _memcpy(world: Ranks, ints: Data, normal: Data, out: Array) -> TimedCase:
     return TimedCase(MEMCPY, "raw", "-", "-", ints, out, whole(run, out), is_sum=False)
 
 
-def _gloo(world: Ranks, ints: Data, normal: Data, out: Array) -> TimedCase:
-    """Gloo in float32, in place, as DDP does."""
-    from .harness import sum_float32
+def _float32(library: str) -> Baseline:
+    """A library of torch.distributed in float32, in place, as DDP does."""
 
-    def fill() -> None:
-        out[:] = ints.x
+    def case(world: Ranks, ints: Data, normal: Data, out: Array) -> TimedCase:
+        def fill() -> None:
+            out[...] = ints.x
 
-    return TimedCase(
-        "gloo", "raw", "-", "float32", ints, out, lambda: sum_float32(out), prepare=fill
-    )
+        run = whole(lambda: sum_float32(out), out)
+        prepare = whole(fill, out)
+        return TimedCase(library, "raw", "-", "float32", ints, out, run, prepare=prepare)
 
-
-def _gloo_bfloat16(world: Ranks, ints: Data, normal: Data, out: Array) -> TimedCase:
-    """Gloo in bfloat16, with the conversions, as DDP's hook does."""
-    from .harness import sum_bfloat16
-
-    run = lambda: sum_bfloat16(normal.x, out)  # noqa: E731
-    return TimedCase("gloo", "bf16", "none", "requantise", normal, out, run, exact=False)
+    return case
 
 
-Baseline = Callable[[Ranks, Data, Data, Array], TimedCase]
+def _half(library: str, wire: str, dtype: str) -> Baseline:
+    """A library of torch.distributed in 16 bits, with the conversions, as DDP's hooks do."""
+
+    def case(world: Ranks, ints: Data, normal: Data, out: Array) -> TimedCase:
+        run = whole(lambda: sum_half(normal.x, out, dtype), out)
+        return TimedCase(library, wire, "none", "requantise", normal, out, run, exact=False)
+
+    return case
+
+
 BASELINES: dict[str, Baseline] = {
-    "mpi": _mpi, MEMCPY: _memcpy, "gloo": _gloo, "gloo-bf16": _gloo_bfloat16
-}  # fmt: skip
+    "mpi": _mpi,
+    MEMCPY: _memcpy,
+    "gloo": _float32("gloo"),
+    "gloo-bf16": _half("gloo", "bf16", "bfloat16"),
+    "nccl": _float32("nccl"),
+    "nccl-bf16": _half("nccl", "bf16", "bfloat16"),
+    "nccl-fp16": _half("nccl", "fp16", "float16"),
+}
 
 
 def cases_of_size(

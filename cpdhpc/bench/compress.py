@@ -28,7 +28,14 @@ from ..store import Variable
 from ..train.gradients import Gradients, load_all
 from ..world.mpi import World
 from ..world.ranks import Ranks
-from .harness import machine_line, parse_counts, parse_methods, together
+from .harness import (
+    add_device,
+    machine_line,
+    parse_counts,
+    parse_methods,
+    take_device,
+    together,
+)
 from .traffic import PHASES, Replayed, of_digits, replay
 
 MARKERS = "os^Dv<>pPX*hd"
@@ -52,6 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME[:OPTION=VALUE,...]",
         help="compressors, apart by spaces or commas, as lowbit:wire=e3m0 (default: all)",
     )
+    add_device(parser)
     parser.add_argument(
         "--ranks", help="comma-separated numbers of ranks (default: 2,4,... up to those recorded)"
     )
@@ -71,6 +79,7 @@ class Point:
 
 def run(arguments: argparse.Namespace, world: World) -> None:
     """Average the gradients by each method on each number of ranks; print, write, draw."""
+    where = take_device(arguments, world)
     methods = together(
         world, lambda: {text: method_of(text) for text in parse_methods(arguments.methods)}
     )
@@ -80,18 +89,18 @@ def run(arguments: argparse.Namespace, world: World) -> None:
         World(virtual_ranks=count // world.processes, timeout_s=arguments.timeout or 600.0)
         for count in ranks
     ]
-    points, left_out = _measured(methods, recorded, worlds)
+    points, left_out = _measured(methods, recorded, worlds, arguments.device)
     lines = machine_line(world)
     if world.process == 0:
         size = sum(values[0].size for values in recorded[0].layers.values())
-        print(f"# {lines}")
+        print("\n".join(f"# {text}" for text in (lines, where) if text))
         print(
             f"# gradients: {recorded[0].source}, {size:,} values in {len(recorded[0].layers)} "
             f"layers, {len(recorded)} iterations from {recorded[0].iteration}"
         )
         print("\n".join([*table(points, size, world.processes), *growth(points), *left_out]))
     if arguments.out is not None:
-        notes = attributes(world)
+        notes = {"device": arguments.device, **attributes(world)}
         together(world, lambda: _write(arguments.out, points, recorded, notes, world))
     for each in worlds:
         each.free()
@@ -144,14 +153,17 @@ def _check_out(directory: Path | None) -> None:
 
 
 def _measured(
-    methods: dict[str, Aggregator], recorded: Sequence[Gradients], worlds: Sequence[Ranks]
+    methods: dict[str, Aggregator],
+    recorded: Sequence[Gradients],
+    worlds: Sequence[Ranks],
+    device: str,
 ) -> tuple[list[Point], list[str]]:
     """Return all points, and why some are not among them. Collective."""
     points, left_out = [], []
     for text, method in methods.items():
         for world in worlds:
             try:
-                points.append(Point(text, world.ranks, replay(world, method, recorded)))
+                points.append(Point(text, world.ranks, replay(world, method, recorded, device)))
             except (ValueError, NonFiniteGradient) as error:  # on all processes alike
                 left_out.append(f"# {text} on {world.ranks} ranks: left out: {error}")
     if not points:

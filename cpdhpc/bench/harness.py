@@ -5,25 +5,20 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 from numpy.typing import NDArray
 
 from ..config import ConfigError, UserError, parse_bytes
 from ..methods import suggest
 from ..ops import on_gpu
 from ..provenance import cpu_clone, hosts, processor
-from ..world.cores import threads_of_rank
 from ..world.gpu_messages import gpu_aware, use_gpu
 from ..world.mpi import library_version
 from ..world.ranks import Ranks, Wait
@@ -223,7 +218,7 @@ def on_device(x: NDArray[np.float32], device: str) -> Any:
     return gpu_runtime.to_device(x)
 
 
-def whole(run: Callable[[], object], like: Any) -> Callable[[], object]:
+def whole(run: Callable[[], object], like: Any) -> Callable[[], Any]:
     """Return a call as it is timed: with GPU arrays it ends when the GPU is done."""
     if not on_gpu(like):
         return run
@@ -330,61 +325,3 @@ FURTHER = {  # factors of benchmarks that studies have not: long name
     "widths": "cells around the box of a rank, below:above where they differ",
     "trail": "further axes, not split",
 }
-
-
-Array = npt.NDArray[Any]
-TIMEOUT_S = 600.0
-
-
-@contextmanager
-def gloo(world: Ranks) -> Iterator[None]:
-    """Open torch's default process group over the processes of world, and close it. Collective.
-
-    They find one another by a TCP store of process 0, on a port that is free.
-    """
-    import torch
-    import torch.distributed as dist
-
-    torch.set_num_threads(threads_of_rank(world))
-    names = world.gather(socket.gethostname())
-    host = names[0] if len(set(names)) > 1 else "127.0.0.1"
-    timeout = timedelta(seconds=TIMEOUT_S)
-
-    def store(port: int) -> Any:
-        leads = world.process == 0
-        return dist.TCPStore(host, port, world.processes, leads, timeout, wait_for_workers=False)  # type: ignore[attr-defined]
-
-    first = store(0) if world.process == 0 else None
-    port = world.gather(first.port if first else 0)[0]
-    dist.init_process_group(
-        "gloo",
-        store=first or store(port),
-        rank=world.process,
-        world_size=world.processes,
-        timeout=timeout,
-    )
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-def sum_float32(array: Array) -> None:
-    """Sum float32[n] over processes in place. Collective."""
-    import torch
-    import torch.distributed as dist
-
-    dist.all_reduce(torch.from_numpy(array))
-
-
-def sum_bfloat16(x: Array, out: Array) -> None:
-    """Sum float32[n] over processes into out in bfloat16, as DDP's bf16_compress_hook. Collective.
-
-    Conversion there and back is part of it.
-    """
-    import torch
-    import torch.distributed as dist
-
-    small = torch.from_numpy(x).to(torch.bfloat16)
-    dist.all_reduce(small)
-    torch.from_numpy(out).copy_(small)

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from types import CodeType, FrameType
@@ -28,9 +29,11 @@ from ..collectives.predict import predict
 from ..collectives.sparse import DTYPES, GATHERED_BYTES, allgather, broadcast, neighbours
 from ..compress.base import Aggregator, Array, Context
 from ..compress.bucket import Bucket, State, split_bucket
+from ..ops import to_host
 from ..train.gradients import Gradients
 from ..world.ranks import Loopback, Ranks
 from .accuracy import contributions
+from .harness import on_device, whole
 
 RANKS = 4  # virtual ones that a method is run on
 WARMUP = 1  # iterations before the one that is counted, so that residuals are not empty
@@ -275,19 +278,25 @@ class Replayed:
     sent_share: float
 
 
-def replay(world: Ranks, method: Aggregator, recorded: Sequence[Gradients]) -> Replayed:
+def replay(
+    world: Ranks, method: Aggregator, recorded: Sequence[Gradients], device: str = "cpu"
+) -> Replayed:
     """Return what a method does with the gradients of the first world.ranks ranks. Collective.
 
     Nothing is kept from training: the memory is empty at first, and the epoch is late, so that no
     method warms up. All gradients come once more, by the clock of collectives, and the last ones
     again, with the profile. Raises as the method does.
+    device: where the gradients are; times are until the GPU is done, processor times are the host's
     """
     names = tuple(recorded[0].layers)
     shapes = tuple(values.shape[1:] for values in recorded[0].layers.values())
     bucket = Bucket(names, shapes, method.align)
     method.check_layers(names)
     rows = [
-        [bucket.flatten([v[rank] for v in each.layers.values()]) for rank in world.hosted]
+        [
+            on_device(bucket.flatten([v[rank] for v in each.layers.values()]), device)
+            for rank in world.hosted
+        ]
         for each in recorded
     ]
     exact = [_exact(each, bucket, world.ranks) for each in recorded]
@@ -301,15 +310,16 @@ def replay(world: Ranks, method: Aggregator, recorded: Sequence[Gradients]) -> R
         world.barrier("bench")
         before, start_s = world.bytes_sent.copy(), time.perf_counter()
         given = world.collective_bytes
+        average = whole(partial(method.aggregate, hosted, bucket, context), hosted[0])
         if watch is not None:
             with watch.running():
-                method.aggregate(hosted, bucket, context)
+                average()
             continue
-        mean = method.aggregate(hosted, bucket, context)
+        mean = average()
         times.append(time.perf_counter() - start_s)
         sent.append(world.bytes_sent - before)
         collective.append(world.collective_bytes - given)
-        means.append(mean.flat.astype(np.float64))
+        means.append(to_host(mean.flat).astype(np.float64))
         told.append(mean.layers.get("sent_share"))
     apart = [(each.travel_s, each.local_s) for each in clocks]
     everyone = world.gather((times, sent, profile.time_s, collective, apart), "bench")

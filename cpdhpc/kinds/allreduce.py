@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import lru_cache, partial
-from importlib.util import find_spec
 from math import isnan, nan
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -19,9 +18,18 @@ from ..formats import (
     wire_format,
     wire_scaling,
 )
-from ..methods import ACCUMULATES, ALGORITHMS, BASELINES, EXACT, MAX_SUM_BITS, MEMCPY, SCALINGS
+from ..methods import (
+    ACCUMULATES,
+    ALGORITHMS,
+    BASELINE_DEVICES,
+    BASELINES,
+    EXACT,
+    MAX_SUM_BITS,
+    MEMCPY,
+    SCALINGS,
+)
 from .base import Call, Kind
-from .factors import ABSENT, Factor, Factors, Value, float32_size, one_of
+from .factors import ABSENT, DEVICE, Factor, Factors, Value, device_used, float32_size, one_of
 
 if TYPE_CHECKING:
     from ..bench.allreduce_cases import TimedCase
@@ -52,12 +60,12 @@ def _check_scaling(scaling: str) -> None:
 def _used(given: Factors) -> dict[str, Value]:
     """Return the factors as the method has them; see Kind.used."""
     algorithm, wire = str(given["algorithm"]), str(given["wire"])
-    found: dict[str, Value] = {
-        "size_bytes": given["size_bytes"],
-        "algorithm": algorithm,
-        "wire": wire,
-    }
+    device = device_used(given)
+    found = {"size_bytes": given["size_bytes"], "algorithm": algorithm, "wire": wire} | device
     if algorithm in BASELINES:
+        where = str(device.get("device", "cpu"))
+        if where not in BASELINE_DEVICES[algorithm]:
+            raise ValueError(f"{algorithm} takes no arrays of device {where}")
         wires = BASELINES[algorithm]
         if wire not in wires:
             raise ValueError(f"{algorithm} has no wire {wire}, only {', '.join(wires)}")
@@ -118,18 +126,21 @@ CACHED_SIZES = 2  # whose data stay from one visit to the next
 
 
 @lru_cache(maxsize=CACHED_SIZES)
-def _data(n: int, world: World, integers: bool) -> Any:
-    from ..bench.allreduce_cases import integer_data, normal_data
+def _data(n: int, world: World, device: str, integers: bool) -> Any:
+    from ..bench.allreduce_cases import Data, integer_data, normal_data
+    from ..bench.harness import on_device
 
-    return (integer_data if integers else normal_data)(n, world)
+    x, total = (integer_data if integers else normal_data)(n, world)
+    return Data(on_device(x, device), total)
 
 
 @contextmanager
 def _measure(study: Asked, case: Case, place: Place, check: bool) -> Iterator[Call]:
     """Make an all-reduce ready; see Kind.measure. Collective."""
     factors, world = case.factors, place.world
-    with _gloo(world) if factors["algorithm"] == "gloo" else nullcontext():
-        timed = _timed(world, factors)
+    device = place.take_device(factors)
+    with _torch_group(world, factors):
+        timed = _timed(world, factors, device)
         call = Call(timed.run, timed.prepare)
         if check:
             timed.check(world)
@@ -142,16 +153,17 @@ def _measure(study: Asked, case: Case, place: Place, check: bool) -> Iterator[Ca
         yield call
 
 
-def _timed(world: World, factors: Factors) -> TimedCase:
+def _timed(world: World, factors: Factors, device: str) -> TimedCase:
     """Return the call of a case, not checked yet."""
     import numpy as np
 
     from ..bench import allreduce_cases as bench
+    from ..bench.harness import on_device
     from ..collectives.allreduce import Allreduce
 
     n, algorithm, wire = int(factors["size_bytes"]) // 4, factors["algorithm"], str(factors["wire"])
-    out = np.empty(n, np.float32)
-    integers, normal = partial(_data, n, world, True), partial(_data, n, world, False)
+    out = on_device(np.empty(n, np.float32), device)
+    integers, normal = (partial(_data, n, world, device, exact) for exact in (True, False))
     if algorithm in BASELINES:
         name = str(algorithm) if wire == "raw" else f"{algorithm}-{wire}"
         return bench.BASELINES[name](world, integers(), normal(), out)
@@ -165,19 +177,17 @@ def _timed(world: World, factors: Factors) -> TimedCase:
 
 
 @contextmanager
-def _gloo(world: World) -> Iterator[None]:
-    """Open torch's process group. Collective. Raises UserError where torch is missing."""
-    from ..bench.harness import together
+def _torch_group(world: World, factors: Factors) -> Iterator[None]:
+    """Open torch's process group where the algorithm is its. Collective.
 
-    def installed() -> bool:
-        if find_spec("torch") is None:
-            raise UserError("algorithm gloo: torch is not installed on every process")
-        return True
+    Raises UserError on all ranks where torch or what it needs is missing.
+    """
+    from ..bench.libraries import group_of, missing
 
-    together(world, installed)
-    from ..bench.harness import gloo
-
-    with gloo(world):
+    library = str(factors["algorithm"])
+    if library in BASELINES and (reason := missing(world, library)):
+        raise UserError(f"algorithm {library}: {reason}")
+    with group_of(world, [library] if library in BASELINES else []):
         yield
 
 
@@ -207,7 +217,7 @@ def _share(ranks: int) -> float:
 
 
 SHAPES = 3  # that have figures
-METHOD = ("algorithm", "chosen", "call", "wire", "value_scaling", "accumulate")
+METHOD = ("algorithm", "chosen", "call", "wire", "value_scaling", "accumulate", "device")
 CAPTION = (
     "Median of the slowest rank's times; n: repeats without warm-ups. busbw: 2 (p - 1) / p size / "
     "median, of p ranks. mpi: MPI_Allreduce of float32 in the same study, at the same size and "
@@ -240,6 +250,11 @@ def _size(group: SeedGroup) -> float:
     return float(group.factors["size_bytes"])
 
 
+def _place(group: SeedGroup) -> tuple[Any, ...]:
+    """Return what all-reduces share that are compared."""
+    return group.shape, _size(group), group.factors.get("device")
+
+
 def _bus_bandwidth(group: SeedGroup, time: Estimate) -> Estimate:
     """Return 2 (p - 1) / p size / time in GB/s, unknown for a single rank."""
     return time.inverse(_share(group.ranks) * _size(group) / 1e9 or nan)
@@ -251,14 +266,13 @@ def _table(file: StudyFile, groups: Sequence[SeedGroup]) -> Table:
     from ..report.tables import Column, tabulate
 
     base, copies = (
-        {(g.shape, _size(g)): g for g in groups if g.factors["algorithm"] == name}
-        for name in ("mpi", MEMCPY)
+        {_place(g): g for g in groups if g.factors["algorithm"] == name} for name in ("mpi", MEMCPY)
     )
     differing = varying([group.factors for group in groups])
     predicted = any(point.outcomes.get("predicted_s", nan) >= 0 for point in file.points)
 
     def by_memcpy(group: SeedGroup) -> str:
-        copy = copies.get((group.shape, _size(group)))
+        copy = copies.get(_place(group))
         return units.digits(quotient(group.time_s.value, copy.time_s.value)) if copy else "-"
 
     columns: list[Column[SeedGroup]] = [
@@ -267,7 +281,7 @@ def _table(file: StudyFile, groups: Sequence[SeedGroup]) -> Table:
         *of_factors([name for name in METHOD if name in differing or name == "algorithm"], groups),
         *timing(file),
         Column("busbw\nGB/s", lambda g: units.digits(_bus_bandwidth(g, g.time_s).value)),
-        Column("times as\nfast as mpi", lambda g: times_as_fast(base.get((g.shape, _size(g))), g)),
+        Column("times as\nfast as mpi", lambda g: times_as_fast(base.get(_place(g)), g)),
         *([Column("time by\nmemcpy", by_memcpy)] if copies else []),
         Column("bound", lambda g: units.time(g.mean("bound_s"))),
         Column(
@@ -364,7 +378,7 @@ ALLREDUCE = Kind(
     factors={
         "size_bytes": float32_size("float32 data of a rank"),
         "algorithm": Factor(
-            "algorithm; mpi and gloo are those libraries' own",
+            "algorithm; mpi, gloo and nccl are those libraries' own",
             str,
             default="ring",
             check=one_of([*ALGORITHMS, *BASELINES]),
@@ -372,6 +386,7 @@ ALLREDUCE = Kind(
         "wire": Factor("what travels: raw float32 or a format", str, "1", "raw", _check_wire),
         "value_scaling": Factor("scaling of values before encoding", str, check=_check_scaling),
         "accumulate": Factor("how partial sums are kept", str, check=one_of([*ACCUMULATES, EXACT])),
+        "device": DEVICE,
     },
     work="size_bytes",
     used=_used,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import Raw, UserError, validate
 from .base import Call, Kind
-from .factors import Factor, Factors, Value, at_least, one_of, positive
+from .factors import DEVICE, Factor, Factors, Value, at_least, device_used, one_of, positive
 
 if TYPE_CHECKING:
     from ..autoencoder.job import Autoencoder
@@ -34,7 +34,7 @@ def _used(given: Factors) -> dict[str, Value]:
         raise ValueError(f"field={given['field']}: more than image={given['image']}")
     if int(given["pool"]) > _blocks(given):
         raise ValueError(f"pool={given['pool']}: more than the {_blocks(given)} blocks there are")
-    return dict(given)
+    return {name: given[name] for name in given if name != "device"} | device_used(given)
 
 
 def _fits(job: Raw, used: Factors, ranks: int) -> str | None:
@@ -66,6 +66,7 @@ def _measure(study: Asked, case: Case, place: Place, check: bool) -> Iterator[Ca
     from ..autoencoder.training import Stack, Step
     from ..train.setup import agreed
 
+    place.take_device(case.factors)
     world, job = place.world, _job(case.factors)
     job.set_process(world)
     images = agreed(world, lambda: (job.data.load(),))[0]
@@ -109,6 +110,7 @@ def _job(of: Factors) -> Autoencoder:
             "batch": of["batch"],
             "dtype": of["dtype"],
             "threads": of["threads"],
+            "device": of.get("device", "cpu"),
         },
     }
     return validate(Autoencoder, raw, "job")
@@ -205,6 +207,7 @@ AUTOENCODER = Kind(
             "threads of torch of a rank; 0: the cores it owns", int, default=0, check=at_least(0)
         ),
         "dtype": Factor("numbers", str, default="float32", check=one_of(("float32", "float64"))),
+        "device": DEVICE,
     },
     work="maps",
     used=_used,

@@ -106,6 +106,11 @@ class Measuring(ABC):
         """Return what was measured, once it is done. Collective."""
 
 
+def device_of(job: Raw, used: Factors) -> str:
+    """Return the factor device. See Kind.device."""
+    return str(used.get("device", "cpu"))
+
+
 Calls = Callable[[Asked, Case, "Place", bool], AbstractContextManager[Call]]
 
 
@@ -127,6 +132,7 @@ class Kind:
         first seen to do what it should; collective. A class, where a repeat is no call
     sections: (study file, its points, layout) -> what a report shows besides the scaling
     panels: factors whose words have panels of their own in figures
+    device: (tables of the job, factors that used returned) -> "cpu" or "gpu"
     laid_over: (tables of a job, changes) -> the tables with changes laid over them
     """
 
@@ -139,6 +145,7 @@ class Kind:
     measure: Calls | type[Measuring]
     sections: Callable[[StudyFile, Sequence[SeedGroup], Layout], list[tables.Section]]
     panels: tuple[str, ...]
+    device: Callable[[Raw, Factors], str] = device_of
     needs_job: bool = False
     laid_over: Callable[[Raw, Raw], Raw] = merge
     groups: tuple[str, ...] = ()  # of a study file, besides those of all kinds

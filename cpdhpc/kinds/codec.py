@@ -10,7 +10,7 @@ from ..config import Raw
 from ..formats import SHARED, TILE, Cast, packed_bytes, parse_format, shift_count
 from ..methods import CODEC_OPERATIONS, MEMCPY
 from .base import Call, Kind
-from .factors import ABSENT, Factor, Factors, Value, float32_size, one_of
+from .factors import ABSENT, DEVICE, Factor, Factors, Value, device_used, float32_size, one_of
 
 if TYPE_CHECKING:
     from ..report.figures import Panel, Style
@@ -28,7 +28,7 @@ GUESS = 1e-9  # s per byte: a slow codec, as the estimate is an upper one
 def _used(given: Factors) -> dict[str, Value]:
     """Return the factors; memcpy has no format. See Kind.used."""
     operation, name = str(given["operation"]), str(given["format"])
-    found: dict[str, Value] = {"size_bytes": given["size_bytes"], "operation": operation}
+    found = {"size_bytes": given["size_bytes"], "operation": operation} | device_used(given)
     if operation == MEMCPY:
         return found
     if name == ABSENT:
@@ -54,13 +54,15 @@ def _measure(study: Asked, case: Case, place: Place, check: bool) -> Iterator[Ca
     import numpy as np
 
     from ..bench.codec import operations
+    from ..bench.harness import on_device
     from ..partition import split
 
     factors, world = case.factors, place.world
     operation = str(factors["operation"])
     cast = Cast(parse_format(str(factors.get("format", ANY_FORMAT))))
     start, stop = split(int(factors["size_bytes"]) // 4, world.processes, world.process)
-    x = np.random.default_rng(world.process).standard_normal(stop - start, np.float32)
+    values = np.random.default_rng(world.process).standard_normal(stop - start, np.float32)
+    x = on_device(values, place.take_device(factors))
     call = Call(operations(x, cast)[operation])
     if check:
         _check(world, x, cast)
@@ -69,7 +71,7 @@ def _measure(study: Asked, case: Case, place: Place, check: bool) -> Iterator[Ca
             shared = _shared(operation)
             shifts = shift_count(x.size, shared) if shared else 0
             call.outcomes["wire_bytes"] = packed_bytes(x.size, cast.fmt.bits) + shifts
-            call.outcomes["error"] = _error(world, x, cast, operation)
+            call.outcomes["error"] = _error(world, values, cast, operation)
     yield call
 
 
@@ -142,7 +144,7 @@ def _sections(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> l
 def _place(group: SeedGroup) -> str:
     from ..report.points import label
 
-    return label(group.factors, ("size_bytes", "ranks"))
+    return label(group.factors, ("size_bytes", "ranks", "device"))
 
 
 def _format(group: SeedGroup) -> str:
@@ -183,10 +185,11 @@ def _table(file: StudyFile, groups: Sequence[SeedGroup]) -> Table:
     from ..report.tables import Column, tabulate
 
     base = {_place(group): group for group in groups if _is_base(group)}
-    threads = ["threads"] if any("threads" in group.factors for group in groups) else []
+    optional = ("threads", "device")
+    further = [name for name in optional if any(name in group.factors for group in groups)]
     columns: list[Column[SeedGroup]] = [
         Column("ranks", lambda g: str(g.ranks)),
-        *of_factors(("size_bytes", "operation", "format", *threads), groups),
+        *of_factors(("size_bytes", "operation", "format", *further), groups),
         *timing(file),
         Column("rate\nGB/s", lambda g: units.digits(_rate(g).value)),
         Column("of memcpy's", lambda g: times_as_fast(base.get(_place(g)), g)),
@@ -204,6 +207,7 @@ CODEC = Kind(
             check=one_of([MEMCPY, *CODEC_OPERATIONS]),
         ),
         "format": Factor("format of the codec", str, check=parse_format),
+        "device": DEVICE,
     },
     work="size_bytes",
     used=_used,

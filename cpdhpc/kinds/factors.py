@@ -83,6 +83,14 @@ def float32_size(long_name: str) -> Factor:
     return Factor(long_name, int, "byte", None, check)
 
 
+DEVICE = Factor("where arrays are: cpu, gpu", str, check=one_of(("cpu", "gpu")))
+
+
+def device_used(given: Factors) -> dict[str, Value]:
+    """Return the factor device where it is a GPU: on the CPU a case is what it always was."""
+    return {"device": "gpu"} if given.get("device") == "gpu" else {}
+
+
 SHAPE = {  # factors of every kind; ranks = nodes * ppn
     "nodes": Factor("nodes", int, check=at_least(1)),
     "ppn": Factor("ranks per node", int, check=at_least(1)),

@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 
 from ..bench.harness import ping_pong
-from ..provenance import cpu_clone, hosts, identity, versions
+from ..provenance import cpu_clone, gpu, hosts, identity, versions
+from ..world.gpu_messages import use_gpu
 from ..world.mpi import World
-from .factors import Outcomes
+from .factors import Factors, Outcomes
 
 POWERCAP = Path("/sys/class/powercap")
 LOOK_S = 60.0  # a counter of RAPL begins anew after 2**18 J or so, 9 minutes at 500 W
@@ -128,11 +129,22 @@ class Place:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.cores = ""
+        self.cores = self._gpu = ""
         self._hosts = hosts(world)
         own = world.hosted.start
         first = world.nodes.index(world.nodes[own]) == own  # of the processes of this node
         self._meter = node_meter() if first else None
+
+    def take_device(self, factors: Factors) -> str:
+        """Return where a case's arrays are; on "gpu" each process has one of its own. Collective.
+
+        Raises UserError on all processes where one finds no GPU, or shares it.
+        """
+        device = str(factors.get("device", "cpu"))
+        if device == "gpu":
+            use_gpu(self.world)
+            self._gpu = gpu()
+        return device
 
     @cached_property
     def seconds_per_byte(self) -> float:
@@ -157,8 +169,8 @@ class Place:
         if self.world.process > 0:
             return {}
         found = environment(self._hosts, self.cores)
-        sources = self._meter.sources if self._meter else ""
-        return found | ({"energy": sources} if sources else {})
+        further = {"energy": self._meter.sources if self._meter else "", "gpu": self._gpu}
+        return found | {name: text for name, text in further.items() if text}
 
 
 def environment(names: list[str], placement: str) -> dict[str, str]:

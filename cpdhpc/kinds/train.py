@@ -113,6 +113,10 @@ def _fits(job: Raw, used: Factors, ranks: int) -> str | None:
     return None
 
 
+def _device(job: Raw, used: Factors) -> str:
+    return str(used.get("train.device", job.get("train", {}).get("device", "cpu")))
+
+
 def _time_s(used: Factors, ranks: int, repeats: int) -> float:
     return 0.0  # only the data and the model would tell: run.case_time_s says
 
@@ -471,6 +475,7 @@ TRAIN = Kind(
     used=_used,
     fits=_fits,
     time_s=_time_s,
+    device=_device,
     sample="one step: the sum over its phases of the slowest rank's time in each",
     measure=_Training,
     sections=_sections,

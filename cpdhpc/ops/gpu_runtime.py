@@ -286,34 +286,39 @@ def device_name() -> str:
 
 
 def to_device(x: Any) -> Array:
-    """Return a NumPy array's copy on the GPU, ready for any stream."""
+    """Return a NumPy array's copy on the GPU, ready for any stream. Raises as wait."""
     copy = cupy.asarray(x)
-    cupy.cuda.get_current_stream().synchronize()
+    wait()
     return copy
 
 
 WAIT_S = 600.0  # for a GPU to do what it was given, as a World waits for its ranks
 
 
-def to_host(array: Array) -> Host:
-    """Return a copy in the host's memory, once CuPy's current stream is done with the array.
+def wait() -> None:
+    """Wait until CuPy's current stream is done.
 
-    Raises TimeoutError after WAIT_S: array.get() would wait for a GPU that hangs for ever.
+    Raises TimeoutError after WAIT_S: CUDA would wait for a GPU that hangs for ever.
     """
     done, start = Event(cupy.cuda.get_current_stream()), time.monotonic()
     while not done.Test():
         if time.monotonic() - start > WAIT_S:
             raise TimeoutError(f"GPU {current_device()}: is at work for more than {WAIT_S:g} s")
+
+
+def to_host(array: Array) -> Host:
+    """Return a copy in the host's memory, once the stream is done with it. Raises as wait."""
+    wait()
     host: Host = array.get()
     return host
 
 
 def finished(run: Callable[[], Any]) -> Callable[[], Any]:
-    """Return what calls run, and waits until CuPy's current stream is done with it."""
+    """Return what calls run, and waits until CuPy's current stream is done. Raises as wait."""
 
     def call() -> Any:
         found = run()
-        cupy.cuda.get_current_stream().synchronize()
+        wait()
         return found
 
     return call

@@ -65,11 +65,6 @@ def shown(value: Value, units: str = "1") -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def sort_key(case: Case) -> tuple[int, int, str]:
-    """Return what cases are put in order by: small shapes first."""
-    return case.ranks, case.nodes, case.id
-
-
 Point = dict[str, Value]
 SAME = "same"  # base.ranks: speed-ups are at the same number of ranks
 
@@ -311,13 +306,17 @@ TRAINING_S = 60.0  # for a case of which nothing is known
 
 @dataclass(frozen=True)
 class Batch:
-    """What a job does: cases on at most nodes * ppn ranks; time_s: an upper estimate."""
+    """What a job does: cases on at most nodes * ppn ranks.
+
+    time_s: an upper estimate; has_gpus: whether a case needs a GPU for each rank
+    """
 
     number: int
     nodes: int
     ppn: int
     cases: tuple[Case, ...]
     time_s: float
+    has_gpus: bool = False
 
     @property
     def ranks(self) -> int:
@@ -347,15 +346,25 @@ def batches(study: Study, cases: Iterable[Case]) -> list[Batch]:
 
     The numbers depend on the study alone, whatever is finished.
     """
-    ordered = sorted(cases, key=sort_key)
+    ordered = sorted(cases, key=lambda case: (*_shape_of(study, case), case.id))
     if study.run.bundle == "nested":
         groups = [ordered] if ordered else []
     elif study.run.bundle == "case":
         groups = [[case] for case in ordered]
     else:
-        by_shape = groupby(ordered, key=lambda case: (case.ranks, case.nodes))
+        by_shape = groupby(ordered, key=partial(_shape_of, study))
         groups = [part for _, group in by_shape for part in _cut(study, list(group))]
     return [_batch(study, number, group) for number, group in enumerate(groups)]
+
+
+def _shape_of(study: Study, case: Case) -> tuple[int, int, bool]:
+    """Return what the cases of a job have in common: ranks, nodes, whether they use GPUs."""
+    return case.ranks, case.nodes, uses_gpus(study, case)
+
+
+def uses_gpus(study: Study, case: Case) -> bool:
+    """Whether a case needs a GPU for each rank."""
+    return study.of_kind.device(study.job, case.factors) == "gpu"
 
 
 def _cut(study: Study, cases: Sequence[Case]) -> list[list[Case]]:
@@ -375,4 +384,5 @@ def _cut(study: Study, cases: Sequence[Case]) -> list[list[Case]]:
 def _batch(study: Study, number: int, cases: Sequence[Case]) -> Batch:
     time_s = START_S + sum(case_time_s(study, case) for case in cases)
     nodes, ppn = max(case.nodes for case in cases), max(case.ppn for case in cases)
-    return Batch(number, nodes, ppn, tuple(cases), time_s)
+    has_gpus = any(uses_gpus(study, case) for case in cases)
+    return Batch(number, nodes, ppn, tuple(cases), time_s, has_gpus)

@@ -87,10 +87,13 @@ def run_plan(arguments: argparse.Namespace) -> int:
     """Print the plan."""
     study, folder = study_of(arguments)
     expansion = expand(study)
-    site = load_site(arguments.site)
-    every = [(job, site.refusal(job.nodes, job.ppn)) for job in batches(study, expansion.cases)]
-    jobs = [job for job, why in every if why is None]  # numbered as they are on any site
-    refused = [(case, why) for job, why in every if why is not None for case in job.cases]
+    jobs = batches(study, expansion.cases)  # numbered as they are on any site
+    refused = []
+    if arguments.site is not None:
+        site = load_site(arguments.site)
+        every = [(job, site.refusal(job.nodes, job.ppn, job.has_gpus)) for job in jobs]
+        jobs = [job for job, why in every if why is None]
+        refused = [(case, why) for job, why in every if why is not None for case in job.cases]
     lines = [*totals(study, jobs), *refusals([*expansion.impossible, *refused])]
     print(*plan_table(study, jobs), "", *lines, _kept(folder, expansion.cases), sep="\n")
     return 0
@@ -156,6 +159,10 @@ def totals(study: Study, jobs: Sequence[Batch]) -> list[str]:
         f"{study.name}: {study.scaling} scaling of {study.kind}: {len(cases)} cases in {len(jobs)} "
         f"batch(es), at most {hours:.3g} core hours (ranks x time), {longest_s:.0f} s a batch"
     ]
+    asked = Counter((job.nodes, job.ppn) for job in jobs if job.has_gpus)
+    for (nodes, ppn), count in asked.items():
+        each = f"{nodes} node{'s' * (nodes > 1)}, {ppn} a node"
+        lines.append(f"GPUs: {count} batch(es) ask for {nodes * ppn} on {each}")
     if study.scaling != "throughput" and len(ranks) == 1:
         lines.append(f"{study.scaling} scaling, but all cases have {ranks.pop()} rank(s)")
     if cases and not any(study.of_kind.time_s(case.factors, case.ranks, 1) for case in cases):

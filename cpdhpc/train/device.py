@@ -17,13 +17,16 @@ if TYPE_CHECKING:
     from .job import Train
 
 
-def own_device(train: Train, world: Ranks) -> torch.device:
+def own_device(
+    world: Ranks, kind: str, *, oversubscribe: bool = False, gpu_direct: str = "auto"
+) -> torch.device:
     """Return the device of this process, which is torch's and CuPy's current one then. Collective.
 
+    kind: cpu or gpu; the others: see train.job.Train
     Raises UserError on all processes alike where one has no GPU, or torch or CuPy none for it,
     where several share one that should not, and where MPI is to take GPU memory and does not.
     """
-    if train.device == "cpu":
+    if kind == "cpu":
         return CPU
     problem = None
     if not torch.cuda.is_available():
@@ -31,8 +34,8 @@ def own_device(train: Train, world: Ranks) -> torch.device:
             f"train.device='gpu': torch {torch.__version__} finds no GPU on rank {world.rank}"
         )
     world.agree(problem)
-    number = use_gpu(world, oversubscribe=train.oversubscribe_gpus)
-    if train.gpu_direct == "required" and world.processes > 1:
+    number = use_gpu(world, oversubscribe=oversubscribe)
+    if gpu_direct == "required" and world.processes > 1:
         answer = gpu_aware(world)
         if not answer.yes:
             raise UserError(f"train.gpu_direct='required': GPU-aware MPI: {answer}")

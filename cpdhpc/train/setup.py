@@ -300,7 +300,12 @@ def prepare(job: Job, world: Ranks, data: Dataset | Source, files: Files) -> Tra
     torch.set_num_threads(threads)
     job.check_ranks(world.ranks)
     set_kernel_threads(1 if job.train.overlap else threads)  # else they would slow backward down
-    device = own_device(job.train, world)
+    device = own_device(
+        world,
+        job.train.device,
+        oversubscribe=job.train.oversubscribe_gpus,
+        gpu_direct=job.train.gpu_direct,
+    )
     model = agreed(world, lambda: build_model(job, data)).to(device)
     cast_forward(model, job.train, device)
     grid = None

@@ -42,7 +42,8 @@ def use_gpu(world: Ranks, *, oversubscribe: bool = False) -> int:
     if shared and not oversubscribe:
         raise UserError(
             f"use_gpu: processes {', '.join(shared)} would share GPUs of their node: "
-            "start fewer, or give oversubscribe=True"
+            "start fewer, or allow it: oversubscribe=True, bench --oversubscribe-gpus, in a job "
+            "train.oversubscribe_gpus = true"
         )
     return number
 

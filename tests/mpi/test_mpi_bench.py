@@ -10,16 +10,14 @@ import numpy as np
 import pytest
 import xarray
 
-from cpdhpc.bench.allreduce_cases import BASELINES, cases_of_size
+from cpdhpc.bench.allreduce_cases import cases_of_size
 from cpdhpc.bench.harness import (
     Measured,
     Point,
     check_out,
-    gloo,
-    sum_bfloat16,
-    sum_float32,
     together,
 )
+from cpdhpc.bench.libraries import sum_float32, sum_half, torch_group
 from cpdhpc.bench.traffic import replay
 from cpdhpc.cli import main
 from cpdhpc.collectives.allreduce import Allreduce, allreduce
@@ -47,15 +45,17 @@ def test_mpi_sums_a_source_and_leaves_it_alone(world):
 
 
 def test_gloo_sums(world):
-    with gloo(world):
+    with torch_group(world, "gloo"):
         x, out = np.full(9, world.process + 1, np.float32), np.empty(9, np.float32)
-        sum_bfloat16(x, out)
+        sum_half(x, out, "bfloat16")
         expected = np.full(9, world.processes * (world.processes + 1) / 2, np.float32)
         np.testing.assert_array_equal(out, expected)  # small integers are bfloat16
         sum_float32(x)
         np.testing.assert_array_equal(x, expected)
-        cases = cases_of_size(world, 4096, [Allreduce("e4m3", "direct")], list(BASELINES))
-    errors = [case.error for case in cases if case.is_sum]
+        cases = cases_of_size(
+            world, 4096, [Allreduce("e4m3", "direct")], ["mpi", "gloo", "gloo-bf16"]
+        )
+    errors = [case.error for case in cases]
     assert errors[:2] == [0, 0] and 0 < errors[2] < errors[3] < 2**-3
     assert cases[-1].wire_bytes > 0
 

@@ -4,12 +4,24 @@ On the emulated GPU whole runs have them, as the model's own arithmetic is torch
 real ones the averaging alone, of gradients that depend on no sum.
 """
 
+import sys
+from contextlib import contextmanager
+from unittest.mock import patch
+
 import pytest
 import torch
 from cards import DEVICE, card
 from test_gpu_training import WAYS, network, steps
+from torch import distributed
 from training import model_bytes
 
+from cpdhpc.autoencoder import probe
+from cpdhpc.autoencoder.files import resume, save
+from cpdhpc.autoencoder.job import Autoencoder
+from cpdhpc.autoencoder.training import Stack
+from cpdhpc.bench.allreduce import parse_baselines
+from cpdhpc.bench.allreduce_cases import cases_of_size
+from cpdhpc.bench.libraries import group_of, missing
 from cpdhpc.config import UserError, validate
 from cpdhpc.ops.tensors import CPU
 from cpdhpc.signals import Caught
@@ -20,6 +32,7 @@ from cpdhpc.train.output import Files
 from cpdhpc.train.progress import Display
 from cpdhpc.train.reducer import GradientReducer
 from cpdhpc.train.setup import prepare
+from cpdhpc.world.gpu_messages import use_gpu
 from cpdhpc.world.mpi import World
 
 pytestmark = [pytest.mark.mpi, pytest.mark.gpu]
@@ -41,6 +54,7 @@ def digits(train):
     """Half an epoch of a small network is enough to see a bit."""
     row = {"aggregator": "lowbit", "wire": "e4m3", "scaling": "aps", "algorithm": "direct"}
     fixed = {"epochs": 1, "batch": 256, "threads": 1, "bucket_mib": 0.01, "timeout_s": TIMEOUT_S}
+    fixed["oversubscribe_gpus"] = True  # of a machine that has one
     job = {"name": "digits", "model": {"name": "mlp", "hidden": [16]}, "gradient": row}
     return validate(Job, job | {"train": fixed | train}, "test")
 
@@ -88,9 +102,90 @@ def test_what_differs_between_ranks_is_said_on_all(gpu, world, direct):
     with pytest.raises(ValueError, match=r"0\.weight is on cuda:0, 1\.weight on cpu: should be on"):
         GradientReducer(network(DEVICE) if world.process else model, world)
     gpu.first = 0  # so that both processes see the same one
-    job, data = digits({"device": "gpu"}), Digits().load()
+    job, data = digits({"device": "gpu", "oversubscribe_gpus": False}), Digits().load()
     with pytest.raises(UserError, match=r"processes 0, 1 would share GPUs of their node"):
         prepare(job, world, data, None)
     job = digits({"device": "gpu", "gpu_direct": "required", "oversubscribe_gpus": True})
     with pytest.raises(UserError, match=r"train.gpu_direct='required': GPU-aware MPI: no \(sim"):
         prepare(job, world, data, None)
+
+
+def stacked(world, device):
+    """Two layers of the autoencoder on digits."""
+    layers = [{"field": 4, "step": 2, "maps": 3, "pool": 2, "contrast": 3}, {"field": 2, "maps": 2}]
+    data = {"name": "digits", "tile": 2, "size": 14}
+    train = {"iterations": 2, "batch": 4, "threads": 1, "learning_rate": 0.01, "device": device}
+    train["oversubscribe_gpus"] = True
+    raw = {"name": "a", "data": data, "layer": layers, "train": train}
+    job = validate(Autoencoder, raw, "test")
+    return Stack(job, world, job.data.load())
+
+
+def test_the_autoencoder_has_the_bits_of_the_cpu(gpu, direct, tmp_path_factory):
+    world = World(timeout_s=TIMEOUT_S, gpu_direct=direct)
+    directory = world.gather(tmp_path_factory.mktemp("stack"))[0]
+    found = {}
+    for device in ("cpu", "gpu"):
+        stack, steps = stacked(world, device), []
+        while not stack.done:
+            steps.append(stack.step(stack.batch())[:6])
+        save(directory / f"{device}.h5", stack)
+        again = stacked(world, "cpu")
+        assert resume(directory / f"{device}.h5", again) and again.done
+        image, answers = probe.stimuli(stack, 1, [(0, 0, 1)], [1])
+        told = [each.numpy() for each in probe.responses(stack, image)]
+        weights = [each.weight.detach().numpy() for each in again.layers]
+        found[device] = steps, *(each.tobytes() for each in (image, answers, *told, *weights))
+    wrong = gpu is not None and found["gpu"] != found["cpu"]
+    devices = {each.weight.device for each in stack.layers}
+    everyone = world.gather((wrong, devices))
+    world.free()
+    assert everyone == [(False, {DEVICE})] * len(everyone)
+
+
+@contextmanager
+def nccl(world):
+    """NCCL; under emulation gloo in its place, which sums what streams have come to."""
+    if "emulated_torch" not in sys.modules:
+        yield
+        return
+    start, reduce = distributed.init_process_group, distributed.all_reduce
+
+    def all_reduce(tensor):
+        values = tensor.cpu()
+        reduce(values)
+        tensor.copy_(values)
+
+    def init_process_group(backend, device_id, **given):
+        assert backend == "nccl" and device_id == DEVICE
+        start("gloo", **given)
+
+    with (
+        patch.object(distributed, "init_process_group", init_process_group),
+        patch.object(distributed, "all_reduce", all_reduce),
+        patch.object(distributed, "is_nccl_available", lambda: True),
+    ):
+        yield
+
+
+@pytest.mark.two_ranks
+@pytest.mark.parametrize("direct", [False], ids=["staged"], indirect=True)  # NCCL knows no MPI
+def test_nccl_sums_arrays_where_they_are(gpu, world, direct):
+    with nccl(world):
+        use_gpu(world, oversubscribe=True)
+        if gpu is None and (reason := missing(world, "nccl")):
+            pytest.skip(reason)
+        found, why = parse_baselines(world, "nccl,nccl-bf16,nccl-fp16", "gpu")
+        with group_of(world, found):
+            cases = cases_of_size(world, 8192, [], found[2:], "gpu")
+            for case in cases:
+                case.check(world)
+    errors = [case.error for case in cases]
+    verdict = (
+        [name for name in found if name != "memcpy"],
+        errors[0],
+        0 < errors[2] < errors[1] < 2**-8,
+        why,
+    )
+    expected = ["mpi", "nccl", "nccl-bf16", "nccl-fp16"], 0.0, True, {}
+    assert world.gather(verdict) == [expected] * world.processes

@@ -34,6 +34,8 @@ class Launcher:
 
     command: of the shell, with the fields ranks, ppn (ranks per node), cpus (cores per rank)
     many_cpus: what replaces the field bind where a rank has several cores
+    in_order: what places the ranks of a node on cores in their order, so that each is near its GPU
+        where GPUs are numbered along the sockets; Slurm by itself deals ranks out to sockets
     signal: what sbatch --signal has before the seconds. A launcher that runs in the batch shell
         gets the signal from that shell ("B:USR1"): sent to all steps it would hit Open MPI's
         daemons, and mpirun would end with status 0. Under srun the ranks are the step.
@@ -41,6 +43,7 @@ class Launcher:
 
     command: str
     many_cpus: str
+    in_order: str
     signal: str
 
     @property
@@ -56,28 +59,32 @@ SRUN = (
     "srun --mpi={} --ntasks={{ranks}} --ntasks-per-node={{ppn}} --cpus-per-task={{cpus}} "
     "--kill-on-bad-exit=0 --wait=60"
 )
+IN_ORDER = " --distribution=block:block --cpu-bind=cores"
 LAUNCHERS = {
     "mpirun": Launcher(  # Open MPI
-        "mpirun -n {ranks} --map-by ppr:{ppn}:node{bind}", ":PE={cpus}", "B:USR1"
+        "mpirun -n {ranks} --map-by ppr:{ppn}:node{bind}", ":PE={cpus}", "", "B:USR1"
     ),
     "mpiexec": Launcher(  # MPICH's hydra and what descends from it
-        "mpiexec -n {ranks} -ppn {ppn}{bind}", " -bind-to core:{cpus}", "B:USR1"
+        "mpiexec -n {ranks} -ppn {ppn}{bind}", " -bind-to core:{cpus}", "", "B:USR1"
     ),
-    "srun-pmix": Launcher(SRUN.format("pmix"), "", "USR1"),
-    "srun-pmi2": Launcher(SRUN.format("pmi2"), "", "USR1"),
-    "srun-cray": Launcher(SRUN.format("cray_shasta"), "", "USR1"),
+    "srun-pmix": Launcher(SRUN.format("pmix"), "", IN_ORDER, "USR1"),
+    "srun-pmi2": Launcher(SRUN.format("pmi2"), "", IN_ORDER, "USR1"),
+    "srun-cray": Launcher(SRUN.format("cray_shasta"), "", IN_ORDER, "USR1"),
 }
 
 
-def launch(name: str, ranks: str, ppn: str, cpus: int, flags: Iterable[str] = ()) -> str:
-    """Return the words of the shell before the program.
+def launch(
+    name: str, ranks: str, ppn: str, cpus: int, flags: Iterable[str] = (), near_gpus: bool = False
+) -> str:
+    """Return the words of the shell before the program; flags come last, and so win.
 
+    near_gpus: whether each rank is to be near its GPU
     ranks, ppn: numbers, or shell words that become numbers in the job
     """
     way = LAUNCHERS[name]
     bind = way.many_cpus.format(cpus=cpus) if cpus > 1 else ""
     command = way.command.format(ranks=ranks, ppn=ppn, cpus=cpus, bind=bind)
-    return " ".join([command, *map(quote, flags)])
+    return " ".join([command + way.in_order * near_gpus, *map(quote, flags)])
 
 
 def _line(text: str) -> str:
@@ -120,7 +127,7 @@ class Site(Section):
     directives: further options of sbatch, as "--mail-type=END"
     python: what starts Python in a job; container: an image that it is in, started by runtime
     nodes, cores_per_node, max_time_min: the most that a job may ask for; None: not known
-    gpus_per_node: 0 for jobs without GPUs; else a rank has one of its own
+    gpus_per_node: a job whose ranks use GPUs asks for one for each rank
     cpus_per_rank: cores
     grace_s: how long before the time limit a job is told to write its checkpoint
     max_array: one more than the largest index of an array, Slurm's MaxArraySize
@@ -176,10 +183,10 @@ class Site(Section):
         """Return the profile as TOML text."""
         return dump_toml(self.model_dump())
 
-    def refusal(self, nodes: int, ppn: int) -> str | None:
+    def refusal(self, nodes: int, ppn: int, has_gpus: bool = False) -> str | None:
         """Return why a job of this shape cannot run here; None where nothing speaks against it.
 
-        ppn: ranks per node
+        ppn: ranks per node; has_gpus: whether each rank needs a GPU
         """
         if self.nodes is not None and nodes > self.nodes:
             return f"{nodes} nodes: site {self.name} gives a job {self.nodes} at most"
@@ -190,7 +197,9 @@ class Site(Section):
                 f"{ppn} ranks per node{each}: "
                 f"a node of site {self.name} has {self.cores_per_node} cores"
             )
-        if self.gpus_per_node and ppn > self.gpus_per_node:
+        if has_gpus and not self.gpus_per_node:
+            return f"device gpu: site {self.name} has no GPUs (gpus_per_node = 0)"
+        if has_gpus and ppn > self.gpus_per_node:
             return f"{ppn} ranks per node: a node of site {self.name} has {self.gpus_per_node} GPUs"
         return None
 
@@ -213,17 +222,28 @@ COLLECT_MIN = 15
 
 @dataclass(frozen=True)
 class Array:
-    """Batches of one shape, which run as one array; an element's index is number - offset."""
+    """Batches of one shape, which run as one array; an element's index is number - offset.
+
+    has_gpus: whether the ranks use GPUs
+    """
 
     nodes: int
     ppn: int
+    has_gpus: bool
     offset: int
     batches: tuple[Batch, ...]
 
     @property
     def name(self) -> str:
         """A name for files."""
-        return f"{self.nodes}x{self.ppn}" + (f"-from{self.offset}" if self.offset else "")
+        first = f"-from{self.offset}" if self.offset else ""
+        return f"{self.nodes}x{self.ppn}{'-gpu' * self.has_gpus}{first}"
+
+    @property
+    def shape(self) -> str:
+        """What each of its jobs asks for, in words."""
+        gpus = f", {self.ppn} GPU{'s' * (self.ppn > 1)} a node" if self.has_gpus else ""
+        return f"{self.nodes} x {self.ppn} ranks{gpus}"
 
     @property
     def indices(self) -> str:
@@ -241,8 +261,9 @@ def ranges(numbers: Iterable[int]) -> str:
 def arrays(batches: Iterable[Batch], site: Site) -> list[Array]:
     """Return the arrays that batches run as: one per shape, more where Slurm's are too short."""
 
-    def key(batch: Batch) -> tuple[int, int, int]:
-        return batch.nodes, batch.ppn, batch.number // site.max_array * site.max_array
+    def key(batch: Batch) -> tuple[int, int, bool, int]:
+        offset = batch.number // site.max_array * site.max_array
+        return batch.nodes, batch.ppn, batch.has_gpus, offset
 
     grouped = groupby(sorted(batches, key=lambda batch: (*key(batch), batch.number)), key)
     return [Array(*shape, tuple(members)) for shape, members in grouped]
@@ -262,6 +283,7 @@ def array_script(array: Array, site: Site, study: Study, folder: Path) -> str:
         site,
         (array.nodes, array.ppn),
         (str(array.nodes * array.ppn), str(array.ppn)),
+        array.has_gpus,
         name=f"{study.name}-{array.name}",
         time_min=minutes(longest_s, site),
         log=folder / "logs" / "%x-%A_%a.log",
@@ -301,12 +323,18 @@ def minutes(time_s: float, site: Site) -> int:
 
 
 def parallel_script(
-    template: str, site: Site, shape: tuple[int, int], counts: tuple[str, str], **values: Any
+    template: str,
+    site: Site,
+    shape: tuple[int, int],
+    counts: tuple[str, str],
+    has_gpus: bool,
+    **values: Any,
 ) -> str:
     """Return a script that starts ranks and forwards signals to them.
 
     shape: nodes and ranks per node that sbatch is asked for
     counts: the ranks and the ranks per node that start, as words of the shell
+    has_gpus: whether sbatch is asked for a GPU for each rank
     values: what else the template needs
     """
     nodes, ppn = shape
@@ -316,8 +344,10 @@ def parallel_script(
         nodes=nodes,
         ppn=ppn,
         cpus=site.cpus_per_rank,
-        gpus=min(ppn, site.gpus_per_node),
-        launch=launch(site.launcher, *counts, site.cpus_per_rank, site.mpi_flags),
+        gpus=ppn * has_gpus,
+        launch=launch(
+            site.launcher, *counts, site.cpus_per_rank, site.mpi_flags, site.gpus_per_node > 0
+        ),
         program=LAUNCHERS[site.launcher].program,
         signal=LAUNCHERS[site.launcher].signal,
         more_to_do=MORE_TO_DO,
@@ -371,6 +401,7 @@ def _script(name: str, site: Site, title: str) -> str:
         site,
         program.shape,
         ('"$((nodes * ppn))"', '"$ppn"'),
+        False,
         file=f"{name}.sbatch",
         title=title,
         name=name,

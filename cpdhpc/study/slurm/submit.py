@@ -33,7 +33,7 @@ Refused = list[tuple[Batch, str]]
 
 def fitting(every: Iterable[Batch], site: Site) -> tuple[list[Array], Refused]:
     """Return batches as arrays, and those too large for the site, each with the reason."""
-    reasons = [(batch, site.refusal(batch.nodes, batch.ppn)) for batch in every]
+    reasons = [(batch, site.refusal(batch.nodes, batch.ppn, batch.has_gpus)) for batch in every]
     fit = arrays((batch for batch, why in reasons if why is None), site)
     return fit, [(batch, why) for batch, why in reasons if why is not None]
 
@@ -98,8 +98,7 @@ def _submit_all(study: Study, folder: Folder, site: Site, say: Say) -> list[Job]
     for path, array in zip(of_arrays, todo, strict=True):
         before = {*busy.values()} if not new else {new[-1].number}
         new.append(_submit(folder, path, array, study, before))
-        shape = f"{array.nodes} x {array.ppn} ranks"
-        say(f"job {new[-1].number}: {shape}, elements {array.indices}")
+        say(f"job {new[-1].number}: {array.shape}, elements {array.indices}")
     after = sorted({*busy.values(), *(job.number for job in new)})
     last = Job(queue.submit(collecting, after_any(after)), f"{study.name}-collect", {})
     record(folder, last)
