@@ -27,7 +27,6 @@ MACHINE = Machine(
     near_s=0.0,
     memory_s=0.0,
     cache_bytes=0.0,
-    codec_s=0.0,
     gamma_s=7e-11,
     copy_s=0.0,
     encode_s=5e-11,

@@ -39,7 +39,7 @@ from .harness import (
 
 MESSAGES = [8 << i for i in range(0, 20, 2)]  # bytes: 8 to 2 MiB
 ALLREDUCES = ("gather", "tree", "ring", "rhd", "direct")
-FITTED = ["call_s", "step_s", "codec_s", "near_s", "memory_s", "cache_bytes"]
+FITTED = ["call_s", "step_s", "near_s", "memory_s", "cache_bytes"]
 FITTED_BYTES = (1 << 12, 1 << 16, 1 << 20, 1 << 22, 1 << 26)  # of the all-reduces that the fit sees
 CHECKED_BYTES = (8, 1 << 14, 1 << 18, 1 << 24)  # of those it does not see
 IN_CACHE = (1 << 12, 1 << 14, PART_VALUES)  # values

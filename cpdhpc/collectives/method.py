@@ -182,7 +182,6 @@ UNITS = {
     "near_s": "s of a rank's processor per byte that it reads of another rank of its node",
     "memory_s": "s per byte of float32 read from memory, or written to it",
     "cache_bytes": "byte of a rank's two arrays that stay in its cache",
-    "codec_s": "s per call of the codec",
     "gamma_s": "s per byte of float32 added",
     "copy_s": "s per byte of float32 copied",
     "encode_s": "s per byte of float32 encoded and packed",
@@ -214,7 +213,6 @@ class Machine:
     near_s: float
     memory_s: float
     cache_bytes: float
-    codec_s: float
     gamma_s: float
     copy_s: float
     encode_s: float
@@ -238,7 +236,6 @@ DEFAULT = Machine(  # round figures for a cluster with links of 10 GB/s; measure
     near_s=5e-11,
     memory_s=1e-10,
     cache_bytes=1e5,
-    codec_s=5e-7,
     gamma_s=5e-11,
     copy_s=4e-11,
     encode_s=6e-11,

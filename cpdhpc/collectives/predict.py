@@ -38,11 +38,6 @@ class Kernels:
         beyond = max(0.0, 1 - self.machine.cache_bytes / size_bytes)
         self.memory_s = beyond * self.machine.memory_s
 
-    def _code(self, time_s: float, n: int, read: Sequence[Array], out: Array | None = None) -> int:
-        """Take the time of a call of the codec."""
-        self.seconds += self.machine.codec_s
-        return self._work(time_s, n, read, out)
-
     def _work(self, time_s: float, n: int, read: Sequence[Array], out: Array | None = None) -> int:
         """Take the time of n values in the cache, or that of the memory where it is longer."""
         far = sum(np.may_share_memory(each, self.x) for each in read)
@@ -63,15 +58,15 @@ class Kernels:
 
     def encode_tiles(self, x: Array, *_: Any, **__: Any) -> None:
         """Take the time of encoding."""
-        self._code(self.machine.encode_s, x.size, [x])
+        self._work(self.machine.encode_s, x.size, [x])
 
     def decode_tiles(self, *_: Any, out: Array) -> int:
         """Take the time of decoding."""
-        return self._code(self.machine.decode_s, out.size, [], out)
+        return self._work(self.machine.decode_s, out.size, [], out)
 
     def decode_add_tiles(self, words: Array, shifts: Array, fmt: Any, x: Array, out: Array) -> None:
         """Take the time of decoding into a sum."""
-        self._code(self.machine.decode_add_s, x.size, [x], out)
+        self._work(self.machine.decode_add_s, x.size, [x], out)
 
     def decode_add_encode_tiles(
         self,
@@ -85,7 +80,7 @@ class Kernels:
     ) -> int:
         """Take the time of a hop, and of decoding to out."""
         decode_s = 0.0 if out is None else self.machine.decode_s
-        return self._code(self.machine.hop_s + decode_s, x.size, [x], out)
+        return self._work(self.machine.hop_s + decode_s, x.size, [x], out)
 
     def pack_trits(self, *_: Any) -> None:
         """Take no time: it is in that of encoding."""
@@ -102,13 +97,13 @@ class Kernels:
         self, a: Array, a_bits: int, b: Array, b_bits: int, fmt: Any, out: Array, bits: int
     ) -> None:
         """Take the time of a hop."""
-        self._code(self.machine.hop_s, 8 * out.size // bits, [])
+        self._work(self.machine.hop_s, 8 * out.size // bits, [])
 
     def add_encode_integers_tiles(
         self, words: Array, bits: int, cast: Any, x: Array, *_: Any, **__: Any
     ) -> None:
         """Take the time of a hop."""
-        self._code(self.machine.hop_s, x.size, [x])
+        self._work(self.machine.hop_s, x.size, [x])
 
 
 @dataclass
