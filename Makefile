@@ -96,8 +96,10 @@ test-gpu-emulated: $(VENV)/.installed-test
 	    -n $(WORKERS) --dist loadfile
 	$(SERIAL) tests/test_cuda_codec.py -m slow -n $(WORKERS)
 	$(EMULATED) $(SERIAL) tests/test_gpu_methods.py -p emulated_gpu -n $(WORKERS) -m "not gpu and not slow"
-	$(EMULATED) $(LIMITED_MPIRUN) 2 $(MPI_TESTS) -p emulated_gpu -m "not gpu and not slow" tests/mpi/test_mpi_gpu.py
-	$(EMULATED) $(LIMITED_MPIRUN) 2 $(MPI_TESTS) -p emulated_gpu -m gpu tests/mpi/test_mpi_gpu_training.py
+	$(EMULATED) $(LIMITED_MPIRUN) 2 $(MPI_TESTS) -p emulated_gpu -m "not gpu and not slow" \
+	    tests/mpi/test_mpi_gpu.py tests/mpi/test_mpi_darray_gpu.py
+	$(EMULATED) $(LIMITED_MPIRUN) 2 $(MPI_TESTS) -p emulated_gpu -m gpu \
+	    tests/mpi/test_mpi_gpu_training.py tests/mpi/test_mpi_gpu_spatial.py
 
 # tests/slurm/install gets Slurm; test-mpi MPI=mpich makes the environment of the other MPI.
 test-slurm: $(VENV)/.installed-test

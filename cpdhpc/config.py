@@ -32,6 +32,17 @@ class Section(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
+    def __init__(self, /, **given: Any) -> None:
+        """Take the keys of a table. Raises ConfigError, as validate does."""
+        try:
+            super().__init__(**given)
+        except ValidationError as error:
+            said = _explain(type(self), given, error.errors()[0])
+            raise ConfigError(f"{type(self).__name__}: {said}") from None
+
+    # So that pydantic does not call it for tables in tables: they are told with their whole key.
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
+
 
 IMPORT, IMPORT_FROM = "import", "import_from"  # keys of tables that name a function
 
@@ -213,6 +224,13 @@ def _check_path(raw: Raw, parts: list[str], setting: str) -> None:
         here = here.get(part, {})
         if not isinstance(here, dict):
             raise ConfigError(f"--set {setting}: {'.'.join(parts[:depth])} is not a table")
+
+
+def value_at(table: Any, path: Sequence[str]) -> Any:
+    """Return what a table has at the end of a path of keys, None where it has nothing there."""
+    for key in path:
+        table = table.get(key) if isinstance(table, dict) else None
+    return table
 
 
 UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}

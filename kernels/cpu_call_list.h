@@ -10,6 +10,9 @@
 #define CPD_CPU_CALL_LIST_H
 
 #include <memory>
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
 
 #include "cpu_threads.h"
 #include "loans.h"
@@ -43,16 +46,21 @@ struct Segment {
 
 i64 word_of(const i64* word) { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
 
-const int SPINS = 200;  // looks before the core is given up
+// Looks before the core is given up: none where so many processes of a node outnumber its cores,
+// as who spins there keeps another from what it waits for.
+i64 spins_of(size_t processes) {
+    return (long)processes > sysconf(_SC_NPROCESSORS_ONLN) ? 0 : 200;
+}
 
 struct CallList : Held {
     std::vector<Segment> segments;
     std::vector<i64*> ended;                   // this process's words, by slot
     std::vector<std::vector<const i64*>> all;  // the words of all processes of the node, by slot
     std::vector<i64> used;                     // the serial of the last segment, by slot
-    i64 serial = 0, threads = 1;
+    i64 serial = 0, threads = 1, spins = 0;
     bool counts = false;  // of the calls that are written down now
     bool lends = false;   // whether others read x or out where they lie: a run ends when they have
+    bool streams = false;  // whether copies to OUT, which no cache holds, go past the caches
     size_t turns = 1, turn = 0;  // a run does one of so many equal parts of the segments
     struct {
         i64 *counter, amount;
@@ -163,7 +171,7 @@ struct CallList : Held {
                 continue;
             }
             poke();
-            if (++i < SPINS)
+            if (++i < spins)
                 pause_core();
             else
                 sched_yield();
@@ -172,6 +180,28 @@ struct CallList : Held {
 };
 
 CallList* recording_list() { return static_cast<CallList*>(recording); }
+
+// memcpy past the caches: the lines that are overwritten are not read. Others may be told next.
+void stream(void* out, const void* x, size_t size) {
+#ifdef __SSE2__
+    u8* to = static_cast<u8*>(out);
+    const u8* from = static_cast<const u8*>(x);
+    const size_t head = -(uintptr_t)to % 64;
+    if (size >= head + 64) {
+        memcpy(to, from, head);
+        to += head, from += head, size -= head;
+        for (; size >= 64; to += 64, from += 64, size -= 64) {
+            __m128i lines[4];
+            memcpy(lines, from, 64);
+            for (int i = 0; i < 4; ++i) _mm_stream_si128((__m128i*)to + i, lines[i]);
+        }
+    }
+    memcpy(to, from, size);
+    _mm_sfence();
+#else
+    memcpy(out, x, size);
+#endif
+}
 
 // As in_blocks and count_in_blocks; or the call is written down. The body must hold copies.
 template <class Work>

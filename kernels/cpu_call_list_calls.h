@@ -26,9 +26,14 @@ PyObject* copy(PyObject*, PyObject* args) {
         !has_length(out, "out", x.view.len))
         return nullptr;
     const i64 size = x.view.len, n = (size + 3) / 4;
+    const bool streamed =
+        recording && recording_list()->streams && Buffer(out).base == &recording->now[1];
     return kept(threads, n, [=](const Block& b) {
         const i64 start = 4 * b.first, end = b.first + b.n == n ? size : start + 4 * b.n;
-        memcpy(out.at<u8>(start), x.at<u8>(start), (size_t)(end - start));
+        if (streamed)
+            stream(out.at<u8>(start), x.at<u8>(start), (size_t)(end - start));
+        else
+            memcpy(out.at<u8>(start), x.at<u8>(start), (size_t)(end - start));
     });
 }
 
@@ -75,14 +80,17 @@ bool keep_word(CallList& list, PyObject* object, i64** word) {
     return false;
 }
 
-// make_list(x, out, slots): an empty list for arrays like x and out; slots: for each a tuple of
-// the words that tell up to where the processes of the node are, this process's first.
+// make_list(x, out, slots, streams): an empty list for arrays like x and out; slots: for each a
+// tuple of the words that tell up to where the processes of the node are, this process's first;
+// streams: whether copies to out go past the caches.
 PyObject* make_list(PyObject*, PyObject* args) {
     Buffer x, out;
     PyObject* slots;
-    if (!PyArg_ParseTuple(args, "y*w*O!", &x.view, &out.view, &PyTuple_Type, &slots))
+    int streams;
+    if (!PyArg_ParseTuple(args, "y*w*O!p", &x.view, &out.view, &PyTuple_Type, &slots, &streams))
         return nullptr;
     CallList* list = new CallList();
+    list->streams = streams;
     PyObject* capsule = PyCapsule_New(list, CALL_LIST, drop_list);
     if (!capsule) return delete list, nullptr;
     const Buffer* arrays[] = {&x, &out};
@@ -107,6 +115,7 @@ PyObject* make_list(PyObject*, PyObject* args) {
             return Py_DecRef(capsule), nullptr;
         }
         list->used.push_back(0);
+        list->spins = spins_of((size_t)count);
     }
     return capsule;
 }
@@ -288,7 +297,7 @@ PyObject* resume_list(PyObject*, PyObject* args) {
 struct Board {
     std::vector<Py_buffer> views;
     std::vector<i64*> boards;  // this process's first
-    i64 serial = 0, number = 0;
+    i64 serial = 0, number = 0, spins = 0;
     static const i64 LINE = 8;  // words: the serial, the number
 
     ~Board() {
@@ -306,7 +315,7 @@ struct Board {
         for (size_t i = 1; i < boards.size(); ++i)
             for (; !has_come(i); ++spent) {
                 if (spent == looks) return false;
-                if (spent < SPINS)
+                if (spent < spins)
                     pause_core();
                 else
                     sched_yield();
@@ -348,6 +357,7 @@ PyObject* make_board(PyObject*, PyObject* boards) {
             return Py_DecRef(capsule), nullptr;
         }
     }
+    board->spins = spins_of(board->boards.size());
     return capsule;
 }
 
@@ -419,7 +429,7 @@ PyObject* run_agreed(PyObject*, PyObject* const* args, Py_ssize_t count) {
         return PyLong_FromLongLong(STRANGE);
     if (overlap(arrays)) return PyLong_FromLongLong(OVERLAPS);
     board->come(number);
-    if (!board->meet(SPINS)) {  // most come in less: the GIL stays where it is
+    if (!board->meet(board->spins)) {  // most come in less: the GIL stays where it is
         Unlocked unlocked;
         if (!board->meet(looks)) count = 0;
     }

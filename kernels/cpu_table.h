@@ -49,8 +49,8 @@ struct Loops {
                    i64 column, float* panel, float* out, u64 index, u64 outputs);
 };
 
-// Compilers other than gcc, and other processors, get the portable loops alone.
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+// Compilers other than gcc, other processors and sanitisers get the portable loops alone.
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(CPD_PORTABLE)
 #define CPD_HAS_X86_CLONES
 extern const Loops cpd_loops_v3, cpd_loops_v4;
 #endif

@@ -138,6 +138,7 @@ __global__ void divide_floats(const float* a, float b, float* out, i64 n) {
 
 }  // extern "C"
 
+#include "cuda_moves.h"
 #include "cuda_products.h"
 #include "cuda_sparse.h"
 #include "cuda_sums.h"

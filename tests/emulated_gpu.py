@@ -38,6 +38,8 @@ INSTRUCTIONS = {  # PTX -> C++ of the operands
     "div.rn.f32": "({1}) / ({2})",
     "cvt.f64.f32": "(double)({1})",
     "cvt.rn.f32.f64": "(float)({1})",
+    "cvt.f32.f16": "(float)cuda::same_bits<_Float16>({1})",
+    "cvt.rn.f16.f32": "cuda::same_bits<unsigned short>((_Float16)({1}))",
 }
 TRUNCATIONS = {  # what C++ leaves open where the value is too large
     "return (U)(int)x;": "return (U)cuda::toward_zero<int>(x);",
@@ -148,9 +150,12 @@ class RawModule(simulated_cupy.RawModule):
         def kernel(grid: tuple[int], block: tuple[int], args: tuple[Any, ...]) -> None:
             assert 0 < grid[0] <= 65535 and block == (128,)
             simulated_kernels.arguments(self.code, name, args)
-            self.arrays.give(lambda: run(grid[0], args))
+            self.arrays.gpu.launched[name] += 1
+            addresses = (int(value) for value in args if isinstance(value, np.uint64))
+            kept = [emulated_torch.named.get(address) for address in addresses]
+            self.arrays.give(lambda: run(grid[0], args, kept))
 
-        def run(blocks: int, args: tuple[Any, ...]) -> None:
+        def run(blocks: int, args: tuple[Any, ...], kept: list[Any]) -> None:
             pointers = (pointer for _, pointer, _ in parameters)
             cells = [cell(*each) for each in zip(args, pointers, strict=True)]
             fixed = (ctypes.c_int * SLOTS).in_dll(kernels, "fixed")
@@ -170,7 +175,7 @@ def cell(value: Any, pointer: bool) -> np.ndarray:
     """Return memory that holds an argument: a number, or the address of an array."""
     if not pointer:
         return np.array(value)
-    return np.array(0 if isinstance(value, np.uint64) else value.data.ptr, np.uint64)
+    return np.array(value if isinstance(value, np.uint64) else value.data.ptr, np.uint64)
 
 
 everywhere = ExitStack()

@@ -21,6 +21,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
+from weakref import WeakValueDictionary
 
 import simulated_gpu
 from simulated_gpu import GARBAGE, Event, Gpu
@@ -71,6 +72,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only  # noqa: E402
 
 DEVICE = torch.device("cuda", 0)
 ON = SimpleNamespace(gpu=Gpu())  # the GPU of now
+# By address. Memory that is freed stays as it is until its stream has come so far, as with torch's
+# allocator: who is given an address keeps the memory.
+named: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
 
 
 class CudaTensor(torch.Tensor):
@@ -107,6 +111,11 @@ class CudaTensor(torch.Tensor):
 
     def numpy(self, *args: Any) -> Any:
         raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu()")
+
+    def data_ptr(self) -> int:
+        address = self.values_on_gpu.data_ptr()
+        named[address] = self.values_on_gpu
+        return address
 
     def tolist(self) -> Any:
         return self.cpu().tolist()
@@ -148,7 +157,7 @@ def operate(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
                     f"devices, cuda:0 and cpu! ({name})"
                 )
     ON.gpu.finish(ON.gpu.of_torch()[-1])
-    if target is not None:
+    if target is not None and torch.device(target).type != "meta":
         kwargs = kwargs | {"device": torch.device("cpu")}
     of = {id(each.values_on_gpu): each for each in ours}
     with torch.no_grad():

@@ -14,7 +14,7 @@ import numpy as np
 import simulated_kernels
 from simulated_gpu import Event, Gpu, Owner, Stream
 
-OURS = ("gpu", "gpu_runtime", "gpu_sums")  # modules of cpdhpc.ops that import cupy
+OURS = ("gpu", "gpu_runtime")  # modules of cpdhpc.ops that import cupy
 
 
 CUDA, LEGACY = 2, 1  # DLPack's numbers of the device, and of the null stream
@@ -26,6 +26,9 @@ class Error(RuntimeError):
     def __init__(self, status: int) -> None:
         self.status = status
         super().__init__(f"CUDA error {status}")
+
+
+Error.__module__ = "cupy_backends.cuda.api.runtime"  # as CuPy's
 
 
 def without_subnormals(array: Any) -> Any:
@@ -408,6 +411,7 @@ class RawModule:
         def kernel(grid: tuple[int], block: tuple[int], args: tuple[Any, ...]) -> None:
             assert 0 < grid[0] <= 65535 and block == (128,)
             given = simulated_kernels.arguments(self.code, name, args)
+            self.arrays.gpu.launched[name] += 1
             self.arrays.give(lambda: simulated_kernels.run(name, given))
 
         return kernel

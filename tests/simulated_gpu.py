@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 import threading
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from itertools import count
 from typing import Any
@@ -40,13 +40,17 @@ class Gpu:
         which each thread has its own of, as of the current stream
     first: the place on the bus of the first of them
     foreign: memory of the GPU that another library has taken
+    launched, copied: how often each kernel was launched, and copies to and from pinned memory
+    fault: the status that every call returns from now on, as after an illegal access; 0 for none
     stalled: a stream whose work is not done but when somebody waits for all of it
     """
 
     def __init__(self, seed: int = 0) -> None:
         self.aware = self.copies_last = False
         self.count, self.first = 1, 0
-        self.lock = threading.RLock()
+        self.lock, self.fault = threading.RLock(), 0
+        self.launched: Counter[str] = Counter()
+        self.copied: Counter[str] = Counter()
         self.of_thread = threading.local()
         self.stalled: Stream | None = None
         self.random = random.Random(seed)
@@ -101,6 +105,8 @@ class Gpu:
 
     def query(self, event: int) -> int:
         """cudaEventQuery: 0 or cudaErrorNotReady; the work goes on a little."""
+        if self.fault:
+            return self.fault
         ticket = self.events[event].ticket
         if ticket is None or ticket.done:
             return 0
@@ -110,6 +116,7 @@ class Gpu:
     def copy(self, to: int, source: int, size_bytes: int, kind: int, stream: int) -> None:
         """cudaMemcpyAsync: between memory of the GPU and pinned memory."""
         down = {2: True, 1: False}[kind]
+        self.copied["down" if down else "up"] += 1
         target = self.find("pinned" if down else "device", to, size_bytes)
         origin = self.find("device" if down else "pinned", source, size_bytes)
         self.streams[stream].work.append(lambda: np.copyto(target, origin))

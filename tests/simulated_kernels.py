@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import reduce
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,12 +21,14 @@ POINTERS = {  # C type -> the dtypes that an argument may have, and its alignmen
     "int": (("int32",), 4),
     "i64": (("int64",), 8),
     "double": (("float64",), 8),
+    "char": (("uint8",), 1),
 }
 SCALARS = {
     "int": np.int32, "u32": np.uint32, "u64": np.uint64, "i64": np.int64, "float": np.float32,
     "double": np.float64,
 }  # fmt: skip
 NULL = ("counts", "out", "nonfinite")  # pointers that may be missing
+ADDRESSES = "char"  # what pointers may have that are given as numbers
 UNSIGNED = (3, 4, 5, 6, 7, 11, 12, 13)  # of the numbers of a cast, as load_cast has them
 
 
@@ -45,6 +49,8 @@ def arguments(source: str, name: str, args: tuple[Any, ...]) -> SimpleNamespace:
         where = f"{name}: {word}"
         if not pointer:
             assert type(value) is SCALARS[kind], f"{where} is {type(value)}"
+            setattr(found, word, value.item())
+        elif isinstance(value, np.uint64) and kind == ADDRESSES:
             setattr(found, word, value.item())
         elif isinstance(value, np.uint64):
             assert value == 0 and word in NULL, where
@@ -140,6 +146,50 @@ def _matmul(a: SimpleNamespace) -> None:
     _cpu.matmul(1, *parts, a.key, a.batch, a.m, a.k, a.n, a.a, a.b, a.out)
 
 
+def _at(address: int, dtype: str, counts: list[int], strides: list[int]) -> np.ndarray:
+    """Return the units at an address."""
+    interface = {
+        "shape": tuple(counts), "strides": tuple(strides), "typestr": dtype, "version": 3,
+        "data": (address, False),
+    }  # fmt: skip
+    return np.asarray(SimpleNamespace(__array_interface__=interface))
+
+
+MOVED = ["u1", "u2", "u4", "u8", "V16", "u1", "u2", "u4", "u8", "f4", "f8", "f2", ""]
+
+
+def _move_boxes(a: SimpleNamespace) -> None:
+    """Box by box, from what the table says."""
+    heads = a.table[: (a.boxes + 1) * 16].reshape(-1, 16)
+    terms = a.table[heads.size :]
+    bases = (a.x, a.out, a.memory.ctypes.data, a.table.ctypes.data)
+    assert heads[-1, 0] == a.units
+
+    def units(base: int, offset: int, counts: list[int], strides: list[int]) -> np.ndarray:
+        dtype = "<" + (MOVED[a.kind] or "u2") if a.kind != 4 else "|V16"
+        return _at(bases[base % 4] + offset, dtype, counts, strides)
+
+    for box, following in pairwise(heads.tolist()):
+        target, counts = units(*box[2:4], box[4:10], box[10:]), box[4:10]
+        partial = list[np.ndarray]()
+        for base, offset, *strides in terms[8 * box[1] : 8 * following[1]].reshape(-1, 8).tolist():
+            value = units(base, offset, counts, strides)
+            if partial and base < 4:
+                partial[-1] = _sum(a.kind, partial[-1], value)
+            else:
+                partial.append(value)
+        target[...] = reduce(lambda x, y: _sum(a.kind, x, y), partial)
+
+
+def _sum(kind: int, x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    with np.errstate(all="ignore"):
+        if MOVED[kind]:
+            return x + y
+        wide = [(each.astype("u4") << 16).view("f4") for each in (x, y)]
+        bits = (wide[0] + wide[1]).view("u4")
+        return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype("u2")
+
+
 BODIES: dict[str, Callable[[SimpleNamespace], object]] = {
     "encode": lambda a: _cpu.encode(1, a.cast, a.k, a.key, a.offset, a.x, a.codes),
     "decode": lambda a: _cpu.decode(1, a.cast, a.k, a.codes, a.out),
@@ -178,4 +228,5 @@ BODIES: dict[str, Callable[[SimpleNamespace], object]] = {
     "row_products": lambda a: np.einsum("ij,rj->ri", a.m, a.rows, out=a.out),
     "column_products": lambda a: np.einsum("ij,ri->rj", a.m, a.rows, out=a.out),
     "add_outer": _add_outer,
+    "move_boxes": _move_boxes,
 }

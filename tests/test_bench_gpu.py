@@ -67,14 +67,15 @@ def test_the_codec_is_timed_on_the_gpu(
 @pytest.mark.parametrize(
     ("kind", "factors"),
     [
-        ("allreduce", {"algorithm": "direct", "wire": "e4m3"}),
-        ("codec", {"operation": "hop tile", "format": "e4m3"}),
+        ("allreduce", {"size_bytes": 8192, "algorithm": "direct", "wire": "e4m3"}),
+        ("codec", {"size_bytes": 8192, "operation": "hop tile", "format": "e4m3"}),
+        ("halo", {"rows": 9, "columns": 5, "boundary": "wrap", "transfer": "accumulate"}),
     ],
 )
 def test_studies_measure_on_the_gpu_what_they_do_on_the_cpu(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str, factors: dict[str, str]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str, factors: dict[str, Any]
 ) -> None:
-    given = {"name": "s", "kind": kind, "sweep": {"size_bytes": 8192, **factors}}
+    given = {"name": "s", "kind": kind, "sweep": factors}
     found = {}
     for device in ("cpu", "gpu"):
         study = validate(Study, given | {"sweep": given["sweep"] | {"device": device}}, "test")

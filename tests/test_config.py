@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -21,12 +22,13 @@ from cpdhpc.config import (
     validate,
 )
 from cpdhpc.kinds.train import TRAIN
+from cpdhpc.precision import Policy
 from cpdhpc.study.cases import load_study
 from cpdhpc.train.datasets import Idx
 from cpdhpc.train.job import Job, load
 from cpdhpc.train.models import Mlp
 from cpdhpc.train.models.plain import LeNet
-from cpdhpc.train.optimizers import AdamW
+from cpdhpc.train.optimizers import OPTIMIZERS, AdamW
 
 BASE = """
 [model]
@@ -223,6 +225,21 @@ def test_rows_times_seeds(tmp_path: Path) -> None:
     assert [job.id for job in jobs] == ["x-s4", "x-s5", "y-s4", "y-s5"]
     assert [job.train.epochs for job in jobs] == [5, 5, 7, 7]
     assert [job.id for job in load(write(tmp_path, BASE))] == ["job-s0"]
+
+
+def test_a_setting_that_every_row_says_itself_is_refused(tmp_path: Path) -> None:
+    text = BASE + "[[compare]]\nname='x'\ntrain.epochs=7\n[[compare]]\nname='y'\ntrain.epochs=8\n"
+    told = "--set train.epochs=5: is of no use: each row of compare says its train.epochs"
+    with pytest.raises(ConfigError, match=f"^{re.escape(told)}$"):
+        load(write(tmp_path, text), ["train.seeds=[1]", "train.epochs=5"])
+
+
+def test_tables_made_by_hand_tell_in_a_line_what_is_wrong() -> None:
+    told = "Policy: unknown key rule.0.weigths: did you mean weights?"
+    with pytest.raises(ConfigError, match=f"^{re.escape(told)}$"):
+        Policy(rule=({"layers": "*", "weigths": "e4m3"},))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"^Sgd: momentum=3: should be less than 1$"):
+        OPTIMIZERS["sgd"](momentum=3)  # type: ignore[call-arg]
 
 
 def test_resolved_text_reads_back_as_the_same_job(tmp_path: Path) -> None:

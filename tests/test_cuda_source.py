@@ -14,6 +14,7 @@ from cpdhpc.ops.cuda_source import ARITHMETIC, KERNELS, OPTIONS, cuda_source
 # cvt.rzi.ftz: of a subnormal number the integer part is 0 either way.
 EXACT = re.compile(
     r"(?:add|sub|mul|div)\.rn\.f(?:32|64)|(?:abs|neg)\.f64|cvt\.rzi\.ftz\.s32\.f32|cvt\.rzi\.s64\.f64"
+    r"|cvt\.f32\.f16|cvt\.rn\.f16\.f32"
     r"|cvt\.rn\.f(?:32|64)\.[su](?:32|64)|cvt\.rn\.f32\.f64|cvt\.f64\.f32|setp\.\w+\.f64"
     r"|(?:mov|selp)(?:\.v\d)?\.f(?:32|64)|(?:ld|st)\.\w+(?:\.nc)?(?:\.v\d)?\.f(?:32|64)"
 )

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import re
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,10 +14,14 @@ import numpy as np
 import pytest
 from simulated_cupy import simulated
 
+import cpdhpc
 from cpdhpc import arrays
 from cpdhpc.collectives.allreduce import allreduce
 from cpdhpc.collectives.checks import is_finite
+from cpdhpc.collectives.engine import give_up
 from cpdhpc.config import UserError
+from cpdhpc.darray.layout import Layout
+from cpdhpc.darray.plan import WindowPlan
 from cpdhpc.formats import Cast, parse_format
 from cpdhpc.ops import cpu, to_host
 from cpdhpc.world import gpu_messages
@@ -148,23 +155,63 @@ def test_kernels_refuse_what_would_end_the_context() -> None:
             ops.amax_tiles(x)
 
 
-def test_a_gpu_that_hangs_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_hangs_is_not_waited_for_without_end() -> None:
     """Whoever needs a value of the GPU's on the host: the sum of bad values, a copy, a count."""
+    layout = Layout.grid((4,), (1,))
     with simulated() as (gpu, cupy):
         x = cupy.asarray(np.ones(5000, np.float32))
         runtime = importlib.import_module("cpdhpc.ops.gpu_runtime")
-        monkeypatch.setattr(runtime, "WAIT_S", 0.0)
         kernels = importlib.import_module("cpdhpc.ops.gpu")
-        waits = [
+        world = Loopback()
+        plan = WindowPlan(world, layout, layout.owner(0))
+        plan.exchange(x[:4])
+        world.timeout_s = 0.0
+        cases: list[Callable[[], object]] = [
             lambda: to_host(x),
-            runtime.finished(lambda: x.copy()),
-            lambda: runtime.to_device(np.ones(3, np.float32)),
-            lambda: allreduce(Loopback(), x, "e4m3"),
+            lambda: allreduce(world, x, "e4m3"),
             lambda: is_finite(x),
             lambda: kernels.kth_magnitude(x, 3),
+            lambda: kernels.select_above(x, 0.5),
             lambda: kernels.square_sum(x),
+            runtime.finished(lambda: None),
+            lambda: runtime.to_device(np.ones(3)),
+            plan.free,
         ]
-        for wait in waits:
-            gpu.stalled = gpu.null
+        for wait in cases:
+            runtime.wait_at_most(0.0)
+            gpu.stalled = None if wait is cases[-2] else gpu.null
+            gpu.delay()
             with pytest.raises(TimeoutError, match=r"GPU 0: is at work for more than 0 s"):
                 wait()
+
+
+WAITS = re.compile(r"\.synchronize\(|\.get\(\)|\.cpu\(\)|streamSynchronize|Event\.synchronize")
+WAITING = {  # where the host waits for a GPU, behind wait
+    "ops/gpu_runtime.py": [".get()"],
+    "ops/tensors.py": [".cpu()"],
+}
+
+
+def test_all_waits_for_a_gpu_are_in_one_place() -> None:
+    package = Path(cpdhpc.__file__).parent
+    sources = {path.relative_to(package).as_posix(): path for path in package.rglob("*.py")}
+    found = {name: WAITS.findall(path.read_text()) for name, path in sources.items()}
+    assert {name: waits for name, waits in found.items() if waits} == WAITING
+
+
+def test_a_fault_of_the_gpu_is_one_line_and_ends_the_plan() -> None:
+    """All of CUDA's calls fail after one; an array that is freed then is not waited for."""
+    layout = Layout.grid((4,), (1,))
+    with simulated() as (gpu, cupy):
+        error = cupy.cuda.runtime.CUDARuntimeError
+        plan, x = WindowPlan(Loopback(), layout, layout.owner(0)), cupy.zeros(4)
+        gpu.fault = 700  # cudaErrorIllegalAddress
+        with pytest.raises(error, match="CUDA error 700"):
+            plan.exchange(x)
+        with pytest.raises(RuntimeError, match="exchange: plan 'windows' is freed"):
+            plan.exchange(x)
+        plan.free()
+        said: list[str] = []
+        world: Any = SimpleNamespace(failure=lambda *_: None, processes=2, abort=said.append)
+        give_up(world, error(700), "exchange of plan 'windows'")
+        assert said == ["exchange of plan 'windows': Error: CUDA error 700"]

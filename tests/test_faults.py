@@ -78,6 +78,25 @@ def test_all_who_wait_report_before_the_job_ends():
         assert re.search(rf"rank {rank} \| barrier: waited [\d.]+ s for rank 1\n", output), output
 
 
+def test_a_rank_that_is_stopped_in_a_call_list_does_not_hold_up_the_end():
+    status, output, taken_s = launch(
+        """
+import os, signal, threading
+from cpdhpc.collectives.allreduce import Allreduce
+prepared = Allreduce("raw", "ring").prepare(World(timeout_s=1), [x])
+prepared.run()
+if world.process == 1:
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGSTOP)).start()
+else:
+    time.sleep(0.6)
+prepared.run()
+"""
+    )
+    assert status != 0 and taken_s < LATE_S
+    said = r"rank 0 \| allreduce ring: waited [\d.]+ s for rank 1, round 1, chunk 1\n"
+    assert re.search(said, output), output
+
+
 def test_an_error_that_nobody_catches_ends_the_job_without_mpi4pys_help():
     """Of arguments by which the others could not be told: the world itself is wrong."""
     status, output, taken_s = launch(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,8 @@ from training import ROWS, run_job, small_job
 from cpdhpc import store
 from cpdhpc.config import UserError
 from cpdhpc.report.command import Outputs, load, report
-from cpdhpc.report.figures import draw
-from cpdhpc.report.score import pareto
+from cpdhpc.report.figures import BOUND, draw
+from cpdhpc.report.score import Score, Trained, pareto, score_charts
 from cpdhpc.report.trainings import (
     RunGroup,
     baseline,
@@ -75,7 +76,9 @@ def test_the_table_counts_bytes_beside_float32(directory: Path) -> None:
     assert cells["float32"][4] == f"{4 * values:,}"
     assert cells["tile"][4] == f"{4 * (1024 + 1):,}"  # 4 tensors, each a tile and its shift
     assert cells["tile"][5] == f"{4 * 1025 / (4 * values):.3f}"
-    assert "in tiles of 1,024 values" in table(groups_in(directory)).caption
+    caption = table(groups_in(directory)).caption
+    assert "in tiles of 1,024 values" in caption
+    assert "Critical batch" not in caption  # which this table has not
     assert cells["tile"][1] == "2 of 3"
     assert cells["float32"][3] == cells["float32"][8] == "-"
     assert re.fullmatch(r"[+-]\d+\.\d\d", cells["aps"][3])
@@ -104,6 +107,18 @@ def test_the_pareto_figure_draws_points_where_they_are(directory: Path) -> None:
     for group in groups:
         sent_kb = np.mean([run.steps["wire_bytes"].mean() for run in group.runs]) / 1e3
         assert drawn[group.name] == ([sent_kb], [group.scores.mean()])
+
+
+def test_a_note_tells_what_is_at_one_place() -> None:
+    none = np.empty(0)
+    sent = {"a": 8.2e4, "b": 8.21e4, "c": 4e4, "d": 8.2e4}
+    trained = [
+        Trained("", name, BOUND, np.array([90.02 if name != "d" else 91.0]), sent[name],
+                nan, np.array([nan]), none, none, none)
+        for name in sent
+    ]  # fmt: skip
+    (chart,) = score_charts("", trained, Score("accuracy", "%", lower=False, loss_unit="nat"))
+    assert chart.notes[1:] == ["At one place: a, b."]
 
 
 def test_pareto_front() -> None:

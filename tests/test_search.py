@@ -175,12 +175,14 @@ def test_nothing_that_sends_more_than_float32_is_called_fewer_bits(
     """All layers are smaller than a tile, which formats of few bits fill up."""
     job = JOB.replace("[64]", "[4]") + '[gradient]\naggregator = "lowbit"\nalgorithm = "direct"\n'
     of = asked(tmp_path, "--budget", "100", "--trials", "5", "--test-seeds", "0", job=job)
-    evidence = searched(tmp_path / "out", of)
+    evidence = searched(tmp_path / "out", of, resume=True)
     base, uniform = evidence.trials[:2]
     found = evidence.trial(evidence.found, (0, 1))
     assert uniform.sent_bytes > base.sent_bytes and found == base
     assert any(t.verdict == WITHIN and t.sent_bytes > base.sent_bytes for t in evidence.trials[2:])
-    assert f"{base.sent_bytes:,.0f} B a step sent" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert f"{tmp_path / 'out' / searching.FILE}: is not there: a new search\n" in shown
+    assert f"{base.sent_bytes:,.0f} B a step sent" in shown
     policy = (tmp_path / "out" / searching.POLICY).read_text()
     assert "nothing sends fewer bytes" in policy
     assert validate(Policy, tomllib.loads(policy)["precision"], "policy").empty

@@ -296,16 +296,23 @@ def test_evaluation_takes_as_many_samples_as_memory_is_to_have(
 def test_a_run_that_learns_nothing_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from cpdhpc.signals import Caught
-    from cpdhpc.train.loop import run
-    from cpdhpc.train.progress import Display
-
     for rate, worse in ((1e3, True), (0.1, False)):
         job = small_job(train={"epochs": 3, "learning_rate": rate})
         files = Files.of(tmp_path / str(rate), job)
         files.record.parent.mkdir()
         run(prepare(job, Loopback(), small_data(), files), Caught(), Display(True, 1))
         assert ("no better than guessing" in capsys.readouterr().out) == worse
+
+
+def test_a_run_that_ends_before_scales_are_fixed_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for preset in ("courbariaux", "flexpoint16"):
+        job = small_job(name=preset, precision={"preset": preset}, train={"epochs": 1})
+        training = prepare(job, Loopback(), small_data(), Files.of(tmp_path, job))
+        run(training, Caught(), Display(True, 1))
+        told = f"{preset}-s0: [precision]: warmup=100: fixed scales round nothing in 5 steps\n"
+        assert (told in capsys.readouterr().out) == (preset == "courbariaux")
 
 
 def test_the_pictures_of_a_lenet_must_not_vanish() -> None:

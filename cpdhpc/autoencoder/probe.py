@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from ..darray.array import DistArray
-from ..ops.tensors import values_of
+from ..ops.tensors import listed, values_of
 from ..train.data import DataError
 from ..world.ranks import Ranks
 from .job import Images
@@ -116,7 +116,7 @@ def responses(stack: Stack, images: Array) -> list[Tensor]:
         for number, layer in enumerate(stack.layers):
             with torch.no_grad():
                 x = layer(x)
-            parts[number].append(x.cpu())
+            parts[number].append(torch.from_numpy(values_of(x)))
     return [torch.cat(each, dim=3) for each in parts]
 
 
@@ -128,7 +128,9 @@ def errors(stack: Stack, images: Array) -> list[float]:
             with torch.no_grad():
                 terms, pooled = layer.objective(x)
                 x = layer.normalised(pooled)
-            totals[number] += x.shape[-1] * np.array([terms.error.item(), terms.energy.item()])
+            totals[number] += x.shape[-1] * np.array(
+                listed(torch.stack([terms.error, terms.energy]))
+            )
     error, energy = sum(stack.world.gather(totals, "held-out error")).T
     return list((error / energy).tolist())
 
@@ -223,7 +225,7 @@ def stimuli(
             i, j = neuron[0] - pools.start[0], neuron[1] - pools.start[1]
             if 0 <= i < pools.shape[0] and 0 <= j < pools.shape[1]:
                 loss = loss + sign * y[i, j, neuron[2], b]
-                mine[b] = y[i, j, neuron[2], b].item()
+                mine[b] = listed(y[i, j, neuron[2], b])[0]
         answers = sum(world.gather(mine, "responses"))
         if step == STEPS:
             break

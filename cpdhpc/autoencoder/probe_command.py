@@ -55,6 +55,7 @@ class Found(NamedTuple):
 
 def run(arguments: argparse.Namespace, world: Ranks) -> int:
     """Probe the stack. Collective. Raises UserError on all ranks alike."""
+    from ..ops.tensors import values_of
     from . import files, probe
     from .job import load
     from .training import Stack
@@ -87,7 +88,7 @@ def run(arguments: argparse.Namespace, world: Ranks) -> int:
         ],
         probe.selectivity(
             world,
-            stack.own(labelled.images).cpu().numpy(),
+            values_of(stack.own(labelled.images)),
             stack.cells.owner(world.rank).start,
             labelled,
         ),

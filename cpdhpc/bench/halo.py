@@ -22,6 +22,7 @@ from ..darray.layout import Box, balanced_grid
 from ..darray.plan import WindowPlan
 from ..darray.show import add_options, given, spec_of
 from ..methods import suggest
+from ..ops import on_gpu
 from ..world.cores import own_cores
 from ..world.mpi import World
 from ..world.ranks import Ranks
@@ -42,6 +43,7 @@ from .harness import (
     Measured,
     Point,
     Times,
+    add_device,
     check_out,
     check_positive,
     check_whole,
@@ -49,6 +51,7 @@ from .harness import (
     known,
     machine_line,
     parse_names,
+    take_device,
     together,
 )
 
@@ -276,6 +279,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--calls", type=int, default=0, help="calls of a sample (default: as fill a millisecond)"
     )
+    add_device(parser)
     add_overlap(parser)
     parser.add_argument(
         "--out", type=Path, metavar="FILE.h5", help="write every sample, for report"
@@ -334,12 +338,15 @@ def run(arguments: argparse.Namespace, world: World) -> Measured:
     settings = settings_of(arguments, world.ranks)
     operations = parse_names("--operations", arguments.operations, known(OPERATIONS))
     ways = ways_of(arguments.ways)
+    if arguments.overlap and arguments.device == "gpu":
+        raise UserError("--overlap: its computation is NumPy's: goes with --device cpu only")
+    where_arrays_are = take_device(arguments, world)
     together(world, lambda: check_out(arguments.out, world))
     rows: list[Row] = []
     with own_cores(world) as cores:
         where = machine_line(world)
         if world.process == 0:
-            print("\n".join(heading(where, cores, arguments)), flush=True)
+            print("\n".join(heading(where, cores, where_arrays_are, arguments)), flush=True)
         for setting in settings:
             if arguments.overlap:
                 measure_overlap(world, setting, arguments)
@@ -362,7 +369,8 @@ def measure(
             print("\n".join(about(setting, plan, size_bytes)), flush=True)
         rows: list[Row] = []
         for operation in operations:  # each by itself: sums grow, and exchanges copy them
-            with open_cases(world, setting, plan, [operation], ways) as cases:
+            asked = world, setting, plan, [operation], ways
+            with open_cases(*asked, device=arguments.device) as cases:
                 calls, times = time_cases(world, cases, arguments) if cases else (0, [])
             rows += [
                 Row(setting, case, size_bytes, calls, times_s)
@@ -402,11 +410,14 @@ def repeated(run: Run, calls: int) -> None:
         run()
 
 
-def heading(where: str, cores: str, arguments: argparse.Namespace) -> list[str]:
+def heading(
+    where: str, cores: str, where_arrays_are: str, arguments: argparse.Namespace
+) -> list[str]:
     """Return the lines above the tables."""
     lines = [
         f"halo exchange: {where}",
         cores,
+        *filter(None, [where_arrays_are]),
         f"time: of a call, the slowest rank, median of {arguments.repeats} samples of many calls "
         f"after {arguments.warmup} warm-ups, cases in turns",
         "GB/s: 1e9 byte/s of cells that leave the rank that sends most",
@@ -468,6 +479,8 @@ def point(row: Row) -> Point:
         "transfer": row.case.operation,
         "way": row.case.way,
     }
+    if on_gpu(row.case.out):
+        factors["device"] = "gpu"
     outcomes = {"payload_bytes": sent_bytes}
     if spec.wire == "raw":
         outcomes["wire_bytes"] = sent_bytes

@@ -20,8 +20,11 @@ from ..darray.plan import WindowPlan
 from ..darray.show import HaloSpec
 from ..darray.windows import flat_index
 from ..methods import HALO_COPIED, HALO_MPI_TYPES, HALO_OURS
+from ..ops import to_host
+from ..world.gpu_messages import gpu_aware
 from ..world.mpi import World
 from ..world.ranks import Ranks
+from .harness import on_device, whole
 
 Array = NDArray[Any]
 Run = Callable[[], object]
@@ -53,7 +56,7 @@ class HaloCase:
         self.prepare()
         world.barrier("bench halo")
         self.run()
-        wrong = world.gather(int((self.out != self.expected).sum()), "bench halo")
+        wrong = world.gather(int((to_host(self.out) != self.expected).sum()), "bench halo")
         if any(wrong):
             raise ArithmeticError(
                 f"bench halo: {self.operation} by {self.way}: {sum(wrong)} values are wrong, the "
@@ -101,25 +104,27 @@ def open_cases(
     operations: Sequence[str],
     ways: Sequence[str],
     check: bool = True,
+    device: str = "cpu",
 ) -> Iterator[list[HaloCase]]:
     """Yield the cases of a setting, checked unless they have been. Collective.
 
     ways: of OURS, COPIED and the names of WAYS; those of MPI are left out where a window shows
-    cells backwards or many times, which no datatype says, and accumulations of what has no sum or
-    is rounded
+    cells backwards or many times, which no datatype says, and where arrays are on a GPU whose
+    memory it does not take; accumulations of what has no sum or is rounded
     """
     spec = setting.spec
-    window = np.empty((*plan.window.shape, *spec.trail), spec.dtype)
+    window = on_device(np.empty((*plan.window.shape, *spec.trail), spec.dtype), device)
     inside = plan.window.contains(plan.owned)
     everyone = world.gather((inside, _has_datatypes(plan)), "bench halo")
     if not all(each[0] for each in everyone):
         ways = [way for way in ways if way == COPIED]
-    if not all(each[1] for each in everyone):
+    if not all(each[1] for each in everyone) or (device == "gpu" and not gpu_aware(world).yes):
         ways = [way for way in ways if way not in WAYS]
     cases: list[HaloCase] = []
     for operation in operations:
         if operation == EXCHANGE or has_sums(spec):
-            numbers = given_and_expected(operation, plan, spec)
+            given, expected = given_and_expected(operation, plan, spec)
+            numbers = on_device(given, device), expected
             cases += [_case(world, way, operation, plan, window, *numbers) for way in ways]
     try:
         for case in cases if check else ():
@@ -151,7 +156,7 @@ def _case(
     expected: Array,
 ) -> HaloCase:
     adds = operation == ACCUMULATE
-    apart = np.empty((expected if adds else given).shape, window.dtype)
+    apart = np.empty_like(window, shape=(expected if adds else given).shape)
     own = apart if way == COPIED else plan.inside(window)
     source, out = (window, own) if adds else (own, window)
 
@@ -164,10 +169,11 @@ def _case(
 
     if way in WAYS:
         messages = MpiMessages(*world.plain_mpi(), window, *_places(plan, adds), adds)
-        run = WAYS[way](messages)
+        run = whole(WAYS[way](messages), window)
         return HaloCase(operation, way, run, prepare, out, expected, messages.free)
     call = plan.accumulate if adds else plan.exchange
-    return HaloCase(operation, way, lambda: call(source, out), prepare, out, expected)
+    run = whole(lambda: call(source, out), window)
+    return HaloCase(operation, way, run, prepare, out, expected)
 
 
 def given_and_expected(operation: str, plan: WindowPlan, spec: HaloSpec) -> tuple[Array, Array]:
@@ -243,10 +249,10 @@ class PackedPlaces:
 
     def __init__(self, array: Array, places: Places) -> None:
         sizes = {rank: sum(array[p].size for p in each) for rank, each in places.items()}
-        self.memory = np.empty(sum(sizes.values()), array.dtype)
+        self.memory = np.empty_like(array, shape=(sum(sizes.values()),))
         ends = np.cumsum([0, *sizes.values()]).tolist()
         self.parts = {r: self.memory[a:b] for r, a, b in zip(sizes, ends, ends[1:], strict=False)}
-        self.offsets_bytes = [first * array.itemsize for first in ends[:-1]]
+        self.offsets_bytes = [first * array.dtype.itemsize for first in ends[:-1]]
         self._pairs: list[tuple[Array, Array]] = []  # a place, and its cells in the memory
         last = 0
         for there in (array[place] for each in places.values() for place in each):
@@ -272,7 +278,8 @@ class PackedPlaces:
 class MpiMessages:
     """What a rank's array gives to others and takes from them, for MPI.
 
-    array: C-contiguous; sends, receives: of each other rank, or this one, in one order on both
+    array: C-contiguous, of NumPy or CuPy
+    sends, receives: of each other rank, or this one, in one order on both
     adds: whether what comes is added to the array, one rank after the other
     received: memory for what is to be added; outgoing, incoming: (buffer, rank) by datatypes
     """
@@ -283,13 +290,15 @@ class MpiMessages:
         self.mpi, self.comm, self.array, self.adds = mpi, comm, array, adds
         self.sends, self.receives = sends, receives
         self._made: list[Any] = []
+        # MPI reads and writes at once: a GPU must be done with the memory before.
+        self.ready: Run = whole(lambda: None, array)
 
     def use_datatypes(self) -> None:
         """Make the datatypes of all messages: subarrays, or memory for what is to be added."""
         if self.array.dtype.char in NAMED:
             self._element = self.mpi.Datatype.fromcode(self.array.dtype.char)
         else:
-            self._element = self._commit(self.mpi.BYTE.Create_contiguous(self.array.itemsize))
+            self._element = self._commit(self.mpi.BYTE.Create_contiguous(self.array.dtype.itemsize))
         self.outgoing = [([self.array, 1, self._type(p)], r) for r, p in self.sends.items()]
         self.received = PackedPlaces(self.array, self.receives) if self.adds else None
         if self.received is None:
@@ -339,6 +348,7 @@ def subarrays(messages: MpiMessages) -> Run:
     comm, mpi = messages.comm, messages.mpi
 
     def run() -> None:
+        messages.ready()
         requests = [comm.Irecv(*each) for each in messages.incoming]
         requests += [comm.Isend(*each) for each in messages.outgoing]
         mpi.Request.Waitall(requests)
@@ -355,6 +365,7 @@ def persistent(messages: MpiMessages) -> Run:
     requests += [keep(comm.Send_init(*each)) for each in messages.outgoing]
 
     def run() -> None:
+        messages.ready()
         mpi.Prequest.Startall(requests)
         mpi.Request.Waitall(requests)
         messages.add()
@@ -378,6 +389,7 @@ def neighbours(messages: MpiMessages) -> Run:
     target = side(into, messages.incoming, offsets_bytes)
 
     def run() -> None:
+        messages.ready()
         graph.Neighbor_alltoallw(source, target)
         messages.add()
 
@@ -400,8 +412,10 @@ def packed(messages: MpiMessages) -> Run:
     take = incoming.add if messages.adds else incoming.unpack
 
     def run() -> None:
+        messages.ready()
         mpi.Prequest.Startall(receives)
         outgoing.pack()
+        messages.ready()
         mpi.Prequest.Startall(sends)
         mpi.Request.Waitall(receives)
         take()

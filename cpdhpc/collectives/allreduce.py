@@ -122,7 +122,7 @@ class Prepared:
             return self._method.reduce(
                 self._world, self._xs, self._outs, self._parts, iteration, shifts=shifts
             )
-        if self._recording.run(iteration=iteration):
+        if self._recording.run(None, None, iteration):
             raise_nonfinite(self._world, [self._recording.x], self._parts, self._recording.out)
         if self._copies:
             np.copyto(self._outs[0].reshape(-1), self._recording.out)

@@ -11,6 +11,7 @@ from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from ..ops import is_of_gpu
 from ..world.gpu_messages import carrier_of
 from ..world.ranks import RankFailure, Ranks, Wait
 
@@ -133,7 +134,8 @@ def give_up(world: Ranks, error: Exception, what: str) -> NoReturn:
         raise failure from None
     if world.processes == 1:
         raise error
-    world.abort(f"{what}: {type(error).__name__}: {error}\n{traceback.format_exc()}")
+    said = f"{what}: {type(error).__name__}: {error}"
+    world.abort(said if is_of_gpu(error) else f"{said}\n{traceback.format_exc()}")
 
 
 class _Piece(Generic[Result]):

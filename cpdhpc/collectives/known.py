@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -145,7 +146,9 @@ def know(
         return
     if not (method.shares_shifts or method.hides_nonfinite):
         whole = segments or (Segment("x", 0, n),)
-        recordings.keep(key, Known(entry, entry.recording, keeps, whole, reduced[1:]))
+        told = Known(entry, entry.recording, keeps, whole, reduced[1:])
+        with suppress(TypeError):  # segments may be lists, which cannot be hashed
+            recordings.keep(key, told)
 
 
 def know_as(world: Ranks, key: Hashable, other: Hashable) -> None:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -34,7 +34,23 @@ from .rank_program import Piece, Plan, program, spans
 
 WORD_BYTES = 8
 PART_VALUES = 1 << 16  # of a chunk, that is worked on at a time inside a node: stays in the cache
+STREAMED_BYTES = 1 << 24  # of a result from which on it is written past the caches
 MOST_PARTS = 128  # as each takes some 0.2 ms to be written down
+FOLLOWED_BYTES = 1 << 20  # of float32: to copy more takes longer than to make requests anew
+
+
+class Followed(NamedTuple):
+    """A message in x or out of a run: requests that are made anew where these lie elsewhere.
+
+    make: (payload, stream) -> requests; of: which array, 0 or 1
+    """
+
+    requests: list[Any]
+    make: Callable[[Array, int], list[Any]]
+    stream: int
+    of: int
+    start: int
+    stop: int
 
 
 def parts_of(plan: Plan, n: int, in_node: bool) -> list[Piece]:
@@ -60,7 +76,8 @@ class Recording:
     x, out: float32[n], that do not overlap: what run takes by default
     segments, shifts: as Method.plan; adapt gives others
     moves: whether each run has arrays of its own, and follows a meeting of all processes. Then
-        nothing is sent or received in x and out, and memory is that of all such recordings
+        memory is that of all such recordings; messages in x and out are copied, or long ones'
+        requests follow the arrays
     freed: whether run is an error; what: named in messages
     """
 
@@ -87,6 +104,8 @@ class Recording:
         self._lease = 0 if self._shared is None else self._shared.open_lease()
         self._taken: list[Array] = []  # of the memory that is shared
         self._requests: list[Any] = []
+        self._followed: list[Followed] = []
+        self._places = self._places_of(x, out)  # that the requests know
         self._notes: list[Wait] = []  # of where payloads lie, on their way
         self._waits: list[Wait] = []  # by label
         self._found, self._lends = 0, False
@@ -96,6 +115,7 @@ class Recording:
             self._record()
         except Exception as error:
             give_up(world, error, self.what)
+        self._differs = bool(self.plan.slots or self._followed)  # whether runs adjust it
         if self._requests or self._shared is not None:
             world.cache.hold(self)
 
@@ -107,7 +127,9 @@ class Recording:
         window = self.plan.schedule.window(self._world.ranks)
         slots = min(window, len(parts) * turns)
         self._ended = [self._word() for _ in range(slots)]
-        self._list = call_list.make_list(self.x, self.out, tuple(self._all_ended()))
+        # What no cache holds is written past them, unless it is divided afterwards.
+        streams = self.out.nbytes >= STREAMED_BYTES and self._divisor is None
+        self._list = call_list.make_list(self.x, self.out, tuple(self._all_ended()), streams)
         self._kernels = Kernels(self._list, self.out)
         pools = [self._pool(slot) for slot in range(slots)]
         wire = replace(self.plan.wire, kernels=self._kernels)
@@ -159,7 +181,7 @@ class Recording:
         if to is None or payload is None or payload.size == 0:
             return
         self._sent_bytes += payload.size
-        if self._moves and self._is_given(payload):
+        if self._moves and self._is_given(payload) and (to in self._near or not self._follows):
             payload = self._copied(payload, pool)
         if to in self._near:
             assert self._shared is not None, "else nobody is near"
@@ -176,8 +198,7 @@ class Recording:
             requests = self._world.isend(self._rank, to, message)
             self._notes.append(wait_to_send(requests, self._rank, self.what, exchange))
             return
-        for request in self._world.send_init(self._rank, to, payload, number):
-            self._requests.append(request)
+        for request in self._init(partial(self._world.send_init, self._rank, to), payload, number):
             address = call_list.handle_of(self._mpi, request)
             call_list.add_start(self._list, address, False)
             ends.append((address, wait_to_send([request], self._rank, self.what, exchange)))
@@ -196,15 +217,51 @@ class Recording:
             word = self._shared.payload(note[NOTE_BYTES:])
             call_list.add_word(self._list, word, self._label(wait))
             return self._shared.payload(note[:NOTE_BYTES])
-        buffer = None if self._moves else exchange.place
+        buffer = exchange.place if self._follows or not self._moves else None
         buffer = pool.take(exchange.nbytes) if buffer is None else buffer
-        for request in self._world.recv_init(source, self._rank, buffer, number):
-            self._requests.append(request)
+        for request in self._init(
+            partial(self._world.recv_init, source, self._rank), buffer, number
+        ):
             address = call_list.handle_of(self._mpi, request)
             call_list.add_start(self._list, address, True)
             wait = wait_to_receive([request], self._rank, self.what, exchange)
             call_list.add_test(self._list, address, self._label(wait))
         return buffer
+
+    @property
+    def _follows(self) -> bool:
+        return self._moves and self.x.nbytes > FOLLOWED_BYTES
+
+    def _init(
+        self, make: Callable[[Array, int], list[Any]], message: Array, stream: int
+    ) -> list[Any]:
+        """Return persistent requests for a message, which follow it if it lies in x or out."""
+        requests = make(message, stream)
+        self._requests += requests
+        if self._follows and self._is_given(message):
+            place = self._places_of(message)[0]
+            of = int(np.may_share_memory(message, self.out))
+            start = place - self._places[of]
+            stop = start + message.size
+            self._followed.append(Followed(requests, make, stream, of, start, stop))
+        return requests
+
+    @staticmethod
+    def _places_of(*arrays: Array) -> tuple[int, ...]:
+        return tuple(each.__array_interface__["data"][0] for each in arrays)
+
+    def _follow(self, x: Array, out: Array) -> None:
+        """Make the requests for messages in x and out anew, where these lie elsewhere now."""
+        places = self._places_of(x, out)
+        if not self._followed or places == self._places:
+            return
+        memory = x.view(np.uint8), out.view(np.uint8)
+        for each in self._followed:
+            made = each.make(memory[each.of][each.start : each.stop], each.stream)
+            for request, new in zip(each.requests, made, strict=True):
+                request.Free()
+                call_list.give_handle(self._mpi, request, new)
+        self._places = places
 
     def _copied(self, payload: Array, pool: BufferPool) -> Array:
         copy = pool.take(payload.size)
@@ -261,8 +318,8 @@ class Recording:
 
     def _draw(self, iteration: int) -> None:
         """Let runs round by the random numbers of an iteration."""
-        if self.plan.slots and iteration != self._iteration:
-            for path, slot in self.plan.slots.items():
+        if iteration != self._iteration:
+            for path, slot in (self.plan.slots or {}).items():
                 slot[:] = random_key(self._method.seed, iteration, *path)
             self._iteration = iteration
 
@@ -278,7 +335,9 @@ class Recording:
         if self.freed:
             raise RuntimeError(f"{self.what}: is freed, or was ended by a failure")
         x, out = self.x if x is None else x, self.out if out is None else out
-        self._draw(iteration)
+        if self._differs:
+            self._draw(iteration)
+            self._follow(x, out)
         return self._to_its_end(out, run_list, self._list, kernel_threads(), LOOKS, x, out)
 
     def run_agreed(self, number: int, x: Array, out: Array, iteration: int) -> int:
@@ -288,7 +347,8 @@ class Recording:
         have not, and STRANGE where x or out is not what run takes, which the others are not told.
         """
         board = self._world.board
-        self._draw(iteration)
+        if self._differs:
+            self._draw(iteration)
         arguments = board.calls, number, self._list, kernel_threads(), LOOKS, x, out
         found = self._to_its_end(out, run_agreed, *arguments)
         if found == ABSENT:

@@ -1,25 +1,31 @@
-"""Pieces of windows packed and unpacked by slices of NumPy, CuPy and torch arrays, of any dtype.
+"""Pieces of windows packed and unpacked by slices of NumPy and torch arrays, of any dtype.
 
-This is what an exchange and its transpose mean; compiled.py does the same in compiled loops.
-Arrays of all kinds are sliced, assigned and added alike, by operators; what differs is said first.
+This is what an exchange and its transpose mean; compiled.py does the same in compiled loops, and
+device_moves.py on GPUs. Arrays are sliced, assigned and added alike, by operators; what differs
+between kinds, those of GPUs too, is said first.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from math import prod
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from ..ops import backend_of, to_host
+from ..ops import to_host
 from .layout import Box
 from .windows import Piece, RankPieces
 
 Array = Any  # of any backend
 Bytes = npt.NDArray[np.uint8]
+
+
+Addresses = npt.NDArray[np.generic]  # says where an array lies in a GPU's memory; may not be read
 
 
 class ArrayBackend:
@@ -53,6 +59,18 @@ class ArrayBackend:
             return np.asarray(x)
         return np.asarray(x).view(f"V{x.dtype.itemsize}")
 
+    def addresses(self, x: Array) -> Addresses:
+        """Return where the elements lie in a GPU's memory."""
+        raise AssertionError("arrays of the host lie in no GPU's memory")
+
+    def device(self, x: Array) -> int:
+        """Return the number of the GPU where they are."""
+        raise AssertionError("arrays of the host have no GPU")
+
+    def in_stream(self, x: Array) -> AbstractContextManager[None]:
+        """Let CuPy work on x's GPU, in the current stream of x's library."""
+        return nullcontext()
+
     def host(self, x: Array) -> npt.NDArray[Any]:
         """Return the values as a NumPy array. Raises TypeError where NumPy has no such dtype."""
         return np.asarray(x)
@@ -67,19 +85,9 @@ class ArrayBackend:
         """Return x backwards along some axes."""
         return x[tuple(slice(None, None, -1 if i in axes else 1) for i in range(x.ndim))]
 
-    def sum(self, a: Array, b: Array) -> Array:
-        """Return a + b, of one shape, as a new array."""
-        return a + b
-
     def stage(self, like: Array, memory: Bytes) -> Array:
-        """Return a flat array for the elements that memory holds: on the CPU memory itself."""
+        """Return memory as a flat array of elements."""
         return memory.view(like.dtype)
-
-    def pull(self, stage: Array, memory: Bytes) -> None:
-        """Copy a stage to memory, where it is not that itself."""
-
-    def push(self, stage: Array, memory: Bytes) -> None:
-        """Copy memory to a stage, where it is not that itself."""
 
 
 class _Cupy(ArrayBackend):
@@ -89,30 +97,19 @@ class _Cupy(ArrayBackend):
     def plain(self, x: Array) -> None:
         return None
 
+    def addresses(self, x: Array) -> Addresses:
+        return _addresses(x, x.data.ptr, x.strides, x.dtype.itemsize)
+
+    def device(self, x: Array) -> int:
+        return int(x.device.id)
+
+    def check(self, what: str, x: Array) -> None:
+        from ..ops import gpu_runtime
+
+        gpu_runtime.check_device(what, x)
+
     def host(self, x: Array) -> npt.NDArray[Any]:
         return np.asarray(to_host(x))
-
-    def sum(self, a: Array, b: Array) -> Array:
-        """CuPy's own sums of float32 lose subnormal numbers; those of ops do not."""
-        if a.dtype.name not in ("float32", "complex64") or not a.size:
-            return a + b
-        copies = [self.empty(a, a.shape) for _ in range(2)]
-        for copy, given in zip(copies, (a, b), strict=True):
-            copy[...] = given
-        flat = [copy.reshape(-1).view(np.float32) for copy in copies]
-        backend_of(flat[0]).add(*flat, out=flat[0])
-        return copies[0]
-
-    def stage(self, like: Array, memory: Bytes) -> Array:
-        return self.empty(like, (memory.size // like.dtype.itemsize,))
-
-    def pull(self, stage: Array, memory: Bytes) -> None:
-        stage.get(out=memory.view(stage.dtype))
-
-    def push(self, stage: Array, memory: Bytes) -> None:
-        stage.set(memory.view(stage.dtype))
-        # The copy may go on where memory is pageable, and the next message would overwrite that.
-        sys.modules["cupy"].cuda.get_current_stream().synchronize()
 
 
 class _Torch(ArrayBackend):
@@ -143,7 +140,9 @@ class _Torch(ArrayBackend):
         return np.asarray((same.view(torch.int16) if x.dtype == torch.bfloat16 else same).numpy())
 
     def host(self, x: Array) -> npt.NDArray[Any]:
-        return np.asarray(x.detach().cpu().numpy())
+        from ..ops.tensors import values_of
+
+        return values_of(x)
 
     def element(self, like: Array, value: complex) -> Bytes:
         torch = sys.modules["torch"]
@@ -159,18 +158,34 @@ class _Torch(ArrayBackend):
 
 
 class _TorchGpu(_Torch):
+    def empty(self, like: Array, shape: Sequence[int]) -> Array:
+        """Its elements follow one another as like's do, so that both are read along."""
+        order = sorted(range(like.ndim), key=lambda axis: -like.stride(axis))
+        made = like.new_empty([shape[axis] for axis in order])
+        return made.permute([order.index(axis) for axis in range(like.ndim)])
+
     def plain(self, x: Array) -> None:
         return None
 
-    def stage(self, like: Array, memory: Bytes) -> Array:
-        return like.new_empty((memory.size // like.element_size(),))
+    def addresses(self, x: Array) -> Addresses:
+        size_bytes = self.itemsize(x)
+        return _addresses(x, x.data_ptr(), [n * size_bytes for n in x.stride()], size_bytes)
 
-    def pull(self, stage: Array, memory: Bytes) -> None:
-        super().stage(stage, memory).copy_(stage)
+    def device(self, x: Array) -> int:
+        return int(x.device.index)
 
-    def push(self, stage: Array, memory: Bytes) -> None:
-        stage.copy_(super().stage(stage, memory))
-        sys.modules["torch"].cuda.current_stream(stage.device).synchronize()
+    def in_stream(self, x: Array) -> AbstractContextManager[None]:
+        from ..ops.tensors import in_stream
+
+        return in_stream(x.device)
+
+
+def _addresses(x: Array, address: int, strides: Sequence[int], itemsize: int) -> Addresses:
+    interface = {
+        "shape": tuple(x.shape), "typestr": f"|V{itemsize}", "data": (address, False),
+        "strides": tuple(strides), "version": 3,
+    }  # fmt: skip
+    return np.asarray(SimpleNamespace(__array_interface__=interface))
 
 
 NUMPY, CUPY, TORCH, TORCH_GPU = ArrayBackend(), _Cupy(), _Torch(), _TorchGpu()
@@ -220,7 +235,7 @@ class Cut(NamedTuple):
             return values
         total = values[places[0]]
         for place in places[1:]:
-            total = self.backend.sum(total, values[place])
+            total = total + values[place]
         return total
 
 
@@ -266,7 +281,7 @@ def add_sums(cut: Cut, pieces: Sequence[Piece], values: Array, out: Array) -> No
 def _add(cut: Cut, piece: Piece, values: Array, out: Array) -> None:
     """Add values to the owned cells that a piece shows."""
     place = piece.source.slices(cut.owned.start)
-    out[place] = cut.backend.sum(out[place], values)
+    out[place] = out[place] + values
 
 
 def show_own(cut: Cut, pieces: RankPieces, x: Array, out: Array) -> None:

@@ -11,9 +11,11 @@ import numpy as np
 
 from ..ops.moves import ADDED
 from ..ops.payloads import Packed
+from ..world.gpu_messages import Direct, Staged
 from ..world.ranks import Ranks
-from .by_slices import NUMPY, Array, ArrayBackend, Bytes, Cut
+from .by_slices import NUMPY, Addresses, Array, ArrayBackend, Bytes, Cut
 from .compiled import EXCHANGE, Operation, Plain, Program
+from .device_channel import DeviceChannel
 from .mailbox import SLOTS, Inbox, Mailbox, Outbox, Purpose
 from .windows import Message, RankPieces
 
@@ -24,12 +26,18 @@ NO_KEY = (0, 0)  # of random bits: wires round to the nearest
 
 @dataclass
 class Call:
-    """One exchange under way: x and out as they came, and as NumPy arrays where they are that."""
+    """One exchange under way: x and out as they came.
+
+    plain: as NumPy arrays where they are that; addresses: where they lie if they are on a GPU
+    carrier: what carries arrays of their GPU
+    """
 
     backend: ArrayBackend
     x: Array
     out: Array
     plain: tuple[Plain, Plain] | None
+    addresses: tuple[Addresses, Addresses] | None = None
+    carrier: Direct | Staged | None = None
     number: int = 0
     serial: int = 0
 
@@ -59,6 +67,7 @@ class Channel:
 
     pieces, stream, name, wire_name: of the plan; like: an array of the backend and dtype
     trail: further axes of the arrays; wire: None for the cells' own bytes
+    direct: whether MPI takes cells from GPU memory, and mailboxes carry heads alone
     serial: of the last call that was begun; open: serials of calls that are not finished
     """
 
@@ -72,9 +81,11 @@ class Channel:
     like: Array
     trail: tuple[int, ...]
     wire: Packed | None
+    direct: bool
     serial: int = 0
     open: set[int] = field(default_factory=set)
     programs: dict[Any, Program] = field(default_factory=dict)
+    on_gpu: dict[int, DeviceChannel] = field(default_factory=dict)  # by its number
 
     def __post_init__(self) -> None:
         world, name = self.world, self.operation.name
@@ -82,17 +93,18 @@ class Channel:
         self.dtype, self.itemsize = self.backend.dtype(self.like), self.backend.itemsize(self.like)
         self.compiled = self.wire is None and (self.operation is EXCHANGE or self.dtype in ADDED)
         key = f"{name} of {self.dtype}, further axes {self.trail}, wire {self.wire_name}"
+        key += ", from GPU memory" if self.direct else ""
         self.number_prefix = (crc32(key.encode()) >> 1) << 32  # in front of the numbers of calls
         purpose = Purpose(self.stream, self.what, key)
         sent, received = self.operation.sent(self.pieces), self.operation.received(self.pieces)
 
         def mailbox(make: type[AnyMailbox], message: Message) -> AnyMailbox:
-            size_bytes = self.payload_bytes(message)
+            size_bytes = 0 if self.direct else self.payload_bytes(message)
             return make(world, message.rank, size_bytes, purpose, world.shared())
 
         self.receiving = [(mailbox(Inbox, each), each) for each in received]
         self.sending = [(mailbox(Outbox, each), each) for each in sent]
-        self.sent_bytes = sum(outbox.size_bytes for outbox, _ in self.sending)
+        self.sent_bytes = sum(map(self.payload_bytes, sent))
         self.bytes_counter = world.bytes_sent.data  # faster than the arrays
         self.messages_counter = world.messages_sent.data
         most_bytes = max((self.cells_bytes(each) for each in (*sent, *received)), default=0)
@@ -119,7 +131,8 @@ class Channel:
         call.serial = self.serial + 1
         if call.serial - SLOTS in self.open:
             raise RuntimeError(f"{self.what}: {SLOTS} are under way already: finish one first")
-        if call.plain and not self.apart(*call.plain):
+        arrays = call.plain or call.addresses
+        if arrays and not self.apart(*arrays):
             raise ValueError(
                 f"{self.operation.name}: out overlaps what is given: it may only have that, or be "
                 "that, as the part of the window that this rank owns"
@@ -127,7 +140,7 @@ class Channel:
         self.serial = call.serial
         self.open.add(call.serial)
 
-    def apart(self, x: Plain, out: Plain) -> bool:
+    def apart(self, x: Plain | Addresses, out: Plain | Addresses) -> bool:
         """Whether two arrays share nothing, or one is the owned part of the other."""
         if not np.may_share_memory(x, out):
             return True
@@ -141,7 +154,10 @@ class Channel:
         program = self.program(call)
         for inbox, _ in self.receiving:
             inbox.start(call.slot)
-        if program is None:
+        if call.addresses:
+            with call.backend.in_stream(call.x):
+                self.device(call).begin(call.slot, call.serial, call.number, *call.addresses)
+        elif program is None:
             self._begin_by_slices(call)
         else:
             program.run(program.slots[call.slot].begin, *call.run)
@@ -159,9 +175,7 @@ class Channel:
             outbox.reserve(call.slot, call.serial)
             payload = outbox.payload(call.slot)
             memory = self._cells_of(message, payload)
-            values = backend.stage(x, memory)
-            self.operation.pack(cut, message.pieces, x, values)
-            backend.pull(values, memory)
+            self.operation.pack(cut, message.pieces, x, backend.stage(x, memory))
             if self.wire is not None:
                 self.wire.encode(memory.view(np.float32), None, NO_KEY, 0, payload)
             outbox.send(call.slot, call.serial, call.number)
@@ -171,14 +185,19 @@ class Channel:
         """Whether all messages of a call have come; MPI is asked for each, so that it goes on."""
         for outbox, _ in self.sending:
             outbox.moved(call.slot)
-        return all([inbox.has_come(call.slot, call.serial) for inbox, _ in self.receiving])
+        come = [inbox.has_come(call.slot, call.serial) for inbox, _ in self.receiving]
+        come += [device.come(call.slot) for device in self.on_gpu.values()]
+        return all(come)
 
     def finish(self, call: Call) -> None:
         """Take in the messages, in the order of the ranks."""
         program = self.program(call)
         for inbox, _ in self.receiving:
             inbox.connect()
-        if program is None:
+        if call.addresses:
+            with call.backend.in_stream(call.x):
+                self.device(call).finish(call.slot, call.serial, call.number, *call.addresses)
+        elif program is None:
             self._finish_by_slices(call)
         else:
             program.run(program.slots[call.slot].finish, *call.run)
@@ -193,9 +212,7 @@ class Channel:
             memory = self._cells_of(message, payload)
             if self.wire is not None:
                 self.wire.decode(payload, None, memory.view(np.float32))
-            values = backend.stage(out, memory)
-            backend.push(values, memory)
-            self.operation.unpack(cut, message.pieces, values, out)
+            self.operation.unpack(cut, message.pieces, backend.stage(out, memory), out)
             inbox.release(call.slot, call.serial)
 
     def _cells_of(self, message: Message, payload: Bytes) -> Bytes:
@@ -216,22 +233,41 @@ class Channel:
         if key not in self.programs:
             if len(self.programs) == PROGRAMS:
                 del self.programs[next(iter(self.programs))]
-            fills = self.pieces.fills if self.operation is EXCHANGE else ()
             self.programs[key] = Program(
                 self.operation,
                 self.pieces,
                 self.sending,
                 self.receiving,
-                [self.backend.element(self.like, fill.value) for fill in fills],
+                self.fill_values(),
                 x,
                 out,
                 self.dtype,
             )
         return self.programs[key]
 
+    def fill_values(self) -> list[Bytes]:
+        """Return the element that each fill of an exchange writes."""
+        fills = self.pieces.fills if self.operation is EXCHANGE else ()
+        return [self.backend.element(self.like, fill.value) for fill in fills]
+
+    def device(self, call: Call) -> DeviceChannel:
+        """Return what does the calls on the GPU that has a call's arrays, its stream's turn."""
+        carrier, number = call.carrier, call.backend.device(call.x)
+        assert carrier is not None, "calls on a GPU have one"
+        carrier.begin()
+        if number not in self.on_gpu:
+            self.on_gpu[number] = DeviceChannel(
+                self.world, self.what, carrier, self.pieces, self.operation, self.sending,
+                self.receiving, self.wire, self.fill_values(), self.dtype,
+                prod(self.trail) * self.itemsize, self.stream,
+            )  # fmt: skip
+        return self.on_gpu[number]
+
     def free(self) -> None:
         """Wait until the others have read everything, and free requests and memory."""
         self.programs.clear()
+        for device in self.on_gpu.values():
+            device.free()
         for outbox, _ in self.sending:
             outbox.close(self.serial)
         for inbox, _ in self.receiving:

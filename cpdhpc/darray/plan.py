@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
+from math import gcd, prod
 from typing import Any, NoReturn, Self
 
 import numpy as np
@@ -12,12 +12,14 @@ from ..collectives.engine import give_up
 from ..formats import Format
 from ..ops.moves import run_moves
 from ..ops.payloads import Packed
+from ..world.gpu_messages import Carrier, Direct, carrier_of
 from ..world.mpi import as_world
 from ..world.ranks import RankFailure, Ranks
-from .by_slices import Array, ArrayBackend, array_backend
+from .by_slices import Addresses, Array, ArrayBackend, array_backend
 from .channel import Call, Channel
 from .compiled import ACCUMULATE, EXCHANGE, POLLS, Operation, Program
 from .describe import Description, Verification, describe, packed_wire, verify
+from .device_moves import SUMS
 from .layout import Box, Layout, as_box, check_layout
 from .mailbox import SLOTS
 from .windows import Boundary, RankPieces, Windows, fill_value, parse_boundary
@@ -146,6 +148,17 @@ def begin(
         if plan.freed:
             raise RuntimeError(f"{operation.name}: plan {plan.name!r} is freed")
         call = check(plan, operation, x, out)
+    except Exception as error:
+        _refuse(plan, error)
+    if call.addresses:
+        try:
+            with call.backend.in_stream(x):
+                carrier = carrier_of(plan.world, x)  # collective the first time
+        except Exception as error:
+            _give_up(plan, operation, error)
+        assert isinstance(carrier, Carrier), "arrays are on a GPU"
+        call.carrier = carrier
+    try:
         channel = _channel(plan, operation, call, number)
         channel.prepare(call)
     except Exception as error:
@@ -200,8 +213,31 @@ def check(plan: WindowPlan, operation: Operation, x: Array, out: Array | None) -
     else:
         _check_out(f"{operation.name}: out", backend, x, out, shape)
     plain_x, plain_out = backend.plain(x), backend.plain(out)
-    plain = None if plain_x is None or plain_out is None else (plain_x, plain_out)
-    return Call(backend, x, out, plain)
+    if plain_x is not None and plain_out is not None:
+        return Call(backend, x, out, (plain_x, plain_out))
+    return Call(backend, x, out, None, _on_gpu(what, backend, x, out, adds))
+
+
+def _on_gpu(
+    what: str, backend: ArrayBackend, x: Array, out: Array, adds: bool
+) -> tuple[Addresses, Addresses]:
+    """Return where arrays lie on a GPU. Raises TypeError or ValueError where no kernel takes them.
+
+    Numbers that are added must lie at multiples of their size; what is copied may lie anywhere.
+    """
+    dtype, devices = backend.dtype(x), (backend.device(x), backend.device(out))
+    if dtype != "bool" and dtype not in SUMS:
+        raise TypeError(f"{what} is of {dtype}: on a GPU known are bool, {', '.join(SUMS)}")
+    if devices[0] != devices[1]:
+        raise ValueError(f"{what} is on GPU {devices[0]}, out on GPU {devices[1]}")
+    found = backend.addresses(x), backend.addresses(out)
+    for name, each in zip((what, "out"), found, strict=True):
+        if adds and gcd(each.ctypes.data, *each.strides) % SUMS[dtype][1] and each.size:
+            raise ValueError(
+                f"{name} begins at {each.ctypes.data} and has strides {each.strides}: sums of "
+                f"{dtype} need multiples of {SUMS[dtype][1]} bytes"
+            )
+    return found[0], found[1]
 
 
 def _check_out(
@@ -229,12 +265,13 @@ def _channel(plan: WindowPlan, operation: Operation, call: Call, number: int) ->
     if not isinstance(number, int):
         raise TypeError(f"{operation.name}: number={number!r}: must be an integer")
     trail = tuple(call.x.shape[plan.owned.ndim :])
-    key = operation.name, call.backend.dtype(call.x), trail
+    direct = isinstance(call.carrier, Direct)
+    key = operation.name, call.backend.dtype(call.x), trail, direct
     if key not in plan.channels:
         _check_values(plan, operation, call)
         plan.channels[key] = Channel(
             plan.world, plan, plan.stream, plan.name, str(plan.wire), operation, call.backend,
-            call.x, trail, plan.packed,
+            call.x, trail, plan.packed, direct,
         )  # fmt: skip
     channel = plan.channels[key]
     call.number = channel.number_prefix | number & MOST_NUMBER
@@ -298,7 +335,7 @@ class WindowPlan(RankPieces):
         boxes, modes, self.packed = _agree(self.world, layout, window, boundary, wire, name)
         super().__init__(Windows(layout, boxes, modes), self.world.rank)
         self.stream, self.freed, self.broken = self.world.open_stream(), False, False
-        self.channels: dict[tuple[str, str, tuple[int, ...]], Channel] = {}
+        self.channels: dict[tuple[str, str, tuple[int, ...], bool], Channel] = {}
         self.last: dict[str, Repeated] = {}
         self.world.shared()  # collective when it is first asked for
         if self.sends or self.recvs:

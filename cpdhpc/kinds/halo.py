@@ -7,11 +7,11 @@ from contextlib import contextmanager
 from math import nan
 from typing import TYPE_CHECKING, Any
 
-from ..config import ConfigError, Raw
+from ..config import ConfigError, Raw, UserError
 from ..formats import INTEGERS, wire_format
 from ..methods import HALO_COPIED, HALO_MPI_TYPES, HALO_OURS, HALO_PACKED
 from .base import Call, Kind
-from .factors import Factor, Factors, Value, one_of, positive
+from .factors import DEVICE, Factor, Factors, Value, device_used, one_of, positive
 
 if TYPE_CHECKING:
     from ..bench.halo_cases import Setting
@@ -49,7 +49,7 @@ def _used(given: Factors) -> dict[str, Value]:
         raise ValueError(f"wire {wire} takes float32, not {given['dtype']}")
     if wire != "raw" and boundary == "edge" and given["transfer"] == "accumulate":
         raise ValueError(f"sums of many cells, rounded to {wire}, cannot be checked exactly")
-    return dict(given)
+    return {name: given[name] for name in given if name != "device"} | device_used(given)
 
 
 def _fits(job: Raw, used: Factors, ranks: int) -> str | None:
@@ -72,7 +72,10 @@ def _measure(study: Asked, case: Case, place: Place, check: bool) -> Iterator[Ca
     setting = _setting(case, world.processes)
     with setting.plan(world) as plan:
         ways = [str(of["transfer"])], [str(of["way"])]
-        with open_cases(world, setting, plan, *ways, check=check) as cases:
+        device = place.take_device(of)
+        with open_cases(world, setting, plan, *ways, check=check, device=device) as cases:
+            if not cases:
+                raise UserError(f"case {case.id}: way={ways[1][0]}: MPI takes no GPU memory here")
             call = Call(cases[0].run)
             if check:
                 spec = setting.spec
@@ -178,6 +181,7 @@ HALO = Kind(
             default=HALO_OURS,
             check=one_of([*OURS, *BY_MPI]),
         ),
+        "device": DEVICE,
     },
     work="rows",
     used=_used,

@@ -11,6 +11,7 @@ from .threads import kernel_threads, omp_num_threads, set_kernel_threads
 
 __all__ = [
     "backend_of",
+    "is_of_gpu",
     "kernel_threads",
     "omp_num_threads",
     "on_gpu",
@@ -28,13 +29,19 @@ def on_gpu(x: Any) -> bool:
 def to_host(x: Any) -> Any:
     """Return x as a NumPy array: x itself, or a copy of what the current stream makes of it.
 
-    Raises TimeoutError where the GPU is not done with it after gpu_runtime.WAIT_S.
+    Raises TimeoutError where the GPU is not done with it in time, as gpu_runtime.wait.
     """
     if not on_gpu(x):
         return x
     from . import gpu_runtime
 
     return gpu_runtime.to_host(x)
+
+
+def is_of_gpu(error: Exception) -> bool:
+    """Whether an error is CUDA's, or of a wait for it: the call that raises it is not its cause."""
+    module = type(error).__module__.partition(".")[0]
+    return isinstance(error, TimeoutError) or module in ("cupy", "cupy_backends")
 
 
 def placed(x: Any, like: Any) -> Any:

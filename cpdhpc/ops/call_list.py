@@ -48,6 +48,7 @@ __all__ = [
     "add_word",
     "begin_segment",
     "end_list",
+    "give_handle",
     "handle_of",
     "make_board",
     "make_list",
@@ -76,6 +77,11 @@ def handle_of(mpi: Any, request: Any) -> int:
         calls = _library[0].MPI_Start, _library[0].MPI_Test
         _cpu.use_library(*(ctypes.cast(call, ctypes.c_void_p).value or 0 for call in calls))
     return int(mpi._addressof(request))
+
+
+def give_handle(mpi: Any, request: Any, other: Any) -> None:
+    """Let a request that is freed be the other one, whose object is not to be used any more."""
+    ctypes.memmove(mpi._addressof(request), mpi._addressof(other), mpi._sizeof(other))
 
 
 class Kernels:

@@ -56,7 +56,6 @@ __all__ = [
     "fitting_shift",
     "gather",
     "kth_magnitude",
-    "load_acquire",
     "mark_above",
     "matmul",
     "multiply",
@@ -73,7 +72,6 @@ __all__ = [
     "select_above",
     "select_magnitude",
     "square_sum",
-    "store_release",
     "stream_words",
     "subtract",
     "unpack",
@@ -280,25 +278,12 @@ def unpack_trits(trits: Array, words: Array) -> None:
     _cpu.unpack_trits(kernel_threads(), trits, words)
 
 
-def store_release(target: Array, value: int) -> None:
-    """Write an int64 into target, uint8[8], for other processes.
-
-    Who reads it by load_acquire sees all that was written before.
-    """
-    _cpu.store_release(target, value)
-
-
 def read_memory(process: int, address: int, out: Array) -> None:
     """Overwrite out, uint8[n], by what another process has at an address of its memory.
 
     Raises OSError where the system does not allow it, or there is nothing.
     """
     _cpu.read_memory(process, address, out)
-
-
-def load_acquire(source: Array) -> int:
-    """Return the int64 in source, uint8[8], that another process writes by store_release."""
-    return _cpu.load_acquire(source)
 
 
 _INF, _NAN = 0x7F800000, 0x7FC00000

@@ -52,6 +52,7 @@ ARITHMETIC = (
     "row_products",
     "column_products",
     "add_outer",
+    "move_boxes",
 )
 
 

@@ -433,3 +433,25 @@ def matmul(
     numbers = (products_on_device(how, how.arithmetic(*inputs)), *key_numbers(key, 0)[:2])
     launch("matmul", batch * -(-m // _ROWS) * -(-n // _COLUMNS), *numbers, a, b, *sizes, out)
     return out
+
+
+def move_boxes(
+    kind: int, table: Array, boxes: int, units: int, x: int, out: int, memory: Any
+) -> None:
+    """Copy and add boxes of cells; see kernels/cuda_moves.h.
+
+    kind: what a unit is; table: int64[n], which darray/device_moves.py makes; boxes, units: of it
+    x, out: addresses of arrays on CuPy's current GPU, which their units fit; memory: uint8[m]
+    """
+    check("table", table, np.int64)
+    check("memory", memory, np.uint8)
+    arrays = (np.uint64(x), np.uint64(out), memory)
+    launch(
+        "move_boxes",
+        element_blocks(units),
+        np.int32(kind),
+        table,
+        np.int64(boxes),
+        np.int64(units),
+        *arrays,
+    )

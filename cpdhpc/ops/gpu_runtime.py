@@ -72,24 +72,16 @@ def _codec_kernel(name: str, fixed: Fixed, device: int) -> Any:
 
 @cache
 def _cast_of(cast: Cast, device: int) -> Array:
-    """Copy the numbers in a stream of their own and wait: later calls may be in any stream."""
     *plain, address = cast_numbers(cast)[:CAST_NUMBERS]
     table = cast_numbers(cast)[CAST_NUMBERS] if address else np.empty(0, np.int32)
-    numbers = np.append(np.array([*plain, table.size], np.int64), table).astype(np.int32)
-    with cupy.cuda.Stream(non_blocking=True) as stream:
-        copied = cupy.asarray(numbers)
-        stream.synchronize()
-    return copied
+    numbers = np.append(np.array([*plain, table.size], np.int64), table)
+    return to_device(numbers.astype(np.int32))
 
 
 @cache
 def _products_of(how: Products, arithmetic: Arithmetic, device: int) -> Array:
-    """Copy the numbers as _cast_of does."""
-    with cupy.cuda.Stream(non_blocking=True) as stream:
-        flat = [number for part in product_numbers(how, arithmetic) for number in part]
-        numbers = cupy.asarray(np.array(flat, np.int64).astype(np.int32))
-        stream.synchronize()
-    return numbers
+    flat = [number for part in product_numbers(how, arithmetic) for number in part]
+    return to_device(np.array(flat, np.int64).astype(np.int32))
 
 
 def products_on_device(how: Products, arithmetic: Arithmetic) -> Array:
@@ -139,13 +131,18 @@ def check(
         raise ValueError(f"{name}: a contiguous array needed")
     if size is not None and array.size != size:
         raise ValueError(f"{name}: {array.size} elements given, {size} needed")
-    current, needed = current_device(), alignment or array.dtype.itemsize
-    if array.device.id != current:
-        here = array.device.id
-        raise ValueError(f"{name}: is on GPU {here}: must be on CuPy's current one, {current}")
+    check_device(f"{name}:", array)
+    needed = alignment or array.dtype.itemsize
     if array.size and array.data.ptr % needed:
         came = array.data.ptr
         raise ValueError(f"{name}: begins at {came}: must begin at a multiple of {needed} bytes")
+
+
+def check_device(what: str, array: Array) -> None:
+    """Raise ValueError unless array lies on CuPy's current GPU."""
+    here, current = array.device.id, current_device()
+    if here != current:
+        raise ValueError(f"{what} is on GPU {here}: must be on CuPy's current one, {current}")
 
 
 def check_words(name: str, array: Array, size_bytes: int) -> None:
@@ -197,6 +194,10 @@ __all__ = [
     "in_stream",
     "to_device",
     "to_host",
+    "wait",
+    "wait_at_most",
+    "wait_for_stream",
+    "zeros",
 ]
 
 
@@ -251,6 +252,10 @@ class Streams:
         """Return the event that all work given to the caller's stream so far is done."""
         return Event(self._caller)
 
+    def follow(self, event: Event) -> None:
+        """Let the caller's stream go on, on the GPU, when an event has come."""
+        event.before(self._caller)
+
     @staticmethod
     def pinned(size_bytes: int) -> Host:
         """Return page-locked memory, uint8[size_bytes]; CuPy keeps it when it is let go."""
@@ -286,29 +291,53 @@ def device_name() -> str:
 
 
 def to_device(x: Any) -> Array:
-    """Return a NumPy array's copy on the GPU, ready for any stream. Raises as wait."""
-    copy = cupy.asarray(x)
-    wait()
+    """Return a NumPy array's copy on the GPU, ready for any stream.
+
+    It is made in a stream of its own: the caller's may be at work for long.
+    """
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        copy = cupy.asarray(x)
+        wait(Event(stream))
     return copy
 
 
-WAIT_S = 600.0  # for a GPU to do what it was given, as a World waits for its ranks
+def zeros(size_bytes: int) -> Array:
+    """Return memory of the GPU, uint8[size_bytes], for CuPy's current stream."""
+    return cupy.zeros(size_bytes, np.uint8)
 
 
-def wait() -> None:
-    """Wait until CuPy's current stream is done.
+DEFAULT_WAIT_S = 600.0  # as a World's
+_most_wait = [DEFAULT_WAIT_S]
 
-    Raises TimeoutError after WAIT_S: CUDA would wait for a GPU that hangs for ever.
+
+def wait_at_most(timeout_s: float) -> None:
+    """Let wait wait for as long as a World does that is about to use the GPU."""
+    _most_wait[0] = timeout_s
+
+
+def wait(event: Event) -> None:
+    """Wait until the GPU has come to an event; whoever waits for a GPU does it here.
+
+    Raises TimeoutError after the time-out of the last World that used the GPU: CUDA itself waits
+    for ever for one that hangs.
     """
-    done, start = Event(cupy.cuda.get_current_stream()), time.monotonic()
-    while not done.Test():
-        if time.monotonic() - start > WAIT_S:
-            raise TimeoutError(f"GPU {current_device()}: is at work for more than {WAIT_S:g} s")
+    start, most_s = time.monotonic(), _most_wait[0]
+    while not event.Test():
+        if time.monotonic() - start > most_s:
+            raise TimeoutError(f"GPU {current_device()}: is at work for more than {most_s:g} s")
+
+
+def wait_for_stream() -> None:
+    """Wait for all that CuPy's current stream was given. Raises as wait."""
+    wait(Event(cupy.cuda.get_current_stream()))
 
 
 def to_host(array: Array) -> Host:
-    """Return a copy in the host's memory, once the stream is done with it. Raises as wait."""
-    wait()
+    """Return a copy in the host's memory, once CuPy's current stream is done with the array.
+
+    Raises as wait.
+    """
+    wait_for_stream()
     host: Host = array.get()
     return host
 
@@ -318,7 +347,7 @@ def finished(run: Callable[[], Any]) -> Callable[[], Any]:
 
     def call() -> Any:
         found = run()
-        wait()
+        wait_for_stream()
         return found
 
     return call

@@ -35,9 +35,28 @@ def tensor_of(array: Array) -> torch.Tensor:
 
 
 def values_of(tensor: torch.Tensor) -> HostArray:
-    """Return a tensor's values as a NumPy array: its memory, or a copy where it is on a GPU."""
+    """Return a tensor's values as a NumPy array: its memory, or a copy where it is on a GPU.
+
+    Raises TimeoutError as gpu_runtime.wait: torch itself waits for ever for a GPU that hangs.
+    """
+    await_device(tensor.device)
     values: HostArray = tensor.detach().cpu().numpy()
     return values
+
+
+def listed(tensor: torch.Tensor) -> list[Any]:
+    """Return the values of any dtype as a flat list of numbers. Raises as values_of."""
+    await_device(tensor.device)
+    return list(tensor.detach().flatten().tolist())
+
+
+def await_device(device: torch.device) -> None:
+    """Wait until a device has done what torch's current stream was given. Raises as values_of."""
+    if device.type == "cuda":
+        from . import gpu_runtime
+
+        with in_stream(device):
+            gpu_runtime.wait_for_stream()
 
 
 def put(values: torch.Tensor, view: Array | torch.Tensor) -> None:

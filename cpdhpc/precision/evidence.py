@@ -1,4 +1,4 @@
-"""What a search of bits has found so far: layers with their formats, trainings, verdicts; HDF5."""
+"""What is asked of a search of bits, and what it has found: layers, trainings, verdicts; HDF5."""
 
 from __future__ import annotations
 

@@ -334,6 +334,12 @@ class Policy(Section):
         return (*self._of_preset.rule, *self.rule)
 
     @property
+    def warmup(self) -> int:
+        """The most calls that a tensor in fixed scales waits for before it is rounded."""
+        said = (each for rule in self.rules for each in vars(rule).values())
+        return max((getattr(each, "warmup", 0) for each in said), default=0)
+
+    @property
     def _of_preset(self) -> Policy:
         if not self.preset:
             return NOTHING

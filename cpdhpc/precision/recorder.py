@@ -309,7 +309,9 @@ def _keep(left: dict[int, Array], number: int, gradient: Any) -> None:
 
 
 def _copied(tensor: Any) -> Array:
-    return np.array(tensor.detach().float().cpu().numpy())
+    from ..ops.tensors import values_of
+
+    return np.array(values_of(tensor.detach().float()))
 
 
 def _first(given: Any) -> Any:

@@ -120,6 +120,8 @@ class Search:
         if there is not None:
             self.evidence = replace(there, provenance=self.evidence.provenance)
             return
+        if self.resume:
+            self._say(f"{path}: is not there: a new search")
         jobs = self._jobs((), self.asked.seeds)
         places = self._proposed(jobs[0], self._train(jobs))
         self.evidence = replace(self.evidence, places=places)

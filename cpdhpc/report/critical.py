@@ -1,5 +1,6 @@
-"""The critical batch: fitted to the steps that batches need, and predicted by the noise scale.
+"""Batches of trainings: the critical one, and how few bits go with each.
 
+The critical batch is fitted to the steps that batches need, and predicted by the noise scale.
 Source: McCandlish et al., arXiv 1812.06162: (S / S_min - 1) (E / E_min - 1) = 1 for the steps S
 and the samples E that a batch takes to a target; E_min / S_min is the critical batch.
 """

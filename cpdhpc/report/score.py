@@ -143,7 +143,7 @@ def score_charts(title: str, trained: Sequence[Trained], measure: Score) -> list
         Chart(
             f"{measure.label}_by_{name}",
             f"{title}: {measure.label} against {what}",
-            [SEEDS],
+            [SEEDS, *(_covered(shown) if name == "bits" else [])],
             f"Test {measure.label} at the end against {said}. {FRONTS}",
             panels := _by_panel(shown, partial(draw, measure), measure),
             2 if any(panel.title.endswith(CLOSER) for panel in panels) else 3,
@@ -152,6 +152,15 @@ def score_charts(title: str, trained: Sequence[Trained], measure: Score) -> list
         for shown, draw, name, what, said in rows
         if shown
     ]
+
+
+def _covered(trained: Sequence[Trained]) -> list[str]:
+    """Return a note for each place of the chart against bytes where one mark covers others."""
+    places: dict[tuple[str, ...], list[str]] = {}
+    for each in trained:
+        place = each.panel, f"{each.sent_bytes:.2g}", f"{each.scores.mean():.3g}"
+        places.setdefault(place, []).append(each.name)
+    return [f"At one place: {', '.join(names)}." for names in places.values() if len(names) > 1]
 
 
 SEEDS = "Mean over seeds; bars: from the least to the greatest of the seeds."

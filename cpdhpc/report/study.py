@@ -264,7 +264,7 @@ def _facts(file: StudyFile, found: Sequence[SeedGroup]) -> list[tuple[str, str]]
     repeats = [len(point.times_s) for point in file.points]
     factors = [group.factors for group in found]
     same = [said(k, v) for k, v in constant(factors, SHAPE).items()]
-    hosts = dict.fromkeys(each.get("hosts", "") for each in file.environments)
+    hosts = dict.fromkeys(units.hosts(each.get("hosts", "")) for each in file.environments)
     return [
         (
             "what",
@@ -381,7 +381,8 @@ def compress_report(path: Path) -> Report:
         Column[int]("time", lambda i: units.time(float(points["time_s"][i]))),
     ]
     table = tabulate("Methods", columns, range(len(points["method"])), CAPTION)
-    facts = [(name, str(attributes.get(name, ""))) for name in ("gradients", "iterations", "hosts")]
+    facts = [(name, str(attributes.get(name, ""))) for name in ("gradients", "iterations")]
+    facts.append(("hosts", units.hosts(attributes.get("hosts", ""))))
     return Report("Compressors on recorded gradients", facts, [Section("Methods", tables=[table])])
 
 

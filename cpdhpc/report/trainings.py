@@ -227,9 +227,9 @@ TITLE = "Training runs"
 CAPTION = (
     "Accuracy, or other score: of test samples, mean ± sample standard deviation over seeds. Step: "
     "median. Data: share of the time of all steps that a rank waits for samples. Underflow: share "
-    "of non-zero gradient values that become zero when a rank encodes its own. Critical batch: "
-    "what the noise scale predicts for the whole run, mean over seeds."
+    "of non-zero gradient values that become zero when a rank encodes its own."
 )
+CRITICAL = " Critical batch: what the noise scale predicts for the whole run, mean over seeds."
 NOT_SHOWN = ("kind", "schema", "name", "seed", "toml", "status", "parameters")
 
 
@@ -248,7 +248,7 @@ def runs_report(runs: Sequence[Run], groups: Sequence[RunGroup]) -> Report:
     left = [f"{run.path.name}: {run.attributes['status']}" for run in runs if not run.complete]
     return Report(
         TITLE,
-        [("runs", str(len(runs))), ("hosts", str(runs[0].attributes.get("hosts", "")))],
+        [("runs", str(len(runs))), ("hosts", units.hosts(runs[0].attributes.get("hosts", "")))],
         [
             Section("Training", tables=[table(groups)], charts=charts),
             *([Section("Rounding by layer", charts=maps)] if maps else []),
@@ -312,10 +312,11 @@ def table(groups: Sequence[RunGroup]) -> Table:
         Column("data\n%", lambda group: f"{100 * group.data_share:.0f}"),
         Column("under-\nflow %", underflow),
     ]
-    batches = {g.name: predicted([run.steps for run in g.runs]) for g in groups}
+    batches, caption = {g.name: predicted([run.steps for run in g.runs]) for g in groups}, CAPTION
     if not all(map(isnan, batches.values())):
         columns.append(Column("critical\nbatch", lambda g: units.digits(batches[g.name])))
-    return tabulate("", columns, groups, CAPTION + PADDED)
+        caption += CRITICAL
+    return tabulate("", columns, groups, caption + PADDED)
 
 
 def _trained(group: RunGroup, style: Style, base: RunGroup | None) -> Trained:

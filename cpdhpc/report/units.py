@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from math import isfinite
 
@@ -109,6 +110,12 @@ def with_deviation(values: npt.NDArray[np.float64]) -> Cell:
 def count(number: int, what: str) -> str:
     """Return a number of things, with an s for the plural."""
     return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def hosts(recorded: object) -> str:
+    """Return the names of hosts, one a process as records have them, each once with its number."""
+    found = Counter(str(recorded).split())
+    return ", ".join(f"{name} x {n}" if n > 1 else name for name, n in found.items())
 
 
 def signed(difference: float) -> Cell:

@@ -15,6 +15,7 @@ from torch.nn import functional
 from ..darray.autograd import exchange
 from ..darray.layout import Layout, whole
 from ..darray.plan import WindowPlan
+from ..ops.tensors import values_of
 from ..world.ranks import Ranks
 from .grid import ImageGrid, Shape
 from .windowed import (
@@ -110,7 +111,7 @@ class BatchNorm(SplitLayer):
         """Return mean and variance of the channels over all ranks, and update the running ones."""
         counts, mean, variance = moments(x, (0, *range(2, x.ndim)), self.plan)
         count = counts[:1].sum() / self.copies
-        if self.training and count <= 1:
+        if self.training and values_of(count) <= 1:
             raise ValueError(f"layer {self.plan.name}: needs more than one value a channel")
         if self.training:
             self._track(mean.detach(), (variance * count / (count - 1)).detach())
@@ -123,7 +124,7 @@ class BatchNorm(SplitLayer):
         self.num_batches_tracked += 1
         share = self.momentum
         if share is None:  # the mean of all batches so far
-            share = 1 / float(self.num_batches_tracked)
+            share = 1 / float(values_of(self.num_batches_tracked))
         for running, new in ((self.running_mean, mean), (self.running_var, variance)):
             if running is not None:
                 running.mul_(1 - share).add_(new.to(running.dtype), alpha=share)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from ..ops.tensors import CPU
 from .grid import ImageGrid, Shape
 from .layers import (
     INSTEAD,
@@ -69,7 +70,8 @@ def partition(model: nn.Module, shape: Sequence[int], grid: ImageGrid) -> nn.Mod
         if use.split is not EachPixel:
             label = f"{path or 'model'} ({type(use.layer).__name__})"
             layer = layers[path]
-            split[id(layer)] = use.split(layer, grid, use.shape, use.after, label)
+            made = use.split(layer, grid, use.shape, use.after, label).to(_device(model))
+            split[id(layer)] = made
             split[id(layer)].train(layer.training)
     net = _replaced(net, split)
     for path in trace.unused:
@@ -358,6 +360,10 @@ def _without_values(x: torch.Tensor) -> torch.Tensor:
 
 def _dtype(model: nn.Module) -> torch.dtype:
     return next((p.dtype for p in _tensors_of(model) if p.is_floating_point()), torch.float32)
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next((each.device for each in _tensors_of(model)), CPU)
 
 
 def _input_shape(model: nn.Module, shape: Sequence[int]) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from ..collectives import sparse
 from ..compress.base import Array
 from ..compress.bucket import State
 from ..config import ConfigError
-from ..ops.tensors import values_of
+from ..ops.tensors import listed, values_of
 from ..world.ranks import Ranks
 from .adversarial import Adversarial
 from .averaging import as_bytes
@@ -93,7 +93,7 @@ class Adversary:
             self._statistics = [each.clone() for each in self._buffers()]
         weighted = torch.stack(losses).mean() * weight
         weighted.backward(torch.full_like(weighted, scale))  # type: ignore[no-untyped-call]
-        return float(weighted.detach())
+        return float(listed(weighted)[0])
 
     def copies(
         self,

@@ -212,7 +212,7 @@ def rounded(
     beyond = [
         i
         for i, each in enumerate(found)
-        if each.dtype is not torch.float32 and not bool(torch.isfinite(each).all())
+        if each.dtype is not torch.float32 and not values_of(torch.isfinite(each).all())
     ]
     if beyond:
         kind = str(dtypes[beyond[0]]).removeprefix("torch.")
@@ -347,7 +347,7 @@ def description(name: str, tensor: torch.Tensor) -> str:
 
 def broadcast(world: Ranks, tensor: torch.Tensor) -> None:
     """Give all processes the tensor of process 0, in place."""
-    values = as_bytes(tensor).cpu()
+    values = torch.from_numpy(values_of(as_bytes(tensor)))
     world.broadcast(values.numpy())
     if not tensor.is_cpu or values.data_ptr() != tensor.data_ptr():
         tensor.detach().copy_(values.view(tensor.dtype).reshape(tensor.shape))

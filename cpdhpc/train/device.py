@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..config import UserError
-from ..ops.tensors import CPU
+from ..ops.tensors import CPU, await_device
 from ..world.gpu_messages import gpu_aware, use_gpu
 from ..world.ranks import Ranks
 from .data import Array, Samples
@@ -53,6 +53,7 @@ def taken(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the samples int64[b] on a device. See Samples.take."""
     inputs, targets = samples.take(index, seed)
+    await_device(device)  # as copies from pageable memory do, without end
     return inputs.to(device), targets.to(device)
 
 

@@ -26,6 +26,7 @@ from ..config import (
     override,
     read_toml,
     validate,
+    value_at,
 )
 from ..formats import with_own_formats
 from ..precision.policy import PRESETS, Policy
@@ -237,7 +238,7 @@ class Job(Section):
         others = [key for key, is_usual in usual.items() if not is_usual]
         if self.record.number and others:
             raise ValueError(f"record: does not go with this {others[0]}")
-        others = [key for key in others if not key.startswith("adversarial")]
+        others = [key for key in others if key not in ("adversarial.epsilon", "train.image_grid")]
         others += [] if self.precision.empty else ["precision"]
         if self.train.device == "gpu" and others:
             raise ValueError(f"train.device='gpu': does not go with this {others[0]}")
@@ -456,6 +457,10 @@ def _load(path: Path, settings: Iterable[str]) -> list[Job]:
     rows = raw.pop("compare", [{}])
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows) or not rows:
         raise ConfigError(f"{path}: compare: should be one or more [[compare]] tables")
+    for setting in settings:
+        key = setting.partition("=")[0].strip()
+        if all(value_at(row, key.split(".")) is not None for row in rows):
+            raise ConfigError(f"--set {setting}: is of no use: each row of compare says its {key}")
     jobs = [_row(raw, row, index, path) for index, row in enumerate(rows)]
     names = [job.name for job in jobs]
     for name in names:

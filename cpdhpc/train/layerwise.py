@@ -13,6 +13,8 @@ from typing import Any, overload
 
 import torch
 
+from ..ops.tensors import values_of
+
 Tensor = torch.Tensor
 Group = dict[str, Any]
 State = dict[str, Tensor]
@@ -349,7 +351,7 @@ def _projected(p: Tensor, gradient: Tensor, step: Tensor, group: Group) -> tuple
         w, g = (x.double().reshape(rows, -1) for x in (p, gradient))
         lengths = w.norm(dim=1) * g.norm(dim=1)
         cosines = (w * g).sum(dim=1).abs() / lengths.clamp(min=torch.finfo(w.dtype).tiny)
-        if float(cosines.max()) < group["delta"] / math.sqrt(w.shape[1]):
+        if float(values_of(cosines.max())) < group["delta"] / math.sqrt(w.shape[1]):
             unit = w / w.norm(dim=1, keepdim=True).clamp(min=torch.finfo(w.dtype).tiny)
             flat = step.double().reshape(rows, -1)
             along = (unit * flat).sum(dim=1, keepdim=True)

@@ -62,6 +62,10 @@ def run(training: Training, caught: Caught, display: Display) -> None:
         told = f"; not in {', '.join(left)}, whose {BY_TORCH}" if left else ""
         display.line(f"{job.id}: [precision] in {len(obeying) - len(left)} layers{told}")
     steps, interval = job.train.epochs * training.iterations_per_epoch, training.update.interval
+    if (warmup := job.precision.warmup) >= steps:
+        display.line(
+            f"{job.id}: [precision]: warmup={warmup}: fixed scales round nothing in {steps} steps"
+        )
     if interval > steps:
         display.line(f"{job.id}: update.period={interval}: no mean over ranks in {steps} steps")
     display.start(job.id, training.samples * job.train.epochs, training.samples_seen)

@@ -112,9 +112,11 @@ def _cross_entropy(
 ) -> Tensor:
     from torch.nn.functional import cross_entropy
 
+    from ..ops.tensors import values_of
+
     classes = _check_classes("loss: cross_entropy", outputs, targets)
     try:
-        if targets.is_cuda and bool(((targets < 0) | (targets >= classes)).any()):
+        if targets.is_cuda and values_of((targets < 0) | (targets >= classes)).any():
             raise IndexError  # the kernel would end the context
         return cross_entropy(
             outputs.double() if reduction == "none" else outputs,

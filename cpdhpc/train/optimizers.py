@@ -232,7 +232,11 @@ class NovoGrad(LayerWise):
 
     def factors(self, state: Mapping[str, Any]) -> float:
         """Return 1 / (norm + eps). See Optimizer.factors."""
-        return 1 / (float(state["norm"]) + self.eps)
+        import torch
+
+        from ..ops.tensors import values_of
+
+        return 1 / (float(values_of(torch.as_tensor(state["norm"]))) + self.eps)
 
 
 class AdamP(LayerWise):

@@ -188,10 +188,10 @@ def _part(
         inputs, targets = taken(samples, index, 0, device_of(model))
         outputs = model(inputs)
         with naming_items(index):
-            values[0] += loss(outputs, targets, reduction="none").flatten().tolist()
+            values[0] += tensors.listed(loss(outputs, targets, reduction="none"))
             for found, metric in zip(values[1:], metrics, strict=True):
                 if metric is not None:
-                    found += metric(outputs, targets).flatten().tolist()
+                    found += tensors.listed(metric(outputs, targets))
     return [(fsum(each), len(each)) for each in values]
 
 
@@ -332,4 +332,4 @@ def backward(
         return 0.0
     weighted = loss(model(inputs), targets) * weight
     weighted.backward(torch.full_like(weighted, scale))  # type: ignore[no-untyped-call]
-    return float(weighted.detach())
+    return float(tensors.listed(weighted)[0])

@@ -12,6 +12,7 @@ import numpy as np
 
 from .. import store
 from ..compress.base import Array
+from ..ops.tensors import values_of
 from .data import Samples
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def save(path: Path, model: torch.nn.Module, here: Kept) -> None:
 
     Raises StoreError where it cannot be written.
     """
-    tensors = {name: tensor.cpu().numpy() for name, tensor in model.state_dict().items()}
+    tensors = {name: values_of(tensor) for name, tensor in model.state_dict().items()}
     store.write(path, {"model": tensors}, {"kind": KIND, **asdict(here)})
 
 

@@ -54,6 +54,7 @@ def use_own_gpu(world: Ranks) -> tuple[int, str]:
         return -1, ""
     from ..ops import gpu_runtime
 
+    gpu_runtime.wait_at_most(world.timeout_s)
     nodes = world.nodes[:: world.virtual_ranks]
     return gpu_runtime.use_device(nodes[: world.process].count(nodes[world.process]))
 
@@ -237,10 +238,11 @@ class Carrier:
         self.progress()
         return [message]
 
-    def wait(self, request: Any, what: str) -> None:
-        """Wait for a request, at most for the time-out of the world."""
-        reason = f"{what}: waited {{:.1f}} s for the GPU"
-        self._world.wait_any([Wait([request], self._world.hosted.start, reason)])
+    def wait(self, requests: list[Any], what: str, whom: str = "the GPU") -> None:
+        """Wait for requests, at most for the time-out of the world."""
+        plain = f"{what}: waited {{}} s for {whom}".replace("{", "{{").replace("}", "}}")
+        reason = plain.replace("{{}}", "{:.1f}")
+        self._world.wait_any([Wait(requests, self._world.hosted.start, reason)])
 
 
 class Direct(Carrier):
@@ -258,7 +260,7 @@ class Direct(Carrier):
 
     def sum_by_mpi(self, array: Array, source: Array | None = None) -> None:
         """Sum over processes, as Ranks.sum_by_mpi. Collective."""
-        self.wait(self.streams.mark(), "MPI_Allreduce")
+        self.wait([self.streams.mark()], "MPI_Allreduce")
         self._world.sum_by_mpi(array, source)
 
 
@@ -287,9 +289,10 @@ class Staged(Carrier):
             return
         what, given = "MPI_Allreduce", array if source is None else source
         host, copied = self.streams.to_host(given.view(np.uint8), self.streams.mark())
-        self.wait(copied, what)
+        self.wait([copied], what)
         self._world.sum_by_mpi(host.view(np.float32))
-        self.wait(self.streams.to_device(host, array.view(np.uint8), self.streams.mark()), what)
+        landed = self.streams.to_device(host, array.view(np.uint8), self.streams.mark())
+        self.wait([landed], what)
 
 
 def carrier_of(world: Ranks, like: Array) -> Ranks | Direct | Staged:
@@ -302,6 +305,7 @@ def carrier_of(world: Ranks, like: Array) -> Ranks | Direct | Staged:
     from ..ops import gpu_runtime
 
     device = gpu_runtime.current_device()
+    gpu_runtime.wait_at_most(world.timeout_s)
     kind = Direct if world.processes > 1 and gpu_aware(world).yes else Staged
     carrier = world.cache.get(("carrier", device), lambda: kind(world, gpu_runtime.Streams()))
     carrier.begin()

@@ -123,6 +123,7 @@ class Ranks(ABC):
         those of the same process included
     collective_bytes: bytes that this process handed to MPI's own collectives
     cache: what callers keep from one call to the next: buffers, recordings, carriers of GPU arrays
+    timeout_s: the longest that a wait takes
     gpu_direct: whether GPU arrays may be given to MPI as they are
     gpu_aware: whether MPI takes them, and how that was found out; None before it is asked for
     has_mpi: whether sum_by_mpi is MPI_Allreduce
@@ -137,6 +138,7 @@ class Ranks(ABC):
 
     has_mpi = True
     thread_level = "multiple"
+    timeout_s = 600.0
     gpu_direct = True
     gpu_aware: tuple[bool, str] | None = None
     refusal: Exception | None = None

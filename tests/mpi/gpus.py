@@ -19,7 +19,7 @@ SPIN = """extern "C" __global__ void spin(long long cycles) {
 
 
 def real(cupy, direct):
-    """Return CuPy, and what keeps the machine's GPU busy; skip if MPI does not take its memory."""
+    """Return None, CuPy, and what keeps the GPU busy; skip if MPI does not take its memory."""
     spin = cupy.RawKernel(SPIN, "spin")
     spin((1,), (1,), (np.int64(1),))  # compiled now, not in the middle of a test
     cupy.cuda.Device().synchronize()
@@ -29,26 +29,29 @@ def real(cupy, direct):
         world.free()
         if not answer.yes:
             pytest.skip(f"GPU-aware MPI: {answer}")
-    return cupy, lambda: spin((1,), (1,), (np.int64(50_000_000),))  # 25 ms or more
+    return None, cupy, lambda: spin((1,), (1,), (np.int64(50_000_000),))  # 25 ms or more
 
 
 def stand_in(stack, direct):
-    """Return the cupy of a simulated GPU, whose memory MPI may read if direct, and its delay."""
+    """Return a simulated GPU, its cupy, whose memory MPI may read if direct, and its delay."""
     simulation, cupy = stack.enter_context(simulated())
     simulation.aware = direct
     stack.enter_context(pytest.MonkeyPatch.context()).setattr(
         gpu_messages, "query", lambda: gpu_messages.Answer(direct, "simulated")
     )
-    return cupy, simulation.delay
+    return simulation, cupy, simulation.delay
 
 
 def opened(kind, direct, request):
-    """Yield cupy; world, and world_of(virtual ranks); delay() of the current stream; direct."""
+    """Yield cupy, world, world_of(virtual), delay() of the current stream, direct, simulation.
+
+    simulation: of the GPU, None of the machine's
+    """
     with ExitStack() as stack:
         if kind == "gpu":
-            cupy, delay = real(request.getfixturevalue("cupy"), direct)
+            simulation, cupy, delay = real(request.getfixturevalue("cupy"), direct)
         else:
-            cupy, delay = stand_in(stack, direct)
+            simulation, cupy, delay = stand_in(stack, direct)
 
         def world_of(virtual=1):
             world = World(virtual_ranks=virtual, timeout_s=TIMEOUT_S, gpu_direct=direct)
@@ -56,8 +59,9 @@ def opened(kind, direct, request):
             return world
 
         yield SimpleNamespace(
-            cupy=cupy, world=world_of(), world_of=world_of, delay=delay, direct=direct
-        )
+            cupy=cupy, world=world_of(), world_of=world_of, delay=delay, direct=direct,
+            simulation=simulation,
+        )  # fmt: skip
 
 
 def gradients(ranks, n=N, power=0):

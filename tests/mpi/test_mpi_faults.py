@@ -4,8 +4,13 @@ Here the end of the job is SystemExit, as where MPI_Abort returns; tests/test_fa
 that do end.
 """
 
+import os
 import re
+import signal
 import threading
+import time
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -115,6 +120,61 @@ def test_a_call_that_is_known_and_never_comes(doomed, said):
     zero, one = said(lambda: allreduce(doomed, X, "e4m3", "tree"), nothing)
     assert re.fullmatch(r"rank 0 \| allreduce tree: waited [\d.]+ s for rank 1\n", zero)
     assert one is None
+
+
+@pytest.mark.parametrize(
+    "prepared, where", [(True, "round 1, chunk 1"), (False, "round 0, chunk 0")]
+)
+def test_a_rank_that_is_stopped_while_it_waits(doomed, said, prepared, where):
+    """By SIGSTOP, in a call list, or where arguments are compared: the other says what it lacks."""
+    method, other = Allreduce("raw", "ring"), doomed.gather(os.getpid())[1]
+    call = method.prepare(doomed, [X]).run if prepared else partial(method.run, doomed, [X])
+    for _ in range(3):
+        call()
+    doomed.barrier()
+
+    def late():
+        while Path(f"/proc/{other}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+            time.sleep(0.01)
+        doomed._timeout._timeout_s = 0.3
+        try:
+            call()
+        finally:
+            os.kill(other, signal.SIGCONT)
+
+    def stopped():
+        pause = threading.Timer(0.1, os.kill, (other, signal.SIGSTOP))
+        pause.start()
+        call()
+        pause.join()
+
+    zero, _ = said(late, stopped)
+    expected = rf"rank 0 \| allreduce ring: waited [\d.]+ s for rank 1, {where}\n"
+    assert re.fullmatch(expected, zero), zero
+
+
+def test_an_interrupt_ends_the_wait_of_a_call_list(doomed):
+    """Ctrl-C on a rank whose others do not come; what it interrupted is not run again."""
+    method = Allreduce("raw", "tree")
+    prepared = method.prepare(doomed, [X])
+    for call in (prepared.run, lambda: method.run(doomed, [X])):
+        for _ in range(3):
+            call()
+        caught = "nothing"
+        if doomed.process == 0:
+            threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+            try:
+                call()
+            except KeyboardInterrupt:
+                caught = "interrupt"
+        assert doomed.gather(caught) == ["interrupt", "nothing"]
+    wrong = ""
+    try:
+        if doomed.process == 0:
+            prepared.run()
+    except RuntimeError as error:
+        wrong = str(error)
+    assert doomed.gather(wrong)[0] == "allreduce tree: is freed, or was ended by a failure"
 
 
 def test_a_gpu_that_is_never_done(doomed, said):

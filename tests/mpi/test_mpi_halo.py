@@ -18,7 +18,7 @@ from cpdhpc.bench.halo import (
     Stencil,
     check,
 )
-from cpdhpc.bench.halo_cases import OURS, WAYS, Setting, open_cases
+from cpdhpc.bench.halo_cases import COPIED, OURS, WAYS, Setting, open_cases
 from cpdhpc.darray.layout import Box, Layout
 from cpdhpc.darray.plan import WindowPlan
 from cpdhpc.darray.show import spec_of
@@ -50,6 +50,25 @@ def test_all_ways_give_what_is_wanted(world, name):
     mirrored = name == "mirrored"
     assert ways == set(ALL_WAYS) - (set(WAYS) if mirrored else set())
     assert len(cases) == 2 * len(ways)
+
+
+def test_all_ways_give_what_is_wanted_on_gpus(gpu):
+    """MPI's own where it takes their memory; a wrong cell is noticed there, too."""
+    world, verdict = gpu.world, []
+    for name in SPECS:
+        case = setting(name, world.size)
+        with case.plan(world) as plan:
+            given = world, case, plan, OPERATIONS, ALL_WAYS
+            with open_cases(*given, device="gpu") as cases:
+                ways = set(ALL_WAYS) if gpu.direct and name != "mirrored" else {OURS, COPIED}
+                verdict.append({each.way for each in cases} == ways)
+                verdict.append(all(isinstance(each.out, gpu.cupy.ndarray) for each in cases))
+                for each in cases:
+                    each.check(world)
+                cases[0].expected[...] += world.rank == 0
+                with pytest.raises(ArithmeticError, match=r"values are wrong, the first on rank 0"):
+                    cases[0].check(world)
+    assert world.gather(verdict) == [[True] * len(verdict)] * world.size
 
 
 def test_a_wrong_cell_on_one_rank_is_an_error_on_all(world):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from cpdhpc.collectives import method as choices
-from cpdhpc.collectives import rank_program
+from cpdhpc.collectives import rank_program, recorded
 from cpdhpc.collectives.allreduce import Allreduce, allreduce, simulate
 from cpdhpc.collectives.checks import NonFiniteGradient
 from cpdhpc.collectives.known import KEPT, Recordings
@@ -141,10 +141,15 @@ def test_stochastic_rounding_has_the_bits_of_its_iteration(world, messages, pair
                     prepared.run(iteration=world.process)
 
 
-def test_large_plain_calls_between_nodes(world, messages, pairs, monkeypatch):
-    """More pieces than are under way, raw and packed, of arrays that are others in each call."""
+@pytest.mark.parametrize("followed_bytes", [0, 1 << 30])
+def test_large_plain_calls_between_nodes(world, messages, pairs, monkeypatch, followed_bytes):
+    """More pieces than are under way, raw and packed, of arrays that are others in each call.
+
+    Raw ones are copied, or requests follow the arrays.
+    """
     monkeypatch.setattr(rank_program, "PIECE_VALUES", (1024, 4096))
-    n = 9 * 1024 * world.ranks + 5
+    monkeypatch.setattr(recorded, "FOLLOWED_BYTES", followed_bytes)
+    n = 9 * 1024 * world.ranks + 5 + (followed_bytes > 0)
     for algorithm, wire in product(SCHEDULES, ("raw", "e4m3")):
         way, method = (pairs, messages)[wire == "raw"], Allreduce(wire, algorithm, op="mean")
         sent = []
@@ -180,7 +185,7 @@ def test_messages_move_while_a_list_waits_for_a_word(world):
         else:
             (request,) = own.send_init(0, 1, payload)
             address = call_list.handle_of(own.plain_mpi()[0], request)
-            calls = call_list.make_list(payload, payload.copy(), ((np.zeros(8, np.uint8),),))
+            calls = call_list.make_list(payload, payload.copy(), ((np.zeros(8, np.uint8),),), False)
             call_list.begin_segment(calls, 0)
             call_list.add_start(calls, address, False)
             call_list.add_word(calls, word, 0)
@@ -274,6 +279,17 @@ def test_what_auto_has_chosen_is_run_at_once(world):
     known = own.cache.get(Recordings, Recordings).known
     assert ((id(method), x.shape, None) in known) == (world.processes > 1)
     own.free()
+
+
+@pytest.mark.two_ranks
+def test_segments_may_be_lists_on_some_ranks(world):
+    """They cannot be hashed, so one rank does not know a call that another knows."""
+    method, xs = Allreduce("e4m3", "direct"), gradients(world.ranks)
+    wanted = bits(simulate(xs, "e4m3", "direct"))
+    segments = [["w", 0, N] if world.process else ("w", 0, N)]
+    results = [method.run(world, [xs[world.process]], segments=segments) for _ in range(5)]
+    same = [bits(each.arrays[0]) == wanted for each in results]
+    assert world.gather(all(same), "verdict") == [True] * world.processes
 
 
 @pytest.mark.two_ranks

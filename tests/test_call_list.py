@@ -1,0 +1,81 @@
+"""Call lists of ranks that are threads: right sums, and no access that nothing orders."""
+
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+from rank_threads import all_reduces, run_threads
+
+from cpdhpc.collectives import recorded
+
+ROOT = Path(__file__).parents[1]
+# Raw payloads need no loops: the table is there to link.
+NO_LOOPS = f"""
+#include "{ROOT}/kernels/cpu_table.h"
+const Loops cpd_loops_portable = {{"none"}};
+"""
+SANITISERS = {
+    "thread": ("libtsan.so", "TSAN_OPTIONS", "halt_on_error=1 exitcode=66"),
+    "address": ("libasan.so", "ASAN_OPTIONS", "detect_leaks=0 exitcode=66"),
+}
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_lists_of_threads_have_the_bits_of_the_simulation(ranks, monkeypatch):
+    """In many small parts, whose memory is used again and again; more ranks than cores."""
+    monkeypatch.setattr(recorded, "PART_VALUES", 1024)
+    monkeypatch.setattr(recorded, "STREAMED_BYTES", 1 << 10 * ranks)  # 2: written past the caches
+    assert run_threads(ranks, lambda world: all_reduces(world, ["raw", "e4m3"])) == [[]] * ranks
+
+
+def sanitised(name, directory, text=None):
+    """Run rank_threads.py with a build of a sanitiser; return exit status and output.
+
+    text: of cpu_call_list.h in place of what it is
+    """
+    library, variable, options = SANITISERS[name]
+    found = subprocess.run(
+        ["g++", f"-print-file-name={library}"], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    if not Path(found).is_absolute():
+        pytest.skip(f"g++ has no {library}")
+    for header in (ROOT / "kernels").iterdir():
+        (directory / header.name).write_bytes(header.read_bytes())
+    if text is not None:
+        (directory / "cpu_call_list.h").write_text(text)
+    (directory / "none.cpp").write_text(NO_LOOPS)
+    module = directory / "sanitised.so"
+    flags = ["-O1", "-g", "-std=c++17", "-fPIC", "-shared", "-pthread", "-DCPD_PORTABLE"]
+    flags += ["-Wno-psabi", "-ffp-contract=off", "-DPy_LIMITED_API=0x030B0000"]
+    include = f"-I{sysconfig.get_path('include')}"
+    sources = [directory / "cpu_module.cpp", directory / "none.cpp"]
+    command = ["g++", *flags, f"-fsanitize={name}", include, *sources, "-o", module]
+    subprocess.run(command, check=True)
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    done = subprocess.run(
+        ["setarch", "-R", sys.executable, ROOT / "tests" / "rank_threads.py", module],
+        env=os.environ | {"LD_PRELOAD": found, variable: options, "PYTHONPATH": path},
+        capture_output=True, text=True, check=False, timeout=1000,
+    )  # fmt: skip
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SANITISERS)
+def test_a_sanitiser_finds_nothing(name, tmp_path):
+    status, output = sanitised(name, tmp_path)
+    assert status == 0 and "all sums are right" in output, output[-5000:]
+
+
+@pytest.mark.slow
+def test_the_thread_sanitiser_would_find_a_slot_that_is_taken_too_early(tmp_path):
+    """Where the words that tell what is ended are not waited for."""
+    text = (ROOT / "kernels" / "cpu_call_list.h").read_text()
+    planted, count = re.subn(r"if \(word_of\(word\) < used\[slot\]\) return false;", "", text)
+    assert count == 1
+    status, output = sanitised("thread", tmp_path, planted)
+    assert status == 66 and "data race" in output, output[-5000:]
