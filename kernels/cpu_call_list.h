@@ -48,9 +48,7 @@ i64 word_of(const i64* word) { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
 
 // Looks before the core is given up: none where so many processes of a node outnumber its cores,
 // as who spins there keeps another from what it waits for.
-i64 spins_of(size_t processes) {
-    return (long)processes > sysconf(_SC_NPROCESSORS_ONLN) ? 0 : 200;
-}
+i64 spins_of(size_t processes) { return (long)processes > sysconf(_SC_NPROCESSORS_ONLN) ? 0 : 200; }
 
 struct CallList : Held {
     std::vector<Segment> segments;
@@ -58,8 +56,8 @@ struct CallList : Held {
     std::vector<std::vector<const i64*>> all;  // the words of all processes of the node, by slot
     std::vector<i64> used;                     // the serial of the last segment, by slot
     i64 serial = 0, threads = 1, spins = 0;
-    bool counts = false;  // of the calls that are written down now
-    bool lends = false;   // whether others read x or out where they lie: a run ends when they have
+    bool counts = false;   // of the calls that are written down now
+    bool lends = false;    // whether others read x or out where they lie: a run ends when they have
     bool streams = false;  // whether copies to OUT, which no cache holds, go past the caches
     size_t turns = 1, turn = 0;  // a run does one of so many equal parts of the segments
     struct {

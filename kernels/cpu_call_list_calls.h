@@ -422,9 +422,8 @@ PyObject* run_agreed(PyObject*, PyObject* const* args, Py_ssize_t count) {
     const i64 looks = PyLong_AsLongLong(args[4]);
     if (PyErr_Occurred()) return nullptr;
     Buffer arrays[2];
-    if (!holds_floats(args[5], 0, arrays[0]) ||
-        !holds_floats(args[6], PyBUF_WRITABLE, arrays[1]) || !list->is_over() ||
-        !have_one_shape(arrays[0].view, arrays[1].view) ||
+    if (!holds_floats(args[5], 0, arrays[0]) || !holds_floats(args[6], PyBUF_WRITABLE, arrays[1]) ||
+        !list->is_over() || !have_one_shape(arrays[0].view, arrays[1].view) ||
         arrays[0].view.len != list->high[0] - list->low[0])
         return PyLong_FromLongLong(STRANGE);
     if (overlap(arrays)) return PyLong_FromLongLong(OVERLAPS);
