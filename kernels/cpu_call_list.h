@@ -9,6 +9,7 @@
 #ifndef CPD_CPU_CALL_LIST_H
 #define CPD_CPU_CALL_LIST_H
 
+#include <chrono>
 #include <memory>
 #ifdef __SSE2__
 #include <emmintrin.h>
@@ -49,6 +50,23 @@ i64 word_of(const i64* word) { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
 // Looks before the core is given up: none where so many processes of a node outnumber its cores,
 // as who spins there keeps another from what it waits for.
 i64 spins_of(size_t processes) { return (long)processes > sysconf(_SC_NPROCESSORS_ONLN) ? 0 : 200; }
+
+// Looks in vain at what others do: the core is kept at first, then given up between them. They end
+// after so many, or after 10 ms, as others may have the core for long: who waits sees to the time.
+struct Looks {
+    typedef std::chrono::steady_clock Clock;
+    i64 spins, most, spent = 0;
+    Clock::time_point since = {};
+
+    bool more() {
+        if (spent == most) return false;
+        if (spent < spins) return pause_core(), ++spent;
+        const Clock::time_point now = Clock::now();
+        if (spent == spins) since = now;
+        if (now - since > std::chrono::milliseconds(10)) return false;
+        return sched_yield(), ++spent;
+    }
+};
 
 struct CallList : Held {
     std::vector<Segment> segments;
@@ -162,17 +180,15 @@ struct CallList : Held {
             if (each.counter) *each.counter += each.amount;
     }
     // Goes on up to the end, an error, or so many looks in vain after one another.
-    void run(i64 looks) {
-        for (i64 i = 0; !is_over() && !error && i < looks;) {
+    void run(i64 most) {
+        Looks looks{spins, most};
+        while (!is_over() && !error) {
             if (advance()) {
-                i = 0;
+                looks.spent = 0;
                 continue;
             }
             poke();
-            if (++i < spins)
-                pause_core();
-            else
-                sched_yield();
+            if (!looks.more()) return;
         }
     }
 };

@@ -310,16 +310,11 @@ struct Board {
         line(0)[1] = given;
         __atomic_store_n(line(0), serial, __ATOMIC_RELEASE);
     }
-    bool meet(i64 looks) const {
-        i64 spent = 0;
+    bool meet(i64 most) const {
+        Looks looks{spins, most};
         for (size_t i = 1; i < boards.size(); ++i)
-            for (; !has_come(i); ++spent) {
-                if (spent == looks) return false;
-                if (spent < spins)
-                    pause_core();
-                else
-                    sched_yield();
-            }
+            while (!has_come(i))
+                if (!looks.more()) return false;
         return true;
     }
     bool is_same() const {

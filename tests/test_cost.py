@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 
@@ -23,6 +24,9 @@ MACHINE = Machine(
     alpha_s=3e-6,
     beta_s=2e-10,
     host_s=0.0,
+    near_s=0.0,
+    memory_s=0.0,
+    cache_bytes=0.0,
     gamma_s=7e-11,
     copy_s=0.0,
     encode_s=5e-11,
@@ -36,15 +40,9 @@ MACHINE = Machine(
 ROUNDING = 10_000 * 2.0**-53
 
 
-@pytest.fixture(autouse=True)
-def programs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Formulas are of programs, whatever the size, but where a test is about small sizes."""
-    if "small" not in request.node.name:
-        monkeypatch.setattr(Allreduce, "is_small", lambda method, ranks, n: False)
-
-
 def nodes(ranks: int) -> tuple[int, ...]:
-    return (0,) * ranks
+    """Return the nodes of ranks that have one each."""
+    return tuple(range(ranks))
 
 
 def predicted_s(name: str, wire: str, ranks: int, n: int, machine: Machine = MACHINE) -> float:
@@ -93,6 +91,36 @@ def test_gather_takes_what_its_formula_says(ranks: int) -> None:
     assert predicted_s("gather", "raw", ranks, n) == pytest.approx(expected_s, rel=ROUNDING)
 
 
+@pytest.mark.parametrize("ranks", [2, 3, 5, 12])
+def test_in_a_node_what_lies_in_the_arrays_is_copied_for_the_others(ranks: int) -> None:
+    """The ring: the first chunk sent, the own result, and all results that come; all else stays."""
+    m, n = replace(MACHINE, copy_s=4e-11, near_s=6e-11), ranks * 3 * TILE
+    chunk_bytes, steps_s = 4 * n // ranks, 2 * (ranks - 1) * MACHINE.step_s
+    each_s = m.gamma_s + 2 * m.near_s  # of a chunk that is added, and one that comes back
+    work_s = (m.copy_s * (ranks + 1) + each_s * (ranks - 1)) * chunk_bytes
+    expected_s = m.call_s + steps_s + work_s
+    found_s = predict(m, Allreduce("raw"), (0,) * ranks, n).time_s
+    assert found_s == pytest.approx(expected_s, rel=ROUNDING)
+
+
+@pytest.mark.parametrize("name", ["ring", "rhd"])
+@pytest.mark.parametrize("wire", ["raw", "e4m3"])
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+def test_each_value_comes_from_memory_once_and_goes_there_once(
+    ranks: int, wire: str, name: str
+) -> None:
+    """With nothing but memory; the part that caches hold is left out."""
+    free = {field.name: 0.0 for field in fields(Machine)}
+    machine, n = Machine(**free | {"memory_s": 1e-10}), ranks * 64 * TILE
+    method, near = Allreduce(wire, name), (0,) * ranks
+    expected_s = 1e-10 * (4 * n + 4 * n)
+    assert predict(machine, method, near, n).time_s == pytest.approx(expected_s, rel=ROUNDING)
+    for held, left in ((2 * n, 0.75), (8 * n, 0.0), (9 * n, 0.0)):
+        cached = replace(machine, cache_bytes=float(held))
+        found_s = predict(cached, method, near, n).time_s
+        assert found_s == pytest.approx(left * expected_s, rel=ROUNDING)
+
+
 @pytest.mark.parametrize("wire", ["raw", "e4m3", "ternary", "int8"])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_the_bytes_are_those_that_leave_the_ranks(name: str, wire: str) -> None:
@@ -107,8 +135,11 @@ def test_the_bytes_are_those_that_leave_the_ranks(name: str, wire: str) -> None:
 @pytest.mark.parametrize("name", ["ring", "rhd", "direct", "hier", "gather"])
 def test_one_rank_stands_for_all(monkeypatch: pytest.MonkeyPatch, name: str, wire: str) -> None:
     machine, method = replace(MACHINE, host_s=4e-11, copy_s=3e-11), Allreduce(wire, name)
-    where = (0, 0, 0, 0, 1, 1, 1, 1)
-    for n in (8 * TILE, 6 << 20):  # one piece and several; the same chunks on all ranks
+    if name in ("ring", "rhd"):  # sums in rank order read x early or late
+        machine = replace(machine, memory_s=1e-10)
+    shapes = [nodes(8), (0,) * 8, *[(0, 0, 0, 0, 1, 1, 1, 1)] * (name == "hier")]
+    # one piece and several; the same chunks on all ranks
+    for n, where in itertools.product((8 * TILE, 6 << 20), shapes):
         monkeypatch.setattr(model, "ALL_RANKS", 8)
         everyone = predict(machine, method, where, n)
         monkeypatch.setattr(model, "ALL_RANKS", 1)
@@ -143,6 +174,8 @@ def test_more_of_anything_takes_no_less_time(name: str) -> None:
         by_ranks = [predicted_s(name, wire, p, 1 << 16, machine) for p in (1, 2, 4, 16)]
         assert by_ranks == sorted(by_ranks) and by_ranks[0] < by_ranks[-1]
         for field in fields(Machine):
+            if field.name == "cache_bytes":
+                continue
             slower = replace(machine, **{field.name: 3 * getattr(machine, field.name)})
             assert predicted_s(name, wire, 6, 1 << 16, slower) >= predicted_s(
                 name, wire, 6, 1 << 16, machine
@@ -158,22 +191,10 @@ def test_a_thousand_ranks() -> None:
 
 def test_aps_costs_another_agreement_and_a_pass() -> None:
     tile, aps = (
-        predict(replace(MACHINE, copy_s=1e-11, beta_s=0.0), Allreduce("e4m3", "ring", s), (0, 0), n)
+        predict(replace(MACHINE, copy_s=1e-11, beta_s=0.0), Allreduce("e4m3", "ring", s), (0, 1), n)
         for s, n in (("tile", 4096), ("aps", 4096))
     )
     assert aps.time_s - tile.time_s == pytest.approx(MACHINE.alpha_s + 1e-11 * 4 * 4096, rel=1e-6)
-
-
-def test_steps_of_small_ones_cost_nothing() -> None:
-    """Up to 64 KiB."""
-
-    def steps(n: int, method: Allreduce) -> float:
-        machines = MACHINE, replace(MACHINE, step_s=0.0)
-        slow, fast = (predict(machine, method, nodes(2), n).time_s for machine in machines)
-        return (slow - fast) / MACHINE.step_s
-
-    assert steps(1 << 14, Allreduce("e4m3", "ring")) == steps(2, Allreduce("raw", "tree")) == 0
-    assert steps((1 << 14) + 1, Allreduce("e4m3", "ring")) == pytest.approx(2)
 
 
 def test_mpi_and_auto_cannot_be_predicted() -> None:
@@ -205,6 +226,18 @@ def test_the_fit_recovers_a_machine() -> None:
     start = replace(truth, host_s=0.0, step_s=0.0, call_s=0.0)
     found = fit(start, samples, ["call_s", "step_s", "host_s"])
     assert asdict(found) == pytest.approx(asdict(truth), rel=1e-6)
+
+
+def test_the_fit_recovers_the_memory_of_a_node() -> None:
+    truth = replace(MACHINE, copy_s=4e-11, memory_s=2e-10, cache_bytes=1e5, call_s=8e-6)
+    samples = [
+        Sample(method, (0, 0), n, predict(truth, method, (0, 0), n).time_s)
+        for method in (Allreduce("raw", "tree"), Allreduce("e4m3"), Allreduce("raw"))
+        for n in (1 << 10, 1 << 14, 1 << 16, 1 << 18)
+    ]
+    start = replace(truth, memory_s=1e-10, cache_bytes=5e4, call_s=1e-5, step_s=5e-6)
+    found = fit(start, samples, ["call_s", "step_s", "memory_s", "cache_bytes"], rounds=20)
+    assert asdict(found) == pytest.approx(asdict(truth), rel=1e-3)
 
 
 def test_the_fit_of_times_too_short_stays_at_zero() -> None:

@@ -14,6 +14,7 @@ from .. import store
 from ..collectives.allreduce import Allreduce
 from ..collectives.method import AUTO, DEFAULT, UNITS, Machine, MachineFile, Method, read_machine
 from ..collectives.predict import Prediction, predict
+from ..collectives.recorded import PART_VALUES
 from ..config import UserError, dump_toml
 from ..formats import Cast, Format, packed_bytes, parse_format, tiles
 from ..ops import cpu
@@ -28,6 +29,7 @@ from .harness import (
     check_positive,
     check_whole,
     interleave_ranks,
+    line,
     machine_line,
     nonnegative,
     parse_sizes,
@@ -37,12 +39,13 @@ from .harness import (
 
 MESSAGES = [8 << i for i in range(0, 20, 2)]  # bytes: 8 to 2 MiB
 ALLREDUCES = ("gather", "tree", "ring", "rhd", "direct")
-FITTED = ["call_s", "step_s", "host_s"]
-FITTED_BYTES = (8, 1 << 16, 1 << 20, 1 << 22)  # of the all-reduces that the fit sees
-CHECKED_BYTES = (1 << 12, 1 << 18, 1 << 24)  # of those it does not see
-STREAM = 1 << 22  # values: more than caches hold, as of a gradient
+FITTED = ["call_s", "step_s", "near_s", "memory_s", "cache_bytes"]
+FITTED_BYTES = (1 << 12, 1 << 16, 1 << 20, 1 << 22, 1 << 26)  # of the all-reduces that the fit sees
+CHECKED_BYTES = (8, 1 << 14, 1 << 18, 1 << 24)  # of those it does not see
+IN_CACHE = (1 << 12, 1 << 14, PART_VALUES)  # values
 WIRES = ("raw", "e4m3")
 SHORTENED = 5  # lengths of a step that the fit tries
+NEARER = 0.999  # times the misfit: the fit ends where a step brings less
 
 
 class Sample(NamedTuple):
@@ -76,28 +79,40 @@ def run_fit(arguments: argparse.Namespace, world: Ranks) -> None:
         rates = operations(world, arguments)
         samples = allreduces(world, arguments, FITTED_BYTES[: 2 if arguments.quick else None])
         checked = [] if arguments.quick else allreduces(world, arguments, CHECKED_BYTES)
-    start = Machine(alpha_s=alpha_s, beta_s=beta_s, **rates, host_s=0.0, step_s=0.0, call_s=0.0)
-    machine = fit(start, samples, FITTED)
+    start = replace(DEFAULT, alpha_s=alpha_s, beta_s=beta_s, **rates)
+    fields = FITTED + ["host_s"] * (len(set(world.nodes)) > 1)
+    machine = fit(start, samples, fields)
     notes = attributes(world) | {"format": arguments.format, "cores": cores}
     where = machine_line(world)
     together(world, lambda: write(arguments.out, machine, notes) if world.process == 0 else None)
     if world.process == 0:
         print(f"# {where}\n# {cores}")
-        show(machine, samples, checked)
+        show(machine, fields, samples, checked)
 
 
 def operations(world: Ranks, arguments: argparse.Namespace) -> dict[str, float]:
     """Return the seconds per byte of float32 of the operations of an all-reduce. Collective.
 
-    From memory, not from caches; all ranks at once, as they share memory; the slowest rank counts.
+    In the cache; all ranks at once; the slowest rank counts. What a call takes whatever its size is
+    left out.
     """
-    n = 1 << 14 if arguments.quick else STREAM
     cast = Cast(together(world, lambda: _format(arguments.format)))
+    found: dict[str, list[float]] = {}
+    for n in IN_CACHE:
+        times = interleave_ranks(world, _operations(n, cast), arguments.repeats, arguments.warmup)
+        for name, each in times.items():
+            median_s = float(np.median(each[arguments.warmup :].max(axis=1)))
+            found.setdefault(name, []).append(median_s)
+    return {name: line([4 * n for n in IN_CACHE], times)[1] for name, times in found.items()}
+
+
+def _operations(n: int, cast: Cast) -> dict[str, Callable[[], object]]:
+    """Return calls of the operations on n values."""
     x, total, out = (np.ones(n, np.float32) for _ in range(3))
     words, hop_words = (np.zeros(packed_bytes(n, cast.fmt.bits), np.uint8) for _ in range(2))
     shifts, hop_shifts = np.zeros(tiles(n), np.uint8), np.zeros(tiles(n), np.uint8)
     cpu.encode_tiles(x, cast, words, shifts, fit=True)
-    cases: dict[str, Callable[[], object]] = {
+    return {
         "gamma_s": lambda: np.add(x, total, out=out),
         "copy_s": lambda: np.copyto(out, x),
         "encode_s": lambda: cpu.encode_tiles(x, cast, hop_words, hop_shifts, fit=True),
@@ -106,11 +121,6 @@ def operations(world: Ranks, arguments: argparse.Namespace) -> dict[str, float]:
         "hop_s": lambda: cpu.decode_add_encode_tiles(
             words, shifts, cast, x, hop_words, hop_shifts, fit=True
         ),
-    }
-    times = interleave_ranks(world, cases, arguments.repeats, arguments.warmup)
-    return {
-        name: float(np.median(each[arguments.warmup :].max(axis=1))) / (4 * n)
-        for name, each in times.items()
     }
 
 
@@ -141,8 +151,7 @@ def fit(
     """Return machine with such values of fields that the predictions come near to the samples.
 
     Least squares of the relative errors, none negative, by Gauss and Newton; a prediction is
-    piecewise linear in every field, so a step that makes the errors larger is shortened, and the
-    better one is taken of what is reached from machine and from DEFAULT.
+    piecewise linear in every field, so a step that makes the errors larger is shortened.
     """
     measured = np.array([sample.time_s for sample in samples])
 
@@ -156,18 +165,17 @@ def fit(
     def misfit(values: Floats) -> float:
         return float(((relative(values) - 1) ** 2).sum())
 
-    def descend(values: Floats) -> Floats:
-        for _ in range(rounds):
-            base, steps = relative(values), np.diag(np.maximum(values * 1e-3, 1e-12))
-            slopes = [(relative(values + step) - base) / step.max() for step in steps]
-            a = np.stack(slopes, axis=1)
-            target = nonnegative(a, 1 - (base - a @ values))
-            tries = [values + (target - values) / 2**halvings for halvings in range(SHORTENED)]
-            values = min([values, *tries], key=misfit)
-        return values
-
-    starts = [np.array([getattr(each, name) for name in fields]) for each in (machine, DEFAULT)]
-    return at(min(map(descend, starts), key=misfit))
+    values = np.array([getattr(machine, name) for name in fields])
+    for _ in range(rounds):
+        base, steps = relative(values), np.diag(np.maximum(values * 1e-3, 1e-12))
+        slopes = [(relative(values + step) - base) / step.max() for step in steps]
+        a = np.stack(slopes, axis=1)
+        target = nonnegative(a, 1 - (base - a @ values))
+        tries = [values + (target - values) / 2**halvings for halvings in range(SHORTENED)]
+        before, values = values, min([values, *tries], key=misfit)
+        if misfit(values) > NEARER * misfit(before):
+            break
+    return at(values)
 
 
 def write(path: Path, machine: Machine, notes: dict[str, Any]) -> None:
@@ -176,9 +184,11 @@ def write(path: Path, machine: Machine, notes: dict[str, Any]) -> None:
     store.put(path, dump_toml(file.model_dump()))
 
 
-def show(machine: Machine, fitted: Sequence[Sample], checked: Sequence[Sample]) -> None:
+def show(
+    machine: Machine, fields: Sequence[str], fitted: Sequence[Sample], checked: Sequence[Sample]
+) -> None:
     """Print the times, and predictions beside what was measured."""
-    print(f"# times of the model; {', '.join(FITTED)} fitted, the others measured by themselves")
+    print(f"# times of the model; {', '.join(fields)} fitted, the others measured by themselves")
     for name, value in asdict(machine).items():
         print(f"  {name:>12} {value:>12.4g}  {UNITS[name]}")
     print("# median of measured calls; fitted: no: the fit has not seen it")

@@ -176,16 +176,19 @@ class Reduced(NamedTuple):
 
 
 UNITS = {
-    "alpha_s": "s per message",
-    "beta_s": "s per byte on the wire",
-    "host_s": "s of a rank's processor per byte that it sends or receives",
+    "alpha_s": "s per message between nodes",
+    "beta_s": "s per byte on the wire between nodes",
+    "host_s": "s of a rank's processor per byte that it sends to or receives from another node",
+    "near_s": "s of a rank's processor per byte that it reads of another rank of its node",
+    "memory_s": "s per byte of float32 read from memory, or written to it",
+    "cache_bytes": "byte of a rank's two arrays that stay in its cache",
     "gamma_s": "s per byte of float32 added",
     "copy_s": "s per byte of float32 copied",
     "encode_s": "s per byte of float32 encoded and packed",
     "decode_s": "s per byte of float32 unpacked and decoded",
     "decode_add_s": "s per byte of float32 decoded and added",
     "hop_s": "s per byte of float32 decoded, added and encoded in one pass",
-    "step_s": "s of a rank's processor per step and piece of an all-reduce that is not small",
+    "step_s": "s of a rank's processor per step and part of an all-reduce",
     "call_s": "s per all-reduce",
 }
 
@@ -196,8 +199,9 @@ class Machine:
 
     The time on a link is alpha_s + bytes * beta_s, after Hockney: The communication challenge for
     MPP, Parallel Computing 20(3), 1994; a rank sends one message and receives one at a time.
-    host_s is nothing where the network card moves the bytes, and much where ranks share a node.
-    The codec's times are of one format: they hardly depend on its width.
+    host_s is nothing where the network card moves the bytes. Within a node a payload is read where
+    it lies, and a message takes the step alone. The times of operations are of values in the cache,
+    the codec's of one format: they hardly depend on its width.
     Raises ValueError for a time that is negative or not finite.
     """
 
@@ -206,6 +210,9 @@ class Machine:
     alpha_s: float
     beta_s: float
     host_s: float
+    near_s: float
+    memory_s: float
+    cache_bytes: float
     gamma_s: float
     copy_s: float
     encode_s: float
@@ -226,14 +233,17 @@ DEFAULT = Machine(  # round figures for a cluster with links of 10 GB/s; measure
     alpha_s=2e-6,
     beta_s=1e-10,
     host_s=0.0,
-    gamma_s=1e-10,
-    copy_s=5e-11,
+    near_s=5e-11,
+    memory_s=1e-10,
+    cache_bytes=1e5,
+    gamma_s=5e-11,
+    copy_s=4e-11,
     encode_s=6e-11,
     decode_s=4e-11,
     decode_add_s=4e-11,
     hop_s=7e-11,
-    step_s=2e-5,
-    call_s=1e-4,
+    step_s=5e-7,
+    call_s=1e-5,
 )
 
 
@@ -267,7 +277,6 @@ MPI_ALLREDUCE = "mpi"  # the one algorithm that is no schedule
 AUTO = "auto"  # the schedule that is predicted to be fastest
 
 MOST_RANKS = 64  # on several nodes: a recording has a request for each message of a piece
-SMALL_BYTES = 1 << 16  # of float32: where predictions know no time of steps
 
 
 @dataclass(frozen=True)
@@ -433,10 +442,6 @@ class Method:
         """
         few = len(nodes) <= MOST_RANKS or len(set(nodes)) == 1
         return few and self.algorithm in SCHEDULES
-
-    def is_small(self, ranks: int, n: int) -> bool:
-        """Whether predictions leave out the time of steps."""
-        return ranks <= MOST_RANKS and 4 * n <= min(SMALL_BYTES, (1 << 20) // ranks)
 
     @cached_property
     def shares_shifts(self) -> bool:

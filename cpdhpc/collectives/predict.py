@@ -16,39 +16,57 @@ from ..ops.payloads import Array
 from .engine import Exchange, Program, ScheduleError
 from .method import AUTO, Machine, Method, Segment, as_machine
 from .rank_program import Piece, Plan, program
+from .recorded import parts_of
 from .schedules import SCHEDULES, Layout, Schedule
 
 
 @dataclass
 class Kernels:
-    """Stand for those of a wire, and only take time; seconds: since somebody last looked."""
+    """Stand for those of a wire, and only take time; seconds: since somebody last looked.
+
+    x, out: float32[n], neither read nor written: what is read of x or written to out, all of it
+    once, goes by the memory as far as the cache does not hold both; all else is in the cache
+    """
 
     machine: Machine
+    x: Array
+    out: Array
     seconds: float = 0.0
 
+    def __post_init__(self) -> None:
+        size_bytes = max(1, self.x.nbytes + self.out.nbytes)
+        beyond = max(0.0, 1 - self.machine.cache_bytes / size_bytes)
+        self.memory_s = beyond * self.machine.memory_s
+
+    def _work(self, time_s: float, n: int, read: Sequence[Array], out: Array | None = None) -> int:
+        """Take the time of n values in the cache, or that of the memory where it is longer."""
+        far = sum(np.may_share_memory(each, self.x) for each in read)
+        far += out is not None and np.may_share_memory(out, self.out)
+        self.seconds += 4 * n * max(time_s, far * self.memory_s)
+        return 0
+
     def copy(self, target: Array, source: Array) -> None:
-        """Take the time of a copy."""
-        self.seconds += self.machine.copy_s * 4 * source.size
+        """Take the time of a copy, of float32 or of bytes."""
+        self._work(self.machine.copy_s, source.nbytes // 4, [source], target)
 
     def add(self, x: Array, y: Array, out: Array) -> None:
         """Take the time of an addition."""
-        self.seconds += self.machine.gamma_s * 4 * x.size
+        self._work(self.machine.gamma_s, x.size, [x, y], out)
 
     def subtract(self, x: Array, y: Array, out: Array) -> None:
         """Take no time: it is not in the model."""
 
     def encode_tiles(self, x: Array, *_: Any, **__: Any) -> None:
         """Take the time of encoding."""
-        self.seconds += self.machine.encode_s * 4 * x.size
+        self._work(self.machine.encode_s, x.size, [x])
 
     def decode_tiles(self, *_: Any, out: Array) -> int:
         """Take the time of decoding."""
-        self.seconds += self.machine.decode_s * 4 * out.size
-        return 0
+        return self._work(self.machine.decode_s, out.size, [], out)
 
     def decode_add_tiles(self, words: Array, shifts: Array, fmt: Any, x: Array, out: Array) -> None:
         """Take the time of decoding into a sum."""
-        self.seconds += self.machine.decode_add_s * 4 * x.size
+        self._work(self.machine.decode_add_s, x.size, [x], out)
 
     def decode_add_encode_tiles(
         self,
@@ -62,8 +80,7 @@ class Kernels:
     ) -> int:
         """Take the time of a hop, and of decoding to out."""
         decode_s = 0.0 if out is None else self.machine.decode_s
-        self.seconds += (self.machine.hop_s + decode_s) * 4 * x.size
-        return 0
+        return self._work(self.machine.hop_s + decode_s, x.size, [x], out)
 
     def pack_trits(self, *_: Any) -> None:
         """Take no time: it is in that of encoding."""
@@ -80,13 +97,13 @@ class Kernels:
         self, a: Array, a_bits: int, b: Array, b_bits: int, fmt: Any, out: Array, bits: int
     ) -> None:
         """Take the time of a hop."""
-        self.seconds += self.machine.hop_s * 4 * (8 * out.size // bits)
+        self._work(self.machine.hop_s, 8 * out.size // bits, [])
 
     def add_encode_integers_tiles(
         self, words: Array, bits: int, cast: Any, x: Array, *_: Any, **__: Any
     ) -> None:
         """Take the time of a hop."""
-        self.seconds += self.machine.hop_s * 4 * x.size
+        self._work(self.machine.hop_s, x.size, [x])
 
 
 @dataclass
@@ -95,7 +112,7 @@ class _Rank:
 
     busy_s: of the processor, the port out and the port in
     ready: (time, piece) at which a program can go on; closed_s: of each piece, when it has ended
-    and its messages have left; expected: bytes of the message in, by piece
+    and its messages have left; expected: the message in, by piece, and whether from another node
     """
 
     clock_s: float = 0.0
@@ -109,7 +126,7 @@ class _Rank:
     programs: dict[int, Program[int]] = field(default_factory=dict)
     leaving_s: dict[int, float] = field(default_factory=dict)
     closed_s: dict[int, float] = field(default_factory=dict)
-    expected: dict[int, int] = field(default_factory=dict)
+    expected: dict[int, tuple[Array, bool]] = field(default_factory=dict)
     expected_share: dict[int, float] = field(default_factory=dict)
     first_open: int = 0  # all pieces before it are closed
     free_s: float = 0.0  # since when they are
@@ -141,8 +158,8 @@ class Simulation:
 
     share: of the chunks that hold data, where rank 0 is alone; a message, and what is done for it,
     counts for that share, but at least for a chunk
-    pieces: those to simulate; alone: whether every rank does the same at the same time, so that
-    what rank 0 receives was sent when rank 0 sends; memory: float32[n], read and written by nobody
+    pieces: those to simulate; near: of the rounds, whether a message stays in its node, where every
+    rank does the same at the same time, so that what rank 0 receives was sent when rank 0 sends
     """
 
     def __init__(
@@ -151,14 +168,13 @@ class Simulation:
         plan: Plan,
         kernels: Kernels,
         pieces: Sequence[Piece],
-        memory: Array,
-        alone: bool,
+        near: Sequence[bool] | None,
         share: float = 1.0,
     ) -> None:
         self.machine, self.plan, self.kernels, self.pieces = machine, plan, kernels, pieces
-        self.memory, self.alone, self.share = memory, alone, share
-        self.bytes = np.zeros(tiles(memory.size + 1) * 5 * TILE, np.uint8)  # any payload
-        self.ranks = [_Rank() for _ in range(1 if alone else len(plan.nodes))]
+        self.near, self.share = near, share
+        self.bytes = np.zeros(tiles(kernels.x.size + 1) * 5 * TILE, np.uint8)  # any payload
+        self.ranks = [_Rank() for _ in range(len(plan.nodes) if near is None else 1)]
         self.ends_s = [0.0] * len(pieces)
         self.ended = 0
         self.layout = Layout(plan.nodes)
@@ -192,14 +208,15 @@ class Simulation:
         state.clock_s = time_s
         if state.ready and state.ready[0][0] <= time_s:
             piece = heapq.heappop(state.ready)[1]
-            size = state.expected[piece]
-            state.work(state.expected_share[piece] * size * self.machine.host_s)
-            self._advance(rank, piece, self._take(size))
+            message, is_far = state.expected[piece]
+            byte_s = self.machine.host_s if is_far else self.machine.near_s
+            state.work(state.expected_share[piece] * message.size * byte_s)
+            self._advance(rank, piece, message)
         else:
             piece, state.opened = state.opened, state.opened + 1
             state.leaving_s[piece] = time_s
             state.programs[piece] = program(
-                self.plan, self.pieces[piece], rank, self.memory, self.memory, self._take
+                self.plan, self.pieces[piece], rank, self.kernels.x, self.kernels.out, self._take
             )
             self._advance(rank, piece, None)
         self._plan_next(rank)
@@ -219,14 +236,28 @@ class Simulation:
             self._end(rank, piece)
             return
         share = self._share(len(exchange.send_chunks))
-        state.work(self.kernels.seconds * share + self.machine.step_s)
         size = 0 if exchange.payload is None else exchange.payload.size
-        if exchange.send_to is not None and size:
+        if exchange.send_to is not None and exchange.payload is not None and size:
             state.bytes_sent += size
-            state.work(size * share * self.machine.host_s)
-            if not self.alone:
-                self._send(rank, exchange.send_to, piece, size)
+            if self._is_far(rank, exchange.send_to, exchange.round):
+                state.work(size * share * self.machine.host_s)
+            elif self._is_given(exchange.payload):  # others cannot read it there
+                self.kernels.copy(self._take(size), exchange.payload)
+        state.work(self.kernels.seconds * share + self.machine.step_s)
+        if exchange.send_to is not None and size and self.near is None:
+            self._send(rank, exchange.send_to, piece, size, exchange.round)
         self._receive(rank, piece, exchange)
+
+    def _is_far(self, rank: int, other: int, number: int) -> bool:
+        """Whether a message of a round goes to another node."""
+        if self.near is not None:
+            return not self.near[number]
+        return self.plan.nodes[rank] != self.plan.nodes[other]
+
+    def _is_given(self, payload: Array) -> bool:
+        return any(
+            np.may_share_memory(payload, each) for each in (self.kernels.x, self.kernels.out)
+        )
 
     def _share(self, chunks: int) -> float:
         """Return which part of so many chunks is data: one of them at least."""
@@ -239,14 +270,17 @@ class Simulation:
         self.ends_s[piece] = max(self.ends_s[piece], state.clock_s)
         state.close(piece)
 
-    def _send(self, rank: int, to: int, piece: int, size: int) -> None:
+    def _send(self, rank: int, to: int, piece: int, size: int, number: int) -> None:
         sender, receiver = self.ranks[rank], self.ranks[to]
-        start_s = max(sender.clock_s, sender.out_free_s, receiver.in_free_s)
-        travel_s = self.machine.alpha_s + size * self.machine.beta_s
-        arrival_s = start_s + travel_s
-        sender.busy_s[1] += travel_s
-        receiver.busy_s[2] += travel_s
-        sender.out_free_s = receiver.in_free_s = sender.leaving_s[piece] = arrival_s
+        if self._is_far(rank, to, number):
+            start_s = max(sender.clock_s, sender.out_free_s, receiver.in_free_s)
+            travel_s = self.machine.alpha_s + size * self.machine.beta_s
+            arrival_s = start_s + travel_s
+            sender.busy_s[1] += travel_s
+            receiver.busy_s[2] += travel_s
+            sender.out_free_s = receiver.in_free_s = sender.leaving_s[piece] = arrival_s
+        else:
+            arrival_s = sender.clock_s
         if self.waiting.get((piece, to)) == rank:
             del self.waiting[piece, to]
             heapq.heappush(receiver.ready, (arrival_s, piece))
@@ -257,11 +291,15 @@ class Simulation:
     def _receive(self, rank: int, piece: int, exchange: Exchange) -> None:
         state, source = self.ranks[rank], exchange.recv_from
         share = self._share(len(exchange.recv_chunks))
-        state.expected[piece] = 0 if source is None else exchange.nbytes
+        state.expected[piece] = self._take(0), False
         state.expected_share[piece] = share
-        if source is None or exchange.nbytes == 0:
+        is_far = source is not None and self._is_far(rank, source, exchange.round)
+        if source is not None:
+            place = exchange.place if is_far else None
+            state.expected[piece] = self._take(exchange.nbytes) if place is None else place, is_far
+        if source is None or exchange.nbytes == 0 or (self.near is not None and not is_far):
             arrival_s = state.clock_s
-        elif self.alone:
+        elif self.near is not None:
             travel_s = self.machine.alpha_s + share * exchange.nbytes * self.machine.beta_s
             arrival_s = max(state.clock_s, state.in_free_s) + travel_s
             state.busy_s[2] += travel_s
@@ -296,25 +334,23 @@ def predict(machine: Machine, method: Method, nodes: tuple[int, ...], n: int) ->
 
     nodes: the node of each rank, numbered in the order of first ranks: hier's steps depend on it
     Source: alpha-beta-gamma model of Thakur, Rabenseifner, Gropp: IJHPCA 19(1), 2005, simulated
-    step by step. Not in it: contention of links, ranks that share a processor, subtractions.
-    Exact sums widen as they travel; to add integers takes as long as a hop.
+    step by step, as a call list. Not in it: contention of links, ranks that share a processor,
+    subtractions. Exact sums widen as they travel; to add integers takes as long as a hop.
     Raises ValueError for algorithm "mpi", whose steps are the library's, and for "auto".
     """
     if method.algorithm not in SCHEDULES:
         known = ", ".join(SCHEDULES)
         raise ValueError(f"predict: algorithm={method.algorithm!r}: known are {known}")
-    if method.is_small(len(nodes), n):  # recorded: its steps are messages and kernels alone
-        machine = replace(machine, step_s=0.0)
     schedule = SCHEDULES[method.algorithm]
-    one = len(nodes) > ALL_RANKS and _all_alike(schedule, nodes)
-    simulation, pieces, share = _simulation(machine, method, nodes, n, one)
+    near = _all_alike(schedule, nodes) if len(nodes) > ALL_RANKS else None
+    simulation, pieces, share = _simulation(machine, method, nodes, n, near)
     ends_s = simulation.run()
     time_s = max(ends_s)
     if pieces > len(ends_s):
         time_s += (pieces - len(ends_s)) * _period_s(simulation, ends_s)
     sent = sum(rank.bytes_sent for rank in simulation.ranks) / len(simulation.ranks)
     return Prediction(
-        time_s=_before_s(machine, method, len(nodes), n) + time_s,
+        time_s=_before_s(machine, method, nodes, n) + time_s,
         wire_bytes=round(sent * share * pieces / len(ends_s)),
         simulated=len(simulation.ranks),
     )
@@ -331,59 +367,65 @@ def _period_s(simulation: Simulation, ends_s: Sequence[float]) -> float:
     return max(between_s, busy_s)
 
 
-def _before_s(machine: Machine, method: Method, ranks: int, n: int) -> float:
+def _before_s(machine: Machine, method: Method, nodes: tuple[int, ...], n: int) -> float:
     """Return the time of the call itself: comparing the arguments, for aps the largest values."""
     aps = method.fmt is not None and method.parsed_scaling.kind == "aps"
-    agreement_s = (ranks - 1).bit_length() * machine.alpha_s
-    return machine.call_s + (1 + aps) * agreement_s + aps * machine.copy_s * 4 * n
+    agreement_s = (len(nodes) - 1).bit_length() * machine.alpha_s
+    compared = len(set(nodes)) > 1  # within a node by a look at words
+    return machine.call_s + (compared + aps) * agreement_s + aps * machine.copy_s * 4 * n
 
 
 def _simulation(
-    machine: Machine, method: Method, nodes: tuple[int, ...], n: int, one: bool
+    machine: Machine, method: Method, nodes: tuple[int, ...], n: int, near: Sequence[bool] | None
 ) -> tuple[Simulation, int, float]:
     """Return the simulation of the first pieces, how many there are, and the share that is data.
 
     Where one rank stands for all, every chunk is as large as the largest: in whole tiles.
     """
+    one = near is not None
     chunks = SCHEDULES[method.algorithm].chunks(Layout(nodes))
     padded = chunks * TILE * -(-tiles(n) // chunks) if one and chunks > 1 else n
-    memory = np.zeros(padded, np.float32)  # never touched: a promise of memory, no more
+    x, out = np.zeros((2, padded), np.float32)  # never touched: a promise of memory, no more
     shifts = [] if method.fmt is None or method.parsed_scaling.kind in SHARED else [0]
     segments = [Segment("x", 0, padded)][: len(shifts)]
-    plan = method.plan(nodes, memory, segments, (shifts, shifts), 0)
+    plan = method.plan(nodes, x, segments, (shifts, shifts), 0)
     wire = plan.wire
     share = wire.size_bytes(n) / max(1, wire.size_bytes(padded))
     if padded > n and n < TILE:  # then a message is no tile either
         machine = replace(
             machine, beta_s=machine.beta_s * wire.size_bytes(n) / wire.size_bytes(TILE)
         )
-    pieces = plan.pieces(padded)
+    pieces = parts_of(plan, padded, len(set(nodes)) == 1)
     most = min(WINDOWS * plan.schedule.window(len(nodes)), PROGRAMS // (1 if one else len(nodes)))
     first = pieces[: max(PIECES, most)]
-    kernels = Kernels(machine)
+    kernels = Kernels(machine, x, out)
     timed = replace(plan, wire=replace(wire, kernels=kernels))
-    simulation = Simulation(machine, timed, kernels, first, memory, one, share)
+    simulation = Simulation(machine, timed, kernels, first, near, share)
     return simulation, len(pieces), share
 
 
 @lru_cache(maxsize=64)
-def _all_alike(schedule: Schedule, nodes: tuple[int, ...]) -> bool:
-    """Whether every rank sends and receives in every step, of the same kinds and numbers.
+def _all_alike(schedule: Schedule, nodes: tuple[int, ...]) -> Sequence[bool] | None:
+    """Return for each step whether its messages stay in their nodes, if all ranks do the same.
 
-    Then all clocks are equal, and one rank stands for all. A few ranks are looked at.
+    That is, if every rank sends and receives in every step, of the same kinds and numbers. Then all
+    clocks are equal, and one rank stands for all. A few ranks are looked at.
     """
     ranks = len(nodes)
     looked_at = sorted({0, 1, 2, ranks // 3, ranks // 2, ranks - 2, ranks - 1} & {*range(ranks)})
-    first = None
+    first: list[Any] | None = None
+    near: list[bool] = []
     for rank in looked_at:
         steps = list(schedule.steps(rank, Layout(nodes)))
         if any(step.send_to is None or step.recv_from is None for step in steps):
-            return False
+            return None
         kinds = [(step.kind, len(step.send_chunks), len(step.recv_chunks)) for step in steps]
         first = kinds if first is None else first
         if kinds != first:
-            return False
-    return True
+            return None
+        own = [nodes[step.send_to or 0] == nodes[rank] for step in steps]
+        near = [a and b for a, b in zip(near, own, strict=True)] if near else own
+    return near
 
 
 @lru_cache(maxsize=1024)

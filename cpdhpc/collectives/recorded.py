@@ -53,6 +53,19 @@ class Followed(NamedTuple):
     stop: int
 
 
+def parts_of(plan: Plan, n: int, in_node: bool) -> list[Piece]:
+    """Return the parts of n values: pieces, cut smaller where no message leaves the node."""
+    pieces = plan.pieces(n)
+    if not in_node:
+        return list(pieces)
+    found = []
+    for piece in pieces:
+        longest = max(stop - start for start, stop in spans(plan, piece))
+        count = max(1, min(-(-longest // PART_VALUES), MOST_PARTS // len(pieces)))
+        found += [piece._replace(part=i, parts=count) for i in range(count)]
+    return found
+
+
 class Recording:
     """What the rank of this process does in an all-reduce, from start to end. Collective.
 
@@ -108,7 +121,7 @@ class Recording:
 
     def _record(self) -> None:
         """Run the programs of all parts up to their ends, and write them down."""
-        parts = self._parts()
+        parts = parts_of(self.plan, self.x.size, self._world.board is not None)
         # One part has two slots by turns, so that a run need not wait for the readers of the last.
         turns = 2 if len(parts) == 1 and self._world.board is not None and not self._moves else 1
         window = self.plan.schedule.window(self._world.ranks)
@@ -132,18 +145,6 @@ class Recording:
         call_list.end_list(
             self._list, turns, self._lends, *sent, world.messages_sent[:1], self._sent // turns
         )
-
-    def _parts(self) -> list[Piece]:
-        """Return the parts of the data: pieces, cut smaller where no message leaves the node."""
-        pieces = self.plan.pieces(self.x.size)
-        if self._world.board is None:  # as on all processes
-            return list(pieces)
-        found = []
-        for piece in pieces:
-            longest = max(stop - start for start, stop in spans(self.plan, piece))
-            count = max(1, min(-(-longest // PART_VALUES), MOST_PARTS // len(pieces)))
-            found += [piece._replace(part=i, parts=count) for i in range(count)]
-        return found
 
     def _record_part(self, plan: Plan, part: Piece, number: int, pool: BufferPool) -> None:
         steps = program(plan, part, self._rank, self.x, self.out, pool.take)
