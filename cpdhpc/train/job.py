@@ -106,8 +106,7 @@ class Train(Section):
     oversubscribe_gpus: let processes of a node share GPUs where there are too few
     gpu_direct: whether MPI is given GPU memory: "auto" where it takes it, else it goes through the
         host; "required" refuses to begin where it does not; "never"
-    autocast: the dtype of torch.autocast in forward; "float16" is best with
-        loss_scaling = "dynamic"
+    autocast: the dtype of torch.autocast in forward; "float16" goes best with dynamic scaling
     """
 
     epochs: Positive = 10
@@ -155,19 +154,11 @@ class Train(Section):
         return seeds
 
     @model_validator(mode="after")
-    def _mpi_is_given_what_gpus_have(self) -> Train:
+    def _what_is_needed_is_given(self) -> Train:
         if self.gpu_direct == "required" and self.device != "gpu":
             raise ValueError("gpu_direct='required' needs device='gpu'")
-        return self
-
-    @model_validator(mode="after")
-    def _overlap_has_one_rank(self) -> Train:
         if self.overlap and self.virtual_ranks > 1:
             raise ValueError("overlap=true needs virtual_ranks=1")
-        return self
-
-    @model_validator(mode="after")
-    def _split_images_have_one_rank(self) -> Train:
         if self.image_grid != (1, 1) and (self.overlap or self.virtual_ranks > 1):
             raise ValueError("image_grid other than [1, 1] needs virtual_ranks=1, overlap=false")
         return self
