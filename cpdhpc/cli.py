@@ -262,7 +262,7 @@ COMMANDS: dict[str, Command | Group] = {
         "plan and run a sweep here or by Slurm, collect it; needs no MPI",
         {
             "plan": Command(
-                "show cases, ids, shapes, core hours, and what is impossible and why",
+                "show cases, ids, shapes, rank hours, and what is impossible and why",
                 "study.commands",
                 "plan",
             ),

@@ -28,9 +28,9 @@ class ConfigError(UserError):
 
 
 class Section(BaseModel):
-    """A table of a configuration file: frozen, strict about types, unknown keys are errors."""
+    """A table of a file: frozen, strict about types, finite; unknown keys are errors."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     def __init__(self, /, **given: Any) -> None:
         """Take the keys of a table. Raises ConfigError, as validate does."""
@@ -159,7 +159,7 @@ def read_toml(path: Path) -> Raw:
     Raises ConfigError where the file is missing, unreadable or not TOML.
     """
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -268,6 +268,12 @@ def validate(model: type[T], raw: Raw, source: str) -> T:
         raise ConfigError(f"{source}: {_explain(model, raw, error.errors()[0])}") from None
 
 
+TYPES = {  # pydantic's name of what is wrong -> TOML's name of what it should be
+    **dict.fromkeys(("tuple_type", "list_type"), "be an array"),
+    **dict.fromkeys(("dict_type", "model_type", "dataclass_type"), "be a table"),
+}
+
+
 def _explain(model: type[Any], raw: Raw, problem: Any, above: Sequence[str] = ()) -> str:
     path, here = list(above), raw
     for part in problem["loc"]:
@@ -284,7 +290,8 @@ def _explain(model: type[Any], raw: Raw, problem: Any, above: Sequence[str] = ()
         return f"unknown key {key}: {suggest(path[-1], keys(model, problem['loc'][:-1]))}"
     if problem["type"] in ("missing", "missing_argument"):
         return f"{key}: is missing"
-    said = re.sub(r"^(Value error, |\w+ should )", "", problem["msg"])
+    said = TYPES.get(problem["type"], problem["msg"])
+    said = re.sub(r"^(Value error, |\w+ should )", "", said)
     said = said.replace(" after validation", "")
     kind = "" if problem["type"] == "value_error" else "should "
     shown = "" if isinstance(given, dict) else f"={given!r}"

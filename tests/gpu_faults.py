@@ -1,12 +1,14 @@
 """Faults planted in the CUDA kernels: does a test on the CPU notice each?
 
-Each is compiled into the kernels, and the tests of emulated_gpu run until one fails.
+Each is compiled into the kernels, and the tests of emulated_gpu run until one fails: for windows of
+GPU arrays those of MPI, on one rank.
 """
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from training import environment
@@ -108,14 +110,43 @@ FAULTS = {  # what is wrong: the code, and what it becomes
         "return sum;",
     ),
 }
+FAULTS_OF_MOVES = {  # of the kernel that moves windows
+    "the first unit of a box is taken for the last of the one before": (
+        "if (boxes[middle + 1].first > i)",
+        "if (boxes[middle + 1].first >= i)",
+    ),
+    "a partial sum replaces the total": (
+        "part = value, several = true;",
+        "part = value;",
+    ),
+    "the mark of a partial sum is taken for a part of the base": (
+        "const char* at = arrays.from(term.base % CPD_BEGINS) + term.offset;",
+        "const char* at = arrays.from(term.base) + term.offset;",
+    ),
+    "half of a wide unit is copied": (
+        "return move_copies<Wide>(",
+        "return move_copies<u64>(",
+    ),
+    "sources lie as targets do": (
+        "*(const T*)(from + ahead_of(place, term.strides));",
+        "*(const T*)(from + ahead_of(place, box.strides));",
+    ),
+    "sums of short floats are cut, not rounded": (
+        """const float wide_sum = add(wide(a), wide(b));
+        Type y;""",
+        """const float wide_sum = from_bits(bits_of(add(wide(a), wide(b))) & 0xffffe000u);
+        Type y;""",
+    ),
+}
+MOVES = ["--with-mpi", "-m", "not gpu and not slow", str(HERE / "mpi" / "test_mpi_darray_gpu.py")]
+SERIAL = ["-m", "not slow", "-k", "gpu or simulated", *map(str, TESTS)]
 
 
-def caught_by(code: str, fault: str) -> str:
+def caught_by(code: str, fault: str, tests: Sequence[str]) -> str:
     """Return the test that fails first, "a crash", or "" where all pass."""
-    options = ["-q", "-x", "--no-header", "-p", "no:cacheprovider", "-p", "emulated_gpu", "-m"]
-    command = [sys.executable, "-m", "pytest", *options, "not slow", "--plant", code, fault]
+    options = ["-q", "-x", "--no-header", "-p", "no:cacheprovider", "-p", "emulated_gpu"]
     done = subprocess.run(
-        [*command, "-k", "gpu or simulated", *map(str, TESTS)],
+        [sys.executable, "-m", "pytest", *options, "--plant", code, fault, *tests],
         env=environment() | {"PYTHONPATH": f"{HERE.parent}:{HERE}"},
         capture_output=True,
         text=True,
@@ -131,12 +162,14 @@ def caught_by(code: str, fault: str) -> str:
 
 def main() -> int:
     """Print who catches each fault, and return how many nobody does."""
+    faults = [(each, SERIAL) for each in FAULTS.items()]
+    faults += [(each, MOVES) for each in FAULTS_OF_MOVES.items()]
     missed = 0
-    for what, (code, fault) in FAULTS.items():
-        found = caught_by(code, fault)
+    for (what, (code, fault)), tests in faults:
+        found = caught_by(code, fault, tests)
         missed += not found
         print(f"{what}: {found or 'NOBODY'}", flush=True)
-    print(f"{len(FAULTS) - missed} of {len(FAULTS)} faults are caught")
+    print(f"{len(faults) - missed} of {len(faults)} faults are caught")
     return missed
 
 

@@ -26,7 +26,7 @@ ROWS = 32  # values of a thread in a tile
 
 
 class Gpu(NamedTuple):
-    """NVIDIA's data sheets of A100 80GB SXM, H100 SXM, H200 SXM and DGX B200.
+    """NVIDIA's data sheets of A100 80GB SXM, H100 SXM, H200 SXM and DGX B200, as others quote them.
 
     They give 19.5, 67, 67 and 75 TFLOP/s of float32, twice floats * processors * clock.
     """
@@ -46,9 +46,9 @@ GPUS = {
 }
 COPY = 0.92  # of the memory's rate: what a copy is taken to reach
 # Of a processor in a clock: threads that its four schedulers start instructions of, integer
-# operations, products of integers. NVIDIA's white papers give 19.5 TOP/s of INT32 for the A100 and
-# 33.5 for the H100, twice 64 * processors * clock. Of the B200 others list twice as much: with 64
-# nothing is promised too high.
+# operations, products of integers. NVIDIA's white papers, as others quote them, give 19.5 TOP/s of
+# INT32 for the A100 and 33.5 for the H100, twice 64 * processors * clock. Of the B200 others list
+# twice as much: with 64 nothing is promised too high.
 ISSUED, INTEGERS, PRODUCTS = 128, 64, 64
 
 

@@ -45,6 +45,12 @@ def write(tmp_path: Path, text: str) -> Path:
     return path
 
 
+def test_a_mark_of_byte_order_is_no_error(tmp_path: Path) -> None:
+    path = tmp_path / "job.toml"
+    path.write_bytes(b"\xef\xbb\xbfx = 3\n")  # as editors of Windows write it
+    assert read_toml(path) == {"x": 3}
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
@@ -58,6 +64,14 @@ def write(tmp_path: Path, text: str) -> Path:
         ("[train]\nepochs = 0", "train.epochs=0: should be greater than or equal to 1"),
         ("[train]\nepochs = true", "train.epochs=True: should be a valid integer"),
         ("[train]\nlearning_rate = 'x'", "train.learning_rate='x': should be a valid number"),
+        ("[train]\nlearning_rate = inf", "train.learning_rate=inf: should be a finite number"),
+        (
+            "[schedule]\nwarmup_epochs = inf",
+            "schedule.warmup_epochs=inf: should be a finite number",
+        ),
+        ("train = 3", "train=3: should be a table"),
+        ("[model]\nname='mlp'\nhidden = 64", "model.hidden=64: should be an array"),
+        ("[schedule]\ndecay = 'step'", "schedule: decay='step': needs milestones"),
         ("[train]\nseed = 1\nseeds = [1]", "train: seed and seeds: give one of them"),
         ("[train]\nseeds = []", "train.seeds"),
         ("[train]\nepochs = 4\nkeep_every = 9", "keep_every=9: should be up to epochs=4"),

@@ -15,7 +15,15 @@ from cpdhpc.darray import describe
 from cpdhpc.darray.array import DistArray, redistribute
 from cpdhpc.darray.layout import Box, Layout, receptive
 from cpdhpc.darray.plan import WindowPlan
-from cpdhpc.darray.windows import MODES, Constant, Windows, parse_boundary, segments, sources
+from cpdhpc.darray.windows import (
+    MODES,
+    Constant,
+    RankPieces,
+    Windows,
+    parse_boundary,
+    segments,
+    sources,
+)
 from cpdhpc.world.ranks import Loopback
 
 ONE = Layout.grid((4,), (1,))
@@ -154,6 +162,18 @@ def test_interior_and_boundary_parts_are_the_window() -> None:
         assert found.sent_bytes == sum(each.received_bytes for each in found.ranks)
         assert found.messages == sum(len(each.recvs_from) for each in found.ranks)
         assert 0 <= found.interior_share <= 1 <= found.imbalance_owned
+
+
+def test_interiors_beside_deep_halos_keep_the_cells_of_the_rank() -> None:
+    """Seven rows show each other rank's twice or once, all columns are the rank's own."""
+    boxes = [Box((r - 3, 0), (r + 4, 5)) for r in range(5)]
+    found = describe(Windows(Layout.grid((5, 5), (5, 1)), boxes, ("wrap", "wrap")))
+    assert [each.interior_cells for each in found.ranks] == [5] * 5
+    grid = Layout.grid((4, 5), (4, 1))
+    plan = Windows(grid, [Box((r - 2, -3), (r + 3, 8)) for r in range(4)], ("wrap", "wrap"))
+    assert [RankPieces(plan, r).interior for r in range(4)] == [
+        Box((r, -3), (r + 1, 8)) for r in range(4)
+    ]
 
 
 def test_description_of_a_plan_counted_by_hand() -> None:

@@ -89,7 +89,7 @@ def test_a_no_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
 class Processes(Loopback):
     """One of several processes of two nodes, and what the others tell."""
 
-    def __init__(self, process: int, nodes: list[int], told: list[str]) -> None:
+    def __init__(self, process: int, nodes: list[int], told: list[tuple[str, str]]) -> None:
         super().__init__(len(nodes), nodes=nodes)
         self.virtual_ranks, self.process, self._told = 1, process, told
 
@@ -97,8 +97,8 @@ class Processes(Loopback):
         return [value if i == self.process else each for i, each in enumerate(self._told)]
 
 
-def bus(place: int) -> str:
-    return f"0000:{place:02x}:00.0"
+def bus(place: int) -> tuple[str, str]:
+    return f"0000:{place:02x}:00.0", ""
 
 
 def test_processes_of_a_node_take_gpus_of_their_own() -> None:
@@ -125,10 +125,16 @@ def test_too_few_gpus_are_an_error_on_all_processes() -> None:
             with pytest.raises(UserError, match="processes 0, 1 would share GPUs of their node"):
                 use_gpu(world)
             assert use_gpu(world, oversubscribe=True) == 0
-            world = Processes(process, nodes, [bus(0), bus(1), ""])
+            world = Processes(process, nodes, [bus(0), bus(1), ("", "sees no GPU")])
             if process != 2:
-                with pytest.raises(UserError, match="process 2 sees no GPU"):
+                with pytest.raises(UserError, match=r"process 2 sees no GPU$"):
                     use_gpu(world)
+
+
+def test_without_cupy_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_messages, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"process 0 has no CuPy: pip install 'cpdhpc\[gpu\]'$"):
+        use_gpu(Loopback())
 
 
 def test_kernels_refuse_what_would_end_the_context() -> None:

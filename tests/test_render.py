@@ -146,7 +146,10 @@ def test_cases_on_gpus_have_jobs_of_their_own() -> None:
     ids = [case.id for batch in some_batches(both) for case in batch.cases if not batch.has_gpus]
     assert ids == [case.id for batch in some_batches() for case in batch.cases], "as ever"
     nested = both.model_copy(update={"run": both.run.model_copy(update={"bundle": "nested"})})
-    assert [each.has_gpus for each in some_batches(nested)] == [True]
+    host, gpu = some_batches(nested)  # a job each, so that a site without GPUs runs the first
+    assert (host.has_gpus, gpu.has_gpus) == (False, True)
+    assert {case.id for case in host.cases} == set(ids)
+    assert {case.factors["device"] for case in gpu.cases} == {"gpu"}
 
 
 @pytest.mark.parametrize(

@@ -212,7 +212,7 @@ ERRORS = {
     "constraints: ranks <: invalid syntax": {"constraints": ["ranks <"]},
     "constraints: ranks + 1: is 2: should be true or false": {"constraints": ["ranks + 1"]},
     "constraints: ranks < 'a': ": {"constraints": ["ranks < 'a'"]},
-    "constraints: open('x'): ": {"constraints": ["open('x')"]},
+    "constraints: open('x'): allowed are comparisons, and, or": {"constraints": ["open('x')"]},
     "scaling='weak': [weak] is needed": {"scaling": "weak"},
     "scaling='strong': [weak] is needed with scaling='weak', and only there": {
         "weak": {"size_bytes": 4}
@@ -235,6 +235,7 @@ def test_what_is_wrong_is_said(says: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         expand(load_study(path))
     assert says in str(caught.value)
+    assert str(path) in str(caught.value) or "nothing to measure: 5 ranks" in says
 
 
 JOBS = {  # what only the job's own models know: (the study, its impossible cases' reasons)

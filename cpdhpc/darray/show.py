@@ -126,7 +126,7 @@ OPTIONS = {  # option -> (its form, what it is)
     "procs": ("2,3", "ranks along each axis"),
     "halo": ("1 or 1,0:2", "cells around each rank's box; below:above where they differ"),
     "boundary": ("MODE,...", "for all axes, or for each: none (windows end with the domain), zero, "
-                 "constant:VALUE, wrap, reflect, symmetric, edge"),
+                 "constant:VALUE, wrap, reflect, symmetric, edge; default: zero"),
     "trail": ("3,96", "further axes of the arrays, which are not split"),
     "dtype": ("NAME", "of NumPy"),
     "wire": ("NAME", "raw, or a format in which float32 cells travel"),

@@ -326,7 +326,7 @@ class RankPieces:
 
     @cached_property
     def interior(self) -> Box:
-        """A box of the window, as large as can be cut, that no message changes."""
+        """A box of the window, as large as cuts leave it, that no message changes."""
         return interior_of(self.window, [p.target for m in self.recvs for p in m.pieces])
 
     @cached_property
@@ -347,8 +347,12 @@ class RankPieces:
 
 
 def interior_of(window: Box, remote: Sequence[Box]) -> Box:
-    """Return a box of the window without cells of remote boxes: cut where least is lost."""
+    """Return a box of the window without cells of remote boxes, which are disjoint.
+
+    Cut where most cells stay that are in none of them: so the box is empty only if all cells are.
+    """
     inner = window
+    starts, stops = (np.array([getattr(b, at) for b in remote]) for at in ("start", "stop"))
     for box in remote:
         hole = inner.intersect(box)
         if hole.empty:
@@ -357,7 +361,10 @@ def interior_of(window: Box, remote: Sequence[Box]) -> Box:
         for axis in range(box.ndim):
             cuts.append(replaced(inner, axis, inner.start[axis], hole.start[axis]))
             cuts.append(replaced(inner, axis, hole.stop[axis], inner.stop[axis]))
-        inner = max(cuts, key=lambda cut: cut.size)
+        ends = np.minimum(stops, [[cut.stop] for cut in cuts])
+        sides = (ends - np.maximum(starts, [[cut.start] for cut in cuts])).clip(0)
+        kept = [cut.size for cut in cuts] - sides.prod(2).sum(1)
+        inner = cuts[int(kept.argmax())]
     return inner
 
 

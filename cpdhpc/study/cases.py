@@ -156,8 +156,8 @@ def _check_factors(study: Study) -> None:
     for name, factor in study.factors.items():
         if factor.default is None and name not in given and name not in study.weak:
             raise ConfigError(f"sweep.{name}: is missing ({factor.long_name})")
-    for text in study.constraints:
-        Constraint(text)
+    if next(_points(study), None) is None:
+        raise ConfigError("nothing to measure: exclude and constraints leave no case")
 
 
 def axes(study: Study) -> list[list[Point]]:
@@ -249,9 +249,8 @@ def expand(study: Study) -> Expansion:
         else:
             impossible[case.id] = (case, reason)
     if not cases:
-        reasons = [reason for _, reason in impossible.values()]
-        why = f": {reasons[0]}" if reasons else ": exclude and constraints leave no case"
-        raise ConfigError(f"study {study.name}: nothing to measure{why}")
+        _, why = next(iter(impossible.values()))
+        raise ConfigError(f"study {study.name}: nothing to measure: {why}")
     return Expansion(list(cases.values()), list(impossible.values()))
 
 
@@ -324,7 +323,7 @@ class Batch:
         return self.nodes * self.ppn
 
     @property
-    def core_hours(self) -> float:
+    def rank_hours(self) -> float:
         """Time of all ranks together."""
         return self.time_s * self.ranks / 3600
 
@@ -347,8 +346,9 @@ def batches(study: Study, cases: Iterable[Case]) -> list[Batch]:
     The numbers depend on the study alone, whatever is finished.
     """
     ordered = sorted(cases, key=lambda case: (*_shape_of(study, case), case.id))
-    if study.run.bundle == "nested":
-        groups = [ordered] if ordered else []
+    if study.run.bundle == "nested":  # the largest shape of each device
+        on_gpus = partial(uses_gpus, study)
+        groups = [list(group) for _, group in groupby(sorted(ordered, key=on_gpus), on_gpus)]
     elif study.run.bundle == "case":
         groups = [[case] for case in ordered]
     else:

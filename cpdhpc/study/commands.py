@@ -152,12 +152,12 @@ def shown_factor(study: Study, case: Case, name: str) -> str:
 def totals(study: Study, jobs: Sequence[Batch]) -> list[str]:
     """Return what the study takes in all."""
     cases = [case for job in jobs for case in job.cases]
-    hours = sum(job.core_hours for job in jobs)
+    hours = sum(job.rank_hours for job in jobs)
     longest_s = max((job.time_s for job in jobs), default=0.0)
     ranks = {case.ranks for case in cases}
     lines = [
         f"{study.name}: {study.scaling} scaling of {study.kind}: {len(cases)} cases in {len(jobs)} "
-        f"batch(es), at most {hours:.3g} core hours (ranks x time), {longest_s:.0f} s a batch"
+        f"batch(es), at most {hours:.3g} rank hours (ranks x time), {longest_s:.0f} s a batch"
     ]
     asked = Counter((job.nodes, job.ppn) for job in jobs if job.has_gpus)
     for (nodes, ppn), count in asked.items():

@@ -21,6 +21,8 @@ from ..kinds import KINDS
 from ..kinds.base import Kind, Measure, Seconds, Whole
 from ..kinds.factors import ABSENT, SHAPE, Factor, Factors
 
+ALLOWED = "allowed are comparisons, and, or, not, in, arithmetic and names of factors"
+
 
 class Constraint:
     """An expression, as "ranks <= 8" or "not (algorithm == 'tree' and size_bytes > 2**24)".
@@ -45,7 +47,12 @@ class Constraint:
 
     def holds(self, factors: Factors) -> bool:
         """Return whether it is true of a case. Raises ConfigError where it cannot be said."""
-        from simpleeval import InvalidExpression, NameNotDefined
+        from simpleeval import (
+            FeatureNotAvailable,
+            FunctionNotDefined,
+            InvalidExpression,
+            NameNotDefined,
+        )
 
         self._evaluator.names = _nested(factors)
         try:
@@ -55,6 +62,8 @@ class Constraint:
             raise ConfigError(
                 f"constraints: {self.text}: unknown factor {name}: {suggest(name, factors)}"
             ) from None
+        except (FeatureNotAvailable, FunctionNotDefined):
+            raise ConfigError(f"constraints: {self.text}: {ALLOWED}") from None
         except (InvalidExpression, TypeError, ValueError, ArithmeticError, KeyError) as error:
             raise ConfigError(f"constraints: {self.text}: {error}") from None
         if not isinstance(result, bool):
@@ -112,7 +121,7 @@ class Run(Section):
     """[run]: how cases become jobs.
 
     bundle: "case" a job each; "shape" cases of one shape together, up to batch_time_s a job;
-        "nested" one job of the largest shape, smaller cases on some of its ranks
+        "nested" one job of the largest shape of each device, smaller cases on some of its ranks
     batch_time_s: of all cases of a job, at most
     case_time_s: estimate for a case, where the kind has none or a better one is known
     throttle: jobs of the study at a time, 0 for any number; retries: of a job that fails

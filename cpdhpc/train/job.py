@@ -106,7 +106,8 @@ class Train(Section):
     oversubscribe_gpus: let processes of a node share GPUs where there are too few
     gpu_direct: whether MPI is given GPU memory: "auto" where it takes it, else it goes through the
         host; "required" refuses to begin where it does not; "never"
-    autocast: the dtype of torch.autocast in forward; "float16" wants loss_scaling = "dynamic"
+    autocast: the dtype of torch.autocast in forward; "float16" is best with
+        loss_scaling = "dynamic"
     """
 
     epochs: Positive = 10
@@ -152,6 +153,12 @@ class Train(Section):
             if seeds.count(seed) > 1:
                 raise ValueError(f"{seed} is there twice: both runs would write the same files")
         return seeds
+
+    @model_validator(mode="after")
+    def _mpi_is_given_what_gpus_have(self) -> Train:
+        if self.gpu_direct == "required" and self.device != "gpu":
+            raise ValueError("gpu_direct='required' needs device='gpu'")
+        return self
 
     @model_validator(mode="after")
     def _overlap_has_one_rank(self) -> Train:

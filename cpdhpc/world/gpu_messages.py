@@ -32,12 +32,14 @@ def use_gpu(world: Ranks, *, oversubscribe: bool = False) -> int:
     Raises UserError on all processes where one sees no GPU, or shares it.
     """
     number, address = use_own_gpu(world)
-    places = list(
-        zip(world.nodes[:: world.virtual_ranks], world.gather(address, "GPU"), strict=True)
-    )
-    without = [process for process, (_, gpu) in enumerate(places) if not gpu]
-    if without:
-        raise UserError(f"use_gpu: process {without[0]} sees no GPU, or has no CuPy")
+    lacks = "has no CuPy: pip install 'cpdhpc[gpu]'" if find_spec("cupy") is None else "sees no GPU"
+    told = world.gather((address, lacks), "GPU")
+    for process, (gpu, why) in enumerate(told):
+        if not gpu:
+            raise UserError(f"use_gpu: process {process} {why}")
+    places = [
+        (n, gpu) for n, (gpu, _) in zip(world.nodes[:: world.virtual_ranks], told, strict=True)
+    ]
     shared = [str(process) for process, place in enumerate(places) if places.count(place) > 1]
     if shared and not oversubscribe:
         raise UserError(

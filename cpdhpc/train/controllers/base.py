@@ -181,6 +181,12 @@ class Schedule(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _steps_have_milestones(self) -> Schedule:
+        if self.decay == "step" and not self.milestones:
+            raise ValueError("decay='step': needs milestones: epochs, as [30, 60]")
+        return self
+
     def scaled(self, batch: int) -> tuple[float, Schedule]:
         """Return the factor on the rate for a batch, and the schedule with its warm-up."""
         if not self.base_batch:
