@@ -41,7 +41,7 @@ struct Step {
 
 struct Segment {
     i64 slot, serial = 0;
-    size_t next = 0, starts = 0;  // the step to do; those in front, which start to receive
+    size_t next = 0;  // the step to do
     std::vector<Step> steps;
 };
 

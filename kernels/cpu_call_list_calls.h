@@ -147,15 +147,13 @@ PyObject* record(PyObject*, PyObject* args) {
     Py_RETURN_NONE;
 }
 
-PyObject* add_step(CallList* list, Step step, bool in_front) {
+PyObject* add_step(CallList* list, Step step) {
     if (!list) return nullptr;
     if (list->segments.empty()) {
         PyErr_SetString(PyExc_ValueError, "call list: has no segment yet");
         return nullptr;
     }
-    Segment& segment = list->segments.back();
-    auto place = in_front ? segment.steps.begin() + (long)segment.starts++ : segment.steps.end();
-    segment.steps.insert(place, std::move(step));
+    list->segments.back().steps.push_back(std::move(step));
     Py_RETURN_NONE;
 }
 
@@ -168,18 +166,17 @@ PyObject* add_word(PyObject*, PyObject* args) {
     CallList* list = list_of(capsule);
     i64* word;
     if (!list || !keep_word(*list, object, &word)) return nullptr;
-    return add_step(list, Step{label < 0 ? TELL : HEAR, false, 0, label, word, {}}, false);
+    return add_step(list, Step{label < 0 ? TELL : HEAR, false, 0, label, word, {}});
 }
 
-// add_start(list, address, first), add_test(list, address, label): start a request of MPI's, in
-// front of the segment or here, and wait for it. address: of the handle, which the caller keeps.
+// add_start(list, address), add_test(list, address, label): start a request of MPI's, and wait for
+// it. address: of the handle, which the caller keeps.
 PyObject* add_start(PyObject*, PyObject* args) {
     PyObject* capsule;
     unsigned long long address;
-    int first;
-    if (!PyArg_ParseTuple(args, "OKp", &capsule, &address, &first)) return nullptr;
+    if (!PyArg_ParseTuple(args, "OK", &capsule, &address)) return nullptr;
     void* request = reinterpret_cast<void*>(static_cast<uintptr_t>(address));
-    return add_step(list_of(capsule), Step{START, false, 0, 0, request, {}}, first);
+    return add_step(list_of(capsule), Step{START, false, 0, 0, request, {}});
 }
 
 PyObject* add_test(PyObject*, PyObject* args) {
@@ -188,7 +185,7 @@ PyObject* add_test(PyObject*, PyObject* args) {
     long long label;
     if (!PyArg_ParseTuple(args, "OKL", &capsule, &address, &label)) return nullptr;
     void* request = reinterpret_cast<void*>(static_cast<uintptr_t>(address));
-    return add_step(list_of(capsule), Step{TEST, false, 0, label, request, {}}, false);
+    return add_step(list_of(capsule), Step{TEST, false, 0, label, request, {}});
 }
 
 // use_library(start, test): the addresses of MPI_Start and MPI_Test.

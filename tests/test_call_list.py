@@ -7,10 +7,12 @@ import sys
 import sysconfig
 from pathlib import Path
 
+import numpy as np
 import pytest
 from rank_threads import all_reduces, run_threads
 
 from cpdhpc.collectives import recorded
+from cpdhpc.ops import call_list
 
 ROOT = Path(__file__).parents[1]
 # Raw payloads need no loops: the table is there to link.
@@ -62,6 +64,21 @@ def sanitised(name, directory, text=None):
         capture_output=True, text=True, check=False, timeout=1000,
     )  # fmt: skip
     return done.returncode, done.stdout + done.stderr
+
+
+def test_waits_end_by_time_however_many_looks_there_are_left():
+    """A look takes long where others have the core: who waits must get to see the time."""
+    board = call_list.make_board(tuple(np.zeros(128, np.uint8) for _ in range(2)))
+    assert call_list.meet(board, 1, 1 << 60) == call_list.WAITING
+    x, word = np.zeros(1, np.float32), np.zeros(8, np.uint8)
+    calls = call_list.make_list(x, x.copy(), ((np.zeros(8, np.uint8),),), False)
+    call_list.begin_segment(calls, 0)
+    call_list.add_word(calls, word, 0)
+    counter = np.zeros(1, np.int64)
+    call_list.end_list(calls, 1, False, counter, 0, counter, 0)
+    assert call_list.run_list(calls, 1, 1 << 60, x, x.copy()) == call_list.WAITING
+    word[0] = 1
+    assert call_list.resume_list(calls, 1) == 0
 
 
 @pytest.mark.slow

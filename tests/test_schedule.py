@@ -405,7 +405,7 @@ def written(schedule, nodes, pieces):
     """Return the call list of each rank, as Recording writes it, with words for all messages.
 
     A message to another node is told when it is started, and has left when the receiver has begun
-    the same piece, as long ones do that MPI does not buffer.
+    to wait for it, as long ones do that MPI does not buffer.
     """
     words = defaultdict(lambda: np.zeros(8, np.uint8))
     ranks, slots = len(nodes), min(schedule.window(len(nodes)), pieces)
@@ -427,10 +427,10 @@ def written(schedule, nodes, pieces):
                         continue
                     message = piece, source, to, counts[source, to]
                     counts[source, to] += 1
-                    steps.append((words[message], label))
                     if nodes[source] != nodes[to]:
                         begun = words["begun", *message]
-                        ends.append((begun, 0)) if to != rank else steps.insert(0, (begun, -1))
+                        ends.append((begun, 0)) if to != rank else steps.append((begun, -1))
+                    steps.append((words[message], label))
             for word, label in (*steps, *ends):
                 add_word(calls, word, label)
         end_list(calls, 1, False, np.zeros(1, np.int64), 0, np.zeros(1, np.int64), 0)
