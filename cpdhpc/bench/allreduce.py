@@ -289,8 +289,8 @@ def heading(
         f"{arguments.warmup} warm-ups, cases in turns; GB/s: 1e9 byte/s",
         "busbw: 2 (p - 1) / p of size / time; wirebw: bytes that left a rank / time; "
         "error: relative, Euclidean norm",
-        "x mpi: how many times as fast as MPI_Allreduce (mpi), median over calls; / memcpy: of the "
-        "array by all ranks at once",
+        "x mpi: how many times as fast as MPI_Allreduce (mpi); / memcpy: of the array by all ranks "
+        "at once; by medians, as all ratios",
         "/ bound: the longer of memcpy and 2 (N - 1) / N of the bytes on the wire over the link of "
         "each of N nodes",
         *(f"left out: {text}" for text in skipped),
@@ -308,8 +308,8 @@ def heading(
 def line(row: Row, rows: Sequence[Row], ranks: int, warmup: int, machine: Machine | None) -> str:
     """Return a row of the table, of those of its size, mpi and memcpy first; time is the median."""
     case, size = row.case, row.size_bytes
-    times_s, mpi_s, copy_s = (each.times_s[warmup:].max(axis=1) for each in (row, *rows[:2]))
-    time_s = float(np.median(times_s))
+    times_s = row.times_s[warmup:].max(axis=1)
+    time_s, mpi_s, copy_s = (each.median_s(warmup) for each in (row, *rows[:2]))
     bus_bytes = size * 2 * (ranks - 1) / ranks
     wire = f"{case.wire_bytes / time_s / GIGA:>7.2f}" if case.method else f"{'-':>7}"
     text = (
@@ -318,7 +318,7 @@ def line(row: Row, rows: Sequence[Row], ranks: int, warmup: int, machine: Machin
         f"{case.accumulate:>10} {1e6 * time_s:>10.1f} {1e6 * times_s.min():>10.1f} "
         f"{1e6 * times_s.max():>10.1f} {size / time_s / GIGA:>7.2f} "
         f"{bus_bytes / time_s / GIGA:>7.2f} {wire} {case.error:>8.1e} "
-        f"{np.median(mpi_s / times_s):>6.2f} {np.median(times_s / copy_s):>6.2f} "
+        f"{mpi_s / time_s:>6.2f} {time_s / copy_s:>6.2f} "
         f"{time_s / row.bound_s:>6.2f}"
     )
     if machine is None:

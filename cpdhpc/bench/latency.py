@@ -70,8 +70,8 @@ def heading(where: str, cores: str, rows: Sequence[Row]) -> list[str]:
         f"# {cores}",
         "# Avg: mean over ranks of the mean over calls; Min, Max: over ranks; a barrier before; "
         "mpi: MPI_Allreduce; memcpy: of the array by all ranks at once",
-        "# /memcpy, /bound: of the medians of the best of ours; bound: the longer of memcpy and "
-        "2 (N - 1) / N of the bytes over the link of each of N nodes",
+        "# /memcpy, /bound: of the best of ours, by medians over calls of the slowest rank, as in "
+        "files; bound: the longer of memcpy and 2 (N - 1) / N of the bytes over a node's link",
         f"#{'':<9} " + " ".join(f"{each:>47}" for each in names),
         f"{'# Size(B)':<10} {columns}{'/memcpy':>9}{'/bound':>9}{'Iterations':>12}",
     ]

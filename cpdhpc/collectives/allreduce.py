@@ -109,7 +109,7 @@ class Prepared:
     def run(self, *, iteration: int = 0) -> Reduced:
         """All-reduce what the arrays hold now; return what Allreduce.run returns. Collective.
 
-        iteration: as in allreduce; compared over the ranks where rounding is "stochastic"
+        iteration: as in allreduce, where rounding is "stochastic"; else it does not count
         The result lies in the same array every time.
         Raises NonFiniteGradient as allreduce, RankFailure, RuntimeError after free.
         """
