@@ -163,7 +163,7 @@ def test_what_no_scale_helps_ends_the_run() -> None:
 
 @pytest.mark.parametrize("scale", [0.0, 3.0, -2.0, 2.0**101, float("nan")])
 def test_scales_that_are_no_powers_of_two_are_refused(scale: float) -> None:
-    with pytest.raises(ConfigError, match=r"train.loss_scale.*should be a power of two"):
+    with pytest.raises(ConfigError, match=r"train.loss_scale.*should be a (power of two|finite)"):
         small_job(train={"loss_scale": scale})
     reducer = GradientReducer(torch.nn.Linear(2, 2), Loopback())
     with pytest.raises(ValueError, match=r"LossScaler: scale=.*should be a power of two"):
