@@ -3,7 +3,7 @@
 
 namespace {
 
-enum { CPD_VALUE, CPD_MAGNITUDES, CPD_SQUARES };  // ops/gpu_runtime.py has the same numbers
+enum { CPD_VALUE, CPD_MAGNITUDES, CPD_SQUARES };  // ops/gpu_sums.py has the same numbers
 
 // What is added of a value, exact but for the square of a difference. -ftz=true would flush
 // subnormal numbers in a conversion of C++.

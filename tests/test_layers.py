@@ -60,7 +60,7 @@ MAY_IMPORT = {  # part of the package -> the parts it may import, besides itself
 }
 ONLY_HERE = {  # outside package -> where it may be imported
     "mpi4py": ("world/mpi.py",),
-    "cupy": ("ops/gpu.py", "ops/gpu_runtime.py"),
+    "cupy": ("ops/gpu.py", "ops/gpu_runtime.py", "ops/gpu_sums.py"),
     "cupyx": ("ops/gpu_runtime.py",),
     "torch": (
         "compress/lgc.py",

@@ -14,26 +14,28 @@ from .cuda_source import Fixed
 from .gpu_runtime import (
     NULL,
     WORD_BYTES,
-    add_outer,
     cast_on_device,
     check,
     check_tiles,
     check_words,
-    column_products,
     counts_or_null,
-    divide_runs,
     element_blocks,
     key_numbers,
     launch,
     launch_codec,
-    multiply_runs,
     products_on_device,
+    tile_blocks,
+    to_host,
+)
+from .gpu_sums import (
+    add_outer,
+    column_products,
+    divide_runs,
+    multiply_runs,
     row_products,
     row_sums,
     run_sums,
     square_sum,
-    tile_blocks,
-    to_host,
 )
 from .products import FLOAT32, Inputs, Products
 from .reference_sparse import (
