@@ -12,7 +12,7 @@ from training import ROOT
 
 from cpdhpc.config import ConfigError
 from cpdhpc.kinds.train import _measure
-from cpdhpc.report.critical import bits_by_batch, needed
+from cpdhpc.report.bits import bits_by_batch, needed
 from cpdhpc.report.score import Score
 from cpdhpc.study.cases import expand, load_study
 

@@ -12,8 +12,7 @@ import torch
 
 from ..config import UserError
 from ..darray.layout import Layout
-from ..ops import to_host
-from ..ops.tensors import array_of, in_stream
+from ..ops.tensors import listed
 from ..train.device import own_device
 from ..world.ranks import Ranks
 from .job import Autoencoder, Images, procs_of, stack
@@ -121,8 +120,7 @@ class Stack:
         terms.loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         layer.normalise_rows()
-        with in_stream(self.device):  # waits for a GPU, whose work is part of the time
-            told = to_host(array_of(torch.stack(terms))).tolist()
+        told = listed(torch.stack(terms))  # waits for a GPU, whose work is part of the time
         spent_s = time.perf_counter() - began_s
         done = self._agreed(told, spent_s, *layer.clock.take())
         self.iteration += 1

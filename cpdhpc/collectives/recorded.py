@@ -339,7 +339,7 @@ class Recording:
         if self._differs:
             self._draw(iteration)
             self._follow(x, out)
-        try:  # and not in a function for both, which takes 0.2 us
+        try:  # as in run_agreed: a function for both would cost the smallest calls some percent
             found = run_list(self._list, kernel_threads(), LOOKS, x, out)
             if found == WAITING:
                 found = self._awaited()

@@ -125,9 +125,8 @@ class Mailbox:
 
     def wait(self, requests: list[Any], doing: str = "") -> None:
         """Wait for requests; the time-out says who waits for whom."""
-        reason = f"{self.purpose.what}: waited {{}} s for rank {self.other}{doing}"
-        text = reason.replace("{", "{{").replace("}", "}}").replace("{{}}", "{:.1f}")
-        self.world.wait_any([Wait(requests, self.world.rank, text)])
+        reason = f"{self.purpose.what}: waited {{:.1f}} s for rank {self.other}{doing}"
+        self.world.wait_any([Wait(requests, self.world.rank, reason)])
 
     def stop(self, problem: str) -> NoReturn:
         """End the job: ranks do not do the same."""

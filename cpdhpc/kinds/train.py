@@ -291,7 +291,8 @@ CAPTION = (
 
 def _sections(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> list[Section]:
     """Return a table, the score against bits and time, underflow by layer."""
-    from ..report.critical import bits_by_batch, critical
+    from ..report.bits import bits_by_batch
+    from ..report.critical import critical
     from ..report.score import PADDED, learning_charts, score_charts
     from ..report.tables import Section, tabulate
     from ..report.trainings import LAYER_SHARES, layer_charts

@@ -1,4 +1,4 @@
-"""Policies of papers and of processors by name, each with what it leaves out of its source."""
+"""Which format each tensor and each sum of a network has: rules by layer, and named policies."""
 
 from __future__ import annotations
 

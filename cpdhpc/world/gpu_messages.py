@@ -242,8 +242,7 @@ class Carrier:
 
     def wait(self, requests: list[Any], what: str, whom: str = "the GPU") -> None:
         """Wait for requests, at most for the time-out of the world."""
-        plain = f"{what}: waited {{}} s for {whom}".replace("{", "{{").replace("}", "}}")
-        reason = plain.replace("{{}}", "{:.1f}")
+        reason = f"{what}: waited {{:.1f}} s for {whom}"
         self._world.wait_any([Wait(requests, self._world.hosted.start, reason)])
 
 

@@ -38,8 +38,11 @@ class RankFailure(RuntimeError):
 Array = npt.NDArray[Any]
 
 
+SECONDS = "{:.1f}"  # the only place of a reason; other braces, as of keys and shapes, are its own
+
+
 class Wait(NamedTuple):
-    """Requests that a rank waits for; reason, or what it returns, has {} where the seconds go."""
+    """Requests that a rank waits for; reason, or what it returns, has SECONDS where these go."""
 
     requests: list[Any]
     rank: int
@@ -50,7 +53,7 @@ class Wait(NamedTuple):
         on_gpu = any(getattr(request, "waits_for_gpu", False) for request in self.requests)
         where = "; its own GPU is not done yet" if on_gpu else ""
         reason = self.reason if isinstance(self.reason, str) else self.reason()
-        return f"rank {self.rank} | {reason.format(waited_s)}{where}"
+        return f"rank {self.rank} | {reason.replace(SECONDS, f'{waited_s:.1f}')}{where}"
 
 
 class Freeable(Protocol):
