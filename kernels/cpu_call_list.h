@@ -74,9 +74,8 @@ struct CallList : Held {
     std::vector<std::vector<const i64*>> all;  // the words of all processes of the node, by slot
     std::vector<i64> used;                     // the serial of the last segment, by slot
     i64 serial = 0, threads = 1, spins = 0;
-    bool counts = false;   // of the calls that are written down now
-    bool lends = false;    // whether others read x or out where they lie: a run ends when they have
-    bool streams = false;  // whether copies to OUT, which no cache holds, go past the caches
+    bool counts = false;  // of the calls that are written down now
+    bool lends = false;   // whether others read x or out where they lie: a run ends when they have
     size_t turns = 1, turn = 0;  // a run does one of so many equal parts of the segments
     struct {
         i64 *counter, amount;
@@ -196,24 +195,22 @@ struct CallList : Held {
 CallList* recording_list() { return static_cast<CallList*>(recording); }
 
 // memcpy past the caches: the lines that are overwritten are not read. Others may be told next.
-void stream(void* out, const void* x, size_t size) {
+void stream(u8* out, const u8* x, i64 size) {
 #ifdef __SSE2__
-    u8* to = static_cast<u8*>(out);
-    const u8* from = static_cast<const u8*>(x);
-    const size_t head = -(uintptr_t)to % 64;
+    const i64 head = (i64)(-(uintptr_t)out % 64);
     if (size >= head + 64) {
-        memcpy(to, from, head);
-        to += head, from += head, size -= head;
-        for (; size >= 64; to += 64, from += 64, size -= 64) {
+        memcpy(out, x, (size_t)head);
+        out += head, x += head, size -= head;
+        for (; size >= 64; out += 64, x += 64, size -= 64) {
             __m128i lines[4];
-            memcpy(lines, from, 64);
-            for (int i = 0; i < 4; ++i) _mm_stream_si128((__m128i*)to + i, lines[i]);
+            memcpy(lines, x, 64);
+            for (int i = 0; i < 4; ++i) _mm_stream_si128((__m128i*)out + i, lines[i]);
         }
     }
-    memcpy(to, from, size);
+    memcpy(out, x, (size_t)size);
     _mm_sfence();
 #else
-    memcpy(out, x, size);
+    loops->copy(out, x, size);
 #endif
 }
 

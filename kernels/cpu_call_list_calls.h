@@ -17,25 +17,23 @@ CPD_CLONES void divide_values(const float* x, float divisor, i64 n, float* out) 
     for (i64 i = 0; i < n; ++i) out[i] = x[i] / divisor;
 }
 
-// copy(threads, x, out), of any bytes; add(threads, a, b, out) and divide(threads, x, divisor,
-// out), of float32.
-PyObject* copy(PyObject*, PyObject* args) {
+// copy(threads, x, out) and copy_past_caches, of any bytes; add(threads, a, b, out) and
+// divide(threads, x, divisor, out), of float32.
+PyObject* copied(PyObject* args, bool past_caches) {
     int threads;
     Buffer x, out;
     if (!PyArg_ParseTuple(args, "iy*w*", &threads, &x.view, &out.view) ||
         !has_length(out, "out", x.view.len))
         return nullptr;
     const i64 size = x.view.len, n = (size + 3) / 4;
-    const bool streamed =
-        recording && recording_list()->streams && Buffer(out).base == &recording->now[1];
     return kept(threads, n, [=](const Block& b) {
         const i64 start = 4 * b.first, end = b.first + b.n == n ? size : start + 4 * b.n;
-        if (streamed)
-            stream(out.at<u8>(start), x.at<u8>(start), (size_t)(end - start));
-        else
-            memcpy(out.at<u8>(start), x.at<u8>(start), (size_t)(end - start));
+        (past_caches ? stream : loops->copy)(out.at<u8>(start), x.at<u8>(start), end - start);
     });
 }
+
+PyObject* copy(PyObject*, PyObject* args) { return copied(args, false); }
+PyObject* copy_past_caches(PyObject*, PyObject* args) { return copied(args, true); }
 
 PyObject* add(PyObject*, PyObject* args) {
     int threads;
@@ -80,17 +78,14 @@ bool keep_word(CallList& list, PyObject* object, i64** word) {
     return false;
 }
 
-// make_list(x, out, slots, streams): an empty list for arrays like x and out; slots: for each a
-// tuple of the words that tell up to where the processes of the node are, this process's first;
-// streams: whether copies to out go past the caches.
+// make_list(x, out, slots): an empty list for arrays like x and out; slots: for each a tuple of
+// the words that tell up to where the processes of the node are, this process's first.
 PyObject* make_list(PyObject*, PyObject* args) {
     Buffer x, out;
     PyObject* slots;
-    int streams;
-    if (!PyArg_ParseTuple(args, "y*w*O!p", &x.view, &out.view, &PyTuple_Type, &slots, &streams))
+    if (!PyArg_ParseTuple(args, "y*w*O!", &x.view, &out.view, &PyTuple_Type, &slots))
         return nullptr;
     CallList* list = new CallList();
-    list->streams = streams;
     PyObject* capsule = PyCapsule_New(list, CALL_LIST, drop_list);
     if (!capsule) return delete list, nullptr;
     const Buffer* arrays[] = {&x, &out};
@@ -381,6 +376,45 @@ PyObject* meet_again(PyObject*, PyObject* args) {
     if (!PyArg_ParseTuple(args, "OL", &capsule, &looks)) return nullptr;
     Board* board = board_of(capsule);
     return board ? met(board, looks) : nullptr;
+}
+
+// Two processes write numbers by turns, each once it sees the other's: the shortest time from one
+// write to the next, ns; or 0 where the other one does not come.
+i64 shortest_trip_ns(i64* mine, const i64* other, bool leads, i64 first, i64 trips) {
+    i64 shortest = INT64_MAX;
+    for (i64 trip = first; trip < first + trips; ++trip) {
+        const Looks::Clock::time_point since = Looks::Clock::now();
+        if (leads) __atomic_store_n(mine, trip, __ATOMIC_RELEASE);
+        for (Looks looks{1000, INT64_MAX}; word_of(other) < trip;)
+            if (!looks.more()) return 0;
+        if (!leads) __atomic_store_n(mine, trip, __ATOMIC_RELEASE);
+        const std::chrono::nanoseconds took = Looks::Clock::now() - since;
+        shortest = std::min(shortest, (i64)took.count());
+    }
+    return shortest;
+}
+
+// round_trip(mine, other, leads, call): how long it takes from what this process of a node writes
+// to what another one writes when it sees it, ns: the shortest of many; 0 where it does not come.
+// mine, other: their boards; leads: true in one of the two; call: 1, 2, ... Both call it at once.
+PyObject* round_trip(PyObject*, PyObject* args) {
+    Buffer boards[2];
+    int leads;
+    long long call;
+    if (!PyArg_ParseTuple(args, "w*w*pL", &boards[0].view, &boards[1].view, &leads, &call))
+        return nullptr;
+    i64* words[2];
+    for (int i = 0; i < 2; ++i) {
+        if (!has_length(boards[i], "board", 2 * Board::LINE * (i64)sizeof(i64))) return nullptr;
+        words[i] = boards[i].at<i64>(0) + Board::LINE / 2;  // which no meeting uses
+    }
+    const i64 trips = 100;  // their numbers go on, so what is left of an earlier call is no matter
+    i64 found;
+    {
+        Unlocked unlocked;
+        found = shortest_trip_ns(words[0], words[1], leads, call * trips, trips);
+    }
+    return PyLong_FromLongLong(found);
 }
 
 // Whether an object holds float32 values one after another; its memory is then the buffer's.

@@ -369,6 +369,24 @@ i64 decode_add_encode_tiles(const Cast& cast, int blocks, bool fit, Key key, u64
     return nonfinite;
 }
 
+#if defined(CPD_AVX512)
+#define CPD_LINE 64
+#elif defined(CPD_AVX2)
+#define CPD_LINE 32
+#else
+#define CPD_LINE 16
+#endif
+
+void copy(u8* out, const u8* x, i64 size) {
+    typedef u8 Line __attribute__((vector_size(CPD_LINE), aligned(1), may_alias));
+    for (; size >= 4 * CPD_LINE; size -= 4 * CPD_LINE, x += 4 * CPD_LINE, out += 4 * CPD_LINE) {
+        Line lines[4];
+        for (int i = 0; i < 4; ++i) lines[i] = ((const Line*)x)[i];
+        for (int i = 0; i < 4; ++i) ((Line*)out)[i] = lines[i];
+    }
+    memcpy(out, x, (size_t)size);
+}
+
 }  // namespace
 
 #include "cpu_integers.h"
@@ -395,4 +413,5 @@ extern const Loops CPD_TABLE = {CPD_TABLE_NAME,
                                 count_bits,
                                 unpack_bitmap,
                                 collect_tile,
+                                copy,
                                 matmul};

@@ -43,6 +43,9 @@ struct Loops {
     void (*unpack_bitmap)(const u32* words, i64 n, u32 first, const u32* starts, u32* out, i64 end);
     // Of a tile of n values; places has room for CPD_TILE + 2. Returns how many are above bits.
     i64 (*collect_tile)(u32 bits, const float* x, i64 n, u32 first, u32* places, float* values);
+    // memcpy, but never by the processor's own string moves, which take 10 times as long on an AMD
+    // Zen 4 where the target lies up to 16 bytes behind the source, but for whole pages.
+    void (*copy)(u8* out, const u8* x, i64 size);
     // CPD_GROUP columns from column on of out[m][n], by a[m][k] and b[k][n]; panel: room for k *
     // CPD_GROUP floats; index: of out[0][0], of so many outputs.
     void (*matmul)(const Products& how, const float* a, i64 m, i64 k, const float* b, i64 n,

@@ -78,7 +78,7 @@ inline void copy_runs(u8* out, const u8* in, i64 run, i64 n, i64 out_stride, i64
     if (run > 8 && run < 16) return copy_halves<8>(out, in, run, n, out_stride, in_stride);
     if (run > 16 && run <= 32) return copy_halves<16>(out, in, run, n, out_stride, in_stride);
     if (run > 32 && run <= 64) return copy_halves<32>(out, in, run, n, out_stride, in_stride);
-    for (i64 i = 0; i < n; ++i) memcpy(out + i * out_stride, in + i * in_stride, run);
+    for (i64 i = 0; i < n; ++i) loops->copy(out + i * out_stride, in + i * in_stride, run);
 }
 
 template <class T>

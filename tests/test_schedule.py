@@ -416,7 +416,7 @@ def written(schedule, nodes, pieces):
         ended = tuple(
             tuple(words["ended", slot, other] for other in (rank, *near)) for slot in range(slots)
         )
-        calls = make_list(*arrays[rank], ended, False)
+        calls = make_list(*arrays[rank], ended)
         for piece in range(pieces):
             begin_segment(calls, piece % slots)
             counts, steps, ends = defaultdict(int), [], []

@@ -35,6 +35,8 @@ from .rank_program import Piece, Plan, program, spans
 WORD_BYTES = 8
 PART_VALUES = 1 << 16  # of a chunk, that is worked on at a time inside a node: stays in the cache
 STREAMED_BYTES = 1 << 24  # of a result from which on it is written past the caches
+FAR_BYTES = 1 << 16  # of float32, from which on it matters whether processes are far apart
+FAR_NS = 180  # a word there and back: 70 by way of a cache, 300 between two chiplets of an EPYC
 MOST_PARTS = 128  # as each takes some 0.2 ms to be written down
 FOLLOWED_BYTES = 1 << 20  # of float32: to copy more takes longer than to make requests anew
 
@@ -121,32 +123,36 @@ class Recording:
 
     def _record(self) -> None:
         """Run the programs of all parts up to their ends, and write them down."""
-        parts = parts_of(self.plan, self.x.size, self._world.board is not None)
+        world = self._world
+        parts = parts_of(self.plan, self.x.size, world.board is not None)
         # One part has two slots by turns, so that a run need not wait for the readers of the last.
-        turns = 2 if len(parts) == 1 and self._world.board is not None and not self._moves else 1
-        window = self.plan.schedule.window(self._world.ranks)
+        turns = 2 if len(parts) == 1 and world.board is not None and not self._moves else 1
+        window = self.plan.schedule.window(world.ranks)
         slots = min(window, len(parts) * turns)
         self._ended = [self._word() for _ in range(slots)]
         # What no cache holds is written past them, unless it is divided afterwards.
         streams = self.out.nbytes >= STREAMED_BYTES and self._divisor is None
-        self._list = call_list.make_list(self.x, self.out, tuple(self._all_ended()), streams)
-        self._kernels = Kernels(self._list, self.out)
-        pools = [self._pool(slot) for slot in range(slots)]
+        self._list = call_list.make_list(self.x, self.out, tuple(self._all_ended()))
+        self._kernels = Kernels(self._list, self.out, streams)
+        self._far = self._is_far()
+        pools = [(self._pool(slot, self._far), self._pool(slot, False)) for slot in range(slots)]
         wire = replace(self.plan.wire, kernels=self._kernels)
         plan = replace(self.plan, wire=wire, copy=self._kernels.copy)
         for number, part in enumerate(parts * turns):
             slot = number % slots
             call_list.begin_segment(self._list, slot)
-            pools[slot].rewind()
-            self._record_part(plan, part, number, pools[slot])
+            for pool in pools[slot]:
+                pool.rewind()
+            self._record_part(plan, part, number, *pools[slot])
         self._world_waits(self._notes)
-        world = self._world
         sent = world.bytes_sent[:1], self._sent_bytes // turns
         call_list.end_list(
             self._list, turns, self._lends, *sent, world.messages_sent[:1], self._sent // turns
         )
 
-    def _record_part(self, plan: Plan, part: Piece, number: int, pool: BufferPool) -> None:
+    def _record_part(
+        self, plan: Plan, part: Piece, number: int, pool: BufferPool, mailbox: BufferPool
+    ) -> None:
         steps = program(plan, part, self._rank, self.x, self.out, pool.take)
         ends: list[tuple[int, Wait]] = []  # of what is sent by requests
         received = None
@@ -157,7 +163,7 @@ class Recording:
                 break
             if part.part == 0:  # what the engine calls a message goes in parts here
                 self._sent += exchange.payload is not None and exchange.payload.size > 0
-            self._send(exchange, number, pool, ends)
+            self._send(exchange, number, mailbox, ends)
             received = self._receive(exchange, number, pool)
         for address, wait in ends:
             call_list.add_test(self._list, address, self._label(wait))
@@ -166,23 +172,35 @@ class Recording:
                 values = self.out[start:stop]
                 self._kernels.divide(values, float(self._divisor), values)
 
-    def _pool(self, slot: int) -> BufferPool:
-        """Return where the payloads of a slot are taken from."""
+    def _is_far(self) -> bool:
+        """Return whether two neighbours in a node have no cache in common. Collective.
+
+        What is sent is then made in a cache of this core, and copied past it for the others: to
+        fetch lines from a cache of another core takes three times as long as from memory.
+        """
+        trip_ns = 0
+        if self._shared is not None and self.x.nbytes >= FAR_BYTES:
+            trip_ns = self._shared.round_trip_ns(self._world.process)
+        return max(self._world.gather(trip_ns, self.what)) > FAR_NS
+
+    def _pool(self, slot: int, own: bool) -> BufferPool:
+        """Return where the payloads of a slot are taken from; own: memory that is not shared."""
+        make: Callable[[int], Array] = partial(fresh, self.x)
+        if not own and self._near and self._shared is not None:
+            make = self._shared.take if self._moves else self._take
         if not self._moves:
-            return BufferPool(self._take)
-        shared, near = self._shared, self._near
-        make = shared.take if near and shared is not None else partial(np.empty, dtype=np.uint8)
-        return self._world.cache.get((Recording, slot), lambda: BufferPool(make))
+            return BufferPool(make)
+        return self._world.cache.get((Recording, slot, own), lambda: BufferPool(make))
 
     def _send(
-        self, exchange: Exchange, number: int, pool: BufferPool, ends: list[tuple[int, Wait]]
+        self, exchange: Exchange, number: int, mailbox: BufferPool, ends: list[tuple[int, Wait]]
     ) -> None:
         to, payload = exchange.send_to, exchange.payload
         if to is None or payload is None or payload.size == 0:
             return
         self._sent_bytes += payload.size
         if self._moves and self._is_given(payload) and (to in self._near or not self._follows):
-            payload = self._copied(payload, pool)
+            payload = self._copied(payload, mailbox)
         if to in self._near:
             assert self._shared is not None, "else nobody is near"
             note = self._shared.note(payload)
@@ -191,7 +209,7 @@ class Recording:
                 note = None
             self._lends = self._lends or (given and note is not None)
             if note is None:
-                note = self._shared.note(self._copied(payload, pool))
+                note = self._shared.note(self._copied(payload, mailbox))
             word = self._word()
             call_list.add_word(self._list, word, -1)
             message = np.concatenate([note, self._shared.note(word)])
@@ -264,9 +282,9 @@ class Recording:
                 call_list.give_handle(self._mpi, request, new)
         self._places = places
 
-    def _copied(self, payload: Array, pool: BufferPool) -> Array:
-        copy = pool.take(payload.size)
-        self._kernels.copy(copy, payload)
+    def _copied(self, payload: Array, mailbox: BufferPool) -> Array:
+        copy = mailbox.take(payload.size)
+        (self._kernels.copy_past_caches if self._far else self._kernels.copy)(copy, payload)
         return copy
 
     def _is_given(self, message: Array) -> bool:

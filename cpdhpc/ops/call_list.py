@@ -26,6 +26,7 @@ from .._cpu import (
     meet,
     meet_again,
     resume_list,
+    round_trip,
     run_agreed,
     run_list,
     waits_of,
@@ -55,6 +56,7 @@ __all__ = [
     "meet",
     "meet_again",
     "resume_list",
+    "round_trip",
     "run_agreed",
     "run_list",
     "waits_of",
@@ -88,10 +90,11 @@ class Kernels:
     """Stands for the kernels of a wire, and has what is asked of them written down.
 
     calls: of make_list, with a segment; out: its result, where what is not finite counts
+    streams: whether copies to out go past the caches, so that its lines are not read
     """
 
-    def __init__(self, calls: Any, out: Array) -> None:
-        self._list, self._out = calls, out
+    def __init__(self, calls: Any, out: Array, streams: bool) -> None:
+        self._list, self._out, self._streams = calls, out, streams
 
     def __getattr__(self, name: str) -> Callable[..., int]:
         return partial(self._write, getattr(cpu, name))
@@ -107,7 +110,13 @@ class Kernels:
 
     def copy(self, out: Array, x: Array) -> int:
         """Copy values or bytes."""
+        if self._streams and np.may_share_memory(out, self._out):
+            return self.copy_past_caches(out, x)
         return self._write(_cpu.copy, 1, x, out)
+
+    def copy_past_caches(self, out: Array, x: Array) -> int:
+        """Copy values or bytes to memory, for whoever has no cache in common with this core."""
+        return self._write(_cpu.copy_past_caches, 1, x, out)
 
     def divide(self, x: Array, divisor: float, out: Array) -> int:
         """Divide float32 values."""

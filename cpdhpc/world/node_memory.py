@@ -14,7 +14,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..ops.call_list import FEW_LOOKS, LOOKS, WAITING, absent_from, make_board, meet, meet_again
+from ..ops.call_list import (
+    FEW_LOOKS,
+    LOOKS,
+    WAITING,
+    absent_from,
+    make_board,
+    meet,
+    meet_again,
+    round_trip,
+)
 from ..ops.cpu import read_memory
 from .ranks import Array, Ranks, Wait
 
@@ -65,6 +74,7 @@ class Shared:
         self._left: dict[int, list[Array]] = {}  # lease -> arrays that this process has left
         self._untold: set[int] = set()  # leases that it has left and not told of
         self._left_by: dict[int, set[int]] = {}  # lease -> processes that told that they left it
+        self._measured = 0  # how often round trips were measured
         self._unread: set[int] = set()  # processes whose own memory cannot be read
 
     @property
@@ -99,6 +109,24 @@ class Shared:
     def board(self) -> Array:
         """The place where this process tells what it is about to do."""
         return self._blocks[0].memory[BOARD]
+
+    def round_trip_ns(self, process: int) -> int:
+        """Return how long a word to a neighbour and back takes, the longest of both; 0 if unknown.
+
+        All processes of the node call it at once, behind a collective call, say.
+        process: the number of this one; neighbours have the next lower and higher one
+        """
+        line = sorted([process, *self.boards])
+        if len(line) > (os.cpu_count() or 1):
+            return 0
+        place, longest = line.index(process), 0
+        self._measured += 1
+        for first in range(2):  # the pairs from an even place on, then those from an odd one
+            other = place + (1 if place % 2 == first else -1)
+            if 0 <= other < len(line):
+                theirs, leads = self.boards[line[other]], place < other
+                longest = max(longest, round_trip(self.board, theirs, leads, self._measured))
+        return longest
 
     @property
     def reads(self) -> bool:
