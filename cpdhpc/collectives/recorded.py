@@ -35,7 +35,7 @@ from .rank_program import Piece, Plan, program, spans
 WORD_BYTES = 8
 PART_VALUES = 1 << 16  # of a chunk, that is worked on at a time inside a node: stays in the cache
 STREAMED_BYTES = 1 << 24  # of a result from which on it is written past the caches
-FAR_BYTES = 1 << 16  # of float32, from which on it matters whether processes are far apart
+FAR_BYTES = 1 << 12  # of float32, from which on it matters whether processes are far apart
 FAR_NS = 180  # a word there and back: 70 by way of a cache, 300 between two chiplets of an EPYC
 MOST_PARTS = 128  # as each takes some 0.2 ms to be written down
 FOLLOWED_BYTES = 1 << 20  # of float32: to copy more takes longer than to make requests anew
