@@ -54,9 +54,16 @@ def own_cores(world: Ranks) -> Iterator[str]:
     os.sched_setaffinity(0, mine[1][start:stop])
     try:
         own = f"every rank on cores of its own, {stop - start} on process {world.process}"
-        yield f"{own}; {_threads(world)}"
+        yield f"{own}{_distance(world)}; {_threads(world)}"
     finally:
         os.sched_setaffinity(0, before)
+
+
+def _distance(world: Ranks) -> str:
+    """Return in words how far the cores of neighbours in a node are apart. Collective."""
+    shared = world.shared()
+    trips_ns = world.gather(0 if shared is None else shared.round_trip_ns(world.process))
+    return f", a word to another and back in {max(trips_ns)} ns" if max(trips_ns) else ""
 
 
 def _threads(world: Ranks) -> str:
