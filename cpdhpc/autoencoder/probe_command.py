@@ -69,14 +69,14 @@ def run(arguments: argparse.Namespace, world: Ranks) -> int:
         pixels = probe.read(arguments.images, arguments.labels)
         return job, job.data.load(), pixels
 
-    job, images, pixels = _agreed(world, checked)
+    job, images, pixels = world.agreed(checked, "probe")
     directory = arguments.out or Path("results") / job.name
     job.set_process(world)
     stack, untrained = Stack(job, world, images), Stack(job, world, images)
     checkpoint = directory / f"{job.name}.checkpoint.h5"
     if not files.resume(checkpoint, stack):
         raise ConfigError(f"{checkpoint}: is not there: train first, or give --out DIR")
-    labelled = _agreed(world, lambda: probe.prepared(images, *pixels))
+    labelled = world.agreed(lambda: probe.prepared(images, *pixels), "probe")
     answers = probe.responses(stack, labelled.images)
     starts = [layer.pools.owner(world.rank).start for layer in stack.layers]
     parts = zip(stack.layers, answers, starts, strict=True)
@@ -107,22 +107,11 @@ def run(arguments: argparse.Namespace, world: Ranks) -> int:
     return 0
 
 
-def _agreed(world: Ranks, make: Any) -> Any:
-    """Return what make returns; raise a rank's UserError on all. Collective."""
-    value, error = None, None
-    try:
-        value = make()
-    except UserError as found:
-        error = found
-    world.agree(error, "probe")
-    return value
-
-
 def _held_out(stack: Any) -> list[float]:
     """Return the error of each layer on squares of images that training did not see. Collective."""
     from . import probe
 
-    images = _agreed(stack.world, lambda: stack.job.data.load(held_out=True))
+    images = stack.world.agreed(lambda: stack.job.data.load(held_out=True), "probe")
     squares = [images.batch(stack.job.train.batch, stack.job.train.seed, i) for i in range(4)]
     return probe.errors(stack, np.concatenate(squares, axis=3))
 

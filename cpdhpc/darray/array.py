@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -163,13 +164,13 @@ class DistArray:
         compression: str | None = None,
     ) -> None:
         """Write the array as one dataset of an HDF5 file; see files.save. Collective."""
-        error: Exception | None = None
-        try:
+
+        def checked() -> tuple[Path, Array]:
             place = Path(path)
-            host = array_backend("DistArray.save: local", self.local).host(self.local)
-        except (TypeError, ValueError, RuntimeError) as found:
-            error = found
-        self.world.agree(error, "save")
+            return place, array_backend("DistArray.save: local", self.local).host(self.local)
+
+        wrong = TypeError, ValueError, RuntimeError
+        place, host = self.world.agreed(checked, "save", wrong)
         save(self.world, place, self.layout, host, name, chunks, compression)
 
     @classmethod
@@ -286,14 +287,13 @@ def _fill(
 
 def _in_turns(world: Ranks, path: Path, name: str, place: tuple[slice, ...], local: Array) -> None:
     """Write the boxes one rank after the other: HDF5 alone knows where chunks go."""
-    for rank in range(world.size):
-        error: Exception | None = None
+
+    def write(rank: int) -> None:
         if rank == world.rank and local.size:
-            try:
-                store.write_box(path, name, place, local)
-            except (OSError, UserError) as found:
-                error = found
-        world.agree(error, f"save: rank {rank} writes")
+            store.write_box(path, name, place, local)
+
+    for rank in range(world.size):
+        world.agreed(partial(write, rank), f"save: rank {rank} writes", (OSError, UserError))
 
 
 def load(world: Ranks, path: Path | str, layout: Layout, name: str = "data") -> Array:
@@ -311,24 +311,27 @@ def read_all(world: Ranks, path: Path, layouts: Mapping[str, Layout]) -> dict[st
 
     Raises UserError as load does.
     """
-    error: Exception | None = None
-    found: dict[str, Array] = {}
-    try:
+
+    def read() -> dict[str, Array]:
         _, rooms = store.contents(path)
-        for name, layout in layouts.items():
-            check_layout("load: layout", layout)
-            if name not in rooms:
-                known = ", ".join(rooms) or "none at all"
-                raise UserError(f"load: {path}: has no dataset {name!r}, only {known}")
-            shape = rooms[name].shape
-            if shape[: len(layout.shape)] != layout.shape or layout.ranks != world.size:
-                raise UserError(
-                    f"load: {path}: dataset {name!r} has shape {shape}: the layout is of "
-                    f"{layout.shape} over {layout.ranks} ranks, here are {world.size}"
-                )
-            box = layout.owner(world.rank)
-            found[name] = store.read_box(path, name, box.slices((0,) * box.ndim))
-    except Exception as problem:  # a wrong argument may be anything, and the others wait
-        error = problem
-    world.agree(error, "load")
-    return found
+        return {name: _read(world, path, name, rooms, layout) for name, layout in layouts.items()}
+
+    return world.agreed(read, "load", Exception)  # a wrong argument may be anything
+
+
+def _read(
+    world: Ranks, path: Path, name: str, rooms: Mapping[str, store.Room], layout: Layout
+) -> Array:
+    """Return this rank's box of a dataset. Raises UserError where it does not fit."""
+    check_layout("load: layout", layout)
+    if name not in rooms:
+        known = ", ".join(rooms) or "none at all"
+        raise UserError(f"load: {path}: has no dataset {name!r}, only {known}")
+    shape = rooms[name].shape
+    if shape[: len(layout.shape)] != layout.shape or layout.ranks != world.size:
+        raise UserError(
+            f"load: {path}: dataset {name!r} has shape {shape}: the layout is of "
+            f"{layout.shape} over {layout.ranks} ranks, here are {world.size}"
+        )
+    box = layout.owner(world.rank)
+    return store.read_box(path, name, box.slices((0,) * box.ndim))

@@ -173,12 +173,9 @@ class Recorder:
         Raises UserError on all processes alike where arrays are too large or cannot be written.
         """
         if self._looks:
-            parts, error = list[_Part](), None
-            try:
-                parts = [*self._of_parameters(mean), *self._of_layers()]
-            except Exception as found:  # the other ranks are to hear of it
-                error = found
-            self.world.agree(error, "Recorder.step")
+            parts = self.world.agreed(
+                lambda: [*self._of_parameters(mean), *self._of_layers()], "Recorder.step", Exception
+            )
             if self._most is None:
                 try:
                     self._most = self._fitting(parts)

@@ -205,21 +205,21 @@ def load_states(world: Ranks, path: Path, checksum: str, states: States) -> int:
     """
     if files.check(world, path) not in (checksum, ""):  # "": a version without checksums
         raise CheckpointError(f"{path}: is not the state that belongs to the checkpoint")
-    error: Exception | None = None
-    former = world.ranks
-    try:
-        for name, room in store.contents(path)[1].items():
-            if room.attributes[REDISTRIBUTION] != SHARED:
-                former = room.shape[0]
-            who, _, key = name.partition("/")
-            layer, _, entry = key.rpartition("/")
-            states[who].put((layer, entry), _read_rows(world, path, name, room))
-    except UserError as found:
-        error = found
-    except (KeyError, IndexError) as found:
-        error = CheckpointError(f"{path}: is no state of a checkpoint: {found}")
-    world.agree(error, "resume")
-    return former
+
+    def take() -> int:
+        former = world.ranks
+        try:
+            for name, room in store.contents(path)[1].items():
+                if room.attributes[REDISTRIBUTION] != SHARED:
+                    former = room.shape[0]
+                who, _, key = name.partition("/")
+                layer, _, entry = key.rpartition("/")
+                states[who].put((layer, entry), _read_rows(world, path, name, room))
+        except (KeyError, IndexError) as found:
+            raise CheckpointError(f"{path}: is no state of a checkpoint: {found}") from None
+        return former
+
+    return world.agreed(take, "resume")
 
 
 def _read_rows(world: Ranks, path: Path, name: str, room: store.Room) -> Entry:

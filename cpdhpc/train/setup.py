@@ -58,16 +58,16 @@ def agreed(world: Ranks, make: Callable[[], T]) -> T:
 
     Raises the first failing process's UserError on all of them; a ValueError becomes one.
     """
-    error, result = None, None
-    try:
-        result = make()
-    except UserError as problem:
-        error = problem
-    except ValueError as problem:
-        error = ConfigError(str(problem))
-    world.agree(error)
-    assert result is not None, "make returned a result or raised"
-    return result
+
+    def told() -> T:
+        try:
+            return make()
+        except UserError:
+            raise
+        except ValueError as problem:
+            raise ConfigError(str(problem)) from None
+
+    return world.agreed(told)
 
 
 @dataclass

@@ -127,15 +127,13 @@ def evaluate(
     """
     model.eval()
     shares = [split(len(samples), world.ranks // sharing, rank // sharing) for rank in world.hosted]
-    error, parts = None, list[list[Sum]]()
-    try:
+
+    def of_hosted() -> list[list[Sum]]:
         functions = [metric.build() for metric in metrics]
-        parts = [_part(model, samples, loss, functions, at_once, *share) for share in shares]
-    except Exception as found:  # of a dataset, model, loss or metric
-        if sharing > 1:
-            raise
-        error = found
-    world.agree(error)
+        return [_part(model, samples, loss, functions, at_once, *share) for share in shares]
+
+    # Where images are split forward has messages: the other ranks may wait in it.
+    parts = of_hosted() if sharing > 1 else world.agreed(of_hosted, "evaluation", Exception)
     model.train()
     everywhere = [part for process in world.gather(parts)[::sharing] for part in process]
     sums = [zip(*each, strict=True) for each in zip(*everywhere, strict=True)]

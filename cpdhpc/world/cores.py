@@ -7,7 +7,6 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ..config import UserError
 from ..ops import omp_num_threads, set_kernel_threads
 from ..partition import split
 from .ranks import Ranks
@@ -19,12 +18,7 @@ def threads_of_rank(world: Ranks) -> int:
     Those are the cores of its affinity mask per process that shares them.
     Raises UserError on all processes alike where OMP_NUM_THREADS is wrong on any.
     """
-    wanted, error = None, None
-    try:
-        wanted = omp_num_threads()
-    except UserError as found:
-        error = found
-    world.agree(error)
+    wanted = world.agreed(omp_num_threads)
     mask = frozenset(os.sched_getaffinity(0))
     mine = (socket.gethostname(), mask)
     sharing = [host == mine[0] and bool(cores & mask) for host, cores in world.gather(mine)]

@@ -85,14 +85,12 @@ def check(world: Ranks, path: Path) -> str:
 
 def _digests(world: Ranks, path: Path, what: str) -> list[bytes]:
     """Return the digests of all blocks, of which each process finds a part. Collective."""
-    mine: list[bytes] = []
-    error: OSError | None = None
-    try:
+
+    def of_process() -> list[bytes]:
         with path.open("rb") as file:
-            mine = store.block_digests(file, world.process, world.processes)
-    except OSError as found:
-        error = found
-    world.agree(error, what)
+            return store.block_digests(file, world.process, world.processes)
+
+    mine = world.agreed(of_process, what, OSError)
     return [digest for part in world.gather(mine, what) for digest in part]
 
 

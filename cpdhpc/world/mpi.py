@@ -177,7 +177,7 @@ class World(Ranks):
         processes: the same everywhere, each once
         Raises TypeError and ValueError on all processes alike where they are wrong on any.
         """
-        self.agree(_caught(lambda: check_process_list(processes, self.processes)), "part")
+        self.agreed(lambda: check_process_list(processes, self.processes), "part", Exception)
         asked = self.gather(tuple(map(int, processes)), "part")
         if len(set(asked)) > 1:
             raise ValueError(f"World.part: processes={asked}, by process: must be the same")
@@ -311,7 +311,7 @@ class World(Ranks):
         the job after the time-out.
         """
         where = path, offset, shape, start, box
-        self.agree(_caught(lambda: check_box(*where)), "writing a file")
+        self.agreed(lambda: check_box(*where), "writing a file", Exception)
         self.agree(write_box(self._mpi, self._comm, *where), "writing a file")
 
     def done(self, wait: Wait) -> bool:
@@ -421,7 +421,7 @@ class World(Ranks):
 
         Raises ValueError, on all processes alike, for a negative group.
         """
-        self.agree(_caught(lambda: check_whole("World.split: group", group, 0)), "split")
+        self.agreed(lambda: check_whole("World.split: group", group, 0), "split", Exception)
         part = self._comm.Split(group, self.process)
         world = self._like(part)
         part.Free()
@@ -453,15 +453,6 @@ class _Freed:
 
     def __getattr__(self, name: str) -> NoReturn:
         raise RuntimeError("World: is freed: it cannot be used any more")
-
-
-def _caught(check: Callable[[], object]) -> Exception | None:
-    """Return what a check raises, so that all processes can be told."""
-    try:
-        check()
-    except Exception as error:
-        return error
-    return None
 
 
 _keyval: list[int] = []  # of the attribute that holds a communicator's world

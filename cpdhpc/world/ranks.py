@@ -8,7 +8,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, Protocol, Self, TypeVar
+from typing import Any, NamedTuple, NoReturn, Protocol, Self, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -193,6 +193,25 @@ class Ranks(ABC):
         errors = [each for each in self.gather(portable(error), what) if each is not None]
         raise pickle.loads(errors[0]) from error
 
+    def agreed(
+        self,
+        make: Callable[[], T],
+        what: str = "agree",
+        told: type[Exception] | tuple[type[Exception], ...] = UserError,
+    ) -> T:
+        """Return what make returns here, with no collective of this world in it. Collective.
+
+        told: errors of which all processes hear; others are raised where they are
+        Raises the lowest process's error on all processes.
+        """
+        value, error = None, None
+        try:
+            value = make()
+        except told as found:
+            error = found
+        self.agree(error, what)
+        return cast(T, value)
+
     def gather_from(self, make: Callable[[], T], what: str) -> list[T]:
         """Return what make, with no collective in it, returns on all processes. Collective.
 
@@ -215,12 +234,8 @@ class Ranks(ABC):
 
         The value is a small Python value. Raises make's UserError or OSError on all processes.
         """
-        value, error = None, None
-        try:
-            value = make() if self.process == 0 else None
-        except (OSError, UserError) as found:
-            error = found
-        self.agree(error, what)
+        errors = OSError, UserError
+        value = self.agreed(lambda: make() if self.process == 0 else None, what, errors)
         first: T = self.gather(value, what)[0]
         return first
 

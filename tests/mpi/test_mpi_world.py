@@ -7,6 +7,7 @@ import pytest
 
 from cpdhpc.collectives.allreduce import allreduce, simulate
 from cpdhpc.collectives.schedules import SCHEDULES
+from cpdhpc.config import ConfigError, UserError
 from cpdhpc.world.mpi import World, as_world
 from cpdhpc.world.ranks import Loopback, numbered
 
@@ -57,6 +58,19 @@ def test_an_error_on_one_rank_is_raised_on_all(world):
         world.agree(KeyError("only here") if world.process == last else None)
     with pytest.raises(ValueError, match="of rank 0"):
         world.agree(ValueError(f"of rank {world.process}"))
+
+
+def test_what_a_function_raises_on_one_rank_is_raised_on_all(world):
+    def refuse(error: type[Exception]) -> int:
+        if world.process == world.processes - 1:
+            raise error("of the last rank")
+        return world.process
+
+    assert world.agreed(lambda: world.process) == world.process
+    with pytest.raises(UserError, match="of the last rank"):
+        world.agreed(lambda: refuse(ConfigError))
+    with pytest.raises(KeyError, match="of the last rank"):
+        world.agreed(lambda: refuse(KeyError), "call", (OSError, KeyError))
 
 
 def test_collective_bytes_are_counted(world):

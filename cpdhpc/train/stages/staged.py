@@ -57,21 +57,19 @@ class StageReducers(Averaging):
         self.parameters = [p for _, p in named]
         self.layers = {name: list(p.shape) for name, p in named}
         self.bucket = SimpleNamespace(names=tuple(self.layers))
-        self.of: dict[int, GradientReducer] = {}
-        error: Exception | None = None
-        try:
-            for index in placement.stages:
-                world = placement.group_of(index)
-                self.of[index] = GradientReducer(
-                    stages[index].blocks,
-                    world,
-                    aggregator,
-                    seed=part_seed(seed, index) & SEEDS,
-                    bucket_mib=bucket_mib,
-                )
-        except Exception as found:  # of some stages alone
-            error = found
-        self.world.agree(error, "stages")
+
+        def reducer(index: int) -> GradientReducer:
+            return GradientReducer(
+                stages[index].blocks,
+                placement.group_of(index),
+                aggregator,
+                seed=part_seed(seed, index) & SEEDS,
+                bucket_mib=bucket_mib,
+            )
+
+        self.of = self.world.agreed(  # errors may be of some stages alone
+            lambda: {index: reducer(index) for index in placement.stages}, "stages", Exception
+        )
 
     def __enter__(self) -> StageReducers:
         return self
