@@ -80,17 +80,12 @@ def run_train(arguments: argparse.Namespace, world: World) -> int:
 
     Raises UserError where runs diverged, behind the table of the others.
     """
-    from .config import UserError
-    from .signals import Interrupted
-    from .train.command import train as run
+    from .config import UserError, settings_of
+    from .train.command import train
 
     directory = arguments.out or Path("results") / arguments.file.stem
-    try:
-        files, diverged = run(
-            world, arguments.file, _settings(arguments), directory, arguments.resume
-        )
-    except Interrupted as stop:
-        return stop.status
+    given = arguments.file, settings_of(arguments), directory, arguments.resume
+    files, diverged = train(world, *given)
     if world.process == 0 and len(diverged) < len(files):
         from .report.command import Outputs, report
         from .train.progress import on_terminal
@@ -104,28 +99,15 @@ def run_train(arguments: argparse.Namespace, world: World) -> int:
 
 def run_autoencoder(arguments: argparse.Namespace, world: World) -> int:
     """Train the layers of an autoencoder. Collective."""
-    from .autoencoder.command import Options
-    from .autoencoder.command import train as run
-    from .signals import Interrupted
+    from .autoencoder.command import train
+    from .config import settings_of
 
     directory = arguments.out or Path("results") / arguments.file.stem
-    options = Options(
-        arguments.file, _settings(arguments), directory, arguments.resume, arguments.png
-    )
-    try:
-        record = run(world, options)
-    except Interrupted as stop:
-        return stop.status
+    given = arguments.file, settings_of(arguments), directory, arguments.resume
+    record = train(world, *given, arguments.png)
     if world.process == 0:
         print(f"record: {record}")
     return 0
-
-
-def _settings(arguments: argparse.Namespace) -> list[str]:
-    """Return what --set gives, and --timeout."""
-    if arguments.timeout is None:
-        return list(arguments.set)
-    return [*arguments.set, f"train.timeout_s={arguments.timeout!r}"]
 
 
 @dataclass(frozen=True)
@@ -414,9 +396,11 @@ def main(argv: list[str] | None = None) -> int:
     """Run a command and return the exit status.
 
     What the user can mend is one line from process 0 and status 2 everywhere; commands see to it
-    that all processes raise it alike. Any other error of one process ends the job.
+    that all processes raise it alike. Any other error of one process ends the job. A run that a
+    signal has stopped, with its checkpoint written, has a status of its own.
     """
     from .config import UserError
+    from .signals import Interrupted
 
     argv = sys.argv[1:] if argv is None else argv
     world = None
@@ -431,6 +415,8 @@ def main(argv: list[str] | None = None) -> int:
 
         world = World(timeout_s=arguments.timeout or TIMEOUT_S)
         return command.run(arguments, world)
+    except Interrupted as stop:
+        return stop.status
     except UserError as error:
         if world is None or world.process == 0:
             print(f"cpdhpc: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)

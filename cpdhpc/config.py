@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
+from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, lru_cache
 from pathlib import Path
@@ -186,6 +187,12 @@ def override(
         _check_path(merge(raw, changes), parts, setting)
         changes = merge(changes, change)
     return (lay or merge)(raw, changes)
+
+
+def settings_of(arguments: Namespace) -> list[str]:
+    """Return the settings of a command line: what --set gives, and --timeout."""
+    timeout_s = arguments.timeout
+    return [*arguments.set, *([] if timeout_s is None else [f"train.timeout_s={timeout_s!r}"])]
 
 
 def blaming(load: Callable[[list[str]], T], settings: Iterable[str], path: Path) -> T:

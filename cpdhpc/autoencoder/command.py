@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
 
 from ..config import ConfigError
 from ..signals import Caught, Interrupted, catching
-from ..train.output import claimed
+from ..train.output import Files, claimed
 from ..train.progress import Display
-from ..train.setup import agreed
 from ..world.mpi import World
 from . import files
 from .files import check_place, draw, shown
@@ -21,57 +19,55 @@ from .training import Diverged, Stack, Step
 SHOWN = 20  # lines of progress of a layer
 
 
-class Options(NamedTuple):
-    """What the command line gives. png: of the first layer's filters, or None."""
-
-    path: Path
-    settings: Iterable[str]
-    directory: Path
-    resume: bool
-    png: Path | None
-
-
-def train(world: World, options: Options) -> Path:
+def train(
+    world: World,
+    path: Path,
+    settings: Iterable[str],
+    directory: Path,
+    resume: bool,
+    png: Path | None = None,
+) -> Path:
     """Train the layers of a file and return the path of the record. Collective.
 
+    png: that the first layer's filters are drawn into; the others as of train.command.train
     Raises UserError or Interrupted on all ranks alike.
     """
-    job = agreed(world, lambda: load(options.path, options.settings))
+    job = world.agreed(lambda: load(path, settings))
     own = world.part(range(world.size), timeout_s=job.train.timeout_s)
     assert own is not None, "all processes are in it"
-    record = options.directory / f"{job.name}.h5"
-    checkpoint = options.directory / f"{job.name}.checkpoint.h5"
-    agreed(world, lambda: options.png is None or world.process > 0 or check_place(options.png))
-    runs = {job.name: (record, checkpoint)}
-    with claimed(world, options.directory, runs, options.resume), catching() as caught:
+    paths = Files.called(directory, job.name)
+    if png is not None:
+        world.on_first(lambda: check_place(png))
+    runs = {job.name: (paths.record, paths.checkpoint)}
+    with claimed(world, directory, runs, resume), catching() as caught:
         job.set_process(own)
-        images = agreed(world, job.data.load)
+        images = world.agreed(job.data.load)
         try:
             stack = Stack(job, own, images)
         except ValueError as error:  # the same on all ranks
-            raise ConfigError(f"{options.path}: {error}") from None
+            raise ConfigError(f"{path}: {error}") from None
         display = Display(world.process == 0, 1)
         _announce(stack, display)
-        steps = _resumed(stack, options.resume, record, checkpoint)
+        steps = _resumed(stack, resume, paths)
         if steps:
             display.line(f"resumed after {len(steps)} iterations, at {_place(stack)}")
-        _run(stack, steps, caught, display, record, checkpoint)
-        if options.png is not None:
-            _picture(options.png, stack, steps)
-    return record
+        _run(stack, steps, caught, display, paths)
+        if png is not None:
+            _picture(png, stack, steps)
+    return paths.record
 
 
-def _resumed(stack: Stack, wanted: bool, record: Path, checkpoint: Path) -> list[Step]:
+def _resumed(stack: Stack, wanted: bool, paths: Files) -> list[Step]:
     """Return the iterations that are done. Collective."""
-    if not wanted or not files.resume(checkpoint, stack):
+    if not wanted or not files.resume(paths.checkpoint, stack):
         return []
-    found = stack.world.on_first(lambda: files.read_steps(record), "resume")
+    found = stack.world.on_first(lambda: files.read_steps(paths.record), "resume")
     done = stack.layer, stack.iteration
     steps = [step for step in found if (step.layer, step.iteration) < done]
     if len(steps) != stack.layer * stack.job.train.iterations + stack.iteration:
         raise ConfigError(
-            f"{record}: has {len(steps)} iterations before {_place(stack)}, "
-            f"where {checkpoint.name} stands: it is not of the same run"
+            f"{paths.record}: has {len(steps)} iterations before {_place(stack)}, "
+            f"where {paths.checkpoint.name} stands: it is not of the same run"
         )
     return steps
 
@@ -90,14 +86,7 @@ def _announce(stack: Stack, display: Display) -> None:
         )
 
 
-def _run(
-    stack: Stack,
-    steps: list[Step],
-    caught: Caught,
-    display: Display,
-    record: Path,
-    checkpoint: Path,
-) -> None:
+def _run(stack: Stack, steps: list[Step], caught: Caught, display: Display, paths: Files) -> None:
     """Train to the end, or to a signal, and write the files. Collective."""
     train = stack.job.train
     if not stack.done:
@@ -106,7 +95,7 @@ def _run(
         try:
             step = stack.step(stack.batch())
         except Diverged:
-            files.save_record(record, stack, steps, "failed")
+            files.save_record(paths.record, stack, steps, "failed")
             raise
         steps.append(step)
         last = step.iteration + 1 == train.iterations
@@ -115,10 +104,10 @@ def _run(
         if signal or last or stack.iteration % train.checkpoint_every == 0:
             status = "complete" if stack.done else "interrupted" if signal else "running"
             # The record first: after a kill in between it has more than is needed, not less.
-            files.save_record(record, stack, steps, status)
-            files.save(checkpoint, stack)
+            files.save_record(paths.record, stack, steps, status)
+            files.save(paths.checkpoint, stack)
         if signal and not stack.done:
-            display.end(f"stopped at {_place(stack)}: --resume goes on from {checkpoint}")
+            display.end(f"stopped at {_place(stack)}: --resume goes on from {paths.checkpoint}")
             raise Interrupted(signal)
         if last:
             display.end(summary(stack, [each for each in steps if each.layer == step.layer]))

@@ -12,10 +12,10 @@ import numpy.typing as npt
 import torch
 
 from .. import provenance, store
-from ..config import ConfigError, difference, value_of
+from ..config import ConfigError
 from ..darray.array import read_all, save_all
 from ..store import Variable
-from ..train.checkpoint import CheckpointError
+from ..train.checkpoint import CheckpointError, check_same
 from ..world.files import check
 from .job import MAY_DIFFER, Geometry
 from .layer import MacroLayer
@@ -63,9 +63,6 @@ def draw(path: Path, weight: Array, geometry: Geometry, steps: list[Step]) -> No
     weight: what shown returns
     Raises StoreError where it cannot be written.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 6.4), layout="constrained")
@@ -94,31 +91,37 @@ def _title(weight: Array, geometry: Geometry) -> str:
 
 
 def mosaic(weight: Array, geometry: Geometry) -> Array:
-    """Return the filters side by side in 0..1, each with its own contrast, white lines between.
-
-    [height, width], or [height, width, 3] where cells have three channels; of other numbers of
-    channels the root of the squares is shown
-    """
+    """Return the filters of all blocks as a picture, see tiled."""
     size, channels = geometry.layer.field, geometry.channels
-    rows, columns, maps, _ = weight.shape
-    side = int(np.ceil(np.sqrt(maps)))
-    high, wide = -(-maps // side) * (size + 1) + 1, side * (size + 1) + 1
-    shape = rows * high, columns * wide
+    fields = weight.reshape(*weight.shape[:3], size, size, channels)
+    rows = [np.concatenate([tiled(block) for block in row], axis=1) for row in fields]
+    return np.concatenate(rows)
+
+
+def tiled(images: Array) -> Array:
+    """Return images [n, height, width, channels] side by side, with white lines between; see grey.
+
+    [height, width], or [height, width, 3] where there are three channels
+    """
+    n, height, width, channels = images.shape
+    side = int(np.ceil(np.sqrt(n)))
+    shape = -(-n // side) * (height + 1) + 1, side * (width + 1) + 1
     picture = np.ones((*shape, 3) if channels == 3 else shape)
-    for i, j, k in np.ndindex(rows, columns, maps):
-        top = i * high + k // side * (size + 1)
-        left = j * wide + k % side * (size + 1)
-        grey = _grey(weight[i, j, k].reshape(size, size, channels))
-        picture[top : top + size, left : left + size] = grey
+    for k, image in enumerate(images):
+        top, left = k // side * (height + 1), k % side * (width + 1)
+        picture[top : top + height, left : left + width] = grey(image)
     return picture
 
 
-def _grey(field: Array) -> Array:
-    """Return a filter with zero at 0.5 and its peak at 0 or 1."""
-    if field.shape[2] != 3:
-        field = field[..., 0] if field.shape[2] == 1 else np.linalg.norm(field, axis=2)
-    peak = max(float(np.abs(field).max()), 1e-30)
-    return np.asarray(0.5 + field / (2 * peak))
+def grey(image: Array) -> Array:
+    """Return an image [height, width, channels] in 0..1, zero at 0.5 and its peak at 0 or 1.
+
+    [height, width, 3] of three channels; of other numbers the root of the squares is shown.
+    """
+    if image.shape[2] != 3:
+        image = image[..., 0] if image.shape[2] == 1 else np.linalg.norm(image, axis=2)
+    peak = max(float(np.abs(image).max()), 1e-30)
+    return np.asarray(0.5 + image / (2 * peak))
 
 
 def _some(n: int) -> list[int]:
@@ -197,11 +200,7 @@ def _position(path: Path, toml: str) -> tuple[int, int]:
     attributes, _ = store.contents(path)
     if attributes.get("kind") != "autoencoder checkpoint":
         raise CheckpointError(f"{path}: is no checkpoint of an autoencoder")
-    there = str(attributes["toml"])
-    key = difference(toml, there, MAY_DIFFER)
-    if key is not None:
-        values = value_of(there, key), value_of(toml, key)
-        raise CheckpointError(f"{path}: {key} is {values[0]!r} there and {values[1]!r} here")
+    check_same(path, str(attributes["toml"]), toml, MAY_DIFFER)
     return attributes["layer"], attributes["iteration"]
 
 

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import store
-from ..config import ConfigError, UserError
+from ..config import ConfigError
 from ..store import Variable
 from ..world.ranks import Ranks
 
@@ -56,6 +56,7 @@ class Found(NamedTuple):
 def run(arguments: argparse.Namespace, world: Ranks) -> int:
     """Probe the stack. Collective. Raises UserError on all ranks alike."""
     from ..ops.tensors import values_of
+    from ..train.output import Files
     from . import files, probe
     from .job import load
     from .training import Stack
@@ -73,7 +74,7 @@ def run(arguments: argparse.Namespace, world: Ranks) -> int:
     directory = arguments.out or Path("results") / job.name
     job.set_process(world)
     stack, untrained = Stack(job, world, images), Stack(job, world, images)
-    checkpoint = directory / f"{job.name}.checkpoint.h5"
+    checkpoint = Files.called(directory, job.name).checkpoint
     if not files.resume(checkpoint, stack):
         raise ConfigError(f"{checkpoint}: is not there: train first, or give --out DIR")
     labelled = world.agreed(lambda: probe.prepared(images, *pixels), "probe")
@@ -216,11 +217,10 @@ def draw(
     top: dict[int, list[int]],
     layers: list[Array],
 ) -> None:
-    """Write the picture. Raises UserError where it cannot be written."""
-    import matplotlib
-
-    matplotlib.use("Agg")
+    """Write the picture. Raises StoreError where it cannot be written."""
     from matplotlib.figure import Figure
+
+    from .files import grey, tiled
 
     concepts = list(found.pixels)
     figure = Figure(figsize=(14, 8), layout="constrained")
@@ -232,13 +232,13 @@ def draw(
             axis = axes[row][column]
             axis.set_axis_off()
             if column < len(shown):
-                axis.imshow(_grey(shown[column]), cmap="gray", vmin=0, vmax=1)
+                axis.imshow(grey(shown[column]), cmap="gray", vmin=0, vmax=1)
         axes[row][0].set_title(str(concept), loc="left", fontsize=8, pad=1)
     left.suptitle("best neuron for each concept, last layer:\noptimal stimulus, and images with "
                   "most response", fontsize=10)  # fmt: skip
     grids = middle.subplots(len(layers), 1, squeeze=False)[:, 0]
     for number, (axis, values) in enumerate(zip(grids, layers, strict=True)):
-        axis.imshow(_tiled(values), cmap="gray", vmin=0, vmax=1)
+        axis.imshow(tiled(np.moveaxis(values, 3, 0)), cmap="gray", vmin=0, vmax=1)
         axis.set_axis_off()
         axis.set_title(f"layer {number}: optimal stimuli of its middle neurons", fontsize=9)
     bars = right.subplots()
@@ -253,25 +253,5 @@ def draw(
     bars.axvline(50, color="black", linewidth=1)
     bars.set(xlim=(45, 100), xlabel="accuracy of the best neuron in % (50: guess)")
     bars.set_title("bars: mean over concepts; points: concepts", fontsize=9)
-    try:
-        figure.savefig(path, dpi=100)
-    except OSError as error:
-        raise UserError(f"--png {path}: cannot be written: {error.strerror or error}") from None
-
-
-def _grey(image: Array) -> Array:
-    """Return an image [height, width, channels] in 0..1, zero at 0.5."""
-    peak = max(float(np.abs(image).max()), 1e-30)
-    scaled = 0.5 + image / (2 * peak)
-    return np.asarray(scaled if image.shape[2] == 3 else scaled.mean(axis=2))
-
-
-def _tiled(values: Array) -> Array:
-    """Return images side by side, with white lines between."""
-    n = values.shape[3]
-    side = int(np.ceil(np.sqrt(n)))
-    pictures = [np.pad(_grey(values[..., i]), [(1, 1), (1, 1), (0, 0)][: 3 if values.shape[2] == 3
-                else 2], constant_values=1) for i in range(n)]  # fmt: skip
-    pictures += [np.ones_like(pictures[0])] * (-n % side)
-    rows = [np.concatenate(pictures[i : i + side], axis=1) for i in range(0, len(pictures), side)]
-    return np.concatenate(rows, axis=0)
+    with store.replacing(path) as temporary:
+        figure.savefig(temporary, dpi=100, format=path.suffix[1:])

@@ -263,9 +263,6 @@ def draw(path: Path, windows: Windows, rank: int) -> None:
 
     Cells of the window have the full colour of the rank whose they are, others a pale one.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 

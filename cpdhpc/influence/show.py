@@ -95,9 +95,6 @@ def draw(path: Path, scores: Path, train: Samples, test: Samples, top: int) -> N
 
     Raises StoreError where the picture cannot be written.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
     from matplotlib.figure import Figure
 
     found = Found(scores)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .. import store
-from ..config import ConfigError, dump_toml, suggest, validate
+from ..config import ConfigError, dump_toml, settings_of, suggest, validate
 from .evidence import OVER
 from .policy import PRESETS, Policy
 from .recording import KINDS, load
@@ -56,8 +56,6 @@ OPTIONS = ("layers", "tensors", "every", "count", "iterations", "max_mib", "thin
 
 def run_record(arguments: argparse.Namespace, world: World) -> int:
     """Train, and record what the options say. Collective."""
-    from ..config import dump_toml
-    from ..signals import Interrupted
     from ..train.command import train
 
     given = {name: getattr(arguments, name) for name in OPTIONS}
@@ -70,13 +68,9 @@ def run_record(arguments: argparse.Namespace, world: World) -> int:
         settings.append("record.every=1")
     if arguments.out is not None:
         settings.append(f"record.{dump_toml({'file': str(arguments.out)}).strip()}")
-    if arguments.timeout is not None:
-        settings.append(f"train.timeout_s={arguments.timeout!r}")
+    settings += settings_of(arguments)
     directory = arguments.results or Path("results") / arguments.file.stem
-    try:
-        train(world, arguments.file, [*settings, *arguments.set], directory, arguments.resume)
-    except Interrupted as stop:
-        return stop.status
+    train(world, arguments.file, settings, directory, arguments.resume)
     if world.process == 0:
         print(f"recording: {arguments.out or f'{directory}/*.recording.h5'}")
     return 0
@@ -177,22 +171,16 @@ def add_search(parser: argparse.ArgumentParser) -> None:
 
 def run_search(arguments: argparse.Namespace, world: World) -> int:
     """Search, print the tables, write evidence and policy. Collective."""
-    from ..signals import Interrupted, catching
+    from ..signals import catching
     from ..train.command import Trainer
-    from ..train.setup import agreed
     from .evidence import FILE, asked_of
     from .search import POLICY, Search
 
-    settings = list(arguments.set)
-    if arguments.timeout is not None:
-        settings.append(f"train.timeout_s={arguments.timeout!r}")
-    asked = agreed(world, lambda: asked_of(arguments, settings, world.processes))
+    settings = settings_of(arguments)
+    asked = world.agreed(lambda: asked_of(arguments, settings, world.processes))
     directory = arguments.out or Path("results") / f"{arguments.file.stem}-search"
-    try:
-        with catching() as caught:
-            Search(asked, directory, Trainer(world, caught, quiet=True), arguments.resume).run()
-    except Interrupted as stop:
-        return stop.status
+    with catching() as caught:
+        Search(asked, directory, Trainer(world, caught, quiet=True), arguments.resume).run()
     if world.process == 0:
         from ..report.command import report
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -99,7 +99,12 @@ def check_job(path: Path, there: str, here: str) -> None:
         there = validate(Job, tomllib.loads(there), str(path)).toml()
     longer = value_of(here, EPOCHS) >= value_of(there, EPOCHS)
     moved = [key for key in flatten(tomllib.loads(here)) if key.endswith(f".{IMPORT_FROM}")]
-    key = difference(here, there, (*MAY_DIFFER, *moved, *[EPOCHS] * longer))
+    check_same(path, there, here, (*MAY_DIFFER, *moved, *[EPOCHS] * longer))
+
+
+def check_same(path: Path, there: str, here: str, may_differ: Iterable[str]) -> None:
+    """Raise CheckpointError for a key in which a file's TOML text is another than this one."""
+    key = difference(here, there, may_differ)
     if key is not None:
         values = value_of(there, key), value_of(here, key)
         raise CheckpointError(f"{path}: {key} is {values[0]!r} there and {values[1]!r} here")

@@ -25,7 +25,12 @@ class Files:
     @classmethod
     def of(cls, directory: Path, job: Job) -> Files:
         """Return the paths of a job's files in a directory."""
-        return cls(directory / f"{job.id}.h5", directory / f"{job.id}.checkpoint.h5")
+        return cls.called(directory, job.id)
+
+    @classmethod
+    def called(cls, directory: Path, run: str) -> Files:
+        """Return the paths of the files of a run of that name in a directory."""
+        return cls(directory / f"{run}.h5", directory / f"{run}.checkpoint.h5")
 
     def written(self, job: Job) -> list[Path]:
         """Return all files of a job's run, with those of gradients and weights that it keeps."""
