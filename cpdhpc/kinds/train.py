@@ -377,7 +377,7 @@ def _columns(
     file: StudyFile, groups: Sequence[SeedGroup], layout: Layout, measure: Score
 ) -> list[Column[SeedGroup]]:
     from ..report import units
-    from ..report.points import of_factors, timing
+    from ..report.points import but_for_gradient, of_factors, timing
     from ..report.score import Score
     from ..report.tables import Column
 
@@ -387,10 +387,11 @@ def _columns(
     job = _job(file.toml.get("job", {}), {}, "case").toml()
     further = [each for each in Score.further(job) if _known(groups, each.column)]
     score = _outcome(measure)
-    float32 = {_rest(g): g for g in reversed(groups) if g.factors.get(AGGREGATOR) == "none"}
+    none = [g for g in reversed(groups) if g.factors.get(AGGREGATOR) == "none"]
+    float32 = {but_for_gradient(group.factors): group for group in none}
 
     def beside(group: SeedGroup) -> str:
-        base = float32.get(_rest(group))
+        base = float32.get(but_for_gradient(group.factors))
         if base is None or base is group:
             return units.NONE
         return measure.difference(group.mean(score) - base.mean(score))
@@ -429,11 +430,6 @@ def _known(groups: Sequence[SeedGroup], outcome: str) -> bool:
 
 
 AGGREGATOR = "gradient.aggregator"
-
-
-def _rest(group: SeedGroup) -> frozenset[Any]:
-    """Return what points share that differ only in how their gradients travel."""
-    return frozenset((k, v) for k, v in group.factors.items() if not k.startswith("gradient."))
 
 
 def _observed(file: StudyFile, group: SeedGroup, name: str) -> Array:

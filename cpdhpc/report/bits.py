@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import nan
-from typing import Any
 
 from ..formats import wire_format
 from ..study.study_file import StudyFile
 from . import units
 from .figures import Axis, Chart, Panel, Series, styles
-from .points import SeedGroup, decided, label, varying
+from .points import SeedGroup, but_for_gradient, decided, label, varying
 from .score import Score
 from .tables import Column, Section, tabulate
 
@@ -43,8 +42,11 @@ def bits_by_batch(file: StudyFile, groups: Sequence[SeedGroup], measure: Score) 
     measured, is at most the study's train.tolerance points below float32 at the same batch.
     """
     tolerance = float(file.toml.get("train", {}).get("tolerance", 1.0))
-    float32 = {_rest(g): g for g in groups if g.factors.get(AGGREGATOR) == "none"}
-    sent = [g for g in groups if g.factors.get(WIRE) and _rest(g) in float32 and BATCH in g.factors]
+    float32 = {
+        but_for_gradient(g.factors): g for g in groups if g.factors.get(AGGREGATOR) == "none"
+    }
+    given = [g for g in groups if g.factors.get(WIRE) and BATCH in g.factors]
+    sent = [g for g in given if but_for_gradient(g.factors) in float32]
     batches = sorted({int(g.factors[BATCH]) for g in sent})
     if measure.unit != "%" or len(batches) < 2 or len({_width(g) for g in sent}) < 3:
         return []
@@ -56,7 +58,7 @@ def bits_by_batch(file: StudyFile, groups: Sequence[SeedGroup], measure: Score) 
         names.remove(ALGORITHM)
     lines: dict[str, dict[int, list[tuple[SeedGroup, float]]]] = {}
     for group in sent:
-        below = group.mean("accuracy") - float32[_rest(group)].mean("accuracy")
+        below = group.mean("accuracy") - float32[but_for_gradient(group.factors)].mean("accuracy")
         unscaled = {SCALING: "unscaled"} if group.factors.get(SCALING) == "none" else {}
         line = lines.setdefault(label({**group.factors, **unscaled}, names), {})
         line.setdefault(int(group.factors[BATCH]), []).append((group, below))
@@ -66,10 +68,6 @@ def bits_by_batch(file: StudyFile, groups: Sequence[SeedGroup], measure: Score) 
     }
     base = {int(group.factors[BATCH]): group.mean("accuracy") for group in float32.values()}
     return [_section(found, batches, base, tolerance)]
-
-
-def _rest(group: SeedGroup) -> frozenset[Any]:
-    return frozenset((k, v) for k, v in group.factors.items() if not k.startswith("gradient."))
 
 
 def _width(group: SeedGroup) -> int:

@@ -239,6 +239,11 @@ class SeedGroup:
         return Estimate(self.mean(name), nan, nan)
 
 
+def but_for_gradient(factors: Factors) -> frozenset[Any]:
+    """Return what points share that differ only in how their gradients travel."""
+    return frozenset((k, v) for k, v in factors.items() if not k.startswith("gradient."))
+
+
 def times_as_fast(base: SeedGroup | None, group: SeedGroup) -> str:
     """Return how many times as fast as a base points are, with the interval; "-" without a base."""
     if base is None or base is group:
