@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 import tomllib
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from .methods import suggest as suggest
@@ -26,6 +27,29 @@ class UserError(ValueError):
 
 class ConfigError(UserError):
     """A configuration that cannot be used."""
+
+
+@contextmanager
+def told(where: str) -> Iterator[None]:
+    """Raise ConfigError, one line that begins with where, for what the block raises."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:
+        said = " ".join(str(error).split())
+        raise ConfigError(f"{where}: {type(error).__name__}: {said}") from error
+
+
+def one_of(known: Collection[str]) -> AfterValidator:
+    """Return the check of a key that it is one of these names."""
+
+    def check(name: str) -> str:
+        if name not in known:
+            raise ValueError(suggest(name, known))
+        return name
+
+    return AfterValidator(check)
 
 
 class Section(BaseModel):

@@ -17,13 +17,12 @@ import torch
 
 from .. import store
 from ..collectives import sparse
-from ..config import IMPORT_FROM, ConfigError, UserError, override, validate
+from ..config import IMPORT_FROM, ConfigError, UserError, override, told, validate
 from ..partition import split
 from ..train import weights
 from ..train.checkpoint import check_job
 from ..train.data import Samples
 from ..train.fitting import build_model, check_fit, samples_of
-from ..train.imports import told
 from ..train.job import Job, laid_over
 from ..train.losses import LossFunction
 from ..train.progress import Display

@@ -110,8 +110,9 @@ class TensorFormat(Section):
             raise ValueError(
                 f"{key} goes with scaling {' or '.join(having)}, and it is {self.scaling}"
             )
-        assert self.cast  # raises for random_bits out of range
-        _ = self.cast  # random_bits that do not go with the format or the rounding
+        _ = (
+            self.cast
+        )  # raises for random_bits out of range, or that do not go with the format or the rounding
         if self.scaling != "none" and not self.rounds:
             raise ValueError(
                 f"scaling={self.scaling!r}: {self.format} is not rounded: must be none"

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from ..config import ConfigError
+from ..config import ConfigError, told
 from ..split_images.grid import ImageGrid
 from .adversary import add_statistics
 from .data import Dataset, Samples, Source
 from .device import device_of, taken
-from .imports import ImportedModel, told
+from .imports import ImportedModel
 from .job import Job
 from .losses import LossFunction, shown
 from .samples import InMemory, Scaling

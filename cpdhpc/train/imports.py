@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, field_validator
 
-from ..config import ConfigError, UserError
+from ..config import ConfigError, told
 from .data import Data, Source
 from .losses import Loss, LossFunction, Metric, MetricFunction
 from .models import Model
@@ -21,18 +21,6 @@ if TYPE_CHECKING:
 
 Named = Annotated[str, Field(alias="import", pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
 OWN_KEYS = ConfigDict(extra="allow", populate_by_name=True)
-
-
-@contextmanager
-def told(where: str) -> Iterator[None]:
-    """Raise ConfigError, one line that begins with where, for what the block raises."""
-    try:
-        yield
-    except UserError:
-        raise
-    except (Exception, SystemExit) as error:
-        said = " ".join(str(error).split())
-        raise ConfigError(f"{where}: {type(error).__name__}: {said}") from error
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import Field
 
-from ..config import ConfigError, Section, UserError
+from ..config import ConfigError, Section, told
 from .data import Array, Samples
 
 if TYPE_CHECKING:
@@ -64,14 +64,9 @@ class Workers:
         self._lifeline: Connection | None = None
         self._content = b""
         if loader.workers and directory is not None:
-            try:
+            where = f"loader.workers={loader.workers}: the datasets cannot be given to a process"
+            with told(where):
                 self._content = pickle.dumps(self.sources)
-            except Exception as error:
-                said = " ".join(str(error).split())
-                raise ConfigError(
-                    f"loader.workers={loader.workers}: the datasets cannot be given to a process: "
-                    f"{type(error).__name__}: {said}"
-                ) from error
 
     def __enter__(self) -> Self:
         """Be ready; workers start with the first batch."""
@@ -143,15 +138,10 @@ def _begin(lifeline: Connection, directory: str, content: bytes) -> None:
 
 
 def _take(source: int, index: Array, seed: int) -> tuple[Array, Array]:
-    try:
+    with told(f"loader: {_named(index)}"):  # another error may not be one that the rank could read
         if isinstance(_Worker.sources, bytes):
             _Worker.sources = pickle.loads(_Worker.sources)
         x, y = _Worker.sources[source].take(index, seed)
-    except UserError:
-        raise
-    except Exception as error:  # it may not be one that the rank could read
-        said = " ".join(str(error).split())
-        raise ConfigError(f"loader: {_named(index)}: {type(error).__name__}: {said}") from None
     return x.numpy(), y.numpy()
 
 

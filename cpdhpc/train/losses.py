@@ -219,24 +219,12 @@ class Metric(Section):
 class Accuracy(Metric):
     """[metric] name = "accuracy": share of the targets whose class has the largest output."""
 
-    percent = True
+    percent: ClassVar[bool] = True
+    label: ClassVar[str] = "accuracy"
+    long_name: ClassVar[str] = "share of test samples that are right"
+    lower: ClassVar[bool] = False
 
     name: Literal["accuracy"] = "accuracy"
-
-    @property
-    def label(self) -> str:
-        """See Metric.label."""
-        return self.name
-
-    @property
-    def long_name(self) -> str:
-        """See Metric.long_name."""
-        return "share of test samples that are right"
-
-    @property
-    def lower(self) -> bool:
-        """See Metric.lower."""
-        return False
 
     def build(self) -> MetricFunction:
         """Return what is 1 where a target is right. See Metric.build."""
@@ -251,12 +239,9 @@ class Accuracy(Metric):
 class Perplexity(Metric):
     """[metric] name = "perplexity": exp of the mean cross entropy, never smoothed."""
 
-    name: Literal["perplexity"] = "perplexity"
+    label: ClassVar[str] = "perplexity"
 
-    @property
-    def label(self) -> str:
-        """See Metric.label."""
-        return self.name
+    name: Literal["perplexity"] = "perplexity"
 
     def build(self) -> MetricFunction:
         """Return the cross entropy. See Metric.build."""
@@ -273,12 +258,9 @@ class Perplexity(Metric):
 class LossAlone(Metric):
     """[metric] name = "loss": nothing beside the loss."""
 
-    name: Literal["loss"] = "loss"
+    label: ClassVar[str] = "loss"
 
-    @property
-    def label(self) -> str:
-        """See Metric.label."""
-        return self.name
+    name: Literal["loss"] = "loss"
 
     def build(self) -> None:
         """Return None. See Metric.build."""

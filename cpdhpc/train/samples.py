@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import default_collate
 
-from ..config import ConfigError
+from ..config import ConfigError, told
 from ..randomness import random_key
 from ..store import Tables
 from .data import DataError
@@ -154,14 +154,8 @@ class MapStyle:
         """
         items = []
         for i in index.tolist():
-            with _seeded(random_key(seed, i)[0]):
-                try:
-                    items.append(self.dataset[i])
-                except Exception as error:
-                    said = " ".join(str(error).split())
-                    raise ConfigError(
-                        f"{self.where}: item {i}: {type(error).__name__}: {said}"
-                    ) from error
+            with _seeded(random_key(seed, i)[0]), told(f"{self.where}: item {i}"):
+                items.append(self.dataset[i])
         if not items:
             x, y = self.take(np.zeros(1, np.int64), seed)
             return x[:0], y[:0]

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import numpy.typing as npt
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from ...compress.base import Column
-from ...config import Section, suggest
+from ...config import Section, one_of
 from ...world.ranks import Loopback, Ranks
 
 Array = npt.NDArray[Any]
@@ -140,71 +140,6 @@ class BySchedule(Control):
         return Scheduled(settings)
 
 
-def _known(name: str) -> str:
-    if name not in DECAYS:
-        raise ValueError(suggest(name, DECAYS))
-    return name
-
-
-def _known_batch_scaling(name: str) -> str:
-    if name not in BATCH_SCALINGS:
-        raise ValueError(suggest(name, BATCH_SCALINGS))
-    return name
-
-
-class Schedule(Section):
-    """[schedule]: the factor on the learning rate, which changes with every iteration.
-
-    warmup_epochs: in which it rises from 0 to 1; decay: what it does then, a name of DECAYS
-    milestones: epochs, for decay "step"; gamma: factor at each milestone, or of an epoch for
-        "exponential"; power: of "polynomial"
-    base_batch: for which the rate and the warm-up are given; 0: for whatever train.batch is
-    batch_scaling: what a batch k times as large as base_batch changes, a name of
-        BATCH_SCALINGS: "linear" rate k, "sqrt" rate sqrt(k), "legw" rate sqrt(k) and warm-up
-        epochs k, "linear_legw" both k
-    """
-
-    warmup_epochs: Annotated[float, Field(ge=0)] = 0.0
-    decay: Annotated[str, AfterValidator(_known)] = "constant"
-    milestones: Annotated[tuple[float, ...], Field(strict=False)] = ()
-    gamma: Annotated[float, Field(gt=0, le=1)] = 0.1
-    power: Annotated[float, Field(gt=0)] = 1.0
-    base_batch: Annotated[int, Field(ge=0)] = 0
-    batch_scaling: Annotated[str, AfterValidator(_known_batch_scaling)] = "none"
-
-    @model_validator(mode="after")
-    def _batch_scaling_has_a_base(self) -> Schedule:
-        if (self.batch_scaling == "none") != (self.base_batch == 0):
-            raise ValueError(
-                f"batch_scaling={self.batch_scaling!r}, base_batch={self.base_batch}: "
-                "give both or neither"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _steps_have_milestones(self) -> Schedule:
-        if self.decay == "step" and not self.milestones:
-            raise ValueError("decay='step': needs milestones: epochs, as [30, 60]")
-        return self
-
-    def scaled(self, batch: int) -> tuple[float, Schedule]:
-        """Return the factor on the rate for a batch, and the schedule with its warm-up."""
-        if not self.base_batch:
-            return 1.0, self
-        k, row = batch / self.base_batch, BATCH_SCALINGS[self.batch_scaling]
-        warmup_epochs = self.warmup_epochs * k**row.warmup
-        return k**row.rate, self.model_copy(update={"warmup_epochs": warmup_epochs})
-
-    def factor(self, epoch: float, epochs: int) -> float:
-        """Return the factor at a time in epochs, of a run that takes so many in all.
-
-        Source: the warm-up is that of Goyal et al., arXiv 1706.02677, section 2.2.
-        """
-        if epoch < self.warmup_epochs:
-            return epoch / self.warmup_epochs
-        return DECAYS[self.decay](self, epoch, epochs)
-
-
 def constant(schedule: Schedule, epoch: float, epochs: int) -> float:
     """Return 1."""
     return 1.0
@@ -258,3 +193,56 @@ BATCH_SCALINGS = {
     "linear_legw": Scaling(1, 1),
     "legw": Scaling(0.5, 1),  # You et al., arXiv 1901.08256: the warm-up keeps its iterations
 }
+
+
+class Schedule(Section):
+    """[schedule]: the factor on the learning rate, which changes with every iteration.
+
+    warmup_epochs: in which it rises from 0 to 1; decay: what it does then, a name of DECAYS
+    milestones: epochs, for decay "step"; gamma: factor at each milestone, or of an epoch for
+        "exponential"; power: of "polynomial"
+    base_batch: for which the rate and the warm-up are given; 0: for whatever train.batch is
+    batch_scaling: what a batch k times as large as base_batch changes, a name of
+        BATCH_SCALINGS: "linear" rate k, "sqrt" rate sqrt(k), "legw" rate sqrt(k) and warm-up
+        epochs k, "linear_legw" both k
+    """
+
+    warmup_epochs: Annotated[float, Field(ge=0)] = 0.0
+    decay: Annotated[str, one_of(DECAYS)] = "constant"
+    milestones: Annotated[tuple[float, ...], Field(strict=False)] = ()
+    gamma: Annotated[float, Field(gt=0, le=1)] = 0.1
+    power: Annotated[float, Field(gt=0)] = 1.0
+    base_batch: Annotated[int, Field(ge=0)] = 0
+    batch_scaling: Annotated[str, one_of(BATCH_SCALINGS)] = "none"
+
+    @model_validator(mode="after")
+    def _batch_scaling_has_a_base(self) -> Schedule:
+        if (self.batch_scaling == "none") != (self.base_batch == 0):
+            raise ValueError(
+                f"batch_scaling={self.batch_scaling!r}, base_batch={self.base_batch}: "
+                "give both or neither"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _steps_have_milestones(self) -> Schedule:
+        if self.decay == "step" and not self.milestones:
+            raise ValueError("decay='step': needs milestones: epochs, as [30, 60]")
+        return self
+
+    def scaled(self, batch: int) -> tuple[float, Schedule]:
+        """Return the factor on the rate for a batch, and the schedule with its warm-up."""
+        if not self.base_batch:
+            return 1.0, self
+        k, row = batch / self.base_batch, BATCH_SCALINGS[self.batch_scaling]
+        warmup_epochs = self.warmup_epochs * k**row.warmup
+        return k**row.rate, self.model_copy(update={"warmup_epochs": warmup_epochs})
+
+    def factor(self, epoch: float, epochs: int) -> float:
+        """Return the factor at a time in epochs, of a run that takes so many in all.
+
+        Source: the warm-up is that of Goyal et al., arXiv 1706.02677, section 2.2.
+        """
+        if epoch < self.warmup_epochs:
+            return epoch / self.warmup_epochs
+        return DECAYS[self.decay](self, epoch, epochs)

@@ -93,10 +93,6 @@ class WideResNet(Model):
         from . import blocks
 
         channels, _, _ = image_shape("WideResNet", sample_shape, 4)
-        if self.depth % 6 != 4:
-            raise ValueError(
-                f"WideResNet: depth={self.depth}: must be 6 n + 4: 10, 16, 22, 28, ..."
-            )
         width = 16 * self.widen
         network = nn.Sequential(
             *to_channels(sample_shape),

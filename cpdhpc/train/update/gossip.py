@@ -18,7 +18,7 @@ from pydantic import AfterValidator, Field, field_validator
 from ...collectives import sparse
 from ...collectives.rank_program import NO_KEY
 from ...compress.base import Mean
-from ...config import ConfigError, suggest
+from ...config import ConfigError, one_of
 from ...formats import SHARED, TILE, Cast, wire_scaling
 from ...ops.payloads import Packed, parse_wire
 from .base import NOTHING
@@ -278,12 +278,6 @@ class DecentLaMUpdate(Gossip):
             m -= gain / rate
 
 
-def _known_graph(name: str) -> str:
-    if name not in GRAPHS:
-        raise ValueError(suggest(name, GRAPHS))
-    return name
-
-
 def _known_wire(name: str) -> str:
     parse_wire(name, "update")
     return name
@@ -298,6 +292,7 @@ class GossipRule(OwnModelsRule):
         neighbour's model
     """
 
+    update: ClassVar[type[Gossip]] = DmSgdUpdate
     needs: ClassVar[Mapping[str, object]] = {
         **OwnModelsRule.needs,
         "optimizer.name": "sgd",
@@ -305,22 +300,19 @@ class GossipRule(OwnModelsRule):
         "gradient.aggregator": "none",
     }
 
-    graph: Annotated[str, AfterValidator(_known_graph)] = "exponential"
+    graph: Annotated[str, one_of(GRAPHS)] = "exponential"
     wire: Annotated[str, AfterValidator(_known_wire)] = "raw"
 
-    def _build(
-        self,
-        kind: type[Gossip],
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        reducer: GradientReducer,
-        momentum: float = 0.0,
+    def build(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, reducer: GradientReducer
     ) -> Gossip:
+        """Return the rule at work. See UpdateRule.build. Raises ConfigError for too few ranks."""
         try:
             graph = Graph(self.graph, reducer.world.ranks)
         except ValueError as error:  # alike on all ranks
             raise ConfigError(f"update.name={self.name!r}: {error}") from None
-        return kind(model, optimizer, reducer, graph, self.wire, momentum)
+        momentum = getattr(self, "momentum", 0.0)  # which DSGD has not
+        return self.update(model, optimizer, reducer, graph, self.wire, momentum)
 
 
 class DSgd(GossipRule):
@@ -332,12 +324,6 @@ class DSgd(GossipRule):
     """
 
     name: Literal["dsgd"] = "dsgd"
-
-    def build(
-        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, reducer: GradientReducer
-    ) -> Gossip:
-        """Return the rule at work. See UpdateRule.build. Raises ConfigError for too few ranks."""
-        return self._build(DmSgdUpdate, model, optimizer, reducer)
 
 
 class DmSgd(GossipRule):
@@ -351,12 +337,6 @@ class DmSgd(GossipRule):
     name: Literal["dmsgd"] = "dmsgd"
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
 
-    def build(
-        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, reducer: GradientReducer
-    ) -> Gossip:
-        """Return the rule at work. See UpdateRule.build. Raises ConfigError for too few ranks."""
-        return self._build(DmSgdUpdate, model, optimizer, reducer, self.momentum)
-
 
 class DecentLaM(GossipRule):
     """[update] name = "decentlam": DSGD with momentum of steps that have the mixing in them.
@@ -369,6 +349,8 @@ class DecentLaM(GossipRule):
     Source: Yuan et al.: DecentLaM, arXiv 2104.11981, algorithm 2.
     """
 
+    update: ClassVar[type[Gossip]] = DecentLaMUpdate
+
     name: Literal["decentlam"] = "decentlam"
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
 
@@ -380,9 +362,3 @@ class DecentLaM(GossipRule):
                 f"momentum diverges where graphs change: known are {', '.join(STATIC)}"
             )
         return graph
-
-    def build(
-        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, reducer: GradientReducer
-    ) -> Gossip:
-        """Return the rule at work. See UpdateRule.build. Raises ConfigError for too few ranks."""
-        return self._build(DecentLaMUpdate, model, optimizer, reducer, self.momentum)
