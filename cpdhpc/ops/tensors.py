@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.util import find_spec
 from typing import Any
@@ -48,6 +48,24 @@ def listed(tensor: torch.Tensor) -> list[Any]:
     """Return the values of any dtype as a flat list of numbers. Raises as values_of."""
     await_device(tensor.device)
     return list(tensor.detach().flatten().tolist())
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return uint8[bytes], a tensor's values in their order, of any strides and dtype."""
+    return tensor.detach().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
+
+
+def bytes_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return uint8[bytes], the values of tensors one after the other."""
+    return torch.cat([as_bytes(x) for x in tensors]) if tensors else torch.empty(0).byte()
+
+
+def of_bytes(data: HostArray, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return tensors of the dtypes and shapes of others, of the bytes of such; on the CPU."""
+    parts = torch.split(torch.from_numpy(data), [x.nbytes for x in like])
+    return [  # views must be aligned
+        part.clone().view(x.dtype).reshape(x.shape) for part, x in zip(parts, like, strict=True)
+    ]
 
 
 def await_device(device: torch.device) -> None:

@@ -12,10 +12,9 @@ from ..collectives import sparse
 from ..compress.base import Array
 from ..compress.bucket import State
 from ..config import ConfigError
-from ..ops.tensors import listed, values_of
+from ..ops.tensors import bytes_of, listed, of_bytes, values_of
 from ..world.ranks import Ranks
 from .adversarial import Adversarial
-from .averaging import as_bytes
 from .data import Samples
 from .device import device_of, taken
 from .losses import LossFunction
@@ -170,12 +169,11 @@ class Adversary:
         if self._groups == 1 or not buffers:
             return
         root = self.world.ranks // 2
-        data = values_of(torch.cat([as_bytes(each) for each in self._statistics or buffers]))
+        data = values_of(bytes_of(self._statistics or buffers))
         given = [data if rank == root else None for rank in self.world.hosted]
-        found = torch.from_numpy(sparse.broadcast(self.world, given, root))
-        sizes = [each.nbytes for each in buffers]
-        for buffer, part in zip(buffers, torch.split(found, sizes), strict=True):
-            buffer.copy_(part.clone().view(buffer.dtype).reshape(buffer.shape))
+        found = of_bytes(sparse.broadcast(self.world, given, root), buffers)
+        for buffer, values in zip(buffers, found, strict=True):
+            buffer.copy_(values)
 
 
 class Attacked:

@@ -22,7 +22,17 @@ from ..config import validate
 from ..formats import FloatFormat, TableFormat
 from ..methods import suggest
 from ..ops import on_gpu, to_host
-from ..ops.tensors import CPU, PLACES, check_device, in_stream, tensor_of, values_of
+from ..ops.tensors import (
+    CPU,
+    PLACES,
+    as_bytes,
+    bytes_of,
+    check_device,
+    in_stream,
+    of_bytes,
+    tensor_of,
+    values_of,
+)
 from ..precision.policy import LayerPolicy
 from ..precision.quantizers import STATE, newest
 from ..precision.tensors import NEVER
@@ -353,11 +363,6 @@ def broadcast(world: Ranks, tensor: torch.Tensor) -> None:
         tensor.detach().copy_(values.view(tensor.dtype).reshape(tensor.shape))
 
 
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return uint8[bytes], a tensor's values in their order, of any strides and dtype."""
-    return tensor.detach().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
-
-
 class Buffers:
     """The buffers of a model, which each hosted rank's forward may change.
 
@@ -429,16 +434,9 @@ class Buffers:
     def _of_first(self, own: list[Tensors], active: Sequence[bool]) -> Tensors:
         """Return the tensors of the first active rank. Collective."""
         root_rank = list(active).index(True) * self.world.virtual_ranks
-        data = values_of(torch.cat([as_bytes(tensor) for tensor in own[0]]))
+        data = values_of(bytes_of(own[0]))
         given = [data if rank == root_rank else None for rank in self.world.hosted]
-        parts = torch.split(
-            torch.from_numpy(sparse.broadcast(self.world, given, root_rank)),
-            [tensor.nbytes for tensor in own[0]],
-        )
-        return [
-            part.clone().view(tensor.dtype).reshape(tensor.shape)  # clone: views must be aligned
-            for part, tensor in zip(parts, own[0], strict=True)
-        ]
+        return of_bytes(sparse.broadcast(self.world, given, root_rank), own[0])
 
     def _newest(self, own: list[Tensors], active: Sequence[bool]) -> Tensors:
         """Return of the states of each scale the newest of the active ranks. Collective.

@@ -19,8 +19,9 @@ from ...collectives.checks import NonFiniteGradient
 from ...collectives.engine import Program, run
 from ...compress.base import Aggregator, Mean
 from ...compress.bucket import State
+from ...ops.tensors import bytes_of, of_bytes
 from ...randomness import random_key
-from ..averaging import Averaging, as_bytes, part_seed
+from ..averaging import Averaging, part_seed
 from ..data import Samples, shard
 from ..losses import LossFunction
 from ..record import WINDOW_PHASES, Layers, Record, observe
@@ -383,13 +384,11 @@ class StagedUpdate:
             root = self.placement.rank(stage.index, 0)
             arrays: list[Array | None] = [None] * len(self.world.hosted)
             if self.world.hosts(root):
-                given = torch.cat([as_bytes(x) for x in tensors]).numpy()
-                arrays[root - self.world.hosted.start] = given
-            found = torch.from_numpy(sparse.broadcast(self.world, arrays, root))
+                arrays[root - self.world.hosted.start] = bytes_of(tensors).numpy()
+            found = sparse.broadcast(self.world, arrays, root)
             if not held:
-                sizes = [x.numel() * x.element_size() for x in tensors]
-                for x, values in zip(tensors, torch.split(found, sizes), strict=True):
-                    x.copy_(values.clone().view(x.dtype).reshape(x.shape))
+                for x, values in zip(tensors, of_bytes(found, tensors), strict=True):
+                    x.copy_(values)
 
     def _described(self, stage: int) -> list[tuple[int, str, torch.dtype, tuple[int, ...]]]:
         """Return what the optimiser keeps of a stage: number of the parameter, name, tensor."""

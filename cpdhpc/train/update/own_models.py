@@ -82,12 +82,9 @@ class OwnModels(Update):
         self._store_buffers(hosted)
 
     def _store_buffers(self, hosted: int) -> None:
-        from ..averaging import as_bytes
+        from ...ops.tensors import bytes_of
 
-        end, kept = 0, self._buffer_bytes()[hosted]
-        for each in self.model.buffers():
-            kept[end : end + each.nbytes] = as_bytes(each).numpy()
-            end += each.nbytes
+        self._buffer_bytes()[hosted][...] = bytes_of([*self.model.buffers()]).numpy()
 
     def _load_parameters(self, flat: Array) -> None:
         import torch
@@ -96,13 +93,13 @@ class OwnModels(Update):
             p.data.copy_(torch.from_numpy(values))
 
     def _load_buffers(self, hosted: int) -> None:
-        import torch
+        from ...ops.tensors import of_bytes
 
-        end, kept = 0, torch.from_numpy(self._buffer_bytes()[hosted])
-        for each in self.model.buffers():
-            part = kept[end : end + each.nbytes].clone()  # views must be aligned
-            each.detach().copy_(part.view(each.dtype).reshape(each.shape))
-            end += each.nbytes
+        buffers = [each.detach() for each in self.model.buffers()]
+        for each, values in zip(
+            buffers, of_bytes(self._buffer_bytes()[hosted], buffers), strict=True
+        ):
+            each.copy_(values)
 
     def begin(self, hosted: int) -> None:
         """Make the model that of a hosted rank. See Update.begin."""
