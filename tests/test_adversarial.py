@@ -144,7 +144,11 @@ def test_accuracy_of_copies_is_that_of_the_trained_model(tmp_path: Path) -> None
     "changes, ranks, words",
     [
         ({"adversarial": {"alternate": "ranks"}}, 3, '="ranks": 3 ranks: must be even'),
-        ({"train": {"image_grid": [1, 2]}}, 1, "adversarial: goes with update.name="),
+        (
+            {"train": {"image_grid": [1, 2]}},
+            1,
+            "adversarial: does not go with this train.image_grid: must be",
+        ),
         ({"adversarial": {"epsilon": -1.0}}, 1, "adversarial.epsilon=-1.0: should be greater"),
     ],
 )

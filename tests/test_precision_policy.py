@@ -139,7 +139,10 @@ def test_one_line_says_what_is_wrong(raw: dict[str, Any], says: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"train": {"image_grid": [2, 1]}}, "precision: goes with train.image_grid"),
+        (
+            {"train": {"image_grid": [2, 1]}},
+            "precision: does not go with this train.image_grid: must be",
+        ),
         ({"stages": {"count": 2}}, "stages.count=2: does not go with this precision"),
     ],
 )

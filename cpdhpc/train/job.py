@@ -204,16 +204,6 @@ class Job(Section):
     train: Train = Train()
     record: Recording = Recording()
 
-    @model_validator(mode="after")
-    def _copies_have_one_model(self) -> Job:
-        if self.adversarial.epsilon and (
-            self.train.image_grid != (1, 1) or not isinstance(self.update, ByAllreduce)
-        ):
-            raise ValueError(
-                'adversarial: goes with update.name="allreduce" and train.image_grid=[1, 1] only'
-            )
-        return self
-
     @model_validator(mode="before")
     @classmethod
     def _train_of_the_preset(cls, raw: Any) -> Any:
@@ -224,29 +214,6 @@ class Job(Section):
         if preset is None or not isinstance(train, dict):
             return raw
         return raw | {"train": preset.train | train}
-
-    @model_validator(mode="after")
-    def _plain_where_recorded_or_on_gpus(self) -> Job:
-        usual = {
-            "stages.count": self.stages.count == 1,
-            "train.image_grid": self.train.image_grid == (1, 1),
-            "adversarial.epsilon": not self.adversarial.epsilon,
-            "update": isinstance(self.update, ByAllreduce),
-        }
-        others = [key for key, is_usual in usual.items() if not is_usual]
-        if self.record.number and others:
-            raise ValueError(f"record: does not go with this {others[0]}")
-        others = [key for key in others if key not in ("adversarial.epsilon", "train.image_grid")]
-        others += [] if self.precision.empty else ["precision"]
-        if self.train.device == "gpu" and others:
-            raise ValueError(f"train.device='gpu': does not go with this {others[0]}")
-        return self
-
-    @model_validator(mode="after")
-    def _split_images_are_float32(self) -> Job:
-        if self.train.image_grid != (1, 1) and not self.precision.empty:
-            raise ValueError("precision: goes with train.image_grid=[1, 1] only")
-        return self
 
     @model_validator(mode="before")
     @classmethod
@@ -271,27 +238,39 @@ class Job(Section):
         return self
 
     @model_validator(mode="after")
-    def _stages_alone(self) -> Job:
-        train, stateless = self.train, [COMPRESSORS[name] for name in STATELESS]
-        usual = {
-            "train.image_grid": train.image_grid == (1, 1),
-            "train.overlap": not train.overlap,
-            "train.loss_scaling": train.loss_scaling == "static",
-            "train.loss_scale": train.loss_scale in (None, 1.0),
-            "train.record_gradients": not train.record_gradients,
-            "loader.workers": not self.loader.workers,
-            "adversarial.epsilon": not self.adversarial.epsilon,
-            "update": isinstance(self.update, ByAllreduce),
-            "controller": isinstance(self.controller, BySchedule),
-            "optimizer.clip_global_norm": not getattr(self.optimizer, "clip_global_norm", 0),
-            "gradient.aggregator": type(self.gradient) in stateless,
-            "precision": self.precision.empty,
-            "gradient.error_feedback": not getattr(self.gradient, "error_feedback", False),
-            "gradient.layers": not getattr(self.gradient, "layers", {}),  # of other stages
+    def _goes_together(self) -> Job:
+        train, gradient = self.train, self.gradient
+        clip = getattr(self.optimizer, "clip_global_norm", 0)
+        stateless = type(gradient) in [COMPRESSORS[name] for name in STATELESS]
+        usual = {  # key -> whether it has the value that goes with all, and that value
+            "stages.count": (self.stages.count == 1, "1"),
+            "train.image_grid": (train.image_grid == (1, 1), "[1, 1]"),
+            "adversarial.epsilon": (not self.adversarial.epsilon, "0"),
+            "update": (isinstance(self.update, ByAllreduce), '"allreduce"'),
+            "precision": (self.precision.empty, "left out"),
+            "train.overlap": (not train.overlap, "false"),
+            "train.loss_scaling": (train.loss_scaling == "static", '"static"'),
+            "train.loss_scale": (train.loss_scale in (None, 1.0), "1"),
+            "train.record_gradients": (not train.record_gradients, "empty"),
+            "loader.workers": (not self.loader.workers, "0"),
+            "controller": (isinstance(self.controller, BySchedule), '"schedule"'),
+            "optimizer.clip_global_norm": (not clip, "0"),
+            "gradient.aggregator": (stateless, f"one of {', '.join(STATELESS)}"),
+            "gradient.error_feedback": (not getattr(gradient, "error_feedback", False), "false"),
+            "gradient.layers": (not getattr(gradient, "layers", {}), "empty"),  # of other stages
         }
-        others = [key for key, is_usual in usual.items() if not is_usual]
-        if self.stages.count > 1 and others:
-            raise ValueError(f"stages.count={self.stages.count}: does not go with this {others[0]}")
+        alone = [  # what is asked for, whether it is, and keys that have to be as usual then
+            ("adversarial", self.adversarial.epsilon, ("update", "train.image_grid")),
+            ("precision", not self.precision.empty, ("train.image_grid",)),
+            ("record", self.record.number, [*usual][:4]),
+            ("train.device='gpu'", train.device == "gpu", ("stages.count", "update", "precision")),
+            (f"stages.count={self.stages.count}", self.stages.count > 1, [*usual][1:]),
+        ]
+        for what, is_asked, given in alone:
+            for key in given if is_asked else ():
+                is_usual, value = usual[key]
+                if not is_usual:
+                    raise ValueError(f"{what}: does not go with this {key}: must be {value}")
         return self
 
     @model_validator(mode="after")
