@@ -39,7 +39,7 @@ class LayerWise(torch.optim.Optimizer):
     parameters that are complex, and gradients that are sparse.
     """
 
-    def __init__(self, params: Parameters, defaults: Group) -> None:
+    def __init__(self, params: Parameters, **defaults: Any) -> None:
         super().__init__(params, defaults)
         for group in self.param_groups:
             _check(type(self).__name__, group)
@@ -138,13 +138,11 @@ class Lars(LayerWise):
     ) -> None:
         super().__init__(
             params,
-            {
-                "lr": lr,
-                "momentum": momentum,
-                "weight_decay": weight_decay,
-                "trust": trust,
-                "exclude": exclude,
-            },
+            lr=lr,
+            momentum=momentum,
+            weight_decay=weight_decay,
+            trust=trust,
+            exclude=exclude,
         )
 
     def update(self, p: Tensor, gradient: Tensor, state: State, group: Group) -> None:
@@ -216,14 +214,12 @@ class Lamb(LayerWise):
         self.clip_global_norm = clip_global_norm
         super().__init__(
             params,
-            {
-                "lr": lr,
-                "betas": betas,
-                "eps": eps,
-                "weight_decay": weight_decay,
-                "trust_clip": trust_clip,
-                "exclude": exclude,
-            },
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            trust_clip=trust_clip,
+            exclude=exclude,
         )
 
     def scale_of_gradients(self, gradients: list[Tensor]) -> Tensor | None:
@@ -277,14 +273,7 @@ class NovoGrad(LayerWise):
         exclude: str = "one_dimensional",
     ) -> None:
         super().__init__(
-            params,
-            {
-                "lr": lr,
-                "betas": betas,
-                "eps": eps,
-                "weight_decay": weight_decay,
-                "exclude": exclude,
-            },
+            params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, exclude=exclude
         )
 
     def update(self, p: Tensor, gradient: Tensor, state: State, group: Group) -> None:
@@ -323,15 +312,13 @@ class AdamP(LayerWise):
     ) -> None:
         super().__init__(
             params,
-            {
-                "lr": lr,
-                "betas": betas,
-                "eps": eps,
-                "weight_decay": weight_decay,
-                "delta": delta,
-                "decay_share": decay_share,
-                "exclude": exclude,
-            },
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            delta=delta,
+            decay_share=decay_share,
+            exclude=exclude,
         )
 
     def update(self, p: Tensor, gradient: Tensor, state: State, group: Group) -> None:
