@@ -247,7 +247,6 @@ SCORES = {"test_accuracy": "accuracy", "test_score": "score"}  # by epoch: and a
 
 def _series(record: Record, samples: int) -> Series:
     from ..report.critical import critical_batch
-    from ..train.record import GROUPS
 
     columns = record.arrays()
     steps, epochs, layers = columns["steps"], columns["epochs"], columns["layers"]
@@ -256,7 +255,7 @@ def _series(record: Record, samples: int) -> Series:
     ends = 1 + np.searchsorted(seen, samples * epochs["epoch"])  # batches may grow
     losses = [each.mean() for each in np.split(steps["loss"], ends[:-1])]
     noise = steps.get("noise_scale", np.full(len(seen), np.nan))
-    score = next((epochs[name] for name in epochs if name not in GROUPS["epochs"]), None)
+    score = next((epochs[name] for name in record.scores), None)
     scores = {} if score is None else {"test_score": score}
     if "test_accuracy" in epochs:
         scores = {"test_accuracy": 100 * epochs["test_accuracy"]}

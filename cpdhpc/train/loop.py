@@ -75,9 +75,8 @@ def run(training: Training, caught: Caught, display: Display) -> None:
     if job.record.iterations and min(job.record.iterations) >= training.iteration:
         display.line(f"{job.id}: [record]: none of its {training.iteration} iterations is recorded")
     training.save("complete")
-    scores = dict(
-        zip(training.record.names["epochs"], training.record.rows["epochs"][-1], strict=True)
-    )
+    record = training.record
+    scores = dict(zip(record.tables["epochs"], record.rows["epochs"][-1], strict=True))
     loss = scores["test_loss"]
     guessed = job.loss.guessed(training.classes)
     verdict = "" if loss < guessed else f": no better than guessing, whose loss is {guessed:.4f}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -54,24 +54,87 @@ def observe(reducer: GradientReducer, mean: Mean) -> Layers:
 
 SCHEMA = 1
 FGSM = "_fgsm"  # ends the name of a score of adversarial copies
-GROUPS = {  # group: its columns; the first one labels the rows
-    "steps": (  # and what the controller offers
-        *("iteration", "samples", "loss", "learning_rate", "loss_scale"),
-        *("time_s", "wire_bytes"),
-    ),
-    "epochs": ("epoch", "test_loss", "time_s"),  # and before the loss what the metric gives
-    "layers": ("iteration", "nonzero"),  # and what the aggregator offers
-}
-OF_RANKS = ("epoch", "consensus_distance", "worst_rank", "test_loss")  # where models differ
-WINDOWS = "iteration", "violation", "time_s", "busy_time_s"  # where there are stages
 WINDOW_PHASES = "correction", "refresh", "local"
-WHOLE = dict.fromkeys(
-    ("iteration", "epoch", "samples", "wire_bytes", "nonzero", "worst_rank"), np.int64
-)
+
+
+class Quantity(NamedTuple):
+    """A column of a group; axes: behind that of the rows, which the first column labels."""
+
+    long_name: str
+    units: str = "1"
+    axes: tuple[str, ...] = ()
+    dtype: Any = np.float64
+
+
+Table = dict[str, Quantity]
+ITERATION = Quantity("iteration, from 0", dtype=np.int64)
+EPOCH = Quantity("epoch, from 1", dtype=np.int64)
+
+
+def _steps(loss: Loss, decided: Mapping[str, Column]) -> Table:
+    return {
+        "iteration": ITERATION,
+        "samples": Quantity("samples of the global batch", dtype=np.int64),
+        "loss": Quantity(f"{loss.label} of the global batch", loss.units),
+        "learning_rate": Quantity("learning rate"),
+        "loss_scale": Quantity("factor on the loss; a step is skipped where the next is half"),
+        "time_s": Quantity("time of a phase, the largest over processes", "s", ("phase",)),
+        "wire_bytes": Quantity(
+            "payload that a rank sends in a step, to ranks and to MPI's collectives",
+            "byte",
+            ("rank",),
+            np.int64,
+        ),
+        **{name: Quantity(each.long_name, each.units) for name, each in decided.items()},
+    }
+
+
+def _epochs(loss: Loss, scores: Mapping[str, str]) -> Table:
+    return {
+        "epoch": EPOCH,
+        **{name: Quantity(what) for name, what in scores.items()},
+        "test_loss": Quantity(f"mean {loss.label} of test samples", loss.units),
+        "time_s": Quantity("time of training and evaluation", "s"),
+    }
+
+
+def _layers(columns: Mapping[str, Column]) -> Table:
+    by = ("layer",)
+    return {
+        "iteration": ITERATION,
+        "nonzero": Quantity("non-zero gradient values of all ranks", "1", by, np.int64),
+        **{name: Quantity(each.long_name, each.units, by) for name, each in columns.items()},
+    }
+
+
+def _ranks(loss: Loss, scores: Mapping[str, str]) -> Table:
+    return {
+        "epoch": EPOCH,
+        "consensus_distance": Quantity(
+            "root mean square distance of the ranks' parameters to their mean"
+        ),
+        "worst_rank": Quantity(
+            "rank whose own model has the largest test loss; -1: unknown", dtype=np.int64
+        ),
+        **{name: Quantity(f"{what}, of that rank") for name, what in scores.items()},
+        "test_loss": Quantity(f"mean {loss.label}, of that rank", loss.units),
+    }
+
+
+WINDOWS = {
+    "iteration": Quantity("first iteration of a window", dtype=np.int64),
+    "violation": Quantity("mean square of what enters a stage less what is given", axes=("cut",)),
+    "time_s": Quantity("time of a phase, the largest over processes", "s", ("phase",)),
+    "busy_time_s": Quantity(
+        "processor time of a stage in forward and backward, the largest over shares",
+        "s",
+        ("phase", "stage"),
+    ),
+}
 
 
 class Record:
-    """Rows of the three groups, of "ranks" that have models of their own, of "windows" of stages.
+    """Rows of steps, epochs and layers, of "ranks" that have own models, "windows" of stages.
 
     ranks: of the run, the most it had; layers: names of the parameters, in the bucket's order
     columns: what the aggregator offers of each layer
@@ -79,6 +142,7 @@ class Record:
     copies: whether the first metric is told of adversarial copies too
     stages: that the network is cut into
     decided: what the controller offers of each step
+    tables: the columns of each group; scores: those of epochs that metrics give, and what they are
     """
 
     def __init__(
@@ -94,25 +158,20 @@ class Record:
         own_models: bool = False,
         stages: int = 1,
     ) -> None:
-        self.stages = stages
-        self.ranks, self.layers, self.columns = ranks, list(layers), dict(columns or {})
-        self.loss = loss or CrossEntropy()
-        self.decided = dict(decided or {})
-        epoch, *rest = GROUPS["epochs"]
-        first = [metric.column for metric in metrics[:1]]
+        self.ranks, self.layers, self.stages = ranks, list(layers), stages
+        loss = loss or CrossEntropy()
         self.scores = {metric.column: metric.long_name for metric in metrics}
-        self.scores |= {
-            f"{each}{FGSM}": f"{self.scores[each]}, of copies" for each in first * copies
+        first = dict([*self.scores.items()][:1])
+        if copies:
+            self.scores |= {f"{name}{FGSM}": f"{what}, of copies" for name, what in first.items()}
+        self.tables = {
+            "steps": _steps(loss, decided or {}),
+            "epochs": _epochs(loss, self.scores),
+            "layers": _layers(columns or {}),
         }
-        self.names: dict[str, tuple[str, ...]] = GROUPS | {
-            "steps": (*GROUPS["steps"], *self.decided),
-            "epochs": (epoch, *self.scores, *rest),
-            "layers": (*GROUPS["layers"], *self.columns),
-        }
-        self.names |= {"windows": WINDOWS} if stages > 1 else {}
-        if own_models:
-            self.names["ranks"] = (*OF_RANKS[:-1], *first, OF_RANKS[-1])
-        self.rows: dict[str, list[tuple[Any, ...]]] = {name: [] for name in self.names}
+        self.tables |= {"ranks": _ranks(loss, first)} if own_models else {}
+        self.tables |= {"windows": WINDOWS} if stages > 1 else {}
+        self.rows: dict[str, list[tuple[Any, ...]]] = {group: [] for group in self.tables}
 
     def step(
         self,
@@ -128,7 +187,8 @@ class Record:
         """Add a step; time_ns: int64[phases], wire_bytes: int64[ranks] of this step."""
         sent = np.pad(wire_bytes, (0, self.ranks - wire_bytes.size))
         row = iteration, samples, loss, learning_rate, loss_scale, time_ns / 1e9, sent
-        self.rows["steps"].append((*row, *(decided[name] for name in self.decided)))
+        names = [*self.tables["steps"]][len(row) :]
+        self.rows["steps"].append((*row, *map(decided.__getitem__, names)))
 
     def epoch(self, epoch: int, scores: Mapping[str, float], loss: float, time_s: float) -> None:
         """Add an epoch; scores: of test samples, and of copies if there are some, by column."""
@@ -138,12 +198,13 @@ class Record:
         self, epoch: int, distance: float, rank: int, score: float, loss: float
     ) -> None:
         """Add how far apart the ranks' models are, and the one whose test loss is largest."""
-        scores = [score] * (len(self.names["ranks"]) - len(OF_RANKS))
-        self.rows["ranks"].append((epoch, distance, rank, *scores, loss))
+        row = epoch, distance, rank, score, loss
+        self.rows["ranks"].append(row if self.scores else (*row[:3], loss))
 
     def telemetry(self, iteration: int, layers: Layers) -> None:
         """Add what was observed of the layers in a step."""
-        self.rows["layers"].append((iteration, *(layers[n] for n in self.names["layers"][1:])))
+        names = [*self.tables["layers"]][1:]
+        self.rows["layers"].append((iteration, *map(layers.__getitem__, names)))
 
     def window(self, iteration: int, violation: Array, time_ns: Array, busy_time_ns: Array) -> None:
         """Add a window: its first iteration, float64[cuts], int64[phases], [phases, stages]."""
@@ -151,22 +212,33 @@ class Record:
 
     def arrays(self) -> dict[str, dict[str, Array]]:
         """Return each group's columns as plain arrays, from which restore makes the rows again."""
-        return {name: self._columns(name) for name in self.names}
+        return {group: self._columns(group) for group in self.tables}
 
     def _columns(self, group: str) -> dict[str, Array]:
-        names, rows = self.names[group], self.rows[group]
-        phases = len(WINDOW_PHASES)
-        of_stages = (self.stages - 1,), (phases,), (phases, self.stages)
-        further: dict[str, dict[str, tuple[int, ...]]] = {  # axes behind that of the rows
-            "steps": {"time_s": (len(PHASES),), "wire_bytes": (self.ranks,)},
-            "layers": dict.fromkeys(names[1:], (len(self.layers),)),
-            "windows": dict(zip(WINDOWS[1:], of_stages, strict=True)),
+        labels, rows = self._labels(group), self.rows[group]
+        found = {}
+        for i, (name, each) in enumerate(self.tables[group].items()):
+            shape = len(rows), *(labels[axis].data.size for axis in each.axes)
+            found[name] = np.array([row[i] for row in rows], each.dtype).reshape(shape)
+        return found
+
+    def _labels(self, group: str) -> dict[str, Variable]:
+        """Return what labels the axes of a group behind that of the rows."""
+        axes: dict[str, dict[str, tuple[Sequence[Any], str]]] = {
+            "steps": {
+                "phase": (PHASES, "phase of a step"),
+                "rank": (range(self.ranks), "rank, virtual ones included"),
+            },
+            "layers": {"layer": (self.layers, "parameter tensor")},
+            "windows": {
+                "cut": (range(1, self.stages), "cut, by the stage behind it"),
+                "stage": (range(self.stages), "stage"),
+                "phase": (WINDOW_PHASES, "phase of a window"),
+            },
         }
-        shape = further.get(group, {})
-        shapes = [(len(rows), *shape.get(name, ())) for name in names]
         return {
-            name: np.array([row[i] for row in rows], WHOLE.get(name, np.float64)).reshape(shape)
-            for i, (name, shape) in enumerate(zip(names, shapes, strict=True))
+            name: Variable((name,), np.array(values), what)
+            for name, (values, what) in axes.get(group, {}).items()
         }
 
     def restore(self, groups: Mapping[str, Mapping[str, Array]]) -> None:
@@ -176,113 +248,17 @@ class Record:
         wire_bytes = np.pad(groups["steps"]["wire_bytes"], ((0, 0), (0, self.ranks - before)))
         steps = {"loss_scale": np.ones(count)} | {**groups["steps"], "wire_bytes": wire_bytes}
         groups = {**groups, "steps": steps}  # older files have no scales
-        for group, names in self.names.items():
-            self.rows[group] = list(zip(*(groups[group][name] for name in names), strict=True))
+        for group, table in self.tables.items():
+            self.rows[group] = list(zip(*(groups[group][name] for name in table), strict=True))
 
     def groups(self) -> dict[str, dict[str, Variable]]:
         """Return the groups as labelled arrays for store.write."""
-        columns = self.arrays()
-        return {
-            "steps": self._steps(columns["steps"]),
-            "epochs": self._epochs(columns["epochs"]),
-            "layers": self._layers(columns["layers"]),
-        } | {
-            name: self._further(name, columns[name])
-            for name in ("ranks", "windows")
-            if name in columns
-        }
-
-    def _further(self, group: str, of: Mapping[str, Array]) -> dict[str, Variable]:
-        return self._of_ranks(of) if group == "ranks" else _windows(of)
-
-    def _steps(self, of: Mapping[str, Array]) -> dict[str, Variable]:
-        by = ("iteration",)
-        return {
-            "iteration": Variable(by, of["iteration"], "iteration, from 0"),
-            "phase": Variable(("phase",), np.array(PHASES), "phase of a step"),
-            "rank": Variable(("rank",), np.arange(self.ranks), "rank, virtual ones included"),
-            "samples": Variable(by, of["samples"], "samples of the global batch"),
-            "loss": Variable(
-                by, of["loss"], f"{self.loss.label} of the global batch", self.loss.units
-            ),
-            "learning_rate": Variable(by, of["learning_rate"], "learning rate"),
-            "loss_scale": Variable(
-                by, of["loss_scale"], "factor on the loss; a step is skipped where the next is half"
-            ),
-            "time_s": Variable(
-                (*by, "phase"), of["time_s"], "time of a phase, the largest over processes", "s"
-            ),
-            "wire_bytes": Variable(
-                (*by, "rank"),
-                of["wire_bytes"],
-                "payload that a rank sends in a step, to ranks and to MPI's collectives",
-                "byte",
-            ),
-        } | {
-            name: Variable(by, of[name], column.long_name, column.units)
-            for name, column in self.decided.items()
-        }
-
-    def _layers(self, of: Mapping[str, Array]) -> dict[str, Variable]:
-        by = ("iteration", "layer")
-        offered = {
-            name: Variable(by, of[name], column.long_name, column.units)
-            for name, column in self.columns.items()
-        }
-        return {
-            "iteration": Variable(("iteration",), of["iteration"], "iteration, from 0"),
-            "layer": Variable(("layer",), np.array(self.layers), "parameter tensor"),
-            "nonzero": Variable(by, of["nonzero"], "non-zero gradient values of all ranks"),
-        } | offered
-
-    def _of_ranks(self, of: Mapping[str, Array]) -> dict[str, Variable]:
-        by = ("epoch",)
-        distance = "root mean square distance of the ranks' parameters to their mean"
-        return {
-            "epoch": Variable(by, of["epoch"], "epoch, from 1"),
-            "consensus_distance": Variable(by, of["consensus_distance"], distance),
-            "worst_rank": Variable(
-                by, of["worst_rank"], "rank whose own model has the largest test loss; -1: unknown"
-            ),
-            **{
-                name: Variable(by, of[name], f"{self.scores[name]}, of that rank")
-                for name in of
-                if name not in OF_RANKS
-            },
-            "test_loss": Variable(
-                by, of["test_loss"], f"mean {self.loss.label}, of that rank", self.loss.units
-            ),
-        }
-
-    def _epochs(self, of: Mapping[str, Array]) -> dict[str, Variable]:
-        by, label, units = ("epoch",), self.loss.label, self.loss.units
-        return {
-            "epoch": Variable(by, of["epoch"], "epoch, from 1"),
-            **{name: Variable(by, of[name], what) for name, what in self.scores.items()},
-            "test_loss": Variable(by, of["test_loss"], f"mean {label} of test samples", units),
-            "time_s": Variable(by, of["time_s"], "time of training and evaluation", "s"),
-        }
-
-
-def _windows(of: Mapping[str, Array]) -> dict[str, Variable]:
-    by = ("iteration",)
-    cuts, phases, stages = of["violation"].shape[1], *of["busy_time_s"].shape[1:]
-    assert phases == len(WINDOW_PHASES), "the columns have them"
-    return {
-        "iteration": Variable(by, of["iteration"], "first iteration of a window"),
-        "cut": Variable(("cut",), np.arange(1, cuts + 1), "cut, by the stage behind it"),
-        "stage": Variable(("stage",), np.arange(stages), "stage"),
-        "phase": Variable(("phase",), np.array(WINDOW_PHASES), "phase of a window"),
-        "violation": Variable(
-            (*by, "cut"), of["violation"], "mean square of what enters a stage less what is given"
-        ),
-        "time_s": Variable(
-            (*by, "phase"), of["time_s"], "time of a phase, the largest over processes", "s"
-        ),
-        "busy_time_s": Variable(
-            (*by, "phase", "stage"),
-            of["busy_time_s"],
-            "processor time of a stage in forward and backward, the largest over shares",
-            "s",
-        ),
-    }
+        found = {}
+        for group, columns in self.arrays().items():
+            table, (rows, *_) = self.tables[group], columns
+            of = {
+                name: Variable((rows, *each.axes), columns[name], each.long_name, each.units)
+                for name, each in table.items()
+            }
+            found[group] = {rows: of[rows]} | self._labels(group) | of  # labels first
+        return found
