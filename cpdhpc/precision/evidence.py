@@ -191,10 +191,8 @@ class Evidence:
                 "error": Variable(
                     by, np.array([t.error for t in trials], float), "error of the mean gradient"
                 ),
-                "what": Variable(by, np.array([t.what for t in trials], dtype=str), "why"),
-                "verdict": Variable(
-                    by, np.array([t.verdict for t in trials], dtype=str), "verdict"
-                ),
+                "what": _texts(by, [t.what for t in trials], "why"),
+                "verdict": _texts(by, [t.verdict for t in trials], "verdict"),
             },
         }
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -129,6 +130,11 @@ class Recorded:
     def iterations(self) -> list[int]:
         """Those that were recorded, ascending."""
         return sorted({each.iteration for each in self.tensors})
+
+    @cached_property
+    def by_name(self) -> dict[tuple[int, str, str], Tensor]:
+        """The tensors by iteration, kind and name."""
+        return {(each.iteration, each.kind, each.name): each for each in self.tensors}
 
 
 def load(file: Path) -> Recorded:

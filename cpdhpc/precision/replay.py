@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -287,16 +287,13 @@ def _products(
     recorded: Recorded, question: Question, left_out: list[str]
 ) -> dict[str, Variable] | None:
     """Return the errors of the three products of layers that are linear or convolutions."""
-    by_name: dict[tuple[int, str, str], Tensor] = {
-        (t.iteration, t.kind, t.name): t for t in recorded.tensors
-    }
     iterations, rows = _seen(recorded), list[tuple[str, Array, Array]]()
     for name, layer in recorded.layers.items():
         for product in PRODUCTS:
             errors = np.full((len(iterations), len(question.accumulates), len(ORDERS)), np.nan)
             terms = np.zeros(len(iterations), np.int64)
             for i, iteration in enumerate(iterations):
-                of = _Layer(layer, partial(_tensor, by_name, iteration, name))
+                of = _Layer(layer, partial(tensor_of, recorded, iteration, name))
                 try:
                     operands = PRODUCTS[product](of)
                 except Missing as why:
@@ -350,17 +347,8 @@ def operands(layer: dict[str, Any], read: Callable[[str], Array]) -> dict[str, O
 
 def tensor_of(recorded: Recorded, iteration: int, layer: str, kind: str) -> Array:
     """Return a tensor of a layer for its products. Raises Missing where it is not there whole."""
-    by_name: dict[tuple[int, str, str], Tensor] = {
-        (t.iteration, t.kind, t.name): t for t in recorded.tensors
-    }
-    return _tensor(by_name, iteration, layer, kind)
-
-
-def _tensor(
-    by_name: Mapping[tuple[int, str, str], Tensor], iteration: int, layer: str, kind: str
-) -> Array:
     name = f"{layer}.weight".lstrip(".") if kind == "weights" else layer
-    found = by_name.get((iteration, kind, name))
+    found = recorded.by_name.get((iteration, kind, name))
     if found is None:
         raise Missing(f"its {kind} were not recorded")
     if found.is_thinned and kind != "weights":
