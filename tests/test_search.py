@@ -18,10 +18,11 @@ from allreduce_oracle import expected
 from training import small_data
 
 from cpdhpc import store
+from cpdhpc.claim import alone
 from cpdhpc.cli import main
 from cpdhpc.compress import Context, LowBit, State
 from cpdhpc.compress.bucket import Bucket
-from cpdhpc.config import validate
+from cpdhpc.config import UserError, validate
 from cpdhpc.precision import search as searching
 from cpdhpc.precision.commands import add_search
 from cpdhpc.precision.conversion import convert
@@ -231,6 +232,11 @@ def test_a_killed_search_goes_on_to_the_same_evidence_without_a_training_twice(
         searched(tmp_path / "b", of)
     with pytest.raises(ValueError, match=r"search\.h5: is there already: --resume goes on"):
         searched(tmp_path / "b", of)
+    with (
+        alone(tmp_path / "b" / ".search.lock", "search", print),
+        pytest.raises(UserError, match="another run of search is at work"),
+    ):
+        searched(tmp_path / "b", of, resume=True)
     again = searched(tmp_path / "b", of, resume=True)
     assert repr(replace(again, provenance={})) == repr(replace(undisturbed, provenance={}))
     assert len(trained) == len(set(trained)) + 1  # float32's seeds, seen once and once unseen

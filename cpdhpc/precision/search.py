@@ -33,7 +33,7 @@ from ..train.command import Trainer
 from ..train.fitting import samples_of
 from ..train.job import MAY_DIFFER, Job
 from ..train.loop import Diverged, gradient_of
-from ..train.output import Files
+from ..train.output import Files, claimed
 from ..train.setup import prepare
 from . import recording
 from .evidence import (
@@ -73,6 +73,11 @@ class Search:
 
     def run(self) -> None:
         """Search to the end. Collective. Raises UserError or Interrupted on all alike."""
+        files = {"search": [self.directory / FILE]}
+        with claimed(self.world, self.directory, files, self.resume):
+            self._run()
+
+    def _run(self) -> None:
         self._say(f"search: {self.asked.cost}")
         began = time.perf_counter()
         self._begin()
@@ -103,14 +108,8 @@ class Search:
         path = self.directory / FILE
 
         def read() -> Evidence | None:
-            self.directory.mkdir(parents=True, exist_ok=True)
             if not path.exists():
                 return None
-            if not self.resume:
-                raise ConfigError(
-                    f"{path}: is there already: --resume goes on with it, --out DIR writes to "
-                    "another directory"
-                )
             there = Evidence.read(path)
             if key := difference(there.asked, self.evidence.asked, (*MAY_DIFFER, *COUNTS)):
                 raise ConfigError(f"{path}: is a search with another {key}: --out DIR for this one")
