@@ -21,7 +21,6 @@ from ..config import ConfigError, Section, blaming, dump_toml, override, read_to
 from ..darray.layout import balanced_grid
 from ..train.data import DataError
 from ..train.datasets import find, read_idx
-from ..world.cores import threads_of_rank
 from ..world.ranks import Ranks
 
 Array = npt.NDArray[Any]
@@ -408,9 +407,9 @@ class Autoencoder(Section):
 
     def set_process(self, world: Ranks) -> None:
         """Set torch's threads, and what becomes of freed memory, for this process."""
-        import torch
+        from ..train.device import own_threads
 
-        torch.set_num_threads(self.train.threads or threads_of_rank(world))
+        own_threads(world, self.train.threads)
         if self.train.keep_memory:
             keep_freed_memory()
 

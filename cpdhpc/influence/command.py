@@ -16,7 +16,6 @@ from pathlib import Path
 from .. import store
 from ..ops import set_kernel_threads
 from ..train.progress import Display
-from ..world.cores import threads_of_rank
 from ..world.ranks import Ranks
 from .show import draw, tables
 
@@ -52,15 +51,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, world: Ranks) -> int:
     """Find the scores, write and show them. Collective. Raises UserError on all ranks alike."""
-    import torch
-
+    from ..train.device import own_threads
     from ..train.setup import agreed
     from .scores import KIND, Scores, planned
 
     plan = agreed(world, lambda: planned(arguments))
-    threads = plan.job.train.threads or threads_of_rank(world)
-    torch.set_num_threads(threads)
-    set_kernel_threads(threads)
+    set_kernel_threads(own_threads(world, plan.job.train.threads))
     wanted = plan.wanted
     scores = agreed(world, lambda: Scores(world, plan.run, plan.gradients, plan.projection, wanted))
     out = arguments.out or plan.record.with_suffix(f".{KIND}.h5")

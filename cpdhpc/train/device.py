@@ -9,6 +9,7 @@ import torch
 
 from ..config import UserError
 from ..ops.tensors import CPU, await_device
+from ..world.cores import threads_of_rank
 from ..world.gpu_messages import gpu_aware, use_gpu
 from ..world.ranks import Ranks
 from .data import Array, Samples
@@ -41,6 +42,16 @@ def own_device(
             raise UserError(f"train.gpu_direct='required': GPU-aware MPI: {answer}")
     torch.cuda.set_device(number)
     return torch.device("cuda", number)
+
+
+def own_threads(world: Ranks, wanted: int) -> int:
+    """Let torch have so many threads, 0: one for each core of this rank; return them. Collective.
+
+    Raises UserError as threads_of_rank.
+    """
+    threads = wanted or threads_of_rank(world)
+    torch.set_num_threads(threads)
+    return threads
 
 
 def device_of(model: torch.nn.Module) -> torch.device:

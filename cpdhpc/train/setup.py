@@ -26,14 +26,13 @@ from ..precision.recorder import Recorder
 from ..precision.updates import RoundedUpdates
 from ..split_images import partition
 from ..split_images.grid import ImageGrid
-from ..world.cores import threads_of_rank
 from ..world.ranks import Ranks
 from . import checkpoint, gradients, weights
 from .adversary import Adversary
 from .controllers import Controller
 from .data import Dataset, Samples, Source
 from .datasets import Augment
-from .device import cast_forward, own_device
+from .device import cast_forward, own_device, own_threads
 from .fitting import build_model, check_fit, samples_of
 from .job import Job
 from .loader import Prefetched, Workers
@@ -296,8 +295,7 @@ def prepare(job: Job, world: Ranks, data: Dataset | Source, files: Files) -> Tra
 
     Raises UserError on all processes alike where the job does not go with the data.
     """
-    threads = job.train.threads or threads_of_rank(world)
-    torch.set_num_threads(threads)
+    threads = own_threads(world, job.train.threads)
     job.check_ranks(world.ranks)
     set_kernel_threads(1 if job.train.overlap else threads)  # else they would slow backward down
     device = own_device(
