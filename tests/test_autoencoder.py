@@ -17,7 +17,7 @@ from training import ROOT, write_idx
 
 from cpdhpc import store
 from cpdhpc.autoencoder import probe
-from cpdhpc.autoencoder.files import mosaic
+from cpdhpc.autoencoder.command import mosaic
 from cpdhpc.autoencoder.job import (
     MMAP_MAX,
     TRIM_THRESHOLD,

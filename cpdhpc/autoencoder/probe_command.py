@@ -57,16 +57,17 @@ def run(arguments: argparse.Namespace, world: Ranks) -> int:
     """Probe the stack. Collective. Raises UserError on all ranks alike."""
     from ..ops.tensors import values_of
     from ..train.output import Files
-    from . import files, probe
+    from . import probe
+    from .command import check_place
     from .job import load
-    from .training import Stack
+    from .training import Stack, resume
 
     png = arguments.png
 
     def checked() -> Any:
         job = load(arguments.file, arguments.set)
         if png is not None and world.rank == 0:
-            files.check_place(png)
+            check_place(png)
         pixels = probe.read(arguments.images, arguments.labels)
         return job, job.data.load(), pixels
 
@@ -75,7 +76,7 @@ def run(arguments: argparse.Namespace, world: Ranks) -> int:
     job.set_process(world)
     stack, untrained = Stack(job, world, images), Stack(job, world, images)
     checkpoint = Files.called(directory, job.name).checkpoint
-    if not files.resume(checkpoint, stack):
+    if not resume(checkpoint, stack):
         raise ConfigError(f"{checkpoint}: is not there: train first, or give --out DIR")
     labelled = world.agreed(lambda: probe.prepared(images, *pixels), "probe")
     answers = probe.responses(stack, labelled.images)
@@ -220,7 +221,7 @@ def draw(
     """Write the picture. Raises StoreError where it cannot be written."""
     from matplotlib.figure import Figure
 
-    from .files import grey, tiled
+    from .command import grey, tiled
 
     concepts = list(found.pixels)
     figure = Figure(figsize=(14, 8), layout="constrained")

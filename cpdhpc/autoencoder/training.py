@@ -1,21 +1,30 @@
-"""Greedy training: each layer by gradient descent on what the layers before it give."""
+"""Greedy training: each layer by gradient descent on what the layers before it give.
+
+Its files: the record of iterations, and checkpoints that any number of ranks takes.
+"""
 
 from __future__ import annotations
 
 import time
 from math import fsum
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from .. import provenance, store
 from ..config import UserError
+from ..darray.array import read_all, save_all
 from ..darray.layout import Layout
 from ..ops.tensors import listed
+from ..store import Variable
+from ..train.checkpoint import CheckpointError, check_same
 from ..train.device import own_device
+from ..world.files import check
 from ..world.ranks import Ranks
-from .job import Autoencoder, Images, procs_of, stack
+from .job import MAY_DIFFER, Autoencoder, Images, procs_of, stack
 from .layer import MacroLayer
 
 Array = npt.NDArray[Any]
@@ -151,3 +160,113 @@ class Stack:
 
 class Diverged(UserError):
     """The objective is not finite any more."""
+
+
+SCHEMA = 1
+COLUMNS = {  # of a Step: what it is, its units
+    "layer": ("layer that is trained", "1"),
+    "iteration": ("iteration of the layer", "1"),
+    "loss": ("objective, mean over images", "1"),
+    "error": ("squared error of the reconstruction, mean over images", "1"),
+    "sparsity": ("sum of pooled responses, mean over images", "1"),
+    "energy": ("squares of the layer's input, mean over images", "1"),
+    "time_s": ("time of an iteration on the slowest rank", "s"),
+    "exchange_s": ("time in exchanges, waits included, on the rank with most", "s"),
+    "sent_bytes": ("bytes that the rank which sent most sent", "byte"),
+}
+
+
+def save(path: Path, stack: Stack) -> None:
+    """Write a checkpoint; every rank writes its own blocks of filters. Collective.
+
+    Raises UserError on all ranks alike where it cannot be written.
+    """
+    arrays = {
+        f"layer{number}/{name}": layer.over_blocks(values)
+        for number, layer in enumerate(stack.layers)
+        for name, values in _state(stack, number).items()
+    }
+    attributes = {
+        "kind": "autoencoder checkpoint",
+        "schema": SCHEMA,
+        "layer": stack.layer,
+        "iteration": stack.iteration,
+        "toml": stack.job.toml(),
+    }
+    parts = {name: (each.layout, each.local) for name, each in arrays.items()}
+    save_all(stack.world, path, parts, attributes)
+
+
+def _state(stack: Stack, number: int) -> dict[str, torch.Tensor]:
+    """Return what a layer's training goes on from; momentum once it has begun."""
+    weight = stack.layers[number].weight
+    if not (stack.begun(number) and stack.job.train.momentum):
+        return {"weight": weight}
+    of_weight = stack.optimizers[number].state[weight]
+    momentum = of_weight.setdefault("momentum_buffer", torch.zeros_like(weight))
+    return {"weight": weight, "momentum": momentum}
+
+
+def resume(path: Path, stack: Stack) -> bool:
+    """Take over a checkpoint, made by any number of ranks; False where there is none. Collective.
+
+    Raises CheckpointError or StoreError on all ranks alike.
+    """
+    world = stack.world
+    if not world.on_first(path.exists, "resume"):
+        return False
+    check(world, path)
+    stack.layer, stack.iteration = world.on_first(lambda: _position(path, stack.job.toml()))
+    states = {
+        f"layer{number}/{name}": (layer.blocks, values)
+        for number, layer in enumerate(stack.layers)
+        for name, values in _state(stack, number).items()
+    }
+    found = read_all(world, path, {name: blocks for name, (blocks, _) in states.items()})
+    with torch.no_grad():
+        for name, (_, values) in states.items():
+            values.copy_(torch.from_numpy(found[name]).flatten(0, 1))
+    return True
+
+
+def _position(path: Path, toml: str) -> tuple[int, int]:
+    """Return layer and iteration. Raises CheckpointError where the file is another job's."""
+    attributes, _ = store.contents(path)
+    if attributes.get("kind") != "autoencoder checkpoint":
+        raise CheckpointError(f"{path}: is no checkpoint of an autoencoder")
+    check_same(path, str(attributes["toml"]), toml, MAY_DIFFER)
+    return attributes["layer"], attributes["iteration"]
+
+
+def save_record(path: Path, stack: Stack, steps: list[Step], status: str) -> None:
+    """Write the record from rank 0. Collective.
+
+    Raises UserError on all ranks alike where it cannot be written.
+    """
+    about = {**provenance.attributes(stack.world), "status": status}
+    stack.world.on_first(lambda: _write_record(path, stack, steps, about), "record")
+
+
+def _write_record(path: Path, stack: Stack, steps: list[Step], about: store.Attributes) -> None:
+    order = {"step": Variable(("step",), np.arange(len(steps)), "iteration, from 0")}
+    columns = {
+        name: Variable(("step",), np.array([getattr(step, name) for step in steps]), *text)
+        for name, text in COLUMNS.items()
+    }
+    attributes = {
+        "kind": "autoencoder",
+        "schema": SCHEMA,
+        "name": stack.job.name,
+        "toml": stack.job.toml(),
+        "parameters": sum(layer.geometry.parameters for layer in stack.layers),
+        "ranks": stack.world.ranks,
+        **about,
+    }
+    store.write(path, {"steps": order | columns}, attributes)
+
+
+def read_steps(path: Path) -> list[Step]:
+    """Return the iterations of a record. Raises StoreError where it is none."""
+    groups, _ = store.read(path)
+    columns = (groups["steps"][name].tolist() for name in COLUMNS)
+    return [Step(*row) for row in zip(*columns, strict=True)]

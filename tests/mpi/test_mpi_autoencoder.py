@@ -11,11 +11,15 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import autoencoders as serial  # noqa: E402
 
-from cpdhpc.autoencoder import files, probe  # noqa: E402
 from cpdhpc.autoencoder import job as geometry  # noqa: E402
-from cpdhpc.autoencoder.files import resume, save  # noqa: E402
+from cpdhpc.autoencoder import probe  # noqa: E402
+from cpdhpc.autoencoder.command import shown  # noqa: E402
 from cpdhpc.autoencoder.job import Autoencoder, procs_of  # noqa: E402
-from cpdhpc.autoencoder.training import Stack  # noqa: E402
+from cpdhpc.autoencoder.training import (  # noqa: E402
+    Stack,
+    resume,
+    save,
+)
 from cpdhpc.bench.layer import layer_costs  # noqa: E402
 from cpdhpc.config import UserError  # noqa: E402
 from cpdhpc.darray.layout import Layout  # noqa: E402
@@ -197,7 +201,7 @@ def test_pictures_show_few_blocks_of_many(world):
     layer = serial.make(world, grids(world.processes)[-1], of=of)
     weight = layer.over_blocks(layer.weight).gather()
     rows, columns = np.linspace(0, 22, 10).round().astype(int), [0, 1, 2, 4, 5, 6, 7, 9, 10, 11]
-    found = files.shown(layer)
+    found = shown(layer)
     same = np.array_equal(found, weight[rows][:, columns, :64])
     assert world.gather(same) == [True] * world.processes
 

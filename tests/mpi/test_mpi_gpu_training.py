@@ -16,9 +16,8 @@ from torch import distributed
 from training import model_bytes
 
 from cpdhpc.autoencoder import probe
-from cpdhpc.autoencoder.files import resume, save
 from cpdhpc.autoencoder.job import Autoencoder
-from cpdhpc.autoencoder.training import Stack
+from cpdhpc.autoencoder.training import Stack, resume, save
 from cpdhpc.bench.allreduce import parse_baselines
 from cpdhpc.bench.allreduce_cases import cases_of_size
 from cpdhpc.bench.libraries import group_of, missing
