@@ -377,9 +377,7 @@ class Scaling:
 
 SCALINGS: dict[str, Scaling] = {
     "none": Scaling(lambda how, state, amax: 0),
-    "amax": Scaling(
-        lambda how, state, amax: factor_of(amax, how.cast.fmt, how.margin), ("margin",)
-    ),
+    "amax": Scaling(_amax, ("margin",)),
     "delayed": Scaling(_delayed, ("history", "margin", "expect"), _learn_amax, lambda n: n),
     "aps": Scaling(lambda how, state, amax: shift_of(amax, how.cast.fmt)),
     "block32": Scaling(None),
