@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..formats import INTEGERS, SHARED, Cast, Format, wire_scaling
-from ..ops.payloads import Packed, parse_wire
+from ..formats import INTEGERS, Format
+from ..ops import payloads
 from ..world.ranks import Ranks
 from .layout import Box
 from .windows import Integers, RankPieces, Windows, fill_value, flat_index, interior_of
@@ -118,22 +118,18 @@ def _imbalance(values: Sequence[int]) -> float:
     return max(values) * len(values) / total if total else 1.0
 
 
-def packed_wire(wire: str | Format) -> Packed | None:
+def packed_wire(wire: str | Format) -> payloads.Packed | None:
     """Return what encodes the cells that travel; None for "raw". Raises TypeError or ValueError."""
-    try:
-        fmt = parse_wire(wire)
-    except (TypeError, ValueError) as error:
-        raise type(error)(str(error).replace("allreduce", "WindowPlan")) from None
     if isinstance(wire, str) and wire in INTEGERS:
         raise ValueError(f"WindowPlan: wire={wire!r}: integers are for sums: use raw or a format")
-    return None if fmt is None else Packed(Cast(fmt), True, SHARED[wire_scaling(wire)])
+    return payloads.packed_wire(wire, "WindowPlan")
 
 
 def describe(
     windows: Windows,
     dtype: str = "float32",
     trail: Sequence[int] = (),
-    wire: Packed | None = None,
+    wire: payloads.Packed | None = None,
     name: str = "windows",
 ) -> Description:
     """Return what an exchange over windows costs; needs no MPI, and no world of this size.

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from ..formats import (
     NAMED,
     NAMED_WIRES,
+    SHARED,
     TILE,
     TRIT_BYTES,
     Cast,
@@ -27,6 +28,7 @@ from ..formats import (
     sum_bits,
     tiles,
     wire_format,
+    wire_scaling,
 )
 from ..methods import suggest
 from ..randomness import Key
@@ -244,3 +246,12 @@ def parse_wire(wire: str | Format, name: str = "allreduce") -> Format | None:
         if said.startswith("did") and not wire.startswith("int"):
             raise ValueError(f"{name}: wire={wire!r}: {said}") from None
         raise ValueError(f"{error}; wires are also raw, {', '.join(NAMED_WIRES)}") from None
+
+
+def packed_wire(wire: str | Format, name: str) -> Packed | None:
+    """Return how a wire packs values, with the shifts that fit them; None for "raw".
+
+    Raises as parse_wire.
+    """
+    fmt = parse_wire(wire, name)
+    return None if fmt is None else Packed(Cast(fmt), fit=True, shared=SHARED[wire_scaling(wire)])

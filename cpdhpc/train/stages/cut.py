@@ -10,8 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ...formats import SHARED, Cast, wire_scaling
-from ...ops.payloads import Packed, Raw, parse_wire
+from ...ops.payloads import Raw, packed_wire
 
 
 @dataclass(frozen=True)
@@ -183,10 +182,8 @@ class Wire:
     """How values travel: float32[batch, ...] as bytes."""
 
     def __init__(self, name: str) -> None:
-        fmt = parse_wire(name, "stages")
-        scaling = SHARED[wire_scaling(name)]
-        self._raw = fmt is None
-        self._payloads = Raw() if fmt is None else Packed(Cast(fmt), fit=True, shared=scaling)
+        packed = packed_wire(name, "stages")
+        self._raw, self._payloads = packed is None, packed or Raw()
 
     def size_bytes(self, count: int) -> int:
         """Return the bytes of so many values."""

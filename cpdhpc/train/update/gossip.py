@@ -19,8 +19,8 @@ from ...collectives import sparse
 from ...collectives.rank_program import NO_KEY
 from ...compress.base import Mean
 from ...config import ConfigError, one_of
-from ...formats import SHARED, TILE, Cast, wire_scaling
-from ...ops.payloads import Packed, parse_wire
+from ...formats import TILE
+from ...ops.payloads import packed_wire, parse_wire
 from .base import NOTHING
 from .own_models import Array, OwnModels, OwnModelsRule
 
@@ -133,14 +133,13 @@ class Gossip(OwnModels):
         wire: str,
         momentum: float,
     ) -> None:
-        fmt, shared = parse_wire(wire), SHARED[wire_scaling(wire)]
         self.graph, self.momentum = graph, np.float32(momentum)
         ranks, phases = reducer.world.hosted, range(graph.phases)
         self._heard = [[graph.sources(rank, phase) for rank in ranks] for phase in phases]
         self._told = [[graph.targets(rank, phase) for rank in ranks] for phase in phases]
         self._slots = 1 + graph.most_sources
-        self.packed = None if fmt is None else Packed(Cast(fmt), fit=True, shared=shared)
-        super().__init__(model, optimizer, reducer, 1 if fmt is None else TILE)
+        self.packed = packed_wire(wire, "update")
+        super().__init__(model, optimizer, reducer, 1 if self.packed is None else TILE)
 
     def _start(self) -> None:
         super()._start()
