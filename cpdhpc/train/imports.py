@@ -7,11 +7,11 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, field_validator
 
-from ..config import ConfigError, told
+from ..config import ConfigError, Section, told
 from .data import Data, Source
 from .losses import Loss, LossFunction, Metric, MetricFunction
 from .models import Model
@@ -20,84 +20,90 @@ if TYPE_CHECKING:
     import torch
 
 Named = Annotated[str, Field(alias="import", pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
-OWN_KEYS = ConfigDict(extra="allow", populate_by_name=True)
 
 
-@contextmanager
-def _found(table: str, name: str, directory: str) -> Iterator[Callable[..., Any]]:
-    """Yield the function "package.module:name". Raises ConfigError, also for what the block does.
+class Imported(Section):
+    """What tables share that name a function; their other keys are its arguments."""
 
-    directory: where modules are looked for first, until the end of the block
-    """
-    module, _, function = name.partition(":")
-    where = f'{table}.import="{name}"'
-    sys.path.insert(0, directory)
-    try:
-        with told(where):
-            found = getattr(importlib.import_module(module), function, None)
-            if not callable(found):
-                raise ConfigError(f"{where}: module {module} has no function {function}")
-            yield found
-    finally:
-        sys.path.remove(directory)
+    model_config = ConfigDict(extra="allow", populate_by_name=True)
+    of: ClassVar[str]  # the table
+
+    imported: Named
+    import_from: str = ""
+
+    @property
+    def where(self) -> str:
+        """What errors begin with."""
+        return f'{self.of}.import="{self.imported}"'
+
+    @property
+    def function(self) -> str:
+        """The function's name, without its module."""
+        return self.imported.partition(":")[2]
+
+    @contextmanager
+    def _found(self) -> Iterator[Callable[..., Any]]:
+        """Yield the function, whose modules are looked for in import_from first until the end.
+
+        Raises ConfigError, one line, for what is wrong with the import and for what the block does.
+        """
+        module = self.imported.partition(":")[0]
+        sys.path.insert(0, self.import_from)
+        try:
+            with told(self.where):
+                found = getattr(importlib.import_module(module), self.function, None)
+                if not callable(found):
+                    raise ConfigError(
+                        f"{self.where}: module {module} has no function {self.function}"
+                    )
+                yield found
+        finally:
+            sys.path.remove(self.import_from)
+
+    def call(self) -> Any:
+        """Return what the function returns. Raises ConfigError for whatever it raises."""
+        with self._found() as function:
+            return function(**(self.model_extra or {}))
+
+    def with_options(self, *given: str) -> Callable[..., Any]:
+        """Return the function of two arguments, which gets the options too when it is called.
+
+        given: further keyword arguments that it must take
+        Raises ConfigError, as what is returned does for what the function raises.
+        """
+        options = dict(self.model_extra or {})
+        with self._found() as function:
+            inspect.signature(function).bind(None, None, **options, **dict.fromkeys(given))
+
+        def called(*arguments: Any, **further: Any) -> Any:
+            with told(self.where):
+                return function(*arguments, **options, **further)
+
+        return called
 
 
-def call(table: str, name: str, directory: str, options: dict[str, Any]) -> Any:
-    """Return what the function "package.module:name" returns for the options.
-
-    directory: where modules are looked for first, until the function has returned
-    Raises ConfigError, one line, for whatever it raises, or its import.
-    """
-    with _found(table, name, directory) as function:
-        return function(**options)
-
-
-def with_options(
-    table: str, name: str, directory: str, options: dict[str, Any], *given: str
-) -> Callable[..., Any]:
-    """Return the function "package.module:name" that gets the options too when it is called.
-
-    given: further keyword arguments that it must take
-    Raises ConfigError, one line, for what is wrong with the import; what the function raises
-    becomes one.
-    """
-    where = f'{table}.import="{name}"'
-    with _found(table, name, directory) as function:
-        inspect.signature(function).bind(None, None, **options, **dict.fromkeys(given))
-
-    def called(*arguments: Any, **further: Any) -> Any:
-        with told(where):
-            return function(*arguments, **options, **further)
-
-    return called
-
-
-class ImportedModel(Model):
+class ImportedModel(Model, Imported):
     """[model] import = "package.module:function": the network that the function returns.
 
     import: of any callable, as a class; its arguments are the other keys of the table
     import_from: directory that modules are looked for in first; the job file's where not given
     """
 
-    model_config = OWN_KEYS
-
-    imported: Named
-    import_from: str = ""
+    of: ClassVar[str] = "model"
 
     def build(self, sample_shape: tuple[int, ...], classes: int) -> torch.nn.Module:
         """Return the network. Raises ConfigError where there is none. See Model.build."""
         import torch
 
-        model = call("model", self.imported, self.import_from, dict(self.model_extra or {}))
+        model = self.call()
         if not isinstance(model, torch.nn.Module):
             raise ConfigError(
-                f'model.import="{self.imported}": returned {type(model).__name__}: '
-                "must be a torch.nn.Module"
+                f"{self.where}: returned {type(model).__name__}: must be a torch.nn.Module"
             )
         return model
 
 
-class ImportedData(Data):
+class ImportedData(Data, Imported):
     """[data] import = "package.module:function": two map-style torch datasets, train and test.
 
     import: of any callable that returns the two; its arguments are the other keys of the table.
@@ -106,17 +112,13 @@ class ImportedData(Data):
     import_from: directory that modules are looked for in first; the job file's where not given
     """
 
-    model_config = OWN_KEYS
-
-    imported: Named
-    import_from: str = ""
+    of: ClassVar[str] = "data"
 
     def load(self) -> Source:
         """Return the two. Raises ConfigError where they are none. See Data.load."""
         from .samples import MapStyle
 
-        found = call("data", self.imported, self.import_from, dict(self.model_extra or {}))
-        where = f'data.import="{self.imported}"'
+        found, where = self.call(), self.where
         if not isinstance(found, tuple | list) or len(found) != 2:
             raise ConfigError(f"{where}: returned {type(found).__name__}: must be (train, test)")
         for name, dataset in zip(("train", "test"), found, strict=True):
@@ -136,7 +138,7 @@ class ImportedData(Data):
         return Source(train, test, train.sample_shape, train.classes, self.import_from)
 
 
-class ImportedLoss(Loss):
+class ImportedLoss(Loss, Imported):
     """[loss] import = "package.module:function": a function (outputs, targets, reduction).
 
     import: of a function as those of torch.nn.functional: reduction is "mean", over all targets,
@@ -144,23 +146,19 @@ class ImportedLoss(Loss):
     import_from: directory that modules are looked for in first; the job file's where not given
     """
 
-    model_config = OWN_KEYS
-
-    imported: Named
-    import_from: str = ""
+    of: ClassVar[str] = "loss"
 
     @property
     def label(self) -> str:
         """See Loss.label."""
-        return self.imported.partition(":")[2]
+        return self.function
 
     def build(self) -> LossFunction:
         """Return the function with its options. See Loss.build."""
-        options = dict(self.model_extra or {})
-        return with_options("loss", self.imported, self.import_from, options, "reduction")
+        return self.with_options("reduction")
 
 
-class ImportedMetric(Metric):
+class ImportedMetric(Metric, Imported):
     """[metric] import = "package.module:function": the mean of what a function (outputs, targets)
 
     returns for each target or sample; its further arguments are the other keys of the table.
@@ -168,10 +166,8 @@ class ImportedMetric(Metric):
     import_from: directory that modules are looked for in first; the job file's where not given
     """
 
-    model_config = OWN_KEYS
+    of: ClassVar[str] = "metric"
 
-    imported: Named
-    import_from: str = ""
     better: Literal["higher", "lower"] = "higher"
 
     @field_validator("imported")
@@ -184,7 +180,7 @@ class ImportedMetric(Metric):
     @property
     def label(self) -> str:
         """See Metric.label."""
-        return self.imported.partition(":")[2]
+        return self.function
 
     @property
     def lower(self) -> bool:
@@ -193,5 +189,4 @@ class ImportedMetric(Metric):
 
     def build(self) -> MetricFunction:
         """Return the function with its options. See Metric.build."""
-        options = dict(self.model_extra or {})
-        return with_options("metric", self.imported, self.import_from, options)
+        return self.with_options()
