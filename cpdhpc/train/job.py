@@ -32,7 +32,6 @@ from ..formats import with_own_formats
 from ..precision.policy import PRESETS, Policy
 from ..precision.recording import Recording
 from ..world.ranks import Loopback, Ranks
-from .adversarial import Adversarial
 from .controllers import (
     BATCH_SCALINGS,
     CONTROLLERS,
@@ -48,7 +47,7 @@ from .datasets import DATA, Augment, Digits
 from .imports import ImportedData, ImportedLoss, ImportedMetric, ImportedModel
 from .loader import Loader
 from .loss_scaling import check_scale
-from .losses import LOSSES, METRICS, Accuracy, CrossEntropy, Loss, Metric
+from .losses import LOSSES, METRICS, Accuracy, Adversarial, CrossEntropy, Loss, Metric
 from .models import MODELS, Mlp, Model
 from .optimizers import OPTIMIZERS, Optimizer, Sgd
 from .stages.section import Stages
