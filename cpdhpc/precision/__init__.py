@@ -3,8 +3,9 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .policy import LayerPolicy, Policy
-from .products import matmul
+from .policy import LayerPolicy as LayerPolicy
+from .policy import Policy as Policy
+from .products import matmul as matmul
 
 if TYPE_CHECKING:
     from .arithmetic import quantize as quantize
@@ -25,21 +26,7 @@ _NEED_TORCH = {  # public name -> the module that has it, imported when first as
     **dict.fromkeys(("Conv1d", "Conv2d", "Conv3d"), "layers"),
     "Recorder": "recorder",
 }
-__all__ = [
-    "Attention",
-    "BatchMatmul",
-    "Conv1d",
-    "Conv2d",
-    "Conv3d",
-    "LayerPolicy",
-    "Linear",
-    "Lstm",
-    "Policy",
-    "Recorder",
-    "convert",
-    "matmul",
-    "quantize",
-]
+__all__ = ["LayerPolicy", "Policy", "matmul", *_NEED_TORCH]
 
 
 def __getattr__(name: str) -> Any:

@@ -25,7 +25,7 @@ _EXPORTS = {  # public name -> the module that has it
     "NovoGrad": "layerwise",
     "ddp_hook": "ddp",
 }
-__all__ = ["AdamP", "GradientReducer", "Lamb", "Larc", "Lars", "LossScaler", "NovoGrad", "ddp_hook"]
+__all__ = [*_EXPORTS]
 
 
 def __getattr__(name: str) -> Any:
