@@ -75,7 +75,6 @@ ONLY_HERE = {  # outside package -> where it may be imported
         "precision/arithmetic.py",
         "precision/conversion.py",
         "precision/layers.py",
-        "precision/quantizers.py",
         "precision/updates.py",
         "precision/recorder.py",
     ),
@@ -250,7 +249,6 @@ def test_importing_starts_nothing() -> None:
             "precision.arithmetic",
             "precision.conversion",
             "precision.layers",
-            "precision.quantizers",
             "precision.search",
             "precision.updates",
         )

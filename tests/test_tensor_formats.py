@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from cpdhpc.config import ConfigError, validate
-from cpdhpc.precision.quantizers import Quantizer
+from cpdhpc.precision.arithmetic import Quantizer
 from cpdhpc.precision.tensors import TensorFormat
 from cpdhpc.train import GradientReducer
 from cpdhpc.world.ranks import Loopback

@@ -33,8 +33,8 @@ from ..ops.tensors import (
     tensor_of,
     values_of,
 )
+from ..precision.arithmetic import STATE, newest
 from ..precision.policy import LayerPolicy
-from ..precision.quantizers import STATE, newest
 from ..precision.tensors import NEVER
 from ..randomness import random_key
 from ..table_formats import spelled
