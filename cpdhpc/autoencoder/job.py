@@ -17,7 +17,21 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field, model_validator
 
-from ..config import ConfigError, Section, blaming, dump_toml, override, read_toml, validate
+from ..config import (
+    Above0,
+    ConfigError,
+    Name,
+    NotNegative,
+    Positive,
+    Section,
+    Share,
+    Whole,
+    blaming,
+    dump_toml,
+    override,
+    read_toml,
+    validate,
+)
 from ..darray.layout import balanced_grid
 from ..train.data import DataError
 from ..train.datasets import find, read_idx
@@ -49,9 +63,9 @@ class Source(Section):
 
     name: Literal["digits", "idx", "array", "folder", "synthetic"]
     path: str = ""
-    tile: Annotated[int, Field(ge=1)] = 1
-    size: Annotated[int, Field(ge=0)] = 0
-    held_out: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    tile: Positive = 1
+    size: Whole = 0
+    held_out: Share = 0.0
     channels: Literal[1, 3] = 1
     prepare: Literal["none", "contrast", "whiten"] = "contrast"
 
@@ -243,10 +257,6 @@ def keep_freed_memory() -> bool:
     return bool(mallopt(MMAP_MAX, 0)) and bool(mallopt(TRIM_THRESHOLD, NEVER))
 
 
-Count = Annotated[int, Field(ge=1)]
-Above = Annotated[float, Field(gt=0)]
-
-
 class Layer(Section):
     """[[layer]]: filters, L2 pooling and local contrast normalisation, one after the other.
 
@@ -258,15 +268,15 @@ class Layer(Section):
     epsilon: added to the squares under the root of a pool; floor: the least divisor of contrast
     """
 
-    field: Count
-    step: Count = 1
-    maps: Count
-    pool: Count = 1
-    pool_step: Count = 1
-    contrast: Count = 1
-    sparsity: Annotated[float, Field(ge=0)] = 0.1
-    epsilon: Above = 1e-3
-    floor: Above = 0.01
+    field: Positive
+    step: Positive = 1
+    maps: Positive
+    pool: Positive = 1
+    pool_step: Positive = 1
+    contrast: Positive = 1
+    sparsity: NotNegative = 0.1
+    epsilon: Above0 = 1e-3
+    floor: Above0 = 0.01
 
     @model_validator(mode="after")
     def _contrast_has_a_middle(self) -> Layer:
@@ -351,7 +361,7 @@ def stack(layers: tuple[Layer, ...], image: tuple[int, int], channels: int) -> l
     return found
 
 
-Pair = Annotated[tuple[Count, Count], Field(strict=False)]
+Pair = Annotated[tuple[Positive, Positive], Field(strict=False)]
 MAY_DIFFER = (  # from the job of a checkpoint: the model is the same but for rounding
     "train.timeout_s",
     "train.checkpoint_every",
@@ -378,20 +388,20 @@ class Train(Section):
     device: where layers compute: cpu, gpu; oversubscribe_gpus: processes of a node may share GPUs
     """
 
-    iterations: Count = 200
-    batch: Count = 32
-    learning_rate: Annotated[float, Field(gt=0)] = 0.01
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    seed: Annotated[int, Field(ge=0)] = 0
+    iterations: Positive = 200
+    batch: Positive = 32
+    learning_rate: Above0 = 0.01
+    momentum: Share = 0.9
+    seed: Whole = 0
     dtype: Literal["float32", "float64"] = "float32"
     cell_procs: Pair | None = None
     block_procs: Pair | None = None
-    threads: Annotated[int, Field(ge=0)] = 0
+    threads: Whole = 0
     keep_memory: bool = True
     device: Literal["cpu", "gpu"] = "cpu"
     oversubscribe_gpus: bool = False
-    checkpoint_every: Count = 100
-    timeout_s: Annotated[float, Field(gt=0)] = 600.0
+    checkpoint_every: Positive = 100
+    timeout_s: Above0 = 600.0
 
 
 class Autoencoder(Section):
@@ -400,7 +410,7 @@ class Autoencoder(Section):
     name: of its files; the job file's where it is not given
     """
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$")]
+    name: Name
     data: Source
     layer: Annotated[tuple[Layer, ...], Field(strict=False, min_length=1)]
     train: Train = Train()

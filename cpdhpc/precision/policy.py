@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import BeforeValidator, Field, PlainSerializer, field_validator, model_validator
 
-from ..config import ConfigError, Raw, Section, dump_toml, validate
+from ..config import ConfigError, Raw, Section, Whole, dump_toml, validate
 from ..formats import Overflow, Rounding, wire_format
 from ..methods import suggest
 from ..ops.products import Order
@@ -167,7 +167,7 @@ class Sums(Section):
     rounding: Rounding = "nearest"
     random_bits: Annotated[int, Field(ge=0, le=31)] = 0
     overflow: Overflow = "inf"
-    chunk: Annotated[int, Field(ge=0)] = 0
+    chunk: Whole = 0
     between: str | None = None
     kahan: bool = False
 

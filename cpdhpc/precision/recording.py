@@ -17,7 +17,7 @@ import numpy.typing as npt
 from pydantic import Field, model_validator
 
 from .. import store
-from ..config import Section
+from ..config import Above0, Positive, Section, Whole
 
 Array = npt.NDArray[Any]
 KindName = Literal["gradients", "mean", "weights", "updates", "activations", "errors"]
@@ -55,10 +55,10 @@ class Recording(Section):
 
     layers: Annotated[tuple[str, ...], Field(strict=False, min_length=1)] = ("*",)
     tensors: Annotated[tuple[KindName, ...], Field(strict=False, min_length=1)] = tuple(KINDS)
-    every: Annotated[int, Field(ge=0)] = 0
-    count: Annotated[int, Field(ge=1)] = 20
-    iterations: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False)] = ()
-    max_mib: Annotated[float, Field(gt=0)] = 256.0
+    every: Whole = 0
+    count: Positive = 20
+    iterations: Annotated[tuple[Whole, ...], Field(strict=False)] = ()
+    max_mib: Above0 = 256.0
     thin: bool = False
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     file: str = ""

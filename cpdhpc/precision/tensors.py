@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field, field_validator, model_validator
 
-from ..config import Section
+from ..config import Section, Share
 from ..formats import (
     MICROSCALING,
     SHARED,
@@ -73,7 +73,7 @@ class TensorFormat(Section):
     margin: Annotated[int, Field(ge=0, le=64)] = 0
     expect: Literal["max", "recent"] = "max"
     exponent: Annotated[int, Field(ge=-126, le=127)] | None = None
-    overflow_rate: Annotated[float, Field(ge=0, lt=1)] = 1e-4
+    overflow_rate: Share = 1e-4
     warmup: Annotated[int, Field(ge=0, lt=2**24)] = 0
 
     @model_validator(mode="before")

@@ -12,7 +12,7 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from .. import store
-from ..config import ConfigError, Section
+from ..config import Above0, ConfigError, NotNegative, Positive, Section, Whole
 from ..randomness import random_key
 from .data import Array, Data, DataError, Dataset, Samples, Source, split_order
 
@@ -34,9 +34,9 @@ class Augment(Section):
     Taylor: Improved regularization with cutout, arXiv 1708.04552.
     """
 
-    crop: Annotated[int, Field(ge=0)] = 0
+    crop: Whole = 0
     flip: bool = False
-    cutout: Annotated[int, Field(ge=0)] = 0
+    cutout: Whole = 0
 
     def of(self, samples: Samples) -> Samples:
         """Return the samples, whose images change as they are taken."""
@@ -91,9 +91,6 @@ class _Augmented:
         return changed.contiguous(), y
 
 
-Positive = Annotated[int, Field(ge=1)]
-
-
 class Digits(Data):
     """[data] name = "digits": 1,797 handwritten digits of 8 x 8 pixels, which scikit-learn has.
 
@@ -103,7 +100,7 @@ class Digits(Data):
 
     name: Literal["digits"] = "digits"
     test_share: Annotated[float, Field(gt=0, lt=1)] = 1 / 3
-    split_seed: Annotated[int, Field(ge=0)] = 0
+    split_seed: Whole = 0
 
     def load(self) -> Dataset:
         """Return the images, split by split_seed into training and test samples."""
@@ -259,8 +256,8 @@ class Synthetic(Data):
     classes: Positive = 10
     train_samples: Positive = 1000
     test_samples: Positive = 200
-    noise: Annotated[float, Field(ge=0)] = 0.0
-    data_seed: Annotated[int, Field(ge=0)] = 0
+    noise: NotNegative = 0.0
+    data_seed: Whole = 0
 
     def load(self) -> Dataset:
         """Return the samples, the same on all machines."""
@@ -305,7 +302,7 @@ class Text(Data):
 
     name: Literal["text"] = "text"
     files: Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
-    length: Annotated[int, Field(ge=1)] = 64
+    length: Positive = 64
     test_share: Annotated[float, Field(gt=0, lt=1)] = 0.1
 
     def load(self) -> Source:
@@ -353,7 +350,7 @@ class Hdf5(Data):
     classes: Annotated[int | None, Field(ge=1)] = None
     channels_last: bool = False
     mean: Annotated[tuple[float, ...], Field(strict=False)] = ()
-    deviation: Annotated[tuple[Annotated[float, Field(gt=0)], ...], Field(strict=False)] = ()
+    deviation: Annotated[tuple[Above0, ...], Field(strict=False)] = ()
 
     @model_validator(mode="after")
     def _both_or_none(self) -> Hdf5:

@@ -13,10 +13,14 @@ from ..collectives.method import read_machine
 from ..compress import COMPRESSORS, Aggregator, NoCompression
 from ..config import (
     IMPORT,
+    Above0,
     ConfigError,
+    Name,
     OneOf,
+    Positive,
     Raw,
     Section,
+    Whole,
     blaming,
     dump_toml,
     flatten,
@@ -53,10 +57,7 @@ from .optimizers import OPTIMIZERS, Optimizer, Sgd
 from .stages.section import Stages
 from .update import UPDATES, ByAllreduce, UpdateRule
 
-Positive = Annotated[int, Field(ge=1)]
-Whole = Annotated[int, Field(ge=0)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$")]  # part of a file name
 
 EPOCHS = "train.epochs"  # may be raised where a run is gone on with
 STATELESS = ("none", "lowbit", "qsgd", "terngrad")  # aggregators that keep nothing of a rank
@@ -110,19 +111,19 @@ class Train(Section):
 
     epochs: Positive = 10
     batch: Positive = 64
-    learning_rate: Annotated[float, Field(gt=0)] = DEFAULT_RATE
+    learning_rate: Above0 = DEFAULT_RATE
     seeds: Annotated[tuple[Seed, ...], Field(strict=False, min_length=1)] = (0,)
     virtual_ranks: Positive = 1
     image_grid: Annotated[tuple[Positive, Positive], Field(strict=False)] = (1, 1)
-    threads: Annotated[int, Field(ge=0)] = 0
+    threads: Whole = 0
     loss_scaling: Literal["static", "dynamic"] = "static"
     loss_scale: Annotated[float | None, AfterValidator(check_scale)] = None
-    bucket_mib: Annotated[float, Field(gt=0)] = 25.0
+    bucket_mib: Above0 = 25.0
     overlap: bool = False
     telemetry_every: Positive = 10
     checkpoint_every: Positive = 1
     keep_every: Whole = 0
-    timeout_s: Annotated[float, Field(gt=0)] = 600.0
+    timeout_s: Above0 = 600.0
     record_gradients: Annotated[tuple[Whole, ...], Field(strict=False, max_length=100)] = ()
     device: Literal["cpu", "gpu"] = "cpu"
     gpu_direct: Literal["auto", "required", "never"] = "auto"

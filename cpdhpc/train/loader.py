@@ -18,11 +18,9 @@ from concurrent.futures import (
     ThreadPoolExecutor,
 )
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
-from pydantic import Field
-
-from ..config import ConfigError, Section, told
+from ..config import ConfigError, Positive, Section, Whole, told
 from .data import Array, Samples
 
 if TYPE_CHECKING:
@@ -42,8 +40,8 @@ class Loader(Section):
     prefetch: batches that each worker reads ahead
     """
 
-    workers: Annotated[int, Field(ge=0)] = 0
-    prefetch: Annotated[int, Field(ge=1)] = 2
+    workers: Whole = 0
+    prefetch: Positive = 2
 
 
 class Workers:

@@ -8,11 +8,11 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
-from ..config import ConfigError, Section
+from ..config import ConfigError, NotNegative, Section, Share, Whole
 
 if TYPE_CHECKING:
     import torch
@@ -84,7 +84,7 @@ class CrossEntropy(Loss):
     metric = "accuracy"
 
     name: Literal["cross_entropy"] = "cross_entropy"
-    label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    label_smoothing: Share = 0.0
 
     def build(self) -> LossFunction:
         """Return the function. See Loss.build."""
@@ -191,8 +191,8 @@ class Adversarial(Section):
     Source: Liu et al., Concurrent Adversarial Learning for Large-Batch Training, arXiv 2106.00221.
     """
 
-    epsilon: Annotated[float, Field(ge=0)] = 0.0
-    tau: Annotated[int, Field(ge=0)] = 1
+    epsilon: NotNegative = 0.0
+    tau: Whole = 1
     alternate: Literal["turns", "ranks"] = "turns"
     trained: bool = True
     low: float | None = None

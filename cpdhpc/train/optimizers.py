@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from ..config import Section
+from ..config import Above0, NotNegative, Section, Share
 
 if TYPE_CHECKING:
     import torch
@@ -38,8 +38,6 @@ class Optimizer(Section):
         """Return the optimiser; each step sets its learning rate anew."""
 
 
-Share = Annotated[float, Field(ge=0, lt=1)]
-NotNegative = Annotated[float, Field(ge=0)]
 Betas = Annotated[tuple[Share, Share], Field(strict=False)]
 Exclude = Literal["one_dimensional", "none"]  # the keys of layerwise.EXCLUDES
 
@@ -170,7 +168,7 @@ class Lars(LayerWise):
     name: Literal["lars"] = "lars"
     momentum: Share = 0.9
     weight_decay: NotNegative = 0.0
-    trust: Annotated[float, Field(gt=0)] = 0.001
+    trust: Above0 = 0.001
     exclude: Exclude = "one_dimensional"
 
 
@@ -188,7 +186,7 @@ class Larc(LayerWise):
     name: Literal["larc"] = "larc"
     momentum: Share = 0.9
     weight_decay: NotNegative = 0.0
-    trust: Annotated[float, Field(gt=0)] = 0.02
+    trust: Above0 = 0.02
     exclude: Exclude = "one_dimensional"
 
 

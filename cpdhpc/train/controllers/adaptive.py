@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import exp, inf, isnan, nan
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import numpy as np
-from pydantic import Field
 
 from ...compress.base import Column
+from ...config import Above0, Share, Whole
 from .base import (
     Array,
     Control,
@@ -110,7 +110,7 @@ class ByNoise(Control):
     """
 
     measures_norms: ClassVar[bool] = True
-    smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.99
+    smoothing: Share = 0.99
 
 
 class ByNoiseScale(ByNoise):
@@ -174,8 +174,8 @@ class ByAdaptiveBatch(ByNoise):
     """
 
     name: Literal["adaptive_batch"] = "adaptive_batch"
-    share: Annotated[float, Field(gt=0)] = 1.0
-    max_batch: Annotated[int, Field(ge=0)] = 0
+    share: Above0 = 1.0
+    max_batch: Whole = 0
 
     def check(self, settings: Settings) -> None:
         """Raise ValueError where the batch may not grow. See Control.check."""

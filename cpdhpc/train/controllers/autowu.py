@@ -10,6 +10,7 @@ from typing import Annotated, ClassVar, Literal
 import numpy as np
 from pydantic import Field, model_validator
 
+from ...config import Above0, Positive
 from .base import (
     DEFAULT_RATE,
     Array,
@@ -209,10 +210,10 @@ class ByAutoWu(Control):
     decides: ClassVar[tuple[str, ...]] = ("train.learning_rate", "schedule.")
 
     name: Literal["autowu"] = "autowu"
-    min_rate: Annotated[float, Field(gt=0)] = 1e-5
-    max_rate: Annotated[float, Field(gt=0)] = 1.0
+    min_rate: Above0 = 1e-5
+    max_rate: Above0 = 1.0
     warmup_share: Annotated[float, Field(gt=0, lt=1)] = 0.5
-    patience: Annotated[int, Field(ge=1)] = 3
+    patience: Positive = 3
     confidence: Annotated[float, Field(gt=0.5, lt=1)] = 0.95
     decay: Literal["cosine", "constant_cosine"] = "cosine"
     cooldown_share: Annotated[float, Field(gt=0, le=1)] = 0.2

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from pydantic import Field, model_validator
 
 from ...compress.base import Column
-from ...config import Section, one_of
+from ...config import Above0, NotNegative, Section, Whole, one_of
 from ...world.ranks import Loopback, Ranks
 
 Array = npt.NDArray[Any]
@@ -207,12 +207,12 @@ class Schedule(Section):
         epochs k, "linear_legw" both k
     """
 
-    warmup_epochs: Annotated[float, Field(ge=0)] = 0.0
+    warmup_epochs: NotNegative = 0.0
     decay: Annotated[str, one_of(DECAYS)] = "constant"
     milestones: Annotated[tuple[float, ...], Field(strict=False)] = ()
     gamma: Annotated[float, Field(gt=0, le=1)] = 0.1
-    power: Annotated[float, Field(gt=0)] = 1.0
-    base_batch: Annotated[int, Field(ge=0)] = 0
+    power: Above0 = 1.0
+    base_batch: Whole = 0
     batch_scaling: Annotated[str, one_of(BATCH_SCALINGS)] = "none"
 
     @model_validator(mode="after")

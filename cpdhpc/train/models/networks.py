@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from .plain import Model, Positive, image_shape, to_channels
+from ...config import Above0, Positive, Share
+from .plain import Model, image_shape, to_channels
 
 if TYPE_CHECKING:
     import torch
@@ -83,7 +84,7 @@ class WideResNet(Model):
     name: Literal["wide_resnet"] = "wide_resnet"
     depth: Annotated[int, Field(ge=10), AfterValidator(_of_whole_blocks)] = 16
     widen: Positive = 4
-    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    dropout: Share = 0.0
     norm: Norm = "batch"
 
     def build(self, sample_shape: tuple[int, ...], classes: int) -> torch.nn.Module:
@@ -158,9 +159,6 @@ class ResNet(Model):
         return blocks.initialised(nn.Sequential(*layers, *blocks.pooled(outputs, classes)))
 
 
-Share = Annotated[float, Field(ge=0, lt=1)]
-
-
 def sequence_length(model: str, shape: tuple[int, ...]) -> int:
     """Return the places of a sequence. Raises ValueError for samples of another shape."""
     if len(shape) != 1:
@@ -219,7 +217,7 @@ class LstmLanguageModel(Model):
     layers: Positive = 2
     dropout: Share = 0.0
     tied: bool = False
-    uniform: Annotated[float, Field(gt=0)] = 0.1
+    uniform: Above0 = 0.1
 
     @model_validator(mode="after")
     def _tied_have_one_shape(self) -> LstmLanguageModel:

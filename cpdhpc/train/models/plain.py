@@ -9,13 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from ...config import Section
+from ...config import Positive, Section
 
 if TYPE_CHECKING:
     import torch
-
-
-Positive = Annotated[int, Field(ge=1)]
 
 
 class Model(Section):

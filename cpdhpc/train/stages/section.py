@@ -6,13 +6,10 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from ...config import Section
+from ...config import Above0, Positive, Section
 from ...ops.payloads import parse_wire
 from ...world.mpi import World
 from ...world.ranks import Loopback, Ranks
-
-Positive = Annotated[int, Field(ge=1)]
-Above0 = Annotated[float, Field(gt=0)]
 
 
 def _check_wire(wire: str) -> str:

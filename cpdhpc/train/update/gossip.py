@@ -13,12 +13,12 @@ from math import isqrt
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import numpy as np
-from pydantic import AfterValidator, Field, field_validator
+from pydantic import AfterValidator, field_validator
 
 from ...collectives import sparse
 from ...collectives.rank_program import NO_KEY
 from ...compress.base import Mean
-from ...config import ConfigError, one_of
+from ...config import ConfigError, Share, one_of
 from ...formats import TILE
 from ...ops.payloads import packed_wire, parse_wire
 from .base import NOTHING
@@ -334,7 +334,7 @@ class DmSgd(GossipRule):
     """
 
     name: Literal["dmsgd"] = "dmsgd"
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    momentum: Share = 0.9
 
 
 class DecentLaM(GossipRule):
@@ -351,7 +351,7 @@ class DecentLaM(GossipRule):
     update: ClassVar[type[Gossip]] = DecentLaMUpdate
 
     name: Literal["decentlam"] = "decentlam"
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    momentum: Share = 0.9
 
     @field_validator("graph")
     @classmethod

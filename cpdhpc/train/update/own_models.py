@@ -6,15 +6,15 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import fsum, sqrt
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import Field
 
 from ...collectives import sparse
 from ...compress.base import Mean
 from ...compress.bucket import Bucket, Entry, State
+from ...config import Above0, Positive, Share
 from .base import NOTHING, Update, UpdateRule
 
 if TYPE_CHECKING:
@@ -291,7 +291,7 @@ class LocalSgd(OwnModelsRule):
     }
 
     name: Literal["localsgd"] = "localsgd"
-    period: Annotated[int, Field(ge=1)] = 8
+    period: Positive = 8
 
     def build(
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, reducer: GradientReducer
@@ -311,9 +311,9 @@ class DiLoCo(LocalSgd):
     """
 
     name: Literal["diloco"] = "diloco"  # type: ignore[assignment]
-    period: Annotated[int, Field(ge=1)] = 50
-    outer_rate: Annotated[float, Field(gt=0)] = 0.7
-    outer_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    period: Positive = 50
+    outer_rate: Above0 = 0.7
+    outer_momentum: Share = 0.9
 
     def build(
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, reducer: GradientReducer
