@@ -189,6 +189,8 @@ def test_nothing_that_sends_more_than_float32_is_called_fewer_bits(
     worse = replace(evidence.trials[2], sent_bytes=1.5 * uniform.sent_bytes)
     more = replace(evidence, found=worse.formats, trials=(base, uniform, worse))
     assert "50 % more bytes than e4m3" in _worth(more)
+    silent = tuple(replace(each, sent_bytes=0.0) for each in evidence.trials)
+    assert "one rank, which sends nothing" in _worth(replace(evidence, trials=silent))
 
 
 @pytest.fixture(autouse=True)
