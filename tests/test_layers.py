@@ -39,7 +39,7 @@ MAY_IMPORT = {  # part of the package -> the parts it may import, besides itself
     "autoencoder": WORLD | {"darray", "train", "provenance", "signals"},
     "bench": REDUCE
     | {"arrays", "precision", "compress", "darray", "quantized", "train", "autoencoder"}
-    | {"provenance"},
+    | {"provenance", "report"},
     "kinds": WORLD
     | {"collectives", "darray", "bench", "train", "autoencoder", "provenance", "signals"}
     | {"study", "report"},

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,6 +20,7 @@ from .. import store
 from ..config import ConfigError
 from ..formats import parse_format
 from ..precision.measures import WAYS, sum_error
+from ..report.figures import Axis, Chart, Panel, Series, image, styles
 from .harness import check_positive, parse_counts
 
 SCALINGS = {  # label: (scaling, headroom)
@@ -29,7 +31,6 @@ SCALINGS = {  # label: (scaling, headroom)
     "block32": ("block32", "n"),
     "block16": ("block16", "n"),
 }
-MARKERS = "os^Dv<>pPX*hd"
 
 
 class AccuracyCase(NamedTuple):
@@ -92,45 +93,22 @@ def table(found: list[AccuracyCase]) -> str:
     return "\n".join(lines)
 
 
-def draw(found: list[AccuracyCase], path: Path) -> None:
-    """Draw error against ranks, a panel for each format and each of two scalings."""
-    from matplotlib.figure import Figure
-
+def chart(found: list[AccuracyCase]) -> Chart:
+    """Return the error against ranks, a panel for each format and each of two scalings."""
     wires = list(dict.fromkeys(case.wire for case in found))
-    scalings = ("aps", "tile")
-    figure = Figure(figsize=(4.2 * len(wires), 8.5), layout="constrained")
-    grid = figure.subplots(2, len(wires), sharex=True, sharey=True, squeeze=False)
-    methods = list(dict.fromkeys(case.method for case in found))
-    for row, scaling in enumerate(scalings):
-        for column, wire in enumerate(wires):
-            axes = grid[row][column]
-            for index, method in enumerate(methods):
-                points = [
-                    (case.ranks, case.error)
-                    for case in found
-                    if (case.wire, case.scaling, case.method) == (wire, scaling, method)
-                ]
-                if points:
-                    axes.plot(
-                        *zip(*points, strict=True),
-                        marker=MARKERS[index % len(MARKERS)],
-                        linestyle=("-", "--", "-.", ":")[index % 4],
-                        color=f"C{index % 10}",
-                        label=method,
-                    )
-            axes.set(title=f"{wire}, scaling {scaling}", xscale="log", yscale="log")
-            axes.grid(alpha=0.3)
-            axes.set_xticks(ranks := sorted({case.ranks for case in found}), map(str, ranks))
-            axes.minorticks_off()
-        grid[row][0].set_ylabel("relative error of the sum")
-    for axes in grid[1]:
-        axes.set_xlabel("ranks")
-    handles = {h.get_label(): h for axes in grid.flat for h in axes.get_lines()}
-    figure.legend(
-        handles=list(handles.values()), loc="outside lower center", ncols=4, handlelength=4
-    )
-    with store.replacing(path) as temporary:
-        figure.savefig(temporary, dpi=120, format=path.suffix[1:] or None)
+    looks = styles(case.method for case in found)
+    x = Axis("ranks", "log2", ticks=sorted({case.ranks for case in found}))
+    panels = []
+    for scaling, wire in product(("aps", "tile"), wires):
+        of_panel = [case for case in found if (case.wire, case.scaling) == (wire, scaling)]
+        series = []
+        for method in dict.fromkeys(case.method for case in of_panel):
+            points = {case.ranks: case.error for case in of_panel if case.method == method}
+            series.append(Series(method, looks[method], [*points], [*points.values()]))
+        y = Axis("relative error of the sum", "log")
+        panels.append(Panel(f"{wire}, scaling {scaling}", x, y, series))
+    title, note = "Error of sums over ranks", "Algorithm, and how partial sums are kept."
+    return Chart("accuracy", title, [note], "", panels, len(wires), most=len(panels))
 
 
 def run(args: argparse.Namespace) -> None:
@@ -149,5 +127,5 @@ def run(args: argparse.Namespace) -> None:
             print()
             found += one
     if args.png is not None:
-        draw(found, args.png)
+        store.put(args.png, image(chart(found), args.png.suffix[1:] or "png"))
         print(f"wrote {args.png}")
