@@ -205,7 +205,8 @@ COMMANDS: dict[str, Command | Group] = {
             ),
             "rounding": Command(
                 "error of rounding once by format and by how many values share an exponent",
-                "bench.rounding",
+                "bench.accuracy",
+                "rounding",
             ),
             "layer": Command(
                 "what a layer of the autoencoder costs each of many ranks, counted; needs no MPI",
@@ -232,7 +233,8 @@ COMMANDS: dict[str, Command | Group] = {
             ),
             "latency": Command(
                 "latency of all-reduces, tree beside MPI_Allreduce and memcpy; under mpirun",
-                "bench.latency",
+                "bench.allreduce",
+                "latency",
                 on_ranks=True,
             ),
             "fit": Command(

@@ -70,7 +70,7 @@ ONLY_HERE = {  # outside package -> where it may be imported
         "split_images/",
         "autoencoder/",
         "darray/autograd.py",
-        "bench/libraries.py",
+        "bench/allreduce_cases.py",
         "quantized/layers.py",
         "precision/arithmetic.py",
         "precision/conversion.py",

@@ -10,14 +10,13 @@ import numpy as np
 import pytest
 import xarray
 
-from cpdhpc.bench.allreduce_cases import cases_of_size
+from cpdhpc.bench.allreduce_cases import cases_of_size, sum_float32, sum_half, torch_group
 from cpdhpc.bench.harness import (
     Measured,
     Point,
     check_out,
     together,
 )
-from cpdhpc.bench.libraries import sum_float32, sum_half, torch_group
 from cpdhpc.bench.traffic import replay
 from cpdhpc.cli import main
 from cpdhpc.collectives.allreduce import Allreduce, allreduce
