@@ -52,11 +52,13 @@ class AccuracyCase(NamedTuple):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the benchmark's options to its command-line parser."""
-    parser.add_argument("--ranks", default="8,32,256", help="comma-separated numbers of ranks")
-    parser.add_argument("--formats", default="e5m2,e4m3,e2m1fn", help="comma-separated names")
-    parser.add_argument("--values", type=int, default=8192, help="of each rank (default 8192)")
-    parser.add_argument("--seeds", type=int, default=3, help="errors are medians over so many")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="draw the errors")
+    parser.add_argument("--ranks", default="8,32,256", metavar="N,...", help="numbers of ranks")
+    parser.add_argument("--formats", default="e5m2,e4m3,e2m1fn", metavar="NAME,...", help="formats")
+    parser.add_argument("--values", type=int, default=8192, metavar="N", help="of each rank")
+    parser.add_argument(
+        "--seeds", type=int, default=3, metavar="N", help="errors are medians over so many"
+    )
+    parser.add_argument("--png", type=Path, metavar="FILE.png", help="draw the errors")
 
 
 def contributions(ranks: int, n: int, seed: int) -> list[npt.NDArray[np.float32]]:
@@ -148,8 +150,8 @@ DRAWN: dict[str, Callable[[np.random.Generator, int], npt.NDArray[np.float64]]] 
 def add_rounding(parser: argparse.ArgumentParser) -> None:
     """Add the options of bench rounding."""
     parser.description = run_rounding.__doc__
-    parser.add_argument("--formats", default=DEFAULT_FORMATS, help="comma-separated names")
-    parser.add_argument("--values", type=int, default=1 << 20, help="that are drawn (2**20)")
+    parser.add_argument("--formats", default=DEFAULT_FORMATS, metavar="NAME,...", help="formats")
+    parser.add_argument("--values", type=int, default=1 << 20, metavar="N", help="that are drawn")
     parser.add_argument(
         "--gradients",
         type=Path,

@@ -45,6 +45,7 @@ from .harness import (
     Point,
     Times,
     add_device,
+    add_samples,
     check_out,
     check_positive,
     check_whole,
@@ -96,13 +97,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_beside(parser)
     parser.add_argument(
         "--baselines",
+        metavar="NAME,...",
         help=f"of {','.join(BASELINES)} (default: those that can run)",
     )
-    parser.add_argument("--repeats", type=int, default=9, help="timed calls (default 9)")
-    parser.add_argument("--warmup", type=int, default=2, help="calls before (default 2)")
-    parser.add_argument(
-        "--out", type=Path, metavar="FILE.h5", help="write every sample, for report"
-    )
+    add_samples(parser, 9, 2)
     parser.add_argument(
         "--predict", type=Path, metavar="MACHINE.toml", help="show predictions; used by auto"
     )
@@ -113,8 +111,9 @@ def add_beside(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--calls",
         default=",".join(CALLS),
+        metavar="NAME,...",
         help="plain; prepared; shared: prepared, with arrays of empty_shared where ranks of a node "
-        "share memory (default all)",
+        "share memory",
     )
     parser.add_argument(
         "--link",
@@ -131,22 +130,25 @@ def add_choices(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sizes",
         default="64KiB:16MiB:x16",
-        help="bytes of float32: 1MiB,16MiB or first:last:xFACTOR (default 64KiB:16MiB:x16)",
+        metavar="SIZE,...",
+        help="bytes of float32: 1MiB,16MiB or first:last:xFACTOR",
     )
     parser.add_argument(
         "--algorithms",
         default="ring,tree,direct",
-        help=f"of {','.join(SCHEDULES)},{AUTO} (default ring,tree,direct)",
+        metavar="NAME,...",
+        help=f"of {','.join(SCHEDULES)},{AUTO}",
     )
     parser.add_argument(
-        "--wires", default="raw,e4m3", help="raw, formats, mxfp4 (default raw,e4m3)"
+        "--wires", default="raw,e4m3", metavar="NAME,...", help="raw, formats, mxfp4"
     )
     parser.add_argument(
-        "--scalings", default="tile", help=f"of {','.join(SCALINGS)} (default tile)"
+        "--scalings", default="tile", metavar="NAME,...", help=f"of {','.join(SCALINGS)}"
     )
     parser.add_argument(
         "--accumulate",
         default="default",
+        metavar="NAME,...",
         help=f"of {','.join(ACCUMULATES)},default: the algorithm's own",
     )
 
@@ -376,14 +378,10 @@ LATENCY = Allreduce("raw", "tree")  # of small arrays, the fastest
 
 def add_latency(parser: argparse.ArgumentParser) -> None:
     """Add the options of bench latency."""
-    parser.add_argument("--sizes", default="8:4MiB:x4", help="bytes of float32 (default 8:4MiB:x4)")
+    parser.add_argument("--sizes", default="8:4MiB:x4", metavar="SIZE,...", help="bytes of float32")
     add_device(parser)
     add_beside(parser)
-    parser.add_argument("--repeats", type=int, default=200, help="timed calls (default 200)")
-    parser.add_argument("--warmup", type=int, default=20, help="calls before (default 20)")
-    parser.add_argument(
-        "--out", type=Path, metavar="FILE.h5", help="write every sample, for report"
-    )
+    add_samples(parser, 200, 20)
 
 
 def run_latency(arguments: argparse.Namespace, world: Ranks) -> Measured:

@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--gradients",
         type=Path,
         nargs="+",
-        metavar="FILE",
+        metavar="FILE.h5",
         help="of precision record or train.record_gradients, of one run (default: digits, now)",
     )
     parser.add_argument(
@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_device(parser)
     parser.add_argument(
-        "--ranks", help="comma-separated numbers of ranks (default: 2,4,... up to those recorded)"
+        "--ranks", metavar="N,...", help="numbers of ranks (default: 2,4,... up to those recorded)"
     )
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="write compress.h5 and compress.png there"
@@ -165,7 +165,9 @@ def _measured(
             try:
                 points.append(Point(text, world.ranks, replay(world, method, recorded, device)))
             except (ValueError, NonFiniteGradient) as error:  # on all processes alike
-                left_out.append(f"# {text} on {world.ranks} ranks: left out: {error}")
+                left_out.append(
+                    f"# {text} on {world.ranks} rank{'s' * (world.ranks > 1)}: left out: {error}"
+                )
     if not points:
         raise ConfigError(f"bench compress: no method could be run: {left_out[0]}")
     return points, left_out

@@ -222,7 +222,7 @@ MEASURED_S = 0.5
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the benchmark's options to its command-line parser."""
-    parser.add_argument("--network", default="resnet50", help=", ".join(NETWORKS))
+    parser.add_argument("--network", default="resnet50", metavar="NAME", help=", ".join(NETWORKS))
     parser.add_argument(
         "--methods",
         nargs="+",
@@ -230,24 +230,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="compressors, apart by spaces or commas (default: all)",
     )
-    parser.add_argument("--batch", type=int, default=32, help="samples of a worker (default 32)")
+    parser.add_argument("--batch", type=int, default=32, metavar="N", help="samples of a worker")
     parser.add_argument(
-        "--workers", default="1,2,4,8,16,32,64,128,256,512", help="comma-separated numbers"
+        "--workers", default="1,2,4,8,16,32,64,128,256,512", metavar="N,...", help="numbers of them"
     )
-    parser.add_argument("--links", default="1,10,100,400", help="Gb/s, comma-separated")
+    parser.add_argument(
+        "--links", default="1,10,100,400", metavar="GBIT,...", help="rates, 1e9 bit/s"
+    )
     compute = parser.add_mutually_exclusive_group()
-    compute.add_argument("--rate", type=float, help="samples/s of one worker, as you measured")
     compute.add_argument(
-        "--tflops", type=float, help="of one worker in training; by default measured here"
+        "--rate", type=float, metavar="RATE", help="samples/s of one worker, as you measured"
+    )
+    compute.add_argument(
+        "--tflops",
+        type=float,
+        metavar="TFLOPS",
+        help="of one worker in training (default: measured here)",
     )
     parser.add_argument(
-        "--machine", type=Path, metavar="MACHINE.toml", help="other times, written by bench fit"
+        "--machine",
+        type=Path,
+        metavar="MACHINE.toml",
+        help="times, written by bench fit (default: round figures)",
     )
     parser.add_argument(
-        "--algorithms", default="ring,rhd", help="an all-reduce takes the fastest of these"
+        "--algorithms",
+        default="ring,rhd",
+        metavar="NAME,...",
+        help="an all-reduce takes the fastest of these",
     )
-    parser.add_argument("--bucket-mib", type=float, default=25.0, help="as of a job (default 25)")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="draw the figures")
+    parser.add_argument("--bucket-mib", type=float, default=25.0, metavar="MIB", help="as of a job")
+    parser.add_argument("--png", type=Path, metavar="FILE.png", help="draw the figures")
 
 
 @dataclass(frozen=True)

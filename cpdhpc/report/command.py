@@ -304,11 +304,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE.h5",
         help="studies and records of training runs, or directories of them",
     )
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write one self-contained page")
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE.html", help="write one self-contained page"
+    )
     parser.add_argument("--figures", type=Path, metavar="DIR", help="write every figure: PNG, SVG")
     parser.add_argument("--csv", type=Path, metavar="DIR", help="write every table, all digits")
     parser.add_argument("--latex", type=Path, metavar="DIR", help="write every table for booktabs")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="draw training runs into an image")
+    parser.add_argument("--png", type=Path, metavar="FILE.png", help="draw training runs")
     parser.add_argument("--quiet", action="store_true", help="print no table")
     _add_choice(parser)
     _add_compare(parser)
@@ -341,7 +343,7 @@ def _add_compare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--compare",
         type=Path,
-        metavar="REFERENCE",
+        metavar="FILE",
         help="what changed since this study, or the one that a TOML file names with tolerances",
     )
     parser.add_argument(
