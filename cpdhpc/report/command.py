@@ -16,7 +16,6 @@ from rich.table import Table as RichTable
 
 from .. import store
 from ..config import UserError
-from ..precision.evidence import KIND as SEARCH
 from ..study.study_file import ReportError, StudyFile, load_study_file
 from . import units
 from .choice import ALL, Choice
@@ -24,13 +23,20 @@ from .compare import compare, compare_report, load_reference, verdict
 from .figures import Chart, image
 from .replayed import KIND as REPLAY
 from .replayed import replay_report
-from .search import search_report
 from .study import BENCHMARK, compress_report, study_report
 from .tables import Listed, Report, Table, slug
 from .trainings import Run, load_run, overview, run_groups, runs_report
 
 STUDY = "study.h5"  # in the folder of a study
-OF_KIND = {REPLAY: replay_report, SEARCH: search_report}  # by the attribute of their files
+
+
+def _search_report(path: Path) -> Report:
+    from .search import search_report  # with models of jobs, which no other report takes time for
+
+    return search_report(path)
+
+
+OF_KIND = {REPLAY: replay_report, "precision search": _search_report}  # by attribute of files
 
 
 @dataclass(frozen=True)
