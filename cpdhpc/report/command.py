@@ -24,7 +24,7 @@ from .figures import Chart, image
 from .replayed import KIND as REPLAY
 from .replayed import replay_report
 from .study import BENCHMARK, compress_report, study_report
-from .tables import Listed, Report, Table, slug
+from .tables import Listed, Report, Table, counted, slug
 from .trainings import Run, load_run, overview, run_groups, runs_report
 
 STUDY = "study.h5"  # in the folder of a study
@@ -150,8 +150,8 @@ class Outputs:
     def give(self, reports: Sequence[Report], unreadable: Sequence[str] = ()) -> int:
         """Print and write reports; return the exit status. Raises ReportError."""
         if unreadable:
-            listed = Listed(f"not read, {units.count(len(unreadable), 'file')}", unreadable)
-            first = replace(reports[0], listed=[listed, *reports[0].listed])
+            first, left = reports[0], counted([("not read", unreadable)], "file")
+            first = replace(first, listed=[*left, *first.listed])
             reports = [first, *reports[1:]]
         show(reports, self.terminal, self.quiet)
         if self.html is not None:
