@@ -18,6 +18,16 @@ if TYPE_CHECKING:
     from .world.mpi import World
 
 
+class Help(argparse.HelpFormatter):
+    """Help that says the default of each option which has one, where its text does not."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text, default = action.help or "", action.default
+        if action.nargs == 0 or default in (None, argparse.SUPPRESS, "", []) or "default" in text:
+            return text
+        return f"{text} (default {str(default).replace('%', '%%')})"
+
+
 def seconds(text: str) -> float:
     """Return a time, above zero; ValueError, which argparse shows, for anything else."""
     value = float(text)
@@ -67,7 +77,7 @@ def add_autoencoder(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of autoencoder: those of train, and a picture."""
     _add_job(parser)
     parser.add_argument(
-        "--png", type=Path, metavar="FILE", help="draw the first layer's filters into an image"
+        "--png", type=Path, metavar="FILE.png", help="draw the first layer's filters into an image"
     )
 
 
@@ -187,7 +197,8 @@ COMMANDS: dict[str, Command | Group] = {
             ),
             "rounding": Command(
                 "error of rounding once by format and by how many values share an exponent",
-                "bench.rounding",
+                "bench.accuracy",
+                "rounding",
             ),
             "layer": Command(
                 "what a layer of the autoencoder costs each of many ranks, counted; needs no MPI",
@@ -214,7 +225,8 @@ COMMANDS: dict[str, Command | Group] = {
             ),
             "latency": Command(
                 "latency of all-reduces, tree beside MPI_Allreduce and memcpy; under mpirun",
-                "bench.latency",
+                "bench.allreduce",
+                "latency",
                 on_ranks=True,
             ),
             "fit": Command(
@@ -381,7 +393,8 @@ def _add_commands(
         parser.error(f"{metavar} {argv[0]}: {suggest(argv[0], commands)}")
     for name, row in commands.items():
         text = row.summary
-        added = parsers.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+        description = text[0].upper() + text[1:] + "."
+        added = parsers.add_parser(name, help=text, description=description, formatter_class=Help)
         if argv[:1] != [name]:
             continue
         if isinstance(row, Group) and row.default and argv[1:2] not in [[a] for a in row.actions]:

@@ -14,7 +14,7 @@ import pytest
 from simulated_cupy import simulated
 from simulated_gpu import Gpu
 
-from cpdhpc.bench import codec, latency, libraries
+from cpdhpc.bench import allreduce, allreduce_cases, codec
 from cpdhpc.bench.allreduce import parse_baselines
 from cpdhpc.bench.allreduce_cases import cases_of_size
 from cpdhpc.bench.harness import take_device
@@ -122,15 +122,15 @@ def test_a_baseline_that_cannot_run_is_said() -> None:
 
 
 def test_processes_that_share_a_gpu_have_no_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(libraries, "_lacks", lambda library: "")
+    monkeypatch.setattr(allreduce_cases, "_lacks", lambda library: "")
     both = SimpleNamespace(gather=lambda x: [x, x], nodes=(0, 0), virtual_ranks=1)
     with simulated():
-        monkeypatch.setattr(libraries, "use_own_gpu", lambda world: (0, "0000:01:00.0"))
-        assert libraries.missing(both, "nccl") == "processes share GPUs"  # type: ignore[arg-type]
+        monkeypatch.setattr(allreduce_cases, "use_own_gpu", lambda world: (0, "0000:01:00.0"))
+        assert allreduce_cases.missing(both, "nccl") == "processes share GPUs"  # type: ignore[arg-type]
 
 
 def test_without_a_gpu_a_line_says_so() -> None:
     with simulated() as (gpu, _):
         gpu.count = 0
         with pytest.raises(UserError, match=r"^use_gpu: process 0 sees no GPU"):
-            take_device(parsed(latency, "--device", "gpu"), Loopback())
+            take_device(parsed(allreduce, "--device", "gpu"), Loopback())

@@ -18,8 +18,8 @@ from test_allreduce import WAYS, assert_same_bits, gradients
 from test_packing import some_values
 
 from cpdhpc import store
+from cpdhpc.bench import accuracy as bench_rounding
 from cpdhpc.bench import allreduce as bench_allreduce
-from cpdhpc.bench import rounding as bench_rounding
 from cpdhpc.cli import main
 from cpdhpc.collectives import predict
 from cpdhpc.collectives.allreduce import Allreduce, simulate

@@ -149,6 +149,14 @@ def test_a_shared_axis_holds_the_values_of_all_panels() -> None:
         assert low == 0 and high >= 3
 
 
+@pytest.mark.parametrize("ends", [(80, 176), (80, 320), (0.3, 40), (7, 9e4)])
+def test_a_logarithmic_axis_has_two_marks_or_more(ends: tuple[float, float]) -> None:
+    panel = Panel("", Axis("x", "log"), Axis("y"), [Series("", BOUND, ends, [1, 2])])
+    axes = draw(Chart("a", "a", [], "", [panel])).axes[0]
+    low, high = axes.get_xlim()
+    assert sum(low <= mark <= high for mark in axes.get_xticks()) >= 2
+
+
 def test_of_many_panels_whole_rows_are_drawn() -> None:
     """75 panels in rows of three: the first row, the last and two between; the note says so."""
     panels = [

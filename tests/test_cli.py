@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from training import environment, mpirun, write_idx, write_job
 
 from cpdhpc import store
-from cpdhpc.cli import COMMANDS, main
+from cpdhpc.cli import COMMANDS, Command, Group, main, parser
 from cpdhpc.config import UserError
 from cpdhpc.world.mpi import World
 
@@ -36,6 +39,41 @@ def test_help_tells_what_there_is(command: list[str], capsys: pytest.CaptureFixt
     assert len(shown.splitlines()) >= 5
 
 
+def commands() -> Iterator[list[str]]:
+    """Every command, and every action of one."""
+    for name, row in COMMANDS.items():
+        if isinstance(row, Command) or row.default:
+            yield [name]
+        if isinstance(row, Group):
+            yield from ([name, action] for action in row.actions)
+
+
+METAVARS = (  # of what may come from the command line
+    r"(FILE|RUN|STUDY|MACHINE|RUN\.checkpoint)?(\.(h5|toml|png|html|npy))?|DIR|FOLDER|NUMBER"
+    r"|(N|NAME|SIZE|GBIT|A:B|MODE|KIND|PATTERN|NAME=VALUE|RANGE:BITS)([,;]\.\.\.)?"
+    r"|NAME\[:OPTION=VALUE,...\]|(data\.)?KEY=VALUE|SECONDS|MIB|RATE|TFLOPS|SHARE|POINTS|ACTION"
+)
+
+
+@pytest.mark.parametrize("command", list(commands()), ids=" ".join)
+def test_options_say_what_they_take_and_their_defaults(command: list[str]) -> None:
+    """No option's value is called as the option, and each default is in the text, once."""
+    here = parser(command)
+    for name in command:
+        (actions,) = [a for a in here._actions if isinstance(a, argparse._SubParsersAction)]
+        here = actions.choices[name]
+    shown = here._get_formatter()
+    for action in here._actions:
+        if action.nargs == 0:
+            continue
+        if not action.choices:
+            assert re.fullmatch(METAVARS, str(action.metavar)), action.option_strings
+        if action.default not in (None, "", []):
+            assert shown._expand_help(action).count("default") == 1, action.option_strings
+        else:
+            assert shown._expand_help(action), action.option_strings
+
+
 def test_unknown_arguments_show_their_commands_usage(capsys: pytest.CaptureFixture[str]) -> None:
     for command in (["bench", "throughput"], ["info"], ["study", "status", "x"]):
         with pytest.raises(SystemExit) as caught:
@@ -49,7 +87,7 @@ def test_help_and_report_need_neither_torch_nor_mpi(tmp_path: Path) -> None:
     program = (
         "import sys; from cpdhpc.cli import main\n"
         f"status = main(['report', {str(tmp_path)!r}])\n"
-        "assert not {'torch', 'mpi4py.MPI', 'cupy'} & set(sys.modules), 'heavy'\n"
+        "assert not {'torch', 'mpi4py.MPI', 'cupy', 'cpdhpc.train'} & set(sys.modules), 'heavy'\n"
         "sys.exit(status)"
     )
     command = [sys.executable, "-c", program]

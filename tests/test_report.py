@@ -96,6 +96,8 @@ def test_the_figure_shows_accuracy_and_loss(directory: Path) -> None:
     (legend,) = figure.legends
     named = {text.get_text() for text in legend.get_texts()}
     assert named == {"float32", "tile", "aps", "Pareto front"}
+    titles = [panel.title for panel in chart.panels]
+    assert titles[0].startswith("accuracy against bits sent") and titles[-1] == "loss over epochs"
 
 
 def test_the_pareto_figure_draws_points_where_they_are(directory: Path) -> None:
@@ -119,6 +121,19 @@ def test_a_note_tells_what_is_at_one_place() -> None:
     ]  # fmt: skip
     (chart,) = score_charts("", trained, Score("accuracy", "%", lower=False, loss_unit="nat"))
     assert chart.notes[1:] == ["At one place: a, b."]
+
+
+@pytest.mark.parametrize(("second", "panels"), [(90.5, 2), (80.0, 1)])
+def test_a_closer_look_is_at_two_or_more(second: float, panels: int) -> None:
+    """Of three the best two are near each other, or the best is alone: then there is no such."""
+    none = np.empty(0)
+    scores = {"a": 91.0, "b": second, "c": 40.0}
+    trained = [
+        Trained("", name, BOUND, np.array([score]), 1e4 * i, nan, np.array([nan]), none, none, none)
+        for i, (name, score) in enumerate(scores.items(), 1)
+    ]
+    (chart,) = score_charts("", trained, Score("accuracy", "%", lower=False, loss_unit="nat"))
+    assert len(chart.panels) == panels
 
 
 def test_pareto_front() -> None:

@@ -27,6 +27,7 @@ from cpdhpc.precision import search as searching
 from cpdhpc.precision.commands import add_search
 from cpdhpc.precision.conversion import convert
 from cpdhpc.precision.evidence import (
+    KIND,
     RAW,
     Asked,
     Evidence,
@@ -40,6 +41,7 @@ from cpdhpc.precision.proposals import in_products
 from cpdhpc.precision.recorder import Recorder
 from cpdhpc.precision.recording import load as load_recording
 from cpdhpc.precision.search import BEYOND, WITHIN, Search, narrowing
+from cpdhpc.report.command import OF_KIND
 from cpdhpc.report.search import _worth, search_report
 from cpdhpc.signals import Caught
 from cpdhpc.train.command import Trainer
@@ -170,6 +172,11 @@ def test_bits_of_a_mixture_are_what_travels() -> None:
     assert counted == pytest.approx(8 * float(world.bytes_sent.mean()), abs=8 * 64)
 
 
+def test_report_knows_the_files_of_searches() -> None:
+    """By a name of its own: the module that has it loads the models of jobs."""
+    assert KIND in OF_KIND
+
+
 def test_nothing_that_sends_more_than_float32_is_called_fewer_bits(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -190,6 +197,8 @@ def test_nothing_that_sends_more_than_float32_is_called_fewer_bits(
     worse = replace(evidence.trials[2], sent_bytes=1.5 * uniform.sent_bytes)
     more = replace(evidence, found=worse.formats, trials=(base, uniform, worse))
     assert "50 % more bytes than e4m3" in _worth(more)
+    silent = tuple(replace(each, sent_bytes=0.0) for each in evidence.trials)
+    assert "one rank, which sends nothing" in _worth(replace(evidence, trials=silent))
 
 
 @pytest.fixture(autouse=True)

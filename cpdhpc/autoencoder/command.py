@@ -140,10 +140,12 @@ def summary(stack: Stack, steps: list[Step]) -> str:
     time_s, exchange_s = (
         median(getattr(step, name) for step in steps) for name in ("time_s", "exchange_s")
     )
+    ranks = stack.world.ranks
     flop = stack.layers[number].geometry.flop(stack.job.train.batch)
     return (
-        f"layer {number} on {stack.world.ranks} ranks: error {first.error / first.energy:.4f} -> "
-        f"{last.error / last.energy:.4f}; median iteration {1e3 * time_s:.1f} ms, "
+        f"layer {number} on {ranks} rank{'s' * (ranks > 1)}: error "
+        f"{first.error / first.energy:.4f} -> {last.error / last.energy:.4f}; "
+        f"median iteration {1e3 * time_s:.1f} ms, "
         f"{exchange_s / time_s:.0%} of it in exchanges, {flop / time_s / 1e9:.3g} GFLOP/s, "
         f"{last.sent_bytes / 1024:,.1f} KiB sent by the rank that sends most"
     )

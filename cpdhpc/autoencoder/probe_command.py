@@ -31,17 +31,17 @@ MOST_STIMULI = 16  # of a layer in the picture
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument("file", type=Path, metavar="FILE.toml", help="the job that was trained")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="where it was trained to; "
-                        "results/NAME, as for training")  # fmt: skip
+    parser.add_argument("--out", type=Path, metavar="DIR", help="where it was trained to "
+                        "(default: results/NAME, as for training)")  # fmt: skip
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE",
                         help="as it was trained")  # fmt: skip
     parser.add_argument("--images", type=Path, metavar="FILE",
-                        help="HDF5 with datasets images and labels, or .npy; else the digits of "
-                        "scikit-learn")  # fmt: skip
+                        help="HDF5 with datasets images and labels, or .npy (default: the digits "
+                        "of scikit-learn)")  # fmt: skip
     parser.add_argument("--labels", type=Path, metavar="FILE.npy", help="of images in a .npy file")
     parser.add_argument("--features", type=Path, metavar="FILE.h5",
                         help="write all layers' responses to the images")  # fmt: skip
-    parser.add_argument("--png", type=Path, metavar="FILE", help="draw what was found")
+    parser.add_argument("--png", type=Path, metavar="FILE.png", help="draw what was found")
 
 
 class Found(NamedTuple):

@@ -1,4 +1,4 @@
-"""Error of the sum: every algorithm, accumulation and scaling, simulated on one process.
+"""Error of sums: every algorithm, accumulation and scaling, simulated on one process.
 
 Contributions are g_i = s (m + n_i) with m ~ N(0, 0.3) shared, n_i ~ N(0, 1) and s log-normal
 (sigma 1.5) times 1e-3, so that magnitudes spread over many binades as gradients' do. The error
@@ -8,7 +8,8 @@ is ||result - sum|| / ||sum||, the norms and the sum in float64.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,10 +17,12 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import store
-from ..config import ConfigError
-from ..formats import parse_format
-from ..precision.measures import WAYS, sum_error
-from .harness import check_positive, parse_counts
+from ..config import ConfigError, UserError
+from ..formats import SHARED, SHIFT_BIAS, Cast, Format, parse_format
+from ..ops import cpu
+from ..precision import measures
+from ..report.figures import Axis, Chart, Panel, Series, image, styles
+from .harness import check_positive, parse_counts, parse_names
 
 SCALINGS = {  # label: (scaling, headroom)
     "none": ("none", "n"),
@@ -29,7 +32,6 @@ SCALINGS = {  # label: (scaling, headroom)
     "block32": ("block32", "n"),
     "block16": ("block16", "n"),
 }
-MARKERS = "os^Dv<>pPX*hd"
 
 
 class AccuracyCase(NamedTuple):
@@ -50,11 +52,13 @@ class AccuracyCase(NamedTuple):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the benchmark's options to its command-line parser."""
-    parser.add_argument("--ranks", default="8,32,256", help="comma-separated numbers of ranks")
-    parser.add_argument("--formats", default="e5m2,e4m3,e2m1fn", help="comma-separated names")
-    parser.add_argument("--values", type=int, default=8192, help="of each rank (default 8192)")
-    parser.add_argument("--seeds", type=int, default=3, help="errors are medians over so many")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="draw the errors")
+    parser.add_argument("--ranks", default="8,32,256", metavar="N,...", help="numbers of ranks")
+    parser.add_argument("--formats", default="e5m2,e4m3,e2m1fn", metavar="NAME,...", help="formats")
+    parser.add_argument("--values", type=int, default=8192, metavar="N", help="of each rank")
+    parser.add_argument(
+        "--seeds", type=int, default=3, metavar="N", help="errors are medians over so many"
+    )
+    parser.add_argument("--png", type=Path, metavar="FILE.png", help="draw the errors")
 
 
 def contributions(ranks: int, n: int, seed: int) -> list[npt.NDArray[np.float32]]:
@@ -68,10 +72,12 @@ def contributions(ranks: int, n: int, seed: int) -> list[npt.NDArray[np.float32]
 def cases(ranks: int, wire: str, n: int, seeds: int) -> Iterator[AccuracyCase]:
     """Yield every way of summing that fits the format, with its error."""
     inputs = [contributions(ranks, n, seed) for seed in range(seeds)]
-    for way in WAYS:
+    for way in measures.WAYS:
         for label, (scaling, headroom) in SCALINGS.items():
             try:
-                found = [sum_error(xs, wire, way, scaling, headroom=headroom) for xs in inputs]
+                found = [
+                    measures.sum_error(xs, wire, way, scaling, headroom=headroom) for xs in inputs
+                ]
             except ValueError:  # exact sums: not with tile scaling, nor of too wide a range
                 continue
             middle = float(np.median([each.relative for each in found]))
@@ -92,45 +98,22 @@ def table(found: list[AccuracyCase]) -> str:
     return "\n".join(lines)
 
 
-def draw(found: list[AccuracyCase], path: Path) -> None:
-    """Draw error against ranks, a panel for each format and each of two scalings."""
-    from matplotlib.figure import Figure
-
+def chart(found: list[AccuracyCase]) -> Chart:
+    """Return the error against ranks, a panel for each format and each of two scalings."""
     wires = list(dict.fromkeys(case.wire for case in found))
-    scalings = ("aps", "tile")
-    figure = Figure(figsize=(4.2 * len(wires), 8.5), layout="constrained")
-    grid = figure.subplots(2, len(wires), sharex=True, sharey=True, squeeze=False)
-    methods = list(dict.fromkeys(case.method for case in found))
-    for row, scaling in enumerate(scalings):
-        for column, wire in enumerate(wires):
-            axes = grid[row][column]
-            for index, method in enumerate(methods):
-                points = [
-                    (case.ranks, case.error)
-                    for case in found
-                    if (case.wire, case.scaling, case.method) == (wire, scaling, method)
-                ]
-                if points:
-                    axes.plot(
-                        *zip(*points, strict=True),
-                        marker=MARKERS[index % len(MARKERS)],
-                        linestyle=("-", "--", "-.", ":")[index % 4],
-                        color=f"C{index % 10}",
-                        label=method,
-                    )
-            axes.set(title=f"{wire}, scaling {scaling}", xscale="log", yscale="log")
-            axes.grid(alpha=0.3)
-            axes.set_xticks(ranks := sorted({case.ranks for case in found}), map(str, ranks))
-            axes.minorticks_off()
-        grid[row][0].set_ylabel("relative error of the sum")
-    for axes in grid[1]:
-        axes.set_xlabel("ranks")
-    handles = {h.get_label(): h for axes in grid.flat for h in axes.get_lines()}
-    figure.legend(
-        handles=list(handles.values()), loc="outside lower center", ncols=4, handlelength=4
-    )
-    with store.replacing(path) as temporary:
-        figure.savefig(temporary, dpi=120, format=path.suffix[1:] or None)
+    looks = styles(case.method for case in found)
+    x = Axis("ranks", "log2", ticks=sorted({case.ranks for case in found}))
+    panels = []
+    for scaling, wire in product(("aps", "tile"), wires):
+        of_panel = [case for case in found if (case.wire, case.scaling) == (wire, scaling)]
+        series = []
+        for method in dict.fromkeys(case.method for case in of_panel):
+            points = {case.ranks: case.error for case in of_panel if case.method == method}
+            series.append(Series(method, looks[method], [*points], [*points.values()]))
+        y = Axis("relative error of the sum", "log")
+        panels.append(Panel(f"{wire}, scaling {scaling}", x, y, series))
+    title, note = "Error of sums over ranks", "Algorithm, and how partial sums are kept."
+    return Chart("accuracy", title, [note], "", panels, len(wires), most=len(panels))
 
 
 def run(args: argparse.Namespace) -> None:
@@ -149,5 +132,87 @@ def run(args: argparse.Namespace) -> None:
             print()
             found += one
     if args.png is not None:
-        draw(found, args.png)
+        store.put(args.png, image(chart(found), args.png.suffix[1:] or "png"))
         print(f"wrote {args.png}")
+
+
+Values = npt.NDArray[np.float32]
+
+LAYER = "layer"
+BITS = {LAYER: 0.0, **{name: 8 / shared for name, shared in SHARED.items()}}  # of shifts, a value
+DEFAULT_FORMATS = "e2m1fn,e3m0,e2m3fn,e4m3fn"
+DRAWN: dict[str, Callable[[np.random.Generator, int], npt.NDArray[np.float64]]] = {
+    "normal": lambda rng, n: rng.standard_normal(n),
+    "Student's t, 3": lambda rng, n: rng.standard_t(3, n),
+}
+
+
+def add_rounding(parser: argparse.ArgumentParser) -> None:
+    """Add the options of bench rounding."""
+    parser.description = run_rounding.__doc__
+    parser.add_argument("--formats", default=DEFAULT_FORMATS, metavar="NAME,...", help="formats")
+    parser.add_argument("--values", type=int, default=1 << 20, metavar="N", help="that are drawn")
+    parser.add_argument(
+        "--gradients",
+        type=Path,
+        nargs="*",
+        default=[],
+        metavar="FILE.h5",
+        help="recorded gradients (train.record_gradients), rounded as well",
+    )
+
+
+def rounded(x: Values, fmt: Format, scaling: str) -> Values:
+    """Return x rounded to a format, with one shift for all of it (LAYER), or as in SHARED."""
+    largest = cpu.amax_tiles(x).max(keepdims=True, initial=0)
+    one = int(cpu.fitting_shift(largest, fmt)[0]) - SHIFT_BIAS
+    return measures.rounded(x, Cast(fmt), one if scaling == LAYER else scaling).values
+
+
+def error(arrays: Sequence[Values], fmt: Format, scaling: str) -> float:
+    """Return the relative error of all arrays together; NaN where all values are zero."""
+    wrong = whole = 0.0
+    for x in arrays:
+        exact = x.astype(np.float64)
+        wrong += float(np.sum((rounded(x, fmt, scaling) - exact) ** 2))
+        whole += float(np.sum(exact**2))
+    return float(np.sqrt(wrong / whole)) if whole else float("nan")
+
+
+def recorded(path: Path) -> list[Values]:
+    """Return an array for each layer and rank of recorded gradients. Raises UserError."""
+    from ..train.gradients import load_all
+
+    layers = [layer for each in load_all(path) for layer in each.layers.values()]
+    arrays = [rank.reshape(-1) for layer in layers for rank in layer]
+    if not all(np.isfinite(x).all() for x in arrays):
+        raise UserError(f"bench rounding: {path}: holds NaN or infinity")
+    return arrays
+
+
+def rounding_table(name: str, arrays: Sequence[Values], formats: Sequence[str]) -> str:
+    """Return a Markdown table of the errors of one kind of data: formats by scaling."""
+    heads = [f"{scaling} (+{more:.2g})" if more else scaling for scaling, more in BITS.items()]
+    lines = [f"| {name} | bits | " + " | ".join(heads) + " |", "|---" * (2 + len(heads)) + "|"]
+    for fmt in map(parse_format, formats):
+        errors = [f"{error(arrays, fmt, scaling):.3g}" for scaling in BITS]
+        lines.append(f"| {fmt.name} | {fmt.bits} | " + " | ".join(errors) + " |")
+    return "\n".join(lines)
+
+
+def run_rounding(args: argparse.Namespace) -> None:
+    """Print the error of rounding once, by format and by how many values share an exponent.
+
+    ||rounded - x|| / ||x||, the norms in float64 over all arrays, for normal values, for Student's
+    t with 3 degrees of freedom, whose tails are heavy, and for the gradients of files that
+    train.record_gradients wrote. To nearest; each array, of a layer and a rank, is scaled by
+    itself.
+    """
+    check_positive(args, "values")
+    formats = parse_names("--formats", args.formats, parse_format)
+    data = [
+        (name, [drawn(np.random.default_rng(0), args.values).astype(np.float32)])
+        for name, drawn in DRAWN.items()
+    ]
+    data += [(path.stem, recorded(path)) for path in args.gradients]
+    print("\n\n".join(rounding_table(name, arrays, formats) for name, arrays in data))

@@ -2,7 +2,7 @@
 
 algbw is size / time; busbw is algbw times 2 (p - 1) / p, which for the least traffic possible is
 the rate of a rank's link; wirebw is the bytes that left the rank that sent most / time.
-GB/s are 1e9 byte/s.
+GB/s are 1e9 byte/s. bench latency has small all-reduces, in the columns of the OSU benchmarks.
 """
 
 from __future__ import annotations
@@ -28,12 +28,24 @@ from ..ops import on_gpu
 from ..ops.payloads import parse_wire
 from ..world.cores import own_cores
 from ..world.ranks import Ranks
-from .allreduce_cases import BASELINES, CALLS, Array, TimedCase, bound_s, cases_of_size, wire_bytes
+from .allreduce_cases import (
+    BASELINES,
+    CALLS,
+    Array,
+    TimedCase,
+    bound_s,
+    cases_of_size,
+    group_of,
+    library_of,
+    missing,
+    wire_bytes,
+)
 from .harness import (
     Measured,
     Point,
     Times,
     add_device,
+    add_samples,
     check_out,
     check_positive,
     check_whole,
@@ -46,7 +58,6 @@ from .harness import (
     take_device,
     together,
 )
-from .libraries import group_of, library_of, missing
 
 GIGA = 1e9
 
@@ -86,13 +97,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_beside(parser)
     parser.add_argument(
         "--baselines",
+        metavar="NAME,...",
         help=f"of {','.join(BASELINES)} (default: those that can run)",
     )
-    parser.add_argument("--repeats", type=int, default=9, help="timed calls (default 9)")
-    parser.add_argument("--warmup", type=int, default=2, help="calls before (default 2)")
-    parser.add_argument(
-        "--out", type=Path, metavar="FILE.h5", help="write every sample, for report"
-    )
+    add_samples(parser, 9, 2)
     parser.add_argument(
         "--predict", type=Path, metavar="MACHINE.toml", help="show predictions; used by auto"
     )
@@ -103,8 +111,9 @@ def add_beside(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--calls",
         default=",".join(CALLS),
+        metavar="NAME,...",
         help="plain; prepared; shared: prepared, with arrays of empty_shared where ranks of a node "
-        "share memory (default all)",
+        "share memory",
     )
     parser.add_argument(
         "--link",
@@ -121,22 +130,25 @@ def add_choices(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sizes",
         default="64KiB:16MiB:x16",
-        help="bytes of float32: 1MiB,16MiB or first:last:xFACTOR (default 64KiB:16MiB:x16)",
+        metavar="SIZE,...",
+        help="bytes of float32: 1MiB,16MiB or first:last:xFACTOR",
     )
     parser.add_argument(
         "--algorithms",
         default="ring,tree,direct",
-        help=f"of {','.join(SCHEDULES)},{AUTO} (default ring,tree,direct)",
+        metavar="NAME,...",
+        help=f"of {','.join(SCHEDULES)},{AUTO}",
     )
     parser.add_argument(
-        "--wires", default="raw,e4m3", help="raw, formats, mxfp4 (default raw,e4m3)"
+        "--wires", default="raw,e4m3", metavar="NAME,...", help="raw, formats, mxfp4"
     )
     parser.add_argument(
-        "--scalings", default="tile", help=f"of {','.join(SCALINGS)} (default tile)"
+        "--scalings", default="tile", metavar="NAME,...", help=f"of {','.join(SCALINGS)}"
     )
     parser.add_argument(
         "--accumulate",
         default="default",
+        metavar="NAME,...",
         help=f"of {','.join(ACCUMULATES)},default: the algorithm's own",
     )
 
@@ -359,3 +371,66 @@ def _outcomes(row: Row) -> dict[str, float]:
         "bound_s": row.bound_s,
     }
     return found if np.isnan(row.predicted_s) else found | {"predicted_s": row.predicted_s}
+
+
+LATENCY = Allreduce("raw", "tree")  # of small arrays, the fastest
+
+
+def add_latency(parser: argparse.ArgumentParser) -> None:
+    """Add the options of bench latency."""
+    parser.add_argument("--sizes", default="8:4MiB:x4", metavar="SIZE,...", help="bytes of float32")
+    add_device(parser)
+    add_beside(parser)
+    add_samples(parser, 200, 20)
+
+
+def run_latency(arguments: argparse.Namespace, world: Ranks) -> Measured:
+    """Check and time small all-reduces beside MPI_Allreduce, in the columns of OSU. Collective."""
+    check_positive(arguments, "repeats")
+    check_whole(arguments, "warmup")
+    sizes = parse_sizes(arguments.sizes)
+    together(world, lambda: check_out(arguments.out, world))
+    rows: list[Row] = []
+    with own_cores(world) as cores:
+        taken = take_device(arguments, world)
+        beside, skipped = parse_beside(arguments, world, sizes)
+        asked = beside._replace(methods=[LATENCY], baselines=["mpi", MEMCPY])
+        said = [each for each in (machine_line(world), taken, *skipped) if each]
+        for size_bytes in sizes:
+            found = measure(world, arguments, size_bytes, asked)
+            if world.process == 0:
+                lines = [] if rows else latency_heading("; ".join(said), cores, found)
+                print("\n".join([*lines, latency_line(found, arguments.warmup)]), flush=True)
+            rows += found
+    return Measured("latency", "allreduce", points(rows), arguments.warmup, cores)
+
+
+def latency_heading(where: str, cores: str, rows: Sequence[Row]) -> list[str]:
+    """Return the lines above the table; rows: of a size, a group of columns each."""
+    names = [row.case.algorithm for row in rows[:2]]
+    names += [f"tree, raw, {row.case.call}" for row in rows[2:]]
+    latency = ("Avg Latency(us)", "Min Latency(us)", "Max Latency(us)")
+    columns = " ".join(f"{each:>15}" for each in latency * len(rows))
+    return [
+        f"# all-reduce of float32, sum: {where}",
+        f"# {cores}",
+        "# Avg: mean over ranks of the mean over calls; Min, Max: over ranks; a barrier before; "
+        "mpi: MPI_Allreduce; memcpy: of the array by all ranks at once",
+        "# /memcpy, /bound: of the best of ours, by medians over calls of the slowest rank, as in "
+        "files; bound: the longer of memcpy and 2 (N - 1) / N of the bytes over a node's link",
+        f"#{'':<9} " + " ".join(f"{each:>47}" for each in names),
+        f"{'# Size(B)':<10} {columns}{'/memcpy':>9}{'/bound':>9}{'Iterations':>12}",
+    ]
+
+
+def latency_line(rows: Sequence[Row], warmup: int) -> str:
+    """Return a row of the table, of the rows of a size."""
+    cells = []
+    for row in rows:
+        by_rank = 1e6 * row.times_s[warmup:].mean(axis=0)
+        cells += [by_rank.mean(), by_rank.min(), by_rank.max()]
+    figures = " ".join(f"{cell:>15.2f}" for cell in cells)
+    best_s = min(row.median_s(warmup) for row in rows[2:])
+    ratios = best_s / rows[1].median_s(warmup), best_s / rows[1].bound_s
+    shown = "".join(f"{ratio:>9.2f}" for ratio in ratios)
+    return f"{rows[0].size_bytes:<10} {figures}{shown}{len(rows[0].times_s) - warmup:>12}"

@@ -29,10 +29,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--settings",
         default="36720:4,16384:4,16384:8,4096:2",
         metavar="RANGE:BITS,...",
-        help="of sums and of codes (%(default)s)",
+        help="of sums and of codes",
     )
-    parser.add_argument("--channels", type=int, default=200, help="of each setting (200)")
-    parser.add_argument("--seed", type=int, default=0, help="that they are drawn by (0)")
+    parser.add_argument("--channels", type=int, default=200, metavar="N", help="of each setting")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="that they are drawn by")
 
 
 def drawn(rng: np.random.Generator, channels: int, most: int, bits: int) -> tuple[Array, Array]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,6 +34,7 @@ from .harness import (
     Point,
     Times,
     add_device,
+    add_samples,
     check_out,
     check_positive,
     interleave,
@@ -57,21 +57,17 @@ MOST_MIB = 1 << 20  # of the host's memory
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the benchmark's options to its command-line parser."""
     add_device(parser)
-    parser.add_argument("--mib", type=float, default=64, help="MiB of float32 (default 64)")
-    parser.add_argument("--formats", default=DEFAULT_FORMATS, help="comma-separated names")
-    parser.add_argument("--density", type=float, default=0.01, help="share selected (default 0.01)")
+    parser.add_argument("--mib", type=float, default=64, metavar="MIB", help="of float32")
+    parser.add_argument("--formats", default=DEFAULT_FORMATS, metavar="NAME,...", help="formats")
+    parser.add_argument("--density", type=float, default=0.01, metavar="SHARE", help="selected")
     parser.add_argument(
         "--operations",
         default=DEFAULT_OPERATIONS,
-        help=f"comma-separated, of {', '.join(CODEC_OPERATIONS)} (default {DEFAULT_OPERATIONS})",
+        metavar="NAME,...",
+        help=f"of {', '.join(CODEC_OPERATIONS)}",
     )
-    parser.add_argument("--repeats", type=int, default=9, help="timed calls of each case")
-    parser.add_argument(
-        "--threads", default="1", help="numbers of threads, comma-separated (default 1)"
-    )
-    parser.add_argument(
-        "--out", type=Path, metavar="FILE.h5", help="write every sample, for report"
-    )
+    parser.add_argument("--threads", default="1", metavar="N,...", help="numbers of threads")
+    add_samples(parser, 9, calls="calls of each case")
 
 
 def check_against_reference(x: Array, cast: Cast) -> None:

@@ -11,7 +11,7 @@ decode the additions.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from ..compress.base import Aggregator
 from ..config import ConfigError, UserError, override, validate
 from ..methods import suggest
 from ..provenance import attributes
+from ..report.figures import Axis, Chart, Panel, Series, image, spread, styles
 from ..store import Variable
 from ..train.gradients import Gradients, load_all
 from ..world.mpi import World
@@ -38,7 +39,6 @@ from .harness import (
 )
 from .traffic import PHASES, Replayed, of_digits, replay
 
-MARKERS = "os^Dv<>pPX*hd"
 MOST_RANKS = 64
 SCHEMA = 1
 
@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--gradients",
         type=Path,
         nargs="+",
-        metavar="FILE",
+        metavar="FILE.h5",
         help="of precision record or train.record_gradients, of one run (default: digits, now)",
     )
     parser.add_argument(
@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_device(parser)
     parser.add_argument(
-        "--ranks", help="comma-separated numbers of ranks (default: 2,4,... up to those recorded)"
+        "--ranks", metavar="N,...", help="numbers of ranks (default: 2,4,... up to those recorded)"
     )
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="write compress.h5 and compress.png there"
@@ -165,7 +165,9 @@ def _measured(
             try:
                 points.append(Point(text, world.ranks, replay(world, method, recorded, device)))
             except (ValueError, NonFiniteGradient) as error:  # on all processes alike
-                left_out.append(f"# {text} on {world.ranks} ranks: left out: {error}")
+                left_out.append(
+                    f"# {text} on {world.ranks} rank{'s' * (world.ranks > 1)}: left out: {error}"
+                )
     if not points:
         raise ConfigError(f"bench compress: no method could be run: {left_out[0]}")
     return points, left_out
@@ -263,7 +265,7 @@ def _write(
         **notes,
     }
     store.write(directory / "compress.h5", {"points": variables(points)}, of_file)
-    draw(points, directory / "compress.png")
+    store.put(directory / "compress.png", image(chart(points), "png"))
     print(f"wrote {directory / 'compress.h5'}, {directory / 'compress.png'}")
 
 
@@ -321,35 +323,37 @@ def variables(points: Sequence[Point]) -> dict[str, Variable]:
     }
 
 
-def draw(points: Sequence[Point], path: Path) -> None:
-    """Draw cosines against bytes on the most ranks; bytes, and shares of the mean, by ranks."""
-    from matplotlib.figure import Figure
-
-    methods = list(dict.fromkeys(p.method for p in points))
-    ranks = sorted({p.ranks for p in points})
-    figure = Figure(figsize=(15, 6), layout="constrained")
-    panels = figure.subplots(1, 3)
-    for i, method in enumerate(methods):
-        mine = [p for p in points if p.method == method]
-        sent = [p.done.sent_bytes.max() for p in mine]
-        counts = [p.ranks for p in mine]
-        look = {"color": f"C{i % 10}", "marker": MARKERS[i % len(MARKERS)], "label": method}
-        look["linestyle"] = ("-", "--", ":")[i // 10 % 3]
-        if counts[-1] == ranks[-1]:
-            panels[0].plot(sent[-1], mine[-1].done.cosine, **look)
-        panels[1].plot(counts, sent, **look)
-        panels[2].plot(counts, [p.done.nonzero_share for p in mine], **look)
-    of = f"bytes that a rank of {ranks[-1]} sends"
-    panels[0].set(xscale="log", xlabel=of, ylabel="cosine to the exact mean", ylim=(None, 1.03))
-    panels[1].set(yscale="log", ylabel="bytes that a rank sends")
-    panels[2].set(yscale="log", ylabel="share of the mean that is not zero")
-    for axes in panels[1:]:
-        axes.set(xlabel="ranks", xscale="log")
-        axes.set_xticks(ranks, map(str, ranks))
-        axes.minorticks_off()
-    for axes in panels:
-        axes.grid(alpha=0.3)
-    handles, labels = panels[1].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=9, handlelength=3)
-    with store.replacing(path) as temporary:
-        figure.savefig(temporary, dpi=120, format="png")
+def chart(points: Sequence[Point]) -> Chart:
+    """Return cosines against bytes on the most ranks; bytes, and shares of the mean, by ranks."""
+    looks, ranks = styles(p.method for p in points), sorted({p.ranks for p in points})
+    last = [p for p in points if p.ranks == ranks[-1]]
+    most = {p.method: float(p.done.sent_bytes.max()) for p in last}
+    panels = [
+        Panel(
+            f"cosine, {ranks[-1]} ranks",
+            spread("bytes that a rank sends", most.values()),
+            Axis("cosine to the exact mean", limits=(None, 1.03)),
+            [
+                Series(p.method, looks[p.method], [most[p.method]], [p.done.cosine], join="none")
+                for p in last
+            ],
+        )
+    ]
+    figures: dict[str, tuple[str, Callable[[Replayed], float]]] = {
+        "bytes by ranks": ("bytes that a rank sends", lambda done: float(done.sent_bytes.max())),
+        "non-zero values by ranks": (
+            "share of the mean that is not zero",
+            lambda done: done.nonzero_share,
+        ),
+    }
+    x = Axis("ranks", "log2", ticks=ranks)
+    for title, (said, value) in figures.items() if len(ranks) > 1 else ():
+        series = []
+        for method, look in looks.items():
+            mine = [p for p in points if p.method == method]
+            y = [value(p.done) for p in mine]
+            series.append(Series(method, look, [p.ranks for p in mine], y))
+        panels.append(Panel(title, x, spread(said, [v for s in series for v in s.y]), series))
+    note = "Bytes: of the rank that sends most."
+    title = "Compressors on recorded gradients"
+    return Chart("compress", title, [note], "", panels, shared=False)

@@ -12,7 +12,6 @@ import argparse
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -44,6 +43,7 @@ from .harness import (
     Point,
     Times,
     add_device,
+    add_samples,
     check_out,
     check_positive,
     check_whole,
@@ -71,10 +71,13 @@ def add_overlap(parser: argparse.ArgumentParser) -> None:
         help="instead: a stencil with blocking and with overlapped exchange, equal in every bit",
     )
     parser.add_argument(
-        "--passes", type=int, default=1, help="how often the stencil is computed (default 1)"
+        "--passes", type=int, default=1, metavar="N", help="how often the stencil is computed"
     )
     parser.add_argument(
-        "--link", type=float, metavar="GBIT", help="rate of a link, for the bound, 1e9 bit/s"
+        "--link",
+        type=float,
+        metavar="GBIT",
+        help="rate of a link, for the bound, 1e9 bit/s (default: the time of the exchange)",
     )
 
 
@@ -267,23 +270,26 @@ class Row(NamedTuple):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the benchmark's options to its command-line parser."""
     usual_text = "; ".join(f"{name}: {of.text}" for name, of in USUAL.items())
-    parser.add_argument("--usual", default=",".join(USUAL), help=f"of {usual_text}")
     parser.add_argument(
-        "--operations", default=EXCHANGE, help=f"of {','.join(OPERATIONS)} (default {EXCHANGE})"
+        "--usual", default=",".join(USUAL), metavar="NAME,...", help=f"of {usual_text}"
     )
-    ways_text = f"of {'; '.join(ALL_WAYS)}, parted by semicolons (default all)"
-    parser.add_argument("--ways", default="; ".join(ALL_WAYS), help=ways_text)
-    add_options(parser)
-    parser.add_argument("--repeats", type=int, default=31, help="samples of each (default 31)")
-    parser.add_argument("--warmup", type=int, default=3, help="samples before (default 3)")
     parser.add_argument(
-        "--calls", type=int, default=0, help="calls of a sample (default: as fill a millisecond)"
+        "--operations", default=EXCHANGE, metavar="NAME,...", help=f"of {','.join(OPERATIONS)}"
+    )
+    parser.add_argument(
+        "--ways", default="; ".join(ALL_WAYS), metavar="NAME;...", help="parted by semicolons"
+    )
+    add_options(parser)
+    parser.add_argument(
+        "--calls",
+        type=int,
+        default=0,
+        metavar="N",
+        help="calls of a sample (default: as fill a millisecond)",
     )
     add_device(parser)
     add_overlap(parser)
-    parser.add_argument(
-        "--out", type=Path, metavar="FILE.h5", help="write every sample, for report"
-    )
+    add_samples(parser, 31, 3, "samples")
 
 
 def settings_of(arguments: argparse.Namespace, ranks: int) -> list[Setting]:

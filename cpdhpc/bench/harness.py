@@ -184,11 +184,30 @@ def together(world: Ranks, make: Callable[[], Value]) -> Value:
     return value  # bound: agree has raised otherwise
 
 
+def add_repeats(
+    parser: argparse.ArgumentParser, repeats: int, warmup: int, calls: str = "calls"
+) -> None:
+    """Add the options that say how often; repeats, warmup: their defaults."""
+    parser.add_argument("--repeats", type=int, default=repeats, metavar="N", help=f"timed {calls}")
+    if warmup:
+        parser.add_argument(
+            "--warmup", type=int, default=warmup, metavar="N", help=f"{calls} before"
+        )
+
+
+def add_samples(
+    parser: argparse.ArgumentParser, repeats: int, warmup: int = 0, calls: str = "calls"
+) -> None:
+    """Add the options of add_repeats, and that of the file of all samples."""
+    add_repeats(parser, repeats, warmup, calls)
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE.h5", help="write every sample, for report"
+    )
+
+
 def add_device(parser: argparse.ArgumentParser) -> None:
     """Add the options that say where arrays are."""
-    parser.add_argument(
-        "--device", choices=["cpu", "gpu"], default="cpu", help="where arrays are (default cpu)"
-    )
+    parser.add_argument("--device", choices=["cpu", "gpu"], default="cpu", help="where arrays are")
     parser.add_argument(
         "--oversubscribe-gpus", action="store_true", help="let processes of a node share GPUs"
     )

@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "batch": (96, "images of an iteration"),
     }
     for name, (default, text) in options.items():
-        parser.add_argument(f"--{name}", type=int, default=default, help=f"{text} ({default})")
+        parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=text)
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -25,6 +25,7 @@ from .allreduce import add_choices, parse_methods
 from .allreduce_cases import cases_of_size
 from .harness import (
     Floats,
+    add_repeats,
     check_out,
     check_positive,
     check_whole,
@@ -59,10 +60,9 @@ class Sample(NamedTuple):
 
 def add_fit(parser: argparse.ArgumentParser) -> None:
     """Add the benchmark's options to its command-line parser."""
-    parser.add_argument("--out", type=Path, required=True, metavar="MACHINE.toml")
-    parser.add_argument("--format", default="e4m3", help="of the codec's times (default e4m3)")
-    parser.add_argument("--repeats", type=int, default=30, help="timed calls (default 30)")
-    parser.add_argument("--warmup", type=int, default=3, help="calls before (default 3)")
+    parser.add_argument("--out", type=Path, required=True, metavar="MACHINE.toml", help="the file")
+    parser.add_argument("--format", default="e4m3", metavar="NAME", help="of the codec's times")
+    add_repeats(parser, 30, 3)
     parser.add_argument("--quick", action="store_true", help="small sizes only, for tests")
 
 
@@ -208,9 +208,9 @@ def show(
 def add_predict(parser: argparse.ArgumentParser) -> None:
     """Add the benchmark's options to its command-line parser."""
     parser.add_argument("machine", type=Path, metavar="MACHINE.toml", help="written by bench fit")
-    parser.add_argument("--ranks", type=int, required=True, help="number of ranks")
+    parser.add_argument("--ranks", type=int, required=True, metavar="N", help="number of ranks")
     parser.add_argument(
-        "--ranks-per-node", type=int, default=1, help="for the steps of hier (default 1)"
+        "--ranks-per-node", type=int, default=1, metavar="N", help="for the steps of hier"
     )
     add_choices(parser)
 

@@ -26,6 +26,7 @@ from ..collectives.schedules import SCHEDULES
 from ..compress import COMPRESSORS
 from ..compress.bucket import Bucket
 from ..config import UserError
+from ..report.figures import IDEAL, Axis, Chart, Panel, Series, image, styles
 from .harness import check_positive, known, parse_counts, parse_names
 from .traffic import Call, calls_of, price
 
@@ -217,12 +218,11 @@ NETWORKS: dict[str, Callable[[], Network]] = {
 DENSE = "none"  # the compressor that sends float32
 MATRIX = 1536  # rows and columns of the product that is measured
 MEASURED_S = 0.5
-MARKERS = "os^Dv<>pPX*hd"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the benchmark's options to its command-line parser."""
-    parser.add_argument("--network", default="resnet50", help=", ".join(NETWORKS))
+    parser.add_argument("--network", default="resnet50", metavar="NAME", help=", ".join(NETWORKS))
     parser.add_argument(
         "--methods",
         nargs="+",
@@ -230,24 +230,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="compressors, apart by spaces or commas (default: all)",
     )
-    parser.add_argument("--batch", type=int, default=32, help="samples of a worker (default 32)")
+    parser.add_argument("--batch", type=int, default=32, metavar="N", help="samples of a worker")
     parser.add_argument(
-        "--workers", default="1,2,4,8,16,32,64,128,256,512", help="comma-separated numbers"
+        "--workers", default="1,2,4,8,16,32,64,128,256,512", metavar="N,...", help="numbers of them"
     )
-    parser.add_argument("--links", default="1,10,100,400", help="Gb/s, comma-separated")
+    parser.add_argument(
+        "--links", default="1,10,100,400", metavar="GBIT,...", help="rates, 1e9 bit/s"
+    )
     compute = parser.add_mutually_exclusive_group()
-    compute.add_argument("--rate", type=float, help="samples/s of one worker, as you measured")
     compute.add_argument(
-        "--tflops", type=float, help="of one worker in training; by default measured here"
+        "--rate", type=float, metavar="RATE", help="samples/s of one worker, as you measured"
+    )
+    compute.add_argument(
+        "--tflops",
+        type=float,
+        metavar="TFLOPS",
+        help="of one worker in training (default: measured here)",
     )
     parser.add_argument(
-        "--machine", type=Path, metavar="MACHINE.toml", help="other times, written by bench fit"
+        "--machine",
+        type=Path,
+        metavar="MACHINE.toml",
+        help="times, written by bench fit (default: round figures)",
     )
     parser.add_argument(
-        "--algorithms", default="ring,rhd", help="an all-reduce takes the fastest of these"
+        "--algorithms",
+        default="ring,rhd",
+        metavar="NAME,...",
+        help="an all-reduce takes the fastest of these",
     )
-    parser.add_argument("--bucket-mib", type=float, default=25.0, help="as of a job (default 25)")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="draw the figures")
+    parser.add_argument("--bucket-mib", type=float, default=25.0, metavar="MIB", help="as of a job")
+    parser.add_argument("--png", type=Path, metavar="FILE.png", help="draw the figures")
 
 
 @dataclass(frozen=True)
@@ -313,13 +326,8 @@ def run(arguments: argparse.Namespace) -> None:
     for link in given["links"]:
         print("\n".join(_table(link, given["workers"], rates, network.sample)))
     if arguments.png:
-        draw(
-            arguments.png,
-            f"{arguments.network}, {model.batch} {network.sample} a worker",
-            given["workers"],
-            rates,
-            model,
-        )
+        drawn = chart(arguments.network, given["workers"], rates, model)
+        store.put(arguments.png, image(drawn, arguments.png.suffix[1:] or "png"))
         print(f"wrote {arguments.png}")
 
 
@@ -393,35 +401,28 @@ def _table(
     return rows
 
 
-def draw(
-    path: Path,
-    title: str,
+def chart(
+    name: str,
     workers: Sequence[int],
     rates: Mapping[tuple[float, str], list[float]],
     model: Model,
-) -> None:
-    """Draw samples a second against workers, a panel for each speed of links."""
-    from matplotlib.figure import Figure
-
-    links = list(dict.fromkeys(link for link, _ in rates))
-    figure = Figure(figsize=(4.2 * len(links), 5.2), layout="constrained")
-    panels = figure.subplots(1, len(links), sharey=True, squeeze=False)[0]
+) -> Chart:
+    """Return samples a second against workers, a panel for each speed of links."""
+    looks, sample = styles(model.calls), model.network.sample
     one = model.batch / model.compute_s
-    for link, axes in zip(links, panels, strict=True):
-        axes.plot(workers, [one * p for p in workers], color="0.6", linestyle=":", label="ideal")
-        for i, name in enumerate(model.calls):
-            marker, color = MARKERS[i % len(MARKERS)], f"C{i % 10}"
-            style = "-" if i < 10 else "--"
-            axes.plot(
-                workers, rates[link, name], style, marker=marker, color=color, ms=4, label=name
-            )
-        axes.set(title=f"{link:g} Gb/s", xscale="log", yscale="log", xlabel="workers")
-        axes.set_xticks(workers, map(str, workers), rotation=45)
-        axes.minorticks_off()
-        axes.grid(alpha=0.3)
-    panels[0].set_ylabel(f"{model.network.sample}/s")
-    figure.suptitle(title)
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=8)
-    with store.replacing(path) as temporary:
-        figure.savefig(temporary, dpi=120, format=path.suffix[1:] or None)
+    ideal = Series("ideal", IDEAL, workers, [one * p for p in workers])
+    x, y = Axis("workers", "log2", ticks=workers), Axis(f"{sample}/s", "log")
+    panels = [
+        Panel(
+            f"{link:g} Gb/s",
+            x,
+            y,
+            [
+                ideal,
+                *(Series(name, look, workers, rates[link, name]) for name, look in looks.items()),
+            ],
+        )
+        for link in dict.fromkeys(link for link, _ in rates)
+    ]
+    title = f"{name}: {sample} a second, {model.batch} {sample} a worker"
+    return Chart("throughput", title, ["Predicted, not measured."], "", panels, len(panels))

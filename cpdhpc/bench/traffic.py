@@ -451,7 +451,6 @@ def phase_of(file: str, name: str) -> str | None:
     return next((phase for phase, begins in BEGINNINGS.items() if bare.startswith(begins)), None)
 
 
-Make = Callable[[], Sequence[Gradients]]
 TRAINED, RECORDED, SAMPLES = 20, 4, 8  # steps before, steps that are recorded, samples of a rank
 
 

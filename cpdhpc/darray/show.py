@@ -122,12 +122,12 @@ def spec_of(raw: dict[str, Any], source: str) -> HaloSpec:
 
 
 OPTIONS = {  # option -> (its form, what it is)
-    "shape": ("12,16", "cells of the domain along each axis"),
-    "procs": ("2,3", "ranks along each axis"),
-    "halo": ("1 or 1,0:2", "cells around each rank's box; below:above where they differ"),
+    "shape": ("N,...", "cells of the domain along each axis, as 12,16"),
+    "procs": ("N,...", "ranks along each axis, as 2,3"),
+    "halo": ("N,...", "cells around each rank's box, as 1 or 1,0:2: below:above where they differ"),
     "boundary": ("MODE,...", "for all axes, or for each: none (windows end with the domain), zero, "
                  "constant:VALUE, wrap, reflect, symmetric, edge; default: zero"),
-    "trail": ("3,96", "further axes of the arrays, which are not split"),
+    "trail": ("N,...", "further axes of the arrays, which are not split"),
     "dtype": ("NAME", "of NumPy"),
     "wire": ("NAME", "raw, or a format in which float32 cells travel"),
 }  # fmt: skip
@@ -167,10 +167,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options to its parser."""
     add_options(parser)
     parser.add_argument(
-        "--rank", type=int, help="whose window is drawn (default: with the most neighbours)"
+        "--rank",
+        type=int,
+        metavar="N",
+        help="whose window is drawn (default: with the most neighbours)",
     )
     parser.add_argument(
-        "--png", type=Path, metavar="FILE", help="draw a plan of two axes into an image"
+        "--png", type=Path, metavar="FILE.png", help="draw a plan of two axes into an image"
     )
 
 

@@ -23,30 +23,31 @@ from .show import draw, tables
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument("run_of", type=Path, metavar="RUN", help="a run's record, or its directory")
-    parser.add_argument("--test", metavar="A:B", default="",
+    parser.add_argument("--test", metavar="A:B,...", default="",
                         help="numbers of test samples, as 0:100 or 3,7,90:99")  # fmt: skip
-    parser.add_argument("--train", metavar="A:B", default=":",
+    parser.add_argument("--train", metavar="A:B,...", default=":",
                         help="numbers of training samples (default: all)")  # fmt: skip
     parser.add_argument("--self", dest="own", action="store_true",
                         help="find the influence of training samples on themselves")  # fmt: skip
     parser.add_argument("--layers", nargs="+", default=["last"], metavar="NAME",
                         help="whose gradients: last (default), the linear layer that runs last; "
                         "all; or names of layers")  # fmt: skip
-    parser.add_argument("--projection", type=int, metavar="D", default=0,
-                        help="compare D random sums of gradients, right on average")  # fmt: skip
-    parser.add_argument("--seed", type=int, default=0, help="of the projection")
+    parser.add_argument("--projection", type=int, metavar="N", default=0,
+                        help="compare N random sums of gradients, right on average (default: "
+                        "whole gradients)")  # fmt: skip
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the projection")
     parser.add_argument("--epochs", metavar="N,...", default="",
                         help="which kept epochs (default: all)")  # fmt: skip
     parser.add_argument("--set", action="append", default=[], metavar="data.KEY=VALUE",
                         help="where the data is now; must be that of the run")  # fmt: skip
     parser.add_argument("--memory", type=int, default=1024, metavar="MIB",
-                        help="of a rank for gradients and scores (default 1024)")  # fmt: skip
-    parser.add_argument("--out", type=Path, metavar="FILE",
+                        help="of a rank for gradients and scores")  # fmt: skip
+    parser.add_argument("--out", type=Path, metavar="FILE.h5",
                         help="scores (default: RUN's name with .influence.h5)")  # fmt: skip
-    parser.add_argument("--png", type=Path, metavar="FILE",
+    parser.add_argument("--png", type=Path, metavar="FILE.png",
                         help="draw test images with their proponents and opponents")  # fmt: skip
     parser.add_argument("--top", type=int, default=5, metavar="N",
-                        help="of these that are shown (default 5)")  # fmt: skip
+                        help="of these that are shown")  # fmt: skip
 
 
 def run(arguments: argparse.Namespace, world: Ranks) -> int:

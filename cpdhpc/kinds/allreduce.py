@@ -182,7 +182,7 @@ def _torch_group(world: World, factors: Factors) -> Iterator[None]:
 
     Raises UserError on all ranks where torch or what it needs is missing.
     """
-    from ..bench.libraries import group_of, missing
+    from ..bench.allreduce_cases import group_of, missing
 
     library = str(factors["algorithm"])
     if library in BASELINES and (reason := missing(world, library)):

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+import numpy as np
 import numpy.typing as npt
 
 from ..config import ConfigError, parse_bytes, suggest
@@ -138,3 +139,9 @@ class Result:
     outcomes: Mapping[str, float | int | str]
     environment: Mapping[str, str]
     series: Series = field(default_factory=dict)
+
+
+def over_ranks(times_s: Array, warmup: int) -> tuple[Array, Array]:
+    """Return times_s and is_warmup of a Result, of float64[warmup + repeats, processes]."""
+    over = times_s.max(axis=1), times_s.min(axis=1), times_s.mean(axis=1)
+    return np.stack(over, axis=1), (np.arange(len(times_s)) < warmup).astype(np.uint8)

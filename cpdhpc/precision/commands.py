@@ -34,18 +34,25 @@ def add_record(parser: argparse.ArgumentParser) -> None:
         "[record]. Exit statuses and the run's own files are those of train."
     )
     parser.add_argument("file", type=Path, metavar="FILE.toml", help="the job, of one run")
-    parser.add_argument("--layers", type=_names, metavar="PATTERN,...", help='as "conv*" (all)')
+    parser.add_argument(
+        "--layers", type=_names, metavar="PATTERN,...", help='as "conv*" (default all)'
+    )
     parser.add_argument("--tensors", type=_names, metavar="KIND,...", help=f"of {', '.join(KINDS)}")
-    parser.add_argument("--every", type=int, metavar="N", help="iterations, from 0")
-    parser.add_argument("--count", type=int, metavar="N", help="so many of them at most (20)")
+    parser.add_argument("--every", type=int, metavar="N", help="iterations apart, from 0")
+    parser.add_argument(
+        "--count", type=int, metavar="N", help="so many of them at most (default 20)"
+    )
     parser.add_argument("--iterations", type=_counts, metavar="N,...", help="in place of --every")
-    parser.add_argument("--max-mib", type=float, metavar="MIB", help="of all arrays (256)")
+    parser.add_argument("--max-mib", type=float, metavar="MIB", help="of all arrays (default 256)")
     parser.add_argument(
         "--thin", action="store_true", default=None, help="keep rows that fit, not refuse"
     )
     parser.add_argument("--out", type=Path, metavar="FILE.h5", help="the recording")
     parser.add_argument(
-        "--results", type=Path, metavar="DIR", help="the run's own files (results/ + FILE's name)"
+        "--results",
+        type=Path,
+        metavar="DIR",
+        help="the run's own files (default: results/ + FILE's name)",
     )
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="as train")
     parser.add_argument("--resume", action="store_true", help="as train")
@@ -89,13 +96,20 @@ def add_replay(parser: argparse.ArgumentParser) -> None:
         ("scalings", "NAME", "how they are brought into the range", asked.scalings),
         ("accumulates", "NAME", "products are summed in", asked.accumulates),
     ):
-        shown = f"{text} ({','.join(default)})"
+        shown = f"{text} (default {','.join(default)})"
         parser.add_argument(f"--{name}", type=_names, metavar=f"{metavar},...", help=shown)
     parser.add_argument(
-        "--ranks", type=_counts, metavar="N,...", help="gradients are summed over (2,4,...)"
+        "--ranks",
+        type=_counts,
+        metavar="N,...",
+        help="gradients are summed over (default: 2,4,...)",
     )
-    parser.add_argument("--out", type=Path, metavar="FILE.h5", help="the results (FILE.replay.h5)")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write one self-contained page")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE.h5", help="the results (default: FILE.replay.h5)"
+    )
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE.html", help="write one self-contained page"
+    )
     parser.add_argument("--figures", type=Path, metavar="DIR", help="write every figure: PNG, SVG")
     parser.add_argument("--csv", type=Path, metavar="DIR", help="write every table, all digits")
     parser.add_argument("--quiet", action="store_true", help="print no table")
@@ -130,7 +144,7 @@ def add_search(parser: argparse.ArgumentParser) -> None:
         "computed, by trainings of a job of one row, under a budget of accuracy or of the "
         "gradient's error. What it may cost is printed first."
     )
-    parser.add_argument("file", type=Path, metavar="JOB.toml", help="a job of one row, with seeds")
+    parser.add_argument("file", type=Path, metavar="FILE.toml", help="a job of one row, with seeds")
     parser.add_argument(
         "--over",
         choices=OVER,
@@ -152,20 +166,24 @@ def add_search(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=40,
         metavar="N",
-        help="trainings at most, each of all seeds, float32, uniform and unseen ones included "
-        "(default 40)",
+        help="trainings at most, each of all seeds, float32, uniform and unseen ones included",
     )
     parser.add_argument(
         "--test-seeds",
         type=int,
         default=1,
         metavar="N",
-        help="seeds beyond the job's to test the result with (default 1)",
+        help="seeds beyond the job's to test the result with",
     )
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="of the job"
     )
-    parser.add_argument("--out", type=Path, metavar="DIR", help="default: results/ + JOB + -search")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="of the search (default: results/ + FILE's name + -search)",
+    )
     parser.add_argument("--resume", action="store_true", help="go on with the search in DIR")
 
 

@@ -16,7 +16,6 @@ from rich.table import Table as RichTable
 
 from .. import store
 from ..config import UserError
-from ..precision.evidence import KIND as SEARCH
 from ..study.study_file import ReportError, StudyFile, load_study_file
 from . import units
 from .choice import ALL, Choice
@@ -24,13 +23,20 @@ from .compare import compare, compare_report, load_reference, verdict
 from .figures import Chart, image
 from .replayed import KIND as REPLAY
 from .replayed import replay_report
-from .search import search_report
 from .study import BENCHMARK, compress_report, study_report
-from .tables import Listed, Report, Table, slug
+from .tables import Listed, Report, Table, counted, slug
 from .trainings import Run, load_run, overview, run_groups, runs_report
 
 STUDY = "study.h5"  # in the folder of a study
-OF_KIND = {REPLAY: replay_report, SEARCH: search_report}  # by the attribute of their files
+
+
+def _search_report(path: Path) -> Report:
+    from .search import search_report  # with models of jobs, which no other report takes time for
+
+    return search_report(path)
+
+
+OF_KIND = {REPLAY: replay_report, "precision search": _search_report}  # by attribute of files
 
 
 @dataclass(frozen=True)
@@ -144,8 +150,8 @@ class Outputs:
     def give(self, reports: Sequence[Report], unreadable: Sequence[str] = ()) -> int:
         """Print and write reports; return the exit status. Raises ReportError."""
         if unreadable:
-            listed = Listed(f"not read, {units.count(len(unreadable), 'file')}", unreadable)
-            first = replace(reports[0], listed=[listed, *reports[0].listed])
+            first, left = reports[0], counted([("not read", unreadable)], "file")
+            first = replace(first, listed=[*left, *first.listed])
             reports = [first, *reports[1:]]
         show(reports, self.terminal, self.quiet)
         if self.html is not None:
@@ -304,11 +310,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE.h5",
         help="studies and records of training runs, or directories of them",
     )
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write one self-contained page")
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE.html", help="write one self-contained page"
+    )
     parser.add_argument("--figures", type=Path, metavar="DIR", help="write every figure: PNG, SVG")
     parser.add_argument("--csv", type=Path, metavar="DIR", help="write every table, all digits")
     parser.add_argument("--latex", type=Path, metavar="DIR", help="write every table for booktabs")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="draw training runs into an image")
+    parser.add_argument("--png", type=Path, metavar="FILE.png", help="draw training runs")
     parser.add_argument("--quiet", action="store_true", help="print no table")
     _add_choice(parser)
     _add_compare(parser)
@@ -341,7 +349,7 @@ def _add_compare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--compare",
         type=Path,
-        metavar="REFERENCE",
+        metavar="FILE",
         help="what changed since this study, or the one that a TOML file names with tolerances",
     )
     parser.add_argument(

@@ -18,7 +18,7 @@ from . import units
 from .choice import condition
 from .figures import HEIGHT, IDEAL, Axis, Chart, Panel, Series, Style, spread
 from .points import Estimate, label, ratio, varying
-from .tables import Column, Listed, Report, Section, Table, tabulate, words
+from .tables import Column, Listed, Report, Section, Table, counted, tabulate, words
 
 Verdict = Literal["slower", "faster", "unknown", "alike"]
 VERDICTS: tuple[Verdict, ...] = ("slower", "faster", "unknown", "alike")
@@ -340,13 +340,8 @@ def _listed(comparison: Comparison) -> list[Listed]:
         ("only in B", [point.case_id for point in comparison.only_after]),
         *((f"{name} differs (A, B)", items) for name, items in computed(comparison).items()),
     ]
-    listed = [
-        Listed(f"{what}, {units.count(len(items), 'point')}", items)
-        for what, items in found
-        if items
-    ]
     keys = asked(comparison)
-    return listed + ([Listed("the studies differ in", keys)] if keys else [])
+    return counted(found) + ([Listed("the studies differ in", keys)] if keys else [])
 
 
 def _environments(comparison: Comparison) -> list[Section]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from io import BytesIO
 from itertools import cycle
 from math import isfinite, log2
@@ -201,26 +202,29 @@ def _whole(axis: Any, set_scale: Any, ticks: list[float]) -> None:
     axis.get_major_locator().set_params(integer=True)
 
 
+MARKED = {  # ends of a logarithmic axis less than so many times apart: marks of each decade
+    4: (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8),
+    200: (1, 2, 5),
+}
+
+
 def _log(axis: Any, set_scale: Any, ticks: list[float]) -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     set_scale("log")
     low, high = axis.get_view_interval()
-    axis.set_major_locator(LogLocator(10, (1, 2, 5) if high < 200 * low else (1,), numticks=15))
+    marks = next((marks for apart, marks in MARKED.items() if high < apart * low), (1,))
+    axis.set_major_locator(LogLocator(10, marks, numticks=15))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
     axis.set_minor_formatter(NullFormatter())
-
-
-def _log2(axis: Any, set_scale: Any, ticks: list[float]) -> None:
-    _base_two(axis, set_scale, ticks, _power)
 
 
 def _power(value: float) -> str:
     return f"{value:g}" if value >= 1 else f"1/{1 / value:g}"
 
 
-def _size(axis: Any, set_scale: Any, ticks: list[float]) -> None:
-    _base_two(axis, set_scale, ticks, lambda value: units.size(value).replace(" ", "\n"))
+def _size(value: float) -> str:
+    return units.size(value).replace(" ", "\n")
 
 
 def _base_two(axis: Any, set_scale: Any, ticks: list[float], name: Callable[[float], str]) -> None:
@@ -247,8 +251,8 @@ SCALES: dict[Scale, Callable[[Any, Any, list[float]], None]] = {
     "linear": _linear,
     "whole": _whole,
     "log": _log,
-    "log2": _log2,
-    "size": _size,
+    "log2": partial(_base_two, name=_power),
+    "size": partial(_base_two, name=_size),
 }
 
 
@@ -342,7 +346,6 @@ def _edges(places: Values) -> Array:
 
 WIDTH, HEIGHT = 3.7, 2.9  # of a panel, inches
 EDGE = 0.08  # around texts and the legend, inches
-MOST = 12  # panels of a figure: more take long to draw and to look at
 SETTINGS: Any = {
     "font.size": 9,
     "axes.axisbelow": True,
@@ -360,6 +363,7 @@ class Chart:
     name: of its files; title, notes: above the panels; caption: below it on a page
     columns: of the grid of panels; shared: whether the panels have axes in common
     colours: what the colours of maps show; scale: of a panel's width and height
+    most: panels that are drawn: more take long to draw and to look at
     """
 
     name: str
@@ -371,13 +375,14 @@ class Chart:
     shared: bool = True
     colours: str = ""
     scale: tuple[float, float] = (1.0, 1.0)
+    most: int = 12
 
     @property
     def shown(self) -> list[Sequence[Panel | Map]]:
-        """The rows of panels that are drawn: all, or so many that they have MOST panels."""
+        """The rows of panels that are drawn: all, or so many that they have the most panels."""
         columns = min(self.columns, len(self.panels))
         rows = [self.panels[i : i + columns] for i in range(0, len(self.panels), columns)]
-        return thinned(rows, max(MOST // columns, 1))
+        return thinned(rows, max(self.most // columns, 1))
 
     @property
     def points(self) -> int:
@@ -394,7 +399,7 @@ def thinned(items: Sequence[T], most: int) -> list[T]:
 
 
 def draw(chart: Chart) -> Figure:
-    """Return the figure, of at most MOST panels: whole rows of them, evenly spread."""
+    """Return the figure, of at most chart.most panels: whole rows of them, evenly spread."""
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 

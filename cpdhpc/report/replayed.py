@@ -250,8 +250,7 @@ def _sums(of: Group) -> Section:
     ways = of["way"].tolist()
     drawn = styles(ways)
     panels, wrong = [], of["relative_error"]
-    finite = wrong[np.isfinite(wrong) & (wrong > 0)]
-    limits = (float(finite.min()) / 1.5, float(finite.max()) * 1.5) if finite.size else (None, None)
+    y = _error_axis(wrong)
     for i, j in _places(of, "format", "scaling"):
         series = [
             _interval(way, drawn[way], of["ranks"], wrong[:, i, j, at])
@@ -260,7 +259,7 @@ def _sums(of: Group) -> Section:
         ]
         ranks = Axis("ranks", "log2", ticks=of["ranks"].tolist())
         title = f"{of['format'][i]}, {of['scaling'][j]}"
-        panels.append(Panel(title, ranks, Axis("relative error", "log", limits), series))
+        panels.append(Panel(title, ranks, y, series))
     chart = Chart(
         "sums",
         "Sums of gradients over ranks",
@@ -282,6 +281,13 @@ def _sums(of: Group) -> Section:
     places = [at for at in places if known[at]]
     table = tabulate("Sums", columns, places, "Relative error, mean over iterations.")
     return Section("Sums over ranks", tables=[table], charts=[chart])
+
+
+def _error_axis(wrong: Array) -> Axis:
+    """Return an axis with room for the errors that are finite and not zero, bars included."""
+    finite = wrong[np.isfinite(wrong) & (wrong > 0)]
+    limits = (float(finite.min()) / 1.5, float(finite.max()) * 1.5) if finite.size else (None, None)
+    return Axis("relative error", "log", limits)
 
 
 def _label(labels: Array, axis: int, at: Place) -> str:
@@ -311,15 +317,13 @@ def _interval(name: str, style: Style, x: Any, values: Array) -> Series:
 def _products(of: Group) -> Section:
     """Errors of the products of layers by accumulator and order of the sums."""
     wrong, orders = of["relative_error"], of["order"].tolist()
-    drawn = styles(orders)
-    finite = wrong[np.isfinite(wrong) & (wrong > 0)]
-    limits = (float(finite.min()) / 1.5, float(finite.max()) * 1.5) if finite.size else (None, None)
+    drawn, y = styles(orders), _error_axis(wrong)
     names = Axis("format of partial sums", names=of["accumulate"].tolist())
     panels = [
         Panel(
             f"{of['product'][row]}: {int(of['terms'][row].max()):,} terms",
             names,
-            Axis("relative error", "log", limits),
+            y,
             [
                 _interval(order, drawn[order], range(len(of["accumulate"])), wrong[row][:, :, i])
                 for i, order in enumerate(orders)

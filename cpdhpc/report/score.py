@@ -177,14 +177,13 @@ def _by_panel(
     for each in trained:
         groups.setdefault(each.panel, []).append(each)
     best = {name: _near(group, measure) for name, group in groups.items()}
-    closer = any(0 < len(best[name]) < len(group) for name, group in groups.items())
+    closer = any(len(best[name]) < len(group) for name, group in groups.items())
     panels = []
     for name, group in groups.items():
         panel = draw(name or ("all" if closer else ""), group)
         panels.append(panel)
         if closer:
-            near = best[name] or group
-            ends = [end for each in near for end in (min(each.scores), max(each.scores))]
+            ends = [end for each in best[name] for end in (min(each.scores), max(each.scores))]
             room = 0.1 * (max(ends) - min(ends)) + measure.near(max(ends)) / 40
             y = Axis(panel.y.label, limits=(min(ends) - room, max(ends) + room))
             title = f"{name}: {CLOSER}" if name else CLOSER
@@ -196,11 +195,12 @@ CLOSER = "the best, closer"
 
 
 def _near(group: Sequence[Trained], measure: Score) -> list[Trained]:
-    """Return those of which every seed is near the best mean."""
+    """Return those of which every seed is near the best mean; all where these are no two."""
     gains = [np.array(measure.gains(list(each.scores))) for each in group]
     best = max(each.mean() for each in gains)
     least = best - measure.near(best)
-    return [each for each, gain in zip(group, gains, strict=True) if gain.min() >= least]
+    near = [each for each, gain in zip(group, gains, strict=True) if gain.min() >= least]
+    return near if len(near) > 1 else list(group)
 
 
 def _by_bits(measure: Score, title: str, group: Sequence[Trained]) -> Panel:

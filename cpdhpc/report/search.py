@@ -111,7 +111,9 @@ def _worth(of: Evidence) -> str:
     less = []
     widths = zip(of.widths(found.formats).items(), of.widths(alike).values(), strict=True)
     for (tensor, bits), before in widths:
-        if tensor == WIRE:
+        if tensor == WIRE and not uniform.sent_bytes:
+            less.append("one rank, which sends nothing")
+        elif tensor == WIRE:
             share = 1 - found.sent_bytes / uniform.sent_bytes
             way = "fewer" if share >= 0 else "more"
             of_all = f"{way} bytes than {_named(of, alike)} for all layers"

@@ -39,7 +39,7 @@ from .points import (
     varying,
 )
 from .scaling import scaling
-from .tables import Column, Listed, Report, Section, Table, tabulate, words
+from .tables import Column, Listed, Report, Section, Table, counted, tabulate, words
 
 NOT_SHOWN = ("study", "title", "kind", "scaling", "sample", "work", "Conventions")
 
@@ -157,7 +157,7 @@ def _missing(file: StudyFile) -> list[Listed]:
         reasons.setdefault(reason, []).append(case.id)
     lost = [f"{case.id}{_why(file, case)}" for case in missing]
     return [
-        *([Listed(f"missing, {units.count(len(lost), 'case')}", lost)] if lost else []),
+        *counted([("missing", lost)], "case"),
         *(
             Listed(f"impossible, {units.count(len(ids), 'case')}: {reason}", ids)
             for reason, ids in reasons.items()
@@ -192,10 +192,7 @@ def _shared(file: StudyFile) -> list[Listed]:
         placement = file.environments[index].get("placement", "") if known else ""
         if placement.startswith(SHARED):
             found.setdefault(placement, []).append(point.case_id)
-    return [
-        Listed(f"{placement}, {units.count(len(items), 'point')}", items)
-        for placement, items in found.items()
-    ]
+    return counted(found.items())
 
 
 def _reserves(file: StudyFile) -> list[Listed]:
@@ -207,17 +204,13 @@ def _reserves(file: StudyFile) -> list[Listed]:
     fast = [p for p in file.points if p.summary["median_s"] < p.outcomes.get("bound_s", 0.0)]
     restarted = [point for point in file.points if point.outcomes.get("restarts", 0) > 0]
     too_wide = f"interval wider than the ±{100 * relative:g} % asked for"
-    found = [
-        ("no interval, too few repeats", [point.case_id for point in few]),
-        (too_wide, [f"{point.case_id} (±{100 * _half_width(point):.3g} %)" for point in wide]),
-        ("faster than the bound, which then is none", [point.case_id for point in fast]),
-        ("measured after a restart of the batch", [point.case_id for point in restarted]),
-    ]
-    return [
-        Listed(f"{what}, {units.count(len(items), 'point')}", items)
-        for what, items in found
-        if items
-    ]
+    found = {
+        "no interval, too few repeats": [point.case_id for point in few],
+        too_wide: [f"{point.case_id} (±{100 * _half_width(point):.3g} %)" for point in wide],
+        "faster than the bound, which then is none": [point.case_id for point in fast],
+        "measured after a restart of the batch": [point.case_id for point in restarted],
+    }
+    return counted(found.items())
 
 
 def _half_width(point: Point) -> float:

@@ -174,6 +174,11 @@ class Listed:
     items: Sequence[str] = ()
 
 
+def counted(found: Iterable[tuple[str, Sequence[str]]], of: str = "point") -> list[Listed]:
+    """Return what there are items of, with their number."""
+    return [Listed(f"{what}, {count(len(items), of)}", items) for what, items in found if items]
+
+
 @dataclass(frozen=True)
 class Report:
     """What is shown of one study, or of the records of training.

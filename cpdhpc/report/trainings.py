@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import isnan, nan
 from pathlib import Path
@@ -193,7 +193,7 @@ LAYER_SHARES = {  # what is drawn, and how it is called
     "underflow": "non-zero gradient values that become zero on the wire",
     "saturated": "non-zero gradient values that saturate on the wire",
 }
-LEAST = 0.05  # %: maps without any more are not drawn
+LEAST = 1.0  # %: in maps below it throughout nothing can be seen
 
 
 def layer_charts(title: str, what: str, observed: Iterable[tuple[str, Map]]) -> list[Chart]:
@@ -209,7 +209,10 @@ def layer_charts(title: str, what: str, observed: Iterable[tuple[str, Map]]) -> 
         Chart(
             f"{what}_{panel}".replace(" ", "_").strip("_"),
             f"{title}: {what} by layer" + (f", {panel}" if panel else ""),
-            [f"{LAYER_SHARES[what].capitalize()}, mean over seeds. Maps without any are left out."],
+            [
+                f"{LAYER_SHARES[what].capitalize()}, mean over seeds. Maps below {LEAST:g} % "
+                "throughout are left out."
+            ],
             f"{what.capitalize()} of each layer over the training.",
             maps,
             colours=f"{what} / %",
@@ -345,16 +348,16 @@ def _observed(group: RunGroup) -> tuple[str, Map]:
 
 def overview(charts: Sequence[Chart]) -> Chart:
     """Return the figure of the score and of the loss."""
-    shown = {chart.name: chart for chart in charts}
-    first = next(chart for chart in charts if chart.name.endswith(("_by_bits", "_by_time")))
-    return Chart(
-        "overview",
-        TITLE,
-        first.notes,
-        "",
-        [*first.panels, *shown["loss_by_epoch"].panels],
-        shared=False,
-    )
+    score = next(chart for chart in charts if chart.name.endswith(("_by_bits", "_by_time")))
+    loss = next(chart for chart in charts if chart.name == "loss_by_epoch")
+    panels = [
+        replace(
+            panel, title=chart.title.removeprefix(f"{TITLE}: ") + f": {panel.title}".rstrip(": ")
+        )
+        for chart in (score, loss)
+        for panel in chart.panels
+    ]
+    return Chart("overview", TITLE, score.notes, "", panels, shared=False)
 
 
 def _files(runs: Sequence[Run]) -> Table:

@@ -19,7 +19,7 @@ from ..claim import Claim, read_claim
 from ..collectives.checks import NonFiniteGradient
 from ..config import UserError
 from ..kinds.base import Calls, Measuring
-from ..kinds.factors import Array, Case, Outcomes, Result
+from ..kinds.factors import Array, Case, Outcomes, Result, over_ranks
 from ..kinds.place import Place
 from ..provenance import difference
 from ..signals import Caught, Interrupted, catching
@@ -108,9 +108,8 @@ class TimedCalls(Measuring):
                 spent_ns = np.array([int((time.perf_counter() - began_s) * 1e9)])
                 energy = place.energy_j(before_j)
         self.outcomes |= call.outcomes
-        over_ranks = (times_s.max(axis=1), times_s.min(axis=1), times_s.mean(axis=1))
-        self.times_s = np.concatenate([self.times_s, np.stack(over_ranks, axis=1)])
-        flags = (np.arange(len(times_s)) < measure.warmup).astype(np.uint8)
+        rows, flags = over_ranks(times_s, measure.warmup)
+        self.times_s = np.concatenate([self.times_s, rows])
         self.is_warmup = np.concatenate([self.is_warmup, flags])
         if energy:
             self.spent_j += float(energy["energy_j"])

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-import numpy as np
-
 from ..bench.harness import FURTHER, Measured, Point, together
 from ..kinds.base import Measure
-from ..kinds.factors import Case, Factor, Result
+from ..kinds.factors import Case, Factor, Result, over_ranks
 from ..kinds.place import environment
 from ..provenance import hosts
 from ..world.ranks import Loopback, Ranks
@@ -61,7 +59,4 @@ def _result(
 ) -> tuple[Case, Result]:
     nodes = len(set(world.nodes))
     case = make_case(study, point.factors, nodes, world.ranks // nodes)
-    times_s = point.times_s
-    over_ranks = times_s.max(axis=1), times_s.min(axis=1), times_s.mean(axis=1)
-    flags = (np.arange(len(times_s)) < warmup).astype(np.uint8)
-    return case, Result(np.stack(over_ranks, axis=1), flags, point.outcomes, places)
+    return case, Result(*over_ranks(point.times_s, warmup), point.outcomes, places)

@@ -385,8 +385,12 @@ def add_batch(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of batch."""
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="of the study")
     parser.add_argument("number", type=int, metavar="NUMBER", help="of the batch, from 0")
-    parser.add_argument("--nodes", type=int, help="nodes of the job (default: the batch's)")
-    parser.add_argument("--ppn", type=int, help="ranks per node (default: the batch's)")
+    parser.add_argument(
+        "--nodes", type=int, metavar="N", help="nodes of the job (default: the batch's)"
+    )
+    parser.add_argument(
+        "--ppn", type=int, metavar="N", help="ranks per node (default: the batch's)"
+    )
 
 
 def run_batch(arguments: argparse.Namespace, world: World) -> int:

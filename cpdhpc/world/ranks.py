@@ -124,7 +124,8 @@ class Ranks(ABC):
         nodes it is one
     bytes_sent, messages_sent: int64[virtual_ranks], what each hosted rank sent to other ranks,
         those of the same process included
-    collective_bytes: bytes that this process handed to MPI's own collectives
+    collective_bytes: bytes that this process handed to MPI's own collectives; none where it is the
+        only one, from which nothing leaves
     cache: what callers keep from one call to the next: buffers, recordings, carriers of GPU arrays
     timeout_s: the longest that a wait takes
     gpu_direct: whether GPU arrays may be given to MPI as they are
@@ -175,6 +176,11 @@ class Ranks(ABC):
         """Count a message that a hosted rank sends."""
         self.bytes_sent[rank - self.hosted.start] += size_bytes
         self.messages_sent[rank - self.hosted.start] += 1
+
+    def count_collective(self, size_bytes: int) -> None:
+        """Count what this process hands to one of MPI's own collectives."""
+        if self.processes > 1:
+            self.collective_bytes += size_bytes
 
     def check_thread(self) -> None:
         """Raise RuntimeError in the thread that has lent the world to another one."""

@@ -19,8 +19,7 @@ from cpdhpc.autoencoder import probe
 from cpdhpc.autoencoder.job import Autoencoder
 from cpdhpc.autoencoder.training import Stack, resume, save
 from cpdhpc.bench.allreduce import parse_baselines
-from cpdhpc.bench.allreduce_cases import cases_of_size
-from cpdhpc.bench.libraries import group_of, missing
+from cpdhpc.bench.allreduce_cases import cases_of_size, group_of, missing
 from cpdhpc.config import UserError, validate
 from cpdhpc.ops.tensors import CPU
 from cpdhpc.signals import Caught

@@ -77,7 +77,8 @@ def test_collective_bytes_are_counted(world):
     before = world.collective_bytes
     world.max(np.zeros(7, np.int64))
     world.broadcast(np.zeros(10, np.float32))
-    assert world.collective_bytes - before == 56 + 40
+    alone = world.processes == 1  # nothing leaves it
+    assert world.collective_bytes - before == (0 if alone else 56 + 40)
 
 
 @pytest.mark.parametrize("algorithm", SCHEDULES)
