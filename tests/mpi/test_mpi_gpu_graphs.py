@@ -79,26 +79,41 @@ def test_in_place_and_in_other_streams(gpu):
 
 
 @pytest.mark.two_ranks
-def test_a_nan_is_named_and_the_next_run_is_right(gpu):
+def test_what_prepare_is_at_work_on_is_waited_for(gpu):
+    """In another stream; and prepare itself leaves the result alone."""
     world, xs = gpu.world, gradients(gpu.world.ranks)
+    x = late(gpu, xs[world.process])
+    out = gpu.cupy.full_like(x, 7)
+    gpu.cupy.cuda.get_current_stream().synchronize()
+    with gpu.cupy.cuda.Stream(non_blocking=True):
+        gpu.delay()
+        prepared = Allreduce("e2m1fn", scaling="static:1").prepare(world, [x], [out], graphs=True)
+    assert same(out, np.full(N, 7, np.float32))
+    with prepared:
+        assert same(prepared.run().arrays[0], simulate(xs, "e2m1fn", scaling="static:1"))
+
+
+@pytest.mark.two_ranks
+@pytest.mark.parametrize("place, segment", [(100, "a"), (2000, "b")])
+def test_a_nan_is_named_and_the_next_run_is_right(gpu, place, segment, monkeypatch):
+    """In the first piece or in another."""
+    monkeypatch.setattr(rank_program, "PIECE_VALUES", (1024, 1024))
+    world, xs = gpu.world, gradients(gpu.world.ranks)
+    segments = [Segment("a", 0, 1024), Segment("b", 1024, N)]
     for wire, algorithm in itertools.product(("e4m3", "e2m1fn", "e5m2"), SCHEDULES):
         x = gpu.cupy.zeros(N, np.float32)
-        segments = [Segment("a", 0, 1024), Segment("b", 1024, N)]
         method = Allreduce(wire, algorithm)
         with method.prepare(world, [x], segments=segments, graphs=True) as prepared:
             for value in (np.nan, 1, np.nan):
-                mine = xs[world.process].copy()
-                mine[2000] = value if world.process == world.processes - 1 else 1
-                x[...] = late(gpu, mine)
+                given = [each.copy() for each in xs]
+                given[-1][place] = value
+                x[...] = late(gpu, given[world.process])
                 if value == 1:
-                    every = [each.copy() for each in xs]
-                    for each in every:
-                        each[2000] = 1
-                    assert same(prepared.run().arrays[0], simulate(every, wire, algorithm))
+                    assert same(prepared.run().arrays[0], simulate(given, wire, algorithm))
                     continue
                 with pytest.raises(NonFiniteGradient) as caught:
                     prepared.run()
-                assert caught.value.segments == ("b",)
+                assert caught.value.segments == (segment,)
                 assert caught.value.ranks == (world.processes - 1,)
 
 
@@ -109,7 +124,7 @@ def test_fewer_calls_of_the_driver(gpu):
         pytest.skip("the simulation counts, on 2 ranks")
     simulation, world = gpu.simulation, gpu.world
     x = gpu.cupy.zeros(N, np.float32)
-    # ring: encode; add and encode; decode. In the last two zeros are set and counts added, too.
+    # ring: encode; add and encode; decode. Raw values are added, else there are copies alone.
     for wire, launches in (("e4m3", 3), ("raw", 1 if gpu.direct else 3)):
         with Allreduce(wire, "ring").prepare(world, [x], graphs=True) as prepared:
             prepared.run()
