@@ -12,6 +12,8 @@ from simulated_cupy import simulated
 from simulated_gpu import CAPTURED, INVALIDATED, ISOLATION, UNSUPPORTED, Error
 
 from cpdhpc.bench import latency
+from cpdhpc.bench.allreduce import parse_beside
+from cpdhpc.bench.allreduce_cases import cases_of_size
 from cpdhpc.collectives.allreduce import Allreduce
 from cpdhpc.config import UserError
 from cpdhpc.world.ranks import Loopback
@@ -128,15 +130,20 @@ def test_a_fault_is_told_by_the_next_launch() -> None:
             prepared.run()
 
 
-def test_latency_shows_graphs_beside_the_other_calls(capsys: pytest.CaptureFixture[str]) -> None:
+def test_benchmarks_time_graphs_beside_the_other_calls() -> None:
     parser = argparse.ArgumentParser()
     latency.add_arguments(parser)
-    given = ["--sizes=8,64", "--repeats=2", "--warmup=1", "--device"]
+    given = parser.parse_args(["--device", "gpu", "--link", "1"])
+    asked, skipped = parse_beside(given, Loopback(), [64])
+    assert asked.calls == ["plain", "prepared", "graphs"] and not skipped
     with simulated() as (gpu, _):
-        measured = latency.run(parser.parse_args([*given, "gpu"]), Loopback())
-        assert gpu.graphs or not gpu.launched
-    assert "tree, raw, graphs" in capsys.readouterr().out
-    calls = {point.factors.get("call") for point in measured.points}
-    assert {"plain", "prepared", "graphs"} <= calls
+        cases = cases_of_size(Loopback(), 64, [Allreduce("raw")], [], "gpu", asked.calls)
+        assert [case.call for case in cases] == asked.calls
+        before = gpu.graphs
+        for case in cases:
+            case.run()
+            case.free()
+        assert gpu.graphs == before + 1
+    given = parser.parse_args(["--calls", "graphs"])
     with pytest.raises(UserError, match="--calls graphs: none of them takes cpu arrays"):
-        latency.run(parser.parse_args([*given, "cpu", "--calls=graphs"]), Loopback())
+        parse_beside(given, Loopback(), [64])

@@ -1,11 +1,13 @@
 """Prepared all-reduces as CUDA graphs: the bits of the CPU, and fewer calls of the driver."""
 
+import argparse
 import itertools
 
 import numpy as np
 import pytest
 from gpus import N, gradients, late, same
 
+from cpdhpc.bench import latency
 from cpdhpc.collectives import rank_program
 from cpdhpc.collectives.allreduce import Allreduce, simulate
 from cpdhpc.collectives.checks import NonFiniteGradient
@@ -182,3 +184,14 @@ def test_virtual_ranks_and_ranks_that_differ_are_refused(gpu):
     if world.processes > 1:
         with pytest.raises(ValueError, match="graphs=True on rank 0, graphs=False on rank 1"):
             Allreduce().prepare(gpu.world, [x], graphs=gpu.world.process == 0)
+
+
+@pytest.mark.two_ranks
+def test_latency_shows_graphs(gpu, capsys):
+    parser = argparse.ArgumentParser()
+    latency.add_arguments(parser)
+    given = ["--sizes=8,64", "--repeats=2", "--warmup=1", "--device=gpu", "--oversubscribe-gpus"]
+    measured = latency.run(parser.parse_args(given), gpu.world)
+    assert gpu.world.process or "tree, raw, graphs" in capsys.readouterr().out
+    calls = {point.factors.get("call") for point in measured.points}
+    assert calls == {None, "plain", "prepared", "graphs"}
