@@ -193,8 +193,12 @@ def parse_beside(
     """Return what add_beside's options ask for, and what is left out. Collective."""
     device = arguments.device
     calls = [name for name, devices in CALLS.items() if device in devices]
-    asked = parse_names("--calls", arguments.calls, known(CALLS)) if arguments.calls else calls
+    asked = calls
+    if arguments.calls is not None:
+        asked = parse_names("--calls", arguments.calls, known(CALLS))
     calls = [name for name in asked if name in calls]
+    if not asked:
+        raise UserError(f"--calls {arguments.calls}: no names are given")
     if not calls:
         raise UserError(f"--calls {arguments.calls}: none of them takes {device} arrays")
     skipped = [f"{name}: takes no {device} arrays" for name in asked if name not in calls]
