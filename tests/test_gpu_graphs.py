@@ -24,7 +24,7 @@ X = np.arange(100, dtype=np.float32)
 def test_a_launch_does_the_same_again_in_the_stream_that_is_current_then() -> None:
     with simulated() as (_, cupy):
         from cpdhpc.ops import gpu as ops
-        from cpdhpc.ops.gpu_runtime import Graphs, copy_down, to_host
+        from cpdhpc.ops.gpu_runtime import Graphs, copy_down, to_host, wait_for_stream
 
         graphs, x, y = Graphs(), cupy.asarray(X), cupy.zeros(100, np.float32)
         host = graphs.pinned(400)
@@ -35,9 +35,11 @@ def test_a_launch_does_the_same_again_in_the_stream_that_is_current_then() -> No
             copy_down(y.view(np.uint8), host)
             return "what it returns"
 
+        wait_for_stream()
         graphs.rehearse(launches)
         assert to_host(y).tolist() == (3 * X).tolist()
         y[...] = 0
+        wait_for_stream()
         graph, said = graphs.capture(launches)
         assert said == "what it returns"
         assert not to_host(y).any(), "nothing is done while it is captured"
