@@ -24,6 +24,7 @@ import numpy as np
 import pytest
 import simulated_cupy
 import simulated_kernels
+from simulated_gpu import check_bounds
 
 from cpdhpc.ops.cuda_source import ARITHMETIC, KERNELS, cuda_source
 
@@ -150,22 +151,23 @@ class RawModule(simulated_cupy.RawModule):
         def kernel(grid: tuple[int], block: tuple[int], args: tuple[Any, ...]) -> None:
             assert 0 < grid[0] <= 65535 and block == (128,)
             simulated_kernels.arguments(self.code, name, args)
-            self.arrays.gpu.launched[name] += 1
             addresses = (int(value) for value in args if isinstance(value, np.uint64))
-            kept = [emulated_torch.named.get(address) for address in addresses]
-            self.arrays.give(lambda: run(grid[0], args, kept))
-
-        def run(blocks: int, args: tuple[Any, ...], kept: list[Any]) -> None:
+            kept: list[Any] = [emulated_torch.named.get(address) for address in addresses]
+            arrays = [value for value in args if hasattr(value, "owner")]
+            # Not the owners themselves, which keep memory from being freed.
+            memory = [(value.owner.raw, value.owner.whole) for value in arrays]
             pointers = (pointer for _, pointer, _ in parameters)
             cells = [cell(*each) for each in zip(args, pointers, strict=True)]
+            self.arrays.gpu.launch(name, lambda: run(grid[0], cells, memory, kept))
+
+        def run(blocks: int, cells: list[Any], memory: list[Any], kept: list[Any]) -> None:
             fixed = (ctypes.c_int * SLOTS).in_dll(kernels, "fixed")
             fixed[: len(values)] = [ctypes.c_int(each).value for each in values]
             addresses = (ctypes.c_void_p * len(cells))(*(c.ctypes.data for c in cells))
             trouble = call(ctypes.c_uint(blocks), addresses)
             assert trouble is None, f"{name}: {trouble.decode()}"
-            for value in args:
-                if hasattr(value, "owner"):
-                    value.owner.check(name)
+            for raw, whole in memory:
+                check_bounds(raw, whole, name)
             launched[name] += 1
 
         return kernel

@@ -1,13 +1,18 @@
-"""Faults planted in the CUDA kernels: does a test on the CPU notice each?
+"""Faults planted in the CUDA kernels, and in what captures graphs: does a test notice each?
 
 Each is compiled into the kernels, and the tests of emulated_gpu run until one fails: for windows of
-GPU arrays those of MPI, on one rank.
+GPU arrays those of MPI, on one rank. Those of graphs are planted in a copy of the package, whose
+tests run on two ranks.
+
+    python tests/gpu_faults.py [kernels] [moves] [graphs]
 """
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -138,40 +143,132 @@ FAULTS_OF_MOVES = {  # of the kernel that moves windows
         Type y;""",
     ),
 }
+RUNTIME, GRAPHS = "cpdhpc/ops/gpu_runtime.py", "cpdhpc/collectives/graphs.py"
+FAULTS_OF_GRAPHS = {  # the file as well
+    "memory that a graph uses is not kept": (
+        RUNTIME,
+        "self._kept.append(take(size_bytes))\n            found: Result = self._kept[-1]",
+        "found: Result = take(size_bytes)",
+    ),
+    "a capture that failed is not ended": (
+        RUNTIME,
+        "                    self._stream.end_capture()\n                raise",
+        "                    pass\n                raise",
+    ),
+    "what came is not copied up": (
+        GRAPHS,
+        "self._runtime.copy_up(came.host, came.received)",
+        "pass",
+    ),
+    "what goes is copied down once only": (
+        GRAPHS,
+        "            self._copy_down(payload, sent)\n",
+        "",
+    ),
+    "a run does not wait for the one before in another stream": (
+        GRAPHS,
+        "self._streams.follow(self._ended)",
+        "pass",
+    ),
+    "counts are read before the GPU has written them": (
+        GRAPHS,
+        "            self._runtime.wait(self._streams.mark())\n",
+        "",
+    ),
+    "the counts of all pieces in one place": (
+        GRAPHS,
+        "self._counts[number : number + 1]",
+        "self._counts[:1]",
+    ),
+    "kernels are loaded while they are captured": (
+        GRAPHS,
+        "self._graphs.rehearse(lambda: self._all(np.empty_like(out), None))",
+        "pass",
+    ),
+    "the rehearsal writes the result": (
+        GRAPHS,
+        "self._all(np.empty_like(out), None)",
+        "self._all(out, None)",
+    ),
+    "a graph of nothing": (
+        GRAPHS,
+        "graph if self._kernels.count else None",
+        "graph",
+    ),
+    "the shifts of the first run for ever": (
+        GRAPHS,
+        "place[:] = shift_bytes(each, segments, self.x.size, self.x)",
+        "pass",
+    ),
+    "random numbers of the first run for ever": (
+        GRAPHS,
+        "if method.is_random:",
+        "if False:",
+    ),
+}
 MOVES = ["--with-mpi", "-m", "not gpu and not slow", str(HERE / "mpi" / "test_mpi_darray_gpu.py")]
 SERIAL = ["-m", "not slow", "-k", "gpu or simulated", *map(str, TESTS)]
+OPTIONS = ["-q", "-x", "--no-header", "--color=no", "-p", "no:cacheprovider"]
+ON_TWO = [HERE.parent / "slurm" / "mpirun-local", "2", sys.executable, "-m", "mpi4py"]
 
 
-def caught_by(code: str, fault: str, tests: Sequence[str]) -> str:
+def caught_by(arguments: Sequence[str | Path], root: Path) -> str:
     """Return the test that fails first, "a crash", or "" where all pass."""
-    options = ["-q", "-x", "--no-header", "-p", "no:cacheprovider", "-p", "emulated_gpu"]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, "--plant", code, fault, *tests],
-        env=environment() | {"PYTHONPATH": f"{HERE.parent}:{HERE}"},
+        [*map(str, arguments)],
+        cwd=root,
+        env=environment() | {"PYTHONPATH": f"{root}:{HERE}"},
+        stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
         check=False,
     )
-    if done.returncode not in (0, 1) and done.returncode > 0:
-        raise SystemExit(done.stdout + done.stderr)
     failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
     if failed:
         return failed[0].split(" - ")[0].partition("::")[2]
+    if done.returncode > 1 and "Traceback" not in done.stdout + done.stderr:
+        raise SystemExit(done.stdout + done.stderr)
     return "a crash" if done.returncode else ""
 
 
-def main() -> int:
+def caught_in_kernels(code: str, fault: str, tests: Sequence[str]) -> str:
+    """Return who notices a fault in the kernels."""
+    command = [sys.executable, "-m", "pytest", *OPTIONS, "-p", "emulated_gpu"]
+    return caught_by([*command, "--plant", code, fault, *tests], HERE.parent)
+
+
+def caught_in_graphs(path: str, code: str, fault: str) -> str:
+    """Return who notices a fault in a file of the package."""
+    with tempfile.TemporaryDirectory() as place:
+        root = Path(place)
+        shutil.copytree(HERE.parent / "cpdhpc", root / "cpdhpc")
+        (root / "kernels").symlink_to(HERE.parent / "kernels")
+        source = (root / path).read_text()
+        assert source.count(code) == 1, code
+        (root / path).write_text(source.replace(code, fault))
+        serial = [sys.executable, "-m", "pytest", *OPTIONS, HERE / "test_gpu_graphs.py"]
+        kind = ["--with-mpi", "-m", "not gpu and not slow"]
+        ranks = [*ON_TWO, "-m", "pytest", *OPTIONS, *kind, HERE / "mpi" / "test_mpi_gpu_graphs.py"]
+        return caught_by(serial, root) or caught_by(ranks, root)
+
+
+def main(asked: Sequence[str]) -> int:
     """Print who catches each fault, and return how many nobody does."""
-    faults = [(each, SERIAL) for each in FAULTS.items()]
-    faults += [(each, MOVES) for each in FAULTS_OF_MOVES.items()]
-    missed = 0
-    for (what, (code, fault)), tests in faults:
-        found = caught_by(code, fault, tests)
-        missed += not found
-        print(f"{what}: {found or 'NOBODY'}", flush=True)
-    print(f"{len(faults) - missed} of {len(faults)} faults are caught")
-    return missed
+    found: dict[str, str] = {}
+
+    def tell(what: str, by: str) -> None:
+        found[what] = by
+        print(f"{what}: {by or 'NOBODY'}", flush=True)
+
+    for kind, faults, tests in (("kernels", FAULTS, SERIAL), ("moves", FAULTS_OF_MOVES, MOVES)):
+        for what, planted in faults.items() if not asked or kind in asked else ():
+            tell(what, caught_in_kernels(*planted, tests))
+    for what, change in FAULTS_OF_GRAPHS.items() if not asked or "graphs" in asked else ():
+        tell(what, caught_in_graphs(*change))
+    caught = sum(map(bool, found.values()))
+    print(f"{caught} of {len(found)} faults are caught")
+    return len(found) - caught
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

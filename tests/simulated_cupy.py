@@ -12,23 +12,12 @@ from typing import Any
 
 import numpy as np
 import simulated_kernels
-from simulated_gpu import Event, Gpu, Owner, Stream
+from simulated_gpu import Error, Event, Gpu, Owner, Stream
 
 OURS = ("gpu", "gpu_runtime", "gpu_sums")  # modules of cpdhpc.ops that import cupy
 
 
 CUDA, LEGACY = 2, 1  # DLPack's numbers of the device, and of the null stream
-
-
-class Error(RuntimeError):
-    """CUDARuntimeError."""
-
-    def __init__(self, status: int) -> None:
-        self.status = status
-        super().__init__(f"CUDA error {status}")
-
-
-Error.__module__ = "cupy_backends.cuda.api.runtime"  # as CuPy's
 
 
 def without_subnormals(array: Any) -> Any:
@@ -51,7 +40,7 @@ class Arrays:
     def empty(self, shape: Any, dtype: Any = float) -> ndarray:
         shape, kind = np.empty(shape, []).shape if shape == () else shape, np.dtype(dtype)
         size = int(np.prod(shape, dtype=int))
-        owner = self.gpu.device(size * kind.itemsize)
+        owner = self.gpu.allocator(size * kind.itemsize)
         return ndarray(self, owner, owner.raw.view(kind).reshape(shape))
 
     def zeros(self, shape: Any, dtype: Any = float) -> ndarray:
@@ -118,6 +107,8 @@ class Arrays:
         if isinstance(a, ndarray):
             return a
         copy = np.array(a)  # CuPy copies to pinned memory at once
+        if self.gpu.current[-1].is_capturing():
+            raise RuntimeError("the current stream is capturing: synchronous calls are not allowed")
         out = self.empty(copy.shape, copy.dtype)
         view = out.memory_view
         self.give(lambda: np.copyto(view, copy))
@@ -252,6 +243,8 @@ class ndarray:
     def set(self, array: np.ndarray) -> None:
         if not self.flags.c_contiguous or (array.shape, array.dtype) != (self.shape, self.dtype):
             raise ValueError("set: array must be contiguous, and of this shape and dtype")
+        if self.arrays.gpu.current[-1].is_capturing():
+            raise RuntimeError("the current stream is capturing: synchronous calls are not allowed")
         target = self.memory_view  # pageable memory may be read as late as pinned (HMM, GH200)
         self.arrays.give(lambda: np.copyto(target, array))
 
@@ -411,8 +404,7 @@ class RawModule:
         def kernel(grid: tuple[int], block: tuple[int], args: tuple[Any, ...]) -> None:
             assert 0 < grid[0] <= 65535 and block == (128,)
             given = simulated_kernels.arguments(self.code, name, args)
-            self.arrays.gpu.launched[name] += 1
-            self.arrays.give(lambda: simulated_kernels.run(name, given))
+            self.arrays.gpu.launch(name, lambda: simulated_kernels.run(name, given))
 
         return kernel
 
@@ -465,6 +457,8 @@ def modules(gpu: Gpu) -> tuple[ModuleType, ModuleType]:
             Event=lambda disable_timing: Event(gpu),
             Device=lambda number=None: Device(gpu, number),
             get_current_stream=lambda: gpu.current[-1],
+            get_allocator=lambda: gpu.allocator,
+            using_allocator=gpu.using_allocator,
             runtime=runtime,
         ),
     )

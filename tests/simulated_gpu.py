@@ -12,9 +12,10 @@ import random
 import threading
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import count
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -31,6 +32,50 @@ class Ticket:
         self.done = True
 
 
+class Error(RuntimeError):
+    """CUDARuntimeError."""
+
+    def __init__(self, status: int) -> None:
+        self.status = status
+        super().__init__(f"CUDA error {status}")
+
+
+Error.__module__ = "cupy_backends.cuda.api.runtime"  # as CuPy's
+UNSUPPORTED, INVALIDATED, ISOLATION, CAPTURED = 900, 901, 905, 907  # cudaErrorStreamCapture...
+RELAXED = 2  # cudaStreamCaptureModeRelaxed
+
+
+class Graph:
+    """cupy.cuda.Graph: work as it was captured, which launches give a stream time after time.
+
+    memory: what was taken meanwhile; copies: (kind, address, bytes) that copies read and write
+    """
+
+    def __init__(self, gpu: Gpu, mode: int) -> None:
+        self.gpu, self.mode, self.valid = gpu, mode, True
+        self.work: list[Callable[[], Any]] = []
+        self.memory: list[weakref.ref[Owner]] = []
+        self.copies: list[tuple[str, int, int]] = []
+
+    def fail(self, status: int) -> NoReturn:
+        """Raise an error of CUDA's that spoils the capture."""
+        self.valid = False
+        raise Error(status)
+
+    def launch(self, stream: Stream | None = None) -> None:
+        """cudaGraphLaunch."""
+        gpu, stream = self.gpu, stream or self.gpu.current[-1]
+        if gpu.fault:
+            raise Error(gpu.fault)
+        assert stream.graph is None, "a graph in a graph: not simulated"
+        assert all(each() is not None for each in self.memory), "a graph's memory was let go"
+        for copy in self.copies:
+            gpu.find(*copy)
+        gpu.graphs += 1
+        for work in self.work:
+            stream.work.append(work)
+
+
 class Gpu:
     """All streams, and who does their work.
 
@@ -41,6 +86,7 @@ class Gpu:
     first: the place on the bus of the first of them
     foreign: memory of the GPU that another library has taken
     launched, copied: how often each kernel was launched, and copies to and from pinned memory
+    graphs: how many were launched; loaded: kernels that were launched outside of captures
     fault: the status that every call returns from now on, as after an illegal access; 0 for none
     stalled: a stream whose work is not done but when somebody waits for all of it
     """
@@ -51,6 +97,7 @@ class Gpu:
         self.lock, self.fault = threading.RLock(), 0
         self.launched: Counter[str] = Counter()
         self.copied: Counter[str] = Counter()
+        self.graphs, self.loaded = 0, set[str]()
         self.of_thread = threading.local()
         self.stalled: Stream | None = None
         self.random = random.Random(seed)
@@ -81,7 +128,17 @@ class Gpu:
 
     def give(self, work: Callable[[], Any], stream: Stream | None = None) -> None:
         """Give a stream work, CuPy's current one by default."""
-        (stream or self.current[-1]).work.append(work)
+        (stream or self.current[-1]).put(work)
+
+    def launch(self, name: str, work: Callable[[], Any]) -> None:
+        """Launch a kernel in CuPy's current stream; the first time it is loaded."""
+        graph = self.current[-1].graph
+        if graph is not None and name not in self.loaded:
+            graph.fail(UNSUPPORTED)  # by drivers for CUDA before 12.3
+        if graph is None:
+            self.loaded.add(name)
+        self.launched[name] += 1
+        self.give(work)
 
     def step(self) -> bool:
         """Do one piece of work of any stream that can go on; return whether there was one."""
@@ -94,6 +151,8 @@ class Gpu:
 
     def finish(self, stream: Stream) -> None:
         """Wait for a stream; others may go on or not."""
+        if stream.graph is not None:
+            stream.graph.fail(UNSUPPORTED)
         with self.lock:
             self.stalled = None
             while stream.work:
@@ -108,6 +167,8 @@ class Gpu:
         if self.fault:
             return self.fault
         ticket = self.events[event].ticket
+        if isinstance(ticket, Graph):
+            ticket.fail(CAPTURED)
         if ticket is None or ticket.done:
             return 0
         self.step()
@@ -117,9 +178,13 @@ class Gpu:
         """cudaMemcpyAsync: between memory of the GPU and pinned memory."""
         down = {2: True, 1: False}[kind]
         self.copied["down" if down else "up"] += 1
-        target = self.find("pinned" if down else "device", to, size_bytes)
-        origin = self.find("device" if down else "pinned", source, size_bytes)
-        self.streams[stream].work.append(lambda: np.copyto(target, origin))
+        sides = ("pinned", "device") if down else ("device", "pinned")
+        places = (sides[0], to, size_bytes), (sides[1], source, size_bytes)
+        target, origin = (self.find(*place) for place in places)
+        graph = self.streams[stream].graph
+        if graph is not None:
+            graph.copies += places
+        self.streams[stream].put(lambda: np.copyto(target, origin))
 
     def find(self, kind: str, address: int, size_bytes: int) -> np.ndarray:
         """Return the bytes at an address, which must lie in one piece of memory of this kind."""
@@ -151,7 +216,27 @@ class Gpu:
     def device(self, size_bytes: int) -> Owner:
         """Return memory of the GPU; what is freed may be used at once by the stream's next work."""
         stream = self.current[-1]
-        return self.take("device", size_bytes, lambda raw: stream.work.append(lambda: spoil(raw)))
+        if stream.graph is not None and stream.graph.mode != RELAXED:
+            stream.graph.fail(UNSUPPORTED)  # by cudaMalloc, which the pool may have to call
+        free = lambda raw: stream.work.append(lambda: spoil(raw))  # noqa: E731
+        owner = self.take("device", size_bytes, free)
+        if stream.graph is not None:
+            stream.graph.memory.append(weakref.ref(owner))
+        return owner
+
+    @property
+    def allocator(self) -> Callable[[int], Owner]:
+        """This thread's, the pool by default."""
+        return self.of_thread.__dict__.setdefault("allocator", self.device)
+
+    @contextmanager
+    def using_allocator(self, allocator: Callable[[int], Owner]) -> Iterator[None]:
+        """cupy.cuda.using_allocator."""
+        before, self.of_thread.allocator = self.allocator, allocator
+        try:
+            yield
+        finally:
+            self.of_thread.allocator = before
 
 
 def spoil(raw: np.ndarray) -> None:
@@ -165,12 +250,13 @@ class Owner:
         self.raw, self.device, self.whole = raw, device, whole
         self.__array_interface__ = raw.__array_interface__
 
-    def check(self, who: str) -> None:
-        """Fail where something was written beside the memory, unless that is another library's."""
-        if self.whole is None:
-            return
-        before, after = self.whole[:MARGIN], self.whole[MARGIN + self.raw.size :]
-        assert (before == GARBAGE).all() and (after == GARBAGE).all(), f"{who} wrote out of bounds"
+
+def check_bounds(raw: np.ndarray, whole: np.ndarray | None, who: str) -> None:
+    """Fail where something was written beside an owner's memory, unless another library's."""
+    if whole is None:
+        return
+    before, after = whole[:MARGIN], whole[MARGIN + raw.size :]
+    assert (before == GARBAGE).all() and (after == GARBAGE).all(), f"{who} wrote out of bounds"
 
 
 class Stream:
@@ -181,7 +267,32 @@ class Stream:
     def __init__(self, gpu: Gpu, ptr: int | None = None) -> None:
         self.gpu, self.ptr = gpu, next(gpu.numbers) if ptr is None else ptr
         self.work: deque[Any] = deque()
+        self.graph: Graph | None = None  # that captures what it is given
         gpu.streams[self.ptr] = self
+
+    def put(self, work: Callable[[], Any]) -> None:
+        """Take work, or capture it."""
+        (self.work if self.graph is None else self.graph.work).append(work)
+
+    def begin_capture(self, mode: int | None = None) -> None:
+        """cudaStreamBeginCapture, by default relaxed, as CuPy's."""
+        if not self.ptr:
+            raise RuntimeError("cannot capture on the default (legacy) stream")
+        if self.gpu.fault or self.graph is not None:
+            raise Error(self.gpu.fault or 401)  # cudaErrorIllegalState
+        self.graph = Graph(self.gpu, RELAXED if mode is None else mode)
+
+    def end_capture(self) -> Graph:
+        """cudaStreamEndCapture."""
+        graph, self.graph = self.graph, None
+        if graph is None:
+            raise Error(401)
+        if not graph.valid or self.gpu.fault:
+            raise Error(self.gpu.fault or INVALIDATED)
+        return graph
+
+    def is_capturing(self) -> bool:
+        return self.graph is not None
 
     def ready(self) -> bool:
         """Whether there is work that need not wait for another stream."""
@@ -190,6 +301,10 @@ class Stream:
         return bool(self.work) and not isinstance(self.work[0], Ticket)
 
     def wait_event(self, event: Event) -> None:
+        if self.graph is not None or isinstance(event.ticket, Graph):  # forks are not simulated
+            graph = self.graph or event.ticket
+            assert isinstance(graph, Graph)
+            graph.fail(ISOLATION)
         if event.ticket is not None:
             self.work.append(event.ticket)
 
@@ -209,9 +324,12 @@ class Event:
 
     def __init__(self, gpu: Gpu) -> None:
         self.gpu, self.ptr = gpu, next(gpu.numbers)
-        self.ticket: Ticket | None = None
+        self.ticket: Ticket | Graph | None = None
         gpu.events[self.ptr] = self
 
     def record(self, stream: Stream) -> None:
+        if stream.graph is not None:
+            self.ticket = stream.graph
+            return
         self.ticket = Ticket()
         stream.work.append(self.ticket.set)

@@ -110,10 +110,9 @@ def add_beside(parser: argparse.ArgumentParser) -> None:
     """Add the options of how all-reduces are called, and of the bound beside their times."""
     parser.add_argument(
         "--calls",
-        default=",".join(CALLS),
         metavar="NAME,...",
         help="plain; prepared; shared: prepared, with arrays of empty_shared where ranks of a node "
-        "share memory",
+        "share memory; graphs: prepared, as CUDA graphs (default: those that the device knows)",
     )
     parser.add_argument(
         "--link",
@@ -204,12 +203,20 @@ def parse_beside(
     arguments: argparse.Namespace, world: Ranks, sizes: Sequence[int]
 ) -> tuple[Asked, list[str]]:
     """Return what add_beside's options ask for, and what is left out. Collective."""
-    calls, skipped = parse_names("--calls", arguments.calls, known(CALLS)), []
-    if not calls:
+    device = arguments.device
+    calls = [name for name, devices in CALLS.items() if device in devices]
+    asked = calls
+    if arguments.calls is not None:
+        asked = parse_names("--calls", arguments.calls, known(CALLS))
+    calls = [name for name in asked if name in calls]
+    if not asked:
         raise UserError(f"--calls {arguments.calls}: no names are given")
+    if not calls:
+        raise UserError(f"--calls {arguments.calls}: none of them takes {device} arrays")
+    skipped = [f"{name}: takes no {device} arrays" for name in asked if name not in calls]
     if arguments.link is not None and not 0 < arguments.link < np.inf:
         raise UserError(f"--link {arguments.link:g}: must be above 0")
-    if "shared" in calls and (arguments.device == "gpu" or world.shared() is None):
+    if "shared" in calls and world.shared() is None:
         calls.remove("shared")
         skipped.append("shared: the arrays are in no memory that processes of a node share")
     lent = empty_shared(world, (3, -(-max(sizes) // 64) * 16)) if "shared" in calls else None

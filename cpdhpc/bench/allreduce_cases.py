@@ -120,7 +120,12 @@ class TimedCase:
         self.error = float(np.linalg.norm(out - self.data.total)) / norm if norm else 0.0
 
 
-CALLS = ("plain", "prepared", "shared")  # shared: prepared, with arrays of empty_shared
+CALLS = {  # how ours are called: on which devices
+    "plain": ("cpu", "gpu"),
+    "prepared": ("cpu", "gpu"),
+    "shared": ("cpu",),  # prepared, with arrays of empty_shared
+    "graphs": ("gpu",),  # prepared, captured as CUDA graphs
+}
 
 
 def schedule_case(
@@ -130,7 +135,7 @@ def schedule_case(
     run: Callable[[], object] = lambda: method.run(world, [data.x], [out])  # noqa: E731
     free: Callable[[], object] = lambda: None  # noqa: E731
     if call != "plain":
-        prepared = method.prepare(world, [data.x], [out])
+        prepared = method.prepare(world, [data.x], [out], graphs=call == "graphs")
         run, free = prepared.run, prepared.free
     packed = method.fmt is not None
     is_ours = method.algorithm in SCHEDULES

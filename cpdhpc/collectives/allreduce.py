@@ -34,6 +34,7 @@ from .checks import (
     shared_amax,
 )
 from .engine import Program, Take, run
+from .graphs import Graphed, check_graphs
 from .known import are_plain, know, know_as, recording_of, run_known
 from .method import (
     AUTO,
@@ -62,6 +63,7 @@ class Prepared:
         arrays, unless algorithm is "mpi". Else it does what Allreduce.run does, but for comparing
         the arguments. A small collective comes first where something depends on all values, or on
         the call: scaling "aps", rounding "stochastic", NaN that neither codes nor shifts show.
+        With graphs run launches those.
     """
 
     def __init__(
@@ -71,32 +73,31 @@ class Prepared:
         xs: Sequence[Array],
         outs: Sequence[Array] | None,
         segments: Sequence[Segment] | None,
+        graphs: bool,
     ) -> None:
         self._method, self._world = method, world
-        self._parts = method.check(world, xs, outs, None, segments)
+        self._parts = method.check(world, xs, outs, None, segments, graphs=graphs)
         self._xs = list(xs)
         self._outs = list(outs) if outs is not None else [np.empty_like(xs[0])]
-        self._recording: Recording | None = None
+        self._recording: Recording | Graphed | None = None
         self._freed = False
         self._asks = method.shares_shifts or method.hides_nonfinite or method.is_random
         is_list = world.virtual_ranks == 1 and isinstance(xs[0], np.ndarray)
-        if is_list and method.algorithm in SCHEDULES:
+        if (is_list and method.algorithm in SCHEDULES) or graphs:
             self._record()
 
     @property
     def is_fast(self) -> bool:
         """Whether run is a call list."""
-        return self._recording is not None
+        return isinstance(self._recording, Recording)
 
     def _record(self) -> None:
-        """Record the call."""
+        """Record or capture the call."""
         x, out = self._xs[0], self._outs[0]
         flat, total = x.reshape(-1), np.empty_like(x) if np.may_share_memory(x, out) else out
         shifts = self._method.first_shifts(self._parts)
-        arrays = flat, total.reshape(-1)
-        self._recording = Recording(
-            self._world, self._method, *arrays, self._parts, shifts, moves=False
-        )
+        given = self._world, self._method, flat, total.reshape(-1), self._parts, shifts
+        self._recording = Graphed(*given) if on_gpu(x) else Recording(*given, moves=False)
         finalize(self, self._recording.drop)
         self._copies = total is not out  # what is found not finite must leave x alone
         self._reduced = self._returned(shifts)
@@ -209,13 +210,15 @@ class Allreduce(Method):
         outs: Sequence[Array] | None = None,
         *,
         segments: Sequence[Segment] | None = None,
+        graphs: bool = False,
     ) -> Prepared:
         """Return what all-reduces these very arrays, any number of times. Collective.
 
+        graphs: launch CUDA graphs; of CuPy arrays, one rank a process, not rounded "stochastic"
         The arguments, compared over the ranks here and not again, and errors: as run.
         """
         method = self.chosen(world, xs) if self.algorithm == AUTO else self
-        return Prepared(method, world, xs, outs, segments)
+        return Prepared(method, world, xs, outs, segments, graphs)
 
     def reduce(
         self,
@@ -270,6 +273,7 @@ class Allreduce(Method):
         every: bool = False,
         error: Exception | None = None,
         shifts: Shifts | None = None,
+        graphs: bool = False,
     ) -> tuple[Segment, ...]:
         """Return the segments; raise on all ranks alike what is wrong on any. Collective.
 
@@ -284,15 +288,16 @@ class Allreduce(Method):
                     check_out(xs, outs, len(xs) if every else 1)
                 if self.exact or self.algorithm == MPI_ALLREDUCE:
                     check_world(self, world)
+                check_graphs(self, world, xs, graphs)
         except Exception as found:  # whatever: the other ranks are to hear of it
             error = found
         flat = [] if error else [x.reshape(-1) for x in xs]
         shape, place = (xs[0].shape, on_gpu(xs[0])) if flat else ((), False)
         arguments = {
             "x.shape": shape, "x on GPU": place, **self.choices,
-            "iteration": iteration, "segments": parts, "shifts": shifts,
+            "iteration": iteration, "segments": parts, "shifts": shifts, "graphs": graphs,
         }  # fmt: skip
-        text = f"{self.description} {iteration} {parts} {shape} {place} {shifts}"
+        text = f"{self.description} {iteration} {parts} {shape} {place} {shifts} {graphs}"
         blind = self.hides_nonfinite if shifts is None else self.codes_hide_nonfinite
         suspect = blind and iteration is not None and not all(map(is_finite, flat))
         what = f"allreduce {self.algorithm}: arguments"

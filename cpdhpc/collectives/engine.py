@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..ops import is_of_gpu
-from ..world.gpu_messages import carrier_of
+from ..world.gpu_messages import Direct, Staged, carrier_of
 from ..world.ranks import RankFailure, Ranks, Wait
 
 Array = npt.NDArray[Any]
@@ -110,19 +110,21 @@ def run(
     like: Array,
     what: str,
     window: int = 1,
+    carrier: Ranks | Direct | Staged | None = None,
 ) -> list[list[Result]]:
     """Run the programs of all pieces to their ends; return what they return, by piece and rank.
 
     Collective: all processes of world run the programs of their ranks, of the same pieces.
     start: called for each piece in order; like: an array of the kind that received bytes are to
     be stored in; what: named in messages, as "allreduce ring"; window: how many pieces after the
-    first one that has not ended, itself included, may be under way; the same on all processes
+    first one that has not ended, itself included, may be under way; the same on all processes;
+    carrier: what carries the payloads, where these are of another kind than like
     Raises ScheduleError in a world of one process. Where others take part they cannot be told
     any more, so this and every other error then ends the job with a message; but for RankFailure,
     after the death of a process, which all that are left raise.
     """
     try:
-        return _Run(world, start, pieces, like, what, window).run()
+        return _Run(world, start, pieces, like, what, window, carrier).run()
     except Exception as error:
         give_up(world, error, what)
 
@@ -160,10 +162,13 @@ class _Run(Generic[Result]):
         like: Array,
         what: str,
         window: int,
+        carrier: Ranks | Direct | Staged | None,
     ) -> None:
         self.world, self.start, self.pieces, self.like, self.what = world, start, pieces, like, what
         self.window = window
-        self.carrier = world if isinstance(like, np.ndarray) else carrier_of(world, like)
+        if carrier is None:
+            carrier = world if isinstance(like, np.ndarray) else carrier_of(world, like)
+        self.carrier = carrier
         self.results: list[list[Result]] = [[]] * pieces
         self.opened = 0
         self.under_way: list[_Piece[Result]] = []

@@ -480,7 +480,13 @@ def _message(chunks: Sequence[Chunk], step: Step, take: Take) -> Array:
 
 
 def _parts(plan: Plan, message: Array, sizes: Sequence[int], take: Take) -> Iterator[Array]:
-    """Yield the payloads of these sizes that a message holds, each where kernels can read it."""
+    """Yield the payloads of these sizes that a message holds, each where kernels can read it.
+
+    A single one is the message itself: a raw result may lie where it belongs already.
+    """
+    if len(sizes) == 1:
+        yield message
+        return
     for size, end in zip(sizes, accumulate(sizes), strict=True):
         part = message[end - size : end]
         if (end - size) % ALIGNED_BYTES:

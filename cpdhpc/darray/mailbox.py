@@ -10,6 +10,7 @@ The first message of a mailbox says what it is for and where it lies.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
@@ -19,6 +20,7 @@ import numpy.typing as npt
 from ..ops.moves import load_acquire, read_loan, store_release
 from ..world.node_memory import ALIGNED_BYTES, NOTE_BYTES, Shared
 from ..world.ranks import Ranks, Wait
+from .windows import Message
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -173,8 +175,7 @@ class Outbox(Mailbox):
             note = self.shared.note(self.memory)
             assert note is not None, "what it gives is shared"
             self.hello[:NOTE_BYTES] = note
-        text = self.purpose.key.encode()[: HELLO_BYTES - NOTE_BYTES]
-        self.hello[NOTE_BYTES : NOTE_BYTES + len(text)] = np.frombuffer(text, np.uint8)
+        _write(self.hello, self.purpose.key)
         self.greeting = self.world.isend(
             self.world.rank, self.other, self.hello, self.purpose.stream
         )
@@ -223,9 +224,7 @@ class Inbox(Mailbox):
         if self.connected:
             return
         self.wait(self.greeting, f" to begin the first one of {self.purpose.key}")
-        theirs = self.hello[NOTE_BYTES:].tobytes().rstrip(b"\0").decode(errors="replace")
-        if theirs != self.purpose.key[: HELLO_BYTES - NOTE_BYTES]:
-            self.stop(f"rank {self.other} has {theirs}, this rank {self.purpose.key}")
+        _compare(self.world, self.other, self.hello, self.purpose)
         if self.shared is not None:
             self.memory = self.shared.payload(self.hello[:NOTE_BYTES])
             self.process = self.shared.process(self.hello[:NOTE_BYTES])
@@ -252,3 +251,36 @@ class Inbox(Mailbox):
         """Tell the other that a slot has been read."""
         if self.shared is not None:
             store_release(self.word(self.word_at(slot)), serial)
+
+
+def greet(
+    world: Ranks, sent: Sequence[Message], received: Sequence[Message], purpose: Purpose
+) -> None:
+    """Tell the ranks of messages what a call is, before what all ranks must do together.
+
+    Who is told another thing than it does ends the job: in its first mailbox, too, whose first
+    message this looks like.
+    """
+    here, reason = world.rank, f"{purpose.what}: waited {{:.1f}} s for rank"
+    mine = np.zeros(HELLO_BYTES, np.uint8)
+    _write(mine, purpose.key)
+    theirs = {each.rank: np.zeros(HELLO_BYTES, np.uint8) for each in received}
+    came = {rank: world.irecv(rank, here, theirs[rank], purpose.stream) for rank in theirs}
+    gone = {each.rank: world.isend(here, each.rank, mine, purpose.stream) for each in sent}
+    for rank, requests in came.items():
+        world.wait_any([Wait(requests, here, f"{reason} {rank} to begin one of {purpose.key}")])
+        _compare(world, rank, theirs[rank], purpose)
+    for rank, requests in gone.items():
+        world.wait_any([Wait(requests, here, f"{reason} {rank} to receive")])
+
+
+def _write(hello: Bytes, key: str) -> None:
+    text = key.encode()[: HELLO_BYTES - NOTE_BYTES]
+    hello[NOTE_BYTES : NOTE_BYTES + len(text)] = np.frombuffer(text, np.uint8)
+
+
+def _compare(world: Ranks, other: int, hello: Bytes, purpose: Purpose) -> None:
+    """End the job where a first message is for something else."""
+    theirs = hello[NOTE_BYTES:].tobytes().rstrip(b"\0").decode(errors="replace")
+    if theirs != purpose.key[: HELLO_BYTES - NOTE_BYTES]:
+        world.abort(f"{purpose.what}: rank {other} has {theirs}, this rank {purpose.key}")

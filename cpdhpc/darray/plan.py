@@ -21,7 +21,7 @@ from .compiled import ACCUMULATE, EXCHANGE, POLLS, Operation, Program
 from .describe import Description, Verification, describe, packed_wire, verify
 from .device_moves import SUMS
 from .layout import Box, Layout, as_box, check_layout
-from .mailbox import SLOTS
+from .mailbox import SLOTS, Purpose, greet
 from .windows import Boundary, RankPieces, Windows, fill_value, parse_boundary
 
 MOST_NUMBER = 0xFFFFFFFF  # of calls
@@ -168,6 +168,13 @@ def begin(
     except Exception as error:
         _give_up(plan, operation, error)
     return Handle(plan, channel, call)
+
+
+def _greet(plan: WindowPlan, operation: Operation) -> None:
+    """Tell the ranks of messages that arrays are on a GPU."""
+    what, key = f"{operation.name} of plan {plan.name!r}", f"{operation.name} of GPU arrays"
+    sent, received = operation.sent(plan), operation.received(plan)
+    greet(plan.world, sent, received, Purpose(plan.stream, what, key))
 
 
 def _refuse(plan: WindowPlan, error: Exception) -> NoReturn:

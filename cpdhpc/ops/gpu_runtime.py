@@ -1,12 +1,12 @@
-"""What the CUDA kernels need to run: their source as one string, checked launches, and streams."""
+"""What CUDA kernels need to run: their source as one string, checked launches, streams, graphs."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import cupy
 import cupyx
@@ -19,6 +19,7 @@ from .cuda_source import OPTIONS, Fixed, codec_source, cuda_source
 from .products import Arithmetic, Products
 
 Array = Any  # cupy.ndarray
+Result = TypeVar("Result")
 
 _BLOCK = 128  # threads: CPD_WARPS warps of 32
 _TILES_PER_BLOCK = 4
@@ -186,7 +187,10 @@ def counts_or_null(counts: Array | None, n: int) -> Any:
 
 __all__ = [
     "Event",
+    "Graphs",
     "Streams",
+    "copy_down",
+    "copy_up",
     "current_device",
     "device_name",
     "finished",
@@ -280,6 +284,68 @@ class Streams:
 
 def _copy(to: int, source: int, size_bytes: int, kind: int, stream: Any) -> None:
     cupy.cuda.runtime.memcpyAsync(to, source, size_bytes, kind, stream.ptr)
+
+
+class Graphs:
+    """Captures launches as CUDA graphs, and keeps the memory that those read and write.
+
+    A graph has the addresses and numbers of its kernels and copies from when it was captured. So
+    whatever is taken in the meantime, on the GPU or pinned, is kept for as long as this object: in
+    CuPy's pool others would get it. Capturing has a stream of its own, as the null stream cannot
+    be captured; a graph goes to the stream that is current when it is launched. What waits for the
+    GPU, or copies pageable memory, cannot be captured, and is an error. What is captured must have
+    run before: drivers for CUDA before 12.3 cannot load kernels meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self._stream = cupy.cuda.Stream(non_blocking=True)
+        self._kept: list[Any] = []
+
+    def rehearse(self, launches: Callable[[], Result]) -> Result:
+        """Return what launches returns; wait until the GPU has done them. Raises as wait."""
+        with self._stream:
+            found = launches()
+            wait(Event(self._stream))
+        return found
+
+    def capture(self, launches: Callable[[], Result]) -> tuple[Any, Result]:
+        """Return the graph of what launches gives CuPy's current stream, and what it returns.
+
+        The graph's launch() gives all that to CuPy's current stream in one call.
+        """
+        with self._stream, cupy.cuda.using_allocator(self._keep(cupy.cuda.get_allocator())):
+            self._stream.begin_capture()  # relaxed, as CuPy does it: memory may be taken
+            try:
+                found = launches()
+            except BaseException:
+                with suppress(cupy.cuda.runtime.CUDARuntimeError):  # that it cannot be a graph
+                    self._stream.end_capture()
+                raise
+            return self._stream.end_capture(), found
+
+    def pinned(self, size_bytes: int) -> Host:
+        """Return page-locked memory, uint8[size_bytes], that is kept."""
+        return self._keep(Streams.pinned)(size_bytes)
+
+    def _keep(self, take: Callable[[int], Result]) -> Callable[[int], Result]:
+        def kept(size_bytes: int) -> Result:
+            self._kept.append(take(size_bytes))
+            found: Result = self._kept[-1]
+            return found
+
+        return kept
+
+
+def copy_down(array: Array, host: Host) -> None:
+    """Copy array, uint8[n], to pinned host, uint8[n], in CuPy's current stream."""
+    kind, stream = cupy.cuda.runtime.memcpyDeviceToHost, cupy.cuda.get_current_stream()
+    _copy(host.ctypes.data, array.data.ptr, array.size, kind, stream)
+
+
+def copy_up(host: Host, array: Array) -> None:
+    """Copy pinned host, uint8[n], to array, uint8[n], in CuPy's current stream."""
+    kind, stream = cupy.cuda.runtime.memcpyHostToDevice, cupy.cuda.get_current_stream()
+    _copy(array.data.ptr, host.ctypes.data, array.size, kind, stream)
 
 
 def device_name() -> str:

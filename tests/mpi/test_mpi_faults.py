@@ -22,7 +22,7 @@ from cpdhpc.collectives.engine import Exchange, run
 from cpdhpc.darray import Box, Layout, WindowPlan
 from cpdhpc.darray.autograd import exchange, join
 from cpdhpc.train.reducer import GradientReducer
-from cpdhpc.world import ending
+from cpdhpc.world import ending, gpu_messages
 from cpdhpc.world.mpi import World, library_version
 
 pytestmark = [pytest.mark.mpi, pytest.mark.two_ranks]
@@ -251,6 +251,26 @@ def test_plans(world, doomed, said, differ, share_memory):
     doomed.hurry()
     texts = [text for text in said(*parts) if text]
     assert re.search(PLANS[differ], "".join(texts)), texts
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_windows_of_gpu_arrays_on_one_rank_only(doomed, said, monkeypatch, known):
+    """Where MPI takes GPU memory; whether that is known or is to be found out by all."""
+    with simulated() as (gpu, cupy):
+        gpu.aware = True
+        answer = gpu_messages.Answer(True, "simulated")
+        monkeypatch.setattr(gpu_messages, "query", lambda: answer)
+        plan = plan_of(doomed)
+        if known:
+            gpu_messages.gpu_aware(doomed)
+        doomed.hurry()
+        x = np.ones(4)
+        texts = said(lambda: plan.exchange(x), lambda: plan.exchange(cupy.asarray(x)))
+    on_host = r"exchange of float64, further axes \(\), wire raw"
+    on_gpu = f"{on_host}, from GPU memory" if known else "exchange of GPU arrays"
+    lines = f"rank 1 has {on_gpu}, this rank {on_host}", f"rank 0 has {on_host}, this rank {on_gpu}"
+    assert any(text and re.search(line, text) for line in lines for text in texts), texts
+    assert not any(text and "waited" in text for text in texts), texts
 
 
 @pytest.fixture
