@@ -321,5 +321,5 @@ def test_what_tests_import_exists() -> None:
         if (names := missing(path.read_text()))
     }
     assert not wrong
-    text = "def f():\n    from cpdhpc.store import (\n        read as here,  # of it\n        gone,\n    )"
-    assert missing(f"{text}\nfrom cpdhpc import lost") == ["cpdhpc.store.gone", "cpdhpc.lost"]
+    text = "    from cpdhpc.store import (\n        read as here,  # of it\n        gone,\n    )\n"
+    assert missing(text + "from cpdhpc import lost") == ["cpdhpc.store.gone", "cpdhpc.lost"]
