@@ -20,7 +20,7 @@ from pydantic import Field, model_validator
 from ..config import ConfigError, Section, blaming, dump_toml, override, read_toml, validate
 from ..darray.layout import balanced_grid
 from ..train.data import DataError
-from ..train.datasets import find, read_idx
+from ..train.datasets import find, read_digits, read_idx
 from ..world.cores import threads_of_rank
 from ..world.ranks import Ranks
 
@@ -171,9 +171,7 @@ Loaded = tuple[Sequence[Array], int]
 
 
 def _digits(source: Source) -> Loaded:
-    from sklearn.datasets import load_digits
-
-    return list(load_digits().images[..., None]), 16
+    return list(read_digits()[0][..., None]), 16
 
 
 def _idx(source: Source) -> Loaded:
