@@ -60,7 +60,7 @@ def test_digits_are_those_of_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> No
     assert labels.dtype == np.int64 and np.array_equal(labels, whole.target)
     monkeypatch.setitem(sys.modules, "sklearn", None)
     with pytest.raises(ModuleNotFoundError) as missing:
-        read_digits()
+        read_digits.__wrapped__()
     assert missing.value.name == "sklearn"
 
 

@@ -6,6 +6,7 @@ import gzip
 import importlib.util
 import math
 import zlib
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -95,10 +96,11 @@ class _Augmented:
 Positive = Annotated[int, Field(ge=1)]
 
 
+@cache
 def read_digits() -> tuple[Array, Array]:
     """Return float64[1797, 8, 8] pixels of 0..16 and int64[1797] labels, from scikit-learn's file.
 
-    As sklearn.datasets.load_digits, whose import takes a second: longer than a small training.
+    Read-only. As sklearn.datasets.load_digits, whose import takes longer than a small training.
     Raises ModuleNotFoundError without scikit-learn.
     """
     found = importlib.util.find_spec("sklearn")
@@ -107,7 +109,9 @@ def read_digits() -> tuple[Array, Array]:
     path = Path(found.origin).parent / "datasets" / "data" / "digits.csv.gz"
     with gzip.open(path, "rt", encoding="ascii") as file:
         rows = np.loadtxt(file, delimiter=",")
-    return rows[:, :-1].reshape(-1, 8, 8), rows[:, -1].astype(np.int64)
+    images, labels = rows[:, :-1].reshape(-1, 8, 8), rows[:, -1].astype(np.int64)
+    images.flags.writeable = labels.flags.writeable = False
+    return images, labels
 
 
 class Digits(Data):
