@@ -52,6 +52,7 @@ TESTS = {  # file of cpdhpc: the files of tests that cover it, the fastest first
     "ops/reference.py": ["trits", "packing", "shifts", "integers", "ops", "stochastic", "oracles"],
     "collectives/schedules.py": ["schedule", "allreduce"],
     "collectives/rank_program.py": ["allreduce", "exact"],
+    "collectives/known.py": ["prepared", "overlap"],
     "collectives/predict.py": ["cost"],
     "study/statistics.py": ["statistics"],
     "study/cases.py": STUDY,
