@@ -5,7 +5,7 @@ as quantising chunks. Nothing here is shared with cpdhpc.collectives.
 """
 
 from fractions import Fraction
-from itertools import count, pairwise
+from itertools import count, groupby, pairwise
 
 import numpy as np
 
@@ -22,7 +22,8 @@ def shift_by_fractions(amax, fmt, ranks, headroom):
     if amax == 0:
         return 0
     square = Fraction(float(amax)) ** 2 * {"n": ranks**2, "sqrt": ranks, "none": 1}[headroom]
-    e = -160
+    # 4**e >= square > 2**(bits - 1): no e below this one will do
+    e = (square.numerator.bit_length() - square.denominator.bit_length() - 1) // 2
     while square > Fraction(4) ** e:
         e += 1
     return min(max(fmt.emax - e, fmt.shift_min), fmt.shift_max)
@@ -81,19 +82,26 @@ class Oracle:
             return x
         fmt, out = self.cast.fmt, np.empty_like(x)
         key = random_key(*self.stream, rank, phase)
-        for start in range(*self.needed, 1024):
-            tile, part = start // 1024, x[start : min(start + 1024, self.needed[1])]
-            if isinstance(shifts, int):
-                stored = reference.fitting_shift(reference.amax_tiles(part), fmt)[0]
-                k = int(stored) - SHIFT_BIAS
-            else:
-                stored, k = 0, int(shifts[tile])
-            if stored == SHIFT_NONFINITE:
-                out[start : start + 1024] = np.nan
-            else:
-                codes = reference.encode(part, self.cast, k, key, start)
-                out[start : start + 1024] = reference.decode(codes, fmt, k)
+        if isinstance(shifts, int):
+            for start in range(*self.needed, 1024):
+                part = x[start : min(start + 1024, self.needed[1])]
+                stored = int(reference.fitting_shift(reference.amax_tiles(part), fmt)[0])
+                if stored == SHIFT_NONFINITE:
+                    out[start : start + part.size] = np.nan
+                else:
+                    self.cast_part(part, stored - SHIFT_BIAS, key, start, out)
+            return out
+        tiles = range(self.needed[0] // 1024, -(-self.needed[1] // 1024))
+        for k, same in groupby(tiles, lambda tile: int(shifts[tile])):
+            run = list(same)
+            start, stop = 1024 * run[0], min(1024 * (run[-1] + 1), self.needed[1])
+            self.cast_part(x[start:stop], k, key, start, out)
         return out
+
+    def cast_part(self, part, k, key, start, out):
+        """Encode and decode values from start on with one shift."""
+        codes = reference.encode(part, self.cast, k, key, start)
+        out[start : start + part.size] = reference.decode(codes, self.cast.fmt, k)
 
     def q_blocks(self, x, rows, key):
         """Encode and decode, each block of so many rows of a lane with the shift that fits it."""

@@ -26,8 +26,9 @@ def shared_shift(xs, wire):
     if amax == 0:
         return 0
     limit = Fraction(fmt.max) if wire in INTEGERS else Fraction(2) ** fmt.emax
-    k = -200
-    while amax * Fraction(2) ** (k + 1) <= limit:
+    room = limit / amax  # 2**k <= room < 2**(k + 1), and room > 2**(bits - 1)
+    k = room.numerator.bit_length() - room.denominator.bit_length() - 1
+    while Fraction(2) ** (k + 1) <= room:
         k += 1
     return min(max(k, fmt.shift_min), fmt.shift_max)
 

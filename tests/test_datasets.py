@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from cpdhpc import store
 from cpdhpc.config import ConfigError, UserError, validate
 from cpdhpc.signals import Caught
 from cpdhpc.train.data import Dataset, Source
-from cpdhpc.train.datasets import Cifar10, Hdf5, Synthetic, Text
+from cpdhpc.train.datasets import Cifar10, Hdf5, Synthetic, Text, read_digits
 from cpdhpc.train.job import Job
 from cpdhpc.train.loop import run
 from cpdhpc.train.progress import Display
@@ -48,6 +49,19 @@ def write_cifar(directory: Path) -> tuple[np.ndarray, np.ndarray]:
         content = b"".join(bytes([labels[i]]) + images[i].tobytes() for i in rows)
         (directory / name).write_bytes(content)
     return images, labels
+
+
+def test_digits_are_those_of_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sklearn.datasets import load_digits  # a second, which collecting need not take
+
+    images, labels = read_digits()
+    whole = load_digits()
+    assert images.dtype == whole.images.dtype and np.array_equal(images, whole.images)
+    assert labels.dtype == np.int64 and np.array_equal(labels, whole.target)
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    with pytest.raises(ModuleNotFoundError) as missing:
+        read_digits.__wrapped__()
+    assert missing.value.name == "sklearn"
 
 
 def test_cifar_records_are_label_then_channels(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ from ..config import (
 )
 from ..darray.layout import balanced_grid
 from ..train.data import DataError
-from ..train.datasets import find, read_idx
+from ..train.datasets import find, read_digits, read_idx
 from ..world.ranks import Ranks
 
 Array = npt.NDArray[Any]
@@ -184,9 +184,7 @@ Loaded = tuple[Sequence[Array], int]
 
 
 def _digits(source: Source) -> Loaded:
-    from sklearn.datasets import load_digits
-
-    return list(load_digits().images[..., None]), 16
+    return list(read_digits()[0][..., None]), 16
 
 
 def _idx(source: Source) -> Loaded:

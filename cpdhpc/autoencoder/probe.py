@@ -20,6 +20,7 @@ import torch
 from ..darray.array import DistArray
 from ..ops.tensors import listed, values_of
 from ..train.data import DataError
+from ..train.datasets import read_digits
 from ..world.ranks import Ranks
 from .job import Images
 from .training import Stack
@@ -52,10 +53,7 @@ def read(images: Path | None, labels: Path | None) -> tuple[Array, Array, int]:
     Raises DataError, naming the file, where they cannot be used.
     """
     if images is None:
-        from sklearn.datasets import load_digits
-
-        digits = load_digits()
-        return digits.images, digits.target.astype(np.int64), 16
+        return *read_digits(), 16
     try:
         if images.suffix == ".npy":
             if labels is None:

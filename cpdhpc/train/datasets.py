@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gzip
+import importlib.util
 import math
 import zlib
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -91,6 +93,24 @@ class _Augmented:
         return changed.contiguous(), y
 
 
+@cache
+def read_digits() -> tuple[Array, Array]:
+    """Return float64[1797, 8, 8] pixels of 0..16 and int64[1797] labels, from scikit-learn's file.
+
+    Read-only. As sklearn.datasets.load_digits, whose import takes longer than a small training.
+    Raises ModuleNotFoundError without scikit-learn.
+    """
+    found = importlib.util.find_spec("sklearn")
+    if found is None or found.origin is None:
+        raise ModuleNotFoundError("No module named 'sklearn'", name="sklearn")
+    path = Path(found.origin).parent / "datasets" / "data" / "digits.csv.gz"
+    with gzip.open(path, "rt", encoding="ascii") as file:
+        rows = np.loadtxt(file, delimiter=",")
+    images, labels = rows[:, :-1].reshape(-1, 8, 8), rows[:, -1].astype(np.int64)
+    images.flags.writeable = labels.flags.writeable = False
+    return images, labels
+
+
 class Digits(Data):
     """[data] name = "digits": 1,797 handwritten digits of 8 x 8 pixels, which scikit-learn has.
 
@@ -104,11 +124,8 @@ class Digits(Data):
 
     def load(self) -> Dataset:
         """Return the images, split by split_seed into training and test samples."""
-        from sklearn.datasets import load_digits
-
-        images, labels = load_digits(return_X_y=True)
-        x = (images.reshape(-1, 8, 8) / 16).astype(np.float32)  # pixels are 0..16
-        y = labels.astype(np.int64)
+        images, y = read_digits()
+        x = (images / 16).astype(np.float32)  # pixels are 0..16
         train, test = split_order(len(y), self.test_share, self.split_seed)
         return Dataset(x[train], y[train], x[test], y[test], classes=10)
 

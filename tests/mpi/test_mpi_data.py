@@ -73,6 +73,7 @@ def trained(
     ]
 
 
+@pytest.mark.two_ranks
 def test_a_third_partys_training_has_the_same_bits_with_workers(
     world: World, job_file: Path
 ) -> None:

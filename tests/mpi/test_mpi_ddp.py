@@ -101,6 +101,7 @@ def test_gradients_are_those_of_ddp(world: World, group: None, name: str, overla
     together(world, *verdicts)
 
 
+@pytest.mark.two_ranks
 @pytest.mark.parametrize("name", COMPRESSORS)
 def test_compressed_means_are_those_of_the_reducer(world: World, group: None, name: str) -> None:
     """One bucket: what is kept from step to step, the seeds and the bits are the same."""

@@ -52,6 +52,7 @@ def test_all_ways_give_what_is_wanted(world, name):
     assert len(cases) == 2 * len(ways)
 
 
+@pytest.mark.two_ranks
 def test_all_ways_give_what_is_wanted_on_gpus(gpu):
     """MPI's own where it takes their memory; a wrong cell is noticed there, too."""
     world, verdict = gpu.world, []

@@ -19,7 +19,7 @@ from cpdhpc.train.setup import Files, prepare
 from cpdhpc.world.mpi import World
 from cpdhpc.world.ranks import Loopback, Ranks
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.two_ranks]
 
 DATA = """
 import torch

@@ -99,6 +99,7 @@ ON_GPU = [(name, {"error_feedback": True}) for name in ("topk", "randomk", "lowb
 ]
 
 
+@pytest.mark.two_ranks
 @pytest.mark.parametrize(("name", "options"), ON_GPU)
 def test_real_gpus_are_simulated_ranks(gpu, name, options):
     method, found = COMPRESSORS[name](**options), []

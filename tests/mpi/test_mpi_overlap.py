@@ -60,6 +60,7 @@ def gradients(model: torch.nn.Module) -> list[bytes]:
     return [b"" if p.grad is None else p.grad.numpy().tobytes() for p in model.parameters()]
 
 
+@pytest.mark.two_ranks
 @pytest.mark.parametrize("name", AGGREGATORS)
 @pytest.mark.parametrize("bucket_mib", [25.0, 0.014, 1e-6])
 def test_overlap_changes_no_bit(world: World, name: str, bucket_mib: float) -> None:

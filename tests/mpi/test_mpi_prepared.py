@@ -143,7 +143,7 @@ def test_stochastic_rounding_has_the_bits_of_its_iteration(world, messages, pair
                     prepared.run(iteration=world.process)
 
 
-@pytest.mark.parametrize("followed_bytes", [0, 1 << 30])
+@pytest.mark.parametrize("followed_bytes", [0, pytest.param(1 << 30, marks=pytest.mark.two_ranks)])
 def test_large_plain_calls_between_nodes(world, messages, pairs, monkeypatch, followed_bytes):
     """More pieces than are under way, raw and packed, of arrays that are others in each call.
 

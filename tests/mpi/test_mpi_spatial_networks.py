@@ -131,7 +131,8 @@ def test_layers_give_what_the_serial_ones_give(world: World, name: str) -> None:
         together(world, procs, check(world, procs, model, x))
 
 
-@pytest.mark.parametrize("name", [pytest.param("resnet", marks=pytest.mark.two_ranks), "unet"])
+@pytest.mark.two_ranks
+@pytest.mark.parametrize("name", ["resnet", "unet"])
 def test_networks_with_a_forward_of_their_own(world: World, name: str) -> None:
     torch.manual_seed(0)
     model: nn.Module = ResNet20(2) if name == "resnet" else UNet(2)
