@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +16,7 @@ from ..config import UserError
 from ..ops.tensors import OwnStream
 from ..world.ranks import Ranks
 
+PAUSE_S = 2e-4  # of the thread between two looks, while this one computes
 ENOUGH = ("serialized", "multiple")  # thread levels with which another thread may call MPI
 
 
@@ -91,7 +92,7 @@ class Overlap:
         while len(self._futures) < len(self.parts) and not self._missing[len(self._futures)]:
             if self.executor is None:
                 self.executor = ThreadPoolExecutor(1, thread_name_prefix="cpdhpc-reduce")
-            self.world.lent_by = threading.get_ident()
+            self.world.lent_by, self.world.pause_s = threading.get_ident(), PAUSE_S
             previous = self._futures[-1] if self._futures else None
             index = len(self._futures)
             gathered = self.stream.mark()
@@ -113,8 +114,8 @@ class Overlap:
         finally:
             self._paused = before
 
-    def wait(self) -> list[Mean]:
-        """Return the means of all parts, with parameters that got no gradient as they are.
+    def means(self) -> Generator[Mean, None, None]:
+        """Yield the means of all parts as they come, parameters without gradient as they are.
 
         Raises what the thread raised, the first error of the step, with no part under way.
         Every wait of the thread has the world's time-out, so this one ends too.
@@ -123,12 +124,17 @@ class Overlap:
             if not seen:
                 self._take(layer)
         self._submit()
-        wait(self._futures)
-        self.stream.join()
-        self.world.lent_by = None
+        self.world.pause_s = 0.0  # nobody computes any more
         futures = self._futures
-        self._begin()
-        return [future.result() for future in futures]
+        try:
+            for future in futures:
+                wait([future])
+                self.stream.join()
+                yield future.result()
+        finally:
+            wait(futures)
+            self.world.lent_by = None
+            self._begin()
 
     def close(self, *, finish: bool = True) -> None:
         """Let go of the model and end the thread; finish: after the part that is under way."""
@@ -137,4 +143,4 @@ class Overlap:
         if self.executor is not None:
             self.executor.shutdown(wait=finish, cancel_futures=True)
         if finish:
-            self.world.lent_by = None
+            self.world.lent_by, self.world.pause_s = None, 0.0

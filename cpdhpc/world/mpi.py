@@ -149,6 +149,15 @@ class World(Ranks):
         return None
 
     @property
+    def pause_s(self) -> float:
+        """See Ranks."""
+        return self._timeout.pause_s
+
+    @pause_s.setter
+    def pause_s(self, pause_s: float) -> None:
+        self._timeout.pause_s = pause_s
+
+    @property
     def _comm(self) -> Any:
         """The communicator, for the one thread that may use it now."""
         if self.lent_by is not None:
