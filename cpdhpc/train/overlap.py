@@ -14,10 +14,11 @@ from ..compress.base import Mean
 from ..compress.bucket import Part
 from ..config import UserError
 from ..ops.tensors import OwnStream
+from ..ops.threads import take_short_slices
 from ..world.ranks import Ranks
 
-PAUSE_S = 2e-4  # of the thread between two looks, while this one computes
 ENOUGH = ("serialized", "multiple")  # thread levels with which another thread may call MPI
+PAUSE_S = 2e-4  # between two looks of the thread for messages, while backward computes
 
 
 def check_overlap(world: Ranks) -> None:
@@ -35,11 +36,16 @@ def check_overlap(world: Ranks) -> None:
         )
 
 
+def reducing_thread() -> ThreadPoolExecutor:
+    """Return the executor of one thread, which reduces and gets the core as soon as it needs it."""
+    return ThreadPoolExecutor(1, thread_name_prefix="cpdhpc-reduce", initializer=take_short_slices)
+
+
 class Overlap:
     """Watches the gradients of a model, and hands each complete part to one thread, in order.
 
     All processes go through the parts in the same order, so their collectives match. From the
-    first part of a step until wait returns, the world belongs to the thread: World refuses the
+    first part of a step until means ends, the world belongs to the thread: World refuses the
     thread that computes, so that MPI is called by one thread at a time.
     take: gathers the gradient of a layer; aggregate: reduces a part, by index, in the thread
     again: told of a layer whose gradient comes a second time within a step
@@ -91,7 +97,7 @@ class Overlap:
         """Hand over the parts that are next and complete."""
         while len(self._futures) < len(self.parts) and not self._missing[len(self._futures)]:
             if self.executor is None:
-                self.executor = ThreadPoolExecutor(1, thread_name_prefix="cpdhpc-reduce")
+                self.executor = reducing_thread()
             self.world.lent_by, self.world.pause_s = threading.get_ident(), PAUSE_S
             previous = self._futures[-1] if self._futures else None
             index = len(self._futures)

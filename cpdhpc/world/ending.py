@@ -55,7 +55,7 @@ class Timeout:
 
         pause_s: sleep between looks, at least as long as this one's own; 0: only give up the core
         """
-        for _ in range(POLLS):
+        for _ in range(1 if self.pause_s else POLLS):
             if done():
                 return
         start_s = time.monotonic()
