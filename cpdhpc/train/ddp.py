@@ -32,7 +32,7 @@ from .averaging import (
     scales_of,
     survey,
 )
-from .overlap import PAUSE_S, check_overlap, reducing_thread
+from .overlap import check_overlap, pause_s, reducing_thread
 
 Array = npt.NDArray[Any]
 Future = torch.futures.Future[torch.Tensor]
@@ -130,7 +130,7 @@ class DdpHook(Averaging):
         else:
             if self._stream.device != device:
                 self._stream = OwnStream(device)
-            self.world.lent_by, self.world.pause_s = threading.get_ident(), PAUSE_S
+            self.world.lent_by, self.world.pause_s = threading.get_ident(), pause_s(self.world)
             self._executor.submit(self._behind, self._stream.mark(), *given, last, future)
         if last:
             _after_backward(lambda: self._end(future))

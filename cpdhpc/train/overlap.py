@@ -18,7 +18,7 @@ from ..ops.threads import take_short_slices
 from ..world.ranks import Ranks
 
 ENOUGH = ("serialized", "multiple")  # thread levels with which another thread may call MPI
-PAUSE_S = 2e-4  # between two looks of the thread for messages, while backward computes
+PAUSE_S = 2e-4  # between two looks of the thread for messages of other nodes
 
 
 def check_overlap(world: Ranks) -> None:
@@ -34,6 +34,15 @@ def check_overlap(world: Ranks) -> None:
             "should be 'serialized' or 'multiple': set mpi4py.rc.thread_level = 'multiple' "
             "(its default) before mpi4py.MPI is imported, with an MPI library built for threads"
         )
+
+
+def pause_s(world: Ranks) -> float:
+    """Return how long the thread sleeps between two looks while backward computes on its core.
+
+    Between nodes sockets go on meanwhile. Within one a message moves by the ranks' own copying:
+    there sleep made steps longer.
+    """
+    return PAUSE_S if len(set(world.nodes)) > 1 else 0.0
 
 
 def reducing_thread() -> ThreadPoolExecutor:
@@ -98,7 +107,7 @@ class Overlap:
         while len(self._futures) < len(self.parts) and not self._missing[len(self._futures)]:
             if self.executor is None:
                 self.executor = reducing_thread()
-            self.world.lent_by, self.world.pause_s = threading.get_ident(), PAUSE_S
+            self.world.lent_by, self.world.pause_s = threading.get_ident(), pause_s(self.world)
             previous = self._futures[-1] if self._futures else None
             index = len(self._futures)
             gathered = self.stream.mark()
