@@ -73,7 +73,7 @@ class DdpHook(Averaging):
         self.parameters = []  # so that ids stay theirs
         self._layouts: dict[tuple[int, ...], Layout] = {}
         self._scales: Buffers | None = None
-        self._executor = reducing_thread() if overlap else None
+        self._executor = reducing_thread(self.world) if overlap else None
         self._stream = OwnStream(CPU)
         error: Exception | None = None
         settings: dict[str, object] = {}

@@ -45,9 +45,10 @@ def pause_s(world: Ranks) -> float:
     return PAUSE_S if len(set(world.nodes)) > 1 else 0.0
 
 
-def reducing_thread() -> ThreadPoolExecutor:
-    """Return the executor of one thread, which reduces and gets the core as soon as it needs it."""
-    return ThreadPoolExecutor(1, thread_name_prefix="cpdhpc-reduce", initializer=take_short_slices)
+def reducing_thread(world: Ranks) -> ThreadPoolExecutor:
+    """Return the executor of one thread, which gets the core soon after a sleep."""
+    begin = take_short_slices if pause_s(world) else None
+    return ThreadPoolExecutor(1, thread_name_prefix="cpdhpc-reduce", initializer=begin)
 
 
 class Overlap:
@@ -106,7 +107,7 @@ class Overlap:
         """Hand over the parts that are next and complete."""
         while len(self._futures) < len(self.parts) and not self._missing[len(self._futures)]:
             if self.executor is None:
-                self.executor = reducing_thread()
+                self.executor = reducing_thread(self.world)
             self.world.lent_by, self.world.pause_s = threading.get_ident(), pause_s(self.world)
             previous = self._futures[-1] if self._futures else None
             index = len(self._futures)
