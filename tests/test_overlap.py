@@ -160,13 +160,13 @@ def test_a_wait_looks_no_more_often_than_its_pauses_allow() -> None:
         looks.append(time.monotonic())
         return len(looks) == 20
 
-    timeout = Timeout(Silent(), Silent(), 1, 1800.0, pytest.fail, lambda: None)
-    timeout.pause_s = 0.005
+    pauses_s = [0.005]
+    timeout = Timeout(Silent(), Silent(), 1, 1800.0, pytest.fail, lambda: None, lambda: pauses_s[0])
     timeout.wait(done, lambda waited_s, absent: [])
     gaps_s = np.diff(looks)
     assert gaps_s[1:].min() >= 0.005  # the first two looks come one after the other
     looks.clear()
-    timeout.pause_s = 0.0
+    pauses_s[0] = 0.0
     timeout.wait(done, lambda waited_s, absent: [])
     assert np.diff(looks).min() < 0.005
 

@@ -124,7 +124,7 @@ class World(Ranks):
         self.thread_level = thread_level(self._mpi)
         self._duplicate = comm.Dup()
         waits = self._mpi, self._duplicate, self._alarm_tag, timeout_s, self._end, self._look
-        self._timeout = Timeout(*waits)
+        self._timeout = Timeout(*waits, lambda: self.pause_s)
         self.nodes = numbered([first for first in firsts for _ in range(virtual_ranks)])
         if "cupy" in sys.modules:  # else the caller has no arrays there yet: cpdhpc.use_gpu
             from .gpu_messages import use_own_gpu
@@ -147,15 +147,6 @@ class World(Ranks):
         except (TypeError, ValueError) as error:
             return error
         return None
-
-    @property
-    def pause_s(self) -> float:
-        """See Ranks."""
-        return self._timeout.pause_s
-
-    @pause_s.setter
-    def pause_s(self, pause_s: float) -> None:
-        self._timeout.pause_s = pause_s
 
     @property
     def _comm(self) -> Any:
