@@ -269,6 +269,7 @@ PyMethodDef methods[] = {
     {"waits_of", waits_of, METH_O, nullptr},
     {"store_release", store_release, METH_VARARGS, nullptr},
     {"load_acquire", load_acquire, METH_VARARGS, nullptr},
+    {"set_time_slice", set_time_slice, METH_VARARGS, nullptr},
     {"clone", clone, METH_NOARGS, nullptr},
     {"clones", clones, METH_NOARGS, nullptr},
     {"use_clone", use_clone, METH_VARARGS, nullptr},

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from reducing import AGGREGATORS, SIZES_MIB, Noted, active, backward, gradients, model_of
@@ -14,12 +17,15 @@ from test_checkpoint import Stop
 from training import ROWS, model_bytes, run_job, small_data, small_job
 
 from cpdhpc.compress.base import Mean
+from cpdhpc.ops.threads import SLICE_NS, take_short_slices
 from cpdhpc.signals import Caught, Interrupted
 from cpdhpc.train.job import Job
 from cpdhpc.train.loop import run
+from cpdhpc.train.overlap import PAUSE_S, reducing_thread
 from cpdhpc.train.progress import Display
 from cpdhpc.train.reducer import GradientReducer
 from cpdhpc.train.setup import Files, Training, prepare
+from cpdhpc.world.ending import Timeout
 from cpdhpc.world.ranks import Loopback
 
 
@@ -87,6 +93,82 @@ def test_the_first_bucket_is_reduced_while_backward_goes_on() -> None:
         backward(model)
         reducer.reduce()
     assert seen == [True]
+
+
+@pytest.mark.parametrize("nodes", [(0,), (0, 1)])  # of others than this rank in the second case
+def test_the_thread_sleeps_between_looks_while_backward_computes_and_not_afterwards(
+    nodes: tuple[int, ...],
+) -> None:
+    model, world, begun, found = model_of(), Loopback(), threading.Event(), []
+    world.nodes = nodes
+    expected_s = PAUSE_S if len(nodes) > 1 else 0.0
+
+    @dataclass(frozen=True)
+    class Asks(Noted):
+        def aggregate(self, gradients: Any, bucket: Any, context: Any) -> Mean:
+            if not begun.is_set():
+                found.append(context.world.pause_s)
+            begun.set()
+            return Mean(gradients[0].copy())
+
+    model[0].weight.register_post_accumulate_grad_hook(lambda _: found.append(begun.wait(1800)))
+    with GradientReducer(model, world, Asks(), bucket_mib=0.001, overlap=True) as reducer:
+        backward(model)
+        found.append(world.pause_s)
+        reducer.reduce()
+    assert found == [expected_s, True, expected_s] and world.pause_s == 0
+
+
+def test_the_thread_has_short_time_slices_where_linux_gives_them() -> None:
+    """/proc tells what the scheduler has; this thread keeps its own."""
+
+    def slice_ns() -> list[int]:
+        lines = Path("/proc/thread-self/sched").read_text().splitlines()
+        return [int(line.split()[-1]) for line in lines if line.startswith("se.slice")]
+
+    def short() -> tuple[bool, list[int]]:
+        return take_short_slices(), slice_ns()
+
+    try:
+        before = slice_ns()
+    except OSError:
+        pytest.skip("no /proc/thread-self/sched")
+    with ThreadPoolExecutor(1) as other:
+        taken, after = other.submit(short).result()
+    if not (taken and before):
+        pytest.skip("Linux before 6.12 has no slices of threads")
+    assert after == [SLICE_NS] and slice_ns() == before
+    for nodes, expected in (((0,), before), ((0, 1), [SLICE_NS])):
+        world = Loopback()
+        world.nodes = nodes
+        with reducing_thread(world) as thread:
+            assert thread.submit(slice_ns).result() == expected
+
+
+def test_a_wait_looks_no_more_often_than_its_pauses_allow() -> None:
+    class Silent:
+        """Stands for MPI, and for a communicator with no message."""
+
+        ANY_SOURCE = 0
+
+        def Iprobe(self, *_: object) -> bool:
+            return False
+
+    looks = list[float]()
+
+    def done() -> bool:
+        looks.append(time.monotonic())
+        return len(looks) == 20
+
+    pauses_s = [0.005]
+    timeout = Timeout(Silent(), Silent(), 1, 1800.0, pytest.fail, lambda: None, lambda: pauses_s[0])
+    timeout.wait(done, lambda waited_s, absent: [])
+    gaps_s = np.diff(looks)
+    assert gaps_s[1:].min() >= 0.005  # the first two looks come one after the other
+    looks.clear()
+    pauses_s[0] = 0.0
+    timeout.wait(done, lambda waited_s, absent: [])
+    assert np.diff(looks).min() < 0.005
 
 
 @pytest.mark.parametrize("row", ROWS)

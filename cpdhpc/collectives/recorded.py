@@ -358,7 +358,7 @@ class Recording:
             self._draw(iteration)
             self._follow(x, out)
         try:  # as in run_agreed: a function for both would cost the smallest calls some percent
-            found = run_list(self._list, kernel_threads(), LOOKS, x, out)
+            found = run_list(self._list, kernel_threads(), self._looks(LOOKS), x, out)
             if found == WAITING:
                 found = self._awaited()
         except BaseException as error:
@@ -385,6 +385,10 @@ class Recording:
             return self.run(x, out, iteration) if board.wait(self.what) else UNLIKE
         return self._bad_values(out) if found == 0 and self._unseen else found
 
+    def _looks(self, most: int) -> int:
+        """Return how many looks in vain a run has: none where the world sleeps between them."""
+        return 0 if self._world.pause_s else most
+
     def _awaited(self) -> int:
         """Return what the run under way comes to, which waits for others."""
         self._world.wait_any([Wait([self], self._rank, self._reason)])
@@ -402,7 +406,7 @@ class Recording:
 
     def Test(self) -> bool:
         """Go on with the run under way; whether it is at its end: as a request of MPI's."""
-        self._found = call_list.resume_list(self._list, FEW_LOOKS)
+        self._found = call_list.resume_list(self._list, self._looks(FEW_LOOKS))
         return self._found != WAITING
 
     def _reason(self) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,7 +32,7 @@ from .averaging import (
     scales_of,
     survey,
 )
-from .overlap import check_overlap
+from .overlap import check_overlap, pause_s, reducing_thread
 
 Array = npt.NDArray[Any]
 Future = torch.futures.Future[torch.Tensor]
@@ -74,7 +73,7 @@ class DdpHook(Averaging):
         self.parameters = []  # so that ids stay theirs
         self._layouts: dict[tuple[int, ...], Layout] = {}
         self._scales: Buffers | None = None
-        self._executor = ThreadPoolExecutor(1, "cpdhpc-reduce") if overlap else None
+        self._executor = reducing_thread(self.world) if overlap else None
         self._stream = OwnStream(CPU)
         error: Exception | None = None
         settings: dict[str, object] = {}
@@ -131,7 +130,7 @@ class DdpHook(Averaging):
         else:
             if self._stream.device != device:
                 self._stream = OwnStream(device)
-            self.world.lent_by = threading.get_ident()
+            self.world.lent_by, self.world.pause_s = threading.get_ident(), pause_s(self.world)
             self._executor.submit(self._behind, self._stream.mark(), *given, last, future)
         if last:
             _after_backward(lambda: self._end(future))
@@ -226,6 +225,7 @@ class DdpHook(Averaging):
 
     def _end(self, last: Future) -> None:
         """Count the step; or raise its error out of backward, with p.grad this rank's own."""
+        self.world.pause_s = 0.0  # nobody computes any more
         last.wait()
         if self._error is not None:
             for layout, parameters in self._done:

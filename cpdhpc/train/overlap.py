@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import Any
@@ -14,9 +14,11 @@ from ..compress.base import Mean
 from ..compress.bucket import Part
 from ..config import UserError
 from ..ops.tensors import OwnStream
+from ..ops.threads import take_short_slices
 from ..world.ranks import Ranks
 
 ENOUGH = ("serialized", "multiple")  # thread levels with which another thread may call MPI
+PAUSE_S = 2e-4  # between two looks of the thread for messages of other nodes
 
 
 def check_overlap(world: Ranks) -> None:
@@ -34,11 +36,26 @@ def check_overlap(world: Ranks) -> None:
         )
 
 
+def pause_s(world: Ranks) -> float:
+    """Return how long the thread sleeps between two looks while backward computes on its core.
+
+    Between nodes sockets go on meanwhile. Within one a message moves by the ranks' own copying:
+    there sleep made steps longer.
+    """
+    return PAUSE_S if len(set(world.nodes)) > 1 else 0.0
+
+
+def reducing_thread(world: Ranks) -> ThreadPoolExecutor:
+    """Return the executor of one thread, which gets the core soon after a sleep."""
+    begin = take_short_slices if pause_s(world) else None
+    return ThreadPoolExecutor(1, thread_name_prefix="cpdhpc-reduce", initializer=begin)
+
+
 class Overlap:
     """Watches the gradients of a model, and hands each complete part to one thread, in order.
 
     All processes go through the parts in the same order, so their collectives match. From the
-    first part of a step until wait returns, the world belongs to the thread: World refuses the
+    first part of a step until means ends, the world belongs to the thread: World refuses the
     thread that computes, so that MPI is called by one thread at a time.
     take: gathers the gradient of a layer; aggregate: reduces a part, by index, in the thread
     again: told of a layer whose gradient comes a second time within a step
@@ -90,8 +107,8 @@ class Overlap:
         """Hand over the parts that are next and complete."""
         while len(self._futures) < len(self.parts) and not self._missing[len(self._futures)]:
             if self.executor is None:
-                self.executor = ThreadPoolExecutor(1, thread_name_prefix="cpdhpc-reduce")
-            self.world.lent_by = threading.get_ident()
+                self.executor = reducing_thread(self.world)
+            self.world.lent_by, self.world.pause_s = threading.get_ident(), pause_s(self.world)
             previous = self._futures[-1] if self._futures else None
             index = len(self._futures)
             gathered = self.stream.mark()
@@ -113,8 +130,8 @@ class Overlap:
         finally:
             self._paused = before
 
-    def wait(self) -> list[Mean]:
-        """Return the means of all parts, with parameters that got no gradient as they are.
+    def means(self) -> Generator[Mean, None, None]:
+        """Yield the means of all parts as they come, parameters without gradient as they are.
 
         Raises what the thread raised, the first error of the step, with no part under way.
         Every wait of the thread has the world's time-out, so this one ends too.
@@ -123,12 +140,17 @@ class Overlap:
             if not seen:
                 self._take(layer)
         self._submit()
-        wait(self._futures)
-        self.stream.join()
-        self.world.lent_by = None
+        self.world.pause_s = 0.0  # nobody computes any more
         futures = self._futures
-        self._begin()
-        return [future.result() for future in futures]
+        try:
+            for future in futures:
+                wait([future])
+                self.stream.join()
+                yield future.result()
+        finally:
+            wait(futures)
+            self.world.lent_by = None
+            self._begin()
 
     def close(self, *, finish: bool = True) -> None:
         """Let go of the model and end the thread; finish: after the part that is under way."""
@@ -137,4 +159,4 @@ class Overlap:
         if self.executor is not None:
             self.executor.shutdown(wait=finish, cancel_futures=True)
         if finish:
-            self.world.lent_by = None
+            self.world.lent_by, self.world.pause_s = None, 0.0

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Self
 
@@ -236,12 +236,14 @@ class GradientReducer(Averaging):
         try:
             with in_stream(self.device):
                 if self._overlap is not None:
-                    return self._finish(self._overlap.wait(), self._agree())
+                    with closing(self._overlap.means()) as means:
+                        joined = self._joined(means)
+                    return self._finish(joined, self._agree())
                 self._roll_call(True)
                 if len(self.flats) == 1:
                     self.stash()
                 used = self._agree()
-                return self._finish(self._aggregate_all(), used)
+                return self._finish(self._joined(self._aggregate_all()), used)
         finally:
             self._begin()
 
@@ -268,7 +270,7 @@ class GradientReducer(Averaging):
         Gradients and buffers of the model stay as they are. Raises NonFiniteGradient as reduce.
         """
         with in_stream(self.device):
-            return _joined(self.bucket.size, self.parts, self._aggregate_all())
+            return _Joined(self.bucket.size, self.parts, self._aggregate_all()).mean
 
     def share_buffers(self) -> None:
         """Give all ranks the buffers that reduce gives them, where it raised NonFiniteGradient.
@@ -325,14 +327,19 @@ class GradientReducer(Averaging):
         gradients = [flat[part.start : part.stop] for flat in self.flats]
         return self._aggregate(index, gradients, part.bucket)
 
-    def _finish(self, means: list[Mean], used: Sequence[int]) -> Mean:
-        """Set gradients and buffers, and return the mean of the whole model. Collective."""
+    def _joined(self, means: Iterable[Mean]) -> _Joined:
+        """Return the means of all parts, as the loss is scaled and ranks are in the loop."""
+        return _Joined(self.bucket.size, self.parts, map(self._scaled, means))
+
+    def _scaled(self, mean: Mean) -> Mean:
         factor = self._factor / self.loss_scale
-        if factor != 1:
-            by = np.float32(factor)
-            means = [replace(m, flat=backend_of(m.flat).multiply(m.flat, by)) for m in means]
-        mean = _joined(self.bucket.size, self.parts, means)
-        flats = [each.flat for each in means] if len(means) > 1 else [mean.flat.copy()]
+        if factor == 1:
+            return mean
+        return replace(mean, flat=backend_of(mean.flat).multiply(mean.flat, np.float32(factor)))
+
+    def _finish(self, joined: _Joined, used: Sequence[int]) -> Mean:
+        """Set gradients and buffers, and return the mean of the whole model. Collective."""
+        flats = joined.flats if len(self.parts) > 1 else [joined.mean.flat.copy()]
         found = [part.bucket.views(x) for part, x in zip(self.parts, flats, strict=True)]
         names, views = self.bucket.names, [view for part in reversed(found) for view in part]
         # What waited of an earlier step may arrive in one in which no rank used the layer.
@@ -344,7 +351,7 @@ class GradientReducer(Averaging):
         self.iteration += 1
         for layer, gradient in zip(which, gradients, strict=True):
             self.parameters[layer].grad = gradient
-        return mean
+        return joined.mean
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context in which backward adds up gradients, for a later backward to send."""
@@ -396,11 +403,11 @@ class GradientReducer(Averaging):
                 for flat in self.flats:
                     flat[...] = 0
                 if self._overlap is not None:
-                    means = self._aggregate_all()
-                    self._finish(means, self._agree())
+                    joined = self._joined(self._aggregate_all())
+                    self._finish(joined, self._agree())
                 else:
                     used = self._agree()
-                    self._finish(self._aggregate_all(), used)
+                    self._finish(self._joined(self._aggregate_all()), used)
         finally:
             self._begin()
 
@@ -421,15 +428,27 @@ class GradientReducer(Averaging):
         self._end(finish=kind is None)
 
 
-def _joined(whole_size: int, parts: list[Part], means: list[Mean]) -> Mean:
-    """Return the mean of the whole model, its layers in the model's order, from that of parts."""
-    if len(means) == 1:
-        return means[0]
-    flat, end = np.empty_like(means[0].flat, shape=(whole_size,)), whole_size
-    for part, mean in zip(parts, means, strict=True):  # the last ones first
-        flat[part.start : part.stop] = mean.flat
-        flat[part.stop : end] = 0
-        end = part.start
-    names = set.intersection(*(set(mean.layers) for mean in means))
-    layers = {n: np.concatenate([mean.layers[n] for mean in reversed(means)]) for n in names}
-    return Mean(flat, layers)
+class _Joined:
+    """The mean of the whole model, its layers in the model's order, from those of parts.
+
+    Each is copied when it comes, while others are still reduced.
+    flats: those of parts, in their order, that nobody else uses; mean: of the whole, whose flat is
+        another array unless there is one part
+    """
+
+    def __init__(self, whole_size: int, parts: Sequence[Part], means: Iterable[Mean]) -> None:
+        found, flat, end = list[Mean](), np.empty(0, np.float32), whole_size
+        for part, mean in zip(parts, means, strict=True):  # the last ones first
+            found.append(mean)
+            if len(parts) == 1:
+                flat = mean.flat
+                continue
+            if len(found) == 1:
+                flat = np.empty_like(mean.flat, shape=(whole_size,))
+            flat[part.start : part.stop] = mean.flat
+            flat[part.stop : end] = 0
+            end = part.start
+        self.flats = [each.flat for each in found]
+        names = set.intersection(*(set(each.layers) for each in found))
+        layers = {n: np.concatenate([each.layers[n] for each in reversed(found)]) for n in names}
+        self.mean = Mean(flat, layers)

@@ -34,6 +34,7 @@ class Timeout:
 
     mpi: the module mpi4py.MPI; alarm_tag: of messages that no one else uses; end: ends the job
     look: called now and then while a process waits; may raise
+    pause_s: see Ranks; asked before each sleep, as another thread may change it
     """
 
     def __init__(
@@ -44,22 +45,25 @@ class Timeout:
         timeout_s: float,
         end: Callable[[], NoReturn],
         look: Callable[[], None],
+        pause_s: Callable[[], float],
     ) -> None:
         self._mpi, self._comm, self._tag = mpi, comm, alarm_tag
         self._timeout_s, self._end, self._look = timeout_s, end, look
+        self._pause_s = pause_s
 
     def wait(self, done: Callable[[], bool], lines: Lines, pause_s: float = 0.0) -> None:
         """Wait until done; give up when the time is over, here or at another process.
 
-        pause_s: sleep between looks; 0: only give up the core
+        pause_s: sleep between looks, at least as long as this one's own; 0: only give up the core
         """
-        for _ in range(POLLS):
+        for _ in range(1 if self._pause_s() else POLLS):
             if done():
                 return
         start_s = time.monotonic()
         look_s = start_s + min(ALARM_PERIOD_S, self._timeout_s)
         while not done():
-            time.sleep(pause_s) if pause_s else os.sched_yield()
+            sleep_s = max(pause_s, self._pause_s())
+            time.sleep(sleep_s) if sleep_s else os.sched_yield()
             now_s = time.monotonic()
             if now_s < look_s:
                 continue

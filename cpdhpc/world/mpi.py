@@ -124,7 +124,7 @@ class World(Ranks):
         self.thread_level = thread_level(self._mpi)
         self._duplicate = comm.Dup()
         waits = self._mpi, self._duplicate, self._alarm_tag, timeout_s, self._end, self._look
-        self._timeout = Timeout(*waits)
+        self._timeout = Timeout(*waits, lambda: self.pause_s)
         self.nodes = numbered([first for first in firsts for _ in range(virtual_ranks)])
         if "cupy" in sys.modules:  # else the caller has no arrays there yet: cpdhpc.use_gpu
             from .gpu_messages import use_own_gpu

@@ -134,6 +134,8 @@ class Ranks(ABC):
     thread_level: what MPI allows: "single", "funneled", "serialized" or "multiple"
     refusal: the error of another process that ended a wait here, see refuse; or None
     lent_by: the thread that must not communicate at the moment, as another does it; or None
+    pause_s: how long who waits sleeps between two looks, as another thread computes on the core;
+        0: it only gives up the core
     board: where all processes of a node agree, once shared() was called; None where they are on
         several, or share nothing
     account: called with what is asked for, arguments and numbers, before each collective of
@@ -147,6 +149,7 @@ class Ranks(ABC):
     gpu_aware: tuple[bool, str] | None = None
     refusal: Exception | None = None
     lent_by: int | None = None
+    pause_s = 0.0
     account: Callable[[str, Mapping[str, object], Sequence[int]], None] | None = None
     board: Any = None
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from cpdhpc.collectives import recorded
+from cpdhpc.collectives.allreduce import configured
 from cpdhpc.collectives.checks import NonFiniteGradient
+from cpdhpc.collectives.method import Segment
 from cpdhpc.compress.base import Aggregator, Mean
 from cpdhpc.compress.lowbit import LowBit
 from cpdhpc.compress.none import NoCompression
@@ -141,3 +145,30 @@ def test_the_world_belongs_to_the_thread_until_reduce(world: World) -> None:
             said = str(error)
         reducer.reduce()
     together(world, "call reduce() first" in said)
+
+
+def test_a_list_that_waits_looks_no_more_often_than_the_pauses_allow(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last rank is late: the others sleep, and look once after each pause."""
+    pause_s, looks = 0.01, []
+    resume = recorded.call_list.resume_list
+
+    def counted(*given: Any) -> int:
+        looks.append(given[1])
+        return resume(*given)
+
+    method, x = configured(wire="raw", algorithm="ring"), np.ones(5000, np.float32)
+    results = [method.run(world, [x]).arrays[0] for _ in range(2)]  # the second one records
+    monkeypatch.setattr(recorded.call_list, "resume_list", counted)
+    world.pause_s, late = pause_s, world.process == world.processes - 1 > 0
+    world.barrier()
+    begun_s = time.monotonic()
+    if late:
+        time.sleep(0.3)
+    results += method.reduce(world, [x], None, (Segment("x", 0, x.size),), 0).arrays
+    took_s, world.pause_s = time.monotonic() - begun_s, 0.0
+    few = len(looks) <= 2 + took_s / pause_s  # one at once, then each behind a pause
+    waited = late or world.processes == 1 or len(looks) > 0
+    exact = all(np.array_equal(each, world.processes * x) for each in results)
+    together(world, few, waited, set(looks) <= {0}, exact)
