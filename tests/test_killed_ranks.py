@@ -74,9 +74,8 @@ def killed(folder, late, prepared, timeout_s, options=()):
     code = code.replace("PREPARED", str(prepared)).replace("LOOKS", str(LOOKS))
     status, output, taken_s = launch(code, ranks=3, options=options)
     assert taken_s < LATE_S, output
-    assert {each.name for each in folder.glob("found*")} == {
-        f"found{rank}" for rank in range(3) if rank != late
-    }, output
+    waited = {each.name for each in folder.glob("found*")}
+    assert waited >= {f"found{rank}" for rank in range(3) if rank != late}, output
     mapped = [folder / f"maps{rank}" for rank in range(3)]
     left = [path for each in mapped for path in each.read_text().splitlines()]
     assert not [path for path in left if Path(path).exists()]

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from cpdhpc.collectives import method as choices
+from cpdhpc.collectives import recorded
 from cpdhpc.collectives.allreduce import Allreduce
 from cpdhpc.collectives.engine import BufferPool
 from cpdhpc.collectives.known import KEPT, Recordings
@@ -16,6 +17,13 @@ from cpdhpc.world.mpi import World
 pytestmark = pytest.mark.mpi
 
 WAYS = [(name, way) for name, row in SCHEDULES.items() for way in (*row.accumulates, "exact")]
+
+
+@pytest.fixture(params=[-1, 1 << 62], ids=["far", "near"])
+def distance(request, monkeypatch):
+    """Have lists taken for those of cores without a cache in common, or with one: as measured,
+    a list may be either, and each kind has buffers of its own."""
+    monkeypatch.setattr(recorded, "FAR_NS", request.param)
 
 
 def buffer_bytes(world):
@@ -34,6 +42,7 @@ def buffer_bytes(world):
 
 
 @pytest.mark.two_ranks
+@pytest.mark.usefixtures("distance")
 @pytest.mark.parametrize("algorithm", SCHEDULES)
 def test_buffers_are_those_of_the_largest_size(world, algorithm):
     """A buffer that is too small becomes as large as is asked for, or twice as large as it was.
@@ -45,7 +54,7 @@ def test_buffers_are_those_of_the_largest_size(world, algorithm):
     way, most = SCHEDULES[algorithm].accumulates[-1], 2 * KEPT
     method = Allreduce("e4m3", algorithm, "aps", way)
     x, found = np.ones(TILE * most, np.float32), []
-    for sizes in ([most], range(1, most + 1)):
+    for sizes in ([most], range(2, most + 1, 2)):
         own = World(timeout_s=world.timeout_s)
         for size in sizes:
             for _ in range(2):
@@ -58,6 +67,7 @@ def test_buffers_are_those_of_the_largest_size(world, algorithm):
 
 
 @pytest.mark.two_ranks
+@pytest.mark.usefixtures("distance")
 @pytest.mark.parametrize("algorithm, accumulate", WAYS)
 def test_a_recording_has_no_arrays_of_its_own(world, algorithm, accumulate):
     """Of a size below one that came before: it has the buffers of that, and objects of Python."""
