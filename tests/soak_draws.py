@@ -52,7 +52,7 @@ def draw(rng: np.random.Generator, size: int, ways: Sequence[str]) -> Draw:
         segments=draw_segments(rng, n),
         way=str(rng.choice(list(ways))),
         threads=int(rng.integers(1, 4)),
-        calls=int(rng.integers(1, 4)) if n < 1 << 20 else 1,
+        calls=int(rng.integers(1, 4)),
         poison=float(rng.choice([np.nan, np.inf])) if rng.random() < 0.05 else 0.0,
         seed=int(rng.integers(1 << 30)),
     )

@@ -7,13 +7,12 @@ import gc
 import sys
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from cpdhpc.collectives.engine import BufferPool
 from cpdhpc.world.mpi import World
-from cpdhpc.world.node_memory import Shared
 
 # What is no leak. Buffers that are kept grow until the largest of each kind has been drawn, which
 # took 25 minutes of 30; objects until all caches of formats, methods and call lists are full,
@@ -34,6 +33,12 @@ class Look(NamedTuple):
     objects: int
 
 
+def is_own(world: World, array: np.ndarray[Any, Any]) -> bool:
+    """Whether an array is no memory that the node shares, whose blocks are counted as a whole."""
+    shared = world.shared()
+    return shared is None or shared.note(array) is None
+
+
 def look(worlds: Collection[World]) -> Look:
     """Look at the memory of this process.
 
@@ -43,9 +48,10 @@ def look(worlds: Collection[World]) -> Look:
     kept = [
         array.reshape(-1).view(np.uint8)
         for world in worlds
-        for key, each in world.cache.items()
-        if isinstance(each, BufferPool) and Shared not in key
+        for _, each in world.cache.items()
+        if isinstance(each, BufferPool)
         for array in each._arrays
+        if is_own(world, array)
     ]
     for array in kept:
         array[::PAGE_BYTES] |= 0  # an assignment of itself would be left out

@@ -21,10 +21,8 @@ from cpdhpc.world.ranks import Ranks
 ROOT = Path(__file__).parents[1]
 MPIRUN = shutil.which("mpirun", path=Path(sys.executable).parent) or shutil.which("mpirun")
 
-pytestmark = [
-    pytest.mark.mpi_skip,
-    pytest.mark.skipif(MPIRUN is None, reason="needs mpirun, beside python or in PATH"),
-]
+needs_mpirun = pytest.mark.skipif(MPIRUN is None, reason="needs mpirun, beside python or in PATH")
+pytestmark = [pytest.mark.mpi_skip, needs_mpirun]
 
 PREPARE = """
 import time
@@ -50,11 +48,11 @@ def command_of(code, arguments, ranks, options=(), python=("-m", "mpi4py")):
     )
 
 
-def launch(code, *arguments, ranks=2, python=("-m", "mpi4py")):
+def launch(code, *arguments, ranks=2, options=(), python=("-m", "mpi4py")):
     """Run it; return exit status, all output, seconds."""
     start_s = time.monotonic()
     done = subprocess.run(
-        command_of(code, arguments, ranks, python=python),
+        command_of(code, arguments, ranks, options, python),
         env=environment(), timeout=LATE_S, capture_output=True, text=True, check=False,
     )  # fmt: skip
     return done.returncode, done.stdout + done.stderr, time.monotonic() - start_s

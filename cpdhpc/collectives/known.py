@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,6 +14,7 @@ from ..ops.call_list import OVERLAPS, STRANGE, UNLIKE
 from ..ops.payloads import Array
 from ..world.ranks import Ranks
 from .checks import raise_nonfinite
+from .engine import BufferPool
 from .method import Method, Reduced, Segment, Shifts
 from .recorded import Recording
 
@@ -57,6 +59,7 @@ class Recordings(dict[tuple[Method, int], Entry]):
         super().__init__()
         self.known: dict[Hashable, Known] = {}
         self._made = 0
+        self._arrays = BufferPool(partial(np.empty, dtype=np.uint8))
 
     def entry(self, method: Method, n: int, nodes: tuple[int, ...]) -> Entry:
         """Return the entry of a method and a size; forget the one that was not used longest."""
@@ -74,6 +77,12 @@ class Recordings(dict[tuple[Method, int], Entry]):
         """Return the digest of one more recording, the same on all processes."""
         self._made += 1
         return DIGEST * self._made & MASK | 1
+
+    def arrays(self, n: int) -> tuple[Array, Array]:
+        """Return x and out, float32[n], to record: all recordings have the same, and touch none."""
+        self._arrays.rewind()
+        x, out = (self._arrays.take(np.float32().itemsize * n) for _ in range(2))
+        return x.view(np.float32), out.view(np.float32)
 
     def keep(self, key: Hashable, known: Known) -> None:
         """Keep what is known of a call; forget all where it is too much."""
@@ -110,7 +119,7 @@ def recording_of(
     entry = recordings.entry(method, x.size, world.nodes)
     entry.calls += 1
     if entry.calls == 2:
-        arrays = np.empty(x.size, np.float32), np.empty(x.size, np.float32)
+        arrays = recordings.arrays(x.size)
         entry.recording = Recording(world, method, *arrays, segments, shifts, moves=True)
         entry.digest = recordings.next_digest()
     elif entry.recording is not None and method.shares_shifts:

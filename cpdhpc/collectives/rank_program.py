@@ -59,7 +59,7 @@ def _kahan(chunk: Chunk, payloads: Sequence[Array]) -> Sum:
     keys, shifts = chunk.keys, chunk.result
     sum_ = Sum(chunk.values(payloads[0], chunk.sent), None, shifts)
     kernels = chunk.wire.kernels or backend_of(sum_.total)
-    c = np.zeros_like(sum_.total)
+    c: Array | None = None  # zero, which changes no term
 
     def subtract(a: Array, b: Array) -> Array:
         out = chunk.room()
@@ -75,7 +75,8 @@ def _kahan(chunk: Chunk, payloads: Sequence[Array]) -> Sum:
             change = rounded(subtract(t, sum_.total))
             c = rounded(subtract(change, chunk.values(sum_.last, shifts)))
             sum_ = Sum(t, None, shifts)
-        y = chunk.encode(subtract(chunk.values(payload, chunk.sent), c), shifts, next(keys))
+        term = chunk.values(payload, chunk.sent)
+        y = chunk.encode(term if c is None else subtract(term, c), shifts, next(keys))
         sum_ = Sum(sum_.total, y, shifts)
     return sum_
 

@@ -9,7 +9,6 @@ from itertools import product
 import numpy as np
 import pytest
 
-from cpdhpc.collectives import method as choices
 from cpdhpc.collectives import rank_program, recorded
 from cpdhpc.collectives.allreduce import Allreduce, allreduce, simulate
 from cpdhpc.collectives.checks import NonFiniteGradient
@@ -467,27 +466,6 @@ def test_nothing_grows_with_the_number_of_calls(world):
     assert requests() == before
     assert grown < 4000  # an object has 16 bytes or more: one a plain call would be 4,800
     np.testing.assert_array_equal(out, np.full(64, own.size, np.float32))
-    own.free()
-
-
-@pytest.mark.two_ranks
-def test_recordings_are_few_and_small(world, monkeypatch):
-    own = World(timeout_s=world.timeout_s, share_memory=False)
-    method = Allreduce("raw", "tree")
-    x, recordings = np.ones(2 * KEPT, np.float32), own.cache.get(Recordings, Recordings)
-
-    def call(n):
-        for _ in range(3):
-            assert (method.run(own, [x[:n]]).arrays[0] == own.size).all()
-        return recordings[method, n].recording
-
-    assert all([call(n) is not None for n in range(1, 2 * KEPT)])
-    assert len(recordings) == KEPT and own.cache.held == (KEPT if own.size > 1 else 0)
-    own.nodes = tuple(range(own.ranks))
-    monkeypatch.setattr(choices, "MOST_RANKS", own.ranks - 1)
-    if own.ranks > 1:  # too many on several nodes
-        with pytest.raises(KeyError):
-            call(2 * KEPT)
     own.free()
     assert not own.cache.held
 
