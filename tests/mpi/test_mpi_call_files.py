@@ -20,12 +20,13 @@ pytestmark = [pytest.mark.mpi, pytest.mark.two_ranks]
 PACKAGE = Path(cpdhpc.__file__).parent
 TIMEOUT_S = 600.0
 MOST_OF_REDUCE = 14  # half of the 29 there once were
-MOST_OF_EXCHANGE = 5  # of one that waits for long; one that need not wait enters one file
+MOST_OF_EXCHANGE = 3  # one that need not wait at all enters one file
+WAITING = {"world/mpi.py", "world/ending.py"}  # of a rank whose messages are long in coming
 
 
 def entered(call: Callable[[], object]) -> list[str]:
-    """The files of cpdhpc of which a call runs a function in this thread."""
-    found = set()
+    """The files of cpdhpc of which a call runs a function in this thread, WAITING left out."""
+    found = set[str]()
 
     def note(frame: FrameType, event: str, _: object) -> None:
         path = Path(frame.f_code.co_filename)
@@ -38,7 +39,7 @@ def entered(call: Callable[[], object]) -> list[str]:
         call()
     finally:
         sys.setprofile(before)
-    return sorted(found)
+    return sorted(found - WAITING)
 
 
 def check(world: World, files: list[str], first: str, most: int) -> None:
