@@ -180,11 +180,6 @@ class Ranks(ABC):
         self.bytes_sent[rank - self.hosted.start] += size_bytes
         self.messages_sent[rank - self.hosted.start] += 1
 
-    def count_collective(self, size_bytes: int) -> None:
-        """Count what this process hands to one of MPI's own collectives."""
-        if self.processes > 1:
-            self.collective_bytes += size_bytes
-
     def check_thread(self) -> None:
         """Raise RuntimeError in the thread that has lent the world to another one."""
         if self.lent_by == threading.get_ident():
