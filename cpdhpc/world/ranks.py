@@ -120,12 +120,10 @@ class Ranks(ABC):
 
     process, processes: this process and how many there are; ranks: number of ranks
     hosted: the ranks of this process; rank: the first of them; size: ranks, as MPI names it
-    nodes: the node of each rank, numbered in the order of first ranks; where nothing is known of
-        nodes it is one
+    nodes: the node of each rank, numbered in the order of first ranks; one if nothing is known
     bytes_sent, messages_sent: int64[virtual_ranks], what each hosted rank sent to other ranks,
         those of the same process included
-    collective_bytes: bytes that this process handed to MPI's own collectives; none where it is the
-        only one, from which nothing leaves
+    collective_bytes: what this process handed to MPI's own collectives; 0 where it is alone
     cache: what callers keep from one call to the next: buffers, recordings, carriers of GPU arrays
     timeout_s: the longest that a wait takes
     gpu_direct: whether GPU arrays may be given to MPI as they are
@@ -179,11 +177,6 @@ class Ranks(ABC):
         """Count a message that a hosted rank sends."""
         self.bytes_sent[rank - self.hosted.start] += size_bytes
         self.messages_sent[rank - self.hosted.start] += 1
-
-    def count_collective(self, size_bytes: int) -> None:
-        """Count what this process hands to one of MPI's own collectives."""
-        if self.processes > 1:
-            self.collective_bytes += size_bytes
 
     def check_thread(self) -> None:
         """Raise RuntimeError in the thread that has lent the world to another one."""
