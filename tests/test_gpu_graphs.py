@@ -11,8 +11,7 @@ import pytest
 from simulated_cupy import simulated
 from simulated_gpu import CAPTURED, INVALIDATED, ISOLATION, UNSUPPORTED, Error
 
-from cpdhpc.bench import allreduce as bench
-from cpdhpc.bench.allreduce import parse_beside
+from cpdhpc.bench.allreduce import add_latency, parse_beside
 from cpdhpc.bench.allreduce_cases import cases_of_size
 from cpdhpc.collectives.allreduce import Allreduce
 from cpdhpc.config import UserError
@@ -134,7 +133,7 @@ def test_a_fault_is_told_by_the_next_launch() -> None:
 
 def test_benchmarks_time_graphs_beside_the_other_calls() -> None:
     parser = argparse.ArgumentParser()
-    bench.add_latency(parser)
+    add_latency(parser)
     given = parser.parse_args(["--device", "gpu", "--link", "1"])
     asked, skipped = parse_beside(given, Loopback(), [64])
     assert asked.calls == ["plain", "prepared", "graphs"] and not skipped

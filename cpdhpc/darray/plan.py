@@ -152,8 +152,10 @@ def begin(
         _refuse(plan, error)
     if call.addresses:
         try:
+            if plan.world.gpu_aware is None:  # carrier_of is collective then
+                _greet(plan, operation)
             with call.backend.in_stream(x):
-                carrier = carrier_of(plan.world, x)  # collective the first time
+                carrier = carrier_of(plan.world, x)
         except Exception as error:
             _give_up(plan, operation, error)
         assert isinstance(carrier, Carrier), "arrays are on a GPU"

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from gpus import N, gradients, late, same
 
-from cpdhpc.bench import allreduce as bench
+from cpdhpc.bench.allreduce import add_latency, run_latency
 from cpdhpc.collectives import rank_program
 from cpdhpc.collectives.allreduce import Allreduce, simulate
 from cpdhpc.collectives.checks import NonFiniteGradient
@@ -189,9 +189,9 @@ def test_virtual_ranks_and_ranks_that_differ_are_refused(gpu):
 @pytest.mark.two_ranks
 def test_latency_shows_graphs(gpu, capsys):
     parser = argparse.ArgumentParser()
-    bench.add_latency(parser)
+    add_latency(parser)
     given = ["--sizes=8,64", "--repeats=2", "--warmup=1", "--device=gpu", "--oversubscribe-gpus"]
-    measured = bench.run_latency(parser.parse_args(given), gpu.world)
+    measured = run_latency(parser.parse_args(given), gpu.world)
     assert gpu.world.process or "tree, raw, graphs" in capsys.readouterr().out
     calls = {point.factors.get("call") for point in measured.points}
     assert calls == {None, "plain", "prepared", "graphs"}
