@@ -183,15 +183,19 @@ class Ranks(ABC):
                 "World: a gradient is being reduced in another thread: call reduce() first"
             )
 
-    def agree(self, error: Exception | None, what: str = "agree") -> None:
+    def agree(
+        self, error: Exception | None, what: str = "agree", *, of_call: bool = False
+    ) -> None:
         """Raise the error of the lowest process that has one on all processes. Collective.
 
+        of_call: whether it is of arguments, which one rank alone may have got wrong: see named
         What cannot be pickled becomes a RuntimeError with the same words.
         """
         if not self.max(np.array([error is not None], np.int64), what)[0]:
             return
-        errors = [each for each in self.gather(portable(error), what) if each is not None]
-        raise pickle.loads(errors[0]) from error
+        errors = [each and pickle.loads(each) for each in self.gather(portable(error), what)]
+        first = next(each for each in errors if each is not None)
+        raise (named(errors, self.virtual_ranks) if of_call else first) from error
 
     def gather_from(self, make: Callable[[], T], what: str) -> list[T]:
         """Return what make, with no collective in it, returns on all processes. Collective.
@@ -332,6 +336,17 @@ def of_rank(rank: int, error: Exception) -> Exception:
         return type(error)(text)
     except TypeError:  # it takes other arguments
         return RuntimeError(f"rank {rank} | {type(error).__name__}: {error}")
+
+
+def named(errors: Sequence[Exception | None], virtual_ranks: int) -> Exception:
+    """Return the first of the processes' errors, some of which are None.
+
+    A TypeError or ValueError has its rank in front, unless all processes have the same.
+    """
+    process, error = next((i, each) for i, each in enumerate(errors) if each is not None)
+    if len({str(each) for each in errors}) > 1 and isinstance(error, TypeError | ValueError):
+        return of_rank(process * virtual_ranks, error)
+    return error
 
 
 def portable(error: Exception | None) -> bytes | None:
