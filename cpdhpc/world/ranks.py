@@ -183,9 +183,7 @@ class Ranks(ABC):
                 "World: a gradient is being reduced in another thread: call reduce() first"
             )
 
-    def agree(
-        self, error: Exception | None, what: str = "agree", *, of_call: bool = False
-    ) -> None:
+    def agree(self, error: Exception | None, what: str = "agree", *, of_call: bool = False) -> None:
         """Raise the error of the lowest process that has one on all processes. Collective.
 
         of_call: whether it is of arguments, which one rank alone may have got wrong: see named
