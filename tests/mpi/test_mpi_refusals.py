@@ -143,7 +143,7 @@ def test_what_the_last_rank_gets_wrong_all_refuse_alike(world, name, tmp_path_fa
         call(world, **given)
     told = world.gather(str(caught.value), "told")
     assert len(set(told)) == 1 and "\n" not in told[0]
-    assert re.search(rf"(rank|process) {world.processes - 1}\b", told[0])
+    assert re.search(rf"(rank|process) {world.processes - 1}\b|by process", told[0])
     assert all(word not in told[0] for word in ("has no attribute", "unhashable", "operand"))
 
 
