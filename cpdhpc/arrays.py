@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from .formats import Cast, Format, Overflow, Rounding, packed_bytes, parse_format
-from .ops import backend_of
+from .ops import backend_of, misread
 from .randomness import random_key
 
 CODE_DTYPES = ("uint8", "uint16", "uint32")
@@ -190,6 +190,8 @@ def _flat(
             f"{f' on {place}' if place != 'cpu' else ''}: allowed are {', '.join(dtypes)} "
             "in a NumPy array, a CuPy array or a torch tensor on the CPU"
         )
+    if advice := misread(array):
+        raise TypeError(f"{function}: {argument} is {type(array).__name__}: {advice}")
     shape = tuple(array.shape)
     if kind == "torch":
         plain = array.detach().numpy()

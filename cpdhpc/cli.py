@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from .methods import suggest
 
@@ -363,7 +363,17 @@ def started_by_mpirun() -> int:
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what a command does not know with that command's usage, not with the top-level one."""
+    """Says what a command does not know with that command's usage, not with the top-level one.
+
+    Under mpirun that is a line, which main shows once.
+    """
+
+    def error(self, message: str) -> NoReturn:
+        if started_by_mpirun() == 1:
+            super().error(message)
+        from .config import UserError
+
+        raise UserError(f"{self.prog.removeprefix('cpdhpc ')}: {message}: -h shows all options")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         found, unknown = super().parse_known_args(args, namespace)
@@ -416,17 +426,23 @@ def main(argv: list[str] | None = None) -> int:
     from .signals import Interrupted
 
     argv = sys.argv[1:] if argv is None else argv
-    world = None
+    world, wrong, timeout_s = None, None, TIMEOUT_S
     try:
-        arguments = parser(argv).parse_args(argv)
-        command: Command = arguments.run
-        if command.starts_mpi and (copies := started_by_mpirun()) > 1:
+        try:
+            arguments = parser(argv).parse_args(argv)
+            command: Command = arguments.run
+        except UserError as error:  # of Parser.error, under mpirun: maybe not on all processes
+            wrong = error
+        if wrong is None and command.starts_mpi and (copies := started_by_mpirun()) > 1:
             raise UserError(f"{' '.join(argv[:2])}: starts mpirun itself: not {copies} times by it")
-        if not command.on_ranks:
+        if wrong is None and not command.on_ranks:
             return command.run(arguments)
         from .world.mpi import World
 
-        world = World(timeout_s=arguments.timeout or TIMEOUT_S)
+        if wrong is None:
+            timeout_s = arguments.timeout or TIMEOUT_S
+        world = World(timeout_s=timeout_s)
+        world.agree(wrong, of_call=True)
         return command.run(arguments, world)
     except Interrupted as stop:
         return stop.status

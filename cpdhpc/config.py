@@ -148,7 +148,7 @@ class OneOf:
         if isinstance(raw, self.rows):
             return raw
         if not isinstance(raw, dict):
-            raise PydanticCustomError("not_a_table", "should be a table")
+            raise PydanticCustomError("not_a_table", "Input should be a table")
         if IMPORT in raw and self.imported is not None:
             if self.key in raw:
                 raise PydanticCustomError("value_error", f"has {self.key} and {IMPORT}: give one")
@@ -156,7 +156,7 @@ class OneOf:
         name = raw.get(self.key, self.default)
         if name is None:
             raise PydanticCustomError("no_name", "is missing", {"key": self.key})
-        if name not in self.known:
+        if not isinstance(name, str) or name not in self.known:
             problem = f"={name!r}: {suggest(str(name), self.known)}"
             raise PydanticCustomError("unknown_name", "unknown", {"key": self.key, "said": problem})
         return self._validated(self.known[name], raw)
@@ -329,10 +329,38 @@ def _explain(model: type[Any], raw: Raw, problem: Any, above: Sequence[str] = ()
         return f"{key}: is missing"
     said = TYPES.get(problem["type"], problem["msg"])
     said = re.sub(r"^(Value error, |\w+ should )", "", said)
-    said = said.replace(" after validation", "")
+    said = re.sub(r" after validation|, unable to parse string as an? \w+", "", said)
+    if problem["type"] == "value_error" and isinstance(given, dict):
+        known = {*keys(model, problem["loc"]), *given}
+        return _of_key(said, known, f"{key}." if key else "") or (f"{key}: {said}" if key else said)
+    if problem["type"] == "value_error":
+        said = _WHOSE.sub("", said).removeprefix(f"{path[-1]}=").removeprefix(f"{given!r}: ")
     kind = "" if problem["type"] == "value_error" else "should "
-    shown = "" if isinstance(given, dict) else f"={given!r}"
+    shown = "" if isinstance(given, dict) else f"={_as_toml(given)}"
     return f"{key}{shown}: {kind}{said}" if key else f"{kind}{said}"  # no key: of the whole
+
+
+_WHOSE = re.compile(r"^[A-Za-z_]\w*: (?=\w)")  # the function or class that says what follows
+
+
+def _of_key(said: str, known: Collection[str], table: str) -> str | None:
+    """Return what is said of a key of a table with the whole key in front; None: is of no key.
+
+    said: maybe after the name of a function or class, "KEY=value: ...", "KEY: ..." or
+    "KEY['inner']: ..."; known: keys of the table; table: its own key and a dot
+    """
+    for text in (said, _WHOSE.sub("", said)):
+        found = re.match(r"(\w+)(?:\['([^']*)'\])?([=:] ?)(.*)", text)
+        if found is not None and found[1] in known:
+            inner = f".{found[2]}" if found[2] is not None else ""
+            rest = _WHOSE.sub("", found[4]) if inner else found[4]
+            return f"{table}{found[1]}{inner}{found[3]}{rest}"
+    return None
+
+
+def _as_toml(value: object) -> str:
+    """Return a value as a user wrote it, but for quotes and spaces."""
+    return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
 def keys(model: type[Any], loc: tuple[Any, ...] = ()) -> list[str]:

@@ -237,10 +237,15 @@ def with_own_formats(raw: Any) -> Any:
         if _is_wire(name):
             raise ValueError(f"formats.{name}: is the name of a format already")
         values = table.get("values") if isinstance(table, dict) and len(table) == 1 else None
-        if not isinstance(values, list) or not all(type(v) in (int, float) for v in values):
+        numbers = isinstance(values, list) and all(type(v) in (int, float) for v in values)
+        if not values or not numbers:
             raise ValueError(f"formats.{name}: the form is [formats.{name}] values = [NUMBER, ...]")
         names[name] = spelled_out(name, [float(v) for v in values])
-        table_format(names[name])
+        try:
+            table_format(names[name])
+        except ValueError as error:
+            said = re.sub(r"^\w+: (\S+: )?", "", str(error))
+            raise ValueError(f"formats.{name}: {said}") from None
     quoted = re.compile(rf"(['\"])({'|'.join(map(re.escape, names))})\1") if names else None
 
     def replaced(value: Any) -> Any:

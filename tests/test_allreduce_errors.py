@@ -96,6 +96,8 @@ def test_the_error_can_be_pickled_and_shortens_long_lists():
         (np.ones(18, np.float32)[::2], TypeError, "strides"),
         (np.ones((3, 3), np.float32).T[:, :2], TypeError, "strides"),
         (np.ones(8, np.float32), ValueError, "shape"),
+        (np.ma.ones(9, np.float32), TypeError, r"MaskedArray: its mask .* x\.filled\(0\)"),
+        (np.matrix(np.ones(9, np.float32)), TypeError, r"matrix: .* np\.asarray\(x\)"),
     ],
 )
 def test_bad_arrays(bad, kind, words):
@@ -158,6 +160,13 @@ def test_bad_arguments(options, words):
 def test_bad_segments(segments, words):
     with pytest.raises(ValueError, match=words):
         simulate(ones(), "e4m3", segments=segments)
+
+
+def test_subclasses_whose_memory_is_what_they_mean_are_taken(tmp_path):
+    plain = np.ones(9, np.float32)
+    plain.tofile(tmp_path / "x")
+    for x in (np.memmap(tmp_path / "x", np.float32), plain.view(np.recarray)):
+        assert allreduce(Loopback(2), [x, plain]).tolist() == [2.0] * 9
 
 
 def test_raw_takes_segments_anywhere_in_order():

@@ -62,7 +62,7 @@ def test_a_mark_of_byte_order_is_no_error(tmp_path: Path) -> None:
         ),
         ("[train]\nepochs = '3'", "train.epochs='3': should be a valid integer"),
         ("[train]\nepochs = 0", "train.epochs=0: should be greater than or equal to 1"),
-        ("[train]\nepochs = true", "train.epochs=True: should be a valid integer"),
+        ("[train]\nepochs = true", "train.epochs=true: should be a valid integer"),
         ("[train]\nlearning_rate = 'x'", "train.learning_rate='x': should be a valid number"),
         ("[train]\nlearning_rate = inf", "train.learning_rate=inf: should be a finite number"),
         (
@@ -71,7 +71,7 @@ def test_a_mark_of_byte_order_is_no_error(tmp_path: Path) -> None:
         ),
         ("train = 3", "train=3: should be a table"),
         ("[model]\nname='mlp'\nhidden = 64", "model.hidden=64: should be an array"),
-        ("[schedule]\ndecay = 'step'", "schedule: decay='step': needs milestones"),
+        ("[schedule]\ndecay = 'step'", "schedule.decay='step': needs milestones"),
         ("[train]\nseed = 1\nseeds = [1]", "train: seed and seeds: give one of them"),
         ("[train]\nseeds = []", "train.seeds"),
         ("[train]\nepochs = 4\nkeep_every = 9", "keep_every=9: should be up to epochs=4"),
@@ -93,7 +93,7 @@ def test_a_mark_of_byte_order_is_no_error(tmp_path: Path) -> None:
         ("[gradient]\naggregator = 'none'\nwire='e4m3'", "unknown key gradient.wire: known are"),
         (
             "[gradient]\naggregator='lowbit'\nwire='e9m9'",
-            "gradient: FloatFormat: exp=9, man=9: exp is 1..8",
+            "gradient.wire='e9m9': exp=9, man=9: exp is 1..8",
         ),
         ("[gradient]\naggregator='lowbit'\nwire='raw'", "wire='raw': is the aggregator 'none'"),
         ("[gradient]\naggregator='lowbit'\nscaling='ap'", "scaling='ap': did you mean aps?"),
@@ -106,11 +106,11 @@ def test_a_mark_of_byte_order_is_no_error(tmp_path: Path) -> None:
         ),
         (
             "[gradient]\naggregator='lowbit'\nmachine='machine.toml'",
-            "LowBit: machine: only algorithm='auto' chooses by it: algorithm='ring'",
+            "gradient.machine: only algorithm='auto' chooses by it: algorithm='ring'",
         ),
         (
             "[gradient]\naggregator='none'\nalgorithm='mpi'\nmachine='machine.toml'",
-            "NoCompression: machine: only algorithm='auto'",
+            "gradient.machine: only algorithm='auto'",
         ),
         ("[gradient]\naggregator='none'\nalgorithm='auto'\nmachine=3", "gradient.machine=3: "),
         (
@@ -120,6 +120,31 @@ def test_a_mark_of_byte_order_is_no_error(tmp_path: Path) -> None:
         (
             "[[compare]]\nname='a'\ngradient={aggregator='none', algorithm='auto', machine='x'}",
             "compare row a: gradient.machine: ",
+        ),
+        ("[train]\nseed = -1", "job.toml: train.seed=-1: should be an integer, 0 or more"),
+        ("[train]\nkeep_every = 99", "job.toml: train.keep_every=99: should be up to epochs=10"),
+        ("[train]\nloss_scale = 3", "job.toml: train.loss_scale=3: should be a power of two"),
+        ("data = 'digits'", "job.toml: data='digits': should be a table"),
+        ("[model]\nname = []", "job.toml: model.name=[]: known are "),
+        ("[loss]\nname = {}", "job.toml: loss.name={}: known are "),
+        ("[stages]\ncount = 2\nwire = 'zz'", "job.toml: stages.wire='zz': known are eXmY"),
+        ("[formats.a]\nvalues = []", "job.toml: formats.a: the form is [formats.a] values = ["),
+        ("[formats.a]\nvalues = [1, 2, 3]", "job.toml: formats.a: 3 values given: must be 2**bits"),
+        *(
+            (f"[gradient]\naggregator = '{name}'\n{given}", f"job.toml: gradient.{said}")
+            for name, given, said in (
+                ("lowbit", "wire = 'zz'", "wire='zz': known are eXmY"),
+                ("lowbit", "wire = 'e9m9'", "wire='e9m9': exp=9, man=9: exp is 1..8"),
+                ("lowbit", "wire = 'raw'", "wire='raw': is the aggregator 'none'"),
+                ("lowbit", "scaling = 'til'", "scaling='til': did you mean tile?"),
+                ("lowbit", "algorithm = 'rin'", "algorithm='rin': did you mean ring?"),
+                ("lowbit", "random_bits = 99", "random_bits=99: e4m3 allows 0..28"),
+                ("lowbit", "layers = {'a*' = 'zz'}", "layers.a*: wire='zz': known are eXmY"),
+                ("flexpoint", "wire = 'e4m3'", "wire='e4m3': known are int2 .. int16"),
+                ("topk", "wire = 'e9m9'", "wire='e9m9': exp=9"),
+                ("topk", "density = 'a'", "density='a': should be a valid number"),
+                ("scalecom", "rates = {a=1}\ncosts = {a=1}", "costs: 'a' has a rate in rates"),
+            )
         ),
         ("name = 'a/b'", "name='a/b'"),
         ("[[compare]]\nname='a'\ntrain.epoch=3", "compare row a: unknown key train.epoch"),

@@ -253,8 +253,8 @@ def test_allreduce_takes_tensors() -> None:
     assert xs[0].tolist() == [0.5, 1.5, 2.5, 3.5] and xs[1].tolist() == [1, 2, 3, 4]
     whole = torch.ones(3, 4)
     for x, says in (
-        (whole.t(), "x of rank 0 has strides"),
-        (whole.double(), "x of rank 0 has dtype float64"),
+        (whole.t(), "allreduce: x has strides"),
+        (whole.double(), "allreduce: x has dtype float64"),
         (whole.bfloat16(), "is a tensor of torch.bfloat16"),
         (whole.to("meta"), "on meta"),
         (whole.to_sparse(), "torch.sparse_coo"),

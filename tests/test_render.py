@@ -76,15 +76,36 @@ def test_options_of_a_launcher(launcher: str, study: Study) -> None:
     )
     assert (" --distribution=block:block --cpu-bind=cores " in text) == (not to_the_script)
     assert {"--requeue", "--open-mode=append", "--array=2-3%8", "--nodes=2"} <= set(given)
-    assert f"{launch(launcher, '4', '2', 1, near_gpus=True)} python -m cpdhpc batch" in text
+    assert f"{launch(launcher, '4', '2', near_gpus=True)} python -m cpdhpc batch" in text
 
 
-def test_many_cores_a_rank_and_flags() -> None:
-    assert launch("mpirun", "8", "4", 2, ["--mca", "a b"]) == (
-        "mpirun -n 8 --map-by ppr:4:node:PE=2 --mca 'a b'"
-    )
-    assert launch("mpiexec", "8", "4", 2) == "mpiexec -n 8 -ppn 4 -bind-to core:2"
-    assert "--cpus-per-task=2" in launch("srun-pmix", "8", "4", 2)
+def words(command: str, **environment: str) -> list[str]:
+    """Return the words of a command as bash makes them, in an environment."""
+    show = ["bash", "-uc", f"printf '%s\\n' {command}"]
+    told = subprocess.run(show, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    return told.stdout.splitlines()
+
+
+def test_cores_a_rank_are_those_that_the_job_was_given() -> None:
+    """By the script's --cpus-per-task or by sbatch's, which wins; none: as the launcher does."""
+    many = {"SLURM_CPUS_PER_TASK": "16"}
+    mpirun, mpiexec = launch("mpirun", "8", "4", ["--mca", "a b"]), launch("mpiexec", "8", "4")
+    srun = launch("srun-pmix", "8", "4")
+    assert words(mpirun, **many) == [
+        "mpirun",
+        "-n",
+        "8",
+        "--map-by",
+        "ppr:4:node:PE=16",
+        "--mca",
+        "a b",
+    ]
+    assert words(mpirun)[4] == "ppr:4:node"
+    assert words(mpiexec, **many) == ["mpiexec", "-n", "8", "-ppn", "4", "-bind-to", "core:16"]
+    assert words(mpiexec) == ["mpiexec", "-n", "8", "-ppn", "4"]
+    assert "--cpus-per-task=16" in words(srun, **many) and "--cpus-per-task=1" in words(srun)
+    for site in (Site(), Site(cpus_per_rank=16)):
+        assert f"{launch('mpirun', '4', '2')} python" in array_of(site)
 
 
 def test_names_that_need_quotes() -> None:

@@ -190,7 +190,7 @@ def test_arrays_must_be_on_the_current_gpu(gpu: Any) -> None:
     x = gpu[1].asarray(np.ones(3, np.float32))
     x.device = SimpleNamespace(id=1)
     with pytest.raises(
-        ValueError, match="x of rank 0 is on GPU 1: must be on CuPy's current one, 0"
+        ValueError, match="allreduce: x is on GPU 1: must be on CuPy's current one, 0"
     ):
         allreduce(Loopback(), x)
     with pytest.raises(TypeError, match="x of rank 1 is on the GPU: must be on the CPU"):

@@ -29,8 +29,10 @@ from .checks import (
     check_world,
     is_finite,
     iteration_error,
+    name_of_x,
     of_tensor,
     raise_nonfinite,
+    refuse_iteration,
     shared_amax,
 )
 from .engine import Program, Take, run
@@ -81,7 +83,8 @@ class Prepared:
         self._outs = list(outs) if outs is not None else [np.empty_like(xs[0])]
         self._recording: Recording | Graphed | None = None
         self._freed = False
-        self._asks = method.shares_shifts or method.hides_nonfinite or method.is_random
+        self._compares = method.hides_nonfinite or method.is_random  # iterations, over the ranks
+        self._asks = method.shares_shifts or self._compares
         is_list = world.virtual_ranks == 1 and isinstance(xs[0], np.ndarray)
         if (is_list and method.algorithm in SCHEDULES) or graphs:
             self._record()
@@ -110,7 +113,7 @@ class Prepared:
     def run(self, *, iteration: int = 0) -> Reduced:
         """All-reduce what the arrays hold now; return what Allreduce.run returns. Collective.
 
-        iteration: as in allreduce, where rounding is "stochastic"; else it does not count
+        iteration: as in allreduce, where rounding is "stochastic"; else its value does not count
         The result lies in the same array every time.
         Raises NonFiniteGradient as allreduce, RankFailure, RuntimeError after free.
         """
@@ -118,6 +121,8 @@ class Prepared:
             raise RuntimeError("Prepared.run: is freed")
         if self._world.lent_by is not None:
             self._world.check_thread()
+        if type(iteration) is not int and not self._compares:
+            refuse_iteration(self._world, iteration, "Prepared.run")
         shifts = self._ask(iteration) if self._asks else None
         if self._recording is None:
             return self._method.reduce(
@@ -133,10 +138,10 @@ class Prepared:
         """Find out what all values decide, and whether all ranks give the same iteration."""
         method, world = self._method, self._world
         flat = [x.reshape(-1) for x in self._xs]
-        if method.hides_nonfinite or method.is_random:
+        if self._compares:
             what = f"allreduce {method.algorithm}: iteration"
             suspect = method.hides_nonfinite and not all(map(is_finite, flat))
-            error = iteration_error(iteration)
+            error = iteration_error(iteration, "Prepared.run")
             if any(check_alike(world, error, {"iteration": iteration}, [suspect], what)):
                 raise_nonfinite(world, flat, self._parts, None)
         if not method.shares_shifts:
@@ -472,7 +477,7 @@ def allreduce(
     xs: list[Any] = []
     outs = None
     try:
-        xs = [of_tensor(f"x of rank {r}", each) for r, each in enumerate(given, ranks.rank)]
+        xs = [of_tensor(name_of_x(ranks, r), each) for r, each in enumerate(given, ranks.rank)]
         outs = None if out is None else [of_tensor("out", out)]
     except TypeError as found:
         error = error or found

@@ -12,11 +12,16 @@ import numpy.typing as npt
 
 from ..formats import sum_bits
 from ..methods import MAX_SUM_BITS
-from ..ops import backend_of, on_gpu, to_host
+from ..ops import backend_of, misread, on_gpu, to_host
 from ..world.ranks import Ranks, check_integer
 from .method import MPI_ALLREDUCE, Method, Segment, check_segments, tile_span
 
 Array = npt.NDArray[Any]
+
+
+def name_of_x(world: Ranks, rank: int) -> str:
+    """Return what messages call the array of a rank, whose process they name."""
+    return f"x of rank {rank}" if world.virtual_ranks > 1 else "x"
 
 
 def _check_array(name: str, x: Any) -> None:
@@ -26,6 +31,8 @@ def _check_array(name: str, x: Any) -> None:
         raise TypeError(
             f"allreduce: {name} is {type(x).__name__}: must be a NumPy, CuPy or torch array"
         ) from None
+    if advice := misread(x):
+        raise TypeError(f"allreduce: {name} is {type(x).__name__}: {advice}")
     if x.dtype != np.float32:
         raise TypeError(f"allreduce: {name} has dtype {x.dtype}: must be float32")
     if not x.flags.c_contiguous:
@@ -80,7 +87,7 @@ def check_arrays(
     if len(xs) != world.virtual_ranks:
         raise ValueError(f"allreduce: {len(xs)} arrays for {world.virtual_ranks} hosted ranks")
     for rank, x in zip(world.hosted, xs, strict=True):
-        _check_array(f"x of rank {rank}", x)
+        _check_array(name_of_x(world, rank), x)
         if x.shape != xs[0].shape:
             raise ValueError(
                 f"allreduce: x of rank {rank} has shape {x.shape}, of rank {world.hosted[0]} "
@@ -132,13 +139,26 @@ def check_world(method: Method, world: Ranks) -> None:
         )
 
 
-def iteration_error(iteration: object) -> Exception | None:
-    """Return what is wrong with an iteration, if anything is."""
+def iteration_error(iteration: object, name: str = "allreduce") -> Exception | None:
+    """Return what is wrong with an iteration, if anything is; name: of the call."""
     try:
-        check_integer("allreduce: iteration", iteration)
+        check_integer(f"{name}: iteration", iteration)
     except TypeError as error:
         return error
     return None
+
+
+def refuse_iteration(world: Ranks, iteration: object, name: str) -> None:
+    """Raise TypeError on all ranks if all give what is no integer; end the job if some do.
+
+    For a call that compares nothing: the others may be under way. name: of the call
+    """
+    error = iteration_error(iteration, name)
+    if error is not None:
+        told, by_all = world.refuse(error)
+        if not by_all:
+            world.abort(str(error))
+        raise told
 
 
 NUMBERS = 5  # that checks compare at least: different calls then have messages of one length
@@ -174,7 +194,7 @@ def check_alike(
     mine[: 3 + len(numbers)] = error is not None, digest, -digest, *numbers
     failed, largest, smallest, *most = world.max(mine, what).tolist()
     if failed:
-        world.agree(error, what)
+        world.agree(error, what, of_call=True)
     if largest != -smallest:
         shown = {key: repr(value) for key, value in arguments.items()}
         _raise_difference(world.gather((name, shown), what), world.virtual_ranks)

@@ -20,7 +20,10 @@ from .schedules import Kind, Layout, Schedule, Step
 
 
 class Sum(NamedTuple):
-    """total, float32, plus what last holds, if anything; shifts: those of last."""
+    """total, float32, plus what last holds, if anything; shifts: those of last.
+
+    total is only read: it may be a raw payload, and so another rank's memory, or the caller's.
+    """
 
     total: Array
     last: Array | None
@@ -33,9 +36,13 @@ Accumulate = Callable[["Chunk", Sequence[Array]], Sum]
 
 def _float32(chunk: Chunk, payloads: Sequence[Array]) -> Sum:
     """Sum in float32."""
-    total = chunk.values(payloads[0], chunk.sent)
+    # The first addition reads a raw one where it lies.
+    raw, first = chunk.is_raw, payloads[0]
+    total = first.view(np.float32) if raw else chunk.values(first, chunk.sent)
+    place = chunk.room() if raw and len(payloads) > 2 else total
     for payload in payloads[1:-1]:
-        chunk.floats.add(payload, chunk.sent, total, total)
+        chunk.floats.add(payload, chunk.sent, total, place)
+        total = place
     return Sum(total, payloads[-1] if len(payloads) > 1 else None, chunk.sent)
 
 
@@ -302,7 +309,9 @@ class Chunk:
         if self.held:
             total, last, shifts = self._held_sum()
             if last is not None:
-                self.floats.add(last, shifts, total, total)
+                place = self.room() if self.is_raw else total
+                self.floats.add(last, shifts, total, place)
+                total = place
             self.partial = total
         elif self.pending is not None:
             rounded = self.encode_sum(self._sum(), next(self.keys))

@@ -468,5 +468,5 @@ def empty_shared(world: Any, shape: int | Sequence[int]) -> Array:
         error = found
     except (OSError, MemoryError) as found:
         error = MemoryError(f"empty_shared: shape={shape}: {found}")
-    ranks.agree(error, "empty_shared")
+    ranks.agree(error, "empty_shared", of_call=True)
     return array

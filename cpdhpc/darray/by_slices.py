@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..ops import to_host
+from ..ops import misread, to_host
 from .layout import Box
 from .windows import Piece, RankPieces
 
@@ -194,6 +194,8 @@ NUMPY, CUPY, TORCH, TORCH_GPU = ArrayBackend(), _Cupy(), _Torch(), _TorchGpu()
 def array_backend(what: str, x: Array) -> ArrayBackend:
     """Return the backend of an array. Raises TypeError, naming what, for anything else."""
     if isinstance(x, np.ndarray):
+        if advice := misread(x):
+            raise TypeError(f"{what} is {type(x).__name__}: {advice}")
         return NUMPY
     module = type(x).__module__.partition(".")[0]
     if module == "cupy" and hasattr(x, "dtype"):

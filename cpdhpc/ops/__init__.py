@@ -13,6 +13,7 @@ __all__ = [
     "backend_of",
     "is_of_gpu",
     "kernel_threads",
+    "misread",
     "omp_num_threads",
     "on_gpu",
     "placed",
@@ -49,6 +50,22 @@ def placed(x: Any, like: Any) -> Any:
     if on_gpu(x) == on_gpu(like):
         return x
     return backend_of(like).asarray(x) if on_gpu(like) else to_host(x)
+
+
+MISREAD: dict[type[Any], str] = {  # arrays whose memory is not all that they mean -> what to do
+    np.ma.MaskedArray: "its mask would be ignored: give x.filled(0), or x.data",
+    np.matrix: "it stays of two dimensions: give np.asarray(x)",
+}
+
+
+def misread(x: Any) -> str:
+    """Return what to do about an array whose memory is not all that it means, "" for others.
+
+    Other subclasses of numpy.ndarray, as memmap and recarray, are taken as what they hold.
+    """
+    if type(x) is np.ndarray:
+        return ""
+    return next((advice for known, advice in MISREAD.items() if isinstance(x, known)), "")
 
 
 def backend_of(x: Any) -> ModuleType:

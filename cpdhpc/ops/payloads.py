@@ -7,6 +7,7 @@ an object with the same functions: one that writes the calls down, one that take
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -245,7 +246,9 @@ def parse_wire(wire: str | Format, name: str = "allreduce") -> Format | None:
         said = suggest(wire, ("raw", *NAMED_WIRES, *NAMED))
         if said.startswith("did") and not wire.startswith("int"):
             raise ValueError(f"{name}: wire={wire!r}: {said}") from None
-        raise ValueError(f"{error}; wires are also raw, {', '.join(NAMED_WIRES)}") from None
+        said = re.sub(r"^\w+: ", "", str(error)).removeprefix(f"{wire!r}: ")
+        also = f"wires are also raw, {', '.join(NAMED_WIRES)}"
+        raise ValueError(f"{name}: wire={wire!r}: {said}; {also}") from None
 
 
 def packed_wire(wire: str | Format, name: str) -> Packed | None:

@@ -161,20 +161,23 @@ class Idx(Data):
         return Dataset(*train, *test, classes=int(max(train[1].max(), test[1].max())) + 1)
 
     def _pair(self, images: str, labels: str, samples: int | None) -> tuple[Array, Array]:
-        x = read_idx(find(Path(self.dir), images), dims=3)
-        y = read_idx(find(Path(self.dir), labels), dims=1)
+        x = read_idx(find(Path(self.dir), images, "data.dir: "), dims=3)
+        y = read_idx(find(Path(self.dir), labels, "data.dir: "), dims=1)
         if len(x) != len(y) or not len(x):
             raise DataError(f"{Path(self.dir) / images}: {len(x)} images, but {len(y)} labels")
         x, y = x[:samples], y[:samples]
         return (x / np.float32(255)).astype(np.float32), y.astype(np.int64)
 
 
-def find(directory: Path, name: str) -> Path:
-    """Return the path of a file, or of its compressed form. Raises DataError where neither is."""
+def find(directory: Path, name: str, key: str = "") -> Path:
+    """Return the path of a file, or of its compressed form. Raises DataError where neither is.
+
+    key: of the job file, which says where the file is: what the message begins with
+    """
     for path in (directory / name, directory / f"{name}.gz"):
         if path.is_file():
             return path
-    raise DataError(f"{directory / name}: there is no such file, nor one with .gz at its end")
+    raise DataError(f"{key}{directory / name}: there is no such file, nor one with .gz at its end")
 
 
 def read_idx(path: Path, dims: int) -> Array:
@@ -245,7 +248,7 @@ class Cifar10(Data):
     def _records(self, names: list[str], samples: int | None) -> tuple[Array, Array]:
         size, parts = 1 + 3 * 32 * 32, []
         for name in names:
-            path = find(Path(self.dir), name)
+            path = find(Path(self.dir), name, "data.dir: ")
             content = _bytes(path)
             if not content or len(content) % size:
                 raise DataError(f"{path}: {len(content)} bytes, must be records of {size}")

@@ -170,6 +170,9 @@ class Train(Section):
             return raw
         if "seeds" in raw:
             raise ValueError("seed and seeds: give one of them")
+        seed = raw["seed"]
+        if type(seed) is not int or not 0 <= seed < 2**63:
+            raise ValueError(f"seed={seed!r}: should be an integer, 0 or more and below 2**63")
         return {key: value for key, value in raw.items() if key != "seed"} | {
             "seeds": [raw["seed"]]
         }
@@ -226,7 +229,7 @@ class Job(Section):
         if not isinstance(raw, dict) or "metric" in raw or not isinstance(raw.get("loss"), dict):
             return raw
         usual = Loss if IMPORT in raw["loss"] else CrossEntropy
-        row = LOSSES.get(raw["loss"].get("name"), usual)
+        row = LOSSES.get(str(raw["loss"].get("name")), usual)
         return raw | {"metric": {"name": row.metric}}
 
     @model_validator(mode="after")
@@ -288,8 +291,8 @@ class Job(Section):
     def _momentum_once(self) -> Job:
         if self.gradient.has_momentum and self.optimizer.has_momentum:
             raise ValueError(
-                f"optimizer: {self.optimizer}: has momentum, and so have the means of "
-                f"{type(self.gradient).__name__}: should be sgd with momentum=0"
+                "optimizer: has momentum, and so have the means of this gradient.aggregator: "
+                "should be sgd with momentum=0"
             )
         return self
 
@@ -317,8 +320,8 @@ class Job(Section):
                 raise ValueError(f"{name}: needs samples of each rank: train.image_grid=[1, 1]")
             if not self.optimizer.has_noise_scale:
                 raise ValueError(
-                    f"{name}: optimizer {type(self.optimizer).__name__}: takes the length of a "
-                    "layer's gradient out of its step, of which the noise scale says nothing"
+                    f"{name}: this optimizer takes the length of a layer's gradient out of its "
+                    "step, of which the noise scale says nothing"
                 )
             if self.train.batch < 2:
                 raise ValueError(f"{name}: train.batch=1: should be 2 or more")

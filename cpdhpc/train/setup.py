@@ -376,7 +376,8 @@ def _whole(job: Job, world: Ranks, model: torch.nn.Module, given: Given) -> Trai
             overlap=job.train.overlap,
         )
     except ValueError as error:  # on all ranks alike, as a pattern that matches no layer
-        raise ConfigError(str(error)) from None
+        said = str(error).removeprefix(type(job.gradient).__name__).lstrip(".: ")
+        raise ConfigError(f"{job.id}: gradient.{said}") from None
     controller = job.controller.build(job.settings(len(given.train), world))
     optimizer = job.optimizer.build(model.parameters(), job.train.learning_rate)
     if rows := by_parameter(model, job.precision):

@@ -10,9 +10,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from .. import store
 from ..config import UserError
-from .ranks import Array, Ranks
+from .ranks import Array, Ranks, check_whole
 
 Offsets = Mapping[str, int | None]
 
@@ -92,6 +94,22 @@ def _digests(world: Ranks, path: Path, what: str) -> list[bytes]:
 
     mine = world.agreed(of_process, what, OSError)
     return [digest for part in world.gather(mine, what) for digest in part]
+
+
+def check_box(
+    path: object, offset: object, shape: Sequence[int], start: Sequence[int], box: object
+) -> None:
+    """Raise TypeError or ValueError unless these are what Ranks.write_box is to be given."""
+    if not isinstance(path, str | Path):
+        raise TypeError(f"write_box: path={path!r}: must be a Path")
+    check_whole("write_box: offset", offset, 0)
+    if not isinstance(box, np.ndarray) or not box.flags.c_contiguous:
+        raise TypeError(f"write_box: box is {type(box).__name__}: must be a C-contiguous array")
+    for first, size, whole in zip(start, box.shape, shape, strict=True):
+        if not 0 <= first <= first + size <= whole:
+            raise ValueError(
+                f"write_box: start={list(start)}, box.shape={box.shape}: must be in {tuple(shape)}"
+            )
 
 
 def write_box(

@@ -18,16 +18,16 @@ import numpy as np
 
 from ..config import UserError
 from .ending import REFUSAL_S, EndsJob, Timeout, finalise_at_exit, meet, say
-from .files import write_box
+from .files import check_box, write_box
 from .node_memory import Shared, share
 from .ranks import (
     Array,
     RankFailure,
     Ranks,
     Wait,
-    check_box,
     check_process_list,
     check_whole,
+    named,
     numbered,
     of_rank,
 )
@@ -113,8 +113,8 @@ class World(Ranks):
         here.Free()
         error = self._error(virtual_ranks, timeout_s)
         firsts, asked, errors = zip(*comm.allgather((first, virtual_ranks, error)), strict=True)
-        for each in filter(None, errors):
-            raise each
+        if any(errors):
+            raise named(errors, 1)  # virtual ranks may be what is wrong
         if len(set(asked)) > 1:
             raise ValueError(f"World: virtual_ranks={asked}, by process: must be the same")
         super().__init__(comm.Get_rank(), comm.Get_size(), virtual_ranks)
@@ -177,7 +177,9 @@ class World(Ranks):
         processes: the same everywhere, each once
         Raises TypeError and ValueError on all processes alike where they are wrong on any.
         """
-        self.agreed(lambda: check_process_list(processes, self.processes), "part", Exception)
+        self.agreed(
+            lambda: check_process_list(processes, self.processes), "part", Exception, of_call=True
+        )
         asked = self.gather(tuple(map(int, processes)), "part")
         if len(set(asked)) > 1:
             raise ValueError(f"World.part: processes={asked}, by process: must be the same")
@@ -316,7 +318,7 @@ class World(Ranks):
         the job after the time-out.
         """
         where = path, offset, shape, start, box
-        self.agreed(lambda: check_box(*where), "writing a file", Exception)
+        self.agreed(lambda: check_box(*where), "writing a file", Exception, of_call=True)
         self.agree(write_box(self._mpi, self._comm, *where), "writing a file")
 
     def done(self, wait: Wait) -> bool:
@@ -426,7 +428,9 @@ class World(Ranks):
 
         Raises ValueError, on all processes alike, for a negative group.
         """
-        self.agreed(lambda: check_whole("World.split: group", group, 0), "split", Exception)
+        self.agreed(
+            lambda: check_whole("World.split: group", group, 0), "split", Exception, of_call=True
+        )
         part = self._comm.Split(group, self.process)
         world = self._like(part)
         part.Free()

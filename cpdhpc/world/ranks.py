@@ -185,25 +185,30 @@ class Ranks(ABC):
                 "World: a gradient is being reduced in another thread: call reduce() first"
             )
 
-    def agree(self, error: Exception | None, what: str = "agree") -> None:
+    def agree(self, error: Exception | None, what: str = "agree", *, of_call: bool = False) -> None:
         """Raise the error of the lowest process that has one on all processes. Collective.
 
+        of_call: whether it is of arguments, which one rank alone may have got wrong: see named
         What cannot be pickled becomes a RuntimeError with the same words.
         """
         if not self.max(np.array([error is not None], np.int64), what)[0]:
             return
-        errors = [each for each in self.gather(portable(error), what) if each is not None]
-        raise pickle.loads(errors[0]) from error
+        errors = [each and pickle.loads(each) for each in self.gather(portable(error), what)]
+        first = next(each for each in errors if each is not None)
+        raise (named(errors, self.virtual_ranks) if of_call else first) from error
 
     def agreed(
         self,
         make: Callable[[], T],
         what: str = "agree",
         told: type[Exception] | tuple[type[Exception], ...] = UserError,
+        *,
+        of_call: bool = False,
     ) -> T:
         """Return what make returns here, with no collective of this world in it. Collective.
 
-        told: errors of which all processes hear; others are raised where they are
+        told: errors of which all processes hear; others are raised where they are; of_call: as in
+        agree
         Raises the lowest process's error on all processes.
         """
         value, error = None, None
@@ -211,7 +216,7 @@ class Ranks(ABC):
             value = make()
         except told as found:
             error = found
-        self.agree(error, what)
+        self.agree(error, what, of_call=of_call)
         return cast(T, value)
 
     def gather_from(self, make: Callable[[], T], what: str) -> list[T]:
@@ -351,6 +356,17 @@ def of_rank(rank: int, error: Exception) -> Exception:
         return RuntimeError(f"rank {rank} | {type(error).__name__}: {error}")
 
 
+def named(errors: Sequence[Exception | None], virtual_ranks: int) -> Exception:
+    """Return the first of the processes' errors, some of which are None.
+
+    A TypeError or ValueError has its rank in front, unless all processes have the same.
+    """
+    process, error = next((i, each) for i, each in enumerate(errors) if each is not None)
+    if len({str(each) for each in errors}) > 1 and isinstance(error, TypeError | ValueError):
+        return of_rank(process * virtual_ranks, error)
+    return error
+
+
 def portable(error: Exception | None) -> bytes | None:
     """Return an error pickled; what cannot be becomes a RuntimeError with the same words."""
     if error is None:
@@ -389,22 +405,6 @@ def check_process_list(processes: object, count: int) -> None:
         check_whole("World.part: process", process, 0, count)
     if not 0 < len(processes) == len(set(processes)):
         raise ValueError(f"World.part: processes={list(processes)}: must be some, each once")
-
-
-def check_box(
-    path: object, offset: object, shape: Sequence[int], start: Sequence[int], box: object
-) -> None:
-    """Raise TypeError or ValueError unless these are what Ranks.write_box is to be given."""
-    if not isinstance(path, str | Path):
-        raise TypeError(f"write_box: path={path!r}: must be a Path")
-    check_whole("write_box: offset", offset, 0)
-    if not isinstance(box, np.ndarray) or not box.flags.c_contiguous:
-        raise TypeError(f"write_box: box is {type(box).__name__}: must be a C-contiguous array")
-    for first, size, whole in zip(start, box.shape, shape, strict=True):
-        if not 0 <= first <= first + size <= whole:
-            raise ValueError(
-                f"write_box: start={list(start)}, box.shape={box.shape}: must be in {tuple(shape)}"
-            )
 
 
 def numbered(nodes: Sequence[Hashable]) -> tuple[int, ...]:

@@ -52,8 +52,11 @@ def test_what_the_user_can_mend_is_one_line_and_a_status_on_all_ranks(
         "unknown key train.epoch: did you mean epochs?": ["train", good, "--set", "train.epoch=3"],
         "train.batch='x': should be a valid integer": ["train", good, "--set", "train.batch=x"],
         "--set x: the form is": ["train", good, "--set", "x"],
-        "gradient: parse_format: 'e4': known are eXmY": [
+        "gradient.wire='e4': known are eXmY": [
             *("train", good, "--set", "gradient.aggregator=lowbit", "--set", "gradient.wire=e4"),
+        ],
+        "bench allreduce: argument --repeats: invalid int value: 'x'": [
+            *("bench", "allreduce", "--repeats", "x"),
         ],
         "train-images-idx3-ubyte: 12 bytes, the header alone has 16": [
             *("train", bad, "--out", out),

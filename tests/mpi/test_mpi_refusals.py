@@ -1,5 +1,6 @@
 """What one rank alone gets wrong: all ranks raise the same error, at once, and go on together."""
 
+import re
 from itertools import pairwise
 
 import numpy as np
@@ -11,7 +12,8 @@ from cpdhpc.world.mpi import World
 
 pytestmark = pytest.mark.mpi
 X = np.ones(3000, np.float32)
-NO_ARRAYS = (3, None, "x", [1.0], object(), np.ones(3000), np.ones((2, 2), np.float32).T)
+MASKED, MATRIX = np.ma.masked_greater(X, 2), np.matrix(X)
+NO_ARRAYS = (3, None, "x", [1.0], object(), np.ones(3000), np.ones((2, 2), np.float32).T, MASKED)
 NO_NAMES = (3, [], "no such", np.ones(2))
 NO_INTEGERS = ("a", None, 1.5, True, [])
 NO_SEGMENTS = (3, "ab", [("a",)], [("a", "b", "c")], [("a", 0.0, 3000.0)], [("a", 0, 1)], [7])
@@ -76,7 +78,7 @@ CASES = {
             "scaling": (*NO_NAMES, "static:999"),
             "accumulate": NO_NAMES,
             "op": (*NO_NAMES, None),
-            "out": (3, "x", [X], np.ones(3000), X[1:]),
+            "out": (3, "x", [X], np.ones(3000), X[1:], MASKED, MATRIX),
             "rounding": (*NO_NAMES, None),
             "overflow": (*NO_NAMES, None),
             "headroom": (*NO_NAMES, None),
@@ -100,6 +102,7 @@ CASES = {
     **options(prepare, {}, {"xs": (3, [], [3]), "outs": (3, [], [3]), "segments": NO_SEGMENTS}),
     **options(run_prepared, {}, {"iteration": (*NO_INTEGERS, 5)}),
     **options(sparse.allgather, {"arrays": [X]}, {"arrays": (3, [], [3], [X, X], [X[None]])}),
+    **options(sparse.allgather, {"arrays": [X]}, {"arrays": ([MASKED],)}),
     **options(sparse.sum, {"arrays": [X]}, {"arrays": (3, [], [3], [X[1:]], [X.astype("f8")])}),
     **options(sparse.neighbours, {"sends": [{}]}, {"sends": (3, [], [3], [{99: X}], [{"a": X}])}),
     **options(
@@ -140,7 +143,30 @@ def test_what_the_last_rank_gets_wrong_all_refuse_alike(world, name, tmp_path_fa
         call(world, **given)
     told = world.gather(str(caught.value), "told")
     assert len(set(told)) == 1 and "\n" not in told[0]
+    assert re.search(rf"(rank|process) {world.processes - 1}\b|by process", told[0])
     assert all(word not in told[0] for word in ("has no attribute", "unhashable", "operand"))
+
+
+@pytest.mark.mpi(min_size=2)
+def test_an_error_that_all_ranks_have_names_none(world):
+    for given, said in (
+        ({"x": np.ones(9)}, "allreduce: x has dtype float64: must be float32"),
+        ({"wire": 3}, "allreduce: wire=3: must be 'raw', a format or its name"),
+        ({"out": 3}, "allreduce: out is int: must be a NumPy, CuPy or torch array"),
+    ):
+        with pytest.raises(TypeError) as caught:
+            allreduce(world, **{"x": X, **given})
+        assert str(caught.value) == said
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("iteration", NO_INTEGERS)
+def test_an_iteration_that_does_not_count_is_looked_at(world, iteration):
+    with Allreduce("raw").prepare(world, [X]) as prepared:
+        with pytest.raises(TypeError, match=r"Prepared\.run: iteration=.*: must be an integer"):
+            prepared.run(iteration=iteration)
+        for good in (-1, np.int8(3), 1 << 200):
+            assert (prepared.run(iteration=good).arrays[0] == world.ranks).all()
 
 
 @pytest.mark.mpi(min_size=2)

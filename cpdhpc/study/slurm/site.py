@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 class Launcher:
     """A way to start ranks.
 
-    command: of the shell, with the fields ranks, ppn (ranks per node), cpus (cores per rank)
-    many_cpus: what replaces the field bind where a rank has several cores
+    command: of the shell, with the fields ranks and ppn (ranks per node); cores per rank are what
+        the job was given by --cpus-per-task, in the script or when it is submitted
     in_order: what places the ranks of a node on cores in their order, so that each is near its GPU
         where GPUs are numbered along the sockets; Slurm by itself deals ranks out to sockets
     signal: what sbatch --signal has before the seconds. A launcher that runs in the batch shell
@@ -42,7 +42,6 @@ class Launcher:
     """
 
     command: str
-    many_cpus: str
     in_order: str
     signal: str
 
@@ -56,25 +55,32 @@ class Launcher:
 # --wait seconds. Not at once, by --kill-on-bad-exit: when all ranks end with status 85, those that
 # are a little later would be killed, and theirs would be srun's status.
 SRUN = (
-    "srun --mpi={} --ntasks={{ranks}} --ntasks-per-node={{ppn}} --cpus-per-task={{cpus}} "
+    "srun --mpi={} --ntasks={{ranks}} --ntasks-per-node={{ppn}} "
+    '--cpus-per-task="${{{{SLURM_CPUS_PER_TASK:-1}}}}" '
     "--kill-on-bad-exit=0 --wait=60"
 )
 IN_ORDER = " --distribution=block:block --cpu-bind=cores"
 LAUNCHERS = {
     "mpirun": Launcher(  # Open MPI
-        "mpirun -n {ranks} --map-by ppr:{ppn}:node{bind}", ":PE={cpus}", "", "B:USR1"
+        "mpirun -n {ranks} --map-by ppr:{ppn}:node"
+        '"${{SLURM_CPUS_PER_TASK:+:PE=$SLURM_CPUS_PER_TASK}}"',
+        "",
+        "B:USR1",
     ),
     "mpiexec": Launcher(  # MPICH's hydra and what descends from it
-        "mpiexec -n {ranks} -ppn {ppn}{bind}", " -bind-to core:{cpus}", "", "B:USR1"
+        "mpiexec -n {ranks} -ppn {ppn} "
+        "${{SLURM_CPUS_PER_TASK:+-bind-to core:$SLURM_CPUS_PER_TASK}}",  # two words
+        "",
+        "B:USR1",
     ),
-    "srun-pmix": Launcher(SRUN.format("pmix"), "", IN_ORDER, "USR1"),
-    "srun-pmi2": Launcher(SRUN.format("pmi2"), "", IN_ORDER, "USR1"),
-    "srun-cray": Launcher(SRUN.format("cray_shasta"), "", IN_ORDER, "USR1"),
+    "srun-pmix": Launcher(SRUN.format("pmix"), IN_ORDER, "USR1"),
+    "srun-pmi2": Launcher(SRUN.format("pmi2"), IN_ORDER, "USR1"),
+    "srun-cray": Launcher(SRUN.format("cray_shasta"), IN_ORDER, "USR1"),
 }
 
 
 def launch(
-    name: str, ranks: str, ppn: str, cpus: int, flags: Iterable[str] = (), near_gpus: bool = False
+    name: str, ranks: str, ppn: str, flags: Iterable[str] = (), near_gpus: bool = False
 ) -> str:
     """Return the words of the shell before the program; flags come last, and so win.
 
@@ -82,8 +88,7 @@ def launch(
     ranks, ppn: numbers, or shell words that become numbers in the job
     """
     way = LAUNCHERS[name]
-    bind = way.many_cpus.format(cpus=cpus) if cpus > 1 else ""
-    command = way.command.format(ranks=ranks, ppn=ppn, cpus=cpus, bind=bind)
+    command = way.command.format(ranks=ranks, ppn=ppn)
     return " ".join([command + way.in_order * near_gpus, *map(quote, flags)])
 
 
@@ -345,9 +350,7 @@ def parallel_script(
         ppn=ppn,
         cpus=site.cpus_per_rank,
         gpus=ppn * has_gpus,
-        launch=launch(
-            site.launcher, *counts, site.cpus_per_rank, site.mpi_flags, site.gpus_per_node > 0
-        ),
+        launch=launch(site.launcher, *counts, site.mpi_flags, site.gpus_per_node > 0),
         program=LAUNCHERS[site.launcher].program,
         signal=LAUNCHERS[site.launcher].signal,
         more_to_do=MORE_TO_DO,
