@@ -65,7 +65,6 @@ class Prepared:
         arrays, unless algorithm is "mpi". Else it does what Allreduce.run does, but for comparing
         the arguments. A small collective comes first where something depends on all values, or on
         the call: scaling "aps", rounding "stochastic", NaN that neither codes nor shifts show.
-        With graphs run launches those.
     """
 
     def __init__(
@@ -79,8 +78,7 @@ class Prepared:
     ) -> None:
         self._method, self._world = method, world
         self._parts = method.check(world, xs, outs, None, segments, graphs=graphs)
-        self._xs = list(xs)
-        self._outs = list(outs) if outs is not None else [np.empty_like(xs[0])]
+        self._xs, self._outs = list(xs), [np.empty_like(xs[0])] if outs is None else list(outs)
         self._recording: Recording | Graphed | None = None
         self._freed = False
         self._compares = method.hides_nonfinite or method.is_random  # iterations, over the ranks

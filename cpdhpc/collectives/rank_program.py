@@ -36,8 +36,7 @@ Accumulate = Callable[["Chunk", Sequence[Array]], Sum]
 
 def _float32(chunk: Chunk, payloads: Sequence[Array]) -> Sum:
     """Sum in float32."""
-    # The first addition reads a raw one where it lies.
-    raw, first = chunk.is_raw, payloads[0]
+    raw, first = chunk.is_raw, payloads[0]  # a raw one is read where it lies
     total = first.view(np.float32) if raw else chunk.values(first, chunk.sent)
     place = chunk.room() if raw and len(payloads) > 2 else total
     for payload in payloads[1:-1]:
@@ -308,11 +307,9 @@ class Chunk:
         """Add a partial sum of so many terms to the rank's own, rounding between two additions."""
         if self.held:
             total, last, shifts = self._held_sum()
+            self.partial = total if last is None or not self.is_raw else self.room()
             if last is not None:
-                place = self.room() if self.is_raw else total
-                self.floats.add(last, shifts, total, place)
-                total = place
-            self.partial = total
+                self.floats.add(last, shifts, total, self.partial)
         elif self.pending is not None:
             rounded = self.encode_sum(self._sum(), next(self.keys))
             self.partial = self.values(rounded, self.result)
@@ -490,11 +487,8 @@ def _message(chunks: Sequence[Chunk], step: Step, take: Take) -> Array:
 
 
 def _parts(plan: Plan, message: Array, sizes: Sequence[int], take: Take) -> Iterator[Array]:
-    """Yield the payloads of these sizes that a message holds, each where kernels can read it.
-
-    A single one is the message itself: a raw result may lie where it belongs already.
-    """
-    if len(sizes) == 1:
+    """Yield the payloads of these sizes that a message holds, each where kernels can read it."""
+    if len(sizes) == 1:  # itself: a raw result may lie where it belongs already
         yield message
         return
     for size, end in zip(sizes, accumulate(sizes), strict=True):
