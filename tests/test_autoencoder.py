@@ -78,7 +78,7 @@ def test_error_falls_and_resuming_gives_the_same_bits(
     early = (tmp_path / "b" / "one.h5").read_bytes()
     (tmp_path / "early.h5").write_bytes(early)
     said = capsys.readouterr().out
-    assert "layer 0 on 1 ranks: error" in said and "stopped at layer 0, iteration 11: --r" in said
+    assert "layer 0 on 1 rank: error" in said and "stopped at layer 0, iteration 11: --r" in said
     assert run(one, tmp_path / "b", *small, *whole, options=("--resume",)) == 0
     again = store.read(tmp_path / "b" / "one.checkpoint.h5")[0]["layer0"]
     np.testing.assert_array_equal(again["weight"], weights)

@@ -161,8 +161,8 @@ def test_models_refuse_samples_of_other_shapes(name: str) -> None:
     [
         ({"name": "wide_resnet", "depth": 20}, "model.depth=20: must be 6 n + 4"),
         ({"name": "resnet", "depth": 20}, "model.depth=20: should be 18, 34, 50, 101 or 152"),
-        ({"name": "lstm", "tied": True, "hidden": 64}, "model: tied=true: embedding=200: must be"),
-        ({"name": "transformer", "heads": 3}, "model: width=128: must be a multiple of heads=3"),
+        ({"name": "lstm", "tied": True, "hidden": 64}, "model.tied=true: embedding=200: must be"),
+        ({"name": "transformer", "heads": 3}, "model.width=128: must be a multiple of heads=3"),
     ],
 )
 def test_options_that_make_no_network_are_one_line(model: dict[str, Any], message: str) -> None:

@@ -102,7 +102,7 @@ def rules(*given: dict[str, Any]) -> dict[str, Any]:
         (rules({"layers": "*", "forward": "e9m9"}), "rule.0.forward: FloatFormat: exp=9, man=9"),
         (
             rules({"layers": "*", "forward": {"between": "e4m3"}}),
-            "rule.0.forward: matmul: between='e4m3': needs chunk, of 1 or more",
+            "rule.0.forward.between='e4m3': needs chunk, of 1 or more",
         ),
         (
             rules({"layers": "*", "forward": {"acumulate": "e4m3"}}),
@@ -110,12 +110,12 @@ def rules(*given: dict[str, Any]) -> dict[str, Any]:
         ),
         (
             rules({"layers": "*", "forward": {"accumulate": "torch", "chunk": 3}}),
-            "rule.0.forward: accumulate='torch': goes with no other key",
+            "rule.0.forward.accumulate='torch': goes with no other key",
         ),
         (rules({"layers": "*", "wire": "e4"}), "rule.0.wire='e4': parse_format: 'e4': known are"),
         (rules({"layers": "cnov*", "weights": "e4m3"}), "rule.0.layers='cnov*': matches no layer"),
         (rules({"layers": "norm", "weights": "e4m3"}), "matches no layer with products: known are"),
-        (rules({"layers": "*"}), "rule.0: layers='*': says nothing: allowed beside it are weights"),
+        (rules({"layers": "*"}), "rule.0.layers='*': says nothing: allowed beside it are weights"),
         (rules({"layers": "[1", "weights": "e4m3"}), "rule.0.layers='[1': a [ without its ]"),
         (rules({"layers": "[[][]!]f[]a", "weights": "e4m3"}), "a [ without its ]"),
         (rules({"layers": "[[][]!]", "weights": "e4m3"}), "matches no layer"),

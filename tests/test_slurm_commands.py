@@ -30,6 +30,7 @@ LIGHT = {
     "kinds",
     "methods",
     "partition",
+    "signals",
     "store",
     "study",
 }

@@ -180,7 +180,7 @@ ERRORS = {
     "unknown key measure.repeats: did you mean min_repeats or max_repeats?": {
         "measure": {"repeats": 3}
     },
-    "measure: min_repeats=6 is more than max_repeats=5": {"measure": {"max_repeats": 5}},
+    "measure.min_repeats=6 is more than max_repeats=5": {"measure": {"max_repeats": 5}},
     "sweep.algoritm: unknown factor of kind allreduce: did you mean algorithm?": {
         "sweep": {"algoritm": ["ring"]}
     },
@@ -241,7 +241,7 @@ def test_what_is_wrong_is_said(says: str, tmp_path: Path) -> None:
 JOBS = {  # what only the job's own models know: (the study, its impossible cases' reasons)
     "kind = 'train'\n[job.train]\nbatch = 8\n[sweep]\n'gradient.aggregator' = ['lowbit', 'none']\n"
     "'gradient.wire' = ['', 'e4m3', 'zzz']": [
-        "job: gradient: parse_format: 'zzz': known are eXmY",
+        "job: gradient.wire='zzz': known are eXmY",
         "job: unknown key gradient.wire: known are",
     ],
     "kind = 'train'\n[job.train]\nimage_grid = [1, 2]\n[sweep]\nranks = [1, 2]\nppn = 2\n"
