@@ -306,7 +306,7 @@ def _told(error: Exception, iteration: int, rank: int) -> UserError:
     place = f" at {own[-1].filename}:{own[-1].lineno}" if own else ""
     said = " ".join(str(error).split())
     return UserError(
-        f"iteration {iteration}: rank {rank}: forward or backward: "
+        f"rank {rank} | iteration {iteration}: forward or backward: "
         f"{type(error).__name__}{place}: {said}"
     )
 

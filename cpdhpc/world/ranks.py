@@ -348,8 +348,8 @@ class Ranks(ABC):
 
 
 def of_rank(rank: int, error: Exception) -> Exception:
-    """Return an error of the same type, with the rank in front of its words."""
-    text = f"rank {rank} | {error}"
+    """Return an error of the same type, with the rank in front of its words, if none is yet."""
+    text = str(error) if str(error).startswith("rank ") else f"rank {rank} | {error}"
     try:
         return type(error)(text)
     except TypeError:  # it takes other arguments
