@@ -279,7 +279,7 @@ def test_autowu_falls_from_the_highest_rate_where_the_loss_never_rises() -> None
         ({"controller": {"name": "noise_scale"}, "train": {"batch": 1}}, "should be 2 or more"),
         (
             {"controller": {"name": "noise_scale"}, "optimizer": {"name": "lamb"}},
-            "takes the length",
+            "takes the leng",
         ),
         (
             {"controller": {"name": "noise_scale"}, "train": {"image_grid": [2, 1]}},

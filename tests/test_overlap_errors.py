@@ -153,7 +153,7 @@ def test_the_world_belongs_to_the_thread_until_reduce() -> None:
 
 
 def test_a_job_says_what_overlap_and_gpu_direct_need() -> None:
-    with pytest.raises(ConfigError, match="train.overlap=true needs virtual_ranks=1"):
+    with pytest.raises(ConfigError, match=r"train\.overlap=true needs virtual_ranks=1"):
         small_job(train={"overlap": True, "virtual_ranks": 2})
-    with pytest.raises(ConfigError, match="train.gpu_direct='required' needs device='gpu'"):
+    with pytest.raises(ConfigError, match=r"train\.gpu_direct='required' needs device='gpu'"):
         small_job(train={"gpu_direct": "required"})
