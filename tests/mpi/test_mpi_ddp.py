@@ -253,8 +253,7 @@ def test_options_and_worlds_that_differ_are_told_on_all_ranks(world: World, grou
     alone = said(lambda: ddp_hook(Loopback(), model=model))
     verdicts = [
         re.search("ValueError: ddp_hook: arguments differ: .*wire='e5m2'", differ) is not None,
-        re.search(r"ConfigError: rank . \| ddp_hook: lowbit: unknown key w", unknown)
-        is not None,
+        re.search(r"ConfigError: rank . \| ddp_hook: lowbit: unknown key w", unknown) is not None,
         f"rank 0 of 1 is rank {world.rank} of {world.size} in the default process group" in alone,
     ]
     together(world, *verdicts)
