@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from .. import store
-from ..config import ConfigError, value_of
+from ..collectives.checks import check_alike
+from ..config import ConfigError, flatten, value_of
 from ..signals import Caught, catching
 from ..world.mpi import World
 from .checkpoint import check_job
@@ -31,9 +32,19 @@ def train(
     Raises UserError or Interrupted on all processes alike.
     """
     jobs = agreed(world, lambda: load(path, settings))
+    _check_alike(world, jobs)
     diverged: list[str] = []
     with catching() as caught:
         return Trainer(world, caught).train(jobs, directory, resume, diverged), diverged
+
+
+def _check_alike(world: World, jobs: Sequence[Job]) -> None:
+    """Raise ConfigError where jobs differ, as of a copy of their file that is old. Collective."""
+    keys = {f"{job.id}: {k}": v for job in jobs for k, v in flatten(job.model_dump()).items()}
+    try:
+        check_alike(world, None, keys, [0], "train: jobs")
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 class Trainer:

@@ -177,9 +177,7 @@ class World(Ranks):
         processes: the same everywhere, each once
         Raises TypeError and ValueError on all processes alike where they are wrong on any.
         """
-        self.agreed(
-            lambda: check_process_list(processes, self.processes), "part", Exception, of_call=True
-        )
+        self.agreed(lambda: check_process_list(processes, self.processes), "part", Exception)
         asked = self.gather(tuple(map(int, processes)), "part")
         if len(set(asked)) > 1:
             raise ValueError(f"World.part: processes={asked}, by process: must be the same")
@@ -318,7 +316,7 @@ class World(Ranks):
         the job after the time-out.
         """
         where = path, offset, shape, start, box
-        self.agreed(lambda: check_box(*where), "writing a file", Exception, of_call=True)
+        self.agreed(lambda: check_box(*where), "writing a file", Exception)
         self.agree(write_box(self._mpi, self._comm, *where), "writing a file")
 
     def done(self, wait: Wait) -> bool:
@@ -428,9 +426,7 @@ class World(Ranks):
 
         Raises ValueError, on all processes alike, for a negative group.
         """
-        self.agreed(
-            lambda: check_whole("World.split: group", group, 0), "split", Exception, of_call=True
-        )
+        self.agreed(lambda: check_whole("World.split: group", group, 0, 2**31), "split", Exception)
         part = self._comm.Split(group, self.process)
         world = self._like(part)
         part.Free()

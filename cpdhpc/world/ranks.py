@@ -202,21 +202,18 @@ class Ranks(ABC):
         make: Callable[[], T],
         what: str = "agree",
         told: type[Exception] | tuple[type[Exception], ...] = UserError,
-        *,
-        of_call: bool = False,
     ) -> T:
         """Return what make returns here, with no collective of this world in it. Collective.
 
-        told: errors of which all processes hear; others are raised where they are; of_call: as in
-        agree
-        Raises the lowest process's error on all processes.
+        told: errors of which all processes hear; others are raised where they are
+        Raises the lowest process's error on all processes, with its rank unless all have the same.
         """
         value, error = None, None
         try:
             value = make()
         except told as found:
             error = found
-        self.agree(error, what, of_call=of_call)
+        self.agree(error, what, of_call=True)
         return cast(T, value)
 
     def gather_from(self, make: Callable[[], T], what: str) -> list[T]:
@@ -431,7 +428,7 @@ class Loopback(Ranks):
 
     def split(self, group: int) -> Loopback:
         """Return a world of as many ranks in this process."""
-        check_whole("World.split: group", group, 0)
+        check_whole("World.split: group", group, 0, 2**31)
         return Loopback(self.virtual_ranks, nodes=self.nodes)
 
     def free(self) -> None:

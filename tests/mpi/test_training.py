@@ -23,6 +23,7 @@ from cpdhpc.collectives.checks import NonFiniteGradient
 from cpdhpc.config import UserError, dump_toml, merge, validate
 from cpdhpc.signals import Caught, Interrupted, catching
 from cpdhpc.train.checkpoint import state_file
+from cpdhpc.train.command import train
 from cpdhpc.train.controllers import Scheduled
 from cpdhpc.train.data import Dataset
 from cpdhpc.train.job import Job
@@ -117,6 +118,21 @@ def test_what_forward_raises_on_one_rank_ends_all_alike(world: World, directory:
     said = "forward or backward: ValueError: Expected more than 1 value per channel" in told
     who = told.partition(" | ")[0] in {f"rank {rank}" for rank in range(world.size)}
     together(world, said and who and "iteration 0: " in told, training.iteration == 0)
+
+
+@pytest.mark.two_ranks
+def test_jobs_that_differ_are_told_on_all_ranks(world: World, directory: Path) -> None:
+    """As where a node has an old copy of their file."""
+    if world.processes == 1:
+        pytest.skip("needs a second rank")
+    path = directory / f"{world.process}.toml"
+    path.write_text(f"[train]\nepochs = 1\nlearning_rate = 0.{1 + world.process}\n")
+    told = ""
+    try:
+        train(world, path, ['name="j"'], directory / "out", False)
+    except UserError as error:
+        told = str(error)
+    together(world, "train.learning_rate=0.1 on rank 0" in told, "=0.2 on rank 1" in told)
 
 
 def quiet() -> Display:
