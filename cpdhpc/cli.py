@@ -51,17 +51,17 @@ def add_train(parser: argparse.ArgumentParser) -> None:
     from .train.job import choices
 
     parser.epilog = "Known: " + "; ".join(f"{k} {', '.join(v)}" for k, v in choices().items())
-    _add_job(parser)
+    _add_job(parser, "train.epochs=3 or data.dir=DIR")
 
 
-def _add_job(parser: argparse.ArgumentParser) -> None:
+def _add_job(parser: argparse.ArgumentParser, example: str) -> None:
     parser.add_argument("file", type=Path, metavar="FILE.toml", help="the job")
     parser.add_argument(
         "--set",
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="lay a value over the file's, as train.epochs=3 or data.dir=DIR; may be repeated",
+        help=f"lay a value over the file's, as {example}; may be repeated",
     )
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="where files go (default: results/ + FILE's name)"
@@ -75,7 +75,7 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
 
 def add_autoencoder(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of autoencoder: those of train, and a picture."""
-    _add_job(parser)
+    _add_job(parser, "train.iterations=3 or data.path=FILE")
     parser.add_argument(
         "--png", type=Path, metavar="FILE.png", help="draw the first layer's filters into an image"
     )

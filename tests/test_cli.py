@@ -6,15 +6,17 @@ import argparse
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from training import environment, mpirun, write_idx, write_job
 
 from cpdhpc import store
+from cpdhpc.autoencoder import job as autoencoder_job
 from cpdhpc.cli import COMMANDS, Command, Group, main, parser
 from cpdhpc.config import UserError
+from cpdhpc.train import job as train_job
 from cpdhpc.world.mpi import World
 
 BUG = """
@@ -72,6 +74,34 @@ def test_options_say_what_they_take_and_their_defaults(command: list[str]) -> No
             assert shown._expand_help(action).count("default") == 1, action.option_strings
         else:
             assert shown._expand_help(action), action.option_strings
+
+
+@pytest.mark.parametrize(
+    ("command", "load", "text"),
+    [
+        ("train", train_job.load, '[model]\nname = "mlp"\nhidden = [4]\n[data]\nname = "idx"\n'),
+        (
+            "autoencoder",
+            autoencoder_job.load,
+            '[data]\nname = "idx"\n[[layer]]\nmaps = 2\nfield = 4\npool = 1\n',
+        ),
+    ],
+)
+def test_keys_that_help_shows_are_keys_of_the_job(
+    command: str,
+    load: Callable[[Path, list[str]], object],
+    text: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text(text)
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    (keys,) = re.findall(r"as (\S+) or (\S+);", " ".join(capsys.readouterr().out.split()))
+    assert load(path, list(keys))
+    with pytest.raises(UserError, match=r"unknown key train\.no_such_key"):
+        load(path, [*keys, "train.no_such_key=3"])
 
 
 def test_unknown_arguments_show_their_commands_usage(capsys: pytest.CaptureFixture[str]) -> None:

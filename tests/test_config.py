@@ -72,6 +72,10 @@ def test_a_mark_of_byte_order_is_no_error(tmp_path: Path) -> None:
         ("train = 3", "train=3: should be a table"),
         ("[model]\nname='mlp'\nhidden = 64", "model.hidden=64: should be an array"),
         ("[schedule]\ndecay = 'step'", "schedule.decay='step': needs milestones"),
+        (
+            "[schedule]\ndecay = 'step'\nmilestones = [-1, 2]",
+            "schedule.milestones.0=-1: should be greater than or equal to 0",
+        ),
         ("[train]\nseed = 1\nseeds = [1]", "train: seed and seeds: give one of them"),
         ("[train]\nseeds = []", "train.seeds"),
         ("[train]\nepochs = 4\nkeep_every = 9", "keep_every=9: should be up to epochs=4"),

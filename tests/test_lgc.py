@@ -11,6 +11,7 @@ import torch
 from cpdhpc.compress import Context, Lgc, State
 from cpdhpc.compress.bucket import Bucket
 from cpdhpc.compress.payload import encode_sparse
+from cpdhpc.train import GradientReducer
 from cpdhpc.world.ranks import Loopback
 
 RANKS = 3
@@ -190,3 +191,40 @@ def test_many_values_are_selected_by_kernels(exchange: Literal["ring", "server"]
     for iteration in range(2):
         mean = method.aggregate(flats, bucket, Context(Loopback(2), state, iteration=iteration))
         assert np.isfinite(mean.flat).all()
+
+
+@pytest.mark.parametrize("exchange", ["ring", "server"])
+@pytest.mark.parametrize("unused", [("v", "last"), ("w", "v", "last")])
+def test_a_layer_without_gradient_on_all_ranks_gets_none(
+    exchange: Any, unused: tuple[str, ...]
+) -> None:
+    """Codes of zeros are decoded to noise; a layer that one rank has a gradient for gets its."""
+    method = Lgc(exchange=exchange, dense_steps=1, training_steps=2, **OPTIONS)
+    base, state = np.random.default_rng(6).standard_normal(BUCKET.size), State(range(RANKS), RANKS)
+    for time in range(6):
+        flats = gradients(time, base)
+        for rank, flat in enumerate(flats):
+            for name, start, stop in BUCKET.segments:
+                if name in unused or (name == "w" and rank != 1):
+                    flat[start:stop] = 0
+        context = Context(Loopback(RANKS), state, seed=5, iteration=time)
+        mean = method.aggregate(flats, BUCKET, context).flat
+        for name, start, stop in BUCKET.segments:
+            if name in CHOSEN:
+                assert mean[start:stop].any() == (name not in unused)
+
+
+@pytest.mark.parametrize("exchange", ["ring", "server"])
+def test_a_layer_that_no_rank_uses_keeps_no_gradient(exchange: Any) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.ModuleDict({"a": torch.nn.Linear(30, 20), "unused": torch.nn.Linear(25, 30)})
+    options: dict[str, Any] = {"dense_steps": 1, "training_steps": 1, "density": 0.05}
+    with GradientReducer(model, Loopback(2), "lgc", exchange=exchange, **options) as reducer:
+        for _ in range(4):
+            for hosted in range(2):
+                model.zero_grad()
+                model["a"](torch.randn(8, 30)).square().mean().backward()
+                reducer.stash(hosted)
+            reducer.reduce()
+            assert model["unused"].weight.grad is None and model["unused"].bias.grad is None
+            assert model["a"].weight.grad.any()

@@ -6,6 +6,7 @@ import argparse
 import itertools
 import math
 import re
+import sys
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -44,6 +45,7 @@ from cpdhpc.precision.search import BEYOND, WITHIN, Search, narrowing
 from cpdhpc.report.command import OF_KIND
 from cpdhpc.report.search import _worth, search_report
 from cpdhpc.signals import Caught
+from cpdhpc.train import progress
 from cpdhpc.train.command import Trainer
 from cpdhpc.train.data import epoch_order
 from cpdhpc.train.fitting import build_model
@@ -231,9 +233,17 @@ def test_a_killed_search_goes_on_to_the_same_evidence_without_a_training_twice(
         return whole(self, jobs, directory, resume)
 
     words = ["--budget", "4", "--trials", "7", "--out", str(tmp_path / "a")]
-    assert main(["precision", "search", str(tmp_path / "job.toml"), *words]) == 0
+    words = ["precision", "search", str(tmp_path / "job.toml"), *words]
+    assert main(words) == 0
     shown = capsys.readouterr().out
     assert "uniform e4m3" in shown and "fewer bytes than e4m3" in shown
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)  # as mpirun has it, for a file too
+    monkeypatch.setenv("TERM", "xterm")
+    for terminal in (False, True):
+        monkeypatch.setattr(progress, "on_terminal", lambda terminal=terminal: terminal)
+        assert main([*words, "--resume"]) == 0
+        shown = capsys.readouterr().out
+        assert "fewer bytes than e4m3" in shown and ("\x1b[" in shown) == terminal
     assert len(search_report(tmp_path / "a" / searching.FILE).charts) == 2
     undisturbed = Evidence.read(tmp_path / "a" / searching.FILE)
     monkeypatch.setattr(Trainer, "train", train)

@@ -137,6 +137,25 @@ def test_only_a_whole_file_of_its_own_is_finished(tmp_path: Path) -> None:
             read_result(path, case)
 
 
+def test_report_of_a_study_that_is_not_collected_says_what_to_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, study = Folder(tmp_path / "x"), small_study(tmp_path)
+    folder.prepare(study)
+    resume = f"`study resume {folder.path}` goes on\n"
+    for files, says in (
+        (": no case has ended, ", resume),
+        (", but 4 files of cases: ", f"`study collect {folder.path}` makes one, {resume}"),
+    ):
+        assert main(["report", str(folder.path)]) == 2
+        shown = capsys.readouterr().err
+        assert shown.endswith(f"{folder.path}: the study has no study.h5 yet{files}{says}")
+        assert shown.count("\n") == 1
+        fill(folder, study)
+    assert main(["study", "collect", str(folder.path)]) == 0
+    assert main(["report", str(folder.path)]) == 0
+
+
 def test_collect_leaves_out_what_is_damaged_or_foreign_and_keeps_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -331,12 +331,13 @@ def line(row: Row, rows: Sequence[Row], ranks: int, warmup: int, machine: Machin
     time_s, mpi_s, copy_s = (each.median_s(warmup) for each in (row, *rows[:2]))
     bus_bytes = size * 2 * (ranks - 1) / ranks
     wire = f"{case.wire_bytes / time_s / GIGA:>7.2f}" if case.method else f"{'-':>7}"
+    error = f"{case.error:>8.1e}" if case.is_sum else f"{'-':>8}"
     text = (
         f"  {size:>11} {size // 4:>11} {case.name:>13} {case.call:>8} {case.wire:>6} "
         f"{case.scaling:>9} "
         f"{case.accumulate:>10} {1e6 * time_s:>10.1f} {1e6 * times_s.min():>10.1f} "
         f"{1e6 * times_s.max():>10.1f} {size / time_s / GIGA:>7.2f} "
-        f"{bus_bytes / time_s / GIGA:>7.2f} {wire} {case.error:>8.1e} "
+        f"{bus_bytes / time_s / GIGA:>7.2f} {wire} {error} "
         f"{mpi_s / time_s:>6.2f} {time_s / copy_s:>6.2f} "
         f"{time_s / row.bound_s:>6.2f}"
     )

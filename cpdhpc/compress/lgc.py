@@ -174,8 +174,19 @@ class Lgc(DenseMessages):
                 decoded = self._of_leader(net, padded, rows, scale, chosen, context)
             out[is_coded] = decoded[: chosen.coded_count] * scale
             _check_bits(world, out)
+            out[~self._is_given(values, chosen, world)] = 0
         out[~is_coded] = means.get("plain", np.empty(0, np.float32))
         return Found(out)
+
+    def _is_given(self, values: Sequence[Array], chosen: Chosen, world: Ranks) -> Array:
+        """Return which chosen values are of layers where not all ranks' are 0. Collective.
+
+        bool[sum of counts]. A code of nothing but zeros is decoded to something else, and a layer
+        that no rank has a gradient for must not get one.
+        """
+        own = np.add.reduceat(np.stack(values) != 0, chosen.starts, axis=1)
+        given = world.max(np.asarray(own.any(axis=0), np.int64), "lgc: layers with values")
+        return np.repeat(given > 0, chosen.counts)
 
     def _of_leader(
         self,
@@ -227,9 +238,8 @@ class Lgc(DenseMessages):
         shares = {"sent_share": layers.shares(np.divide(chosen.counts, sizes))}
         if found.guess is None:
             return shares
-        edges = np.cumsum([0, *chosen.counts[:-1]])
-        lost = np.add.reduceat((found.guess - found.values) ** 2, edges)
-        given = np.add.reduceat(found.values.astype(np.float64) ** 2, edges)
+        lost = np.add.reduceat((found.guess - found.values) ** 2, chosen.starts)
+        given = np.add.reduceat(found.values.astype(np.float64) ** 2, chosen.starts)
         errors = dict(zip(chosen.coded.names, lost / np.where(given, given, 1), strict=True))
         known = [
             np.nan if name in self.plain else errors.get(name, np.nan)
@@ -264,6 +274,11 @@ class Chosen:
     def is_coded(self) -> Array:
         """Which of the chosen values the autoencoder takes, bool[sum of counts]."""
         return np.repeat([name not in self.plain for name in self.coded.names], self.counts)
+
+    @cached_property
+    def starts(self) -> Array:
+        """Where the chosen values of each layer begin, int64[layers]."""
+        return np.cumsum([0, *self.counts[:-1]])
 
     @cached_property
     def coded_count(self) -> int:

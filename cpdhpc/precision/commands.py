@@ -200,9 +200,10 @@ def run_search(arguments: argparse.Namespace, world: World) -> int:
     with catching() as caught:
         Search(asked, directory, Trainer(world, caught, quiet=True), arguments.resume).run()
     if world.process == 0:
-        from ..report.command import report
+        from ..report.command import Outputs, report
+        from ..train.progress import on_terminal
 
-        report([directory / FILE])
+        report([directory / FILE], Outputs(terminal=on_terminal()))
         print(f"evidence: {directory / FILE}, policy: {directory / POLICY}")
     return 0
 

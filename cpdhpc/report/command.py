@@ -16,6 +16,7 @@ from rich.table import Table as RichTable
 
 from .. import store
 from ..config import UserError
+from ..study.folder import Folder
 from ..study.study_file import ReportError, StudyFile, load_study_file
 from . import units
 from .choice import ALL, Choice
@@ -26,8 +27,6 @@ from .replayed import replay_report
 from .study import BENCHMARK, compress_report, study_report
 from .tables import Listed, Report, Table, counted, slug
 from .trainings import Run, load_run, overview, run_groups, runs_report
-
-STUDY = "study.h5"  # in the folder of a study
 
 
 def _search_report(path: Path) -> Report:
@@ -87,9 +86,22 @@ def load(paths: Sequence[Path]) -> Loaded:
 
 
 def _files(directory: Path) -> list[Path]:
-    if (directory / STUDY).exists():
-        return [directory / STUDY]
+    """Return the study file of a directory, or all its records. Raises ReportError."""
+    folder = Folder(directory)
+    if folder.study_file.exists():
+        return [folder.study_file]
     files = [file for file in sorted(directory.glob("*.h5")) if not file.name.startswith(".")]
+    if not files and folder.study_toml.exists():
+        count = sum(not file.name.startswith(".") for file in folder.cases.glob("*.h5"))
+        collect = (
+            f", but {units.count(count, 'file')} of cases: `study collect {directory}` makes one"
+            if count
+            else ": no case has ended"
+        )
+        raise ReportError(
+            f"{directory}: the study has no {folder.study_file.name} yet{collect}, "
+            f"`study resume {directory}` goes on"
+        )
     return files
 
 

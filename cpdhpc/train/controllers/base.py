@@ -209,7 +209,7 @@ class Schedule(Section):
 
     warmup_epochs: NotNegative = 0.0
     decay: Annotated[str, one_of(DECAYS)] = "constant"
-    milestones: Annotated[tuple[float, ...], Field(strict=False)] = ()
+    milestones: Annotated[tuple[NotNegative, ...], Field(strict=False)] = ()
     gamma: Annotated[float, Field(gt=0, le=1)] = 0.1
     power: Above0 = 1.0
     base_batch: Whole = 0
