@@ -145,7 +145,7 @@ class Plan:
         one would leave PIECE_VALUES. With "requantise" the result depends on the pieces, as on
         all that decides which rank adds first.
         """
-        return _pieces(self.schedule, self.nodes, n)
+        return _pieces(self.schedule, self.nodes, n, PIECE_VALUES)
 
     def key(self, rank: int, phase: int) -> Key:
         """Return the random stream of a rank and a phase.
@@ -169,8 +169,8 @@ class Plan:
 
 
 @lru_cache(maxsize=64)
-def _pieces(schedule: Schedule, nodes: tuple[int, ...], n: int) -> Sequence[Piece]:
-    chunks, (least, most) = schedule.chunks(Layout(nodes)), PIECE_VALUES
+def _pieces(schedule: Schedule, nodes: tuple[int, ...], n: int, of: tuple[int, int]) -> list[Piece]:
+    chunks, (least, most) = schedule.chunks(Layout(nodes)), of
     count = max(1, min(-(-n // (chunks * least)), max(PIECES, -(-n // (chunks * most)))))
     return [Piece(i, *chunk(n, count, i)) for i in range(count)]
 
@@ -473,9 +473,9 @@ def _sizes(chunks: Sequence[Chunk], terms: Sequence[int]) -> list[int]:
 
 def _message(chunks: Sequence[Chunk], step: Step, take: Take) -> Array:
     """Return the payloads of the chunks that a step sends, one after another."""
-    if len(step.send_chunks) == 1:
-        return chunks[step.send_chunks[0]].outgoing(step.kind)
     gone = [chunks[i] for i in step.send_chunks]
+    if len(gone) == 1:
+        return gone[0].outgoing(step.kind)
     sizes = _sizes(gone, step.send_terms)
     message = take(sum(sizes))
     for each, size, end in zip(gone, sizes, accumulate(sizes), strict=True):
