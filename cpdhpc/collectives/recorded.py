@@ -25,7 +25,7 @@ from ..ops.payloads import Array
 from ..ops.threads import kernel_threads
 from ..randomness import random_key
 from ..world.mpi import World, as_world
-from ..world.node_memory import NOTE_BYTES, Shared
+from ..world.node_memory import NOTE_BYTES, Shared, round_trip_ns
 from ..world.ranks import Ranks, Wait, check_whole
 from .checks import is_finite
 from .engine import BufferPool, Exchange, fresh, give_up, wait_to_receive, wait_to_send
@@ -36,7 +36,7 @@ WORD_BYTES = 8
 PART_VALUES = 1 << 16  # of a chunk, that is worked on at a time inside a node: stays in the cache
 STREAMED_BYTES = 1 << 24  # of a result from which on it is written past the caches
 FAR_BYTES = 1 << 12  # of float32, from which on it matters whether processes are far apart
-FAR_NS = 180  # a word there and back: 70 by way of a cache, 300 between two chiplets of an EPYC
+FAR_NS = 180  # a word there and back: 100 by way of a cache, 300 between two chiplets of an EPYC
 MOST_PARTS = 128  # as each takes some 0.2 ms to be written down
 FOLLOWED_BYTES = 1 << 20  # of float32: to copy more takes longer than to make requests anew
 
@@ -178,10 +178,7 @@ class Recording:
         What is sent is then made in a cache of this core, and copied past it for the others: to
         fetch lines from a cache of another core takes three times as long as from memory.
         """
-        trip_ns = 0
-        if self._shared is not None and self.x.nbytes >= FAR_BYTES:
-            trip_ns = self._shared.round_trip_ns(self._world.process)
-        return max(self._world.gather(trip_ns, self.what)) > FAR_NS
+        return self.x.nbytes >= FAR_BYTES and round_trip_ns(self._world) > FAR_NS
 
     def _pool(self, slot: int, own: bool) -> BufferPool:
         """Return where the payloads of a slot are taken from; own: memory that is not shared."""

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 from ..ops import omp_num_threads, set_kernel_threads
 from ..partition import split
+from .node_memory import round_trip_ns
 from .ranks import Ranks
 
 
@@ -55,9 +56,8 @@ def own_cores(world: Ranks) -> Iterator[str]:
 
 def _distance(world: Ranks) -> str:
     """Return in words how far the cores of neighbours in a node are apart. Collective."""
-    shared = world.shared()
-    trips_ns = world.gather(0 if shared is None else shared.round_trip_ns(world.process))
-    return f", a word to another and back in {max(trips_ns)} ns" if max(trips_ns) else ""
+    trip_ns = round_trip_ns(world)
+    return f", a word to another and back in {trip_ns} ns" if trip_ns else ""
 
 
 def _threads(world: Ranks) -> str:
