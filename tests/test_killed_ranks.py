@@ -89,6 +89,7 @@ def test_the_launcher_ends_the_job(tmp_path, late, prepared):
     assert status != 0 and "waited" not in output, output
 
 
+@pytest.mark.slow  # two at once beside other tests did not end once
 @pytest.mark.parametrize("late", [0, 1], ids=["as-it-waits", "as-others-wait"])
 def test_where_the_launcher_lets_it_go_on_the_time_out_does(tmp_path, late):
     if not has_fault_tolerance():
