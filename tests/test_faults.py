@@ -202,7 +202,7 @@ def has_fault_tolerance():
     return "Open MPI" in shown.stdout
 
 
-def launch_with_a_death(code, ranks, option, says, times):
+def launch_with_a_death(code, ranks=4, option=("--with-ft", "ulfm"), says="survived", times=3):
     """Run it with an option by which mpirun outlives the death of a rank.
 
     Return exit status and output. Open MPI's mpirun may not see the end of such a job, or waits for
@@ -232,9 +232,7 @@ def launch_with_a_death(code, ranks, option, says, times):
 
 @pytest.mark.parametrize("delay_s", [0.004, pytest.param(0.0, marks=pytest.mark.slow)])
 def test_survivors_go_on_after_a_death(delay_s):
-    status, output = launch_with_a_death(
-        DYING.replace("DELAY_S", str(delay_s)), 4, ("--with-ft", "ulfm"), "survived", 3
-    )
+    status, output = launch_with_a_death(DYING.replace("DELAY_S", str(delay_s)))
     for rank in (0, 1, 3):
         assert f"survived {rank} 3 1" in output, output
     assert not status, output
