@@ -250,7 +250,7 @@ def test_importing_starts_nothing() -> None:
             "precision.arithmetic",
             "precision.conversion",
             "precision.layers",
-            "precision.search",
+            "precision_search.search",
             "precision.updates",
         )
     )

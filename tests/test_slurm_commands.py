@@ -15,8 +15,8 @@ from training import ROOT, environment
 
 from cpdhpc import store
 from cpdhpc.cli import main
+from cpdhpc.commands import study as commands
 from cpdhpc.kinds import KINDS
-from cpdhpc.study import commands
 from cpdhpc.study.folder import Folder, recorded
 from cpdhpc.study.slurm.site import load_site
 
