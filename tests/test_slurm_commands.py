@@ -25,6 +25,7 @@ LIGHT = {
     "table_formats",
     "claim",
     "cli",
+    "commands",
     "config",
     "formats",
     "kinds",
@@ -33,6 +34,7 @@ LIGHT = {
     "signals",
     "store",
     "study",
+    "study_data",
 }
 JOBS = {"autoencoder", "train"}  # kinds whose job's own models are asked, without torch and MPI
 INPUTS = sorted((ROOT / "inputs").glob("study_*.toml"))
