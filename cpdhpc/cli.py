@@ -97,7 +97,7 @@ def run_train(arguments: argparse.Namespace, world: World) -> int:
     given = arguments.file, settings_of(arguments), directory, arguments.resume
     files, diverged = train(world, *given)
     if world.process == 0 and len(diverged) < len(files):
-        from .report.command import Outputs, report
+        from .commands.report import Outputs, report
         from .train.progress import on_terminal
 
         report(files, Outputs(terminal=on_terminal()))
@@ -177,13 +177,13 @@ COMMANDS: dict[str, Command | Group] = {
         {
             "probe": Command(
                 "what neurons of a trained stack answer to: accuracy, optimal stimuli, features",
-                "autoencoder.probe_command",
+                "commands.probe",
                 on_ranks=True,
             )
         },
         Command("train filters whose cells are split over ranks", "cli", "autoencoder", True),
     ),
-    "influence": Command("find which samples made a loss", "influence.command", on_ranks=True),
+    "influence": Command("find which samples made a loss", "commands.influence", on_ranks=True),
     "bench": Group(
         "measure this machine, predict others; codec needs no MPI",
         {
@@ -245,7 +245,7 @@ COMMANDS: dict[str, Command | Group] = {
     ),
     "batch": Command(
         "measure cases of a study: what its jobs run, on all MPI ranks",
-        "study.commands",
+        "commands.study",
         "batch",
         True,
     ),
@@ -257,51 +257,51 @@ COMMANDS: dict[str, Command | Group] = {
         {
             "plan": Command(
                 "show cases, ids, shapes, rank hours, and what is impossible and why",
-                "study.commands",
+                "commands.study",
                 "plan",
             ),
             "render": Command(
                 "print the Slurm scripts of all cases, and of the job that collects",
-                "study.commands",
+                "commands.study",
                 "render",
             ),
             "submit": Command(
                 "submit to Slurm what is neither finished nor queued, and a job that collects",
-                "study.commands",
+                "commands.study",
                 "submit",
             ),
             "run": Command(
                 "measure all cases on this machine with mpirun, then collect",
-                "study.commands",
+                "commands.study",
                 "run",
                 starts_mpi=True,
             ),
             "status": Command(
                 "show which cases are finished, running, pending, failed or missing, and why",
-                "study.commands",
+                "commands.study",
                 "status",
             ),
             "resume": Command(
                 "measure what is not finished: on this machine, or by Slurm where it was submitted",
-                "study.commands",
+                "commands.study",
                 "resume",
                 starts_mpi=True,
             ),
-            "cancel": Command("take the study's jobs out of the queue", "study.commands", "cancel"),
+            "cancel": Command("take the study's jobs out of the queue", "commands.study", "cancel"),
             "extend": Command(
                 "add levels to the study of a folder; what is finished stays and counts",
-                "study.commands",
+                "commands.study",
                 "extend",
             ),
-            "collect": Command("write study.h5 of what is finished", "study.commands", "collect"),
+            "collect": Command("write study.h5 of what is finished", "commands.study", "collect"),
             "freeze": Command(
                 "make the folder of a study and print its path, for job scripts of your own",
-                "study.commands",
+                "commands.study",
                 "freeze",
             ),
         },
     ),
-    "scripts": Command("write sbatch scripts; needs no MPI", "study.commands", "scripts"),
+    "scripts": Command("write sbatch scripts; needs no MPI", "commands.study", "scripts"),
     "darray": Group(
         "show plans of distributed arrays; needs no MPI",
         {
@@ -321,35 +321,35 @@ COMMANDS: dict[str, Command | Group] = {
         {
             "presets": Command(
                 "list the presets of [precision], or print one as TOML; needs no MPI",
-                "precision.commands",
+                "commands.precision",
                 "presets",
             ),
             "show": Command(
                 "what [precision] of a job file says of each layer; needs no MPI",
-                "precision.commands",
+                "commands.precision",
                 "show",
             ),
             "record": Command(
                 "train and record gradients, activations, errors and weights of layers",
-                "precision.commands",
+                "commands.precision",
                 "record",
                 on_ranks=True,
             ),
             "replay": Command(
                 "what formats, sums and products do to recorded tensors; needs no MPI",
-                "precision.commands",
+                "commands.precision",
                 "replay",
             ),
             "search": Command(
                 "the fewest bits of each layer within a budget of accuracy; under mpirun or not",
-                "precision.commands",
+                "commands.precision",
                 "search",
                 on_ranks=True,
             ),
         },
     ),
     "report": Command(
-        "show studies and runs: tables, figures, a page; needs no MPI", "report.command"
+        "show studies and runs: tables, figures, a page; needs no MPI", "commands.report"
     ),
 }
 

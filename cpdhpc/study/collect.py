@@ -13,13 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import __version__, store
-from ..kinds.factors import SHAPE, Array, Case, Factor, Result, Value
 from ..store import StoreError, Variable
-from .cases import SAME, base_factors, expand
-from .folder import Folder, FolderError
-from .spec import Study
-from .statistics import ratio_intervals, summarise
-from .study_file import (
+from ..study_data.factors import SHAPE, Array, Case, Factor, Result, Value
+from ..study_data.statistics import ratio_intervals, summarise
+from ..study_data.study_file import (
     ALIKE,
     FURTHER,
     OUTCOMES,
@@ -28,6 +25,9 @@ from .study_file import (
     WHERE_KNOWN,
     read_result,
 )
+from .cases import SAME, base_factors, expand
+from .folder import Folder, FolderError
+from .spec import Study
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from ..config import (
 from ..formats import with_own_formats
 from ..kinds import KINDS
 from ..kinds.base import Kind, Measure, Seconds, Whole
-from ..kinds.factors import ABSENT, SHAPE, Factor, Factors
+from ..study_data.factors import ABSENT, SHAPE, Factor, Factors
 
 ALLOWED = "allowed are comparisons, and, or, not, in, arithmetic and names of factors"
 
