@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 from numbers import Integral
 from typing import NamedTuple
@@ -68,7 +69,35 @@ def suggest(word: str, known: Iterable[str]) -> str:
     return f"did you mean {' or '.join(close)}?" if close else f"known are {', '.join(names)}"
 
 
-def check_integer(argument: str, value: object) -> None:
-    """Raise TypeError for a value that is no integer; argument: its name, behind its function's."""
-    if not isinstance(value, Integral):
-        raise TypeError(f"{argument}={value!r}: should be a whole number")
+def check_integer(what: str, value: object) -> None:
+    """Raise TypeError unless value is an integer; what: "FUNCTION: ARGUMENT"."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{what}={value!r}: must be an integer")
+
+
+def check_whole(what: str, value: object, least: int, below: int = 2**63) -> None:
+    """Raise TypeError unless value is an integer, ValueError unless it is least .. below - 1.
+
+    what: "FUNCTION: ARGUMENT", which messages begin with
+    """
+    check_integer(what, value)
+    if value < least:  # type: ignore[operator]
+        raise ValueError(f"{what}={value}: must be {least} or more")
+    if value >= below:  # type: ignore[operator]
+        raise ValueError(f"{what}={value}: must be below {below}")
+
+
+def check_bool(what: str, value: object) -> None:
+    """Raise TypeError unless value is True or False; what: "FUNCTION: ARGUMENT"."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{what}={value!r}: must be True or False")
+
+
+def said_by(function: str, error: Exception, words: str | None = None) -> Exception:
+    """Return an error whose words begin with the function that was called, not with another."""
+    try:
+        return type(error)(
+            re.sub(r"^[\w.]+(?=: )", function, str(error) if words is None else words)
+        )
+    except TypeError:  # it takes other arguments
+        return error

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from .methods import check_integer
+from .methods import check_integer, check_whole
 
 Key = tuple[int, int]
 
 _MASK = (1 << 64) - 1
+
+
+def check_key(what: str, value: object) -> None:
+    """Raise TypeError or ValueError unless value is of 64 bits, signed or not, as keys are made of.
+
+    what: "FUNCTION: ARGUMENT"
+    """
+    check_whole(what, value, -(1 << 63), 1 << 64)
 
 
 def random_key(seed: int, *path: int) -> Key:

@@ -115,6 +115,15 @@ def test_bad_arrays(bad, kind, words):
         ({"wire": "tenary"}, "did you mean ternary"),
         ({"wire": "x"}, "known are eXmY.*also raw, int2"),
         ({"seed": "a"}, "seed='a': must be an integer"),
+        ({"seed": 1 << 64}, "seed=18446744073709551616: must be below 18446744073709551616"),
+        ({"iteration": -(1 << 63) - 1}, "must be -9223372036854775808 or more"),
+        ({"scaling": "static:1_0"}, "static:K needs an integer K"),
+        ({"scaling": "static: 1"}, "static:K needs an integer K"),
+        ({"rounding": "upwards"}, "^allreduce: rounding='upwards': known are"),
+        ({"wire": "e4m3", "random_bits": 9}, "^allreduce: random_bits=9: e4m3 allows"),
+        ({"nodes": 5}, "^simulate: nodes=5: must be a list of numbers or names"),
+        ({"nodes": [[], [], []]}, "^simulate: nodes=.*: must be a list of numbers or names"),
+        ({"nodes": [0]}, r"^simulate: nodes=\[0\]: must be 3, one a rank"),
         ({"iteration": 1.5}, "iteration=1.5: must be an integer"),
         ({"wire": 8}, "wire=8"),
         ({"algorithm": "rings"}, "did you mean ring"),
@@ -179,15 +188,69 @@ def test_raw_takes_segments_anywhere_in_order():
 def test_number_of_arrays_and_ranks():
     with pytest.raises(ValueError, match="1 arrays for 2 hosted ranks"):
         allreduce(Loopback(2), ones(1))
-    with pytest.raises(ValueError, match="virtual_ranks=0"):
+    with pytest.raises(ValueError, match="allreduce: x: 1 arrays for 2 hosted ranks"):
+        allreduce(Loopback(2), ones(1)[0])
+    with pytest.raises(ValueError, match="simulate: xs is empty: must have"):
         simulate([])
+    for wrong in (None, 3, np.ones((2, 2), np.float32)):
+        with pytest.raises(
+            TypeError, match=f"simulate: xs is {type(wrong).__name__}: must be a li"
+        ):
+            simulate(wrong)
+
+
+@pytest.mark.parametrize("name", ["run", "prepare"])
+def test_methods_take_what_allreduce_takes_for_a_world(name):
+    MPI = pytest.importorskip("mpi4py.MPI", exc_type=(ImportError, RuntimeError))
+    call = getattr(Allreduce("e4m3"), name)
+    for wrong in (None, 3, MPI.COMM_NULL):
+        with pytest.raises(
+            TypeError, match=rf"^Allreduce\.{name}: world is {type(wrong).__name__}"
+        ):
+            call(wrong, ones(1))
+    assert call(MPI.COMM_SELF, ones(1)) is not None
+
+
+@pytest.mark.parametrize(
+    "xs, outs, words",
+    [
+        (None, None, "xs is NoneType: must be a list"),
+        ([], None, "xs: 0 arrays for 1 hosted ranks"),
+        ([np.ones(9)], None, "xs has dtype float64: must be float32"),
+        (ones(1), 3, "outs is int: must be a list"),
+        (ones(1), [3], "outs is int: must be a NumPy"),
+        (ones(1), [], "outs: 0 arrays: must be 1"),
+    ],
+)
+def test_prepare_names_its_own_arguments(xs, outs, words):
+    with pytest.raises((TypeError, ValueError), match=f"^Allreduce.prepare: {words}"):
+        Allreduce("e4m3").prepare(Loopback(), xs, outs)
+
+
+@pytest.mark.parametrize(
+    "wrong, words",
+    [
+        ({"shifts": "a"}, "shifts='a': must be two lists of integers"),
+        ({"shifts": [[0]]}, r"shifts=\[\[0\]\]: must be two lists of integers"),
+        ({"shifts": [None, None]}, "must be two lists of 1 integers, one a segment"),
+        ({"shifts": [[0.5], [0]]}, "K=0.5: must be an integer"),
+        ({"shifts": [[0], [999]]}, r"must be from -113 to 120"),
+        ({"error": "x"}, "error='x': must be an Exception or None"),
+        ({"every": "no"}, "every='no': must be True or False"),
+    ],
+)
+def test_what_run_alone_takes(wrong, words):
+    with pytest.raises((TypeError, ValueError), match=f"^allreduce: .*{words}"):
+        Allreduce("e4m3", scaling="aps").run(Loopback(), ones(1), **wrong)
+    with pytest.raises(ValueError, match="must be None: wire 'raw' is not scaled"):
+        Allreduce("raw").run(Loopback(), ones(1), shifts=([0], [0]))
 
 
 def test_as_world_takes_worlds_and_refuses_the_rest():
     world = Loopback(2)
-    assert as_world(world) is world
+    assert as_world(world, "f") is world
     with pytest.raises(TypeError, match="int"):
-        as_world(3)
+        as_world(3, "f")
 
 
 def test_agree_raises_what_it_is_given():

@@ -17,25 +17,29 @@ from weakref import finalize
 import numpy as np
 
 from ..formats import Format, Overflow, Rounding
+from ..methods import said_by
 from ..ops import backend_of, on_gpu, to_host
 from ..ops.payloads import Array
-from ..world.gpu_messages import carrier_of
-from ..world.mpi import as_world
+from ..world.mpi import World, as_world
 from ..world.ranks import Loopback, Ranks
 from .checks import (
     check_alike,
     check_arrays,
+    check_count,
     check_out,
+    check_run,
+    check_shifts,
+    check_simulated,
     check_world,
     is_finite,
     iteration_error,
     name_of_x,
+    of_prepare,
     of_tensor,
     raise_nonfinite,
-    refuse_iteration,
-    shared_amax,
+    shared_shifts,
 )
-from .engine import Program, Take, run
+from .engine import Program, Take, run, sum_by_mpi
 from .graphs import Graphed, check_graphs
 from .known import are_plain, know, know_as, recording_of, run_known
 from .method import (
@@ -47,10 +51,7 @@ from .method import (
     Reduced,
     Segment,
     Shifts,
-    aps_shift,
     as_machine,
-    check_shifts,
-    integer_shift,
 )
 from .predict import choose
 from .rank_program import program
@@ -113,24 +114,38 @@ class Prepared:
 
         iteration: as in allreduce, where rounding is "stochastic"; else its value does not count
         The result lies in the same array every time.
-        Raises NonFiniteGradient as allreduce, RankFailure, RuntimeError after free.
+        Raises, on all ranks alike, NonFiniteGradient as allreduce, TypeError for an iteration that
+        is none, which may be known behind the sum only; RankFailure. After free RuntimeError on
+        all ranks, or the end of the job where only some have freed it.
         """
+        world = self._world
         if self._freed:
-            raise RuntimeError("Prepared.run: is freed")
-        if self._world.lent_by is not None:
-            self._world.check_thread()
+            told, by_all = world.refuse(RuntimeError("Prepared.run: is freed"))
+            if not by_all:
+                world.abort("Prepared.run: is freed, and on other ranks it is not")
+            raise told
+        if world.lent_by is not None:
+            world.check_thread()
         if type(iteration) is not int and not self._compares:
-            refuse_iteration(self._world, iteration, "Prepared.run")
-        shifts = self._ask(iteration) if self._asks else None
-        if self._recording is None:
-            return self._method.reduce(
-                self._world, self._xs, self._outs, self._parts, iteration, shifts=shifts
-            )
-        if self._recording.run(None, None, iteration):
-            raise_nonfinite(self._world, [self._recording.x], self._parts, self._recording.out)
-        if self._copies:
-            np.copyto(self._outs[0].reshape(-1), self._recording.out)
-        return self._reduced
+            error = iteration_error(iteration, "Prepared.run")
+            if error is not None:  # the others may be under way
+                iteration, _ = 0, world.refuse(error, behind=True)
+        try:
+            shifts = self._ask(iteration) if self._asks else None
+            if self._recording is None:
+                given = world, self._xs, self._outs, self._parts, iteration
+                reduced = self._method.reduce(*given, shifts=shifts)
+            else:
+                if self._recording.run(None, None, iteration):
+                    raise_nonfinite(world, [self._recording.x], self._parts, self._recording.out)
+                if self._copies:
+                    np.copyto(self._outs[0].reshape(-1), self._recording.out)
+                reduced = self._reduced
+        finally:
+            refusal, world.postponed = world.postponed, None
+        if refusal is not None:
+            raise refusal
+        return reduced
 
     def _ask(self, iteration: int) -> Shifts | None:
         """Find out what all values decide, and whether all ranks give the same iteration."""
@@ -172,7 +187,7 @@ class Allreduce(Method):
 
     def run(
         self,
-        world: Ranks,
+        world: Any,
         xs: Sequence[Array],
         outs: Sequence[Array] | None = None,
         *,
@@ -190,6 +205,8 @@ class Allreduce(Method):
         error: of this process, known before the call: raised on all
         Other arguments, and errors: as allreduce.
         """
+        if type(world) is not World:
+            world = as_world(world, "Allreduce.run")
         key = None
         is_plain = not every and error is None and shifts is None and are_plain(xs, outs)
         if is_plain and (segments is None or type(segments) in (list, tuple)):
@@ -208,7 +225,7 @@ class Allreduce(Method):
 
     def prepare(
         self,
-        world: Ranks,
+        world: Any,
         xs: Sequence[Array],
         outs: Sequence[Array] | None = None,
         *,
@@ -220,6 +237,7 @@ class Allreduce(Method):
         graphs: launch CUDA graphs; of CuPy arrays, one rank a process, not rounded "stochastic"
         The arguments, compared over the ranks here and not again, and errors: as run.
         """
+        world = as_world(world, "Allreduce.prepare")
         method = self.chosen(world, xs) if self.algorithm == AUTO else self
         return Prepared(method, world, xs, outs, segments, graphs)
 
@@ -245,7 +263,7 @@ class Allreduce(Method):
             if recording is not None:
                 bad = recording.run(flat[0], sums[0], iteration)
             elif self.algorithm == MPI_ALLREDUCE:
-                bad = _sum_by_mpi(world, flat, sums)
+                bad = sum_by_mpi(world, flat, sums)
             else:
                 bad = self._run_programs(world, flat, sums, parts, shifts, iteration)
             if bad:
@@ -280,20 +298,23 @@ class Allreduce(Method):
     ) -> tuple[Segment, ...]:
         """Return the segments; raise on all ranks alike what is wrong on any. Collective.
 
-        iteration: None where the values do not count yet
+        iteration: None where the values do not count yet, in prepare
         """
+        call = "allreduce" if iteration is not None else "Allreduce.prepare"
         parts: tuple[Segment, ...] = ()
         try:
+            check_run(every, error)
             if error is None:
                 parts = check_arrays(world, xs, segments, self.fmt is not None)
-                check_shifts(shifts or (), parts, self.fmt)
+                if shifts is not None:
+                    check_shifts(shifts, parts, self.fmt)
                 if outs is not None:
                     check_out(xs, outs, len(xs) if every else 1)
                 if self.exact or self.algorithm == MPI_ALLREDUCE:
                     check_world(self, world)
                 check_graphs(self, world, xs, graphs)
         except Exception as found:  # whatever: the other ranks are to hear of it
-            error = found
+            error = found if iteration is not None else of_prepare(found)
         flat = [] if error else [x.reshape(-1) for x in xs]
         shape, place = (xs[0].shape, on_gpu(xs[0])) if flat else ((), False)
         arguments = {
@@ -303,7 +324,7 @@ class Allreduce(Method):
         text = f"{self.description} {iteration} {parts} {shape} {place} {shifts} {graphs}"
         blind = self.hides_nonfinite if shifts is None else self.codes_hide_nonfinite
         suspect = blind and iteration is not None and not all(map(is_finite, flat))
-        what = f"allreduce {self.algorithm}: arguments"
+        what = f"{call} {self.algorithm}: arguments"
         if any(check_alike(world, error, arguments, [suspect], what, text)):
             raise_nonfinite(world, flat, parts, None)
         return parts
@@ -342,19 +363,7 @@ class Allreduce(Method):
         """Return the shift of each segment, for contributions, and for sums and the result."""
         if not self.shares_shifts:
             return self.first_shifts(parts)
-        assert self.fmt is not None, "else none are shared"
-        fmt, sent = self.fmt, "none" if self.accumulating == "float32" else self.headroom
-        amax = shared_amax(world, flat, parts, f"allreduce {self.algorithm}: exponents")
-        if self.exact:  # sums become wider: they need no headroom
-            grid = [
-                integer_shift(bits, fmt) if self.integers else aps_shift(bits, fmt, 1, "none")
-                for bits in amax
-            ]
-            return grid, grid
-        return (
-            [aps_shift(bits, fmt, world.ranks, sent) for bits in amax],
-            [aps_shift(bits, fmt, world.ranks, self.headroom) for bits in amax],
-        )
+        return shared_shifts(self, world, flat, parts)
 
 
 def configured(**choices: Any) -> Allreduce:
@@ -368,21 +377,6 @@ def configured(**choices: Any) -> Allreduce:
 @lru_cache(maxsize=256, typed=True)
 def _configured(**choices: Any) -> Allreduce:
     return Allreduce(**choices)
-
-
-def _sum_by_mpi(world: Ranks, flat: Sequence[Array], totals: Sequence[Array]) -> int:
-    """Sum the hosted ranks here, and the processes by MPI_Allreduce; return 0."""
-    carrier, add = carrier_of(world, flat[0]), backend_of(flat[0]).add
-    if len(flat) == 1:
-        carrier.sum_by_mpi(totals[0], flat[0])
-        return 0
-    add(flat[0], flat[1], totals[0])
-    for x in flat[2:]:
-        add(totals[0], x, totals[0])
-    carrier.sum_by_mpi(totals[0])
-    for total in totals[1:]:
-        total[:] = totals[0]
-    return 0
 
 
 def allreduce(
@@ -453,7 +447,7 @@ def allreduce(
     is done: the host and other streams must wait for it. A torch tensor on a GPU comes in through
     cupy.from_dlpack and out through torch.from_dlpack, which let one stream wait for the other.
     """
-    ranks = world if isinstance(world, Ranks) else as_world(world)
+    ranks = world if type(world) is World else as_world(world, "allreduce")
     key = wire, algorithm, scaling, accumulate, op, rounding, overflow, random_bits, headroom, seed
     is_plain = segments is None and machine is None and type(seed) is type(random_bits) is int
     is_plain = is_plain and are_plain((x,), None if out is None else (out,))
@@ -475,9 +469,10 @@ def allreduce(
     xs: list[Any] = []
     outs = None
     try:
+        check_count(ranks, "x", given)
         xs = [of_tensor(name_of_x(ranks, r), each) for r, each in enumerate(given, ranks.rank)]
         outs = None if out is None else [of_tensor("out", out)]
-    except TypeError as found:
+    except (TypeError, ValueError) as found:
         error = error or found
     reduced = config.run(ranks, xs, outs, iteration=iteration, segments=segments, error=error)
     if is_plain:
@@ -496,5 +491,9 @@ def simulate(
     xs: one array for each rank; nodes: as Loopback, for algorithm "hier"; the other arguments,
     and errors: as allreduce. Raises ValueError for algorithm "mpi", which has no schedule.
     """
-    world = Loopback(len(xs), nodes=nodes)
+    check_simulated(xs)
+    try:
+        world = Loopback(len(xs), nodes=nodes)
+    except (TypeError, ValueError) as error:
+        raise said_by("simulate", error) from None
     return allreduce(world, xs if len(xs) != 1 else xs[0], *args, **kwargs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
@@ -10,11 +11,20 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from ..formats import sum_bits
-from ..methods import MAX_SUM_BITS
+from ..formats import TILE, Format, sum_bits, tiles
+from ..methods import MAX_SUM_BITS, check_bool, check_integer, said_by
 from ..ops import backend_of, misread, on_gpu, to_host
-from ..world.ranks import Ranks, check_integer
-from .method import MPI_ALLREDUCE, Method, Segment, check_segments, tile_span
+from ..randomness import check_key
+from ..world.ranks import Ranks
+from .method import (
+    MPI_ALLREDUCE,
+    Method,
+    Segment,
+    Shifts,
+    aps_shift,
+    integer_shift,
+    tile_span,
+)
 
 Array = npt.NDArray[Any]
 
@@ -22,6 +32,12 @@ Array = npt.NDArray[Any]
 def name_of_x(world: Ranks, rank: int) -> str:
     """Return what messages call the array of a rank, whose process they name."""
     return f"x of rank {rank}" if world.virtual_ranks > 1 else "x"
+
+
+def of_prepare(error: Exception) -> Exception:
+    """Return an error of an all-reduce as one of prepare, which takes xs and outs."""
+    text = re.sub(r"^(allreduce: (x|out))(?= )", r"\1s", str(error))
+    return said_by("Allreduce.prepare", error, text)
 
 
 def _check_array(name: str, x: Any) -> None:
@@ -75,6 +91,52 @@ def _check_place(name: str, x: Array, other: Array) -> None:
         raise TypeError(f"allreduce: {name} is on the {here}: must be on the {there}, as the first")
 
 
+def check_count(world: Ranks, name: str, xs: object) -> None:
+    """Raise TypeError or ValueError unless xs is a list with something for each hosted rank."""
+    if not isinstance(xs, Sequence):
+        raise TypeError(
+            f"allreduce: {name} is {type(xs).__name__}: must be a list, one of each hosted rank"
+        )
+    if len(xs) != world.virtual_ranks:
+        raise ValueError(
+            f"allreduce: {name}: {len(xs)} arrays for {world.virtual_ranks} hosted ranks"
+        )
+
+
+def check_segments(segments: Sequence[Segment], n: int, on_tiles: bool) -> None:
+    """Raise ValueError unless segments lie in order in n values, and on_tiles: cover all tiles.
+
+    A tile belongs to one segment, so each starts on the tile after the last one of the previous.
+    """
+    end = 0
+    for name, start, stop in segments:
+        expected = f"{end}" if on_tiles else f"{end} or more"
+        if not (start == end if on_tiles else start >= end) or not start <= stop <= n:
+            raise ValueError(
+                f"allreduce: segment {name!r} is {start}..{stop} of {n} values: must start at "
+                f"{expected}"
+            )
+        end = min(tiles(stop) * TILE, n) if on_tiles else stop
+    if on_tiles and end != n:
+        raise ValueError(f"allreduce: segments end at {end} of {n} values: must cover all")
+
+
+def check_shifts(shifts: object, segments: Sequence[Segment], fmt: Format | None) -> None:
+    """Raise TypeError or ValueError unless these are shifts of a format for each segment."""
+    what = f"allreduce: shifts={shifts!r}: must be"
+    if not (isinstance(shifts, tuple | list) and len(shifts) == 2):
+        raise TypeError(f"{what} two lists of integers, of contributions and of sums")
+    if fmt is None:
+        raise ValueError(f"{what} None: wire 'raw' is not scaled")
+    for each in shifts:
+        if not isinstance(each, Sequence | np.ndarray) or len(each) != len(segments):
+            raise ValueError(f"{what} two lists of {len(segments)} integers, one a segment")
+        for k in each:
+            check_integer("allreduce: shifts: K", k)
+            if not fmt.shift_min <= k <= fmt.shift_max:
+                raise ValueError(f"{what} from {fmt.shift_min} to {fmt.shift_max}")
+
+
 def check_arrays(
     world: Ranks, xs: Sequence[Array], segments: Sequence[Segment] | None, on_tiles: bool
 ) -> tuple[Segment, ...]:
@@ -82,10 +144,7 @@ def check_arrays(
 
     Raises TypeError or ValueError unless xs are what this process is to give.
     """
-    if not isinstance(xs, Sequence):
-        raise TypeError(f"allreduce: {type(xs).__name__}: must be a list, one of each hosted rank")
-    if len(xs) != world.virtual_ranks:
-        raise ValueError(f"allreduce: {len(xs)} arrays for {world.virtual_ranks} hosted ranks")
+    check_count(world, "xs", xs)
     for rank, x in zip(world.hosted, xs, strict=True):
         _check_array(name_of_x(world, rank), x)
         if x.shape != xs[0].shape:
@@ -108,14 +167,29 @@ def check_arrays(
     return parts
 
 
+def check_simulated(xs: object) -> None:
+    """Raise TypeError or ValueError unless xs is a list of something."""
+    if not isinstance(xs, Sequence):
+        raise TypeError(f"simulate: xs is {type(xs).__name__}: must be a list, one of each rank")
+    if not xs:
+        raise ValueError("simulate: xs is empty: must have one array of each rank")
+
+
+def check_run(every: object, error: object) -> None:
+    """Raise TypeError unless these are a bool and an error, or none."""
+    check_bool("allreduce: every", every)
+    if not isinstance(error, Exception | None):
+        raise TypeError(f"allreduce: error={error!r}: must be an Exception or None")
+
+
 def check_out(xs: Sequence[Array], outs: Sequence[Array] | None, count: int) -> None:
     """Raise TypeError or ValueError unless outs, if given, are count arrays like the xs."""
     if outs is None:
         return
     if not isinstance(outs, Sequence):
-        raise TypeError(f"allreduce: out is {type(outs).__name__}: must be a list of arrays")
+        raise TypeError(f"allreduce: outs is {type(outs).__name__}: must be a list of arrays")
     if len(outs) != count:
-        raise ValueError(f"allreduce: {len(outs)} arrays for out: must be {count}")
+        raise ValueError(f"allreduce: outs: {len(outs)} arrays: must be {count}")
     for out in outs:
         _check_array("out", out)
         if out.shape != xs[0].shape:
@@ -142,23 +216,10 @@ def check_world(method: Method, world: Ranks) -> None:
 def iteration_error(iteration: object, name: str = "allreduce") -> Exception | None:
     """Return what is wrong with an iteration, if anything is; name: of the call."""
     try:
-        check_integer(f"{name}: iteration", iteration)
-    except TypeError as error:
+        check_key(f"{name}: iteration", iteration)
+    except (TypeError, ValueError) as error:
         return error
     return None
-
-
-def refuse_iteration(world: Ranks, iteration: object, name: str) -> None:
-    """Raise TypeError on all ranks if all give what is no integer; end the job if some do.
-
-    For a call that compares nothing: the others may be under way. name: of the call
-    """
-    error = iteration_error(iteration, name)
-    if error is not None:
-        told, by_all = world.refuse(error)
-        if not by_all:
-            world.abort(str(error))
-        raise told
 
 
 NUMBERS = 5  # that checks compare at least: different calls then have messages of one length
@@ -301,3 +362,25 @@ def shared_amax(
     if max(amax, default=0) >= NONFINITE_BITS:
         raise_nonfinite(world, inputs, segments, None)
     return amax
+
+
+def shared_shifts(
+    method: Method, world: Ranks, flat: Sequence[Array], parts: Sequence[Segment]
+) -> Shifts:
+    """Return the shifts of Method.plan, from the data of all ranks. Collective.
+
+    Raises NonFiniteGradient.
+    """
+    assert method.fmt is not None, "else none are shared"
+    fmt, sent = method.fmt, "none" if method.accumulating == "float32" else method.headroom
+    amax = shared_amax(world, flat, parts, f"allreduce {method.algorithm}: exponents")
+    if method.exact:  # sums become wider: they need no headroom
+        grid = [
+            integer_shift(bits, fmt) if method.integers else aps_shift(bits, fmt, 1, "none")
+            for bits in amax
+        ]
+        return grid, grid
+    return (
+        [aps_shift(bits, fmt, world.ranks, sent) for bits in amax],
+        [aps_shift(bits, fmt, world.ranks, method.headroom) for bits in amax],
+    )

@@ -11,7 +11,7 @@ from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from ..ops import is_of_gpu
+from ..ops import backend_of, is_of_gpu
 from ..world.gpu_messages import Direct, Staged, carrier_of
 from ..world.ranks import RankFailure, Ranks, Wait
 
@@ -138,6 +138,21 @@ def give_up(world: Ranks, error: Exception, what: str) -> NoReturn:
         raise error
     said = f"{what}: {type(error).__name__}: {error}"
     world.abort(said if is_of_gpu(error) else f"{said}\n{traceback.format_exc()}")
+
+
+def sum_by_mpi(world: Ranks, flat: Sequence[Array], totals: Sequence[Array]) -> int:
+    """Sum the hosted ranks here, and the processes by MPI_Allreduce; return 0. Collective."""
+    carrier, add = carrier_of(world, flat[0]), backend_of(flat[0]).add
+    if len(flat) == 1:
+        carrier.sum_by_mpi(totals[0], flat[0])
+        return 0
+    add(flat[0], flat[1], totals[0])
+    for x in flat[2:]:
+        add(totals[0], x, totals[0])
+    carrier.sum_by_mpi(totals[0])
+    for total in totals[1:]:
+        total[:] = totals[0]
+    return 0
 
 
 class _Piece(Generic[Result]):

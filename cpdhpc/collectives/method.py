@@ -5,6 +5,7 @@ file by which "auto" chooses.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -30,11 +31,11 @@ from ..formats import (
     tiles,
     wire_scaling,
 )
-from ..methods import EXACT, SCALINGS, suggest
+from ..methods import EXACT, SCALINGS, check_integer, said_by, suggest
 from ..ops import placed
 from ..ops.payloads import Exact, Packed, Raw, Wire, parse_wire
 from ..ops.reference import fitting_shift
-from ..world.ranks import check_integer
+from ..randomness import check_key
 from .rank_program import ACCUMULATES, Plan
 from .schedules import SCHEDULES
 
@@ -74,45 +75,14 @@ def parse_scaling(text: str, fmt: Format | None) -> Scaling:
         raise ValueError(f"allreduce: scaling={text!r}: {suggest(text, SCALINGS)}")
     if kind != "static":
         return Scaling(kind, 0)
-    try:
-        shift = int(number)
-    except ValueError:
-        raise ValueError(f"allreduce: scaling={text!r}: static:K needs an integer K") from None
+    if not re.fullmatch("[+-]?[0-9]+", number):
+        raise ValueError(f"allreduce: scaling={text!r}: static:K needs an integer K")
+    shift = int(number)
     if fmt is not None and not fmt.shift_min <= shift <= fmt.shift_max:
         raise ValueError(
             f"allreduce: scaling={text!r}: K for {fmt.name} is {fmt.shift_min}..{fmt.shift_max}"
         )
     return Scaling(kind, shift)
-
-
-def check_segments(segments: Sequence[Segment], n: int, on_tiles: bool) -> None:
-    """Raise ValueError unless segments lie in order in n values, and on_tiles: cover all tiles.
-
-    A tile belongs to one segment, so each starts on the tile after the last one of the previous.
-    """
-    end = 0
-    for name, start, stop in segments:
-        expected = f"{end}" if on_tiles else f"{end} or more"
-        if not (start == end if on_tiles else start >= end) or not start <= stop <= n:
-            raise ValueError(
-                f"allreduce: segment {name!r} is {start}..{stop} of {n} values: must start at "
-                f"{expected}"
-            )
-        end = min(tiles(stop) * TILE, n) if on_tiles else stop
-    if on_tiles and end != n:
-        raise ValueError(f"allreduce: segments end at {end} of {n} values: must cover all")
-
-
-def check_shifts(
-    shifts: Sequence[Sequence[int]], segments: Sequence[Segment], fmt: Format | None
-) -> None:
-    """Raise ValueError unless these are shifts of a format for each segment."""
-    low, high = (fmt.shift_min, fmt.shift_max) if fmt else (0, -1)
-    for each in shifts:
-        if len(each) != len(segments) or not all(low <= k <= high for k in each):
-            raise ValueError(
-                f"allreduce: shifts={each}: must be {len(segments)} from {low} to {high}"
-            )
 
 
 def tile_span(segment: Segment) -> slice:
@@ -303,17 +273,17 @@ class Method:
             value = getattr(self, name)
             if not isinstance(value, str) and not (name == "accumulate" and value is None):
                 raise TypeError(f"allreduce: {name}={value!r}: must be a string")
-        check_integer("allreduce: seed", self.seed)
+        check_key("allreduce: seed", self.seed)
         check_integer("allreduce: random_bits", self.random_bits)
         object.__setattr__(self, "seed", int(self.seed))  # ranks that give NumPy's are alike
         if self.machine is not None:  # its numbers, so that ranks whose files differ are noticed
             object.__setattr__(self, "machine", as_machine(self.machine))
-        if self.fmt is not None:
-            self._cast(self.fmt)
         assert self.parsed_scaling  # raises for an unknown name
         known: dict[str, Sequence[str]] = {
             "algorithm": (*SCHEDULES, MPI_ALLREDUCE, AUTO),
             "op": get_args(Op),
+            "rounding": get_args(Rounding),
+            "overflow": get_args(Overflow),
             "headroom": tuple(HEADROOMS),
             "accumulate": self._accumulates(),
         }
@@ -321,6 +291,11 @@ class Method:
             value = getattr(self, name)
             if value not in allowed and not (name == "accumulate" and value is None):
                 raise ValueError(f"allreduce: {name}={value!r}: {suggest(value, allowed)}")
+        if self.fmt is not None:
+            try:
+                self._cast(self.fmt)
+            except ValueError as error:
+                raise said_by("allreduce", error) from None
         if self.fmt is not None and self.algorithm == MPI_ALLREDUCE:
             raise ValueError(f"allreduce: algorithm='mpi': wire={self.wire!r}: must be 'raw'")
         if self.exact:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
+from ..methods import check_whole
 from ..ops import call_list
 from ..ops.call_list import (
     ABSENT,
@@ -26,7 +27,7 @@ from ..ops.threads import kernel_threads
 from ..randomness import random_key
 from ..world.mpi import World, as_world
 from ..world.node_memory import NOTE_BYTES, Shared, round_trip_ns
-from ..world.ranks import Ranks, Wait, check_whole
+from ..world.ranks import Ranks, Wait
 from .checks import is_finite
 from .engine import BufferPool, Exchange, fresh, give_up, wait_to_receive, wait_to_send
 from .method import Method, Segment, Shifts, shift_bytes
@@ -450,7 +451,7 @@ def empty_shared(world: Any, shape: int | Sequence[int]) -> Array:
     Raises, on all ranks alike, TypeError, ValueError or MemoryError for a shape that is wrong, or
     too large, on any.
     """
-    ranks = as_world(world)
+    ranks = as_world(world, "empty_shared")
     shared, array = ranks.shared(), np.empty(0, np.float32)
     error: Exception | None = None
     try:

@@ -27,7 +27,7 @@ def redistribute(world: Any, x: Array, layout_from: Layout, layout_to: Layout) -
     For many arrays make WindowPlan(world, layout_from, layout_to.owner(rank)) once instead.
     Raises ValueError alike on all ranks where the layouts' domains differ, and as WindowPlan.
     """
-    ranks = as_world(world)
+    ranks = as_world(world, "redistribute")
 
     def digest() -> str:
         check_layout("redistribute: layout_from", layout_from)
@@ -71,7 +71,7 @@ class DistArray:
     local: Array
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "world", as_world(self.world))
+        object.__setattr__(self, "world", as_world(self.world, "DistArray"))
         try:
             self._check()
         except (TypeError, ValueError) as error:
@@ -99,7 +99,7 @@ class DistArray:
             give an empty array of this kind and dtype, and of these further axes: (0, 0, 3)
         Raises TypeError or ValueError alike on all ranks where the shape is another.
         """
-        ranks = as_world(world)
+        ranks = as_world(world, "DistArray.from_global")
 
         def alike() -> int | None:
             check_layout("DistArray: layout", layout)
@@ -179,7 +179,7 @@ class DistArray:
 
         Raises UserError alike on all ranks where it is missing or does not fit.
         """
-        ranks = as_world(world)
+        ranks = as_world(world, "DistArray.load")
         return cls(ranks, layout, load(ranks, path, layout, name))
 
 

@@ -340,7 +340,7 @@ class WindowPlan(RankPieces):
         wire: str | Format = "raw",
         name: str = "windows",
     ) -> None:
-        self.world, self.wire, self.name = as_world(world), wire, name
+        self.world, self.wire, self.name = as_world(world, "WindowPlan"), wire, name
         boxes, modes, self.packed = _agree(self.world, layout, window, boundary, wire, name)
         super().__init__(Windows(layout, boxes, modes), self.world.rank)
         self.stream, self.freed, self.broken = self.world.open_stream(), False, False

@@ -26,7 +26,7 @@ class ImageGrid:
     """
 
     def __init__(self, world: Any, procs: Sequence[int]) -> None:
-        self.world: Ranks = as_world(world)
+        self.world: Ranks = as_world(world, "ImageGrid")
         if self.world.virtual_ranks != 1:
             raise ValueError("ImageGrid: world has virtual ranks: needs one rank a process")
         given = self.world.gather_from(lambda: _pair(procs, self.world.size), "ImageGrid")

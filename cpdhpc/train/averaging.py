@@ -73,7 +73,7 @@ class Averaging:
     device = CPU
 
     def __init__(self, world: Any, seed: int) -> None:
-        self.world: Ranks = as_world(world)
+        self.world: Ranks = as_world(world, self._name)
         self.seed, self.iteration, self.epoch, self._loss_scale = seed, 0, 0.0, 1.0
         self.state = State(self.world.hosted, self.world.ranks)
 

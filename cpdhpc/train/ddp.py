@@ -17,6 +17,7 @@ from ..compress.base import Aggregator
 from ..compress.bucket import Bucket
 from ..ops import backend_of
 from ..ops.tensors import CPU, OwnStream, array_of, check_device, in_stream, put
+from ..world.mpi import as_world
 from ..world.ranks import Ranks
 from .averaging import (
     FLOATS,
@@ -67,7 +68,7 @@ class DdpHook(Averaging):
         overlap: bool,
         options: dict[str, Any],
     ) -> None:
-        super().__init__(world, seed)
+        super().__init__(as_world(world, "ddp_hook"), seed)
         self.layers = {}
         self._names: dict[int, str] = {}  # of a parameter, by id, in the model's order
         self.parameters = []  # so that ids stay theirs

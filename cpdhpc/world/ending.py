@@ -29,6 +29,14 @@ def say(lines: Sequence[str]) -> None:
     sys.stderr.flush()
 
 
+def check_timeout(what: str, timeout_s: object) -> None:
+    """Raise TypeError unless a time-out is a number, ValueError unless it is more than 0."""
+    if not isinstance(timeout_s, int | float | np.number) or isinstance(timeout_s, bool):
+        raise TypeError(f"{what}={timeout_s!r}: must be a number")
+    if not timeout_s > 0:
+        raise ValueError(f"{what}={timeout_s}: must be more than 0")
+
+
 class Timeout:
     """How long the processes of a communicator wait, and what then happens.
 

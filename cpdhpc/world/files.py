@@ -14,7 +14,8 @@ import numpy as np
 
 from .. import store
 from ..config import UserError
-from .ranks import Array, Ranks, check_whole
+from ..methods import check_whole
+from .ranks import Array, Ranks
 
 Offsets = Mapping[str, int | None]
 

@@ -17,7 +17,8 @@ from typing import Any, NoReturn
 import numpy as np
 
 from ..config import UserError
-from .ending import REFUSAL_S, EndsJob, Timeout, finalise_at_exit, meet, say
+from ..methods import check_bool, check_whole
+from .ending import REFUSAL_S, EndsJob, Timeout, check_timeout, finalise_at_exit, meet, say
 from .files import check_box, write_box
 from .node_memory import Shared, share
 from .ranks import (
@@ -26,7 +27,6 @@ from .ranks import (
     Ranks,
     Wait,
     check_process_list,
-    check_whole,
     named,
     numbered,
     of_rank,
@@ -111,7 +111,7 @@ class World(Ranks):
         here = comm.Split_type(self._mpi.COMM_TYPE_SHARED)
         first = here.allreduce(comm.Get_rank(), self._mpi.MIN)  # process of this node
         here.Free()
-        error = self._error(virtual_ranks, timeout_s)
+        error = self._error(virtual_ranks, timeout_s, gpu_direct, share_memory)
         firsts, asked, errors = zip(*comm.allgather((first, virtual_ranks, error)), strict=True)
         if any(errors):
             raise named(errors, 1)  # virtual ranks may be what is wrong
@@ -133,17 +133,16 @@ class World(Ranks):
         self._share = share_memory
         self._shared: tuple[Shared | None, str] | None = None
 
-    def _error(self, virtual_ranks: int, timeout_s: float) -> Exception | None:
+    def _error(self, virtual_ranks: int, timeout_s: float, *flags: bool) -> Exception | None:
         """Return what is wrong with the arguments of a world, if anything is."""
         self._most_tag: int = self._mpi.COMM_WORLD.Get_attr(self._mpi.TAG_UB)
         try:
             check_whole("World: virtual_ranks", virtual_ranks, 1)
             if (STREAMS + 1) * virtual_ranks**2 >= self._most_tag:
                 raise ValueError(f"World: virtual_ranks={virtual_ranks}: too many for MPI's tags")
-            if not isinstance(timeout_s, int | float | np.number):
-                raise TypeError(f"World: timeout_s={timeout_s!r}: must be a number")
-            if not timeout_s > 0:
-                raise ValueError(f"World: timeout_s={timeout_s}: must be more than 0")
+            check_timeout("World: timeout_s", timeout_s)
+            for name, flag in zip(("gpu_direct", "share_memory"), flags, strict=True):
+                check_bool(f"World: {name}", flag)
         except (TypeError, ValueError) as error:
             return error
         return None
@@ -354,30 +353,36 @@ class World(Ranks):
             told = f"{name} {self.process} | {what}: {error}: {asked}"
             self._timeout.give_up(0.0, lambda waited_s, absent: [told])
 
-    def refuse(self, error: Exception) -> tuple[Exception, bool]:
+    def refuse(self, error: Exception, *, behind: bool = False) -> tuple[Exception, bool]:
         """Return the error of the lowest rank that refuses a call, and whether all refuse one.
 
         All processes meet here: those that refuse, and those that wait in any call of this world,
-        which raise the error. If some do not come in REFUSAL_S the job ends with the error.
+        which raise the error, or go on. If some do not come in REFUSAL_S the job ends with it.
         """
         if self.processes == 1:
-            return error, True
-        return self._meet(error)
+            return super().refuse(error, behind=behind)
+        return self._meet(error, behind)
 
     def _look(self) -> None:
         """Raise the error of a process that refused what others wait for, or MPI's of a death."""
         if self._damaged():  # who waits for a word in memory hears of it here alone
             raise self._mpi.Exception(self._mpi.ERR_PROC_FAILED)
         if self._duplicate.Iprobe(self._mpi.ANY_SOURCE, self._most_tag):
-            self.refusal, _ = self._meet(None)
-            raise self.refusal
+            found, _ = self._meet(None)
+            if found is not self.postponed:
+                self.refusal = found
+                raise found
 
-    def _meet(self, mine: Exception | None) -> tuple[Exception, bool]:
+    def _meet(self, mine: Exception | None, behind: bool = False) -> tuple[Exception, bool]:
         told = None if mine is None else of_rank(self.rank, mine)
+        if told is not None:
+            told.behind = behind  # type: ignore[attr-defined]  # and goes where it goes
         try:
-            return meet(self._duplicate, self._most_tag, told, min(self.timeout_s, REFUSAL_S))
+            found = meet(self._duplicate, self._most_tag, told, min(self.timeout_s, REFUSAL_S))
         except TimeoutError as late:  # abort says which rank this is
             self.abort(f"{mine or 'another rank refused a call'}: {late}")
+        self.postponed = found[0] if getattr(found[0], "behind", False) else self.postponed
+        return found
 
     def failure(self, error: Exception, what: str) -> RankFailure | None:
         """Return the failure behind an error of MPI, or None if it is of another kind.
@@ -470,10 +475,11 @@ def _forget(comm: Any, keyval: int, world: World) -> None:
         world.free()
 
 
-def as_world(world_or_comm: Any) -> Ranks:
+def as_world(world_or_comm: Any, function: str) -> Ranks:
     """Return a world as it is, or the one world of an mpi4py communicator.
 
-    Collective: the first time that a communicator is given. Raises TypeError for anything else.
+    Collective: the first time that a communicator is given. Raises TypeError for anything else,
+    of the function that was called.
     """
     if isinstance(world_or_comm, Ranks):
         return world_or_comm
@@ -481,7 +487,8 @@ def as_world(world_or_comm: Any) -> Ranks:
     if not isinstance(world_or_comm, mpi.Intracomm):
         given = type(world_or_comm).__name__
         raise TypeError(
-            f"as_world: {given}: known are World, Loopback and an mpi4py intra-communicator"
+            f"{function}: world is {given}: must be a World, a Loopback or an mpi4py "
+            "intra-communicator"
         )
     if not _keyval:
         _keyval.append(mpi.Comm.Create_keyval(delete_fn=_forget))

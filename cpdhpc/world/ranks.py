@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..config import UserError
+from ..methods import check_whole
 
 T = TypeVar("T")
 
@@ -131,6 +132,7 @@ class Ranks(ABC):
     has_mpi: whether sum_by_mpi is MPI_Allreduce
     thread_level: what MPI allows: "single", "funneled", "serialized" or "multiple"
     refusal: the error of another process that ended a wait here, see refuse; or None
+    postponed: the error to be raised behind the call under way, see refuse; or None
     lent_by: the thread that must not communicate at the moment, as another does it; or None
     pause_s: how long who waits sleeps between two looks, as another thread computes on the core;
         0: it only gives up the core
@@ -146,6 +148,7 @@ class Ranks(ABC):
     gpu_direct = True
     gpu_aware: tuple[bool, str] | None = None
     refusal: Exception | None = None
+    postponed: Exception | None = None
     lent_by: int | None = None
     pause_s = 0.0
     account: Callable[[str, Mapping[str, object], Sequence[int]], None] | None = None
@@ -251,12 +254,15 @@ class Ranks(ABC):
         """Return how payloads reach other processes of the node, if not by MPI. Collective."""
         return None
 
-    def refuse(self, error: Exception) -> tuple[Exception, bool]:
+    def refuse(self, error: Exception, *, behind: bool = False) -> tuple[Exception, bool]:
         """Return the error that all processes are to raise, and whether all of them refused.
 
         For a process that finds a call wrong before it has sent anything, while others may wait
         for its messages: these raise the error from their waits, and it stays as refusal.
+        behind: this one does the call nevertheless, so that no message is left, and all raise what
+        is then postponed behind it
         """
+        self.postponed = error if behind else self.postponed
         return error, True
 
     def __deepcopy__(self, memo: object) -> Self:
@@ -353,13 +359,16 @@ def of_rank(rank: int, error: Exception) -> Exception:
         return RuntimeError(f"rank {rank} | {type(error).__name__}: {error}")
 
 
+ARGUMENT_ERRORS = TypeError, ValueError, MemoryError
+
+
 def named(errors: Sequence[Exception | None], virtual_ranks: int) -> Exception:
     """Return the first of the processes' errors, some of which are None.
 
-    A TypeError or ValueError has its rank in front, unless all processes have the same.
+    One of ARGUMENT_ERRORS has its rank in front, unless all processes have the same.
     """
     process, error = next((i, each) for i, each in enumerate(errors) if each is not None)
-    if len({str(each) for each in errors}) > 1 and isinstance(error, TypeError | ValueError):
+    if len({str(each) for each in errors}) > 1 and isinstance(error, ARGUMENT_ERRORS):
         return of_rank(process * virtual_ranks, error)
     return error
 
@@ -374,24 +383,6 @@ def portable(error: Exception | None) -> bytes | None:
     except Exception:
         return pickle.dumps(RuntimeError(f"{type(error).__name__}: {error}"))
     return data
-
-
-def check_integer(what: str, value: object) -> None:
-    """Raise TypeError unless value is an integer; what: "FUNCTION: ARGUMENT"."""
-    if not isinstance(value, int | np.integer) or isinstance(value, bool):
-        raise TypeError(f"{what}={value!r}: must be an integer")
-
-
-def check_whole(what: str, value: object, least: int, below: int = 2**63) -> None:
-    """Raise TypeError unless value is an integer, ValueError unless it is least .. below - 1.
-
-    what: "FUNCTION: ARGUMENT", which messages begin with
-    """
-    check_integer(what, value)
-    if value < least:  # type: ignore[operator]
-        raise ValueError(f"{what}={value}: must be {least} or more")
-    if value >= below:  # type: ignore[operator]
-        raise ValueError(f"{what}={value}: must be below {below}")
 
 
 def check_process_list(processes: object, count: int) -> None:
@@ -422,9 +413,13 @@ class Loopback(Ranks):
     def __init__(self, virtual_ranks: int = 1, *, nodes: Sequence[Hashable] | None = None) -> None:
         super().__init__(0, 1, virtual_ranks)
         if nodes is not None:
+            try:
+                self.nodes = numbered(nodes)
+            except TypeError:
+                said = f"Loopback: nodes={nodes!r}: must be a list of numbers or names"
+                raise TypeError(said) from None
             if len(nodes) != self.ranks:
                 raise ValueError(f"Loopback: nodes={nodes!r}: must be {self.ranks}, one a rank")
-            self.nodes = numbered(nodes)
 
     def split(self, group: int) -> Loopback:
         """Return a world of as many ranks in this process."""

@@ -8,6 +8,7 @@ import pytest
 
 from cpdhpc.collectives import sparse
 from cpdhpc.collectives.allreduce import Allreduce, allreduce
+from cpdhpc.collectives.checks import NonFiniteGradient
 from cpdhpc.world.mpi import World
 
 pytestmark = pytest.mark.mpi
@@ -51,9 +52,8 @@ def run_prepared(world, iteration=0):
         prepared.run(iteration=iteration)
 
 
-def worlds(world, virtual_ranks=1, timeout_s=20.0):
-    comm = world.plain_mpi()[1]
-    World(comm, virtual_ranks=virtual_ranks, timeout_s=timeout_s).free()
+def worlds(world, **given):
+    World(world.plain_mpi()[1], **given).free()
 
 
 def part(world, processes=(0,)):
@@ -75,15 +75,16 @@ CASES = {
             "x": NO_ARRAYS,
             "wire": (*NO_NAMES, "e9"),
             "algorithm": (*NO_NAMES, None, "mpi"),
-            "scaling": (*NO_NAMES, "static:999"),
+            "scaling": (*NO_NAMES, "static:999", "static:1_0", "static: 1"),
             "accumulate": NO_NAMES,
             "op": (*NO_NAMES, None),
             "out": (3, "x", [X], np.ones(3000), X[1:], MASKED, MATRIX),
             "rounding": (*NO_NAMES, None),
             "overflow": (*NO_NAMES, None),
             "headroom": (*NO_NAMES, None),
-            "seed": NO_INTEGERS,
+            "seed": (*NO_INTEGERS, 1 << 64),
             "iteration": NO_INTEGERS,
+            "random_bits": (*NO_INTEGERS, -1, 99),
             "segments": NO_SEGMENTS,
             "machine": (3, [], "no such file"),
         },
@@ -95,8 +96,11 @@ CASES = {
         {
             "xs": (3, None, [], [3], [X, X], [X[1:]]),
             "outs": (3, [], [3], [X, X]),
-            "iteration": NO_INTEGERS,
+            "iteration": (*NO_INTEGERS, 1 << 64, -(1 << 63) - 1),
             "segments": NO_SEGMENTS,
+            "every": ("no", None, 1),
+            "error": ("x", 3, ValueError),
+            "shifts": ("a", 3, [0], [[0], [0], [0]], [[0.5], [0]], [["a"], [0]], [[0], [999]]),
         },
     ),
     **options(prepare, {}, {"xs": (3, [], [3]), "outs": (3, [], [3]), "segments": NO_SEGMENTS}),
@@ -111,7 +115,16 @@ CASES = {
         {"arrays": (3, [], [3]), "root_rank": ("a", None, 99, 0.0, [])},
     ),
     **options(part, {}, {"processes": NO_RANKS}),
-    **options(worlds, {}, {"virtual_ranks": (*NO_INTEGERS, 0, 2, 1 << 20), "timeout_s": ("a", 0)}),
+    **options(
+        worlds,
+        {"timeout_s": 20.0},
+        {
+            "virtual_ranks": (*NO_INTEGERS, 0, 2, 1 << 20),
+            "timeout_s": ("a", 0, True, None),
+            "share_memory": ("no", None, 1),
+            "gpu_direct": ("no", None, 1),
+        },
+    ),
     **options(World.split, {"group": 0}, {"group": (*NO_INTEGERS, -1)}),
     **options(World.gather, {"value": 1}, {"value": (lambda: 1, (i for i in []))}),
     **options(
@@ -159,14 +172,49 @@ def test_an_error_that_all_ranks_have_names_none(world):
         assert str(caught.value) == said
 
 
+@pytest.fixture(scope="module", params=[True, False], ids=["memory", "messages"])
+def own(world, request):
+    """Worlds whose ranks share memory, and do not."""
+    own = World(timeout_s=600, share_memory=request.param)
+    yield own
+    own.free()
+
+
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("iteration", NO_INTEGERS)
-def test_an_iteration_that_does_not_count_is_looked_at(world, iteration):
-    with Allreduce("raw").prepare(world, [X]) as prepared:
-        with pytest.raises(TypeError, match=r"Prepared\.run: iteration=.*: must be an integer"):
-            prepared.run(iteration=iteration)
+@pytest.mark.parametrize("scaling, algorithm", [("tile", "ring"), ("aps", "tree"), ("none", "rhd")])
+def test_an_iteration_that_does_not_count_is_looked_at(own, iteration, scaling, algorithm):
+    """The sum is done all the same, so that nothing is left; behind it all raise the error."""
+    with Allreduce("e4m3", algorithm, scaling).prepare(own, [X]) as prepared:
+        for wrong in [own.rank == own.size - 1, True]:
+            with pytest.raises(TypeError) as caught:
+                prepared.run(iteration=iteration if wrong else 0)
+            told = own.gather(str(caught.value), "told")
+            assert len(set(told)) == 1
+            said = rf"rank \d+ \| Prepared\.run: iteration={iteration!r}: must be an integer"
+            assert re.fullmatch(said.replace("[]", r"\[\]"), told[0])
+            assert own.postponed is None
         for good in (-1, np.int8(3), 1 << 200):
-            assert (prepared.run(iteration=good).arrays[0] == world.ranks).all()
+            assert (prepared.run(iteration=good).arrays[0] == own.ranks).all()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_nan_comes_before_an_iteration_that_does_not_count(own):
+    """All ranks raise the same; no error of this call is raised by the next one."""
+    bad = np.full(3000, np.nan, np.float32)
+    with Allreduce("e4m3").prepare(own, [bad]) as prepared:
+        with pytest.raises(NonFiniteGradient):
+            prepared.run(iteration=0 if own.rank else "a")
+        bad[:] = 1
+        assert (prepared.run().arrays[0] == own.ranks).all()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_what_all_have_freed_all_refuse(own):
+    prepared = Allreduce("raw").prepare(own, [X])
+    prepared.free()
+    with pytest.raises(RuntimeError, match=r"^rank 0 \| Prepared\.run: is freed$"):
+        prepared.run()
 
 
 @pytest.mark.mpi(min_size=2)

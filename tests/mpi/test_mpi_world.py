@@ -103,8 +103,8 @@ def test_a_communicator_has_one_world():
 
     x = np.ones(5, np.float32)
     assert (allreduce(MPI.COMM_WORLD, x) == MPI.COMM_WORLD.size).all()
-    assert as_world(MPI.COMM_WORLD) is as_world(MPI.COMM_WORLD)
-    assert as_world(MPI.COMM_WORLD) is not as_world(MPI.COMM_SELF)
+    assert as_world(MPI.COMM_WORLD, "f") is as_world(MPI.COMM_WORLD, "g")
+    assert as_world(MPI.COMM_WORLD, "f") is not as_world(MPI.COMM_SELF, "f")
     assert (allreduce(MPI.COMM_SELF, x, "e4m3") == 1).all()
 
 
@@ -127,7 +127,7 @@ def test_other_things_are_no_communicators():
         with pytest.raises(TypeError, match="intra-communicator"):
             World(wrong)
     with pytest.raises(TypeError, match="int"):
-        as_world(3)
+        as_world(3, "f")
     with pytest.raises(ValueError, match="virtual_ranks=0"):
         World(virtual_ranks=0)
     with pytest.raises(ValueError, match="timeout_s=0"):
