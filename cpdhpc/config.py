@@ -193,8 +193,17 @@ def read_toml(path: Path) -> Raw:
         return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: is not TOML: {error}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: is not TOML: {error}{_line(path, str(error))}") from None
+
+
+def _line(path: Path, said: str) -> str:
+    """Return the line of a file that an error names by its number: a key that is there twice."""
+    found = re.search(r"at line (\d+)", said)
+    lines = path.read_text(encoding="utf-8-sig").splitlines()
+    return f": {lines[int(found[1]) - 1].strip()}" if found and int(found[1]) <= len(lines) else ""
 
 
 def override(

@@ -96,7 +96,7 @@ class Recordings(dict[tuple[Method, int], Entry]):
             known = self.known.get(key)
         except TypeError:  # a choice that cannot be hashed: what is wrong with it is said later
             return None
-        if known is None or world.board.has_failed or world.account is not None:
+        if known is None or world.board is None or world.board.has_failed or world.account:
             return None
         if known.recording.freed or world.nodes is not known.entry.nodes:
             return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,8 +30,9 @@ def redistribute(world: Any, x: Array, layout_from: Layout, layout_to: Layout) -
     ranks = as_world(world, "redistribute")
 
     def digest() -> str:
-        check_layout("redistribute: layout_from", layout_from)
+        check_layout("redistribute: layout_from", layout_from, ranks.size)
         check_layout("redistribute: layout_to", layout_to)
+        _check_part("redistribute: x", x, layout_from, ranks.rank)
         if layout_from.shape != layout_to.shape or layout_to.ranks != ranks.size:
             raise ValueError(
                 f"redistribute: layout_to is of {layout_to.shape} over {layout_to.ranks} ranks: "
@@ -49,11 +50,28 @@ def redistribute(world: Any, x: Array, layout_from: Layout, layout_to: Layout) -
 
 def _root(what: str, root: int | None, world: Ranks) -> int | None:
     """Return root. Raises TypeError or ValueError unless it is None or a rank."""
-    if root is not None and not isinstance(root, int):
+    if root is not None and (not isinstance(root, int) or isinstance(root, bool)):
         raise TypeError(f"{what}: root={root!r}: must be a rank or None")
     if root is not None and not 0 <= root < world.size:
         raise ValueError(f"{what}: root={root}: ranks are 0..{world.size - 1}")
     return root
+
+
+def _check_part(what: str, x: Array, layout: Layout, rank: int) -> None:
+    """Raise TypeError or ValueError unless x is an array on the box of a rank."""
+    array_backend(what, x)
+    owned = layout.owner(rank).shape
+    if tuple(x.shape[: len(owned)]) != owned:
+        raise ValueError(
+            f"{what} has shape {tuple(x.shape)}: must begin with {owned}, the shape of rank "
+            f"{rank}'s box"
+        )
+
+
+def _check_alike(what: str, values: Sequence[object]) -> None:
+    """Raise ValueError unless values, by rank, are the same."""
+    if any(value != values[0] for value in values):
+        raise ValueError(f"{what} differs between ranks: {list(values)}")
 
 
 @dataclass(frozen=True)
@@ -78,18 +96,8 @@ class DistArray:
             raise self.world.refuse(error)[0] from None
 
     def _check(self) -> None:
-        check_layout("DistArray: layout", self.layout)
-        array_backend("DistArray: local", self.local)
-        if self.layout.ranks != self.world.size:
-            raise ValueError(
-                f"DistArray: layout has {self.layout.ranks} boxes for {self.world.size} ranks"
-            )
-        owned = self.layout.owner(self.world.rank).shape
-        if tuple(self.local.shape[: len(owned)]) != owned:
-            raise ValueError(
-                f"DistArray: local has shape {tuple(self.local.shape)}: must begin with {owned}, "
-                f"the shape of rank {self.world.rank}'s box"
-            )
+        check_layout("DistArray: layout", self.layout, self.world.size)
+        _check_part("DistArray: local", self.local, self.layout, self.world.rank)
 
     @classmethod
     def from_global(cls, world: Any, layout: Layout, array: Array, root: int | None = None) -> Self:
@@ -101,8 +109,8 @@ class DistArray:
         """
         ranks = as_world(world, "DistArray.from_global")
 
-        def alike() -> int | None:
-            check_layout("DistArray: layout", layout)
+        def alike() -> tuple[int | None, str]:
+            check_layout("DistArray: layout", layout, ranks.size)
             backend = array_backend("DistArray: array", array)
             if root is not None:  # it travels
                 backend.check("DistArray: array", array)
@@ -112,11 +120,11 @@ class DistArray:
                     f"DistArray: array has shape {tuple(array.shape)}: must begin with "
                     f"{layout.shape}"
                 )
-            return _root("DistArray", root, ranks)
+            return _root("DistArray", root, ranks), layout.digest[:12]
 
-        roots = ranks.gather_from(alike, "DistArray")
-        if roots != roots[:1] * ranks.size:
-            raise ValueError(f"DistArray: root differs between ranks: {roots}")
+        roots, layouts = zip(*ranks.gather_from(alike, "DistArray"), strict=True)
+        _check_alike("DistArray: root", roots)
+        _check_alike("DistArray: layout", layouts)
         if root is None:
             ndim = len(layout.shape)
             place = layout.owner(ranks.rank).slices((0,) * ndim)
@@ -132,7 +140,9 @@ class DistArray:
 
         Raises TypeError or ValueError alike on all ranks where there is no rank root.
         """
-        self.world.gather_from(lambda: _root("DistArray.gather", root, self.world), "gather")
+        what = "DistArray.gather"
+        roots = self.world.gather_from(lambda: _root(what, root, self.world), "gather")
+        _check_alike(f"{what}: root", roots)
         here = root is None or root == self.world.rank
         none = (0,) * len(self.layout.shape)
         window = self.layout.domain if here else Box(none, none)

@@ -182,10 +182,12 @@ class Layout:
         return sha256(repr((self.shape, self.owners)).encode()).hexdigest()
 
 
-def check_layout(what: str, layout: object) -> None:
-    """Raise TypeError, naming what, where layout is none."""
+def check_layout(what: str, layout: object, ranks: int | None = None) -> None:
+    """Raise TypeError, naming what, where layout is none, ValueError where it is of other ranks."""
     if not isinstance(layout, Layout):
         raise TypeError(f"{what} is {type(layout).__name__}: must be a Layout")
+    if ranks is not None and layout.ranks != ranks:
+        raise ValueError(f"{what} has {layout.ranks} boxes for {ranks} ranks")
 
 
 def _clipped(box: Box, shape: Sequence[int]) -> Box:

@@ -468,9 +468,7 @@ def _checked(
     """Return window, modes and wire of this rank, checked."""
     if world.virtual_ranks != 1:
         raise ValueError("WindowPlan: world has virtual ranks: needs one rank a process")
-    check_layout("WindowPlan: layout", layout)
-    if layout.ranks != world.size:
-        raise ValueError(f"WindowPlan: layout has {layout.ranks} boxes for {world.size} ranks")
+    check_layout("WindowPlan: layout", layout, world.size)
     box = as_box("WindowPlan: window", window, len(layout.shape))
     modes = parse_boundary(boundary, len(layout.shape))
     return box, modes, packed_wire(wire)

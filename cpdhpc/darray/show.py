@@ -192,6 +192,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.png is not None:
         _check_png(arguments.png, windows)
     print(described)
+    print("interior: cells of the window, halo too, that wait for no message of another rank")
     print(f"rank {rank}: owns {windows.layout.owner(rank)}, window {windows.boxes[rank]}")
     if arguments.png is not None:
         draw(arguments.png, windows, rank)

@@ -21,7 +21,7 @@ from ..compress.bucket import Bucket, Entry, State, redistributed
 from ..compress.flexpoint import NEVER
 from ..config import validate
 from ..formats import FloatFormat, TableFormat
-from ..methods import suggest
+from ..methods import check_bool, check_whole, suggest
 from ..ops import on_gpu, to_host
 from ..ops.tensors import (
     CPU,
@@ -46,14 +46,12 @@ Stated = dict[str, Any]  # what state_dict returns
 STATED = {"iteration", "epoch", "rank", "ranks", "aggregator", "layers", "state"}
 
 
-def check_options(name: str, seed: object, overlap: object) -> None:
-    """Raise TypeError or ValueError unless these are a whole number of 63 bits and a bool."""
-    if isinstance(seed, bool) or not isinstance(seed, int | np.integer):
-        raise TypeError(f"{name}: seed={seed!r}: must be a whole number")
-    if not 0 <= seed < 1 << 63:
-        raise ValueError(f"{name}: seed={seed}: must be 0 or more and below 2**63")
-    if not isinstance(overlap, bool):
-        raise TypeError(f"{name}: overlap={overlap!r}: must be True or False")
+def check_options(name: str, model: object, seed: object, overlap: object) -> None:
+    """Raise TypeError or ValueError unless these are a module, an integer of 63 bits and a bool."""
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"{name}: model is {type(model).__name__}: must be a torch.nn.Module")
+    check_whole(f"{name}: seed", seed, 0)
+    check_bool(f"{name}: overlap", overlap)
 
 
 class Averaging:
@@ -75,6 +73,7 @@ class Averaging:
     def __init__(self, world: Any, seed: int) -> None:
         self.world: Ranks = as_world(world, self._name)
         self.seed, self.iteration, self.epoch, self._loss_scale = seed, 0, 0.0, 1.0
+        self._scale_error: Exception | None = None  # told by the next step, to all ranks
         self.state = State(self.world.hosted, self.world.ranks)
 
     @property
@@ -84,10 +83,15 @@ class Averaging:
 
     @loss_scale.setter
     def loss_scale(self, scale: float) -> None:
-        if scale != self._loss_scale:
+        is_number = isinstance(scale, int | float | np.number) and not isinstance(scale, bool)
+        self._scale_error = None
+        if not (is_number and 0 < scale < np.inf):
+            said = f"{self._name}: loss_scale={scale!r}: must be a number above 0"
+            self._scale_error = ValueError(said)
+        elif scale != self._loss_scale:
             with in_stream(self.device):
                 self.state.scale(scale / self._loss_scale)
-        self._loss_scale = scale
+            self._loss_scale = scale
 
     @property
     def _name(self) -> str:
@@ -194,6 +198,8 @@ def made(who: str, aggregator: str | Aggregator, options: dict[str, Any]) -> Agg
         if options:
             raise TypeError(f"{who}: options={options}: the aggregator has its own")
         return aggregator
+    if not isinstance(aggregator, str):
+        raise TypeError(f"{who}: aggregator={aggregator!r}: must be a name or an Aggregator")
     if aggregator not in COMPRESSORS:
         raise ValueError(f"{who}: aggregator={aggregator!r}: {suggest(aggregator, COMPRESSORS)}")
     named = {

@@ -79,7 +79,7 @@ class DdpHook(Averaging):
         error: Exception | None = None
         settings: dict[str, object] = {}
         try:
-            check_options("ddp_hook", seed, overlap)
+            check_options("ddp_hook", model or torch.nn.Identity(), seed, overlap)
             self.aggregator = made("ddp_hook", aggregator, options)
             if model is not None:
                 self._learn(model)
@@ -174,7 +174,7 @@ class DdpHook(Averaging):
         gradients: Sequence[torch.Tensor],
         buffer: torch.Tensor,
     ) -> None:
-        error: Exception | None = None
+        error = self._scale_error
         alike: dict[str, object] = {"iteration": self.iteration, "bucket": index}
         alike["loss_scale"] = self.loss_scale
         try:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, field_validator
+from pydantic import AfterValidator, ConfigDict, Field, field_validator
 
 from ..config import ConfigError, Section, told
 from .data import Data, Source
@@ -19,7 +20,14 @@ from .models import Model
 if TYPE_CHECKING:
     import torch
 
-Named = Annotated[str, Field(alias="import", pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
+
+def _checked(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", name):
+        raise ValueError('must be "module:function", or "package.module:function"')
+    return name
+
+
+Named = Annotated[str, Field(alias="import"), AfterValidator(_checked)]
 
 
 class Imported(Section):

@@ -434,6 +434,7 @@ def load(path: Path, settings: Iterable[str] = ()) -> list[Job]:
 
 def _load(path: Path, settings: Iterable[str]) -> list[Job]:
     raw = override(read_toml(path), settings, laid_over)
+    is_one = "compare" not in raw
     rows = raw.pop("compare", [{}])
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows) or not rows:
         raise ConfigError(f"{path}: compare: should be one or more [[compare]] tables")
@@ -441,6 +442,9 @@ def _load(path: Path, settings: Iterable[str]) -> list[Job]:
         key = setting.partition("=")[0].strip()
         if all(value_at(row, key.split(".")) is not None for row in rows):
             raise ConfigError(f"--set {setting}: is of no use: each row of compare says its {key}")
+    for index, row in enumerate(rows):
+        if not is_one and "name" not in row:
+            raise ConfigError(f"{path}: compare row {index}: name: is missing")
     jobs = [_row(raw, row, index, path) for index, row in enumerate(rows)]
     names = [job.name for job in jobs]
     for name in names:

@@ -91,9 +91,11 @@ class GradientReducer(Averaging):
         error: Exception | None = None
         settings: dict[str, object] = {}
         try:
-            check_options(self._name, seed, overlap)
+            check_options(self._name, model, seed, overlap)
             self.aggregator = made(self._name, aggregator, options)
             tensors = tensors_of(model)
+            if not any(p.requires_grad for p in model.parameters()):
+                raise ValueError("GradientReducer: model: no parameter requires a gradient")
             self.device = device_of(tensors)
             self._lay_out(bucket_mib)
             self.aggregator.check_layers(self.bucket.names)
@@ -140,8 +142,6 @@ class GradientReducer(Averaging):
     def _lay_out(self, bucket_mib: float) -> None:
         """Lay the parameters that require a gradient into a buffer, and cut it into parts."""
         named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
-        if not named:
-            raise ValueError("GradientReducer: model: no parameter requires a gradient")
         self.parameters = [parameter for _, parameter in named]
         self._known = set(map(id, self.parameters))
         self.bucket = Bucket(
@@ -231,8 +231,7 @@ class GradientReducer(Averaging):
         and of its parameter's dtype, a parameter that requires a gradient and did not at
         construction; RuntimeError for a second backward with overlap. RuntimeError after close.
         """
-        if self._closed:
-            raise RuntimeError("GradientReducer.reduce: the reducer is closed")
+        self._check_open("GradientReducer.reduce")
         try:
             with in_stream(self.device):
                 if self._overlap is not None:
@@ -247,14 +246,18 @@ class GradientReducer(Averaging):
         finally:
             self._begin()
 
+    def _check_open(self, call: str) -> None:
+        """Raise RuntimeError on all ranks where the reducer is closed here."""
+        if self._closed:
+            check_alike(self.world, RuntimeError(f"{call}: the reducer is closed"), {}, [0], call)
+
     def collect(self) -> Sequence[int]:
         """Return, by layer, whether any rank has a gradient, where none is averaged. Collective.
 
         For update rules whose ranks step by themselves: flats hold what was stashed.
         Raises as reduce, on all ranks alike.
         """
-        if self._closed:
-            raise RuntimeError("GradientReducer.collect: the reducer is closed")
+        self._check_open("GradientReducer.collect")
         try:
             used = self._agree()
             with in_stream(self.device):
@@ -286,9 +289,16 @@ class GradientReducer(Averaging):
             self.fail(self._unknown())
         size_bytes = self._buffers.size_bytes(self._live)
         alike: dict[str, object] = {"iteration": self.iteration, "bytes of buffers": size_bytes}
-        alike |= {"loss_scale": self.loss_scale, **self.alike}
+        alike |= {"loss_scale": self.loss_scale, "epoch": self.epoch}
+        given: object = self.alike
+        if isinstance(given, dict):
+            alike |= given
+        else:
+            said = f"GradientReducer.reduce: alike is {type(given).__name__}: must be a dict"
+            self.fail(TypeError(said))
+        error = self._error or self._scale_error
         missing = [not all(self._used)]
-        if not any(check_alike(self.world, self._error, alike, missing, "GradientReducer.reduce")):
+        if not any(check_alike(self.world, error, alike, missing, "GradientReducer.reduce")):
             return self._used
         used: list[int] = self.world.max(np.array(self._used, np.int64), "unused layers").tolist()
         return used
@@ -369,7 +379,11 @@ class GradientReducer(Averaging):
         Collective, one more message a reduce(). An error within is let through at once.
         """
         nested = RuntimeError("GradientReducer.join: is under way already: should not be nested")
-        error = nested if self._joining else None
+        error: Exception | None = nested if self._joining else None
+        does: object = step
+        if not callable(does):
+            said = f"GradientReducer.join: step is {type(does).__name__}: must be a function"
+            error = TypeError(said)
         alike = {"divide_by_initial_world_size": divide_by_initial_world_size}
         check_alike(self.world, error, alike, [0], "GradientReducer.join")
         self._joining, self._initial = True, divide_by_initial_world_size

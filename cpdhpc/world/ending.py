@@ -9,10 +9,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from functools import partial
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
+from ..methods import check_bool, check_whole
 from .ranks import portable
 
 POLLS = 50  # before a wait gives up the core for the first time
@@ -29,12 +31,23 @@ def say(lines: Sequence[str]) -> None:
     sys.stderr.flush()
 
 
-def check_timeout(what: str, timeout_s: object) -> None:
-    """Raise TypeError unless a time-out is a number, ValueError unless it is more than 0."""
-    if not isinstance(timeout_s, int | float | np.number) or isinstance(timeout_s, bool):
-        raise TypeError(f"{what}={timeout_s!r}: must be a number")
-    if not timeout_s > 0:
-        raise ValueError(f"{what}={timeout_s}: must be more than 0")
+def world_error(
+    virtual_ranks: int, most: int, timeout_s: object, gpu_direct: object, share_memory: object
+) -> Exception | None:
+    """Return what is wrong with the arguments of a World; most: virtual ranks that there may be."""
+    try:
+        check_whole("World: virtual_ranks", virtual_ranks, 1)
+        if virtual_ranks > most:
+            raise ValueError(f"World: virtual_ranks={virtual_ranks}: too many for MPI's tags")
+        if not isinstance(timeout_s, int | float | np.number) or isinstance(timeout_s, bool):
+            raise TypeError(f"World: timeout_s={timeout_s!r}: must be a number")
+        if not timeout_s > 0:
+            raise ValueError(f"World: timeout_s={timeout_s}: must be more than 0")
+        check_bool("World: gpu_direct", gpu_direct)
+        check_bool("World: share_memory", share_memory)
+    except (TypeError, ValueError) as error:
+        return error
+    return None
 
 
 class Timeout:
@@ -100,6 +113,13 @@ class Timeout:
         self._end()
 
 
+class Freed:
+    """Stands where a world's communicator was."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise RuntimeError("World: is freed: it cannot be used any more")
+
+
 def abort_job(message: str, status: int = 1) -> NoReturn:
     """Print message to stderr and end the job: all processes of it where MPI is running."""
     print(message, file=sys.stderr, flush=True)
@@ -153,15 +173,43 @@ def finalise_at_exit(mpi: Any, limit_s: float = FINALISE_S) -> None:
 REFUSAL_S = 30.0  # for which a process that refuses a call waits for the others to hear of it
 
 
-def meet(comm: Any, tag: int, mine: Exception | None, wait_s: float) -> tuple[Exception, bool]:
+class Begun(NamedTuple):
+    """The last collective call that a process has begun: its number, MPI's name, bytes given."""
+
+    number: int = 0
+    name: str = ""
+    size_bytes: int = 0
+
+    def next(self, start: Callable[[], Any]) -> Begun:
+        """Return what is begun by start: a method of a communicator, or a partial of one."""
+        given = next(iter(getattr(start, "args", ())), np.empty(0, np.uint8))
+        array = given[0] if isinstance(given, list) else given
+        return Begun(self.number + 1, getattr(start, "func", start).__name__, array.nbytes)
+
+    def again(self, mpi: Any, comm: Any) -> Callable[[], Any]:
+        """Return what begins it here, with values that nobody reads."""
+        values = np.zeros(self.size_bytes // 8, np.int64)
+        found = np.empty(values.size * comm.Get_size(), np.int64)
+        given: dict[str, tuple[Any, ...]] = {
+            "Ibcast": ([np.empty(self.size_bytes, np.uint8), mpi.BYTE], 0),
+            "Iallgather": (values, found),
+            "Iallreduce": (values, found[: values.size], mpi.MAX),
+        }
+        return partial(getattr(comm, self.name), *given.get(self.name, ()))
+
+
+def meet(
+    comm: Any, tag: int, mine: Exception | None, begun: Sequence[Begun], wait_s: float
+) -> tuple[Exception, bool, Sequence[Begun]]:
     """Exchange errors with all processes; return the first one, and whether all have one.
 
     mine: the error of this process, None where it only waited; tag: of these messages alone
+    begun: the last calls here; those of the process that is furthest are returned, too
     Collective. Raises TimeoutError, which names them, where some do not come in wait_s.
     """
     rank, size = comm.Get_rank(), comm.Get_size()
     others = [process for process in range(size) if process != rank]
-    data = portable(mine)
+    data = portable(mine), begun
     sends = [comm.isend(data, process, tag) for process in others]
     found, missing = {rank: data}, others
     end_s = time.monotonic() + wait_s
@@ -172,5 +220,7 @@ def meet(comm: Any, tag: int, mine: Exception | None, wait_s: float) -> tuple[Ex
         if time.monotonic() > end_s:
             who = ", ".join(map(str, missing)) or "unknown"
             raise TimeoutError(f"rank {who} did not hear of it in {wait_s:.0f} s")
-    errors = [pickle.loads(each) for _, each in sorted(found.items()) if each is not None]
-    return errors[0], len(errors) == size
+    told = [found[process] for process in range(size)]
+    errors = [pickle.loads(each) for each, _ in told if each is not None]
+    furthest = max((each for _, each in told), key=lambda calls: calls[-1])
+    return errors[0], len(errors) == size, furthest

@@ -5,10 +5,12 @@ The only file that imports mpi4py, and only when it is used.
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -17,8 +19,9 @@ from typing import Any, NoReturn
 import numpy as np
 
 from ..config import UserError
-from ..methods import check_bool, check_whole
-from .ending import REFUSAL_S, EndsJob, Timeout, check_timeout, finalise_at_exit, meet, say
+from ..methods import check_whole
+from . import ending
+from .ending import REFUSAL_S, Begun, EndsJob, Freed, Timeout, finalise_at_exit, meet, say
 from .files import check_box, write_box
 from .node_memory import Shared, share
 from .ranks import (
@@ -72,6 +75,7 @@ def library_version() -> str:
 # Open MPI 5 under srun: a process still in MPI_Init dies of a message from one that has left it
 # (open-mpi/ompi issue 12495). The first message waits for those that are a little later.
 SETTLE_S = 0.2
+MOST_AHEAD = 999  # collective calls: broadcasts of process 0 that others have not come to
 MESSAGE_BYTES = 1 << 30  # longer ones go in pieces: Open MPI 5 counts with 31 bits
 STREAMS = 64  # that have tags of their own; more than are under way at a time
 
@@ -111,7 +115,9 @@ class World(Ranks):
         here = comm.Split_type(self._mpi.COMM_TYPE_SHARED)
         first = here.allreduce(comm.Get_rank(), self._mpi.MIN)  # process of this node
         here.Free()
-        error = self._error(virtual_ranks, timeout_s, gpu_direct, share_memory)
+        self._most_tag: int = self._mpi.COMM_WORLD.Get_attr(self._mpi.TAG_UB)
+        most = math.isqrt((self._most_tag - 1) // (STREAMS + 1))  # virtual ranks, for MPI's tags
+        error = ending.world_error(virtual_ranks, most, timeout_s, gpu_direct, share_memory)
         firsts, asked, errors = zip(*comm.allgather((first, virtual_ranks, error)), strict=True)
         if any(errors):
             raise named(errors, 1)  # virtual ranks may be what is wrong
@@ -130,22 +136,8 @@ class World(Ranks):
             from .gpu_messages import use_own_gpu
 
             use_own_gpu(self)
-        self._share = share_memory
+        self._share, self._begun = share_memory, deque([Begun()], maxlen=MOST_AHEAD)
         self._shared: tuple[Shared | None, str] | None = None
-
-    def _error(self, virtual_ranks: int, timeout_s: float, *flags: bool) -> Exception | None:
-        """Return what is wrong with the arguments of a world, if anything is."""
-        self._most_tag: int = self._mpi.COMM_WORLD.Get_attr(self._mpi.TAG_UB)
-        try:
-            check_whole("World: virtual_ranks", virtual_ranks, 1)
-            if (STREAMS + 1) * virtual_ranks**2 >= self._most_tag:
-                raise ValueError(f"World: virtual_ranks={virtual_ranks}: too many for MPI's tags")
-            check_timeout("World: timeout_s", timeout_s)
-            for name, flag in zip(("gpu_direct", "share_memory"), flags, strict=True):
-                check_bool(f"World: {name}", flag)
-        except (TypeError, ValueError) as error:
-            return error
-        return None
 
     @property
     def _comm(self) -> Any:
@@ -160,7 +152,7 @@ class World(Ranks):
         if self._shared is not None and self._shared[0] is not None:
             self._shared[0].free()
         self._comm.Free()
-        self._duplicate, self._shared, self.board = _Freed(), None, None
+        self._duplicate, self._shared, self.board = Freed(), None, None
 
     def shared(self) -> Shared | None:
         """Return the memory that the processes of a node share, if they do. Collective."""
@@ -337,15 +329,23 @@ class World(Ranks):
         """Start a collective operation of MPI and wait for it."""
         name = "rank" if self.virtual_ranks == 1 else "process"
         try:
+            self._begun.append(self._begun[-1].next(start))
+            request = start()
             self._timeout.wait(
-                start().Test,
+                request.Test,
                 lambda waited_s, absent: [
                     f"{name} {self.process} | {what}: waited {waited_s:.1f} s for {name} "
                     + (", ".join(map(str, absent)) or "unknown (all wait, in different calls)")
                 ],
                 pause_s,
             )
-        except self._mpi.Exception as error:
+        except Exception as error:
+            if error is self.refusal:  # all are in the call by now
+                said = str(error)
+                self._timeout.wait(request.Test, lambda waited_s, absent: [said])
+                raise
+            if not isinstance(error, self._mpi.Exception):
+                raise
             failure = self.failure(error, what)
             if failure is not None or self.processes == 1:
                 raise failure or error from None
@@ -378,18 +378,24 @@ class World(Ranks):
         if told is not None:
             told.behind = behind  # type: ignore[attr-defined]  # and goes where it goes
         try:
-            found = meet(self._duplicate, self._most_tag, told, min(self.timeout_s, REFUSAL_S))
+            known = told, tuple(self._begun), min(self.timeout_s, REFUSAL_S)
+            error, by_all, begun = meet(self._duplicate, self._most_tag, *known)
         except TimeoutError as late:  # abort says which rank this is
             self.abort(f"{mine or 'another rank refused a call'}: {late}")
-        self.postponed = found[0] if getattr(found[0], "behind", False) else self.postponed
-        return found
+        if getattr(error, "behind", False):
+            self.postponed = error
+        else:
+            self.board, here = None, self._begun[-1].number  # some may wait there, too
+            for call in (each for each in begun if each.number > here):  # that others are in
+                self._complete(call.again(self._mpi, self._duplicate), "refused call")
+        return error, by_all
 
     def failure(self, error: Exception, what: str) -> RankFailure | None:
         """Return the failure behind an error of MPI, or None if it is of another kind.
 
         The communicator is revoked, so that all others leave their waits with a failure too.
         """
-        if isinstance(self._duplicate, _Freed):  # no message can have been sent
+        if isinstance(self._duplicate, Freed):  # no message can have been sent
             raise error
         mpi = self._mpi
         classes = (mpi.ERR_PROC_FAILED, mpi.ERR_PROC_FAILED_PENDING, mpi.ERR_REVOKED)
@@ -456,13 +462,6 @@ class World(Ranks):
         sys.stdout.flush()
         self._duplicate.Abort(1)
         raise SystemExit(1)  # in case MPI_Abort returns
-
-
-class _Freed:
-    """Stands where a world's communicator was."""
-
-    def __getattr__(self, name: str) -> NoReturn:
-        raise RuntimeError("World: is freed: it cannot be used any more")
 
 
 _keyval: list[int] = []  # of the attribute that holds a communicator's world

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from cpdhpc.collectives.allreduce import allreduce
 from cpdhpc.config import UserError
 from cpdhpc.darray import Box, DistArray, Layout, WindowPlan, autograd, redistribute
 from cpdhpc.world.mpi import World
@@ -166,6 +167,40 @@ def test_a_plan_that_was_broken_is_refused_on_all(world: World, tmp_path: Path) 
             setting.plan.exchange(setting.bad(np.ones(9), setting.x))
     with pytest.raises(RuntimeError, match="plan 'all' is freed"):
         setting.plan.exchange(setting.x)
+
+
+def broadcasts(world: World) -> None:
+    """Process 0 is through with them before the others begin, and waits behind them."""
+    for n in (1, 7, 1000):
+        world.broadcast(np.full(n, 3.0))
+    world.barrier()
+
+
+ELSEWHERE: dict[str, Callable[[World], Any]] = {
+    "barrier": World.barrier,
+    "gather": lambda world: world.gather(world.rank),
+    "max": lambda world: world.max(np.arange(5)),
+    "broadcasts": broadcasts,
+    "agreement": lambda world: allreduce(world, np.ones(5, np.float32)),
+}
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_a_refusal_that_is_heard_in_another_call_leaves_the_world_usable(name: str) -> None:
+    """The call in which the others wait comes to its end on all ranks, and none is left over."""
+    world, x = World(timeout_s=600), np.ones(5, np.float32)
+    layout = Layout.grid((8,), (world.size,))
+    for _ in range(4):
+        with pytest.raises(TypeError, match="DistArray: local is int"):
+            if world.rank == world.size - 1:
+                DistArray(world, layout, 3)
+            else:
+                ELSEWHERE[name](world)
+        assert world.gather(world.rank) == list(range(world.size))
+        assert world.max(np.array([world.rank]))[0] == world.size - 1
+        assert (allreduce(world, x) == world.size).all()
+    world.free()
 
 
 def test_ranks_without_cells_may_give_out(world: World) -> None:
