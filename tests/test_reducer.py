@@ -289,7 +289,7 @@ def test_what_waits_is_not_lost_in_a_step_without_the_layer(name: str) -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"seed": None}, "seed=None: must be a whole number"),
+        ({"seed": None}, "seed=None: must be an integer"),
         ({"seed": 1.5}, "seed=1.5"),
         ({"seed": -1}, "seed=-1: must be 0 or more"),
         ({"overlap": "x"}, "overlap='x': must be True or False"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from os import PathLike
 from pathlib import Path
 from typing import Any, Self
 
@@ -29,21 +30,20 @@ def redistribute(world: Any, x: Array, layout_from: Layout, layout_to: Layout) -
     """
     ranks = as_world(world, "redistribute")
 
-    def digest() -> str:
+    def described() -> tuple[str, str]:
         check_layout("redistribute: layout_from", layout_from, ranks.size)
         check_layout("redistribute: layout_to", layout_to)
-        _check_part("redistribute: x", x, layout_from, ranks.rank)
+        kind = _check_part("redistribute: x", x, layout_from, ranks.rank)
         if layout_from.shape != layout_to.shape or layout_to.ranks != ranks.size:
             raise ValueError(
                 f"redistribute: layout_to is of {layout_to.shape} over {layout_to.ranks} ranks: "
                 f"must be of {layout_from.shape} over {ranks.size}"
             )
-        return layout_to.digest
+        return layout_to.digest[:12], kind
 
-    digests = ranks.gather_from(digest, "redistribute")
-    other = next((rank for rank, each in enumerate(digests) if each != digests[0]), None)
-    if other is not None:
-        raise ValueError(f"redistribute: layout_to of rank {other} is not that of rank 0")
+    digests, kinds = zip(*ranks.gather_from(described, "redistribute"), strict=True)
+    _check_alike("redistribute: layout_to", digests)
+    _check_alike("redistribute: x", kinds)
     with WindowPlan(ranks, layout_from, layout_to.owner(ranks.rank), name="redistribute") as plan:
         return plan.exchange(x)
 
@@ -57,15 +57,26 @@ def _root(what: str, root: int | None, world: Ranks) -> int | None:
     return root
 
 
-def _check_part(what: str, x: Array, layout: Layout, rank: int) -> None:
-    """Raise TypeError or ValueError unless x is an array on the box of a rank."""
-    array_backend(what, x)
+def _check_part(what: str, x: Array, layout: Layout, rank: int) -> str:
+    """Return dtype and further axes of x, an array on the box of a rank.
+
+    Raises TypeError or ValueError where it is none.
+    """
+    dtype = array_backend(what, x).dtype(x)
     owned = layout.owner(rank).shape
     if tuple(x.shape[: len(owned)]) != owned:
         raise ValueError(
             f"{what} has shape {tuple(x.shape)}: must begin with {owned}, the shape of rank "
             f"{rank}'s box"
         )
+    return f"{dtype}, further axes {tuple(x.shape[len(owned) :])}"
+
+
+def _path(what: str, path: object) -> Path:
+    """Return a path. Raises TypeError for anything else."""
+    if not isinstance(path, str | PathLike):
+        raise TypeError(f"{what}: path={path!r}: must be a path")
+    return Path(path)
 
 
 def _check_alike(what: str, values: Sequence[object]) -> None:
@@ -140,9 +151,15 @@ class DistArray:
 
         Raises TypeError or ValueError alike on all ranks where there is no rank root.
         """
-        what = "DistArray.gather"
-        roots = self.world.gather_from(lambda: _root(what, root, self.world), "gather")
+        world, what = self.world, "DistArray.gather"
+
+        def described() -> tuple[int | None, str]:
+            kind = _check_part(f"{what}: local", self.local, self.layout, world.rank)
+            return _root(what, root, world), kind
+
+        roots, kinds = zip(*world.gather_from(described, "gather"), strict=True)
         _check_alike(f"{what}: root", roots)
+        _check_alike(f"{what}: local", kinds)
         here = root is None or root == self.world.rank
         none = (0,) * len(self.layout.shape)
         window = self.layout.domain if here else Box(none, none)
@@ -176,7 +193,7 @@ class DistArray:
         """Write the array as one dataset of an HDF5 file; see files.save. Collective."""
 
         def checked() -> tuple[Path, Array]:
-            place = Path(path)
+            place = _path("DistArray.save", path)
             return place, array_backend("DistArray.save: local", self.local).host(self.local)
 
         wrong = TypeError, ValueError, RuntimeError
@@ -311,7 +328,7 @@ def load(world: Ranks, path: Path | str, layout: Layout, name: str = "data") -> 
 
     Raises UserError alike on all ranks where file or dataset is missing, damaged or does not fit.
     """
-    place = world.gather_from(lambda: Path(path), "load")[world.rank]
+    place = world.gather_from(lambda: _path("load", path), "load")[world.rank]
     files.check(world, place)
     return read_all(world, place, {name: layout})[name]
 

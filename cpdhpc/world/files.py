@@ -80,8 +80,8 @@ def check(world: Ranks, path: Path) -> str:
             return ""
         digests = _digests(world, path, "check")
         return world.on_first(compare, "check")
-    except FileNotFoundError:
-        raise store.StoreError(f"{path}: there is no such file") from None
+    except FileNotFoundError as error:
+        raise store.StoreError(f"{error.filename or path}: there is no such file") from None
     except OSError as error:
         raise store.StoreError(f"{path}: cannot be read: {error.strerror or error}") from None
 

@@ -111,6 +111,7 @@ def disagreements(world: World) -> dict[str, Any]:
     other = Layout.grid((6, 4), (1, n))
     smaller = Layout.grid((5, 4), (n, 1))
     box = layout.owner(world.rank)
+    local = np.zeros(box.shape)
 
     def plan(layout: Any = layout, window: Any = box, *arguments: Any, **options: Any) -> Any:
         return lambda: WindowPlan(world, layout, window, *arguments, name="disputed", **options)
@@ -149,7 +150,33 @@ def disagreements(world: World) -> dict[str, Any]:
         ),
         "target": (
             lambda: redistribute(world, np.zeros(box.shape), layout, other if last else layout),
-            f"redistribute: layout_to of rank {n - 1} is not that of rank 0",
+            "redistribute: layout_to differs between ranks: ",
+        ),
+        "dtype": (
+            lambda: redistribute(world, local.astype("f4" if last else "f8"), layout, layout),
+            r"redistribute: x differs between ranks: .*'float64, further axes \(\)'.*'float32",
+        ),
+        "no array": (
+            lambda: redistribute(world, 3 if last else local, layout, layout),
+            rf"rank {n - 1} \| redistribute: x is int: known are arrays",
+        ),
+        "further axes": (
+            lambda: DistArray(world, layout, local[..., None] if last else local).gather(),
+            r"DistArray\.gather: local differs between ranks: ",
+        ),
+        "one root": (
+            lambda: DistArray(world, layout, local).gather(0 if last else None),
+            r"DistArray\.gather: root differs between ranks: \[None",
+        ),
+        "boxes": (
+            lambda: DistArray.from_global(
+                world, Layout.grid((6, 4), (n + 1, 1)) if last else layout, np.zeros((6, 4))
+            ),
+            rf"rank {n - 1} \| DistArray: layout has {n + 1} boxes for {n} ranks",
+        ),
+        "saved": (
+            lambda: DistArray(world, layout, local).save(3 if last else "none/x.h5"),
+            rf"rank {n - 1} \| DistArray\.save: path=3: must be a path",
         ),
     }
 

@@ -191,6 +191,10 @@ DIFFERENCES: dict[str, tuple[Any, dict[str, Any], str]] = {
     "buffers": (lambda: linear(4, 3, 4), {"buffers": "mean"}, "buffers='mean'"),
     "wire": (lambda: linear(4, 3, 4), {"wire": "e5m2"}, "wire='e5m2'"),
     "unknown": (lambda: linear(4, 3, 4), {"wire": "e9m1"}, "exp is 1..8"),
+    "module": (lambda: 3, {}, "TypeError: rank .* model is int: must be a torch.nn.Module"),
+    "no parameters": (nn.ReLU, {}, "ValueError: rank .* model: no parameter requires a gradient"),
+    "name": (lambda: linear(4, 3, 4), {"aggregator": None}, "aggregator=None: must be a name or"),
+    "list": (lambda: linear(4, 3, 4), {"aggregator": []}, r"aggregator=\[\]: must be a name or"),
     "option": (lambda: linear(4, 3, 4), {"wyre": 1}, "unknown key wyre: did you mean wire"),
 }
 
@@ -204,6 +208,46 @@ def test_models_and_options_that_differ_are_told_on_all_ranks(world: World, name
     how = {"aggregator": "lowbit", **(options if last else {})}
     error = said(lambda: GradientReducer(model() if last else linear(4, 3, 4), world, **how))
     together(world, re.search(says, error) is not None, len(set(world.gather(error))) == 1)
+
+
+ATTRIBUTES: dict[str, tuple[str, Any, Any, str]] = {  # attribute, wrong and right value
+    "word": ("loss_scale", "a", 1.0, "ValueError: rank .*loss_scale='a': must be a number above 0"),
+    "zero": ("loss_scale", 0, 1.0, "ValueError: rank .*loss_scale=0: must be a number above 0"),
+    "none": ("loss_scale", None, 1.0, "ValueError: rank .*loss_scale=None: must be a number"),
+    "alike": ("alike", None, {}, "TypeError: rank .*alike is NoneType: must be a dict"),
+    "epoch": ("epoch", "a", 0.0, "ValueError: .*arguments differ: epoch=0.0 .* epoch='a'"),
+}
+
+
+@pytest.mark.parametrize("name", ATTRIBUTES)
+def test_what_one_rank_sets_wrong_is_told_by_the_next_step(world: World, name: str) -> None:
+    """On all ranks, with gradients untouched; set right again the steps go on."""
+    if world.processes == 1:
+        pytest.skip("needs a second rank")
+    attribute, wrong, right, says = ATTRIBUTES[name]
+    model = linear(4, 3)
+    reducer = GradientReducer(model, world, "topk", density=0.5)
+    for value in (right, wrong, right):
+        model.zero_grad()
+        model(torch.ones(2, 4)).sum().backward()
+        setattr(reducer, attribute, value if world.process == world.processes - 1 else right)
+        error = said(reducer.reduce)
+        told = re.search(says, error) is not None if value is wrong else error == ""
+        together(world, told, alike(world, error))
+
+
+def test_a_reducer_that_one_rank_has_closed_is_told_on_all(world: World) -> None:
+    if world.processes == 1:
+        pytest.skip("needs a second rank")
+    last, reducer = world.process == world.processes - 1, GradientReducer(linear(4, 3), world)
+    step: Any = 3 if last else reducer.reduce
+    error = said(reducer.join(step).__enter__)
+    told = "TypeError: rank" in error and "GradientReducer.join: step is int" in error
+    together(world, told, alike(world, error))
+    if last:
+        reducer.close()
+    error = said(reducer.reduce)
+    together(world, "reduce: the reducer is closed" in error, alike(world, error))
 
 
 @pytest.mark.parametrize("overlap", [False, True])
