@@ -93,6 +93,15 @@ def test_the_weak_rule_gives_each_rank_its_share(tmp_path: Path) -> None:
     assert found == [(1, 1024), (1, 1024), (2, 2048), (2, 2048)]
 
 
+def test_what_is_wrong_in_a_job_names_its_file(tmp_path: Path) -> None:
+    (tmp_path / "other.toml").write_text("model = { name = 'mlp', hiden = 3 }\n")
+    path = tmp_path / "t.toml"
+    path.write_text("kind = 'train'\ntrain.job = 'other.toml'\nsweep.'train.batch' = [8]\n")
+    says = r"nothing to measure: other\.toml: job: unknown key model\.hiden: did you mean hidden"
+    with pytest.raises(ConfigError, match=says):
+        expand(load_study(path))
+
+
 def test_factors_of_a_job_are_its_keys(tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_text(
         "[train]\nbatch = 8\nseeds = [4, 5]\n[model]\nname = 'mlp'\n[[compare]]\nname = 'a'\n"

@@ -250,7 +250,8 @@ def expand(study: Study) -> Expansion:
             impossible[case.id] = (case, reason)
     if not cases:
         _, why = next(iter(impossible.values()))
-        raise ConfigError(f"study {study.name}: nothing to measure: {why}")
+        file = f"{study.train.job}: " if study.train is not None and study.train.job else ""
+        raise ConfigError(f"study {study.name}: nothing to measure: {file}{why}")
     return Expansion(list(cases.values()), list(impossible.values()))
 
 
