@@ -186,7 +186,8 @@ while True:
             break
         total = allreduce(world, x, wire, algorithm)
     except RankFailure as failure:
-        assert "died" in str(failure) and "allreduce" in str(failure)
+        assert "process 2 died" in str(failure) and "allreduce" in str(failure)
+        assert failure.processes == (2,)  # on those too that heard of it from others
         assert (x == kept).all()
         world = world.shrink()
         step, lost = -int(world.max(np.array([-step]))[0]), lost + 1

@@ -434,7 +434,7 @@ def allreduce(
     headroom: what aps leaves room for in the sum of p ranks: "n" p times the largest value,
         "sqrt" sqrt(p) times, "none"; with accumulate "float32" contributions need none, and with
         "exact" nothing does
-    seed, iteration: integers, of the random bits of rounding "stochastic"
+    seed, iteration: integers of 64 bits, of the random bits of rounding "stochastic"
     segments: the named parts of x, in order, starting on tiles: aps scales each by itself
     machine: for "auto": a Machine, the TOML file of bench fit, or None for DEFAULT of machine.py,
         round figures that were measured nowhere

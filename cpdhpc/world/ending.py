@@ -143,6 +143,23 @@ class EndsJob:
         abort_job(f"{self._who}ends the job: {kind.__name__}: {error}")
 
 
+DEAD_S = 1.0  # for the name of a process that died, where another one told of it first
+
+
+def dead_of(mpi: Any, comm: Any) -> list[int]:
+    """Return the processes of a communicator that are dead, after a failure; [] if none is known.
+
+    Who left its wait as another revoked the communicator hears of the death a little later, and
+    only while MPI is called.
+    """
+    end_s = time.monotonic() + DEAD_S
+    while not comm.Get_failed().Get_size() and time.monotonic() < end_s:
+        mpi.COMM_SELF.Iprobe()
+        time.sleep(PAUSE_S)
+    dead = comm.Get_failed()
+    return list(dead.Translate_ranks(list(range(dead.Get_size())), comm.Get_group()))
+
+
 FINALISE_S = 10.0  # for MPI_Finalize after a death, which Open MPI 5 now and then does not end
 
 

@@ -21,7 +21,7 @@ import numpy as np
 from ..config import UserError
 from ..methods import check_whole
 from . import ending
-from .ending import REFUSAL_S, Begun, EndsJob, Freed, Timeout, finalise_at_exit, meet, say
+from .ending import REFUSAL_S, Begun, EndsJob, Freed, Timeout, dead_of, meet, say
 from .files import check_box, write_box
 from .node_memory import Shared, share
 from .ranks import (
@@ -403,11 +403,9 @@ class World(Ranks):
             return None
         if error.Get_error_class() not in classes and not self._damaged():
             return None
-        dead, everyone = self._comm.Get_failed(), self._comm.Get_group()
-        processes = dead.Translate_ranks(list(range(dead.Get_size())), everyone)
         if not self._comm.Is_revoked():
             self._comm.Revoke()
-        return RankFailure(processes, what)
+        return RankFailure(dead_of(mpi, self._comm), what)
 
     def _damaged(self) -> bool:
         """Whether processes are known to have died, whatever error Open MPI gives."""
@@ -427,7 +425,7 @@ class World(Ranks):
         if not self._comm.Is_revoked():
             self._comm.Revoke()
         alive = self._comm.Shrink()
-        finalise_at_exit(self._mpi)
+        ending.finalise_at_exit(self._mpi)
         world = self._like(alive)
         alive.Free()
         return world
