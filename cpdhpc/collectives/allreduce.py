@@ -114,9 +114,9 @@ class Prepared:
 
         iteration: as in allreduce, where rounding is "stochastic"; else its value does not count
         The result lies in the same array every time.
-        Raises, on all ranks alike, NonFiniteGradient as allreduce, TypeError for an iteration that
-        is none, which may be known behind the sum only; RankFailure. After free RuntimeError on
-        all ranks, or the end of the job where only some have freed it.
+        Raises on all ranks alike NonFiniteGradient as allreduce, TypeError for a wrong iteration,
+        maybe behind the sum; RankFailure. After free RuntimeError, or the end of the job if others
+        have not freed it.
         """
         world = self._world
         if self._freed:
@@ -141,10 +141,11 @@ class Prepared:
                 if self._copies:
                     np.copyto(self._outs[0].reshape(-1), self._recording.out)
                 reduced = self._reduced
-        finally:
-            refusal, world.postponed = world.postponed, None
-        if refusal is not None:
-            raise refusal
+        except Exception:  # of all ranks, and in place of what one has refused
+            world.postponed = None
+            raise
+        if world.postponed is not None:
+            raise world.take_postponed()
         return reduced
 
     def _ask(self, iteration: int) -> Shifts | None:

@@ -265,6 +265,12 @@ class Ranks(ABC):
         self.postponed = error if behind else self.postponed
         return error, True
 
+    def take_postponed(self) -> Exception:
+        """Return what was postponed, which then is no more."""
+        found, self.postponed = self.postponed, None
+        assert found is not None, "the caller has seen it"
+        return found
+
     def __deepcopy__(self, memo: object) -> Self:
         """Return the same world: copies of what communicates share the communicator."""
         return self
