@@ -200,10 +200,11 @@ def read_toml(path: Path) -> Raw:
 
 
 def _line(path: Path, said: str) -> str:
-    """Return the line of a file that an error names by its number: a key that is there twice."""
+    """Return the line of a file that an error names by its number, as of a key that is twice."""
     found = re.search(r"at line (\d+)", said)
     lines = path.read_text(encoding="utf-8-sig").splitlines()
-    return f": {lines[int(found[1]) - 1].strip()}" if found and int(found[1]) <= len(lines) else ""
+    number = int(found[1]) if found else len(lines)
+    return f": {lines[number - 1].strip()}" if 0 < number <= len(lines) else ""
 
 
 def override(
