@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from .formats import Cast, Format, Overflow, Rounding, packed_bytes, parse_format
+from .methods import check_integer, said_by
 from .ops import backend_of, misread
-from .randomness import random_key
+from .randomness import check_key, random_key
 
 CODE_DTYPES = ("uint8", "uint16", "uint32")
 
@@ -125,7 +126,11 @@ def _cast(
 ) -> Cast:
     """The checked Cast; a shift is exact only within the limits of the format."""
     known = parse_format(fmt)
-    cast = Cast(known, rounding, overflow, random_bits)
+    try:
+        cast = Cast(known, rounding, overflow, random_bits)
+    except (TypeError, ValueError) as error:
+        raise said_by(function, error) from None
+    check_integer(f"{function}: shift", shift)
     low, high = cast.fmt.shift_min, cast.fmt.shift_max
     if not low <= shift <= high:
         raise ValueError(
@@ -137,6 +142,7 @@ def _cast(
 def _encode(function: str, x: Any, cast: Cast, shift: int, seed: int) -> Any:
     """Encode a flat array, unless it holds what the format would turn into another number."""
     fmt = cast.fmt
+    check_key(f"{function}: seed", seed)
     if not fmt.has_nan and bool((x != x).any()):
         raise ValueError(f"{function}: x holds NaN, and {fmt.name} has no code for it")
     if not fmt.carries_nonfinite and bool((abs(x) == np.inf).any()):

@@ -62,10 +62,10 @@ HALO_MPI_TYPES = ("subarray", "subarray, persistent", "alltoallw")  # MPI's ways
 HALO_PACKED = "packed"
 
 
-def suggest(word: str, known: Iterable[str]) -> str:
+def suggest(word: object, known: Iterable[str]) -> str:
     """Return what to say of an unknown name: the known ones near it, else all of them."""
     names = sorted(known)
-    close = difflib.get_close_matches(word, names)
+    close = difflib.get_close_matches(str(word), names)
     return f"did you mean {' or '.join(close)}?" if close else f"known are {', '.join(names)}"
 
 

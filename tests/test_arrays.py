@@ -117,6 +117,24 @@ def test_torch_tensors_that_need_gradients() -> None:
 
 
 @pytest.mark.parametrize("function", [cpdhpc.quantize, cpdhpc.encode])
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"rounding": "u"}, "rounding='u': did you mean up?"),
+        ({"overflow": 3}, "overflow=3: known are inf, saturate"),
+        ({"random_bits": "a"}, "random_bits='a': must be an integer"),
+        ({"shift": "a"}, "shift='a': must be an integer"),
+        ({"seed": 1.5}, "seed=1.5: must be an integer"),
+        ({"seed": 1 << 64}, "seed=18446744073709551616: must be below 18446744073709551616"),
+    ],
+)
+def test_wrong_arguments_name_the_function(function: Any, wrong: dict[str, Any], says: str) -> None:
+    with pytest.raises((TypeError, ValueError)) as caught:
+        function(values(5), "e4m3", **wrong)
+    assert str(caught.value) == f"{function.__name__}: {says}"
+
+
+@pytest.mark.parametrize("function", [cpdhpc.quantize, cpdhpc.encode])
 def test_what_a_format_cannot_hold_is_an_error(kind: Kind, function: Any) -> None:
     for name, special in (
         ("e2m1fn", np.nan),
