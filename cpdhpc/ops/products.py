@@ -53,7 +53,9 @@ class Products:
                 f"Products: order={self.order!r}: {suggest(self.order, get_args(Order))}"
             )
         check_integer("Products: chunk", self.chunk)
-        check_integer("Products: kahan", self.kahan)
+        kahan: object = self.kahan
+        if not isinstance(kahan, bool):
+            check_integer("Products: kahan", kahan)
         if self.chunk < 0:
             raise ValueError(f"Products: chunk={self.chunk}: should be 0 or more")
         if self.order == "pairwise" and (self.chunk or self.kahan):
