@@ -256,7 +256,7 @@ def test_a_study_sweeps_their_arguments(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (["model.import=x"], "model.import='x': should match pattern"),
+        (["model.import=x"], "model.import='x': must be \"module:function\""),
         (["model.name=mlp", "model.import=a:b"], "model: has name and import: give one"),
         (["model.import=nowhere_at_all:Net"], "ModuleNotFoundError: No module named 'nowhere_at"),
         (["model.import={m}:nothing"], 'model.import="{m}:nothing": module {m} has no function'),
