@@ -19,9 +19,24 @@ from cpdhpc import _cpu
 from cpdhpc.report.figures import draw
 
 
+def pytest_configure() -> None:
+    """What is loaded and collected stays: the garbage collector need not look at it."""
+    gc.disable()
+
+
 def pytest_collection_finish() -> None:
-    """Torch and all tests stay: the garbage collector need not look at them again and again."""
+    """From here on it looks at what tests make, once that is much."""
     gc.freeze()
+    gc.set_threshold(50_000)
+    gc.enable()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def unsynced() -> Iterator[None]:
+    """Files of tests need not outlive a power cut; thousands would wait for the disk."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        yield
 
 
 def _cupy() -> ModuleType:
@@ -75,10 +90,11 @@ def fake_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
 
 @pytest.fixture
 def without_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Figures of reports are put together but not painted: that takes most of their time."""
-    monkeypatch.setattr(
-        "cpdhpc.commands.report.image", lambda chart, kind: repr(draw(chart)).encode()
-    )
+    """Figures are put together but not painted: that takes most of their time."""
+    for place in ("commands.report", "bench.accuracy", "bench.compress", "bench.throughput"):
+        monkeypatch.setattr(
+            f"cpdhpc.{place}.image", lambda chart, kind: f"{kind}: {draw(chart)!r}".encode()
+        )
 
 
 @pytest.fixture(params=_cpu.clones())

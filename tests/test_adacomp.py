@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from every import every
 
 from cpdhpc.compress import AdaComp, Context, State
 from cpdhpc.compress.bucket import Bucket
@@ -47,7 +48,7 @@ def gradient(kind: str, n: int, rng: np.random.Generator) -> Array:
     return x * np.float32(1e-40 if kind == "subnormal" else 1)
 
 
-@pytest.mark.parametrize("bin_values", [1, 50, 63, 64, 500, (1 << 14) - 1])
+@every("bin_values", [1, 50, 63, 64, 500, (1 << 14) - 1])
 def test_sends_what_the_paper_says_in_so_many_bytes(bin_values: int) -> None:
     """The last bins are short, and one layer is shorter than a bin."""
     sizes = 601, 30

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from every import every
 from test_checkpoint import Stop
 from training import run_job, small_data, small_job
 
@@ -140,7 +141,7 @@ def test_accuracy_of_copies_is_that_of_the_trained_model(tmp_path: Path) -> None
     assert store.read(training.files.record)[0]["epochs"]["test_accuracy_fgsm"][-1] == right
 
 
-@pytest.mark.parametrize(
+@every(
     "changes, ranks, words",
     [
         ({"adversarial": {"alternate": "ranks"}}, 3, '="ranks": 3 ranks: must be even'),

@@ -6,6 +6,7 @@ from itertools import cycle, product
 import numpy as np
 import pytest
 from allreduce_oracle import expected, shift_by_fractions
+from every import every
 
 from cpdhpc.collectives import rank_program
 from cpdhpc.collectives.allreduce import Allreduce, allreduce, simulate
@@ -59,7 +60,7 @@ def test_every_size_and_number_of_ranks(ranks):
         assert_same_bits(got, expected(xs, wire, algorithm, scaling, accumulate))
 
 
-@pytest.mark.parametrize(
+@every(
     "scaling, rounding, overflow",
     [
         ("static:-2", "zero", "inf"),
@@ -67,7 +68,7 @@ def test_every_size_and_number_of_ranks(ranks):
         ("tile", "stochastic", "saturate"),
     ],
 )
-@pytest.mark.parametrize("algorithm, accumulate", WAYS)
+@every("algorithm, accumulate", WAYS)
 def test_rounding_and_random_streams(algorithm, accumulate, scaling, rounding, overflow):
     xs = gradients(5, 2500)
     options = {"rounding": rounding, "overflow": overflow, "seed": 7, "iteration": 3}
@@ -79,8 +80,8 @@ def test_rounding_and_random_streams(algorithm, accumulate, scaling, rounding, o
         assert (other != got).any()
 
 
-@pytest.mark.parametrize("nodes", NODES, ids=str)
-@pytest.mark.parametrize("accumulate", SCHEDULES["hier"].accumulates)
+@every("nodes", NODES)
+@every("accumulate", SCHEDULES["hier"].accumulates)
 def test_nodes(accumulate, nodes):
     turn = product(["nearest", "stochastic"], SCALINGS, WIRES)
     parts = 2 * len(NODES)  # of all combinations
@@ -93,7 +94,7 @@ def test_nodes(accumulate, nodes):
         assert_same_bits(got, expected(xs, wire, "hier", scaling, accumulate, **options))
 
 
-@pytest.mark.parametrize("wire, scaling", [("raw", "none"), ("e4m3", "aps"), ("e3m0", "tile")])
+@every("wire, scaling", [("raw", "none"), ("e4m3", "aps"), ("e3m0", "tile")])
 def test_hier_is_direct_in_one_node_and_ring_with_nodes_of_one_rank(wire, scaling):
     xs = gradients(5, 7000)
     options = {"rounding": "stochastic", "seed": 3}
@@ -104,7 +105,7 @@ def test_hier_is_direct_in_one_node_and_ring_with_nodes_of_one_rank(wire, scalin
     assert_same_bits(between, simulate(xs, wire, "ring", scaling, **options))
 
 
-@pytest.mark.parametrize("algorithm, accumulate", WAYS)
+@every("algorithm, accumulate", WAYS)
 def test_pieces(algorithm, accumulate, monkeypatch):
     """More pieces than are under way at a time; each is cut into chunks by itself."""
     monkeypatch.setattr(rank_program, "PIECE_VALUES", (1024, 1024))
@@ -117,7 +118,7 @@ def test_pieces(algorithm, accumulate, monkeypatch):
         assert_same_bits(got, expected(xs, wire, algorithm, "tile", accumulate, **options))
 
 
-@pytest.mark.parametrize("algorithm", SCHEDULES)
+@every("algorithm", SCHEDULES)
 def test_default_accumulation(algorithm):
     xs = gradients(4, 1500)
     default = {"direct": "float32", "hier": "float32"}.get(algorithm, "requantise")
@@ -126,7 +127,7 @@ def test_default_accumulation(algorithm):
     )
 
 
-@pytest.mark.parametrize("algorithm", SCHEDULES)
+@every("algorithm", SCHEDULES)
 def test_raw_takes_float32_and_requantise_for_the_same(algorithm):
     xs = gradients(5, 2000)
     a, b = (simulate(xs, algorithm=algorithm, accumulate=a) for a in ("float32", "requantise"))
@@ -134,8 +135,8 @@ def test_raw_takes_float32_and_requantise_for_the_same(algorithm):
     assert_same_bits(a, simulate(xs, algorithm=algorithm, scaling="none"))
 
 
-@pytest.mark.parametrize("wire, top", [("raw", 1 << 19), ("fp16", 200), ("e4m3", 1)])
-@pytest.mark.parametrize("algorithm, accumulate", WAYS)
+@every("wire, top", [("raw", 1 << 19), ("fp16", 200), ("e4m3", 1)])
+@every("algorithm, accumulate", WAYS)
 def test_integers_are_summed_exactly(algorithm, accumulate, wire, top):
     """All partial sums of 9 values are integers that the wire holds: no order can matter.
 
@@ -149,8 +150,8 @@ def test_integers_are_summed_exactly(algorithm, accumulate, wire, top):
         np.testing.assert_array_equal(got, xs.astype(np.int64).sum(0), scaling)
 
 
-@pytest.mark.parametrize("wire", ["raw", "e4m3"])
-@pytest.mark.parametrize("algorithm, accumulate", WAYS)
+@every("wire", ["raw", "e4m3"])
+@every("algorithm, accumulate", WAYS)
 def test_all_ranks_end_with_the_same_bits(algorithm, accumulate, wire):
     xs = gradients(7, 5000)
     method = Allreduce(wire, algorithm, "tile", accumulate, rounding="stochastic")
@@ -162,8 +163,8 @@ def test_all_ranks_end_with_the_same_bits(algorithm, accumulate, wire):
     assert_same_bits(alone, reduced.arrays[0])
 
 
-@pytest.mark.parametrize("headroom", ["n", "sqrt", "none"])
-@pytest.mark.parametrize("algorithm, accumulate", WAYS)
+@every("headroom", ["n", "sqrt", "none"])
+@every("algorithm, accumulate", WAYS)
 def test_aps_by_segments(algorithm, accumulate, headroom):
     segments = [
         Segment("a", 0, 700), Segment("empty", 1024, 1024), Segment("b", 1024, 3500),
@@ -188,8 +189,8 @@ def test_aps_by_segments(algorithm, accumulate, headroom):
     assert reduced.sent_shifts == tuple(shift_by_fractions(each, fmt, 5, sent) for each in amax)
 
 
-@pytest.mark.parametrize("headroom", ["n", "sqrt", "none"])
-@pytest.mark.parametrize("ranks", [1, 3, 8])
+@every("headroom", ["n", "sqrt", "none"])
+@every("ranks", [1, 3, 8])
 def test_aps_shift_is_exact_next_to_powers_of_two(ranks, headroom):
     powers = np.exp2([-149, -127, -126, -17, 0, 1, 127]).astype(np.float32)
     values = [*powers, *np.nextafter(powers, np.float32(0)), *(powers + np.spacing(powers))]
@@ -200,8 +201,8 @@ def test_aps_shift_is_exact_next_to_powers_of_two(ranks, headroom):
             assert k == shift_by_fractions(value, fmt, ranks, headroom), (value, fmt.name)
 
 
-@pytest.mark.parametrize("k", [-15, 20])
-@pytest.mark.parametrize("algorithm, accumulate", WAYS)
+@every("k", [-15, 20])
+@every("algorithm, accumulate", WAYS)
 def test_aps_commutes_with_powers_of_two(algorithm, accumulate, k):
     xs = gradients(5, 3000)
     scale = np.float32(2.0**k)
@@ -213,8 +214,8 @@ def test_aps_commutes_with_powers_of_two(algorithm, accumulate, k):
     assert plain.any()
 
 
-@pytest.mark.parametrize("wire", ["raw", "e4m3"])
-@pytest.mark.parametrize("algorithm", SCHEDULES)
+@every("wire", ["raw", "e4m3"])
+@every("algorithm", SCHEDULES)
 def test_out_and_in_place(algorithm, wire):
     xs = gradients(3, 2500)
     kept = [x.copy() for x in xs]
@@ -231,9 +232,9 @@ def test_out_and_in_place(algorithm, wire):
     assert_same_bits(both[1000:3500], fresh)
 
 
-@pytest.mark.parametrize("scaling", ["none", "tile"])
-@pytest.mark.parametrize("wire", ["raw", "e4m3"])
-@pytest.mark.parametrize("algorithm, accumulate", WAYS)
+@every("scaling", ["none", "tile"])
+@every("wire", ["raw", "e4m3"])
+@every("algorithm, accumulate", WAYS)
 def test_every_rank_in_place(algorithm, accumulate, wire, scaling):
     for ranks in (1, 4):
         xs = gradients(ranks, 2500)

@@ -6,6 +6,7 @@ from itertools import product
 
 import numpy as np
 import pytest
+from every import every
 
 from cpdhpc import ops
 from cpdhpc.collectives.allreduce import Allreduce, allreduce, simulate
@@ -37,8 +38,8 @@ def assert_refused(xs, wire, algorithm, scaling, overflow="saturate", world=None
     return caught.value
 
 
-@pytest.mark.parametrize("wire", ["e4m3", "e5m2", "e3m0", "e4m3fn", "e2m1fn", "bf16"])
-@pytest.mark.parametrize("algorithm", SCHEDULES)
+@every("wire", ["e4m3", "e5m2", "e3m0", "e4m3fn", "e2m1fn", "bf16"])
+@every("algorithm", SCHEDULES)
 def test_a_packed_wire_names_tensor_and_rank(algorithm, wire):
     for scaling, value in product(SCALINGS, (np.nan, -np.inf)):
         xs = ones()
@@ -51,7 +52,7 @@ def test_a_packed_wire_names_tensor_and_rank(algorithm, wire):
             assert world.messages_sent.sum() == 0, scaling  # seen before data moves
 
 
-@pytest.mark.parametrize("scaling", SCALINGS)
+@every("scaling", SCALINGS)
 def test_infinities_that_cancel_are_seen(scaling):
     xs = ones()
     xs[0][0], xs[2][0], xs[2][2100] = np.inf, -np.inf, np.nan
@@ -61,7 +62,7 @@ def test_infinities_that_cancel_are_seen(scaling):
             assert error.segments == ("a", "b") and error.ranks == (0, 2)
 
 
-@pytest.mark.parametrize("algorithm", SCHEDULES)
+@every("algorithm", SCHEDULES)
 def test_a_sum_that_overflows_has_no_rank(algorithm):
     xs = ones()
     for x in xs:
@@ -72,7 +73,7 @@ def test_a_sum_that_overflows_has_no_rank(algorithm):
         assert "sum" in str(error)
 
 
-@pytest.mark.parametrize("algorithm", SCHEDULES)
+@every("algorithm", SCHEDULES)
 def test_raw_follows_ieee(algorithm):
     xs = ones()
     xs[1][5], xs[0][6], xs[0][7], xs[2][7] = np.nan, np.inf, np.inf, -np.inf
@@ -86,7 +87,7 @@ def test_the_error_can_be_pickled_and_shortens_long_lists():
     assert "and 92 more" in str(error)
 
 
-@pytest.mark.parametrize(
+@every(
     "bad, kind, words",
     [
         (np.ones(9), TypeError, "float64"),
@@ -107,7 +108,7 @@ def test_bad_arrays(bad, kind, words):
     assert "allreduce" in str(caught.value) and world.messages_sent.sum() == 0
 
 
-@pytest.mark.parametrize(
+@every(
     "options, words",
     [
         ({"wire": "e9m9"}, "exp=9"),
@@ -154,7 +155,7 @@ def test_bad_arguments(options, words):
         simulate(ones(), **options)
 
 
-@pytest.mark.parametrize(
+@every(
     "segments, words",
     [
         ([Segment("a", 0, 100), Segment("b", 100, 3000)], "'b' is 100..3000.*1024"),

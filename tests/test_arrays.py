@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import oracles
 import pytest
+from every import every
 
 import cpdhpc
 from cpdhpc.formats import Cast, FloatFormat, parse_format
@@ -161,7 +162,7 @@ def test_nonfinite_values_that_a_format_holds(kind: Kind) -> None:
     assert np.isinf(kind.back(cpdhpc.quantize(x[:2], "e3m0"))).all()
 
 
-@pytest.mark.parametrize(
+@every(
     ("given", "came"),
     [
         ([1.0], "list"),

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from every import every
 from training import model_bytes, run_job, small_job
 
 from cpdhpc.config import ConfigError
@@ -35,11 +36,11 @@ def expected(image: np.ndarray, augment: Augment, draw: list[int]) -> np.ndarray
     return changed
 
 
-@pytest.mark.parametrize(
+@every(
     "augment",
     [Augment(crop=2), Augment(flip=True), Augment(cutout=3), Augment(crop=1, flip=True, cutout=2)],
 )
-@pytest.mark.parametrize("channels", [0, 2])
+@every("channels", [0, 2])
 def test_images_change_as_drawn(augment: Augment, channels: int) -> None:
     rng = np.random.default_rng(0)
     images = 1 + rng.random((40, *[channels] * bool(channels), 5, 4), np.float32)

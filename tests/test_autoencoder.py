@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from autoencoders import GEOMETRY
+from every import every
 from training import ROOT, write_idx
 
 from cpdhpc import store
@@ -181,7 +182,7 @@ def test_images_come_from_arrays_and_folders(tmp_path: Path) -> None:
     assert of_array.batch(1, 0, 0).max() <= 1
 
 
-@pytest.mark.parametrize(
+@every(
     ("change", "message"),
     [
         ({"name": "array", "path": "missing.npy"}, "missing.npy: cannot be read"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from every import every
 
 from cpdhpc.bench.allreduce import run
 from cpdhpc.bench.harness import parse_counts, parse_sizes
@@ -13,7 +14,7 @@ from cpdhpc.config import UserError
 from cpdhpc.world.ranks import Loopback
 
 
-@pytest.mark.parametrize(
+@every(
     "text, sizes",
     [
         ("8", [8]),
@@ -33,7 +34,7 @@ def test_counts() -> None:
             parse_counts("--threads", wrong)
 
 
-@pytest.mark.parametrize(
+@every(
     "command, words",
     [
         ("batchnorm --channels 0", "--channels 0: must be 1 or more"),
@@ -71,7 +72,7 @@ def test_ranges(command: str, words: str) -> None:
     assert words in str(caught.value)
 
 
-@pytest.mark.parametrize(
+@every(
     "arguments, words",
     [
         (["--sizes", "6"], "--sizes 6: must be a positive multiple of 4"),

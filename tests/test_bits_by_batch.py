@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from every import every
 from training import ROOT
 
 from cpdhpc.config import ConfigError
@@ -37,7 +38,7 @@ def by_batch(batch: int) -> dict[str, int]:
     return {"train_epochs": batch // 32}
 
 
-@pytest.mark.parametrize(
+@every(
     ("differences", "bits", "wire"),
     [
         ({"e2m0": -0.1, "e3m0": 0.2, "e4m3": 0.0}, 3, "e2m0"),

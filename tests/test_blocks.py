@@ -12,6 +12,7 @@ import numpy as np
 import oracles
 import pytest
 from allreduce_oracle import expected
+from every import every
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_allreduce import WAYS, assert_same_bits, gradients
@@ -77,8 +78,8 @@ def spread_out(n: int, seed: int) -> Array:
     return x.astype(np.float32)
 
 
-@pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("wire", MICROSCALING)
+@every("rows", ROWS)
+@every("wire", MICROSCALING)
 def test_elements_and_scales_are_those_of_ml_dtypes(ops: Any, wire: str, rows: int) -> None:
     """The block's scale is the E8M0 number 254 - shift, its elements those of ml_dtypes.
 
@@ -123,7 +124,7 @@ def oracle_bytes(name: str, x: Array, rows: int) -> bytes:
     return bytes(packed + stored)
 
 
-@pytest.mark.parametrize("rows, name", [(32, "e2m1fn"), (16, "e3m0")])
+@every("rows, name", [(32, "e2m1fn"), (16, "e3m0")])
 def test_golden_bytes(ops: Any, rows: int, name: str) -> None:
     """The words, then 32 or 64 shifts a tile, block by block."""
     golden = bytes.fromhex((GOLDEN / f"block{rows}-{name}.hex").read_text())
@@ -153,7 +154,7 @@ def everything(ops: Any, x: Array, y: Array, cast: Cast, rows: int) -> list[Arra
     return [words, shifts, given, counts, gone, chosen, counted, *floats, np.array([lost, found])]
 
 
-@pytest.mark.parametrize("rows", ROWS)
+@every("rows", ROWS)
 def test_all_clones_give_the_bits_of_the_reference(clone: str, rows: int) -> None:
     turn = cycle(product(("e2m1fn", "e4m3fn", "e3m0", "e5m2", "bf16"), ("nearest", "stochastic")))
     for n in (0, 1, 33, 1024, 1025, 2500):
@@ -212,7 +213,7 @@ def test_what_a_block_rounds_to_stays_and_is_near(
     assert (~inside | (wrong <= largest * 2.0**-fmt.man + tiny)).all()
 
 
-@pytest.mark.parametrize("n", [0, 1, 1024, 1025])
+@every("n", [0, 1, 1024, 1025])
 def test_payloads_count_their_bytes(n: int) -> None:
     whole = -(-n // 1024)
     for shared, each in ((1024, 1), (32, 32), (16, 64)):
@@ -220,8 +221,8 @@ def test_payloads_count_their_bytes(n: int) -> None:
         assert wire.size_bytes(n) == whole * (512 + each)
 
 
-@pytest.mark.parametrize("scaling", ["block32", "block16"])
-@pytest.mark.parametrize("algorithm, accumulate", WAYS)
+@every("scaling", ["block32", "block16"])
+@every("algorithm, accumulate", WAYS)
 def test_all_reduces_equal_the_oracle(algorithm: str, accumulate: str, scaling: str) -> None:
     wires = cycle(["e2m1fn", "e4m3fn", "e3m0"])
     for ranks, n in ((3, 2100), (2, 40), (5, 5000)):
@@ -232,7 +233,7 @@ def test_all_reduces_equal_the_oracle(algorithm: str, accumulate: str, scaling: 
             assert_same_bits(got, expected(xs, wire, algorithm, scaling, accumulate, **options))
 
 
-@pytest.mark.parametrize("wire", MICROSCALING)
+@every("wire", MICROSCALING)
 def test_wires_of_mx_are_formats_with_blocks_of_32(wire: str) -> None:
     xs, name = gradients(3, 2500), MICROSCALING[wire].name
     assert_same_bits(simulate(xs, wire), simulate(xs, name, scaling="block32"))
@@ -321,7 +322,7 @@ def test_sums_that_grow_do_not_saturate() -> None:
         np.testing.assert_array_equal(simulate([x] * 64, "mxfp4", algorithm), 64 * x)
 
 
-@pytest.mark.parametrize(
+@every(
     "choices, said",
     [
         ({"wire": "mxfp4", "scaling": "tile"}, "scaled by block32.*e2m1fn"),

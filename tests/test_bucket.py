@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from every import every
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -46,7 +47,7 @@ def test_a_bucket_goes_through_an_allreduce():
         np.testing.assert_array_equal(view, 2 * array)
 
 
-@pytest.mark.parametrize(
+@every(
     "arguments, words",
     [
         ((("a",), ()), "1 names for 0 shapes"),

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from every import every
 from rank_threads import all_reduces, run_threads
 
 from cpdhpc import _cpu
@@ -73,7 +74,7 @@ def sanitised(name, directory, text=None):
     return done.returncode, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("past_caches", [False, True])
+@every("past_caches", [False, True])
 def test_copies_of_any_size_from_anywhere_to_anywhere(clone, past_caches):
     """No byte beside them is written."""
     copy = _cpu.copy_past_caches if past_caches else _cpu.copy

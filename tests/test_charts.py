@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from every import every
 from synthetic_study import write_study
 
 from cpdhpc.report import units as text
@@ -149,7 +150,7 @@ def test_a_shared_axis_holds_the_values_of_all_panels() -> None:
         assert low == 0 and high >= 3
 
 
-@pytest.mark.parametrize("ends", [(80, 176), (80, 320), (0.3, 40), (7, 9e4)])
+@every("ends", [(80, 176), (80, 320), (0.3, 40), (7, 9e4)])
 def test_a_logarithmic_axis_has_two_marks_or_more(ends: tuple[float, float]) -> None:
     panel = Panel("", Axis("x", "log"), Axis("y"), [Series("", BOUND, ends, [1, 2])])
     axes = draw(Chart("a", "a", [], "", [panel])).axes[0]

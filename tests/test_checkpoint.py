@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from every import every
 from training import ROWS, model_bytes, run_job, small_data, small_job, write_idx
 
 from cpdhpc import store
@@ -109,7 +110,7 @@ def test_settings_that_change_no_bit_may_differ(tmp_path: Path) -> None:
     assert training.ended
 
 
-@pytest.mark.parametrize("content", [b"", b"no HDF5", b"\x89HDF\r\n\x1a\n truncated"])
+@every("content", [b"", b"no HDF5", b"\x89HDF\r\n\x1a\n truncated"])
 def test_damaged_checkpoints_are_refused(tmp_path: Path, content: bytes) -> None:
     files = Files.of(tmp_path, small_job())
     files.checkpoint.write_bytes(content)
@@ -121,7 +122,7 @@ def test_damaged_checkpoints_are_refused(tmp_path: Path, content: bytes) -> None
         training.resume()
 
 
-@pytest.mark.parametrize("number", STOPPING)
+@every("number", STOPPING)
 def test_signals_are_noted_and_handlers_put_back(number: signal.Signals) -> None:
     before = signal.getsignal(number)
     with catching() as caught:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from every import every
 from training import environment, mpirun, write_idx, write_job
 
 from cpdhpc import store
@@ -31,7 +32,7 @@ sys.exit(main(["info"]))
 """
 
 
-@pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS)])
+@every("command", [[], *([name] for name in COMMANDS)])
 def test_help_tells_what_there_is(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main([*command, "--help"])
@@ -57,7 +58,7 @@ METAVARS = (  # of what may come from the command line
 )
 
 
-@pytest.mark.parametrize("command", list(commands()), ids=" ".join)
+@every("command", list(commands()))
 def test_options_say_what_they_take_and_their_defaults(command: list[str]) -> None:
     """No option's value is called as the option, and each default is in the text, once."""
     here = parser(command)
@@ -129,9 +130,7 @@ def test_help_and_report_need_neither_torch_nor_mpi(tmp_path: Path) -> None:
     assert done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    "command", ["train x.toml", "bench allreduce", "bench latency", "bench fit --out m"]
-)
+@every("command", ["train x.toml", "bench allreduce", "bench latency", "bench fit --out m"])
 def test_the_timeout_is_that_of_the_world(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
+from every import every
 from test_integers import N, format_of, shifts_of, values
 
 from cpdhpc.formats import TRIT_BYTES, Cast, packed_bytes, sum_bits, tiles
 from cpdhpc.ops import cpu, reference
 
 
-@pytest.mark.parametrize("name", ["int7", "e4m3"])
+@every("name", ["int7", "e4m3"])
 def test_clones_give_the_same_bits(clone: str, name: str) -> None:
     fmt, x = format_of(name), values(N, 5)
     cast, bits, shifts = Cast(fmt, "stochastic"), sum_bits(format_of(name), 2), shifts_of(0, N)

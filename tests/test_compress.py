@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from every import every
 from pydantic import TypeAdapter, ValidationError
 
 from cpdhpc.collectives.checks import NonFiniteGradient
@@ -116,8 +117,8 @@ def test_the_configuration_is_frozen_and_reads_back(name: str) -> None:
         aggregator.algorithm = "tree"  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("scaling", ["none", "static:6", "aps", "tile"])
-@pytest.mark.parametrize("wire", ["e4m3", "e3m0", "e2m1fn"])
+@every("scaling", ["none", "static:6", "aps", "tile"])
+@every("wire", ["e4m3", "e3m0", "e2m1fn"])
 def test_events_are_those_of_the_first_encoding(wire: str, scaling: str) -> None:
     """Counted against the specification, value by value, with the shifts that were in use."""
     aggregator = LowBit(wire=wire, scaling=scaling, headroom="none")

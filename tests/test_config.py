@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from every import every
 
 from cpdhpc.collectives.method import DEFAULT
 from cpdhpc.config import (
@@ -51,7 +52,7 @@ def test_a_mark_of_byte_order_is_no_error(tmp_path: Path) -> None:
     assert read_toml(path) == {"x": 3}
 
 
-@pytest.mark.parametrize(
+@every(
     ("text", "says"),
     [
         ("[train]\nepoch = 3", "unknown key train.epoch: did you mean epochs?"),
@@ -193,9 +194,7 @@ ROWS = {  # table of the file -> what is laid over it, and what is left of the f
 }
 
 
-@pytest.mark.parametrize(
-    ("table", "change", "left"), [(t, c, left) for t, rows in ROWS.items() for c, left in rows]
-)
+@every(("table", "change", "left"), [(t, c, left) for t, rows in ROWS.items() for c, left in rows])
 def test_another_row_of_a_table_leaves_the_keys_of_the_former(
     tmp_path: Path, table: str, change: str, left: Any
 ) -> None:
@@ -221,7 +220,7 @@ def test_a_key_of_neither_row_is_still_an_error(tmp_path: Path) -> None:
         load(write(tmp_path, text))
 
 
-@pytest.mark.parametrize(
+@every(
     ("settings", "says"),
     [
         (["train.epocs=3"], "--set train.epocs=3: unknown key train.epocs: did you mean epochs?"),
@@ -255,7 +254,7 @@ def test_overrides_are_toml_and_bare_words_are_strings() -> None:
     }
 
 
-@pytest.mark.parametrize("setting", ["a", "=3", "a..b=3", "a.b=[1", "x.y=3"])
+@every("setting", ["a", "=3", "a..b=3", "a.b=[1", "x.y=3"])
 def test_overrides_of_another_form_are_refused(setting: str) -> None:
     with pytest.raises(ConfigError, match="--set"):
         override({"x": 1}, [setting])

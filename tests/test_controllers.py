@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from every import every
 from training import run_job, small_data, small_job
 
 from cpdhpc import store
@@ -197,7 +198,7 @@ def test_a_run_with_a_growing_batch_sees_each_sample_once(tmp_path: Path) -> Non
     assert training.iteration == len(samples) < 34
 
 
-@pytest.mark.parametrize("least", [0.3, 0.5, 0.8])
+@every("least", [0.3, 0.5, 0.8])
 def test_autowu_finds_the_least_value_of_a_noisy_v(least: float) -> None:
     """Within 5 % of the horizon."""
     x = np.linspace(0, 1, 600)
@@ -206,7 +207,7 @@ def test_autowu_finds_the_least_value_of_a_noisy_v(least: float) -> None:
     assert risen and abs(places.mean() - least) < 0.05
 
 
-@pytest.mark.parametrize("noise", [1e-6, 1e-2, 10.0])
+@every("noise", [1e-6, 1e-2, 10.0])
 def test_the_process_is_that_of_dense_matrices(noise: float) -> None:
     """The equations as they stand, of 120 points; 1e-6 leaves 1e-10 of them by its condition."""
     rng, grid = np.random.default_rng(0), np.linspace(0, 1, 40)
@@ -268,7 +269,7 @@ def test_autowu_falls_from_the_highest_rate_where_the_loss_never_rises() -> None
     assert rates[99] < 0.25 and rates[100] == 0.25 and rates[199] < 1e-4
 
 
-@pytest.mark.parametrize(
+@every(
     ("tables", "message"),
     [
         ({"controller": {"name": "autowu", "min_rate": 1.0}}, "should be below max_rate=1"),

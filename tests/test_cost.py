@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from every import every
 
 from cpdhpc.bench.harness import line, nonnegative
 from cpdhpc.bench.machine import Sample, fit
@@ -54,8 +55,8 @@ def before_s(ranks: int) -> float:
     return MACHINE.call_s + MACHINE.alpha_s * int(np.ceil(np.log2(ranks)))
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 5, 8, 16, 33])
-@pytest.mark.parametrize("tiles", [1, 6])
+@every("ranks", [2, 3, 5, 8, 16, 33])
+@every("tiles", [1, 6])
 def test_schedules_of_equal_chunks_take_what_their_formulas_say(ranks: int, tiles: int) -> None:
     """In each round a message of n / p values, what is done to it, and the step itself."""
     m, n = MACHINE, ranks * tiles * TILE
@@ -70,7 +71,7 @@ def test_schedules_of_equal_chunks_take_what_their_formulas_say(ranks: int, tile
     assert predicted_s("ring", "e4m3", ranks, n) == pytest.approx(packed_s + hops_s, rel=ROUNDING)
 
 
-@pytest.mark.parametrize("levels", [1, 2, 3, 5])
+@every("levels", [1, 2, 3, 5])
 def test_the_tree_takes_what_its_formula_says(levels: int) -> None:
     """Up and down once a level, two additions on each but the lowest; n is one piece.
 
@@ -83,7 +84,7 @@ def test_the_tree_takes_what_its_formula_says(levels: int) -> None:
     assert predicted_s("tree", "raw", 2**levels, n, m) == pytest.approx(expected_s, rel=ROUNDING)
 
 
-@pytest.mark.parametrize("ranks", [2, 5, 16])
+@every("ranks", [2, 5, 16])
 def test_gather_takes_what_its_formula_says(ranks: int) -> None:
     m, n = MACHINE, 7 * TILE
     round_s = m.step_s + m.alpha_s + (m.beta_s + m.gamma_s) * 4 * n
@@ -91,7 +92,7 @@ def test_gather_takes_what_its_formula_says(ranks: int) -> None:
     assert predicted_s("gather", "raw", ranks, n) == pytest.approx(expected_s, rel=ROUNDING)
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 5, 12])
+@every("ranks", [2, 3, 5, 12])
 def test_in_a_node_what_lies_in_the_arrays_is_copied_for_the_others(ranks: int) -> None:
     """The ring: the first chunk sent, the own result, and all results that come; all else stays."""
     m, n = replace(MACHINE, copy_s=4e-11, near_s=6e-11), ranks * 3 * TILE
@@ -103,9 +104,9 @@ def test_in_a_node_what_lies_in_the_arrays_is_copied_for_the_others(ranks: int) 
     assert found_s == pytest.approx(expected_s, rel=ROUNDING)
 
 
-@pytest.mark.parametrize("name", ["ring", "rhd"])
-@pytest.mark.parametrize("wire", ["raw", "e4m3"])
-@pytest.mark.parametrize("ranks", [2, 3, 5])
+@every("name", ["ring", "rhd"])
+@every("wire", ["raw", "e4m3"])
+@every("ranks", [2, 3, 5])
 def test_each_value_comes_from_memory_once_and_goes_there_once(
     ranks: int, wire: str, name: str
 ) -> None:
@@ -121,8 +122,8 @@ def test_each_value_comes_from_memory_once_and_goes_there_once(
         assert found_s == pytest.approx(left * expected_s, rel=ROUNDING)
 
 
-@pytest.mark.parametrize("wire", ["raw", "e4m3", "ternary", "int8"])
-@pytest.mark.parametrize("name", SCHEDULES)
+@every("wire", ["raw", "e4m3", "ternary", "int8"])
+@every("name", SCHEDULES)
 def test_the_bytes_are_those_that_leave_the_ranks(name: str, wire: str) -> None:
     world = Loopback(6)
     Allreduce(wire, name).run(world, [np.zeros(5000, np.float32)] * 6)
@@ -154,7 +155,7 @@ def test_trees_are_simulated_by_all_ranks() -> None:
         assert predict(MACHINE, Allreduce("raw", name), nodes(20), TILE).simulated == 20
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@every("name", SCHEDULES)
 def test_pieces_that_are_not_simulated_are_estimated(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+from every import every
 
 from cpdhpc.report.critical import critical, critical_batch, crossing, fit
 from cpdhpc.report.figures import draw
@@ -33,7 +34,7 @@ def test_the_fit_recovers_what_steps_were_made_of(error: float) -> None:
         assert (estimate.high / estimate.low < 1.4) == bool(estimate.low)
 
 
-@pytest.mark.parametrize(
+@every(
     ("batches", "samples", "error"),
     [
         ([8.0, 16], 1e4, 0.0),  # two batches: a line through two points

@@ -10,6 +10,7 @@ import pytest
 import torch
 from darray_cases import draw, draw_layout
 from darray_checks import check_case
+from every import every
 
 from cpdhpc.darray import describe
 from cpdhpc.darray.array import DistArray, redistribute
@@ -81,7 +82,7 @@ BAD_LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("said, given", BAD_LAYOUTS.items(), ids=BAD_LAYOUTS)
+@every("said, given", BAD_LAYOUTS.items())
 def test_bad_layouts_name_ranks_and_cells(said: str, given: Any) -> None:
     shape, ends = given
     with pytest.raises(ValueError) as raised:
@@ -89,14 +90,14 @@ def test_bad_layouts_name_ranks_and_cells(said: str, given: Any) -> None:
     assert said in str(raised.value)
 
 
-@pytest.mark.parametrize("shape, boxes", [((4.5,), []), ((4,), [((0,), (4,))]),
+@every("shape, boxes", [((4.5,), []), ((4,), [((0,), (4,))]),
                                           ((4,), [Box((0,), (4.5,))])])  # fmt: skip
 def test_layouts_of_other_types_are_refused(shape: Any, boxes: Any) -> None:
     with pytest.raises(TypeError, match="Layout"):
         Layout.boxes(shape, boxes)
 
 
-@pytest.mark.parametrize("procs", [(2,), (0, 2), (1, 1, 1)])
+@every("procs", [(2,), (0, 2), (1, 1, 1)])
 def test_bad_grids_are_refused(procs: Any) -> None:
     with pytest.raises(ValueError, match="procs"):
         Layout.grid((4, 4), procs)
@@ -121,7 +122,7 @@ def test_receptive_is_what_the_outputs_read() -> None:
             receptive(box, **bad)
 
 
-@pytest.mark.parametrize("mode", [*MODES, Constant(2)])
+@every("mode", [*MODES, Constant(2)])
 def test_segments_are_the_cells_that_remainders_give(mode: Any) -> None:
     for extent, start, n in product(range(1, 6), range(-14, 15), range(15)):
         shown = np.full(n, -1)
@@ -201,7 +202,7 @@ BAD_CALLS = {  # what is said -> what is given to a plan of 4 cells and a window
 }
 
 
-@pytest.mark.parametrize("said, given", BAD_CALLS.items(), ids=BAD_CALLS)
+@every("said, given", BAD_CALLS.items())
 def test_arrays_that_do_not_fit_are_refused(said: str, given: Any) -> None:
     plan = WindowPlan(Loopback(), ONE, Box((-1,), (5,)), Constant(300))
     for _ in range(2):  # the first call and later ones
@@ -211,7 +212,7 @@ def test_arrays_that_do_not_fit_are_refused(said: str, given: Any) -> None:
         plan.exchange(np.zeros(4))
 
 
-@pytest.mark.parametrize("dtype", ["bool", "M8[s]", "S3", "i4,f4"])
+@every("dtype", ["bool", "M8[s]", "S3", "i4,f4"])
 def test_what_has_no_sums_is_not_accumulated(dtype: str) -> None:
     plan = WindowPlan(Loopback(), ONE, Box((-1,), (5,)), "wrap")
     with pytest.raises(TypeError, match="accumulate: y is of"):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from every import every
 from training import IDX, idx_bytes, write_idx
 
 from cpdhpc.train.data import DataError, epoch_order, shard
@@ -37,8 +38,8 @@ def test_orders_are_permutations_that_hold_for_ever() -> None:
     assert epoch_order(8, seed=0, epoch=0).tolist() == [4, 3, 7, 6, 5, 2, 0, 1]
 
 
-@pytest.mark.parametrize("batch", [0, 1, 7, 64])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+@every("batch", [0, 1, 7, 64])
+@every("ranks", [1, 2, 3, 8])
 def test_the_shards_of_any_number_of_ranks_are_the_batch(batch: int, ranks: int) -> None:
     samples = epoch_order(100, 0, 0)[:batch]
     shards = [shard(samples, ranks, rank) for rank in range(ranks)]
@@ -61,7 +62,7 @@ def test_idx_files_plain_and_compressed(tmp_path: Path, suffix: str) -> None:
 GOOD = idx_bytes(np.zeros((2, 3, 4), np.uint8))
 
 
-@pytest.mark.parametrize(
+@every(
     ("content", "says"),
     [
         (GOOD[:-1], "39 bytes, 2 x 3 x 4 values need 40"),

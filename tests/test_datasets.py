@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from every import every
 from training import small_job
 
 from cpdhpc import store
@@ -165,7 +166,7 @@ def test_rows_of_hdf5_files(tmp_path: Path) -> None:
     assert samples.take(np.array([], np.int64), 0)[0].shape == (0, 3, 5, 4)
 
 
-@pytest.mark.parametrize(
+@every(
     ("keys", "says"),
     [
         ({"x": "z"}, "train.h5: has no dataset 'z'"),
@@ -203,7 +204,7 @@ def test_damage_inside_of_a_file_is_named_with_its_item(tmp_path: Path) -> None:
         Hdf5(train=str(short), test=str(tmp_path / "test.h5"), y="deep/y").load()
 
 
-@pytest.mark.parametrize(
+@every(
     ("change", "says"),
     [
         (lambda c: c[:-1], "12291 bytes, must be records of 3073"),

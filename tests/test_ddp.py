@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from every import every
 from reducing import active, model_of
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -118,7 +119,7 @@ def test_without_the_model_layers_are_numbers_in_the_order_of_buckets() -> None:
     assert other.iteration == 3
 
 
-@pytest.mark.parametrize(
+@every(
     ("world", "options", "says"),
     [
         (Loopback(), {"aggregator": "lowbit", "wyre": 1}, "ddp_hook: lowbit: unknown key wyre"),

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from every import every
 from training import small_data, small_job
 
 from cpdhpc.collectives.checks import NonFiniteGradient
@@ -35,7 +36,7 @@ def matrix(graph: Graph, phase: int = 0) -> Array:
     return weights + np.diag(1 - weights.sum(axis=1))
 
 
-@pytest.mark.parametrize("name", GRAPHS)
+@every("name", GRAPHS)
 def test_weights_are_doubly_stochastic(name: str) -> None:
     for ranks in (r for r in range(2, 20) if name != "grid" or r in (4, 6, 8, 9, 12, 15, 16)):
         graph, reached = Graph(name, ranks), np.eye(ranks)
@@ -265,7 +266,7 @@ WRONG: list[tuple[dict[str, Any], int, str]] = [
 ]
 
 
-@pytest.mark.parametrize("changes, ranks, words", WRONG)
+@every("changes, ranks, words", WRONG)
 def test_what_does_not_go_together(
     changes: dict[str, Any], ranks: int, words: str, tmp_path: Path
 ) -> None:

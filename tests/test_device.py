@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from every import every
 from simulated_cupy import simulated
 
 import cpdhpc
@@ -45,8 +46,8 @@ class Library:
         return 0
 
 
-@pytest.mark.parametrize("name", ["MPIX_Query_cuda_support", "MPIX_GPU_query_support"])
-@pytest.mark.parametrize("value", [0, 1])
+@every("name", ["MPIX_Query_cuda_support", "MPIX_GPU_query_support"])
+@every("value", [0, 1])
 def test_both_queries_are_understood(
     monkeypatch: pytest.MonkeyPatch, name: str, value: int
 ) -> None:

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from every import every
 from exact_oracle import exact_sum, format_of, integers_of, shared_shift, sum_by_fractions
 
 from cpdhpc.collectives import rank_program
@@ -37,8 +38,8 @@ def assert_same_bits(a, b):
     np.testing.assert_array_equal(a.view(np.uint32), b.view(np.uint32))
 
 
-@pytest.mark.parametrize("rounding", ROUNDINGS)
-@pytest.mark.parametrize("wire", WIRES)
+@every("rounding", ROUNDINGS)
+@every("wire", WIRES)
 def test_every_algorithm_gives_the_exact_sum(wire, rounding):
     xs = gradients(5, 2300)
     for x in xs:
@@ -52,7 +53,7 @@ def test_every_algorithm_gives_the_exact_sum(wire, rounding):
         assert_same_bits(run(xs, wire, algorithm, **options), expected)
 
 
-@pytest.mark.parametrize("wire", INTEGER_WIRES)
+@every("wire", INTEGER_WIRES)
 def test_fractions_give_the_same(wire):
     xs = gradients(7, 80)
     expected = sum_by_fractions(xs, wire)
@@ -61,8 +62,8 @@ def test_fractions_give_the_same(wire):
         assert_same_bits(run(xs, wire, algorithm), expected)
 
 
-@pytest.mark.parametrize("scaling", ["none", "static:3", "static:-2"])
-@pytest.mark.parametrize("wire", FLOAT_WIRES)
+@every("scaling", ["none", "static:3", "static:-2"])
+@every("wire", FLOAT_WIRES)
 def test_shifts_from_outside(wire, scaling):
     """Here values saturate."""
     xs = gradients(4, 1100)
@@ -72,7 +73,7 @@ def test_shifts_from_outside(wire, scaling):
         assert_same_bits(run(xs, wire, algorithm, scaling), expected)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 9])
+@every("ranks", [1, 2, 3, 4, 6, 9])
 def test_every_number_of_ranks(ranks):
     for n, wire in ((0, "int4"), (1, "ternary"), (1025, "int7"), (3000, "ternary"), (3000, "e4m3")):
         xs = gradients(ranks, n)
@@ -81,8 +82,8 @@ def test_every_number_of_ranks(ranks):
             assert_same_bits(run(xs, wire, algorithm), expected)
 
 
-@pytest.mark.parametrize("wire", ["int6", "ternary", "e4m3"])
-@pytest.mark.parametrize("algorithm", SCHEDULES)
+@every("wire", ["int6", "ternary", "e4m3"])
+@every("algorithm", SCHEDULES)
 def test_no_order_of_ranks_matters(algorithm, wire):
     xs = gradients(5, 1500)
     expected = run(xs, wire, algorithm)
@@ -91,8 +92,8 @@ def test_no_order_of_ranks_matters(algorithm, wire):
         assert_same_bits(run([xs[i] for i in order], wire, algorithm), expected)
 
 
-@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
-@pytest.mark.parametrize("wire", ["int6", "ternary", "e4m3"])
+@every("rounding", ["nearest", "stochastic"])
+@every("wire", ["int6", "ternary", "e4m3"])
 def test_no_size_of_pieces_matters(wire, rounding, monkeypatch):
     xs = gradients(3, 12000)
     whole = run(xs, wire, rounding=rounding)
@@ -102,8 +103,8 @@ def test_no_size_of_pieces_matters(wire, rounding, monkeypatch):
             assert_same_bits(run(xs, wire, algorithm, rounding=rounding), whole)
 
 
-@pytest.mark.parametrize("wire", ["int6", "ternary", "e4m3"])
-@pytest.mark.parametrize("algorithm", SCHEDULES)
+@every("wire", ["int6", "ternary", "e4m3"])
+@every("algorithm", SCHEDULES)
 def test_ranks_with_zeros_change_nothing(algorithm, wire):
     """The sum is that of the contributions, however many ranks there are to carry them."""
     xs, zero = gradients(3, 1500), np.zeros(1500, np.float32)
@@ -123,8 +124,8 @@ def test_ternary_is_int2_in_fewer_bytes():
     assert worlds[0].bytes_sent.sum() * 256 == worlds[1].bytes_sent.sum() * 205
 
 
-@pytest.mark.parametrize("wire", ["int2", "ternary", "int8", "int16", "e4m3", "e4m3fn"])
-@pytest.mark.parametrize("algorithm", SCHEDULES)
+@every("wire", ["int2", "ternary", "int8", "int16", "e4m3", "e4m3fn"])
+@every("algorithm", SCHEDULES)
 def test_the_largest_sums_fit(algorithm, wire):
     """All ranks have the largest number, or its negative, so each sum is as wide as can be."""
     fmt = format_of(wire)
@@ -148,8 +149,8 @@ def test_sums_wider_than_float32_round_once(wire, ranks):
         assert_same_bits(run(list(xs), wire, algorithm), expected)
 
 
-@pytest.mark.parametrize("k", [-40, 60])
-@pytest.mark.parametrize("wire", WIRES)
+@every("k", [-40, 60])
+@every("wire", WIRES)
 def test_aps_commutes_with_powers_of_two(wire, k):
     xs, scale = gradients(5, 1500), np.float32(2.0**k)
     plain, scaled = run(xs, wire), run([x * scale for x in xs], wire)
@@ -167,7 +168,7 @@ def wire_bytes(n, wire, terms):
     return packed_bytes(n, bits)
 
 
-@pytest.mark.parametrize("wire", ["int4", "ternary", "e4m3"])
+@every("wire", ["int4", "ternary", "e4m3"])
 def test_bytes_widen_hop_by_hop(wire):
     """p = 4 ranks, 8 tiles: chunks of 2 tiles in ring and direct, one of 8 in the others."""
     n, p = 8 * 1024, 4
@@ -188,7 +189,7 @@ def test_bytes_widen_hop_by_hop(wire):
         assert part == [part[0], 410, 2 * 128 * 3, 2 * 128 * 3, 2 * 128 * 4]
 
 
-@pytest.mark.parametrize("algorithm", SCHEDULES)
+@every("algorithm", SCHEDULES)
 def test_every_rank_in_place_and_mean(algorithm):
     for wire in ("int8", "ternary"):
         xs = gradients(4, 2500)
@@ -200,7 +201,7 @@ def test_every_rank_in_place_and_mean(algorithm):
             assert_same_bits(x, total)
 
 
-@pytest.mark.parametrize("wire", WIRES)
+@every("wire", WIRES)
 def test_shifts_are_those_of_the_grid(wire):
     """No integer saturates: the largest value fits, and twice as large it would not."""
     xs = [np.array([v], np.float32) for v in (0.7, -1.3, 0.1)]
@@ -212,7 +213,7 @@ def test_shifts_are_those_of_the_grid(wire):
         assert fmt.smallest * 2.0 ** -reduced.sent_shifts[0] == 2  # 1.3 rounded up
 
 
-@pytest.mark.parametrize("wire, largest", [("ternary", 1), ("int8", 127), ("int16", 32767)])
+@every("wire, largest", [("ternary", 1), ("int8", 127), ("int16", 32767)])
 def test_values_beyond_the_largest_step_saturate(wire, largest):
     """The step is 2**104 at most, and the largest integer times it the end."""
     xs = [np.array([3e38, -3e38, 1], np.float32)] * 2

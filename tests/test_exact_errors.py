@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from every import every
 from exact_oracle import format_of
 
 from cpdhpc.collectives.allreduce import allreduce, simulate
@@ -14,8 +15,8 @@ from cpdhpc.world.ranks import Loopback
 SEGMENTS = [Segment("a", 0, 900), Segment("zero", 1024, 1030), Segment("b", 2048, 2300)]
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-@pytest.mark.parametrize(
+@every("value", [np.nan, np.inf])
+@every(
     "wire, scaling",
     [("int8", None), ("ternary", "aps"), ("e4m3", "aps"), ("e4m3", "none"), ("e3m0", "static:1")],
 )
@@ -36,7 +37,7 @@ def test_a_sum_beyond_float32_has_no_rank():
             simulate(xs, "e4m12", algorithm, accumulate="exact")
 
 
-@pytest.mark.parametrize(
+@every(
     "options, words",
     [
         ({"wire": "int8", "scaling": "tile"}, "wire='int8' needs shifts .*: known are aps$"),

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import oracles
 import pytest
+from every import every
 from gfloat.decode_ndarray import decode_ndarray
 
 from cpdhpc.formats import Cast, FloatFormat, packed_bytes, parse_format, tiles
@@ -16,7 +17,7 @@ SPECIALS = ("ieee", "nan", "none")
 SWEEP = [(e, s) for e in range(1, 9) for s in SPECIALS if e < 8 or s == "ieee"]
 
 
-@pytest.mark.parametrize(("exp", "special"), SWEEP)
+@every(("exp", "special"), SWEEP)
 def test_every_code_decodes_as_gfloat_and_encodes_back(ops: Any, exp: int, special: str) -> None:
     for fmt in oracles.formats_up_to(16, exp, special):
         codes = np.arange(1 << fmt.bits, dtype=np.uint32)
@@ -29,7 +30,7 @@ def test_every_code_decodes_as_gfloat_and_encodes_back(ops: Any, exp: int, speci
             assert np.array_equal(back[kept], codes[kept]), (fmt, rounding)
 
 
-@pytest.mark.parametrize(("exp", "special"), SWEEP)
+@every(("exp", "special"), SWEEP)
 def test_every_code_of_narrow_formats_by_rationals(ops: Any, exp: int, special: str) -> None:
     for fmt in oracles.formats_up_to(10, exp, special):
         got = ops.decode(np.arange(fmt.max_code + 1, dtype=np.uint32), fmt)
@@ -38,7 +39,7 @@ def test_every_code_of_narrow_formats_by_rationals(ops: Any, exp: int, special: 
         ], fmt
 
 
-@pytest.mark.parametrize(("exp", "special"), SWEEP)
+@every(("exp", "special"), SWEEP)
 def test_limits_are_those_of_the_numbers(exp: int, special: str) -> None:
     for fmt in oracles.formats_up_to(16, exp, special):
         grid = oracles.number_grid(fmt)
@@ -91,15 +92,13 @@ def test_formats_without_a_name_are_not_taken_for_others() -> None:
             parse_format(fmt.name)
 
 
-@pytest.mark.parametrize(
-    "name", ["", "e4", "m3", "e4m3x", "E4M3", "fp8", "e4m3fnuz", "e4m3 ", "e-1m3"]
-)
+@every("name", ["", "e4", "m3", "e4m3x", "E4M3", "fp8", "e4m3fnuz", "e4m3 ", "e-1m3"])
 def test_unknown_names_are_errors(name: str) -> None:
     with pytest.raises(ValueError, match="known are"):
         parse_format(name)
 
 
-@pytest.mark.parametrize(("exp", "man"), [(0, 3), (9, 3), (4, 24), (4, -1)])
+@every(("exp", "man"), [(0, 3), (9, 3), (4, 24), (4, -1)])
 def test_parameters_out_of_range(exp: int, man: int) -> None:
     with pytest.raises(ValueError, match=f"exp={exp}, man={man}"):
         FloatFormat(exp, man)

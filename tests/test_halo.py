@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from every import every
 
 from cpdhpc.bench.halo import (
     ALL_WAYS,
@@ -35,7 +36,7 @@ from cpdhpc.world.ranks import Loopback
 PADS = {"zero": "constant", "wrap": "wrap", "reflect": "reflect", "edge": "edge"}
 
 
-@pytest.mark.parametrize(("mode", "dtype"), list(product(PADS, ("float32", "int8"))))
+@every(("mode", "dtype"), list(product(PADS, ("float32", "int8"))))
 def test_what_is_wanted_is_what_numpy_pads(mode: str, dtype: str) -> None:
     raw = {"shape": [5, 4], "halo": [7, [0, 2]], "boundary": [mode, "wrap"], "trail": [3]}
     spec = spec_of(raw | {"dtype": dtype}, "x")
@@ -66,8 +67,8 @@ def test_a_wrong_result_is_noticed() -> None:
         case(1).check(Loopback())
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 6])
-@pytest.mark.parametrize("name", USUAL)
+@every("ranks", [1, 2, 6])
+@every("name", USUAL)
 def test_usual_settings_fit_any_number_of_ranks(name: str, ranks: int) -> None:
     windows = usual(name, ranks, {}).spec.geometry()
     assert windows.layout.ranks == ranks
@@ -103,7 +104,7 @@ def test_options_that_do_not_fit_are_named() -> None:
         ways_of("cpdhpc;pigeon")
 
 
-@pytest.mark.parametrize("cells", [1, 3, 10, 1000])
+@every("cells", [1, 3, 10, 1000])
 def test_parts_of_a_box_are_small_and_together_the_box(cells: int) -> None:
     box = Box((-1, 2, 0), (3, 7, 6))
     count = np.zeros(box.shape, int)
@@ -144,7 +145,7 @@ def test_show_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert len(np.unique(colours)) > 20  # something is drawn
 
 
-@pytest.mark.parametrize(
+@every(
     ("words", "message"),
     [
         ("--halo 1", "needs --shape"),

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import xarray
+from every import every
 from test_checkpoint import Stop
 from torch import nn
 from training import ROOT, model_bytes, run_job, small_data, small_job
@@ -86,7 +87,7 @@ def assert_products(found: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> No
     assert bool((a @ b.T).abs().max() > 0.01)
 
 
-@pytest.mark.parametrize("case", ["bias", "none", "places", "targets"])
+@every("case", ["bias", "none", "places", "targets"])
 def test_the_last_layer_in_closed_form_is_what_autograd_says(case: str) -> None:
     torch.manual_seed(1)
     model, loss = (Twice() if case == "places" else normalised(case == "bias")).double(), ENTROPY
@@ -348,7 +349,7 @@ BAD: dict[str, str] = {
 }
 
 
-@pytest.mark.parametrize("arguments", BAD)
+@every("arguments", BAD)
 def test_what_cannot_be_found_is_told_in_a_line(trained: Path, arguments: str) -> None:
     with pytest.raises(UserError, match=BAD[arguments]) as told:
         influence(trained, *arguments.split())

@@ -20,9 +20,12 @@ INPUTS = [
     for path in sorted((ROOT / "inputs").glob(f"{name}.toml"))
     if "kind" not in read_toml(path)
 ]
-NARROW = {  # rows that differ in other things than the size of layers
+NARROW = {  # rows that differ in other things than sizes of layers and numbers of samples
     "claim_accumulators": ["model.hidden=[8]"],
+    "claim_decentlam": ["data.test_share=0.9"],
+    "claim_layer_parallel": ["model.blocks=4"],
     "claim_precision": ["model.hidden=[8]"],
+    "claim_tracin": ["data.of.test_share=0.9", "train.batch=90"],
     "train_methods": ["model.hidden=[8, 8]"],
 }
 SMALL = (

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import oracles
 import pytest
+from every import every
 
 from cpdhpc.formats import (
     INTEGERS,
@@ -89,8 +90,8 @@ def test_formats_of_integers() -> None:
         assert fmt.max_integer == Fraction(fmt.max) / Fraction(fmt.smallest)
 
 
-@pytest.mark.parametrize("rounding", ["nearest", "zero"])
-@pytest.mark.parametrize("name", ["int2", "int3", "int8", "int16"])
+@every("rounding", ["nearest", "zero"])
+@every("name", ["int2", "int3", "int8", "int16"])
 def test_contributions_are_the_nearest_integers(ops: Any, name: str, rounding: Any) -> None:
     fmt, n = INTEGERS[name], 1030
     for exponent, k in ((0, 1), (-120, 121), (90, -85)):
@@ -105,7 +106,7 @@ def test_contributions_are_the_nearest_integers(ops: Any, name: str, rounding: A
         assert counts.sum(0).tolist() == [sum(over), sum(zero), 0]
 
 
-@pytest.mark.parametrize("name", ["int2", "int5", "int16"])
+@every("name", ["int2", "int5", "int16"])
 def test_stochastic_contributions(ops: Any, name: str) -> None:
     """Up where the part cut off and 31 - man random bits make one; the mean is the value.
 
@@ -125,8 +126,8 @@ def test_stochastic_contributions(ops: Any, name: str) -> None:
     assert abs(integers.mean() - 0.3) < 0.02
 
 
-@pytest.mark.parametrize("bits_a", [1, 2, 7, 8, 9, 31])
-@pytest.mark.parametrize("bits_b", [2, 9, 31])
+@every("bits_a", [1, 2, 7, 8, 9, 31])
+@every("bits_b", [2, 9, 31])
 def test_sums_of_integers(ops: Any, bits_a: int, bits_b: int) -> None:
     """One bit more than the wider one holds any sum."""
     fmt, bits = INTEGERS["int8"], max(bits_a, bits_b) + 1
@@ -137,7 +138,7 @@ def test_sums_of_integers(ops: Any, bits_a: int, bits_b: int) -> None:
     assert np.array_equal(words, packed_integers(a + b, bits))
 
 
-@pytest.mark.parametrize("name", EXACT)
+@every("name", EXACT)
 def test_sums_with_codes(ops: Any, name: str) -> None:
     """A payload of codes counts as the integers of its numbers; any code is one."""
     fmt, bits = format_of(name), sum_bits(format_of(name), 2)
@@ -154,8 +155,8 @@ def test_sums_with_codes(ops: Any, name: str) -> None:
     assert np.array_equal(words, packed_integers(2 * integers, bits))
 
 
-@pytest.mark.parametrize("rounding", ["nearest", "zero", "stochastic"])
-@pytest.mark.parametrize("name", ["int2", "int16", "ternary", "e4m3", "e3m0", "e4m3fn"])
+@every("rounding", ["nearest", "zero", "stochastic"])
+@every("name", ["int2", "int16", "ternary", "e4m3", "e3m0", "e4m3fn"])
 def test_the_hop_is_encode_and_add(ops: Any, name: str, rounding: Any) -> None:
     fmt = format_of(name)
     cast, stream = Cast(fmt, rounding), {"key": (7, 8), "offset": 3 * TILE}

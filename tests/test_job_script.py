@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from every import every
 from rendering import STUDY, array_of
 
 from cpdhpc.study.slurm import site as standalone
@@ -94,12 +95,12 @@ def test_a_cancelled_job_is_not_requeued(tmp_path: Path) -> None:
     assert job.end() == (85, ["term"], "demo: is not requeued: submit it again to go on\n")
 
 
-@pytest.mark.parametrize("status", [0, 1, 137])
+@every("status", [0, 1, 137])
 def test_the_status_of_the_ranks_is_the_jobs(tmp_path: Path, status: int) -> None:
     assert Job(tmp_path, array_of(Site()), ENDS=str(status)).end() == (status, [], "")
 
 
-@pytest.mark.parametrize(
+@every(
     ("given", "record", "words"),
     [
         ({"SLURM_RESTART_COUNT": "3"}, [], "is not requeued: submit it again to go on"),
@@ -115,7 +116,7 @@ def test_where_requeuing_ends(
     assert words in shown and bool(words) == bool(shown)
 
 
-@pytest.mark.parametrize(("restarts", "again"), [("0", True), ("1", True), ("2", False)])
+@every(("restarts", "again"), [("0", True), ("1", True), ("2", False)])
 def test_a_failure_is_tried_again(tmp_path: Path, restarts: str, again: bool) -> None:
     run = STUDY.run.model_copy(update={"retries": 2})
     text = array_of(Site(), study=STUDY.model_copy(update={"run": run}))

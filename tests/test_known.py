@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from every import every
 
 from cpdhpc.collectives import known
 from cpdhpc.collectives.checks import NonFiniteGradient
@@ -119,7 +120,7 @@ CHANGES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", CHANGES)
+@every("name", CHANGES)
 def test_what_cannot_be_run_at_once_is_not(name: str) -> None:
     world, stub = with_recording()
     xs = [np.ones(5, np.float32)]
@@ -153,7 +154,7 @@ def test_results_go_where_they_should() -> None:
     assert stub.calls[0][0] == stub.calls[1][0]
 
 
-@pytest.mark.parametrize("code", [UNLIKE, STRANGE, NONFINITE])
+@every("code", [UNLIKE, STRANGE, NONFINITE])
 def test_what_others_do_or_hold_ends_a_guess(code: int) -> None:
     """A wrong guess is the last one; what others know nothing of may be known to them later."""
     world, _ = with_recording(code)

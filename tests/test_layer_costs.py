@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from every import every
 
 from cpdhpc.autoencoder.job import Autoencoder, Geometry, Layer
 from cpdhpc.autoencoder.training import Stack
@@ -34,7 +35,7 @@ def test_what_an_eleven_billion_layer_costs_by_hand() -> None:
     assert main(["bench", "layer"]) == 0
 
 
-@pytest.mark.parametrize("procs", [(1, 1), (2, 3), (8, 8)])
+@every("procs", [(1, 1), (2, 3), (8, 8)])
 def test_bytes_of_a_layer_cell_by_cell(procs: tuple[int, int]) -> None:
     """Written without windows and plans: who owns each cell, and whose outputs need it."""
     layer = Layer(field=5, step=2, maps=3, pool=3, pool_step=2)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from allreduce_oracle import expected
+from every import every
 from reducing import backward, gradients, model_of
 from test_checkpoint import Stop
 from training import model_bytes, run_job, small_data, small_job
@@ -166,7 +167,7 @@ def test_a_job_with_wires_of_layers_stops_and_goes_on_with_the_same_bits(tmp_pat
     assert np.isnan(columns["aps_shift"][0]).tolist() == [True, False, True, False]
 
 
-@pytest.mark.parametrize(
+@every(
     ("options", "says"),
     [
         ({"layers": {"fc*": "e3m0"}}, "LowBit: layers: no layer matches 'fc*': known are 0, 1"),

@@ -77,7 +77,7 @@ ONLY_HERE = {  # outside package -> where it may be imported
     "h5py": ("store.py",),
     "simpleeval": ("study/spec.py",),
 }
-STATEMENTS = ast.stmt, ast.excepthandler, ast.match_case  # and what holds some
+BODIES = "body", "orelse", "finalbody", "handlers", "cases"  # where statements hold others
 NEVER_LOADED = ("mpi4py.MPI", "cupy", "matplotlib")
 
 
@@ -115,7 +115,7 @@ def nodes(tree: ast.AST, functions: bool) -> Iterator[ast.AST]:
         node = waiting.pop()
         yield node
         if functions or not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            inner = (n for n in ast.iter_child_nodes(node) if isinstance(n, STATEMENTS))
+            inner = (n for field in BODIES for n in getattr(node, field, ()))
             waiting += [n for n in inner if functions or not _for_type_checkers(n)]
 
 

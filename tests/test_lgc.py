@@ -7,6 +7,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import torch
+from every import every
 
 from cpdhpc.compress import Context, Lgc, State
 from cpdhpc.compress.bucket import Bucket
@@ -168,8 +169,8 @@ def test_decoders_are_taken_in_turn_by_more_ranks() -> None:
     assert np.isfinite(found.flat).all()
 
 
-@pytest.mark.parametrize("exchange", ["ring", "server"])
-@pytest.mark.parametrize("count", [1, 15, 16, 17, 40])
+@every("exchange", ["ring", "server"])
+@every("count", [1, 15, 16, 17, 40])
 def test_few_values_have_codes_too(exchange: Literal["ring", "server"], count: int) -> None:
     method = Lgc(exchange=exchange, dense_steps=0, training_steps=1, density=1.0)
     bucket, state = Bucket(("weight",), ((1, count),)), State(range(2), 2)

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from every import every
 from training import model_bytes, small_data, small_job
 
 from cpdhpc.config import ConfigError
@@ -167,7 +168,7 @@ def test_processes_read_as_the_rank_would_and_end_with_it() -> None:
     assert not multiprocessing.active_children()
 
 
-@pytest.mark.parametrize(
+@every(
     ("wrong", "says"),
     [
         ("raise", "data: item 7: OSError: image 7 is damaged"),

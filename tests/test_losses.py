@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from every import every
 from training import SMALL, small_data, small_job
 
 from cpdhpc import store
@@ -51,7 +52,7 @@ def test_cross_entropy_of_several_targets_a_sample(smoothing: float) -> None:
         assert torch.equal(loss(*given), torch.nn.functional.cross_entropy(*given))
 
 
-@pytest.mark.parametrize("wrong", [-1, -100, 5])
+@every("wrong", [-1, -100, 5])
 def test_a_target_that_is_no_class_is_named(wrong: int) -> None:
     """-100 is what torch would leave out without a word."""
     x = torch.arange(12.0).reshape(6, 2)
@@ -159,7 +160,7 @@ def test_further_metrics_are_recorded_and_reported(tmp_path: Path) -> None:
     assert shown.rows[0][3:5] == [f"{expected[-1]:.4g}", f"{thirds:.4g}"]
 
 
-@pytest.mark.parametrize("names", [["accuracy"], ["loss"], ["perplexity", "perplexity"]])
+@every("names", [["accuracy"], ["loss"], ["perplexity", "perplexity"]])
 def test_a_metric_is_told_once(names: list[str]) -> None:
     with pytest.raises(ConfigError, match=f"metrics: '{names[-1]}': is told already"):
         small_job(metrics=[{"name": name} for name in names])

@@ -8,6 +8,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+from every import every
 from oracles import gfloat_round
 
 from cpdhpc.formats import Cast, parse_format
@@ -50,8 +51,8 @@ def test_exponents_are_those_of_frexp():
         exponents(np.zeros(3))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", ["e4m3", "e5m2", "e4m3fn", "e2m1fn", "e3m0"])
-@pytest.mark.parametrize("scaling", SCALINGS)
+@every("name", ["e4m3", "e5m2", "e4m3fn", "e2m1fn", "e3m0"])
+@every("scaling", SCALINGS)
 def test_what_rounding_does_is_counted_as_gfloat_says(name: str, scaling: str):
     """Each value after its power of two, which is taken from the values that share it."""
     fmt, x = parse_format(name), spread(2048, 1, 8)

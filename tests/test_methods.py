@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from every import every
 from pydantic import TypeAdapter
 
 from cpdhpc.collectives.allreduce import configured
@@ -61,9 +62,7 @@ def whole(n: int) -> Bucket:
     return Bucket(("x",), ((n,),))
 
 
-@pytest.mark.parametrize(
-    "method", [TernGrad(clip=0), TernGrad(clip=0, share=False), Qsgd(), Qsgd(levels=1)], ids=str
-)
+@every("method", [TernGrad(clip=0), TernGrad(clip=0, share=False), Qsgd(), Qsgd(levels=1)])
 def test_the_mean_of_many_draws_is_the_gradient(method: Aggregator) -> None:
     """20,000 draws of 8 values; the largest is one of them, so all have the same scaler."""
     draws, values = 20_000, np.array([1, -0.9, 0.5, -0.1, 0.03, 0.001, 0, -1], np.float32)
@@ -105,7 +104,7 @@ def test_terngrad_leaves_excluded_layers_alone_and_knows_their_names() -> None:
         TernGrad(exclude=("bia",)).check_layers(BUCKET.names)
 
 
-@pytest.mark.parametrize("levels", [1, 3, 4, 7, 8, 100])
+@every("levels", [1, 3, 4, 7, 8, 100])
 def test_qsgd_gives_levels_of_the_norm(levels: int) -> None:
     flats = gradients(whole(1300), 1)
     found, _ = aggregate(Qsgd(levels=levels), flats, whole(1300))
@@ -187,7 +186,7 @@ def mean_kept(state: State, bucket: Bucket) -> Any:
     return kept
 
 
-@pytest.mark.parametrize(
+@every(
     "method",
     [
         OneBit(),
@@ -197,7 +196,6 @@ def mean_kept(state: State, bucket: Bucket) -> Any:
         AdaComp(),
         ScaleCom(beta=1),
     ],
-    ids=str,
 )
 def test_what_is_lost_is_kept(method: Aggregator) -> None:
     """Mean sent + mean kept afterwards = mean gradient + mean kept before."""
@@ -213,7 +211,7 @@ def test_what_is_lost_is_kept(method: Aggregator) -> None:
     assert np.abs(kept).max() > 0.1
 
 
-@pytest.mark.parametrize(
+@every(
     "options",
     [
         {"wire": "e4m3", "algorithm": "gather", "accumulate": "float32"},
@@ -223,7 +221,6 @@ def test_what_is_lost_is_kept(method: Aggregator) -> None:
         {"wire": "mxfp4", "algorithm": "gather", "accumulate": "float32"},
         {"wire": "ternary", "algorithm": "rhd"},
     ],
-    ids=lambda options: options["wire"],
 )
 def test_lowbit_keeps_what_rounding_loses(options: dict[str, Any]) -> None:
     method = LowBit(**options, error_feedback=True)
@@ -354,7 +351,7 @@ def test_bits_of_a_value(method: Aggregator) -> None:
     assert (world.bytes_sent * 8 / copies / bucket.size).max() <= BITS[method]
 
 
-@pytest.mark.parametrize(
+@every(
     ("method", "options"),
     [
         ("lowbit", {"rounding": "stochastic", "error_feedback": True}),
@@ -373,7 +370,7 @@ def test_wrong_options(method: str, options: dict[str, Any]) -> None:
         TypeAdapter(COMPRESSORS[method]).validate_python(options)
 
 
-@pytest.mark.parametrize(
+@every(
     ("method", "options", "says"),
     [
         ("powersgd", {"rank": 0}, "powersgd: rank=0: should be greater"),
@@ -429,7 +426,7 @@ BLOCKED = [
 ]
 
 
-@pytest.mark.parametrize("method", BLOCKED, ids=str)
+@every("method", BLOCKED)
 def test_blocks_change_no_bit(method: Aggregator, monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for block_values in (1 << 30, 1000):  # whole arrays at once, and many blocks of each layer
@@ -457,7 +454,7 @@ def test_runs_are_spread_as_repeat_spreads_them() -> None:
             assert given.tolist() == wanted[start:stop].tolist()
 
 
-@pytest.mark.parametrize("n", [1, 7, 129, 70_001, 131_072, 300_007])
+@every("n", [1, 7, 129, 70_001, 131_072, 300_007])
 def test_terngrads_deviation_has_the_bits_of_numpys(n: int) -> None:
     x = gradients(whole(n), 1, seed=n)[0] * np.float32(3) + np.float32(1)
     assert _deviation(x) == x.std(dtype=np.float64)

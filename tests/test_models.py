@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from every import every
 from torch import nn
 from torch.nn import functional as F
 from training import small_data
@@ -97,7 +98,7 @@ def test_imagenet_networks_have_torchvisions_sizes(
         assert round(products("resnet", 1000, depth=depth) / 1e9, 3) == billions
 
 
-@pytest.mark.parametrize(
+@every(
     ("name", "options", "millions", "digits"),
     [
         ("resnet_cifar", {"n": 3}, 0.27, 2),  # He et al., table 6
@@ -129,7 +130,7 @@ def test_sequence_networks_have_the_sizes_of_their_equations() -> None:
     assert parameters(transformer) == expected
 
 
-@pytest.mark.parametrize("name", MODELS)
+@every("name", MODELS)
 def test_models_take_what_they_are_for_and_start_from_the_seed(name: str) -> None:
     def build(seed: int) -> nn.Module:
         torch.manual_seed(seed)
@@ -148,7 +149,7 @@ def test_models_take_what_they_are_for_and_start_from_the_seed(name: str) -> Non
         assert any(not torch.equal(a, b) for a, b in others)
 
 
-@pytest.mark.parametrize("name", sorted({*MODELS} - {"mlp", "residual_mlp"}))
+@every("name", sorted({*MODELS} - {"mlp", "residual_mlp"}))
 def test_models_refuse_samples_of_other_shapes(name: str) -> None:
     shape = (8, 8) if name in SEQUENCES else (64,)
     text = "x 8: must be sequences" if name in SEQUENCES else "64: must be images of at least"
@@ -156,7 +157,7 @@ def test_models_refuse_samples_of_other_shapes(name: str) -> None:
         tiny(name).build(shape, 10)
 
 
-@pytest.mark.parametrize(
+@every(
     ("model", "message"),
     [
         ({"name": "wide_resnet", "depth": 20}, "model.depth=20: must be 6 n + 4"),
@@ -215,7 +216,7 @@ def test_a_preactivated_block_that_adds_nothing_changes_nothing() -> None:
     assert torch.equal(block(x), x)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@every("name", MODELS)
 def test_every_weight_has_a_part_in_the_loss(name: str) -> None:
     torch.manual_seed(0)
     shape = (6,) if name in SEQUENCES else (8, 8)

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from every import every
 
 from cpdhpc.compress import Aggregator, Context, OkTopk, State, TopK, oktopk
 from cpdhpc.compress.bucket import Bucket, Entry
@@ -37,7 +38,7 @@ def largest(x: Array, k: int) -> Array:
     return np.sort(np.argsort(-np.abs(x), kind="stable")[:k])
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@every("ranks", [1, 2, 4, 8])
 def test_estimated_anew_it_is_the_largest_sums_of_the_largest_values(ranks: int) -> None:
     method, k = OkTopk(density=0.04, estimate_every=1, rebalance_every=3), 66
     world, rng = Loopback(ranks), np.random.default_rng(ranks)
@@ -58,8 +59,8 @@ def test_estimated_anew_it_is_the_largest_sums_of_the_largest_values(ranks: int)
         before = kept
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 5])
-@pytest.mark.parametrize("wire", ["raw", "e4m3"])
+@every("ranks", [1, 2, 5])
+@every("wire", ["raw", "e4m3"])
 def test_nothing_is_lost_however_gradients_change(ranks: int, wire: str) -> None:
     """What is sent and kept is what was given, and about k values are sent, by old thresholds too.
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import oracles
 import pytest
+from every import every
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -42,7 +43,7 @@ def buffers(n: int, fmt: FloatFormat, shift: int = 0) -> SimpleNamespace:
     )
 
 
-@pytest.mark.parametrize("n", LENGTHS)
+@every("n", LENGTHS)
 def test_amax_tiles(ops: Any, n: int) -> None:
     x = oracles.awkward(n)
     got = ops.amax_tiles(x)
@@ -58,9 +59,9 @@ def test_amax_tiles(ops: Any, n: int) -> None:
                 ]
 
 
-@pytest.mark.parametrize("fit", [False, True])
-@pytest.mark.parametrize("name", ["e4m3", "e2m1fn", "e3m0", "e6m9", "fp32"])
-@pytest.mark.parametrize("n", LENGTHS)
+@every("fit", [False, True])
+@every("name", ["e4m3", "e2m1fn", "e3m0", "e6m9", "fp32"])
+@every("n", LENGTHS)
 def test_tiles_equal_their_parts(ops: Any, name: str, n: int, fit: bool) -> None:
     """encode_tiles is a shift, an encode and a pack per tile; decode_tiles undoes them."""
     cast = Cast(parse_format(name), "stochastic" if n % 2 else "nearest")
@@ -82,7 +83,7 @@ def test_tiles_equal_their_parts(ops: Any, name: str, n: int, fit: bool) -> None
         oracles.assert_same_values(out[start : start + TILE], decoded, part)
 
 
-@pytest.mark.parametrize("name", ["e5m2", "e4m3fn", "e2m1fn", "e3m0"])
+@every("name", ["e5m2", "e4m3fn", "e2m1fn", "e3m0"])
 def test_a_tile_with_nonfinite_values_is_nan_throughout(ops: Any, name: str) -> None:
     fmt, n = parse_format(name), 3 * TILE + 5
     for special in (np.nan, np.inf, -np.inf):
@@ -97,7 +98,7 @@ def test_a_tile_with_nonfinite_values_is_nan_throughout(ops: Any, name: str) -> 
         assert np.isfinite(out[:TILE]).all() and np.isfinite(out[2 * TILE :]).all()
 
 
-@pytest.mark.parametrize("k", [0, -6, 5])
+@every("k", [0, -6, 5])
 def test_counts_are_exact(ops: Any, k: int) -> None:
     """e4m3, known values: largest 240, smallest 2**-9, halfway points 248 and 2**-10."""
     fmt, unit = parse_format("e4m3"), 2.0**-k
@@ -119,7 +120,7 @@ def test_counts_are_exact(ops: Any, k: int) -> None:
         assert ops.decode_tiles(b.words, b.shifts, fmt, out) == lost
 
 
-@pytest.mark.parametrize("n", LENGTHS)
+@every("n", LENGTHS)
 def test_decode_add_and_the_hop_are_compositions(ops: Any, n: int) -> None:
     for name, fit, rounding in (
         ("e5m2", True, "stochastic"),
@@ -179,8 +180,8 @@ def test_the_hop_carries_nonfinite_values_on(ops: Any) -> None:
     assert gone.counts[:, 2].tolist() == [TILE, 1, 1, 0]
 
 
-@pytest.mark.parametrize("name", ["e5m2", "e4m3fn", "e2m1fn", "e3m0", "e6m9", "bf16"])
-@pytest.mark.parametrize("n", LENGTHS)
+@every("name", ["e5m2", "e4m3fn", "e2m1fn", "e3m0", "e6m9", "bf16"])
+@every("n", LENGTHS)
 def test_tiles_equal_the_reference(fast_ops: Any, name: str, n: int) -> None:
     fmt = parse_format(name)
     for fit, rounding, overflow in (

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from every import every
 from pydantic import ValidationError
 from test_checkpoint import Stop, assert_same_records
 from training import model_bytes, run_job, small_data, small_job
@@ -142,7 +143,7 @@ EQUATIONS = {
 }
 
 
-@pytest.mark.parametrize("name", EQUATIONS)
+@every("name", EQUATIONS)
 def test_steps_are_those_of_the_paper(name: str) -> None:
     rule, make = EQUATIONS[name]
     for got, wanted in zip(trained(make), by_hand(rule), strict=True):
@@ -161,7 +162,7 @@ def test_larc_and_adamp_meet_both_of_their_cases() -> None:
     assert not np.array_equal(apart[0][0], apart[1][0])
 
 
-@pytest.mark.parametrize(
+@every(
     "make",
     [
         lambda p: Lars(p, lr=0.3),
@@ -219,7 +220,7 @@ def test_novograd_keeps_one_number_a_layer_and_others_know_groups_and_closures()
     assert {k: v.numel() for k, v in kept[1].items()} == {"norm": 1, "momentum": 48}
 
 
-@pytest.mark.parametrize(
+@every(
     ("make", "message"),
     [
         (lambda p: Lars(p, lr=-1.0), "Lars: lr=-1.0: must be 0 or more"),
@@ -287,7 +288,7 @@ def test_legw_keeps_the_iterations_of_the_warmup() -> None:
         assert rates == [peak * min(i / 16, 1) for i in range(32)]
 
 
-@pytest.mark.parametrize(
+@every(
     ("name", "factor", "warmup"),
     [("none", 1, 1), ("linear", 4, 1), ("linear_legw", 4, 4), ("sqrt", 2, 1), ("legw", 2, 4)],
 )
@@ -298,7 +299,7 @@ def test_rate_and_warmup_follow_the_batch(name: str, factor: int, warmup: int) -
     assert schedule.scaled(64)[1].warmup_epochs == 0.25 * warmup
 
 
-@pytest.mark.parametrize(
+@every(
     ("keys", "wanted"),
     [
         ({"decay": "polynomial", "power": 2.0}, [1.0, 0.5625, 0.25, 0.0625]),
@@ -315,7 +316,7 @@ def test_decays(keys: dict[str, Any], wanted: list[float]) -> None:
     assert [Schedule(**keys).factor(epoch, 8) for epoch in (0, 2, 4, 6)] == wanted
 
 
-@pytest.mark.parametrize(
+@every(
     ("tables", "message"),
     [
         (

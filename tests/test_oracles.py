@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import oracles
 import pytest
+from every import every
 
 from cpdhpc.formats import Cast, FloatFormat, parse_format
 from cpdhpc.ops import reference
@@ -52,13 +53,13 @@ def test_2_to_24_values_equal_ml_dtypes_and_gfloat(fast_ops: Any, name: str) -> 
         assert len(list(threads.map(check, range(0, 65536, CHUNK)))) * CHUNK * 256 == 2**24
 
 
-@pytest.mark.parametrize("name", oracles.ML_DTYPES)
+@every("name", oracles.ML_DTYPES)
 def test_reference_on_2_to_18_values(name: str) -> None:
     """The lower half-words of ties and of what lies beside them; make test-slow has the others."""
     check_nearest(reference, name, oracles.structured(0, 65536, oracles.SIXTEEN_LOWS[:4]))
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@every("name", FORMATS)
 def test_backends_equal_the_reference(fast_ops: Any, name: str) -> None:
     x = oracles.structured(0, 65536, oracles.SIXTEEN_LOWS[1:4:2])
     for rounding, overflow in [*CASTS, ("stochastic", "inf"), ("stochastic", "saturate")]:
@@ -82,8 +83,8 @@ def ties_to_an_even_significand(x: np.ndarray, fmt: FloatFormat) -> np.ndarray:
     return (fraction == 0.75) & (a > smallest_normal) & (fmt.man == 0) & (exponent < 200)
 
 
-@pytest.mark.parametrize(("rounding", "overflow"), CASTS)
-@pytest.mark.parametrize("name", FORMATS)
+@every(("rounding", "overflow"), CASTS)
+@every("name", FORMATS)
 def test_roundings_equal_gfloat(name: str, rounding: str, overflow: str) -> None:
     """Of the reference, which the other implementations equal."""
     fmt = parse_format(name)

@@ -11,6 +11,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+from every import every
 
 from cpdhpc.claim import Claim, ClaimError, alone
 from cpdhpc.config import UserError
@@ -46,7 +47,7 @@ def test_the_lock_of_a_killed_run_is_taken_over(tmp_path: Path) -> None:
     claim(tmp_path)
 
 
-@pytest.mark.parametrize(
+@every(
     ("changes", "free"),
     [
         ({"pid": DEAD}, True),

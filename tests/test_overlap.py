@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from every import every
 from reducing import AGGREGATORS, SIZES_MIB, Noted, active, backward, gradients, model_of
 from test_checkpoint import Stop
 from training import ROWS, model_bytes, run_job, small_data, small_job
@@ -29,8 +30,8 @@ from cpdhpc.world.ending import Timeout
 from cpdhpc.world.ranks import Loopback
 
 
-@pytest.mark.parametrize("row", AGGREGATORS)
-@pytest.mark.parametrize("bucket_mib", SIZES_MIB)
+@every("row", AGGREGATORS)
+@every("bucket_mib", SIZES_MIB)
 def test_overlap_changes_no_bit(row: str, bucket_mib: float) -> None:
     found = []
     for overlap in (False, True):

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from every import every
 from reducing import Noted, active, backward, gradients, model_of
 from training import small_job
 
@@ -22,8 +23,8 @@ from cpdhpc.world.mpi import World
 from cpdhpc.world.ranks import Loopback
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("layer", ["3.weight", "1.bias", "0.weight"])
+@every("overlap", [False, True])
+@every("layer", ["3.weight", "1.bias", "0.weight"])
 def test_an_error_in_a_bucket_is_raised_and_the_next_step_goes_well(
     layer: str, overlap: bool
 ) -> None:

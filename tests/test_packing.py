@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import oracles
-import pytest
+from every import every
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -31,7 +31,7 @@ def some_values(n: int) -> np.ndarray:
     return np.ldexp((i * 7919 % 2001 - 1000).astype(np.float32), 5 - 11 * (i // TILE))
 
 
-@pytest.mark.parametrize("bits", range(1, 33))
+@every("bits", range(1, 33))
 def test_every_width_equals_python_integers(ops: Any, bits: int) -> None:
     for n in LENGTHS:
         codes = some_codes(n, bits)
@@ -50,7 +50,7 @@ def test_any_code_comes_back(ops: Any, bits: int, data: st.DataObject) -> None:
     assert ops.unpack(ops.pack(array, bits), bits, array.size).tolist() == codes
 
 
-@pytest.mark.parametrize("bits", GOLDEN_WIDTHS)
+@every("bits", GOLDEN_WIDTHS)
 def test_golden_bytes_of_pack(ops: Any, bits: int) -> None:
     golden = bytes.fromhex((GOLDEN / f"pack-{bits}-bits.hex").read_text())
     assert ops.pack(some_codes(1000, bits), bits).tobytes() == golden
@@ -77,7 +77,7 @@ def oracle_tiles(name: str, x: np.ndarray) -> bytes:
     return bytes(packed + shifts)
 
 
-@pytest.mark.parametrize("name", GOLDEN_TILES)
+@every("name", GOLDEN_TILES)
 def test_golden_bytes_of_tiles(ops: Any, name: str) -> None:
     """Two tiles with tile scaling: the words, then one byte of shift per tile."""
     golden = bytes.fromhex((GOLDEN / f"tiles-{name}.hex").read_text())

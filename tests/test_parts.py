@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from every import every
 from reducing import SIZES_MIB, backward, gradients, model_of
 
 from cpdhpc.compress.bucket import Bucket, split_bucket
@@ -37,7 +38,7 @@ def test_buckets_hold_the_last_layers_first(align: int) -> None:
     assert layout(1e-9, align) == [("d",), ("c",), ("b",), ("a",)]
 
 
-@pytest.mark.parametrize("bucket_mib", [0.0, -1.0, math.nan])
+@every("bucket_mib", [0.0, -1.0, math.nan])
 def test_buckets_have_a_size(bucket_mib: float) -> None:
     with pytest.raises(ValueError, match=r"bucket_mib=.*: should be above 0"):
         GradientReducer(model_of(), Loopback(), bucket_mib=bucket_mib)

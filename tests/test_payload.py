@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from every import every
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated_cupy import simulated
@@ -61,8 +62,8 @@ def shortest(indices: np.ndarray, n: int) -> int:
     return min(n, deltas, bins)
 
 
-@pytest.mark.parametrize("wire", WIRES)
-@pytest.mark.parametrize("kind", ["chance", "run", "even", "clusters"])
+@every("wire", WIRES)
+@every("kind", ["chance", "run", "even", "clusters"])
 def test_what_is_sent_comes_back_in_few_bytes(kind: str, wire: str) -> None:
     seen = set()
     bits = {"raw": 32, "bf16": 16, "e4m3": 8, "int4": 4, "ternary": 2, "mxfp6": 6}[wire]
@@ -180,7 +181,7 @@ def test_rubbish_is_refused(data: bytes, count: int, encoding: int) -> None:
     assert not count or (found[-1] < 40 and (np.diff(found.astype(np.int64)) > 0).all())
 
 
-@pytest.mark.parametrize(
+@every(
     ("indices", "values", "size", "wire", "said"),
     [
         (np.zeros(1, np.int64), np.ones(1, np.float32), 4, "raw", "indices: int64: must be uint32"),

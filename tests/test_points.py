@@ -6,13 +6,14 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from every import every
 
 from cpdhpc.report.points import Factors, Layout, label
 
 pytestmark = pytest.mark.mpi_skip
 
 
-@pytest.mark.parametrize(
+@every(
     ("factors", "name"),
     [
         ({"gradient.aggregator": "lowbit", "optimizer.name": "lamb"}, "lowbit lamb"),

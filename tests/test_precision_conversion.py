@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from every import every
 from test_models import SEQUENCES, tiny
 from test_precision_layers import (
     FEW_BITS,
@@ -127,7 +128,7 @@ def test_chance_is_that_of_torchs_generator_in_training_alone() -> None:
     assert torch.equal(layer(x), first)
 
 
-@pytest.mark.parametrize(
+@every(
     ("model", "rules", "says"),
     [
         (nn.Linear(2, 2).double(), {}, "model: weight is torch.float64: allowed are float32"),
@@ -161,7 +162,7 @@ def test_half_precision_models_compute_in_float32() -> None:
         assert torch.equal(mine, other.bfloat16())
 
 
-@pytest.mark.parametrize("name", sorted({*MODELS} - {"quantized_cnn"}))
+@every("name", sorted({*MODELS} - {"quantized_cnn"}))
 def test_every_model_trains_with_few_bits(name: str) -> None:
     torch.manual_seed(13)
     shape = (6,) if name in SEQUENCES else (8, 8)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from every import every
 from oracles import gfloat_round
 from torch import Tensor, nn
 
@@ -299,7 +300,7 @@ def test_blocks_lie_along_what_each_product_sums() -> None:
     assert np.array_equal(of_b.numpy(), in_blocks(e.T).sum(1))
 
 
-@pytest.mark.parametrize("names", [("e4m3fn", "e5m2"), ("int8", "e2m1fn"), ("e3m0", "bf16")])
+@every("names", [("e4m3fn", "e5m2"), ("int8", "e2m1fn"), ("e3m0", "bf16")])
 def test_a_format_that_holds_two_has_all_their_numbers(names: tuple[str, ...]) -> None:
     """matmul is told so, and may then use float32: else bits of e4m3fn, say, would be others."""
     held = _held(tuple(TensorFormat(format=name) for name in names))
@@ -357,7 +358,7 @@ def relative(found: Tensor, exact: Tensor) -> float:
     return float((abs(found.detach().double() - exact).max() / abs(exact).max()).detach())
 
 
-@pytest.mark.parametrize("options", ATTENTIONS, ids=str)
+@every("options", ATTENTIONS)
 def test_attention_is_that_of_torch(options: dict[str, Any]) -> None:
     """With every mask. 2**-18: 64 roundings, of values not far below the largest."""
     torch.manual_seed(7)
@@ -387,10 +388,9 @@ def test_attention_is_that_of_torch(options: dict[str, Any]) -> None:
         assert relative(mine.grad, other.grad) <= 2**-18
 
 
-@pytest.mark.parametrize(
+@every(
     "options",
     [{}, {"num_layers": 2, "bidirectional": True, "batch_first": True}, {"proj_size": 3}],
-    ids=str,
 )
 def test_an_lstm_is_that_of_torch(options: dict[str, Any]) -> None:
     """2**-16: sums over times of gradients of both signs lose two bits more than above."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from every import every
 from test_checkpoint import Stop, assert_same_records
 from test_influence import influence
 from torch import nn
@@ -88,7 +89,7 @@ def rules(*given: dict[str, Any]) -> dict[str, Any]:
     return {"rule": [*given]}
 
 
-@pytest.mark.parametrize(
+@every(
     ("raw", "says"),
     [
         ({"preset": "bf61"}, "preset='bf61': did you mean bf16?"),

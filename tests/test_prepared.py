@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from every import every
 from test_faults import MPIRUN, launch_with_a_death
 
 from cpdhpc.collectives.allreduce import Allreduce, simulate
@@ -17,8 +18,8 @@ def gradients(ranks, call):
     return list(rng.standard_normal((ranks, 1500), np.float32))
 
 
-@pytest.mark.parametrize("ranks", [1, 5])
-@pytest.mark.parametrize("algorithm", SCHEDULES)
+@every("ranks", [1, 5])
+@every("algorithm", SCHEDULES)
 def test_prepared_and_repeated_calls_have_the_same_bits(algorithm, ranks):
     """One rank in a process is a list of calls, from the second call on also where it is plain."""
     for wire, scaling in (("raw", "none"), ("e4m3", "tile"), ("e3m0", "aps"), ("int4", "aps")):
@@ -52,7 +53,7 @@ def test_what_is_fast():
     assert Allreduce().prepare(world, [np.ones(1 << 19, np.float32)]).is_fast  # two pieces
 
 
-@pytest.mark.parametrize("accumulate", SCHEDULES["gather"].accumulates)
+@every("accumulate", SCHEDULES["gather"].accumulates)
 def test_raw_sums_that_are_not_finite_follow_ieee(accumulate):
     """Whatever adds them; a packed sum beyond float32 is an error, prepared and not."""
     x = np.array([1, np.inf, np.nan, 3e38], np.float32)

@@ -15,6 +15,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from every import every
 from test_tensor_formats import ELEMENTS, blocks_of_ocp, rounded
 from training import model_bytes, run_job, small_data, small_job
 
@@ -150,7 +151,7 @@ def one_a_row(rng: np.random.Generator) -> Array:
     return found
 
 
-@pytest.mark.parametrize("preset", [name for name in PRESETS if name != "e2m1-stochastic"])
+@every("preset", [name for name in PRESETS if name != "e2m1-stochastic"])
 def test_tensors_are_rounded_as_the_source_has_them(preset: str) -> None:
     """Three steps, in which scales have something to remember."""
     (_, layer, _), _ = network(preset)

@@ -10,6 +10,7 @@ import gmpy2
 import numpy as np
 import oracles
 import pytest
+from every import every
 from gfloat import RoundMode, round_ndarray
 
 from cpdhpc import _cpu, quantize, set_kernel_threads
@@ -185,8 +186,8 @@ def mpfr(fmt: FloatFormat, rounding: str = "nearest") -> gmpy2.context:
     )
 
 
-@pytest.mark.parametrize("name", ["e5m10", "e4m3", "e5m2", "e8m7", "e6m9", "e3m4", "e8m23", "e5m1"])
-@pytest.mark.parametrize("kahan", [False, True])
+@every("name", ["e5m10", "e4m3", "e5m2", "e8m7", "e6m9", "e3m4", "e8m23", "e5m1"])
+@every("kahan", [False, True])
 def test_each_operation_is_rounded_as_mpfr_does(name: str, kahan: bool) -> None:
     """Sums of 13 terms; MPFR rounds each product, each sum and each step of the compensation."""
     rng = np.random.default_rng(3)
@@ -207,7 +208,7 @@ def test_each_operation_is_rounded_as_mpfr_does(name: str, kahan: bool) -> None:
                 assert np.array_equal(got[i, j], np.float32(total), equal_nan=True), (i, j)
 
 
-@pytest.mark.parametrize("rounding", ["zero", "up", "down"])
+@every("rounding", ["zero", "up", "down"])
 def test_directed_roundings_are_those_of_mpfr(rounding: Any) -> None:
     sums_by_mpfr("e5m2", rounding, (6, 9, 5))
     sums_by_mpfr("e8m10", rounding, (6, 9, 5))
@@ -238,7 +239,7 @@ def sums_by_mpfr(name: str, rounding: Any, shape: tuple[int, int, int]) -> None:
                 assert np.array_equal(got[i, j], np.float32(total), equal_nan=True), (i, j)
 
 
-@pytest.mark.parametrize("bits", [1, 4, 20])
+@every("bits", [1, 4, 20])
 def test_stated_random_bits_are_those_of_gfloat(bits: int) -> None:
     """Exact products, rounded once, with the draws that the specification numbers."""
     rng = np.random.default_rng(bits)
@@ -314,7 +315,7 @@ def test_a_sum_does_not_depend_on_its_neighbours() -> None:
             assert np.array_equal(part, whole[rows, columns])
 
 
-@pytest.mark.parametrize("rounding", ROUNDINGS)
+@every("rounding", ROUNDINGS)
 def test_nan_in_one_row_hides_no_overflow_of_another(clone: str, rounding: Any) -> None:
     """What was largest before rounding is kept by lane for all rows that go together."""
     a, b = np.ones((1, 4, 6), np.float32), np.ones((1, 6, 2), np.float32)
@@ -339,7 +340,7 @@ def test_bits_do_not_depend_on_threads() -> None:
     assert np.array_equal(*found)
 
 
-@pytest.mark.parametrize(
+@every(
     ("shapes", "options", "said"),
     [
         (((2, 3), (4, 5)), {}, "a of (2, 3), b of (4, 5)"),
@@ -384,7 +385,7 @@ def test_kinds_and_shapes_are_those_of_numpy() -> None:
 EMPTY = [((0, 3), (3, 2)), ((2, 0), (0, 4)), ((3, 0, 2), (2, 2)), ((0,), (0,)), ((5,), (2, 5, 0))]
 
 
-@pytest.mark.parametrize("shapes", EMPTY)
+@every("shapes", EMPTY)
 def test_axes_without_elements(shapes: Any) -> None:
     a, b = (np.ones(shape, np.float32) for shape in shapes)
     for how in ({}, {"kahan": True}, {"order": "pairwise"}, {"chunk": 2, "rounding": "up"}):

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from every import every
 from test_checkpoint import Stop
 from torch import nn
 from training import run_job, small_data, small_job
@@ -88,7 +89,7 @@ def test_no_smaller_shift_would_do() -> None:
     assert found > 20
 
 
-@pytest.mark.parametrize(
+@every(
     "call, words",
     [
         (lambda: integer_norm(np.ones(1), np.ones(1), 0, 9, 9), "bits=9: must be 1..8"),
@@ -115,7 +116,7 @@ def test_what_has_no_integer_form_is_named(call: Any, words: str) -> None:
 OUTPUT = layers.QuantizedOutput(4, 2)
 
 
-@pytest.mark.parametrize(
+@every(
     "network, words",
     [
         ([layers.QuantizedInput(), nn.AvgPool2d(2)], "layer 1 (AvgPool2d(kernel_size=2, stride=2"),
@@ -136,7 +137,7 @@ def test_models_of_other_layers_are_refused(network: list[nn.Module], words: str
     assert words in str(caught.value)
 
 
-@pytest.mark.parametrize("weight, codes, given", [(2, 1, 1), (4, 4, 8), (8, 8, 8)])
+@every("weight, codes, given", [(2, 1, 1), (4, 4, 8), (8, 8, 8)])
 def test_every_layer_computes_what_its_integers_do(weight: int, codes: int, given: int) -> None:
     """Layer by layer, of strides and channels, with statistics and scales of both signs."""
     torch.manual_seed(weight)

@@ -11,6 +11,7 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 import torch
+from every import every
 from reducing import backward, gradients, model_of
 from torch import nn
 from torch_models import MODELS, batch
@@ -44,8 +45,8 @@ class Odd(nn.Module):
             self.register_buffer(name, value)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("aggregator", COMPRESSORS)
+@every("overlap", [False, True])
+@every("aggregator", COMPRESSORS)
 def test_odd_parameters_and_buffers(aggregator: str, overlap: bool) -> None:
     """One value of 15, one of zeros, six of 2: every method gives them their shapes back."""
     for mode in get_args(BufferMode):
@@ -113,7 +114,7 @@ def test_gradients_of_other_kinds_are_named(overlap: bool) -> None:
             reducer.reduce()
 
 
-@pytest.mark.parametrize(
+@every(
     ("change", "says"),
     [
         (lambda model: model.to("meta"), "0.weight is torch.float32 on meta: should be dense"),
@@ -264,7 +265,7 @@ def test_allreduce_takes_tensors() -> None:
             cpdhpc.allreduce(Loopback(), x)
 
 
-@pytest.mark.parametrize("name", ["lowbit", "topk", "randomk", "onebit", "powersgd", "strom"])
+@every("name", ["lowbit", "topk", "randomk", "onebit", "powersgd", "strom"])
 def test_what_waits_is_not_lost_in_a_step_without_the_layer(name: str) -> None:
     """Sent and kept are the gradient and what was kept, also where no rank used the layer."""
     options = {"lowbit": {"wire": "e3m0", "error_feedback": True}, "strom": {"tau": 0.5}}
@@ -286,7 +287,7 @@ def test_what_waits_is_not_lost_in_a_step_without_the_layer(name: str) -> None:
     assert (arrived + waiting - given).abs().max() <= 8 * 8 * 2.0**-24
 
 
-@pytest.mark.parametrize(
+@every(
     ("options", "says"),
     [
         ({"seed": None}, "seed=None: must be an integer"),
@@ -301,7 +302,7 @@ def test_what_is_no_option_is_refused(options: dict[str, Any], says: str) -> Non
         GradientReducer(torch.nn.Linear(2, 2), Loopback(), **options)
 
 
-@pytest.mark.parametrize("aggregator", ["topk", "powersgd", "onebit"])
+@every("aggregator", ["topk", "powersgd", "onebit"])
 def test_nan_in_the_last_of_several_buckets_moves_no_memory(aggregator: str) -> None:
     """In a first step and in a later one; the run goes on as if the step had not been."""
     found = []
@@ -338,8 +339,8 @@ class Keeping(Aggregator):
         return Mean(kept)
 
 
-@pytest.mark.parametrize("bucket_mib", [25.0, 1e-6])
-@pytest.mark.parametrize("keeps", [False, True])
+@every("bucket_mib", [25.0, 1e-6])
+@every("keeps", [False, True])
 def test_changed_gradients_change_nothing_else(keeps: bool, bucket_mib: float) -> None:
     """As clipping does: neither what is kept, nor the mean that was returned."""
     model = model_of()

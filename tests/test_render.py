@@ -6,6 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from every import every
 from rendering import GOLDEN, GPU_STUDY, ROOT, STUDY, array_of, golden, some_batches
 
 from cpdhpc.kinds import KINDS
@@ -33,7 +34,7 @@ def directives(text: str) -> list[str]:
     return [line.removeprefix("#SBATCH ") for line in text.splitlines() if "#SBATCH" in line]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@every("name", NAMES)
 def test_scripts_are_the_golden_ones(name: str) -> None:
     assert (ROOT / name).read_text() == TEXTS[ROOT / name], "python tests/rendering.py, and look"
 
@@ -43,7 +44,7 @@ def test_no_golden_file_is_left_over() -> None:
     assert there == set(TEXTS)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@every("name", NAMES)
 def test_scripts_are_sound(name: str) -> None:
     text = TEXTS[ROOT / name]
     checked = subprocess.run(
@@ -61,8 +62,8 @@ def test_scripts_are_sound(name: str) -> None:
     assert "PROCID" not in text and "{{" not in text and "None" not in text
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-@pytest.mark.parametrize("study", [STUDY, GPU_STUDY], ids=["cpu", "gpu"])
+@every("launcher", LAUNCHERS)
+@every("study", [STUDY, GPU_STUDY])
 def test_options_of_a_launcher(launcher: str, study: Study) -> None:
     """GPUs are asked for where cases use them, whatever the site has."""
     site = Site(launcher=launcher, gpus_per_node=4)
@@ -173,7 +174,7 @@ def test_cases_on_gpus_have_jobs_of_their_own() -> None:
     assert {case.factors["device"] for case in gpu.cases} == {"gpu"}
 
 
-@pytest.mark.parametrize(
+@every(
     ("job", "factor", "device"),
     [
         ({}, {}, "cpu"),

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from every import every
 from training import ROOT
 
 from cpdhpc import store
@@ -62,7 +63,7 @@ CONVOLUTIONS: list[tuple[type[NN.Module], dict[str, Any], tuple[int, ...]]] = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "how", "space"), CONVOLUTIONS)
+@every(("kind", "how", "space"), CONVOLUTIONS)
 def test_products_are_those_of_layers(kind: Any, how: dict[str, Any], space: tuple[int, ...]):
     """In float64: what the layer gives without bias, and gradients by autograd."""
     torch.manual_seed(1)
@@ -122,6 +123,7 @@ def test_answers_are_those_of_the_measures(file: Path):
     assert 0 < 2 * kahan < ascending
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_the_command_writes_a_page_without_torch_or_mpi(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

@@ -16,6 +16,7 @@ from xml.etree import ElementTree
 
 import h5py
 import pytest
+from every import every
 from synthetic_study import many, write_study
 from training import ROWS, run_job, small_job
 
@@ -134,14 +135,14 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("says", BAD)
+@every("says", BAD)
 def test_damaged_studies_are_refused(allreduce: Path, tmp_path: Path, says: str) -> None:
     path = change(allreduce, tmp_path / "bad.h5", BAD[says])
     with pytest.raises(UserError, match=re.escape(says)):
         report([path], Outputs(terminal=False))
 
 
-@pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 0.999])
+@every("share", [0.0, 0.01, 0.5, 0.999])
 def test_files_that_are_cut_off_are_refused(allreduce: Path, tmp_path: Path, share: float) -> None:
     path = tmp_path / "cut.h5"
     content = allreduce.read_bytes()
@@ -242,7 +243,7 @@ CHOICES: dict[str, tuple[Choice, list[str], set[str]]] = {  # choice: panels, se
 }
 
 
-@pytest.mark.parametrize("name", CHOICES)
+@every("name", CHOICES)
 def test_axes_series_and_panels_can_be_chosen(two_shapes: StudyFile, name: str) -> None:
     choice, panels, series = CHOICES[name]
     found = study_report(two_shapes, choice)
@@ -277,7 +278,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("words", REFUSED)
+@every("words", REFUSED)
 def test_a_choice_that_cannot_be_is_one_line(
     two_shapes: StudyFile, words: str, capsys: Any
 ) -> None:

@@ -8,6 +8,7 @@ import gmpy2
 import numpy as np
 import oracles
 import pytest
+from every import every
 from gfloat import RoundMode
 
 from cpdhpc.formats import Cast, FloatFormat, parse_format
@@ -25,7 +26,7 @@ def inputs() -> np.ndarray:
     return np.concatenate([x[~np.isnan(x)], few.view(np.float32), -few.view(np.float32)])
 
 
-@pytest.mark.parametrize("name", NAMES)
+@every("name", NAMES)
 def test_directed_roundings_equal_gfloat(
     ops: Any, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -40,7 +41,7 @@ def test_directed_roundings_equal_gfloat(
             oracles.assert_same_values(got, expected, x)
 
 
-@pytest.mark.parametrize("name", [*NAMES, "e1m3"])
+@every("name", [*NAMES, "e1m3"])
 def test_odd_by_its_neighbours(ops: Any, name: str) -> None:
     """Of the numbers below and above, which differ where x is none, the one with an odd code."""
     fmt, x = parse_format(name), inputs()
@@ -56,7 +57,7 @@ def test_odd_by_its_neighbours(ops: Any, name: str) -> None:
     assert np.array_equal(ops.decode(codes[beyond], fmt), np.copysign(fmt.max, x[beyond]))
 
 
-@pytest.mark.parametrize("name", ["e4m3", "e5m10", "e8m20"])
+@every("name", ["e4m3", "e5m10", "e8m20"])
 def test_directed_roundings_equal_mpfr(ops: Any, name: str) -> None:
     fmt = parse_format(name)
     assert isinstance(fmt, FloatFormat)
@@ -77,8 +78,8 @@ def test_directed_roundings_equal_mpfr(ops: Any, name: str) -> None:
         oracles.assert_same_values(got, np.array(expected, np.float32), x)
 
 
-@pytest.mark.parametrize("bits", [1, 3, 8])
-@pytest.mark.parametrize("name", ["e5m2", "e4m3fn", "e3m0", "bf16"])
+@every("bits", [1, 3, 8])
+@every("name", ["e5m2", "e4m3fn", "e3m0", "bf16"])
 def test_few_random_bits_equal_gfloat(ops: Any, name: str, bits: int) -> None:
     """Of the part cut off and of the draw the upper bits count: gfloat's StochasticFastest."""
     fmt, x, key = parse_format(name), inputs(), random_key(5, 6)

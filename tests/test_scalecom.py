@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from every import every
 
 from cpdhpc.compress import COMPRESSORS, Aggregator, Context, ScaleCom, State, TopK
 from cpdhpc.compress.bucket import Bucket
@@ -101,7 +102,7 @@ def test_warm_up_and_excluded_layers_are_whole() -> None:
             assert np.array_equal(found.flat, exact)
 
 
-@pytest.mark.parametrize(
+@every(
     ("options", "says"),
     [
         ({"rates": {"weight": 0}}, "rates.weight=0: should be greater"),

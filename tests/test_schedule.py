@@ -5,6 +5,7 @@ from itertools import product
 
 import numpy as np
 import pytest
+from every import every
 
 from cpdhpc.collectives.allreduce import Allreduce, simulate
 from cpdhpc.collectives.engine import Exchange, ScheduleError, run
@@ -164,7 +165,7 @@ def test_quadratic_numbers_of_messages_for_many_ranks(name):
     assert_proven(SCHEDULES[name], one_node(1024))
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@every("name", LAYOUTS)
 def test_layouts_of_nodes(name):
     assert_proven(SCHEDULES["hier"], LAYOUTS[name])
 
@@ -175,7 +176,7 @@ def test_any_dealing_of_ranks_to_nodes():
         assert_proven(SCHEDULES["hier"], Layout(numbered(dealt.tolist())))
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@every("name", SCHEDULES)
 def test_no_rank_sends_to_itself(name):
     for ranks, rank, piece in product((*range(1, 10), 16, 33), range(33), (0, 1)):
         if rank >= ranks:
@@ -208,7 +209,7 @@ def test_rhd_takes_the_least_number_of_rounds():
         assert len(steps) == 2 * (ranks - 1).bit_length(), ranks
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 6, 7, 8, 33, 256])
+@every("ranks", [1, 2, 3, 4, 5, 6, 7, 8, 33, 256])
 def test_no_rank_is_interior_in_both_trees(ranks):
     """So that over two pieces no rank sends more than all the data twice: three halves and one."""
     interior = [set(), set()]
@@ -224,7 +225,7 @@ def test_no_rank_is_interior_in_both_trees(ranks):
         assert interior[0] and interior[1]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 6, 7, 8, 33, 256, 1024])
+@every("ranks", [1, 2, 3, 4, 5, 6, 7, 8, 33, 256, 1024])
 def test_the_binary_tree_is_one_in_order_and_not_deep(ranks):
     for place in range(1, ranks + 1):
         children = tree_children(place, ranks)
@@ -245,7 +246,7 @@ def expected_hier_chunks(rank, layout):
     return (lanes - own) * count + between, (len(members) - 1) * own * count + between
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@every("name", LAYOUTS)
 def test_hier_sends_what_its_formula_says(name):
     layout = LAYOUTS[name]
     sizes = np.bincount(layout.nodes)
@@ -257,7 +258,7 @@ def test_hier_sends_what_its_formula_says(name):
             assert sent == (layout.ranks - 1, layout.ranks - 1)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@every("name", LAYOUTS)
 def test_a_node_sends_no_more_than_a_ring_of_nodes(name):
     layout = LAYOUTS[name]
     count, lanes = max(layout.nodes) + 1, np.bincount(layout.nodes).max()
@@ -338,8 +339,8 @@ def sent_bytes(name, wire, ranks, n, scaling="tile"):
     return world.bytes_sent, world.messages_sent
 
 
-@pytest.mark.parametrize("wire, tile_bytes", [("raw", 4096), ("e4m3", 1024 + 1), ("e2m1fn", 513)])
-@pytest.mark.parametrize("name", ["ring", "rhd", "direct", "hier"])
+@every("wire, tile_bytes", [("raw", 4096), ("e4m3", 1024 + 1), ("e2m1fn", 513)])
+@every("name", ["ring", "rhd", "direct", "hier"])
 def test_the_least_possible_bytes_are_sent(name, wire, tile_bytes):
     """2 (p - 1) / p of the data from each rank, headers included, where p divides the tiles."""
     for ranks in (1, 2, 3, 4, 7, 8):
@@ -348,7 +349,7 @@ def test_the_least_possible_bytes_are_sent(name, wire, tile_bytes):
         assert (messages == 2 * ((ranks - 1).bit_length() if name == "rhd" else ranks - 1)).all()
 
 
-@pytest.mark.parametrize("nodes", [[0, 0, 1, 1], [0, 0, 0, 1], [0, 1, 1, 2, 2, 2]])
+@every("nodes", [[0, 0, 1, 1], [0, 0, 0, 1], [0, 1, 1, 2, 2, 2]])
 def test_bytes_of_nodes(nodes):
     layout, world = Layout(tuple(nodes)), Loopback(len(nodes), nodes=nodes)
     each = SCHEDULES["hier"].chunks(layout)
@@ -357,8 +358,8 @@ def test_bytes_of_nodes(nodes):
     assert world.bytes_sent.tolist() == expected
 
 
-@pytest.mark.parametrize("n", [1, 1025, 5000])
-@pytest.mark.parametrize("name", ["ring", "direct"])
+@every("n", [1, 1025, 5000])
+@every("name", ["ring", "direct"])
 def test_uneven_chunks_cost_at_most_a_tile_more_in_each_round(name, n):
     ranks = 4
     tiles = [-(-(stop - start) // 1024) for start, stop in (chunk(n, ranks, i) for i in range(4))]
@@ -382,7 +383,7 @@ def test_nodes_are_numbered_in_the_order_of_first_ranks():
         simulate([LIKE, LIKE], algorithm="hier", nodes=[0])
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8, 9])
+@every("ranks", [1, 2, 3, 5, 8, 9])
 def test_tree_and_gather_send_what_their_formulas_say(ranks):
     whole_bytes = 5 * 1025
     sent, messages = sent_bytes("tree", "e4m3", ranks, 5000)

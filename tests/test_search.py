@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from allreduce_oracle import expected
+from every import every
 from training import small_data
 
 from cpdhpc import store
@@ -109,7 +110,7 @@ LAYERS = (
 )
 
 
-@pytest.mark.parametrize("budget", [0.0, 0.16, 0.5, 1.0, 1.45, 10.0])
+@every("budget", [0.0, 0.16, 0.5, 1.0, 1.45, 10.0])
 def test_no_layer_can_be_narrowed_further(budget: float) -> None:
     """Against all combinations: what is found is within, and none that is narrower is so too."""
     found = Fake(LAYERS, budget)
@@ -425,7 +426,7 @@ RULED = JOB + "[[precision.rule]]\nlayers='*'\nweights='e4m3'\nupdate='bf16'\n"
 ONE_RANK = JOB.replace("virtual_ranks = 2", "")
 
 
-@pytest.mark.parametrize(
+@every(
     ("words", "job", "says"),
     [
         ("", JOB, "--budget POINTS or --gradient-error SHARE: give one of them"),

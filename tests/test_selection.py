@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from every import every
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated_cupy import simulated
@@ -71,7 +72,7 @@ def large(kind: str) -> np.ndarray:
     return x
 
 
-@pytest.mark.parametrize("kind", ["normal", "mostly zero", "ties", "equal", "edges", "misleading"])
+@every("kind", ["normal", "mostly zero", "ties", "equal", "edges", "misleading"])
 def test_the_sample_never_decides(fast_ops: Any, kind: str) -> None:
     x = large(kind)
     bits, order = ranked(x)
@@ -162,8 +163,8 @@ def test_what_cannot_be_is_refused(ops: Any) -> None:
             ops.select_above(x, threshold)
 
 
-@pytest.mark.parametrize("ops", [reference, cpu])  # a GPU does not ask: it would have to wait
-@pytest.mark.parametrize("wrong", [[1, 1], [3, 2], [5]])
+@every("ops", [reference, cpu])  # a GPU does not ask: it would have to wait
+@every("wrong", [[1, 1], [3, 2], [5]])
 def test_indices_must_ascend(ops: Any, wrong: list[int]) -> None:
     x, indices = np.ones(5, np.float32), np.array(wrong, np.uint32)
     for name, more in (("gather", ()), ("scatter_add", (x[: indices.size],)), ("clear", ())):

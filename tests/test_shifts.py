@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import oracles
-import pytest
+from every import every
 
 from cpdhpc.formats import SHIFT_BIAS, SHIFT_NONFINITE, Cast, FloatFormat, parse_format
 
@@ -15,7 +15,7 @@ SHIFTED = ("e5m2", "e4m3", "e4m3fn", "e2m1fn", "e3m0", "e6m9", "fp16", "e1m2fn",
 FLT_MAX = 0x7F7FFFFF
 
 
-@pytest.mark.parametrize("name", SHIFTED)
+@every("name", SHIFTED)
 def test_every_shift_equals_gfloat_on_the_exact_product(ops: Any, name: str) -> None:
     fmt = parse_format(name)
     codes = np.arange(0, 1 << fmt.bits, 1 if fmt.bits <= 8 else 257, dtype=np.uint32)
@@ -38,7 +38,7 @@ def test_every_shift_equals_gfloat_on_the_exact_product(ops: Any, name: str) -> 
         oracles.assert_same_values(back, expected_back, codes)
 
 
-@pytest.mark.parametrize("name", SHIFTED)
+@every("name", SHIFTED)
 def test_shift_is_undone_exactly(ops: Any, name: str) -> None:
     """Within shift_min..shift_max every number of the format comes back, but for float32's top."""
     fmt = parse_format(name)
@@ -49,13 +49,12 @@ def test_shift_is_undone_exactly(ops: Any, name: str) -> None:
         assert np.array_equal(ops.encode(back, Cast(fmt), shift=k), codes), k
 
 
-@pytest.mark.parametrize(
+@every(
     "fmt",
     [
         *(FloatFormat(e, m) for e in (1, 2, 5, 8) for m in (0, 2, 23) if e > 1 or m),
         *(parse_format(n) for n in ("e4m3fn", "e2m1fn", "e1m0fn", "e1m6fn")),
     ],
-    ids=lambda f: str(f.name),
 )
 def test_fitting_shift_is_the_largest_that_fits(ops: Any, fmt: FloatFormat) -> None:
     significand = fmt.max_significand

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from every import every
 from training import ROOT
 
 from cpdhpc.config import ConfigError
@@ -14,7 +15,7 @@ from cpdhpc.study.slurm.site import Site, load_site
 pytestmark = pytest.mark.mpi_skip
 
 
-@pytest.mark.parametrize(
+@every(
     ("text", "words"),
     [
         ("partion = 'x'", "unknown key partion: did you mean partition"),
@@ -51,7 +52,7 @@ def test_profiles_that_can_be(tmp_path: Path) -> None:
         load_site(tmp_path / "no.toml")
 
 
-@pytest.mark.parametrize(
+@every(
     ("shape", "given", "words"),
     [
         ((2, 4), {}, None),

@@ -2,13 +2,14 @@
 
 import numpy as np
 import pytest
+from every import every
 from sparse_cases import calls, same, wrong_calls
 
 from cpdhpc.collectives import sparse
 from cpdhpc.world.ranks import Loopback
 
 
-@pytest.mark.parametrize("ranks", range(1, 10))
+@every("ranks", range(1, 10))
 def test_against_numpy(ranks):
     for root_rank in {0, ranks // 2, ranks - 1}:
         for name, (got, expected) in calls(Loopback(ranks), root_rank, 400).items():
@@ -59,7 +60,7 @@ def test_sums_overflow_as_their_dtypes_do():
     assert sparse.sum(world, [most, np.ones(1, np.int64)])[0] == np.iinfo(np.int64).min
 
 
-@pytest.mark.parametrize("number", range(len(wrong_calls(Loopback(3), True))))
+@every("number", range(len(wrong_calls(Loopback(3), True))))
 def test_wrong_arguments(number):
     world = Loopback(3)
     call, error, words = wrong_calls(world, True)[number]

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from every import every
 from training import small_job
 
 from cpdhpc.collectives.checks import NonFiniteGradient
@@ -78,8 +79,8 @@ CONSERVING = [
 ]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 7])
-@pytest.mark.parametrize("method", CONSERVING, ids=str)
+@every("ranks", [1, 2, 7])
+@every("method", CONSERVING)
 def test_nothing_is_lost(method: Aggregator, ranks: int) -> None:
     """Sent + kept = gradients + kept before, exactly: integers, of any layers.
 
@@ -97,10 +98,9 @@ def test_nothing_is_lost(method: Aggregator, ranks: int) -> None:
         before = after
 
 
-@pytest.mark.parametrize(
+@every(
     "method",
     [TopK(density=0.2), RandomK(density=0.2), ScaleCom(rate=5, beta=1.0), OkTopk(density=0.2)],
-    ids=str,
 )
 def test_of_one_rank_no_bit_is_lost(method: Aggregator) -> None:
     """A value is sent or kept as it is: subnormal ones, zeros and the largest ones, too."""
@@ -251,7 +251,7 @@ def test_without_error_feedback_small_values_never_come() -> None:
 SHARED = {TopK(): False, Dgc(warmup=(), density=0.01): False, RandomK(): True}  # indices of ranks
 
 
-@pytest.mark.parametrize("method", SHARED, ids=str)
+@every("method", SHARED)
 def test_the_union_of_what_ranks_choose_grows_unless_it_is_shared(method: Aggregator) -> None:
     bucket = Bucket(("x",), ((100, 100),))
     union = [np.count_nonzero(Runs(method, p, bucket)(normal(p, bucket))) for p in (1, 2, 8, 32)]
@@ -271,7 +271,7 @@ TIMES_SMALLER = {  # than float32, per rank and receiver, everything counted
 }
 
 
-@pytest.mark.parametrize("method", TIMES_SMALLER, ids=str)
+@every("method", TIMES_SMALLER)
 def test_bytes_that_travel(method: Aggregator) -> None:
     bucket, ranks = Bucket(("w", "v"), ((256, 512), (512, 128))), 8
     world = Loopback(ranks)
@@ -286,10 +286,8 @@ def memories(runs: Runs) -> list[bytes]:
     return [runs.kept(name)[:, CODED["weight"]].tobytes() for name in ("residual", "momentum")]
 
 
-@pytest.mark.parametrize(
-    "name", ["topk", "randomk", "dgc", "strom", "adacomp", "scalecom", "oktopk"]
-)
-@pytest.mark.parametrize("case", ["nan", "memory overflows", "sum overflows"])
+@every("name", ["topk", "randomk", "dgc", "strom", "adacomp", "scalecom", "oktopk"])
+@every("case", ["nan", "memory overflows", "sum overflows"])
 def test_what_is_not_finite_is_told_and_nothing_is_kept(name: str, case: str) -> None:
     runs = Runs(COMPRESSORS[name](), 2)
     huge, flats = np.float32(3e38), [np.ones(BUCKET.size, np.float32) for _ in range(2)]
@@ -311,7 +309,7 @@ def test_what_is_not_finite_is_told_and_nothing_is_kept(name: str, case: str) ->
     assert memories(runs) == before
 
 
-@pytest.mark.parametrize(
+@every(
     ("options", "says"),
     [
         ({"aggregator": "topk", "density": 0.0}, "gradient.density=0.0: should be greater than 0"),
@@ -338,13 +336,13 @@ def test_dgc_goes_with_an_optimizer_without_momentum() -> None:
     assert small_job(gradient={"aggregator": "dgc"}, optimizer={"momentum": 0.0}).gradient == Dgc()
 
 
-@pytest.mark.parametrize("name", ["topk", "randomk", "dgc", "strom"])
+@every("name", ["topk", "randomk", "dgc", "strom"])
 def test_excluded_layers_are_those_of_the_model(name: str) -> None:
     with pytest.raises(ValueError, match=r"\.exclude: no layer is called 'weigt': did you mean w"):
         GradientReducer(torch.nn.Linear(3, 2), Loopback(), name, exclude=("weigt",))
 
 
-@pytest.mark.parametrize(
+@every(
     "method",
     [Dgc(clip_norm=20.0, density=0.1), Strom(tau=0.5), TopK(), AdaComp(), ScaleCom(), OkTopk()],
 )

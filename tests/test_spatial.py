@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from every import every
 from torch import nn
 from training import ROOT, small_data, small_job
 
@@ -38,11 +39,10 @@ def test_the_networks_share_parameters_buffers_names_and_modes() -> None:
     assert net.split_shape is None and partition(body, (5, 5), alone()).split_shape == (3, 3)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize(
+@every("dtype", [torch.float32, torch.float64])
+@every(
     "options",
     [{}, {"momentum": None}, {"affine": False}, {"track_running_stats": False}],
-    ids=str,
 )
 def test_batch_norm_is_that_of_torch(dtype: torch.dtype, options: dict[str, Any]) -> None:
     """Within 8 units of roundoff of the largest value, after three batches and in evaluation.
@@ -138,7 +138,7 @@ REFUSED = {  # the layers of a network -> what is said
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@every("name", REFUSED)
 def test_what_cannot_be_split_is_named(name: str) -> None:
     layers, kind, words = REFUSED[name]
     with pytest.raises(kind, match=words):
@@ -176,7 +176,7 @@ def test_inputs_of_another_shape_are_refused() -> None:
         net(torch.zeros(1, 1, 8, 7))
 
 
-@pytest.mark.parametrize("procs", [(0, 1), (1,), (1, 1.0), (2, 1)])
+@every("procs", [(0, 1), (1,), (1, 1.0), (2, 1)])
 def test_grids_that_do_not_fit_are_refused(procs: Any) -> None:
     with pytest.raises(ValueError, match="ImageGrid: procs="):
         ImageGrid(Loopback(), procs)

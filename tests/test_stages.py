@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from every import every
 from test_checkpoint import Stop
 from training import model_bytes, run_job, small_data
 
@@ -111,8 +112,8 @@ def by_the_equations(given: Stages, steps: int) -> list[np.ndarray]:  # type: ig
     return [p.detach().numpy() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("method", ["penalty", "lagrangian"])
-@pytest.mark.parametrize(("factor", "steps", "beta"), [(1, 1, 1.0), (1, 3, 4.0), (2, 2, 1.0)])
+@every("method", ["penalty", "lagrangian"])
+@every(("factor", "steps", "beta"), [(1, 1, 1.0), (1, 3, 4.0), (2, 2, 1.0)])
 def test_local_steps_are_those_of_the_equations(
     tmp_path: Path, method: str, factor: int, steps: int, beta: float
 ) -> None:
@@ -259,7 +260,7 @@ def test_models_that_say_their_blocks(tmp_path: Path, monkeypatch: pytest.Monkey
         prepare(wrong, Loopback(1), small_data(), Files.of(tmp_path, wrong))
 
 
-@pytest.mark.parametrize(
+@every(
     ("changes", "says"),
     [
         ({"stages": {"count": 6}}, "stages.count=6: the network has 5 blocks to train"),
@@ -280,7 +281,7 @@ def test_what_does_not_go_together(tmp_path: Path, changes: dict[str, Any], says
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
+@every(
     ("count", "processes", "layout"),
     [(4, 1, (1, 1)), (4, 2, (2, 1)), (4, 8, (4, 2)), (4, 3, None), (4, 6, None), (3, 2, None)],
 )

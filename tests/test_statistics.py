@@ -6,6 +6,7 @@ from math import comb
 
 import numpy as np
 import pytest
+from every import every
 
 from cpdhpc.study_data.statistics import (
     is_enough,
@@ -26,7 +27,7 @@ def coverage(n: int, j: int) -> float:
     return sum(comb(n, k) for k in range(j, n - j + 1)) / 2**n
 
 
-@pytest.mark.parametrize("confidence", [0.6, 0.9, 0.95, 0.99, 0.999])
+@every("confidence", [0.6, 0.9, 0.95, 0.99, 0.999])
 def test_coverage_is_enough_and_no_wider_interval_is_needed(confidence: float) -> None:
     from scipy.stats import binom  # a second, which collecting need not take
 

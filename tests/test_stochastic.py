@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import oracles
-import pytest
+from every import every
 
 from cpdhpc.formats import Cast, parse_format
 from cpdhpc.ops import reference
@@ -23,7 +23,7 @@ def random_bits(n: int, *path: int, offset: int = 0) -> np.ndarray:
     return reference.random31(random_key(*path), index)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@every("name", NAMES)
 def test_equals_gfloat_given_the_same_bits(ops: Any, name: str) -> None:
     """gfloat's StochasticFastest: up where the part cut off plus a random one reaches one."""
     fmt, offset = parse_format(name), 2**33 - 1000  # the high half of the index changes on the way
@@ -37,7 +37,7 @@ def test_equals_gfloat_given_the_same_bits(ops: Any, name: str) -> None:
         oracles.assert_same_values(ops.decode(codes, fmt), expected, x)
 
 
-@pytest.mark.parametrize("name", ["e5m2", "e4m3", "e3m0", "e6m9"])
+@every("name", ["e5m2", "e4m3", "e3m0", "e6m9"])
 def test_the_threshold_is_exact(ops: Any, name: str) -> None:
     """Cut-off part plus bits is exactly one unit: up. One step of float32 below: not."""
     fmt, key = parse_format(name), random_key(4, 4)
@@ -53,7 +53,7 @@ def test_the_threshold_is_exact(ops: Any, name: str) -> None:
     assert np.all(ops.encode(np.nextafter(x, np.float32(0)), cast, key=key) == 0)
 
 
-@pytest.mark.parametrize("name", ["e5m2", "e4m3", "e2m1fn", "e3m0", "e6m9"])
+@every("name", ["e5m2", "e4m3", "e2m1fn", "e3m0", "e6m9"])
 def test_mean_of_many_draws(ops: Any, name: str) -> None:
     """A draw is low or low + spacing, the latter with probability p, the part cut off.
 

@@ -15,6 +15,7 @@ import h5py
 import numpy as np
 import pytest
 import xarray
+from every import every
 from training import ROWS, run_job, small_job
 
 from cpdhpc import store
@@ -44,6 +45,29 @@ def test_xarray_sees_labels_units_and_names(tmp_path: Path) -> None:
     read, attributes = store.read(path)
     assert read["table"]["kind"].tolist() == ["left", "right"]
     assert attributes == store.read_attributes(path) == {"status": "complete"}
+
+
+def test_content_is_on_disk_before_its_name_and_the_name_before_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[tuple[str, str]] = []
+    rename = Path.replace
+
+    def sync(descriptor: int) -> None:
+        done.append(("sync", Path(f"/proc/self/fd/{descriptor}").readlink().name))
+
+    def replace(path: Path, target: Path) -> Path:
+        done.append(("replace", target.name))
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    monkeypatch.setattr(Path, "replace", replace)
+    for write in (lambda path: store.write(path, groups(), {}), lambda path: store.put(path, "x")):
+        done.clear()
+        write(tmp_path / "x.h5")
+        content, *others = done
+        assert content == ("sync", ".x.h5.tmp")
+        assert others == [("replace", "x.h5"), ("sync", tmp_path.name)]
 
 
 @pytest.mark.parametrize("row", ["float32", "aps"])
@@ -135,8 +159,8 @@ WRITERS: dict[str, Callable[[Path], Any]] = {
 }
 
 
-@pytest.mark.parametrize("limit", [100, 700, 3000, 9000, 100_000])
-@pytest.mark.parametrize("writer", WRITERS)
+@every("limit", [100, 700, 3000, 9000, 100_000])
+@every("writer", WRITERS)
 def test_a_full_disk_is_one_line_and_the_old_file_stays(
     tmp_path: Path, writer: str, limit: int
 ) -> None:
@@ -162,7 +186,7 @@ READERS = {
 }
 
 
-@pytest.mark.parametrize("writer", READERS)
+@every("writer", READERS)
 def test_every_bit_of_a_file_is_covered(tmp_path: Path, writer: str) -> None:
     """Flipped in the header, in HDF5's own blocks, in the values; and files cut or lengthened."""
     path = tmp_path / "x.h5"

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from every import every
 from stand_ins import Slurm
 from studies import fill, small_study, some_result, study_file
 
@@ -300,7 +301,7 @@ def test_find_takes_the_order_of_the_sweep(tmp_path: Path) -> None:
     assert [case for case, _ in find(folder, cases).results] == cases
 
 
-@pytest.mark.parametrize("action", COMMANDS["study"].actions)
+@every("action", COMMANDS["study"].actions)
 def test_actions_have_help(action: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["study", action, "--help"])

@@ -6,6 +6,7 @@ from itertools import product
 
 import numpy as np
 import pytest
+from every import every
 from pydantic import TypeAdapter
 
 from cpdhpc.bench.allreduce_cases import BASELINES as REAL_BASELINES
@@ -32,13 +33,13 @@ def test_names_are_those_of_the_tables() -> None:
     assert names | {MEMCPY} == set(REAL_BASELINES)
 
 
-@pytest.mark.parametrize("wire", ["raw", *NAMED_WIRES, *NAMED, "e4m3", "e2m1fn", "e1m1"])
+@every("wire", ["raw", *NAMED_WIRES, *NAMED, "e4m3", "e2m1fn", "e1m1"])
 def test_wires_that_exist_are_known(wire: str) -> None:
     Allreduce(wire)
     assert KINDS["allreduce"].factors["wire"].parse(wire) == wire
 
 
-@pytest.mark.parametrize("wire", ["e9m9", "int1", "float", "", "e4", "mxfp5"])
+@every("wire", ["e9m9", "int1", "float", "", "e4", "mxfp5"])
 def test_wires_that_do_not_exist_are_refused(wire: str) -> None:
     with pytest.raises(ValueError):
         Allreduce(wire)
@@ -46,7 +47,7 @@ def test_wires_that_do_not_exist_are_refused(wire: str) -> None:
         KINDS["allreduce"].factors["wire"].parse(wire)
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@every("algorithm", ALGORITHMS)
 def test_what_goes_together_is_what_the_method_accepts(algorithm: str) -> None:
     scalings = (ABSENT, "none", "static:0", "static:4000", "aps", "tile", "block32", "block16")
     for wire, scaling, way in product(WIRES, scalings, (ABSENT, *ACCUMULATES, EXACT)):
@@ -77,7 +78,7 @@ def test_what_goes_together_is_what_the_method_accepts(algorithm: str) -> None:
             assert str(used["value_scaling"]).partition(":")[0] == method.parsed_scaling.kind
 
 
-@pytest.mark.parametrize("ranks", [2, 17_476, 17_477])
+@every("ranks", [2, 17_476, 17_477])
 def test_exact_sums_that_are_too_wide_are_impossible(ranks: int) -> None:
     used = {"size_bytes": 4, "algorithm": "tree", "wire": "e4m3", "accumulate": "exact"}
     reason = KINDS["allreduce"].fits({}, used, ranks)
@@ -140,6 +141,6 @@ def test_factors_of_training_are_keys_of_a_job() -> None:
     }
 
 
-@pytest.mark.parametrize("name", KINDS)
+@every("name", KINDS)
 def test_the_work_of_a_kind_is_a_factor(name: str) -> None:
     assert KINDS[name].work in KINDS[name].factors

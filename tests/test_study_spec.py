@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from every import every
 from studies import SMALL, small_study, study_file
 from training import ROOT
 
@@ -238,7 +239,7 @@ ERRORS = {
 }
 
 
-@pytest.mark.parametrize("says", ERRORS)
+@every("says", ERRORS)
 def test_what_is_wrong_is_said(says: str, tmp_path: Path) -> None:
     path = study_file(tmp_path, **ERRORS[says])
     with pytest.raises(ConfigError) as caught:
@@ -269,7 +270,7 @@ JOBS = {  # what only the job's own models know: (the study, its impossible case
 }
 
 
-@pytest.mark.parametrize("text", JOBS, ids=lambda text: text.split("'")[1])
+@every("text", JOBS)
 def test_a_plan_asks_the_models_of_the_job(text: str, tmp_path: Path) -> None:
     path = tmp_path / "x.toml"
     path.write_text(text)
@@ -305,7 +306,7 @@ def test_constraints_know_no_more_than_factors() -> None:
             Constraint(text).holds({"ranks": 1})
 
 
-@pytest.mark.parametrize("path", INPUTS, ids=lambda path: path.stem)
+@every("path", INPUTS)
 def test_examples_freeze_to_themselves(path: Path, tmp_path: Path) -> None:
     study = load_study(path)
     expansion = expand(study)

@@ -11,6 +11,7 @@ import numpy as np
 import oracles
 import pytest
 from allreduce_oracle import expected
+from every import every
 
 import cpdhpc
 from cpdhpc.collectives.allreduce import simulate
@@ -81,7 +82,7 @@ NUMBERS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", NUMBERS)
+@every("name", NUMBERS)
 def test_every_code_is_the_number_of_its_definition(ops: Any, name: str) -> None:
     bits, number = NUMBERS[name]
     codes = np.arange(1 << bits, dtype=np.uint32)
@@ -129,7 +130,7 @@ def standard_code(x: float, name: str, bits: int, es: int) -> int:
     return code if x > 0 else (1 << bits) - code
 
 
-@pytest.mark.parametrize("name", ["posit5es1", "posit8es0", "posit8es2", "posit8es3", "posit16es1",
+@every("name", ["posit5es1", "posit8es0", "posit8es2", "posit8es3", "posit16es1",
                                   "takum8", "takum14"])  # fmt: skip
 def test_nearest_is_that_of_the_standard(ops: Any, name: str) -> None:
     fmt, es = table(name), int(name[-1]) if "es" in name else 0
@@ -147,7 +148,7 @@ def test_nearest_is_that_of_the_standard(ops: Any, name: str) -> None:
     assert specials.tolist() == [1 << (fmt.bits - 1)] * 3  # NaR
 
 
-@pytest.mark.parametrize(("name", "exp", "part"), [("lns4m3", 4, 3), ("lns2m0", 2, 0),
+@every(("name", "exp", "part"), [("lns4m3", 4, 3), ("lns2m0", 2, 0),
                                                    ("lns6m9", 6, 9)])  # fmt: skip
 def test_logarithmic_numbers_by_mpfr(name: str, exp: int, part: int) -> None:
     fmt, half = table(name), 1 << (exp + part)
@@ -184,7 +185,7 @@ def by_hand(x: float, fmt: TableFormat, rounding: str, draw: int) -> Fraction:
     }[rounding]  # fmt: skip
 
 
-@pytest.mark.parametrize("fmt", [NF4, ODDS, SIGNS], ids=lambda fmt: fmt.name)
+@every("fmt", [NF4, ODDS, SIGNS])
 def test_own_tables_round_as_defined(ops: Any, fmt: TableFormat) -> None:
     ends = np.append(fmt.numbers, (fmt.numbers[1:] + fmt.numbers[:-1]) / 2).astype(np.float32)
     near = [np.nextafter(ends, np.float32(s)) for s in (np.inf, -np.inf)]
@@ -220,9 +221,8 @@ def test_means_that_float64_cannot_hold_are_no_ties(ops: Any) -> None:
     assert ops.encode(x, Cast(fmt)).tolist() == [0, 0, 1]
 
 
-@pytest.mark.parametrize("fmt", [table("posit8es1"), table("takum12"), NF4, ODDS, SIGNS],
-                         ids=lambda fmt: fmt.name)  # fmt: skip
-@pytest.mark.parametrize("shared", [1024, 32, 16])
+@every("fmt", [table("posit8es1"), table("takum12"), NF4, ODDS, SIGNS])  # fmt: skip
+@every("shared", [1024, 32, 16])
 def test_tiles_equal_the_reference(fast_ops: Any, fmt: TableFormat, shared: int) -> None:
     n, rng = 2100, np.random.default_rng(shared)
     odd = oracles.awkward(n, 3)
@@ -254,9 +254,9 @@ def test_tiles_equal_the_reference(fast_ops: Any, fmt: TableFormat, shared: int)
             assert np.array_equal(got, want, equal_nan=got.dtype == np.float32), rounding
 
 
-@pytest.mark.parametrize(("algorithm", "accumulate"), [("ring", "requantise"),
+@every(("algorithm", "accumulate"), [("ring", "requantise"),
                                                        ("direct", "float32")])  # fmt: skip
-@pytest.mark.parametrize("scaling", ["none", "static:3", "aps", "tile", "block32"])
+@every("scaling", ["none", "static:3", "aps", "tile", "block32"])
 def test_allreduce_by_the_oracle(algorithm: str, accumulate: str, scaling: str) -> None:
     rng = np.random.default_rng(4)
     xs = [(rng.standard_normal(2100) * 2.0**-6).astype(np.float32) for _ in range(3)]

@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from every import every
 
 from cpdhpc.config import ConfigError, validate
 from cpdhpc.precision.arithmetic import Quantizer
@@ -51,7 +52,7 @@ def same(a: Array, b: Array) -> bool:
     return a.shape == b.shape and np.array_equal(a.view(np.uint32), b.view(np.uint32))
 
 
-@pytest.mark.parametrize("name", ["e4m3fn", "e5m2", "e2m1fn"])
+@every("name", ["e4m3fn", "e5m2", "e2m1fn"])
 def test_amax_and_delayed_scales_are_those_of_the_recipe(name: str) -> None:
     """float32's fmt.max / amax / 2^margin, of this tensor or of the last ones; multiplied, rounded,
     and multiplied by the inverse."""
@@ -90,7 +91,7 @@ def blocks_of_ocp(x: Array, name: str, block: int) -> Array:
     return out
 
 
-@pytest.mark.parametrize("wire", ELEMENTS)
+@every("wire", ELEMENTS)
 def test_blocks_have_the_power_of_two_of_ocp(wire: str) -> None:
     x = values(3, (3, 70, 5))
     x[0, :33, 0] = 0
@@ -181,8 +182,8 @@ def test_flexpoint_expects_mean_and_deviations_of_saturated_maxima() -> None:
 INF, NAN = np.inf, np.nan
 
 
-@pytest.mark.parametrize("scaling", ["none", "amax", "delayed", "aps", "fixed", "flexpoint"])
-@pytest.mark.parametrize(
+@every("scaling", ["none", "amax", "delayed", "aps", "fixed", "flexpoint"])
+@every(
     ("name", "becomes"),
     [
         ("e5m2", (INF, -INF, NAN)),
@@ -291,7 +292,7 @@ def test_states_are_in_checkpoints_and_one_without_loads() -> None:
         other.load_state_dict(plain | {"scale.scale_state": torch.zeros(2)})
 
 
-@pytest.mark.parametrize(
+@every(
     ("table", "said"),
     [
         ({"format": "f9m1"}, r"format='f9m1': .*known are eXmY"),

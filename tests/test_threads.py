@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from every import every
 
 from cpdhpc.config import UserError
 from cpdhpc.formats import TILE, TRIT_BYTES, Cast, FloatFormat, packed_bytes, parse_format, tiles
@@ -107,8 +108,8 @@ def everything(x: np.ndarray, rounding: str) -> list[bytes]:
     return [np.asarray(each).tobytes() for each in found]
 
 
-@pytest.mark.parametrize("rounding", ["nearest", "zero", "stochastic"])
-@pytest.mark.parametrize("n", SIZES)
+@every("rounding", ["nearest", "zero", "stochastic"])
+@every("n", SIZES)
 def test_the_bits_do_not_depend_on_the_number_of_threads(n: int, rounding: str) -> None:
     x = values(n)
     set_kernel_threads(1)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from every import every
 from training import ROWS, SMALL, model_bytes, run_job, small_data, small_job, write_idx
 
 from cpdhpc import store
@@ -59,7 +60,7 @@ def directories(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
 
 
-@pytest.mark.parametrize(("batch", "ranks"), [(8, 1), (8, 4), (7, 3), (5, 8)])
+@every(("batch", "ranks"), [(8, 1), (8, 4), (7, 3), (5, 8)])
 def test_the_mean_over_ranks_is_the_gradient_of_the_batch(batch: int, ranks: int) -> None:
     """For softmax regression, beside the float64 gradient, within what float32 can do.
 
@@ -141,7 +142,7 @@ def test_a_pulse_carries_losses_times_and_signals() -> None:
     assert math.isnan(exchange(Loopback(1), [math.nan], [0], np.array([0]), 0).loss)
 
 
-@pytest.mark.parametrize("decay", DECAYS)
+@every("decay", DECAYS)
 def test_schedules_warm_up_then_fall(decay: str) -> None:
     schedule = Schedule(warmup_epochs=2.0, decay=decay, milestones=(4.0, 6.0), gamma=0.5)
     factors = [schedule.factor(epoch / 4, 8) for epoch in range(33)]
@@ -159,7 +160,7 @@ def test_schedules_warm_up_then_fall(decay: str) -> None:
 EXACT = {"none", "lowbit", "onebit", "powersgd", "gradientflow"}  # of equal values
 
 
-@pytest.mark.parametrize("name", COMPRESSORS)
+@every("name", COMPRESSORS)
 def test_a_plain_loop_adopts_the_reducer(name: str) -> None:
     """Small integers add up exactly: what neither draws nor selects gives the very mean."""
     model = torch.nn.Linear(3, 2, bias=False)
@@ -190,7 +191,7 @@ def test_the_reducer_leaves_gradients_alone_where_one_is_not_finite() -> None:
     assert float(model.bias.grad[0]) == 1.0
 
 
-@pytest.mark.parametrize(
+@every(
     ("aggregator", "options", "says"),
     [
         ("lowbits", {}, "did you mean lowbit"),
@@ -211,7 +212,7 @@ def test_the_reducer_refuses_models_it_cannot_reduce() -> None:
         GradientReducer(torch.nn.Linear(1, 1).requires_grad_(False), Loopback())
 
 
-@pytest.mark.parametrize("row", ROWS)
+@every("row", ROWS)
 def test_divergence_names_layer_and_rank_and_keeps_the_checkpoint(tmp_path: Path, row: str) -> None:
     job = small_job(gradient=ROWS[row], train={"epochs": 1})
     files = Files.of(tmp_path, job)

@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from every import every
 from torch.nn import Parameter
 
 from cpdhpc.config import ConfigError, validate
@@ -59,7 +60,7 @@ def bf16(x: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(x.detach().numpy().astype(ml_dtypes.bfloat16).astype("f4"))
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@every("name", OPTIMIZERS)
 def test_each_optimiser_steps_from_what_was_rounded(name: str) -> None:
     parameters, ours = layers(), layers()
     plain = validate(OPTIMIZERS[name], {}, name).build(parameters, 0.01)
@@ -122,7 +123,7 @@ KEEPING: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("row", KEEPING, ids=[str(i) for i in range(len(KEEPING))])
+@every("row", KEEPING)
 def test_a_state_dict_goes_on_with_the_same_bits(row: dict[str, Any]) -> None:
     whole = layers()
     expected = steps(rounded(whole, "adam", **row), whole, range(6))
