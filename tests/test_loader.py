@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from every import every
+from items import Items
 from training import model_bytes, small_data, small_job
 
 from cpdhpc.config import ConfigError
@@ -122,25 +123,6 @@ def test_time_that_ranks_wait_is_less_with_workers(tmp_path: Path) -> None:
 
     assert waited("alone") >= 0.03
     assert waited("ahead", workers=1) < 0.015
-
-
-class Items:
-    """A dataset of the user's; what comes of some items where a worker reads them."""
-
-    def __init__(self, wrong: str = "") -> None:
-        self.wrong = wrong
-
-    def __len__(self) -> int:
-        return 40
-
-    def __getitem__(self, i: int) -> tuple[torch.Tensor, int]:
-        if i == 7 and self.wrong == "raise":
-            raise OSError("image 7\nis damaged")
-        if i == 7 and self.wrong and multiprocessing.parent_process():
-            if self.wrong == "hang":
-                time.sleep(1000)
-            os.kill(os.getpid(), signal.SIGKILL)
-        return i + torch.rand(2), os.getpid()
 
 
 def prefetched(wrong: str = "") -> tuple[Workers, Prefetched]:

@@ -229,20 +229,8 @@ def test_scripts_are_written_for_a_site(tmp_path: Path, capsys: pytest.CaptureFi
     assert status == 2 and "file: cannot be made: File exists" in error
 
 
-def run_program(program: str, path: Path) -> subprocess.CompletedProcess[str]:
-    """Run lines of Python where PATH is a directory without programs."""
-    return subprocess.run(
-        [sys.executable, "-c", program],
-        env=environment() | {"PATH": str(path)},
-        capture_output=True,
-        text=True,
-        timeout=1800,
-        check=False,
-    )
-
-
-def test_a_plan_loads_nothing_that_measures(tmp_path: Path) -> None:
-    """Of every kind of study, in one process."""
+def test_neither_a_plan_nor_a_submission_loads_what_measures(study: str, tmp_path: Path) -> None:
+    """A plan of every kind of study, in one process, where no program of Slurm is on PATH."""
     paths = {k: next(str(p) for p in INPUTS if f'kind = "{k}"' in p.read_text()) for k in KINDS}
     light = [path for kind, path in paths.items() if kind not in JOBS]
     with_job = [path for kind, path in paths.items() if kind in JOBS]
@@ -254,21 +242,19 @@ def test_a_plan_loads_nothing_that_measures(tmp_path: Path) -> None:
         f"assert rooms <= {LIGHT!r}, rooms\n"
         f"status = max([status, *(main(['study', 'plan', path]) for path in {with_job!r})])\n"
         "outside = {'torch', 'mpi4py', 'h5py', 'matplotlib'} & set(sys.modules)\n"
-        "assert not outside, outside\n"
-        "sys.exit(status)"
-    )
-    done = run_program(program, tmp_path)
-    assert done.returncode == 0, done.stderr
-
-
-def test_without_slurm_nothing_heavy_is_loaded(study: str, tmp_path: Path) -> None:
-    program = (
-        "import sys; from cpdhpc.cli import main\n"
+        "assert not outside and status == 0, (outside, status)\n"
         f"status = main(['study', 'submit', {study!r}, '--out', {str(tmp_path / 'o')!r}])\n"
         "assert not {'torch', 'mpi4py.MPI', 'cupy', 'matplotlib'} & set(sys.modules), 'heavy'\n"
         "sys.exit(status)"
     )
-    done = run_program(program, tmp_path)
-    assert done.returncode == 2
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=environment() | {"PATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=1800,
+        check=False,
+    )
+    assert done.returncode == 2, done.stderr
     assert done.stderr.startswith("cpdhpc: error: sbatch is not on PATH: is this a login node")
     assert done.stderr.count("\n") == 1

@@ -1,4 +1,4 @@
-"""What the README says to type for two ranks."""
+"""What the README and docs/darray.md say to type for two ranks."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 from readme import BATCHES, block, commands, diff, lay_out
+from training import ROOT
 
 from cpdhpc.cli import main
 from cpdhpc.world.mpi import World
 
 pytestmark = [pytest.mark.mpi, pytest.mark.two_ranks]
+DARRAY = (ROOT / "docs" / "darray.md").read_text()
 
 
 @pytest.fixture
@@ -52,6 +54,16 @@ def test_ten_lines_of_python(world: World) -> None:
         mean, gradient = (np.array(text.split(), float) for text in texts)
         # Contributions are rounded to 4 significant bits, and so is their mean.
         assert (mean != 0).all() and (abs(mean / gradient - 1) <= (1 + 2**-4) ** 2 - 1).all()
+
+
+def test_ten_lines_of_arrays(world: World) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", DARRAY, re.DOTALL)
+    assert len([line for line in code.splitlines() if line and "import" not in line]) <= 10
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        exec(code, {})
+    said = "0 of 96 cells of windows wrong"
+    for rank, shown in enumerate(world.gather(out.getvalue())):
+        assert re.search(rf"^{rank} \(6, 8\) 48\.0 .*{said}", shown, re.MULTILINE), shown
 
 
 def test_four_lines_in_a_torch_loop(world: World) -> None:
