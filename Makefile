@@ -20,9 +20,10 @@ RANKS ?= 2
 OUT ?= results/quickstart
 MINUTES ?= 30
 KILLS ?= 100
-# Of serial tests: as many as there are cores, 4 at most, as each imports torch and all tests. Who is
-# through takes tests of others, so that all work to the end.
-WORKERS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN); echo $$((n < 4 ? n : 4)))
+# Of serial tests: one more than there are cores, as some tests wait for other processes; 4 at most,
+# as each imports torch and all tests. Who is through takes tests of others, so that all work to the
+# end.
+WORKERS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN); echo $$((n < 4 ? n + 1 : 4)))
 VENV = $(if $(filter auto,$(MPI)),.venv,.venv-$(MPI))
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check --quiet
 ACTIVATE = PATH="$(CURDIR)/$(VENV)/bin:$$PATH"

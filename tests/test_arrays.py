@@ -45,7 +45,7 @@ def values(*shape: int) -> np.ndarray:
     return np.random.default_rng(1).standard_normal(shape).astype(np.float32) * 3
 
 
-@pytest.mark.parametrize("shape", [(), (0,), (1,), (7,), (3, 5), (2, 0, 4), (2, 3, 700)])
+@every("shape", [(), (0,), (1,), (7,), (3, 5), (2, 0, 4), (2, 3, 700)])
 def test_quantize_keeps_kind_shape_and_input(kind: Kind, shape: tuple[int, ...]) -> None:
     x = np.asarray(values(*shape), np.float32)
     given = kind.make(x.copy())
@@ -56,7 +56,7 @@ def test_quantize_keeps_kind_shape_and_input(kind: Kind, shape: tuple[int, ...])
     assert np.array_equal(kind.back(given), x)
 
 
-@pytest.mark.parametrize("name", [*oracles.ML_DTYPES, "e3m4", "e6m9"])
+@every("name", [*oracles.ML_DTYPES, "e3m4", "e6m9"])
 def test_quantize_rounds_to_the_nearest_number(kind: Kind, name: str) -> None:
     x, fmt = oracles.structured(0, 65536, oracles.SIXTEEN_LOWS[2:3]), parse_format(name)
     x = x[np.isfinite(x)] if fmt.special == "none" else x
@@ -82,7 +82,7 @@ def test_rounding_overflow_shift_and_seed(kind: Kind) -> None:
     assert np.array_equal(draws[0], draws[1]) and not np.array_equal(draws[0], draws[2])
 
 
-@pytest.mark.parametrize(("name", "dtype"), WIDTHS.items())
+@every(("name", "dtype"), WIDTHS.items())
 def test_codes_go_round_through_packing(kind: Kind, name: str, dtype: str) -> None:
     fmt, x = parse_format(name), values(5, 411)
     codes = cpdhpc.encode(kind.make(x), name)

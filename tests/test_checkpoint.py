@@ -18,11 +18,14 @@ from cpdhpc.cli import main
 from cpdhpc.config import UserError, dump_toml
 from cpdhpc.signals import STOPPING, Caught, Interrupted, catching
 from cpdhpc.train.loop import run
+from cpdhpc.train.optimizers import OPTIMIZERS
 from cpdhpc.train.progress import Display
 from cpdhpc.train.setup import Files, prepare
 from cpdhpc.world.ranks import Loopback
 
-TELEMETRY_OFTEN = {"train": {"telemetry_every": 3, "checkpoint_every": 1, "epochs": 3}}
+TELEMETRY_OFTEN = {
+    "train": {"telemetry_every": 3, "checkpoint_every": 1, "epochs": 3, "learning_rate": 0.01}
+}
 
 
 class Stop(Display):
@@ -37,18 +40,23 @@ class Stop(Display):
         self.caught.number = signal.SIGTERM if self.after == 0 else 0
 
 
+# At the start, in the middle of an epoch (5 iterations), and at the end of one.
+MOMENTS = [("float32", 1), ("tile", 6), ("stochastic", 4)]
+
+
 @pytest.mark.parametrize(
-    ("row", "after"),
+    ("optimizer", "row", "after"),
     [
-        ("float32", 1),
-        ("float32", 14),
-        ("tile", 6),
-        ("stochastic", 4),
+        *((name, *MOMENTS[i % len(MOMENTS)]) for i, name in enumerate(OPTIMIZERS)),
+        ("sgd", "float32", 14),  # at the very end
     ],
 )
-def test_interrupted_and_resumed_is_undisturbed(tmp_path: Path, row: str, after: int) -> None:
-    """At the start, at an epoch's end (5 iterations), in the middle of one, and at the very end."""
-    job = small_job(gradient=ROWS[row], **TELEMETRY_OFTEN)
+def test_interrupted_and_resumed_is_undisturbed(
+    tmp_path: Path, optimizer: str, row: str, after: int
+) -> None:
+    """The same bits: whole, or stopped after an iteration and resumed by other processes."""
+    decay = {"name": optimizer, "weight_decay": 0.01, "exclude": "one_dimensional"}
+    job = small_job(gradient=ROWS[row], optimizer=decay, **TELEMETRY_OFTEN)
     (tmp_path / "a").mkdir()
     whole = run_job(job, Loopback(2), tmp_path / "a")
     files, caught = Files.of(tmp_path, job), Caught()

@@ -23,7 +23,7 @@ from cpdhpc.ops import reference
 from cpdhpc.world.ranks import Loopback
 
 RANKS = 4
-EVERY = pytest.mark.parametrize("name", COMPRESSORS)
+EVERY = every("name", COMPRESSORS)
 EXACT = pytest.mark.parametrize("name", ["none", "lowbit"])  # of small integers
 
 
@@ -58,7 +58,7 @@ def test_the_mean_of_small_integers_is_exact(name: str) -> None:
 
 
 @EVERY
-@pytest.mark.parametrize("value", [np.nan, np.inf])
+@every("value", [np.nan, np.inf])
 def test_what_is_not_finite_is_named(name: str, value: float) -> None:
     aggregator = COMPRESSORS[name]()
     bucket = bucket_of(aggregator)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,21 +10,14 @@ import pytest
 import torch
 from every import every
 from pydantic import ValidationError
-from test_checkpoint import Stop, assert_same_records
-from training import model_bytes, run_job, small_data, small_job
 
 import cpdhpc.train
 from cpdhpc.config import validate
-from cpdhpc.signals import Caught, Interrupted
 from cpdhpc.train import AdamP, Lamb, Larc, Lars, NovoGrad
 from cpdhpc.train.controllers import Schedule, Scheduled, Settings
 from cpdhpc.train.job import Job
 from cpdhpc.train.layerwise import EXCLUDES
-from cpdhpc.train.loop import run
 from cpdhpc.train.optimizers import OPTIMIZERS, Exclude
-from cpdhpc.train.progress import Display
-from cpdhpc.train.setup import Files, prepare
-from cpdhpc.world.ranks import Loopback
 
 pytestmark = pytest.mark.mpi_skip
 
@@ -256,23 +248,6 @@ def test_job_files_and_classes_have_the_same_defaults() -> None:
             "params": 0,
         }
         assert options.keys() <= built.param_groups[0].keys() | {"clip_global_norm"}
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_runs_stop_and_go_on_on_any_number_of_ranks(tmp_path: Path, name: str) -> None:
-    """The same bits: whole, stopped after an iteration and resumed by other processes."""
-    decay = {"optimizer": {"name": name, "weight_decay": 0.01, "exclude": "one_dimensional"}}
-    job = small_job(train={"telemetry_every": 2, "epochs": 2, "learning_rate": 0.01}, **decay)
-    (tmp_path / "whole").mkdir()
-    whole = run_job(job, Loopback(2), tmp_path / "whole")
-    files, caught = Files.of(tmp_path, job), Caught()
-    with pytest.raises(Interrupted):
-        run(prepare(job, Loopback(2), small_data(), files), caught, Stop(caught, 3))
-    training = prepare(job, Loopback(2), small_data(), files)
-    training.resume()
-    run(training, Caught(), Display(False, 1))
-    assert model_bytes(files.checkpoint) == model_bytes(whole.files.checkpoint)
-    assert_same_records(files.record, whole.files.record)
 
 
 def settings(batch: int, samples: int = 4096, **keys: Any) -> Settings:
