@@ -275,8 +275,12 @@ def test_shapes_of_several_nodes_are_left_out_here(
 def test_a_folder_that_is_being_measured_is_left_alone(tmp_path: Path) -> None:
     folder, study = Folder(tmp_path / "x"), small_study(tmp_path)
     folder.prepare(study)
-    sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)", "cpdhpc"])
+    code = "import time; print('here', flush=True); time.sleep(3600)"
+    command = [sys.executable, "-c", code, "cpdhpc"]
+    sleeper = subprocess.Popen(command, stdout=subprocess.PIPE)
     try:
+        assert sleeper.stdout is not None
+        sleeper.stdout.readline()  # a process that has just begun has no command line yet
         Claim(socket.gethostname(), sleeper.pid, "", "", 0, "running")._write(folder.claim_file(1))
         with pytest.raises(
             FolderError, match=f"batch 1 is being measured by process {sleeper.pid}"
@@ -284,7 +288,7 @@ def test_a_folder_that_is_being_measured_is_left_alone(tmp_path: Path) -> None:
             measure(study, folder)
     finally:
         sleeper.kill()
-        sleeper.wait()
+        sleeper.communicate()
 
 
 def test_a_frozen_study_that_was_changed_is_an_error(tmp_path: Path) -> None:
