@@ -76,7 +76,8 @@ struct CallList : Held {
     i64 serial = 0, threads = 1, spins = 0;
     bool counts = false;  // of the calls that are written down now
     bool lends = false;   // whether others read x or out where they lie: a run ends when they have
-    size_t turns = 1, turn = 0;  // a run does one of so many equal parts of the segments
+    PyTypeObject* kind = nullptr;  // of X
+    size_t turns = 1, turn = 0;    // a run does one of so many equal parts of the segments
     struct {
         i64 *counter, amount;
     } sent[2] = {};  // bytes and messages of a run, and where they are counted

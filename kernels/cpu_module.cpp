@@ -11,7 +11,7 @@ const Loops* loops = &cpd_loops_portable;  // the fastest that this processor ru
 
 }  // namespace
 
-#include "cpu_call_list_calls.h"  // the others' calls can be written down
+#include "cpu_board_calls.h"  // with call lists: the others' calls can be written down
 //
 #include "cpu_integers_calls.h"
 #include "cpu_moves_calls.h"

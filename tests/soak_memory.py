@@ -48,7 +48,8 @@ def forget(world: World) -> None:
     for entry in recordings.values():
         entry.free()
     recordings.clear()
-    recordings.known.clear()
+    if world.board is not None:
+        world.board.known.clear()
 
 
 def look(worlds: Collection[World]) -> Look:

@@ -15,6 +15,7 @@ import pytest
 from studies import kill_all
 from training import environment, leave_sessions
 
+from cpdhpc.world.ending import Begun
 from cpdhpc.world.mpi import World
 from cpdhpc.world.ranks import Ranks
 
@@ -111,6 +112,7 @@ def test_a_refusal_that_others_do_not_hear_of_names_its_rank_once(capsys):
     world = object.__new__(World)
     Ranks.__init__(world, 2, 4, 1)
     world._duplicate, world._most_tag, world.timeout_s = Deaf(), 1, 0.01
+    world._begun = [Begun()]
     with pytest.raises(SystemExit):
         world.refuse(ValueError("layer 1: input has shape (3,)"))
     said = "rank 2 | layer 1: input has shape (3,): rank 0, 1, 3 did not hear of it in 0 s\n"

@@ -11,13 +11,23 @@ from every import every
 
 from cpdhpc.collectives import known
 from cpdhpc.collectives.checks import NonFiniteGradient
-from cpdhpc.collectives.known import KEPT, Entry, Known, Recordings, know, know_as, run_known
+from cpdhpc.collectives.known import KEPT, Known, Recordings, keep, know, know_as, run_known
 from cpdhpc.collectives.method import Method, Reduced, Segment
-from cpdhpc.ops.call_list import OVERLAPS, STRANGE, UNLIKE
+from cpdhpc.ops.call_list import (
+    LOOKS,
+    OVERLAPS,
+    STRANGE,
+    UNLIKE,
+    end_list,
+    make_board,
+    make_list,
+    run_agreed,
+)
 from cpdhpc.world.ranks import Loopback
 
 NODES = (0, 0)
 TOLD: tuple[Any, ...] = ((1,), (2,), "ring")
+KEY = "call", (5,), None
 NONFINITE = 1  # what is neither well nor one of the three
 
 
@@ -34,7 +44,8 @@ class Stub:
     def adapt(self, *_: object) -> None:
         self.adapted += 1
 
-    def run_agreed(self, number: int, x: Any, total: Any, iteration: int) -> int:
+    def run_agreed(self, number: int, xs: Any, totals: Any, iteration: int) -> int:
+        x, total = xs[0], totals[0]
         self.calls.append((number, x is total, iteration))
         code = self.codes.pop(0) if len(self.codes) > 1 else self.codes[0]
         if code != OVERLAPS:
@@ -48,7 +59,7 @@ class World(Loopback):
     def __init__(self) -> None:
         super().__init__()
         self.nodes = NODES
-        self.board: Any = SimpleNamespace(has_failed=False)
+        self.board: Any = SimpleNamespace(has_failed=False, known={})
         self.account = self.lent_by = None
 
     @property
@@ -57,11 +68,11 @@ class World(Loopback):
 
 
 def with_recording(*codes: int) -> tuple[World, Stub]:
-    """A world that knows a call as "key"."""
+    """A world that knows a call, with five values and no segments, as "call"."""
     world, stub = World(), Stub(*codes)
-    entry = Entry(NODES, 2, stub, digest=world.recordings.next_digest())  # type: ignore[arg-type]
+    digest = world.recordings.next_digest()
     whole = (Segment("x", 0, 5),)
-    world.recordings.keep("key", Known(entry, stub, None, whole, TOLD))  # type: ignore[arg-type]
+    keep(world.board.known, KEY, Known(NODES, stub, digest, None, whole, TOLD))  # type: ignore[arg-type]
     return world, stub
 
 
@@ -85,12 +96,12 @@ def test_digests_are_numbers_of_their_own_and_alike_everywhere() -> None:
     here, there = Recordings(), Recordings()
     digests = [here.next_digest() for _ in range(40)]
     assert digests == [there.next_digest() for _ in range(40)]
-    numbers = set[int]()
+    numbers, x = set[int](), [np.ones(5, np.float32)]
     for digest in digests:
         world, stub = with_recording()
-        world.recordings.known["key"].entry.digest = digest
+        world.board.known[KEY].digest = digest
         for iteration in range(40):
-            assert run_known(world, "key", iteration, [np.ones(5, np.float32)], None) is not None
+            assert run_known(world, "call", None, iteration, x, None) is not None
         numbers |= {number for number, *_ in stub.calls}
         assert stub.calls[0][0] == digest and [c[2] for c in stub.calls] == [*range(40)]
     assert len(numbers) == 40 * 40
@@ -100,19 +111,22 @@ def test_digests_are_numbers_of_their_own_and_alike_everywhere() -> None:
 
 def test_as_many_calls_are_known() -> None:
     world, _ = with_recording()
-    kept = world.recordings.known["key"]
+    calls = world.board.known
+    kept = calls[KEY]
     for number in range(KEPT - 1):
-        world.recordings.keep(number, kept)
-    assert len(world.recordings.known) == KEPT and "key" in world.recordings.known
-    world.recordings.keep("one more", kept)
-    assert [*world.recordings.known] == ["one more"]
-    know_as(world, "alike", "one more")
-    know_as(world, "nothing", "unknown")
-    assert world.recordings.known == {"one more": kept, "alike": kept}
+        keep(calls, number, kept)
+    assert len(calls) == KEPT and KEY in calls
+    keep(calls, KEY, kept)
+    assert [*calls] == [KEY]
+    know_as(world, "alike", "call", np.ones(5))
+    know_as(world, "nothing", "unknown", np.ones(5))
+    know_as(world, "nothing", "call", np.ones(4))
+    assert calls == {KEY: kept, ("alike", (5,), None): kept}
 
 
 CHANGES: dict[str, Any] = {
     "failed": lambda world, stub: setattr(world.board, "has_failed", True),
+    "apart": lambda world, stub: setattr(world, "board", None),
     "counted": lambda world, stub: setattr(world, "account", object()),
     "lent": lambda world, stub: setattr(world, "lent_by", object()),
     "freed": lambda world, stub: stub.free(),
@@ -123,32 +137,38 @@ CHANGES: dict[str, Any] = {
 @every("name", CHANGES)
 def test_what_cannot_be_run_at_once_is_not(name: str) -> None:
     world, stub = with_recording()
-    xs = [np.ones(5, np.float32)]
-    for key, iteration in (
-        ("other", 0),
-        (["no hash"], 0),
-        ("key", True),
-        ("key", 2**62),
-        ("key", -1),
+    x = np.ones(5, np.float32)
+    for what, segments, iteration, xs in (
+        ("other", None, 0, [x]),
+        (["no hash"], None, 0, [x]),
+        ("call", [Segment("x", 0, 5)], 0, [x]),
+        ("call", [["no hash"]], 0, [x]),
+        ("call", None, True, [x]),
+        ("call", None, 2**62, [x]),
+        ("call", None, -1, [x]),
+        ("call", None, 0, [x[:4]]),
+        ("call", None, 0, []),
+        ("call", None, 0, None),
+        ("call", None, 0, [None]),
     ):
-        assert run_known(world, key, iteration, xs, None) is None  # type: ignore[arg-type]
-    assert run_known(world, "key", 2**62 - 1, xs, None) is not None
+        assert run_known(world, what, segments, iteration, xs, None) is None and not stub.calls  # type: ignore[arg-type]
+    assert run_known(world, "call", None, 2**62 - 1, [x], None) is not None
     stub.calls.clear()
     CHANGES[name](world, stub)
-    assert run_known(world, "key", 0, xs, None) is None and not stub.calls
+    assert run_known(world, "call", None, 0, [x], None) is None and not stub.calls
 
 
 def test_results_go_where_they_should() -> None:
     x, out = np.arange(5, dtype=np.float32), np.zeros(5, np.float32)
     world, stub = with_recording()
-    got = run_known(world, "key", 0, [x], None)
-    assert got is not None and got[1:] == TOLD and (got.arrays[0] == 2 * x).all()
-    got = run_known(world, "key", 0, [x], [out])
-    assert got is not None and got.arrays[0] is out and (out == 2 * x).all()
+    got = run_known(world, "call", None, 0, [x], None)
+    assert type(got) is Reduced and got[1:] == TOLD and (got.arrays[0] == 2 * x).all()
+    got = run_known(world, "call", None, 0, [x], [out])
+    assert type(got) is Reduced and got.arrays[0] is out and (out == 2 * x).all()
     world, stub = with_recording(OVERLAPS, 0)
     inside = x.copy()
-    got = run_known(world, "key", 7, [inside], [inside])
-    assert got is not None and got.arrays[0] is inside and got[1:] == TOLD
+    got = run_known(world, "call", None, 7, [inside], [inside])
+    assert type(got) is Reduced and got.arrays[0] is inside and got[1:] == TOLD
     assert (inside == 2 * x).all(), "from the array that the second run filled"
     assert [call[1:] for call in stub.calls] == [(True, 7), (False, 7)]
     assert stub.calls[0][0] == stub.calls[1][0]
@@ -161,14 +181,15 @@ def test_what_others_do_or_hold_ends_a_guess(code: int) -> None:
     x = np.full(5, np.nan, np.float32)
     if code == NONFINITE:
         with pytest.raises(NonFiniteGradient):
-            run_known(world, "key", 0, [x], None)
+            run_known(world, "call", None, 0, [x], None)
     else:
-        assert run_known(world, "key", 0, [x], None) is None
+        assert run_known(world, "call", None, 0, [x], None) is None
     assert world.board.has_failed == (code == UNLIKE)
 
 
 def test_a_call_is_known_where_it_is_a_recording_and_nothing_else() -> None:
-    reduced, keeps = Reduced((np.ones(5, np.float32),), *TOLD), object()
+    x, keeps = np.ones(5, np.float32), object()
+    reduced = Reduced((x,), *TOLD)
     found = {}
     for name, method, recorded, board in (
         ("plain", Method("raw"), True, True),
@@ -179,16 +200,20 @@ def test_a_call_is_known_where_it_is_a_recording_and_nothing_else() -> None:
         ("no board", Method("raw"), True, False),
     ):
         world = World()
+        calls = world.board.known
         world.board = world.board if board else None
-        know(world, "k", keeps, method, 5, (), reduced)
-        assert not world.recordings.known, "nothing is made for it"
+        know(world, "k", keeps, method, x, None, (), reduced)
+        assert not calls, "nothing is made for it"
         entry = world.recordings.entry(method, 5, NODES)
         entry.recording = Stub() if recorded else None  # type: ignore[assignment]
-        know(world, "k", keeps, method, 5, (), reduced)
-        know(world, ["no hash"], keeps, method, 5, (), reduced)  # type: ignore[arg-type]
-        found[name] = [*world.recordings.known] == ["k"]
-        for told in world.recordings.known.values():
-            assert told.entry is entry and told.recording is entry.recording
+        segments = [Segment("x", 0, 5)]
+        know(world, "k", keeps, method, x, None, (), reduced)
+        know(world, "k", keeps, method, x, segments, tuple(segments), reduced)
+        know(world, "k", keeps, method, x, iter(segments), tuple(segments), reduced)
+        know(world, ["no hash"], keeps, method, x, None, (), reduced)  # type: ignore[arg-type]
+        found[name] = [*calls] == [("k", (5,), None), ("k", (5,), tuple(segments))]
+        for told in calls.values():
+            assert told.recording is entry.recording and told.digest == entry.digest
             assert told.keeps is keeps and told.told == TOLD
             assert told.segments == (Segment("x", 0, 5),)
     assert [name for name, is_known in found.items() if is_known] == ["plain", "tiles"]
@@ -228,3 +253,29 @@ def test_plain_arrays_are_one_and_none_or_one() -> None:
         *(([x], x), ([x], []), ([x], [x, x]), ([x], [own])),
     ):
         assert not known.are_plain(xs, outs)
+
+
+def test_a_compiled_run_takes_lists_of_one_plain_array() -> None:
+    """Of anything else it says so, and the others are told nothing: its number is not written."""
+    x, board = np.arange(6, dtype=np.float32), np.zeros(128, np.uint8)
+    word, counters = np.zeros(8, np.uint8), np.zeros(2, np.int64)
+    calls, out = make_list(x.copy(), x.copy(), ((word,),)), np.empty_like(x)
+    end_list(calls, 1, False, counters[:1], 0, counters[1:], 0)
+
+    def found(xs: Any, outs: Any) -> int:
+        return run_agreed(met, 7, calls, 1, LOOKS, xs, outs)
+
+    met, square = make_board((board,)), x.reshape(2, 3)
+    for xs, outs in (([x], [out]), ((x,), (out,)), ([square], [out.reshape(2, 3)])):
+        told = board.copy()
+        assert found(xs, outs) == 0 and (board != told).any()
+    assert found([x], [x]) == OVERLAPS
+    own, frozen = x.view(type("Own", (np.ndarray,), {})), out.copy()
+    frozen.flags.writeable = False
+    far = np.zeros(12, np.float32)[::2]
+    told = board.copy()
+    for wrong in (x, square, [], [x, x], [[x]], None, iter([x]), [own], [far], [x[:5]], [None]):
+        assert found(wrong, [out]) == found([x], wrong) == STRANGE
+    for wrong in (x.astype(np.float64), x.astype(np.int32), x.astype(">f4"), square):
+        assert found([wrong], [out]) == STRANGE
+    assert found([x], [frozen]) == STRANGE and (board == told).all()

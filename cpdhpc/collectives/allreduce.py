@@ -208,11 +208,9 @@ class Allreduce(Method):
         """
         if type(world) is not World:
             world = as_world(world, "Allreduce.run")
-        key = None
-        is_plain = not every and error is None and shifts is None and are_plain(xs, outs)
-        if is_plain and (segments is None or type(segments) in (list, tuple)):
-            key = id(self), xs[0].shape, None if segments is None else tuple(segments)
-            known = run_known(world, key, iteration, xs, outs)
+        guesses = not every and error is None and shifts is None
+        if guesses:
+            known = run_known(world, id(self), segments, iteration, xs, outs)
             if known is not None:
                 return known
         # What is chosen is compared over ranks like all arguments.
@@ -220,8 +218,8 @@ class Allreduce(Method):
         error = error or iteration_error(iteration)
         parts = method.check(world, xs, outs, iteration, segments, every, error, shifts)
         reduced = method.reduce(world, xs, outs, parts, iteration, every, shifts)
-        if key is not None:
-            know(world, key, self, method, xs[0].size, parts, reduced)
+        if guesses and are_plain(xs, outs):
+            know(world, id(self), self, method, xs[0], segments, parts, reduced)
         return reduced
 
     def prepare(
@@ -450,11 +448,9 @@ def allreduce(
     """
     ranks = world if type(world) is World else as_world(world, "allreduce")
     key = wire, algorithm, scaling, accumulate, op, rounding, overflow, random_bits, headroom, seed
-    is_plain = segments is None and machine is None and type(seed) is type(random_bits) is int
-    is_plain = is_plain and are_plain((x,), None if out is None else (out,))
-    if is_plain:
-        assert isinstance(x, np.ndarray)
-        known = run_known(ranks, (x.shape, *key), iteration, (x,), None if out is None else (out,))
+    guesses = segments is None and machine is None and type(seed) is type(random_bits) is int
+    if guesses:
+        known = run_known(ranks, key, None, iteration, (x,), None if out is None else (out,))
         if known is not None:
             return known.arrays[0]
     error: Exception | None = None
@@ -476,8 +472,8 @@ def allreduce(
     except (TypeError, ValueError) as found:
         error = error or found
     reduced = config.run(ranks, xs, outs, iteration=iteration, segments=segments, error=error)
-    if is_plain:
-        know_as(ranks, (xs[0].shape, *key), (id(config), xs[0].shape, None))
+    if guesses and type(x) is np.ndarray:
+        know_as(ranks, key, id(config), xs[0])
     if out is not None:
         return out
     result = reduced.arrays[0]

@@ -363,25 +363,27 @@ class Recording:
             self._give_up(error)
         return self._bad_values(out) if found == 0 and self._unseen else found
 
-    def run_agreed(self, number: int, x: Array, out: Array, iteration: int) -> int:
+    def run_agreed(
+        self, number: int, xs: Sequence[Array], outs: Sequence[Array], iteration: int
+    ) -> int:
         """Do what run does, once all processes of the node have given the same number. Collective.
 
         The recording moves, and is not freed. Returns also, with nothing done, UNLIKE where they
-        have not, and STRANGE where x or out is not what run takes, which the others are not told.
+        have not, and STRANGE where xs or outs is not a list or tuple of one NumPy array that run
+        takes, which the others are not told.
         """
         board = self._world.board
         if self._differs:
             self._draw(iteration)
-            self._follow(x, out)
         try:
-            found = run_agreed(board.calls, number, self._list, kernel_threads(), LOOKS, x, out)
+            found = run_agreed(board.calls, number, self._list, kernel_threads(), LOOKS, xs, outs)
             if found == WAITING:
                 found = self._awaited()
         except BaseException as error:
             self._give_up(error)
         if found == ABSENT:
-            return self.run(x, out, iteration) if board.wait(self.what) else UNLIKE
-        return self._bad_values(out) if found == 0 and self._unseen else found
+            return self.run(xs[0], outs[0], iteration) if board.wait(self.what) else UNLIKE
+        return self._bad_values(outs[0]) if found == 0 and self._unseen else found
 
     def _looks(self, most: int) -> int:
         """Return how many looks in vain a run has: none where the world sleeps between them."""

@@ -1,7 +1,7 @@
 """Call lists: kernels and messages written down once, run again without the interpreter.
 
-kernels/cpu_call_list_calls.h says what each of the compiled functions does. A run that waits goes
-on by resume_list, and a board by meet_again: as MPI's requests are tested.
+kernels/cpu_call_list_calls.h and cpu_board_calls.h say what each of the compiled functions does. A
+run that waits goes on by resume_list, and a board by meet_again: as MPI's requests are tested.
 """
 
 from __future__ import annotations

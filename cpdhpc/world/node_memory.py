@@ -9,8 +9,8 @@ from __future__ import annotations
 import mmap
 import os
 import secrets
-from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Hashable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -264,6 +264,7 @@ class Board:
 
     Without a message: each tells a number, and looks at those of the others.
     calls: of make_board; has_failed: whether a guess was wrong, and the next answer stands
+    known: calls that need nothing else than to agree here, by their arguments
     """
 
     def __init__(self, world: Ranks, shared: Shared) -> None:
@@ -271,6 +272,7 @@ class Board:
         self.calls = make_board((shared.board, *shared.boards.values()))
         self._found = 0
         self.has_failed = False
+        self.known: dict[Hashable, Any] = {}
 
     def agrees(self, number: int, what: str, *, first: bool = False) -> bool:
         """Return whether all processes give the same number, which is not 0. Collective.

@@ -212,7 +212,7 @@ def test_known_calls_differ_like_others(world):
     wanted = bits(simulate(xs, "e4m3", "direct", op="mean"))
 
     def calls(**options):
-        known = len(own.cache.get(Recordings, Recordings).known)
+        known = 0 if own.board is None else len(own.board.known)
         plain = allreduce(own, xs[me], "e4m3", "direct", op="mean", **options)
         reduced = method.run(own, [xs[me]], segments=segments, **options)
         assert bits(plain) == bits(reduced.arrays[0]) == wanted
@@ -282,7 +282,7 @@ def test_what_auto_has_chosen_is_run_at_once(world):
         plain = allreduce(own, x, "e4m3", "auto")
         wanted = bits(simulate(xs, "e4m3", reduced.algorithm))
         assert bits(reduced.arrays[0]) == bits(plain) == wanted
-    known = own.cache.get(Recordings, Recordings).known
+    known = {} if own.board is None else own.board.known
     assert ((id(method), x.shape, None) in known) == (world.processes > 1)
     own.free()
 
