@@ -10,14 +10,15 @@ import numpy as np
 import pytest
 from every import every
 
+from cpdhpc.bench import machine as bench
 from cpdhpc.bench.harness import line, nonnegative
-from cpdhpc.bench.machine import Sample, fit
+from cpdhpc.bench.machine import Sample, Turns, fit, judged, undisturbed
 from cpdhpc.collectives import predict as model
 from cpdhpc.collectives.allreduce import Allreduce, allreduce, simulate
 from cpdhpc.collectives.method import DEFAULT, UNITS, Machine, as_machine, read_machine
-from cpdhpc.collectives.predict import choose, predict
+from cpdhpc.collectives.predict import choose, fastest, predict
 from cpdhpc.collectives.schedules import SCHEDULES
-from cpdhpc.config import ConfigError, dump_toml
+from cpdhpc.config import ConfigError, UserError, dump_toml
 from cpdhpc.formats import TILE
 from cpdhpc.world.ranks import Loopback
 
@@ -110,16 +111,18 @@ def test_in_a_node_what_lies_in_the_arrays_is_copied_for_the_others(ranks: int) 
 def test_each_value_comes_from_memory_once_and_goes_there_once(
     ranks: int, wire: str, name: str
 ) -> None:
-    """With nothing but memory; the part that caches hold is left out."""
-    free = {field.name: 0.0 for field in fields(Machine)}
-    machine, n = Machine(**free | {"memory_s": 1e-10}), ranks * 64 * TILE
+    """Beside the times in the cache; the part that caches hold is left out."""
+    machine, n = replace(MACHINE, copy_s=4e-11, memory_s=1e-10), ranks * 64 * TILE
     method, near = Allreduce(wire, name), (0,) * ranks
     expected_s = 1e-10 * (4 * n + 4 * n)
-    assert predict(machine, method, near, n).time_s == pytest.approx(expected_s, rel=ROUNDING)
+    in_cache_s = predict(replace(machine, memory_s=0.0), method, near, n).time_s
+    assert in_cache_s > 0
+    found_s = predict(machine, method, near, n).time_s
+    assert found_s == pytest.approx(in_cache_s + expected_s, rel=ROUNDING)
     for held, left in ((2 * n, 0.75), (8 * n, 0.0), (9 * n, 0.0)):
         cached = replace(machine, cache_bytes=float(held))
         found_s = predict(cached, method, near, n).time_s
-        assert found_s == pytest.approx(left * expected_s, rel=ROUNDING)
+        assert found_s == pytest.approx(in_cache_s + left * expected_s, rel=ROUNDING)
 
 
 @every("wire", ["raw", "e4m3", "ternary", "int8"])
@@ -246,6 +249,48 @@ def test_the_fit_of_times_too_short_stays_at_zero() -> None:
     samples = [Sample(method, nodes(2), n, 1e-9) for n in (2, 4096)]
     found = fit(MACHINE, samples, ["call_s", "step_s", "host_s"])
     assert (found.call_s, found.step_s, found.host_s) == (0.0, 0.0, 0.0)
+
+
+def test_calls_that_others_disturb_are_left_out() -> None:
+    """A call of 4 % of its time off the core counts, one of more does not, unless all are such."""
+    times = np.array([[5.0, 0.2], [4.0, 0.17], [7.0, 0.0], [6.0, 0.0], [8.0, -0.1], [9.0, 9.0]])
+    assert undisturbed(times) == 5.75  # the quartile of 5, 6, 7, 8
+    assert undisturbed(times[[1, 5]]) == 5.25  # of 4 and 9
+
+
+def test_calls_count_while_cores_are_as_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The distance is looked at before each turn and behind it; a far one on either side."""
+    world, calls = Loopback(1), {"a": lambda: None, "b": lambda: None}
+    trips = iter([100, 300, 300, 100, 100, 100, 100, 100])
+    monkeypatch.setattr(bench, "round_trip_ns", lambda world: next(trips))
+    (found,) = Turns(world, far=False, repeats=2, warmup=0).measure([calls])
+    assert list(found) == ["a", "b"] and min(found.values()) >= 0
+    assert not [*trips]  # two turns of four counted
+    monkeypatch.setattr(bench, "round_trip_ns", lambda world: 300)
+    with pytest.raises(UserError, match="moved too often"):
+        Turns(world, far=False, repeats=2, warmup=0).measure([calls])
+
+
+def test_predictions_are_judged_by_those_within_a_fifth() -> None:
+    """Gather is predicted to be fastest, and takes 1.5 times as long."""
+    machine, factors = replace(MACHINE, call_s=0.0), {"ring": 0.9, "tree": 1.0, "gather": 1.5}
+    times_s = {name: predicted_s(name, "raw", 2, 1024, machine) for name in factors}
+    assert fastest(times_s) == "gather"
+    took_s = {name: factor * times_s[name] for name, factor in factors.items()}
+    samples = [Sample(Allreduce("raw", name), nodes(2), 1024, took_s[name]) for name in factors]
+    said = judged(machine, samples)
+    assert "2 of 3 predictions within 20 %" in said and "0.67 to 1.11 times it" in said
+    worst = took_s["gather"] / min(took_s.values())
+    assert worst > 1.1 and f"in 0 of 1 cases, {worst:.2f} in all" in said
+    assert judged(MACHINE, [Sample(Allreduce("raw"), nodes(2), 2, 1.0)]) == "no sizes to judge by"
+
+
+def test_what_is_predicted_alike_is_the_first_of_the_schedules() -> None:
+    assert fastest({"tree": 1.0, "ring": 1.04}) == "ring"
+    assert fastest({"tree": 1.0, "ring": 1.06, "gather": 0.99}) == "tree"
+    assert fastest({"gather": 1.0}) == "gather"
+    near = choose(Allreduce("e4m3", "auto", machine=MACHINE), (0, 0), 1 << 20)
+    assert near.algorithm == "ring"  # whose steps are those of rhd there
 
 
 def test_auto_chooses_by_size_and_shows_it() -> None:

@@ -96,6 +96,7 @@ def runs(world, tmp_path_factory) -> tuple[Path, str]:
     machine = str(where / "machine.toml")
     cases = [
         ["fit", "--quick", "--out", machine, *few],
+        ["fit", "--quick", "--out", str(where / "again.toml"), "--beside", machine, *few],
         [
             *(
                 "allreduce",
@@ -206,6 +207,14 @@ def test_latency_has_the_columns_of_osu(runs: tuple[Path, str]) -> None:
     prepared = load_study_file(where / "latency.h5").points[3::5]
     assert [p.factors["call"] for p in prepared] == ["prepared"] * 3
     assert [len(p.times_s) for p in prepared] == [3] * 3
+
+
+def test_a_fit_is_shown_beside_an_earlier_one(runs: tuple[Path, str]) -> None:
+    where, shown = runs
+    first, again = (read_machine(where / name).fit for name in ("machine.toml", "again.toml"))
+    assert first["apart_ns"] == again["apart_ns"] >= 0
+    assert f"machine.toml, cores {first['apart_ns']} ns apart" in shown
+    assert shown.count("of 20 predictions within 20 %") == 3
 
 
 def test_the_fit_is_used_for_predictions(
