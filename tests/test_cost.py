@@ -27,6 +27,7 @@ MACHINE = Machine(
     beta_s=2e-10,
     host_s=0.0,
     near_s=0.0,
+    own_cache_bytes=0.0,
     memory_s=0.0,
     cache_bytes=0.0,
     gamma_s=7e-11,
@@ -96,13 +97,22 @@ def test_gather_takes_what_its_formula_says(ranks: int) -> None:
 @every("ranks", [2, 3, 5, 12])
 def test_in_a_node_what_lies_in_the_arrays_is_copied_for_the_others(ranks: int) -> None:
     """The ring: the first chunk sent, the own result, and all results that come; all else stays."""
-    m, n = replace(MACHINE, copy_s=4e-11, near_s=6e-11), ranks * 3 * TILE
+    n = ranks * 3 * TILE
+    m = replace(MACHINE, copy_s=4e-11, near_s=6e-11, own_cache_bytes=8.0 * n)
     chunk_bytes, steps_s = 4 * n // ranks, 2 * (ranks - 1) * MACHINE.step_s
     each_s = m.gamma_s + 2 * m.near_s  # of a chunk that is added, and one that comes back
     work_s = (m.copy_s * (ranks + 1) + each_s * (ranks - 1)) * chunk_bytes
     expected_s = m.call_s + steps_s + work_s
     found_s = predict(m, Allreduce("raw"), (0,) * ranks, n).time_s
     assert found_s == pytest.approx(expected_s, rel=ROUNDING)
+    for held, share in (
+        (9 * n, 1.0),
+        (2 * n, 0.25),
+        (0, 0.0),
+    ):  # of both arrays, in caches of ranks
+        held_s = predict(replace(m, own_cache_bytes=float(held)), Allreduce("raw"), (0,) * ranks, n)
+        near_s = 2 * m.near_s * (ranks - 1) * chunk_bytes
+        assert held_s.time_s == pytest.approx(expected_s - (1 - share) * near_s, rel=ROUNDING)
 
 
 @every("name", ["ring", "rhd"])
@@ -244,6 +254,19 @@ def test_the_fit_recovers_the_memory_of_a_node() -> None:
     assert asdict(found) == pytest.approx(asdict(truth), rel=1e-3)
 
 
+def test_what_no_sample_depends_on_stays_as_it_was() -> None:
+    """Caches that hold all: how much larger they are cannot be seen."""
+    truth = replace(MACHINE, near_s=6e-11, own_cache_bytes=1e9, call_s=8e-6)
+    method = Allreduce("raw")
+    samples = [
+        Sample(method, (0, 0), n, predict(truth, method, (0, 0), n).time_s)
+        for n in (1 << 10, 1 << 16)
+    ]
+    start = replace(truth, near_s=1e-11, call_s=1e-5)
+    found = fit(start, samples, ["call_s", "near_s", "own_cache_bytes"])
+    assert asdict(found) == pytest.approx(asdict(truth), rel=1e-6)
+
+
 def test_the_fit_of_times_too_short_stays_at_zero() -> None:
     method = Allreduce("raw", "ring")
     samples = [Sample(method, nodes(2), n, 1e-9) for n in (2, 4096)]
@@ -261,7 +284,7 @@ def test_calls_that_others_disturb_are_left_out() -> None:
 def test_calls_count_while_cores_are_as_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """The distance is looked at before each turn and behind it; a far one on either side."""
     world, calls = Loopback(1), {"a": lambda: None, "b": lambda: None}
-    trips = iter([100, 300, 300, 100, 100, 100, 100, 100])
+    trips = iter([100, 300, 300, 100, 100, 100, 100])
     monkeypatch.setattr(bench, "round_trip_ns", lambda world: next(trips))
     (found,) = Turns(world, far=False, repeats=2, warmup=0).measure([calls])
     assert list(found) == ["a", "b"] and min(found.values()) >= 0

@@ -41,12 +41,10 @@ from .harness import (
 
 MESSAGES = [8 << i for i in range(0, 20, 2)]  # bytes: 8 to 2 MiB
 ALLREDUCES = ("gather", "tree", "ring", "rhd", "direct")
-FITTED = ["call_s", "step_s", "near_s", "memory_s", "cache_bytes"]
-FITTED_BYTES = (1 << 12, 1 << 16, 1 << 20, 1 << 22, 1 << 26)  # of the all-reduces that the fit sees
-CHECKED_BYTES = (8, 1 << 14, 1 << 18, 1 << 24)  # of those it does not see
-JUDGED_BYTES = (
-    1 << 12
-)  # from where on predictions are to be near: below, it is the call that counts
+FITTED = ["call_s", "step_s", "near_s", "own_cache_bytes", "memory_s", "cache_bytes"]
+FITTED_BYTES = tuple(1 << i for i in (12, 16, 18, 20, 22, 26))  # of all-reduces that the fit sees
+CHECKED_BYTES = (8, 1 << 14, 1 << 17, 1 << 19, 1 << 24)  # of those it does not see
+JUDGED_BYTES = 1 << 12  # from where on predictions are judged: below, it is the call that counts
 IN_CACHE = (1 << 12, 1 << 14, PART_VALUES)  # values
 WIRES = ("raw", "e4m3")
 CACHES = (1 << 18, 1 << 20, 1 << 22, 1 << 24)  # bytes: from where fits start, as each finds one of
@@ -288,6 +286,7 @@ def fit(
         slopes = [(relative(values + step) - base) / step.max() for step in steps]
         a = np.stack(slopes, axis=1)
         target = nonnegative(a, 1 - (base - a @ values))
+        target = np.where(a.any(axis=0), target, values)  # what nothing depends on stays
         tries = [values + (target - values) / 2**halvings for halvings in range(SHORTENED)]
         before, values = values, min([values, *tries], key=missed)
         if missed(values) > NEARER * missed(before):

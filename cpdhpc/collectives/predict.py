@@ -35,9 +35,9 @@ class Kernels:
     seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        size_bytes = max(1, self.x.nbytes + self.out.nbytes)
-        beyond = max(0.0, 1 - self.machine.cache_bytes / size_bytes)
-        self.memory_s = beyond * self.machine.memory_s
+        machine, size_bytes = self.machine, max(1, self.x.nbytes + self.out.nbytes)
+        self.memory_s = max(0.0, 1 - machine.cache_bytes / size_bytes) * machine.memory_s
+        self.near_s = min(1.0, machine.own_cache_bytes / size_bytes) * machine.near_s
 
     def _work(self, time_s: float, n: int, read: Sequence[Array], out: Array | None = None) -> int:
         """Take the time of n values in the cache, and what those of memory take longer."""
@@ -210,7 +210,7 @@ class Simulation:
         if state.ready and state.ready[0][0] <= time_s:
             piece = heapq.heappop(state.ready)[1]
             message, is_far = state.expected[piece]
-            byte_s = self.machine.host_s if is_far else self.machine.near_s
+            byte_s = self.machine.host_s if is_far else self.kernels.near_s
             state.work(state.expected_share[piece] * message.size * byte_s)
             self._advance(rank, piece, message)
         else:
