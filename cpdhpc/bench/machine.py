@@ -53,6 +53,7 @@ OFF_CORE = 0.04  # of a call: a process that runs for so much less of its time w
 QUARTILE = 0.25  # of the times of calls: memory and caches that others use lengthen the later ones
 MOST_TURNS = 8  # times the repeats that are wanted, while cores are moved
 MOST_TRIES = 50  # to write calls down while cores stay as they are
+LOOK_S, MOST_LOOKS = 0.05, 2000  # time between looks at moved cores, and how many until the end
 SHORTENED = 5  # lengths of a step that the fit tries
 NEARER = 0.999  # times the misfit: the fit ends where a step brings less
 
@@ -164,14 +165,14 @@ class Turns(NamedTuple):
         out = np.empty_like(x)
         methods = [Allreduce(wire, name) for name in ALLREDUCES for wire in WIRES]
         for seed in range(MOST_TRIES):  # which no bit depends on here: a method not seen before
-            before = self.is_as_said()
+            self.wait()
             calls: Calls = {
                 method: partial(replace(method, seed=seed).run, self.world, [x], [out])
                 for method in methods
             }
             for call in [*calls.values()] * 2:  # the second one of each is written down
                 call()
-            if before and self.is_as_said():
+            if self.is_as_said():
                 return calls
         raise self._moved()
 
@@ -181,9 +182,9 @@ class Turns(NamedTuple):
         for turn in range(MOST_TURNS * self.repeats):
             for calls, times in zip(groups, found, strict=True):
                 if len(times) < self.repeats:
-                    before = self.is_as_said()
+                    self.wait()
                     once = self._once(list(calls.values()), turn)
-                    if before and self.is_as_said():
+                    if self.is_as_said():
                         times.append(once)
         if not all(found):
             raise self._moved()
@@ -207,6 +208,14 @@ class Turns(NamedTuple):
                 times[i, 0] = time.perf_counter() - start_s
                 times[i, 1] = times[i, 0] - (time.thread_time() - busy_s)
         return np.max(self.world.gather(times, "bench"), axis=0)
+
+    def wait(self) -> None:
+        """Wait until cores are as far says. Collective. Raises UserError where they never are."""
+        for _ in range(MOST_LOOKS):
+            if self.is_as_said():
+                return
+            time.sleep(LOOK_S)
+        raise self._moved()
 
     def is_as_said(self) -> bool:
         """Return whether cores are now as far says. Collective."""
