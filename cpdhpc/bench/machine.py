@@ -349,10 +349,13 @@ def judged(machine: Machine, samples: Sequence[Sample]) -> str:
         least_s = min(time_s for _, time_s in alike.values())
         costs[sample.n, str(sample.method.wire)] = alike[chosen][1] / least_s
     few = sum(cost <= 1.1 for cost in costs.values())
+    middle = float(np.median(found))  # what a machine that is slower or faster as a whole shifts
+    beside = int((abs(found / middle - 1) <= 0.2).sum())
     return (
         f"from {JUDGED_BYTES} B: {within} of {len(judged)} predictions within 20 % of what was "
-        f"measured, {found.min():.2f} to {found.max():.2f} times it; what auto would take: at most "
-        f"1.1 times the fastest in {few} of {len(costs)} cases, {max(costs.values()):.2f} in all"
+        f"measured, {found.min():.2f} to {found.max():.2f} times it, median {middle:.2f}, {beside} "
+        f"within 20 % of that; what auto would take: at most 1.1 times the fastest in {few} of "
+        f"{len(costs)} cases, {max(costs.values()):.2f} in all"
     )
 
 
