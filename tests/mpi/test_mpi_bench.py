@@ -143,8 +143,9 @@ def test_the_table_of_allreduces(runs: tuple[Path, str]) -> None:
     assert "left out: accumulate='kahan': known are exact, requantise" in shown
     (ring,) = rows_of(shown, "16384", "ring", "plain", "e4m3", "tile", "requantise")
     assert 0 < float(ring[13]) < 2**-3 and float(ring[15]) > 0
-    ratio = float(ring[7]) / float(copy[7])
-    assert float(ring[16]) == pytest.approx(ratio, rel=0.01, abs=0.006)  # two and one decimal
+    times = float(ring[7]), float(copy[7])
+    ratio, rounded = times[0] / times[1], sum(0.05 / each for each in times)  # to one decimal
+    assert float(ring[16]) == pytest.approx(ratio, rel=0.01 + rounded, abs=0.006)
     assert "(us)" in shown and "busbw" in shown and "kernels" in shown
 
 
