@@ -14,6 +14,7 @@ import numpy as np
 
 from .. import store
 from ..collectives.allreduce import Allreduce
+from ..collectives.known import forget
 from ..collectives.method import AUTO, DEFAULT, UNITS, Machine, MachineFile, Method, read_machine
 from ..collectives.predict import Prediction, fastest, predict
 from ..collectives.recorded import FAR_NS, PART_VALUES
@@ -42,7 +43,8 @@ from .harness import (
 MESSAGES = [8 << i for i in range(0, 20, 2)]  # bytes: 8 to 2 MiB
 ALLREDUCES = ("gather", "tree", "ring", "rhd", "direct")
 FITTED = ["call_s", "step_s", "near_s", "own_cache_bytes", "memory_s", "cache_bytes"]
-FITTED_BYTES = tuple(1 << i for i in (12, 16, 18, 20, 22, 26))  # of all-reduces that the fit sees
+FITTED_BYTES = tuple(1 << i for i in (12, 16, 18, 20, 22, 26))  # that the fit sees: a
+# world keeps the recordings of all, KEPT at most
 CHECKED_BYTES = (8, 1 << 14, 1 << 17, 1 << 19, 1 << 24)  # of those it does not see
 JUDGED_BYTES = 1 << 12  # from where on predictions are judged: below, it is the call that counts
 IN_CACHE = (1 << 12, 1 << 14, PART_VALUES)  # values
@@ -164,12 +166,11 @@ class Turns(NamedTuple):
         x = np.random.default_rng(self.world.process).standard_normal(size_bytes // 4, np.float32)
         out = np.empty_like(x)
         methods = [Allreduce(wire, name) for name in ALLREDUCES for wire in WIRES]
-        for seed in range(MOST_TRIES):  # which no bit depends on here: a method not seen before
+        calls: Calls = {each: partial(each.run, self.world, [x], [out]) for each in methods}
+        for _ in range(MOST_TRIES):
             self.wait()
-            calls: Calls = {
-                method: partial(replace(method, seed=seed).run, self.world, [x], [out])
-                for method in methods
-            }
+            for method in methods:
+                forget(self.world, method, x.size)
             for call in [*calls.values()] * 2:  # the second one of each is written down
                 call()
             if self.is_as_said():

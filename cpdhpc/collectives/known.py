@@ -127,6 +127,13 @@ def recording_of(
     return entry.recording
 
 
+def forget(world: Ranks, method: Method, n: int) -> None:
+    """Forget a method and a size: calls that come again are recorded anew. Collective."""
+    entry = world.cache.get(Recordings, Recordings).pop((method, n), None)
+    if entry is not None:
+        entry.free()
+
+
 def are_plain(xs: Any, outs: Any) -> bool:
     """Whether these are one NumPy array, and none or one."""
     if not (type(xs) in (list, tuple) and len(xs) == 1 and type(xs[0]) is np.ndarray):
