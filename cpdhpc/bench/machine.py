@@ -43,8 +43,8 @@ from .harness import (
 MESSAGES = [8 << i for i in range(0, 20, 2)]  # bytes: 8 to 2 MiB
 ALLREDUCES = ("gather", "tree", "ring", "rhd", "direct")
 FITTED = ["call_s", "step_s", "near_s", "own_cache_bytes", "memory_s", "cache_bytes"]
-FITTED_BYTES = tuple(1 << i for i in (12, 16, 18, 20, 22, 26))  # that the fit sees: a
-# world keeps the recordings of all, KEPT at most
+# Of all-reduces that the fit sees: a world keeps KEPT recordings, so no more calls than that
+FITTED_BYTES = tuple(1 << i for i in (12, 16, 18, 20, 22, 26))
 CHECKED_BYTES = (8, 1 << 14, 1 << 17, 1 << 19, 1 << 24)  # of those it does not see
 JUDGED_BYTES = 1 << 12  # from where on predictions are judged: below, it is the call that counts
 IN_CACHE = (1 << 12, 1 << 14, PART_VALUES)  # values
