@@ -296,14 +296,14 @@ def test_calls_count_while_cores_are_as_said(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_predictions_are_judged_by_those_within_a_fifth() -> None:
-    """Gather is predicted to be fastest, and takes 1.5 times as long."""
-    machine, factors = replace(MACHINE, call_s=0.0), {"ring": 0.9, "tree": 1.0, "gather": 1.5}
+    """Gather is predicted to be fastest, and takes three times as long."""
+    machine, factors = replace(MACHINE, call_s=0.0), {"ring": 0.9, "tree": 1.0, "gather": 3.0}
     times_s = {name: predicted_s(name, "raw", 2, 1024, machine) for name in factors}
     assert fastest(times_s) == "gather"
     took_s = {name: factor * times_s[name] for name, factor in factors.items()}
     samples = [Sample(Allreduce("raw", name), nodes(2), 1024, took_s[name]) for name in factors]
     said = judged(machine, samples)
-    assert "2 of 3 predictions within 20 %" in said and "0.67 to 1.11 times it" in said
+    assert "2 of 3 predictions within 20 %" in said and "0.33 to 1.11 times it" in said
     worst = took_s["gather"] / min(took_s.values())
     assert worst > 1.1 and f"in 0 of 1 cases, {worst:.2f} in all" in said
     assert judged(MACHINE, [Sample(Allreduce("raw"), nodes(2), 2, 1.0)]) == "no sizes to judge by"
