@@ -320,7 +320,7 @@ def test_what_is_predicted_alike_is_the_first_of_the_schedules() -> None:
 def test_auto_chooses_by_size_and_shows_it() -> None:
     for machine in (None, MACHINE):
         auto = Allreduce("e4m3", "auto", machine=machine)
-        assert choose(auto, nodes(16), 2).algorithm == "tree"
+        assert choose(auto, nodes(16), 2).algorithm in ("rhd", "tree")  # of logarithmic depth
         assert choose(auto, nodes(16), 1 << 23).algorithm in ("ring", "rhd", "dbtree")
     tree = replace(MACHINE, step_s=1.0, beta_s=0.0)  # the fewest steps on the longest path
     assert choose(Allreduce("raw", "auto", machine=tree), nodes(2), 2).algorithm == "gather"

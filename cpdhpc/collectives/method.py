@@ -170,10 +170,9 @@ class Machine:
 
     The time on a link is alpha_s + bytes * beta_s, after Hockney: The communication challenge for
     MPP, Parallel Computing 20(3), 1994; a rank sends one message and receives one at a time.
-    host_s is nothing where the network card moves the bytes. Within a node a payload is read where
-    it lies, and a message takes the step alone. What has left the cache of who wrote it, for one
-    that ranks share or for memory, takes no near_s. The times of operations are of values in the
-    cache, the codec's of one format: they hardly depend on its width.
+    host_s is nothing where the network card moves the bytes. In a node a payload is read where it
+    lies, a message takes the step alone, and what has left its writer's cache no near_s. Times of
+    operations are of values in the cache, the codec's of one format: they hardly depend on its width.
     Raises ValueError for a time that is negative or not finite.
     """
 
