@@ -168,10 +168,8 @@ UNITS = {
 class Machine:
     """The times of a machine whose links and ranks are all alike; UNITS says per what.
 
-    A link takes alpha_s + bytes * beta_s: Hockney, Parallel Computing 20(3), 1994; a rank sends one
-    message and receives one at a time. host_s is nothing where the network card moves the bytes. In
-    a node a message takes a step; what has left its writer's cache takes no near_s. Operations are
-    of values in the cache, the codec's of one format: they hardly depend on its width.
+    A link takes alpha_s + bytes * beta_s: Hockney, Parallel Computing 20(3), 1994; a rank sends and
+    receives one message at a time; in a node a message takes a step. Operations are in the cache.
     Raises ValueError for a time that is negative or not finite.
     """
 
