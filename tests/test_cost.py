@@ -10,14 +10,15 @@ import numpy as np
 import pytest
 from every import every
 
+from cpdhpc.bench import machine as bench
 from cpdhpc.bench.harness import line, nonnegative
-from cpdhpc.bench.machine import Sample, fit
+from cpdhpc.bench.machine import Sample, Turns, fit, judged, undisturbed
 from cpdhpc.collectives import predict as model
 from cpdhpc.collectives.allreduce import Allreduce, allreduce, simulate
 from cpdhpc.collectives.method import DEFAULT, UNITS, Machine, as_machine, read_machine
-from cpdhpc.collectives.predict import choose, predict
+from cpdhpc.collectives.predict import choose, fastest, predict
 from cpdhpc.collectives.schedules import SCHEDULES
-from cpdhpc.config import ConfigError, dump_toml
+from cpdhpc.config import ConfigError, UserError, dump_toml
 from cpdhpc.formats import TILE
 from cpdhpc.world.ranks import Loopback
 
@@ -26,6 +27,7 @@ MACHINE = Machine(
     beta_s=2e-10,
     host_s=0.0,
     near_s=0.0,
+    own_cache_bytes=0.0,
     memory_s=0.0,
     cache_bytes=0.0,
     gamma_s=7e-11,
@@ -95,13 +97,22 @@ def test_gather_takes_what_its_formula_says(ranks: int) -> None:
 @every("ranks", [2, 3, 5, 12])
 def test_in_a_node_what_lies_in_the_arrays_is_copied_for_the_others(ranks: int) -> None:
     """The ring: the first chunk sent, the own result, and all results that come; all else stays."""
-    m, n = replace(MACHINE, copy_s=4e-11, near_s=6e-11), ranks * 3 * TILE
+    n = ranks * 3 * TILE
+    m = replace(MACHINE, copy_s=4e-11, near_s=6e-11, own_cache_bytes=8.0 * n)
     chunk_bytes, steps_s = 4 * n // ranks, 2 * (ranks - 1) * MACHINE.step_s
     each_s = m.gamma_s + 2 * m.near_s  # of a chunk that is added, and one that comes back
     work_s = (m.copy_s * (ranks + 1) + each_s * (ranks - 1)) * chunk_bytes
     expected_s = m.call_s + steps_s + work_s
     found_s = predict(m, Allreduce("raw"), (0,) * ranks, n).time_s
     assert found_s == pytest.approx(expected_s, rel=ROUNDING)
+    for held, share in (
+        (9 * n, 1.0),
+        (2 * n, 0.25),
+        (0, 0.0),
+    ):  # of both arrays, in caches of ranks
+        held_s = predict(replace(m, own_cache_bytes=float(held)), Allreduce("raw"), (0,) * ranks, n)
+        near_s = 2 * m.near_s * (ranks - 1) * chunk_bytes
+        assert held_s.time_s == pytest.approx(expected_s - (1 - share) * near_s, rel=ROUNDING)
 
 
 @every("name", ["ring", "rhd"])
@@ -110,16 +121,18 @@ def test_in_a_node_what_lies_in_the_arrays_is_copied_for_the_others(ranks: int) 
 def test_each_value_comes_from_memory_once_and_goes_there_once(
     ranks: int, wire: str, name: str
 ) -> None:
-    """With nothing but memory; the part that caches hold is left out."""
-    free = {field.name: 0.0 for field in fields(Machine)}
-    machine, n = Machine(**free | {"memory_s": 1e-10}), ranks * 64 * TILE
+    """Beside the times in the cache; the part that caches hold is left out."""
+    machine, n = replace(MACHINE, copy_s=4e-11, memory_s=1e-10), ranks * 64 * TILE
     method, near = Allreduce(wire, name), (0,) * ranks
     expected_s = 1e-10 * (4 * n + 4 * n)
-    assert predict(machine, method, near, n).time_s == pytest.approx(expected_s, rel=ROUNDING)
+    in_cache_s = predict(replace(machine, memory_s=0.0), method, near, n).time_s
+    assert in_cache_s > 0
+    found_s = predict(machine, method, near, n).time_s
+    assert found_s == pytest.approx(in_cache_s + expected_s, rel=ROUNDING)
     for held, left in ((2 * n, 0.75), (8 * n, 0.0), (9 * n, 0.0)):
         cached = replace(machine, cache_bytes=float(held))
         found_s = predict(cached, method, near, n).time_s
-        assert found_s == pytest.approx(left * expected_s, rel=ROUNDING)
+        assert found_s == pytest.approx(in_cache_s + left * expected_s, rel=ROUNDING)
 
 
 @every("wire", ["raw", "e4m3", "ternary", "int8"])
@@ -241,6 +254,19 @@ def test_the_fit_recovers_the_memory_of_a_node() -> None:
     assert asdict(found) == pytest.approx(asdict(truth), rel=1e-3)
 
 
+def test_what_no_sample_depends_on_stays_as_it_was() -> None:
+    """Caches that hold all: how much larger they are cannot be seen."""
+    truth = replace(MACHINE, near_s=6e-11, own_cache_bytes=1e9, call_s=8e-6)
+    method = Allreduce("raw")
+    samples = [
+        Sample(method, (0, 0), n, predict(truth, method, (0, 0), n).time_s)
+        for n in (1 << 10, 1 << 16)
+    ]
+    start = replace(truth, near_s=1e-11, call_s=1e-5)
+    found = fit(start, samples, ["call_s", "near_s", "own_cache_bytes"])
+    assert asdict(found) == pytest.approx(asdict(truth), rel=1e-6)
+
+
 def test_the_fit_of_times_too_short_stays_at_zero() -> None:
     method = Allreduce("raw", "ring")
     samples = [Sample(method, nodes(2), n, 1e-9) for n in (2, 4096)]
@@ -248,10 +274,53 @@ def test_the_fit_of_times_too_short_stays_at_zero() -> None:
     assert (found.call_s, found.step_s, found.host_s) == (0.0, 0.0, 0.0)
 
 
+def test_calls_that_others_disturb_are_left_out() -> None:
+    """A call of 4 % of its time off the core counts, one of more does not, unless all are such."""
+    times = np.array([[5.0, 0.2], [4.0, 0.17], [7.0, 0.0], [6.0, 0.0], [8.0, -0.1], [9.0, 9.0]])
+    assert undisturbed(times) == 5.75  # the quartile of 5, 6, 7, 8
+    assert undisturbed(times[[1, 5]]) == 5.25  # of 4 and 9
+
+
+def test_calls_count_while_cores_are_as_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The distance is looked at before each turn, till it is right, and behind it."""
+    world, calls = Loopback(1), {"a": lambda: None, "b": lambda: None}
+    trips = iter([100, 300, 300, 100, 100, 100, 100])
+    monkeypatch.setattr(bench, "LOOK_S", 0.0)
+    monkeypatch.setattr(bench, "round_trip_ns", lambda world: next(trips))
+    (found,) = Turns(world, far=False, repeats=2, warmup=0).measure([calls])
+    assert list(found) == ["a", "b"] and min(found.values()) >= 0
+    assert not [*trips]  # a turn that does not count, a look in vain, two turns that count
+    monkeypatch.setattr(bench, "round_trip_ns", lambda world: 300)
+    with pytest.raises(UserError, match="moved too often"):
+        Turns(world, far=False, repeats=2, warmup=0).measure([calls])
+
+
+def test_predictions_are_judged_by_those_within_a_fifth() -> None:
+    """Gather is predicted to be fastest, and takes three times as long."""
+    machine, factors = replace(MACHINE, call_s=0.0), {"ring": 0.9, "tree": 1.0, "gather": 3.0}
+    times_s = {name: predicted_s(name, "raw", 2, 1024, machine) for name in factors}
+    assert fastest(times_s) == "gather"
+    took_s = {name: factor * times_s[name] for name, factor in factors.items()}
+    samples = [Sample(Allreduce("raw", name), nodes(2), 1024, took_s[name]) for name in factors]
+    said = judged(machine, samples)
+    assert "2 of 3 predictions within 20 %" in said and "0.33 to 1.11 times it" in said
+    worst = took_s["gather"] / min(took_s.values())
+    assert worst > 1.1 and f"in 0 of 1 cases, {worst:.2f} in all" in said
+    assert judged(MACHINE, [Sample(Allreduce("raw"), nodes(2), 2, 1.0)]) == "no sizes to judge by"
+
+
+def test_what_is_predicted_alike_is_the_first_of_the_schedules() -> None:
+    assert fastest({"tree": 1.0, "ring": 1.04}) == "ring"
+    assert fastest({"tree": 1.0, "ring": 1.06, "gather": 0.99}) == "tree"
+    assert fastest({"gather": 1.0}) == "gather"
+    near = choose(Allreduce("e4m3", "auto", machine=MACHINE), (0, 0), 1 << 20)
+    assert near.algorithm == "ring"  # whose steps are those of rhd there
+
+
 def test_auto_chooses_by_size_and_shows_it() -> None:
     for machine in (None, MACHINE):
         auto = Allreduce("e4m3", "auto", machine=machine)
-        assert choose(auto, nodes(16), 2).algorithm == "tree"
+        assert choose(auto, nodes(16), 2).algorithm in ("rhd", "tree")  # of logarithmic depth
         assert choose(auto, nodes(16), 1 << 23).algorithm in ("ring", "rhd", "dbtree")
     tree = replace(MACHINE, step_s=1.0, beta_s=0.0)  # the fewest steps on the longest path
     assert choose(Allreduce("raw", "auto", machine=tree), nodes(2), 2).algorithm == "gather"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,24 +14,24 @@ import numpy as np
 
 from .. import store
 from ..collectives.allreduce import Allreduce
+from ..collectives.known import forget
 from ..collectives.method import AUTO, DEFAULT, UNITS, Machine, MachineFile, Method, read_machine
-from ..collectives.predict import Prediction, predict
-from ..collectives.recorded import PART_VALUES
-from ..config import UserError, dump_toml
+from ..collectives.predict import Prediction, fastest, predict
+from ..collectives.recorded import FAR_NS, PART_VALUES
+from ..config import ConfigError, UserError, dump_toml
 from ..formats import Cast, Format, packed_bytes, parse_format, tiles
 from ..ops import cpu
 from ..provenance import attributes
 from ..world.cores import own_cores
+from ..world.node_memory import round_trip_ns
 from ..world.ranks import Ranks
 from .allreduce import add_choices, parse_methods
-from .allreduce_cases import cases_of_size
 from .harness import (
     Floats,
     add_repeats,
     check_out,
     check_positive,
     check_whole,
-    interleave_ranks,
     line,
     machine_line,
     nonnegative,
@@ -40,11 +42,20 @@ from .harness import (
 
 MESSAGES = [8 << i for i in range(0, 20, 2)]  # bytes: 8 to 2 MiB
 ALLREDUCES = ("gather", "tree", "ring", "rhd", "direct")
-FITTED = ["call_s", "step_s", "near_s", "memory_s", "cache_bytes"]
-FITTED_BYTES = (1 << 12, 1 << 16, 1 << 20, 1 << 22, 1 << 26)  # of the all-reduces that the fit sees
-CHECKED_BYTES = (8, 1 << 14, 1 << 18, 1 << 24)  # of those it does not see
+FITTED = ["call_s", "step_s", "near_s", "own_cache_bytes", "memory_s", "cache_bytes"]
+# Of all-reduces that the fit sees: a world keeps KEPT recordings, so no more calls than that
+FITTED_BYTES = tuple(1 << i for i in (12, 16, 18, 20, 22, 26))
+CHECKED_BYTES = (8, 1 << 14, 1 << 17, 1 << 19, 1 << 24)  # of those it does not see
+JUDGED_BYTES = 1 << 12  # from where on predictions are judged: below, it is the call that counts
 IN_CACHE = (1 << 12, 1 << 14, PART_VALUES)  # values
 WIRES = ("raw", "e4m3")
+CACHES = (1 << 18, 1 << 20, 1 << 22, 1 << 24)  # bytes: from where fits start, as each finds one of
+# several places where no small step brings anything
+OFF_CORE = 0.04  # of a call: a process that runs for so much less of its time was kept off its core
+QUARTILE = 0.25  # of the times of calls: memory and caches that others use lengthen the later ones
+MOST_TURNS = 8  # times the repeats that are wanted, while cores are moved
+MOST_TRIES = 50  # to write calls down while cores stay as they are
+LOOK_S, MOST_LOOKS = 0.05, 2000  # time between looks at moved cores, and how many until the end
 SHORTENED = 5  # lengths of a step that the fit tries
 NEARER = 0.999  # times the misfit: the fit ends where a step brings less
 
@@ -62,7 +73,13 @@ def add_fit(parser: argparse.ArgumentParser) -> None:
     """Add the benchmark's options to its command-line parser."""
     parser.add_argument("--out", type=Path, required=True, metavar="MACHINE.toml", help="the file")
     parser.add_argument("--format", default="e4m3", metavar="NAME", help="of the codec's times")
-    add_repeats(parser, 30, 3)
+    add_repeats(parser, 30, 1)
+    parser.add_argument(
+        "--beside",
+        type=Path,
+        metavar="MACHINE.toml",
+        help="show what an earlier fit predicts, too, of cores as far apart as then",
+    )
     parser.add_argument("--quick", action="store_true", help="small sizes only, for tests")
 
 
@@ -73,40 +90,153 @@ def run_fit(arguments: argparse.Namespace, world: Ranks) -> None:
     together(world, lambda: check_out(arguments.out))
     if world.processes < 2:
         raise UserError("bench fit: a link takes 2 processes: run it under mpirun")
+    cast = Cast(together(world, lambda: _format(arguments.format)))
+    beside = arguments.beside and together(world, lambda: _earlier(arguments.beside))
+    quick = arguments.quick
     with own_cores(world) as cores:
-        sizes = MESSAGES[: 4 if arguments.quick else None]
-        alpha_s, beta_s = ping_pong(world, sizes, arguments.repeats, arguments.warmup)
-        rates = operations(world, arguments)
-        samples = allreduces(world, arguments, FITTED_BYTES[: 2 if arguments.quick else None])
-        checked = [] if arguments.quick else allreduces(world, arguments, CHECKED_BYTES)
+        alpha_s, beta_s = ping_pong(world, MESSAGES[: 4 if quick else None], arguments.repeats, 3)
+        apart_ns = round_trip_ns(world)
+        if beside:  # at the distance of the earlier one: its times hold for no other
+            apart_ns = int(beside.fit.get("apart_ns", apart_ns))
+        turns = Turns(world, apart_ns > FAR_NS, arguments.repeats, arguments.warmup)
+        rates, samples = turns.take(cast, FITTED_BYTES[: 2 if quick else None])
+        checked = [] if quick else turns.take(cast, CHECKED_BYTES)[1]
     start = replace(DEFAULT, alpha_s=alpha_s, beta_s=beta_s, **rates)
     fields = FITTED + ["host_s"] * (len(set(world.nodes)) > 1)
-    machine = fit(start, samples, fields)
-    notes = attributes(world) | {"format": arguments.format, "cores": cores}
+    starts = [replace(start, cache_bytes=float(size)) for size in CACHES]
+    found = [fit(each, samples, fields) for each in starts]
+    machine = min(found, key=lambda each: misfit(each, samples))
+    notes = attributes(world) | {"format": arguments.format, "cores": cores, "apart_ns": apart_ns}
     where = machine_line(world)
     together(world, lambda: write(arguments.out, machine, notes) if world.process == 0 else None)
     if world.process == 0:
         print(f"# {where}\n# {cores}")
         show(machine, fields, samples, checked)
+        if beside:
+            print(f"# {arguments.beside}, cores {beside.fit.get('apart_ns', '?')} ns apart")
+            print(f"# {judged(beside.machine, [*samples, *checked])}")
 
 
-def operations(world: Ranks, arguments: argparse.Namespace) -> dict[str, float]:
-    """Return the seconds per byte of float32 of the operations of an all-reduce. Collective.
+def _earlier(path: Path) -> MachineFile:
+    try:
+        return read_machine(path)
+    except ConfigError as error:
+        raise UserError(f"--beside {path}: {error}") from None
 
-    In the cache; all ranks at once; the slowest rank counts. What a call takes whatever its size is
-    left out.
+
+Calls = dict[Any, Callable[[], object]]
+
+
+class Turns(NamedTuple):
+    """Measures calls that take turns, of all sizes, so that a drift of the machine falls on all.
+
+    far: whether neighbours have no cache in common, for calls are written down in another way then
+        and take other times. Virtual cores may be moved: times count while they are as far says
+    warmup: calls before each that is timed
     """
-    cast = Cast(together(world, lambda: _format(arguments.format)))
-    found: dict[str, list[float]] = {}
-    for n in IN_CACHE:
-        times = interleave_ranks(world, _operations(n, cast), arguments.repeats, arguments.warmup)
-        for name, each in times.items():
-            median_s = float(np.median(each[arguments.warmup :].max(axis=1)))
-            found.setdefault(name, []).append(median_s)
-    return {name: line([4 * n for n in IN_CACHE], times)[1] for name, times in found.items()}
+
+    world: Ranks
+    far: bool
+    repeats: int
+    warmup: int
+
+    def take(self, cast: Cast, sizes: Sequence[int]) -> tuple[dict[str, float], list[Sample]]:
+        """Return times per byte of operations, and those of all-reduces of sizes. Collective.
+
+        Operations are in the cache, all ranks at once; of each call the slowest rank counts.
+        Raises UserError where cores are moved too often.
+        """
+        groups: list[Calls] = [_operations(n, cast) for n in IN_CACHE]
+        groups += [self.all_reduces(size) for size in sizes]
+        times = self.measure(groups)
+        in_bytes = [4 * n for n in IN_CACHE]
+        rates = {
+            name: line(in_bytes, [each[name] for each in times[: len(IN_CACHE)]])[1]
+            for name in groups[0]
+        }
+        samples = [
+            Sample(method, self.world.nodes, size // 4, time_s)
+            for size, each in zip(sizes, times[len(IN_CACHE) :], strict=True)
+            for method, time_s in each.items()
+        ]
+        return rates, samples
+
+    def all_reduces(self, size_bytes: int) -> Calls:
+        """Return all-reduces that are written down for cores as far says. Collective."""
+        x = np.random.default_rng(self.world.process).standard_normal(size_bytes // 4, np.float32)
+        out = np.empty_like(x)
+        methods = [Allreduce(wire, name) for name in ALLREDUCES for wire in WIRES]
+        calls: Calls = {each: partial(each.run, self.world, [x], [out]) for each in methods}
+        for _ in range(MOST_TRIES):
+            self.wait()
+            for method in methods:
+                forget(self.world, method, x.size)
+            for call in [*calls.values()] * 2:  # the second one of each is written down
+                call()
+            if self.is_as_said():
+                return calls
+        raise self._moved()
+
+    def measure(self, groups: Sequence[Calls]) -> list[dict[Any, float]]:
+        """Return the time of each call, in s. Collective."""
+        found: list[list[Floats]] = [[] for _ in groups]
+        for turn in range(MOST_TURNS * self.repeats):
+            for calls, times in zip(groups, found, strict=True):
+                if len(times) < self.repeats:
+                    self.wait()
+                    once = self._once(list(calls.values()), turn)
+                    if self.is_as_said():
+                        times.append(once)
+        if not all(found):
+            raise self._moved()
+        return [
+            dict(zip(calls, map(undisturbed, np.stack(times, axis=1)), strict=True))
+            for calls, times in zip(groups, found, strict=True)
+        ]
+
+    def _once(self, calls: Sequence[Callable[[], object]], turn: int) -> Floats:
+        """Return the time of each call and how long a process was off its core, [calls, 2], in s.
+
+        The order is another in each turn: a call takes longer behind some than behind others.
+        """
+        order = np.random.default_rng(turn).permutation(len(calls))
+        times = np.empty((len(calls), 2))
+        for _ in range(1 + self.warmup):
+            for i in order:
+                self.world.barrier("bench")
+                busy_s, start_s = time.thread_time(), time.perf_counter()
+                calls[i]()
+                times[i, 0] = time.perf_counter() - start_s
+                times[i, 1] = times[i, 0] - (time.thread_time() - busy_s)
+        return np.max(self.world.gather(times, "bench"), axis=0)
+
+    def wait(self) -> None:
+        """Wait until cores are as far says. Collective. Raises UserError where they never are."""
+        for _ in range(MOST_LOOKS):
+            if self.is_as_said():
+                return
+            time.sleep(LOOK_S)
+        raise self._moved()
+
+    def is_as_said(self) -> bool:
+        """Return whether cores are now as far says. Collective."""
+        return (round_trip_ns(self.world) > FAR_NS) == self.far
+
+    def _moved(self) -> UserError:
+        return UserError("bench fit: the cores of this machine are moved too often: try it again")
 
 
-def _operations(n: int, cast: Cast) -> dict[str, Callable[[], object]]:
+def undisturbed(times: Floats) -> float:
+    """Return the time in s of a call that others do not disturb; times: [calls, 2], as of a turn.
+
+    Calls in which no process was kept off its core, if there are any, and of these the quartile.
+    """
+    spent_s, off_s = times.T
+    kept = off_s <= OFF_CORE * spent_s
+    return float(np.quantile(spent_s[kept] if kept.any() else spent_s, QUARTILE))
+
+
+def _operations(n: int, cast: Cast) -> Calls:
     """Return calls of the operations on n values."""
     x, total, out = (np.ones(n, np.float32) for _ in range(3))
     words, hop_words = (np.zeros(packed_bytes(n, cast.fmt.bits), np.uint8) for _ in range(2))
@@ -131,18 +261,15 @@ def _format(name: str) -> Format:
         raise UserError(f"--format {name}: {error}") from None
 
 
-def allreduces(world: Ranks, arguments: argparse.Namespace, sizes: Sequence[int]) -> list[Sample]:
-    """Return the median times of all-reduces of these sizes, in bytes. Collective."""
-    methods = [Allreduce(wire, name) for name in ALLREDUCES for wire in WIRES]
-    samples = []
-    for size in sizes:
-        cases = cases_of_size(world, size, methods, [])
-        runs = {i: case.run for i, case in enumerate(cases)}
-        times = interleave_ranks(world, runs, arguments.repeats, arguments.warmup)
-        for i, method in enumerate(methods):
-            time_s = float(np.median(times[i][arguments.warmup :].max(axis=1)))
-            samples.append(Sample(method, world.nodes, size // 4, time_s))
-    return samples
+def ratios(machine: Machine, samples: Sequence[Sample]) -> Floats:
+    """Return the predicted by the measured time of each sample."""
+    predicted = [predict(machine, s.method, s.nodes, s.n).time_s for s in samples]
+    return np.array(predicted) / [s.time_s for s in samples]
+
+
+def misfit(machine: Machine, samples: Sequence[Sample]) -> float:
+    """Return the sum of the squares of the relative errors."""
+    return float(((ratios(machine, samples) - 1) ** 2).sum())
 
 
 def fit(
@@ -153,17 +280,15 @@ def fit(
     Least squares of the relative errors, none negative, by Gauss and Newton; a prediction is
     piecewise linear in every field, so a step that makes the errors larger is shortened.
     """
-    measured = np.array([sample.time_s for sample in samples])
 
     def at(values: Floats) -> Machine:
         return replace(machine, **dict(zip(fields, values.tolist(), strict=True)))
 
     def relative(values: Floats) -> Floats:
-        predicted = [predict(at(values), s.method, s.nodes, s.n).time_s for s in samples]
-        return np.array(predicted) / measured
+        return ratios(at(values), samples)
 
-    def misfit(values: Floats) -> float:
-        return float(((relative(values) - 1) ** 2).sum())
+    def missed(values: Floats) -> float:
+        return misfit(at(values), samples)
 
     values = np.array([getattr(machine, name) for name in fields])
     for _ in range(rounds):
@@ -171,9 +296,10 @@ def fit(
         slopes = [(relative(values + step) - base) / step.max() for step in steps]
         a = np.stack(slopes, axis=1)
         target = nonnegative(a, 1 - (base - a @ values))
+        target = np.where(a.any(axis=0), target, values)  # what nothing depends on stays
         tries = [values + (target - values) / 2**halvings for halvings in range(SHORTENED)]
-        before, values = values, min([values, *tries], key=misfit)
-        if misfit(values) > NEARER * misfit(before):
+        before, values = values, min([values, *tries], key=missed)
+        if missed(values) > NEARER * missed(before):
             break
     return at(values)
 
@@ -191,18 +317,47 @@ def show(
     print(f"# times of the model; {', '.join(fields)} fitted, the others measured by themselves")
     for name, value in asdict(machine).items():
         print(f"  {name:>12} {value:>12.4g}  {UNITS[name]}")
-    print("# median of measured calls; fitted: no: the fit has not seen it")
+    print("# lower quartile of calls; fitted: no: the fit has not seen it")
     print(
         f"# {'size(B)':>11} {'algorithm':>9} {'wire':>6} {'time(us)':>12} {'predicted(us)':>13} "
         f"{'ratio':>6} {'fitted':>6}"
     )
-    for sample in [*fitted, *checked]:
-        predicted_s = predict(machine, sample.method, sample.nodes, sample.n).time_s
+    samples = [*fitted, *checked]
+    for sample, ratio in zip(samples, ratios(machine, samples), strict=True):
         print(
             f"  {4 * sample.n:>11} {sample.method.algorithm:>9} {sample.method.wire!s:>6} "
-            f"{1e6 * sample.time_s:>12.1f} {1e6 * predicted_s:>13.1f} "
-            f"{predicted_s / sample.time_s:>6.2f} {'no' if sample in checked else 'yes':>6}"
+            f"{1e6 * sample.time_s:>12.1f} {1e6 * sample.time_s * ratio:>13.1f} "
+            f"{ratio:>6.2f} {'no' if sample in checked else 'yes':>6}"
         )
+    print("\n".join(f"# {text}" for text in [judged(machine, fitted), judged(machine, checked)]))
+
+
+def judged(machine: Machine, samples: Sequence[Sample]) -> str:
+    """Return in words how near predictions are to what was measured, and what auto would cost."""
+    judged = [sample for sample in samples if 4 * sample.n >= JUDGED_BYTES]
+    if not judged:
+        return "no sizes to judge by"
+    found = ratios(machine, judged)
+    within = int((abs(found - 1) <= 0.2).sum())
+    costs: dict[tuple[int, str], float] = {}
+    for sample in judged:
+        alike = {
+            other.method.algorithm: (ratio * other.time_s, other.time_s)
+            for other, ratio in zip(judged, found, strict=True)
+            if (other.n, other.method.wire) == (sample.n, sample.method.wire)
+        }
+        chosen = fastest({name: float(predicted_s) for name, (predicted_s, _) in alike.items()})
+        least_s = min(time_s for _, time_s in alike.values())
+        costs[sample.n, str(sample.method.wire)] = alike[chosen][1] / least_s
+    few = sum(cost <= 1.1 for cost in costs.values())
+    middle = float(np.median(found))  # what a machine that is slower or faster as a whole shifts
+    beside = int((abs(found / middle - 1) <= 0.2).sum())
+    return (
+        f"from {JUDGED_BYTES} B: {within} of {len(judged)} predictions within 20 % of what was "
+        f"measured, {found.min():.2f} to {found.max():.2f} times it, median {middle:.2f}, {beside} "
+        f"within 20 % of that; what auto would take: at most 1.1 times the fastest in {few} of "
+        f"{len(costs)} cases, {max(costs.values()):.2f} in all"
+    )
 
 
 def add_predict(parser: argparse.ArgumentParser) -> None:

@@ -111,6 +111,13 @@ def recording_of(
     return entry.recording
 
 
+def forget(world: Ranks, method: Method, n: int) -> None:
+    """Forget a method and a size: calls that come again are recorded anew. Collective."""
+    entry = world.cache.get(Recordings, Recordings).pop((method, n), None)
+    if entry is not None:
+        entry.free()
+
+
 def are_plain(xs: Any, outs: Any) -> bool:
     """Whether these are one NumPy array, and none or one."""
     if type(xs) not in LISTS or len(xs) != 1 or type(xs[0]) is not ndarray:

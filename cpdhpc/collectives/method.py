@@ -149,8 +149,9 @@ UNITS = {
     "alpha_s": "s per message between nodes",
     "beta_s": "s per byte on the wire between nodes",
     "host_s": "s of a rank's processor per byte that it sends to or receives from another node",
-    "near_s": "s of a rank's processor per byte that it reads of another rank of its node",
-    "memory_s": "s per byte of float32 read from memory, or written to it",
+    "near_s": "s of a rank's processor per byte that it reads in the cache of another of its node",
+    "own_cache_bytes": "byte of a rank's two arrays up to which others read in its own cache",
+    "memory_s": "s per byte of float32 from or to memory, beyond its time in the cache",
     "cache_bytes": "byte of a rank's two arrays that stay in its cache",
     "gamma_s": "s per byte of float32 added",
     "copy_s": "s per byte of float32 copied",
@@ -167,11 +168,8 @@ UNITS = {
 class Machine:
     """The times of a machine whose links and ranks are all alike; UNITS says per what.
 
-    The time on a link is alpha_s + bytes * beta_s, after Hockney: The communication challenge for
-    MPP, Parallel Computing 20(3), 1994; a rank sends one message and receives one at a time.
-    host_s is nothing where the network card moves the bytes. Within a node a payload is read where
-    it lies, and a message takes the step alone. The times of operations are of values in the cache,
-    the codec's of one format: they hardly depend on its width.
+    A link takes alpha_s + bytes * beta_s: Hockney, Parallel Computing 20(3), 1994; a rank sends and
+    receives one message at a time; in a node a message takes a step. Operations are in the cache.
     Raises ValueError for a time that is negative or not finite.
     """
 
@@ -181,6 +179,7 @@ class Machine:
     beta_s: float
     host_s: float
     near_s: float
+    own_cache_bytes: float
     memory_s: float
     cache_bytes: float
     gamma_s: float
@@ -204,8 +203,9 @@ DEFAULT = Machine(  # round figures for a cluster with links of 10 GB/s; measure
     beta_s=1e-10,
     host_s=0.0,
     near_s=5e-11,
-    memory_s=1e-10,
-    cache_bytes=1e5,
+    own_cache_bytes=1e6,
+    memory_s=4e-11,
+    cache_bytes=4e6,
     gamma_s=5e-11,
     copy_s=4e-11,
     encode_s=6e-11,

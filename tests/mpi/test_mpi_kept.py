@@ -9,7 +9,7 @@ from cpdhpc.collectives import method as choices
 from cpdhpc.collectives import recorded
 from cpdhpc.collectives.allreduce import Allreduce
 from cpdhpc.collectives.engine import BufferPool
-from cpdhpc.collectives.known import KEPT, Recordings
+from cpdhpc.collectives.known import KEPT, Recordings, forget
 from cpdhpc.collectives.schedules import SCHEDULES
 from cpdhpc.formats import TILE
 from cpdhpc.world.mpi import World
@@ -108,4 +108,24 @@ def test_recordings_are_few_and_small(world, monkeypatch):
     if own.ranks > 1:  # too many on several nodes
         with pytest.raises(KeyError):
             call(2 * KEPT)
+    own.free()
+
+
+@pytest.mark.two_ranks
+def test_what_is_forgotten_is_recorded_anew(world):
+    """Calls that were known by their arguments, too; others stay."""
+    own = World(timeout_s=world.timeout_s)
+    method, other, x = Allreduce("e4m3"), Allreduce("raw"), np.ones(5 * TILE, np.float32)
+    kept = own.cache.get(Recordings, Recordings)
+    for _ in range(4):
+        for each in (method, other):
+            assert (each.run(own, [x]).arrays[0] == own.ranks).all()
+    first, stays = (kept[each, x.size].recording for each in (method, other))
+    forget(own, method, x.size)
+    forget(own, method, x.size + 1)  # of which nothing is known
+    assert first.freed and not stays.freed and (method, x.size) not in kept
+    for _ in range(3):
+        assert (method.run(own, [x]).arrays[0] == own.ranks).all()
+    again = kept[method, x.size].recording
+    assert again is not first and not again.freed
     own.free()
