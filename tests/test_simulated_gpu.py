@@ -87,8 +87,8 @@ def test_tensors_are_freed_as_arrays_are() -> None:
             assert gpu is not None
             x: Any = torch.arange(100.0, device=DEVICE)
             array = cupy.from_dlpack(x)
+            torch.cuda.current_stream(DEVICE).synchronize()  # x is written
             with cupy.cuda.Stream(non_blocking=True) as stream:
-                stream.synchronize()
                 y = array + np.float32(1)
                 event = cupy.cuda.Event(disable_timing=True)
                 event.record(stream)
@@ -98,6 +98,7 @@ def test_tensors_are_freed_as_arrays_are() -> None:
                     torch.cuda.current_stream(DEVICE).wait_event(event)
                 z = torch.ones(1, device=DEVICE) + 1  # takes memory; the second waits for the first
                 assert float(z.cpu()) == 2
+                stream.synchronize()
                 return y.get().tolist() == (X + 1).tolist()
 
     assert not all(read(seed, False) for seed in SEEDS)
