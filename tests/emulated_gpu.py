@@ -154,7 +154,6 @@ class RawModule(simulated_cupy.RawModule):
             addresses = (int(value) for value in args if isinstance(value, np.uint64))
             kept: list[Any] = [emulated_torch.named.get(address) for address in addresses]
             arrays = [value for value in args if hasattr(value, "owner")]
-            kept += arrays  # longer than a GPU would; the simulation's own kernels do not
             memory = [(value.owner.raw, value.owner.whole) for value in arrays]
             pointers = (pointer for _, pointer, _ in parameters)
             cells = [cell(*each) for each in zip(args, pointers, strict=True)]

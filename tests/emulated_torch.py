@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -21,7 +22,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
-from weakref import WeakValueDictionary
 
 import simulated_gpu
 from simulated_gpu import GARBAGE, Event, Gpu
@@ -71,10 +71,37 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_leaves, tree_map_only  # noqa: E402
 
 DEVICE = torch.device("cuda", 0)
-ON = SimpleNamespace(gpu=Gpu())  # the GPU of now
-# By address. Memory that is freed stays as it is until its stream has come so far, as with torch's
-# allocator: who is given an address keeps the memory.
-named: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
+ON = SimpleNamespace(gpu=Gpu(), kept=set())  # the GPU of now, and torch's streams
+named: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()  # by address
+
+
+class Block:
+    """Memory that tensors lie in, and arrays of theirs, for as long as there are any."""
+
+
+blocks: weakref.WeakValueDictionary[int, Block] = weakref.WeakValueDictionary()  # by address
+
+
+def block_of(values: torch.Tensor) -> Block:
+    """Return the block that values lie in, a new one of torch's pool for the current stream."""
+    storage = values.untyped_storage()
+    address = storage.data_ptr()
+    block = blocks.get(address)
+    if block is None:
+        block = blocks[address] = Block()
+        if address:
+            stream = ON.gpu.of_torch()[-1]
+            ON.gpu.hand_out("torch", stream)
+            freed = ON.gpu.let_go.setdefault(("torch", stream.ptr), [])
+            weakref.finalize(block, free, storage, freed).atexit = False
+    return block
+
+
+def free(storage: torch.UntypedStorage, freed: list[np.ndarray]) -> None:
+    """Give memory back to a pool: it may be another tensor's next."""
+    raw = (ctypes.c_uint8 * storage.nbytes()).from_address(storage.data_ptr())
+    raw.storage = storage  # which keeps it
+    freed.append(np.frombuffer(raw, np.uint8))
 
 
 class CudaTensor(torch.Tensor):
@@ -92,7 +119,7 @@ class CudaTensor(torch.Tensor):
             dtype=values.dtype,
             device=DEVICE,
         )
-        made.values_on_gpu = values
+        made.values_on_gpu, made.block = values, block_of(values)
         return made
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
@@ -133,7 +160,11 @@ class CudaTensor(torch.Tensor):
 def from_dlpack(array: Any) -> torch.Tensor:
     """torch.utils.dlpack.from_dlpack, of CuPy's arrays."""
     stream = current().cuda_stream
-    return CudaTensor(torch.from_numpy(array.dlpack(stream or 1)))
+    values = torch.from_numpy(array.dlpack(stream or 1))
+    block = blocks.setdefault(values.untyped_storage().data_ptr(), Block())  # not of torch's pool
+    made = CudaTensor(values)
+    assert made.block is block
+    return made
 
 
 def on_gpu(device: Any) -> bool:
@@ -217,6 +248,7 @@ class Stream:
 
     def __init__(self, device: Any = None, of: simulated_gpu.Stream | None = None) -> None:
         self.of = simulated_gpu.Stream(ON.gpu) if of is None else of
+        ON.kept.add(self.of)  # torch's are of a pool, and are destroyed never
         self.cuda_stream = self.of.ptr
 
     def record_event(self) -> Event:
@@ -292,7 +324,7 @@ REPLACED = {
 @contextmanager
 def cuda(gpu: Gpu) -> Iterator[None]:
     """Let torch have tensors on a simulated GPU."""
-    before, ON.gpu = ON.gpu, gpu
+    before, ON.gpu, ON.kept = ON.gpu, gpu, set()
     try:
         with (
             patch.multiple(torch.cuda, **REPLACED),

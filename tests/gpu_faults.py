@@ -1,10 +1,10 @@
-"""Faults planted in the CUDA kernels, and in what captures graphs: does a test notice each?
+"""Faults planted in CUDA kernels, in graphs and in who keeps memory: does a test notice each?
 
 Each is compiled into the kernels, and the tests of emulated_gpu run until one fails: for windows of
-GPU arrays those of MPI, on one rank. Those of graphs are planted in a copy of the package, whose
-tests run on two ranks.
+GPU arrays those of MPI, on one rank. Those of graphs and of memory are planted in a copy of the
+package, those of graphs tested on two ranks.
 
-    python tests/gpu_faults.py [kernels] [moves] [graphs]
+    python tests/gpu_faults.py [kernels] [moves] [graphs] [memory]
 """
 
 from __future__ import annotations
@@ -206,10 +206,48 @@ FAULTS_OF_GRAPHS = {  # the file as well
         "if False:",
     ),
 }
+FAULTS_OF_MEMORY = {  # that is let go while another stream, or a copy, has still to read it
+    "means are let go while buckets behind them are averaged": (
+        "cpdhpc/train/overlap.py",
+        "for future in futures:\n                wait([future])",
+        "while futures:\n                future = futures.pop(0)\n                wait([future])",
+    ),
+    "what a copy to the host reads is not kept": (
+        "cpdhpc/world/gpu_messages.py",
+        "self._keep = keep ",
+        "self._keep = None ",
+    ),
+    "tables of moves are let go while the GPU may read them": (
+        "cpdhpc/darray/device_channel.py",
+        "gpu_runtime.wait(room.read)  # the GPU may read a table until then",
+        "pass",
+    ),
+    "memory of a plan is let go while the GPU reads it": (
+        "cpdhpc/darray/device_channel.py",
+        "            gpu_runtime.wait(room.landed)\n            gpu_runtime.wait(room.read)\n",
+        "",
+    ),
+    "a graph's memory is let go while it runs": (
+        GRAPHS,
+        "        self._runtime.wait(self._ended)\n        self._betweens = []",
+        "        self._betweens = []",
+    ),
+}
 MOVES = ["--with-mpi", "-m", "not gpu and not slow", str(HERE / "mpi" / "test_mpi_darray_gpu.py")]
 SERIAL = ["-m", "not slow", "-k", "gpu or simulated", *map(str, TESTS)]
 OPTIONS = ["-q", "-x", "--no-header", "--color=no", "-p", "no:cacheprovider"]
-ON_TWO = [HERE.parent / "slurm" / "mpirun-local", "2", sys.executable, "-m", "mpi4py"]
+RUN = [sys.executable, "-m", "pytest", *OPTIONS]
+ON_TWO = [
+    *(HERE.parent / "slurm" / "mpirun-local", "2", sys.executable, "-m", "mpi4py"),
+    *("-m", "pytest", *OPTIONS, "--with-mpi", "-m", "not gpu and not slow"),
+]
+OF_MPI = {each: HERE / "mpi" / f"test_mpi_{each}.py" for each in ("gpu_graphs", "darray_gpu")}
+GRAPHS_ON_TWO = [[*RUN, HERE / "test_gpu_graphs.py"], [*ON_TWO, OF_MPI["gpu_graphs"]]]
+MEMORY = [
+    [*RUN, "-p", "emulated_gpu", "-m", "gpu", HERE / "test_gpu_training.py"],
+    [*RUN, HERE / "test_staging.py"],
+    [*ON_TWO, OF_MPI["gpu_graphs"], OF_MPI["darray_gpu"]],
+]
 
 
 def caught_by(arguments: Sequence[str | Path], root: Path) -> str:
@@ -237,8 +275,10 @@ def caught_in_kernels(code: str, fault: str, tests: Sequence[str]) -> str:
     return caught_by([*command, "--plant", code, fault, *tests], HERE.parent)
 
 
-def caught_in_graphs(path: str, code: str, fault: str) -> str:
-    """Return who notices a fault in a file of the package."""
+def caught_in_package(
+    path: str, code: str, fault: str, tests: Sequence[Sequence[str | Path]]
+) -> str:
+    """Return who notices a fault in a file of the package, of commands one after the other."""
     with tempfile.TemporaryDirectory() as place:
         root = Path(place)
         shutil.copytree(HERE.parent / "cpdhpc", root / "cpdhpc")
@@ -246,10 +286,7 @@ def caught_in_graphs(path: str, code: str, fault: str) -> str:
         source = (root / path).read_text()
         assert source.count(code) == 1, code
         (root / path).write_text(source.replace(code, fault))
-        serial = [sys.executable, "-m", "pytest", *OPTIONS, HERE / "test_gpu_graphs.py"]
-        kind = ["--with-mpi", "-m", "not gpu and not slow"]
-        ranks = [*ON_TWO, "-m", "pytest", *OPTIONS, *kind, HERE / "mpi" / "test_mpi_gpu_graphs.py"]
-        return caught_by(serial, root) or caught_by(ranks, root)
+        return next(filter(None, (caught_by(each, root) for each in tests)), "")
 
 
 def main(asked: Sequence[str]) -> int:
@@ -263,8 +300,12 @@ def main(asked: Sequence[str]) -> int:
     for kind, faults, tests in (("kernels", FAULTS, SERIAL), ("moves", FAULTS_OF_MOVES, MOVES)):
         for what, planted in faults.items() if not asked or kind in asked else ():
             tell(what, caught_in_kernels(*planted, tests))
-    for what, change in FAULTS_OF_GRAPHS.items() if not asked or "graphs" in asked else ():
-        tell(what, caught_in_graphs(*change))
+    for kind, changes, commands in (
+        ("graphs", FAULTS_OF_GRAPHS, GRAPHS_ON_TWO),
+        ("memory", FAULTS_OF_MEMORY, MEMORY),
+    ):
+        for what, change in changes.items() if not asked or kind in asked else ():
+            tell(what, caught_in_package(*change, commands))
     caught = sum(map(bool, found.values()))
     print(f"{caught} of {len(found)} faults are caught")
     return len(found) - caught

@@ -119,7 +119,7 @@ class Arrays:
         assert a.__dlpack_device__() == (CUDA, self.gpu.device_id)
         values = a.__dlpack__(stream=self.gpu.current[-1].ptr or LEGACY)
         raw = values.reshape(-1).view(np.uint8) if values.size else np.empty(0, np.uint8)
-        owner = Owner(raw, self.gpu.device_id, None)
+        owner = Owner(raw, self.gpu.device_id, None, of=a)
         self.gpu.foreign.add(owner)
         return ndarray(self, owner, values)
 

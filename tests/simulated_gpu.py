@@ -2,8 +2,9 @@
 
 Work given to a stream is done only while somebody looks at an event or waits, one piece at a time,
 in an order drawn by chance within what streams and events promise. Memory that is freed is
-overwritten, on the GPU in the order of the stream that it was taken in, pinned memory at once. So
-whoever reads too early, writes too early or lets go too early gets wrong numbers.
+overwritten: pinned memory at once, that of the GPU when some is next taken in the same stream, in
+the order of that stream, as pools of CuPy and torch hand it out then. So whoever reads too early,
+writes too early or lets go too early gets wrong numbers.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import count
 from typing import Any, NoReturn
 
@@ -89,6 +91,7 @@ class Gpu:
     graphs: how many were launched; loaded: kernels that were launched outside of captures
     fault: the status that every call returns from now on, as after an illegal access; 0 for none
     stalled: a stream whose work is not done but when somebody waits for all of it
+    let_go: memory that was freed, by whose pool it is and the stream that it was taken in
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -101,11 +104,14 @@ class Gpu:
         self.of_thread = threading.local()
         self.stalled: Stream | None = None
         self.random = random.Random(seed)
-        self.streams: dict[int, Stream] = {}
+        self.streams: weakref.WeakValueDictionary[int, Stream] = weakref.WeakValueDictionary()
+        self.queues: list[Queue] = []
+        self.destroyed: list[int] = []  # addresses of streams, which later ones may have
         self.events: weakref.WeakValueDictionary[int, Event] = weakref.WeakValueDictionary()
         self.numbers = count(1)
         self.null = Stream(self, 0)
         self.memory: dict[str, dict[int, np.ndarray]] = {"device": {}, "pinned": {}}
+        self.let_go: dict[tuple[str, int], list[np.ndarray]] = {}
         self.foreign: weakref.WeakSet[Owner] = weakref.WeakSet()
 
     @property
@@ -143,10 +149,10 @@ class Gpu:
     def step(self) -> bool:
         """Do one piece of work of any stream that can go on; return whether there was one."""
         with self.lock:
-            able = [stream for stream in self.streams.values() if stream is not self.stalled]
-            ready = [stream for stream in able if stream.ready()]
+            stalled = None if self.stalled is None else self.stalled.work
+            ready = [each for each in self.queues if each is not stalled and each.ready()]
             if ready:
-                (ready[0] if self.copies_last else self.random.choice(ready)).work.popleft()()
+                (ready[0] if self.copies_last else self.random.choice(ready)).popleft()()
             return bool(ready)
 
     def finish(self, stream: Stream) -> None:
@@ -214,15 +220,27 @@ class Gpu:
         return np.asarray(owner).view(dtype)
 
     def device(self, size_bytes: int) -> Owner:
-        """Return memory of the GPU; what is freed may be used at once by the stream's next work."""
+        """Return memory of the GPU, which may be some that was freed in this stream."""
         stream = self.current[-1]
         if stream.graph is not None and stream.graph.mode != RELAXED:
             stream.graph.fail(UNSUPPORTED)  # by cudaMalloc, which the pool may have to call
-        free = lambda raw: stream.work.append(lambda: spoil(raw))  # noqa: E731
+        if size_bytes:
+            self.hand_out("cupy", stream)
+        free = self.let_go.setdefault(("cupy", stream.ptr), []).append
         owner = self.take("device", size_bytes, free)
         if stream.graph is not None:
             stream.graph.memory.append(weakref.ref(owner))
         return owner
+
+    def hand_out(self, pool: str, stream: Stream) -> None:
+        """Overwrite, in the order of a stream, what was freed in it: somebody has it from now on.
+
+        A pool gives a part of it; which one is not said, so that it is all here. CuPy: memory.pyx,
+        _Arena and SingleDeviceMemoryPool; torch: CUDACachingAllocator.cpp, BlockPool.
+        """
+        freed = self.let_go.setdefault((pool, stream.ptr), [])
+        while freed:
+            stream.put(partial(spoil, freed.pop()))
 
     @property
     def allocator(self) -> Callable[[int], Owner]:
@@ -244,10 +262,15 @@ def spoil(raw: np.ndarray) -> None:
 
 
 class Owner:
-    """What keeps memory from being freed; work that was given to a stream does not."""
+    """What keeps memory from being freed; work that was given to a stream does not.
 
-    def __init__(self, raw: np.ndarray, device: int, whole: np.ndarray | None) -> None:
-        self.raw, self.device, self.whole = raw, device, whole
+    of: what keeps that of another library, which does not keep this
+    """
+
+    def __init__(
+        self, raw: np.ndarray, device: int, whole: np.ndarray | None, of: object = None
+    ) -> None:
+        self.raw, self.device, self.whole, self.of = raw, device, whole, of
         self.__array_interface__ = raw.__array_interface__
 
 
@@ -259,16 +282,34 @@ def check_bounds(raw: np.ndarray, whole: np.ndarray | None, who: str) -> None:
     assert (before == GARBAGE).all() and (after == GARBAGE).all(), f"{who} wrote out of bounds"
 
 
+class Queue(deque[Any]):
+    """Work in order, and tickets that it waits for. ended: whether no more will come"""
+
+    ended = False
+
+    def ready(self) -> bool:
+        """Whether there is work that need not wait for another stream."""
+        while self and isinstance(self[0], Ticket) and self[0].done:
+            self.popleft()
+        return bool(self) and not isinstance(self[0], Ticket)
+
+
 class Stream:
-    """cupy.cuda.Stream: work in order, and waits for events in it."""
+    """cupy.cuda.Stream: work in order, and waits for events in it.
+
+    Destroyed, what it was given goes on, and another may get its address.
+    """
 
     device_id = 0
 
     def __init__(self, gpu: Gpu, ptr: int | None = None) -> None:
-        self.gpu, self.ptr = gpu, next(gpu.numbers) if ptr is None else ptr
-        self.work: deque[Any] = deque()
+        if ptr is None:
+            ptr = gpu.destroyed.pop() if gpu.destroyed else next(gpu.numbers)
+        self.gpu, self.ptr, self.work = gpu, ptr, Queue()
         self.graph: Graph | None = None  # that captures what it is given
         gpu.streams[self.ptr] = self
+        gpu.queues = [each for each in gpu.queues if each or not each.ended] + [self.work]
+        weakref.finalize(self, end, gpu, ptr, self.work).atexit = False
 
     def put(self, work: Callable[[], Any]) -> None:
         """Take work, or capture it."""
@@ -294,12 +335,6 @@ class Stream:
     def is_capturing(self) -> bool:
         return self.graph is not None
 
-    def ready(self) -> bool:
-        """Whether there is work that need not wait for another stream."""
-        while self.work and isinstance(self.work[0], Ticket) and self.work[0].done:
-            self.work.popleft()
-        return bool(self.work) and not isinstance(self.work[0], Ticket)
-
     def wait_event(self, event: Event) -> None:
         if self.graph is not None or isinstance(event.ticket, Graph):  # forks are not simulated
             graph = self.graph or event.ticket
@@ -317,6 +352,12 @@ class Stream:
 
     def __exit__(self, *args: object) -> None:
         self.gpu.current.pop()
+
+
+def end(gpu: Gpu, ptr: int, work: Queue) -> None:
+    """cudaStreamDestroy."""
+    work.ended = True
+    gpu.destroyed.append(ptr)
 
 
 class Event:

@@ -141,6 +141,9 @@ class Overlap:
                 self._take(layer)
         self._submit()
         self.world.pause_s = 0.0  # nobody computes any more
+        # They are kept until the last one has come. The memory is the thread's stream's: of a mean
+        # that is let go before, a later part would get it, while the caller's stream still reads
+        # it. Parts of the next step begin behind the caller's stream.
         futures = self._futures
         try:
             for future in futures:
