@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..compress.payload import decode_sparse, encode_sparse
-from ..config import UserError
+from ..config import UserError, among
 from ..formats import SHARED, Cast, packed_bytes, parse_format, shift_count, tiles
 from ..methods import CODEC_OPERATIONS, MEMCPY
 from ..ops import (
@@ -35,10 +35,9 @@ from .harness import (
     Times,
     add_device,
     add_samples,
+    check_options,
     check_out,
-    check_positive,
     interleave,
-    known,
     on_device,
     parse_counts,
     parse_names,
@@ -174,14 +173,14 @@ def sparse_operations(x: NDArray[np.float32], density: float) -> dict[str, Calla
 
 def run(args: argparse.Namespace) -> Measured:
     """Check and time the operations for each format, and print a table."""
-    check_positive(args, "repeats")
+    check_options(args, 1, "repeats")
     if not 0 < args.mib < MOST_MIB:
         raise UserError(f"--mib {args.mib:g}: must be above 0 and below {MOST_MIB}")
     if not 0 < args.density <= 1:
         raise UserError(f"--density {args.density:g}: must be above 0 and at most 1")
     check_out(args.out, Loopback())
     names = parse_names("--formats", args.formats, parse_format)
-    chosen = parse_names("--operations", args.operations, known(CODEC_OPERATIONS))
+    chosen = parse_names("--operations", args.operations, among(CODEC_OPERATIONS))
     counts = parse_counts("--threads", args.threads)
     n = max(1, int(args.mib * 2**20 / 4))
     where = take_device(args, Loopback())

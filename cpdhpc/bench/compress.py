@@ -35,7 +35,6 @@ from .harness import (
     parse_counts,
     parse_methods,
     take_device,
-    together,
 )
 from .traffic import PHASES, Replayed, of_digits, replay
 
@@ -80,11 +79,10 @@ class Point:
 def run(arguments: argparse.Namespace, world: World) -> None:
     """Average the gradients by each method on each number of ranks; print, write, draw."""
     where = take_device(arguments, world)
-    methods = together(
-        world, lambda: {text: method_of(text) for text in parse_methods(arguments.methods)}
-    )
-    recorded, ranks = together(world, lambda: _inputs(arguments, world.processes))
-    together(world, lambda: _check_out(arguments.out))
+    names = parse_methods(arguments.methods)
+    methods = world.agreed(lambda: {text: method_of(text) for text in names})
+    recorded, ranks = world.agreed(lambda: _inputs(arguments, world.processes))
+    world.agreed(lambda: _check_out(arguments.out))
     worlds = [
         World(virtual_ranks=count // world.processes, timeout_s=arguments.timeout or 600.0)
         for count in ranks
@@ -101,7 +99,7 @@ def run(arguments: argparse.Namespace, world: World) -> None:
         print("\n".join([*table(points, size, world.processes), *growth(points), *left_out]))
     if arguments.out is not None:
         notes = {"device": arguments.device, **attributes(world)}
-        together(world, lambda: _write(arguments.out, points, recorded, notes, world))
+        world.agreed(lambda: _write(arguments.out, points, recorded, notes, world))
     for each in worlds:
         each.free()
 

@@ -16,7 +16,7 @@ from ..collectives.method import AUTO, DEFAULT, UNITS, Machine, MachineFile, Met
 from ..collectives.predict import Prediction, predict
 from ..collectives.recorded import PART_VALUES
 from ..config import UserError, dump_toml
-from ..formats import Cast, Format, packed_bytes, parse_format, tiles
+from ..formats import Cast, packed_bytes, parse_format, tiles
 from ..ops import cpu
 from ..provenance import attributes
 from ..world.cores import own_cores
@@ -26,16 +26,15 @@ from .allreduce_cases import cases_of_size
 from .harness import (
     Floats,
     add_repeats,
+    check_options,
     check_out,
-    check_positive,
-    check_whole,
     interleave_ranks,
     line,
     machine_line,
     nonnegative,
+    parse_names,
     parse_sizes,
     ping_pong,
-    together,
 )
 
 MESSAGES = [8 << i for i in range(0, 20, 2)]  # bytes: 8 to 2 MiB
@@ -68,9 +67,9 @@ def add_fit(parser: argparse.ArgumentParser) -> None:
 
 def run_fit(arguments: argparse.Namespace, world: Ranks) -> None:
     """Measure, fit, write the file, and print how near the predictions are. Collective."""
-    check_positive(arguments, "repeats")
-    check_whole(arguments, "warmup")
-    together(world, lambda: check_out(arguments.out))
+    check_options(arguments, 1, "repeats")
+    check_options(arguments, 0, "warmup")
+    world.agreed(lambda: check_out(arguments.out))
     if world.processes < 2:
         raise UserError("bench fit: a link takes 2 processes: run it under mpirun")
     with own_cores(world) as cores:
@@ -84,7 +83,7 @@ def run_fit(arguments: argparse.Namespace, world: Ranks) -> None:
     machine = fit(start, samples, fields)
     notes = attributes(world) | {"format": arguments.format, "cores": cores}
     where = machine_line(world)
-    together(world, lambda: write(arguments.out, machine, notes) if world.process == 0 else None)
+    world.agreed(lambda: write(arguments.out, machine, notes) if world.process == 0 else None)
     if world.process == 0:
         print(f"# {where}\n# {cores}")
         show(machine, fields, samples, checked)
@@ -96,7 +95,8 @@ def operations(world: Ranks, arguments: argparse.Namespace) -> dict[str, float]:
     In the cache; all ranks at once; the slowest rank counts. What a call takes whatever its size is
     left out.
     """
-    cast = Cast(together(world, lambda: _format(arguments.format)))
+    world.agreed(lambda: parse_names("--format", arguments.format, parse_format))
+    cast = Cast(parse_format(arguments.format))
     found: dict[str, list[float]] = {}
     for n in IN_CACHE:
         times = interleave_ranks(world, _operations(n, cast), arguments.repeats, arguments.warmup)
@@ -122,13 +122,6 @@ def _operations(n: int, cast: Cast) -> dict[str, Callable[[], object]]:
             words, shifts, cast, x, hop_words, hop_shifts, fit=True
         ),
     }
-
-
-def _format(name: str) -> Format:
-    try:
-        return parse_format(name)
-    except ValueError as error:
-        raise UserError(f"--format {name}: {error}") from None
 
 
 def allreduces(world: Ranks, arguments: argparse.Namespace, sizes: Sequence[int]) -> list[Sample]:
@@ -217,7 +210,7 @@ def add_predict(parser: argparse.ArgumentParser) -> None:
 
 def run_predict(arguments: argparse.Namespace) -> None:
     """Print a table of predictions, and in words what they rest on."""
-    check_positive(arguments, "ranks", "ranks_per_node")
+    check_options(arguments, 1, "ranks", "ranks_per_node")
     file = read_machine(arguments.machine)
     sizes = parse_sizes(arguments.sizes)
     methods, skipped = parse_methods(arguments, None)

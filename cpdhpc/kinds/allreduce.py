@@ -9,7 +9,7 @@ from math import isnan, nan
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from ..config import ConfigError, Raw, UserError
+from ..config import ConfigError, Raw, UserError, among
 from ..formats import (
     INTEGERS,
     MICROSCALING,
@@ -29,7 +29,7 @@ from ..methods import (
     SCALINGS,
 )
 from .base import Call, Kind
-from .factors import ABSENT, DEVICE, Factor, Factors, Value, device_used, float32_size, one_of
+from .factors import ABSENT, DEVICE, Factor, Factors, Value, device_used, float32_size
 
 if TYPE_CHECKING:
     from ..bench.allreduce_cases import TimedCase
@@ -381,11 +381,11 @@ ALLREDUCE = Kind(
             "algorithm; mpi, gloo and nccl are those libraries' own",
             str,
             default="ring",
-            check=one_of([*ALGORITHMS, *BASELINES]),
+            check=among([*ALGORITHMS, *BASELINES]),
         ),
         "wire": Factor("what travels: raw float32 or a format", str, "1", "raw", _check_wire),
         "value_scaling": Factor("scaling of values before encoding", str, check=_check_scaling),
-        "accumulate": Factor("how partial sums are kept", str, check=one_of([*ACCUMULATES, EXACT])),
+        "accumulate": Factor("how partial sums are kept", str, check=among([*ACCUMULATES, EXACT])),
         "device": DEVICE,
     },
     work="size_bytes",

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from math import nan
 from typing import TYPE_CHECKING, Any
 
-from ..config import Raw, UserError, validate
+from ..config import Raw, UserError, among, validate
 from .base import Call, Kind
-from .factors import DEVICE, Factor, Factors, Value, at_least, device_used, one_of, positive
+from .factors import DEVICE, Factor, Factors, Value, at_least, device_used, positive
 
 if TYPE_CHECKING:
     from ..autoencoder.job import Autoencoder
@@ -69,8 +69,7 @@ def _measure(study: Asked, case: Case, place: Place, check: bool) -> Iterator[Ca
     place.take_device(case.factors)
     world, job = place.world, _job(case.factors)
     job.set_process(world)
-    images = agreed(world, lambda: (job.data.load(),))[0]
-    trained = Stack(job, world, images)
+    trained = Stack(job, world, agreed(world, job.data.load))
     layer = trained.layers[0]
     for plan in layer.plans.values() if check else ():
         plan.verify()
@@ -206,7 +205,7 @@ AUTOENCODER = Kind(
         "threads": Factor(
             "threads of torch of a rank; 0: the cores it owns", int, default=0, check=at_least(0)
         ),
-        "dtype": Factor("numbers", str, default="float32", check=one_of(("float32", "float64"))),
+        "dtype": Factor("numbers", str, default="float32", check=among(("float32", "float64"))),
         "device": DEVICE,
     },
     work="maps",

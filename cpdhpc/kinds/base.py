@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Protocol
 
 from pydantic import Field, model_validator
 
-from ..config import Raw, Section, merge
+from ..config import Above0, Positive, Raw, Section, Whole, merge
 from .factors import Case, Factor, Factors, Outcomes, Result, Value
 
 if TYPE_CHECKING:
@@ -20,10 +20,6 @@ if TYPE_CHECKING:
     from ..signals import Caught
     from ..study.study_file import StudyFile
     from .place import Place
-
-Positive = Annotated[int, Field(ge=1)]
-Whole = Annotated[int, Field(ge=0)]
-Seconds = Annotated[float, Field(gt=0)]
 
 
 class Measure(Section):
@@ -45,8 +41,8 @@ class Measure(Section):
     min_repeats: Positive = 10
     max_repeats: Positive = 50
     confidence: Annotated[float, Field(gt=0, lt=1)] = 0.95
-    relative: Annotated[float, Field(gt=0)] = 0.05
-    max_time_s: Seconds = 20.0
+    relative: Above0 = 0.05
+    max_time_s: Above0 = 20.0
     interleave: Positive = 16
     seed: Whole = 0
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from .. import store
-from ..bench.harness import interleave_ranks, together
+from ..bench.harness import interleave_ranks
 from ..claim import Claim, read_claim
 from ..collectives.checks import NonFiniteGradient
 from ..config import UserError
@@ -151,15 +151,15 @@ def measure_batch(
     mark = folder.claim_file(number)
     # First of all: who reads the claim may send a signal, and all ranks are here when it is made.
     with catching() as caught:
-        study, batch = together(world, lambda: _load(folder, number))
+        study, batch = world.agreed(lambda: _load(folder, number))
         prove(world, nodes or batch.nodes, ppn or batch.ppn)
         _check_shape(world, batch)
-        todo = together(world, lambda: _begin(folder, batch) if world.process == 0 else None)
+        todo = world.agreed(lambda: _begin(folder, batch) if world.process == 0 else None)
         cases, claim = world.gather(todo)[0]
         runner = _Runner(world, folder, study, cases, claim.restarts, caught)
         runner.run(number)
         state = "stopped" if runner.status == UNFINISHED else "ended"
-        together(world, lambda: claim.end(mark, state) if world.process == 0 else None)
+        world.agreed(lambda: claim.end(mark, state) if world.process == 0 else None)
     return runner.status
 
 
@@ -333,7 +333,7 @@ class _Runner:
                 write_result(self.folder.case_file(case), case, replace(result, outcomes=outcomes))
                 self.folder.clear_work(case)
 
-        together(self.world, write)
+        self.world.agreed(write)
         self.finished += 1
         self._say(f"finished {case.id}")
 
@@ -343,7 +343,7 @@ class _Runner:
         self._say(f"failed {case.id}: {wrong}")
         path = self.folder.failure_file(case)
         writes = self.world.process == 0
-        together(self.world, lambda: store.put(path, wrong + "\n") if writes else None)
+        self.world.agreed(lambda: store.put(path, wrong + "\n") if writes else None)
 
     def _say(self, text: str) -> None:
         if self.world.process == 0:

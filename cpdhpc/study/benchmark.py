@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from ..bench.harness import FURTHER, Measured, Point, together
+from ..bench.harness import FURTHER, Measured, Point
 from ..kinds.base import Measure
 from ..kinds.factors import Case, Factor, Result, over_ranks
 from ..kinds.place import environment
@@ -42,7 +42,7 @@ def write_benchmark(
         for name, value in point.factors.items()
         if name not in study.factors
     }
-    together(ranks, write)
+    ranks.agreed(write)
 
 
 def _study(measured: Measured) -> Study:
