@@ -20,13 +20,7 @@ from ..compress.payload import decode_sparse, encode_sparse
 from ..config import UserError, among
 from ..formats import SHARED, Cast, packed_bytes, parse_format, shift_count, tiles
 from ..methods import CODEC_OPERATIONS, MEMCPY
-from ..ops import (
-    backend_of,
-    cpu,
-    reference,
-    set_kernel_threads,
-    to_host,
-)
+from ..ops import backend_of, cpu, reference, set_kernel_threads, to_host
 from ..provenance import processor
 from ..world.ranks import Loopback
 from .harness import (
@@ -119,12 +113,7 @@ def operations(x: Array, cast: Cast) -> dict[str, Callable[[], object]]:
 
 
 def _fitted(
-    scaling: str,
-    shared: int,
-    x: Array,
-    cast: Cast,
-    hop_words: Array,
-    total: Array,
+    scaling: str, shared: int, x: Array, cast: Cast, hop_words: Array, total: Array
 ) -> dict[str, Callable[[], object]]:
     """The operations with shifts that are chosen on the way, as many values share one."""
     words, shifts = np.zeros_like(hop_words), zeros(x, shift_count(x.size, shared))
@@ -205,11 +194,7 @@ def run(args: argparse.Namespace) -> Measured:
 
 
 def _codecs(
-    x: Array,
-    names: Sequence[str],
-    chosen: Sequence[str],
-    counts: Sequence[int],
-    repeats: int,
+    x: Array, names: Sequence[str], chosen: Sequence[str], counts: Sequence[int], repeats: int
 ) -> dict[tuple[str, str, int], Times]:
     """Time the codec for each format and number of threads, and print a row of each."""
     heads = f"{'format':>8} {'bits':>4} {'threads':>7} {'memcpy':>11} "

@@ -29,13 +29,7 @@ from ..store import Variable
 from ..train.gradients import Gradients, load_all
 from ..world.mpi import World
 from ..world.ranks import Ranks
-from .harness import (
-    add_device,
-    machine_line,
-    parse_counts,
-    parse_methods,
-    take_device,
-)
+from .harness import add_device, machine_line, parse_counts, parse_methods, take_device
 from .traffic import PHASES, Replayed, of_digits, replay
 
 MOST_RANKS = 64

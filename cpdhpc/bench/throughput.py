@@ -402,10 +402,7 @@ def _table(
 
 
 def chart(
-    name: str,
-    workers: Sequence[int],
-    rates: Mapping[tuple[float, str], list[float]],
-    model: Model,
+    name: str, workers: Sequence[int], rates: Mapping[tuple[float, str], list[float]], model: Model
 ) -> Chart:
     """Return samples a second against workers, a panel for each speed of links."""
     looks, sample = styles(model.calls), model.network.sample

@@ -10,14 +10,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from ..config import ConfigError, Raw, UserError, among
-from ..formats import (
-    INTEGERS,
-    MICROSCALING,
-    SHARED,
-    sum_bits,
-    wire_format,
-    wire_scaling,
-)
+from ..formats import INTEGERS, MICROSCALING, SHARED, sum_bits, wire_format, wire_scaling
 from ..methods import (
     ACCUMULATES,
     ALGORITHMS,

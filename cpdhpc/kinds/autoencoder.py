@@ -143,13 +143,7 @@ def _sections(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> l
     """Return rate of arithmetic, share of exchanges and bytes, besides the scaling."""
     from ..report import units
     from ..report.points import of_factors, timing
-    from ..report.scaling import (
-        Quantity,
-        charts,
-        doublings,
-        from_zero,
-        panels_over,
-    )
+    from ..report.scaling import Quantity, charts, doublings, from_zero, panels_over
     from ..report.tables import Column, Section, tabulate
 
     columns: list[Column[SeedGroup]] = [

@@ -18,13 +18,7 @@ from ..compress.bucket import Bucket
 from ..formats import TILE, parse_format
 from ..train.gradients import Gradients, load
 from ..world.ranks import Loopback
-from .evidence import (
-    OPERANDS,
-    RAW,
-    SUMS,
-    Place,
-    width,
-)
+from .evidence import OPERANDS, RAW, SUMS, Place, width
 from .measures import LOWEST, error, exponents, product_error
 from .recording import Recorded
 from .replay import operands, tensor_of

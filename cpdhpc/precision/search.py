@@ -36,17 +36,7 @@ from ..train.loop import Diverged, gradient_of
 from ..train.output import Files, claimed
 from ..train.setup import prepare
 from . import recording
-from .evidence import (
-    FILE,
-    OPERANDS,
-    RAW,
-    SUMS,
-    WIRE,
-    Asked,
-    Evidence,
-    Place,
-    Trial,
-)
+from .evidence import FILE, OPERANDS, RAW, SUMS, WIRE, Asked, Evidence, Place, Trial
 from .policy import Policy
 from .proposals import SATURATED, SCALED, in_products, mean_error, modules_of, proposed
 from .replay import Missing

@@ -10,14 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..precision.evidence import (
-    RAW,
-    WIRE,
-    Evidence,
-    Place,
-    Trial,
-    width,
-)
+from ..precision.evidence import RAW, WIRE, Evidence, Place, Trial, width
 from . import units
 from .figures import GREY, Axis, Chart, Panel, Series, Style, styles
 from .tables import Column, Report, Section, tabulate

@@ -71,7 +71,7 @@ def _repeats(file: StudyFile) -> Callable[[Mapping[str, Any]], list[str]]:
 def _turns(asked: Mapping[str, Any]) -> list[str]:
     return [
         f"Warm-up calls: {asked.get('warmup', '?')}, in the file with a flag and in no figure "
-        f"here; then {asked.get('max_repeats', '?')} repeats, all cases in turns.",
+        f"here; then {asked.get('max_repeats', '?')} repeats, all cases in turns."
     ]
 
 
@@ -238,11 +238,7 @@ def study_report(file: StudyFile, choice: Choice = ALL) -> Report:
     return Report(
         file.name,
         [*asked, *_facts(file, found)],
-        [
-            *_fastest(found),
-            *sections,
-            Section("Spread of times", tables=[_spread(found)]),
-        ],
+        [*_fastest(found), *sections, Section("Spread of times", tables=[_spread(found)])],
         listed(file),
         rules(file),
         provenance(file),

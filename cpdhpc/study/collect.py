@@ -19,15 +19,7 @@ from .cases import SAME, base_factors, expand
 from .folder import Folder, FolderError
 from .spec import Study
 from .statistics import ratio_intervals, summarise
-from .study_file import (
-    ALIKE,
-    FURTHER,
-    OUTCOMES,
-    SCHEMA,
-    SERIES,
-    WHERE_KNOWN,
-    read_result,
-)
+from .study_file import ALIKE, FURTHER, OUTCOMES, SCHEMA, SERIES, WHERE_KNOWN, read_result
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,7 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    Field,
-    PositiveInt,
-    model_validator,
-)
+from pydantic import AfterValidator, BeforeValidator, Field, PositiveInt, model_validator
 
 from ...config import Section, Whole, dump_toml, one_of, read_toml, validate
 from ..cases import Batch
