@@ -120,13 +120,14 @@ class Kind:
         such; for what users add to the tables that jobs choose from
     used: (factors, defaults included) -> those that this case uses, made plain, so that two ways
         to say the same are one case; raises ValueError for what cannot work
-    fits: (tables of the job, factors that used returned, ranks) -> why so many ranks cannot do it,
-        or None; by the models that the job itself reads, so that it finds nothing wrong later
-    time_s: (factors, ranks, repeats) -> about the seconds of so many repeats; 0: nothing is known
     sample: what a repeat is, in words
     measure: (study, case, place, check) -> the call that is timed, made ready; with check it is
         first seen to do what it should; collective. A class, where a repeat is no call
     sections: (study file, its points, layout) -> what a report shows besides the scaling
+    fits: (tables of the job, factors that used returned, ranks) -> why so many ranks cannot do it,
+        or None; by the models that the job itself reads, so that it finds nothing wrong later
+    time_s: (factors, ranks, repeats) -> about the seconds of so many repeats; 0: nothing is known,
+        as of trainings, where only the data and the model would tell: run.case_time_s says
     panels: factors whose words have panels of their own in figures
     device: (tables of the job, factors that used returned) -> "cpu" or "gpu"
     laid_over: (tables of a job, changes) -> the tables with changes laid over them
@@ -135,12 +136,12 @@ class Kind:
     factors: Mapping[str, Factor]
     work: str
     used: Callable[[Factors], dict[str, Value]]
-    fits: Callable[[Raw, Factors, int], str | None]
-    time_s: Callable[[Factors, int, int], float]
     sample: str
     measure: Calls | type[Measuring]
     sections: Callable[[StudyFile, Sequence[SeedGroup], Layout], list[tables.Section]]
-    panels: tuple[str, ...]
+    fits: Callable[[Raw, Factors, int], str | None] = lambda job, used, ranks: None
+    time_s: Callable[[Factors, int, int], float] = lambda used, ranks, repeats: 0.0
+    panels: tuple[str, ...] = ()
     device: Callable[[Raw, Factors], str] = device_of
     needs_job: bool = False
     laid_over: Callable[[Raw, Raw], Raw] = merge
