@@ -22,7 +22,7 @@ from ..methods import MEMCPY
 from ..study.cases import expand
 from ..study.folder import Folder
 from ..study.spec import Study
-from ..study.study_file import ALIKE, Point, ReportError, StudyFile, read_result
+from ..study.study_file import ALIKE, Point, ReportError, StudyFile, check_arrays, read_result
 from . import units
 from .choice import ALL, Choice, chosen
 from .points import (
@@ -358,9 +358,8 @@ CAPTION = (
 def compress_report(path: Path) -> Report:
     """Return the report of a file. Raises ReportError where it lacks an array of bench compress."""
     groups, attributes = store.read(path)
-    points = groups.get("points", {})
-    if lost := [name for name in NEEDED if name not in points]:
-        raise ReportError(f"{path}: has no /points/{lost[0]}: is not the file of bench compress")
+    check_arrays(path, groups, {"points": NEEDED}, "is not the file of bench compress")
+    points = groups["points"]
     most_bytes = np.nanmax(points["sent_bytes"], axis=1)
     columns = [
         Column[int]("method", lambda i: str(points["method"][i]), numbers=False),

@@ -14,7 +14,7 @@ import numpy as np
 from .. import store
 from ..config import difference, value_of
 from ..kinds.factors import Array
-from ..study.study_file import ReportError
+from ..study.study_file import ReportError, check_arrays
 from . import units
 from .critical import noise_charts, predicted
 from .figures import Axis, Chart, Map, Style, styles
@@ -134,13 +134,9 @@ def load_run(path: Path) -> Run:
         raise ReportError(f"{path}: is not the file of a run")
     if lost := [name for name in NEEDED_NOTES if name not in attributes]:
         raise ReportError(f"{path}: has no attribute {lost[0]}: is not the file of a run")
-    for group, names in NEEDED.items():
-        lost = [name for name in names if name not in groups.get(group, {})]
-        if lost:
-            raise ReportError(f"{path}: has no /{group}/{lost[0]}: is not the file of a run")
+    check_arrays(path, groups, NEEDED, "is not the file of a run")
     run = Run(path, attributes, groups["steps"], groups["epochs"], groups["layers"])
-    if run.measure.column not in run.epochs:
-        raise ReportError(f"{path}: has no /epochs/{run.measure.column}: is not the file of a run")
+    check_arrays(path, groups, {"epochs": [run.measure.column]}, "is not the file of a run")
     return run
 
 
