@@ -93,7 +93,7 @@ def run(arguments: argparse.Namespace, world: World) -> None:
         print("\n".join([*table(points, size, world.processes), *growth(points), *left_out]))
     if arguments.out is not None:
         notes = {"device": arguments.device, **attributes(world)}
-        world.agreed(lambda: _write(arguments.out, points, recorded, notes, world))
+        world.on_first(lambda: _write(arguments.out, points, recorded, notes))
     for each in worlds:
         each.free()
 
@@ -244,11 +244,8 @@ def _write(
     points: Sequence[Point],
     recorded: Sequence[Gradients],
     notes: store.Attributes,
-    world: Ranks,
 ) -> None:
-    """Write the file and the picture, on process 0."""
-    if world.process:
-        return
+    """Write the file and the picture."""
     of_file = {
         "schema": SCHEMA,
         "benchmark": "compress",

@@ -83,7 +83,7 @@ def run_fit(arguments: argparse.Namespace, world: Ranks) -> None:
     machine = fit(start, samples, fields)
     notes = attributes(world) | {"format": arguments.format, "cores": cores}
     where = machine_line(world)
-    world.agreed(lambda: write(arguments.out, machine, notes) if world.process == 0 else None)
+    world.on_first(lambda: write(arguments.out, machine, notes))
     if world.process == 0:
         print(f"# {where}\n# {cores}")
         show(machine, fields, samples, checked)
