@@ -204,8 +204,8 @@ def save_all(
     chunks, compression: as h5py.Group.create_dataset. With either the ranks write one after the
         other, else all at once: process 0 makes datasets with room for everything, and each
         writes its boxes where the bytes belong, by MPI-IO; all must see the directory
-    The file can be read by anyone, and by DistArray.load on any number of ranks in any layout. Until the
-    end path holds what it held before, whatever happens.
+    The file can be read by anyone, and by DistArray.load on any number of ranks in any layout.
+    Until the end path holds what it held before, whatever happens.
     Raises UserError alike on all ranks where the file cannot be written; ValueError where an array
     does not fit, or arguments differ between ranks.
     """
