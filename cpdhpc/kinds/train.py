@@ -153,8 +153,7 @@ class _Training(Measuring):
         data = agreed(world, self.job.data.load)
         training = prepare(self.job, world, data, files)
         training.resume()
-        noted = agreed(world, lambda: [] if world.process else self._note(training.iteration))
-        self.starts = world.gather(noted)[0]
+        self.starts = world.on_first(lambda: self._note(training.iteration))
         before_j = place.read_energy()
         run(training, caught, Display(world.process == 0, 1))
         training.close()
