@@ -222,7 +222,7 @@ class Scores:
         of_test: Sequence[torch.Tensor],
         sums: Array,
         of_train: Mapping[str, Array],
-    ) -> bool:
+    ) -> None:
         """Add what a chunk of training samples, if there is one, gives at some weights."""
         for samples in chunks:
             found, here = self._rows(self.run.train, samples), slice(at, at + len(samples))
@@ -233,7 +233,6 @@ class Scores:
                 inner = each @ rows.T if self.projection else self.gradients.products(each, rows)
                 sums[first : first + len(each), here] += rate * _double(inner)
                 first += len(each)
-        return True
 
     def _of_test(self, test: range, put: Put) -> list[torch.Tensor]:
         """Return the rows of chunks of test samples, each process finding a part. Collective."""
@@ -289,10 +288,9 @@ def _columns(n: int) -> dict[str, Array]:
     return {"loss": np.zeros(n), "target": np.zeros(n, np.int64), "self_influence": np.zeros(n)}
 
 
-def _check_finite(path: Path, *sums: Array) -> bool:
+def _check_finite(path: Path, *sums: Array) -> None:
     if not all(np.isfinite(each).all() for each in sums):
         raise UserError(f"{path}: the gradients of its weights are not finite, or too large")
-    return True
 
 
 def _double(values: torch.Tensor) -> Array:
