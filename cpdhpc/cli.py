@@ -97,7 +97,7 @@ def run_train(arguments: argparse.Namespace, world: World) -> int:
     given = arguments.file, settings_of(arguments), directory, arguments.resume
     files, diverged = train(world, *given)
     if world.process == 0 and len(diverged) < len(files):
-        from .report.command import Outputs, report
+        from .commands.report import Outputs, report
         from .train.progress import on_terminal
 
         report(files, Outputs(terminal=on_terminal()))
@@ -190,13 +190,13 @@ COMMANDS: dict[str, Command | Group] = {
         {
             "probe": Command(
                 "what neurons of a trained stack answer to: accuracy, optimal stimuli, features",
-                "autoencoder.probe_command",
+                "commands.probe",
                 on_ranks=True,
             )
         },
         Command("train filters whose cells are split over ranks", "cli", "autoencoder", True),
     ),
-    "influence": Command("find which samples made a loss", "influence.command", on_ranks=True),
+    "influence": Command("find which samples made a loss", "commands.influence", on_ranks=True),
     "bench": Group(
         "measure this machine, predict others; codec needs no MPI",
         {
@@ -258,7 +258,7 @@ COMMANDS: dict[str, Command | Group] = {
     ),
     "batch": Command(
         "measure cases of a study: what its jobs run, on all MPI ranks",
-        "study.commands",
+        "commands.study",
         "batch",
         True,
     ),
@@ -268,7 +268,7 @@ COMMANDS: dict[str, Command | Group] = {
     "study": Group(
         "plan and run a sweep here or by Slurm, collect it; needs no MPI",
         actions(
-            "study.commands",
+            "commands.study",
             {
                 "plan": "show cases, ids, shapes, rank hours, and what is impossible and why",
                 "render": "print the Slurm scripts of all cases, and of the job that collects",
@@ -288,7 +288,7 @@ COMMANDS: dict[str, Command | Group] = {
             starts_mpi=("run", "resume"),
         ),
     ),
-    "scripts": Command("write sbatch scripts; needs no MPI", "study.commands", "scripts"),
+    "scripts": Command("write sbatch scripts; needs no MPI", "commands.study", "scripts"),
     "darray": Group(
         "show plans of distributed arrays; needs no MPI",
         {
@@ -306,7 +306,7 @@ COMMANDS: dict[str, Command | Group] = {
     "precision": Group(
         "arithmetic in small formats",
         actions(
-            "precision.commands",
+            "commands.precision",
             {
                 "presets": "list the presets of [precision], or print one as TOML; needs no MPI",
                 "show": "what [precision] of a job file says of each layer; needs no MPI",
@@ -319,7 +319,7 @@ COMMANDS: dict[str, Command | Group] = {
         ),
     ),
     "report": Command(
-        "show studies and runs: tables, figures, a page; needs no MPI", "report.command"
+        "show studies and runs: tables, figures, a page; needs no MPI", "commands.report"
     ),
 }
 

@@ -77,7 +77,7 @@ def fake_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
 def without_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Figures of reports are put together but not painted: that takes most of their time."""
     monkeypatch.setattr(
-        "cpdhpc.report.command.image", lambda chart, kind: repr(draw(chart)).encode()
+        "cpdhpc.commands.report.image", lambda chart, kind: repr(draw(chart)).encode()
     )
 
 

@@ -17,10 +17,10 @@ from cpdhpc.collectives.method import AUTO, HEADROOMS, MPI_ALLREDUCE
 from cpdhpc.collectives.schedules import SCHEDULES
 from cpdhpc.config import OneOf, Section
 from cpdhpc.kinds import KINDS
-from cpdhpc.kinds.factors import ABSENT, SHAPE, Factor
 from cpdhpc.methods import ACCUMULATES, EXACT, SCALINGS
 from cpdhpc.precision.tensors import SCALINGS as TENSOR_SCALINGS
 from cpdhpc.study.spec import Study
+from cpdhpc.study_data.factors import ABSENT, SHAPE, Factor
 from cpdhpc.train.controllers import BATCH_SCALINGS, DECAYS
 from cpdhpc.train.job import Job
 

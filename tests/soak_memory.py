@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cpdhpc.collectives.engine import BufferPool
+from cpdhpc.collectives.known import Recordings
 from cpdhpc.world.mpi import World
 
 # What is no leak. Buffers that are kept grow until the largest of each kind has been drawn, which
-# took 25 minutes of 30; objects until all caches of formats, methods and call lists are full,
-# as long.
+# took 25 minutes of 30; objects until all caches of formats and methods are full, as long.
 PAGE_BYTES = 4096
 SHARE, GROWTH = 0.02, {"kept_mib": 256, "other_mib": 8, "objects": 5000}
 
@@ -39,12 +39,26 @@ def is_own(world: World, array: np.ndarray[Any, Any]) -> bool:
     return shared is None or shared.note(array) is None
 
 
+def forget(world: World) -> None:
+    """Free what a world has recorded: the last sizes drawn, so between 10 and 500 thousand objects.
+
+    Collective, as all must know the same.
+    """
+    recordings = world.cache.get(Recordings, Recordings)
+    for entry in recordings.values():
+        entry.free()
+    recordings.clear()
+    recordings.known.clear()
+
+
 def look(worlds: Collection[World]) -> Look:
-    """Look at the memory of this process.
+    """Look at the memory of this process, without what is recorded. Collective.
 
     What is free but held by glibc's malloc goes back first: it depends on the last calls. All pages
     that are kept are touched: else they would count as other memory when a call first needs them.
     """
+    for world in worlds:
+        forget(world)
     kept = [
         array.reshape(-1).view(np.uint8)
         for world in worlds

@@ -12,11 +12,11 @@ import numpy as np
 from training import environment
 
 from cpdhpc.config import dump_toml, merge
-from cpdhpc.kinds.factors import Case, Result
 from cpdhpc.study.cases import expand, load_study
 from cpdhpc.study.folder import Folder
 from cpdhpc.study.spec import Study
-from cpdhpc.study.study_file import write_result
+from cpdhpc.study_data.factors import Case, Result
+from cpdhpc.study_data.study_file import write_result
 
 SMALL = {
     "name": "small",

@@ -23,7 +23,7 @@ from cpdhpc.bench.harness import interleave, interleave_ranks
 from cpdhpc.cli import main
 from cpdhpc.collectives.allreduce import Allreduce
 from cpdhpc.methods import MEMCPY
-from cpdhpc.study.study_file import load_study_file
+from cpdhpc.study_data.study_file import load_study_file
 from cpdhpc.world.cores import own_cores
 from cpdhpc.world.ranks import Loopback
 

@@ -24,8 +24,8 @@ from cpdhpc.report.figures import (
     spread,
     styles,
 )
-from cpdhpc.report.study import study_report
-from cpdhpc.study.study_file import load_study_file
+from cpdhpc.study.report import study_report
+from cpdhpc.study_data.study_file import load_study_file
 
 STUDIES: dict[str, dict[str, Any]] = {
     "strong": {"sizes": (2**12, 2**18, 2**24)},

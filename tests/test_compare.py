@@ -12,10 +12,10 @@ import pytest
 from synthetic_study import ENVIRONMENT, write_study
 
 from cpdhpc.cli import main
+from cpdhpc.commands.report import Outputs, compare_files
 from cpdhpc.config import UserError
-from cpdhpc.report.command import Outputs, compare_files
 from cpdhpc.report.compare import Comparison, compare, compare_report, load_reference, verdict
-from cpdhpc.study.study_file import load_study_file
+from cpdhpc.study_data.study_file import load_study_file
 
 OPTIONS: dict[str, Any] = {"ranks": (2, 4), "sizes": (2**12, 2**18, 2**24)}
 SLOWER, FASTER = {3: 1.2, 17: 1.2, 41: 1.2}, {20: 0.8}

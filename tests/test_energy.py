@@ -10,10 +10,10 @@ from studies import fill, small_study, some_result
 
 from cpdhpc import store
 from cpdhpc.kinds import place
-from cpdhpc.kinds.factors import Result
 from cpdhpc.study.collect import collect
 from cpdhpc.study.folder import Folder
-from cpdhpc.study.study_file import write_result
+from cpdhpc.study_data.factors import Result
+from cpdhpc.study_data.study_file import write_result
 
 WRAPS_UJ = 1000 * 10**6
 

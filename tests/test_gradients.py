@@ -12,8 +12,8 @@ from reducing import backward, model_of
 from training import model_bytes, run_job, small_data, small_job
 
 from cpdhpc import store
+from cpdhpc.commands.report import load
 from cpdhpc.config import ConfigError, UserError
-from cpdhpc.report.command import load
 from cpdhpc.signals import Caught
 from cpdhpc.train import gradients
 from cpdhpc.train.data import epoch_order

@@ -16,10 +16,10 @@ from torch import nn
 from training import ROOT, model_bytes, run_job, small_data, small_job
 
 from cpdhpc import store
+from cpdhpc.commands.influence import add_arguments, run
+from cpdhpc.commands.report import load
 from cpdhpc.config import ConfigError, UserError, merge, validate
-from cpdhpc.influence.command import add_arguments, run
 from cpdhpc.influence.rows import LastLayer, Layers, Projection
-from cpdhpc.report.command import load
 from cpdhpc.signals import Caught, Interrupted
 from cpdhpc.train import loop, weights
 from cpdhpc.train.fitting import samples_of

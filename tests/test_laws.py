@@ -19,8 +19,8 @@ from cpdhpc.report.scaling import (
     serial_share,
     work_for,
 )
-from cpdhpc.report.study import study_report
-from cpdhpc.study.study_file import load_study_file
+from cpdhpc.study.report import study_report
+from cpdhpc.study_data.study_file import load_study_file
 
 RATIOS = np.array([1.0, 2, 4, 8, 16, 64])
 

@@ -13,8 +13,8 @@ import pytest
 from training import ROWS, run_job, small_job
 
 from cpdhpc import store
+from cpdhpc.commands.report import Outputs, load, report
 from cpdhpc.config import UserError
-from cpdhpc.report.command import Outputs, load, report
 from cpdhpc.report.figures import BOUND, draw
 from cpdhpc.report.score import Score, Trained, pareto, score_charts
 from cpdhpc.report.trainings import (

@@ -21,13 +21,17 @@ from training import small_data
 from cpdhpc import store
 from cpdhpc.claim import alone
 from cpdhpc.cli import main
+from cpdhpc.commands.precision import add_search
+from cpdhpc.commands.report import OF_KIND
 from cpdhpc.compress import Context, LowBit, State
 from cpdhpc.compress.bucket import Bucket
 from cpdhpc.config import UserError, validate
-from cpdhpc.precision import search as searching
-from cpdhpc.precision.commands import add_search
 from cpdhpc.precision.conversion import convert
-from cpdhpc.precision.evidence import (
+from cpdhpc.precision.policy import Policy
+from cpdhpc.precision.recorder import Recorder
+from cpdhpc.precision.recording import load as load_recording
+from cpdhpc.precision_search import search as searching
+from cpdhpc.precision_search.evidence import (
     KIND,
     RAW,
     Asked,
@@ -37,13 +41,9 @@ from cpdhpc.precision.evidence import (
     asked_of,
     width,
 )
-from cpdhpc.precision.policy import Policy
-from cpdhpc.precision.proposals import in_products
-from cpdhpc.precision.recorder import Recorder
-from cpdhpc.precision.recording import load as load_recording
-from cpdhpc.precision.search import BEYOND, WITHIN, Search, narrowing
-from cpdhpc.report.command import OF_KIND
-from cpdhpc.report.search import _worth, search_report
+from cpdhpc.precision_search.proposals import in_products
+from cpdhpc.precision_search.report import _worth, search_report
+from cpdhpc.precision_search.search import BEYOND, WITHIN, Search, narrowing
 from cpdhpc.signals import Caught
 from cpdhpc.train import progress
 from cpdhpc.train.command import Trainer

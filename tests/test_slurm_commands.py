@@ -15,8 +15,8 @@ from training import ROOT, environment
 
 from cpdhpc import store
 from cpdhpc.cli import main
+from cpdhpc.commands import study as commands
 from cpdhpc.kinds import KINDS
-from cpdhpc.study import commands
 from cpdhpc.study.folder import Folder, recorded
 from cpdhpc.study.slurm.site import load_site
 
@@ -25,6 +25,7 @@ LIGHT = {
     "table_formats",
     "claim",
     "cli",
+    "commands",
     "config",
     "formats",
     "kinds",
@@ -33,6 +34,7 @@ LIGHT = {
     "signals",
     "store",
     "study",
+    "study_data",
 }
 JOBS = {"autoencoder", "train"}  # kinds whose job's own models are asked, without torch and MPI
 INPUTS = sorted((ROOT / "inputs").glob("study_*.toml"))

@@ -7,7 +7,7 @@ from math import comb
 import numpy as np
 import pytest
 
-from cpdhpc.study.statistics import (
+from cpdhpc.study_data.statistics import (
     is_enough,
     median_interval,
     median_rank,

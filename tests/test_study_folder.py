@@ -30,7 +30,7 @@ from cpdhpc.study.folder import (
 )
 from cpdhpc.study.run_here import measure
 from cpdhpc.study.slurm.submit import states
-from cpdhpc.study.study_file import read_result, write_result
+from cpdhpc.study_data.study_file import read_result, write_result
 
 
 def contents(folder: Folder) -> dict[str, bytes]:

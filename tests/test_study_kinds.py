@@ -17,8 +17,8 @@ from cpdhpc.collectives.schedules import SCHEDULES
 from cpdhpc.config import OneOf
 from cpdhpc.formats import NAMED, NAMED_WIRES
 from cpdhpc.kinds import KINDS
-from cpdhpc.kinds.factors import ABSENT
 from cpdhpc.methods import ACCUMULATES, ALGORITHMS, BASELINES, EXACT, MEMCPY
+from cpdhpc.study_data.factors import ABSENT
 from cpdhpc.train.job import Job
 from cpdhpc.world.ranks import Loopback
 

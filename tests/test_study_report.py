@@ -14,16 +14,16 @@ from synthetic_points import GRADIENTS
 from synthetic_study import write_study
 from training import run_job
 
+from cpdhpc.commands.report import Outputs, report
 from cpdhpc.kinds.train import TRAIN
-from cpdhpc.report.command import Outputs, report
 from cpdhpc.report.compare import compare
 from cpdhpc.report.figures import draw
-from cpdhpc.report.study import study_report
 from cpdhpc.report.tables import Report, Table
 from cpdhpc.study.cases import expand, load_study
 from cpdhpc.study.collect import collect
 from cpdhpc.study.folder import Folder
-from cpdhpc.study.study_file import OUTCOMES, load_study_file, write_result
+from cpdhpc.study.report import study_report
+from cpdhpc.study_data.study_file import OUTCOMES, load_study_file, write_result
 from cpdhpc.world.ranks import Loopback
 
 SMALL: dict[str, Any] = {"ranks": (2, 4), "sizes": (2**12, 2**20), "algorithms": ("ring",)}

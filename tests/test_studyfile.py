@@ -14,13 +14,13 @@ from studies import SMALL, fill, small_study, some_result
 from training import ROOT
 
 from cpdhpc import store
-from cpdhpc.kinds.factors import Result
-from cpdhpc.report.study import listed
 from cpdhpc.study.cases import expand, load_study
 from cpdhpc.study.collect import SUMMARY, Base, collect, find, write_study
 from cpdhpc.study.folder import Folder
+from cpdhpc.study.report import listed
 from cpdhpc.study.spec import Study
-from cpdhpc.study.study_file import (
+from cpdhpc.study_data.factors import Result
+from cpdhpc.study_data.study_file import (
     OUTCOMES,
     WHERE_KNOWN,
     load_study_file,

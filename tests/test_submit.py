@@ -15,7 +15,6 @@ from stand_ins import Slurm
 from cpdhpc import store
 from cpdhpc.claim import ClaimError
 from cpdhpc.config import UserError
-from cpdhpc.kinds.factors import Case
 from cpdhpc.study.folder import (
     Folder,
     FolderError,
@@ -35,6 +34,7 @@ from cpdhpc.study.slurm.submit import (
     tail,
     with_slurm,
 )
+from cpdhpc.study_data.factors import Case
 
 pytestmark = pytest.mark.mpi_skip
 

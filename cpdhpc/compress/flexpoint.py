@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
@@ -13,10 +14,25 @@ from ..collectives.allreduce import Allreduce, configured
 from ..collectives.checks import amax_of_segments
 from ..collectives.method import Shifts, integer_shift
 from ..formats import INTEGERS, TILE
-from ..precision.tensors import NEVER, autoflex
 from .base import LOSSES, Aggregator, Array, Column, Context, Mean
 from .bucket import Bucket
 from .lowbit import count_losses
+
+NEVER = -1.0  # in a state: no call yet
+AUTOFLEX = 2.0, 3.0  # times the mean and so many standard deviations
+
+
+def autoflex(known: Sequence[float]) -> float:
+    """Return what the largest value is expected to be after those known, at least one.
+
+    Source: Koester et al., NIPS 2017, algorithm 2, without what it adds for mantissas of 1.
+    """
+    margin, deviations = AUTOFLEX
+    middle = math.fsum(known) / len(known)  # fsum: one result on all processors
+    spread = math.sqrt(math.fsum((each - middle) ** 2 for each in known) / len(known))
+    limits = np.finfo(np.float32)
+    largest = margin * (middle + deviations * spread)
+    return min(max(largest, float(limits.smallest_subnormal)), float(limits.max))
 
 
 @dataclass(frozen=True)

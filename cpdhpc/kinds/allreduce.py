@@ -21,18 +21,26 @@ from ..methods import (
     MEMCPY,
     SCALINGS,
 )
+from ..study_data.factors import (
+    ABSENT,
+    DEVICE,
+    Factor,
+    Factors,
+    Value,
+    device_used,
+    float32_size,
+)
 from .base import Call, Kind
-from .factors import ABSENT, DEVICE, Factor, Factors, Value, device_used, float32_size
 
 if TYPE_CHECKING:
     from ..bench.allreduce_cases import TimedCase
     from ..report.figures import Chart, Series
     from ..report.points import Estimate, Layout, Line, Panels, SeedGroup
     from ..report.tables import Section, Table
-    from ..study.study_file import StudyFile
+    from ..study_data.factors import Case
+    from ..study_data.study_file import StudyFile
     from ..world.mpi import World
     from .base import Asked
-    from .factors import Case
     from .place import Place
 
 GUESS = 1e-9  # s per byte and rank: a slow all-reduce, as the estimate is an upper one

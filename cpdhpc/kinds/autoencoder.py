@@ -8,17 +8,25 @@ from math import nan
 from typing import TYPE_CHECKING, Any
 
 from ..config import Raw, UserError, among, validate
+from ..study_data.factors import (
+    DEVICE,
+    Factor,
+    Factors,
+    Value,
+    at_least,
+    device_used,
+    positive,
+)
 from .base import Call, Kind
-from .factors import DEVICE, Factor, Factors, Value, at_least, device_used, positive
 
 if TYPE_CHECKING:
     from ..autoencoder.job import Autoencoder
     from ..autoencoder.layer import MacroLayer
     from ..report.points import Estimate, Layout, SeedGroup
     from ..report.tables import Section
-    from ..study.study_file import StudyFile
+    from ..study_data.factors import Case
+    from ..study_data.study_file import StudyFile
     from .base import Asked
-    from .factors import Case
     from .place import Place
 
 RATE = 1e9  # FLOP/s of a rank: a slow one, as the estimate is an upper one

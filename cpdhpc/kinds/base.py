@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Protocol
 from pydantic import Field, model_validator
 
 from ..config import Above0, Positive, Raw, Section, Whole, merge
-from .factors import Case, Factor, Factors, Outcomes, Result, Value
+from ..study_data.factors import Case, Factor, Factors, Outcomes, Result, Value
 
 if TYPE_CHECKING:
     from ..report import tables
     from ..report.points import Layout, SeedGroup
     from ..signals import Caught
-    from ..study.study_file import StudyFile
+    from ..study_data.study_file import StudyFile
     from .place import Place
 
 

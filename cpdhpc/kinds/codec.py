@@ -9,17 +9,25 @@ from typing import TYPE_CHECKING, Any
 from ..config import Raw, among
 from ..formats import SHARED, TILE, Cast, packed_bytes, parse_format, shift_count
 from ..methods import CODEC_OPERATIONS, MEMCPY
+from ..study_data.factors import (
+    ABSENT,
+    DEVICE,
+    Factor,
+    Factors,
+    Value,
+    device_used,
+    float32_size,
+)
 from .base import Call, Kind
-from .factors import ABSENT, DEVICE, Factor, Factors, Value, device_used, float32_size
 
 if TYPE_CHECKING:
     from ..report.figures import Panel, Style
     from ..report.points import Estimate, Layout, SeedGroup
     from ..report.tables import Section, Table
-    from ..study.study_file import StudyFile
+    from ..study_data.factors import Case
+    from ..study_data.study_file import StudyFile
     from ..world.mpi import World
     from .base import Asked
-    from .factors import Case
     from .place import Place
 
 GUESS = 1e-9  # s per byte: a slow codec, as the estimate is an upper one

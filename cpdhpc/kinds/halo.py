@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any
 from ..config import ConfigError, Raw, UserError, among
 from ..formats import INTEGERS, wire_format
 from ..methods import HALO_COPIED, HALO_MPI_TYPES, HALO_OURS, HALO_PACKED
+from ..study_data.factors import DEVICE, Factor, Factors, Value, device_used, positive
 from .base import Call, Kind
-from .factors import DEVICE, Factor, Factors, Value, device_used, positive
 
 if TYPE_CHECKING:
     from ..bench.halo_cases import Setting
     from ..report.points import Layout, SeedGroup
     from ..report.tables import Section
-    from ..study.study_file import StudyFile
+    from ..study_data.factors import Case
+    from ..study_data.study_file import StudyFile
     from .base import Asked
-    from .factors import Case
     from .place import Place
 
 TRANSFERS = ("exchange", "accumulate")

@@ -17,9 +17,9 @@ import numpy as np
 
 from ..bench.harness import ping_pong
 from ..provenance import cpu_clone, gpu, hosts, identity, versions
+from ..study_data.factors import Factors, Outcomes
 from ..world.gpu_messages import use_gpu
 from ..world.mpi import World
-from .factors import Factors, Outcomes
 
 POWERCAP = Path("/sys/class/powercap")
 LOOK_S = 60.0  # a counter of RAPL begins anew after 2**18 J or so, 9 minutes at 500 W

@@ -13,8 +13,18 @@ import numpy as np
 
 from .. import store
 from ..config import IMPORT, Raw, UserError, merge
+from ..study_data.factors import (
+    ABSENT,
+    Array,
+    Factor,
+    Factors,
+    Outcomes,
+    Result,
+    Series,
+    Value,
+    at_least,
+)
 from .base import Kind, Measuring
-from .factors import ABSENT, Array, Factor, Factors, Outcomes, Result, Series, Value, at_least
 
 if TYPE_CHECKING:
     from ..report.figures import Map
@@ -22,12 +32,12 @@ if TYPE_CHECKING:
     from ..report.score import Score, Trained
     from ..report.tables import Column, Section
     from ..signals import Caught
-    from ..study.study_file import StudyFile
+    from ..study_data.factors import Case
+    from ..study_data.study_file import StudyFile
     from ..train.job import Job
     from ..train.record import Record
     from ..train.setup import Training
     from .base import Asked
-    from .factors import Case
     from .place import Place
 
 _ROWS: dict[str, tuple[type, str]] = {  # key of a job: its type and what it is

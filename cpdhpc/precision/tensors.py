@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field, field_validator, model_validator
 
+from ..compress.flexpoint import NEVER, autoflex
 from ..config import Section, Share
 from ..formats import (
     MICROSCALING,
@@ -34,9 +35,7 @@ from ..randomness import Key
 
 Array = npt.NDArray[Any]
 
-NEVER = -1.0  # in a state: no call yet
 LARGEST = 2.0**127  # amax for a factor: beyond it the largest number divided by it leaves float32
-AUTOFLEX = 2.0, 3.0  # of Flexpoint: times the mean and so many standard deviations
 
 
 class TensorFormat(Section):
@@ -230,19 +229,6 @@ def shift_of(amax: float, fmt: Format) -> int:
     """Return the largest k with amax * 2^k <= fmt.max, within the format's limits; of zeros 0."""
     bits = np.array([amax], np.float32).view(np.uint32)
     return int(fitting_shift(bits, fmt)[0]) - SHIFT_BIAS
-
-
-def autoflex(known: Sequence[float]) -> float:
-    """Return what the largest value is expected to be after those known, at least one.
-
-    Source: Koester et al., NIPS 2017, algorithm 2, without what it adds for mantissas of 1.
-    """
-    margin, deviations = AUTOFLEX
-    middle = math.fsum(known) / len(known)  # fsum: one result on all processors
-    spread = math.sqrt(math.fsum((each - middle) ** 2 for each in known) / len(known))
-    limits = np.finfo(np.float32)
-    largest = margin * (middle + deviations * spread)
-    return min(max(largest, float(limits.smallest_subnormal)), float(limits.max))
 
 
 def _scaled(x: Array, cast: Cast, scale: Scale, key: Key, amax: float) -> Array:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from math import nan
 
 from ..formats import wire_format
-from ..study.study_file import StudyFile
+from ..study_data.study_file import StudyFile
 from . import units
 from .figures import Axis, Chart, Panel, Series, styles
 from .points import SeedGroup, but_for_gradient, decided, label, varying

@@ -11,8 +11,8 @@ from statistics import median
 from typing import Any
 
 from ..config import ConfigError, parse_bytes, suggest
-from ..kinds.factors import SHAPE, Factors, Value
-from ..study.study_file import OUTCOMES, ReportError, StudyFile
+from ..study_data.factors import SHAPE, Factors, Value
+from ..study_data.study_file import OUTCOMES, ReportError, StudyFile
 from . import units
 from .figures import Axis, Chart, Join, Series, panels_with, spread
 from .points import (

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from ..config import Section as ConfigSection
 from ..config import difference, read_toml, validate
-from ..study.study_file import Point, ReportError, StudyFile
+from ..study_data.study_file import Point, ReportError, StudyFile
 from . import units
 from .choice import condition
 from .figures import HEIGHT, IDEAL, Axis, Chart, Panel, Series, Style, spread

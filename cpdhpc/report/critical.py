@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from ..kinds.factors import Array
-from ..study.study_file import StudyFile
+from ..study_data.factors import Array
+from ..study_data.study_file import StudyFile
 from . import units
 from .figures import GREY, Axis, Chart, Panel, Series, Style, spread, styles
 from .points import UNKNOWN, Estimate, SeedGroup, label, varying

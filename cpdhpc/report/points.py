@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..kinds.factors import SHAPE, Array, Factors, Value
 from ..methods import BASELINES, MEMCPY
-from ..study.statistics import median_interval, ratio_intervals
-from ..study.study_file import Point, StudyFile
+from ..study_data.factors import SHAPE, Array, Factors, Value
+from ..study_data.statistics import median_interval, ratio_intervals
+from ..study_data.study_file import Point, StudyFile
 from . import units
 from .figures import LIBRARIES, Join, Series, Style, styles
 from .tables import Column

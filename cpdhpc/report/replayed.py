@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from .. import store
-from ..kinds.factors import Array
-from ..study.study_file import check_arrays
+from ..study_data.factors import Array
+from ..study_data.study_file import check_arrays
 from . import units
 from .figures import Axis, Chart, Map, Panel, Series, Style, styles, thinned
 from .tables import Column, Listed, Report, Section, tabulate

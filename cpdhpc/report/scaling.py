@@ -11,8 +11,8 @@ from statistics import median
 
 import numpy as np
 
-from ..kinds.factors import SHAPE, Array
-from ..study.study_file import StudyFile
+from ..study_data.factors import SHAPE, Array
+from ..study_data.study_file import StudyFile
 from . import units
 from .figures import (
     BOUND,

@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 
 from ..config import value_of
-from ..kinds.factors import Array
+from ..study_data.factors import Array
 from . import units
 from .figures import BLACK, Axis, Chart, Panel, Series, Style, spread
 from .points import finite

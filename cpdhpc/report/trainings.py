@@ -13,8 +13,8 @@ import numpy as np
 
 from .. import store
 from ..config import difference, value_of
-from ..kinds.factors import Array
-from ..study.study_file import ReportError, check_arrays
+from ..study_data.factors import Array
+from ..study_data.study_file import ReportError, check_arrays
 from . import units
 from .critical import noise_charts, predicted
 from .figures import Axis, Chart, Map, Style, styles

@@ -19,18 +19,18 @@ from ..claim import Claim, read_claim
 from ..collectives.checks import NonFiniteGradient
 from ..config import UserError
 from ..kinds.base import Calls, Measuring
-from ..kinds.factors import Array, Case, Outcomes, Result, over_ranks
 from ..kinds.place import Place
 from ..provenance import difference
 from ..signals import Caught, Interrupted, catching
 from ..store import StoreError
+from ..study_data.factors import Array, Case, Outcomes, Result, over_ranks
+from ..study_data.statistics import is_enough
+from ..study_data.study_file import read_environment, write_result
 from ..world.cores import own_cores
 from ..world.mpi import World, library_version
 from .cases import Batch, batches, expand
 from .folder import Folder, FolderError
 from .spec import Study
-from .statistics import is_enough
-from .study_file import read_environment, write_result
 
 ADVICE = (
     "start it by the mpirun that belongs to {library}, or by srun --mpi=pmix (Open MPI) or "

@@ -6,9 +6,9 @@ import argparse
 
 from ..bench.harness import FURTHER, Measured, Point
 from ..kinds.base import Measure
-from ..kinds.factors import Case, Factor, Result, over_ranks
 from ..kinds.place import environment
 from ..provenance import hosts
+from ..study_data.factors import Case, Factor, Result, over_ranks
 from ..world.ranks import Loopback, Ranks
 from .cases import make_case
 from .collect import write_study

@@ -26,7 +26,7 @@ from ..config import (
     validate,
 )
 from ..kinds import KINDS
-from ..kinds.factors import ABSENT, SHAPE, Case, Factor, Factors, Value
+from ..study_data.factors import ABSENT, SHAPE, Case, Factor, Factors, Value
 from .spec import Constraint, Study
 
 SLUG = 60  # characters of an id that are there to be read

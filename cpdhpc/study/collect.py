@@ -13,13 +13,21 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import __version__, store
-from ..kinds.factors import SHAPE, Array, Case, Factor, Result, Value
 from ..store import StoreError, Variable
+from ..study_data.factors import SHAPE, Array, Case, Factor, Result, Value
+from ..study_data.statistics import ratio_intervals, summarise
+from ..study_data.study_file import (
+    ALIKE,
+    FURTHER,
+    OUTCOMES,
+    SCHEMA,
+    SERIES,
+    WHERE_KNOWN,
+    read_result,
+)
 from .cases import SAME, base_factors, expand
 from .folder import Folder, FolderError
 from .spec import Study
-from .statistics import ratio_intervals, summarise
-from .study_file import ALIKE, FURTHER, OUTCOMES, SCHEMA, SERIES, WHERE_KNOWN, read_result
 
 
 @dataclass(frozen=True)

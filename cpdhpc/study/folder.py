@@ -11,7 +11,7 @@ from pathlib import Path
 from .. import store
 from ..claim import alone, read_claim
 from ..config import UserError, difference
-from ..kinds.factors import Case
+from ..study_data.factors import Case
 from .cases import batches, expand, load_study
 from .slurm import queue
 from .spec import Study

@@ -19,8 +19,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from ..claim import read_claim
 from ..config import UserError
-from ..kinds.factors import Case
 from ..signals import Caught, catching
+from ..study_data.factors import Case
 from .cases import Batch, batches, expand
 from .collect import collect
 from .folder import Folder, FolderError

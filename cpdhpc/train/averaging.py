@@ -18,6 +18,7 @@ from ..collectives.checks import NonFiniteGradient, check_alike
 from ..compress import COMPRESSORS
 from ..compress.base import Aggregator, Context, Mean
 from ..compress.bucket import Bucket, Entry, State, redistributed
+from ..compress.flexpoint import NEVER
 from ..config import validate
 from ..formats import FloatFormat, TableFormat
 from ..methods import suggest
@@ -35,7 +36,6 @@ from ..ops.tensors import (
 )
 from ..precision.arithmetic import STATE, newest
 from ..precision.policy import LayerPolicy
-from ..precision.tensors import NEVER
 from ..randomness import random_key
 from ..table_formats import spelled
 from ..world.mpi import as_world

@@ -24,7 +24,7 @@ from cpdhpc.collectives.schedules import SCHEDULES
 from cpdhpc.compress import COMPRESSORS
 from cpdhpc.config import UserError
 from cpdhpc.study.benchmark import write_benchmark
-from cpdhpc.study.study_file import load_study_file
+from cpdhpc.study_data.study_file import load_study_file
 from cpdhpc.train.gradients import Gradients
 from cpdhpc.world.ranks import Loopback
 

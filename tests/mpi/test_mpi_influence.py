@@ -10,8 +10,8 @@ from test_training import directory, quiet, together, world  # noqa: F401
 from training import small_job
 
 from cpdhpc import store
+from cpdhpc.commands.influence import add_arguments, run
 from cpdhpc.config import UserError
-from cpdhpc.influence.command import add_arguments, run
 from cpdhpc.signals import Caught
 from cpdhpc.train import loop
 from cpdhpc.train.imports import ImportedData

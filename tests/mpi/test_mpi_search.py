@@ -10,7 +10,7 @@ from reducing import backward, gradients, model_of
 from training import model_bytes, run_job, small_data, small_job
 
 from cpdhpc.cli import main
-from cpdhpc.precision.evidence import Evidence
+from cpdhpc.precision_search.evidence import Evidence
 from cpdhpc.train.command import Trainer
 from cpdhpc.train.reducer import GradientReducer
 from cpdhpc.world.mpi import World

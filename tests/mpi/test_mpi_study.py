@@ -20,7 +20,7 @@ from cpdhpc.study.batch import FAILED, FINISHED, UNFINISHED, PlacementError, mea
 from cpdhpc.study.cases import batches, expand, load_study
 from cpdhpc.study.collect import collect, find
 from cpdhpc.study.folder import Folder
-from cpdhpc.study.study_file import ALIKE
+from cpdhpc.study_data.study_file import ALIKE
 from cpdhpc.train import setup
 
 pytestmark = pytest.mark.mpi

@@ -11,7 +11,7 @@ from pathlib import Path
 from ... import store
 from ...claim import Claim, JobAlive, alone, read_claim, unknown
 from ...config import UserError
-from ...kinds.factors import Case
+from ...study_data.factors import Case
 from ..cases import Batch, batches, expand
 from ..folder import LOCK, Folder, Job, record, recorded
 from ..spec import Study

@@ -17,15 +17,10 @@ import numpy as np
 from .. import store
 from ..config import UserError, suggest, validate
 from ..kinds import KINDS
-from ..kinds.factors import SHAPE, Array, Case, Value
 from ..methods import MEMCPY
-from ..study.cases import expand
-from ..study.folder import Folder
-from ..study.spec import Study
-from ..study.study_file import ALIKE, Point, ReportError, StudyFile, check_arrays, read_result
-from . import units
-from .choice import ALL, Choice, chosen
-from .points import (
+from ..report import units
+from ..report.choice import ALL, Choice, chosen
+from ..report.points import (
     Layout,
     SeedGroup,
     constant,
@@ -38,8 +33,13 @@ from .points import (
     seed_groups,
     varying,
 )
-from .scaling import scaling
-from .tables import Column, Listed, Report, Section, Table, counted, tabulate, words
+from ..report.scaling import scaling
+from ..report.tables import Column, Listed, Report, Section, Table, counted, tabulate, words
+from ..study_data.factors import SHAPE, Array, Case, Value
+from ..study_data.study_file import ALIKE, Point, ReportError, StudyFile, check_arrays, read_result
+from .cases import expand
+from .folder import Folder
+from .spec import Study
 
 NOT_SHOWN = ("study", "title", "kind", "scaling", "sample", "work", "Conventions")
 

@@ -16,21 +16,23 @@ from rich.table import Table as RichTable
 
 from .. import store
 from ..config import UserError
+from ..report import units
+from ..report.choice import ALL, Choice
+from ..report.compare import compare, compare_report, load_reference, verdict
+from ..report.figures import Chart, image
+from ..report.replayed import KIND as REPLAY
+from ..report.replayed import replay_report
+from ..report.tables import Listed, Report, Table, counted, slug
+from ..report.trainings import Run, load_run, overview, run_groups, runs_report
 from ..study.folder import Folder
-from ..study.study_file import ReportError, StudyFile, load_study_file
-from . import units
-from .choice import ALL, Choice
-from .compare import compare, compare_report, load_reference, verdict
-from .figures import Chart, image
-from .replayed import KIND as REPLAY
-from .replayed import replay_report
-from .study import BENCHMARK, compress_report, study_report
-from .tables import Listed, Report, Table, counted, slug
-from .trainings import Run, load_run, overview, run_groups, runs_report
+from ..study.report import BENCHMARK, compress_report, study_report
+from ..study_data.study_file import ReportError, StudyFile, load_study_file
 
 
 def _search_report(path: Path) -> Report:
-    from .search import search_report  # with models of jobs, which no other report takes time for
+    from ..precision_search.report import (
+        search_report,  # with models of jobs, which no other report takes time for
+    )
 
     return search_report(path)
 

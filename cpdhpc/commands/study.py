@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 from .. import store
 from ..config import UserError, suggest
-from ..kinds.factors import SHAPE, Case
-from .cases import Batch, batches, case_time_s, expand, load_study, shown
-from .folder import Folder, recorded
-from .slurm.site import Site, load_site
-from .spec import Study
+from ..study.cases import Batch, batches, case_time_s, expand, load_study, shown
+from ..study.folder import Folder, recorded
+from ..study.slurm.site import Site, load_site
+from ..study.spec import Study
+from ..study_data.factors import SHAPE, Case
 
 if TYPE_CHECKING:
+    from ..study.slurm.submit import Standing
     from ..world.mpi import World
-    from .slurm.submit import Standing
 
 RESULTS = Path("results")
 HASH = 8  # hexadecimal digits in the name of a folder
@@ -197,7 +197,7 @@ def render(study: Study, folder: Folder, site: Site, only: str | None = None) ->
 
     Raises UserError where there is no such script, or the site has room for none.
     """
-    from .slurm.submit import fitting, scripts
+    from ..study.slurm.submit import fitting, scripts
 
     todo, refused = fitting(batches(study, expand(study).cases), site)
     if not todo:
@@ -212,7 +212,7 @@ def render(study: Study, folder: Folder, site: Site, only: str | None = None) ->
 
 def run_submit(arguments: argparse.Namespace) -> int:
     """Submit, keep the site's profile for resume, and return 0."""
-    from .slurm.submit import submit
+    from ..study.slurm.submit import submit
 
     study, folder = study_of(arguments)
     _say_impossible(study)
@@ -227,7 +227,7 @@ def _say_impossible(study: Study) -> None:
 
 def run_run(arguments: argparse.Namespace) -> int:
     """Measure what is not finished; return 0 where all cases are finished, else 1, or 130."""
-    from .run_here import measure
+    from ..study.run_here import measure
 
     study, folder = study_of(arguments)
     _say_impossible(study)
@@ -242,10 +242,10 @@ def run_resume(arguments: argparse.Namespace) -> int:
     """
     study, folder = folder_of(arguments)
     if arguments.site is None and not recorded(folder):
-        from .run_here import measure
+        from ..study.run_here import measure
 
         return measure(study, folder)
-    from .slurm.submit import SITE, submit
+    from ..study.slurm.submit import SITE, submit
 
     submit(study, folder, load_site(arguments.site or folder.path / SITE))
     return 0
@@ -274,7 +274,7 @@ INTERRUPTED = 130  # as a shell reports Ctrl-C
 
 def run_status(arguments: argparse.Namespace) -> int:
     """Print the states of all cases, and the ends of the logs of jobs that failed."""
-    from .slurm.submit import look
+    from ..study.slurm.submit import look
 
     study, folder = folder_of(arguments)
     every_s = arguments.watch
@@ -296,7 +296,7 @@ def run_status(arguments: argparse.Namespace) -> int:
 
 
 def _status_lines(study: Study, standing: Standing, summary: bool) -> Iterator[str]:
-    from .slurm.submit import STATES
+    from ..study.slurm.submit import STATES
 
     if summary:
         shapes = standing.by_shape
@@ -319,7 +319,7 @@ def _status_lines(study: Study, standing: Standing, summary: bool) -> Iterator[s
 
 
 def _status_json(study: Study, folder: Folder, standing: Standing, summary: bool) -> dict[str, Any]:
-    from .slurm.submit import STATES
+    from ..study.slurm.submit import STATES
 
     found: dict[str, Any] = {
         "study": study.name,
@@ -339,7 +339,7 @@ def _status_json(study: Study, folder: Folder, standing: Standing, summary: bool
 
 def run_cancel(arguments: argparse.Namespace) -> int:
     """Take the study's jobs out of Slurm's queue, its only, and print their numbers."""
-    from .slurm.submit import cancel
+    from ..study.slurm.submit import cancel
 
     cancel(folder_of(arguments)[1])
     return 0
@@ -347,7 +347,7 @@ def run_cancel(arguments: argparse.Namespace) -> int:
 
 def run_extend(arguments: argparse.Namespace) -> int:
     """Give a folder a study of more cases; what is finished stays and counts."""
-    from .folder import extend
+    from ..study.folder import extend
 
     extend(*study_of(arguments))
     return 0
@@ -355,7 +355,7 @@ def run_extend(arguments: argparse.Namespace) -> int:
 
 def run_collect(arguments: argparse.Namespace) -> int:
     """Write the study file; return 0. Raises FolderError where no case is finished."""
-    from .collect import collect
+    from ..study.collect import collect
 
     collect(*folder_of(arguments))
     return 0
@@ -395,7 +395,7 @@ def add_batch(parser: argparse.ArgumentParser) -> None:
 
 def run_batch(arguments: argparse.Namespace, world: World) -> int:
     """Measure the unfinished cases of a study's batch. Collective."""
-    from .batch import measure_batch
+    from ..study.batch import measure_batch
 
     shape = arguments.nodes, arguments.ppn
     return measure_batch(world, arguments.folder, arguments.number, *shape)
@@ -412,7 +412,7 @@ def run_scripts(arguments: argparse.Namespace) -> int:
 
     Raises UserError where the profile cannot be used, or a file not be written.
     """
-    from .slurm.site import scripts
+    from ..study.slurm.site import scripts
 
     for name, text in scripts(load_site(arguments.site)).items():
         path = arguments.out / name

@@ -16,11 +16,11 @@ from .. import store
 from ..compress import LowBit, NoCompression
 from ..config import ConfigError, dump_toml, override, read_toml
 from ..formats import packed_bytes, wire_format
+from ..precision.policy import PRODUCTS
 from ..store import Variable
 from ..train.controllers import BySchedule
 from ..train.job import Job, load
 from ..train.update import ByAllreduce
-from .policy import PRODUCTS
 
 Array = npt.NDArray[Any]
 KIND, FILE = "precision search", "search.h5"

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 from .. import store
 from ..config import ConfigError, dump_toml, settings_of, suggest, validate
-from .evidence import OVER
-from .policy import PRESETS, Policy
-from .recording import KINDS, load
-from .replay import KIND, Question, replay
+from ..precision.policy import PRESETS, Policy
+from ..precision.recording import KINDS, load
+from ..precision.replay import KIND, Question, replay
+from ..precision_search.evidence import OVER
 
 if TYPE_CHECKING:
     from ..train.job import Job
@@ -117,7 +117,7 @@ def add_replay(parser: argparse.ArgumentParser) -> None:
 
 def run_replay(arguments: argparse.Namespace) -> int:
     """Replay a recording, write the results and show them as report does."""
-    from ..report.command import Outputs, report
+    from .report import Outputs, report
 
     of = arguments
     asked = {
@@ -189,10 +189,10 @@ def add_search(parser: argparse.ArgumentParser) -> None:
 
 def run_search(arguments: argparse.Namespace, world: World) -> int:
     """Search, print the tables, write evidence and policy. Collective."""
+    from ..precision_search.evidence import FILE, asked_of
+    from ..precision_search.search import POLICY, Search
     from ..signals import catching
     from ..train.command import Trainer
-    from .evidence import FILE, asked_of
-    from .search import POLICY, Search
 
     settings = settings_of(arguments)
     asked = world.agreed(lambda: asked_of(arguments, settings, world.processes))
@@ -200,8 +200,8 @@ def run_search(arguments: argparse.Namespace, world: World) -> int:
     with catching() as caught:
         Search(asked, directory, Trainer(world, caught, quiet=True), arguments.resume).run()
     if world.process == 0:
-        from ..report.command import Outputs, report
         from ..train.progress import on_terminal
+        from .report import Outputs, report
 
         report([directory / FILE], Outputs(terminal=on_terminal()))
         print(f"evidence: {directory / FILE}, policy: {directory / POLICY}")
@@ -247,8 +247,8 @@ def run_show(arguments: argparse.Namespace) -> None:
 
 def _table(job: Job) -> list[str]:
     """Return a line for each layer that has parameters or products."""
+    from ..precision.conversion import BY_TORCH, resolved, unconverted
     from ..train.fitting import build_model
-    from .conversion import BY_TORCH, resolved, unconverted
 
     model = build_model(job, job.data.load())
     said, left = resolved(model, job.precision), unconverted(model)

@@ -16,13 +16,13 @@ from ..collectives.checks import NonFiniteGradient
 from ..compress import Aggregator, Context, LowBit, State
 from ..compress.bucket import Bucket
 from ..formats import TILE, parse_format
+from ..precision.measures import LOWEST, error, exponents, product_error
+from ..precision.recording import Recorded
+from ..precision.replay import operands, tensor_of
+from ..precision.tensors import TensorFormat
 from ..train.gradients import Gradients, load
 from ..world.ranks import Loopback
 from .evidence import OPERANDS, RAW, SUMS, Place, width
-from .measures import LOWEST, error, exponents, product_error
-from .recording import Recorded
-from .replay import operands, tensor_of
-from .tensors import TensorFormat
 
 Array = npt.NDArray[Any]
 

@@ -15,8 +15,8 @@ import numpy as np
 
 from .. import __version__, store
 from ..config import UserError
-from ..kinds.factors import Array, Case, Factors, Result, Value
 from ..store import StoreError, Variable
+from .factors import Array, Case, Factors, Result, Value
 
 SCHEMA = 1  # of files of cases and of studies
 OVER_RANKS = ("max", "min", "mean")  # the columns of Result.times_s

@@ -55,12 +55,12 @@ class Found(NamedTuple):
 
 def run(arguments: argparse.Namespace, world: Ranks) -> int:
     """Probe the stack. Collective. Raises UserError on all ranks alike."""
+    from ..autoencoder import probe
+    from ..autoencoder.command import check_place
+    from ..autoencoder.job import load
+    from ..autoencoder.training import Stack, resume
     from ..ops.tensors import values_of
     from ..train.output import Files
-    from . import probe
-    from .command import check_place
-    from .job import load
-    from .training import Stack, resume
 
     png = arguments.png
 
@@ -111,7 +111,7 @@ def run(arguments: argparse.Namespace, world: Ranks) -> int:
 
 def _held_out(stack: Any) -> list[float]:
     """Return the error of each layer on squares of images that training did not see. Collective."""
-    from . import probe
+    from ..autoencoder import probe
 
     images = stack.world.agreed(lambda: stack.job.data.load(held_out=True), "probe")
     squares = [images.batch(stack.job.train.batch, stack.job.train.seed, i) for i in range(4)]
@@ -181,7 +181,7 @@ def _draw(
     world: Ranks, path: Path, stack: Any, found: Found, labelled: Any, answers: list[Any]
 ) -> None:
     """Draw stimuli, the images that excite most, and accuracies. Collective."""
-    from . import probe
+    from ..autoencoder import probe
 
     best = found.layers[-1]
     neurons, signs = [each.neuron for each in best.values()], [each.sign for each in best.values()]
@@ -221,7 +221,7 @@ def draw(
     """Write the picture. Raises StoreError where it cannot be written."""
     from matplotlib.figure import Figure
 
-    from .command import grey, tiled
+    from ..autoencoder.command import grey, tiled
 
     concepts = list(found.pixels)
     figure = Figure(figsize=(14, 8), layout="constrained")

@@ -27,6 +27,9 @@ from ..collectives.checks import NonFiniteGradient
 from ..compress import Aggregator, NoCompression
 from ..compress.lowbit import LayerWire
 from ..config import ConfigError, Raw, UserError, difference, dump_toml, validate
+from ..precision import recording
+from ..precision.policy import Policy
+from ..precision.replay import Missing
 from ..provenance import attributes
 from ..train import gradients
 from ..train.command import Trainer
@@ -35,11 +38,8 @@ from ..train.job import MAY_DIFFER, Job
 from ..train.loop import Diverged, gradient_of
 from ..train.output import Files, claimed
 from ..train.setup import prepare
-from . import recording
 from .evidence import FILE, OPERANDS, RAW, SUMS, WIRE, Asked, Evidence, Place, Trial
-from .policy import Policy
 from .proposals import SATURATED, SCALED, in_products, mean_error, modules_of, proposed
-from .replay import Missing
 
 UNIFORM = "e4m3"  # what the result is compared with
 UNIFORM_SUMS = "e6m9"  # for it: Wang et al., arXiv 1812.08011, without their chunks

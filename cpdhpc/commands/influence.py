@@ -14,10 +14,10 @@ import argparse
 from pathlib import Path
 
 from .. import store
+from ..influence.show import draw, tables
 from ..ops import set_kernel_threads
 from ..train.progress import Display
 from ..world.ranks import Ranks
-from .show import draw, tables
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,9 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, world: Ranks) -> int:
     """Find the scores, write and show them. Collective. Raises UserError on all ranks alike."""
+    from ..influence.scores import KIND, Scores, planned
     from ..train.device import own_threads
     from ..train.setup import agreed
-    from .scores import KIND, Scores, planned
 
     plan = agreed(world, lambda: planned(arguments))
     set_kernel_threads(own_threads(world, plan.job.train.threads))

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import numpy as np
 
-from ..precision.evidence import RAW, WIRE, Evidence, Place, Trial, width
-from . import units
-from .figures import GREY, Axis, Chart, Panel, Series, Style, styles
-from .tables import Column, Report, Section, tabulate
+from ..report import units
+from ..report.figures import GREY, Axis, Chart, Panel, Series, Style, styles
+from ..report.tables import Column, Report, Section, tabulate
+from .evidence import RAW, WIRE, Evidence, Place, Trial, width
 
 CAPTION = (
     "Wire: gradients that travel. Bits: of a value's code. Share: of all bits, of a batch; of what "
