@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -165,6 +165,19 @@ class Group:
     default: Command | None = None
 
 
+def actions(
+    module: str,
+    summaries: Mapping[str, str],
+    on_ranks: Collection[str] = (),
+    starts_mpi: Collection[str] = (),
+) -> dict[str, Command]:
+    """Return the actions of one module by name."""
+    return {
+        name: Command(text, module, name, name in on_ranks, name in starts_mpi)
+        for name, text in summaries.items()
+    }
+
+
 COMMANDS: dict[str, Command | Group] = {
     "train": Command(
         "train a job file's rows with all seeds, on all MPI ranks", "cli", "train", True
@@ -254,52 +267,26 @@ COMMANDS: dict[str, Command | Group] = {
     ),
     "study": Group(
         "plan and run a sweep here or by Slurm, collect it; needs no MPI",
-        {
-            "plan": Command(
-                "show cases, ids, shapes, rank hours, and what is impossible and why",
-                "commands.study",
-                "plan",
-            ),
-            "render": Command(
-                "print the Slurm scripts of all cases, and of the job that collects",
-                "commands.study",
-                "render",
-            ),
-            "submit": Command(
-                "submit to Slurm what is neither finished nor queued, and a job that collects",
-                "commands.study",
-                "submit",
-            ),
-            "run": Command(
-                "measure all cases on this machine with mpirun, then collect",
-                "commands.study",
-                "run",
-                starts_mpi=True,
-            ),
-            "status": Command(
-                "show which cases are finished, running, pending, failed or missing, and why",
-                "commands.study",
-                "status",
-            ),
-            "resume": Command(
-                "measure what is not finished: on this machine, or by Slurm where it was submitted",
-                "commands.study",
-                "resume",
-                starts_mpi=True,
-            ),
-            "cancel": Command("take the study's jobs out of the queue", "commands.study", "cancel"),
-            "extend": Command(
-                "add levels to the study of a folder; what is finished stays and counts",
-                "commands.study",
-                "extend",
-            ),
-            "collect": Command("write study.h5 of what is finished", "commands.study", "collect"),
-            "freeze": Command(
-                "make the folder of a study and print its path, for job scripts of your own",
-                "commands.study",
-                "freeze",
-            ),
-        },
+        actions(
+            "commands.study",
+            {
+                "plan": "show cases, ids, shapes, rank hours, and what is impossible and why",
+                "render": "print the Slurm scripts of all cases, and of the job that collects",
+                "submit": "submit to Slurm what is neither finished nor queued, and a job that "
+                "collects",
+                "run": "measure all cases on this machine with mpirun, then collect",
+                "status": "show which cases are finished, running, pending, failed or missing, and "
+                "why",
+                "resume": "measure what is not finished: on this machine, or by Slurm where it was "
+                "submitted",
+                "cancel": "take the study's jobs out of the queue",
+                "extend": "add levels to the study of a folder; what is finished stays and counts",
+                "collect": "write study.h5 of what is finished",
+                "freeze": "make the folder of a study and print its path, for job scripts of your "
+                "own",
+            },
+            starts_mpi=("run", "resume"),
+        ),
     ),
     "scripts": Command("write sbatch scripts; needs no MPI", "commands.study", "scripts"),
     "darray": Group(
@@ -318,35 +305,18 @@ COMMANDS: dict[str, Command | Group] = {
     ),
     "precision": Group(
         "arithmetic in small formats",
-        {
-            "presets": Command(
-                "list the presets of [precision], or print one as TOML; needs no MPI",
-                "commands.precision",
-                "presets",
-            ),
-            "show": Command(
-                "what [precision] of a job file says of each layer; needs no MPI",
-                "commands.precision",
-                "show",
-            ),
-            "record": Command(
-                "train and record gradients, activations, errors and weights of layers",
-                "commands.precision",
-                "record",
-                on_ranks=True,
-            ),
-            "replay": Command(
-                "what formats, sums and products do to recorded tensors; needs no MPI",
-                "commands.precision",
-                "replay",
-            ),
-            "search": Command(
-                "the fewest bits of each layer within a budget of accuracy; under mpirun or not",
-                "commands.precision",
-                "search",
-                on_ranks=True,
-            ),
-        },
+        actions(
+            "commands.precision",
+            {
+                "presets": "list the presets of [precision], or print one as TOML; needs no MPI",
+                "show": "what [precision] of a job file says of each layer; needs no MPI",
+                "record": "train and record gradients, activations, errors and weights of layers",
+                "replay": "what formats, sums and products do to recorded tensors; needs no MPI",
+                "search": "the fewest bits of each layer within a budget of accuracy; under mpirun "
+                "or not",
+            },
+            on_ranks=("record", "search"),
+        ),
     ),
     "report": Command(
         "show studies and runs: tables, figures, a page; needs no MPI", "commands.report"

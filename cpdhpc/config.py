@@ -47,15 +47,20 @@ def told(where: str) -> Iterator[None]:
         raise ConfigError(f"{where}: {type(error).__name__}: {said}") from error
 
 
-def one_of(known: Collection[str]) -> AfterValidator:
-    """Return the check of a key that it is one of these names."""
+def among(known: Collection[str]) -> Callable[[str], str]:
+    """Return a check that returns one of these names, and raises ValueError for any other."""
 
     def check(name: str) -> str:
         if name not in known:
             raise ValueError(suggest(name, known))
         return name
 
-    return AfterValidator(check)
+    return check
+
+
+def one_of(known: Collection[str]) -> AfterValidator:
+    """Return the check of a key that it is one of these names."""
+    return AfterValidator(among(known))
 
 
 class Section(BaseModel):

@@ -72,11 +72,7 @@ def git_commit() -> str:
 
 def identity() -> dict[str, str]:
     """Return what times depend on beside the case, in which the cases of a study are to agree."""
-    return {
-        "mpi_library": library_version(),
-        "git_commit": git_commit(),
-        "processor": processor(),
-    }
+    return {"mpi_library": library_version(), "git_commit": git_commit(), "processor": processor()}
 
 
 def difference(before: Mapping[str, Any]) -> str | None:

@@ -14,7 +14,6 @@ from cpdhpc.bench.halo import (
     USUAL,
     settings_of,
     usual,
-    ways_of,
 )
 from cpdhpc.bench.halo_cases import (
     ACCUMULATE,
@@ -23,8 +22,9 @@ from cpdhpc.bench.halo_cases import (
     HaloCase,
     given_and_expected,
 )
+from cpdhpc.bench.harness import parse_names
 from cpdhpc.cli import main
-from cpdhpc.config import ConfigError, UserError
+from cpdhpc.config import ConfigError, UserError, among
 from cpdhpc.darray.layout import Box, Layout, balanced_grid
 from cpdhpc.darray.plan import WindowPlan
 from cpdhpc.darray.show import CUT, colours_of, parts_of, spec_of
@@ -101,7 +101,7 @@ def test_options_that_do_not_fit_are_named() -> None:
     (given,) = settings_of(parser.parse_args(["--shape", "8,6", "--halo", "1:2,0"]), 2)
     assert [str(box) for box in given.spec.geometry().boxes] == ["[0:6, 0:6]", "[3:8, 0:6]"]
     with pytest.raises(UserError, match="--ways pigeon: known are alltoallw, cpdhpc"):
-        ways_of("cpdhpc;pigeon")
+        parse_names("--ways", "cpdhpc;pigeon", among(ALL_WAYS), ";")
 
 
 @every("cells", [1, 3, 10, 1000])

@@ -324,3 +324,32 @@ def test_what_tests_import_exists() -> None:
     assert not wrong
     text = "    from cpdhpc.store import (\n        read as here,  # of it\n        gone,\n    )\n"
     assert missing(text + "from cpdhpc import lost") == ["cpdhpc.store.gone", "cpdhpc.lost"]
+
+
+ROW = re.compile(r"^\| (?:a|an) .*\| \d+ \|$", re.MULTILINE)  # of the table of changes
+TABLE = re.compile(r"`([A-Z][A-Z_]+)`")
+
+
+def lost(row: str) -> list[str]:
+    """Paths that a row of the page names and that are not there, and tables in none of them."""
+    root, files, wrong = PACKAGE.parent, list[Path](), list[str]()
+    place = root
+    for name in re.findall(r"`([\w/]+(?:\.py)?)`", row):
+        if "/" not in name and not name.endswith(".py"):
+            continue
+        path = root / name if "/" in name else place / name
+        place = path if path.is_dir() else path.parent
+        files += path.rglob("*.py") if path.is_dir() else [path] * path.exists()
+        wrong += [] if path.exists() else [name]
+    texts = [path.read_text() for path in files]
+    tables = TABLE.findall(row)
+    there = [any(re.search(rf"^{n}\b.* = ", text, re.MULTILINE) for text in texts) for n in tables]
+    return wrong + [name for name, is_there in zip(tables, there, strict=True) if not is_there]
+
+
+def test_the_page_of_changes_names_what_is_there() -> None:
+    rows = ROW.findall((PACKAGE.parent / "CONTRIBUTING.md").read_text())
+    assert len(rows) > 10
+    assert {row: names for row in rows if (names := lost(row))} == {}
+    row = "| a thing | a row of `ROWS` in `cpdhpc/methods.py` or `gone.py` | 1 |"
+    assert lost(row) == ["gone.py", "ROWS"]

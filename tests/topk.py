@@ -13,7 +13,7 @@ import numpy as np
 from pydantic import Field
 
 from cpdhpc.collectives.sparse import allgather
-from cpdhpc.compress.base import Aggregator, Array, Column, Context, Mean
+from cpdhpc.compress.base import Aggregator, Array, Column, Context, Mean, raise_unless_finite
 from cpdhpc.compress.bucket import Bucket
 
 
@@ -34,6 +34,7 @@ class TopK(Aggregator):
 
     def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
         """Return the mean of what is sent. See Aggregator.aggregate."""
+        raise_unless_finite(context.world, gradients, bucket)
         flat, norms = np.zeros(bucket.size, np.float32), []
         for name, start, stop in bucket.segments:
             memory = context.state.own(name, "residual", (stop - start,))

@@ -159,8 +159,8 @@ def _picture(path: Path, stack: Stack, steps: list[Step]) -> None:
     stack.world.on_first(lambda: draw(path, weight, layer.geometry, of_layer), "picture")
 
 
-def check_place(path: Path) -> bool:
-    """Return True; raise ConfigError where a picture cannot be written, before hours of work."""
+def check_place(path: Path) -> None:
+    """Raise ConfigError where a picture cannot be written, before hours of work."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     if not path.parent.is_dir():
@@ -168,7 +168,6 @@ def check_place(path: Path) -> bool:
     known = FigureCanvasAgg.get_supported_filetypes()
     if path.suffix[1:].lower() not in known:
         raise ConfigError(f"--png {path}: must end in one of .{', .'.join(sorted(known))}")
-    return True
 
 
 def shown(layer: MacroLayer) -> Array:

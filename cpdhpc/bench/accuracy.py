@@ -22,7 +22,7 @@ from ..formats import SHARED, SHIFT_BIAS, Cast, Format, parse_format
 from ..ops import cpu
 from ..precision import measures
 from ..report.figures import Axis, Chart, Panel, Series, image, styles
-from .harness import check_positive, parse_counts, parse_names
+from .harness import check_options, parse_counts, parse_names
 
 SCALINGS = {  # label: (scaling, headroom)
     "none": ("none", "n"),
@@ -118,7 +118,7 @@ def chart(found: list[AccuracyCase]) -> Chart:
 
 def run(args: argparse.Namespace) -> None:
     """Simulate all cases, print a table for each number of ranks and format, and draw them."""
-    check_positive(args, "values", "seeds")
+    check_options(args, 1, "values", "seeds")
     ranks = parse_counts("--ranks", args.ranks)
     try:
         wires = [parse_format(name).name and name for name in args.formats.split(",")]
@@ -208,7 +208,7 @@ def run_rounding(args: argparse.Namespace) -> None:
     train.record_gradients wrote. To nearest; each array, of a layer and a rank, is scaled by
     itself.
     """
-    check_positive(args, "values")
+    check_options(args, 1, "values")
     formats = parse_names("--formats", args.formats, parse_format)
     data = [
         (name, [drawn(np.random.default_rng(0), args.values).astype(np.float32)])

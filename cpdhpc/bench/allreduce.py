@@ -21,7 +21,7 @@ from ..collectives.predict import predict
 from ..collectives.rank_program import ACCUMULATES
 from ..collectives.recorded import empty_shared
 from ..collectives.schedules import SCHEDULES
-from ..config import UserError
+from ..config import UserError, among
 from ..formats import MICROSCALING, wire_scaling
 from ..methods import BASELINE_DEVICES, MEMCPY, SCALINGS
 from ..ops import on_gpu
@@ -46,17 +46,14 @@ from .harness import (
     Times,
     add_device,
     add_samples,
+    check_options,
     check_out,
-    check_positive,
-    check_whole,
     interleave_ranks,
-    known,
     machine_line,
     parse_names,
     parse_sizes,
     ping_pong,
     take_device,
-    together,
 )
 
 GIGA = 1e9
@@ -159,10 +156,10 @@ def parse_methods(
 
     Raises UserError for unknown names, or where nothing goes together.
     """
-    algorithms = parse_names("--algorithms", arguments.algorithms, known((*SCHEDULES, AUTO)))
+    algorithms = parse_names("--algorithms", arguments.algorithms, among((*SCHEDULES, AUTO)))
     wires = parse_names("--wires", arguments.wires, parse_wire)
     scalings = parse_names("--scalings", arguments.scalings, lambda s: parse_scaling(s, None))
-    ways = parse_names("--accumulate", arguments.accumulate, known((*ACCUMULATES, "default")))
+    ways = parse_names("--accumulate", arguments.accumulate, among((*ACCUMULATES, "default")))
     methods, skipped = dict[Allreduce, None](), []
     for algorithm, wire, scaling, way in product(algorithms, wires, scalings, ways):
         raw = wire == "raw"  # which neither scaling nor rounding touches
@@ -184,7 +181,7 @@ def parse_baselines(
 
     Raises UserError where text names one that cannot run.
     """
-    asked = None if text is None else parse_names("--baselines", text, known(BASELINES))
+    asked = None if text is None else parse_names("--baselines", text, among(BASELINES))
     why = {}
     for library, devices in BASELINE_DEVICES.items():
         reason = missing(world, library) if device in devices else f"takes no {device} arrays"
@@ -207,7 +204,7 @@ def parse_beside(
     calls = [name for name, devices in CALLS.items() if device in devices]
     asked = calls
     if arguments.calls is not None:
-        asked = parse_names("--calls", arguments.calls, known(CALLS))
+        asked = parse_names("--calls", arguments.calls, among(CALLS))
     calls = [name for name in asked if name in calls]
     if not asked:
         raise UserError(f"--calls {arguments.calls}: no names are given")
@@ -228,17 +225,17 @@ def parse_beside(
 
 def run(arguments: argparse.Namespace, world: Ranks) -> Measured:
     """Check and time every case at every size, and print a table. Collective."""
-    check_positive(arguments, "repeats")
-    check_whole(arguments, "warmup")
+    check_options(arguments, 1, "repeats")
+    check_options(arguments, 0, "warmup")
     sizes = parse_sizes(arguments.sizes)
     machine = None
     if arguments.predict is not None:
-        machine = together(world, lambda: read_machine(arguments.predict)).machine
+        machine = world.agreed(lambda: read_machine(arguments.predict)).machine
     methods, skipped = parse_methods(arguments, machine)
     where = take_device(arguments, world)
     baselines, why = parse_baselines(world, arguments.baselines, arguments.device)
     skipped += [f"{library}: {reason}" for library, reason in why.items()]
-    together(world, lambda: check_out(arguments.out, world))
+    world.agreed(lambda: check_out(arguments.out, world))
     with own_cores(world) as cores, group_of(world, baselines):
         beside, further = parse_beside(arguments, world, sizes)
         asked = beside._replace(methods=methods, baselines=baselines, machine=machine)
@@ -394,10 +391,10 @@ def add_latency(parser: argparse.ArgumentParser) -> None:
 
 def run_latency(arguments: argparse.Namespace, world: Ranks) -> Measured:
     """Check and time small all-reduces beside MPI_Allreduce, in the columns of OSU. Collective."""
-    check_positive(arguments, "repeats")
-    check_whole(arguments, "warmup")
+    check_options(arguments, 1, "repeats")
+    check_options(arguments, 0, "warmup")
     sizes = parse_sizes(arguments.sizes)
-    together(world, lambda: check_out(arguments.out, world))
+    world.agreed(lambda: check_out(arguments.out, world))
     rows: list[Row] = []
     with own_cores(world) as cores:
         taken = take_device(arguments, world)

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from ..config import UserError
 from ..quantized import fold, integer_norm
 from ..quantized.integers import MOST_BITS, steps
-from .harness import check_positive
+from .harness import check_options
 
 Array = npt.NDArray[Any]
 MOST_RANGE = 2**24  # so that trying all of it takes seconds
@@ -75,7 +75,7 @@ def differing(norm: Any, a: Array, b: Array, most: int) -> int:
 
 def run(arguments: argparse.Namespace) -> None:
     """Print a line for each setting. Raises UserError for options out of range."""
-    check_positive(arguments, "channels")
+    check_options(arguments, 1, "channels")
     settings = [_setting(text) for text in arguments.settings.split(",")]
     print(f"{'range':>9}{'bits':>5}{'channels':>9}{'differing':>10}{'shift':>12}"
           f"{'independent':>13}{'gain':>12}{'A':>4}{'B':>4}{'A x + B':>9}")  # fmt: skip

@@ -17,16 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..compress.payload import decode_sparse, encode_sparse
-from ..config import UserError
+from ..config import UserError, among
 from ..formats import SHARED, Cast, packed_bytes, parse_format, shift_count, tiles
 from ..methods import CODEC_OPERATIONS, MEMCPY
-from ..ops import (
-    backend_of,
-    cpu,
-    reference,
-    set_kernel_threads,
-    to_host,
-)
+from ..ops import backend_of, cpu, reference, set_kernel_threads, to_host
 from ..provenance import processor
 from ..world.ranks import Loopback
 from .harness import (
@@ -35,10 +29,9 @@ from .harness import (
     Times,
     add_device,
     add_samples,
+    check_options,
     check_out,
-    check_positive,
     interleave,
-    known,
     on_device,
     parse_counts,
     parse_names,
@@ -120,12 +113,7 @@ def operations(x: Array, cast: Cast) -> dict[str, Callable[[], object]]:
 
 
 def _fitted(
-    scaling: str,
-    shared: int,
-    x: Array,
-    cast: Cast,
-    hop_words: Array,
-    total: Array,
+    scaling: str, shared: int, x: Array, cast: Cast, hop_words: Array, total: Array
 ) -> dict[str, Callable[[], object]]:
     """The operations with shifts that are chosen on the way, as many values share one."""
     words, shifts = np.zeros_like(hop_words), zeros(x, shift_count(x.size, shared))
@@ -174,14 +162,14 @@ def sparse_operations(x: NDArray[np.float32], density: float) -> dict[str, Calla
 
 def run(args: argparse.Namespace) -> Measured:
     """Check and time the operations for each format, and print a table."""
-    check_positive(args, "repeats")
+    check_options(args, 1, "repeats")
     if not 0 < args.mib < MOST_MIB:
         raise UserError(f"--mib {args.mib:g}: must be above 0 and below {MOST_MIB}")
     if not 0 < args.density <= 1:
         raise UserError(f"--density {args.density:g}: must be above 0 and at most 1")
     check_out(args.out, Loopback())
     names = parse_names("--formats", args.formats, parse_format)
-    chosen = parse_names("--operations", args.operations, known(CODEC_OPERATIONS))
+    chosen = parse_names("--operations", args.operations, among(CODEC_OPERATIONS))
     counts = parse_counts("--threads", args.threads)
     n = max(1, int(args.mib * 2**20 / 4))
     where = take_device(args, Loopback())
@@ -206,11 +194,7 @@ def run(args: argparse.Namespace) -> Measured:
 
 
 def _codecs(
-    x: Array,
-    names: Sequence[str],
-    chosen: Sequence[str],
-    counts: Sequence[int],
-    repeats: int,
+    x: Array, names: Sequence[str], chosen: Sequence[str], counts: Sequence[int], repeats: int
 ) -> dict[tuple[str, str, int], Times]:
     """Time the codec for each format and number of threads, and print a row of each."""
     heads = f"{'format':>8} {'bits':>4} {'threads':>7} {'memcpy':>11} "

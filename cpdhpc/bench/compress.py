@@ -29,14 +29,7 @@ from ..store import Variable
 from ..train.gradients import Gradients, load_all
 from ..world.mpi import World
 from ..world.ranks import Ranks
-from .harness import (
-    add_device,
-    machine_line,
-    parse_counts,
-    parse_methods,
-    take_device,
-    together,
-)
+from .harness import add_device, machine_line, parse_counts, parse_methods, take_device
 from .traffic import PHASES, Replayed, of_digits, replay
 
 MOST_RANKS = 64
@@ -80,11 +73,10 @@ class Point:
 def run(arguments: argparse.Namespace, world: World) -> None:
     """Average the gradients by each method on each number of ranks; print, write, draw."""
     where = take_device(arguments, world)
-    methods = together(
-        world, lambda: {text: method_of(text) for text in parse_methods(arguments.methods)}
-    )
-    recorded, ranks = together(world, lambda: _inputs(arguments, world.processes))
-    together(world, lambda: _check_out(arguments.out))
+    names = parse_methods(arguments.methods)
+    methods = world.agreed(lambda: {text: method_of(text) for text in names})
+    recorded, ranks = world.agreed(lambda: _inputs(arguments, world.processes))
+    world.agreed(lambda: _check_out(arguments.out))
     worlds = [
         World(virtual_ranks=count // world.processes, timeout_s=arguments.timeout or 600.0)
         for count in ranks
@@ -101,7 +93,7 @@ def run(arguments: argparse.Namespace, world: World) -> None:
         print("\n".join([*table(points, size, world.processes), *growth(points), *left_out]))
     if arguments.out is not None:
         notes = {"device": arguments.device, **attributes(world)}
-        together(world, lambda: _write(arguments.out, points, recorded, notes, world))
+        world.on_first(lambda: _write(arguments.out, points, recorded, notes))
     for each in worlds:
         each.free()
 
@@ -252,11 +244,8 @@ def _write(
     points: Sequence[Point],
     recorded: Sequence[Gradients],
     notes: store.Attributes,
-    world: Ranks,
 ) -> None:
-    """Write the file and the picture, on process 0."""
-    if world.process:
-        return
+    """Write the file and the picture."""
     of_file = {
         "schema": SCHEMA,
         "benchmark": "compress",
@@ -269,19 +258,29 @@ def _write(
     print(f"wrote {directory / 'compress.h5'}, {directory / 'compress.png'}")
 
 
+OF_POINT = {  # array of a point: long name, units
+    "collective_bytes": ("what a process hands to MPI's own collectives in an iteration", "byte"),
+    "time_s": ("time of an iteration, slowest process", "s"),
+    "travel_s": (
+        "time of an iteration in collectives, each from a barrier on, slowest process",
+        "s",
+    ),
+    "local_s": ("processor time of an iteration outside of collectives, slowest process", "s"),
+    "error": ("relative error of the mean", "1"),
+    "cosine": ("cosine between the mean and the exact one", "1"),
+    "sum_error": ("relative error of the sum of the means of all iterations", "1"),
+    "nonzero_share": ("share of the mean's values that are not zero", "1"),
+    "sent_share": ("share of its values that a rank sends; NaN: the method tells none", "1"),
+}
+
+
 def variables(points: Sequence[Point]) -> dict[str, Variable]:
     """Return the points as labelled arrays; bytes of ranks that a point has not are NaN."""
     done, by = [p.done for p in points], ("point",)
     sent = np.full((len(points), max(p.ranks for p in points)), np.nan)
     for row, each in zip(sent, done, strict=True):
         row[: each.sent_bytes.size] = each.sent_bytes
-    figures = {
-        "error": "relative error of the mean",
-        "cosine": "cosine between the mean and the exact one",
-        "sum_error": "relative error of the sum of the means of all iterations",
-        "nonzero_share": "share of the mean's values that are not zero",
-        "sent_share": "share of its values that a rank sends; NaN: the method tells none",
-    }
+    shares = np.array([[d.shares[phase] for phase in PHASES] for d in done])
     return {
         "point": Variable(by, np.arange(len(points)), "a method on a number of ranks"),
         "rank": Variable(("rank",), np.arange(sent.shape[1]), "rank"),
@@ -291,35 +290,12 @@ def variables(points: Sequence[Point]) -> dict[str, Variable]:
         "sent_bytes": Variable(
             (*by, "rank"), sent, "messages that a rank sends in an iteration", "byte"
         ),
-        "collective_bytes": Variable(
-            by,
-            np.array([d.collective_bytes for d in done]),
-            "what a process hands to MPI's own collectives in an iteration",
-            "byte",
-        ),
-        "time_s": Variable(
-            by, np.array([d.time_s for d in done]), "time of an iteration, slowest process", "s"
-        ),
-        "travel_s": Variable(
-            by,
-            np.array([d.travel_s for d in done]),
-            "time of an iteration in collectives, each from a barrier on, slowest process",
-            "s",
-        ),
-        "local_s": Variable(
-            by,
-            np.array([d.local_s for d in done]),
-            "processor time of an iteration outside of collectives, slowest process",
-            "s",
-        ),
         "phase_share": Variable(
-            (*by, "phase"),
-            np.array([[d.shares[phase] for phase in PHASES] for d in done]),
-            "share of the processor time, by a profile",
+            (*by, "phase"), shares, "share of the processor time, by a profile"
         ),
     } | {
-        name: Variable(by, np.array([getattr(d, name) for d in done]), long_name)
-        for name, long_name in figures.items()
+        name: Variable(by, np.array([getattr(d, name) for d in done]), *text)
+        for name, text in OF_POINT.items()
     }
 
 

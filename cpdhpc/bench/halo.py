@@ -16,11 +16,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..config import UserError
+from ..config import UserError, among
 from ..darray.layout import Box, balanced_grid
 from ..darray.plan import WindowPlan
 from ..darray.show import add_options, given, spec_of
-from ..methods import suggest
 from ..ops import on_gpu
 from ..world.cores import own_cores
 from ..world.mpi import World
@@ -44,15 +43,12 @@ from .harness import (
     Times,
     add_device,
     add_samples,
+    check_options,
     check_out,
-    check_positive,
-    check_whole,
     interleave_ranks,
-    known,
     machine_line,
     parse_names,
     take_device,
-    together,
 )
 
 PART_BYTES = 1 << 18  # of a part: a few of them fit into a core's second cache
@@ -300,7 +296,7 @@ def settings_of(arguments: argparse.Namespace, ranks: int) -> list[Setting]:
         raw = {"procs": procs, "boundary": "none", "halo": 1} | options
         found = [Setting("given", spec_of(raw, "bench halo"))]
     else:
-        names = parse_names("--usual", arguments.usual, known(USUAL))
+        names = parse_names("--usual", arguments.usual, among(USUAL))
         found = [usual(name, ranks, options) for name in names]
     for setting in found:
         planned = setting.spec.geometry().layout.ranks
@@ -328,26 +324,19 @@ def usual(name: str, ranks: int, options: dict[str, Any]) -> Setting:
     return Setting(name, spec_of(raw | options, f"bench halo: {name}"))
 
 
-def ways_of(text: str) -> list[str]:
-    """Return the ways that are named. Raises UserError."""
-    names = [name.strip() for name in text.split(";")]
-    unknown = [name for name in names if name not in ALL_WAYS]
-    if unknown:
-        raise UserError(f"--ways {unknown[0]}: {suggest(unknown[0], ALL_WAYS)}")
-    return names
-
-
 def run(arguments: argparse.Namespace, world: World) -> Measured:
     """Check and time every case, and print a table. Collective."""
-    check_positive(arguments, "repeats")
-    check_whole(arguments, "warmup", "calls")
+    check_options(arguments, 1, "repeats")
+    check_options(arguments, 0, "warmup", "calls")
     settings = settings_of(arguments, world.ranks)
-    operations = parse_names("--operations", arguments.operations, known(OPERATIONS))
-    ways = ways_of(arguments.ways)
+    operations = parse_names("--operations", arguments.operations, among(OPERATIONS))
+    ways = parse_names("--ways", arguments.ways, among(ALL_WAYS), ";")
+    if not (operations and ways):
+        raise UserError("--operations, --ways: no names are given")
     if arguments.overlap and arguments.device == "gpu":
         raise UserError("--overlap: its computation is NumPy's: goes with --device cpu only")
     where_arrays_are = take_device(arguments, world)
-    together(world, lambda: check_out(arguments.out, world))
+    world.agreed(lambda: check_out(arguments.out, world))
     rows: list[Row] = []
     with own_cores(world) as cores:
         where = machine_line(world)

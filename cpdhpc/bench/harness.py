@@ -16,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..config import ConfigError, UserError, parse_bytes
-from ..methods import suggest
 from ..ops import on_gpu
 from ..provenance import cpu_clone, hosts, processor
 from ..world.gpu_messages import gpu_aware, use_gpu
@@ -71,9 +70,6 @@ def interleave_ranks(
     return {name: np.stack([each[i] for each in everyone], axis=1) for i, name in enumerate(own)}
 
 
-Value = TypeVar("Value")
-
-
 def parse_size(text: str) -> int:
     """Return the bytes of "8", "16KiB", "1MiB": a positive multiple of 4, as float32 is.
 
@@ -106,9 +102,14 @@ def parse_sizes(text: str) -> list[int]:
     return sizes
 
 
-def parse_names(option: str, text: str, check: Callable[[str], object]) -> list[str]:
-    """Return the names in a comma-separated list, each accepted by check. Raises UserError."""
-    names = [name.strip() for name in text.split(",") if name.strip()]
+def parse_names(
+    option: str, text: str, check: Callable[[str], object], apart: str = ","
+) -> list[str]:
+    """Return the names in a list, with commas or so in between, each accepted by check.
+
+    Raises UserError.
+    """
+    names = [name.strip() for name in text.split(apart) if name.strip()]
     for name in names:
         try:
             check(name)
@@ -128,17 +129,6 @@ def parse_methods(texts: Iterable[str]) -> list[str]:
     return found
 
 
-def known(names: Iterable[str]) -> Callable[[str], object]:
-    """Return a check for parse_names: of names that are these."""
-    allowed = tuple(names)
-
-    def check(name: str) -> None:
-        if name not in allowed:
-            raise ValueError(suggest(name, allowed))
-
-    return check
-
-
 def parse_counts(option: str, text: str) -> list[int]:
     """Return the numbers in a comma-separated list, each 1 or more. Raises UserError."""
     counts = [count.strip() for count in text.split(",")]
@@ -147,19 +137,11 @@ def parse_counts(option: str, text: str) -> list[int]:
     return list(dict.fromkeys(map(int, counts)))
 
 
-def check_positive(arguments: argparse.Namespace, *options: str) -> None:
-    """Raise UserError unless these options are 1 or more."""
+def check_options(arguments: argparse.Namespace, least: int, *options: str) -> None:
+    """Raise UserError unless these options are so large at least."""
     for option in options:
-        if getattr(arguments, option) < 1:
-            name = option.replace("_", "-")
-            raise UserError(f"--{name} {getattr(arguments, option)}: must be 1 or more")
-
-
-def check_whole(arguments: argparse.Namespace, *options: str) -> None:
-    """Raise UserError unless these options are 0 or more."""
-    for option in options:
-        if getattr(arguments, option) < 0:
-            raise UserError(f"--{option} {getattr(arguments, option)}: must be 0 or more")
+        if (given := getattr(arguments, option)) < least:
+            raise UserError(f"--{option.replace('_', '-')} {given}: must be {least} or more")
 
 
 def check_out(path: Path | None, world: Ranks | None = None) -> None:
@@ -171,17 +153,6 @@ def check_out(path: Path | None, world: Ranks | None = None) -> None:
         raise UserError(f"--out {path}: the nodes have not equally many ranks: must be alike")
     if path is not None and not os.access(path.absolute().parent, os.W_OK):
         raise UserError(f"--out {path}: {path.parent} is no directory that can be written to")
-
-
-def together(world: Ranks, make: Callable[[], Value]) -> Value:
-    """Return what make returns on this process; raise its UserError on all. Collective."""
-    error: UserError | None = None
-    try:
-        value = make()
-    except UserError as found:
-        error = found
-    world.agree(error)
-    return value  # bound: agree has raised otherwise
 
 
 def add_repeats(

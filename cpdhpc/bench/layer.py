@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ..config import ConfigError, validate
 from ..darray.layout import Box, Layout, receptive
 from ..darray.windows import Windows
+from .harness import check_options
 
 if TYPE_CHECKING:
     from ..autoencoder.job import Geometry
@@ -58,9 +59,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Print the costs of the rank that has most of each, and in words what they rest on."""
     from ..autoencoder.job import Geometry, Layer, procs_of
 
-    for name in ("ranks", "batch", "image", "channels"):
-        if getattr(arguments, name) < 1:
-            raise ConfigError(f"--{name} {getattr(arguments, name)}: must be 1 or more")
+    check_options(arguments, 1, "ranks", "batch", "image", "channels")
     of = {name: getattr(arguments, name) for name in ("field", "step", "maps", "pool")}
     layer = validate(Layer, of, "bench layer")
     try:

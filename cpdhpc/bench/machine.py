@@ -29,15 +29,13 @@ from .allreduce import add_choices, parse_methods
 from .harness import (
     Floats,
     add_repeats,
+    check_options,
     check_out,
-    check_positive,
-    check_whole,
     line,
     machine_line,
     nonnegative,
     parse_sizes,
     ping_pong,
-    together,
 )
 
 MESSAGES = [8 << i for i in range(0, 20, 2)]  # bytes: 8 to 2 MiB
@@ -85,13 +83,13 @@ def add_fit(parser: argparse.ArgumentParser) -> None:
 
 def run_fit(arguments: argparse.Namespace, world: Ranks) -> None:
     """Measure, fit, write the file, and print how near the predictions are. Collective."""
-    check_positive(arguments, "repeats")
-    check_whole(arguments, "warmup")
-    together(world, lambda: check_out(arguments.out))
+    check_options(arguments, 1, "repeats")
+    check_options(arguments, 0, "warmup")
+    world.agreed(lambda: check_out(arguments.out))
     if world.processes < 2:
         raise UserError("bench fit: a link takes 2 processes: run it under mpirun")
-    cast = Cast(together(world, lambda: _format(arguments.format)))
-    beside = arguments.beside and together(world, lambda: _earlier(arguments.beside))
+    cast = Cast(world.agreed(lambda: _format(arguments.format)))
+    beside = arguments.beside and world.agreed(lambda: _earlier(arguments.beside))
     quick = arguments.quick
     with own_cores(world) as cores:
         alpha_s, beta_s = ping_pong(world, MESSAGES[: 4 if quick else None], arguments.repeats, 3)
@@ -108,7 +106,7 @@ def run_fit(arguments: argparse.Namespace, world: Ranks) -> None:
     machine = min(found, key=lambda each: misfit(each, samples))
     notes = attributes(world) | {"format": arguments.format, "cores": cores, "apart_ns": apart_ns}
     where = machine_line(world)
-    together(world, lambda: write(arguments.out, machine, notes) if world.process == 0 else None)
+    world.on_first(lambda: write(arguments.out, machine, notes))
     if world.process == 0:
         print(f"# {where}\n# {cores}")
         show(machine, fields, samples, checked)
@@ -372,7 +370,7 @@ def add_predict(parser: argparse.ArgumentParser) -> None:
 
 def run_predict(arguments: argparse.Namespace) -> None:
     """Print a table of predictions, and in words what they rest on."""
-    check_positive(arguments, "ranks", "ranks_per_node")
+    check_options(arguments, 1, "ranks", "ranks_per_node")
     file = read_machine(arguments.machine)
     sizes = parse_sizes(arguments.sizes)
     methods, skipped = parse_methods(arguments, None)

@@ -25,9 +25,9 @@ from ..collectives.method import Machine, as_machine
 from ..collectives.schedules import SCHEDULES
 from ..compress import COMPRESSORS
 from ..compress.bucket import Bucket
-from ..config import UserError
+from ..config import UserError, among
 from ..report.figures import IDEAL, Axis, Chart, Panel, Series, image, styles
-from .harness import check_positive, known, parse_counts, parse_names
+from .harness import check_options, parse_counts, parse_names
 from .traffic import Call, calls_of, price
 
 
@@ -333,8 +333,8 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _checked(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the lists that the options name. Raises UserError."""
-    check_positive(arguments, "batch")
-    parse_names("--network", arguments.network, known(NETWORKS))
+    check_options(arguments, 1, "batch")
+    parse_names("--network", arguments.network, among(NETWORKS))
     for option in ("rate", "tflops", "bucket_mib"):
         value = getattr(arguments, option)
         if value is not None and not 0 < value < math.inf:
@@ -347,8 +347,8 @@ def _checked(arguments: argparse.Namespace) -> dict[str, Any]:
         raise UserError(f"--links {arguments.links}: must be numbers above 0, in Gb/s")
     if arguments.png and not os.access(arguments.png.absolute().parent, os.W_OK):
         raise UserError(f"--png {arguments.png}: its directory cannot be written to")
-    methods = parse_names("--methods", ",".join(arguments.methods), known(COMPRESSORS))
-    algorithms = parse_names("--algorithms", arguments.algorithms, known(SCHEDULES))
+    methods = parse_names("--methods", ",".join(arguments.methods), among(COMPRESSORS))
+    algorithms = parse_names("--algorithms", arguments.algorithms, among(SCHEDULES))
     if not methods or not algorithms:
         raise UserError("--methods, --algorithms: must name one at least")
     return {
@@ -402,10 +402,7 @@ def _table(
 
 
 def chart(
-    name: str,
-    workers: Sequence[int],
-    rates: Mapping[tuple[float, str], list[float]],
-    model: Model,
+    name: str, workers: Sequence[int], rates: Mapping[tuple[float, str], list[float]], model: Model
 ) -> Chart:
     """Return samples a second against workers, a panel for each speed of links."""
     looks, sample = styles(model.calls), model.network.sample

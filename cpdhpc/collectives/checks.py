@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import numpy as np
@@ -262,6 +263,22 @@ def check_alike(
     if world.account is not None:
         world.account(name, arguments, most[: len(numbers)])
     return most[: len(numbers)]
+
+
+@contextmanager
+def alike_on_all(world: Ranks, what: str) -> Iterator[dict[str, object]]:
+    """Run a block without messages on all processes; yield the arguments that it is to note.
+
+    Collective at the end of the block. What one process raises in it, whatever it is, all raise, as
+    none may wait for that one; ValueError where arguments differ. what: as of check_alike
+    """
+    arguments: dict[str, object] = {}
+    error: Exception | None = None
+    try:
+        yield arguments
+    except Exception as found:
+        error = found
+    check_alike(world, error, arguments, [0], what)
 
 
 def _raise_difference(calls: Sequence[tuple[str, dict[str, str]]], virtual_ranks: int) -> NoReturn:

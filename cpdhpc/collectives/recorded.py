@@ -179,7 +179,9 @@ class Recording:
         What is sent is then made in a cache of this core, and copied past it for the others: to
         fetch lines from a cache of another core takes three times as long as from memory.
         """
-        return self.x.nbytes >= FAR_BYTES and round_trip_ns(self._world) > FAR_NS
+        if self.x.nbytes < FAR_BYTES:
+            return False
+        return round_trip_ns(self._world, f"{self.what}: round trip") > FAR_NS
 
     def _pool(self, slot: int, own: bool) -> BufferPool:
         """Return where the payloads of a slot are taken from; own: memory that is not shared."""

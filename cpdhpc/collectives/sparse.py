@@ -17,7 +17,7 @@ import numpy.typing as npt
 from ..ops import misread
 from ..partition import chunk
 from ..world.ranks import Ranks
-from .checks import check_alike
+from .checks import alike_on_all, check_alike
 from .engine import Exchange, Program, run
 
 Array = npt.NDArray[Any]
@@ -136,15 +136,10 @@ def neighbours(
     come too. Between ranks of a process they may be the sender's very arrays.
     Raises TypeError and ValueError on all ranks alike, before arrays move; else as engine.run.
     """
-    error: Exception | None = None
-    alike: dict[str, object] = {}
-    try:
+    with alike_on_all(world, "neighbours: arguments") as alike:
         _check_sends(world, sends)
         if sources is not None:
-            alike = _one_kind(world, sends, sources)
-    except Exception as found:  # whatever: the other ranks are to hear of it
-        error = found
-    check_alike(world, error, alike, [], "neighbours: arguments")
+            alike |= _one_kind(world, sends, sources)
     if sources is None:
         comes = _told(world, sends)
     else:

@@ -189,10 +189,7 @@ PLAIN = Outputs()
 
 
 def report(
-    paths: Sequence[Path],
-    outputs: Outputs = PLAIN,
-    png: Path | None = None,
-    choice: Choice = ALL,
+    paths: Sequence[Path], outputs: Outputs = PLAIN, png: Path | None = None, choice: Choice = ALL
 ) -> int:
     """Print the tables of studies and runs, write what outputs ask for; return the exit status.
 

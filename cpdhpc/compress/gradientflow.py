@@ -38,7 +38,7 @@ class GradientFlow(DenseMessages):
     """
 
     columns: ClassVar[Mapping[str, Column]] = {
-        "sent_share": Column("share of a layer's values that are sent"),
+        "sent_share": Column("share of a layer's values that are sent")
     }
 
     aggregator: Literal["gradientflow"] = "gradientflow"

@@ -332,12 +332,7 @@ class Autoencoder:
         return torch.stack(rows)
 
     def train(
-        self,
-        rows: Array,
-        innovations: Array | None,
-        leader: int,
-        step: int,
-        learning_rate: float,
+        self, rows: Array, innovations: Array | None, leader: int, step: int, learning_rate: float
     ) -> Array:
         """Learn from all ranks' float64[ranks, n]; return their mean as it was decoded before.
 

@@ -56,7 +56,7 @@ class OkTopk(SparseMessages):
     """
 
     columns: ClassVar[Mapping[str, Column]] = {
-        "sent_share": Column("share of a layer's values that all ranks get"),
+        "sent_share": Column("share of a layer's values that all ranks get")
     }
 
     aggregator: Literal["oktopk"] = "oktopk"

@@ -33,23 +33,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..formats import (
-    SHARED,
-    TILE,
-    Cast,
-    Format,
-    packed_bytes,
-    shift_count,
-    tiles,
-    wire_scaling,
-)
-from ..ops import (
-    backend_of,
-    cpu,
-    on_gpu,
-    placed,
-    to_host,
-)
+from ..formats import SHARED, TILE, Cast, Format, packed_bytes, shift_count, tiles, wire_scaling
+from ..ops import backend_of, cpu, on_gpu, placed, to_host
 from ..ops.payloads import parse_wire
 
 Array = npt.NDArray[Any]

@@ -13,16 +13,7 @@ from ..collectives.sparse import allgather
 from ..formats import INTEGERS, SHIFT_BIAS, TILE, Cast, tiles
 from ..ops import backend_of, placed, to_host
 from ..ops.payloads import Exact
-from .base import (
-    Aggregator,
-    Array,
-    Context,
-    Mean,
-    blocks,
-    check_place,
-    shared_largest,
-    zeros,
-)
+from .base import Aggregator, Array, Context, Mean, blocks, check_place, shared_largest, zeros
 from .bucket import Bucket
 
 

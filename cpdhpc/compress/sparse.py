@@ -52,7 +52,7 @@ class SparseMessages(Aggregator):
     """
 
     columns: ClassVar[Mapping[str, Column]] = {
-        "sent_share": Column("share of a layer's values that a rank sends, mean over ranks"),
+        "sent_share": Column("share of a layer's values that a rank sends, mean over ranks")
     }
 
     exclude: Layers = ()

@@ -190,7 +190,7 @@ class DistArray:
         chunks: tuple[int, ...] | None = None,
         compression: str | None = None,
     ) -> None:
-        """Write the array as one dataset of an HDF5 file; see files.save. Collective."""
+        """Write the array as one dataset of an HDF5 file; see save_all. Collective."""
 
         def checked() -> tuple[Path, Array]:
             place = _path("DistArray.save", path)
@@ -198,36 +198,21 @@ class DistArray:
 
         wrong = TypeError, ValueError, RuntimeError
         place, host = self.world.agreed(checked, "save", wrong)
-        save(self.world, place, self.layout, host, name, chunks, compression)
+        save_all(self.world, place, {name: (self.layout, host)}, {}, chunks, compression)
 
     @classmethod
     def load(cls, world: Any, path: Path | str, layout: Layout, name: str = "data") -> Self:
         """Return a dataset of an HDF5 file as a NumPy array in any layout. Collective.
 
-        Raises UserError alike on all ranks where it is missing or does not fit.
+        Raises UserError alike on all ranks where it is missing, damaged or does not fit.
         """
         ranks = as_world(world, "DistArray.load")
-        return cls(ranks, layout, load(ranks, path, layout, name))
+        place = ranks.gather_from(lambda: _path("DistArray.load", path), "load")[ranks.rank]
+        files.check(ranks, place)
+        return cls(ranks, layout, read_all(ranks, place, {name: layout})[name])
 
 
 Parts = Mapping[str, tuple[Layout, Array]]
-
-
-def save(
-    world: Ranks,
-    path: Path,
-    layout: Layout,
-    local: Array,
-    name: str = "data",
-    chunks: tuple[int, ...] | None = None,
-    compression: str | None = None,
-) -> None:
-    """Write a distributed array as one dataset of a file that takes path's place. Collective.
-
-    local: the array on this rank's box, any further axes behind
-    name, chunks, compression and errors: as save_all
-    """
-    save_all(world, path, {name: (layout, local)}, {}, chunks, compression)
 
 
 def save_all(
@@ -246,8 +231,8 @@ def save_all(
     chunks, compression: as h5py.Group.create_dataset. With either the ranks write one after the
         other, else all at once: process 0 makes datasets with room for everything, and each
         writes its boxes where the bytes belong, by MPI-IO; all must see the directory
-    The file can be read by anyone, and by load on any number of ranks in any layout. Until the
-    end path holds what it held before, whatever happens.
+    The file can be read by anyone, and by DistArray.load on any number of ranks in any layout.
+    Until the end path holds what it held before, whatever happens.
     Raises UserError alike on all ranks where the file cannot be written; ValueError where an array
     does not fit, or arguments differ between ranks.
     """
@@ -323,20 +308,10 @@ def _in_turns(world: Ranks, path: Path, name: str, place: tuple[slice, ...], loc
         world.agreed(partial(write, rank), f"save: rank {rank} writes", (OSError, UserError))
 
 
-def load(world: Ranks, path: Path | str, layout: Layout, name: str = "data") -> Array:
-    """Return this rank's box of a dataset, in any layout of its first axes. Collective.
-
-    Raises UserError alike on all ranks where file or dataset is missing, damaged or does not fit.
-    """
-    place = world.gather_from(lambda: _path("load", path), "load")[world.rank]
-    files.check(world, place)
-    return read_all(world, place, {name: layout})[name]
-
-
 def read_all(world: Ranks, path: Path, layouts: Mapping[str, Layout]) -> dict[str, Array]:
     """Return this rank's boxes of datasets of a file that was checked. Collective.
 
-    Raises UserError as load does.
+    Raises UserError as DistArray.load does.
     """
 
     def read() -> dict[str, Array]:

@@ -436,12 +436,7 @@ class WindowPlan(RankPieces):
 
 
 def _agree(
-    world: Ranks,
-    layout: Layout,
-    window: Box,
-    boundary: Boundary,
-    wire: str | Format,
-    name: str,
+    world: Ranks, layout: Layout, window: Box, boundary: Boundary, wire: str | Format, name: str
 ) -> tuple[list[Box], tuple[Any, ...], Packed | None]:
     """Return the windows of all ranks, modes and wire; raise a rank's error on all. Collective."""
 

@@ -20,7 +20,7 @@ from ..collectives import sparse
 from ..config import IMPORT_FROM, ConfigError, UserError, override, told, validate
 from ..partition import split
 from ..train import weights
-from ..train.checkpoint import check_job
+from ..train.checkpoint import CheckpointError, check_job, load_model
 from ..train.data import Samples
 from ..train.fitting import build_model, check_fit, samples_of
 from ..train.job import Job, laid_over
@@ -222,7 +222,7 @@ class Scores:
         of_test: Sequence[torch.Tensor],
         sums: Array,
         of_train: Mapping[str, Array],
-    ) -> bool:
+    ) -> None:
         """Add what a chunk of training samples, if there is one, gives at some weights."""
         for samples in chunks:
             found, here = self._rows(self.run.train, samples), slice(at, at + len(samples))
@@ -233,7 +233,6 @@ class Scores:
                 inner = each @ rows.T if self.projection else self.gradients.products(each, rows)
                 sums[first : first + len(each), here] += rate * _double(inner)
                 first += len(each)
-        return True
 
     def _of_test(self, test: range, put: Put) -> list[torch.Tensor]:
         """Return the rows of chunks of test samples, each process finding a part. Collective."""
@@ -271,21 +270,15 @@ def take_over(world: Ranks, model: torch.nn.Module, path: Path) -> None:
 
     Raises UserError on all processes alike, naming the tensor, where the model has other ones.
     """
-    own = model.state_dict()
 
     def read() -> None:
-        there, _ = weights.load(path)
-        for name in sorted(own.keys() | there.keys()):
-            shapes = [tuple(each[name].shape) if name in each else None for each in (there, own)]
-            if shapes[0] != shapes[1]:
-                raise ConfigError(
-                    f"{path}: tensor {name} is {shapes[0]} there and {shapes[1]} here"
-                )
-        for name, tensor in own.items():
-            tensor.copy_(torch.from_numpy(there[name]))
+        try:
+            load_model({"model": weights.load(path)[0]}, model)
+        except CheckpointError as error:
+            raise CheckpointError(f"{path}: {error}") from None
 
     world.on_first(read, "weights")
-    for tensor in own.values():
+    for tensor in model.state_dict().values():
         array = np.ascontiguousarray(tensor.numpy())
         world.broadcast(array, "weights")
         tensor.copy_(torch.from_numpy(array).reshape(tensor.shape))
@@ -295,10 +288,9 @@ def _columns(n: int) -> dict[str, Array]:
     return {"loss": np.zeros(n), "target": np.zeros(n, np.int64), "self_influence": np.zeros(n)}
 
 
-def _check_finite(path: Path, *sums: Array) -> bool:
+def _check_finite(path: Path, *sums: Array) -> None:
     if not all(np.isfinite(each).all() for each in sums):
         raise UserError(f"{path}: the gradients of its weights are not finite, or too large")
-    return True
 
 
 def _double(values: torch.Tensor) -> Array:

@@ -9,15 +9,8 @@ from math import isnan, nan
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from ..config import ConfigError, Raw, UserError
-from ..formats import (
-    INTEGERS,
-    MICROSCALING,
-    SHARED,
-    sum_bits,
-    wire_format,
-    wire_scaling,
-)
+from ..config import ConfigError, Raw, UserError, among
+from ..formats import INTEGERS, MICROSCALING, SHARED, sum_bits, wire_format, wire_scaling
 from ..methods import (
     ACCUMULATES,
     ALGORITHMS,
@@ -36,7 +29,6 @@ from ..study_data.factors import (
     Value,
     device_used,
     float32_size,
-    one_of,
 )
 from .base import Call, Kind
 
@@ -390,11 +382,11 @@ ALLREDUCE = Kind(
             "algorithm; mpi, gloo and nccl are those libraries' own",
             str,
             default="ring",
-            check=one_of([*ALGORITHMS, *BASELINES]),
+            check=among([*ALGORITHMS, *BASELINES]),
         ),
         "wire": Factor("what travels: raw float32 or a format", str, "1", "raw", _check_wire),
         "value_scaling": Factor("scaling of values before encoding", str, check=_check_scaling),
-        "accumulate": Factor("how partial sums are kept", str, check=one_of([*ACCUMULATES, EXACT])),
+        "accumulate": Factor("how partial sums are kept", str, check=among([*ACCUMULATES, EXACT])),
         "device": DEVICE,
     },
     work="size_bytes",

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from math import nan
 from typing import TYPE_CHECKING, Any
 
-from ..config import Raw, UserError, validate
+from ..config import Raw, UserError, among, validate
 from ..study_data.factors import (
     DEVICE,
     Factor,
@@ -15,7 +15,6 @@ from ..study_data.factors import (
     Value,
     at_least,
     device_used,
-    one_of,
     positive,
 )
 from .base import Call, Kind
@@ -78,8 +77,7 @@ def _measure(study: Asked, case: Case, place: Place, check: bool) -> Iterator[Ca
     place.take_device(case.factors)
     world, job = place.world, _job(case.factors)
     job.set_process(world)
-    images = agreed(world, lambda: (job.data.load(),))[0]
-    trained = Stack(job, world, images)
+    trained = Stack(job, world, agreed(world, job.data.load))
     layer = trained.layers[0]
     for plan in layer.plans.values() if check else ():
         plan.verify()
@@ -153,13 +151,7 @@ def _sections(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> l
     """Return rate of arithmetic, share of exchanges and bytes, besides the scaling."""
     from ..report import units
     from ..report.points import of_factors, timing
-    from ..report.scaling import (
-        Quantity,
-        charts,
-        doublings,
-        from_zero,
-        panels_over,
-    )
+    from ..report.scaling import Quantity, charts, doublings, from_zero, panels_over
     from ..report.tables import Column, Section, tabulate
 
     columns: list[Column[SeedGroup]] = [
@@ -215,7 +207,7 @@ AUTOENCODER = Kind(
         "threads": Factor(
             "threads of torch of a rank; 0: the cores it owns", int, default=0, check=at_least(0)
         ),
-        "dtype": Factor("numbers", str, default="float32", check=one_of(("float32", "float64"))),
+        "dtype": Factor("numbers", str, default="float32", check=among(("float32", "float64"))),
         "device": DEVICE,
     },
     work="maps",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Protocol
 
 from pydantic import Field, model_validator
 
-from ..config import Raw, Section, merge
+from ..config import Above0, Positive, Raw, Section, Whole, merge
 from ..study_data.factors import Case, Factor, Factors, Outcomes, Result, Value
 
 if TYPE_CHECKING:
@@ -20,10 +20,6 @@ if TYPE_CHECKING:
     from ..signals import Caught
     from ..study_data.study_file import StudyFile
     from .place import Place
-
-Positive = Annotated[int, Field(ge=1)]
-Whole = Annotated[int, Field(ge=0)]
-Seconds = Annotated[float, Field(gt=0)]
 
 
 class Measure(Section):
@@ -45,8 +41,8 @@ class Measure(Section):
     min_repeats: Positive = 10
     max_repeats: Positive = 50
     confidence: Annotated[float, Field(gt=0, lt=1)] = 0.95
-    relative: Annotated[float, Field(gt=0)] = 0.05
-    max_time_s: Seconds = 20.0
+    relative: Above0 = 0.05
+    max_time_s: Above0 = 20.0
     interleave: Positive = 16
     seed: Whole = 0
 
@@ -124,13 +120,14 @@ class Kind:
         such; for what users add to the tables that jobs choose from
     used: (factors, defaults included) -> those that this case uses, made plain, so that two ways
         to say the same are one case; raises ValueError for what cannot work
-    fits: (tables of the job, factors that used returned, ranks) -> why so many ranks cannot do it,
-        or None; by the models that the job itself reads, so that it finds nothing wrong later
-    time_s: (factors, ranks, repeats) -> about the seconds of so many repeats; 0: nothing is known
     sample: what a repeat is, in words
     measure: (study, case, place, check) -> the call that is timed, made ready; with check it is
         first seen to do what it should; collective. A class, where a repeat is no call
     sections: (study file, its points, layout) -> what a report shows besides the scaling
+    fits: (tables of the job, factors that used returned, ranks) -> why so many ranks cannot do it,
+        or None; by the models that the job itself reads, so that it finds nothing wrong later
+    time_s: (factors, ranks, repeats) -> about the seconds of so many repeats; 0: nothing is known,
+        as of trainings, where only the data and the model would tell: run.case_time_s says
     panels: factors whose words have panels of their own in figures
     device: (tables of the job, factors that used returned) -> "cpu" or "gpu"
     laid_over: (tables of a job, changes) -> the tables with changes laid over them
@@ -139,12 +136,12 @@ class Kind:
     factors: Mapping[str, Factor]
     work: str
     used: Callable[[Factors], dict[str, Value]]
-    fits: Callable[[Raw, Factors, int], str | None]
-    time_s: Callable[[Factors, int, int], float]
     sample: str
     measure: Calls | type[Measuring]
     sections: Callable[[StudyFile, Sequence[SeedGroup], Layout], list[tables.Section]]
-    panels: tuple[str, ...]
+    fits: Callable[[Raw, Factors, int], str | None] = lambda job, used, ranks: None
+    time_s: Callable[[Factors, int, int], float] = lambda used, ranks, repeats: 0.0
+    panels: tuple[str, ...] = ()
     device: Callable[[Raw, Factors], str] = device_of
     needs_job: bool = False
     laid_over: Callable[[Raw, Raw], Raw] = merge

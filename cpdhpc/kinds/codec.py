@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from ..config import Raw
+from ..config import Raw, among
 from ..formats import SHARED, TILE, Cast, packed_bytes, parse_format, shift_count
 from ..methods import CODEC_OPERATIONS, MEMCPY
 from ..study_data.factors import (
@@ -17,7 +17,6 @@ from ..study_data.factors import (
     Value,
     device_used,
     float32_size,
-    one_of,
 )
 from .base import Call, Kind
 
@@ -62,7 +61,7 @@ def _measure(study: Asked, case: Case, place: Place, check: bool) -> Iterator[Ca
     """Make an operation on a rank's share of the data ready; see Kind.measure. Collective."""
     import numpy as np
 
-    from ..bench.codec import operations
+    from ..bench.codec import check_against_reference, operations
     from ..bench.harness import on_device
     from ..partition import split
 
@@ -74,7 +73,7 @@ def _measure(study: Asked, case: Case, place: Place, check: bool) -> Iterator[Ca
     x = on_device(values, place.take_device(factors))
     call = Call(operations(x, cast)[operation])
     if check:
-        _check(world, x, cast)
+        world.agreed(lambda: check_against_reference(x, cast), told=ArithmeticError)
         call.outcomes["payload_bytes"] = 4 * x.size
         if operation != MEMCPY:
             shared = _shared(operation)
@@ -87,18 +86,6 @@ def _measure(study: Asked, case: Case, place: Place, check: bool) -> Iterator[Ca
 def _shared(operation: str) -> int | None:
     """Return how many values share a shift that is chosen on the way, if one is."""
     return SHARED.get(operation.rpartition(" ")[2])
-
-
-def _check(world: World, x: Any, cast: Cast) -> None:
-    """Raise ArithmeticError on all ranks where one's codes are not as specified. Collective."""
-    from ..bench.codec import check_against_reference
-
-    error: ArithmeticError | None = None
-    try:
-        check_against_reference(x, cast)
-    except ArithmeticError as found:
-        error = found
-    world.agree(error)
 
 
 def _error(world: World, x: Any, cast: Cast, operation: str) -> float:
@@ -213,7 +200,7 @@ CODEC = Kind(
             "operation of the codec",
             str,
             default="encode tile",
-            check=one_of([MEMCPY, *CODEC_OPERATIONS]),
+            check=among([MEMCPY, *CODEC_OPERATIONS]),
         ),
         "format": Factor("format of the codec", str, check=parse_format),
         "device": DEVICE,

@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from math import nan
 from typing import TYPE_CHECKING, Any
 
-from ..config import ConfigError, Raw, UserError
+from ..config import ConfigError, Raw, UserError, among
 from ..formats import INTEGERS, wire_format
 from ..methods import HALO_COPIED, HALO_MPI_TYPES, HALO_OURS, HALO_PACKED
-from ..study_data.factors import DEVICE, Factor, Factors, Value, device_used, one_of, positive
+from ..study_data.factors import DEVICE, Factor, Factors, Value, device_used, positive
 from .base import Call, Kind
 
 if TYPE_CHECKING:
@@ -166,20 +166,20 @@ HALO = Kind(
         "columns": positive("cells of the domain along axis 1", 1024),
         "values": positive("values of a cell, which lie together", 1),
         "halo": positive("cells around the box of a rank, along the axes that are split", 1),
-        "split": Factor("axes that are split", str, default="rows", check=one_of(SPLITS)),
+        "split": Factor("axes that are split", str, default="rows", check=among(SPLITS)),
         "boundary": Factor(
-            "what lies beyond the domain along them", str, default="none", check=one_of(BOUNDARIES)
+            "what lies beyond the domain along them", str, default="none", check=among(BOUNDARIES)
         ),
-        "dtype": Factor("numbers", str, default="float32", check=one_of(BYTES)),
+        "dtype": Factor("numbers", str, default="float32", check=among(BYTES)),
         "wire": Factor("what travels: raw numbers or a format", str, "1", "raw", _check_wire),
         "transfer": Factor(
-            "exchange, or accumulation of halos", str, default="exchange", check=one_of(TRANSFERS)
+            "exchange, or accumulation of halos", str, default="exchange", check=among(TRANSFERS)
         ),
         "way": Factor(
             "ours, in place or copied, or MPI's own",
             str,
             default=HALO_OURS,
-            check=one_of([*OURS, *BY_MPI]),
+            check=among([*OURS, *BY_MPI]),
         ),
         "device": DEVICE,
     },

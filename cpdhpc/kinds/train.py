@@ -127,10 +127,6 @@ def _device(job: Raw, used: Factors) -> str:
     return str(used.get("train.device", job.get("train", {}).get("device", "cpu")))
 
 
-def _time_s(used: Factors, ranks: int, repeats: int) -> float:
-    return 0.0  # only the data and the model would tell: run.case_time_s says
-
-
 def _further(name: str, value: Value, job: Raw) -> Factor | None:
     """Return the factor of a key of some row of a table of the job, or an argument of the user's.
 
@@ -167,8 +163,7 @@ class _Training(Measuring):
         data = agreed(world, self.job.data.load)
         training = prepare(self.job, world, data, files)
         training.resume()
-        noted = agreed(world, lambda: [] if world.process else self._note(training.iteration))
-        self.starts = world.gather(noted)[0]
+        self.starts = world.on_first(lambda: self._note(training.iteration))
         before_j = place.read_energy()
         run(training, caught, Display(world.process == 0, 1))
         training.close()
@@ -480,7 +475,6 @@ TRAIN = Kind(
     work="train.batch",
     used=_used,
     fits=_fits,
-    time_s=_time_s,
     device=_device,
     sample="one step: the sum over its phases of the slowest rank's time in each",
     measure=_Training,

@@ -14,13 +14,7 @@ from ..compress.lowbit import LayerWire
 from ..config import ConfigError, Raw, validate
 from .arithmetic import IN_FLOAT32, Arithmetic
 from .layers import Attention, Conv1d, Conv2d, Conv3d, Linear, Lstm, Obedient
-from .policy import (
-    CHANGE,
-    OTHERS,
-    PRODUCTS,
-    LayerPolicy,
-    Policy,
-)
+from .policy import CHANGE, OTHERS, PRODUCTS, LayerPolicy, Policy
 
 CONVERTED: dict[type[nn.Module], type[Obedient]] = {
     nn.Linear: Linear,

@@ -14,7 +14,7 @@ import numpy as np
 
 from .. import store
 from ..collectives import sparse
-from ..collectives.checks import check_alike
+from ..collectives.checks import alike_on_all
 from ..config import ConfigError, validate
 from ..methods import suggest
 from ..ops import to_host
@@ -72,14 +72,10 @@ class Recorder:
     ) -> None:
         self.model, self.path, self.reducer = model, Path(path), reducer
         self.world: Ranks = Loopback() if reducer is None else reducer.world
-        error: Exception | None = None
-        try:
+        with alike_on_all(self.world, "Recorder: arguments") as alike:
+            alike |= {"path": str(self.path), "resume": resume, **settings}
             self.settings = validate(Recording, settings, "Recorder")
             self._find_layers()
-        except Exception as found:  # whatever it is, no other rank may wait
-            error = found
-        alike = {"path": str(self.path), "resume": resume, **settings}
-        check_alike(self.world, error, alike, [0], "Recorder: arguments")
         self.world.on_first(partial(self._open, resume), "Recorder")
         self._most: dict[tuple[str, str], int] | None = None  # rows, by kind and name
         self._handles = [

@@ -37,7 +37,7 @@ HEADINGS = {"size_bytes": "size", "value_scaling": "scaling", "gradient.aggregat
 COUNTED = {"ranks": "rank", "nodes": "node"}
 DERIVED = ("accumulate", "gradient.accumulate")  # said only where other factors leave it open
 SAID = {  # factor: value: what a name says of it
-    "gradient.aggregator": {"none": "float32"},
+    "gradient.aggregator": {"none": "float32"}
 }
 WIRE = "gradient.wire"
 IN_WIRE = {"gradient.aggregator": "lowbit"}  # factor: value that goes without saying beside a wire

@@ -13,7 +13,7 @@ import numpy as np
 
 from .. import store
 from ..study_data.factors import Array
-from ..study_data.study_file import ReportError
+from ..study_data.study_file import check_arrays
 from . import units
 from .figures import Axis, Chart, Map, Panel, Series, Style, styles, thinned
 from .tables import Column, Listed, Report, Section, tabulate
@@ -53,9 +53,7 @@ RULES = (
 def replay_report(path: Path) -> Report:
     """Return the report of a file. Raises ReportError where it lacks an array that replay has."""
     groups, attributes = store.read(path)
-    for name, needed in NEEDED.items():
-        if lost := [each for each in needed if each not in groups.get(name, {})]:
-            raise ReportError(f"{path}: has no /{name}/{lost[0]}: is not of precision replay")
+    check_arrays(path, groups, NEEDED, "is not of precision replay")
     seen = groups["exponents"]["iteration"]
     facts = [
         ("recording", str(attributes.get("recording", ""))),

@@ -14,7 +14,7 @@ import numpy as np
 from .. import store
 from ..config import difference, value_of
 from ..study_data.factors import Array
-from ..study_data.study_file import ReportError
+from ..study_data.study_file import ReportError, check_arrays
 from . import units
 from .critical import noise_charts, predicted
 from .figures import Axis, Chart, Map, Style, styles
@@ -109,25 +109,14 @@ class RunGroup:
         """Mean over seeds."""
         return float(self.scores.mean())
 
-    @property
-    def data_share(self) -> float:
-        """Mean over the runs."""
-        return float(np.mean([run.data_share for run in self.runs]))
-
-    @property
-    def wire_bytes(self) -> float:
-        """Mean payload that a rank sends in a step."""
-        return float(np.mean([run.wire_bytes for run in self.runs]))
+    def mean(self, name: str) -> float:
+        """Return the mean over the runs of a quantity of them."""
+        return float(np.mean([getattr(run, name) for run in self.runs]))
 
     @property
     def step_time_ms(self) -> float:
         """Median time of a step, over all steps of all runs."""
         return 1e3 * float(np.median(np.concatenate([run.step_times_s for run in self.runs])))
-
-    @property
-    def underflow_share(self) -> float:
-        """Mean over the runs."""
-        return float(np.mean([run.underflow_share for run in self.runs]))
 
 
 NEEDED = {  # of a record, which a damaged one may lack
@@ -145,13 +134,9 @@ def load_run(path: Path) -> Run:
         raise ReportError(f"{path}: is not the file of a run")
     if lost := [name for name in NEEDED_NOTES if name not in attributes]:
         raise ReportError(f"{path}: has no attribute {lost[0]}: is not the file of a run")
-    for group, names in NEEDED.items():
-        lost = [name for name in names if name not in groups.get(group, {})]
-        if lost:
-            raise ReportError(f"{path}: has no /{group}/{lost[0]}: is not the file of a run")
+    check_arrays(path, groups, NEEDED, "is not the file of a run")
     run = Run(path, attributes, groups["steps"], groups["epochs"], groups["layers"])
-    if run.measure.column not in run.epochs:
-        raise ReportError(f"{path}: has no /epochs/{run.measure.column}: is not the file of a run")
+    check_arrays(path, groups, {"epochs": [run.measure.column]}, "is not the file of a run")
     return run
 
 
@@ -285,15 +270,15 @@ def table(groups: Sequence[RunGroup]) -> Table:
         return measure.difference(group.score - base.score)
 
     def share(group: RunGroup) -> str:
-        whole = base.wire_bytes if base else 0
-        return f"{group.wire_bytes / whole:.3f}" if whole else units.NONE
+        whole = base.mean("wire_bytes") if base else 0
+        return f"{group.mean('wire_bytes') / whole:.3f}" if whole else units.NONE
 
     def seeds(group: RunGroup) -> str:
         complete = len(group.runs)
         return f"{complete} of {group.found}" if group.found > complete else f"{complete}"
 
     def underflow(group: RunGroup) -> str:
-        share = group.underflow_share
+        share = group.mean("underflow_share")
         return units.NONE if isnan(share) or not group.compressed else f"{100 * share:.2f}"
 
     def told(more: Score, group: RunGroup) -> str | units.Cell:
@@ -309,10 +294,10 @@ def table(groups: Sequence[RunGroup]) -> Table:
         Column(measure.heading, lambda group: measure.told(group.scores)),
         *(Column(each.heading, partial(told, each)) for each in further),
         Column(f"to float32\n{measure.points}".strip(), beside),
-        Column("bytes per\nstep, rank", lambda group: f"{group.wire_bytes:,.0f}"),
+        Column("bytes per\nstep, rank", lambda group: f"{group.mean('wire_bytes'):,.0f}"),
         Column("of\nfloat32", share),
         Column("step\nms", lambda group: f"{group.step_time_ms:.2f}"),
-        Column("data\n%", lambda group: f"{100 * group.data_share:.0f}"),
+        Column("data\n%", lambda group: f"{100 * group.mean('data_share'):.0f}"),
         Column("under-\nflow %", underflow),
     ]
     batches, caption = {g.name: predicted([run.steps for run in g.runs]) for g in groups}, CAPTION
@@ -330,8 +315,8 @@ def _trained(group: RunGroup, style: Style, base: RunGroup | None) -> Trained:
         group.name,
         style,
         group.scores,
-        group.wire_bytes,
-        base.wire_bytes / 32 if base and base.wire_bytes else nan,
+        group.mean("wire_bytes"),
+        (base.mean("wire_bytes") / 32 or nan) if base else nan,
         np.array([run.epochs["time_s"].sum() for run in group.runs]),
         first.epochs["epoch"],
         measure.factor * np.mean([run.epochs[measure.column] for run in group.runs], axis=0),

@@ -14,13 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..ops.tensors import CPU
 from .grid import ImageGrid, Shape
-from .layers import (
-    INSTEAD,
-    KNOWN,
-    LAYERS,
-    EachPixel,
-    Unflatten,
-)
+from .layers import INSTEAD, KNOWN, LAYERS, EachPixel, Unflatten
 from .windowed import Gather
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")

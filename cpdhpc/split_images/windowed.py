@@ -410,12 +410,7 @@ class PixelUnshuffle(Windowed):
     """torch.nn.PixelUnshuffle. Collective."""
 
     def __init__(
-        self,
-        layer: torch.nn.PixelUnshuffle,
-        grid: ImageGrid,
-        shape: Shape,
-        after: Shape,
-        name: str,
+        self, layer: torch.nn.PixelUnshuffle, grid: ImageGrid, shape: Shape, after: Shape, name: str
     ) -> None:
         n = layer.downscale_factor
 

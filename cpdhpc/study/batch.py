@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from .. import store
-from ..bench.harness import interleave_ranks, together
+from ..bench.harness import interleave_ranks
 from ..claim import Claim, read_claim
 from ..collectives.checks import NonFiniteGradient
 from ..config import UserError
@@ -151,15 +151,14 @@ def measure_batch(
     mark = folder.claim_file(number)
     # First of all: who reads the claim may send a signal, and all ranks are here when it is made.
     with catching() as caught:
-        study, batch = together(world, lambda: _load(folder, number))
+        study, batch = world.agreed(lambda: _load(folder, number))
         prove(world, nodes or batch.nodes, ppn or batch.ppn)
         _check_shape(world, batch)
-        todo = together(world, lambda: _begin(folder, batch) if world.process == 0 else None)
-        cases, claim = world.gather(todo)[0]
+        cases, claim = world.on_first(lambda: _begin(folder, batch))
         runner = _Runner(world, folder, study, cases, claim.restarts, caught)
         runner.run(number)
         state = "stopped" if runner.status == UNFINISHED else "ended"
-        together(world, lambda: claim.end(mark, state) if world.process == 0 else None)
+        world.on_first(lambda: claim.end(mark, state))
     return runner.status
 
 
@@ -323,17 +322,17 @@ class _Runner:
         result = None if place is None else measuring.result(place)
 
         def write() -> None:
-            if self.world.process == 0 and result is not None:
-                extra: dict[str, int | str] = {
-                    "job_id": os.environ.get("SLURM_JOB_ID", ""),
-                    "restarts": self.restarts,
-                    "date": datetime.now(UTC).isoformat(timespec="seconds"),
-                }
-                outcomes = {**result.outcomes, **extra}
-                write_result(self.folder.case_file(case), case, replace(result, outcomes=outcomes))
-                self.folder.clear_work(case)
+            assert result is not None, "process 0 measures all cases"
+            extra: dict[str, int | str] = {
+                "job_id": os.environ.get("SLURM_JOB_ID", ""),
+                "restarts": self.restarts,
+                "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            }
+            outcomes = {**result.outcomes, **extra}
+            write_result(self.folder.case_file(case), case, replace(result, outcomes=outcomes))
+            self.folder.clear_work(case)
 
-        together(self.world, write)
+        self.world.on_first(write)
         self.finished += 1
         self._say(f"finished {case.id}")
 
@@ -342,8 +341,7 @@ class _Runner:
         self.failed += 1
         self._say(f"failed {case.id}: {wrong}")
         path = self.folder.failure_file(case)
-        writes = self.world.process == 0
-        together(self.world, lambda: store.put(path, wrong + "\n") if writes else None)
+        self.world.on_first(lambda: store.put(path, wrong + "\n"))
 
     def _say(self, text: str) -> None:
         if self.world.process == 0:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from ..bench.harness import FURTHER, Measured, Point, together
+from ..bench.harness import FURTHER, Measured, Point
 from ..kinds.base import Measure
 from ..kinds.place import environment
 from ..provenance import hosts
@@ -29,10 +29,9 @@ def write_benchmark(
     where = hosts(ranks)
 
     def write() -> None:
-        if ranks.process == 0:
-            places = environment(where, measured.cores)
-            points = [_result(study, point, measured.warmup, places, ranks) for point in found]
-            write_study(path, study, points, of_benchmark=further)
+        places = environment(where, measured.cores)
+        points = [_result(study, point, measured.warmup, places, ranks) for point in found]
+        write_study(path, study, points, of_benchmark=further)
 
     found = measured.points
     study = _study(measured)
@@ -42,7 +41,7 @@ def write_benchmark(
         for name, value in point.factors.items()
         if name not in study.factors
     }
-    together(ranks, write)
+    ranks.on_first(write)
 
 
 def _study(measured: Measured) -> Study:

@@ -36,7 +36,7 @@ from ..report.points import (
 from ..report.scaling import scaling
 from ..report.tables import Column, Listed, Report, Section, Table, counted, tabulate, words
 from ..study_data.factors import SHAPE, Array, Case, Value
-from ..study_data.study_file import ALIKE, Point, ReportError, StudyFile, read_result
+from ..study_data.study_file import ALIKE, Point, ReportError, StudyFile, check_arrays, read_result
 from .cases import expand
 from .folder import Folder
 from .spec import Study
@@ -71,7 +71,7 @@ def _repeats(file: StudyFile) -> Callable[[Mapping[str, Any]], list[str]]:
 def _turns(asked: Mapping[str, Any]) -> list[str]:
     return [
         f"Warm-up calls: {asked.get('warmup', '?')}, in the file with a flag and in no figure "
-        f"here; then {asked.get('max_repeats', '?')} repeats, all cases in turns.",
+        f"here; then {asked.get('max_repeats', '?')} repeats, all cases in turns."
     ]
 
 
@@ -238,11 +238,7 @@ def study_report(file: StudyFile, choice: Choice = ALL) -> Report:
     return Report(
         file.name,
         [*asked, *_facts(file, found)],
-        [
-            *_fastest(found),
-            *sections,
-            Section("Spread of times", tables=[_spread(found)]),
-        ],
+        [*_fastest(found), *sections, Section("Spread of times", tables=[_spread(found)])],
         listed(file),
         rules(file),
         provenance(file),
@@ -362,9 +358,8 @@ CAPTION = (
 def compress_report(path: Path) -> Report:
     """Return the report of a file. Raises ReportError where it lacks an array of bench compress."""
     groups, attributes = store.read(path)
-    points = groups.get("points", {})
-    if lost := [name for name in NEEDED if name not in points]:
-        raise ReportError(f"{path}: has no /points/{lost[0]}: is not the file of bench compress")
+    check_arrays(path, groups, {"points": NEEDED}, "is not the file of bench compress")
+    points = groups["points"]
     most_bytes = np.nanmax(points["sent_bytes"], axis=1)
     columns = [
         Column[int]("method", lambda i: str(points["method"][i]), numbers=False),

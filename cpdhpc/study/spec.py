@@ -7,18 +7,12 @@ import warnings
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import Field, model_validator
 
-from ..config import (
-    ConfigError,
-    Raw,
-    Section,
-    dump_toml,
-    suggest,
-)
+from ..config import Above0, ConfigError, Name, Raw, Section, Whole, dump_toml, one_of, suggest
 from ..formats import with_own_formats
 from ..kinds import KINDS
-from ..kinds.base import Kind, Measure, Seconds, Whole
+from ..kinds.base import Kind, Measure
 from ..study_data.factors import ABSENT, SHAPE, Factor, Factors
 
 ALLOWED = "allowed are comparisons, and, or, not, in, arithmetic and names of factors"
@@ -85,15 +79,6 @@ def _nested(factors: Factors) -> Raw:
     return result
 
 
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$")]  # part of file names
-
-
-def _known(kind: str) -> str:
-    if kind not in KINDS:
-        raise ValueError(suggest(kind, KINDS))
-    return kind
-
-
 class TrainedJob(Section):
     """[train]: the job file of a study of trainings.
 
@@ -108,7 +93,7 @@ class TrainedJob(Section):
     job: str = ""
     target_loss: Annotated[float | None, Field(gt=0)] = None
     target_accuracy: Annotated[float | None, Field(gt=0, lt=100)] = None
-    tolerance: Annotated[float, Field(gt=0)] = 1.0
+    tolerance: Above0 = 1.0
 
     @model_validator(mode="after")
     def _one_target(self) -> TrainedJob:
@@ -128,8 +113,8 @@ class Run(Section):
     """
 
     bundle: Literal["case", "shape", "nested"] = "shape"
-    batch_time_s: Seconds = 3600.0
-    case_time_s: Seconds | None = None
+    batch_time_s: Above0 = 3600.0
+    case_time_s: Above0 | None = None
     throttle: Whole = 0
     retries: Whole = 0
 
@@ -152,7 +137,7 @@ class Study(Section):
     """
 
     name: Name
-    kind: Annotated[str, AfterValidator(_known)]
+    kind: Annotated[str, one_of(KINDS)]
     scaling: Literal["strong", "weak", "throughput"] = "strong"
     constraints: Annotated[tuple[str, ...], Field(strict=False)] = ()
     zip: Annotated[tuple[Raw, ...], Field(strict=False)] = ()

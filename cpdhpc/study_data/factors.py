@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from ..config import ConfigError, parse_bytes, suggest
+from ..config import ConfigError, among, parse_bytes
 
 Array = npt.NDArray[Any]
 Value = int | float | str | bool
@@ -48,17 +48,6 @@ class Factor:
         return cast(Value, value)
 
 
-def one_of(names: Iterable[str]) -> Callable[[str], None]:
-    """Return a check that raises for a name that is not among these, with a suggestion."""
-    known = tuple(names)
-
-    def check(name: str) -> None:
-        if name not in known:
-            raise ConfigError(suggest(name, known))
-
-    return check
-
-
 def at_least(least: float) -> Callable[[float], None]:
     """Return a check that raises for a number below."""
 
@@ -84,7 +73,7 @@ def float32_size(long_name: str) -> Factor:
     return Factor(long_name, int, "byte", None, check)
 
 
-DEVICE = Factor("where arrays are: cpu, gpu", str, check=one_of(("cpu", "gpu")))
+DEVICE = Factor("where arrays are: cpu, gpu", str, check=among(("cpu", "gpu")))
 
 
 def device_used(given: Factors) -> dict[str, Value]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import isnan
@@ -282,12 +282,19 @@ def _check(path: Path, groups: Groups, attributes: Mapping[str, Any]) -> None:
     ]
     if missing:
         raise ReportError(f"{path}: has no attribute {missing[0]}: is not the file of a study")
-    for group, names in NEEDED.items():
-        for name in names:
-            if name not in groups.get(group, {}):
-                raise ReportError(f"{path}: has no /{group}/{name}: is not the file of a study")
+    check_arrays(path, groups, NEEDED, "is not the file of a study")
     if not len(groups["samples"]["case_id"]):
         raise ReportError(f"{path}: holds no point")
+
+
+def check_arrays(
+    path: Path, groups: Groups, needed: Mapping[str, Sequence[str]], said: str
+) -> None:
+    """Raise ReportError, which ends as said, unless a file has these arrays, by group."""
+    for group, names in needed.items():
+        for name in names:
+            if name not in groups.get(group, {}):
+                raise ReportError(f"{path}: has no /{group}/{name}: {said}")
 
 
 def _points(groups: Groups) -> list[Point]:

@@ -245,10 +245,7 @@ def _entries(states: Sequence[Stated], world: Ranks) -> dict[tuple[str, str], En
     own = [(each["rank"], each["ranks"]) for each in states] == [(world.rank, world.ranks)]
     for key, first in states[0]["state"].items():
         layer, _, name = key.rpartition("/")
-        kind, rows = (
-            first["redistribution"],
-            [each["state"][key]["values"] for each in states],
-        )
+        kind, rows = (first["redistribution"], [each["state"][key]["values"] for each in states])
         array = rows[0].numpy().copy()
         if kind is not None and not (own and len(array) == world.virtual_ranks):
             starts = [0, *np.cumsum([len(row) for row in rows]).tolist()]

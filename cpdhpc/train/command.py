@@ -116,7 +116,7 @@ def _resume(training: Training, former_epochs: int, display: Display) -> None:
         )
 
 
-def _check_ranks(jobs: list[Job], world: World) -> bool:
+def _check_ranks(jobs: list[Job], world: World) -> None:
     for job in jobs:
         job.check_ranks(world.processes * job.train.virtual_ranks)
         rows, columns = job.train.image_grid
@@ -125,7 +125,6 @@ def _check_ranks(jobs: list[Job], world: World) -> bool:
                 f"{job.id}: train.image_grid=[{rows}, {columns}] on {world.processes} processes: "
                 f"their number must be a multiple of {rows * columns}"
             )
-    return True
 
 
 def _todo(jobs: list[Job], files: dict[str, Files], resume: bool) -> list[tuple[Job, int]]:

@@ -12,7 +12,7 @@ import torch
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
-from ..collectives.checks import check_alike
+from ..collectives.checks import alike_on_all
 from ..compress.base import Aggregator
 from ..compress.bucket import Bucket
 from ..ops import backend_of
@@ -76,9 +76,7 @@ class DdpHook(Averaging):
         self._scales: Buffers | None = None
         self._executor = reducing_thread(self.world) if overlap else None
         self._stream = OwnStream(CPU)
-        error: Exception | None = None
-        settings: dict[str, object] = {}
-        try:
+        with alike_on_all(self.world, "ddp_hook: options") as settings:
             check_options("ddp_hook", model or torch.nn.Identity(), seed, overlap)
             self.aggregator = made("ddp_hook", aggregator, options)
             if model is not None:
@@ -87,16 +85,13 @@ class DdpHook(Averaging):
             _check_world(self.world, model)
             if overlap:
                 check_overlap(self.world)
-            settings = {
+            settings |= {
                 "aggregator": self.aggregator,
                 "seed": seed,
                 "overlap": overlap,
                 "layers": self.layers,
                 "precision": str(policies_of(model)) if model else "",
             }
-        except Exception as found:  # whatever it is, no other rank may wait
-            error = found
-        check_alike(self.world, error, settings, [0], "ddp_hook: options")
         self._refuse_momentum()
         self._begin()
 
@@ -174,10 +169,10 @@ class DdpHook(Averaging):
         gradients: Sequence[torch.Tensor],
         buffer: torch.Tensor,
     ) -> None:
-        error = self._scale_error
-        alike: dict[str, object] = {"iteration": self.iteration, "bucket": index}
-        alike["loss_scale"] = self.loss_scale
-        try:
+        with alike_on_all(self.world, "ddp_hook: bucket") as alike:
+            alike |= {"iteration": self.iteration, "bucket": index, "loss_scale": self.loss_scale}
+            if self._scale_error is not None:
+                raise self._scale_error
             layout = self._layout(parameters)
             alike["layers"] = layout.bucket.names
             if buffer.dtype not in FLOATS or not is_plain(buffer):
@@ -187,9 +182,6 @@ class DdpHook(Averaging):
                 )
             for i, view in zip(layout.order, layout.views, strict=True):
                 put(gradients[i], view.numpy() if view.is_cpu else view)
-        except Exception as found:  # whatever it is, no other rank may wait
-            error = found
-        check_alike(self.world, error, alike, [0], "ddp_hook: bucket")
         mean = self._aggregate(index, [layout.flat], layout.bucket)
         dtypes = [gradients[i].dtype for i in layout.order]
         flat = mean.flat

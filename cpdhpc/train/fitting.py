@@ -45,7 +45,7 @@ def build_model(job: Job, data: Dataset | Source) -> torch.nn.Module:
 
 def check_fit(
     job: Job, model: torch.nn.Module, loss: LossFunction, samples: Samples, classes: int
-) -> bool:
+) -> None:
     """Run two samples through model, loss and metric, which leaves all as it was.
 
     Raises ConfigError, one line that names what does not go with what.
@@ -73,4 +73,3 @@ def check_fit(
             came = shown(value) if isinstance(value, torch.Tensor) else type(value).__name__
             should = f"a tensor [{len(inputs)}, ...]" if axes else "a tensor without axes"
             raise ConfigError(f"{job.id}: {name}: {what}: returned {came}: must be {should}")
-    return True

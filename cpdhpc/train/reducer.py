@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..collectives.checks import check_alike
+from ..collectives.checks import alike_on_all, check_alike
 from ..compress.base import Aggregator, Mean, raise_unless_finite
 from ..compress.bucket import Bucket, Part, split_bucket
 from ..ops import backend_of
@@ -88,9 +88,7 @@ class GradientReducer(Averaging):
     ) -> None:
         super().__init__(world, seed)
         self.model = model
-        error: Exception | None = None
-        settings: dict[str, object] = {}
-        try:
+        with alike_on_all(self.world, "GradientReducer: model and options") as settings:
             check_options(self._name, model, seed, overlap)
             self.aggregator = made(self._name, aggregator, options)
             tensors = tensors_of(model)
@@ -102,7 +100,7 @@ class GradientReducer(Averaging):
             self._buffers = Buffers(model, self.world, buffers)
             if overlap:
                 check_overlap(self.world)
-            settings = {
+            settings |= {
                 "aggregator": self.aggregator,
                 "seed": seed,
                 "bucket_mib": bucket_mib,
@@ -113,9 +111,6 @@ class GradientReducer(Averaging):
             }
             settings["precision"] = str(policies_of(model))
             settings |= {f"tensor {i} of model": description(*t) for i, t in enumerate(tensors)}
-        except Exception as found:  # whatever it is, no other rank may wait
-            error = found
-        check_alike(self.world, error, settings, [0], "GradientReducer: model and options")
         self._refuse_momentum()
         for _, tensor in tensors:
             broadcast(self.world, tensor)

@@ -14,14 +14,7 @@ from .. import provenance, store
 from ..compress.base import Mean
 from ..config import ConfigError, UserError
 from ..ops import set_kernel_threads
-from ..precision.conversion import (
-    BY_TORCH,
-    aggregator_of,
-    by_parameter,
-    convert,
-    obeyed,
-    unheard,
-)
+from ..precision.conversion import BY_TORCH, aggregator_of, by_parameter, convert, obeyed, unheard
 from ..precision.recorder import Recorder
 from ..precision.updates import RoundedUpdates
 from ..split_images import partition

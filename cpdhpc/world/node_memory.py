@@ -249,14 +249,14 @@ def _mapped(pid: int, descriptor: int, here: int) -> Block:
     return Block(pid, descriptor, array, array.__array_interface__["data"][0])
 
 
-def round_trip_ns(world: Ranks) -> int:
+def round_trip_ns(world: Ranks, what: str = "round trip") -> int:
     """Return how long a word to a neighbour in its node and back takes, the longest of all.
 
-    0 where that is not known. Collective.
+    0 where that is not known. what: waits for the others, in messages. Collective.
     """
     shared = world.shared()
     own = 0 if shared is None else shared.round_trip_ns(world.process)
-    return max(world.gather(own, "round trip"))
+    return max(world.gather(own, what))
 
 
 class Board:

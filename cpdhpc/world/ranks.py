@@ -463,13 +463,7 @@ class Loopback(Ranks):
         """Raise ValueError: there is no other process."""
         raise ValueError(f"Loopback: rank {rank} receives from {source} of 0..{self.ranks - 1}")
 
-    def send_init(self, rank: int, to: int, payload: Array, stream: int = 0) -> list[Any]:
-        """Raise ValueError: there is no other process."""
-        return self.isend(rank, to, payload)
-
-    def recv_init(self, source: int, rank: int, buffer: Array, stream: int = 0) -> list[Any]:
-        """Raise ValueError: there is no other process."""
-        return self.irecv(source, rank, buffer)
+    send_init, recv_init = isend, irecv
 
     def write_box(
         self, path: Path, offset: int, shape: Sequence[int], start: Sequence[int], box: Array

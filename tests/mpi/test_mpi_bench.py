@@ -15,7 +15,6 @@ from cpdhpc.bench.harness import (
     Measured,
     Point,
     check_out,
-    together,
 )
 from cpdhpc.bench.traffic import replay
 from cpdhpc.cli import main
@@ -80,12 +79,12 @@ def test_machines_that_differ_are_an_error_on_all_ranks(world):
 def test_what_one_process_finds_wrong_is_raised_by_all(world):
     path = Path("nowhere/x.h5") if world.process == world.processes - 1 else None
     with pytest.raises(UserError, match="nowhere is no directory"):
-        together(world, lambda: check_out(path))
+        world.agreed(lambda: check_out(path))
     with pytest.raises(UserError, match=r"nowhere/x\.h5: cannot be written"):
         point = Point({"size_bytes": 4}, {}, np.zeros((3, world.processes)))
         asked = Namespace(out=Path("nowhere/x.h5"))
         write_benchmark(Measured("x", "allreduce", [point], 1), asked, world)
-    assert together(world, lambda: world.process) == world.process
+    assert world.agreed(lambda: world.process) == world.process
 
 
 @pytest.fixture(scope="module")

@@ -123,7 +123,7 @@ def test_a_layout_of_many_ranks_has_no_room_in_attributes(tmp_path: Path) -> Non
             self.size = 1500
 
     layout = Layout.at((2, 2, 2), 0, 1500)
-    array.save(Many(), tmp_path / "many.h5", layout, np.ones((2, 2, 2)))
+    array.save_all(Many(), tmp_path / "many.h5", {"data": (layout, np.ones((2, 2, 2)))}, {})
     assert (whole(tmp_path / "many.h5") == 1).all()
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from cpdhpc import store
 from cpdhpc.config import UserError
-from cpdhpc.darray.array import DistArray, load, save_all
+from cpdhpc.darray.array import DistArray, save_all
 from cpdhpc.darray.layout import Box, Layout
 from cpdhpc.world.ranks import Loopback
 
@@ -54,8 +54,8 @@ def test_several_arrays_are_one_ordinary_file(world, tmp_path, compression):
         plain += [file[name].dtype == wholes[name].dtype for name in parts]
         together(world, *plain, file.attrs["step"] == 7, len(file) == len(parts) - 1)
     other = Layout.grid((7, 3), (1, world.size))
-    mine = load(world, path, other, "a/weight")
-    alone = load(Loopback(), path, Layout.grid((7, 3), (1, 1)), "a/momentum")
+    mine = DistArray.load(world, path, other, "a/weight").local
+    alone = DistArray.load(Loopback(), path, Layout.grid((7, 3), (1, 1)), "a/momentum").local
     place = other.owner(world.rank).slices((0, 0))
     together(
         world,

@@ -11,16 +11,9 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    Field,
-    PositiveInt,
-    field_validator,
-    model_validator,
-)
+from pydantic import AfterValidator, BeforeValidator, Field, PositiveInt, model_validator
 
-from ...config import Section, dump_toml, read_toml, suggest, validate
+from ...config import Section, Whole, dump_toml, one_of, read_toml, validate
 from ..cases import Batch
 from ..spec import Study
 
@@ -118,7 +111,6 @@ def _list(value: object) -> object:
 
 Word = Annotated[str, AfterValidator(_word)]
 Line = Annotated[str, AfterValidator(_line)]
-Whole = Annotated[int, Field(ge=0)]
 Grace = Annotated[int, Field(ge=60)]  # Slurm looks at its clock about every 30 s
 Option = Annotated[str, AfterValidator(_option)]
 Lines = Annotated[tuple[Line, ...], BeforeValidator(_list), Field(strict=False)]
@@ -151,7 +143,7 @@ class Site(Section):
     python: Line = "python"
     container: Line | None = None
     runtime: Line = "apptainer exec"
-    launcher: str = "mpirun"
+    launcher: Annotated[str, one_of(LAUNCHERS)] = "mpirun"
     mpi_flags: Lines = ()
     nodes: PositiveInt | None = None
     cores_per_node: PositiveInt | None = None
@@ -161,13 +153,6 @@ class Site(Section):
     grace_s: Grace = 120
     max_array: PositiveInt = 1001
     max_requeues: Whole = 20
-
-    @field_validator("launcher")
-    @classmethod
-    def _known(cls, launcher: str) -> str:
-        if launcher not in LAUNCHERS:
-            raise ValueError(suggest(launcher, LAUNCHERS))
-        return launcher
 
     @model_validator(mode="after")
     def _time_before_the_signal(self) -> Site:

@@ -13,13 +13,7 @@ from ...claim import Claim, JobAlive, alone, read_claim, unknown
 from ...config import UserError
 from ...study_data.factors import Case
 from ..cases import Batch, batches, expand
-from ..folder import (
-    LOCK,
-    Folder,
-    Job,
-    record,
-    recorded,
-)
+from ..folder import LOCK, Folder, Job, record, recorded
 from ..spec import Study
 from . import queue
 from .site import Array, Site, array_script, arrays, collect_script

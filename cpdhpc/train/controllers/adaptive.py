@@ -10,14 +10,7 @@ import numpy as np
 
 from ...compress.base import Column
 from ...config import Above0, Share, Whole
-from .base import (
-    Array,
-    Control,
-    Controller,
-    Norms,
-    Scheduled,
-    Settings,
-)
+from .base import Array, Control, Controller, Norms, Scheduled, Settings
 
 COLUMNS = {  # with optimisers that precondition, of gradients times sqrt(P)
     "gradient_variance": Column(

@@ -11,14 +11,7 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from ...config import Above0, Positive
-from .base import (
-    DEFAULT_RATE,
-    Array,
-    Control,
-    Controller,
-    Schedule,
-    Settings,
-)
+from .base import DEFAULT_RATE, Array, Control, Controller, Schedule, Settings
 
 LENGTH = 0.2  # of the kernel
 NODES, SMALLEST = 32, 1e-13  # of the kernel's eigenvalues, which fall faster than exponentially

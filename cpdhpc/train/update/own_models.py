@@ -285,10 +285,7 @@ class LocalSgd(OwnModelsRule):
     Source: Stich: Local SGD converges fast and communicates little, arXiv 1805.09767.
     """
 
-    needs: ClassVar[Mapping[str, object]] = {
-        **OwnModelsRule.needs,
-        "gradient.has_momentum": False,
-    }
+    needs: ClassVar[Mapping[str, object]] = {**OwnModelsRule.needs, "gradient.has_momentum": False}
 
     name: Literal["localsgd"] = "localsgd"
     period: Positive = 8
