@@ -274,7 +274,7 @@ def test_flexpoint_expects_what_the_last_means_had(monkeypatch: pytest.MonkeyPat
             assert np.array_equal(bucket.views(found)[i], mean), time
             past.append(np.abs(mean).max())
         assert (saturated > 0) == (time == 7)
-        monkeypatch.setattr("cpdhpc.collectives.allreduce.shared_amax", None)  # not a second time
+        monkeypatch.setattr("cpdhpc.collectives.checks.shared_amax", None)  # not a second time
     counted = method.observe(
         flats[0] * np.float32(1e9), bucket, Mean(found, {"aps_shift": np.zeros(3)})
     )
@@ -293,8 +293,9 @@ def test_flexpoint_holds_what_only_one_rank_has() -> None:
 
 def test_known_shifts_are_checked() -> None:
     method = configured(wire="int8")
-    for shifts in ((), (1, 2), (500,)):
-        with pytest.raises(ValueError, match=r"shifts=.*must be 1 from -1\d\d to 1\d\d"):
+    one, within = "two lists of 1 integers", r"from -1\d\d to 1\d\d"
+    for shifts, wanted in (((), one), ((1, 2), one), ((500,), within)):
+        with pytest.raises(ValueError, match=rf"shifts=.*must be {wanted}"):
             method.run(Loopback(), [np.ones(9, np.float32)], shifts=((0,), shifts))
     with pytest.raises(NonFiniteGradient):
         method.run(Loopback(), [np.full(9, np.inf, np.float32)], shifts=((0,), (0,)))
