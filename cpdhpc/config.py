@@ -6,13 +6,22 @@ import re
 import tomllib
 from argparse import Namespace
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, cast
 
 import tomli_w
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PydanticUndefinedAnnotation,
+    PydanticUserError,
+    TypeAdapter,
+    ValidationError,
+)
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from .methods import suggest as suggest
@@ -189,13 +198,13 @@ def _types(row: Any) -> dict[str, Any]:
     return {key: each.get("type") for key, each in _schema(row).get("properties", {}).items()}
 
 
-def read_toml(path: Path) -> Raw:
+def read_toml(path: Path | str) -> Raw:
     """Return the tables of a TOML file.
 
     Raises ConfigError where the file is missing, unreadable or not TOML.
     """
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
+        return tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
@@ -320,6 +329,16 @@ def validate(model: type[T], raw: Raw, source: str) -> T:
         raise ConfigError(f"{source}: {_explain(model, raw, error.errors()[0])}") from None
 
 
+def check_fields(model: type[Any], raw: Raw, source: str) -> None:
+    """Raise ConfigError, as validate, unless an object that was made could be made of a table.
+
+    Fields of types that pydantic does not know are their author's to check.
+    """
+    if "__dataclass_fields__" in vars(model):
+        with suppress(PydanticUserError, PydanticUndefinedAnnotation):
+            validate(model, raw, source)
+
+
 TYPES = {  # pydantic's name of what is wrong -> TOML's name of what it should be
     **dict.fromkeys(("tuple_type", "list_type"), "be an array"),
     **dict.fromkeys(("dict_type", "model_type", "dataclass_type"), "be a table"),
@@ -418,6 +437,11 @@ def difference(one: str, other: str, ignored: Iterable[str] = ()) -> str | None:
 def value_of(text: str, key: str) -> Any:
     """Return what a TOML text has under table.key; None where it has nothing."""
     return _flat(text).get(key)
+
+
+def keys_of(text: str, table: str) -> list[str]:
+    """Return the keys that a TOML text has in a table and the tables in it, as table.key."""
+    return [key for key in _flat(text) if key.startswith(f"{table}.")]
 
 
 @lru_cache(64)  # reports ask for many keys of the same jobs

@@ -16,6 +16,7 @@ from ..compress.base import Aggregator, Mean, raise_unless_finite
 from ..compress.bucket import Bucket, Part, split_bucket
 from ..ops import backend_of
 from ..ops.tensors import OwnStream, array_of, in_stream, put
+from .aggregators import made
 from .averaging import (
     Averaging,
     BufferMode,
@@ -26,7 +27,6 @@ from .averaging import (
     device_of,
     is_plain,
     kind,
-    made,
     policies_of,
     rounded,
     survey,
