@@ -288,7 +288,7 @@ def _check(path: Path | str, groups: Groups, attributes: Mapping[str, Any]) -> N
 
 
 def check_arrays(
-    path: Path, groups: Groups, needed: Mapping[str, Sequence[str]], said: str
+    path: Path | str, groups: Groups, needed: Mapping[str, Sequence[str]], said: str
 ) -> None:
     """Raise ReportError, which ends as said, unless a file has these arrays, by group."""
     for group, names in needed.items():
