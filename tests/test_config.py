@@ -77,6 +77,10 @@ def test_a_mark_of_byte_order_is_no_error(tmp_path: Path) -> None:
             "[schedule]\ndecay = 'step'\nmilestones = [-1, 2]",
             "schedule.milestones.0=-1: should be greater than or equal to 0",
         ),
+        (
+            "[schedule]\ndecay = 'step'\nmilestones = [2, 1]",
+            "schedule.milestones=[2.0, 1.0]: must ascend",
+        ),
         ("[train]\nseed = 1\nseeds = [1]", "train: seed and seeds: give one of them"),
         ("[train]\nseeds = []", "train.seeds"),
         ("[train]\nepochs = 4\nkeep_every = 9", "keep_every=9: should be up to epochs=4"),

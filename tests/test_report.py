@@ -73,7 +73,7 @@ def test_groups_over_seeds(directory: Path) -> None:
     "changes",
     [
         {"update": {"name": "dmsgd", "wire": "e4m3"}, "optimizer": {"momentum": 0.0}},
-        {"precision": {"layer": [{"layers": "*", "wire": "e4m3"}]}},
+        {"precision": {"rule": [{"layers": "*", "wire": "e4m3"}]}},
     ],
     ids=["gossip", "policy"],
 )
