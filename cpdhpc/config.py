@@ -213,10 +213,10 @@ def read_toml(path: Path | str) -> Raw:
         raise ConfigError(f"{path}: is not TOML: {error}{_line(path, str(error))}") from None
 
 
-def _line(path: Path, said: str) -> str:
+def _line(path: Path | str, said: str) -> str:
     """Return the line of a file that an error names by its number, as of a key that is twice."""
     found = re.search(r"at line (\d+)", said)
-    lines = path.read_text(encoding="utf-8-sig").splitlines()
+    lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
     number = int(found[1]) if found else len(lines)
     return f": {lines[number - 1].strip()}" if 0 < number <= len(lines) else ""
 

@@ -399,8 +399,7 @@ def laid_over(base: Raw, change: Raw) -> Raw:
 
 def _decided(change: Raw) -> tuple[str, ...]:
     """Return the keys, or how they begin, that a controller named in change decides."""
-    controller = change.get("controller")
-    name = controller.get("name") if isinstance(controller, dict) else None
+    name = value_at(change, ("controller", "name"))
     row = CONTROLLERS.get(name) if isinstance(name, str) else None
     return row.decides if row is not None else ()
 
