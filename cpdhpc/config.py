@@ -224,7 +224,7 @@ def _line(path: Path | str, said: str) -> str:
 def override(
     raw: Raw, settings: Iterable[str], lay: Callable[[Raw, Raw], Raw] | None = None
 ) -> Raw:
-    """Return raw with "a.b=value" settings applied; values are TOML, a bare word is a string.
+    """Return raw with "a.b=value" settings applied; values are TOML, or .5; a bare word is a string.
 
     lay: how all of them together are laid over raw; None: by merge
     Raises ConfigError for a setting of another form, or one that goes through a plain value.
@@ -276,7 +276,9 @@ def _value(text: str) -> Any:
     except tomllib.TOMLDecodeError:
         if text[:1] in ("[", "{", '"', "'"):
             raise ConfigError(f"--set ...={text}: is not a TOML value") from None
-        return text
+        # TOML has 0.1 and 1.0 only, people type .1 and 1. too
+        short = re.fullmatch(r"[+-]?(\.\d+|\d+\.)(e[+-]?\d+)?", text, re.IGNORECASE)
+        return float(text) if short else text
 
 
 def _check_path(raw: Raw, parts: list[str], setting: str) -> None:

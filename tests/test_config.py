@@ -264,6 +264,12 @@ def test_overrides_of_another_form_are_refused(setting: str) -> None:
         override({"x": 1}, [setting])
 
 
+def test_numbers_may_be_typed_shorter_than_in_toml() -> None:
+    given = {".1": 0.1, "-.5": -0.5, "1.": 1.0, "2.e-3": 0.002, ".": ".", "1.2.3": "1.2.3"}
+    for text, value in given.items():
+        assert override({}, [f"x={text}"]) == {"x": value}
+
+
 def test_overrides_leave_what_they_got() -> None:
     raw = {"a": {"b": 1}}
     override(raw, ["a.b=2"])
