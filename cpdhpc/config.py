@@ -224,7 +224,7 @@ def _line(path: Path | str, said: str) -> str:
 def override(
     raw: Raw, settings: Iterable[str], lay: Callable[[Raw, Raw], Raw] | None = None
 ) -> Raw:
-    """Return raw with "a.b=value" settings applied; values are TOML, or .5; a bare word is a string.
+    """Return raw with "a.b=value" settings applied; values are TOML, or .5, or else strings.
 
     lay: how all of them together are laid over raw; None: by merge
     Raises ConfigError for a setting of another form, or one that goes through a plain value.
