@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from .arrays import pack as pack
     from .arrays import quantize as quantize
     from .arrays import unpack as unpack
+    from .collectives.allreduce import Allreduce as Allreduce
     from .collectives.allreduce import allreduce as allreduce
     from .collectives.allreduce import simulate as simulate
     from .collectives.checks import NonFiniteGradient as NonFiniteGradient
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 
 _EXPORTS = {  # public name -> the module that has it, imported when first asked for
+    "Allreduce": "cpdhpc.collectives.allreduce",
     "Cast": "cpdhpc.formats",
     "FloatFormat": "cpdhpc.formats",
     "NonFiniteGradient": "cpdhpc.collectives.checks",

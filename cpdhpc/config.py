@@ -6,13 +6,22 @@ import re
 import tomllib
 from argparse import Namespace
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, cast
 
 import tomli_w
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PydanticUndefinedAnnotation,
+    PydanticUserError,
+    TypeAdapter,
+    ValidationError,
+)
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from .methods import suggest as suggest
@@ -189,13 +198,13 @@ def _types(row: Any) -> dict[str, Any]:
     return {key: each.get("type") for key, each in _schema(row).get("properties", {}).items()}
 
 
-def read_toml(path: Path) -> Raw:
+def read_toml(path: Path | str) -> Raw:
     """Return the tables of a TOML file.
 
     Raises ConfigError where the file is missing, unreadable or not TOML.
     """
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
+        return tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
@@ -204,10 +213,10 @@ def read_toml(path: Path) -> Raw:
         raise ConfigError(f"{path}: is not TOML: {error}{_line(path, str(error))}") from None
 
 
-def _line(path: Path, said: str) -> str:
+def _line(path: Path | str, said: str) -> str:
     """Return the line of a file that an error names by its number, as of a key that is twice."""
     found = re.search(r"at line (\d+)", said)
-    lines = path.read_text(encoding="utf-8-sig").splitlines()
+    lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
     number = int(found[1]) if found else len(lines)
     return f": {lines[number - 1].strip()}" if 0 < number <= len(lines) else ""
 
@@ -215,7 +224,7 @@ def _line(path: Path, said: str) -> str:
 def override(
     raw: Raw, settings: Iterable[str], lay: Callable[[Raw, Raw], Raw] | None = None
 ) -> Raw:
-    """Return raw with "a.b=value" settings applied; values are TOML, a bare word is a string.
+    """Return raw with "a.b=value" settings applied; values are TOML, or .5, or else strings.
 
     lay: how all of them together are laid over raw; None: by merge
     Raises ConfigError for a setting of another form, or one that goes through a plain value.
@@ -267,7 +276,9 @@ def _value(text: str) -> Any:
     except tomllib.TOMLDecodeError:
         if text[:1] in ("[", "{", '"', "'"):
             raise ConfigError(f"--set ...={text}: is not a TOML value") from None
-        return text
+        # TOML has 0.1 and 1.0 only, people type .1 and 1. too
+        short = re.fullmatch(r"[+-]?(\.\d+|\d+\.)(e[+-]?\d+)?", text, re.IGNORECASE)
+        return float(text) if short else text
 
 
 def _check_path(raw: Raw, parts: list[str], setting: str) -> None:
@@ -318,6 +329,16 @@ def validate(model: type[T], raw: Raw, source: str) -> T:
         return cast(T, _adapter(model).validate_python(raw))
     except ValidationError as error:
         raise ConfigError(f"{source}: {_explain(model, raw, error.errors()[0])}") from None
+
+
+def check_fields(model: type[Any], raw: Raw, source: str) -> None:
+    """Raise ConfigError, as validate, unless an object that was made could be made of a table.
+
+    Fields of types that pydantic does not know are their author's to check.
+    """
+    if "__dataclass_fields__" in vars(model):
+        with suppress(PydanticUserError, PydanticUndefinedAnnotation):
+            validate(model, raw, source)
 
 
 TYPES = {  # pydantic's name of what is wrong -> TOML's name of what it should be
@@ -418,6 +439,11 @@ def difference(one: str, other: str, ignored: Iterable[str] = ()) -> str | None:
 def value_of(text: str, key: str) -> Any:
     """Return what a TOML text has under table.key; None where it has nothing."""
     return _flat(text).get(key)
+
+
+def keys_of(text: str, table: str) -> list[str]:
+    """Return the keys that a TOML text has in a table and the tables in it, as table.key."""
+    return [key for key in _flat(text) if key.startswith(f"{table}.")]
 
 
 @lru_cache(64)  # reports ask for many keys of the same jobs

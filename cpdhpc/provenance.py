@@ -22,7 +22,7 @@ import cpdhpc
 
 from .ops import kernel_threads
 from .world.cores import threads_of_rank
-from .world.gpu_messages import Answer, find_out, use_own_gpu
+from .world.gpu_messages import Answer, find_out, sharing, use_own_gpu
 from .world.mpi import library_version
 from .world.ranks import Ranks
 
@@ -153,6 +153,8 @@ def gpu_rows(world: Ranks) -> list[tuple[str, str]]:
         missing = Answer(False, "CuPy and a GPU are not there on every process")
         return [("GPU-aware MPI", str(missing))]
     own = ", ".join(f"{process}: {gpu}" for process, gpu in enumerate(found))
+    shared = sharing(world, found)
+    own += f" (processes {', '.join(shared)} share GPUs of their node)" if shared else ""
     answer = find_out(world)
     travel = "go to MPI as they are" if answer.yes else "are staged through pinned host memory"
     return [("GPU of process", own), ("GPU-aware MPI", str(answer)), ("GPU arrays", travel)]

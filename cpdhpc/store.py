@@ -59,18 +59,18 @@ Group = Mapping[str, Variable | Array]
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def replacing(path: Path | str) -> Iterator[Path]:
     """Yield a temporary path whose file takes path's place at the end, unless an error comes.
 
     At any moment, be it of a kill or a crash, path holds the old content or the new one.
     Raises StoreError for an OSError, as of a full disk; the temporary file is gone then.
     """
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary = Path(path).with_name(f".{Path(path).name}.tmp")
     try:
         yield temporary
         _sync(temporary)
         temporary.replace(path)
-        _sync(path.parent)
+        _sync(temporary.parent)
     except OSError as error:
         raise StoreError(f"{path}: cannot be written: {error.strerror or error}") from None
     finally:
@@ -78,7 +78,7 @@ def replacing(path: Path) -> Iterator[Path]:
             temporary.unlink(missing_ok=True)
 
 
-def put(path: Path, content: str | bytes | memoryview) -> None:
+def put(path: Path | str, content: str | bytes | memoryview) -> None:
     """Write a file, text in UTF-8, that takes path's place. Raises StoreError as replacing."""
     with replacing(path) as temporary:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
@@ -124,7 +124,7 @@ def seal(path: Path, digests: Iterable[bytes]) -> str:
     return _checksum(header)
 
 
-def has_checksum(path: Path, file: io.BufferedReader) -> bool:
+def has_checksum(path: Path | str, file: io.BufferedReader) -> bool:
     """Return whether a file has a checksum, as all that cpdhpc writes; False for other HDF5.
 
     Raises StoreError where it is neither.
@@ -136,7 +136,7 @@ def has_checksum(path: Path, file: io.BufferedReader) -> bool:
     return begin == MAGIC
 
 
-def check(path: Path, file: io.BufferedReader, digests: Iterable[bytes]) -> str:
+def check(path: Path | str, file: io.BufferedReader, digests: Iterable[bytes]) -> str:
     """Return the checksum of a file that has one; raise StoreError where it is another.
 
     digests: all its block_digests
@@ -156,7 +156,7 @@ def _checksum(header: bytes) -> str:
 
 
 @contextmanager
-def _opened(path: Path, checked: bool = False) -> Iterator[Any]:
+def _opened(path: Path | str, checked: bool = False) -> Iterator[Any]:
     """Open a file with h5py once its checksum is found right, if it has one.
 
     checked: it has been already. The file that is read is the one that was checked, even where
@@ -165,7 +165,7 @@ def _opened(path: Path, checked: bool = False) -> Iterator[Any]:
     import h5py
 
     try:
-        with path.open("rb") as file:
+        with Path(path).open("rb") as file:
             if not checked and has_checksum(path, file):
                 check(path, file, block_digests(file))
             with h5py.File(f"/dev/fd/{file.fileno()}", "r") as opened:
@@ -219,7 +219,7 @@ def _changed(path: Path, mode: Literal["w", "r+"], **options: Any) -> Iterator[A
 
 
 def write(
-    path: Path,
+    path: Path | str,
     groups: Mapping[str, Group],
     attributes: Attributes,
     of_groups: Mapping[str, Attributes] | None = None,
@@ -272,7 +272,7 @@ def _label(datasets: Mapping[str, Any], name: str, dims: tuple[str, ...]) -> Non
 
 
 def read(
-    path: Path, only: Collection[str] | None = None
+    path: Path | str, only: Collection[str] | None = None
 ) -> tuple[dict[str, dict[str, Array]], dict[str, Any]]:
     """Return the arrays of each group, and the attributes, of a file that write made.
 
@@ -286,7 +286,7 @@ def read(
         }, _plain(file.attrs)
 
 
-def read_attributes(path: Path, group: str = "/") -> dict[str, Any]:
+def read_attributes(path: Path | str, group: str = "/") -> dict[str, Any]:
     """Return only the attributes of a file, or of a group in it. Raises StoreError as read does."""
     with _opened(path) as file:
         return _plain(file[group].attrs)
@@ -384,7 +384,7 @@ def _reserve(path: Path) -> None:
 
 
 def append(
-    path: Path, arrays: Mapping[str, tuple[Array, Attributes]], without: Collection[str]
+    path: Path | str, arrays: Mapping[str, tuple[Array, Attributes]], without: Collection[str]
 ) -> None:
     """Add compressed datasets to a copy of a file, which takes its place when complete.
 
@@ -421,7 +421,7 @@ def write_box(path: Path, name: str, box: tuple[slice, ...], data: Array) -> Non
         file[name][box] = data
 
 
-def contents(path: Path) -> tuple[dict[str, Any], dict[str, Room]]:
+def contents(path: Path | str) -> tuple[dict[str, Any], dict[str, Room]]:
     """Return the attributes of a file, and its datasets in all groups.
 
     Of a file that was checked, as it and read_box look at no checksum. Raises StoreError where the
@@ -434,7 +434,7 @@ def contents(path: Path) -> tuple[dict[str, Any], dict[str, Room]]:
         return _plain(file.attrs), {n: Room(x.shape, x.dtype, _plain(x.attrs)) for n, x in items}
 
 
-def read_box(path: Path, name: str, box: tuple[slice, ...]) -> Array:
+def read_box(path: Path | str, name: str, box: tuple[slice, ...]) -> Array:
     """Return a box of a dataset that is there. Raises StoreError where it cannot be read."""
     with _opened(path, checked=True) as file:
         return np.asarray(file[name][box])

@@ -36,7 +36,8 @@ TRAIN = """
 
 The tables below, each of which may be left out. A row of `[[compare]]` has the same tables and a
 `name`, and is laid over those of the file; each row is run once for each seed. Where it, or
-`--set`, names another model, data set and so on, the keys go that only the former one has.
+`--set`, names another model, data set and so on, the keys go that only the former one has;
+where it names a controller, those go that it decides (`learning_rate` beside `autowu`).
 `seed = 3` in `[train]` is `seeds = [3]`. `docs/tutorial.md` has an example.
 """
 STUDIES = """

@@ -279,3 +279,8 @@ def test_a_machine_without_cupy_sums_where_a_format_has_no_nan(monkeypatch):
     monkeypatch.delattr(ops, "gpu_runtime", raising=False)
     got = allreduce(Loopback(), np.ones(9, np.float32), wire="e2m1fn", scaling="none")
     assert got.tolist() == [1.0] * 9
+
+
+def test_a_scaling_is_named_as_it_was_given():
+    with pytest.raises(ValueError, match=r"scaling='static:3': wire='mxfp4' is scaled by block32"):
+        Allreduce("mxfp4", scaling="static:3")

@@ -64,6 +64,11 @@ def test_the_codec_is_timed_on_the_gpu(
     assert len(synchronised) >= 6  # two calls of three operations
 
 
+def test_threads_are_of_the_cpu() -> None:
+    with pytest.raises(UserError, match=r"--threads 1,2: .* must be 1 with --device gpu"):
+        codec.run(parsed(codec, "--device=gpu", "--threads=1,2"))
+
+
 @pytest.mark.parametrize(
     ("kind", "factors"),
     [

@@ -87,6 +87,7 @@ def assert_same_records(one: Path, other: Path) -> None:
     [
         ({"model": {"hidden": [9]}}, 2, "model.hidden is [8] there and [9] here"),
         ({"train": {"batch": 12}}, 2, "train.batch is 24 there and 12 here"),
+        ({"train": {"loss_scale": 2.0}}, 2, "train.loss_scale is not given there and 2.0 here"),
         ({"gradient": {"aggregator": "lowbit"}}, 2, "gradient.accumulate|gradient.aggregator"),
     ],
 )

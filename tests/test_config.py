@@ -77,6 +77,10 @@ def test_a_mark_of_byte_order_is_no_error(tmp_path: Path) -> None:
             "[schedule]\ndecay = 'step'\nmilestones = [-1, 2]",
             "schedule.milestones.0=-1: should be greater than or equal to 0",
         ),
+        (
+            "[schedule]\ndecay = 'step'\nmilestones = [2, 1]",
+            "schedule.milestones=[2.0, 1.0]: must ascend",
+        ),
         ("[train]\nseed = 1\nseeds = [1]", "train: seed and seeds: give one of them"),
         ("[train]\nseeds = []", "train.seeds"),
         ("[train]\nepochs = 4\nkeep_every = 9", "keep_every=9: should be up to epochs=4"),
@@ -258,6 +262,12 @@ def test_overrides_are_toml_and_bare_words_are_strings() -> None:
 def test_overrides_of_another_form_are_refused(setting: str) -> None:
     with pytest.raises(ConfigError, match="--set"):
         override({"x": 1}, [setting])
+
+
+def test_numbers_may_be_typed_shorter_than_in_toml() -> None:
+    given = {".1": 0.1, "-.5": -0.5, "1.": 1.0, "2.e-3": 0.002, ".": ".", "1.2.3": "1.2.3"}
+    for text, value in given.items():
+        assert override({}, [f"x={text}"]) == {"x": value}
 
 
 def test_overrides_leave_what_they_got() -> None:

@@ -313,6 +313,24 @@ def test_autowu_refuses_a_rate_that_is_the_default_too(tmp_path: Path, table: An
     assert validate(Job, tomllib.loads(job.toml()), "stored") == job  # with all defaults
 
 
+def test_a_row_of_autowu_loses_the_rate_and_the_schedule_of_the_file(tmp_path: Path) -> None:
+    rows = [
+        {"name": "auto", "controller": {"name": "autowu"}},
+        {"name": "given", "controller": {"name": "autowu"}, "train": {"learning_rate": 0.2}},
+        {"name": "steps", "train": {"learning_rate": 0.3}},
+    ]
+    base = {"train": {"learning_rate": 0.05, "epochs": 3}, "schedule": {"decay": "constant"}}
+    (tmp_path / "job.toml").write_text(dump_toml({**base, "compare": [rows[0], rows[2]]}))
+    auto, steps = load(tmp_path / "job.toml")
+    assert auto.train.epochs == 3 and auto == validate(
+        Job, {"name": "auto", "train": {"epochs": 3}, "controller": {"name": "autowu"}}, "alone"
+    )
+    assert steps.train.learning_rate == 0.3 and steps.schedule.decay == "constant"
+    (tmp_path / "job.toml").write_text(dump_toml({**base, "compare": rows}))
+    with pytest.raises(ConfigError, match=r"row given: .*train\.learning_rate.*should be left out"):
+        load(tmp_path / "job.toml")
+
+
 def test_one_rank_is_too_few_before_any_run_begins(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

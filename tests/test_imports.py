@@ -271,7 +271,10 @@ def test_a_study_sweeps_their_arguments(
         (["data.import={m}:between"], 'loss.import="{m}:focal": RuntimeError: '),
         (["loss.power=x"], 'loss.import="{m}:focal": TypeError: unsupported operand'),
         (["loss.strength=1"], "TypeError: got an unexpected keyword argument 'strength'"),
-        (["metric.import={m}:count"], "metric: outputs float32[2, 3], targets int64[2]: returned"),
+        (
+            ["metric.import={m}:count"],
+            "metric count: outputs float32[2, 3], targets int64[2]: ",
+        ),
         (["data.import={m}:flat"], "job-s0: model: inputs float32[2, 3]: RuntimeError: "),
         (["loss.import={m}:data"], 'loss.import="{m}:data": TypeError'),
         (["metric.k=7"], 'metric.import="{m}:among": RuntimeError: selected index k out of range'),

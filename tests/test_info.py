@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from cpdhpc import provenance
@@ -43,3 +46,17 @@ def test_how_gpu_arrays_travel_is_shown(
     rows = dict(provenance.gpu_rows(Loopback()))
     assert rows["GPU of process"] == "0: 0000:41:00.0"
     assert rows["GPU-aware MPI"].endswith("(the query)") and words in rows["GPU arrays"]
+
+
+@pytest.mark.parametrize("nodes, told", [((0, 0, 1), "processes 0, 1 share"), ((0, 1, 2), "")])
+def test_processes_that_share_a_gpu_are_told(
+    monkeypatch: pytest.MonkeyPatch, nodes: tuple[int, ...], told: str
+) -> None:
+    """Of GPUs with one address on different nodes each has its own."""
+    world: Any = SimpleNamespace(
+        nodes=nodes, virtual_ranks=1, gather=lambda address, what: [address] * 3
+    )
+    monkeypatch.setattr(provenance, "use_own_gpu", lambda world: (0, "0000:41:00.0"))
+    monkeypatch.setattr(provenance, "find_out", lambda world: gpu_messages.Answer(False, "no"))
+    own = dict(provenance.gpu_rows(world))["GPU of process"]
+    assert told in own and ("share" in own) == bool(told)

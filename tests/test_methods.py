@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import numpy as np
 import pytest
 import torch
 from every import every
-from pydantic import TypeAdapter
+from pydantic import Field, TypeAdapter
 
 from cpdhpc.collectives.allreduce import configured
 from cpdhpc.collectives.checks import NonFiniteGradient
@@ -23,6 +24,7 @@ from cpdhpc.compress import (
     GradientFlow,
     LowBit,
     Mean,
+    NoCompression,
     OneBit,
     PowerSgd,
     Qsgd,
@@ -87,6 +89,34 @@ def test_terngrad_has_2n_plus_1_levels_of_the_largest_clipped_value() -> None:
     levels = np.round(found / scaler * RANKS)
     assert np.array_equal(np.unique(levels), np.arange(-RANKS, RANKS + 1))
     assert np.array_equal(found, (levels / np.float32(RANKS)).astype(np.float32) * scaler)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [[0.7], [-3.0] * 5, [0.1] * 70_001, [1.0, 1.001, 0.999], [2.0, 2.2], [2.0**-140], [0.0]],
+    ids=lambda values: f"{len(values)}x{values[0]:g}",
+)
+@pytest.mark.parametrize("share", [True, False])
+def test_terngrad_does_not_cut_a_layer_all_of_which_is_beyond_its_deviations(
+    values: list[float], share: bool
+) -> None:
+    """Alike values have a deviation of 0 or next to it, and would never be trained."""
+    x = np.array(values, np.float32)
+    bucket = Bucket(("alike", "normal"), ((x.size,), (500,)))
+    flats = [bucket.flatten([x, each]) for each in gradients(whole(500))]
+    cut, _ = aggregate(TernGrad(share=share), flats, bucket)
+    uncut, _ = aggregate(TernGrad(clip=0, share=share), flats, bucket)
+    assert cut[: x.size].tobytes() == uncut[: x.size].tobytes()
+    assert cut[x.size :].tobytes() != uncut[x.size :].tobytes(), "the other layer has outliers"
+    if x.size == 1:
+        assert cut[0] == x[0]  # it is its own scaler: nothing is left to chance
+
+
+def test_terngrad_cuts_all_but_the_zeros_of_a_layer() -> None:
+    x = np.array([5.0] * 99 + [0.0], np.float32)  # deviation 0.4975
+    found, _ = aggregate(TernGrad(), [x], whole(100))
+    limit = np.float32(2.5 * x.std(dtype=np.float64))
+    assert set(found.tolist()) == {0.0, limit}
 
 
 def test_terngrad_leaves_excluded_layers_alone_and_knows_their_names() -> None:
@@ -378,6 +408,10 @@ def test_wrong_options(method: str, options: dict[str, Any]) -> None:
         ("qsgd", {"levels": 10**6}, "qsgd: levels=1000000: should be less"),
         ("gradientflow", {"density": 1.5}, "density=1.5: should be less"),
         ("onebit", {"algorithm": "x"}, "algorithm='x'"),
+        ("powersgd", {"rank": True}, "powersgd: rank=true: should be a valid integer"),
+        ("topk", {"density": "0.1"}, "topk: density='0.1': should be a valid number"),
+        ("topk", {"density": math.nan}, "topk: density=nan: should be a finite number"),
+        ("qsgd", {"levels": "4"}, "qsgd: levels='4': should be a valid integer"),
         ("powersgd", {"rnak": 2}, "unknown key rnak: did you mean rank"),
     ],
 )
@@ -386,6 +420,46 @@ def test_options_in_python_are_judged_as_those_of_job_files(
 ) -> None:
     with pytest.raises(ValueError, match=says):
         GradientReducer(torch.nn.Linear(3, 2), Loopback(), method, **options)
+
+
+@dataclass(frozen=True)
+class Yours(NoCompression):
+    half: Annotated[float, Field(ge=0, le=0.5)] = 0.5
+
+
+@dataclass(frozen=True)
+class Unknown(NoCompression):
+    values: np.ndarray[Any, Any] | None = None  # of a type that pydantic does not know
+
+
+GOOD = [Yours(half=0.25), Unknown(np.ones(2)), TopK(density=1), Qsgd(levels=np.int64(3))]
+GOOD += [LowBit(wire="e4m3", layers={"weight": "raw"}, algorithm="auto"), TopK(exclude=["weight"])]  # type: ignore[list-item, arg-type]
+
+
+@pytest.mark.parametrize("method", [*(each() for each in COMPRESSORS.values()), *GOOD], ids=str)
+def test_objects_with_allowed_options_are_taken_as_they_are(method: Aggregator) -> None:
+    reducer = GradientReducer(torch.nn.Linear(2, 2), Loopback(), method)
+    assert reducer.aggregator is method
+
+
+@pytest.mark.parametrize(
+    ("method", "says"),
+    [
+        (Qsgd(levels=0), "Qsgd: levels=0: should be greater than or equal to 1"),
+        (PowerSgd(rank=0), "PowerSgd: rank=0"),
+        (Strom(tau=0.0), "Strom: tau=0.0: should be greater"),
+        (TopK(density=-1.0), "TopK: density=-1.0: should be greater than 0"),
+        (TopK(density=2), "TopK: density=2: should be less than or equal to 1"),
+        (TopK(density=math.nan), "TopK: density=nan: should be a finite number"),
+        (Yours(half=1.0), "Yours: half=1.0: should be less than or equal to 0.5"),
+        (Yours(half="0.1"), "Yours: half='0.1': should be a valid number"),  # type: ignore[arg-type]
+    ],
+    ids=str,
+)
+def test_objects_are_judged_as_names_with_options_are(method: Aggregator, says: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        GradientReducer(torch.nn.Linear(2, 2), Loopback(), method)
+    assert str(caught.value).startswith(f"GradientReducer: {says}")
 
 
 def test_states_of_other_methods_and_models_are_refused() -> None:

@@ -244,6 +244,7 @@ def test_wrong_settings_and_files_are_told(tmp_path: Path, monkeypatch: pytest.M
     cases: list[tuple[dict[str, Any], str]] = [
         ({"layers": ("conv*",)}, r"layers: 'conv\*' matches none: known are 0, 3"),
         ({"every": 1, "iterations": (1,)}, "every and iterations: give one of them"),
+        ({}, "every and iterations: nothing is recorded: give one"),
         ({"tensors": ("gradient",)}, "tensors"),
         ({"max_mib": 0}, "max_mib=0"),
         ({"evry": 1}, "evry"),

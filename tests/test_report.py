@@ -69,6 +69,28 @@ def test_groups_over_seeds(directory: Path) -> None:
     assert table(groups).rows[0][2] == f"{base.score:.2f} ± {deviation:.2f}"
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"update": {"name": "dmsgd", "wire": "e4m3"}, "optimizer": {"momentum": 0.0}},
+        {"precision": {"rule": [{"layers": "*", "wire": "e4m3"}]}},
+    ],
+    ids=["gossip", "policy"],
+)
+def test_only_a_float32_all_reduce_is_a_baseline(tmp_path: Path, changes: dict[str, Any]) -> None:
+    run_job(small_job(name="other", train={"seeds": [0]}, **changes), Loopback(2), tmp_path)
+    (group,) = groups_in(tmp_path)
+    assert baseline([group]) is None
+    alone = table([group])
+    assert not any("float32" in str(each) for each in alone.columns)
+    assert "No float32 all-reduce among the runs" in alone.caption
+    run_job(small_job(name="wide", train={"seeds": [0]}), Loopback(2), tmp_path)
+    both = groups_in(tmp_path)
+    base = baseline(both)
+    assert base is not None and base.name == "wide"
+    assert any("float32" in str(each) for each in table(both).columns)
+
+
 def test_the_table_counts_bytes_beside_float32(directory: Path) -> None:
     """Two ranks send each half of the buffer twice: n values of 4 bytes; whole tiles of e4m3."""
     cells = {row[0]: row for row in table(groups_in(directory)).rows}

@@ -14,13 +14,21 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
+import torch
 import xarray
 from every import every
 from training import ROWS, run_job, small_job
 
 from cpdhpc import store
-from cpdhpc.config import UserError
+from cpdhpc.config import UserError, dump_toml, read_toml
+from cpdhpc.darray import DistArray, Layout
+from cpdhpc.precision import Recorder, recording
+from cpdhpc.quantized import load
+from cpdhpc.quantized.integers import Flatten, Input, IntegerNetwork
+from cpdhpc.report.trainings import load_run
 from cpdhpc.store import StoreError, Variable
+from cpdhpc.train import GradientReducer, gradients
+from cpdhpc.train import job as jobs
 from cpdhpc.world import files
 from cpdhpc.world.ranks import Loopback
 
@@ -250,3 +258,34 @@ def test_only_files_of_the_same_kind_are_replaced(tmp_path: Path) -> None:
             store.check_target(path, "influence")
     with pytest.raises(store.StoreError, match="directory is missing or read-only"):
         store.check_target(tmp_path / "nowhere" / "x.h5", "run")
+
+
+@pytest.mark.parametrize("kind", [str, Path])
+def test_a_path_may_be_text(tmp_path: Path, kind: type[str] | type[Path]) -> None:
+    def at(name: str) -> Any:
+        return kind(tmp_path / name)
+
+    store.write(at("x.h5"), groups(), {"status": "complete"})
+    assert store.read(at("x.h5"))[1] == store.read_attributes(at("x.h5"))
+    network = IntegerNetwork([Input(2), Flatten()])
+    network.save(at("net.h5"), {})
+    assert load(at("net.h5")).layers == network.layers
+    layout = Layout.grid((4,), (1,))
+    DistArray(Loopback(), layout, np.arange(4.0)).save(at("a.h5"))
+    assert DistArray.load(Loopback(), at("a.h5"), layout).local.tolist() == [0, 1, 2, 3]
+    model = torch.nn.Linear(2, 2)
+    reducer = GradientReducer(model, Loopback())
+    with Recorder(model, at("r.h5"), reducer, every=1, tensors=["gradients"]) as recorder:
+        model(torch.ones(1, 2)).sum().backward()
+        mean = reducer.reduce()
+        recorder.step(mean)
+    gradients.save(reducer, at("g.h5"), 0)
+    for name in ("r.h5", "g.h5"):
+        assert recording.load(at(name)).iterations == [0]
+        assert gradients.load_all(at(name))[0].iteration == 0
+    assert gradients.load(at("g.h5")).iteration == 0
+    done = run_job(small_job(), Loopback(), tmp_path).files.record
+    assert load_run(kind(done)).path == done
+    job = tmp_path / "job.toml"
+    job.write_text(dump_toml(small_job().model_dump(exclude_defaults=True)))
+    assert read_toml(at("job.toml")) and jobs.load(at("job.toml"))[0].name == "small"

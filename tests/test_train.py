@@ -305,6 +305,34 @@ def test_a_run_that_learns_nothing_says_so(
         assert ("no better than guessing" in capsys.readouterr().out) == worse
 
 
+@pytest.mark.parametrize("base", [0, 50])
+def test_a_batch_larger_than_the_data_set_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], base: int
+) -> None:
+    schedule = {"base_batch": base, "batch_scaling": "linear"} if base else {}
+    for batch in (100, 200):
+        job = small_job(train={"epochs": 1, "batch": batch}, schedule=schedule)
+        training = prepare(job, Loopback(), small_data(), Files.of(tmp_path, job))
+        run(training, Caught(), Display(True, 1))
+        told = capsys.readouterr().out
+        line = "train.batch=200 is more than the 100 samples: a step has these"
+        assert (line in told) == (batch == 200)
+        assert ("and rates are scaled for it" in told) == (base > 0 and batch == 200)
+
+
+def test_a_metric_that_is_nan_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = "small-s0: test_accuracy is NaN, though the loss is finite: see its metric"
+    for broken in (False, True):
+        if broken:
+            monkeypatch.setattr(Accuracy, "score", lambda self, mean: math.nan)
+        job = small_job(train={"epochs": 1})
+        training = prepare(job, Loopback(), small_data(), Files.of(tmp_path, job))
+        run(training, Caught(), Display(True, 1))
+        assert (line in capsys.readouterr().out) == broken
+
+
 def test_a_run_that_ends_before_scales_are_fixed_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

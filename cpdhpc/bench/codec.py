@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME,...",
         help=f"of {', '.join(CODEC_OPERATIONS)}",
     )
-    parser.add_argument("--threads", default="1", metavar="N,...", help="numbers of threads")
+    parser.add_argument("--threads", default="1", metavar="N,...", help="of the CPU")
     add_samples(parser, 9, calls="calls of each case")
 
 
@@ -171,6 +171,8 @@ def run(args: argparse.Namespace) -> Measured:
     names = parse_names("--formats", args.formats, parse_format)
     chosen = parse_names("--operations", args.operations, among(CODEC_OPERATIONS))
     counts = parse_counts("--threads", args.threads)
+    if args.device == "gpu" and counts != [1]:
+        raise UserError(f"--threads {args.threads}: is of the CPU: must be 1 with --device gpu")
     n = max(1, int(args.mib * 2**20 / 4))
     where = take_device(args, Loopback())
     if where:

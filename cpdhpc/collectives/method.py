@@ -300,14 +300,10 @@ class Method:
             raise ValueError(f"allreduce: algorithm='mpi': wire={self.wire!r}: must be 'raw'")
         if self.exact:
             self._check_exact()
-        own = wire_scaling(self.wire)
-        if (
-            isinstance(self.wire, str)
-            and self.wire in MICROSCALING
-            and own != self.parsed_scaling.kind
-        ):
+        own, kind = wire_scaling(self.wire), self.parsed_scaling.kind
+        if isinstance(self.wire, str) and self.wire in MICROSCALING and own != kind:
             raise ValueError(
-                f"allreduce: scaling={self.parsed_scaling.kind!r}: wire={self.wire!r} is scaled by "
+                f"allreduce: scaling={self.scaling or kind!r}: wire={self.wire!r} is scaled by "
                 f"{own}: for another scaling name its format, {MICROSCALING[self.wire].name}"
             )
 

@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="whose gradients: last (default), the linear layer that runs last; "
                         "all; or names of layers")  # fmt: skip
     parser.add_argument("--projection", type=int, metavar="N", default=0,
-                        help="compare N random sums of gradients, right on average (default: "
+                        help="compare N random sums of gradients, right on average (default 0: "
                         "whole gradients)")  # fmt: skip
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the projection")
     parser.add_argument("--epochs", metavar="N,...", default="",
@@ -63,6 +63,8 @@ def run(arguments: argparse.Namespace, world: Ranks) -> int:
     out = arguments.out or plan.record.with_suffix(f".{KIND}.h5")
     world.on_first(lambda: store.check_target(out, KIND), "output")
     display = Display(world.process == 0, 1)
+    if out.exists():
+        display.line(f"{out}: is there already: its scores will be replaced")
     epochs = ", ".join(str(kept.epoch) for _, kept in plan.run.kept)
     display.line(
         f"{plan.job.id}: weights after epoch {epochs}; {len(wanted.test)} test samples, "

@@ -84,7 +84,16 @@ class Aggregator(ABC):
     align: ClassVar[int] = 1  # layers start on multiples of this many values
     columns: ClassVar[Mapping[str, Column]] = {}  # what the record has of each layer
     has_momentum: ClassVar[bool] = False  # whether means have some, so the optimiser must not
-    __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
+    __pydantic_config__: ClassVar[Any] = {
+        "extra": "forbid",
+        "strict": True,
+        "allow_inf_nan": False,
+    }
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
+        """Return how pydantic reads the table of a job file: strict about its values."""
+        return {**handler(source), "strict": False}  # the table itself need be no Aggregator
 
     @abstractmethod
     def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:

@@ -39,9 +39,10 @@ UNIT_SHIFT = 1 + SHIFT_BIAS  # the format's numbers are -2, 0 and 2: those of 2 
 
 @dataclass(frozen=True)
 class TernGrad(Aggregator):
-    """The mean of gradients whose values become -s, 0 or s by chance, without bias.
+    """The mean of gradients whose values become -s, 0 or s by chance, without bias but for clip.
 
-    clip: values beyond so many standard deviations of their layer are cut to them; 0: none are
+    clip: values beyond so many standard deviations of their layer are cut to them, unless all
+        its values are beyond: alike ones, or a layer of one value, have no outliers; 0: none are
     bucket_values: so many values of a layer have an s of their own; 0: a layer has one
     share: the s of all ranks is the largest, so that integers are summed: 2 ranks + 1 levels;
         else each rank keeps its own, and gets the values of all others
@@ -107,7 +108,8 @@ class TernGrad(Aggregator):
             elif self.clip and x.size:
                 with np.errstate(invalid="ignore"):  # of infinity: the scaler will show it
                     limit = np.float32(self.clip * _deviation(x))
-                _cut(x, limit)
+                if not _all_beyond(x, limit):
+                    _cut(x, limit)
         return out
 
     def _scalers(
@@ -142,6 +144,12 @@ def _deviation(x: Array) -> float:
     kernels = backend_of(x)
     mean = kernels.row_sums(x.reshape(1, -1))[0] / x.size
     return float(np.sqrt(kernels.square_sum(x, mean) / x.size))
+
+
+def _all_beyond(x: Array, limit: np.float32) -> bool:
+    """Whether none of float32[n] is within the limit: of most layers the first block has some."""
+    magnitudes = (x[part].view(np.uint32) & np.uint32(MAGNITUDE) for part in blocks(x))
+    return not any((each <= limit.view(np.uint32)).any() for each in magnitudes)
 
 
 def _cut(x: Array, limit: np.float32) -> None:

@@ -64,7 +64,7 @@ class Recorder:
     def __init__(
         self,
         model: torch.nn.Module,
-        path: Path,
+        path: Path | str,
         reducer: Any = None,
         *,
         resume: bool = False,
@@ -76,6 +76,8 @@ class Recorder:
             alike |= {"path": str(self.path), "resume": resume, **settings}
             self.settings = validate(Recording, settings, "Recorder")
             self._find_layers()
+            if not self.settings.number:
+                raise ConfigError("Recorder: every and iterations: nothing is recorded: give one")
         self.world.on_first(partial(self._open, resume), "Recorder")
         self._most: dict[tuple[str, str], int] | None = None  # rows, by kind and name
         self._handles = [

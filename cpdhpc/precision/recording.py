@@ -137,8 +137,9 @@ class Recorded:
         return {(each.iteration, each.kind, each.name): each for each in self.tensors}
 
 
-def load(file: Path) -> Recorded:
+def load(file: Path | str) -> Recorded:
     """Return what a Recorder or train.record_gradients wrote. Raises StoreError for other files."""
+    file = Path(file)
     notes = store.read_attributes(file)  # and its checksum is right
     if notes.get("kind") == GRADIENTS:
         return Recorded(file, tuple(_gradients(file, notes)), {})

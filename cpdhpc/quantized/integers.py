@@ -301,7 +301,7 @@ class IntegerNetwork:
         """Return int64[n], each image's class of the largest score, the first of equal ones."""
         return np.asarray(self(images).argmax(axis=1))
 
-    def save(self, path: Path, about: store.Attributes) -> None:
+    def save(self, path: Path | str, about: store.Attributes) -> None:
         """Write all layers; about: attributes of the file. Raises StoreError where it cannot."""
         groups = {
             f"{number:03}.{_NAMES[type(layer)]}": {
@@ -312,7 +312,7 @@ class IntegerNetwork:
         store.write(path, groups, {"kind": KIND, **about})
 
 
-def load(path: Path) -> IntegerNetwork:
+def load(path: Path | str) -> IntegerNetwork:
     """Return the network of a file of save. Raises StoreError where it is none."""
     groups, attributes = store.read(path)
     if attributes.get("kind") != KIND:

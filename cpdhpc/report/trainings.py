@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from .. import store
-from ..config import difference, value_of
+from ..config import difference, keys_of, value_of
 from ..study_data.factors import Array
 from ..study_data.study_file import ReportError, check_arrays
 from . import units
@@ -95,6 +95,14 @@ class RunGroup:
         return bool(value_of(self.runs[0].attributes["toml"], "gradient.aggregator") != "none")
 
     @property
+    def is_float32(self) -> bool:
+        """Whether all ranks step by the mean that an all-reduce in float32 makes."""
+        text = self.runs[0].attributes["toml"]
+        rule = value_of(text, "update.name") or "allreduce"  # older records have no such table
+        wired = any(key.endswith(".wire") for key in keys_of(text, "precision"))
+        return not self.compressed and rule == "allreduce" and not wired
+
+    @property
     def observed(self) -> bool:
         """Whether the method says which gradient values became zero on the wire."""
         return all("underflow_share" in run.layers for run in self.runs)
@@ -127,7 +135,7 @@ NEEDED = {  # of a record, which a damaged one may lack
 NEEDED_NOTES = ("name", "status", "toml", "date", "seed")
 
 
-def load_run(path: Path) -> Run:
+def load_run(path: Path | str) -> Run:
     """Return a run. Raises StoreError for what cannot be read, ReportError for what is no run."""
     groups, attributes = store.read(path)
     if attributes.get("kind") != "run":
@@ -135,7 +143,7 @@ def load_run(path: Path) -> Run:
     if lost := [name for name in NEEDED_NOTES if name not in attributes]:
         raise ReportError(f"{path}: has no attribute {lost[0]}: is not the file of a run")
     check_arrays(path, groups, NEEDED, "is not the file of a run")
-    run = Run(path, attributes, groups["steps"], groups["epochs"], groups["layers"])
+    run = Run(Path(path), attributes, groups["steps"], groups["epochs"], groups["layers"])
     check_arrays(path, groups, {"epochs": [run.measure.column]}, "is not the file of a run")
     return run
 
@@ -170,8 +178,8 @@ def _check_alike(runs: list[Run]) -> None:
 
 
 def baseline(groups: Iterable[RunGroup]) -> RunGroup | None:
-    """Return the first group whose gradients travel as float32, if there is one."""
-    return next((each for each in groups if not each.compressed), None)
+    """Return the first group of a float32 all-reduce, if there is one."""
+    return next((each for each in groups if each.is_float32), None)
 
 
 LAYER_SHARES = {  # what is drawn, and how it is called
@@ -218,6 +226,7 @@ CAPTION = (
     "of non-zero gradient values that become zero when a rank encodes its own."
 )
 CRITICAL = " Critical batch: what the noise scale predicts for the whole run, mean over seeds."
+NO_FLOAT32 = " No float32 all-reduce among the runs: columns beside one are left out."
 NOT_SHOWN = ("kind", "schema", "name", "seed", "toml", "status", "parameters")
 
 
@@ -293,9 +302,9 @@ def table(groups: Sequence[RunGroup]) -> Table:
         Column("seeds", seeds),
         Column(measure.heading, lambda group: measure.told(group.scores)),
         *(Column(each.heading, partial(told, each)) for each in further),
-        Column(f"to float32\n{measure.points}".strip(), beside),
+        *([Column(f"to float32\n{measure.points}".strip(), beside)] if base else []),
         Column("bytes per\nstep, rank", lambda group: f"{group.mean('wire_bytes'):,.0f}"),
-        Column("of\nfloat32", share),
+        *([Column("of\nfloat32", share)] if base else []),
         Column("step\nms", lambda group: f"{group.step_time_ms:.2f}"),
         Column("data\n%", lambda group: f"{100 * group.mean('data_share'):.0f}"),
         Column("under-\nflow %", underflow),
@@ -304,6 +313,7 @@ def table(groups: Sequence[RunGroup]) -> Table:
     if not all(map(isnan, batches.values())):
         columns.append(Column("critical\nbatch", lambda g: units.digits(batches[g.name])))
         caption += CRITICAL
+    caption += "" if base else NO_FLOAT32
     return tabulate("", columns, groups, caption + PADDED)
 
 

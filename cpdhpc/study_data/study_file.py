@@ -255,7 +255,7 @@ class StudyFile:
         return dict(self.toml.get("weak", {})) if self.scaling == "weak" else {}
 
 
-def load_study_file(path: Path) -> StudyFile:
+def load_study_file(path: Path | str) -> StudyFile:
     """Return a study. Raises StoreError for what cannot be read, ReportError for what is none."""
     groups, attributes = store.read(path)
     schema = attributes.get("cpdhpc_schema")
@@ -264,7 +264,7 @@ def load_study_file(path: Path) -> StudyFile:
     _check(path, groups, attributes)
     rules = store.read_attributes(path, "summary")
     return StudyFile(
-        path,
+        Path(path),
         attributes,
         {"ci_level": LEVEL, "base": "not stated"} | rules,
         tuple(_points(groups)),
@@ -274,7 +274,7 @@ def load_study_file(path: Path) -> StudyFile:
     )
 
 
-def _check(path: Path, groups: Groups, attributes: Mapping[str, Any]) -> None:
+def _check(path: Path | str, groups: Groups, attributes: Mapping[str, Any]) -> None:
     missing = [
         name
         for name in ("name", "kind", "scaling", "status", "study", "work")
@@ -288,7 +288,7 @@ def _check(path: Path, groups: Groups, attributes: Mapping[str, Any]) -> None:
 
 
 def check_arrays(
-    path: Path, groups: Groups, needed: Mapping[str, Sequence[str]], said: str
+    path: Path | str, groups: Groups, needed: Mapping[str, Sequence[str]], said: str
 ) -> None:
     """Raise ReportError, which ends as said, unless a file has these arrays, by group."""
     for group, names in needed.items():

@@ -15,13 +15,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..collectives import sparse
 from ..collectives.checks import NonFiniteGradient, check_alike
-from ..compress import COMPRESSORS
 from ..compress.base import Aggregator, Context, Mean
 from ..compress.bucket import Bucket, Entry, State, redistributed
 from ..compress.flexpoint import NEVER
-from ..config import validate
-from ..formats import FloatFormat, TableFormat
-from ..methods import check_bool, check_whole, suggest
+from ..methods import check_bool, check_whole
 from ..ops import on_gpu, to_host
 from ..ops.tensors import (
     CPU,
@@ -37,7 +34,6 @@ from ..ops.tensors import (
 from ..precision.arithmetic import STATE, newest
 from ..precision.policy import LayerPolicy
 from ..randomness import random_key
-from ..table_formats import spelled
 from ..world.mpi import as_world
 from ..world.ranks import Ranks
 
@@ -187,26 +183,6 @@ def _check_momentum(
                 f"{type(optimizer).__name__}.step: has momentum, and so have the means of "
                 f"{type(found.aggregator).__name__}: should be SGD with momentum=0"
             )
-
-
-def made(who: str, aggregator: str | Aggregator, options: dict[str, Any]) -> Aggregator:
-    """Return the aggregator of a name with its options, or the very one without any.
-
-    who: for errors. Raises ValueError or TypeError for an unknown name, unknown or wrong options.
-    """
-    if isinstance(aggregator, Aggregator):
-        if options:
-            raise TypeError(f"{who}: options={options}: the aggregator has its own")
-        return aggregator
-    if not isinstance(aggregator, str):
-        raise TypeError(f"{who}: aggregator={aggregator!r}: must be a name or an Aggregator")
-    if aggregator not in COMPRESSORS:
-        raise ValueError(f"{who}: aggregator={aggregator!r}: {suggest(aggregator, COMPRESSORS)}")
-    named = {
-        k: v.name if isinstance(v, FloatFormat) else spelled(v) if isinstance(v, TableFormat) else v
-        for k, v in options.items()
-    }
-    return validate(COMPRESSORS[aggregator], named, f"{who}: {aggregator}")
 
 
 def part_seed(seed: int, index: int) -> int:

@@ -106,8 +106,11 @@ def check_same(path: Path, there: str, here: str, may_differ: Iterable[str]) -> 
     """Raise CheckpointError for a key in which a file's TOML text is another than this one."""
     key = difference(here, there, may_differ)
     if key is not None:
-        values = value_of(there, key), value_of(here, key)
-        raise CheckpointError(f"{path}: {key} is {values[0]!r} there and {values[1]!r} here")
+        said = [
+            "not given" if value is None else repr(value)
+            for value in (value_of(there, key), value_of(here, key))
+        ]
+        raise CheckpointError(f"{path}: {key} is {said[0]} there and {said[1]} here")
 
 
 def load(path: Path, toml: str, samples_seen: Callable[[int], int]) -> tuple[Groups, Position]:

@@ -19,6 +19,7 @@ from ..ops import backend_of
 from ..ops.tensors import CPU, OwnStream, array_of, check_device, in_stream, put
 from ..world.mpi import as_world
 from ..world.ranks import Ranks
+from .aggregators import made
 from .averaging import (
     FLOATS,
     PLAIN,
@@ -27,7 +28,6 @@ from .averaging import (
     check_options,
     is_plain,
     kind,
-    made,
     policies_of,
     rounded,
     scales_of,

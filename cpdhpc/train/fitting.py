@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -52,7 +54,8 @@ def check_fit(
     """
     index = np.arange(min(2, len(samples)))
     inputs, targets = taken(samples, index, 0, device_of(model))
-    metrics, training = [metric.build() for metric in job.told], model.training
+    metrics = {f"metric {each.label}": each.build() for each in job.told}
+    training, scores = model.training, list[tuple[str, Any, int]]()
     with torch.no_grad(), torch.random.fork_rng(devices=[]), naming_items(index):
         torch.manual_seed(job.seed)  # of layers that are not initialised before
         with told(f"{job.id}: model: inputs {shown(inputs)}"):
@@ -65,9 +68,10 @@ def check_fit(
         with told(f"{job.id}: loss: {what}"):
             mean, each = loss(outputs, targets), loss(outputs, targets, reduction="none")
             job.loss.check(outputs, classes)
-        with told(f"{job.id}: metric: {what}"):
-            scores = [metric(outputs, targets) for metric in metrics if metric is not None]
-    values = [("loss", mean, 0), ("loss, none", each, 1), *(("metric", s, 1) for s in scores)]
+        for name, metric in metrics.items():
+            with told(f"{job.id}: {name}: {what}"):
+                scores += [(name, metric(outputs, targets), 1)] if metric is not None else []
+    values = [("loss", mean, 0), ("loss, none", each, 1), *scores]
     for name, value, axes in values:
         if not isinstance(value, torch.Tensor) or value.shape[:1] != inputs.shape[:axes]:
             came = shown(value) if isinstance(value, torch.Tensor) else type(value).__name__

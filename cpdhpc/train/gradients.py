@@ -48,7 +48,7 @@ def size_bytes(reducer: GradientReducer) -> int:
     return 4 * reducer.world.ranks * sum(p.numel() for p in reducer.parameters)
 
 
-def save(reducer: GradientReducer, path: Path, iteration: int, source: str = "") -> None:
+def save(reducer: GradientReducer, path: Path | str, iteration: int, source: str = "") -> None:
     """Write what all ranks gave to the last reduce, float32 as it was averaged. Collective.
 
     Every process writes its ranks' rows at once; the file takes path's place when it is complete.
@@ -82,7 +82,7 @@ def save(reducer: GradientReducer, path: Path, iteration: int, source: str = "")
         "source": source,
         "layers": json.dumps(bucket.names),
     }
-    files.save(world, path, rooms, attributes, fill)
+    files.save(world, Path(path), rooms, attributes, fill)
 
 
 def _key(name: str) -> str:
@@ -90,7 +90,7 @@ def _key(name: str) -> str:
     return f"{GROUP}/{name.replace('/', ':')}"
 
 
-def load_all(path: Path) -> list[Gradients]:
+def load_all(path: Path | str) -> list[Gradients]:
     """Return the gradients of each iteration in a file of save, or of precision record.
 
     Raises StoreError for any other file, and where none were recorded.
@@ -106,11 +106,13 @@ def load_all(path: Path) -> list[Gradients]:
         tensors = [each for each in of if each.iteration == iteration]
         layers = {each.name: each.read() for each in tensors}
         first = tensors[0]
-        found.append(Gradients(iteration, first.shape[0], layers, path.stem, first.loss_scale))
+        found.append(
+            Gradients(iteration, first.shape[0], layers, Path(path).stem, first.loss_scale)
+        )
     return found
 
 
-def load(path: Path) -> Gradients:
+def load(path: Path | str) -> Gradients:
     """Return the gradients that save wrote. Raises StoreError for any other file."""
     groups, attributes = store.read(path)
     if attributes.get("kind") != KIND:

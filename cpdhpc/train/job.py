@@ -386,15 +386,31 @@ def laid_over(base: Raw, change: Raw) -> Raw:
     """Return a job's tables with change laid over them.
 
     A table whose row is another one then loses what only the former row has: the width of an mlp
-    is no key of a lenet. See OneOf.stays.
+    is no key of a lenet. See OneOf.stays. What a controller that change names decides goes too.
     """
-    kept = dict(base)
+    kept = _without(base, _decided(change))
     for name, field in Job.model_fields.items():
         former, new = base.get(name), change.get(name)
         for one in field.metadata:
             if isinstance(one, OneOf) and isinstance(former, dict) and isinstance(new, dict):
                 kept[name] = one.stays(former, new)
     return merge(kept, change)
+
+
+def _decided(change: Raw) -> tuple[str, ...]:
+    """Return the keys, or how they begin, that a controller named in change decides."""
+    name = value_at(change, ("controller", "name"))
+    row = CONTROLLERS.get(name) if isinstance(name, str) else None
+    return row.decides if row is not None else ()
+
+
+def _without(raw: Raw, keys: tuple[str, ...], table: str = "") -> Raw:
+    """Return tables without the keys that begin so, as table.key."""
+    return {
+        key: _without(value, keys, f"{table}{key}.") if isinstance(value, dict) else value
+        for key, value in raw.items()
+        if isinstance(value, dict) or not f"{table}{key}".startswith(keys)
+    }
 
 
 def read(raw: Raw, where: str) -> Job:
@@ -422,14 +438,15 @@ def keys_of(table: str) -> set[str]:
     return {key for row in rows for key in keys(row)}
 
 
-def load(path: Path, settings: Iterable[str] = ()) -> list[Job]:
+def load(path: Path | str, settings: Iterable[str] = ()) -> list[Job]:
     """Return the runs of a job file: every row of [[compare]], or the file itself, per seed.
 
     settings: "table.key=value", laid over the file before the rows are laid over that
     gradient.machine, a file of bench fit for algorithm "auto", is relative to the job file.
     Raises ConfigError for whatever is wrong in the file or in a setting.
     """
-    return blaming(lambda some: _load(path, some), settings, path)
+    file = Path(path)
+    return blaming(lambda some: _load(file, some), settings, file)
 
 
 def _load(path: Path, settings: Iterable[str]) -> list[Job]:

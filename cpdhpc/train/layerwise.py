@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
+from numbers import Real
 from typing import Any, overload
 
 import torch
@@ -24,7 +25,13 @@ EXCLUDES: dict[str, Callable[[Tensor], bool]] = {  # what is neither decayed nor
     "one_dimensional": lambda p: p.ndim <= 1,  # biases, and scales and shifts of norms
     "none": lambda p: False,
 }
-LEAST = {"lr": 0.0, "weight_decay": 0.0, "momentum": 0.0, "eps": 0.0, "trust": 0.0, "delta": 0.0}
+FINITE = (lambda x: 0 <= x < math.inf, "0 or more")
+SHARE = (lambda x: 0 <= x < 1, "0 or more and below 1")
+ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {  # of numbers; and how it is said
+    **dict.fromkeys(("lr", "weight_decay", "eps", "trust", "delta", "clip_global_norm"), FINITE),
+    "momentum": SHARE,
+    "decay_share": (lambda x: 0 <= x <= 1, "0 to 1"),
+}
 
 
 def norm(x: Tensor) -> Tensor:
@@ -78,15 +85,24 @@ class LayerWise(torch.optim.Optimizer):
 
 
 def _check(name: str, group: Group) -> None:
-    for key, least in LEAST.items():
-        if key in group and not (group[key] >= least and math.isfinite(group[key])):
-            raise ValueError(f"{name}: {key}={group[key]!r}: must be {least:g} or more")
-    for beta in group.get("betas", ()):
-        if not 0 <= beta < 1:
-            raise ValueError(f"{name}: betas={group['betas']}: must be 0 or more and below 1")
+    for key, (allows, said) in ALLOWED.items():
+        number = _is_number(group.get(key, 0))
+        if not (number and allows(group.get(key, 0))):
+            should = said if number else f"a number, {said}"
+            raise ValueError(f"{name}: {key}={group[key]!r}: must be {should}")
+    betas = group.get("betas", (0.0, 0.0))
+    pair = isinstance(betas, tuple | list) and len(betas) == 2 and all(map(_is_number, betas))
+    if not (pair and all(map(SHARE[0], betas))):
+        raise ValueError(f"{name}: betas={betas!r}: must be two numbers, each {SHARE[1]}")
     if group.get("exclude", "none") not in EXCLUDES:
         known = ", ".join(EXCLUDES)
         raise ValueError(f"{name}: exclude={group['exclude']!r}: known are {known}")
+
+
+def _is_number(value: object) -> bool:
+    if isinstance(value, torch.Tensor):  # as torch's optimisers take a rate
+        return value.numel() == 1
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def _excluded(p: Tensor, group: Group) -> bool:
@@ -209,8 +225,7 @@ class Lamb(LayerWise):
         trust_clip: bool = False,
         exclude: str = "one_dimensional",
     ) -> None:
-        if not clip_global_norm >= 0:
-            raise ValueError(f"Lamb: clip_global_norm={clip_global_norm}: must be 0 or more")
+        _check("Lamb", {"clip_global_norm": clip_global_norm})
         self.clip_global_norm = clip_global_norm
         super().__init__(
             params,

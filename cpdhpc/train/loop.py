@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
-from math import isfinite
+from math import isfinite, isnan
 from typing import NoReturn
 
 import numpy as np
@@ -55,6 +55,12 @@ def run(training: Training, caught: Caught, display: Display) -> None:
         display.line(
             f"{job.id}: records up to {job.record.number} iterations into "
             f"{training.files.recording(job)}"
+        )
+    if job.train.batch > training.samples:
+        scaled = ", and rates are scaled for it" if job.schedule.base_batch else ""
+        display.line(
+            f"{job.id}: train.batch={job.train.batch} is more than the {training.samples} samples: "
+            f"a step has these{scaled}"
         )
     obeying = str(training.provenance["precision"]).splitlines()
     if obeying:
@@ -130,6 +136,8 @@ def _epoch(training: Training, caught: Caught, display: Display) -> None:
     training.record.epoch(epoch + 1, scores, loss, elapsed_ns[0] / 1e9)
     told = _told(training, scores, loss) + of_ranks
     display.epoch(job.id, epoch + 1, job.train.epochs, told)
+    for column in [column for column, score in scores.items() if isnan(score) and isfinite(loss)]:
+        display.line(f"{job.id}: {column} is NaN, though the loss is finite: see its metric")
     if epoch + 1 in job.train.kept_epochs:
         training.save_weights(epoch + 1)
     if signal:  # in the last iteration: the resumed run does not come back to this evaluation

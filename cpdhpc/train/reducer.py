@@ -16,6 +16,7 @@ from ..compress.base import Aggregator, Mean, raise_unless_finite
 from ..compress.bucket import Bucket, Part, split_bucket
 from ..ops import backend_of
 from ..ops.tensors import OwnStream, array_of, in_stream, put
+from .aggregators import made
 from .averaging import (
     Averaging,
     BufferMode,
@@ -26,7 +27,6 @@ from .averaging import (
     device_of,
     is_plain,
     kind,
-    made,
     policies_of,
     rounded,
     survey,
@@ -48,7 +48,8 @@ class GradientReducer(Averaging):
         stream. Its parameters that require a gradient must be float32, bfloat16 or float16;
         which do is settled here. One frozen later counts as one without gradient. Gradients are
         raised to float32, averaged, and rounded to nearest to their own dtype.
-    aggregator: a name in COMPRESSORS with its options, or an Aggregator without any
+    aggregator: a name in COMPRESSORS with its options, or an Aggregator without any, whose fields
+        are checked alike
     bucket_mib: layers are reduced in buckets of at most so many MiB, or of one larger layer, the
         last layers first; with other buckets the mean may have other bits
     overlap: reduce a bucket in a thread while backward goes on, with the same bits. One backward

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -37,10 +37,7 @@ def use_gpu(world: Ranks, *, oversubscribe: bool = False) -> int:
     for process, (gpu, why) in enumerate(told):
         if not gpu:
             raise UserError(f"use_gpu: process {process} {why}")
-    places = [
-        (n, gpu) for n, (gpu, _) in zip(world.nodes[:: world.virtual_ranks], told, strict=True)
-    ]
-    shared = [str(process) for process, place in enumerate(places) if places.count(place) > 1]
+    shared = sharing(world, [gpu for gpu, _ in told])
     if shared and not oversubscribe:
         raise UserError(
             f"use_gpu: processes {', '.join(shared)} would share GPUs of their node: "
@@ -48,6 +45,15 @@ def use_gpu(world: Ranks, *, oversubscribe: bool = False) -> int:
             "train.oversubscribe_gpus = true"
         )
     return number
+
+
+def sharing(world: Ranks, addresses: Sequence[str]) -> list[str]:
+    """Return the numbers of the processes whose GPU another one of their node has too.
+
+    addresses: of the GPU of each process
+    """
+    places = [*zip(world.nodes[:: world.virtual_ranks], addresses, strict=True)]
+    return [str(process) for process, place in enumerate(places) if places.count(place) > 1]
 
 
 def use_own_gpu(world: Ranks) -> tuple[int, str]:

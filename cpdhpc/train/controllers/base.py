@@ -228,6 +228,8 @@ class Schedule(Section):
     def _steps_have_milestones(self) -> Schedule:
         if self.decay == "step" and not self.milestones:
             raise ValueError("decay='step': needs milestones: epochs, as [30, 60]")
+        if list(self.milestones) != sorted(self.milestones):
+            raise ValueError(f"milestones={list(self.milestones)}: must ascend, as [30, 60]")
         return self
 
     def scaled(self, batch: int) -> tuple[float, Schedule]:
