@@ -314,6 +314,41 @@ def test_residuals_are_saved_by_all_and_taken_over(
     real.free()
 
 
+WITHOUT_MOMENTUM: dict[str, dict[str, Any]] = {
+    "sgd": {},
+    "dgc": {"gradient": {"aggregator": "dgc"}},
+    "dsgd": {"update": {"name": "dsgd"}},
+    "dmsgd": {"update": {"name": "dmsgd"}},
+    "decentlam": {"update": {"name": "decentlam"}},
+    "localsgd": {"update": {"name": "localsgd", "period": 2}},
+}
+
+
+@pytest.mark.two_ranks
+@pytest.mark.parametrize("row", sorted(WITHOUT_MOMENTUM))
+def test_a_run_whose_optimizer_keeps_nothing_goes_on(
+    world: World, directory: Path, row: str
+) -> None:
+    """As if nothing had been, though a group of the checkpoint is empty, which all must know."""
+    if RANKS % world.processes:
+        pytest.skip(f"{world.processes} processes do not divide {RANKS} ranks")
+    real = World(virtual_ranks=RANKS // world.processes)
+    found = []
+    for name, lengths in (("whole", [2]), ("parts", [1, 2])):
+        files = Files(directory / f"{name}.h5", directory / f"{name}.checkpoint.h5")
+        for epochs in lengths:
+            job = job_of(
+                **WITHOUT_MOMENTUM[row] | {"optimizer": {"momentum": 0.0}},
+                train={"epochs": epochs},
+            )
+            training = prepare(job, real, data(), files)
+            training.resume()
+            run(training, Caught(), quiet())
+        found.append(contents(files) if world.process == 0 else None)
+    together(world, found[0] == found[1])
+    real.free()
+
+
 def test_all_processes_hold_the_same_model(world: World, directory: Path) -> None:
     job = job_of(gradient=ROWS["aps"])
     training = prepare(job, world, data(), Files.of(directory, job))
