@@ -9,6 +9,7 @@ from typing import Literal
 import numpy as np
 
 from ..collectives.allreduce import configured
+from ..collectives.method import Segment
 from ..collectives.sparse import allgather
 from ..ops import backend_of, on_gpu, placed, to_host
 from .base import (
@@ -18,6 +19,7 @@ from .base import (
     Mean,
     blocks,
     check_place,
+    checked_mean,
     mean_in_float32,
     raise_unless_finite,
     zeros,
@@ -47,17 +49,14 @@ class OneBit(Aggregator):
         """Return the mean over all ranks. See Aggregator.aggregate."""
         world, flat = context.world, zeros(bucket.size, gradients[0])
         check_place(self, world, gradients)
-        raise_unless_finite(world, gradients, bucket)
         coded = [i for i, shape in enumerate(bucket.shapes) if len(shape) > 1 and 0 not in shape]
         messages: list[tuple[list[Array], list[Array]]] = [([], []) for _ in gradients]
+        waiting = _with_memory(gradients, [bucket.segments[i] for i in coded], context)
+        raise_unless_finite(world, waiting, bucket)
         for i in coded:
-            name, start, stop = bucket.segments[i]
-            memory = context.state.own(name, "residual", (stop - start,), like=flat)
-            for (signs, pairs), gradient, residual in zip(messages, gradients, memory, strict=True):
-                rows = bucket.shapes[i][0]
-                positive, pair = self._encoded(
-                    gradient[start:stop].reshape(rows, -1), residual.reshape(rows, -1)
-                )
+            _, start, stop = bucket.segments[i]
+            for (signs, pairs), x in zip(messages, waiting, strict=True):
+                positive, pair = _encoded(x[start:stop].reshape(bucket.shapes[i][0], -1))
                 signs.append(to_host(np.packbits(positive)))
                 pairs.append(pair)
         signs_of_all = allgather(world, [_joined(signs, np.uint8) for signs, _ in messages])
@@ -73,32 +72,48 @@ class OneBit(Aggregator):
                 )
                 sign, pair = sign[size_bytes:], pair[2 * rows :]
         backend_of(flat).divide(flat, np.float32(world.ranks), flat)
+        checked_mean(world, flat, gradients, bucket)
         dense = [name for i, name in enumerate(bucket.names) if i not in coded]
         mean_in_float32(gradients, bucket, dense, context, flat, self.algorithm)
+        if self.error_feedback:
+            for name, start, stop in (bucket.segments[i] for i in coded):
+                context.state.give(name, "residual", [x[start:stop] for x in waiting])
         return Mean(flat)
 
-    def _encoded(self, gradient: Array, residual: Array) -> tuple[Array, Array]:
-        """Return whether values are not below 0, bool[rows, columns], and float32[2 rows].
 
-        gradient, residual: float32[rows, columns]; what is lost becomes the residual
-        """
-        positive, pairs = np.empty_like(gradient, bool), np.empty((len(gradient), 2), np.float32)
-        kernels = backend_of(gradient)
-        for part in _row_blocks(gradient):
-            x = kernels.add(gradient[part], residual[part])
-            _find_positive(x, positive[part])
-            mask = _mask(positive[part])
-            pairs[part] = _pairs(x, mask)
-            if self.error_feedback:
-                kernels.subtract(x, _decoded(mask, pairs[part]), residual[part])
-        return positive, pairs.ravel()
+def _with_memory(
+    gradients: Sequence[Array], segments: Sequence[Segment], context: Context
+) -> list[Array]:
+    """Return copies of gradients, what waits of some layers added to them."""
+    found, add = [gradient.copy() for gradient in gradients], backend_of(gradients[0]).add
+    with np.errstate(over="ignore", invalid="ignore"):  # aggregate sees it
+        for name, start, stop in segments:
+            memory = context.state.own(name, "residual", (stop - start,), like=found[0])
+            for x, residual in zip(found, memory, strict=True):
+                add(x[start:stop], residual, x[start:stop])
+    return found
+
+
+def _encoded(x: Array) -> tuple[Array, Array]:
+    """Return whether values are not below 0, bool[rows, columns], and float32[2 rows].
+
+    x: float32[rows, columns]; becomes what is lost
+    """
+    positive, pairs = np.empty_like(x, bool), np.empty((len(x), 2), np.float32)
+    for part in _row_blocks(x):
+        _find_positive(x[part], positive[part])
+        mask = _mask(positive[part])
+        pairs[part] = _pairs(x[part], mask)
+        backend_of(x).subtract(x[part], _decoded(mask, pairs[part]), x[part])
+    return positive, pairs.ravel()
 
 
 def _decode_onto(x: Array, positive: Array, pairs: Array) -> None:
     """Add to x, float32[rows, columns], what signs and float32[2 rows] stand for."""
     for part in _row_blocks(x):
         more = _decoded(_mask(positive[part]), pairs.reshape(-1, 2)[part])
-        backend_of(x).add(x[part], more, x[part])
+        with np.errstate(over="ignore", invalid="ignore"):  # the sum is checked as a whole
+            backend_of(x).add(x[part], more, x[part])
 
 
 def _row_blocks(x: Array) -> Iterator[slice]:
