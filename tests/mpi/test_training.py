@@ -248,7 +248,7 @@ def contents(files: Files) -> list[tuple[str, str, bytes]]:
             (group, name, array.tobytes())
             for group, arrays in store.read(files.checkpoint)[0].items()
             for name, array in sorted(arrays.items())
-            if name not in ("time_s", "wire_bytes")
+            if name != "wire_bytes" and not name.endswith("time_s")
         ),
     ]
 
@@ -321,6 +321,7 @@ WITHOUT_MOMENTUM: dict[str, dict[str, Any]] = {
     "dmsgd": {"update": {"name": "dmsgd"}},
     "decentlam": {"update": {"name": "decentlam"}},
     "localsgd": {"update": {"name": "localsgd", "period": 2}},
+    "stages": {"model": {"hidden": [8, 8]}, "stages": {"count": 2, "refresh_every": 3}},
 }
 
 
