@@ -25,6 +25,7 @@ from .bucket import Bucket, State
 
 Array = npt.NDArray[Any]
 Name = TypeVar("Name")
+HALF_ULP = 2.0**103  # of the largest float32: less takes no finite value beyond it
 BLOCK_VALUES = 1 << 15  # that are looked at together: a few arrays of them fit in a core's cache
 
 

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
 from ..collectives.allreduce import configured
+from ..collectives.checks import NonFiniteGradient
 from ..collectives.method import Segment
 from ..collectives.sparse import allgather
 from ..ops import backend_of, on_gpu, placed, to_host
 from .base import (
+    HALF_ULP,
     Aggregator,
     Array,
     Context,
     Mean,
+    amax,
     blocks,
     check_place,
     checked_mean,
     mean_in_float32,
     raise_unless_finite,
+    shared_largest,
     zeros,
 )
 from .bucket import Bucket
@@ -51,12 +55,24 @@ class OneBit(Aggregator):
         check_place(self, world, gradients)
         coded = [i for i, shape in enumerate(bucket.shapes) if len(shape) > 1 and 0 not in shape]
         messages: list[tuple[list[Array], list[Array]]] = [([], []) for _ in gradients]
-        waiting = _with_memory(gradients, [bucket.segments[i] for i in coded], context)
-        raise_unless_finite(world, waiting, bucket)
-        for i in coded:
-            _, start, stop = bucket.segments[i]
-            for (signs, pairs), x in zip(messages, waiting, strict=True):
-                positive, pair = _encoded(x[start:stop].reshape(bucket.shapes[i][0], -1))
+        memory = {
+            segment: context.state.own(segment.name, "residual", (size,), like=flat)
+            for segment in (bucket.segments[i] for i in coded)
+            for size in (segment.stop - segment.start,)
+        }
+        before = None
+        if shared_largest(world, gradients, bucket, amax(gradients))[0] >= HALF_ULP:
+            raise_unless_finite(world, _waiting(gradients, memory), bucket)
+            before = context.state.copy()
+        for i, (segment, residuals) in zip(coded, memory.items(), strict=True):
+            _, start, stop = segment
+            for (signs, pairs), gradient, residual in zip(
+                messages, gradients, residuals, strict=True
+            ):
+                rows = bucket.shapes[i][0]
+                positive, pair = self._encoded(
+                    gradient[start:stop].reshape(rows, -1), residual.reshape(rows, -1)
+                )
                 signs.append(to_host(np.packbits(positive)))
                 pairs.append(pair)
         signs_of_all = allgather(world, [_joined(signs, np.uint8) for signs, _ in messages])
@@ -72,40 +88,44 @@ class OneBit(Aggregator):
                 )
                 sign, pair = sign[size_bytes:], pair[2 * rows :]
         backend_of(flat).divide(flat, np.float32(world.ranks), flat)
-        checked_mean(world, flat, gradients, bucket)
+        try:
+            checked_mean(world, flat, gradients, bucket)
+        except NonFiniteGradient:
+            for key, entry in before or ():
+                context.state.put(key, entry)
+            raise
         dense = [name for i, name in enumerate(bucket.names) if i not in coded]
         mean_in_float32(gradients, bucket, dense, context, flat, self.algorithm)
-        if self.error_feedback:
-            for name, start, stop in (bucket.segments[i] for i in coded):
-                context.state.give(name, "residual", [x[start:stop] for x in waiting])
         return Mean(flat)
 
+    def _encoded(self, gradient: Array, residual: Array) -> tuple[Array, Array]:
+        """Return whether values are not below 0, bool[rows, columns], and float32[2 rows].
 
-def _with_memory(
-    gradients: Sequence[Array], segments: Sequence[Segment], context: Context
-) -> list[Array]:
-    """Return copies of gradients, what waits of some layers added to them."""
+        gradient, residual: float32[rows, columns]; what is lost becomes the residual
+        """
+        positive, pairs = np.empty_like(gradient, bool), np.empty((len(gradient), 2), np.float32)
+        kernels = backend_of(gradient)
+        for part in _row_blocks(gradient):
+            x = kernels.add(gradient[part], residual[part])
+            _find_positive(x, positive[part])
+            mask = _mask(positive[part])
+            pairs[part] = _pairs(x, mask)
+            if self.error_feedback:
+                kernels.subtract(x, _decoded(mask, pairs[part]), residual[part])
+        return positive, pairs.ravel()
+
+
+Memory = Mapping[Segment, list[Array]]  # what waits of a layer, of each hosted rank
+
+
+def _waiting(gradients: Sequence[Array], memory: Memory) -> list[Array]:
+    """Return copies of gradients with what waits."""
     found, add = [gradient.copy() for gradient in gradients], backend_of(gradients[0]).add
-    with np.errstate(over="ignore", invalid="ignore"):  # aggregate sees it
-        for name, start, stop in segments:
-            memory = context.state.own(name, "residual", (stop - start,), like=found[0])
-            for x, residual in zip(found, memory, strict=True):
+    with np.errstate(over="ignore"):  # aggregate sees it
+        for (_, start, stop), residuals in memory.items():
+            for x, residual in zip(found, residuals, strict=True):
                 add(x[start:stop], residual, x[start:stop])
     return found
-
-
-def _encoded(x: Array) -> tuple[Array, Array]:
-    """Return whether values are not below 0, bool[rows, columns], and float32[2 rows].
-
-    x: float32[rows, columns]; becomes what is lost
-    """
-    positive, pairs = np.empty_like(x, bool), np.empty((len(x), 2), np.float32)
-    for part in _row_blocks(x):
-        _find_positive(x[part], positive[part])
-        mask = _mask(positive[part])
-        pairs[part] = _pairs(x[part], mask)
-        backend_of(x).subtract(x[part], _decoded(mask, pairs[part]), x[part])
-    return positive, pairs.ravel()
 
 
 def _decode_onto(x: Array, positive: Array, pairs: Array) -> None:

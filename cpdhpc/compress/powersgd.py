@@ -12,6 +12,7 @@ from pydantic import Field
 
 from ..ops import backend_of, placed, to_host
 from .base import (
+    HALF_ULP,
     Array,
     Context,
     DenseMessages,
@@ -24,8 +25,6 @@ from .base import (
     zeros,
 )
 from .bucket import Bucket
-
-HALF_ULP = 2.0**103  # of the largest float32: less takes no finite value beyond it
 
 
 @dataclass(frozen=True)
@@ -89,24 +88,24 @@ class PowerSgd(DenseMessages):
         bucket: Bucket,
         context: Context,
     ) -> None:
-        """Keep what the means leave of matrices, which become that. Collective if it may overflow.
+        """Keep what the means leave of matrices. Collective where that may overflow.
 
         Raises NonFiniteGradient where it does, with nothing kept.
         """
-        with np.errstate(over="ignore"):
-            for i, mean in means.items():
-                for matrix in matrices[i]:
-                    backend_of(flat).subtract(matrix, mean, matrix)
+        subtract = backend_of(flat).subtract
         if amax([flat])[0] >= HALF_ULP:  # alike on all ranks
             lost = [np.zeros_like(flat) for _ in context.world.hosted]
-            for row, x in enumerate(lost):
-                for i in means:
-                    _, start, stop = bucket.segments[i]
-                    x[start:stop] = matrices[i][row].reshape(-1)
+            with np.errstate(over="ignore"):
+                for row, x in enumerate(lost):
+                    for i, mean in means.items():
+                        _, start, stop = bucket.segments[i]
+                        subtract(matrices[i][row], mean, x[start:stop].reshape(mean.shape))
             raise_unless_finite(context.world, lost, bucket)
-        for i in means:
-            rows = [matrix.reshape(-1) for matrix in matrices[i]]
-            context.state.give(bucket.names[i], "residual", rows)
+        for i, mean in means.items():
+            name, start, stop = bucket.segments[i]
+            memory = context.state.own(name, "residual", (stop - start,), like=flat)
+            for residual, matrix in zip(memory, matrices[i], strict=True):
+                subtract(matrix, mean, residual.reshape(mean.shape))
 
     def _layers(self, bucket: Bucket) -> list[int]:
         """Return the layers that are worth it."""
