@@ -258,7 +258,7 @@ def blaming(load: Callable[[list[str]], T], settings: Iterable[str], path: Path)
     try:
         return load(given)
     except ConfigError as error:
-        said = re.sub(rf"^{re.escape(str(path))}: (compare row [^:]*: )?", "", str(error))
+        said = str(error).removeprefix(f"{path}: ")
         if said.startswith("--set"):
             raise
         for i, setting in enumerate(given):
@@ -268,6 +268,24 @@ def blaming(load: Callable[[list[str]], T], settings: Iterable[str], path: Path)
                 continue
             raise ConfigError(f"--set {setting}: {said}") from None
         raise
+
+
+def of_rows(makes: Sequence[Callable[[], T]]) -> list[T]:
+    """Return what each row of [[compare]] makes.
+
+    Raises ConfigError, of the first row that does; without its name where all have the same.
+    """
+    made, errors = list[T](), list[str]()
+    for make in makes:
+        try:
+            made.append(make())
+        except ConfigError as error:
+            errors.append(str(error))
+    said = {re.sub(": compare row [^:]*: ", ": ", each, count=1) for each in errors}
+    if errors:
+        is_same = len(errors) == len(makes) > 1 == len(said)
+        raise ConfigError(said.pop() if is_same else errors[0])
+    return made
 
 
 def _value(text: str) -> Any:

@@ -144,7 +144,11 @@ def test_accuracy_of_copies_is_that_of_the_trained_model(tmp_path: Path) -> None
 @every(
     "changes, ranks, words",
     [
-        ({"adversarial": {"alternate": "ranks"}}, 3, '="ranks": 3 ranks: must be even'),
+        (
+            {"adversarial": {"alternate": "ranks"}},
+            3,
+            "adversarial.alternate='ranks': 3 ranks: must be even",
+        ),
         (
             {"train": {"image_grid": [1, 2]}},
             1,

@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 from every import every
-from training import ROWS, model_bytes, run_job, small_data, small_job, write_idx
+from training import ROOT, ROWS, model_bytes, run_job, small_data, small_job, write_idx
 
 from cpdhpc import store
 from cpdhpc.cli import main
-from cpdhpc.config import UserError, dump_toml
+from cpdhpc.config import IMPORT_FROM, UserError, dump_toml
 from cpdhpc.signals import STOPPING, Caught, Interrupted, catching
+from cpdhpc.train.job import MAY_DIFFER, Job, Train, keys_of
 from cpdhpc.train.loop import run
 from cpdhpc.train.optimizers import OPTIMIZERS
 from cpdhpc.train.progress import Display
@@ -113,10 +114,21 @@ def test_a_resumed_run_says_that_its_samples_are_others(tmp_path: Path) -> None:
 
 def test_settings_that_change_no_bit_may_differ(tmp_path: Path) -> None:
     run_job(small_job(), Loopback(2), tmp_path)
-    job = small_job(train={"checkpoint_every": 7, "timeout_s": 5.0, "telemetry_every": 3})
+    train = {"checkpoint_every": 7, "timeout_s": 5.0, "telemetry_every": 3}
+    job = small_job(train={**train, "keep_every": 1, "record_gradients": [3]})
     training = prepare(job, Loopback(2), small_data(), Files.of(tmp_path, job))
     training.resume()
     assert training.ended
+
+
+def test_the_page_lists_the_keys_that_may_differ() -> None:
+    page = (ROOT / "docs" / "training.md").read_text()
+    listed = page.partition("The keys that may differ are")[2].partition("any other is an error")[0]
+    tables = {name for name in Job.model_fields if f"`[{name}]`" in listed} - {"train"}
+    assert tables == {"loader", "record"}
+    keys = {f"train.{name}" for name in Train.model_fields if f"`{name}`" in listed}
+    keys |= {f"{table}.{key}" for table in tables for key in keys_of(table)}
+    assert keys == {key for key in MAY_DIFFER if not key.endswith(IMPORT_FROM)}
 
 
 @every("content", [b"", b"no HDF5", b"\x89HDF\r\n\x1a\n truncated"])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+import warnings
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,51 @@ def test_what_is_not_finite_is_named(name: str, value: float) -> None:
         aggregator.aggregate(flats, bucket, context(Loopback(RANKS)))
     assert caught.value.segments == ("bias",)
     assert caught.value.ranks == (2,)
+
+
+LARGEST = np.finfo(np.float32).max
+SIGNS = np.random.default_rng(1).choice([-1.0, 1.0], (40, 50))
+SPIKE = np.where(np.arange(2000).reshape(40, 50) == 57, 1.0, 0.0)
+NEAR_THE_LARGEST = {  # the weights of the ranks
+    "alike": [np.full((40, 50), 3e38)] * RANKS,
+    "one rank": [LARGEST * SIGNS] + [SIGNS] * (RANKS - 1),
+    "all ranks": [3e38 * SIGNS] * RANKS,
+    "quarters": [LARGEST / RANKS * SIGNS] * RANKS,
+    "a value": [LARGEST * SPIKE] + [0 * SPIKE] * (RANKS - 1),
+    "opposed": [LARGEST * SIGNS, -LARGEST * SIGNS, LARGEST * SIGNS, -LARGEST * SIGNS],
+    "uneven": [LARGEST * SIGNS, LARGEST * SIGNS, -LARGEST * SIGNS, 0 * SIGNS],
+}
+
+
+@EVERY
+@every("case", [*NEAR_THE_LARGEST])
+@every("kept", [True, False])
+def test_finite_values_give_a_finite_mean_or_are_refused(name: str, case: str, kept: bool) -> None:
+    """Whatever they add up to, without a warning, and what a method keeps stays finite."""
+    options = {f.name for f in fields(COMPRESSORS[name])} & {"error_feedback", "share"}
+    if not kept and not options:
+        return  # there is no other way
+    aggregator = COMPRESSORS[name](**{} if kept else dict.fromkeys(options, False))
+    bucket, here = bucket_of(aggregator), context(Loopback(RANKS))
+    flats = [
+        bucket.flatten([x.astype(np.float32), np.ones(7, np.float32)])
+        for x in NEAR_THE_LARGEST[case]
+    ]
+    for iteration in range(3):
+        before = dict(here.state.copy())
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            try:
+                mean = aggregator.aggregate(flats, bucket, replace(here, iteration=iteration)).flat
+            except NonFiniteGradient as error:
+                assert set(error.segments) == {"weight"}
+                after = dict(here.state)
+                for key in before.keys() - {("weight", "threshold"), ("weight", "edges")}:
+                    assert np.array_equal(after[key].array, before[key].array), key
+            else:
+                assert np.isfinite(mean).all()
+                assert np.abs(mean).max() <= LARGEST
+        assert all(np.isfinite(entry.array).all() for _, entry in here.state)
 
 
 @EXACT

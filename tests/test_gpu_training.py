@@ -88,6 +88,19 @@ def steps(
     return found, kept
 
 
+def test_tensors_without_elements_are_given_and_reduced_too(gpu: Gpu | None) -> None:
+    """NumPy's arrays without elements have strides of 0, which torch takes for no view."""
+    model = torch.nn.Linear(3, 2)
+    model.nothing = torch.nn.Parameter(torch.zeros(0, 3))
+    model.register_buffer("none", torch.zeros(0, 2))
+    model.to(DEVICE)
+    for mode in ("broadcast", "mean"):
+        reducer = GradientReducer(model, Loopback(), buffers=mode)
+        (model(torch.ones(1, 3, device=DEVICE)).sum() + model.nothing.sum()).backward()
+        reducer.reduce()
+        assert model.nothing.grad.shape == (0, 3) and model.none.shape == (0, 2)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("name", "options"), WAYS, ids=[name for name, _ in WAYS])
 def test_means_have_the_bits_of_the_cpu(

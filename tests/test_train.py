@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,9 @@ from cpdhpc.cli import main
 from cpdhpc.collectives.checks import NonFiniteGradient
 from cpdhpc.compress import COMPRESSORS
 from cpdhpc.compress.lowbit import LowBit
-from cpdhpc.config import dump_toml
+from cpdhpc.config import ConfigError, dump_toml
 from cpdhpc.signals import Caught
+from cpdhpc.train.command import _check_ranks
 from cpdhpc.train.controllers import DECAYS, Schedule
 from cpdhpc.train.loop import Diverged, run
 from cpdhpc.train.losses import Accuracy, CrossEntropy
@@ -347,3 +349,58 @@ def test_a_run_that_ends_before_scales_are_fixed_says_so(
 def test_the_pictures_of_a_lenet_must_not_vanish() -> None:
     with pytest.raises(ValueError, match="inputs of 3 x 8: must be images of at least 4 x 4"):
         MODELS["lenet"]().build((3, 8), 10)
+
+
+MISFITS: list[tuple[dict[str, Any], list[str], str]] = [  # tables of row b, settings, what is said
+    ({"update": {"name": "dsgd"}}, [], "b: update.name='dsgd': graph='exponential' needs 2 ranks"),
+    (
+        {"update": {"name": "dsgd", "graph": "grid"}},
+        ["train.virtual_ranks=2"],
+        "b: update.name='dsgd': graph='grid' needs 4 ranks or more",
+    ),
+    (
+        {"adversarial": {"epsilon": 0.1, "alternate": "ranks"}},
+        ["train.virtual_ranks=3"],
+        "b: adversarial.alternate='ranks': 3 ranks: must be even",
+    ),
+    (
+        {"controller": {"name": "noise_scale"}},
+        [],
+        "b: controller.name='noise_scale': 1 rank: the noise is in the differences between ranks",
+    ),
+    (
+        {"train": {"overlap": True}},
+        ["train.virtual_ranks=2"],
+        "--set train.virtual_ranks=2: compare row b: train.overlap=true needs virtual_ranks=1",
+    ),
+]
+
+
+@every("tables, settings, says", MISFITS)
+def test_a_row_that_does_not_go_with_the_ranks_is_named_before_any_trains(
+    tables: dict[str, Any],
+    settings: list[str],
+    says: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    write_idx(tmp_path)
+    job = {
+        "data": {"name": "idx", "dir": str(tmp_path)},
+        "optimizer": {"momentum": 0.0},
+        "train": {"epochs": 1, "threads": 1, "batch": 6},
+        "compare": [{"name": "a"}, {"name": "b", **tables}],
+    }
+    file, out = tmp_path / "k.toml", tmp_path / "out"
+    file.write_text(dump_toml(job))
+    more = [word for setting in settings for word in ("--set", setting)]
+    assert main(["train", str(file), "--out", str(out), *more]) == 2
+    assert says in capsys.readouterr().err
+    assert not list(out.glob("*.h5"))
+
+
+def test_stages_that_do_not_go_with_the_processes_are_told_before_any_row_trains() -> None:
+    three = small_job(stages={"count": 3}, model={"hidden": [8, 8]})
+    world: Any = SimpleNamespace(processes=2)
+    with pytest.raises(ConfigError, match=r"^small-s0: stages\.count=3 on 2 processes: their num"):
+        _check_ranks([small_job(), three], world)

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from pydantic import Field
 
 from ..collectives.allreduce import Allreduce, configured
-from ..collectives.checks import NONFINITE_BITS, NonFiniteGradient
+from ..collectives.checks import NONFINITE_BITS, NonFiniteGradient, is_finite
 from ..collectives.method import AUTO, Machine, as_machine
 from ..config import suggest
 from ..formats import TILE
@@ -25,6 +25,7 @@ from .bucket import Bucket, State
 
 Array = npt.NDArray[Any]
 Name = TypeVar("Name")
+HALF_ULP = 2.0**103  # of the largest float32: less takes no finite value beyond it
 BLOCK_VALUES = 1 << 15  # that are looked at together: a few arrays of them fit in a core's cache
 
 
@@ -152,6 +153,8 @@ class DenseMessages(Aggregator):
         mean = method.run(
             context.world, flats, iteration=context.iteration, segments=box.segments
         ).arrays[0]
+        if not is_finite(mean):  # the same bits, so the same answer, on all ranks
+            raise NonFiniteGradient([box.names[i] for i in nonfinite_layers(mean, box)], [])
         return dict(zip(parts, box.views(mean), strict=True))
 
 
@@ -290,6 +293,16 @@ def machine_of_auto(
 def nonfinite_layers(flat: Array, bucket: Bucket) -> list[int]:
     """Return the indices of the layers in which a buffer holds NaN or infinity."""
     return [i for i, view in enumerate(bucket.views(flat)) if not np.isfinite(view).all()]
+
+
+def checked_mean(world: Ranks, flat: Array, gradients: Sequence[Array], bucket: Bucket) -> Array:
+    """Return a mean, float32[bucket.size], alike on all ranks, which finite values may overflow.
+
+    Raises NonFiniteGradient on all ranks, naming the layers. Collective only where it raises.
+    """
+    if is_finite(flat):
+        return flat
+    raise nonfinite(world, gradients, bucket, nonfinite_layers(flat, bucket))
 
 
 def nonfinite(

@@ -18,6 +18,7 @@ from .base import (
     DenseMessages,
     Mean,
     check_place,
+    checked_mean,
     raise_unless_finite,
     zeros,
 )
@@ -51,9 +52,9 @@ class GradientFlow(DenseMessages):
         """Return the mean over all ranks. See Aggregator.aggregate."""
         world, flat = context.world, zeros(bucket.size, gradients[0])
         check_place(self, world, gradients)
-        raise_unless_finite(world, gradients, bucket)
-        starts, stops = self._chunks(bucket)
         waiting = self._with_memory(gradients, bucket, context)
+        raise_unless_finite(world, waiting, bucket)
+        starts, stops = self._chunks(bucket)
         chosen = self._chosen(waiting, starts, context)
         where = np.zeros(bucket.size, bool)
         for start, stop in zip(starts[chosen], stops[chosen], strict=True):
@@ -61,6 +62,7 @@ class GradientFlow(DenseMessages):
         method, is_sent = self._allreduce(context.seed), placed(where, flat)
         parts = [x[is_sent] for x in waiting]
         flat[is_sent] = method.run(world, parts, iteration=context.iteration).arrays[0]
+        checked_mean(world, flat, waiting, bucket)
         kernels = backend_of(flat)
         for x, part in zip(waiting, parts, strict=True):
             x[is_sent] = kernels.multiply(part, np.float32(0))  # with the signs that they had
@@ -85,8 +87,9 @@ class GradientFlow(DenseMessages):
         found, add = [gradient.copy() for gradient in gradients], backend_of(gradients[0]).add
         for name, start, stop in bucket.segments:
             memory = context.state.own(name, "residual", (stop - start,), like=found[0])
-            for x, kept in zip(found, memory, strict=True):
-                add(x[start:stop], kept, x[start:stop])
+            with np.errstate(over="ignore", invalid="ignore"):  # aggregate sees it
+                for x, kept in zip(found, memory, strict=True):
+                    add(x[start:stop], kept, x[start:stop])
         return found
 
     def _chosen(self, waiting: list[Array], starts: Array, context: Context) -> Array:

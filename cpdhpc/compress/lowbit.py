@@ -223,9 +223,10 @@ class LowBit(Aggregator):
             for name, start, stop in segments
         ]
         wanted, kernels = [gradient.copy() for gradient in gradients], backend_of(gradients[0])
-        for (_, start, stop), residuals in zip(segments, memory, strict=True):
-            for x, residual in zip(wanted, residuals, strict=True):
-                kernels.add(x[start:stop], residual, x[start:stop])
+        with np.errstate(over="ignore", invalid="ignore"):  # told next
+            for (_, start, stop), residuals in zip(segments, memory, strict=True):
+                for x, residual in zip(wanted, residuals, strict=True):
+                    kernels.add(x[start:stop], residual, x[start:stop])
         raise_unless_finite(world, wanted, bucket)
         if method.algorithm == AUTO:
             method = method.chosen(world, wanted)

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
 from ..collectives.allreduce import configured
+from ..collectives.checks import NonFiniteGradient
+from ..collectives.method import Segment
 from ..collectives.sparse import allgather
 from ..ops import backend_of, on_gpu, placed, to_host
 from .base import (
+    HALF_ULP,
     Aggregator,
     Array,
     Context,
     Mean,
+    amax,
     blocks,
     check_place,
+    checked_mean,
     mean_in_float32,
     raise_unless_finite,
+    shared_largest,
     zeros,
 )
 from .bucket import Bucket
@@ -47,13 +53,22 @@ class OneBit(Aggregator):
         """Return the mean over all ranks. See Aggregator.aggregate."""
         world, flat = context.world, zeros(bucket.size, gradients[0])
         check_place(self, world, gradients)
-        raise_unless_finite(world, gradients, bucket)
         coded = [i for i, shape in enumerate(bucket.shapes) if len(shape) > 1 and 0 not in shape]
         messages: list[tuple[list[Array], list[Array]]] = [([], []) for _ in gradients]
-        for i in coded:
-            name, start, stop = bucket.segments[i]
-            memory = context.state.own(name, "residual", (stop - start,), like=flat)
-            for (signs, pairs), gradient, residual in zip(messages, gradients, memory, strict=True):
+        memory = {
+            segment: context.state.own(segment.name, "residual", (size,), like=flat)
+            for segment in (bucket.segments[i] for i in coded)
+            for size in (segment.stop - segment.start,)
+        }
+        before = None
+        if shared_largest(world, gradients, bucket, amax(gradients))[0] >= HALF_ULP:
+            raise_unless_finite(world, _waiting(gradients, memory), bucket)
+            before = context.state.copy()
+        for i, (segment, residuals) in zip(coded, memory.items(), strict=True):
+            _, start, stop = segment
+            for (signs, pairs), gradient, residual in zip(
+                messages, gradients, residuals, strict=True
+            ):
                 rows = bucket.shapes[i][0]
                 positive, pair = self._encoded(
                     gradient[start:stop].reshape(rows, -1), residual.reshape(rows, -1)
@@ -73,6 +88,12 @@ class OneBit(Aggregator):
                 )
                 sign, pair = sign[size_bytes:], pair[2 * rows :]
         backend_of(flat).divide(flat, np.float32(world.ranks), flat)
+        try:
+            checked_mean(world, flat, gradients, bucket)
+        except NonFiniteGradient:
+            for key, entry in before or ():
+                context.state.put(key, entry)
+            raise
         dense = [name for i, name in enumerate(bucket.names) if i not in coded]
         mean_in_float32(gradients, bucket, dense, context, flat, self.algorithm)
         return Mean(flat)
@@ -94,11 +115,25 @@ class OneBit(Aggregator):
         return positive, pairs.ravel()
 
 
+Memory = Mapping[Segment, list[Array]]  # what waits of a layer, of each hosted rank
+
+
+def _waiting(gradients: Sequence[Array], memory: Memory) -> list[Array]:
+    """Return copies of gradients with what waits."""
+    found, add = [gradient.copy() for gradient in gradients], backend_of(gradients[0]).add
+    with np.errstate(over="ignore"):  # aggregate sees it
+        for (_, start, stop), residuals in memory.items():
+            for x, residual in zip(found, residuals, strict=True):
+                add(x[start:stop], residual, x[start:stop])
+    return found
+
+
 def _decode_onto(x: Array, positive: Array, pairs: Array) -> None:
     """Add to x, float32[rows, columns], what signs and float32[2 rows] stand for."""
     for part in _row_blocks(x):
         more = _decoded(_mask(positive[part]), pairs.reshape(-1, 2)[part])
-        backend_of(x).add(x[part], more, x[part])
+        with np.errstate(over="ignore", invalid="ignore"):  # the sum is checked as a whole
+            backend_of(x).add(x[part], more, x[part])
 
 
 def _row_blocks(x: Array) -> Iterator[slice]:

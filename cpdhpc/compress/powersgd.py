@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Annotated, Literal
@@ -11,11 +12,14 @@ from pydantic import Field
 
 from ..ops import backend_of, placed, to_host
 from .base import (
+    HALF_ULP,
     Array,
     Context,
     DenseMessages,
     Mean,
+    amax,
     check_place,
+    checked_mean,
     mean_in_float32,
     raise_unless_finite,
     zeros,
@@ -55,24 +59,53 @@ class PowerSgd(DenseMessages):
         matrices = {i: self._with_memory(i, gradients, bucket, context) for i in layers}
         second = {i: self._second(i, bucket, context) for i in layers}
         on_rows = {i: placed(rows, flat) for i, rows in second.items()}
-        first = self._mean(
-            {i: [kernels.row_products(m, on_rows[i]) for m in matrices[i]] for i in layers}, context
-        )
-        first = {i: placed(_orthonormal(to_host(p)), flat) for i, p in first.items()}
-        found = self._mean(
-            {i: [kernels.column_products(m, first[i]) for m in matrices[i]] for i in layers},
+        names = {i: bucket.names[i] for i in layers}
+        products = self._mean(
+            {names[i]: [kernels.row_products(m, on_rows[i]) for m in matrices[i]] for i in layers},
             context,
         )
-        for i, q in found.items():
-            name, start, stop = bucket.segments[i]
-            second[i][:] = to_host(q)
-            mean = flat[start:stop].reshape(matrices[i][0].shape)
-            kernels.add_outer(mean, first[i], q)  # elementwise: alike on all ranks
-            if self.error_feedback:
-                memory = context.state.own(name, "residual", (stop - start,), like=flat)
-                for residual, matrix in zip(memory, matrices[i], strict=True):
-                    kernels.subtract(matrix, mean, residual.reshape(mean.shape))
+        first = {i: placed(_orthonormal(to_host(products[names[i]])), flat) for i in layers}
+        found = self._mean(
+            {names[i]: [kernels.column_products(m, first[i]) for m in matrices[i]] for i in layers},
+            context,
+        )
+        means = {i: view for i, view in enumerate(bucket.views(flat)) if i in names}
+        means = {i: mean.reshape(matrices[i][0].shape) for i, mean in means.items()}
+        for i, mean in means.items():
+            kernels.add_outer(mean, first[i], found[names[i]])  # elementwise: alike on all ranks
+        checked_mean(context.world, flat, gradients, bucket)
+        if self.error_feedback:
+            self._keep(matrices, means, flat, bucket, context)
+        for i, name in names.items():
+            second[i][:] = to_host(found[name])
         return Mean(flat)
+
+    def _keep(
+        self,
+        matrices: Mapping[int, list[Array]],
+        means: Mapping[int, Array],
+        flat: Array,
+        bucket: Bucket,
+        context: Context,
+    ) -> None:
+        """Keep what the means leave of matrices. Collective where that may overflow.
+
+        Raises NonFiniteGradient where it does, with nothing kept.
+        """
+        subtract = backend_of(flat).subtract
+        if amax([flat])[0] >= HALF_ULP:  # alike on all ranks
+            lost = [np.zeros_like(flat) for _ in context.world.hosted]
+            with np.errstate(over="ignore"):
+                for row, x in enumerate(lost):
+                    for i, mean in means.items():
+                        _, start, stop = bucket.segments[i]
+                        subtract(matrices[i][row], mean, x[start:stop].reshape(mean.shape))
+            raise_unless_finite(context.world, lost, bucket)
+        for i, mean in means.items():
+            name, start, stop = bucket.segments[i]
+            memory = context.state.own(name, "residual", (stop - start,), like=flat)
+            for residual, matrix in zip(memory, matrices[i], strict=True):
+                subtract(matrix, mean, residual.reshape(mean.shape))
 
     def _layers(self, bucket: Bucket) -> list[int]:
         """Return the layers that are worth it."""
@@ -92,10 +125,11 @@ class PowerSgd(DenseMessages):
         name, start, stop = bucket.segments[i]
         memory = context.state.own(name, "residual", (stop - start,), like=gradients[0])
         add = backend_of(gradients[0]).add
-        return [
-            add(gradient[start:stop], residual).reshape(bucket.shapes[i][0], -1)
-            for gradient, residual in zip(gradients, memory, strict=True)
-        ]
+        with np.errstate(over="ignore"):  # the products, and so their mean, show it
+            return [
+                add(gradient[start:stop], residual).reshape(bucket.shapes[i][0], -1)
+                for gradient, residual in zip(gradients, memory, strict=True)
+            ]
 
     def _second(self, i: int, bucket: Bucket, context: Context) -> Array:
         """Return the second matrix of a layer, float32[rank, m], alike on all ranks."""

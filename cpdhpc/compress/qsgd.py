@@ -13,8 +13,20 @@ from ..collectives.sparse import allgather
 from ..formats import INTEGERS, SHIFT_BIAS, TILE, Cast, tiles
 from ..ops import backend_of, placed, to_host
 from ..ops.payloads import Exact
-from .base import Aggregator, Array, Context, Mean, blocks, check_place, shared_largest, zeros
+from .base import (
+    Aggregator,
+    Array,
+    Context,
+    Mean,
+    blocks,
+    check_place,
+    checked_mean,
+    shared_largest,
+    zeros,
+)
 from .bucket import Bucket
+
+LARGEST = np.finfo(np.float32).max
 
 
 @dataclass(frozen=True)
@@ -62,16 +74,21 @@ class Qsgd(Aggregator):
             payloads.append(to_host(payload))
         scales = [norm / np.float32(self.levels) for norm in allgather(world, norms)]
         total = zeros(n, gradients[0])
-        return Mean(decoded_mean(wire, shifts, allgather(world, payloads), scales, ends, total))
+        flat = decoded_mean(wire, shifts, allgather(world, payloads), scales, ends, total)
+        return Mean(checked_mean(world, flat, gradients, bucket))
 
     def _norms(self, gradient: Array, starts: Array) -> Array:
-        """Return the 2-norm of each bucket, float32, no smaller than its largest value."""
+        """Return the 2-norm of each bucket, float32, no smaller than its largest value.
+
+        That of finite values is the largest float32 at most, which keeps them without bias too.
+        """
         squares = np.empty(starts.size)
         for part in blocks(gradient, self.bucket_values):
             own = slice(part.start // self.bucket_values, -(-part.stop // self.bucket_values))
             runs = starts[own] - part.start
             squares[own] = backend_of(gradient).run_sums(gradient[part], runs, "square")
-        return np.sqrt(squares).astype(np.float32)
+        norms = np.sqrt(squares)  # finite, in float64, where all values are
+        return np.where(np.isfinite(norms), np.minimum(norms, LARGEST), norms).astype(np.float32)
 
 
 def decoded_mean(
@@ -92,11 +109,12 @@ def decoded_mean(
     for part in blocks(total, TILE):
         into = total[part]
         term = np.empty_like(into)
-        for payload, scale in zip(payloads, scales, strict=True):
-            words = placed(payload_part(wire, payload, part), total)
-            wire.decode(words, shifts[: tiles(into.size)], term)
-            kernels.multiply_runs(term, scale, ends, term, part.start)
-            kernels.add(into, term, into)
+        with np.errstate(over="ignore", invalid="ignore"):  # whoever has the mean checks it
+            for payload, scale in zip(payloads, scales, strict=True):
+                words = placed(payload_part(wire, payload, part), total)
+                wire.decode(words, shifts[: tiles(into.size)], term)
+                kernels.multiply_runs(term, scale, ends, term, part.start)
+                kernels.add(into, term, into)
         kernels.divide(into, np.float32(len(payloads)), into)
     return total
 

@@ -60,7 +60,8 @@ class RandomK(DenseMessages):
         for (name, start, stop), index in zip(layers.coded.segments, drawn.values(), strict=True):
             shares.append(index.size / (stop - start))
             factor = 1.0 if self.error_feedback else (stop - start) / index.size
-            mean[index] = multiply(means[name], np.float32(factor))
+            with np.errstate(over="ignore"):  # layers.mean sees what is not finite
+                mean[index] = multiply(means[name], np.float32(factor))
             for x in waiting:
                 x[index] = 0
         flat = layers.mean(mean, waiting, gradients, context, self.algorithm)

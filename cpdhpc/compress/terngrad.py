@@ -26,6 +26,7 @@ from .base import (
     blocks,
     check_known,
     check_place,
+    checked_mean,
     mean_in_float32,
     shared_largest,
     zeros,
@@ -87,6 +88,7 @@ class TernGrad(Aggregator):
                 backend_of(flat).multiply_runs(flat[part], scalers[0], ends, flat[part], part.start)
         else:
             flat = self._mean_of_own(clipped, scalers, ends, context)
+        checked_mean(context.world, flat, gradients, bucket)
         mean_in_float32(gradients, bucket, self.exclude, context, flat, self.algorithm)
         return Mean(flat)
 
@@ -106,7 +108,8 @@ class TernGrad(Aggregator):
             if name in self.exclude:
                 x[...] = 0
             elif self.clip and x.size:
-                with np.errstate(invalid="ignore"):  # of infinity: the scaler will show it
+                # Of infinity, which the scaler will show; or beyond float32, and all values.
+                with np.errstate(over="ignore", invalid="ignore"):
                     limit = np.float32(self.clip * _deviation(x))
                 if not _all_beyond(x, limit):
                     _cut(x, limit)
@@ -153,7 +156,7 @@ def _all_beyond(x: Array, limit: np.float32) -> bool:
 
 
 def _cut(x: Array, limit: np.float32) -> None:
-    """Cut float32[n] to +-limit; where that is not finite, nor is x, and it stays so."""
+    """Cut float32[n] to +-limit; where that is not finite, it is beyond all x, or x is not."""
     if on_gpu(x):  # whose minimum of floats makes zeros of subnormal numbers
         if np.isfinite(limit):
             bits = x.view(np.uint32)

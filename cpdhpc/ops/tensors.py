@@ -63,8 +63,9 @@ def bytes_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 def of_bytes(data: HostArray, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return tensors of the dtypes and shapes of others, of the bytes of such; on the CPU."""
     parts = torch.split(torch.from_numpy(data), [x.nbytes for x in like])
-    return [  # views must be aligned
-        part.clone().view(x.dtype).reshape(x.shape) for part, x in zip(parts, like, strict=True)
+    return [  # views must be aligned, and NumPy's empty arrays have strides of 0
+        part.clone(memory_format=torch.contiguous_format).view(x.dtype).reshape(x.shape)
+        for part, x in zip(parts, like, strict=True)
     ]
 
 

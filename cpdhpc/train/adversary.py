@@ -36,14 +36,12 @@ def _norms(model: torch.nn.Module) -> list[_BatchNorm]:
 class Adversary:
     """What makes copies for a run, and what it keeps: state, parameters of tau steps.
 
-    Raises ConfigError, on all ranks alike, where the ranks do not make two groups, or parameters
-    are not float32.
+    of: checked against the ranks
+    Raises ConfigError, on all ranks alike, where parameters are not float32.
     """
 
     def __init__(self, of: Adversarial, model: torch.nn.Module, world: Ranks) -> None:
         self.of, self.model, self.world = of, model, world
-        if self._groups > 1 and world.ranks % 2:
-            raise ConfigError(f'adversarial.alternate="ranks": {world.ranks} ranks: must be even')
         for name, parameter in model.named_parameters():
             if parameter.dtype is not torch.float32:
                 raise ConfigError(f"adversarial: {name} is {parameter.dtype}: must be float32")
@@ -51,13 +49,9 @@ class Adversary:
         self._norms = _norms(model)
         self._statistics: list[torch.Tensor] = []
 
-    @property
-    def _groups(self) -> int:
-        return 2 if self.of.trained and self.of.alternate == "ranks" else 1
-
     def part(self, rank: int) -> tuple[int, int]:
         """Return which part of a batch a rank takes, and of how many."""
-        parts = self.world.ranks // self._groups
+        parts = self.world.ranks // self.of.groups
         return rank % parts, parts
 
     def backward(
@@ -77,17 +71,17 @@ class Adversary:
         Raises ConfigError for inputs that are whole numbers.
         """
         optimizer.zero_grad(set_to_none=True)
-        parts, losses = self.world.ranks // self._groups, []
+        parts, losses = self.world.ranks // self.of.groups, []
         if not len(inputs):
             return 0.0
-        if self._groups == 1 or rank < parts:
+        if self.of.groups == 1 or rank < parts:
             losses.append(loss(self.model(inputs), targets))
-        if self.of.trained and (self._groups == 1 or rank >= parts):
+        if self.of.trained and (self.of.groups == 1 or rank >= parts):
             old = self._old(iteration)
             copies = self.copies(inputs, targets, loss, old)
             with self._of_copies():
                 losses.append(loss(self.model(copies), targets))
-        if self._groups > 1 and rank == parts:  # whose statistics all are to have
+        if self.of.groups > 1 and rank == parts:  # whose statistics all are to have
             self._statistics = [each.clone() for each in self._buffers()]
         weighted = torch.stack(losses).mean() * weight
         weighted.backward(torch.full_like(weighted, scale))  # type: ignore[no-untyped-call]
@@ -165,7 +159,7 @@ class Adversary:
         Collective. Where ranks do both, the reducer has shared them with the others.
         """
         buffers = self._buffers()
-        if self._groups == 1 or not buffers:
+        if self.of.groups == 1 or not buffers:
             return
         root = self.world.ranks // 2
         data = values_of(bytes_of(self._statistics or buffers))

@@ -6,36 +6,32 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..collectives import sparse
-from ..collectives.checks import NonFiniteGradient, check_alike
-from ..compress.base import Aggregator, Context, Mean
+from ..collectives.checks import NonFiniteGradient, check_alike, is_finite
+from ..compress.base import Aggregator, Context, Mean, nonfinite_layers
 from ..compress.bucket import Bucket, Entry, State, redistributed
-from ..compress.flexpoint import NEVER
 from ..methods import check_bool, check_whole
-from ..ops import on_gpu, to_host
+from ..ops import backend_of, on_gpu, to_host
 from ..ops.tensors import (
     CPU,
     PLACES,
     as_bytes,
-    bytes_of,
     check_device,
     in_stream,
-    of_bytes,
     tensor_of,
     values_of,
 )
-from ..precision.arithmetic import STATE, newest
 from ..precision.policy import LayerPolicy
 from ..randomness import random_key
 from ..world.mpi import as_world
 from ..world.ranks import Ranks
+from .buffers import Named
 
 Array = npt.NDArray[Any]
 Stated = dict[str, Any]  # what state_dict returns
@@ -68,8 +64,8 @@ class Averaging:
 
     def __init__(self, world: Any, seed: int) -> None:
         self.world: Ranks = as_world(world, self._name)
-        self.seed, self.iteration, self.epoch, self._loss_scale = seed, 0, 0.0, 1.0
-        self._scale_error: Exception | None = None  # told by the next step, to all ranks
+        self.seed, self.iteration, self._epoch, self._loss_scale = seed, 0, 0.0, 1.0
+        self._errors: dict[str, Exception] = {}  # by attribute; told by the next step, to all ranks
         self.state = State(self.world.hosted, self.world.ranks)
 
     @property
@@ -80,14 +76,34 @@ class Averaging:
     @loss_scale.setter
     def loss_scale(self, scale: float) -> None:
         is_number = isinstance(scale, int | float | np.number) and not isinstance(scale, bool)
-        self._scale_error = None
-        if not (is_number and 0 < scale < np.inf):
-            said = f"{self._name}: loss_scale={scale!r}: must be a number above 0"
-            self._scale_error = ValueError(said)
+        self._errors.pop("loss_scale", None)
+        if not (is_number and 0 < scale < np.inf and np.frexp(scale)[0] == 0.5):
+            said = f"{self._name}: loss_scale={scale!r}: must be a power of two"
+            self._errors["loss_scale"] = ValueError(said)
         elif scale != self._loss_scale:
             with in_stream(self.device):
                 self.state.scale(scale / self._loss_scale)
             self._loss_scale = scale
+
+    @property
+    def epoch(self) -> float:
+        """How often all samples have been seen, 0.0 at first; see the class."""
+        return self._epoch
+
+    @epoch.setter
+    def epoch(self, epoch: float) -> None:
+        is_number = isinstance(epoch, int | float | np.number) and not isinstance(epoch, bool)
+        self._errors.pop("epoch", None)
+        if is_number and 0 <= epoch < np.inf:
+            self._epoch = epoch
+        else:
+            said = f"{self._name}: epoch={epoch!r}: must be a finite number, 0 or more"
+            self._errors["epoch"] = ValueError(said)
+
+    @property
+    def _wrong(self) -> Exception | None:
+        """What is wrong with an attribute that was set, where one is."""
+        return next(iter(self._errors.values()), None)
 
     @property
     def _name(self) -> str:
@@ -151,7 +167,8 @@ class Averaging:
             error = ValueError(f"{self._name}.load_state_dict: {found}")
         alike = {"iteration": at[0], "epoch": at[1], "loss_scale": at[2]}
         check_alike(self.world, error, alike, [0], f"{self._name}.load_state_dict")
-        self.iteration, self.epoch, self._loss_scale = at
+        self.iteration, self._epoch, self._loss_scale = at
+        self._errors.clear()
         self.state = State(self.world.hosted, self.world.ranks)
         for key, entry in entries.items():
             self.state.put(key, entry)
@@ -191,6 +208,21 @@ def part_seed(seed: int, index: int) -> int:
         return seed
     low, high = random_key(seed, index)
     return low | high << 32
+
+
+def multiplied(flat: Array, factor: float, bucket: Bucket) -> Array:
+    """Return a mean, float32[bucket.size], alike on all ranks, times a factor.
+
+    Raises NonFiniteGradient, alike where the means are, for layers that get beyond float32.
+    """
+    if factor == 1:
+        return flat
+    with np.errstate(over="ignore", invalid="ignore"):
+        flat = backend_of(flat).multiply(flat, np.float32(factor))
+    if factor > 1 and not is_finite(flat):
+        beyond = nonfinite_layers(flat, bucket)
+        raise NonFiniteGradient([bucket.names[i] for i in beyond], [], "float32")
+    return flat
 
 
 def rounded(
@@ -234,11 +266,6 @@ def _entries(states: Sequence[Stated], world: Ranks) -> dict[tuple[str, str], En
             array = redistributed(np.concatenate(rows), kind, world.hosted, world.ranks)
         entries[layer, name] = Entry(array, kind)
     return entries
-
-
-BufferMode = Literal["broadcast", "mean", "none"]
-Tensors = list[torch.Tensor]
-Named = list[tuple[str, torch.Tensor]]
 
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # of gradients
@@ -295,33 +322,6 @@ def device_of(tensors: Named) -> torch.device:
     return tensor.device
 
 
-def survey(model: torch.nn.Module) -> tuple[list[torch.nn.Parameter], Named]:
-    """Return the parameters that require a gradient now, and the buffers, in one quick walk.
-
-    Names are those within a module. It is done in each step: model.parameters() and
-    model.buffers() take several times as long.
-    """
-    parameters: list[torch.nn.Parameter | None] = []
-    buffers: list[tuple[str, torch.Tensor | None]] = []
-    modules, seen = [model], {id(model)}
-    for module in modules:  # which grows
-        if module._parameters:
-            parameters += module._parameters.values()
-        if module._buffers:
-            buffers += module._buffers.items()
-        for each in module._modules.values():
-            if each is not None and id(each) not in seen:
-                seen.add(id(each))
-                modules.append(each)
-    trained = [p for p in parameters if p is not None and p.requires_grad]
-    return trained, [(name, b) for name, b in buffers if b is not None]
-
-
-def scales_of(buffers: Named) -> Named:
-    """Return the states of scales of precision.convert."""
-    return [(name, buffer) for name, buffer in buffers if name == STATE]
-
-
 def policies_of(model: torch.nn.Module) -> dict[str, LayerPolicy]:
     """Return what the layers of a model obey that precision.convert has changed, by name."""
     found = ((name, getattr(layer, "policy", None)) for name, layer in model.named_modules())
@@ -336,138 +336,9 @@ def description(name: str, tensor: torch.Tensor) -> str:
 
 def broadcast(world: Ranks, tensor: torch.Tensor) -> None:
     """Give all processes the tensor of process 0, in place."""
+    if not tensor.numel():  # NumPy's strides of 0 are none of torch's for a view
+        return
     values = torch.from_numpy(values_of(as_bytes(tensor)))
     world.broadcast(values.numpy())
     if not tensor.is_cpu or values.data_ptr() != tensor.data_ptr():
         tensor.detach().copy_(values.view(tensor.dtype).reshape(tensor.shape))
-
-
-class Buffers:
-    """The buffers of a model, which each hosted rank's forward may change.
-
-    mode: whose all ranks go on with after a step: "broadcast" those of rank 0, "mean" the mean
-        over ranks of floating-point and complex ones, formed in float64, and rank 0's others,
-        "none" each its own. Of the state of a scale (Quantizer) that of the ranks that have learnt
-        most counts, the largest values of all of them; their calls are alike then
-    Raises ValueError for another mode, or "none" with virtual ranks.
-    """
-
-    def __init__(self, model: torch.nn.Module, world: Ranks, mode: str) -> None:
-        if mode not in get_args(BufferMode):
-            known = ", ".join(map(repr, get_args(BufferMode)))
-            raise ValueError(f"GradientReducer: buffers={mode!r}: known are {known}")
-        if mode == "none" and world.virtual_ranks > 1:
-            raise ValueError(
-                f"GradientReducer: buffers='none': virtual_ranks={world.virtual_ranks}: should be "
-                "1: a process has one model, whose buffers are those of one rank"
-            )
-        self.model, self.world, self.mode = model, world, mode
-        self._first: Tensors = []
-        self._kept: list[Tensors] = [[] for _ in world.hosted]
-
-    def size_bytes(self, live: Named) -> int:
-        """Return the bytes that ranks exchange; to be the same on all of them."""
-        return 0 if self.mode == "none" else sum(b.nbytes for _, b in live)
-
-    def begin(self, hosted: int) -> None:
-        """Give a hosted rank the buffers that the first one began its step with."""
-        if len(self._kept) > 1:
-            if hosted == 0:
-                self._first = self._copies()
-            else:
-                _put([b for _, b in survey(self.model)[1]], self._first)
-
-    def keep(self, hosted: int) -> None:
-        """Take the model's buffers as a hosted rank's."""
-        if len(self._kept) > 1:
-            self._kept[hosted] = self._copies()
-
-    def _copies(self) -> Tensors:
-        return [buffer.detach().clone() for _, buffer in survey(self.model)[1]]
-
-    def share(self, named: Named, active: Sequence[bool]) -> None:
-        """Give all ranks the same buffers, unless mode is "none". Collective.
-
-        named: the model's, as survey finds them
-        active: by process; the ranks of others do not count, and the first active one is "rank 0"
-        """
-        if self.mode == "none" or not named:
-            return
-        live = [buffer for _, buffer in named]
-        ranks = self._kept if len(self._kept) > 1 else [live]
-        shared = {id(buffer) for _, buffer in scales_of(named)}
-        scales = {i for i, buffer in enumerate(live) if id(buffer) in shared}
-        means = {i for i, b in enumerate(ranks[0]) if self.mode == "mean" and _has_mean(b)} - scales
-        first = set(range(len(live))) - scales - means
-        new: dict[int, torch.Tensor] = {}
-        for chosen, combined in (
-            (first, self._of_first),
-            (means, self._means),
-            (scales, self._newest),
-        ):
-            which = sorted(chosen)
-            own = [[each[i] for i in which] for each in ranks]
-            new |= zip(which, combined(own, active) if which else [], strict=True)
-        _put(live, [new[i] for i in range(len(live))])
-
-    def _of_first(self, own: list[Tensors], active: Sequence[bool]) -> Tensors:
-        """Return the tensors of the first active rank. Collective."""
-        root_rank = list(active).index(True) * self.world.virtual_ranks
-        data = values_of(bytes_of(own[0]))
-        given = [data if rank == root_rank else None for rank in self.world.hosted]
-        return of_bytes(sparse.broadcast(self.world, given, root_rank), own[0])
-
-    def _newest(self, own: list[Tensors], active: Sequence[bool]) -> Tensors:
-        """Return of the states of each scale the newest of the active ranks. Collective.
-
-        The largest of words (calls, value) is both: NEVER, which is below 0, counts as nothing.
-        """
-        words = np.zeros(sum(state.numel() for state in own[0]), np.int64)
-        if active[self.world.process]:
-            best = [newest(list(of_ranks)) for of_ranks in zip(*own, strict=True)]
-            values = [values_of(state) for state in best]
-            bits = [np.where(v < 0, 0, v.view(np.int32).astype(np.int64) + 1) for v in values]
-            words = np.concatenate(
-                [(int(v[0]) << 32) + b for v, b in zip(values, bits, strict=True)]
-            )
-        found = self.world.max(words, "buffers") & 0xFFFFFFFF
-        largest = np.where(found, (found - 1).astype(np.int32).view(np.float32), np.float32(NEVER))
-        return list(torch.split(torch.from_numpy(largest), [state.numel() for state in own[0]]))
-
-    def _means(self, own: list[Tensors], active: Sequence[bool]) -> Tensors:
-        """Return the means over the active ranks of the tensors of each hosted rank. Collective."""
-        here = active[self.world.process]
-        rows = [torch.cat([_wide(tensor) for tensor in each]) for each in own]
-        given = [values_of(row if here else torch.zeros_like(row)) for row in rows]
-        total = torch.from_numpy(sparse.sum(self.world, given))
-        total /= sum(active) * self.world.virtual_ranks
-        parts = torch.split(total, [_wide(tensor).numel() for tensor in own[0]])
-        return [
-            (torch.view_as_complex(part.reshape(-1, 2)) if tensor.is_complex() else part).reshape(
-                tensor.shape
-            )
-            for part, tensor in zip(parts, own[0], strict=True)
-        ]
-
-
-def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the values as float64[n], of complex ones both parts."""
-    if tensor.is_complex():
-        return torch.view_as_real(tensor.detach().to(torch.complex128).resolve_conj()).reshape(-1)
-    return tensor.detach().double().reshape(-1)
-
-
-def _has_mean(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
-
-
-@torch.no_grad()
-def _put(buffers: Tensors, tensors: Tensors) -> None:
-    """Set buffers to tensors; those that have the values already are not touched.
-
-    What autograd keeps of a buffer for another backward may then still be used.
-    """
-    for buffer, tensor in zip(buffers, tensors, strict=True):
-        values = tensor.to(buffer.device, buffer.dtype)
-        if not torch.equal(as_bytes(buffer), as_bytes(values)):
-            buffer.copy_(values)

@@ -140,22 +140,24 @@ def load_on_all(
     """
     loaded: tuple[Groups, Position] | None = None
 
-    def names() -> tuple[list[Any], Position] | None:
+    def names() -> tuple[dict[str, list[Any]], Position] | None:
         nonlocal loaded
         if not path.exists():
             return None
         loaded = groups, position = load(path, toml, samples_seen)
-        arrays = [(g, n, a.shape, a.dtype) for g, each in groups.items() for n, a in each.items()]
+        arrays = {g: [(n, a.shape, a.dtype) for n, a in each.items()] for g, each in groups.items()}
         return arrays, position
 
     there = world.on_first(names, "resume")
     if there is None:
         return None
     groups: Groups = {} if loaded is None else loaded[0]
-    for group, name, shape, dtype in there[0]:
-        array = groups.setdefault(group, {}).setdefault(name, np.empty(shape, dtype))
-        groups[group][name] = np.ascontiguousarray(array).reshape(shape)
-        world.broadcast(groups[group][name], "resume")
+    for name, arrays in there[0].items():  # which may be none: SGD without momentum keeps nothing
+        group = groups.setdefault(name, {})
+        for key, shape, dtype in arrays:
+            array = group.setdefault(key, np.empty(shape, dtype))
+            group[key] = np.ascontiguousarray(array).reshape(shape)
+            world.broadcast(group[key], "resume")
     return groups, there[1]
 
 

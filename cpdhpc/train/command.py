@@ -16,6 +16,7 @@ from .data import Dataset, Source
 from .job import EPOCHS, Job, load
 from .loop import Diverged, run
 from .output import Files, claimed
+from .overlap import check_overlap
 from .progress import Display
 from .setup import Training, agreed, prepare
 
@@ -117,8 +118,16 @@ def _resume(training: Training, former_epochs: int, display: Display) -> None:
 
 
 def _check_ranks(jobs: list[Job], world: World) -> None:
+    """Raise ConfigError, naming the row, where one cannot do with the ranks there are."""
     for job in jobs:
         job.check_ranks(world.processes * job.train.virtual_ranks)
+        try:
+            if job.stages.count > 1:
+                job.stages.layout(world.processes)
+            if job.train.overlap:
+                check_overlap(world)
+        except ValueError as error:
+            raise ConfigError(f"{job.id}: {error}") from None
         rows, columns = job.train.image_grid
         if world.processes % (rows * columns):
             raise ConfigError(

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import numpy.typing as npt
 import torch
 from torch import distributed
@@ -15,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 from ..collectives.checks import alike_on_all
 from ..compress.base import Aggregator
 from ..compress.bucket import Bucket
-from ..ops import backend_of
 from ..ops.tensors import CPU, OwnStream, array_of, check_device, in_stream, put
 from ..world.mpi import as_world
 from ..world.ranks import Ranks
@@ -24,15 +22,14 @@ from .averaging import (
     FLOATS,
     PLAIN,
     Averaging,
-    Buffers,
     check_options,
     is_plain,
     kind,
+    multiplied,
     policies_of,
     rounded,
-    scales_of,
-    survey,
 )
+from .buffers import Buffers, scales_of, survey
 from .overlap import check_overlap, pause_s, reducing_thread
 
 Array = npt.NDArray[Any]
@@ -171,8 +168,8 @@ class DdpHook(Averaging):
     ) -> None:
         with alike_on_all(self.world, "ddp_hook: bucket") as alike:
             alike |= {"iteration": self.iteration, "bucket": index, "loss_scale": self.loss_scale}
-            if self._scale_error is not None:
-                raise self._scale_error
+            if self._wrong is not None:
+                raise self._wrong
             layout = self._layout(parameters)
             alike["layers"] = layout.bucket.names
             if buffer.dtype not in FLOATS or not is_plain(buffer):
@@ -184,9 +181,7 @@ class DdpHook(Averaging):
                 put(gradients[i], view.numpy() if view.is_cpu else view)
         mean = self._aggregate(index, [layout.flat], layout.bucket)
         dtypes = [gradients[i].dtype for i in layout.order]
-        flat = mean.flat
-        if self.loss_scale != 1:
-            flat = backend_of(flat).multiply(flat, np.float32(1 / self.loss_scale))
+        flat = multiplied(mean.flat, 1 / self.loss_scale, layout.bucket)
         names, views = layout.bucket.names, layout.bucket.views(flat)
         means = rounded(names, views, dtypes)
         self._done.append((layout, parameters))

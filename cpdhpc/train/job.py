@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
@@ -27,6 +28,7 @@ from ..config import (
     keys,
     located,
     merge,
+    of_rows,
     override,
     read_toml,
     validate,
@@ -290,10 +292,8 @@ class Job(Section):
     @model_validator(mode="after")
     def _momentum_once(self) -> Job:
         if self.gradient.has_momentum and self.optimizer.has_momentum:
-            raise ValueError(
-                "optimizer: has momentum, and so have the means of this gradient.aggregator: "
-                "should be sgd with momentum=0"
-            )
+            so_has = "and so have the means of this gradient.aggregator"
+            raise ValueError(f"optimizer: has momentum, {so_has}: should be sgd with momentum=0")
         return self
 
     @model_validator(mode="after")
@@ -334,12 +334,15 @@ class Job(Section):
 
     def check_ranks(self, ranks: int) -> None:
         """Raise ConfigError where the job cannot do with so many ranks, virtual ones included."""
-        try:
-            self.controller.check_ranks(ranks)
-        except ValueError as error:
-            raise ConfigError(
-                f"{self.name}: controller.name={self.controller.name!r}: {error}"
-            ) from None
+        for key, given, check in (
+            ("controller.name", self.controller.name, self.controller.check_ranks),
+            ("update.name", self.update.name, self.update.check_ranks),
+            ("adversarial.alternate", self.adversarial.alternate, self.adversarial.check_ranks),
+        ):
+            try:
+                check(ranks)
+            except ValueError as error:
+                raise ConfigError(f"{self.name}: {key}={given!r}: {error}") from None
 
     def plain(self) -> Raw:
         """Return the job as tables of plain values, every default filled in."""
@@ -462,7 +465,7 @@ def _load(path: Path, settings: Iterable[str]) -> list[Job]:
     for index, row in enumerate(rows):
         if not is_one and "name" not in row:
             raise ConfigError(f"{path}: compare row {index}: name: is missing")
-    jobs = [_row(raw, row, index, path) for index, row in enumerate(rows)]
+    jobs = of_rows([partial(_row, raw, row, index, path) for index, row in enumerate(rows)])
     names = [job.name for job in jobs]
     for name in names:
         if names.count(name) > 1:
@@ -473,9 +476,8 @@ def _load(path: Path, settings: Iterable[str]) -> list[Job]:
     files = [run.record.file for run in runs if run.record.number and run.record.file]
     for file in files:
         if files.count(file) > 1:
-            raise ConfigError(
-                f"{path}: record.file={file!r}: {files.count(file)} runs would write it"
-            )
+            told = f"{files.count(file)} runs would write it"
+            raise ConfigError(f"{path}: record.file={file!r}: {told}")
     return runs
 
 

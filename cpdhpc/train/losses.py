@@ -204,6 +204,16 @@ class Adversarial(Section):
             raise ValueError(f"low={self.low}: should be below high={self.high}")
         return self
 
+    @property
+    def groups(self) -> int:
+        """The number of groups of ranks: 2 where one has the samples and the other the copies."""
+        return 2 if self.epsilon and self.trained and self.alternate == "ranks" else 1
+
+    def check_ranks(self, ranks: int) -> None:
+        """Raise ValueError where so many ranks, virtual ones included, do not make the groups."""
+        if ranks % self.groups:
+            raise ValueError(f"{ranks} ranks: must be even")
+
 
 class Metric(Section):
     """[metric]: what is told of the test samples beside their loss, named in METRICS.

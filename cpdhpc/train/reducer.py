@@ -14,24 +14,22 @@ import torch
 from ..collectives.checks import alike_on_all, check_alike
 from ..compress.base import Aggregator, Mean, raise_unless_finite
 from ..compress.bucket import Bucket, Part, split_bucket
-from ..ops import backend_of
 from ..ops.tensors import OwnStream, array_of, in_stream, put
 from .aggregators import made
 from .averaging import (
     Averaging,
-    BufferMode,
-    Buffers,
     broadcast,
     check_options,
     description,
     device_of,
     is_plain,
     kind,
+    multiplied,
     policies_of,
     rounded,
-    survey,
     tensors_of,
 )
+from .buffers import BufferMode, Buffers, survey
 from .overlap import Overlap, check_overlap
 
 Array = npt.NDArray[Any]
@@ -190,23 +188,36 @@ class GradientReducer(Averaging):
         """Copy p.grad to its place in the buffer; where there is none, zeros."""
         parameter, view = self.parameters[layer], self._views[hosted][layer]
         gradient = parameter.grad if parameter.requires_grad else None
-        if gradient is not None:
-            if (
-                gradient.dtype is self._dtypes[layer]
-                and gradient.device == self.device
-                and is_plain(gradient)
-            ):
-                put(gradient, view)
-                self._used[layer] = True
+        for tensor in (parameter,) if gradient is None else (gradient, parameter):
+            if not self._fits(layer, tensor):
+                self.fail(self._misfit(layer, hosted, tensor))
+                view[...] = 0
                 return
-            self.fail(
-                ValueError(
-                    f"GradientReducer.reduce: the gradient of {self.bucket.names[layer]!r} on rank "
-                    f"{self.world.hosted[hosted]} is {kind(gradient)}: should be dense "
-                    f"{self._dtypes[layer]} on {self.device}"
-                )
-            )
-        view[...] = 0
+        if gradient is None:
+            view[...] = 0
+            return
+        put(gradient, view)
+        self._used[layer] = True
+
+    def _fits(self, layer: int, tensor: torch.Tensor) -> bool:
+        """Return whether a parameter or gradient is of the layer's shape, dtype and device."""
+        return (
+            tensor.dtype is self._dtypes[layer]
+            and tensor.device == self.device
+            and is_plain(tensor)
+            and tensor.shape == self.bucket.shapes[layer]
+        )
+
+    def _misfit(self, layer: int, hosted: int, tensor: torch.Tensor) -> ValueError:
+        name, shape = self.bucket.names[layer], list(self.bucket.shapes[layer])
+        what = repr(name) if tensor is self.parameters[layer] else f"the gradient of {name!r}"
+        found, right = kind(tensor), f"dense {self._dtypes[layer]} on {self.device}"
+        if list(tensor.shape) != shape:
+            found, right = f"{found} of shape {list(tensor.shape)}", f"{right} of shape {shape}"
+        return ValueError(
+            f"GradientReducer.reduce: {what} on rank {self.world.hosted[hosted]} is {found}: "
+            f"should be {right}"
+        )
 
     def _again(self, layer: int) -> None:
         self.fail(
@@ -292,7 +303,7 @@ class GradientReducer(Averaging):
         else:
             said = f"GradientReducer.reduce: alike is {type(given).__name__}: must be a dict"
             self.fail(TypeError(said))
-        error = self._error or self._scale_error
+        error = self._error or self._wrong
         missing = [not all(self._used)]
         if not any(check_alike(self.world, error, alike, missing, "GradientReducer.reduce")):
             return self._used
@@ -335,13 +346,11 @@ class GradientReducer(Averaging):
 
     def _joined(self, means: Iterable[Mean]) -> _Joined:
         """Return the means of all parts, as the loss is scaled and ranks are in the loop."""
-        return _Joined(self.bucket.size, self.parts, map(self._scaled, means))
+        return _Joined(self.bucket.size, self.parts, map(self._scaled, means, self.parts))
 
-    def _scaled(self, mean: Mean) -> Mean:
+    def _scaled(self, mean: Mean, part: Part) -> Mean:
         factor = self._factor / self.loss_scale
-        if factor == 1:
-            return mean
-        return replace(mean, flat=backend_of(mean.flat).multiply(mean.flat, np.float32(factor)))
+        return replace(mean, flat=multiplied(mean.flat, factor, part.bucket))
 
     def _finish(self, joined: _Joined, used: Sequence[int]) -> Mean:
         """Set gradients and buffers, and return the mean of the whole model. Collective."""

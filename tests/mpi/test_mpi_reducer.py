@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+import warnings
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,8 @@ import torch
 from torch import nn
 from torch_models import MODELS, NETWORKS, batch
 
+from cpdhpc.collectives.checks import NonFiniteGradient
+from cpdhpc.compress import COMPRESSORS
 from cpdhpc.train import gradients as gradients_of
 from cpdhpc.train.loss_scaling import LossScaler
 from cpdhpc.train.reducer import GradientReducer
@@ -211,11 +215,16 @@ def test_models_and_options_that_differ_are_told_on_all_ranks(world: World, name
 
 
 ATTRIBUTES: dict[str, tuple[str, Any, Any, str]] = {  # attribute, wrong and right value
-    "word": ("loss_scale", "a", 1.0, "ValueError: rank .*loss_scale='a': must be a number above 0"),
-    "zero": ("loss_scale", 0, 1.0, "ValueError: rank .*loss_scale=0: must be a number above 0"),
-    "none": ("loss_scale", None, 1.0, "ValueError: rank .*loss_scale=None: must be a number"),
+    "word": ("loss_scale", "a", 1.0, "ValueError: rank .*loss_scale='a': must be a power of two"),
+    "zero": ("loss_scale", 0, 1.0, "ValueError: rank .*loss_scale=0: must be a power of two"),
+    "none": ("loss_scale", None, 1.0, "ValueError: rank .*loss_scale=None: must be a power"),
     "alike": ("alike", None, {}, "TypeError: rank .*alike is NoneType: must be a dict"),
-    "epoch": ("epoch", "a", 0.0, "ValueError: .*arguments differ: epoch=0.0 .* epoch='a'"),
+    "below": ("loss_scale", -1, 1.0, "ValueError: rank .*loss_scale=-1: must be a power of two"),
+    "three": ("loss_scale", 3.0, 1.0, "ValueError: rank .*loss_scale=3.0: must be a power of two"),
+    "nan": ("loss_scale", math.nan, 1.0, "ValueError: rank .*loss_scale=nan: must be a power"),
+    "epoch": ("epoch", "a", 0.0, "ValueError: rank .*epoch='a': must be a finite number, 0 or"),
+    "before": ("epoch", -1, 0.0, "ValueError: rank .*epoch=-1: must be a finite number, 0 or more"),
+    "later": ("epoch", 2.0, 0.0, "ValueError: .*arguments differ: epoch=0.0 .* epoch=2.0"),
 }
 
 
@@ -284,6 +293,69 @@ def test_what_one_rank_finds_in_a_step_is_raised_on_all(
     }[fault]
     told = re.search(says, errors[0]) is not None if says else errors[0] == ""
     together(world, told, errors[1] == "", not says or kept, alike(world, errors))
+
+
+RESHAPED = {  # whether there is a gradient, of the new shape
+    "both": True,
+    "parameter": False,
+    "unused": None,
+}
+
+
+@pytest.mark.parametrize("case", RESHAPED)
+def test_a_layer_whose_shape_one_rank_has_changed_is_told_on_all(world: World, case: str) -> None:
+    """And the next step goes well, once it has its shape again."""
+    if world.processes == 1:
+        pytest.skip("needs a second rank")
+    model, last = linear(4, 3), world.process == world.processes - 1
+    reducer, weight = GradientReducer(model, world), model[0].weight
+    values, errors = weight.data, []
+    for step in range(2):
+        model.zero_grad()
+        model(torch.ones(2, 4)).sum().backward()
+        if last and step == 0:
+            weight.data = torch.zeros(5, 5)
+            if RESHAPED[case] is not False:
+                weight.grad = torch.zeros(5, 5) if RESHAPED[case] else None
+        errors.append(said(reducer.reduce))
+        if last:
+            weight.grad, weight.data = None, values
+    who = f"on rank {world.size - 1} is torch.float32 on cpu of shape [5, 5]: should be dense"
+    told = who in errors[0] and errors[0].startswith("ValueError: ") and "'0.weight'" in errors[0]
+    together(world, told, errors[1] == "", alike(world, errors))
+
+
+@pytest.mark.parametrize("name", COMPRESSORS)
+@pytest.mark.parametrize("huge", ["all", "last"])
+def test_values_near_the_largest_give_all_ranks_the_same_finite_mean_or_error(
+    world: World, name: str, huge: str
+) -> None:
+    layer = nn.Linear(40, 40)
+    reducer, verdicts = GradientReducer(layer, world, name), []
+    is_huge = huge == "all" or world.process == world.processes - 1
+    for _ in range(2):
+        layer.weight.grad = torch.full((40, 40), 3e38 if is_huge else 1.0)
+        layer.bias.grad = torch.ones(40)
+        error = ""
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            try:
+                reducer.reduce()
+            except NonFiniteGradient as found:
+                error = str(found)
+        finite = bool(torch.isfinite(layer.weight.grad).all())
+        verdicts += [alike(world, error), finite, bool(error) or alike(world, bits(layer))]
+    together(world, *verdicts)
+
+
+def test_a_mean_that_the_loss_scale_takes_beyond_float32_is_told(world: World) -> None:
+    layer = nn.Linear(4, 3)
+    reducer = GradientReducer(layer, world)
+    reducer.loss_scale = 2.0**-24
+    layer.weight.grad, layer.bias.grad = torch.full((3, 4), 1e38), torch.ones(3)
+    error = said(reducer.reduce)
+    told = error == "NonFiniteGradient: allreduce: the mean is beyond float32 in 'weight'"
+    together(world, told, bool((layer.weight.grad == 1e38).all()))
 
 
 def alike(world: World, value: Any) -> bool:

@@ -97,6 +97,9 @@ class UpdateRule(Section):
 
     name: str
 
+    def check_ranks(self, ranks: int) -> None:
+        """Raise ValueError where it cannot do with so many ranks, virtual ones included."""
+
     @abstractmethod
     def build(
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, reducer: GradientReducer

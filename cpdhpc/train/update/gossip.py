@@ -302,6 +302,10 @@ class GossipRule(OwnModelsRule):
     graph: Annotated[str, one_of(GRAPHS)] = "exponential"
     wire: Annotated[str, AfterValidator(_known_wire)] = "raw"
 
+    def check_ranks(self, ranks: int) -> None:
+        """Raise ValueError for too few ranks. See UpdateRule.check_ranks."""
+        Graph(self.graph, ranks)
+
     def build(
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, reducer: GradientReducer
     ) -> Gossip:

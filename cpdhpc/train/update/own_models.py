@@ -45,7 +45,7 @@ class OwnModels(Update):
         reducer: GradientReducer,
         align: int = 1,
     ) -> None:
-        from ..averaging import Buffers
+        from ..buffers import Buffers
 
         super().__init__(model, optimizer, reducer)
         self.bucket = Bucket(reducer.bucket.names, reducer.bucket.shapes, align)
@@ -144,7 +144,7 @@ class OwnModels(Update):
 
     def _average_buffers(self) -> None:
         """Make the model's buffers the average. Collective."""
-        from ..averaging import survey
+        from ..buffers import survey
 
         for hosted in range(self.world.virtual_ranks):
             self._load_buffers(hosted)

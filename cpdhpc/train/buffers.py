@@ -1,0 +1,177 @@
+"""The buffers of a model, which each rank's forward may change: alike on all ranks after a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+import numpy as np
+import torch
+
+from ..collectives import sparse
+from ..compress.flexpoint import NEVER
+from ..ops.tensors import as_bytes, bytes_of, of_bytes, values_of
+from ..precision.arithmetic import STATE, newest
+from ..world.ranks import Ranks
+
+BufferMode = Literal["broadcast", "mean", "none"]
+Tensors = list[torch.Tensor]
+Named = list[tuple[str, torch.Tensor]]
+
+
+def survey(model: torch.nn.Module) -> tuple[list[torch.nn.Parameter], Named]:
+    """Return the parameters that require a gradient now, and the buffers, in one quick walk.
+
+    Names are those within a module. It is done in each step: model.parameters() and
+    model.buffers() take several times as long.
+    """
+    parameters: list[torch.nn.Parameter | None] = []
+    buffers: list[tuple[str, torch.Tensor | None]] = []
+    modules, seen = [model], {id(model)}
+    for module in modules:  # which grows
+        if module._parameters:
+            parameters += module._parameters.values()
+        if module._buffers:
+            buffers += module._buffers.items()
+        for each in module._modules.values():
+            if each is not None and id(each) not in seen:
+                seen.add(id(each))
+                modules.append(each)
+    trained = [p for p in parameters if p is not None and p.requires_grad]
+    return trained, [(name, b) for name, b in buffers if b is not None]
+
+
+def scales_of(buffers: Named) -> Named:
+    """Return the states of scales of precision.convert."""
+    return [(name, buffer) for name, buffer in buffers if name == STATE]
+
+
+class Buffers:
+    """The buffers of a model, which each hosted rank's forward may change.
+
+    mode: whose all ranks go on with after a step: "broadcast" those of rank 0, "mean" the mean
+        over ranks of floating-point and complex ones, formed in float64, and rank 0's others,
+        "none" each its own. Of the state of a scale (Quantizer) that of the ranks that have learnt
+        most counts, the largest values of all of them; their calls are alike then
+    Raises ValueError for another mode, or "none" with virtual ranks.
+    """
+
+    def __init__(self, model: torch.nn.Module, world: Ranks, mode: str) -> None:
+        if mode not in get_args(BufferMode):
+            known = ", ".join(map(repr, get_args(BufferMode)))
+            raise ValueError(f"GradientReducer: buffers={mode!r}: known are {known}")
+        if mode == "none" and world.virtual_ranks > 1:
+            raise ValueError(
+                f"GradientReducer: buffers='none': virtual_ranks={world.virtual_ranks}: should be "
+                "1: a process has one model, whose buffers are those of one rank"
+            )
+        self.model, self.world, self.mode = model, world, mode
+        self._first: Tensors = []
+        self._kept: list[Tensors] = [[] for _ in world.hosted]
+
+    def size_bytes(self, live: Named) -> int:
+        """Return the bytes that ranks exchange; to be the same on all of them."""
+        return 0 if self.mode == "none" else sum(b.nbytes for _, b in live)
+
+    def begin(self, hosted: int) -> None:
+        """Give a hosted rank the buffers that the first one began its step with."""
+        if len(self._kept) > 1:
+            if hosted == 0:
+                self._first = self._copies()
+            else:
+                _put([b for _, b in survey(self.model)[1]], self._first)
+
+    def keep(self, hosted: int) -> None:
+        """Take the model's buffers as a hosted rank's."""
+        if len(self._kept) > 1:
+            self._kept[hosted] = self._copies()
+
+    def _copies(self) -> Tensors:
+        return [buffer.detach().clone() for _, buffer in survey(self.model)[1]]
+
+    def share(self, named: Named, active: Sequence[bool]) -> None:
+        """Give all ranks the same buffers, unless mode is "none". Collective.
+
+        named: the model's, as survey finds them
+        active: by process; the ranks of others do not count, and the first active one is "rank 0"
+        """
+        if self.mode == "none" or not named:
+            return
+        live = [buffer for _, buffer in named]
+        ranks = self._kept if len(self._kept) > 1 else [live]
+        shared = {id(buffer) for _, buffer in scales_of(named)}
+        scales = {i for i, buffer in enumerate(live) if id(buffer) in shared}
+        means = {i for i, b in enumerate(ranks[0]) if self.mode == "mean" and _has_mean(b)} - scales
+        first = set(range(len(live))) - scales - means
+        new: dict[int, torch.Tensor] = {}
+        for chosen, combined in (
+            (first, self._of_first),
+            (means, self._means),
+            (scales, self._newest),
+        ):
+            which = sorted(chosen)
+            own = [[each[i] for i in which] for each in ranks]
+            new |= zip(which, combined(own, active) if which else [], strict=True)
+        _put(live, [new[i] for i in range(len(live))])
+
+    def _of_first(self, own: list[Tensors], active: Sequence[bool]) -> Tensors:
+        """Return the tensors of the first active rank. Collective."""
+        root_rank = list(active).index(True) * self.world.virtual_ranks
+        data = values_of(bytes_of(own[0]))
+        given = [data if rank == root_rank else None for rank in self.world.hosted]
+        return of_bytes(sparse.broadcast(self.world, given, root_rank), own[0])
+
+    def _newest(self, own: list[Tensors], active: Sequence[bool]) -> Tensors:
+        """Return of the states of each scale the newest of the active ranks. Collective.
+
+        The largest of words (calls, value) is both: NEVER, which is below 0, counts as nothing.
+        """
+        words = np.zeros(sum(state.numel() for state in own[0]), np.int64)
+        if active[self.world.process]:
+            best = [newest(list(of_ranks)) for of_ranks in zip(*own, strict=True)]
+            values = [values_of(state) for state in best]
+            bits = [np.where(v < 0, 0, v.view(np.int32).astype(np.int64) + 1) for v in values]
+            words = np.concatenate(
+                [(int(v[0]) << 32) + b for v, b in zip(values, bits, strict=True)]
+            )
+        found = self.world.max(words, "buffers") & 0xFFFFFFFF
+        largest = np.where(found, (found - 1).astype(np.int32).view(np.float32), np.float32(NEVER))
+        return list(torch.split(torch.from_numpy(largest), [state.numel() for state in own[0]]))
+
+    def _means(self, own: list[Tensors], active: Sequence[bool]) -> Tensors:
+        """Return the means over the active ranks of the tensors of each hosted rank. Collective."""
+        here = active[self.world.process]
+        rows = [torch.cat([_wide(tensor) for tensor in each]) for each in own]
+        given = [values_of(row if here else torch.zeros_like(row)) for row in rows]
+        total = torch.from_numpy(sparse.sum(self.world, given))
+        total /= sum(active) * self.world.virtual_ranks
+        parts = torch.split(total, [_wide(tensor).numel() for tensor in own[0]])
+        return [
+            (torch.view_as_complex(part.reshape(-1, 2)) if tensor.is_complex() else part).reshape(
+                tensor.shape
+            )
+            for part, tensor in zip(parts, own[0], strict=True)
+        ]
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the values as float64[n], of complex ones both parts."""
+    if tensor.is_complex():
+        return torch.view_as_real(tensor.detach().to(torch.complex128).resolve_conj()).reshape(-1)
+    return tensor.detach().double().reshape(-1)
+
+
+def _has_mean(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+@torch.no_grad()
+def _put(buffers: Tensors, tensors: Tensors) -> None:
+    """Set buffers to tensors; those that have the values already are not touched.
+
+    What autograd keeps of a buffer for another backward may then still be used.
+    """
+    for buffer, tensor in zip(buffers, tensors, strict=True):
+        values = tensor.to(buffer.device, buffer.dtype)
+        if not torch.equal(as_bytes(buffer), as_bytes(values)):
+            buffer.copy_(values)
