@@ -466,18 +466,16 @@ def _load(path: Path, settings: Iterable[str]) -> list[Job]:
         if not is_one and "name" not in row:
             raise ConfigError(f"{path}: compare row {index}: name: is missing")
     jobs = of_rows([partial(_row, raw, row, index, path) for index, row in enumerate(rows)])
-    names = [job.name for job in jobs]
-    for name in names:
+    for name in (names := [job.name for job in jobs]):
         if names.count(name) > 1:
             raise ConfigError(f"{path}: compare: {names.count(name)} rows are called {name!r}")
     if not any(table.keys() - {"name"} for table in (raw, *rows)):
         raise ConfigError(f"{path}: model and data are missing: the file says nothing of a job")
     runs = [run for job in jobs for run in job.seeds()]
     files = [run.record.file for run in runs if run.record.number and run.record.file]
-    for file in files:
-        if files.count(file) > 1:
-            told = f"{files.count(file)} runs would write it"
-            raise ConfigError(f"{path}: record.file={file!r}: {told}")
+    for f in files:
+        if files.count(f) > 1:
+            raise ConfigError(f"{path}: record.file={f!r}: {files.count(f)} runs would write it")
     return runs
 
 
