@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .ops import set_kernel_threads as set_kernel_threads
     from .world.gpu_messages import use_gpu as use_gpu
     from .world.mpi import World as World
+    from .world.ranks import Loopback as Loopback
     from .world.ranks import RankFailure as RankFailure
 
 __version__ = "0.2.0"
@@ -30,6 +31,7 @@ _EXPORTS = {  # public name -> the module that has it, imported when first asked
     "Allreduce": "cpdhpc.collectives.allreduce",
     "Cast": "cpdhpc.formats",
     "FloatFormat": "cpdhpc.formats",
+    "Loopback": "cpdhpc.world.ranks",
     "NonFiniteGradient": "cpdhpc.collectives.checks",
     "RankFailure": "cpdhpc.world.ranks",
     "World": "cpdhpc.world.mpi",

@@ -105,6 +105,7 @@ def unpack(packed: Any, bits: int, n: int) -> Any:
     """
     _check_bits("unpack", bits)
     flat, restore = _flat("unpack", "packed", packed, ("uint8",))
+    check_integer("unpack: n", n)
     if n < 0:
         raise ValueError(f"unpack: n={n}: a number of codes, 0 or more, is allowed")
     if flat.size != packed_bytes(n, bits):
@@ -125,9 +126,8 @@ def _cast(
     random_bits: int = 0,
 ) -> Cast:
     """The checked Cast; a shift is exact only within the limits of the format."""
-    known = parse_format(fmt)
     try:
-        cast = Cast(known, rounding, overflow, random_bits)
+        cast = Cast(parse_format(fmt), rounding, overflow, random_bits)
     except (TypeError, ValueError) as error:
         raise said_by(function, error) from None
     check_integer(f"{function}: shift", shift)
@@ -155,6 +155,7 @@ def _code_dtype(bits: int) -> type[np.unsignedinteger[Any]]:
 
 
 def _check_bits(function: str, bits: int) -> None:
+    check_integer(f"{function}: bits", bits)
     if not 1 <= bits <= 32:
         raise ValueError(f"{function}: bits={bits}: 1..32 is allowed")
 

@@ -219,11 +219,18 @@ def test_arguments_out_of_range_are_errors() -> None:
             cpdhpc.pack(codes, bits)
         with pytest.raises(ValueError, match=f"^unpack: bits={bits}: 1..32"):
             cpdhpc.unpack(codes, bits, 4)
+    for bits in ("3", None, 3.0, True):
+        with pytest.raises(TypeError, match=r"^pack: bits=.*: must be an integer"):
+            cpdhpc.pack(codes, bits)
+    with pytest.raises(TypeError, match=r"^unpack: n='4': must be an integer"):
+        cpdhpc.unpack(codes, 8, "4")
     with pytest.raises(ValueError, match="packed has 4 bytes: n=4 codes of 8 bits take 1024"):
         cpdhpc.unpack(codes, 8, 4)
     with pytest.raises(ValueError, match="n=-1"):
         cpdhpc.unpack(codes, 8, -1)
-    with pytest.raises(ValueError, match="parse_format: 'fp8'"):
+    with pytest.raises(ValueError, match="quantize: 'fp8'"):
         cpdhpc.quantize(x, "fp8")
     with pytest.raises(ValueError, match="rounding='upwards'"):
         cpdhpc.quantize(x, FloatFormat(5, 2), "upwards")
+    with pytest.raises(ValueError, match="^quantize: exp=4, man=33: exp is 1..8"):
+        cpdhpc.quantize(x, "e4m33")

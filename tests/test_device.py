@@ -90,7 +90,7 @@ def test_a_no_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
 class Processes(Loopback):
     """One of several processes of two nodes, and what the others tell."""
 
-    def __init__(self, process: int, nodes: list[int], told: list[tuple[str, str]]) -> None:
+    def __init__(self, process: int, nodes: list[int], told: list[tuple[str, str, bool]]) -> None:
         super().__init__(len(nodes), nodes=nodes)
         self.virtual_ranks, self.process, self._told = 1, process, told
 
@@ -98,8 +98,8 @@ class Processes(Loopback):
         return [value if i == self.process else each for i, each in enumerate(self._told)]
 
 
-def bus(place: int) -> tuple[str, str]:
-    return f"0000:{place:02x}:00.0", ""
+def bus(place: int, shared: bool = False) -> tuple[str, str, bool]:
+    return f"0000:{place:02x}:00.0", "", shared
 
 
 def test_processes_of_a_node_take_gpus_of_their_own() -> None:
@@ -123,13 +123,22 @@ def test_too_few_gpus_are_an_error_on_all_processes() -> None:
     for process in range(3):
         world = Processes(process, nodes, told)
         with simulated():
-            with pytest.raises(UserError, match="processes 0, 1 would share GPUs of their node"):
-                use_gpu(world)
-            assert use_gpu(world, oversubscribe=True) == 0
-            world = Processes(process, nodes, [bus(0), bus(1), ("", "sees no GPU")])
+            for here in (False, True):  # all must allow it
+                with pytest.raises(UserError, match="processes 0, 1 would share GPUs of their"):
+                    use_gpu(world, oversubscribe=here)
+            allowed = Processes(process, nodes, [bus(0, shared=True)] * 3)
+            assert use_gpu(allowed, oversubscribe=True) == 0
+            world = Processes(process, nodes, [bus(0), bus(1), ("", "sees no GPU", False)])
             if process != 2:
                 with pytest.raises(UserError, match=r"process 2 sees no GPU$"):
                     use_gpu(world)
+
+
+def test_wrong_arguments_of_use_gpu_are_named() -> None:
+    with pytest.raises(TypeError, match=r"use_gpu: world is int: must be a World"):
+        use_gpu(3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"use_gpu: oversubscribe='no': must be True or False"):
+        use_gpu(Loopback(), oversubscribe="no")  # type: ignore[arg-type]
 
 
 def test_without_cupy_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,9 +45,10 @@ def _check_array(name: str, x: Any) -> None:
     try:
         backend_of(x)
     except TypeError:
-        raise TypeError(
-            f"allreduce: {name} is {type(x).__name__}: must be a NumPy, CuPy or torch array"
-        ) from None
+        takes = "a NumPy, CuPy or torch array"
+        if type(x).__module__.startswith("torch"):
+            takes = "a NumPy or CuPy array: cpdhpc.allreduce alone takes tensors"
+        raise TypeError(f"allreduce: {name} is {type(x).__name__}: must be {takes}") from None
     if advice := misread(x):
         raise TypeError(f"allreduce: {name} is {type(x).__name__}: {advice}")
     if x.dtype != np.float32:

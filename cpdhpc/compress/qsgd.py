@@ -35,8 +35,8 @@ class Qsgd(Aggregator):
 
     levels: s: a value becomes the norm times -s/s, ..., 0, ..., s/s
     bucket_values: so many values have a norm of their own
-    A value travels in ceil(log2(2 s + 1)) bits, without the paper's Elias codes; every rank gets
-    the values of all, and adds them in the order of ranks.
+    A value travels in ceil(log2(2 s + 1)) bits, of one level in 1.6, without the paper's Elias
+    codes; every rank gets the values of all, and adds them in the order of ranks.
     Source: Alistarh et al.: QSGD, NIPS 2017, equations 3.1 to 3.3; section 4 (buckets).
     """
 

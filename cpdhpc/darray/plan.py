@@ -414,7 +414,10 @@ class WindowPlan(RankPieces):
         """Free requests and memory once the other ranks have read what was sent.
 
         Every rank that used the plan must call it, or go on using it.
+        Raises RuntimeError where a call is under way, which others wait for.
         """
+        if any(channel.open for channel in self.channels.values()) and not self.broken:
+            raise RuntimeError(f"plan {self.name!r}: free: a call is under way: finish it first")
         self.freed = True
         self.world.cache.release(self)
         if not self.broken:

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from .. import store
 from ..collectives.checks import check_alike
 from ..config import ConfigError, flatten, value_of
 from ..signals import Caught, catching
 from ..world.mpi import World
+from . import weights
 from .checkpoint import check_job
-from .data import Dataset, Source
+from .data import Dataset, Samples, Source
+from .fitting import samples_of
 from .job import EPOCHS, Job, load
 from .loop import Diverged, run
 from .output import Files, claimed
@@ -42,8 +45,35 @@ def train(
 def _check_alike(world: World, jobs: Sequence[Job]) -> None:
     """Raise ConfigError where jobs differ, as of a copy of their file that is old. Collective."""
     keys = {f"{job.id}: {k}": v for job in jobs for k, v in flatten(job.model_dump()).items()}
+    _agree_on(world, keys, "train: jobs")
+
+
+def _check_data(world: World, data: Dataset | Source) -> None:
+    """Raise ConfigError where samples differ, of which ranks take their shares. Collective."""
+    train, test = samples_of(data)
+    found = {"training samples": len(train), "test samples": len(test)}
+    _agree_on(world, found, "train: data")
+    digests = world.gather(_digest(train, test))
+    for rank, digest in enumerate(digests):
+        if "" not in digests and digest != digests[0]:
+            raise ConfigError(
+                f"train: samples of rank {rank} are other ones than those of rank 0: each "
+                "rank takes a share of the same"
+            )
+
+
+def _digest(train: Samples, test: Samples) -> str:
+    """Return that of a few samples; "" where one fails, or is drawn by chance when it is taken."""
     try:
-        check_alike(world, None, keys, [0], "train: jobs")
+        first, again = (weights.data_digest(train, test, weights.FEW) for _ in range(2))
+    except Exception:  # of an item, which is told where training takes it
+        return ""
+    return first if first == again else ""
+
+
+def _agree_on(world: World, found: dict[str, Any], what: str) -> None:
+    try:
+        check_alike(world, None, found, [0], what)
     except ValueError as error:
         raise ConfigError(str(error)) from None
 
@@ -72,7 +102,9 @@ class Trainer:
     def data_of(self, job: Job) -> Dataset | Source:
         """Return the samples of a job. Collective. Raises UserError on all processes alike."""
         if repr(job.data) not in self._data:
-            self._data[repr(job.data)] = agreed(self.world, job.data.load)
+            data = agreed(self.world, job.data.load)
+            _check_data(self.world, data)
+            self._data[repr(job.data)] = data
         return self._data[repr(job.data)]
 
     def train(

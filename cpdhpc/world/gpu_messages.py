@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ..config import UserError
+from ..methods import check_bool
 from ..ops import on_gpu, to_host
 from .ranks import Array, Cache, Ranks, Wait
 
@@ -29,16 +30,20 @@ def use_gpu(world: Ranks, *, oversubscribe: bool = False) -> int:
     another than the first keeps it. World does the same, without complaint, where CuPy is loaded
     already. A thread takes it by cupy.cuda.Device(number).use(). Collective.
     oversubscribe: processes may share a GPU
-    Raises UserError on all processes where one sees no GPU, or shares it.
+    Raises UserError on all processes where one sees no GPU, or shares it and one does not allow
+    that; TypeError for a wrong argument.
     """
+    if not isinstance(world, Ranks):
+        raise TypeError(f"use_gpu: world is {type(world).__name__}: must be a World")
+    world.agreed(lambda: check_bool("use_gpu: oversubscribe", oversubscribe), told=TypeError)
     number, address = use_own_gpu(world)
     lacks = "has no CuPy: pip install 'cpdhpc[gpu]'" if find_spec("cupy") is None else "sees no GPU"
-    told = world.gather((address, lacks), "GPU")
-    for process, (gpu, why) in enumerate(told):
+    told = world.gather((address, lacks, oversubscribe), "GPU")
+    for process, (gpu, why, _) in enumerate(told):
         if not gpu:
             raise UserError(f"use_gpu: process {process} {why}")
-    shared = sharing(world, [gpu for gpu, _ in told])
-    if shared and not oversubscribe:
+    shared = sharing(world, [gpu for gpu, _, _ in told])
+    if shared and not all(allowed for _, _, allowed in told):
         raise UserError(
             f"use_gpu: processes {', '.join(shared)} would share GPUs of their node: "
             "start fewer, or allow it: oversubscribe=True, bench --oversubscribe-gpus, in a job "

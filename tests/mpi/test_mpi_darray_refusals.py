@@ -220,3 +220,19 @@ def test_copies_share_plans(world: World, tmp_path: Path) -> None:
     other = copy.deepcopy(setting.array)
     assert copy.deepcopy(setting.plan) is setting.plan and other.world is setting.array.world
     assert other.local is not setting.array.local
+
+
+def test_a_plan_with_a_call_under_way_is_not_freed(world: World, tmp_path: Path) -> None:
+    """Its time-out would come long after; finished, it goes on."""
+    plan = Setting(world, tmp_path).plan
+    handle = plan.begin(np.full(plan.owned.shape, 2.0))
+    told = ""
+    try:
+        plan.free()
+    except RuntimeError as error:
+        told = str(error)
+    result = handle.finish()
+    plan.free()
+    said = told == "plan 'all': free: a call is under way: finish it first"
+    verdicts = world.gather((said or world.size == 1, bool((result == 2).all()), plan.freed))
+    assert verdicts == [(True, True, True)] * world.size

@@ -135,6 +135,47 @@ def test_jobs_that_differ_are_told_on_all_ranks(world: World, directory: Path) -
     together(world, "train.learning_rate=0.1 on rank 0" in told, "=0.2 on rank 1" in told)
 
 
+USERS_DATA = """
+import torch
+from mpi4py import MPI
+from torch.utils.data import TensorDataset
+
+
+def samples(kind):
+    rank = MPI.COMM_WORLD.Get_rank()
+    count, value = 64 - 10 * rank * (kind == "length"), 1.0 + rank * (kind == "values")
+    x, y = torch.full((count, 9), value), torch.arange(count) % 2
+    return TensorDataset(x, y), TensorDataset(torch.ones(9, 9), torch.arange(9) % 2)
+"""
+
+
+@pytest.mark.two_ranks
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("length", "arguments differ: training samples=64 on rank 0, training samples=54 on rank"),
+        ("values", "samples of rank 1 are other ones than those of rank 0"),
+    ],
+)
+def test_data_that_differ_are_told_on_all_ranks(
+    world: World, directory: Path, kind: str, said: str
+) -> None:
+    """Each process would train on shares of other data."""
+    if world.processes == 1:
+        pytest.skip("needs a second rank")
+    path = directory / "job.toml"
+    if world.process == 0:
+        (directory / f"theirs_{kind}.py").write_text(USERS_DATA)
+        path.write_text(f'[data]\nimport = "theirs_{kind}:samples"\nkind = "{kind}"\n')
+    world.barrier()
+    told = ""
+    try:
+        train(world, path, [], directory / "out", False)
+    except UserError as error:
+        told = str(error)
+    together(world, said in told, told.startswith("train: "))
+
+
 def quiet() -> Display:
     return Display(False, 1)
 
