@@ -15,8 +15,9 @@ from .base import (
     Column,
     Context,
     Mean,
-    checked_mean,
     machine_of_auto,
+    nonfinite,
+    nonfinite_layers,
 )
 from .bucket import Bucket
 
@@ -46,4 +47,8 @@ class NoCompression(Aggregator):
     def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
         """Return the mean over all ranks. See Aggregator.aggregate."""
         reduced = self._allreduce().run(context.world, gradients, iteration=context.iteration)
-        return Mean(checked_mean(context.world, reduced.arrays[0], gradients, bucket))
+        mean = reduced.arrays[0]
+        bad = nonfinite_layers(mean, bucket)  # the same bits, so the same answer, on all ranks
+        if bad:
+            raise nonfinite(context.world, gradients, bucket, bad)  # or the sum overflowed
+        return Mean(mean)

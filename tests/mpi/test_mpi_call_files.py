@@ -45,7 +45,7 @@ def entered(call: Callable[[], object]) -> list[str]:
 def check(world: World, files: list[str], first: str, most: int) -> None:
     """Fail on all ranks alike; first: a file without which nothing was seen."""
     for found in world.gather(files):
-        assert first in found and len(found) <= most, found
+        assert first in found and len(found) <= most, "\n".join(found)
 
 
 @pytest.mark.parametrize("wire", [None, "e4m3"])
