@@ -189,6 +189,17 @@ def test_lamb_clips_all_gradients_together_and_its_ratio() -> None:
     assert torch.equal(large[0].detach(), torch.full((2, 2), 99.0, dtype=torch.float64))
 
 
+@every("make", [Lars, Larc, Lamb, NovoGrad, AdamP])
+def test_a_gradient_that_is_no_number_is_seen_in_the_weights(make: Any) -> None:
+    """As with torch's optimisers; at the value itself at least, and in no other layer."""
+    hurt, well = (torch.nn.Parameter(torch.ones(3, 3)) for _ in range(2))
+    optimizer = make([hurt, well], lr=0.1)
+    hurt.grad, well.grad = torch.ones(3, 3), torch.ones(3, 3)
+    hurt.grad[1, 2] = math.nan
+    optimizer.step()
+    assert hurt[1, 2].isnan() and well.isfinite().all()
+
+
 def test_novograd_keeps_one_number_a_layer_and_others_know_groups_and_closures() -> None:
     parameters = layers()[:3]
     optimizer = NovoGrad(

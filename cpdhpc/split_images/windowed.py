@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.nn import functional
@@ -45,6 +45,8 @@ class Windowed(SplitLayer):
 
     inputs, outputs: who owns what of the whole maps; reach: returns the window of a box of outputs
     box: of the outputs that this rank owns, which may be empty; plan: fetches the input window
+    constants: tensors that depend on this box, and go where the parameters go. They are no buffers,
+        as those of one rank are given to all
     """
 
     def __init__(
@@ -57,9 +59,16 @@ class Windowed(SplitLayer):
         name: str,
     ) -> None:
         super().__init__()
+        self.constants: list[torch.Tensor] = []
         self.inputs, self.outputs = grid.layout(shape), grid.layout(after)
         self.box = self.outputs.owner(grid.group.rank)
         self.plan = WindowPlan(grid.group, self.inputs, reach(self.box), boundary, name=name)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        """Change all tensors, as Module.to does."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.constants = [fn(constant) for constant in self.constants]
+        return self
 
     @abstractmethod
     def computed(self, window: torch.Tensor) -> torch.Tensor:
@@ -228,13 +237,11 @@ class MaxPool2d(Pool2d):
 class AvgPool2d(Pool2d):
     """torch.nn.AvgPool2d. Collective."""
 
-    divisor: torch.Tensor
-
     def __init__(
         self, layer: torch.nn.AvgPool2d, grid: ImageGrid, shape: Shape, after: Shape, name: str
     ) -> None:
         super().__init__(layer, grid, shape, after, name)
-        self.register_buffer("divisor", self._divisor(layer), persistent=False)
+        self.constants = [self._divisor(layer)]
 
     def _divisor(self, layer: torch.nn.AvgPool2d) -> torch.Tensor:
         """Return float64[rows, columns] of the owned outputs: what each sum is divided by.
@@ -255,7 +262,8 @@ class AvgPool2d(Pool2d):
     def computed(self, window: torch.Tensor) -> torch.Tensor:
         """Return the means."""
         sums = functional.avg_pool2d(window, self.size, self.stride, divisor_override=1)
-        return sums / self.divisor.to(sums.dtype)
+        (divisor,) = self.constants
+        return sums / divisor.to(sums.dtype)
 
 
 class Pad2d(Windowed):
@@ -312,10 +320,8 @@ class Upsample(Windowed):
             return Box(*zip(*ends, strict=True))
 
         super().__init__(grid, shape, after, reach, "zero", name)
-        for axis, (index, weight) in enumerate(taps):
-            start = self.plan.window.start[axis]
-            self.register_buffer(f"index{axis}", index - start, persistent=False)
-            self.register_buffer(f"weight{axis}", weight, persistent=False)
+        for (index, weight), start in zip(taps, self.plan.window.start, strict=True):
+            self.constants += [index - start, weight]
 
     @staticmethod
     def check(layer: Any, shape: Shape) -> None:
@@ -327,7 +333,7 @@ class Upsample(Windowed):
         """Return the owned outputs, by rows, then columns."""
         values = window
         for axis in (0, 1):
-            index, weight = getattr(self, f"index{axis}"), getattr(self, f"weight{axis}")
+            index, weight = self.constants[2 * axis : 2 * axis + 2]
             near = [values.index_select(2 + axis, each) for each in index]
             if len(near) > 1:
                 shape = (-1, 1) if axis == 0 else (-1,)

@@ -124,8 +124,7 @@ def _count(state: State) -> int:
 
 def _ratio(above: Tensor, below: Tensor, p: Tensor) -> Tensor:
     """Return above / below in p's dtype; 1 where one of them is 0."""
-    usable = (above > 0) & (below > 0)
-    return torch.where(usable, above / below, torch.ones_like(above)).to(p.dtype)
+    return torch.where(above * below == 0, torch.ones_like(above), above / below).to(p.dtype)
 
 
 def _adapting(p: Tensor, gradient: Tensor, group: Group) -> tuple[Tensor, Tensor]:
@@ -267,7 +266,7 @@ def _adam(p: Tensor, gradient: Tensor, state: State, group: Group) -> Tensor:
     first.mul_(beta1).add_(gradient, alpha=1 - beta1)
     second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
     below = (second / (1 - beta2**time)).sqrt() + group["eps"]
-    return torch.where(below > 0, first / (1 - beta1**time) / below, torch.zeros_like(p))
+    return torch.where(below == 0, torch.zeros_like(p), first / (1 - beta1**time) / below)
 
 
 class NovoGrad(LayerWise):
@@ -299,7 +298,7 @@ class NovoGrad(LayerWise):
             now = (beta2 * before.square() + (1 - beta2) * now.square()).sqrt()
         state["norm"] = now.to(p.dtype)
         below = state["norm"] + group["eps"]
-        unit = torch.where(below > 0, gradient / below, torch.zeros_like(gradient))
+        unit = torch.where(below == 0, torch.zeros_like(gradient), gradient / below)
         if not _excluded(p, group):
             unit = unit + group["weight_decay"] * p
         p.sub_(group["lr"] * _zeros(state, "momentum", p).mul_(beta1).add_(unit))

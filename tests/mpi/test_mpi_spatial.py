@@ -276,7 +276,15 @@ def test_curves_are_the_serial_ones(world: World, name: str) -> None:
 
 
 def exact_net(rng: np.random.Generator) -> nn.Sequential:
-    net = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten())
+    """Its last layers have weights and divisors of their own on each rank: quarters and 1, 2, 4."""
+    net = nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Upsample(scale_factor=2, mode="bilinear"),
+        nn.AvgPool2d(2, 1, 1, count_include_pad=False),
+        nn.Flatten(),
+    )
     for parameter in net.parameters():
         parameter.data = integers(rng, *parameter.shape).float()
     return net
@@ -284,7 +292,7 @@ def exact_net(rng: np.random.Generator) -> nn.Sequential:
 
 @pytest.mark.parametrize("wire", ["float32", "e4m3"])
 def test_the_reducer_sums_the_parts_of_replicated_weights(world: World, wire: str) -> None:
-    """Gradients of integers below 2**24: float32 has them exactly, and e4m3 their rounding.
+    """Gradients of integers below 2**24 (of 64ths): float32 has them exactly, e4m3 their rounding.
 
     In float32 the mean over ranks is the serial gradient to the last bit where the number of
     ranks is a power of two; else within the roundings of ranks additions and one division. In
@@ -295,7 +303,7 @@ def test_the_reducer_sums_the_parts_of_replicated_weights(world: World, wire: st
         rng = np.random.default_rng(3)
         grid, serial = ImageGrid(world, procs), exact_net(rng)
         x = integers(rng, 2 * grid.groups, 2, 7, 6).float()
-        slope = integers(rng, 2 * grid.groups, 4 * 3 * 3).float()
+        slope = integers(rng, 2 * grid.groups, 4 * 7 * 7).float()
         (serial(x) * slope).sum().backward()
         net = partition(deepcopy(serial), (7, 6), grid)
         options = {} if wire == "float32" else {"wire": wire, "algorithm": "direct"}
