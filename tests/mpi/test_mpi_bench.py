@@ -16,7 +16,7 @@ from cpdhpc.bench.harness import (
     Point,
     check_out,
 )
-from cpdhpc.bench.traffic import replay
+from cpdhpc.bench.replay import replay
 from cpdhpc.cli import main
 from cpdhpc.collectives.allreduce import Allreduce, allreduce
 from cpdhpc.collectives.method import DEFAULT, read_machine
@@ -26,6 +26,7 @@ from cpdhpc.config import UserError
 from cpdhpc.study.benchmark import write_benchmark
 from cpdhpc.study_data.study_file import load_study_file
 from cpdhpc.train.gradients import Gradients
+from cpdhpc.world.mpi import World
 from cpdhpc.world.ranks import Loopback
 
 pytestmark = [pytest.mark.mpi, pytest.mark.two_ranks]
@@ -248,3 +249,14 @@ def test_replayed_gradients_have_the_figures_of_the_simulation(world, name):
     least = 1 if world.processes > 1 else 0
     verdicts.append(expected.collective_bytes == 0 and least <= found.collective_bytes < 1000)
     assert world.gather(all(verdicts)) == [True] * world.processes, verdicts
+
+
+def test_bytes_to_mpi_do_not_depend_on_what_was_measured_before(world):
+    """Each method on a new world, as bench compress has one for all: what is set up is not in."""
+    values = np.random.default_rng(0).standard_normal((world.ranks, 40, 50)).astype(np.float32)
+    recorded = [Gradients(t, world.ranks, {"w": values}, "made") for t in range(2)]
+    other = World()
+    first, again = (replay(other, COMPRESSORS["none"](), recorded) for _ in range(2))
+    other.free()
+    verdict = first.collective_bytes == again.collective_bytes
+    assert world.gather(verdict) == [True] * world.processes, (first, again)
