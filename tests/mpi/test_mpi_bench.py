@@ -21,7 +21,7 @@ from cpdhpc.cli import main
 from cpdhpc.collectives.allreduce import Allreduce, allreduce
 from cpdhpc.collectives.method import DEFAULT, read_machine
 from cpdhpc.collectives.schedules import SCHEDULES
-from cpdhpc.compress import COMPRESSORS
+from cpdhpc.compress import COMPRESSORS, NoCompression
 from cpdhpc.config import UserError
 from cpdhpc.study.benchmark import write_benchmark
 from cpdhpc.study_data.study_file import load_study_file
@@ -246,8 +246,8 @@ def test_replayed_gradients_have_the_figures_of_the_simulation(world, name):
     figures = ("error", "cosine", "sum_error", "nonzero_share", "sent_share")
     alike = [repr(getattr(found, f)) == repr(getattr(expected, f)) for f in figures]
     verdicts = [*alike, found.sent_bytes.tolist() == expected.sent_bytes.tolist()]
-    least = 1 if world.processes > 1 else 0
-    verdicts.append(expected.collective_bytes == 0 and least <= found.collective_bytes < 1000)
+    # Calls that come again agree in the memory of a node, or by a few numbers each.
+    verdicts.append(expected.collective_bytes == 0 and found.collective_bytes < 1000)
     assert world.gather(all(verdicts)) == [True] * world.processes, verdicts
 
 
@@ -257,6 +257,8 @@ def test_bytes_to_mpi_do_not_depend_on_what_was_measured_before(world):
     recorded = [Gradients(t, world.ranks, {"w": values}, "made") for t in range(2)]
     other = World()
     first, again = (replay(other, COMPRESSORS["none"](), recorded) for _ in range(2))
+    by_mpi = replay(other, NoCompression(algorithm="mpi"), recorded).collective_bytes
     other.free()
-    verdict = first.collective_bytes == again.collective_bytes
-    assert world.gather(verdict) == [True] * world.processes, (first, again)
+    least = values[0].nbytes if world.processes > 1 else 0
+    verdict = first.collective_bytes == again.collective_bytes <= by_mpi - least < 1000
+    assert world.gather(verdict) == [True] * world.processes, (first, again, by_mpi)
