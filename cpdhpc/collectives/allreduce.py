@@ -115,8 +115,8 @@ class Prepared:
         iteration: as in allreduce, where rounding is "stochastic"; else its value does not count
         The result lies in the same array every time.
         Raises on all ranks alike NonFiniteGradient as allreduce, TypeError for a wrong iteration,
-        maybe behind the sum, with "mpi" where it is wrong alone; RankFailure. After free RuntimeError, or the end of the job if others
-        have not freed it.
+        maybe behind the sum, with "mpi" on those ranks alone; RankFailure. After free RuntimeError,
+        or the end of the job if others have not freed it.
         """
         world = self._world
         if self._freed:
