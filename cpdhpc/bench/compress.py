@@ -1,11 +1,10 @@
 """Compressors side by side on recorded gradients, averaged again without training.
 
 Bytes are counted in the messages, everything included; what ranks agree on by MPI's own collectives
-is counted apart, by process. Times are those
-of one process, which plays several ranks unless mpirun has started as many: then their selecting
-and encoding come one after another, and what travels stays in memory. Phases are shares of
-a profile of processor time, by the names of functions: travel has the engine and the waits,
-decode the additions.
+is counted apart, by process. Times are those of one process, with a barrier before each collective;
+it plays several ranks unless mpirun has started as many: then their selecting and encoding come one
+after another, and what travels stays in memory. Phases are shares of a profile of processor time,
+by the names of functions: travel has the engine and the waits, decode the additions.
 """
 
 from __future__ import annotations
