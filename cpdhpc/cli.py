@@ -198,7 +198,7 @@ COMMANDS: dict[str, Command | Group] = {
     ),
     "influence": Command("find which samples made a loss", "commands.influence", on_ranks=True),
     "bench": Group(
-        "measure this machine, predict others; codec needs no MPI",
+        "measure this machine, predict others; which of it goes under mpirun is said",
         {
             "accuracy": Command(
                 "error of the simulated sum by algorithm, accumulation and scaling",
@@ -288,7 +288,11 @@ COMMANDS: dict[str, Command | Group] = {
             starts_mpi=("run", "resume"),
         ),
     ),
-    "scripts": Command("write sbatch scripts; needs no MPI", "commands.study", "scripts"),
+    "scripts": Command(
+        "write the sbatch scripts of this package's examples; needs no MPI",
+        "commands.study",
+        "scripts",
+    ),
     "darray": Group(
         "show plans of distributed arrays; needs no MPI",
         {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from cpdhpc import store
-from cpdhpc.bench.traffic import (
+from cpdhpc.bench.replay import (
     PACKAGE,
     PHASES,
     Clock,
@@ -24,7 +25,9 @@ from cpdhpc.bench.traffic import (
 from cpdhpc.cli import main
 from cpdhpc.collectives import sparse
 from cpdhpc.collectives.allreduce import Allreduce
-from cpdhpc.compress import COMPRESSORS, TopK
+from cpdhpc.collectives.sparse import allgather
+from cpdhpc.compress import COMPRESSORS, Context, Mean, NoCompression, TopK
+from cpdhpc.compress.bucket import Bucket
 from cpdhpc.train import GradientReducer, gradients
 from cpdhpc.train.gradients import Gradients
 from cpdhpc.world.ranks import Loopback
@@ -95,22 +98,63 @@ def test_collectives_are_timed_from_a_barrier_and_all_else_by_processor_time() -
             time.sleep(slept_s)
             waits_s.append(time.perf_counter() - start_s)
 
-    world, start_s = Late(2), time.perf_counter()
-    clock = Clock(world)
-    with clock.running():
+    def call() -> str:
         end_s = time.thread_time() + worked_s
         while time.thread_time() < end_s:
             pass
         time.sleep(slept_s)
-        sparse.allgather(world, [np.ones(3), np.ones(5)])  # whose own agreement is within
+        allgather(world, [np.ones(3), np.ones(5)])  # whose own agreement is within
         Allreduce("raw").run(world, [np.ones(3, np.float32)] * 2)
         world.max(np.zeros(1, np.int64))
         with pytest.raises(TypeError, match="must be a list"):
             sparse.allgather(world, None)  # type: ignore[arg-type]
-    whole_s = time.perf_counter() - start_s
-    assert sys.getprofile() is None and len(waits_s) == 4
-    assert clock.local_s >= worked_s and clock.travel_s > 0
-    assert clock.local_s + clock.travel_s + slept_s + sum(waits_s) <= whole_s
+        return "done"
+
+    world = Late(2)
+    clock, plain = Clock(world), (sparse.allgather, Allreduce.run, set(vars(world)))
+    with clock.watching():
+        assert sparse.allgather is allgather is not plain[0]
+        result, spent = clock.run(call)
+        again = clock.run(lambda: None)[1]
+    assert (sparse.allgather, Allreduce.run, set(vars(world))) == plain
+    assert result == "done" and len(waits_s) == 4
+    assert spent.local_s >= worked_s and spent.travel_s > 0
+    assert spent.local_s + spent.travel_s + slept_s + sum(waits_s) <= spent.time_s
+    assert again.travel_s == 0 and again.time_s < slept_s
+
+
+def test_a_part_is_never_more_than_the_whole() -> None:
+    """Of every method: its times are of the same calls."""
+    recorded = made(4, 2)
+    for name, kind in COMPRESSORS.items():
+        done = replay(Loopback(4), kind(), recorded)
+        assert 0 < done.travel_s <= done.time_s, name
+        # Two clocks, of processor time and of time, read one after the other: 1 us apart or so.
+        assert done.local_s <= done.time_s + 1e-4, name
+
+
+@dataclass(frozen=True)
+class SlowAtFirst(NoCompression):
+    """A method that sets up something in its first two iterations."""
+
+    def aggregate(self, gradients: list[Any], bucket: Bucket, context: Context) -> Mean:
+        FIRST.append(context.state.shared("weight", "first", lambda: np.ones(1)).item())
+        context.state.shared("weight", "first", lambda: np.ones(1))[:] = 0
+        if len(FIRST) <= 2:
+            time.sleep(SET_UP_S)
+            context.world.max(np.zeros(1, np.int64), "set-up")
+        return super().aggregate(gradients, bucket, context)
+
+
+FIRST: list[float] = []
+SET_UP_S = 0.5
+
+
+def test_what_is_set_up_once_is_in_no_figure() -> None:
+    """It happens in iterations before, whose memory is not the one of those that are timed."""
+    FIRST.clear()
+    done = replay(Loopback(2), SlowAtFirst(), made(2, 2))
+    assert done.time_s < SET_UP_S and FIRST == [1, 0, 1, 0, 0]
 
 
 SOURCE = """

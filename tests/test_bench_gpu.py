@@ -18,7 +18,7 @@ from cpdhpc.bench import allreduce, allreduce_cases, codec
 from cpdhpc.bench.allreduce import parse_baselines
 from cpdhpc.bench.allreduce_cases import cases_of_size
 from cpdhpc.bench.harness import take_device
-from cpdhpc.bench.traffic import replay
+from cpdhpc.bench.replay import replay
 from cpdhpc.collectives.allreduce import Allreduce
 from cpdhpc.compress import TopK
 from cpdhpc.config import UserError, validate

@@ -195,6 +195,7 @@ def test_no_part_imports_itself_through_others() -> None:
 
 LONGEST = 500  # lines of a module
 ALONE = {  # module that only one of its room imports -> why it is one
+    "bench/accuracy": "a command of its own, whose random gradients traffic takes, too",
     "train/norms": "what is observed of a step, not how it goes",
 }
 

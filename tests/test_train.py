@@ -404,3 +404,32 @@ def test_stages_that_do_not_go_with_the_processes_are_told_before_any_row_trains
     world: Any = SimpleNamespace(processes=2)
     with pytest.raises(ConfigError, match=r"^small-s0: stages\.count=3 on 2 processes: their num"):
         _check_ranks([small_job(), three], world)
+
+
+@pytest.mark.parametrize(
+    ("gradient", "says"),
+    [
+        ({"aggregator": "lgc", "plain": ["3.weigt"]}, "gradient.plain: no layer is called"),
+        ({"aggregator": "topk", "exclude": ["nope"]}, "gradient.exclude: no layer is called"),
+        ({"aggregator": "lowbit", "layers": {"no*": "raw"}}, "gradient.layers: no layer matches"),
+    ],
+)
+def test_a_layer_that_a_later_row_has_not_is_told_before_any_row_trains(
+    gradient: dict[str, Any], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the words of a row that comes first; a row whose names are right trains."""
+    write_idx(tmp_path)
+    tables = SMALL | {"data": {"name": "idx", "dir": str(tmp_path)}}
+    file, out = tmp_path / "job.toml", tmp_path / "out"
+    good = {"name": "good", "gradient": {"aggregator": "topk", "exclude": ["1.weight"]}}
+    told = []
+    for rows in ([{"name": "first"}, good, {"name": "row", "gradient": gradient}], [gradient]):
+        alone = {"name": "row", "gradient": gradient}
+        of_rows = {"compare": rows} if len(rows) > 1 else alone
+        file.write_text(dump_toml(tables | of_rows))
+        assert main(["train", str(file), "--out", str(out)]) == 2
+        told.append(capsys.readouterr().err)
+        assert not list(out.glob("*.h5"))
+    assert told[0] == told[1] and told[0].startswith(f"cpdhpc: error: row-s0: {says}")
+    file.write_text(dump_toml(tables | {"compare": [{"name": "first"}, good]}))
+    assert main(["train", str(file), "--out", str(out)]) == 0

@@ -1,11 +1,10 @@
 """Compressors side by side on recorded gradients, averaged again without training.
 
 Bytes are counted in the messages, everything included; what ranks agree on by MPI's own collectives
-is counted apart, by process. Times are those
-of one process, which plays several ranks unless mpirun has started as many: then their selecting
-and encoding come one after another, and what travels stays in memory. Phases are shares of
-a profile of processor time, by the names of functions: travel has the engine and the waits,
-decode the additions.
+is counted apart, by process. Times are those of one process, with a barrier before each collective;
+it plays several ranks unless mpirun has started as many: then their selecting and encoding come one
+after another, and what travels stays in memory. Phases are shares of a profile of processor time,
+by the names of functions: travel has the engine and the waits, decode the additions.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from ..train.gradients import Gradients, load_all
 from ..world.mpi import World
 from ..world.ranks import Ranks
 from .harness import add_device, machine_line, parse_counts, parse_methods, take_device
-from .traffic import PHASES, Replayed, of_digits, replay
+from .replay import PHASES, Replayed, of_digits, replay
 
 MOST_RANKS = 64
 SCHEMA = 1
@@ -198,7 +197,8 @@ def table(points: Sequence[Point], values: int, processes: int) -> list[str]:
         "collectives",
         "# error of the mean, cosine to the exact one, error of the sum of all iterations; sent: "
         "share of its values that a rank sends; non-zero: share of the mean; ns a value and rank",
-        "# travel: in collectives, each from a barrier on; local: processor time of all else",
+        "# ms: an iteration, after two that are not timed, with a barrier before each collective; "
+        "of it travel: in collectives, each from its barrier on; local: processor time of all else",
         f"# {'method':<{width}} {heads}",
     ]
     for point in shown:
@@ -260,12 +260,18 @@ def _write(
 
 OF_POINT = {  # array of a point: long name, units
     "collective_bytes": ("what a process hands to MPI's own collectives in an iteration", "byte"),
-    "time_s": ("time of an iteration, slowest process", "s"),
-    "travel_s": (
-        "time of an iteration in collectives, each from a barrier on, slowest process",
+    "time_s": (
+        "time of an iteration, with a barrier before each collective, slowest process",
         "s",
     ),
-    "local_s": ("processor time of an iteration outside of collectives, slowest process", "s"),
+    "travel_s": (
+        "part of time_s in collectives, each from its barrier on, slowest process",
+        "s",
+    ),
+    "local_s": (
+        "processor time in time_s outside of collectives, slowest process",
+        "s",
+    ),
     "error": ("relative error of the mean", "1"),
     "cosine": ("cosine between the mean and the exact one", "1"),
     "sum_error": ("relative error of the sum of the means of all iterations", "1"),

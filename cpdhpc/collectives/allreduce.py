@@ -115,8 +115,8 @@ class Prepared:
         iteration: as in allreduce, where rounding is "stochastic"; else its value does not count
         The result lies in the same array every time.
         Raises on all ranks alike NonFiniteGradient as allreduce, TypeError for a wrong iteration,
-        maybe behind the sum; RankFailure. After free RuntimeError, or the end of the job if others
-        have not freed it.
+        maybe behind the sum, with "mpi" on those ranks alone; RankFailure. After free RuntimeError,
+        or the end of the job if others have not freed it.
         """
         world = self._world
         if self._freed:
@@ -128,6 +128,9 @@ class Prepared:
             world.check_thread()
         if type(iteration) is not int and not self._compares:
             error = iteration_error(iteration, "Prepared.run")
+            if error is not None and self._method.algorithm == MPI_ALLREDUCE:
+                self._method.reduce(world, self._xs, self._outs, self._parts, 0)
+                raise error  # others would not hear of it: MPI_Allreduce blocks
             if error is not None:  # the others may be under way
                 iteration, _ = 0, world.refuse(error, behind=True)
         try:

@@ -45,7 +45,10 @@ def add_record(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--iterations", type=_counts, metavar="N,...", help="in place of --every")
     parser.add_argument("--max-mib", type=float, metavar="MIB", help="of all arrays (default 256)")
     parser.add_argument(
-        "--thin", action="store_true", default=None, help="keep rows that fit, not refuse"
+        "--thin",
+        action="store_true",
+        default=None,
+        help="where arrays take more than --max-mib, keep the rows that fit instead of refusing",
     )
     parser.add_argument("--out", type=Path, metavar="FILE.h5", help="the recording")
     parser.add_argument(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import ABCMeta, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar
 from zlib import crc32
@@ -16,10 +16,11 @@ from pydantic import Field
 from ..collectives.allreduce import Allreduce, configured
 from ..collectives.checks import NONFINITE_BITS, NonFiniteGradient, is_finite
 from ..collectives.method import AUTO, Machine, as_machine
-from ..config import suggest
-from ..formats import TILE
+from ..config import check_fields, suggest
+from ..formats import TILE, FloatFormat, TableFormat
 from ..ops import backend_of, on_gpu, to_host
 from ..randomness import Key, random_key
+from ..table_formats import spelled
 from ..world.ranks import Ranks
 from .bucket import Bucket, State
 
@@ -78,9 +79,40 @@ class Mean:
     layers: Mapping[str, Array] = field(default_factory=dict)
 
 
+class Checked(ABCMeta):
+    """A class whose objects are judged when they are made as a table of a job file is.
+
+    That reads a table by no call of the class, so nothing is judged twice. Raises ConfigError.
+    """
+
+    def __call__(cls, *given: Any, **options: Any) -> Any:
+        made = super().__call__(*given, **options)
+        if "__dataclass_fields__" in vars(cls):
+            table = {each.name: getattr(made, each.name) for each in fields(made) if each.init}
+            check_fields(cls, as_table(table), cls.__name__)
+        return made
+
+
+def as_table(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options as a job file has them: formats by name, Python's numbers."""
+    return {
+        key: value.name
+        if isinstance(value, FloatFormat)
+        else spelled(value)
+        if isinstance(value, TableFormat)
+        else value.item()
+        if isinstance(value, np.generic)
+        else value
+        for key, value in options.items()
+    }
+
+
 @dataclass(frozen=True)
-class Aggregator(ABC):
-    """A way of averaging gradients over the ranks: a frozen configuration, stored with results."""
+class Aggregator(metaclass=Checked):
+    """A way of averaging gradients over the ranks: a frozen configuration, stored with results.
+
+    Raises ConfigError, a ValueError, where a field is not what its annotation allows.
+    """
 
     align: ClassVar[int] = 1  # layers start on multiples of this many values
     columns: ClassVar[Mapping[str, Column]] = {}  # what the record has of each layer

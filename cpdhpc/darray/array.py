@@ -190,11 +190,14 @@ class DistArray:
         chunks: tuple[int, ...] | None = None,
         compression: str | None = None,
     ) -> None:
-        """Write the array as one dataset of an HDF5 file; see save_all. Collective."""
+        """Write the array as one dataset of an HDF5 file; see save_all. Collective.
+
+        Raises TypeError on all ranks alike for a dtype that NumPy has not, as bfloat16.
+        """
 
         def checked() -> tuple[Path, Array]:
             place = _path("DistArray.save", path)
-            return place, array_backend("DistArray.save: local", self.local).host(self.local)
+            return place, _on_host("DistArray.save: local", self.local)
 
         wrong = TypeError, ValueError, RuntimeError
         place, host = self.world.agreed(checked, "save", wrong)
@@ -211,6 +214,23 @@ class DistArray:
         files.check(ranks, place)
         return cls(ranks, layout, read_all(ranks, place, {name: layout})[name])
 
+
+def _on_host(what: str, x: Array) -> Array:
+    """Return x as a NumPy array. Raises TypeError where its dtype is not one of NumPy's own."""
+    backend = array_backend(what, x)
+    try:
+        host = backend.host(x)
+    except TypeError:
+        host = None
+    if host is None or host.dtype.isbuiltin == ADDED:
+        raise TypeError(
+            f"{what}: dtype={backend.dtype(x)}: must be one of NumPy's own, which HDF5 keeps: "
+            "float32 holds the values of shorter formats exactly"
+        )
+    return host
+
+
+ADDED = 2  # of np.dtype.isbuiltin: a dtype of another package, of which HDF5 keeps bytes alone
 
 Parts = Mapping[str, tuple[Layout, Array]]
 

@@ -128,7 +128,7 @@ OPTIONS = {  # option -> (its form, what it is)
     "boundary": ("MODE,...", "for all axes, or for each: none (windows end with the domain), zero, "
                  "constant:VALUE, wrap, reflect, symmetric, edge; default: zero"),
     "trail": ("N,...", "further axes of the arrays, which are not split"),
-    "dtype": ("NAME", "of NumPy"),
+    "dtype": ("NAME", "of the cells, as NumPy names it"),
     "wire": ("NAME", "raw, or a format in which float32 cells travel"),
 }  # fmt: skip
 WORDS = ("boundary", "dtype", "wire")  # options that are words; the others are integers

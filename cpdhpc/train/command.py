@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from ..world.mpi import World
 from . import weights
 from .checkpoint import check_job
 from .data import Dataset, Samples, Source
-from .fitting import samples_of
+from .fitting import build_model, check_layers, names_layers, samples_of
 from .job import EPOCHS, Job, load
 from .loop import Diverged, run
 from .output import Files, claimed
@@ -120,6 +121,7 @@ class Trainer:
         written = {job.id: files[job.id].written(job) for job in jobs}
         with claimed(world, directory, written, resume):
             todo = world.on_first(lambda: _todo(jobs, files, resume), "resume")
+            self._check_layers([job for job, _ in todo])
             display = Display(self.shown, len(todo))
             display.line(_announcement(world, len(jobs), len(todo), directory))
             for job, former_epochs in todo:
@@ -135,6 +137,20 @@ class Trainer:
                     display.end(f"{error}: ended")
                 training.close()
         return [each.record for each in files.values()]
+
+    def _check_layers(self, jobs: Sequence[Job]) -> None:
+        """Raise ConfigError where gradient names a layer that is not there. Collective.
+
+        A network is built for it where one is named: the first run would not tell of later ones.
+        """
+        for job in jobs if len(jobs) > 1 else ():
+            if names_layers(job) and job.stages.count == 1 and job.train.image_grid == (1, 1):
+                data = self.data_of(job)
+                agreed(self.world, partial(_check_layers, job, data))
+
+
+def _check_layers(job: Job, data: Dataset | Source) -> None:
+    check_layers(job, build_model(job, data))
 
 
 def _resume(training: Training, former_epochs: int, display: Display) -> None:

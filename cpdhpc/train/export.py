@@ -1,4 +1,4 @@
-"""A trained network as integers: python -m cpdhpc export RUN.checkpoint.h5 --out FILE.h5
+"""A trained network as integers.
 
 Takes the checkpoint of a run of a quantised model ([model] name = "quantized_cnn", or an imported
 torch.nn.Sequential of layers of cpdhpc.quantized.layers), writes the integers that give the same

@@ -26,7 +26,7 @@ from .controllers import Controller
 from .data import Dataset, Samples, Source
 from .datasets import Augment
 from .device import cast_forward, own_device, own_threads
-from .fitting import build_model, check_fit, samples_of
+from .fitting import build_model, check_fit, of_gradient, samples_of
 from .job import Job
 from .loader import Prefetched, Workers
 from .loss_scaling import LossScaler
@@ -369,8 +369,7 @@ def _whole(job: Job, world: Ranks, model: torch.nn.Module, given: Given) -> Trai
             overlap=job.train.overlap,
         )
     except ValueError as error:  # on all ranks alike, as a pattern that matches no layer
-        said = str(error).removeprefix(type(job.gradient).__name__).lstrip(".: ")
-        raise ConfigError(f"{job.id}: gradient.{said}") from None
+        raise of_gradient(job, error) from None
     controller = job.controller.build(job.settings(len(given.train), world))
     optimizer = job.optimizer.build(model.parameters(), job.train.learning_rate)
     if rows := by_parameter(model, job.precision):

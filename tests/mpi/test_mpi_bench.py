@@ -16,16 +16,17 @@ from cpdhpc.bench.harness import (
     Point,
     check_out,
 )
-from cpdhpc.bench.traffic import replay
+from cpdhpc.bench.replay import replay
 from cpdhpc.cli import main
 from cpdhpc.collectives.allreduce import Allreduce, allreduce
 from cpdhpc.collectives.method import DEFAULT, read_machine
 from cpdhpc.collectives.schedules import SCHEDULES
-from cpdhpc.compress import COMPRESSORS
+from cpdhpc.compress import COMPRESSORS, NoCompression
 from cpdhpc.config import UserError
 from cpdhpc.study.benchmark import write_benchmark
 from cpdhpc.study_data.study_file import load_study_file
 from cpdhpc.train.gradients import Gradients
+from cpdhpc.world.mpi import World
 from cpdhpc.world.ranks import Loopback
 
 pytestmark = [pytest.mark.mpi, pytest.mark.two_ranks]
@@ -245,6 +246,19 @@ def test_replayed_gradients_have_the_figures_of_the_simulation(world, name):
     figures = ("error", "cosine", "sum_error", "nonzero_share", "sent_share")
     alike = [repr(getattr(found, f)) == repr(getattr(expected, f)) for f in figures]
     verdicts = [*alike, found.sent_bytes.tolist() == expected.sent_bytes.tolist()]
-    least = 1 if world.processes > 1 else 0
-    verdicts.append(expected.collective_bytes == 0 and least <= found.collective_bytes < 1000)
+    # Calls that come again agree in the memory of a node, or by a few numbers each.
+    verdicts.append(expected.collective_bytes == 0 and found.collective_bytes < 1000)
     assert world.gather(all(verdicts)) == [True] * world.processes, verdicts
+
+
+def test_bytes_to_mpi_do_not_depend_on_what_was_measured_before(world):
+    """Each method on a new world, as bench compress has one for all: what is set up is not in."""
+    values = np.random.default_rng(0).standard_normal((world.ranks, 40, 50)).astype(np.float32)
+    recorded = [Gradients(t, world.ranks, {"w": values}, "made") for t in range(2)]
+    other = World()
+    first, again = (replay(other, COMPRESSORS["none"](), recorded) for _ in range(2))
+    by_mpi = replay(other, NoCompression(algorithm="mpi"), recorded).collective_bytes
+    other.free()
+    least = values[0].nbytes if world.processes > 1 else 0
+    verdict = first.collective_bytes == again.collective_bytes <= by_mpi - least < 1000
+    assert world.gather(verdict) == [True] * world.processes, (first, again, by_mpi)

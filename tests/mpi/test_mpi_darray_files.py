@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import h5py
+import ml_dtypes
 import numpy as np
 import pytest
+import torch
 import xarray
 from darray_arrays import any_bits
 from darray_cases import draw_layout
@@ -148,6 +150,12 @@ def wrong(world: World, folder: Path) -> dict[str, Any]:
         "no native HDF5": lambda: DistArray(
             world, layout, np.zeros(array.local.shape, object)
         ).save(folder / "x.h5"),
+        "save: local: dtype=bfloat16: must be one of NumPy's own": lambda: DistArray(
+            world, layout, torch.zeros(array.local.shape, dtype=torch.bfloat16)
+        ).save(folder / "x.h5"),
+        "save: local: dtype=float8_e4m3fn: must be one of NumPy's own": lambda: DistArray(
+            world, layout, np.zeros(array.local.shape, ml_dtypes.float8_e4m3fn)
+        ).save(folder / "x.h5"),
         "no such file": lambda: DistArray.load(world, folder / "none.h5", layout),
         "not an HDF5 file": lambda: DistArray.load(world, folder / "text.h5", layout),
         "no dataset 'other', only data": lambda: DistArray.load(
@@ -168,7 +176,7 @@ def test_errors_are_alike_on_all_ranks_and_leave_nothing(world: World, folder: P
     cases = wrong(world, folder)
     world.barrier()
     for text, call in cases.items():
-        with pytest.raises((UserError, ValueError), match=text) as raised:
+        with pytest.raises((UserError, TypeError, ValueError), match=text) as raised:
             call()
         everyone = world.gather((type(raised.value), str(raised.value)))
         together(world, all(each == everyone[0] for each in everyone))

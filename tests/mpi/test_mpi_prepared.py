@@ -477,3 +477,22 @@ def test_long_messages_go_in_pieces(world, monkeypatch):
     for algorithm in SCHEDULES:
         with Allreduce("e5m2", algorithm).prepare(world, [xs[world.process]]) as prepared:
             assert bits(prepared.run().arrays[0]) == bits(simulate(xs, "e5m2", algorithm))
+
+
+def test_a_wrong_iteration_with_mpi_leaves_nobody_waiting(world):
+    """MPI_Allreduce blocks, and hears of nothing: the sum is done, then that rank raises."""
+    own, last = World(timeout_s=5.0), world.process == world.processes - 1
+    x, out = np.full(3, world.process + 1, np.float32), np.zeros(3, np.float32)
+    prepared = Allreduce("raw", "mpi").prepare(own, [x], outs=[out])
+    start_s = time.perf_counter()
+    for everyone in (False, True):
+        out[:] = 0
+        if everyone or last:
+            with pytest.raises(TypeError, match=r"Prepared\.run: iteration=1\.5: must be an int"):
+                prepared.run(iteration=1.5)
+        else:
+            prepared.run(iteration=1)
+        assert out.tolist() == 3 * [world.processes * (world.processes + 1) / 2]
+    assert time.perf_counter() - start_s < 5.0
+    prepared.free()
+    own.free()
