@@ -6,10 +6,12 @@ bits; on a real one they are near.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -20,8 +22,10 @@ from test_models import TINY
 from training import ROWS, SMALL, model_bytes, run_job, small_job
 
 from cpdhpc.collectives.checks import NonFiniteGradient
+from cpdhpc.compress.base import Aggregator, Context, Mean
+from cpdhpc.compress.bucket import Bucket
 from cpdhpc.config import ConfigError, UserError, validate
-from cpdhpc.ops.tensors import CPU, values_of
+from cpdhpc.ops.tensors import CPU, OwnStream, array_of, in_stream, values_of
 from cpdhpc.train import gradients
 from cpdhpc.train.ddp import ddp_hook
 from cpdhpc.train.job import Job
@@ -112,6 +116,62 @@ def test_means_have_the_bits_of_the_cpu(
         assert found == expected, overlap
         assert kept.keys() == there.keys()
         assert all(torch.equal(kept[key], there[key]) for key in kept)
+
+
+def test_the_threads_stream_and_that_of_backward_wait_for_one_another(gpu: Gpu | None) -> None:
+    if gpu is None:
+        pytest.skip("the simulation is late as it is told")
+    own, x = OwnStream(DEVICE), torch.zeros(100, device=DEVICE)
+    with in_stream(DEVICE):
+        array = array_of(x)
+        gpu.delay()
+        array[...] = 1
+    with own.after(own.mark()):
+        gathered = array + np.float32(1)
+        gpu.delay()
+        mean = gathered + np.float32(1)
+    own.join()
+    with in_stream(DEVICE):
+        assert (mean + np.float32(1)).get().tolist() == [4.0] * 100
+
+
+@dataclass(frozen=True)
+class Late(Aggregator):
+    """Notes gradients, which the GPU reads late."""
+
+    noted: ClassVar[dict[tuple[str, ...], Any]] = {}
+    gpu: ClassVar[Gpu]
+
+    def aggregate(self, gradients: list[Any], bucket: Bucket, context: Context) -> Mean:
+        """Return the gradient of the one rank."""
+        time.sleep(0.2 if self.noted else 0)  # the mean of the first one is looked at meanwhile
+        self.gpu.delay()
+        self.noted.setdefault(bucket.names, gradients[0].copy())  # of the first step
+        return Mean(gradients[0].copy())
+
+
+def test_the_step_behind_an_error_begins_behind_all_buckets(gpu: Gpu | None) -> None:
+    """Those that the thread was at work on when the mean of the first one got beyond float32."""
+    if gpu is None:
+        pytest.skip("the simulation is late as it is told")
+    Late.gpu, model = gpu, network(DEVICE)
+    Late.noted.clear()
+    reducer = GradientReducer(model, Loopback(), Late(), bucket_mib=0.002, overlap=True)
+    reducer.loss_scale = 0.5  # by which means are divided
+    for step, last in enumerate((3e38, 1.0)):
+        model.zero_grad()
+        given = [last if p is model[1].bias else 1.0 + step for p in model.parameters()]
+        terms = [p.sum() * each for p, each in zip(model.parameters(), given, strict=True)]
+        torch.stack(terms).sum().backward()
+        if step == 0:
+            with pytest.raises(NonFiniteGradient, match=r"'1\.bias'"):
+                reducer.reduce()
+    reducer.reduce()
+    assert len(Late.noted) > 2
+    for names, gradient in Late.noted.items():
+        expected = 3e38 if "1.bias" in names else 1
+        assert (gradient.get() == np.float32(expected)).all(), names
+    reducer.close()
 
 
 def test_a_nan_leaves_gradients_and_a_scaler_skips_the_step(gpu: Gpu | None) -> None:
