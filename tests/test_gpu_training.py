@@ -201,6 +201,18 @@ def test_a_model_half_on_the_gpu_is_refused(gpu: Gpu | None) -> None:
         reducer.reduce()
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_sparse_gradients_are_refused_as_on_the_cpu(gpu: Gpu | None, overlap: bool) -> None:
+    for device in (CPU, DEVICE):
+        model = torch.nn.Embedding(10, 4, sparse=True).to(device)
+        reducer = GradientReducer(model, Loopback(), overlap=overlap)
+        model(torch.tensor([1, 3, 3]).to(device)).square().sum().backward()
+        says = f"'weight' on rank 0 is torch.sparse_coo of torch.float32 on {device}: should be den"
+        with pytest.raises(ValueError, match=says):
+            reducer.reduce()
+        reducer.close()
+
+
 class GradBucket:
     """What DDP gives its hook: some parameters, last ones first, and one buffer of gradients."""
 

@@ -18,7 +18,7 @@ from ..collectives.checks import NONFINITE_BITS, NonFiniteGradient, is_finite
 from ..collectives.method import AUTO, Machine, as_machine
 from ..config import suggest
 from ..formats import TILE
-from ..ops import backend_of, on_gpu, to_host, type_name
+from ..ops import backend_of, on_gpu, to_host
 from ..randomness import Key, random_key
 from ..world.ranks import Ranks
 from .bucket import Bucket, State
@@ -260,7 +260,7 @@ def check_place(
     Collective where it raises: the other processes go on to shared_largest of count values, or to
     raise_unless_finite, and hear of it there.
     """
-    came = sorted({type_name(x) for x in gradients})
+    came = sorted({f"{type(x).__module__}.{type(x).__qualname__}" for x in gradients})
     if len(came) > 1 or came[0] not in PLACES:
         world.max(np.full(count, REFUSED), "largest values")
         world.agree(
