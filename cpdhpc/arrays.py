@@ -10,7 +10,7 @@ import numpy as np
 
 from .formats import Cast, Format, Overflow, Rounding, packed_bytes, parse_format
 from .methods import check_integer, said_by
-from .ops import backend_of, misread
+from .ops import backend_of, misread, type_name
 from .randomness import check_key, random_key
 
 CODE_DTYPES = ("uint8", "uint16", "uint32")
@@ -191,14 +191,14 @@ def _flat(
     came = str(getattr(array, "dtype", "")).removeprefix("torch.") if is_array else ""
     place = array.device.type if kind == "torch" and came else "cpu"
     if came not in dtypes or place != "cpu":
-        name = type(array).__name__
+        name = type_name(array)
         raise TypeError(
             f"{function}: {argument} is {name}{f' of {came}' if came else ''}"
             f"{f' on {place}' if place != 'cpu' else ''}: allowed are {', '.join(dtypes)} "
             "in a NumPy array, a CuPy array or a torch tensor on the CPU"
         )
     if advice := misread(array):
-        raise TypeError(f"{function}: {argument} is {type(array).__name__}: {advice}")
+        raise TypeError(f"{function}: {argument} is {type_name(array)}: {advice}")
     shape = tuple(array.shape)
     if kind == "torch":
         plain = array.detach().numpy()

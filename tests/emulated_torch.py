@@ -104,6 +104,11 @@ def free(storage: torch.UntypedStorage, freed: list[np.ndarray]) -> None:
     freed.append(np.frombuffer(raw, np.uint8))
 
 
+def dense(values: torch.Tensor) -> torch.Tensor:
+    """Return the memory of values: of a sparse tensor those that are there."""
+    return values if values.layout is torch.strided else values._values()
+
+
 class CudaTensor(torch.Tensor):
     """A tensor on cuda:0. values: the same on the CPU."""
 
@@ -111,15 +116,13 @@ class CudaTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, values: torch.Tensor) -> CudaTensor:
+        place: dict[str, Any] = {"layout": values.layout}  # of gradients of sparse embeddings
+        if values.layout is torch.strided:
+            place = {"strides": values.stride(), "storage_offset": values.storage_offset()}
         made = torch.Tensor._make_wrapper_subclass(
-            cls,
-            values.size(),
-            strides=values.stride(),
-            storage_offset=values.storage_offset(),
-            dtype=values.dtype,
-            device=DEVICE,
+            cls, values.size(), dtype=values.dtype, device=DEVICE, **place
         )
-        made.values_on_gpu, made.block = values, block_of(values)
+        made.values_on_gpu, made.block = values, block_of(dense(values))
         return made
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
@@ -223,6 +226,7 @@ def written(function: Any, args: Any, kwargs: dict[str, Any], out: Any) -> list[
 
 def hide(values: torch.Tensor) -> None:
     """Let values be garbage until the current stream has come so far."""
+    values = dense(values)
     if not values.numel():
         return
     true = values.clone()

@@ -182,7 +182,7 @@ FAULTS_OF_GRAPHS = {  # the file as well
     ),
     "kernels are loaded while they are captured": (
         GRAPHS,
-        "self._graphs.rehearse(lambda: self._all(np.empty_like(out), None))",
+        "graphs.rehearse(lambda: self._all(np.empty_like(out), None))",
         "pass",
     ),
     "the rehearsal writes the result": (
@@ -206,31 +206,97 @@ FAULTS_OF_GRAPHS = {  # the file as well
         "if False:",
     ),
 }
-FAULTS_OF_MEMORY = {  # that is let go while another stream, or a copy, has still to read it
+MESSAGES, CHANNEL = "cpdhpc/world/gpu_messages.py", "cpdhpc/darray/device_channel.py"
+FAULTS_OF_MEMORY = {  # let go, or written again, while a stream, a copy or MPI has still to read it
     "means are let go while buckets behind them are averaged": (
         "cpdhpc/train/overlap.py",
         "for future in futures:\n                wait([future])",
         "while futures:\n                future = futures.pop(0)\n                wait([future])",
     ),
+    "after an error the next step writes what buckets read": (
+        "cpdhpc/train/overlap.py",
+        "            self.stream.join()  # after an error",
+        "            pass  # after an error",
+    ),
+    "means are read before the thread's stream has written them": (
+        "cpdhpc/ops/tensors.py",
+        "torch.cuda.current_stream(self.device).wait_stream(self._stream)",
+        "pass",
+    ),
+    "gradients are averaged before backward's stream has gathered them": (
+        "cpdhpc/ops/tensors.py",
+        "self._stream.wait_event(event)",
+        "pass",
+    ),
+    "DDP's future does not wait for the thread's stream": (
+        "cpdhpc/train/ddp.py",
+        'devices=[device] if device.type == "cuda" else None',
+        "devices=None",
+    ),
     "what a copy to the host reads is not kept": (
-        "cpdhpc/world/gpu_messages.py",
+        MESSAGES,
         "self._keep = keep ",
         "self._keep = None ",
     ),
-    "tables of moves are let go while the GPU may read them": (
-        "cpdhpc/darray/device_channel.py",
-        "gpu_runtime.wait(room.read)  # the GPU may read a table until then",
+    "pinned memory is let go while it is copied up": (
+        MESSAGES,
+        "self._event = self._copy()",
+        "self._event, self._copy = self._copy(), None",
+    ),
+    "two streams share buffers": (
+        MESSAGES,
+        "        if self.streams.begin():\n            self.cache.free()",
+        "        self.streams.begin()",
+    ),
+    "a stream that is left is destroyed while it is at work": (
+        RUNTIME,
+        "self._left.append((self._caller, self.mark()))",
         "pass",
     ),
+    "what is copied up is not there when the next stream reads it": (
+        RUNTIME,
+        "        wait(Event(stream))\n    return copy",
+        "    return copy",
+    ),
+    "tables of moves are let go while the GPU may read them": (
+        CHANNEL,
+        "gpu_runtime.wait(room.done)  # the GPU may read a table until then",
+        "pass",
+    ),
+    "a call that is only begun does not count": (
+        CHANNEL,
+        "        room.done = self._streams.mark()\n        if self._direct",
+        "        if self._direct",
+    ),
     "memory of a plan is let go while the GPU reads it": (
-        "cpdhpc/darray/device_channel.py",
-        "            gpu_runtime.wait(room.landed)\n            gpu_runtime.wait(room.read)\n",
+        CHANNEL,
+        "            gpu_runtime.wait(room.landed)\n            gpu_runtime.wait(room.done)\n",
         "",
+    ),
+    "pinned memory is written again while it is copied up": (
+        CHANNEL,
+        'self._wait([room.landed], "the GPU")',
+        "pass",
+    ),
+    "messages are copied over those that are not unpacked": (
+        CHANNEL,
+        "travelled, room.done)",
+        "travelled, room.landed)",
+    ),
+    "a call does not wait for the one before in another stream": (
+        CHANNEL,
+        "self._streams.follow(room.done)",
+        "pass",
+    ),
+    "messages are packed over those that MPI has still to send": (
+        CHANNEL,
+        "        self._await_sends(room)\n        program",
+        "        program",
     ),
     "a graph's memory is let go while it runs": (
         GRAPHS,
-        "        self._runtime.wait(self._ended)\n        self._betweens = []",
-        "        self._betweens = []",
+        "        self._runtime.wait(self._ended)\n        self._betweens",
+        "        self._betweens",
     ),
 }
 MOVES = ["--with-mpi", "-m", "not gpu and not slow", str(HERE / "mpi" / "test_mpi_darray_gpu.py")]
@@ -241,12 +307,14 @@ ON_TWO = [
     *(HERE.parent / "slurm" / "mpirun-local", "2", sys.executable, "-m", "mpi4py"),
     *("-m", "pytest", *OPTIONS, "--with-mpi", "-m", "not gpu and not slow"),
 ]
-OF_MPI = {each: HERE / "mpi" / f"test_mpi_{each}.py" for each in ("gpu_graphs", "darray_gpu")}
+OF_MPI = {
+    each: HERE / "mpi" / f"test_mpi_{each}.py" for each in ("gpu_graphs", "darray_gpu", "streams")
+}
 GRAPHS_ON_TWO = [[*RUN, HERE / "test_gpu_graphs.py"], [*ON_TWO, OF_MPI["gpu_graphs"]]]
 MEMORY = [
+    [*RUN, HERE / "test_gpu_memory.py"],
     [*RUN, "-p", "emulated_gpu", "-m", "gpu", HERE / "test_gpu_training.py"],
-    [*RUN, HERE / "test_staging.py"],
-    [*ON_TWO, OF_MPI["gpu_graphs"], OF_MPI["darray_gpu"]],
+    [*ON_TWO, *OF_MPI.values()],
 ]
 
 

@@ -6,10 +6,12 @@ bits; on a real one they are near.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -20,8 +22,10 @@ from test_models import TINY
 from training import ROWS, SMALL, model_bytes, run_job, small_job
 
 from cpdhpc.collectives.checks import NonFiniteGradient
+from cpdhpc.compress.base import Aggregator, Context, Mean
+from cpdhpc.compress.bucket import Bucket
 from cpdhpc.config import ConfigError, UserError, validate
-from cpdhpc.ops.tensors import CPU, values_of
+from cpdhpc.ops.tensors import CPU, OwnStream, array_of, in_stream, values_of
 from cpdhpc.train import gradients
 from cpdhpc.train.ddp import ddp_hook
 from cpdhpc.train.job import Job
@@ -114,6 +118,62 @@ def test_means_have_the_bits_of_the_cpu(
         assert all(torch.equal(kept[key], there[key]) for key in kept)
 
 
+def test_the_threads_stream_and_that_of_backward_wait_for_one_another(gpu: Gpu | None) -> None:
+    if gpu is None:
+        pytest.skip("the simulation is late as it is told")
+    own, x = OwnStream(DEVICE), torch.zeros(100, device=DEVICE)
+    with in_stream(DEVICE):
+        array = array_of(x)
+        gpu.delay()
+        array[...] = 1
+    with own.after(own.mark()):
+        gathered = array + np.float32(1)
+        gpu.delay()
+        mean = gathered + np.float32(1)
+    own.join()
+    with in_stream(DEVICE):
+        assert (mean + np.float32(1)).get().tolist() == [4.0] * 100
+
+
+@dataclass(frozen=True)
+class Late(Aggregator):
+    """Notes gradients, which the GPU reads late."""
+
+    noted: ClassVar[dict[tuple[str, ...], Any]] = {}
+    gpu: ClassVar[Gpu]
+
+    def aggregate(self, gradients: list[Any], bucket: Bucket, context: Context) -> Mean:
+        """Return the gradient of the one rank."""
+        time.sleep(0.2 if self.noted else 0)  # the mean of the first one is looked at meanwhile
+        self.gpu.delay()
+        self.noted.setdefault(bucket.names, gradients[0].copy())  # of the first step
+        return Mean(gradients[0].copy())
+
+
+def test_the_step_behind_an_error_begins_behind_all_buckets(gpu: Gpu | None) -> None:
+    """Those that the thread was at work on when the mean of the first one got beyond float32."""
+    if gpu is None:
+        pytest.skip("the simulation is late as it is told")
+    Late.gpu, model = gpu, network(DEVICE)
+    Late.noted.clear()
+    reducer = GradientReducer(model, Loopback(), Late(), bucket_mib=0.002, overlap=True)
+    reducer.loss_scale = 0.5  # by which means are divided
+    for step, last in enumerate((3e38, 1.0)):
+        model.zero_grad()
+        given = [last if p is model[1].bias else 1.0 + step for p in model.parameters()]
+        terms = [p.sum() * each for p, each in zip(model.parameters(), given, strict=True)]
+        torch.stack(terms).sum().backward()
+        if step == 0:
+            with pytest.raises(NonFiniteGradient, match=r"'1\.bias'"):
+                reducer.reduce()
+    reducer.reduce()
+    assert len(Late.noted) > 2
+    for names, gradient in Late.noted.items():
+        expected = 3e38 if "1.bias" in names else 1
+        assert (gradient.get() == np.float32(expected)).all(), names
+    reducer.close()
+
+
 def test_a_nan_leaves_gradients_and_a_scaler_skips_the_step(gpu: Gpu | None) -> None:
     model = network(DEVICE)
     reducer = GradientReducer(model, Loopback(), "lowbit", overflow="inf", error_feedback=True)
@@ -139,6 +199,18 @@ def test_a_model_half_on_the_gpu_is_refused(gpu: Gpu | None) -> None:
     backward(model, 0)
     with pytest.raises(ValueError, match=r"is torch\.float32 on cuda:0: should be dense .* on cpu"):
         reducer.reduce()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_sparse_gradients_are_refused_as_on_the_cpu(gpu: Gpu | None, overlap: bool) -> None:
+    for device in (CPU, DEVICE):
+        model = torch.nn.Embedding(10, 4, sparse=True).to(device)
+        reducer = GradientReducer(model, Loopback(), overlap=overlap)
+        model(torch.tensor([1, 3, 3]).to(device)).square().sum().backward()
+        says = f"'weight' on rank 0 is torch.sparse_coo of torch.float32 on {device}: should be den"
+        with pytest.raises(ValueError, match=says):
+            reducer.reduce()
+        reducer.close()
 
 
 class GradBucket:
@@ -176,8 +248,9 @@ def hooked(device: torch.device, dtype: torch.dtype, overlap: bool) -> list[byte
         state.loss_scale = (1.0, 4.0, 4.0)[step]
         backward(model, step)
         buckets = [GradBucket(0, parameters[:2], False), GradBucket(1, parameters[2:], True)]
-        for future in [hook(state, bucket) for bucket in buckets]:
-            found.append(values_of(future.wait().float()).tobytes())
+        futures = [hook(state, bucket) for bucket in buckets]
+        for future in reversed(futures):  # the GPU is at work on the last one longest
+            found.append(values_of(future.wait().clone().float()).tobytes())
     state.close()
     return found
 

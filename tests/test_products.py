@@ -378,7 +378,7 @@ def test_kinds_and_shapes_are_those_of_numpy() -> None:
     assert matmul(torch.ones(4), torch.ones(4)).shape == ()
     assert matmul(np.ones((0, 3), np.float32), np.ones((3, 2), np.float32)).shape == (0, 2)
     for other in (np.ones((2, 2)), np.ones((2, 2), np.int32), np.ones((2, 2), np.float16)):
-        with pytest.raises(TypeError, match=f"matmul: b is ndarray of {other.dtype}"):
+        with pytest.raises(TypeError, match=f"matmul: b is numpy.ndarray of {other.dtype}"):
             matmul(np.ones((2, 2), np.float32), other)
 
 

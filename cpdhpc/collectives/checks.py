@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from ..formats import TILE, Format, sum_bits, tiles
 from ..methods import MAX_SUM_BITS, check_bool, check_integer, said_by
-from ..ops import backend_of, misread, on_gpu, to_host
+from ..ops import backend_of, misread, on_gpu, to_host, type_name
 from ..randomness import check_key
 from ..world.ranks import Ranks
 from .method import (
@@ -48,9 +48,9 @@ def _check_array(name: str, x: Any) -> None:
         takes = "a NumPy, CuPy or torch array"
         if type(x).__module__.startswith("torch"):
             takes = "a NumPy or CuPy array: cpdhpc.allreduce alone takes tensors"
-        raise TypeError(f"allreduce: {name} is {type(x).__name__}: must be {takes}") from None
+        raise TypeError(f"allreduce: {name} is {type_name(x)}: must be {takes}") from None
     if advice := misread(x):
-        raise TypeError(f"allreduce: {name} is {type(x).__name__}: {advice}")
+        raise TypeError(f"allreduce: {name} is {type_name(x)}: {advice}")
     if x.dtype != np.float32:
         raise TypeError(f"allreduce: {name} has dtype {x.dtype}: must be float32")
     if not x.flags.c_contiguous:

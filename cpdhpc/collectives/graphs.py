@@ -109,11 +109,12 @@ class Graphed:
         self._kernels = _Asked(backend_of(x))
         self._counted = False  # whether pieces tell how many values are not finite
         try:
-            self._graphs = gpu_runtime.Graphs()
-            self._counts = self._graphs.pinned(COUNT_BYTES * len(self._pieces)).view(np.uint64)
-            self._graphs.rehearse(lambda: self._all(np.empty_like(out), None))
+            graphs = gpu_runtime.Graphs()
+            self._memory: Graphs | None = graphs
+            self._counts = graphs.pinned(COUNT_BYTES * len(self._pieces)).view(np.uint64)
+            graphs.rehearse(lambda: self._all(np.empty_like(out), None))
             self._counts[:] = 0
-            self._betweens = self._all(out, self._graphs)
+            self._betweens = self._all(out, graphs)
         except Exception as error:
             give_up(world, error, self.what)
         self._ended = self._streams.mark()
@@ -246,7 +247,7 @@ class Graphed:
         """
         self.freed = True
         self._runtime.wait(self._ended)
-        self._betweens = []
+        self._betweens, self._memory, self._counts = [], None, np.empty(0, np.uint64)
 
     def drop(self) -> None:
         """Free it, where nobody can be told that the GPU has failed."""

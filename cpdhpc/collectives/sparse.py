@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..ops import misread
+from ..ops import misread, type_name
 from ..partition import chunk
 from ..world.ranks import Ranks
 from .checks import alike_on_all, check_alike
@@ -215,9 +215,9 @@ def _check_number(name: str, world: Ranks, given: Sequence[object]) -> None:
 
 def _check_dtype(name: str, x: Any, dtypes: Sequence[str]) -> Array:
     if not isinstance(x, np.ndarray):
-        raise TypeError(f"{name} is {type(x).__name__}: must be a NumPy array")
+        raise TypeError(f"{name} is {type_name(x)}: must be a NumPy array")
     if advice := misread(x):
-        raise TypeError(f"{name} is {type(x).__name__}: {advice}")
+        raise TypeError(f"{name} is {type_name(x)}: {advice}")
     if x.dtype.name not in dtypes or not x.dtype.isnative:
         raise TypeError(f"{name} has dtype {x.dtype!r}: known are {', '.join(dtypes)}")
     return x

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..ops import misread, to_host
+from ..ops import misread, to_host, type_name
 from .layout import Box
 from .windows import Piece, RankPieces
 
@@ -195,7 +195,7 @@ def array_backend(what: str, x: Array) -> ArrayBackend:
     """Return the backend of an array. Raises TypeError, naming what, for anything else."""
     if isinstance(x, np.ndarray):
         if advice := misread(x):
-            raise TypeError(f"{what} is {type(x).__name__}: {advice}")
+            raise TypeError(f"{what} is {type_name(x)}: {advice}")
         return NUMPY
     module = type(x).__module__.partition(".")[0]
     if module == "cupy" and hasattr(x, "dtype"):
@@ -203,7 +203,7 @@ def array_backend(what: str, x: Array) -> ArrayBackend:
     if "torch" in sys.modules and isinstance(x, sys.modules["torch"].Tensor):
         return TORCH if x.device.type == "cpu" else TORCH_GPU
     raise TypeError(
-        f"{what} is {type(x).__name__}: known are arrays of NumPy and CuPy and torch tensors"
+        f"{what} is {type_name(x)}: known are arrays of NumPy and CuPy and torch tensors"
     )
 
 

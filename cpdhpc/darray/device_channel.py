@@ -75,7 +75,7 @@ class Room:
     cells, travelling: of those sent and those received; the same where the wire is raw
     sends, receives: requests of MPI where it takes this memory
     landing, landed: pinned memory that a copy up reads, and when it has been read
-    read: when the messages before have been unpacked
+    done: when all that was launched for the slot has read and written its memory and its tables
     """
 
     def __init__(self, ways: tuple[Way, Way], raw: bool, streams: Streams) -> None:
@@ -87,7 +87,7 @@ class Room:
         self.sends: list[Any] = []
         self.receives: list[list[Any]] = []
         self.landing: Bytes = np.empty(0, np.uint8)
-        self.landed = self.read = streams.mark()
+        self.landed = self.done = streams.mark()
 
 
 class Program(NamedTuple):
@@ -138,21 +138,22 @@ class DeviceChannel:
         room = self._rooms[slot]
         self._await_sends(room)
         program = self._program(x, out)
-        self._streams.follow(room.read)  # the call before may have been in another stream
+        self._streams.follow(room.done)  # the call before may have been in another stream
         self._launch(program.tables.begin, program.begin, x, out, room.cells[0])
         payload = room.travelling[0]
         if self._wire is not None and payload.size:
             self._wire.encode(room.cells[0].view(np.float32), None, NO_KEY, 0, payload)
+        room.done = self._streams.mark()
         if self._direct:
             self._send_directly(room, slot, serial, number)
         elif self._sending:
-            self._send_staged(payload, slot, serial, number)
+            self._send_staged(room, slot, serial, number)
 
-    def _send_staged(self, payload: Array, slot: int, serial: int, number: int) -> None:
+    def _send_staged(self, room: Room, slot: int, serial: int, number: int) -> None:
         """Copy all messages down at once, and then into their mailboxes."""
         host: Bytes = np.empty(0, np.uint8)
-        if payload.size:
-            host, copied = self._streams.to_host(payload, self._streams.mark())
+        if room.travelling[0].size:
+            host, copied = self._streams.to_host(room.travelling[0], room.done)
             self._wait([copied], "the GPU")
         for (outbox, _), parts in zip(self._sending, self._out.parts, strict=True):
             outbox.reserve(slot, serial)
@@ -166,7 +167,7 @@ class DeviceChannel:
         """Give MPI all messages that leave and come, once the GPU is done with their memory."""
         if not self._sending and not self._receiving:
             return
-        self._wait([self._streams.mark()], "the GPU")
+        self._wait([room.done], "the GPU")
         here = self._world.rank
         room.receives = [
             [request for part in parts for request in
@@ -210,12 +211,12 @@ class DeviceChannel:
                     start += part.size
             inbox.release(slot, serial)
         if not self._direct and travelled.size:
-            room.landed = self._streams.to_device(room.landing, travelled, room.read)
+            room.landed = self._streams.to_device(room.landing, travelled, room.done)
             self._streams.follow(room.landed)
         if self._wire is not None and travelled.size:
             self._wire.decode(travelled, None, cells.view(np.float32))
         self._launch(program.tables.finish, program.finish, x, out, cells)
-        room.read, room.receives = self._streams.mark(), []
+        room.done, room.receives = self._streams.mark(), []
 
     def _program(self, x: Addresses, out: Addresses) -> Program:
         """Return the launches for arrays that lie as these do."""
@@ -227,7 +228,7 @@ class DeviceChannel:
         if key not in self._programs:
             if len(self._programs) == PROGRAMS:
                 for room in self._rooms:
-                    gpu_runtime.wait(room.read)  # the GPU may read a table until then
+                    gpu_runtime.wait(room.done)  # the GPU may read a table until then
                 del self._programs[next(iter(self._programs))]
             made = tables(
                 self._pieces, self._out.places, self._in.places, self._values, x, out,
@@ -254,4 +255,4 @@ class DeviceChannel:
         for room in self._rooms:
             self._await_sends(room)
             gpu_runtime.wait(room.landed)
-            gpu_runtime.wait(room.read)
+            gpu_runtime.wait(room.done)

@@ -10,6 +10,7 @@ import numpy as np
 
 from ..collectives.engine import give_up
 from ..formats import Format
+from ..ops import type_name
 from ..ops.moves import run_moves
 from ..ops.payloads import Packed
 from ..world.gpu_messages import Carrier, Direct, carrier_of
@@ -255,8 +256,8 @@ def _check_out(
     """Raise TypeError or ValueError unless out is of x's backend and dtype and of a shape."""
     if array_backend(what, out) is not backend or out.dtype != x.dtype:
         raise TypeError(
-            f"{what} is {type(out).__name__} of {getattr(out, 'dtype', '?')}: must be "
-            f"{type(x).__name__} of {x.dtype}, as what is given"
+            f"{what} is {type_name(out)} of {getattr(out, 'dtype', '?')}: must be "
+            f"{type_name(x)} of {x.dtype}, as what is given"
         )
     backend.check(what, out)
     if tuple(out.shape) != shape:

@@ -19,7 +19,14 @@ __all__ = [
     "placed",
     "set_kernel_threads",
     "to_host",
+    "type_name",
 ]
+
+
+def type_name(x: Any) -> str:
+    """Return the name of x's type, with that of its library: numpy.ndarray is not cupy.ndarray."""
+    name, library = type(x).__name__, type(x).__module__.partition(".")[0]
+    return f"{library}.{name}" if library in ("numpy", "cupy", "torch") else name
 
 
 def on_gpu(x: Any) -> bool:
@@ -81,4 +88,4 @@ def backend_of(x: Any) -> ModuleType:
         from . import gpu
 
         return gpu
-    raise TypeError(f"ops: {type(x).__name__}: known are numpy.ndarray and cupy.ndarray")
+    raise TypeError(f"ops: {type_name(x)}: known are numpy.ndarray and cupy.ndarray")

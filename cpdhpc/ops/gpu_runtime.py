@@ -237,10 +237,13 @@ class Streams:
     """The caller's stream and two for copies, down to the host and up again, of one GPU.
 
     Copies are ordered by events alone: these streams wait for no other, nor for the null stream.
+    The caller's is kept, and one that was left until its work is done: a later stream with the same
+    address would get the memory that was freed in it, which it may still read.
     """
 
     def __init__(self) -> None:
         self._caller: Any = None
+        self._left: list[tuple[Any, Event]] = []
         self._down = cupy.cuda.Stream(non_blocking=True)
         self._up = cupy.cuda.Stream(non_blocking=True)
 
@@ -249,7 +252,11 @@ class Streams:
         stream = cupy.cuda.get_current_stream()
         if self._caller is not None and self._caller.ptr == stream.ptr:
             return False
-        self._caller = stream  # kept, so that no later stream can have the same address
+        self._left = [each for each in self._left if not each[1].Test()]
+        if self._caller is not None:
+            with suppress(cupy.cuda.runtime.CUDARuntimeError):  # another library has destroyed it
+                self._left.append((self._caller, self.mark()))
+        self._caller = stream
         return True
 
     def mark(self) -> Event:

@@ -19,7 +19,7 @@ from ..collectives.method import Segment, aps_shift
 from ..collectives.schedules import SCHEDULES
 from ..formats import SHARED, SHIFT_BIAS, Cast, TableFormat, packed_bytes, shift_count, tiles
 from ..methods import EXACT, suggest
-from ..ops import cpu
+from ..ops import cpu, type_name
 from ..randomness import random_key
 from ..world.ranks import Loopback
 from .products import matmul
@@ -220,6 +220,6 @@ def product_error(a: Floats, b: Floats, **how: Any) -> Error:
 def _floats(function: str, x: Array) -> Floats:
     """Return x flat. Raises TypeError unless it is a float32 array."""
     if not isinstance(x, np.ndarray) or x.dtype != np.float32:
-        came = f"{type(x).__name__} of {getattr(x, 'dtype', None)}"
+        came = f"{type_name(x)} of {getattr(x, 'dtype', None)}"
         raise TypeError(f"{function}: x is {came}: a NumPy array of float32 is allowed")
     return np.ascontiguousarray(x).reshape(-1)

@@ -152,6 +152,7 @@ class Overlap:
                 yield future.result()
         finally:
             wait(futures)
+            self.stream.join()  # after an error, too: parts read what the next step writes
             self.world.lent_by = None
             self._begin()
 

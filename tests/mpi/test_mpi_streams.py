@@ -1,5 +1,8 @@
 """GPU arrays through real messages: what is waited for, and that nothing less would do."""
 
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 from gpus import TIMEOUT_S, gradients, late, same
 from simulated_cupy import simulated
@@ -87,6 +90,31 @@ def test_streams_share_no_buffers():
         for stream, result, factor in ((other, second, -2), (slow, first, 1)):
             with stream:
                 assert same(result, simulate([factor * x for x in xs], "raw", "gather"))
+        world.free()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_stream_that_is_left_stays_until_its_work_is_done():
+    """Else a later stream has its address, and with that the memory that it still reads."""
+    with simulated() as (simulation, cupy):
+        world = World(timeout_s=TIMEOUT_S, gpu_direct=False)
+        xs = gradients(world.ranks, 5000)
+        slow = cupy.cuda.Stream(non_blocking=True)
+        with slow:
+            x = cupy.asarray(xs[world.process])
+            result = allreduce(world, x, "raw", "gather")
+        simulation.stalled = SimpleNamespace(work=slow.work)
+        del slow
+        with cupy.cuda.Stream(non_blocking=True):
+            allreduce(world, cupy.asarray(xs[0]), "raw", "gather")
+        with cupy.cuda.Stream(non_blocking=True) as later:
+            cupy.empty(1, np.uint8)
+        while later.work:
+            simulation.step()
+        simulation.stalled = None
+        while simulation.step():
+            pass
+        assert same(result, simulate(xs, "raw", "gather"))
         world.free()
 
 
