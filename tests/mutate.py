@@ -27,7 +27,37 @@ ROOT = Path(__file__).parent.parent
 TRAIN = ["training_oracle", "checkpoint", "update_rules", "train", "data"]
 STUDY = ["study_spec", "study_kinds", "render", "study_folder"]
 COMPRESS = ["compress", "training_oracle", "new_compressor"]
+METHODS = ["methods", "compress", "ddp", "reducer"]
+SPARSE = ["sparse_methods", "reducer", "layer_wires"]
+FORMATS = ["formats", "tables", "ops", "oracles", "roundings", "trits", "integers", "arrays"]
 TESTS = {  # file of cpdhpc: the files of tests that cover it, the fastest first
+    "store.py": ["store", "studyfile", "tensor_formats", "recording", "checkpoint", "study_folder"],
+    "config.py": ["config", "tables", "output", "job_page", "study_spec", "presets"],
+    "formats.py": FORMATS,
+    "table_formats.py": [*FORMATS, "shifts", "methods", "measures", "exact", "replay", "search"],
+    "partition.py": ["schedule", "store", "darray"],
+    "arrays.py": ["arrays", "blocks", "clones", "threads", "products", "precision_layers"],
+    "train/job.py": [
+        "config",
+        "presets",
+        "train",
+        "job_page",
+        "training_oracle",
+        "stages",
+        "inputs",
+    ],
+    "train/losses.py": ["losses", "config", "adversarial", "compare", "report", "training_oracle"],
+    "train/datasets.py": ["datasets", "data", "train"],
+    **dict.fromkeys(
+        (f"compress/{name}.py" for name in ("powersgd", "qsgd", "terngrad", "gradientflow")),
+        METHODS,
+    ),
+    "compress/base.py": ["compress", "parts", "methods", "bucket", "new_compressor", "reducer"],
+    "compress/onebit.py": [*METHODS, "checkpoint", "train"],
+    "compress/sparse.py": [*SPARSE, "checkpoint"],
+    "compress/scalecom.py": ["scalecom", *SPARSE, "config"],
+    "compress/oktopk.py": ["oktopk", *SPARSE],
+    "compress/adacomp.py": ["adacomp", *SPARSE],
     **dict.fromkeys(
         (f"train/{name}.py" for name in ("loop", "setup", "step", "update/base")), TRAIN
     ),
@@ -35,7 +65,7 @@ TESTS = {  # file of cpdhpc: the files of tests that cover it, the fastest first
     "train/controllers/adaptive.py": ["controllers"],
     "train/controllers/autowu.py": ["controllers"],
     "report/critical.py": ["critical"],
-    "train/optimizers.py": ["training_oracle", "config"],
+    "train/optimizers.py": ["optimizers", "periodic", "config", "updates", "training_oracle"],
     "train/data.py": ["data", "training_oracle"],
     "train/models/blocks.py": ["models"],
     "train/models/networks.py": ["models"],
@@ -46,7 +76,7 @@ TESTS = {  # file of cpdhpc: the files of tests that cover it, the fastest first
     "compress/payload.py": ["payload"],
     "ops/cpu_sparse.py": ["selection"],
     "ops/reference_sparse.py": ["selection"],
-    "compress/lowbit.py": [*COMPRESS, "config"],
+    "compress/lowbit.py": [*COMPRESS, "config", "methods", "layer_wires", "loss_scaling"],
     "compress/bucket.py": ["bucket", *COMPRESS, "checkpoint"],
     "compress/none.py": COMPRESS,
     "ops/reference.py": ["trits", "packing", "shifts", "integers", "ops", "stochastic", "oracles"],
@@ -143,8 +173,8 @@ def put(parent: ast.AST, field: str, index: int | None, node: ast.AST) -> None:
         getattr(parent, field)[index] = node
 
 
-def passes(scratch: Path, tests: list[str], limit_s: float) -> bool:
-    """Return whether the tests pass on the scratch copy, within the time."""
+def exit_code(scratch: Path, tests: list[str], limit_s: float) -> int | None:
+    """What pytest says of the scratch copy, 0 where all tests pass; None where it takes longer."""
     child = os.fork()
     if child == 0:
         in_child(scratch, tests)
@@ -155,8 +185,9 @@ def passes(scratch: Path, tests: list[str], limit_s: float) -> bool:
         done, status = os.waitpid(child, os.WNOHANG)
     if not done:
         os.killpg(child, signal.SIGKILL)
-        _, status = os.waitpid(child, 0)
-    return os.waitstatus_to_exitcode(status) == 0
+        os.waitpid(child, 0)
+        return None
+    return os.waitstatus_to_exitcode(status)
 
 
 def in_child(scratch: Path, tests: list[str]) -> None:
@@ -179,15 +210,17 @@ def in_child(scratch: Path, tests: list[str]) -> None:
         os._exit(status)
 
 
-def survivors(path: str, scratch: Path, options: argparse.Namespace) -> Iterator[str | None]:
-    """For each mutant of a file's sample, what it is where it survives, else None."""
+def tried(
+    path: str, scratch: Path, options: argparse.Namespace
+) -> Iterator[tuple[str, int | None]]:
+    """Each mutant of a file's sample, and what pytest says of it."""
     copied = scratch / "cpdhpc" / path  # not ROOT's, which may have changed since
     source = copied.read_text()
     found = mutants(source)
     random.Random(f"{options.seed} {path}").shuffle(found)
     for what, text in found[: options.sample]:
         copied.write_text(text)
-        yield what if passes(scratch, TESTS[path], options.limit_s) else None
+        yield what, exit_code(scratch, TESTS[path], options.limit_s)
     copied.write_text(source)
 
 
@@ -220,14 +253,16 @@ def main() -> None:
             if time.monotonic() > end:
                 print(f"{path}: not run: {options.minutes:g} minutes are over")
                 continue
-            if not passes(scratch, TESTS[path], 600):
+            if exit_code(scratch, TESTS[path], 600) != 0:
                 print(f"{path}: not run: its tests fail as it is: {' '.join(TESTS[path])}")
                 continue
-            results = list(survivors(path, scratch, options))
-            alive = [what for what in results if what is not None]
+            results = list(tried(path, scratch, options))
+            alive = [what for what, code in results if code == 0]
+            late = [what for what, code in results if code is None]
             print(f"{path}: {len(results) - len(alive)} of {len(results)} killed", flush=True)
-            for what in alive:
-                print(f"    survived: {what}", flush=True)
+            for said, mutants_ in (("survived", alive), ("killed by time", late)):
+                for what in mutants_:
+                    print(f"    {said}: {what}", flush=True)
 
 
 if __name__ == "__main__":

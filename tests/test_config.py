@@ -138,6 +138,10 @@ def test_a_mark_of_byte_order_is_no_error(tmp_path: Path) -> None:
         ("[loss]\nname = {}", "job.toml: loss.name={}: known are "),
         ("[stages]\ncount = 2\nwire = 'zz'", "job.toml: stages.wire='zz': known are eXmY"),
         ("[formats.a]\nvalues = []", "job.toml: formats.a: the form is [formats.a] values = ["),
+        *(
+            (text, "job.toml: formats.a: the form is [formats.a] values = [NUMBER, ...]")
+            for text in ("[formats.a]\nvalues = [0, 1]\nbits = 1", "formats.a = 'b'")
+        ),
         ("[formats.a]\nvalues = [1, 2, 3]", "job.toml: formats.a: 3 values given: must be 2**bits"),
         *(
             (f"[gradient]\naggregator = '{name}'\n{given}", f"job.toml: gradient.{said}")

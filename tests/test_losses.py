@@ -119,10 +119,12 @@ def test_records_have_the_columns_of_the_metric(
     score = {"test_accuracy": "accuracy ", "test_perplexity": "perplexity "}.get(
         *column or [""], ""
     )
-    assert f"complete: {score}" in said[0] and "loss " in said[0]
     measured = Score.of(job.toml())
+    assert measured.lower == job.metric.lower
     (row,) = table(run_groups([load_run(training.files.record)])).rows
     last = epochs[measured.column][-1]
+    shown = f"{last:.2%}" if column == ["test_accuracy"] else f"{last:.4g}" if column else ""
+    assert f"complete: {score}{shown}" in said[0] and "loss " in said[0]
     assert row[2] == (f"{100 * last:.2f}" if measured.unit else f"{last:.4g}")
     again = prepare(job, Loopback(2), small_data(), Files.of(tmp_path, job))
     again.resume()

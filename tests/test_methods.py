@@ -14,6 +14,7 @@ from pydantic import Field, TypeAdapter
 
 from cpdhpc.collectives.allreduce import configured
 from cpdhpc.collectives.checks import NonFiniteGradient
+from cpdhpc.collectives.method import DEFAULT
 from cpdhpc.compress import (
     COMPRESSORS,
     AdaComp,
@@ -250,6 +251,12 @@ def test_what_is_lost_is_kept(method: Aggregator) -> None:
         {"wire": "int4"},
         {"wire": "mxfp4", "algorithm": "gather", "accumulate": "float32"},
         {"wire": "ternary", "algorithm": "rhd"},
+        {
+            "wire": "e4m3",
+            "algorithm": "auto",
+            "machine": replace(DEFAULT, step_s=1.0, beta_s=0.0),
+            "accumulate": "float32",
+        },  # gather: the fewest steps
     ],
 )
 def test_lowbit_keeps_what_rounding_loses(options: dict[str, Any]) -> None:

@@ -131,6 +131,7 @@ BAD = {
         "kind", "fft"
     ),
     "has no attribute work": lambda file: file.attrs.__delitem__("work"),
+    "has no attribute kind": lambda file: [*map(file.attrs.__delitem__, ("work", "kind"))],
     "the attribute study is not TOML": lambda file: file.attrs.modify("study", "= ["),
 }
 
@@ -140,6 +141,17 @@ def test_damaged_studies_are_refused(allreduce: Path, tmp_path: Path, says: str)
     path = change(allreduce, tmp_path / "bad.h5", BAD[says])
     with pytest.raises(UserError, match=re.escape(says)):
         report([path], Outputs(terminal=False))
+
+
+def test_studies_that_state_no_rules_have_those_of_old_ones(
+    allreduce: Path, tmp_path: Path
+) -> None:
+    def drop(file: Any) -> None:
+        for rule in ("ci_level", "base"):
+            del file["summary"].attrs[rule]
+
+    old = load_study_file(change(allreduce, tmp_path / "old.h5", drop))
+    assert (old.percent, old.rules["base"]) == ("95 %", "not stated")
 
 
 @every("share", [0.0, 0.01, 0.5, 0.999])

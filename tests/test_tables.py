@@ -96,6 +96,23 @@ def test_posits_without_es_are_the_standard_s() -> None:
     assert parse_format("posit16").name == "posit16es2" and parse_format("posit16").bits == 16
 
 
+# name: where fitting scalings move the largest magnitude to
+TARGETS = {"posit2es0": 1, "posit3es0": 2, "posit8es2": 16, "takum3": 1, "takum4": 2, "takum8": 2}
+
+
+@every("fmt", [NF4, ODDS, SIGNS, *map(table, [*TARGETS, "lns4m3"])])
+def test_limits_are_those_of_the_numbers(fmt: TableFormat) -> None:
+    magnitudes = sorted(abs(Fraction(float(v))) for v in fmt.values if np.isfinite(v) and v)
+    target, most = Fraction(fmt.max), Fraction(float(np.finfo(np.float32).max))
+    assert (fmt.smallest, fmt.largest) == (magnitudes[0], magnitudes[-1])
+    assert target == TARGETS.get(fmt.name, {"odds": 3}.get(fmt.name, fmt.largest))
+    assert Fraction(2) ** fmt.emin <= magnitudes[0] < Fraction(2) ** (fmt.emin + 1)
+    scaled = magnitudes[-1] / Fraction(2) ** fmt.shift_min
+    assert scaled <= most < 2 * scaled
+    normal = Fraction(2) ** (fmt.shift_max - 126)  # what float32's smallest normal number becomes
+    assert fmt.shift_max == 127 or normal <= target < 2 * normal
+
+
 def bit_string(x: Fraction, name: str, es: int) -> tuple[int, int]:
     """A positive number as an endless posit or takum without sign, cut at so many bits."""
     exponent = 0
