@@ -25,10 +25,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 TRAIN = ["training_oracle", "checkpoint", "update_rules", "train", "data"]
-STUDY = ["study_spec", "study_kinds", "render", "study_folder"]
+STUDY = ["study_spec", "study_kinds", "render", "study_folder", "imports", "bits_by_batch"]
 COMPRESS = ["compress", "training_oracle", "new_compressor"]
-METHODS = ["methods", "compress", "ddp", "reducer"]
-SPARSE = ["sparse_methods", "reducer", "layer_wires"]
+METHODS = ["methods", "compress", "ddp", "reducer", "gpu_methods"]
+SPARSE = ["sparse_methods", "reducer", "layer_wires", "gpu_methods"]
 FORMATS = ["formats", "tables", "ops", "oracles", "roundings", "trits", "integers", "arrays"]
 TESTS = {  # file of cpdhpc: the files of tests that cover it, the fastest first
     "store.py": ["store", "studyfile", "tensor_formats", "recording", "checkpoint", "study_folder"],
@@ -37,22 +37,14 @@ TESTS = {  # file of cpdhpc: the files of tests that cover it, the fastest first
     "table_formats.py": [*FORMATS, "shifts", "methods", "measures", "exact", "replay", "search"],
     "partition.py": ["schedule", "store", "darray"],
     "arrays.py": ["arrays", "blocks", "clones", "threads", "products", "precision_layers"],
-    "train/job.py": [
-        "config",
-        "presets",
-        "train",
-        "job_page",
-        "training_oracle",
-        "stages",
-        "inputs",
-    ],
+    "train/job.py": ["config", "presets", "train", "training_oracle", "stages", "inputs"],
     "train/losses.py": ["losses", "config", "adversarial", "compare", "report", "training_oracle"],
     "train/datasets.py": ["datasets", "data", "train"],
     **dict.fromkeys(
         (f"compress/{name}.py" for name in ("powersgd", "qsgd", "terngrad", "gradientflow")),
         METHODS,
     ),
-    "compress/base.py": ["compress", "parts", "methods", "bucket", "new_compressor", "reducer"],
+    "compress/base.py": [*METHODS, "parts", "bucket", "training_oracle", "train"],
     "compress/onebit.py": [*METHODS, "checkpoint", "train"],
     "compress/sparse.py": [*SPARSE, "checkpoint"],
     "compress/scalecom.py": ["scalecom", *SPARSE, "config"],
@@ -65,7 +57,7 @@ TESTS = {  # file of cpdhpc: the files of tests that cover it, the fastest first
     "train/controllers/adaptive.py": ["controllers"],
     "train/controllers/autowu.py": ["controllers"],
     "report/critical.py": ["critical"],
-    "train/optimizers.py": ["optimizers", "periodic", "config", "updates", "training_oracle"],
+    "train/optimizers.py": ["optimizers", "controllers", "config", "updates", "training_oracle"],
     "train/data.py": ["data", "training_oracle"],
     "train/models/blocks.py": ["models"],
     "train/models/networks.py": ["models"],
@@ -88,7 +80,7 @@ TESTS = {  # file of cpdhpc: the files of tests that cover it, the fastest first
     "study/cases.py": STUDY,
     "study/spec.py": STUDY,
     "study/folder.py": ["study_folder", "submit", "study_spec", "slurm_commands"],
-    "study_data/study_file.py": ["study_folder", "studyfile", "study_report", "report_page"],
+    "study_data/study_file.py": ["report_page", "studyfile", "study_report", "study_folder"],
     "study/collect.py": ["study_folder", "study_report", "studyfile"],
     "study/slurm/submit.py": ["study_folder", "submit", "slurm_commands"],
     "study/batch.py": ["study_repeats", "inputs", "study_run"],
