@@ -100,9 +100,9 @@ class Timeout:
         others = [process for process in range(size) if process != rank]
         nothing = [np.empty(0, np.uint8), self._mpi.BYTE]
         alarms = [self._comm.Isend(nothing, process, self._tag) for process in others]
-        absent, end_s = set(others), time.monotonic() + GRACE_S
+        absent, start_s = set(others), time.monotonic()
         status = self._mpi.Status()
-        while time.monotonic() < end_s:
+        while time.monotonic() - start_s < GRACE_S:
             while self._comm.Iprobe(self._mpi.ANY_SOURCE, self._tag, status):
                 self._comm.Recv(nothing, status.Get_source(), self._tag)
                 absent.discard(status.Get_source())

@@ -33,6 +33,7 @@ class Doomed(World):
     """A world that waits long until hurry: from then on only for what never comes."""
 
     def _end(self):
+        self.ended_s = time.monotonic()
         raise SystemExit(1)
 
     def hurry(self):
@@ -87,11 +88,15 @@ def test_calls_whose_messages_do_not_fit_are_both_named(doomed, said):
     assert "rank 1 | five: waited" in one
 
 
-def test_a_rank_that_never_calls(doomed, said):
+def test_a_rank_that_never_calls(doomed, said, monkeypatch):
+    """And who has said so lets others say it, too, before the job ends."""
+    say, said_s = ending.say, []
+    monkeypatch.setattr(ending, "say", lambda lines: said_s.append(time.monotonic()) or say(lines))
     doomed.hurry()
     zero, one = said(lambda: allreduce(doomed, X, "e4m3", "tree"), nothing)
     assert re.fullmatch(r"rank 0 \| allreduce tree: arguments: waited [\d.]+ s for rank 1\n", zero)
     assert one is None
+    assert doomed.process or doomed.ended_s - said_s[0] >= ending.GRACE_S
 
 
 def test_a_message_that_never_comes(doomed, said):
