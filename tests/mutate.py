@@ -69,7 +69,7 @@ TESTS = {  # file of cpdhpc: the files of tests that cover it, the fastest first
     "ops/cpu_sparse.py": ["selection"],
     "ops/reference_sparse.py": ["selection"],
     "compress/lowbit.py": [*COMPRESS, "config", "methods", "layer_wires", "loss_scaling"],
-    "compress/bucket.py": ["bucket", *COMPRESS, "checkpoint"],
+    "compress/bucket.py": ["bucket", "methods", *COMPRESS, "checkpoint"],
     "compress/none.py": COMPRESS,
     "ops/reference.py": ["trits", "packing", "shifts", "integers", "ops", "stochastic", "oracles"],
     "collectives/schedules.py": ["schedule", "allreduce"],

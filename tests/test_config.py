@@ -262,10 +262,19 @@ def test_overrides_are_toml_and_bare_words_are_strings() -> None:
     }
 
 
-@every("setting", ["a", "=3", "a..b=3", "a.b=[1", "x.y=3"])
-def test_overrides_of_another_form_are_refused(setting: str) -> None:
-    with pytest.raises(ConfigError, match="--set"):
-        override({"x": 1}, [setting])
+@every(
+    "setting, says",
+    [
+        *((each, f"--set {each}: the form is key=value or table.key=value")
+          for each in ("a", "=3", "a..b=3")),
+        ("a.b=[1", "--set ...=[1: is not a TOML value"),
+        ("x.y=3", "--set x.y=3: x is not a table"),
+        ("y.x.z=3", "--set y.x.z=3: y.x is not a table"),
+    ],
+)  # fmt: skip
+def test_overrides_of_another_form_are_refused(setting: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{re.escape(says)}$"):
+        override({"x": 1, "y": {"x": 1}}, [setting])
 
 
 def test_numbers_may_be_typed_shorter_than_in_toml() -> None:

@@ -185,6 +185,11 @@ def test_powersgd_is_a_step_of_the_power_method() -> None:
     assert np.linalg.norm(BUCKET.views(found)[0] - basis @ (basis.T @ mean)) < bound < 0.01
     exact, _ = aggregate(COMPRESSORS["none"](), flats, BUCKET)
     assert np.abs(BUCKET.views(found)[1] - BUCKET.views(exact)[1]).max() < SUM  # one dimension
+    # 202 values for 400 weights are more than half of them: they travel as they are.
+    few = Bucket(("tall", "wide"), ((200, 2), (2, 200)))
+    means = [aggregate(method, gradients(few), few)[0]
+             for method in (PowerSgd(rank=1), COMPRESSORS["none"]())]  # fmt: skip
+    assert np.abs(means[0] - means[1]).max() < SUM
 
 
 def test_gradientflow_sends_the_chunks_of_the_largest_norms() -> None:
