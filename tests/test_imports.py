@@ -236,6 +236,8 @@ def test_a_study_sweeps_their_arguments(
     )
     found = load_study(study)
     assert [case.factors["model.width"] for case in expand(found).cases] == [2, 5]
+    powers = load_study(study, ["sweep.loss.power=[0.5, 1]"])  # the first one's type
+    assert [case.factors["loss.power"] for case in expand(powers).cases] == [0.5, 1.0] * 2
     for name in ("model", "data", "loss", "metric"):
         assert found.job[name]["import_from"] == str(tmp_path.resolve())
     assert json.dumps(found.job)  # it is kept with the study
