@@ -38,11 +38,12 @@ def test_the_ranks_lead_by_turns_and_the_memory_is_filtered(per_chunk: int) -> N
     for iteration in range(6, 11):
         flats = [rng.integers(-40, 40, bucket.size).astype(np.float32) for _ in range(RANKS)]
         found = method.aggregate(flats, bucket, Context(world, state, iteration=iteration))
-        waiting, expected = kept + flats, np.mean(flats, axis=0)
+        waiting, expected, shares = kept + flats, np.mean(flats, axis=0), dict[str, float]()
         for (name, start, stop), shape in zip(bucket.segments, bucket.shapes, strict=True):
             if len(shape) > 1:
                 leader = waiting[iteration % RANKS, start:stop]
                 chosen = start + np.array(by_hand(leader, rates[name], per_chunk))
+                shares[name] = len(chosen) / (stop - start)
                 expected[start:stop] = 0
                 expected[chosen] = waiting[:, chosen].mean(axis=0)
                 waiting[:, chosen] = 0  # now g - c, and what was in the memory
@@ -50,6 +51,7 @@ def test_the_ranks_lead_by_turns_and_the_memory_is_filtered(per_chunk: int) -> N
                 own = np.stack(state.own(name, "residual", (stop - start,)))
                 assert np.array_equal(own, kept[:, start:stop])
         assert np.array_equal(found.flat, expected)
+        assert found.layers["sent_share"].tolist() == [*shares.values(), 1]  # and the bias
 
 
 def bytes_and_values(method: Aggregator, ranks: int, bucket: Bucket) -> tuple[Array, int]:
