@@ -88,6 +88,16 @@ def test_of_nothing_but_subnormal_numbers_the_largest_are_sent() -> None:
     assert np.count_nonzero(found) == 66
 
 
+def test_zeros_are_not_sent() -> None:
+    """Three sums take fewer bytes than the 66 indices of all that density allows."""
+    flats, world = [np.zeros(BUCKET.size, np.float32) for _ in range(2)], Loopback(2)
+    for rank, x in enumerate(flats):
+        x[[5 + rank, 1300]] = 1
+    found, _ = run(OkTopk(density=0.04), flats, State(world.hosted, 2), world, 0)
+    assert np.flatnonzero(found).tolist() == [5, 6, 1293]
+    assert (world.bytes_sent < 66 * 4).all()
+
+
 def bytes_of(method: Aggregator, ranks: int, iterations: int = 3) -> Array:
     """Bytes of each rank and iteration: gradients that ranks have in common, but for noise."""
     bucket, world = Bucket(("x",), ((100, 400),)), Loopback(ranks)
