@@ -37,7 +37,15 @@ TESTS = {  # file of cpdhpc: the files of tests that cover it, the fastest first
     "table_formats.py": [*FORMATS, "shifts", "methods", "measures", "exact", "replay", "search"],
     "partition.py": ["schedule", "store", "darray"],
     "arrays.py": ["arrays", "blocks", "clones", "threads", "products", "precision_layers"],
-    "train/job.py": ["config", "presets", "train", "training_oracle", "stages", "inputs"],
+    "train/job.py": [
+        "config",
+        "recording",
+        "job_page",
+        "train",
+        "training_oracle",
+        "stages",
+        "inputs",
+    ],
     "train/losses.py": ["losses", "config", "adversarial", "compare", "report", "training_oracle"],
     "train/datasets.py": ["datasets", "data", "train"],
     **dict.fromkeys(

@@ -15,6 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 from cpdhpc.collectives.checks import NonFiniteGradient
 from cpdhpc.collectives.method import DEFAULT
 from cpdhpc.compress import COMPRESSORS, Context, State
+from cpdhpc.compress.base import shared_largest
 from cpdhpc.compress.bucket import Bucket
 from cpdhpc.compress.lowbit import LowBit
 from cpdhpc.compress.none import NoCompression
@@ -114,6 +115,16 @@ def test_finite_values_give_a_finite_mean_or_are_refused(name: str, case: str, k
                 assert np.isfinite(mean).all()
                 assert np.abs(mean).max() <= LARGEST
         assert all(np.isfinite(entry.array).all() for _, entry in here.state)
+
+
+def test_largest_values_take_one_call_where_nothing_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Loopback, "agree", lambda *_: pytest.fail("asks once more"))
+    largest = np.float32([0, 3, np.finfo(np.float32).max])
+    bucket = Bucket(("x",), ((1,),))
+    found = shared_largest(Loopback(), [largest[:1]], bucket, largest)
+    assert found.tolist() == largest.tolist()
 
 
 @EXACT

@@ -262,8 +262,15 @@ def test_wrong_settings_and_files_are_told(tmp_path: Path, monkeypatch: pytest.M
     store.write(tmp_path / "x.h5", {"0": {"a": np.zeros(3)}}, {"kind": "recording", "layers": "{}"})
     with pytest.raises(UserError, match=r"x\.h5: is no recording of this version"):
         load(tmp_path / "x.h5")
-    with pytest.raises(UserError, match=r"record: does not go with this train\.image_grid"):
-        recording_job(train={"image_grid": [1, 2]})
+    tables: dict[str, dict[str, Any]] = {
+        "train.image_grid": {"train": {"image_grid": [1, 2]}},
+        "adversarial.epsilon": {"adversarial": {"epsilon": 0.1}},
+        "update": {"update": {"name": "localsgd", "period": 2}},
+        "stages.count": {"stages": {"count": 2}},
+    }
+    for key, table in tables.items():
+        with pytest.raises(UserError, match=rf"record: does not go with this {key}: must be"):
+            recording_job(**table)
     job = small_job(record={"every": 1, "file": "r.h5"}, train={"seeds": [0, 1]})
     (tmp_path / "two.toml").write_text(dump_toml(job.plain()))
     with pytest.raises(UserError, match=r"record\.file='r\.h5': 2 runs would write it"):
