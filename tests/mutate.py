@@ -47,7 +47,7 @@ TESTS = {  # file of cpdhpc: the files of tests that cover it, the fastest first
         "inputs",
     ],
     "train/losses.py": ["losses", "config", "adversarial", "compare", "report", "training_oracle"],
-    "train/datasets.py": ["datasets", "data", "train"],
+    "train/datasets.py": ["datasets", "augment", "data", "train"],
     **dict.fromkeys(
         (f"compress/{name}.py" for name in ("powersgd", "qsgd", "terngrad", "gradientflow")),
         METHODS,
