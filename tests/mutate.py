@@ -29,7 +29,17 @@ STUDY = ["study_spec", "study_kinds", "render", "study_folder", "imports", "bits
 COMPRESS = ["compress", "training_oracle", "new_compressor"]
 METHODS = ["methods", "compress", "ddp", "reducer", "gpu_methods"]
 SPARSE = ["sparse_methods", "reducer", "layer_wires", "gpu_methods"]
-FORMATS = ["formats", "tables", "ops", "oracles", "roundings", "trits", "integers", "arrays"]
+FORMATS = [
+    "formats",
+    "tables",
+    "ops",
+    "oracles",
+    "roundings",
+    "trits",
+    "integers",
+    "arrays",
+    "tensor_formats",
+]
 TESTS = {  # file of cpdhpc: the files of tests that cover it, the fastest first
     "store.py": ["store", "studyfile", "tensor_formats", "recording", "checkpoint", "study_folder"],
     "config.py": ["config", "tables", "output", "job_page", "study_spec", "presets"],
@@ -52,7 +62,7 @@ TESTS = {  # file of cpdhpc: the files of tests that cover it, the fastest first
         (f"compress/{name}.py" for name in ("powersgd", "qsgd", "terngrad", "gradientflow")),
         METHODS,
     ),
-    "compress/base.py": [*METHODS, "parts", "bucket", "training_oracle", "train"],
+    "compress/base.py": [*METHODS, "config", "parts", "bucket", "training_oracle", "train"],
     "compress/onebit.py": [*METHODS, "checkpoint", "train"],
     "compress/sparse.py": [*SPARSE, "checkpoint"],
     "compress/scalecom.py": ["scalecom", *SPARSE, "config"],
