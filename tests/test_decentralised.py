@@ -145,20 +145,50 @@ def test_steps_are_the_papers(name: str, graph: str) -> None:
     assert np.abs(xs - xs.mean(axis=0)).max() > 0.01  # there was something to mix
 
 
-def test_a_rate_of_zero_mixes_and_divides_by_nothing() -> None:
-    rng = np.random.default_rng(2)
-    trial = Trial(4, np.zeros(3), name="decentlam", graph="ring")
-    trial.step(0.0, lambda rank, x: rng.standard_normal(3))
+@pytest.mark.parametrize("wire", ["raw", "e4m3"])
+def test_decentlam_at_a_rate_of_zero(wire: str) -> None:
+    """m = b m + W g, x = W x, in float32 for gradients whatever the wire."""
+    weights, b = matrix(Graph("ring", 4)), 0.5
+    trial = Trial(4, np.zeros(3), name="decentlam", graph="ring", wire=wire, momentum=b)
+    gradients = np.random.default_rng(2).standard_normal((5, 4, 3))
+
+    def momentum() -> Array:
+        assert isinstance(trial.update, OwnModels)
+        return np.array([m[:3] for m in trial.update._own("momentum")])
+
+    def step(number: int, rate: float) -> None:
+        trial.step(rate, lambda rank, x: gradients[number][rank])
+
+    step(0, 0.0)
+    step(1, 0.0)
     assert not trial.xs.any()
-    trial.step(0.1, lambda rank, x: rng.standard_normal(3))
-    before = trial.xs
-    trial.step(0.0, lambda rank, x: rng.standard_normal(3))
-    mixed = matrix(Graph("ring", 4)) @ before
-    assert np.allclose(trial.xs, mixed, atol=1e-6)
-    trial.step(0.1, lambda rank, x: np.zeros(3))
-    assert np.isfinite(trial.xs).all()
-    sent = trial.world.bytes_sent.tolist()
-    assert sent == [4 * 2 * trial.xs[0].nbytes] * 4  # 4 steps, 2 neighbours, and nothing else
+    expected = b * weights @ gradients[0] + weights @ gradients[1]
+    # Gradients and weights are rounded to float32, products and sums some 10 times.
+    assert np.allclose(momentum(), expected, rtol=0, atol=20 * EPS * np.abs(gradients).max())
+    step(2, 0.125)
+    before, m = trial.xs, momentum()
+    step(3, 0.0)
+    close = 1e-6 if wire == "raw" else 0.1 * np.abs(before).max()  # e4m3 rounds by 1/16
+    assert np.allclose(trial.xs, weights @ before, rtol=0, atol=close)
+    expected = b * m + weights @ gradients[3]
+    largest = np.abs(m).max() + np.abs(gradients).max()
+    assert np.allclose(momentum(), expected, rtol=0, atol=20 * EPS * largest)
+    if wire == "raw":
+        sent = trial.world.bytes_sent.tolist()
+        vectors = 4 * 2 + 3 * 2  # 4 steps to 2 neighbours; gradients in 3 of them; nothing else
+        assert sent == [vectors * trial.xs[0].nbytes] * 4
+
+
+def test_momentum_at_a_rate_of_zero_is_the_limit_of_small_rates() -> None:
+    found = []
+    for rate in (0.0, 2.0**-40):
+        trial = Trial(6, np.zeros(3), name="decentlam", graph="grid")
+        rng = np.random.default_rng(3)
+        trial.step(rate, lambda rank, x, rng=rng: rng.standard_normal(3))  # type: ignore[misc]
+        assert isinstance(trial.update, OwnModels)
+        found.append(np.array(trial.update._own("momentum")))
+    assert np.abs(found[0]).max() > 0.1
+    assert np.allclose(*found, rtol=0, atol=10 * EPS)  # a power of two scales exactly
 
 
 @pytest.mark.parametrize(

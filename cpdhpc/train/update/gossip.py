@@ -20,7 +20,7 @@ from ...collectives.rank_program import NO_KEY
 from ...compress.base import Mean
 from ...config import ConfigError, Share, one_of
 from ...formats import TILE
-from ...ops.payloads import packed_wire, parse_wire
+from ...ops.payloads import Packed, packed_wire, parse_wire
 from .base import NOTHING
 from .own_models import Array, OwnModels, OwnModelsRule
 
@@ -165,7 +165,7 @@ class Gossip(OwnModels):
         pairs = zip(self.reducer.flats, self.parameters, strict=True)
         self._gradients = [self._decayed(*each, used) for each in pairs]
         self._ys = [self._next(x, g, i) for i, (x, g) in enumerate(self._rows())]
-        self._gains = self._exchanged(self._ys)
+        self._gains = self._exchanged(self._ys, self.packed)
         return NOTHING
 
     def step(self) -> None:
@@ -203,12 +203,15 @@ class Gossip(OwnModels):
     def _mix(self, x: Array, gradient: Array, hosted: int) -> None:
         """Make of parameters x, in place, the next ones, of what was sent and gained."""
 
-    def _exchanged(self, ys: list[Array]) -> list[Array]:
-        """Return what each hosted rank gains by its neighbours' vectors. Collective."""
+    def _exchanged(self, ys: list[Array], packed: Packed | None) -> list[Array]:
+        """Return what each hosted rank gains by its neighbours' vectors. Collective.
+
+        packed: in what changes since the last step of the phase travel; None: the very vectors
+        """
         phase = (self.reducer.iteration - 1) % self.graph.phases
         heard, told = self._heard[phase], self._told[phase]
         sent, own = ys, ys
-        if self.packed is not None:
+        if packed is not None:
             copies = [each[phase * self._slots :][: self._slots] for each in self._copies()]
             sent = [self._encoded(y - each[0]) for y, each in zip(ys, copies, strict=True)]
             own = [self._added(*each) for each in zip([c[0] for c in copies], sent, strict=True)]
@@ -222,7 +225,7 @@ class Gossip(OwnModels):
             gain = np.zeros_like(mine)
             for slot, (source, weight) in enumerate(each.items(), 1):
                 theirs = came[i][source]
-                if self.packed is not None:
+                if packed is not None:
                     theirs = self._added(copies[i][slot], theirs)
                 gain += np.float32(weight) * (theirs - mine)
             gains.append(gain)
@@ -260,9 +263,20 @@ class DecentLaMUpdate(Gossip):
     """y = x - rate g, gt = (x - (y + gain)) / rate, m = b m + gt, x = x - rate m.
 
     Computed as gt = g - gain / rate and x = y + gain - rate b m, with the m before: so differences
-    of nearby vectors are formed once, of neighbours', and a rate of 0, as a warm-up begins with,
-    mixes without a division. What is gained then is in x, and not in m.
+    of nearby vectors are formed once, of neighbours'.
+
+    gt = (x - W x) / rate + W g. At a rate of 0, as a warm-up begins with, gt = W g, the limit where
+    all ranks have the same x. Where they have not there is none: x = W x, as rate gt has a limit,
+    but m gets nothing of it. The gradients travel as they are then, beside the models.
     """
+
+    def reduce(self) -> Mean:
+        """Hear the neighbours' gradients too, at a rate of 0. Collective. See Gossip.reduce."""
+        nothing = super().reduce()
+        if not self.rate:
+            gains = self._exchanged(self._gradients, None)
+            self._gradients = [g + gain for g, gain in zip(self._gradients, gains, strict=True)]
+        return nothing
 
     def _next(self, x: Array, gradient: Array, hosted: int) -> Array:
         return x - self.rate * gradient
