@@ -208,6 +208,12 @@ class GradientReducer(Averaging):
             and tensor.shape == self.bucket.shapes[layer]
         )
 
+    def _check_parameters(self) -> None:
+        """Let reduce raise on all ranks where a parameter cannot have its layer's mean."""
+        for layer, parameter in enumerate(self.parameters):
+            if not self._fits(layer, parameter):
+                self.fail(self._misfit(layer, 0, parameter))
+
     def _misfit(self, layer: int, hosted: int, tensor: torch.Tensor) -> ValueError:
         name, shape = self.bucket.names[layer], list(self.bucket.shapes[layer])
         what = repr(name) if tensor is self.parameters[layer] else f"the gradient of {name!r}"
@@ -244,6 +250,7 @@ class GradientReducer(Averaging):
                 if self._overlap is not None:
                     with closing(self._overlap.means()) as means:
                         joined = self._joined(means)
+                    self._check_parameters()  # which may have changed since backward
                     return self._finish(joined, self._agree())
                 self._roll_call(True)
                 if len(self.flats) == 1:
@@ -421,6 +428,7 @@ class GradientReducer(Averaging):
             with in_stream(self.device):
                 for flat in self.flats:
                     flat[...] = 0
+                self._check_parameters()
                 if self._overlap is not None:
                     joined = self._joined(self._aggregate_all())
                     self._finish(joined, self._agree())

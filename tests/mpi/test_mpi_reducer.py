@@ -302,13 +302,17 @@ RESHAPED = {  # whether there is a gradient, of the new shape
 }
 
 
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("case", RESHAPED)
-def test_a_layer_whose_shape_one_rank_has_changed_is_told_on_all(world: World, case: str) -> None:
+def test_a_layer_whose_shape_one_rank_has_changed_is_told_on_all(
+    world: World, case: str, overlap: bool
+) -> None:
     """And the next step goes well, once it has its shape again."""
     if world.processes == 1:
         pytest.skip("needs a second rank")
     model, last = linear(4, 3), world.process == world.processes - 1
-    reducer, weight = GradientReducer(model, world), model[0].weight
+    reducer = GradientReducer(model, world, overlap=overlap)
+    weight = model[0].weight
     values, errors = weight.data, []
     for step in range(2):
         model.zero_grad()
@@ -320,6 +324,7 @@ def test_a_layer_whose_shape_one_rank_has_changed_is_told_on_all(world: World, c
         errors.append(said(reducer.reduce))
         if last:
             weight.grad, weight.data = None, values
+    reducer.close()
     who = f"on rank {world.size - 1} is torch.float32 on cpu of shape [5, 5]: should be dense"
     told = who in errors[0] and errors[0].startswith("ValueError: ") and "'0.weight'" in errors[0]
     together(world, told, errors[1] == "", alike(world, errors))
