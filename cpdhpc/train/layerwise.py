@@ -28,7 +28,8 @@ EXCLUDES: dict[str, Callable[[Tensor], bool]] = {  # what is neither decayed nor
 FINITE = (lambda x: 0 <= x < math.inf, "0 or more")
 SHARE = (lambda x: 0 <= x < 1, "0 or more and below 1")
 ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {  # of numbers; and how it is said
-    **dict.fromkeys(("lr", "weight_decay", "eps", "trust", "delta", "clip_global_norm"), FINITE),
+    **dict.fromkeys(("lr", "weight_decay", "eps", "delta", "clip_global_norm"), FINITE),
+    "trust": (lambda x: 0 < x < math.inf, "above 0 and finite"),
     "momentum": SHARE,
     "decay_share": (lambda x: 0 <= x <= 1, "0 to 1"),
 }
@@ -86,8 +87,10 @@ class LayerWise(torch.optim.Optimizer):
 
 def _check(name: str, group: Group) -> None:
     for key, (allows, said) in ALLOWED.items():
-        number = _is_number(group.get(key, 0))
-        if not (number and allows(group.get(key, 0))):
+        if key not in group:
+            continue
+        number = _is_number(group[key])
+        if not (number and allows(group[key])):
             should = said if number else f"a number, {said}"
             raise ValueError(f"{name}: {key}={group[key]!r}: must be {should}")
     betas = group.get("betas", (0.0, 0.0))
