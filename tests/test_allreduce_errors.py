@@ -129,6 +129,10 @@ def test_bad_arrays(bad, kind, words):
         ({"wire": 8}, "wire=8"),
         ({"algorithm": "rings"}, "did you mean ring"),
         ({"algorithm": "x"}, "auto, dbtree, direct, gather, hier, mpi, rhd, ring, tree"),
+        (
+            {"algorithm": "x", "wire": "e4m3"},  # of which MPI knows nothing
+            "auto, dbtree, direct, gather, hier, rhd, ring, tree",
+        ),
         ({"scaling": "layer"}, "aps, block16, block32, none, static:K, tile"),
         ({"scaling": "static:x"}, "integer"),
         ({"scaling": "static"}, "did you mean static:K"),

@@ -290,7 +290,8 @@ class Method:
         for name, allowed in known.items():
             value = getattr(self, name)
             if value not in allowed and not (name == "accumulate" and value is None):
-                raise ValueError(f"allreduce: {name}={value!r}: {suggest(value, allowed)}")
+                fits = [each for each in allowed if self.fmt is None or each != MPI_ALLREDUCE]
+                raise ValueError(f"allreduce: {name}={value!r}: {suggest(value, fits)}")
         if self.fmt is not None:
             try:
                 self._cast(self.fmt)
