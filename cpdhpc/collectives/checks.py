@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
 from typing import Any, NoReturn
 
 import numpy as np
@@ -259,7 +260,7 @@ def check_alike(
     if failed:
         world.agree(error, what, of_call=True)
     if largest != -smallest:
-        shown = {key: repr(value) for key, value in arguments.items()}
+        shown = dict(row for each in arguments.items() for row in _rows(*each))
         _raise_difference(world.gather((name, shown), what), world.virtual_ranks)
     if world.account is not None:
         world.account(name, arguments, most[: len(numbers)])
@@ -282,6 +283,19 @@ def alike_on_all(world: Ranks, what: str) -> Iterator[dict[str, object]]:
     check_alike(world, error, arguments, [0], what)
 
 
+def _rows(name: str, value: object) -> Iterator[tuple[str, str]]:
+    """Yield name and repr of an argument, and those of the options of a dataclass or mapping."""
+    yield name, repr(value)
+    if is_dataclass(value) and not isinstance(value, type):
+        yield f"type of {name}", type(value).__name__
+        for each in fields(value):
+            if each.repr:
+                yield from _rows(f"{name}.{each.name}", getattr(value, each.name))
+    elif isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from _rows(f"{name}[{key!r}]", each)
+
+
 def _raise_difference(calls: Sequence[tuple[str, dict[str, str]]], virtual_ranks: int) -> NoReturn:
     """Raise ValueError that says what differs first; calls: name and arguments by process."""
     name, arguments = calls[0]
@@ -292,7 +306,9 @@ def _raise_difference(calls: Sequence[tuple[str, dict[str, str]]], virtual_ranks
             f"{name}: calls differ: {name} on rank 0, {calls[other][0]} on rank {rank}"
         )
     there, nothing = calls[other][1], "nothing"
-    key = next(k for k in {**arguments, **there} if arguments.get(k) != there.get(k))
+    differing = [k for k in {**arguments, **there} if arguments.get(k) != there.get(k)]
+    both = arguments.keys() & there.keys()
+    key = next(k for k in differing if k not in both or not _has_part(k, differing))
     one, two = arguments.get(key, nothing), there.get(key, nothing)
     same = next((i for i, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), 0)
     start = max(0, same - SHOWN // 2) if max(len(one), len(two)) > SHOWN else 0
@@ -300,6 +316,11 @@ def _raise_difference(calls: Sequence[tuple[str, dict[str, str]]], virtual_ranks
     raise ValueError(
         f"{name}: arguments differ: {key}={cut[0]} on rank 0, {key}={cut[1]} on rank {rank}"
     )
+
+
+def _has_part(name: str, others: Iterable[str]) -> bool:
+    """Whether others name an option of an argument, or its type."""
+    return any(each.startswith((f"{name}.", f"{name}[", f"type of {name}")) for each in others)
 
 
 SHOWN = 120  # characters of a value that differs

@@ -83,7 +83,7 @@ class Averaging:
         elif scale != self._loss_scale:
             with in_stream(self.device):
                 self.state.scale(scale / self._loss_scale)
-            self._loss_scale = scale
+            self._loss_scale = float(scale)
 
     @property
     def epoch(self) -> float:
@@ -95,7 +95,7 @@ class Averaging:
         is_number = isinstance(epoch, int | float | np.number) and not isinstance(epoch, bool)
         self._errors.pop("epoch", None)
         if is_number and 0 <= epoch < np.inf:
-            self._epoch = epoch
+            self._epoch = float(epoch)
         else:
             said = f"{self._name}: epoch={epoch!r}: must be a finite number, 0 or more"
             self._errors["epoch"] = ValueError(said)

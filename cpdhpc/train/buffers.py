@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, get_args
 
 import numpy as np
@@ -46,6 +46,30 @@ def scales_of(buffers: Named) -> Named:
     return [(name, buffer) for name, buffer in buffers if name == STATE]
 
 
+class Exchanged(Mapping[str, int]):
+    """The bytes of each buffer of a model, by name, and as a repr their sum.
+
+    Names are found where ranks differ and a message has one: in each step they would take longer.
+    """
+
+    def __init__(self, model: torch.nn.Module | None, size_bytes: int) -> None:
+        self.model, self.size_bytes = model, size_bytes
+
+    def __repr__(self) -> str:
+        return str(self.size_bytes)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([name for name, _ in self.model.named_buffers()] if self.model else [])
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+    def __getitem__(self, name: str) -> int:
+        if self.model is None:
+            raise KeyError(name)
+        return self.model.get_buffer(name).nbytes
+
+
 class Buffers:
     """The buffers of a model, which each hosted rank's forward may change.
 
@@ -69,9 +93,11 @@ class Buffers:
         self._first: Tensors = []
         self._kept: list[Tensors] = [[] for _ in world.hosted]
 
-    def size_bytes(self, live: Named) -> int:
-        """Return the bytes that ranks exchange; to be the same on all of them."""
-        return 0 if self.mode == "none" else sum(b.nbytes for _, b in live)
+    def exchanged(self, live: Named) -> Exchanged:
+        """Return what ranks exchange; to be the same on all of them."""
+        if self.mode == "none":
+            return Exchanged(None, 0)
+        return Exchanged(self.model, sum(b.nbytes for _, b in live))
 
     def begin(self, hosted: int) -> None:
         """Give a hosted rank the buffers that the first one began its step with."""

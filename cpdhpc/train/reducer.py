@@ -108,7 +108,7 @@ class GradientReducer(Averaging):
                 "virtual_ranks": self.world.virtual_ranks,
                 "device": self.device.type,
             }
-            settings["precision"] = str(policies_of(model))
+            settings["precision"] = policies_of(model)
             settings |= {f"tensor {i} of model": description(*t) for i, t in enumerate(tensors)}
         self._refuse_momentum()
         for _, tensor in tensors:
@@ -301,8 +301,8 @@ class GradientReducer(Averaging):
         parameters, self._live = survey(self.model)
         if not self._known.issuperset(map(id, parameters)):
             self.fail(self._unknown())
-        size_bytes = self._buffers.size_bytes(self._live)
-        alike: dict[str, object] = {"iteration": self.iteration, "bytes of buffers": size_bytes}
+        exchanged = self._buffers.exchanged(self._live)
+        alike: dict[str, object] = {"iteration": self.iteration, "bytes of buffers": exchanged}
         alike |= {"loss_scale": self.loss_scale, "epoch": self.epoch}
         given: object = self.alike
         if isinstance(given, dict):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import warnings
+from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -193,7 +194,21 @@ DIFFERENCES: dict[str, tuple[Any, dict[str, Any], str]] = {
     "overlap": (lambda: linear(4, 3, 4), {"overlap": True}, "overlap=True"),
     "buckets": (lambda: linear(4, 3, 4), {"bucket_mib": 1e-6}, "bucket_mib=1e-06"),
     "buffers": (lambda: linear(4, 3, 4), {"buffers": "mean"}, "buffers='mean'"),
-    "wire": (lambda: linear(4, 3, 4), {"wire": "e5m2"}, "wire='e5m2'"),
+    "wire": (
+        lambda: linear(4, 3, 4),
+        {"wire": "e5m2"},
+        r"differ: aggregator\.wire='e4m3' on .*wire='e5m2'",
+    ),
+    "method": (
+        lambda: linear(4, 3, 4),
+        {"aggregator": "none"},
+        "differ: type of aggregator=LowBit on rank 0, type of aggregator=NoCompression on",
+    ),
+    "wire of a layer": (
+        lambda: linear(4, 3, 4),
+        {"layers": {"0.*": "e5m2"}},
+        r"differ: aggregator\.layers\['0\.\*'\]=nothing on rank 0, .*LayerWire\(wire='e5m2'",
+    ),
     "unknown": (lambda: linear(4, 3, 4), {"wire": "e9m1"}, "exp is 1..8"),
     "module": (lambda: 3, {}, "TypeError: rank .* model is int: must be a torch.nn.Module"),
     "no parameters": (nn.ReLU, {}, "ValueError: rank .* model: no parameter requires a gradient"),
@@ -243,6 +258,45 @@ def test_what_one_rank_sets_wrong_is_told_by_the_next_step(world: World, name: s
         error = said(reducer.reduce)
         told = re.search(says, error) is not None if value is wrong else error == ""
         together(world, told, alike(world, error))
+
+
+def widen(model: nn.Sequential) -> None:
+    model[1].running_mean = torch.zeros(5)
+
+
+CHANGED: dict[str, tuple[Callable[[nn.Sequential], object], str]] = {  # buffers, after construction
+    "wider": (widen, r"['1.running_mean']=12 on rank 0, {}['1.running_mean']=20 on rank "),
+    "new": (
+        lambda model: model[0].register_buffer("mask", torch.ones(2)),
+        "['0.mask']=nothing on rank 0, {}['0.mask']=8 on rank ",
+    ),
+    "gone": (
+        lambda model: model.pop(1),
+        "['1.running_mean']=12 on rank 0, {}['1.running_mean']=nothing on rank ",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CHANGED)
+def test_a_buffer_that_one_rank_has_changed_is_named_on_all(world: World, case: str) -> None:
+    if world.processes == 1:
+        pytest.skip("needs a second rank")
+    change, says = CHANGED[case]
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3, affine=False))
+    reducer = GradientReducer(model, world)
+    if world.process == world.processes - 1:
+        change(model)
+    error = said(reducer.reduce)
+    told = f"bytes of buffers{says.format('bytes of buffers')}" in error
+    together(world, told, alike(world, error))
+
+
+def test_an_epoch_is_the_same_in_all_kinds_of_number(world: World) -> None:
+    model = linear(4, 3)
+    reducer = GradientReducer(model, world)
+    kind: Any = int if world.process == 0 else np.float32
+    reducer.epoch, reducer.loss_scale = kind(3), kind(4)
+    together(world, said(reducer.reduce) == "")
 
 
 def test_a_reducer_that_one_rank_has_closed_is_told_on_all(world: World) -> None:
