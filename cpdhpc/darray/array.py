@@ -72,6 +72,30 @@ def _check_part(what: str, x: Array, layout: Layout, rank: int) -> str:
     return f"{dtype}, further axes {tuple(x.shape[len(owned) :])}"
 
 
+def _given(what: str, array: Array, layout: Layout, root: int | None, rank: int) -> tuple[Any, str]:
+    """Return of what a rank gives to from_global the axes of the layout, and what must be alike.
+
+    Raises TypeError or ValueError unless it is an array, and the whole where the rank has that.
+    """
+    gives = root is None or rank == root
+    if array is None and not gives:
+        raise TypeError(f"{what}: array is None: {_wanted(layout, root)}")
+    backend = array_backend(f"{what}: array", array)
+    if root is not None:  # it travels
+        backend.check(f"{what}: array", array)
+    shape, ends = tuple(array.shape), len(layout.shape)
+    if gives and shape[:ends] != layout.shape:
+        raise ValueError(f"{what}: array has shape {shape}: must begin with {layout.shape}")
+    return shape[:ends], f"{backend.dtype(array)}, further axes {shape[ends:]}"
+
+
+def _wanted(layout: Layout, root: int | None) -> str:
+    return (
+        f"root={root}: others must give an empty array of the root's dtype, of shape "
+        f"{(0,) * len(layout.shape)} and the root's further axes"
+    )
+
+
 def _path(what: str, path: object) -> Path:
     """Return a path. Raises TypeError for anything else."""
     if not isinstance(path, str | PathLike):
@@ -118,28 +142,28 @@ class DistArray:
             give an empty array of this kind and dtype, and of these further axes: (0, 0, 3)
         Raises TypeError or ValueError alike on all ranks where the shape is another.
         """
-        ranks = as_world(world, "DistArray.from_global")
+        what = "DistArray.from_global"
+        ranks = as_world(world, what)
 
-        def alike() -> tuple[int | None, str]:
-            check_layout("DistArray: layout", layout, ranks.size)
-            backend = array_backend("DistArray: array", array)
-            if root is not None:  # it travels
-                backend.check("DistArray: array", array)
-            ends = len(layout.shape)
-            if (root is None or root == ranks.rank) and tuple(array.shape[:ends]) != layout.shape:
+        def alike() -> tuple[int | None, str, Any, str]:
+            check_layout(f"{what}: layout", layout, ranks.size)
+            given = _given(what, array, layout, _root(what, root, ranks), ranks.rank)
+            return root, layout.digest[:12], *given
+
+        roots, layouts, begins, kinds = zip(*ranks.gather_from(alike, what), strict=True)
+        _check_alike(f"{what}: root", roots)
+        _check_alike(f"{what}: layout", layouts)
+        for rank, begin in enumerate(begins if root is not None else ()):
+            if rank != root and begin != (0,) * len(layout.shape):
                 raise ValueError(
-                    f"DistArray: array has shape {tuple(array.shape)}: must begin with "
-                    f"{layout.shape}"
+                    f"{what}: array of rank {rank} begins with {begin}: {_wanted(layout, root)}"
                 )
-            return _root("DistArray", root, ranks), layout.digest[:12]
-
-        roots, layouts = zip(*ranks.gather_from(alike, "DistArray"), strict=True)
-        _check_alike("DistArray: root", roots)
-        _check_alike("DistArray: layout", layouts)
+        if root is not None:
+            _check_alike(f"{what}: array", kinds)
         if root is None:
             ndim = len(layout.shape)
             place = layout.owner(ranks.rank).slices((0,) * ndim)
-            backend, part = array_backend("DistArray: array", array), array[place]
+            backend, part = array_backend(f"{what}: array", array), array[place]
             local = backend.empty(array, tuple(part.shape))
             local[...] = part  # a copy: the array may be changed and freed
             return cls(ranks, layout, local)

@@ -172,7 +172,7 @@ def disagreements(world: World) -> dict[str, Any]:
             lambda: DistArray.from_global(
                 world, Layout.grid((6, 4), (n + 1, 1)) if last else layout, np.zeros((6, 4))
             ),
-            rf"rank {n - 1} \| DistArray: layout has {n + 1} boxes for {n} ranks",
+            rf"rank {n - 1} \| DistArray\.from_global: layout has {n + 1} boxes for {n} ranks",
         ),
         "saved": (
             lambda: DistArray(world, layout, local).save(3 if last else "none/x.h5"),
@@ -189,3 +189,27 @@ def test_what_ranks_do_not_agree_on_is_the_same_error_on_all(world: World) -> No
             call()
         everyone = world.gather((what, type(raised.value).__name__, str(raised.value)))
         together(world, all(each == everyone[0] for each in everyone))
+
+
+WANTED = r"others must give an empty array of the root's dtype, of shape \(0, 0\) and the root's"
+NOT_ROOTS: dict[str, tuple[Any, str]] = {  # what the last rank gives, where rank 0 has the whole
+    "nothing": (None, rf"rank \d \| DistArray\.from_global: array is None: root=0: {WANTED}"),
+    "no axes": (np.empty(0), rf"array of rank \d begins with \(0,\): root=0: {WANTED}"),
+    "a whole": (np.ones((6, 4)), rf"array of rank \d begins with \(6, 4\): root=0: {WANTED}"),
+    "dtype": (np.empty((0, 0), np.int8), r"from_global: array differs between ranks: .*int8"),
+    "further": (np.empty((0, 0, 3)), r"from_global: array differs between ranks: .*\(3,\)"),
+}
+
+
+@pytest.mark.parametrize("case", NOT_ROOTS)
+def test_what_others_than_the_root_give_is_told_on_all(world: World, case: str) -> None:
+    if world.size == 1:
+        return
+    given, said = NOT_ROOTS[case]
+    mine: Any = np.ones((6, 4)) if world.rank == 0 else np.empty((0, 0))
+    if world.rank == world.size - 1:
+        mine = given
+    with pytest.raises((TypeError, ValueError), match=said) as raised:
+        DistArray.from_global(world, Layout.grid((6, 4), (world.size, 1)), mine, root=0)
+    told = world.gather(str(raised.value))
+    together(world, told == [told[0]] * world.size)
