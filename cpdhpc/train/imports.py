@@ -147,10 +147,11 @@ class ImportedData(Data, Imported):
 
 
 class ImportedLoss(Loss, Imported):
-    """[loss] import = "package.module:function": a function (outputs, targets, reduction).
+    """[loss] import = "package.module:function": a function (outputs, targets, reduction="mean").
 
-    import: of a function as those of torch.nn.functional: reduction is "mean", over all targets,
-        or "none", a value for each; its further arguments are the other keys of the table
+    import: of a function as those of torch.nn.functional: without reduction it gives the mean over
+        all targets, with reduction="none" a value for each; its further arguments are the
+        other keys of the table
     import_from: directory that modules are looked for in first; the job file's where not given
     """
 
