@@ -299,11 +299,13 @@ class GradientReducer(Averaging):
     def _agree(self) -> Sequence[int]:
         """Return, by layer, whether any rank has a gradient; raise what any found. Collective."""
         parameters, self._live = survey(self.model)
-        if not self._known.issuperset(map(id, parameters)):
+        found = set(map(id, parameters))
+        if not found <= self._known:
             self.fail(self._unknown())
         exchanged = self._buffers.exchanged(self._live)
         alike: dict[str, object] = {"iteration": self.iteration, "bytes of buffers": exchanged}
         alike |= {"loss_scale": self.loss_scale, "epoch": self.epoch}
+        alike["layers gone from the model"] = self._gone(found)
         given: object = self.alike
         if isinstance(given, dict):
             alike |= given
@@ -316,6 +318,13 @@ class GradientReducer(Averaging):
             return self._used
         used: list[int] = self.world.max(np.array(self._used, np.int64), "unused layers").tolist()
         return used
+
+    def _gone(self, found: set[int]) -> list[str]:
+        """Return the layers whose parameters are not in the model any more, frozen ones aside."""
+        if len(found) == len(self.parameters):
+            return []
+        pairs = zip(self.bucket.names, self.parameters, strict=True)
+        return [name for name, p in pairs if p.requires_grad and id(p) not in found]
 
     def _unknown(self) -> ValueError:
         new = [

@@ -291,6 +291,27 @@ def test_a_buffer_that_one_rank_has_changed_is_named_on_all(world: World, case: 
     together(world, told, alike(world, error))
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_layer_that_one_rank_has_deleted_is_named_on_all(world: World, overlap: bool) -> None:
+    """Deleted on all ranks it counts as one that nobody uses; a frozen one may stay or go."""
+    model, last = linear(4, 3, 3, 3), world.process == world.processes - 1
+    reducer = GradientReducer(model, world, overlap=overlap)
+    model[0].requires_grad_(False)
+    errors = list[str]()
+    for step in range(2):
+        if last == (step == 0):
+            del model[1]
+        model.zero_grad()
+        model(torch.ones(2, 4)).sum().backward()
+        errors.append(said(reducer.reduce))
+    reducer.close()
+    says = (
+        "layers gone from the model=[] on rank 0, layers gone from the model=['1.weight', '1.bias']"
+    )
+    told = says in errors[0] or world.processes == 1
+    together(world, told, alike(world, errors[0]), errors[1] == "")
+
+
 def test_an_epoch_is_the_same_in_all_kinds_of_number(world: World) -> None:
     model = linear(4, 3)
     reducer = GradientReducer(model, world)
