@@ -283,7 +283,8 @@ def test_a_folder_that_is_being_measured_is_left_alone(tmp_path: Path) -> None:
         sleeper.stdout.readline()  # a process that has just begun has no command line yet
         Claim(socket.gethostname(), sleeper.pid, "", "", 0, "running")._write(folder.claim_file(1))
         with pytest.raises(
-            FolderError, match=f"batch 1 is being measured by process {sleeper.pid}"
+            FolderError, match=rf"batch 1 is being measured by process {sleeper.pid} on {socket.gethostname()}, "
+            rf"since .*: wait for it, or end it there \(kill {sleeper.pid}\); then study resume"
         ):
             measure(study, folder)
     finally:

@@ -172,7 +172,8 @@ def _check_idle(folder: Folder, jobs: Sequence[Batch]) -> None:
         claim = read_claim(folder.claim_file(job.number))
         if claim is not None and claim.alive():
             raise FolderError(
-                f"{folder.path}: batch {job.number} is being measured by process {claim.pid}"
+                f"{folder.path}: batch {job.number} is being measured by {claim}: wait for it, "
+                f"or end it there (kill {claim.pid}); then study resume"
             )
 
 
