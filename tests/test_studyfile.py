@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import xarray
 from studies import SMALL, fill, small_study, some_result
+from synthetic_study import write_study as invented
 from training import ROOT
 
 from cpdhpc import store
@@ -277,3 +278,17 @@ def test_two_libraries_are_a_factor_and_never_compared(
     assert groups["summary"]["base_point"].tolist() == [0, 1, 0, 3], "3 has no base but itself"
     file = load_study_file(folder.study_file)
     assert not [each for each in listed(file) if "missing" in each.what]
+
+
+@pytest.mark.parametrize("kind", ["allreduce", "train"])
+def test_the_lines_of_the_page_read_every_kind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    invented(tmp_path / "study.h5", kind)
+    monkeypatch.chdir(tmp_path)
+    page = (ROOT / "docs" / "hdf5.md").read_text(encoding="utf-8")
+    found: dict[str, Any] = {}
+    exec(page.partition("```python\n")[2].partition("```")[0], found)
+    fastest, points = found["fastest"], found["points"]
+    assert len(fastest) == len(points.groupby(found["alike"]))
+    assert fastest.median_s.min() == points.median_s.min()
