@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 import tomllib
 from argparse import Namespace
@@ -471,13 +469,6 @@ def difference(one: str, other: str, ignored: Iterable[str] = ()) -> str | None:
     left, right = _flat(one), _flat(other)
     keys = sorted((left.keys() | right.keys()) - set(ignored))
     return next((key for key in keys if left.get(key) != right.get(key)), None)
-
-
-def digest(text: str, ignored: Iterable[str] = ()) -> str:
-    """Return the SHA-256 of what a TOML text says, in hexadecimal; ignored: keys as table.key."""
-    left_out = set(ignored)
-    rows = {key: value for key, value in _flat(text).items() if key not in left_out}
-    return hashlib.sha256(json.dumps(rows, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def value_of(text: str, key: str) -> Any:

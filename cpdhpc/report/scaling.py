@@ -101,10 +101,7 @@ def serial_share(law: Law, ratios: Array, speedups: Array, level: float) -> Esti
     return Estimate(share, share - reach, share + reach)
 
 
-# Medians of repeats differ by some per cent: a speed-up that is further from the law's has another
-# cause, and the interval of the share, which takes the law for granted, says nothing.
-MISFIT = 0.25
-NO_FIT = "does not fit"
+MISFIT = 0.25  # medians differ by some per cent: the interval of a share takes the law for granted
 
 
 @dataclass(frozen=True)
@@ -155,16 +152,11 @@ def fit(file: StudyFile, line: Line) -> Fit | None:
 def law_table(file: StudyFile, layout: Layout, fits: Sequence[Fit]) -> Table:
     """Return the table of serial shares."""
 
-    def serial(found: Fit) -> str:
-        return units.digits(100 * found.share.value) if found.fits else NO_FIT
-
     def interval(found: Fit) -> str:
         return units.interval(*found.share.scaled(100)[1:]) if found.fits else units.NONE
 
     def most(found: Fit) -> str:
-        share = found.share
-        if not found.fits:
-            return units.NONE
+        share = found.share if found.fits else UNKNOWN
         ends = [1 / end if end > 0 else nan for end in (share.value, share.high, share.low)]
         return units.with_interval(*ends)
 
@@ -176,7 +168,10 @@ def law_table(file: StudyFile, layout: Layout, fits: Sequence[Fit]) -> Table:
         *(Column(each.heading, partial(first, each), each.numbers) for each in shared),
         Column(layout.heading, lambda f: f.line.name or units.NONE, numbers=False),
         Column("points", lambda f: str(len(f.line.groups))),
-        Column("serial\nshare %", serial),
+        Column(
+            "serial\nshare %",
+            lambda f: units.digits(100 * f.share.value) if f.fits else "does not fit",
+        ),
         Column(f"{file.percent} CI", interval),
         *([Column("speed-up\nat most", most)] if file.scaling == "strong" else []),
         Column("greatest\nmisfit %", lambda f: units.digits(100 * f.misfit)),

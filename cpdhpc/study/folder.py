@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
+import tomllib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from .. import store
 from ..claim import alone, read_claim
-from ..config import UserError, difference, digest
+from ..config import UserError, difference, flatten
 from ..study_data.factors import Case
 from .cases import batches, expand, load_study
 from .slurm import queue
@@ -31,6 +33,13 @@ FROZEN = "# Frozen: study extend adds levels. SHA-256 of what follows: "
 
 class FolderError(UserError):
     """A folder that cannot be used for a study."""
+
+
+def _digest(text: str) -> str:
+    """Return the SHA-256 of what a study's text says, but for what may change, in hexadecimal."""
+    said = flatten(tomllib.loads(text))
+    rows = {key: value for key, value in said.items() if key not in MAY_CHANGE}
+    return hashlib.sha256(json.dumps(rows, sort_keys=True, default=str).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -109,7 +118,7 @@ class Folder:
     def freeze(self, study: Study) -> None:
         """Write the study, with a digest that tells when the file is changed by hand."""
         text = study.toml()
-        store.put(self.study_toml, f"{FROZEN}{digest(text, MAY_CHANGE)}\n{text}")
+        store.put(self.study_toml, f"{FROZEN}{_digest(text)}\n{text}")
 
     def _check_frozen(self) -> None:
         """Raise FolderError where the frozen study was changed by hand."""
@@ -128,7 +137,7 @@ class Folder:
         there = self.study_toml.read_text(encoding="utf-8")
         head = there.partition("\n")[0]
         known = head.removeprefix(FROZEN).strip() if head.startswith(FROZEN) else ""
-        return "" if known == digest(there, MAY_CHANGE) else known
+        return "" if known == _digest(there) else known
 
     def prepare(self, study: Study) -> None:
         """Make the directories and write the study, unless it is there already.
@@ -137,7 +146,7 @@ class Folder:
         Raises FolderError where the folder holds another study, or cannot be written.
         """
         try:
-            its_own = digest(study.toml(), MAY_CHANGE)
+            its_own = _digest(study.toml())
             if self.study_toml.exists() and self._digest_before() != its_own:
                 self._check_frozen()
                 self._check_same(study)
