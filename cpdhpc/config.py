@@ -82,7 +82,7 @@ class Section(BaseModel):
         try:
             super().__init__(**given)
         except ValidationError as error:
-            said = _explain(type(self), given, error.errors()[0])
+            said = _explain(type(self), given, _first(error))
             raise ConfigError(f"{type(self).__name__}: {said}") from None
 
     # So that pydantic does not call it for tables in tables: they are told with their whole key.
@@ -180,7 +180,7 @@ class OneOf:
         try:
             return _adapter(row).validate_python(raw)
         except ValidationError as error:
-            inner = {"row": row, "raw": raw, "problem": error.errors()[0]}
+            inner = {"row": row, "raw": raw, "problem": _first(error)}
             raise PydanticCustomError("within", "within", inner) from None
 
 
@@ -346,7 +346,7 @@ def validate(model: type[T], raw: Raw, source: str) -> T:
     try:
         return cast(T, _adapter(model).validate_python(raw))
     except ValidationError as error:
-        raise ConfigError(f"{source}: {_explain(model, raw, error.errors()[0])}") from None
+        raise ConfigError(f"{source}: {_explain(model, raw, _first(error))}") from None
 
 
 def check_fields(model: type[Any], raw: Raw, source: str) -> None:
@@ -365,6 +365,23 @@ TYPES = {  # pydantic's name of what is wrong -> TOML's name of what it should b
 }
 
 
+UNKNOWN_KEY = "extra_forbidden", "unexpected_keyword_argument"
+MISSING_KEY = "missing", "missing_argument"
+
+
+def _first(error: ValidationError) -> Any:
+    """Return the first thing that is wrong, an unknown key before what its table lacks.
+
+    For a key that is missing may be there, misspelt.
+    """
+    first, *others = error.errors()
+    if first["type"] in MISSING_KEY:
+        for each in others:
+            if each["type"] in UNKNOWN_KEY and each["loc"][:-1] == first["loc"][:-1]:
+                return each
+    return first
+
+
 def _explain(model: type[Any], raw: Raw, problem: Any, above: Sequence[str] = ()) -> str:
     path, here = list(above), raw
     for part in problem["loc"]:
@@ -377,9 +394,9 @@ def _explain(model: type[Any], raw: Raw, problem: Any, above: Sequence[str] = ()
         return f"{key}.{told['key']}: is missing"
     if problem["type"] == "unknown_name":
         return f"{key}.{told['key']}{told['said']}"
-    if problem["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+    if problem["type"] in UNKNOWN_KEY:
         return f"unknown key {key}: {suggest(path[-1], keys(model, problem['loc'][:-1]))}"
-    if problem["type"] in ("missing", "missing_argument"):
+    if problem["type"] in MISSING_KEY:
         return f"{key}: is missing"
     said = TYPES.get(problem["type"], problem["msg"])
     said = re.sub(r"^(Value error, |\w+ should )", "", said)

@@ -75,6 +75,7 @@ def test_threads_are_of_the_cpu() -> None:
         ("allreduce", {"size_bytes": 8192, "algorithm": "direct", "wire": "e4m3"}),
         ("codec", {"size_bytes": 8192, "operation": "hop tile", "format": "e4m3"}),
         ("halo", {"rows": 9, "columns": 5, "boundary": "wrap", "transfer": "accumulate"}),
+        ("halo", {"rows": 9, "columns": 5, "boundary": "wrap", "wire": "e4m3"}),
     ],
 )
 def test_studies_measure_on_the_gpu_what_they_do_on_the_cpu(

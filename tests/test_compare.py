@@ -13,7 +13,7 @@ from synthetic_study import ENVIRONMENT, write_study
 
 from cpdhpc.cli import main
 from cpdhpc.commands.report import Outputs, compare_files
-from cpdhpc.config import UserError
+from cpdhpc.config import ConfigError, UserError
 from cpdhpc.report.compare import Comparison, compare, compare_report, load_reference, verdict
 from cpdhpc.study_data.study_file import load_study_file
 
@@ -160,3 +160,14 @@ def test_what_cannot_be_compared(before: Path, tmp_path: Path) -> None:
     other = write_study(tmp_path / "o.h5", ranks=(8,), sizes=(64,))
     with pytest.raises(UserError, match="no point is in both"):
         compare_files(other, before)
+
+
+def test_a_misspelt_tolerance_is_named(tmp_path: Path) -> None:
+    """And not what is missing because of it; a key that is missing is."""
+    file = tmp_path / "r.toml"
+    file.write_text("study = 's.h5'\n[[case]]\nwhere = ['ranks=2']\ntolerence = 0.3\n")
+    with pytest.raises(ConfigError, match=r"key case\.0\.tolerence: did you mean tolerance\?"):
+        load_reference(file)
+    file.write_text("study = 's.h5'\n[[case]]\nwhere = ['ranks=2']\n")
+    with pytest.raises(ConfigError, match=r"case\.0\.tolerance: is missing"):
+        load_reference(file)

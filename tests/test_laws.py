@@ -22,6 +22,7 @@ from cpdhpc.report.scaling import (
 from cpdhpc.study.report import study_report
 from cpdhpc.study_data.study_file import load_study_file
 
+SHARE_COLUMNS = "serial share %", "95 % CI", "greatest misfit %"
 RATIOS = np.array([1.0, 2, 4, 8, 16, 64])
 
 
@@ -57,6 +58,42 @@ def test_a_share_that_cannot_be_said_is_unknown() -> None:
         ([1.0, 2.0, 4.0], [0.0, 0.0, 0.0]),
     ):
         assert isnan(serial_share(law, np.array(ratios), np.array(speedups), 0.95).value)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "speedups", "fits"),
+    [
+        ("weak", [1.0, 1.9, 3.8, 7.4], True),
+        ("weak", [1.0, 1.1, 0.4, 0.3], False),  # a share above 100 %, missed by far
+        ("weak", [1.0, 0.99, 0.97, 1.01], True),  # all serial, as far as can be said
+        ("weak", [1.0, 2.2, 4.6, 9.4], False),  # below 0 %
+        ("weak", [1.0, 1.99, 4.02, 8.01], True),  # none, as far as can be said
+        ("strong", [1.0, 1.8, 1.0, 0.5], False),
+    ],
+)
+def test_a_law_that_does_not_fit_is_said_so(
+    tmp_path: Path, scaling: str, speedups: list[float], fits: bool
+) -> None:
+    """No share, no interval, no line of it; the misfit is told."""
+    ranks = (2, 4, 8, 16)
+    path = tmp_path / "t.h5"
+    write_study(path, "allreduce", scaling, ranks=ranks, sizes=[4096], algorithms=(), noise=0.0)
+    with h5py.File(path, "r+") as file:
+        assert file["samples/ranks"][:].tolist() == [*ranks]
+        work = np.array(ranks) / 2 if scaling == "weak" else 1.0
+        file["samples/time_s"][...] = (work / np.array(speedups))[:, None]
+        file["summary/median_s"][...] = work / np.array(speedups)
+        for name in ("speedup", "speedup_low", "speedup_high"):
+            file[f"summary/{name}"][...] = speedups
+    report = study_report(load_study_file(path))
+    (table,) = (each for each in report.tables if each.title == LAWS[scaling].name)
+    (row,) = table.rows
+    share, interval, misfit = (row[table.headings.index(name)] for name in SHARE_COLUMNS)
+    assert (share == "does not fit", interval == "-") == (not fits, not fits)
+    assert float(misfit) >= 0
+    (chart,) = (each for each in report.charts if each.name == "speedup")
+    lines = [each for panel in chart.panels for each in panel.series if each.join == "fit"]
+    assert len(lines) == fits
 
 
 def test_work_between_two_that_were_measured() -> None:

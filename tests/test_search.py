@@ -245,6 +245,7 @@ def test_a_killed_search_goes_on_to_the_same_evidence_without_a_training_twice(
         assert main([*words, "--resume"]) == 0
         shown = capsys.readouterr().out
         assert "fewer bytes than e4m3" in shown and ("\x1b[" in shown) == terminal
+        assert "float32 and the formats proposed: as " in shown and " took " not in shown
     assert len(search_report(tmp_path / "a" / searching.FILE).charts) == 2
     undisturbed = Evidence.read(tmp_path / "a" / searching.FILE)
     monkeypatch.setattr(Trainer, "train", train)
@@ -434,7 +435,17 @@ ONE_RANK = JOB.replace("virtual_ranks = 2", "")
         ("--budget 0", JOB, "--budget 0: must be above 0"),
         ("--budget -1", JOB, "--budget -1: must be above 0"),
         ("--gradient-error nan", JOB, "--gradient-error nan: must be above 0"),
-        ("--budget 1 --trials 5", JOB, "--trials 5, --test-seeds 1: must be 6 or more"),
+        (
+            "--budget 1 --trials 5",
+            JOB,
+            "--trials 5: must be 6 or more: 2 are of float32 and uni",
+        ),
+        ("--budget 1 --trials 2 --test-seeds 0", JOB, "search: --trials 2: must be 3 or more: 2 a"),
+        (
+            "--budget 1 --trials 2 --test-seeds -1",
+            JOB,
+            "--test-seeds -1: must be 0 or more",
+        ),
         ("--budget 1 --over both", RULED, "precision: a search takes no rule of weights where"),
         (
             "--gradient-error 1 --over both",

@@ -205,7 +205,9 @@ def test_status_by_files_and_marks(tmp_path: Path) -> None:
     died = ("failed", "its batch, started today on elsewhere, died")
     assert found(job_alive=lambda job: False)[2] == died
     claim.end(folder.claim_file(1), "stopped")
-    assert found()[2] == ("missing", "its batch stopped")
+    assert found()[2] == ("missing", "its batch was stopped")
+    claim.end(folder.claim_file(1), "ended")
+    assert found()[2] == ("missing", "there is no file of it, though its batch has ended")
     folder.case_file(cases[2]).write_bytes(b"")
     assert "is damaged or another case's" in str(found())
 
@@ -282,13 +284,41 @@ def test_a_folder_that_is_being_measured_is_left_alone(tmp_path: Path) -> None:
         assert sleeper.stdout is not None
         sleeper.stdout.readline()  # a process that has just begun has no command line yet
         Claim(socket.gethostname(), sleeper.pid, "", "", 0, "running")._write(folder.claim_file(1))
-        with pytest.raises(
-            FolderError, match=f"batch 1 is being measured by process {sleeper.pid}"
-        ):
+        told = (
+            rf"batch 1 is being measured by process {sleeper.pid} on {socket.gethostname()}, since "
+            rf".*: wait for it, or end it there \(kill {sleeper.pid}\); then study resume"
+        )
+        with pytest.raises(FolderError, match=told):
             measure(study, folder)
     finally:
         sleeper.kill()
         sleeper.communicate()
+
+
+def test_a_frozen_study_that_was_edited_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By all commands; its own file mends it, and what changes no case may be edited."""
+    folder, study = Folder(tmp_path / "x"), small_study(tmp_path)
+    folder.prepare(study)
+    frozen = folder.study_toml.read_text()
+    key = "max_repeats = "
+    assert key in frozen and "throttle = 0" in frozen
+    folder.study_toml.write_text(frozen.replace("throttle = 0", "throttle = 2 # few"))
+    folder.check(folder.study())
+    folder.study_toml.write_text(frozen.replace(key, f"{key}1"))
+    for command in "resume", "status", "run", "collect", "extend", "cancel":
+        assert main(["study", command, str(folder.path)]) == 2
+        assert "study.toml: was changed by hand" in capsys.readouterr().err
+    with pytest.raises(FolderError, match="was changed by hand"):
+        folder.prepare(small_study(tmp_path, measure={"max_repeats": 9}))
+    with pytest.raises(FolderError, match="was changed by hand"):
+        folder.study()  # as jobs read it
+    folder.prepare(study)
+    assert folder.study_toml.read_text() == frozen
+    old = frozen.partition("\n")[2]  # of a folder of an older version
+    folder.study_toml.write_text(old.replace(key, f"{key}1"))
+    folder.check(folder.study())
 
 
 def test_a_frozen_study_that_was_changed_is_an_error(tmp_path: Path) -> None:

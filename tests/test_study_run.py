@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -105,6 +106,23 @@ def fake_launcher(directory: Path, monkeypatch: pytest.MonkeyPatch, script: str)
     program.write_text(f'#!/bin/sh\n[ "$1" = --version ] && exec echo "Open MPI"\n{script}\n')
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+
+
+def test_where_no_log_can_be_opened(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A directory in a log's place, and no place for temporary files: a line, no traceback."""
+    path, folder = study_file(tmp_path), Folder(tmp_path / "out")
+    fake_launcher(tmp_path, monkeypatch, "exit 0")
+    folder.log_file(0).mkdir(parents=True)
+    status, shown = run("study", "run", path, "--out", folder.path)
+    assert status == 2
+    assert f"cpdhpc: error: {folder.log_file(0)}: cannot be written: Is a directory\n" in shown
+    folder.log_file(0).rmdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
+    status, shown = run("study", "resume", folder.path)
+    assert status == 2
+    assert "directory for temporary files: cannot be written: No such file" in shown
 
 
 def test_a_failing_batch_does_not_stop_the_others(

@@ -219,7 +219,12 @@ ERRORS = {
         "constraints": ["rank < 3"]
     },
     "constraints: ranks = 3: compare with ==": {"constraints": ["ranks = 3"]},
-    "constraints: ranks <: invalid syntax": {"constraints": ["ranks <"]},
+    "constraints: ranks <: is no expression: allowed are comparisons, and, or": {
+        "constraints": ["ranks <"]
+    },
+    "constraints: 9**9**9 > 1: is too large to work out: allowed are comparisons": {
+        "constraints": ["9**9**9 > 1"]
+    },
     "constraints: ranks + 1: is 2: should be true or false": {"constraints": ["ranks + 1"]},
     "constraints: ranks < 'a': ": {"constraints": ["ranks < 'a'"]},
     "constraints: open('x'): allowed are comparisons, and, or": {"constraints": ["open('x')"]},

@@ -153,16 +153,20 @@ def test_trainings_have_series(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("error")
-def test_the_page_analyses_a_file_in_ten_lines(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("kind", ["allreduce", "train"])
+def test_the_page_analyses_a_file_of_any_kind_in_ten_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
-    path = collected(tmp_path)
+    path = {"allreduce": collected, "train": trained}[kind](tmp_path)
     (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     assert len([line for line in code.splitlines() if line]) <= 10
     monkeypatch.chdir(path.parent)
-    exec(code, {})
-    shown = capsys.readouterr().out
-    assert "median_s" in shown and shown.endswith("complete\n")
+    found: dict[str, Any] = {}
+    exec(code, found)
+    assert f"{kind}\ncomplete\n" in capsys.readouterr().out
+    fastest, points = found["fastest"], found["points"]
+    assert len(fastest) == len(points.groupby(found["alike"])) >= 1
+    assert fastest.median_s.min() == points.median_s.min()
 
 
 def test_the_page_names_every_variable(tmp_path: Path) -> None:

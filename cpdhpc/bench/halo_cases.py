@@ -21,6 +21,8 @@ from ..darray.show import HaloSpec
 from ..darray.windows import flat_index
 from ..methods import HALO_COPIED, HALO_MPI_TYPES, HALO_OURS
 from ..ops import to_host
+from ..ops.reference import random31
+from ..randomness import random_key
 from ..world.gpu_messages import gpu_aware
 from ..world.mpi import World
 from ..world.ranks import Ranks
@@ -176,20 +178,35 @@ def _case(
     return HaloCase(operation, way, run, prepare, out, expected)
 
 
-def given_and_expected(operation: str, plan: WindowPlan, spec: HaloSpec) -> tuple[Array, Array]:
-    """Return small integers that an operation is given, and what it must make of them."""
-    trail, largest = spec.trail, LARGEST[plan.packed is None]
+Draw = Callable[[Array, Array, int], Array]  # (cells, places in a cell, rank) -> their values
 
-    def values_of(index: Array) -> Array:
-        return _numbers(index, 0, trail, largest)
+
+def given_and_expected(
+    operation: str, plan: WindowPlan, spec: HaloSpec, draw: Draw | None = None
+) -> tuple[Array, Array]:
+    """Return what an operation is given, and what it must make of that, of spec's dtype.
+
+    draw: values by flat indices, and by 1 + the rank of a window, 0 for the domain; by default
+    small integers that every format has. Sums are exact, or of float64.
+    """
+    numbers, trail = draw or _integers(LARGEST[plan.packed is None]), spec.trail
+    places = flat_index([np.arange(n) for n in trail], trail) if trail else np.zeros((), np.int64)
+
+    def values_of(index: Array, rank: int = 0) -> Array:
+        return numbers(index.reshape(index.shape + (1,) * len(trail)), places, rank)
+
+    def on_window(rank: int) -> Array:
+        shape = plan.windows.boxes[rank].shape
+        return values_of(flat_index([np.arange(n) for n in shape], shape), 1 + rank)
 
     if operation == EXCHANGE:
         given = values_of(owned_index(plan)).astype(spec.dtype)
         return given, expected_window(plan, values_of, spec.dtype)
-    given = _on_window(plan, plan.rank, trail, largest).astype(spec.dtype)
-    total = np.zeros((*plan.owned.shape, *trail), np.int64)
+    given = on_window(plan.rank).astype(spec.dtype)
+    dtype = np.int64 if draw is None else np.float64
+    total: Array = np.zeros((*plan.owned.shape, *trail), dtype)
     for rank in plan.windows.readers(plan.rank):
-        values = _on_window(plan, rank, trail, largest)
+        values = on_window(rank)
         for axis, shown in enumerate(plan.windows.shown(rank)):
             cells = shown - plan.owned.start[axis]
             values = _summed(values, axis, cells, plan.owned.shape[axis])
@@ -197,10 +214,27 @@ def given_and_expected(operation: str, plan: WindowPlan, spec: HaloSpec) -> tupl
     return given, total.astype(spec.dtype)
 
 
+def relative_error(
+    world: Ranks, operation: str, plan: WindowPlan, spec: HaloSpec, device: str = "cpu"
+) -> float:
+    """Return the error of a transfer of standard normal data, in the Euclidean norm. Collective.
+
+    Over what all ranks get, relative to what is exact: whole windows, with the cells that a rank
+    has itself, or the sums. Arrays are new ones, of float32.
+    """
+    given, expected = given_and_expected(operation, plan, spec, _normal)
+    call = plan.accumulate if operation == ACCUMULATE else plan.exchange
+    found = to_host(call(on_device(given, device))).astype(np.float64)
+    exact = expected.astype(np.float64)
+    own = float(np.sum((found - exact) ** 2)), float(np.sum(exact**2))
+    wrong, whole_norm = np.sum(world.gather(own, "bench halo: errors"), axis=0)
+    return float(np.sqrt(wrong / whole_norm)) if whole_norm else 0.0
+
+
 def _summed(values: Array, axis: int, cells: Array, extent: int) -> Array:
     """Return the sums of the values that show each of extent cells along an axis."""
     moved = np.moveaxis(values, axis, 0)
-    total = np.zeros((extent, *moved.shape[1:]), np.int64)
+    total = np.zeros((extent, *moved.shape[1:]), values.dtype)
     for place, cell in enumerate(cells):
         if 0 <= cell < extent:
             total[cell] += moved[place]
@@ -211,20 +245,28 @@ LARGEST = {True: 30, False: 2}  # by whether cells travel as they are: every for
 FACTORS = 7, 13, 5  # of a cell's number, a window's rank and a further place
 
 
-def _numbers(index: Array, rank: int, trail: Sequence[int], largest: int) -> Array:
+def _integers(largest: int) -> Draw:
+    """Return what draws small integers that differ from cell to cell and window to window."""
     of_cell, of_rank, of_place = FACTORS
-    index = of_cell * index + of_rank * rank
-    if trail:
-        place = flat_index([np.arange(n) for n in trail], trail)
-        index = index.reshape(index.shape + (1,) * len(trail)) + of_place * place
-    values: Array = index % (2 * largest + 1) - largest
-    return values
+
+    def draw(cells: Array, places: Array, rank: int) -> Array:
+        numbers = of_cell * cells + of_rank * rank + of_place * places
+        values: Array = numbers % (2 * largest + 1) - largest
+        return values
+
+    return draw
 
 
-def _on_window(plan: WindowPlan, rank: int, trail: Sequence[int], largest: int) -> Array:
-    """Return integers that differ from window to window."""
-    shape = plan.windows.boxes[rank].shape
-    return _numbers(flat_index([np.arange(n) for n in shape], shape), 1 + rank, trail, largest)
+def _normal(cells: Array, places: Array, rank: int) -> Array:
+    """Return standard normal values that float32 has, as float64[cells, places].
+
+    By their indices, as each rank needs the others'.
+    Source: Box, Muller: A note on the generation of random normal deviates, 1958.
+    """
+    index = (cells * places.size + places).astype(np.uint64)
+    one, two = ((random31(random_key(rank, i), index) + 0.5) / 2**31 for i in range(2))
+    values: Array = np.sqrt(-2 * np.log(one)) * np.cos(2 * np.pi * two)
+    return values.astype(np.float32).astype(np.float64)
 
 
 Place = tuple[slice, ...]  # a box of an array, by the first axes

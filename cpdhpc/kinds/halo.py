@@ -66,13 +66,16 @@ def _time_s(used: Factors, ranks: int, repeats: int) -> float:
 @contextmanager
 def _measure(study: Asked, case: Case, place: Place, check: bool) -> Iterator[Call]:
     """Make an exchange ready; see Kind.measure. Collective."""
-    from ..bench.halo_cases import open_cases
+    from ..bench.halo_cases import open_cases, relative_error
 
     of, world = case.factors, place.world
     setting = _setting(case, world.processes)
     with setting.plan(world) as plan:
         ways = [str(of["transfer"])], [str(of["way"])]
         device = place.take_device(of)
+        error = 0.0  # raw: the check below proves that it is exact
+        if check and setting.spec.wire != "raw":
+            error = relative_error(world, ways[0][0], plan, setting.spec, device)
         with open_cases(world, setting, plan, *ways, check=check, device=device) as cases:
             if not cases:
                 raise UserError(f"case {case.id}: way={ways[1][0]}: MPI takes no GPU memory here")
@@ -83,7 +86,7 @@ def _measure(study: Asked, case: Case, place: Place, check: bool) -> Iterator[Ca
                 call.outcomes |= {
                     "payload_bytes": max(world.gather(setting.sent_bytes(plan))),
                     "wire_bytes": max(each.sent_bytes for each in described.ranks),
-                    "error": 0.0,
+                    "error": error,
                 }
             yield call
 
@@ -115,6 +118,7 @@ CAPTION = (
     "median time. Times as fast: as the fastest of subarray, persistent and alltoallw, which send "
     "the same cells raw, in this study; in brackets the interval, which takes in both medians'."
 )
+ERRORS = " Relative error: of all that ranks get, their own cells too, in the Euclidean norm."
 
 
 def _sections(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> list[Section]:
@@ -139,6 +143,7 @@ def _sections(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> l
         some = group.mean("payload_bytes")
         return times_as_fast(by_mpi.get(_cells(group)), group) if some else units.NONE
 
+    lossy = any(group.mean("error") > 0 for group in groups)
     known = list(HALO.factors)  # others are a benchmark's
     names = sorted(
         varying([group.factors for group in groups]),
@@ -151,8 +156,10 @@ def _sections(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> l
         Column("sent", sent),
         Column("rate\nGB/s", rate),
         Column("times as fast", times),
+        *([Column("relative\nerror", lambda g: units.digits(g.mean("error"), 2))] if lossy else []),
     ]
-    return [Section("Halos", tables=[tabulate("Halos", columns, groups, CAPTION)])]
+    caption = CAPTION + ERRORS * lossy
+    return [Section("Halos", tables=[tabulate("Halos", columns, groups, caption)])]
 
 
 def _cells(group: SeedGroup) -> frozenset[Any]:

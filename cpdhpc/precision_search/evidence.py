@@ -336,10 +336,13 @@ def asked_of(arguments: argparse.Namespace, settings: Sequence[str], processes: 
         if value is not None and not (0 < value < math.inf):
             raise ConfigError(f"search: {name} {value:g}: must be above 0, and finite")
     least = BEFORE + 1 + (UNSEEN if of.test_seeds else 0)
-    if of.trials < least or of.test_seeds < 0:
+    if of.test_seeds < 0:
+        raise ConfigError(f"search: --test-seeds {of.test_seeds}: must be 0 or more")
+    if of.trials < least:
+        with_unseen = f", {UNSEEN} of unseen seeds (--test-seeds 0: none)" if of.test_seeds else ""
         raise ConfigError(
-            f"search: --trials {of.trials}, --test-seeds {of.test_seeds}: must be {least} or more, "
-            "those of float32 and uniform formats included, and 0 or more"
+            f"search: --trials {of.trials}: must be {least} or more: {BEFORE} are of float32 and "
+            f"uniform formats{with_unseen}"
         )
     jobs, train = load(of.file, settings), override(read_toml(of.file), settings).get("train", {})
     if len({job.name for job in jobs}) > 1:

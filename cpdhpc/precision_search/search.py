@@ -72,11 +72,13 @@ class Search:
         began = time.perf_counter()
         self._begin()
         places = self.evidence.places
-        float32 = (RAW,) * len(places)
+        float32, known = (RAW,) * len(places), bool(self.evidence.trials)
         uniform = tuple(UNIFORM_SUMS if each.tensor == SUMS else UNIFORM for each in places)
         if math.isnan(self._trial(float32, "float32").score):
             raise UserError(f"search: float32 fails: {self.evidence.trials[0].verdict}")
-        self._say(f"float32 took {time.perf_counter() - began:.0f} s, formats proposed")
+        took_s = time.perf_counter() - began
+        of_before = f"float32 and the formats proposed: as {self.directory / FILE} has them"
+        self._say(of_before if known else f"float32 took {took_s:.0f} s, formats proposed")
         self._trial(uniform, f"uniform {UNIFORM}")
         steps = narrowing(places)
         if len(steps) == 1:

@@ -101,6 +101,9 @@ def serial_share(law: Law, ratios: Array, speedups: Array, level: float) -> Esti
     return Estimate(share, share - reach, share + reach)
 
 
+MISFIT = 0.25  # medians differ by some per cent: the interval of a share takes the law for granted
+
+
 @dataclass(frozen=True)
 class Fit:
     """A law fitted to a series. share: serial share."""
@@ -120,6 +123,11 @@ class Fit:
         measured = np.array([group.speedup.value for group in self.line.groups])
         modelled = self.law.speedup(self.share.value, self.ratios)
         return float(np.nanmax(np.abs(measured / modelled - 1)))
+
+    @property
+    def fits(self) -> bool:
+        """Whether the law can be: misfit is small, and the share can be one, by its interval."""
+        return self.misfit <= MISFIT and self.share.low <= 1 and self.share.high >= 0
 
     def series(self) -> Series:
         """Return the law as a line, which the legend does not name."""
@@ -144,8 +152,11 @@ def fit(file: StudyFile, line: Line) -> Fit | None:
 def law_table(file: StudyFile, layout: Layout, fits: Sequence[Fit]) -> Table:
     """Return the table of serial shares."""
 
+    def interval(found: Fit) -> str:
+        return units.interval(*found.share.scaled(100)[1:]) if found.fits else units.NONE
+
     def most(found: Fit) -> str:
-        share = found.share
+        share = found.share if found.fits else UNKNOWN
         ends = [1 / end if end > 0 else nan for end in (share.value, share.high, share.low)]
         return units.with_interval(*ends)
 
@@ -157,16 +168,20 @@ def law_table(file: StudyFile, layout: Layout, fits: Sequence[Fit]) -> Table:
         *(Column(each.heading, partial(first, each), each.numbers) for each in shared),
         Column(layout.heading, lambda f: f.line.name or units.NONE, numbers=False),
         Column("points", lambda f: str(len(f.line.groups))),
-        Column("serial\nshare %", lambda f: units.digits(100 * f.share.value)),
-        Column(f"{file.percent} CI", lambda f: units.interval(*f.share.scaled(100)[1:])),
+        Column(
+            "serial\nshare %",
+            lambda f: units.digits(100 * f.share.value) if f.fits else "does not fit",
+        ),
+        Column(f"{file.percent} CI", interval),
         *([Column("speed-up\nat most", most)] if file.scaling == "strong" else []),
         Column("greatest\nmisfit %", lambda f: units.digits(100 * f.misfit)),
     ]
     name = LAWS[file.scaling].name
     caption = (
         f"{name} fitted to the speed-ups of a series, whose base stands for one rank: weighted "
-        "least squares, Student's interval. Left out: series of fewer than three points, or never "
-        "faster than their base."
+        "least squares, Student's interval. Does not fit: a misfit above "
+        f"{100 * MISFIT:g} %, or a share that cannot be within 0 to 100 %. Left out: series of "
+        "fewer than three points, or never faster than their base."
     )
     return tabulate(name, columns, fits, caption)
 
@@ -457,7 +472,7 @@ def _bases(file: StudyFile, groups: Sequence[SeedGroup]) -> str:
 
 GUIDE = (
     "Dotted lines lead the eye only: nothing was measured between the points, and points at the "
-    "same number of ranks are drawn side by side. Thin lines are the law fitted, if there is one."
+    "same number of ranks are drawn side by side. Thin lines are the law, where it fits."
 )
 
 
@@ -472,7 +487,7 @@ def _series(lines: Sequence[Line], quantity: Quantity, over: str) -> list[Series
         drawn(line, place, quantity.value, "guide", side_by_side(i, count))
         for i, line in enumerate(lines)
     ]
-    shown += [found.series() for found in map(quantity.fit, lines) if found]
+    shown += [found.series() for found in map(quantity.fit, lines) if found and found.fits]
     references = {
         tuple((place(group), quantity.reference(group)) for group in line.groups)
         for line in lines

@@ -185,7 +185,7 @@ def _begin(folder: Folder, batch: Batch) -> tuple[list[Case], Claim]:
     before = read_claim(path)
     if before is not None and before.alive():
         raise FolderError(
-            f"batch {batch.number}: is being measured by process {before.pid} on {before.host}"
+            f"batch {batch.number}: is being measured by {before}: wait for it, or end it there"
         )
     _check_alike(folder)
     cases = []

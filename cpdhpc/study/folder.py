@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
+import tomllib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from .. import store
 from ..claim import alone, read_claim
-from ..config import UserError, difference
+from ..config import UserError, difference, flatten
 from ..study_data.factors import Case
 from .cases import batches, expand, load_study
 from .slurm import queue
@@ -26,8 +28,18 @@ MAY_CHANGE = (  # neither cases nor numbers
 )
 
 
+FROZEN = "# Frozen: study extend adds levels. SHA-256 of what follows: "
+
+
 class FolderError(UserError):
     """A folder that cannot be used for a study."""
+
+
+def _digest(text: str) -> str:
+    """Return the SHA-256 of what a study's text says, but for what may change, in hexadecimal."""
+    said = flatten(tomllib.loads(text))
+    rows = {key: value for key, value in said.items() if key not in MAY_CHANGE}
+    return hashlib.sha256(json.dumps(rows, sort_keys=True, default=str).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -100,21 +112,49 @@ class Folder:
     def check(self, study: Study) -> None:
         """Raise FolderError unless this is the folder of the study."""
         self.check_there()
+        self._check_frozen()
         self._check_same(study)
+
+    def freeze(self, study: Study) -> None:
+        """Write the study, with a digest that tells when the file is changed by hand."""
+        text = study.toml()
+        store.put(self.study_toml, f"{FROZEN}{_digest(text)}\n{text}")
+
+    def _check_frozen(self) -> None:
+        """Raise FolderError where the frozen study was changed by hand."""
+        if self._digest_before():
+            raise FolderError(
+                f"{self.study_toml}: was changed by hand, and cases measured before would count no "
+                "more: undo that, or give study run the file that it was made of; study extend "
+                "adds levels to a study, --out DIR takes another folder"
+            )
+
+    def _digest_before(self) -> str:
+        """Return the digest of the frozen study before it was changed by hand, "" where it was not.
+
+        Folders of older versions have none, and are taken as they are.
+        """
+        there = self.study_toml.read_text(encoding="utf-8")
+        head = there.partition("\n")[0]
+        known = head.removeprefix(FROZEN).strip() if head.startswith(FROZEN) else ""
+        return "" if known == _digest(there) else known
 
     def prepare(self, study: Study) -> None:
         """Make the directories and write the study, unless it is there already.
 
+        A frozen copy that was changed by hand is written anew from the study that it was made of.
         Raises FolderError where the folder holds another study, or cannot be written.
         """
         try:
-            if self.study_toml.exists():
+            its_own = _digest(study.toml())
+            if self.study_toml.exists() and self._digest_before() != its_own:
+                self._check_frozen()
                 self._check_same(study)
             for directory in (self.path, self.cases, self.logs, self.scripts):
                 directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise FolderError(f"{self.path}: cannot be written: {error.strerror}") from None
-        store.put(self.study_toml, study.toml())
+        self.freeze(study)
 
     def _check_same(self, study: Study) -> None:
         there = self.study_toml.read_text(encoding="utf-8")
@@ -126,8 +166,13 @@ class Folder:
             )
 
     def study(self) -> Study:
-        """Return the frozen study. Raises ConfigError where there is none."""
-        return load_study(self.study_toml)
+        """Return the frozen study.
+
+        Raises ConfigError where there is none, FolderError where it was changed by hand.
+        """
+        study = load_study(self.study_toml)
+        self._check_frozen()
+        return study
 
     def finished(self, case: Case) -> bool:
         """Return whether the case's file is whole and its own; nothing else is trusted."""
@@ -229,7 +274,7 @@ def extend(study: Study, folder: Folder, say: Callable[[str], None] = print) -> 
             )
         _check_idle(folder, old)
         forget_jobs(folder)
-        store.put(folder.study_toml, study.toml())
+        folder.freeze(study)
     new = len(after) - len(known)
     finished = sum(map(folder.finished, before))
     say(f"{folder.path}: {len(after)} cases, {new} of them new, {finished} finished: study resume")

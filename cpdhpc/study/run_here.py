@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Self
 
@@ -171,7 +172,8 @@ def _check_idle(folder: Folder, jobs: Sequence[Batch]) -> None:
         claim = read_claim(folder.claim_file(job.number))
         if claim is not None and claim.alive():
             raise FolderError(
-                f"{folder.path}: batch {job.number} is being measured by process {claim.pid}"
+                f"{folder.path}: batch {job.number} is being measured by {claim}: wait for it, "
+                f"or end it there (kill {claim.pid}); then study resume"
             )
 
 
@@ -212,10 +214,14 @@ def _launch(folder: Folder, job: Batch, todo: list[Case], display: Display, caug
     """Run a batch once under mpirun, until a signal, and return its exit status."""
     prefix, environment = local_command(job.ranks)
     command = [*prefix, sys.executable, "-m", "cpdhpc", "batch", str(folder.path), str(job.number)]
-    with (
-        tempfile.TemporaryDirectory(prefix="cpdhpc-", ignore_cleanup_errors=True) as sessions,
-        folder.log_file(job.number).open("ab") as log,
-    ):
+    path = folder.log_file(job.number)
+    with ExitStack() as opened:
+        with _told(str(path)):
+            log = opened.enter_context(path.open("ab"))
+        with _told("directory for temporary files"):
+            sessions = opened.enter_context(
+                tempfile.TemporaryDirectory(prefix="cpdhpc-", ignore_cleanup_errors=True)
+            )
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -231,6 +237,15 @@ def _launch(folder: Folder, job: Batch, todo: list[Case], display: Display, caug
             _stop(process, folder.claim_file(job.number), caught)
     display.update(folder, todo)
     return process.returncode
+
+
+@contextmanager
+def _told(what: str) -> Iterator[None]:
+    """Raise FolderError for an OSError, as where no file can be made on a full disk."""
+    try:
+        yield
+    except OSError as error:
+        raise FolderError(f"{what}: cannot be written: {error.strerror or error}") from None
 
 
 def _stop(process: subprocess.Popen[bytes], mark: Path, caught: Caught) -> None:

@@ -36,8 +36,8 @@ class Constraint:
                 self._tree = self._evaluator.parse(text)
                 if type(self._tree).__name__ == "Assign":
                     raise ConfigError(f"constraints: {text}: compare with ==")
-        except (InvalidExpression, SyntaxError) as error:
-            raise ConfigError(f"constraints: {text}: {error}") from None
+        except (InvalidExpression, SyntaxError):
+            raise ConfigError(f"constraints: {text}: is no expression: {ALLOWED}") from None
 
     def holds(self, factors: Factors) -> bool:
         """Return whether it is true of a case. Raises ConfigError where it cannot be said."""
@@ -45,7 +45,9 @@ class Constraint:
             FeatureNotAvailable,
             FunctionNotDefined,
             InvalidExpression,
+            IterableTooLong,
             NameNotDefined,
+            NumberTooHigh,
         )
 
         self._evaluator.names = _nested(factors)
@@ -58,6 +60,10 @@ class Constraint:
             ) from None
         except (FeatureNotAvailable, FunctionNotDefined):
             raise ConfigError(f"constraints: {self.text}: {ALLOWED}") from None
+        except (NumberTooHigh, IterableTooLong):
+            raise ConfigError(
+                f"constraints: {self.text}: is too large to work out: {ALLOWED}, of smaller numbers"
+            ) from None
         except (InvalidExpression, TypeError, ValueError, ArithmeticError, KeyError) as error:
             raise ConfigError(f"constraints: {self.text}: {error}") from None
         if not isinstance(result, bool):

@@ -250,7 +250,12 @@ def _state(folder: Folder, case: Case, claim: Claim | None, alive: bool | None) 
         return "damaged", f"{name} is damaged or another case's: resume measures it again"
     if claim is not None and claim.state == "running":
         return "failed", f"its batch, started {claim.started} on {claim.host}, died"
-    return "missing", "" if claim is None else f"its batch {claim.state}"
+    if claim is None:
+        return "missing", ""
+    # One that ended has finished or failed all of its cases: this one's file was removed, or it
+    # was none of them.
+    no_file = "there is no file of it, though its batch has ended"
+    return "missing", "its batch was stopped" if claim.state == "stopped" else no_file
 
 
 def newest(jobs: Iterable[Job]) -> dict[int, Job]:
