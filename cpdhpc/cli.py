@@ -249,6 +249,11 @@ COMMANDS: dict[str, Command | Group] = {
                 "fit",
                 on_ranks=True,
             ),
+            "overlap": Command(
+                "training steps with overlap of reduction and backward and without; under mpirun",
+                "bench.overlap",
+                on_ranks=True,
+            ),
             "halo": Command(
                 "halo exchanges beside MPI's datatypes and neighbour collectives; under mpirun",
                 "bench.halo",

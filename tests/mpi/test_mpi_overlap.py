@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from argparse import ArgumentParser
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from cpdhpc.bench import overlap as bench_overlap
 from cpdhpc.collectives import recorded
 from cpdhpc.collectives.allreduce import configured
 from cpdhpc.collectives.checks import NonFiniteGradient
@@ -172,3 +174,34 @@ def test_a_list_that_waits_looks_no_more_often_than_the_pauses_allow(
     waited = late or world.processes == 1 or len(looks) > 0
     exact = all(np.array_equal(each, world.processes * x) for each in results)
     together(world, few, waited, set(looks) <= {0}, exact)
+
+
+JOB = """
+model = { name = "mlp", hidden = [24] }
+train = { batch = 24, bucket_mib = 0.001 }
+gradient = { aggregator = "lowbit", wire = "e4m3" }
+"""
+
+
+def test_the_benchmark_compares_weights_on_all_ranks(world, tmp_path, monkeypatch, capsys):
+    """And a weight that differs on the last rank alone is an error on all."""
+    path = tmp_path / "job.toml"
+    path.write_text(JOB)
+    parser = ArgumentParser()
+    bench_overlap.add_arguments(parser)
+    arguments = parser.parse_args([str(path), "--repeats", "2"])
+    arguments.timeout = None
+    bench_overlap.run(arguments, world)
+    out = world.gather(capsys.readouterr().out)
+    lines = [line for line in out[0].splitlines() if line[0] != "#"]
+    together(world, len(lines) == 1 and lines[0].startswith("  job "), not any(out[1:]))
+
+    def step(training):
+        right(training)
+        if training.job.train.overlap and world.rank == world.ranks - 1:
+            next(training.model.parameters()).data[0, 0] += 1e-6
+
+    right = bench_overlap._step
+    monkeypatch.setattr(bench_overlap, "_step", step)
+    with pytest.raises(ArithmeticError, match="job-s0: weights differ with overlap and without"):
+        bench_overlap.run(arguments, world)
