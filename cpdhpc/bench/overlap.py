@@ -13,18 +13,18 @@ import argparse
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import torch
 
 from ..config import UserError
 from ..methods import suggest
 from ..ops import set_kernel_threads
-from ..ops.tensors import bytes_of
+from ..ops.tensors import await_device, values_of
 from ..signals import Caught
 from ..train.command import Trainer
 from ..train.data import Dataset, Source, shard
@@ -109,16 +109,15 @@ def _check_job(job: Job) -> None:
 @contextmanager
 def _both(job: Job, world: Ranks, data: Dataset | Source) -> Iterator[list[Training]]:
     """Yield the run of a job without and with overlap, both at their beginning. Collective."""
-    runs = []
-    for overlap in (False, True):
-        section = job.train.model_copy(update={"overlap": overlap})
-        each = job.model_copy(update={"train": section})
-        runs.append(prepare(each, world, data, Files.of(Path(), each)))
-        runs[-1].reducer.epoch = LATE  # all warming up of a method is over
-    yield runs
-    for training in runs:
-        training.reducer.close()
-        training.close()
+    with ExitStack() as reducers:
+        runs = []
+        for overlap in (False, True):
+            section = job.train.model_copy(update={"overlap": overlap})
+            each = job.model_copy(update={"train": section})
+            runs.append(prepare(each, world, data, Files.of(Path(), each)))
+            reducers.enter_context(runs[-1].reducer)
+            runs[-1].reducer.epoch = LATE  # all warming up of a method is over
+        yield runs
 
 
 def _step(training: Training) -> None:
@@ -134,9 +133,8 @@ def _check(world: Ranks, *trainings: Training) -> None:
     found = []
     for training in trainings:
         _step(training)
-        found.append(bytes_of([p.detach().cpu() for p in training.model.parameters()]))
-    same = torch.equal(*found)
-    if not all(world.gather(same, "bench overlap")):
+        found.append([values_of(p).tobytes() for p in training.model.parameters()])
+    if not all(world.gather(found[0] == found[1], "bench overlap")):
         job = trainings[0].job.id
         raise ArithmeticError(f"bench overlap: {job}: weights differ with overlap and without")
 
@@ -151,7 +149,7 @@ class Backward:
         self._training, self.ready_s = training, list[list[float]]()
         share = shard(_batch(training), training.world.ranks, training.world.rank)
         self._samples = taken(training.train, share, 0, training.reducer.device)
-        self._done: dict[int, float] = {}
+        self._done: dict[int, float] | None = None
         parts = training.reducer.parts
         self._count = len(parts)
         for index, layer in ((i, layer) for i, part in enumerate(parts) for layer in part.layers):
@@ -159,16 +157,20 @@ class Backward:
             hook = partial(self._note, index)
             parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
-    def _note(self, index: int, _: torch.Tensor) -> None:
-        self._done[index] = time.perf_counter()
+    def _note(self, index: int, _: object) -> None:
+        if self._done is not None:
+            await_device(self._training.reducer.device)
+            self._done[index] = time.perf_counter()
 
     def run(self) -> None:
         """Compute a step without any message."""
-        self._done, start = {}, time.perf_counter()
-        training = self._training
+        noted: dict[int, float] = {}
+        self._done = noted
+        training, start = self._training, time.perf_counter()
         backward(training.model, training.optimizer, *self._samples, training.loss)
-        end = time.perf_counter()
-        done = [self._done.get(i, end) - start for i in range(self._count)]
+        await_device(training.reducer.device)
+        end, self._done = time.perf_counter(), None
+        done = [noted.get(i, end) - start for i in range(self._count)]
         self.ready_s.append([*done, end - start])
         training.optimizer.step()
 
@@ -207,8 +209,8 @@ def _timed(
         IN_TURN: partial(_step, plain),
         OVERLAPPED: partial(_step, overlapped),
     }
-    if plain.reducer.device.type == "cuda":
-        cases = {name: partial(_until_done, case) for name, case in cases.items()}
+    device = plain.reducer.device
+    cases = {name: partial(_until_done, device, case) for name, case in cases.items()}
 
     def before(name: str) -> None:
         set_kernel_threads(1 if name == OVERLAPPED else threads)
@@ -224,9 +226,9 @@ def _timed(
     return Measured(times_s, bound_s(ready_s, shares, *medians))
 
 
-def _until_done(case: Callable[[], object]) -> None:
+def _until_done(device: Any, case: Callable[[], object]) -> None:
     case()
-    torch.cuda.synchronize()
+    await_device(device)
 
 
 def _heading(training: Training, width: int) -> list[str]:
@@ -234,8 +236,8 @@ def _heading(training: Training, width: int) -> list[str]:
     cores = len(os.sched_getaffinity(0))
     return [
         f"# {parameters:,} parameters in {len(training.reducer.parts)} buckets, batch "
-        f"{job.train.batch}; a rank has {torch.get_num_threads()} thread(s) of torch on {cores} "
-        "core(s)",
+        f"{job.train.batch}; a rank has {training.provenance['torch_threads']} thread(s) of torch "
+        f"on {cores} core(s)",
         "# ms, medians of the slowest rank, the cases in turns; weights with overlap and without: "
         "the same bits",
         "# bound: buckets reduced one after the other, each once its gradients are there, while "
