@@ -7,8 +7,10 @@ bits; on a real one they are near.
 from __future__ import annotations
 
 import time
+from argparse import ArgumentParser
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
@@ -21,6 +23,7 @@ from simulated_gpu import Gpu
 from test_models import TINY
 from training import ROWS, SMALL, model_bytes, run_job, small_job
 
+from cpdhpc.bench import overlap as bench_overlap
 from cpdhpc.collectives.checks import NonFiniteGradient
 from cpdhpc.compress.base import Aggregator, Context, Mean
 from cpdhpc.compress.bucket import Bucket
@@ -330,3 +333,35 @@ def test_a_target_that_is_no_class_is_named(gpu: Gpu | None) -> None:
     outputs = torch.zeros(3, 4, device=DEVICE)
     with pytest.raises(TargetError, match="target 7: must be a class, 0 to 3"):
         CrossEntropy().build()(outputs, torch.tensor([0, 7, 1]).to(DEVICE))
+
+
+def test_steps_with_overlap_are_measured(
+    gpu: Gpu | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of bench overlap: no time ends before the GPU is done with what it was given."""
+    path = tmp_path / "job.toml"
+    path.write_text(
+        'model = { name = "mlp", hidden = [24] }\n'
+        'train = { device = "gpu", batch = 20, bucket_mib = 0.001 }\n'
+        'gradient = { aggregator = "lowbit", wire = "e4m3" }\n'
+    )
+    ends: list[bool] = []
+    parser = ArgumentParser()
+    bench_overlap.add_arguments(parser)
+    arguments = parser.parse_args([str(path), "--repeats", "2", "--warmup", "0"])
+    arguments.timeout = None
+    with pytest.MonkeyPatch.context() as patch:
+        timed = bench_overlap.interleave_ranks
+
+        def watching(world: Any, cases: dict[str, Any], *given: Any) -> Any:
+            def then(case: Any) -> None:
+                case()
+                ends.append(gpu is None or not any(s.work for s in gpu.streams.values()))
+
+            return timed(world, {n: partial(then, c) for n, c in cases.items()}, *given)
+
+        patch.setattr(bench_overlap, "interleave_ranks", watching)
+        bench_overlap.run(arguments, Loopback())
+    out = capsys.readouterr().out
+    assert "the same bits on all ranks\n" in out and "\n  job " in out
+    assert len(ends) == 8 and all(ends)

@@ -203,5 +203,5 @@ def test_the_benchmark_compares_weights_on_all_ranks(world, tmp_path, monkeypatc
 
     right = bench_overlap._step
     monkeypatch.setattr(bench_overlap, "_step", step)
-    with pytest.raises(ArithmeticError, match="job-s0: weights differ with overlap and without"):
+    with pytest.raises(ArithmeticError, match="job-s0: weights differ over ranks, with it"):
         bench_overlap.run(arguments, world)
