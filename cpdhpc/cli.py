@@ -29,10 +29,13 @@ class Help(argparse.HelpFormatter):
 
 
 def seconds(text: str) -> float:
-    """Return a time, above zero; ValueError, which argparse shows, for anything else."""
-    value = float(text)
+    """Return a time, above zero; ArgumentTypeError, which argparse shows, for anything else."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
     if not value > 0:
-        raise ValueError(text)
+        raise argparse.ArgumentTypeError(f"{text}: must be a number of seconds above 0")
     return value
 
 
@@ -394,6 +397,25 @@ def _add_commands(
             row.add(added)
 
 
+def _check_alike(arguments: argparse.Namespace, world: World) -> None:
+    """Raise UserError on all processes where they were given other options. Collective.
+
+    Files may have other paths: what is in them is compared by who reads them.
+    """
+    from .config import UserError
+
+    given = {k: repr(v) for k, v in vars(arguments).items() if not isinstance(v, Path | Command)}
+    everyone = world.gather(given, "arguments")
+    for process, other in enumerate(everyone):
+        for name in sorted(everyone[0].keys() | other.keys()):
+            first, own = everyone[0].get(name), other.get(name)
+            if own != first:
+                raise UserError(
+                    f"--{name.replace('_', '-')}: {first} on process 0, {own} on process "
+                    f"{process}: must be the same on all"
+                )
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run a command and return the exit status.
 
@@ -422,6 +444,7 @@ def main(argv: list[str] | None = None) -> int:
             timeout_s = arguments.timeout or TIMEOUT_S
         world = World(timeout_s=timeout_s)
         world.agree(wrong, of_call=True)
+        _check_alike(arguments, world)
         return command.run(arguments, world)
     except Interrupted as stop:
         return stop.status

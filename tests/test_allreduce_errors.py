@@ -122,6 +122,7 @@ def test_bad_arrays(bad, kind, words):
         ({"scaling": "static: 1"}, "static:K needs an integer K"),
         ({"rounding": "upwards"}, "^allreduce: rounding='upwards': known are"),
         ({"wire": "e4m3", "random_bits": 9}, "^allreduce: random_bits=9: e4m3 allows"),
+        ({"random_bits": 5}, "^allreduce: random_bits=5: wire=.raw. with rounding=.nearest."),
         ({"nodes": 5}, "^simulate: nodes=5: must be a list of numbers or names"),
         ({"nodes": [[], [], []]}, "^simulate: nodes=.*: must be a list of numbers or names"),
         ({"nodes": [0]}, r"^simulate: nodes=\[0\]: must be 3, one a rank"),

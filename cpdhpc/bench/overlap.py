@@ -22,12 +22,13 @@ from typing import Any
 
 import numpy as np
 
+from ..collectives.checks import NonFiniteGradient
 from ..config import UserError
 from ..methods import suggest
 from ..ops import set_kernel_threads
 from ..ops.tensors import await_device, values_of
 from ..signals import Caught
-from ..train.command import Trainer
+from ..train.command import Trainer, check_jobs
 from ..train.data import Dataset, Source, shard
 from ..train.device import own_threads, taken
 from ..train.job import Job, load
@@ -61,14 +62,18 @@ def run(arguments: argparse.Namespace, world: World) -> None:
     check_options(arguments, 1, "repeats")
     check_options(arguments, 0, "warmup")
     jobs = world.agreed(lambda: _jobs(arguments))
+    check_jobs(world, jobs, "bench overlap: jobs")
     trainer = Trainer(world, Caught(), quiet=True)
     lines = machine_line(world)
     width = max(len(job.name) for job in jobs)
     for number, job in enumerate(jobs):
         data, ranks = trainer.data_of(job), trainer.world_of(job)
         with _both(job, ranks, data) as (plain, overlapped):
-            _check(ranks, plain, overlapped)
-            times = _timed(ranks, plain, overlapped, arguments)
+            try:
+                _check(ranks, plain, overlapped)
+                times = _timed(ranks, plain, overlapped, arguments)
+            except NonFiniteGradient as error:  # on all processes alike
+                raise UserError(f"{job.id}: {error}") from None
             if world.process == 0:
                 if not number:
                     print("\n".join([f"# {lines}", *_heading(plain, width)]))
@@ -83,6 +88,7 @@ def _jobs(arguments: argparse.Namespace) -> list[Job]:
     names = list(rows)
     if arguments.rows is not None:
         names = [name.strip() for name in arguments.rows.split(",") if name.strip()]
+        names = list(dict.fromkeys(names))
         if not names:
             raise UserError(f"--rows {arguments.rows}: names no row")
     for name in names:
@@ -253,6 +259,7 @@ def _heading(training: Training, width: int) -> list[str]:
         + ("all ranks" if on_gpu else "all ranks, with overlap and without"),
         "# bound: buckets reduced one after the other, each once its gradients are there, while "
         "computing goes on at full speed",
+        "# in turn, overlapped: whole steps, which also take samples; fastest, slowest: overlapped",
         "# gain: in turn / overlapped; / bound, / longer: overlapped by the bound, and by the "
         "longer of compute and reduce",
         f"# {'row':<{width}}"

@@ -113,7 +113,9 @@ def check_segments(segments: Sequence[Segment], n: int, on_tiles: bool) -> None:
     """
     end = 0
     for name, start, stop in segments:
-        expected = f"{end}" if on_tiles else f"{end} or more"
+        expected = f"{end} or more"
+        if on_tiles:
+            expected = f"{end}, behind the tiles of {TILE} that the former one has begun"
         if not (start == end if on_tiles else start >= end) or not start <= stop <= n:
             raise ValueError(
                 f"allreduce: segment {name!r} is {start}..{stop} of {n} values: must start at "

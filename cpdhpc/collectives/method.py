@@ -16,10 +16,11 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
-from ..config import Section, read_toml, validate
+from ..config import ConfigError, Section, read_toml, validate
 from ..formats import (
     INTEGERS,
     MICROSCALING,
+    RANDOM_BITS,
     SHARED,
     SHIFT_BIAS,
     TILE,
@@ -239,7 +240,10 @@ def as_machine(machine: Machine | str | Path | None) -> Machine:
         return machine or DEFAULT
     if not isinstance(machine, str | Path):
         raise TypeError(f"allreduce: machine={machine!r}: must be a Machine, a path or None")
-    return read_machine(Path(machine)).machine
+    try:
+        return read_machine(Path(machine)).machine
+    except ConfigError as error:
+        raise ConfigError(f"allreduce: machine: {error}") from None
 
 
 Op = Literal["sum", "mean"]
@@ -297,6 +301,11 @@ class Method:
                 self._cast(self.fmt)
             except ValueError as error:
                 raise said_by("allreduce", error) from None
+        elif not 0 <= self.random_bits <= (RANDOM_BITS if self.rounding == "stochastic" else 0):
+            raise ValueError(
+                f"allreduce: random_bits={self.random_bits}: wire='raw' with "
+                f"rounding={self.rounding!r}: 0..{RANDOM_BITS} with 'stochastic', else 0"
+            )
         if self.fmt is not None and self.algorithm == MPI_ALLREDUCE:
             raise ValueError(f"allreduce: algorithm='mpi': wire={self.wire!r}: must be 'raw'")
         if self.exact:

@@ -37,16 +37,16 @@ def train(
     Raises UserError or Interrupted on all processes alike.
     """
     jobs = agreed(world, lambda: load(path, settings))
-    _check_alike(world, jobs)
+    check_jobs(world, jobs, "train: jobs")
     diverged: list[str] = []
     with catching() as caught:
         return Trainer(world, caught).train(jobs, directory, resume, diverged), diverged
 
 
-def _check_alike(world: World, jobs: Sequence[Job]) -> None:
+def check_jobs(world: World, jobs: Sequence[Job], what: str) -> None:
     """Raise ConfigError where jobs differ, as of a copy of their file that is old. Collective."""
     keys = {f"{job.id}: {k}": v for job in jobs for k, v in flatten(job.model_dump()).items()}
-    _agree_on(world, keys, "train: jobs")
+    _agree_on(world, keys, what)
 
 
 def _check_data(world: World, data: Dataset | Source) -> None:

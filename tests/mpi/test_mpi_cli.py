@@ -71,6 +71,12 @@ def test_what_the_user_can_mend_is_one_line_and_a_status_on_all_ranks(
             *("train", good, "--out", out, "--resume"),
             *("--set", "model.name=mlp", "--set", "model.hidden=[8]"),
         ],
+        "--repeats: 3 on process 0, 4 on process 1: must be the same on all": [
+            *("bench", "overlap", good, "--repeats", str(3 + world.process)),
+        ],
+        "--set: ['seed=1'] on process 0, ['seed=2'] on process 1: must be": [
+            *("train", good, "--out", out, "--set", f"seed={1 + world.process}"),
+        ],
         "good-s0: iteration 2: allreduce: NaN or infinity in '3.weight' on rank 1": [
             *("train", good, "--out", str(tmp_path / "poison")),
         ],
