@@ -424,8 +424,10 @@ def main(argv: list[str] | None = None) -> int:
     signal has stopped, with its checkpoint written, has a status of its own.
     """
     from .config import UserError
-    from .signals import Interrupted
+    from .signals import INTERRUPTED, Interrupted, let_interrupt_end, raising_interrupt
 
+    if argv is None:
+        let_interrupt_end()
     argv = sys.argv[1:] if argv is None else argv
     world, wrong, timeout_s = None, None, TIMEOUT_S
     try:
@@ -437,7 +439,8 @@ def main(argv: list[str] | None = None) -> int:
         if wrong is None and command.starts_mpi and (copies := started_by_mpirun()) > 1:
             raise UserError(f"{' '.join(argv[:2])}: starts mpirun itself: not {copies} times by it")
         if wrong is None and not command.on_ranks:
-            return command.run(arguments)
+            with raising_interrupt():
+                return command.run(arguments)
         from .world.mpi import World
 
         if wrong is None:
@@ -455,7 +458,9 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # the reader, as head, wants no more
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except (Exception, KeyboardInterrupt) as error:
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except Exception as error:
         from .world.ending import abort_job
 
         missing = str(getattr(error, "name", "")).partition(".")[0]

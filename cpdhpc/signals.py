@@ -11,6 +11,31 @@ STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 MORE_TO_DO = 85  # exit status after USR1, which schedulers send before time is over: start it again
 
 
+INTERRUPTED = 128 + signal.SIGINT  # as a shell reports Ctrl-C
+
+
+def let_interrupt_end() -> None:
+    """Let Ctrl-C end this process at once, where Python would raise KeyboardInterrupt.
+
+    Amid imports that leaves half of a module, and amid the start of MPI a rank that waits for
+    others when it ends.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where it is ignored
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+@contextmanager
+def raising_interrupt() -> Iterator[None]:
+    """Raise KeyboardInterrupt at Ctrl-C until the end of the block, so that files are tidied up."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 class Interrupted(Exception):
     """A run stopped at a signal, its checkpoint written; number is that of the signal."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -146,7 +147,8 @@ def test_the_timeout_is_that_of_the_world(
     for wrong in ("0", "-1", "nan", "x"):
         with pytest.raises(SystemExit):
             main([*command.split(), "--timeout", wrong])
-        assert f"argument --timeout: invalid seconds value: '{wrong}'" in capsys.readouterr().err
+        said = f"argument --timeout: {wrong}: must be a number of seconds above 0"
+        assert said in capsys.readouterr().err
 
 
 def test_the_timeout_of_train_is_the_jobs(tmp_path: Path) -> None:
@@ -162,3 +164,46 @@ def test_any_other_error_ends_the_job_with_a_traceback_of_its_rank() -> None:
     assert done.returncode == 1
     assert "rank 1 | Traceback" in done.stderr
     assert "TypeError: 'NoneType' object is not callable" in done.stderr
+
+
+SLOW_START = """
+import sys, time, types
+class Slow(types.ModuleType):
+    def __getattr__(self, name):
+        if name != "World": raise AttributeError(name)
+        print("starting", flush=True)
+        time.sleep(60)
+sys.modules["cpdhpc.world.mpi"] = Slow("cpdhpc.world.mpi")
+sys.argv = ["cpdhpc", "bench", "latency"]
+from cpdhpc.cli import main
+main()
+"""
+PLANS = """
+import sys, time
+from cpdhpc.commands import study
+def wait(arguments):
+    try:
+        print("starting", flush=True)
+        time.sleep(60)
+    finally:
+        print("tidied up", flush=True)
+study.run_plan = wait
+sys.argv = ["cpdhpc", "study", "plan", "x.toml"]
+from cpdhpc.cli import main
+sys.exit(main())
+"""
+
+
+@every("program, status, said", [(SLOW_START, -signal.SIGINT, ""), (PLANS, 130, "tidied up\n")])
+def test_ctrl_c_ends_a_command_without_a_traceback(program: str, status: int, said: str) -> None:
+    """At once where ranks start; where files are written they are tidied up first."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None and process.stdout.readline() == "starting\n"
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (status, said, "")

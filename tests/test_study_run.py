@@ -19,6 +19,7 @@ from training import leave_sessions
 from cpdhpc import store
 from cpdhpc.claim import read_claim
 from cpdhpc.cli import main
+from cpdhpc.study import run_here
 from cpdhpc.study.cases import batches, expand
 from cpdhpc.study.folder import Folder
 from cpdhpc.study.run_here import GRACE_S, LOG_LINES
@@ -161,6 +162,20 @@ def test_ctrl_c_stops_the_ranks_cleanly(tmp_path: Path, run: Run) -> None:
     found = read_claim(claim)
     assert found is not None and found.state == "stopped"
     assert not list(folder.cases.iterdir())
+
+
+def test_a_launcher_that_outlives_its_ranks_is_ended(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Open MPI's does now and then; what the ranks have measured counts."""
+    monkeypatch.setattr(run_here, "SEARCH_S", 0.1)
+    monkeypatch.setattr(run_here, "LOST_S", 1.0)
+    rank = '"$@" & wait; while :; do sleep 1; done'
+    fake_launcher(tmp_path, monkeypatch, f"shift 5; {rank}")
+    path = study_file(tmp_path, sweep={"ranks": [1]})
+    status, shown = run("study", "run", path, "--out", tmp_path / "out")
+    assert "mpirun outlives its ranks: is ended" in shown
+    assert status == 0, shown
 
 
 def test_ctrl_c_ends_a_launcher_that_has_not_begun(

@@ -269,7 +269,6 @@ def add_status(parser: argparse.ArgumentParser) -> None:
 
 
 WATCH_S = 30.0
-INTERRUPTED = 130  # as a shell reports Ctrl-C
 
 
 def run_status(arguments: argparse.Namespace) -> int:
@@ -280,19 +279,16 @@ def run_status(arguments: argparse.Namespace) -> int:
     every_s = arguments.watch
     if every_s is not None and not every_s > 0:
         raise UserError(f"--watch {every_s:g}: should be a time above zero, in seconds")
-    try:
-        while True:
-            standing = look(study, folder)
-            if arguments.json:
-                print(json.dumps(_status_json(study, folder, standing, arguments.summary)))
-            else:
-                print(*_status_lines(study, standing, arguments.summary), sep="\n")
-            if every_s is None or not standing.live:
-                return 0
-            sys.stdout.flush()
-            time.sleep(every_s)
-    except KeyboardInterrupt:
-        return INTERRUPTED
+    while True:
+        standing = look(study, folder)
+        if arguments.json:
+            print(json.dumps(_status_json(study, folder, standing, arguments.summary)))
+        else:
+            print(*_status_lines(study, standing, arguments.summary), sep="\n")
+        if every_s is None or not standing.live:
+            return 0
+        sys.stdout.flush()
+        time.sleep(every_s)
 
 
 def _status_lines(study: Study, standing: Standing, summary: bool) -> Iterator[str]:

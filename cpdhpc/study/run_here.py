@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Self
 
@@ -20,7 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from ..claim import read_claim
 from ..config import UserError
-from ..signals import Caught, catching
+from ..signals import INTERRUPTED, Caught, catching
 from ..study_data.factors import Case
 from .cases import Batch, batches, expand
 from .collect import collect
@@ -128,7 +128,8 @@ LOG_LINES = 15  # the last of a batch that ends without an error of ours: its la
 # Open MPI names its directory by its process number: one that another user, or a launcher that was
 # killed, has left there ends a later launcher of that number (status 213). So each gets its own.
 SESSIONS = "PRTE_MCA_prte_tmpdir_base"
-INTERRUPTED = 130  # as a shell reports Ctrl-C
+LOST_S = 30.0  # for a launcher to end after its ranks, which Open MPI 5 now and then does not
+SEARCH_S = 5.0  # between two looks for ranks
 
 
 def measure(study: Study, folder: Folder) -> int:
@@ -230,13 +231,47 @@ def _launch(folder: Folder, job: Batch, todo: list[Case], display: Display, caug
             env={SESSIONS: sessions} | environment,
             start_new_session=True,  # a terminal's Ctrl-C would end the ranks at once
         )
+        watch = Watch(command[len(prefix) :])
         while process.poll() is None and not caught.number:
             time.sleep(LOOK_S)
             todo = display.update(folder, todo)
+            if watch.lost():
+                display.line(
+                    f"batch {job.number}: {prefix[0]} has not ended after its ranks: ended"
+                )
+                process.kill()
+                process.wait()
         if caught.number:
             _stop(process, folder.claim_file(job.number), caught)
     display.update(folder, todo)
     return process.returncode
+
+
+class Watch:
+    """Looks now and then whether a launcher's ranks are gone, and it is not.
+
+    command: of each rank, with its arguments; without /proc nothing is ever seen
+    """
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self._line = b"".join(word.encode() + b"\0" for word in command)
+        self._search_s = self._seen_s = 0.0
+
+    def lost(self) -> bool:
+        """Return whether ranks have been there, and for LOST_S none has been."""
+        now_s = time.monotonic()
+        if now_s >= self._search_s:
+            self._search_s = now_s + min(SEARCH_S, LOST_S)
+            if any(self._line == line for line in _command_lines()):
+                self._seen_s = now_s
+        return bool(self._seen_s) and now_s - self._seen_s > LOST_S
+
+
+def _command_lines() -> Iterator[bytes]:
+    """Yield what the living processes of this machine were started with."""
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):  # ended since, or another user's
+            yield path.read_bytes()
 
 
 @contextmanager
