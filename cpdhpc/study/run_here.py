@@ -236,9 +236,7 @@ def _launch(folder: Folder, job: Batch, todo: list[Case], display: Display, caug
             time.sleep(LOOK_S)
             todo = display.update(folder, todo)
             if watch.lost():
-                display.line(
-                    f"batch {job.number}: {prefix[0]} has not ended after its ranks: ended"
-                )
+                display.line(f"batch {job.number}: {prefix[0]} outlives its ranks: is ended")
                 process.kill()
                 process.wait()
         if caught.number:
