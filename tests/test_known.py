@@ -10,9 +10,10 @@ import pytest
 from every import every
 
 from cpdhpc.collectives import known
+from cpdhpc.collectives.allreduce import Allreduce, allreduce, simulate
 from cpdhpc.collectives.checks import NonFiniteGradient
 from cpdhpc.collectives.known import KEPT, Known, Recordings, keep, know, know_as, run_known
-from cpdhpc.collectives.method import Method, Reduced, Segment
+from cpdhpc.collectives.method import Method, Op, Reduced, Segment
 from cpdhpc.ops.call_list import (
     LOOKS,
     OVERLAPS,
@@ -23,6 +24,7 @@ from cpdhpc.ops.call_list import (
     make_list,
     run_agreed,
 )
+from cpdhpc.world.mpi import World as MpiWorld
 from cpdhpc.world.ranks import Loopback
 
 NODES = (0, 0)
@@ -279,3 +281,26 @@ def test_a_compiled_run_takes_lists_of_one_plain_array() -> None:
     for wrong in (x.astype(np.float64), x.astype(np.int32), x.astype(">f4"), square):
         assert found([wrong], [out]) == STRANGE
     assert found([x], [frozen]) == STRANGE and (board == told).all()
+
+
+@every("wire, op", [("raw", "sum"), ("e4m3", "mean"), ("e4m3", "sum")])
+def test_a_process_alone_runs_calls_that_come_again_at_once(wire: str, op: Op) -> None:
+    """With the bits of the simulation, in place too, and with the errors of a first call."""
+    world = MpiWorld()
+    x = np.random.default_rng(0).standard_normal(5000).astype(np.float32)
+    wanted = simulate([x], wire, "ring", op=op).tobytes()
+    method = Allreduce(wire, "ring", op=op)
+    for _ in range(4):
+        assert method.run(world, [x]).arrays[0].tobytes() == wanted
+        again = x.copy()
+        assert allreduce(world, again, wire, "ring", op=op, out=again).tobytes() == wanted
+    assert {key[0] for key in world.board.known} >= {id(method)}
+    bad = x.copy()
+    bad[7] = np.nan
+    if wire != "raw":
+        with pytest.raises(NonFiniteGradient):
+            method.run(world, [bad])
+    with pytest.raises(TypeError, match="float64"):
+        allreduce(world, x.astype(np.float64), wire, "ring", op=op)
+    assert method.run(world, [x]).arrays[0].tobytes() == wanted
+    world.free()
