@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
@@ -129,9 +130,7 @@ def _take(path: Path, what: str, say: Callable[[str], None]) -> TextIO:
     file = path.open("a", encoding="utf-8")
     try:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ClaimError(_busy(path, what)) from None
+            _lock(file, path, claim, what, say)
         except OSError as error:
             if error.errno not in NO_LOCKS:
                 raise
@@ -156,6 +155,33 @@ def _take(path: Path, what: str, say: Callable[[str], None]) -> TextIO:
         with suppress(OSError):
             file.close()
         raise
+
+
+REQUEUED_S = 90.0  # for the ranks of a job's former life, which Slurm gives 30 s to end
+
+
+def _lock(file: TextIO, path: Path, claim: Claim, what: str, say: Callable[[str], None]) -> None:
+    """Lock a file. Raises ClaimError where another process has it, OSError where none can.
+
+    Who has it as this job of Slurm's former life, before it was requeued, is waited for.
+    """
+    end_s, told = time.monotonic() + REQUEUED_S, False
+    while True:
+        try:
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            before = read_claim(path)
+            former = before is not None and claim.job_id and before.job_id == claim.job_id
+            requeued = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
+            if not (former and requeued) or time.monotonic() > end_s:
+                raise ClaimError(_busy(path, what)) from None
+        if not told:
+            say(f"{path}: waits for {before}, of this job before it was requeued, to end")
+            told = True
+        time.sleep(LOOK_S)
+
+
+LOOK_S = 0.5  # between two looks whether a lock is free
 
 
 def _busy(path: Path, what: str) -> str:

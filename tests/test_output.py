@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import resource
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -36,6 +37,30 @@ def test_two_runs_do_not_write_the_same_files(tmp_path: Path) -> None:
         assert f"{tmp_path}/.b.lock: another run of b is at work: {claimant}" in str(raised.value)
         assert ", since 20" in str(raised.value)
     claim(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_requeued_job_waits_for_the_ranks_of_its_former_life(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another job does not wait, and nobody for ever."""
+    monkeypatch.setattr("cpdhpc.claim.LOOK_S", 0.01)
+    monkeypatch.setenv("SLURM_JOB_ID", "9")
+    said: list[str] = []
+    with ExitStack() as former:
+        former.enter_context(alone(tmp_path / ".b.lock", "run of b", print))
+        with pytest.raises(ClaimError), alone(tmp_path / ".b.lock", "run of b", said.append):
+            pass
+        monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+        monkeypatch.setattr("cpdhpc.claim.REQUEUED_S", 0.05)
+        with pytest.raises(ClaimError), alone(tmp_path / ".b.lock", "run of b", said.append):
+            pass
+        assert len(said) == 1 and "Slurm job 9" in said[0]
+        assert "of this job before it was requeued, to end" in said[0]
+        monkeypatch.setattr("cpdhpc.claim.REQUEUED_S", 60.0)
+        given_back = former.pop_all()
+        with alone(tmp_path / ".b.lock", "run of b", lambda text: given_back.close()):
+            assert (tmp_path / ".b.lock").exists()
     assert list(tmp_path.iterdir()) == []
 
 
