@@ -122,7 +122,8 @@ OUTPUT = layers.QuantizedOutput(4, 2)
         ([layers.QuantizedInput(), nn.AvgPool2d(2)], "layer 1 (AvgPool2d(kernel_size=2, stride=2"),
         (
             [nn.Flatten()],
-            "layer 0 (Flatten(start_dim=1, end_dim=-1)): takes codes: before it are i",
+            "layer 0 (Flatten(start_dim=1, end_dim=-1)): takes codes: before it are images: a "
+            "network of integers is a torch.nn.Sequential of layers of cpdhpc.quantized.layers",
         ),
         ([layers.QuantizedInput(), layers.QuantizedNorm(1)], "takes sums: before it are codes"),
         ([layers.QuantizedInput(), nn.Sequential(nn.MaxPool2d(3, 2))], "layer 1.0 (MaxPool2d"),

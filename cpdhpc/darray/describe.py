@@ -21,7 +21,8 @@ from .windows import Integers, RankPieces, Windows, fill_value, flat_index, inte
 class RankCost:
     """One rank's part of an exchange; an accumulation sends what an exchange receives.
 
-    owned_cells, window_cells, interior_cells: of its boxes; interior: what no message changes
+    owned_cells, window_cells, interior_cells: of its boxes; interior: a box
+        of the window, as large as cuts leave it, that no message changes
     local_cells: of the window, that show cells of its own
     sends_to: the ranks that it sends to; recvs_from: those that it receives from
     sent_bytes, received_bytes: of payloads
@@ -86,7 +87,7 @@ class Description:
 
     @property
     def interior_share(self) -> float:
-        """Share of all windows' cells that no message changes: work to overlap messages with."""
+        """Share of all windows' cells that interiors have: work to overlap messages with."""
         cells = sum(each.window_cells for each in self.ranks)
         return sum(each.interior_cells for each in self.ranks) / cells if cells else 1.0
 

@@ -295,6 +295,10 @@ FORMS: dict[type[nn.Module], Form] = {
     nn.Dropout: Form("codes", "codes", None),
     nn.Identity: Form("codes", "codes", None),
 }
+ALLOWED = (
+    "a network of integers is a torch.nn.Sequential of layers of cpdhpc.quantized.layers from "
+    'QuantizedInput to QuantizedOutput, as [model] name = "quantized_cnn" is'
+)
 
 
 def to_integers(model: nn.Module) -> IntegerNetwork:
@@ -310,9 +314,9 @@ def to_integers(model: nn.Module) -> IntegerNetwork:
         form = FORMS.get(type(layer))
         if form is None:
             known = ", ".join(each.__name__ for each in FORMS)
-            raise ValueError(f"{where}: has no integer form: known are {known}")
+            raise ValueError(f"{where}: has no integer form: known are {known}: {ALLOWED}")
         if form.takes != stage:
-            raise ValueError(f"{where}: takes {form.takes}: before it are {stage}")
+            raise ValueError(f"{where}: takes {form.takes}: before it are {stage}: {ALLOWED}")
         try:
             if form.convert is not None:
                 made, given = form.convert(layer, given)
@@ -321,7 +325,9 @@ def to_integers(model: nn.Module) -> IntegerNetwork:
             raise ValueError(f"{where}: {error}") from None
         stage = form.gives
     if stage != "scores":
-        raise ValueError(f"to_integers: the last layer gives {stage}: must be a QuantizedOutput")
+        raise ValueError(
+            f"to_integers: the last layer gives {stage}: must be a QuantizedOutput: {ALLOWED}"
+        )
     return IntegerNetwork(layers)
 
 
