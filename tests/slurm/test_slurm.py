@@ -279,6 +279,23 @@ def test_training_goes_on_after_usr1_with_the_same_bits(lab: Lab, openmpi: Mpi |
         assert study_file["samples/is_warmup"][0].sum() == 4
 
 
+def test_a_job_that_must_not_requeue_stays_stopped(lab: Lab, openmpi: Mpi | str) -> None:
+    """As docs/training.md says under "Signals"."""
+    if isinstance(openmpi, str):
+        pytest.skip(openmpi)
+    script = [str(ROOT / "slurm" / "train.sbatch"), str(lab.file("stopped.toml", TRAIN))]
+    job = int(lab.call("sbatch", "--parsable", "--ntasks-per-node=1", *script))
+    log = lab.directory / f"train-{job}.log"
+    lab.until(log, "epoch 2 of")
+    lab.call("scontrol", "update", f"JobId={job}", "Requeue=0")
+    lab.interrupt(log, "--batch", str(job))
+    lab.wait([job])
+    ended = lab.call("scontrol", "--oneliner", "show", "job", str(job))
+    assert "JobState=FAILED" in ended and "Restarts=0 " in ended and "ExitCode=85:0" in ended
+    assert "cannot be requeued from here: submit it again to go on" in log.read_text()
+    assert (lab.directory / "results" / "stopped" / "stopped-s0.checkpoint.h5").exists()
+
+
 def test_cancel_ends_the_jobs_of_a_study(lab: Lab, openmpi: Mpi | str) -> None:
     if isinstance(openmpi, str):
         pytest.skip(openmpi)
