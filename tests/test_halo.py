@@ -124,7 +124,7 @@ def test_show_prints_the_table_of_a_plan(capsys: pytest.CaptureFixture[str]) -> 
     out = shown("--shape 12,16 --procs 2,3 --halo 1", capsys)
     assert "22 messages of 352 bytes in all; at most 5 neighbours and 76 bytes a rank" in out
     assert "rank 1: owns [0:6, 6:11], window [-1:7, 5:12]" in out
-    assert "interior: the cells of one box of the window, halo too, that waits for no message" in out
+    assert "interior: the cells of one box of the window, halo too, that waits for no" in out
     out = shown("--shape 12 --procs 3 --halo 0:2 --rank 1 --trail 3,96", capsys)
     assert "window [4:10]" in out and "float32 x 288" in out
     out = shown("--shape 9,9 --procs 3,3 --rank 0 --halo 4 --boundary none,wrap", capsys)
