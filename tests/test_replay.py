@@ -92,7 +92,7 @@ def test_products_are_those_of_layers(kind: Any, how: dict[str, Any], space: tup
 
 def test_answers_are_those_of_the_measures(file: Path):
     recorded = load(file)
-    asked = Question(("e4m3", "e5m2"), ("none", "aps"), (2, 4, 8), ("e5m10",))
+    asked = Question(("e4m3", "e5m2"), ("none", "aps"), (1, 2, 4, 8), ("e5m10",))
     answers = replay(recorded, asked)
     groups = {name: {n: v.data for n, v in of.items()} for name, of in answers.groups.items()}
     of, tensor = groups["rounding"], next(t for t in recorded.tensors if t.kind == "errors")
@@ -114,6 +114,7 @@ def test_answers_are_those_of_the_measures(file: Path):
     assert sums["ranks"].tolist() == [2, 4]
     assert sums["relative_error"][0, 0, 0, way, 1] == pytest.approx(expected, rel=1e-12)
     assert "sums over 8 ranks: gradients of 4 were recorded" in answers.left_out
+    assert "sums over 1 rank: nothing is added" in answers.left_out
     products = groups["products"]
     assert products["terms"][:, 0].tolist() == [6, 4, 120, 24, 3, 20]
     assert (
@@ -171,6 +172,11 @@ def test_what_cannot_be_replayed_is_told_in_a_line(file: Path, tmp_path: Path, c
     for changes, message in (
         ({"formats": ("e9m9",)}, "precision replay: FloatFormat: exp=9"),
         ({"scalings": ("tiles",)}, "--scalings tiles: known are none, aps"),
+        ({"formats": ()}, "precision replay: --formats: names none: give one or more"),
+        ({"scalings": ()}, "precision replay: --scalings: names none: give one or more"),
+        ({"accumulates": ()}, "precision replay: --accumulates: names none: give one or more"),
+        ({"ranks": (2, 0)}, "precision replay: --ranks 0: must be 1 or more"),
+        ({"ranks": (-1,)}, "precision replay: --ranks -1: must be 1 or more"),
     ):
         with pytest.raises(ConfigError, match=message):
             Question(**changes)
@@ -178,6 +184,8 @@ def test_what_cannot_be_replayed_is_told_in_a_line(file: Path, tmp_path: Path, c
     Recorder(model, tmp_path / "empty.h5", every=1).close()
     with pytest.raises(ConfigError, match=r"empty\.h5: holds no iteration yet"):
         replay(load(tmp_path / "empty.h5"), Question())
+    assert main(["precision", "replay", str(file), "--formats", ""]) == 2
+    assert "cpdhpc: error: precision replay: --formats" in capsys.readouterr().err
     assert main(["precision", "replay", str(file), "--out", str(file)]) == 2
     assert "no file of kind 'replay': not replaced" in capsys.readouterr().err
     store.write(tmp_path / "x.h5", {"exponents": {}}, {"kind": "replay"})

@@ -50,7 +50,8 @@ class Question:
     formats, scalings: in which tensors are rounded, and gradients summed
     ranks: over how many the gradients are summed; empty: 2, 4, ... up to those that were recorded
     accumulates: formats in which products are summed
-    Raises ConfigError, with the option of the command, for a name that is not known.
+    Raises ConfigError, with the option of the command, for a name that is not known, for a list of
+    names that is empty, and for a number of ranks below 1.
     """
 
     formats: tuple[str, ...] = ("e4m3", "e5m2")
@@ -59,6 +60,12 @@ class Question:
     accumulates: tuple[str, ...] = ("e5m10", "e6m9", "bf16", "e5m5")
 
     def __post_init__(self) -> None:
+        for option in ("formats", "scalings", "accumulates"):
+            if not getattr(self, option):
+                raise ConfigError(f"precision replay: --{option}: names none: give one or more")
+        for count in self.ranks:
+            if count < 1:
+                raise ConfigError(f"precision replay: --ranks {count}: must be 1 or more")
         try:
             found = {name: parse_format(name) for name in (*self.formats, *self.accumulates)}
         except ValueError as problem:
@@ -220,6 +227,8 @@ def _sums(
     for count in counts:
         if count > most:
             left_out.append(f"sums over {count} ranks: gradients of {most} were recorded")
+        elif count == 1:
+            left_out.append("sums over 1 rank: nothing is added")
     counts = tuple(count for count in counts if 2 <= count <= most)
     ways = [way for way in WAYS if way.algorithm not in ("hier", "gather")]  # for these: as direct
     if not counts:
