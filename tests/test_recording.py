@@ -13,12 +13,14 @@ from test_store import files_of_at_most
 from training import model_bytes, run_job, small_data, small_job
 
 from cpdhpc import store
+from cpdhpc.cli import main
 from cpdhpc.config import ConfigError, UserError, dump_toml
 from cpdhpc.precision.recorder import Recorder
 from cpdhpc.precision.recording import KINDS, Recorded, Tensor, kept_rows, load
 from cpdhpc.signals import Caught, Interrupted
 from cpdhpc.train import gradients
 from cpdhpc.train import job as jobs
+from cpdhpc.train.command import Trainer
 from cpdhpc.train.loop import Diverged, run
 from cpdhpc.train.progress import Display
 from cpdhpc.train.reducer import GradientReducer
@@ -300,3 +302,27 @@ def test_no_flipped_bit_goes_unnoticed(tmp_path: Path):
         with pytest.raises(UserError) as raised:
             load(path)
         assert "\n" not in str(raised.value)
+
+
+def test_the_command_refuses_what_records_nothing_and_tells_of_an_empty_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(Trainer, "data_of", lambda self, job: small_data())
+    (tmp_path / "job.toml").write_text(dump_toml(small_job().plain()))
+    out, results = tmp_path / "r.h5", tmp_path / "results"
+    words = ["precision", "record", str(tmp_path / "job.toml"), "--results", str(results)]
+    words += ["--out", str(out)]
+    for nothing in (["--every", "0"], ["--iterations", ""], ["--set", "record.every=0"]):
+        assert main([*words, *nothing]) == 2
+        assert "precision record: small-s0: no iteration would be" in capsys.readouterr().err
+        assert not results.exists() and not out.exists()
+    assert main([*words, "--iterations", "5000,10"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    (early,) = (line for line in said if "will be recorded" in line)
+    assert early.startswith("small-s0: [record]: none of its 10 iterations, from 0, will")
+    assert early.endswith("asked for is 10")
+    assert said.index(early) < min(i for i, line in enumerate(said) if ": epoch 1 of" in line)
+    assert said[-1] == f"recording: {out}: holds no iteration"
+    assert main([*words, "--iterations", "9", "--set", "name=other", "--out", f"{out}x"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[-1] == f"recording: {out}x" and not any("none of its" in line for line in said)

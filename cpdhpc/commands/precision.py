@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .. import store
-from ..config import ConfigError, dump_toml, settings_of, suggest, validate
+from ..config import ConfigError, UserError, dump_toml, settings_of, suggest, validate
 from ..precision.policy import PRESETS, Policy
 from ..precision.recording import KINDS, load
 from ..precision.replay import KIND, Question, replay
@@ -65,8 +65,14 @@ OPTIONS = ("layers", "tensors", "every", "count", "iterations", "max_mib", "thin
 
 
 def run_record(arguments: argparse.Namespace, world: World) -> int:
-    """Train, and record what the options say. Collective."""
+    """Train, and record what the options say. Collective.
+
+    Raises ConfigError on all alike, before training, where they ask for no iteration; UserError
+    behind all runs where some diverged.
+    """
     from ..train.command import train
+    from ..train.output import Files
+    from ..train.setup import agreed
 
     given = {name: getattr(arguments, name) for name in OPTIONS}
     settings = [
@@ -80,10 +86,29 @@ def run_record(arguments: argparse.Namespace, world: World) -> int:
         settings.append(f"record.{dump_toml({'file': str(arguments.out)}).strip()}")
     settings += settings_of(arguments)
     directory = arguments.results or Path("results") / arguments.file.stem
-    train(world, arguments.file, settings, directory, arguments.resume)
+    jobs = agreed(world, lambda: _recording(arguments.file, settings))
+    _, diverged = train(world, arguments.file, settings, directory, arguments.resume)
     if world.process == 0:
-        print(f"recording: {arguments.out or f'{directory}/*.recording.h5'}")
+        for path in [Files.of(directory, job).recording(job) for job in jobs]:
+            found = path.exists() and store.contents(path)[1]
+            print(f"recording: {path}{'' if found else ': holds no iteration'}")
+    if diverged:
+        raise UserError(f"{len(diverged)} of {len(jobs)} runs: {'; '.join(diverged)}")
     return 0
+
+
+def _recording(file: Path, settings: list[str]) -> list[Job]:
+    """Return the runs of a job file. Raises ConfigError where one would record no iteration."""
+    from ..train.job import load
+
+    jobs = load(file, settings)
+    for job in jobs:
+        if not job.record.number:
+            raise ConfigError(
+                f"precision record: {job.id}: no iteration would be recorded: --every N, 1 or "
+                "more, or --iterations N,..."
+            )
+    return jobs
 
 
 def add_replay(parser: argparse.ArgumentParser) -> None:

@@ -72,6 +72,11 @@ def run(training: Training, caught: Caught, display: Display) -> None:
         display.line(
             f"{job.id}: [precision]: warmup={warmup}: fixed scales round nothing in {steps} steps"
         )
+    if job.record.iterations and (first := min(job.record.iterations)) >= steps:
+        display.line(
+            f"{job.id}: [record]: none of its {steps} iterations, from 0, will be recorded: the "
+            f"first one that is asked for is {first}"
+        )
     if interval > steps:
         display.line(f"{job.id}: update.period={interval}: no mean over ranks in {steps} steps")
     display.start(job.id, training.samples * job.train.epochs, training.samples_seen)
