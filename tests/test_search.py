@@ -26,7 +26,7 @@ from cpdhpc.commands.precision import add_search
 from cpdhpc.commands.report import OF_KIND
 from cpdhpc.compress import Context, LowBit, State
 from cpdhpc.compress.bucket import Bucket
-from cpdhpc.config import UserError, validate
+from cpdhpc.config import UserError, dump_toml, validate
 from cpdhpc.precision.conversion import convert
 from cpdhpc.precision.policy import Policy
 from cpdhpc.precision.recorder import Recorder
@@ -173,6 +173,31 @@ def test_bits_of_a_mixture_are_what_travels() -> None:
     counted = of.widths(formats)["wire"] * 1378
     # but for a shift a tile, and what ranks tell each other
     assert counted == pytest.approx(8 * float(world.bytes_sent.mean()), abs=8 * 64)
+
+
+def test_bits_have_one_measure_in_table_shares_and_history(tmp_path: Path) -> None:
+    """float32 everywhere travels as it is, without tiles: 32 bits a value, shares by values."""
+    sizes = {"conv": (36, 4), "norm": (4, 4), "fc": (384,), "out": (60, 10)}
+    places = tuple(Place(n, s, 0, 0, (RAW, "e4m3"), (0.0, 0.1)) for n, s in sizes.items())
+    float32, narrow = (RAW,) * 4, ("e4m3",) * 4
+    rows = [(float32, 6104.0), (narrow, 11355.0), ((*narrow[:3], RAW), 12000.0)]
+    trials = tuple(Trial(f, (0,), "x", (50.0,), sent, 0.0, WITHIN) for f, sent in rows)
+    asked = dump_toml({"name": "net", "search": {"budget": 1.0}})
+    Evidence(asked, places, trials, float32).write(tmp_path / "s.h5")
+    report = search_report(tmp_path / "s.h5")
+    layers, trainings = report.tables
+    at = layers.headings.index("share %")
+    assert [row[at] for row in layers.rows] == ["8.0", "1.6", "76.5", "13.9"]
+    by_layer, history = report.charts
+    (share,) = by_layer.panels[1].series
+    np.testing.assert_allclose(share.x, 100 * np.array([40, 8, 384, 70]) / 502, rtol=1e-12)
+    (series,) = history.panels[0].series
+    # seven tensors, each a tile of 1,024 codes of 8 bits; the last two in float32: 36 bits and 320
+    tiles = 8 * 1024
+    expected = [32.0, 7 * tiles / 502, (5 * tiles + 32 * 1024 + 320) / 502]
+    np.testing.assert_allclose(series.y, expected, rtol=1e-12)
+    at = trainings.headings.index("bits wire")
+    assert [row[at] for row in trainings.rows] == [f"{each:.2f}" for each in expected]
 
 
 def test_report_knows_the_files_of_searches() -> None:

@@ -118,19 +118,24 @@ class Evidence:
         wanted = tuple(formats), tuple(seeds)
         return next((t for t in self.trials if (t.formats, t.seeds) == wanted), None)
 
+    def bits(self, formats: Sequence[str]) -> list[int]:
+        """Return the bits of all values of each place, of those on the wire as they travel."""
+        found = [place.bits(name) for place, name in zip(self.places, formats, strict=True)]
+        wires = [i for i, place in enumerate(self.places) if place.tensor == WIRE]
+        plain = [i for i in wires if formats[i] == RAW]
+        for i in plain[:-1]:
+            last = self.places[i].sizes[-1]  # others in float32 follow it, behind a whole tile
+            found[i] += 8 * packed_bytes(last, 32) - 32 * last
+        for i in wires if plain == wires else ():
+            found[i] = 32 * self.places[i].values  # without lowbit no tile is filled up
+        return found
+
     def widths(self, formats: Sequence[str]) -> dict[str, float]:
         """Return the bits of a value in these formats, by tensor: means over its places."""
-        pairs = list(zip(self.places, formats, strict=True))
-        found = {}
+        pairs, found = list(zip(self.places, self.bits(formats), strict=True)), {}
         for tensor in dict.fromkeys(place.tensor for place in self.places):
-            some = [(place, name) for place, name in pairs if place.tensor == tensor]
-            bits = sum(p.bits(n) for p, n in some)
-            for place in [p for p, n in some if n == RAW and tensor == WIRE][:-1]:
-                last = place.sizes[-1]  # others in float32 follow it, behind a whole tile
-                bits += 8 * packed_bytes(last, 32) - 32 * last
-            found[tensor] = bits / sum(p.values for p, _ in some)
-            if tensor == WIRE and all(name == RAW for _, name in some):
-                found[tensor] = 32.0  # without lowbit no tile is filled up
+            some = [(place.values, bits) for place, bits in pairs if place.tensor == tensor]
+            found[tensor] = sum(bits for _, bits in some) / sum(values for values, _ in some)
         return found
 
     def write(self, path: Path) -> None:

@@ -17,8 +17,9 @@ from .evidence import RAW, WIRE, Evidence, Place, Trial, width
 
 CAPTION = (
     "Wire: gradients that travel. Bits: of a value's code. Share: of all bits, of a batch; of what "
-    "travels whole tiles of 1,024 values. Exponents: of what was looked at. Error: wire: of the "
-    "layer, relative to the whole mean gradient in float64; others: of the layer's products."
+    "travels whole tiles of 1,024 values, unless all of it is float32. Exponents: of what was "
+    "looked at. Error: wire: of the layer, relative to the whole mean gradient in float64; others: "
+    "of the layer's products."
 )
 TRAININGS = (
     "Bits: over the number of values, by tensor. Sent: in a step, by the rank that sends most. "
@@ -41,30 +42,30 @@ def search_report(path: Path) -> Report:
 
 
 def _layers(of: Evidence) -> list[Section]:
-    pairs = list(zip(of.places, of.found, strict=True))
-    total = sum(place.bits(name) for place, name in pairs)
+    whole = of.bits(of.found)
+    shares = [100 * bits / sum(whole) for bits in whole]
+    rows = list(zip(of.places, of.found, shares, strict=True))
 
-    def error(pair: tuple[Place, str]) -> str:
-        place, name = pair
+    def error(row: tuple[Place, str, float]) -> str:
+        place, name, _ = row
         return units.digits(place.errors[place.formats.index(name)])
 
     columns = [
-        Column[tuple[Place, str]]("layer", lambda p: p[0].name, numbers=False),
-        Column[tuple[Place, str]]("tensor", lambda p: p[0].tensor, numbers=False),
-        Column[tuple[Place, str]]("values", lambda p: f"{p[0].values:,}"),
-        Column[tuple[Place, str]]("exponents", lambda p: f"{p[0].low} .. {p[0].high}"),
-        Column[tuple[Place, str]]("format", lambda p: p[1], numbers=False),
-        Column[tuple[Place, str]]("bits", lambda p: str(width(p[1]))),
-        Column[tuple[Place, str]]("share\n%", lambda p: f"{100 * p[0].bits(p[1]) / total:.1f}"),
-        Column[tuple[Place, str]]("error", error),
+        Column[tuple[Place, str, float]]("layer", lambda r: r[0].name, numbers=False),
+        Column[tuple[Place, str, float]]("tensor", lambda r: r[0].tensor, numbers=False),
+        Column[tuple[Place, str, float]]("values", lambda r: f"{r[0].values:,}"),
+        Column[tuple[Place, str, float]]("exponents", lambda r: f"{r[0].low} .. {r[0].high}"),
+        Column[tuple[Place, str, float]]("format", lambda r: r[1], numbers=False),
+        Column[tuple[Place, str, float]]("bits", lambda r: str(width(r[1]))),
+        Column[tuple[Place, str, float]]("share\n%", lambda r: f"{r[2]:.1f}"),
+        Column[tuple[Place, str, float]]("error", error),
     ]
     names = [place.label for place in of.places]
     at = np.arange(len(names), dtype=float)
     style = styles(["found", "share"])
-    bits = [float(width(name)) for _, name in pairs]
-    shares = [100 * place.bits(name) / total for place, name in pairs]
-    least = [float(width(place.formats[-1])) for place, _ in pairs]
-    rows = Axis("layer", names=names)
+    bits = [float(width(name)) for name in of.found]
+    least = [float(width(place.formats[-1])) for place in of.places]
+    layers = Axis("layer", names=names)
     chart = Chart(
         "bits_by_layer",
         "Bits by layer",
@@ -74,7 +75,7 @@ def _layers(of: Evidence) -> list[Section]:
             Panel(
                 "",
                 Axis("bits a value", limits=(0, None)),
-                rows,
+                layers,
                 [
                     Series("found", style["found"], bits, at, join="none"),
                     Series("fewest of use", Style(GREY, "|"), least, at, join="none"),
@@ -84,13 +85,13 @@ def _layers(of: Evidence) -> list[Section]:
             Panel(
                 "",
                 Axis("share of all bits / %", limits=(0, None)),
-                rows,
+                layers,
                 [Series("share", style["share"], shares, at, join="none")],
             ),
         ],
         shared=False,
     )
-    table = tabulate("Layers", columns, pairs, CAPTION)
+    table = tabulate("Layers", columns, rows, CAPTION)
     return [Section("Layers", [_worth(of)], [table], [chart])]
 
 
@@ -125,8 +126,7 @@ def _trainings(of: Evidence) -> Section:
     values = sum(place.values for place in of.places)
 
     def bits(trial: Trial) -> float:
-        rows = zip(of.places, trial.formats, strict=True)
-        return sum(place.bits(name) for place, name in rows) / values
+        return sum(of.bits(trial.formats)) / values
 
     def beside(trial: Trial) -> str:
         base = of.trial((RAW,) * len(of.places), trial.seeds)
