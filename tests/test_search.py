@@ -24,7 +24,7 @@ from cpdhpc.claim import alone
 from cpdhpc.cli import main
 from cpdhpc.commands.precision import add_search
 from cpdhpc.commands.report import OF_KIND
-from cpdhpc.compress import Context, LowBit, State
+from cpdhpc.compress import Context, LowBit, NoCompression, State
 from cpdhpc.compress.bucket import Bucket
 from cpdhpc.config import UserError, dump_toml, validate
 from cpdhpc.precision.conversion import convert
@@ -221,7 +221,17 @@ def test_nothing_that_sends_more_than_float32_is_called_fewer_bits(
     assert f"{base.sent_bytes:,.0f} B a step sent" in shown
     policy = (tmp_path / "out" / searching.POLICY).read_text()
     assert "nothing sends fewer bytes" in policy
-    assert validate(Policy, tomllib.loads(policy)["precision"], "policy").empty
+    assert "# [gradient] is to be put in place of the job's own, which rounds\n" in policy
+    assert f"{searching.POLICY}: its [gradient] is to be put in place of the job's own" in shown
+    adopted = validate(Job, tomllib.loads(job) | {"name": "x"} | tomllib.loads(policy), "adopted")
+    assert adopted.gradient == NoCompression(algorithm="direct") and adopted.precision.empty
+    written = store.read_attributes(tmp_path / "out" / searching.FILE)
+    assert written["ranks"] == written["virtual_ranks"] == 2
+    mixed = replace(evidence, found=("e4m3",) * len(evidence.places))
+    assert "gradient" not in tomllib.loads(searching.policy(mixed, of))
+    plain = asked(tmp_path, "--budget", "1", job=JOB)
+    nothing = searching.policy(evidence, plain)
+    assert "# nothing is to be added" in nothing and not tomllib.loads(nothing)
     worse = replace(evidence.trials[2], sent_bytes=1.5 * uniform.sent_bytes)
     more = replace(evidence, found=worse.formats, trials=(base, uniform, worse))
     assert "50 % more bytes than e4m3" in _worth(more)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
+import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -24,7 +25,7 @@ import numpy as np
 
 from .. import store
 from ..collectives.checks import NonFiniteGradient
-from ..compress import Aggregator, NoCompression
+from ..compress import Aggregator, LowBit, NoCompression
 from ..compress.lowbit import LayerWire
 from ..config import ConfigError, Raw, UserError, difference, dump_toml, validate
 from ..precision import recording
@@ -46,6 +47,7 @@ UNIFORM_SUMS = "e6m9"  # for it: Wang et al., arXiv 1812.08011, without their ch
 POLICY, RUNS = "policy.toml", "runs"
 COUNTS = "search.trials", "search.test_seeds"  # may be others where a search goes on
 WITHIN, BEYOND = "within", "beyond"
+IN_PLACE = "to be put in place of the job's own, which rounds"
 BISECTION, STEP, TESTED = "bisection", "one step more", "unseen seeds"
 RECORDED = (0.02, 0.15, 0.5, 0.98)  # of the iterations of a run: when tensors are looked at
 PRODUCTS_OF_A_LAYER = "forward", "input_gradient", "weight_gradient"
@@ -59,7 +61,8 @@ class Search:
     def __init__(self, asked: Asked, directory: Path, trainer: Trainer, resume: bool) -> None:
         self.asked, self.directory, self.trainer = asked, directory, trainer
         self.world, self.resume = trainer.world, resume
-        self.evidence = Evidence(asked.toml(), provenance=attributes(trainer.world))
+        ranks = trainer.world_of(asked.jobs[0])  # virtual ones included
+        self.evidence = Evidence(asked.toml(), provenance=attributes(ranks))
 
     def run(self) -> None:
         """Search to the end. Collective. Raises UserError or Interrupted on all alike."""
@@ -90,6 +93,8 @@ class Search:
         self._keep(replace(self.evidence, found=found))
         text = policy(self.evidence, self.asked)
         self.world.on_first(lambda: store.put(self.directory / POLICY, text), "search")
+        if "gradient" in tomllib.loads(text):
+            self._say(f"{self.directory / POLICY}: its [gradient] is {IN_PLACE}")
 
     def _say(self, line: str) -> None:
         if self.world.process == 0:
@@ -403,7 +408,10 @@ def told(evidence: Evidence, trial: Trial) -> str:
 
 
 def policy(evidence: Evidence, asked: Asked) -> str:
-    """Return what was found as TOML, rules of [precision], with what it is worth as comments."""
+    """Return what was found as TOML, with what it is worth as comments.
+
+    Rules of [precision]; where float32 sends the fewest bytes, the [gradient] that sends it.
+    """
     limit = (
         f"{asked.budget:g} points"
         if asked.budget is not None
@@ -416,9 +424,23 @@ def policy(evidence: Evidence, asked: Asked) -> str:
             if trial is not None:
                 numbers = ", ".join(map(str, seeds))
                 lines.append(f"# seeds {numbers}: {told(evidence, trial)}")
+    tables: Raw = {}
+    if plain := asked.wire and not narrows(evidence):
+        lines.append("# gradients: nothing sends fewer bytes than float32")
+        if isinstance(asked.jobs[0].gradient, LowBit):
+            lines.append(f"# [gradient] is {IN_PLACE}")
+            given = asked.jobs[0].plain()["gradient"]
+            as_they_are = {key: given[key] for key in ("algorithm", "machine")}
+            tables["gradient"] = {"aggregator": "none", **as_they_are}
+    rules = rules_of(evidence.places, evidence.found, wires=not plain)
+    if rules:
+        tables["precision"] = {"rule": rules}
+    elif not tables:
+        lines.append("# nothing is to be added: float32 everywhere, as the job has it")
+    return "\n".join(lines) + "\n" + dump_toml(tables)
+
+
+def narrows(evidence: Evidence) -> bool:
+    """Return whether what was found has fewer bits than float32 on a wire."""
     pairs = zip(evidence.places, evidence.found, strict=True)
-    narrow = any(place.tensor == WIRE and name != RAW for place, name in pairs)
-    if asked.wire and not narrow:
-        lines.append('# gradients: nothing sends fewer bytes than float32, aggregator = "none"')
-    rules = rules_of(evidence.places, evidence.found, wires=narrow)
-    return "\n".join(lines) + "\n" + dump_toml({"precision": {"rule": rules}})
+    return any(place.tensor == WIRE and name != RAW for place, name in pairs)
