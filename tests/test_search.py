@@ -33,8 +33,10 @@ from cpdhpc.precision.recorder import Recorder
 from cpdhpc.precision.recording import load as load_recording
 from cpdhpc.precision_search import search as searching
 from cpdhpc.precision_search.evidence import (
+    BEYOND,
     KIND,
     RAW,
+    WITHIN,
     Asked,
     Evidence,
     Place,
@@ -44,7 +46,7 @@ from cpdhpc.precision_search.evidence import (
 )
 from cpdhpc.precision_search.proposals import in_products
 from cpdhpc.precision_search.report import _worth, search_report
-from cpdhpc.precision_search.search import BEYOND, WITHIN, Search, narrowing
+from cpdhpc.precision_search.search import Search, narrowing, told
 from cpdhpc.signals import Caught
 from cpdhpc.train import progress
 from cpdhpc.train.command import Trainer
@@ -198,6 +200,32 @@ def test_bits_have_one_measure_in_table_shares_and_history(tmp_path: Path) -> No
     np.testing.assert_allclose(series.y, expected, rtol=1e-12)
     at = trainings.headings.index("bits wire")
     assert [row[at] for row in trainings.rows] == [f"{each:.2f}" for each in expected]
+
+
+@every(
+    ("limit", "lost", "error", "verdict", "shown"),
+    [
+        ({"budget": 1.0}, 1.0017, 0.25, BEYOND, ("-1.002", "0.250", "0.25")),
+        ({"budget": 1.0}, 0.9999, 0.25, WITHIN, ("-1.00", "0.250", "0.25")),
+        ({"gradient_error": 0.05}, 2.0, 0.05001, BEYOND, ("-2.00", "0.05001", "0.05001")),
+        ({"gradient_error": 0.05}, 2.0, 0.0502, BEYOND, ("-2.00", "0.0502", "0.0502")),
+        ({"gradient_error": 0.05}, 2.0, 0.04999, WITHIN, ("-2.00", "0.0500", "0.05")),
+    ],
+)
+def test_rounded_numbers_do_not_contradict_the_verdict(
+    tmp_path: Path, limit: Any, lost: float, error: float, verdict: str, shown: tuple[str, ...]
+) -> None:
+    places = (layer("a", 5000, 0.1, 0.2),)
+    trials = (
+        Trial((RAW,), (0,), "float32", (97.25,), 9.0, 0.0, WITHIN),
+        Trial(("e4m3",), (0,), "step", (97.25 - lost,), 8.0, error, verdict),
+    )
+    evidence = Evidence(dump_toml({"name": "net", "search": limit}), places, trials)
+    evidence.write(tmp_path / "s.h5")
+    table = search_report(tmp_path / "s.h5").tables[-1]
+    at = [table.headings.index(name) for name in ("to float32", "error of the mean")]
+    assert [table.rows[1][i] for i in at] == [*shown[:2]]
+    assert f", error of the mean {shown[2]}: {verdict}" in told(evidence, trials[1])
 
 
 def test_report_knows_the_files_of_searches() -> None:

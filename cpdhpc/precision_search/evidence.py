@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Sequence
+import tomllib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ KIND, FILE = "precision search", "search.h5"
 RAW = "raw"  # float32
 
 
+WITHIN, BEYOND = "within", "beyond"
 WIRE, SUMS = "wire", "accumulators"
 OPERANDS = "weights", "activations", "errors"
 OVER = "wire", "arithmetic", "both"  # what a search is over
@@ -83,7 +85,7 @@ class Trial:
 
     formats: by place; seeds: of its runs; scores: of the test samples, by seed, NaN: none
     sent_bytes: in a step, of the rank that sends most; error: of the mean gradient, NaN: not known
-    what: why it was done; verdict: "within" the budget, "beyond" it, or why it failed
+    what: why it was done; verdict: WITHIN the budget, BEYOND it, or why it failed
     """
 
     formats: tuple[str, ...]
@@ -117,6 +119,17 @@ class Evidence:
         """Return the training with these formats and seeds, None where there was none."""
         wanted = tuple(formats), tuple(seeds)
         return next((t for t in self.trials if (t.formats, t.seeds) == wanted), None)
+
+    def agrees(self, trial: Trial, key: str) -> Callable[[float], bool]:
+        """Return what says whether a number goes with the verdict of a trial.
+
+        key: "budget": of points to float32; "gradient_error"; any goes where it is not the limit
+        """
+        limit = tomllib.loads(self.asked).get("search", {}).get(key)
+        if limit is None or trial.verdict not in (WITHIN, BEYOND):
+            return lambda _: True
+        sign = -1 if key == "budget" else 1  # points below, error above
+        return lambda shown: (sign * shown <= limit) == (trial.verdict == WITHIN)
 
     def bits(self, formats: Sequence[str]) -> list[int]:
         """Return the bits of all values of each place, of those on the wire as they travel."""

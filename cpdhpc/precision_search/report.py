@@ -13,7 +13,7 @@ import numpy as np
 from ..report import units
 from ..report.figures import GREY, Axis, Chart, Panel, Series, Style, styles
 from ..report.tables import Column, Report, Section, tabulate
-from .evidence import RAW, WIRE, Evidence, Place, Trial, width
+from .evidence import BEYOND, RAW, WIRE, WITHIN, Evidence, Place, Trial, width
 
 CAPTION = (
     "Wire: gradients that travel. Bits: of a value's code. Share: of all bits, of a batch; of what "
@@ -132,7 +132,12 @@ def _trainings(of: Evidence) -> Section:
         base = of.trial((RAW,) * len(of.places), trial.seeds)
         if base is None or base is trial or isnan(trial.score):
             return units.NONE
-        return units.signed(trial.score - base.score)
+        return units.signed(trial.score - base.score, of.agrees(trial, "budget"))
+
+    def error(trial: Trial) -> str:
+        agrees = of.agrees(trial, "gradient_error")
+        text = units.agreeing(lambda n: units.digits(trial.error, n), agrees, 3)
+        return units.Cell(text, value=trial.error)
 
     columns = [
         Column[Trial]("why", lambda t: t.what, numbers=False),
@@ -147,7 +152,7 @@ def _trainings(of: Evidence) -> Section:
         Column[Trial]("sent", lambda t: f"{t.sent_bytes:,.0f} B"),
         Column[Trial]("score", lambda t: units.with_deviation(np.array(t.scores))),
         Column[Trial]("to float32", beside),
-        Column[Trial]("error of\nthe mean", lambda t: units.digits(t.error)),
+        Column[Trial]("error of\nthe mean", error),
         Column[Trial]("verdict", lambda t: t.verdict, numbers=False),
     ]
     series = []
@@ -171,4 +176,4 @@ def _trainings(of: Evidence) -> Section:
     return Section("Trainings", tables=[table], charts=[chart])
 
 
-KNOWN = "within", "beyond"
+KNOWN = WITHIN, BEYOND

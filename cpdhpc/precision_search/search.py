@@ -32,6 +32,7 @@ from ..precision import recording
 from ..precision.policy import Policy
 from ..precision.replay import Missing
 from ..provenance import attributes
+from ..report.units import agreeing
 from ..train import gradients
 from ..train.command import Trainer
 from ..train.fitting import samples_of
@@ -39,14 +40,26 @@ from ..train.job import MAY_DIFFER, Job
 from ..train.loop import Diverged, gradient_of
 from ..train.output import Files, claimed
 from ..train.setup import prepare
-from .evidence import FILE, OPERANDS, RAW, SUMS, WIRE, Asked, Evidence, Place, Trial
+from .evidence import (
+    BEYOND,
+    FILE,
+    OPERANDS,
+    RAW,
+    SUMS,
+    WIRE,
+    WITHIN,
+    Asked,
+    Evidence,
+    Place,
+    Trial,
+)
 from .proposals import SATURATED, SCALED, in_products, mean_error, modules_of, proposed
 
 UNIFORM = "e4m3"  # what the result is compared with
 UNIFORM_SUMS = "e6m9"  # for it: Wang et al., arXiv 1812.08011, without their chunks
 POLICY, RUNS = "policy.toml", "runs"
 COUNTS = "search.trials", "search.test_seeds"  # may be others where a search goes on
-WITHIN, BEYOND = "within", "beyond"
+
 IN_PLACE = "to be put in place of the job's own, which rounds"
 BISECTION, STEP, TESTED = "bisection", "one step more", "unseen seeds"
 RECORDED = (0.02, 0.15, 0.5, 0.98)  # of the iterations of a run: when tensors are looked at
@@ -402,7 +415,8 @@ def told(evidence: Evidence, trial: Trial) -> str:
     widths = evidence.widths(trial.formats)
     bits = ", ".join(f"{tensor} {width:.2f}" for tensor, width in widths.items())
     score = "" if math.isnan(trial.score) else f", score {trial.score:.2f}"
-    error = "" if math.isnan(trial.error) else f", error of the mean {trial.error:.2g}"
+    wrong = agreeing(lambda n: f"{trial.error:.{n}g}", evidence.agrees(trial, "gradient_error"), 2)
+    error = "" if math.isnan(trial.error) else f", error of the mean {wrong}"
     sent = "" if math.isnan(trial.sent_bytes) else f", {trial.sent_bytes:,.0f} B a step sent"
     return f"{trial.what}: {bits} bits a value{sent}{score}{error}: {trial.verdict}"
 

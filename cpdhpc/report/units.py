@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from math import isfinite
 
 import numpy as np
@@ -52,6 +52,16 @@ def apart(one: float, other: float) -> tuple[str, str]:
         if shown[0] != shown[1] or one == other:
             break
     return shown
+
+
+def agreeing(shown: Callable[[int], str], agrees: Callable[[float], bool], count: int) -> str:
+    """Return a number as text, with more than count digits where that of fewer would not agree.
+
+    shown: the text with so many digits; agrees: with what else is said of the number
+    """
+    texts = map(shown, range(count, 17))
+    known = (text for text in texts if text == NONE or agrees(float(text.replace(",", ""))))
+    return next(known, shown(17))
 
 
 def time_unit(value_s: float) -> tuple[float, str]:
@@ -118,6 +128,10 @@ def hosts(recorded: object) -> str:
     return ", ".join(f"{name} x {n}" if n > 1 else name for name, n in found.items())
 
 
-def signed(difference: float) -> Cell:
-    """Return a difference with its sign, to two places; one that rounds to zero is positive."""
-    return Cell(f"{round(difference, 2) + 0.0:+.2f}", value=difference)
+def signed(difference: float, agrees: Callable[[float], bool] = lambda _: True) -> Cell:
+    """Return a difference with its sign, to two places; one that rounds to zero is positive.
+
+    agrees: whether what is shown goes with what else is said; if not, there are more places
+    """
+    text = agreeing(lambda n: f"{round(difference, n) + 0.0:+.{n}f}", agrees, 2)
+    return Cell(text, value=difference)
