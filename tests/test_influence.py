@@ -386,6 +386,22 @@ def test_runs_of_a_version_that_had_fewer_keys(tmp_path: Path, trained: Path) ->
     assert influence(tmp_path, "--test", "0")["epoch"].tolist() == [2]
 
 
+def test_a_run_that_has_not_ended_is_told_first(
+    tmp_path: Path, trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for path in trained.glob("small-s0.weights-*.h5"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    notes = store.read_attributes(trained / "small-s0.h5")
+    for status, is_told in (("complete", False), ("running", True), ("failed", True)):
+        store.write(tmp_path / "small-s0.h5", {}, notes | {"status": status})
+        (tmp_path / "small-s0.influence.h5").unlink(missing_ok=True)
+        influence(tmp_path, "--test", "0")
+        first, *_ = capsys.readouterr().out.splitlines()
+        assert (f"has not ended: its status is '{status}'" in first) == is_told
+        written = store.read_attributes(tmp_path / "small-s0.influence.h5")
+        assert written["run_status"] == status
+
+
 def test_layers_without_a_closed_form_are_refused() -> None:
     x, _ = some(6)
     tied = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)).double()

@@ -65,6 +65,11 @@ def run(arguments: argparse.Namespace, world: Ranks) -> int:
     display = Display(world.process == 0, 1)
     if out.exists():
         display.line(f"{out}: is there already: its scores will be replaced")
+    if plan.status != "complete":
+        display.line(
+            f"{plan.record}: this run has not ended: its status is {plan.status!r}; scores are of "
+            "the weights that it has kept so far"
+        )
     epochs = ", ".join(str(kept.epoch) for _, kept in plan.run.kept)
     display.line(
         f"{plan.job.id}: weights after epoch {epochs}; {len(wanted.test)} test samples, "
@@ -74,6 +79,7 @@ def run(arguments: argparse.Namespace, world: Ranks) -> int:
     display.start("influence", scores.samples, 0)
     attributes = {
         "run": plan.job.id,
+        "run_status": plan.status,
         "layers": " ".join(arguments.layers),
         "projection": arguments.projection,
         "projection_seed": arguments.seed,

@@ -302,9 +302,10 @@ ALL, LAST = "all", "last"
 
 @dataclass(frozen=True)
 class Plan:
-    """What the command line asks for, checked."""
+    """What the command line asks for, checked; status: of the run, as its record says."""
 
     record: Path
+    status: str
     job: Job
     run: Run
     wanted: Wanted
@@ -344,7 +345,9 @@ def planned(arguments: argparse.Namespace) -> Plan:
     gradients = _gradients(arguments.layers, model, loss, train)
     width = arguments.projection
     projection = Projection(gradients.sizes, width, arguments.seed) if width else None
-    return Plan(record, job, Run(model, train, test, kept), wanted, gradients, projection)
+    status = str(store.read_attributes(record).get("status", "unknown"))
+    run = Run(model, train, test, kept)
+    return Plan(record, status, job, run, wanted, gradients, projection)
 
 
 def _gradients(
