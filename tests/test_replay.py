@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 from every import every
+from matplotlib import rc_context
+from matplotlib.colors import to_rgba
 from training import ROOT
 
 from cpdhpc import store
@@ -21,6 +23,9 @@ from cpdhpc.precision.measures import error, rounded
 from cpdhpc.precision.recorder import GEOMETRY, Recorder
 from cpdhpc.precision.recording import load
 from cpdhpc.precision.replay import OUTPUTS, PRODUCTS, Question, _Layer, _patches, replay
+from cpdhpc.report.figures import NO_VALUE, SETTINGS, Map, draw
+from cpdhpc.report.replayed import NORMAL, replay_report
+from cpdhpc.report.tables import Report
 from cpdhpc.train.reducer import GradientReducer
 from cpdhpc.world.ranks import Loopback
 
@@ -213,3 +218,68 @@ def test_values_that_are_not_finite_and_rows_that_are_missing(tmp_path: Path):
     assert np.isfinite(answers.groups["rounding"]["relative_error"].data).any()
     assert "forward of 0: rows of its activations were left out" in answers.left_out
     assert "sums" not in answers.groups
+
+
+@pytest.fixture(scope="module")
+def report(file: Path) -> Report:
+    """Of two iterations, called 0 and 10; what the second layer's bias did is all zero."""
+    asked = Question(("e4m3", "e2m1fn"), ("none",), (4,), ("e5m10",))
+    answers, out = replay(load(file), asked), file.with_name("pictures.h5")
+    for group in answers.groups.values():
+        if "iteration" in group:
+            group["iteration"].data[:] = 0, 10
+    rounding = answers.groups["rounding"]
+    rounding["underflowed"].data[rounding["tensor"].data.tolist().index("updates 1.bias")] = np.nan
+    store.write(out, answers.groups, {"kind": "replay"})
+    return replay_report(out)
+
+
+def test_names_of_formats_are_whole_beside_or_in_their_bars(report: Report):
+    """No letter is white on white, and none is cut by a bar."""
+    with rc_context(SETTINGS):
+        figure = draw(next(each for each in report.charts if each.name == "exponents_gradients"))
+        figure.draw_without_rendering()
+        axes = figure.axes[0]
+        bars = [patch.get_window_extent() for patch in axes.patches]
+        dark = [b for b, p in zip(bars, axes.patches, strict=True) if p.get_fc() == DARK]
+        inside = dict[str, bool]()
+        for text in axes.texts:
+            box = text.get_window_extent()
+            within = any(b.x0 <= box.x0 and box.x1 <= b.x1 for b in dark if b.overlaps(box))
+            inside[text.get_text()] = within
+            assert within == (text.get_color() == "white")
+            assert within or not any(bar.overlaps(box) for bar in bars)
+            assert axes.get_window_extent().x0 <= box.x0 and box.x1 <= axes.get_window_extent().x1
+    assert inside == {"e4m3": True, "e2m1fn": False}
+
+
+DARK = to_rgba(NORMAL)
+
+
+def test_maps_mark_iterations_and_leave_out_what_has_no_share(report: Report):
+    chart = next(each for each in report.charts if each.name == "map_underflowed")
+    panel = chart.panels[0]
+    assert isinstance(panel, Map) and np.asarray(panel.places).tolist() == [0, 10]
+    unknown = {(panel.rows[i], at) for i, at in np.argwhere(np.isnan(panel.values))}
+    # the bias of a norm is zero before the first step
+    assert unknown == {("weights 1.bias", 0), ("updates 1.bias", 0), ("updates 1.bias", 1)}
+    assert any(note.startswith("Grey: not recorded") for note in chart.notes)
+    axes = draw(chart).axes[0]
+    assert axes.get_xticks().tolist() == [0, 10] and axes.get_facecolor() == to_rgba(NO_VALUE)
+
+
+@every(
+    ("layers", "said"), [(1, "Mean over"), (5, "The 12 of 15 products with the longest sums; m")]
+)
+def test_products_are_called_the_longest_where_others_are_left_out(
+    tmp_path: Path, layers: int, said: str
+):
+    model = NN.Sequential(*(NN.Linear(4, 4) for _ in range(layers)))
+    with Recorder(model, tmp_path / "r.h5", every=1, count=1) as recorder:
+        model(torch.randn(3, 4)).sum().backward()
+        recorder.step()
+    answers = replay(load(tmp_path / "r.h5"), Question(("e4m3",), ("none",), (), ("e5m10",)))
+    store.write(tmp_path / "out.h5", answers.groups, {"kind": "replay"})
+    chart = replay_report(tmp_path / "out.h5").charts[-1]
+    assert chart.name == "products" and chart.notes[0].startswith(said)
+    assert len(chart.panels) == min(3 * layers, 12)

@@ -33,7 +33,7 @@ COLOURS = (
 )
 MARKERS = "os^Dv<>pPX*h"
 DASHES: tuple[object, ...] = ("-", (0, (6, 2)), (0, (5, 2, 1, 2)), (0, (1.5, 1.5)), (0, (9, 3)))
-BLACK, GREY = "#000000", "#6a6a6a"
+BLACK, GREY, NO_VALUE = "#000000", "#6a6a6a", "#bdbdbd"
 
 
 @dataclass(frozen=True)
@@ -237,12 +237,12 @@ def _base_two(axis: Any, set_scale: Any, ticks: list[float], name: Callable[[flo
     axis.set_minor_locator(NullLocator())
 
 
-def _thinned(ticks: list[float]) -> list[float]:
-    """Return ticks without those that would come too near the one before on a logarithmic axis."""
-    least = max(log2(ticks[-1] / ticks[0]) / TICKS - 1e-9, 1e-9)
-    shown = ticks[:1]
+def _thinned(ticks: Values, at: Callable[[float], float] = log2) -> list[float]:
+    """Return ticks without those that would come too near the one before; at: on the axis."""
+    least = max((at(ticks[-1]) - at(ticks[0])) / TICKS - 1e-9, 1e-9)
+    shown = [ticks[0]]
     for tick in ticks[1:]:
-        if log2(tick / shown[-1]) >= least:
+        if at(tick) - at(shown[-1]) >= least:
             shown.append(tick)
     return shown
 
@@ -304,7 +304,7 @@ def _add_top(axes: Any, label: str, factor: float, ticks: Sequence[float]) -> No
 
 @dataclass(frozen=True)
 class Map:
-    """Values in percent by row and place, float64[rows, places]; light is 0, dark is 100.
+    """Values in percent by row and place, float64[rows, places]; light is 0, dark is 100, grey NaN.
 
     places: where the columns are, ascending
     """
@@ -331,6 +331,8 @@ class Map:
 
     def finish(self, axes: Any) -> None:
         """Set up the axes."""
+        axes.set_facecolor(NO_VALUE)
+        axes.set_xticks(_thinned(self.places, float))
         axes.set_yticks(range(len(self.rows)), self.rows, fontsize="x-small")
         axes.set_ylim(len(self.rows) - 0.5, -0.5)
         axes.set_title(self.title, fontsize="medium")
@@ -403,10 +405,8 @@ def draw(chart: Chart) -> Figure:
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    rows = chart.shown
-    columns = len(rows[0])
-    panels = [panel for row in rows for panel in row]
-    notes = [*chart.notes]
+    rows, notes = chart.shown, [*chart.notes]
+    columns, panels = len(rows[0]), [panel for row in rows for panel in row]
     if len(panels) < len(chart.panels):
         notes.append(f"{len(panels)} of {len(chart.panels)} panels, evenly spread.")
     wide = max(WIDTH * chart.scale[0] * columns + 0.6, 6.5)

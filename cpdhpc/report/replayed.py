@@ -35,6 +35,7 @@ PERCENTILES = {"1 %\nbelow 2^": 0.01, "median\n2^": 0.5, "1 %\nabove 2^": 0.99}
 SEEN = 1e-3  # share of a tensor's values that sets how far the axis of exponents reaches
 ENDS = ("lowest", "normal", "highest")  # of the range of a format
 FAR = 40  # exponents beyond it are not drawn for the sake of a format
+LETTER = 0.03  # of a panel's width: a bold letter of 7.5 points, 0.09 inches of 3
 MOST_ROWS = 30  # of a map
 Place = tuple[int, ...]  # of a cell, by axis
 LEAST = 5e-3  # share of which a map is drawn
@@ -81,12 +82,19 @@ class Histogram(Panel):
         super().finish(axes)
         top = max((float(np.max(each.y, initial=0)) for each in self.series), default=0) or 1.0
         step = 0.17 * top
+        start, stop = axes.get_xlim()
         for i, (name, lowest, normal, highest) in enumerate(reversed(self.ranges)):
             at = top * 1.12 + i * step
             for left, right, colour in ((lowest, normal, SUBNORMAL), (normal, highest, NORMAL)):
                 axes.barh(at, right - left, 0.55 * step, left, color=colour, zorder=2)
-            style = {"ha": "center", "va": "center", "fontsize": 7.5, "color": "white"}
-            axes.text((normal + highest) / 2, at, name, zorder=4, weight="bold", **style)
+            wide = (len(name) + 1) * LETTER * (stop - start)
+            where, align, colour = (normal + highest) / 2, "center", "white"
+            if wide > highest - normal:  # beside the bar, on the side that has more room
+                colour, gap = NORMAL, LETTER / 2 * (stop - start)
+                is_right = stop - highest >= lowest - start
+                where, align = (highest + gap, "left") if is_right else (lowest - gap, "right")
+            style = {"ha": align, "va": "center", "fontsize": 7.5, "color": colour}
+            axes.text(where, at, name, zorder=4, weight="bold", **style)
         axes.set_ylim(0, top * 1.06 + (len(self.ranges) + 0.2) * step)
         axes.set_yticks([tick for tick in axes.get_yticks() if tick <= top * 1.06])
 
@@ -221,8 +229,8 @@ def _maps(of: Group, name: str) -> Chart | None:
     """Return maps of a share by tensor and iteration, of formats and scalings that have any."""
     found = []
     for i, j in _places(of, "format", "scaling"):
-        values = 100 * np.nan_to_num(of[name][:, :, i, j])
-        if values.max(initial=0) >= 100 * LEAST:
+        values = 100 * of[name][:, :, i, j]
+        if np.nan_to_num(values).max(initial=0) >= 100 * LEAST:
             title = f"{of['format'][i]}, {of['scaling'][j]}"
             rows = thinned(range(len(of["tensor"])), MOST_ROWS)
             names = [str(of["tensor"][row]) for row in rows]
@@ -232,6 +240,8 @@ def _maps(of: Group, name: str) -> Chart | None:
         return None
     height, count = max(1.0, 0.045 * len(found[0].rows)), len(of["tensor"])
     shown = [f"{MOST_ROWS} of {count} tensors, evenly spread."] if count > MOST_ROWS else []
+    if any(np.isnan(each.values).any() for each in found):
+        shown.append("Grey: not recorded, or all values are zero or not finite.")
     return Chart(
         f"map_{name}",
         f"Rounding once: {MAPPED[name]}",
@@ -317,6 +327,7 @@ def _products(of: Group) -> Section:
     wrong, orders = of["relative_error"], of["order"].tolist()
     drawn, y = styles(orders), _error_axis(wrong)
     names = Axis("format of partial sums", names=of["accumulate"].tolist())
+    drawn_rows = _longest(of["terms"].max(1))
     panels = [
         Panel(
             f"{of['product'][row]}: {int(of['terms'][row].max()):,} terms",
@@ -327,12 +338,14 @@ def _products(of: Group) -> Section:
                 for i, order in enumerate(orders)
             ],
         )
-        for row in _longest(of["terms"].max(1))
+        for row in drawn_rows
     ]
+    all_drawn, count = len(drawn_rows) == len(wrong), len(drawn_rows)
+    shown = "M" if all_drawn else f"The {count} of {len(wrong)} products with the longest sums; m"
     chart = Chart(
         "products",
         "Products of layers by the format of partial sums",
-        ["The products with the longest sums; mean over iterations, bars to the extremes."],
+        [f"{shown}ean over iterations, bars to the extremes."],
         "Error of the products of layers by accumulator and order of the sums.",
         panels,
     )
