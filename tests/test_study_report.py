@@ -9,13 +9,14 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
-from studies import fill, small_study
+from studies import fill, small_study, some_result
 from synthetic_points import GRADIENTS
 from synthetic_study import write_study
 from training import run_job
 
 from cpdhpc.commands.report import Outputs, report
 from cpdhpc.kinds.train import TRAIN
+from cpdhpc.report.choice import Choice
 from cpdhpc.report.compare import compare
 from cpdhpc.report.figures import draw
 from cpdhpc.report.tables import Report, Table
@@ -277,6 +278,33 @@ def test_what_is_over_nothing_is_unknown(tmp_path: Path, kind: str) -> None:
         draw(chart).draw_without_rendering()
     again = compare(load_study_file(path), load_study_file(path))
     assert len(again.having("unknown")) == len(again.changes)
+
+
+def test_notes_and_tables_say_what_is_there(tmp_path: Path) -> None:
+    """Intervals only where bars are drawn, medians only of times; no column of dashes."""
+    (tmp_path / "s.toml").write_text(
+        'kind = "autoencoder"\n[sweep]\nranks = [1, 2, 4]\nppn = 4\nmaps = 2\n'
+    )
+    study, folder = load_study(tmp_path / "s.toml"), Folder(tmp_path / "results")
+    for case in fill(folder, study):
+        result = some_result()
+        result.outcomes.update(energy_j=2.0, exchange_s=1e-4)
+        write_result(folder.case_file(case), case, result)
+    collect(study, folder)
+    found = of(folder.study_file)
+    notes = {chart.name: chart.notes[0] for chart in found.charts}
+    assert {"rate", "exchanges", "speedup", "energy"} <= notes.keys()
+    for chart in found.charts:
+        ends = [end for p in chart.panels for s in p.series if s.low is not None for end in s.low]
+        assert ("bars: 95 % CI" in notes[chart.name]) == bool(np.isfinite(ends).any()), chart.name
+    assert notes["exchanges"].startswith("Median over iterations of the time of the rank with most")
+    assert notes["energy"] == "Of all nodes: means over repeats."
+    assert found.tables and not any("method" in each.headings for each in found.tables)
+    file = load_study_file(folder.study_file)
+    chosen = {y: study_report(file, Choice(y=y)).charts[0] for y in ("time", "error")}
+    assert chosen["time"].notes == ["Medians of the slowest rank's times; bars: 95 % CI."]
+    assert chosen["error"].notes == []
+    assert chosen["error"].panels[0].y.label == "relative error"
 
 
 def test_speedups_over_another_algorithm(tmp_path: Path) -> None:

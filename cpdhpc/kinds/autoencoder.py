@@ -168,7 +168,15 @@ def _sections(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> l
     ]
     quantities = (
         Quantity("rate", "rate / (GFLOP/s)", _rate, _ideal_rate, doublings),
-        Quantity("exchanges", "in exchanges / %", _exchanges, lambda g: nan, from_zero, said=""),
+        Quantity(
+            "exchanges",
+            "in exchanges / %",
+            _exchanges,
+            lambda g: nan,
+            from_zero,
+            said="",
+            note="Median over iterations of the time of the rank with most, over the median time",
+        ),
     )
     panels = panels_over(file, groups, layout)
     drawn = [] if panels is None else charts(file, panels, quantities)

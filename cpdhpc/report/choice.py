@@ -138,6 +138,10 @@ def chosen(file: StudyFile, groups: Sequence[SeedGroup], choice: Choice) -> Sect
             f"--panel parts them, by {' or '.join(layout.lines)}"
         )
     y, value = _quantity(choice.y or "time", groups)
+    bars = any(isfinite(value(group).low) for group in there)
+    notes = [f"Medians of the slowest rank's times{f'; bars: {file.percent} CI' * bars}."]
+    if choice.y in OUTCOMES:  # counted or computed, without an interval
+        notes = ["Means over seeds."] if any(len(group.points) > 1 for group in there) else []
     names = [] if is_number(x, factors) else [str(group.factors[x]) for group in there]
     places = list(dict.fromkeys(names))
 
@@ -160,7 +164,7 @@ def chosen(file: StudyFile, groups: Sequence[SeedGroup], choice: Choice) -> Sect
             Chart(
                 f"{choice.y or 'time'}_by_{x}".replace(".", "_"),
                 f"{file.name}: {what} by {heading(x)}",
-                [f"Medians of the slowest rank's times, or means; bars: {file.percent} CI."],
+                notes,
                 f"{what.capitalize()} by {heading(x)}.",
                 panels_with(
                     {title: series(lines) for title, lines in panels.lines.items()},
@@ -211,6 +215,9 @@ def _axis(x: str, places: Sequence[float], names: Sequence[str]) -> Axis:
     return Axis(heading(x), "size" if x.endswith("bytes") else "log2", ticks=places)
 
 
+CALLED = {"error": "relative error"}  # outcomes by another name than theirs
+
+
 def _quantity(
     name: str, groups: Sequence[SeedGroup]
 ) -> tuple[str, Callable[[SeedGroup], Estimate]]:
@@ -223,7 +230,7 @@ def _quantity(
     }
     for outcome, (kind, _, of) in OUTCOMES.items():
         if kind is not str and any(isfinite(g.mean(outcome)) for g in groups):
-            said_as = outcome.removesuffix("_s").replace("_", " ")
+            said_as = CALLED.get(outcome, outcome.removesuffix("_s").replace("_", " "))
             label = said_as if of == "1" else f"{said_as} / {of}"
             table[outcome] = label, lambda g, outcome=outcome: g.exact(outcome)  # type: ignore[misc]
     if name not in table:

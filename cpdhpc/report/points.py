@@ -401,6 +401,12 @@ class Layout:
         name = label(groups[0].factors, self.lines)
         return Line(name, self.styles[name], groups)
 
+    def names(self, groups: Sequence[SeedGroup]) -> list[Column[SeedGroup]]:
+        """Return the column of what lines are called; none where no line has a name."""
+        if not any(self.line([group]).name for group in groups):
+            return []
+        return [Column(self.heading, lambda g: self.line([g]).name or units.NONE, numbers=False)]
+
     def arrange(self, series: Iterable[Sequence[SeedGroup]], without: Iterable[str] = ()) -> Panels:
         """Return series by panel. without: factors that name no panel here."""
         series = list(series)

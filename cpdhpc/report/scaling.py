@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from math import isnan, log2, nan
+from math import isfinite, isnan, log2, nan
 from statistics import median
 
 import numpy as np
@@ -163,10 +163,10 @@ def law_table(file: StudyFile, layout: Layout, fits: Sequence[Fit]) -> Table:
     def first(column: Column[SeedGroup], found: Fit) -> str:
         return column.cell(found.line.groups[0])
 
-    shared = of_factors(layout.panels, [found.line.groups[0] for found in fits])
+    firsts = [found.line.groups[0] for found in fits]
+    shared = [*of_factors(layout.panels, firsts), *layout.names(firsts)]
     columns: list[Column[Fit]] = [
         *(Column(each.heading, partial(first, each), each.numbers) for each in shared),
-        Column(layout.heading, lambda f: f.line.name or units.NONE, numbers=False),
         Column("points", lambda f: str(len(f.line.groups))),
         Column(
             "serial\nshare %",
@@ -226,8 +226,9 @@ def isoefficiency(file: StudyFile, groups: Sequence[SeedGroup]) -> list[Section]
     if not found:
         return []
     names = varying([place.group.factors for place in found], {*SHAPE, work})
+    by = Column[Place]("method", lambda p: label(p.group.factors, names) or units.NONE, False)
     columns: list[Column[Place]] = [
-        Column("method", lambda p: label(p.group.factors, names) or units.NONE, numbers=False),
+        *([by] if names else []),
         Column("ranks", lambda p: str(p.group.ranks)),
         *(Column(f"for\n{100 * level:g} %", partial(_work, i)) for i, level in enumerate(LEVELS)),
     ]
@@ -317,7 +318,7 @@ def _table(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> Tabl
     _, *times = timing(file)
     columns: list[Column[SeedGroup]] = [
         *of_factors([*layout.panels, *file.weak], groups),
-        Column(layout.heading, lambda g: layout.line([g]).name or units.NONE, numbers=False),
+        *layout.names(groups),
         Column("ranks", lambda g: str(g.ranks)),
         *times,
         Column("speed-up", lambda g: units.digits(g.speedup.value)),
@@ -358,7 +359,7 @@ def _weak(file: StudyFile) -> str:
 class Quantity:
     """What is drawn; reference: what it is compared with, called as said, "" if not.
 
-    fit: of a series, the law fitted to it, if there is one
+    note: how it comes about; fit: of a series, the law fitted to it, if there is one
     """
 
     name: str
@@ -368,6 +369,7 @@ class Quantity:
     scale: Callable[[str, Sequence[float]], Axis]
     style: Style = IDEAL
     said: str = "ideal"
+    note: str = "Medians of the slowest rank's times"
     fit: Callable[[Line], Fit | None] = lambda line: None
 
 
@@ -400,17 +402,12 @@ def _quantities(file: StudyFile, panels: Panels) -> list[Quantity]:
             )
         )
     if any(g.mean("energy_j") > 0 for g in panels.groups):
-        found.append(
-            Quantity(
-                "energy",
-                "energy of a repeat / J",
-                lambda g: g.exact("energy_j"),
-                lambda g: nan,
-                from_zero,
-                said="",
-            )
-        )
+        found.append(Quantity("energy", "energy of a repeat / J", lambda g: g.exact("energy_j"),
+                              lambda g: nan, from_zero, said="", note=ENERGY))  # fmt: skip
     return found + ([_time(panels)] if file.scaling == "weak" else [])
+
+
+ENERGY = "Of all nodes: means over repeats"
 
 
 def _time(panels: Panels) -> Quantity:
@@ -440,10 +437,12 @@ def _chart(file: StudyFile, panels: Panels, quantity: Quantity) -> Chart:
     what = quantity.axis.partition(" /")[0]
     relative = quantity.style is IDEAL and quantity.said
     base = f" Base: {_bases(file, panels.groups)}." if relative else ""
+    has_bars = any(isfinite(quantity.value(group).low) for group in panels.groups)
+    bars = f", bars: {file.percent} CI" if has_bars else ""
     return Chart(
         quantity.name,
         f"{file.name}: {what}, {file.scaling} scaling",
-        [f"{_weak(file)}Medians of the slowest rank's times, bars: {file.percent} CI.{base}"],
+        [f"{_weak(file)}{quantity.note}{bars}.{base}"],
         f"{what.capitalize()} over {heading(file.over)}. "
         + (GUIDE if file.over == "ranks" else ""),
         panels_with(
