@@ -25,6 +25,7 @@ from cpdhpc.report.figures import (
     spread,
     styles,
 )
+from cpdhpc.report.trainings import layer_charts
 from cpdhpc.study.report import study_report
 from cpdhpc.study_data.study_file import load_study_file
 
@@ -216,3 +217,11 @@ def test_quantities_as_text() -> None:
         "3 MiB",
     ]
     assert text.signed(-0.001) == "+0.00"
+
+
+@every(("share", "grey"), [(np.nan, True), (0.0, False)])
+def test_grey_of_a_map_is_explained_where_there_is_some(share: float, grey: bool) -> None:
+    panel = Map("", Axis("iteration"), Axis(""), [0, 5, 9], ["a"], np.array([[50.0, share, 0.0]]))
+    (chart,) = layer_charts("t", "underflow", [("", panel)])
+    assert ("Grey: not known." in chart.notes) == grey
+    assert draw(chart).axes[0].get_xticks().tolist() == [0, 5, 9]

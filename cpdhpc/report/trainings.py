@@ -204,7 +204,8 @@ def layer_charts(title: str, what: str, observed: Iterable[tuple[str, Map]]) -> 
             f"{title}: {what} by layer" + (f", {panel}" if panel else ""),
             [
                 f"{LAYER_SHARES[what].capitalize()}, mean over seeds. Maps below {LEAST:g} % "
-                "throughout are left out."
+                "throughout are left out.",
+                *(["Grey: not known."] if any(np.isnan(m.values).any() for m in maps) else []),
             ],
             f"{what.capitalize()} of each layer over the training.",
             maps,
