@@ -459,6 +459,10 @@ def main(argv: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
+        if world is not None and world.processes > 1:  # whose others wait for this one
+            from .world.ending import abort_job
+
+            abort_job(f"rank {world.hosted.start} | interrupted", INTERRUPTED)
         return INTERRUPTED
     except Exception as error:
         from .world.ending import abort_job
