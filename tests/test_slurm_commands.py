@@ -11,14 +11,15 @@ from types import SimpleNamespace
 import pytest
 from rendering import GPU_STUDY, STUDY, array_of, some_batches
 from stand_ins import Slurm
+from studies import some_result
 from training import ROOT, environment
 
-from cpdhpc import store
 from cpdhpc.cli import main
 from cpdhpc.commands import study as commands
 from cpdhpc.kinds import KINDS
 from cpdhpc.study.folder import Folder, recorded
 from cpdhpc.study.slurm.site import load_site
+from cpdhpc.study_data.study_file import write_result
 
 pytestmark = pytest.mark.mpi_skip
 LIGHT = {
@@ -104,7 +105,7 @@ def test_resume_submits_with_the_site_of_the_last_time(
     call(capsys, "study", "submit", study, "--site", SITE)
     folder = Folder(Path("results/demo"))
     first = some_batches()[0].cases[0]
-    store.write(folder.case_file(first), {}, {"status": "complete", "case_id": first.id})
+    write_result(folder.case_file(first), first, some_result())
     fake_slurm.calls()
     status, text, _ = call(capsys, "study", "resume", "results/demo")
     assert status == 0 and "job 13: 1 x 2 ranks, elements 1" in text
@@ -134,7 +135,7 @@ def test_status_for_programs_and_without_slurm(
     assert json.loads(text)["slurm"] == "nothing submitted"
     call(capsys, "study", "submit", study)
     folder, first = Folder(Path("results/demo")), some_batches()[0].cases[0]
-    store.write(folder.case_file(first), {}, {"status": "complete", "case_id": first.id})
+    write_result(folder.case_file(first), first, some_result())
     squeue = fake_slurm.directory / "bin" / "squeue"
     working = squeue.read_text()
     squeue.write_text("#!/bin/bash\necho no route to host >&2\nexit 1\n")

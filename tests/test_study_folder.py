@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from every import every
 from stand_ins import Slurm
@@ -19,7 +20,7 @@ from cpdhpc import store
 from cpdhpc.claim import Claim, read_claim
 from cpdhpc.cli import COMMANDS, main
 from cpdhpc.config import ConfigError, UserError
-from cpdhpc.study.cases import expand
+from cpdhpc.study.cases import batches, expand
 from cpdhpc.study.collect import collect, find
 from cpdhpc.study.folder import (
     Folder,
@@ -30,7 +31,7 @@ from cpdhpc.study.folder import (
     recorded,
 )
 from cpdhpc.study.run_here import measure
-from cpdhpc.study.slurm.submit import states
+from cpdhpc.study.slurm.submit import states, unfinished
 from cpdhpc.study_data.study_file import read_result, write_result
 
 
@@ -121,6 +122,9 @@ def test_only_a_whole_file_of_its_own_is_finished(tmp_path: Path) -> None:
         with pytest.raises(store.StoreError, match=path.name):
             read_result(path, case)
     other = expand(study).cases[1]
+    path.write_bytes(whole)
+    groups, _ = store.read(path, {"time_s", "is_warmup"})
+    samples, environment = groups["samples"], '"environment": {}'
     write_result(path, other, some_result())
     assert not folder.finished(case)
     with pytest.raises(store.StoreError, match=f"is of case {re.escape(other.id)}"):
@@ -128,14 +132,27 @@ def test_only_a_whole_file_of_its_own_is_finished(tmp_path: Path) -> None:
     for changes, says in (
         ({"case_id": case.id, "status": "running"}, "is not complete"),
         ({"status": "complete", "record": "{"}, "is damaged"),
+        ({"record": '{"half":'}, "is damaged"),
+        ({"record": "[]"}, "is damaged"),
+        ({"record": f'{{"cpdhpc_schema": 1, "outcomes": 3, {environment}}}'}, "is damaged"),
         ({"record": '{"cpdhpc_schema": 2}'}, "has schema 2, known is 1"),
         ({"kind": "run"}, "is no file of a case"),
     ):
         attributes = store.read_attributes(path) | changes
-        store.write(path, {}, attributes)
-        assert folder.finished(case) == (attributes["status"] != "running")
+        store.write(path, groups, attributes)
+        assert not folder.finished(case)
         with pytest.raises(store.StoreError, match=says):
             read_result(path, case)
+    for other_groups in ({}, groups | {"samples": samples | {"is_warmup": np.zeros(3, np.uint8)}}):
+        write_result(path, case, some_result())
+        store.write(path, other_groups, store.read_attributes(path))
+        assert not folder.finished(case)
+        with pytest.raises(store.StoreError, match="is damaged"):
+            read_result(path, case)
+    assert [each.state for each in states(study, folder) if each.case == case] == ["damaged"]
+    assert unfinished(study, folder) == batches(study, expand(study).cases)
+    store.write(path, groups, store.read_attributes(path))
+    assert folder.finished(case), "of labels nothing is asked"
 
 
 def test_report_of_a_study_that_is_not_collected_says_what_to_do(
@@ -173,6 +190,7 @@ def test_collect_leaves_out_what_is_damaged_or_foreign_and_keeps_it(
     assert set(found.rejected) == {folder.case_file(cases[1]).name, stranger.name}
     shown = capsys.readouterr().out
     assert f"left out: {cases[1].id}.h5: {folder.case_file(cases[1])}: is not an HDF5 file" in shown
+    assert "first bytes are damaged; study resume measures it again\n" in shown
     assert "left out: stranger.h5: is of no case of this study" in shown
     assert shown.endswith("study.h5: 3 of 4 cases\n")
     after = contents(folder)

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from rendering import GPU_STUDY, STUDY, some_batches
 from stand_ins import Slurm
+from studies import some_result
 
-from cpdhpc import store
 from cpdhpc.claim import ClaimError
 from cpdhpc.config import UserError
 from cpdhpc.study.folder import (
@@ -35,6 +35,7 @@ from cpdhpc.study.slurm.submit import (
     with_slurm,
 )
 from cpdhpc.study_data.factors import Case
+from cpdhpc.study_data.study_file import write_result
 
 pytestmark = pytest.mark.mpi_skip
 
@@ -45,7 +46,7 @@ ENDED = ("COMPLETED", 0, "None")
 
 
 def finish(case: Case) -> None:
-    store.write(FOLDER.case_file(case), {}, {"status": "complete", "case_id": case.id})
+    write_result(FOLDER.case_file(case), case, some_result())
 
 
 def submitted(said: list[str] | None = None) -> list[Job]:

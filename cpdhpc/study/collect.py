@@ -398,7 +398,7 @@ def find(folder: Folder, cases: list[Case]) -> Found:
         try:
             results.append((case, read_result(path, case)))
         except StoreError as error:
-            rejected[path.name] = f"{error}; without this file it is measured again"
+            rejected[path.name] = f"{error}; study resume measures it again"
             missing.append(case)
     foreign = dict.fromkeys(sorted(files), "is of no case of this study")
     return Found(results, missing, rejected | foreign)

@@ -14,6 +14,7 @@ from .. import store
 from ..claim import alone, read_claim
 from ..config import UserError, difference, flatten
 from ..study_data.factors import Case
+from ..study_data.study_file import read_result
 from .cases import batches, expand, load_study
 from .slurm import queue
 from .spec import Study
@@ -175,15 +176,15 @@ class Folder:
         return study
 
     def finished(self, case: Case) -> bool:
-        """Return whether the case's file is whole and its own; nothing else is trusted."""
+        """Return whether the case's file is what collect takes; nothing else is trusted."""
         path = self.case_file(case)
         if not path.exists():
             return False
         try:
-            attributes = store.read_attributes(path)
+            read_result(path, case)
         except store.StoreError:
             return False
-        return attributes.get("status") == "complete" and attributes.get("case_id") == case.id
+        return True
 
 
 RECORD = "jobs.json"

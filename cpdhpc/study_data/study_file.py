@@ -115,13 +115,8 @@ def write_result(path: Path, case: Case, result: Result) -> None:
 
 
 def read_environment(path: Path) -> Mapping[str, str]:
-    """Return where a case was measured, by its file. Raises StoreError where that is not whole."""
-    attributes = store.read_attributes(path)
-    try:
-        environment = json.loads(attributes["record"])["environment"]
-    except (KeyError, TypeError, ValueError) as error:
-        raise StoreError(f"{path}: is damaged: {error}") from None
-    return dict(environment)
+    """Return where a case was measured, by its file. Raises StoreError as read_result."""
+    return _read(path, path.stem).environment
 
 
 def read_result(path: Path, case: Case) -> Result:
@@ -129,6 +124,10 @@ def read_result(path: Path, case: Case) -> Result:
 
     Raises StoreError where the file is missing, damaged, not complete or another case's.
     """
+    return _read(path, case.id)
+
+
+def _read(path: Path, case_id: str) -> Result:
     wanted = {"time_s", "is_warmup", "epoch", "iteration", "layer"}
     wanted |= {name for columns in SERIES.values() for name in columns}
     groups, attributes = store.read(path, wanted)
@@ -136,19 +135,21 @@ def read_result(path: Path, case: Case) -> Result:
         raise StoreError(f"{path}: is no file of a case")
     if attributes.get("status") != "complete":
         raise StoreError(f"{path}: is not complete")
-    if attributes.get("case_id") != case.id:
+    if attributes.get("case_id") != case_id:
         raise StoreError(f"{path}: is of case {attributes.get('case_id')}")
     try:
         record = json.loads(attributes["record"])
         if record["cpdhpc_schema"] != SCHEMA:
             raise StoreError(f"{path}: has schema {record['cpdhpc_schema']}, known is {SCHEMA}")
         samples = groups.pop("samples")
-        outcomes, environment = record["outcomes"], record["environment"]
+        outcomes, environment = dict(record["outcomes"]), dict(record["environment"])
         times_s, is_warmup = samples["time_s"], samples["is_warmup"]
     except StoreError:
         raise
     except (KeyError, TypeError, ValueError) as error:
         raise StoreError(f"{path}: is damaged: {error}") from None
+    if times_s.shape != (len(is_warmup), len(OVER_RANKS)):
+        raise StoreError(f"{path}: is damaged: times of shape {times_s.shape}")
     return Result(times_s, is_warmup, outcomes, environment, groups)
 
 
