@@ -339,6 +339,36 @@ def test_a_frozen_study_that_was_edited_is_told(
     folder.check(folder.study())
 
 
+@every("damage", [b"x = [", b"\xff\xfe", b"[sweep"])
+def test_a_frozen_study_that_is_no_toml_any_more(
+    damage: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its own file mends what still has its digest; else one line names the file, for all."""
+    folder, path = Folder(tmp_path / "x"), study_file(tmp_path)
+    study = small_study(tmp_path)
+    fill(folder, study)
+    frozen = folder.study_toml.read_bytes()
+    said: set[str] = set()
+    for text in (damage, frozen[:200] + b"\n" + damage):
+        for action in ("run", "freeze", "status", "resume", "collect", "cancel", "extend", "plan"):
+            folder.study_toml.write_bytes(text)
+            status, shown = lines(capsys, action, path, "--out", folder.path)
+            if action in ("run", "freeze") and text != damage:
+                assert status == 0 and folder.study_toml.read_bytes() == frozen
+            else:
+                assert status == 2 and shown.count("\n") == 1
+                assert shown.startswith(f"cpdhpc: error: {folder.study_toml}: ")
+                said.add(shown)
+        folder.study_toml.write_bytes(text)
+        with pytest.raises(UserError, match=r"study\.toml: "):
+            folder.prepare(small_study(tmp_path, measure={"max_repeats": 9}))
+        study_file(tmp_path)
+    assert any("remove it, and give study run the file that it was made of" in s for s in said)
+    folder.study_toml.unlink()
+    assert lines(capsys, "run", path, "--out", folder.path)[0] == 0
+    assert all(map(folder.finished, expand(study).cases))
+
+
 def test_a_frozen_study_that_was_changed_is_an_error(tmp_path: Path) -> None:
     folder = Folder(tmp_path / "x")
     folder.prepare(small_study(tmp_path))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from .. import store
 from ..claim import alone, read_claim
-from ..config import UserError, difference, flatten
+from ..config import ConfigError, Raw, UserError, difference, flatten, read_toml
 from ..study_data.factors import Case
 from ..study_data.study_file import read_result
 from .cases import batches, expand, load_study
@@ -36,9 +36,9 @@ class FolderError(UserError):
     """A folder that cannot be used for a study."""
 
 
-def _digest(text: str) -> str:
-    """Return the SHA-256 of what a study's text says, but for what may change, in hexadecimal."""
-    said = flatten(tomllib.loads(text))
+def _digest(tables: Raw) -> str:
+    """Return the SHA-256 of what a study's tables say, but for what may change, in hexadecimal."""
+    said = flatten(tables)
     rows = {key: value for key, value in said.items() if key not in MAY_CHANGE}
     return hashlib.sha256(json.dumps(rows, sort_keys=True, default=str).encode()).hexdigest()
 
@@ -119,7 +119,7 @@ class Folder:
     def freeze(self, study: Study) -> None:
         """Write the study, with a digest that tells when the file is changed by hand."""
         text = study.toml()
-        store.put(self.study_toml, f"{FROZEN}{_digest(text)}\n{text}")
+        store.put(self.study_toml, f"{FROZEN}{_digest(tomllib.loads(text))}\n{text}")
 
     def _check_frozen(self) -> None:
         """Raise FolderError where the frozen study was changed by hand."""
@@ -133,12 +133,19 @@ class Folder:
     def _digest_before(self) -> str:
         """Return the digest of the frozen study before it was changed by hand, "" where it was not.
 
-        Folders of older versions have none, and are taken as they are.
+        Folders of older versions have none, and are taken as they are. Raises FolderError for what
+        is no TOML and has no digest: nobody knows then which study it was.
         """
-        there = self.study_toml.read_text(encoding="utf-8")
-        head = there.partition("\n")[0]
+        head = self.study_toml.read_text(encoding="utf-8", errors="replace").partition("\n")[0]
         known = head.removeprefix(FROZEN).strip() if head.startswith(FROZEN) else ""
-        return "" if known == _digest(there) else known
+        try:
+            return "" if known == _digest(read_toml(self.study_toml)) else known
+        except ConfigError as error:
+            if known:
+                return known
+            raise FolderError(
+                f"{error}: remove it, and give study run the file that it was made of"
+            ) from None
 
     def prepare(self, study: Study) -> None:
         """Make the directories and write the study, unless it is there already.
@@ -147,7 +154,7 @@ class Folder:
         Raises FolderError where the folder holds another study, or cannot be written.
         """
         try:
-            its_own = _digest(study.toml())
+            its_own = _digest(tomllib.loads(study.toml()))
             if self.study_toml.exists() and self._digest_before() != its_own:
                 self._check_frozen()
                 self._check_same(study)
