@@ -1,12 +1,21 @@
 """Memory that processes share, here with two of them played by one process."""
 
 import os
+import pickle
 
 import numpy as np
 import pytest
 
 from cpdhpc.ops.cpu import read_memory
-from cpdhpc.world.node_memory import ALIGNED_BYTES, BLOCK_BYTES, Shared
+from cpdhpc.world.node_memory import (
+    ALIGNED_BYTES,
+    BLOCK_BYTES,
+    Name,
+    Shared,
+    round_trip_ns,
+    share,
+)
+from cpdhpc.world.ranks import Loopback
 
 
 @pytest.fixture
@@ -58,6 +67,40 @@ def test_a_stranger_is_not_met(two):
     name = two[1].name
     assert not two[0].meet(2, name._replace(secret=bytes(len(name.secret))))
     assert not two[0].meet(2, name._replace(descriptor=10_000)), "no such descriptor"
+
+
+class Neighbours(Loopback):
+    """The first of two processes of a node; sizes: of what it hands to the others."""
+
+    def __init__(self):
+        super().__init__(2, nodes=[0, 0])
+        self.virtual_ranks, self.processes, self.sizes = 1, 2, []
+
+    def gather(self, value, what="gather"):
+        self.sizes.append(len(pickle.dumps(value)))
+        return [value, value]
+
+    def max(self, values, what="max"):
+        self.sizes.append(values.nbytes)
+        return values
+
+
+def test_what_is_told_has_one_size_whatever_the_numbers_are(monkeypatch):
+    """Steps count what they send, which is the same in all runs: pickled integers are not."""
+    sizes, met = [], []
+    monkeypatch.setattr(Shared, "meet", lambda self, process, name: met.append(name) or True)
+    monkeypatch.setattr(Shared, "round_trip_ns", lambda self, process: trip_ns)
+    for pid, trip_ns in ((7, 90), (300, 300), (70_000, 70_000), (4_000_000, 2**40)):
+        name = Name(pid, pid, 2**47 + pid, bytes(16))
+        monkeypatch.setattr(Shared, "name", name)
+        world = Neighbours()
+        shared, why = share(world, True)
+        assert shared is not None, why
+        monkeypatch.setattr(world, "shared", lambda: shared)  # noqa: B023
+        assert round_trip_ns(world) == trip_ns and met[-1] == name
+        sizes.append(world.sizes)
+        shared.free()
+    assert sizes == [sizes[0]] * 4
 
 
 def test_memory_that_cannot_be_read_is_known(two):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 import secrets
+import struct
 from collections.abc import Collection, Hashable, Sequence
 from typing import Any, NamedTuple
 
@@ -41,6 +42,11 @@ class Name(NamedTuple):
     descriptor: int
     address: int
     secret: bytes
+
+
+# As it travels: of one size whatever the numbers are, for what a step sends is counted and is the
+# same in each run.
+NAME = struct.Struct(f"<3q{SECRET_BYTES}s")
 
 
 class Block(NamedTuple):
@@ -256,7 +262,7 @@ def round_trip_ns(world: Ranks, what: str = "round trip") -> int:
     """
     shared = world.shared()
     own = 0 if shared is None else shared.round_trip_ns(world.process)
-    return max(world.gather(own, what))
+    return int(world.max(np.array([own], np.int64), what)[0])
 
 
 class Board:
@@ -321,14 +327,14 @@ def share(world: Ranks, wanted: bool) -> tuple[Shared | None, str]:
         shared = Shared() if wanted else None
     except (OSError, AttributeError) as error:  # memfd_create is Linux's
         problem = f"process {world.process}: {error}"
-    names = world.gather((shared and shared.name, problem), "shared memory")
+    names = world.gather((shared and NAME.pack(*shared.name), problem), "shared memory")
     near = [
         i
         for i in range(world.processes)
         if firsts[i] == firsts[world.process] and i != world.process
     ]
     if shared is not None and all(name for name, _ in names):
-        missed = [i for i in near if not shared.meet(i, names[i][0])]
+        missed = [i for i in near if not shared.meet(i, Name(*NAME.unpack(names[i][0])))]
         if missed:
             problem = f"process {world.process} cannot map the memory of process {missed[0]}"
     found = world.gather((problem, shared is not None and shared.reads), "shared memory")
