@@ -52,7 +52,7 @@ def allreduce_columns(
                 codec = 0 if wire == "raw" else size / 8e9
                 extra = 1.4 if algorithm == "mpi" else 1.15
                 times.append(alpha + extra * share / 2.5e9 + codec)
-                bounds.append(share / 2.5e9)
+                bounds.append(share / 2.5e9 if p > 4 else size / 1e11)  # one node: of a copy
     names = ("nodes", "ppn", "ranks", "size_bytes", "algorithm", "wire", "value_scaling")
     names += ("accumulate", "wire_bytes")
     columns = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from synthetic_study import write_study
 from training import run_job
 
 from cpdhpc.commands.report import Outputs, report
+from cpdhpc.config import dump_toml
 from cpdhpc.kinds.train import TRAIN
 from cpdhpc.report.choice import Choice
 from cpdhpc.report.compare import compare
@@ -24,7 +26,7 @@ from cpdhpc.study.cases import expand, load_study
 from cpdhpc.study.collect import collect
 from cpdhpc.study.folder import Folder
 from cpdhpc.study.report import study_report
-from cpdhpc.study_data.study_file import OUTCOMES, load_study_file, write_result
+from cpdhpc.study_data.study_file import OUTCOMES, load_study_file, read_result, write_result
 from cpdhpc.world.ranks import Loopback
 
 SMALL: dict[str, Any] = {"ranks": (2, 4), "sizes": (2**12, 2**20), "algorithms": ("ring",)}
@@ -320,6 +322,39 @@ def test_speedups_over_another_algorithm(tmp_path: Path) -> None:
     (panel,) = chart.panels
     (reference,) = [series for series in panel.series if series.label == "base"]
     assert list(reference.y) == [1, 1] and "algorithm = mpi" in chart.notes[0]
+
+
+def test_cases_of_a_place_have_one_bound(tmp_path: Path) -> None:
+    """Each has timed copies of its own; only between nodes the wire decides."""
+    sweep = {"nodes": [1, 2], "ppn": 2, "algorithm": ["ring", "mpi"], "wire": ["raw", "e4m3"]}
+    (tmp_path / "p.toml").write_text(
+        dump_toml({"kind": "allreduce", "sweep": sweep | {"size_bytes": [4096, 8192]}})
+    )
+    study, folder = load_study(tmp_path / "p.toml"), Folder(tmp_path / "results")
+    cases, bounds_s = fill(folder, study), dict[str, float]()
+    for at, case in enumerate(cases):
+        bounds_s[case.id] = 1e-6 * (1 + at)
+        result = read_result(folder.case_file(case), case)
+        result = replace(result, outcomes={**result.outcomes, "bound_s": bounds_s[case.id]})
+        write_result(folder.case_file(case), case, result)
+    collect(study, folder)
+    rows = cells(folder.study_file, "All-reduce")
+    assert len(rows) == len(cases) == 12
+    for row in rows:
+        alike_s = [
+            bounds_s[case.id]
+            for case in cases
+            if str(case.ranks) == row["ranks"]
+            and case.factors["size_bytes"] == int(row["size"].split()[0]) * 1024
+            and (row["ranks"] == "2" or case.factors["wire"] == row["wire"])
+        ]
+        assert len(alike_s) in (1, 2, 3)
+        expected_s = float(np.median(alike_s))
+        assert seconds(row["bound"]) == pytest.approx(expected_s, **DIGITS)
+        time_s = seconds(row["median"])
+        assert float(row["time by bound"].replace(",", "")) == pytest.approx(
+            time_s / expected_s, rel=0.012
+        )  # two numbers of three digits
 
 
 def test_places_of_equal_ranks_are_told_apart(tmp_path: Path) -> None:

@@ -130,6 +130,8 @@ class Kind:
         as of trainings, where only the data and the model would tell: run.case_time_s says
     panels: factors whose words have panels of their own in figures
     device: (tables of the job, factors that used returned) -> "cpu" or "gpu"
+    in_common: (study file) -> the file, with one value for all cases where each has measured the
+        same thing; a report begins with it
     laid_over: (tables of a job, changes) -> the tables with changes laid over them
     """
 
@@ -143,6 +145,7 @@ class Kind:
     time_s: Callable[[Factors, int, int], float] = lambda used, ranks, repeats: 0.0
     panels: tuple[str, ...] = ()
     device: Callable[[Raw, Factors], str] = device_of
+    in_common: Callable[[StudyFile], StudyFile] = lambda file: file
     needs_job: bool = False
     laid_over: Callable[[Raw, Raw], Raw] = merge
     groups: tuple[str, ...] = ()  # of a study file, besides those of all kinds

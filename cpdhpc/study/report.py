@@ -57,7 +57,7 @@ def rules(file: StudyFile) -> list[str]:
         *([] if file.benchmark else [f"Base of speed-ups: {file.base_rule}."]),
         "Rates are bytes over the median time. Ratios are never averaged.",
         "Bytes and errors are counted or computed, not sampled: they have no interval. A bound is "
-        "from one measurement of the ping-pong's rate.",
+        "from one measurement of the ping-pong's rate, and from copies that each case has timed.",
         "Lines join points only where values between them are meant; dotted ones lead the eye.",
     ]
 
@@ -228,6 +228,7 @@ def study_report(file: StudyFile, choice: Choice = ALL) -> Report:
     if file.kind not in KINDS:
         raise ReportError(f"{file.path}: kind={file.kind!r}: {suggest(file.kind, KINDS)}")
     kind = KINDS[file.kind]
+    file = kind.in_common(file)
     found = choice.select(seed_groups(file))
     layout = Layout.of(file, found, kind.panels)
     sections = [*scaling(file, found, layout), *kind.sections(file, found, layout)]
