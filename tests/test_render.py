@@ -130,7 +130,7 @@ def test_ranges() -> None:
 
 
 def batch(number: int, nodes: int, time_s: float = 10.0) -> Batch:
-    return Batch(number, nodes, 2, (), time_s)
+    return Batch(number, nodes, 2, (), time_s, time_s)
 
 
 def test_arrays_by_shape_and_length() -> None:

@@ -255,7 +255,7 @@ def test_commands_that_need_no_job(tmp_path: Path, capsys: pytest.CaptureFixture
     path, out = study_file(tmp_path), tmp_path / "out"
     status, shown = lines(capsys, "plan", path, "--out", out, "--set", 'sweep.wire=["raw", "e4m3"]')
     assert status == 0 and not out.exists()
-    assert "6 cases in 2 batch(es), at most 0.0" in shown
+    assert "6 cases in 2 batch(es), about 0.0" in shown
     assert "impossible, 2 case(s): mpi has no wire e4m3, only raw" in shown
     status, shown = lines(capsys, "plan", path, "--set", "sweep.ranks=2")
     assert "strong scaling, but all cases have 2 rank(s)" in shown

@@ -19,6 +19,7 @@ from cpdhpc.kinds.base import Call, Measure
 from cpdhpc.study.batch import TimedCalls
 from cpdhpc.study.cases import START_S, batches, case_time_s, expand, load_study, shown
 from cpdhpc.study.folder import Folder
+from cpdhpc.study.slurm.site import Site, array_script, arrays, minutes
 from cpdhpc.study.spec import Constraint, Run, Study
 
 INPUTS = sorted((ROOT / "inputs").glob("study_*.toml"))
@@ -166,6 +167,28 @@ def test_batches_by_bundle(tmp_path: Path) -> None:
     assert shapes(bundle="shape") == [(1, 1, 2), (1, 2, 2)]
     assert shapes(bundle="nested") == [(1, 2, 4)]
     assert shapes(bundle="shape", batch_time_s=START_S + 0.1) == shapes(bundle="case")
+
+
+def test_a_job_may_take_what_measure_allows(tmp_path: Path) -> None:
+    """Calls that are much slower than the estimate end by max_time_s and a visit, not before."""
+
+    def limits(**changes: Any) -> list[tuple[float, float]]:
+        study = small_study(tmp_path, **changes)
+        return [(each.time_s, each.limit_s) for each in batches(study, expand(study).cases)]
+
+    for (about_s, limit_s), cases in zip(limits(), (2, 2), strict=True):
+        assert about_s < START_S + 2 and START_S + cases * 20 < limit_s < START_S + cases * 21
+    assert all(limit_s == 50 for _, limit_s in limits(run={"batch_time_s": 50.0}))
+    alone = limits(run={"batch_time_s": 1.0})
+    assert len(alone) == 4 and all(limit_s > START_S + 20 for _, limit_s in alone)
+    for about_s, limit_s in limits(run={"case_time_s": 7.0}):
+        assert about_s == limit_s == START_S + 14
+    assert all(about_s <= limit_s for about_s, limit_s in limits(measure={"max_time_s": 1e-9}))
+    [batch] = batches(study := small_study(tmp_path, sweep={"ranks": 2}), expand(study).cases)
+    [array] = arrays([batch], Site())
+    assert f"--time={minutes(batch.limit_s, Site())}\n" in array_script(
+        array, Site(), study, tmp_path
+    )
 
 
 def test_what_cannot_work_is_impossible_with_a_reason(tmp_path: Path) -> None:

@@ -132,7 +132,7 @@ def plan_table(study: Study, jobs: Sequence[Batch]) -> Iterator[str]:
         ]
         for batch, case in cases
     ]
-    return _table(["batch", "case", *names, "at most s"], rows, 1)
+    return _table(["batch", "case", *names, "about s"], rows, 1)
 
 
 def varying(cases: Sequence[Case]) -> list[str]:
@@ -154,10 +154,12 @@ def totals(study: Study, jobs: Sequence[Batch]) -> list[str]:
     cases = [case for job in jobs for case in job.cases]
     hours = sum(job.rank_hours for job in jobs)
     longest_s = max((job.time_s for job in jobs), default=0.0)
+    limit_s = max((job.limit_s for job in jobs), default=0.0)
     ranks = {case.ranks for case in cases}
     lines = [
         f"{study.name}: {study.scaling} scaling of {study.kind}: {len(cases)} cases in {len(jobs)} "
-        f"batch(es), at most {hours:.3g} rank hours (ranks x time), {longest_s:.0f} s a batch"
+        f"batch(es), about {hours:.3g} rank hours (ranks x time) and {longest_s:.0f} s a batch; "
+        f"allowed are {limit_s:.0f} s a batch"
     ]
     asked = Counter((job.nodes, job.ppn) for job in jobs if job.has_gpus)
     for (nodes, ppn), count in asked.items():

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from .base import Asked
     from .place import Place
 
-GUESS = 1e-9  # s per byte and rank: a slow all-reduce, as the estimate is an upper one
+GUESS = 1e-9  # s per byte and rank: a slow all-reduce
 
 
 def _check_wire(wire: str) -> None:

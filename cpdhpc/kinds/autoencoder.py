@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from .base import Asked
     from .place import Place
 
-RATE = 1e9  # FLOP/s of a rank: a slow one, as the estimate is an upper one
+RATE = 1e9  # FLOP/s of a rank: a slow one
 
 
 def _blocks(of: Factors) -> int:

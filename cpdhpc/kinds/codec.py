@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from .base import Asked
     from .place import Place
 
-GUESS = 1e-9  # s per byte: a slow codec, as the estimate is an upper one
+GUESS = 1e-9  # s per byte: a slow codec
 
 
 def _used(given: Factors) -> dict[str, Value]:

@@ -29,7 +29,7 @@ SPLITS = ("rows", "columns", "grid")
 BOUNDARIES = ("none", "zero", "wrap", "reflect", "symmetric", "edge")
 BOUNDARIES_OF_MPI = ("none", "zero", "wrap")  # nothing is shown backwards or many times
 BYTES = {"float32": 4, "float64": 8, "float16": 2, "int8": 1, "int32": 4, "int64": 8}
-GUESS = 2e-9  # s per byte of a window, to prepare and to copy: a slow one, for an upper estimate
+GUESS = 2e-9  # s per byte of a window, to prepare and to copy: a slow one
 
 
 def _check_wire(wire: str) -> None:

@@ -308,7 +308,8 @@ TRAINING_S = 60.0  # for a case of which nothing is known
 class Batch:
     """What a job does: cases on at most nodes * ppn ranks.
 
-    time_s: an upper estimate; has_gpus: whether a case needs a GPU for each rank
+    time_s: about how long it takes; has_gpus: whether a case needs a GPU for each rank
+    limit_s: what the study allows it, which is no less: a job that takes longer goes on in another
     """
 
     number: int
@@ -316,6 +317,7 @@ class Batch:
     ppn: int
     cases: tuple[Case, ...]
     time_s: float
+    limit_s: float
     has_gpus: bool = False
 
     @property
@@ -330,15 +332,30 @@ class Batch:
 
 
 def case_time_s(study: Study, case: Case) -> float:
-    """Return about how long a case takes at most."""
+    """Return about how long a case takes."""
     if study.run.case_time_s is not None:
         return study.run.case_time_s
     measure = study.measure
     visits = -(-measure.max_repeats // measure.block)
-    calls = measure.max_repeats + visits * measure.warmup
-    guess_s = study.of_kind.time_s(case.factors, case.ranks, calls)
+    guess_s = _guess_s(study, case, measure.max_repeats + visits * measure.warmup)
     least_s = guess_s * measure.min_repeats / measure.max_repeats
     return max(least_s, min(guess_s, measure.max_time_s)) + SETUP_S if guess_s else TRAINING_S
+
+
+def case_limit_s(study: Study, case: Case) -> float:
+    """Return how long a case may take: a visit may begin until its calls took max_time_s.
+
+    Of a training, and where run.case_time_s says it, that is the estimate.
+    """
+    measure, about_s = study.measure, case_time_s(study, case)
+    visit_s = _guess_s(study, case, measure.block + measure.warmup)
+    if study.run.case_time_s is not None or not visit_s:
+        return about_s
+    return max(about_s, measure.max_time_s + visit_s + SETUP_S)
+
+
+def _guess_s(study: Study, case: Case, calls: int) -> float:
+    return study.of_kind.time_s(case.factors, case.ranks, calls)
 
 
 def batches(study: Study, cases: Iterable[Case]) -> list[Batch]:
@@ -384,6 +401,9 @@ def _cut(study: Study, cases: Sequence[Case]) -> list[list[Case]]:
 
 def _batch(study: Study, number: int, cases: Sequence[Case]) -> Batch:
     time_s = START_S + sum(case_time_s(study, case) for case in cases)
+    limits_s = [case_limit_s(study, case) for case in cases]
+    most_s = max(study.run.batch_time_s, START_S + max(limits_s))
+    limit_s = max(time_s, min(START_S + sum(limits_s), most_s))
     nodes, ppn = max(case.nodes for case in cases), max(case.ppn for case in cases)
     has_gpus = any(uses_gpus(study, case) for case in cases)
-    return Batch(number, nodes, ppn, tuple(cases), time_s, has_gpus)
+    return Batch(number, nodes, ppn, tuple(cases), time_s, limit_s, has_gpus)

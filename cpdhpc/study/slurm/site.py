@@ -205,7 +205,7 @@ def load_site(path: Path | None) -> Site:
 
 
 MORE_TO_DO = 85  # exit status of ranks that USR1 stopped and that wrote a checkpoint
-SPARE = 1.5  # times the estimate of a batch is what its job may take
+SPARE = 1.5  # times what a study allows a batch is what its job may take
 START_S = 60.0  # for the start of the job and its ranks
 COLLECT_MIN = 15
 
@@ -264,7 +264,7 @@ def array_script(array: Array, site: Site, study: Study, folder: Path) -> str:
 
     folder: of the study, as the job sees it
     """
-    longest_s = max(batch.time_s for batch in array.batches)
+    longest_s = max(batch.limit_s for batch in array.batches)
     number = '"$SLURM_ARRAY_TASK_ID"'
     if array.offset:
         number = f"$(({array.offset} + SLURM_ARRAY_TASK_ID))"
@@ -307,7 +307,7 @@ def collect_script(site: Site, study: str, folder: Path) -> str:
 
 
 def minutes(time_s: float, site: Site) -> int:
-    """Return the time limit of a job, in minutes, for an estimate in seconds."""
+    """Return the time limit of a job, in minutes, for a batch that is allowed so many seconds."""
     wanted = math.ceil((SPARE * time_s + START_S + site.grace_s) / 60)
     return wanted if site.max_time_min is None else min(wanted, site.max_time_min)
 
