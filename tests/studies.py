@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import csv
 import os
+import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterable
+from io import StringIO
 from pathlib import Path
 
 import numpy as np
 from training import environment
 
 from cpdhpc.config import dump_toml, merge
+from cpdhpc.report.tables import Table
 from cpdhpc.study.cases import expand, load_study
 from cpdhpc.study.folder import Folder
 from cpdhpc.study.spec import Study
@@ -41,7 +46,8 @@ def small_study(directory: Path, **changes: object) -> Study:
 def some_result(seed: int = 0, repeats: int = 50, warmup: int = 2) -> Result:
     """Times of no measurement."""
     times_s = np.sort(np.random.default_rng(seed).lognormal(-7, 0.3, (repeats, 3)), axis=1)
-    outcomes = {"error": 0.1, "wire_bytes": 4096.0, "bound_s": 1e-6, "job_id": "7", "restarts": 1}
+    outcomes = {"error": 0.1, "wire_bytes": 4096.0, "payload_bytes": 65540.0}
+    outcomes |= {"bound_s": 1e-6, "job_id": "7", "restarts": 1}
     return Result(
         times_s[:, [2, 0, 1]],
         (np.arange(repeats) < warmup).astype(np.uint8),
@@ -57,6 +63,23 @@ def fill(folder: Folder, study: Study, cases: list[Case] | None = None) -> list[
     for seed, case in enumerate(cases):
         write_result(folder.case_file(case), case, some_result(seed))
     return cases
+
+
+def no_numbers(tables: Iterable[Table]) -> dict[str, list[str]]:
+    """Columns of numbers of which some programs would read text in CSV, and what they would."""
+    found: dict[str, list[str]] = {}
+    for table in tables:
+        head, *rows = csv.reader(StringIO(table.csv()))
+        for column in (each for each in table.columns if each.numbers):
+            begin = " ".join(column.heading.replace("-\n", "").split())
+            for at in (i for i, name in enumerate(head) if name.startswith(begin)):
+                bad = [row[at] for row in rows if row[at] and not NUMBER.fullmatch(row[at])]
+                if bad:
+                    found[f"{table.title}: {head[at]}"] = bad
+    return found
+
+
+NUMBER = re.compile(r"-?\d+(\.\d+)?(e[-+]\d+)?")
 
 
 def command(*words: object) -> list[str]:

@@ -17,6 +17,7 @@ from xml.etree import ElementTree
 import h5py
 import pytest
 from every import every
+from studies import no_numbers
 from synthetic_study import many, write_study
 from training import ROWS, run_job, small_job
 
@@ -224,6 +225,14 @@ def test_tables_as_csv_have_all_digits(two_shapes: StudyFile, tmp_path: Path) ->
     assert latex.count(r" \\") == 1 + len(rows) and r"95 \% CI" in latex
     assert latex.count(" & ") == latex.count(r" \\") * 12
     assert set(found) == {"all_reduce", "scaling", "spread_of_times", "fastest_methods"}
+
+
+@every("kind", ["allreduce", "train"])
+def test_columns_of_numbers_are_numbers_in_csv(kind: str, tmp_path: Path) -> None:
+    """Without separators of thousands, and without units."""
+    small = {"ranks": (1, 2, 4)} if kind == "train" else {}
+    found = study_report(load_study_file(write_study(tmp_path / "s.h5", kind, **small)))
+    assert found.tables and not no_numbers(found.tables)
 
 
 CHOICES: dict[str, tuple[Choice, list[str], set[str]]] = {  # choice: panels, series

@@ -17,6 +17,7 @@ import pytest
 import torch
 from allreduce_oracle import expected
 from every import every
+from studies import no_numbers
 from training import small_data
 
 from cpdhpc import store
@@ -481,6 +482,7 @@ def test_a_search_over_arithmetic_keeps_the_error_of_the_gradient(tmp_path: Path
     assert math.sqrt(np.mean(squares)) == pytest.approx(found.error, abs=1e-4)
     report = search_report(out / searching.FILE)
     assert "accumulators of" in report.sections[0].notes[0]
+    assert not no_numbers(report.tables)
 
 
 NO_SEEDS = JOB.replace("seeds = [0, 1]\n", "")

@@ -10,7 +10,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
-from studies import fill, small_study, some_result
+from studies import fill, no_numbers, small_study, some_result
 from synthetic_points import GRADIENTS
 from synthetic_study import write_study
 from training import run_job
@@ -224,6 +224,11 @@ def test_codec(tmp_path: Path) -> None:
     path = folder.study_file
     rows = cells(path, "Codec")
     assert len(rows) == 2 * 2 * (1 + 2 * 2)
+    assert not no_numbers(of(path).tables)
+    scaling = cells(path, "Scaling")
+    names = ("ranks", "size", "operation", "format")
+    assert len({tuple(row.get(name) for name in names) for row in scaling}) == len(scaling)
+    assert {row["size"] for row in scaling} == {row["size"] for row in rows}
     row = next(r for r in rows if r["ranks"] == "2" and r["size"] == "1 MiB" and r["format"] != "-")
     found = {"ranks": 2, "size_bytes": 2**20}
     index = one(path, operation=row["operation"], format=row["format"], **found)
@@ -263,6 +268,7 @@ def test_what_is_over_nothing_is_unknown(tmp_path: Path, kind: str) -> None:
         fill(folder, study)
         collect(study, folder)
         path = folder.study_file
+    assert not no_numbers(of(path).tables)
     with h5py.File(tmp_path / "zeros.h5", "w") as file, h5py.File(path) as whole:
         for name in whole:  # a copy, which has no checksum
             whole.copy(name, file)

@@ -158,7 +158,7 @@ def _sections(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> l
         Column("ranks", lambda g: str(g.ranks)),
         *of_factors([name for name in layout.panels if name != "maps"], groups),
         Column("maps", lambda g: str(g.factors["maps"])),
-        Column("parameters", lambda g: f"{g.mean('payload_bytes') / 4:,.0f}"),
+        Column("parameters", lambda g: units.fixed(g.mean("payload_bytes") / 4)),
         Column("batch", lambda g: str(g.factors["batch"])),
         *timing(file),
         Column("rate\nGFLOP/s", lambda g: units.digits(_rate(g).value)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from functools import partial
-from math import isnan, nan
+from math import nan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -400,10 +400,6 @@ def _columns(
             return units.NONE
         return measure.difference(group.mean(score) - base.mean(score))
 
-    def sent(group: SeedGroup) -> str:
-        some = group.mean("wire_bytes")
-        return units.NONE if isnan(some) else f"{some:,.0f} B"
-
     def bits(group: SeedGroup) -> str:
         least = 2 * (group.ranks - 1) / group.ranks * group.mean("payload_bytes")
         return units.digits(32 * group.mean("wire_bytes") / least) if least else units.NONE
@@ -421,9 +417,9 @@ def _columns(
         *(Column(each.heading, partial(told, each)) for each in further),
         Column(f"to float32\n{measure.points}".strip(), beside),
         *step,
-        *([Column("data\n%", lambda g: f"{g.mean('data_share'):.0f}")] if known else []),
+        *([Column("data\n%", lambda g: units.fixed(g.mean("data_share")))] if known else []),
         Column("training\ns", lambda g: units.digits(float(_times_s(file, g).mean()))),
-        Column("sent per\nstep, rank", sent),
+        Column("sent per\nstep, rank", lambda g: units.bytes_of(g.mean("wire_bytes"))),
         Column("bits per\nvalue", bits),
         Column("under-\nflow %", partial(_underflow, file)),
     ]
@@ -452,7 +448,7 @@ def _underflow(file: StudyFile, group: SeedGroup) -> str:
     shares = shares[np.isfinite(shares)]
     if group.factors.get(AGGREGATOR) == "none" or not shares.size:
         return units.NONE
-    return f"{np.mean(shares):.2f}"
+    return units.fixed(float(np.mean(shares)), 2)
 
 
 def _observations(file: StudyFile, group: SeedGroup, layout: Layout, name: str) -> tuple[str, Map]:

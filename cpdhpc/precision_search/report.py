@@ -50,14 +50,18 @@ def _layers(of: Evidence) -> list[Section]:
         place, name, _ = row
         return units.digits(place.errors[place.formats.index(name)])
 
+    def exponents(row: tuple[Place, str, float]) -> str:
+        low, high = row[0].low, row[0].high
+        return units.Cell(f"{low} .. {high}", low=low, high=high)
+
     columns = [
         Column[tuple[Place, str, float]]("layer", lambda r: r[0].name, numbers=False),
         Column[tuple[Place, str, float]]("tensor", lambda r: r[0].tensor, numbers=False),
-        Column[tuple[Place, str, float]]("values", lambda r: f"{r[0].values:,}"),
-        Column[tuple[Place, str, float]]("exponents", lambda r: f"{r[0].low} .. {r[0].high}"),
+        Column[tuple[Place, str, float]]("values", lambda r: units.fixed(r[0].values)),
+        Column[tuple[Place, str, float]]("exponents", exponents),
         Column[tuple[Place, str, float]]("format", lambda r: r[1], numbers=False),
         Column[tuple[Place, str, float]]("bits", lambda r: str(width(r[1]))),
-        Column[tuple[Place, str, float]]("share\n%", lambda r: f"{r[2]:.1f}"),
+        Column[tuple[Place, str, float]]("share\n%", lambda r: units.fixed(r[2], 1)),
         Column[tuple[Place, str, float]]("error", error),
     ]
     names = [place.label for place in of.places]
@@ -145,11 +149,11 @@ def _trainings(of: Evidence) -> Section:
         *(
             Column[Trial](
                 f"bits\n{tensor}".replace("_", "\n"),
-                lambda t, tensor=tensor: f"{of.widths(t.formats)[tensor]:.2f}",  # type: ignore[misc]
+                lambda t, tensor=tensor: units.fixed(of.widths(t.formats)[tensor], 2),  # type: ignore[misc]
             )
             for tensor in dict.fromkeys(place.tensor for place in of.places)
         ),
-        Column[Trial]("sent", lambda t: f"{t.sent_bytes:,.0f} B"),
+        Column[Trial]("sent", lambda t: units.bytes_of(t.sent_bytes)),
         Column[Trial]("score", lambda t: units.with_deviation(np.array(t.scores))),
         Column[Trial]("to float32", beside),
         Column[Trial]("error of\nthe mean", error),

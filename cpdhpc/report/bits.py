@@ -104,7 +104,7 @@ def _section(
         if one is None:
             return units.NONE
         if not one.wire:
-            return "more"
+            return units.Cell("more", value=nan)
         return units.Cell(f"{one.bits:g} ({one.wire}, {one.difference:+.1f})", value=one.bits)
 
     columns = [Column[str]("gradients", lambda name: name, numbers=False)]

@@ -116,7 +116,7 @@ def _exponents(groups: Mapping[str, Group]) -> Section:
             Column[int](name, partial(_counted, of[name]))
             for name in ("zeros", "subnormals", "infinities", "nans")
         ),
-        Column[int]("values", lambda i: f"{_values(of, i):,}"),
+        Column[int]("values", lambda i: units.fixed(_values(of, i))),
     ]
     table = tabulate("Exponents", columns, range(len(tensors)), "Of all iterations together.")
     return Section("Where the values are", tables=[table], charts=charts)
@@ -132,7 +132,7 @@ def _total(counts: Array) -> int:
 
 
 def _counted(counts: Array, tensor: int) -> str:
-    return f"{_total(counts[tensor]):,}"
+    return units.fixed(_total(counts[tensor]))
 
 
 def _values(of: Group, tensor: int) -> int:
@@ -352,7 +352,7 @@ def _products(of: Group) -> Section:
     places = _places(of, "product", "accumulate")
     columns = [
         Column[Place]("product", lambda at: str(of["product"][at[0]]), numbers=False),
-        Column[Place]("terms", lambda at: f"{int(of['terms'][at[0]].max()):,}"),
+        Column[Place]("terms", lambda at: units.fixed(int(of["terms"][at[0]].max()))),
         Column[Place]("sums in", lambda at: str(of["accumulate"][at[1]]), numbers=False),
         *(
             Column[Place](order, partial(_product_error, wrong[..., i]))

@@ -102,6 +102,7 @@ def serial_share(law: Law, ratios: Array, speedups: Array, level: float) -> Esti
 
 
 MISFIT = 0.25  # medians differ by some per cent: the interval of a share takes the law for granted
+NO_FIT = units.Cell("does not fit", value=nan)
 
 
 @dataclass(frozen=True)
@@ -160,17 +161,14 @@ def law_table(file: StudyFile, layout: Layout, fits: Sequence[Fit]) -> Table:
         ends = [1 / end if end > 0 else nan for end in (share.value, share.high, share.low)]
         return units.with_interval(*ends)
 
-    def first(column: Column[SeedGroup], found: Fit) -> str:
-        return column.cell(found.line.groups[0])
-
     firsts = [found.line.groups[0] for found in fits]
     shared = [*of_factors(layout.panels, firsts), *layout.names(firsts)]
     columns: list[Column[Fit]] = [
-        *(Column(each.heading, partial(first, each), each.numbers) for each in shared),
+        *(Column(c.heading, lambda f, c=c: c.cell(f.line.groups[0]), c.numbers) for c in shared),  # type: ignore[misc]
         Column("points", lambda f: str(len(f.line.groups))),
         Column(
             "serial\nshare %",
-            lambda f: units.digits(100 * f.share.value) if f.fits else "does not fit",
+            lambda f: units.digits(100 * f.share.value) if f.fits else NO_FIT,
         ),
         Column(f"{file.percent} CI", interval),
         *([Column("speed-up\nat most", most)] if file.scaling == "strong" else []),
@@ -316,8 +314,9 @@ def _table(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> Tabl
         return units.NONE if group.is_base else units.interval(speedup.low, speedup.high)
 
     _, *times = timing(file)
+    over = [file.over] if file.over != "ranks" else []  # which has a column in any case
     columns: list[Column[SeedGroup]] = [
-        *of_factors([*layout.panels, *file.weak], groups),
+        *of_factors([*over, *layout.panels, *file.weak], groups),
         *layout.names(groups),
         Column("ranks", lambda g: str(g.ranks)),
         *times,

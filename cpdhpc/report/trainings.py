@@ -281,15 +281,16 @@ def table(groups: Sequence[RunGroup]) -> Table:
 
     def share(group: RunGroup) -> str:
         whole = base.mean("wire_bytes") if base else 0
-        return f"{group.mean('wire_bytes') / whole:.3f}" if whole else units.NONE
+        return units.fixed(group.mean("wire_bytes") / whole, 3) if whole else units.NONE
 
     def seeds(group: RunGroup) -> str:
         complete = len(group.runs)
-        return f"{complete} of {group.found}" if group.found > complete else f"{complete}"
+        text = f"{complete} of {group.found}" if group.found > complete else f"{complete}"
+        return units.Cell(text, value=complete)
 
     def underflow(group: RunGroup) -> str:
         share = group.mean("underflow_share")
-        return units.NONE if isnan(share) or not group.compressed else f"{100 * share:.2f}"
+        return units.NONE if isnan(share) or not group.compressed else units.fixed(100 * share, 2)
 
     def told(more: Score, group: RunGroup) -> str | units.Cell:
         if any(more.column not in run.epochs for run in group.runs):
@@ -304,10 +305,10 @@ def table(groups: Sequence[RunGroup]) -> Table:
         Column(measure.heading, lambda group: measure.told(group.scores)),
         *(Column(each.heading, partial(told, each)) for each in further),
         *([Column(f"to float32\n{measure.points}".strip(), beside)] if base else []),
-        Column("bytes per\nstep, rank", lambda group: f"{group.mean('wire_bytes'):,.0f}"),
+        Column("bytes per\nstep, rank", lambda group: units.fixed(group.mean("wire_bytes"))),
         *([Column("of\nfloat32", share)] if base else []),
-        Column("step\nms", lambda group: f"{group.step_time_ms:.2f}"),
-        Column("data\n%", lambda group: f"{100 * group.mean('data_share'):.0f}"),
+        Column("step\nms", lambda group: units.fixed(group.step_time_ms, 2)),
+        Column("data\n%", lambda group: units.fixed(100 * group.mean("data_share"))),
         Column("under-\nflow %", underflow),
     ]
     batches, caption = {g.name: predicted([run.steps for run in g.runs]) for g in groups}, CAPTION

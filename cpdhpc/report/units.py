@@ -45,6 +45,16 @@ def _digits(value: float, count: int) -> str:
     return f"{rounded:#.{count}g}"
 
 
+def fixed(value: float, places: int = 0) -> Cell:
+    """Return a number with so many digits behind the point."""
+    return Cell(f"{value:,.{places}f}" if isfinite(value) else NONE, value=value)
+
+
+def bytes_of(value: float) -> Cell:
+    """Return bytes as a whole number of them."""
+    return Cell(f"{value:,.0f} B" if isfinite(value) else NONE, value_bytes=value)
+
+
 def apart(one: float, other: float) -> tuple[str, str]:
     """Return two numbers with digits enough to tell them apart, three at least."""
     for count in range(3, 18):
