@@ -363,6 +363,38 @@ def test_cases_of_a_place_have_one_bound(tmp_path: Path) -> None:
         )  # two numbers of three digits
 
 
+def test_where_leaves_out_of_all_but_the_base(tmp_path: Path) -> None:
+    """Points, hosts, reserves and missing cases are those of the choice; mpi is still the base."""
+    sweep = {"ranks": [1, 2, 4], "ppn": 4, "algorithm": ["ring", "mpi"]}
+    study, folder = small_study(tmp_path, sweep=sweep), Folder(tmp_path / "results")
+    cases = fill(folder, study)
+    for case in cases:
+        result = read_result(folder.case_file(case), case)
+        environment = {**result.environment, "hosts": f"{case.factors['algorithm']}{case.ranks}"}
+        wide = replace(result, environment=environment, times_s=result.times_s[:4] * 1.0)
+        write_result(folder.case_file(case), case, replace(wide, is_warmup=result.is_warmup[:4]))
+    lost = next(c for c in cases if c.ranks == 1 and c.factors["algorithm"] == "mpi")
+    folder.case_file(lost).unlink()
+    collect(study, folder)
+    file = load_study_file(folder.study_file)
+    whole = study_report(file)
+    facts = dict(whole.facts)
+    assert facts["points"] == "5, 1 missing" and facts["hosts"].count(";") == 4
+    assert {lost.id} < {item for each in whole.listed for item in each.items}
+    found = study_report(file, Choice(where=("algorithm=ring", "ranks>=2"), by=("ranks",)))
+    facts = dict(found.facts)
+    assert facts["points"] == "2 of 5" and facts["hosts"] == "ring2; ring4"
+    items = [item.partition(" ")[0] for each in found.listed for item in each.items]
+    chosen = {c.id for c in cases if c.factors["algorithm"] == "ring" and c.ranks > 1}
+    assert set(items) == chosen, "a few repeats have no interval"
+    (shown,) = [t for s in found.sections for t in s.tables if t.title == "All-reduce"]
+    (before,) = [t for s in whole.sections for t in s.tables if t.title == "All-reduce"]
+    at = [column.heading for column in shown.columns].index("times as\nfast as mpi")
+    was = [column.heading for column in before.columns].index("times as\nfast as mpi")
+    known = [row[was] for row in before.rows if row[0] in "24" and row[was] != "-"]
+    assert [row[at] for row in shown.rows] == known and len(known) == 2
+
+
 def test_places_of_equal_ranks_are_told_apart(tmp_path: Path) -> None:
     text = 'kind = "allreduce"\n[sweep]\nnodes = [1, 2]\nppn = [1, 2]\nsize_bytes = [4096]\n'
     (tmp_path / "places.toml").write_text(text)

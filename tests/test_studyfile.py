@@ -17,7 +17,7 @@ from cpdhpc import store
 from cpdhpc.study.cases import expand, load_study
 from cpdhpc.study.collect import SUMMARY, Base, collect, find, write_study
 from cpdhpc.study.folder import Folder
-from cpdhpc.study.report import listed
+from cpdhpc.study.report import study_report
 from cpdhpc.study.spec import Study
 from cpdhpc.study_data.factors import Result
 from cpdhpc.study_data.study_file import (
@@ -280,4 +280,4 @@ def test_two_libraries_are_a_factor_and_never_compared(
     assert groups["samples"]["mpi_library"].tolist() == ["one", "one", "one", "other"]
     assert groups["summary"]["base_point"].tolist() == [0, 1, 0, 3], "3 has no base but itself"
     file = load_study_file(folder.study_file)
-    assert not [each for each in listed(file) if "missing" in each.what]
+    assert not [each for each in study_report(file).listed if "missing" in each.what]

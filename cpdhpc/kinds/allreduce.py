@@ -277,7 +277,9 @@ def _sections(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> l
     drawn = thinned(list(shapes.values()), SHAPES)
     charts = [chart for alike in drawn for chart in _charts(file, alike, layout)]
     notes = [f"Figures of {len(drawn)} of {len(shapes)} shapes."] if len(shapes) > SHAPES else []
-    return [Section("All-reduce by size", notes, [_table(file, groups)], charts)]
+    return [
+        Section("All-reduce by size", notes, [_table(file, groups, layout.every or groups)], charts)
+    ]
 
 
 def _size(group: SeedGroup) -> float:
@@ -294,13 +296,14 @@ def _bus_bandwidth(group: SeedGroup, time: Estimate) -> Estimate:
     return time.inverse(_share(group.ranks) * _size(group) / 1e9 or nan)
 
 
-def _table(file: StudyFile, groups: Sequence[SeedGroup]) -> Table:
+def _table(file: StudyFile, groups: Sequence[SeedGroup], every: Sequence[SeedGroup]) -> Table:
+    """Return the table of groups; every: of the study, among them what others are beside."""
     from ..report import units
     from ..report.points import of_factors, quotient, times_as_fast, timing, varying
     from ..report.tables import Column, tabulate
 
     base, copies = (
-        {_place(g): g for g in groups if g.factors["algorithm"] == name} for name in ("mpi", MEMCPY)
+        {_place(g): g for g in every if g.factors["algorithm"] == name} for name in ("mpi", MEMCPY)
     )
     differing = varying([group.factors for group in groups])
     predicted = any(point.outcomes.get("predicted_s", nan) >= 0 for point in file.points)

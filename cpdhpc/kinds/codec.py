@@ -134,7 +134,13 @@ def _sections(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> l
         [panel for panel in panels if panel.y.names],
         columns=2,
     )
-    return [Section("Codec", tables=[_table(file, groups)], charts=[chart] if chart.panels else [])]
+    return [
+        Section(
+            "Codec",
+            tables=[_table(file, groups, layout.every or groups)],
+            charts=[chart] if chart.panels else [],
+        )
+    ]
 
 
 def _place(group: SeedGroup) -> str:
@@ -175,12 +181,13 @@ def _panel(place: str, groups: Sequence[SeedGroup], drawn: Mapping[str, Style]) 
     return Panel(place, Axis("rate / (GB/s)", limits=(0, None)), Axis("", names=rows), series)
 
 
-def _table(file: StudyFile, groups: Sequence[SeedGroup]) -> Table:
+def _table(file: StudyFile, groups: Sequence[SeedGroup], every: Sequence[SeedGroup]) -> Table:
+    """Return the table of groups; every: of the study, among them what others are beside."""
     from ..report import units
     from ..report.points import of_factors, times_as_fast, timing
     from ..report.tables import Column, tabulate
 
-    base = {_place(group): group for group in groups if _is_base(group)}
+    base = {_place(group): group for group in every if _is_base(group)}
     optional = ("threads", "device")
     further = [name for name in optional if any(name in group.factors for group in groups)]
     columns: list[Column[SeedGroup]] = [

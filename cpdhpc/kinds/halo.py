@@ -135,7 +135,7 @@ def _sections(file: StudyFile, groups: Sequence[SeedGroup], layout: Layout) -> l
         some = group.mean("payload_bytes")
         return units.size(group.mean("wire_bytes")) if some else units.NONE
 
-    types = [group for group in groups if group.factors["way"] in HALO_MPI_TYPES]
+    types = [group for group in layout.every or groups if group.factors["way"] in HALO_MPI_TYPES]
     slowest_first = sorted(types, key=lambda group: -group.time_s.value)
     by_mpi = {_cells(group): group for group in slowest_first}
 

@@ -391,7 +391,7 @@ def _columns(
     job = _job(file.toml.get("job", {}), {}, "case").toml()
     further = [each for each in Score.further(job) if _known(groups, each.column)]
     score = _outcome(measure)
-    none = [g for g in reversed(groups) if g.factors.get(AGGREGATOR) == "none"]
+    none = [g for g in reversed(layout.every or groups) if g.factors.get(AGGREGATOR) == "none"]
     float32 = {but_for_gradient(group.factors): group for group in none}
 
     def beside(group: SeedGroup) -> str:

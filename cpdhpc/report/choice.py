@@ -60,12 +60,16 @@ class Choice:
 
     def select(self, groups: Sequence[SeedGroup]) -> list[SeedGroup]:
         """Return the points that are asked for. Raises ReportError, also where there is none."""
-        factors = [group.factors for group in groups]
-        tests = [condition(text, factors) for text in self.where]
-        found = [group for group in groups if all(test(group.factors) for test in tests)]
+        test = self.test(groups)
+        found = [group for group in groups if test(group.factors)]
         if not found:
             raise ReportError(f"--where {' --where '.join(self.where)}: no point is left")
         return found
+
+    def test(self, groups: Sequence[SeedGroup]) -> Callable[[Factors], bool]:
+        """Return whether where takes what has some factors. Raises ReportError as condition."""
+        tests = [condition(text, [group.factors for group in groups]) for text in self.where]
+        return lambda factors: all(test(factors) for test in tests)
 
 
 ALL = Choice()

@@ -348,12 +348,14 @@ class Layout:
     """panels, lines: factors that name panels and lines; styles: of each line's name.
 
     free: factors that are not the same in a series
+    every: all points of the study, as those that others are compared with may not be chosen
     """
 
     panels: Sequence[str]
     lines: Sequence[str]
     styles: dict[str, Style]
     free: Collection[str]
+    every: Sequence[SeedGroup] = ()
 
     @classmethod
     def of(cls, file: StudyFile, groups: Sequence[SeedGroup], apart: Sequence[str]) -> Layout:

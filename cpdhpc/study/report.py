@@ -35,7 +35,7 @@ from ..report.points import (
 )
 from ..report.scaling import scaling
 from ..report.tables import Column, Listed, Report, Section, Table, counted, tabulate, words
-from ..study_data.factors import SHAPE, Array, Case, Value
+from ..study_data.factors import SHAPE, Array, Case, Factors, Value
 from ..study_data.study_file import ALIKE, Point, ReportError, StudyFile, check_arrays, read_result
 from .cases import expand
 from .folder import Folder
@@ -135,12 +135,7 @@ def _plain(value: str) -> str:
 SHARED = "ranks share cores"  # how the environment says it
 
 
-def listed(file: StudyFile) -> list[Listed]:
-    """Return everything that is not as it was asked for."""
-    return [*_missing(file), *_shared(file), *_reserves(file)]
-
-
-def _missing(file: StudyFile) -> list[Listed]:
+def _missing(file: StudyFile, is_chosen: Callable[[Factors], bool]) -> list[Listed]:
     """Return the cases without a point, and what could not be measured, each with the reason."""
     if file.benchmark:
         return []  # its points are what was asked for
@@ -151,10 +146,15 @@ def _missing(file: StudyFile) -> list[Listed]:
         count = units.count(int(file.attributes.get("missing", 0)), "case")
         return [Listed(f"missing, {count}; which cannot be said: {error}")]
     there = {frozenset(_asked(point)) for point in file.points}
-    missing = [case for case in found.cases if frozenset(case.all_factors.items()) not in there]
+    missing = [
+        case
+        for case in found.cases
+        if is_chosen(case.all_factors) and frozenset(case.all_factors.items()) not in there
+    ]
     reasons: dict[str, list[str]] = {}
     for case, reason in found.impossible:
-        reasons.setdefault(reason, []).append(case.id)
+        if is_chosen(case.all_factors):
+            reasons.setdefault(reason, []).append(case.id)
     lost = [f"{case.id}{_why(file, case)}" for case in missing]
     return [
         *counted([("missing", lost)], "case"),
@@ -229,8 +229,11 @@ def study_report(file: StudyFile, choice: Choice = ALL) -> Report:
         raise ReportError(f"{file.path}: kind={file.kind!r}: {suggest(file.kind, KINDS)}")
     kind = KINDS[file.kind]
     file = kind.in_common(file)
-    found = choice.select(seed_groups(file))
-    layout = Layout.of(file, found, kind.panels)
+    every = seed_groups(file)
+    found = choice.select(every)
+    layout = replace(Layout.of(file, found, kind.panels), every=every)
+    points = tuple(point for group in found for point in group.points)
+    part = replace(file, points=tuple(sorted(points, key=lambda point: point.index)))
     sections = [*scaling(file, found, layout), *kind.sections(file, found, layout)]
     if choice.draws:
         plain = [replace(section, charts=()) for section in sections]
@@ -238,23 +241,27 @@ def study_report(file: StudyFile, choice: Choice = ALL) -> Report:
     asked = [("where", " and ".join(choice.where))] if choice.where else []
     return Report(
         file.name,
-        [*asked, *_facts(file, found)],
+        [*asked, *_facts(part, found, len(file.points))],
         [*_fastest(found), *sections, Section("Spread of times", tables=[_spread(found)])],
-        listed(file),
+        [*_missing(file, choice.test(every)), *_shared(part), *_reserves(part)],
         rules(file),
-        provenance(file),
+        provenance(part),
         [("study.toml", str(file.attributes["study"]))],
     )
 
 
-def _facts(file: StudyFile, found: Sequence[SeedGroup]) -> list[tuple[str, str]]:
-    """Return what is said first."""
+def _facts(file: StudyFile, found: Sequence[SeedGroup], total: int) -> list[tuple[str, str]]:
+    """Return what is said first of the points that are chosen; total: how many the study has."""
     missing = int(file.attributes.get("missing", 0))
     ranks = sorted({group.ranks for group in found})
     repeats = [len(point.times_s) for point in file.points]
     factors = [group.factors for group in found]
     same = [said(k, v) for k, v in constant(factors, SHAPE).items()]
-    hosts = dict.fromkeys(units.hosts(each.get("hosts", "")) for each in file.environments)
+    used = {int(point.outcomes.get("environment", 0)) for point in file.points}
+    there = [each for i, each in enumerate(file.environments) if i in used]
+    hosts = dict.fromkeys(units.hosts(each.get("hosts", "")) for each in there)
+    count = len(file.points)
+    rest = f" of {total}" if count < total else f", {missing} missing" if missing else ""
     return [
         (
             "what",
@@ -262,7 +269,7 @@ def _facts(file: StudyFile, found: Sequence[SeedGroup]) -> list[tuple[str, str]]
             if file.benchmark
             else f"{file.scaling} scaling of {file.kind}",
         ),
-        ("points", f"{len(file.points)}" + (f", {missing} missing" if missing else "")),
+        ("points", f"{count}{rest}"),
         ("ranks", ", ".join(map(str, ranks))),
         ("repeats", f"{_range(repeats)} a point, without warm-ups"),
         *([] if file.benchmark else [("base", file.base_rule)]),
