@@ -223,12 +223,13 @@ def nested(name: str, model: type[Section]) -> Iterator[str]:
             kinds = {
                 each: None for f in row.model_fields.values() for each in sections(f.annotation)
             }
-            shown: set[str] = set()
             for table in kinds:
                 yield f"\n### A table of `{name}.{key}`: {table.__name__}\n\n{summary(table)}"
-                own = issubclass(table, tuple(k for k in kinds if k is not table))
-                yield from keys_table(table, shown if own else ())
-                shown |= set(table.model_fields)
+                above = next((k for k in kinds if k is not table and issubclass(table, k)), None)
+                if above is not None:
+                    inherited = ", ".join(f"`{each}`" for each in above.model_fields)
+                    yield f"It also has the keys of {above.__name__}: {inherited}."
+                yield from keys_table(table, () if above is None else above.model_fields)
 
 
 def factor_rows(factors: dict[str, Factor], kind: str) -> Iterator[str]:

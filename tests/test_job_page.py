@@ -9,12 +9,21 @@ from job_page import PAGE, entries, keys_table, page
 from pydantic import Field
 
 from cpdhpc.config import Section
+from cpdhpc.precision.tensors import UpdateFormat
 
 pytestmark = pytest.mark.mpi_skip
 
 
 def test_the_page_is_what_the_models_say() -> None:
     assert PAGE.read_text() == page(), "python tests/job_page.py writes it anew"
+
+
+def test_a_table_says_all_that_it_takes() -> None:
+    """Its own keys, be they called as another table's, and those that it has from one above."""
+    _, _, after = page().partition("`precision.rule`: UpdateFormat\n")
+    found = after.partition("\n###")[0]
+    assert all(f"`{name}`" in found for name in UpdateFormat.model_fields)
+    assert all(f"| `{name}` | boolean |" in found for name in ("master", "kahan"))
 
 
 def test_entries_of_a_docstring() -> None:
