@@ -110,7 +110,8 @@ def check_same(path: Path, there: str, here: str, may_differ: Iterable[str]) -> 
             "not given" if value is None else repr(value)
             for value in (value_of(there, key), value_of(here, key))
         ]
-        raise CheckpointError(f"{path}: {key} is {said[0]} there and {said[1]} here")
+        more = ": it may be more here, and not less" if key == EPOCHS else ""
+        raise CheckpointError(f"{path}: {key} is {said[0]} there and {said[1]} here{more}")
 
 
 def load(path: Path, toml: str, samples_seen: Callable[[int], int]) -> tuple[Groups, Position]:
