@@ -104,6 +104,20 @@ def test_what_is_wrong_in_a_job_names_its_file(tmp_path: Path) -> None:
         expand(load_study(path))
 
 
+def test_seeds_of_an_inline_job_give_way_to_the_factor(tmp_path: Path) -> None:
+    path = tmp_path / "t.toml"
+    text = "kind = 'train'\n[job.train]\nseeds = [0]\nbatch = 8\n[sweep]\nranks = [1]\n"
+    path.write_text(text + "seed = [1, 2]\n")
+    study = load_study(path)
+    assert study.job == {"train": {"batch": 8}}
+    assert [case.factors for case in expand(study).cases] == [{"seed": 1}, {"seed": 2}]
+    path.write_text(text + "[[zip]]\nseed = [3, 4]\n'train.batch' = [8, 16]\n")
+    assert [case.factors["seed"] for case in expand(load_study(path)).cases] == [3, 4]
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"job\.train\.seeds: seeds of a study are its factor"):
+        load_study(path)
+
+
 def test_factors_of_a_job_are_its_keys(tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_text(
         "[train]\nbatch = 8\nseeds = [4, 5]\n[model]\nname = 'mlp'\n[[compare]]\nname = 'a'\n"

@@ -24,6 +24,7 @@ from ..config import (
     read_toml,
     suggest,
     validate,
+    value_at,
 )
 from ..kinds import KINDS
 from ..study_data.factors import ABSENT, SHAPE, Case, Factor, Factors, Value
@@ -117,18 +118,40 @@ def _job(path: Path, raw: Raw) -> Any:
     train = raw.get("train")
     if raw.get("job") or not isinstance(train, dict) or not isinstance(train.get("job"), str):
         job = raw.get("job", {})
-        return located(job, path.parent) if isinstance(job, dict) else job
+        if not isinstance(job, dict):
+            return job
+        if value_at(job, ("train", "seeds")) is not None and not _varies(raw, "seed"):
+            raise ConfigError(
+                f"{path}: job.train.seeds: seeds of a study are its factor sweep.seed"
+            )
+        return _without_seeds(located(job, path.parent), "seeds")
     if raw.get("kind") in KINDS and not KINDS[raw["kind"]].needs_job:
         return {}
     file = path.parent / train["job"]
     job = located(read_toml(file), file.parent)
     tables = {key: value for key, value in job.items() if key not in NOT_OF_A_JOB}
-    if "train" in tables and isinstance(tables["train"], dict):
-        seeds = ("seed", "seeds")
-        tables["train"] = {k: v for k, v in tables["train"].items() if k not in seeds}
+    tables = _without_seeds(tables, "seed", "seeds")
     if not tables:
         raise ConfigError(f"{path.parent / train['job']}: has no table of a job")
     return tables
+
+
+def _varies(raw: Raw, name: str) -> bool:
+    """Return whether a factor is in the sweep of a file, or in lists that go together."""
+    rows = raw.get("zip", [])
+    tables = [raw.get("sweep"), *(rows if isinstance(rows, list) else [])]
+    return any(name in table for table in tables if isinstance(table, dict))
+
+
+def _without_seeds(job: Raw, *names: str) -> Raw:
+    """Return the tables of a job without keys of [train] that the factor seed takes the place of.
+
+    An inline seed stays, as ids of cases are made of it; the factor is laid over it.
+    """
+    train = job.get("train")
+    if not isinstance(train, dict):
+        return job
+    return job | {"train": {key: value for key, value in train.items() if key not in names}}
 
 
 def check_factors(study: Study, source: str) -> None:
