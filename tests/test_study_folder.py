@@ -20,7 +20,7 @@ from cpdhpc import store
 from cpdhpc.claim import Claim, read_claim
 from cpdhpc.cli import COMMANDS, main
 from cpdhpc.config import ConfigError, UserError
-from cpdhpc.study.cases import batches, expand
+from cpdhpc.study.cases import batches, expand, load_study
 from cpdhpc.study.collect import collect, find
 from cpdhpc.study.folder import (
     Folder,
@@ -56,6 +56,9 @@ def test_a_folder_holds_one_study(tmp_path: Path) -> None:
         other = small_study(tmp_path, **changes)
         with pytest.raises(FolderError, match=rf"x: holds another study: {key} differs"):
             folder.prepare(other)
+    (tmp_path / "codec.toml").write_text('kind = "codec"\nexclude = []\n[sweep]\nsize_bytes = 4\n')
+    with pytest.raises(FolderError, match="of kind allreduce, and this one is of kind codec: "):
+        folder.prepare(load_study(tmp_path / "codec.toml"))
     assert contents(folder) == before
     folder.prepare(small_study(tmp_path, run={"throttle": 3}))  # changes no case and no number
     assert folder.study().run.throttle == 3
@@ -269,6 +272,11 @@ def test_commands_that_need_no_job(tmp_path: Path, capsys: pytest.CaptureFixture
     fill(folder, small_study(tmp_path))
     status, shown = lines(capsys, "status", out)
     assert status == 0 and "small: 4 cases: 4 finished" in shown
+    head, first, *_ = shown.splitlines()
+    assert head.split() == ["batch", "case", "state", "why"]
+    assert [head.index(word) for word in ("case", "state")] == [
+        first.index(word) for word in (first.split()[1], "finished")
+    ]
     status, shown = lines(capsys, "collect", path, "--out", out)
     assert (status, shown) == (0, f"{out}/study.h5: 4 of 4 cases\n")
     status, shown = lines(capsys, "run", path, "--out", out)  # finished: nothing is started

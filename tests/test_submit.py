@@ -231,7 +231,7 @@ def test_status_by_accounting_where_squeue_has_forgotten(fake_slurm: Slurm) -> N
         "10_[3-5]|demo-1x2|PENDING|0:0\n"
     )
     assert told() == [
-        ("failed", "job 10_0 CANCELLED"),
+        ("missing", "job 10_0 CANCELLED: study resume submits it again"),
         ("failed", "job 10_1 FAILED, exit code 7"),
         ("missing", "job 11_2 COMPLETED, exit code 0, and there is no file"),
         ("failed", "job 11_3 TIMEOUT (TimeLimit)"),

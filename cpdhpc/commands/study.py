@@ -306,9 +306,9 @@ def _status_lines(study: Study, standing: Standing, summary: bool) -> Iterator[s
         yield from _table(["nodes x ppn", "cases", *names], rows, 0)
     else:
         width = max(len(each.case.id) for each in standing.cases)
-        for each in standing.cases:
-            why = f"{each.batch:>5}  {each.case.id:<{width}}  {each.state:<8}  {each.detail}"
-            yield why.rstrip()
+        rows = [[str(s.batch), s.case.id, s.state, s.detail] for s in standing.cases]
+        for batch, case, state, why in [["batch", "case", "state", "why"], *rows]:
+            yield f"{batch:>5}  {case:<{width}}  {state:<8}  {why}".rstrip()
         yield from standing.endings
     if standing.silent:
         yield f"Slurm is not asked: {standing.slurm}: this is what the files say"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from .. import store
 from ..claim import alone, read_claim
-from ..config import ConfigError, Raw, UserError, difference, flatten, read_toml
+from ..config import ConfigError, Raw, UserError, difference, flatten, read_toml, value_of
 from ..study_data.factors import Case
 from ..study_data.study_file import read_result
 from .cases import batches, expand, load_study
@@ -166,6 +166,12 @@ class Folder:
 
     def _check_same(self, study: Study) -> None:
         there = self.study_toml.read_text(encoding="utf-8")
+        kind = value_of(there, "kind")
+        if kind != study.kind:
+            raise FolderError(
+                f"{self.path}: holds another study: of kind {kind}, and this one is of kind "
+                f"{study.kind}: --out DIR takes another folder"
+            )
         key = difference(there, study.toml(), MAY_CHANGE)
         if key is not None:
             raise FolderError(

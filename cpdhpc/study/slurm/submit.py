@@ -297,6 +297,9 @@ def _refined(each: State, failure: str, job: Job, states: queue.States) -> State
         told = f": {each.detail}"
     code = "" if said.exit_code is None else f", exit code {said.exit_code}"
     detail = f"{known} {said.state}{code}{reason}{told}"
+    if said.state == "CANCELLED" and not failure:  # by study cancel, or scancel
+        state = "damaged" if each.state == "damaged" else "missing"
+        return replace(each, state=state, detail=f"{detail}: study resume submits it again")
     if said.exit_code == 0 and not failure:  # its file was there, and is not any more
         return replace(each, state="missing", detail=f"{detail}, and there is no file")
     return replace(each, state="failed", detail=detail)
