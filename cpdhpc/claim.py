@@ -63,6 +63,10 @@ class Claim:
         job = f", Slurm job {self.job_id}" if self.job_id else ""
         return f"process {self.pid} on {self.host}{job}, since {self.started}"
 
+    def of_job(self, other: Claim) -> bool:
+        """Return whether the other one is of the same job of Slurm, requeued or not."""
+        return bool(self.job_id) and other.job_id == self.job_id
+
     def end(self, path: Path, state: str) -> None:
         """Write how the batch ended: "stopped" or "ended"."""
         replace(self, state=state)._write(path)
@@ -136,8 +140,7 @@ def _take(path: Path, what: str, say: Callable[[str], None]) -> TextIO:
                 raise
             say(f"{path}: this file system has no locks: do not start {what} twice at a time")
             before = read_claim(path)
-            same_job = before is not None and claim.job_id and before.job_id == claim.job_id
-            if before is not None and not same_job and before.alive() is not False:
+            if before is not None and not claim.of_job(before) and before.alive() is not False:
                 raise ClaimError(f"{_busy(path, what)}, or remove the file if it died") from None
         if not os.fstat(file.fileno()).st_nlink:  # its holder has just removed it
             file.close()
@@ -157,6 +160,7 @@ def _take(path: Path, what: str, say: Callable[[str], None]) -> TextIO:
         raise
 
 
+LOOK_S = 0.5  # between two looks whether a lock is free
 REQUEUED_S = 90.0  # for the ranks of a job's former life, which Slurm gives 30 s to end
 
 
@@ -170,18 +174,14 @@ def _lock(file: TextIO, path: Path, claim: Claim, what: str, say: Callable[[str]
         try:
             return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            before = read_claim(path)
-            former = before is not None and claim.job_id and before.job_id == claim.job_id
-            requeued = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
-            if not (former and requeued) or time.monotonic() > end_s:
+            before, is_again = read_claim(path), os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
+            waits = is_again and before is not None and claim.of_job(before)
+            if not waits or time.monotonic() > end_s:
                 raise ClaimError(_busy(path, what)) from None
         if not told:
             say(f"{path}: waits for {before}, of this job before it was requeued, to end")
             told = True
         time.sleep(LOOK_S)
-
-
-LOOK_S = 0.5  # between two looks whether a lock is free
 
 
 def _busy(path: Path, what: str) -> str:

@@ -58,14 +58,10 @@ def add_train(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_job(parser: argparse.ArgumentParser, example: str) -> None:
+    from .config import add_settings
+
     parser.add_argument("file", type=Path, metavar="FILE.toml", help="the job")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help=f"lay a value over the file's, as {example}; may be repeated",
-    )
+    add_settings(parser, f"lay a value over the file's, as {example}; may be repeated")
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="where files go (default: results/ + FILE's name)"
     )

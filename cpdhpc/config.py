@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache, lru_cache
@@ -243,6 +243,11 @@ def override(
     return (lay or merge)(raw, changes)
 
 
+def add_settings(parser: ArgumentParser, said: str, key: str = "KEY") -> None:
+    """Add the option --set to a command line; said: its help."""
+    parser.add_argument("--set", action="append", default=[], metavar=f"{key}=VALUE", help=said)
+
+
 def settings_of(arguments: Namespace) -> list[str]:
     """Return the settings of a command line: what --set gives, and --timeout."""
     timeout_s = arguments.timeout
@@ -370,10 +375,7 @@ MISSING_KEY = "missing", "missing_argument"
 
 
 def _first(error: ValidationError) -> Any:
-    """Return the first thing that is wrong, an unknown key before what its table lacks.
-
-    For a key that is missing may be there, misspelt.
-    """
+    """Return what is wrong first; before a key that is missing one that may be it, misspelt."""
     first, *others = error.errors()
     if first["type"] in MISSING_KEY:
         for each in others:

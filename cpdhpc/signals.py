@@ -9,8 +9,6 @@ from types import FrameType
 
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 MORE_TO_DO = 85  # exit status after USR1, which schedulers send before time is over: start it again
-
-
 INTERRUPTED = 128 + signal.SIGINT  # as a shell reports Ctrl-C
 
 

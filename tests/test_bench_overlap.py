@@ -10,6 +10,7 @@ from cpdhpc.bench import overlap
 from cpdhpc.bench.overlap import bound_s
 from cpdhpc.cli import main
 from cpdhpc.train.setup import Training
+from cpdhpc.world.ranks import Ranks
 
 JOB = """
 [model]
@@ -62,6 +63,19 @@ def test_each_row_has_its_line(job: Path, capsys: pytest.CaptureFixture[str]) ->
             # Both are as printed, times to 0.05 ms and ratios to 0.005.
             assert abs(ratio * to - overlapped) <= 0.005 * to + 0.05 * (1 + ratio) + 1e-9
     assert [path.name for path in job.parent.iterdir()] == ["job.toml"]
+
+
+def test_the_timeout_is_that_of_the_steps(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    check = overlap._check
+
+    def noted(world: Ranks, *trainings: Training) -> None:
+        found.extend(each.world.timeout_s for each in trainings)
+        check(world, *trainings)
+
+    monkeypatch.setattr(overlap, "_check", noted)
+    options = ["--repeats", "1", "--rows", "float", "--timeout", "77"]
+    assert main(["bench", "overlap", str(job), *options]) == 0 and found == [77.0, 77.0]
 
 
 def test_rows_are_chosen(job: Path, capsys: pytest.CaptureFixture[str]) -> None:

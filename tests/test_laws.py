@@ -11,14 +11,8 @@ import numpy as np
 import pytest
 from synthetic_study import write_study
 
+from cpdhpc.report.laws import LAWS, LEVELS, isoefficiency, serial_share, work_for
 from cpdhpc.report.points import seed_groups
-from cpdhpc.report.scaling import (
-    LAWS,
-    LEVELS,
-    isoefficiency,
-    serial_share,
-    work_for,
-)
 from cpdhpc.study.report import study_report
 from cpdhpc.study_data.study_file import load_study_file
 

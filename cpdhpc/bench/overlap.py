@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from ..collectives.checks import NonFiniteGradient
-from ..config import UserError
+from ..config import UserError, add_settings, settings_of
 from ..methods import suggest
 from ..ops import set_kernel_threads
 from ..ops.tensors import await_device, values_of
@@ -46,13 +46,7 @@ COMPUTE, REDUCE, IN_TURN, OVERLAPPED = CASES = "compute", "reduce", "in turn", "
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the benchmark's options to its command-line parser."""
     parser.add_argument("file", type=Path, metavar="FILE.toml", help="a job, as of train")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="lay a value over the file's, as train.batch=120; may be repeated",
-    )
+    add_settings(parser, "lay a value over the file's, as train.batch=120; may be repeated")
     parser.add_argument("--rows", metavar="NAME,...", help="of the file's rows (default: all)")
     add_repeats(parser, 10, 2, "steps")
 
@@ -83,7 +77,7 @@ def run(arguments: argparse.Namespace, world: World) -> None:
 def _jobs(arguments: argparse.Namespace) -> list[Job]:
     """Return the first run of each row that is asked for. Raises UserError."""
     rows: dict[str, Job] = {}
-    for job in load(arguments.file, arguments.set):
+    for job in load(arguments.file, settings_of(arguments)):
         rows.setdefault(job.name, job)
     names = list(rows)
     if arguments.rows is not None:
@@ -207,7 +201,7 @@ def bound_s(
 
 
 @dataclass(frozen=True)
-class Measured:
+class Steps:
     """times_s: of the slowest process, float64[repeats], by case; bound_s: see bound_s."""
 
     times_s: Mapping[str, Times]
@@ -216,7 +210,7 @@ class Measured:
 
 def _timed(
     world: Ranks, plain: Training, overlapped: Training, arguments: argparse.Namespace
-) -> Measured:
+) -> Steps:
     """Return what the cases take, in turns. Collective."""
     threads = own_threads(world, plain.job.train.threads)
     alone = Backward(plain)
@@ -240,7 +234,7 @@ def _timed(
     sizes = [part.stop - part.start for part in plain.reducer.parts]
     shares = [size / sum(sizes) for size in sizes]
     medians = (float(np.median(times_s[name])) for name in (COMPUTE, REDUCE))
-    return Measured(times_s, bound_s(ready_s, shares, *medians))
+    return Steps(times_s, bound_s(ready_s, shares, *medians))
 
 
 def _until_done(device: Any, case: Callable[[], object]) -> None:
@@ -268,7 +262,7 @@ def _heading(training: Training, width: int) -> list[str]:
     ]
 
 
-def _line(name: str, width: int, found: Measured) -> str:
+def _line(name: str, width: int, found: Steps) -> str:
     """Return the line of a row; fastest, slowest: of the overlapped steps."""
     ms = {case: 1e3 * float(np.median(each)) for case, each in found.times_s.items()}
     last, bound_ms = 1e3 * found.times_s[OVERLAPPED], 1e3 * found.bound_s

@@ -14,6 +14,7 @@ import argparse
 from pathlib import Path
 
 from .. import store
+from ..config import add_settings
 from ..influence.show import draw, tables
 from ..ops import set_kernel_threads
 from ..train.progress import Display
@@ -38,8 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the projection")
     parser.add_argument("--epochs", metavar="N,...", default="",
                         help="which kept epochs (default: all)")  # fmt: skip
-    parser.add_argument("--set", action="append", default=[], metavar="data.KEY=VALUE",
-                        help="where the data is now; must be that of the run")  # fmt: skip
+    add_settings(parser, "where the data is now; must be that of the run", "data.KEY")
     parser.add_argument("--memory", type=int, default=1024, metavar="MIB",
                         help="of a rank for gradients and scores")  # fmt: skip
     parser.add_argument("--out", type=Path, metavar="FILE.h5",

@@ -8,7 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .. import store
-from ..config import ConfigError, UserError, dump_toml, settings_of, suggest, validate
+from ..config import (
+    ConfigError,
+    UserError,
+    add_settings,
+    dump_toml,
+    settings_of,
+    suggest,
+    validate,
+)
 from ..precision.policy import PRESETS, Policy
 from ..precision.recording import KINDS, load
 from ..precision.replay import KIND, Question, replay
@@ -57,7 +65,7 @@ def add_record(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="the run's own files (default: results/ + FILE's name)",
     )
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="as train")
+    add_settings(parser, "as train")
     parser.add_argument("--resume", action="store_true", help="as train")
 
 
@@ -203,9 +211,7 @@ def add_search(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="seeds beyond the job's to test the result with",
     )
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="of the job"
-    )
+    add_settings(parser, "of the job")
     parser.add_argument(
         "--out",
         type=Path,
@@ -260,8 +266,7 @@ def run_presets(arguments: argparse.Namespace) -> None:
 def add_show(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of show."""
     parser.add_argument("file", type=Path, metavar="FILE.toml", help="the job")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE",
-                        help="lay a value over the file's; may be repeated")  # fmt: skip
+    add_settings(parser, "lay a value over the file's; may be repeated")
 
 
 def run_show(arguments: argparse.Namespace) -> None:

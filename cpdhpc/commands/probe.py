@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import store
-from ..config import ConfigError
+from ..config import ConfigError, add_settings
 from ..store import Variable
 from ..world.ranks import Ranks
 
@@ -33,8 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", type=Path, metavar="FILE.toml", help="the job that was trained")
     parser.add_argument("--out", type=Path, metavar="DIR", help="where it was trained to "
                         "(default: results/NAME, as for training)")  # fmt: skip
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE",
-                        help="as it was trained")  # fmt: skip
+    add_settings(parser, "as it was trained")
     parser.add_argument("--images", type=Path, metavar="FILE",
                         help="HDF5 with datasets images and labels, or .npy (default: the digits "
                         "of scikit-learn)")  # fmt: skip

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import store
-from ..config import UserError, suggest
+from ..config import UserError, add_settings, suggest
 from ..study.cases import Batch, batches, case_time_s, expand, load_study, shown
 from ..study.folder import Folder, recorded
 from ..study.slurm.site import Site, load_site
@@ -32,13 +32,7 @@ def add_study(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "study", type=Path, metavar="STUDY.toml", help="the study, or the folder of one"
     )
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="lay a value over the file's, as sweep.ranks=[1,2]; may be repeated",
-    )
+    add_settings(parser, "lay a value over the file's, as sweep.ranks=[1,2]; may be repeated")
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="folder of the study (default: results/ + NAME)"
     )

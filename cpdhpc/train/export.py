@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import store
-from ..config import ConfigError, override, validate
+from ..config import ConfigError, add_settings, override, validate
 from .job import Job, laid_over
 
 if TYPE_CHECKING:
@@ -32,8 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument("checkpoint", type=Path, metavar="RUN.checkpoint.h5", help="of train")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE.h5", help="the integers")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE",
-                        help="where the data is now, as data.dir=DIR; may be repeated")  # fmt: skip
+    add_settings(parser, "where the data is now, as data.dir=DIR; may be repeated")
 
 
 def run(arguments: argparse.Namespace) -> None:
