@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Self
@@ -17,7 +17,7 @@ from weakref import finalize
 import numpy as np
 
 from ..formats import Format, Overflow, Rounding
-from ..methods import said_by
+from ..methods import USUAL, said_by
 from ..ops import backend_of, on_gpu, to_host
 from ..ops.payloads import Array
 from ..world.mpi import World, as_world
@@ -43,7 +43,7 @@ from .engine import Program, Take, run, sum_by_mpi
 from .graphs import Graphed, check_graphs
 from .known import are_plain, know, know_as, recording_of, run_known
 from .method import (
-    AUTO,
+    CHOSEN,
     MPI_ALLREDUCE,
     Machine,
     Method,
@@ -217,7 +217,7 @@ class Allreduce(Method):
             if known is not None:
                 return known
         # What is chosen is compared over ranks like all arguments.
-        method = self.chosen(world, xs) if self.algorithm == AUTO else self
+        method = self.chosen(world, xs) if self.algorithm in CHOSEN else self
         error = error or iteration_error(iteration)
         parts = method.check(world, xs, outs, iteration, segments, every, error, shifts)
         reduced = method.reduce(world, xs, outs, parts, iteration, every, shifts)
@@ -240,7 +240,7 @@ class Allreduce(Method):
         The arguments, compared over the ranks here and not again, and errors: as run.
         """
         world = as_world(world, "Allreduce.prepare")
-        method = self.chosen(world, xs) if self.algorithm == AUTO else self
+        method = self.chosen(world, xs) if self.algorithm in CHOSEN else self
         return Prepared(method, world, xs, outs, segments, graphs)
 
     def reduce(
@@ -279,7 +279,9 @@ class Allreduce(Method):
         return Reduced(tuple(outs or totals), tuple(shifts[0]), tuple(shifts[1]), self.algorithm)
 
     def chosen(self, world: Ranks, xs: Sequence[Array]) -> Allreduce:
-        """Return this with the algorithm that is predicted to be fastest for arrays like xs."""
+        """Return this with the algorithm that "usual" or "auto" stands for, of arrays like xs."""
+        if self.algorithm == USUAL:
+            return named(self, self.usual(world.nodes))
         x = xs[0] if isinstance(xs, Sequence) and len(xs) else None
         size = getattr(x, "size", 0)  # what is no array is refused later
         found = choose(self, world.nodes, size if isinstance(size, int) else 0)
@@ -368,6 +370,12 @@ class Allreduce(Method):
         return shared_shifts(self, world, flat, parts)
 
 
+@lru_cache(maxsize=256)
+def named(method: Allreduce, algorithm: str) -> Allreduce:
+    """Return a method with another algorithm."""
+    return replace(method, algorithm=algorithm)
+
+
 def configured(**choices: Any) -> Allreduce:
     """Return an Allreduce with these choices, checked once; machine: a Machine or None."""
     try:
@@ -385,7 +393,7 @@ def allreduce(
     world: Any,
     x: Array | Sequence[Array],
     wire: str | Format = "raw",
-    algorithm: str = "ring",
+    algorithm: str = USUAL,
     scaling: str | None = None,
     accumulate: str | None = None,
     op: Op = "sum",
