@@ -129,7 +129,10 @@ def test_bad_arrays(bad, kind, words):
         ({"iteration": 1.5}, "iteration=1.5: must be an integer"),
         ({"wire": 8}, "wire=8"),
         ({"algorithm": "rings"}, "did you mean ring"),
-        ({"algorithm": "x"}, "auto, biring, dbtree, direct, gather, hier, mpi, rhd, ring, tree, usual"),
+        (
+            {"algorithm": "x"},
+            "auto, biring, dbtree, direct, gather, hier, mpi, rhd, ring, tree, usual",
+        ),
         (
             {"algorithm": "x", "wire": "e4m3"},  # of which MPI knows nothing
             "auto, biring, dbtree, direct, gather, hier, rhd, ring, tree, usual",
