@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from numbers import Integral
 from typing import NamedTuple
 
-ACCUMULATES = ("requantise", "float32", "kahan")
-GROW = "grow"  # requantise, with the bits that a partial sum needs
+GROW = "grow"  # partial sums take the bits that they need
+ACCUMULATES = ("requantise", "float32", "kahan", GROW)
 USUAL = "usual"  # algorithm: one whose error does not grow with ranks
 EXACT = "exact"  # the way to accumulate that every algorithm knows
 SCALINGS = ("none", "static:K", "aps", "tile", "block32", "block16")
@@ -29,15 +29,16 @@ class Accumulation(NamedTuple):
 
 _REQUANTISE = Accumulation(("requantise",), "requantise", "requantise")
 _GROW = Accumulation(("requantise", GROW), GROW, "requantise")
+_HELD = ("requantise", "float32", "kahan")
 ALGORITHMS = {  # of the all-reduce; collectives.schedules has their rounds
     "ring": _GROW,
     "biring": _GROW,
     "rhd": _REQUANTISE,
     "tree": _REQUANTISE,
     "dbtree": _REQUANTISE,
-    "direct": Accumulation(ACCUMULATES, "float32", "float32"),
-    "hier": Accumulation((*ACCUMULATES, GROW), GROW, "float32"),
-    "gather": Accumulation(ACCUMULATES, "requantise", "requantise"),
+    "direct": Accumulation(_HELD, "float32", "float32"),
+    "hier": Accumulation(ACCUMULATES, GROW, "float32"),
+    "gather": Accumulation(_HELD, "requantise", "requantise"),
 }
 
 BASELINES = {  # all-reduces of other libraries: the wires they know, and how they sum in them

@@ -7,6 +7,7 @@ ranks in one process, without MPI, with the bits of a real run.
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
@@ -331,6 +332,9 @@ class Allreduce(Method):
         what = f"{call} {self.algorithm}: arguments"
         if any(check_alike(world, error, arguments, [suspect], what, text)):
             raise_nonfinite(world, flat, parts, None)
+        line = self.stagnation(world.ranks) if self.algorithm in SCHEDULES else None
+        if line and world.rank == 0:
+            warnings.warn(line, stacklevel=2)
         return parts
 
     @cached_property

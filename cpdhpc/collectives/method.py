@@ -250,6 +250,7 @@ def as_machine(machine: Machine | str | Path | None) -> Machine:
 Op = Literal["sum", "mean"]
 MPI_ALLREDUCE = "mpi"  # the one algorithm that is no schedule
 AUTO = "auto"  # the schedule that is predicted to be fastest
+WORSE = 3  # times the error of one rounding, from which on a sum's error is said
 CHOSEN = (AUTO, USUAL)  # when the ranks and their nodes are known
 
 MOST_RANKS = 64  # on several nodes: a recording has a request for each message of a piece
@@ -375,6 +376,26 @@ class Method:
         names = ("hier",) * several + ("rhd", "biring", "direct")
         free = self.exact or self.accumulate is None
         return next(n for n in names if free or self.accumulate in SCHEDULES[n].accumulates)
+
+    def stagnation(self, ranks: int) -> str | None:
+        """Return a line that says what error to expect, if that grows with so many ranks.
+
+        A rounding has a relative error of e = 0.212 / 2**man, if mantissas are spread as logarithms
+        are. Partial sums of 1, 2, ... ranks that agree, each rounded, add e**2 * ranks / 3 to the
+        squared error, two arcs of half of them a quarter of that.
+        """
+        arcs = {"ring": 3, "direct": 3, "hier": 3, "gather": 3, "biring": 12}.get(self.algorithm)
+        if not isinstance(self.fmt, FloatFormat) or self.accumulating != "requantise":
+            return None
+        if arcs is None or 1 + ranks / arcs < WORSE**2:
+            return None
+        once = 0.212 / 2**self.fmt.man
+        whole = once * math.sqrt(1 + ranks / arcs)
+        return (
+            f"allreduce: algorithm={self.algorithm!r}, accumulate='requantise': the sum of {ranks} "
+            f"ranks in {self.fmt.name} has a relative error of {whole:.2g} or more, one rounding "
+            f"{once:.2g}: algorithm='usual' or accumulate='grow' avoids that"
+        )
 
     @cached_property
     def description(self) -> str:
