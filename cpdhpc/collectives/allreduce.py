@@ -421,18 +421,22 @@ def allreduce(
     wire: "raw" (float32 bytes), a Format or its name, "int2" .. "int16" (integers times a power of
         two) or "ternary" (-1, 0, 1 times a power of two, 1.6 bits a value);
         "mxfp8", "mxfp8-e5m2", "mxfp6", "mxfp6-e3m2" and "mxfp4" are formats with "block32"
-    algorithm: a name from SCHEDULES ("ring", "rhd", "tree", "dbtree", "direct", "hier", "gather"),
-        or "mpi" (MPI_Allreduce, wire "raw"). hier sums inside nodes first: world.nodes. "auto" is
-        the one from SCHEDULES that is predicted to be fastest for x on machine: another algorithm
-        adds in another order, so its bits depend on size, ranks, nodes and machine
+    algorithm: a name from SCHEDULES ("ring", "biring", "rhd", "tree", "dbtree", "direct", "hier",
+        "gather"), or "mpi" (MPI_Allreduce, wire "raw"). hier sums inside nodes first: world.nodes.
+        "usual" is ring for wire "raw". For other wires it is one whose error does not grow with
+        ranks: hier if there are several nodes of several ranks, else rhd. "auto" is the one that is
+        predicted to be fastest for x on machine. Another algorithm adds in another order, so the
+        bits of "usual" depend on ranks and nodes, those of "auto" on size and machine, too
     scaling: "none", "static:K" (by 2**K), "aps" (a shift for each segment from the largest value
         of all ranks), "tile" (a shift for each 1,024 values, sent with them), "block32" or
         "block16" (a shift for each 32 or 16 values). Wire "raw" is not scaled and ignores it.
         Default: "tile", for exact sums "aps"; integers know only "aps".
-    accumulate: "requantise" (round to the wire after each addition), "float32" or "kahan"; None
-        for the algorithm's own: float32 for direct and hier, requantise for the others. ring,
-        rhd, tree and dbtree know requantise only, and hier rounds between nodes whatever happens
-        inside them; for wire "raw" requantise and float32 are the same.
+    accumulate: "requantise" (round to the wire after each addition), "grow" (partial sums travel
+        with the mantissa bits that they need, and are then rounded by chance), "float32" or
+        "kahan"; None for the algorithm's own: grow for ring, biring and hier, float32 for direct,
+        requantise for the others and for formats given by a table in ring and biring. hier rounds
+        between nodes whatever happens inside them; for wire "raw" all these are the same. Many
+        ranks with "requantise" in rank order are a UserWarning that says the error to expect.
         "exact", in all algorithms but "mpi" and wires but "raw": contributions are rounded to one
         grid for all ranks; their integer sums travel unrounded and become float32 at the end: no
         order changes a bit of the result. Integers know only this, float formats where scaling is
