@@ -8,28 +8,37 @@ from collections.abc import Iterable
 from numbers import Integral
 from typing import NamedTuple
 
-ACCUMULATES = ("requantise", "float32", "kahan")
+GROW = "grow"  # partial sums take the bits that they need
+ACCUMULATES = ("requantise", "float32", "kahan", GROW)
+USUAL = "usual"  # algorithm: one whose error does not grow with ranks
 EXACT = "exact"  # the way to accumulate that every algorithm knows
 SCALINGS = ("none", "static:K", "aps", "tile", "block32", "block16")
 MAX_SUM_BITS = 32  # of an integer that travels
 
 
 class Accumulation(NamedTuple):
-    """How partial sums may be kept in an algorithm; default: one of the ways."""
+    """The ways to keep partial sums in an algorithm; default: one of them.
+
+    fixed: the default if the format cannot have more bits, as a table cannot
+    """
 
     ways: tuple[str, ...]
     default: str
+    fixed: str
 
 
-_REQUANTISE = Accumulation(("requantise",), "requantise")
+_REQUANTISE = Accumulation(("requantise",), "requantise", "requantise")
+_GROW = Accumulation(("requantise", GROW), GROW, "requantise")
+_HELD = ("requantise", "float32", "kahan")
 ALGORITHMS = {  # of the all-reduce; collectives.schedules has their rounds
-    "ring": _REQUANTISE,
+    "ring": _GROW,
+    "biring": _GROW,
     "rhd": _REQUANTISE,
     "tree": _REQUANTISE,
     "dbtree": _REQUANTISE,
-    "direct": Accumulation(ACCUMULATES, "float32"),
-    "hier": Accumulation(ACCUMULATES, "float32"),
-    "gather": Accumulation(ACCUMULATES, "requantise"),
+    "direct": Accumulation(_HELD, "float32", "float32"),
+    "hier": Accumulation(ACCUMULATES, GROW, "float32"),
+    "gather": Accumulation(_HELD, "requantise", "requantise"),
 }
 
 BASELINES = {  # all-reduces of other libraries: the wires they know, and how they sum in them

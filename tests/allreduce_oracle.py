@@ -4,6 +4,7 @@ A chunk is whole tiles and a tile is quantised by itself, so quantising whole ar
 as quantising chunks. Nothing here is shared with cpdhpc.collectives.
 """
 
+from dataclasses import replace
 from fractions import Fraction
 from itertools import count, groupby, pairwise
 
@@ -36,6 +37,7 @@ class Oracle:
         self,
         xs,
         wire,
+        algorithm,
         scaling,
         accumulate,
         headroom="n",
@@ -51,10 +53,12 @@ class Oracle:
         self.number, self.piece = 0, (0, self.n)
         self.needed = self.piece  # what is quantised: the rest of an array may hold anything
         self.accumulate = accumulate
+        self.is_hier = algorithm == "hier"
         self.cast = None if wire == "raw" else Cast(parse_format(wire), **cast)
         self.stream = (seed, iteration)
         segments = segments or [("x", 0, self.n)]
-        self.sent = self.shifts(scaling, "none" if accumulate == "float32" else headroom, segments)
+        held = accumulate == "float32" or (accumulate == "grow" and algorithm == "hier")
+        self.sent = self.shifts(scaling, "none" if held else headroom, segments)
         self.result = self.shifts(scaling, headroom, segments)
 
     def shifts(self, scaling, headroom, segments):
@@ -76,12 +80,32 @@ class Oracle:
 
     def q(self, x, shifts, rank, phase):
         """Encode and decode, tile by tile."""
-        if isinstance(shifts, int) and shifts < 1024 and self.cast is not None:
-            return self.q_blocks(x, shifts, random_key(*self.stream, rank, phase))
-        if self.cast is None:
+        return self.q_by(self.cast, self.stream, x, shifts, rank, phase)
+
+    def grown(self, x, shifts, rank, phase, terms):
+        """The same of a partial sum of so many terms, whose mantissa may have more bits."""
+        if self.accumulate != "grow" or self.cast is None:
+            return self.q(x, shifts, rank, phase)
+        hops = len(self.nodes) if self.is_hier else self.p
+        share, bits = Fraction(terms, self.p) ** 2 * hops, 0
+        while share > 3 * 4**bits:
+            bits += 1
+        if not bits:
+            return self.q(x, shifts, rank, phase)
+        fmt, how = self.cast.fmt, self.cast.rounding
+        fmt = replace(fmt, man=min(23, fmt.man + bits))
+        near = how == "nearest"
+        cast = replace(self.cast, fmt=fmt, rounding="stochastic" if near else how)
+        stream = (self.stream[0], 0 if near else self.stream[1])
+        return self.q_by(cast, stream, x, shifts, rank, phase)
+
+    def q_by(self, cast, stream, x, shifts, rank, phase):
+        if isinstance(shifts, int) and shifts < 1024 and cast is not None:
+            return self.q_blocks(cast, x, shifts, random_key(*stream, rank, phase))
+        if cast is None:
             return x
-        fmt, out = self.cast.fmt, np.empty_like(x)
-        key = random_key(*self.stream, rank, phase)
+        fmt, out = cast.fmt, np.empty_like(x)
+        key = random_key(*stream, rank, phase)
         if isinstance(shifts, int):
             for start in range(*self.needed, 1024):
                 part = x[start : min(start + 1024, self.needed[1])]
@@ -89,23 +113,23 @@ class Oracle:
                 if stored == SHIFT_NONFINITE:
                     out[start : start + part.size] = np.nan
                 else:
-                    self.cast_part(part, stored - SHIFT_BIAS, key, start, out)
+                    self.cast_part(cast, part, stored - SHIFT_BIAS, key, start, out)
             return out
         tiles = range(self.needed[0] // 1024, -(-self.needed[1] // 1024))
         for k, same in groupby(tiles, lambda tile: int(shifts[tile])):
             run = list(same)
             start, stop = 1024 * run[0], min(1024 * (run[-1] + 1), self.needed[1])
-            self.cast_part(x[start:stop], k, key, start, out)
+            self.cast_part(cast, x[start:stop], k, key, start, out)
         return out
 
-    def cast_part(self, part, k, key, start, out):
+    def cast_part(self, cast, part, k, key, start, out):
         """Encode and decode values from start on with one shift."""
-        codes = reference.encode(part, self.cast, k, key, start)
-        out[start : start + part.size] = reference.decode(codes, self.cast.fmt, k)
+        codes = reference.encode(part, cast, k, key, start)
+        out[start : start + part.size] = reference.decode(codes, cast.fmt, k)
 
-    def q_blocks(self, x, rows, key):
+    def q_blocks(self, cast, x, rows, key):
         """Encode and decode, each block of so many rows of a lane with the shift that fits it."""
-        fmt, out = self.cast.fmt, np.empty_like(x)
+        fmt, out = cast.fmt, np.empty_like(x)
         for start in range(*self.needed, 1024):
             stop = min(start + 1024, self.needed[1])
             tile = np.zeros(1024, np.float32)
@@ -116,7 +140,7 @@ class Oracle:
             k = np.where(stored == SHIFT_NONFINITE, 0, stored.astype(int) - SHIFT_BIAS)
             each = np.broadcast_to(k[:, None], blocks.shape).reshape(-1)
             index = np.uint64(start) + np.arange(1024, dtype=np.uint64)
-            codes = reference.encode_with_events(tile, self.cast, each, key, index)[0]
+            codes = reference.encode_with_events(tile, cast, each, key, index)[0]
             decoded = reference.decode_shifted(codes, fmt, each).reshape(blocks.shape)
             marked = np.broadcast_to((stored == SHIFT_NONFINITE)[:, None], blocks.shape)
             out[start:stop] = np.where(marked, np.nan, decoded).reshape(-1)[: stop - start]
@@ -136,8 +160,28 @@ class Oracle:
         def total(i):
             order = [(i + 1 + j) % self.p for j in range(self.p)]  # the owner, rank i, comes last
             total = self.xs[order[0]]
-            for before, rank in pairwise(order):
-                total = self.xs[rank] + self.q(total, self.sent, before, 0)
+            for terms, (before, rank) in enumerate(pairwise(order), 1):
+                total = self.xs[rank] + self.grown(total, self.result, before, 0, terms)
+            return total
+
+        return self.each_chunk(self.p, total)
+
+    def biring(self):
+        """Two rings that end at the owner, whose own values come first, then the shorter one."""
+
+        def total(i):
+            total = self.xs[i]
+            for number, (way, size) in enumerate(((1, (self.p - 1) // 2), (-1, self.p // 2))):
+                arc = [(i + way * away) % self.p for away in range(size, 0, -1)]
+                part = None
+                for terms, rank in enumerate(arc):
+                    came = None if part is None else self.grown(part, self.result, before, 0, terms)  # noqa: F821
+                    part, before = self.xs[rank] if came is None else self.xs[rank] + came, rank
+                if part is None:
+                    continue
+                if number and self.accumulate != "grow" and self.p > 2:
+                    total = self.q(total, self.sent, i, 2)
+                total = total + self.grown(part, self.result, before, 0, size)
             return total
 
         return self.each_chunk(self.p, total)
@@ -201,7 +245,7 @@ class Oracle:
             return self.q(values, self.result, owner, next(phase))
 
         total = contributions[0]
-        if accumulate == "float32":
+        if accumulate in ("float32", "grow"):
             for g in contributions[1:]:
                 total = total + g
         elif accumulate == "requantise":
@@ -230,14 +274,15 @@ class Oracle:
 
         def total(i):
             lane, last = divmod(i, len(self.nodes))
-            total, sender = None, None
+            total, sender, terms = None, None, 0
             for members in self.nodes[last + 1 :] + self.nodes[: last + 1]:
                 owner, phase = members[lane % len(members)], count(2)
                 own = self.xs[owner]
                 if len(members) > 1:
                     own = self.held_sum(owner, members, phase)
                 if sender is not None:
-                    own = own + self.q(total, self.result, *sender)
+                    own = own + self.grown(total, self.result, *sender, terms)
+                terms += len(members)
                 total, sender = own, (owner, next(phase) if len(members) > 1 else 0)
             return total
 
@@ -245,14 +290,15 @@ class Oracle:
 
     def chunks(self, algorithm):
         lanes = max(map(len, self.nodes))
-        many = {"ring": self.p, "rhd": self.p, "direct": self.p, "hier": lanes * len(self.nodes)}
+        many = dict.fromkeys(("ring", "biring", "rhd", "direct"), self.p)
+        many["hier"] = lanes * len(self.nodes)
         return many.get(algorithm, 1)
 
 
 def expected(xs, wire, algorithm, scaling, accumulate, piece=None, **options):
     """The result of an all-reduce; accumulate is never None; piece: values of a chunk in one."""
     least, most = (piece, piece) if piece else (LEAST, MOST)
-    oracle = Oracle(xs, wire, scaling, accumulate, **options)
+    oracle = Oracle(xs, wire, algorithm, scaling, accumulate, **options)
     out = np.empty_like(xs[0])
     chunks = oracle.chunks(algorithm)
     eight = max(8, -(-out.size // (chunks * most)))

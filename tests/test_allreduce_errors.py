@@ -2,6 +2,7 @@
 
 import pickle
 import sys
+import warnings
 from itertools import product
 
 import numpy as np
@@ -129,19 +130,22 @@ def test_bad_arrays(bad, kind, words):
         ({"iteration": 1.5}, "iteration=1.5: must be an integer"),
         ({"wire": 8}, "wire=8"),
         ({"algorithm": "rings"}, "did you mean ring"),
-        ({"algorithm": "x"}, "auto, dbtree, direct, gather, hier, mpi, rhd, ring, tree"),
+        (
+            {"algorithm": "x"},
+            "auto, biring, dbtree, direct, gather, hier, mpi, rhd, ring, tree, usual",
+        ),
         (
             {"algorithm": "x", "wire": "e4m3"},  # of which MPI knows nothing
-            "auto, dbtree, direct, gather, hier, rhd, ring, tree",
+            "auto, biring, dbtree, direct, gather, hier, rhd, ring, tree, usual",
         ),
         ({"scaling": "layer"}, "aps, block16, block32, none, static:K, tile"),
         ({"scaling": "static:x"}, "integer"),
         ({"scaling": "static"}, "did you mean static:K"),
         ({"scaling": "tile:3"}, "did you mean tile"),
         ({"wire": "e4m3", "scaling": "static:121"}, r"-113\.\.120"),
-        ({"accumulate": "kahan"}, "requantise"),
+        ({"accumulate": "kahan", "algorithm": "ring"}, "requantise"),
         ({"accumulate": "kahan", "wire": "e4m3", "algorithm": "tree"}, "requantise"),
-        ({"accumulate": "float32", "wire": "e4m3"}, "requantise"),
+        ({"accumulate": "float32", "wire": "e4m3", "algorithm": "ring"}, "grow, requantise"),
         ({"accumulate": "exact", "algorithm": "direct"}, "float32, kahan"),
         ({"op": "max"}, "mean, sum"),
         ({"headroom": "2"}, "n, none, sqrt"),
@@ -289,3 +293,20 @@ def test_a_machine_without_cupy_sums_where_a_format_has_no_nan(monkeypatch):
 def test_a_scaling_is_named_as_it_was_given():
     with pytest.raises(ValueError, match=r"scaling='static:3': wire='mxfp4' is scaled by block32"):
         Allreduce("mxfp4", scaling="static:3")
+
+
+@every(
+    "algorithm, ranks, error", [("ring", 24, "0.08"), ("ring", 300, "0.27"), ("biring", 96, "0.08")]
+)
+def test_an_error_that_grows_with_ranks_is_said(algorithm, ranks, error):
+    xs = [np.ones(1, np.float32)] * ranks
+    options = {"wire": "e4m3", "algorithm": algorithm}
+    with pytest.warns(
+        UserWarning, match=rf"{ranks} ranks in e4m3 has a relative error of {error} "
+    ):
+        simulate(xs, accumulate="requantise", **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        simulate(xs, **options)
+        simulate(xs[:23], accumulate="requantise", **options)
+        simulate(xs, wire="e4m3")

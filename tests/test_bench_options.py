@@ -80,7 +80,7 @@ def test_ranges(command: str, words: str) -> None:
         (["--sizes", "1MB"], "--sizes 1MB: must be a number, with one of B, KiB"),
         (["--sizes", "8:16"], "--sizes 8:16: a range is first:last:xFACTOR"),
         (["--sizes", "8:64:x1"], "FACTOR 2 or more"),
-        (["--algorithms", "rings"], "--algorithms rings: did you mean ring?"),
+        (["--algorithms", "rings"], "--algorithms rings: did you mean ring or biring?"),
         (["--wires", "e4"], "--wires e4"),
         (["--scalings", "layer"], "--scalings layer"),
         (["--accumulate", "kahn"], "--accumulate kahn"),

@@ -106,7 +106,10 @@ def test_a_mark_of_byte_order_is_no_error(tmp_path: Path) -> None:
         ),
         ("[gradient]\naggregator='lowbit'\nwire='raw'", "wire='raw': is the aggregator 'none'"),
         ("[gradient]\naggregator='lowbit'\nscaling='ap'", "scaling='ap': did you mean aps?"),
-        ("[gradient]\naggregator='none'\nalgorithm='rin'", "algorithm='rin': did you mean ring?"),
+        (
+            "[gradient]\naggregator='none'\nalgorithm='rin'",
+            "algorithm='rin': did you mean ring or biring?",
+        ),
         ("[gradient]\naggregator='lowbit'\nalgorithm='mpi'", "algorithm='mpi'"),
         ("[gradient]\naggregator='lowbit'\nrounding='upwards'", "gradient.rounding='upwards'"),
         (
@@ -115,7 +118,7 @@ def test_a_mark_of_byte_order_is_no_error(tmp_path: Path) -> None:
         ),
         (
             "[gradient]\naggregator='lowbit'\nmachine='machine.toml'",
-            "gradient.machine: only algorithm='auto' chooses by it: algorithm='ring'",
+            "gradient.machine: only algorithm='auto' chooses by it: algorithm='usual'",
         ),
         (
             "[gradient]\naggregator='none'\nalgorithm='mpi'\nmachine='machine.toml'",
@@ -150,7 +153,7 @@ def test_a_mark_of_byte_order_is_no_error(tmp_path: Path) -> None:
                 ("lowbit", "wire = 'e9m9'", "wire='e9m9': exp=9, man=9: exp is 1..8"),
                 ("lowbit", "wire = 'raw'", "wire='raw': is the aggregator 'none'"),
                 ("lowbit", "scaling = 'til'", "scaling='til': did you mean tile?"),
-                ("lowbit", "algorithm = 'rin'", "algorithm='rin': did you mean ring?"),
+                ("lowbit", "algorithm = 'rin'", "algorithm='rin': did you mean ring or biring?"),
                 ("lowbit", "random_bits = 99", "random_bits=99: e4m3 allows 0..28"),
                 ("lowbit", "layers = {'a*' = 'zz'}", "layers.a*: wire='zz': known are eXmY"),
                 ("flexpoint", "wire = 'e4m3'", "wire='e4m3': known are int2 .. int16"),

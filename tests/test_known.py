@@ -231,7 +231,7 @@ def test_the_second_call_is_recorded_and_later_ones_adapt(monkeypatch: pytest.Mo
     monkeypatch.setattr(known, "Recording", recording)
     x, world = np.ones(5, np.float32), World()
     for scaling, adapts in (("tile", 0), ("aps", 2)):
-        method = Method("e4m3", scaling=scaling)
+        method = Method("e4m3", "ring", scaling=scaling)
         found: list[Any] = [known.recording_of(world, method, x, (), None) for _ in range(4)]  # type: ignore[arg-type]
         assert found[0] is None and found[1] is found[2] is found[3] is not None
         assert found[1].adapted == adapts

@@ -70,7 +70,7 @@ def test_each_group_has_the_bits_of_the_specification(rounding: Any) -> None:
         way = 0 if wire == "e4m3" else 1 + ["e5m2", "e3m0"].index(wire) if wire != "raw" else 0
         low, high = random_key(7, crc32(b"layers"), way) if way else (7, 0)
         total = expected(
-            given, wire, "ring", scaling, "requantise",
+            given, wire, "ring" if wire == "raw" else "rhd", scaling, "requantise",
             segments=part.segments, seed=low | high << 32, iteration=5, rounding=rounding,
         )  # fmt: skip
         for i, found in zip(layers, part.views(total / np.float32(RANKS)), strict=True):

@@ -271,7 +271,7 @@ def test_a_node_sends_no_more_than_a_ring_of_nodes(name):
 
 
 def one_chunk(steps):
-    return Schedule(steps, lambda layout: 1, ("requantise",), "requantise")
+    return Schedule(steps, lambda layout: 1, ("requantise",), "requantise", "requantise")
 
 
 def test_a_contribution_counted_twice_is_noticed():
@@ -300,7 +300,7 @@ def test_a_message_left_over_names_its_ranks():
     with pytest.raises(
         ScheduleError, match="left over: rank 2 to rank 1, round 0, chunk 0 and 1 more"
     ):
-        run_masks(Schedule(nobody_listens, lambda layout: 2, ("requantise",), ""), one_node(3))
+        run_masks(Schedule(nobody_listens, lambda layout: 2, ("requantise",), "", ""), one_node(3))
 
 
 def test_a_contribution_that_is_missing_is_noticed():
@@ -332,19 +332,19 @@ def test_a_rank_that_does_not_exist_is_noticed():
         run_masks(one_chunk(off_the_end), one_node(2))
 
 
-def sent_bytes(name, wire, ranks, n, scaling="tile"):
+def sent_bytes(name, wire, ranks, n, accumulate=None, scaling="tile"):
     world = Loopback(ranks)
     xs = [np.zeros(n, np.float32)] * ranks
-    Allreduce(wire, name, scaling).run(world, xs)
+    Allreduce(wire, name, scaling, accumulate).run(world, xs)
     return world.bytes_sent, world.messages_sent
 
 
 @every("wire, tile_bytes", [("raw", 4096), ("e4m3", 1024 + 1), ("e2m1fn", 513)])
-@every("name", ["ring", "rhd", "direct", "hier"])
+@every("name", ["ring", "biring", "rhd", "direct", "hier"])
 def test_the_least_possible_bytes_are_sent(name, wire, tile_bytes):
     """2 (p - 1) / p of the data from each rank, headers included, where p divides the tiles."""
     for ranks in (1, 2, 3, 4, 7, 8):
-        sent, messages = sent_bytes(name, wire, ranks, ranks * 3 * 1024)
+        sent, messages = sent_bytes(name, wire, ranks, ranks * 3 * 1024, "requantise")
         assert (sent == 2 * (ranks - 1) * 3 * tile_bytes).all()
         assert (messages == 2 * ((ranks - 1).bit_length() if name == "rhd" else ranks - 1)).all()
 
@@ -398,7 +398,7 @@ def test_tree_and_gather_send_what_their_formulas_say(ranks):
 
 def test_shifts_travel_only_with_tile_scaling():
     for scaling in ("none", "static:2", "aps"):
-        sent, _ = sent_bytes("ring", "e4m3", 2, 4096, scaling)
+        sent, _ = sent_bytes("ring", "e4m3", 2, 4096, scaling=scaling)
         assert (sent == 4096).all()
 
 
@@ -472,6 +472,6 @@ def test_call_lists_that_wait_for_each_other_do_not_end():
         yield Step("copy", None, (), (), 1 - rank, (0,), (2,))
         yield Step("copy", 1 - rank, (0,), (2,))
 
-    schedule = Schedule(patient, lambda layout: 1, ("requantise",), "requantise")
+    schedule = Schedule(patient, lambda layout: 1, ("requantise",), "requantise", "requantise")
     for nodes in ((0, 0), (0, 1)):
         assert not come_to_their_ends(written(schedule, nodes, 2), np.random.default_rng(1))

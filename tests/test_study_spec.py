@@ -162,7 +162,7 @@ def test_two_ways_to_say_the_same_are_one_case(tmp_path: Path) -> None:
     sweep = {
         "algorithm": ["ring"],
         "wire": ["raw", "e4m3"],
-        "accumulate": ["", "requantise"],
+        "accumulate": ["", "grow"],
         "value_scaling": ["", "tile"],
     }
     assert len(expand(small_study(tmp_path, sweep=sweep)).cases) == 4
@@ -217,7 +217,7 @@ def test_what_cannot_work_is_impossible_with_a_reason(tmp_path: Path) -> None:
     assert sorted({reason for _, reason in expansion.impossible}) == [
         "mpi has no wire e4m3, only raw",
         "mpi has no wire int8, only raw",
-        "ring does not accumulate by kahan, only by requantise, exact",
+        "ring does not accumulate by kahan, only by requantise, grow, exact",
         "wire int8 does not accumulate by kahan, only by exact",
     ]
 
@@ -231,7 +231,7 @@ ERRORS = {
     "sweep.algoritm: unknown factor of kind allreduce: did you mean algorithm?": {
         "sweep": {"algoritm": ["ring"]}
     },
-    "sweep.algorithm='rign': did you mean ring?": {"sweep": {"algorithm": ["rign"]}},
+    "sweep.algorithm='rign': did you mean ring or biring?": {"sweep": {"algorithm": ["rign"]}},
     "sweep.wire='e9m9': FloatFormat: exp=9": {"sweep": {"wire": ["e9m9"]}},
     "sweep.value_scaling='static:x': known are none, static:K": {
         "sweep": {"value_scaling": ["static:x"]}

@@ -65,7 +65,7 @@ def test_calls_counted_once_give_the_bytes_at_any_number_of_ranks(name: str) -> 
     method = COMPRESSORS[name]()
     calls = calls_of(method, SMALL, 25.0)
     for ranks in (3, 8):
-        found = sum(price(DEFAULT, call, ranks, ["ring"])[1] for call in calls)
+        found = sum(price(DEFAULT, call, ranks, ["rhd"])[1] for call in calls)
         assert found == pytest.approx(sent_bytes(name, SMALL, ranks), rel=0.15)
 
 

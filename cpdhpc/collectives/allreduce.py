@@ -7,8 +7,9 @@ ranks in one process, without MPI, with the bits of a real run.
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Self
@@ -17,7 +18,7 @@ from weakref import finalize
 import numpy as np
 
 from ..formats import Format, Overflow, Rounding
-from ..methods import said_by
+from ..methods import USUAL, said_by
 from ..ops import backend_of, on_gpu, to_host
 from ..ops.payloads import Array
 from ..world.mpi import World, as_world
@@ -43,7 +44,7 @@ from .engine import Program, Take, run, sum_by_mpi
 from .graphs import Graphed, check_graphs
 from .known import are_plain, know, know_as, recording_of, run_known
 from .method import (
-    AUTO,
+    CHOSEN,
     MPI_ALLREDUCE,
     Machine,
     Method,
@@ -217,7 +218,7 @@ class Allreduce(Method):
             if known is not None:
                 return known
         # What is chosen is compared over ranks like all arguments.
-        method = self.chosen(world, xs) if self.algorithm == AUTO else self
+        method = self.chosen(world, xs) if self.algorithm in CHOSEN else self
         error = error or iteration_error(iteration)
         parts = method.check(world, xs, outs, iteration, segments, every, error, shifts)
         reduced = method.reduce(world, xs, outs, parts, iteration, every, shifts)
@@ -240,7 +241,7 @@ class Allreduce(Method):
         The arguments, compared over the ranks here and not again, and errors: as run.
         """
         world = as_world(world, "Allreduce.prepare")
-        method = self.chosen(world, xs) if self.algorithm == AUTO else self
+        method = self.chosen(world, xs) if self.algorithm in CHOSEN else self
         return Prepared(method, world, xs, outs, segments, graphs)
 
     def reduce(
@@ -279,7 +280,9 @@ class Allreduce(Method):
         return Reduced(tuple(outs or totals), tuple(shifts[0]), tuple(shifts[1]), self.algorithm)
 
     def chosen(self, world: Ranks, xs: Sequence[Array]) -> Allreduce:
-        """Return this with the algorithm that is predicted to be fastest for arrays like xs."""
+        """Return this with the algorithm that "usual" or "auto" stands for, of arrays like xs."""
+        if self.algorithm == USUAL:
+            return named(self, self.usual(world.nodes))
         x = xs[0] if isinstance(xs, Sequence) and len(xs) else None
         size = getattr(x, "size", 0)  # what is no array is refused later
         found = choose(self, world.nodes, size if isinstance(size, int) else 0)
@@ -329,6 +332,9 @@ class Allreduce(Method):
         what = f"{call} {self.algorithm}: arguments"
         if any(check_alike(world, error, arguments, [suspect], what, text)):
             raise_nonfinite(world, flat, parts, None)
+        line = self.stagnation(world.ranks) if self.algorithm in SCHEDULES else None
+        if line and world.rank == 0:
+            warnings.warn(line, stacklevel=2)
         return parts
 
     @cached_property
@@ -368,6 +374,12 @@ class Allreduce(Method):
         return shared_shifts(self, world, flat, parts)
 
 
+@lru_cache(maxsize=256)
+def named(method: Allreduce, algorithm: str) -> Allreduce:
+    """Return a method with another algorithm."""
+    return replace(method, algorithm=algorithm)
+
+
 def configured(**choices: Any) -> Allreduce:
     """Return an Allreduce with these choices, checked once; machine: a Machine or None."""
     try:
@@ -385,7 +397,7 @@ def allreduce(
     world: Any,
     x: Array | Sequence[Array],
     wire: str | Format = "raw",
-    algorithm: str = "ring",
+    algorithm: str = USUAL,
     scaling: str | None = None,
     accumulate: str | None = None,
     op: Op = "sum",
@@ -409,18 +421,22 @@ def allreduce(
     wire: "raw" (float32 bytes), a Format or its name, "int2" .. "int16" (integers times a power of
         two) or "ternary" (-1, 0, 1 times a power of two, 1.6 bits a value);
         "mxfp8", "mxfp8-e5m2", "mxfp6", "mxfp6-e3m2" and "mxfp4" are formats with "block32"
-    algorithm: a name from SCHEDULES ("ring", "rhd", "tree", "dbtree", "direct", "hier", "gather"),
-        or "mpi" (MPI_Allreduce, wire "raw"). hier sums inside nodes first: world.nodes. "auto" is
-        the one from SCHEDULES that is predicted to be fastest for x on machine: another algorithm
-        adds in another order, so its bits depend on size, ranks, nodes and machine
+    algorithm: a name from SCHEDULES ("ring", "biring", "rhd", "tree", "dbtree", "direct", "hier",
+        "gather"), or "mpi" (MPI_Allreduce, wire "raw"). hier sums inside nodes first: world.nodes.
+        "usual" is ring for wire "raw". For other wires it is one whose error does not grow with
+        ranks: hier if there are several nodes of several ranks, else rhd. "auto" is the one that is
+        predicted to be fastest for x on machine. Another algorithm adds in another order, so the
+        bits of "usual" depend on ranks and nodes, those of "auto" on size and machine, too
     scaling: "none", "static:K" (by 2**K), "aps" (a shift for each segment from the largest value
         of all ranks), "tile" (a shift for each 1,024 values, sent with them), "block32" or
         "block16" (a shift for each 32 or 16 values). Wire "raw" is not scaled and ignores it.
         Default: "tile", for exact sums "aps"; integers know only "aps".
-    accumulate: "requantise" (round to the wire after each addition), "float32" or "kahan"; None
-        for the algorithm's own: float32 for direct and hier, requantise for the others. ring,
-        rhd, tree and dbtree know requantise only, and hier rounds between nodes whatever happens
-        inside them; for wire "raw" requantise and float32 are the same.
+    accumulate: "requantise" (round to the wire after each addition), "grow" (partial sums travel
+        with the mantissa bits that they need, and are then rounded by chance), "float32" or
+        "kahan"; None for the algorithm's own: grow for ring, biring and hier, float32 for direct,
+        requantise for the others and for formats given by a table in ring and biring. hier rounds
+        between nodes whatever happens inside them; for wire "raw" all these are the same. Many
+        ranks with "requantise" in rank order are a UserWarning that says the error to expect.
         "exact", in all algorithms but "mpi" and wires but "raw": contributions are rounded to one
         grid for all ranks; their integer sums travel unrounded and become float32 at the end: no
         order changes a bit of the result. Integers know only this, float formats where scaling is

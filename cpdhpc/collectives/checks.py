@@ -413,7 +413,7 @@ def shared_shifts(
     Raises NonFiniteGradient.
     """
     assert method.fmt is not None, "else none are shared"
-    fmt, sent = method.fmt, "none" if method.accumulating == "float32" else method.headroom
+    fmt, sent = method.fmt, "none" if method.sums_held else method.headroom
     amax = shared_amax(world, flat, parts, f"allreduce {method.algorithm}: exponents")
     if method.exact:  # sums become wider: they need no headroom
         grid = [

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
@@ -25,6 +25,7 @@ from ..formats import (
     SHIFT_BIAS,
     TILE,
     Cast,
+    FloatFormat,
     Format,
     Overflow,
     Rounding,
@@ -32,13 +33,13 @@ from ..formats import (
     tiles,
     wire_scaling,
 )
-from ..methods import EXACT, SCALINGS, check_integer, said_by, suggest
+from ..methods import EXACT, GROW, SCALINGS, USUAL, check_integer, said_by, suggest
 from ..ops import placed
-from ..ops.payloads import Exact, Packed, Raw, Wire, parse_wire
+from ..ops.payloads import Exact, Growth, Packed, Raw, Wire, parse_wire
 from ..ops.reference import fitting_shift
 from ..randomness import check_key
 from .rank_program import ACCUMULATES, Plan
-from .schedules import SCHEDULES
+from .schedules import SCHEDULES, Layout
 
 Array = npt.NDArray[Any]
 
@@ -249,6 +250,8 @@ def as_machine(machine: Machine | str | Path | None) -> Machine:
 Op = Literal["sum", "mean"]
 MPI_ALLREDUCE = "mpi"  # the one algorithm that is no schedule
 AUTO = "auto"  # the schedule that is predicted to be fastest
+WORSE = 3  # times the error of one rounding, from which on a sum's error is said
+CHOSEN = (AUTO, USUAL)  # when the ranks and their nodes are known
 
 MOST_RANKS = 64  # on several nodes: a recording has a request for each message of a piece
 
@@ -261,7 +264,7 @@ class Method:
     """
 
     wire: str | Format = "raw"
-    algorithm: str = "ring"
+    algorithm: str = USUAL
     scaling: str | None = None
     accumulate: str | None = None
     op: Op = "sum"
@@ -284,7 +287,7 @@ class Method:
             object.__setattr__(self, "machine", as_machine(self.machine))
         assert self.parsed_scaling  # raises for an unknown name
         known: dict[str, Sequence[str]] = {
-            "algorithm": (*SCHEDULES, MPI_ALLREDUCE, AUTO),
+            "algorithm": (*SCHEDULES, MPI_ALLREDUCE, *CHOSEN),
             "op": get_args(Op),
             "rounding": get_args(Rounding),
             "overflow": get_args(Overflow),
@@ -352,11 +355,47 @@ class Method:
             return (EXACT,)
         schedule = SCHEDULES.get(self.algorithm)
         allowed = schedule.accumulates if schedule else ()
-        if self.algorithm == AUTO:
+        if self.algorithm == AUTO or (self.algorithm == USUAL and self.fmt):
             allowed = tuple(ACCUMULATES)
+        if isinstance(self.fmt, TableFormat):
+            allowed = tuple(each for each in allowed if each != GROW)
         if self.fmt:
             return (*allowed, EXACT)
         return tuple(dict.fromkeys((*allowed, "requantise", "float32")))
+
+    def usual(self, nodes: tuple[int, ...]) -> str:
+        """Return the algorithm of "usual": one whose error does not grow with ranks.
+
+        nodes: the node of each rank
+        ring for wire "raw"; else hier if ranks share nodes and there are several, or rhd; if they
+        do not know how to accumulate, biring or direct.
+        """
+        if self.fmt is None:
+            return "ring"
+        several = 1 < len(set(nodes)) < len(nodes)
+        names = ("hier",) * several + ("rhd", "biring", "direct")
+        free = self.exact or self.accumulate is None
+        return next(n for n in names if free or self.accumulate in SCHEDULES[n].accumulates)
+
+    def stagnation(self, ranks: int) -> str | None:
+        """Return a line that says what error to expect, if that grows with so many ranks.
+
+        A rounding has a relative error of e = 0.212 / 2**man, if mantissas are spread as logarithms
+        are. Partial sums of 1, 2, ... ranks that agree, each rounded, add e**2 * ranks / 3 to the
+        squared error, two arcs of half of them a quarter of that.
+        """
+        arcs = {"ring": 3, "direct": 3, "hier": 3, "gather": 3, "biring": 12}.get(self.algorithm)
+        if not isinstance(self.fmt, FloatFormat) or self.accumulating != "requantise":
+            return None
+        if arcs is None or 1 + ranks / arcs < WORSE**2:
+            return None
+        once = 0.212 / 2**self.fmt.man
+        whole = once * math.sqrt(1 + ranks / arcs)
+        return (
+            f"allreduce: algorithm={self.algorithm!r}, accumulate='requantise': the sum of {ranks} "
+            f"ranks in {self.fmt.name} has a relative error of {whole:.2g} or more, one rounding "
+            f"{once:.2g}: algorithm='usual' or accumulate='grow' avoids that"
+        )
 
     @cached_property
     def description(self) -> str:
@@ -390,7 +429,15 @@ class Method:
         if self.exact:
             return EXACT
         schedule = SCHEDULES[self.algorithm]
-        return self.accumulate if self.accumulate in schedule.accumulates else schedule.default
+        if self.accumulate in schedule.accumulates:
+            return self.accumulate
+        return schedule.default if isinstance(self.fmt, FloatFormat) else schedule.fixed
+
+    @property
+    def sums_held(self) -> bool:
+        """Whether contributions that are held are summed in float32."""
+        holds = "float32" in SCHEDULES[self.algorithm].accumulates
+        return self.accumulating == "float32" or (holds and self.accumulating == GROW)
 
     @cached_property
     def hides_nonfinite(self) -> bool:
@@ -450,6 +497,8 @@ class Method:
         and for partial sums and the result
         """
         schedule, wire = SCHEDULES[self.algorithm], self.payloads
+        if isinstance(wire, Packed) and self.accumulating == GROW:
+            wire = replace(wire, growth=Growth(len(nodes), schedule.hops(Layout(nodes))))
         outside = isinstance(wire, Exact) or (isinstance(wire, Packed) and not wire.fit)
         sent = shift_bytes(shifts[0], segments, x.size, x) if outside else None
         result = shift_bytes(shifts[1], segments, x.size, x) if outside else None
@@ -461,8 +510,19 @@ class Method:
             result_shifts=result,
             result_rounded=self.result_rounded,
             nodes=nodes,
-            stream=(self.seed, iteration) if self.is_random else None,
+            stream=self._stream(iteration, wire),
         )
+
+    def _stream(self, iteration: int, wire: Wire) -> tuple[int, int] | None:
+        """Return (seed, iteration) of the random numbers, None where there are none.
+
+        Partial sums that grow are rounded by chance also where contributions are not. They have
+        the same numbers in each iteration then, which need not be the same on all ranks.
+        """
+        if self.is_random:
+            return self.seed, iteration
+        grows = isinstance(wire, Packed) and wire.growth is not None and wire.growth.any
+        return (self.seed, 0) if grows else None
 
     @property
     def is_random(self) -> bool:

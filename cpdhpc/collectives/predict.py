@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..formats import SHARED, TILE, tiles
+from ..methods import USUAL
 from ..ops.payloads import Array
 from .engine import Exchange, Program, ScheduleError
 from .method import AUTO, Machine, Method, Segment, as_machine
@@ -339,6 +340,8 @@ def predict(machine: Machine, method: Method, nodes: tuple[int, ...], n: int) ->
     subtractions. Exact sums widen as they travel; to add integers takes as long as a hop.
     Raises ValueError for algorithm "mpi", whose steps are the library's, and for "auto".
     """
+    if method.algorithm == USUAL:
+        method = replace(method, algorithm=method.usual(nodes))
     if method.algorithm not in SCHEDULES:
         known = ", ".join(SCHEDULES)
         raise ValueError(f"predict: algorithm={method.algorithm!r}: known are {known}")

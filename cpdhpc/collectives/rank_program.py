@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..formats import TILE, tiles
+from ..methods import GROW
 from ..ops import backend_of
 from ..ops.payloads import Array, Exact, Packed, Raw, Wire
 from ..partition import chunk
@@ -23,11 +24,13 @@ class Sum(NamedTuple):
     """total, float32, plus what last holds, if anything; shifts: those of last.
 
     total is only read: it may be a raw payload, and so another rank's memory, or the caller's.
+    terms: contributions in last
     """
 
     total: Array
     last: Array | None
     shifts: Array | None
+    terms: int = 1
 
 
 # (chunk, payloads in the order of ranks) -> their sum, of which the last term is not yet added
@@ -91,6 +94,7 @@ ACCUMULATES: dict[str, Accumulate] = {
     "float32": _float32,
     "requantise": _requantise,
     "kahan": _kahan,
+    GROW: _float32,
 }
 
 PIECES = 8
@@ -224,6 +228,7 @@ class Chunk:
         # A raw payload of the result is the result itself.
         self.place = self.out.view(np.uint8) if self.is_raw and self.out is not None else None
         self.pending: Array | None = None  # came in, not yet added: added while it is encoded
+        self.pending_terms = 0
         self.held: dict[int, Array] = {}  # contributions by rank, not yet summed
         self.final: Array | None = None  # payload of the result
         self.nonfinite: int | None = None  # values of out, once the result is in it
@@ -237,29 +242,60 @@ class Chunk:
         assert not isinstance(self.wire, Exact), "exact sums are added by ExactChunk"
         return self.wire
 
-    def encode(self, x: Array, shifts: Array | None, key: Key, place: Array | None = None) -> Array:
-        """Return the payload of x, in place if given; a raw one may be x itself."""
+    @property
+    def grows(self) -> bool:
+        """Whether partial sums have more bits, and are rounded only to travel."""
+        return isinstance(self.wire, Packed) and self.wire.growth is not None
+
+    def encode(
+        self,
+        x: Array,
+        shifts: Array | None,
+        key: Key,
+        place: Array | None = None,
+        wire: Wire | None = None,
+    ) -> Array:
+        """Return the payload of x, in place if given; a raw one may be x itself.
+
+        wire: that of contributions unless given
+        """
+        wire = wire or self.wire
         if place is None and self.is_raw:
             return x.view(np.uint8)
-        payload = self.take(self.wire.size_bytes(self.n)) if place is None else place
-        self.wire.encode(x, shifts, key, self.start, payload)
+        payload = self.take(wire.size_bytes(self.n)) if place is None else place
+        wire.encode(x, shifts, key, self.start, payload)
         return payload
 
     def encode_sum(
-        self, sum_: Sum, key: Key, place: Array | None = None, out: Array | None = None
+        self,
+        sum_: Sum,
+        key: Key,
+        place: Array | None = None,
+        out: Array | None = None,
+        terms: int = 1,
     ) -> Array:
         """Return the payload of a sum, in place if given; its last term is added on the way.
 
         out: for what the payload decodes to, if that is wanted: written in the same pass
+        terms: contributions in it
         """
-        if sum_.last is None:
-            return self.encode(sum_.total, self.result, key, place)
-        payload = self.take(self.wire.size_bytes(self.n)) if place is None else place
+        wire, came = self.floats.of(terms), self.floats.of(sum_.terms)
+        if sum_.last is None or (came is not wire and came != wire):
+            return self.encode(self.added(sum_), self.result, key, place, wire)
+        payload = self.take(wire.size_bytes(self.n)) if place is None else place
         where = self.result, key, self.start, payload, out
-        found = self.floats.add_encode(sum_.last, sum_.shifts, sum_.total, *where)
+        found = wire.add_encode(sum_.last, sum_.shifts, sum_.total, *where)
         if out is not None:
             self.nonfinite = found
         return payload
+
+    def added(self, sum_: Sum) -> Array:
+        """Return the values of a sum, float32[n], with its last term."""
+        if sum_.last is None:
+            return sum_.total
+        total = self.room()
+        self.floats.of(sum_.terms).add(sum_.last, sum_.shifts, sum_.total, total)
+        return total
 
     def room(self) -> Array:
         """Return an array for values, float32[n]."""
@@ -271,10 +307,14 @@ class Chunk:
         self.wire.decode(payload, shifts, out)
         return out
 
-    def outgoing(self, kind: Kind, place: Array | None = None) -> Array:
-        """Return the payload that a step of a kind sends, in place if that is given and suits."""
-        send = {"reduce": self.partial_sum, "hold": self.contribution, "copy": self.finished}
-        return send[kind](place)
+    def outgoing(self, kind: Kind, terms: int, place: Array | None = None) -> Array:
+        """Return the payload of so many contributions that a step of a kind sends.
+
+        In place if that is given and suits.
+        """
+        if kind == "reduce":
+            return self.partial_sum(terms, place)
+        return self.contribution(place) if kind == "hold" else self.finished(place)
 
     def incoming(self, kind: Kind, source: int, payload: Array, terms: int) -> None:
         """Take in what a step of a kind has brought: the sum of so many contributions."""
@@ -291,29 +331,33 @@ class Chunk:
         """Keep the contribution of another rank."""
         self.held[source] = payload
 
-    def partial_sum(self, place: Array | None = None) -> Array:
+    def partial_sum(self, terms: int, place: Array | None = None) -> Array:
         """Return the payload of the partial sum; its random numbers are used for nothing else."""
         between = bool(self.held) or self.summed
-        return self.encode_sum(self._sum(), next(self.keys) if between else self.first, place)
+        sum_ = self._sum()
+        key = next(self.keys) if between else self.first
+        return self.encode_sum(sum_, key, place, terms=terms)
 
     def _sum(self) -> Sum:
         """Return the partial sum with what has come in since; what was held is freed."""
         if self.held:
             return self._held_sum()
         came, self.pending = self.pending, None
-        return Sum(self.partial, came, self.result)
+        return Sum(self.partial, came, self.result, self.pending_terms)
 
     def reduce(self, source: int, payload: Array, terms: int) -> None:
         """Add a partial sum of so many terms to the rank's own, rounding between two additions."""
         if self.held:
-            total, last, shifts = self._held_sum()
+            total, last, shifts, _ = self._held_sum()
             self.partial = total if last is None or not self.is_raw else self.room()
             if last is not None:
                 self.floats.add(last, shifts, total, self.partial)
+        elif self.pending is not None and self.grows:
+            self.partial = self.added(self._sum())
         elif self.pending is not None:
             rounded = self.encode_sum(self._sum(), next(self.keys))
             self.partial = self.values(rounded, self.result)
-        self.pending = payload
+        self.pending, self.pending_terms = payload, terms
 
     def finished(self, place: Array | None = None) -> Array:
         """Return the payload of the result, which this rank forms or has received.
@@ -325,7 +369,8 @@ class Chunk:
             key = self.plan.key(self.index, FINAL)
             at_once = self.place is None and self.pending is not None and not self.held
             where = place if self.place is None else self.place
-            self.final = self.encode_sum(self._sum(), key, where, self.out if at_once else None)
+            out, terms = self.out if at_once else None, len(self.plan.nodes)
+            self.final = self.encode_sum(self._sum(), key, where, out, terms)
         return self.final
 
     def copy(self, source: int, payload: Array, terms: int) -> None:
@@ -350,7 +395,7 @@ class Chunk:
         if self.out is None:
             return 0
         if self.final is None and not self.plan.result_rounded:
-            total, last, shifts = self._held_sum()
+            total, last, shifts, _ = self._held_sum()
             if last is None:
                 self.plan.copy(self.out, total)
             else:
@@ -408,7 +453,7 @@ class ExactChunk(Chunk):
         wire = self.codes.of(self.terms + terms)
         return wire, self.take(wire.size_bytes(self.n)) if place is None else place
 
-    def partial_sum(self, place: Array | None = None) -> Array:
+    def partial_sum(self, terms: int, place: Array | None = None) -> Array:
         """Return the payload of the sum of what came in and of the rank's own contribution."""
         if self.came is None:
             return self.contribution()
@@ -427,7 +472,7 @@ class ExactChunk(Chunk):
                     f"rank {self.rank} has {self.terms + 1} contributions to chunk {self.index}: "
                     f"needs all {ranks}"
                 )
-            self.final = self.partial_sum(place)
+            self.final = self.partial_sum(ranks, place)
         return self.final
 
 
@@ -475,12 +520,12 @@ def _message(chunks: Sequence[Chunk], step: Step, take: Take) -> Array:
     """Return the payloads of the chunks that a step sends, one after another."""
     gone = [chunks[i] for i in step.send_chunks]
     if len(gone) == 1:
-        return gone[0].outgoing(step.kind)
+        return gone[0].outgoing(step.kind, step.send_terms[0])
     sizes = _sizes(gone, step.send_terms)
     message = take(sum(sizes))
-    for each, size, end in zip(gone, sizes, accumulate(sizes), strict=True):
+    for each, terms, size, end in zip(gone, step.send_terms, sizes, accumulate(sizes), strict=True):
         place = message[end - size : end]
-        payload = each.outgoing(step.kind, None if (end - size) % ALIGNED_BYTES else place)
+        payload = each.outgoing(step.kind, terms, None if (end - size) % ALIGNED_BYTES else place)
         if payload is not place:
             each.plan.copy(place, payload)
     return message

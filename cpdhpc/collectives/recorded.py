@@ -96,7 +96,8 @@ class Recording:
         moves: bool,
     ) -> None:
         self._method, self.x, self.out, self._moves = method, x, out, moves
-        self.plan = replace(method.plan(world.nodes, x, segments, shifts, 0), slots={})
+        plan = method.plan(world.nodes, x, segments, shifts, 0)
+        self.plan = replace(plan, slots={} if method.is_random else None)
         self.freed, self.what = False, f"allreduce {method.algorithm}"
         self._sent, self._sent_bytes = 0, 0
         self._world, self._rank = world, world.hosted.start

@@ -279,6 +279,29 @@ def ring(rank: int, layout: Layout) -> Iterator[Step]:
         yield Step("copy", following, (there,), (ranks,), previous, (here,), (ranks,))
 
 
+def biring(rank: int, layout: Layout) -> Iterator[Step]:
+    """Yield reduce-scatter, then all-gather, round a ring both ways; rank i finishes chunk i.
+
+    Each chunk is summed along two arcs that end at its owner, of p // 2 and (p - 1) // 2 ranks.
+    So there are half the rounds of ring for the same bytes, and partial sums of half the ranks.
+    """
+    ranks = layout.ranks
+    for kind in ("reduce", "copy"):
+        for i in range(ranks // 2):
+            if i < (ranks - 1) // 2:
+                yield _one_way(kind, rank, -1, i, (ranks - 1) // 2, ranks)
+            yield _one_way(kind, rank, 1, i, ranks // 2, ranks)
+
+
+def _one_way(kind: Kind, rank: int, way: int, i: int, arc: int, ranks: int) -> Step:
+    """Return round i of the ring that goes up (way 1) or down (-1) arcs of so many ranks."""
+    to, source = (rank + way) % ranks, (rank - way) % ranks
+    # A sum has come i ranks far and has arc - i to go; a result has come i ranks from its owner.
+    ahead, terms = (arc - i, i + 1) if kind == "reduce" else (-i, ranks)
+    there, here = (rank + way * ahead) % ranks, (source + way * ahead) % ranks
+    return Step(kind, to, (there,), (terms,), source, (here,), (terms,))
+
+
 def rhd(rank: int, layout: Layout) -> Iterator[Step]:
     """Yield recursive halving, then doubling, with circulant skips; rank i finishes chunk i.
 
@@ -341,6 +364,10 @@ def _one_each(layout: Layout) -> int:
     return layout.ranks
 
 
+def _one_each_node(layout: Layout) -> int:
+    return len(set(layout.nodes))
+
+
 def _few(ranks: int) -> int:
     """While one piece travels the others are encoded and decoded."""
     return 4
@@ -357,25 +384,30 @@ class Schedule:
 
     steps: (rank, layout) -> the rounds of that rank, in order
     chunks: layout -> number of chunks that a piece of the data is cut into
-    accumulates: the names from ACCUMULATES that make sense in it; default: one of them
+    accumulates: the names from ACCUMULATES that make sense in it; default: one of them; fixed: the
+        default for formats that cannot have more bits
     result_travels: whether the finished sum is sent, and so rounded to the wire
     window: number of ranks -> pieces that are under way at a time
+    hops: layout -> how often a partial sum is rounded, one rank after another
     """
 
     steps: Callable[[int, Layout], Iterator[Step]]
     chunks: Callable[[Layout], int]
     accumulates: tuple[str, ...]
     default: str
+    fixed: str
     result_travels: bool = True
     window: Callable[[int], int] = _few
+    hops: Callable[[Layout], int] = _one_each
 
 
 SCHEDULES: dict[str, Schedule] = {
     "ring": Schedule(ring, _one_each, *ALGORITHMS["ring"]),
+    "biring": Schedule(biring, _one_each, *ALGORITHMS["biring"]),
     "rhd": Schedule(rhd, _one_each, *ALGORITHMS["rhd"]),
     "tree": Schedule(tree, _one, *ALGORITHMS["tree"], window=_up_and_down),
     "dbtree": Schedule(dbtree, _one, *ALGORITHMS["dbtree"], window=_up_and_down),
     "direct": Schedule(direct, _one_each, *ALGORITHMS["direct"]),
-    "hier": Schedule(hier, hier_chunks, *ALGORITHMS["hier"]),
+    "hier": Schedule(hier, hier_chunks, *ALGORITHMS["hier"], hops=_one_each_node),
     "gather": Schedule(gather, _one, *ALGORITHMS["gather"], result_travels=False),
 }

@@ -18,6 +18,7 @@ from ..collectives.checks import NONFINITE_BITS, NonFiniteGradient, is_finite
 from ..collectives.method import AUTO, Machine, as_machine
 from ..config import check_fields, suggest
 from ..formats import TILE, FloatFormat, TableFormat
+from ..methods import USUAL
 from ..ops import backend_of, on_gpu, to_host
 from ..randomness import Key, random_key
 from ..table_formats import spelled
@@ -157,7 +158,7 @@ class DenseMessages(Aggregator):
     """
 
     wire: str = "raw"
-    algorithm: str = "ring"
+    algorithm: str = USUAL
     scaling: str | None = None
 
     def __post_init__(self) -> None:
@@ -217,7 +218,7 @@ def mean_in_float32(
     layers: Collection[str],
     context: Context,
     flat: Array,
-    algorithm: str = "ring",
+    algorithm: str = USUAL,
 ) -> None:
     """Write the float32 mean of some layers into flat. Collective, unless there are none.
 

@@ -14,6 +14,7 @@ from ..collectives.allreduce import Allreduce, configured
 from ..collectives.checks import amax_of_segments
 from ..collectives.method import Shifts, integer_shift
 from ..formats import INTEGERS, TILE
+from ..methods import USUAL
 from .base import LOSSES, Aggregator, Array, Column, Context, Mean
 from .bucket import Bucket
 from .lowbit import count_losses
@@ -55,7 +56,7 @@ class Flexpoint(Aggregator):
 
     aggregator: Literal["flexpoint"] = "flexpoint"
     wire: str = "int16"
-    algorithm: str = "ring"
+    algorithm: str = USUAL
     history: Annotated[int, Field(ge=1, le=1024)] = 16
 
     def __post_init__(self) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from pydantic import BeforeValidator
 
 from ..collectives.allreduce import Allreduce, configured
-from ..collectives.method import AUTO, Machine, Reduced, Segment, Shifts, shift_bytes
+from ..collectives.method import CHOSEN, Machine, Reduced, Segment, Shifts, shift_bytes
 from ..collectives.rank_program import NO_KEY
 from ..config import suggest
 from ..formats import (
@@ -27,6 +27,7 @@ from ..formats import (
     shift_count,
     tiles,
 )
+from ..methods import USUAL
 from ..ops import backend_of, placed, to_host
 from ..randomness import random_key
 from .base import (
@@ -89,7 +90,7 @@ class LowBit(Aggregator):
 
     aggregator: Literal["lowbit"] = "lowbit"
     wire: str = "e4m3"
-    algorithm: str = "ring"
+    algorithm: str = USUAL
     scaling: str | None = None
     accumulate: str | None = None
     rounding: Rounding | None = None
@@ -228,7 +229,7 @@ class LowBit(Aggregator):
                 for x, residual in zip(wanted, residuals, strict=True):
                     kernels.add(x[start:stop], residual, x[start:stop])
         raise_unless_finite(world, wanted, bucket)
-        if method.algorithm == AUTO:
+        if method.algorithm in CHOSEN:
             method = method.chosen(world, wanted)
         shifts = method.shifts(world, wanted, segments)
         sent = [_rounded(x, method, shifts, segments) for x in wanted]

@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 
 from ..collectives.allreduce import Allreduce, configured
 from ..collectives.method import Machine
+from ..methods import USUAL
 from .base import (
     LOSSES,
     Aggregator,
@@ -33,7 +34,7 @@ class NoCompression(Aggregator):
     columns: ClassVar[Mapping[str, Column]] = LOSSES  # none at all
 
     aggregator: Literal["none"] = "none"
-    algorithm: str = "ring"
+    algorithm: str = USUAL
     machine: Machine | None = None
 
     def __post_init__(self) -> None:

@@ -12,6 +12,7 @@ from ..collectives.allreduce import configured
 from ..collectives.checks import NonFiniteGradient
 from ..collectives.method import Segment
 from ..collectives.sparse import allgather
+from ..methods import USUAL
 from ..ops import backend_of, on_gpu, placed, to_host
 from .base import (
     HALF_ULP,
@@ -44,7 +45,7 @@ class OneBit(Aggregator):
 
     aggregator: Literal["onebit"] = "onebit"
     error_feedback: bool = True
-    algorithm: str = "ring"
+    algorithm: str = USUAL
 
     def __post_init__(self) -> None:
         configured(wire="raw", algorithm=self.algorithm, op="mean")

@@ -13,6 +13,7 @@ from pydantic import Field
 from ..collectives.allreduce import configured
 from ..collectives.checks import is_finite
 from ..collectives.sparse import allgather
+from ..methods import USUAL
 from ..ops import backend_of, placed, to_host
 from ..ops.payloads import parse_wire
 from ..world.ranks import Ranks
@@ -56,7 +57,7 @@ class SparseMessages(Aggregator):
     }
 
     exclude: Layers = ()
-    algorithm: str = "ring"
+    algorithm: str = USUAL
 
     def __post_init__(self) -> None:
         configured(wire="raw", algorithm=self.algorithm, op="mean")

@@ -13,6 +13,7 @@ from pydantic import Field
 from ..collectives.allreduce import Allreduce, configured
 from ..collectives.sparse import allgather
 from ..formats import INTEGERS, SHIFT_BIAS, Cast, tiles
+from ..methods import USUAL
 from ..ops import backend_of, on_gpu, placed, to_host
 from ..ops.payloads import Exact
 from ..ops.reference_sparse import MAGNITUDE
@@ -57,7 +58,7 @@ class TernGrad(Aggregator):
     bucket_values: Annotated[int, Field(ge=0)] = 0
     share: bool = True
     exclude: Layers = ()
-    algorithm: str = "ring"
+    algorithm: str = USUAL
 
     def __post_init__(self) -> None:
         self._allreduce(seed=0)

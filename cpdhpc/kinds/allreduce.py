@@ -11,13 +11,22 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from ..config import ConfigError, Raw, UserError, among
-from ..formats import INTEGERS, MICROSCALING, SHARED, sum_bits, wire_format, wire_scaling
+from ..formats import (
+    INTEGERS,
+    MICROSCALING,
+    SHARED,
+    FloatFormat,
+    sum_bits,
+    wire_format,
+    wire_scaling,
+)
 from ..methods import (
     ACCUMULATES,
     ALGORITHMS,
     BASELINE_DEVICES,
     BASELINES,
     EXACT,
+    GROW,
     MAX_SUM_BITS,
     MEMCPY,
     SCALINGS,
@@ -80,10 +89,12 @@ def _used(given: Factors) -> dict[str, Value]:
 
 
 def _accumulate(algorithm: str, wire: str, given: str) -> str:
-    ways, default = ALGORITHMS[algorithm]
+    row = ALGORITHMS[algorithm]
+    grows = isinstance(wire_format(wire), FloatFormat)
+    ways = [way for way in row.ways if grows or way != GROW]
     own = (EXACT,) if wire in INTEGERS else (*ways, EXACT)
     if given == ABSENT:
-        return EXACT if wire in INTEGERS else default
+        return EXACT if wire in INTEGERS else row.default if grows else row.fixed
     if given not in own:
         what = f"wire {wire}" if wire in INTEGERS else algorithm
         raise ValueError(f"{what} does not accumulate by {given}, only by {', '.join(own)}")

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import lru_cache
+from itertools import count
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +38,8 @@ from ..randomness import Key
 from . import backend_of
 
 Array = npt.NDArray[Any]
+
+FLOAT32_MAN = 23  # mantissa bits, beyond which no format goes
 
 
 @dataclass(frozen=True)
@@ -125,6 +129,10 @@ class Raw:
 
     kernels: Any = field(default=None, repr=False, compare=False)
 
+    def of(self, terms: int) -> Raw:
+        """Return the wire of sums of so many contributions: itself."""
+        return self
+
     def size_bytes(self, n: int, terms: int | None = None) -> int:
         """Bytes of n values; sums are no wider."""
         return 4 * n
@@ -158,6 +166,46 @@ class Raw:
         return 0 if out is None else self.decode(payload, shifts, out)
 
 
+class Growth(NamedTuple):
+    """By how many bits the partial sums of an all-reduce grow.
+
+    ranks: whose contributions make the whole sum; hops: roundings of a partial sum on its way
+    """
+
+    ranks: int
+    hops: int
+
+    def bits(self, terms: int) -> int:
+        """Return the mantissa bits that the partial sum of so many contributions has more.
+
+        They are the fewest, g, with (terms / ranks)**2 * hops <= 3 * 4**g. If the format rounds to
+        nearest with a relative error e, by chance with e * sqrt(2), then a partial sum is rounded
+        with e * sqrt(2) / 2**g. Of the whole sum of ranks that agree it is terms / ranks. So all
+        hops add 6 e**2 at most to the squared error, however many there are, and about half of
+        that as g is whole: with the last rounding the error is about 2 e.
+        """
+        if terms >= self.ranks:  # the result
+            return 0
+        return next(g for g in count() if self.hops * terms**2 <= 3 * 4**g * self.ranks**2)
+
+    @property
+    def any(self) -> bool:
+        """Whether there is a partial sum with more bits."""
+        return self.ranks > 1 and self.bits(self.ranks - 1) > 0
+
+
+@lru_cache(maxsize=256)
+def grown(cast: Cast, bits: int) -> Cast:
+    """Return how a partial sum is rounded that has so many bits more than the format.
+
+    Not to nearest but by chance: else small contributions to a large sum would all be lost.
+    """
+    fmt = cast.float_format
+    man = min(fmt.man + bits, FLOAT32_MAN)
+    how = "stochastic" if cast.rounding == "nearest" else cast.rounding
+    return replace(cast, fmt=replace(fmt, man=man), rounding=how)
+
+
 @dataclass(frozen=True)
 class Packed:
     """Codes of a small format, packed in tiles.
@@ -165,15 +213,24 @@ class Packed:
     fit: shifts are chosen while values are encoded, and follow the words of the payload; else all
         methods take shifts, uint8[tiles], that do not travel.
     shared: how many values share a shift that is chosen; from formats.SHARED
+    growth: of partial sums; None: they have the bits of contributions
     """
 
     cast: Cast
     fit: bool
     shared: int = TILE
+    growth: Growth | None = None
     kernels: Any = field(default=None, repr=False, compare=False)
 
+    def of(self, terms: int) -> Packed:
+        """Return the wire of sums of so many contributions."""
+        bits = 0 if self.growth is None else self.growth.bits(terms)
+        return replace(self, cast=grown(self.cast, bits), growth=None) if bits else self
+
     def size_bytes(self, n: int, terms: int | None = None) -> int:
-        """Bytes of n values: whole tiles; sums are no wider."""
+        """Bytes of n values, sums of so many contributions: whole tiles."""
+        if terms is not None and self.growth is not None:
+            return self.of(terms).size_bytes(n)
         shifts = shift_count(n, self.shared) if self.fit else 0
         return packed_bytes(n, self.cast.fmt.bits) + shifts
 

@@ -436,7 +436,7 @@ def test_free(world):
     own.free()
     assert not own.cache.held
     if own.size > 1:
-        with pytest.raises(RuntimeError, match="allreduce ring: is freed"):
+        with pytest.raises(RuntimeError, match="allreduce rhd: is freed"):
             left.run()
     left.free()
     del prepared, left
