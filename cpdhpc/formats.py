@@ -139,18 +139,29 @@ class FloatFormat:
 
     @property
     def shift_min(self) -> int:
-        """The smallest k for which x * 2**k is encoded exactly as if it had been formed.
-
-        Below it 2**-k times the largest number, or a power of two that the kernels add,
-        would leave float32.
-        """
-        return max(self.emin - 104 - self.man, self.emax - 127)
+        """The smallest k: 2**-k times the largest number is still a float32."""
+        return self.emax - 127
 
     @property
     def shift_max(self) -> int:
-        """The largest k of use: float32's smallest normal number becomes the format's own.
+        """The largest k: OCP's scales end at 2**-127, and float32 at its smallest number.
+
+        With 7 or 8 bits of exponent the range moves only as far as numbers are normal: it holds
+        what a tile holds beside its largest value, and kernels stay on their short way.
+        """
+        return self.near_max if self.exp > 6 else min(127, self.emin - self.man + 149)
+
+    @property
+    def near_min(self) -> int:
+        """The smallest k for which a power of two that kernels add is a float32."""
+        return max(self.emin - 104 - self.man, self.shift_min)
+
+    @property
+    def near_max(self) -> int:
+        """The largest k for which the smallest normal number times 2**-k is normal in float32.
 
         The IEEE formats with exp = 1 have no normal numbers: there the largest is just above.
+        Shifts beyond near_min and near_max are exact too: kernels move such values first.
         """
         return min(self.emin, self.emax) + 126
 

@@ -152,8 +152,10 @@ class TableFormat:
 
     @property
     def shift_max(self) -> int:
-        """The largest k of use: float32's smallest normal number becomes max."""
-        return min(self.emax + 126, 127)
+        """The largest k that a byte holds."""
+        return 127
+
+    near_min, near_max = -127, 127  # kernels know one way for all
 
 
 def _means(numbers: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

@@ -75,17 +75,17 @@ bool has_length(const Buffer& buffer, const char* name, i64 bytes) {
     return false;
 }
 
-// A Cast travels as a tuple of its 14 numbers, in the order of the struct, the address of its
+// A Cast travels as a tuple of its 17 numbers, in the order of the struct, the address of its
 // table or 0, and what keeps the table alive.
 int to_cast(PyObject* object, void* target) {
     Cast* c = static_cast<Cast*>(target);
     unsigned long long address;
     PyObject* kept = nullptr;
-    if (!PyArg_ParseTuple(object, "iiiIIIIIiiiIIIK|O;cast: 14 numbers and a table", &c->exp,
+    if (!PyArg_ParseTuple(object, "iiiIIIIIiiiIIIiiiK|O;cast: 17 numbers and a table", &c->exp,
                           &c->man, &c->rounding, &c->max_code, &c->inf_code, &c->nan_code,
                           &c->overflow_code, &c->first_nan, &c->shift_min, &c->shift_max, &c->emax,
-                          &c->max_significand, &c->overflow_below, &c->random_mask, &address,
-                          &kept))
+                          &c->max_significand, &c->overflow_below, &c->random_mask, &c->near_min,
+                          &c->near_max, &c->ocp, &address, &kept))
         return 0;
     c->table = reinterpret_cast<const int*>(static_cast<uintptr_t>(address));
     if (recording && kept) {

@@ -26,7 +26,8 @@ __device__ Cast load_cast(const int* numbers) {
                 (u32)numbers[3],  (u32)numbers[4],  (u32)numbers[5],
                 (u32)numbers[6],  (u32)numbers[7],  numbers[8],
                 numbers[9],       numbers[10],      (u32)numbers[11],
-                (u32)numbers[12], (u32)numbers[13], numbers[14] ? numbers + 15 : nullptr};
+                (u32)numbers[12], (u32)numbers[13], numbers[14],
+                numbers[15],      numbers[16],      numbers[17] ? numbers + 18 : nullptr};
 }
 
 // Calls a function of a Way, or of whether the format is given by a table, as a constant.
@@ -100,7 +101,7 @@ struct How {
 __device__ How make_how(const int* cast_numbers, int blocks, bool fit, bool counted) {
     Cast cast = load_cast(cast_numbers);
 #ifdef CPD_FIXED_CAST
-    cast = Cast{CPD_FIXED_CAST, CPD_FIXED_TABLE ? cast_numbers + 15 : nullptr};
+    cast = Cast{CPD_FIXED_CAST, CPD_FIXED_TABLE ? cast_numbers + 18 : nullptr};
     blocks = CPD_FIXED_BLOCKS;
 #endif
 #ifdef CPD_FIXED_FIT
@@ -174,14 +175,32 @@ __device__ bool fit_column(const How& how, Column& c, u8* shifts) {
     return __ballot_sync(ALL_LANES, all <= largest_inside(how.cast)) == ALL_LANES;
 }
 
+// The shift of a part: first values are moved by 2^far, then the rest is near, see float_format.h.
+struct Shift {
+    bool marked;
+    int far;
+    u32 near;
+};
+
+__device__ Shift shift_of(const How& how, const Column& c, int b) {
+    const bool marked = c.shifts[b] == CPD_SHIFT_NONFINITE;
+    const u32 k = marked ? 0 : c.shifts[b] - CPD_SHIFT_BIAS;
+    const int far = far_of(how.cast, (int)k);
+    return Shift{marked, far, k - (u32)far};
+}
+
 template <int WAY, bool INSIDE>
-__device__ void pack_rows(const How& how, const Column& c, u32* words, Key key, u64 index,
+__device__ void pack_rows(const How& how, Column& c, u32* words, Key key, u64 index,
                           Counts& counts) {
     const int rows = how.rows_of_part(), lane = lane_of_thread();
     Packer packer = make_packer(words, lane);
     each(how.parts(), [&](int b) {
-        u32 k = c.shifts[b] == CPD_SHIFT_NONFINITE ? 0 : c.shifts[b] - CPD_SHIFT_BIAS;
-        const auto e = make_encoder_of<WAY>(how.cast, k);
+        const Shift shift = shift_of(how, c, b);
+        if (shift.far) {
+            const F factor = normal_power((u32)shift.far);
+            each(rows, [&](int r) { c.rows[b * rows + r] = moved(c.rows[b * rows + r], factor); });
+        }
+        const auto e = make_encoder_of<WAY>(how.cast, shift.near);
         each(rows, [&](int r) {
             const u64 i = index + ((b * rows + r) * CPD_LANES + lane);
             put(packer,
@@ -218,10 +237,16 @@ __device__ void decode_rows(const How& how, const Column& c, const u32* words, B
     by_table(how.cast, [&](auto table) {
         constexpr bool is_table = table.value;
         each(how.parts(), [&](int b) {
-            bool marked = c.shifts[b] == CPD_SHIFT_NONFINITE;
-            u32 k = marked ? 0 : c.shifts[b] - CPD_SHIFT_BIAS;
-            const auto scale = make_scale<is_table>(how.cast, k, marked);
-            each(rows, [&](int r) { body(b * rows + r, read(how.cast, scale, unpacker)); });
+            const Shift shift = shift_of(how, c, b);
+            const auto scale = make_scale<is_table>(how.cast, shift.near, shift.marked);
+            if (shift.far) {
+                const F back = normal_power(0u - (u32)shift.far);
+                each(rows, [&](int r) {
+                    body(b * rows + r, moved_back(read(how.cast, scale, unpacker), back));
+                });
+            } else {
+                each(rows, [&](int r) { body(b * rows + r, read(how.cast, scale, unpacker)); });
+            }
         });
     });
 }

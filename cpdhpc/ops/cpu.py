@@ -85,17 +85,17 @@ Array = np.ndarray[Any, np.dtype[Any]]
 add, subtract, multiply, divide = np.add, np.subtract, np.multiply, np.divide
 copy = np.copyto
 ROUNDINGS = {word: code for code, word in enumerate(get_args(Rounding))}  # as in cast.h
-CAST_NUMBERS = 15  # before what owns a table
+CAST_NUMBERS = 18  # before what owns a table
 Numbers = tuple[Any, ...]
 
 
 @lru_cache(maxsize=64)
 def cast_numbers(cast: Cast) -> Numbers:
-    """Return the kernels' struct Cast: 14 numbers, its table's address or 0, what owns it."""
+    """Return the kernels' struct Cast: 17 numbers, its table's address or 0, what owns it."""
     fmt = cast.fmt
     overflow, overflow_below = cast.overflow_codes
     limits = (fmt.shift_min, fmt.shift_max, fmt.emax, fmt.max_significand)
-    rest = (overflow_below, cast.random_mask)
+    rest = (overflow_below, cast.random_mask, fmt.near_min, fmt.near_max, 0)
     rounding = ROUNDINGS[cast.rounding]
     if isinstance(fmt, TableFormat):  # exp and man say no more than the width
         table = search_table(cast, fmt)

@@ -91,7 +91,7 @@ def products_on_device(how: Products, arithmetic: Arithmetic) -> Array:
 
 
 def cast_on_device(cast: Cast) -> Array:
-    """Return the numbers of a cast, the size of its table and the table, int32[15 + size]."""
+    """Return the numbers of a cast, the size of its table and the table, int32[18 + size]."""
     return _cast_of(cast, current_device())
 
 
