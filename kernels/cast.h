@@ -46,8 +46,8 @@ struct Cast {
     u32 overflow_below;      // as overflow_code, below zero
     u32 random_mask;         // the bits of a draw of 31 that count
     int near_min, near_max;  // shifts beyond these are far: values are moved first
-    int ocp;                 // whether tiles have OCP's blocks and bytes, see items.h
-    const int* table;        // as table_format.h reads it; null where exp and man say all
+    int ocp;           // whether blocks are 32 neighbours, and bytes those of OCP's Microscaling
+    const int* table;  // as table_format.h reads it; null where exp and man say all
 };
 
 // A stream of random bits.

@@ -128,8 +128,14 @@ bool has_tiles(const Buffer& words, const Buffer& shifts, i64 n, i64 bits) {
 }
 
 // The same where there may be more shifts; blocks is set to those of a column, by their number.
-bool has_blocks(const Buffer& words, const Buffer& shifts, i64 n, i64 bits, int* blocks) {
+bool has_blocks(const Cast& cast, const Buffer& words, const Buffer& shifts, i64 n, i64 bits,
+                int* blocks) {
     const i64 tiles = tiles_of(n);
+    if (cast.ocp) {
+        *blocks = 1;
+        return has_length(shifts, "shifts", tiles * CPD_LANES) &&
+               has_words(words, "words", tiles, bits);
+    }
     for (*blocks = 0; *blocks <= CPD_MOST_BLOCKS; ++*blocks)
         if (shifts.view.len == tiles * CPD_SHIFTS_OF_TILE(*blocks))
             return has_words(words, "words", tiles, bits);

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from .. import _cpu
-from ..formats import RANDOM_BITS, Cast, Format, Rounding, TableFormat, tiles
+from ..formats import RANDOM_BITS, Cast, Format, Microscaling, Rounding, TableFormat, tiles
 from ..randomness import Key
 from .cpu_sparse import (
     clear,
@@ -95,12 +95,13 @@ def cast_numbers(cast: Cast) -> Numbers:
     fmt = cast.fmt
     overflow, overflow_below = cast.overflow_codes
     limits = (fmt.shift_min, fmt.shift_max, fmt.emax, fmt.max_significand)
-    rest = (overflow_below, cast.random_mask, fmt.near_min, fmt.near_max, 0)
+    rest: Numbers = (overflow_below, cast.random_mask, fmt.near_min, fmt.near_max)
     rounding = ROUNDINGS[cast.rounding]
     if isinstance(fmt, TableFormat):  # exp and man say no more than the width
         table = search_table(cast, fmt)
         codes = (fmt.ends[0], fmt.inf_codes[0], fmt.nan_code, overflow, 0)
-        return fmt.bits - 1, 0, rounding, *codes, *limits, *rest, table.ctypes.data, table
+        return fmt.bits - 1, 0, rounding, *codes, *limits, *rest, 0, table.ctypes.data, table
+    rest += (int(isinstance(fmt, Microscaling)),)
     first_nan = {"ieee": fmt.inf_code + 1, "nan": fmt.nan_code, "none": fmt.max_code + 1}
     codes = (fmt.max_code, fmt.inf_code, fmt.nan_code, overflow, first_nan[fmt.special])
     return fmt.exp, fmt.man, rounding, *codes, *limits, *rest, 0
