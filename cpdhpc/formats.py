@@ -255,6 +255,11 @@ def parse_format(name: str | Format) -> Format:
     return FloatFormat(exp, man, _fn_special(1 + exp + man) if match[3] else "ieee")
 
 
+def named(given: str | Format) -> str:
+    """Return what messages call a format: the name that was given, else its own."""
+    return given if isinstance(given, str) else given.name
+
+
 # OCP Microscaling Formats v1.0.
 MICROSCALING = {
     "mxfp8": Microscaling(4, 3, "nan"),

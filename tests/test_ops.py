@@ -190,6 +190,8 @@ def test_tiles_equal_the_reference(fast_ops: Any, name: str, n: int) -> None:
         (False, "nearest", "inf"),
         (False, "zero", "saturate"),
     ):
+        if overflow not in oracles.overflows(fmt):
+            continue
         cast = Cast(fmt, rounding, overflow)  # type: ignore[arg-type]
         for x in (gradients(n), oracles.awkward(n)):
             results = []

@@ -33,7 +33,7 @@ def ml_dtypes_codes(x: np.ndarray, name: str) -> np.ndarray:
 def check_nearest(ops: Any, name: str, x: np.ndarray) -> None:
     """Encode x with rounding to nearest and compare with ml_dtypes and gfloat."""
     fmt = parse_format(name)
-    codes = ops.encode(x, Cast(fmt, "nearest", "inf"))
+    codes = ops.encode(x, Cast(fmt))
     nan = np.isnan(x)
     assert np.all(codes[nan] == fmt.nan_code)  # no sign: that of inf - inf differs by processor
     wrong = np.flatnonzero((codes != ml_dtypes_codes(x, name)) & ~nan)[:4]
@@ -63,6 +63,8 @@ def test_reference_on_2_to_18_values(name: str) -> None:
 def test_backends_equal_the_reference(fast_ops: Any, name: str) -> None:
     x = oracles.structured(0, 65536, oracles.SIXTEEN_LOWS[1:4:2])
     for rounding, overflow in [*CASTS, ("stochastic", "inf"), ("stochastic", "saturate")]:
+        if overflow not in oracles.overflows(parse_format(name)):
+            continue
         cast = Cast(parse_format(name), rounding, overflow)  # type: ignore[arg-type]
         got = fast_ops.encode(x, cast, key=(3, 5), offset=2**32 - 2**17)
         expected = reference.encode(x, cast, key=(3, 5), offset=2**32 - 2**17)
@@ -152,7 +154,7 @@ def test_overflow_codes() -> None:
 
 def encoded(ops: Any, values: list[float], name: str) -> list[float]:
     """What the values are after encoding and decoding, by rounding to nearest."""
-    x, cast = np.array(values, np.float32), Cast(parse_format(name), "nearest", "inf")
+    x, cast = np.array(values, np.float32), Cast(parse_format(name))
     back: list[float] = ops.decode(ops.encode(x, cast), cast.fmt).tolist()
     return back
 

@@ -109,8 +109,7 @@ def test_limits_are_those_of_the_numbers(fmt: TableFormat) -> None:
     assert Fraction(2) ** fmt.emin <= magnitudes[0] < Fraction(2) ** (fmt.emin + 1)
     scaled = magnitudes[-1] / Fraction(2) ** fmt.shift_min
     assert scaled <= most < 2 * scaled
-    normal = Fraction(2) ** (fmt.shift_max - 126)  # what float32's smallest normal number becomes
-    assert fmt.shift_max == 127 or normal <= target < 2 * normal
+    assert fmt.shift_max == 127
 
 
 def bit_string(x: Fraction, name: str, es: int) -> tuple[int, int]:
@@ -161,7 +160,7 @@ def test_nearest_is_that_of_the_standard(ops: Any, name: str) -> None:
         x = x[np.abs(x) < fmt.numbers[-2]]
     want = [standard_code(float(v), name, fmt.bits, es) for v in x]
     assert ops.encode(x, Cast(fmt)).tolist() == want
-    specials = ops.encode(np.float32([np.nan, np.inf, -np.inf]), Cast(fmt, "nearest", "inf"))
+    specials = ops.encode(np.float32([np.nan, np.inf, -np.inf]), Cast(fmt))
     assert specials.tolist() == [1 << (fmt.bits - 1)] * 3  # NaR
 
 
@@ -226,7 +225,7 @@ def test_overflow_and_special_values_of_own_tables(ops: Any) -> None:
     for rounding, ends in beyond.items():
         got = ops.decode(ops.encode(x, Cast(ODDS, rounding, "inf")), ODDS)  # type: ignore[arg-type]
         assert got[:4].tolist() == [*ends, np.inf, -np.inf] and np.isnan(got[4])
-    assert ops.encode(x, Cast(NF4, "nearest", "inf")).tolist() == [15, 0, 15, 0, 15]
+    assert ops.encode(x, Cast(NF4)).tolist() == [15, 0, 15, 0, 15]
     with pytest.raises(ValueError, match=r"^quantize: x holds NaN, and nf4 has no code for it"):
         cpdhpc.quantize(x, NF4)
 
@@ -246,7 +245,7 @@ def test_tiles_equal_the_reference(fast_ops: Any, fmt: TableFormat, shared: int)
     odd[5], odd[1500], odd[1600] = np.nan, np.inf, 1e-42
     inputs = [(rng.standard_normal(n) * 2.0**-9).astype(np.float32), odd]
     for number, rounding in enumerate(get_args(Rounding)):
-        overflow = get_args(Overflow)[number % 2]
+        overflow: Any = oracles.overflows(fmt)[number % 2 - 1]
         cast, fit = Cast(fmt, rounding, overflow), number % 3 > 0
         results = []
         for backend in (reference, fast_ops):
