@@ -180,7 +180,9 @@ class Microscaling(FloatFormat):
     @property
     def name(self) -> str:
         """The name of the wire and of tensors, of MICROSCALING."""
-        return next((name for name, fmt in MICROSCALING.items() if fmt == self), "mx-" + super().name)
+        return next(
+            (name for name, fmt in MICROSCALING.items() if fmt == self), "mx-" + super().name
+        )
 
     @property
     def element(self) -> FloatFormat:

@@ -33,7 +33,17 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..formats import SHARED, TILE, Cast, Format, Microscaling, packed_bytes, shift_count, tiles, wire_scaling
+from ..formats import (
+    SHARED,
+    TILE,
+    Cast,
+    Format,
+    Microscaling,
+    packed_bytes,
+    shift_count,
+    tiles,
+    wire_scaling,
+)
 from ..ops import backend_of, cpu, on_gpu, placed, to_host
 from ..ops.payloads import parse_wire
 

@@ -72,7 +72,12 @@ def matmul(
     held = _held(inputs)
     if inputs is not None:
         left, right = (
-            backend.decode(backend.encode(values, Cast(fmt, "nearest", overflow if overflow_shows(fmt) else None)), fmt)
+            backend.decode(
+                backend.encode(
+                    values, Cast(fmt, "nearest", overflow if overflow_shows(fmt) else None)
+                ),
+                fmt,
+            )
             for values, fmt in zip((left, right), held, strict=True)
         )
     x, y, shape = _matrices(left.reshape(a.shape), right.reshape(b.shape))

@@ -261,7 +261,9 @@ def _scaled(x: Array, cast: Cast, scale: Scale, key: Key, amax: float) -> Array:
             product = np.where(np.isfinite(x), np.clip(product, -most, most), x)
         elif largest < amax * scale < largest * (1 + 2.0**-21):  # by what rounding the factor adds
             product = np.where(np.isfinite(x), np.clip(product, -largest, largest), x)
-        return backend.decode(backend.encode(product, cast, 0, key), cast.fmt) * (1 / factor) / first
+        return (
+            backend.decode(backend.encode(product, cast, 0, key), cast.fmt) * (1 / factor) / first
+        )
 
 
 def _in_blocks(x: Array, cast: Cast, block: int, axis: int, key: Key) -> Array:
