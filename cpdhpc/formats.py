@@ -149,7 +149,8 @@ class FloatFormat:
         With 7 or 8 bits of exponent the range moves only as far as numbers are normal: it holds
         what a tile holds beside its largest value, and kernels stay on their short way.
         """
-        return self.near_max if self.exp > 6 else min(127, self.emin - self.man + 149)
+        whole = self.exp > 6 or self.emax == 0  # so are those with exp = 1 of IEEE style
+        return self.near_max if whole else min(127, self.emin - self.man + 149)
 
     @property
     def near_min(self) -> int:

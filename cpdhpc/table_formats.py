@@ -152,8 +152,8 @@ class TableFormat:
 
     @property
     def shift_max(self) -> int:
-        """The largest k that a byte holds."""
-        return 127
+        """The largest k of use: float32's smallest normal number becomes max."""
+        return min(self.emax + 126, 127)
 
     near_min, near_max = -127, 127  # kernels know one way for all
 

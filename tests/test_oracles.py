@@ -90,6 +90,8 @@ def ties_to_an_even_significand(x: np.ndarray, fmt: FloatFormat) -> np.ndarray:
 def test_roundings_equal_gfloat(name: str, rounding: str, overflow: str) -> None:
     """Of the reference, which the other implementations equal."""
     fmt = parse_format(name)
+    if overflow not in oracles.overflows(fmt):
+        return
     x = oracles.structured(0, 65536, oracles.SIXTEEN_LOWS[:2])
     x = x[~np.isnan(x)].astype(np.float64)
     if fmt.exp == 1:  # gfloat takes the largest number of such a format for a normal one
@@ -125,6 +127,8 @@ def test_every_step_of_every_format(ops: Any, exp: int, special: str, bits: int)
         x = around(np.concatenate([grid[grid < 2.0**128], middles[middles < 2.0**128]]))
         x = x[np.isfinite(x)]
         for rounding, overflow in CASTS:
+            if overflow not in oracles.overflows(fmt):
+                continue
             cast = Cast(fmt, rounding, overflow)  # type: ignore[arg-type]
             code = oracles.grid_code(x, fmt, grid, rounding)
             code = np.where(code == len(grid) - 1, cast.overflow_code, code)
@@ -146,6 +150,8 @@ def test_overflow_codes() -> None:
         fmt = parse_format(name)
         assert (fmt.max_code, fmt.inf_code, fmt.nan_code) == (largest, infinity, nan), name
         for rounding, overflow in CASTS:
+            if overflow not in oracles.overflows(fmt):
+                continue
             finite_goes_up = rounding == "nearest" and overflow == "inf"
             expected = infinity if finite_goes_up else largest
             cast = Cast(fmt, rounding, overflow)  # type: ignore[arg-type]

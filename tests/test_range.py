@@ -1,4 +1,4 @@
-"""What formats do beyond their range: scalings reach all of float32, one rule says what overflows."""
+"""What formats do beyond their range: scalings reach all of float32; one rule of overflow."""
 
 from __future__ import annotations
 

@@ -316,9 +316,10 @@ class Method:
             self._check_exact()
         own, kind = wire_scaling(self.wire), self.parsed_scaling.kind
         if isinstance(self.wire, str) and self.wire in MICROSCALING and own != kind:
+            element = MICROSCALING[self.wire].element.name
             raise ValueError(
                 f"allreduce: scaling={self.scaling or kind!r}: wire={self.wire!r} is scaled by "
-                f"{own}: for another scaling name its format, {MICROSCALING[self.wire].element.name}"
+                f"{own}: for another scaling name its format, {element}"
             )
 
     def _cast(self, fmt: Format) -> Cast:

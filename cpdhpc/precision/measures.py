@@ -201,8 +201,8 @@ def sum_error(
 
     rows: float32, of one shape, a contribution for each rank
     wire, scaling, segments, options: as of cpdhpc.allreduce
-    UNKNOWN where a value is not finite, or overflows. Raises ValueError for what does not go together, as exact
-    sums of too wide a range.
+    UNKNOWN where a value is not finite, or overflows. Raises ValueError for what does not go
+    together, as exact sums of too wide a range.
     """
     algorithm = "ring" if way.algorithm == ANY else way.algorithm
     method = Allreduce(wire, algorithm, scaling, way.accumulate, **options)

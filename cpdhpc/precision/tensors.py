@@ -44,8 +44,8 @@ FAR = 2.0**64  # beyond it, or its inverse, a factor or its inverse may be subno
 class TensorFormat(Section):
     """One tensor of a policy: a format's name, or a table.
 
-    format: a name of parse_format; int2 .. int16 or ternary, which need a scaling, by default "aps";
-        or mxfp8, mxfp8-e5m2, mxfp6, mxfp6-e3m2, mxfp4 with scaling "block32"
+    format: a name of parse_format; int2 .. int16 or ternary, which need a scaling, by default
+        "aps"; or mxfp8, mxfp8-e5m2, mxfp6, mxfp6-e3m2, mxfp4 with scaling "block32"
     scaling: what the tensor is multiplied by before it is rounded, and divided by afterwards
         "none": nothing
         "amax": the largest number of the format / amax / 2^margin in float32, of this tensor now
@@ -59,8 +59,9 @@ class TensorFormat(Section):
             the first warmup calls, which are not rounded
         "flexpoint": a power of two for what is expected of the last history amax: 2 (m + 3 s),
             with their mean m and standard deviation s
-    rounding, overflow, random_bits: as Cast's, but blocks saturate where nothing is said; history: calls; margin: a power of two; expect: of
-        the history
+    rounding, overflow, random_bits: as Cast's, but overflow is "saturate" by default where the rule
+        of a scaling lets values be too large: blocks, delayed, fixed, flexpoint
+    history: calls; margin: a power of two; expect: of the history
     exponent, overflow_rate, warmup: see "fixed"
     Source: amax, delayed: Micikevicius et al., arXiv 2209.05433, as in NVIDIA's Transformer
     Engine; aps: Han et al., arXiv 1911.08907; blocks: OCP Microscaling Formats v1.0, section 6.3;
@@ -137,7 +138,8 @@ class TensorFormat(Section):
             if self.overflow == "inf":
                 Cast(fmt, self.rounding, "inf")  # raises
             fmt = fmt.element
-        overflow = "saturate" if self.by_blocks and self.overflow is None else self.overflow
+        own = self.by_blocks or self.learns  # whose rule lets values be too large for a while
+        overflow = "saturate" if own and self.overflow is None else self.overflow
         return Cast(fmt, self.rounding, overflow, self.random_bits)
 
     @property
