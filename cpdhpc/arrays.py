@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .formats import Cast, Format, Overflow, Rounding, packed_bytes, parse_format
+from .formats import Cast, Format, Overflow, Rounding, named, packed_bytes, parse_format
 from .methods import check_integer, said_by
 from .ops import backend_of, misread, type_name
 from .randomness import check_key, random_key
@@ -20,7 +20,7 @@ def quantize(
     x: Any,
     fmt: str | Format,
     rounding: Rounding = "nearest",
-    overflow: Overflow = "inf",
+    overflow: Overflow | None = None,
     *,
     shift: int = 0,
     seed: int = 0,
@@ -49,7 +49,7 @@ def encode(
     x: Any,
     fmt: str | Format,
     rounding: Rounding = "nearest",
-    overflow: Overflow = "inf",
+    overflow: Overflow | None = None,
     *,
     shift: int = 0,
     seed: int = 0,
@@ -75,7 +75,7 @@ def decode(codes: Any, fmt: str | Format, shift: int = 0) -> Any:
     Raises TypeError where codes is something else; ValueError for an unknown format, a shift out
     of range, and codes that do not fit into the format's bits.
     """
-    cast = _cast("decode", fmt, "nearest", "inf", shift)
+    cast = _cast("decode", fmt, "nearest", None, shift)
     flat, restore = _flat("decode", "codes", codes, CODE_DTYPES)
     wide = _checked_codes("decode", flat, cast.fmt.bits)
     return restore(backend_of(flat).decode(wide, cast.fmt, shift))
@@ -121,7 +121,7 @@ def _cast(
     function: str,
     fmt: str | Format,
     rounding: Rounding,
-    overflow: Overflow,
+    overflow: Overflow | None,
     shift: int,
     random_bits: int = 0,
 ) -> Cast:
@@ -134,7 +134,7 @@ def _cast(
     low, high = cast.fmt.shift_min, cast.fmt.shift_max
     if not low <= shift <= high:
         raise ValueError(
-            f"{function}: shift={shift}: {cast.fmt.name} allows {low}..{high}, where it is exact"
+            f"{function}: shift={shift}: {named(fmt)} allows {low}..{high}, where it is exact"
         )
     return cast
 

@@ -14,7 +14,7 @@ from .table_formats import TableFormat as TableFormat
 
 Special = Literal["ieee", "nan", "none"]
 Rounding = Literal["nearest", "zero", "stochastic", "up", "down", "odd"]
-Overflow = Literal["saturate", "inf"]
+Overflow = Literal["saturate", "inf"]  # not given: "inf" where the format can say so
 
 TILE = 1024  # values in a tile; chunks and layers start on tiles
 LANES = 32  # value row * 32 + lane of a tile belongs to a lane
@@ -139,20 +139,61 @@ class FloatFormat:
 
     @property
     def shift_min(self) -> int:
-        """The smallest k for which x * 2**k is encoded exactly as if it had been formed.
-
-        Below it 2**-k times the largest number, or a power of two that the kernels add,
-        would leave float32.
-        """
-        return max(self.emin - 104 - self.man, self.emax - 127)
+        """The smallest k: 2**-k times the largest number is still a float32."""
+        return self.emax - 127
 
     @property
     def shift_max(self) -> int:
-        """The largest k of use: float32's smallest normal number becomes the format's own.
+        """The largest k: OCP's scales end at 2**-127, and float32 at its smallest number.
+
+        With 7 or 8 bits of exponent the range moves only as far as numbers are normal: it holds
+        what a tile holds beside its largest value, and kernels stay on their short way.
+        """
+        whole = self.exp > 6 or self.emax == 0  # so are those with exp = 1 of IEEE style
+        return self.near_max if whole else min(127, self.emin - self.man + 149)
+
+    @property
+    def near_min(self) -> int:
+        """The smallest k for which a power of two that kernels add is a float32."""
+        return max(self.emin - 104 - self.man, self.shift_min)
+
+    @property
+    def near_max(self) -> int:
+        """The largest k for which the smallest normal number times 2**-k is normal in float32.
 
         The IEEE formats with exp = 1 have no normal numbers: there the largest is just above.
+        Shifts beyond near_min and near_max are exact too: kernels move such values first.
         """
         return min(self.emin, self.emax) + 126
+
+
+@dataclass(frozen=True)
+class Microscaling(FloatFormat):
+    """Elements of a format in blocks of 32 neighbours, which share a power of two.
+
+    Its power is that of the block's largest magnitude less emax, down to 2**-127: what is then
+    beyond the largest number saturates. Payloads are elements in order, each bits wide, the lowest
+    bit first, of whole tiles; then a byte E8M0 of each block, 127 more than the exponent; 255 is
+    NaN.
+    Source: OCP Microscaling Formats v1.0, sections 5 and 6.3.
+    """
+
+    @property
+    def name(self) -> str:
+        """The name of the wire and of tensors, of MICROSCALING."""
+        return next(
+            (name for name, fmt in MICROSCALING.items() if fmt == self), "mx-" + super().name
+        )
+
+    @property
+    def element(self) -> FloatFormat:
+        """The format of an element by itself."""
+        return FloatFormat(self.exp, self.man, self.special)
+
+    @property
+    def max_significand(self) -> int:
+        """Of all numbers with the largest exponent: they do not move the scale."""
+        return 0x7FFFFF
 
 
 def _float32_bits(value: float) -> int:
@@ -182,8 +223,22 @@ def parse_format(name: str | Format) -> Format:
     """Return the format of a name: eXmY (IEEE style), eXmYfn (OCP style), bf16, fp16, fp32, or of
     a family of tables: positN, positNesE, takumN, lnsEmF; a format is returned itself.
 
-    Raises ValueError for any other name, TypeError for what is none.
+    Raises ValueError for any other name, TypeError for what is none. Names of formats whose numbers
+    mean something only beside a scale, intN, ternary and mxfp*, are refused: wire_format has them.
     """
+    scaled = name if isinstance(name, str) else getattr(name, "name", "")
+    if scaled in MICROSCALING:
+        raise ValueError(
+            f"parse_format: {scaled!r}: 32 neighbours share a scale, which a value alone does not "
+            "have: precision.quantize, tensors of policies and wires take it; its elements are "
+            f"{MICROSCALING[scaled].element.name}"
+        )
+    if scaled in INTEGERS:
+        raise ValueError(
+            f"parse_format: {scaled!r}: integers times a power of two that is chosen for a tensor: "
+            "precision.quantize, tensors of policies and wires take it; a fixed grid is "
+            "formats.FloatFormat(1, bits - 2, 'none')"
+        )
     if not isinstance(name, str):
         if not isinstance(name, Format):
             raise TypeError(f"parse_format: {name!r}: should be a format or its name")
@@ -203,14 +258,18 @@ def parse_format(name: str | Format) -> Format:
     return FloatFormat(exp, man, _fn_special(1 + exp + man) if match[3] else "ieee")
 
 
-# OCP Microscaling Formats v1.0: a power of two for 32 values of one of these. As wires they name
-# the scaling too.
+def named(given: str | Format) -> str:
+    """Return what messages call a format: the name that was given, else its own."""
+    return given if isinstance(given, str) else given.name
+
+
+# OCP Microscaling Formats v1.0.
 MICROSCALING = {
-    "mxfp8": FloatFormat(4, 3, "nan"),
-    "mxfp8-e5m2": FloatFormat(5, 2),
-    "mxfp6": FloatFormat(2, 3, "none"),
-    "mxfp6-e3m2": FloatFormat(3, 2, "none"),
-    "mxfp4": FloatFormat(2, 1, "none"),
+    "mxfp8": Microscaling(4, 3, "nan"),
+    "mxfp8-e5m2": Microscaling(5, 2),
+    "mxfp6": Microscaling(2, 3, "none"),
+    "mxfp6-e3m2": Microscaling(3, 2, "none"),
+    "mxfp4": Microscaling(2, 1, "none"),
 }
 NAMED_WIRES = {**INTEGERS, **MICROSCALING}
 
@@ -273,6 +332,17 @@ def wire_scaling(wire: object) -> str:
     return "block32" if isinstance(wire, str) and wire in MICROSCALING else "tile"
 
 
+def overflow_shows(fmt: Format) -> bool:
+    """Whether a finite number too large can become infinity or NaN, which all see.
+
+    Formats without either saturate, as do posits, takums and logarithmic numbers by their standard,
+    and OCP's blocks, whose scale lets what is next to a power of two saturate.
+    """
+    if isinstance(fmt, TableFormat):
+        return None not in fmt.infinities
+    return fmt.carries_nonfinite and not isinstance(fmt, Microscaling)
+
+
 @dataclass(frozen=True)
 class Cast:
     """How float32 becomes a format.
@@ -283,19 +353,20 @@ class Cast:
         the two neighbours the one whose code is odd), or "stochastic" (up with the probability of
         the part cut off, to 31 - man bits).
     overflow: what a finite number too large becomes, tested after rounding: "saturate" (the
-        largest finite number) or "inf" (infinity, else NaN, else the largest number; of a table
-        infinity, else the largest number). By IEEE 754-2019 7.4 it is always the largest number
-        where rounding is "zero", "odd", or in the other direction: "up" below, "down" above zero.
-        Infinity itself stays infinity.
+        largest finite number) or "inf" (infinity, or NaN where the format has no infinity). None:
+        "inf" where overflow_shows(fmt), else "saturate"; it is one of the words afterwards. By
+        IEEE 754-2019 7.4 it is always the largest number where rounding is "zero", "odd", or in the
+        other direction: "up" below, "down" above zero. Infinity itself stays infinity.
     random_bits: so many bits of the part cut off and of the draw count with "stochastic", which is
         then biased towards zero (of a table downwards) by less than 2**-random_bits of the
         spacing; 0: all that there are
-    Raises ValueError for other words, and random_bits out of range or with another rounding.
+    Raises ValueError for other words, "inf" where the format cannot say so, and random_bits out of
+    range or with another rounding.
     """
 
     fmt: Format
     rounding: Rounding = "nearest"
-    overflow: Overflow = "saturate"
+    overflow: Overflow | None = None
     random_bits: int = 0
 
     def __post_init__(self) -> None:
@@ -303,9 +374,21 @@ class Cast:
             raise ValueError(
                 f"Cast: rounding={self.rounding!r}: {suggest(self.rounding, get_args(Rounding))}"
             )
+        if self.overflow is None:
+            shows = overflow_shows(self.fmt)
+            object.__setattr__(self, "overflow", "inf" if shows else "saturate")
         if self.overflow not in get_args(Overflow):
             raise ValueError(
                 f"Cast: overflow={self.overflow!r}: {suggest(self.overflow, get_args(Overflow))}"
+            )
+        if self.overflow == "inf" and not overflow_shows(self.fmt):
+            why = "has neither infinity nor NaN for it"
+            if isinstance(self.fmt, TableFormat):
+                why = "has no infinity and no minus infinity"
+            if isinstance(self.fmt, Microscaling):
+                why = "saturates by OCP's rule"
+            raise ValueError(
+                f"Cast: overflow='inf': {self.fmt.name} {why}: must be 'saturate', or not given"
             )
         check_integer("Cast: random_bits", self.random_bits)
         most = RANDOM_BITS - (self.fmt.man if isinstance(self.fmt, FloatFormat) else 0)

@@ -155,6 +155,8 @@ class TableFormat:
         """The largest k of use: float32's smallest normal number becomes max."""
         return min(self.emax + 126, 127)
 
+    near_min, near_max = -127, 127  # kernels know one way for all
+
 
 def _means(numbers: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     """Return the means of neighbours, to odd where float64 cannot hold them.

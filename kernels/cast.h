@@ -42,10 +42,12 @@ struct Cast {
     u32 overflow_code;  // what a finite number too large becomes, above zero
     u32 first_nan;  // codes from here on decode to NaN, those between max_code and it to infinity
     int shift_min, shift_max, emax;
-    u32 max_significand;  // fraction bits of the largest number as float32
-    u32 overflow_below;   // as overflow_code, below zero
-    u32 random_mask;      // the bits of a draw of 31 that count
-    const int* table;     // as table_format.h reads it; null where exp and man say all
+    u32 max_significand;     // fraction bits of the largest number as float32
+    u32 overflow_below;      // as overflow_code, below zero
+    u32 random_mask;         // the bits of a draw of 31 that count
+    int near_min, near_max;  // shifts beyond these are far: values are moved first
+    int ocp;           // whether blocks are 32 neighbours, and bytes those of OCP's Microscaling
+    const int* table;  // as table_format.h reads it; null where exp and man say all
 };
 
 // A stream of random bits.

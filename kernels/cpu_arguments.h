@@ -75,17 +75,17 @@ bool has_length(const Buffer& buffer, const char* name, i64 bytes) {
     return false;
 }
 
-// A Cast travels as a tuple of its 14 numbers, in the order of the struct, the address of its
+// A Cast travels as a tuple of its 17 numbers, in the order of the struct, the address of its
 // table or 0, and what keeps the table alive.
 int to_cast(PyObject* object, void* target) {
     Cast* c = static_cast<Cast*>(target);
     unsigned long long address;
     PyObject* kept = nullptr;
-    if (!PyArg_ParseTuple(object, "iiiIIIIIiiiIIIK|O;cast: 14 numbers and a table", &c->exp,
+    if (!PyArg_ParseTuple(object, "iiiIIIIIiiiIIIiiiK|O;cast: 17 numbers and a table", &c->exp,
                           &c->man, &c->rounding, &c->max_code, &c->inf_code, &c->nan_code,
                           &c->overflow_code, &c->first_nan, &c->shift_min, &c->shift_max, &c->emax,
-                          &c->max_significand, &c->overflow_below, &c->random_mask, &address,
-                          &kept))
+                          &c->max_significand, &c->overflow_below, &c->random_mask, &c->near_min,
+                          &c->near_max, &c->ocp, &address, &kept))
         return 0;
     c->table = reinterpret_cast<const int*>(static_cast<uintptr_t>(address));
     if (recording && kept) {
@@ -128,8 +128,14 @@ bool has_tiles(const Buffer& words, const Buffer& shifts, i64 n, i64 bits) {
 }
 
 // The same where there may be more shifts; blocks is set to those of a column, by their number.
-bool has_blocks(const Buffer& words, const Buffer& shifts, i64 n, i64 bits, int* blocks) {
+bool has_blocks(const Cast& cast, const Buffer& words, const Buffer& shifts, i64 n, i64 bits,
+                int* blocks) {
     const i64 tiles = tiles_of(n);
+    if (cast.ocp) {
+        *blocks = 1;
+        return has_length(shifts, "shifts", tiles * CPD_LANES) &&
+               has_words(words, "words", tiles, bits);
+    }
     for (*blocks = 0; *blocks <= CPD_MOST_BLOCKS; ++*blocks)
         if (shifts.view.len == tiles * CPD_SHIFTS_OF_TILE(*blocks))
             return has_words(words, "words", tiles, bits);

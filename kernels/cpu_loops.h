@@ -75,6 +75,76 @@ constexpr bool knows_inside(int way) { return way == CPD_BY_NEAREST || way == CP
 #define CPD_PICK(loop, cast, counts) \
     (counts ? CPD_PICK_WAY(loop, cast, true) : CPD_PICK_WAY(loop, cast, false))
 
+// Shifts of a tile that are far, see float_format.h: it is moved to shifts that are near.
+struct Near {
+    alignas(64) float values[CPD_TILE];
+    alignas(64) u8 shifts[CPD_LANES * CPD_MOST_BLOCKS];
+};
+
+CPD_FN bool is_far(const Cast& cast, u8 shift) {
+    return shift != CPD_SHIFT_NONFINITE && far_of(cast, shift - CPD_SHIFT_BIAS);
+}
+
+// Whether a shift of a tile is far; one that marks NaN may count as one.
+CPD_FN bool any_far(const Cast& cast, int blocks, const u8* shifts) {
+    if (!blocks) return is_far(cast, *shifts);
+    const u8 least = (u8)(cast.near_min + CPD_SHIFT_BIAS);
+    const u8 span = (u8)(cast.near_max - cast.near_min);
+    typedef unsigned long long Halves __attribute__((vector_size(16)));
+    Halves found = {};
+    for (int i = 0; i < CPD_LANES * blocks; i += (int)sizeof(Bytes)) {
+        Bytes stored;
+        memcpy(&stored, shifts + i, sizeof stored);
+        found |= (Halves)((stored - least) > span);
+    }
+    return found[0] | found[1];
+}
+
+// Writes the near shifts, and calls body(first, stride, stop, factor) for values of one shift.
+template <class Body>
+CPD_FN void each_shift(const Cast& cast, int blocks, const u8* shifts, u8* near, Body body) {
+    const int rows = CPD_TILE / (blocks ? blocks : 1);
+    for (int i = 0; i < CPD_SHIFTS_OF_TILE(blocks); ++i) {
+        bool marked = shifts[i] == CPD_SHIFT_NONFINITE;
+        int far = marked ? 0 : far_of(cast, shifts[i] - CPD_SHIFT_BIAS);
+        near[i] = (u8)(shifts[i] - far);
+        int first = blocks ? i / CPD_LANES * rows + i % CPD_LANES : 0;
+        int stop = blocks ? (i / CPD_LANES + 1) * rows : CPD_TILE;
+        body(first, blocks ? CPD_LANES : 1, stop, far);
+    }
+}
+
+CPD_FN F from_float(float x) {  // adding to zeros would lose the sign of zero
+    u32 bits;
+    memcpy(&bits, &x, sizeof bits);
+    return from_bits(lanes(bits));
+}
+
+// Moves a whole tile to near shifts.
+__attribute__((noinline, cold)) void move_near(const Cast& cast, int blocks, const u8* shifts,
+                                               const float* x, Near& near) {
+    each_shift(cast, blocks, shifts, near.shifts, [&](int first, int stride, int stop, int far) {
+        for (int i = first; i < stop; i += stride)
+            near.values[i] = moved(from_float(x[i]), normal_power(lanes((u32)far)))[0];
+    });
+}
+
+// Moves a tile decoded with near shifts back; returns how many of its first n are not finite.
+__attribute__((noinline, cold)) u32 move_back(const Cast& cast, int blocks, const u8* shifts,
+                                              float* x, i64 n) {
+    u8 near[CPD_LANES * CPD_MOST_BLOCKS];
+    each_shift(cast, blocks, shifts, near, [&](int first, int stride, int stop, int far) {
+        for (int i = first; i < stop; i += stride)
+            x[i] = moved_back(from_float(x[i]), normal_power(lanes(0u - (u32)far)))[0];
+    });
+    return nonfinite_in(x, n < CPD_TILE ? n : CPD_TILE);
+}
+
+__attribute__((noinline, cold)) void near_shifts(const Cast& cast, int blocks, const u8* shifts,
+                                                 u8* near) {
+    each_shift(cast, blocks, shifts, near, [](int, int, int, int) {});
+}
+
 template <int WAY, bool COUNT, bool INSIDE>
 CPD_FN void encode_tile(const Cast& cast, u8 shift, Key key, u64 index, const float* x, u32* words,
                         u32* counts, const float* ahead) {
@@ -85,11 +155,21 @@ CPD_FN void encode_tile(const Cast& cast, u8 shift, Key key, u64 index, const fl
     if (COUNT) write_counts(c, counts);
 }
 
+template <int WAY, bool COUNT>
+__attribute__((noinline, cold)) void encode_far(const Cast& cast, u8 shift, Key key, u64 index,
+                                                const float* x, u32* words, u32* counts) {
+    Near near;
+    move_near(cast, 0, &shift, x, near);
+    encode_tile<WAY, COUNT, false>(cast, near.shifts[0], key, index, near.values, words, counts, x);
+}
+
 // Chooses the shift of a tile with this largest magnitude if it is to fit, and encodes the tile.
 template <int WAY, bool COUNT>
 CPD_FN void encode_fitting(const Cast& cast, bool fit, u32 amax, Key key, u64 index, const float* x,
                            u32* words, u8& shift, u32* counts, const float* ahead) {
     if (fit) shift = fitting_shift(cast, amax);
+    if (__builtin_expect(is_far(cast, shift), 0))
+        return encode_far<WAY, COUNT>(cast, shift, key, index, x, words, counts);
     if (knows_inside(WAY) && fit && stays_inside(cast, amax, shift))
         encode_tile<WAY, COUNT, knows_inside(WAY)>(cast, shift, key, index, x, words, counts,
                                                    ahead);
@@ -118,21 +198,6 @@ void encode_loop(const Cast& given, bool fit, Key key, u64 offset, const float* 
     }
 }
 
-// sum = x + the decoded tile, n values and zeros; returns max|sum| as float32 bits.
-template <bool TABLE>
-CPD_FN u32 sum_tile(const Cast& cast, u8 shift, const u32* words, const float* x, i64 n,
-                    float* sum) {
-    Padded<float> pad;
-    const float* tile = pad.read(x, n);
-    U most = lanes(0);
-    for (int lane = 0; lane < CPD_LANES; lane += CPD_GROUP)
-        most = larger(most,
-                      sum_column<TABLE>(cast, shift, words, lane, tile, CPD_TILE, sum, CPD_TILE));
-    if (n >= CPD_TILE) return largest_lane(most);
-    memset(sum + n, 0, (size_t)(CPD_TILE - n) * sizeof(float));
-    return amax_tile(sum);  // what the padding of the words decodes to does not count
-}
-
 // out = the decoded tile, n values; returns how many are not finite. blocks: 0 for one shift.
 template <bool TABLE>
 CPD_FN i64 decode_tile(const Cast& cast, int blocks, const u8* shifts, const u32* words, float* out,
@@ -140,14 +205,45 @@ CPD_FN i64 decode_tile(const Cast& cast, int blocks, const u8* shifts, const u32
     Padded<float> pad;
     float* target = pad.target(out, n);
     I count = {};
+    u8 near[CPD_LANES * CPD_MOST_BLOCKS];
+    const u8* used = shifts;
+    const bool far = any_far(cast, blocks, shifts);
+    if (__builtin_expect(far, 0)) near_shifts(cast, blocks, shifts, near), used = near;
     for (int lane = 0; lane < CPD_LANES; lane += CPD_GROUP)
         if (blocks)
-            decode_blocks<TABLE>(cast, blocks, shifts, words, lane, target, CPD_TILE, count);
+            decode_blocks<TABLE>(cast, blocks, used, words, lane, target, CPD_TILE, count);
         else
-            decode_column<TABLE>(cast, *shifts, words, lane, target, CPD_TILE, count);
+            decode_column<TABLE>(cast, *used, words, lane, target, CPD_TILE, count);
     u32 found = sum_lanes(count);
+    if (__builtin_expect(far, 0)) found = move_back(cast, blocks, shifts, target, n);
     pad.write(out, n);
     return found && n < CPD_TILE ? nonfinite_in(out, n) : found;
+}
+
+// sum = x + a decoded tile whose shifts are far, a whole tile.
+template <bool TABLE>
+__attribute__((noinline, cold)) void sum_far(const Cast& cast, int blocks, const u8* shifts,
+                                             const u32* words, const float* x, float* sum) {
+    alignas(64) float decoded[CPD_TILE];
+    decode_tile<TABLE>(cast, blocks, shifts, words, decoded, CPD_TILE);
+    for (int i = 0; i < CPD_TILE; ++i) sum[i] = x[i] + decoded[i];
+}
+
+// sum = x + the decoded tile, n values and zeros; returns max|sum| as float32 bits.
+template <bool TABLE>
+CPD_FN u32 sum_tile(const Cast& cast, u8 shift, const u32* words, const float* x, i64 n,
+                    float* sum) {
+    Padded<float> pad;
+    const float* tile = pad.read(x, n);
+    U most = lanes(0);
+    const bool far = is_far(cast, shift);
+    if (__builtin_expect(far, 0)) sum_far<TABLE>(cast, 0, &shift, words, tile, sum);
+    for (int lane = 0; lane < CPD_LANES && !far; lane += CPD_GROUP)
+        most = larger(most,
+                      sum_column<TABLE>(cast, shift, words, lane, tile, CPD_TILE, sum, CPD_TILE));
+    if (n >= CPD_TILE && !far) return largest_lane(most);
+    if (n < CPD_TILE) memset(sum + n, 0, (size_t)(CPD_TILE - n) * sizeof(float));
+    return amax_tile(sum);  // what the padding of the words decodes to does not count
 }
 
 // Fetches a tile's words into the cache; they may lie beyond the array.
@@ -196,13 +292,21 @@ void blocks_loop(const Cast& given, int blocks, bool fit, Key key, u64 offset, c
     const i64 stride = CPD_LANES * width(cast);
     Padded<float> pad;
     alignas(64) float sum[CPD_TILE];
+    Near near;
     for (i64 t = 0; t * CPD_TILE < n; ++t) {
         const i64 left = n - t * CPD_TILE, shift = t * CPD_LANES * blocks;
         const float *tile = pad.read(x + t * CPD_TILE, left), *ahead = x + (t + 1) * CPD_TILE;
         U most[CPD_LANES / CPD_GROUP][CPD_MOST_BLOCKS], all = lanes(0);
+        bool know_most = words_in && left >= CPD_TILE;
         if (words_in) {
             expect_words(words_in + (t + CPD_HOP_AHEAD) * stride, stride);
-            for (int lane = 0; lane < CPD_LANES; lane += CPD_GROUP)
+            const bool far = any_far(cast, blocks, shifts_in + shift);
+            if (__builtin_expect(far, 0)) {
+                sum_far<WAY == CPD_BY_TABLE>(cast, blocks, shifts_in + shift, words_in + t * stride,
+                                             tile, sum);
+                know_most = false;
+            }
+            for (int lane = 0; lane < CPD_LANES && !far; lane += CPD_GROUP)
                 sum_blocks<WAY == CPD_BY_TABLE>(cast, blocks, shifts_in + shift,
                                                 words_in + t * stride, lane, tile, CPD_TILE, sum,
                                                 CPD_TILE, most[lane / CPD_GROUP]);
@@ -212,28 +316,131 @@ void blocks_loop(const Cast& given, int blocks, bool fit, Key key, u64 offset, c
         }
         for (int lane = 0; fit && lane < CPD_LANES; lane += CPD_GROUP) {
             U* largest = most[lane / CPD_GROUP];
-            if (!words_in || left < CPD_TILE) amax_blocks(blocks, tile, CPD_TILE, lane, largest);
+            if (!know_most) amax_blocks(blocks, tile, CPD_TILE, lane, largest);
             all = larger(all, fit_blocks(cast, blocks, largest, shifts + shift, lane));
         }
         const bool inside =
-            knows_inside(WAY) && fit && !any(less(lanes(largest_inside(cast)), all));
+            knows_inside(WAY) && fit && !cast.ocp && !any(less(lanes(largest_inside(cast)), all));
         auto encode = inside ? encode_tile_of_blocks<WAY, COUNT, knows_inside(WAY)>
                              : encode_tile_of_blocks<WAY, COUNT, false>;
-        encode(cast, blocks, shifts + shift, key, offset + t * CPD_TILE, tile, words + t * stride,
+        const u8* used = shifts + shift;
+        if (__builtin_expect(any_far(cast, blocks, used), 0)) {
+            move_near(cast, blocks, used, tile, near);
+            used = near.shifts, tile = near.values;
+        }
+        encode(cast, blocks, used, key, offset + t * CPD_TILE, tile, words + t * stride,
                counts + 3 * t, ahead + CPD_HOP_AHEAD * CPD_TILE);
     }
+}
+
+// Rows of 16 values become columns: blocks off the diagonal change places, from halves down.
+template <int STEP>
+CPD_FN void transpose(U* rows) {
+    const U lane = lane_numbers(), upper = (U)equal(lane & STEP, lanes(STEP));
+#pragma GCC unroll 16
+    for (int i = 0; i < CPD_GROUP; ++i) {
+        if (i & STEP) continue;
+        U one = rows[i], other = rows[i + STEP];
+        rows[i] = __builtin_shuffle(one, other, upper ? lane + (CPD_GROUP - STEP) : lane);
+        rows[i + STEP] = __builtin_shuffle(one, other, upper ? lane + CPD_GROUP : lane + STEP);
+    }
+    if constexpr (STEP > 1) transpose<STEP / 2>(rows);
+}
+
+// out[l][r] = x[r][l] of a tile: neighbours become a lane's column.
+__attribute__((noinline)) void transpose_tile(const float* x, float* out) {
+    for (int block = 0; block < 4; ++block) {
+        const int row = block / 2 * CPD_GROUP, lane = block % 2 * CPD_GROUP;
+        U rows[CPD_GROUP];
+        for (int i = 0; i < CPD_GROUP; ++i)
+            rows[i] = bits_of(load(x, (row + i) * CPD_LANES + lane, 0));
+        transpose<CPD_GROUP / 2>(rows);
+        for (int i = 0; i < CPD_GROUP; ++i)
+            store(out, (lane + i) * CPD_LANES + row, 0, from_bits(rows[i]));
+    }
+}
+
+// OCP's Microscaling: a block is 32 neighbours, whose codes are bits one after the other, and its
+// scale an E8M0 byte. In here they are a lane's column, its words and its shift.
+struct Turned {
+    alignas(64) float values[CPD_TILE];
+    alignas(64) u32 words[CPD_TILE];
+    alignas(64) u8 shifts[CPD_LANES];
+
+    void take_shifts(const u8* scales) {
+        for (int lane = 0; lane < CPD_LANES; ++lane) shifts[lane] = flipped_shift(scales[lane]);
+    }
+    // The tile that words and scales stand for, with neighbours in columns.
+    void decode(const Cast& cast, const u32* in, const u8* scales) {
+        const int bits = width(cast);
+        take_shifts(scales);
+        for (int lane = 0; lane < CPD_LANES; ++lane)
+            for (int w = 0; w < bits; ++w) words[w * CPD_LANES + lane] = in[lane * bits + w];
+        decode_tile<false>(cast, 1, shifts, words, values, CPD_TILE);
+    }
+};
+
+// As blocks_loop, of OCP's blocks.
+template <int WAY, bool COUNT>
+void ocp_loop(const Cast& given, int, bool fit, Key key, u64 offset, const u32* words_in,
+              const u8* scales_in, const float* x, i64 n, u32* words, u8* scales, u32* counts) {
+    const Cast cast = given;  // a copy, which no store can change
+    const int bits = width(cast);
+    Padded<float> pad;
+    Turned came, sent;
+    for (i64 t = 0; t * CPD_TILE < n; ++t) {
+        const i64 left = n - t * CPD_TILE, block = t * CPD_LANES;
+        transpose_tile(pad.read(x + t * CPD_TILE, left), sent.values);
+        if (words_in) {
+            came.decode(cast, words_in + block * bits, scales_in + block);
+            for (int i = 0; i < CPD_TILE; ++i) sent.values[i] += came.values[i];
+            for (i64 i = left; i < CPD_TILE; ++i)  // what the padding decodes to does not count
+                sent.values[i % CPD_LANES * CPD_LANES + i / CPD_LANES] = 0;
+        }
+        if (!fit) sent.take_shifts(scales + block);
+        blocks_loop<WAY, COUNT>(cast, 1, fit, key, offset + t * CPD_TILE, nullptr, nullptr,
+                                sent.values, CPD_TILE, sent.words, sent.shifts, counts + 3 * t);
+        for (int lane = 0; lane < CPD_LANES; ++lane)
+            for (int w = 0; w < bits; ++w)
+                words[(block + lane) * bits + w] = sent.words[w * CPD_LANES + lane];
+        for (int lane = 0; lane < CPD_LANES && fit; ++lane)
+            scales[block + lane] = flipped_shift(sent.shifts[lane]);
+    }
+}
+
+// out = the decoded blocks, or where x is given x plus them; returns how many are not finite.
+i64 decode_ocp(const Cast& given, const u32* words, const u8* scales, const float* x, float* out,
+               i64 n) {
+    const Cast cast = given;  // a copy, which no store can change
+    i64 nonfinite = 0;
+    Turned came;
+    alignas(64) float values[CPD_TILE];
+    for (i64 t = 0; t * CPD_TILE < n; ++t) {
+        const i64 left = n - t * CPD_TILE, count = left < CPD_TILE ? left : CPD_TILE;
+        float* target = out + t * CPD_TILE;
+        came.decode(cast, words + t * CPD_LANES * width(cast), scales + t * CPD_LANES);
+        transpose_tile(came.values, values);
+        if (!x) nonfinite += nonfinite_in(values, count);
+        if (!x) memcpy(target, values, (size_t)count * sizeof(float));
+        for (i64 i = 0; i < count && x; ++i) target[i] = x[t * CPD_TILE + i] + values[i];
+    }
+    return nonfinite;
 }
 
 template <int WAY, bool>
 void encode_values(const Cast& given, int k, Key key, u64 offset, const float* x, i64 n,
                    u32* codes) {
     const Cast cast = given;  // a copy, which no store can change
-    const auto e = make_encoder_of<WAY>(cast, (u32)k);
+    const int far = far_of(cast, k);
+    const u8 shift = (u8)(k + CPD_SHIFT_BIAS);
+    const auto e = make_encoder_of<WAY>(cast, (u32)(k - far));
     Padded<float> pad;
     Padded<u32> pad_codes;
+    Near near;
     Counts counts;
     for (i64 t = 0; t < n; t += CPD_TILE) {
         const float* tile = pad.read(x + t, n - t);
+        if (far) move_near(cast, 0, &shift, tile, near), tile = near.values;
         u32* out = pad_codes.target(codes + t, n - t);
         for (int i = 0; i < CPD_TILE; i += CPD_GROUP) {
             F value = load(tile, i, CPD_TILE);
@@ -251,7 +458,9 @@ void encode(const Cast& cast, int k, Key key, u64 offset, const float* x, i64 n,
 template <bool TABLE>
 void decode_values(const Cast& given, int k, const u32* codes, i64 n, float* out) {
     const Cast cast = given;  // a copy, which no store can change
-    const auto d = make_scale<TABLE>(cast, (u32)k, false).decoder;
+    const int far = far_of(cast, k);
+    const u8 shift = (u8)(k + CPD_SHIFT_BIAS);
+    const auto d = make_scale<TABLE>(cast, (u32)(k - far), false).decoder;
     Padded<u32> pad;
     Padded<float> pad_out;
     for (i64 t = 0; t < n; t += CPD_TILE) {
@@ -259,6 +468,7 @@ void decode_values(const Cast& given, int k, const u32* codes, i64 n, float* out
         float* target = pad_out.target(out + t, n - t);
         for (int i = 0; i < CPD_TILE; i += CPD_GROUP)
             store(target, i, CPD_TILE, decode_code(cast, d, load(tile, i, CPD_TILE)));
+        if (far) move_back(cast, 0, &shift, target, CPD_TILE);
         pad_out.write(out + t, n - t);
     }
 }
@@ -296,8 +506,10 @@ void amax_tiles(const float* x, i64 n, u32* amax) {
 
 void encode_tiles(const Cast& cast, int blocks, bool fit, Key key, u64 offset, const float* x,
                   i64 n, u32* words, u8* shifts, u32* counts) {
-    if (blocks) CPD_PICK(blocks_loop, cast, counts)
+    if (cast.ocp) CPD_PICK(ocp_loop, cast, counts)
     (cast, blocks, fit, key, offset, nullptr, nullptr, x, n, words, shifts, counts);
+    else if (blocks) CPD_PICK(blocks_loop, cast, counts)(cast, blocks, fit, key, offset, nullptr,
+                                                         nullptr, x, n, words, shifts, counts);
     else CPD_PICK(encode_loop, cast, counts)(cast, fit, key, offset, x, n, words, shifts, counts);
 }
 
@@ -315,6 +527,7 @@ i64 decode_loop(const Cast& given, int blocks, const u32* words, const u8* shift
 
 i64 decode_tiles(const Cast& cast, int blocks, const u32* words, const u8* shifts, float* out,
                  i64 n) {
+    if (cast.ocp) return decode_ocp(cast, words, shifts, nullptr, out, n);
     return (cast.table ? decode_loop<true> : decode_loop<false>)(cast, blocks, words, shifts, out,
                                                                  n);
 }
@@ -330,18 +543,22 @@ void add_loop(const Cast& given, int blocks, const u32* words, const u8* shifts,
         const float* tile = pad.read(x + t * CPD_TILE, left);
         float* target = pad_out.target(out + t * CPD_TILE, left);
         const u32* in = words + t * CPD_LANES * width(cast);
-        for (int lane = 0; lane < CPD_LANES; lane += CPD_GROUP)
+        const u8* used = shifts + t * CPD_SHIFTS_OF_TILE(blocks);
+        const bool far = any_far(cast, blocks, used);
+        if (__builtin_expect(far, 0)) sum_far<TABLE>(cast, blocks, used, in, tile, target);
+        for (int lane = 0; lane < CPD_LANES && !far; lane += CPD_GROUP)
             if (blocks)
-                sum_blocks<TABLE>(cast, blocks, shifts + t * CPD_SHIFTS_OF_TILE(blocks), in, lane,
-                                  tile, CPD_TILE, target, CPD_TILE, most);
+                sum_blocks<TABLE>(cast, blocks, used, in, lane, tile, CPD_TILE, target, CPD_TILE,
+                                  most);
             else
-                sum_column<TABLE>(cast, shifts[t], in, lane, tile, CPD_TILE, target, CPD_TILE);
+                sum_column<TABLE>(cast, *used, in, lane, tile, CPD_TILE, target, CPD_TILE);
         pad_out.write(out + t * CPD_TILE, left);
     }
 }
 
 void decode_add_tiles(const Cast& cast, int blocks, const u32* words, const u8* shifts,
                       const float* x, float* out, i64 n) {
+    if (cast.ocp) return (void)decode_ocp(cast, words, shifts, x, out, n);
     (cast.table ? add_loop<true> : add_loop<false>)(cast, blocks, words, shifts, x, out, n);
 }
 
@@ -352,6 +569,7 @@ i64 decode_add_encode_tiles(const Cast& cast, int blocks, bool fit, Key key, u64
                             u32* words, u8* shifts, float* out, u32* counts) {
     auto one = CPD_PICK(hop_loop, cast, counts);
     auto several = CPD_PICK(blocks_loop, cast, counts);
+    if (cast.ocp) several = CPD_PICK(ocp_loop, cast, counts);
     const i64 most = out ? 64 * CPD_TILE : n;
     i64 nonfinite = 0;
     for (i64 i = 0; i < n; i += most) {

@@ -91,7 +91,8 @@ PyObject* encode_tiles(PyObject*, PyObject* args) {
                           &key, &offset, &x.view, &words.view, &shifts.view, &counts.view))
         return nullptr;
     i64 n = floats_in(x), bits = width_of(cast);
-    if (!has_blocks(words, shifts, n, bits, &blocks) || !has_counts(counts, n)) return nullptr;
+    if (!has_blocks(cast, words, shifts, n, bits, &blocks) || !has_counts(counts, n))
+        return nullptr;
     return kept(threads, n, [=](const Block& b) {
         loops->encode_tiles(cast, blocks, fit, key, offset + b.first, x.at<float>(b.first), b.n,
                             words.at<u32>(b.tile * CPD_LANES * bits),
@@ -108,7 +109,7 @@ PyObject* decode_tiles(PyObject*, PyObject* args) {
                           &out.view))
         return nullptr;
     i64 n = floats_in(out), bits = width_of(cast);
-    if (!has_blocks(words, shifts, n, bits, &blocks)) return nullptr;
+    if (!has_blocks(cast, words, shifts, n, bits, &blocks)) return nullptr;
     return count_kept(threads, n, [=](const Block& b) {
         return loops->decode_tiles(cast, blocks, words.at<u32>(b.tile * CPD_LANES * bits),
                                    shifts.at<u8>(b.tile * CPD_SHIFTS_OF_TILE(blocks)),
@@ -124,7 +125,7 @@ PyObject* decode_add_tiles(PyObject*, PyObject* args) {
                           &x.view, &out.view))
         return nullptr;
     i64 n = floats_in(x), bits = width_of(cast);
-    if (!has_blocks(words, shifts, n, bits, &blocks) || !has_length(out, "out", x.view.len))
+    if (!has_blocks(cast, words, shifts, n, bits, &blocks) || !has_length(out, "out", x.view.len))
         return nullptr;
     return kept(threads, n, [=](const Block& b) {
         loops->decode_add_tiles(cast, blocks, words.at<u32>(b.tile * CPD_LANES * bits),
@@ -144,8 +145,8 @@ PyObject* decode_add_encode_tiles(PyObject*, PyObject* args) {
                           &words.view, &shifts.view, to_optional, &out, to_optional, &counts))
         return nullptr;
     i64 n = floats_in(x), bits = width_of(cast);
-    if (!has_blocks(words_in, shifts_in, n, bits, &blocks_in) ||
-        !has_blocks(words, shifts, n, bits, &blocks) ||
+    if (!has_blocks(cast, words_in, shifts_in, n, bits, &blocks_in) ||
+        !has_blocks(cast, words, shifts, n, bits, &blocks) ||
         !has_length(shifts, "shifts", shifts_in.view.len) || !has_counts(counts, n) ||
         (out.view.buf && !has_length(out, "out", x.view.len)))
         return nullptr;

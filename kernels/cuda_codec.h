@@ -26,7 +26,8 @@ __device__ Cast load_cast(const int* numbers) {
                 (u32)numbers[3],  (u32)numbers[4],  (u32)numbers[5],
                 (u32)numbers[6],  (u32)numbers[7],  numbers[8],
                 numbers[9],       numbers[10],      (u32)numbers[11],
-                (u32)numbers[12], (u32)numbers[13], numbers[14] ? numbers + 15 : nullptr};
+                (u32)numbers[12], (u32)numbers[13], numbers[14],
+                numbers[15],      numbers[16],      numbers[17] ? numbers + 18 : nullptr};
 }
 
 // Calls a function of a Way, or of whether the format is given by a table, as a constant.
@@ -95,12 +96,16 @@ struct How {
     __device__ int rows_of_part() const { return CPD_COLUMN / parts(); }
     __device__ i64 words_of_tile() const { return CPD_LANES * width(cast); }
     __device__ i64 shifts_of_tile() const { return CPD_SHIFTS_OF_TILE(blocks); }
+    // Where a lane's values and words begin, and how far to the next: of OCP's blocks side by side.
+    __device__ int first_value() const { return lane_of_thread() * (cast.ocp ? CPD_COLUMN : 1); }
+    __device__ int value_step() const { return cast.ocp ? 1 : CPD_LANES; }
+    __device__ int first_word() const { return lane_of_thread() * (cast.ocp ? width(cast) : 1); }
 };
 
 __device__ How make_how(const int* cast_numbers, int blocks, bool fit, bool counted) {
     Cast cast = load_cast(cast_numbers);
 #ifdef CPD_FIXED_CAST
-    cast = Cast{CPD_FIXED_CAST, CPD_FIXED_TABLE ? cast_numbers + 15 : nullptr};
+    cast = Cast{CPD_FIXED_CAST, CPD_FIXED_TABLE ? cast_numbers + 18 : nullptr};
     blocks = CPD_FIXED_BLOCKS;
 #endif
 #ifdef CPD_FIXED_FIT
@@ -123,39 +128,46 @@ __device__ __forceinline__ void each(int count, Body body) {
 }
 
 // Whether row r of this lane is one of the n values of a tile.
-__device__ bool has_row(int r, int n) { return r * CPD_LANES < n - lane_of_thread(); }
+__device__ bool has_row(const How& how, int r, int n) {
+    return r * how.value_step() < n - how.first_value();
+}
 
 // Values from n on, where the last tile ends, read as zero and are not written.
-__device__ void load_column(Column& c, const float* x, int n) {
-    x += lane_of_thread();
+__device__ void load_column(const How& how, Column& c, const float* x, int n) {
+    x += how.first_value();
+    const int step = how.value_step();
     if (n == CPD_TILE) {
-        each(CPD_COLUMN, [&](int r) { c.rows[r] = x[r * CPD_LANES]; });
+        each(CPD_COLUMN, [&](int r) { c.rows[r] = x[r * step]; });
     } else {
-        each(CPD_COLUMN, [&](int r) { c.rows[r] = has_row(r, n) ? x[r * CPD_LANES] : 0.0f; });
+        each(CPD_COLUMN, [&](int r) { c.rows[r] = has_row(how, r, n) ? x[r * step] : 0.0f; });
     }
 }
 
-__device__ void store_column(const Column& c, float* out, int n) {
-    out += lane_of_thread();
+__device__ void store_column(const How& how, const Column& c, float* out, int n) {
+    out += how.first_value();
+    const int step = how.value_step();
     if (n == CPD_TILE) {
-        each(CPD_COLUMN, [&](int r) { out[r * CPD_LANES] = c.rows[r]; });
+        each(CPD_COLUMN, [&](int r) { out[r * step] = c.rows[r]; });
     } else {
         each(CPD_COLUMN, [&](int r) {
-            if (has_row(r, n)) out[r * CPD_LANES] = c.rows[r];
+            if (has_row(how, r, n)) out[r * step] = c.rows[r];
         });
     }
 }
 
-__device__ void clear_beyond(Column& c, int n) {
+__device__ void clear_beyond(const How& how, Column& c, int n) {
     if (n == CPD_TILE) return;
     each(CPD_COLUMN, [&](int r) {
-        if (!has_row(r, n)) c.rows[r] = 0.0f;
+        if (!has_row(how, r, n)) c.rows[r] = 0.0f;
     });
 }
 
 __device__ void load_shifts(const How& how, Column& c, const u8* shifts) {
     if (how.blocks) shifts += lane_of_thread();
-    each(how.parts(), [&](int b) { c.shifts[b] = shifts[b * CPD_LANES]; });
+    each(how.parts(), [&](int b) {
+        const u8 stored = shifts[b * CPD_LANES];
+        c.shifts[b] = how.cast.ocp ? flipped_shift(stored) : stored;
+    });
 }
 
 // Chooses the shifts and writes them; returns whether no value of the warp will overflow.
@@ -168,20 +180,41 @@ __device__ bool fit_column(const How& how, Column& c, u8* shifts) {
         most >>= 1;
         if (!how.blocks) most = warp_largest(most);
         c.shifts[b] = fitting_shifts(how.cast, most);
-        if (how.blocks || lane == 0) shifts[b * CPD_LANES + lane] = (u8)c.shifts[b];
+        const u8 stored = (u8)c.shifts[b];
+        if (how.blocks || lane == 0)
+            shifts[b * CPD_LANES + lane] = how.cast.ocp ? flipped_shift(stored) : stored;
         all = larger(all, most);
     });
-    return __ballot_sync(ALL_LANES, all <= largest_inside(how.cast)) == ALL_LANES;
+    const bool inside = all <= largest_inside(how.cast) && !how.cast.ocp;  // whose values saturate
+    return __ballot_sync(ALL_LANES, inside) == ALL_LANES;
+}
+
+// The shift of a part: first values are moved by 2^far, then the rest is near, see float_format.h.
+struct Shift {
+    bool marked;
+    int far;
+    u32 near;
+};
+
+__device__ Shift shift_of(const How& how, const Column& c, int b) {
+    const bool marked = c.shifts[b] == CPD_SHIFT_NONFINITE;
+    const u32 k = marked ? 0 : c.shifts[b] - CPD_SHIFT_BIAS;
+    const int far = far_of(how.cast, (int)k);
+    return Shift{marked, far, k - (u32)far};
 }
 
 template <int WAY, bool INSIDE>
-__device__ void pack_rows(const How& how, const Column& c, u32* words, Key key, u64 index,
+__device__ void pack_rows(const How& how, Column& c, u32* words, Key key, u64 index,
                           Counts& counts) {
     const int rows = how.rows_of_part(), lane = lane_of_thread();
-    Packer packer = make_packer(words, lane);
+    Packer packer = make_packer(words, how.first_word(), how.value_step());
     each(how.parts(), [&](int b) {
-        u32 k = c.shifts[b] == CPD_SHIFT_NONFINITE ? 0 : c.shifts[b] - CPD_SHIFT_BIAS;
-        const auto e = make_encoder_of<WAY>(how.cast, k);
+        const Shift shift = shift_of(how, c, b);
+        if (shift.far) {
+            const F factor = normal_power((u32)shift.far);
+            each(rows, [&](int r) { c.rows[b * rows + r] = moved(c.rows[b * rows + r], factor); });
+        }
+        const auto e = make_encoder_of<WAY>(how.cast, shift.near);
         each(rows, [&](int r) {
             const u64 i = index + ((b * rows + r) * CPD_LANES + lane);
             put(packer,
@@ -214,14 +247,20 @@ __device__ void encode_column(const How& how, Column& c, u8* shifts, u32* words,
 template <class Body>
 __device__ void decode_rows(const How& how, const Column& c, const u32* words, Body body) {
     const int rows = how.rows_of_part();
-    Unpacker unpacker = make_unpacker(words, lane_of_thread());
+    Unpacker unpacker = make_unpacker(words, how.first_word(), how.value_step());
     by_table(how.cast, [&](auto table) {
         constexpr bool is_table = table.value;
         each(how.parts(), [&](int b) {
-            bool marked = c.shifts[b] == CPD_SHIFT_NONFINITE;
-            u32 k = marked ? 0 : c.shifts[b] - CPD_SHIFT_BIAS;
-            const auto scale = make_scale<is_table>(how.cast, k, marked);
-            each(rows, [&](int r) { body(b * rows + r, read(how.cast, scale, unpacker)); });
+            const Shift shift = shift_of(how, c, b);
+            const auto scale = make_scale<is_table>(how.cast, shift.near, shift.marked);
+            if (shift.far) {
+                const F back = normal_power(0u - (u32)shift.far);
+                each(rows, [&](int r) {
+                    body(b * rows + r, moved_back(read(how.cast, scale, unpacker), back));
+                });
+            } else {
+                each(rows, [&](int r) { body(b * rows + r, read(how.cast, scale, unpacker)); });
+            }
         });
     });
 }
@@ -230,18 +269,18 @@ __device__ void decode_rows(const How& how, const Column& c, const u32* words, B
 __device__ void decode_column(const How& how, Column& c, const u32* words, float* out, int n,
                               I& nonfinite) {
     decode_rows(how, c, words, [&](int r, float value) { c.rows[r] = value; });
-    clear_beyond(c, n);
+    clear_beyond(how, c, n);
     each(CPD_COLUMN, [&](int r) { nonfinite += (bits_of(c.rows[r]) & 0x7fffffffu) >= CPD_INF; });
-    store_column(c, out, n);
+    store_column(how, c, out, n);
 }
 
 // The sums of x and a decoded tile, zero from value n on.
 __device__ void sum_column(const How& how, Column& c, const u8* shifts, const u32* words,
                            const float* x, int n) {
-    load_column(c, x, n);
+    load_column(how, c, x, n);
     load_shifts(how, c, shifts);
     decode_rows(how, c, words, [&](int r, float value) { c.rows[r] = add(c.rows[r], value); });
-    clear_beyond(c, n);
+    clear_beyond(how, c, n);
 }
 
 }  // namespace
@@ -272,7 +311,7 @@ CPD_BOUNDED __global__ void decode_add_tiles(const int* cast_numbers, int blocks
         Column c;
         sum_column(how, c, shifts + t * how.shifts_of_tile(), words + t * how.words_of_tile(),
                    x + t * CPD_TILE, values_of_tile(n, t));
-        store_column(c, out + t * CPD_TILE, values_of_tile(n, t));
+        store_column(how, c, out + t * CPD_TILE, values_of_tile(n, t));
     }
 }
 #endif
@@ -285,7 +324,7 @@ CPD_BOUNDED __global__ void encode_tiles(const int* cast_numbers, int blocks, in
     const Key key{key_low, key_high};
     for (i64 t = first_tile(); t * CPD_TILE < n; t += tile_stride()) {
         Column c;
-        load_column(c, x + t * CPD_TILE, values_of_tile(n, t));
+        load_column(how, c, x + t * CPD_TILE, values_of_tile(n, t));
         encode_column(how, c, shifts + t * how.shifts_of_tile(), words + t * how.words_of_tile(),
                       key, offset + t * CPD_TILE, counts + 3 * t);
     }

@@ -22,20 +22,25 @@ __global__ void encode(const int* cast_numbers, int k, u32 key_low, u32 key_high
     Key key{key_low, key_high};
     Counts counts;
     i64 first = (i64)blockIdx.x * blockDim.x + threadIdx.x, stride = (i64)gridDim.x * blockDim.x;
+    const int far = far_of(cast, k);
+    const F factor = normal_power((u32)far);
     by_way(cast, [&](auto way) {
-        const auto e = make_encoder_of<way.value>(cast, (u32)k);
+        const auto e = make_encoder_of<way.value>(cast, (u32)(k - far));
         for (i64 i = first; i < n; i += stride)
-            codes[i] =
-                encode_value<way.value, false, false>(cast, e, x[i], key, offset + i, counts);
+            codes[i] = encode_value<way.value, false, false>(cast, e, moved(x[i], factor), key,
+                                                             offset + i, counts);
     });
 }
 
 __global__ void decode(const int* cast_numbers, int k, const u32* codes, i64 n, float* out) {
     Cast cast = load_cast(cast_numbers);
     i64 first = (i64)blockIdx.x * blockDim.x + threadIdx.x, stride = (i64)gridDim.x * blockDim.x;
+    const int far = far_of(cast, k);
+    const F back = normal_power(0u - (u32)far);
     by_table(cast, [&](auto table) {
-        const auto d = make_scale<table.value>(cast, (u32)k, false).decoder;
-        for (i64 i = first; i < n; i += stride) out[i] = decode_code(cast, d, codes[i]);
+        const auto d = make_scale<table.value>(cast, (u32)(k - far), false).decoder;
+        for (i64 i = first; i < n; i += stride)
+            out[i] = moved_back(decode_code(cast, d, codes[i]), back);
     });
 }
 

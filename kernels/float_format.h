@@ -1,5 +1,6 @@
 // float32 to codes of a small format and back, for values scaled by 2^k, without multiplying:
-// the shift k moves the constants. All code is exact for shifts in FloatFormat.shift_min..max.
+// the shift k moves the constants. All code is exact for shifts in FloatFormat.near_min..near_max;
+// farther ones are of values that are next to what float32 holds. These are moved first.
 #ifndef CPD_FLOAT_FORMAT_H
 #define CPD_FLOAT_FORMAT_H
 
@@ -53,6 +54,33 @@ CPD_FN U fitting_shifts(const Cast& cast, U amax) {
 // The largest amax that stays inside with the shift that fits it: above, the smallest is too large.
 CPD_FN u32 largest_inside(const Cast& cast) {
     return ((u32)(cast.emax - cast.shift_min + 127) << 23) | cast.max_significand;
+}
+
+#define CPD_FAR 64  // by so many powers of two values are moved whose shifts are far
+
+// By how many powers of two values with the shift k are moved towards 1 before they are encoded:
+// the rest of the shift is near. 0 where it is so already.
+CPD_FN int far_of(const Cast& cast, int k) {
+    return k > cast.near_max ? CPD_FAR : k < cast.near_min ? -CPD_FAR : 0;
+}
+
+// 2^exponent of the lanes, a normal number.
+CPD_FN F normal_power(U exponent) { return from_bits((exponent + 127u) << 23); }
+
+// x times 2^CPD_FAR, its inverse or 1, which rounds to what x rounds to: what leaves float32 is
+// still too large, and what vanishes is still not zero. NaN and infinity stay.
+CPD_FN F moved(F x, F factor) {
+    U u = bits_of(x), a = u & 0x7fffffffu;
+    U there = smaller(bits_of(multiply(from_bits(a), factor)), lanes(CPD_INF - 1));
+    there = larger(there, smaller(a, lanes(1)));
+    return from_bits((less(a, lanes(CPD_INF)) ? there : a) | (u & 0x80000000u));
+}
+
+// The inverse, of what was decoded: rounded once, where it is subnormal.
+CPD_FN F moved_back(F x, F factor) {
+    U u = bits_of(x);
+    I finite = less(u & 0x7fffffffu, lanes(CPD_INF));
+    return from_bits(finite ? bits_of(multiply(x, factor)) : u);
 }
 
 // The constants of encoding with one shift.

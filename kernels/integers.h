@@ -47,12 +47,16 @@ template <int WAY, bool COUNT>
 CPD_FN void add_encode_integers_column(const Cast& cast, int k, const u32* words_in, int bits_in,
                                        const float* x, i64 n, u32* words, int bits, int lane,
                                        Key key, u64 index, Counts& counts) {
-    const auto e = make_encoder_of<WAY>(cast, (u32)k);
+    const int far = far_of(cast, k);
+    const F factor = normal_power(lanes((u32)far));
+    const auto e = make_encoder_of<WAY>(cast, (u32)(k - far));
     IntegerReader reader = make_integer_reader(cast, words_in, bits_in, lane);
     Packer packer = make_packer(words, lane);
     u32 mask = mask_of(bits);
     for (int i = lane; i < CPD_TILE; i += CPD_LANES) {
-        U code = encode_value<WAY, COUNT, false>(cast, e, load(x, i, n), key, index + i, counts);
+        F value = load(x, i, n);
+        if (far) value = moved(value, factor);
+        U code = encode_value<WAY, COUNT, false>(cast, e, value, key, index + i, counts);
         U sum = read_integer(cast, reader) + integer_of(cast, reader.decoder, code);
         put(packer, sum & mask, bits);
     }
@@ -64,7 +68,7 @@ CPD_FN u32 power_of_two(int exponent) {
 }
 
 // out = the integers times the smallest number, scaled by 2^-k. Only the conversion to float32
-// rounds: the product is exact, as no sum is subnormal that has more than 24 bits.
+// rounds: the product is exact, as no smallest number is below float32's, 2^-149.
 CPD_FN void decode_integers_column(const Cast& cast, int k, const u32* words, int bits, int lane,
                                    float* out, i64 n, I& nonfinite) {
     IntegerReader reader = make_integer_reader(cast, words, bits, lane);

@@ -213,6 +213,11 @@ CPD_FN void amax_blocks(int blocks, const float* x, i64 n, int lane, U* most) {
 
 CPD_FN U amax_column(const float* x, i64 n, int lane) { return amax_rows(x, n, all_rows(lane)); }
 
+// A shift as it is stored to OCP's E8M0 and back: 2^(e - 127) is 2^-k, and 255 marks NaN in both.
+CPD_FN u8 flipped_shift(u8 shift) {
+    return shift == CPD_SHIFT_NONFINITE ? shift : (u8)(2 * CPD_SHIFT_BIAS - shift);
+}
+
 // Stores the shifts that fit the largest magnitudes of a column's blocks; returns the largest.
 CPD_FN U fit_blocks(const Cast& cast, int blocks, const U* most, u8* shifts, int lane) {
     U all = lanes(0);

@@ -17,6 +17,7 @@ struct Rounder {
     Bits parity;         // 1 where the last bit of a code is that of its exponent
     Bits cut;            // bits that stay when random ones have been added to those behind them
     Bits max, over, under, inf, nan;
+    Bits minus;      // of a sum that is exactly zero: the sign that it may have
     int drop, lift;  // bits of a draw that do not count; and where the others are added
     int way;
 };
@@ -59,6 +60,7 @@ CPD_FN Rounder<N> make_rounder(const Rounding& r) {
     to.cut = fill<N>(-((Int)1 << behind));
     to.max = bits_from<N>(r.max), to.over = bits_from<N>(r.over), to.under = bits_from<N>(r.under);
     to.inf = bits_from<N>(r.inf), to.nan = bits_from<N>(r.nan);
+    to.minus = r.way == CPD_ROUND_FLOOR && !r.magnitude && !r.flipped ? sign_bit<N>() : fill<N>(0);
     to.way = r.way;
     to.drop = 32 - random_bits, to.lift = behind - random_bits;
     return to;
@@ -155,9 +157,14 @@ struct Tops {
     N product, sum;
 };
 
-template <class N>
-CPD_FN N sum_of(N a, N b, bool odd) {
-    return odd && Number<N>::any_way ? odd_sum(a, b) : add(a, b);
+// a + b. Rounded down, a sum that is exactly zero is -0 unless both are +0: IEEE 754-2019, 6.3.
+template <int WAY, class N>
+CPD_FN N sum_of(const Rounder<N>& to, N a, N b, bool odd) {
+    typedef typename Number<N>::Bits Bits;
+    N sum = odd && Number<N>::any_way ? odd_sum(a, b) : add(a, b);
+    if (WAY != CPD_ROUND_FLOOR && !(WAY == CPD_ANY && Number<N>::any_way)) return sum;
+    Bits some = more(raw(sum) & ~sign_bit<N>(), fill<N>(0));
+    return number(raw(sum) | (~some & (raw(a) | raw(b)) & to.minus));
 }
 template <class N>
 CPD_FN N negated(N x) {
@@ -169,15 +176,16 @@ template <int WAY, bool ODD, bool KAHAN, bool CHECK, class N>
 CPD_FN void add_term(const Rounder<N>& to, Sum<N>& sum, N term, N& top,
                      const typename Number<N>::Draws* draws) {
     if (!KAHAN) {
-        sum.total = rounded<WAY, CHECK>(to, sum_of(sum.total, term, ODD), top, draws[CPD_SUM]);
+        sum.total =
+            rounded<WAY, CHECK>(to, sum_of<WAY>(to, sum.total, term, ODD), top, draws[CPD_SUM]);
         return;
     }
-    N own = sum_of(term, negated(sum.rest), ODD);
+    N own = sum_of<WAY>(to, term, negated(sum.rest), ODD);
     own = rounded<WAY, CHECK>(to, own, top, draws[CPD_TERM]);
-    N total = rounded<WAY, CHECK>(to, sum_of(sum.total, own, ODD), top, draws[CPD_SUM]);
-    N gained = sum_of(total, negated(sum.total), ODD);
+    N total = rounded<WAY, CHECK>(to, sum_of<WAY>(to, sum.total, own, ODD), top, draws[CPD_SUM]);
+    N gained = sum_of<WAY>(to, total, negated(sum.total), ODD);
     gained = rounded<WAY, CHECK>(to, gained, top, draws[CPD_GAINED]);
-    N rest = sum_of(gained, negated(own), ODD);
+    N rest = sum_of<WAY>(to, gained, negated(own), ODD);
     sum.rest = rounded<WAY, CHECK>(to, rest, top, draws[CPD_REST]);
     sum.total = total;
 }

@@ -72,12 +72,12 @@ CPD_FN F decode_code(const Cast&, const TableDecoderOf<V>& d, U code) {
 // The bits of a magnitude times 2^k, as if float32 had no least exponent, kept from 1 to the
 // largest number's; 0 for 0.
 CPD_FN U scaled_magnitude(U a, U k) {
-    I subnormal = less(a, lanes(0x800000u)) & less(lanes(0), a);
+    I zero = equal(a, lanes(0)), subnormal = less(a, lanes(0x800000u)) & ~zero;
     if (any(subnormal)) a = subnormal ? bits_of(to_float(a)) - (149u << 23) : a;
     U field = (U)((I)a >> 23) + k;
     U scaled = less(field, lanes(1)) ? lanes(1) : a + (k << 23);
     scaled = less(lanes(254), field) ? lanes(CPD_MOST_KEY) : scaled;
-    return equal(a, lanes(0)) ? lanes(0) : scaled;
+    return zero ? lanes(0) : scaled;  // 2^-127 is 0 by now, too
 }
 
 // How many limits a key has reached: those before its bucket, then as many as its lower bits say

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 from gfloat import Domain, FormatInfo, RoundMode, round_ndarray
 
-from cpdhpc.formats import FloatFormat
+from cpdhpc.formats import FloatFormat, overflow_shows
 
 ML_DTYPES = {  # name here -> name in ml_dtypes; fp16 is NumPy's own
     "e5m2": "float8_e5m2",
@@ -50,6 +51,11 @@ def gfloat_info(fmt: FloatFormat) -> FormatInfo:
         has_subnormals=True,
         is_twos_complement=False,
     )
+
+
+def overflows(fmt: Any) -> tuple[str, ...]:
+    """What overflow may be of a format, "inf" first where it can say so."""
+    return ("inf", "saturate") if overflow_shows(fmt) else ("saturate",)
 
 
 def gfloat_round(

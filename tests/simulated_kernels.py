@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from cpdhpc import _cpu
+from cpdhpc.ops.cpu import CAST_NUMBERS
 
 POINTERS = {  # C type -> the dtypes that an argument may have, and its alignment
     "float": (("float32",), 4),
@@ -65,8 +66,8 @@ def arguments(source: str, name: str, args: tuple[Any, ...]) -> SimpleNamespace:
 def run(name: str, a: SimpleNamespace) -> None:
     """Do what a kernel does."""
     if hasattr(a, "cast_numbers"):
-        *plain, size = a.cast_numbers[:15].tolist()
-        table = a.cast_numbers[15:] if size else None
+        *plain, size = a.cast_numbers[:CAST_NUMBERS].tolist()
+        table = a.cast_numbers[CAST_NUMBERS:] if size else None
         numbers = [v & 0xFFFFFFFF if i in UNSIGNED else v for i, v in enumerate(plain)]
         a.cast = (*numbers, 0 if table is None else table.ctypes.data, table)
     if hasattr(a, "key_low"):

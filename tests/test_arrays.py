@@ -214,9 +214,9 @@ def test_codes_out_of_range_are_errors(kind: Kind) -> None:
 
 def test_arguments_out_of_range_are_errors() -> None:
     x, codes = values(4), np.zeros(4, np.uint8)
-    with pytest.raises(ValueError, match=r"^quantize: shift=1: e8m7 allows 0..0"):
+    with pytest.raises(ValueError, match=r"^quantize: shift=1: bf16 allows 0..0"):
         cpdhpc.quantize(x, "bf16", shift=1)
-    with pytest.raises(ValueError, match=r"^decode: shift=-200: e5m2 allows -112..112"):
+    with pytest.raises(ValueError, match=r"^decode: shift=-200: e5m2 allows -112..127"):
         cpdhpc.decode(codes, "e5m2", shift=-200)
     for bits in (0, 33, -1):
         with pytest.raises(ValueError, match=f"^pack: bits={bits}: 1..32"):

@@ -190,6 +190,8 @@ def test_tiles_equal_the_reference(fast_ops: Any, name: str, n: int) -> None:
         (False, "nearest", "inf"),
         (False, "zero", "saturate"),
     ):
+        if overflow not in oracles.overflows(fmt):
+            continue
         cast = Cast(fmt, rounding, overflow)  # type: ignore[arg-type]
         for x in (gradients(n), oracles.awkward(n)):
             results = []
@@ -217,7 +219,7 @@ BOUNDED = settings(max_examples=60, deadline=None, derandomize=True, database=No
 @given(fmt=FORMAT, values=st.lists(FLOAT32, min_size=1, max_size=40))
 def test_rounding_properties(ops: Any, fmt: FloatFormat, values: list[float]) -> None:
     """Idempotent, odd, monotonic, and at most half a spacing away where nothing saturates."""
-    x, cast = np.sort(np.array(values, np.float32)), Cast(fmt)
+    x, cast = np.sort(np.array(values, np.float32)), Cast(fmt, overflow="saturate")
     y = ops.decode(ops.encode(x, cast), fmt)
     assert np.array_equal(ops.decode(ops.encode(y, cast), fmt), y)
     assert np.array_equal(ops.decode(ops.encode(-x, cast), fmt), -y)

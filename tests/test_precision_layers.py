@@ -300,7 +300,7 @@ def test_blocks_lie_along_what_each_product_sums() -> None:
     assert np.array_equal(of_b.numpy(), in_blocks(e.T).sum(1))
 
 
-@every("names", [("e4m3fn", "e5m2"), ("int8", "e2m1fn"), ("e3m0", "bf16")])
+@every("names", [("e4m3fn", "e5m2"), ("e3m2fn", "e2m1fn"), ("e3m0", "bf16")])
 def test_a_format_that_holds_two_has_all_their_numbers(names: tuple[str, ...]) -> None:
     """matmul is told so, and may then use float32: else bits of e4m3fn, say, would be others."""
     held = _held(tuple(TensorFormat(format=name) for name in names))
@@ -414,7 +414,7 @@ def test_an_lstm_is_that_of_torch(options: dict[str, Any]) -> None:
 def test_quantize_rounds_values_and_gradients() -> None:
     x = torch.tensor([0.3, -500.0, 1.06, 0.0], requires_grad=True)
     y = quantize(x, "e4m3", "e5m2")
-    assert y.tolist() == [0.3125, -240.0, 1.0, 0.0]
+    assert y.tolist() == [0.3125, -np.inf, 1.0, 0.0]
     y.backward(torch.tensor([0.3, 1.0, -1.1, 3.3]))
     assert x.grad is not None
     assert x.grad.tolist() == [0.3125, 1.0, -1.0, 3.5]

@@ -30,7 +30,7 @@ def test_equals_gfloat_given_the_same_bits(ops: Any, name: str) -> None:
     x = oracles.structured(0, 65536, oracles.SIXTEEN_LOWS[1:3])
     x = x[~np.isnan(x)]
     bits = random_bits(x.size, 1, 2, 3, offset=offset).astype(np.int64)
-    for overflow in ("inf", "saturate"):
+    for overflow in oracles.overflows(fmt):
         cast = Cast(fmt, "stochastic", overflow)  # type: ignore[arg-type]
         codes = ops.encode(x, cast, key=random_key(1, 2, 3), offset=offset)
         expected = oracles.gfloat_round(x.astype(np.float64), fmt, "stochastic", overflow, bits)

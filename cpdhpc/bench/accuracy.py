@@ -11,7 +11,7 @@ import argparse
 from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -74,10 +74,10 @@ def cases(ranks: int, wire: str, n: int, seeds: int) -> Iterator[AccuracyCase]:
     inputs = [contributions(ranks, n, seed) for seed in range(seeds)]
     for way in measures.WAYS:
         for label, (scaling, headroom) in SCALINGS.items():
+            # so that sums without headroom have an error too
+            how: dict[str, Any] = {"headroom": headroom, "overflow": "saturate"}
             try:
-                found = [
-                    measures.sum_error(xs, wire, way, scaling, headroom=headroom) for xs in inputs
-                ]
+                found = [measures.sum_error(xs, wire, way, scaling, **how) for xs in inputs]
             except ValueError:  # exact sums: not with tile scaling, nor of too wide a range
                 continue
             middle = float(np.median([each.relative for each in found]))

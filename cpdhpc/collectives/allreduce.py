@@ -404,7 +404,7 @@ def allreduce(
     out: Array | None = None,
     *,
     rounding: Rounding = "nearest",
-    overflow: Overflow = "saturate",
+    overflow: Overflow | None = None,
     random_bits: int = 0,
     headroom: str = "n",
     seed: int = 0,
@@ -420,7 +420,8 @@ def allreduce(
         for each; never written, unless out shares its memory
     wire: "raw" (float32 bytes), a Format or its name, "int2" .. "int16" (integers times a power of
         two) or "ternary" (-1, 0, 1 times a power of two, 1.6 bits a value);
-        "mxfp8", "mxfp8-e5m2", "mxfp6", "mxfp6-e3m2" and "mxfp4" are formats with "block32"
+        "mxfp8", "mxfp8-e5m2", "mxfp6", "mxfp6-e3m2" and "mxfp4" are OCP's: blocks of 32
+        neighbours, by its rule and in its bytes
     algorithm: a name from SCHEDULES ("ring", "biring", "rhd", "tree", "dbtree", "direct", "hier",
         "gather"), or "mpi" (MPI_Allreduce, wire "raw"). hier sums inside nodes first: world.nodes.
         "usual" is ring for wire "raw". For other wires it is one whose error does not grow with
@@ -445,10 +446,10 @@ def allreduce(
     out: float32, like x, for the result, and returned. Default: a new array of x's kind. Where it
         shares memory with x, x is untouched on error, at the price of one more copy; else it then
         holds anything
-    rounding, overflow, random_bits: as formats.Cast. By default what is beyond the largest number
-        of the format becomes that number, and is not counted: 1e38 becomes 240 in e4m3 with
-        scaling "none". The others but "static:K" move the range, so that contributions fit it;
-        with overflow "inf" what does not raises NonFiniteGradient where the format has infinity
+    rounding, overflow, random_bits: as formats.Cast. With the scalings that move the range, all but
+        "none" and "static:K", every finite contribution fits. What does not, as a partial sum with
+        less headroom, raises NonFiniteGradient, unless overflow is "saturate"; formats that cannot
+        say so, as e2m1fn, mxfp* and exact sums, always saturate
     headroom: what aps leaves room for in the sum of p ranks: "n" p times the largest value,
         "sqrt" sqrt(p) times, "none"; with accumulate "float32" contributions need none, and with
         "exact" nothing does

@@ -30,6 +30,7 @@ from ..formats import (
     Overflow,
     Rounding,
     TableFormat,
+    named,
     tiles,
     wire_scaling,
 )
@@ -65,8 +66,8 @@ class Scaling(NamedTuple):
     shift: int
 
 
-def parse_scaling(text: str, fmt: Format | None) -> Scaling:
-    """Return the meaning of a scaling's name; static's shift must suit the format, if any.
+def parse_scaling(text: str, wire: str | Format | None) -> Scaling:
+    """Return the meaning of a scaling's name; static's shift must suit the wire, if any.
 
     Raises ValueError for unknown names and shifts out of range.
     """
@@ -79,10 +80,10 @@ def parse_scaling(text: str, fmt: Format | None) -> Scaling:
         return Scaling(kind, 0)
     if not re.fullmatch("[+-]?[0-9]+", number):
         raise ValueError(f"allreduce: scaling={text!r}: static:K needs an integer K")
-    shift = int(number)
-    if fmt is not None and not fmt.shift_min <= shift <= fmt.shift_max:
+    shift, fmt = int(number), None if wire is None else parse_wire(wire)
+    if wire is not None and fmt is not None and not fmt.shift_min <= shift <= fmt.shift_max:
         raise ValueError(
-            f"allreduce: scaling={text!r}: K for {fmt.name} is {fmt.shift_min}..{fmt.shift_max}"
+            f"allreduce: scaling={text!r}: K for {named(wire)} is {fmt.shift_min}..{fmt.shift_max}"
         )
     return Scaling(kind, shift)
 
@@ -256,6 +257,9 @@ CHOSEN = (AUTO, USUAL)  # when the ranks and their nodes are known
 MOST_RANKS = 64  # on several nodes: a recording has a request for each message of a piece
 
 
+UNSAID = "accumulate", "overflow"  # where None stands for what follows from other choices
+
+
 @dataclass(frozen=True)
 class Method:
     """The choices of an all-reduce; the arguments are those of allreduce.
@@ -269,7 +273,7 @@ class Method:
     accumulate: str | None = None
     op: Op = "sum"
     rounding: Rounding = "nearest"
-    overflow: Overflow = "saturate"
+    overflow: Overflow | None = None
     random_bits: int = 0
     headroom: str = "n"
     seed: int = 0
@@ -278,7 +282,7 @@ class Method:
     def __post_init__(self) -> None:
         for name in ("algorithm", "accumulate", "op", "rounding", "overflow", "headroom"):
             value = getattr(self, name)
-            if not isinstance(value, str) and not (name == "accumulate" and value is None):
+            if not isinstance(value, str) and not (name in UNSAID and value is None):
                 raise TypeError(f"allreduce: {name}={value!r}: must be a string")
         check_key("allreduce: seed", self.seed)
         check_integer("allreduce: random_bits", self.random_bits)
@@ -296,7 +300,7 @@ class Method:
         }
         for name, allowed in known.items():
             value = getattr(self, name)
-            if value not in allowed and not (name == "accumulate" and value is None):
+            if value not in allowed and not (name in UNSAID and value is None):
                 fits = [each for each in allowed if self.fmt is None or each != MPI_ALLREDUCE]
                 raise ValueError(f"allreduce: {name}={value!r}: {suggest(value, fits)}")
         if self.fmt is not None:
@@ -315,13 +319,15 @@ class Method:
             self._check_exact()
         own, kind = wire_scaling(self.wire), self.parsed_scaling.kind
         if isinstance(self.wire, str) and self.wire in MICROSCALING and own != kind:
+            element = MICROSCALING[self.wire].element.name
             raise ValueError(
                 f"allreduce: scaling={self.scaling or kind!r}: wire={self.wire!r} is scaled by "
-                f"{own}: for another scaling name its format, {MICROSCALING[self.wire].name}"
+                f"{own}: for another scaling name its format, {element}"
             )
 
     def _cast(self, fmt: Format) -> Cast:
-        return Cast(fmt, self.rounding, self.overflow, self.random_bits)
+        overflow = "saturate" if self.exact and self.overflow is None else self.overflow
+        return Cast(fmt, self.rounding, overflow, self.random_bits)
 
     def _check_exact(self) -> None:
         """Raise ValueError for what has no exact sum."""
@@ -343,7 +349,7 @@ class Method:
                 f"allreduce: scaling={self.scaling!r}: {what} needs shifts that all ranks share: "
                 f"known are {names}"
             )
-        if self.overflow != "saturate":
+        if self.overflow == "inf":
             raise ValueError(
                 f"allreduce: overflow={self.overflow!r}: {what} knows saturate only: no integer "
                 "is infinite"
@@ -421,7 +427,7 @@ class Method:
     def parsed_scaling(self) -> Scaling:
         """The scaling; raw has none. Default: aps for exact sums, else the wire's own."""
         default = "aps" if self.exact else wire_scaling(self.wire)
-        return parse_scaling(default if self.scaling is None else self.scaling, self.fmt)
+        return parse_scaling(default if self.scaling is None else self.scaling, self.wire)
 
     @cached_property
     def accumulating(self) -> str:

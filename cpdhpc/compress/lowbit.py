@@ -94,7 +94,7 @@ class LowBit(Aggregator):
     scaling: str | None = None
     accumulate: str | None = None
     rounding: Rounding | None = None
-    overflow: Overflow = "saturate"
+    overflow: Overflow | None = None
     random_bits: int = 0
     headroom: str = "n"
     machine: Machine | None = None

@@ -33,7 +33,17 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..formats import SHARED, TILE, Cast, Format, packed_bytes, shift_count, tiles, wire_scaling
+from ..formats import (
+    SHARED,
+    TILE,
+    Cast,
+    Format,
+    Microscaling,
+    packed_bytes,
+    shift_count,
+    tiles,
+    wire_scaling,
+)
 from ..ops import backend_of, cpu, on_gpu, placed, to_host
 from ..ops.payloads import parse_wire
 
@@ -225,14 +235,23 @@ def _packed_values(values: Array, kind: _Kind) -> tuple[Array, Array]:
         return to_host(shifts), to_host(values).view(np.uint32)
     packed = np.empty_like(shifts, shape=(packed_bytes(values.size, fmt.bits),))
     ops.encode_tiles(values, Cast(fmt), packed, shifts, fit=True)
+    widths = _alike(fmt.bits, values.size)
+    if isinstance(fmt, Microscaling):  # whose bytes are such a stream
+        count = cpu.stream_words(widths, values.size)
+        return to_host(shifts), to_host(packed).view(np.uint32)[:count]
     codes = ops.unpack(packed, fmt.bits, values.size)  # whole tiles: too long for few values
-    return to_host(shifts), to_host(ops.pack_stream(codes, _alike(fmt.bits, values.size)))
+    return to_host(shifts), to_host(ops.pack_stream(codes, widths))
 
 
 def _unpacked_values(words: Array, shifts: Array, count: int, kind: _Kind) -> Array:
     if kind.fmt is None:
         return words.view(np.float32).copy()
     values, ops = np.empty_like(words, shape=(count,), dtype=np.float32), backend_of(words)
+    if isinstance(kind.fmt, Microscaling):
+        packed = np.zeros_like(words, shape=(packed_bytes(count, kind.bits) // 4,))
+        packed[: words.size] = words
+        ops.decode_tiles(packed.view(np.uint8), shifts, kind.fmt, values)
+        return values
     codes = ops.unpack_stream(words, _alike(kind.bits, count), count)
     ops.decode_tiles(ops.pack(codes, kind.bits), shifts, kind.fmt, values)
     return values

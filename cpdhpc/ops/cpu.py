@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from .. import _cpu
-from ..formats import RANDOM_BITS, Cast, Format, Rounding, TableFormat, tiles
+from ..formats import RANDOM_BITS, Cast, Format, Microscaling, Rounding, TableFormat, tiles
 from ..randomness import Key
 from .cpu_sparse import (
     clear,
@@ -85,22 +85,23 @@ Array = np.ndarray[Any, np.dtype[Any]]
 add, subtract, multiply, divide = np.add, np.subtract, np.multiply, np.divide
 copy = np.copyto
 ROUNDINGS = {word: code for code, word in enumerate(get_args(Rounding))}  # as in cast.h
-CAST_NUMBERS = 15  # before what owns a table
+CAST_NUMBERS = 18  # before what owns a table
 Numbers = tuple[Any, ...]
 
 
 @lru_cache(maxsize=64)
 def cast_numbers(cast: Cast) -> Numbers:
-    """Return the kernels' struct Cast: 14 numbers, its table's address or 0, what owns it."""
+    """Return the kernels' struct Cast: 17 numbers, its table's address or 0, what owns it."""
     fmt = cast.fmt
     overflow, overflow_below = cast.overflow_codes
     limits = (fmt.shift_min, fmt.shift_max, fmt.emax, fmt.max_significand)
-    rest = (overflow_below, cast.random_mask)
+    rest: Numbers = (overflow_below, cast.random_mask, fmt.near_min, fmt.near_max)
     rounding = ROUNDINGS[cast.rounding]
     if isinstance(fmt, TableFormat):  # exp and man say no more than the width
         table = search_table(cast, fmt)
         codes = (fmt.ends[0], fmt.inf_codes[0], fmt.nan_code, overflow, 0)
-        return fmt.bits - 1, 0, rounding, *codes, *limits, *rest, table.ctypes.data, table
+        return fmt.bits - 1, 0, rounding, *codes, *limits, *rest, 0, table.ctypes.data, table
+    rest += (int(isinstance(fmt, Microscaling)),)
     first_nan = {"ieee": fmt.inf_code + 1, "nan": fmt.nan_code, "none": fmt.max_code + 1}
     codes = (fmt.max_code, fmt.inf_code, fmt.nan_code, overflow, first_nan[fmt.special])
     return fmt.exp, fmt.man, rounding, *codes, *limits, *rest, 0

@@ -12,7 +12,7 @@ import cupy
 import cupyx
 import numpy as np
 
-from ..formats import LANES, SHARED, TILE, Cast, Format, shift_count, tiles
+from ..formats import LANES, SHARED, TILE, Cast, Format, Microscaling, shift_count, tiles
 from ..randomness import Key
 from .cpu import CAST_NUMBERS, cast_numbers, product_numbers
 from .cuda_source import OPTIONS, Fixed, codec_source, cuda_source
@@ -91,7 +91,7 @@ def products_on_device(how: Products, arithmetic: Arithmetic) -> Array:
 
 
 def cast_on_device(cast: Cast) -> Array:
-    """Return the numbers of a cast, the size of its table and the table, int32[15 + size]."""
+    """Return the numbers of a cast, the size of its table and the table, int32[18 + size]."""
     return _cast_of(cast, current_device())
 
 
@@ -157,8 +157,9 @@ def check_tiles(words: Array, shifts: Array, n: int, fmt: Format) -> int:
     Raises TypeError or ValueError unless words and shifts hold n values of a format.
     """
     check_words("words", words, tiles(n) * 128 * fmt.bits)
-    found = [size for size in SHARED.values() if shifts.size == shift_count(n, size)]
-    check("shifts", shifts, np.uint8, None if found else tiles(n))
+    known = (LANES,) if isinstance(fmt, Microscaling) else SHARED.values()
+    found = [size for size in known if shifts.size == shift_count(n, size)]
+    check("shifts", shifts, np.uint8, None if found else shift_count(n, next(iter(known))))
     return TILE // LANES // found[0]
 
 

@@ -197,6 +197,17 @@ def add_exactly(a: Array, b: Array) -> Array:
     return np.where(inexact & even, (total.view(np.int64) + step).view(np.float64), total)
 
 
+def add_for(cast: Cast, a: Array, b: Array) -> Array:
+    """Return a + b as a rounding needs it: add_exactly, and a zero with the sign of that rounding.
+
+    Rounded down, a sum that is exactly zero is -0 unless both are +0.
+    Source: IEEE 754-2019, section 6.3.
+    """
+    total = add_exactly(a, b)
+    minus = (total == 0) & (np.signbit(a) | np.signbit(b)) & (cast.rounding == "down")
+    return np.where(minus, -0.0, total)
+
+
 def matmul(a: Array, b: Array, how: Products, round_to: Round) -> Array:
     """Return the products of the rows of a and the columns of b, as ops.reference.matmul.
 
@@ -215,11 +226,11 @@ def matmul(a: Array, b: Array, how: Products, round_to: Round) -> Array:
     def add(total: Array, rest: Array, value: Array, cast: Cast, step: int) -> tuple[Array, Array]:
         number = DRAWS * step
         if not how.kahan:
-            return round_to(add_exactly(total, value), cast, number + SUM), rest
-        own = round_to(add_exactly(value, -rest), cast, number + TERM)
-        new = round_to(add_exactly(total, own), cast, number + SUM)
-        gained = round_to(add_exactly(new, -total), cast, number + GAINED)
-        return new, round_to(add_exactly(gained, -own), cast, number + REST)
+            return round_to(add_for(cast, total, value), cast, number + SUM), rest
+        own = round_to(add_for(cast, value, -rest), cast, number + TERM)
+        new = round_to(add_for(cast, total, own), cast, number + SUM)
+        gained = round_to(add_for(cast, new, -total), cast, number + GAINED)
+        return new, round_to(add_for(cast, gained, -own), cast, number + REST)
 
     def ascending(first: int, stop: int) -> Array:
         total, rest = zero, zero
@@ -228,7 +239,12 @@ def matmul(a: Array, b: Array, how: Products, round_to: Round) -> Array:
         return total
 
     if how.order == "pairwise":
-        return _pairwise(k, term, zero, lambda x, s: round_to(x, accumulate, DRAWS * s + SUM))
+        return _pairwise(
+            k,
+            term,
+            zero,
+            lambda a, b, s: round_to(add_for(accumulate, a, b), accumulate, DRAWS * s + SUM),
+        )
     if not how.chunk:
         return ascending(0, k)
     total, rest = zero, zero
@@ -239,16 +255,16 @@ def matmul(a: Array, b: Array, how: Products, round_to: Round) -> Array:
 
 
 def _pairwise(
-    k: int, term: Callable[[int], Array], zero: Array, rounded: Callable[[Array, int], Array]
+    k: int, term: Callable[[int], Array], zero: Array, added: Callable[[Array, Array, int], Array]
 ) -> Array:
     """Return the sum of k terms by halves; step k + s is the s-th addition of a stack."""
     stack: list[Array] = []
     step = k
     for i in range(k):
-        stack.append(rounded(add_exactly(zero, term(i)), i))
+        stack.append(added(zero, term(i), i))
         pairs = ((i + 1) & -(i + 1)).bit_length() - 1  # as many as i has ones at its end
         for _ in range(pairs if i + 1 < k else len(stack) - 1):
             right = stack.pop()
-            stack.append(rounded(add_exactly(stack.pop(), right), step))
+            stack.append(added(stack.pop(), right, step))
             step += 1
     return stack[0] if stack else zero

@@ -20,6 +20,7 @@ from ..formats import (
     Cast,
     FloatFormat,
     Format,
+    Microscaling,
     TableFormat,
     tiles,
 )
@@ -358,9 +359,39 @@ def _per_value(shifts: Array, count: int) -> Array:
     return spread
 
 
+def _turned(values: Array, fmt: Format) -> Array:
+    """Return whole tiles with neighbours in a lane's column, and so back: of OCP's blocks only.
+
+    A value's row and lane change places, and with them its random bits.
+    """
+    if not isinstance(fmt, Microscaling):
+        return values
+    return values.reshape(-1, LANES, LANES).transpose(0, 2, 1).reshape(-1)
+
+
+def _bytes_of(packed: Array, fmt: Format, bits: int, lanes: int) -> Array:
+    """Return words with those of a lane side by side, or so back: of OCP's blocks only.
+
+    bits, lanes: the shape of a tile's words as they come, [w][l], or [l][w]
+    """
+    if not isinstance(fmt, Microscaling):
+        return packed
+    words = packed.view("<u4").reshape(-1, bits, lanes).transpose(0, 2, 1)
+    return np.ascontiguousarray(words).view(np.uint8).reshape(-1)
+
+
+def _flipped(shifts: Array, fmt: Format) -> Array:
+    """Return shift bytes as E8M0 or so back: of OCP's blocks only. 255 is NaN in both."""
+    if not isinstance(fmt, Microscaling):
+        return shifts
+    flipped = 2 * SHIFT_BIAS - shifts.astype(np.int64)
+    return np.where(shifts == SHIFT_NONFINITE, SHIFT_NONFINITE, flipped).astype(np.uint8)
+
+
 def fitting_shift(amax_bits: Array, fmt: Format) -> Array:
     """Return per tile the stored byte of the largest k with amax * 2**k <= fmt.max.
 
+    With OCP's blocks the largest magnitude keeps fmt's exponent emax, so that it may be above max.
     amax_bits: uint32[tiles] as from amax_tiles; returns uint8[tiles]
     k stays within fmt.shift_min .. fmt.shift_max; all zeros: k = 0, not finite: SHIFT_NONFINITE.
     """
@@ -387,6 +418,8 @@ def encode_tiles(
     x: float32[n]; words: uint8[packed_bytes(n, bits)], written
     shifts: uint8[tiles(n)], or with blocks of b = 32 or 16 rows of a lane's column, uint8[tiles(n)
         * 1024 / b], in the order [tile][block][lane]; how many there are says which
+    With formats.Microscaling words and shifts have OCP's layout, as it says: x in blocks of 32
+        neighbours. Element 32 b + r of a tile draws the random bits of element 32 r + b.
     fit: choose the shifts by fitting_shift and write them, rather than read them. A tile or block
         with NaN or infinity is then encoded with k = 0 and marked SHIFT_NONFINITE.
     counts: uint32[tiles(n), 3] or None: how many values of each tile saturated, underflowed
@@ -395,15 +428,16 @@ def encode_tiles(
     count = tiles(x.size)
     padded = np.zeros(count * TILE, np.float32)
     padded[: x.size] = x
+    padded = _turned(padded, cast.fmt)
     if fit:
         magnitudes = padded.view(np.uint32) & np.uint32(0x7FFFFFFF)
         amax = _blocks(magnitudes, max(1, shifts.size // max(1, count))).max((2, 4)).reshape(-1)
-        shifts[:] = fitting_shift(amax, cast.fmt)
-    stored = _per_value(shifts, count)
+        shifts[:] = _flipped(fitting_shift(amax, cast.fmt), cast.fmt)
+    stored = _per_value(_flipped(shifts, cast.fmt), count)
     k = np.where(stored == SHIFT_NONFINITE, 0, stored - SHIFT_BIAS)
     index = np.uint64(offset) + np.arange(padded.size, dtype=np.uint64)
     codes, events = encode_with_events(padded, cast, k, key, index)
-    words[:] = pack(codes, cast.fmt.bits)
+    words[:] = _bytes_of(pack(codes, cast.fmt.bits), cast.fmt, cast.fmt.bits, LANES)
     if counts is not None:
         for column, event in enumerate(events):
             counts[:, column] = event.reshape(count, TILE).sum(1)
@@ -415,12 +449,12 @@ def decode_tiles(words: Array, shifts: Array, fmt: Format, out: Array) -> int:
     words, shifts: as encode_tiles made them; out: float32[n], written
     A tile or block marked SHIFT_NONFINITE is NaN throughout.
     """
-    codes = unpack(words, fmt.bits, out.size)
-    k = _per_value(shifts, tiles(out.size))[: out.size] - SHIFT_BIAS
+    count = tiles(out.size)
+    codes = unpack(_bytes_of(words, fmt, LANES, fmt.bits), fmt.bits, count * TILE)
+    k = _per_value(_flipped(shifts, fmt), count) - SHIFT_BIAS
     marked = k == SHIFT_NONFINITE - SHIFT_BIAS
-    out[:] = np.where(
-        marked, np.float32(np.nan), decode_shifted(codes, fmt, np.where(marked, 0, k))
-    )
+    numbers = decode_shifted(codes, fmt, np.where(marked, 0, k))
+    out[:] = _turned(np.where(marked, np.float32(np.nan), numbers), fmt)[: out.size]
     return int(out.size - np.isfinite(out).sum())
 
 

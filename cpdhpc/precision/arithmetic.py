@@ -132,7 +132,7 @@ def quantize(x: Tensor, forward: Given = None, backward: Given = None) -> Tensor
     forward, backward: names of formats, TensorFormats or Quantizers, which keep the state of
         their scale; None: values stay as they are
     Stochastic roundings draw from torch's default generator.
-    A finite number too large saturates: cpdhpc.quantize makes infinity of it, unless told so.
+    A finite number too large becomes infinity or NaN where the format has it, as everywhere.
     Raises TypeError for another dtype; ConfigError for an unknown format; RuntimeError where the
     gradient of the gradient is asked for. Source: Han et al., arXiv 1911.08907, whose quantizer
     this is; Bengio et al., arXiv 1308.3432, of the gradient that goes through.

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..collectives.allreduce import Allreduce
+from ..collectives.checks import NonFiniteGradient
 from ..collectives.method import Segment, aps_shift
 from ..collectives.schedules import SCHEDULES
 from ..formats import SHARED, SHIFT_BIAS, Cast, TableFormat, packed_bytes, shift_count, tiles
@@ -200,15 +201,18 @@ def sum_error(
 
     rows: float32, of one shape, a contribution for each rank
     wire, scaling, segments, options: as of cpdhpc.allreduce
-    UNKNOWN where a value is not finite. Raises ValueError for what does not go together, as exact
-    sums of too wide a range.
+    UNKNOWN where a value is not finite, or overflows. Raises ValueError for what does not go
+    together, as exact sums of too wide a range.
     """
     algorithm = "ring" if way.algorithm == ANY else way.algorithm
     method = Allreduce(wire, algorithm, scaling, way.accumulate, **options)
     if not all(np.isfinite(row).all() for row in rows):
         return UNKNOWN
     exact = np.asarray(np.sum(rows, axis=0, dtype=np.float64))
-    done = method.run(Loopback(len(rows)), list(rows), segments=segments)
+    try:
+        done = method.run(Loopback(len(rows)), list(rows), segments=segments)
+    except NonFiniteGradient:  # it is too large for the wire
+        return UNKNOWN
     return error(done.arrays[0], exact)
 
 

@@ -45,10 +45,10 @@ def _all(keys: str, how: str | Table) -> Table:
     return dict.fromkeys(keys.split(), how)
 
 
-FP16 = {"format": "fp16", "overflow": "inf"}  # an overflow has to show, so that a step is skipped
-DELAYED = {"scaling": "delayed", "history": 16}
+SATURATED = {"overflow": "saturate"}
+DELAYED = {"scaling": "delayed", "history": 16, **SATURATED}
 WANG_SUMS = {"accumulate": "e6m9", "chunk": 64, "overflow": "saturate"}
-WANG_STEP = {"format": "e6m9", "rounding": "stochastic"}
+WANG_STEP = {"format": "e6m9", "rounding": "stochastic", **SATURATED}
 FLEX = {"format": "int16", "scaling": "flexpoint", "history": 16}
 FIXED = {"scaling": "fixed", "history": 100, "overflow_rate": 1e-4, "warmup": 100}
 OPERANDS, TENSORS = "weights activations errors", "weights activations outputs errors"
@@ -61,7 +61,7 @@ PRESETS: dict[str, Preset] = {
         "the order of sums in a processor's float32",
     ),
     "fp16": Preset(
-        ({"layers": "*", **_all(f"{TENSORS} weight_gradients", FP16)},),
+        ({"layers": "*", **_all(f"{TENSORS} weight_gradients", "fp16")},),
         "Micikevicius et al., Mixed precision training, arXiv 1710.03740",
         "the order of sums in a processor's float32; norms and softmax alone in float32",
         {"loss_scaling": "dynamic"},
@@ -118,13 +118,13 @@ PRESETS: dict[str, Preset] = {
         (
             {
                 "layers": "*",
-                **_all(OPERANDS, "e5m2"),
+                **_all(OPERANDS, {"format": "e5m2", **SATURATED}),
                 **_all("forward input_gradient weight_gradient", WANG_SUMS),
                 "states": WANG_STEP,
                 "update": WANG_STEP | {"master": False},
             },
-            {"layers": "<first>", "activations": "e6m9"},
-            {"layers": "<last>", **_all(OPERANDS, "e6m9")},
+            {"layers": "<first>", "activations": {"format": "e6m9", **SATURATED}},
+            {"layers": "<last>", **_all(OPERANDS, {"format": "e6m9", **SATURATED})},
         ),
         "Wang et al., Training deep neural networks with 8-bit floating point numbers, arXiv "
         "1812.08011",
@@ -166,7 +166,7 @@ class Sums(Section):
     order: Order = "ascending"
     rounding: Rounding = "nearest"
     random_bits: Annotated[int, Field(ge=0, le=31)] = 0
-    overflow: Overflow = "inf"
+    overflow: Overflow | None = None
     chunk: Whole = 0
     between: str | None = None
     kahan: bool = False

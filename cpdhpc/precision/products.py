@@ -8,7 +8,15 @@ from typing import Any
 import numpy as np
 
 from ..arrays import flat_floats
-from ..formats import Cast, Format, Overflow, Rounding, TableFormat, parse_format
+from ..formats import (
+    Cast,
+    Format,
+    Overflow,
+    Rounding,
+    TableFormat,
+    overflow_shows,
+    parse_format,
+)
 from ..ops import backend_of
 from ..ops.products import FLOAT32, Inputs, Order, Products
 from ..randomness import random_key
@@ -26,7 +34,7 @@ def matmul(
     order: Order = "ascending",
     rounding: Rounding = "nearest",
     random_bits: int = 0,
-    overflow: Overflow = "inf",
+    overflow: Overflow | None = None,
     chunk: int = 0,
     between: Name | None = None,
     kahan: bool = False,
@@ -64,7 +72,12 @@ def matmul(
     held = _held(inputs)
     if inputs is not None:
         left, right = (
-            backend.decode(backend.encode(values, Cast(fmt, "nearest", overflow)), fmt)
+            backend.decode(
+                backend.encode(
+                    values, Cast(fmt, "nearest", overflow if overflow_shows(fmt) else None)
+                ),
+                fmt,
+            )
             for values, fmt in zip((left, right), held, strict=True)
         )
     x, y, shape = _matrices(left.reshape(a.shape), right.reshape(b.shape))
@@ -88,7 +101,7 @@ def _products(
     order: Order,
     chunk: int,
     kahan: bool,
-    rounding: tuple[Rounding, Overflow, int],
+    rounding: tuple[Rounding, Overflow | None, int],
 ) -> Products:
     if between is not None and not chunk:
         raise ValueError(f"matmul: between={between!r}: needs chunk, of 1 or more")

@@ -14,7 +14,9 @@ from pydantic import Field, field_validator, model_validator
 from ..compress.flexpoint import NEVER, autoflex
 from ..config import Section, Share
 from ..formats import (
+    INTEGERS,
     MICROSCALING,
+    NAMED_WIRES,
     SHARED,
     SHIFT_BIAS,
     SHIFT_NONFINITE,
@@ -22,6 +24,7 @@ from ..formats import (
     Cast,
     FloatFormat,
     Format,
+    Microscaling,
     Overflow,
     Rounding,
     packed_bytes,
@@ -35,13 +38,14 @@ from ..randomness import Key
 
 Array = npt.NDArray[Any]
 
-LARGEST = 2.0**127  # amax for a factor: beyond it the largest number divided by it leaves float32
+FAR = 2.0**64  # beyond it, or its inverse, a factor or its inverse may be subnormal in float32
 
 
 class TensorFormat(Section):
     """One tensor of a policy: a format's name, or a table.
 
-    format: a name of parse_format, int2 .. int16, or mxfp8, mxfp6, mxfp4 with scaling "block32"
+    format: a name of parse_format; int2 .. int16 or ternary, which need a scaling, by default
+        "aps"; or mxfp8, mxfp8-e5m2, mxfp6, mxfp6-e3m2, mxfp4 with scaling "block32"
     scaling: what the tensor is multiplied by before it is rounded, and divided by afterwards
         "none": nothing
         "amax": the largest number of the format / amax / 2^margin in float32, of this tensor now
@@ -55,8 +59,9 @@ class TensorFormat(Section):
             the first warmup calls, which are not rounded
         "flexpoint": a power of two for what is expected of the last history amax: 2 (m + 3 s),
             with their mean m and standard deviation s
-    rounding, overflow, random_bits: as Cast's; history: calls; margin: a power of two; expect: of
-        the history
+    rounding, overflow, random_bits: as Cast's, but overflow is "saturate" by default where the rule
+        of a scaling lets values be too large: blocks, delayed, fixed, flexpoint
+    history: calls; margin: a power of two; expect: of the history
     exponent, overflow_rate, warmup: see "fixed"
     Source: amax, delayed: Micikevicius et al., arXiv 2209.05433, as in NVIDIA's Transformer
     Engine; aps: Han et al., arXiv 1911.08907; blocks: OCP Microscaling Formats v1.0, section 6.3;
@@ -66,7 +71,7 @@ class TensorFormat(Section):
     format: str = "fp32"
     scaling: str = "none"
     rounding: Rounding = "nearest"
-    overflow: Overflow = "saturate"
+    overflow: Overflow | None = None
     random_bits: Annotated[int, Field(ge=0, le=31)] = 0
     history: Annotated[int, Field(ge=1, le=65536)] = 16
     margin: Annotated[int, Field(ge=0, le=64)] = 0
@@ -79,12 +84,16 @@ class TensorFormat(Section):
     @classmethod
     def _named(cls, raw: Any) -> Any:
         table = {"format": raw} if isinstance(raw, str) else raw
-        if not isinstance(table, dict) or wire_scaling(table.get("format")) not in SCALINGS:
+        name = table.get("format") if isinstance(table, dict) else None
+        if not isinstance(table, dict) or not isinstance(name, str) or name not in NAMED_WIRES:
             return table
-        name, own = table["format"], wire_scaling(table["format"])
-        given, fmt = table.get("scaling", own), MICROSCALING[name].name
-        if given != own:
+        own = "aps" if name in INTEGERS else wire_scaling(name)
+        given = table.get("scaling", own)
+        if name in MICROSCALING and given != own:
+            fmt = MICROSCALING[name].element.name
             raise ValueError(f"scaling={given!r}: {name} has {own}: for another one name {fmt}")
+        if given == "none":
+            raise ValueError(f"scaling='none': {name} is integers times a power of two: name one")
         return {"scaling": own} | table
 
     @field_validator("format")
@@ -125,7 +134,13 @@ class TensorFormat(Section):
         """How numbers are rounded."""
         fmt = wire_format(self.format)
         assert fmt is not None, "a validator has asked"
-        return Cast(fmt, self.rounding, self.overflow, self.random_bits)
+        if isinstance(fmt, Microscaling):  # blocks lie along an axis, padded by themselves
+            if self.overflow == "inf":
+                Cast(fmt, self.rounding, "inf")  # raises
+            fmt = fmt.element
+        own = self.by_blocks or self.learns  # whose rule lets values be too large for a while
+        overflow = "saturate" if own and self.overflow is None else self.overflow
+        return Cast(fmt, self.rounding, overflow, self.random_bits)
 
     @property
     def rounds(self) -> bool:
@@ -204,7 +219,7 @@ class UpdateFormat(TensorFormat):
         return self
 
 
-Scale = int | np.float32  # the exponent of a power of two, or a factor
+Scale = int | float  # the exponent of a power of two, or a factor: float32 times 1 or FAR
 
 
 def amax_of(x: Array) -> tuple[float, bool]:
@@ -216,13 +231,18 @@ def amax_of(x: Array) -> tuple[float, bool]:
     return float(abs(finite).max(initial=0)), False
 
 
-def factor_of(amax: float, fmt: Format, margin: int = 0) -> np.float32:
-    """Return float32's fmt.max / amax / 2^margin; of zeros 1."""
+def factor_of(amax: float, fmt: Format, margin: int = 0) -> float:
+    """Return fmt.max / amax / 2^margin, rounded as float32 whatever the exponent; of zeros 1."""
     if amax == 0:
-        return np.float32(1)
-    with np.errstate(over="ignore"):
-        factor = np.float32(fmt.max) / np.float32(min(amax, LARGEST)) / np.float32(2.0**margin)
-    return min(factor, np.finfo(np.float32).max)
+        return 1.0
+    near = amax * _near(1 / amax)
+    factor = np.float32(fmt.max) / np.float32(near) / np.float32(2.0**margin)
+    return float(factor) * _near(1 / amax)
+
+
+def _near(factor: float) -> float:
+    """Return the power of two by which x is multiplied first, exactly but for what vanishes."""
+    return FAR if factor > FAR else 1 / FAR if factor < 1 / FAR else 1.0
 
 
 def shift_of(amax: float, fmt: Format) -> int:
@@ -235,12 +255,17 @@ def _scaled(x: Array, cast: Cast, scale: Scale, key: Key, amax: float) -> Array:
     backend = backend_of(x)
     if isinstance(scale, int):
         return backend.decode(backend.encode(x, cast, scale, key), cast.fmt, scale)
-    most = np.finfo(np.float32).max
+    most, first, largest = np.finfo(np.float32).max, np.float32(_near(scale)), cast.fmt.max
+    factor = np.float32(scale / float(first))
     with np.errstate(over="ignore"):
-        product = x * scale
-        if amax * float(scale) > most:  # far above what was expected: too large, not infinite
+        product = x * first * factor
+        if amax * scale > float(most):  # far above what was expected: too large, not infinite
             product = np.where(np.isfinite(x), np.clip(product, -most, most), x)
-        return backend.decode(backend.encode(product, cast, 0, key), cast.fmt) * (1 / scale)
+        elif largest < amax * scale < largest * (1 + 2.0**-21):  # by what rounding the factor adds
+            product = np.where(np.isfinite(x), np.clip(product, -largest, largest), x)
+        return (
+            backend.decode(backend.encode(product, cast, 0, key), cast.fmt) * (1 / factor) / first
+        )
 
 
 def _in_blocks(x: Array, cast: Cast, block: int, axis: int, key: Key) -> Array:

@@ -35,8 +35,8 @@ class LossScaler:
     scale: a power of two from LEAST to MOST; None: 1, or FIRST where it is dynamic
     dynamic: halved where a gradient or sum of any rank is not finite, and doubled after PATIENCE
         steps in which all were. For that the memory of methods is copied in each step.
-    Overflow is what makes reduce raise NonFiniteGradient: so a packed wire needs
-    overflow = "inf", as "saturate" makes the largest number of what is too large.
+    Overflow is what makes reduce raise NonFiniteGradient: so a packed wire must not have
+    overflow = "saturate", which makes the largest number of what is too large.
     Source: Micikevicius et al.: Mixed precision training, ICLR 2018, on loss scaling.
     Raises on all ranks alike ValueError for a scale that is none of these, or other options.
 

@@ -80,7 +80,7 @@ CASES = {
             "op": (*NO_NAMES, None),
             "out": (3, "x", [X], np.ones(3000), X[1:], MASKED, MATRIX),
             "rounding": (*NO_NAMES, None),
-            "overflow": (*NO_NAMES, None),
+            "overflow": NO_NAMES,
             "headroom": (*NO_NAMES, None),
             "seed": (*NO_INTEGERS, 1 << 64),
             "iteration": NO_INTEGERS,
