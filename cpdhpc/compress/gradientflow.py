@@ -27,10 +27,12 @@ from .bucket import Bucket
 
 @dataclass(frozen=True)
 class GradientFlow(DenseMessages):
-    """The mean of the chunks of layers whose 1-norms, summed over the ranks, are the largest.
+    """The mean of the chunks of a bucket whose 1-norms, summed over the ranks, are the largest.
 
+    A bucket's layers are one row of values, which is cut into chunks wherever layers begin and end.
+    The last chunk may be shorter: its norm counts as that of a whole chunk of values as large.
     density: share of a bucket's chunks that are sent, one at least; the others wait and add up
-    chunk_values: of a chunk; the last one of a layer may be shorter
+    chunk_values: of a chunk
     dense_epochs: until then everything is sent
     wire, algorithm, scaling: of the all-reduce of what is sent; it has no indices, as all ranks
         choose alike
@@ -54,11 +56,7 @@ class GradientFlow(DenseMessages):
         check_place(self, world, gradients)
         waiting = self._with_memory(gradients, bucket, context)
         raise_unless_finite(world, waiting, bucket)
-        starts, stops = self._chunks(bucket)
-        chosen = self._chosen(waiting, starts, context)
-        where = np.zeros(bucket.size, bool)
-        for start, stop in zip(starts[chosen], stops[chosen], strict=True):
-            where[start:stop] = True
+        where = self._chosen(waiting, context)
         method, is_sent = self._allreduce(context.seed), placed(where, flat)
         parts = [x[is_sent] for x in waiting]
         flat[is_sent] = method.run(world, parts, iteration=context.iteration).arrays[0]
@@ -73,15 +71,6 @@ class GradientFlow(DenseMessages):
         ]
         return Mean(flat, {"sent_share": np.array(shares)})
 
-    def _chunks(self, bucket: Bucket) -> tuple[Array, Array]:
-        """Return where the chunks of all layers start and stop."""
-        starts = [
-            (at, min(at + self.chunk_values, stop))
-            for _, start, stop in bucket.segments
-            for at in range(start, stop, self.chunk_values)
-        ]
-        return tuple(np.array(starts, np.int64).reshape(-1, 2).T)  # type: ignore[return-value]
-
     def _with_memory(self, gradients: list[Array], bucket: Bucket, context: Context) -> list[Array]:
         """Return the gradients of the hosted ranks with what waits."""
         found, add = [gradient.copy() for gradient in gradients], backend_of(gradients[0]).add
@@ -92,11 +81,16 @@ class GradientFlow(DenseMessages):
                     add(x[start:stop], kept, x[start:stop])
         return found
 
-    def _chosen(self, waiting: list[Array], starts: Array, context: Context) -> Array:
-        """Return the numbers of the chunks to send, in order, alike on all ranks. Collective."""
-        if not starts.size or context.epoch < self.dense_epochs:
-            return np.arange(starts.size)
+    def _chosen(self, waiting: list[Array], context: Context) -> Array:
+        """Return which values are sent, bool[n], alike on all ranks. Collective."""
+        n, values = waiting[0].size, self.chunk_values
+        if not n or context.epoch < self.dense_epochs:
+            return np.ones(n, bool)
+        starts = np.arange(0, n, values)
         norms = [backend_of(x).run_sums(x, starts, "magnitude") for x in waiting]
         total = sum_of_ranks(context.world, norms)
+        total[-1] *= values / (n - starts[-1])  # else a short chunk would wait for ever
         count = max(1, round(self.density * starts.size))
-        return np.sort(np.argsort(-total, kind="stable")[:count])
+        chosen = np.zeros(starts.size, bool)
+        chosen[np.argsort(-total, kind="stable")[:count]] = True
+        return np.repeat(chosen, values)[:n]
