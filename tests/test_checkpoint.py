@@ -17,11 +17,12 @@ from cpdhpc import store
 from cpdhpc.cli import main
 from cpdhpc.config import IMPORT_FROM, UserError, dump_toml
 from cpdhpc.signals import STOPPING, Caught, Interrupted, catching
-from cpdhpc.train.job import MAY_DIFFER, Job, Train, keys_of
+from cpdhpc.train.job import MAY_DIFFER, Job, keys_of
 from cpdhpc.train.loop import run
 from cpdhpc.train.optimizers import OPTIMIZERS
 from cpdhpc.train.progress import Display
 from cpdhpc.train.setup import Files, prepare
+from cpdhpc.train.train_section import Train
 from cpdhpc.world.ranks import Loopback
 
 TELEMETRY_OFTEN = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,11 @@ import pytest
 from every import every
 from pydantic import TypeAdapter, ValidationError
 
+from cpdhpc.collectives import sparse
 from cpdhpc.collectives.checks import NonFiniteGradient
 from cpdhpc.collectives.method import DEFAULT
-from cpdhpc.compress import COMPRESSORS, Context, State
-from cpdhpc.compress.base import shared_largest
+from cpdhpc.compress import COMPRESSORS, Aggregator, Context, Mean, State, base
+from cpdhpc.compress.base import averaged, shared_largest
 from cpdhpc.compress.bucket import Bucket
 from cpdhpc.compress.lowbit import LowBit
 from cpdhpc.compress.none import NoCompression
@@ -74,6 +75,7 @@ def test_what_is_not_finite_is_named(name: str, value: float) -> None:
 
 LARGEST = np.finfo(np.float32).max
 SIGNS = np.random.default_rng(1).choice([-1.0, 1.0], (40, 50))
+SOME = np.random.default_rng(2).standard_normal((40, 50))
 SPIKE = np.where(np.arange(2000).reshape(40, 50) == 57, 1.0, 0.0)
 NEAR_THE_LARGEST = {  # the weights of the ranks
     "alike": [np.full((40, 50), 3e38)] * RANKS,
@@ -83,7 +85,10 @@ NEAR_THE_LARGEST = {  # the weights of the ranks
     "a value": [LARGEST * SPIKE] + [0 * SPIKE] * (RANKS - 1),
     "opposed": [LARGEST * SIGNS, -LARGEST * SIGNS, LARGEST * SIGNS, -LARGEST * SIGNS],
     "uneven": [LARGEST * SIGNS, LARGEST * SIGNS, -LARGEST * SIGNS, 0 * SIGNS],
+    "bias": [SOME] * RANKS,  # where the values are that are near the largest
+    "bias with momentum": [SOME] * RANKS,
 }
+BIASES = {"bias": 3e38, "bias with momentum": LARGEST / RANKS / 1.1}
 
 
 @EVERY
@@ -97,17 +102,17 @@ def test_finite_values_give_a_finite_mean_or_are_refused(name: str, case: str, k
     aggregator = COMPRESSORS[name](**{} if kept else dict.fromkeys(options, False))
     bucket, here = bucket_of(aggregator), context(Loopback(RANKS))
     flats = [
-        bucket.flatten([x.astype(np.float32), np.ones(7, np.float32)])
+        bucket.flatten([x.astype(np.float32), np.full(7, BIASES.get(case, 1), np.float32)])
         for x in NEAR_THE_LARGEST[case]
     ]
-    for iteration in range(3):
+    for iteration in range(3 + 4 * (case in BIASES)):
         before = dict(here.state.copy())
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             try:
                 mean = aggregator.aggregate(flats, bucket, replace(here, iteration=iteration)).flat
             except NonFiniteGradient as error:
-                assert set(error.segments) == {"weight"}
+                assert set(error.segments) == {"bias" if case in BIASES else "weight"}
                 after = dict(here.state)
                 for key in before.keys() - {("weight", "threshold"), ("weight", "edges")}:
                     assert np.array_equal(after[key].array, before[key].array), key
@@ -115,6 +120,68 @@ def test_finite_values_give_a_finite_mean_or_are_refused(name: str, case: str, k
                 assert np.isfinite(mean).all()
                 assert np.abs(mean).max() <= LARGEST
         assert all(np.isfinite(entry.array).all() for _, entry in here.state)
+
+
+@EVERY
+def test_no_mean_is_looked_at_twice(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The method has looked, so averaged gives its mean on at once."""
+    aggregator = COMPRESSORS[name]()
+    bucket, world = bucket_of(aggregator), Loopback(RANKS)
+    monkeypatch.setattr(base, "_problem", lambda *_: pytest.fail("looks once more"))
+    mean = averaged(aggregator, integers(bucket), bucket, context(world))
+    assert mean.is_finite and not replace(mean, flat=mean.flat).is_finite
+
+
+@dataclass(frozen=True)
+class Trusting(Aggregator):
+    """An aggregator of somebody's own, which looks at nothing; returns: what it returns."""
+
+    returns: str = "mean"
+
+    def aggregate(self, gradients: list[Any], bucket: Bucket, context: Context) -> Mean:
+        with np.errstate(over="ignore", invalid="ignore"):
+            flat = sparse.sum(context.world, gradients) / np.float32(context.world.ranks)
+        made: Any = {
+            "mean": Mean(flat),
+            "flat": flat,
+            "double": Mean(flat.astype(np.float64)),
+            "half": Mean(flat[::2]),
+            "list": Mean(flat.tolist()),
+            "copy": replace(Mean.finite(flat), flat=flat + 0),  # which nobody has looked at
+        }[self.returns]
+        return made  # type: ignore[no-any-return]
+
+
+@every("returns", ["mean", "copy"])
+def test_the_mean_of_somebodys_own_aggregator_is_looked_at(returns: str) -> None:
+    bucket, world = Bucket(("a", "b", "c"), ((3,), (4,), (5,))), Loopback(2)
+    flats = [np.ones(bucket.size, np.float32) for _ in range(2)]
+    mean = averaged(Trusting(returns), flats, bucket, context(world))
+    assert np.array_equal(mean.flat, flats[0])
+    for flat in flats:
+        flat[4] = flat[9] = 3e38
+    with pytest.raises(NonFiniteGradient, match=r"sum of finite values .* in 'b', 'c'$") as caught:
+        averaged(Trusting(returns), flats, bucket, context(world))
+    assert caught.value.segments == ("b", "c") and caught.value.ranks == ()
+    flats[1][0] = np.nan
+    with pytest.raises(NonFiniteGradient, match=r"NaN or infinity in 'a' on rank 1$"):
+        averaged(Trusting(returns), flats, bucket, context(world))
+
+
+@every(
+    ("returns", "error", "says"),
+    [
+        ("flat", TypeError, "returned ndarray: must be a Mean"),
+        ("double", ValueError, r"mean: flat has shape \(12,\), dtype float64: must be contiguous"),
+        ("half", ValueError, r"mean: flat has shape \(6,\), dtype float32: must be contiguous flo"),
+        ("list", TypeError, "mean: builtins.list: must be numpy.ndarray or cupy.ndarray"),
+    ],
+)
+def test_what_is_no_mean_is_refused(returns: str, error: type[Exception], says: str) -> None:
+    bucket = Bucket(("a", "b", "c"), ((3,), (4,), (5,)))
+    flats = [np.ones(bucket.size, np.float32) for _ in range(2)]
+    with pytest.raises(error, match=f"^Trusting.aggregate: {says}"):
+        averaged(Trusting(returns), flats, bucket, context(Loopback(2)))
 
 
 def test_largest_values_take_one_call_where_nothing_is_refused(

@@ -15,7 +15,7 @@ from every import every
 from training import small_data, small_job
 
 from cpdhpc.collectives.checks import NonFiniteGradient
-from cpdhpc.config import ConfigError, merge
+from cpdhpc.config import ConfigError
 from cpdhpc.train.reducer import GradientReducer
 from cpdhpc.train.setup import Files, prepare
 from cpdhpc.train.update import UPDATES, Update
@@ -282,7 +282,12 @@ WRONG: list[tuple[dict[str, Any], int, str]] = [
     ({"update": {"name": "decentlam", "graph": "one_peer"}}, 4, "diverges where graphs change"),
     ({"update": {"name": "dsgd", "graph": "rng"}}, 4, "graph='rng': did you mean ring"),
     ({"update": {"name": "dsgd", "wire": "e4m"}}, 4, "update.wire"),
-    ({"update": {"name": "dmsgd"}, "optimizer": {"momentum": 0.9}}, 4, "momentum=0.9: must be 0.0"),
+    (
+        {"update": {"name": "dmsgd"}, "optimizer": {"momentum": 0.9}},
+        4,
+        "momentum=0.9: must be 0.0 with update.name='dmsgd': write momentum = 0.0 below "
+        "[optimizer], or leave optimizer.momentum out",
+    ),
     ({"update": {"name": "dsgd"}, "optimizer": {"name": "adam"}}, 4, "'adam': must be 'sgd'"),
     ({"update": {"name": "dsgd"}, "gradient": {"aggregator": "lowbit"}}, 4, "must be 'none'"),
     ({"update": {"name": "localsgd", "period": 0}}, 4, "update.period=0: should be greater"),
@@ -296,13 +301,20 @@ WRONG: list[tuple[dict[str, Any], int, str]] = [
 ]
 
 
+@every("name", ["dsgd", "dmsgd", "decentlam"])
+def test_a_job_file_of_a_rule_alone_is_enough(name: str) -> None:
+    for given in ({}, {"name": "sgd", "weight_decay": 0.1}):
+        job = small_job(update={"name": name}, optimizer=given)
+        assert (job.optimizer.name, job.optimizer.momentum) == ("sgd", 0.0)  # type: ignore[attr-defined]
+    assert small_job(update={"name": "diloco"}).optimizer.momentum == 0.9  # type: ignore[attr-defined]
+
+
 @every("changes, ranks, words", WRONG)
 def test_what_does_not_go_together(
     changes: dict[str, Any], ranks: int, words: str, tmp_path: Path
 ) -> None:
-    plain = {} if "name" in changes.get("optimizer", {}) else {"momentum": 0.0}
     with pytest.raises(ConfigError, match=re.escape(words)) as found:
-        job = small_job(**merge({"optimizer": plain}, changes))
+        job = small_job(**changes)
         prepare(job, Loopback(ranks), small_data(), Files.of(tmp_path, job))
     assert "\n" not in str(found.value)
 

@@ -43,6 +43,7 @@ ON_GPU: list[tuple[str, dict[str, Any]]] = [
     ("onebit", {}),
     ("powersgd", {}),
     ("powersgd", {"wire": "e4m3", "warm_start": False, "error_feedback": False}),
+    ("powersgd", {"momentum": 0.9}),
     ("gradientflow", {"chunk_values": 300, "dense_epochs": 0.5}),
     ("adacomp", {}),
     ("adacomp", {"bin_values": 20, "scale": 1.0}),

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from every import every
 from test_checkpoint import Stop, assert_same_records
 from training import model_bytes
 
 from cpdhpc.cli import main
-from cpdhpc.config import ConfigError
+from cpdhpc.collectives.checks import NonFiniteGradient
+from cpdhpc.compress import TopK
+from cpdhpc.config import ConfigError, UserError, validate
 from cpdhpc.report.trainings import load_run, run_groups, table
 from cpdhpc.signals import Caught, Interrupted
 from cpdhpc.study.cases import expand, load_study
 from cpdhpc.study.collect import collect
 from cpdhpc.study.folder import Folder
 from cpdhpc.train.job import Job, load
-from cpdhpc.train.loop import run
+from cpdhpc.train.loop import Diverged, run
 from cpdhpc.train.progress import Display
 from cpdhpc.train.samples import MapStyle
 from cpdhpc.train.setup import Files, Training, prepare
@@ -146,6 +151,37 @@ def count(outputs, targets, k):
 
 
 nothing = 3
+
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import Field
+
+from cpdhpc.collectives import sparse
+from cpdhpc.compress.base import Aggregator, Mean
+from cpdhpc.compress.topk import TopK
+
+
+@dataclass(frozen=True)
+class Pushed(Aggregator):
+    """A mean, times something; with momentum where it is asked for."""
+
+    times: Annotated[float, Field(gt=0, le=1e30)] = 1.0
+    heavy: bool = False
+
+    @property
+    def has_momentum(self):
+        return self.heavy
+
+    def aggregate(self, gradients, bucket, context):
+        with np.errstate(over="ignore"):
+            total = sparse.sum(context.world, gradients) / np.float32(context.world.ranks)
+            return Mean(total * np.float32(self.times) * np.float32(self.times))
+
+
+def sparser(layers=()):
+    return TopK(density=0.5, exclude=tuple(layers))
 '''
 JOB = """
 [model]
@@ -292,6 +328,119 @@ def test_what_is_wrong_is_one_line(
         prepared(job, Loopback(1), tmp_path / "x")
     assert message.format(m=module) in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def with_gradient(job_file: Path, table: str, settings: Sequence[str] = ()) -> Job:
+    """The job of a file with a compressor from the same module."""
+    module = next(job_file.parent.glob("theirs_*.py")).stem
+    job_file.write_text(f'[gradient]\nimport = "{module}:{table}\n' + job_file.read_text())
+    (job,) = load(job_file, settings)
+    return job
+
+
+def test_a_compressor_is_imported_trains_stops_and_goes_on(job_file: Path, tmp_path: Path) -> None:
+    """A function that returns one of ours, whose memory is in the checkpoint."""
+    job = with_gradient(job_file, 'sparser"\nlayers = ["body.0.weight"]')
+    assert validate(Job, job.plain(), "again") == job
+    whole = prepared(job, Loopback(2), tmp_path / "whole")
+    assert isinstance(whole.reducer.aggregator, TopK)
+    assert {"sent_share"} <= whole.reducer.aggregator.columns.keys()
+    run(whole, Caught(), Display(False, 1))
+    stopped, caught = prepared(job, Loopback(2), tmp_path / "parts"), Caught()
+    with pytest.raises(Interrupted):
+        run(stopped, caught, Stop(caught, 3))
+    training = prepared(job, Loopback(2), tmp_path / "parts")
+    training.resume()
+    run(training, Caught(), Display(False, 1))
+    assert model_bytes(training.files.checkpoint) == model_bytes(whole.files.checkpoint)
+    assert any(training.reducer.state)
+    moved = validate(Job, job.plain() | {"gradient": job.plain()["gradient"] | {"layers": []}}, "x")
+    with pytest.raises(UserError, match=r"gradient\.layers"):
+        prepared(moved, Loopback(2), tmp_path / "parts").resume()
+
+
+def test_a_study_sweeps_the_options_of_a_compressor(job_file: Path, tmp_path: Path) -> None:
+    with_gradient(job_file, 'Pushed"')
+    study = tmp_path / "study.toml"
+    study.write_text(
+        'kind = "train"\n[train]\njob = "job.toml"\n'
+        '[sweep]\nranks = [1]\n"gradient.times" = [0.5, 1.0]\n'
+    )
+    settings = ("measure.warmup=0", "measure.max_repeats=1", "measure.min_repeats=1")
+    found, folder = load_study(study, settings), Folder(tmp_path / "folder")
+    assert [case.factors["gradient.times"] for case in expand(found).cases] == [0.5, 1.0]
+    folder.prepare(found)
+    assert main(["batch", str(folder.path), "0"]) == 0
+    results = collect(found, folder).results
+    assert len(results) == 2 and all(result.outcomes["score"] > 0.5 for _, result in results)
+    assert main(["report", str(folder.path / "study.h5")]) == 0
+
+
+PLAIN = ["optimizer.name=sgd", "optimizer.momentum=0"]
+
+
+@every(
+    ("table", "settings", "message"),
+    [
+        ('Pushed"', ["gradient.times=-1"], '{m}:Pushed": times=-1: should be greater than 0'),
+        ('Pushed"', ["gradient.tims=1"], '{m}:Pushed": unknown key tims: did you mean times'),
+        (
+            'Pushed"\naggregator = "none"',
+            [],
+            "gradient: has aggregator and import: give one",
+        ),
+        ('Net"', [], "returned Net: must be a compress.Aggregator"),
+        ('nothing"', [], "has no function nothing"),
+        ('fails"', [], '{m}:fails": RuntimeError: no such thing'),
+        ('sparser"\nlayers = ["x"]', [], "gradient.exclude: no layer is called 'x'"),
+        (
+            'Pushed"\nheavy = true',
+            ["optimizer.name=sgd", "optimizer.momentum=0.5"],
+            "and so have the means of this gradient.aggregator: write momentum = 0.0 below",
+        ),
+        (
+            'Pushed"\nheavy = true',
+            ["update.name=localsgd", *PLAIN],
+            "has_momentum=True: must be False",
+        ),
+        ('Pushed"', ["update.name=dsgd", "optimizer.name=sgd"], "{m}:Pushed': must be 'none' with"),
+        ('Pushed"', ["stages.count=2"], "stages.count=2: does not go with this gradient.aggre"),
+    ],
+)
+def test_what_is_wrong_with_a_compressor_is_one_line(
+    table: str, settings: list[str], message: str, tmp_path: Path
+) -> None:
+    name = abs(hash((table, *settings)))
+    (tmp_path / f"theirs_{name}.py").write_text(THEIRS)
+    job_file = tmp_path / "job.toml"
+    job_file.write_text(JOB.format(name=name))
+    with pytest.raises(ConfigError) as caught:
+        prepared(with_gradient(job_file, table, settings), Loopback(2), tmp_path / "x")
+    assert message.format(m=f"theirs_{name}") in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("update", "scaling"),
+    [
+        ("allreduce", "static"),
+        ("allreduce", "dynamic"),
+        ("localsgd", "static"),
+        ("diloco", "static"),
+    ],
+)
+def test_a_compressors_infinity_never_gets_into_a_model(
+    job_file: Path, tmp_path: Path, update: str, scaling: str
+) -> None:
+    """In all rules that take the mean: times 1e60 nothing that is not 0 is finite."""
+    settings = [f"update.name={update}", f"train.loss_scaling={scaling}", "gradient.times=1e30"]
+    settings += ["update.period=2"] if update != "allreduce" else []
+    job = with_gradient(job_file, 'Pushed"', settings)
+    training = prepared(job, Loopback(2), tmp_path / "x")
+    skips = scaling == "dynamic"  # each step, of which there are too few to give up
+    with nullcontext() if skips else pytest.raises((NonFiniteGradient, Diverged)):
+        run(training, Caught(), Display(False, 1))
+    assert all(torch.isfinite(p).all() for p in training.model.parameters())
 
 
 def test_built_in_models_need_to_know_the_classes(job_file: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Annotated, Any
 
 import numpy as np
@@ -197,8 +198,8 @@ def test_gradientflow_sends_the_chunks_of_the_largest_norms() -> None:
     flats = gradients(bucket, ranks)
     method = GradientFlow(density=0.3, chunk_values=10)
     found, _ = aggregate(method, flats, bucket)
-    chunks = [slice(at, min(at + 10, 95)) for at in range(0, 95, 10)]
-    chunks += [slice(at, at + 10) for at in range(95, 135, 10)]
+    cuts = [135 * i // 14 for i in range(15)]  # 9 or 10 values each
+    chunks = [slice(*each) for each in pairwise(cuts)]
     norms = [
         sum(np.abs(flat[chunk].astype(np.float64)).sum() for flat in flats) for chunk in chunks
     ]
@@ -210,6 +211,77 @@ def test_gradientflow_sends_the_chunks_of_the_largest_norms() -> None:
     assert np.array_equal(found != 0, expected != 0)
     dense = GradientFlow(density=0.3, dense_epochs=1.0)
     assert np.count_nonzero(aggregate(dense, flats, bucket)[0]) == bucket.size
+
+
+@every("scale", [1.0, 1024.0])
+def test_powersgd_has_the_momentum_of_its_paper(scale: float) -> None:
+    """x -= rate (mean + m) with m as torch's SGD has it; what is lost and kept is as without."""
+    ranks, states = 2, [State(range(2), 2) for _ in range(2)]
+    x = torch.zeros(BUCKET.size, requires_grad=True)
+    optimizer = torch.optim.SGD([x], lr=0.1, momentum=0.75)
+    for time in range(4):
+        flats = [flat * np.float32(scale) for flat in gradients(BUCKET, ranks, time)]
+        how = {"seed": 5, "iteration": time, "loss_scale": scale}
+        plain, pushed = (
+            PowerSgd(momentum=each).aggregate(
+                flats, BUCKET, Context(Loopback(ranks), state, **how)
+            ).flat
+            for each, state in zip((0.0, 0.75), states, strict=True)
+        )  # fmt: skip
+        x.grad = torch.from_numpy(plain) / scale
+        optimizer.step()
+        m = optimizer.state[x]["momentum_buffer"]
+        assert torch.equal(torch.from_numpy(pushed) / scale, x.grad + m)
+        kept, others = (dict(state) for state in states)
+        assert {name for _, name in others.keys() - kept.keys()} == {"momentum"}
+        assert all(np.array_equal(kept[key].array, others[key].array) for key in kept)
+
+
+def test_a_mean_with_momentum_beyond_float32_is_refused_with_nothing_kept() -> None:
+    """A method's own momentum may get beyond what the mean is below."""
+    for method in (PowerSgd(momentum=0.9), Dgc(momentum=0.9, warmup=(1.0,))):
+        state, flats = State(range(2), 2), gradients(BUCKET, 2)
+        for flat in flats:
+            BUCKET.views(flat)[1][3] = 1.2e38
+        for time in range(20):
+            before = {key: entry.array.copy() for key, entry in state}
+            try:
+                aggregate(method, flats, BUCKET, state, time)
+            except NonFiniteGradient as error:
+                assert error.segments == ("bias",) and not error.ranks and time > 0
+                assert all(np.array_equal(entry.array, before[key]) for key, entry in state)
+                break
+        else:
+            pytest.fail(f"{method} does not raise")
+
+
+LENET = Bucket(
+    tuple(f"{kind} {i}" for i in range(5) for kind in ("weight", "bias")),
+    (
+        *((6, 1, 5, 5), (6,), (16, 6, 5, 5), (16,), (120, 400), (120,)),
+        *((84, 120), (84,), (10, 84), (10,)),
+    ),
+)
+
+
+@every("bucket", [LENET, Bucket(LENET.names[::-1], LENET.shapes[::-1])])
+@every("random", [False, True])
+def test_gradientflow_starves_no_layer(bucket: Bucket, random: bool) -> None:
+    """Of gradients of one size each layer is sent as often as any other, be it ever so small.
+
+    6 of 61 chunks are sent, so that a chunk's turn comes every 10 steps. Of random gradients a
+    norm of 1,011 values with t steps in it is 1,011 sqrt(t) times a number with a deviation of a
+    fortieth: that is a step in twenty.
+    """
+    steps, state, method = 120, State(range(2), 2), GradientFlow(density=0.1)
+    shares = np.zeros(len(bucket.names))
+    for time in range(steps):
+        rng = np.random.default_rng(time)
+        draw = rng.standard_normal if random else np.ones
+        flats = [draw(bucket.size, np.float32) for _ in range(2)]
+        found, _ = aggregate(method, flats, bucket, state, time)
+        shares += [(layer != 0).mean() / steps for layer in bucket.views(found)]
+    assert (shares > 0.07).all() and (shares < 0.13).all(), shares.round(3)
 
 
 def mean_kept(state: State, bucket: Bucket) -> Any:

@@ -14,7 +14,9 @@ from pydantic import ValidationError
 import cpdhpc.train
 from cpdhpc.config import validate
 from cpdhpc.train import AdamP, Lamb, Larc, Lars, NovoGrad
-from cpdhpc.train.controllers import Schedule, Scheduled, Settings
+from cpdhpc.train.controllers import DECAYS, DEFAULT_RATE, BySchedule, Schedule, Scheduled, Settings
+from cpdhpc.train.controllers.adaptive import ByAdaptiveBatch, ByNoiseScale
+from cpdhpc.train.controllers.autowu import ByAutoWu
 from cpdhpc.train.job import Job
 from cpdhpc.train.layerwise import EXCLUDES
 from cpdhpc.train.optimizers import OPTIMIZERS, Exclude
@@ -280,7 +282,7 @@ def test_legw_keeps_the_iterations_of_the_warmup() -> None:
         run = Scheduled(settings(16 * k, warmup_epochs=0.0625, base_batch=16, batch_scaling="legw"))
         rates = [run.next(16 * k * i)[0] for i in range(2 * 16)]
         peak = 0.125 * math.sqrt(k)
-        assert rates == [peak * min(i / 16, 1) for i in range(32)]
+        assert rates == [peak * min((i + 1) / 16, 1) for i in range(32)]
 
 
 @every(
@@ -302,13 +304,36 @@ def test_rate_and_warmup_follow_the_batch(name: str, factor: int, warmup: int) -
         ({"decay": "exponential", "gamma": 0.5}, [1.0, 0.25, 0.0625, 0.015625]),
         (
             {"decay": "polynomial", "warmup_epochs": 4.0},
-            [0.0, 0.5, 1.0, 0.5],
+            [0.25, 0.75, 1.0, 0.5],
         ),
-        ({"decay": "exponential", "gamma": 0.5, "warmup_epochs": 4.0}, [0.0, 0.5, 1.0, 0.25]),
+        ({"decay": "exponential", "gamma": 0.5, "warmup_epochs": 4.0}, [0.25, 0.75, 1.0, 0.25]),
     ],
 )
 def test_decays(keys: dict[str, Any], wanted: list[float]) -> None:
-    assert [Schedule(**keys).factor(epoch, 8) for epoch in (0, 2, 4, 6)] == wanted
+    schedule = Schedule(**keys)
+    assert [schedule.factor(epoch, 8, epoch + 1) for epoch in (0, 2, 4, 6)] == wanted
+
+
+@every("decay", DECAYS)
+@every("samples", [7, 64, 1000])
+@every("warmup_epochs", [0.0, 0.01, 0.3, 1.0, 1.7])
+def test_no_step_is_without_a_rate(decay: str, samples: int, warmup_epochs: float) -> None:
+    """In a warm-up, of whole steps or not, they rise by one amount up to the whole rate at most."""
+    keys = {"warmup_epochs": warmup_epochs, "decay": decay, "milestones": (1.0,)}
+    control = BySchedule(), ByNoiseScale(), ByAdaptiveBatch(), ByAutoWu()
+    for each in control:
+        own = {} if isinstance(each, ByAutoWu) else keys
+        of = Settings(Schedule(**own), 0.1 if own else DEFAULT_RATE, 16, 3, samples)
+        controller = each.build(of)
+        steps = [e * samples + s for e in range(3) for s in range(0, samples, 16)]
+        rates = [controller.next(seen)[0] for seen in steps]
+        assert min(rates) > 0
+        if own and warmup_epochs * samples >= 16:
+            per_epoch = -(-samples // 16)
+            whole = int(warmup_epochs * per_epoch)
+            rising = np.array(rates[:whole]) / 0.1
+            by = np.diff(rising, prepend=0)  # less where a batch is, as the last one of an epoch
+            assert by.min() > 0 and by.max() < 1.0001 * by[0] and rising[-1] > 0.9999 - by[0]
 
 
 @every(

@@ -28,8 +28,10 @@ from cpdhpc.compress import (
 )
 from cpdhpc.compress.bucket import BYTES, MIB, Bucket, split_bucket
 from cpdhpc.compress.randomk import drawn_alike
-from cpdhpc.config import ConfigError
+from cpdhpc.config import ConfigError, validate
 from cpdhpc.train import GradientReducer
+from cpdhpc.train.job import Job
+from cpdhpc.train.optimizers import Sgd
 from cpdhpc.world.ranks import Loopback
 
 BUCKET = Bucket(("weight", "bias", "kernel", "none"), ((24, 60), (7,), (6, 3, 5, 5), (3, 0)))
@@ -320,10 +322,6 @@ def test_what_is_not_finite_is_told_and_nothing_is_kept(name: str, case: str) ->
         ({"aggregator": "strom", "tau": float("inf")}, "gradient.tau=inf: should be a finite"),
         ({"aggregator": "strom", "wire": "raw"}, "unknown key gradient.wire"),
         ({"aggregator": "dgc", "clip_norm": -1.0}, "gradient.clip_norm=-1.0: should be greater"),
-        (
-            {"aggregator": "dgc"},
-            "optimizer: has momentum, and so have the means of this gradient.aggregator",
-        ),
     ],
 )
 def test_wrong_options_are_one_line(options: dict[str, Any], says: str) -> None:
@@ -332,8 +330,21 @@ def test_wrong_options_are_one_line(options: dict[str, Any], says: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_dgc_goes_with_an_optimizer_without_momentum() -> None:
-    assert small_job(gradient={"aggregator": "dgc"}, optimizer={"momentum": 0.0}).gradient == Dgc()
+MOMENTUM = [{"aggregator": "dgc"}, {"aggregator": "powersgd", "momentum": 0.5}]
+
+
+@every("gradient", MOMENTUM)
+def test_methods_with_momentum_go_with_an_optimizer_without(gradient: dict[str, Any]) -> None:
+    """Which it is where the job names none; a copy of what is filled in is the same job."""
+    for given in ({}, {"momentum": 0.0}, {"weight_decay": 0.1}, {"name": "sgd"}):
+        job = small_job(gradient=gradient, optimizer=given)
+        assert isinstance(job.optimizer, Sgd) and job.optimizer.momentum == 0
+        assert validate(Job, job.plain(), "again") == job
+    says = r"optimizer: has momentum, .*: write momentum = 0.0 below \[optimizer\], or leave"
+    for given in ({"momentum": 0.5}, {"name": "adam"}, {"nesterov": True}):
+        with pytest.raises(ConfigError, match=says):
+            small_job(gradient=gradient, optimizer=given)
+    assert small_job(gradient={"aggregator": "powersgd"}).optimizer == Sgd(momentum=0.9)
 
 
 @every("name", ["topk", "randomk", "dgc", "strom"])

@@ -27,7 +27,7 @@ PER_EPOCH = 4  # iterations: 100 samples in batches of 25
 TRAIN: dict[str, Any] = {"epochs": 3, "batch": 25, "learning_rate": 0.125, "telemetry_every": 1}
 # A warm-up by quarters, then a half from each milestone on: exact in binary.
 SCHEDULE = {"warmup_epochs": 1.0, "decay": "step", "milestones": [1.5, 2.25], "gamma": 0.5}
-RATES = [0.125 * f for f in (0, 0.25, 0.5, 0.75, 1, 1, 0.5, 0.5, 0.5, 0.25, 0.25, 0.25)]
+RATES = [0.125 * f for f in (0.25, 0.5, 0.75, 1, 1, 1, 0.5, 0.5, 0.5, 0.25, 0.25, 0.25)]
 
 
 def batches(job: Job) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -66,7 +66,7 @@ class AdaComp(SparseMessages):
         )
         flat = layers.mean(sent.mean, waiting, gradients, context, self.algorithm, sent.values)
         layers.keep(waiting, context)
-        return Mean(flat, {"sent_share": layers.shares(sent.shares)})
+        return Mean.finite(flat, {"sent_share": layers.shares(sent.shares)})
 
     def _bins(self, coded: Bucket) -> Iterator[tuple[int, slice]]:
         """Yield how many values a bin of each layer has, and where the layer lies."""

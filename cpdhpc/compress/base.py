@@ -14,7 +14,7 @@ import numpy.typing as npt
 from pydantic import Field
 
 from ..collectives.allreduce import Allreduce, configured
-from ..collectives.checks import NONFINITE_BITS, NonFiniteGradient, is_finite
+from ..collectives.checks import NONFINITE_BITS, NonFiniteGradient, check_alike, is_finite
 from ..collectives.method import AUTO, Machine, as_machine
 from ..config import check_fields, suggest
 from ..formats import TILE, FloatFormat, TableFormat
@@ -74,10 +74,19 @@ class Mean:
 
     flat: float32[bucket.size], the same bits on every rank
     layers: float64[layers] by the names of columns that are not counted, alike on every rank
+    is_finite: whether flat is known to be finite, as finite() says; a copy by replace is unknown
     """
 
     flat: Array
     layers: Mapping[str, Array] = field(default_factory=dict)
+    is_finite: bool = field(default=False, init=False)
+
+    @classmethod
+    def finite(cls, flat: Array, layers: Mapping[str, Array] | None = None) -> Mean:
+        """Return a mean whose method has looked at flat, on all ranks: nobody looks once more."""
+        mean = cls(flat, layers or {})
+        object.__setattr__(mean, "is_finite", True)
+        return mean
 
 
 class Checked(ABCMeta):
@@ -117,7 +126,6 @@ class Aggregator(metaclass=Checked):
 
     align: ClassVar[int] = 1  # layers start on multiples of this many values
     columns: ClassVar[Mapping[str, Column]] = {}  # what the record has of each layer
-    has_momentum: ClassVar[bool] = False  # whether means have some, so the optimiser must not
     __pydantic_config__: ClassVar[Any] = {
         "extra": "forbid",
         "strict": True,
@@ -129,13 +137,20 @@ class Aggregator(metaclass=Checked):
         """Return how pydantic reads the table of a job file: strict about its values."""
         return {**handler(source), "strict": False}  # the table itself need be no Aggregator
 
+    @property
+    def has_momentum(self) -> bool:
+        """Whether means have some, so that the optimiser must have none."""
+        return False
+
     @abstractmethod
     def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
         """Return the mean over all ranks of their gradients. Collective: all processes call.
 
         gradients: one float32[bucket.size] per hosted rank, as bucket lays them out; unchanged.
             CuPy arrays, too: then the mean and what is kept of each value are CuPy's
-        Raises NonFiniteGradient on all ranks alike where a gradient holds NaN or infinity.
+        Raises NonFiniteGradient on all ranks where a gradient or the mean is not finite, with what
+        is kept unchanged: checked_mean before anything is kept, and then Mean.finite. The mean
+        of a method that does not is checked by averaged, after the method has kept what it keeps.
         """
 
     def check_layers(self, names: Collection[str]) -> None:
@@ -282,6 +297,7 @@ def zeros(n: int, like: Array) -> Array:
 
 
 REFUSED = 1 << 32  # above the bits of any float32
+RESIDUAL = "residual"  # the name of what waits, in a state
 PLACES = ("numpy.ndarray", "cupy.ndarray")  # allowed types of gradients
 
 
@@ -336,6 +352,69 @@ def checked_mean(world: Ranks, flat: Array, gradients: Sequence[Array], bucket: 
     if is_finite(flat):
         return flat
     raise nonfinite(world, gradients, bucket, nonfinite_layers(flat, bucket))
+
+
+def averaged(method: Aggregator, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
+    """Return the mean that a method makes, all of whose values are finite. Collective.
+
+    Where the method has not looked itself (Mean.finite), its mean is looked at here, and all ranks
+    hear in one small message what any has found.
+    Raises NonFiniteGradient on all ranks, naming layers and ranks; TypeError or ValueError on all
+    where a method returns on one anything but a Mean of contiguous float32[bucket.size].
+    """
+    mean: object = method.aggregate(gradients, bucket, context)
+    if isinstance(mean, Mean) and mean.is_finite:
+        return mean
+    error, bad = _problem(type(method).__name__, mean, bucket), list[int]()
+    if isinstance(mean, Mean) and error is None and not is_finite(mean.flat):
+        bad = nonfinite_layers(mean.flat, bucket)
+    world = context.world
+    if any(check_alike(world, error, {}, [len(bad)], f"{type(method).__name__}: mean")):
+        everywhere = {i for process in world.gather(bad) for i in process}
+        raise nonfinite(world, gradients, bucket, sorted(everywhere))
+    assert isinstance(mean, Mean), "else all ranks have raised"
+    return mean
+
+
+def _problem(name: str, mean: object, bucket: Bucket) -> Exception | None:
+    """Return what is wrong with what a method returned, but for values that are not finite."""
+    if not isinstance(mean, Mean):
+        return TypeError(f"{name}.aggregate: returned {type(mean).__name__}: must be a Mean")
+    flat: object = mean.flat
+    came = f"{type(flat).__module__}.{type(flat).__qualname__}"
+    if came not in PLACES:
+        return TypeError(f"{name}.aggregate: mean: {came}: must be {' or '.join(PLACES)}")
+    try:
+        bucket.views(mean.flat)
+    except ValueError as error:
+        return ValueError(f"{name}.aggregate: mean: {str(error).partition(': ')[2]}")
+    return None
+
+
+def with_residuals(
+    method: Aggregator, gradients: Sequence[Array], bucket: Bucket, context: Context
+) -> list[Array]:
+    """Return gradients plus what each hosted rank keeps, new float32[bucket.size]. Collective.
+
+    What is kept is that of keep_residuals, 0 at first, and is not changed.
+    Raises on all ranks TypeError as check_place, NonFiniteGradient where one of a gradient or of
+    its sum is not finite.
+    """
+    check_place(method, context.world, gradients)
+    found, add = [gradient.copy() for gradient in gradients], backend_of(gradients[0]).add
+    with np.errstate(over="ignore", invalid="ignore"):  # looked at next
+        for name, start, stop in bucket.segments:
+            kept = context.state.own(name, RESIDUAL, (stop - start,), like=found[0])
+            for x, residual in zip(found, kept, strict=True):
+                add(x[start:stop], residual, x[start:stop])
+    raise_unless_finite(context.world, found, bucket)
+    return found
+
+
+def keep_residuals(xs: Sequence[Array], bucket: Bucket, context: Context) -> None:
+    """Keep what each hosted rank has not sent, float32[bucket.size], that nobody else uses."""
+    for name, start, stop in bucket.segments:
+        context.state.give(name, RESIDUAL, [x[start:stop] for x in xs])
 
 
 def nonfinite(

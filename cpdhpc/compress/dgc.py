@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 import numpy as np
 from pydantic import Field
@@ -12,6 +11,7 @@ from pydantic import Field
 from ..ops import backend_of
 from .base import Array, Context, Mean
 from .bucket import Bucket
+from .momentum import MOMENTUM, keep_momenta, pushed
 from .sparse import Density, LargestValues, SparseLayers, Warmup
 
 
@@ -28,8 +28,6 @@ class Dgc(LargestValues):
     clipping, momentum factor masking, warm-up.
     """
 
-    has_momentum: ClassVar[bool] = True
-
     aggregator: Literal["dgc"] = "dgc"
     momentum: Annotated[float, Field(gt=0, lt=1)] = 0.9
     masking: bool = True
@@ -37,23 +35,33 @@ class Dgc(LargestValues):
     density: Density = 0.001
     warmup: Warmup = (0.25, 0.0625, 0.015, 0.004)
 
+    @property
+    def has_momentum(self) -> bool:
+        """See Aggregator.has_momentum."""
+        return True
+
     def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
         """Return the mean over all ranks. See Aggregator.aggregate."""
         layers = SparseLayers(bucket, self.exclude)
         layers.check_place(self, gradients, context)
         clipped = [self._clipped(x, bucket, context) for x in gradients]
         momenta = layers.joined(clipped)
-        layers.add(momenta, context, "momentum", self.momentum)
+        layers.add(momenta, context, MOMENTUM, self.momentum)
         waiting = SparseLayers(layers.coded).waiting(momenta, context, check=False)
         sent, chosen = self._send(waiting, layers, context)
         flat = layers.mean(sent.mean, waiting, clipped, context, self.algorithm, sent.values)
+        whole = set(bucket.names) - set(layers.coded.names)
+        pushed_whole = pushed(flat, bucket, whole, self.momentum, context)
+        for name, start, stop in bucket.segments:
+            if name in whole:
+                flat[start:stop] = pushed_whole[name]
         for u, indices in zip(momenta, chosen, strict=True):
             if self.masking:
                 backend_of(u).clear(u, indices)
         layers.keep(waiting, context)
-        layers.keep(momenta, context, "momentum")
-        self._push_whole(flat, layers, context)
-        return Mean(flat, {"sent_share": layers.shares(sent.shares)})
+        layers.keep(momenta, context, MOMENTUM)
+        keep_momenta(pushed_whole, context)
+        return Mean.finite(flat, {"sent_share": layers.shares(sent.shares)})
 
     def _clipped(self, gradient: Array, bucket: Bucket, context: Context) -> Array:
         """Return a rank's gradient, its layers shortened where they are too long."""
@@ -66,17 +74,3 @@ class Dgc(LargestValues):
             if limit < norm < np.inf:  # what is not finite is left for check
                 kernels.multiply(x, np.float32(limit / norm), x)
         return out
-
-    def _push_whole(self, flat: Array, layers: SparseLayers, context: Context) -> None:
-        """Give momentum to the mean of the layers that travel whole, alike on all ranks.
-
-        What is shared does not follow the scale of losses, so it is kept without.
-        """
-        scale, kernels = np.float32(context.loss_scale), backend_of(flat)
-        for name, start, stop in layers.bucket.segments:
-            if name not in layers.coded.names:
-                x = flat[start:stop]
-                u = context.state.shared(name, "momentum", partial(np.zeros_like, x), x)
-                kernels.multiply(u, np.float32(self.momentum), u)
-                kernels.add(u, kernels.divide(x, scale), u)
-                kernels.multiply(u, scale, x)

@@ -85,7 +85,7 @@ class Flexpoint(Aggregator):
         largest = amax_of_segments(mean, bucket.segments).astype(np.uint32).view(np.float32)
         for past, value in zip(pasts, largest, strict=True):
             past[:] = [*past[1:], value]
-        return Mean(mean, {"aps_shift": np.array(reduced.sent_shifts, np.float64)})
+        return Mean.finite(mean, {"aps_shift": np.array(reduced.sent_shifts, np.float64)})
 
     def _expected(self, pasts: list[Array], bucket: Bucket, ranks: int) -> Shifts | None:
         """Return the shift of each layer; None where one has had no gradient."""

@@ -17,9 +17,9 @@ from .base import (
     Context,
     DenseMessages,
     Mean,
-    check_place,
     checked_mean,
-    raise_unless_finite,
+    keep_residuals,
+    with_residuals,
     zeros,
 )
 from .bucket import Bucket
@@ -27,10 +27,12 @@ from .bucket import Bucket
 
 @dataclass(frozen=True)
 class GradientFlow(DenseMessages):
-    """The mean of the chunks of layers whose 1-norms, summed over the ranks, are the largest.
+    """The mean of the chunks of a bucket whose 1-norms, summed over the ranks, are the largest.
 
+    A bucket's layers are one row of values, which is cut into chunks as equal as can be, wherever
+    layers begin and end: a shorter chunk would have a smaller norm, and wait for ever.
     density: share of a bucket's chunks that are sent, one at least; the others wait and add up
-    chunk_values: of a chunk; the last one of a layer may be shorter
+    chunk_values: of a chunk at most; there are as few chunks as that allows
     dense_epochs: until then everything is sent
     wire, algorithm, scaling: of the all-reduce of what is sent; it has no indices, as all ranks
         choose alike
@@ -51,14 +53,8 @@ class GradientFlow(DenseMessages):
     def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
         """Return the mean over all ranks. See Aggregator.aggregate."""
         world, flat = context.world, zeros(bucket.size, gradients[0])
-        check_place(self, world, gradients)
-        waiting = self._with_memory(gradients, bucket, context)
-        raise_unless_finite(world, waiting, bucket)
-        starts, stops = self._chunks(bucket)
-        chosen = self._chosen(waiting, starts, context)
-        where = np.zeros(bucket.size, bool)
-        for start, stop in zip(starts[chosen], stops[chosen], strict=True):
-            where[start:stop] = True
+        waiting = with_residuals(self, gradients, bucket, context)
+        where = self._chosen(waiting, context)
         method, is_sent = self._allreduce(context.seed), placed(where, flat)
         parts = [x[is_sent] for x in waiting]
         flat[is_sent] = method.run(world, parts, iteration=context.iteration).arrays[0]
@@ -66,37 +62,21 @@ class GradientFlow(DenseMessages):
         kernels = backend_of(flat)
         for x, part in zip(waiting, parts, strict=True):
             x[is_sent] = kernels.multiply(part, np.float32(0))  # with the signs that they had
-        for name, start, stop in bucket.segments:
-            context.state.give(name, "residual", [x[start:stop] for x in waiting])
+        keep_residuals(waiting, bucket, context)
         shares = [
             where[start:stop].mean() if start < stop else 0.0 for _, start, stop in bucket.segments
         ]
-        return Mean(flat, {"sent_share": np.array(shares)})
+        return Mean.finite(flat, {"sent_share": np.array(shares)})
 
-    def _chunks(self, bucket: Bucket) -> tuple[Array, Array]:
-        """Return where the chunks of all layers start and stop."""
-        starts = [
-            (at, min(at + self.chunk_values, stop))
-            for _, start, stop in bucket.segments
-            for at in range(start, stop, self.chunk_values)
-        ]
-        return tuple(np.array(starts, np.int64).reshape(-1, 2).T)  # type: ignore[return-value]
-
-    def _with_memory(self, gradients: list[Array], bucket: Bucket, context: Context) -> list[Array]:
-        """Return the gradients of the hosted ranks with what waits."""
-        found, add = [gradient.copy() for gradient in gradients], backend_of(gradients[0]).add
-        for name, start, stop in bucket.segments:
-            memory = context.state.own(name, "residual", (stop - start,), like=found[0])
-            with np.errstate(over="ignore", invalid="ignore"):  # aggregate sees it
-                for x, kept in zip(found, memory, strict=True):
-                    add(x[start:stop], kept, x[start:stop])
-        return found
-
-    def _chosen(self, waiting: list[Array], starts: Array, context: Context) -> Array:
-        """Return the numbers of the chunks to send, in order, alike on all ranks. Collective."""
-        if not starts.size or context.epoch < self.dense_epochs:
-            return np.arange(starts.size)
-        norms = [backend_of(x).run_sums(x, starts, "magnitude") for x in waiting]
+    def _chosen(self, waiting: list[Array], context: Context) -> Array:
+        """Return which values are sent, bool[n], the same on all ranks. Collective."""
+        n = waiting[0].size
+        if not n or context.epoch < self.dense_epochs:
+            return np.ones(n, bool)
+        chunks = -(-n // self.chunk_values)
+        borders = np.arange(chunks + 1) * n // chunks
+        norms = [backend_of(x).run_sums(x, borders[:-1], "magnitude") for x in waiting]
         total = sum_of_ranks(context.world, norms)
-        count = max(1, round(self.density * starts.size))
-        return np.sort(np.argsort(-total, kind="stable")[:count])
+        chosen = np.zeros(chunks, bool)
+        chosen[np.argsort(-total, kind="stable")[: max(1, round(self.density * chunks))]] = True
+        return np.repeat(chosen, np.diff(borders))

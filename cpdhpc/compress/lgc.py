@@ -94,7 +94,7 @@ class Lgc(DenseMessages):
         if context.iteration < self.dense_steps or not layers.coded.size:
             flat = np.zeros_like(gradients[0], shape=(bucket.size,))
             mean_in_float32(gradients, bucket, bucket.names, context, flat, self.algorithm)
-            return Mean(flat, {"sent_share": np.ones(len(bucket.names))})
+            return Mean.finite(flat, {"sent_share": np.ones(len(bucket.names))})
         layers.check_place(self, gradients, context)
         waiting = layers.waiting(gradients, context)
         chosen = self._chosen(waiting, layers.coded, context)
@@ -108,7 +108,7 @@ class Lgc(DenseMessages):
             backend_of(x).clear(x, places)
         flat = layers.mean(mean, waiting, gradients, context, self.algorithm)
         layers.keep(waiting, context)
-        return Mean(flat, self._telemetry(layers, chosen, found))
+        return Mean.finite(flat, self._telemetry(layers, chosen, found))
 
     def _chosen(self, waiting: Sequence[Array], coded: Bucket, context: Context) -> Chosen:
         """Return the places of the leader's largest values, alike on all ranks. Collective."""

@@ -189,7 +189,7 @@ class LowBit(Aggregator):
             for i, values in zip(layers, part.views(mean.flat), strict=True):
                 bucket.views(flat)[i][...] = values
             shifts[layers] = mean.layers["aps_shift"]
-        return Mean(flat, {"aps_shift": shifts})
+        return Mean.finite(flat, {"aps_shift": shifts})
 
     def _mean(self, way: int, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
         """Return the mean of a bucket whose layers travel one way. Collective."""
@@ -208,7 +208,7 @@ class LowBit(Aggregator):
         if self.layers and not shifts:  # so that all parts of a model have the column
             shifts = np.full(len(bucket.names), np.nan)
         layers = {"aps_shift": np.array(shifts, np.float64)} if len(shifts) else {}
-        return Mean(reduced.arrays[0], layers)
+        return Mean.finite(reduced.arrays[0], layers)
 
     def _run_with_memory(
         self, method: Allreduce, gradients: list[Array], bucket: Bucket, context: Context

@@ -52,4 +52,4 @@ class NoCompression(Aggregator):
         bad = nonfinite_layers(mean, bucket)  # the same bits, so the same answer, on all ranks
         if bad:
             raise nonfinite(context.world, gradients, bucket, bad)  # or the sum overflowed
-        return Mean(mean)
+        return Mean.finite(mean)

@@ -84,7 +84,7 @@ class OkTopk(SparseMessages):
         layers.keep(waiting, context)
         borders = [*(start for _, start, _ in coded.segments), coded.size]
         counts = np.diff(np.searchsorted(indices, borders))
-        return Mean(flat, {"sent_share": layers.shares(counts / np.diff(borders))})
+        return Mean.finite(flat, {"sent_share": layers.shares(counts / np.diff(borders))})
 
     @np.errstate(over="ignore", invalid="ignore")  # mean sees what is not finite
     def _summed(self, waiting: list[Array], k: int, layer: str, context: Context) -> Pairs:

@@ -89,15 +89,15 @@ class OneBit(Aggregator):
                 )
                 sign, pair = sign[size_bytes:], pair[2 * rows :]
         backend_of(flat).divide(flat, np.float32(world.ranks), flat)
+        dense = [name for i, name in enumerate(bucket.names) if i not in coded]
         try:
             checked_mean(world, flat, gradients, bucket)
+            mean_in_float32(gradients, bucket, dense, context, flat, self.algorithm)
         except NonFiniteGradient:
             for key, entry in before or ():
                 context.state.put(key, entry)
             raise
-        dense = [name for i, name in enumerate(bucket.names) if i not in coded]
-        mean_in_float32(gradients, bucket, dense, context, flat, self.algorithm)
-        return Mean(flat)
+        return Mean.finite(flat)
 
     def _encoded(self, gradient: Array, residual: Array) -> tuple[Array, Array]:
         """Return whether values are not below 0, bool[rows, columns], and float32[2 rows].

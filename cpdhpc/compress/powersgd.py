@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import Field
 
+from ..config import Share
 from ..ops import backend_of, placed, to_host
 from .base import (
     HALF_ULP,
@@ -25,6 +26,7 @@ from .base import (
     zeros,
 )
 from .bucket import Bucket
+from .momentum import keep_momenta, pushed
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,9 @@ class PowerSgd(DenseMessages):
         one dimension
     warm_start: go on with the second matrix of the last iteration, else with a new random one
     error_feedback: what is lost is added to a rank's next gradient
+    momentum: of the paper's algorithm 2: m = momentum m + mean, and the optimiser, SGD without
+        momentum of its own, steps by mean + m; layers that travel in float32 too. 0: there is none
+        but the optimiser's, whose SGD steps by m, or by mean + momentum m where it is Nesterov's
     wire, algorithm, scaling: of the all-reduces of both matrices
     Source: Vogels, Karimireddy, Jaggi: PowerSGD, NeurIPS 2019, algorithms 1 and 2.
     """
@@ -45,6 +50,12 @@ class PowerSgd(DenseMessages):
     min_rate: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 2.0
     warm_start: bool = True
     error_feedback: bool = True
+    momentum: Share = 0.0
+
+    @property
+    def has_momentum(self) -> bool:
+        """See Aggregator.has_momentum."""
+        return self.momentum > 0
 
     def aggregate(self, gradients: list[Array], bucket: Bucket, context: Context) -> Mean:
         """Return the mean over all ranks. See Aggregator.aggregate."""
@@ -53,13 +64,12 @@ class PowerSgd(DenseMessages):
         flat, layers = zeros(bucket.size, gradients[0]), self._layers(bucket)
         dense = [name for i, name in enumerate(bucket.names) if i not in layers]
         mean_in_float32(gradients, bucket, dense, context, flat, self.algorithm)
-        if not layers:
-            return Mean(flat)
-        kernels = backend_of(flat)
         matrices = {i: self._with_memory(i, gradients, bucket, context) for i in layers}
         second = {i: self._second(i, bucket, context) for i in layers}
-        on_rows = {i: placed(rows, flat) for i, rows in second.items()}
         names = {i: bucket.names[i] for i in layers}
+        kernels, views = backend_of(flat), bucket.views(flat)
+        means = {i: views[i].reshape(matrices[i][0].shape) for i in layers}
+        on_rows = {i: placed(rows, flat) for i, rows in second.items()}
         products = self._mean(
             {names[i]: [kernels.row_products(m, on_rows[i]) for m in matrices[i]] for i in layers},
             context,
@@ -69,16 +79,38 @@ class PowerSgd(DenseMessages):
             {names[i]: [kernels.column_products(m, first[i]) for m in matrices[i]] for i in layers},
             context,
         )
-        means = {i: view for i, view in enumerate(bucket.views(flat)) if i in names}
-        means = {i: mean.reshape(matrices[i][0].shape) for i, mean in means.items()}
         for i, mean in means.items():
             kernels.add_outer(mean, first[i], found[names[i]])  # elementwise: alike on all ranks
-        checked_mean(context.world, flat, gradients, bucket)
-        if self.error_feedback:
+        if layers:  # else nothing has changed since it was found finite
+            checked_mean(context.world, flat, gradients, bucket)
+        momenta = {}
+        if self.momentum:
+            momenta = pushed(flat, bucket, bucket.names, self.momentum, context)
+        ahead = self._ahead(flat, momenta, gradients, bucket, context)
+        if self.error_feedback and layers:
             self._keep(matrices, means, flat, bucket, context)
         for i, name in names.items():
             second[i][:] = to_host(found[name])
-        return Mean(flat)
+        keep_momenta(momenta, context)
+        return Mean.finite(ahead)
+
+    def _ahead(
+        self,
+        flat: Array,
+        momenta: Mapping[str, Array],
+        gradients: list[Array],
+        bucket: Bucket,
+        context: Context,
+    ) -> Array:
+        """Return a mean plus momenta, float32[bucket.size], finite. Collective where it raises."""
+        if not momenta:
+            return flat
+        ahead = flat.copy()
+        with np.errstate(over="ignore"):  # looked at next
+            for name, start, stop in bucket.segments:
+                x = ahead[start:stop]
+                backend_of(x).add(x, momenta[name], x)
+        return checked_mean(context.world, ahead, gradients, bucket)
 
     def _keep(
         self,

@@ -75,7 +75,7 @@ class Qsgd(Aggregator):
         scales = [norm / np.float32(self.levels) for norm in allgather(world, norms)]
         total = zeros(n, gradients[0])
         flat = decoded_mean(wire, shifts, allgather(world, payloads), scales, ends, total)
-        return Mean(checked_mean(world, flat, gradients, bucket))
+        return Mean.finite(checked_mean(world, flat, gradients, bucket))
 
     def _norms(self, gradient: Array, starts: Array) -> Array:
         """Return the 2-norm of each bucket, float32, no smaller than its largest value.

@@ -67,7 +67,7 @@ class RandomK(DenseMessages):
         flat = layers.mean(mean, waiting, gradients, context, self.algorithm)
         if self.error_feedback:
             layers.keep(waiting, context)
-        return Mean(flat, {"sent_share": layers.shares(shares)})
+        return Mean.finite(flat, {"sent_share": layers.shares(shares)})
 
 
 def drawn_alike(key: Key, k: int, n: int) -> Array:

@@ -85,7 +85,7 @@ class ScaleCom(DenseMessages):
         layers.add(waiting, context, "residual", 1 - self.beta, self.beta)
         layers.keep(waiting, context)
         shares = [chosen[name].size / (stop - start) for name, start, stop in coded.segments]
-        return Mean(flat, {"sent_share": layers.shares(shares)})
+        return Mean.finite(flat, {"sent_share": layers.shares(shares)})
 
     def _chunk_values(self, name: str) -> int:
         """Return how many values a chunk of a layer has."""

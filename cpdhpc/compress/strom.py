@@ -46,7 +46,7 @@ class Strom(SparseMessages):
         sent = exchange(context.world, payloads, decode, waiting, layers.coded)
         flat = layers.mean(sent.mean, waiting, gradients, context, self.algorithm, sent.values)
         layers.keep(waiting, context)
-        return Mean(flat, {"sent_share": layers.shares(sent.shares)})
+        return Mean.finite(flat, {"sent_share": layers.shares(sent.shares)})
 
 
 def _beyond(x: Array, tau: float) -> tuple[Array, Array]:

@@ -91,7 +91,7 @@ class TernGrad(Aggregator):
             flat = self._mean_of_own(clipped, scalers, ends, context)
         checked_mean(context.world, flat, gradients, bucket)
         mean_in_float32(gradients, bucket, self.exclude, context, flat, self.algorithm)
-        return Mean(flat)
+        return Mean.finite(flat)
 
     def _ends(self, bucket: Bucket) -> Array:
         """Return where the values that have a scaler each end, int64[scalers], in order."""

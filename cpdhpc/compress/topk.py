@@ -31,4 +31,4 @@ class TopK(LargestValues):
         flat = layers.mean(sent.mean, waiting, gradients, context, self.algorithm, sent.values)
         if self.error_feedback:
             layers.keep(waiting, context)
-        return Mean(flat, {"sent_share": layers.shares(sent.shares)})
+        return Mean.finite(flat, {"sent_share": layers.shares(sent.shares)})

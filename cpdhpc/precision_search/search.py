@@ -36,6 +36,7 @@ from ..report.units import agreeing
 from ..train import gradients
 from ..train.command import Trainer
 from ..train.fitting import samples_of
+from ..train.imports import ImportedAggregator
 from ..train.job import MAY_DIFFER, Job
 from ..train.loop import Diverged, gradient_of
 from ..train.output import Files, claimed
@@ -173,7 +174,7 @@ class Search:
         steps = job.train.epochs * -(-samples // job.train.batch)
         return tuple(sorted({min(int(share * steps), steps - 1) for share in RECORDED}))
 
-    def _method(self, formats: tuple[str, ...]) -> Aggregator:
+    def _method(self, formats: tuple[str, ...]) -> Aggregator | ImportedAggregator:
         """Return how gradients travel in a trial."""
         if not self.asked.wire:
             return self.asked.jobs[0].gradient
@@ -256,7 +257,7 @@ class Search:
         """
         if not self.asked.arithmetic:
             return self.world.on_first(
-                lambda: mean_error(job.gradient, files) if files else math.nan, "search"
+                lambda: mean_error(job.aggregator(), files) if files else math.nan, "search"
             )
         if self.asked.gradient_error is None:
             return math.nan

@@ -14,7 +14,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..collectives.checks import NonFiniteGradient, check_alike, is_finite
-from ..compress.base import Aggregator, Context, Mean, nonfinite_layers
+from ..compress.base import Aggregator, Context, Mean, averaged, nonfinite_layers
 from ..compress.bucket import Bucket, Entry, State, redistributed
 from ..methods import check_bool, check_whole
 from ..ops import backend_of, on_gpu, to_host
@@ -113,7 +113,7 @@ class Averaging:
         """Return the mean of a bucket of a step, new. Collective. A random stream is a bucket's."""
         seed = part_seed(self.seed, index)
         context = Context(self.world, self.state, seed, self.iteration, self.epoch, self.loss_scale)
-        mean = self.aggregator.aggregate(gradients, bucket, context)
+        mean = averaged(self.aggregator, gradients, bucket, context)
         kept = [*gradients, *(entry.array for _, entry in self.state)]
         near = [each for each in kept if on_gpu(each) == on_gpu(mean.flat)]
         is_new = not any(np.may_share_memory(mean.flat, each) for each in near)

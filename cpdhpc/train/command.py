@@ -117,6 +117,7 @@ class Trainer:
         """
         world = self.world
         agreed(world, lambda: _check_ranks(jobs, world))
+        agreed(world, lambda: [job.aggregator() for job in jobs])
         files = {job.id: Files.of(directory, job) for job in jobs}
         written = {job.id: files[job.id].written(job) for job in jobs}
         with claimed(world, directory, written, resume):

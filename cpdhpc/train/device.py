@@ -15,7 +15,7 @@ from ..world.ranks import Ranks
 from .data import Array, Samples
 
 if TYPE_CHECKING:
-    from .job import Train
+    from .train_section import Train
 
 
 def own_device(
@@ -23,7 +23,7 @@ def own_device(
 ) -> torch.device:
     """Return the device of this process, which is torch's and CuPy's current one then. Collective.
 
-    kind: cpu or gpu; the others: see train.job.Train
+    kind: cpu or gpu; the others: see train.train_section.Train
     Raises UserError on all processes alike where one has no GPU, or torch or CuPy none for it,
     where several share one that should not, and where MPI is to take GPU memory and does not.
     """

@@ -48,7 +48,7 @@ def build_model(job: Job, data: Dataset | Source) -> torch.nn.Module:
 def names_layers(job: Job) -> bool:
     """Return whether an option of gradient names a layer: no network without layers has it."""
     try:
-        job.gradient.check_layers([])
+        job.aggregator().check_layers([])
     except ValueError:
         return True
     return False
@@ -57,14 +57,14 @@ def names_layers(job: Job) -> bool:
 def check_layers(job: Job, model: torch.nn.Module) -> None:
     """Raise ConfigError where an option of gradient names a layer that the network has not."""
     try:
-        job.gradient.check_layers([n for n, p in model.named_parameters() if p.requires_grad])
+        job.aggregator().check_layers([n for n, p in model.named_parameters() if p.requires_grad])
     except ValueError as error:
         raise of_gradient(job, error) from None
 
 
 def of_gradient(job: Job, error: ValueError) -> ConfigError:
     """Return what is said of a job whose gradients cannot be averaged as it says."""
-    said = str(error).removeprefix(type(job.gradient).__name__).lstrip(".: ")
+    said = str(error).removeprefix(type(job.aggregator()).__name__).lstrip(".: ")
     return ConfigError(f"{job.id}: gradient.{said}")
 
 

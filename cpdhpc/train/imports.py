@@ -1,4 +1,4 @@
-"""Models and data of the user's own, by the name of a function: import = "package.module:name"."""
+"""What is the user's own in a job file, by its name: import = "package.module:name"."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, ConfigDict, Field, field_validator
 
-from ..config import ConfigError, Section, told
+from ..compress.base import Aggregator
+from ..config import ConfigError, Section, told, validate
 from .data import Data, Source
 from .losses import Loss, LossFunction, Metric, MetricFunction
 from .models import Model
@@ -144,6 +145,37 @@ class ImportedData(Data, Imported):
                 f"{test.sample_shape} for the test"
             )
         return Source(train, test, train.sample_shape, train.classes, self.import_from)
+
+
+class ImportedAggregator(Imported):
+    """[gradient] import = "package.module:name": the Aggregator of that name, or that it returns.
+
+    import: of a class derived from Aggregator, whose fields are the other keys of the table, or of
+        any callable that returns an Aggregator
+    import_from: directory that modules are looked for in first; the job file's where not given
+    has_momentum: unknown before build
+    """
+
+    of: ClassVar[str] = "gradient"
+    has_momentum: ClassVar[bool] = False
+
+    @property
+    def aggregator(self) -> str:
+        """What it is called, in place of the name of a row."""
+        return self.imported
+
+    def build(self) -> Aggregator:
+        """Return it. Raises ConfigError where there is none, or its options are wrong."""
+        with self._found() as found:
+            options = dict(self.model_extra or {})
+            if inspect.isclass(found) and issubclass(found, Aggregator):
+                return validate(found, options, self.where)
+            made = found(**options)
+        if not isinstance(made, Aggregator):
+            raise ConfigError(
+                f"{self.where}: returned {type(made).__name__}: must be a compress.Aggregator"
+            )
+        return made
 
 
 class ImportedLoss(Loss, Imported):

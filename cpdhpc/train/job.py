@@ -6,22 +6,19 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, cast
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from ..collectives.method import read_machine
 from ..compress import COMPRESSORS, Aggregator, NoCompression
 from ..config import (
     IMPORT,
-    Above0,
     ConfigError,
     Name,
     OneOf,
-    Positive,
     Raw,
     Section,
-    Whole,
     blaming,
     dump_toml,
     flatten,
@@ -42,7 +39,6 @@ from .controllers import (
     BATCH_SCALINGS,
     CONTROLLERS,
     DECAYS,
-    DEFAULT_RATE,
     BySchedule,
     Control,
     Schedule,
@@ -50,18 +46,18 @@ from .controllers import (
 )
 from .data import Data
 from .datasets import DATA, Augment, Digits
-from .imports import ImportedData, ImportedLoss, ImportedMetric, ImportedModel
+from .imports import ImportedAggregator, ImportedData, ImportedLoss, ImportedMetric, ImportedModel
 from .loader import Loader
-from .loss_scaling import check_scale
 from .losses import LOSSES, METRICS, Accuracy, Adversarial, CrossEntropy, Loss, Metric
 from .models import MODELS, Mlp, Model
 from .optimizers import OPTIMIZERS, Optimizer, Sgd
 from .stages.section import Stages
+from .train_section import Train
 from .update import UPDATES, ByAllreduce, UpdateRule
 
-Seed = Annotated[int, Field(ge=0, lt=2**63)]
-
 EPOCHS = "train.epochs"  # may be raised where a run is gone on with
+OWN_MOMENTUM = "optimizer.momentum"  # in needs of update rules that have one of their own
+WITHOUT_MOMENTUM = "write momentum = 0.0 below [optimizer], or leave optimizer.momentum out"
 STATELESS = ("none", "lowbit", "qsgd", "terngrad")  # aggregators that keep nothing of a rank
 MAY_DIFFER = (  # where a run is gone on with; virtual_ranks and device change bits
     "train.virtual_ranks",
@@ -74,6 +70,7 @@ MAY_DIFFER = (  # where a run is gone on with; virtual_ranks and device change b
     "train.oversubscribe_gpus",
     "model.import_from",
     "data.import_from",
+    "gradient.import_from",
     "loader.workers",
     "loader.prefetch",
     "loss.import_from",
@@ -82,102 +79,6 @@ MAY_DIFFER = (  # where a run is gone on with; virtual_ranks and device change b
     "train.keep_every",
     *(f"record.{key}" for key in Recording.model_fields),
 )
-
-
-class Train(Section):
-    """[train]: the run itself.
-
-    epochs: times that all training samples are seen; learning_rate: before the schedule's factor
-    seeds: of weights, order and chance; a run for each; seed = S is seeds = [S]
-    virtual_ranks: ranks that each process plays; bits are those of so many processes
-    batch: samples of all ranks together; threads: of torch, and of kernels where overlap is off;
-        0 for OMP_NUM_THREADS where it is set, else the cores the rank owns
-    loss_scaling: "dynamic" halves the scale where a gradient overflows on any rank, skips the step
-        on all, and doubles it after 2,000 steps without
-    loss_scale: what the loss is multiplied by, and means are divided by; a power of two. Default:
-        1, and 65,536 to begin with where it is dynamic
-    bucket_mib, overlap: gradients are reduced in buckets of at most so many MiB, the last layers
-        first, and with overlap while backward goes on; overlap changes no bit, bucket_mib may
-    image_grid: rows and columns of ranks that share each image; [1, 1]: images are not split
-    telemetry_every: iterations; checkpoint_every: epochs; timeout_s: the longest wait for others
-    keep_every: epochs, after each of which the weights are kept in a file of their own
-        (influence), beside the checkpoint, which is overwritten; 0: none are
-    record_gradients: iterations, from 0, of which the gradients of every rank go to files of their
-        own, 4 bytes a value and rank each (bench compress)
-    device: where models compute and gradients are averaged; "gpu": each process on one of its own
-    oversubscribe_gpus: let processes of a node share GPUs where there are too few
-    gpu_direct: whether MPI is given GPU memory: "auto" where it takes it, else it goes through the
-        host; "required" refuses to begin where it does not; "never"
-    autocast: the dtype of torch.autocast in forward; "float16" goes best with dynamic scaling
-    """
-
-    epochs: Positive = 10
-    batch: Positive = 64
-    learning_rate: Above0 = DEFAULT_RATE
-    seeds: Annotated[tuple[Seed, ...], Field(strict=False, min_length=1)] = (0,)
-    virtual_ranks: Positive = 1
-    image_grid: Annotated[tuple[Positive, Positive], Field(strict=False)] = (1, 1)
-    threads: Whole = 0
-    loss_scaling: Literal["static", "dynamic"] = "static"
-    loss_scale: Annotated[float | None, AfterValidator(check_scale)] = None
-    bucket_mib: Above0 = 25.0
-    overlap: bool = False
-    telemetry_every: Positive = 10
-    checkpoint_every: Positive = 1
-    keep_every: Whole = 0
-    timeout_s: Above0 = 600.0
-    record_gradients: Annotated[tuple[Whole, ...], Field(strict=False, max_length=100)] = ()
-    device: Literal["cpu", "gpu"] = "cpu"
-    gpu_direct: Literal["auto", "required", "never"] = "auto"
-    oversubscribe_gpus: bool = False
-    autocast: Literal["none", "bfloat16", "float16"] = "none"
-
-    @property
-    def kept_epochs(self) -> range:
-        """The epochs, from 1, after which weights are kept."""
-        return (
-            range(self.keep_every, self.epochs + 1, self.keep_every)
-            if self.keep_every
-            else range(0)
-        )
-
-    @model_validator(mode="after")
-    def _weights_are_kept(self) -> Train:
-        if self.keep_every > self.epochs:
-            raise ValueError(f"keep_every={self.keep_every}: should be up to epochs={self.epochs}")
-        return self
-
-    @field_validator("seeds")
-    @classmethod
-    def _each_seed_once(cls, seeds: tuple[int, ...]) -> tuple[int, ...]:
-        for seed in seeds:
-            if seeds.count(seed) > 1:
-                raise ValueError(f"{seed} is there twice: both runs would write the same files")
-        return seeds
-
-    @model_validator(mode="after")
-    def _what_is_needed_is_given(self) -> Train:
-        if self.gpu_direct == "required" and self.device != "gpu":
-            raise ValueError("gpu_direct='required' needs device='gpu'")
-        if self.overlap and self.virtual_ranks > 1:
-            raise ValueError("overlap=true needs virtual_ranks=1")
-        if self.image_grid != (1, 1) and (self.overlap or self.virtual_ranks > 1):
-            raise ValueError("image_grid other than [1, 1] needs virtual_ranks=1, overlap=false")
-        return self
-
-    @model_validator(mode="before")
-    @classmethod
-    def _one_seed(cls, raw: Any) -> Any:
-        if not isinstance(raw, dict) or "seed" not in raw:
-            return raw
-        if "seeds" in raw:
-            raise ValueError("seed and seeds: give one of them")
-        seed = raw["seed"]
-        if type(seed) is not int or not 0 <= seed < 2**63:
-            raise ValueError(f"seed={seed!r}: should be an integer, 0 or more and below 2**63")
-        return {key: value for key, value in raw.items() if key != "seed"} | {
-            "seeds": [raw["seed"]]
-        }
 
 
 Further = Annotated[Metric, OneOf(METRICS, "name", None, ImportedMetric)]
@@ -201,7 +102,9 @@ class Job(Section):
     optimizer: Annotated[Optimizer, OneOf(OPTIMIZERS, "name", "sgd")] = Sgd()
     schedule: Schedule = Schedule()
     controller: Annotated[Control, OneOf(CONTROLLERS, "name", "schedule")] = BySchedule()
-    gradient: Annotated[Aggregator, OneOf(COMPRESSORS, "aggregator")] = NoCompression()
+    gradient: Annotated[
+        Aggregator | ImportedAggregator, OneOf(COMPRESSORS, "aggregator", None, ImportedAggregator)
+    ] = NoCompression()
     update: Annotated[UpdateRule, OneOf(UPDATES, "name", "allreduce")] = ByAllreduce()
     precision: Policy = Policy()
     adversarial: Adversarial = Adversarial()
@@ -290,21 +193,38 @@ class Job(Section):
         return self
 
     @model_validator(mode="after")
-    def _momentum_once(self) -> Job:
-        if self.gradient.has_momentum and self.optimizer.has_momentum:
-            so_has = "and so have the means of this gradient.aggregator"
-            raise ValueError(f"optimizer: has momentum, {so_has}: should be sgd with momentum=0")
+    def _momentum_that_goes_with_the_rest(self) -> Job:
+        """Take none where the job names none and gradient or update have their own."""
+        of, keys = self.optimizer, {"momentum", "nesterov"}
+        has_own = self.gradient.has_momentum or OWN_MOMENTUM in self.update.needs
+        if has_own and isinstance(of, Sgd) and not of.model_fields_set & keys:
+            object.__setattr__(self, "optimizer", of.model_copy(update={"momentum": 0.0}))
         return self
 
     @model_validator(mode="after")
+    def _momentum_once(self) -> Job:
+        self._check_momentum(self.gradient)
+        return self
+
+    def _check_momentum(self, gradient: Aggregator | ImportedAggregator) -> None:
+        if gradient.has_momentum and self.optimizer.has_momentum:
+            so_has = "and so have the means of this gradient.aggregator"
+            raise ValueError(f"optimizer: has momentum, {so_has}: {WITHOUT_MOMENTUM}")
+
+    @model_validator(mode="after")
     def _update_has_what_it_needs(self) -> Job:
+        self._check_needs(self.gradient)
+        return self
+
+    def _check_needs(self, gradient: Aggregator | ImportedAggregator) -> None:
         for key, wanted in self.update.needs.items():
             table, _, name = key.partition(".")
-            given = getattr(getattr(self, table), name)
+            given = getattr(gradient if table == "gradient" else getattr(self, table), name)
             if given != wanted:
                 must = f"must be {wanted!r}" if wanted is not None else "must not be given"
-                raise ValueError(f"{key}={given!r}: {must} with update.name={self.update.name!r}")
-        return self
+                write = f": {WITHOUT_MOMENTUM}" if key == OWN_MOMENTUM else ""
+                with_rule = f"with update.name={self.update.name!r}"
+                raise ValueError(f"{key}={given!r}: {must} {with_rule}{write}")
 
     @model_validator(mode="after")
     def _controlled(self) -> Job:
@@ -331,6 +251,21 @@ class Job(Section):
     def told(self) -> list[Metric]:
         """What is told of the test samples beside the loss: first what reports go by."""
         return [metric for metric in (self.metric, *self.metrics) if metric.label != "loss"]
+
+    def aggregator(self) -> Aggregator:
+        """Return how gradients are averaged; what [gradient] imports is imported here.
+
+        Raises ConfigError where that cannot be, or does not go with the job.
+        """
+        if not isinstance(self.gradient, ImportedAggregator):
+            return self.gradient
+        found = self.gradient.build()
+        try:
+            self._check_momentum(found)
+            self._check_needs(found)
+        except ValueError as error:
+            raise ConfigError(f"{self.name}: {error}") from None
+        return found
 
     def check_ranks(self, ranks: int) -> None:
         """Raise ConfigError where the job cannot do with so many ranks, virtual ones included."""

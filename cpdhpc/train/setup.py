@@ -358,7 +358,7 @@ def _whole(job: Job, world: Ranks, model: torch.nn.Module, given: Given) -> Trai
     """Return a run whose ranks have the whole network. Collective. See prepare."""
     copies = job.adversarial
     adversary = Adversary(copies, model, world) if copies.epsilon else None
-    aggregator = agreed(world, lambda: aggregator_of(model, job.precision, job.gradient))
+    aggregator = agreed(world, lambda: aggregator_of(model, job.precision, job.aggregator()))
     try:
         reducer = GradientReducer(
             model,
@@ -413,13 +413,13 @@ def _in_stages(job: Job, world: Ranks, model: torch.nn.Module, given: Given) -> 
             raise ConfigError(f"{job.id}: {error}") from None
 
     stages = agreed(world, cut_up)
-    placement = Placement(job.stages, world)
+    placement, aggregator = Placement(job.stages, world), job.aggregator()
     reducers = StageReducers(
-        stages, placement, job.gradient, seed=job.seed, bucket_mib=job.train.bucket_mib
+        stages, placement, aggregator, seed=job.seed, bucket_mib=job.train.bucket_mib
     )
     optimizer = job.optimizer.build(model.parameters(), job.train.learning_rate)
     names = reducers.bucket.names
-    ranks, columns = placement.world.ranks, job.gradient.columns
+    ranks, columns = placement.world.ranks, aggregator.columns
     record = Record(ranks, names, columns, job.loss, job.told, stages=job.stages.count)
     reducer = cast(GradientReducer, reducers)  # which has what the loop asks of one
     return Training(

@@ -13,6 +13,7 @@ pytestmark = pytest.mark.mpi
 SHAPES = ((40, 70), (9,), (8, 3, 5, 5))
 METHODS = [
     *[(name, {}) for name in COMPRESSORS],
+    ("powersgd", {"momentum": 0.9}),
     ("lgc", {"dense_steps": 1, "training_steps": 1, "density": 0.05, "exclude": ("kernel",)}),
     (
         "lgc",

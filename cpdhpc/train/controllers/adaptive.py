@@ -133,7 +133,8 @@ class Growing(Measured):
         job = self.settings
         batch = job.batch << self.doublings
         factor, _ = job.schedule.scaled(batch)  # the warm-up stays that of the first batch
-        factor *= self.schedule.factor(samples_seen / job.samples, job.epochs)
+        begin, end = samples_seen / job.samples, (samples_seen + batch) / job.samples
+        factor *= self.schedule.factor(begin, job.epochs, end)
         return job.rate * factor, batch
 
     def observe(self, samples_seen: int, loss: float) -> None:

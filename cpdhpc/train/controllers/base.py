@@ -100,7 +100,8 @@ class Scheduled(Controller):
         """Return the scheduled rate, and the batch. See Controller.next."""
         job = self.settings
         iterations, per_epoch = job.iteration(samples_seen)
-        return self.rate * self.schedule.factor(iterations / per_epoch, job.epochs), job.batch
+        begin, end = iterations / per_epoch, (iterations + 1) / per_epoch
+        return self.rate * self.schedule.factor(begin, job.epochs, end), job.batch
 
 
 class Control(Section):
@@ -198,7 +199,8 @@ BATCH_SCALINGS = {
 class Schedule(Section):
     """[schedule]: the factor on the learning rate, which changes with every iteration.
 
-    warmup_epochs: in which it rises from 0 to 1; decay: what it does then, a name of DECAYS
+    warmup_epochs: in which it rises to 1, of n steps by 1/n with each, from 1/n in the first one
+    decay: what it does then, a name of DECAYS
     milestones: epochs, for decay "step"; gamma: factor at each milestone, or of an epoch for
         "exponential"; power: of "polynomial"
     base_batch: for which the rate and the warm-up are given; 0: for whatever train.batch is
@@ -240,11 +242,14 @@ class Schedule(Section):
         warmup_epochs = self.warmup_epochs * k**row.warmup
         return k**row.rate, self.model_copy(update={"warmup_epochs": warmup_epochs})
 
-    def factor(self, epoch: float, epochs: int) -> float:
-        """Return the factor at a time in epochs, of a run that takes so many in all.
+    def factor(self, epoch: float, epochs: int, end: float) -> float:
+        """Return the factor of a step, of a run that takes so many epochs in all.
 
-        Source: the warm-up is that of Goyal et al., arXiv 1706.02677, section 2.2.
+        epoch, end: when it begins and ends, in epochs. In the warm-up the end counts, as no step is
+        to be without a rate.
+        Source: the warm-up is that of Goyal et al., arXiv 1706.02677, section 2.2, by the same
+        amount with each step, which begins there with the rate of the base batch.
         """
         if epoch < self.warmup_epochs:
-            return epoch / self.warmup_epochs
+            return min(end / self.warmup_epochs, 1.0)
         return DECAYS[self.decay](self, epoch, epochs)

@@ -265,9 +265,9 @@ class DecentLaMUpdate(Gossip):
     Computed as gt = g - gain / rate and x = y + gain - rate b m, with the m before: so differences
     of nearby vectors are formed once, of neighbours'.
 
-    gt = (x - W x) / rate + W g. At a rate of 0, as a warm-up begins with, gt = W g, the limit where
-    all ranks have the same x. Where they have not there is none: x = W x, as rate gt has a limit,
-    but m gets nothing of it. The gradients travel as they are then, beside the models.
+    gt = (x - W x) / rate + W g. At a rate of 0, which a controller may choose, gt = W g, the limit
+    where all ranks have the same x. Where they have not there is none: x = W x, as rate gt has a
+    limit, but m gets nothing of it. The gradients travel as they are then, beside the models.
     """
 
     def reduce(self) -> Mean:
@@ -335,7 +335,8 @@ class GossipRule(OwnModelsRule):
 class DSgd(GossipRule):
     """[update] name = "dsgd": each rank steps by its own gradient, and mixes with its neighbours.
 
-    Its optimiser is sgd with momentum = 0, of which it has the rate and the weight decay.
+    Its optimiser is sgd with momentum = 0, which it has where the job names no other, and of which
+    the rule has the rate and the weight decay.
     Source: Lian et al.: Can decentralized algorithms outperform centralized algorithms?, arXiv
     1705.09056, algorithm 1, mixing behind the step.
     """
@@ -346,7 +347,8 @@ class DSgd(GossipRule):
 class DmSgd(GossipRule):
     """[update] name = "dmsgd": DSGD whose ranks step by momentum of their own gradients.
 
-    Its optimiser is sgd with momentum = 0: the momentum is the rule's.
+    Its optimiser is sgd with momentum = 0, which it has where the job names no other: the momentum
+    is the rule's.
     momentum: share of the last step that is added
     Source: Yuan et al.: DecentLaM, arXiv 2104.11981, algorithm 1.
     """
@@ -359,7 +361,8 @@ class DecentLaM(GossipRule):
     """[update] name = "decentlam": DSGD with momentum of steps that have the mixing in them.
 
     So the momentum does not enlarge the bias of ranks whose data differ, as that of "dmsgd" does.
-    Its optimiser is sgd with momentum = 0: the momentum is the rule's.
+    Its optimiser is sgd with momentum = 0, which it has where the job names no other: the momentum
+    is the rule's.
     graph: "ring", "grid" or "exponential"; momentum across graphs that change with each step, as
         "one_peer", grows without end (tests/test_decentralised.py)
     momentum: share of the last step that is added

@@ -280,8 +280,8 @@ class PeriodicUpdate(OwnModels):
 class LocalSgd(OwnModelsRule):
     """[update] name = "localsgd": ranks step alone, and take the mean of their models.
 
-    period: local steps from one mean to the next. The mean is formed by [gradient], of the ways
-        that ranks have gone since the last one
+    period: local steps from one mean to the next, of which the paper leaves the number open. The
+        mean is formed by [gradient], of the ways that ranks have gone since the last one
     Source: Stich: Local SGD converges fast and communicates little, arXiv 1805.09767.
     """
 
@@ -300,7 +300,8 @@ class LocalSgd(OwnModelsRule):
 class DiLoCo(LocalSgd):
     """[update] name = "diloco": ranks step alone; then an outer step along the mean of their ways.
 
-    period: local steps, by the optimiser of the job, from one outer step to the next
+    period: local steps, by the optimiser of the job, from one outer step to the next. The paper has
+        500: 50 is a choice for runs of some hundred steps, which would have none of 500
     outer_rate: of the outer step, along the mean way, which [gradient] forms: in any wire, with
         error feedback too
     outer_momentum: Nesterov's, of the outer step
