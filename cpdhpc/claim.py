@@ -15,8 +15,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TextIO
 
-from . import store
 from .config import UserError
+from .whole_files import open_own, put
 
 JobAlive = Callable[[str], bool | None]  # id of a job -> whether it waits or runs; None: unknown
 
@@ -73,7 +73,7 @@ class Claim:
 
     def _write(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        store.put(path, json.dumps(asdict(self)) + "\n")
+        put(path, json.dumps(asdict(self)) + "\n")
 
     def alive(self, job_alive: JobAlive = unknown) -> bool | None:
         """Return whether that process is at work; None where that cannot be seen from here."""
@@ -131,7 +131,7 @@ def alone(path: Path, what: str, say: Callable[[str], None]) -> Iterator[None]:
 def _take(path: Path, what: str, say: Callable[[str], None]) -> TextIO:
     """Return the locked file, with the claim of this process in it."""
     claim = Claim.here()
-    file = path.open("a", encoding="utf-8")
+    file = os.fdopen(open_own(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "a", encoding="utf-8")
     try:
         try:
             _lock(file, path, claim, what, say)

@@ -166,8 +166,8 @@ def limit_finalise(limit_s: float = FINALISE_S) -> None:
     """Let this process end without MPI_Finalize where that takes long, when Python ends.
 
     For after a death. mpi4py calls it behind all that Python does at exit, so files and streams are
-    flushed. The exit status is 0 where it is cut short, whatever the program's own: it is not known
-    there. A timer of the system does it, as mpi4py holds Python's lock in that call. Once is enough.
+    flushed. Where it is cut short the exit status is 0, as the program's own is not known there. A
+    timer of the system does it, as mpi4py holds Python's lock in that call. Once is enough.
     """
     words = f"MPI_Finalize: takes more than {limit_s:g} s after a death: ended without it\n"
     _cpu.end_in_time(limit_s, words.encode())
