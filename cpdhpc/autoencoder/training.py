@@ -216,14 +216,14 @@ def resume(path: Path, stack: Stack) -> bool:
     world = stack.world
     if not world.on_first(path.exists, "resume"):
         return False
-    states = {
-        f"layer{number}/{name}": (layer.blocks, values)
-        for number, layer in enumerate(stack.layers)
-        for name, values in _state(stack, number).items()
-    }
     with opened(world, path) as (file, _):
         toml = stack.job.toml()
         stack.layer, stack.iteration = world.on_first(lambda: _position(path, file, toml))
+        states = {
+            f"layer{number}/{name}": (layer.blocks, values)
+            for number, layer in enumerate(stack.layers)
+            for name, values in _state(stack, number).items()
+        }
         found = read_all(world, file, {name: blocks for name, (blocks, _) in states.items()})
     with torch.no_grad():
         for name, (_, values) in states.items():
