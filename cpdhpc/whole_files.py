@@ -5,12 +5,13 @@ from __future__ import annotations
 import errno
 import hashlib
 import io
+import json
 import os
 import re
 import secrets
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,54 @@ def put(path: Path | str, content: str | bytes | memoryview) -> None:
     """Write a file, text in UTF-8, that takes path's place. Raises StoreError as replacing."""
     with replacing(path) as file:
         file.write(content.encode() if isinstance(content, str) else content)
+
+
+SEAL = "sha256"  # the key of a JSON object's digest
+HEAD = "# SHA-256 of what follows: "  # the first line of a text with one
+
+
+def sealed_json(values: Mapping[str, Any]) -> str:
+    """Return an object as JSON with a digest of all it holds, by which a flipped bit is found."""
+    return json.dumps({**values, SEAL: _json_digest(values)}, indent=1) + "\n"
+
+
+def unsealed_json(text: str) -> dict[str, Any]:
+    """Return the object that sealed_json wrote, or one that has no digest, as of older versions.
+
+    Raises ValueError where it is none, or another than that of its digest.
+    """
+    values = json.loads(text)
+    if not isinstance(values, dict):
+        raise ValueError("is no JSON object")
+    if SEAL in values and values.pop(SEAL) != _json_digest(values):
+        raise ValueError("is damaged, or was changed by another program")
+    return values
+
+
+def _json_digest(values: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+def sealed(text: str) -> str:
+    """Return a text of lines with # for remarks, as TOML, behind a line with its digest."""
+    return f"{_head(text.encode()).decode()}\n{text}"
+
+
+def check_sealed(path: Path | str) -> None:
+    """Raise StoreError where a file has a first line as of sealed, and holds something else."""
+    try:
+        content = Path(path).read_bytes()
+    except OSError:  # whoever reads it says why
+        return
+    head, _, rest = content.partition(b"\n")
+    if head.startswith(HEAD.encode()) and head != _head(rest):
+        raise StoreError(
+            f"{path}: is damaged, or was changed by hand: remove its first line where it is right"
+        )
+
+
+def _head(content: bytes) -> bytes:
+    return f"{HEAD}{hashlib.sha256(content).hexdigest()}".encode()
 
 
 def put_figure(path: Path, figure: Any, dpi: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -18,10 +19,14 @@ from matplotlib.figure import Figure
 from test_store import WRITERS, save_together
 
 from cpdhpc import store, whole_files
-from cpdhpc.claim import ClaimError, alone
+from cpdhpc.bench.machine import write as write_machine
+from cpdhpc.claim import Claim, ClaimError, alone, read_claim
+from cpdhpc.collectives.method import DEFAULT, read_machine
 from cpdhpc.config import UserError
 from cpdhpc.darray import DistArray, Layout
 from cpdhpc.store import StoreError
+from cpdhpc.study.folder import Folder, Job, record, recorded
+from cpdhpc.study.slurm.site import Site, load_site
 from cpdhpc.world.ranks import Loopback
 
 ROOT = Path(__file__).parents[1]
@@ -131,6 +136,80 @@ def test_locks_and_logs_are_files_of_that_name_alone(tmp_path: Path, kind: str) 
         ):
             file.write(b"theirs")
     assert victim.read_text() == "mine" and not (folder / "none").exists()
+
+
+JOBS = [Job(10, "demo-1x2", {0: 0, 1: 1}), Job(12, "demo-collect", {})]
+CLAIM = Claim("here", 12, "7", "today", 3, "stopped")
+
+
+def jobs(path: Path) -> Callable[[], Any]:
+    folder = Folder(path)
+    for job in JOBS:
+        record(folder, job)
+    return lambda: recorded(folder)
+
+
+def site(path: Path) -> Callable[[], Any]:
+    whole = Site(name="there", partition="small", account="a12")
+    store.put(path / "site.toml", whole_files.sealed(whole.toml()))
+    return lambda: load_site(path / "site.toml")
+
+
+def machine(path: Path) -> Callable[[], Any]:
+    write_machine(path / "machine.toml", DEFAULT, {"ranks": 2})
+    return lambda: read_machine(path / "machine.toml")
+
+
+def claim(path: Path) -> Callable[[], Any]:
+    CLAIM._write(path / "claim.json")
+    return lambda: read_claim(path / "claim.json")
+
+
+def starts(path: Path) -> Callable[[], Any]:
+    values = {"iterations": [0, 20], "commit": "abc"}
+    store.put(path / "starts.json", whole_files.sealed_json(values))
+    return lambda: whole_files.unsealed_json((path / "starts.json").read_text()).get("iterations")
+
+
+SEALED = {"jobs": jobs, "site": site, "machine": machine, "claim": claim, "starts": starts}
+
+
+@every("kind", SEALED)
+def test_a_flipped_bit_of_a_small_file_is_an_error_or_says_nothing_else(
+    tmp_path: Path, kind: str
+) -> None:
+    """All bits of a file; one in a remark, or in the name of what nobody asks for, does no harm."""
+    (tmp_path / kind).mkdir()
+    read = SEALED[kind](tmp_path / kind)
+    [path] = (tmp_path / kind).iterdir()
+    good, whole, errors = read(), path.read_bytes(), 0
+    assert good
+    for bit in range(8 * len(whole)):
+        flipped = bytearray(whole)
+        flipped[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(flipped)
+        try:
+            found = read()
+        except (UserError, UnicodeDecodeError, ValueError):
+            found = None
+        errors += found is None
+        assert found in (None, good), (bit, bytes(flipped))
+    assert errors > 6 * len(whole)
+
+
+def test_files_without_a_digest_are_taken_as_they_are(tmp_path: Path) -> None:
+    """Of older versions, and written by hand; and a sealed one that was changed says what to do."""
+    row = {"number": 10, "name": "a", "batches": {"3": 0}}
+    (tmp_path / "jobs.json").write_text(json.dumps({"schema": 1, "jobs": [row]}))
+    assert recorded(Folder(tmp_path)) == [Job(10, "a", {3: 0})]
+    path = tmp_path / "site.toml"
+    path.write_text('partition = "small"\n')
+    assert load_site(path).partition == "small"
+    path.write_text(whole_files.sealed(path.read_text()).replace("small", "large"))
+    with pytest.raises(StoreError, match=r"site\.toml: is damaged.*remove its first line"):
+        load_site(path)
+    path.write_text(path.read_text().partition("\n")[2])
+    assert load_site(path).partition == "large"
 
 
 def test_writers_at_the_same_time_each_write_a_whole_file(tmp_path: Path) -> None:
