@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import os
 import socket
 import time
@@ -15,8 +14,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TextIO
 
-from . import store
 from .config import UserError
+from .whole_files import open_own, put, sealed_json, unsealed_json
 
 JobAlive = Callable[[str], bool | None]  # id of a job -> whether it waits or runs; None: unknown
 
@@ -73,7 +72,7 @@ class Claim:
 
     def _write(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        store.put(path, json.dumps(asdict(self)) + "\n")
+        put(path, sealed_json(asdict(self)))
 
     def alive(self, job_alive: JobAlive = unknown) -> bool | None:
         """Return whether that process is at work; None where that cannot be seen from here."""
@@ -87,7 +86,7 @@ class Claim:
 def read_claim(path: Path) -> Claim | None:
     """Return a claim, None where there is none or it cannot be read."""
     try:
-        return Claim(**json.loads(path.read_text(encoding="utf-8")))
+        return Claim(**unsealed_json(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return None
 
@@ -131,7 +130,7 @@ def alone(path: Path, what: str, say: Callable[[str], None]) -> Iterator[None]:
 def _take(path: Path, what: str, say: Callable[[str], None]) -> TextIO:
     """Return the locked file, with the claim of this process in it."""
     claim = Claim.here()
-    file = path.open("a", encoding="utf-8")
+    file = os.fdopen(open_own(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "a", encoding="utf-8")
     try:
         try:
             _lock(file, path, claim, what, say)
@@ -147,7 +146,7 @@ def _take(path: Path, what: str, say: Callable[[str], None]) -> TextIO:
             return _take(path, what, say)
         file.truncate(0)
         try:
-            file.write(json.dumps(asdict(claim)) + "\n")
+            file.write(sealed_json(asdict(claim)))
             file.flush()
             os.fsync(file.fileno())
         except OSError:

@@ -9,24 +9,24 @@ import io
 import os
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from shutil import copyfile
+from shutil import copyfileobj
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from .config import UserError
 from .partition import split
+from .whole_files import StoreError as StoreError
+from .whole_files import open_own
+from .whole_files import put as put
+from .whole_files import put_figure as put_figure
+from .whole_files import replacing as replacing
 
 Array = npt.NDArray[Any]
 Attributes = Mapping[str, Any]
-
-
-class StoreError(UserError):
-    """A file that is missing, damaged, not what it should be, or cannot be written."""
 
 
 @dataclass(frozen=True)
@@ -58,40 +58,6 @@ class Variable:
 Group = Mapping[str, Variable | Array]
 
 
-@contextmanager
-def replacing(path: Path | str) -> Iterator[Path]:
-    """Yield a temporary path whose file takes path's place at the end, unless an error comes.
-
-    At any moment, be it of a kill or a crash, path holds the old content or the new one.
-    Raises StoreError for an OSError, as of a full disk; the temporary file is gone then.
-    """
-    temporary = Path(path).with_name(f".{Path(path).name}.tmp")
-    try:
-        yield temporary
-        _sync(temporary)
-        temporary.replace(path)
-        _sync(temporary.parent)
-    except OSError as error:
-        raise StoreError(f"{path}: cannot be written: {error.strerror or error}") from None
-    finally:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
-
-
-def put(path: Path | str, content: str | bytes | memoryview) -> None:
-    """Write a file, text in UTF-8, that takes path's place. Raises StoreError as replacing."""
-    with replacing(path) as temporary:
-        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 # A user block of HDF5, which its readers skip, holds a digest of all the bytes behind it. It is
 # that of the digests of blocks, so that many processes can find it together.
 USER_BLOCK = 512
@@ -119,7 +85,7 @@ def block_digests(file: io.BufferedReader, part: int = 0, parts: int = 1) -> lis
 def seal(path: Path, digests: Iterable[bytes]) -> str:
     """Write the checksum of a file that has room for it, given all its block_digests; return it."""
     header = _header(digests)
-    with path.open("r+b") as file:
+    with open(path, "r+b", opener=open_own) as file:
         file.write(header)
     return _checksum(header)
 
@@ -155,20 +121,28 @@ def _checksum(header: bytes) -> str:
     return header.rstrip(b"\0\n").rpartition(b" ")[2].decode()
 
 
+Source = Path | str | io.BufferedReader  # a file by its name, or one that is open
+
+
+def _reader(source: Source) -> AbstractContextManager[io.BufferedReader]:
+    return nullcontext(source) if isinstance(source, io.BufferedReader) else Path(source).open("rb")
+
+
 @contextmanager
-def _opened(path: Path | str, checked: bool = False) -> Iterator[Any]:
+def _opened(source: Source, checked: bool = False) -> Iterator[Any]:
     """Open a file with h5py once its checksum is found right, if it has one.
 
-    checked: it has been already. The file that is read is the one that was checked, even where
-    another takes its name meanwhile. Raises StoreError for all that HDF5 finds wrong.
+    checked: it has been already. HDF5 reads from the very file that was checked, even where another
+    takes its name meanwhile. Raises StoreError for all that HDF5 finds wrong.
     """
     import h5py
 
+    path = source.name if isinstance(source, io.BufferedReader) else source
     try:
-        with Path(path).open("rb") as file:
+        with _reader(source) as file:
             if not checked and has_checksum(path, file):
                 check(path, file, block_digests(file))
-            with h5py.File(f"/dev/fd/{file.fileno()}", "r") as opened:
+            with h5py.File(file, "r") as opened:
                 yield opened
     except FileNotFoundError:
         raise StoreError(f"{path}: there is no such file") from None
@@ -205,17 +179,18 @@ class _Patient(io.FileIO):
 
 
 @contextmanager
-def _changed(path: Path, mode: Literal["w", "r+"], **options: Any) -> Iterator[Any]:
-    """Open a file with h5py to write to it. Raises OSError where that fails at any time."""
+def _changed(file: io.BufferedRandom, mode: Literal["w", "r+"], **options: Any) -> Iterator[Any]:
+    """Let h5py write to a file. Raises OSError where that fails at any time."""
     import h5py
 
-    with _Patient(path, "w+" if mode == "w" else mode) as file:
+    file.flush()
+    with _Patient(file.fileno(), "r+", closefd=False) as patient:
         try:
-            with h5py.File(file, mode, **options) as opened:
+            with h5py.File(patient, mode, **options) as opened:
                 yield opened
         finally:
-            if file.problem is not None:
-                raise file.problem
+            if patient.problem is not None:
+                raise patient.problem
 
 
 def write(
@@ -334,13 +309,13 @@ class Room:
 
 
 def create(
-    path: Path,
+    file: io.BufferedRandom,
     rooms: Mapping[str, Room],
     attributes: Attributes,
     chunks: tuple[int, ...] | None = None,
     compression: str | None = None,
 ) -> dict[str, int | None]:
-    """Make a file with datasets without data; return the offset of each one's first byte in it.
+    """Fill an empty file with datasets without data; return each one's offset of its first byte.
 
     With chunks or compression data has no fixed place: None. A dataset without any byte: None.
     The file's checksum is to be written by seal, when all values are.
@@ -351,36 +326,35 @@ def create(
     offsets = {}
     # Attributes above 64 KiB, as the boxes of many ranks, came with the format of HDF5 1.8.
     format_1_8 = {"libver": ("v108", "v108"), "userblock_size": USER_BLOCK}
-    with _changed(path, "w", **format_1_8) as file:
-        file.attrs.update(attributes)
+    with _changed(file, "w", **format_1_8) as target:
+        target.attrs.update(attributes)
         for name, room in rooms.items():
             try:
-                dataset = _make(file, name, room, chunks, compression)
+                dataset = _make(target, name, room, chunks, compression)
             except (TypeError, ValueError) as error:
                 raise StoreError(f"dataset {name!r} of {room.dtype}: {error}") from None
             dataset.attrs.update(room.attributes)
             offsets[name] = dataset.id.get_offset()
         for name in sorted(rooms, key=lambda name: rooms[name].dims != (name,)):  # labels first
-            _label(file, name, rooms[name].dims)
-    _reserve(path)
+            _label(target, name, rooms[name].dims)
+    _reserve(file)
     return offsets
 
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def _reserve(path: Path) -> None:
+def _reserve(file: io.BufferedRandom) -> None:
     """Take what a file lacks of its size from the disk. Raises OSError where that is too little.
 
     File systems that cannot do it are let off: posix_fallocate would write to each block there.
     """
     library = ctypes.CDLL(None, use_errno=True)
-    with path.open("r+b") as file:
-        size = ctypes.c_int64(path.stat().st_size)
-        if library.fallocate(file.fileno(), 0, ctypes.c_int64(0), size):
-            code = ctypes.get_errno()
-            if code in NO_ROOM:
-                raise OSError(code, os.strerror(code), str(path))
+    size = ctypes.c_int64(os.fstat(file.fileno()).st_size)
+    if library.fallocate(file.fileno(), 0, ctypes.c_int64(0), size):
+        code = ctypes.get_errno()
+        if code in NO_ROOM:
+            raise OSError(code, os.strerror(code), file.name)
 
 
 def append(
@@ -390,16 +364,17 @@ def append(
 
     arrays: by names with groups; without: groups that go. Raises StoreError as replacing.
     """
-    with replacing(path) as temporary:
-        copyfile(path, temporary)
-        with _changed(temporary, "r+") as file:
+    with replacing(path) as file:
+        with Path(path).open("rb") as before:
+            copyfileobj(before, file, BLOCK)
+        with _changed(file, "r+") as target:
             for group in without:
-                del file[group]
+                del target[group]
             for name, (data, attributes) in arrays.items():
                 options = {"compression": 1, "shuffle": True} if data.size else {}
-                file.create_dataset(name, data=data, **options).attrs.update(attributes)
-        with temporary.open("rb") as whole:
-            seal(temporary, block_digests(whole))
+                target.create_dataset(name, data=data, **options).attrs.update(attributes)
+        with open(file.fileno(), "rb", closefd=False) as whole:
+            seal(Path(file.name), block_digests(whole))
 
 
 def _make(file: Any, name: str, room: Room, chunks: Any, compression: str | None) -> Any:
@@ -417,26 +392,28 @@ def _make(file: Any, name: str, room: Room, chunks: Any, compression: str | None
 
 def write_box(path: Path, name: str, box: tuple[slice, ...], data: Array) -> None:
     """Write a box of a dataset that create made. Raises OSError where it cannot."""
-    with _changed(path, "r+") as file:
-        file[name][box] = data
+    with open(path, "r+b", opener=open_own) as file:
+        with _changed(file, "r+") as target:
+            target[name][box] = data
+        os.fsync(file.fileno())  # process 0 syncs what its own node has
 
 
-def contents(path: Path | str) -> tuple[dict[str, Any], dict[str, Room]]:
+def contents(source: Source) -> tuple[dict[str, Any], dict[str, Room]]:
     """Return the attributes of a file, and its datasets in all groups.
 
     Of a file that was checked, as it and read_box look at no checksum. Raises StoreError where the
     file is missing or is not HDF5.
     """
     names = list[str]()
-    with _opened(path, checked=True) as file:
+    with _opened(source, checked=True) as file:
         file.visit(names.append)
         items = ((name, file[name]) for name in names if hasattr(file[name], "shape"))
         return _plain(file.attrs), {n: Room(x.shape, x.dtype, _plain(x.attrs)) for n, x in items}
 
 
-def read_box(path: Path | str, name: str, box: tuple[slice, ...]) -> Array:
+def read_box(source: Source, name: str, box: tuple[slice, ...]) -> Array:
     """Return a box of a dataset that is there. Raises StoreError where it cannot be read."""
-    with _opened(path, checked=True) as file:
+    with _opened(source, checked=True) as file:
         return np.asarray(file[name][box])
 
 

@@ -13,6 +13,7 @@ const Loops* loops = &cpd_loops_portable;  // the fastest that this processor ru
 
 #include "cpu_board_calls.h"  // with call lists: the others' calls can be written down
 //
+#include "cpu_ending_calls.h"
 #include "cpu_integers_calls.h"
 #include "cpu_moves_calls.h"
 #include "cpu_products_calls.h"
@@ -271,6 +272,7 @@ PyMethodDef methods[] = {
     {"store_release", store_release, METH_VARARGS, nullptr},
     {"load_acquire", load_acquire, METH_VARARGS, nullptr},
     {"set_time_slice", set_time_slice, METH_VARARGS, nullptr},
+    {"end_in_time", end_in_time, METH_VARARGS, nullptr},
     {"clone", clone, METH_NOARGS, nullptr},
     {"clones", clones, METH_NOARGS, nullptr},
     {"use_clone", use_clone, METH_VARARGS, nullptr},

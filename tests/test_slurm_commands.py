@@ -24,6 +24,7 @@ from cpdhpc.study_data.study_file import write_result
 pytestmark = pytest.mark.mpi_skip
 LIGHT = {
     "table_formats",
+    "whole_files",
     "claim",
     "cli",
     "commands",
@@ -34,6 +35,7 @@ LIGHT = {
     "partition",
     "signals",
     "store",
+    "whole_files",
     "study",
     "study_data",
 }

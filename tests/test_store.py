@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import re
 import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -74,7 +75,7 @@ def test_content_is_on_disk_before_its_name_and_the_name_before_the_end(
         done.clear()
         write(tmp_path / "x.h5")
         content, *others = done
-        assert content == ("sync", ".x.h5.tmp")
+        assert content[0] == "sync" and re.fullmatch(r"\.x\.h5\..*\.tmp", content[1])
         assert others == [("replace", "x.h5"), ("sync", tmp_path.name)]
 
 
@@ -183,8 +184,8 @@ def test_a_full_disk_is_one_line_and_the_old_file_stays(
 
 
 def read_together(path: Path) -> None:
-    files.check(Loopback(), path)
-    store.read_box(path, "a", (slice(None),))
+    with files.opened(Loopback(), path) as (file, _):
+        store.read_box(file, "a", (slice(None),))
 
 
 READERS = {
@@ -237,12 +238,35 @@ def test_a_checksum_is_that_of_its_blocks_whoever_finds_it(
             assert np.array_equal(file[name][...], ARRAY)
 
 
+def test_what_is_read_is_what_was_checked_though_another_takes_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "x.h5"
+    check = store.check
+
+    def replaced_then(*arguments: Any) -> str:
+        found = check(*arguments)
+        store.write(path, {"g": {"a": ARRAY[:9]}}, {"is": "new"})
+        return found
+
+    for read in (
+        lambda: store.read(path)[0]["g"]["a"],
+        lambda: DistArray.load(Loopback(), path, Layout.grid(ARRAY.shape, (1,)), "g/a").local,
+    ):
+        store.write(path, {"g": {"a": ARRAY}}, {"is": "old"})
+        with monkeypatch.context() as patch:
+            patch.setattr(store, "check", replaced_then)
+            assert np.array_equal(read(), ARRAY)
+        assert store.read_attributes(path) == {"is": "new"}
+
+
 def test_files_of_other_programs_are_read_without_a_checksum(tmp_path: Path) -> None:
     path = tmp_path / "x.h5"
     with h5py.File(path, "w") as file:
         file["g/a"] = ARRAY
     assert np.array_equal(store.read(path)[0]["g"]["a"], ARRAY)
-    assert files.check(Loopback(), path) == ""
+    with files.opened(Loopback(), path) as (_, checksum):
+        assert checksum == ""
 
 
 def test_only_files_of_the_same_kind_are_replaced(tmp_path: Path) -> None:

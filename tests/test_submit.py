@@ -321,4 +321,4 @@ def test_the_record_is_kept_whole(fake_slurm: Slurm) -> None:
     for job in jobs:
         record(FOLDER, job)
     assert recorded(FOLDER) == jobs
-    assert json.loads((FOLDER.path / "jobs.json").read_text())["schema"] == 1
+    assert json.loads((FOLDER.path / "jobs.json").read_text())["schema"] == 2

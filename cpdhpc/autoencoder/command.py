@@ -209,8 +209,7 @@ def draw(path: Path, weight: Array, geometry: Geometry, steps: list[Step]) -> No
     right.plot(number, [step.sparsity / ends for step in steps], label="sparsity term / its first")
     right.set(xlabel="iteration", ylim=(0, None), title="reconstruction and sparsity")
     right.legend()
-    with store.replacing(path) as temporary:
-        figure.savefig(temporary, dpi=110, format=path.suffix[1:])
+    store.put_figure(path, figure, 110)
 
 
 def _title(weight: Array, geometry: Geometry) -> str:

@@ -6,6 +6,7 @@ Its files: the record of iterations, and checkpoints that any number of ranks ta
 from __future__ import annotations
 
 import time
+from io import BufferedReader
 from math import fsum
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +23,7 @@ from ..ops.tensors import listed
 from ..store import Variable
 from ..train.checkpoint import CheckpointError, check_same
 from ..train.device import own_device
-from ..world.files import check
+from ..world.files import opened
 from ..world.ranks import Ranks
 from .job import MAY_DIFFER, Autoencoder, Images, procs_of, stack
 from .layer import MacroLayer
@@ -215,23 +216,24 @@ def resume(path: Path, stack: Stack) -> bool:
     world = stack.world
     if not world.on_first(path.exists, "resume"):
         return False
-    check(world, path)
-    stack.layer, stack.iteration = world.on_first(lambda: _position(path, stack.job.toml()))
-    states = {
-        f"layer{number}/{name}": (layer.blocks, values)
-        for number, layer in enumerate(stack.layers)
-        for name, values in _state(stack, number).items()
-    }
-    found = read_all(world, path, {name: blocks for name, (blocks, _) in states.items()})
+    with opened(world, path) as (file, _):
+        toml = stack.job.toml()
+        stack.layer, stack.iteration = world.on_first(lambda: _position(path, file, toml))
+        states = {
+            f"layer{number}/{name}": (layer.blocks, values)
+            for number, layer in enumerate(stack.layers)
+            for name, values in _state(stack, number).items()
+        }
+        found = read_all(world, file, {name: blocks for name, (blocks, _) in states.items()})
     with torch.no_grad():
         for name, (_, values) in states.items():
             values.copy_(torch.from_numpy(found[name]).flatten(0, 1))
     return True
 
 
-def _position(path: Path, toml: str) -> tuple[int, int]:
+def _position(path: Path, file: BufferedReader, toml: str) -> tuple[int, int]:
     """Return layer and iteration. Raises CheckpointError where the file is another job's."""
-    attributes, _ = store.contents(path)
+    attributes, _ = store.contents(file)
     if attributes.get("kind") != "autoencoder checkpoint":
         raise CheckpointError(f"{path}: is no checkpoint of an autoencoder")
     check_same(path, str(attributes["toml"]), toml, MAY_DIFFER)

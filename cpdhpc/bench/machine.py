@@ -22,6 +22,7 @@ from ..config import ConfigError, UserError, dump_toml
 from ..formats import Cast, Format, packed_bytes, parse_format, tiles
 from ..ops import cpu
 from ..provenance import attributes
+from ..whole_files import sealed
 from ..world.cores import own_cores
 from ..world.node_memory import round_trip_ns
 from ..world.ranks import Ranks
@@ -305,7 +306,7 @@ def fit(
 def write(path: Path, machine: Machine, notes: dict[str, Any]) -> None:
     """Write the file that read_machine reads. Raises StoreError where it cannot be written."""
     file = MachineFile(machine=machine, units=UNITS, fit=notes)
-    store.put(path, dump_toml(file.model_dump()))
+    store.put(path, sealed(dump_toml(file.model_dump())))
 
 
 def show(

@@ -39,6 +39,7 @@ from ..ops import placed
 from ..ops.payloads import Exact, Growth, Packed, Raw, Wire, parse_wire
 from ..ops.reference import fitting_shift
 from ..randomness import check_key
+from ..whole_files import check_sealed
 from .rank_program import ACCUMULATES, Plan
 from .schedules import SCHEDULES, Layout
 
@@ -229,7 +230,11 @@ class MachineFile(Section):
 
 
 def read_machine(path: Path) -> MachineFile:
-    """Return what bench fit has written. Raises ConfigError, a ValueError, for anything else."""
+    """Return what bench fit has written.
+
+    Raises ConfigError, a ValueError, for anything else; StoreError, one too, where it is damaged.
+    """
+    check_sealed(path)
     return validate(MachineFile, read_toml(path), str(path))
 
 

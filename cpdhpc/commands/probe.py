@@ -253,5 +253,4 @@ def draw(
     bars.axvline(50, color="black", linewidth=1)
     bars.set(xlim=(45, 100), xlabel="accuracy of the best neuron in % (50: guess)")
     bars.set_title("bars: mean over concepts; points: concepts", fontsize=9)
-    with store.replacing(path) as temporary:
-        figure.savefig(temporary, dpi=100, format=path.suffix[1:])
+    store.put_figure(path, figure, 100)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from io import BufferedReader
 from os import PathLike
 from pathlib import Path
 from typing import Any, Self
@@ -235,8 +236,8 @@ class DistArray:
         """
         ranks = as_world(world, "DistArray.load")
         place = ranks.gather_from(lambda: _path("DistArray.load", path), "load")[ranks.rank]
-        files.check(ranks, place)
-        return cls(ranks, layout, read_all(ranks, place, {name: layout})[name])
+        with files.opened(ranks, place) as (file, _):
+            return cls(ranks, layout, read_all(ranks, file, {name: layout})[name])
 
 
 def _on_host(what: str, x: Array) -> Array:
@@ -352,32 +353,32 @@ def _in_turns(world: Ranks, path: Path, name: str, place: tuple[slice, ...], loc
         world.agreed(partial(write, rank), f"save: rank {rank} writes", (OSError, UserError))
 
 
-def read_all(world: Ranks, path: Path, layouts: Mapping[str, Layout]) -> dict[str, Array]:
-    """Return this rank's boxes of datasets of a file that was checked. Collective.
+def read_all(world: Ranks, file: BufferedReader, layouts: Mapping[str, Layout]) -> dict[str, Array]:
+    """Return this rank's boxes of datasets of a file that files.opened checked. Collective.
 
     Raises UserError as DistArray.load does.
     """
 
     def read() -> dict[str, Array]:
-        _, rooms = store.contents(path)
-        return {name: _read(world, path, name, rooms, layout) for name, layout in layouts.items()}
+        _, rooms = store.contents(file)
+        return {name: _read(world, file, name, rooms, layout) for name, layout in layouts.items()}
 
     return world.agreed(read, "load", Exception)  # a wrong argument may be anything
 
 
 def _read(
-    world: Ranks, path: Path, name: str, rooms: Mapping[str, store.Room], layout: Layout
+    world: Ranks, file: BufferedReader, name: str, rooms: Mapping[str, store.Room], layout: Layout
 ) -> Array:
     """Return this rank's box of a dataset. Raises UserError where it does not fit."""
     check_layout("load: layout", layout)
     if name not in rooms:
         known = ", ".join(rooms) or "none at all"
-        raise UserError(f"load: {path}: has no dataset {name!r}, only {known}")
+        raise UserError(f"load: {file.name}: has no dataset {name!r}, only {known}")
     shape = rooms[name].shape
     if shape[: len(layout.shape)] != layout.shape or layout.ranks != world.size:
         raise UserError(
-            f"load: {path}: dataset {name!r} has shape {shape}: the layout is of "
+            f"load: {file.name}: dataset {name!r} has shape {shape}: the layout is of "
             f"{layout.shape} over {layout.ranks} ranks, here are {world.size}"
         )
     box = layout.owner(world.rank)
-    return store.read_box(path, name, box.slices((0,) * box.ndim))
+    return store.read_box(file, name, box.slices((0,) * box.ndim))

@@ -292,8 +292,7 @@ def draw(path: Path, windows: Windows, rank: int) -> None:
     axes.set_title(title + str(windows.boxes[rank]), fontsize=10)
     handles = _legend(windows, rank)
     axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.01, 1.0), fontsize=9)
-    with store.replacing(path) as temporary:
-        figure.savefig(temporary, dpi=120, format=path.suffix[1:] or None)
+    store.put_figure(path, figure, 120)
 
 
 def _draw_boxes(axes: Any, windows: Windows, rank: int) -> None:

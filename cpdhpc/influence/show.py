@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 from typing import Any
 
@@ -133,9 +132,7 @@ def draw(path: Path, scores: Path, train: Samples, test: Samples, top: int) -> N
         fontsize=9,
         y=1 - 0.1 / height,
     )
-    image = io.BytesIO()
-    figure.savefig(image, dpi=100, format="png")
-    store.put(path, image.getvalue())
+    store.put_figure(path, figure, 100)
 
 
 def _image(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from functools import partial
 from math import nan
@@ -24,6 +23,7 @@ from ..study_data.factors import (
     Value,
     at_least,
 )
+from ..whole_files import sealed_json, unsealed_json
 from .base import Kind, Measuring
 
 if TYPE_CHECKING:
@@ -182,16 +182,16 @@ class _Training(Measuring):
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             if iteration and path.exists():
-                before = json.loads(path.read_text(encoding="utf-8"))
+                before = unsealed_json(path.read_text(encoding="utf-8"))
             if wrong := difference(before):
                 raise UserError(
                     f"{self.directory}: was trained so far with {wrong}: go on there, or delete it"
                 )
             before["iterations"].append(iteration)
-            store.put(path, json.dumps(before) + "\n")
+            store.put(path, sealed_json(before))
         except OSError as error:
             raise UserError(f"{path}: cannot be written: {error.strerror}") from None
-        except (KeyError, TypeError, AttributeError, json.JSONDecodeError):
+        except (KeyError, TypeError, AttributeError, ValueError):
             raise UserError(f"{path}: is damaged: delete {self.directory} to train anew") from None
         return list(before["iterations"])
 

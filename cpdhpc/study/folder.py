@@ -9,12 +9,14 @@ import tomllib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
 
 from .. import store
 from ..claim import alone, read_claim
-from ..config import ConfigError, Raw, UserError, difference, flatten, read_toml, value_of
+from ..config import ConfigError, Raw, UserError, difference, flatten, read_toml, validate, value_of
 from ..study_data.factors import Case
 from ..study_data.study_file import read_result
+from ..whole_files import sealed_json, unsealed_json
 from .cases import batches, expand, load_study
 from .slurm import queue
 from .spec import Study
@@ -226,6 +228,14 @@ class Job:
         return f"{self.number}_{self.batches[batch]}"
 
 
+@dataclass(frozen=True)
+class _Record:
+    """What the record of jobs holds; of schema 1 it had no digest."""
+
+    schema: Literal[1, 2]
+    jobs: list[Job]
+
+
 def recorded(folder: Folder) -> list[Job]:
     """Return the jobs of a study, the oldest first.
 
@@ -233,27 +243,24 @@ def recorded(folder: Folder) -> list[Job]:
     """
     path = folder.path / RECORD
     try:
-        rows = json.loads(path.read_text(encoding="utf-8"))["jobs"]
-        return [
-            Job(row["number"], row["name"], {int(k): v for k, v in row["batches"].items()})
-            for row in rows
-        ]
+        text = path.read_text(encoding="utf-8")
+        return validate(_Record, unsealed_json(text), str(path)).jobs
     except FileNotFoundError:
         return []
     except OSError as error:
         raise FolderError(f"{path}: cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, UserError):
         raise FolderError(
-            f"{path}: is no record of jobs: move it away, and scancel what still runs"
+            f"{path}: is no record of jobs, or damaged: move it away, and scancel what still runs"
         ) from None
 
 
 def record(folder: Folder, job: Job) -> None:
     """Add a job to the record. Raises FolderError where it cannot be written."""
     path = folder.path / RECORD
-    rows = [asdict(each) for each in [*recorded(folder), job]]
+    jobs = _Record(2, [*recorded(folder), job])
     try:
-        store.put(path, json.dumps({"schema": 1, "jobs": rows}, indent=1) + "\n")
+        store.put(path, sealed_json(asdict(jobs)))
     except store.StoreError as error:
         raise FolderError(f"{error}; job {job.number} is submitted") from None
 

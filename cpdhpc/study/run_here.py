@@ -22,6 +22,7 @@ from ..claim import read_claim
 from ..config import UserError
 from ..signals import INTERRUPTED, Caught, catching
 from ..study_data.factors import Case
+from ..whole_files import open_own
 from .cases import Batch, batches, expand
 from .collect import collect
 from .folder import Folder, FolderError
@@ -218,7 +219,7 @@ def _launch(folder: Folder, job: Batch, todo: list[Case], display: Display, caug
     path = folder.log_file(job.number)
     with ExitStack() as opened:
         with _told(str(path)):
-            log = opened.enter_context(path.open("ab"))
+            log = opened.enter_context(open(path, "ab", opener=open_own))
         with _told("directory for temporary files"):
             sessions = opened.enter_context(
                 tempfile.TemporaryDirectory(prefix="cpdhpc-", ignore_cleanup_errors=True)

@@ -6,6 +6,8 @@ import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -214,33 +216,34 @@ def load_states(world: Ranks, path: Path, checksum: str, states: States) -> int:
     nothing tells it. Raises UserError on all processes alike where the file is
     missing, damaged or of another checkpoint.
     """
-    if files.check(world, path) not in (checksum, ""):  # "": a version without checksums
-        raise CheckpointError(f"{path}: is not the state that belongs to the checkpoint")
 
-    def take() -> int:
+    def take(file: BufferedReader) -> int:
         former = world.ranks
         try:
-            for name, room in store.contents(path)[1].items():
+            for name, room in store.contents(file)[1].items():
                 if room.attributes[REDISTRIBUTION] != SHARED:
                     former = room.shape[0]
                 who, _, key = name.partition("/")
                 layer, _, entry = key.rpartition("/")
-                states[who].put((layer, entry), _read_rows(world, path, name, room))
+                states[who].put((layer, entry), _read_rows(world, file, name, room))
         except (KeyError, IndexError) as found:
             raise CheckpointError(f"{path}: is no state of a checkpoint: {found}") from None
         return former
 
-    return world.agreed(take, "resume")
+    with files.opened(world, path) as (file, found):
+        if found not in (checksum, ""):  # "": a version without checksums
+            raise CheckpointError(f"{path}: is not the state that belongs to the checkpoint")
+        return world.agreed(partial(take, file), "resume")
 
 
-def _read_rows(world: Ranks, path: Path, name: str, room: store.Room) -> Entry:
+def _read_rows(world: Ranks, file: BufferedReader, name: str, room: store.Room) -> Entry:
     """Return an entry of the hosted ranks."""
     kind, rows = room.attributes[REDISTRIBUTION], room.shape[0]
     same = kind != SHARED and rows == world.ranks
     mine = slice(world.hosted.start, world.hosted.stop) if same else slice(0, rows)
     if kind == "drop" and not same:
         mine = slice(0, 0)  # a model of each rank, say, which fits nowhere
-    array = store.read_box(path, name, (mine,))
+    array = store.read_box(file, name, (mine,))
     if kind == SHARED:
         return Entry(array, None)
     return Entry(array if same else redistributed(array, kind, world.hosted, world.ranks), kind)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import pickle
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -14,6 +12,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
+from .. import _cpu
 from ..methods import check_bool, check_whole
 from .ranks import portable
 
@@ -163,28 +162,15 @@ def dead_of(mpi: Any, comm: Any) -> list[int]:
 FINALISE_S = 10.0  # for MPI_Finalize after a death, which Open MPI 5 now and then does not end
 
 
-def finalise_at_exit(mpi: Any, limit_s: float = FINALISE_S) -> None:
-    """Let MPI be finalised when Python ends, and this process without it where that takes long.
+def limit_finalise(limit_s: float = FINALISE_S) -> None:
+    """Let this process end without MPI_Finalize where that takes long, when Python ends.
 
-    mpi: the module mpi4py.MPI. For after a death; the exit status is then 0, as the work is done.
+    For after a death. mpi4py calls it behind all that Python does at exit, so files and streams are
+    flushed. Where it is cut short the exit status is 0, as the program's own is not known there. A
+    timer of the system does it, as mpi4py holds Python's lock in that call. Once is enough.
     """
-    begun, done = threading.Event(), threading.Event()
-
-    def watch() -> None:  # from now on: at exit Python starts no thread any more
-        begun.wait()
-        if not done.wait(limit_s):
-            say([f"MPI_Finalize: takes more than {limit_s:g} s after a death: ended without it"])
-            sys.stdout.flush()
-            os._exit(0)
-
-    def finalise() -> None:
-        begun.set()
-        if not mpi.Is_finalized():
-            mpi.Finalize()
-        done.set()
-
-    threading.Thread(target=watch, daemon=True).start()
-    atexit.register(finalise)
+    words = f"MPI_Finalize: takes more than {limit_s:g} s after a death: ended without it\n"
+    _cpu.end_in_time(limit_s, words.encode())
 
 
 REFUSAL_S = 30.0  # for which a process that refuses a call waits for the others to hear of it

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import numpy as np
 from .. import store
 from ..config import UserError
 from ..methods import check_whole
+from ..whole_files import open_own
 from .ranks import Array, Ranks
 
 Offsets = Mapping[str, int | None]
@@ -37,20 +39,22 @@ def save(
     Raises UserError on all processes alike where the file cannot be written.
     """
 
-    def make(temporary: Path) -> Offsets:
+    def make() -> tuple[str, Offsets]:
+        file = kept.enter_context(store.replacing(path))
         try:
-            return store.create(temporary, rooms, attributes, chunks, compression)
+            return file.name, store.create(file, rooms, attributes, chunks, compression)
         except store.StoreError as found:
             raise store.StoreError(f"{path}: {found}") from None
 
     error: Exception | None = None
     checksum = ""
     try:
-        with store.replacing(path) if world.process == 0 else nullcontext(path) as temporary:
-            offsets = world.on_first(partial(make, temporary), "save")
-            temporary = world.gather(temporary, "save")[0]
+        with ExitStack() as kept:
+            name, offsets = world.on_first(make, "save")
+            temporary = Path(name)
             fill(temporary, offsets)
-            digests = _digests(world, temporary, "save")
+            begin = partial(_begin, temporary, kept, open_own)
+            digests = _digests(world, world.agreed(begin, "save", OSError)[0], "save")
             checksum = world.on_first(lambda: store.seal(temporary, digests), "save")
     except OSError as found:
         error = UserError(f"{path}: cannot be written: {found.strerror or found}")
@@ -60,39 +64,48 @@ def save(
     return checksum
 
 
-def check(world: Ranks, path: Path) -> str:
-    """Return a file's checksum, "" where it has none, as files of others. Collective.
+TRIES = 20  # to open the same file on all processes, while others write new ones
 
-    Each process reads a part of the file. Raises StoreError on all processes alike where the file
-    is missing or damaged.
+
+@contextmanager
+def opened(world: Ranks, path: Path) -> Iterator[tuple[io.BufferedReader, str]]:
+    """Yield a file, open on all processes, and its checksum, "" where it has none. Collective.
+
+    Each process reads a part of it. Read on from what is open: another may take path meanwhile.
+    Raises StoreError on all processes alike where the file is missing or damaged.
     """
+    with ExitStack() as kept:
+        yield _checked(world, path, kept)
 
-    def look() -> bool:
-        with path.open("rb") as file:
-            return store.has_checksum(path, file)
 
-    def compare() -> str:
-        with path.open("rb") as file:
-            return store.check(path, file, digests)
-
+def _checked(world: Ranks, path: Path, kept: ExitStack) -> tuple[io.BufferedReader, str]:
     try:
-        if not world.on_first(look, "check"):
-            return ""
-        digests = _digests(world, path, "check")
-        return world.on_first(compare, "check")
+        for _ in range(TRIES):
+            file, begin = world.agreed(partial(_begin, path, kept, None), "check", OSError)
+            if len(set(world.gather(begin, "check"))) == 1:  # which has the checksum of all else
+                break
+        else:
+            raise store.StoreError(f"{path}: is another file from process to process")
+        if not store.has_checksum(path, file):
+            return file, ""
+        return file, store.check(path, file, _digests(world, file, "check"))
     except FileNotFoundError as error:
         raise store.StoreError(f"{error.filename or path}: there is no such file") from None
     except OSError as error:
         raise store.StoreError(f"{path}: cannot be read: {error.strerror or error}") from None
 
 
-def _digests(world: Ranks, path: Path, what: str) -> list[bytes]:
+def _begin(
+    path: Path, kept: ExitStack, opener: Callable[[str, int], int] | None
+) -> tuple[io.BufferedReader, bytes]:
+    """Return an open file, which kept will close, and its first bytes."""
+    file = kept.enter_context(open(path, "rb", opener=opener))  # noqa: SIM115 - kept closes it
+    return file, file.read(store.USER_BLOCK)
+
+
+def _digests(world: Ranks, file: io.BufferedReader, what: str) -> list[bytes]:
     """Return the digests of all blocks, of which each process finds a part. Collective."""
-
-    def of_process() -> list[bytes]:
-        with path.open("rb") as file:
-            return store.block_digests(file, world.process, world.processes)
-
+    of_process = partial(store.block_digests, file, world.process, world.processes)
     mine = world.agreed(of_process, what, OSError)
     return [digest for part in world.gather(mine, what) for digest in part]
 
@@ -113,6 +126,15 @@ def check_box(
             )
 
 
+def _own_file(path: Path) -> int:
+    """Return the number of a file that open_own opens in its file system, 0 where there is none."""
+    try:
+        with open(path, "rb", opener=open_own) as file:
+            return os.fstat(file.fileno()).st_ino
+    except OSError:
+        return 0
+
+
 def write_box(
     mpi: Any,
     comm: Any,
@@ -127,10 +149,16 @@ def write_box(
     mpi: the module mpi4py.MPI; the others as Ranks.write_box
     Returns what went wrong on this process, None where nothing did.
     """
+    before = _own_file(path)
     try:
         file = mpi.File.Open(comm, str(path), mpi.MODE_WRONLY)
+        # MPI follows links: this is the file if the name has been no other's meanwhile.
+        differs = comm.allreduce(not before or _own_file(path) != before, mpi.LOR)
     except mpi.Exception as error:  # on all processes
         return _problem(path, box.nbytes, error)
+    if differs:
+        file.Close()
+        return OSError(errno.ESTALE, "another program has changed it")
     element = mpi.BYTE.Create_contiguous(box.dtype.itemsize).Commit()
     types = [element]
     if box.size:  # MPI has no subarrays of nothing

@@ -403,6 +403,7 @@ class World(Ranks):
             return None
         if error.Get_error_class() not in classes and not self._damaged():
             return None
+        ending.limit_finalise()  # the caller may leave without shrink
         if not self._comm.Is_revoked():
             self._comm.Revoke()
         return RankFailure(dead_of(mpi, self._comm), what)
@@ -425,7 +426,7 @@ class World(Ranks):
         if not self._comm.Is_revoked():
             self._comm.Revoke()
         alive = self._comm.Shrink()
-        ending.finalise_at_exit(self._mpi)
+        ending.limit_finalise()
         world = self._like(alive)
         alive.Free()
         return world

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from ..config import UserError
 from ..methods import check_whole
+from ..whole_files import open_own
 
 T = TypeVar("T")
 
@@ -340,7 +341,7 @@ class Ranks(ABC):
 
         offset: of the array's first byte; shape: of the array; start: of the box in it
         box: any dtype, C-contiguous; the boxes are disjoint, some may be empty
-        Collective. Raises OSError on all processes where one cannot write.
+        Collective. Raises OSError on all processes where one cannot write, or path is a link.
         """
 
     @abstractmethod
@@ -472,7 +473,7 @@ class Loopback(Ranks):
         if not box.size:
             return
         whole = box.shape == tuple(shape)
-        with path.open("r+b") as file:
+        with open(path, "r+b", opener=open_own) as file:
             for row in [()] if whole else np.ndindex(box.shape[:-1]):  # what lies together
                 at = np.array(start) + [*row, *[0] * (box.ndim - len(row))]
                 number = int(np.ravel_multi_index(tuple(at), tuple(shape)))

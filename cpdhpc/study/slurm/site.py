@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import AfterValidator, BeforeValidator, Field, PositiveInt, model_validator
 
 from ...config import Section, Whole, dump_toml, one_of, read_toml, validate
+from ...whole_files import check_sealed
 from ..cases import Batch
 from ..spec import Study
 
@@ -197,10 +198,12 @@ class Site(Section):
 def load_site(path: Path | None) -> Site:
     """Return the profile of a file, named after it unless it has a name; None: the defaults.
 
-    Raises ConfigError, one line, for a file that cannot be used.
+    Raises ConfigError, one line, for a file that cannot be used; StoreError for a copy that submit
+    made and that is damaged, or was changed.
     """
     if path is None:
         return Site()
+    check_sealed(path)
     return validate(Site, {"name": path.stem} | read_toml(path), str(path))
 
 

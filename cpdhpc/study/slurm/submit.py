@@ -12,6 +12,7 @@ from ... import store
 from ...claim import Claim, JobAlive, alone, read_claim, unknown
 from ...config import UserError
 from ...study_data.factors import Case
+from ...whole_files import sealed
 from ..cases import Batch, batches, expand
 from ..folder import LOCK, Folder, Job, record, recorded
 from ..spec import Study
@@ -84,7 +85,7 @@ def _submit_all(study: Study, folder: Folder, site: Site, say: Say) -> list[Job]
     if not todo:
         return []
     texts = scripts(study, folder, site, todo)
-    _write(texts | {folder.path / SITE: site.toml()})
+    _write(texts | {folder.path / SITE: sealed(site.toml())})
     for path in texts:
         say(f"{path}: {queue.test_only(path)}")
     *of_arrays, collecting = texts

@@ -1,0 +1,191 @@
+"""Files that take another's place whole or not at all, in folders where others may write, too."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import io
+import json
+import os
+import re
+import secrets
+import stat
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from .config import UserError
+
+ABANDONED_S = 86_400.0  # since the last write to a temporary file whose process is not known here
+NAME_BYTES = 150  # of a target's name in that of its temporary file; the system allows 255 in all
+ENDING = re.compile(r"(?P<place>[0-9a-f]{8})-(?P<process>\d+)-[0-9a-f]{16}\.tmp")
+
+
+class StoreError(UserError):
+    """A file that is missing, damaged, not what it should be, or cannot be written."""
+
+
+def open_own(path: str | Path, flags: int) -> int:
+    """Return a descriptor of the file of that very name: the opener of open, for what we write.
+
+    Raises OSError where it is a link, a pipe or another device, or has a second name: in a folder
+    where others may write they could lead us to any file of ours. Directories may be links.
+    """
+    more = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # the last: no pipe is waited for
+    descriptor = os.open(path, flags & ~os.O_TRUNC | more, 0o666)
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
+            raise OSError(errno.EPERM, "is a link, or no ordinary file", str(path))
+        if flags & os.O_TRUNC:
+            os.ftruncate(descriptor, 0)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+@contextmanager
+def replacing(path: Path | str) -> Iterator[io.BufferedRandom]:
+    """Yield an empty temporary file that takes path's place at the end, unless an error comes.
+
+    At any moment, be it of a kill or a crash, path holds the old content or the new one. A link of
+    that name is replaced itself; what it leads to stays. Each writer has a file of its own, of a
+    name that nobody knows before. What killed writers left of it on the way to path is removed.
+    Raises StoreError for an OSError, as of a full disk; the temporary file is gone then.
+    """
+    path = Path(path)
+    _remove_abandoned(path)
+    name = f"{_beginning(path)}{_place()}-{os.getpid()}-{secrets.token_hex(8)}.tmp"
+    temporary = path.with_name(name)
+    try:
+        with open(temporary, "x+b", opener=open_own) as file:
+            try:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+                temporary.replace(path)
+                _sync(path.parent)
+            finally:
+                with suppress(OSError):
+                    temporary.unlink(missing_ok=True)
+    except OSError as error:
+        raise StoreError(f"{path}: cannot be written: {error.strerror or error}") from None
+
+
+def put(path: Path | str, content: str | bytes | memoryview) -> None:
+    """Write a file, text in UTF-8, that takes path's place. Raises StoreError as replacing."""
+    with replacing(path) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+
+
+SEAL = "sha256"  # the key of a JSON object's digest
+HEAD = "# SHA-256 of what follows: "  # the first line of a text with one
+
+
+def sealed_json(values: Mapping[str, Any]) -> str:
+    """Return an object as JSON with a digest of all it holds, by which a flipped bit is found."""
+    return json.dumps({**values, SEAL: _json_digest(values)}, indent=1) + "\n"
+
+
+def unsealed_json(text: str) -> dict[str, Any]:
+    """Return the object that sealed_json wrote, or one that has no digest, as of older versions.
+
+    Raises ValueError where it is none, or another than that of its digest.
+    """
+    values = json.loads(text)
+    if not isinstance(values, dict):
+        raise ValueError("is no JSON object")
+    if SEAL in values and values.pop(SEAL) != _json_digest(values):
+        raise ValueError("is damaged, or was changed by another program")
+    return values
+
+
+def _json_digest(values: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+def sealed(text: str) -> str:
+    """Return a text of lines with # for remarks, as TOML, behind a line with its digest."""
+    return f"{_head(text.encode()).decode()}\n{text}"
+
+
+def check_sealed(path: Path | str) -> None:
+    """Raise StoreError where a file has a first line as of sealed, and holds something else."""
+    try:
+        content = Path(path).read_bytes()
+    except OSError:  # whoever reads it says why
+        return
+    head, _, rest = content.partition(b"\n")
+    if head.startswith(HEAD.encode()) and head != _head(rest):
+        raise StoreError(
+            f"{path}: is damaged, or was changed by hand: remove its first line where it is right"
+        )
+
+
+def _head(content: bytes) -> bytes:
+    return f"{HEAD}{hashlib.sha256(content).hexdigest()}".encode()
+
+
+def put_figure(path: Path, figure: Any, dpi: int) -> None:
+    """Write a figure of matplotlib, in the format of path's suffix. Raises StoreError as put."""
+    image = io.BytesIO()
+    figure.savefig(image, dpi=dpi, format=path.suffix[1:] or "png")
+    put(path, image.getbuffer())
+
+
+def _sync(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _beginning(path: Path) -> str:
+    """Return how the names of temporary files of a target begin."""
+    name = os.fsencode(path.name)
+    short = path.name if len(name) <= NAME_BYTES else hashlib.sha256(name).hexdigest()
+    return f".{short}."
+
+
+def _place() -> str:
+    """Return a digest of where numbers of processes mean these: a kernel since it began, a space.
+
+    Where the system does not tell, one that no other has.
+    """
+    try:
+        kernel = Path("/proc/sys/kernel/random/boot_id").read_bytes()
+        space = bytes(Path("/proc/self/ns/pid").readlink())
+    except OSError:
+        return secrets.token_hex(4)
+    return hashlib.sha256(kernel + space).hexdigest()[:8]
+
+
+def _remove_abandoned(path: Path) -> None:
+    """Remove our own temporary files for path whose process is gone; of other nodes, old ones."""
+    beginning = _beginning(path)
+    with suppress(OSError), os.scandir(path.parent) as entries:
+        for entry in entries:
+            if not entry.name.startswith(beginning):
+                continue
+            writer = ENDING.fullmatch(entry.name[len(beginning) :])
+            with suppress(OSError):
+                found = entry.stat(follow_symlinks=False)
+                ours = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
+                if writer and ours and _is_abandoned(writer, time.time() - found.st_mtime):
+                    Path(entry.path).unlink()
+
+
+def _is_abandoned(writer: re.Match[str], age_s: float) -> bool:
+    if writer["place"] != _place():
+        return age_s > ABANDONED_S
+    try:
+        os.kill(int(writer["process"]), 0)
+    except (ProcessLookupError, OverflowError):
+        return True
+    except PermissionError:  # it lives, of another user: its number was given again
+        pass
+    return age_s > ABANDONED_S
