@@ -28,7 +28,9 @@ def quantize(
 ) -> Any:
     """Return the numbers of a format that x rounds to, as a new array (CPD's float_quantize).
 
-    x: float32, any shape; NumPy array, CuPy array or torch tensor on the CPU; not changed
+    x: float32, any shape; NumPy array, CuPy array or torch tensor on the CPU; not changed. The
+        gradient of a tensor goes through unchanged (Bengio et al., arXiv 1308.3432), also where
+        values saturate; precision.quantize rounds it too
     fmt: a FloatFormat or TableFormat or its name, as "e5m2", "e4m3fn", "bf16", "posit8es1"
     rounding, overflow, random_bits: as in Cast
     shift: round x * 2**shift and divide again: moves the range of the format, exactly
@@ -40,9 +42,17 @@ def quantize(
     can hold neither (e2m1fn), or NaN and the format has only infinity (man = 0).
     """
     cast = _cast("quantize", fmt, rounding, overflow, shift, random_bits)
-    flat, restore = _flat("quantize", "x", x, ("float32",))
-    codes = _encode("quantize", flat, cast, shift, seed)
-    return restore(backend_of(flat).decode(codes, cast.fmt, shift))
+
+    def rounded(x: Any) -> Any:
+        flat, restore = _flat("quantize", "x", x, ("float32",))
+        codes = _encode("quantize", flat, cast, shift, seed)
+        return restore(backend_of(flat).decode(codes, cast.fmt, shift))
+
+    if not is_tensor(x):
+        return rounded(x)
+    from .ops.tensors import straight_through
+
+    return straight_through(x, rounded)
 
 
 def encode(
@@ -57,7 +67,8 @@ def encode(
 ) -> Any:
     """Return the code of each x * 2**shift, one integer each.
 
-    x: float32, any shape, and the other arguments and errors as for quantize
+    x: float32, any shape, and the other arguments and errors as for quantize; TypeError for a
+        tensor that requires a gradient, as codes have none
     Returns x's kind and shape: uint8 for formats up to 8 bits, uint16 up to 16, else uint32.
     """
     cast = _cast("encode", fmt, rounding, overflow, shift, random_bits)
@@ -179,17 +190,41 @@ def flat_floats(function: str, argument: str, array: Any) -> tuple[Any, Callable
     return _flat(function, argument, array, ("float32",))
 
 
-def _flat(
-    function: str, argument: str, array: Any, dtypes: tuple[str, ...]
-) -> tuple[Any, Callable[..., Any]]:
-    """Return array as a flat NumPy or CuPy array, and what brings a result to its kind and shape.
+def is_tensor(x: Any) -> bool:
+    """Whether x is a tensor of torch, which is loaded then, so it is not imported here."""
+    return type(x).__module__.partition(".")[0] == "torch" and hasattr(x, "requires_grad")
 
-    A torch tensor shows that torch is loaded, so it is not imported here.
+
+def _memory_of(what: str, tensor: Any) -> Any:
+    """Return the memory of a tensor on the CPU as a NumPy array.
+
+    Raises TypeError where its gradient would be lost, and where it has no such memory.
     """
+    if tensor.requires_grad and sys.modules["torch"].is_grad_enabled():
+        raise TypeError(
+            f"{what} requires a gradient, which would be lost: give it .detach(), or call within "
+            "torch.no_grad(); cpdhpc.quantize lets gradients through"
+        )
+    try:
+        return tensor.detach().resolve_neg().numpy()
+    except (RuntimeError, TypeError):  # as of DTensor, or within torch.func.vmap
+        raise TypeError(
+            f"{what} is {type_name(tensor)} of {tensor.layout}, whose values are not in memory of "
+            "its own: should be a dense tensor"
+        ) from None
+
+
+def check_floats(function: str, argument: str, array: Any) -> None:
+    """Raise TypeError, naming both, unless this is a float32 array that flat_floats may take."""
+    _check_array(function, argument, array, ("float32",))
+
+
+def _check_array(function: str, argument: str, array: Any, dtypes: tuple[str, ...]) -> None:
+    of_torch = is_tensor(array)
     kind = type(array).__module__.partition(".")[0]
-    is_array = kind in ("torch", "cupy") or isinstance(array, np.ndarray)
+    is_array = of_torch or kind == "cupy" or isinstance(array, np.ndarray)
     came = str(getattr(array, "dtype", "")).removeprefix("torch.") if is_array else ""
-    place = array.device.type if kind == "torch" and came else "cpu"
+    place = array.device.type if of_torch else "cpu"
     if came not in dtypes or place != "cpu":
         name = type_name(array)
         raise TypeError(
@@ -199,14 +234,21 @@ def _flat(
         )
     if advice := misread(array):
         raise TypeError(f"{function}: {argument} is {type_name(array)}: {advice}")
-    shape = tuple(array.shape)
-    if kind == "torch":
-        plain = array.detach().numpy()
+
+
+def _flat(
+    function: str, argument: str, array: Any, dtypes: tuple[str, ...]
+) -> tuple[Any, Callable[..., Any]]:
+    """Return array as a flat NumPy or CuPy array, and what gives a result its kind and shape."""
+    _check_array(function, argument, array, dtypes)
+    shape, of_torch = tuple(array.shape), is_tensor(array)
+    if of_torch:
+        plain = _memory_of(f"{function}: {argument}", array)
     else:
         plain = np.asarray(array) if isinstance(array, np.ndarray) else array  # no subclasses
 
     def restore(result: Any, new_shape: tuple[int, ...] = shape) -> Any:
         shaped = result.reshape(new_shape)
-        return sys.modules["torch"].from_numpy(shaped) if kind == "torch" else shaped
+        return sys.modules["torch"].from_numpy(shaped) if of_torch else shaped
 
     return plain.ravel(), restore

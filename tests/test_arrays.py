@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -110,11 +111,54 @@ def test_arrays_that_are_not_contiguous(kind: Kind) -> None:
         )
 
 
-def test_torch_tensors_that_need_gradients() -> None:
+def test_gradients_go_through_quantize_unchanged() -> None:
+    """Of values that saturate or become infinite too; derivatives of any order, in both modes."""
     torch = pytest.importorskip("torch")
-    parameter = torch.nn.Parameter(torch.tensor([1.1, 2.6]))
+    parameter = torch.nn.Parameter(torch.tensor([1.1, 2.6, 1e9]))
     got = cpdhpc.quantize(parameter, "e5m2")
-    assert type(got) is torch.Tensor and got.tolist() == [1.0, 2.5] and not got.requires_grad
+    assert type(got) is torch.Tensor and got.tolist() == [1.0, 2.5, np.inf]
+    got.backward(torch.tensor([0.1, -7.0, 3.0]))
+    assert torch.equal(parameter.grad, torch.tensor([0.1, -7.0, 3.0]))
+
+    def cubed(x: Any) -> Any:
+        return cpdhpc.quantize(x, "e5m2").pow(3).sum()
+
+    x = torch.tensor([1.1, 2.6])  # rounded to 1 and 2.5
+    slope = torch.tensor([3.0, 18.75])
+    assert torch.equal(torch.func.grad(cubed)(x), slope)
+    assert torch.equal(torch.func.jvp(cubed, (x,), (torch.ones(2),))[1], slope.sum())
+    twice = torch.func.grad(lambda x: torch.func.grad(cubed)(x).sum())
+    assert torch.equal(twice(x), torch.tensor([6.0, 15.0]))
+    with torch.no_grad():
+        assert not cpdhpc.quantize(parameter, "e5m2").requires_grad
+    with pytest.raises(RuntimeError, match="vmap"):
+        torch.func.vmap(lambda x: cpdhpc.quantize(x, "e5m2"))(x)
+
+
+def test_where_a_gradient_would_be_lost_is_an_error() -> None:
+    torch = pytest.importorskip("torch")
+    x = torch.nn.Parameter(torch.tensor([1.0, 2.5]))
+    says = "x requires a gradient, which would be lost: give it .detach(), or call within "
+    with pytest.raises(TypeError, match=f"^encode: {re.escape(says)}"):
+        cpdhpc.encode(x, "e5m2")
+    with torch.no_grad():
+        codes = cpdhpc.encode(x, "e5m2")
+    assert torch.equal(codes, cpdhpc.encode(x.detach(), "e5m2"))
+    with pytest.raises(TypeError, match=r"that requires a gradient: must be .*\.detach\(\)"):
+        cpdhpc.allreduce(cpdhpc.Loopback(), x)
+    with pytest.raises(TypeError, match=r"out is a tensor of Parameter, .* requires a gradient"):
+        cpdhpc.allreduce(cpdhpc.Loopback(), x.detach(), out=x)
+    with torch.no_grad():
+        assert cpdhpc.allreduce(cpdhpc.Loopback(2), [x, x], out=x) is x
+    assert x.tolist() == [2.0, 5.0]
+    loss = x.square().sum()
+    with torch.no_grad():
+        cpdhpc.allreduce(cpdhpc.Loopback(2), [x, x], out=x)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    for function, words in ((cpdhpc.quantize, ("e5m2",)), (cpdhpc.encode, ("e5m2",))):
+        with pytest.raises(TypeError, match=f"{function.__name__}: x is torch.Tensor of torch.sp"):
+            function(torch.ones(2).to_sparse(), *words)
 
 
 @pytest.mark.parametrize("function", [cpdhpc.quantize, cpdhpc.encode])

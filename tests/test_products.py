@@ -417,3 +417,70 @@ def test_inputs_may_be_tables_and_differ() -> None:
     few = TableFormat("few", [0, 1, -1, 0.75])  # their products are exact in float32
     assert how.arithmetic(few, few) == "float32"
     assert same_bits(matmul(a, b, inputs=few), quantize(a, few) @ quantize(b, few))
+
+
+HOW: list[dict[str, Any]] = [
+    {"accumulate": "e6m9"},
+    {"inputs": ("e4m3", "e5m2"), "products": "exact", "accumulate": "bf16"},
+    {"accumulate": "e5m10", "chunk": 2, "between": "fp32", "overflow": "saturate"},
+    {"accumulate": "e4m3", "rounding": "stochastic", "seed": 7},
+    {"accumulate": "e6m9", "kahan": True},
+]
+
+
+@every("how", HOW)
+def test_gradients_are_products_in_the_same_arithmetic(how: dict[str, Any]) -> None:
+    """By the specification, of operands as they were rounded; which the gradients pass by."""
+    import torch
+
+    rng = np.random.default_rng(9)
+    a, b, g = (rng.standard_normal(s, np.float32) for s in ((5, 8), (8, 6), (5, 6)))
+    x, y = (torch.tensor(v, requires_grad=True) for v in (a, b))
+    matmul(x, y, **how).backward(torch.from_numpy(g))
+    names = how.get("inputs", ("fp32", "fp32"))
+    p, q = (quantize(v, name) for v, name in zip((a, b), names, strict=True))
+    rest = {k: v for k, v in how.items() if k not in ("inputs", "seed", "accumulate", "products")}
+    cast = {k: rest.pop(k) for k in ("rounding", "overflow") if k in rest}
+    sums = Cast(floats(how["accumulate"]), **cast)
+    each = None if how.get("products") == "exact" else sums
+    between = Cast(floats(rest.pop("between")), **cast) if "between" in rest else None
+    full = Products(sums, each, "ascending", rest.pop("chunk", 0), between, **rest)
+    for number, (found, left, right) in enumerate(((x, g, q.T), (y, p.T, g)), 1):
+        key = random_key(how.get("seed", 0), number)
+        expected = reference.matmul(left[None], right[None], full, key)[0]
+        assert found.grad is not None and same_bits(found.grad.numpy(), expected)
+
+
+SHAPES = [((3, 4), (4, 2)), ((4,), (4, 2)), ((3, 4), (4,)), ((4,), (4,))]
+SHAPES += [((2, 1, 3, 4), (5, 4, 6)), ((3, 4), (5, 4, 2)), ((2, 0, 4), (4, 3))]
+
+
+@every("shapes", SHAPES)
+def test_gradients_of_all_shapes_are_those_of_torch(shapes: Any) -> None:
+    """Small whole numbers, so that all sums are exact; first and second derivatives."""
+    import torch
+
+    torch.manual_seed(0)
+    a, b = (torch.randint(-3, 4, shape).float().requires_grad_() for shape in shapes)
+    found = []
+    for by in (matmul, torch.matmul):
+        y = by(a, b)
+        first = torch.autograd.grad(y.square().sum(), (a, b), create_graph=True)
+        second = torch.autograd.grad(sum(each.square().sum() for each in first), (a, b))
+        found.append([y, *first, *second])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_only_gradients_that_are_asked_for_are_computed_and_none_is_lost() -> None:
+    import torch
+
+    a, b = torch.ones(2, 3), torch.ones(3, 2, requires_grad=True)
+    (got,) = torch.autograd.grad(matmul(a, b).sum(), b)
+    assert torch.equal(got, torch.full((3, 2), 2.0)) and a.grad is None
+    assert torch.equal(torch.func.grad(lambda b: matmul(a, b).sum())(b.detach()), got)
+    assert not matmul(a, b.detach()).requires_grad
+    with pytest.raises(TypeError, match=r"a is numpy\.ndarray, b is torch\.Tensor: should be"):
+        matmul(a.numpy(), b)
+    with pytest.raises(RuntimeError, match="jvp"):
+        torch.func.jvp(lambda a: matmul(a, b), (a,), (a,))

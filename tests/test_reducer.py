@@ -243,6 +243,76 @@ def test_a_saved_method_goes_on_where_it_was(method: Aggregator, tmp_path: Path)
             made(1).load_state_dict(*bad)
 
 
+def frozen(names: str) -> nn.Sequential:
+    model = model_of()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name[0] not in names)
+    return model
+
+
+@every("name", COMPRESSORS)
+def test_a_state_goes_on_where_other_layers_are_frozen(name: str) -> None:
+    """Layers averaged in both go on as if nothing were; what waits of a frozen one is handed on."""
+
+    def steps(reducer: GradientReducer, which: range) -> None:
+        for step in which:
+            reduced(reducer, step)
+
+    before = GradientReducer(model_of(), Loopback(), name)
+    steps(before, range(2))
+    saved = copy.deepcopy(before.state_dict())
+    during = GradientReducer(frozen("1"), Loopback(), name)
+    during.load_state_dict(saved)
+    again = copy.deepcopy(during.state_dict())
+    assert again["state"].keys() == saved["state"].keys()
+    steps(during, range(2, 3))
+    assert during.iteration == 3
+    later = GradientReducer(model_of(), Loopback(), name)
+    later.load_state_dict(during.state_dict())
+    for key, entry in saved["state"].items():
+        if key.startswith("1."):  # held, unused, for as long as the layer was frozen
+            kept = later.state_dict()["state"][key]["values"]
+            assert torch.equal(kept, entry["values"]), key
+    steps(later, range(3, 4))
+    assert all(p.grad is not None for p in later.model.parameters())
+
+
+def test_a_state_made_with_a_frozen_layer_goes_on_with_it() -> None:
+    """The layer begins without memory; another model is refused by the layer's name."""
+    made = GradientReducer(frozen("1"), Loopback(), "topk")
+    reduced(made)
+    saved = made.state_dict()
+    for model in (frozen(""), frozen("2"), frozen("1")):
+        reducer = GradientReducer(model, Loopback(), "topk")
+        reducer.load_state_dict(saved)
+        reduced(reducer)
+        assert reducer.iteration == 2
+    del saved["frozen"]  # as older versions saved it
+    GradientReducer(frozen("1"), Loopback(), "topk").load_state_dict(saved)
+    with pytest.raises(ValueError, match=r"layers of the state: '1\.weight': none: here of shape"):
+        GradientReducer(frozen(""), Loopback(), "topk").load_state_dict(saved)
+    other = frozen("")
+    other.append(nn.Linear(3, 3))
+    with pytest.raises(ValueError, match=r"'4\.weight': none: here of shape \[3, 3\]"):
+        GradientReducer(other, Loopback(), "topk").load_state_dict(made.state_dict())
+    with pytest.raises(ValueError, match="not a mapping"):
+        GradientReducer(other, Loopback(), "topk").load_state_dict(saved | {"layers": 3})
+
+
+@every("overlap", [False, True])
+def test_what_waits_moves_no_frozen_layer(overlap: bool) -> None:
+    model = model_of()
+    with GradientReducer(model, Loopback(), "topk", density=0.1, overlap=overlap) as reducer:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(4):
+            model[1].requires_grad_(step in (0, 3))
+            reduced(reducer, step)
+            before = model[1].weight.detach().clone()
+            optimizer.step()
+            assert torch.equal(model[1].weight, before) == (step in (1, 2))
+            assert (model[1].weight.grad is None) == (step in (1, 2))
+
+
 def test_allreduce_takes_tensors() -> None:
     xs = [torch.arange(4.0) + rank for rank in range(2)]
     world = Loopback(2)

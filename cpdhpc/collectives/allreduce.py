@@ -35,6 +35,7 @@ from .checks import (
     is_finite,
     iteration_error,
     name_of_x,
+    note_written,
     of_prepare,
     of_tensor,
     raise_nonfinite,
@@ -417,7 +418,7 @@ def allreduce(
     world: World, Loopback or an mpi4py communicator
     x: float32, C-contiguous, of one shape everywhere, all NumPy or all CuPy arrays or torch tensors
         on the CPU, which are not copied; where the world has virtual ranks, a sequence of one array
-        for each; never written, unless out shares its memory
+        for each; never written, unless out shares its memory. No gradient flows
     wire: "raw" (float32 bytes), a Format or its name, "int2" .. "int16" (integers times a power of
         two) or "ternary" (-1, 0, 1 times a power of two, 1.6 bits a value);
         "mxfp8", "mxfp8-e5m2", "mxfp6", "mxfp6-e3m2" and "mxfp4" are OCP's: blocks of 32
@@ -495,7 +496,7 @@ def allreduce(
     if guesses and type(x) is np.ndarray:
         know_as(ranks, key, id(config), xs[0])
     if out is not None:
-        return out
+        return note_written(out)
     result = reduced.arrays[0]
     return result if not given or given[0] is xs[0] else sys.modules["torch"].from_numpy(result)
 

@@ -63,19 +63,34 @@ def _check_array(name: str, x: Any) -> None:
 def of_tensor(name: str, x: Any) -> Any:
     """Return the memory of a torch tensor as a NumPy array; x itself where it is no tensor.
 
-    Raises TypeError where the tensor requires a gradient, is sparse or not on the CPU.
+    Raises TypeError where a gradient would be lost, and where it is a subclass, sparse or not on
+    the CPU.
     """
     torch = sys.modules.get("torch")  # where there is a tensor, it is loaded
     if torch is None or not isinstance(x, torch.Tensor):
         return x
+    is_lost = x.requires_grad and torch.is_grad_enabled()
     try:
-        return x.numpy()
+        return (x if is_lost else x.detach()).numpy()
     except (RuntimeError, TypeError):
-        grad = " that requires a gradient" if x.requires_grad else ""
+        grad = " that requires a gradient" if is_lost else ""
+        kind = "" if type(x) is torch.Tensor else f"{type(x).__name__}, "
         raise TypeError(
-            f"allreduce: {name} is a tensor of {x.dtype}, {x.layout}, on {x.device}{grad}: "
-            "must be float32, dense, on the CPU, without gradient: .detach()"
+            f"allreduce: {name} is a tensor of {kind}{x.dtype}, {x.layout}, on {x.device}{grad}: "
+            "must be a torch.Tensor of float32, dense, on the CPU, without gradient: .detach(), or "
+            "call within torch.no_grad(); of a DTensor .to_local()"
         ) from None
+
+
+def note_written(x: Any) -> Any:
+    """Return x; tell autograd, where it is a tensor, that its memory was written.
+
+    So backward refuses to go on from values that a graph has kept and that are gone.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(x, torch.Tensor):
+        x.detach().view(-1)[:0].zero_()  # torch counts it, and it changes nothing
+    return x
 
 
 def _check_device(name: str, x: Any) -> None:

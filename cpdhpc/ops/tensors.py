@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.util import find_spec
 from typing import Any
@@ -67,6 +67,81 @@ def of_bytes(data: HostArray, like: Sequence[torch.Tensor]) -> list[torch.Tensor
         part.clone(memory_format=torch.contiguous_format).view(x.dtype).reshape(x.shape)
         for part, x in zip(parts, like, strict=True)
     ]
+
+
+class _Straight(torch.autograd.Function):
+    """What a rounding makes of values; derivatives go through as if it were none."""
+
+    @staticmethod
+    def forward(x: torch.Tensor, rounded: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        return rounded(x)
+
+    @staticmethod
+    def setup_context(context: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(context: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradients[0], None
+
+    @staticmethod
+    def jvp(context: Any, *tangents: Any) -> torch.Tensor:
+        tangent: torch.Tensor = tangents[0].clone()
+        return tangent
+
+
+def straight_through(
+    x: torch.Tensor, rounded: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """Return what a rounding makes of x, as a new tensor; derivatives go through unchanged."""
+    found: torch.Tensor = _Straight.apply(x, rounded)  # type: ignore[no-untyped-call]
+    return found
+
+
+Held = tuple[Any, Any]  # formats of all values of two factors
+Multiply = Callable[[torch.Tensor, torch.Tensor, Held, int], torch.Tensor]
+
+
+class _Product(torch.autograd.Function):
+    """A product of matrices; both of its gradients are products by the same arithmetic.
+
+    number: 0; of the gradients of product n 2n + 1 and 2n + 2, for those who draw random bits
+    """
+
+    @staticmethod
+    def forward(
+        x: torch.Tensor, y: torch.Tensor, multiply: Multiply, held: Held, of_any: Any, number: int
+    ) -> torch.Tensor:
+        return multiply(x, y, held, number)
+
+    @staticmethod
+    def setup_context(context: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        x, y, *context.how = inputs
+        context.save_for_backward(x, y)
+
+    @staticmethod
+    def backward(context: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, y = context.saved_tensors
+        multiply, (of_x, of_y), of_any, number = context.how
+        (g,), (for_x, for_y, *_) = gradients, context.needs_input_grad
+        by = multiply, (of_any, of_y), of_any, 2 * number + 1
+        to_x = _Product.apply(g, y.mT, *by) if for_x else None  # type: ignore[no-untyped-call]
+        by = multiply, (of_x, of_any), of_any, 2 * number + 2
+        to_y = _Product.apply(x.mT, g, *by) if for_y else None  # type: ignore[no-untyped-call]
+        return to_x, to_y, None, None, None, None
+
+
+def product(
+    x: torch.Tensor, y: torch.Tensor, multiply: Multiply, held: Held, of_any: Any
+) -> torch.Tensor:
+    """Return float32[batch, m, n] of float32[batch, m, k] and float32[batch, k, n].
+
+    multiply: gets the factors, formats that hold their values, and the number of the product: 0;
+        of the gradients of product n 2n + 1, of x, and 2n + 2, of y
+    held: those of x and y; of_any: the one that holds gradients
+    """
+    found: torch.Tensor = _Product.apply(x, y, multiply, held, of_any, 0)  # type: ignore[no-untyped-call]
+    return found
 
 
 def await_device(device: torch.device) -> None:

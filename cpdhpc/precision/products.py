@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import flat_floats
+from ..arrays import check_floats, flat_floats, is_tensor
 from ..formats import (
     Cast,
     Format,
@@ -17,7 +17,7 @@ from ..formats import (
     overflow_shows,
     parse_format,
 )
-from ..ops import backend_of
+from ..ops import backend_of, type_name
 from ..ops.products import FLOAT32, Inputs, Order, Products
 from ..randomness import random_key
 
@@ -58,6 +58,9 @@ def matmul(
     Returns float32[..., m, n] of a's kind, the same bits for any number of threads. A sum begins
     with +0. NaN, of a and b too, becomes infinity in formats that have no NaN, and the largest
         number in those that have neither.
+    Gradients of tensors are two such products, (gradient) @ b.T and a.T @ (gradient), of a and b as
+        inputs rounded them, whose rounding they go through unchanged; only sums over axes that were
+        broadcast are torch's, in float32. With rounding "stochastic" each draws bits of its own.
     Raises TypeError where an argument is something else; ValueError for shapes that do not go
     together, an unknown format or word, and chunk, between and kahan that do not go with order.
     Source: of rounded products and sums Han et al., arXiv 1911.08907; of chunks Wang et al., arXiv
@@ -66,22 +69,48 @@ def matmul(
     how = _products(
         products, accumulate, between, order, chunk, kahan, (rounding, overflow, random_bits)
     )
-    left, restore = flat_floats("matmul", "a", a)
-    right, _ = flat_floats("matmul", "b", b)
-    backend = backend_of(left)
+    for name, each in (("a", a), ("b", b)):
+        check_floats("matmul", name, each)
+    if is_tensor(a) != is_tensor(b):
+        raise TypeError(
+            f"matmul: a is {type_name(a)}, b is {type_name(b)}: should be of one library"
+        )
     held = _held(inputs)
     if inputs is not None:
-        left, right = (
-            backend.decode(
-                backend.encode(
-                    values, Cast(fmt, "nearest", overflow if overflow_shows(fmt) else None)
-                ),
-                fmt,
-            )
-            for values, fmt in zip((left, right), held, strict=True)
+        a, b = (
+            _rounded(name, each, Cast(fmt, "nearest", overflow if overflow_shows(fmt) else None))
+            for name, each, fmt in zip("ab", (a, b), held, strict=True)
         )
-    x, y, shape = _matrices(left.reshape(a.shape), right.reshape(b.shape))
-    return restore(backend.matmul(x, y, how, random_key(seed), held), shape)
+    x, y, shape = _matrices(a, b)
+
+    def multiply(x: Any, y: Any, held: Inputs, number: int) -> Any:
+        left, restore = flat_floats("matmul", "a", x)
+        right, _ = flat_floats("matmul", "b", y)
+        key = random_key(seed, number) if number else random_key(seed)
+        left, right = left.reshape(x.shape), right.reshape(y.shape)
+        found = backend_of(left).matmul(left, right, how, key, held)
+        return restore(found, found.shape)
+
+    if not is_tensor(a):
+        return multiply(x, y, held, 0).reshape(shape)
+    from ..ops.tensors import product
+
+    return product(x, y, multiply, held, FLOAT32).reshape(shape)
+
+
+def _rounded(name: str, x: Any, cast: Cast) -> Any:
+    """Return an operand rounded, NaN and all; its gradient goes through."""
+
+    def rounded(x: Any) -> Any:
+        flat, restore = flat_floats("matmul", name, x)
+        backend = backend_of(flat)
+        return restore(backend.decode(backend.encode(flat, cast), cast.fmt))
+
+    if not is_tensor(x):
+        return rounded(x)
+    from ..ops.tensors import straight_through
+
+    return straight_through(x, rounded)
 
 
 def _held(inputs: Name | tuple[Name, Name] | None) -> Inputs:
@@ -134,7 +163,10 @@ def _matrices(a: Any, b: Any) -> tuple[Any, Any, tuple[int, ...]]:
         )
     shape = (*front, *(x.shape[-2:-1] if a.ndim > 1 else ()), *(y.shape[-1:] if b.ndim > 1 else ()))
     batch = math.prod(front)
-    x, y = (
-        np.broadcast_to(v, (*front, *v.shape[-2:])).reshape(batch, *v.shape[-2:]) for v in (x, y)
-    )
-    return x, y, shape
+
+    def spread(v: Any) -> Any:
+        whole = (*front, *v.shape[-2:])
+        wide = v.expand(whole) if is_tensor(v) else np.broadcast_to(v, whole)
+        return wide.reshape(batch, *v.shape[-2:])
+
+    return spread(x), spread(y), shape

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .ddp import ddp_hook as ddp_hook
+    from .fsdp import fsdp_hook as fsdp_hook
     from .layerwise import AdamP as AdamP
     from .layerwise import Lamb as Lamb
     from .layerwise import Larc as Larc
@@ -24,6 +25,7 @@ _EXPORTS = {  # public name -> the module that has it
     "LossScaler": "loss_scaling",
     "NovoGrad": "layerwise",
     "ddp_hook": "ddp",
+    "fsdp_hook": "fsdp",
 }
 __all__ = [*_EXPORTS]
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -53,12 +54,14 @@ class Averaging:
     loss_scale: what losses are multiplied by, the caller's to set between steps: means are divided
         by it, and what the aggregator keeps follows it
     state: what the aggregator keeps; layers: the shape of each, by name; {} while unknown
+    frozen: the shape of the model's other parameters, by name
     parameters: those whose gradients are averaged, as far as they are known
     device: where they are
     """
 
     aggregator: Aggregator
     layers: dict[str, list[int]]
+    frozen: dict[str, list[int]]
     parameters: list[torch.nn.Parameter]
     device = CPU
 
@@ -146,6 +149,7 @@ class Averaging:
             "ranks": self.world.ranks,
             "aggregator": type(self.aggregator).__name__,
             "layers": dict(self.layers),
+            "frozen": dict(self.frozen),
             "state": kept,
         }
 
@@ -154,6 +158,8 @@ class Averaging:
 
         states: this process's own, where there are as many ranks now; else those of all processes
             in their order, from which arrays are redistributed as their method says
+        What was kept of a layer that is frozen now is held, unused, and saved again; one that was
+        frozen then begins without. So a layer may be frozen or not where each was constructed.
         Raises ValueError on all ranks alike for others.
         """
         error: Exception | None = None
@@ -163,7 +169,7 @@ class Averaging:
             entries = _entries(states, self.world)
             scale = float(states[0].get("loss_scale", 1.0))
             at = int(states[0]["iteration"]), float(states[0]["epoch"]), scale
-        except (IndexError, KeyError, TypeError, ValueError) as found:
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as found:
             error = ValueError(f"{self._name}.load_state_dict: {found}")
         alike = {"iteration": at[0], "epoch": at[1], "loss_scale": at[2]}
         check_alike(self.world, error, alike, [0], f"{self._name}.load_state_dict")
@@ -175,16 +181,33 @@ class Averaging:
 
     def _check_states(self, states: Sequence[Stated]) -> None:
         """Raise ValueError unless these are of this method and model."""
-        here: Stated = {"aggregator": type(self.aggregator).__name__}
-        here |= {"layers": self.layers} if self.layers else {}
+        here = type(self.aggregator).__name__
         if not states:
             raise ValueError("no state: should be what state_dict returned")
         for each in states:
             if not isinstance(each, dict) or not each.keys() >= STATED:
                 raise ValueError(f"{each!r:.60}: should be what state_dict returned")
-            for key, value in here.items():
-                if each[key] != value:
-                    raise ValueError(f"{key} of the state: {each[key]!r:.200}: here {value!r:.200}")
+            if each["aggregator"] != here:
+                raise ValueError(f"aggregator of the state: {each['aggregator']!r}: here {here!r}")
+            if self.layers:
+                self._check_layers(each["layers"], each.get("frozen", {}))
+
+    def _check_layers(self, layers: Mapping[str, object], frozen: Mapping[str, object]) -> None:
+        """Raise ValueError unless layers of a state, and those averaged here, are in both models.
+
+        frozen: those that were in the state's model besides
+        """
+        there, here = {**frozen, **layers}, {**self.frozen, **self.layers}
+        for name in {**self.layers, **layers}:
+            if there.get(name) != here.get(name):
+                raise ValueError(
+                    f"layers of the state: {name!r}: {_shape(there, name)}: here "
+                    f"{_shape(here, name)}"
+                )
+
+
+def _shape(layers: Mapping[str, object], name: str) -> str:
+    return f"of shape {layers[name]}" if name in layers else "none"
 
 
 def _check_momentum(
@@ -272,23 +295,66 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # of gradients
 PLAIN = "dense float32, bfloat16 or float16 on cpu or cuda"
 
 
+def _is_whole(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has its values itself; DTensor has a part, others say what they wrap."""
+    return type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+
+
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether a tensor's values lie in memory of the host or of a GPU."""
-    return tensor.layout is torch.strided and tensor.device.type in PLACES
+    strided = tensor.layout is torch.strided
+    return strided and tensor.device.type in PLACES and _is_whole(tensor)
 
 
 def kind(tensor: torch.Tensor) -> str:
-    """Return layout, dtype and device of a tensor, for messages."""
+    """Return layout, dtype and device of a tensor, for messages; and its type, if not torch's."""
     layout = "" if tensor.layout is torch.strided else f"{tensor.layout} of "
-    return f"{layout}{tensor.dtype} on {tensor.device}"
+    of = "" if _is_whole(tensor) else f"{type(tensor).__name__} of "
+    return f"{of}{layout}{tensor.dtype} on {tensor.device}"
+
+
+def clear(name: str) -> str:
+    """Return the name of a parameter as it is without torch.compile."""
+    return name.replace("_orig_mod.", "")
+
+
+def named(model: torch.nn.Module, trained: bool) -> list[tuple[str, torch.nn.Parameter]]:
+    """Return the parameters of a model that require a gradient; or the others."""
+    every = model.named_parameters()
+    return [(clear(name), p) for name, p in every if p.requires_grad == trained]
+
+
+def shapes_of(parameters: Sequence[tuple[str, torch.nn.Parameter]]) -> dict[str, list[int]]:
+    """Return shapes by name."""
+    return {name: list(p.shape) for name, p in parameters}
+
+
+def check_whole_model(call: str, model: torch.nn.Module) -> None:
+    """Raise TypeError, which begins with call, where a rank has parts of a model only."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # where there is such a model, it is loaded
+    if fsdp and any(isinstance(m, fsdp.FullyShardedDataParallel) for m in model.modules()):
+        raise TypeError(
+            f"{call}: model is FullyShardedDataParallel, which gives each rank a part and averages "
+            "in backward: call model.register_comm_hook(*cpdhpc.train.fsdp_hook(world, "
+            "model=model)) instead"
+        )
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if not _is_whole(tensor):
+            raise TypeError(
+                f"{call}: model: {name} is {type(tensor).__name__}: should be a torch.Tensor that "
+                "each rank has whole: leave out what cuts models up, as fully_shard; of those "
+                "FullyShardedDataParallel goes with cpdhpc.train.fsdp_hook"
+            )
 
 
 def tensors_of(model: torch.nn.Module) -> Named:
     """Return all parameters and buffers of a model, which process 0 gives to the others.
 
-    Raises ValueError for one that cannot be reduced or given.
+    Raises TypeError or ValueError for one that cannot be reduced or given.
     """
-    tensors: Named = [*model.named_parameters(), *model.named_buffers()]
+    check_whole_model("GradientReducer", model)
+    every: Named = [*model.named_parameters(), *model.named_buffers()]
+    tensors = [(clear(name), tensor) for name, tensor in every]
     for name, tensor in tensors:
         if torch.nn.parameter.is_lazy(tensor):
             raise ValueError(

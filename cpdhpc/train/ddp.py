@@ -23,11 +23,14 @@ from .averaging import (
     PLAIN,
     Averaging,
     check_options,
+    check_whole_model,
     is_plain,
     kind,
     multiplied,
+    named,
     policies_of,
     rounded,
+    shapes_of,
 )
 from .buffers import Buffers, scales_of, survey
 from .overlap import check_overlap, pause_s, reducing_thread
@@ -66,7 +69,7 @@ class DdpHook(Averaging):
         options: dict[str, Any],
     ) -> None:
         super().__init__(as_world(world, "ddp_hook"), seed)
-        self.layers = {}
+        self.layers, self.frozen = {}, {}
         self._names: dict[int, str] = {}  # of a parameter, by id, in the model's order
         self.parameters = []  # so that ids stay theirs
         self._layouts: dict[tuple[int, ...], Layout] = {}
@@ -75,11 +78,13 @@ class DdpHook(Averaging):
         self._stream = OwnStream(CPU)
         with alike_on_all(self.world, "ddp_hook: options") as settings:
             check_options("ddp_hook", model or torch.nn.Identity(), seed, overlap)
+            model = getattr(model, "_orig_mod", model)  # torch.compile(ddp) is it, wrapped
             self.aggregator = made("ddp_hook", aggregator, options)
             if model is not None:
                 self._learn(model)
             self.aggregator.check_layers(self.layers)
-            _check_world(self.world, model)
+            group = model.process_group if isinstance(model, DistributedDataParallel) else None
+            check_world("ddp_hook", self.world, group)
             if overlap:
                 check_overlap(self.world)
             settings |= {
@@ -94,10 +99,11 @@ class DdpHook(Averaging):
 
     def _learn(self, model: torch.nn.Module) -> None:
         """Note the names of a model's parameters."""
+        check_whole_model("ddp_hook", model)
         bare = model.module if isinstance(model, DistributedDataParallel) else model
-        for name, parameter in bare.named_parameters():
-            if parameter.requires_grad:
-                self._name_it(parameter, name)
+        for name, parameter in named(bare, True):
+            self._name_it(parameter, name)
+        self.frozen = shapes_of(named(bare, False))
         if scales_of(survey(model)[1]):
             self._scales = Buffers(model, self.world, "broadcast")
 
@@ -229,20 +235,22 @@ class DdpHook(Averaging):
             self._executor.shutdown()
 
 
-def _check_world(world: Ranks, model: torch.nn.Module | None) -> None:
-    """Raise ValueError unless a world has the ranks of DDP, one a process."""
+def check_world(call: str, world: Ranks, group: distributed.ProcessGroup | None) -> None:
+    """Raise ValueError unless a world has the ranks of a group, one a process.
+
+    group: None: torch's default one, where there is one
+    """
     if world.virtual_ranks > 1:
         raise ValueError(
-            f"ddp_hook: world has virtual_ranks={world.virtual_ranks}: should be 1, as in DDP"
+            f"{call}: world has virtual_ranks={world.virtual_ranks}: should be 1, as in torch"
         )
-    if not isinstance(model, DistributedDataParallel) and not distributed.is_initialized():
+    if group is None and not distributed.is_initialized():
         return
-    group = model.process_group if isinstance(model, DistributedDataParallel) else None
     there = distributed.get_rank(group), distributed.get_world_size(group)
     if there != (world.rank, world.size):
         which = "the default process group" if group is None else "the process group of model"
         raise ValueError(
-            f"ddp_hook: world: rank {world.rank} of {world.size} is rank {there[0]} of {there[1]} "
+            f"{call}: world: rank {world.rank} of {world.size} is rank {there[0]} of {there[1]} "
             f"in {which}: should be the same"
         )
 
@@ -260,8 +268,13 @@ def _after_backward(end: Any) -> None:
         queue(lambda: queue(end))
 
 
-def average_bucket(state, bucket):  # type: ignore[no-untyped-def]  # torch refuses those of text
+def average_bucket(state, bucket, *more):  # type: ignore[no-untyped-def]  # torch refuses those of text
     """Return the future of a bucket's mean over all ranks, as DDP asks for it. Collective."""
+    if isinstance(bucket, torch.Tensor):
+        raise TypeError(
+            "ddp_hook: the hook is called by FullyShardedDataParallel: should be called by "
+            "DistributedDataParallel: register what cpdhpc.train.fsdp_hook returns"
+        )
     return state.take(bucket)
 
 

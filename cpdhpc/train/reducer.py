@@ -25,14 +25,18 @@ from .averaging import (
     is_plain,
     kind,
     multiplied,
+    named,
     policies_of,
     rounded,
+    shapes_of,
     tensors_of,
 )
 from .buffers import BufferMode, Buffers, survey
 from .overlap import Overlap, check_overlap
 
 Array = npt.NDArray[Any]
+
+FROZEN, UNUSED, USED = 0, 1, 2  # what a layer is on a rank in a step
 
 
 class GradientReducer(Averaging):
@@ -135,16 +139,13 @@ class GradientReducer(Averaging):
 
     def _lay_out(self, bucket_mib: float) -> None:
         """Lay the parameters that require a gradient into a buffer, and cut it into parts."""
-        named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
-        self.parameters = [parameter for _, parameter in named]
+        trained = named(self.model, True)
+        self.parameters = [parameter for _, parameter in trained]
         self._known = set(map(id, self.parameters))
-        self.bucket = Bucket(
-            tuple(name for name, _ in named),
-            tuple(tuple(p.shape) for _, p in named),
-            self.aggregator.align,
-        )
+        self.layers, self.frozen = shapes_of(trained), shapes_of(named(self.model, False))
+        shapes = tuple(map(tuple, self.layers.values()))
+        self.bucket = Bucket(tuple(self.layers), shapes, self.aggregator.align)
         self.parts = split_bucket(self.bucket, bucket_mib)
-        self.layers = {name: list(p.shape) for name, p in named}
         self._dtypes = [parameter.dtype for parameter in self.parameters]
         tensors = [torch.zeros(self.bucket.size, device=self.device) for _ in self.world.hosted]
         with in_stream(self.device):
@@ -277,7 +278,7 @@ class GradientReducer(Averaging):
             with in_stream(self.device):
                 raise_unless_finite(self.world, self.flats, self.bucket)
             self.iteration += 1
-            return used
+            return [each == USED for each in used]
         finally:
             self._begin()
 
@@ -297,7 +298,7 @@ class GradientReducer(Averaging):
         self._buffers.share(self._live, self._active)
 
     def _agree(self) -> Sequence[int]:
-        """Return, by layer, whether any rank has a gradient; raise what any found. Collective."""
+        """Return, by layer, the most that it is on a rank; raise what any found. Collective."""
         parameters, self._live = survey(self.model)
         found = set(map(id, parameters))
         if not found <= self._known:
@@ -315,9 +316,11 @@ class GradientReducer(Averaging):
         error = self._error or self._wrong
         missing = [not all(self._used)]
         if not any(check_alike(self.world, error, alike, missing, "GradientReducer.reduce")):
-            return self._used
-        used: list[int] = self.world.max(np.array(self._used, np.int64), "unused layers").tolist()
-        return used
+            return [USED] * len(self._used)
+        pairs = zip(self._used, self.parameters, strict=True)
+        here = [USED if used else UNUSED if p.requires_grad else FROZEN for used, p in pairs]
+        most: list[int] = self.world.max(np.array(here, np.int64), "unused layers").tolist()
+        return most
 
     def _gone(self, found: set[int]) -> list[str]:
         """Return the layers whose parameters are not in the model any more, frozen ones aside."""
@@ -327,11 +330,7 @@ class GradientReducer(Averaging):
         return [name for name, p in pairs if p.requires_grad and id(p) not in found]
 
     def _unknown(self) -> ValueError:
-        new = [
-            name
-            for name, p in self.model.named_parameters()
-            if p.requires_grad and id(p) not in self._known
-        ]
+        new = [name for name, p in named(self.model, True) if id(p) not in self._known]
         return ValueError(
             f"GradientReducer.reduce: model: {new[0]!r} on rank {self.world.rank} requires a "
             "gradient and did not at construction: construct another GradientReducer"
@@ -373,8 +372,9 @@ class GradientReducer(Averaging):
         flats = joined.flats if len(self.parts) > 1 else [joined.mean.flat.copy()]
         found = [part.bucket.views(x) for part, x in zip(self.parts, flats, strict=True)]
         names, views = self.bucket.names, [view for part in reversed(found) for view in part]
-        # What waited of an earlier step may arrive in one in which no rank used the layer.
-        which = [i for i, is_used in enumerate(used) if is_used or views[i].any()]
+        # What waited of an earlier step may arrive in one in which no rank used the layer; where
+        # all have frozen it, it is lost: nothing is to move the layer.
+        which = [i for i, x in enumerate(used) if x == USED or (x == UNUSED and views[i].any())]
         gradients = rounded(
             [names[i] for i in which], [views[i] for i in which], [self._dtypes[i] for i in which]
         )
