@@ -60,6 +60,7 @@ for each; do case $each in --jobs=*) job=${each#--jobs=};; esac; done
 cat "queue.$job"
 """
 SACCT = """#!/bin/bash
+for each; do [ "$each" != --array ] || { echo "unrecognized option" >&2; exit 1; }; done
 [ -e accounts ] || { echo "Slurm accounting storage is disabled" >&2; exit 1; }
 cat accounts
 """

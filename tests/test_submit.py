@@ -378,11 +378,26 @@ def test_status_by_accounting_where_squeue_has_forgotten(fake_slurm: Slurm) -> N
         "10_1|demo-1x2|FAILED|7:0\n"
         "10_[3-5]|demo-1x2|PENDING|0:0\n"
     )
+    known = queue.states([10])
+    assert {index for _, index in known} == {0, 1, 3, 4, 5}
     assert told() == [
         ("missing", "job 10_0 CANCELLED: study resume submits it again"),
         ("failed", "job 10_1 FAILED, exit code 7"),
         ("missing", "job 11_2 COMPLETED, exit code 0, and there is no file"),
         ("failed", "job 11_3 TIMEOUT (TimeLimit)"),
+    ]
+
+
+def test_an_array_that_was_cancelled_before_it_started(fake_slurm: Slurm) -> None:
+    """Accounting has one line of all its elements."""
+    submitted()
+    Path("accounts").write_text(
+        "10_[0-1%8]|demo-1x2|CANCELLED by 0|0:0\n11_[2,3,...]|demo-2x2|CANCELLED|0:0\n"
+        "12|demo-collect|CANCELLED|0:0\n"
+    )
+    assert told() == [
+        ("missing", f"job {job}_{index} CANCELLED, exit code 0: study resume submits it again")
+        for job, index in ((10, 0), (10, 1), (11, 2), (11, 3))
     ]
 
 

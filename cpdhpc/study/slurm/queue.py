@@ -202,26 +202,30 @@ def _accounted(jobs: set[int]) -> States:
         f"--jobs={','.join(map(str, sorted(jobs)))}",
         "--format=JobID,JobName,State,ExitCode",
     ]
-    flags = ["--allocations", "--noheader", "--array", "--parsable2"]
+    flags = ["--allocations", "--noheader", "--parsable2"]  # --array is new in Slurm 23
     try:
         done = _call(["sacct", *flags, *options])
     except SlurmError:
         return {}  # squeue has answered; this is a second source
     if done.returncode:  # 1 where accounting is switched off
         return {}
-    return dict(filter(None, map(_accounted_row, done.stdout.splitlines())))
+    return {k: v for line in done.stdout.splitlines() for k, v in _accounted_rows(line).items()}
 
 
-def _accounted_row(line: str) -> tuple[tuple[int, int | None], JobState] | None:
+def _accounted_rows(line: str) -> States:
+    """Return the states that a line is of: "12", "12_3", or what never started, "12_[0-3,7%2]"."""
     job, name, said, status = line.split("|")
-    place = re.fullmatch(r"(\d+)(?:_(\d+))?", job)
-    if place is None:  # elements that wait, as one line; squeue has them
-        return None
+    number, _, indices = job.partition("_")
     state = said.split()[0]  # "CANCELLED by 1000"
-    code, _, number = status.partition(":")
-    exit_code = int(code) if state in ENDED and number == "0" else None
-    index = None if place[2] is None else int(place[2])
-    return (int(place[1]), index), JobState(name, state, exit_code, "")
+    code, _, signal = status.partition(":")
+    exit_code = int(code) if state in ENDED and signal == "0" else None
+    found = JobState(name, state, exit_code, "")
+    if not indices:
+        return {(int(number), None): found}
+    # A long list is cut off: "12_[1,3,5,...]"
+    ranges = re.findall(r"(\d+)(?:-(\d+))?", indices.partition("%")[0])
+    every = (i for first, last in ranges for i in range(int(first), int(last or first) + 1))
+    return {(int(number), index): found for index in every}
 
 
 def _call(
